@@ -1,0 +1,1 @@
+"""One agent per node: a pure core (events to actions), its hands around it."""

@@ -1,0 +1,83 @@
+"""What one agent needs to know besides the job's spec: this node's own choices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum, IntFlag
+from pathlib import Path
+
+from elaunch.rendezvous.types import JobSpec
+
+
+class Streams(IntFlag):
+    """torchrun's values for --redirects and --tee."""
+
+    NONE = 0
+    OUT = 1
+    ERR = 2
+    BOTH = 3
+
+
+@dataclass(frozen=True)
+class StreamChoice:
+    """Which streams of which local ranks: `default` for all but those in `by_rank`."""
+
+    default: Streams = Streams.NONE
+    by_rank: Mapping[int, Streams] = field(default_factory=dict)
+
+    def of(self, local_rank: int) -> Streams:
+        return self.by_rank.get(local_rank, self.default)
+
+
+class NumaBinding(Enum):
+    """torchrun's values for --numa-binding."""
+
+    NODE = "node"
+    SOCKET = "socket"
+    EXCLUSIVE = "exclusive"
+    CORE_COMPLEX = "core-complex"
+
+
+@dataclass(frozen=True)
+class OutputPlan:
+    """Where the workers' output goes.
+
+    Without `log_dir` nothing stays on disk. A redirected stream goes to its file only, a teed one to file and console.
+    `console_ranks` (global) and `console_local_ranks` limit the console, never the files; None is all.
+    `duplicate_*_filters`: lines of teed streams that contain one of the words are copied to one file per generation.
+    """
+
+    log_dir: Path | None = None
+    redirects: StreamChoice = StreamChoice()
+    tee: StreamChoice = StreamChoice()
+    console_local_ranks: frozenset[int] | None = None
+    console_ranks: frozenset[int] | None = None
+    duplicate_stdout_filters: tuple[str, ...] = ()
+    duplicate_stderr_filters: tuple[str, ...] = ()
+    prefix_template: str | None = None
+
+
+@dataclass(frozen=True)
+class AgentConfig:
+    """One agent's settings. `environment` is what workers inherit, without the rank variables.
+
+    `master_ports` is empty for a fresh port per generation; else the ports that may be used, in order of preference.
+    `preload` are the modules that the fork server imports; None execs every worker as a fresh interpreter.
+    `notes` are sentences that the command line wants said once in the log.
+    """
+
+    spec: JobSpec
+    slots: int
+    environment: Mapping[str, str]
+    role: str = "default"
+    output: OutputPlan = OutputPlan()
+    stop_grace_s: float = 30.0
+    failure_grace_s: float = 2.0
+    signals: tuple[int, ...] = ()
+    preload: tuple[str, ...] | None = None
+    master_addr: str = "127.0.0.1"
+    master_ports: tuple[int, ...] = ()
+    numa_binding: NumaBinding | None = None
+    virtual_local_rank: bool = False
+    notes: tuple[str, ...] = ()

@@ -1,0 +1,1 @@
+"""The command line: argv to Options to JobSpec; exit code; report."""

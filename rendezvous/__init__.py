@@ -1,0 +1,1 @@
+"""Who is in a generation, which ranks they have: pure rules over a store interface."""

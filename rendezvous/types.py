@@ -1,0 +1,214 @@
+"""The values that flow from the command line to the exit code.
+
+    argv → Options → JobSpec → Node → Joined → Quorum → RankTable → Assignment → Spawn → WorkerExited → Failure
+         → Restart | GiveUp → Outcome → exit code
+
+All are frozen. Durations end in `_s`; wall-clock times (`*_at`) are for people only and decide nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class ProgramKind(Enum):
+    """How the worker's program is named on the command line."""
+
+    SCRIPT = "script"  # python -u target args…
+    MODULE = "module"  # python -u -m target args…
+    COMMAND = "command"  # target args…, no Python (--no-python)
+
+
+@dataclass(frozen=True)
+class Program:
+    """What every worker runs.
+
+    `target` is a path, a module name or a command, as typed. `interpreter` runs scripts and modules; it is this
+    process's own unless `PYTHON_EXEC` names another. `${local_rank}` in `args` is replaced for each worker.
+    """
+
+    kind: ProgramKind
+    target: str
+    args: tuple[str, ...] = ()
+    interpreter: str = ""
+
+    @property
+    def argv(self) -> tuple[str, ...]:
+        """The command line of a freshly started worker."""
+        match self.kind:
+            case ProgramKind.SCRIPT:
+                return (self.interpreter, "-u", self.target, *self.args)
+            case ProgramKind.MODULE:
+                return (self.interpreter, "-u", "-m", self.target, *self.args)
+            case ProgramKind.COMMAND:
+                return (self.target, *self.args)
+
+
+@dataclass(frozen=True)
+class JobSpec:
+    """What all nodes of a job must agree on.
+
+    `max_restarts` 0 is a plain launch. The budget is the job's, not a node's: `max_restarts` over its whole life, or,
+    with `restart_window_s`, within any window of that length (Erlang/OTP's intensity and period).
+    """
+
+    run_id: str
+    program: Program
+    nodes_min: int = 1
+    nodes_max: int = 1
+    max_restarts: int = 3
+    restart_window_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Node:
+    """One incarnation of one agent. `node_id` is the host name and 8 random hex digits."""
+
+    node_id: str
+    host: str
+    address: str
+    slots: int
+    pid: int
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A node's word that its old workers are stopped and that it can run the generation.
+
+    `port` is a reserved listening port on `address`: the worker store's, if the node becomes the first in the table.
+    """
+
+    node_id: str
+    port: int
+
+
+@dataclass(frozen=True)
+class Seat:
+    """One node's place in a rank table; its ranks are `first_rank … first_rank + slots - 1`."""
+
+    node_id: str
+    host: str
+    slots: int
+    first_rank: int
+
+
+@dataclass(frozen=True)
+class RankTable:
+    """Who has which ranks in one generation; sealed by the leader, at most one per generation.
+
+    `restarts` counts the job's counted restarts so far; `barren` the generations in a row, this one included, that
+    began after one without progress.
+    """
+
+    generation: int
+    seats: tuple[Seat, ...]
+    master_addr: str
+    master_port: int
+    reason: str
+    restarts: int = 0
+    barren: int = 0
+
+    @property
+    def world_size(self) -> int:
+        return sum(seat.slots for seat in self.seats)
+
+    def group_rank(self, node_id: str) -> int | None:
+        """The node's index in the table, or None where it has no seat."""
+        return next((i for i, seat in enumerate(self.seats) if seat.node_id == node_id), None)
+
+
+class OpenKind(Enum):
+    """Why a generation was opened (protocol: `ctl/generation`)."""
+
+    START = "start"
+    FAIL = "fail"
+
+
+@dataclass(frozen=True)
+class Generation:
+    """The one number that every key, event, log line and worker environment of a group's (re)start carries."""
+
+    number: int
+    kind: OpenKind
+    cause: str
+
+
+class FailureKind(Enum):
+    """What ended a worker, as far as it can be told from outside."""
+
+    EXCEPTION = "exception"
+    EXIT_CODE = "exit code"
+    SIGNAL = "signal"
+    OUT_OF_MEMORY = "out of memory"
+    PEER_LOST = "peer lost"
+    STARTUP = "start-up"
+    STORE_LOST = "worker store lost"
+    TEMPLATE_LOST = "fork server lost"
+    SPAWN = "spawn"
+
+    @property
+    def counts_as_identical(self) -> bool:
+        """Whether the same failure twice in a row may mean that a third try is pointless."""
+        return self in (FailureKind.EXCEPTION, FailureKind.EXIT_CODE)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How one worker (or what serves the workers) failed first on a node in one generation.
+
+    `code` is the exit status as Python reports it: the exit code, or minus the signal's number; None where no worker
+    exited. `rank` is -1 where no worker is to blame. `exception`, `frame` and `message` describe the uncaught exception
+    (`frame` is its innermost frame in the user's code, `file:line in function`). `progressed` says that the rank had
+    reported a step or reached the worker store.
+    """
+
+    kind: FailureKind
+    generation: int
+    node_id: str
+    host: str
+    rank: int
+    local_rank: int
+    pid: int
+    code: int | None
+    message: str
+    exception: str = ""
+    frame: str = ""
+    traceback: str = ""
+    tail: str = ""
+    log_path: str = ""
+    error_file: str = ""
+    failed_at: float = 0.0
+    progressed: bool = False
+
+
+class OutcomeKind(Enum):
+    """How a job, or an agent's part in it, ended."""
+
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    INTERRUPTED = "interrupted"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The end: written once, the same for all agents. `signum` is set for INTERRUPTED only."""
+
+    kind: OutcomeKind
+    reason: str
+    generation: int
+    restarts: int
+    max_restarts: int
+    failure: Failure | None = None
+    signum: int = 0
+
+    @property
+    def exit_code(self) -> int:
+        """0, 1 for a failed job, 128 + n for one that signal n ended."""
+        match self.kind:
+            case OutcomeKind.SUCCEEDED:
+                return 0
+            case OutcomeKind.FAILED:
+                return 1
+            case OutcomeKind.INTERRUPTED:
+                return 128 + self.signum

@@ -1,0 +1,1 @@
+"""The bundled trainer; its parts are usable from any training script."""
