@@ -1,0 +1,198 @@
+"""Options and the host's resources to the agent's configuration, with the few sentences worth saying about it."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping
+
+from elaunch.agent.config import AgentConfig, OutputPlan, StreamChoice, Streams
+from elaunch.launcher.errors import UsageError
+from elaunch.launcher.options import Options
+from elaunch.launcher.resources import HostResources
+from elaunch.launcher.table import TABLE
+from elaunch.rendezvous.types import JobSpec, Program, ProgramKind
+
+# What a training script and its optimizers import; torch._dynamo alone is most of a first optimizer step's delay.
+DEFAULT_PRELOAD = ("torch", "torch.distributed", "torch._dynamo")
+
+# The agent sets these for each worker; an outer launcher's must not shine through.
+RANK_VARIABLES = frozenset(
+    (
+        *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME"),
+        *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+        *("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RUN_ID"),
+        *("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE", "ELAUNCH_GENERATION", "ELAUNCH_LINK"),
+    )
+)
+
+
+def agent_config(options: Options, environ: Mapping[str, str], host: HostResources) -> AgentConfig:
+    """The agent's settings. The caller has given the job a name (`options.run_id`). Raises UsageError."""
+    if options.run_id is None:
+        raise ValueError("options.run_id is None: draw a fresh one first")
+    slots, counted = count_workers(options.nproc_per_node, host)
+    _check_visible_devices(options, environ, slots)
+    environment, threads = worker_environment(environ, slots, host.cores)
+    signals, ignored = signal_numbers(options.signals_to_handle)
+    interpreter = environ.get("PYTHON_EXEC") or host.python
+    address, ports = _master(options)
+    return AgentConfig(
+        spec=JobSpec(
+            run_id=options.run_id,
+            program=Program(options.kind, options.target, options.args, interpreter),
+            nodes_min=options.nnodes[0],
+            nodes_max=options.nnodes[1],
+            max_restarts=options.max_restarts,
+            restart_window_s=options.restart_window,
+        ),
+        slots=slots,
+        environment=environment,
+        role=options.role,
+        output=output_plan(options, environ),
+        stop_grace_s=options.stop_grace,
+        failure_grace_s=options.failure_grace,
+        signals=signals,
+        preload=_preload(options, interpreter, host),
+        master_addr=address,
+        master_ports=ports,
+        numa_binding=options.numa_binding,
+        virtual_local_rank=options.virtual_local_rank,
+        notes=(
+            *_chosen_for_you(options, counted, threads),
+            *_without_effect(options),
+            *_warnings(options, ignored, interpreter, host),
+        ),
+    )
+
+
+def count_workers(asked: int | str | None, host: HostResources) -> tuple[int, str]:
+    """The number of workers and what was counted, as "8 workers, one per GPU"; empty for a given number."""
+    if isinstance(asked, int):
+        return asked, ""
+    if asked == "gpu" and host.gpus == 0:
+        raise UsageError("--nproc-per-node gpu finds no GPU that this process may use; use cpu, or give a number")
+    if asked != "cpu" and host.gpus > 0:
+        return host.gpus, f"{_plural(host.gpus, 'worker')}, one per GPU"
+    if asked is None:
+        return 1, "1 worker, no GPU was found"
+    return host.cpus, f"{_plural(host.cpus, 'worker')}, one per CPU"
+
+
+def worker_environment(environ: Mapping[str, str], slots: int, cores: int) -> tuple[dict[str, str], int | None]:
+    """What workers inherit, and the number of threads if it was chosen here.
+
+    torchrun gives each of several workers one thread; here they share the cores. A single one is left alone.
+    """
+    environment = {name: value for name, value in environ.items() if name not in RANK_VARIABLES}
+    environment.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    if slots == 1 or "OMP_NUM_THREADS" in environ:
+        return environment, None
+    threads = max(1, cores // slots)
+    environment["OMP_NUM_THREADS"] = str(threads)
+    return environment, threads
+
+
+def output_plan(options: Options, environ: Mapping[str, str]) -> OutputPlan:
+    """With a directory and no choice of streams, everything goes to files and to the console."""
+    tee = options.tee
+    if options.log_dir is not None and not {"redirects", "tee"} & set(options.given):
+        tee = StreamChoice(Streams.BOTH)
+    return OutputPlan(
+        log_dir=options.log_dir,
+        redirects=options.redirects,
+        tee=tee,
+        console_local_ranks=options.local_ranks_filter,
+        console_ranks=options.ranks_filter,
+        duplicate_stdout_filters=options.duplicate_stdout_filters,
+        duplicate_stderr_filters=options.duplicate_stderr_filters,
+        prefix_template=environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"),
+    )
+
+
+def signal_numbers(names: tuple[str, ...]) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """The signals' numbers, and the names that are no signal or none that can be handled."""
+    known = {entry.name: int(entry) for entry in signal.Signals}
+    for never in ("SIGKILL", "SIGSTOP"):
+        del known[never]
+    numbers = [known[name] for name in names if name in known]
+    return tuple(dict.fromkeys(numbers)), tuple(name for name in names if name not in known)
+
+
+def _master(options: Options) -> tuple[str, tuple[int, ...]]:
+    """MASTER_ADDR, and the ports that MASTER_PORT may be; none is any.
+
+    torchrun's static rendezvous, its default, takes both from --rdzv-endpoint where that is given.
+    """
+    address, port = options.master_addr, options.master_port
+    if options.rdzv_backend == "static" and options.rdzv_endpoint and not options.standalone:
+        host, _, port_text = options.rdzv_endpoint.rpartition(":")
+        if host and port_text.isdigit():
+            address = address or host
+            port = int(port_text) if port is None else port
+    if options.port_range is not None:
+        ports = tuple(range(options.port_range[0], options.port_range[1] + 1))
+    else:
+        ports = (port,) if port else ()
+    return (address or options.local_addr or "127.0.0.1").strip("[]"), ports
+
+
+def _preload(options: Options, interpreter: str, host: HostResources) -> tuple[str, ...] | None:
+    if options.no_preload or options.kind is ProgramKind.COMMAND or interpreter != host.python:
+        return None
+    return DEFAULT_PRELOAD if options.preload is None else options.preload
+
+
+def _check_visible_devices(options: Options, environ: Mapping[str, str], slots: int) -> None:
+    variable = environ.get("CUDA_VISIBLE_DEVICES")
+    if not options.virtual_local_rank or variable is None:
+        return
+    entries = len(variable.split(","))
+    if entries < slots:
+        raise UsageError(
+            f"--virtual-local-rank needs a GPU for each of {slots} workers and CUDA_VISIBLE_DEVICES={variable}"
+            f" names {entries}; use --nproc-per-node {entries}"
+        )
+
+
+def _chosen_for_you(options: Options, counted: str, threads: int | None) -> tuple[str, ...]:
+    """One sentence for all defaults that differ from torchrun's."""
+    parts = [counted] if counted else []
+    if threads is not None:
+        parts.append(f"OMP_NUM_THREADS={threads}")
+    if "max_restarts" not in options.given:
+        parts.append(f"max_restarts is {options.max_restarts} (torchrun's is 0, a plain launch)")
+    return ("; ".join(parts),) if parts else ()
+
+
+def _without_effect(options: Options) -> tuple[str, ...]:
+    """One sentence for all options that were given and change nothing."""
+    ignored: dict[str, list[str]] = {}
+    for spec in TABLE:
+        if not spec.no_effect or spec.dest not in options.given:
+            continue
+        # A standalone job asks for no rendezvous, and a static one takes its address from the endpoint.
+        is_rendezvous = spec.name.startswith("rdzv-")
+        if is_rendezvous and (options.standalone or options.rdzv_backend == "static"):
+            continue
+        ignored.setdefault(spec.no_effect, []).append(f"--{spec.name}")
+    parts = [f"{', '.join(names)} ({why})" for why, names in ignored.items()]
+    return (f"without effect here: {'; '.join(parts)}",) if parts else ()
+
+
+def _warnings(options: Options, ignored: tuple[str, ...], interpreter: str, host: HostResources) -> tuple[str, ...]:
+    notes: list[str] = []
+    if ignored:
+        notes.append(f"--signals-to-handle: {', '.join(ignored)} cannot be handled and stays out")
+    if options.log_dir is None and _any_stream(options.redirects):
+        notes.append("--redirects without --log-dir: the redirected output is kept nowhere")
+    if interpreter != host.python and options.kind is not ProgramKind.COMMAND:
+        notes.append(f"workers run PYTHON_EXEC={interpreter}, each starts anew: nothing is preloaded for it")
+    return tuple(notes)
+
+
+def _any_stream(choice: StreamChoice) -> bool:
+    return any((choice.default, *choice.by_rank.values()))
+
+
+def _plural(count: int, word: str) -> str:
+    return f"{count} {word}" if count == 1 else f"{count} {word}s"

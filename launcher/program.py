@@ -1,0 +1,65 @@
+"""Whether what the options name is there on this host: the program, and a place for its output."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from elaunch.launcher.errors import UsageError, nearest
+from elaunch.launcher.options import Options
+from elaunch.rendezvous.types import ProgramKind
+
+
+def check_program(options: Options) -> None:
+    """Raises UsageError for a program that cannot start here."""
+    match options.kind:
+        case ProgramKind.SCRIPT:
+            _check_script(options.target)
+        case ProgramKind.MODULE:
+            if Path(options.target).is_file():
+                raise UsageError(f"-m takes a module's name and {options.target} is a file; leave -m out")
+        case ProgramKind.COMMAND:
+            if shutil.which(options.target) is None:
+                raise UsageError(
+                    f"the command {options.target} is not an executable file"
+                    + (f" in {Path.cwd()}" if os.sep in options.target else " on PATH")
+                    + "; give its path, or leave --no-python out for a Python script"
+                )
+
+
+def check_log_dir(options: Options) -> None:
+    """Raises UsageError for a --log-dir that can never hold files."""
+    if options.log_dir is None:
+        return
+    for place in (options.log_dir, *options.log_dir.parents):
+        if place.is_dir():
+            return
+        if place.exists():
+            is_itself = place == options.log_dir
+            raise UsageError(
+                f"--log-dir {options.log_dir} "
+                + ("is a file" if is_itself else f"lies below {place}, which is a file")
+                + "; name a directory (a missing one is made)"
+            )
+
+
+def _check_script(target: str) -> None:
+    script = Path(target)
+    if script.is_dir():
+        if not (script / "__main__.py").is_file():
+            raise UsageError(f"{target} is a directory without __main__.py; name the script in it")
+        return
+    if not script.exists():
+        raise UsageError(f"{target} does not exist in {Path.cwd()}{_hint(script)}")
+    if not os.access(script, os.R_OK):
+        raise UsageError(f"{target} cannot be read by user {os.geteuid()}; change its permissions")
+
+
+def _hint(script: Path) -> str:
+    if not script.parent.is_dir():
+        return f" (there is no directory {script.parent})"
+    near = nearest(script.name, (entry.name for entry in script.parent.iterdir()))
+    if near is None:
+        return "; give the path of the script"
+    return f"; did you mean {script.parent / near}?"

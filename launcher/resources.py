@@ -1,0 +1,96 @@
+"""What this machine offers to this process: CPUs, physical cores, GPUs; looked up once, without torch."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from elaunch.agent.devices import read_gpus, visible
+
+
+@dataclass(frozen=True)
+class HostResources:
+    """`cpus` are logical CPUs of this process's affinity, `cores` the physical ones within its CPU quota.
+
+    `python` is this process's interpreter.
+    """
+
+    cpus: int
+    cores: int
+    gpus: int
+    python: str
+
+
+def detect(environ: Mapping[str, str], root: Path = Path("/")) -> HostResources:
+    """Look at the machine. `environ` holds the variables that hide GPUs."""
+    allowed = os.sched_getaffinity(0)
+    return HostResources(
+        cpus=len(allowed),
+        cores=within_quota(physical_cores(allowed, _siblings(allowed, root)), read_quota_cpus(root)),
+        gpus=len(visible(read_gpus(root), environ)),
+        python=sys.executable,
+    )
+
+
+def physical_cores(allowed: Iterable[int], siblings: Mapping[int, str]) -> int:
+    """How many cores the CPUs in `allowed` lie on; `siblings` names each CPU's core, the same for both its threads."""
+    return len({siblings.get(cpu, str(cpu)) for cpu in allowed})
+
+
+def within_quota(cores: int, quota_cpus: float | None) -> int:
+    """At least one core, and no more than the container is paid for."""
+    return max(1, cores if quota_cpus is None else min(cores, int(quota_cpus)))
+
+
+def read_quota_cpus(root: Path = Path("/")) -> float | None:
+    """The tightest CPU limit of this process's cgroup (v1 or v2) or one above it; None without one."""
+    limits: list[float] = []
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        controllers, _, path = line.partition(":")[2].partition(":")
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        mounts = ("cpu", "cpu,cpuacct", "cpuacct,cpu") if controllers else ("", "unified")
+        for mount in mounts:
+            base = root / "sys/fs/cgroup" / mount
+            # Where the container does not see its own path, its mount's root is its group.
+            own = base / path.lstrip("/")
+            folders = [own, *own.parents] if path else [base]
+            limits += [
+                limit
+                for folder in folders
+                if folder == base or base in folder.parents
+                for limit in (_v1_limit(folder) if controllers else _v2_limit(folder),)
+                if limit is not None
+            ]
+    return min(limits, default=None)
+
+
+def _v2_limit(folder: Path) -> float | None:
+    """`cpu.max` is "QUOTA PERIOD", in microseconds, or "max PERIOD"."""
+    words = _text(folder / "cpu.max").split()
+    if len(words) != 2 or words[0] == "max":
+        return None
+    return int(words[0]) / int(words[1])
+
+
+def _v1_limit(folder: Path) -> float | None:
+    """A quota of -1 is no limit."""
+    quota, period = _text(folder / "cpu.cfs_quota_us"), _text(folder / "cpu.cfs_period_us")
+    if not quota or not period or int(quota) <= 0:
+        return None
+    return int(quota) / int(period)
+
+
+def _siblings(cpus: Iterable[int], root: Path) -> dict[int, str]:
+    found = {cpu: _text(root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") for cpu in cpus}
+    return {cpu: text for cpu, text in found.items() if text}
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
