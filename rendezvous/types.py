@@ -181,6 +181,14 @@ class Failure:
     failed_at: float = 0.0
     progressed: bool = False
 
+    @property
+    def sentence(self) -> str:
+        """Who failed and how, without a full stop."""
+        if self.rank < 0:
+            return f"{self.message} on {self.host} in generation {self.generation}"
+        who = f"rank {self.rank} (local rank {self.local_rank} on {self.host}, pid {self.pid})"
+        return f"{who} {self.message} in generation {self.generation}"
+
 
 class OutcomeKind(Enum):
     """How a job, or an agent's part in it, ended."""

@@ -1,0 +1,80 @@
+"""A forked process becomes a worker, or the worker store."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+from typing import NoReturn
+
+from elaunch.agent.environ import arguments
+from elaunch.agent.linux import die_with_parent, set_command_line
+from elaunch.agent.template import Boot, Child
+from elaunch.rendezvous.types import Program, ProgramKind
+
+
+def become(child: Child) -> None:
+    """Take the place that `child` describes, and run its program to the end."""
+    die_with_parent(child.template_pid, signal.SIGKILL)
+    os.setsid()
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    _take_fds(child.fds)
+    if child.order["op"] == "store":
+        from elaunch.agent import workerstore
+
+        # Its signals stay blocked: it ends when the agent says so, or with its parent.
+        set_command_line(("elaunch: worker store",), "elaunch-store")
+        workerstore.serve(child.order["host"], child.order["port"])
+        return
+    _environment(child)
+    if child.order["cpus"]:
+        os.sched_setaffinity(0, child.order["cpus"])
+    program = _program(child.boot, child.order["local_rank"])
+    set_command_line(program.argv, os.path.basename(program.argv[0]))  # noqa: PTH119
+    if child.boot.preload is None:
+        _exec(program, child)
+    from elaunch.agent import shim
+
+    shim.fresh(program.argv)
+    _signals(child)
+    shim.run(program)
+
+
+def _take_fds(fds: tuple[int, ...]) -> None:
+    """Make fds[0:3] the standard streams and keep what follows, as fds 3 and up; close everything else."""
+    high = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 64) for fd in fds]
+    for fd, place in zip(high, range(len(fds)), strict=True):
+        os.dup2(fd, place, inheritable=place < 3)
+    os.closerange(len(fds), max(int(name) for name in os.listdir("/proc/self/fd")) + 1)  # noqa: PTH208
+
+
+def _environment(child: Child) -> None:
+    for name, value in child.restore_environment.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    os.environ.update(child.order["env"])
+
+
+def _program(boot: Boot, local_rank: int) -> Program:
+    return Program(ProgramKind(boot.kind), boot.target, arguments(boot.args, local_rank), boot.interpreter)
+
+
+def _signals(child: Child) -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, {signal.Signals(s) for s in child.restore_mask})
+
+
+def _exec(program: Program, child: Child) -> NoReturn:
+    # Python ignored these two at its start; a fresh program finds the defaults.
+    for signum in (signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(signum, signal.SIG_DFL)
+    if len(child.fds) > 3:
+        os.set_inheritable(3, True)
+    _signals(child)
+    try:
+        os.execvpe(program.argv[0], program.argv, os.environ)
+    except OSError as error:
+        os.write(2, f"elaunch: {program.argv[0]} cannot be started: {error.strerror}\n".encode())
+        os._exit(127 if isinstance(error, FileNotFoundError) else 126)

@@ -1,0 +1,324 @@
+"""The agent's decisions: `step(agent, event, now_s) -> (agent, actions)`, without I/O.
+
+States: JOINING, RUNNING, STOPPING, FINISHED, EXITED (rendezvous protocol). An event of another generation changes
+nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from elaunch.agent.events import (
+    Action,
+    Clear,
+    Cleared,
+    Commit,
+    Event,
+    Exit,
+    Join,
+    Looked,
+    ReplaceForkServer,
+    Say,
+    ServiceLost,
+    Signalled,
+    SignalWorkers,
+    Spawn,
+    Tick,
+    WorkerExited,
+)
+from elaunch.agent.failures import with_tail
+from elaunch.rendezvous.codec import encode
+from elaunch.rendezvous.forming import lead, open_job
+from elaunch.rendezvous.snapshot import Snapshot
+from elaunch.rendezvous.store import Txn
+from elaunch.rendezvous.types import (
+    Failure,
+    FailureKind,
+    Generation,
+    JobSpec,
+    Node,
+    OpenKind,
+    Outcome,
+    OutcomeKind,
+    RankTable,
+)
+
+_SIGINT, _SIGKILL, _SIGTERM = 2, 9, 15
+# Schedulers signal the agent and its workers together; a worker that died so is no failure if our signal comes too.
+HOLD_S = 0.1
+# SIGKILL needs no consent: a worker that is not gone by then is one whose fork server no longer says so.
+KILL_WAIT_S = 5.0
+
+
+@dataclass(frozen=True)
+class Joining:
+    """No workers run; `asked` is the newest generation that this node has joined."""
+
+    asked: int = -1
+
+
+@dataclass(frozen=True)
+class Running:
+    """The workers of `live` run; until `held_until_s`, the death `held` may turn out to be the scheduler's doing."""
+
+    table: RankTable
+    live: frozenset[int]
+    held: Failure | None = None
+    held_until_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Stopping:
+    """The workers of `live` are told to end, at the latest by SIGKILL at `kill_at_s`.
+
+    `failure` is this node's first primary failure of the generation; `signum` the signal that ends the job, or 0;
+    `done` says that all workers exited with 0; `killed` that SIGKILL was sent.
+    """
+
+    table: RankTable
+    live: frozenset[int]
+    kill_at_s: float
+    failure: Failure | None = None
+    signum: int = 0
+    signal_name: str = ""
+    done: bool = False
+    killed: bool = False
+
+
+@dataclass(frozen=True)
+class Finished:
+    """All workers of this node exited with 0; it stays until the job has ended."""
+
+    table: RankTable
+
+
+@dataclass(frozen=True)
+class Exited:
+    """Nothing more to do."""
+
+    outcome: Outcome
+
+
+Phase = Joining | Running | Stopping | Finished | Exited
+
+
+@dataclass(frozen=True)
+class Agent:
+    """One agent's whole state. `restart_times_s` are the restarts that it has seen, on its own monotonic clock."""
+
+    me: Node
+    spec: JobSpec
+    stop_grace_s: float
+    failure_grace_s: float
+    snapshot: Snapshot
+    phase: Phase = Joining()
+    restart_times_s: tuple[float, ...] = ()
+
+
+Step = tuple[Agent, tuple[Action, ...]]
+
+
+def step(agent: Agent, event: Event, now_s: float) -> Step:
+    """What the agent becomes and does when `event` happens at `now_s` (monotonic)."""
+    match event:
+        case Looked(snapshot):
+            return _look(replace(agent, snapshot=snapshot), now_s)
+        case WorkerExited():
+            return _worker_exited(agent, event, now_s)
+        case ServiceLost():
+            return _service_lost(agent, event, now_s)
+        case Signalled():
+            return _signalled(agent, event, now_s)
+        case Cleared():
+            return _cleared(agent, event, now_s)
+        case Tick():
+            return _tick(agent, now_s)
+
+
+def deadline_s(agent: Agent) -> float | None:
+    """When the agent wants its next `Tick`, or None."""
+    match agent.phase:
+        case Running(held=Failure(), held_until_s=until_s):
+            return until_s
+        case Stopping(live=live, kill_at_s=kill_at_s) if live:
+            return kill_at_s
+        case _:
+            return None
+
+
+def _look(agent: Agent, now_s: float) -> Step:
+    snapshot, phase = agent.snapshot, agent.phase
+    if snapshot.generation is None:
+        return agent, (Commit(open_job(snapshot, agent.spec, agent.me)),)
+    if snapshot.ended and isinstance(phase, (Joining, Finished)):
+        return _exit(agent, snapshot.ended)
+    led = lead(snapshot, agent.me, agent.restart_times_s, now_s)
+    actions: tuple[Action, ...] = (Commit(led),) if led else ()
+    newest = snapshot.generation.number
+    match phase:
+        case Joining(asked):
+            table = snapshot.table
+            if table and table.generation == newest and (seat := table.group_rank(agent.me.node_id)) is not None:
+                return _spawn(agent, table, seat, now_s, actions)
+            if asked < newest:
+                return replace(agent, phase=Joining(newest)), (*actions, Join(newest))
+        case Running(table=table, live=live) if newest > table.generation:
+            stopping = Stopping(table, live, now_s + agent.failure_grace_s)
+            return _stop(agent, stopping, _SIGTERM, (*actions, Say(f"stopping: {snapshot.generation.cause}")))
+        case Finished(table) if newest > table.generation:
+            agent, more = _look(replace(agent, phase=Joining()), now_s)
+            return agent, (*actions, *more)
+    return agent, actions
+
+
+def _spawn(agent: Agent, table: RankTable, group_rank: int, now_s: float, actions: tuple[Action, ...]) -> Step:
+    slots = table.seats[group_rank].slots
+    times_s = (*agent.restart_times_s, now_s) if table.generation else ()
+    agent = replace(agent, phase=Running(table, frozenset(range(slots))), restart_times_s=times_s)
+    workers = "1 worker" if table.world_size == 1 else f"{table.world_size} workers"
+    nodes = "" if len(table.seats) == 1 else f" on {len(table.seats)} nodes"
+    started = Say(f"generation {table.generation}: {workers}{nodes} ({table.reason})")
+    return agent, (*actions, started, Spawn(table, group_rank))
+
+
+def _worker_exited(agent: Agent, event: WorkerExited, now_s: float) -> Step:
+    match agent.phase:
+        case Running(table=table, live=live, held=held) as running if table.generation == event.generation:
+            left = live - {event.local_rank}
+            if event.failure is None:
+                if left or held:
+                    return replace(agent, phase=replace(running, live=left)), ()
+                return _stop(agent, Stopping(table, left, now_s, done=True), 0, ())
+            if event.code in (-_SIGTERM, -_SIGINT):
+                kept = replace(running, live=left, held=held or event.failure)
+                return replace(agent, phase=kept if held else replace(kept, held_until_s=now_s + HOLD_S)), ()
+            return _fail(agent, table, left, held or event.failure, now_s)
+        case Stopping(table=table) as stopping if table.generation == event.generation:
+            stopping = replace(stopping, live=stopping.live - {event.local_rank})
+            if _explains_better(event, stopping):
+                stopping = replace(stopping, failure=event.failure)
+            return _stop(agent, stopping, 0, ())
+    return agent, ()
+
+
+def _explains_better(event: WorkerExited, stopping: Stopping) -> bool:
+    """Whether a worker that ended while we were stopping is the one whose loss its peer only reported."""
+    said, failure = stopping.failure, event.failure
+    if said is None or failure is None or said.kind is not FailureKind.PEER_LOST:
+        return False
+    by_us = event.code == -_SIGTERM or (event.code == -_SIGKILL and stopping.killed)
+    return failure.kind is not FailureKind.PEER_LOST and not by_us
+
+
+def _service_lost(agent: Agent, event: ServiceLost, now_s: float) -> Step:
+    match agent.phase:
+        case Running(table=table, live=live, held=held) if table.generation == event.generation:
+            left: frozenset[int] = frozenset() if event.workers_too else live
+            return _fail(agent, table, left, held or event.failure, now_s)
+        case Stopping(table=table) as stopping if table.generation == event.generation and event.workers_too:
+            return _stop(agent, replace(stopping, live=frozenset()), 0, ()) if stopping.live else (agent, ())
+    return agent, ()
+
+
+def _fail(agent: Agent, table: RankTable, live: frozenset[int], failure: Failure, now_s: float) -> Step:
+    """Open the next generation together with the failure that is its cause, then stop the others."""
+    keys = agent.snapshot.keys
+    opened = Generation(table.generation + 1, OpenKind.FAIL, failure.sentence)
+    record = {keys.failure(table.generation, agent.me.node_id): encode(failure)}
+    guards = (agent.snapshot.gen_guard, agent.snapshot.live_guard)
+    others = f"; stopping {len(live)} other{'s' if len(live) > 1 else ''}" if live else ""
+    actions = (Commit(Txn(guards, {keys.generation: encode(opened), **record})), Say(failure.sentence + others))
+    return _stop(agent, Stopping(table, live, now_s + agent.failure_grace_s, failure), _SIGTERM, actions)
+
+
+def _signalled(agent: Agent, event: Signalled, now_s: float) -> Step:
+    match agent.phase:
+        case Running(table=table, live=live):
+            stopping = Stopping(table, live, now_s + agent.stop_grace_s, None, event.signum, event.name)
+            workers = "1 worker" if len(live) == 1 else f"{len(live)} workers"
+            again = "; Ctrl-C again kills now" if event.signum == _SIGINT else ""
+            text = f"{event.name}: stopping {workers}, SIGKILL in {agent.stop_grace_s:g} s{again}"
+            return _stop(agent, stopping, event.signum, (Say(text),))
+        case Stopping(signum=0, done=False, live=live) as stopping:
+            stopping = replace(stopping, signum=event.signum, signal_name=event.name)
+            if not live:
+                return replace(agent, phase=stopping), ()
+            return _stop(agent, stopping, event.signum, ())
+        case Stopping(killed=False, live=live) as stopping if event.signum == _SIGINT and live:
+            return _kill(agent, stopping, now_s, Say("SIGINT again: killing the workers now"))
+        case Joining() | Finished():
+            return _exit(agent, _interrupted(agent, event.signum, event.name))
+    return agent, ()
+
+
+def _tick(agent: Agent, now_s: float) -> Step:
+    match agent.phase:
+        case Running(table=table, live=live, held=Failure() as failure, held_until_s=until_s) if now_s >= until_s:
+            return _fail(agent, table, live, failure, now_s)
+        case Stopping(live=live, kill_at_s=kill_at_s) as stopping if live and now_s >= kill_at_s:
+            ranks = ", ".join(str(rank) for rank in sorted(live))
+            if stopping.killed:
+                return agent, (
+                    Say(f"local rank {ranks} did not end {KILL_WAIT_S:g} s after SIGKILL; replacing the fork server"),
+                    ReplaceForkServer(stopping.table.generation),
+                )
+            grace_s = agent.stop_grace_s if stopping.signum else agent.failure_grace_s
+            return _kill(agent, stopping, now_s, Say(f"local rank {ranks} still ran after {grace_s:g} s; SIGKILL"))
+    return agent, ()
+
+
+def _kill(agent: Agent, stopping: Stopping, now_s: float, said: Say) -> Step:
+    stopping = replace(stopping, killed=True, kill_at_s=now_s + KILL_WAIT_S)
+    return _stop(agent, stopping, _SIGKILL, (said,))
+
+
+def _stop(agent: Agent, stopping: Stopping, signum: int, actions: tuple[Action, ...]) -> Step:
+    """Go on stopping: signal whoever lives, or clear up after the last one."""
+    agent = replace(agent, phase=stopping)
+    generation = stopping.table.generation
+    if not stopping.live:
+        return agent, (*actions, Clear(generation))
+    if signum:
+        return agent, (*actions, SignalWorkers(generation, stopping.live, signum))
+    return agent, actions
+
+
+def _cleared(agent: Agent, event: Cleared, now_s: float) -> Step:
+    if not isinstance(agent.phase, Stopping) or agent.phase.table.generation != event.generation:
+        return agent, ()
+    stopping, keys = agent.phase, agent.snapshot.keys
+    actions: tuple[Action, ...] = ()
+    if failure := stopping.failure:
+        whole = with_tail(failure, event.tails.get(failure.local_rank, ""), event.reached_store)
+        record = {keys.failure(event.generation, agent.me.node_id): encode(whole)}
+        actions = (Commit(Txn((agent.snapshot.live_guard,), record)),)
+    if stopping.signum:
+        agent, more = _exit(agent, _interrupted(agent, stopping.signum, stopping.signal_name))
+        return agent, (*actions, *more)
+    if agent.snapshot.ended:
+        agent, more = _exit(agent, agent.snapshot.ended)
+        return agent, (*actions, *more)
+    if stopping.done:
+        txn = Txn(
+            (agent.snapshot.gen_guard, agent.snapshot.live_guard),
+            {keys.done(event.generation, agent.me.node_id): ""},
+        )
+        return replace(agent, phase=Finished(stopping.table)), (*actions, Commit(txn))
+    agent, more = _look(replace(agent, phase=Joining()), now_s)
+    return agent, (*actions, *more)
+
+
+def _interrupted(agent: Agent, signum: int, name: str) -> Outcome:
+    table = agent.snapshot.table
+    return Outcome(
+        OutcomeKind.INTERRUPTED,
+        f"{name} was received",
+        table.generation if table else 0,
+        table.restarts if table else 0,
+        agent.spec.max_restarts,
+        signum=signum,
+    )
+
+
+def _exit(agent: Agent, outcome: Outcome) -> Step:
+    return replace(agent, phase=Exited(outcome)), (Exit(outcome),)

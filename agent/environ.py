@@ -1,0 +1,61 @@
+"""The environment of a worker: torchrun's variables, unchanged in name and meaning, and two of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from string import Template
+
+from elaunch.rendezvous.types import RankTable
+
+
+def rank_variables(
+    table: RankTable,
+    group_rank: int,
+    local_rank: int,
+    *,
+    run_id: str,
+    role: str,
+    max_restarts: int,
+    agent_store: bool,
+    error_file: str,
+    inherited: Mapping[str, str],
+) -> dict[str, str]:
+    """What is set for one worker on top of the inherited environment.
+
+    `agent_store` says that the worker store of MASTER_ADDR:MASTER_PORT has a process of its own, so that rank 0
+    connects to it instead of hosting it. Meanings: torch/distributed/elastic/agent/server/local_elastic_agent.py.
+    """
+    seat = table.seats[group_rank]
+    rank = seat.first_rank + local_rank
+    return {
+        "LOCAL_RANK": str(local_rank),
+        "RANK": str(rank),
+        "GROUP_RANK": str(group_rank),
+        "ROLE_RANK": str(rank),
+        "ROLE_NAME": role,
+        "LOCAL_WORLD_SIZE": str(seat.slots),
+        "WORLD_SIZE": str(table.world_size),
+        "GROUP_WORLD_SIZE": str(len(table.seats)),
+        "ROLE_WORLD_SIZE": str(table.world_size),
+        "MASTER_ADDR": table.master_addr,
+        "MASTER_PORT": str(table.master_port),
+        "TORCHELASTIC_RESTART_COUNT": str(table.restarts),
+        "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
+        "TORCHELASTIC_RUN_ID": run_id,
+        "TORCHELASTIC_USE_AGENT_STORE": str(agent_store),
+        "TORCHELASTIC_ERROR_FILE": error_file,
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": inherited.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+        "ELAUNCH_GENERATION": str(table.generation),
+    }
+
+
+def one_gpu(inherited: Mapping[str, str], local_rank: int) -> dict[str, str]:
+    """--virtual-local-rank: every worker is local rank 0 and sees the one GPU that would have been its own."""
+    visible = inherited.get("CUDA_VISIBLE_DEVICES")
+    device = visible.split(",")[local_rank].strip() if visible is not None else str(local_rank)
+    return {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": device}
+
+
+def arguments(args: tuple[str, ...], local_rank: int) -> tuple[str, ...]:
+    """The program's arguments for one worker: `${local_rank}` is replaced, and `$$` stands for `$`, as in torchrun."""
+    return tuple(Template(arg).safe_substitute(local_rank=str(local_rank)) for arg in args)

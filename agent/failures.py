@@ -1,0 +1,162 @@
+"""From what is left of a worker (status, error file, last output) to a `Failure` in words."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, replace
+
+from elaunch.rendezvous.types import Failure, FailureKind
+
+# Files that are not the user's: an error's place is looked for in the frames outside of them.
+_NOT_USER_CODE = re.compile(r"[/\\](site-packages|dist-packages)[/\\]|[/\\]lib[/\\]python3\.\d+[/\\]|^<frozen ")
+_FRAME = re.compile(r'^ *File "(?P<file>[^"]+)", line (?P<line>\d+)(?:, in (?P<function>.+))?$', re.MULTILINE)
+_TRACEBACK = "Traceback (most recent call last):"
+_EXCEPTION = re.compile(r"^(?P<type>[A-Za-z_][\w.]*)(?:: (?P<message>.*))?$", re.DOTALL)
+
+_SYNTAX_ERROR = re.compile(
+    r'^  File "(?P<file>[^"]+)", line (?P<line>\d+)\n(?:    .*\n)*'
+    r"(?P<type>SyntaxError|IndentationError|TabError): (?P<message>.*)$",
+    re.MULTILINE,
+)
+
+# What survivors say when another rank is gone, from gloo, TCPStore and NCCL.
+_PEER_LOST = re.compile(
+    r"connection (?:reset|closed|refused) by (?:remote )?peer|connection was likely closed|broken pipe"
+    r"|socket timeout|failed to recv, got 0 bytes|ncclremoteerror|remote process exited|peer .* disconnected",
+    re.IGNORECASE,
+)
+_OUT_OF_MEMORY = re.compile(r"\bOutOfMemoryError\b|CUDA out of memory|DefaultCPUAllocator: can't allocate memory")
+_STARTUP_TYPES = {"ImportError", "ModuleNotFoundError", "SyntaxError", "IndentationError", "TabError"}
+# 126 and 127 are the shell's words for a command that cannot run or is not there.
+_STARTUP_CODES = {2: "the exit code of a wrong command line", 126: "cannot be executed", 127: "not found"}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a worker ran."""
+
+    generation: int
+    node_id: str
+    host: str
+    rank: int
+    local_rank: int
+    pid: int
+
+
+@dataclass(frozen=True)
+class Remains:
+    """What a worker left behind.
+
+    `code` is the exit code or minus the signal. `error_record` is the text of its TORCHELASTIC_ERROR_FILE, `tail` the
+    end of its stderr; both may be empty or torn. `kernel` is the kernel's word on it, if there is one.
+    """
+
+    code: int
+    error_record: str = ""
+    tail: str = ""
+    kernel: str = ""
+    progressed: bool = False
+
+
+@dataclass(frozen=True)
+class Raised:
+    """An uncaught exception: its type, its text, the innermost frame in the user's code, the printed traceback."""
+
+    exception: str
+    message: str
+    frame: str
+    traceback: str
+
+
+def failure_of(place: Place, remains: Remains, signal_name: str, failed_at: float) -> Failure:
+    """How the worker failed. `signal_name` is the name of signal `-remains.code`, where that is one."""
+    raised = parse_record(remains.error_record) or parse_traceback(remains.tail)
+    kind, message = _kind_and_message(remains, raised, signal_name)
+    return Failure(
+        kind,
+        place.generation,
+        place.node_id,
+        place.host,
+        place.rank,
+        place.local_rank,
+        place.pid,
+        remains.code,
+        message,
+        exception=raised.exception if raised else "",
+        frame=raised.frame if raised else "",
+        traceback=raised.traceback if raised else "",
+        tail=remains.tail,
+        failed_at=failed_at,
+        progressed=remains.progressed,
+    )
+
+
+def with_tail(failure: Failure, tail: str, progressed: bool) -> Failure:
+    """The same failure, now that all of the worker's output has arrived."""
+    failure = replace(failure, tail=tail, progressed=failure.progressed or progressed)
+    if failure.code is None or failure.code < 0 or failure.exception:
+        return failure
+    place = Place(failure.generation, failure.node_id, failure.host, failure.rank, failure.local_rank, failure.pid)
+    remains = Remains(failure.code, tail=tail, progressed=failure.progressed)
+    whole = failure_of(place, remains, "", failure.failed_at)
+    return replace(whole, log_path=failure.log_path, error_file=failure.error_file)
+
+
+def parse_record(text: str) -> Raised | None:
+    """The exception in an error file as torch's `@record` and our shim write it; None where it is torn or no record."""
+    try:
+        message = json.loads(text)["message"]
+        if isinstance(message, str):
+            return Raised("", message, "", "")
+        said, stack = str(message["message"]), str(message.get("extraInfo", {}).get("py_callstack", ""))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return parse_traceback(stack) or Raised(said.partition(":")[0], said.partition(":")[2].strip(), "", stack)
+
+
+def parse_traceback(text: str) -> Raised | None:
+    """The last exception that Python printed in `text`, or None."""
+    start = text.rfind(_TRACEBACK)
+    if start < 0:
+        # An error in the program's own text has no frames, and so no such line.
+        syntax = list(_SYNTAX_ERROR.finditer(text))
+        if not syntax:
+            return None
+        last = syntax[-1]
+        return Raised(last["type"], last["message"], f"{last['file']}:{last['line']}", last[0].rstrip())
+    body = text[start:]
+    frames = list(_FRAME.finditer(body))
+    rest = body[frames[-1].end() :] if frames else body[len(_TRACEBACK) :]
+    # The exception's line is the first one after the frames that is not indented; its message may go on below.
+    line = re.search(r"^(?=[A-Za-z_])", rest, re.MULTILINE)
+    if line is None:
+        return None
+    said = _EXCEPTION.match(rest[line.start() :].rstrip().partition("\n\n")[0])
+    if said is None:
+        return None
+    mine = [f for f in frames if not _NOT_USER_CODE.search(f["file"])] or frames
+    frame = f"{mine[-1]['file']}:{mine[-1]['line']}" + (f" in {mine[-1]['function']}" if mine[-1]["function"] else "")
+    return Raised(said["type"], (said["message"] or "").strip(), frame if mine else "", body.rstrip())
+
+
+def _kind_and_message(remains: Remains, raised: Raised | None, signal_name: str) -> tuple[FailureKind, str]:
+    code = remains.code
+    if code < 0:
+        killed = f"was killed by {signal_name}"
+        if remains.kernel:
+            return FailureKind.OUT_OF_MEMORY, f"{killed}; {remains.kernel}"
+        return FailureKind.SIGNAL, killed
+    if raised is None:
+        if code in _STARTUP_CODES and not remains.progressed:
+            return FailureKind.STARTUP, f"exited with code {code} ({_STARTUP_CODES[code]})"
+        kind = FailureKind.PEER_LOST if _PEER_LOST.search(remains.tail) else FailureKind.EXIT_CODE
+        return kind, f"exited with code {code}"
+    message = f"raised {raised.exception or 'an error'}" + (f": {raised.message}" if raised.message else "")
+    if raised.exception.rpartition(".")[2] in _STARTUP_TYPES and not remains.progressed:
+        return FailureKind.STARTUP, message
+    if _OUT_OF_MEMORY.search(f"{raised.exception}: {raised.message}"):
+        return FailureKind.OUT_OF_MEMORY, message
+    if _PEER_LOST.search(raised.message):
+        return FailureKind.PEER_LOST, message
+    return FailureKind.EXCEPTION, message

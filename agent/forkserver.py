@@ -1,0 +1,126 @@
+"""The agent's end of the fork server (see template.py)."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+from elaunch.agent import wire
+from elaunch.rendezvous.types import Program, ProgramKind
+
+# The modules of a bare interpreter are noted before ours come; the current folder is nobody's place for imports yet.
+_START = (
+    "import sys; loaded = frozenset(sys.modules); sys.path[:1] = [p for p in sys.path[:1] if p]; "
+    "from elaunch.agent.template import main; main(int(sys.argv[1]), loaded)"
+)
+# Room for the command lines that the workers will show in `ps`.
+_ROOM = " " * 1024
+
+
+class ForkServer:
+    """A template process and the socket to it.
+
+    Start it as early as possible: it imports while the agent does its own work. Orders that come before it is ready
+    wait in the socket. `fileno` is readable when `receive` has news.
+    """
+
+    def __init__(self, program: Program, preload: tuple[str, ...] | None, environment: Mapping[str, str]) -> None:
+        self._socket, theirs = wire.pair()
+        boot = {
+            "agent_pid": os.getpid(),
+            "control_fd": theirs.fileno(),
+            "kind": program.kind.value,
+            "target": program.target,
+            "args": program.args,
+            "interpreter": program.interpreter,
+            "script_dir": _script_dir(program),
+            "preload": preload,
+        }
+        boot_fd = os.memfd_create("elaunch-boot", 0)
+        try:
+            os.write(boot_fd, json.dumps(boot).encode())
+            os.lseek(boot_fd, 0, os.SEEK_SET)
+            self._process = subprocess.Popen(
+                [sys.executable, "-u", "-c", _START, str(boot_fd), _ROOM],
+                env=dict(environment),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=(boot_fd, theirs.fileno()),
+                start_new_session=True,
+            )
+        finally:
+            os.close(boot_fd)
+            theirs.close()
+        self._socket.setblocking(False)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def spawn(
+        self, generation: int, local_rank: int, env: dict[str, str], cpus: list[int] | None, fds: tuple[int, ...]
+    ) -> None:
+        """Order a worker; `fds` become its 0, 1, 2 and 3. Raises OSError where the template is gone."""
+        order = {"op": "worker", "key": local_rank, "generation": generation, "local_rank": local_rank}
+        wire.send(self._socket, {**order, "env": env, "cpus": cpus}, fds)
+
+    def spawn_store(self, generation: int, host: str, port: int, fds: tuple[int, ...]) -> None:
+        """Order a worker store; `fds` become its 0 to 4, the listening socket the 3, its control socket the 4."""
+        wire.send(
+            self._socket, {"op": "store", "key": "store", "generation": generation, "host": host, "port": port}, fds
+        )
+
+    def signal(self, generation: int, local_rank: int, signum: int, *, group: bool) -> None:
+        """Signal a worker, or its process group, if it still lives."""
+        order = {"op": "signal", "key": local_rank, "generation": generation, "signum": int(signum), "group": group}
+        wire.send(self._socket, order)
+
+    def receive(self) -> dict[str, Any] | None:
+        """The next piece of news, or None where the template is gone. Raises BlockingIOError where there is none."""
+        packet = wire.receive(self._socket)
+        return packet[0] if packet else None
+
+    def stop(self) -> None:
+        """End the template and, by the kernel, all its children."""
+        self._socket.close()
+        self._process.kill()
+        self._process.wait()
+
+    def lost(self) -> str:
+        """How a template that is gone ended, in words."""
+        self._socket.close()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(1)
+        self._process.kill()
+        return self._ended()
+
+    def _ended(self) -> str:
+        code = self._process.wait()
+        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+
+
+def _script_dir(program: Program) -> str:
+    match program.kind:
+        case ProgramKind.SCRIPT:
+            return os.path.dirname(os.path.realpath(program.target))  # noqa: PTH120
+        case ProgramKind.MODULE:
+            return os.getcwd()  # noqa: PTH109
+        case ProgramKind.COMMAND:
+            return ""
+
+
+def new_control() -> tuple[socket.socket, socket.socket]:
+    """A socket pair for one worker store: ours, which does not block, and its own."""
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    return ours, theirs

@@ -1,0 +1,63 @@
+"""The agent's end of the guardian."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from elaunch.agent.guardian import VARIABLE
+
+
+class Guard:
+    """Starts the guardian; from then on this process may die at any moment and nothing of the job stays.
+
+    `run_dir` is removed at the end; empty for none. `marker` is what the job's processes carry.
+    """
+
+    def __init__(self, run_dir: str) -> None:
+        self.marker = secrets.token_hex(8)
+        self._run_dir = run_dir
+        self._fd, self._process = self._start()
+
+    def renew(self) -> None:
+        """Replace a guardian that was killed."""
+        os.close(self._fd)
+        self._process.wait()
+        self._fd, self._process = self._start()
+
+    def _start(self) -> tuple[int, subprocess.Popen[bytes]]:
+        theirs, ours = os.pipe2(os.O_CLOEXEC)
+        script = Path(__file__).with_name("guardian.py")
+        try:
+            # Without the user's environment: neither its PYTHON* variables nor its markers are the guardian's.
+            process = subprocess.Popen(
+                [sys.executable, "-I", "-S", str(script), self.marker, str(theirs), self._run_dir],
+                env={"PATH": os.environ.get("PATH", os.defpath)},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=(theirs,),
+                start_new_session=True,
+                cwd="/",
+            )
+        finally:
+            os.close(theirs)
+        return ours, process
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
+        """`inherited` with this agent's marker after those of the agents above it."""
+        above = inherited.get(VARIABLE)
+        return {**inherited, VARIABLE: f"{above},{self.marker}" if above else self.marker}
+
+    def finish(self) -> None:
+        """Let the guardian do its work, and wait for it."""
+        os.close(self._fd)
+        self._process.wait()

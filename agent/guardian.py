@@ -1,0 +1,97 @@
+"""Ends every process of a job on this host, whoever its parent is now, and leaves nothing of it behind.
+
+A process belongs to the job if its initial environment holds the agent's marker. Workers inherit it, so do their
+children, through setsid and double forks, and so do nested agents' workers.
+
+Run as `python -S guardian.py MARKER FD RUN_DIR` this file is the guardian, a process that outlives the agent for a
+moment: when the pipe FD ends, because the agent closed it or died, it sweeps and removes the run directory. Standard
+library only, so that it is small and starts without the package.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Collection
+from contextlib import suppress
+from pathlib import Path
+
+# The variable's name is in every worker's environment; its value lists the markers of all agents above it.
+VARIABLE = "ELAUNCH_MARKER"
+# A process in an uninterruptible sleep cannot be ended; it is waited for no longer than this.
+SWEEP_S_MAX = 5.0
+
+
+def sweep(marker: str, spare: Collection[int] = ()) -> int:
+    """SIGKILL all processes with `marker` but those in `spare`, until none is left; how many were ended."""
+    ended: set[int] = set()
+    deadline_s = time.monotonic() + SWEEP_S_MAX
+    while (found := marked(marker, spare)) and time.monotonic() < deadline_s:
+        for pid in found:
+            if _kill(pid, marker):
+                ended.add(pid)
+        # Killed processes leave /proc in their own time; a look every millisecond is soon enough.
+        time.sleep(0.001)
+    return len(ended)
+
+
+def marked(marker: str, spare: Collection[int] = ()) -> list[int]:
+    """The pids of living processes (no zombies) with `marker`, without this process and those in `spare`."""
+    needle = marker.encode()
+    mine = {os.getpid(), *spare}
+    pids = (int(name) for name in os.listdir("/proc") if name.isdigit())  # noqa: PTH208
+    return [pid for pid in pids if pid not in mine and _holds(pid, needle) and not _is_zombie(pid)]
+
+
+def _holds(pid: int, needle: bytes) -> bool:
+    try:
+        environment = Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return False
+    start = environment.find(VARIABLE.encode() + b"=")
+    return start >= 0 and needle in environment[start : environment.find(b"\0", start)]
+
+
+def _is_zombie(pid: int) -> bool:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return True
+    return stat.rpartition(b")")[2].split()[0] in (b"Z", b"X")
+
+
+def _kill(pid: int, marker: str) -> bool:
+    try:
+        pidfd = os.pidfd_open(pid)
+    except OSError:
+        return False
+    try:
+        # The number may have gone to a stranger since it was listed; the pidfd cannot.
+        if not _holds(pid, marker.encode()):
+            return False
+        with suppress(OSError):
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            return True
+        return False
+    finally:
+        os.close(pidfd)
+
+
+def main() -> None:
+    """Wait for the agent's end, then clean up."""
+    marker, fd, run_dir = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+    # A scheduler's signals go to all of a job's processes; this one leaves when its work is done.
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(signum, signal.SIG_IGN)
+    while os.read(fd, 1):
+        pass
+    sweep(marker)
+    if run_dir:
+        shutil.rmtree(run_dir, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()

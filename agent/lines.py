@@ -1,0 +1,54 @@
+"""Whole lines out of a byte stream, each with its rank's prefix."""
+
+from __future__ import annotations
+
+import re
+
+_END = re.compile(rb"\r\n|\n|\r")
+# A line longer than this is passed on in pieces: no buffer is without a bound.
+LINE_BYTES_MAX = 1 << 20
+
+
+class LineSplitter:
+    """Collects bytes and gives back whole lines; `\\r` ends a line too, so that progress bars move.
+
+    No byte is lost or changed: what `whole` and `rest` return is, joined, what was fed.
+    """
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    @property
+    def pending(self) -> bool:
+        """Whether a partial line waits."""
+        return bool(self._rest)
+
+    def whole(self, data: bytes) -> bytes:
+        """All lines that `data` completes, as one run of bytes that ends at a line's end (or is empty)."""
+        data = self._rest + data
+        end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
+        if data.endswith(b"\r"):
+            # The \n of a \r\n may follow; without one, rest() gives the \r out in time.
+            end = max(data.rfind(b"\n", 0, -1), data.rfind(b"\r", 0, -1)) + 1
+        if not end and len(data) > LINE_BYTES_MAX:
+            end = len(data)
+        self._rest = data[end:]
+        return data[:end]
+
+    def rest(self) -> bytes:
+        """The partial line, given up waiting for its end."""
+        rest, self._rest = self._rest, b""
+        return rest
+
+
+def prefixed(lines: bytes, prefix: bytes, *, continued: bool) -> bytes:
+    """`lines` with `prefix` before each; `continued` says that the first goes on from what was printed before."""
+    if not prefix:
+        return lines
+    if b"\r" in lines:
+        body = _END.sub(lambda end: end[0] + prefix, lines[:-1]) + lines[-1:]
+        if lines.endswith(b"\r\n"):
+            body = _END.sub(lambda end: end[0] + prefix, lines[:-2]) + lines[-2:]
+    else:
+        body = lines[:-1].replace(b"\n", b"\n" + prefix) + lines[-1:]
+    return body if continued else prefix + body

@@ -1,0 +1,31 @@
+"""Linux calls that Python's standard library has no name for."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
+
+
+def die_with_parent(parent: int, signum: int) -> None:
+    """Have the kernel send `signum` to this process when `parent` ends; exits at once if it already has.
+
+    Must be called by the main thread's process right after fork: the kernel forgets the wish at fork, not at exec.
+    """
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signum)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def set_command_line(argv: tuple[str, ...], comm: str) -> None:
+    """Have `ps` show `argv` for this process, cut to the room that its own arguments took, and `comm` as its name."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(_PR_SET_NAME, os.fsencode(comm)[:15] + b"\0")
+    fields = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()
+    start, end = int(fields[45]), int(fields[46])
+    room = end - start
+    text = b"\0".join(os.fsencode(arg) for arg in argv)[: room - 1]
+    ctypes.memmove(start, text.ljust(room, b"\0"), room)

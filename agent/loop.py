@@ -1,0 +1,226 @@
+"""The agent: one inbox, one loop, and the hands that carry out what `core.step` decides."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import selectors
+import socket
+import time
+from collections.abc import Callable
+
+from elaunch.agent.config import AgentConfig
+from elaunch.agent.core import Agent, Exited, deadline_s, step
+from elaunch.agent.events import (
+    Action,
+    Clear,
+    Cleared,
+    Commit,
+    Exit,
+    Join,
+    Looked,
+    ReplaceForkServer,
+    Say,
+    ServiceLost,
+    SignalWorkers,
+    Spawn,
+    Tick,
+)
+from elaunch.agent.forkserver import ForkServer
+from elaunch.agent.group import Group, Link
+from elaunch.agent.guard import Guard
+from elaunch.agent.guardian import sweep
+from elaunch.agent.inbox import Inbox
+from elaunch.agent.port import reserve
+from elaunch.agent.pump import Pump
+from elaunch.agent.rundir import RunDir
+from elaunch.agent.workers import Workers
+from elaunch.rendezvous.forming import join
+from elaunch.rendezvous.snapshot import Keys, Snapshot, read_snapshot
+from elaunch.rendezvous.store import Store
+from elaunch.rendezvous.types import Failure, FailureKind, Joined, Node, Outcome
+
+
+class Loop:
+    """One agent's life, from joining to its outcome.
+
+    `server` was started by the caller, before the heavier imports, with `guard.environment(config.environment)`.
+    """
+
+    def __init__(
+        self, config: AgentConfig, store: Store, server: ForkServer, guard: Guard, pump: Pump, run_dir: RunDir
+    ) -> None:
+        host = socket.gethostname()
+        node = Node(f"{host}-{secrets.token_hex(4)}", host, config.master_addr, config.slots, os.getpid())
+        self._config = config
+        self._keys = Keys(config.spec.run_id)
+        self._store = store
+        self._guard = guard
+        self._pump = pump
+        self._inbox = Inbox()
+        self._workers = Workers(config, node.node_id, host, pump, run_dir)
+        self._agent = Agent(node, config.spec, config.stop_grace_s, config.failure_grace_s, Snapshot(self._keys))
+        self._selector = selectors.DefaultSelector()
+        self._group: Group | None = None
+        self._listener: socket.socket | None = None
+        self._server = server
+        self._server_ready = False
+        self._preload = config.preload
+
+    def run(self) -> Outcome:
+        """Live until the outcome is known; all workers are gone then."""
+        self._inbox.catch(self._config.signals)
+        for fd in self._inbox.fds:
+            self._selector.register(fd, selectors.EVENT_READ)
+        self._selector.register(self._server, selectors.EVENT_READ, self._server_news)
+        self._watch_guardian()
+        self._store.watch(self._keys.root, self._look)
+        self._look()
+        while not isinstance(self._agent.phase, Exited):
+            event = self._inbox.take()
+            if event is None:
+                self._wait()
+                continue
+            self._agent, actions = step(self._agent, event, time.monotonic())
+            for action in actions:
+                self._act(action)
+        self._server.stop()
+        self._inbox.release()
+        return self._agent.phase.outcome
+
+    def _wait(self) -> None:
+        due_s = deadline_s(self._agent)
+        timeout_s = None if due_s is None else max(0.0, due_s - time.monotonic())
+        for key, _ in self._selector.select(timeout_s):
+            if key.data:
+                key.data()
+        if due_s is not None and time.monotonic() >= due_s:
+            self._inbox.post(Tick())
+
+    def _look(self) -> None:
+        self._inbox.post(Looked(read_snapshot(self._keys, self._store.read(self._keys.root))))
+
+    def _act(self, action: Action) -> None:
+        match action:
+            case Commit(txn):
+                self._store.commit(txn)
+            case Join(generation):
+                self._join(generation)
+            case Spawn(table, group_rank):
+                listener, self._listener = self._listener, None
+                try:
+                    self._group = Group(table, group_rank)
+                    self._workers.start(self._server, self._group, listener)
+                except OSError:
+                    # The fork server is gone; its socket says so as well, and that is where it is handled.
+                    return
+                for link in self._group.links.values():
+                    self._selector.register(link, selectors.EVENT_READ, self._link_reader(link))
+            case SignalWorkers(_, local_ranks, signum):
+                self._signal(local_ranks, signum)
+            case Clear(generation):
+                self._clear(generation)
+            case ReplaceForkServer(generation):
+                self._selector.unregister(self._server)
+                self._server.stop()
+                self._renew_server(generation, "did not answer")
+            case Say(text):
+                self._pump.say(text)
+            case Exit():
+                pass
+
+    def _join(self, generation: int) -> None:
+        if self._listener:
+            self._listener.close()
+        self._listener = reserve(self._config)
+        joined = Joined(self._agent.me.node_id, self._listener.getsockname()[1])
+        self._store.commit(join(self._agent.snapshot, joined))
+
+    def _signal(self, local_ranks: frozenset[int], signum: int) -> None:
+        for local_rank in local_ranks:
+            try:
+                self._workers.signal(self._server, self._group_now, local_rank, signum)
+            except OSError:
+                return
+
+    @property
+    def _group_now(self) -> Group:
+        assert self._group is not None
+        return self._group
+
+    def _link_reader(self, link: Link) -> Callable[[], None]:
+        def read() -> None:
+            if not link.read():
+                self._drop(link)
+
+        return read
+
+    def _drop(self, link: Link) -> None:
+        if link.socket.fileno() >= 0:
+            self._selector.unregister(link)
+            link.socket.close()
+
+    def _clear(self, generation: int) -> None:
+        group = self._group_now
+        self._workers.close_store(group)
+        for link in group.links.values():
+            self._drop(link)
+        sweep(self._guard.marker, (self._server.pid,))
+        reached = group.reached_store
+        self._pump.drain(generation, lambda tails: self._inbox.post(Cleared(generation, tails, reached)))
+
+    def _server_news(self) -> None:
+        try:
+            news = self._server.receive()
+        except BlockingIOError:
+            return
+        if news is None:
+            self._selector.unregister(self._server)
+            self._renew_server(self._group.generation if self._group else -1, self._server.lost())
+            return
+        match news["event"]:
+            case "ready":
+                self._server_ready = True
+                if news["reason"]:
+                    self._preload = None
+                    self._pump.say(f"each worker starts as a fresh interpreter, which is slower: {news['reason']}")
+            case "exited" if self._group and news["generation"] == self._group.generation:
+                self._exited(self._group, news)
+
+    def _exited(self, group: Group, news: dict[str, int | str]) -> None:
+        pid, code = int(news["pid"]), int(news["code"])
+        if news["key"] != "store":
+            self._inbox.post(self._workers.exited(group, int(news["key"]), pid, code))
+        elif group.store:
+            error = self._workers.store_error(group)
+            how = error or (f"was killed by signal {-code}" if code < 0 else f"exited with code {code}")
+            failure = self._blameless(FailureKind.STORE_LOST, group.generation, f"the worker store {how}")
+            self._inbox.post(ServiceLost(group.generation, failure, workers_too=False))
+
+    def _renew_server(self, generation: int, how: str) -> None:
+        """Start another fork server for the next generation; the workers of this one died with theirs."""
+        if not self._server_ready and self._preload is not None:
+            self._pump.say("the fork server ended while it imported; each worker starts as a fresh interpreter")
+            self._preload = None
+        self._server_ready = False
+        environment = self._guard.environment(self._config.environment)
+        self._server = ForkServer(self._config.spec.program, self._preload, environment)
+        self._selector.register(self._server, selectors.EVENT_READ, self._server_news)
+        failure = self._blameless(FailureKind.TEMPLATE_LOST, generation, f"the fork server {how}")
+        self._inbox.post(ServiceLost(generation, failure, workers_too=True))
+
+    def _blameless(self, kind: FailureKind, generation: int, message: str) -> Failure:
+        me = self._agent.me
+        return Failure(kind, generation, me.node_id, me.host, -1, -1, -1, None, message, failed_at=time.time())
+
+    def _watch_guardian(self) -> None:
+        pidfd = os.pidfd_open(self._guard.pid)
+
+        def gone() -> None:
+            self._selector.unregister(pidfd)
+            os.close(pidfd)
+            self._pump.say("the guardian was killed; starting another")
+            self._guard.renew()
+            self._watch_guardian()
+
+        self._selector.register(pidfd, selectors.EVENT_READ, gone)

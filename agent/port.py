@@ -1,0 +1,36 @@
+"""The port of the worker store, reserved before anybody is told of it."""
+
+from __future__ import annotations
+
+import errno
+import socket
+
+from elaunch.agent.config import AgentConfig
+
+
+class PortTaken(Exception):
+    """None of the wanted ports is free."""
+
+
+def reserve(config: AgentConfig) -> socket.socket:
+    """A socket that listens on one of the config's master ports, or on a free one; nobody else can get it meanwhile.
+
+    Raises PortTaken where the wanted ports are in use, OSError where the address is not this host's.
+    """
+    family, _, _, _, address = socket.getaddrinfo(config.master_addr, None, type=socket.SOCK_STREAM)[0]
+    for port in config.master_ports or (0,):
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        # A generation may follow on the same port while old connections linger.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((address[0], port))
+            listener.listen(1024)
+        except OSError as error:
+            listener.close()
+            if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+                raise
+            continue
+        return listener
+    ports = config.master_ports
+    wanted = f"port {ports[0]} is" if len(ports) == 1 else f"ports {ports[0]}–{ports[-1]} are all"
+    raise PortTaken(f"{wanted} in use on {config.master_addr}; choose another with --master-port or --port-range")

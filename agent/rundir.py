@@ -1,0 +1,54 @@
+"""Where a run keeps files: a private folder that is removed at the end, or the user's log folder, which is kept."""
+
+from __future__ import annotations
+
+import secrets
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+
+class RunDir:
+    """Folders of one run, one per generation and rank: `attempt_<generation>/<rank>/` (torchrun's tree).
+
+    No generation reuses another's, so no restart deletes or overwrites a file. A folder that cannot be made is said
+    once and gone without.
+    """
+
+    def __init__(self, log_dir: Path | None, run_id: str, warn: Callable[[str], None]) -> None:
+        self._warn = warn
+        self.logs: Path | None = None
+        self.private: Path | None = None
+        if log_dir:
+            self.logs = self._make(log_dir / f"{run_id}_{secrets.token_hex(4)}")
+        if self.logs is None:
+            self.private = self._private()
+
+    @property
+    def root(self) -> Path | None:
+        return self.logs or self.private
+
+    def generation(self, generation: int) -> Path | None:
+        """The generation's folder."""
+        return self._make(self.root / f"attempt_{generation}") if self.root else None
+
+    def rank(self, generation: int, rank: int) -> Path | None:
+        """The folder of one rank in one generation."""
+        return self._make(self.root / f"attempt_{generation}" / str(rank)) if self.root else None
+
+    def _make(self, path: Path) -> Path | None:
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            self._warn(f"{path} cannot be made ({error.strerror}); going on without it")
+            return None
+        return path.absolute()
+
+    def _private(self) -> Path | None:
+        for place in (None, "/dev/shm"):
+            try:
+                return Path(tempfile.mkdtemp(prefix="elaunch_", dir=place))
+            except OSError:
+                continue
+        self._warn("no temporary folder can be written; exceptions are read from the workers' output instead")
+        return None

@@ -1,0 +1,225 @@
+"""The fork server: a single-threaded process that has imported what workers need and forks them from itself.
+
+Started by `forkserver.ForkServer` with the environment that the workers will have. It is their parent: it reaps them
+and tells the agent. Where forking would not be faithful it starts anew without preloading, forks a small process for each
+worker and has that exec a fresh interpreter; the rest is the same.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import importlib.machinery
+import json
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from elaunch.agent import wire
+from elaunch.agent.linux import die_with_parent, set_command_line
+
+# Read when torch or numpy is imported, and wrong for a process that forks: BLAS would start its threads, torch would
+# open CUDA to see whether it is there. The children get the user's values back.
+_WHILE_IMPORTING = {"OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+
+
+@dataclass(frozen=True)
+class Boot:
+    """What the agent tells its template at birth.
+
+    `script_dir` is where the program's own modules are looked for first, or empty. `preload` is None for exec.
+    """
+
+    agent_pid: int
+    control_fd: int
+    kind: str
+    target: str
+    args: tuple[str, ...]
+    interpreter: str
+    script_dir: str
+    preload: tuple[str, ...] | None
+    fallback: str = ""
+
+
+@dataclass(frozen=True)
+class Child:
+    """What a freshly forked process is to become."""
+
+    boot: Boot
+    order: dict[str, Any]
+    fds: tuple[int, ...]
+    template_pid: int
+    restore_environment: dict[str, str | None]
+    restore_mask: frozenset[int]
+
+
+def main(boot_fd: int, loaded_at_start: Collection[str]) -> None:
+    """Serve until the agent is gone. In a forked child this returns only after the child's program has ended."""
+    mask = frozenset(int(s) for s in signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+    # A scheduler signals every process of a job. Blocked, not ignored: what a child inherits must be the defaults.
+    signal.pthread_sigmask(signal.SIG_BLOCK, set(signal.Signals) - {signal.SIGCHLD})
+    boot = _read_boot(boot_fd)
+    die_with_parent(boot.agent_pid, signal.SIGKILL)
+    set_command_line(("elaunch: fork server",), "elaunch-fork")
+    control = socket.socket(fileno=boot.control_fd)
+    control.set_inheritable(False)
+    restore = {name: os.environ.get(name) for name in _WHILE_IMPORTING}
+    os.environ.update(_WHILE_IMPORTING)
+    started_s = time.monotonic()
+    if boot.preload is not None and (reason := _preload(boot, loaded_at_start)):
+        _start_anew(boot, reason, restore)
+    wire.send(
+        control,
+        {
+            "event": "ready",
+            "forks": boot.preload is not None,
+            "reason": boot.fallback,
+            "import_s": time.monotonic() - started_s,
+        },
+    )
+    gc.collect()
+    gc.freeze()
+    child = _serve(boot, control, restore, mask)
+    if child:
+        from elaunch.agent import child as birth
+
+        birth.become(child)
+
+
+def _read_boot(fd: int) -> Boot:
+    with open(fd, "rb", closefd=False) as file:
+        fields = json.load(file)
+    os.lseek(fd, 0, os.SEEK_SET)
+    preload = fields["preload"]
+    return Boot(**{**fields, "args": tuple(fields["args"]), "preload": None if preload is None else tuple(preload)})
+
+
+def _preload(boot: Boot, loaded_at_start: Collection[str]) -> str:
+    """Import; the reason why workers must not be forked from here, or the empty string."""
+    assert boot.preload is not None
+    try:
+        for name in boot.preload:
+            importlib.import_module(name)
+    except Exception as error:
+        return f"importing {name} failed: {type(error).__name__}: {error}"
+    if shadow := _shadow(Path(boot.script_dir), loaded_at_start) if boot.script_dir else None:
+        return f"{shadow} has the name of a module that was preloaded"
+    if len(os.listdir("/proc/self/task")) > 1:  # noqa: PTH208
+        return "a preloaded module started a thread"
+    held = (os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _is_open(fd))  # noqa: PTH115, PTH208
+    if device := next((path for path in held if path.startswith(("/dev/nvidia", "/dev/kfd", "/dev/dri"))), None):
+        return f"a preloaded module opened {device}"
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        return "a preloaded module started CUDA"
+    return ""
+
+
+def _is_open(fd: str) -> bool:
+    return os.path.lexists(f"/proc/self/fd/{fd}")
+
+
+def _shadow(script_dir: Path, loaded_at_start: Collection[str]) -> Path | None:
+    """A file beside the script that a fresh interpreter would import in place of what was preloaded, if any."""
+    loaded = {name for name in sys.modules if "." not in name} - set(loaded_at_start) - set(sys.builtin_module_names)
+    suffixes = importlib.machinery.all_suffixes()
+    try:
+        entries = list(os.scandir(script_dir))
+    except OSError:
+        return None
+    for entry in entries:
+        suffix = next((s for s in suffixes if entry.name.endswith(s)), None)
+        name = entry.name.removesuffix(suffix) if suffix else entry.name
+        if name in loaded and (suffix or (Path(entry.path) / "__init__.py").exists()):
+            ours = getattr(sys.modules[name], "__file__", None)
+            if ours is None or not Path(ours).is_relative_to(script_dir):
+                return Path(entry.path)
+    return None
+
+
+def _start_anew(boot: Boot, reason: str, environment: dict[str, str | None]) -> NoReturn:
+    """Become a template that execs every worker; nothing that was imported stays."""
+    for name, value in environment.items():
+        _set_variable(name, value)
+    fields = {**boot.__dict__, "preload": None, "fallback": reason}
+    boot_fd = os.memfd_create("elaunch-boot", 0)
+    os.write(boot_fd, json.dumps(fields).encode())
+    os.lseek(boot_fd, 0, os.SEEK_SET)
+    os.set_inheritable(boot.control_fd, True)
+    argv = [*sys.orig_argv[:-2], str(boot_fd), sys.orig_argv[-1]]
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, set(signal.Signals))
+    os.execv(sys.executable, argv)
+
+
+def _set_variable(name: str, value: str | None) -> None:
+    if value is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = value
+
+
+def _serve(boot: Boot, control: socket.socket, restore: dict[str, str | None], mask: frozenset[int]) -> Child | None:
+    """Fork, signal and reap as the agent asks, until it is gone (None). Returns what to become in every child."""
+    wake_r, wake_w = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wake_w, warn_on_full_buffer=False)
+    selector = selectors.DefaultSelector()
+    selector.register(control, selectors.EVENT_READ)
+    selector.register(wake_r, selectors.EVENT_READ)
+    children: dict[int, tuple[int, int | str]] = {}
+    template_pid = os.getpid()
+    while True:
+        ready = [key.fileobj for key, _ in selector.select()]
+        if wake_r in ready:
+            os.read(wake_r, 4096)
+            _reap(control, children)
+        if control not in ready:
+            continue
+        packet = wire.receive(control)
+        if packet is None:
+            return None
+        order, fds = packet
+        if order["op"] == "signal":
+            wanted = (order["generation"], order["key"])
+            for pid in [pid for pid, name in children.items() if name == wanted]:
+                _signal(pid, order["signum"], order["group"])
+            continue
+        pid = os.fork()
+        if pid == 0:
+            selector.close()
+            return Child(boot, order, fds, template_pid, restore, mask)
+        children[pid] = (order["generation"], order["key"])
+        for fd in fds:
+            os.close(fd)
+        wire.send(control, {"event": "spawned", "key": order["key"], "generation": order["generation"], "pid": pid})
+
+
+def _reap(control: socket.socket, children: dict[int, tuple[int, int | str]]) -> None:
+    while children:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if pid == 0:
+            return
+        generation, key = children.pop(pid)
+        code = os.waitstatus_to_exitcode(status)
+        wire.send(control, {"event": "exited", "generation": generation, "key": key, "pid": pid, "code": code})
+
+
+def _signal(pid: int, signum: int, group: bool) -> None:
+    # Only this process reaps, so the pid is the child's until then; its group is its own from its first line on.
+    try:
+        if group:
+            os.killpg(pid, signum)
+        else:
+            os.kill(pid, signum)
+    except ProcessLookupError:
+        os.kill(pid, signum)

@@ -1,0 +1,40 @@
+"""What the agent and its fork server say to each other: one JSON object per packet, with file descriptors beside it."""
+
+from __future__ import annotations
+
+import array
+import json
+import socket
+from typing import Any
+
+_PACKET_BYTES_MAX = 128 << 10
+_FDS_MAX = 8
+
+
+def pair() -> tuple[socket.socket, socket.socket]:
+    """Two connected ends that keep packets whole."""
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+def send(end: socket.socket, message: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
+    """Send one packet; the fds are duplicated into the other process. Raises OSError where the other end is gone."""
+    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+    end.sendmsg([json.dumps(message).encode()], rights)
+
+
+def receive(end: socket.socket) -> tuple[dict[str, Any], tuple[int, ...]] | None:
+    """The next packet and its fds (close-on-exec), or None where the other end is gone.
+
+    Raises BlockingIOError where `end` does not block and nothing waits.
+    """
+    try:
+        data, ancillary, _, _ = end.recvmsg(_PACKET_BYTES_MAX, socket.CMSG_SPACE(_FDS_MAX * 4), socket.MSG_CMSG_CLOEXEC)
+    except ConnectionResetError:
+        return None
+    if not data:
+        return None
+    fds = array.array("i")
+    for level, kind, payload in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
+    return json.loads(data), tuple(fds)

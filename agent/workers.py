@@ -1,0 +1,174 @@
+"""The hands that hold one generation's workers: pipes, links, the worker store, and what a dead one leaves."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from contextlib import suppress
+from dataclasses import replace
+
+from elaunch.agent import environ, numa
+from elaunch.agent.config import AgentConfig
+from elaunch.agent.events import WorkerExited
+from elaunch.agent.failures import Place, Remains, failure_of
+from elaunch.agent.forkserver import ForkServer, new_control
+from elaunch.agent.group import Group, Link
+from elaunch.agent.kernel import OutOfMemoryWatch
+from elaunch.agent.outputs import Outputs
+from elaunch.agent.pump import Pump
+from elaunch.agent.rundir import RunDir
+from elaunch.rendezvous.types import ProgramKind
+
+_STORE_ANSWER_S = 0.5
+
+
+class Workers:
+    """Starts groups through a fork server and reads what is left of their workers."""
+
+    def __init__(self, config: AgentConfig, node_id: str, host: str, pump: Pump, run_dir: RunDir) -> None:
+        self._config = config
+        self._node_id = node_id
+        self._host = host
+        self._outputs = Outputs(config, pump, run_dir)
+        self._run_dir = run_dir
+        self._kernel = OutOfMemoryWatch()
+        self._topology = numa.read_topology() if config.numa_binding else None
+        program = config.spec.program
+        ours = program.kind is ProgramKind.COMMAND or program.interpreter == sys.executable
+        # The store's process is this interpreter's; another one's torch may speak another version of its protocol.
+        self._has_store = ours and importlib.util.find_spec("torch") is not None
+
+    def start(self, server: ForkServer, group: Group, listener: socket.socket | None) -> None:
+        """Order the store, if it is this node's, and all workers. Raises OSError where the fork server is gone.
+
+        `listener` is the reserved port's socket; it is closed here.
+        """
+        try:
+            if listener and group.group_rank == 0 and self._has_store:
+                self._start_store(server, group, listener)
+        finally:
+            if listener:
+                listener.close()
+        for local_rank in range(group.slots):
+            self._start_worker(server, group, local_rank)
+
+    def signal(self, server: ForkServer, group: Group, local_rank: int, signum: int) -> None:
+        """Signal one worker.
+
+        A Python program gets it alone, so that its data loaders outlive its last save; a command with its group, since
+        a shell does not pass on what it gets.
+        """
+        whole_group = self._config.spec.program.kind is ProgramKind.COMMAND or signum == signal.SIGKILL
+        server.signal(group.generation, local_rank, signum, group=whole_group)
+
+    def exited(self, group: Group, local_rank: int, pid: int, code: int) -> WorkerExited:
+        """What an exit means."""
+        link = group.links.get(local_rank)
+        if link:
+            link.read()
+        if code == 0:
+            return WorkerExited(group.generation, local_rank, 0)
+        error_file = group.error_files.get(local_rank)
+        record = ""
+        if error_file:
+            with suppress(OSError):
+                record = error_file.read_text(errors="replace")
+        kernel = self._kernel.word_on(pid) if code == -signal.SIGKILL else ""
+        progressed = (link is not None and link.step >= 0) or _reached_store(record)
+        place = Place(group.generation, self._node_id, self._host, group.rank(local_rank), local_rank, pid)
+        remains = Remains(code, record, kernel=kernel, progressed=progressed)
+        failure = failure_of(place, remains, _signal_name(code), time.time())
+        failure = replace(
+            failure,
+            log_path=group.log_files.get(local_rank, ""),
+            error_file=str(error_file) if record else "",
+        )
+        return WorkerExited(group.generation, local_rank, code, failure)
+
+    def close_store(self, group: Group) -> None:
+        """End the group's worker store, and learn from it whether a rank had come that far."""
+        store, group.store = group.store, None
+        if store is None:
+            return
+        with store, suppress(OSError, ValueError, KeyError):
+            store.send(b"end")
+            ready, _, _ = select.select([store], [], [], _STORE_ANSWER_S)
+            if ready:
+                group.reached_store = json.loads(store.recv(4096))["keys"] > 0
+
+    def store_error(self, group: Group) -> str:
+        """What a worker store that ended had to say, in words."""
+        store, group.store = group.store, None
+        if store is None:
+            return ""
+        with store, suppress(OSError, ValueError, KeyError):
+            return f"failed: {json.loads(store.recv(4096))['error']}"
+        return ""
+
+    def _start_store(self, server: ForkServer, group: Group, listener: socket.socket) -> None:
+        group.store, theirs = new_control()
+        null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            fds = (null, null, null, listener.fileno(), theirs.fileno())
+            server.spawn_store(group.generation, group.table.master_addr, group.table.master_port, fds)
+        finally:
+            os.close(null)
+            theirs.close()
+
+    def _start_worker(self, server: ForkServer, group: Group, local_rank: int) -> None:
+        theirs: list[int] = []
+        link, link_end = socket.socketpair()
+        link.setblocking(False)
+        group.links[local_rank] = Link(local_rank, link)
+        try:
+            theirs += [*self._outputs.standard_fds(group, local_rank), link_end.detach()]
+            env = self._environment(group, local_rank)
+            server.spawn(group.generation, local_rank, env, self._cpus(local_rank), tuple(theirs))
+        finally:
+            for fd in theirs:
+                os.close(fd)
+
+    def _environment(self, group: Group, local_rank: int) -> dict[str, str]:
+        config = self._config
+        folder = self._run_dir.rank(group.generation, group.rank(local_rank))
+        if folder:
+            group.error_files[local_rank] = folder / "error.json"
+        env = environ.rank_variables(
+            group.table,
+            group.group_rank,
+            local_rank,
+            run_id=config.spec.run_id,
+            role=config.role,
+            max_restarts=config.spec.max_restarts,
+            agent_store=self._has_store,
+            error_file=str(folder / "error.json") if folder else "",
+            inherited=config.environment,
+        )
+        if config.virtual_local_rank:
+            env |= environ.one_gpu(config.environment, local_rank)
+        return {**env, "ELAUNCH_LINK": "3"}
+
+    def _cpus(self, local_rank: int) -> list[int] | None:
+        if not self._config.numa_binding or not self._topology:
+            return None
+        return sorted(numa.cpu_set(self._config.numa_binding, local_rank, self._topology))
+
+
+def _reached_store(record: str) -> bool:
+    try:
+        return json.loads(record)["message"]["reached_store"] is True
+    except (ValueError, KeyError, TypeError):
+        return False
+
+
+def _signal_name(code: int) -> str:
+    try:
+        return signal.Signals(-code).name if code < 0 else ""
+    except ValueError:
+        return f"signal {-code}"

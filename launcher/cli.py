@@ -1,0 +1,86 @@
+"""The command `elaunch`: parse, start the fork server, run the agent, report, exit.
+
+The order is for speed: the fork server's import of torch is what the user waits for, so it starts as soon as the options
+are known, and the agent's own modules are imported beside it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from typing import NoReturn
+
+from elaunch.launcher.errors import UsageError
+from elaunch.launcher.jobspec import agent_config
+from elaunch.launcher.options import HelpRequested, Options, parse
+
+
+def main() -> NoReturn:
+    """The entry point. Exit codes: 0, 1 the job failed, 2 usage, 128 + n ended by signal n."""
+    try:
+        asked = parse(sys.argv[1:], os.environ)
+        if isinstance(asked, HelpRequested):
+            print(asked.text)
+            code = 0
+        else:
+            code = run(asked, os.environ)
+    except UsageError as error:
+        print(f"elaunch: {error}", file=sys.stderr)
+        code = 2
+    except KeyboardInterrupt:
+        # Before the agent takes signals over there is nothing to stop but this process and what dies with it.
+        code = 130
+    # BrokenPipeError at exit is the reader's business (`elaunch --help | head`).
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    sys.exit(code)
+
+
+def run(options: Options, environ: Mapping[str, str]) -> int:
+    """Run the job that `options` ask for; its exit code. Raises UsageError where it cannot start as asked."""
+    from dataclasses import replace
+
+    from elaunch.launcher.program import check_log_dir, check_program
+    from elaunch.launcher.resources import detect
+
+    check_program(options)
+    check_log_dir(options)
+    if options.run_id is None:
+        options = replace(options, run_id=os.urandom(4).hex())
+    config = agent_config(options, environ, detect(environ))
+
+    from elaunch.agent.forkserver import ForkServer
+    from elaunch.agent.guard import Guard
+    from elaunch.agent.rundir import RunDir
+
+    troubles: list[str] = []
+    run_dir = RunDir(config.output.log_dir, config.spec.run_id, troubles.append)
+    guard = Guard(str(run_dir.private or ""))
+    server = ForkServer(config.spec.program, config.preload, guard.environment(config.environment))
+
+    # From here on the fork server imports torch on another core.
+    from elaunch.agent.loop import Loop
+    from elaunch.agent.port import PortTaken
+    from elaunch.agent.pump import Pump
+    from elaunch.launcher.report import report, write_error_file
+    from elaunch.rendezvous.memory import MemoryStore
+
+    pump = Pump()
+    pump.start()
+    for line in (*config.notes, *troubles):
+        pump.say(line)
+    try:
+        outcome = Loop(config, MemoryStore(), server, guard, pump, run_dir).run()
+    except PortTaken as error:
+        server.stop()
+        pump.close()
+        guard.finish()
+        raise UsageError(str(error)) from error
+    pump.write_report(report(outcome, config.spec, run_dir.logs))
+    write_error_file(outcome, environ.get("TORCHELASTIC_ERROR_FILE"))
+    pump.close()
+    guard.finish()
+    return outcome.exit_code

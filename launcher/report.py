@@ -1,0 +1,106 @@
+"""What the user reads at the end: who failed first, how, and what to look at."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from elaunch.rendezvous.types import Failure, JobSpec, Outcome, OutcomeKind
+
+_TAIL_LINES = 20
+_HEAVY, _LIGHT = "=" * 72, "-" * 72
+
+
+def report(outcome: Outcome, spec: JobSpec, logs: Path | None) -> str:
+    """The last words of a run; nothing for a plain success."""
+    where = f"elaunch: the workers' output is in {logs}\n" if logs else ""
+    match outcome.kind:
+        case OutcomeKind.SUCCEEDED:
+            used = f"elaunch: succeeded after {_restarts(outcome)}\n" if outcome.restarts else ""
+            return used + where
+        case OutcomeKind.INTERRUPTED:
+            return f"elaunch: stopped, since {outcome.reason}; exit code {outcome.exit_code}\n{where}"
+        case OutcomeKind.FAILED:
+            return _failed(outcome, spec, logs)
+
+
+def write_error_file(outcome: Outcome, path: str | None) -> None:
+    """Hand the first failure on to whoever launched us, as torch's `@record` does: its record with `errorCode`."""
+    failure = outcome.failure
+    if not path or failure is None:
+        return
+    record: dict[str, object] = {}
+    with suppress(OSError, ValueError):
+        record = json.loads(Path(failure.error_file).read_text())
+    message = record.get("message")
+    if not isinstance(message, dict):
+        stack = {"py_callstack": failure.traceback, "timestamp": str(int(failure.failed_at))}
+        message = {"message": failure.sentence, "extraInfo": stack}
+    text = json.dumps({**record, "message": {**message, "errorCode": failure.code}})
+    target = Path(path)
+    with suppress(OSError):
+        with tempfile.NamedTemporaryFile("w", dir=target.parent, delete=False) as file:
+            file.write(text)
+        os.replace(file.name, target)  # noqa: PTH105
+
+
+def _failed(outcome: Outcome, spec: JobSpec, logs: Path | None) -> str:
+    """torchrun's box, which scripts look for by its words, with the story on top."""
+    failure = outcome.failure
+    lines = [_HEAVY, f"{spec.program.target} FAILED"]
+    if failure is None:
+        return "\n".join([*lines, f"{outcome.reason}.", _HEAVY, ""])
+    lines += [
+        f"{failure.sentence}.",
+        f"Why it stopped: {outcome.reason}; {_restarts(outcome)}.",
+        _LIGHT,
+        "Root Cause (first observed failure):",
+        "[0]:",
+        f"  time       : {time.strftime('%Y-%m-%d_%H:%M:%S', time.localtime(failure.failed_at))}",
+        f"  host       : {failure.host}",
+        f"  rank       : {failure.rank} (local_rank: {failure.local_rank})",
+        f"  exitcode   : {_exit_code(failure)}",
+        f"  error_file : {failure.error_file if logs and failure.error_file else '<N/A>'}",
+    ]
+    if failure.traceback:
+        lines += ["  traceback  :", *_indented(failure.traceback)]
+    if tail := _tail(failure):
+        lines += [f"  stderr     : its last {len(tail)} lines", *(f"    {line}" for line in tail)]
+    if failure.log_path or logs:
+        lines.append(f"  log        : {failure.log_path or logs}")
+    return "\n".join([*lines, _HEAVY, ""])
+
+
+def _exit_code(failure: Failure) -> str:
+    if failure.code is None:
+        return "<N/A>"
+    name = ""
+    if failure.code < 0:
+        with suppress(ValueError):
+            name = f"  ({signal.Signals(-failure.code).name})"
+    return f"{failure.code} (pid: {failure.pid}){name}"
+
+
+def _tail(failure: Failure) -> list[str]:
+    """The end of stderr, without the traceback that is shown already."""
+    text = failure.tail
+    if failure.traceback:
+        # What Python printed of it begins with the same line; the lines before say what led there.
+        start = text.rfind(failure.traceback.splitlines()[0])
+        text = text[:start] if start >= 0 else text
+    return [line.rsplit("\r", 1)[-1] for line in text.rstrip().splitlines()[-_TAIL_LINES:]]
+
+
+def _indented(text: str) -> list[str]:
+    return [f"    {line}" for line in text.rstrip().splitlines()]
+
+
+def _restarts(outcome: Outcome) -> str:
+    if outcome.max_restarts == 0:
+        return "it was a plain launch"
+    return f"{outcome.restarts} of {outcome.max_restarts} restarts used"

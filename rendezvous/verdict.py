@@ -1,0 +1,75 @@
+"""Why a generation failed, and whether another one is worth starting."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from elaunch.rendezvous.types import Failure, FailureKind, JobSpec
+
+# Generations in a row without progress that end a job whatever their kind (protocol, rule 9).
+BARREN_MAX = 10
+
+
+@dataclass(frozen=True)
+class Restart:
+    """Another generation is worth starting."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class GiveUp:
+    """It is not; `reason` is the end of a sentence that begins with the failure."""
+
+    reason: str
+
+
+def verdict(failures: Sequence[Failure]) -> Failure:
+    """The failure that a generation is judged by: the first recorded one that no peer's death explains."""
+    primary = (f for f in failures if f.kind is not FailureKind.PEER_LOST)
+    return next(primary, failures[0])
+
+
+def identical(one: Failure, other: Failure) -> bool:
+    """Whether two failures are the same error in the same place, numbers and addresses aside."""
+    return (
+        one.kind.counts_as_identical
+        and one.kind is other.kind
+        and (one.code, one.exception, one.frame) == (other.code, other.exception, other.frame)
+        and _without_numbers(one.message) == _without_numbers(other.message)
+    )
+
+
+def judge(
+    spec: JobSpec, failures: Mapping[int, Sequence[Failure]], generation: int, spent: int, barren: int, progressed: bool
+) -> Restart | GiveUp:
+    """Whether the job goes on after `generation`, whose records are in `failures`.
+
+    `spent` counts the restarts that the budget holds against the job, `barren` the generations in a row that made no
+    progress, and `progressed` says whether any generation of the job ever made some.
+    """
+    failure = verdict(failures[generation])
+    before = failures.get(generation - 1)
+    if failure.kind is FailureKind.STARTUP and not progressed:
+        return GiveUp("it never got past its start, so another try would end the same way")
+    if before and not failure.progressed and identical(failure, verdict(before)):
+        return GiveUp("it failed the same way twice in a row without progress, so another try would end the same way")
+    if spent >= spec.max_restarts:
+        return GiveUp(_budget(spec, spent))
+    if barren >= BARREN_MAX:
+        return GiveUp(f"{barren} generations in a row made no progress")
+    left = spec.max_restarts - spent - 1
+    return Restart(f"restart {spent + 1} of {spec.max_restarts}" + ("" if left else ", the last one"))
+
+
+def _budget(spec: JobSpec, spent: int) -> str:
+    if spec.max_restarts == 0:
+        return "max_restarts is 0, so any failure ends the job"
+    within = "" if spec.restart_window_s is None else f" within {spec.restart_window_s:g} s"
+    return f"{spent} of {spec.max_restarts} restarts{within} were used"
+
+
+def _without_numbers(message: str) -> str:
+    return re.sub(r"0x[0-9a-fA-F]+|\d+", "#", message)
