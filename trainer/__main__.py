@@ -1,0 +1,54 @@
+"""`elaunch -m elaunch.trainer [options]`: check everything that needs no torch, then train."""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+
+from elaunch.trainer.config import UsageError, parse
+from elaunch.trainer.corpus import Corpus
+from elaunch.trainer.place import Place
+from elaunch.trainer.rundir import RunDirectory
+
+# Longer than a launcher needs to see that rank 0 ended and to stop the others.
+REFUSAL_GRACE_S = 3.0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse `argv` (default: the process's own), train, and return the exit code."""
+    # Until there is a step to finish, Ctrl-C ends the process at once and without a traceback.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    place = Place.from_environ(os.environ)
+    try:
+        config = parse(sys.argv[1:] if argv is None else argv, place)
+        if config is None:
+            return 0
+        corpus = Corpus.open(config)
+        run = RunDirectory(config.out_path)
+        if place.leads:
+            run.claim(config, corpus)
+    except UsageError as error:
+        return _refuse(error, place)
+
+    # Only now: a wrong option is answered in 0.1 s, not after the seconds that importing torch takes.
+    from elaunch.trainer.train import train
+
+    try:
+        return train(config, corpus, place, run)
+    except UsageError as error:
+        print(f"rank {place.rank}: {error}", file=sys.stderr, flush=True)
+        return 2
+
+
+def _refuse(error: UsageError, place: Place) -> int:
+    """Rank 0 speaks for all, and must be the first to exit: a launcher ends the others once one has failed."""
+    if place.leads:
+        print(error, file=sys.stderr, flush=True)
+    else:
+        time.sleep(REFUSAL_GRACE_S)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

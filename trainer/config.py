@@ -1,0 +1,140 @@
+"""The options of a training run: the command line, what is refused, what makes two runs the same run."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+import click
+
+from elaunch.trainer.place import Place
+
+Plain: TypeAlias = int | float | bool | str | None
+
+
+class UsageError(Exception):
+    """The user's request cannot be done as asked: one sentence with the values and the way out, exit code 2."""
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """What a run is made of.
+
+    `global_batch` counts windows of `context` bytes per optimizer step, over all workers. `learning_rate` is the peak.
+    `out` and `data` are None where the user left the choice to us (see `out_path` and `Corpus.open`).
+    """
+
+    steps: int = 120
+    seed: int = 0
+    global_batch: int = 24
+    checkpoint_every: int = 20
+    out: Path | None = None
+    data: Path | None = None
+    layers: int = 4
+    heads: int = 4
+    width: int = 128
+    context: int = 128
+    learning_rate: float = 3e-3
+    dropout: float = 0.0
+    bf16: bool = False
+
+    @property
+    def identity(self) -> dict[str, Plain]:
+        """The options that change what is computed. A run directory holds one such set; the others may vary."""
+        free = ("out", "checkpoint_every")
+        plain = {**asdict(self), "data": None if self.data is None else str(self.data.absolute())}
+        return {key: value for key, value in plain.items() if key not in free}
+
+    @property
+    def out_path(self) -> Path:
+        """`--out`, or a directory named after the options, so that the same command finds its own run again."""
+        if self.out is not None:
+            return self.out
+        digest = hashlib.sha256(repr(sorted(self.identity.items())).encode()).hexdigest()
+        return Path("runs") / f"gpt-{self.layers}x{self.width}-{digest[:8]}"
+
+    def check(self, world_size: int) -> None:
+        """Raise UsageError where the options contradict each other or the number of workers."""
+        if self.width % self.heads:
+            raise UsageError(
+                f"--width ({self.width}) is not divisible by --heads ({self.heads}); "
+                f"use --width {_next_multiple(self.width, self.heads)} or another number of heads"
+            )
+        if self.global_batch % world_size:
+            relation = "smaller than" if self.global_batch < world_size else "not divisible by"
+            raise UsageError(
+                f"--global-batch ({self.global_batch}) is {relation} the number of workers ({world_size}); "
+                f"use --global-batch {_next_multiple(self.global_batch, world_size)} or another number of workers"
+            )
+
+
+def parse(argv: Sequence[str], place: Place) -> TrainConfig | None:
+    """The configuration that the command line asks for; None where it asked for help, which rank 0 has then printed.
+
+    Raises UsageError with one sentence for anything that cannot be meant.
+    """
+    try:
+        with _printing(place.leads):
+            config = _command.main(list(argv), prog_name="elaunch -m elaunch.trainer", standalone_mode=False)
+    except click.ClickException as error:
+        sentence = error.format_message().rstrip(".")
+        raise UsageError(f"{sentence}; see elaunch -m elaunch.trainer --help") from error
+    if not isinstance(config, TrainConfig):
+        return None
+    config.check(place.world_size)
+    return config
+
+
+def _printing(leads: bool) -> contextlib.AbstractContextManager[object]:
+    """Drop what click prints on all ranks but 0: one help text is enough."""
+    return contextlib.nullcontext() if leads else contextlib.redirect_stdout(io.StringIO())
+
+
+def _next_multiple(number: int, of: int) -> int:
+    return -(-number // of) * of
+
+
+_DEFAULT = TrainConfig()
+_COUNT = click.IntRange(min=1)
+
+
+@click.command(context_settings={"max_content_width": 110, "help_option_names": ["-h", "--help"]})
+@click.option("--steps", type=_COUNT, default=_DEFAULT.steps, show_default=True, help="Optimizer steps in all.")
+@click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=_DEFAULT.seed, show_default=True,
+              help="Start of all randomness: weights, data order, dropout.")  # fmt: skip
+@click.option("--global-batch", type=_COUNT, default=_DEFAULT.global_batch, show_default=True, metavar="WINDOWS",
+              help="Windows of text per step over all workers; a multiple of their number.")  # fmt: skip
+@click.option("--checkpoint-every", type=_COUNT, default=_DEFAULT.checkpoint_every, show_default=True, metavar="STEPS",
+              help="Steps between checkpoints; there is always one at the end.")  # fmt: skip
+@click.option("--out", type=click.Path(path_type=Path), metavar="DIR",
+              help="Run directory; the same command with the same DIR goes on where it was. On several nodes: a "
+                   "shared one.  [default: runs/<name made from the options>]")  # fmt: skip
+@click.option("--data", type=click.Path(path_type=Path), metavar="DIR",
+              help="Train on the files below DIR, of any kind.  [default: Python's own library, *.py]")  # fmt: skip
+@click.option("--layers", type=_COUNT, default=_DEFAULT.layers, show_default=True, help="Transformer blocks.")
+@click.option("--heads", type=_COUNT, default=_DEFAULT.heads, show_default=True, help="Attention heads; divide width.")
+@click.option("--width", type=_COUNT, default=_DEFAULT.width, show_default=True, help="Size of a token's vector.")
+@click.option("--context", type=_COUNT, default=_DEFAULT.context, show_default=True, metavar="BYTES",
+              help="Bytes in a window: what the model sees at once.")  # fmt: skip
+@click.option("--lr", "learning_rate", type=click.FloatRange(min=0, min_open=True), default=_DEFAULT.learning_rate,
+              show_default=True, help="Peak learning rate: warms up, then falls as a cosine to a tenth.")  # fmt: skip
+@click.option("--dropout", type=click.FloatRange(0, 1, max_open=True), default=_DEFAULT.dropout, show_default=True,
+              help="Share of activations dropped while training.")  # fmt: skip
+@click.option("--bf16", is_flag=True, help="Compute in bfloat16 (autocast); weights stay float32.")
+def _command(**options: object) -> TrainConfig:
+    """Train a small GPT on bytes of text: the bundled example of a job that survives its workers.
+
+    Start it with as many workers as you like:
+
+    \b
+      elaunch --nproc-per-node 2 -m elaunch.trainer --out runs/first
+
+    A worker that dies costs the steps since the last checkpoint; the result is, bit for bit on CPUs, the one without
+    the failure. DIR then holds config.yaml, metrics.jsonl, checkpoints/ and result.json.
+    """
+    return TrainConfig(**options)  # type: ignore[arg-type]

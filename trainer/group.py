@@ -1,0 +1,65 @@
+"""The process group: joining it, and the three things that all ranks do together besides the gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from elaunch.trainer.place import Place
+
+
+def join(place: Place) -> torch.device:
+    """Meet the other ranks and return this one's device: NCCL and `cuda:<local_rank>` with GPUs, gloo on CPUs without.
+
+    A process that nobody launched is a group of one, which needs no address.
+    """
+    device = torch.device("cuda", place.local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    if place.launched:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    return device
+
+
+def leave(device: torch.device) -> None:
+    """Wait until every rank is here, then part: a rank that exits early looks like a failure to the others."""
+    sum_over_ranks([0.0], device)
+    dist.destroy_process_group()
+
+
+def sum_over_ranks(values: Sequence[float], device: torch.device) -> list[float]:
+    """The element-wise sum over all ranks, in float64; everybody gets the same bits."""
+    summed = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(summed)
+    return [float(value) for value in summed.tolist()]
+
+
+def from_rank_0(content: bytes, device: torch.device) -> bytearray:
+    """Rank 0's `content`, on every rank; what the others pass is ignored."""
+    length = torch.tensor([len(content)], dtype=torch.int64, device=device)
+    dist.broadcast(length, src=0)
+    received = bytearray(content) if dist.get_rank() == 0 else bytearray(int(length.item()))
+    if received:
+        shared = torch.frombuffer(received, dtype=torch.uint8)
+        on_device = shared.to(device)
+        dist.broadcast(on_device, src=0)
+        shared.copy_(on_device)
+    return received
+
+
+def warm_up(model: nn.Module, inputs: Tensor, targets: Tensor) -> None:
+    """One forward and backward pass that changes nothing but the order in which DDP sums gradients.
+
+    DDP regroups its buckets after the first backward pass (`Reducer::rebuild_buckets`), and float sums depend on the
+    grouping once there are three ranks. A resumed run is bit for bit the unfailed one only if every start, the first
+    included, has this behind it before it restores its state.
+    """
+    loss: Tensor = model(inputs, targets)
+    loss.backward()  # type: ignore[no-untyped-call]
+    model.zero_grad(set_to_none=True)

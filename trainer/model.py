@@ -1,0 +1,107 @@
+"""The model: a decoder-only transformer over bytes, in the shape of GPT-2.
+
+Pre-norm blocks, learned positions, GELU, tied embeddings, residual projections started smaller by the square root of
+their number (Radford et al., "Language Models are Unsupervised Multitask Learners", 2019; nanoGPT is the method's
+best-known short form). Letters in names say a tensor's axes: B batch, T time, W width, V vocabulary, H heads, D width
+per head.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+VOCABULARY = 256
+
+
+class Attention(nn.Module):
+    """Causal multi-head self-attention."""
+
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.heads, self.dropout = heads, dropout
+        self.queries_keys_values = nn.Linear(width, 3 * width)
+        self.project = nn.Linear(width, width)
+
+    def forward(self, x_BTW: Tensor) -> Tensor:
+        batch, time, width = x_BTW.shape
+        qkv = self.queries_keys_values(x_BTW).view(batch, time, 3, self.heads, width // self.heads)
+        q_BHTD, k_BHTD, v_BHTD = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        dropout = self.dropout if self.training else 0.0
+        y_BHTD = F.scaled_dot_product_attention(q_BHTD, k_BHTD, v_BHTD, dropout_p=dropout, is_causal=True)
+        y_BTW: Tensor = self.project(y_BHTD.transpose(1, 2).reshape(batch, time, width))
+        return y_BTW
+
+
+class Block(nn.Module):
+    """Attention, then a feed-forward layer of four times the width; each adds to what it was given."""
+
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.norm_attention = nn.LayerNorm(width)
+        self.attention = Attention(width, heads, dropout)
+        self.norm_feed = nn.LayerNorm(width)
+        self.expand = nn.Linear(width, 4 * width)
+        self.project = nn.Linear(4 * width, width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x_BTW: Tensor) -> Tensor:
+        x_BTW = x_BTW + self.dropout(self.attention(self.norm_attention(x_BTW)))
+        fed_BTW = self.project(F.gelu(self.expand(self.norm_feed(x_BTW)), approximate="tanh"))
+        y_BTW: Tensor = x_BTW + self.dropout(fed_BTW)
+        return y_BTW
+
+
+class GPT(nn.Module):
+    """Bytes in, a distribution over the next byte out."""
+
+    def __init__(self, *, layers: int, heads: int, width: int, context: int, dropout: float) -> None:
+        super().__init__()
+        self.context = context
+        self.embed_byte = nn.Embedding(VOCABULARY, width)
+        self.embed_position = nn.Embedding(context, width)
+        self.dropout = nn.Dropout(dropout)
+        self.blocks = nn.ModuleList(Block(width, heads, dropout) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.apply(_initialise)
+        for name, parameter in self.named_parameters():
+            if name.endswith("project.weight"):
+                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers))
+
+    def forward(self, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
+        """The mean cross-entropy in nats per byte, a scalar; both arguments are int64, T at most `context`."""
+        return F.cross_entropy(self.logits(inputs_BT).flatten(0, 1).float(), targets_BT.flatten())
+
+    def logits(self, inputs_BT: Tensor) -> Tensor:
+        """Scores for the byte after each position: (B, T, V)."""
+        positions_T = torch.arange(inputs_BT.shape[1], device=inputs_BT.device)
+        x_BTW = self.dropout(self.embed_byte(inputs_BT) + self.embed_position(positions_T))
+        for block in self.blocks:
+            x_BTW = block(x_BTW)
+        return F.linear(self.norm(x_BTW), self.embed_byte.weight)
+
+    @torch.no_grad()
+    def write(self, prompt: bytes, length: int, *, seed: int, temperature: float = 0.8) -> bytes:
+        """`length` bytes that follow `prompt` (not empty), drawn one after the other; the same for the same seed.
+
+        Leaves the model in evaluation mode.
+        """
+        self.eval()
+        device = self.embed_byte.weight.device
+        generator = torch.Generator().manual_seed(seed)
+        text = list(prompt)
+        for _ in range(length):
+            inputs_BT = torch.tensor([text[-self.context :]], device=device)
+            scores_V = self.logits(inputs_BT)[0, -1].float().cpu() / temperature
+            text.append(int(torch.multinomial(scores_V.softmax(-1), 1, generator=generator).item()))
+        return bytes(text[len(prompt) :])
+
+
+def _initialise(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear | nn.Embedding):
+        nn.init.normal_(module.weight, std=0.02)
+    if isinstance(module, nn.Linear):
+        nn.init.zeros_(module.bias)

@@ -1,0 +1,42 @@
+"""Where this process stands in the group, as its launcher says in the environment."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Place:
+    """This worker's rank among `world_size` workers, and how often the group has been started.
+
+    `launched` is False where no launcher set `RANK`: a single process that needs no address to meet anybody.
+    """
+
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    generation: int = 0
+    restarts: int = 0
+    launched: bool = False
+
+    @classmethod
+    def from_environ(cls, environ: Mapping[str, str]) -> Place:
+        """Read torchrun's variables and `ELAUNCH_GENERATION`, which without elaunch is the restart count."""
+        restarts = int(environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        generation = int(environ.get("ELAUNCH_GENERATION", restarts))
+        if "RANK" not in environ:
+            return cls(generation=generation, restarts=restarts)
+        return cls(
+            rank=int(environ["RANK"]),
+            local_rank=int(environ.get("LOCAL_RANK", "0")),
+            world_size=int(environ["WORLD_SIZE"]),
+            generation=generation,
+            restarts=restarts,
+            launched=True,
+        )
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is rank 0, which alone writes files and speaks."""
+        return self.rank == 0
