@@ -1,0 +1,3 @@
+"""Fixtures and helpers that all tests share."""
+
+from __future__ import annotations

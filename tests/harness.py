@@ -1,0 +1,158 @@
+"""Runs the real command in a folder of its own, and waits for facts instead of sleeping."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TypeVar
+
+import psutil
+
+from elaunch.agent.guardian import VARIABLE
+
+Fact = TypeVar("Fact")
+# Generous: these machines are shared. A test that needs more has found a hang.
+DEADLINE_S = 60.0
+
+
+def wait_for(fact: Callable[[], Fact], what: str, deadline_s: float = DEADLINE_S) -> Fact:
+    """The first true value of `fact()`; fails with `what` when the deadline passes."""
+    end_s = time.monotonic() + deadline_s
+    while not (found := fact()):
+        assert time.monotonic() < end_s, f"not within {deadline_s:g} s: {what}"
+        time.sleep(0.005)
+    return found
+
+
+class Job:
+    """One run of `elaunch` with its output; use it as a context manager, so that nothing outlives the test.
+
+    `output` is stdout and stderr in the order of arrival; `stdout` and `stderr` are each alone.
+    """
+
+    def __init__(self, folder: Path, *args: str, env: Mapping[str, str] | None = None, **popen: object) -> None:
+        environ = {k: v for k, v in os.environ.items() if not k.startswith(("ELAUNCH_", "PET_", "TORCHELASTIC_"))}
+        environ.pop("OMP_NUM_THREADS", None)
+        options: dict[str, object] = {"stdin": subprocess.DEVNULL, "start_new_session": True, **popen}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "elaunch", *args],
+            cwd=folder,
+            env={**environ, **(env or {})},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            **options,  # type: ignore[call-overload]
+        )
+        self._pieces: list[tuple[str, str]] = []
+        self._readers = [
+            threading.Thread(target=self._read, args=(name, getattr(self.process, name)), daemon=True)
+            for name in ("stdout", "stderr")
+        ]
+        for reader in self._readers:
+            reader.start()
+        self._markers: set[str] = set()
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in [*self.processes(), self.process]:
+            try:
+                process.kill()
+            except (psutil.NoSuchProcess, ProcessLookupError):
+                continue
+        self.process.wait()
+
+    @property
+    def output(self) -> str:
+        return "".join(text for _, text in self._pieces)
+
+    @property
+    def stdout(self) -> str:
+        return "".join(text for name, text in self._pieces if name == "stdout")
+
+    @property
+    def stderr(self) -> str:
+        return "".join(text for name, text in self._pieces if name == "stderr")
+
+    def wait_for_output(self, pattern: str, deadline_s: float = DEADLINE_S) -> re.Match[str]:
+        """The first match of `pattern` (multi-line) in the output."""
+
+        def found() -> re.Match[str] | None:
+            match = re.search(pattern, self.output, re.MULTILINE)
+            assert match or self.process.poll() is None, f"ended without {pattern!r}:\n{self.output}"
+            return match
+
+        try:
+            return wait_for(found, f"output like {pattern!r}", deadline_s)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.output}") from None
+
+    def wait(self, deadline_s: float = DEADLINE_S) -> int:
+        """The exit code, all output read."""
+        try:
+            code = self.process.wait(deadline_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still running after {deadline_s:g} s:\n{self.output}") from None
+        for reader in self._readers:
+            reader.join(5)
+        return code
+
+    def signal(self, signum: signal.Signals) -> None:
+        """Signal the agent alone."""
+        self.process.send_signal(signum)
+
+    def pids(self, name: str) -> list[int]:
+        """The pids in the output lines that say `<name> pid <n>`, newest last."""
+        return [int(pid) for pid in re.findall(rf"{name} pid (\d+)", self.output)]
+
+    def child(self, title: str) -> psutil.Process:
+        """The agent's descendant whose command line begins with `title` ("elaunch: fork server", …)."""
+
+        def found() -> psutil.Process | None:
+            for process in psutil.Process(self.process.pid).children(recursive=True):
+                try:
+                    if " ".join(process.cmdline()).startswith(title):
+                        return process
+                except psutil.Error:
+                    continue
+            return None
+
+        return wait_for(found, f"a child called {title!r}")
+
+    def processes(self) -> list[psutil.Process]:
+        """All living processes that carry the marker of this job's agent, whoever their parent is; no zombies."""
+        self._markers |= set(self._seen_markers())
+        found: list[psutil.Process] = []
+        for process in psutil.process_iter():
+            try:
+                marker = process.environ().get(VARIABLE, "")
+                if process.status() != psutil.STATUS_ZOMBIE and self._markers & set(marker.split(",")):
+                    found.append(process)
+            except psutil.Error:
+                continue
+        return found
+
+    def _seen_markers(self) -> list[str]:
+        try:
+            children = psutil.Process(self.process.pid).children()
+            return [c.environ()[VARIABLE].split(",")[-1] for c in children if VARIABLE in c.environ()]
+        except psutil.Error:
+            return []
+
+    def _read(self, name: str, pipe: object) -> None:
+        for line in iter(lambda: os.read(pipe.fileno(), 65536), b""):  # type: ignore[attr-defined]
+            self._pieces.append((name, line.decode(errors="replace")))
+
+
+def script(folder: Path, text: str, name: str = "train.py") -> Path:
+    """Write a user's script."""
+    path = folder / name
+    path.write_text(text)
+    return path
