@@ -16,9 +16,9 @@ from elaunch.agent.devices import read_gpus, visible
 class Topology:
     """The host as this process may use it.
 
-    `nodes` are the allowed CPUs of each NUMA node that has any. `packages`, `cores` and `caches` name each CPU's socket,
-    physical core and largest shared cache: the same name, the same one. `gpu_nodes` is each visible GPU's node; where
-    there is none, `slots` workers are dealt out to the nodes in turn.
+    `nodes` are the allowed CPUs of each NUMA node that has any. `packages`, `cores` and `caches` name each CPU's
+    socket, physical core and largest shared cache: the same name, the same one. `gpu_nodes` is each visible GPU's
+    node; where there is none, `slots` workers are dealt out to the nodes in turn.
     """
 
     nodes: Mapping[int, frozenset[int]]
@@ -134,7 +134,7 @@ def ranges(text: str) -> frozenset[int]:
 
 
 def _largest_cache(folder: Path) -> str:
-    """The CPUs that share the cache of the highest level, as the kernel writes them; instructions' caches do not count."""
+    """The CPUs that share the highest level of cache, as the kernel writes them; instruction caches do not count."""
     found = [
         (int(_text(index / "level") or 0), _text(index / "shared_cpu_list"))
         for index in folder.glob("index*")

@@ -107,7 +107,7 @@ def parse(
     Raises UsageError. Reads nothing but its arguments and the file that --config names.
     """
     # `run` before a program is the sub-command, always. A script of that name starts as ./run.
-    words = command_line.normalise(argv[1:] if argv[:1] == ["run"] and len(argv) > 1 else argv)
+    words = command_line.normalise(argv[1:] if len(argv) > 1 and argv[0] == "run" else argv)
     for spec, _ in words.options:
         if spec.name == "version":
             return HelpRequested(f"elaunch {__version__}")

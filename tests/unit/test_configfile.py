@@ -54,7 +54,7 @@ def test_lists_and_mappings_stand_for_comma_lists(tmp_path: Path) -> None:
 
     assert options.redirects.by_rank == {0: Streams.BOTH, 12: Streams.OUT}
     assert options.rdzv_conf == {"timeout": "3"}
-    assert options.ranks_filter == {0, 8}
+    assert options.ranks_filter == frozenset({0, 8})
     assert options.duplicate_stdout_filters == ("a, b", "c")
     assert options.preload == ("torch", "numpy")
     assert options.standalone
@@ -83,17 +83,29 @@ def test_every_option_but_the_few_that_make_no_sense_can_stand_in_a_file() -> No
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("script: t.py\nnproc_per_nod: 2\n", "{} line 2: nproc_per_nod is no option of elaunch; did you mean nproc-per-node?"),
+        (
+            "script: t.py\nnproc_per_nod: 2\n",
+            "{} line 2: nproc_per_nod is no option of elaunch; did you mean"
+            " nproc-per-node?",
+        ),
         ("script: t.py\nmax_restarts: many\n", "{} line 2: max_restarts: many is not a whole number; give 0 or more"),
         ("script: t.py\nrole: [a, b]\n", "{} line 2: role: [a, b] is not a single value; give one word"),
         ("script: t.py\nstandalone: maybe\n", "{} line 2: standalone: maybe is neither on nor off; give 1 or 0"),
         ("role: a\nrole: b\n", "{} line 2: role says again what {} line 1 says; keep one"),
-        ("stop-grace: 1\nshutdown_timeout: 2\n", "{} line 2: shutdown_timeout says again what {} line 1 says; keep one"),
+        (
+            "stop-grace: 1\nshutdown_timeout: 2\n",
+            "{} line 2: shutdown_timeout says again what {} line 1 says; keep"
+            " one",
+        ),
         ("script: a.py\nmodule: b\n", "{} names a script (a.py) and a module (b); keep one of them"),
         ("module: true\n", "{} line 1: module is true; it is the name of the module to run"),
         ("args: [a]\n", "{} line 1: args belong to a program; add script or module"),
         ("script: a.py\nargs: --lr 1\n", "{} line 2: args is '--lr 1'; give a list, as in [--lr, 0.1]"),
-        ("script: a.py\nargs: [[a]]\n", "{} line 2: args holds a list or mapping inside another; write plain words there"),
+        (
+            "script: a.py\nargs: [[a]]\n",
+            "{} line 2: args holds a list or mapping inside another; write plain words"
+            " there",
+        ),
         ("- a\n", "{} is not a mapping of options; write one `name: value` per line"),
         ("role: [a\nrun-id: b\n", "{} line 2 is not YAML: did not find expected ',' or ']'"),
     ],

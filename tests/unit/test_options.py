@@ -101,7 +101,7 @@ def test_options_has_a_field_for_each_row_of_the_table() -> None:
 def test_every_option_of_torchrun_is_accepted_with_its_own_value_and_default_or_a_said_difference() -> None:
     from torch.distributed.run import parse_args
 
-    theirs = parse_args(["t.py"])
+    theirs = parse_args(["t.py"])  # type: ignore[no-untyped-call]
     ours = options_of("t.py")
     names = {spec.peer: spec for spec in TABLE if spec.peer and spec.peer != "help"}
 
@@ -167,25 +167,45 @@ def test_the_shutdown_timeout_comes_from_the_option_its_variables_or_is_30_s() -
 @pytest.mark.parametrize(
     ("argv", "sentence"),
     [
-        (["--nnodes", "4:2"], "--nnodes 4:2 is no range: nodes_min (4) is larger than nodes_max (2); use --nnodes MIN:MAX with MIN <= MAX"),
-        (["--nnodes", "2:3:4"], "--nnodes 2:3:4 is neither a number of nodes nor a range; use --nnodes N or --nnodes MIN:MAX"),
+        (
+            ["--nnodes", "4:2"],
+            "--nnodes 4:2 is no range: nodes_min (4) is larger than nodes_max (2); use"
+            " --nnodes MIN:MAX with MIN <= MAX",
+        ),
+        (
+            ["--nnodes", "2:3:4"],
+            "--nnodes 2:3:4 is neither a number of nodes nor a range; use --nnodes N or"
+            " --nnodes MIN:MAX",
+        ),
         (["--nnodes", "0"], "--nnodes 0 asks for no node; a job needs at least 1"),
         (["--nnodes", "2"], "--nnodes 2 asks for several nodes and this version runs one; use --nnodes 1"),
         (["--nnodes=1:4"], "--nnodes 1:4 asks for several nodes and this version runs one; use --nnodes 1"),
         (["--node-rank", "1"], "--node-rank 1 is out of range: a job of one node has node rank 0 only"),
-        (["--nproc", "xpu"], "--nproc-per-node xpu is not something that can be counted here; use gpu, cpu or auto, or give a number"),
+        (
+            ["--nproc", "xpu"],
+            "--nproc-per-node xpu is not something that can be counted here; use gpu, cpu or"
+            " auto, or give a number",
+        ),
         (["--nproc", "0"], "--nproc-per-node 0 is out of range; give 1 or more"),
         (["--nproc", "gpu"], "--nproc-per-node gpu finds no GPU that this process may use; use cpu, or give a number"),
         (["--max-restarts", "-1"], "--max-restarts -1 is out of range; give 0 or more"),
         (["--restart-window", "0"], "--restart-window 0 is not a length of time; give more than 0 seconds"),
         (["--failure-grace", "nan"], "--failure-grace nan is not a number of seconds; give 0 or more"),
         (["-r", "4"], "--redirects 4 is no choice of streams; use 0, 1, 2 or 3, or LOCAL_RANK:VALUE,… as in 0:3,12:1"),
-        (["-t", "0:3,x"], "--tee 0:3,x is no choice of streams; use 0, 1, 2 or 3, or LOCAL_RANK:VALUE,… as in 0:3,12:1"),
+        (
+            ["-t", "0:3,x"],
+            "--tee 0:3,x is no choice of streams; use 0, 1, 2 or 3, or LOCAL_RANK:VALUE,… as"
+            " in 0:3,12:1",
+        ),
         (["--ranks-filter", "a"], "--ranks-filter a is not a list of ranks; use 0,1,2"),
         (["--start-method", "magic"], "--start-method magic is not one of spawn, fork, forkserver"),
         (["--numa-binding", "x"], "--numa-binding x is not one of node, socket, exclusive, core-complex"),
         (["--master-port", "70000"], "--master-port 70000 is out of range; give a number from 0 to 65535"),
-        (["--port-range", "9:3"], "--port-range 9:3 is not a range of ports; use FIRST:LAST with 1 <= FIRST <= LAST <= 65535"),
+        (
+            ["--port-range", "9:3"],
+            "--port-range 9:3 is not a range of ports; use FIRST:LAST with 1 <= FIRST <="
+            " LAST <= 65535",
+        ),
         (["--rdzv-conf", "a"], "--rdzv-conf a is not a list of settings; use KEY=VALUE,KEY=VALUE"),
         (["-m", "--no-python"], "--module contradicts --no-python: a module always runs in Python; drop one of them"),
         (["--preload", "a", "--no-preload"], "--preload a contradicts --no-preload: drop one of them"),
@@ -260,9 +280,10 @@ def test_a_chosen_number_of_threads_is_kept_and_a_single_worker_gets_none() -> N
 
 
 def test_workers_inherit_the_environment_without_the_variables_of_an_outer_launcher() -> None:
-    outer = dict.fromkeys(RANK_VARIABLES, "9")
+    outer = dict.fromkeys(RANK_VARIABLES, "9") | {"A": "b", "CUDA_VISIBLE_DEVICES": "3"}
+    options = dataclasses.replace(options_of("t.py"), run_id="x")
 
-    environment = config_of("t.py", A="b", CUDA_VISIBLE_DEVICES="3", **outer).environment
+    environment = agent_config(options, outer, CPU_HOST).environment
 
     assert not RANK_VARIABLES & set(environment)
     assert (environment["A"], environment["CUDA_VISIBLE_DEVICES"]) == ("b", "3")
@@ -337,7 +358,7 @@ def test_a_log_directory_alone_tees_everything() -> None:
 def test_the_console_is_limited_by_local_and_by_global_ranks() -> None:
     output = config_of("--local-ranks-filter", "0,1", "--ranks_filter", "8", "t.py").output
 
-    assert (output.console_local_ranks, output.console_ranks) == ({0, 1}, {8})
+    assert (output.console_local_ranks, output.console_ranks) == (frozenset({0, 1}), frozenset({8}))
     assert config_of("--local-ranks-filter", "", "t.py").output.console_local_ranks is None
 
 
@@ -358,11 +379,9 @@ def test_virtual_local_rank_needs_a_visible_gpu_for_each_worker() -> None:
 
 
 def test_the_other_settings_reach_the_agent() -> None:
-    argv = (
-        "--max-restarts 9 --restart-window 60 --failure-grace 1.5 --role r --numa-binding core-complex t.py a".split()
-    )
+    limits = ("--max-restarts", "9", "--restart-window", "60", "--failure-grace", "1.5")
 
-    config = config_of(*argv)
+    config = config_of(*limits, "--role", "r", "--numa-binding", "core-complex", "t.py", "a")
 
     assert (config.spec.max_restarts, config.spec.restart_window_s, config.failure_grace_s) == (9, 60.0, 1.5)
     assert (config.role, config.numa_binding) == ("r", NumaBinding.CORE_COMPLEX)
@@ -385,9 +404,10 @@ def test_a_fully_chosen_job_says_nothing() -> None:
 
 
 def test_options_without_effect_are_one_note() -> None:
-    argv = "--nproc 1 --max-restarts 0 --monitor-interval 5 --logs-specs x --rdzv-backend c10d --rdzv-conf a=b".split()
+    chosen = ("--nproc", "1", "--max-restarts", "0")
+    ignored = ("--monitor-interval", "5", "--logs-specs", "x", "--rdzv-backend", "c10d", "--rdzv-conf", "a=b")
 
-    assert config_of(*argv, "t.py").notes == (
+    assert config_of(*chosen, *ignored, "t.py").notes == (
         "without effect here: --rdzv-backend, --rdzv-conf (one node needs no rendezvous);"
         " --monitor-interval (exits are events, nothing is polled); --logs-specs (there are no log plug-ins)",
     )
@@ -435,7 +455,7 @@ def test_a_command_that_is_not_there_and_a_file_as_module_are_sentences(tmp_path
 
     with pytest.raises(UsageError, match="the command no-such-command is not an executable file on PATH"):
         check_program(options_of("--no-python", "no-such-command"))
-    with pytest.raises(UsageError, match="-m takes a module's name and .* is a file; leave -m out"):
+    with pytest.raises(UsageError, match=r"-m takes a module's name and .* is a file; leave -m out"):
         check_program(options_of("-m", str(script)))
 
 
