@@ -138,5 +138,12 @@ def test_a_switch_of_the_command_line_that_contradicts_the_files_program_is_an_e
     assert options_with("script: prog\nno-python: 1\n", tmp_path).kind is ProgramKind.COMMAND
 
 
+def test_a_key_without_a_value_is_not_given_and_a_quoted_null_is_a_word(tmp_path: Path) -> None:
+    options = options_with("log-dir: null\nmaster-addr: ~\nmax-restarts:\nrole: 'null'\n", tmp_path, "t.py")
+
+    assert options.given.keys() == {"config", "role"}
+    assert options.role == "null"
+
+
 def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
     assert options_with("# nothing\n", tmp_path, "t.py").given.keys() == {"config"}
