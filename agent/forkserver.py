@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -117,10 +116,3 @@ def _script_dir(program: Program) -> str:
             return os.getcwd()  # noqa: PTH109
         case ProgramKind.COMMAND:
             return ""
-
-
-def new_control() -> tuple[socket.socket, socket.socket]:
-    """A socket pair for one worker store: ours, which does not block, and its own."""
-    ours, theirs = socket.socketpair()
-    ours.setblocking(False)
-    return ours, theirs

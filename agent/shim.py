@@ -51,13 +51,13 @@ def run(program: Program) -> None:
     except SystemExit as error:
         if isinstance(error.code, str) and _innermost_file(error) == "<frozen runpy>":
             # runpy's way to say that the module is not there.
-            _record("ModuleNotFoundError", error.code, error.code)
+            _record("ModuleNotFoundError", error.code.partition(": ")[2], error.code)
         raise
     except BaseException as error:
-        tail = _without_our_frames(error.__traceback__)
-        text = "".join(traceback.format_exception(type(error), error, tail))
-        _record(type(error).__name__, str(error), text)
-        sys.excepthook(type(error), error, tail)
+        # Python's own hook prints the exception's traceback, not the one that it is given.
+        error.__traceback__ = _without_our_frames(error.__traceback__)
+        _record(type(error).__name__, str(error), "".join(traceback.format_exception(error)))
+        sys.excepthook(type(error), error, error.__traceback__)
         # It is printed; Python still has to take its own way out (exit code, SIGINT's, atexit, threads).
         sys.excepthook = lambda *_: None
         raise

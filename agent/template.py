@@ -1,8 +1,8 @@
 """The fork server: a single-threaded process that has imported what workers need and forks them from itself.
 
 Started by `forkserver.ForkServer` with the environment that the workers will have. It is their parent: it reaps them
-and tells the agent. Where forking would not be faithful it starts anew without preloading, forks a small process for each
-worker and has that exec a fresh interpreter; the rest is the same.
+and tells the agent. Where forking would not be faithful it starts anew without preloading, forks a small process for
+each worker and has that exec a fresh interpreter; the rest is the same.
 """
 
 from __future__ import annotations

@@ -13,11 +13,11 @@ import time
 from contextlib import suppress
 from dataclasses import replace
 
-from elaunch.agent import environ, numa
+from elaunch.agent import environ, numa, wire
 from elaunch.agent.config import AgentConfig
 from elaunch.agent.events import WorkerExited
 from elaunch.agent.failures import Place, Remains, failure_of
-from elaunch.agent.forkserver import ForkServer, new_control
+from elaunch.agent.forkserver import ForkServer
 from elaunch.agent.group import Group, Link
 from elaunch.agent.kernel import OutOfMemoryWatch
 from elaunch.agent.outputs import Outputs
@@ -96,23 +96,29 @@ class Workers:
         store, group.store = group.store, None
         if store is None:
             return
-        with store, suppress(OSError, ValueError, KeyError):
-            store.send(b"end")
-            ready, _, _ = select.select([store], [], [], _STORE_ANSWER_S)
-            if ready:
-                group.reached_store = json.loads(store.recv(4096))["keys"] > 0
+        with store, suppress(OSError):
+            if not wire.receive(store):
+                return
+            wire.send(store, {"op": "end"})
+            select.select([store], [], [], _STORE_ANSWER_S)
+            answer = wire.receive(store)
+            group.reached_store = answer is not None and answer[0]["keys"] > 0
 
     def store_error(self, group: Group) -> str:
         """What a worker store that ended had to say, in words."""
         store, group.store = group.store, None
         if store is None:
             return ""
-        with store, suppress(OSError, ValueError, KeyError):
-            return f"failed: {json.loads(store.recv(4096))['error']}"
+        with store, suppress(OSError):
+            last = ""
+            while news := wire.receive(store):
+                last = news[0].get("error", "")
+            return f"failed: {last}" if last else ""
         return ""
 
     def _start_store(self, server: ForkServer, group: Group, listener: socket.socket) -> None:
-        group.store, theirs = new_control()
+        group.store, theirs = wire.pair()
+        group.store.setblocking(False)
         null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
         try:
             fds = (null, null, null, listener.fileno(), theirs.fileno())

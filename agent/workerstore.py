@@ -6,9 +6,10 @@ again.
 
 from __future__ import annotations
 
-import json
 import os
 import socket
+
+from elaunch.agent import wire
 
 LISTEN_FD = 3
 CONTROL_FD = 4
@@ -22,9 +23,10 @@ def serve(host: str, port: int) -> None:
 
         store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=LISTEN_FD)
     except Exception as error:
-        control.send(json.dumps({"error": f"{type(error).__name__}: {error}"}).encode())
+        wire.send(control, {"error": f"{type(error).__name__}: {error}"})
         os._exit(1)
-    if control.recv(16):
-        control.send(json.dumps({"keys": store.num_keys()}).encode())
+    wire.send(control, {"up": True})
+    if wire.receive(control):
+        wire.send(control, {"keys": store.num_keys()})
     # No Python or C++ destructor has anything to add.
     os._exit(0)

@@ -1,7 +1,7 @@
 """The command `elaunch`: parse, start the fork server, run the agent, report, exit.
 
-The order is for speed: the fork server's import of torch is what the user waits for, so it starts as soon as the options
-are known, and the agent's own modules are imported beside it.
+The order is for speed: the fork server's import of torch is what the user waits for, so it starts as soon as the
+options are known, and the agent's own modules are imported beside it.
 """
 
 from __future__ import annotations

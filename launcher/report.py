@@ -21,7 +21,7 @@ def report(outcome: Outcome, spec: JobSpec, logs: Path | None) -> str:
     where = f"elaunch: the workers' output is in {logs}\n" if logs else ""
     match outcome.kind:
         case OutcomeKind.SUCCEEDED:
-            used = f"elaunch: succeeded after {_restarts(outcome)}\n" if outcome.restarts else ""
+            used = f"elaunch: succeeded, {_restarts(outcome)}\n" if outcome.restarts else ""
             return used + where
         case OutcomeKind.INTERRUPTED:
             return f"elaunch: stopped, since {outcome.reason}; exit code {outcome.exit_code}\n{where}"
@@ -57,7 +57,7 @@ def _failed(outcome: Outcome, spec: JobSpec, logs: Path | None) -> str:
         return "\n".join([*lines, f"{outcome.reason}.", _HEAVY, ""])
     lines += [
         f"{failure.sentence}.",
-        f"Why it stopped: {outcome.reason}; {_restarts(outcome)}.",
+        f"Why it stopped: {outcome.reason}{'' if spec.max_restarts == 0 else f'; {_restarts(outcome)}'}.",
         _LIGHT,
         "Root Cause (first observed failure):",
         "[0]:",
@@ -101,6 +101,4 @@ def _indented(text: str) -> list[str]:
 
 
 def _restarts(outcome: Outcome) -> str:
-    if outcome.max_restarts == 0:
-        return "it was a plain launch"
     return f"{outcome.restarts} of {outcome.max_restarts} restarts used"

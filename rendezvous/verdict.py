@@ -57,18 +57,19 @@ def judge(
     if before and not failure.progressed and identical(failure, verdict(before)):
         return GiveUp("it failed the same way twice in a row without progress, so another try would end the same way")
     if spent >= spec.max_restarts:
-        return GiveUp(_budget(spec, spent))
+        return GiveUp(_budget(spec))
     if barren >= BARREN_MAX:
         return GiveUp(f"{barren} generations in a row made no progress")
     left = spec.max_restarts - spent - 1
     return Restart(f"restart {spent + 1} of {spec.max_restarts}" + ("" if left else ", the last one"))
 
 
-def _budget(spec: JobSpec, spent: int) -> str:
+def _budget(spec: JobSpec) -> str:
     if spec.max_restarts == 0:
         return "max_restarts is 0, so any failure ends the job"
     within = "" if spec.restart_window_s is None else f" within {spec.restart_window_s:g} s"
-    return f"{spent} of {spec.max_restarts} restarts{within} were used"
+    restarts = "1 restart" if spec.max_restarts == 1 else f"{spec.max_restarts} restarts"
+    return f"the budget of {restarts}{within} is spent"
 
 
 def _without_numbers(message: str) -> str:
