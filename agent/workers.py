@@ -38,7 +38,7 @@ class Workers:
         self._outputs = Outputs(config, pump, run_dir)
         self._run_dir = run_dir
         self._kernel = OutOfMemoryWatch()
-        self._topology = numa.read_topology() if config.numa_binding else None
+        self._topology = numa.read_topology(config.slots, config.environment) if config.numa_binding else None
         program = config.spec.program
         ours = program.kind is ProgramKind.COMMAND or program.interpreter == sys.executable
         # The store's process is this interpreter's; another one's torch may speak another version of its protocol.

@@ -15,6 +15,9 @@ from elaunch.rendezvous.types import JobSpec, Program, ProgramKind
 # What a training script and its optimizers import; torch._dynamo alone is most of a first optimizer step's delay.
 DEFAULT_PRELOAD = ("torch", "torch.distributed", "torch._dynamo")
 
+# What torchrun puts before a line that --tee asked for; scripts look for it.
+_TEE_PREFIX = "[${role_name}${local_rank}]:"
+
 # The agent sets these for each worker; an outer launcher's must not shine through.
 RANK_VARIABLES = frozenset(
     (
@@ -105,7 +108,9 @@ def output_plan(options: Options, environ: Mapping[str, str]) -> OutputPlan:
         console_ranks=options.ranks_filter,
         duplicate_stdout_filters=options.duplicate_stdout_filters,
         duplicate_stderr_filters=options.duplicate_stderr_filters,
-        prefix_template=environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"),
+        prefix_template=environ.get(
+            "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", _TEE_PREFIX if "tee" in options.given else None
+        ),
     )
 
 
