@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -11,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import psutil
 
@@ -20,6 +21,7 @@ from elaunch.agent.guardian import VARIABLE
 Fact = TypeVar("Fact")
 # Generous: these machines are shared. A test that needs more has found a hang.
 DEADLINE_S = 60.0
+COMMAND = (sys.executable, "-m", "elaunch")
 
 
 def wait_for(fact: Callable[[], Fact], what: str, deadline_s: float = DEADLINE_S) -> Fact:
@@ -31,6 +33,13 @@ def wait_for(fact: Callable[[], Fact], what: str, deadline_s: float = DEADLINE_S
     return found
 
 
+def environment(env: Mapping[str, str] | None = None) -> dict[str, str]:
+    """This process's environment, without what a launcher above it sets for a job, and with `env`."""
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(("ELAUNCH_", "PET_", "TORCHELASTIC_"))}
+    environ.pop("OMP_NUM_THREADS", None)
+    return {**environ, **(env or {})}
+
+
 class Job:
     """One run of `elaunch` with its output; use it as a context manager, so that nothing outlives the test.
 
@@ -38,13 +47,11 @@ class Job:
     """
 
     def __init__(self, folder: Path, *args: str, env: Mapping[str, str] | None = None, **popen: object) -> None:
-        environ = {k: v for k, v in os.environ.items() if not k.startswith(("ELAUNCH_", "PET_", "TORCHELASTIC_"))}
-        environ.pop("OMP_NUM_THREADS", None)
         options: dict[str, object] = {"stdin": subprocess.DEVNULL, "start_new_session": True, **popen}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "elaunch", *args],
+            [*COMMAND, *args],
             cwd=folder,
-            env={**environ, **(env or {})},
+            env=environment(env),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             **options,  # type: ignore[call-overload]
@@ -68,6 +75,11 @@ class Job:
             except (psutil.NoSuchProcess, ProcessLookupError):
                 continue
         self.process.wait()
+
+    @property
+    def code(self) -> int | None:
+        """The exit code, None while it runs."""
+        return self.process.returncode
 
     @property
     def output(self) -> str:
@@ -149,6 +161,19 @@ class Job:
     def _read(self, name: str, pipe: object) -> None:
         for line in iter(lambda: os.read(pipe.fileno(), 65536), b""):  # type: ignore[attr-defined]
             self._pieces.append((name, line.decode(errors="replace")))
+
+
+def finished(folder: Path, *args: str, env: Mapping[str, str] | None = None, **popen: object) -> Job:
+    """A job that was run to its end; its temporary files went to `folder`."""
+    with Job(folder, *args, env={"TMPDIR": str(folder), **(env or {})}, **popen) as job:
+        job.wait()
+    return job
+
+
+def records(job: Job, word: str) -> list[dict[str, Any]]:
+    """What the workers printed to stdout as `word {json}`, in the order of arrival."""
+    found = re.findall(rf"^(?:\[\d+\] )?{word} (\{{.*\}})$", job.stdout, re.MULTILINE)
+    return [json.loads(text) for text in found]
 
 
 def script(folder: Path, text: str, name: str = "train.py") -> Path:
