@@ -5,6 +5,8 @@ from __future__ import annotations
 import fcntl
 import os
 import signal
+from contextlib import suppress
+from pathlib import Path
 from typing import NoReturn
 
 from elaunch.agent.environ import arguments
@@ -20,6 +22,7 @@ def become(child: Child) -> None:
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     _take_fds(child.fds)
+    _enter(child.order["cgroup"])
     if child.order["op"] == "store":
         from elaunch.agent import workerstore
 
@@ -39,6 +42,13 @@ def become(child: Child) -> None:
     shim.fresh(program.argv)
     _signals(child)
     shim.run(program)
+
+
+def _enter(cgroup: str) -> None:
+    """Move this process into the generation's cgroup. Where that fails, its environment's marker still tells."""
+    if cgroup:
+        with suppress(OSError):
+            Path(cgroup, "cgroup.procs").write_text("0")
 
 
 def _take_fds(fds: tuple[int, ...]) -> None:

@@ -12,6 +12,9 @@ from elaunch.rendezvous.types import Failure, FailureKind
 _NOT_USER_CODE = re.compile(r"[/\\](site-packages|dist-packages)[/\\]|[/\\]lib[/\\]python3\.\d+[/\\]|^<frozen ")
 _FRAME = re.compile(r'^ *File "(?P<file>[^"]+)", line (?P<line>\d+)(?:, in (?P<function>.+))?$', re.MULTILINE)
 _TRACEBACK = "Traceback (most recent call last):"
+_GROUP = "  + Exception Group Traceback (most recent call last):\n"
+# torch.distributed puts this before each line of an uncaught exception (its sys.excepthook).
+_RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)
 _EXCEPTION = re.compile(r"^(?P<type>[A-Za-z_][\w.]*)(?:: (?P<message>.*))?$", re.DOTALL)
 
 _SYNTAX_ERROR = re.compile(
@@ -23,12 +26,15 @@ _SYNTAX_ERROR = re.compile(
 # What survivors say when another rank is gone, from gloo, TCPStore and NCCL.
 _PEER_LOST = re.compile(
     r"connection (?:reset|closed|refused) by (?:remote )?peer|connection was likely closed|broken pipe"
-    r"|socket timeout|failed to recv, got 0 bytes|ncclremoteerror|remote process exited|peer .* disconnected",
+    r"|socket timeout|failed to recv, got 0 bytes|ncclremoteerror|remote process exited|peer .* disconnected"
+    r"|timed out waiting \d+ms for (?:recv|send) operation|so_error: connection refused|collective operation timeout"
+    r"|client socket has (?:failed to connect|timed out)|seconds waiting for clients",
     re.IGNORECASE,
 )
 _OUT_OF_MEMORY = re.compile(r"\bOutOfMemoryError\b|CUDA out of memory|DefaultCPUAllocator: can't allocate memory")
 _STARTUP_TYPES = {"ImportError", "ModuleNotFoundError", "SyntaxError", "IndentationError", "TabError"}
 # 126 and 127 are the shell's words for a command that cannot run or is not there.
+_SIGABRT = 6
 _STARTUP_CODES = {2: "the exit code of a wrong command line", 126: "cannot be executed", 127: "not found"}
 
 
@@ -95,7 +101,11 @@ def failure_of(place: Place, remains: Remains, signal_name: str, failed_at: floa
 def with_tail(failure: Failure, tail: str, progressed: bool) -> Failure:
     """The same failure, now that all of the worker's output has arrived."""
     failure = replace(failure, tail=tail, progressed=failure.progressed or progressed)
-    if failure.code is None or failure.code < 0 or failure.exception:
+    if failure.code == -_SIGABRT and _PEER_LOST.search(tail):
+        # NCCL's watchdog ends a survivor so.
+        return replace(failure, kind=FailureKind.PEER_LOST)
+    if failure.code is None or failure.code < 0 or not failure.message.startswith("exited with"):
+        # Nothing can be added to a signal, nor to what an error file said.
         return failure
     place = Place(failure.generation, failure.node_id, failure.host, failure.rank, failure.local_rank, failure.pid)
     remains = Remains(failure.code, tail=tail, progressed=failure.progressed)
@@ -117,6 +127,13 @@ def parse_record(text: str) -> Raised | None:
 
 def parse_traceback(text: str) -> Raised | None:
     """The last exception that Python printed in `text`, or None."""
+    text = _RANK_PREFIX.sub("", text)
+    group = text.rfind(_GROUP)
+    if group >= 0 and f"\n{_TRACEBACK}" not in text[group:]:
+        # The members of a group are printed inside of it, behind a wider margin; what was raised is the group.
+        own = [line[4:] for line in text[group:].splitlines() if line.startswith("  | ")]
+        raised = parse_traceback("\n".join((_TRACEBACK, *own)))
+        return replace(raised, traceback=text[group:].rstrip()) if raised else None
     start = text.rfind(_TRACEBACK)
     if start < 0:
         # An error in the program's own text has no frames, and so no such line.

@@ -12,6 +12,7 @@ from contextlib import suppress
 from typing import Any
 
 from elaunch.agent import wire
+from elaunch.agent.group import Group
 from elaunch.rendezvous.types import Program, ProgramKind
 
 # The modules of a bare interpreter are noted before ours come; the current folder is nobody's place for imports yet.
@@ -67,17 +68,18 @@ class ForkServer:
         return self._socket.fileno()
 
     def spawn(
-        self, generation: int, local_rank: int, env: dict[str, str], cpus: list[int] | None, fds: tuple[int, ...]
+        self, group: Group, local_rank: int, env: dict[str, str], cpus: list[int] | None, fds: tuple[int, ...]
     ) -> None:
         """Order a worker; `fds` become its 0, 1, 2 and 3. Raises OSError where the template is gone."""
-        order = {"op": "worker", "key": local_rank, "generation": generation, "local_rank": local_rank}
-        wire.send(self._socket, {**order, "env": env, "cpus": cpus}, fds)
+        self._order("worker", group, local_rank, {"local_rank": local_rank, "env": env, "cpus": cpus}, fds)
 
-    def spawn_store(self, generation: int, host: str, port: int, fds: tuple[int, ...]) -> None:
+    def spawn_store(self, group: Group, fds: tuple[int, ...]) -> None:
         """Order a worker store; `fds` become its 0 to 4, the listening socket the 3, its control socket the 4."""
-        wire.send(
-            self._socket, {"op": "store", "key": "store", "generation": generation, "host": host, "port": port}, fds
-        )
+        self._order("store", group, "store", {"host": group.table.master_addr, "port": group.table.master_port}, fds)
+
+    def _order(self, op: str, group: Group, key: int | str, details: dict[str, Any], fds: tuple[int, ...]) -> None:
+        order = {"op": op, "generation": group.generation, "key": key, "cgroup": group.cgroup}
+        wire.send(self._socket, {**order, **details}, fds)
 
     def signal(self, generation: int, local_rank: int, signum: int, *, group: bool) -> None:
         """Signal a worker, or its process group, if it still lives."""

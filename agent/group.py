@@ -45,10 +45,11 @@ class Link:
 
 @dataclass
 class Group:
-    """This node's workers of one generation."""
+    """This node's workers of one generation; `cgroup` is the folder of theirs, or empty."""
 
     table: RankTable
     group_rank: int
+    cgroup: str = ""
     links: dict[int, Link] = field(default_factory=dict)
     error_files: dict[int, Path] = field(default_factory=dict)
     log_files: dict[int, str] = field(default_factory=dict)

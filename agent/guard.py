@@ -9,7 +9,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from elaunch.agent.guardian import VARIABLE
+from elaunch.agent.cgroup import JobCgroup
+from elaunch.agent.guardian import VARIABLE, sweep
 
 
 class Guard:
@@ -20,6 +21,7 @@ class Guard:
 
     def __init__(self, run_dir: str) -> None:
         self.marker = secrets.token_hex(8)
+        self.cgroup = JobCgroup(f"elaunch-{self.marker}")
         self._run_dir = run_dir
         self._fd, self._process = self._start()
 
@@ -35,7 +37,7 @@ class Guard:
         try:
             # Without the user's environment: neither its PYTHON* variables nor its markers are the guardian's.
             process = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(script), self.marker, str(theirs), self._run_dir],
+                [sys.executable, "-I", "-S", str(script), self.marker, str(theirs), self._run_dir, self.cgroup.path],
                 env={"PATH": os.environ.get("PATH", os.defpath)},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -56,6 +58,11 @@ class Guard:
         """`inherited` with this agent's marker after those of the agents above it."""
         above = inherited.get(VARIABLE)
         return {**inherited, VARIABLE: f"{above},{self.marker}" if above else self.marker}
+
+    def end_generation(self, generation: int, fork_server: int) -> None:
+        """End every process of a generation, whoever its parent is now, but not the fork server (a pid)."""
+        self.cgroup.end(generation)
+        sweep(self.marker, (fork_server,))
 
     def finish(self) -> None:
         """Let the guardian do its work, and wait for it."""

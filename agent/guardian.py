@@ -1,11 +1,11 @@
 """Ends every process of a job on this host, whoever its parent is now, and leaves nothing of it behind.
 
-A process belongs to the job if its initial environment holds the agent's marker. Workers inherit it, so do their
-children, through setsid and double forks, and so do nested agents' workers.
+A process belongs to the job if it is in the job's cgroup, where there is one, or if its initial environment holds the
+agent's marker. Workers inherit both, so do their children, through setsid and double forks, and so do nested agents'.
 
-Run as `python -S guardian.py MARKER FD RUN_DIR` this file is the guardian, a process that outlives the agent for a
-moment: when the pipe FD ends, because the agent closed it or died, it sweeps and removes the run directory. Standard
-library only, so that it is small and starts without the package.
+Run as `python -S guardian.py MARKER FD RUN_DIR CGROUP` this file is the guardian, a process that outlives the agent for
+a moment: when the pipe FD ends, because the agent closed it or died, it ends all of these and removes the run
+directory. Standard library only, so that it is small and starts without the package.
 """
 
 from __future__ import annotations
@@ -46,6 +46,18 @@ def marked(marker: str, spare: Collection[int] = ()) -> list[int]:
     return [pid for pid in pids if pid not in mine and _holds(pid, needle) and not _is_zombie(pid)]
 
 
+def kill_cgroup(path: str) -> None:
+    """SIGKILL all processes of the cgroup (v2) at `path` and below, wait until they are gone, and remove it."""
+    deadline_s = time.monotonic() + SWEEP_S_MAX
+    with suppress(OSError):
+        Path(path, "cgroup.kill").write_text("1")
+        while "populated 1" in Path(path, "cgroup.events").read_text() and time.monotonic() < deadline_s:
+            time.sleep(0.0005)
+    for folder, _, _ in os.walk(path, topdown=False):
+        with suppress(OSError):
+            os.rmdir(folder)  # noqa: PTH106
+
+
 def _holds(pid: int, needle: bytes) -> bool:
     try:
         environment = Path(f"/proc/{pid}/environ").read_bytes()
@@ -82,12 +94,14 @@ def _kill(pid: int, marker: str) -> bool:
 
 def main() -> None:
     """Wait for the agent's end, then clean up."""
-    marker, fd, run_dir = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+    marker, fd, run_dir, cgroup = sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4]
     # A scheduler's signals go to all of a job's processes; this one leaves when its work is done.
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(signum, signal.SIG_IGN)
     while os.read(fd, 1):
         pass
+    if cgroup:
+        kill_cgroup(cgroup)
     sweep(marker)
     if run_dir:
         shutil.rmtree(run_dir, ignore_errors=True)

@@ -29,7 +29,6 @@ from elaunch.agent.events import (
 from elaunch.agent.forkserver import ForkServer
 from elaunch.agent.group import Group, Link
 from elaunch.agent.guard import Guard
-from elaunch.agent.guardian import sweep
 from elaunch.agent.inbox import Inbox
 from elaunch.agent.port import reserve
 from elaunch.agent.pump import Pump
@@ -109,7 +108,7 @@ class Loop:
             case Spawn(table, group_rank):
                 listener, self._listener = self._listener, None
                 try:
-                    self._group = Group(table, group_rank)
+                    self._group = Group(table, group_rank, self._guard.cgroup.generation(table.generation))
                     self._workers.start(self._server, self._group, listener)
                 except OSError:
                     # The fork server is gone; its socket says so as well, and that is where it is handled.
@@ -165,7 +164,7 @@ class Loop:
         self._workers.close_store(group)
         for link in group.links.values():
             self._drop(link)
-        sweep(self._guard.marker, (self._server.pid,))
+        self._guard.end_generation(generation, self._server.pid)
         reached = group.reached_store
         self._pump.drain(generation, lambda tails: self._inbox.post(Cleared(generation, tails, reached)))
 

@@ -122,7 +122,7 @@ class Workers:
         null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
         try:
             fds = (null, null, null, listener.fileno(), theirs.fileno())
-            server.spawn_store(group.generation, group.table.master_addr, group.table.master_port, fds)
+            server.spawn_store(group, fds)
         finally:
             os.close(null)
             theirs.close()
@@ -135,7 +135,7 @@ class Workers:
         try:
             theirs += [*self._outputs.standard_fds(group, local_rank), link_end.detach()]
             env = self._environment(group, local_rank)
-            server.spawn(group.generation, local_rank, env, self._cpus(local_rank), tuple(theirs))
+            server.spawn(group, local_rank, env, self._cpus(local_rank), tuple(theirs))
         finally:
             for fd in theirs:
                 os.close(fd)
