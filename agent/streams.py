@@ -75,8 +75,8 @@ class LogFile:
 class Stream:
     """A pipe from a worker: everything that it wrote goes to `console` (with `prefix`) and `file`, and its end is kept.
 
-    `fd` is the pipe's reading end, not blocking; it is owned and closed here. Lines with one of `needles` are also
-    copied to `needle_file`.
+    `fd` is the pipe's reading end, not blocking; it and the files are owned and closed here. Lines with one of `needles`
+    are also copied to `needle_file`.
     """
 
     def __init__(
@@ -133,8 +133,9 @@ class Stream:
     def close(self) -> None:
         self.flush()
         os.close(self.fd)
-        if self._file:
-            self._file.close()
+        for file in (self._file, self._needle_file):
+            if file:
+                file.close()
 
     def _show(self, data: bytes) -> None:
         if self._needle_file and self._needles:
