@@ -33,7 +33,6 @@ from elaunch.rendezvous.snapshot import Snapshot
 from elaunch.rendezvous.store import Txn
 from elaunch.rendezvous.types import (
     Failure,
-    FailureKind,
     Generation,
     JobSpec,
     Node,
@@ -42,6 +41,7 @@ from elaunch.rendezvous.types import (
     OutcomeKind,
     RankTable,
 )
+from elaunch.rendezvous.verdict import verdict
 
 _SIGINT, _SIGKILL, _SIGTERM = 2, 9, 15
 # Schedulers signal the agent and its workers together; a worker that died so is no failure if our signal comes too.
@@ -71,8 +71,9 @@ class Running:
 class Stopping:
     """The workers of `live` are told to end, at the latest by SIGKILL at `kill_at_s`.
 
-    `failure` is this node's first primary failure of the generation; `signum` the signal that ends the job, or 0;
-    `done` says that all workers exited with 0; `killed` that SIGKILL was sent.
+    `failure` is this node's first failure of the generation, `others` are those that came while it was stopping and
+    were not its doing; `signum` is the signal that ends the job, or 0; `done` says that all workers exited with 0,
+    `killed` that SIGKILL was sent.
     """
 
     table: RankTable
@@ -83,6 +84,7 @@ class Stopping:
     signal_name: str = ""
     done: bool = False
     killed: bool = False
+    others: tuple[Failure, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -195,19 +197,15 @@ def _worker_exited(agent: Agent, event: WorkerExited, now_s: float) -> Step:
             return _fail(agent, table, left, held or event.failure, now_s)
         case Stopping(table=table) as stopping if table.generation == event.generation:
             stopping = replace(stopping, live=stopping.live - {event.local_rank})
-            if _explains_better(event, stopping):
-                stopping = replace(stopping, failure=event.failure)
+            if event.failure and stopping.failure and not _by_us(event, stopping):
+                stopping = replace(stopping, others=(*stopping.others, event.failure))
             return _stop(agent, stopping, 0, ())
     return agent, ()
 
 
-def _explains_better(event: WorkerExited, stopping: Stopping) -> bool:
-    """Whether a worker that ended while we were stopping is the one whose loss its peer only reported."""
-    said, failure = stopping.failure, event.failure
-    if said is None or failure is None or said.kind is not FailureKind.PEER_LOST:
-        return False
-    by_us = event.code == -_SIGTERM or (event.code == -_SIGKILL and stopping.killed)
-    return failure.kind is not FailureKind.PEER_LOST and not by_us
+def _by_us(event: WorkerExited, stopping: Stopping) -> bool:
+    """Whether a worker that ended while we were stopping ended of the signal that it got."""
+    return event.code == -_SIGTERM or (event.code == -_SIGKILL and stopping.killed)
 
 
 def _service_lost(agent: Agent, event: ServiceLost, now_s: float) -> Step:
@@ -288,8 +286,10 @@ def _cleared(agent: Agent, event: Cleared, now_s: float) -> Step:
         return agent, ()
     stopping, keys = agent.phase, agent.snapshot.keys
     actions: tuple[Action, ...] = ()
-    if failure := stopping.failure:
-        whole = with_tail(failure, event.tails.get(failure.local_rank, ""), event.reached_store)
+    if stopping.failure:
+        # Whether an exit was only a word about a lost peer may show in the output, which is here now.
+        failures = (stopping.failure, *stopping.others)
+        whole = verdict([with_tail(f, event.tails.get(f.local_rank, ""), event.reached_store) for f in failures])
         record = {keys.failure(event.generation, agent.me.node_id): encode(whole)}
         actions = (Commit(Txn((agent.snapshot.live_guard,), record)),)
     if stopping.signum:
