@@ -23,6 +23,11 @@ _SYNTAX_ERROR = re.compile(
     re.MULTILINE,
 )
 
+# The last words of `python -m` about a module that is not there; they come without a traceback.
+_NO_MODULE = re.compile(
+    r"^\S+: (?P<message>No module named \S+|Error while finding module specification for .*)\s*\Z", re.MULTILINE
+)
+
 # What survivors say when another rank is gone, from gloo, TCPStore and NCCL.
 _PEER_LOST = re.compile(
     r"connection (?:reset|closed|refused) by (?:remote )?peer|connection was likely closed|broken pipe"
@@ -136,6 +141,8 @@ def parse_traceback(text: str) -> Raised | None:
         return replace(raised, traceback=text[group:].rstrip()) if raised else None
     start = text.rfind(_TRACEBACK)
     if start < 0:
+        if module := _NO_MODULE.search(text):
+            return Raised("ModuleNotFoundError", module["message"], "", module[0].rstrip())
         # An error in the program's own text has no frames, and so no such line.
         syntax = list(_SYNTAX_ERROR.finditer(text))
         if not syntax:
