@@ -1,0 +1,406 @@
+"""What a user reads, and what the job does, after a worker has failed."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+from pathlib import Path
+
+import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+from tests.harness import Job, finished, script
+
+# A light module in place of torch: the same way through the fork server, without the second that torch takes.
+LIGHT = ("--preload", "json")
+EXEC = ("--no-preload",)
+BOTH = pytest.mark.parametrize("start", [LIGHT, EXEC], ids=["forked", "exec'd"])
+
+# Rank 1 fails in each generation, with another error each; rank 0 dies of our SIGTERM, rank 2 answers it with an error.
+THREE_RANKS = """
+import os, signal, sys, time
+from pathlib import Path
+
+rank, generation = os.environ["RANK"], os.environ["ELAUNCH_GENERATION"]
+
+
+def leave(*_):
+    print("rank 2 leaves", file=sys.stderr)
+    sys.exit(7)
+
+
+def load(shard):
+    raise (ValueError if generation == "0" else RuntimeError)(f"shard {shard} is torn")
+
+
+if rank == "2":
+    signal.signal(signal.SIGTERM, leave)
+print("worker pid", os.getpid()) if rank == "1" else None
+Path(generation + rank).touch()
+if rank == "1":
+    while not all(Path(generation + other).exists() for other in "02"):
+        time.sleep(0.01)
+    for shard in range(30):
+        print("reading shard", shard, file=sys.stderr)
+    load(29)
+while True:
+    signal.pause()
+"""
+
+# Rank 0 says only that it lost its peer; the peer ends later, of what really went wrong.
+PEER_FIRST = """
+import os, signal, sys, time
+from pathlib import Path
+
+
+def really(*_):
+    {cause}
+
+
+if os.environ["RANK"] == "1":
+    signal.signal(signal.SIGTERM, really)
+    Path("ready").touch()
+    while True:
+        signal.pause()
+while not Path("ready").exists():
+    time.sleep(0.01)
+{effect}
+"""
+
+
+@pytest.fixture(scope="module")
+def failed(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """A job of three ranks whose rank 1 fails twice, by errors that differ; its logs and error file are kept."""
+    folder = tmp_path_factory.mktemp("failed")
+    script(folder, THREE_RANKS)
+
+    return finished(
+        folder,
+        *("--nproc-per-node", "3", "--max-restarts", "1", "--log-dir", "logs", *LIGHT, "train.py"),
+        env={"TORCHELASTIC_ERROR_FILE": str(folder / "error.json"), "FOLDER": str(folder)},
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(failed: Job) -> Path:
+    """Where `failed` ran."""
+    return Path(re.findall(r'File "(.*)/train\.py"', failed.stderr)[0])
+
+
+class TestReport:
+    def test_it_begins_with_who_failed_first_and_how(self, failed: Job) -> None:
+        sentence = rf"rank 1 (local rank 1 on {socket.gethostname()}, pid {failed.pids('worker')[-1]}) raised"
+
+        assert failed.code == 1, failed.output
+        assert _report(failed).splitlines()[2] == f"{sentence} RuntimeError: shard 29 is torn in generation 1."
+
+    def test_it_says_why_the_job_stopped_and_how_many_restarts_were_used(self, failed: Job) -> None:
+        (why,) = re.findall(r"^Why it stopped: (.*)$", _report(failed), re.MULTILINE)
+
+        assert "budget" in why
+        assert "1 of 1 restarts used" in why
+
+    def test_it_has_the_words_that_scripts_look_for(self, failed: Job) -> None:
+        report, pid = _report(failed), failed.pids("worker")[-1]
+
+        assert "train.py FAILED\n" in report
+        assert "Root Cause (first observed failure):\n[0]:\n" in report
+        assert f"  host       : {socket.gethostname()}\n" in report
+        assert "  rank       : 1 (local_rank: 1)\n" in report
+        assert f"  exitcode   : 1 (pid: {pid})\n" in report
+
+    def test_it_has_the_traceback_of_a_script_without_decorator(self, failed: Job) -> None:
+        report = _report(failed)
+
+        assert re.search(r"    Traceback \(most recent call last\):\n.*, in load\n", report, re.DOTALL)
+        assert "    RuntimeError: shard 29 is torn\n" in report
+
+    def test_no_traceback_has_a_frame_of_ours(self, failed: Job) -> None:
+        files = set(re.findall(r'File "([^"]+)"', failed.output))
+
+        assert {Path(file).name for file in files} == {"train.py"}
+
+    def test_it_ends_with_the_last_lines_of_stderr_before_the_traceback(self, failed: Job) -> None:
+        _, _, below = _report(failed).partition("  stderr     :")
+        lines = re.findall(r"^    (.*)$", below, re.MULTILINE)
+
+        assert lines == [f"reading shard {shard}" for shard in range(10, 30)]
+
+    def test_it_names_the_log_file_of_the_rank_that_failed(self, failed: Job) -> None:
+        (path,) = re.findall(r"^  log        : (.*)$", _report(failed), re.MULTILINE)
+
+        assert path.endswith("/attempt_1/1/stderr.log")
+        assert "RuntimeError: shard 29 is torn" in Path(path).read_text()
+
+    def test_siblings_that_were_stopped_are_not_listed(self, failed: Job) -> None:
+        report = _report(failed)
+
+        assert report.count("  rank       :") == 1
+        assert "SIGTERM" not in report
+        assert "rank 2 leaves" in failed.stderr.partition(report)[0]
+        assert "exited with code 7" not in failed.stderr
+
+
+class TestErrorFileOfTheAgent:
+    def test_it_is_the_first_failures_record_with_the_exit_code(self, failed: Job, folder: Path) -> None:
+        message = json.loads((folder / "error.json").read_text())["message"]
+
+        assert message["message"] == "RuntimeError: shard 29 is torn"
+        assert "in load" in message["extraInfo"]["py_callstack"]
+        assert message["errorCode"] == 1
+
+    def test_torch_reads_it(self, failed: Job, folder: Path) -> None:
+        read = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file=str(folder / "error.json"))
+
+        box = ChildFailedError("elaunch", {0: read}).format_msg()
+        assert "in load" in box
+        assert "RuntimeError: shard 29 is torn" in box
+        assert read.timestamp > 1_700_000_000
+
+    def test_a_worker_that_left_no_record_is_in_it_too(self, tmp_path: Path) -> None:
+        script(tmp_path, "import os; os.kill(os.getpid(), 9)")
+        file = tmp_path / "error.json"
+
+        finished(tmp_path, *LIGHT, "--max-restarts", "0", "train.py", env={"TORCHELASTIC_ERROR_FILE": str(file)})
+
+        message = json.loads(file.read_text())["message"]
+        assert "was killed by SIGKILL" in message["message"]
+        assert message["errorCode"] == -9
+
+
+class TestStartUp:
+    """What can never run is not tried again."""
+
+    @BOTH
+    @pytest.mark.parametrize(
+        ("text", "error"),
+        [
+            ("import torch_geometrics_x", "ModuleNotFoundError: No module named 'torch_geometrics_x'"),
+            ("from os import no_such_name", "ImportError: cannot import name 'no_such_name'"),
+            ("def train(:\n    pass", "SyntaxError: invalid syntax"),
+        ],
+        ids=["no module", "no name", "syntax"],
+    )
+    def test_a_script_that_python_cannot_load_is_not_restarted(
+        self, text: str, error: str, start: tuple[str, ...], tmp_path: Path
+    ) -> None:
+        script(tmp_path, text)
+
+        job = finished(tmp_path, *start, "--nproc-per-node", "2", "--max-restarts", "3", "train.py")
+
+        assert job.code == 1, job.output
+        assert f"raised {error}" in _report(job)
+        assert "generation 1" not in job.stderr
+        assert "0 of 3 restarts used" in job.stderr
+
+    @BOTH
+    def test_a_module_that_does_not_exist_is_not_restarted(self, start: tuple[str, ...], tmp_path: Path) -> None:
+        job = finished(tmp_path, *start, "--max-restarts", "3", "-m", "no_such_recipe")
+
+        assert job.code == 1, job.output
+        assert "No module named no_such_recipe" in _report(job)
+        assert "generation 1" not in job.stderr
+
+    def test_a_wrong_command_line_of_the_script_is_not_restarted(self, tmp_path: Path) -> None:
+        script(tmp_path, "import argparse; argparse.ArgumentParser().parse_args()")
+
+        job = finished(tmp_path, *LIGHT, "--max-restarts", "3", "train.py", "--no-such-flag")
+
+        assert job.code == 1, job.output
+        assert "unrecognized arguments: --no-such-flag" in _report(job)
+        assert "generation 1" not in job.stderr
+
+
+class TestBudget:
+    @BOTH
+    def test_the_same_error_twice_without_progress_ends_the_job(self, start: tuple[str, ...], tmp_path: Path) -> None:
+        # Numbers and addresses differ from one process to the next.
+        script(tmp_path, "import os\nraise ValueError(f'worker {os.getpid()} at {id(os):#x} has no data')")
+
+        job = finished(tmp_path, *start, "--max-restarts", "5", "train.py")
+
+        assert job.code == 1, job.output
+        assert "failed the same way twice in a row without progress" in _report(job)
+        assert "1 of 5 restarts used" in _report(job)
+        assert "generation 2" not in job.stderr
+
+    @pytest.mark.parametrize("start", [(), EXEC], ids=["forked", "exec'd"])
+    @pytest.mark.parametrize("end", ["", "dist.destroy_process_group()"], ids=["left open", "destroyed"])
+    def test_the_same_error_after_the_group_was_made_uses_the_whole_budget(
+        self, start: tuple[str, ...], end: str, tmp_path: Path
+    ) -> None:
+        script(
+            tmp_path,
+            f"""
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+try:
+    raise ValueError("the loss is not a number")
+finally:
+    {end or "pass"}
+""",
+        )
+
+        job = finished(tmp_path, *start, "--max-restarts", "2", "train.py")
+
+        assert job.code == 1, job.output
+        assert "2 of 2 restarts used" in _report(job)
+        assert "the same way" not in _report(job)
+        assert "generation 2:" in job.stderr
+
+    def test_a_signal_again_and_again_uses_the_whole_budget(self, tmp_path: Path) -> None:
+        script(tmp_path, "import os; os.kill(os.getpid(), 9)")
+
+        job = finished(tmp_path, *LIGHT, "--max-restarts", "3", "train.py")
+
+        assert job.code == 1, job.output
+        assert "3 of 3 restarts used" in _report(job)
+
+    def test_with_a_window_only_restarts_within_it_count(self, tmp_path: Path) -> None:
+        # Each generation lives longer than the window before it fails.
+        script(
+            tmp_path,
+            """
+import os, time
+
+time.sleep(0.5)
+if os.environ["ELAUNCH_GENERATION"] != "3":
+    os.kill(os.getpid(), 9)
+""",
+        )
+
+        job = finished(tmp_path, *LIGHT, "--max-restarts", "1", "--restart-window", "0.4", "train.py")
+
+        assert job.code == 0, job.output
+        assert "generation 3:" in job.stderr
+
+    def test_too_many_restarts_within_the_window_end_the_job(self, tmp_path: Path) -> None:
+        script(tmp_path, "import os; os.kill(os.getpid(), 9)")
+
+        job = finished(tmp_path, *LIGHT, "--max-restarts", "2", "--restart-window", "300", "train.py")
+
+        assert job.code == 1, job.output
+        assert "within 300 s" in _report(job)
+        assert "generation 3" not in job.stderr
+
+
+class TestFirstCause:
+    """A survivor's "connection reset by peer" is never what the job is said to have failed of."""
+
+    @BOTH
+    @pytest.mark.parametrize(
+        ("cause", "words"),
+        [
+            ("raise ValueError('the real cause')", "raised ValueError: the real cause"),
+            ("sys.exit(9)", "exited with code 9"),
+            ("os.abort()", "was killed by SIGABRT"),
+        ],
+        ids=["exception", "exit code", "signal"],
+    )
+    def test_an_exception_about_a_lost_peer_gives_way(
+        self, cause: str, words: str, start: tuple[str, ...], tmp_path: Path
+    ) -> None:
+        effect = "raise RuntimeError('[gloo] Connection closed by peer [127.0.0.1]:4711')"
+        script(tmp_path, PEER_FIRST.format(cause=cause, effect=effect))
+
+        job = finished(tmp_path, *start, "--nproc-per-node", "2", "--max-restarts", "0", "train.py")
+
+        assert re.search(rf"^rank 1 .* {words} in generation 0\.$", _report(job), re.MULTILINE), job.output
+
+    def test_a_word_about_a_lost_peer_in_the_output_gives_way(self, tmp_path: Path) -> None:
+        effect = "print('recv failed: Connection reset by peer', file=sys.stderr); os._exit(1)"
+        script(tmp_path, PEER_FIRST.format(cause="raise ValueError('the real cause')", effect=effect))
+
+        job = finished(tmp_path, *LIGHT, "--nproc-per-node", "2", "--max-restarts", "0", "train.py")
+
+        assert re.search(r"^rank 1 .* raised ValueError: the real cause", _report(job), re.MULTILINE), job.output
+
+    def test_what_nobody_else_explains_is_reported_as_it_is(self, tmp_path: Path) -> None:
+        script(tmp_path, "raise RuntimeError('Connection reset by peer')")
+
+        job = finished(tmp_path, *LIGHT, "--max-restarts", "0", "train.py")
+
+        assert "raised RuntimeError: Connection reset by peer" in _report(job)
+
+
+class TestRecordDecorator:
+    @pytest.mark.parametrize("start", [(), EXEC], ids=["forked", "exec'd"])
+    def test_torchs_own_record_is_read_and_kept(self, start: tuple[str, ...], tmp_path: Path) -> None:
+        script(
+            tmp_path,
+            """
+from torch.distributed.elastic.multiprocessing.errors import record
+
+
+@record
+def main():
+    raise KeyError("weights")
+
+
+main()
+""",
+        )
+
+        job = finished(tmp_path, *start, "--max-restarts", "0", "--log-dir", "logs", "train.py")
+
+        (path,) = re.findall(r"^  error_file : (.*)$", _report(job), re.MULTILINE)
+        assert "raised KeyError: 'weights'" in _report(job)
+        assert json.loads(Path(path).read_text())["message"]["message"] == "KeyError: 'weights'"
+
+    @BOTH
+    def test_a_torn_record_costs_nothing(self, start: tuple[str, ...], tmp_path: Path) -> None:
+        script(
+            tmp_path,
+            """
+import os
+from pathlib import Path
+
+Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text('{"message": {"mess')
+if os.environ["ELAUNCH_GENERATION"] == "0":
+    os.kill(os.getpid(), 9)
+raise ValueError("after the torn record")
+""",
+        )
+
+        job = finished(tmp_path, *start, "--max-restarts", "1", "train.py", env={"TORCHELASTIC_ERROR_FILE": "e.json"})
+
+        assert job.code == 1, job.output
+        assert "generation 1:" in job.stderr
+        assert "raised ValueError: after the torn record" in _report(job)
+        assert "ValueError" in json.loads((tmp_path / "e.json").read_text())["message"]["message"]
+
+
+class TestUsage:
+    @pytest.mark.parametrize(
+        ("words", "sentence"),
+        [
+            ([], "no script to run"),
+            (["--no-such-flag", "train.py"], "--no-such-flag is no option"),
+            (["trian.py"], "did you mean train.py?"),
+            (["--max-restarts", "-1", "train.py"], "--max-restarts -1 is out of range"),
+            (["--nnodes", "2:1", "train.py"], "nodes_min (2) is larger than nodes_max (1)"),
+            (["--preload", "json", "--no-preload", "train.py"], "contradicts --no-preload"),
+            (["--log-dir", "train.py", "train.py"], "--log-dir train.py is a file"),
+            (["--no-python", "no-such-command"], "no-such-command is not an executable file"),
+        ],
+    )
+    def test_a_wrong_command_line_is_one_sentence_and_exit_code_2(
+        self, words: list[str], sentence: str, tmp_path: Path
+    ) -> None:
+        script(tmp_path, "print('ran')")
+
+        job = finished(tmp_path, *words)
+
+        assert job.code == 2, job.output
+        assert job.stdout == ""
+        assert re.fullmatch(r"elaunch: .*\n", job.stderr)
+        assert sentence in job.stderr
+
+
+def _report(job: Job) -> str:
+    """What was printed between the two heavy lines."""
+    found = re.search(r"^={40,}\n.*^={40,}\n", job.stderr, re.MULTILINE | re.DOTALL)
+    assert found, job.output
+    return found[0]
