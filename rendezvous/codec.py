@@ -44,6 +44,8 @@ def _build(kind: Any, value: Any) -> Any:
         inner = next(arg for arg in get_args(kind) if arg is not type(None))
         return None if value is None else _build(inner, value)
     if get_origin(kind) is tuple:
+        if not isinstance(value, list):
+            raise TypeError(f"{value!r} is no list")
         return tuple(_build(get_args(kind)[0], item) for item in value)
     if is_dataclass(kind) and isinstance(kind, type):
         hints = _hints(kind)
