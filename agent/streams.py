@@ -75,8 +75,8 @@ class LogFile:
 class Stream:
     """A pipe from a worker: everything that it wrote goes to `console` (with `prefix`) and `file`, and its end is kept.
 
-    `fd` is the pipe's reading end, not blocking; it and the files are owned and closed here. Lines with one of `needles`
-    are also copied to `needle_file`.
+    `fd` is the pipe's reading end, not blocking; it and the files are owned and closed here. Lines with one of
+    `needles` are also copied to `needle_file`.
     """
 
     def __init__(
