@@ -1,7 +1,7 @@
 """What every store must do, whoever keeps the keys: `class TestX(StoreContract)` with a `store` fixture runs it all.
 
-`store` is empty under ROOT and nobody else writes to it. A watch may tell late where the store is elsewhere: the fixture
-`settle` waits until all that was committed has been told.
+`store` is empty under ROOT and nobody else writes to it. A watch may tell late where the store is elsewhere: the
+fixture `settle` waits until all that was committed has been told.
 """
 
 from __future__ import annotations

@@ -301,8 +301,10 @@ def test_a_torn_error_file_is_as_good_as_none() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "null", "[]", "3", '"text"', "{}", '{"message": null}', '{"message": 3}', '{"message": {}}']
-    + ['{"message": {"message": "a", "extraInfo": null}}', '{"message": []}'],
+    [
+        *("", "null", "[]", "3", '"text"', "{}", '{"message": null}', '{"message": 3}', '{"message": {}}'),
+        *('{"message": []}', '{"message": {"message": "a", "extraInfo": null}}'),
+    ],
 )
 def test_json_that_is_no_error_record_is_as_good_as_none(text: str) -> None:
     assert parse_record(text) is None

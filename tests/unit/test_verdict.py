@@ -1,0 +1,148 @@
+"""rendezvous.verdict: why a generation failed, and whether another one is worth starting."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import pytest
+
+from elaunch.rendezvous.types import Failure, FailureKind, JobSpec, Program, ProgramKind
+from elaunch.rendezvous.verdict import BARREN_MAX, GiveUp, Restart, identical, judge, verdict
+
+SPEC = JobSpec("job", Program(ProgramKind.SCRIPT, "train.py"), max_restarts=3)
+RAISED = Failure(
+    FailureKind.EXCEPTION,
+    generation=1,
+    node_id="a",
+    host="a",
+    rank=0,
+    local_rank=0,
+    pid=100,
+    code=1,
+    message="raised ValueError: bad batch 17 at 0x7f00",
+    exception="ValueError",
+    frame="train.py:3 in f",
+)
+KILLED = replace(RAISED, kind=FailureKind.SIGNAL, code=-9, message="was killed by SIGKILL", exception="", frame="")
+PEER = replace(RAISED, kind=FailureKind.PEER_LOST, message="raised RuntimeError: Connection closed by peer", rank=3)
+
+
+def decide(
+    failures: Mapping[int, Sequence[Failure]],
+    *,
+    spec: JobSpec = SPEC,
+    spent: int = 0,
+    barren: int = 0,
+    progressed: bool = False,
+) -> Restart | GiveUp:
+    return judge(spec, failures, max(failures), spent, barren, progressed)
+
+
+def test_the_first_failure_is_the_verdict() -> None:
+    assert verdict([RAISED, KILLED]) is RAISED
+
+
+def test_a_lost_peer_never_wins_over_a_failure_of_ones_own() -> None:
+    assert verdict([PEER, KILLED, RAISED]) is KILLED
+
+
+def test_where_all_only_lost_peers_the_first_says_so() -> None:
+    later = replace(PEER, rank=4)
+
+    assert verdict([PEER, later]) is PEER
+
+
+def test_a_failure_is_worth_a_restart_while_the_budget_lasts() -> None:
+    *worth, spent = [decide({1: [KILLED]}, spent=spent) for spent in range(4)]
+
+    assert worth == [Restart("restart 1 of 3"), Restart("restart 2 of 3"), Restart("restart 3 of 3, the last one")]
+    assert isinstance(spent, GiveUp)
+    assert "3 restarts" in spent.reason
+
+
+def test_the_window_of_the_budget_is_named() -> None:
+    spec = replace(SPEC, restart_window_s=60.0)
+
+    decision = decide({1: [KILLED]}, spec=spec, spent=3)
+
+    assert isinstance(decision, GiveUp)
+    assert "within 60 s" in decision.reason
+
+
+def test_a_plain_launch_gives_up_at_the_first_failure() -> None:
+    spec = replace(SPEC, max_restarts=0)
+
+    decision = decide({0: [KILLED]}, spec=spec)
+
+    assert isinstance(decision, GiveUp)
+    assert "max_restarts is 0" in decision.reason
+
+
+def test_a_start_up_failure_is_not_tried_again_unless_the_job_ever_got_further() -> None:
+    startup = replace(RAISED, kind=FailureKind.STARTUP)
+
+    never, once = decide({0: [startup]}), decide({0: [startup]}, progressed=True)
+
+    assert isinstance(never, GiveUp)
+    assert "never got past its start" in never.reason
+    assert isinstance(once, Restart)
+
+
+def test_the_same_error_twice_without_progress_is_not_tried_a_third_time() -> None:
+    again = replace(RAISED, generation=2, rank=1, pid=200, message="raised ValueError: bad batch 18 at 0x7fff")
+
+    decision = decide({1: [RAISED], 2: [again]})
+
+    assert isinstance(decision, GiveUp)
+    assert "the same way twice" in decision.reason
+
+
+def test_the_same_error_after_progress_is_tried_again() -> None:
+    again = replace(RAISED, generation=2, progressed=True)
+
+    assert isinstance(decide({1: [RAISED], 2: [again]}), Restart)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        replace(RAISED, exception="KeyError"),
+        replace(RAISED, frame="train.py:4 in f"),
+        replace(RAISED, message="raised ValueError: bad word"),
+        replace(RAISED, code=2),
+        replace(RAISED, kind=FailureKind.EXIT_CODE),
+    ],
+    ids=["type", "place", "message", "code", "kind"],
+)
+def test_another_error_is_not_the_same_one(other: Failure) -> None:
+    assert not identical(RAISED, other)
+    assert isinstance(decide({1: [RAISED], 2: [other]}), Restart)
+
+
+@pytest.mark.parametrize("kind", [k for k in FailureKind if k not in (FailureKind.EXCEPTION, FailureKind.EXIT_CODE)])
+def test_what_came_from_outside_never_counts_as_the_same_twice(kind: FailureKind) -> None:
+    failure = replace(RAISED, kind=kind)
+
+    assert not identical(failure, failure)
+    assert isinstance(decide({1: [failure], 2: [failure]}, progressed=True), Restart)
+
+
+def test_only_the_generation_before_is_compared() -> None:
+    assert isinstance(decide({0: [RAISED], 1: [KILLED], 2: [RAISED]}), Restart)
+
+
+def test_verdicts_are_compared_not_the_lost_peers_that_were_recorded_first() -> None:
+    decision = decide({1: [PEER, RAISED], 2: [replace(PEER, message="broken pipe"), RAISED]})
+
+    assert isinstance(decision, GiveUp)
+
+
+def test_ten_generations_without_progress_end_a_job_whatever_its_budget() -> None:
+    spec = replace(SPEC, max_restarts=1000)
+
+    last, over = decide({9: [KILLED]}, spec=spec, barren=BARREN_MAX - 1), decide({9: [KILLED]}, spec=spec, barren=10)
+
+    assert isinstance(last, Restart)
+    assert isinstance(over, GiveUp)
+    assert "10 generations" in over.reason
