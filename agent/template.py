@@ -70,10 +70,13 @@ def main(boot_fd: int, loaded_at_start: Collection[str]) -> None:
     set_command_line(("elaunch: fork server",), "elaunch-fork")
     control = socket.socket(fileno=boot.control_fd)
     control.set_inheritable(False)
-    restore = {name: os.environ.get(name) for name in _WHILE_IMPORTING}
+    before = dict(os.environ)
     os.environ.update(_WHILE_IMPORTING)
     started_s = time.monotonic()
-    if boot.preload is not None and (reason := _preload(boot, loaded_at_start)):
+    reason = "" if boot.preload is None else _preload(boot, loaded_at_start)
+    # Imports write variables too; after torch._dynamo's a script's own setdefault would come too late.
+    restore = {n: before.get(n) for n in {*before, *os.environ} if os.environ.get(n) != before.get(n)}
+    if reason:
         _start_anew(boot, reason, restore)
     wire.send(
         control,
