@@ -1,0 +1,370 @@
+"""What a worker finds in its environment, held against the real torchrun where that has an opinion."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elaunch.launcher.resources import detect
+from tests.harness import Job, environment, finished, records, script
+
+# A light module in place of torch: the same way through the fork server, without the second that torch takes.
+LIGHT = ("--preload", "json")
+
+SAY_ENVIRONMENT = """
+import json, os, sys
+
+print("found", json.dumps({"argv": sys.argv, **os.environ}))
+"""
+
+KEEP_ENVIRONMENT = """
+import json, os, sys
+from pathlib import Path
+
+Path(os.environ["RANK"]).write_text(json.dumps({"argv": sys.argv, **os.environ}))
+"""
+TWO_WORKERS = ("--nproc-per-node", "2", "--max-restarts", "2", "train.py", "--lr", "3")
+
+FAIL_TWICE = (
+    SAY_ENVIRONMENT
+    + """
+if os.environ["ELAUNCH_GENERATION"] != "2":
+    os.kill(os.getpid(), 9)
+"""
+)
+
+# What the two launchers cannot or should not agree on.
+DIFFERS = {
+    "MASTER_ADDR": "torchrun gives a name, which clusters without DNS cannot resolve; we give the address",
+    "MASTER_PORT": "a free one each time",
+    "TORCHELASTIC_RUN_ID": "a new one each time",
+    "TORCHELASTIC_ERROR_FILE": "below each one's own folder",
+    "TORCHELASTIC_SIGNALS_TO_HANDLE": "torchrun's note to its own agent, which its workers see by accident",
+    "ELAUNCH_GENERATION": "ours",
+    "ELAUNCH_LINK": "ours",
+    "ELAUNCH_MARKER": "ours",
+    "OMP_NUM_THREADS": "torchrun's is 1; here the workers share the cores",
+    "_": "the shell's",
+    "PYTEST_CURRENT_TEST": "pytest's, of the test that started the command",
+}
+
+
+@pytest.fixture(scope="module")
+def torchrun(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """What torchrun's workers find, by rank."""
+    folder = tmp_path_factory.mktemp("torchrun")
+    script(folder, KEEP_ENVIRONMENT)
+
+    command = [sys.executable, "-m", "torch.distributed.run", *TWO_WORKERS]
+    subprocess.run(command, cwd=folder, env=environment(), check=True, capture_output=True)
+
+    return _kept(folder)
+
+
+@pytest.fixture(scope="module", params=[(), ("--no-preload",)], ids=["forked", "exec'd"])
+def ours(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """What our workers find, by rank; forked ones from a process that has imported all of torch."""
+    folder = tmp_path_factory.mktemp("ours")
+    script(folder, KEEP_ENVIRONMENT)
+
+    with Job(folder, *request.param, *TWO_WORKERS) as job:
+        job.wait()
+
+    return _kept(folder)
+
+
+class TestLikeTorchrun:
+    def test_every_variable_has_torchruns_name_and_value(
+        self, torchrun: dict[str, dict[str, Any]], ours: dict[str, dict[str, Any]]
+    ) -> None:
+        assert sorted(torchrun) == sorted(ours) == ["0", "1"]
+        for rank, theirs in torchrun.items():
+            assert _difference(theirs, ours[rank]) == "", f"rank {rank}"
+
+    def test_the_values_are_torchruns_documented_ones(self, ours: dict[str, dict[str, Any]]) -> None:
+        for rank in ("0", "1"):
+            found = {name: ours[rank][name] for name in ours[rank] if name in _expected(0, 2)}
+
+            assert found == _expected(int(rank), 2)
+
+    def test_each_rank_has_an_error_file_of_its_own(self, ours: dict[str, dict[str, Any]]) -> None:
+        paths = [Path(worker["TORCHELASTIC_ERROR_FILE"]) for worker in ours.values()]
+
+        assert all(path.is_absolute() and path.name == "error.json" for path in paths)
+        assert paths[0] != paths[1]
+
+    def test_the_script_gets_its_own_arguments(self, ours: dict[str, dict[str, Any]]) -> None:
+        assert ours["1"]["argv"] == ["train.py", "--lr", "3"]
+
+
+def test_at_five_workers_ranks_and_sizes_are_right(tmp_path: Path) -> None:
+    script(tmp_path, SAY_ENVIRONMENT)
+
+    job = finished(tmp_path, *LIGHT, "--nproc-per-node", "5", "--max-restarts", "2", "train.py")
+
+    found = sorted(records(job, "found"), key=lambda worker: int(worker["RANK"]))
+    for rank, worker in enumerate(found):
+        assert {name: worker[name] for name in _expected(0, 5)} == _expected(rank, 5)
+        assert worker["MASTER_PORT"] == found[0]["MASTER_PORT"]
+
+
+def test_what_the_user_exported_is_inherited_and_a_launcher_above_does_not_shine_through(tmp_path: Path) -> None:
+    script(tmp_path, SAY_ENVIRONMENT)
+    above = {"RANK": "17", "WORLD_SIZE": "64", "MASTER_PORT": "1", "TORCHELASTIC_RESTART_COUNT": "9"}
+
+    job = finished(tmp_path, *LIGHT, "train.py", env={"WANDB_MODE": "offline", "NCCL_DEBUG": "INFO", **above})
+
+    (worker,) = records(job, "found")
+    assert (worker["WANDB_MODE"], worker["NCCL_DEBUG"]) == ("offline", "INFO")
+    assert (worker["RANK"], worker["WORLD_SIZE"], worker["TORCHELASTIC_RESTART_COUNT"]) == ("0", "1", "0")
+    assert worker["MASTER_PORT"] != "1"
+
+
+def test_nccls_error_handling_is_on_unless_the_user_says_otherwise(tmp_path: Path) -> None:
+    script(tmp_path, SAY_ENVIRONMENT)
+
+    by_default = finished(tmp_path, *LIGHT, "train.py")
+    asked = finished(tmp_path, *LIGHT, "train.py", env={"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"})
+
+    assert records(by_default, "found")[0]["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "1"
+    assert records(asked, "found")[0]["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "3"
+
+
+class TestThreads:
+    def test_one_worker_is_left_alone(self, tmp_path: Path) -> None:
+        script(tmp_path, SAY_ENVIRONMENT)
+
+        job = finished(tmp_path, *LIGHT, "train.py")
+
+        assert "OMP_NUM_THREADS" not in records(job, "found")[0]
+
+    @pytest.mark.parametrize("workers", [2, 3])
+    def test_several_workers_share_the_cores(self, workers: int, tmp_path: Path) -> None:
+        script(tmp_path, SAY_ENVIRONMENT)
+        share = max(1, detect(os.environ).cores // workers)
+
+        job = finished(tmp_path, *LIGHT, "--nproc-per-node", str(workers), "train.py")
+
+        assert {worker["OMP_NUM_THREADS"] for worker in records(job, "found")} == {str(share)}
+        assert f"OMP_NUM_THREADS={share}" in job.stderr
+
+    def test_the_users_choice_stays(self, tmp_path: Path) -> None:
+        script(tmp_path, SAY_ENVIRONMENT)
+
+        job = finished(tmp_path, *LIGHT, "--nproc-per-node", "2", "train.py", env={"OMP_NUM_THREADS": "7"})
+
+        assert {worker["OMP_NUM_THREADS"] for worker in records(job, "found")} == {"7"}
+        assert "OMP_NUM_THREADS" not in job.stderr
+
+
+class TestVirtualLocalRank:
+    def test_every_worker_is_local_rank_0_and_sees_the_gpu_that_is_its_own(self, tmp_path: Path) -> None:
+        script(tmp_path, SAY_ENVIRONMENT)
+
+        job = finished(
+            tmp_path,
+            *(*LIGHT, "--virtual-local-rank", "--nproc-per-node", "2", "train.py"),
+            env={"CUDA_VISIBLE_DEVICES": "3,5"},
+        )
+
+        found = {worker["RANK"]: worker for worker in records(job, "found")}
+        assert [found[rank]["LOCAL_RANK"] for rank in "01"] == ["0", "0"]
+        assert [found[rank]["CUDA_VISIBLE_DEVICES"] for rank in "01"] == ["3", "5"]
+
+    def test_fewer_visible_gpus_than_workers_is_a_usage_error(self, tmp_path: Path) -> None:
+        script(tmp_path, SAY_ENVIRONMENT)
+
+        job = finished(
+            tmp_path,
+            *(*LIGHT, "--virtual-local-rank", "--nproc-per-node", "2", "train.py"),
+            env={"CUDA_VISIBLE_DEVICES": "3"},
+        )
+
+        assert job.code == 2
+        assert "CUDA_VISIBLE_DEVICES=3 names 1" in job.stderr
+
+    def test_without_it_the_visible_gpus_are_untouched(self, tmp_path: Path) -> None:
+        script(tmp_path, SAY_ENVIRONMENT)
+
+        job = finished(tmp_path, *LIGHT, "--nproc-per-node", "2", "train.py", env={"CUDA_VISIBLE_DEVICES": "3,5"})
+
+        found = {worker["RANK"]: worker for worker in records(job, "found")}
+        assert [found[rank]["LOCAL_RANK"] for rank in "01"] == ["0", "1"]
+        assert {worker["CUDA_VISIBLE_DEVICES"] for worker in found.values()} == {"3,5"}
+
+
+def test_local_rank_in_the_arguments_is_replaced_for_each_worker(tmp_path: Path) -> None:
+    script(tmp_path, SAY_ENVIRONMENT)
+
+    job = finished(
+        tmp_path, *LIGHT, "--nproc-per-node", "2", "train.py", "--gpu=${local_rank}", "$HOME", "${other}", "5$$"
+    )
+
+    found = {worker["RANK"]: worker["argv"][1:] for worker in records(job, "found")}
+    assert found == {
+        "0": ["--gpu=0", "$HOME", "${other}", "5$"],
+        "1": ["--gpu=1", "$HOME", "${other}", "5$"],
+    }
+
+
+class TestPort:
+    def test_each_generation_has_a_fresh_one(self, tmp_path: Path) -> None:
+        script(tmp_path, FAIL_TWICE)
+
+        job = finished(tmp_path, *LIGHT, "--max-restarts", "2", "train.py")
+
+        ports = [worker["MASTER_PORT"] for worker in records(job, "found")]
+        assert job.code == 0, job.output
+        assert len(ports) == len(set(ports)) == 3
+
+    def test_the_users_port_is_every_generations(self, tmp_path: Path) -> None:
+        script(tmp_path, FAIL_TWICE)
+        port = _free_ports(1)[0]
+
+        job = finished(tmp_path, *LIGHT, "--max-restarts", "2", "--master-port", str(port), "train.py")
+
+        assert job.code == 0, job.output
+        assert [worker["MASTER_PORT"] for worker in records(job, "found")] == [str(port)] * 3
+
+    def test_the_users_port_in_use_is_a_usage_error(self, tmp_path: Path) -> None:
+        script(tmp_path, SAY_ENVIRONMENT)
+
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            port = taken.getsockname()[1]
+            job = finished(tmp_path, *LIGHT, "--master-port", str(port), "train.py")
+
+        assert job.code == 2, job.output
+        assert f"port {port} is in use on 127.0.0.1" in job.stderr
+        assert records(job, "found") == []
+
+    def test_a_range_gives_its_first_free_port(self, tmp_path: Path) -> None:
+        script(tmp_path, SAY_ENVIRONMENT)
+        first = _free_ports(2)[0]
+
+        with socket.create_server(("127.0.0.1", first)):
+            job = finished(tmp_path, *LIGHT, "--port-range", f"{first}:{first + 1}", "train.py")
+
+        assert job.code == 0, job.output
+        assert records(job, "found")[0]["MASTER_PORT"] == str(first + 1)
+
+    def test_a_range_that_is_all_in_use_is_a_usage_error(self, tmp_path: Path) -> None:
+        script(tmp_path, SAY_ENVIRONMENT)
+
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            port = taken.getsockname()[1]
+            job = finished(tmp_path, *LIGHT, "--port-range", f"{port}:{port}", "train.py")
+
+        assert job.code == 2, job.output
+        assert f"port {port} is in use" in job.stderr
+
+
+class TestTorchrunsVariables:
+    def test_a_pet_variable_is_an_options_value(self, tmp_path: Path) -> None:
+        script(tmp_path, SAY_ENVIRONMENT)
+
+        job = finished(
+            tmp_path,
+            *(*LIGHT, "train.py"),
+            env={"PET_NPROC_PER_NODE": "2", "PET_MAX_RESTARTS": "5", "PET_ROLE": "learner", "PET_RDZV_ID": "job-7"},
+        )
+
+        found = records(job, "found")
+        assert [worker["WORLD_SIZE"] for worker in found] == ["2", "2"]
+        assert {worker["TORCHELASTIC_MAX_RESTARTS"] for worker in found} == {"5"}
+        assert {worker["ROLE_NAME"] for worker in found} == {"learner"}
+        assert {worker["TORCHELASTIC_RUN_ID"] for worker in found} == {"job-7"}
+
+    def test_the_command_line_wins_over_a_pet_variable(self, tmp_path: Path) -> None:
+        script(tmp_path, SAY_ENVIRONMENT)
+
+        job = finished(tmp_path, *LIGHT, "--nproc-per-node", "1", "train.py", env={"PET_NPROC_PER_NODE": "2"})
+
+        assert [worker["WORLD_SIZE"] for worker in records(job, "found")] == ["1"]
+
+    def test_a_wrong_pet_variable_is_named_in_the_message(self, tmp_path: Path) -> None:
+        script(tmp_path, SAY_ENVIRONMENT)
+
+        job = finished(tmp_path, *LIGHT, "train.py", env={"PET_MAX_RESTARTS": "many"})
+
+        assert job.code == 2
+        assert "PET_MAX_RESTARTS=many is not a whole number" in job.stderr
+
+
+def test_torch_sees_an_elastic_launch_whose_store_the_agent_hosts(tmp_path: Path) -> None:
+    script(
+        tmp_path,
+        """
+import json, os
+from datetime import timedelta
+import torch.distributed as dist
+
+# Rank 0 is a client of the store too: where the agent did not host it, nobody would.
+address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=30))
+store.set(f"rank {os.environ['RANK']}", "here")
+store.wait(["rank 0", "rank 1"])
+print("found", json.dumps({"elastic": dist.is_torchelastic_launched()}), flush=True)
+""",
+    )
+
+    job = finished(tmp_path, "--nproc-per-node", "2", "--max-restarts", "0", "train.py")
+
+    assert job.code == 0, job.output
+    assert records(job, "found") == [{"elastic": True}] * 2
+
+
+def _expected(rank: int, world: int) -> dict[str, str]:
+    """torchrun's variables of one worker on the only node, as far as their values are known beforehand."""
+    return {
+        "LOCAL_RANK": str(rank),
+        "RANK": str(rank),
+        "ROLE_RANK": str(rank),
+        "GROUP_RANK": "0",
+        "LOCAL_WORLD_SIZE": str(world),
+        "WORLD_SIZE": str(world),
+        "ROLE_WORLD_SIZE": str(world),
+        "GROUP_WORLD_SIZE": "1",
+        "ROLE_NAME": "default",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "2",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+    }
+
+
+def _kept(folder: Path) -> dict[str, dict[str, Any]]:
+    """What the workers of KEEP_ENVIRONMENT wrote, by rank."""
+    return {path.name: json.loads(path.read_text()) for path in folder.glob("[0-9]*")}
+
+
+def _difference(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
+    """The variables that only one has or that have other values, one per line, without those that may differ."""
+    names = sorted((theirs.keys() | ours.keys()) - DIFFERS.keys())
+    return "".join(
+        f"{name}: torchrun {theirs.get(name)!r}, here {ours.get(name)!r}\n"
+        for name in names
+        if theirs.get(name) != ours.get(name)
+    )
+
+
+def _free_ports(count: int) -> list[int]:
+    """Ports in a row that nobody listens on."""
+    for first in range(23000, 32000, count):
+        held: list[socket.socket] = []
+        try:
+            held = [socket.create_server(("127.0.0.1", port)) for port in range(first, first + count)]
+        except OSError:
+            continue
+        finally:
+            for server in held:
+                server.close()
+        return list(range(first, first + count))
+    raise AssertionError("no free ports")
