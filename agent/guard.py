@@ -61,8 +61,8 @@ class Guard:
 
     def end_generation(self, generation: int, fork_server: int) -> None:
         """End every process of a generation, whoever its parent is now, but not the fork server (a pid)."""
-        self.cgroup.end(generation)
         sweep(self.marker, (fork_server,))
+        self.cgroup.end(generation)
 
     def finish(self) -> None:
         """Let the guardian do its work, and wait for it."""

@@ -23,6 +23,8 @@ from pathlib import Path
 VARIABLE = "ELAUNCH_MARKER"
 # A process in an uninterruptible sleep cannot be ended; it is waited for no longer than this.
 SWEEP_S_MAX = 5.0
+# How long a cgroup's processes may end by themselves: guardians of nested jobs, whose agents were swept before.
+NESTED_S = 0.2
 
 
 def sweep(marker: str, spare: Collection[int] = ()) -> int:
@@ -47,15 +49,23 @@ def marked(marker: str, spare: Collection[int] = ()) -> list[int]:
 
 
 def kill_cgroup(path: str) -> None:
-    """SIGKILL all processes of the cgroup (v2) at `path` and below, wait until they are gone, and remove it."""
-    deadline_s = time.monotonic() + SWEEP_S_MAX
+    """SIGKILL all processes of the cgroup (v2) at `path` and below, wait until they are gone, and remove it.
+
+    To be called after `sweep`: what a nested job's guardian has still to remove, only it knows.
+    """
     with suppress(OSError):
+        _wait_until_empty(path, NESTED_S)
         Path(path, "cgroup.kill").write_text("1")
-        while "populated 1" in Path(path, "cgroup.events").read_text() and time.monotonic() < deadline_s:
-            time.sleep(0.0005)
+        _wait_until_empty(path, SWEEP_S_MAX)
     for folder, _, _ in os.walk(path, topdown=False):
         with suppress(OSError):
             os.rmdir(folder)  # noqa: PTH106
+
+
+def _wait_until_empty(path: str, wait_s: float) -> None:
+    deadline_s = time.monotonic() + wait_s
+    while "populated 1" in Path(path, "cgroup.events").read_text() and time.monotonic() < deadline_s:
+        time.sleep(0.0005)
 
 
 def _holds(pid: int, needle: bytes) -> bool:
@@ -100,9 +110,9 @@ def main() -> None:
         signal.signal(signum, signal.SIG_IGN)
     while os.read(fd, 1):
         pass
+    sweep(marker)
     if cgroup:
         kill_cgroup(cgroup)
-    sweep(marker)
     if run_dir:
         shutil.rmtree(run_dir, ignore_errors=True)
 
