@@ -1,0 +1,139 @@
+"""What the fault tests ask of processes. They find them by a variable of their own, not by the product's marker."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import signal
+import time
+from collections.abc import Collection
+from pathlib import Path
+
+import psutil
+
+from tests.harness import Job, wait_for
+
+TAG = "FAULT_TEST_JOB"
+# A light module in place of torch: the same way through the fork server, without the two seconds that torch takes.
+LIGHT = ("--preload", "json")
+GONE_S = 1.0
+
+# Lines for the beginning of a worker's script.
+SAY = """
+import os, signal, subprocess, sys, time
+
+def say(name, pid):
+    print(f"{name} pid {pid}", flush=True)
+
+GENERATION = int(os.environ["ELAUNCH_GENERATION"])
+RANK = int(os.environ["RANK"])
+"""
+
+# What a worker may leave behind: a child, one in a session of its own, one that is nobody's child any more.
+CHILDREN = """
+say("sleep", subprocess.Popen(["sleep", "600"]).pid)
+say("setsid", subprocess.Popen(["setsid", "sleep", "600"]).pid)
+between = os.fork()
+if between == 0:
+    os.setsid()
+    daemon = os.fork()
+    if daemon:
+        say("daemon", daemon)
+        os._exit(0)
+    os.execvp("sleep", ["sleep", "600"])
+os.waitpid(between, 0)
+"""
+
+
+class Watched(Job):
+    """A job whose every process carries a tag of the test's own, and whose temporary folder is the test's own."""
+
+    def __init__(self, folder: Path, *args: str, env: dict[str, str] | None = None, **popen: object) -> None:
+        self.tag = secrets.token_hex(8)
+        self.tmp = folder / "tmp"
+        self.tmp.mkdir(exist_ok=True)
+        self._guardians: set[psutil.Process] = set()
+        super().__init__(folder, *args, env={TAG: self.tag, "TMPDIR": str(self.tmp), **(env or {})}, **popen)
+
+    def processes(self) -> list[psutil.Process]:
+        """All living processes of the job but the agent, whoever their parent is; no zombies."""
+        self._guardians |= set(self._guardians_now())
+        found = [p for p in self._guardians if is_alive(p)]
+        for process in psutil.process_iter():
+            try:
+                if process.pid != self.process.pid and process.environ().get(TAG) == self.tag and is_alive(process):
+                    found.append(process)
+            except psutil.Error:
+                continue
+        return found
+
+    def guardian(self) -> psutil.Process:
+        """The agent's guardian, whose environment tells nothing."""
+        return wait_for(lambda: next(iter(self._guardians_now(deep=False)), None), "a guardian")
+
+    def fork_server(self) -> psutil.Process:
+        return self.child("elaunch: fork server")
+
+    def run_dirs(self) -> list[Path]:
+        """The private run directories; multiprocessing and torch have things of their own in the temporary folder."""
+        return list(self.tmp.glob("elaunch*"))
+
+    def kill_agent(self) -> float:
+        """SIGKILL the agent; the time of it. What the job had is then known to `left`."""
+        had = self.processes()
+        assert self.process.poll() is None, f"it ended before the kill:\n{self.output}"
+        assert had, "no process of the job is alive; the kill would prove nothing"
+        killed_at_s = time.monotonic()
+        self.process.kill()
+        assert self.process.wait(5) == -signal.SIGKILL
+        return killed_at_s
+
+    def assert_nothing_is_left(self, since_s: float | None = None, pids: Collection[int] = ()) -> None:
+        """No process and no run directory of the job, at the latest GONE_S after `since_s` (or now)."""
+        until_s = (time.monotonic() if since_s is None else since_s) + GONE_S
+        while True:
+            looked_at_s = time.monotonic()
+            left = [f"{p.pid} {described(p)}" for p in self.processes()]
+            left += [f"{pid} (said by a worker)" for pid in pids if is_alive(pid)]
+            left += [str(path) for path in self.run_dirs()]
+            if not left:
+                return
+            # The verdict is that of the last look that began in time.
+            assert looked_at_s < until_s, f"left after {GONE_S:g} s: {left}\n{self.output}"
+            time.sleep(0.005)
+
+    def said_by_agent(self) -> list[str]:
+        """The agent's own log lines, without the name in front."""
+        return re.findall(r"^elaunch: (.*)$", self.stderr, re.MULTILINE)
+
+    def _guardians_now(self, *, deep: bool = True) -> list[psutil.Process]:
+        try:
+            children = psutil.Process(self.process.pid).children(recursive=deep)
+        except psutil.Error:
+            return []
+        return [p for p in children if is_alive(p) and "guardian.py" in described(p)]
+
+
+def is_alive(process: psutil.Process | int) -> bool:
+    """Whether it is there and no zombie: what nobody reaps, under a pid 1 that does not, is gone all the same."""
+    try:
+        process = psutil.Process(process) if isinstance(process, int) else process
+        return process.is_running() and process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.Error:
+        return False
+
+
+def described(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
+
+
+def library(folder: Path, name: str, text: str) -> dict[str, str]:
+    """Install a module that can be preloaded; the environment that finds it."""
+    place = folder / "lib"
+    place.mkdir(exist_ok=True)
+    (place / f"{name}.py").write_text(text)
+    return {"PYTHONPATH": os.fspath(place)}

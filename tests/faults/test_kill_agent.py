@@ -1,0 +1,151 @@
+"""SIGKILL of the agent: whatever the job is doing then, no process and no file of it is left one second later."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.faults.processes import CHILDREN, LIGHT, SAY, Watched, is_alive, library
+from tests.harness import script, wait_for
+
+WITH_CHILDREN = f"""{SAY}{CHILDREN}
+say("worker", os.getpid())
+while True:
+    signal.pause()
+"""
+
+NAMES = ("worker", "sleep", "setsid", "daemon")
+
+
+def said_pids(job: Watched, *names: str, each: int) -> list[int]:
+    """The pids that the workers said, once all are there and alive."""
+    wait_for(lambda: all(len(job.pids(name)) == each for name in names), f"{each} of each of {names}")
+    pids = [pid for name in names for pid in job.pids(name)]
+    assert all(is_alive(pid) for pid in pids)
+    return pids
+
+
+@pytest.mark.parametrize("how", [LIGHT, ("--no-preload",)], ids=["forked", "no-preload"])
+def test_children_of_workers_die_with_the_agent(tmp_path: Path, how: tuple[str, ...]) -> None:
+    script(tmp_path, WITH_CHILDREN)
+    with Watched(tmp_path, *how, "--nproc-per-node", "2", "train.py") as job:
+        pids = said_pids(job, *NAMES, each=2)
+        assert job.run_dirs(), "there is no run directory to remove"
+
+        killed_at_s = job.kill_agent()
+
+        job.assert_nothing_is_left(killed_at_s, pids)
+
+
+def test_a_command_and_what_it_started_die_with_the_agent(tmp_path: Path) -> None:
+    script(
+        tmp_path,
+        """
+        sleep 600 & echo "sleep pid $!"
+        setsid sleep 600 & echo "setsid pid $!"
+        (setsid sh -c 'echo "daemon pid $$"; exec sleep 600' &)
+        echo "worker pid $$"
+        wait
+        """,
+        "wrapper.sh",
+    )
+    with Watched(tmp_path, "--no-python", "--nproc-per-node", "2", "bash", "wrapper.sh") as job:
+        pids = said_pids(job, *NAMES, each=2)
+
+        killed_at_s = job.kill_agent()
+
+        job.assert_nothing_is_left(killed_at_s, pids)
+
+
+def test_data_loader_workers_die_with_the_agent(tmp_path: Path) -> None:
+    script(
+        tmp_path,
+        f"""{SAY}
+from torch.utils.data import DataLoader
+
+loader = DataLoader(range(1 << 20), batch_size=2, num_workers=2)
+batches = iter(loader)
+next(batches)
+for process in batches._workers:
+    say("loader", process.pid)
+say("worker", os.getpid())
+for _ in batches:
+    time.sleep(0.01)
+""",
+    )
+    with Watched(tmp_path, "--nproc-per-node", "1", "train.py") as job:
+        said_pids(job, "worker", each=1)
+        pids = said_pids(job, "loader", each=2)
+
+        killed_at_s = job.kill_agent()
+
+        job.assert_nothing_is_left(killed_at_s, pids)
+
+
+def test_a_fork_server_that_still_imports_dies_with_the_agent(tmp_path: Path) -> None:
+    env = library(tmp_path, "endless", "import time; open('importing', 'w').close(); time.sleep(600)")
+    script(tmp_path, "print('the script ran')")
+    with Watched(tmp_path, "--preload", "endless", "train.py", env=env) as job:
+        wait_for((tmp_path / "importing").exists, "the import's beginning")
+        template = job.fork_server()
+
+        killed_at_s = job.kill_agent()
+
+        job.assert_nothing_is_left(killed_at_s, [template.pid])
+        assert "the script ran" not in job.output
+
+
+def test_workers_that_are_being_forked_die_with_the_agent(tmp_path: Path) -> None:
+    workers = 64
+    script(tmp_path, f"{SAY}{CHILDREN}\nwhile True: signal.pause()")
+    with Watched(tmp_path, *LIGHT, "--nproc-per-node", str(workers), "train.py") as job:
+        children = Path(f"/proc/{job.fork_server().pid}/task/{job.fork_server().pid}/children")
+        wait_for(children.read_text, "the first worker")
+
+        job.process.kill()
+        killed_at_s = time.monotonic()
+        forked = len(children.read_text().split()) if children.exists() else 0
+
+        job.process.wait(5)
+        job.assert_nothing_is_left(killed_at_s)
+        assert forked < workers, "all workers were forked already"
+
+
+def test_workers_that_are_being_stopped_die_with_the_agent(tmp_path: Path) -> None:
+    script(
+        tmp_path,
+        f"""{SAY}{CHILDREN}
+signal.signal(signal.SIGTERM, lambda *_: say("stopping", os.getpid()))
+say("worker", os.getpid())
+while True:
+    time.sleep(600)
+""",
+    )
+    with Watched(tmp_path, *LIGHT, "--nproc-per-node", "2", "--stop-grace", "600", "train.py") as job:
+        pids = said_pids(job, *NAMES, each=2)
+        job.process.terminate()
+        said_pids(job, "stopping", each=2)
+
+        killed_at_s = job.kill_agent()
+
+        job.assert_nothing_is_left(killed_at_s, pids)
+
+
+def test_a_nested_job_dies_with_the_outer_agent(tmp_path: Path) -> None:
+    script(tmp_path, WITH_CHILDREN, "inner.py")
+    inner = [sys.executable, "-m", "elaunch", *LIGHT, "--nproc-per-node", "2", "inner.py"]
+    script(tmp_path, f"{SAY}\nsubprocess.run({inner!r})", "outer.py")
+    with Watched(tmp_path, *LIGHT, "--nproc-per-node", "1", "outer.py") as job:
+        pids = said_pids(job, *NAMES, each=2)
+        assert len(job.run_dirs()) == 2, "each agent should have a run directory"
+        below = psutil.Process(job.process.pid).children(recursive=True)
+        guardians = [p for p in below if "guardian.py" in " ".join(p.cmdline())]
+        assert len(guardians) == 2
+
+        killed_at_s = job.kill_agent()
+
+        job.assert_nothing_is_left(killed_at_s, pids)
