@@ -52,9 +52,14 @@ KILL_WAIT_S = 5.0
 
 @dataclass(frozen=True)
 class Joining:
-    """No workers run; `asked` is the newest generation that this node has joined."""
+    """No workers run; `asked` is the newest generation that this node has joined.
+
+    `ran` is the newest that it has run. The store may be slow to tell that another was opened, and the old table, which
+    still stands then, must not start workers again.
+    """
 
     asked: int = -1
+    ran: int = -1
 
 
 @dataclass(frozen=True)
@@ -158,17 +163,17 @@ def _look(agent: Agent, now_s: float) -> Step:
     actions: tuple[Action, ...] = (Commit(led),) if led else ()
     newest = snapshot.generation.number
     match phase:
-        case Joining(asked):
+        case Joining(asked, ran) if newest > ran:
             table = snapshot.table
             if table and table.generation == newest and (seat := table.group_rank(agent.me.node_id)) is not None:
                 return _spawn(agent, table, seat, now_s, actions)
             if asked < newest:
-                return replace(agent, phase=Joining(newest)), (*actions, Join(newest))
+                return replace(agent, phase=Joining(newest, ran)), (*actions, Join(newest))
         case Running(table=table, live=live) if newest > table.generation:
             stopping = Stopping(table, live, now_s + agent.failure_grace_s)
             return _stop(agent, stopping, _SIGTERM, (*actions, Say(f"stopping: {snapshot.generation.cause}")))
         case Finished(table) if newest > table.generation:
-            agent, more = _look(replace(agent, phase=Joining()), now_s)
+            agent, more = _look(replace(agent, phase=Joining(ran=table.generation)), now_s)
             return agent, (*actions, *more)
     return agent, actions
 
@@ -195,8 +200,10 @@ def _worker_exited(agent: Agent, event: WorkerExited, now_s: float) -> Step:
                 kept = replace(running, live=left, held=held or event.failure)
                 return replace(agent, phase=kept if held else replace(kept, held_until_s=now_s + HOLD_S)), ()
             return _fail(agent, table, left, held or event.failure, now_s)
-        case Stopping(table=table) as stopping if table.generation == event.generation:
-            stopping = replace(stopping, live=stopping.live - {event.local_rank})
+        case Stopping(table=table, live=live) as stopping if table.generation == event.generation:
+            if event.local_rank not in live:
+                return agent, ()
+            stopping = replace(stopping, live=live - {event.local_rank})
             if event.failure and stopping.failure and not _by_us(event, stopping):
                 stopping = replace(stopping, others=(*stopping.others, event.failure))
             return _stop(agent, stopping, 0, ())
@@ -260,7 +267,7 @@ def _tick(agent: Agent, now_s: float) -> Step:
                     Say(f"local rank {ranks} did not end {KILL_WAIT_S:g} s after SIGKILL; replacing the fork server"),
                     ReplaceForkServer(stopping.table.generation),
                 )
-            grace_s = agent.stop_grace_s if stopping.signum else agent.failure_grace_s
+            grace_s = agent.stop_grace_s if stopping.signum and not stopping.failure else agent.failure_grace_s
             return _kill(agent, stopping, now_s, Say(f"local rank {ranks} still ran after {grace_s:g} s; SIGKILL"))
     return agent, ()
 
@@ -304,7 +311,7 @@ def _cleared(agent: Agent, event: Cleared, now_s: float) -> Step:
             {keys.done(event.generation, agent.me.node_id): ""},
         )
         return replace(agent, phase=Finished(stopping.table)), (*actions, Commit(txn))
-    agent, more = _look(replace(agent, phase=Joining()), now_s)
+    agent, more = _look(replace(agent, phase=Joining(ran=stopping.table.generation)), now_s)
     return agent, (*actions, *more)
 
 
