@@ -81,8 +81,8 @@ class Outputs:
         if not out:
             group.log_files[local_rank] = path
         wanted = self._plan.duplicate_stdout_filters if out else self._plan.duplicate_stderr_filters
-        needle_file = LogFile(str(folder.parent / f"filtered_{name}.log"), self._pump.say) if wanted else None
-        return LogFile(path, self._pump.say), needle_file
+        needle_file = LogFile(str(folder.parent / f"filtered_{name}.log"), self._run_dir.warn) if wanted else None
+        return LogFile(path, self._run_dir.warn), needle_file
 
     def _prefix(self, group: Group, local_rank: int) -> bytes:
         if self._plan.prefix_template is None:

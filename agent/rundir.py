@@ -11,12 +11,12 @@ from pathlib import Path
 class RunDir:
     """Folders of one run, one per generation and rank: `attempt_<generation>/<rank>/` (torchrun's tree).
 
-    No generation reuses another's, so no restart deletes or overwrites a file. A folder that cannot be made is said
-    once and gone without.
+    No generation reuses another's, so no restart deletes or overwrites a file. What cannot be made is gone without.
     """
 
     def __init__(self, log_dir: Path | None, run_id: str, warn: Callable[[str], None]) -> None:
         self._warn = warn
+        self._warned = False
         self.logs: Path | None = None
         self.private: Path | None = None
         if log_dir:
@@ -36,11 +36,17 @@ class RunDir:
         """The folder of one rank in one generation."""
         return self._make(self.root / f"attempt_{generation}" / str(rank)) if self.root else None
 
+    def warn(self, trouble: str) -> None:
+        """Say what cannot be written; once, since a full disk has the same for every stream of every rank."""
+        if not self._warned:
+            self._warned = True
+            self._warn(f"{trouble}; more of the kind is not said again")
+
     def _make(self, path: Path) -> Path | None:
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            self._warn(f"{path} cannot be made ({error.strerror}); going on without it")
+            self.warn(f"{path} cannot be made ({error.strerror}); going on without it")
             return None
         return path.absolute()
 
@@ -50,5 +56,5 @@ class RunDir:
                 return Path(tempfile.mkdtemp(prefix="elaunch_", dir=place))
             except OSError:
                 continue
-        self._warn("no temporary folder can be written; exceptions are read from the workers' output instead")
+        self.warn("no temporary folder can be written; exceptions are read from the workers' output instead")
         return None

@@ -57,7 +57,9 @@ def run(options: Options, environ: Mapping[str, str]) -> int:
     from elaunch.agent.rundir import RunDir
 
     troubles: list[str] = []
-    run_dir = RunDir(config.output.log_dir, config.spec.run_id, troubles.append)
+    say = troubles.append
+    # Folders are made until the end; from the pump's start on its console has the word.
+    run_dir = RunDir(config.output.log_dir, config.spec.run_id, lambda trouble: say(trouble))
     guard = Guard(str(run_dir.private or ""))
     server = ForkServer(config.spec.program, config.preload, guard.environment(config.environment))
 
@@ -70,8 +72,9 @@ def run(options: Options, environ: Mapping[str, str]) -> int:
 
     pump = Pump()
     pump.start()
+    say = pump.say
     for line in (*config.notes, *troubles):
-        pump.say(line)
+        say(line)
     try:
         outcome = Loop(config, MemoryStore(), server, guard, pump, run_dir).run()
     except PortTaken as error:
