@@ -1,0 +1,162 @@
+"""The processes that serve a job are killed or stopped: fork server, worker store, guardian."""
+
+from __future__ import annotations
+
+import re
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.faults.processes import CHILDREN, LIGHT, SAY, Watched, is_alive, library
+from tests.harness import script, wait_for
+
+# Generation 0 waits to be hurt, the next ones succeed.
+WAITS_IN_GENERATION_0 = f"""{SAY}{CHILDREN}
+say("worker", os.getpid())
+while GENERATION == 0:
+    signal.pause()
+print("succeeds in generation", GENERATION)
+"""
+
+
+def test_a_killed_fork_server_takes_its_workers_along_and_the_next_generation_has_another(tmp_path: Path) -> None:
+    script(tmp_path, WAITS_IN_GENERATION_0)
+    with Watched(tmp_path, *LIGHT, "--nproc-per-node", "2", "train.py") as job:
+        wait_for(lambda: len(job.pids("worker")) == 2, "both workers")
+        old, first = job.fork_server(), job.pids("worker")
+
+        old.kill()
+
+        job.wait_for_output("succeeds in generation 1")
+        assert not is_alive(old)
+        assert not any(is_alive(pid) for pid in first)
+        assert job.wait() == 0
+        assert len(job.pids("worker")) == 4
+        told = [line for line in job.said_by_agent() if "fork server" in line]
+        assert len(told) == 1
+        assert told[0].startswith("the fork server was killed by SIGKILL")
+        assert re.search("succeeded.* 1 of 3 restarts used", job.stderr)
+        job.assert_nothing_is_left(pids=job.pids("sleep") + job.pids("setsid") + job.pids("daemon"))
+
+
+def test_restarted_workers_have_the_new_fork_server_as_parent(tmp_path: Path) -> None:
+    script(tmp_path, f"{SAY}\nsay(f'generation {{GENERATION}} parent', os.getppid())\nsignal.pause()")
+    with Watched(tmp_path, *LIGHT, "--nproc-per-node", "1", "train.py") as job:
+        old = wait_for(lambda: job.pids("generation 0 parent"), "the first worker's parent")[0]
+        assert old == job.fork_server().pid
+
+        psutil.Process(old).kill()
+
+        new = wait_for(lambda: job.pids("generation 1 parent"), "the second worker's parent")[0]
+        assert new != old
+        assert new == job.fork_server().pid
+
+
+@pytest.mark.parametrize("how", [("--no-preload", "train.py"), ("--no-python", "python", "train.py")], ids=str)
+def test_without_preloading_too_a_killed_fork_server_is_a_restart(tmp_path: Path, how: tuple[str, ...]) -> None:
+    script(tmp_path, WAITS_IN_GENERATION_0)
+    with Watched(tmp_path, "--nproc-per-node", "2", *how) as job:
+        wait_for(lambda: len(job.pids("worker")) == 2, "both workers")
+
+        job.fork_server().kill()
+
+        assert job.wait() == 0
+        assert job.stderr.count("the fork server was killed by SIGKILL") == 1
+        assert job.stdout.count("succeeds in generation 1") == 2
+
+
+def test_a_fork_server_killed_while_it_imports_is_replaced_by_fresh_interpreters(tmp_path: Path) -> None:
+    env = library(tmp_path, "endless", "import time; open('importing', 'a').write('x'); time.sleep(600)")
+    script(tmp_path, "print('the script ran')")
+    with Watched(tmp_path, "--preload", "endless", "--nproc-per-node", "2", "train.py", env=env) as job:
+        wait_for((tmp_path / "importing").exists, "the import's beginning")
+
+        job.fork_server().kill()
+
+        assert job.wait() == 0
+        assert (tmp_path / "importing").read_text() == "x", "it was imported again"
+        assert job.stdout.count("the script ran") == 2
+        told = "the fork server ended while it imported; each worker starts as a fresh interpreter"
+        assert job.said_by_agent().count(told) == 1
+
+
+def test_a_killed_worker_store_restarts_the_group_with_a_new_one(tmp_path: Path) -> None:
+    script(
+        tmp_path,
+        f"""{SAY}
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+total = torch.ones(1)
+dist.all_reduce(total)
+say(f"generation {{GENERATION}} worker", os.getpid())
+while GENERATION == 0:
+    dist.all_reduce(torch.ones(1))
+    time.sleep(0.01)
+dist.barrier()
+dist.destroy_process_group()
+print("reduced", int(total), "in generation", GENERATION)
+""",
+    )
+    with Watched(tmp_path, "--nproc-per-node", "2", "train.py") as job:
+        first = wait_for(lambda: len(found := job.pids("generation 0 worker")) == 2 and found, "both workers")
+        store = job.child("elaunch: worker store")
+
+        store.kill()
+
+        assert job.wait() == 0
+        assert not is_alive(store)
+        assert not any(is_alive(pid) for pid in first)
+        assert len([line for line in job.said_by_agent() if line.startswith("the worker store was killed")]) == 1
+        assert job.stdout.count("reduced 2 in generation 1") == 2
+        assert re.search("succeeded.* 1 of 3 restarts used", job.stderr)
+
+
+def test_a_killed_guardian_is_replaced_and_the_new_one_does_its_work(tmp_path: Path) -> None:
+    script(tmp_path, f"{SAY}{CHILDREN}\nsay('worker', os.getpid())\nwhile True: signal.pause()")
+    with Watched(tmp_path, *LIGHT, "--nproc-per-node", "2", "train.py") as job:
+        wait_for(lambda: len(job.pids("worker")) == 2, "both workers")
+        pids = [pid for name in ("worker", "sleep", "setsid", "daemon") for pid in job.pids(name)]
+        assert len(pids) == 8
+        old = job.guardian()
+
+        old.kill()
+
+        job.wait_for_output("the guardian was killed; starting another")
+        assert job.guardian().pid != old.pid
+        assert all(is_alive(pid) for pid in pids), "the workers have nothing to do with it"
+        killed_at_s = job.kill_agent()
+        job.assert_nothing_is_left(killed_at_s, pids)
+
+
+def test_a_stopped_fork_server_does_not_hide_a_dead_worker(tmp_path: Path) -> None:
+    script(tmp_path, WAITS_IN_GENERATION_0)
+    with Watched(tmp_path, *LIGHT, "--nproc-per-node", "2", "--failure-grace", "0.5", "train.py") as job:
+        first = wait_for(lambda: len(found := job.pids("worker")) == 2 and found, "both workers")
+        old = job.fork_server()
+        old.send_signal(signal.SIGSTOP)
+        wait_for(lambda: old.status() == psutil.STATUS_STOPPED, "the fork server's stop")
+
+        psutil.Process(first[0]).kill()
+
+        assert job.wait(30) == 0
+        assert job.stdout.count("succeeds in generation 1") == 2
+        assert not is_alive(old)
+        assert not any(is_alive(pid) for pid in first)
+
+
+def test_a_stopped_fork_server_does_not_keep_a_job_from_stopping(tmp_path: Path) -> None:
+    script(tmp_path, WAITS_IN_GENERATION_0)
+    with Watched(tmp_path, *LIGHT, "--nproc-per-node", "2", "--stop-grace", "0.5", "train.py") as job:
+        wait_for(lambda: len(job.pids("worker")) == 2, "both workers")
+        stopped = job.fork_server()
+        stopped.send_signal(signal.SIGSTOP)
+        wait_for(lambda: stopped.status() == psutil.STATUS_STOPPED, "the fork server's stop")
+
+        job.process.terminate()
+
+        assert job.wait(20) == 143
+        job.assert_nothing_is_left(pids=job.pids("worker") + job.pids("sleep"))

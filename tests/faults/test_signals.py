@@ -1,0 +1,362 @@
+"""Signals to the job: who gets them, how long it may take, and with which exit code the command ends."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import signal
+import subprocess
+import termios
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.faults.processes import LIGHT, SAY, TAG, Watched, is_alive, library
+from tests.harness import COMMAND, environment, script, wait_for
+
+# Says which signal came, "saves", and exits with 0.
+SAVES = f"""{SAY}
+def save(signum, frame):
+    print("saved on", signal.Signals(signum).name, flush=True)
+    sys.exit(0)
+
+for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1):
+    if signal.getsignal(signum) != signal.SIG_IGN:
+        signal.signal(signum, save)
+say("worker", os.getpid())
+while True:
+    signal.pause()
+"""
+
+PAUSES = f"{SAY}\nsay('worker', os.getpid())\nwhile True: signal.pause()"
+
+STUBBORN = f"""{SAY}
+signal.signal(signal.SIGTERM, lambda *_: say("asked", os.getpid()))
+signal.signal(signal.SIGINT, lambda *_: say("asked", os.getpid()))
+say("worker", os.getpid())
+while True:
+    signal.pause()
+"""
+
+STOPS = [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129), (signal.SIGQUIT, 131)]
+
+
+def workers_up(job: Watched, count: int) -> list[int]:
+    wait_for(lambda: len(job.pids("worker")) == count, f"{count} workers")
+    return job.pids("worker")
+
+
+def assert_stopped(job: Watched, code: int, within_s: float = 10.0) -> None:
+    """The job was stopped, not restarted, and is gone."""
+    assert job.wait(within_s) == code
+    assert "generation 1" not in job.output
+    assert "FAILED" not in job.output
+    job.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize(("signum", "code"), STOPS, ids=[s.name for s, _ in STOPS])
+def test_workers_get_the_signal_and_their_exit_0_does_not_hide_it(
+    tmp_path: Path, signum: signal.Signals, code: int
+) -> None:
+    script(tmp_path, SAVES)
+    with Watched(tmp_path, *LIGHT, "--nproc-per-node", "2", "train.py") as job:
+        workers_up(job, 2)
+
+        job.signal(signum)
+
+        assert_stopped(job, code)
+        assert job.stdout.count(f"saved on {signum.name}") == 2
+        assert job.stderr.count(f"{signum.name}: stopping 2 workers") == 1
+
+
+@pytest.mark.parametrize(("signum", "code"), STOPS, ids=[s.name for s, _ in STOPS])
+@pytest.mark.parametrize("how", [LIGHT, ("--no-preload",)], ids=["forked", "no-preload"])
+def test_a_worker_without_a_handler_ends_at_once(
+    tmp_path: Path, how: tuple[str, ...], signum: signal.Signals, code: int
+) -> None:
+    script(tmp_path, PAUSES)
+    with Watched(tmp_path, *how, "--nproc-per-node", "2", "--stop-grace", "600", "train.py") as job:
+        workers_up(job, 2)
+
+        job.signal(signum)
+
+        assert_stopped(job, code)
+
+
+def test_a_worker_that_ignores_sigterm_is_killed_after_the_grace(tmp_path: Path) -> None:
+    script(tmp_path, STUBBORN)
+    with Watched(tmp_path, *LIGHT, "--nproc-per-node", "2", "--stop-grace", "0.7", "train.py") as job:
+        workers_up(job, 2)
+        sent_at_s = time.monotonic()
+
+        job.signal(signal.SIGTERM)
+
+        wait_for(lambda: len(job.pids("asked")) == 2, "both workers are asked")
+        assert_stopped(job, 143)
+        assert time.monotonic() - sent_at_s >= 0.7
+        assert "still ran after 0.7 s; SIGKILL" in job.stderr
+
+
+def test_a_second_sigint_kills_at_once_however_long_the_grace(tmp_path: Path) -> None:
+    script(tmp_path, STUBBORN)
+    with Watched(tmp_path, *LIGHT, "--nproc-per-node", "2", "--stop-grace", "600", "train.py") as job:
+        pids = workers_up(job, 2)
+        job.signal(signal.SIGINT)
+        wait_for(lambda: len(job.pids("asked")) == 2, "both workers are asked")
+        assert all(is_alive(pid) for pid in pids)
+
+        job.signal(signal.SIGINT)
+
+        assert_stopped(job, 130, within_s=3)
+        assert "SIGINT again: killing the workers now" in job.stderr
+
+
+def test_under_nohup_sighup_changes_nothing(tmp_path: Path) -> None:
+    script(tmp_path, f"{SAY}\nsay('worker', os.getpid())\nwhile not os.path.exists('go'): time.sleep(0.01)")
+    ignore = {"preexec_fn": lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)}
+    with Watched(tmp_path, *LIGHT, "--nproc-per-node", "2", "train.py", **ignore) as job:
+        pids = workers_up(job, 2)
+
+        # A terminal that hangs up tells everybody.
+        for pid in (*pids, job.fork_server().pid, job.guardian().pid, job.process.pid):
+            os.kill(pid, signal.SIGHUP)
+
+        assert all(is_alive(pid) for pid in pids)
+        (tmp_path / "go").touch()
+        assert job.wait() == 0
+        assert "SIGHUP" not in job.output
+        assert len(job.pids("worker")) == 2
+
+
+def test_a_signal_that_the_user_names_is_passed_on(tmp_path: Path) -> None:
+    script(tmp_path, SAVES)
+    with Watched(tmp_path, *LIGHT, "--signals-to-handle", "SIGUSR1", "--nproc-per-node", "2", "train.py") as job:
+        workers_up(job, 2)
+
+        job.signal(signal.SIGUSR1)
+
+        assert_stopped(job, 128 + signal.SIGUSR1)
+        assert job.stdout.count("saved on SIGUSR1") == 2
+
+
+@pytest.mark.parametrize("agent_first", [True, False], ids=["agent-first", "workers-first"])
+@pytest.mark.parametrize("text", [PAUSES, SAVES], ids=["plain", "with-handler"])
+def test_sigterm_to_all_processes_at_once_is_a_stop_and_no_failure(
+    tmp_path: Path, text: str, agent_first: bool
+) -> None:
+    script(tmp_path, text)
+    with Watched(tmp_path, *LIGHT, "--nproc-per-node", "2", "train.py") as job:
+        workers_up(job, 2)
+        others = [p.pid for p in job.processes()]
+        assert len(others) >= 4
+        agent = job.process.pid
+
+        for pid in [agent, *others] if agent_first else [*others, agent]:
+            try:
+                os.kill(pid, signal.SIGTERM)
+            except ProcessLookupError:
+                assert pid != agent
+
+        assert_stopped(job, 143)
+
+
+def test_a_worker_that_alone_gets_sigterm_is_a_failure(tmp_path: Path) -> None:
+    script(tmp_path, f"{SAY}\nsay('worker', os.getpid())\nwhile GENERATION == 0: signal.pause()")
+    with Watched(tmp_path, *LIGHT, "--nproc-per-node", "2", "train.py") as job:
+        pid = workers_up(job, 2)[0]
+
+        os.kill(pid, signal.SIGTERM)
+
+        assert job.wait() == 0
+        assert re.search(rf"pid {pid}.* SIGTERM in generation 0", job.stderr)
+        assert len(job.pids("worker")) == 4
+
+
+def test_sigterm_while_the_fork_server_imports_ends_the_job_before_any_user_code(tmp_path: Path) -> None:
+    env = library(tmp_path, "endless", "import time; open('importing', 'w').close(); time.sleep(600)")
+    script(tmp_path, "print('the script ran')")
+    with Watched(tmp_path, "--preload", "endless", "--nproc-per-node", "2", "train.py", env=env) as job:
+        wait_for((tmp_path / "importing").exists, "the import's beginning")
+        job.wait_for_output("generation 0")
+
+        job.signal(signal.SIGTERM)
+
+        assert_stopped(job, 143, within_s=5)
+        assert "the script ran" not in job.output
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
+def test_a_signal_in_the_first_moments_leaves_nothing_and_no_traceback(tmp_path: Path, signum: signal.Signals) -> None:
+    script(tmp_path, PAUSES)
+    for delay_s in (0.02, 0.05, 0.08, 0.11, 0.14, 0.17):
+        with Watched(tmp_path, *LIGHT, "--nproc-per-node", "2", "train.py") as job:
+            # The delay is what is tried out: anything from the interpreter's start to running workers.
+            time.sleep(delay_s)
+            job.processes()
+
+            job.signal(signum)
+
+            assert job.wait(10) in (128 + signum, -signum)
+            assert "elaunch/agent" not in job.output
+            assert "generation 1" not in job.output
+            job.assert_nothing_is_left()
+
+
+def test_sigterm_during_a_restart_ends_the_job(tmp_path: Path) -> None:
+    script(
+        tmp_path,
+        f"""{SAY}
+asked = []
+def ask(*_):
+    asked.append(1)
+    print("asked", len(asked), flush=True)
+    if len(asked) == 2:
+        sys.exit(0)
+
+signal.signal(signal.SIGTERM, ask)
+say("worker", os.getpid())
+while RANK == 1 or not os.path.exists("fail"):
+    time.sleep(0.01)
+os.kill(os.getpid(), signal.SIGKILL)
+""",
+    )
+    with Watched(tmp_path, *LIGHT, "--nproc-per-node", "2", "--failure-grace", "600", "train.py") as job:
+        workers_up(job, 2)
+        (tmp_path / "fail").touch()
+        job.wait_for_output("asked 1")
+        assert "SIGKILL" in job.stderr
+
+        job.signal(signal.SIGTERM)
+
+        assert_stopped(job, 143)
+        assert "asked 2" in job.stdout
+
+
+def test_a_signal_after_the_last_worker_ended_neither_hangs_nor_leaves_anything(tmp_path: Path) -> None:
+    script(tmp_path, f"{SAY}\nsay('worker', os.getpid())")
+    codes = []
+    for _ in range(8):
+        with Watched(tmp_path, *LIGHT, "--nproc-per-node", "1", "train.py") as job:
+            pid = workers_up(job, 1)[0]
+            wait_for(lambda pid=pid: not is_alive(pid), "the worker's end")
+
+            job.signal(signal.SIGTERM)
+
+            # 0: the work was done; 143: not known yet; -SIGTERM: the outcome was, and nothing more had to be done.
+            codes.append(job.wait(10))
+            job.assert_nothing_is_left()
+    assert set(codes) <= {0, 143, -signal.SIGTERM}, codes
+
+
+def test_a_worker_saves_in_its_handler_while_its_data_loaders_still_work(tmp_path: Path) -> None:
+    script(
+        tmp_path,
+        f"""{SAY}
+from torch.utils.data import DataLoader
+
+batches = iter(DataLoader(range(1 << 20), batch_size=2, num_workers=2, prefetch_factor=1))
+
+def save(*_):
+    # More than what was fetched ahead: the loaders must work on.
+    for _ in range(20):
+        batch = next(batches)
+    assert all(process.is_alive() for process in batches._workers)
+    print("saved after batch of", batch[0].item(), flush=True)
+    sys.exit(0)
+
+signal.signal(signal.SIGTERM, save)
+next(batches)
+for process in batches._workers:
+    say("loader", process.pid)
+say("worker", os.getpid())
+while True:
+    signal.pause()
+""",
+    )
+    with Watched(tmp_path, "--nproc-per-node", "1", "train.py") as job:
+        workers_up(job, 1)
+        loaders = job.pids("loader")
+        assert len(loaders) == 2
+
+        job.signal(signal.SIGTERM)
+
+        assert_stopped(job, 143)
+        assert "saved after batch of 40" in job.stdout
+        assert not any(is_alive(pid) for pid in loaders)
+
+
+def test_a_shell_wrapper_does_not_keep_the_signal_from_the_program_below(tmp_path: Path) -> None:
+    script(tmp_path, SAVES)
+    script(tmp_path, "python train.py\necho wrapper goes on\n", "wrapper.sh")
+    with Watched(tmp_path, "--no-python", "--nproc-per-node", "2", "bash", "wrapper.sh") as job:
+        workers_up(job, 2)
+
+        job.signal(signal.SIGTERM)
+
+        assert_stopped(job, 143)
+        assert job.stdout.count("saved on SIGTERM") == 2
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_ctrl_c_on_a_terminal_interrupts_every_worker_once(tmp_path: Path, workers: int) -> None:
+    script(
+        tmp_path,
+        f"""{SAY}
+say("worker", os.getpid())
+try:
+    while True:
+        time.sleep(600)
+except KeyboardInterrupt:
+    print("interrupted", os.isatty(1), flush=True)
+time.sleep(0.3)  # A second one would be seen.
+print("bye", flush=True)
+""",
+    )
+    (tmp_path / "tmp").mkdir()
+    ours, theirs = os.openpty()
+    command = [*COMMAND, *LIGHT, "--nproc-per-node", str(workers), "--max-restarts", "3", "train.py"]
+    process = subprocess.Popen(
+        command,
+        cwd=tmp_path,
+        env=environment({TAG: "terminal", "TMPDIR": str(tmp_path / "tmp")}),
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )
+    os.close(theirs)
+    os.set_blocking(ours, False)
+    shown = ""
+
+    def screen() -> str:
+        nonlocal shown
+        with suppress(OSError):  # nothing now, or the terminal's other side is closed
+            shown += os.read(ours, 65536).decode()
+        return shown
+
+    try:
+        wait_for(lambda: screen().count("worker pid") == workers, "all workers")
+        pids = [int(pid) for pid in re.findall(r"worker pid (\d+)", shown)]
+
+        os.write(ours, b"\x03")
+
+        wait_for(lambda: screen() and process.poll() is not None, "the end", 10)
+        screen()
+        assert process.returncode == 130, shown
+        assert shown.count(f"interrupted {workers == 1}") == workers, shown
+        assert shown.count("bye") == workers, shown
+        assert "Traceback" not in shown
+        assert not any(is_alive(pid) for pid in pids)
+        assert not list((tmp_path / "tmp").glob("elaunch*"))
+    finally:
+        if process.poll() is None:
+            for child in psutil.Process(process.pid).children(recursive=True):
+                child.kill()
+            process.kill()
+            process.wait()
+        os.close(ours)
