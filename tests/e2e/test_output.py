@@ -1,0 +1,607 @@
+"""What the workers print, on its way to the console and to files."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import itertools
+import json
+import os
+import pty
+import re
+import select
+import subprocess
+import termios
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.harness import COMMAND, DEADLINE_S, Job, environment, finished, script, wait_for
+
+# A light module in place of torch: the same way through the fork server, without the second that torch takes.
+LIGHT = ("--preload", "json")
+
+SAY_WHO = """
+import os, sys
+
+print("out", os.environ["RANK"])
+print("err", os.environ["RANK"], file=sys.stderr)
+"""
+
+LINES = 10_000
+CHATTY_BYTES_MIN = 200_000_000
+
+# Scripts wait for the test by files.
+WAIT = """
+import os, sys, time
+from pathlib import Path
+
+rank = int(os.environ["RANK"])
+
+
+def wait(name):
+    while not Path(name).exists():
+        time.sleep(0.005)
+
+
+def write(text):
+    sys.stdout.write(text)
+    sys.stdout.flush()
+"""
+
+
+class TestLoneWorker:
+    def test_its_lines_have_no_prefix(self, tmp_path: Path) -> None:
+        script(tmp_path, SAY_WHO)
+
+        job = finished(tmp_path, *LIGHT, "train.py")
+
+        assert job.stdout == "out 0\n"
+        assert "\nerr 0\n" in job.stderr
+
+    def test_stdin_reaches_it(self, tmp_path: Path) -> None:
+        script(tmp_path, "import sys; print(sys.stdin.read().upper())")
+
+        with Job(tmp_path, *LIGHT, "train.py", stdin=subprocess.PIPE) as job:
+            assert job.process.stdin
+            job.process.stdin.write(b"from a pipe")
+            job.process.stdin.close()
+            job.wait()
+
+        assert job.stdout == "FROM A PIPE\n"
+
+    def test_stdout_and_stderr_keep_their_order_where_both_go_to_one_file(self, tmp_path: Path) -> None:
+        script(tmp_path, "import sys\nfor i in range(2000): print('line', i, file=(sys.stdout, sys.stderr)[i % 2])")
+
+        output = _one_file(tmp_path, *LIGHT, "train.py")
+
+        assert [line for line in output if not line.startswith("elaunch: ")] == [f"line {i}" for i in range(2000)]
+
+    @pytest.mark.parametrize("start", [LIGHT, ("--no-preload",)], ids=["forked", "exec'd"])
+    def test_it_keeps_its_terminal_and_can_ask_the_user(self, start: tuple[str, ...], tmp_path: Path) -> None:
+        script(tmp_path, "import os; print('terminals', *map(os.isatty, range(3))); print('hello', input('name? '))")
+
+        with Terminal(tmp_path, *start, "train.py") as terminal:
+            terminal.read_until("name? ")
+            terminal.type("Ada\n")
+            terminal.read_until("hello Ada")
+            code = terminal.process.wait(DEADLINE_S)
+
+        assert code == 0, terminal.text
+        assert "terminals True True True" in terminal.text
+
+
+class TestPrefix:
+    def test_several_workers_lines_have_their_rank_in_front(self, tmp_path: Path) -> None:
+        script(tmp_path, SAY_WHO)
+
+        job = finished(tmp_path, *LIGHT, "--nproc-per-node", "3", "train.py")
+
+        assert sorted(job.stdout.splitlines()) == [f"[{rank}] out {rank}" for rank in range(3)]
+        assert {f"[{rank}] err {rank}" for rank in range(3)} <= set(job.stderr.splitlines())
+
+    def test_torchruns_template_is_followed(self, tmp_path: Path) -> None:
+        script(tmp_path, SAY_WHO)
+        template = "<${role_name} ${rank}/${local_rank}> "
+
+        job = finished(
+            tmp_path,
+            *(*LIGHT, "--nproc-per-node", "2", "--role", "actor", "train.py"),
+            env={"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": template},
+        )
+
+        assert sorted(job.stdout.splitlines()) == ["<actor 0/0> out 0", "<actor 1/1> out 1"]
+
+    def test_the_first_rank_has_stdin_and_the_others_read_its_end(self, tmp_path: Path) -> None:
+        script(tmp_path, "import os, sys; print('read', repr(sys.stdin.read()))")
+
+        with Job(tmp_path, *LIGHT, "--nproc-per-node", "2", "train.py", stdin=subprocess.PIPE) as job:
+            assert job.process.stdin
+            job.process.stdin.write(b"data")
+            job.process.stdin.close()
+            job.wait()
+
+        assert sorted(job.stdout.splitlines()) == ["[0] read 'data'", "[1] read ''"]
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """The lines of four workers that write as fast as they can, one of them in blocks that no pipe holds at once."""
+    folder = tmp_path_factory.mktemp("loaded")
+    script(
+        folder,
+        WAIT
+        + f"""
+lines = [f"line {{i}} of rank {{rank}} {{'x' * (i * 7 % 150)}}.\\n".encode() for i in range({LINES})]
+if rank == 3:
+    lines = [b"".join(lines[i : i + 2000]) for i in range(0, {LINES}, 2000)]
+Path(f"ready {{rank}}").touch()
+for other in range(4):
+    wait(f"ready {{other}}")
+for line in lines:
+    for fd in 1, 2:
+        rest = line
+        while rest:
+            rest = rest[os.write(fd, rest) :]
+""",
+    )
+
+    with (folder / "stdout").open("wb") as out, (folder / "stderr").open("wb") as err:
+        command = [*COMMAND, *LIGHT, "--nproc-per-node", "4", "train.py"]
+        subprocess.run(command, cwd=folder, env=environment(), stdout=out, stderr=err, check=True, timeout=DEADLINE_S)
+
+    return {name: (folder / name).read_text().splitlines() for name in ("stdout", "stderr")}
+
+
+@pytest.mark.parametrize("name", ["stdout", "stderr"])
+def test_under_load_every_line_arrives_once_whole_and_in_its_ranks_order(
+    name: str, loaded: dict[str, list[str]]
+) -> None:
+    lines = [line for line in loaded[name] if not line.startswith("elaunch: ")]
+
+    by_rank = {rank: [line for line in lines if line.startswith(f"[{rank}] ")] for rank in range(4)}
+    for rank, mine in by_rank.items():
+        assert mine == [f"[{rank}] line {i} of rank {rank} {'x' * (i * 7 % 150)}." for i in range(LINES)]
+    assert len(lines) == 4 * LINES
+    turns = sum(one[:3] != other[:3] for one, other in itertools.pairwise(lines))
+    assert turns > 20, "the ranks wrote one after the other: this proves nothing"
+
+
+class TestPartialLines:
+    def test_they_are_shown_soon_and_completed_in_place(self, tmp_path: Path) -> None:
+        script(
+            tmp_path,
+            WAIT
+            + """
+if rank == 0:
+    write("epoch 1 ...")
+    wait("shown")
+    write(" done\\n")
+wait("shown")
+""",
+        )
+
+        with Job(tmp_path, *LIGHT, "--nproc-per-node", "2", "train.py") as job:
+            wait_for(lambda: job.stdout == "[0] epoch 1 ...", "the partial line")
+            (tmp_path / "shown").touch()
+            job.wait()
+
+        assert job.stdout == "[0] epoch 1 ... done\n"
+
+    def test_another_ranks_line_does_not_run_into_one(self, tmp_path: Path) -> None:
+        script(
+            tmp_path,
+            WAIT
+            + """
+if rank == 0:
+    write("epoch 1 ...")
+    wait("other shown")
+    write(" done\\n")
+else:
+    wait("shown")
+    write("meanwhile\\n")
+    wait("other shown")
+""",
+        )
+
+        with Job(tmp_path, *LIGHT, "--nproc-per-node", "2", "train.py") as job:
+            wait_for(lambda: job.stdout == "[0] epoch 1 ...", "the partial line")
+            (tmp_path / "shown").touch()
+            wait_for(lambda: "meanwhile\n" in job.stdout, "the other rank's line")
+            (tmp_path / "other shown").touch()
+            job.wait()
+
+        assert job.stdout == "[0] epoch 1 ...\n[1] meanwhile\n[0]  done\n"
+
+    def test_a_partial_last_line_is_not_lost(self, tmp_path: Path) -> None:
+        script(tmp_path, WAIT + "write(f'the end of {rank}')")
+
+        job = finished(tmp_path, *LIGHT, "--nproc-per-node", "2", "train.py")
+
+        assert sorted(job.stdout.split("\n")) == ["[0] the end of 0", "[1] the end of 1"]
+
+    def test_a_progress_bar_moves_in_place(self, tmp_path: Path) -> None:
+        script(
+            tmp_path,
+            WAIT
+            + """
+if rank == 0:
+    for percent in 10, 20, 30:
+        write(f"\\r{percent}%")
+        wait(f"shown {percent}")
+    write("\\r100%\\n")
+wait("shown 30")
+""",
+        )
+
+        with Job(tmp_path, *LIGHT, "--nproc-per-node", "2", "train.py") as job:
+            for percent in (10, 20, 30):
+                wait_for(lambda p=percent: job.stdout.endswith(f"\r[0] {p}%"), f"{percent}%")  # type: ignore[misc]
+                (tmp_path / f"shown {percent}").touch()
+            job.wait()
+
+        assert job.stdout == "[0] \r[0] 10%\r[0] 20%\r[0] 30%\r[0] 100%\n"
+
+    def test_a_line_of_megabytes_arrives_whole(self, tmp_path: Path) -> None:
+        script(tmp_path, WAIT + "write('x' * 3_000_000 + '\\n' if rank == 0 else '')")
+
+        job = finished(tmp_path, *LIGHT, "--nproc-per-node", "2", "train.py")
+
+        assert job.stdout == f"[0] {'x' * 3_000_000}\n"
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
+    """What became of a rank's output that never pauses until the test has seen the one line of another rank."""
+    folder = tmp_path_factory.mktemp("chatty")
+    script(
+        folder,
+        f"""
+import hashlib, json, os, time
+from pathlib import Path
+
+if os.environ["RANK"] == "0":
+    block = b"".join(b"%07d %s\\n" % (i, b"x" * 990) for i in range(1000))
+    seen, written = hashlib.sha256(), 0
+    while written < {CHATTY_BYTES_MIN} or not Path("heard").exists():
+        rest = memoryview(block)
+        while rest:
+            rest = rest[os.write(1, rest):]
+        seen.update(block)
+        written += len(block)
+    Path("wrote.tmp").write_text(json.dumps([written, seen.hexdigest()]))
+    Path("wrote.tmp").rename("wrote")
+else:
+    while not Path("speak").exists():
+        time.sleep(0.005)
+    print("a word of rank 1")
+    while not Path("wrote").exists():
+        time.sleep(0.005)
+""",
+    )
+
+    process = subprocess.Popen(
+        [*COMMAND, *LIGHT, "--nproc-per-node", "2", "--log-dir", "logs", "train.py"],
+        cwd=folder,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+    # A stalled line would be waited for by both sides.
+    deadline = threading.Timer(DEADLINE_S, process.kill)
+    deadline.start()
+    console, count, others, was_asked, still_wrote = hashlib.sha256(), 0, [], False, False
+    assert process.stdout
+    for line in process.stdout:
+        if line.startswith(b"[0] "):
+            console.update(line[4:])
+            count += len(line) - 4
+        else:
+            others.append(line)
+            still_wrote = not (folder / "wrote").exists()
+            (folder / "heard").touch()
+        if count > CHATTY_BYTES_MIN // 4 and not was_asked:
+            was_asked = True
+            (folder / "speak").touch()
+    deadline.cancel()
+    code = process.wait()
+
+    (log,) = folder.glob("logs/*/attempt_0/0/stdout.log")
+    kept, size = hashlib.sha256(), log.stat().st_size
+    with log.open("rb") as file:
+        while piece := file.read(1 << 20):
+            kept.update(piece)
+    log.unlink()
+
+    return {
+        "code": code,
+        "wrote": json.loads((folder / "wrote").read_text()),
+        "console": [count, console.hexdigest()],
+        "file": [size, kept.hexdigest()],
+        "others": others,
+        "still_wrote": still_wrote,
+    }
+
+
+class TestChattyRank:
+    def test_another_ranks_line_arrives_while_it_still_writes(self, told: dict[str, object]) -> None:
+        assert told["others"] == [b"[1] a word of rank 1\n"]
+        assert told["still_wrote"]
+        assert told["code"] == 0
+
+    def test_no_byte_is_lost_on_the_console(self, told: dict[str, object]) -> None:
+        assert told["console"] == told["wrote"]
+
+    def test_no_byte_is_lost_in_the_log_file(self, told: dict[str, object]) -> None:
+        assert told["file"] == told["wrote"]
+
+
+class TestLogDir:
+    def test_each_generation_and_rank_keeps_its_files_through_restarts(self, tmp_path: Path) -> None:
+        script(
+            tmp_path,
+            WAIT
+            + """
+generation = os.environ["ELAUNCH_GENERATION"]
+print("generation", generation, "rank", rank)
+print("error of generation", generation, "rank", rank, file=sys.stderr)
+Path(f"{generation} {rank}").touch()
+if generation != "2":
+    wait(f"{generation} {1 - rank}")
+    os.kill(os.getpid(), 9) if rank else time.sleep(60)
+""",
+        )
+
+        job = finished(tmp_path, *LIGHT, "--nproc-per-node", "2", "--log-dir", "kept/here", "train.py")
+
+        (run,) = (tmp_path / "kept/here").iterdir()
+        assert job.code == 0, job.output
+        assert _tree(run) == {
+            f"attempt_{generation}/{rank}/{name}.log": f"{words}generation {generation} rank {rank}\n"
+            for generation in range(3)
+            for rank in range(2)
+            for name, words in (("stdout", ""), ("stderr", "error of "))
+        }
+        assert all(f"[{rank}] generation {g} rank {rank}\n" in job.stdout for g in range(3) for rank in range(2))
+        assert str(run) in job.stderr
+
+    def test_the_maps_of_redirects_and_tee_know_ranks_of_two_digits(self, tmp_path: Path) -> None:
+        script(tmp_path, SAY_WHO)
+
+        job = finished(
+            tmp_path,
+            *(*LIGHT, "--nproc-per-node", "12", "--log-dir", "logs"),
+            *("-r", "11:1,2:3", "-t", "10:2", "train.py"),
+        )
+
+        (run,) = (tmp_path / "logs").iterdir()
+        said = set(re.findall(r"(?:out|err) \d+", job.output))
+        everything = {f"{name} {rank}" for name in ("out", "err") for rank in range(12)}
+        assert job.code == 0, job.output
+        assert said == everything - {"out 11", "out 2", "err 2"}
+        assert {path: text for path, text in _tree(run).items() if text} == {
+            "attempt_0/11/stdout.log": "out 11\n",
+            "attempt_0/2/stdout.log": "out 2\n",
+            "attempt_0/2/stderr.log": "err 2\n",
+            "attempt_0/10/stderr.log": "err 10\n",
+        }
+
+    def test_lines_of_tee_have_torchruns_prefix(self, tmp_path: Path) -> None:
+        script(tmp_path, SAY_WHO)
+
+        job = finished(tmp_path, *LIGHT, "--nproc-per-node", "2", "--log-dir", "logs", "--tee", "3", "train.py")
+
+        assert sorted(job.stdout.splitlines()) == ["[default0]:out 0", "[default1]:out 1"]
+
+    @pytest.mark.parametrize(
+        ("option", "ranks"), [("--local-ranks-filter", "0,2"), ("--ranks-filter", "1"), ("--ranks-filter", "7")]
+    )
+    def test_filters_of_ranks_limit_the_console_and_not_the_files(
+        self, option: str, ranks: str, tmp_path: Path
+    ) -> None:
+        script(tmp_path, SAY_WHO)
+
+        job = finished(tmp_path, *LIGHT, "--nproc-per-node", "3", "--log-dir", "logs", option, ranks, "train.py")
+
+        (run,) = (tmp_path / "logs").iterdir()
+        shown = [f"[{rank}] out {rank}" for rank in ranks.split(",") if int(rank) < 3]
+        assert sorted(job.stdout.splitlines()) == shown
+        assert sorted(re.findall(r"^\[(\d)\] err", job.stderr, re.MULTILINE)) == [line[1] for line in shown]
+        assert [_tree(run)[f"attempt_0/{rank}/stdout.log"] for rank in range(3)] == ["out 0\n", "out 1\n", "out 2\n"]
+
+    def test_a_lone_worker_that_is_filtered_out_is_silent(self, tmp_path: Path) -> None:
+        script(tmp_path, SAY_WHO)
+
+        job = finished(tmp_path, *LIGHT, "--local-ranks-filter", "1", "train.py")
+
+        assert job.stdout == ""
+        assert "err 0" not in job.stderr
+
+    def test_duplicate_filters_copy_the_lines_with_a_word(self, tmp_path: Path) -> None:
+        script(
+            tmp_path,
+            WAIT
+            + """
+for line in "step 1 loss 3.5", "step 2", "a,b", "a b", "grad 7":
+    write(f"{line} rank {rank}\\n")
+print("warning: slow rank", rank, file=sys.stderr)
+print("loss of words", file=sys.stderr)
+""",
+        )
+
+        finished(
+            tmp_path,
+            *(*LIGHT, "--nproc-per-node", "2", "--log-dir", "logs"),
+            *("--duplicate-stdout-filters", "loss,a,,b,grad 7", "--duplicate-stderr-filters", "warning:", "train.py"),
+        )
+
+        (run,) = (tmp_path / "logs").iterdir()
+        files = _tree(run)
+        wanted = [f"{words} rank {rank}" for words in ("a,b", "grad 7", "step 1 loss 3.5") for rank in range(2)]
+        assert sorted(files["attempt_0/filtered_stdout.log"].splitlines()) == wanted
+        assert sorted(files["attempt_0/filtered_stderr.log"].splitlines()) == [
+            "warning: slow rank 0",
+            "warning: slow rank 1",
+        ]
+
+
+class TestNothingIsLeft:
+    @pytest.mark.parametrize("end", ["", "raise ValueError", "os.kill(os.getpid(), 9)"], ids=["0", "exception", "KILL"])
+    def test_without_a_log_dir_no_file_stays(self, end: str, tmp_path: Path) -> None:
+        script(tmp_path, f"import os\nprint('file', os.environ['TORCHELASTIC_ERROR_FILE'])\n{end}")
+        temporary = tmp_path / "temporary"
+        temporary.mkdir()
+        before = set(Path("/dev/shm").glob("elaunch*"))
+
+        job = finished(tmp_path, *LIGHT, "--max-restarts", "1", "train.py", env={"TMPDIR": str(temporary)})
+
+        used = {Path(path).parents[2].parent for path in re.findall(r"file (.*)", job.stdout)}
+        assert used == {temporary}
+        assert list(temporary.iterdir()) == []
+        assert set(Path("/dev/shm").glob("elaunch*")) <= before
+
+
+class TestFullDisk:
+    @pytest.fixture
+    def small_disk(self, tmp_path: Path) -> Iterator[Callable[[str], Path]]:
+        """A disk of the given size, in mount's words."""
+        mounted: list[Path] = []
+
+        def mount(size: str) -> Path:
+            place = tmp_path / "disk"
+            place.mkdir()
+            command = ["mount", "-t", "tmpfs", "-o", size, "tmpfs", str(place)]
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode:
+                pytest.skip(f"no file system can be mounted here: {done.stderr}")
+            mounted.append(place)
+            return place
+
+        yield mount
+
+        for place in mounted:
+            subprocess.run(["umount", str(place)], check=True)
+
+    @pytest.mark.parametrize("size", ["size=64k", "nr_inodes=4"], ids=["no space", "no inode"])
+    def test_training_goes_on_with_one_warning(
+        self, size: str, small_disk: Callable[[str], Path], tmp_path: Path
+    ) -> None:
+        disk = small_disk(size)
+        script(
+            tmp_path,
+            WAIT
+            + """
+for stream in sys.stdout, sys.stderr:
+    for i in range(2000):
+        stream.write(f"line {i} {'x' * 50}\\n")
+write(f"the end of {rank}\\n")
+""",
+        )
+
+        job = finished(tmp_path, *LIGHT, "--nproc-per-node", "2", "--log-dir", str(disk / "logs"), "train.py")
+
+        assert job.code == 0, job.output
+        assert job.stdout.count("line 1999 ") == job.stderr.count("line 1999 ") == 2
+        assert all(f"[{rank}] the end of {rank}\n" in job.stdout for rank in range(2))
+        assert len(re.findall(r"No space left on device", job.stderr)) == 1, job.stderr
+
+    def test_a_failure_is_reported_with_its_traceback_all_the_same(
+        self, small_disk: Callable[[str], Path], tmp_path: Path
+    ) -> None:
+        disk = small_disk("size=64k")
+        (disk / "ballast").write_bytes(bytes(60 << 10))
+        script(tmp_path, "print('x' * 100_000)\nraise ValueError('the disk is full and more')")
+
+        job = finished(tmp_path, *LIGHT, "--max-restarts", "0", "--log-dir", str(disk / "logs"), "train.py")
+
+        assert job.code == 1
+        assert re.search(r"^rank 0 .* raised ValueError: the disk is full and more", job.stderr, re.MULTILINE)
+
+
+class TestReaderGone:
+    def test_training_goes_on_when_the_consoles_reader_leaves(self, tmp_path: Path) -> None:
+        script(
+            tmp_path,
+            WAIT
+            + """
+write("first\\n")
+wait("reader gone")
+for i in range(20_000):
+    write(f"line {i}\\n")
+Path(f"trained {rank}").touch()
+""",
+        )
+
+        with subprocess.Popen(
+            [*COMMAND, *LIGHT, "--nproc-per-node", "2", "train.py"],
+            cwd=tmp_path,
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        ) as process:
+            assert process.stdout
+            assert process.stderr
+            first = process.stdout.readline()
+            process.stdout.close()
+            (tmp_path / "reader gone").touch()
+            errors = process.stderr.read().decode()
+            code = process.wait(DEADLINE_S)
+
+        assert first in (b"[0] first\n", b"[1] first\n")
+        assert code == 0, errors
+        assert all((tmp_path / f"trained {rank}").exists() for rank in range(2))
+        assert errors.count("reader is gone") == 1
+
+
+class Terminal:
+    """A command on a terminal of its own, which is its controlling one; `text` is what the screen got."""
+
+    def __init__(self, folder: Path, *args: str) -> None:
+        self._main, follower = pty.openpty()
+        self.text = ""
+        self.process = subprocess.Popen(
+            [*COMMAND, *args],
+            cwd=folder,
+            env=environment(),
+            stdin=follower,
+            stdout=follower,
+            stderr=follower,
+            start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        )
+        os.close(follower)
+
+    def __enter__(self) -> Terminal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self._main)
+
+    def type(self, keys: str) -> None:
+        os.write(self._main, keys.encode())
+
+    def read_until(self, words: str) -> None:
+        end_s = time.monotonic() + DEADLINE_S
+        while words not in self.text:
+            ready, _, _ = select.select([self._main], [], [], max(0.0, end_s - time.monotonic()))
+            assert ready, f"not within {DEADLINE_S:g} s: {words!r}\n{self.text}"
+            self.text += os.read(self._main, 4096).decode()
+
+
+def _one_file(folder: Path, *args: str) -> Sequence[str]:
+    """The lines of a job whose stdout and stderr are the same file."""
+    with (folder / "output").open("wb") as file:
+        subprocess.run(
+            [*COMMAND, *args], cwd=folder, env=environment(), stdout=file, stderr=file, check=True, timeout=DEADLINE_S
+        )
+    return (folder / "output").read_text().splitlines()
+
+
+def _tree(folder: Path) -> dict[str, str]:
+    """All files below `folder`, by their path in it."""
+    return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
