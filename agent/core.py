@@ -263,7 +263,7 @@ def _tick(agent: Agent, now_s: float) -> Step:
         case Stopping(live=live, kill_at_s=kill_at_s) as stopping if live and now_s >= kill_at_s:
             ranks = ", ".join(str(rank) for rank in sorted(live))
             if stopping.killed:
-                return agent, (
+                return replace(agent, phase=replace(stopping, kill_at_s=now_s + KILL_WAIT_S)), (
                     Say(f"local rank {ranks} did not end {KILL_WAIT_S:g} s after SIGKILL; replacing the fork server"),
                     ReplaceForkServer(stopping.table.generation),
                 )
