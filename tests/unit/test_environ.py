@@ -1,0 +1,101 @@
+"""agent.environ: a worker's environment, with torchrun's names and meanings."""
+
+from __future__ import annotations
+
+import pytest
+
+from elaunch.agent.environ import arguments, one_gpu, rank_variables
+from elaunch.rendezvous.types import RankTable, Seat
+
+TABLE = RankTable(
+    generation=4,
+    seats=(Seat("a", "host-a", 2, 0), Seat("b", "host-b", 3, 2)),
+    master_addr="host-a",
+    master_port=29511,
+    reason="restart 2 of 3",
+    restarts=2,
+)
+
+
+def variables(
+    group_rank: int = 1, local_rank: int = 1, *, agent_store: bool = True, inherited: dict[str, str] | None = None
+) -> dict[str, str]:
+    return rank_variables(
+        TABLE,
+        group_rank,
+        local_rank,
+        run_id="job",
+        role="trainer",
+        max_restarts=3,
+        agent_store=agent_store,
+        error_file="/run/error.json",
+        inherited=inherited or {},
+    )
+
+
+def test_a_worker_gets_torchruns_variables_and_its_generation() -> None:
+    assert variables() == {
+        "LOCAL_RANK": "1",
+        "RANK": "3",
+        "GROUP_RANK": "1",
+        "ROLE_RANK": "3",
+        "ROLE_NAME": "trainer",
+        "LOCAL_WORLD_SIZE": "3",
+        "WORLD_SIZE": "5",
+        "GROUP_WORLD_SIZE": "2",
+        "ROLE_WORLD_SIZE": "5",
+        "MASTER_ADDR": "host-a",
+        "MASTER_PORT": "29511",
+        "TORCHELASTIC_RESTART_COUNT": "2",
+        "TORCHELASTIC_MAX_RESTARTS": "3",
+        "TORCHELASTIC_RUN_ID": "job",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_ERROR_FILE": "/run/error.json",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+        "ELAUNCH_GENERATION": "4",
+    }
+
+
+def test_the_ranks_of_all_nodes_are_without_holes() -> None:
+    ranks = [int(variables(g, n)["RANK"]) for g, seat in enumerate(TABLE.seats) for n in range(seat.slots)]
+
+    assert ranks == [0, 1, 2, 3, 4]
+
+
+def test_the_error_handling_that_the_user_chose_for_nccl_stays() -> None:
+    inherited = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"}
+
+    assert variables(inherited=inherited)["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "3"
+
+
+def test_without_a_worker_store_of_its_own_rank_0_hosts_it() -> None:
+    assert variables(agent_store=False)["TORCHELASTIC_USE_AGENT_STORE"] == "False"
+
+
+def test_what_is_inherited_is_not_repeated() -> None:
+    assert "HOME" not in variables(inherited={"HOME": "/home/u"})
+
+
+@pytest.mark.parametrize(
+    ("inherited", "device"),
+    [({}, "1"), ({"CUDA_VISIBLE_DEVICES": "4, 6 ,7"}, "6"), ({"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b"}, "GPU-b")],
+)
+def test_a_virtual_local_rank_is_nought_on_the_gpu_that_would_have_been_its_own(
+    inherited: dict[str, str], device: str
+) -> None:
+    assert one_gpu(inherited, 1) == {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": device}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("--device=${local_rank}", "--device=2"),
+        ("$local_rank", "2"),
+        ("$$local_rank", "$local_rank"),
+        ("${HOME}", "${HOME}"),
+        ("5$", "5$"),
+        ("", ""),
+    ],
+)
+def test_local_rank_is_replaced_in_arguments_and_nothing_else_is(given: str, expected: str) -> None:
+    assert arguments((given,), 2) == (expected,)

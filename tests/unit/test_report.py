@@ -1,0 +1,223 @@
+"""launcher.report: what the user reads at the end, and the error file that is handed on."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from elaunch.launcher.report import report, write_error_file
+from elaunch.rendezvous.types import Failure, FailureKind, JobSpec, Outcome, OutcomeKind, Program, ProgramKind
+
+SPEC = JobSpec("job", Program(ProgramKind.SCRIPT, "train.py", ("--lr", "1")), max_restarts=3)
+TRACEBACK = (
+    "Traceback (most recent call last):\n"
+    '  File "/home/u/train.py", line 3, in f\n'
+    "    raise ValueError('bad')\n"
+    "ValueError: bad"
+)
+RAISED = Failure(
+    FailureKind.EXCEPTION,
+    generation=3,
+    node_id="node-a-1",
+    host="node-a",
+    rank=5,
+    local_rank=1,
+    pid=4711,
+    code=1,
+    message="raised ValueError: bad",
+    exception="ValueError",
+    frame="/home/u/train.py:3 in f",
+    traceback=TRACEBACK,
+    tail=f"loading\nepoch 1\n{TRACEBACK}\n",
+    failed_at=1.0,
+)
+KILLED = replace(
+    RAISED, kind=FailureKind.SIGNAL, code=-9, message="was killed by SIGKILL", traceback="", tail="last words\n"
+)
+NO_OBJECT = pytest.mark.xfail(strict=True, reason="a record that is no object raises AttributeError")
+FAILED = Outcome(OutcomeKind.FAILED, "the budget of 3 restarts is spent", 3, 3, 3, RAISED)
+
+
+def failed(failure: Failure, logs: Path | None = None) -> str:
+    return report(replace(FAILED, failure=failure), SPEC, logs)
+
+
+def test_a_failed_run_names_who_failed_first_and_why_it_stopped() -> None:
+    text = failed(RAISED)
+
+    assert "train.py FAILED" in text
+    assert "rank 5 (local rank 1 on node-a, pid 4711) raised ValueError: bad in generation 3." in text
+    assert "the budget of 3 restarts is spent" in text
+
+
+def test_the_words_that_scripts_look_for_in_torchruns_box_are_there() -> None:
+    lines = failed(RAISED).splitlines()
+
+    start = lines.index("Root Cause (first observed failure):")
+    assert lines[start + 1] == "[0]:"
+    fields = {line.partition(":")[0].strip(): line.partition(":")[2].strip() for line in lines[start + 2 :]}
+    assert fields["host"] == "node-a"
+    assert fields["rank"] == "5 (local_rank: 1)"
+    assert fields["exitcode"] == "1 (pid: 4711)"
+    assert fields["error_file"] == "<N/A>"
+
+
+@pytest.mark.xfail(strict=True, reason="report writes three spaces")
+def test_exitcode_stands_as_torchrun_writes_it_since_scripts_look_for_it() -> None:
+    assert "  exitcode  : 1 (pid: 4711)" in failed(RAISED)
+
+
+def test_a_signal_is_named_beside_the_exit_code() -> None:
+    assert "-9 (pid: 4711)  (SIGKILL)" in failed(KILLED)
+
+
+def test_a_failure_without_an_exit_has_no_exit_code() -> None:
+    lost = replace(KILLED, kind=FailureKind.TEMPLATE_LOST, code=None, rank=-1, message="the fork server was killed")
+
+    text = failed(lost)
+
+    assert "exitcode" in text
+    assert "<N/A>" in text[text.index("exitcode") :].splitlines()[0]
+    assert "the fork server was killed on node-a in generation 3." in text
+
+
+def test_the_traceback_is_shown_once_and_what_was_printed_before_it_too() -> None:
+    text = failed(RAISED)
+
+    assert text.count("Traceback (most recent call last):") == 1
+    assert text.count("line 3, in f") == 1
+    assert "    epoch 1" in text
+    assert "its last 2 lines" in text
+
+
+@pytest.mark.xfail(strict=True, reason="the end of stderr is cut at the last traceback, not at the first of the chain")
+def test_of_chained_exceptions_nothing_is_shown_twice() -> None:
+    chain = TRACEBACK.replace("bad", "first") + f"\n\nDuring handling of it, another happened:\n\n{TRACEBACK}"
+    raised = replace(RAISED, traceback=chain, tail=f"epoch 1\n{chain}\n")
+
+    text = failed(raised)
+
+    assert text.count("ValueError: first") == 1
+    assert text.count("Traceback (most recent call last):") == 2
+    assert "    epoch 1" in text
+
+
+@pytest.mark.xfail(strict=True, reason="the first line's prefix stays")
+def test_a_traceback_with_the_prefix_of_torch_distributed_is_not_shown_twice() -> None:
+    printed = "\n".join(f"[rank5]: {line}" for line in TRACEBACK.splitlines())
+    raised = replace(RAISED, tail=f"epoch 1\n{printed}\n")
+
+    text = failed(raised)
+
+    assert "[rank5]" not in text
+    assert "    epoch 1" in text
+
+
+def test_without_a_traceback_the_end_of_stderr_is_shown_and_no_more() -> None:
+    text = failed(replace(KILLED, tail="".join(f"line {n}\n" for n in range(100))))
+
+    assert "    line 99" in text
+    assert "    line 80" in text
+    assert "line 79" not in text
+
+
+@pytest.mark.xfail(strict=True, reason="splitlines splits at carriage returns as well")
+def test_a_progress_bar_shows_its_last_state_only() -> None:
+    text = failed(replace(KILLED, tail="10%\r20%\r30%\ndone\n"))
+
+    assert "    30%\n    done" in text
+    assert "20%" not in text
+
+
+def test_without_words_on_stderr_none_are_shown() -> None:
+    assert "stderr" not in failed(replace(KILLED, tail=""))
+
+
+def test_files_that_are_kept_are_named_and_private_ones_are_not() -> None:
+    failure = replace(RAISED, error_file="/logs/5/error.json", log_path="/logs/5/stderr.log")
+
+    kept, private = failed(failure, Path("/logs")), failed(replace(failure, log_path=""))
+
+    assert "error_file : /logs/5/error.json" in kept
+    assert "log        : /logs/5/stderr.log" in kept
+    assert "/logs" not in private
+
+
+def test_a_failed_run_without_a_failure_says_its_reason() -> None:
+    text = report(replace(FAILED, failure=None, reason="cancelled by a person"), SPEC, None)
+
+    assert "train.py FAILED" in text
+    assert "cancelled by a person." in text
+
+
+def test_an_interrupted_run_says_by_what_and_its_exit_code() -> None:
+    outcome = Outcome(OutcomeKind.INTERRUPTED, "SIGTERM was received", 0, 0, 3, signum=15)
+
+    text = report(outcome, SPEC, None)
+
+    assert text.startswith("elaunch: ")
+    assert "SIGTERM was received" in text
+    assert "143" in text
+    assert "FAILED" not in text
+
+
+def test_a_plain_success_says_nothing() -> None:
+    assert report(Outcome(OutcomeKind.SUCCEEDED, "done", 0, 0, 3), SPEC, None) == ""
+
+
+def test_a_success_after_restarts_says_how_many() -> None:
+    text = report(Outcome(OutcomeKind.SUCCEEDED, "done", 2, 2, 3), SPEC, None)
+
+    assert "2 of 3 restarts" in text
+
+
+@pytest.mark.parametrize("kind", [OutcomeKind.SUCCEEDED, OutcomeKind.INTERRUPTED])
+def test_kept_output_is_named_however_a_run_ended(kind: OutcomeKind) -> None:
+    assert "/logs/job_1" in report(Outcome(kind, "done", 0, 0, 3, signum=2), SPEC, Path("/logs/job_1"))
+
+
+@pytest.mark.parametrize("outcome", [FAILED, replace(FAILED, kind=OutcomeKind.INTERRUPTED, signum=2)])
+def test_a_report_ends_with_a_line_end(outcome: Outcome) -> None:
+    assert report(outcome, SPEC, None).endswith("\n")
+
+
+def test_the_first_failures_record_is_handed_on_with_its_exit_code(tmp_path: Path) -> None:
+    theirs, ours = tmp_path / "theirs.json", tmp_path / "ours.json"
+    record = {"message": {"message": "ValueError: bad", "extraInfo": {"py_callstack": "T", "timestamp": "10"}}}
+    theirs.write_text(json.dumps(record))
+
+    write_error_file(replace(FAILED, failure=replace(RAISED, error_file=str(theirs))), str(ours))
+
+    assert json.loads(ours.read_text()) == {"message": {**record["message"], "errorCode": 1}}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ours.json", "theirs.json"]
+
+
+@pytest.mark.parametrize(
+    "text", [None, "", '{"mess', '{"message": "short"}', "{}", pytest.param("[1]", marks=NO_OBJECT)]
+)
+def test_where_there_is_no_whole_record_ours_is_handed_on(tmp_path: Path, text: str | None) -> None:
+    theirs, ours = tmp_path / "theirs.json", tmp_path / "ours.json"
+    if text is not None:
+        theirs.write_text(text)
+
+    write_error_file(replace(FAILED, failure=replace(RAISED, error_file=str(theirs))), str(ours))
+
+    message = json.loads(ours.read_text())["message"]
+    assert message["message"] == RAISED.sentence
+    assert message["extraInfo"] == {"py_callstack": TRACEBACK, "timestamp": "1"}
+    assert message["errorCode"] == 1
+
+
+def test_no_error_file_is_written_without_a_failure_or_a_place(tmp_path: Path) -> None:
+    write_error_file(replace(FAILED, failure=None), str(tmp_path / "a.json"))
+    write_error_file(FAILED, None)
+    write_error_file(FAILED, "")
+
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_error_file_that_cannot_be_written_is_gone_without() -> None:
+    write_error_file(FAILED, "/proc/nowhere/error.json")

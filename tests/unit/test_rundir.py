@@ -1,0 +1,139 @@
+"""agent.rundir: where a run keeps its files."""
+
+from __future__ import annotations
+
+import stat
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from elaunch.agent.rundir import RunDir
+
+
+class Warnings(list[str]):
+    def __call__(self, text: str) -> None:
+        self.append(text)
+
+
+@pytest.fixture
+def warnings() -> Warnings:
+    return Warnings()
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder for temporary files."""
+    folder = tmp_path / "tmp"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder
+
+
+def test_without_a_log_folder_files_are_private(temporary: Path, warnings: Warnings) -> None:
+    run_dir = RunDir(None, "job", warnings)
+
+    assert run_dir.logs is None
+    assert run_dir.private
+    assert run_dir.private.parent == temporary
+    assert stat.S_IMODE(run_dir.private.stat().st_mode) == 0o700
+    assert run_dir.root == run_dir.private
+
+
+def test_a_log_folder_has_one_folder_per_run_so_that_none_deletes_anothers(
+    tmp_path: Path, temporary: Path, warnings: Warnings
+) -> None:
+    runs = [RunDir(tmp_path / "a" / "logs", "job", warnings) for _ in range(2)]
+
+    names = [run.logs.name for run in runs if run.logs]
+    assert len(set(names)) == 2
+    assert all(name.startswith("job_") for name in names)
+    assert [run.private for run in runs] == [None, None]
+    assert list(temporary.iterdir()) == []
+
+
+def test_each_generation_and_rank_has_a_folder_in_torchruns_tree(tmp_path: Path, warnings: Warnings) -> None:
+    run_dir = RunDir(tmp_path, "job", warnings)
+
+    generation, rank = run_dir.generation(2), run_dir.rank(2, 5)
+
+    assert run_dir.logs
+    assert generation == run_dir.logs / "attempt_2"
+    assert rank == run_dir.logs / "attempt_2" / "5"
+    assert rank.is_dir()
+
+
+def test_a_restart_keeps_the_files_of_the_generation_before(tmp_path: Path, warnings: Warnings) -> None:
+    run_dir = RunDir(tmp_path, "job", warnings)
+    before = run_dir.rank(0, 0)
+    assert before
+    (before / "stderr.log").write_text("words")
+
+    run_dir.rank(1, 0)
+    again = run_dir.rank(0, 0)
+
+    assert again == before
+    assert (before / "stderr.log").read_text() == "words"
+
+
+def test_paths_do_not_depend_on_where_one_stands(
+    tmp_path: Path, warnings: Warnings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    run_dir = RunDir(Path("logs"), "job", warnings)
+
+    assert run_dir.logs
+    assert run_dir.logs.is_absolute()
+    assert run_dir.logs.parent == tmp_path / "logs"
+
+
+def test_a_log_folder_that_cannot_be_made_is_said_once_and_a_private_one_used(
+    tmp_path: Path, temporary: Path, warnings: Warnings
+) -> None:
+    (tmp_path / "file").write_text("")
+
+    run_dir = RunDir(tmp_path / "file", "job", warnings)
+
+    assert run_dir.logs is None
+    assert run_dir.private
+    assert run_dir.private.parent == temporary
+    assert len(warnings) == 1
+    assert str(tmp_path / "file") in warnings[0]
+    assert "Not a directory" in warnings[0]
+
+
+def test_a_rank_whose_folder_cannot_be_made_goes_without(tmp_path: Path, warnings: Warnings) -> None:
+    run_dir = RunDir(tmp_path, "job", warnings)
+    assert run_dir.logs
+    (run_dir.logs / "attempt_0").write_text("in the way")
+
+    assert run_dir.rank(0, 1) is None
+    assert len(warnings) == 1
+
+
+def test_where_nothing_can_be_written_the_run_goes_on_without_files(
+    monkeypatch: pytest.MonkeyPatch, warnings: Warnings
+) -> None:
+    def full(*_: object, **__: object) -> str:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(tempfile, "mkdtemp", full)
+
+    run_dir = RunDir(None, "job", warnings)
+
+    assert (run_dir.root, run_dir.generation(0), run_dir.rank(0, 0)) == (None, None, None)
+    assert len(warnings) == 1
+
+
+def test_shared_memory_stands_in_for_a_temporary_folder_that_cannot_be_written(
+    monkeypatch: pytest.MonkeyPatch, warnings: Warnings
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/proc/nowhere")
+
+    run_dir = RunDir(None, "job", warnings)
+
+    assert run_dir.private
+    assert run_dir.private.parent == Path("/dev/shm")
+    assert warnings == []
+    run_dir.private.rmdir()
