@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import time
+import warnings
 from collections.abc import Sequence
 
 from elaunch.trainer.config import UsageError, parse
@@ -31,6 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UsageError as error:
         return _refuse(error, place)
 
+    # The trainer does without numpy; torch alone would mention that it is missing.
+    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     # Only now: a wrong option is answered in 0.1 s, not after the seconds that importing torch takes.
     from elaunch.trainer.train import train
 

@@ -29,16 +29,16 @@ class TrainConfig:
     `out` and `data` are None where the user left the choice to us (see `out_path` and `Corpus.open`).
     """
 
-    steps: int = 120
+    steps: int = 400
     seed: int = 0
     global_batch: int = 24
-    checkpoint_every: int = 20
+    checkpoint_every: int = 50
     out: Path | None = None
     data: Path | None = None
     layers: int = 4
     heads: int = 4
     width: int = 128
-    context: int = 128
+    context: int = 64
     learning_rate: float = 3e-3
     dropout: float = 0.0
     bf16: bool = False
@@ -103,28 +103,67 @@ _DEFAULT = TrainConfig()
 _COUNT = click.IntRange(min=1)
 
 
-@click.command(context_settings={"max_content_width": 110, "help_option_names": ["-h", "--help"]})
-@click.option("--steps", type=_COUNT, default=_DEFAULT.steps, show_default=True, help="Optimizer steps in all.")
-@click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=_DEFAULT.seed, show_default=True,
-              help="Start of all randomness: weights, data order, dropout.")  # fmt: skip
-@click.option("--global-batch", type=_COUNT, default=_DEFAULT.global_batch, show_default=True, metavar="WINDOWS",
-              help="Windows of text per step over all workers; a multiple of their number.")  # fmt: skip
-@click.option("--checkpoint-every", type=_COUNT, default=_DEFAULT.checkpoint_every, show_default=True, metavar="STEPS",
-              help="Steps between checkpoints; there is always one at the end.")  # fmt: skip
-@click.option("--out", type=click.Path(path_type=Path), metavar="DIR",
-              help="Run directory; the same command with the same DIR goes on where it was. On several nodes: a "
-                   "shared one.  [default: runs/<name made from the options>]")  # fmt: skip
-@click.option("--data", type=click.Path(path_type=Path), metavar="DIR",
-              help="Train on the files below DIR, of any kind.  [default: Python's own library, *.py]")  # fmt: skip
-@click.option("--layers", type=_COUNT, default=_DEFAULT.layers, show_default=True, help="Transformer blocks.")
-@click.option("--heads", type=_COUNT, default=_DEFAULT.heads, show_default=True, help="Attention heads; divide width.")
-@click.option("--width", type=_COUNT, default=_DEFAULT.width, show_default=True, help="Size of a token's vector.")
-@click.option("--context", type=_COUNT, default=_DEFAULT.context, show_default=True, metavar="BYTES",
-              help="Bytes in a window: what the model sees at once.")  # fmt: skip
-@click.option("--lr", "learning_rate", type=click.FloatRange(min=0, min_open=True), default=_DEFAULT.learning_rate,
-              show_default=True, help="Peak learning rate: warms up, then falls as a cosine to a tenth.")  # fmt: skip
-@click.option("--dropout", type=click.FloatRange(0, 1, max_open=True), default=_DEFAULT.dropout, show_default=True,
-              help="Share of activations dropped while training.")  # fmt: skip
+@click.command(context_settings={"max_content_width": 110, "show_default": True, "help_option_names": ["-h", "--help"]})
+@click.option("--steps", type=_COUNT, default=_DEFAULT.steps, metavar="N", help="Optimizer steps in all.")
+@click.option(
+    "--seed",
+    type=click.IntRange(0, 2**63 - 1),
+    default=_DEFAULT.seed,
+    metavar="N",
+    help="Start of all randomness: weights, data order, dropout.",
+)
+@click.option(
+    "--global-batch",
+    type=_COUNT,
+    default=_DEFAULT.global_batch,
+    metavar="WINDOWS",
+    help="Windows of text per step over all workers; a multiple of their number.",
+)
+@click.option(
+    "--checkpoint-every",
+    type=_COUNT,
+    default=_DEFAULT.checkpoint_every,
+    metavar="STEPS",
+    help="Steps between checkpoints; there is always one at the end.",
+)
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Run directory; the same command with the same DIR goes on where it was. On several nodes: a "
+    "shared one.  [default: runs/<name made from the options>]",
+)
+@click.option(
+    "--data",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Train on the files below DIR, of any kind.  [default: Python's own library, *.py]",
+)
+@click.option("--layers", type=_COUNT, default=_DEFAULT.layers, metavar="N", help="Transformer blocks.")
+@click.option("--heads", type=_COUNT, default=_DEFAULT.heads, metavar="N", help="Attention heads; divide width.")
+@click.option("--width", type=_COUNT, default=_DEFAULT.width, metavar="N", help="Size of a token's vector.")
+@click.option(
+    "--context",
+    type=_COUNT,
+    default=_DEFAULT.context,
+    metavar="BYTES",
+    help="Bytes in a window: what the model sees at once.",
+)
+@click.option(
+    "--lr",
+    "learning_rate",
+    type=click.FloatRange(min=0, min_open=True),
+    default=_DEFAULT.learning_rate,
+    metavar="RATE",
+    help="Peak learning rate: warms up, then falls as a cosine to a tenth.",
+)
+@click.option(
+    "--dropout",
+    type=click.FloatRange(0, 1, max_open=True),
+    default=_DEFAULT.dropout,
+    metavar="SHARE",
+    help="Share of activations dropped while training.",
+)
 @click.option("--bf16", is_flag=True, help="Compute in bfloat16 (autocast); weights stay float32.")
 def _command(**options: object) -> TrainConfig:
     """Train a small GPT on bytes of text: the bundled example of a job that survives its workers.

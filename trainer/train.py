@@ -1,8 +1,9 @@
 """Train a small GPT on bytes with DDP, from the first rank's hello to the last file: read it from top to bottom.
 
-`train` is the whole story in the order in which it happens. What it calls lies beside it, one idea per file: where we
-are (place), the text (corpus), which windows when (order, batches), the network (model), the group (group), what is
-kept (recorder, metrics, checkpoint, rundir), what people see (progress), signals (stop), and the agent's line (link).
+`train` and `steps` are the whole story in the order in which it happens. What they call lies beside it, one idea per
+file: where we are (place), the text (corpus), which windows when (order, batches), the network (model), the group
+(group), what is kept (recorder, metrics, checkpoint, rundir), what people see (progress), signals (stop), and the
+agent's line (link).
 """
 
 from __future__ import annotations
@@ -40,12 +41,18 @@ def train(config: TrainConfig, corpus: Corpus, place: Place, run: RunDirectory) 
     Called by every rank with the same arguments but `place`. Raises UsageError where the ranks see different texts.
     """
     device = group.join(place)
+    exit_code = steps(config, corpus, place, run, device)
+    group.leave(device)
+    return exit_code
+
+
+def steps(config: TrainConfig, corpus: Corpus, place: Place, run: RunDirectory, device: torch.device) -> int:
+    """All that happens between joining the group and leaving it; the exit code."""
     tokens = config.global_batch * config.context
     progress = Progress(sys.stderr, steps=config.steps, tokens_per_step=tokens, speaks=place.leads)
     require_same_text(corpus, place, device)
     if any(group.sum_over_ranks([place.leads and run.is_complete], device)):
         progress.say(f"{run.path} is complete: {config.steps} steps; remove it or give another --out to train again")
-        group.leave(device)
         return 0
 
     gpt, model, optimizer = build(config, device)
@@ -83,12 +90,10 @@ def train(config: TrainConfig, corpus: Corpus, place: Place, run: RunDirectory) 
 
     if step < config.steps:
         progress.say(f"stopped by {Signals(signum).name} after step {step}; the same command goes on from there")
-        group.leave(device)
         return 128 + signum
     held_out = held_out_loss(gpt, batches, device)
     if place.leads:
         finish(run, config, place, gpt, loss, held_out, progress)
-    group.leave(device)
     return 0
 
 
