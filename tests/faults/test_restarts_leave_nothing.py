@@ -1,0 +1,70 @@
+"""Ten restarts of a worker with children: nothing of an older generation lives, and nothing adds up."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.faults.processes import CHILDREN, LIGHT, SAY, Watched, is_alive
+from tests.harness import script, wait_for
+
+RESTARTS = 10
+
+# It reports a step, since ten generations without progress would end the job.
+CRASHES_ON_DEMAND = f"""{SAY}{CHILDREN}
+os.write(int(os.environ["ELAUNCH_LINK"]), b'{{"event": "progress", "step": %d}}\\n' % GENERATION)
+say(f"generation {{GENERATION}} worker", os.getpid())
+while not os.path.exists(f"go{{GENERATION}}"):
+    time.sleep(0.005)
+if GENERATION < {RESTARTS}:
+    if RANK == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    signal.pause()
+"""
+
+
+def zombies_of(*parents: psutil.Process) -> list[int]:
+    children = [child for parent in parents for child in parent.children()]
+    return [child.pid for child in children if child.is_running() and child.status() == psutil.STATUS_ZOMBIE]
+
+
+@pytest.mark.parametrize("how", [LIGHT, ("--no-preload",)], ids=["forked", "no-preload"])
+def test_ten_restarts_leave_no_process_no_descriptor_no_thread_no_file(tmp_path: Path, how: tuple[str, ...]) -> None:
+    script(tmp_path, CRASHES_ON_DEMAND)
+    shared_before = {path.name for path in Path("/dev/shm").iterdir()}
+    names = ("sleep", "setsid", "daemon")
+    counts: list[tuple[int, int, int]] = []
+    older: list[int] = []
+    with Watched(tmp_path, *how, "--nproc-per-node", "2", "--max-restarts", str(RESTARTS), "train.py") as job:
+        agent, template = psutil.Process(job.process.pid), job.fork_server()
+
+        for generation in range(RESTARTS + 1):
+            wait_for(
+                lambda n=generation: len(job.pids(f"generation {n} worker")) == 2, f"generation {generation}'s workers"
+            )
+            now = job.pids(f"generation {generation} worker") + [p for n in names for p in job.pids(n)[-2:]]
+            assert all(is_alive(pid) for pid in now)
+            assert not [pid for pid in older if is_alive(pid)], f"alive in generation {generation}"
+            wait_for(lambda: not zombies_of(agent, template), "zombies are reaped", 2)
+            wait_for(lambda: job.child("elaunch: worker store"), "the worker store")
+            if counts:
+                # What is still on its way out (a closing pipe) has a moment.
+                last = counts[-1]
+                wait_for(
+                    lambda: (agent.num_fds(), agent.num_threads(), template.num_fds()) == last,  # noqa: B023
+                    f"(agent's fds, its threads, the fork server's fds) are {last} again in generation {generation}",
+                    3,
+                )
+            counts.append((agent.num_fds(), agent.num_threads(), template.num_fds()))
+            older += now
+            (tmp_path / f"go{generation}").touch()
+
+        assert job.wait() == 0
+        assert f"generation {RESTARTS}: 2 workers" in job.stderr, "the faults did not strike"
+        assert len(older) == len(set(older)) == 8 * (RESTARTS + 1)
+        job.assert_nothing_is_left(pids=older)
+        assert not list(job.tmp.iterdir())
+        made = {path.name for path in Path("/dev/shm").iterdir()} - shared_before
+        assert not [name for name in made if "elaunch" in name or any(str(pid) in name for pid in older)]
