@@ -75,6 +75,7 @@ class Worker:
     obedience: Obedience
     stuck: bool
     alive: bool = True
+    code: int | None = None
 
 
 class World:
@@ -109,6 +110,7 @@ class World:
         self.real_failures: set[int] = set()
         self.stopped_at_s: dict[int, float] = {}
         self.signals: list[int] = []
+        self.interrupted = False
         self.told: list[Event] = []
         self.cleared: set[int] = set()
         self.exits = 0
@@ -180,6 +182,9 @@ class World:
     def on_signal(self, signum: object) -> None:
         assert isinstance(signum, int)
         self.signals.append(signum)
+        # Only where all workers have ended well already is it too late to interrupt.
+        phase = self.agent.phase
+        self.interrupted |= not (isinstance(phase, Exited) or (isinstance(phase, Stopping) and phase.done))
         # The scheduler may signal the workers too, before or after the agent.
         if self.rng.random() < 0.3:
             for worker in self.living:
@@ -218,7 +223,7 @@ class World:
         return [worker for worker in self.workers if worker.alive]
 
     def end(self, worker: Worker, code: int) -> None:
-        worker.alive = False
+        worker.alive, worker.code = False, code
         failure = None
         if code:
             # What ends after the agent asked for it is no failure that a restart may be charged for.
@@ -339,6 +344,7 @@ class World:
                 assert outcome.exit_code - 128 in self.signals, "exit code of a signal that never came"
             case OutcomeKind.FAILED:
                 assert outcome.exit_code == 1
+                assert not self.interrupted, "a signal was ignored"
                 assert snapshot.ended == outcome
                 assert outcome.failure
                 assert outcome.failure.generation == self.generation in self.real_failures
@@ -347,7 +353,9 @@ class World:
                 assert outcome.exit_code == 0
                 assert snapshot.ended == outcome
                 assert all(worker.generation in self.cleared for worker in self.workers)
-                assert self.generation not in self.real_failures, "success in spite of a failure in the last generation"
+                codes = [worker.code for worker in self.workers if worker.generation == self.generation]
+                assert codes == [0] * self.me.slots, f"success with exit codes {codes}"
+                assert not self.interrupted, "a signal was ignored"
         if self.spec.max_restarts == 0:
             assert len(self.groups) <= 1
         if self.spec.restart_window_s is None:

@@ -7,11 +7,12 @@ import secrets
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 
 import pytest
 
+from elaunch.agent import guardian
 from elaunch.agent.guardian import VARIABLE, marked, sweep
 
 SLEEP = "import time; time.sleep(600)"
@@ -172,20 +173,19 @@ def test_a_job_without_processes_is_swept_at_once() -> None:
     assert (marked(marker), sweep(marker)) == ([], 0)
 
 
-def test_children_that_are_born_during_the_sweep_are_ended_too(nursery: Nursery) -> None:
-    # Each child forks the next and goes on for a moment: a chain that one look cannot end.
-    source = (
-        "import os, time\n"
-        "print(os.getpid(), flush=True)\n"
-        "while True:\n"
-        "    if os.fork():\n"
-        "        time.sleep(0.002)\n"
-        "        os._exit(0)\n"
-        "    os.setsid()\n"
-    )
-    nursery.pid(source)
+def test_who_is_born_after_the_look_is_ended_by_the_next(nursery: Nursery, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, born = nursery.pid(READY), []
+
+    def look(marker: str, spare: Collection[int]) -> list[int]:
+        found = marked(marker, spare)
+        if not born:
+            born.append(nursery.pid(READY))
+        return found
+
+    monkeypatch.setattr(guardian, "marked", look)
 
     ended = sweep(nursery.marker)
 
-    assert ended >= 1
-    assert marked(nursery.marker) == []
+    assert ended == 2
+    assert not is_running(first)
+    assert not is_running(born[0])
