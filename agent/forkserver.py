@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ _START = (
     "import sys; loaded = frozenset(sys.modules); sys.path[:1] = [p for p in sys.path[:1] if p]; "
     "from elaunch.agent.template import main; main(int(sys.argv[1]), loaded)"
 )
+_ORDER_WAIT_S = 60.0
 # Room for the command lines that the workers will show in `ps`.
 _ROOM = " " * 1024
 
@@ -79,12 +81,19 @@ class ForkServer:
 
     def _order(self, op: str, group: Group, key: int | str, details: dict[str, Any], fds: tuple[int, ...]) -> None:
         order = {"op": op, "generation": group.generation, "key": key, "cgroup": group.cgroup}
-        wire.send(self._socket, {**order, **details}, fds)
+        self._send({**order, **details}, fds)
 
     def signal(self, generation: int, local_rank: int, signum: int, *, group: bool) -> None:
         """Signal a worker, or its process group, if it still lives."""
-        order = {"op": "signal", "key": local_rank, "generation": generation, "signum": int(signum), "group": group}
-        wire.send(self._socket, order)
+        self._send({"op": "signal", "key": local_rank, "generation": generation, "signum": int(signum), "group": group})
+
+    def _send(self, order: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
+        try:
+            wire.send(self._socket, order, fds)
+        except BlockingIOError:
+            # Orders for about 90 workers fit while it imports; for more, wait until it has come to reading them.
+            select.select([], [self._socket], [], _ORDER_WAIT_S)
+            wire.send(self._socket, order, fds)
 
     def receive(self) -> dict[str, Any] | None:
         """The next piece of news, or None where the template is gone. Raises BlockingIOError where there is none."""

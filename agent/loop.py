@@ -8,6 +8,7 @@ import selectors
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from elaunch.agent.config import AgentConfig
 from elaunch.agent.core import Agent, Exited, deadline_s, step
@@ -37,7 +38,7 @@ from elaunch.agent.workers import Workers
 from elaunch.rendezvous.forming import join
 from elaunch.rendezvous.snapshot import Keys, Snapshot, read_snapshot
 from elaunch.rendezvous.store import Store
-from elaunch.rendezvous.types import Failure, FailureKind, Joined, Node, Outcome
+from elaunch.rendezvous.types import Failure, FailureKind, Joined, Node, Outcome, RankTable
 
 
 class Loop:
@@ -106,23 +107,13 @@ class Loop:
             case Join(generation):
                 self._join(generation)
             case Spawn(table, group_rank):
-                listener, self._listener = self._listener, None
-                try:
-                    self._group = Group(table, group_rank, self._guard.cgroup.generation(table.generation))
-                    self._workers.start(self._server, self._group, listener)
-                except OSError:
-                    # The fork server is gone; its socket says so as well, and that is where it is handled.
-                    return
-                for link in self._group.links.values():
-                    self._selector.register(link, selectors.EVENT_READ, self._link_reader(link))
+                self._spawn(table, group_rank)
             case SignalWorkers(_, local_ranks, signum):
                 self._signal(local_ranks, signum)
             case Clear(generation):
                 self._clear(generation)
             case ReplaceForkServer(generation):
-                self._selector.unregister(self._server)
-                self._server.stop()
-                self._renew_server(generation, "did not answer")
+                self._replace_server(generation, "did not answer")
             case Say(text):
                 self._pump.say(text)
             case Exit():
@@ -134,6 +125,25 @@ class Loop:
         self._listener = reserve(self._config)
         joined = Joined(self._agent.me.node_id, self._listener.getsockname()[1])
         self._store.commit(join(self._agent.snapshot, joined))
+
+    def _spawn(self, table: RankTable, group_rank: int) -> None:
+        listener, self._listener = self._listener, None
+        self._group = Group(table, group_rank, self._guard.cgroup.generation(table.generation))
+        try:
+            self._workers.start(self._server, self._group, listener)
+        except (BrokenPipeError, ConnectionResetError):
+            # The fork server is gone; its socket says so as well, and that is where it is handled.
+            return
+        except OSError as error:
+            self._replace_server(table.generation, f"could not be given the workers: {error.strerror}")
+            return
+        for link in self._group.links.values():
+            self._selector.register(link, selectors.EVENT_READ, self._link_reader(link))
+
+    def _replace_server(self, generation: int, how: str) -> None:
+        self._selector.unregister(self._server)
+        self._server.stop()
+        self._renew_server(generation, how)
 
     def _signal(self, local_ranks: frozenset[int], signum: int) -> None:
         for local_rank in local_ranks:
@@ -156,7 +166,9 @@ class Loop:
 
     def _drop(self, link: Link) -> None:
         if link.socket.fileno() >= 0:
-            self._selector.unregister(link)
+            # A group that could not be started has links that nobody reads yet.
+            with suppress(KeyError):
+                self._selector.unregister(link)
             link.socket.close()
 
     def _clear(self, generation: int) -> None:
@@ -175,7 +187,11 @@ class Loop:
             return
         if news is None:
             self._selector.unregister(self._server)
-            self._renew_server(self._group.generation if self._group else -1, self._server.lost())
+            how = self._server.lost()
+            if not self._server_ready and self._preload is not None:
+                self._pump.say("the fork server ended while it imported; each worker starts as a fresh interpreter")
+                self._preload = None
+            self._renew_server(self._group.generation if self._group else -1, how)
             return
         match news["event"]:
             case "ready":
@@ -198,9 +214,6 @@ class Loop:
 
     def _renew_server(self, generation: int, how: str) -> None:
         """Start another fork server for the next generation; the workers of this one died with theirs."""
-        if not self._server_ready and self._preload is not None:
-            self._pump.say("the fork server ended while it imported; each worker starts as a fresh interpreter")
-            self._preload = None
         self._server_ready = False
         environment = self._guard.environment(self._config.environment)
         self._server = ForkServer(self._config.spec.program, self._preload, environment)

@@ -104,6 +104,8 @@ class Pump:
             data = os.read(stream.fd, _READ_BYTES)
         except BlockingIOError:
             return False
+        except OSError:
+            data = b""
         if data:
             stream.feed(data, time.monotonic())
         else:

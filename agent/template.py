@@ -201,7 +201,6 @@ def _serve(boot: Boot, control: socket.socket, restore: dict[str, str | None], m
         children[pid] = (order["generation"], order["key"])
         for fd in fds:
             os.close(fd)
-        wire.send(control, {"event": "spawned", "key": order["key"], "generation": order["generation"], "pid": pid})
 
 
 def _reap(control: socket.socket, children: dict[int, tuple[int, int | str]]) -> None:

@@ -18,6 +18,12 @@ from elaunch.launcher.options import HelpRequested, Options, parse
 
 def main() -> NoReturn:
     """The entry point. Exit codes: 0, 1 the job failed, 2 usage, 128 + n ended by signal n."""
+    for fd in (0, 1, 2):
+        try:
+            os.fstat(fd)
+        except OSError:
+            # Started with a closed standard stream: a pipe of ours must not get its number.
+            os.open(os.devnull, os.O_RDWR)
     try:
         asked = parse(sys.argv[1:], os.environ)
         if isinstance(asked, HelpRequested):
@@ -43,7 +49,7 @@ def run(options: Options, environ: Mapping[str, str]) -> int:
     """Run the job that `options` ask for; its exit code. Raises UsageError where it cannot start as asked."""
     from dataclasses import replace
 
-    from elaunch.launcher.program import check_log_dir, check_program
+    from elaunch.launcher.program import check_log_dir, check_open_files, check_program
     from elaunch.launcher.resources import detect
 
     check_program(options)
@@ -51,6 +57,7 @@ def run(options: Options, environ: Mapping[str, str]) -> int:
     if options.run_id is None:
         options = replace(options, run_id=os.urandom(4).hex())
     config = agent_config(options, environ, detect(environ))
+    check_open_files(config.slots)
 
     from elaunch.agent.forkserver import ForkServer
     from elaunch.agent.guard import Guard

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 from pathlib import Path
 
@@ -42,6 +43,14 @@ def check_log_dir(options: Options) -> None:
                 + ("is a file" if is_itself else f"lies below {place}, which is a file")
                 + "; name a directory (a missing one is made)"
             )
+
+
+def check_open_files(workers: int) -> None:
+    """Raises UsageError where this process may not open what that many workers need: pipes, a link, log files each."""
+    needed = 5 * workers + 64
+    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if allowed != resource.RLIM_INFINITY and allowed < needed:
+        raise UsageError(f"{workers} workers need {needed} open files and the limit is {allowed}; ulimit -n {needed}")
 
 
 def _check_script(target: str) -> None:
