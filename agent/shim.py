@@ -42,6 +42,9 @@ def run(program: Program) -> None:
     """Run the program as `__main__`; raises what it raises, printed already, so that Python ends with its status."""
     main = ModuleType("__main__")
     _keep.append(sys.modules["__main__"])
+    if "__annotations__" in vars(sys.modules["__main__"]):
+        # Python's start makes it, runpy does not.
+        main.__annotations__ = {}
     sys.modules["__main__"] = main
     try:
         if program.kind is ProgramKind.MODULE:
@@ -84,7 +87,6 @@ def _run_script(program: Program, main: ModuleType) -> None:
         )
         sys.exit(2)
     main.__dict__.update(
-        __annotations__={},
         __builtins__=sys.modules["builtins"],
         __file__=absolute,
         __cached__=None,
@@ -150,9 +152,7 @@ def _standard_streams() -> None:
         if old is None:
             continue
         binary: Any = open(fd, "rb" if fd == 0 else "wb", -1 if fd == 0 else 0, closefd=False)  # noqa: SIM115
-        text = io.TextIOWrapper(
-            binary, old.encoding, old.errors, newline=None if fd == 0 else "\n", write_through=fd != 0
-        )
+        text = io.TextIOWrapper(binary, old.encoding, old.errors, newline=None if fd == 0 else "\n", write_through=True)
         (binary.raw if fd == 0 else binary).name = f"<{name}>"
         text.mode = "r" if fd == 0 else "w"  # type: ignore[misc]
         setattr(sys, name, text)
