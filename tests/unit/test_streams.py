@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -241,6 +242,18 @@ def test_one_huge_write_is_kept_within_the_bound_too() -> None:
 
     assert len(chatty.tail()) == TAIL_BYTES_MAX
     assert chatty.tail().endswith("xend")
+
+
+def test_a_chatty_rank_does_not_fill_the_agents_memory() -> None:
+    chatty = stream(None)
+    tracemalloc.start()
+
+    for n in range(4000):
+        chatty.feed(b"%08d" % n * 128, now_s=1.0)
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+
+    assert held < 4 * TAIL_BYTES_MAX
 
 
 def test_no_tail_is_kept_where_none_is_wanted() -> None:
