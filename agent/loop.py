@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from elaunch.agent.config import AgentConfig
-from elaunch.agent.core import Agent, Exited, deadline_s, step
+from elaunch.agent.core import Agent, Exited, Stopping, deadline_s, step
 from elaunch.agent.events import (
     Action,
     Clear,
@@ -108,8 +108,11 @@ class Loop:
                 self._join(generation)
             case Spawn(table, group_rank):
                 self._spawn(table, group_rank)
-            case SignalWorkers(_, local_ranks, signum):
-                self._signal(local_ranks, signum)
+            case SignalWorkers(generation, local_ranks, signum):
+                if self._is_ending and not self._server_ready:
+                    self._abandon_import(generation)
+                else:
+                    self._signal(local_ranks, signum)
             case Clear(generation):
                 self._clear(generation)
             case ReplaceForkServer(generation):
@@ -151,6 +154,19 @@ class Loop:
                 self._workers.signal(self._server, self._group_now, local_rank, signum)
             except OSError:
                 return
+
+    @property
+    def _is_ending(self) -> bool:
+        return isinstance(self._agent.phase, Stopping) and self._agent.phase.signum != 0
+
+    def _abandon_import(self, generation: int) -> None:
+        """End a fork server that still imports: no worker is there yet, so none has anything to save."""
+        if self._server.fileno() < 0:
+            return
+        self._selector.unregister(self._server)
+        self._server.stop()
+        failure = self._blameless(FailureKind.TEMPLATE_LOST, generation, "the fork server was stopped")
+        self._inbox.post(ServiceLost(generation, failure, workers_too=True))
 
     @property
     def _group_now(self) -> Group:
