@@ -9,11 +9,10 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-from elaunch.launcher.errors import UsageError
-from elaunch.launcher.jobspec import agent_config
-from elaunch.launcher.options import HelpRequested, Options, parse
+if TYPE_CHECKING:
+    from elaunch.launcher.options import Options
 
 
 def main() -> NoReturn:
@@ -25,15 +24,7 @@ def main() -> NoReturn:
             # Started with a closed standard stream: a pipe of ours must not get its number.
             os.open(os.devnull, os.O_RDWR)
     try:
-        asked = parse(sys.argv[1:], os.environ)
-        if isinstance(asked, HelpRequested):
-            print(asked.text)
-            code = 0
-        else:
-            code = run(asked, os.environ)
-    except UsageError as error:
-        print(f"elaunch: {error}", file=sys.stderr)
-        code = 2
+        code = _main()
     except KeyboardInterrupt:
         # Before the agent takes signals over there is nothing to stop but this process and what dies with it.
         code = 130
@@ -45,10 +36,28 @@ def main() -> NoReturn:
     sys.exit(code)
 
 
+def _main() -> int:
+    # Imported here, so that a Ctrl-C meanwhile is none that Python shows with a traceback.
+    from elaunch.launcher.errors import UsageError
+    from elaunch.launcher.options import HelpRequested, parse
+
+    try:
+        asked = parse(sys.argv[1:], os.environ)
+        if isinstance(asked, HelpRequested):
+            print(asked.text)
+            return 0
+        return run(asked, os.environ)
+    except UsageError as error:
+        print(f"elaunch: {error}", file=sys.stderr)
+        return 2
+
+
 def run(options: Options, environ: Mapping[str, str]) -> int:
     """Run the job that `options` ask for; its exit code. Raises UsageError where it cannot start as asked."""
     from dataclasses import replace
 
+    from elaunch.launcher.errors import UsageError
+    from elaunch.launcher.jobspec import agent_config
     from elaunch.launcher.program import check_log_dir, check_open_files, check_program
     from elaunch.launcher.resources import detect
 
