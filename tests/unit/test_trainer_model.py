@@ -1,0 +1,84 @@
+"""The model, the schedule, and the wish to stop."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+
+import pytest
+import torch
+
+from elaunch.trainer.config import TrainConfig
+from elaunch.trainer.model import GPT
+from elaunch.trainer.stop import StopRequest
+from elaunch.trainer.train import learning_rate
+
+
+def tiny() -> GPT:
+    torch.manual_seed(0)
+    return GPT(layers=2, heads=2, width=16, context=8, dropout=0.0)
+
+
+def test_a_position_sees_no_later_byte() -> None:
+    gpt = tiny()
+    bytes_BT = torch.randint(0, 256, (1, 8))
+    changed_BT = bytes_BT.clone()
+    changed_BT[0, 5] = (changed_BT[0, 5] + 1) % 256
+
+    difference_T = (gpt.logits(bytes_BT) - gpt.logits(changed_BT)).abs().amax(-1)[0]
+
+    assert difference_T[:5].max() == 0
+    assert difference_T[5:].min() > 0
+
+
+def test_an_untrained_model_knows_nothing() -> None:
+    bytes_BT = torch.randint(0, 256, (8, 9))
+
+    loss = tiny()(bytes_BT[:, :-1], bytes_BT[:, 1:]).item()
+
+    assert loss == pytest.approx(math.log(256), abs=0.2)
+
+
+def test_writing_is_the_same_for_the_same_seed_and_longer_than_the_context() -> None:
+    gpt = tiny()
+
+    text = gpt.write(b"\n", 30, seed=1)
+
+    assert len(text) == 30
+    assert gpt.write(b"\n", 30, seed=1) == text
+    assert gpt.write(b"\n", 30, seed=2) != text
+
+
+def test_the_learning_rate_warms_up_and_falls_to_a_tenth() -> None:
+    config = TrainConfig(steps=100, learning_rate=1.0)
+
+    rates = [learning_rate(config, step) for step in range(1, 101)]
+
+    assert rates[0] == pytest.approx(0.1)
+    assert max(rates) == rates[9] == 1.0
+    assert rates[-1] == pytest.approx(0.1)
+    assert rates[9:] == sorted(rates[9:], reverse=True)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 9])
+def test_a_short_run_has_rates_too(steps: int) -> None:
+    config = TrainConfig(steps=steps)
+
+    assert all(0 < learning_rate(config, step) <= config.learning_rate for step in range(1, steps + 1))
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_the_first_signal_is_noted_and_the_second_would_end_the_process(signum: signal.Signals) -> None:
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        with StopRequest() as request:
+            os.kill(os.getpid(), signum)
+            noted = request.signum
+            after = [signal.getsignal(number) for number in before]
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    assert noted == signum
+    assert after == [signal.SIG_DFL, signal.SIG_DFL]
