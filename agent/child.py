@@ -40,8 +40,7 @@ def become(child: Child) -> None:
     from elaunch.agent import shim
 
     shim.fresh(program.argv)
-    _signals(child)
-    shim.run(program)
+    shim.run(program, child.restore_mask)
 
 
 def _enter(cgroup: str) -> None:
@@ -72,17 +71,16 @@ def _program(boot: Boot, local_rank: int) -> Program:
     return Program(ProgramKind(boot.kind), boot.target, arguments(boot.args, local_rank), boot.interpreter)
 
 
-def _signals(child: Child) -> None:
-    signal.pthread_sigmask(signal.SIG_SETMASK, {signal.Signals(s) for s in child.restore_mask})
-
-
 def _exec(program: Program, child: Child) -> NoReturn:
     # Python ignored these two at its start; a fresh program finds the defaults.
     for signum in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(signum, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        # One that waited ends the process; it raises nothing in our frames.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     if len(child.fds) > 3:
         os.set_inheritable(3, True)
-    _signals(child)
+    signal.pthread_sigmask(signal.SIG_SETMASK, child.restore_mask)
     try:
         os.execvpe(program.argv[0], program.argv, os.environ)
     except OSError as error:

@@ -102,9 +102,9 @@ class ForkServer:
 
     def stop(self) -> None:
         """End the template and, by the kernel, all its children."""
-        self._socket.close()
         self._process.kill()
         self._process.wait()
+        self._socket.close()
 
     def lost(self) -> str:
         """How a template that is gone ended, in words."""

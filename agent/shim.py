@@ -9,9 +9,11 @@ from __future__ import annotations
 import io
 import json
 import os
+import signal
 import sys
 import time
 import traceback
+from collections.abc import Collection
 from contextlib import suppress
 from importlib.machinery import SourceFileLoader
 from types import ModuleType, TracebackType
@@ -38,8 +40,11 @@ def fresh(argv: tuple[str, ...]) -> None:
     _blas_threads()
 
 
-def run(program: Program) -> None:
-    """Run the program as `__main__`; raises what it raises, printed already, so that Python ends with its status."""
+def run(program: Program, mask: Collection[int]) -> None:
+    """Run the program as `__main__`; raises what it raises, printed already, so that Python ends with its status.
+
+    `mask` are the signals that stay blocked; one that has waited is the program's from its first line on.
+    """
     main = ModuleType("__main__")
     _keep.append(sys.modules["__main__"])
     if "__annotations__" in vars(sys.modules["__main__"]):
@@ -47,6 +52,7 @@ def run(program: Program) -> None:
         main.__annotations__ = {}
     sys.modules["__main__"] = main
     try:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         if program.kind is ProgramKind.MODULE:
             _run_module(program)
         else:

@@ -78,7 +78,7 @@ def main(boot_fd: int, loaded_at_start: Collection[str]) -> None:
     restore = {n: before.get(n) for n in {*before, *os.environ} if os.environ.get(n) != before.get(n)}
     if reason:
         _start_anew(boot, reason, restore)
-    wire.send(
+    _tell(
         control,
         {
             "event": "ready",
@@ -213,7 +213,15 @@ def _reap(control: socket.socket, children: dict[int, tuple[int, int | str]]) ->
             return
         generation, key = children.pop(pid)
         code = os.waitstatus_to_exitcode(status)
-        wire.send(control, {"event": "exited", "generation": generation, "key": key, "pid": pid, "code": code})
+        _tell(control, {"event": "exited", "generation": generation, "key": key, "pid": pid, "code": code})
+
+
+def _tell(control: socket.socket, news: dict[str, Any]) -> None:
+    try:
+        wire.send(control, news)
+    except (BrokenPipeError, ConnectionResetError):
+        # The agent is on its way out, and so are this process and its children.
+        os._exit(1)
 
 
 def _signal(pid: int, signum: int, group: bool) -> None:
