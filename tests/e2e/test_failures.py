@@ -317,12 +317,15 @@ class TestFirstCause:
 
         assert re.search(r"^rank 1 .* raised ValueError: the real cause", _report(job), re.MULTILINE), job.output
 
-    def test_what_nobody_else_explains_is_reported_as_it_is(self, tmp_path: Path) -> None:
-        script(tmp_path, "raise RuntimeError('Connection reset by peer')")
+    @BOTH
+    def test_what_nobody_else_explains_is_reported_as_it_is(self, start: tuple[str, ...], tmp_path: Path) -> None:
+        # The peer is still there, and dies of our own SIGTERM.
+        cause = "signal.signal(signal.SIGTERM, signal.SIG_DFL); os.kill(os.getpid(), signal.SIGTERM)"
+        script(tmp_path, PEER_FIRST.format(cause=cause, effect="raise RuntimeError('Connection reset by peer')"))
 
-        job = finished(tmp_path, *LIGHT, "--max-restarts", "0", "train.py")
+        job = finished(tmp_path, *start, "--nproc-per-node", "2", "--max-restarts", "0", "train.py")
 
-        assert "raised RuntimeError: Connection reset by peer" in _report(job)
+        assert re.search(r"^rank 0 .* raised RuntimeError: Connection reset by peer", _report(job), re.M), job.output
 
 
 class TestRecordDecorator:

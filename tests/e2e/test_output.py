@@ -15,8 +15,10 @@ import termios
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.harness import COMMAND, DEADLINE_S, Job, environment, finished, script, wait_for
@@ -290,24 +292,24 @@ else:
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
     )
-    # A stalled line would be waited for by both sides.
-    deadline = threading.Timer(DEADLINE_S, process.kill)
-    deadline.start()
     console, count, others, was_asked, still_wrote = hashlib.sha256(), 0, [], False, False
-    assert process.stdout
-    for line in process.stdout:
-        if line.startswith(b"[0] "):
-            console.update(line[4:])
-            count += len(line) - 4
-        else:
-            others.append(line)
-            still_wrote = not (folder / "wrote").exists()
-            (folder / "heard").touch()
-        if count > CHATTY_BYTES_MIN // 4 and not was_asked:
-            was_asked = True
-            (folder / "speak").touch()
-    deadline.cancel()
-    code = process.wait()
+    with killed_at_deadline(process):
+        assert process.stdout
+        for line in process.stdout:
+            if line.startswith(b"[0] "):
+                console.update(line[4:])
+                count += len(line) - 4
+            else:
+                others.append(line)
+                still_wrote = not (folder / "wrote").exists()
+                (folder / "heard").touch()
+            if count > CHATTY_BYTES_MIN // 4 and not was_asked:
+                was_asked = True
+                (folder / "speak").touch()
+            if was_asked and not others:
+                # A slow terminal: the chatty rank's pipe is always full.
+                time.sleep(0.0001)
+        code = process.wait()
 
     (log,) = folder.glob("logs/*/attempt_0/0/stdout.log")
     kept, size = hashlib.sha256(), log.stat().st_size
@@ -337,6 +339,28 @@ class TestChattyRank:
 
     def test_no_byte_is_lost_in_the_log_file(self, told: dict[str, object]) -> None:
         assert told["file"] == told["wrote"]
+
+
+def test_what_a_worker_wrote_before_its_end_arrives_however_slow_the_reader(tmp_path: Path) -> None:
+    # Each worker fills its own pipe, so that all can end; the console's holds what one of them wrote.
+    script(tmp_path, WAIT + "wait('go')\nos.write(1, b''.join(b'%099d\\n' % i for i in range(600)))")
+    process = subprocess.Popen(
+        [*COMMAND, *LIGHT, "--nproc-per-node", "4", "--max-restarts", "0", "train.py"],
+        cwd=tmp_path,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+
+    with killed_at_deadline(process):
+        wait_for(lambda: "elaunch: worker store" in _children(process), "the start")
+        (tmp_path / "go").touch()
+        wait_for(lambda: "elaunch: worker store" not in _children(process), "the workers' end")
+        output, errors = process.communicate()
+
+    assert process.returncode == 0, errors
+    expected = [f"[{rank}] {i:099}" for rank in range(4) for i in range(600)]
+    assert sorted(output.decode().splitlines()) == sorted(expected)
 
 
 class TestLogDir:
@@ -535,25 +559,40 @@ Path(f"trained {rank}").touch()
 """,
         )
 
-        with subprocess.Popen(
-            [*COMMAND, *LIGHT, "--nproc-per-node", "2", "train.py"],
-            cwd=tmp_path,
-            env=environment(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        ) as process:
+        with (
+            subprocess.Popen(
+                [*COMMAND, *LIGHT, "--nproc-per-node", "2", "train.py"],
+                cwd=tmp_path,
+                env=environment(),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+            ) as process,
+            killed_at_deadline(process),
+        ):
             assert process.stdout
             assert process.stderr
             first = process.stdout.readline()
             process.stdout.close()
             (tmp_path / "reader gone").touch()
             errors = process.stderr.read().decode()
-            code = process.wait(DEADLINE_S)
+            code = process.wait()
 
         assert first in (b"[0] first\n", b"[1] first\n")
         assert code == 0, errors
         assert all((tmp_path / f"trained {rank}").exists() for rank in range(2))
         assert errors.count("reader is gone") == 1
+
+
+@contextmanager
+def killed_at_deadline(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Both sides may wait for each other where something is broken; that ends at the deadline."""
+    timer = threading.Timer(DEADLINE_S, process.kill)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        process.kill()
 
 
 class Terminal:
@@ -591,6 +630,15 @@ class Terminal:
             ready, _, _ = select.select([self._main], [], [], max(0.0, end_s - time.monotonic()))
             assert ready, f"not within {DEADLINE_S:g} s: {words!r}\n{self.text}"
             self.text += os.read(self._main, 4096).decode()
+
+
+def _children(process: subprocess.Popen[bytes]) -> list[str]:
+    """The command lines of a process's descendants."""
+    found: list[str] = []
+    for child in psutil.Process(process.pid).children(recursive=True):
+        with suppress(psutil.Error):
+            found.append(" ".join(child.cmdline()).rstrip())
+    return found
 
 
 def _one_file(folder: Path, *args: str) -> Sequence[str]:
