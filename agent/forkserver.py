@@ -87,6 +87,10 @@ class ForkServer:
         """Signal a worker, or its process group, if it still lives."""
         self._send({"op": "signal", "key": local_rank, "generation": generation, "signum": int(signum), "group": group})
 
+    def ask(self) -> None:
+        """Have the template say that it is "here"."""
+        self._send({"op": "ask"})
+
     def _send(self, order: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
         try:
             wire.send(self._socket, order, fds)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from elaunch.agent.config import AgentConfig
-from elaunch.agent.core import Agent, Exited, Stopping, deadline_s, step
+from elaunch.agent.core import KILL_WAIT_S, Agent, Exited, Stopping, deadline_s, step
 from elaunch.agent.events import (
     Action,
     Clear,
@@ -65,6 +65,7 @@ class Loop:
         self._listener: socket.socket | None = None
         self._server = server
         self._server_ready = False
+        self._answer_due_s: float | None = None
         self._preload = config.preload
 
     def run(self) -> Outcome:
@@ -90,12 +91,17 @@ class Loop:
 
     def _wait(self) -> None:
         due_s = deadline_s(self._agent)
-        timeout_s = None if due_s is None else max(0.0, due_s - time.monotonic())
-        for key, _ in self._selector.select(timeout_s):
+        wanted_s = [at_s for at_s in (due_s, self._answer_due_s) if at_s is not None]
+        timeout_s = max(0.0, min(wanted_s) - time.monotonic()) if wanted_s else None
+        ready = self._selector.select(timeout_s)
+        for key, _ in ready:
             if key.data:
                 key.data()
-        if due_s is not None and time.monotonic() >= due_s:
+        now_s = time.monotonic()
+        if due_s is not None and now_s >= due_s:
             self._inbox.post(Tick())
+        if self._answer_due_s is not None and now_s >= self._answer_due_s and not ready:
+            self._replace_server(self._group_now.generation, f"did not answer for {KILL_WAIT_S:g} s")
 
     def _look(self) -> None:
         self._inbox.post(Looked(read_snapshot(self._keys, self._store.read(self._keys.root))))
@@ -177,8 +183,15 @@ class Loop:
         def read() -> None:
             if not link.read():
                 self._drop(link)
+                self._ask_server()
 
         return read
+
+    def _ask_server(self) -> None:
+        """A link ended, as it does when its worker dies: is the fork server there to tell us of that?"""
+        with suppress(OSError):
+            self._server.ask()
+            self._answer_due_s = self._answer_due_s or time.monotonic() + KILL_WAIT_S
 
     def _drop(self, link: Link) -> None:
         if link.socket.fileno() >= 0:
@@ -215,6 +228,8 @@ class Loop:
                 if news["reason"]:
                     self._preload = None
                     self._pump.say(f"each worker starts as a fresh interpreter, which is slower: {news['reason']}")
+            case "here":
+                self._answer_due_s = None
             case "exited" if self._group and news["generation"] == self._group.generation:
                 self._exited(self._group, news)
 
@@ -231,6 +246,7 @@ class Loop:
     def _renew_server(self, generation: int, how: str) -> None:
         """Start another fork server for the next generation; the workers of this one died with theirs."""
         self._server_ready = False
+        self._answer_due_s = None
         environment = self._guard.environment(self._config.environment)
         self._server = ForkServer(self._config.spec.program, self._preload, environment)
         self._selector.register(self._server, selectors.EVENT_READ, self._server_news)

@@ -189,6 +189,9 @@ def _serve(boot: Boot, control: socket.socket, restore: dict[str, str | None], m
         if packet is None:
             return None
         order, fds = packet
+        if order["op"] == "ask":
+            _tell(control, {"event": "here"})
+            continue
         if order["op"] == "signal":
             wanted = (order["generation"], order["key"])
             for pid in [pid for pid, name in children.items() if name == wanted]:
