@@ -17,7 +17,8 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -28,6 +29,8 @@ from elaunch.agent.linux import die_with_parent, set_command_line
 # Read when torch or numpy is imported, and wrong for a process that forks: BLAS would start its threads, torch would
 # open CUDA to see whether it is there. The children get the user's values back.
 _WHILE_IMPORTING = {"OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+
+_GROUP_LOOK_S = 0.02
 
 
 @dataclass(frozen=True)
@@ -177,12 +180,24 @@ def _serve(boot: Boot, control: socket.socket, restore: dict[str, str | None], m
     selector.register(control, selectors.EVENT_READ)
     selector.register(wake_r, selectors.EVENT_READ)
     children: dict[int, tuple[int, int | str]] = {}
+    # Leaders of groups that were asked to end, and what is to be told of those that have, but whose groups have not: a
+    # shell is gone at once, the program below it may be saving.
+    asked: set[int] = set()
+    held: dict[int, dict[str, Any]] = {}
     template_pid = os.getpid()
     while True:
-        ready = [key.fileobj for key, _ in selector.select()]
+        ready = [key.fileobj for key, _ in selector.select(_GROUP_LOOK_S if held else None)]
         if wake_r in ready:
             os.read(wake_r, 4096)
-            _reap(control, children)
+            for news in _reap(children):
+                if news["pid"] in asked:
+                    held[news["pid"]] = news
+                else:
+                    _tell(control, news)
+        if held:
+            for pid in held.keys() - (_living_groups() & asked):
+                asked.discard(pid)
+                _tell(control, held.pop(pid))
         if control not in ready:
             continue
         packet = wire.receive(control)
@@ -196,6 +211,15 @@ def _serve(boot: Boot, control: socket.socket, restore: dict[str, str | None], m
             wanted = (order["generation"], order["key"])
             for pid in [pid for pid, name in children.items() if name == wanted]:
                 _signal(pid, order["signum"], order["group"])
+                if order["group"]:
+                    asked.add(pid)
+            for pid in [pid for pid, news in held.items() if (news["generation"], news["key"]) == wanted]:
+                # The number is the group's as long as it has members.
+                with suppress(ProcessLookupError):
+                    os.killpg(pid, order["signum"])
+            if order["signum"] == signal.SIGKILL:
+                # Nobody is to be waited for any more.
+                asked.clear()
             continue
         pid = os.fork()
         if pid == 0:
@@ -206,7 +230,7 @@ def _serve(boot: Boot, control: socket.socket, restore: dict[str, str | None], m
             os.close(fd)
 
 
-def _reap(control: socket.socket, children: dict[int, tuple[int, int | str]]) -> None:
+def _reap(children: dict[int, tuple[int, int | str]]) -> Iterator[dict[str, Any]]:
     while children:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -216,7 +240,19 @@ def _reap(control: socket.socket, children: dict[int, tuple[int, int | str]]) ->
             return
         generation, key = children.pop(pid)
         code = os.waitstatus_to_exitcode(status)
-        _tell(control, {"event": "exited", "generation": generation, "key": key, "pid": pid, "code": code})
+        yield {"event": "exited", "generation": generation, "key": key, "pid": pid, "code": code}
+
+
+def _living_groups() -> set[int]:
+    """The process groups that have a member which is no zombie."""
+    groups: set[int] = set()
+    for name in os.listdir("/proc"):  # noqa: PTH208
+        if name.isdigit():
+            with suppress(OSError):
+                fields = Path(f"/proc/{name}/stat").read_bytes().rpartition(b")")[2].split()
+                if fields[0] not in (b"Z", b"X"):
+                    groups.add(int(fields[2]))
+    return groups
 
 
 def _tell(control: socket.socket, news: dict[str, Any]) -> None:
