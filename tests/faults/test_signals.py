@@ -289,8 +289,12 @@ while True:
         assert not any(is_alive(pid) for pid in loaders)
 
 
-def test_a_shell_wrapper_does_not_keep_the_signal_from_the_program_below(tmp_path: Path) -> None:
-    script(tmp_path, SAVES)
+def test_a_program_below_a_shell_wrapper_gets_the_signal_and_the_time_to_save(tmp_path: Path) -> None:
+    # The shell is gone at once; the save takes its time.
+    script(
+        tmp_path,
+        SAVES.replace("    sys.exit(0)", "    time.sleep(0.5)\n    print('to the end', flush=True)\n    sys.exit(0)"),
+    )
     script(tmp_path, "python train.py\necho wrapper goes on\n", "wrapper.sh")
     with Watched(tmp_path, "--no-python", "--nproc-per-node", "2", "bash", "wrapper.sh") as job:
         workers_up(job, 2)
@@ -299,6 +303,22 @@ def test_a_shell_wrapper_does_not_keep_the_signal_from_the_program_below(tmp_pat
 
         assert_stopped(job, 143)
         assert job.stdout.count("saved on SIGTERM") == 2
+        assert job.stdout.count("to the end") == 2
+
+
+def test_a_program_below_a_shell_wrapper_that_ignores_sigterm_is_killed_after_the_grace(tmp_path: Path) -> None:
+    script(tmp_path, STUBBORN)
+    script(tmp_path, "python train.py\necho wrapper goes on\n", "wrapper.sh")
+    how = ("--no-python", "--stop-grace", "0.7", "--nproc-per-node", "2")
+    with Watched(tmp_path, *how, "bash", "wrapper.sh") as job:
+        workers_up(job, 2)
+        sent_at_s = time.monotonic()
+
+        job.signal(signal.SIGTERM)
+
+        wait_for(lambda: len(job.pids("asked")) == 2, "both programs are asked")
+        assert_stopped(job, 143)
+        assert time.monotonic() - sent_at_s >= 0.7
 
 
 @pytest.mark.parametrize("workers", [1, 2])
