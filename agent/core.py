@@ -25,6 +25,7 @@ from elaunch.agent.events import (
     Spawn,
     Tick,
     WorkerExited,
+    WorkerRaised,
 )
 from elaunch.agent.failures import with_tail
 from elaunch.rendezvous.codec import encode
@@ -64,10 +65,14 @@ class Joining:
 
 @dataclass(frozen=True)
 class Running:
-    """The workers of `live` run; until `held_until_s`, the death `held` may turn out to be the scheduler's doing."""
+    """The workers of `live` run; until `held_until_s`, the death `held` may turn out to be the scheduler's doing.
+
+    `leaving_s` holds until when each worker whose program raised an exception may take its time to end.
+    """
 
     table: RankTable
     live: frozenset[int]
+    leaving_s: tuple[tuple[int, float], ...] = ()
     held: Failure | None = None
     held_until_s: float = 0.0
 
@@ -132,6 +137,8 @@ def step(agent: Agent, event: Event, now_s: float) -> Step:
             return _look(replace(agent, snapshot=snapshot), now_s)
         case WorkerExited():
             return _worker_exited(agent, event, now_s)
+        case WorkerRaised():
+            return _worker_raised(agent, event, now_s), ()
         case ServiceLost():
             return _service_lost(agent, event, now_s)
         case Signalled():
@@ -145,8 +152,8 @@ def step(agent: Agent, event: Event, now_s: float) -> Step:
 def deadline_s(agent: Agent) -> float | None:
     """When the agent wants its next `Tick`, or None."""
     match agent.phase:
-        case Running(held=Failure(), held_until_s=until_s):
-            return until_s
+        case Running(held=held, held_until_s=until_s, leaving_s=leaving_s) if held or leaving_s:
+            return min([*([until_s] if held else []), *(until_s for _, until_s in leaving_s)])
         case Stopping(live=live, kill_at_s=kill_at_s) if live:
             return kill_at_s
         case _:
@@ -194,10 +201,10 @@ def _worker_exited(agent: Agent, event: WorkerExited, now_s: float) -> Step:
             left = live - {event.local_rank}
             if event.failure is None:
                 if left or held:
-                    return replace(agent, phase=replace(running, live=left)), ()
+                    return replace(agent, phase=_without(running, event.local_rank)), ()
                 return _stop(agent, Stopping(table, left, now_s, done=True), 0, ())
             if event.code in (-_SIGTERM, -_SIGINT):
-                kept = replace(running, live=left, held=held or event.failure)
+                kept = replace(_without(running, event.local_rank), held=held or event.failure)
                 return replace(agent, phase=kept if held else replace(kept, held_until_s=now_s + HOLD_S)), ()
             return _fail(agent, table, left, held or event.failure, now_s)
         case Stopping(table=table, live=live) as stopping if table.generation == event.generation:
@@ -208,6 +215,20 @@ def _worker_exited(agent: Agent, event: WorkerExited, now_s: float) -> Step:
                 stopping = replace(stopping, others=(*stopping.others, event.failure))
             return _stop(agent, stopping, 0, ())
     return agent, ()
+
+
+def _without(running: Running, local_rank: int) -> Running:
+    leaving_s = tuple((rank, until_s) for rank, until_s in running.leaving_s if rank != local_rank)
+    return replace(running, live=running.live - {local_rank}, leaving_s=leaving_s)
+
+
+def _worker_raised(agent: Agent, event: WorkerRaised, now_s: float) -> Agent:
+    match agent.phase:
+        case Running(table=table, live=live) as running if table.generation == event.generation:
+            if event.local_rank in live:
+                leaving = (event.local_rank, now_s + agent.stop_grace_s)
+                return replace(agent, phase=replace(running, leaving_s=(*running.leaving_s, leaving)))
+    return agent
 
 
 def _by_us(event: WorkerExited, stopping: Stopping) -> bool:
@@ -260,6 +281,16 @@ def _tick(agent: Agent, now_s: float) -> Step:
     match agent.phase:
         case Running(table=table, live=live, held=Failure() as failure, held_until_s=until_s) if now_s >= until_s:
             return _fail(agent, table, live, failure, now_s)
+        case Running(table=table, leaving_s=leaving_s) as running:
+            late = frozenset(rank for rank, until_s in leaving_s if now_s >= until_s)
+            if not late:
+                return agent, ()
+            # Seen with torch: the last reference to a process group waits for a thread that waits for the GIL.
+            rest = tuple((rank, until_s) for rank, until_s in leaving_s if rank not in late)
+            ranks = ", ".join(str(rank) for rank in sorted(late))
+            text = f"local rank {ranks} raised an exception and did not end within {agent.stop_grace_s:g} s; SIGKILL"
+            actions = (Say(text), SignalWorkers(table.generation, late, _SIGKILL))
+            return replace(agent, phase=replace(running, leaving_s=rest)), actions
         case Stopping(live=live, kill_at_s=kill_at_s) as stopping if live and now_s >= kill_at_s:
             ranks = ", ".join(str(rank) for rank in sorted(live))
             if stopping.killed:

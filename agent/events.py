@@ -28,6 +28,14 @@ class WorkerExited:
 
 
 @dataclass(frozen=True)
+class WorkerRaised:
+    """A worker's program ended by an exception; the process is on its way out, and may never arrive."""
+
+    generation: int
+    local_rank: int
+
+
+@dataclass(frozen=True)
 class ServiceLost:
     """What serves all workers of this node is gone: the worker store, or the fork server and all workers with it."""
 
@@ -61,7 +69,7 @@ class Tick:
     """A deadline of the agent's may have passed."""
 
 
-Event = Looked | WorkerExited | ServiceLost | Signalled | Cleared | Tick
+Event = Looked | WorkerExited | WorkerRaised | ServiceLost | Signalled | Cleared | Tick
 
 
 @dataclass(frozen=True)

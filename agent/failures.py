@@ -60,7 +60,8 @@ class Remains:
     """What a worker left behind.
 
     `code` is the exit code or minus the signal. `error_record` is the text of its TORCHELASTIC_ERROR_FILE, `tail` the
-    end of its stderr; both may be empty or torn. `kernel` is the kernel's word on it, if there is one.
+    end of its stderr; both may be empty or torn. `kernel` is the kernel's word on it, if there is one. `raised` says that
+    its program was over, by an exception, before a signal ended the process.
     """
 
     code: int
@@ -68,6 +69,7 @@ class Remains:
     tail: str = ""
     kernel: str = ""
     progressed: bool = False
+    raised: bool = False
 
 
 @dataclass(frozen=True)
@@ -166,7 +168,7 @@ def parse_traceback(text: str) -> Raised | None:
 
 def _kind_and_message(remains: Remains, raised: Raised | None, signal_name: str) -> tuple[FailureKind, str]:
     code = remains.code
-    if code < 0:
+    if code < 0 and not (remains.raised and raised):
         killed = f"was killed by {signal_name}"
         if remains.kernel:
             return FailureKind.OUT_OF_MEMORY, f"{killed}; {remains.kernel}"
@@ -176,7 +178,10 @@ def _kind_and_message(remains: Remains, raised: Raised | None, signal_name: str)
             return FailureKind.STARTUP, f"exited with code {code} ({_STARTUP_CODES[code]})"
         kind = FailureKind.PEER_LOST if _PEER_LOST.search(remains.tail) else FailureKind.EXIT_CODE
         return kind, f"exited with code {code}"
-    message = f"raised {raised.exception or 'an error'}" + (f": {raised.message}" if raised.message else "")
+    # One sentence: the rest of a message in several lines is in the traceback.
+    first, more, _ = raised.message.partition("\n")
+    said = f": {first} …" if more else f": {first}" if first else ""
+    message = f"raised {raised.exception or 'an error'}{said}"
     if raised.exception.rpartition(".")[2] in _STARTUP_TYPES and not remains.progressed:
         return FailureKind.STARTUP, message
     if _OUT_OF_MEMORY.search(f"{raised.exception}: {raised.message}"):

@@ -15,11 +15,15 @@ _LINK_BYTES_MAX = 1 << 16
 
 @dataclass
 class Link:
-    """The agent's end of one worker's link (design §6); `step` is the newest that the worker reported."""
+    """The agent's end of one worker's link.
+
+    `step` is the newest that the worker reported; `raised` says that its program ended by an exception.
+    """
 
     local_rank: int
     socket: socket.socket
     step: int = -1
+    raised: bool = False
     rest: bytes = b""
 
     def fileno(self) -> int:
@@ -38,8 +42,11 @@ class Link:
         for line in lines:
             with suppress(ValueError, KeyError, TypeError):
                 message = json.loads(line)
-                if message["event"] == "progress":
-                    self.step = int(message["step"])
+                match message["event"]:
+                    case "progress":
+                        self.step = int(message["step"])
+                    case "raised":
+                        self.raised = True
         return bool(data)
 
 

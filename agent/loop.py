@@ -26,6 +26,7 @@ from elaunch.agent.events import (
     SignalWorkers,
     Spawn,
     Tick,
+    WorkerRaised,
 )
 from elaunch.agent.forkserver import ForkServer
 from elaunch.agent.group import Group, Link
@@ -147,7 +148,7 @@ class Loop:
             self._replace_server(table.generation, f"could not be given the workers: {error.strerror}")
             return
         for link in self._group.links.values():
-            self._selector.register(link, selectors.EVENT_READ, self._link_reader(link))
+            self._selector.register(link, selectors.EVENT_READ, self._link_reader(self._group, link))
 
     def _replace_server(self, generation: int, how: str) -> None:
         self._selector.unregister(self._server)
@@ -179,10 +180,13 @@ class Loop:
         assert self._group is not None
         return self._group
 
-    def _link_reader(self, link: Link) -> Callable[[], None]:
+    def _link_reader(self, group: Group, link: Link) -> Callable[[], None]:
         def read() -> None:
+            raised_before = link.raised
             if not link.read():
                 self._drop(link)
+            if link.raised and not raised_before:
+                self._inbox.post(WorkerRaised(group.generation, link.local_rank))
                 self._ask_server()
 
         return read

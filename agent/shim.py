@@ -21,12 +21,18 @@ from typing import Any
 
 from elaunch.rendezvous.types import Program, ProgramKind
 
+LINK_FD = 3
+
 _keep: list[object] = []
+_link_inode = 0
 
 
 def fresh(argv: tuple[str, ...]) -> None:
     """Undo what a fork shares and a fresh process does not: random seeds, keys, thread counts, stdio's state."""
+    global _link_inode
     sys.orig_argv = list(argv)
+    # The number may be given to another file later; a socket's inode is its own.
+    _link_inode = os.fstat(LINK_FD).st_ino
     _standard_streams()
     if process := sys.modules.get("multiprocessing.process"):
         process.current_process().authkey = os.urandom(32)
@@ -66,6 +72,7 @@ def run(program: Program, mask: Collection[int]) -> None:
         # Python's own hook prints the exception's traceback, not the one that it is given.
         error.__traceback__ = _without_our_frames(error.__traceback__)
         _record(type(error).__name__, str(error), "".join(traceback.format_exception(error)))
+        _tell_agent()
         sys.excepthook(type(error), error, error.__traceback__)
         # It is printed; Python still has to take its own way out (exit code, SIGINT's, atexit, threads).
         sys.excepthook = lambda *_: None
@@ -143,6 +150,13 @@ def _record(exception: str, message: str, text: str) -> None:
     }
     with suppress(OSError), open(path, "x") as file:  # noqa: PTH123
         json.dump({"message": said}, file)
+
+
+def _tell_agent() -> None:
+    """Say on the link that the program is over: Python's way out from here can hang, and the others wait."""
+    with suppress(OSError):
+        if os.fstat(LINK_FD).st_ino == _link_inode:
+            os.write(LINK_FD, b'\n{"event": "raised"}\n')
 
 
 def reached_store() -> bool:

@@ -82,7 +82,8 @@ class Workers:
         kernel = self._kernel.word_on(pid) if code == -signal.SIGKILL else ""
         progressed = (link is not None and link.step >= 0) or _reached_store(record)
         place = Place(group.generation, self._node_id, self._host, group.rank(local_rank), local_rank, pid)
-        remains = Remains(code, record, kernel=kernel, progressed=progressed)
+        raised = link is not None and link.raised
+        remains = Remains(code, record, kernel=kernel, progressed=progressed, raised=raised)
         failure = failure_of(place, remains, _signal_name(code), time.time())
         failure = replace(
             failure,
