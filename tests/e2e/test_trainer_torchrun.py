@@ -20,6 +20,7 @@ from tests.harness import wait_for
 
 SHAPE = ["--steps", "40", "--global-batch", "6", "--checkpoint-every", "1", "--layers", "2", "--width", "32"]
 SHAPE += ["--heads", "2", "--context", "16", "--dropout", "0.1", "--seed", "5"]
+SHORT = [*SHAPE, "--steps", "6"]
 TRAINER = ["-m", "elaunch.trainer"]
 TORCHRUN = ["-m", "torch.distributed.run", "--max-restarts", "3", "--monitor-interval", "0.1", "--nproc-per-node"]
 # Without the switch torchrun 2.13 reads the last group's keys again after a restart, and hangs.
@@ -134,9 +135,9 @@ def test_a_process_that_nobody_launched_trains_alone_and_says_little(start: Star
 
 
 def test_a_run_without_out_is_found_again_by_the_same_command(start: Start, tmp_path: Path) -> None:
-    assert finish(start(*TRAINER, *SHAPE))[0] == 0
+    assert finish(start(*TRAINER, *SHORT))[0] == 0
 
-    again = finish(start(*TRAINER, *SHAPE))
+    again = finish(start(*TRAINER, *SHORT))
 
     (run,) = (tmp_path / "runs").iterdir()
     assert again[2].startswith(f"runs/{run.name} is complete")
@@ -146,7 +147,7 @@ def test_the_trainer_does_without_numpy(start: Start, tmp_path: Path) -> None:
     (tmp_path / "absent").mkdir()
     (tmp_path / "absent" / "numpy.py").write_text("raise ModuleNotFoundError('no numpy', name='numpy')")
 
-    code, _, errors = finish(start(*TRAINER, "--out", "run", *SHAPE, PYTHONPATH=str(tmp_path / "absent")))
+    code, _, errors = finish(start(*TRAINER, "--out", "run", *SHORT, PYTHONPATH=str(tmp_path / "absent")))
 
     assert code == 0, errors
     assert "umPy" not in errors
@@ -204,16 +205,16 @@ def test_a_signal_to_one_worker_stops_all_at_the_same_step_with_a_checkpoint(
 
 
 def test_a_corrupt_newest_checkpoint_costs_one_step_and_not_the_result(start: Start, tmp_path: Path) -> None:
-    assert finish(start(*TRAINER, "--out", "calm", *SHAPE))[0] == 0
-    assert finish(start(*TRAINER, "--out", "run", *SHAPE))[0] == 0
+    assert finish(start(*TRAINER, "--out", "calm", *SHORT))[0] == 0
+    assert finish(start(*TRAINER, "--out", "run", *SHORT))[0] == 0
     (tmp_path / "run" / "result.json").unlink()
     newest = tmp_path / "run" / "checkpoints" / marks(tmp_path / "run" / "checkpoints")[-1].file_name
     os.truncate(newest, 1000)
 
-    code, _, errors = finish(start(*TRAINER, "--out", "run", *SHAPE))
+    code, _, errors = finish(start(*TRAINER, "--out", "run", *SHORT))
 
     assert code == 0
     assert f"skipping run/checkpoints/{newest.name}: it is torn or corrupt" in errors
-    assert "resuming after step 39 of 40" in errors
+    assert "resuming after step 5 of 6" in errors
     assert result(tmp_path / "run") == result(tmp_path / "calm")
     assert losses(tmp_path / "run") == losses(tmp_path / "calm")
