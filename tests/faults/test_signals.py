@@ -164,6 +164,21 @@ def test_sigterm_to_all_processes_at_once_is_a_stop_and_no_failure(
         assert_stopped(job, 143)
 
 
+def test_workers_that_sigterm_ended_a_moment_before_the_agent_got_it_are_no_failure(tmp_path: Path) -> None:
+    script(tmp_path, PAUSES)
+    with Watched(tmp_path, *LIGHT, "--nproc-per-node", "2", "train.py") as job:
+        pids = workers_up(job, 2)
+
+        for pid in pids:
+            os.kill(pid, signal.SIGTERM)
+        # Reaped, so that the agent is told of it at this moment; it waits 0.1 s for a signal of its own.
+        wait_for(lambda: not any(psutil.pid_exists(pid) for pid in pids), "the workers' end")
+        job.signal(signal.SIGTERM)
+
+        assert_stopped(job, 143)
+        assert "was killed" not in job.stderr
+
+
 def test_a_worker_that_alone_gets_sigterm_is_a_failure(tmp_path: Path) -> None:
     script(tmp_path, f"{SAY}\nsay('worker', os.getpid())\nwhile GENERATION == 0: signal.pause()")
     with Watched(tmp_path, *LIGHT, "--nproc-per-node", "2", "train.py") as job:
