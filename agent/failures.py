@@ -12,6 +12,10 @@ from elaunch.rendezvous.types import Failure, FailureKind
 _NOT_USER_CODE = re.compile(r"[/\\](site-packages|dist-packages)[/\\]|[/\\]lib[/\\]python3\.\d+[/\\]|^<frozen ")
 _FRAME = re.compile(r'^ *File "(?P<file>[^"]+)", line (?P<line>\d+)(?:, in (?P<function>.+))?$', re.MULTILINE)
 _TRACEBACK = "Traceback (most recent call last):"
+_CHAINED = (
+    "During handling of the above exception, another exception occurred:",
+    "The above exception was the direct cause of the following exception:",
+)
 _GROUP = "  + Exception Group Traceback (most recent call last):\n"
 # torch.distributed puts this before each line of an uncaught exception (its sys.excepthook).
 _RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)
@@ -60,8 +64,8 @@ class Remains:
     """What a worker left behind.
 
     `code` is the exit code or minus the signal. `error_record` is the text of its TORCHELASTIC_ERROR_FILE, `tail` the
-    end of its stderr; both may be empty or torn. `kernel` is the kernel's word on it, if there is one. `raised` says that
-    its program was over, by an exception, before a signal ended the process.
+    end of its stderr; both may be empty or torn. `kernel` is the kernel's word on it, if there is one. `raised` says
+    that its program was over, by an exception, before a signal ended the process.
     """
 
     code: int
@@ -129,7 +133,22 @@ def parse_record(text: str) -> Raised | None:
         said, stack = str(message["message"]), str(message.get("extraInfo", {}).get("py_callstack", ""))
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
-    return parse_traceback(stack) or Raised(said.partition(":")[0], said.partition(":")[2].strip(), "", stack)
+    raised = parse_traceback(stack)
+    if raised is None:
+        return Raised(said.partition(":")[0], said.partition(":")[2].strip(), "", stack)
+    return replace(raised, traceback=stack.rstrip())
+
+
+def chain_start(text: str) -> int:
+    """Where the last traceback in `text` begins, with the exceptions that it was raised from; -1 without one."""
+    start = text.rfind(_TRACEBACK)
+    while start >= 0 and text[:start].rstrip("\n").endswith(_CHAINED):
+        before = text.rfind(_TRACEBACK, 0, start)
+        if before < 0:
+            break
+        start = before
+    # To the line's start: torch.distributed puts the rank before it.
+    return text.rfind("\n", 0, start) + 1 if start >= 0 else -1
 
 
 def parse_traceback(text: str) -> Raised | None:
@@ -163,7 +182,8 @@ def parse_traceback(text: str) -> Raised | None:
         return None
     mine = [f for f in frames if not _NOT_USER_CODE.search(f["file"])] or frames
     frame = f"{mine[-1]['file']}:{mine[-1]['line']}" + (f" in {mine[-1]['function']}" if mine[-1]["function"] else "")
-    return Raised(said["type"], (said["message"] or "").strip(), frame if mine else "", body.rstrip())
+    whole = text[chain_start(text) :].rstrip()
+    return Raised(said["type"], (said["message"] or "").strip(), frame if mine else "", whole)
 
 
 def _kind_and_message(remains: Remains, raised: Raised | None, signal_name: str) -> tuple[FailureKind, str]:

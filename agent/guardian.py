@@ -45,7 +45,7 @@ def marked(marker: str, spare: Collection[int] = ()) -> list[int]:
     needle = marker.encode()
     mine = {os.getpid(), *spare}
     pids = (int(name) for name in os.listdir("/proc") if name.isdigit())  # noqa: PTH208
-    return [pid for pid in pids if pid not in mine and _holds(pid, needle) and not _is_zombie(pid)]
+    return [pid for pid in pids if pid not in mine and _holds(pid, needle)]
 
 
 def kill_cgroup(path: str) -> None:
@@ -73,16 +73,10 @@ def _holds(pid: int, needle: bytes) -> bool:
         environment = Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:
         return False
-    start = environment.find(VARIABLE.encode() + b"=")
-    return start >= 0 and needle in environment[start : environment.find(b"\0", start)]
-
-
-def _is_zombie(pid: int) -> bool:
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_bytes()
-    except OSError:
-        return True
-    return stat.rpartition(b")")[2].split()[0] in (b"Z", b"X")
+    # A zombie's environment reads as empty.
+    name = b"\0" + VARIABLE.encode() + b"="
+    _, found, value = (b"\0" + environment).partition(name)
+    return bool(found) and needle in value.partition(b"\0")[0]
 
 
 def _kill(pid: int, marker: str) -> bool:

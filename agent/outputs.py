@@ -62,6 +62,7 @@ class Outputs:
                 local_rank=local_rank,
                 keep_tail=not out,
                 console=console if teed or not redirected else None,
+                whole_lines=group.slots > 1,
                 prefix=self._prefix(group, local_rank),
                 file=file,
                 needles=tuple(needle.encode() for needle in needles) if needle_file and teed else (),

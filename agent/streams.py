@@ -76,7 +76,7 @@ class Stream:
     """A pipe from a worker: everything that it wrote goes to `console` (with `prefix`) and `file`, and its end is kept.
 
     `fd` is the pipe's reading end, not blocking; it and the files are owned and closed here. Lines with one of
-    `needles` are also copied to `needle_file`.
+    `needles` are also copied to `needle_file`. `whole_lines` holds partial lines back, where others write there too.
     """
 
     def __init__(
@@ -87,6 +87,7 @@ class Stream:
         local_rank: int,
         keep_tail: bool,
         console: Console | None,
+        whole_lines: bool = False,
         prefix: bytes = b"",
         file: LogFile | None = None,
         needles: tuple[bytes, ...] = (),
@@ -98,6 +99,7 @@ class Stream:
         self.flush_at_s: float | None = None
         self._console = console
         self._prefix = prefix
+        self._whole_lines = whole_lines or bool(prefix or needles)
         self._file = file
         self._needles = needles
         self._needle_file = needle_file
@@ -115,7 +117,7 @@ class Stream:
             self._file.write(data)
         if self._keep_tail:
             self._remember(data)
-        if not self._prefix and not self._needles:
+        if not self._whole_lines:
             self._show(data)
             return
         self._show(self._splitter.whole(data))

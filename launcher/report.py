@@ -10,6 +10,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from elaunch.agent.failures import chain_start
 from elaunch.rendezvous.types import Failure, JobSpec, Outcome, OutcomeKind
 
 _TAIL_LINES = 20
@@ -35,8 +36,8 @@ def write_error_file(outcome: Outcome, path: str | None) -> None:
     if not path or failure is None:
         return
     record: dict[str, object] = {}
-    with suppress(OSError, ValueError):
-        record = json.loads(Path(failure.error_file).read_text())
+    with suppress(OSError, ValueError, TypeError):
+        record = dict(json.loads(Path(failure.error_file).read_text()))
     message = record.get("message")
     if not isinstance(message, dict):
         stack = {"py_callstack": failure.traceback, "timestamp": str(int(failure.failed_at))}
@@ -61,18 +62,19 @@ def _failed(outcome: Outcome, spec: JobSpec, logs: Path | None) -> str:
         _LIGHT,
         "Root Cause (first observed failure):",
         "[0]:",
-        f"  time       : {time.strftime('%Y-%m-%d_%H:%M:%S', time.localtime(failure.failed_at))}",
-        f"  host       : {failure.host}",
-        f"  rank       : {failure.rank} (local_rank: {failure.local_rank})",
-        f"  exitcode   : {_exit_code(failure)}",
-        f"  error_file : {failure.error_file if logs and failure.error_file else '<N/A>'}",
+        f"  time      : {time.strftime('%Y-%m-%d_%H:%M:%S', time.localtime(failure.failed_at))}",
+        f"  host      : {failure.host}",
+        f"  rank      : {failure.rank} (local_rank: {failure.local_rank})",
+        f"  exitcode  : {_exit_code(failure)}",
+        f"  error_file: {failure.error_file if logs and failure.error_file else '<N/A>'}",
     ]
     if failure.traceback:
-        lines += ["  traceback  :", *_indented(failure.traceback)]
+        lines += ["  traceback :", *_indented(failure.traceback)]
     if tail := _tail(failure):
-        lines += [f"  stderr     : its last {len(tail)} lines", *(f"    {line}" for line in tail)]
+        shown = "its last line" if len(tail) == 1 else f"its last {len(tail)} lines"
+        lines += [f"  stderr    : {shown}", *(f"    {line}" for line in tail)]
     if failure.log_path or logs:
-        lines.append(f"  log        : {failure.log_path or logs}")
+        lines.append(f"  log       : {failure.log_path or logs}")
     return "\n".join([*lines, _HEAVY, ""])
 
 
@@ -90,10 +92,14 @@ def _tail(failure: Failure) -> list[str]:
     """The end of stderr, without the traceback that is shown already."""
     text = failure.tail
     if failure.traceback:
-        # What Python printed of it begins with the same line; the lines before say what led there.
-        start = text.rfind(failure.traceback.splitlines()[0])
+        # The lines before what Python printed of it say what led there.
+        start = chain_start(text)
+        if start < 0:
+            start = text.rfind(failure.traceback)
         text = text[:start] if start >= 0 else text
-    return [line.rsplit("\r", 1)[-1] for line in text.rstrip().splitlines()[-_TAIL_LINES:]]
+    # Of a progress bar, its last state.
+    lines = [line.rstrip("\r").rpartition("\r")[2] for line in text.rstrip().split("\n")]
+    return [line for line in lines if line][-_TAIL_LINES:]
 
 
 def _indented(text: str) -> list[str]:
