@@ -486,7 +486,7 @@ def said_as_nobody(check: Callable[[], None]) -> str:
         os._exit(0)
     os.close(theirs)
     os.waitpid(pid, 0)
-    with open(ours) as pipe:
+    with os.fdopen(ours) as pipe:
         return pipe.read()
 
 
