@@ -134,6 +134,18 @@ def test_a_process_that_nobody_launched_trains_alone_and_says_little(start: Star
     assert (tmp_path / "run" / "result.json").stat().st_mtime_ns == before
 
 
+def test_no_thread_of_the_process_group_outlives_the_training(start: Start) -> None:
+    # Such a thread aborts, or hangs, the interpreter that ends under it (pytorch #190489).
+    code = (
+        "import sys; from pathlib import Path; from elaunch.trainer.__main__ import main; main(sys.argv[1:]); "
+        "print('threads:', [t for p in Path('/proc/self/task').iterdir() if 'gloo' in (t := (p / 'comm').read_text())])"
+    )
+
+    _, out, errors = finish(start("-c", code, "--out", "run", *SHORT))
+
+    assert out.endswith("threads: []\n"), errors
+
+
 def test_a_run_without_out_is_found_again_by_the_same_command(start: Start, tmp_path: Path) -> None:
     assert finish(start(*TRAINER, *SHORT))[0] == 0
 
