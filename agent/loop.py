@@ -185,9 +185,9 @@ class Loop:
             raised_before = link.raised
             if not link.read():
                 self._drop(link)
+                self._ask_server()
             if link.raised and not raised_before:
                 self._inbox.post(WorkerRaised(group.generation, link.local_rank))
-                self._ask_server()
 
         return read
 
