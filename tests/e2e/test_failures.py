@@ -106,9 +106,9 @@ class TestReport:
 
         assert "train.py FAILED\n" in report
         assert "Root Cause (first observed failure):\n[0]:\n" in report
-        assert f"  host       : {socket.gethostname()}\n" in report
-        assert "  rank       : 1 (local_rank: 1)\n" in report
-        assert f"  exitcode   : 1 (pid: {pid})\n" in report
+        assert f"  host      : {socket.gethostname()}\n" in report
+        assert "  rank      : 1 (local_rank: 1)\n" in report
+        assert f"  exitcode  : 1 (pid: {pid})\n" in report
 
     def test_it_has_the_traceback_of_a_script_without_decorator(self, failed: Job) -> None:
         report = _report(failed)
@@ -122,13 +122,13 @@ class TestReport:
         assert {Path(file).name for file in files} == {"train.py"}
 
     def test_it_ends_with_the_last_lines_of_stderr_before_the_traceback(self, failed: Job) -> None:
-        _, _, below = _report(failed).partition("  stderr     :")
+        _, _, below = _report(failed).partition("  stderr    :")
         lines = re.findall(r"^    (.*)$", below, re.MULTILINE)
 
         assert lines == [f"reading shard {shard}" for shard in range(10, 30)]
 
     def test_it_names_the_log_file_of_the_rank_that_failed(self, failed: Job) -> None:
-        (path,) = re.findall(r"^  log        : (.*)$", _report(failed), re.MULTILINE)
+        (path,) = re.findall(r"^  log       : (.*)$", _report(failed), re.MULTILINE)
 
         assert path.endswith("/attempt_1/1/stderr.log")
         assert "RuntimeError: shard 29 is torn" in Path(path).read_text()
@@ -136,7 +136,7 @@ class TestReport:
     def test_siblings_that_were_stopped_are_not_listed(self, failed: Job) -> None:
         report = _report(failed)
 
-        assert report.count("  rank       :") == 1
+        assert report.count("  rank      :") == 1
         assert "SIGTERM" not in report
         assert "rank 2 leaves" in failed.stderr.partition(report)[0]
         assert "exited with code 7" not in failed.stderr
@@ -348,7 +348,7 @@ main()
 
         job = finished(tmp_path, *start, "--max-restarts", "0", "--log-dir", "logs", "train.py")
 
-        (path,) = re.findall(r"^  error_file : (.*)$", _report(job), re.MULTILINE)
+        (path,) = re.findall(r"^  error_file: (.*)$", _report(job), re.MULTILINE)
         assert "raised KeyError: 'weights'" in _report(job)
         assert json.loads(Path(path).read_text())["message"]["message"] == "KeyError: 'weights'"
 

@@ -198,7 +198,7 @@ signal.pause()
     (pid,) = job.pids("dying")
     assert job.code == 1, job.output
     assert re.search(rf"^rank 1 \(local rank 1 on \S+, pid {pid}\) {words} in generation 0\.$", job.stderr, re.M)
-    assert re.search(rf"^  exitcode   : {exit_code}$", job.stderr, re.MULTILINE)
+    assert re.search(rf"^  exitcode  : {exit_code}$", job.stderr, re.MULTILINE)
 
 
 class TestProgram:
