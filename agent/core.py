@@ -272,6 +272,9 @@ def _signalled(agent: Agent, event: Signalled, now_s: float) -> Step:
             return _stop(agent, stopping, event.signum, ())
         case Stopping(killed=False, live=live) as stopping if event.signum == _SIGINT and live:
             return _kill(agent, stopping, now_s, Say("SIGINT again: killing the workers now"))
+        case Stopping(live=live, signum=signum, signal_name=name) if event.signum == _SIGINT and signum and not live:
+            # Only output is left, and whoever reads it does not: the second Ctrl-C does not wait for that.
+            return _exit(agent, _interrupted(agent, signum, name))
         case Joining() | Finished():
             return _exit(agent, _interrupted(agent, event.signum, event.name))
     return agent, ()

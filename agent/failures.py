@@ -191,7 +191,7 @@ def _kind_and_message(remains: Remains, raised: Raised | None, signal_name: str)
     if code < 0 and not (remains.raised and raised):
         killed = f"was killed by {signal_name}"
         if remains.kernel:
-            return FailureKind.OUT_OF_MEMORY, f"{killed}; {remains.kernel}"
+            return FailureKind.OUT_OF_MEMORY, f"{killed} ({remains.kernel})"
         return FailureKind.SIGNAL, killed
     if raised is None:
         if code in _STARTUP_CODES and not remains.progressed:

@@ -23,12 +23,12 @@ class OutOfMemoryWatch:
         self._log = _open_log()
 
     def word_on(self, pid: int) -> str:
-        """The rest of a sentence if the kernel killed `pid` for memory, or may have; else the empty string."""
+        """A few words if the kernel killed `pid` for memory, or may have; else the empty string."""
         if any(int(m[1]) == pid for record in self._records() for m in [_KILLED.search(record)] if m):
-            return "the kernel log names it: out of memory"
+            return "out of memory, says the kernel log"
         before, self._before = self._before, self._kills()
         if self._before > before:
-            return "this node's memory cgroup counted an out-of-memory kill at that time"
+            return "its memory cgroup counted an out-of-memory kill at that time"
         return ""
 
     def _kills(self) -> int:

@@ -41,6 +41,8 @@ from elaunch.rendezvous.snapshot import Keys, Snapshot, read_snapshot
 from elaunch.rendezvous.store import Store
 from elaunch.rendezvous.types import Failure, FailureKind, Joined, Node, Outcome, RankTable
 
+_FORK_S = 0.05
+
 
 class Loop:
     """One agent's life, from joining to its outcome.
@@ -102,7 +104,7 @@ class Loop:
         if due_s is not None and now_s >= due_s:
             self._inbox.post(Tick())
         if self._answer_due_s is not None and now_s >= self._answer_due_s and not ready:
-            self._replace_server(self._group_now.generation, f"did not answer for {KILL_WAIT_S:g} s")
+            self._replace_server(self._group_now.generation, "did not answer when a worker was gone")
 
     def _look(self) -> None:
         self._inbox.post(Looked(read_snapshot(self._keys, self._store.read(self._keys.root))))
@@ -195,7 +197,9 @@ class Loop:
         """A link ended, as it does when its worker dies: is the fork server there to tell us of that?"""
         with suppress(OSError):
             self._server.ask()
-            self._answer_due_s = self._answer_due_s or time.monotonic() + KILL_WAIT_S
+            # It may have many workers to fork before it comes to answering.
+            wait_s = KILL_WAIT_S + _FORK_S * self._config.slots
+            self._answer_due_s = self._answer_due_s or time.monotonic() + wait_s
 
     def _drop(self, link: Link) -> None:
         if link.socket.fileno() >= 0:

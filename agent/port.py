@@ -7,17 +7,22 @@ import socket
 
 from elaunch.agent.config import AgentConfig
 
+_OWN_ADDRESS = "give one of this host's with --master-addr, or leave it out"
 
-class PortTaken(Exception):
-    """None of the wanted ports is free."""
+
+class NoPort(Exception):
+    """The worker store cannot be reached where it was wanted; the message says why, and the way out."""
 
 
 def reserve(config: AgentConfig) -> socket.socket:
     """A socket that listens on one of the config's master ports, or on a free one; nobody else can get it meanwhile.
 
-    Raises PortTaken where the wanted ports are in use, OSError where the address is not this host's.
+    Raises NoPort where the wanted ports are taken, or the address is not this host's.
     """
-    family, _, _, _, address = socket.getaddrinfo(config.master_addr, None, type=socket.SOCK_STREAM)[0]
+    try:
+        family, _, _, _, address = socket.getaddrinfo(config.master_addr, None, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise NoPort(f"the address {config.master_addr} is unknown ({error.strerror}); {_OWN_ADDRESS}") from error
     for port in config.master_ports or (0,):
         listener = socket.socket(family, socket.SOCK_STREAM)
         # A generation may follow on the same port while old connections linger.
@@ -28,9 +33,11 @@ def reserve(config: AgentConfig) -> socket.socket:
         except OSError as error:
             listener.close()
             if error.errno not in (errno.EADDRINUSE, errno.EACCES):
-                raise
+                raise NoPort(
+                    f"{config.master_addr} is no address of this host ({error.strerror}); {_OWN_ADDRESS}"
+                ) from error
             continue
         return listener
     ports = config.master_ports
     wanted = f"port {ports[0]} is" if len(ports) == 1 else f"ports {ports[0]}–{ports[-1]} are all"
-    raise PortTaken(f"{wanted} in use on {config.master_addr}; choose another with --master-port or --port-range")
+    raise NoPort(f"{wanted} in use on {config.master_addr}; choose another with --master-port or --port-range")

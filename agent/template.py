@@ -17,20 +17,18 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Collection, Iterator
-from contextlib import suppress
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 from elaunch.agent import wire
+from elaunch.agent.children import Children
 from elaunch.agent.linux import die_with_parent, set_command_line
 
 # Read when torch or numpy is imported, and wrong for a process that forks: BLAS would start its threads, torch would
 # open CUDA to see whether it is there. The children get the user's values back.
 _WHILE_IMPORTING = {"OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-
-_GROUP_LOOK_S = 0.02
 
 
 @dataclass(frozen=True)
@@ -179,80 +177,33 @@ def _serve(boot: Boot, control: socket.socket, restore: dict[str, str | None], m
     selector = selectors.DefaultSelector()
     selector.register(control, selectors.EVENT_READ)
     selector.register(wake_r, selectors.EVENT_READ)
-    children: dict[int, tuple[int, int | str]] = {}
-    # Leaders of groups that were asked to end, and what is to be told of those that have, but whose groups have not: a
-    # shell is gone at once, the program below it may be saving.
-    asked: set[int] = set()
-    held: dict[int, dict[str, Any]] = {}
+    children = Children()
     template_pid = os.getpid()
     while True:
-        ready = [key.fileobj for key, _ in selector.select(_GROUP_LOOK_S if held else None)]
+        ready = [key.fileobj for key, _ in selector.select(children.look_s)]
         if wake_r in ready:
             os.read(wake_r, 4096)
-            for news in _reap(children):
-                if news["pid"] in asked:
-                    held[news["pid"]] = news
-                else:
-                    _tell(control, news)
-        if held:
-            for pid in held.keys() - (_living_groups() & asked):
-                asked.discard(pid)
-                _tell(control, held.pop(pid))
+        for news in children.ended():
+            _tell(control, news)
         if control not in ready:
             continue
         packet = wire.receive(control)
         if packet is None:
             return None
         order, fds = packet
-        if order["op"] == "ask":
-            _tell(control, {"event": "here"})
-            continue
-        if order["op"] == "signal":
-            wanted = (order["generation"], order["key"])
-            for pid in [pid for pid, name in children.items() if name == wanted]:
-                _signal(pid, order["signum"], order["group"])
-                if order["group"]:
-                    asked.add(pid)
-            for pid in [pid for pid, news in held.items() if (news["generation"], news["key"]) == wanted]:
-                # The number is the group's as long as it has members.
-                with suppress(ProcessLookupError):
-                    os.killpg(pid, order["signum"])
-            if order["signum"] == signal.SIGKILL:
-                # Nobody is to be waited for any more.
-                asked.clear()
-            continue
-        pid = os.fork()
-        if pid == 0:
-            selector.close()
-            return Child(boot, order, fds, template_pid, restore, mask)
-        children[pid] = (order["generation"], order["key"])
-        for fd in fds:
-            os.close(fd)
-
-
-def _reap(children: dict[int, tuple[int, int | str]]) -> Iterator[dict[str, Any]]:
-    while children:
-        try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return
-        if pid == 0:
-            return
-        generation, key = children.pop(pid)
-        code = os.waitstatus_to_exitcode(status)
-        yield {"event": "exited", "generation": generation, "key": key, "pid": pid, "code": code}
-
-
-def _living_groups() -> set[int]:
-    """The process groups that have a member which is no zombie."""
-    groups: set[int] = set()
-    for name in os.listdir("/proc"):  # noqa: PTH208
-        if name.isdigit():
-            with suppress(OSError):
-                fields = Path(f"/proc/{name}/stat").read_bytes().rpartition(b")")[2].split()
-                if fields[0] not in (b"Z", b"X"):
-                    groups.add(int(fields[2]))
-    return groups
+        match order["op"]:
+            case "ask":
+                _tell(control, {"event": "here"})
+            case "signal":
+                children.signal((order["generation"], order["key"]), order["signum"], order["group"])
+            case _:
+                pid = os.fork()
+                if pid == 0:
+                    selector.close()
+                    return Child(boot, order, fds, template_pid, restore, mask)
+                children.add(pid, (order["generation"], order["key"]))
+                for fd in fds:
+                    os.close(fd)
 
 
 def _tell(control: socket.socket, news: dict[str, Any]) -> None:
@@ -261,14 +212,3 @@ def _tell(control: socket.socket, news: dict[str, Any]) -> None:
     except (BrokenPipeError, ConnectionResetError):
         # The agent is on its way out, and so are this process and its children.
         os._exit(1)
-
-
-def _signal(pid: int, signum: int, group: bool) -> None:
-    # Only this process reaps, so the pid is the child's until then; its group is its own from its first line on.
-    try:
-        if group:
-            os.killpg(pid, signum)
-        else:
-            os.kill(pid, signum)
-    except ProcessLookupError:
-        os.kill(pid, signum)

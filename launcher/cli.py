@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, NoReturn
 if TYPE_CHECKING:
     from elaunch.launcher.options import Options
 
+_LAST_WORDS_S = 2.0
+
 
 def main() -> NoReturn:
     """The entry point. Exit codes: 0, 1 the job failed, 2 usage, 128 + n ended by signal n."""
@@ -81,10 +83,11 @@ def run(options: Options, environ: Mapping[str, str]) -> int:
 
     # From here on the fork server imports torch on another core.
     from elaunch.agent.loop import Loop
-    from elaunch.agent.port import PortTaken
+    from elaunch.agent.port import NoPort
     from elaunch.agent.pump import Pump
     from elaunch.launcher.report import report, write_error_file
     from elaunch.rendezvous.memory import MemoryStore
+    from elaunch.rendezvous.types import OutcomeKind
 
     pump = Pump()
     pump.start()
@@ -93,13 +96,14 @@ def run(options: Options, environ: Mapping[str, str]) -> int:
         say(line)
     try:
         outcome = Loop(config, MemoryStore(), server, guard, pump, run_dir).run()
-    except PortTaken as error:
+    except NoPort as error:
         server.stop()
         pump.close()
         guard.finish()
         raise UsageError(str(error)) from error
     pump.write_report(report(outcome, config.spec, run_dir.logs))
     write_error_file(outcome, environ.get("TORCHELASTIC_ERROR_FILE"))
-    pump.close()
+    # No word of the workers is lost to a slow reader; but whoever stops a job wants it to end.
+    pump.close(timeout_s=_LAST_WORDS_S if outcome.kind is OutcomeKind.INTERRUPTED else None)
     guard.finish()
     return outcome.exit_code

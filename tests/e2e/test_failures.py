@@ -407,3 +407,22 @@ def _report(job: Job) -> str:
     found = re.search(r"^={40,}\n.*^={40,}\n", job.stderr, re.MULTILINE | re.DOTALL)
     assert found, job.output
     return found[0]
+
+
+def test_a_rank_that_raised_but_hangs_on_its_way_out_fails_the_job_with_its_exception(tmp_path: Path) -> None:
+    script(
+        tmp_path,
+        "import atexit, os, time\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    atexit.register(time.sleep, 1000)\n"
+        "    raise ValueError('bad shard')\n"
+        "time.sleep(1000)\n",
+    )
+
+    job = finished(
+        tmp_path, "--preload", "json", "--nproc-per-node", "2", "--max-restarts", "0", "--stop-grace", "1", "train.py"
+    )
+
+    assert job.code == 1
+    assert "local rank 1 raised an exception and did not end within 1 s; SIGKILL" in job.stderr
+    assert "raised ValueError: bad shard in generation 0" in _report(job)

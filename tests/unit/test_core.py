@@ -35,6 +35,7 @@ from elaunch.agent.events import (
     Spawn,
     Tick,
     WorkerExited,
+    WorkerRaised,
 )
 from elaunch.rendezvous.codec import encode
 from elaunch.rendezvous.forming import join
@@ -441,6 +442,19 @@ def test_a_second_ctrl_c_kills_now() -> None:
     assert third == []
 
 
+def test_a_second_ctrl_c_does_not_wait_for_output_that_nobody_reads() -> None:
+    driver = running()
+    driver.happen(Signalled(TERM, "SIGTERM"))
+    for rank in range(3):
+        driver.exits(rank, -TERM)
+
+    done = driver.happen(Signalled(INT, "SIGINT"))
+
+    assert [type(action) for action in done] == [Exit]
+    assert isinstance(driver.agent.phase, Exited)
+    assert driver.agent.phase.outcome.exit_code == 128 + TERM
+
+
 def test_a_second_sigterm_is_not_in_a_hurry() -> None:
     driver = running()
     driver.happen(Signalled(TERM, "SIGTERM"))
@@ -681,3 +695,29 @@ def test_restarts_are_dated_by_the_agents_own_clock() -> None:
     driver.look()
 
     assert driver.agent.restart_times_s == (250.0,)
+
+
+def test_a_worker_that_raised_and_does_not_end_is_killed_after_the_stop_grace() -> None:
+    driver = running()
+    driver.happen(WorkerRaised(0, 1))
+    driver.now_s += STOP_GRACE_S - 0.001
+    early = driver.happen(Tick())
+    driver.now_s += 0.001
+
+    late = driver.happen(Tick())
+
+    assert early == []
+    assert late == [SignalWorkers(0, frozenset({1}), KILL)]
+    assert driver.happen(Tick()) == []
+
+
+def test_a_worker_that_raised_and_ends_by_itself_is_left_alone() -> None:
+    driver = running()
+    driver.happen(WorkerRaised(0, 1))
+    assert deadline_s(driver.agent) == driver.now_s + STOP_GRACE_S
+
+    driver.happen(exited(0, 1, 0))
+
+    assert deadline_s(driver.agent) is None
+    driver.now_s += 10 * STOP_GRACE_S
+    assert driver.happen(Tick()) == []

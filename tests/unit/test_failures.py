@@ -42,10 +42,10 @@ def test_a_worker_killed_by_a_signal_is_named_by_it() -> None:
 
 
 def test_the_kernels_word_makes_a_kill_an_out_of_memory_one() -> None:
-    killed = failure(-9, kernel="the kernel log names it: out of memory")
+    killed = failure(-9, kernel="out of memory, says the kernel log")
 
     assert killed.kind is FailureKind.OUT_OF_MEMORY
-    assert killed.message == "was killed by SIGKILL; the kernel log names it: out of memory"
+    assert killed.message == "was killed by SIGKILL (out of memory, says the kernel log)"
 
 
 def test_a_traceback_that_was_printed_before_a_signal_does_not_hide_the_signal() -> None:

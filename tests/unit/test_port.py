@@ -9,7 +9,7 @@ from contextlib import ExitStack
 import pytest
 
 from elaunch.agent.config import AgentConfig
-from elaunch.agent.port import PortTaken, reserve
+from elaunch.agent.port import NoPort, reserve
 from elaunch.rendezvous.types import JobSpec, Program, ProgramKind
 
 SPEC = JobSpec("job", Program(ProgramKind.SCRIPT, "train.py"))
@@ -50,7 +50,7 @@ def test_a_reserved_port_stays_reserved() -> None:
     with reserve(config()) as listener:
         port = port_of(listener)
 
-        with pytest.raises(PortTaken), reserve(config(port)):
+        with pytest.raises(NoPort), reserve(config(port)):
             pass
         with pytest.raises(OSError, match="in use"), socket.create_server(("127.0.0.1", port)):
             pass
@@ -85,7 +85,7 @@ def test_a_port_can_be_had_again_while_old_connections_linger() -> None:
 
 
 def test_a_taken_port_is_said_with_its_number_and_the_way_out(taken: list[int]) -> None:
-    with pytest.raises(PortTaken) as caught:
+    with pytest.raises(NoPort) as caught:
         reserve(config(taken[0]))
 
     assert f"port {taken[0]} is in use on 127.0.0.1" in str(caught.value)
@@ -93,16 +93,18 @@ def test_a_taken_port_is_said_with_its_number_and_the_way_out(taken: list[int]) 
 
 
 def test_a_taken_range_is_said_with_both_ends(taken: list[int]) -> None:
-    with pytest.raises(PortTaken) as caught:
+    with pytest.raises(NoPort) as caught:
         reserve(config(*taken))
 
     assert f"{taken[0]}–{taken[1]}" in str(caught.value)
 
 
-def test_an_address_of_another_host_is_an_error_of_its_own() -> None:
-    # TEST-NET-1 (RFC 5737) is nobody's.
-    with pytest.raises(OSError, match="assign"):
+def test_an_address_of_another_host_or_of_none_is_a_sentence_with_the_way_out() -> None:
+    # TEST-NET-1 (RFC 5737) is nobody's, and so is the .invalid domain (RFC 2606).
+    with pytest.raises(NoPort, match=r"192\.0\.2\.1 is no address of this host .* --master-addr"):
         reserve(config(addr="192.0.2.1"))
+    with pytest.raises(NoPort, match=r"the address nowhere\.invalid is unknown .* --master-addr"):
+        reserve(config(addr="nowhere.invalid"))
 
 
 @pytest.mark.skipif(not socket.has_ipv6, reason="no IPv6")
@@ -117,7 +119,7 @@ def test_an_ipv6_address_works_too() -> None:
 
 
 def test_no_socket_is_left_open_where_ports_are_taken(taken: list[int]) -> None:
-    with pytest.raises(PortTaken) as caught:
+    with pytest.raises(NoPort) as caught:
         reserve(config(*taken))
 
     frame = caught.value.__traceback__.tb_next  # type: ignore[union-attr]

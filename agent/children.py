@@ -1,0 +1,89 @@
+"""The fork server's children: who they are, what they are told, and what is told of their ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+_GROUP_LOOK_S = 0.02
+
+Name = tuple[int, int | str]
+News = dict[str, Any]
+
+
+class Children:
+    """The children of this process by pid. Each has a name: its generation, and its local rank or "store".
+
+    Only this process reaps them, so that a pid is a child's until `ended` has told of it, and a child's process group
+    is its own from its first line on.
+    """
+
+    def __init__(self) -> None:
+        self._names: dict[int, Name] = {}
+        # Leaders of groups that were asked to end as a whole, and the news of those that have ended while their groups
+        # have not: a shell is gone at once, the program below it may be saving.
+        self._asked: set[int] = set()
+        self._held: dict[int, News] = {}
+
+    @property
+    def look_s(self) -> float | None:
+        """How soon `ended` wants to be asked again although no child ends."""
+        return _GROUP_LOOK_S if self._held else None
+
+    def add(self, pid: int, name: Name) -> None:
+        self._names[pid] = name
+
+    def ended(self) -> Iterator[News]:
+        """What there is to tell: exits, in the order in which the kernel gives them."""
+        for pid, code in self._reap():
+            generation, key = self._names.pop(pid)
+            news = {"event": "exited", "generation": generation, "key": key, "pid": pid, "code": code}
+            if pid in self._asked:
+                self._held[pid] = news
+            else:
+                yield news
+        if self._held:
+            for pid in self._held.keys() - (_living_groups() & self._asked):
+                self._asked.discard(pid)
+                yield self._held.pop(pid)
+
+    def signal(self, name: Name, signum: int, group: bool) -> None:
+        """Signal the child of that name, or its whole process group."""
+        for pid in [pid for pid, known in self._names.items() if known == name]:
+            # A child that has not come to its setsid has no group yet.
+            with suppress(ProcessLookupError):
+                if group:
+                    self._asked.add(pid)
+                    os.killpg(pid, signum)
+                    continue
+            os.kill(pid, signum)
+        for pid in [pid for pid, news in self._held.items() if (news["generation"], news["key"]) == name]:
+            # The number is the group's as long as it has members.
+            with suppress(ProcessLookupError):
+                os.killpg(pid, signum)
+        if signum == signal.SIGKILL:
+            # Nobody is to be waited for any more.
+            self._asked.clear()
+
+    def _reap(self) -> Iterator[tuple[int, int]]:
+        while self._names:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                return
+            yield pid, os.waitstatus_to_exitcode(status)
+
+
+def _living_groups() -> set[int]:
+    """The process groups that have a member which is no zombie."""
+    groups: set[int] = set()
+    for name in os.listdir("/proc"):  # noqa: PTH208
+        if name.isdigit():
+            with suppress(OSError):
+                fields = Path(f"/proc/{name}/stat").read_bytes().rpartition(b")")[2].split()
+                if fields[0] not in (b"Z", b"X"):
+                    groups.add(int(fields[2]))
+    return groups
