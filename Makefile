@@ -25,10 +25,10 @@ lint: $(VENV)/.installed-dev
 clean:
 	rm -rf $(VENV) build dist src/elaunch.egg-info
 
-# torch first: left to the dependency resolver, a newer one with gigabytes of CUDA would come.
+# torch first: left to the dependency resolver, a newer one with gigabytes of CUDA would come. numpy, or torch warns.
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet $(TORCH)
+	$(BIN)/pip install --quiet $(TORCH) numpy
 	$(BIN)/pip install --quiet --editable .
 	touch $@
 

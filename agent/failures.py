@@ -183,7 +183,9 @@ def parse_traceback(text: str) -> Raised | None:
     mine = [f for f in frames if not _NOT_USER_CODE.search(f["file"])] or frames
     frame = f"{mine[-1]['file']}:{mine[-1]['line']}" + (f" in {mine[-1]['function']}" if mine[-1]["function"] else "")
     whole = text[chain_start(text) :].rstrip()
-    return Raised(said["type"], (said["message"] or "").strip(), frame if mine else "", whole)
+    # Python 3.10 writes __main__.MyError, later ones MyError.
+    exception = said["type"].removeprefix("__main__.")
+    return Raised(exception, (said["message"] or "").strip(), frame if mine else "", whole)
 
 
 def _kind_and_message(remains: Remains, raised: Raised | None, signal_name: str) -> tuple[FailureKind, str]:
