@@ -8,6 +8,7 @@ TORCH := torch==2.13.0
 .PHONY: demo test test-slow lint clean
 
 demo: $(VENV)/.installed  ## Train a small language model on this machine's own Python sources, on 2 workers
+	rm -rf runs/demo
 	$(BIN)/elaunch --nproc-per-node 2 -m elaunch.trainer --out runs/demo
 
 test: $(VENV)/.installed-dev lint  ## Everything but the slow tests

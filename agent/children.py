@@ -40,6 +40,9 @@ class Children:
     def ended(self) -> Iterator[News]:
         """What there is to tell: exits, in the order in which the kernel gives them."""
         for pid, code in self._reap():
+            if pid not in self._names:
+                # One that a preloaded module started.
+                continue
             generation, key = self._names.pop(pid)
             news = {"event": "exited", "generation": generation, "key": key, "pid": pid, "code": code}
             if pid in self._asked:
@@ -54,17 +57,16 @@ class Children:
     def signal(self, name: Name, signum: int, group: bool) -> None:
         """Signal the child of that name, or its whole process group."""
         for pid in [pid for pid, known in self._names.items() if known == name]:
+            if group:
+                self._asked.add(pid)
             # A child that has not come to its setsid has no group yet.
-            with suppress(ProcessLookupError):
-                if group:
-                    self._asked.add(pid)
-                    os.killpg(pid, signum)
-                    continue
-            os.kill(pid, signum)
+            with suppress(PermissionError):
+                if not group or not _signal_group(pid, signum):
+                    os.kill(pid, signum)
         for pid in [pid for pid, news in self._held.items() if (news["generation"], news["key"]) == name]:
             # The number is the group's as long as it has members.
-            with suppress(ProcessLookupError):
-                os.killpg(pid, signum)
+            with suppress(PermissionError):
+                _signal_group(pid, signum)
         if signum == signal.SIGKILL:
             # Nobody is to be waited for any more.
             self._asked.clear()
@@ -75,6 +77,15 @@ class Children:
             if pid == 0:
                 return
             yield pid, os.waitstatus_to_exitcode(status)
+
+
+def _signal_group(leader: int, signum: int) -> bool:
+    """Whether there was such a group. Raises PermissionError where all of it runs as another user (sudo)."""
+    try:
+        os.killpg(leader, signum)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def _living_groups() -> set[int]:

@@ -49,6 +49,8 @@ _SIGINT, _SIGKILL, _SIGTERM = 2, 9, 15
 HOLD_S = 0.1
 # SIGKILL needs no consent: a worker that is not gone by then is one whose fork server no longer says so.
 KILL_WAIT_S = 5.0
+# After a stop's last worker, its output may take so long to be read by whoever reads it.
+LAST_WORDS_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -154,7 +156,7 @@ def deadline_s(agent: Agent) -> float | None:
     match agent.phase:
         case Running(held=held, held_until_s=until_s, leaving_s=leaving_s) if held or leaving_s:
             return min([*([until_s] if held else []), *(until_s for _, until_s in leaving_s)])
-        case Stopping(live=live, kill_at_s=kill_at_s) if live:
+        case Stopping(live=live, kill_at_s=kill_at_s, signum=signum) if live or signum:
             return kill_at_s
         case _:
             return None
@@ -211,6 +213,8 @@ def _worker_exited(agent: Agent, event: WorkerExited, now_s: float) -> Step:
             if event.local_rank not in live:
                 return agent, ()
             stopping = replace(stopping, live=live - {event.local_rank})
+            if stopping.signum and not stopping.live:
+                stopping = replace(stopping, kill_at_s=min(stopping.kill_at_s, now_s + LAST_WORDS_S))
             if event.failure and stopping.failure and not _by_us(event, stopping):
                 stopping = replace(stopping, others=(*stopping.others, event.failure))
             return _stop(agent, stopping, 0, ())
@@ -233,7 +237,7 @@ def _worker_raised(agent: Agent, event: WorkerRaised, now_s: float) -> Agent:
 
 def _by_us(event: WorkerExited, stopping: Stopping) -> bool:
     """Whether a worker that ended while we were stopping ended of the signal that it got."""
-    return event.code == -_SIGTERM or (event.code == -_SIGKILL and stopping.killed)
+    return event.code in (-_SIGTERM, 128 + _SIGTERM) or (event.code == -_SIGKILL and stopping.killed)
 
 
 def _service_lost(agent: Agent, event: ServiceLost, now_s: float) -> Step:
@@ -268,12 +272,12 @@ def _signalled(agent: Agent, event: Signalled, now_s: float) -> Step:
         case Stopping(signum=0, done=False, live=live) as stopping:
             stopping = replace(stopping, signum=event.signum, signal_name=event.name)
             if not live:
-                return replace(agent, phase=stopping), ()
+                return replace(agent, phase=replace(stopping, kill_at_s=now_s + LAST_WORDS_S)), ()
             return _stop(agent, stopping, event.signum, ())
         case Stopping(killed=False, live=live) as stopping if event.signum == _SIGINT and live:
             return _kill(agent, stopping, now_s, Say("SIGINT again: killing the workers now"))
         case Stopping(live=live, signum=signum, signal_name=name) if event.signum == _SIGINT and signum and not live:
-            # Only output is left, and whoever reads it does not: the second Ctrl-C does not wait for that.
+            # Only output is left, and whoever reads it does not.
             return _exit(agent, _interrupted(agent, signum, name))
         case Joining() | Finished():
             return _exit(agent, _interrupted(agent, event.signum, event.name))
@@ -294,6 +298,11 @@ def _tick(agent: Agent, now_s: float) -> Step:
             text = f"local rank {ranks} raised an exception and did not end within {agent.stop_grace_s:g} s; SIGKILL"
             actions = (Say(text), SignalWorkers(table.generation, late, _SIGKILL))
             return replace(agent, phase=replace(running, leaving_s=rest)), actions
+        case Stopping(live=live, kill_at_s=kill_at_s, signum=signum, signal_name=name) if (
+            signum and not live and now_s >= kill_at_s
+        ):
+            # Only output is left, and whoever reads it does not.
+            return _exit(agent, _interrupted(agent, signum, name))
         case Stopping(live=live, kill_at_s=kill_at_s) as stopping if live and now_s >= kill_at_s:
             ranks = ", ".join(str(rank) for rank in sorted(live))
             if stopping.killed:

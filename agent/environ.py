@@ -18,6 +18,7 @@ def rank_variables(
     max_restarts: int,
     agent_store: bool,
     error_file: str,
+    signals: tuple[str, ...],
     inherited: Mapping[str, str],
 ) -> dict[str, str]:
     """What is set for one worker on top of the inherited environment.
@@ -44,6 +45,7 @@ def rank_variables(
         "TORCHELASTIC_RUN_ID": run_id,
         "TORCHELASTIC_USE_AGENT_STORE": str(agent_store),
         "TORCHELASTIC_ERROR_FILE": error_file,
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(signals),
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": inherited.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
         "ELAUNCH_GENERATION": str(table.generation),
     }

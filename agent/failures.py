@@ -41,6 +41,11 @@ _PEER_LOST = re.compile(
     re.IGNORECASE,
 )
 _OUT_OF_MEMORY = re.compile(r"\bOutOfMemoryError\b|CUDA out of memory|DefaultCPUAllocator: can't allocate memory")
+# Raised by Python's own sockets and pipes: an upload, a closed terminal. torch has types of its own for its peers.
+_PYTHON_SOCKET_TYPES = {
+    *("ConnectionError", "ConnectionResetError", "ConnectionRefusedError", "ConnectionAbortedError"),
+    *("BrokenPipeError", "TimeoutError"),
+}
 _STARTUP_TYPES = {"ImportError", "ModuleNotFoundError", "SyntaxError", "IndentationError", "TabError"}
 # 126 and 127 are the shell's words for a command that cannot run or is not there.
 _SIGABRT = 6
@@ -72,7 +77,7 @@ class Remains:
     error_record: str = ""
     tail: str = ""
     kernel: str = ""
-    progressed: bool = False
+    progressed: bool | None = None
     raised: bool = False
 
 
@@ -109,9 +114,13 @@ def failure_of(place: Place, remains: Remains, signal_name: str, failed_at: floa
     )
 
 
-def with_tail(failure: Failure, tail: str, progressed: bool) -> Failure:
-    """The same failure, now that all of the worker's output has arrived."""
-    failure = replace(failure, tail=tail, progressed=failure.progressed or progressed)
+def with_tail(failure: Failure, tail: str, reached_store: bool) -> Failure:
+    """The same failure, now that all of the worker's output has arrived.
+
+    `reached_store` says that any rank had used the worker store; it counts where this rank's own progress is unknown.
+    """
+    progressed = reached_store if failure.progressed is None else failure.progressed
+    failure = replace(failure, tail=tail, progressed=progressed)
     if failure.code == -_SIGABRT and _PEER_LOST.search(tail):
         # NCCL's watchdog ends a survivor so.
         return replace(failure, kind=FailureKind.PEER_LOST)
@@ -208,6 +217,6 @@ def _kind_and_message(remains: Remains, raised: Raised | None, signal_name: str)
         return FailureKind.STARTUP, message
     if _OUT_OF_MEMORY.search(f"{raised.exception}: {raised.message}"):
         return FailureKind.OUT_OF_MEMORY, message
-    if _PEER_LOST.search(raised.message):
+    if raised.exception not in _PYTHON_SOCKET_TYPES and _PEER_LOST.search(raised.message):
         return FailureKind.PEER_LOST, message
     return FailureKind.EXCEPTION, message

@@ -17,13 +17,15 @@ _LINK_BYTES_MAX = 1 << 16
 class Link:
     """The agent's end of one worker's link.
 
-    `step` is the newest that the worker reported; `raised` says that its program ended by an exception.
+    `step` is the newest that the worker reported; `raised` says that its program ended by an exception, and
+    `reached_store`, None until its program ended, that it had made its process group.
     """
 
     local_rank: int
     socket: socket.socket
     step: int = -1
     raised: bool = False
+    reached_store: bool | None = None
     rest: bytes = b""
 
     def fileno(self) -> int:
@@ -45,8 +47,9 @@ class Link:
                 match message["event"]:
                     case "progress":
                         self.step = int(message["step"])
-                    case "raised":
-                        self.raised = True
+                    case "ended":
+                        self.raised = bool(message["raised"])
+                        self.reached_store = bool(message["reached_store"])
         return bool(data)
 
 

@@ -22,13 +22,15 @@ class Guard:
     def __init__(self, run_dir: str) -> None:
         self.marker = secrets.token_hex(8)
         self.cgroup = JobCgroup(f"elaunch-{self.marker}")
+        self.renewals = 0
         self._run_dir = run_dir
         self._fd, self._process = self._start()
 
     def renew(self) -> None:
-        """Replace a guardian that was killed."""
+        """Replace a guardian that was killed. Raises OSError where that fails."""
         os.close(self._fd)
         self._process.wait()
+        self.renewals += 1
         self._fd, self._process = self._start()
 
     def _start(self) -> tuple[int, subprocess.Popen[bytes]]:

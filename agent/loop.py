@@ -26,6 +26,7 @@ from elaunch.agent.events import (
     SignalWorkers,
     Spawn,
     Tick,
+    WorkerExited,
     WorkerRaised,
 )
 from elaunch.agent.forkserver import ForkServer
@@ -35,13 +36,16 @@ from elaunch.agent.inbox import Inbox
 from elaunch.agent.port import reserve
 from elaunch.agent.pump import Pump
 from elaunch.agent.rundir import RunDir
-from elaunch.agent.workers import Workers
+from elaunch.agent.workers import Workers, signal_name
 from elaunch.rendezvous.forming import join
 from elaunch.rendezvous.snapshot import Keys, Snapshot, read_snapshot
 from elaunch.rendezvous.store import Store
 from elaunch.rendezvous.types import Failure, FailureKind, Joined, Node, Outcome, RankTable
 
 _FORK_S = 0.05
+# Imports that take longer than this are worth a word to whoever waits.
+_PATIENCE_S = 4.0
+_GUARDIANS_MAX = 20
 
 
 class Loop:
@@ -70,6 +74,7 @@ class Loop:
         self._server_ready = False
         self._answer_due_s: float | None = None
         self._preload = config.preload
+        self._patience_until_s = time.monotonic() + _PATIENCE_S if config.preload else None
 
     def run(self) -> Outcome:
         """Live until the outcome is known; all workers are gone then."""
@@ -94,13 +99,16 @@ class Loop:
 
     def _wait(self) -> None:
         due_s = deadline_s(self._agent)
-        wanted_s = [at_s for at_s in (due_s, self._answer_due_s) if at_s is not None]
+        wanted_s = [at_s for at_s in (due_s, self._answer_due_s, self._patience_until_s) if at_s is not None]
         timeout_s = max(0.0, min(wanted_s) - time.monotonic()) if wanted_s else None
         ready = self._selector.select(timeout_s)
         for key, _ in ready:
             if key.data:
                 key.data()
         now_s = time.monotonic()
+        if self._patience_until_s is not None and now_s >= self._patience_until_s:
+            self._patience_until_s = None
+            self._pump.say(f"importing {', '.join(self._preload or ())} once for all workers …")
         if due_s is not None and now_s >= due_s:
             self._inbox.post(Tick())
         if self._answer_due_s is not None and now_s >= self._answer_due_s and not ready:
@@ -132,23 +140,25 @@ class Loop:
                 pass
 
     def _join(self, generation: int) -> None:
-        if self._listener:
-            self._listener.close()
-        self._listener = reserve(self._config)
+        self._listener = self._listener or reserve(self._config)
         joined = Joined(self._agent.me.node_id, self._listener.getsockname()[1])
         self._store.commit(join(self._agent.snapshot, joined))
 
     def _spawn(self, table: RankTable, group_rank: int) -> None:
-        listener, self._listener = self._listener, None
         self._group = Group(table, group_rank, self._guard.cgroup.generation(table.generation))
         try:
-            self._workers.start(self._server, self._group, listener)
+            self._workers.start(self._server, self._group, self._listener)
         except (BrokenPipeError, ConnectionResetError):
             # The fork server is gone; its socket says so as well, and that is where it is handled.
             return
         except OSError as error:
             self._replace_server(table.generation, f"could not be given the workers: {error.strerror}")
             return
+        finally:
+            # The one port that was asked for stays ours: nobody can take it between two generations.
+            if self._listener and not (len(self._config.master_ports) == 1 and self._workers.has_store):
+                self._listener.close()
+                self._listener = None
         for link in self._group.links.values():
             self._selector.register(link, selectors.EVENT_READ, self._link_reader(self._group, link))
 
@@ -230,14 +240,19 @@ class Loop:
                 self._preload = None
             self._renew_server(self._group.generation if self._group else -1, how)
             return
+        if self._answer_due_s is not None:
+            self._answer_due_s = time.monotonic() + KILL_WAIT_S
         match news["event"]:
             case "ready":
                 self._server_ready = True
+                self._patience_until_s = None
                 if news["reason"]:
                     self._preload = None
                     self._pump.say(f"each worker starts as a fresh interpreter, which is slower: {news['reason']}")
             case "here":
                 self._answer_due_s = None
+            case "unstarted" if self._group and news["generation"] == self._group.generation:
+                self._unstarted(self._group, news["key"], news["why"])
             case "exited" if self._group and news["generation"] == self._group.generation:
                 self._exited(self._group, news)
 
@@ -247,9 +262,18 @@ class Loop:
             self._inbox.post(self._workers.exited(group, int(news["key"]), pid, code))
         elif group.store:
             error = self._workers.store_error(group)
-            how = error or (f"was killed by signal {-code}" if code < 0 else f"exited with code {code}")
+            how = error or (f"was killed by {signal_name(code)}" if code < 0 else f"exited with code {code}")
             failure = self._blameless(FailureKind.STORE_LOST, group.generation, f"the worker store {how}")
             self._inbox.post(ServiceLost(group.generation, failure, workers_too=False))
+
+    def _unstarted(self, group: Group, key: int | str, why: str) -> None:
+        """The fork server could not fork: no memory, or too many processes."""
+        what = "the worker store" if key == "store" else f"the worker of local rank {key}"
+        failure = self._blameless(FailureKind.SPAWN, group.generation, f"{what} could not be started ({why})")
+        if key == "store":
+            self._inbox.post(ServiceLost(group.generation, failure, workers_too=False))
+        else:
+            self._inbox.post(WorkerExited(group.generation, int(key), 1, failure))
 
     def _renew_server(self, generation: int, how: str) -> None:
         """Start another fork server for the next generation; the workers of this one died with theirs."""
@@ -271,6 +295,9 @@ class Loop:
         def gone() -> None:
             self._selector.unregister(pidfd)
             os.close(pidfd)
+            if self._guard.renewals == _GUARDIANS_MAX:
+                self._pump.say("the guardian keeps ending; going on without one: kill -9 may leave processes behind")
+                return
             self._pump.say("the guardian was killed; starting another")
             self._guard.renew()
             self._watch_guardian()

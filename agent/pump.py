@@ -5,11 +5,13 @@ It decides nothing: it reads pipes in turn, a bounded piece of each, and writes 
 
 from __future__ import annotations
 
+import fcntl
 import os
 import queue
 import selectors
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -41,11 +43,11 @@ class Pump:
 
     def say(self, line: str) -> None:
         """Write one line of the agent's own to stderr."""
-        self._do(lambda: self.stderr.write(f"elaunch: {line}\n".encode(), None))
+        self._do(lambda: self.stderr.write(f"elaunch: {line}\n".encode(errors="backslashreplace"), None))
 
     def write_report(self, text: str) -> None:
         """Write `text` to stderr as it is."""
-        self._do(lambda: self.stderr.write(text.encode(), None))
+        self._do(lambda: self.stderr.write(text.encode(errors="backslashreplace"), None))
 
     def add(self, stream: Stream) -> None:
         """Move what comes through `stream` from now on."""
@@ -92,25 +94,30 @@ class Pump:
             os.read(self._wake_r, 4096)
         with suppress(queue.Empty):
             while True:
-                self._todo.get_nowait()()
+                work = self._todo.get_nowait()
+                try:
+                    work()
+                except Exception:
+                    # The agent waits for this thread; one bad piece of work must not end it.
+                    self.stderr.write(traceback.format_exc().encode(errors="backslashreplace"), None)
 
     def _add(self, stream: Stream) -> None:
         self._streams.append(stream)
         self._selector.register(stream, selectors.EVENT_READ)
 
-    def _read(self, stream: Stream) -> bool:
-        """Pass one piece on; whether there may be more."""
+    def _read(self, stream: Stream) -> int:
+        """Pass one piece on; its bytes, 0 where nothing waits."""
         try:
             data = os.read(stream.fd, _READ_BYTES)
         except BlockingIOError:
-            return False
+            return 0
         except OSError:
             data = b""
         if data:
             stream.feed(data, time.monotonic())
         else:
             self._finish(stream)
-        return bool(data)
+        return len(data)
 
     def _finish(self, stream: Stream) -> None:
         self._selector.unregister(stream)
@@ -120,9 +127,13 @@ class Pump:
             self._tails.setdefault(stream.generation, {})[stream.local_rank] = tail
 
     def _drain(self, generation: int, drained: Callable[[dict[int, str]], None]) -> None:
-        for stream in [s for s in self._streams if s.generation == generation]:
-            while self._read(stream):
-                pass
-            if stream in self._streams:
-                self._finish(stream)
-        drained(self._tails.pop(generation, {}))
+        try:
+            for stream in [s for s in self._streams if s.generation == generation]:
+                # All writers are dead, so what is left fits in the pipe; a stranger who has it must not hold us.
+                left = fcntl.fcntl(stream.fd, fcntl.F_GETPIPE_SZ)
+                while left > 0 and (taken := self._read(stream)):
+                    left -= taken
+                if stream in self._streams:
+                    self._finish(stream)
+        finally:
+            drained(self._tails.pop(generation, {}))

@@ -20,7 +20,7 @@ class RunDir:
         self.logs: Path | None = None
         self.private: Path | None = None
         if log_dir:
-            self.logs = self._make(log_dir / f"{run_id}_{secrets.token_hex(4)}")
+            self.logs = self._make(log_dir / f"{run_id.replace('/', '_')}_{secrets.token_hex(4)}")
         if self.logs is None:
             self.private = self._private()
 

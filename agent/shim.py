@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import io
 import json
+import marshal
 import os
 import signal
+import socket
 import sys
 import time
 import traceback
 from collections.abc import Collection
 from contextlib import suppress
-from importlib.machinery import SourceFileLoader
+from importlib.machinery import SourceFileLoader, SourcelessFileLoader
+from importlib.util import MAGIC_NUMBER
 from types import ModuleType, TracebackType
 from typing import Any
 
@@ -51,6 +54,7 @@ def run(program: Program, mask: Collection[int]) -> None:
 
     `mask` are the signals that stay blocked; one that has waited is the program's from its first line on.
     """
+    pid = os.getpid()
     main = ModuleType("__main__")
     _keep.append(sys.modules["__main__"])
     if "__annotations__" in vars(sys.modules["__main__"]):
@@ -64,15 +68,19 @@ def run(program: Program, mask: Collection[int]) -> None:
         else:
             _run_script(program, main)
     except SystemExit as error:
-        if isinstance(error.code, str) and _innermost_file(error) == "<frozen runpy>":
-            # runpy's way to say that the module is not there.
-            _record("ModuleNotFoundError", error.code.partition(": ")[2], error.code)
+        if os.getpid() == pid and error.code:
+            if isinstance(error.code, str) and _innermost_file(error) == "<frozen runpy>":
+                # runpy's way to say that the module is not there.
+                _record("ModuleNotFoundError", error.code.partition(": ")[2], error.code)
+            _tell_agent(raised=False)
         raise
     except BaseException as error:
         # Python's own hook prints the exception's traceback, not the one that it is given.
         error.__traceback__ = _without_our_frames(error.__traceback__)
-        _record(type(error).__name__, str(error), "".join(traceback.format_exception(error)))
-        _tell_agent()
+        # A child that the program forked unwinds through here too; its death is its own.
+        if os.getpid() == pid:
+            _record(type(error).__name__, _said(error), "".join(traceback.format_exception(error)))
+            _tell_agent(raised=True)
         sys.excepthook(type(error), error, error.__traceback__)
         # It is printed; Python still has to take its own way out (exit code, SIGINT's, atexit, threads).
         sys.excepthook = lambda *_: None
@@ -105,7 +113,12 @@ def _run_script(program: Program, main: ModuleType) -> None:
         __cached__=None,
         __loader__=SourceFileLoader("__main__", absolute),
     )
-    exec(compile(source, absolute, "exec", dont_inherit=True), main.__dict__)
+    if source[:4] == MAGIC_NUMBER:
+        code = marshal.loads(source[16:])
+        main.__dict__["__loader__"] = SourcelessFileLoader("__main__", absolute)
+    else:
+        code = compile(source, absolute, "exec", dont_inherit=True)
+    exec(code, main.__dict__)
 
 
 def _run_module(program: Program) -> None:
@@ -138,6 +151,13 @@ def _innermost_file(error: BaseException) -> str:
     return tail.tb_frame.f_code.co_filename if tail else ""
 
 
+def _said(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:
+        return "<exception str() failed>"
+
+
 def _record(exception: str, message: str, text: str) -> None:
     """Leave the exception in TORCHELASTIC_ERROR_FILE in the form of torch's `@record`, whose own record wins."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
@@ -146,17 +166,19 @@ def _record(exception: str, message: str, text: str) -> None:
     said = {
         "message": f"{exception}: {message}",
         "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))},
-        "reached_store": reached_store(),
     }
     with suppress(OSError), open(path, "x") as file:  # noqa: PTH123
         json.dump({"message": said}, file)
 
 
-def _tell_agent() -> None:
-    """Say on the link that the program is over: Python's way out from here can hang, and the others wait."""
+def _tell_agent(raised: bool) -> None:
+    """Say on the link that the program is over, badly: Python's way out from here can hang, and the others wait."""
+    said = {"event": "ended", "raised": raised, "reached_store": reached_store()}
     with suppress(OSError):
         if os.fstat(LINK_FD).st_ino == _link_inode:
-            os.write(LINK_FD, b'\n{"event": "raised"}\n')
+            with socket.socket(fileno=os.dup(LINK_FD)) as link:
+                # A full link is the agent's trouble; the program's end does not wait for it.
+                link.send(b"\n" + json.dumps(said).encode() + b"\n", socket.MSG_DONTWAIT)
 
 
 def reached_store() -> bool:

@@ -120,8 +120,10 @@ class Stream:
         if not self._whole_lines:
             self._show(data)
             return
-        self._show(self._splitter.whole(data))
-        self.flush_at_s = now_s + PARTIAL_LINE_WAIT_S if self._splitter.pending else None
+        whole = self._splitter.whole(data)
+        self._show(whole)
+        waits_s = None if whole else self.flush_at_s
+        self.flush_at_s = (waits_s or now_s + PARTIAL_LINE_WAIT_S) if self._splitter.pending else None
 
     def flush(self) -> None:
         """Give out a partial line that has waited long enough."""

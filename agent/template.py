@@ -18,6 +18,7 @@ import socket
 import sys
 import time
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -75,6 +76,10 @@ def main(boot_fd: int, loaded_at_start: Collection[str]) -> None:
     os.environ.update(_WHILE_IMPORTING)
     started_s = time.monotonic()
     reason = "" if boot.preload is None else _preload(boot, loaded_at_start)
+    # torch._inductor makes its cache folder when it is imported; a script that never compiles would not have it.
+    if cache := os.environ.get("TORCHINDUCTOR_CACHE_DIR") if "TORCHINDUCTOR_CACHE_DIR" not in before else None:
+        with suppress(OSError):
+            os.rmdir(cache)  # noqa: PTH106
     # Imports write variables too; after torch._dynamo's a script's own setdefault would come too late.
     restore = {n: before.get(n) for n in {*before, *os.environ} if os.environ.get(n) != before.get(n)}
     if reason:
@@ -92,6 +97,8 @@ def main(boot_fd: int, loaded_at_start: Collection[str]) -> None:
     gc.freeze()
     child = _serve(boot, control, restore, mask)
     if child:
+        # Its number is the program's from here on; closing it as ours would close what has it by then.
+        control.detach()
         from elaunch.agent import child as birth
 
         birth.become(child)
@@ -108,6 +115,7 @@ def _read_boot(fd: int) -> Boot:
 def _preload(boot: Boot, loaded_at_start: Collection[str]) -> str:
     """Import; the reason why workers must not be forked from here, or the empty string."""
     assert boot.preload is not None
+    known = _open_files().keys()
     try:
         for name in boot.preload:
             importlib.import_module(name)
@@ -117,17 +125,23 @@ def _preload(boot: Boot, loaded_at_start: Collection[str]) -> str:
         return f"{shadow} has the name of a module that was preloaded"
     if len(os.listdir("/proc/self/task")) > 1:  # noqa: PTH208
         return "a preloaded module started a thread"
-    held = (os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _is_open(fd))  # noqa: PTH115, PTH208
-    if device := next((path for path in held if path.startswith(("/dev/nvidia", "/dev/kfd", "/dev/dri"))), None):
-        return f"a preloaded module opened {device}"
+    # A worker's descriptors are its own from 4 on: what a module holds open, a GPU or a file, would be taken from it.
+    if held := next((path for fd, path in _open_files().items() if fd not in known), None):
+        return f"a preloaded module keeps {held} open"
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         return "a preloaded module started CUDA"
     return ""
 
 
-def _is_open(fd: str) -> bool:
-    return os.path.lexists(f"/proc/self/fd/{fd}")
+def _open_files() -> dict[int, str]:
+    """This process's open descriptors and what they refer to."""
+    files: dict[int, str] = {}
+    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208
+        # The one that listed them is gone by now.
+        with suppress(OSError):
+            files[int(name)] = os.readlink(f"/proc/self/fd/{name}")  # noqa: PTH115
+    return files
 
 
 def _shadow(script_dir: Path, loaded_at_start: Collection[str]) -> Path | None:
@@ -197,11 +211,16 @@ def _serve(boot: Boot, control: socket.socket, restore: dict[str, str | None], m
             case "signal":
                 children.signal((order["generation"], order["key"]), order["signum"], order["group"])
             case _:
-                pid = os.fork()
-                if pid == 0:
-                    selector.close()
-                    return Child(boot, order, fds, template_pid, restore, mask)
-                children.add(pid, (order["generation"], order["key"]))
+                name = (order["generation"], order["key"])
+                try:
+                    pid = os.fork()
+                except OSError as error:
+                    _tell(control, {"event": "unstarted", "generation": name[0], "key": name[1], "why": error.strerror})
+                else:
+                    if pid == 0:
+                        selector.close()
+                        return Child(boot, order, fds, template_pid, restore, mask)
+                    children.add(pid, name)
                 for fd in fds:
                     os.close(fd)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import select
 import signal
@@ -42,19 +41,17 @@ class Workers:
         program = config.spec.program
         ours = program.kind is ProgramKind.COMMAND or program.interpreter == sys.executable
         # The store's process is this interpreter's; another one's torch may speak another version of its protocol.
-        self._has_store = ours and importlib.util.find_spec("torch") is not None
+        self.has_store = ours and importlib.util.find_spec("torch") is not None
 
     def start(self, server: ForkServer, group: Group, listener: socket.socket | None) -> None:
         """Order the store, if it is this node's, and all workers. Raises OSError where the fork server is gone.
 
-        `listener` is the reserved port's socket; it is closed here.
+        `listener` is the reserved port's socket. It is closed here where no store can take it over: rank 0 will bind.
         """
-        try:
-            if listener and group.group_rank == 0 and self._has_store:
-                self._start_store(server, group, listener)
-        finally:
-            if listener:
-                listener.close()
+        if listener and group.group_rank == 0 and self.has_store:
+            self._start_store(server, group, listener)
+        elif listener:
+            listener.close()
         for local_rank in range(group.slots):
             self._start_worker(server, group, local_rank)
 
@@ -80,11 +77,11 @@ class Workers:
             with suppress(OSError):
                 record = error_file.read_text(errors="replace")
         kernel = self._kernel.word_on(pid) if code == -signal.SIGKILL else ""
-        progressed = (link is not None and link.step >= 0) or _reached_store(record)
+        progressed = True if link and link.step >= 0 else link.reached_store if link else None
         place = Place(group.generation, self._node_id, self._host, group.rank(local_rank), local_rank, pid)
         raised = link is not None and link.raised
         remains = Remains(code, record, kernel=kernel, progressed=progressed, raised=raised)
-        failure = failure_of(place, remains, _signal_name(code), time.time())
+        failure = failure_of(place, remains, signal_name(code), time.time())
         failure = replace(
             failure,
             log_path=group.log_files.get(local_rank, ""),
@@ -153,8 +150,9 @@ class Workers:
             run_id=config.spec.run_id,
             role=config.role,
             max_restarts=config.spec.max_restarts,
-            agent_store=self._has_store,
+            agent_store=self.has_store,
             error_file=str(folder / "error.json") if folder else "",
+            signals=tuple(signal.Signals(signum).name for signum in config.signals),
             inherited=config.environment,
         )
         if config.virtual_local_rank:
@@ -167,14 +165,8 @@ class Workers:
         return sorted(numa.cpu_set(self._config.numa_binding, local_rank, self._topology))
 
 
-def _reached_store(record: str) -> bool:
-    try:
-        return json.loads(record)["message"]["reached_store"] is True
-    except (ValueError, KeyError, TypeError):
-        return False
-
-
-def _signal_name(code: int) -> str:
+def signal_name(code: int) -> str:
+    """The name of the signal that an exit code of minus its number tells of."""
     try:
         return signal.Signals(-code).name if code < 0 else ""
     except ValueError:

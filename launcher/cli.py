@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
@@ -78,6 +79,8 @@ def run(options: Options, environ: Mapping[str, str]) -> int:
     say = troubles.append
     # Folders are made until the end; from the pump's start on its console has the word.
     run_dir = RunDir(config.output.log_dir, config.spec.run_id, lambda trouble: say(trouble))
+    if config.output.log_dir and not run_dir.logs:
+        raise UsageError(f"--log-dir {config.output.log_dir}: {troubles[0]}; choose another")
     guard = Guard(str(run_dir.private or ""))
     server = ForkServer(config.spec.program, config.preload, guard.environment(config.environment))
 
@@ -104,6 +107,9 @@ def run(options: Options, environ: Mapping[str, str]) -> int:
     pump.write_report(report(outcome, config.spec, run_dir.logs))
     write_error_file(outcome, environ.get("TORCHELASTIC_ERROR_FILE"))
     # No word of the workers is lost to a slow reader; but whoever stops a job wants it to end.
-    pump.close(timeout_s=_LAST_WORDS_S if outcome.kind is OutcomeKind.INTERRUPTED else None)
+    if not pump.close(timeout_s=_LAST_WORDS_S if outcome.kind is OutcomeKind.INTERRUPTED else None):
+        os.set_blocking(2, False)
+        with suppress(OSError):
+            os.write(2, b"elaunch: stopped; not all output was taken by the console or its reader\n")
     guard.finish()
     return outcome.exit_code

@@ -14,6 +14,13 @@ from elaunch.rendezvous.types import ProgramKind
 
 def check_program(options: Options) -> None:
     """Raises UsageError for a program that cannot start here."""
+    try:
+        _check_program(options)
+    except OSError as error:
+        raise UsageError(f"{error.filename}: {error.strerror}; change its permissions, or give another path") from error
+
+
+def _check_program(options: Options) -> None:
     match options.kind:
         case ProgramKind.SCRIPT:
             _check_script(options.target)
@@ -33,13 +40,20 @@ def check_log_dir(options: Options) -> None:
     """Raises UsageError for a --log-dir that can never hold files."""
     if options.log_dir is None:
         return
-    for place in (options.log_dir, *options.log_dir.parents):
+    try:
+        _check_log_dir(options.log_dir)
+    except OSError as error:
+        raise UsageError(f"--log-dir {options.log_dir}: {error.strerror}; choose another") from error
+
+
+def _check_log_dir(log_dir: Path) -> None:
+    for place in (log_dir, *log_dir.parents):
         if place.is_dir():
             return
         if place.exists():
-            is_itself = place == options.log_dir
+            is_itself = place == log_dir
             raise UsageError(
-                f"--log-dir {options.log_dir} "
+                f"--log-dir {log_dir} "
                 + ("is a file" if is_itself else f"lies below {place}, which is a file")
                 + "; name a directory (a missing one is made)"
             )
@@ -54,6 +68,8 @@ def check_open_files(workers: int) -> None:
 
 
 def _check_script(target: str) -> None:
+    if target == "-":
+        raise UsageError("a script on stdin cannot be read again at a restart; save it, and give its path")
     script = Path(target)
     if script.is_dir():
         if not (script / "__main__.py").is_file():
@@ -61,6 +77,8 @@ def _check_script(target: str) -> None:
         return
     if not script.exists():
         raise UsageError(f"{target} does not exist in {Path.cwd()}{_hint(script)}")
+    if not script.is_file():
+        raise UsageError(f"{target} is no file that can be read again at a restart; save the script, and give its path")
     if not os.access(script, os.R_OK):
         raise UsageError(f"{target} cannot be read by user {os.geteuid()}; change its permissions")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -44,10 +43,13 @@ def write_error_file(outcome: Outcome, path: str | None) -> None:
         message = {"message": failure.sentence, "extraInfo": stack}
     text = json.dumps({**record, "message": {**message, "errorCode": failure.code}})
     target = Path(path)
-    with suppress(OSError):
-        with tempfile.NamedTemporaryFile("w", dir=target.parent, delete=False) as file:
-            file.write(text)
-        os.replace(file.name, target)  # noqa: PTH105
+    partial = target.with_name(f"{target.name}.{os.getpid()}")
+    try:
+        partial.write_text(text)
+        partial.replace(target)
+    except OSError:
+        with suppress(OSError):
+            partial.unlink()
 
 
 def _failed(outcome: Outcome, spec: JobSpec, logs: Path | None) -> str:

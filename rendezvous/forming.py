@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from elaunch.rendezvous.codec import encode
 from elaunch.rendezvous.snapshot import Snapshot
 from elaunch.rendezvous.store import Absent, Txn
 from elaunch.rendezvous.types import Generation, JobSpec, Joined, Node, OpenKind, Outcome, OutcomeKind, RankTable, Seat
 from elaunch.rendezvous.verdict import GiveUp, judge, verdict
+
+# Generations whose failure records are kept, besides the first.
+FAILURES_KEPT = 20
 
 
 def open_job(snapshot: Snapshot, spec: JobSpec, me: Node) -> Txn:
@@ -62,11 +63,12 @@ def _form(
     survivors = [seat.node_id for seat in before.seats if seat.node_id in snapshot.members] if before else []
     if not all(node_id in joined for node_id in survivors):
         return None
-    reason, restarts, barren = generation.cause, before.restarts if before else 0, 0
+    reason, restarts, barren, progressed = generation.cause, before.restarts if before else 0, 0, False
     if before:
-        progressed = any(f.progressed for records in snapshot.failures.values() for f in records)
-        failures = snapshot.failures[before.generation]
-        barren = 0 if any(f.progressed for f in failures) else before.barren + 1
+        failures = snapshot.failures.get(before.generation, ())
+        now_progressed = any(f.progressed for f in failures)
+        progressed = before.progressed or now_progressed
+        barren = 0 if now_progressed else before.barren + 1
         spent = counted_restarts(spec, before, restart_times_s, now_s)
         decision = judge(spec, snapshot.failures, before.generation, spent, barren, progressed)
         if isinstance(decision, GiveUp):
@@ -85,15 +87,23 @@ def _form(
         reason,
         restarts,
         barren,
+        progressed,
     )
     keys = snapshot.keys
     guards = (snapshot.gen_guard, snapshot.live_guard, Absent(keys.table(generation.number)))
-    stale = tuple(keys.table(old) for old in snapshot.tables if old < generation.number)
-    old_joins = tuple(
-        keys.joined(g, j.node_id) for g, js in snapshot.joined.items() if g < generation.number for j in js
-    )
-    old_done = tuple(keys.done(g, node) for g, nodes_done in snapshot.done.items() for node in nodes_done)
-    return Txn(guards, {keys.table(generation.number): encode(table)}, stale + old_joins + old_done)
+    return Txn(guards, {keys.table(generation.number): encode(table)}, _outdated(snapshot, generation.number))
+
+
+def _outdated(snapshot: Snapshot, sealed: int) -> tuple[str, ...]:
+    """The keys that nobody needs once generation `sealed` has its table."""
+    keys = snapshot.keys
+    tables = (keys.table(g) for g in snapshot.tables if g < sealed)
+    joins = (keys.joined(g, j.node_id) for g, joined in snapshot.joined.items() if g < sealed for j in joined)
+    done = (keys.done(g, node_id) for g, nodes in snapshot.done.items() for node_id in nodes)
+    # The first failure ever says how it began, the last ones what it came to.
+    pruned = sorted(g for g in snapshot.failures if g > 0)[:-FAILURES_KEPT]
+    failures = (keys.failure(g, f.node_id) for g in pruned for f in snapshot.failures[g])
+    return (*tables, *joins, *done, *failures)
 
 
 def _seats(nodes: list[Node]) -> tuple[Seat, ...]:
@@ -122,6 +132,6 @@ def _end_in_failure(snapshot: Snapshot, spec: JobSpec, table: RankTable, decisio
         table.generation,
         table.restarts,
         spec.max_restarts,
-        replace(verdict(snapshot.failures[table.generation])),
+        verdict(snapshot.failures[table.generation]),
     )
     return Txn((snapshot.gen_guard, snapshot.live_guard), {snapshot.keys.ended: encode(outcome)})

@@ -98,7 +98,7 @@ class RankTable:
     """Who has which ranks in one generation; sealed by the leader, at most one per generation.
 
     `restarts` counts the job's counted restarts so far; `barren` the generations in a row, this one included, that
-    began after one without progress.
+    began after one without progress; `progressed` says whether any before this one made some.
     """
 
     generation: int
@@ -108,6 +108,7 @@ class RankTable:
     reason: str
     restarts: int = 0
     barren: int = 0
+    progressed: bool = False
 
     @property
     def world_size(self) -> int:
@@ -150,7 +151,7 @@ class FailureKind(Enum):
     @property
     def counts_as_identical(self) -> bool:
         """Whether the same failure twice in a row may mean that a third try is pointless."""
-        return self in (FailureKind.EXCEPTION, FailureKind.EXIT_CODE)
+        return self in (FailureKind.EXCEPTION, FailureKind.EXIT_CODE, FailureKind.OUT_OF_MEMORY)
 
 
 @dataclass(frozen=True)
@@ -159,8 +160,8 @@ class Failure:
 
     `code` is the exit status as Python reports it: the exit code, or minus the signal's number; None where no worker
     exited. `rank` is -1 where no worker is to blame. `exception`, `frame` and `message` describe the uncaught exception
-    (`frame` is its innermost frame in the user's code, `file:line in function`). `progressed` says that the rank had
-    reported a step or reached the worker store.
+    (`frame` is its innermost frame in the user's code, `file:line in function`). `progressed` says
+    whether the rank had reported a step or made its process group; None where nobody can tell.
     """
 
     kind: FailureKind
@@ -179,7 +180,7 @@ class Failure:
     log_path: str = ""
     error_file: str = ""
     failed_at: float = 0.0
-    progressed: bool = False
+    progressed: bool | None = None
 
     @property
     def sentence(self) -> str:

@@ -37,6 +37,7 @@ def identical(one: Failure, other: Failure) -> bool:
     return (
         one.kind.counts_as_identical
         and one.kind is other.kind
+        and (one.code or 0) > 0
         and (one.code, one.exception, one.frame) == (other.code, other.exception, other.frame)
         and _without_numbers(one.message) == _without_numbers(other.message)
     )

@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import signal
+import time
+from collections.abc import Callable
 from types import FrameType, TracebackType
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+# A scheduler signals every process of a job, and the agent passes its own signal on: that is one wish, told twice.
+_SAME_WISH_S = 1.0
 
 
 class StopRequest:
     """Within the `with` block the first signal is only noted, in `signum` (0 until then).
 
     Each rank may be told at another step, so nobody acts on its own note: the ranks add theirs up and stop together.
+    `clock_s` and `end` are the time (monotonic) and the way a later signal ends the process.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self, clock_s: Callable[[], float] = time.monotonic, end: Callable[[int], object] | None = None
+    ) -> None:
         self.signum = 0
+        self._noted_s = 0.0
+        self._clock_s = clock_s
+        self._end = end or _end_at_once
 
     def __enter__(self) -> StopRequest:
         for number in _SIGNALS:
@@ -25,13 +35,21 @@ class StopRequest:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
-        _end_at_once()
+        _restore()
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
-        self.signum = signum
-        _end_at_once()
+        now_s = self._clock_s()
+        if not self.signum:
+            self.signum, self._noted_s = signum, now_s
+        elif now_s - self._noted_s > _SAME_WISH_S:
+            self._end(signum)
 
 
-def _end_at_once() -> None:
+def _end_at_once(signum: int) -> None:
+    _restore()
+    signal.raise_signal(signum)
+
+
+def _restore() -> None:
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_DFL)

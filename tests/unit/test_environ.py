@@ -29,6 +29,7 @@ def variables(
         max_restarts=3,
         agent_store=agent_store,
         error_file="/run/error.json",
+        signals=("SIGTERM", "SIGINT"),
         inherited=inherited or {},
     )
 
@@ -51,6 +52,7 @@ def test_a_worker_gets_torchruns_variables_and_its_generation() -> None:
         "TORCHELASTIC_RUN_ID": "job",
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_ERROR_FILE": "/run/error.json",
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
         "ELAUNCH_GENERATION": "4",
     }

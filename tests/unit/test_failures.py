@@ -16,7 +16,9 @@ from elaunch.rendezvous.types import Failure, FailureKind
 PLACE = Place(generation=2, node_id="node-a-1", host="node-a", rank=5, local_rank=1, pid=4711)
 
 
-def failure(code: int, record: str = "", tail: str = "", *, progressed: bool = False, kernel: str = "") -> Failure:
+def failure(
+    code: int, record: str = "", tail: str = "", *, progressed: bool | None = None, kernel: str = ""
+) -> Failure:
     remains = Remains(code, error_record=record, tail=tail, kernel=kernel, progressed=progressed)
     return failure_of(PLACE, remains, "SIGKILL" if code == -9 else f"signal {-code}", 1.5)
 
@@ -284,7 +286,7 @@ def test_the_short_form_of_an_error_file_is_its_message() -> None:
 def test_the_message_of_a_short_error_file_outlives_the_arrival_of_the_output() -> None:
     said = failure(1, '{"message": "the loss is NaN", "timestamp": 10}')
 
-    whole = with_tail(said, "words on stderr\n", progressed=False)
+    whole = with_tail(said, "words on stderr\n", reached_store=False)
 
     assert (whole.kind, whole.message) == (FailureKind.EXCEPTION, "raised an error: the loss is NaN")
     assert whole.tail == "words on stderr\n"
@@ -349,11 +351,11 @@ def test_a_survivor_that_nccls_watchdog_aborts_lost_a_peer() -> None:
         "remote process exited or there was a network error\n"
     )
 
-    whole = with_tail(aborted, tail, progressed=True)
+    whole = with_tail(aborted, tail, reached_store=True)
 
     assert aborted.kind is FailureKind.SIGNAL
     assert (whole.kind, whole.code, whole.progressed) == (FailureKind.PEER_LOST, -6, True)
-    assert with_tail(aborted, "assert.c:3: x > 0\n", progressed=True).kind is FailureKind.SIGNAL
+    assert with_tail(aborted, "assert.c:3: x > 0\n", reached_store=True).kind is FailureKind.SIGNAL
 
 
 @pytest.mark.parametrize(
@@ -378,7 +380,7 @@ def test_output_that_arrives_after_the_exit_explains_it() -> None:
     early = failure(1)
     tail = 'Traceback (most recent call last):\n  File "/home/u/t.py", line 3, in f\nValueError: late\n'
 
-    whole = with_tail(early, tail, progressed=True)
+    whole = with_tail(early, tail, reached_store=True)
 
     assert early.kind is FailureKind.EXIT_CODE
     assert (whole.kind, whole.message) == (FailureKind.EXCEPTION, "raised ValueError: late")
@@ -387,20 +389,27 @@ def test_output_that_arrives_after_the_exit_explains_it() -> None:
 
 
 def test_progress_that_is_learned_late_takes_back_a_start_up_failure() -> None:
-    whole = with_tail(failure(2), "usage: train.py\n", progressed=True)
+    whole = with_tail(failure(2), "usage: train.py\n", reached_store=True)
 
     assert (whole.kind, whole.message) == (FailureKind.EXIT_CODE, "exited with code 2")
 
 
 def test_progress_that_was_known_is_not_forgotten() -> None:
-    assert with_tail(failure(1, progressed=True), "", progressed=False).progressed
+    assert with_tail(failure(1, progressed=True), "", reached_store=False).progressed
+
+
+def test_a_ranks_own_word_on_its_progress_outweighs_that_another_had_reached_the_store() -> None:
+    whole = with_tail(failure(2, progressed=False), "usage: train.py\n", reached_store=True)
+
+    assert whole.progressed is False
+    assert whole.kind is FailureKind.STARTUP
 
 
 def test_output_changes_nothing_about_a_signal_or_a_recorded_exception() -> None:
     tail = 'Traceback (most recent call last):\n  File "/x.py", line 3, in f\nKeyError: 1\n'
     killed, recorded = failure(-9), failure(1, record_of("ValueError", "bad"))
 
-    whole = [with_tail(killed, tail, progressed=False), with_tail(recorded, tail, progressed=False)]
+    whole = [with_tail(killed, tail, reached_store=False), with_tail(recorded, tail, reached_store=False)]
 
     assert [f.message for f in whole] == ["was killed by SIGKILL", "raised ValueError: bad"]
     assert [f.tail for f in whole] == [tail, tail]
@@ -409,6 +418,6 @@ def test_output_changes_nothing_about_a_signal_or_a_recorded_exception() -> None
 def test_the_paths_of_a_failure_are_kept_when_its_output_arrives() -> None:
     early = replace(failure(1), log_path="/logs/stderr.log", error_file="/logs/error.json")
 
-    whole = with_tail(early, "words\n", progressed=False)
+    whole = with_tail(early, "words\n", reached_store=False)
 
     assert (whole.log_path, whole.error_file) == ("/logs/stderr.log", "/logs/error.json")

@@ -472,6 +472,16 @@ def test_a_script_without_read_permission_is_a_sentence() -> None:
     assert "cannot be read by user" in said
 
 
+def test_a_folder_that_may_not_be_entered_is_a_sentence() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        said = [
+            said_as_nobody(lambda: check_program(options_of(f"{folder}/t.py"))),
+            said_as_nobody(lambda: check_log_dir(options_of("--log-dir", f"{folder}/logs/deep", "t.py"))),
+        ]
+
+    assert all("Permission denied" in sentence for sentence in said)
+
+
 def said_as_nobody(check: Callable[[], None]) -> str:
     """What `check` complains of in a process that is not root's, who may read everything."""
     ours, theirs = os.pipe()

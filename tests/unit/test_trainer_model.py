@@ -69,16 +69,24 @@ def test_a_short_run_has_rates_too(steps: int) -> None:
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
-def test_the_first_signal_is_noted_and_the_second_would_end_the_process(signum: signal.Signals) -> None:
+def test_the_first_signal_is_noted_its_echo_too_and_a_later_one_ends_the_process(signum: signal.Signals) -> None:
+    ended: list[int] = []
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    now_s = 100.0
     try:
-        with StopRequest() as request:
+        with StopRequest(clock_s=lambda: now_s, end=ended.append) as request:
             os.kill(os.getpid(), signum)
             noted = request.signum
-            after = [signal.getsignal(number) for number in before]
+            now_s += 0.9
+            os.kill(os.getpid(), signal.SIGTERM)
+            echoed = list(ended)
+            now_s += 0.2
+            os.kill(os.getpid(), signum)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
     assert noted == signum
-    assert after == [signal.SIG_DFL, signal.SIG_DFL]
+    assert request.signum == signum
+    assert echoed == []
+    assert ended == [signum]

@@ -120,12 +120,20 @@ def test_another_error_is_not_the_same_one(other: Failure) -> None:
     assert isinstance(decide({1: [RAISED], 2: [other]}), Restart)
 
 
-@pytest.mark.parametrize("kind", [k for k in FailureKind if k not in (FailureKind.EXCEPTION, FailureKind.EXIT_CODE)])
+@pytest.mark.parametrize("kind", [kind for kind in FailureKind if not kind.counts_as_identical])
 def test_what_came_from_outside_never_counts_as_the_same_twice(kind: FailureKind) -> None:
     failure = replace(RAISED, kind=kind)
 
     assert not identical(failure, failure)
     assert isinstance(decide({1: [failure], 2: [failure]}, progressed=True), Restart)
+
+
+def test_the_gpus_memory_may_run_out_in_the_same_way_but_the_kernels_kill_never_counts() -> None:
+    raised = replace(RAISED, kind=FailureKind.OUT_OF_MEMORY)
+    killed = replace(raised, code=-9)
+
+    assert identical(raised, raised)
+    assert not identical(killed, killed)
 
 
 def test_only_the_generation_before_is_compared() -> None:

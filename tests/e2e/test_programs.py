@@ -1,0 +1,218 @@
+"""Programs with habits: what real scripts do that a launcher may trip over."""
+
+from __future__ import annotations
+
+import py_compile
+import signal
+import socket
+import subprocess
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.harness import COMMAND, Job, environment, finished, script, wait_for
+
+LIGHT = ("--preload", "json", "--max-restarts", "0")
+
+
+def test_files_left_open_are_flushed_and_threads_may_write_after_the_last_line(tmp_path: Path) -> None:
+    script(
+        tmp_path,
+        "import threading, time\n"
+        "keep = [open(f'file{i}', 'w') for i in range(40)]\n"
+        "for file in keep: file.write('x' * 10)\n"
+        "late = open('late', 'w')\n"
+        "def write():\n"
+        "    threading.main_thread().join()\n"
+        "    late.write('late'); late.flush()\n"
+        "threading.Thread(target=write).start()\n",
+    )
+
+    job = finished(tmp_path, *LIGHT, "train.py")
+
+    assert job.code == 0, job.output
+    assert {(tmp_path / f"file{i}").read_text() for i in range(40)} == {"x" * 10}
+    assert (tmp_path / "late").read_text() == "late"
+
+
+def test_a_message_that_is_no_text_is_reported_all_the_same(tmp_path: Path) -> None:
+    script(tmp_path, "raise ValueError('bad \\udcff name')\n")
+
+    job = finished(tmp_path, *LIGHT, "--nproc-per-node", "2", "train.py")
+
+    assert job.code == 1
+    assert r"raised ValueError: bad \udcff name in generation 0" in job.stderr
+
+
+def test_an_exception_whose_text_cannot_be_had_shows_no_frame_of_ours(tmp_path: Path) -> None:
+    script(
+        tmp_path,
+        "class Odd(Exception):\n    def __str__(self): raise RuntimeError('no text')\nraise Odd\n",
+    )
+
+    job = finished(tmp_path, *LIGHT, "train.py")
+
+    assert job.code == 1
+    assert "raised Odd" in job.stderr
+    assert "elaunch/agent" not in job.output
+
+
+def test_the_exception_of_a_child_that_the_program_forked_is_the_childs_alone(tmp_path: Path) -> None:
+    script(
+        tmp_path,
+        "import os\n"
+        "pid = os.fork()\n"
+        "if pid == 0: raise ValueError('the child only')\n"
+        "print('child ended with', os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))\n",
+    )
+
+    job = finished(tmp_path, *LIGHT, "--log-dir", "logs", "train.py")
+
+    assert job.code == 0, job.output
+    assert "child ended with 1" in job.output
+    assert not list(tmp_path.glob("logs/*/*/*/error.json"))
+
+
+def test_a_late_import_error_of_one_rank_is_a_start_up_failure_though_another_waits_at_the_store(
+    tmp_path: Path,
+) -> None:
+    script(
+        tmp_path,
+        "import os, time\n"
+        "import torch.distributed as dist\n"
+        "if os.environ['RANK'] == '0':\n"
+        "    print('at the store', flush=True)\n"
+        "    dist.init_process_group('gloo')\n"
+        "while not os.path.exists('go'): time.sleep(0.01)\n"
+        "import nosuchmodule\n",
+    )
+
+    with Job(tmp_path, "--nproc-per-node", "2", "train.py") as job:
+        job.wait_for_output("at the store")
+        # The group's leader has connected by the time that its socket is there.
+        store = job.child("elaunch: worker store")
+        wait_for(lambda: len([c for c in store.net_connections() if c.status == "ESTABLISHED"]) >= 3, "a client")
+        (tmp_path / "go").touch()
+        code = job.wait()
+
+    assert code == 1
+    assert "it never got past its start" in job.stderr
+    assert "generation 1" not in job.stderr
+
+
+def test_a_hundred_short_workers_are_no_sign_of_a_dead_fork_server(tmp_path: Path) -> None:
+    script(tmp_path, "print('hello')\n")
+
+    job = finished(tmp_path, *LIGHT, "--nproc-per-node", "130", "train.py")
+
+    assert job.code == 0, job.stderr
+    assert job.stdout.count("hello") == 130
+
+
+def test_a_preloaded_module_may_have_started_a_process(tmp_path: Path) -> None:
+    script(tmp_path, "import subprocess\nsubprocess.Popen(['sleep', '0.5'], stdout=-3, stderr=-3)\n", "helper.py")
+    script(tmp_path, "import time\ntime.sleep(1)\nprint('done')\n")
+
+    job = finished(
+        tmp_path, "--preload", "helper", "--max-restarts", "0", "train.py", env={"PYTHONPATH": str(tmp_path)}
+    )
+
+    assert job.code == 0, job.stderr
+
+
+def test_a_preloaded_module_that_keeps_a_file_open_is_not_forked_from(tmp_path: Path) -> None:
+    script(tmp_path, "kept = open('/etc/hostname')\n", "keeper.py")
+    script(tmp_path, "import keeper\nprint(keeper.kept.read())\n")
+
+    job = finished(
+        tmp_path, "--preload", "keeper", "--max-restarts", "0", "train.py", env={"PYTHONPATH": str(tmp_path)}
+    )
+
+    assert job.code == 0, job.stderr
+    assert "a preloaded module keeps /etc/hostname open" in job.stderr
+
+
+def test_a_compiled_script_runs(tmp_path: Path) -> None:
+    py_compile.compile(str(script(tmp_path, "print('compiled', __name__)\n")), cfile=str(tmp_path / "train.pyc"))
+
+    job = finished(tmp_path, *LIGHT, "train.pyc")
+
+    assert job.stdout == "compiled __main__\n"
+
+
+def test_a_port_that_was_asked_for_is_the_jobs_between_generations_too(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    script(
+        tmp_path,
+        "import os, time\n"
+        "print('port', os.environ['MASTER_PORT'], flush=True)\n"
+        "if os.environ['ELAUNCH_GENERATION'] == '0': raise SystemExit(3)\n"
+        "time.sleep(1000)\n",
+    )
+
+    with Job(tmp_path, "--preload", "json", "--master-port", str(port), "train.py") as job:
+        job.wait_for_output(r"generation 1: [^$]*port")
+        agent = psutil.Process(job.process.pid)
+        held = [c.laddr.port for c in agent.net_connections() if c.status == psutil.CONN_LISTEN]
+
+    assert job.stdout.split() == ["port", str(port)] * 2
+    assert held == [port]
+
+
+@pytest.mark.parametrize("signums", [[signal.SIGTERM], [signal.SIGINT, signal.SIGINT]])
+def test_a_reader_that_has_stopped_reading_does_not_keep_a_job_from_being_stopped(
+    tmp_path: Path, signums: list[signal.Signals]
+) -> None:
+    script(tmp_path, "import os\nopen(f'up{os.environ[\"RANK\"]}', 'w')\nwhile True: print('x' * 100)\n")
+    options = [*LIGHT, "--nproc-per-node", "2", "--stop-grace", "1", "train.py"]
+    agent = subprocess.Popen(
+        [*COMMAND, *options],
+        cwd=tmp_path,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        stdin=subprocess.DEVNULL,
+    )
+    try:
+        wait_for(lambda: all((tmp_path / f"up{rank}").exists() for rank in range(2)), "two workers")
+        children = psutil.Process(agent.pid).children(recursive=True)
+        for signum in signums:
+            agent.send_signal(signum)
+
+        assert agent.wait(20) == 128 + signums[0]
+        wait_for(lambda: not any(c.is_running() and c.status() != psutil.STATUS_ZOMBIE for c in children), "all gone")
+    finally:
+        agent.kill()
+        agent.communicate()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["-"], "a script on stdin cannot be read again"),
+        (["/dev/stdin"], "is no file that can be read again"),
+        (["--log-dir", "/proc/nope", "train.py"], "--log-dir /proc/nope"),
+    ],
+)
+def test_what_cannot_work_to_the_end_is_refused_at_the_start(tmp_path: Path, options: list[str], said: str) -> None:
+    script(tmp_path, "print('ran')\n")
+
+    job = finished(tmp_path, *LIGHT, *options, stdin=subprocess.PIPE)
+
+    assert job.code == 2
+    assert said in job.stderr
+    assert job.stderr.count("\n") == 1
+    assert job.stdout == ""
+
+
+def test_preloading_leaves_no_folder_in_the_temporary_one(tmp_path: Path) -> None:
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    script(tmp_path, "import torch\n")
+
+    job = finished(tmp_path, "train.py", env={"TMPDIR": str(temporary)})
+
+    assert job.code == 0, job.output
+    assert not list(temporary.iterdir())
