@@ -346,7 +346,8 @@ try:
     while True:
         time.sleep(600)
 except KeyboardInterrupt:
-    print("interrupted", os.isatty(1), flush=True)
+    # One write: a lone worker shares the terminal with the agent, whose line may come between two.
+    print(f"interrupted {os.isatty(1)}")
 time.sleep(0.3)  # A second one would be seen.
 print("bye", flush=True)
 """,
