@@ -8,6 +8,7 @@ import secrets
 import signal
 import time
 from collections.abc import Collection
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -55,6 +56,15 @@ class Watched(Job):
         self.tmp.mkdir(exist_ok=True)
         self._guardians: set[psutil.Process] = set()
         super().__init__(folder, *args, env={TAG: self.tag, "TMPDIR": str(self.tmp), **(env or {})}, **popen)
+
+    def __exit__(self, *_: object) -> None:
+        self.processes()
+        self.process.kill()
+        self.process.wait()
+        # The guardians have the job's cgroup to remove; what they should have ended and did not is the test's to end.
+        with suppress(AssertionError):
+            wait_for(lambda: not any(is_alive(guardian) for guardian in self._guardians), "the guardians' end", 5)
+        super().__exit__()
 
     def processes(self) -> list[psutil.Process]:
         """All living processes of the job but the agent, whoever their parent is; no zombies."""

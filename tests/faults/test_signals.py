@@ -347,7 +347,7 @@ try:
         time.sleep(600)
 except KeyboardInterrupt:
     # One write: a lone worker shares the terminal with the agent, whose line may come between two.
-    print(f"interrupted {os.isatty(1)}")
+    print(f"interrupted {{os.isatty(1)}}")
 time.sleep(0.3)  # A second one would be seen.
 print("bye", flush=True)
 """,
