@@ -35,6 +35,7 @@ def agent_config(options: Options, environ: Mapping[str, str], host: HostResourc
         raise ValueError("options.run_id is None: draw a fresh one first")
     slots, counted = count_workers(options.nproc_per_node, host)
     _check_visible_devices(options, environ, slots)
+    _check_filters(options, slots)
     environment, threads = worker_environment(environ, slots, host.cores)
     signals, ignored = signal_numbers(options.signals_to_handle)
     interpreter = environ.get("PYTHON_EXEC") or host.python
@@ -169,6 +170,16 @@ def _chosen_for_you(options: Options, counted: str, threads: int | None) -> tupl
     return ("; ".join(parts),) if parts else ()
 
 
+def _check_filters(options: Options, slots: int) -> None:
+    """On one node local ranks and ranks are the same; a filter that none of them passes would silence everything."""
+    filters = {"--local-ranks-filter": options.local_ranks_filter, "--ranks-filter": options.ranks_filter}
+    for option, ranks in filters.items():
+        if ranks and min(ranks) >= slots:
+            named = ",".join(str(rank) for rank in sorted(ranks))
+            there = "there is only rank 0" if slots == 1 else f"the ranks are 0 to {slots - 1}"
+            raise UsageError(f"{option} {named} leaves nobody to be seen: {there}; change it or --nproc-per-node")
+
+
 def _without_effect(options: Options) -> tuple[str, ...]:
     """One sentence for all options that were given and change nothing."""
     ignored: dict[str, list[str]] = {}
@@ -189,7 +200,7 @@ def _warnings(options: Options, ignored: tuple[str, ...], interpreter: str, host
     if ignored:
         notes.append(f"--signals-to-handle: {', '.join(ignored)} cannot be handled and stays out")
     if options.log_dir is None and _any_stream(options.redirects):
-        notes.append("--redirects without --log-dir: the redirected output is kept nowhere")
+        notes.append("--redirects without --log-dir: that output is kept nowhere; add --log-dir DIR to keep it")
     if interpreter != host.python and options.kind is not ProgramKind.COMMAND:
         notes.append(f"workers run PYTHON_EXEC={interpreter}, each starts anew: nothing is preloaded for it")
     return tuple(notes)

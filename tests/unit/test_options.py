@@ -358,7 +358,7 @@ def test_a_log_directory_alone_tees_everything() -> None:
 
 
 def test_the_console_is_limited_by_local_and_by_global_ranks() -> None:
-    output = config_of("--local-ranks-filter", "0,1", "--ranks_filter", "8", "t.py").output
+    output = config_of("--local-ranks-filter", "0,1", "--ranks_filter", "8", "--nproc-per-node", "9", "t.py").output
 
     assert (output.console_local_ranks, output.console_ranks) == (frozenset({0, 1}), frozenset({8}))
     assert config_of("--local-ranks-filter", "", "t.py").output.console_local_ranks is None
@@ -418,7 +418,7 @@ def test_options_without_effect_are_one_note() -> None:
 def test_output_that_is_kept_nowhere_is_said() -> None:
     notes = config_of("--nproc", "1", "--max-restarts", "0", "-r", "0:3", "t.py").notes
 
-    assert notes == ("--redirects without --log-dir: the redirected output is kept nowhere",)
+    assert notes == ("--redirects without --log-dir: that output is kept nowhere; add --log-dir DIR to keep it",)
 
 
 # --- what must be there on the host
@@ -510,3 +510,10 @@ def test_a_file_is_no_log_directory(tmp_path: Path) -> None:
         check_log_dir(options_of("--log-dir", str(taken / "deep" / "er"), "t.py"))
     check_log_dir(options_of("--log-dir", str(tmp_path / "new" / "deep"), "t.py"))
     check_log_dir(options_of("--log-dir", "/dev/null", "t.py"))
+
+
+@pytest.mark.parametrize("option", ["--local-ranks-filter", "--ranks-filter"])
+def test_a_filter_that_no_rank_passes_is_a_sentence(option: str) -> None:
+    with pytest.raises(UsageError, match=rf"{option} 2,9 leaves nobody to be seen: the ranks are 0 to 1"):
+        config_of(option, "2,9", "--nproc-per-node", "2", "t.py")
+    assert config_of(option, "1,9", "--nproc-per-node", "2", "t.py").slots == 2
