@@ -9,6 +9,7 @@ import pytest
 from elaunch.agent.core import (
     HOLD_S,
     KILL_WAIT_S,
+    LAST_WORDS_S,
     Agent,
     Exited,
     Finished,
@@ -721,3 +722,28 @@ def test_a_worker_that_raised_and_ends_by_itself_is_left_alone() -> None:
     assert deadline_s(driver.agent) is None
     driver.now_s += 10 * STOP_GRACE_S
     assert driver.happen(Tick()) == []
+
+
+@pytest.mark.parametrize("code", [-TERM, 128 + TERM])
+def test_a_sibling_that_our_own_sigterm_ended_is_not_blamed(code: int) -> None:
+    driver = running()
+    driver.exits(0, 1, FailureKind.PEER_LOST)
+
+    driver.exits(1, code)
+
+    assert isinstance(driver.agent.phase, Stopping)
+    assert driver.agent.phase.others == ()
+
+
+def test_a_stop_does_not_wait_for_ever_for_output_that_nobody_reads() -> None:
+    driver = running()
+    driver.happen(Signalled(TERM, "SIGTERM"))
+    for rank in range(3):
+        driver.exits(rank, 0)
+    due_s = deadline_s(driver.agent)
+    assert due_s == driver.now_s + LAST_WORDS_S
+
+    driver.now_s = due_s
+    done = driver.happen(Tick())
+
+    assert [type(action) for action in done] == [Exit]

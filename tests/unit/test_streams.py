@@ -318,3 +318,15 @@ def test_a_write_to_a_slow_reader_waits_and_loses_nothing() -> None:
 
     assert bytes(got) == data
     assert status == 0
+
+
+def test_a_line_that_keeps_growing_is_not_held_back_for_ever(screen: Screen) -> None:
+    rank_0 = stream(screen.console, b"[0] ")
+    rank_0.feed(b".", 10.0)
+    due_s = rank_0.flush_at_s
+
+    rank_0.feed(b".", 10.09)
+
+    assert rank_0.flush_at_s == due_s
+    rank_0.flush()
+    assert screen.shown() == b"[0] .."
