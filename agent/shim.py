@@ -44,8 +44,8 @@ def fresh(argv: tuple[str, ...]) -> None:
     if torch := sys.modules.get("torch"):
         # The CPU's generator only: CUDA's are made when CUDA starts, with a seed of their own.
         torch.default_generator.seed()
-        if "OMP_NUM_THREADS" not in os.environ:
-            torch.set_num_threads(min(torch.get_num_threads(), len(os.sched_getaffinity(0))))
+        # Imported with all CPUs in sight; this worker may have been bound to some of them.
+        torch.set_num_threads(min(torch.get_num_threads(), len(os.sched_getaffinity(0))))
     _blas_threads()
 
 

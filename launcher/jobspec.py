@@ -85,11 +85,11 @@ def count_workers(asked: int | str | None, host: HostResources) -> tuple[int, st
 def worker_environment(environ: Mapping[str, str], slots: int, cores: int) -> tuple[dict[str, str], int | None]:
     """What workers inherit, and the number of threads if it was chosen here.
 
-    torchrun gives each of several workers one thread; here they share the cores. A single one is left alone.
+    torchrun gives each of several workers one thread; here they share the cores that this process may use.
     """
     environment = {name: value for name, value in environ.items() if name not in RANK_VARIABLES}
     environment.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
-    if slots == 1 or "OMP_NUM_THREADS" in environ:
+    if "OMP_NUM_THREADS" in environ:
         return environment, None
     threads = max(1, cores // slots)
     environment["OMP_NUM_THREADS"] = str(threads)

@@ -139,15 +139,8 @@ def test_nccls_error_handling_is_on_unless_the_user_says_otherwise(tmp_path: Pat
 
 
 class TestThreads:
-    def test_one_worker_is_left_alone(self, tmp_path: Path) -> None:
-        script(tmp_path, SAY_ENVIRONMENT)
-
-        job = finished(tmp_path, *LIGHT, "train.py")
-
-        assert "OMP_NUM_THREADS" not in records(job, "found")[0]
-
-    @pytest.mark.parametrize("workers", [2, 3])
-    def test_several_workers_share_the_cores(self, workers: int, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("workers", [1, 2, 3])
+    def test_the_workers_share_the_cores(self, workers: int, tmp_path: Path) -> None:
         script(tmp_path, SAY_ENVIRONMENT)
         share = max(1, detect(os.environ).cores // workers)
 

@@ -276,9 +276,9 @@ def test_several_workers_share_the_cores_as_threads() -> None:
     assert config_of("--nproc", "100", "t.py").environment["OMP_NUM_THREADS"] == "1"
 
 
-def test_a_chosen_number_of_threads_is_kept_and_a_single_worker_gets_none() -> None:
+def test_a_chosen_number_of_threads_is_kept_and_a_single_worker_gets_all_cores() -> None:
     assert config_of("t.py", host=GPU_HOST, OMP_NUM_THREADS="5").environment["OMP_NUM_THREADS"] == "5"
-    assert "OMP_NUM_THREADS" not in config_of("--nproc", "1", "t.py").environment
+    assert config_of("--nproc", "1", "t.py", host=GPU_HOST).environment["OMP_NUM_THREADS"] == "64"
 
 
 def test_workers_inherit_the_environment_without_the_variables_of_an_outer_launcher() -> None:
@@ -409,14 +409,14 @@ def test_options_without_effect_are_one_note() -> None:
     chosen = ("--nproc", "1", "--max-restarts", "0")
     ignored = ("--monitor-interval", "5", "--logs-specs", "x", "--rdzv-backend", "c10d", "--rdzv-conf", "a=b")
 
-    assert config_of(*chosen, *ignored, "t.py").notes == (
+    assert config_of(*chosen, *ignored, "t.py", OMP_NUM_THREADS="1").notes == (
         "without effect here: --rdzv-backend, --rdzv-conf (one node needs no rendezvous);"
         " --monitor-interval (exits are events, nothing is polled); --logs-specs (there are no log plug-ins)",
     )
 
 
 def test_output_that_is_kept_nowhere_is_said() -> None:
-    notes = config_of("--nproc", "1", "--max-restarts", "0", "-r", "0:3", "t.py").notes
+    notes = config_of("--nproc", "1", "--max-restarts", "0", "-r", "0:3", "t.py", OMP_NUM_THREADS="1").notes
 
     assert notes == ("--redirects without --log-dir: that output is kept nowhere; add --log-dir DIR to keep it",)
 
