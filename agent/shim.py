@@ -90,15 +90,15 @@ def run(program: Program, mask: Collection[int]) -> None:
 def _run_script(program: Program, main: ModuleType) -> None:
     path = program.target
     sys.argv = [path, *program.args]
+    absolute = path if os.path.isabs(path) else f"{os.getcwd()}/{path}"  # noqa: PTH109, PTH117
     if os.path.isdir(path) or _is_zip(path):  # noqa: PTH112
         import runpy
 
-        sys.path.insert(0, path)
+        sys.path.insert(0, absolute)
         runpy._run_module_as_main("__main__", False)  # type: ignore[attr-defined]
         return
     if not getattr(sys.flags, "safe_path", False):
         sys.path.insert(0, os.path.dirname(os.path.realpath(path)))  # noqa: PTH120
-    absolute = path if os.path.isabs(path) else f"{os.getcwd()}/{path.removeprefix('./')}"  # noqa: PTH109, PTH117
     try:
         with io.open_code(absolute) as file:
             source = file.read()

@@ -6,6 +6,8 @@ import py_compile
 import signal
 import socket
 import subprocess
+import sys
+import zipfile
 from pathlib import Path
 
 import psutil
@@ -216,3 +218,21 @@ def test_preloading_leaves_no_folder_in_the_temporary_one(tmp_path: Path) -> Non
 
     assert job.code == 0, job.output
     assert not list(temporary.iterdir())
+
+
+@pytest.mark.parametrize("form", ["train.py", "./train.py", "pkg/../train.py", "pkg", "./pkg", "pkg.zip"])
+def test_a_programs_paths_are_those_that_python_gives_it(tmp_path: Path, form: str) -> None:
+    said = "import sys\nprint([sys.argv[0], sys.path[0], __file__, __spec__ and __spec__.name])\n"
+    script(tmp_path, said)
+    (tmp_path / "pkg").mkdir()
+    script(tmp_path / "pkg", said, "__main__.py")
+    with zipfile.ZipFile(tmp_path / "pkg.zip", "w") as archive:
+        archive.writestr("__main__.py", said)
+    fresh = subprocess.run(
+        [sys.executable, "-u", form], cwd=tmp_path, env=environment(), capture_output=True, text=True
+    )
+
+    job = finished(tmp_path, *LIGHT, form)
+
+    assert job.stdout == fresh.stdout
+    assert fresh.stdout
