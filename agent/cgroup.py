@@ -15,19 +15,19 @@ class JobCgroup:
     """The job's cgroup below this process's own; `path` is empty where none can be made, and then nothing is done."""
 
     def __init__(self, name: str) -> None:
-        self.path = ""
         own = _own_cgroup()
-        if own is None:
-            return
-        path = own / name
+        self.path = str(own / name) if own else ""
+
+    def make(self) -> None:
+        """Make it, now that somebody is there to remove it."""
+        path = Path(self.path)
         try:
             path.mkdir()
             if not (path / "cgroup.kill").exists():  # Linux before 5.14
                 path.rmdir()
-                return
+                self.path = ""
         except OSError:
-            return
-        self.path = str(path)
+            self.path = ""
 
     def generation(self, generation: int) -> str:
         """The folder of a generation's cgroup, made if need be; empty without one."""

@@ -16,15 +16,16 @@ from elaunch.agent.guardian import VARIABLE, sweep
 class Guard:
     """Starts the guardian; from then on this process may die at any moment and nothing of the job stays.
 
-    `run_dir` is removed at the end; empty for none. `marker` is what the job's processes carry.
+    `run_dirs` are removed at the end, whichever of them exist by then. `marker` is what the job's processes carry.
     """
 
-    def __init__(self, run_dir: str) -> None:
+    def __init__(self, run_dirs: tuple[str, ...]) -> None:
         self.marker = secrets.token_hex(8)
         self.cgroup = JobCgroup(f"elaunch-{self.marker}")
         self.renewals = 0
-        self._run_dir = run_dir
+        self._run_dirs = run_dirs
         self._fd, self._process = self._start()
+        self.cgroup.make()
 
     def renew(self) -> None:
         """Replace a guardian that was killed. Raises OSError where that fails."""
@@ -39,7 +40,7 @@ class Guard:
         try:
             # Without the user's environment: neither its PYTHON* variables nor its markers are the guardian's.
             process = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(script), self.marker, str(theirs), self._run_dir, self.cgroup.path],
+                [sys.executable, "-I", "-S", str(script), self.marker, str(theirs), self.cgroup.path, *self._run_dirs],
                 env={"PATH": os.environ.get("PATH", os.defpath)},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,

@@ -3,9 +3,9 @@
 A process belongs to the job if it is in the job's cgroup, where there is one, or if its initial environment holds the
 agent's marker. Workers inherit both, so do their children, through setsid and double forks, and so do nested agents'.
 
-Run as `python -S guardian.py MARKER FD RUN_DIR CGROUP` this file is the guardian, a process that outlives the agent for
-a moment: when the pipe FD ends, because the agent closed it or died, it ends all of these and removes the run
-directory. Standard library only, so that it is small and starts without the package.
+Run as `python -S guardian.py MARKER FD CGROUP RUN_DIR…` this file is the guardian, a process that outlives the agent
+for a moment: when the pipe FD ends, because the agent closed it or died, it ends all of these and removes the run
+directories. Standard library only, so that it is small and starts without the package.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def _kill(pid: int, marker: str) -> bool:
 
 def main() -> None:
     """Wait for the agent's end, then clean up."""
-    marker, fd, run_dir, cgroup = sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4]
+    marker, fd, cgroup, run_dirs = sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4:]
     # A scheduler's signals go to all of a job's processes; this one leaves when its work is done.
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(signum, signal.SIG_IGN)
@@ -107,7 +107,7 @@ def main() -> None:
     sweep(marker)
     if cgroup:
         kill_cgroup(cgroup)
-    if run_dir:
+    for run_dir in run_dirs:
         shutil.rmtree(run_dir, ignore_errors=True)
 
 

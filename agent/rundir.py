@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import secrets
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
+
+
+def private_places() -> tuple[str, ...]:
+    """Where a run's private folder may be made, the user's choice of a temporary folder first; nothing is made yet."""
+    name = f"elaunch_{secrets.token_hex(8)}"
+    chosen = (os.environ.get(variable) for variable in ("TMPDIR", "TEMP", "TMP"))
+    # Absolute: the guardian, which removes them, works elsewhere.
+    return tuple(str(Path(folder, name).absolute()) for folder in (*chosen, "/tmp", "/var/tmp", "/dev/shm") if folder)
 
 
 class RunDir:
@@ -14,8 +22,12 @@ class RunDir:
     No generation reuses another's, so no restart deletes or overwrites a file. What cannot be made is gone without.
     """
 
-    def __init__(self, log_dir: Path | None, run_id: str, warn: Callable[[str], None]) -> None:
+    def __init__(
+        self, log_dir: Path | None, run_id: str, warn: Callable[[str], None], private: tuple[str, ...] = ()
+    ) -> None:
+        """`private` are the places for a private folder, the first that works; fresh `private_places` without."""
         self._warn = warn
+        self._private_places = private or private_places()
         self._warned = False
         self.logs: Path | None = None
         self.private: Path | None = None
@@ -51,10 +63,12 @@ class RunDir:
         return path.absolute()
 
     def _private(self) -> Path | None:
-        for place in (None, "/dev/shm"):
+        for place in self._private_places:
             try:
-                return Path(tempfile.mkdtemp(prefix="elaunch_", dir=place))
+                # The name is nobody's to guess; where it exists all the same, it is not ours.
+                os.mkdir(place, 0o700)  # noqa: PTH102
             except OSError:
                 continue
+            return Path(place).absolute()
         self.warn("no temporary folder can be written; exceptions are read from the workers' output instead")
         return None

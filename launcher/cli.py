@@ -73,15 +73,17 @@ def run(options: Options, environ: Mapping[str, str]) -> int:
 
     from elaunch.agent.forkserver import ForkServer
     from elaunch.agent.guard import Guard
-    from elaunch.agent.rundir import RunDir
+    from elaunch.agent.rundir import RunDir, private_places
 
+    # Before anything is made that somebody would have to remove.
+    places = private_places()
+    guard = Guard(places)
     troubles: list[str] = []
     say = troubles.append
     # Folders are made until the end; from the pump's start on its console has the word.
-    run_dir = RunDir(config.output.log_dir, config.spec.run_id, lambda trouble: say(trouble))
+    run_dir = RunDir(config.output.log_dir, config.spec.run_id, lambda trouble: say(trouble), places)
     if config.output.log_dir and not run_dir.logs:
         raise UsageError(f"--log-dir {config.output.log_dir}: {troubles[0]}; choose another")
-    guard = Guard(str(run_dir.private or ""))
     server = ForkServer(config.spec.program, config.preload, guard.environment(config.environment))
 
     # From here on the fork server imports torch on another core.

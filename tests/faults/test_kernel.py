@@ -66,6 +66,7 @@ def test_nobody_is_said_to_be_out_of_memory_who_was_killed_by_hand() -> None:
 
 def test_a_child_without_environment_or_session_ends_with_its_generation_and_with_the_agent(tmp_path: Path) -> None:
     probe = JobCgroup(f"elaunch-test-{secrets.token_hex(4)}")
+    probe.make()
     if not probe.path:
         pytest.skip("this user may make no cgroup (v2)")
     Path(probe.path).rmdir()

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import stat
-import tempfile
 from pathlib import Path
 
 import pytest
 
-from elaunch.agent.rundir import RunDir
+from elaunch.agent.rundir import RunDir, private_places
 
 
 class Warnings(list[str]):
@@ -26,7 +25,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder for temporary files."""
     folder = tmp_path / "tmp"
     folder.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    monkeypatch.setenv("TMPDIR", str(folder))
     return folder
 
 
@@ -113,14 +112,9 @@ def test_a_rank_whose_folder_cannot_be_made_goes_without(tmp_path: Path, warning
 
 
 def test_where_nothing_can_be_written_the_run_goes_on_without_files(
-    monkeypatch: pytest.MonkeyPatch, warnings: Warnings
+    warnings: Warnings,
 ) -> None:
-    def full(*_: object, **__: object) -> str:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(tempfile, "mkdtemp", full)
-
-    run_dir = RunDir(None, "job", warnings)
+    run_dir = RunDir(None, "job", warnings, ("/proc/nowhere/elaunch", "/proc/elaunch"))
 
     assert (run_dir.root, run_dir.generation(0), run_dir.rank(0, 0)) == (None, None, None)
     assert len(warnings) == 1
@@ -129,11 +123,14 @@ def test_where_nothing_can_be_written_the_run_goes_on_without_files(
 def test_shared_memory_stands_in_for_a_temporary_folder_that_cannot_be_written(
     monkeypatch: pytest.MonkeyPatch, warnings: Warnings
 ) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", "/proc/nowhere")
+    monkeypatch.setenv("TMPDIR", "/proc/nowhere")
+    places = private_places()
+    first, *_, last = places
 
-    run_dir = RunDir(None, "job", warnings)
+    run_dir = RunDir(None, "job", warnings, (first, last))
 
-    assert run_dir.private
+    assert Path(first).parent == Path("/proc/nowhere")
+    assert run_dir.private == Path(last)
     assert run_dir.private.parent == Path("/dev/shm")
     assert warnings == []
     run_dir.private.rmdir()
