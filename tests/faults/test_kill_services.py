@@ -71,12 +71,13 @@ def test_a_fork_server_killed_while_it_imports_is_replaced_by_fresh_interpreters
     env = library(tmp_path, "endless", "import time; open('importing', 'a').write('x'); time.sleep(600)")
     script(tmp_path, "print('the script ran')")
     with Watched(tmp_path, "--preload", "endless", "--nproc-per-node", "2", "train.py", env=env) as job:
-        wait_for((tmp_path / "importing").exists, "the import's beginning")
+        begun = tmp_path / "importing"
+        wait_for(lambda: begun.exists() and begun.read_text(), "the import's beginning")
 
         job.fork_server().kill()
 
         assert job.wait() == 0
-        assert (tmp_path / "importing").read_text() == "x", "it was imported again"
+        assert begun.read_text() == "x", "it was imported again"
         assert job.stdout.count("the script ran") == 2
         told = "the fork server ended while it imported; each worker starts as a fresh interpreter"
         assert job.said_by_agent().count(told) == 1
