@@ -16,7 +16,6 @@ import selectors
 import signal
 import socket
 import sys
-import time
 from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
@@ -74,7 +73,6 @@ def main(boot_fd: int, loaded_at_start: Collection[str]) -> None:
     control.set_inheritable(False)
     before = dict(os.environ)
     os.environ.update(_WHILE_IMPORTING)
-    started_s = time.monotonic()
     reason = "" if boot.preload is None else _preload(boot, loaded_at_start)
     # torch._inductor makes its cache folder when it is imported; a script that never compiles would not have it.
     if cache := os.environ.get("TORCHINDUCTOR_CACHE_DIR") if "TORCHINDUCTOR_CACHE_DIR" not in before else None:
@@ -84,15 +82,7 @@ def main(boot_fd: int, loaded_at_start: Collection[str]) -> None:
     restore = {n: before.get(n) for n in {*before, *os.environ} if os.environ.get(n) != before.get(n)}
     if reason:
         _start_anew(boot, reason, restore)
-    _tell(
-        control,
-        {
-            "event": "ready",
-            "forks": boot.preload is not None,
-            "reason": boot.fallback,
-            "import_s": time.monotonic() - started_s,
-        },
-    )
+    _tell(control, {"event": "ready", "reason": boot.fallback})
     gc.collect()
     gc.freeze()
     child = _serve(boot, control, restore, mask)
