@@ -5,18 +5,21 @@ from __future__ import annotations
 import fcntl
 import os
 import signal
+import sys
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
 from elaunch.agent.environ import arguments
 from elaunch.agent.linux import die_with_parent, set_command_line
-from elaunch.agent.template import Boot, Child
-from elaunch.rendezvous.types import Program, ProgramKind
+from elaunch.agent.preload import restore_environment
+from elaunch.agent.template import Child
+from elaunch.rendezvous.types import Program
 
 
 def become(child: Child) -> None:
-    """Take the place that `child` describes, and run its program to the end."""
+    """Take the place that `child` describes. Returns where Python itself is to start the program now."""
     die_with_parent(child.template_pid, signal.SIGKILL)
     os.setsid()
     signal.set_wakeup_fd(-1)
@@ -29,18 +32,28 @@ def become(child: Child) -> None:
         # Its signals stay blocked: it ends when the agent says so, or with its parent.
         set_command_line(("elaunch: worker store",), "elaunch-store")
         workerstore.serve(child.order["host"], child.order["port"])
-        return
-    _environment(child)
+    if child.preloaded:
+        restore_environment(child.preloaded.restore)
+    os.environ.update(child.order["env"])
     if child.order["cpus"]:
         os.sched_setaffinity(0, child.order["cpus"])
-    program = _program(child.boot, child.order["local_rank"])
-    set_command_line(program.argv, os.path.basename(program.argv[0]))  # noqa: PTH119
-    if child.boot.preload is None:
+    program = child.boot.program
+    given = program.args
+    program = replace(program, args=arguments(given, child.order["local_rank"]))
+    if child.preloaded is None:
         _exec(program, child)
-    from elaunch.agent import shim
+    set_command_line(program.argv, os.path.basename(program.argv[0]))  # noqa: PTH119
+    if given:
+        sys.argv[-len(given) :] = sys.orig_argv[-len(given) :] = program.args
+    from elaunch.agent import fresh, gate, lastwords
 
-    shim.fresh(program.argv)
-    shim.run(program, child.restore_mask)
+    fresh.refresh()
+    gate.close(child.preloaded, child.boot.preload or ())
+    lastwords.promise()
+    if signal.SIGINT in signal.sigpending():
+        # It ends the process; it raises nothing in our frames.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, child.restore_mask)
 
 
 def _enter(cgroup: str) -> None:
@@ -56,19 +69,6 @@ def _take_fds(fds: tuple[int, ...]) -> None:
     for fd, place in zip(high, range(len(fds)), strict=True):
         os.dup2(fd, place, inheritable=place < 3)
     os.closerange(len(fds), max(int(name) for name in os.listdir("/proc/self/fd")) + 1)  # noqa: PTH208
-
-
-def _environment(child: Child) -> None:
-    for name, value in child.restore_environment.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
-    os.environ.update(child.order["env"])
-
-
-def _program(boot: Boot, local_rank: int) -> Program:
-    return Program(ProgramKind(boot.kind), boot.target, arguments(boot.args, local_rank), boot.interpreter)
 
 
 def _exec(program: Program, child: Child) -> NoReturn:

@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import os
 import select
 import signal
 import subprocess
-import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
 from elaunch.agent import wire
+from elaunch.agent.boot import Boot, bare_command, pausing
 from elaunch.agent.group import Group
 from elaunch.rendezvous.types import Program, ProgramKind
 
-# The modules of a bare interpreter are noted before ours come; the current folder is nobody's place for imports yet.
-_START = (
-    "import sys; loaded = frozenset(sys.modules); sys.path[:1] = [p for p in sys.path[:1] if p]; "
-    "from elaunch.agent.template import main; main(int(sys.argv[1]), loaded)"
-)
 _ORDER_WAIT_S = 60.0
-# Room for the command lines that the workers will show in `ps`.
-_ROOM = " " * 1024
 
 
 class ForkServer:
@@ -35,23 +27,12 @@ class ForkServer:
 
     def __init__(self, program: Program, preload: tuple[str, ...] | None, environment: Mapping[str, str]) -> None:
         self._socket, theirs = wire.pair()
-        boot = {
-            "agent_pid": os.getpid(),
-            "control_fd": theirs.fileno(),
-            "kind": program.kind.value,
-            "target": program.target,
-            "args": program.args,
-            "interpreter": program.interpreter,
-            "script_dir": _script_dir(program),
-            "preload": preload,
-        }
-        boot_fd = os.memfd_create("elaunch-boot", 0)
+        boot = Boot(os.getpid(), theirs.fileno(), program, _script_dir(program), preload, environment.get("PYTHONPATH"))
+        boot_fd = boot.memfd()
         try:
-            os.write(boot_fd, json.dumps(boot).encode())
-            os.lseek(boot_fd, 0, os.SEEK_SET)
             self._process = subprocess.Popen(
-                [sys.executable, "-u", "-c", _START, str(boot_fd), _ROOM],
-                env=dict(environment),
+                bare_command(boot_fd) if preload is None else program.argv,
+                env=dict(environment) if preload is None else pausing(environment, boot_fd),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=(boot_fd, theirs.fileno()),
@@ -125,6 +106,8 @@ class ForkServer:
 
 def _script_dir(program: Program) -> str:
     match program.kind:
+        case ProgramKind.SCRIPT if program.is_on_stdin:
+            return os.getcwd()  # noqa: PTH109
         case ProgramKind.SCRIPT:
             return os.path.dirname(os.path.realpath(program.target))  # noqa: PTH120
         case ProgramKind.MODULE:

@@ -18,7 +18,8 @@ class Link:
     """The agent's end of one worker's link.
 
     `step` is the newest that the worker reported; `raised` says that its program ended by an exception, and
-    `reached_store`, None until its program ended, that it had made its process group.
+    `reached_store`, None until its program ended, that it had made its process group. `notes` are sentences for the
+    log.
     """
 
     local_rank: int
@@ -26,6 +27,7 @@ class Link:
     step: int = -1
     raised: bool = False
     reached_store: bool | None = None
+    notes: list[str] = field(default_factory=list)
     rest: bytes = b""
 
     def fileno(self) -> int:
@@ -47,6 +49,8 @@ class Link:
                 match message["event"]:
                     case "progress":
                         self.step = int(message["step"])
+                    case "note":
+                        self.notes.append(str(message["text"]))
                     case "ended":
                         self.raised = bool(message["raised"])
                         self.reached_store = bool(message["reached_store"])

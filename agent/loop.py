@@ -73,6 +73,7 @@ class Loop:
         self._server = server
         self._server_ready = False
         self._answer_due_s: float | None = None
+        self._noted: set[str] = set()
         self._preload = config.preload
         self._patience_until_s = time.monotonic() + _PATIENCE_S if config.preload else None
 
@@ -198,10 +199,19 @@ class Loop:
             if not link.read():
                 self._drop(link)
                 self._ask_server()
+            self._say_notes(link)
             if link.raised and not raised_before:
                 self._inbox.post(WorkerRaised(group.generation, link.local_rank))
 
         return read
+
+    def _say_notes(self, link: Link) -> None:
+        """Each sentence once, whichever workers and generations have cause for it."""
+        for text in link.notes:
+            if text not in self._noted:
+                self._noted.add(text)
+                self._pump.say(text)
+        link.notes.clear()
 
     def _ask_server(self) -> None:
         """A link ended, as it does when its worker dies: is the fork server there to tell us of that?"""

@@ -19,6 +19,7 @@ class Outputs:
     def __init__(self, config: AgentConfig, pump: Pump, run_dir: RunDir) -> None:
         self._plan = config.output
         self._role = config.role
+        self._program_on_stdin = config.spec.program.is_on_stdin
         self._pump = pump
         self._run_dir = run_dir
 
@@ -27,7 +28,12 @@ class Outputs:
         return self._stdin(local_rank), *self._out_and_err(group, local_rank)
 
     def _stdin(self, local_rank: int) -> int:
-        """One reader only: the node's first worker has the terminal or pipe, so that a debugger works there."""
+        """One reader only: the node's first worker has the terminal or pipe, so that a debugger works there.
+
+        A program on stdin is everybody's, from its beginning.
+        """
+        if self._program_on_stdin:
+            return os.open("/proc/self/fd/0", os.O_RDONLY | os.O_CLOEXEC)
         if local_rank == 0:
             with suppress(OSError):
                 return os.dup(0)

@@ -7,7 +7,10 @@ again.
 from __future__ import annotations
 
 import os
+import site
 import socket
+import sys
+from typing import NoReturn
 
 from elaunch.agent import wire
 
@@ -15,10 +18,13 @@ LISTEN_FD = 3
 CONTROL_FD = 4
 
 
-def serve(host: str, port: int) -> None:
+def serve(host: str, port: int) -> NoReturn:
     """Host the store until the agent asks for the number of its keys, or is gone."""
     control = socket.socket(fileno=CONTROL_FD)
     try:
+        if sys.flags.no_site:
+            # A bare fork server has not looked for installed packages.
+            site.main()
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
         store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=LISTEN_FD)

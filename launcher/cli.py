@@ -61,7 +61,7 @@ def run(options: Options, environ: Mapping[str, str]) -> int:
 
     from elaunch.launcher.errors import UsageError
     from elaunch.launcher.jobspec import agent_config
-    from elaunch.launcher.program import check_log_dir, check_open_files, check_program
+    from elaunch.launcher.program import check_log_dir, check_open_files, check_program, take_program_from_stdin
     from elaunch.launcher.resources import detect
 
     check_program(options)
@@ -70,6 +70,8 @@ def run(options: Options, environ: Mapping[str, str]) -> int:
         options = replace(options, run_id=os.urandom(4).hex())
     config = agent_config(options, environ, detect(environ))
     check_open_files(config.slots)
+    if config.spec.program.is_on_stdin:
+        take_program_from_stdin()
 
     from elaunch.agent.forkserver import ForkServer
     from elaunch.agent.guard import Guard

@@ -43,7 +43,7 @@ def agent_config(options: Options, environ: Mapping[str, str], host: HostResourc
     return AgentConfig(
         spec=JobSpec(
             run_id=options.run_id,
-            program=Program(options.kind, options.target, options.args, interpreter),
+            program=Program(options.kind, options.target, options.args, interpreter, host.python_options),
             nodes_min=options.nnodes[0],
             nodes_max=options.nnodes[1],
             max_restarts=options.max_restarts,

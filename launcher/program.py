@@ -36,6 +36,15 @@ def _check_program(options: Options) -> None:
                 )
 
 
+def take_program_from_stdin() -> None:
+    """Read all of stdin and put a file with the same text in its place, which can be opened again and again."""
+    fd = os.memfd_create("stdin")
+    with open(fd, "wb", closefd=False) as text, open(0, "rb", closefd=False) as stdin:
+        shutil.copyfileobj(stdin, text)
+    os.dup2(fd, 0)
+    os.close(fd)
+
+
 def check_log_dir(options: Options) -> None:
     """Raises UsageError for a --log-dir that can never hold files."""
     if options.log_dir is None:
@@ -69,7 +78,9 @@ def check_open_files(workers: int) -> None:
 
 def _check_script(target: str) -> None:
     if target == "-":
-        raise UsageError("a script on stdin cannot be read again at a restart; save it, and give its path")
+        if os.isatty(0):
+            raise UsageError("- reads the script from stdin, which is the terminal; give its path, or pipe it in")
+        return
     script = Path(target)
     if script.is_dir():
         if not (script / "__main__.py").is_file():
@@ -78,7 +89,9 @@ def _check_script(target: str) -> None:
     if not script.exists():
         raise UsageError(f"{target} does not exist in {Path.cwd()}{_hint(script)}")
     if not script.is_file():
-        raise UsageError(f"{target} is no file that can be read again at a restart; save the script, and give its path")
+        raise UsageError(
+            f"{target} is no file that can be read again at a restart; save the script, or use - for stdin"
+        )
     if not os.access(script, os.R_OK):
         raise UsageError(f"{target} cannot be read by user {os.geteuid()}; change its permissions")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,13 +15,14 @@ from elaunch.agent.devices import read_gpus, visible
 class HostResources:
     """`cpus` are logical CPUs of this process's affinity, `cores` the physical ones within its CPU quota.
 
-    `python` is this process's interpreter.
+    `python` is this process's interpreter, `python_options` are those that it was started with and workers inherit.
     """
 
     cpus: int
     cores: int
     gpus: int
     python: str
+    python_options: tuple[str, ...] = ()
 
 
 def detect(environ: Mapping[str, str], root: Path = Path("/")) -> HostResources:
@@ -32,7 +33,34 @@ def detect(environ: Mapping[str, str], root: Path = Path("/")) -> HostResources:
         cores=within_quota(physical_cores(allowed, _siblings(allowed, root)), read_quota_cpus(root)),
         gpus=len(visible(read_gpus(root), environ)),
         python=sys.executable,
+        python_options=interpreter_options(sys.orig_argv[1:]),
     )
+
+
+def interpreter_options(words: Sequence[str]) -> tuple[str, ...]:
+    """What workers take over of an interpreter's command line: -W, -X, -O, -B and -b.
+
+    Not what keeps it apart from its user (-E, -I, -P, -s, -S): installers write that into the first line of a command.
+    """
+    kept: list[str] = []
+    rest = list(words)
+    while rest and rest[0].startswith("-") and rest[0] not in ("-", "--"):
+        word = rest.pop(0)
+        if word.startswith("--"):
+            # --check-hash-based-pycs MODE, the only long one that a program can follow.
+            del rest[:1]
+            continue
+        letters = word[1:]
+        while letters:
+            letter, letters = letters[0], letters[1:]
+            if letter in "cm":
+                return tuple(kept)
+            if letter in "WX":
+                kept += [f"-{letter}", letters or (rest.pop(0) if rest else "")]
+                break
+            if letter in "OBb":
+                kept.append(f"-{letter}")
+    return tuple(kept)
 
 
 def physical_cores(allowed: Iterable[int], siblings: Mapping[int, str]) -> int:

@@ -25,22 +25,30 @@ class Program:
     """What every worker runs.
 
     `target` is a path, a module name or a command, as typed. `interpreter` runs scripts and modules; it is this
-    process's own unless `PYTHON_EXEC` names another. `${local_rank}` in `args` is replaced for each worker.
+    process's own unless `PYTHON_EXEC` names another. `${local_rank}` in `args` is replaced for each worker. A script
+    called `-` comes on stdin.
     """
 
     kind: ProgramKind
     target: str
     args: tuple[str, ...] = ()
     interpreter: str = ""
+    interpreter_options: tuple[str, ...] = ()
+
+    @property
+    def is_on_stdin(self) -> bool:
+        """Whether the script is what the workers read on stdin."""
+        return self.kind is ProgramKind.SCRIPT and self.target == "-"
 
     @property
     def argv(self) -> tuple[str, ...]:
         """The command line of a freshly started worker."""
+        python = (self.interpreter, *self.interpreter_options, "-u")
         match self.kind:
             case ProgramKind.SCRIPT:
-                return (self.interpreter, "-u", self.target, *self.args)
+                return (*python, self.target, *self.args)
             case ProgramKind.MODULE:
-                return (self.interpreter, "-u", "-m", self.target, *self.args)
+                return (*python, "-m", self.target, *self.args)
             case ProgramKind.COMMAND:
                 return (self.target, *self.args)
 

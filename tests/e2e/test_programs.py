@@ -193,7 +193,6 @@ def test_a_reader_that_has_stopped_reading_does_not_keep_a_job_from_being_stoppe
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["-"], "a script on stdin cannot be read again"),
         (["/dev/stdin"], "is no file that can be read again"),
         (["--log-dir", "/proc/nope", "train.py"], "--log-dir /proc/nope"),
     ],

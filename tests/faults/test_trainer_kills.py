@@ -36,11 +36,12 @@ def steps(out: Path) -> int:
 
 
 def workers_of(job: Job) -> list[psutil.Process]:
-    """The trainer's processes of the running generation."""
+    """The trainer's processes of the running generation; a fork server that just starts looks like one."""
     found = []
     for process in psutil.Process(job.process.pid).children(recursive=True):
         try:
-            if "elaunch.trainer" in process.cmdline() and process.status() != psutil.STATUS_ZOMBIE:
+            is_trainer = "elaunch.trainer" in process.cmdline() and process.ppid() != job.process.pid
+            if is_trainer and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
         except psutil.NoSuchProcess:
             continue

@@ -422,7 +422,7 @@ class TestFallback:
 
     def test_without_a_reason_workers_are_forked(self, tmp_path: Path) -> None:
         env = library(tmp_path, "told", "import os; BY = os.getpid()")
-        script(tmp_path, "import os, sys\nprint('forked', sys.modules['told'].BY == os.getppid())")
+        script(tmp_path, "import os, told\nprint('forked', told.BY == os.getppid())")
 
         with Watched(tmp_path, "--preload", "told", "--nproc-per-node", "2", "train.py", env=env) as job:
             assert job.wait() == 0
