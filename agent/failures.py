@@ -134,7 +134,7 @@ def with_tail(failure: Failure, tail: str, reached_store: bool) -> Failure:
 
 
 def parse_record(text: str) -> Raised | None:
-    """The exception in an error file as torch's `@record` and our workers write it; None where it is torn or no record."""
+    """The exception in an error file as torch's `@record` and our workers write it; None for a torn or other one."""
     try:
         message = json.loads(text)["message"]
         if isinstance(message, str):

@@ -2,64 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import socket
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from elaunch.agent.links import Link
 from elaunch.rendezvous.types import RankTable
-
-_LINK_BYTES_MAX = 1 << 16
-
-
-@dataclass
-class Link:
-    """The agent's end of one worker's link.
-
-    `step` is the newest that the worker reported; `raised` says that its program ended by an exception, and
-    `reached_store`, None until its program ended, that it had made its process group. `notes` are sentences for the
-    log.
-    """
-
-    local_rank: int
-    socket: socket.socket
-    step: int = -1
-    raised: bool = False
-    reached_store: bool | None = None
-    notes: list[str] = field(default_factory=list)
-    rest: bytes = b""
-
-    def fileno(self) -> int:
-        return self.socket.fileno()
-
-    def read(self) -> bool:
-        """Take what has come; whether the worker is still there. What is no message is dropped."""
-        try:
-            data = self.socket.recv(_LINK_BYTES_MAX)
-        except BlockingIOError:
-            return True
-        except OSError:
-            return False
-        *lines, self.rest = (self.rest + data).split(b"\n")
-        self.rest = self.rest[-_LINK_BYTES_MAX:]
-        for line in lines:
-            with suppress(ValueError, KeyError, TypeError):
-                message = json.loads(line)
-                match message["event"]:
-                    case "progress":
-                        self.step = int(message["step"])
-                    case "note":
-                        self.notes.append(str(message["text"]))
-                    case "ended":
-                        self.raised = bool(message["raised"])
-                        self.reached_store = bool(message["reached_store"])
-        return bool(data)
 
 
 @dataclass
 class Group:
-    """This node's workers of one generation; `cgroup` is the folder of theirs, or empty."""
+    """This node's workers of one generation; `cgroup` is the folder of theirs, or empty.
+
+    `store` is the agent's end of its worker store's control socket; `store_up` and `store_error` are what came there.
+    """
 
     table: RankTable
     group_rank: int
@@ -68,6 +24,8 @@ class Group:
     error_files: dict[int, Path] = field(default_factory=dict)
     log_files: dict[int, str] = field(default_factory=dict)
     store: socket.socket | None = None
+    store_up: bool = False
+    store_error: str = ""
     reached_store: bool = False
 
     @property

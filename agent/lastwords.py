@@ -32,20 +32,26 @@ def promise() -> None:
         error: BaseException | None = getattr(sys, "last_value", None)
         if error is not None:
             _record(error)
-        tell(link, {"event": "ended", "raised": error is not None, "reached_store": _reached_store()})
+        tell(link, {"event": "ended", "raised": error is not None, "reached_store": _reached_store()}, last=True)
 
     # Said first of all that is registered with it; concurrent.futures has its place there for the same reason.
     register: Any = getattr(threading, "_register_atexit", atexit.register)
     register(say)
 
 
-def tell(link: int, said: dict[str, Any]) -> None:
-    """Send a message on the link, the socket with that inode, if it is still there."""
+def tell(link: int, said: dict[str, Any], last: bool = False) -> None:
+    """Send a message on the link, the socket with that inode, if it is still there.
+
+    The agent looks now and then; the `last` message wakes it.
+    """
     with suppress(OSError):
         if os.fstat(LINK_FD).st_ino == link:
             with socket.socket(fileno=os.dup(LINK_FD)) as end:
                 # A full link is the agent's trouble; the program does not wait for it.
-                end.send(b"\n" + json.dumps(said).encode() + b"\n", socket.MSG_DONTWAIT)
+                with suppress(BlockingIOError):
+                    end.send(b"\n" + json.dumps(said).encode() + b"\n", socket.MSG_DONTWAIT)
+                if last:
+                    end.shutdown(socket.SHUT_WR)
 
 
 def _record(error: BaseException) -> None:

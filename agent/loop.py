@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import selectors
+import signal
 import socket
 import time
 from collections.abc import Callable
@@ -30,12 +31,14 @@ from elaunch.agent.events import (
     WorkerRaised,
 )
 from elaunch.agent.forkserver import ForkServer
-from elaunch.agent.group import Group, Link
+from elaunch.agent.group import Group
 from elaunch.agent.guard import Guard
 from elaunch.agent.inbox import Inbox
+from elaunch.agent.links import Link, Links
 from elaunch.agent.port import reserve
 from elaunch.agent.pump import Pump
 from elaunch.agent.rundir import RunDir
+from elaunch.agent.timeline import NO_GENERATION, Timeline
 from elaunch.agent.workers import Workers, signal_name
 from elaunch.rendezvous.forming import join
 from elaunch.rendezvous.snapshot import Keys, Snapshot, read_snapshot
@@ -65,6 +68,7 @@ class Loop:
         self._guard = guard
         self._pump = pump
         self._inbox = Inbox()
+        self._timeline = Timeline(run_dir.logs, run_dir.warn, pump.do)
         self._workers = Workers(config, node.node_id, host, pump, run_dir)
         self._agent = Agent(node, config.spec, config.stop_grace_s, config.failure_grace_s, Snapshot(self._keys))
         self._selector = selectors.DefaultSelector()
@@ -73,16 +77,19 @@ class Loop:
         self._server = server
         self._server_ready = False
         self._answer_due_s: float | None = None
+        self._links = Links()
         self._noted: set[str] = set()
         self._preload = config.preload
         self._patience_until_s = time.monotonic() + _PATIENCE_S if config.preload else None
 
     def run(self) -> Outcome:
         """Live until the outcome is known; all workers are gone then."""
+        self._timeline.stamp(NO_GENERATION, "started", pid=os.getpid(), workers=self._config.slots)
         self._inbox.catch(self._config.signals)
         for fd in self._inbox.fds:
             self._selector.register(fd, selectors.EVENT_READ)
         self._selector.register(self._server, selectors.EVENT_READ, self._server_news)
+        self._selector.register(self._links, selectors.EVENT_READ, self._links_ended)
         self._watch_guardian()
         self._store.watch(self._keys.root, self._look)
         self._look()
@@ -100,7 +107,8 @@ class Loop:
 
     def _wait(self) -> None:
         due_s = deadline_s(self._agent)
-        wanted_s = [at_s for at_s in (due_s, self._answer_due_s, self._patience_until_s) if at_s is not None]
+        timers_s = (due_s, self._answer_due_s, self._patience_until_s, self._links.due_s)
+        wanted_s = [at_s for at_s in timers_s if at_s is not None]
         timeout_s = max(0.0, min(wanted_s) - time.monotonic()) if wanted_s else None
         ready = self._selector.select(timeout_s)
         for key, _ in ready:
@@ -110,6 +118,8 @@ class Loop:
         if self._patience_until_s is not None and now_s >= self._patience_until_s:
             self._patience_until_s = None
             self._pump.say(f"importing {', '.join(self._preload or ())} once for all workers …")
+        for link in self._links.due(now_s):
+            self._read_link(link)
         if due_s is not None and now_s >= due_s:
             self._inbox.post(Tick())
         if self._answer_due_s is not None and now_s >= self._answer_due_s and not ready:
@@ -127,6 +137,8 @@ class Loop:
             case Spawn(table, group_rank):
                 self._spawn(table, group_rank)
             case SignalWorkers(generation, local_ranks, signum):
+                stage = "killing" if signum == signal.SIGKILL else "stopping"
+                self._timeline.stamp(generation, stage, signal=signal_name(-signum), workers=len(local_ranks))
                 if self._is_ending and not self._server_ready:
                     self._abandon_import(generation)
                 else:
@@ -137,8 +149,8 @@ class Loop:
                 self._replace_server(generation, "did not answer")
             case Say(text):
                 self._pump.say(text)
-            case Exit():
-                pass
+            case Exit(outcome):
+                self._timeline.stamp(outcome.generation, "ended", outcome=outcome.kind.value, code=outcome.exit_code)
 
     def _join(self, generation: int) -> None:
         self._listener = self._listener or reserve(self._config)
@@ -146,6 +158,7 @@ class Loop:
         self._store.commit(join(self._agent.snapshot, joined))
 
     def _spawn(self, table: RankTable, group_rank: int) -> None:
+        self._timeline.stamp(table.generation, "sealed", world_size=table.world_size)
         self._group = Group(table, group_rank, self._guard.cgroup.generation(table.generation))
         try:
             self._workers.start(self._server, self._group, self._listener)
@@ -160,8 +173,11 @@ class Loop:
             if self._listener and not (len(self._config.master_ports) == 1 and self._workers.has_store):
                 self._listener.close()
                 self._listener = None
+        self._timeline.stamp(table.generation, "ordered")
         for link in self._group.links.values():
-            self._selector.register(link, selectors.EVENT_READ, self._link_reader(self._group, link))
+            self._links.add(link)
+        if self._group.store:
+            self._selector.register(self._group.store, selectors.EVENT_READ, self._store_reader(self._group))
 
     def _replace_server(self, generation: int, how: str) -> None:
         self._selector.unregister(self._server)
@@ -193,25 +209,38 @@ class Loop:
         assert self._group is not None
         return self._group
 
-    def _link_reader(self, group: Group, link: Link) -> Callable[[], None]:
+    def _links_ended(self) -> None:
+        for link in self._links.ended():
+            self._read_link(link)
+
+    def _read_link(self, link: Link) -> None:
+        raised_before = link.raised
+        if not link.read():
+            self._links.drop(link)
+            self._ask_server()
+        for text in link.take_notes():
+            if text not in self._noted:
+                # Once, whichever workers and generations have cause for it.
+                self._noted.add(text)
+                self._pump.say(text)
+        if link.raised and not raised_before:
+            self._inbox.post(WorkerRaised(self._group_now.generation, link.local_rank))
+
+    def _store_reader(self, group: Group) -> Callable[[], None]:
         def read() -> None:
-            raised_before = link.raised
-            if not link.read():
-                self._drop(link)
-                self._ask_server()
-            self._say_notes(link)
-            if link.raised and not raised_before:
-                self._inbox.post(WorkerRaised(group.generation, link.local_rank))
+            # It has one word to say; that it ended is the fork server's news.
+            store = group.store
+            if store is not None:
+                self._selector.unregister(store)
+                if self._workers.hear_store(group, store):
+                    self._timeline.stamp(group.generation, "store_ready")
 
         return read
 
-    def _say_notes(self, link: Link) -> None:
-        """Each sentence once, whichever workers and generations have cause for it."""
-        for text in link.notes:
-            if text not in self._noted:
-                self._noted.add(text)
-                self._pump.say(text)
-        link.notes.clear()
+    def _unwatch_store(self, group: Group) -> None:
+        if group.store:
+            with suppress(KeyError):
+                self._selector.unregister(group.store)
 
     def _ask_server(self) -> None:
         """A link ended, as it does when its worker dies: is the fork server there to tell us of that?"""
@@ -221,21 +250,21 @@ class Loop:
             wait_s = KILL_WAIT_S + _FORK_S * self._config.slots
             self._answer_due_s = self._answer_due_s or time.monotonic() + wait_s
 
-    def _drop(self, link: Link) -> None:
-        if link.socket.fileno() >= 0:
-            # A group that could not be started has links that nobody reads yet.
-            with suppress(KeyError):
-                self._selector.unregister(link)
-            link.socket.close()
-
     def _clear(self, generation: int) -> None:
+        self._timeline.stamp(generation, "stopped")
         group = self._group_now
+        self._unwatch_store(group)
         self._workers.close_store(group)
         for link in group.links.values():
-            self._drop(link)
+            self._links.drop(link)
         self._guard.end_generation(generation, self._server.pid)
         reached = group.reached_store
-        self._pump.drain(generation, lambda tails: self._inbox.post(Cleared(generation, tails, reached)))
+
+        def drained(tails: dict[int, str]) -> None:
+            self._timeline.stamp(generation, "cleared")
+            self._inbox.post(Cleared(generation, tails, reached))
+
+        self._pump.drain(generation, drained)
 
     def _server_news(self) -> None:
         try:
@@ -256,21 +285,36 @@ class Loop:
             case "ready":
                 self._server_ready = True
                 self._patience_until_s = None
+                newest = self._group.generation if self._group else NO_GENERATION
+                self._timeline.stamp(newest, "fork_server_ready", pid=self._server.pid)
                 if news["reason"]:
                     self._preload = None
                     self._pump.say(f"each worker starts as a fresh interpreter, which is slower: {news['reason']}")
             case "here":
                 self._answer_due_s = None
+            case "forked" if self._group and news["generation"] == self._group.generation:
+                self._stamp_process(self._group, "forked", news)
             case "unstarted" if self._group and news["generation"] == self._group.generation:
                 self._unstarted(self._group, news["key"], news["why"])
             case "exited" if self._group and news["generation"] == self._group.generation:
                 self._exited(self._group, news)
 
+    def _stamp_process(self, group: Group, event: str, news: dict[str, int | str]) -> None:
+        """A stage of one process: `event` of a worker, with its ranks, or `store_<event>`."""
+        fields: dict[str, int | str] = {name: value for name, value in news.items() if name in ("pid", "code")}
+        if news["key"] == "store":
+            self._timeline.stamp(group.generation, f"store_{event}", **fields)
+        else:
+            local_rank = int(news["key"])
+            self._timeline.stamp(group.generation, event, rank=group.rank(local_rank), local_rank=local_rank, **fields)
+
     def _exited(self, group: Group, news: dict[str, int | str]) -> None:
+        self._stamp_process(group, "exited", news)
         pid, code = int(news["pid"]), int(news["code"])
         if news["key"] != "store":
             self._inbox.post(self._workers.exited(group, int(news["key"]), pid, code))
         elif group.store:
+            self._unwatch_store(group)
             error = self._workers.store_error(group)
             how = error or (f"was killed by {signal_name(code)}" if code < 0 else f"exited with code {code}")
             failure = self._blameless(FailureKind.STORE_LOST, group.generation, f"the worker store {how}")
