@@ -63,7 +63,7 @@ def worker(
 ) -> Run:
     """The program as a worker of a plain launch; further options of elaunch go in `how`."""
     # As the installed command does it: `-m elaunch` would put the current folder in front of the agent's own imports.
-    agent = [*python, "-c", "import sys; sys.path.pop(0); from elaunch.launcher.cli import main; main()"]
+    agent = [*python, "-c", "import sys; sys.path[:1] = []; from elaunch.launcher.cli import main; main()"]
     plain = () if "--max-restarts" in how else ("--max-restarts", "0")
     ended = _run(folder, [*wrap, *agent, *how, *plain, *args], env, stdin)
     lines = _without_addresses(ended.stderr).splitlines(keepends=True)
@@ -111,13 +111,16 @@ def _without_addresses(text: bytes) -> bytes:
 def _run(
     folder: Path, command: Sequence[str | bytes], env: Mapping[str, str] | None, stdin: bytes
 ) -> subprocess.CompletedProcess[bytes]:
+    temporary = folder / ".tmp"
+    temporary.mkdir(exist_ok=True)
     # Two threads, said for all: a launcher's own choice would be the one difference that a fresh process must have.
-    environ = {"OMP_NUM_THREADS": "2", "PYTEST_CURRENT_TEST": "habit", **(env or {})}
-    environ.setdefault("TMPDIR", os.fspath(folder))
+    chosen = {"OMP_NUM_THREADS": "2", "TMPDIR": os.fspath(temporary), **(env or {})}
+    # What the tests' own Python was told is nothing that the job should hear.
+    environ = {n: v for n, v in environment(chosen).items() if not n.startswith(("PYTHON", "PYTEST")) or n in chosen}
     return subprocess.run(
         command,
         cwd=folder,
-        env=environment(environ),
+        env=environ,
         input=stdin,
         capture_output=True,
         timeout=DEADLINE_S,

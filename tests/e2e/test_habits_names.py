@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.habits import LIGHT, NO_PRELOAD, TORCH, fresh, same, worker
+from tests.e2e.habits import NO_PRELOAD, TORCH, fresh, same, worker
 from tests.harness import script
 
 SAY = "import sys\nprint([sys.argv, sys.path, __file__, __name__, __package__, __spec__ and __spec__.name])\n"
@@ -139,7 +139,8 @@ class TestLetters:
             "import os, sys\n"
             "print(sys.stdout.errors, sys.stdin.errors)\n"
             "print(ascii([sys.argv, sys.path[0], __file__, os.listdir(os.path.dirname(__file__) or '.')]))\n"
-            "print(sys.getfilesystemencoding(), sys.stdout.encoding, sys.stderr.errors, open(0, closefd=False).encoding)\n"
+            "print(sys.getfilesystemencoding(), sys.stdout.encoding, sys.stderr.errors)\n"
+            "print(open(0, closefd=False).encoding.lower())\n"
             "print(os.environ.get('LC_CTYPE'), ascii(os.environ['WÖRD']))\n"
             "import importlib\n"
             "try: print(ascii(importlib.import_module('h\\xe9lper').HERE))\n"
