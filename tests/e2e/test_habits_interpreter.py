@@ -36,12 +36,12 @@ print("w\\xf6rds")
 
 OPTIONS = {
     "-W": ("-W", "error::UserWarning", "-W", "ignore::DeprecationWarning"),
-    "-W once more": ("-Wonce",),
+    "-Wonce": ("-Wonce",),
     "-X dev": ("-X", "dev"),
     "-X utf8": ("-X", "utf8=0", "-X", "faulthandler"),
     "-X own": ("-X", "mine=1", "-X", "also"),
     "-W and -X": ("-W", "error::DeprecationWarning", "-X", "dev"),
-    "-X tracemalloc": ("-X", "tracemalloc=3", "-X", "int_max_str_digits=5000"),
+    "-X int_max_str_digits": ("-X", "int_max_str_digits=5000"),
 }
 
 VARIABLES = {

@@ -138,7 +138,8 @@ class TestLetters:
         path.write_text(
             "import os, sys\n"
             "print(sys.stdout.errors, sys.stdin.errors)\n"
-            "print(ascii([sys.argv, sys.path[0], __file__, os.listdir(os.path.dirname(__file__) or '.')]))\n"
+            "print(ascii([sys.argv, sys.path[0], __file__]))\n"
+            "print(ascii(sorted(n for n in os.listdir(os.path.dirname(__file__)) if n[0] != '_')))\n"
             "print(sys.getfilesystemencoding(), sys.stdout.encoding, sys.stderr.errors)\n"
             "print(open(0, closefd=False).encoding.lower())\n"
             "print(os.environ.get('LC_CTYPE'), ascii(os.environ['WÖRD']))\n"
