@@ -188,6 +188,27 @@ def test_a_daemon_with_no_descriptor_of_its_parents_works_beside_it_and_ends_wit
 
 
 @BOTH
+def test_a_worker_that_becomes_a_daemon_has_ended_well_and_leaves_nothing(tmp_path: Path, how: tuple[str, ...]) -> None:
+    script(
+        tmp_path,
+        "import os, signal, sys\n"
+        "ready, up = os.pipe()\n"
+        "if os.fork():\n    os.close(up); os.read(ready, 1); os._exit(0)\n"
+        "os.setsid()\n"
+        "if os.fork(): os._exit(0)\n"
+        f"with open({str(tmp_path / 'daemon')!r}, 'w') as file: file.write(str(os.getpid()))\n"
+        "os.closerange(0, 256)\n"
+        "signal.pause()\n",
+    )
+
+    run = worker(tmp_path, "train.py", how=how)
+
+    assert (run.code, run.out) == (0, b""), str(run)
+    pid = int((tmp_path / "daemon").read_text())
+    wait_for(lambda: not _alive(pid), "the daemon's end", 5)
+
+
+@BOTH
 @pytest.mark.parametrize("code", [0, 7])
 def test_a_worker_may_close_every_descriptor_of_its_own(tmp_path: Path, how: tuple[str, ...], code: int) -> None:
     script(
