@@ -83,13 +83,15 @@ def same(
     stdin: bytes = b"",
     wrap: Sequence[str] = (),
     forked: bool | None = True,
+    no_preload: bool = False,
 ) -> Run:
-    """Run the program all three ways; fails unless exit code, stdout and stderr are the same. The fresh one's.
+    """Run the program fresh and as a forked worker, with `no_preload` in that way too.
 
+    Fails unless exit code, stdout and stderr are the same; gives back the fresh one's.
     `forked` says whether the preloading launch is expected to fork, None for either; a fallback is told in one line.
     """
     expected = fresh(folder, *args, env=env, python=python, stdin=stdin, wrap=wrap)
-    for how in (LIGHT, NO_PRELOAD):
+    for how in (LIGHT, NO_PRELOAD) if no_preload else (LIGHT,):
         run = worker(folder, *args, how=how, env=env, python=python, stdin=stdin, wrap=wrap)
         assert run.code == min(expected.code, 1), f"{how}: {run}"
         assert run.out == expected.out, f"{how}: {run}\nfresh: {expected}"

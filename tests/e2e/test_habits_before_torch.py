@@ -24,8 +24,9 @@ LOOK = """
 import ctypes, logging
 import torch
 import torch.distributed as dist
-import torch._dynamo.config, torch._inductor.config
 import numpy
+if with_config:
+    import torch._dynamo.config, torch._inductor.config
 
 def stacktrace():
     try:
@@ -40,8 +41,8 @@ os.write(1, b"found " + json.dumps({
     "OPENBLAS_NUM_THREADS": ctypes.CDLL(blas).scipy_openblas_get_num_threads64_(),
     "TORCH_DISTRIBUTED_DEBUG": dist.get_debug_level().name,
     "TORCH_LOGS": [logging.getLogger(n).getEffectiveLevel() for n in ("torch._dynamo", "torch._inductor")],
-    "TORCHDYNAMO_SUPPRESS_ERRORS": torch._dynamo.config.suppress_errors,
-    "TORCHINDUCTOR_MAX_AUTOTUNE": torch._inductor.config.max_autotune,
+    "TORCHDYNAMO_SUPPRESS_ERRORS": with_config and torch._dynamo.config.suppress_errors,
+    "TORCHINDUCTOR_MAX_AUTOTUNE": with_config and torch._inductor.config.max_autotune,
     "PYTORCH_JIT": torch.jit._state._enabled.enabled,
     "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES"),
     "TORCH_SHOW_CPP_STACKTRACES": stacktrace(),
@@ -90,7 +91,9 @@ def launched(folder: Path, programs: Mapping[str, str], env: Mapping[str, str]) 
         + "".join(f"    {line}\n" for line in (text or "pass").splitlines())
         for rank, text in enumerate(programs.values())
     )
-    script(folder, PROGRAMS + branches + LOOK)
+    # These two imports take a second in a fresh interpreter.
+    looks = [str(rank) for rank, text in enumerate(programs.values()) if "TORCHDYNAMO" in text]
+    script(folder, PROGRAMS + f"with_config = os.environ['RANK'] in {looks}\n" + branches + LOOK)
     run = worker(folder, "train.py", how=(*TORCH, "--nproc-per-node", str(len(programs))), env=env)
     assert run.code == 0, str(run)
     assert not run.execed, str(run)

@@ -60,7 +60,6 @@ VARIABLES = {
     "PYTHONUTF8": "1",
     "PYTHONHASHSEED": "7",
     "PYTHONBREAKPOINT": "0",
-    "PYTHONTRACEMALLOC": "2",
 }
 
 
@@ -69,7 +68,7 @@ def test_the_interpreters_options_are_the_workers(tmp_path: Path, name: str) -> 
     script(tmp_path, "", "helper.py")
     script(tmp_path, SAY)
 
-    same(tmp_path, "train.py", python=(sys.executable, *OPTIONS[name]))
+    same(tmp_path, "train.py", python=(sys.executable, *OPTIONS[name]), no_preload=True)
 
 
 @pytest.mark.parametrize("name", VARIABLES)
@@ -85,7 +84,7 @@ def test_a_variable_for_python_has_its_effect(tmp_path: Path, name: str) -> None
 def test_a_warning_that_the_user_made_an_error_is_one_in_a_worker_and_none_in_the_launcher(tmp_path: Path) -> None:
     script(tmp_path, "import warnings\nwarnings.warn('old', DeprecationWarning)\n")
 
-    same(tmp_path, "train.py", python=(sys.executable, "-W", "error"))
+    same(tmp_path, "train.py", python=(sys.executable, "-W", "error"), no_preload=True)
 
 
 @pytest.mark.parametrize("how", [LIGHT, NO_PRELOAD], ids=["forked", "no-preload"])
@@ -263,24 +262,23 @@ class TestVirtualEnvironment:
         assert b"Traceback" not in run.err
 
 
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bool]:
+    """A shared library to preload, and whether it is one of our own making."""
+    folder = tmp_path_factory.mktemp("library")
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler:
+        (folder / "habit.c").write_text("int habit_answer(void) { return 42; }\nint getpagesize(void) { return 1; }\n")
+        path = folder / "libhabit.so"
+        subprocess.run([compiler, "-shared", "-fPIC", "-o", path, folder / "habit.c"], check=True, timeout=60)
+        return path, True
+    # Without a compiler any library that Python itself does not need shows that preloading takes place.
+    import torch
+
+    return next(iter(Path(torch.__file__).parent.glob("lib/libgomp*"))), False
+
+
 class TestLdPreload:
-    @pytest.fixture(scope="class")
-    def library(self, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bool]:
-        """A shared library to preload, and whether it is one of our own making."""
-        folder = tmp_path_factory.mktemp("library")
-        compiler = shutil.which("cc") or shutil.which("gcc")
-        if compiler:
-            (folder / "habit.c").write_text(
-                "int habit_answer(void) { return 42; }\nint getpagesize(void) { return 1; }\n"
-            )
-            path = folder / "libhabit.so"
-            subprocess.run([compiler, "-shared", "-fPIC", "-o", path, folder / "habit.c"], check=True, timeout=60)
-            return path, True
-        # Without a compiler any library that Python itself does not need shows that preloading takes place.
-        import torch
-
-        return next(iter(Path(torch.__file__).parent.glob("lib/libgomp*"))), False
-
     def test_the_library_is_in_every_worker(self, tmp_path: Path, library: tuple[Path, bool]) -> None:
         path, is_own = library
         script(

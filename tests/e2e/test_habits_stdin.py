@@ -36,7 +36,7 @@ SCRIPTS = {
 def test_a_script_on_stdin_runs_as_python_runs_it(tmp_path: Path, name: str) -> None:
     (tmp_path / "helper.py").write_text("NAME = 'beside nobody'\n")
 
-    same(tmp_path, "-", "--lr", "0.1", stdin=SCRIPTS[name].encode())
+    same(tmp_path, "-", "--lr", "0.1", stdin=SCRIPTS[name].encode(), no_preload=True)
 
 
 @pytest.mark.parametrize("how", [LIGHT, NO_PRELOAD], ids=["forked", "no-preload"])
