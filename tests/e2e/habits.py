@@ -1,0 +1,131 @@
+"""Runs one program three ways: in a fresh `python -u`, in a forked worker, and in a worker with --no-preload."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.harness import DEADLINE_S, environment
+
+# A light module in place of torch: the same way through the fork server, without the two seconds that torch takes.
+LIGHT = ("--preload", "json")
+NO_PRELOAD = ("--no-preload",)
+TORCH: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Run:
+    """How a program ended. `said` are the launcher's own lines, `err` is the rest of stderr."""
+
+    code: int
+    out: bytes
+    err: bytes
+    said: tuple[str, ...] = ()
+
+    @property
+    def execed(self) -> tuple[str, ...]:
+        """The lines that say that workers are fresh interpreters instead of forks."""
+        return tuple(line for line in self.said if "fresh interpreter" in line)
+
+    def __str__(self) -> str:
+        said = "\n".join(self.said)
+        return (
+            f"exit code {self.code}\n{self.out.decode(errors='replace')}\n{self.err.decode(errors='replace')}\n{said}"
+        )
+
+
+def fresh(
+    folder: Path,
+    *args: str | bytes,
+    env: Mapping[str, str] | None = None,
+    python: Sequence[str] = (sys.executable,),
+    stdin: bytes = b"",
+    wrap: Sequence[str] = (),
+) -> Run:
+    """The program in a real fresh interpreter. `python` are the interpreter and its options."""
+    ended = _run(folder, [*wrap, *python, "-u", *args], env, stdin)
+    return Run(ended.returncode, _without_addresses(ended.stdout), _without_addresses(ended.stderr))
+
+
+def worker(
+    folder: Path,
+    *args: str | bytes,
+    how: Sequence[str] = LIGHT,
+    env: Mapping[str, str] | None = None,
+    python: Sequence[str] = (sys.executable,),
+    stdin: bytes = b"",
+    wrap: Sequence[str] = (),
+) -> Run:
+    """The program as a worker of a plain launch; further options of elaunch go in `how`."""
+    # As the installed command does it: `-m elaunch` would put the current folder in front of the agent's own imports.
+    agent = [*python, "-c", "import sys; sys.path[:1] = []; from elaunch.launcher.cli import main; main()"]
+    plain = () if "--max-restarts" in how else ("--max-restarts", "0")
+    ended = _run(folder, [*wrap, *agent, *how, *plain, *args], env, stdin)
+    lines = _without_addresses(ended.stderr).splitlines(keepends=True)
+    return Run(
+        ended.returncode,
+        _without_addresses(ended.stdout),
+        b"".join(line for line in lines if not line.startswith(b"elaunch: ")),
+        tuple(line.decode(errors="replace").rstrip("\n") for line in lines if line.startswith(b"elaunch: ")),
+    )
+
+
+def same(
+    folder: Path,
+    *args: str | bytes,
+    env: Mapping[str, str] | None = None,
+    python: Sequence[str] = (sys.executable,),
+    stdin: bytes = b"",
+    wrap: Sequence[str] = (),
+    forked: bool | None = True,
+    no_preload: bool = False,
+) -> Run:
+    """Run the program fresh and as a forked worker, with `no_preload` in that way too.
+
+    Fails unless exit code, stdout and stderr are the same; gives back the fresh one's.
+    `forked` says whether the preloading launch is expected to fork, None for either; a fallback is told in one line.
+    """
+    expected = fresh(folder, *args, env=env, python=python, stdin=stdin, wrap=wrap)
+    for how in (LIGHT, NO_PRELOAD) if no_preload else (LIGHT,):
+        run = worker(folder, *args, how=how, env=env, python=python, stdin=stdin, wrap=wrap)
+        assert run.code == min(expected.code, 1), f"{how}: {run}"
+        assert run.out == expected.out, f"{how}: {run}\nfresh: {expected}"
+        if expected.code == 0:
+            assert run.err == expected.err, f"{how}: {run}\nfresh: {expected}"
+        else:
+            # The report of a failed job follows what the worker wrote.
+            assert run.err.startswith(expected.err), f"{how}: {run}\nfresh: {expected}"
+            assert re.search(rf"exitcode +: {expected.code}\b", str(run)), f"{how}: {run}\nfresh: {expected}"
+        if how == LIGHT:
+            assert len(run.execed) in {None: (0, 1), True: (0,), False: (1,)}[forked], str(run)
+    return expected
+
+
+def _without_addresses(text: bytes) -> bytes:
+    return re.sub(rb"\b0x[0-9a-f]{8,}", b"0x", text)
+
+
+def _run(
+    folder: Path, command: Sequence[str | bytes], env: Mapping[str, str] | None, stdin: bytes
+) -> subprocess.CompletedProcess[bytes]:
+    temporary = folder / ".tmp"
+    temporary.mkdir(exist_ok=True)
+    # Two threads, said for all: a launcher's own choice would be the one difference that a fresh process must have.
+    chosen = {"OMP_NUM_THREADS": "2", "TMPDIR": os.fspath(temporary), **(env or {})}
+    # What the tests' own Python was told is nothing that the job should hear.
+    environ = {n: v for n, v in environment(chosen).items() if not n.startswith(("PYTHON", "PYTEST")) or n in chosen}
+    return subprocess.run(
+        command,
+        cwd=folder,
+        env=environ,
+        input=stdin,
+        capture_output=True,
+        timeout=DEADLINE_S,
+        check=False,
+        start_new_session=True,
+    )

@@ -1,0 +1,216 @@
+"""What a script sets in `os.environ` before its own `import torch` takes effect, or one line says that it does not.
+
+One job for each environment of the shell: every rank of it is another program, held against the same program alone.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.habits import TORCH, Run, fresh, worker
+from tests.harness import script
+
+PROGRAMS = """
+import json, os, sys
+def as_asked(**variables): os.environ.update(variables)
+"""
+LOOK = """
+import ctypes, logging
+import torch
+import torch.distributed as dist
+import numpy
+if with_config:
+    import torch._dynamo.config, torch._inductor.config
+
+def stacktrace():
+    try:
+        torch.ones(2) + torch.ones(3)
+    except RuntimeError as error:
+        return len(str(error)) > 1000
+
+blas = next(line.split()[-1] for line in open("/proc/self/maps") if "openblas" in line)
+os.write(1, b"found " + json.dumps({
+    "OMP_NUM_THREADS": [torch.get_num_threads(), torch.get_num_interop_threads()],
+    "MKL_NUM_THREADS": [line.strip() for line in torch.__config__.parallel_info().splitlines() if "threads" in line],
+    "OPENBLAS_NUM_THREADS": ctypes.CDLL(blas).scipy_openblas_get_num_threads64_(),
+    "TORCH_DISTRIBUTED_DEBUG": dist.get_debug_level().name,
+    "TORCH_LOGS": [logging.getLogger(n).getEffectiveLevel() for n in ("torch._dynamo", "torch._inductor")],
+    "TORCHDYNAMO_SUPPRESS_ERRORS": with_config and torch._dynamo.config.suppress_errors,
+    "TORCHINDUCTOR_MAX_AUTOTUNE": with_config and torch._inductor.config.max_autotune,
+    "PYTORCH_JIT": torch.jit._state._enabled.enabled,
+    "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES"),
+    "TORCH_SHOW_CPP_STACKTRACES": stacktrace(),
+}).encode() + b"\\n")
+"""
+
+SETS = {
+    # Several at once, each with a fact of its own: one import of torch tells about all of them.
+    "all of them": "as_asked(OMP_NUM_THREADS='1', MKL_NUM_THREADS='1', OPENBLAS_NUM_THREADS='1',"
+    " TORCH_DISTRIBUTED_DEBUG='DETAIL', TORCH_LOGS='+dynamo', TORCHDYNAMO_SUPPRESS_ERRORS='1',"
+    " TORCHINDUCTOR_MAX_AUTOTUNE='1', PYTORCH_JIT='0', CUDA_VISIBLE_DEVICES='7', TORCH_CPP_LOG_LEVEL='ERROR',"
+    " TORCH_SHOW_CPP_STACKTRACES='1')",
+    "OMP alone, numpy first": "as_asked(OMP_NUM_THREADS='1'); import numpy",
+    "MKL alone, from torch.nn": "as_asked(MKL_NUM_THREADS='1')\nfrom torch.nn import Linear",
+    "level and logs by a module": "sys.path.insert(0, 'mine'); import settings; import torch.utils.data",
+    "nothing": "",
+    "what is there already": "as_asked(**{n: v for n, v in os.environ.items() if 'THREADS' in n or 'TORCH' in n})\n"
+    "os.environ.setdefault('OMP_NUM_THREADS', '64'); os.environ.setdefault('TOKENIZERS_PARALLELISM', 'false')",
+    "too late": "import torch\nas_asked(OMP_NUM_THREADS='1', MKL_NUM_THREADS='1', PYTORCH_JIT='0',"
+    " TORCHDYNAMO_SUPPRESS_ERRORS='1', TORCHINDUCTOR_MAX_AUTOTUNE='1')",
+}
+QUIET = ("nothing", "what is there already")
+UNSETS = {
+    "gone again": "for name in 'TORCH_DISTRIBUTED_DEBUG', 'TORCH_LOGS', 'TORCHDYNAMO_SUPPRESS_ERRORS', 'PYTORCH_JIT':\n"
+    "    del os.environ[name]\nas_asked(OMP_NUM_THREADS='2')",
+}
+SHELL = {
+    "OMP_NUM_THREADS": "1",
+    "TORCH_DISTRIBUTED_DEBUG": "DETAIL",
+    "TORCH_LOGS": "dynamo",
+    "TORCHDYNAMO_SUPPRESS_ERRORS": "1",
+    "PYTORCH_JIT": "0",
+}
+
+
+def launched(folder: Path, programs: Mapping[str, str], env: Mapping[str, str]) -> tuple[Run, dict[str, Any]]:
+    """Run all programs, one in each rank; what was found, by program."""
+    (folder / "mine").mkdir(exist_ok=True)
+    script(
+        folder / "mine",
+        "import os\nos.environ['TORCH_DISTRIBUTED_DEBUG'] = 'INFO'\nos.environ['TORCH_LOGS'] = '+inductor'\n",
+        "settings.py",
+    )
+    branches = "".join(
+        f"{'el' if rank else ''}if os.environ['RANK'] == '{rank}':\n"
+        + "".join(f"    {line}\n" for line in (text or "pass").splitlines())
+        for rank, text in enumerate(programs.values())
+    )
+    # These two imports take a second in a fresh interpreter.
+    looks = [str(rank) for rank, text in enumerate(programs.values()) if "TORCHDYNAMO" in text]
+    script(folder, PROGRAMS + f"with_config = os.environ['RANK'] in {looks}\n" + branches + LOOK)
+    run = worker(folder, "train.py", how=(*TORCH, "--nproc-per-node", str(len(programs))), env=env)
+    assert run.code == 0, str(run)
+    assert not run.execed, str(run)
+    # A lone worker's lines have no prefix.
+    lines = re.findall(r"^(?:\[(\d+)\] )?found (.*)$", run.out.decode(), re.MULTILINE)
+    by_rank = {int(rank or 0): json.loads(text) for rank, text in lines}
+    return run, {name: by_rank[rank] for rank, name in enumerate(programs)}
+
+
+def alone(folder: Path, rank: int, env: Mapping[str, str]) -> dict[str, Any]:
+    """What the program of `rank` finds in a fresh interpreter."""
+    run = fresh(folder, "train.py", env={**env, "RANK": str(rank)})
+    assert run.code == 0, str(run)
+    return json.loads(run.out.decode().split("found ")[1])
+
+
+def told(run: Run, rank: int) -> str:
+    """The lines that tell the user of a variable that came too late, of one rank or of the whole job."""
+    lines = [*run.said, *run.err.decode(errors="replace").splitlines()]
+    mine = [line for line in lines if not re.match(rf"\[(?!{rank}\])\d+\]|elaunch: .*\brank (?!{rank}\b)\d", line)]
+    return "\n".join(line for line in mine if "elaunch" in line and "--no-preload" in line)
+
+
+def assert_effect_or_word(mine: dict[str, Any], theirs: dict[str, Any], said: str) -> None:
+    wrong = [name for name in theirs if mine[name] != theirs[name] and name not in said]
+    assert not wrong, {name: (mine[name], theirs[name]) for name in wrong}
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("sets")
+    return (folder, *launched(folder, SETS, {}))
+
+
+@pytest.mark.parametrize("name", ["all of them", "OMP alone, numpy first", "MKL alone, from torch.nn", "too late"])
+def test_what_a_script_sets_before_import_torch_has_its_effect_or_is_told(
+    job: tuple[Path, Run, dict[str, Any]], name: str
+) -> None:
+    folder, run, found = job
+    rank = list(SETS).index(name)
+
+    assert_effect_or_word(found[name], alone(folder, rank, {}), told(run, rank))
+
+
+def test_a_module_of_the_scripts_may_set_them_too(job: tuple[Path, Run, dict[str, Any]]) -> None:
+    _, _, found = job
+
+    seen = found["level and logs by a module"]
+
+    assert seen["TORCH_DISTRIBUTED_DEBUG"] == "INFO"
+    assert seen["TORCH_LOGS"][1] == 10
+
+
+@pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "TORCH_DISTRIBUTED_DEBUG", "TORCH_LOGS"])
+def test_what_torch_has_a_call_for_takes_effect(job: tuple[Path, Run, dict[str, Any]], name: str) -> None:
+    _, _, found = job
+
+    assert found["all of them"][name] != found["nothing"][name]
+
+
+def test_a_script_that_sets_nothing_new_is_told_nothing(job: tuple[Path, Run, dict[str, Any]]) -> None:
+    _, run, found = job
+
+    for name in QUIET:
+        assert told(run, list(SETS).index(name)) == "", str(run)
+    assert found["nothing"] == found["what is there already"]
+
+
+def test_a_rank_is_told_of_all_its_variables_in_one_line(job: tuple[Path, Run, dict[str, Any]]) -> None:
+    _, run, _ = job
+
+    for rank in range(len(SETS)):
+        assert len(told(run, rank).splitlines()) <= 1, str(run)
+
+
+def test_what_a_script_removes_before_import_torch_is_gone_or_told(tmp_path: Path) -> None:
+    run, found = launched(tmp_path, UNSETS, SHELL)
+
+    assert_effect_or_word(found["gone again"], alone(tmp_path, 0, SHELL), told(run, 0))
+
+
+# Libraries ask whether torch is there, or was imported, before they import it.
+ASKS = """
+import importlib.util, os, sys
+asked = ["torch" in sys.modules, "numpy" in sys.modules, importlib.util.find_spec("torch").origin]
+torch = __import__("torch.nn.functional")
+asked += [torch is sys.modules["torch"], torch.nn.functional.relu.__module__, torch.__spec__.name, torch.__file__]
+import importlib
+asked.append(importlib.import_module("torch.nn") is torch.nn)
+from torch import *
+from torch import nn, optim as o
+asked += [o is torch.optim, torch.__loader__ is torch.__spec__.loader, __import__("torch") is torch]
+import inspect
+asked += [inspect.getsourcefile(nn.Linear), "torch" in globals()]
+os.write(1, (repr(asked) + "\\n").encode())
+"""
+
+
+def test_torch_is_found_by_every_kind_of_import_and_not_there_before_the_first(tmp_path: Path) -> None:
+    script(tmp_path, ASKS)
+
+    run = worker(tmp_path, "train.py", how=TORCH)
+
+    assert run.out == fresh(tmp_path, "train.py").out, str(run)
+    assert not run.execed
+
+
+def test_variables_are_followed_again_after_a_restart(tmp_path: Path) -> None:
+    script(
+        tmp_path,
+        "import os\n"
+        "os.environ['OMP_NUM_THREADS'] = '1'; os.environ['TORCH_DISTRIBUTED_DEBUG'] = 'INFO'\n"
+        "import torch, torch.distributed as dist\n"
+        "print(os.environ['ELAUNCH_GENERATION'], torch.get_num_threads(), dist.get_debug_level().name, flush=True)\n"
+        "if os.environ['ELAUNCH_GENERATION'] == '0': os.kill(os.getpid(), 9)\n",
+    )
+
+    run = worker(tmp_path, "train.py", how=("--max-restarts", "1"))
+
+    assert (run.code, run.out) == (0, b"0 1 INFO\n1 1 INFO\n"), str(run)

@@ -1,0 +1,308 @@
+"""What the user told Python: options, PYTHON* variables, sitecustomize, .pth files, LD_PRELOAD, PYTHON_EXEC."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.habits import LIGHT, NO_PRELOAD, fresh, same, worker
+from tests.harness import script
+
+SAY = """
+import sys, warnings
+def shown(value):
+    return [repr(f).split(" at ")[0] for f in value]
+print(sys.flags)
+print(sys.warnoptions, sorted(sys._xoptions.items()), __debug__, sys.dont_write_bytecode)
+print(sys.path, sys.pycache_prefix, hasattr(sys, "ps1"))
+print([f[:1] + f[2:3] for f in warnings.filters])
+print(sys.stdout.encoding, sys.stdout.errors, sys.stdout.write_through, sys.stderr.errors, sys.stdin.encoding)
+import os
+print({n: v for n, v in os.environ.items() if n.startswith("PYTHON")})
+import helper, shutil
+if helper.__cached__ and os.path.exists(helper.__cached__):
+    print("bytecode", helper.__cached__)
+    os.remove(helper.__cached__)
+print("w\\xf6rds")
+"""
+
+OPTIONS = {
+    "-W": ("-W", "error::UserWarning", "-W", "ignore::DeprecationWarning"),
+    "-Wonce": ("-Wonce",),
+    "-X dev": ("-X", "dev"),
+    "-X utf8": ("-X", "utf8=0", "-X", "faulthandler"),
+    "-X own": ("-X", "mine=1", "-X", "also"),
+    "-W and -X": ("-W", "error::DeprecationWarning", "-X", "dev"),
+    "-X int_max_str_digits": ("-X", "int_max_str_digits=5000"),
+}
+
+VARIABLES = {
+    "PYTHONWARNINGS": "default,error::FutureWarning",
+    "PYTHONDEVMODE": "1",
+    "PYTHONOPTIMIZE": "1",
+    "PYTHONDONTWRITEBYTECODE": "1",
+    "PYTHONPYCACHEPREFIX": "caches",
+    "PYTHONSAFEPATH": "1",
+    "PYTHONUNBUFFERED": "",
+    "PYTHONIOENCODING": "latin-1:replace",
+    "PYTHONSTARTUP": "startup.py",
+    "PYTHONNOUSERSITE": "1",
+    "PYTHONFAULTHANDLER": "1",
+    "PYTHONINSPECT": "",
+    "PYTHONUTF8": "1",
+    "PYTHONHASHSEED": "7",
+    "PYTHONBREAKPOINT": "0",
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_the_interpreters_options_are_the_workers(tmp_path: Path, name: str) -> None:
+    script(tmp_path, "", "helper.py")
+    script(tmp_path, SAY)
+
+    same(tmp_path, "train.py", python=(sys.executable, *OPTIONS[name]), no_preload=True)
+
+
+@pytest.mark.parametrize("name", VARIABLES)
+def test_a_variable_for_python_has_its_effect(tmp_path: Path, name: str) -> None:
+    script(tmp_path, "", "helper.py")
+    script(tmp_path, SAY)
+    script(tmp_path, "print('startup ran')\n", "startup.py")
+    run = same(tmp_path, "train.py", env={name: VARIABLES[name]})
+
+    assert b"startup ran" not in run.out
+
+
+def test_a_warning_that_the_user_made_an_error_is_one_in_a_worker_and_none_in_the_launcher(tmp_path: Path) -> None:
+    script(tmp_path, "import warnings\nwarnings.warn('old', DeprecationWarning)\n")
+
+    same(tmp_path, "train.py", python=(sys.executable, "-W", "error"), no_preload=True)
+
+
+@pytest.mark.parametrize("how", [LIGHT, NO_PRELOAD], ids=["forked", "no-preload"])
+def test_with_a_hash_seed_all_workers_have_the_fresh_interpreters_hashes(tmp_path: Path, how: tuple[str, ...]) -> None:
+    script(tmp_path, "print(hash('a word'), list({'a', 'b', 'c', 'd'}))\n")
+    env = {"PYTHONHASHSEED": "7"}
+
+    run = worker(tmp_path, "train.py", how=(*how, "--nproc-per-node", "2"), env=env)
+
+    expected = fresh(tmp_path, "train.py", env=env).out.decode().strip()
+    assert sorted(run.out.decode().splitlines()) == [f"[0] {expected}", f"[1] {expected}"]
+
+
+# Leaves one line per run of it, and marks the interpreter.
+SITECUSTOMIZE = """
+import builtins, os, sys
+with open({log!r}, "a") as log:
+    log.write(f"{{os.getpid()}}\\n")
+builtins.habit = "of the site"
+sys.path.append("/appended/by/site")
+os.environ["SET_BY_SITE"] = "yes"
+"""
+ABOUT_SITE = """
+import os, sys
+print(habit, sys.path, os.environ["SET_BY_SITE"], sys.modules["sitecustomize"].__file__)
+print({n: v for n, v in os.environ.items() if n.startswith("PYTHON")})
+import sitecustomize
+print(sitecustomize.__name__, sitecustomize.__spec__.origin, sorted(n for n in sys.modules if "custom" in n))
+"""
+
+
+class TestSitecustomize:
+    def test_its_effects_are_there_in_every_worker(self, tmp_path: Path) -> None:
+        env = _site(tmp_path, SITECUSTOMIZE.format(log=str(tmp_path / "log")))
+        script(tmp_path, ABOUT_SITE)
+
+        same(tmp_path, "train.py", env=env)
+
+    def test_it_runs_once_for_all_workers_of_a_node(self, tmp_path: Path) -> None:
+        env = _site(tmp_path, SITECUSTOMIZE.format(log=str(tmp_path / "log")))
+        script(
+            tmp_path,
+            "import os\nprint(os.getpid(), os.getppid(), flush=True)\n"
+            "if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0': os.kill(os.getpid(), 9)\n",
+        )
+
+        run = worker(tmp_path, "train.py", how=(*LIGHT, "--max-restarts", "1"), env=env)
+
+        assert run.code == 0, str(run)
+        ran_in = (tmp_path / "log").read_text().split()
+        workers = [line.split() for line in run.out.decode().splitlines()]
+        assert len(workers) == 2
+        for pid, fork_server in workers:
+            assert pid not in ran_in
+            assert ran_in.count(fork_server) == 1
+        # The launcher is a Python program too; nothing else runs it.
+        assert len(ran_in) <= 2
+
+    @pytest.mark.parametrize("text", ["raise ValueError('in the site')", "import nosuchmodule", "1 / 0"])
+    def test_one_that_raises_gets_pythons_own_message_and_the_job_goes_on(self, tmp_path: Path, text: str) -> None:
+        env = _site(tmp_path, text)
+        script(tmp_path, "import sys\nprint('ran', 'sitecustomize' in sys.modules)\n")
+        expected = fresh(tmp_path, "train.py", env=env)
+
+        run = worker(tmp_path, "train.py", env=env)
+
+        assert (run.code, run.out) == (0, expected.out), str(run)
+        for line in expected.err.splitlines():
+            assert line in run.err.splitlines(), str(run)
+
+    def test_one_that_starts_a_thread_makes_workers_fresh_interpreters_and_a_line_says_so(self, tmp_path: Path) -> None:
+        env = _site(
+            tmp_path, "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()"
+        )
+        script(tmp_path, "import threading\nprint(threading.active_count())\n")
+
+        run = worker(tmp_path, "train.py", env=env)
+
+        assert (run.code, run.out) == (0, b"2\n"), str(run)
+        assert len(run.execed) == 1
+        assert "thread" in run.execed[0]
+
+    def test_what_it_prints_is_printed_at_least_once_and_never_in_the_place_of_a_workers_words(
+        self, tmp_path: Path
+    ) -> None:
+        env = _site(tmp_path, "import sys\nprint('from the site', file=sys.stderr)")
+        script(tmp_path, "print('from the script')\n")
+
+        run = worker(tmp_path, "train.py", env=env)
+
+        assert (run.code, run.out) == (0, b"from the script\n"), str(run)
+        assert b"from the site" in run.err
+
+    def test_one_that_exits_or_replaces_imports_is_taken_as_python_takes_it(self, tmp_path: Path) -> None:
+        env = _site(
+            tmp_path,
+            "import builtins, sys\nreal = builtins.__import__\ncount = [0]\n"
+            "def counted(*args, **named):\n    count[0] += 1\n    return real(*args, **named)\n"
+            "builtins.__import__ = counted\n"
+            "class Finder:\n    def find_spec(self, name, path, target=None):\n"
+            "        if name == 'only_here': raise ImportError('not today')\n"
+            "sys.meta_path.insert(0, Finder())\n",
+        )
+        script(
+            tmp_path,
+            "import builtins, sys\nprint(builtins.__import__.__name__, type(sys.meta_path[0]).__name__)\n"
+            "try: import only_here\nexcept ImportError as error: print(error)\n",
+        )
+
+        same(tmp_path, "train.py", env=env, forked=None)
+
+
+@pytest.fixture(scope="module")
+def own_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An interpreter of a virtual environment with a user's .pth files, which finds this one's packages."""
+    folder = tmp_path_factory.mktemp("venv")
+    venv.create(folder, system_site_packages=True, with_pip=False, symlinks=True)
+    packages = Path(sysconfig.get_path("purelib", vars={"base": str(folder), "platbase": str(folder)}))
+    ours = sysconfig.get_path("purelib")
+    (packages / "a_ours.pth").write_text(f"import site; site.addsitedir({ours!r})\n")
+    (packages / "extra").mkdir()
+    script(packages / "extra", "NAME = 'by a .pth file'\n", "by_pth.py")
+    (packages / "b_users.pth").write_text(
+        "extra\nimport sys, os; sys.habit = getattr(sys, 'habit', 0) + 1; os.environ['BY_PTH'] = 'set'\n"
+    )
+    return folder / "bin" / "python"
+
+
+class TestVirtualEnvironment:
+    def test_pth_files_and_usercustomize_have_their_effect_as_often_as_in_a_fresh_one(
+        self, tmp_path: Path, own_python: Path
+    ) -> None:
+        base = {"PYTHONUSERBASE": str(tmp_path / "user")}
+        place = Path(sysconfig.get_path("purelib", "posix_user", vars={"userbase": base["PYTHONUSERBASE"]}))
+        place.mkdir(parents=True)
+        script(place, "import sys\nsys.user_habit = getattr(sys, 'user_habit', 0) + 1\n", "usercustomize.py")
+        script(
+            tmp_path,
+            "import os, sys, by_pth\nprint(sys.habit, sys.user_habit, by_pth.NAME, os.environ['BY_PTH'], sys.path)\n"
+            "print(sys.prefix, sys.executable, 'usercustomize' in sys.modules)\n",
+        )
+
+        run = same(tmp_path, "train.py", env=base, python=(str(own_python),))
+
+        # How often site itself reads a .pth file is Python's affair; a worker has no more of it.
+        assert b" 1 by a .pth file set" in run.out, str(run)
+        for isolated in ({"PYTHONNOUSERSITE": "1"}, {"HOME": "/nowhere"}):
+            script(tmp_path, "import sys, site\nprint(sys.habit, site.ENABLE_USER_SITE, hasattr(sys, 'user_habit'))\n")
+            same(tmp_path, "train.py", env={**base, **isolated}, python=(str(own_python),))
+
+    def test_python_exec_names_another_environments_interpreter(self, tmp_path: Path) -> None:
+        venv.create(tmp_path / "other", with_pip=False, symlinks=True)
+        python = str(tmp_path / "other" / "bin" / "python")
+        script(
+            tmp_path,
+            "import importlib.util, sys\nprint(sys.argv, sys.prefix, sys.executable, importlib.util.find_spec('torch'),"
+            " importlib.util.find_spec('elaunch'), sys.flags, sys.path)\n",
+        )
+        expected = fresh(tmp_path, "train.py", "--lr", "1", python=(python,))
+
+        run = worker(tmp_path, "train.py", "--lr", "1", how=("--nproc-per-node", "1"), env={"PYTHON_EXEC": python})
+
+        assert (run.code, run.out) == (0, expected.out), str(run)
+        assert b"None None" in run.out
+        assert len([line for line in run.said if python in line]) == 1, str(run)
+
+    def test_a_python_exec_that_is_not_there_is_told_in_one_sentence(self, tmp_path: Path) -> None:
+        script(tmp_path, "print('ran')\n")
+
+        run = worker(tmp_path, "train.py", env={"PYTHON_EXEC": str(tmp_path / "nopython")})
+
+        assert run.code in (1, 2)
+        assert run.out.count(b"ran") == 0
+        assert "nopython" in str(run)
+        assert b"Traceback" not in run.err
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bool]:
+    """A shared library to preload, and whether it is one of our own making."""
+    folder = tmp_path_factory.mktemp("library")
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler:
+        (folder / "habit.c").write_text("int habit_answer(void) { return 42; }\nint getpagesize(void) { return 1; }\n")
+        path = folder / "libhabit.so"
+        subprocess.run([compiler, "-shared", "-fPIC", "-o", path, folder / "habit.c"], check=True, timeout=60)
+        return path, True
+    # Without a compiler any library that Python itself does not need shows that preloading takes place.
+    import torch
+
+    return next(iter(Path(torch.__file__).parent.glob("lib/libgomp*"))), False
+
+
+class TestLdPreload:
+    def test_the_library_is_in_every_worker(self, tmp_path: Path, library: tuple[Path, bool]) -> None:
+        path, is_own = library
+        script(
+            tmp_path,
+            "import os\n"
+            f"print(any({str(path)!r} in line for line in open('/proc/self/maps')), os.environ['LD_PRELOAD'])\n"
+            + ("import ctypes\nprint(ctypes.CDLL(None).habit_answer(), ctypes.CDLL(None).getpagesize())\n" * is_own),
+        )
+
+        run = same(tmp_path, "train.py", env={"LD_PRELOAD": str(path)})
+
+        assert run.out.startswith(b"True "), str(run)
+
+    def test_one_that_is_not_there_is_the_loaders_to_complain_about(self, tmp_path: Path) -> None:
+        script(tmp_path, "print('ran')\n")
+
+        run = worker(tmp_path, "train.py", env={"LD_PRELOAD": "/nowhere/lib.so"})
+
+        assert (run.code, run.out) == (0, b"ran\n"), str(run)
+        assert re.search(rb"/nowhere/lib.so.* cannot be preloaded", run.err)
+
+
+def _site(folder: Path, text: str) -> dict[str, str]:
+    place = folder / "site"
+    place.mkdir()
+    script(place, text + "\n", "sitecustomize.py")
+    return {"PYTHONPATH": os.fspath(place)}

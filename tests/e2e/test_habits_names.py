@@ -1,0 +1,234 @@
+"""Names and places: modules that shadow installed ones, paths with odd letters, archives, other folders."""
+
+from __future__ import annotations
+
+import os
+import zipapp
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.habits import NO_PRELOAD, TORCH, fresh, same, worker
+from tests.harness import script
+
+SAY = "import sys\nprint([sys.argv, sys.path, __file__, __name__, __package__, __spec__ and __spec__.name])\n"
+
+
+class TestShadows:
+    """A module beside the script goes before an installed one of the same name, as in a fresh interpreter."""
+
+    # Loaded by every interpreter (types, os), by any preload (json), only by torch (profile), by nobody (wave).
+    @pytest.mark.parametrize("name", ["types", "os", "json", "profile", "wave", "signal", "socket", "encodings"])
+    def test_a_standard_name_beside_the_script(self, tmp_path: Path, name: str) -> None:
+        script(tmp_path, "MINE = True\n", f"{name}.py")
+        script(tmp_path, f"import {name}\nprint(getattr({name}, 'MINE', False))\n")
+
+        # Whether it is loaded before the script depends on what the fork server itself imports.
+        same(tmp_path, "train.py", forked=False if name == "json" else None)
+
+    def test_the_line_names_the_file(self, tmp_path: Path) -> None:
+        script(tmp_path, "MINE = True\n", "json.py")
+        script(tmp_path, "import json\nprint(json.MINE)\n")
+
+        run = worker(tmp_path, "train.py")
+
+        assert run.out == b"True\n"
+        assert str(tmp_path / "json.py") in run.execed[0], str(run)
+
+    @pytest.mark.parametrize("files", [("torch.py", "numpy/__init__.py"), ("torch/x.py", "numpy/data.txt")])
+    def test_names_that_only_torch_brings(self, tmp_path: Path, files: tuple[str, ...]) -> None:
+        for file in files:
+            (tmp_path / file).parent.mkdir(exist_ok=True)
+            (tmp_path / file).write_text("MINE = True\n")
+        script(tmp_path, "import numpy, torch\nprint(*[getattr(m, 'MINE', False) for m in (numpy, torch)])\n")
+        expected = fresh(tmp_path, "train.py")
+
+        run = worker(tmp_path, "train.py", how=TORCH)
+
+        assert (run.code, run.out) == (0, expected.out), f"{run}\nfresh: {expected}"
+        if b"True" in expected.out:
+            assert len(run.execed) == 1, str(run)
+            assert any(str(tmp_path / file.split("/")[0]) in run.execed[0] for file in files)
+        else:
+            # A folder without __init__.py is no more than a last resort for Python: torch may still be forked.
+            assert not run.execed, str(run)
+
+    def test_a_script_called_torch_imports_itself_as_it_would_have(self, tmp_path: Path) -> None:
+        script(tmp_path, "import torch\nprint(__name__, torch.__file__, hasattr(torch, 'Tensor'))\n", "torch.py")
+
+        expected = fresh(tmp_path, "torch.py")
+        run = worker(tmp_path, "torch.py", how=TORCH)
+
+        assert (run.code, run.out) == (0, expected.out), str(run)
+        assert len(run.execed) == 1, str(run)
+
+    def test_a_users_module_on_pythonpath_shadows_a_preloaded_one(self, tmp_path: Path) -> None:
+        for folder in ("first", "second", "mine"):
+            (tmp_path / folder).mkdir()
+        script(tmp_path / "second", "MINE = 'on PYTHONPATH'\n", "wave.py")
+        script(tmp_path / "first", "HELPS = 'first'\n", "helper.py")
+        script(tmp_path / "second", "HELPS = 'second'\n", "helper.py")
+        script(tmp_path / "mine", "import helper, wave, sys\nprint(wave.MINE, helper.HELPS, sys.path)\n")
+
+        # Python finds it in a fresh process and when it preloads: either way the user's is the one that is used.
+        env = {"PYTHONPATH": os.pathsep.join(str(tmp_path / folder) for folder in ("first", "nowhere", "second"))}
+        expected = fresh(tmp_path, "mine/train.py", env=env)
+        assert b"on PYTHONPATH first" in expected.out
+        for how in (("--preload", "wave"), NO_PRELOAD):
+            run = worker(tmp_path, "mine/train.py", how=how, env=env)
+
+            assert (run.code, run.out) == (0, expected.out), str(run)
+
+
+class TestOtherFolders:
+    def test_chdir_before_importing_its_own_modules(self, tmp_path: Path) -> None:
+        (tmp_path / "src" / "lib").mkdir(parents=True)
+        script(tmp_path / "src", "WHERE = 'beside the script'\n", "beside.py")
+        script(tmp_path / "src" / "lib", "WHERE = 'below'\n", "below.py")
+        script(
+            tmp_path / "src",
+            "import os, sys\nos.chdir('/')\nimport beside\n"
+            "os.chdir(os.path.dirname(os.path.abspath(__file__)))\nsys.path.insert(0, 'lib')\nimport below\n"
+            "os.chdir('lib'); sys.path.insert(0, ''); sys.path_importer_cache.clear()\n"
+            "print(beside.WHERE, below.WHERE, below.__file__, os.getcwd(), os.environ.get('PWD') == os.getcwd())\n",
+        )
+
+        same(tmp_path, "src/train.py")
+
+    def test_a_folder_that_is_gone(self, tmp_path: Path) -> None:
+        script(tmp_path, "import os, shutil\nos.mkdir('gone'); os.chdir('gone'); os.rmdir('../gone')\nimport wave\n")
+
+        same(tmp_path, "train.py")
+
+    def test_a_link_to_the_script_finds_the_modules_beside_the_real_one(self, tmp_path: Path) -> None:
+        (tmp_path / "real").mkdir()
+        script(tmp_path / "real", "HELP = 1\n", "helper.py")
+        script(tmp_path / "real", SAY + "import helper\nprint(helper.__file__)\n")
+        (tmp_path / "link.py").symlink_to("real/train.py")
+
+        same(tmp_path, "link.py")
+
+    def test_a_script_without_a_suffix_and_one_with_windows_line_ends(self, tmp_path: Path) -> None:
+        script(tmp_path, "#!/usr/bin/env python\n" + SAY, "train")
+        (tmp_path / "dos.py").write_bytes(b"\xef\xbb\xbfimport sys\r\nif True:\r\n    print('w\xc3\xb6rds')\r\n")
+        (tmp_path / "latin.py").write_bytes(b"# coding: latin-1\nprint(ascii('w\xf6rds'))\n")
+
+        for name in ("train", "dos.py", "latin.py"):
+            same(tmp_path, name)
+
+
+LOCALES = {
+    "C": {"LANG": "C"},
+    "C.UTF-8": {"LANG": "C.UTF-8"},
+    "POSIX": {"LC_ALL": "POSIX"},
+    "ascii": {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+}
+
+
+class TestLetters:
+    @pytest.mark.parametrize("locale", LOCALES)
+    @pytest.mark.parametrize("name", ["mein Ordner ü/träin.py", "日本/訓練 $x '\"\\.py"])
+    def test_spaces_and_letters_of_the_world_under_every_locale(self, tmp_path: Path, locale: str, name: str) -> None:
+        path = tmp_path / name
+        path.parent.mkdir()
+        # As bytes: the test's own locale is not the job's.
+        path.with_name("hélper.py").write_text("HERE = __file__\n", encoding="utf-8")
+        path.write_text(
+            "import os, sys\n"
+            "print(sys.stdout.errors, sys.stdin.errors)\n"
+            "print(ascii([sys.argv, sys.path[0], __file__]))\n"
+            "print(ascii(sorted(n for n in os.listdir(os.path.dirname(__file__)) if n[0] != '_')))\n"
+            "print(sys.getfilesystemencoding(), sys.stdout.encoding, sys.stderr.errors)\n"
+            "print(open(0, closefd=False).encoding.lower())\n"
+            "print(os.environ.get('LC_CTYPE'), ascii(os.environ['WÖRD']))\n"
+            "import importlib\n"
+            "try: print(ascii(importlib.import_module('h\\xe9lper').HERE))\n"
+            "except Exception as error: print(type(error).__name__)\n",
+            encoding="utf-8",
+        )
+        unset = {"LC_ALL": "", "LC_CTYPE": "", "PYTHONIOENCODING": ""}
+
+        same(tmp_path, os.fsencode(name), "ärgument", env={**unset, "WÖRD": "wört", **LOCALES[locale]}, no_preload=True)
+
+    def test_a_name_that_is_no_text(self, tmp_path: Path) -> None:
+        name = b"tr\xe4in \xff.py"
+        Path(os.fsdecode(os.fsencode(tmp_path) + b"/" + name)).write_text(
+            "import os, sys\nprint(ascii([sys.argv, __file__]))\n"
+        )
+
+        same(tmp_path, name, b"\xe4", no_preload=True)
+
+    def test_the_traceback_of_such_a_script_is_shown_and_recorded(self, tmp_path: Path) -> None:
+        folder = tmp_path / "mein Ordner ü"
+        folder.mkdir()
+        script(folder, "def f():\n    raise ValueError('schön')\nf()\n", "träin.py")
+
+        run = same(tmp_path, "mein Ordner ü/träin.py", env={"LC_ALL": "C.UTF-8"})
+
+        assert "träin.py".encode() in run.err
+
+
+def _package(folder: Path) -> Path:
+    """A program of several modules that takes arguments and reads a file of its own."""
+    package = folder / "source"
+    (package / "parts").mkdir(parents=True)
+    (package / "parts" / "__init__.py").write_text("")
+    (package / "parts" / "data.txt").write_text("data")
+    script(package / "parts", "import pkgutil\ndef text(): return pkgutil.get_data('parts', 'data.txt')\n", "inner.py")
+    script(
+        package,
+        SAY
+        + "from parts import inner\nprint(inner.text(), inner.__file__, type(__loader__).__name__)\n"
+        + "if 'fail' in sys.argv: raise ValueError('from the archive')\n",
+        "__main__.py",
+    )
+    return package
+
+
+class TestArchives:
+    @pytest.mark.parametrize("args", [("--lr", "0.1", "two words"), ("fail",)], ids=["ends", "fails"])
+    @pytest.mark.parametrize("form", ["source", "app.pyz", "train-1.0.egg", "egg folder"])
+    def test_a_program_of_many_files_with_arguments(self, tmp_path: Path, form: str, args: tuple[str, ...]) -> None:
+        package = _package(tmp_path)
+        match form:
+            case "app.pyz":
+                # With a first line for the shell, so that it does not begin as a zip file does.
+                zipapp.create_archive(package, tmp_path / form, interpreter="/usr/bin/env python3")
+            case "train-1.0.egg":
+                with zipfile.ZipFile(tmp_path / form, "w") as archive:
+                    for path in package.rglob("*"):
+                        archive.write(path, path.relative_to(package))
+                    archive.writestr("EGG-INFO/PKG-INFO", "Name: train\n")
+            case "egg folder":
+                form = "train-1.0-py3.egg"
+                package.rename(tmp_path / form)
+                (tmp_path / form / "EGG-INFO").mkdir()
+                (tmp_path / form / "EGG-INFO" / "PKG-INFO").write_text("Name: train\n")
+
+        same(tmp_path, form, *args)
+
+    def test_modules_in_an_egg_on_pythonpath_and_on_sys_path(self, tmp_path: Path) -> None:
+        for name in ("one", "two"):
+            with zipfile.ZipFile(tmp_path / f"{name}.egg", "w") as archive:
+                archive.writestr(f"of_{name}.py", f"NAME = {name!r}\n")
+        script(
+            tmp_path,
+            "import sys\nimport of_one\nsys.path.insert(0, 'two.egg')\nimport of_two\n"
+            "print(of_one.NAME, of_one.__file__, of_two.NAME, of_two.__file__, of_two.__loader__.archive)\n",
+        )
+
+        same(tmp_path, "train.py", env={"PYTHONPATH": str(tmp_path / "one.egg")})
+
+    def test_a_zip_without_a_main_is_refused_as_python_does(self, tmp_path: Path) -> None:
+        with zipfile.ZipFile(tmp_path / "empty.zip", "w") as archive:
+            archive.writestr("other.py", "")
+
+        same(tmp_path, "empty.zip")
+
+    def test_a_module_run_by_its_name_from_an_archive(self, tmp_path: Path) -> None:
+        package = _package(tmp_path)
+        zipapp.create_archive(package, tmp_path / "app.pyz")
+        script(tmp_path, "", "unused.py")
+
+        same(tmp_path, "-m", "parts.inner", env={"PYTHONPATH": str(tmp_path / "app.pyz")})

@@ -1,0 +1,345 @@
+"""Programs that make, replace or detach processes behave as in a fresh interpreter."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.e2e.habits import LIGHT, NO_PRELOAD, TORCH, fresh, same, worker
+from tests.harness import Job, script, wait_for
+
+BOTH = pytest.mark.parametrize("how", [LIGHT, NO_PRELOAD], ids=["forked", "no-preload"])
+
+FORKS = {
+    "child exits 3": "if not os.fork(): sys.exit(3)\nprint('waited', os.waitstatus_to_exitcode(os.wait()[1]))",
+    "child raises": "if not os.fork(): 1 / 0\nprint('waited', os.waitstatus_to_exitcode(os.wait()[1]))",
+    "child uses os._exit": "if not os.fork(): os._exit(4)\nprint('waited', os.waitstatus_to_exitcode(os.wait()[1]))",
+    "child falls off the end": "pid = os.fork()\nif pid: os.wait()\nprint('parent' if pid else 'child')",
+    "child of a child": "if not os.fork():\n    if not os.fork(): sys.exit(5)\n"
+    "    sys.exit(os.waitstatus_to_exitcode(os.wait()[1]) + 1)\n"
+    "print('waited', os.waitstatus_to_exitcode(os.wait()[1]))",
+    "child runs atexit": "atexit.register(lambda: print('at exit of', 'parent' if os.getpid() == me else 'child'))\n"
+    "if os.fork(): os.wait()",
+    "child calls a function of __main__": "def work(): return __name__\n"
+    "if not os.fork(): print('child is', work(), sys.modules['__main__'].work is work); sys.exit()\nos.wait()",
+    "parent fails, child is done": "if not os.fork(): sys.exit(0)\nos.wait()\nsys.exit(6)",
+    "forks in a thread": "def go():\n    if not os.fork(): os._exit(0)\n    print(os.wait()[1])\n"
+    "t = threading.Thread(target=go); t.start(); t.join()",
+    "hooks around a fork": "os.register_at_fork(before=lambda: print('before'), after_in_parent=lambda: None,\n"
+    "    after_in_child=lambda: print('in the child'))\nif not os.fork(): os._exit(0)\nos.wait()",
+}
+
+
+@pytest.mark.parametrize("name", FORKS)
+def test_what_a_script_forks_is_its_own(tmp_path: Path, name: str) -> None:
+    script(tmp_path, f"import atexit, os, sys, threading\nme = os.getpid()\n{FORKS[name]}\n")
+
+    same(tmp_path, "train.py")
+
+
+@BOTH
+def test_a_grandchild_that_is_alive_at_the_workers_end_neither_holds_the_job_nor_outlives_it(
+    tmp_path: Path, how: tuple[str, ...]
+) -> None:
+    script(
+        tmp_path,
+        "import os, subprocess\n"
+        "a = subprocess.Popen(['sleep', '600'], close_fds=False)\n"
+        "b = os.fork()\n"
+        "if not b:\n"
+        "    import signal\n"
+        "    signal.pause()\n"
+        "print(a.pid, b)\n",
+    )
+    began_s = time.monotonic()
+
+    run = worker(tmp_path, "train.py", how=how)
+
+    assert run.code == 0, str(run)
+    assert time.monotonic() - began_s < 10
+    pids = [int(word) for word in run.out.split()]
+    wait_for(lambda: not any(_alive(pid) for pid in pids), "the children's end", 5)
+
+
+EXECS = {
+    "another script": "os.execv(sys.executable, [sys.executable, '-u', 'other.py', 'an argument'])",
+    "itself once": "print(len(sys.argv), sys.orig_argv[1:])\n"
+    "if 'AGAIN' not in os.environ:\n"
+    "    os.environ['AGAIN'] = os.environ['LD_LIBRARY_PATH'] = '/nowhere'\n"
+    "    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])\n"
+    "print('again', os.environ['LD_LIBRARY_PATH'])\nsys.exit(7)",
+    "itself by its arguments": "if len(sys.argv) < 3: os.execl(sys.executable, 'python', *sys.argv, 'more')\n"
+    "print(sys.argv)",
+    "a command": "os.execvp('echo', ['echo', 'from', 'echo'])",
+    "a command that is not there": "try: os.execvp('no-such-command', ['x'])\n"
+    "except FileNotFoundError as error: print(error)",
+    "with an environment": "os.execve('/bin/sh', ['sh', '-c', 'echo $ONLY$HOME'], {'ONLY': 'this'})",
+}
+
+
+@pytest.mark.parametrize("name", EXECS)
+def test_a_script_that_execs_becomes_that(tmp_path: Path, name: str) -> None:
+    script(tmp_path, "import sys\nprint(sys.argv, sys.orig_argv, sys.path, sys.flags)", "other.py")
+    script(tmp_path, f"import os, sys\n{EXECS[name]}\n")
+    expected = fresh(tmp_path, "train.py", "one")
+
+    for how in (LIGHT, NO_PRELOAD):
+        run = worker(tmp_path, "train.py", "one", how=how)
+
+        assert (run.code, run.out) == (min(expected.code, 1), expected.out), str(run)
+        assert not run.execed
+        if expected.code:
+            assert re.search(rf"exitcode +: {expected.code}\b", str(run)), str(run)
+
+
+# All that a `python -c` below a worker can see of how it came to be.
+LOOK = """
+import json, os, sys
+print(json.dumps({
+    "path": sys.path,
+    "modules": sorted(sys.modules),
+    "sitecustomize": getattr(sys.modules.get("sitecustomize"), "__file__", None),
+    "meta_path": [repr(finder).split(" at ")[0] for finder in sys.meta_path],
+    "path_hooks": len(sys.path_hooks),
+    "environment": dict(os.environ),
+    "orig_argv": sys.orig_argv,
+    "flags": str(sys.flags),
+    "fds": sorted(int(fd) for fd in os.listdir("/proc/self/fd")),
+}))
+"""
+# What torchrun sets too, and what docs/architecture.md lists as ours.
+DOCUMENTED = re.compile(
+    "(LOCAL_|GROUP_|ROLE_|GROUP_WORLD_|LOCAL_WORLD_|ROLE_WORLD_)?(RANK|SIZE|NAME|WORLD_SIZE)|MASTER_(ADDR|PORT)"
+    "|TORCHELASTIC_.*|TORCH_NCCL_ASYNC_ERROR_HANDLING|ELAUNCH_(GENERATION|LINK|MARKER)"
+)
+
+
+@pytest.mark.parametrize("pythonpath", [None, "", "one", "one::two", ":"], ids=repr)
+def test_a_python_below_a_worker_sees_no_trace_of_us(tmp_path: Path, pythonpath: str | None) -> None:
+    script(
+        tmp_path,
+        f"import os, subprocess, sys\nlook = {LOOK!r}\nexec(look)\n"
+        "subprocess.run([sys.executable, '-c', look])\n"
+        "subprocess.run([sys.executable, '-c', look], close_fds=False)\n",
+    )
+    env = {} if pythonpath is None else {"PYTHONPATH": pythonpath}
+    expected = [json.loads(line) for line in fresh(tmp_path, "train.py", env=env).out.splitlines()]
+
+    for how in (LIGHT, NO_PRELOAD):
+        run = worker(tmp_path, "train.py", how=how, env=env)
+
+        seen = [json.loads(line) for line in run.out.splitlines()]
+        assert len(seen) == 3, str(run)
+        for place, (mine, theirs) in enumerate(zip(seen, expected, strict=True)):
+            extra = mine["environment"].keys() - theirs["environment"].keys()
+            assert [name for name in extra if not DOCUMENTED.fullmatch(name)] == [], str(run)
+            for name, value in theirs["environment"].items():
+                assert mine["environment"].get(name) == value, name
+            # The link is the one descriptor of ours that is documented; what lists them has the next number.
+            assert set(mine["fds"]) - set(theirs["fds"]) <= {3, 4}, (how, place)
+            for name in mine.keys() - {"environment", "fds", *(["modules"] if place == 0 else [])}:
+                assert mine[name] == theirs[name], (how, place, name)
+
+
+DAEMON = """
+import os, signal, sys, time
+def daemonise(work):
+    pid = os.fork()
+    if pid:
+        os.waitpid(pid, 0)
+        return
+    os.setsid()
+    if os.fork():
+        os._exit(0)
+    os.umask(0); os.chdir("/")
+    os.closerange(0, 256)
+    for _ in range(3): os.open(os.devnull, os.O_RDWR)
+    work()
+    os._exit(0)
+"""
+
+
+@BOTH
+def test_a_daemon_with_no_descriptor_of_its_parents_works_beside_it_and_ends_with_the_job(
+    tmp_path: Path, how: tuple[str, ...]
+) -> None:
+    script(
+        tmp_path,
+        DAEMON + f"def work():\n"
+        f"    with open({str(tmp_path / 'part')!r}, 'w') as file: file.write(str(os.getpid()))\n"
+        f"    os.rename({str(tmp_path / 'part')!r}, {str(tmp_path / 'daemon')!r})\n"
+        "    signal.pause()\n"
+        "daemonise(work)\n"
+        "while not os.path.exists('daemon'): time.sleep(0.005)\n"
+        "print('the daemon is up')\n",
+    )
+
+    run = worker(tmp_path, "train.py", how=how)
+
+    assert (run.code, run.out) == (0, b"the daemon is up\n"), str(run)
+    pid = int((tmp_path / "daemon").read_text())
+    wait_for(lambda: not _alive(pid), "the daemon's end", 5)
+
+
+@BOTH
+def test_a_worker_that_becomes_a_daemon_has_ended_well_and_leaves_nothing(tmp_path: Path, how: tuple[str, ...]) -> None:
+    script(
+        tmp_path,
+        "import os, signal, sys\n"
+        "ready, up = os.pipe()\n"
+        "if os.fork():\n    os.close(up); os.read(ready, 1); os._exit(0)\n"
+        "os.setsid()\n"
+        "if os.fork(): os._exit(0)\n"
+        f"with open({str(tmp_path / 'daemon')!r}, 'w') as file: file.write(str(os.getpid()))\n"
+        "os.closerange(0, 256)\n"
+        "signal.pause()\n",
+    )
+
+    run = worker(tmp_path, "train.py", how=how)
+
+    assert (run.code, run.out) == (0, b""), str(run)
+    pid = int((tmp_path / "daemon").read_text())
+    wait_for(lambda: not _alive(pid), "the daemon's end", 5)
+
+
+@BOTH
+@pytest.mark.parametrize("code", [0, 7])
+def test_a_worker_may_close_every_descriptor_of_its_own(tmp_path: Path, how: tuple[str, ...], code: int) -> None:
+    script(
+        tmp_path,
+        "import os, sys\n"
+        "os.closerange(0, 256)\n"
+        "for _ in range(3): os.open(os.devnull, os.O_RDWR)\n"
+        "mine = open('mine', 'w')\n"
+        "mine.write(f'{mine.fileno()}'); mine.flush()\n"
+        f"sys.exit({code})\n",
+    )
+
+    run = worker(tmp_path, "train.py", how=how)
+
+    assert run.code == min(code, 1), str(run)
+    # Its descriptor 3 is a file of its own now: nothing of ours is ever written to it.
+    assert (tmp_path / "mine").read_text() == "3"
+    if code:
+        assert re.search(r"exitcode +: 7\b", str(run)), str(run)
+
+
+@BOTH
+def test_a_worker_that_closes_the_link_and_fails_is_reported_as_ever(tmp_path: Path, how: tuple[str, ...]) -> None:
+    script(tmp_path, "import os\nos.closerange(3, 256)\nkept = open('kept', 'w')\nraise ValueError('after that')\n")
+
+    run = worker(tmp_path, "train.py", how=how)
+
+    assert run.code == 1
+    assert "raised ValueError: after that" in str(run)
+    assert (tmp_path / "kept").read_text() == ""
+
+
+HOOKS = {
+    "excepthook that ends the process": "def hook(kind, error, tail):\n"
+    "    sys.__excepthook__(kind, error, tail)\n    sys.stderr.flush(); os._exit(9)\nsys.excepthook = hook\n1 / 0",
+    "excepthook that exits": "sys.excepthook = lambda *_: sys.exit(8)\n1 / 0",
+    "excepthook that raises": "def hook(*_): raise KeyError('in the hook')\nsys.excepthook = hook\n1 / 0",
+    "traceback in a file": "def hook(kind, error, tail):\n    print(len(traceback.extract_tb(tail)),"
+    " traceback.extract_tb(tail)[0].filename)\nsys.excepthook = hook\n1 / 0",
+    "stack": "def f(): return [(f.filename, f.name) for f in traceback.extract_stack()]\nprint(f())",
+    "faulthandler.dump_traceback": "faulthandler.enable()\nfaulthandler.dump_traceback()",
+    "faulthandler on a signal": "faulthandler.register(signal.SIGUSR1)\nos.kill(os.getpid(), signal.SIGUSR1)",
+    "handlers at import": "signal.signal(signal.SIGALRM, lambda s, f: print('alarm in', f.f_code.co_name, f.f_back))\n"
+    "signal.setitimer(signal.ITIMER_REAL, 0.01)\nsignal.pause()\nprint(signal.getsignal(signal.SIGTERM))",
+    "help": "parser = argparse.ArgumentParser(); parser.add_argument('--lr', type=float)\nparser.parse_args()",
+    "recursion": "def f(n): return 1 + f(n + 1)\ntry: f(0)\nexcept RecursionError: print('deep enough')\n"
+    "print(sys.getrecursionlimit())",
+    "settrace": "sys.settrace(lambda *_: None); print(sys.gettrace() is not None)",
+    "exit in a thread": "threading.Thread(target=lambda: os._exit(5)).start()\ntime.sleep(60)",
+    "warnings": "import warnings\nwarnings.warn('from the script'); warnings.warn('old', DeprecationWarning)",
+    "interactive flag": "print(sys.flags.interactive, hasattr(sys, 'ps1'), sys.flags.inspect)",
+}
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_what_a_script_installs_in_the_interpreter_works(tmp_path: Path, name: str) -> None:
+    names = "argparse, faulthandler, os, signal, sys, threading, time, traceback"
+    script(tmp_path, f"import {names}\n{HOOKS[name]}\n")
+
+    same(tmp_path, "train.py", *(["--help"] if name == "help" else []))
+
+
+def test_faulthandler_shows_the_scripts_frames_alone_when_it_crashes(tmp_path: Path) -> None:
+    script(tmp_path, "import faulthandler\nfaulthandler.enable()\ndef f():\n    faulthandler._sigsegv()\nf()\n")
+    expected = fresh(tmp_path, "train.py")
+    assert b"Segmentation fault" in expected.err
+
+    run = worker(tmp_path, "train.py")
+
+    assert "SIGSEGV" in str(run)
+    assert re.findall(rb'  File ".*" in .*', run.err)[:2] == re.findall(rb'  File ".*" in .*', expected.err), str(run)
+
+
+def test_a_handler_that_a_script_installs_gets_the_jobs_sigterm(tmp_path: Path) -> None:
+    script(
+        tmp_path,
+        "import signal, sys\n"
+        "def save(signum, frame):\n    print('saved', flush=True); sys.exit(0)\n"
+        "signal.signal(signal.SIGTERM, save)\nprint('ready', flush=True)\nsignal.pause()\n",
+    )
+
+    with Job(tmp_path, *LIGHT, "train.py") as job:
+        job.wait_for_output("ready")
+        job.signal(signal.SIGTERM)
+        code = job.wait()
+
+    assert code == 128 + signal.SIGTERM
+    assert "saved" in job.stdout
+
+
+# One job for what needs torch: each rank is another program.
+WITH_TORCH = """
+import os, sys
+def spawned(value):
+    import torch
+    torch.save(torch.tensor(value) + 1, f"spawned{value}")
+
+if __name__ == "__main__":
+    import torch
+    match os.environ["RANK"]:
+        case "0":
+            torch.ones(300, 300) @ torch.ones(300, 300)
+            if not os.fork():
+                os._exit(int((torch.ones(2) * 2).sum().item()))
+            print("forked", os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
+        case "1":
+            import torch.multiprocessing as mp
+            mp.set_start_method("spawn")
+            process = mp.Process(target=spawned, args=(41,))
+            process.start(); process.join()
+            print("spawned", process.exitcode, torch.load("spawned41").item(), flush=True)
+        case "2":
+            if "AGAIN" not in os.environ:
+                os.environ["AGAIN"] = "1"
+                os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+            print("exec'd", torch.ones(3).sum().item(), flush=True)
+"""
+
+
+def test_with_torch_preloaded_a_script_may_fork_spawn_and_exec(tmp_path: Path) -> None:
+    script(tmp_path, WITH_TORCH)
+
+    run = worker(tmp_path, "train.py", how=(*TORCH, "--nproc-per-node", "3"))
+
+    assert run.code == 0, str(run)
+    assert not run.execed
+    assert sorted(run.out.decode().splitlines()) == ["[0] forked 4", "[1] spawned 0 42", "[2] exec'd 3.0"]
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False

@@ -1,0 +1,117 @@
+"""`elaunch - < script.py`: the script comes on stdin, as with `python -u -`."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import sys
+import termios
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.habits import LIGHT, NO_PRELOAD, TORCH, fresh, same, worker
+from tests.harness import Job, wait_for
+
+SCRIPTS = {
+    "facts": "import os, sys\nprint(sys.argv, sys.path[0], sys.orig_argv[1:], __name__, globals().get('__file__'))\n"
+    "print(__spec__, type(__loader__).__name__, __package__)\n",
+    "the rest of stdin": "import sys\nprint(repr(sys.stdin.read()))\n'the last line of the script'\n",
+    "asks": "try: print(input())\nexcept EOFError: print('nobody to ask')\n",
+    "no newline at the end": "print('said')",
+    "no text": "# w\xf6rds\nprint('w\xf6rds')\n",
+    "nothing": "",
+    "raises": "def f():\n    raise ValueError('from stdin')\nf()\n",
+    "exits 3": "import sys\nprint('before')\nsys.exit(3)\n",
+    "syntax error": "print('not this')\ndef f(:\n",
+    "long": "x = 0\n" + "x += 1\n" * 20_000 + "print(x)\n",
+    "child": "import os, subprocess, sys\n"
+    "print(subprocess.run([sys.executable, '-c', 'import sys; print(repr(sys.stdin.read()))'], capture_output=True))\n",
+    "forks": "import os\nif not os.fork(): os._exit(0)\nos.wait(); print('waited')\n",
+    "own modules": "import helper\nprint(helper.NAME)\n",
+}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_on_stdin_runs_as_python_runs_it(tmp_path: Path, name: str) -> None:
+    (tmp_path / "helper.py").write_text("NAME = 'beside nobody'\n")
+
+    same(tmp_path, "-", "--lr", "0.1", stdin=SCRIPTS[name].encode(), no_preload=True)
+
+
+@pytest.mark.parametrize("how", [LIGHT, NO_PRELOAD], ids=["forked", "no-preload"])
+def test_every_worker_of_every_generation_has_the_whole_script(tmp_path: Path, how: tuple[str, ...]) -> None:
+    text = (
+        "import os, sys, time\n"
+        "rank, generation = os.environ['RANK'], os.environ['ELAUNCH_GENERATION']\n"
+        "print('here', rank, generation, sys.argv[1:], repr(sys.stdin.read()), flush=True)\n"
+        "open(f'up{rank}{generation}', 'w').close()\n"
+        "while not os.path.exists(f'up{1 - int(rank)}{generation}'): time.sleep(0.005)\n"
+        "if rank == '1' and generation < '2': os.kill(os.getpid(), 9)\n"
+        "if generation < '2': time.sleep(60)\n"
+    )
+
+    options = (*how, "--nproc-per-node", "2", "--max-restarts", "2")
+    run = worker(tmp_path, "-", "-x", how=options, stdin=text.encode())
+
+    assert run.code == 0, str(run)
+    expected = [f"[{rank}] here {rank} {generation} ['-x'] ''" for generation in range(3) for rank in range(2)]
+    assert sorted(run.out.decode().splitlines()) == sorted(expected)
+
+
+def test_with_torch_preloaded_a_script_on_stdin_runs_too(tmp_path: Path) -> None:
+    text = b"import torch\nprint(torch.ones(2).sum().item(), torch.__name__)\n"
+
+    run = worker(tmp_path, "-", how=TORCH, stdin=text)
+
+    assert (run.code, run.out) == (0, b"2.0 torch\n"), str(run)
+    assert not run.execed
+
+
+def test_a_script_that_comes_slowly_is_waited_for(tmp_path: Path) -> None:
+    read_end, write_end = os.pipe()
+    with Job(tmp_path, *LIGHT, "-", stdin=read_end) as job:
+        os.write(write_end, b"print('first')\n")
+        wait_for(lambda: job.process.poll() is not None or _waiting(read_end) == 0, "the first line to be read")
+        os.write(write_end, b"print('second')\n")
+        os.close(write_end)
+        os.close(read_end)
+        code = job.wait()
+
+    assert (code, job.stdout) == (0, "first\nsecond\n"), job.output
+
+
+def test_the_scripts_lines_are_not_taken_from_a_file_of_that_name(tmp_path: Path) -> None:
+    (tmp_path / "-").write_text("print('the file')\n")
+    (tmp_path / "<stdin>").write_text("print('the other file')\n")
+
+    run = same(tmp_path, "-", stdin=b"raise ValueError('x')\n")
+
+    assert b'File "<stdin>", line 1' in run.err
+
+
+def test_data_on_stdin_is_the_first_workers_to_the_last_byte(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "import hashlib, os, sys\ndata = sys.stdin.buffer.read()\n"
+        "print(os.environ.get('RANK', '0'), len(data), hashlib.sha256(data).hexdigest())\n"
+    )
+    data = bytes(range(256)) * 20_000
+    expected = fresh(tmp_path, "train.py", stdin=data)
+
+    run = worker(tmp_path, "train.py", how=(*LIGHT, "--nproc-per-node", "2"), stdin=data)
+
+    assert b"[0] " + expected.out in run.out, str(run)
+    assert b"[1] 1 0 " in run.out
+
+
+def test_lines_of_data_are_read_one_by_one(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "import sys\nfirst = input()\nprint(first, [line for line in sys.stdin], sys.stdin.isatty())\n"
+    )
+
+    same(tmp_path, "train.py", stdin="eins\nzwei\nü".encode())
+
+
+def _waiting(pipe: int) -> int:
+    """The number of bytes that nobody has read yet."""
+    return int.from_bytes(fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)), sys.byteorder)
