@@ -132,12 +132,8 @@ if sys.version_info >= (3, 11):
     )
 # With torch imported, by the fork server or by the script itself.
 TORCH_ENDS = {
-    "plain": "import torch\n" + DEEP + "outer()",
-    "in torch": "import torch\ntorch.ones(2) @ torch.ones(3)",
     "in a thread of torch": "import torch\nx = torch.ones(2, requires_grad=True)\n"
     "x.register_hook(lambda g: 1 / 0)\nx.sum().backward()",
-    "exit 3": "import sys, torch\nsys.exit(3)",
-    "atexit": "import atexit, torch\natexit.register(print, 'last words')\nprint('first')",
 }
 PROGRAMS = {
     "module that fails": ("-m", "broken"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 import pty
 import shutil
@@ -30,8 +31,8 @@ FORMS = {
 }
 # Of the ways to name a program, those that go to the fork server with torch; the others have a light module.
 RUNS = {
-    **{("forked", form): FORKED for form in ("script", "package")},
-    **{("light", form): LIGHT for form in FORMS.keys() - {"script", "package"}},
+    ("forked", "script"): FORKED,
+    **{("light", form): LIGHT for form in FORMS if form != "script"},
     **{("execed", form): EXECED for form in ("script", "module")},
 }
 
@@ -68,14 +69,7 @@ def _folder(base: Path) -> Path:
     script(base / "pack", text, "__main__.py")
     script(base / "pack", text, "inner.py")
     (base / "pack" / "__init__.py").touch()
-    # Said by the environment, so that a second run of the file would be seen.
-    script(
-        base / "customized",
-        "import os, sys\n"
-        "os.environ['CUSTOMIZED'] = os.environ.get('CUSTOMIZED', '') + __name__\n"
-        "sys.setrecursionlimit(1234)\n",
-        "sitecustomize.py",
-    )
+    script(base / "customized", "import sys\nsys.ran = [*getattr(sys, 'ran', []), __name__]\n", "sitecustomize.py")
     shutil.copy(base / "customized" / "sitecustomize.py", base / "customized" / "usercustomize.py")
     with zipfile.ZipFile(base / "pack.zip", "w") as archive:
         archive.writestr("__main__.py", text)
@@ -112,6 +106,26 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
     return Seen(tmp_path_factory.mktemp("start").resolve())
 
 
+# Strict: where one of these becomes equal, its line in docs/fidelity.md goes too.
+KNOWN = {
+    ("forked-script", "warning_filters"): "those that `import torch` adds are there already",
+    ("C locale", "flags"): "the agent is a Python program: its LC_CTYPE=C.UTF-8 is inherited, as from torchrun",
+    ("C locale", "text_encoding"): "the agent is a Python program: its LC_CTYPE=C.UTF-8 is inherited, as from torchrun",
+}
+
+
+def _params(where: str, *values: str) -> list[Any]:
+    """A row for each fact; those that are known to differ are expected to."""
+    return [
+        pytest.param(*values, name, id=f"{where}-{name}", marks=_expected(KNOWN.get((where, name), "")))
+        for name in probe.FACTS
+    ]
+
+
+def _expected(reason: str) -> list[pytest.MarkDecorator]:
+    return [pytest.mark.xfail(reason=reason, strict=True)] if reason else []
+
+
 def _equal(name: str, worker: dict[str, Any], fresh: dict[str, Any]) -> None:
     ours, theirs = worker[name], fresh[name]
     if name.startswith("environ"):
@@ -120,15 +134,13 @@ def _equal(name: str, worker: dict[str, Any], fresh: dict[str, Any]) -> None:
     assert ours == theirs
 
 
-@pytest.mark.parametrize("name", probe.FACTS)
-@pytest.mark.parametrize(("way", "form"), RUNS, ids=lambda value: value)
+@pytest.mark.parametrize(("way", "form", "name"), [p for run in RUNS for p in _params("-".join(run), *run)])
 def test_a_fact_is_as_in_a_fresh_interpreter(seen: Seen, way: str, form: str, name: str) -> None:
     for worker in seen.worker(RUNS[way, form], form):
         _equal(name, worker, seen.fresh(form))
 
 
-@pytest.mark.parametrize("name", probe.FACTS)
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("variant", "name"), [p for variant in VARIANTS for p in _params(variant, variant)])
 def test_a_fact_follows_pythons_own_variables(seen: Seen, variant: str, name: str) -> None:
     for worker in seen.worker(LIGHT, "script", variant):
         _equal(name, worker, seen.fresh("script", variant))
@@ -136,7 +148,8 @@ def test_a_fact_follows_pythons_own_variables(seen: Seen, variant: str, name: st
 
 @pytest.mark.parametrize("name", probe.UNLIKE)
 def test_what_is_drawn_differs_between_ranks_and_jobs(seen: Seen, name: str) -> None:
-    workers = [worker for form in ("script", "package") for worker in seen.worker(FORKED, form)]
+    runs = (("forked", "script"), ("light", "package"))
+    workers = [worker for run in runs for worker in seen.worker(RUNS[run], run[1])]
 
     drawn = [worker[name] for worker in (*workers, seen.fresh("script"))]
 
@@ -162,7 +175,7 @@ def test_a_terminal_is_the_workers_own(tmp_path: Path) -> None:
                 env=env,
                 stdin=terminal,
                 stdout=terminal,
-                stderr=subprocess.DEVNULL,
+                stderr=terminal,
                 start_new_session=True,
                 timeout=60,
                 check=True,
@@ -171,19 +184,11 @@ def test_a_terminal_is_the_workers_own(tmp_path: Path) -> None:
             os.close(leader)
             os.close(terminal)
         (path,) = folder.glob("facts*.json")
-        records.append(probe_record(path))
+        records.append(json.loads(path.read_text()))
+        path.unlink()
 
     worker, fresh = records
 
     assert fresh["standard_streams"]["stdin"]["file"][1] is True
-    assert {n: worker[n] for n in ("standard_streams", "descriptors")} == {
-        n: fresh[n] for n in ("standard_streams", "descriptors")
-    }
-
-
-def probe_record(path: Path) -> dict[str, Any]:
-    import json
-
-    record: dict[str, Any] = json.loads(path.read_text())
-    path.unlink()
-    return record
+    for name in ("standard_streams", "streams_are_the_originals", "descriptors", "text_encoding"):
+        assert worker[name] == fresh[name], name

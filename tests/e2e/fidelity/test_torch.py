@@ -39,10 +39,10 @@ class Seen:
         self.worker = functools.cache(self._worker)
         self.fresh = functools.cache(self._fresh)
 
-    def _worker(self, how: tuple[str, ...], threads: str = "by default") -> list[dict[str, Any]]:
+    def _worker(self, how: tuple[str, ...], threads: str) -> list[dict[str, Any]]:
         return looks(self.folder, how, *_command(threads), env=THREADS[threads])
 
-    def _fresh(self, threads: str = "by default") -> dict[str, Any]:
+    def _fresh(self, threads: str) -> dict[str, Any]:
         return look(self.folder, *_command(threads), env=THREADS[threads])
 
 
@@ -55,12 +55,23 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
     return Seen(tmp_path_factory.mktemp("torch").resolve())
 
 
-@pytest.mark.parametrize("name", [*probe.FACTS, *_marked("fact")])
+# Strict: where one of these becomes equal, its line in docs/fidelity.md goes too.
+KNOWN = {
+    "warning_filters": "those of modules that `import torch` alone does not import, as sympy, are there too",
+    "torch_loggers": "those of torch._dynamo are there too",
+}
+FACTS = [
+    pytest.param(name, marks=[pytest.mark.xfail(reason=KNOWN[name], strict=True)] if name in KNOWN else [])
+    for name in (*probe.FACTS, *_marked("fact"))
+]
+
+
+@pytest.mark.parametrize("name", FACTS)
 def test_a_fact_is_as_in_a_fresh_interpreter(seen: Seen, name: str) -> None:
-    for worker in seen.worker(FORKED):
+    for worker in seen.worker(FORKED, "by default"):
         ours = without_launchers(worker[name]) if name.startswith(("environ", "torch_var")) else worker[name]
 
-        assert ours == seen.fresh()[name]
+        assert ours == seen.fresh("by default")[name]
 
 
 @pytest.mark.parametrize("name", [name for name in _marked("fact") if "threads" in name])
@@ -79,6 +90,6 @@ def test_more_than_one_thread_works_where_more_were_asked_for(seen: Seen) -> Non
 def test_what_is_drawn_without_a_seed_differs_between_ranks_and_jobs(seen: Seen, name: str) -> None:
     workers = [worker for threads in ("by default", "OMP 2") for worker in seen.worker(FORKED, threads)]
 
-    drawn = [worker[name] for worker in (*workers, seen.fresh())]
+    drawn = [worker[name] for worker in (*workers, seen.fresh("by default"))]
 
     assert len({str(value) for value in drawn}) == len(drawn) == 5
