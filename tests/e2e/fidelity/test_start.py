@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.fidelity import probe
+from tests.e2e.fidelity import probe, probe_process
 from tests.e2e.fidelity.ways import EXECED, FORKED, HERE, LIGHT, look, looks, share, without_launchers
 from tests.harness import COMMAND, environment, script
 
@@ -58,13 +58,13 @@ VARIANTS = {
 
 @functools.cache
 def _folder(base: Path) -> Path:
-    """The probe under all its names, with the same helper beside each."""
+    """The probe under all its names, with its other half beside each."""
     text = (HERE / "probe.py").read_text()
     for folder in (base, base / "pack", base / "sub", base / "customized"):
         folder.mkdir(exist_ok=True)
-    helper = "NAME = __name__\n"
+    beside = (HERE / "probe_process.py").read_text()
     for folder in (base, base / "pack"):
-        script(folder, helper, "helper.py")
+        script(folder, beside, "probe_process.py")
     script(base, text)
     script(base / "pack", text, "__main__.py")
     script(base / "pack", text, "inner.py")
@@ -73,7 +73,7 @@ def _folder(base: Path) -> Path:
     shutil.copy(base / "customized" / "sitecustomize.py", base / "customized" / "usercustomize.py")
     with zipfile.ZipFile(base / "pack.zip", "w") as archive:
         archive.writestr("__main__.py", text)
-        archive.writestr("helper.py", helper)
+        archive.writestr("probe_process.py", beside)
     return base
 
 
@@ -95,7 +95,7 @@ class Seen:
         variables = VARIANTS.get(variant, {})
         paths = {"PYTHONPATH": str(self.folder / "customized")} if "PYTHONPATH" in variables else {}
         if variables.get("PYTHONSAFEPATH"):
-            # The helper is then found by this.
+            # The other half is then found by this.
             paths = {"PYTHONPATH": str(self.folder)}
         return {**variables, **paths}
 
@@ -118,7 +118,7 @@ def _params(where: str, *values: str) -> list[Any]:
     """A row for each fact; those that are known to differ are expected to."""
     return [
         pytest.param(*values, name, id=f"{where}-{name}", marks=_expected(KNOWN.get((where, name), "")))
-        for name in probe.FACTS
+        for name in (*probe_process.FACTS, *probe.FACTS)
     ]
 
 

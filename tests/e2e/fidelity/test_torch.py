@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.fidelity import probe
+from tests.e2e.fidelity import probe, probe_process
 from tests.e2e.fidelity.ways import FORKED, HERE, look, looks, without_launchers
-from tests.harness import script
 
 THREADS: dict[str, dict[str, str]] = {
     "by default": {},
@@ -33,9 +32,9 @@ class Seen:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        shutil.copy(HERE / "probe.py", folder)
+        for name in ("probe.py", "probe_process.py"):
+            shutil.copy(HERE / name, folder)
         shutil.copy(HERE / "probe_torch.py", folder / "train.py")
-        script(folder, "NAME = __name__\n", "helper.py")
         self.worker = functools.cache(self._worker)
         self.fresh = functools.cache(self._fresh)
 
@@ -62,7 +61,7 @@ KNOWN = {
 }
 FACTS = [
     pytest.param(name, marks=[pytest.mark.xfail(reason=KNOWN[name], strict=True)] if name in KNOWN else [])
-    for name in (*probe.FACTS, *_marked("fact"))
+    for name in (*probe_process.FACTS, *probe.FACTS, *_marked("fact"))
 ]
 
 
