@@ -53,7 +53,6 @@ DIFFERS = {
     "ELAUNCH_MARKER": "ours",
     "OMP_NUM_THREADS": "torchrun's is 1; here the workers share the cores",
     "_": "the shell's",
-    "PYTEST_CURRENT_TEST": "pytest's, of the test that started the command",
 }
 
 

@@ -1,0 +1,201 @@
+"""What a program finds after `import torch`, where that import cost nothing and where it was the real one.
+
+Takes the facts of probe.py, which lies beside it, again and adds torch's and numpy's own.
+"""
+
+import os
+import sys
+import time
+
+import numpy
+import torch
+import torch.distributed
+
+import probe  # isort: skip
+import probe_process  # isort: skip
+
+FACTS = {}
+UNLIKE = {}
+
+
+def fact(look):
+    FACTS[look.__name__] = look
+    return look
+
+
+def unlike(look):
+    UNLIKE[look.__name__] = look
+    return look
+
+
+@fact
+def torch_threads():
+    return [torch.get_num_threads(), torch.get_num_interop_threads()]
+
+
+@fact
+def torch_parallel_info():
+    return torch.__config__.parallel_info().splitlines()
+
+
+@fact
+def torch_build():
+    return [torch.__config__.show(), torch.backends.cpu.get_cpu_capability()]
+
+
+@fact
+def torch_defaults():
+    return {
+        "dtype": str(torch.get_default_dtype()),
+        "device": str(torch.get_default_device()),
+        "grad": [torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_anomaly_enabled()],
+        "deterministic": [torch.are_deterministic_algorithms_enabled(), torch.get_deterministic_debug_mode()],
+        "precision": [torch.get_float32_matmul_precision(), torch.is_warn_always_enabled()],
+        "autocast": [torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")],
+        "mkldnn": [torch.backends.mkldnn.is_available(), torch.backends.mkldnn.flags.__name__],
+        "sharing": torch.multiprocessing.get_sharing_strategy(),
+        "denormal": torch.tensor(1e-310, dtype=torch.float64).mul(1).item(),
+        "print": str(torch.tensor([1 / 3, 1e10])),
+    }
+
+
+@fact
+def torch_cuda():
+    return [torch.cuda.is_initialized(), torch.cuda.is_available(), torch.cuda._is_in_bad_fork()]
+
+
+@fact
+def torch_distributed():
+    debug = torch.distributed.get_debug_level()
+    return [torch.distributed.is_available(), torch.distributed.is_initialized(), str(debug)]
+
+
+@fact
+def torch_loggers():
+    import logging
+
+    names = sorted(name for name in logging.root.manager.loggerDict if name.startswith("torch"))
+    loggers = [logging.getLogger(name) for name in names]
+    return [[g.name, g.level, g.propagate, g.disabled, [type(h).__name__ for h in g.handlers]] for g in loggers]
+
+
+@fact
+def torch_variables():
+    return {
+        name: value for name, value in os.environ.items() if name.startswith(("TORCH", "PYTORCH", "KMP", "OPENBLAS"))
+    }
+
+
+@fact
+def blas_threads():
+    """numpy's OpenBLAS, as it says itself."""
+    import ctypes
+
+    libraries = {line.split()[-1] for line in open("/proc/self/maps") if "openblas" in line}
+    found = []
+    for library in sorted(libraries):
+        loaded = ctypes.CDLL(library)
+        names = (f"{a}openblas_get_num_threads{b}" for a in ("scipy_", "") for b in ("64_", ""))
+        found += [getattr(loaded, name)() for name in names if hasattr(loaded, name)]
+    return found
+
+
+def busy_threads(work, for_s=0.25):
+    """How many threads of this process worked, while `work` was called again and again."""
+    work()
+    before = _ticks()
+    until_s = time.monotonic() + for_s
+    while time.monotonic() < until_s:
+        work()
+    used = [ticks - before.get(thread, 0) for thread, ticks in _ticks().items()]
+    return sum(ticks > 0.2 * max(used) for ticks in used)
+
+
+def _ticks():
+    """User time by thread, in the kernel's ticks."""
+    found = {}
+    for thread in os.listdir("/proc/self/task"):
+        found[thread] = int(open(f"/proc/self/task/{thread}/stat").read().rpartition(")")[2].split()[11])
+    return found
+
+
+@fact
+def threads_that_work_for_a_torch_matmul():
+    a = torch.ones(700, 700)
+    return busy_threads(lambda: a @ a)
+
+
+@fact
+def threads_that_work_for_a_torch_loop():
+    a = torch.ones(3_000_000)
+    return busy_threads(lambda: torch.sin(a))
+
+
+@fact
+def threads_that_work_for_a_numpy_matmul():
+    a = numpy.ones((700, 700), dtype=numpy.float32)
+    return busy_threads(lambda: a @ a)
+
+
+@fact
+def threads_that_work_for_autograd():
+    a = torch.ones(700, 700, requires_grad=True)
+    return busy_threads(lambda: (a @ a).sum().backward())
+
+
+@fact
+def seeded_numbers():
+    torch.manual_seed(5)
+    numpy.random.seed(5)
+    generator = torch.Generator().manual_seed(6)
+    drawn = [torch.rand(2).tolist(), numpy.random.rand(2).tolist(), torch.rand(2, generator=generator).tolist()]
+    return [drawn, numpy.random.default_rng(7).random(), torch.nn.Linear(2, 2).weight.tolist(), torch.initial_seed()]
+
+
+@fact
+def torch_compiler_settings():
+    """After what `import torch` alone leaves: this import is another second for a fresh interpreter."""
+    if "--compiler" not in sys.argv:
+        return None
+    import torch._dynamo
+    import torch._inductor.config
+
+    settings = {**torch._dynamo.config.get_config_copy(), **torch._inductor.config.get_config_copy()}
+    sets = {name: sorted(value, key=str) for name, value in settings.items() if isinstance(value, (set, frozenset))}
+    return {name: repr(value).split(" at 0x")[0] for name, value in {**settings, **sets}.items()}
+
+
+@unlike
+def torch_seed():
+    return torch.initial_seed()
+
+
+@unlike
+def torch_number():
+    return torch.rand(1).item()
+
+
+@unlike
+def numpy_number():
+    return float(numpy.random.rand())
+
+
+@unlike
+def numpy_state():
+    return numpy.random.get_state()[1].tolist()
+
+
+@unlike
+def numpy_generator_number():
+    return float(numpy.random.default_rng().random())
+
+
+@unlike
+def dropout():
+    return torch.nn.functional.dropout(torch.ones(200)).tolist()
+
+
+if __name__ == "__main__":
+    assert "torch" in sys.modules
+    # What is drawn comes before what seeds.
+    probe.tell([*UNLIKE.values(), *probe_process.FACTS.values(), *probe.FACTS.values(), *FACTS.values()])

@@ -1,0 +1,176 @@
+"""What a program starts itself: multiprocessing and data loaders of every kind, compilers, plain programs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.fidelity.ways import EXECED, FORKED, LIGHT, fresh, share, without_launchers, worker
+from tests.harness import script
+
+METHODS = ("fork", "spawn", "forkserver")
+
+POOLS = """
+import json, multiprocessing, os, pickle, sys
+from concurrent.futures import ProcessPoolExecutor
+
+class Point:
+    def __init__(self, x):
+        self.x = x
+
+def double(point):
+    return Point(2 * point.x), __name__
+
+def send(queue, point):
+    queue.put((point, __name__))
+
+def look(method):
+    import signal
+    main, me = sys.modules["__main__"], multiprocessing.current_process()
+    status = dict(line.split(":", 1) for line in open("/proc/self/status") if ":" in line)
+    return {
+        "argv": sys.argv, "path": sys.path, "executable": sys.executable, "folder": os.getcwd(),
+        "main": [main.__name__, main.__file__, str(getattr(main.__spec__, "name", None)), str(main.__package__)],
+        "process": [me.name, me.daemon, me._inheriting if hasattr(me, "_inheriting") else None],
+        "kin": [os.getppid() == PARENT, os.getsid(0) == SESSION],
+        "signals": [status[name] for name in ("SigBlk", "SigIgn", "SigCgt")],
+        "environment": dict(os.environ),
+        "fds": len([fd for fd in os.listdir("/proc/self/fd") if fd != os.environ.get("ELAUNCH_LINK")])
+            if method == "fork" else None,
+        "command": open("/proc/self/cmdline").read() if method == "fork" else
+            # The numbers of pipes.
+            "".join(c for c in open("/proc/self/cmdline").read() if not c.isdigit()),
+    }
+
+PARENT, SESSION = os.getpid(), os.getsid(0)
+
+if __name__ == "__main__":
+    found = {}
+    for method in ("fork", "spawn", "forkserver"):
+        context = multiprocessing.get_context(method)
+        with context.Pool(1) as pool:
+            (point, name), = pool.map(double, [Point(21)])
+            inside = pool.apply(look, (method,))
+            # The others import the program again, and have their own.
+            inside["kin"] = inside["kin"] if method == "fork" else None
+        queue = context.Queue()
+        process = context.Process(target=send, args=(queue, Point(5)))
+        process.start()
+        sent, sender = queue.get()
+        process.join()
+        found[method] = [point.x, type(point) is Point, name, sent.x, type(sent) is Point, sender, process.exitcode]
+        found[method + " inside"] = inside
+    with ProcessPoolExecutor(1) as pool:
+        found["futures"] = pool.submit(double, Point(1)).result()[0].x
+    with multiprocessing.Manager() as manager:
+        found["manager"] = list(manager.list([1, 2]))
+    print(json.dumps(found))
+"""
+
+LOADERS = """
+import json, os, sys
+import torch
+from torch.utils.data import DataLoader, Dataset, get_worker_info
+
+class Squares(Dataset):
+    def __len__(self):
+        return 8
+    def __getitem__(self, index):
+        worker = get_worker_info()
+        return torch.tensor([index * index, worker.id if worker else 0, torch.get_num_threads()])
+
+def loaded(method, **options):
+    # Which squares, and by which process with how many threads.
+    workers = 2 if method else 0
+    loader = DataLoader(Squares(), batch_size=4, num_workers=workers, multiprocessing_context=method, shuffle=True,
+                        generator=torch.Generator().manual_seed(3), **options)
+    batches = [batch.tolist() for batch in loader]
+    return [[[item[0] for item in batch] for batch in batches], [batch[0][1:] for batch in batches]]
+
+if __name__ == "__main__":
+    found = {str(method): loaded(method) for method in (None, "fork", "spawn", "forkserver")}
+    found["persistent"] = loaded("fork", persistent_workers=True)
+    print(json.dumps(found))
+"""
+
+SPAWNED = """
+import json, os, torch
+import torch.multiprocessing as mp
+
+def square(index, shared):
+    shared[index] = index + 7
+
+if __name__ == "__main__":
+    shared = torch.zeros(2).share_memory_()
+    mp.spawn(square, (shared,), nprocs=1)
+    print(json.dumps(shared.tolist()))
+"""
+
+COMPILED = """
+import json, torch
+
+def f(x):
+    return torch.nn.functional.relu(x * 2 - 1).sum()
+
+x = torch.arange(12.0, requires_grad=True)
+y = torch.compile(f)(x)
+y.backward()
+print(json.dumps([y.item(), x.grad.tolist(), torch._dynamo.utils.counters["stats"]["unique_graphs"]]))
+"""
+
+
+def both(folder: Path, how: tuple[str, ...], text: str, *args: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What the program says as a worker and as a fresh interpreter; both must end well and say nothing else."""
+    script(folder, text)
+    args = args or ("train.py",)
+    ends = worker(folder, how, *args), fresh(folder, *args, env={"OMP_NUM_THREADS": share(1)})
+    for end in ends:
+        assert (end.code, end.err) == (0, b""), end
+    return json.loads(ends[0].out), json.loads(ends[1].out)
+
+
+@pytest.mark.parametrize("form", [("train.py",), ("-m", "train")], ids="-".join)
+@pytest.mark.parametrize("how", [LIGHT, EXECED], ids=["forked", "execed"])
+def test_pools_processes_and_queues_of_every_kind_work_and_see_the_same(
+    tmp_path: Path, how: tuple[str, ...], form: tuple[str, ...]
+) -> None:
+    ours, theirs = both(tmp_path.resolve(), how, POOLS, *form)
+
+    for method in METHODS:
+        inside = ours[f"{method} inside"]
+        inside["environment"] = without_launchers(inside["environment"])
+    # One by one: what pytest shows of a long difference is short.
+    for method in METHODS:
+        for name, value in theirs.pop(f"{method} inside").items():
+            assert ours[f"{method} inside"][name] == value, (method, name)
+        del ours[f"{method} inside"]
+    assert ours == theirs
+
+
+def test_data_loaders_of_every_kind_load_what_a_loop_loads_in_order_and_with_one_thread(tmp_path: Path) -> None:
+    script(tmp_path, LOADERS)
+
+    end = worker(tmp_path, FORKED, "train.py")
+
+    assert (end.code, end.err) == (0, b""), end
+    found = json.loads(end.out)
+    alone, _ = found.pop("None")
+    assert found == {method: [alone, [[0, 1], [1, 1]]] for method in (*METHODS, "persistent")}
+
+
+def test_torchs_own_spawn_shares_tensors(tmp_path: Path) -> None:
+    script(tmp_path, SPAWNED)
+
+    end = worker(tmp_path, FORKED, "train.py")
+
+    assert (end.code, end.err, json.loads(end.out)) == (0, b"", [7, 0])
+
+
+@pytest.mark.slow
+def test_a_compiled_function_computes_the_same(tmp_path: Path) -> None:
+    ours, theirs = both(tmp_path, FORKED, COMPILED)
+
+    assert ours == theirs

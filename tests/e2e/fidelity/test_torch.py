@@ -1,0 +1,94 @@
+"""After `import torch` a forked worker has what a fresh interpreter has, threads that really work included."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.fidelity import probe, probe_process
+from tests.e2e.fidelity.ways import FORKED, HERE, look, looks, without_launchers
+
+THREADS: dict[str, dict[str, str]] = {
+    "by default": {},
+    "OMP 2": {"OMP_NUM_THREADS": "2"},
+    "OMP 2, BLAS 1": {"OMP_NUM_THREADS": "2", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
+}
+
+
+def _marked(mark: str) -> list[str]:
+    """The facts that probe_torch.py has, by its source: reading them must not import torch here."""
+    tree = ast.parse((HERE / "probe_torch.py").read_text())
+    functions = (node for node in tree.body if isinstance(node, ast.FunctionDef))
+    return [f.name for f in functions if any(isinstance(d, ast.Name) and d.id == mark for d in f.decorator_list)]
+
+
+class Seen:
+    """The records, each of one run; `threads` names a row of THREADS."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        for name in ("probe.py", "probe_process.py"):
+            shutil.copy(HERE / name, folder)
+        shutil.copy(HERE / "probe_torch.py", folder / "train.py")
+        self.worker = functools.cache(self._worker)
+        self.fresh = functools.cache(self._fresh)
+
+    def _worker(self, how: tuple[str, ...], threads: str) -> list[dict[str, Any]]:
+        return looks(self.folder, how, *_command(threads), env=THREADS[threads])
+
+    def _fresh(self, threads: str) -> dict[str, Any]:
+        return look(self.folder, *_command(threads), env=THREADS[threads])
+
+
+def _command(threads: str) -> tuple[str, ...]:
+    return ("train.py", "--compiler") if threads == "by default" else ("train.py",)
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
+    return Seen(tmp_path_factory.mktemp("torch").resolve())
+
+
+# Strict: where one of these becomes equal, its line in docs/fidelity.md goes too.
+KNOWN = {
+    "warning_filters": "those of modules that `import torch` alone does not import, as sympy, are there too",
+    "torch_loggers": "those of torch._dynamo are there too",
+}
+FACTS = [
+    pytest.param(name, marks=[pytest.mark.xfail(reason=KNOWN[name], strict=True)] if name in KNOWN else [])
+    for name in (*probe_process.FACTS, *probe.FACTS, *_marked("fact"))
+]
+
+
+@pytest.mark.parametrize("name", FACTS)
+def test_a_fact_is_as_in_a_fresh_interpreter(seen: Seen, name: str) -> None:
+    for worker in seen.worker(FORKED, "by default"):
+        ours = without_launchers(worker[name]) if name.startswith(("environ", "torch_var")) else worker[name]
+
+        assert ours == seen.fresh("by default")[name]
+
+
+@pytest.mark.parametrize("name", [name for name in _marked("fact") if "threads" in name])
+@pytest.mark.parametrize("threads", THREADS)
+def test_as_many_threads_work_as_in_a_fresh_interpreter(seen: Seen, threads: str, name: str) -> None:
+    for worker in seen.worker(FORKED, threads):
+        assert worker[name] == seen.fresh(threads)[name]
+
+
+def test_more_than_one_thread_works_where_more_were_asked_for(seen: Seen) -> None:
+    for worker in seen.worker(FORKED, "OMP 2"):
+        assert worker["torch_threads"][0] == worker["threads_that_work_for_a_torch_matmul"] == 2
+
+
+@pytest.mark.parametrize("name", _marked("unlike"))
+def test_what_is_drawn_without_a_seed_differs_between_ranks_and_jobs(seen: Seen, name: str) -> None:
+    workers = [worker for threads in ("by default", "OMP 2") for worker in seen.worker(FORKED, threads)]
+
+    drawn = [worker[name] for worker in (*workers, seen.fresh("by default"))]
+
+    assert len({str(value) for value in drawn}) == len(drawn) == 5

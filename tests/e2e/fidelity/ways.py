@@ -1,0 +1,115 @@
+"""Runs a program both ways: as a worker of elaunch, and by a fresh `python -u` in the same folder and environment."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from elaunch.launcher.resources import detect
+from tests.harness import DEADLINE_S, Job, environment
+
+HERE = Path(__file__).parent
+# By default torch is imported before the fork.
+FORKED: tuple[str, ...] = ()
+# The same way through the fork server, without the second that torch takes.
+LIGHT = ("--preload", "json")
+EXECED = ("--no-preload",)
+WAYS = {"forked": FORKED, "execed": EXECED}
+
+# The variables that a worker has and a fresh process has not; documented in docs/fidelity.md.
+LAUNCHERS = frozenset(
+    (
+        *("LOCAL_RANK", "RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "LOCAL_WORLD_SIZE", "WORLD_SIZE"),
+        *("GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT"),
+        *("TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE"),
+        *("TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_SIGNALS_TO_HANDLE", "TORCH_NCCL_ASYNC_ERROR_HANDLING"),
+        *("ELAUNCH_GENERATION", "ELAUNCH_LINK", "ELAUNCH_MARKER"),
+    )
+)
+
+
+@dataclass(frozen=True)
+class End:
+    """How a program ended: its own exit code, negative for a signal, and what it wrote."""
+
+    code: int
+    out: bytes
+    err: bytes
+    said_by_agent: str = ""
+
+
+def share(workers: int) -> str:
+    """The OMP_NUM_THREADS that elaunch gives each of so many workers."""
+    return str(max(1, detect(environment()).cores // workers))
+
+
+def fresh(folder: Path, *args: str, env: Mapping[str, str] | None = None) -> End:
+    """A fresh interpreter, in a session of its own as a worker is."""
+    with open(os.devnull, "rb") as nothing:  # noqa: PTH123
+        found = subprocess.run(
+            [sys.executable, "-u", *args],
+            cwd=folder,
+            env=_environment(folder, env),
+            # subprocess.DEVNULL is open for writing too.
+            stdin=nothing,
+            capture_output=True,
+            start_new_session=True,
+            timeout=DEADLINE_S,
+            check=False,
+        )
+    return End(found.returncode, found.stdout, found.stderr)
+
+
+def worker(folder: Path, how: tuple[str, ...], *args: str, env: Mapping[str, str] | None = None) -> End:
+    """The only worker of a plain launch."""
+    options = ("--nproc-per-node", "1", "--max-restarts", "0", "--log-dir", "logs", "-r", "3")
+    with Job(folder, *how, *options, *args, env=_environment(folder, env)) as job:
+        code = job.wait()
+        said = job.output
+    (logs,) = (folder / "logs").glob("*/attempt_0/0")
+    own = re.search(r"exitcode +: (-?\d+)", said)
+    assert (code == 0) is (own is None), said
+    return End(int(own[1]) if own else 0, (logs / "stdout.log").read_bytes(), (logs / "stderr.log").read_bytes(), said)
+
+
+def looks(
+    folder: Path, how: tuple[str, ...], *args: str, env: Mapping[str, str] | None = None, name: str = "facts"
+) -> list[dict[str, Any]]:
+    """What two workers that run a probe wrote down, by rank."""
+    options = ("--nproc-per-node", "2", "--max-restarts", "0")
+    with (
+        open(os.devnull, "rb") as nothing,  # noqa: PTH123
+        Job(folder, *how, *options, *args, env=_environment(folder, env), stdin=nothing) as job,
+    ):
+        assert job.wait() == 0, job.output
+    return [_record(folder / f"{name}{rank}.json") for rank in range(2)]
+
+
+def look(folder: Path, *args: str, env: Mapping[str, str] | None = None, name: str = "facts") -> dict[str, Any]:
+    """What a fresh interpreter that runs a probe wrote down."""
+    end = fresh(folder, *args, env={"OMP_NUM_THREADS": share(2), **(env or {})})
+    assert end.code == 0, end.err.decode()
+    return _record(folder / f"{name}.json")
+
+
+def without_launchers(environ: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environ.items() if name not in LAUNCHERS}
+
+
+def _record(path: Path) -> dict[str, Any]:
+    record: dict[str, Any] = json.loads(path.read_text())
+    path.unlink()
+    return record
+
+
+def _environment(folder: Path, env: Mapping[str, str] | None) -> dict[str, str]:
+    temporary = folder / "tmp"
+    temporary.mkdir(exist_ok=True)
+    return environment({"TMPDIR": str(temporary), **(env or {})})
