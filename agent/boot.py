@@ -16,8 +16,8 @@ HOOK_DIR = str(Path(__file__).with_name("hook"))
 
 # Without site: .pth files and customisations may do anything, and a process that only execs has no use for them.
 _BARE = (
-    "import sys; sys.path.insert(0, sys.argv[2]); from elaunch.agent.template import bare; "
-    "del sys.path[0]; bare(int(sys.argv[1]))"
+    "import sys; there = [p for p in sys.path if p]; sys.path = [sys.argv[2], *there]; "
+    "from elaunch.agent.template import bare; sys.path = there; bare(int(sys.argv[1]))"
 )
 
 

@@ -48,7 +48,7 @@ def become(child: Child) -> None:
     from elaunch.agent import fresh, gate, lastwords
 
     fresh.refresh()
-    gate.close(child.preloaded, child.boot.preload or ())
+    gate.close(child.preloaded.brought)
     lastwords.promise()
     if signal.SIGINT in signal.sigpending():
         # It ends the process; it raises nothing in our frames.

@@ -14,6 +14,11 @@ def refresh() -> None:
     """New streams, random seeds and keys, a new `__main__`; what was remembered of the environment is forgotten."""
     _standard_streams()
     _main_module()
+    if threading := sys.modules.get("threading"):
+        # Python's own renewal after a fork leaves it out (CPython, threading._after_fork).
+        set_native_id = getattr(threading.main_thread(), "_set_native_id", None)
+        if set_native_id:
+            set_native_id()
     if process := sys.modules.get("multiprocessing.process"):
         process.current_process().authkey = os.urandom(32)
     tempfile: Any = sys.modules.get("tempfile")
@@ -27,22 +32,23 @@ def refresh() -> None:
         torch.default_generator.seed()
 
 
-def set_threads(changed: Collection[str]) -> None:
-    """Give torch and numpy's BLAS the threads that they would have, had they been loaded only now.
+def set_threads(changed: Collection[str], modules: Collection[str]) -> None:
+    """Give torch and numpy's BLAS the threads that they would have, had they (those in `modules`) been loaded only now.
 
     They were loaded with all CPUs in sight, of which this process may have some, and BLAS with one thread. They read
     the variables only once; `changed` are those that are new since then.
     """
     cpus = len(os.sched_getaffinity(0))
     openmp = _number("OMP_NUM_THREADS") or cpus
-    if torch := sys.modules.get("torch"):
+    if "torch" in modules:
+        torch = sys.modules["torch"]
         now = wanted = torch.get_num_threads()
         if not {"OMP_NUM_THREADS", "MKL_NUM_THREADS"}.isdisjoint(changed):
             wanted = (_number("MKL_NUM_THREADS") or openmp) if torch.backends.mkl.is_available() else openmp
         wanted = min(wanted, cpus)
         if wanted != now:
             torch.set_num_threads(wanted)
-    if "numpy" in sys.modules:
+    if "numpy" in modules:
         _set_openblas_threads(_number("OPENBLAS_NUM_THREADS") or openmp)
 
 

@@ -8,40 +8,51 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Collection
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
 from elaunch.agent import fresh, lastwords
-from elaunch.agent.preload import Preloaded
+from elaunch.agent.preload import Brought
 from elaunch.agent.replay import replay
 
 
-def close(preloaded: Preloaded, names: Collection[str]) -> None:
-    """Take the packages of `names`, torch and numpy out of `sys.modules` until they are imported."""
-    whole = {name.partition(".")[0] for name in names} | {"torch"}
-    tops = whole | {"numpy"}
-    hidden = {name: module for name, module in preloaded.modules.items() if name.partition(".")[0] in tops}
-    for name in hidden:
+def close(brought: Sequence[Brought]) -> None:
+    """Hide torch, numpy and the packages that were asked for by name until they are imported.
+
+    What came with a name comes back with it; numpy, which comes with torch, also alone.
+    """
+    named = {each.name.partition(".")[0] for each in brought} | {"torch"}
+    hidden = [
+        replace(each, modules={n: m for n, m in each.modules.items() if n.partition(".")[0] in {*named, "numpy"}})
+        for each in brought
+    ]
+    for name, module in [item for each in hidden for item in each.modules.items()]:
+        _unbind(name, module)
+    for name in [name for each in hidden for name in each.modules]:
         del sys.modules[name]
-    if hidden:
-        sys.meta_path.insert(0, _Gate(hidden, whole, preloaded.readers))
+    if any(each.modules for each in hidden):
+        added = [f for each in hidden for f in each.filters]
+        _set_filters([f for f in warnings.filters if f not in added])
+        sys.meta_path.insert(0, _Gate(hidden, named))
 
 
 class _Gate(MetaPathFinder):
-    """Finds what is hidden. A package that was preloaded brings everything back, another only itself."""
+    """Finds what is hidden, and lets it in when it is loaded."""
 
-    def __init__(self, hidden: dict[str, ModuleType], whole: Collection[str], readers: dict[str, set[str]]) -> None:
+    def __init__(self, hidden: list[Brought], named: set[str]) -> None:
         self._hidden = hidden
-        self._whole = whole
-        self._readers = readers
+        self._named = named
         self._environment = dict(os.environ)
         self._link = os.fstat(lastwords.LINK_FD).st_ino
+        self._told: set[str] = set()
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        module = self._hidden.get(name)
+        module = next((each.modules[name] for each in self._hidden if name in each.modules), None)
         if module is None or module.__spec__ is None:
             return None
         known = module.__spec__
@@ -51,23 +62,42 @@ class _Gate(MetaPathFinder):
         return spec
 
     def open(self, name: str) -> None:
-        """Let the package `name` in."""
-        everything = name in self._whole
-        back = {n: m for n, m in self._hidden.items() if everything or n.partition(".")[0] == name}
+        """Let the module in, with all that came when its package was imported."""
+        top = name.partition(".")[0]
+        group = next(each for each in self._hidden if name in each.modules)
+        is_named = top in self._named
+        back = {n: m for n, m in group.modules.items() if is_named or n.partition(".")[0] == top}
         for known in back:
-            del self._hidden[known]
+            del group.modules[known]
         sys.modules.update(back)
-        if not self._hidden:
+        if is_named:
+            self._hidden.remove(group)
+            _set_filters([*group.filters, *(f for f in warnings.filters if f not in group.filters)])
+        if not any(each.modules for each in self._hidden):
             sys.meta_path.remove(self)
         changed = {n for n in {*self._environment, *os.environ} if self._environment.get(n) != os.environ.get(n)}
-        fresh.set_threads(changed)
-        late = replay(changed, self._readers)
-        if late:
-            which = " and ".join(sorted(late))
-            text = (
-                f"{which}: set by the program after {name} had been imported for it; to have an effect, set it in the"
-            )
-            lastwords.tell(self._link, {"event": "note", "text": f"{text} shell or use --no-preload"})
+        fresh.set_threads(changed, back)
+        self._tell(name, replay(changed, group.readers, back))
+
+    def _tell(self, name: str, late: set[str]) -> None:
+        if new := late - self._told:
+            self._told |= new
+            text = f"{' and '.join(sorted(new))} came too late: {name} had been imported before the program set it"
+            lastwords.tell(self._link, {"event": "note", "text": f"{text}; set it in the shell, or use --no-preload"})
+
+
+def _unbind(name: str, module: ModuleType) -> None:
+    """Take a module out of its package too, where the package imports it when it is first asked for."""
+    package, _, child = name.rpartition(".")
+    parent = sys.modules.get(package)
+    if child in getattr(parent, "_lazy_modules", ()) and vars(parent).get(child) is module:
+        delattr(parent, child)
+
+
+def _set_filters(filters: list[Any]) -> None:
+    # So that the modules that have warned before look at the filters again.
+    warnings.resetwarnings()
+    warnings.filters[:] = filters  # type: ignore[index]
 
 
 class _Handover(Loader):

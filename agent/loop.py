@@ -222,7 +222,7 @@ class Loop:
             if text not in self._noted:
                 # Once, whichever workers and generations have cause for it.
                 self._noted.add(text)
-                self._pump.say(text)
+                self._pump.say(f"rank {self._group_now.rank(link.local_rank)}: {text}")
         if link.raised and not raised_before:
             self._inbox.post(WorkerRaised(self._group_now.generation, link.local_rank))
 

@@ -21,43 +21,47 @@ _LOGGING = "torch._logging._internal"
 _CONFIG = "torch.utils._config_module"
 
 
-def replay(changed: Collection[str], readers: Mapping[str, Collection[str]]) -> set[str]:
-    """Apply the variables of `changed`; returns those that come too late.
+def replay(
+    changed: Collection[str], readers: Mapping[str, Collection[str]], modules: Mapping[str, ModuleType]
+) -> set[str]:
+    """Apply the variables of `changed` to `modules`, which are imported now; returns those that come too late.
 
-    `readers` are the modules that looked each one up when torch was imported. Thread counts are `fresh.set_threads`'s.
+    `readers` are the modules that looked each one up when they were loaded. Thread counts are `fresh.set_threads`'s.
     """
-    late: set[str] = set()
-    for name in set(changed) - _THREADS:
-        if name == "TORCH_DISTRIBUTED_DEBUG":
-            torch: Any = sys.modules["torch"]
-            torch.distributed.set_debug_level_from_env()
-        elif name == "TORCH_CPP_LOG_LEVEL" and _initialise_cpp_logging():
-            continue
-        elif name.startswith(_IN_CPP) or not all(_reads_again(reader) for reader in readers.get(name, ())):
-            late.add(name)
-    return late
+    return {name for name in set(changed) - _THREADS if not _takes_effect(name, readers.get(name, ()), modules)}
 
 
-def _reads_again(reader: str) -> bool:
-    """Have the module of that name look its variables up again; whether it could be asked to."""
-    if reader == _ASKS_AGAIN:
+def _takes_effect(name: str, readers: Collection[str], modules: Mapping[str, ModuleType]) -> bool:
+    if name == "TORCH_DISTRIBUTED_DEBUG" and "torch" in modules:
+        distributed: Any = sys.modules["torch.distributed"]
+        distributed.set_debug_level_from_env()
         return True
-    module: Any = sys.modules[reader]
+    if name == "TORCH_CPP_LOG_LEVEL" and "torch" in modules:
+        return _initialise_cpp_logging()
+    if name.startswith(_IN_CPP) and not modules.keys().isdisjoint(("torch", "numpy")):
+        return False
+    return all(_reads_again(modules, reader) for reader in readers)
+
+
+def _reads_again(modules: Mapping[str, ModuleType], reader: str) -> bool:
+    """Have a module look its variables up again; whether it could be asked to."""
+    module: Any = sys.modules.get(reader)
+    if reader == _ASKS_AGAIN or module is None:
+        return True
     try:
         if reader == _LOGGING:
+            module.log_state.clear()
             module._init_logs()
             return True
-        if reader == _CONFIG:
-            for config in [m for m in sys.modules.values() if _is_config(m)]:
-                _evaluate_again(config)
-            return True
-        if _is_config(module):
-            _evaluate_again(module)
-            return True
+        configs = [m for m in modules.values() if _is_config(m)] if reader == _CONFIG else [module]
+        if not all(_is_config(config) for config in configs):
+            return False
+        for config in configs:
+            _evaluate_again(config)
     except Exception:
         # Another version of torch has other insides.
         return False
-    return False
+    return True
 
 
 def _is_config(module: ModuleType) -> bool:

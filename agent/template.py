@@ -7,7 +7,6 @@ starts anew as a bare one, forks a small process for each worker and has that ex
 
 from __future__ import annotations
 
-import gc
 import os
 import selectors
 import signal
@@ -75,8 +74,6 @@ def _start_anew(boot: Boot, reason: str) -> NoReturn:
 def _serve(boot: Boot, control: socket.socket, preloaded: Preloaded | None, mask: frozenset[int]) -> None:
     """Answer the agent until it is gone, and end. Returns in every child, which is a worker by then."""
     _tell(control, {"event": "ready", "reason": boot.fallback})
-    gc.collect()
-    gc.freeze()
     asked = _fork_as_asked(control)
     if asked is None:
         os._exit(0)

@@ -43,13 +43,14 @@ def _main() -> int:
     # Imported here, so that a Ctrl-C meanwhile is none that Python shows with a traceback.
     from elaunch.launcher.errors import UsageError
     from elaunch.launcher.options import HelpRequested, parse
+    from elaunch.launcher.resources import as_started
 
     try:
         asked = parse(sys.argv[1:], os.environ)
         if isinstance(asked, HelpRequested):
             print(asked.text)
             return 0
-        return run(asked, os.environ)
+        return run(asked, as_started(os.environ))
     except UsageError as error:
         print(f"elaunch: {error}", file=sys.stderr)
         return 2

@@ -37,6 +37,14 @@ def detect(environ: Mapping[str, str], root: Path = Path("/")) -> HostResources:
     )
 
 
+def as_started(environ: Mapping[str, str]) -> dict[str, str]:
+    """`environ` with the LC_CTYPE that this process was started with; in a C locale Python sets its own (PEP 538)."""
+    name = "LC_CTYPE"
+    kept = {n: value for n, value in environ.items() if n != name}
+    given = [entry.partition(b"=") for entry in Path("/proc/self/environ").read_bytes().split(b"\0")]
+    return {**kept, **{name: os.fsdecode(value) for n, _, value in given if n == name.encode()}}
+
+
 def interpreter_options(words: Sequence[str]) -> tuple[str, ...]:
     """What workers take over of an interpreter's command line: -W, -X, -O, -B and -b.
 
