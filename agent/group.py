@@ -55,7 +55,10 @@ class Link:
 
 @dataclass
 class Group:
-    """This node's workers of one generation; `cgroup` is the folder of theirs, or empty."""
+    """This node's workers of one generation; `cgroup` is the folder of theirs, or empty.
+
+    `store` is the agent's end of its worker store's control socket; `store_up` and `store_error` are what came there.
+    """
 
     table: RankTable
     group_rank: int
@@ -64,6 +67,8 @@ class Group:
     error_files: dict[int, Path] = field(default_factory=dict)
     log_files: dict[int, str] = field(default_factory=dict)
     store: socket.socket | None = None
+    store_up: bool = False
+    store_error: str = ""
     reached_store: bool = False
 
     @property

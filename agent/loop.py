@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import selectors
+import signal
 import socket
 import time
 from collections.abc import Callable
@@ -36,6 +37,7 @@ from elaunch.agent.inbox import Inbox
 from elaunch.agent.port import reserve
 from elaunch.agent.pump import Pump
 from elaunch.agent.rundir import RunDir
+from elaunch.agent.timeline import NO_GENERATION, Timeline
 from elaunch.agent.workers import Workers, signal_name
 from elaunch.rendezvous.forming import join
 from elaunch.rendezvous.snapshot import Keys, Snapshot, read_snapshot
@@ -65,6 +67,7 @@ class Loop:
         self._guard = guard
         self._pump = pump
         self._inbox = Inbox()
+        self._timeline = Timeline(run_dir.logs, run_dir.warn, pump.do)
         self._workers = Workers(config, node.node_id, host, pump, run_dir)
         self._agent = Agent(node, config.spec, config.stop_grace_s, config.failure_grace_s, Snapshot(self._keys))
         self._selector = selectors.DefaultSelector()
@@ -78,6 +81,7 @@ class Loop:
 
     def run(self) -> Outcome:
         """Live until the outcome is known; all workers are gone then."""
+        self._timeline.stamp(NO_GENERATION, "started", pid=os.getpid(), workers=self._config.slots)
         self._inbox.catch(self._config.signals)
         for fd in self._inbox.fds:
             self._selector.register(fd, selectors.EVENT_READ)
@@ -126,6 +130,8 @@ class Loop:
             case Spawn(table, group_rank):
                 self._spawn(table, group_rank)
             case SignalWorkers(generation, local_ranks, signum):
+                stage = "killing" if signum == signal.SIGKILL else "stopping"
+                self._timeline.stamp(generation, stage, signal=signal_name(-signum), workers=len(local_ranks))
                 if self._is_ending and not self._server_ready:
                     self._abandon_import(generation)
                 else:
@@ -136,8 +142,8 @@ class Loop:
                 self._replace_server(generation, "did not answer")
             case Say(text):
                 self._pump.say(text)
-            case Exit():
-                pass
+            case Exit(outcome):
+                self._timeline.stamp(outcome.generation, "ended", outcome=outcome.kind.value, code=outcome.exit_code)
 
     def _join(self, generation: int) -> None:
         self._listener = self._listener or reserve(self._config)
@@ -145,6 +151,7 @@ class Loop:
         self._store.commit(join(self._agent.snapshot, joined))
 
     def _spawn(self, table: RankTable, group_rank: int) -> None:
+        self._timeline.stamp(table.generation, "sealed", world_size=table.world_size)
         self._group = Group(table, group_rank, self._guard.cgroup.generation(table.generation))
         try:
             self._workers.start(self._server, self._group, self._listener)
@@ -159,8 +166,11 @@ class Loop:
             if self._listener and not (len(self._config.master_ports) == 1 and self._workers.has_store):
                 self._listener.close()
                 self._listener = None
+        self._timeline.stamp(table.generation, "ordered")
         for link in self._group.links.values():
             self._selector.register(link, selectors.EVENT_READ, self._link_reader(self._group, link))
+        if self._group.store:
+            self._selector.register(self._group.store, selectors.EVENT_READ, self._store_reader(self._group))
 
     def _replace_server(self, generation: int, how: str) -> None:
         self._selector.unregister(self._server)
@@ -203,6 +213,22 @@ class Loop:
 
         return read
 
+    def _store_reader(self, group: Group) -> Callable[[], None]:
+        def read() -> None:
+            # It has one word to say; that it ended is the fork server's news.
+            store = group.store
+            if store is not None:
+                self._selector.unregister(store)
+                if self._workers.hear_store(group, store):
+                    self._timeline.stamp(group.generation, "store_ready")
+
+        return read
+
+    def _unwatch_store(self, group: Group) -> None:
+        if group.store:
+            with suppress(KeyError):
+                self._selector.unregister(group.store)
+
     def _ask_server(self) -> None:
         """A link ended, as it does when its worker dies: is the fork server there to tell us of that?"""
         with suppress(OSError):
@@ -219,13 +245,20 @@ class Loop:
             link.socket.close()
 
     def _clear(self, generation: int) -> None:
+        self._timeline.stamp(generation, "stopped")
         group = self._group_now
+        self._unwatch_store(group)
         self._workers.close_store(group)
         for link in group.links.values():
             self._drop(link)
         self._guard.end_generation(generation, self._server.pid)
         reached = group.reached_store
-        self._pump.drain(generation, lambda tails: self._inbox.post(Cleared(generation, tails, reached)))
+
+        def drained(tails: dict[int, str]) -> None:
+            self._timeline.stamp(generation, "cleared")
+            self._inbox.post(Cleared(generation, tails, reached))
+
+        self._pump.drain(generation, drained)
 
     def _server_news(self) -> None:
         try:
@@ -246,21 +279,36 @@ class Loop:
             case "ready":
                 self._server_ready = True
                 self._patience_until_s = None
+                newest = self._group.generation if self._group else NO_GENERATION
+                self._timeline.stamp(newest, "fork_server_ready", pid=self._server.pid)
                 if news["reason"]:
                     self._preload = None
                     self._pump.say(f"each worker starts as a fresh interpreter, which is slower: {news['reason']}")
             case "here":
                 self._answer_due_s = None
+            case "forked" if self._group and news["generation"] == self._group.generation:
+                self._stamp_process(self._group, "forked", news)
             case "unstarted" if self._group and news["generation"] == self._group.generation:
                 self._unstarted(self._group, news["key"], news["why"])
             case "exited" if self._group and news["generation"] == self._group.generation:
                 self._exited(self._group, news)
 
+    def _stamp_process(self, group: Group, event: str, news: dict[str, int | str]) -> None:
+        """A stage of one process: `event` of a worker, with its ranks, or `store_<event>`."""
+        fields: dict[str, int | str] = {name: value for name, value in news.items() if name in ("pid", "code")}
+        if news["key"] == "store":
+            self._timeline.stamp(group.generation, f"store_{event}", **fields)
+        else:
+            local_rank = int(news["key"])
+            self._timeline.stamp(group.generation, event, rank=group.rank(local_rank), local_rank=local_rank, **fields)
+
     def _exited(self, group: Group, news: dict[str, int | str]) -> None:
+        self._stamp_process(group, "exited", news)
         pid, code = int(news["pid"]), int(news["code"])
         if news["key"] != "store":
             self._inbox.post(self._workers.exited(group, int(news["key"]), pid, code))
         elif group.store:
+            self._unwatch_store(group)
             error = self._workers.store_error(group)
             how = error or (f"was killed by {signal_name(code)}" if code < 0 else f"exited with code {code}")
             failure = self._blameless(FailureKind.STORE_LOST, group.generation, f"the worker store {how}")

@@ -43,22 +43,22 @@ class Pump:
 
     def say(self, line: str) -> None:
         """Write one line of the agent's own to stderr."""
-        self._do(lambda: self.stderr.write(f"elaunch: {line}\n".encode(errors="backslashreplace"), None))
+        self.do(lambda: self.stderr.write(f"elaunch: {line}\n".encode(errors="backslashreplace"), None))
 
     def write_report(self, text: str) -> None:
         """Write `text` to stderr as it is."""
-        self._do(lambda: self.stderr.write(text.encode(errors="backslashreplace"), None))
+        self.do(lambda: self.stderr.write(text.encode(errors="backslashreplace"), None))
 
     def add(self, stream: Stream) -> None:
         """Move what comes through `stream` from now on."""
-        self._do(lambda: self._add(stream))
+        self.do(lambda: self._add(stream))
 
     def drain(self, generation: int, drained: Callable[[dict[int, str]], None]) -> None:
         """Pass on all that is left in a generation's pipes and close them.
 
         `drained` is called in the pump's thread with the end of each local rank's stderr.
         """
-        self._do(lambda: self._drain(generation, drained))
+        self.do(lambda: self._drain(generation, drained))
 
     def close(self, timeout_s: float | None = None) -> bool:
         """Wait until all is written, at most `timeout_s`; whether it was."""
@@ -66,11 +66,12 @@ class Pump:
         def stop() -> None:
             self._closing = True
 
-        self._do(stop)
+        self.do(stop)
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
-    def _do(self, work: Callable[[], None]) -> None:
+    def do(self, work: Callable[[], None]) -> None:
+        """Have the pump's thread do `work` after all that it was given before; may be called from any thread."""
         self._todo.put(work)
         # A full pipe already holds a wake-up.
         with suppress(BlockingIOError):

@@ -95,24 +95,29 @@ class Workers:
         if store is None:
             return
         with store, suppress(OSError):
-            if not wire.receive(store):
+            if not self.hear_store(group, store):
                 return
             wire.send(store, {"op": "end"})
             select.select([store], [], [], _STORE_ANSWER_S)
             answer = wire.receive(store)
             group.reached_store = answer is not None and answer[0]["keys"] > 0
 
+    def hear_store(self, group: Group, store: socket.socket) -> bool:
+        """Take the store's one word, if it has come; whether the store is up."""
+        if not group.store_up and not group.store_error:
+            with suppress(OSError):
+                if news := wire.receive(store):
+                    group.store_up = "up" in news[0]
+                    group.store_error = news[0].get("error", "")
+        return group.store_up
+
     def store_error(self, group: Group) -> str:
         """What a worker store that ended had to say, in words."""
         store, group.store = group.store, None
-        if store is None:
-            return ""
-        with store, suppress(OSError):
-            last = ""
-            while news := wire.receive(store):
-                last = news[0].get("error", "")
-            return f"failed: {last}" if last else ""
-        return ""
+        if store is not None:
+            with store:
+                self.hear_store(group, store)
+        return f"failed: {group.store_error}" if group.store_error else ""
 
     def _start_store(self, server: ForkServer, group: Group, listener: socket.socket) -> None:
         group.store, theirs = wire.pair()
