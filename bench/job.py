@@ -110,7 +110,7 @@ class Job:
             if ended is not None:
                 raise Trouble(f"the job ended with code {ended} before {what}")
             if time.monotonic() > end_s:
-                raise Trouble(f"no {what} within {limit_s:g} s")
+                raise Trouble(f"did not come so far within {limit_s:g} s that {what}")
             time.sleep(_LOOK_S)
 
     def close(self) -> None:

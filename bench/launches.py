@@ -27,7 +27,9 @@ def start(contender: Contender, workers: int) -> Sample:
     with Job(contender, workers, program, env={"BENCH_STEPS": "1", "BENCH_STEP_S": "0"}, timeline=True) as job:
         try:
             # What comes after, torch's own way out, is ended with the job.
-            stepped_s = job.wait_for(lambda: all_at_s(job.stamps(), 0, "step", workers), "first step", _LIMIT_S)
+            stepped_s = job.wait_for(
+                lambda: all_at_s(job.stamps(), 0, "step", workers), "all had made a step", _LIMIT_S
+            )
         except Trouble as trouble:
             return Sample(SECTION, contender.name, workers, why=str(trouble))
         stamps = job.stamps()

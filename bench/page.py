@@ -169,13 +169,19 @@ def _rates(results: Results) -> list[str]:
         slow = summarize([-value for value in values])
         summary = summarize(values)
         times = ratio(summary, ours)
-        if summary and slow:
-            cells = (f"{summary.median:,.0f}", f"{-slow.p95:,.0f}", _NOTHING if times is None else f"{times:.2f}")
+        torn = summarize(results.values(section, contender, workers, chatty.TORN))
+        if summary and slow and torn:
+            cells = (
+                f"{summary.median:,.0f}",
+                f"{-slow.p95:,.0f}",
+                _NOTHING if times is None else f"{times:.2f}",
+                f"{torn.median:,.0f}",
+            )
             rows.append((contender, str(summary.n), *cells))
         notes += [f"- {contender}: {failure}" for failure in failures(results.of(section, contender, workers))]
     if not rows and not notes:
         return []
     about = f"{workers} workers print {chatty.LINES:,} lines of 80 characters each"
     about += "; from the first print to the last line at the reader."
-    heads = ("", "n", "median lines/s", "p5 lines/s", "× elaunch")
+    heads = ("", "n", "median lines/s", "p5 lines/s", "× elaunch", "torn lines: median")
     return [f"### Chatty workers\n\n{about}\n\n{table(heads, rows)}", *(["\n".join(notes)] if notes else [])]

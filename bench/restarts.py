@@ -66,5 +66,5 @@ def _wait_until_all(job: Job, generation: int, event: str, workers: int, limit_s
         stamps = job.stamps()
         return stamps if all_at_s(stamps, generation, event, workers) is not None else None
 
-    what = "training" if generation == 0 else "return"
+    what = "all were training" if generation == 0 else "all were training again"
     return job.wait_for(stamped, what, limit_s)

@@ -37,7 +37,7 @@ def windows(contender: Contender, count: int, trainer: bool) -> Iterator[Sample]
         program = ("-m", "elaunch.trainer", "--steps", "1000000", "--out", "out")
     with Job(contender, WORKERS, program, env={"BENCH_STEPS": "0", "BENCH_STEP_S": "0.02"}) as job:
         try:
-            job.wait_for(lambda: _trains(job, trainer), "training", _START_LIMIT_S)
+            job.wait_for(lambda: _trains(job, trainer), "all were training", _START_LIMIT_S)
             family = _family(job.process.pid, contender.ours)
             for _ in range(count):
                 yield Sample(section, contender.name, WORKERS, _window(job.process.pid, family))
