@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # The pin is for this repository's own set-up only; users choose any torch >= 2.6.
 TORCH := torch==2.13.0
 
-.PHONY: demo test test-slow lint clean
+.PHONY: demo test test-slow bench lint clean
 
 demo: $(VENV)/.installed  ## Train a small language model on this machine's own Python sources, on 2 workers
 	rm -rf runs/demo
@@ -17,10 +17,15 @@ test: $(VENV)/.installed-dev lint  ## Everything but the slow tests
 test-slow: $(VENV)/.installed-dev  ## The slow tests: long simulations, many kills
 	$(BIN)/python -m pytest -m slow
 
+N ?= 20
+bench: $(VENV)/.installed-dev  ## Measure beside torchrun and write docs/performance.md; ARGS="--only start --workers 1,2"
+	$(BIN)/python -m bench --samples $(N) $(ARGS)
+
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	cd src && ../$(BIN)/mypy --config-file ../pyproject.toml
+	$(BIN)/mypy --config-file pyproject.toml -p bench
 	$(BIN)/lint-imports
 
 clean:

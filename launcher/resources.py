@@ -39,10 +39,11 @@ def detect(environ: Mapping[str, str], root: Path = Path("/")) -> HostResources:
 
 def as_started(environ: Mapping[str, str]) -> dict[str, str]:
     """`environ` with the LC_CTYPE that this process was started with; in a C locale Python sets its own (PEP 538)."""
-    name = "LC_CTYPE"
-    kept = {n: value for n, value in environ.items() if n != name}
-    given = [entry.partition(b"=") for entry in Path("/proc/self/environ").read_bytes().split(b"\0")]
-    return {**kept, **{name: os.fsdecode(value) for n, _, value in given if n == name.encode()}}
+    found = {name: value for name, value in environ.items() if name != "LC_CTYPE"}
+    for entry in Path("/proc/self/environ").read_bytes().split(b"\0"):
+        if entry.startswith(b"LC_CTYPE="):
+            found["LC_CTYPE"] = os.fsdecode(entry.partition(b"=")[2])
+    return found
 
 
 def interpreter_options(words: Sequence[str]) -> tuple[str, ...]:

@@ -1,0 +1,1 @@
+"""Measures elaunch beside torchrun: `make bench`."""

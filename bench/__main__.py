@@ -1,0 +1,149 @@
+"""`python -m bench`: parse, take the samples, write them, render the page."""
+
+from __future__ import annotations
+
+import argparse
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from bench import machine, samples
+from bench.contenders import ALL
+from bench.launches import first_line
+from bench.page import update
+from bench.plan import SECTIONS, Settings, Task, plan
+from bench.progress import Estimate, Progress
+from bench.samples import Results, Sample
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "performance.md"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit code: 0, 2 for a request that cannot be meant, 130 after Ctrl-C."""
+    options = _parser().parse_args(argv)
+    # As Ctrl-C: jobs are ended and their folders removed.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    if options.render:
+        return _render(options.render, options.page)
+    unknown = [name for name in options.only if name not in SECTIONS]
+    if unknown:
+        print(f"--only: no section is called {', '.join(unknown)}; there are {', '.join(SECTIONS)}", file=sys.stderr)
+        return 2
+    seed = random.SystemRandom().randrange(10**6) if options.seed is None else options.seed
+    settings = Settings(options.samples, options.workers, options.only, options.limit_s, seed)
+    out = options.out or ROOT / "runs" / "bench" / f"{time.strftime('%Y%m%d-%H%M%S')}.json"
+    return _run(settings, out, options.page)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench",
+        description="Measure elaunch beside torchrun. A whole run with the defaults takes hours on two cores.",
+    )
+    parser.add_argument("--samples", type=_positive, default=20, metavar="N", help="samples of each kind (20)")
+    parser.add_argument(
+        "--workers", type=_numbers, default=(1, 2, 4, 8), metavar="N,N", help="numbers of workers (1,2,4,8)"
+    )
+    parser.add_argument("--only", type=_names, default=SECTIONS, metavar="SECTION,…", help=", ".join(SECTIONS))
+    parser.add_argument("--limit-s", type=float, default=40.0, metavar="S", help="time for one restart to return (40)")
+    parser.add_argument(
+        "--seed", type=int, metavar="N", help="which ranks are killed, and when (a random one, printed)"
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="raw samples (runs/bench/<date>.json)")
+    parser.add_argument("--page", type=Path, default=PAGE, metavar="FILE", help="page to update (docs/performance.md)")
+    parser.add_argument(
+        "--render",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="measure nothing; make the page from these samples, a later file's sections in place of an earlier one's",
+    )
+    return parser
+
+
+def _run(settings: Settings, out: Path, page: Path) -> int:
+    results = Results(machine.describe(), _in_words(settings), ())
+    tasks, progress = plan(settings), Progress()
+    progress.say(f"seed {settings.seed}; samples go to {out}; Ctrl-C stops, and keeps what is there")
+    taken: list[Sample] = []
+    try:
+        progress.say("warming up: one job of each, not counted")
+        for contender in ALL:
+            first_line(contender)
+        _take(tasks, taken, progress, lambda: samples.write(out, _with(results, taken)))
+    except KeyboardInterrupt:
+        progress.say(f"stopped; {len(taken)} samples are in {out}")
+        return 130
+    if set(settings.sections) == set(SECTIONS):
+        return _render([out], page)
+    progress.say(f"a part only: the page is left as it is; python -m bench --render FILE… {out}")
+    return 0
+
+
+def _take(tasks: list[Task], taken: list[Sample], progress: Progress, keep: Callable[[], None]) -> None:
+    estimate = Estimate()
+    for number, task in enumerate(tasks):
+        progress.begin(task, estimate.of(tasks[number:]))
+        started_s = time.monotonic()
+        turn = iter(task.run())
+        try:
+            for sample in turn:
+                taken.append(sample)
+                if sample.why:
+                    progress.say(f"  {task.key}: {sample.why}")
+                keep()
+        finally:
+            # A job that was left in the middle ends here, not when the collector comes by.
+            if close := getattr(turn, "close", None):
+                close()
+        estimate.took(task, time.monotonic() - started_s)
+
+
+def _with(results: Results, taken: Sequence[Sample]) -> Results:
+    return Results(results.machine, results.settings, tuple(taken))
+
+
+def _in_words(settings: Settings) -> dict[str, str]:
+    return {
+        "samples of each kind": str(settings.samples),
+        "seed": str(settings.seed),
+        "limit for one restart": f"{settings.limit_s:g} s",
+        "threads per worker": "OMP_NUM_THREADS=1 for all",
+    }
+
+
+def _render(files: Sequence[Path], page: Path) -> int:
+    try:
+        results = [samples.decode(path.read_text()) for path in files]
+        whole = results[0]
+        for newer in results[1:]:
+            whole = whole.merged(newer)
+        page.write_text(update(page.read_text(), whole))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        print(f"the page cannot be made: {error}", file=sys.stderr)
+        return 2
+    print(f"{page} is made from {', '.join(str(path) for path in files)}", file=sys.stderr)
+    return 0
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise ValueError
+    return number
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(_positive(word) for word in text.split(","))
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.split(","))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,53 @@
+"""Who is measured: command lines and variables. The same scripts, the same number of threads for all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+# A new store for each generation. Without it torchrun's workers may read what the generation before had written.
+FRESH_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+FORK_MODE = ("--run-path", "--start-method", "fork")
+LIMIT_TORCH = "limit: import torch"
+LIMIT_PRELOAD = "limit: import of what is preloaded"
+
+
+@dataclass(frozen=True)
+class Contender:
+    """`program` is elaunch or torchrun; `options` come before the script; `variables` are set in its environment."""
+
+    name: str
+    program: str
+    options: tuple[str, ...] = ()
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def ours(self) -> bool:
+        return self.program == "elaunch"
+
+    def with_fresh_store(self) -> Contender:
+        """The same where each generation has a store of its own."""
+        name, value = FRESH_STORE.split("=")
+        return Contender(f"{self.name}, {FRESH_STORE}", self.program, self.options, {**self.variables, name: value})
+
+    def tee(self) -> Contender:
+        """The same with every worker's output through files."""
+        return Contender(f"{self.name} --tee 3", self.program, (*self.options, "--tee", "3"), self.variables)
+
+    def command(self, workers: int, max_restarts: int) -> tuple[str, ...]:
+        """The command line up to the script."""
+        counts = ("--nproc-per-node", str(workers), "--max-restarts", str(max_restarts))
+        return (self.program, *self.options, *counts)
+
+
+ELAUNCH = Contender("elaunch", "elaunch")
+FRESH = Contender("elaunch --no-preload", "elaunch", ("--no-preload",))
+TORCHRUN = Contender("torchrun", "torchrun")
+TORCHRUN_FORK = Contender("torchrun --run-path --start-method fork", "torchrun", FORK_MODE)
+ALL = (ELAUNCH, FRESH, TORCHRUN, TORCHRUN_FORK)
+
+
+def environment(inherited: Mapping[str, str], contender: Contender, extra: Mapping[str, str]) -> dict[str, str]:
+    """What the launcher gets: `inherited` without what a launcher above it had set, one thread per worker."""
+    kept = {n: v for n, v in inherited.items() if not n.startswith(("ELAUNCH_", "PET_", "TORCHELASTIC_"))}
+    return {**kept, "OMP_NUM_THREADS": "1", **contender.variables, **extra}

@@ -1,0 +1,157 @@
+"""What is to be done, in which order: contenders take turns, so that a slow minute of the machine strikes all alike."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from bench import chatty, launches, restarts, steady
+from bench.contenders import ALL, ELAUNCH, LIMIT_PRELOAD, LIMIT_TORCH, TORCHRUN, TORCHRUN_FORK, Contender
+from bench.samples import Sample
+
+SECTIONS = ("start", "restart", "steady", "first-line", "lines")
+# So many restarts of one job before the next contender's turn: a job's start costs more than a restart.
+RESTARTS_PER_JOB = 5
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the command line asked for: `samples` of each kind, the numbers of workers, the sections."""
+
+    samples: int
+    workers: tuple[int, ...]
+    sections: tuple[str, ...]
+    limit_s: float
+    seed: int
+
+
+@dataclass(frozen=True)
+class Task:
+    """One turn. `key` is what takes about as long each time, `guess_s` how long before any was done."""
+
+    round: str
+    key: str
+    guess_s: float
+    run: Callable[[], Iterable[Sample]]
+
+
+def plan(settings: Settings) -> list[Task]:
+    """All turns of all sections that were asked for."""
+    makers = {
+        "start": _starts,
+        "restart": _restarts,
+        "steady": _steady,
+        "first-line": _first_lines,
+        "lines": _chatty,
+    }
+    return [task for section in SECTIONS if section in settings.sections for task in makers[section](settings)]
+
+
+def chunks(samples: int, size: int) -> list[int]:
+    """`samples` in parts of `size`, the last one smaller."""
+    return [min(size, samples - done) for done in range(0, samples, size)]
+
+
+def _slowness_s(contender: Contender, workers: int) -> float:
+    """About how long a contender takes to a first optimizer step on two cores; only for the first estimate."""
+    if contender == ELAUNCH:
+        return 2.5
+    return 2 + (1.0 if contender.name == TORCHRUN_FORK.name else 1.8) * workers
+
+
+def _starts(settings: Settings) -> Iterator[Task]:
+    for turn in range(settings.samples):
+        label = f"start, round {turn + 1} of {settings.samples}"
+        for limit in (LIMIT_TORCH, LIMIT_PRELOAD):
+            yield Task(label, limit, 1.5, lambda name=limit: [launches.bare_import(name)])  # type: ignore[misc]
+        for workers in settings.workers:
+            for contender in ALL:
+
+                def run(contender: Contender = contender, workers: int = workers) -> list[Sample]:
+                    return [launches.start(contender, workers)]
+
+                key = f"start, {contender.name}, {workers}"
+                yield Task(label, key, _slowness_s(contender, workers) + 0.5, run)
+
+
+class _Restarts:
+    """Who still takes part: who failed too often does not, and another way is only tried where the usual one failed."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._failures: dict[tuple[str, int], int] = {}
+        # One source for all, so that the seed names the whole run's ranks and delays.
+        self._rng = random.Random(settings.seed)
+
+    def turn(self, contender: Contender, workers: int, count: int, instead_of: Contender | None) -> Iterator[Sample]:
+        if instead_of and not self._failures.get((instead_of.name, workers)):
+            return
+        me = (contender.name, workers)
+        if self._failures.get(me, 0) >= restarts.FAILURES_MAX:
+            return
+        for sample in restarts.restarts(contender, workers, count, self._settings.limit_s, self._rng):
+            if sample.why:
+                self._failures[me] = self._failures.get(me, 0) + 1
+            yield sample
+
+
+def _restarts(settings: Settings) -> Iterator[Task]:
+    state = _Restarts(settings)
+    turns: list[tuple[Contender, Contender | None]] = [(contender, None) for contender in ALL]
+    turns += [(contender.with_fresh_store(), contender) for contender in (TORCHRUN, TORCHRUN_FORK)]
+    parts = chunks(settings.samples, RESTARTS_PER_JOB)
+    for number, count in enumerate(parts, 1):
+        for workers in settings.workers:
+            for contender, instead_of in turns:
+
+                def run(
+                    contender: Contender = contender,
+                    workers: int = workers,
+                    count: int = count,
+                    instead_of: Contender | None = instead_of,
+                ) -> Iterator[Sample]:
+                    return state.turn(contender, workers, count, instead_of)
+
+                slow_s = _slowness_s(contender, workers)
+                guess_s = slow_s + count * (1.0 if contender == ELAUNCH else slow_s)
+                if instead_of and workers < 4:
+                    guess_s = 0
+                key = f"restart, {contender.name}, {workers}"
+                yield Task(f"restart, round {number} of {len(parts)}", key, guess_s, run)
+
+
+def _steady(settings: Settings) -> Iterator[Task]:
+    for trainer, contenders in ((False, ALL), (True, (ELAUNCH, TORCHRUN))):
+        label = steady.TRAINER_SECTION if trainer else steady.SECTION
+        for contender in contenders:
+
+            def run(contender: Contender = contender, trainer: bool = trainer) -> Iterator[Sample]:
+                return steady.windows(contender, settings.samples, trainer)
+
+            guess_s = settings.samples * steady.WINDOW_S + _slowness_s(contender, steady.WORKERS) + 1
+            yield Task(label, f"{label}, {contender.name}", guess_s, run)
+
+
+def _first_lines(settings: Settings) -> Iterator[Task]:
+    for turn in range(settings.samples):
+        label = f"first line, round {turn + 1} of {settings.samples}"
+        for contender in ALL:
+            yield Task(
+                label,
+                f"first line, {contender.name}",
+                2.0,
+                lambda contender=contender: [launches.first_line(contender)],  # type: ignore[misc]
+            )
+
+
+def _chatty(settings: Settings) -> Iterator[Task]:
+    for turn in range(settings.samples):
+        label = f"lines, round {turn + 1} of {settings.samples}"
+        for contender in (ELAUNCH, TORCHRUN, TORCHRUN.tee()):
+            yield Task(
+                label,
+                f"lines, {contender.name}",
+                4.0,
+                lambda contender=contender: [chatty.chatty(contender)],  # type: ignore[misc]
+            )

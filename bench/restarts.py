@@ -1,0 +1,70 @@
+"""SIGKILL of one worker → all reduce again, and → all make an optimizer step again."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+
+from bench.contenders import Contender
+from bench.job import SCRIPTS, Job, Trouble
+from bench.launches import ALL_REDUCE, STEP
+from bench.samples import Sample
+from bench.stamps import Stamp, all_at_s, at, restart_stages
+
+SECTION = "restart"
+# After so many restarts that failed, a contender is not asked again at that number of workers.
+FAILURES_MAX = 3
+_START_LIMIT_S = 120.0
+_STEP_S = 0.02
+# So much longer than the start of training may pass before a kill: it must not keep step with a launcher's polling.
+_DELAY_S_MAX = 0.3
+
+
+def restarts(contender: Contender, workers: int, count: int, limit_s: float, rng: random.Random) -> Iterator[Sample]:
+    """One job that is killed `count` times, a random rank each time; a sample for each.
+
+    A restart that does not come back within `limit_s`, or a job that dies, is the last sample.
+    """
+    env = {"BENCH_STEPS": "0", "BENCH_STEP_S": str(_STEP_S)}
+    program = (str(SCRIPTS / "train.py"),)
+    with Job(contender, workers, program, max_restarts=count + 5, env=env, timeline=True) as job:
+        try:
+            _wait_until_all(job, 0, "training", workers, _START_LIMIT_S)
+            for generation in range(1, count + 1):
+                yield _restart(job, contender, workers, generation, limit_s, rng)
+        except Trouble as trouble:
+            yield Sample(SECTION, contender.name, workers, why=str(trouble))
+
+
+def _restart(
+    job: Job, contender: Contender, workers: int, generation: int, limit_s: float, rng: random.Random
+) -> Sample:
+    time.sleep(rng.uniform(0, _DELAY_S_MAX))
+    rank = rng.randrange(workers)
+    pid = at(job.stamps(), generation - 1, "training")[rank].pid
+    killed_s = time.monotonic()
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        raise Trouble(f"rank {rank} ended before it was killed") from None
+    stamps = _wait_until_all(job, generation, "training", workers, limit_s)
+    reduced_s, stepped_s = (all_at_s(stamps, generation, event, workers) for event in ("all_reduce", "step"))
+    assert reduced_s is not None
+    assert stepped_s is not None
+    values = {ALL_REDUCE: reduced_s - killed_s, STEP: stepped_s - killed_s}
+    stages = {}
+    if contender.ours:
+        stages = restart_stages(job.timeline(), stamps, generation, workers, killed_s)
+    return Sample(SECTION, contender.name, workers, values, stages)
+
+
+def _wait_until_all(job: Job, generation: int, event: str, workers: int, limit_s: float) -> list[Stamp]:
+    def stamped() -> list[Stamp] | None:
+        stamps = job.stamps()
+        return stamps if all_at_s(stamps, generation, event, workers) is not None else None
+
+    what = "all were training" if generation == 0 else "all were training again"
+    return job.wait_for(stamped, what, limit_s)

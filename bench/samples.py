@@ -1,0 +1,82 @@
+"""What was measured: one record per sample, kept as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One measurement of one contender.
+
+    `values` are named after what was measured; their unit is the section's. `stages` are times (s) since the start or
+    the kill. `why` says what went wrong where there is no value.
+    """
+
+    section: str
+    contender: str
+    workers: int
+    values: Mapping[str, float] = field(default_factory=dict)
+    stages: Mapping[str, float] = field(default_factory=dict)
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Results:
+    """One run: the machine and the settings in words, and all samples in the order in which they were taken."""
+
+    machine: Mapping[str, str]
+    settings: Mapping[str, str]
+    samples: tuple[Sample, ...]
+
+    def values(self, section: str, contender: str, workers: int, name: str) -> list[float]:
+        """All values of one kind."""
+        return [s.values[name] for s in self.of(section, contender, workers) if name in s.values]
+
+    def of(self, section: str, contender: str, workers: int) -> list[Sample]:
+        """All samples of one contender in one section at one number of workers."""
+        wanted = (section, contender, workers)
+        return [s for s in self.samples if (s.section, s.contender, s.workers) == wanted]
+
+    def contenders(self, section: str) -> list[str]:
+        """Who took part in a section, in the order of appearance."""
+        return list(dict.fromkeys(s.contender for s in self.samples if s.section == section))
+
+    def workers(self, section: str) -> list[int]:
+        """The numbers of workers in a section, ascending."""
+        return sorted({s.workers for s in self.samples if s.section == section})
+
+    def merged(self, newer: Results) -> Results:
+        """These results with each section that `newer` has replaced by its."""
+        sections = {s.section for s in newer.samples}
+        kept = [s for s in self.samples if s.section not in sections]
+        return Results(newer.machine, newer.settings, (*kept, *newer.samples))
+
+
+def encode(results: Results) -> str:
+    """As JSON."""
+    return json.dumps(asdict(results), indent=1)
+
+
+def decode(text: str) -> Results:
+    """What `encode` wrote. Raises ValueError, KeyError or TypeError for anything else."""
+    fields: dict[str, Any] = json.loads(text)
+    return Results(fields["machine"], fields["settings"], tuple(Sample(**sample) for sample in fields["samples"]))
+
+
+def write(path: Path, results: Results) -> None:
+    """Replace the file at once, so that a stopped run leaves a whole one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = path.with_suffix(".tmp")
+    fresh.write_text(encode(results))
+    fresh.replace(path)
+
+
+def failures(samples: Iterable[Sample]) -> list[str]:
+    """Each different way in which samples failed, with its count: "3 × died"."""
+    reasons = [s.why for s in samples if s.why]
+    return [f"{reasons.count(reason)} × {reason}" for reason in dict.fromkeys(reasons)]

@@ -1,0 +1,3 @@
+"""One line, without torch."""
+
+print("first line", flush=True)

@@ -1,0 +1,58 @@
+"""What every launcher is given: a group, an all-reduce, a model, optimizer steps; each stage is stamped.
+
+Variables: BENCH_STAMPS, the file for the stamps; BENCH_STEPS, how many steps to make (0: until it is killed);
+BENCH_STEP_S, the pause between two steps, as if an accelerator were at work.
+"""
+
+import json
+import os
+import time
+
+RANK = int(os.environ["RANK"])
+# Both launchers set it, and for one node it is elaunch's generation.
+GENERATION = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+STAMPS_FD = os.open(os.environ["BENCH_STAMPS"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+
+
+def stamp(event: str) -> None:
+    fields = {"generation": GENERATION, "event": event, "monotonic_s": time.monotonic(), "rank": RANK}
+    # One write to a file that is appended to: no line of another rank cuts it.
+    os.write(STAMPS_FD, json.dumps({**fields, "pid": os.getpid()}).encode() + b"\n")
+
+
+stamp("script")
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.nn.parallel import DistributedDataParallel  # noqa: E402
+from torch.optim import AdamW  # noqa: E402
+
+stamp("torch")
+
+dist.init_process_group("gloo")
+stamp("group")
+
+total = torch.tensor([RANK + 1])
+dist.all_reduce(total)
+size = dist.get_world_size()
+assert int(total) == size * (size + 1) // 2
+stamp("all_reduce")
+
+torch.manual_seed(0)
+model = DistributedDataParallel(nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 1)))
+optimizer = AdamW(model.parameters())
+steps, pause_s = int(os.environ["BENCH_STEPS"]), float(os.environ["BENCH_STEP_S"])
+done = 0
+while not steps or done < steps:
+    model(torch.ones(8, 256)).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    done += 1
+    if done == 1:
+        stamp("step")
+    elif done == 4:
+        stamp("training")
+    if done != steps:
+        time.sleep(pause_s)
+dist.destroy_process_group()

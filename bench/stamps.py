@@ -1,0 +1,116 @@
+"""What workers and agent noted about when they got where."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+# What scripts/train.py stamps, in its order; "training" follows after a few more steps.
+WORKER_STAGES = ("script", "torch", "group", "all_reduce", "step")
+
+# (what the tables call it, the event, whose time counts)
+_RESTART = (
+    ("detected", "exited", min),
+    ("others told to stop", "stopping", min),
+    ("all stopped", "stopped", max),
+    ("cleared", "cleared", max),
+)
+_BIRTH = (
+    ("sealed", "sealed", max),
+    ("last fork", "forked", max),
+    ("store ready", "store_ready", max),
+)
+_WORKER_NAMES = {
+    "script": "script's first line",
+    "torch": "torch imported",
+    "group": "group ready",
+    "all_reduce": "first all-reduce",
+    "step": "first optimizer step",
+}
+
+
+@dataclass(frozen=True)
+class Stamp:
+    """`event` happened in `rank`'s process `pid` at `monotonic_s`; `rank` is -1 for the agent's own."""
+
+    generation: int
+    event: str
+    monotonic_s: float
+    rank: int = -1
+    pid: int = -1
+
+
+def parse(text: str) -> list[Stamp]:
+    """The stamps in JSON lines. A last line without its end is still being written and left out."""
+    stamps = []
+    for line in text.splitlines(keepends=True):
+        if line.endswith("\n"):
+            fields = json.loads(line)
+            stamp = Stamp(
+                int(fields["generation"]),
+                str(fields["event"]),
+                float(fields["monotonic_s"]),
+                int(fields.get("rank", -1)),
+                int(fields.get("pid", -1)),
+            )
+            stamps.append(stamp)
+    return stamps
+
+
+def at(stamps: Iterable[Stamp], generation: int, event: str) -> dict[int, Stamp]:
+    """By rank, the first stamp of an event in a generation."""
+    found: dict[int, Stamp] = {}
+    for stamp in stamps:
+        if (stamp.generation, stamp.event) == (generation, event):
+            found.setdefault(stamp.rank, stamp)
+    return found
+
+
+def all_at_s(stamps: Iterable[Stamp], generation: int, event: str, workers: int) -> float | None:
+    """When the last of all ranks got there; None while one is missing."""
+    found = at(stamps, generation, event)
+    return max(stamp.monotonic_s for stamp in found.values()) if len(found) == workers else None
+
+
+def restart_stages(
+    agent: Sequence[Stamp], workers: Sequence[Stamp], generation: int, count: int, since_s: float
+) -> dict[str, float]:
+    """Seconds from the kill at `since_s` to each stage of `generation`, the one that the kill opened.
+
+    What the agent did not stamp is left out: its first worker's exit is the detection, all others' are part of the
+    stop.
+    """
+    stages = {}
+    for name, event, first_or_last in _RESTART:
+        times_s = [s.monotonic_s for s in agent if (s.generation, s.event) == (generation - 1, event)]
+        times_s = [at_s for at_s in times_s if at_s >= since_s]
+        if times_s:
+            stages[name] = first_or_last(times_s) - since_s
+    return {**stages, **birth_stages(agent, workers, generation, count, since_s)}
+
+
+def start_stages(agent: Sequence[Stamp], workers: Sequence[Stamp], count: int, since_s: float) -> dict[str, float]:
+    """Seconds from the command at `since_s` to each stage of generation 0."""
+    stages = {}
+    for name, event in (("agent's loop runs", "started"), ("fork server ready", "fork_server_ready")):
+        times_s = [s.monotonic_s for s in agent if s.event == event]
+        if times_s:
+            stages[name] = times_s[0] - since_s
+    return {**stages, **birth_stages(agent, workers, 0, count, since_s)}
+
+
+def birth_stages(
+    agent: Sequence[Stamp], workers: Sequence[Stamp], generation: int, count: int, since_s: float
+) -> dict[str, float]:
+    """Seconds from `since_s` to the stages from a generation's table to its first optimizer step, of its last rank."""
+    stages = {}
+    for name, event, first_or_last in _BIRTH:
+        times_s = [s.monotonic_s for s in agent if (s.generation, s.event) == (generation, event)]
+        if times_s:
+            stages[name] = first_or_last(times_s) - since_s
+    for event in WORKER_STAGES:
+        at_s = all_at_s(workers, generation, event, count)
+        if at_s is not None:
+            stages[_WORKER_NAMES[event]] = at_s - since_s
+    return stages

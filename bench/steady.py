@@ -1,0 +1,106 @@
+"""What a launcher costs while two workers train: memory, CPU, wake-ups."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+from bench.contenders import Contender
+from bench.job import SCRIPTS, Job, Trouble
+from bench.samples import Sample
+from bench.stamps import all_at_s
+
+SECTION = "steady"
+TRAINER_SECTION = "steady, bundled trainer"
+WORKERS = 2
+WINDOW_S = 1.0
+AGENT_RSS, AGENT_PSS, CPU, WAKE_UPS = "agent RSS", "agent PSS", "agent CPU", "agent wake-ups"
+GUARDIAN, FORK_SERVER, STORE, WORKER = "guardian PSS", "fork server PSS", "worker store PSS", "PSS per worker"
+WORKER_RSS = "RSS per worker"
+_START_LIMIT_S = 120.0
+_KIB_PER_MB = 1e6 / 1024
+
+
+def windows(contender: Contender, count: int, trainer: bool) -> Iterator[Sample]:
+    """One job, `count` windows of a second while it trains. MB, % of one CPU, wake-ups per second.
+
+    `trainer`: the bundled trainer, whose workers report every step to elaunch; else a loop that reports nothing.
+    """
+    section = TRAINER_SECTION if trainer else SECTION
+    program: tuple[str, ...] = (str(SCRIPTS / "train.py"),)
+    if trainer:
+        program = ("-m", "elaunch.trainer", "--steps", "1000000", "--out", "out")
+    with Job(contender, WORKERS, program, env={"BENCH_STEPS": "0", "BENCH_STEP_S": "0.02"}) as job:
+        try:
+            job.wait_for(lambda: _trains(job, trainer), "all were training", _START_LIMIT_S)
+            family = _family(job.process.pid, contender.ours)
+            for _ in range(count):
+                yield Sample(section, contender.name, WORKERS, _window(job.process.pid, family))
+        except (Trouble, psutil.Error, OSError) as trouble:
+            yield Sample(section, contender.name, WORKERS, why=str(trouble))
+
+
+def _trains(job: Job, trainer: bool) -> bool | None:
+    if not trainer:
+        return True if all_at_s(job.stamps(), 0, "training", WORKERS) is not None else None
+    with suppress(OSError):
+        return True if (job.folder / "out" / "metrics.jsonl").read_text().count("\n") > 4 else None
+    return None
+
+
+def _family(agent: int, ours: bool) -> dict[str, list[int]]:
+    """The pids by what they are. Raises Trouble where the number of workers is not the one asked for."""
+    found: dict[str, list[int]] = {}
+    for child in psutil.Process(agent).children(recursive=True):
+        title = " ".join(child.cmdline())
+        if "guardian.py" in title:
+            found.setdefault(GUARDIAN, []).append(child.pid)
+        elif title.startswith("elaunch: fork server"):
+            found.setdefault(FORK_SERVER, []).append(child.pid)
+        elif title.startswith("elaunch: worker store"):
+            found.setdefault(STORE, []).append(child.pid)
+        elif not ours or FORK_SERVER in found:
+            found.setdefault(WORKER, []).append(child.pid)
+    if len(found.get(WORKER, [])) != WORKERS:
+        raise Trouble(f"{len(found.get(WORKER, []))} processes below the agent look like workers, not {WORKERS}")
+    return found
+
+
+def _window(agent: int, family: dict[str, list[int]]) -> dict[str, float]:
+    started_s, cpu_s, wake_ups = time.monotonic(), cpu_time_s(agent), voluntary_switches(agent)
+    time.sleep(WINDOW_S)
+    spent_s, woken = cpu_time_s(agent) - cpu_s, voluntary_switches(agent) - wake_ups
+    seconds = time.monotonic() - started_s
+    rss, pss = memory_mb(agent)
+    values = {AGENT_RSS: rss, AGENT_PSS: pss, CPU: 100 * spent_s / seconds, WAKE_UPS: woken / seconds}
+    for name, pids in family.items():
+        memories = [memory_mb(pid) for pid in pids]
+        values[name] = sum(pss for _, pss in memories) / len(memories)
+        if name == WORKER:
+            values[WORKER_RSS] = sum(rss for rss, _ in memories) / len(memories)
+    return values
+
+
+def memory_mb(pid: int) -> tuple[float, float]:
+    """Resident and proportional memory of a process (MB = 10^6 bytes)."""
+    text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    rss, pss = (re.search(rf"^{name}:\s+(\d+) kB", text, re.MULTILINE) for name in ("Rss", "Pss"))
+    assert rss
+    assert pss
+    return int(rss[1]) / _KIB_PER_MB, int(pss[1]) / _KIB_PER_MB
+
+
+def cpu_time_s(pid: int) -> float:
+    """Time on a CPU of all threads, from the scheduler, since /proc/*/stat counts in hundredths of a second only."""
+    return sum(int(path.read_text().split()[0]) for path in Path(f"/proc/{pid}/task").glob("*/schedstat")) / 1e9
+
+
+def voluntary_switches(pid: int) -> int:
+    """How often any of the threads has gone to sleep, which is how often it was woken."""
+    texts = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/status")]
+    return sum(int(n) for text in texts for n in re.findall(r"^voluntary_ctxt_switches:\s+(\d+)", text, re.MULTILINE))

@@ -1,0 +1,98 @@
+"""bench.page and bench.targets: tables from samples."""
+
+from __future__ import annotations
+
+import pytest
+
+from bench.contenders import LIMIT_PRELOAD
+from bench.page import BEGIN, END, render, stage_rows, table, update
+from bench.samples import Results, Sample
+from bench.targets import verdicts
+
+REDUCE, STEP = "first all-reduce", "first optimizer step"
+
+
+def results(*samples: Sample) -> Results:
+    return Results({"CPUs": "2 × something"}, {"seed": "1"}, samples)
+
+
+def start(contender: str, reduced_s: float, stepped_s: float) -> Sample:
+    return Sample("start", contender, 8, {REDUCE: reduced_s, STEP: stepped_s}, {"sealed": 0.25})
+
+
+def row(text: str, *first: str) -> list[str]:
+    """The cells of the first table row that begins with these."""
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.strip("| ").split("|")]
+        if cells[: len(first)] == list(first):
+            return cells
+    raise AssertionError(f"no row {first} in:\n{text}")
+
+
+def test_only_what_lies_between_the_markers_changes() -> None:
+    page = f"above\n{BEGIN}\nold\n{END}\nbelow\n"
+
+    fresh = update(page, results(start("elaunch", 2.0, 2.5)))
+
+    assert fresh.startswith(f"above\n{BEGIN}\n")
+    assert fresh.endswith(f"{END}\nbelow\n")
+    assert "old" not in fresh
+    assert "2 × something" in fresh
+    assert update(fresh, results(start("elaunch", 2.0, 2.5))) == fresh
+
+
+@pytest.mark.parametrize("page", ["", BEGIN, END + BEGIN])
+def test_a_page_without_its_markers_is_refused(page: str) -> None:
+    with pytest.raises(ValueError, match="the page has no"):
+        update(page, results())
+
+
+def test_a_row_has_median_percentile_and_the_ratio_to_elaunch() -> None:
+    text = render(results(start("elaunch", 2.0, 2.5), start("torchrun", 8.0, 15.0), start("torchrun", 6.0, 15.0)))
+
+    assert row(text, "torchrun") == ["torchrun", "2", "7.00", "7.90", "3.50", "15.00", "15.00", "6.00"]
+
+
+def test_who_has_no_time_has_a_reason() -> None:
+    text = render(results(start("elaunch", 2.0, 2.5), Sample("start", "torchrun", 8, why="hung")))
+
+    assert row(text, "torchrun") == ["torchrun", "0", *["–"] * 6]
+    assert "- torchrun: 1 × hung" in text
+
+
+def test_stages_come_in_the_order_of_time_with_the_step_since_the_one_before() -> None:
+    taken = [
+        Sample("restart", "elaunch", 2, stages={"forked": 0.3, "detected": 0.1}),
+        Sample("restart", "elaunch", 2, stages={"forked": 0.5, "detected": 0.1}),
+    ]
+
+    assert stage_rows(taken) == [
+        ("detected", "0.100", "0.100", "0.100", "0.100"),
+        ("forked", "0.400", "0.490", "0.300", "0.390"),
+    ]
+
+
+def test_promises_are_judged_by_the_medians() -> None:
+    whole = results(
+        Sample("import", LIMIT_PRELOAD, 0, {"import": 2.0}),
+        start("elaunch", 2.5, 2.7),
+        start("torchrun", 7.0, 15.0),
+        Sample("restart", "elaunch", 8, {REDUCE: 0.2, STEP: 0.3}),
+        Sample("steady", "elaunch", 2, {"agent RSS": 50.0, "agent CPU": 0.1, "agent wake-ups": 1.0}),
+    )
+
+    kept = {(v.what, v.target): v.kept for v in verdicts(whole)}
+
+    assert kept == {
+        ("start → first all-reduce, 8 workers", "≤ 1.3 × the import"): True,
+        ("start → first optimizer step, 8 workers", "≤ 1.3 × the import"): False,
+        ("start → first optimizer step, 8 workers", "≥ 5 × sooner than torchrun"): True,
+        ("SIGKILL → all-reduce again, 8 workers", "median ≤ 0.25 s, p95 ≤ 0.5 s"): True,
+        ("agent RSS while 2 workers train", "median ≤ 45.0 MB"): False,
+        ("agent CPU while 2 workers train", "median ≤ 0.20 %"): True,
+        ("agent wake-ups while 2 workers train", "median ≤ 2.0 /s"): True,
+    }
+
+
+def test_a_table_is_markdown() -> None:
+    assert table(("", "n"), [("a", "1")]) == "|  | n |\n| --- | --: |\n| a | 1 |"

@@ -1,0 +1,83 @@
+"""bench.plan, bench.contenders, bench.progress: who is measured, when, and how long it takes."""
+
+from __future__ import annotations
+
+import pytest
+
+from bench.chatty import counted
+from bench.contenders import ELAUNCH, FRESH_STORE, TORCHRUN, TORCHRUN_FORK, environment
+from bench.plan import SECTIONS, Settings, Task, chunks, plan
+from bench.progress import Estimate, duration
+
+
+def settings(*sections: str, samples: int = 3) -> Settings:
+    return Settings(samples, (1, 2), sections, limit_s=40, seed=1)
+
+
+def task(key: str, guess_s: float) -> Task:
+    return Task("round", key, guess_s, list)
+
+
+def test_contenders_take_turns_in_every_round() -> None:
+    tasks = plan(settings("start"))
+
+    rounds = list(dict.fromkeys(t.round for t in tasks))
+    assert rounds == [f"start, round {n} of 3" for n in (1, 2, 3)]
+    keys = [[t.key for t in tasks if t.round == name] for name in rounds]
+    assert keys[0] == keys[1] == keys[2]
+    assert len(keys[0]) == len(set(keys[0])) == 2 + 4 * 2
+
+
+def test_only_the_sections_that_were_asked_for_are_done_in_their_own_order() -> None:
+    heads = list(dict.fromkeys(t.round.split(",")[0] for t in plan(settings("lines", "start"))))
+
+    assert heads == ["start", "lines"]
+    assert len({t.key for t in plan(settings(*SECTIONS))}) > 20
+
+
+def test_restarts_are_taken_from_several_jobs() -> None:
+    assert chunks(20, 5) == [5, 5, 5, 5]
+    assert chunks(7, 5) == [5, 2]
+    assert chunks(2, 5) == [2]
+
+
+def test_all_get_the_same_number_of_threads_and_nothing_of_a_launcher_above() -> None:
+    inherited = {
+        "PATH": "/bin",
+        "OMP_NUM_THREADS": "7",
+        "PET_TEE": "3",
+        "ELAUNCH_LINK": "3",
+        "TORCHELASTIC_RUN_ID": "a",
+    }
+
+    for contender in (ELAUNCH, TORCHRUN):
+        assert environment(inherited, contender, {"A": "b"}) == {"PATH": "/bin", "OMP_NUM_THREADS": "1", "A": "b"}
+    name, value = FRESH_STORE.split("=")
+    assert environment(inherited, TORCHRUN.with_fresh_store(), {})[name] == value
+
+
+def test_a_command_names_workers_and_restarts_before_the_script() -> None:
+    assert TORCHRUN_FORK.command(4, 25) == (
+        *("torchrun", "--run-path", "--start-method", "fork"),
+        *("--nproc-per-node", "4", "--max-restarts", "25"),
+    )
+
+
+def test_what_is_left_takes_as_long_as_before_or_as_was_guessed() -> None:
+    estimate = Estimate()
+    estimate.took(task("a", 100), 2)
+    estimate.took(task("a", 100), 4)
+
+    assert estimate.of([task("a", 100), task("b", 10)]) == 13
+
+
+@pytest.mark.parametrize(("seconds", "words"), [(0.2, "1 s"), (89, "89 s"), (600, "10 min"), (5700, "1 h 35 min")])
+def test_a_duration_is_as_rough_as_an_estimate(seconds: float, words: str) -> None:
+    assert duration(seconds) == words
+
+
+def test_a_line_that_another_worker_cut_is_counted_as_torn() -> None:
+    whole = b"[0] chatty worker 0 ...\nchatty worker 1 ...\n[default1]:chatty worker 1 ..\n"
+
+    assert counted(whole) == (3, 3)
+    assert counted(b"chatty worker 0 ..chatty worker 1 ..\n\n") == (2, 0)

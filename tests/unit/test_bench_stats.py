@@ -1,0 +1,62 @@
+"""bench.stats and bench.samples: what a list of samples says, and how it is kept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bench.samples import Results, Sample, decode, encode, failures, write
+from bench.stats import Summary, percentile, ratio, summarize
+
+
+@pytest.mark.parametrize(
+    ("values", "share", "expected"),
+    [([3.0], 0.95, 3.0), ([1.0, 2.0], 0.5, 1.5), ([2.0, 1.0, 3.0], 1.0, 3.0), (list(range(21)), 0.95, 19.0)],
+)
+def test_a_percentile_lies_linearly_between_two_values(values: list[float], share: float, expected: float) -> None:
+    assert percentile(values, share) == pytest.approx(expected)
+
+
+def test_no_values_have_no_percentile_and_no_summary() -> None:
+    with pytest.raises(ValueError, match="no values"):
+        percentile([], 0.5)
+    assert summarize([]) is None
+
+
+def test_a_ratio_is_that_of_the_medians_and_needs_both() -> None:
+    two, four = summarize([1.0, 2.0, 9.0]), summarize([4.0])
+
+    assert two == Summary(3, 2.0, pytest.approx(8.3))
+    assert ratio(four, two) == 2
+    assert ratio(None, two) is None
+    assert ratio(two, None) is None
+    assert ratio(two, summarize([0.0])) is None
+
+
+def test_results_are_the_same_after_they_were_kept(tmp_path: Path) -> None:
+    sample = Sample("start", "elaunch", 2, {"first all-reduce": 1.5}, {"sealed": 0.5})
+    results = Results({"CPUs": "2"}, {"seed": "1"}, (sample, Sample("start", "torchrun", 2, why="died")))
+
+    write(tmp_path / "deep" / "results.json", results)
+
+    assert decode((tmp_path / "deep" / "results.json").read_text()) == results
+    assert decode(encode(results)) == results
+    assert [path.name for path in (tmp_path / "deep").iterdir()] == ["results.json"]
+
+
+def test_a_later_run_replaces_its_sections_and_leaves_the_others() -> None:
+    old = Results({"date": "1"}, {}, (Sample("start", "a", 1, {"x": 1.0}), Sample("restart", "a", 1, {"x": 2.0})))
+    new = Results({"date": "2"}, {}, (Sample("restart", "a", 1, {"x": 3.0}),))
+
+    both = old.merged(new)
+
+    assert both.machine == {"date": "2"}
+    assert both.values("start", "a", 1, "x") == [1.0]
+    assert both.values("restart", "a", 1, "x") == [3.0]
+
+
+def test_failures_are_counted_by_what_went_wrong() -> None:
+    samples = [Sample("s", "a", 1, why=why) for why in ("died", "", "hung", "died")]
+
+    assert failures(samples) == ["2 × died", "1 × hung"]
