@@ -79,7 +79,7 @@ class Census:
         self._job = job
         self._pids = {"agent": job.process.pid, "fork server": job.fork_server().pid}
         self._first: dict[str, Holdings] = {}
-        self._processes = 0
+        self._files = 0
         self.memory_kib: list[tuple[int, int]] = []
 
     def count(self, workers: int, when: str) -> None:
@@ -88,13 +88,19 @@ class Census:
         if not self._first:
             wait_for(lambda: not any(h.zombies for h in self._holdings().values()), "zombies are reaped", SETTLE_S)
             self._first = self._holdings()
+            self._files = self._temporary_files()
         now = self._settled(self._first)
         assert now == self._first, f"{when}: more is held than at first:\n  first {self._first}\n  now   {now}"
+        files = self._temporary_files()
+        assert files == self._files, f"{when}: {files} temporary files and folders, {self._files} at first"
         # The guardian, the fork server, the worker store.
         expected = workers + 3
         found = self._job.processes()
         assert len(found) == expected, f"{when}: {len(found)} processes, not {expected}: {_names(found)}"
         self.memory_kib.append((anonymous_kib(self._pids["agent"]), anonymous_kib(self._pids["fork server"])))
+
+    def _temporary_files(self) -> int:
+        return len(list(self._job.tmp.rglob("*")))
 
     def _holdings(self) -> dict[str, Holdings]:
         return {name: holdings(pid) for name, pid in self._pids.items()}

@@ -90,7 +90,9 @@ class Storm:
                 self.kills.append(Kill(generation, Moment.STOPPING, victim))
                 struck.append(victim)
         pids = "|".join(map(str, struck))
-        self._await(rf"^elaunch: rank \d+ .*pid ({pids})\) was killed by SIGKILL in generation {generation}\b", generation)
+        # The survivors may be sooner: a worker that is killed in an fsync is gone only after it.
+        said = rf"^elaunch: (the cause: )?rank \d+ .*pid ({pids})\) was killed by SIGKILL in generation {generation}\b"
+        self._await(said, generation)
 
     def figures(self) -> str:
         counts = Counter(kill.moment for kill in self.kills)
@@ -163,12 +165,16 @@ class Storm:
         compiled = re.compile(pattern, re.MULTILINE)
 
         def found() -> bool:
+            ended = self.job.process.poll() is not None
+            if ended:
+                # Its last words are read to the end.
+                self.job.wait()
             text, end = self.job.stderr_from(self._read_to)
-            if not compiled.search(text):
-                assert self.job.process.poll() is None, f"ended without {pattern!r}:\n{text}"
-                return False
-            self._read_to = end - 1
-            return True
+            if compiled.search(text):
+                self._read_to = end - 1
+                return True
+            assert not ended, f"ended without {pattern!r}:\n{text}"
+            return False
 
         try:
             wait_for(found, f"{pattern!r} in generation {generation}")

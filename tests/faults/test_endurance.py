@@ -21,9 +21,9 @@ Calm = Callable[[int, int], Path]
 
 SHAPE = ["--global-batch", "12", "--checkpoint-every", "4", "--layers", "1", "--width", "16", "--heads", "2"]
 SHAPE += ["--context", "16", "--dropout", "0.1", "--seed", "5", "--data", "text"]
-# Of the job's in-memory store stay a few records of each generation.
-AGENT_GROWTH_KIB_PER_KILL = 8
-FORK_SERVER_GROWTH_KIB = 512
+# The number of Python objects stays the same; what grows, a little and ever slower, is the holes between them.
+AGENT_GROWTH_KIB_MAX = 2048
+FORK_SERVER_GROWTH_KIB_MAX = 512
 
 
 def train(folder: Path, out: str, workers: int, steps: int, *options: str) -> Watched:
@@ -76,7 +76,7 @@ def test_a_storm_of_kills_changes_no_bit_and_leaves_nothing(
         job.assert_nothing_is_left(pids=storm.seen)
 
     assert_no_trace(job, storm, private, marker)
-    assert_memory_is_flat(census, generations)
+    assert_memory_is_flat(census)
     assert_same_run(tmp_path / "stormy", calm(workers, steps))
 
 
@@ -139,12 +139,12 @@ def assert_no_trace(job: Watched, storm: Storm, private: list[str], marker: str)
     assert not cgroups_named(marker)
 
 
-def assert_memory_is_flat(census: Census, generations: int) -> None:
+def assert_memory_is_flat(census: Census) -> None:
     """The first tenth is for warming up: pools and caches that fill once."""
     warm = census.memory_kib[len(census.memory_kib) // 10 :]
     agent_kib, server_kib = (last - first for first, last in zip(warm[0], warm[-1], strict=True))
-    assert agent_kib <= AGENT_GROWTH_KIB_PER_KILL * generations, f"the agent grew by {agent_kib} KiB: {warm}"
-    assert server_kib <= FORK_SERVER_GROWTH_KIB, f"the fork server grew by {server_kib} KiB: {warm}"
+    assert agent_kib <= AGENT_GROWTH_KIB_MAX, f"the agent grew by {agent_kib} KiB: {warm}"
+    assert server_kib <= FORK_SERVER_GROWTH_KIB_MAX, f"the fork server grew by {server_kib} KiB: {warm}"
 
 
 def assert_same_run(out: Path, calm: Path) -> None:
