@@ -34,7 +34,7 @@ def holdings(pid: int) -> Holdings:
     for link in Path(f"/proc/{pid}/fd").iterdir():
         with suppress(FileNotFoundError):
             # "socket:[4711]" and "pipe:[4711]" are of one kind each; a file is one of its own.
-            kinds[re.sub(r":\[\d+\]$", "", os.readlink(link))] += 1
+            kinds[re.sub(r":\[\d+\]$", "", str(link.readlink()))] += 1
     zombies = sum(_state(child) == "Z" for child in children(pid))
     return Holdings(tuple(sorted(kinds.items())), len(list(Path(f"/proc/{pid}/task").iterdir())), zombies)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +25,8 @@ SHAPE += ["--context", "16", "--dropout", "0.1", "--seed", "5", "--data", "text"
 # The number of Python objects stays the same; what grows, a little and ever slower, is the holes between them.
 AGENT_GROWTH_KIB_MAX = 2048
 FORK_SERVER_GROWTH_KIB_MAX = 512
+# From the command to the first steps it takes about two seconds.
+AGENT_LIFE_S = 2.5
 
 
 def train(folder: Path, out: str, workers: int, steps: int, *options: str) -> Watched:
@@ -112,6 +115,37 @@ def test_without_restarts_each_kill_ends_the_job_and_an_outer_loop_ends_with_the
     print(f"{workers} workers, {starts} starts that were killed, {time.monotonic() - started_s:.0f} s")
     assert "resuming after step" in job.output
     assert_same_run(tmp_path / "looped", calm(workers, steps))
+
+
+@pytest.mark.parametrize(
+    ("workers", "starts", "steps"),
+    [pytest.param(3, 2, 200, id="short"), pytest.param(3, 60, 4000, id="long", marks=pytest.mark.slow)],
+)
+def test_agents_killed_at_random_moments_leave_nothing_and_the_run_goes_on_to_the_same_bits(
+    tmp_path: Path, calm: Calm, workers: int, starts: int, steps: int
+) -> None:
+    dice = seeded()
+    for start in range(starts):
+        with train(tmp_path, "orphaned", workers, steps, "--max-restarts", "0") as job:
+            if start:
+                time.sleep(dice.uniform(0, AGENT_LIFE_S))
+            else:
+                job.wait_for_output("^.0. step ")
+            # What it has is known to `job` before it dies.
+            had = [process.pid for process in job.processes()]
+            assert job.process.poll() is None, f"it ended before the kill:\n{job.output}"
+
+            killed_at_s = time.monotonic()
+            job.process.kill()
+
+            assert job.process.wait(5) == -signal.SIGKILL
+            job.assert_nothing_is_left(killed_at_s, had)
+        assert not list(job.tmp.iterdir())
+        assert not shared_memory_of(had)
+
+    with train(tmp_path, "orphaned", workers, steps, "--max-restarts", "0") as job:
+        assert job.wait(300) == 0, job.output
+    assert_same_run(tmp_path / "orphaned", calm(workers, steps))
 
 
 def assert_report(job: Watched, storm: Storm) -> None:
