@@ -166,15 +166,29 @@ def test_an_agent_killed_while_it_sweeps_a_generation_leaves_the_rest_to_its_gua
         job.assert_nothing_is_left(pids=many)
 
 
+ENDS_ON_DEMAND = f"""{SAY}
+say("worker", os.getpid())
+while not os.path.exists("go"):
+    time.sleep(0.005)
+"""
+
+
+def all_but_the_sweep(folder: Path, job: Watched) -> psutil.Process:
+    """Let the job end but for its guardian's work, which is stopped; the guardian."""
+    wait_for(lambda: job.pids("worker"), "the worker")
+    guardian = job.guardian()
+    guardian.suspend()
+    (folder / "go").touch()
+    wait_for(lambda: not [c for c in children(job.process.pid) if c != guardian.pid and is_alive(c)], "the end")
+    assert job.run_dirs()
+    assert job.process.poll() is None
+    return guardian
+
+
 def test_an_agent_killed_while_its_guardian_sweeps_leaves_nothing(tmp_path: Path) -> None:
-    script(tmp_path, "pass")
+    script(tmp_path, ENDS_ON_DEMAND)
     with Watched(tmp_path, *LIGHT, "--nproc-per-node", "1", "train.py") as job:
-        guardian = job.guardian()
-        guardian.suspend()
-        # All is done but the guardian's work.
-        wait_for(lambda: not [c for c in children(job.process.pid) if c != guardian.pid and is_alive(c)], "the end")
-        assert job.run_dirs()
-        assert job.process.poll() is None
+        guardian = all_but_the_sweep(tmp_path, job)
 
         job.kill_agent()
         guardian.resume()
@@ -183,15 +197,29 @@ def test_an_agent_killed_while_its_guardian_sweeps_leaves_nothing(tmp_path: Path
 
 
 def test_a_guardian_killed_while_the_agent_waits_for_its_sweep_is_made_up_for_by_the_agent(tmp_path: Path) -> None:
-    script(tmp_path, "pass")
+    script(tmp_path, ENDS_ON_DEMAND)
     with Watched(tmp_path, *LIGHT, "--nproc-per-node", "1", "train.py") as job:
-        guardian = job.guardian()
-        guardian.suspend()
-        wait_for(lambda: not [c for c in children(job.process.pid) if c != guardian.pid and is_alive(c)], "the end")
-        assert job.run_dirs()
+        guardian = all_but_the_sweep(tmp_path, job)
 
         guardian.kill()
 
+        assert job.wait() == 0
+        job.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize("age_s", [0.0, 0.05, 0.2])
+def test_a_guardian_killed_while_it_and_the_job_start_is_replaced(tmp_path: Path, age_s: float) -> None:
+    script(tmp_path, ENDS_ON_DEMAND)
+    with Watched(tmp_path, *LIGHT, "--nproc-per-node", "1", "train.py") as job:
+        first = job.guardian()
+        time.sleep(age_s)
+
+        first.kill()
+
+        job.wait_for_output("the guardian was killed; starting another")
+        wait_for(lambda: job.pids("worker"), "the worker")
+        assert job.guardian().pid != first.pid
+        (tmp_path / "go").touch()
         assert job.wait() == 0
         job.assert_nothing_is_left()
 
