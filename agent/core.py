@@ -342,6 +342,9 @@ def _cleared(agent: Agent, event: Cleared, now_s: float) -> Step:
         whole = verdict([with_tail(f, event.tails.get(f.local_rank, ""), event.reached_store) for f in failures])
         record = {keys.failure(event.generation, agent.me.node_id): encode(whole)}
         actions = (Commit(Txn((agent.snapshot.live_guard,), record)),)
+        if whole.local_rank != stopping.failure.local_rank:
+            # A worker that dies while it writes to a disk is gone later than its peers notice and give up.
+            actions = (*actions, Say(f"the cause: {whole.sentence}"))
     if stopping.signum:
         agent, more = _exit(agent, _interrupted(agent, stopping.signum, stopping.signal_name))
         return agent, (*actions, *more)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from elaunch.agent.cgroup import JobCgroup
-from elaunch.agent.guardian import VARIABLE, sweep
+from elaunch.agent.guardian import VARIABLE, clean_up, sweep
 
 
 class Guard:
@@ -68,6 +68,7 @@ class Guard:
         self.cgroup.end(generation)
 
     def finish(self) -> None:
-        """Let the guardian do its work, and wait for it."""
+        """Let the guardian do its work, and wait for it; one that was killed leaves it to this process."""
         os.close(self._fd)
-        self._process.wait()
+        if self._process.wait() != 0:
+            clean_up(self.marker, self.cgroup.path, self._run_dirs)

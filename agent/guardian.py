@@ -15,7 +15,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -25,6 +25,15 @@ VARIABLE = "ELAUNCH_MARKER"
 SWEEP_S_MAX = 5.0
 # How long a cgroup's processes may end by themselves: guardians of nested jobs, whose agents were swept before.
 NESTED_S = 0.2
+
+
+def clean_up(marker: str, cgroup: str, run_dirs: Iterable[str]) -> None:
+    """Leave nothing of a job: its processes, its cgroup (a path, or empty), the run directories that there are."""
+    sweep(marker)
+    if cgroup:
+        kill_cgroup(cgroup)
+    for run_dir in run_dirs:
+        shutil.rmtree(run_dir, ignore_errors=True)
 
 
 def sweep(marker: str, spare: Collection[int] = ()) -> int:
@@ -104,11 +113,7 @@ def main() -> None:
         signal.signal(signum, signal.SIG_IGN)
     while os.read(fd, 1):
         pass
-    sweep(marker)
-    if cgroup:
-        kill_cgroup(cgroup)
-    for run_dir in run_dirs:
-        shutil.rmtree(run_dir, ignore_errors=True)
+    clean_up(marker, cgroup, run_dirs)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -47,6 +48,13 @@ class RunDir:
     def rank(self, generation: int, rank: int) -> Path | None:
         """The folder of one rank in one generation."""
         return self._make(self.root / f"attempt_{generation}" / str(rank)) if self.root else None
+
+    def forget_before(self, generation: int) -> None:
+        """Remove the private folders of older generations; a log folder keeps all of its own."""
+        if self.private:
+            for folder in self.private.glob("attempt_*"):
+                if folder.name != f"attempt_{generation}":
+                    shutil.rmtree(folder, ignore_errors=True)
 
     def warn(self, trouble: str) -> None:
         """Say what cannot be written; once, since a full disk has the same for every stream of every rank."""

@@ -55,6 +55,8 @@ class Workers:
             listener.close()
         for local_rank in range(group.slots):
             self._start_worker(server, group, local_rank)
+        # The last failure's files were there until now, in case that it had been the job's last.
+        self._run_dir.forget_before(group.generation)
 
     def signal(self, server: ForkServer, group: Group, local_rank: int, signum: int) -> None:
         """Signal one worker.

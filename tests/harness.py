@@ -95,6 +95,11 @@ class Job:
     def stderr(self) -> str:
         return "".join(text for name, text in self._pieces if name == "stderr")
 
+    def stderr_from(self, piece: int) -> tuple[str, int]:
+        """Stderr from that piece of output on, and how many pieces there are now: for jobs that say much."""
+        pieces = self._pieces[max(piece, 0) :]
+        return "".join(text for name, text in pieces if name == "stderr"), max(piece, 0) + len(pieces)
+
     def wait_for_output(self, pattern: str, deadline_s: float = DEADLINE_S) -> re.Match[str]:
         """The first match of `pattern` (multi-line) in the output."""
 
@@ -152,6 +157,10 @@ class Job:
             except psutil.Error:
                 continue
         return found
+
+    def markers(self) -> set[str]:
+        """What the processes of this job's agent carry."""
+        return wait_for(lambda: set(self._seen_markers()), "a process with a marker")
 
     def _seen_markers(self) -> list[str]:
         try:

@@ -579,6 +579,18 @@ def test_a_peers_death_found_while_stopping_is_blamed_instead_of_the_one_who_tol
 
     (record,) = driver.snapshot.failures[0]
     assert (record.rank, record.code) == (1, -KILL)
+    assert driver.said == f"the cause: {record.sentence}"
+
+
+def test_a_cause_that_was_named_already_is_not_named_again() -> None:
+    driver = running()
+    driver.exits(1, -KILL, FailureKind.SIGNAL)
+    driver.exits(0, 1, FailureKind.PEER_LOST)
+    driver.exits(2, -TERM, FailureKind.SIGNAL)
+
+    driver.happen(Cleared(0))
+
+    assert not driver.said
 
 
 def test_a_worker_that_we_ended_is_not_blamed() -> None:

@@ -134,3 +134,15 @@ def test_shared_memory_stands_in_for_a_temporary_folder_that_cannot_be_written(
     assert run_dir.private.parent == Path("/dev/shm")
     assert warnings == []
     run_dir.private.rmdir()
+
+
+def test_private_folders_of_older_generations_are_removed_and_log_folders_are_kept(
+    tmp_path: Path, temporary: Path, warnings: Warnings
+) -> None:
+    private, kept = RunDir(None, "job", warnings), RunDir(tmp_path / "logs", "job", warnings)
+    folders = [run_dir.rank(generation, 0) for run_dir in (private, kept) for generation in range(3)]
+
+    private.forget_before(2)
+    kept.forget_before(2)
+
+    assert [folder.exists() for folder in folders if folder] == [False, False, True, True, True, True]

@@ -1,0 +1,132 @@
+"""Counts what a process holds, so that a test can say that it holds no more than before."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from tests.faults.processes import Watched, is_alive
+from tests.harness import wait_for
+
+# What is still on its way out (a closing pipe, a zombie) has a moment.
+SETTLE_S = 5.0
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """What one process holds: its descriptors by kind, its threads and its zombies."""
+
+    fds: tuple[tuple[str, int], ...]
+    threads: int
+    zombies: int
+
+
+def holdings(pid: int) -> Holdings:
+    """What the process `pid` holds now."""
+    kinds: Counter[str] = Counter()
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):
+            # "socket:[4711]" and "pipe:[4711]" are of one kind each; a file is one of its own.
+            kinds[re.sub(r":\[\d+\]$", "", str(link.readlink()))] += 1
+    zombies = sum(_state(child) == "Z" for child in children(pid))
+    return Holdings(tuple(sorted(kinds.items())), len(list(Path(f"/proc/{pid}/task").iterdir())), zombies)
+
+
+def anonymous_kib(pid: int) -> int:
+    """The memory that is the process's own, in KiB: neither files nor shared memory."""
+    text = Path(f"/proc/{pid}/status").read_text()
+    match = re.search(r"^RssAnon:\s+(\d+) kB$", text, re.MULTILINE)
+    assert match, text
+    return int(match[1])
+
+
+def children(pid: int) -> list[int]:
+    """The children of a single-threaded process in the order of their birth, zombies included."""
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+
+
+def command(pid: int) -> str:
+    """The command line; empty where there is no such process any more."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def _state(pid: int) -> str:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return ""
+
+
+class Census:
+    """Agent and fork server of a job at one moment of each generation, compared with the first such moment.
+
+    `memory_kib` are their own memory at each count, agent and fork server.
+    """
+
+    def __init__(self, job: Watched) -> None:
+        self._job = job
+        self._pids = {"agent": job.process.pid, "fork server": job.fork_server().pid}
+        self._first: dict[str, Holdings] = {}
+        self._files = 0
+        self.memory_kib: list[tuple[int, int]] = []
+
+    def count(self, workers: int, when: str) -> None:
+        """Fail if anything has grown. The job must be in the same state each time: all `workers` are training."""
+        assert self._job.fork_server().pid == self._pids["fork server"], "the fork server is another one"
+        if not self._first:
+            wait_for(lambda: not any(h.zombies for h in self._holdings().values()), "zombies are reaped", SETTLE_S)
+            self._first = self._holdings()
+            self._files = self._temporary_files()
+        now = self._settled(self._first)
+        assert now == self._first, f"{when}: more is held than at first:\n  first {self._first}\n  now   {now}"
+        files = self._temporary_files()
+        assert files == self._files, f"{when}: {files} temporary files and folders, {self._files} at first"
+        # The guardian, the fork server, the worker store.
+        expected = workers + 3
+        found = self._job.processes()
+        assert len(found) == expected, f"{when}: {len(found)} processes, not {expected}: {_names(found)}"
+        self.memory_kib.append((anonymous_kib(self._pids["agent"]), anonymous_kib(self._pids["fork server"])))
+
+    def _temporary_files(self) -> int:
+        return len(list(self._job.tmp.rglob("*")))
+
+    def _holdings(self) -> dict[str, Holdings]:
+        return {name: holdings(pid) for name, pid in self._pids.items()}
+
+    def _settled(self, wanted: dict[str, Holdings]) -> dict[str, Holdings]:
+        with suppress(AssertionError):
+            wait_for(lambda: self._holdings() == wanted, "the same as at first", SETTLE_S)
+        return self._holdings()
+
+
+def _names(processes: Iterable[psutil.Process]) -> list[str]:
+    return [f"{p.pid} {command(p.pid)}" for p in processes]
+
+
+def shared_memory_of(pids: Iterable[int]) -> list[str]:
+    """The names in /dev/shm that are ours: by our prefix, or made by one of `pids`."""
+    wanted = {str(pid) for pid in pids}
+    names = [path.name for path in Path("/dev/shm").iterdir()]
+    return [name for name in names if name.startswith("elaunch") or wanted & set(re.split(r"[^0-9]+", name))]
+
+
+def cgroups_named(word: str) -> list[str]:
+    """The cgroups whose folder's name holds `word`."""
+    return [folder for folder, _, _ in os.walk("/sys/fs/cgroup") if word in Path(folder).name]
+
+
+def alive(pids: Iterable[int]) -> list[str]:
+    """Those of `pids` that still run, with their command lines."""
+    return [f"{pid} {command(pid)}" for pid in pids if is_alive(pid)]

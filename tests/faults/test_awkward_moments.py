@@ -1,0 +1,242 @@
+"""Kills at the moments when something is half done: an import, a fork, the store's start, a stop, a sweep."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.faults.census import children, command
+from tests.faults.processes import CHILDREN, LIGHT, SAY, Watched, is_alive
+from tests.harness import script, wait_for
+
+MEETS = f"""{SAY}
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+total = torch.ones(1)
+dist.all_reduce(total)
+dist.destroy_process_group()
+print("reduced", int(total), "in generation", GENERATION)
+"""
+
+WAITS_IN_GENERATION_0 = f"""{SAY}
+say(f"generation {{GENERATION}} worker", os.getpid())
+while GENERATION == 0:
+    signal.pause()
+"""
+
+
+@pytest.mark.parametrize("import_s", [0.0, 0.2, 0.6])
+def test_a_fork_server_killed_at_any_time_of_its_import_of_torch_costs_no_more_than_time(
+    tmp_path: Path, import_s: float
+) -> None:
+    script(tmp_path, MEETS)
+    with Watched(tmp_path, "--nproc-per-node", "2", "train.py") as job:
+        pid = job.process.pid
+        old = wait_for(lambda: next((c for c in children(pid) if "template import main" in command(c)), 0), "its start")
+        time.sleep(import_s)
+        assert not children(old), "it has imported already"
+
+        os.kill(old, signal.SIGKILL)
+
+        assert job.wait() == 0, job.output
+        assert not is_alive(old)
+        assert len(re.findall("reduced 2 in generation", job.stdout)) == 2
+        assert "the fork server ended while it imported; each worker starts as a fresh interpreter" in job.stderr
+        job.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize("born", [1, 8, 16])
+def test_a_worker_killed_while_its_siblings_are_still_forked_is_a_restart_of_all(tmp_path: Path, born: int) -> None:
+    workers = 48
+    script(tmp_path, WAITS_IN_GENERATION_0)
+    with Watched(tmp_path, *LIGHT, "--nproc-per-node", str(workers), "train.py") as job:
+        server = job.fork_server().pid
+        # The worker store is the first child.
+        forked = wait_for(lambda: len(now := children(server)) > born and now, "the first workers")
+
+        os.kill(forked[born], signal.SIGKILL)
+        there = len(children(server)) - 1
+
+        assert job.wait() == 0, job.output
+        assert there < workers, "all workers were there already"
+        assert f"pid {forked[born]}) was killed by SIGKILL in generation 0" in job.stderr
+        assert len(job.pids("generation 1 worker")) == workers
+        assert re.search("succeeded.* 1 of 3 restarts used", job.stderr)
+        job.assert_nothing_is_left(pids=forked)
+
+
+@pytest.mark.parametrize("start_s", [0.0, 0.002, 0.01])
+def test_a_worker_store_killed_while_it_starts_is_a_restart(tmp_path: Path, start_s: float) -> None:
+    script(tmp_path, MEETS)
+    with Watched(tmp_path, "--nproc-per-node", "2", "train.py") as job:
+        server = job.fork_server().pid
+        store = wait_for(lambda: children(server), "the store's fork")[0]
+        time.sleep(start_s)
+
+        os.kill(store, signal.SIGKILL)
+
+        assert job.wait() == 0, job.output
+        told = [line for line in job.said_by_agent() if line.startswith("the worker store was killed by SIGKILL")]
+        assert len(told) == 1, job.output
+        assert job.stdout.count("reduced 2 in generation 1") == 2
+        assert re.search("succeeded.* 1 of 3 restarts used", job.stderr)
+        job.assert_nothing_is_left()
+
+
+SLOW_TO_STOP = f"""{SAY}
+signal.signal(signal.SIGTERM, lambda *_: say("stopping", os.getpid()))
+say(f"generation {{GENERATION}} worker", os.getpid())
+while GENERATION == 0:
+    time.sleep(600)
+"""
+
+
+def test_workers_killed_while_their_group_stops_after_a_failure_do_not_hide_it_or_hold_it_up(tmp_path: Path) -> None:
+    script(tmp_path, SLOW_TO_STOP)
+    with Watched(tmp_path, *LIGHT, "--nproc-per-node", "4", "--failure-grace", "600", "train.py") as job:
+        first, *others = wait_for(lambda: len(w := job.pids("generation 0 worker")) == 4 and w, "all workers")
+        os.kill(first, signal.SIGKILL)
+        wait_for(lambda: len(job.pids("stopping")) == 3, "the others' stop")
+
+        for pid in others:
+            os.kill(pid, signal.SIGKILL)
+
+        assert job.wait() == 0, job.output
+        assert len(job.pids("generation 1 worker")) == 4
+        failures = [line for line in job.said_by_agent() if "was killed by SIGKILL" in line]
+        assert len(failures) == 1
+        assert f"pid {first})" in failures[0]
+        assert re.search("succeeded.* 1 of 3 restarts used", job.stderr)
+        job.assert_nothing_is_left(pids=[first, *others])
+
+
+def test_workers_killed_while_the_job_is_stopped_by_a_signal_end_it_as_the_signal_does(tmp_path: Path) -> None:
+    script(tmp_path, SLOW_TO_STOP)
+    with Watched(tmp_path, *LIGHT, "--nproc-per-node", "4", "--stop-grace", "600", "train.py") as job:
+        workers = wait_for(lambda: len(w := job.pids("generation 0 worker")) == 4 and w, "all workers")
+        job.signal(signal.SIGTERM)
+        wait_for(lambda: len(job.pids("stopping")) == 4, "the workers' stop")
+
+        for pid in workers:
+            os.kill(pid, signal.SIGKILL)
+
+        assert job.wait() == 143
+        assert "generation 1" not in job.stderr
+        job.assert_nothing_is_left(pids=workers)
+
+
+# Two hundred processes that nobody's death ends, so that a sweep takes long enough to be hit.
+MANY = f"""{SAY}
+for n in range(200):
+    if os.fork() == 0:
+        os.setsid()
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        while True:
+            signal.pause()
+    # Said by the parent, which goes on.
+print("many are there", flush=True)
+say("worker", os.getpid())
+signal.pause()
+"""
+
+
+def test_an_agent_killed_while_it_sweeps_a_generation_leaves_the_rest_to_its_guardian(tmp_path: Path) -> None:
+    script(tmp_path, MANY)
+    with Watched(tmp_path, *LIGHT, "--nproc-per-node", "1", "train.py") as job:
+        job.wait_for_output("^many are there")
+        worker = wait_for(lambda: job.pids("worker"), "the worker")[0]
+        many = children(worker)
+        assert len(many) == 200
+        os.kill(worker, signal.SIGKILL)
+        wait_for(lambda: not is_alive(many[0]), "the sweep's beginning")
+
+        os.kill(job.process.pid, signal.SIGKILL)
+        left = sum(is_alive(pid) for pid in many)
+
+        assert job.process.wait(5) == -signal.SIGKILL
+        assert left, "the sweep was over"
+        job.assert_nothing_is_left(pids=many)
+
+
+ENDS_ON_DEMAND = f"""{SAY}
+say("worker", os.getpid())
+while not os.path.exists("go"):
+    time.sleep(0.005)
+"""
+
+
+def all_but_the_sweep(folder: Path, job: Watched) -> psutil.Process:
+    """Let the job end but for its guardian's work, which is stopped; the guardian."""
+    wait_for(lambda: job.pids("worker"), "the worker")
+    guardian = job.guardian()
+    guardian.suspend()
+    (folder / "go").touch()
+    wait_for(lambda: not [c for c in children(job.process.pid) if c != guardian.pid and is_alive(c)], "the end")
+    assert job.run_dirs()
+    assert job.process.poll() is None
+    return guardian
+
+
+def test_an_agent_killed_while_its_guardian_sweeps_leaves_nothing(tmp_path: Path) -> None:
+    script(tmp_path, ENDS_ON_DEMAND)
+    with Watched(tmp_path, *LIGHT, "--nproc-per-node", "1", "train.py") as job:
+        guardian = all_but_the_sweep(tmp_path, job)
+
+        job.kill_agent()
+        guardian.resume()
+
+        job.assert_nothing_is_left()
+
+
+def test_a_guardian_killed_while_the_agent_waits_for_its_sweep_is_made_up_for_by_the_agent(tmp_path: Path) -> None:
+    script(tmp_path, ENDS_ON_DEMAND)
+    with Watched(tmp_path, *LIGHT, "--nproc-per-node", "1", "train.py") as job:
+        guardian = all_but_the_sweep(tmp_path, job)
+
+        guardian.kill()
+
+        assert job.wait() == 0
+        job.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize("age_s", [0.0, 0.05, 0.2])
+def test_a_guardian_killed_while_it_and_the_job_start_is_replaced(tmp_path: Path, age_s: float) -> None:
+    script(tmp_path, ENDS_ON_DEMAND)
+    with Watched(tmp_path, *LIGHT, "--nproc-per-node", "1", "train.py") as job:
+        first = job.guardian()
+        time.sleep(age_s)
+
+        first.kill()
+
+        job.wait_for_output("the guardian was killed; starting another")
+        wait_for(lambda: job.pids("worker"), "the worker")
+        assert job.guardian().pid != first.pid
+        (tmp_path / "go").touch()
+        assert job.wait() == 0
+        job.assert_nothing_is_left()
+
+
+def test_when_agent_and_guardian_are_both_killed_the_kernel_still_ends_workers_and_fork_server(tmp_path: Path) -> None:
+    script(tmp_path, f"{SAY}{CHILDREN}\nsay('worker', os.getpid())\nwhile True: signal.pause()")
+    with Watched(tmp_path, *LIGHT, "--nproc-per-node", "2", "train.py") as job:
+        workers = wait_for(lambda: len(w := job.pids("worker")) == 2 and w, "both workers")
+        server, guardian = job.fork_server(), job.guardian()
+        guardian.suspend()
+
+        job.kill_agent()
+        guardian.kill()
+
+        wait_for(lambda: not any(is_alive(p) for p in [*workers, server.pid]), "workers and fork server end", 1)
+        # Nobody is left who could know of these; they are the test's to end.
+        strays = [pid for name in ("sleep", "setsid", "daemon") for pid in job.pids(name)]
+        assert all(is_alive(pid) for pid in strays)
+        for stray in strays:
+            psutil.Process(stray).kill()

@@ -1,0 +1,216 @@
+"""A training run under hundreds of kills ends as the run that never failed does, and nothing adds up meanwhile."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.faults.census import Census, alive, cgroups_named, shared_memory_of
+from tests.faults.processes import Watched
+from tests.faults.storm import Moment, Storm, seeded
+from tests.harness import wait_for
+
+Calm = Callable[[int, int], Path]
+
+SHAPE = ["--global-batch", "12", "--checkpoint-every", "4", "--layers", "1", "--width", "16", "--heads", "2"]
+SHAPE += ["--context", "16", "--dropout", "0.1", "--seed", "5", "--data", "text"]
+# The number of Python objects stays the same; what grows, a little and ever slower, is the holes between them.
+AGENT_GROWTH_KIB_MAX = 2048
+FORK_SERVER_GROWTH_KIB_MAX = 512
+# From the command to the first steps it takes about two seconds.
+AGENT_LIFE_S = 2.5
+
+
+def train(folder: Path, out: str, workers: int, steps: int, *options: str) -> Watched:
+    text = folder / "text"
+    text.mkdir(exist_ok=True)
+    (text / "alphabet.txt").write_text("".join(chr(97 + i * i % 26) for i in range(40_000)))
+    shape = ["--steps", str(steps), *SHAPE]
+    return Watched(folder, *options, "--nproc-per-node", str(workers), "-m", "elaunch.trainer", "--out", out, *shape)
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> Calm:
+    """The directory of the run that does not fail, by workers and steps; each is trained once."""
+    runs: dict[tuple[int, int], Path] = {}
+
+    def of(workers: int, steps: int) -> Path:
+        if (workers, steps) not in runs:
+            folder = tmp_path_factory.mktemp("calm")
+            with train(folder, "run", workers, steps) as job:
+                assert job.wait(300) == 0, job.output
+            runs[workers, steps] = folder / "run"
+        return runs[workers, steps]
+
+    return of
+
+
+@pytest.mark.parametrize(
+    ("workers", "generations", "steps"),
+    [
+        pytest.param(3, 8, 200, id="short"),
+        *(pytest.param(n, 200, 2000, id=f"{n}-workers", marks=pytest.mark.slow) for n in (2, 3, 4)),
+    ],
+)
+def test_a_storm_of_kills_changes_no_bit_and_leaves_nothing(
+    tmp_path: Path, calm: Calm, workers: int, generations: int, steps: int
+) -> None:
+    dice = seeded()
+    started_s = time.monotonic()
+    with train(tmp_path, "stormy", workers, steps, "--max-restarts", str(2 * generations)) as job:
+        storm = Storm(job, tmp_path / "stormy", workers, dice)
+        census = Census(job)
+        storm.rage(generations, census, census_every=max(4, generations // 20))
+        private = [path.name for path in job.run_dirs()]
+        marker = job_marker(job)
+        assert job.wait(300) == 0, job.output[-20_000:]
+
+        print(f"{workers} workers, {time.monotonic() - started_s:.0f} s; {storm.figures()}")
+        print(f"own memory in KiB of (agent, fork server) at each count: {census.memory_kib}")
+        assert f"{generations} of {2 * generations} restarts used" in job.stderr
+        job.assert_nothing_is_left(pids=storm.seen)
+
+    assert_no_trace(job, storm, private, marker)
+    assert_memory_is_flat(census)
+    assert_same_run(tmp_path / "stormy", calm(workers, steps))
+
+
+@pytest.mark.parametrize(
+    ("workers", "starts", "steps"),
+    [
+        pytest.param(3, 2, 200, id="short"),
+        *(pytest.param(n, 67, 1000, id=f"{n}-workers", marks=pytest.mark.slow) for n in (2, 3, 4)),
+    ],
+)
+def test_without_restarts_each_kill_ends_the_job_and_an_outer_loop_ends_with_the_same_bits(
+    tmp_path: Path, calm: Calm, workers: int, starts: int, steps: int
+) -> None:
+    dice = seeded()
+    moments = [Moment.FORKING, Moment.STARTING, Moment.TRAINING, Moment.SAVING]
+    started_s = time.monotonic()
+    for start in range(starts):
+        with train(tmp_path, "looped", workers, steps, "--max-restarts", "0") as job:
+            storm = Storm(job, tmp_path / "looped", workers, dice)
+            # The short form has one that saves a checkpoint, and one that goes on from it.
+            moment = dice.choice(moments) if start else Moment.SAVING
+            wait_for(lambda job=job: job.run_dirs(), "the run directory")  # type: ignore[misc]
+            job.wait_for_output(rf"^elaunch: generation 0: {workers} workers")
+            storm.strike(0, moment)
+            assert job.wait() == 1, f"{moment}:\n{job.output}"
+            job.assert_nothing_is_left(pids=storm.seen)
+        assert_report(job, storm)
+        assert not list(job.tmp.iterdir())
+        assert not shared_memory_of(storm.seen)
+
+    with train(tmp_path, "looped", workers, steps, "--max-restarts", "0") as job:
+        assert job.wait(300) == 0, job.output
+    print(f"{workers} workers, {starts} starts that were killed, {time.monotonic() - started_s:.0f} s")
+    assert "resuming after step" in job.output
+    assert_same_run(tmp_path / "looped", calm(workers, steps))
+
+
+@pytest.mark.parametrize(
+    ("workers", "starts", "steps"),
+    [pytest.param(3, 2, 200, id="short"), pytest.param(3, 60, 4000, id="long", marks=pytest.mark.slow)],
+)
+def test_agents_killed_at_random_moments_leave_nothing_and_the_run_goes_on_to_the_same_bits(
+    tmp_path: Path, calm: Calm, workers: int, starts: int, steps: int
+) -> None:
+    dice = seeded()
+    for start in range(starts):
+        with train(tmp_path, "orphaned", workers, steps, "--max-restarts", "0") as job:
+            if start:
+                time.sleep(dice.uniform(0, AGENT_LIFE_S))
+            else:
+                job.wait_for_output("^.0. step ")
+            # What it has is known to `job` before it dies.
+            had = [process.pid for process in job.processes()]
+            assert job.process.poll() is None, f"it ended before the kill:\n{job.output}"
+
+            killed_at_s = time.monotonic()
+            job.process.kill()
+
+            assert job.process.wait(5) == -signal.SIGKILL
+            job.assert_nothing_is_left(killed_at_s, had)
+        assert not list(job.tmp.iterdir())
+        assert not shared_memory_of(had)
+
+    with train(tmp_path, "orphaned", workers, steps, "--max-restarts", "0") as job:
+        assert job.wait(300) == 0, job.output
+    assert_same_run(tmp_path / "orphaned", calm(workers, steps))
+
+
+def assert_report(job: Watched, storm: Storm) -> None:
+    pids = "|".join(str(kill.pid) for kill in storm.kills)
+    box = job.stderr[job.stderr.index("elaunch.trainer FAILED") :]
+    assert re.search(rf"^rank \d+ .*pid ({pids})\) was killed by SIGKILL in generation 0", box, re.MULTILINE), box
+    assert re.search(rf"^  exitcode  : -9 \(pid: ({pids})\)  \(SIGKILL\)", box, re.MULTILINE), box
+    assert "max_restarts is 0, so any failure ends the job" in box
+
+
+def job_marker(job: Watched) -> str:
+    name = next(iter(job.run_dirs())).name
+    assert re.fullmatch(r"elaunch_[0-9a-f]{16}", name), name
+    return job.markers().pop()
+
+
+def assert_no_trace(job: Watched, storm: Storm, private: list[str], marker: str) -> None:
+    """Nothing of the job is anywhere: process, shared memory, cgroup, or file in a temporary folder."""
+    assert len(private) == 1
+    assert not alive(storm.seen)
+    assert not list(job.tmp.iterdir())
+    others = [Path(folder, private[0]) for folder in ("/tmp", "/var/tmp", "/dev/shm")]
+    assert not [path for path in others if path.exists()]
+    assert not shared_memory_of([*storm.seen, job.process.pid])
+    assert not cgroups_named(marker)
+
+
+def assert_memory_is_flat(census: Census) -> None:
+    """The first tenth is for warming up: pools and caches that fill once."""
+    warm = census.memory_kib[len(census.memory_kib) // 10 :]
+    agent_kib, server_kib = (last - first for first, last in zip(warm[0], warm[-1], strict=True))
+    assert agent_kib <= AGENT_GROWTH_KIB_MAX, f"the agent grew by {agent_kib} KiB: {warm}"
+    assert server_kib <= FORK_SERVER_GROWTH_KIB_MAX, f"the fork server grew by {server_kib} KiB: {warm}"
+
+
+def assert_same_run(out: Path, calm: Path) -> None:
+    """The same steps, losses and state, bit for bit."""
+    assert losses(out) == losses(calm)
+    assert result(out)["params_sha256"] == result(calm)["params_sha256"]
+    ours, theirs = tensors(newest_checkpoint(out)), tensors(newest_checkpoint(calm))
+    assert ours.keys() == theirs.keys()
+    assert len(ours) > 10
+    different = [name for name in ours if not torch.equal(ours[name], theirs[name])]
+    assert not different
+
+
+def newest_checkpoint(out: Path) -> dict[str, Any]:
+    path = max((out / "checkpoints").glob("generation-*.pt"), key=lambda path: path.name)
+    state: dict[str, Any] = torch.load(path, weights_only=True)
+    return state
+
+
+def tensors(value: Any, name: str = "") -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint by their place in it."""
+    if isinstance(value, torch.Tensor):
+        return {name: value}
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return {place: tensor for key, item in items for place, tensor in tensors(item, f"{name}/{key}").items()}
+
+
+def result(out: Path) -> dict[str, Any]:
+    answer: dict[str, Any] = json.loads((out / "result.json").read_text())
+    return answer
+
+
+def losses(out: Path) -> list[tuple[int, float]]:
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [(line["step"], line["loss"]) for line in lines]
