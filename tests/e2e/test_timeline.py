@@ -41,6 +41,9 @@ def test_a_restart_leaves_its_stages_in_the_log_folder(tmp_path: Path) -> None:
     assert [event for event in first if event in stages] == stages
     dead = next(line for line in lines if line["event"] == "exited")
     assert (dead["rank"], dead["local_rank"], dead["code"]) == (1, 1, -9)
+    forked = {line["rank"]: line["pid"] for line in lines if line["event"] == "forked" and line["generation"] == 0}
+    assert forked.keys() == {0, 1}
+    assert forked[1] == dead["pid"]
     second = [line["event"] for line in lines if line["generation"] == 1]
     assert second[0] == "sealed"
     assert second[-3:] == ["stopped", "cleared", "ended"]

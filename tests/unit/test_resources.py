@@ -9,7 +9,13 @@ from pathlib import Path
 import pytest
 
 from elaunch.agent.devices import Gpu, Vendor, read_gpus, visible
-from elaunch.launcher.resources import detect, physical_cores, read_quota_cpus, within_quota
+from elaunch.launcher.resources import (
+    detect,
+    interpreter_options,
+    physical_cores,
+    read_quota_cpus,
+    within_quota,
+)
 
 UUIDS = ("GPU-aaaa1111-0", "GPU-aaaa2222-0", "GPU-bbbb3333-0", "GPU-cccc4444-0")
 NVIDIA = tuple(Gpu(Vendor.NVIDIA, uuid) for uuid in UUIDS)
@@ -149,3 +155,23 @@ def test_the_gpus_counted_are_those_that_torch_counts() -> None:
     import torch
 
     assert detect(os.environ).gpus == torch.cuda.device_count()
+
+
+@pytest.mark.parametrize(
+    ("words", "kept"),
+    [
+        (["/venv/bin/elaunch", "-W", "error", "train.py"], ()),
+        (["-W", "error", "-Xdev", "-m", "elaunch", "-X", "of the script's"], ("-W", "error", "-X", "dev")),
+        (["-OO", "-bB", "-melaunch"], ("-O", "-O", "-b", "-B")),
+        # In the first line of an installed command: how the launcher itself is kept from its user's packages.
+        (["-sE", "/usr/bin/elaunch", "train.py"], ()),
+        (["-I", "-uvWignore", "--check-hash-based-pycs", "never", "-Xdev", "a.py"], ("-W", "ignore", "-X", "dev")),
+        (["-c", "import sys", "-X", "dev"], ()),
+        (["-W"], ("-W", "")),
+        ([], ()),
+    ],
+)
+def test_workers_get_the_interpreters_options_that_are_not_about_the_launcher(
+    words: list[str], kept: tuple[str, ...]
+) -> None:
+    assert interpreter_options(words) == kept
