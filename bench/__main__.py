@@ -29,12 +29,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     if options.render:
         return _render(options.render, options.page)
-    unknown = [name for name in options.only if name not in SECTIONS]
-    if unknown:
-        print(f"--only: no section is called {', '.join(unknown)}; there are {', '.join(SECTIONS)}", file=sys.stderr)
-        return 2
+    for option, given, known in (("only", options.only, SECTIONS), ("contenders", options.contenders, tuple(ALL))):
+        if unknown := [name for name in given if name not in known]:
+            print(f"--{option}: there is no {', '.join(unknown)}; there are {', '.join(known)}", file=sys.stderr)
+            return 2
     seed = random.SystemRandom().randrange(10**6) if options.seed is None else options.seed
-    settings = Settings(options.samples, options.workers, options.only, options.limit_s, seed)
+    contenders = tuple(ALL[name] for name in options.contenders)
+    settings = Settings(options.samples, options.workers, contenders, options.only, options.limit_s, seed)
     out = options.out or ROOT / "runs" / "bench" / f"{time.strftime('%Y%m%d-%H%M%S')}.json"
     return _run(settings, out, options.page)
 
@@ -48,6 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--workers", type=_numbers, default=(1, 2, 4, 8), metavar="N,N", help="numbers of workers (1,2,4,8)"
     )
+    parser.add_argument("--contenders", type=_names, default=tuple(ALL), metavar="NAME,…", help=", ".join(ALL))
     parser.add_argument("--only", type=_names, default=SECTIONS, metavar="SECTION,…", help=", ".join(SECTIONS))
     parser.add_argument("--limit-s", type=float, default=40.0, metavar="S", help="time for one restart to return (40)")
     parser.add_argument(
@@ -72,7 +74,7 @@ def _run(settings: Settings, out: Path, page: Path) -> int:
     taken: list[Sample] = []
     try:
         progress.say("warming up: one job of each, not counted")
-        for contender in ALL:
+        for contender in settings.contenders:
             first_line(contender)
         _take(tasks, taken, progress, lambda: samples.write(out, _with(results, taken)))
     except KeyboardInterrupt:

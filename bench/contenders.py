@@ -44,7 +44,8 @@ ELAUNCH = Contender("elaunch", "elaunch")
 FRESH = Contender("elaunch --no-preload", "elaunch", ("--no-preload",))
 TORCHRUN = Contender("torchrun", "torchrun")
 TORCHRUN_FORK = Contender("torchrun --run-path --start-method fork", "torchrun", FORK_MODE)
-ALL = (ELAUNCH, FRESH, TORCHRUN, TORCHRUN_FORK)
+# By the names that the command line has for them.
+ALL = {"elaunch": ELAUNCH, "no-preload": FRESH, "torchrun": TORCHRUN, "torchrun-fork": TORCHRUN_FORK}
 
 
 def environment(inherited: Mapping[str, str], contender: Contender, extra: Mapping[str, str]) -> dict[str, str]:

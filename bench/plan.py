@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from bench import chatty, launches, restarts, steady
-from bench.contenders import ALL, ELAUNCH, LIMIT_PRELOAD, LIMIT_TORCH, TORCHRUN, TORCHRUN_FORK, Contender
+from bench.contenders import ELAUNCH, LIMIT_PRELOAD, LIMIT_TORCH, TORCHRUN, TORCHRUN_FORK, Contender
 from bench.samples import Sample
 
 SECTIONS = ("start", "restart", "steady", "first-line", "lines")
@@ -21,6 +21,7 @@ class Settings:
 
     samples: int
     workers: tuple[int, ...]
+    contenders: tuple[Contender, ...]
     sections: tuple[str, ...]
     limit_s: float
     seed: int
@@ -66,7 +67,7 @@ def _starts(settings: Settings) -> Iterator[Task]:
         for limit in (LIMIT_TORCH, LIMIT_PRELOAD):
             yield Task(label, limit, 1.5, lambda name=limit: [launches.bare_import(name)])  # type: ignore[misc]
         for workers in settings.workers:
-            for contender in ALL:
+            for contender in settings.contenders:
 
                 def run(contender: Contender = contender, workers: int = workers) -> list[Sample]:
                     return [launches.start(contender, workers)]
@@ -98,8 +99,9 @@ class _Restarts:
 
 def _restarts(settings: Settings) -> Iterator[Task]:
     state = _Restarts(settings)
-    turns: list[tuple[Contender, Contender | None]] = [(contender, None) for contender in ALL]
-    turns += [(contender.with_fresh_store(), contender) for contender in (TORCHRUN, TORCHRUN_FORK)]
+    turns: list[tuple[Contender, Contender | None]] = [(contender, None) for contender in settings.contenders]
+    ways = _only(settings, TORCHRUN, TORCHRUN_FORK)
+    turns += [(contender.with_fresh_store(), contender) for contender in ways]
     parts = chunks(settings.samples, RESTARTS_PER_JOB)
     for number, count in enumerate(parts, 1):
         for workers in settings.workers:
@@ -122,7 +124,7 @@ def _restarts(settings: Settings) -> Iterator[Task]:
 
 
 def _steady(settings: Settings) -> Iterator[Task]:
-    for trainer, contenders in ((False, ALL), (True, (ELAUNCH, TORCHRUN))):
+    for trainer, contenders in ((False, settings.contenders), (True, _only(settings, ELAUNCH, TORCHRUN))):
         label = steady.TRAINER_SECTION if trainer else steady.SECTION
         for contender in contenders:
 
@@ -136,7 +138,7 @@ def _steady(settings: Settings) -> Iterator[Task]:
 def _first_lines(settings: Settings) -> Iterator[Task]:
     for turn in range(settings.samples):
         label = f"first line, round {turn + 1} of {settings.samples}"
-        for contender in ALL:
+        for contender in settings.contenders:
             yield Task(
                 label,
                 f"first line, {contender.name}",
@@ -148,10 +150,14 @@ def _first_lines(settings: Settings) -> Iterator[Task]:
 def _chatty(settings: Settings) -> Iterator[Task]:
     for turn in range(settings.samples):
         label = f"lines, round {turn + 1} of {settings.samples}"
-        for contender in (ELAUNCH, TORCHRUN, TORCHRUN.tee()):
+        for contender in (*_only(settings, ELAUNCH, TORCHRUN), TORCHRUN.tee()):
             yield Task(
                 label,
                 f"lines, {contender.name}",
                 4.0,
                 lambda contender=contender: [chatty.chatty(contender)],  # type: ignore[misc]
             )
+
+
+def _only(settings: Settings, *wanted: Contender) -> tuple[Contender, ...]:
+    return tuple(contender for contender in wanted if contender in settings.contenders)

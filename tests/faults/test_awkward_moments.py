@@ -40,7 +40,9 @@ def test_a_fork_server_killed_at_any_time_of_its_import_of_torch_costs_no_more_t
     script(tmp_path, MEETS)
     with Watched(tmp_path, "--nproc-per-node", "2", "train.py") as job:
         pid = job.process.pid
-        old = wait_for(lambda: next((c for c in children(pid) if "template import main" in command(c)), 0), "its start")
+        # Before it has its own name it has its workers'.
+        names = ("-u train.py", "elaunch: fork server")
+        old = wait_for(lambda: next((c for c in children(pid) if command(c).endswith(names)), 0), "its start")
         time.sleep(import_s)
         assert not children(old), "it has imported already"
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from bench.chatty import counted
-from bench.contenders import ELAUNCH, FRESH_STORE, TORCHRUN, TORCHRUN_FORK, environment
+from bench.contenders import ALL, ELAUNCH, FRESH_STORE, TORCHRUN, TORCHRUN_FORK, environment
 from bench.plan import SECTIONS, Settings, Task, chunks, plan
 from bench.progress import Estimate, duration
 
 
 def settings(*sections: str, samples: int = 3) -> Settings:
-    return Settings(samples, (1, 2), sections, limit_s=40, seed=1)
+    return Settings(samples, (1, 2), tuple(ALL.values()), sections, limit_s=40, seed=1)
 
 
 def task(key: str, guess_s: float) -> Task:
