@@ -25,6 +25,10 @@ VARIABLE = "ELAUNCH_MARKER"
 SWEEP_S_MAX = 5.0
 # How long a cgroup's processes may end by themselves: guardians of nested jobs, whose agents were swept before.
 NESTED_S = 0.2
+# Processes that remove what others have left in /dev/shm, when those are gone: Python's multiprocessing and torch have
+# one each. They may do so for so long.
+CLEANERS = (b"multiprocessing.resource_tracker", b"torch_shm_manager")
+CLEANERS_S = 0.5
 
 
 def clean_up(marker: str, cgroup: str, run_dirs: Iterable[str]) -> None:
@@ -37,15 +41,20 @@ def clean_up(marker: str, cgroup: str, run_dirs: Iterable[str]) -> None:
 
 
 def sweep(marker: str, spare: Collection[int] = ()) -> int:
-    """SIGKILL all processes with `marker` but those in `spare`, until none is left; how many were ended."""
+    """SIGKILL all processes with `marker` but those in `spare`, until none is left; how many were ended.
+
+    Those that clean up after the others are killed only if they do not end by themselves.
+    """
     ended: set[int] = set()
-    deadline_s = time.monotonic() + SWEEP_S_MAX
-    while (found := marked(marker, spare)) and time.monotonic() < deadline_s:
+    start_s = now_s = time.monotonic()
+    while (found := marked(marker, spare)) and now_s < start_s + SWEEP_S_MAX:
+        patient = now_s < start_s + CLEANERS_S
         for pid in found:
-            if _kill(pid, marker):
+            if not (patient and _is_cleaner(pid)) and _kill(pid, marker):
                 ended.add(pid)
         # Killed processes leave /proc in their own time; a look every millisecond is soon enough.
         time.sleep(0.001)
+        now_s = time.monotonic()
     return len(ended)
 
 
@@ -86,6 +95,14 @@ def _holds(pid: int, needle: bytes) -> bool:
     name = b"\0" + VARIABLE.encode() + b"="
     _, found, value = (b"\0" + environment).partition(name)
     return bool(found) and needle in value.partition(b"\0")[0]
+
+
+def _is_cleaner(pid: int) -> bool:
+    try:
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+    return any(name in command for name in CLEANERS)
 
 
 def _kill(pid: int, marker: str) -> bool:

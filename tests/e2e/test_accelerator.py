@@ -1,4 +1,4 @@
-"""A training step, a kill and a restart on what this machine has: NCCL on a GPU where there is one, else gloo on CPUs."""
+"""A step, a kill and a restart on what this machine has: NCCL on a GPU where there is one, else gloo on CPUs."""
 
 from __future__ import annotations
 

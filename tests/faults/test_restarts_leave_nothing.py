@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 
 import psutil
@@ -68,3 +70,34 @@ def test_ten_restarts_leave_no_process_no_descriptor_no_thread_no_file(tmp_path:
         assert not list(job.tmp.iterdir())
         made = {path.name for path in Path("/dev/shm").iterdir()} - shared_before
         assert not [name for name in made if "elaunch" in name or any(str(pid) in name for pid in older)]
+
+
+SHARES_MEMORY = """
+import multiprocessing as mp, os, signal
+from multiprocessing.shared_memory import SharedMemory
+
+if os.environ["ELAUNCH_GENERATION"] == "0":
+    memory = SharedMemory(create=True, size=64)
+    lock = mp.get_context("spawn").Lock()
+    print("shared", memory.name, lock._semlock.name.lstrip("/"), os.getpid(), flush=True)
+    signal.pause()
+print("again")
+"""
+
+
+@pytest.mark.parametrize("whom", ["worker", "agent"])
+def test_what_a_killed_worker_has_shared_is_removed_by_its_own_tracker(tmp_path: Path, whom: str) -> None:
+    script(tmp_path, SHARES_MEMORY)
+    with Watched(tmp_path, *LIGHT, "train.py") as job:
+        found = job.wait_for_output(r"^shared (\S+) (\S+) (\d+)$")
+        names = [found[1], f"sem.{found[2]}"]
+        assert all(Path("/dev/shm", name).exists() for name in names)
+
+        if whom == "agent":
+            job.kill_agent()
+        else:
+            os.kill(int(found[3]), signal.SIGKILL)
+            assert job.wait() == 0, job.output
+
+        job.assert_nothing_is_left()
+    assert not [name for name in names if Path("/dev/shm", name).exists()]
