@@ -19,7 +19,7 @@ from tests.harness import wait_for
 # A job ends after ten generations in a row without progress (protocol, rule 9), and that is right.
 BARREN_MAX = 5
 # From the group's start to its first step it takes about half a second.
-START_UP_S = 0.8
+START_UP_S = 0.35
 # The stop of a group whose worker was killed takes some tens of milliseconds.
 STOP_S = 0.04
 SECOND_KILL_SHARE = 0.3
@@ -107,7 +107,10 @@ class Storm:
     def _kill(self, generation: int, moment: Moment) -> int:
         """Kill a worker at `moment`; its pid."""
         while True:
-            pid = self._victim(moment)
+            try:
+                pid = self._victim(moment)
+            except AssertionError as error:
+                raise AssertionError(f"generation {generation}: {error}\n{self._job.output[-8000:]}") from None
             self.seen.update(children(self._server))
             # One that was gone by then is no kill.
             if _kill(pid):

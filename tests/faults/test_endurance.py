@@ -57,7 +57,7 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Calm:
     ("workers", "generations", "steps"),
     [
         pytest.param(3, 8, 200, id="short"),
-        *(pytest.param(n, 200, 2000, id=f"{n}-workers", marks=pytest.mark.slow) for n in (2, 3, 4)),
+        *(pytest.param(n, 200, 4000, id=f"{n}-workers", marks=pytest.mark.slow) for n in (2, 3, 4)),
     ],
 )
 def test_a_storm_of_kills_changes_no_bit_and_leaves_nothing(
