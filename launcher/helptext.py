@@ -23,7 +23,7 @@ Examples:
 _FOOT = """\
 An option can be written with _ for -, shortened while it stays unambiguous, given as a variable
 (PET_MAX_RESTARTS=1) or in a job file; the command line wins over variables, these over the file.
-A script called - is read from stdin. -W and -X of `python -X dev -m elaunch …` are the workers' too.
+A script called - is read from stdin. Options of Python, as in `python -X dev -m elaunch`, are kept.
 """
 
 _PAGE_HEAD = """\
@@ -35,8 +35,8 @@ Each long option can be written with `_` for `-` and shortened while it stays un
 variables named here and, under its own name, from the job file of `--config`. The command line wins over variables,
 variables over the file, the file over the default. The last column says where torchrun's meaning differs.
 
-A script called `-` is read from stdin, once, and given to every worker of every generation. The options `-W`, `-X`, `-O`, `-B` and `-b` of an interpreter that
-runs elaunch (`python -X dev -m elaunch …`) are the workers' too."""
+A script called `-` is read from stdin, once, and given to every worker of every generation. The options `-W`,
+`-X`, `-O`, `-B` and `-b` of an interpreter that runs elaunch (`python -X dev -m elaunch …`) are the workers' too."""
 _COLUMNS = ("| option | meaning | default | variables | torchrun |", "|---|---|---|---|---|")
 
 
