@@ -16,7 +16,7 @@ HOOK_DIR = str(Path(__file__).with_name("hook"))
 
 # Without site: .pth files and customisations may do anything, and a process that only execs has no use for them.
 _BARE = (
-    "import sys; there = [p for p in sys.path if p]; sys.path = [sys.argv[2], *there]; "
+    "import sys; there = [p for p in sys.path if p]; sys.path = [*there, sys.argv[2]]; "
     "from elaunch.agent.template import bare; sys.path = there; bare(int(sys.argv[1]))"
 )
 
@@ -25,17 +25,18 @@ _BARE = (
 class Boot:
     """The agent's words to its fork server.
 
-    `script_dir` is where the program's own modules are looked for first, or empty. `preload` is None for exec, and
-    `fallback` then the reason, where that was not asked for. `pythonpath` is the user's PYTHONPATH.
+    `preload` is None for exec, and
+    `fallback` then the reason, where that was not asked for. `pythonpath` is the user's PYTHONPATH. `mask` are the
+    signals that were blocked when the agent started it, where it has begun anew since.
     """
 
     agent_pid: int
     control_fd: int
     program: Program
-    script_dir: str
     preload: tuple[str, ...] | None
     pythonpath: str | None
     fallback: str = ""
+    mask: tuple[int, ...] | None = None
 
     def memfd(self) -> int:
         """A new descriptor to `read` it from, in this process or one that inherits it."""

@@ -50,7 +50,7 @@ def become(child: Child) -> None:
     fresh.refresh()
     gate.close(child.preloaded.brought)
     lastwords.promise()
-    if signal.SIGINT in signal.sigpending():
+    if signal.SIGINT in signal.sigpending() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         # It ends the process; it raises nothing in our frames.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, child.restore_mask)

@@ -7,6 +7,16 @@ from string import Template
 
 from elaunch.rendezvous.types import RankTable
 
+# The agent sets these for each worker; an outer launcher's must not shine through.
+RANK_VARIABLES = frozenset(
+    (
+        *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME"),
+        *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+        *("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RUN_ID"),
+        *("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE", "ELAUNCH_GENERATION", "ELAUNCH_LINK"),
+    )
+)
+
 
 def rank_variables(
     table: RankTable,

@@ -13,7 +13,7 @@ from typing import Any
 from elaunch.agent import wire
 from elaunch.agent.boot import Boot, bare_command, pausing
 from elaunch.agent.group import Group
-from elaunch.rendezvous.types import Program, ProgramKind
+from elaunch.rendezvous.types import Program
 
 _ORDER_WAIT_S = 60.0
 
@@ -27,14 +27,15 @@ class ForkServer:
 
     def __init__(self, program: Program, preload: tuple[str, ...] | None, environment: Mapping[str, str]) -> None:
         self._socket, theirs = wire.pair()
-        boot = Boot(os.getpid(), theirs.fileno(), program, _script_dir(program), preload, environment.get("PYTHONPATH"))
+        boot = Boot(os.getpid(), theirs.fileno(), program, preload, environment.get("PYTHONPATH"))
         boot_fd = boot.memfd()
         try:
             self._process = subprocess.Popen(
                 bare_command(boot_fd) if preload is None else program.argv,
                 env=dict(environment) if preload is None else pausing(environment, boot_fd),
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
+                # Where a sitecustomize or a preloaded module prints: nothing is lost, and no pipeline gets it as data.
+                stdout=2,
                 pass_fds=(boot_fd, theirs.fileno()),
                 start_new_session=True,
             )
@@ -102,15 +103,3 @@ class ForkServer:
     def _ended(self) -> str:
         code = self._process.wait()
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-
-
-def _script_dir(program: Program) -> str:
-    match program.kind:
-        case ProgramKind.SCRIPT if program.is_on_stdin:
-            return os.getcwd()  # noqa: PTH109
-        case ProgramKind.SCRIPT:
-            return os.path.dirname(os.path.realpath(program.target))  # noqa: PTH120
-        case ProgramKind.MODULE:
-            return os.getcwd()  # noqa: PTH109
-        case ProgramKind.COMMAND:
-            return ""

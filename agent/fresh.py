@@ -61,10 +61,14 @@ def _number(variable: str) -> int:
 def _set_openblas_threads(threads: int) -> None:
     import ctypes
 
-    with open("/proc/self/maps") as maps:  # noqa: PTH123
-        libraries = {line.split()[-1] for line in maps if "openblas" in line}
-    for library in libraries:
-        loaded = ctypes.CDLL(library)
+    with open("/proc/self/maps", errors="surrogateescape") as maps:  # noqa: PTH123
+        paths = {line.rstrip("\n").split(maxsplit=5)[5] for line in maps if "openblas" in line}
+    for library in paths:
+        try:
+            loaded = ctypes.CDLL(library)
+        except OSError:
+            # Replaced since it was loaded, or no library at all.
+            continue
         names = (f"{a}openblas_set_num_threads{b}" for a in ("scipy_", "") for b in ("64_", ""))
         if name := next((n for n in names if hasattr(loaded, n)), None):
             getattr(loaded, name)(threads)
@@ -90,7 +94,7 @@ def _standard_streams() -> None:
         if old is None:
             continue
         binary: Any = open(fd, "rb" if fd == 0 else "wb", -1 if fd == 0 else 0, closefd=False)  # noqa: SIM115
-        text = io.TextIOWrapper(binary, old.encoding, old.errors, newline=None if fd == 0 else "\n", write_through=True)
+        text = io.TextIOWrapper(binary, old.encoding, old.errors, newline="\n", write_through=True)
         (binary.raw if fd == 0 else binary).name = f"<{name}>"
         text.mode = "r" if fd == 0 else "w"  # type: ignore[misc]
         setattr(sys, name, text)

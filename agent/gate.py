@@ -6,53 +6,56 @@ a forked worker; so at that import the readers that can be asked to read again a
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
+import threading
 import warnings
 from collections.abc import Sequence
-from dataclasses import replace
+from contextlib import suppress
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
 from elaunch.agent import fresh, lastwords
-from elaunch.agent.preload import Brought
+from elaunch.agent.preload import Brought, hidden_packages
 from elaunch.agent.replay import replay
 
 
 def close(brought: Sequence[Brought]) -> None:
     """Hide torch, numpy and the packages that were asked for by name until they are imported.
 
-    What came with a name comes back with it; numpy, which comes with torch, also alone.
+    What came with a name comes back with it; another package, numpy, also alone.
     """
-    named = {each.name.partition(".")[0] for each in brought} | {"torch"}
-    hidden = [
-        replace(each, modules={n: m for n, m in each.modules.items() if n.partition(".")[0] in {*named, "numpy"}})
-        for each in brought
-    ]
-    for name, module in [item for each in hidden for item in each.modules.items()]:
-        _unbind(name, module)
-    for name in [name for each in hidden for name in each.modules]:
+    packages = hidden_packages([each.name for each in brought])
+    where = {n: each for each in brought for n in each.modules if n.partition(".")[0] in packages}
+    if not where:
+        return
+    for name, each in where.items():
+        _unbind(name, each.modules[name])
+    for name in where:
         del sys.modules[name]
-    if any(each.modules for each in hidden):
-        added = [f for each in hidden for f in each.filters]
-        _set_filters([f for f in warnings.filters if f not in added])
-        sys.meta_path.insert(0, _Gate(hidden, named))
+    added = [f for each in brought for f in each.filters]
+    _set_filters([f for f in warnings.filters if f not in added])
+    sys.meta_path.insert(0, _Gate(where))
 
 
 class _Gate(MetaPathFinder):
-    """Finds what is hidden, and lets it in when it is loaded."""
+    """Finds what is hidden, and lets it in when it is loaded. `where` has, by module name, what it came with."""
 
-    def __init__(self, hidden: list[Brought], named: set[str]) -> None:
-        self._hidden = hidden
-        self._named = named
+    def __init__(self, where: dict[str, Brought]) -> None:
+        self._where = where
+        # Packages that bring all with them that came when they were preloaded.
+        self._named = {each.name.partition(".")[0] for each in where.values()} | {"torch"}
         self._environment = dict(os.environ)
         self._link = os.fstat(lastwords.LINK_FD).st_ino
         self._told: set[str] = set()
+        self._lock = threading.Lock()
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        module = next((each.modules[name] for each in self._hidden if name in each.modules), None)
+        brought = self._where.get(name)
+        module = brought.modules[name] if brought else None
         if module is None or module.__spec__ is None:
             return None
         known = module.__spec__
@@ -63,41 +66,43 @@ class _Gate(MetaPathFinder):
 
     def open(self, name: str) -> None:
         """Let the module in, with all that came when its package was imported."""
-        top = name.partition(".")[0]
-        group = next(each for each in self._hidden if name in each.modules)
-        is_named = top in self._named
-        back = {n: m for n, m in group.modules.items() if is_named or n.partition(".")[0] == top}
-        for known in back:
-            del group.modules[known]
-        sys.modules.update(back)
-        if is_named:
-            self._hidden.remove(group)
-            _set_filters([*group.filters, *(f for f in warnings.filters if f not in group.filters)])
-        if not any(each.modules for each in self._hidden):
-            sys.meta_path.remove(self)
+        with self._lock:
+            brought = self._where.get(name)
+            if brought is None:
+                # Another thread has.
+                return
+            back = self._let_in(name, brought)
         changed = {n for n in {*self._environment, *os.environ} if self._environment.get(n) != os.environ.get(n)}
         fresh.set_threads(changed, back)
-        self._tell(name, replay(changed, group.readers, back))
+        self._tell(name, replay(changed, brought.readers, back))
+
+    def _let_in(self, name: str, brought: Brought) -> dict[str, ModuleType]:
+        package = name.partition(".")[0]
+        whole = package in self._named
+        back = {
+            n: brought.modules[n]
+            for n, each in self._where.items()
+            if each is brought and (whole or n.partition(".")[0] == package)
+        }
+        for known, module in back.items():
+            # What the program has put there itself stays: a stand-in, or None for "not to be imported".
+            sys.modules.setdefault(known, module)
+            del self._where[known]
+        if whole:
+            _set_filters([*brought.filters, *(f for f in warnings.filters if f not in brought.filters)])
+            for call, args, kwargs in brought.at_exit:
+                atexit.register(call, *args, **kwargs)
+        if not self._where:
+            with suppress(ValueError):
+                sys.meta_path.remove(self)
+        return back
 
     def _tell(self, name: str, late: set[str]) -> None:
         if new := late - self._told:
             self._told |= new
-            text = f"{' and '.join(sorted(new))} came too late: {name} had been imported before the program set it"
+            which = " and ".join(sorted(new))
+            text = f"{which}: set by the program when {name} had been imported already, without effect there"
             lastwords.tell(self._link, {"event": "note", "text": f"{text}; set it in the shell, or use --no-preload"})
-
-
-def _unbind(name: str, module: ModuleType) -> None:
-    """Take a module out of its package too, where the package imports it when it is first asked for."""
-    package, _, child = name.rpartition(".")
-    parent = sys.modules.get(package)
-    if child in getattr(parent, "_lazy_modules", ()) and vars(parent).get(child) is module:
-        delattr(parent, child)
-
-
-def _set_filters(filters: list[Any]) -> None:
-    # So that the modules that have warned before look at the filters again.
-    warnings.resetwarnings()
-    warnings.filters[:] = filters  # type: ignore[index]
 
 
 class _Handover(Loader):
@@ -117,3 +122,17 @@ class _Handover(Loader):
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._spec.loader if self._spec else None, name)
+
+
+def _unbind(name: str, module: ModuleType) -> None:
+    """Take a module out of its package too, where the package imports it when it is first asked for."""
+    package, _, child = name.rpartition(".")
+    parent = sys.modules.get(package)
+    if child in getattr(parent, "_lazy_modules", ()) and vars(parent).get(child) is module:
+        delattr(parent, child)
+
+
+def _set_filters(filters: list[Any]) -> None:
+    # So that the modules that have warned before look at the filters again.
+    warnings.resetwarnings()
+    warnings.filters[:] = filters  # type: ignore[index]

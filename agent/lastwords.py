@@ -29,7 +29,7 @@ def promise() -> None:
         # A child that the program forked comes through here too; its end is its own.
         if os.getpid() != pid:
             return
-        error: BaseException | None = getattr(sys, "last_value", None)
+        error = _fatal()
         if error is not None:
             _record(error)
         tell(link, {"event": "ended", "raised": error is not None, "reached_store": _reached_store()}, last=True)
@@ -52,6 +52,22 @@ def tell(link: int, said: dict[str, Any], last: bool = False) -> None:
                     end.send(b"\n" + json.dumps(said).encode() + b"\n", socket.MSG_DONTWAIT)
                 if last:
                     end.shutdown(socket.SHUT_WR)
+
+
+def _fatal() -> BaseException | None:
+    """The exception that ended the program, if one did.
+
+    Python leaves it in `sys.last_value`; but so do consoles, debuggers and pytest with those that they have dealt with.
+    A program's last one has come up through `__main__`, or through runpy above it.
+    """
+    error: BaseException | None = getattr(sys, "last_value", None)
+    if error is None or error.__traceback__ is None:
+        return None
+    outermost = error.__traceback__.tb_frame
+    file = outermost.f_code.co_filename
+    # What was typed into a console runs in `__main__` too, and has no file.
+    is_main = outermost.f_globals is vars(sys.modules["__main__"]) and (file == "<stdin>" or file[:1] != "<")
+    return error if is_main or file == "<frozen runpy>" or file.endswith(f"{os.sep}runpy.py") else None
 
 
 def _record(error: BaseException) -> None:

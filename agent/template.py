@@ -36,11 +36,12 @@ class Child:
 
 def main(boot: Boot, loaded_at_start: Collection[str], customise: Callable[[], None]) -> None:
     """Import and serve until the agent is gone; returns in a forked worker only, for its program to be run."""
+    environment = dict(os.environ)
     mask, control = _settle(boot)
     try:
         preloaded = preload(boot, loaded_at_start, customise)
     except Unfaithful as reason:
-        _start_anew(boot, str(reason))
+        _start_anew(replace(boot, preload=None, fallback=str(reason), mask=tuple(mask)), environment)
     _serve(boot, control, preloaded, mask)
 
 
@@ -53,7 +54,8 @@ def bare(boot_fd: int) -> None:
 
 def _settle(boot: Boot) -> tuple[frozenset[int], socket.socket]:
     """Take the fork server's place among processes; the signal mask from before, and the socket to the agent."""
-    mask = frozenset(int(s) for s in signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    mask = frozenset(int(s) for s in before) if boot.mask is None else frozenset(boot.mask)
     # A scheduler signals every process of a job. Blocked, not ignored: what a child inherits must be the defaults.
     signal.pthread_sigmask(signal.SIG_BLOCK, set(signal.Signals) - {signal.SIGCHLD})
     die_with_parent(boot.agent_pid, signal.SIGKILL)
@@ -63,12 +65,11 @@ def _settle(boot: Boot) -> tuple[frozenset[int], socket.socket]:
     return mask, control
 
 
-def _start_anew(boot: Boot, reason: str) -> NoReturn:
-    """Become a bare fork server; nothing that was imported stays."""
+def _start_anew(boot: Boot, environment: dict[str, str]) -> NoReturn:
+    """Become a bare fork server; nothing that was imported stays. The signals stay blocked meanwhile."""
     os.set_inheritable(boot.control_fd, True)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, set(signal.Signals))
-    command = bare_command(replace(boot, preload=None, fallback=reason).memfd())
-    os.execv(command[0], command)
+    command = bare_command(boot.memfd())
+    os.execve(command[0], command, environment)
 
 
 def _serve(boot: Boot, control: socket.socket, preloaded: Preloaded | None, mask: frozenset[int]) -> None:

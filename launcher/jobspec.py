@@ -6,6 +6,7 @@ import signal
 from collections.abc import Mapping
 
 from elaunch.agent.config import AgentConfig, OutputPlan, StreamChoice, Streams
+from elaunch.agent.environ import RANK_VARIABLES
 from elaunch.launcher.errors import UsageError
 from elaunch.launcher.options import Options
 from elaunch.launcher.resources import HostResources
@@ -17,16 +18,6 @@ DEFAULT_PRELOAD = ("torch", "torch.distributed", "torch._dynamo")
 
 # What torchrun puts before a line that --tee asked for; scripts look for it.
 _TEE_PREFIX = "[${role_name}${local_rank}]:"
-
-# The agent sets these for each worker; an outer launcher's must not shine through.
-RANK_VARIABLES = frozenset(
-    (
-        *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME"),
-        *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
-        *("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RUN_ID"),
-        *("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE", "ELAUNCH_GENERATION", "ELAUNCH_LINK"),
-    )
-)
 
 
 def agent_config(options: Options, environ: Mapping[str, str], host: HostResources) -> AgentConfig:

@@ -10,11 +10,18 @@ import contextlib
 import functools
 import os
 import socket
+import time
+
+# The agent looks once a second; a line for each of a thousand steps would only fill the socket.
+_PAUSE_S = 0.05
 
 
 def report(step: int) -> None:
-    """Say that optimizer step `step` is complete. Never waits and never raises; call it from one thread."""
-    _open_link().send(b'{"event": "progress", "step": %d}\n' % step)
+    """Say that optimizer step `step` is complete; call it after each one, from one thread.
+
+    Never waits and never raises. A step that comes too soon after the one that was said last is left out.
+    """
+    _open_link().send_step(step, time.monotonic())
 
 
 class _Link:
@@ -23,6 +30,12 @@ class _Link:
     def __init__(self, end: socket.socket | None) -> None:
         self._end = end
         self._rest = b""
+        self._next_s = 0.0
+
+    def send_step(self, step: int, now_s: float) -> None:
+        if now_s >= self._next_s:
+            self._next_s = now_s + _PAUSE_S
+            self.send(b'{"event": "progress", "step": %d}\n' % step)
 
     def send(self, line: bytes) -> None:
         # A line that went out in part must be finished first, or the agent would read two lines as one.

@@ -426,3 +426,30 @@ def test_a_rank_that_raised_but_hangs_on_its_way_out_fails_the_job_with_its_exce
     assert job.code == 1
     assert "local rank 1 raised an exception and did not end within 1 s; SIGKILL" in job.stderr
     assert "raised ValueError: bad shard in generation 0" in _report(job)
+
+
+HANDLED = """
+import code, contextlib, io, sys
+with contextlib.redirect_stderr(io.StringIO()):
+    code.InteractiveConsole().push("1 / 0")
+assert sys.last_value is not None
+"""
+
+
+def test_an_exception_that_a_console_has_dealt_with_is_not_why_the_program_ended(tmp_path: Path) -> None:
+    script(tmp_path, HANDLED + "sys.exit(3)\n")
+
+    job = finished(tmp_path, "--preload", "json", "--max-restarts", "0", "train.py")
+
+    assert job.code == 1
+    assert "exited with code 3 in generation 0" in _report(job)
+
+
+def test_a_program_that_has_dealt_with_an_exception_may_take_its_time_to_end(tmp_path: Path) -> None:
+    saves = "import threading, time\nthreading.Thread(target=lambda: (time.sleep(1.5), print('saved'))).start()\n"
+    script(tmp_path, HANDLED + saves)
+
+    job = finished(tmp_path, "--preload", "json", "--max-restarts", "0", "--stop-grace", "0.2", "train.py")
+
+    assert job.code == 0, job.output
+    assert "saved" in job.stdout

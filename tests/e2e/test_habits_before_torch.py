@@ -214,3 +214,48 @@ def test_variables_are_followed_again_after_a_restart(tmp_path: Path) -> None:
     run = worker(tmp_path, "train.py", how=("--max-restarts", "1"))
 
     assert (run.code, run.out) == (0, b"0 1 INFO\n1 1 INFO\n"), str(run)
+
+
+THREADS = """
+import os, sys, threading
+sys.setswitchinterval(1e-5)
+failed = []
+def load(name):
+    try:
+        __import__(name)
+    except BaseException as error:
+        failed.append((name, repr(error)))
+names = ("numpy", "torch", "torch.nn", "numpy.linalg", "torch._dynamo", "torch.distributed") * 2
+threads = [threading.Thread(target=load, args=(name,)) for name in names]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+import numpy, torch
+os.write(1, repr([failed, torch.nn.Linear(1, 1).in_features, numpy.ones(2).sum()]).encode() + b"\\n")
+"""
+
+
+def test_threads_may_import_it_at_the_same_time(tmp_path: Path) -> None:
+    script(tmp_path, THREADS)
+
+    run = worker(tmp_path, "train.py", how=(*TORCH, "--nproc-per-node", "20"))
+
+    assert run.code == 0, str(run)
+    found = {re.sub(rb"^\[\d+\] ", b"", line) for line in run.out.splitlines()}
+    assert all(line.startswith(b"[[], 1") for line in found), str(run)
+
+
+def test_what_torch_would_say_at_the_end_is_not_said_for_a_program_that_never_used_it(tmp_path: Path) -> None:
+    script(tmp_path, "import torch\nprint('done')\n")
+
+    run = worker(tmp_path, "train.py", how=TORCH, env={"TORCH_LOGS": "+dynamo"})
+
+    expected = fresh(tmp_path, "train.py", env={"TORCH_LOGS": "+dynamo"})
+    assert (run.out, run.err) == (expected.out, expected.err), str(run)
+
+
+def test_a_module_that_the_program_forbids_stays_forbidden(tmp_path: Path) -> None:
+    script(tmp_path, "import sys\nsys.modules['numpy'] = None\nimport torch\nprint(sys.modules['numpy'])\n")
+
+    run = worker(tmp_path, "train.py", how=TORCH)
+
+    assert run.out == b"None\n", str(run)

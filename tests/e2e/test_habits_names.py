@@ -27,6 +27,26 @@ class TestShadows:
         # Whether it is loaded before the script depends on what the fork server itself imports.
         same(tmp_path, "train.py", forked=False if name == "json" else None)
 
+    @pytest.mark.parametrize("form", ["app", "app.zip"])
+    def test_a_name_inside_a_folder_or_zip_that_is_run(self, tmp_path: Path, form: str) -> None:
+        files = {"__main__.py": "import json\nprint(json.MINE)\n", "json.py": "MINE = True\n"}
+        (tmp_path / "app").mkdir()
+        with zipfile.ZipFile(tmp_path / "app.zip", "w") as archive:
+            for name, text in files.items():
+                script(tmp_path / "app", text, name)
+                archive.writestr(name, text)
+
+        same(tmp_path, form, forked=False)
+
+    def test_a_name_beside_a_folder_that_is_run_is_nobodys(self, tmp_path: Path) -> None:
+        (tmp_path / "app").mkdir()
+        script(tmp_path / "app", "import json\nprint(hasattr(json, 'MINE'))\n", "__main__.py")
+        (tmp_path / "beside").mkdir()
+        script(tmp_path / "beside", "MINE = True\n", "json.py")
+        (tmp_path / "app").rename(tmp_path / "beside" / "app")
+
+        same(tmp_path, "beside/app", forked=True)
+
     def test_the_line_names_the_file(self, tmp_path: Path) -> None:
         script(tmp_path, "MINE = True\n", "json.py")
         script(tmp_path, "import json\nprint(json.MINE)\n")

@@ -115,3 +115,11 @@ def test_lines_of_data_are_read_one_by_one(tmp_path: Path) -> None:
 def _waiting(pipe: int) -> int:
     """The number of bytes that nobody has read yet."""
     return int.from_bytes(fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)), sys.byteorder)
+
+
+def test_line_ends_of_data_on_stdin_are_as_they_came(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import sys\nprint(repr(sys.stdin.newlines), repr(sys.stdin.read()))\n")
+
+    run = same(tmp_path, "train.py", stdin=b"a\r\nb\rc\n")
+
+    assert b"a\\r\\nb\\rc\\n" in run.out

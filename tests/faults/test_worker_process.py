@@ -6,6 +6,7 @@ That it is what a fresh interpreter would have been is tested in tests/e2e/fidel
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +148,59 @@ class TestFallback:
             self.assert_fresh(job, "importing failing failed" if "Exit" not in text else "")
 
         assert job.stdout.count("the script ran") == 2
+
+    @pytest.mark.parametrize("variable", ["RANK", "LOCAL_RANK"])
+    def test_a_sitecustomize_that_asks_for_a_workers_own_variable(self, tmp_path: Path, variable: str) -> None:
+        env = library(tmp_path, "sitecustomize", f"import os, sys; sys.seen = os.environ.get({variable!r})")
+        script(tmp_path, "import os, sys\nprint('seen', sys.seen == os.environ['RANK'])")
+
+        with Watched(tmp_path, *LIGHT, "--nproc-per-node", "2", "train.py", env=env) as job:
+            self.assert_fresh(job, f"looks up {variable}, which is another one in each worker")
+
+        assert job.stdout.count("seen True") == 2
+
+    def test_what_a_sitecustomize_changed_is_not_changed_twice(self, tmp_path: Path) -> None:
+        counts = "import os; os.environ['COUNT'] = os.environ.get('COUNT', '') + 'I'; os.environ.get('RANK')"
+        env = library(tmp_path, "sitecustomize", counts)
+        script(tmp_path, "import os\nprint('count', os.environ['COUNT'])")
+
+        with Watched(tmp_path, *LIGHT, "train.py", env=env) as job:
+            self.assert_fresh(job, "looks up RANK")
+
+        # Once by the agent, which is a Python program too, and once by the worker; a fork server adds none.
+        assert "count II\n" in job.stdout
+
+    def test_a_file_that_python_was_started_with_stays_open(self, tmp_path: Path) -> None:
+        kept = "import os; kept = os.open(os.devnull, os.O_RDONLY)"
+        env = library(tmp_path, "sitecustomize", kept)
+        asks = "os.path.samestat(os.fstat(sitecustomize.kept), os.stat('/dev/null'))"
+        script(tmp_path, f"import os, sitecustomize\nprint('open', {asks})")
+
+        with Watched(tmp_path, *LIGHT, "train.py", env=env) as job:
+            self.assert_fresh(job, "keeps /dev/null open")
+
+        assert "open True" in job.stdout
+
+    def test_signals_that_were_blocked_when_it_started_are_so_in_every_worker(self, tmp_path: Path) -> None:
+        env = library(
+            tmp_path,
+            "threaded",
+            "import threading, time\nthreading.Thread(target=time.sleep, args=(9,), daemon=True).start()",
+        )
+        script(
+            tmp_path, "import signal\nprint('blocked', sorted(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, ()))))"
+        )
+
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
+        try:
+            jobs = [Watched(tmp_path, "--preload", name, "train.py", env=env) for name in ("json", "threaded")]
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+        for job in jobs:
+            with job:
+                assert job.wait() == 0, job.output
+            assert f"blocked [{int(signal.SIGUSR2)}]" in job.stdout
 
     def test_a_module_that_is_not_there(self, tmp_path: Path) -> None:
         script(tmp_path, "print('the script ran')")

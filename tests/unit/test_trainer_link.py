@@ -40,9 +40,19 @@ def received(agent: socket.socket) -> bytes:
 
 def test_a_step_is_one_json_line(agent: socket.socket) -> None:
     link.report(7)
-    link.report(8)
 
-    assert received(agent) == b'{"event": "progress", "step": 7}\n{"event": "progress", "step": 8}\n'
+    assert received(agent) == b'{"event": "progress", "step": 7}\n'
+
+
+def test_steps_that_follow_closely_are_left_out_and_later_ones_are_said(agent: socket.socket) -> None:
+    line = link._open_link()
+    for step in range(1000):
+        line.send_step(step, now_s=100 + step / 1000)
+
+    said = [json.loads(row)["step"] for row in received(agent).splitlines()]
+    assert said[0] == 0
+    assert 15 <= len(said) <= 20
+    assert said[-1] >= 940
 
 
 def test_without_the_variable_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,10 +80,11 @@ def test_a_file_or_a_network_socket_under_that_number_is_left_alone(monkeypatch:
 
 
 def test_a_full_socket_drops_whole_lines_and_never_waits(agent: socket.socket) -> None:
+    line = link._open_link()
     for step in range(50_000):
-        link.report(step)
+        line.send_step(step, now_s=float(step))
     first = received(agent)
-    link.report(50_000)
+    line.send_step(50_000, now_s=50_000.0)
 
     rows = [json.loads(row) for row in (first + received(agent)).splitlines()]
     steps = [row["step"] for row in rows]
