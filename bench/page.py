@@ -144,18 +144,29 @@ def _steady(results: Results, section: str, title: str) -> list[str]:
     contenders = results.contenders(section)
     if not contenders:
         return []
-    units = {steady.CPU: "% of one CPU", steady.WAKE_UPS: "per second"}
+    cpu, wake_ups = "% of one CPU", "per second"
+    units = {
+        steady.CPU: cpu,
+        steady.ALL_CPU: cpu,
+        steady.WAKE_UPS: wake_ups,
+        steady.ALL_WAKE_UPS: wake_ups,
+    }
     names = list(dict.fromkeys(n for s in results.samples if s.section == section for n in s.values))
-    rows = []
+    taken = {contender: results.of(section, contender, steady.WORKERS) for contender in contenders}
+    rows = [["n", *(str(sum(not s.why for s in taken[contender])) for contender in contenders)]]
     for name in names:
         row = [f"{name}, {units.get(name, 'MB')}"]
         for contender in contenders:
             summary = summarize(results.values(section, contender, steady.WORKERS, name))
             row.append(f"{summary.median:.2f} ({summary.p95:.2f})" if summary else _NOTHING)
         rows.append(row)
-    n = max(len(results.of(section, contender, steady.WORKERS)) for contender in contenders)
-    notes = [f"- {c}: {failure}" for c in contenders for failure in failures(results.of(section, c, steady.WORKERS))]
-    about = f"Median (p95) of windows of {steady.WINDOW_S:g} s in one job of each; n = {n}."
+    notes = [f"- {contender}: {failure}" for contender in contenders for failure in failures(taken[contender])]
+    about = (
+        f"Median (p95) of n windows of {steady.WINDOW_S:g} s, one after the other in one job of each: "
+        "the p95 is of windows, not of jobs.\n"
+        "The contenders do not take turns here: a slow minute strikes one of them.\n"
+        "The launcher in all: the sum of its processes that are not workers."
+    )
     return [f"### {title}\n\n{about}\n\n{table(('', *contenders), rows)}", *(["\n".join(notes)] if notes else [])]
 
 
