@@ -18,7 +18,7 @@ test-slow: $(VENV)/.installed-dev  ## The slow tests: long simulations, many kil
 	$(BIN)/python -m pytest -m slow
 
 N ?= 20
-bench: $(VENV)/.installed-dev  ## Measure beside torchrun and write docs/performance.md; ARGS="--only start --workers 1,2"
+bench: $(VENV)/.installed-dev  ## Measure beside torchrun; all sections make docs/performance.md anew; ARGS="--only start --workers 1,2"
 	$(BIN)/python -m bench --samples $(N) $(ARGS)
 
 lint: $(VENV)/.installed-dev

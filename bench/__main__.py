@@ -1,9 +1,10 @@
-"""`python -m bench`: parse, take the samples, write them, render the page."""
+"""`python -m bench`: parse, take the samples, write them, print the tables, render the page."""
 
 from __future__ import annotations
 
 import argparse
 import random
+import shlex
 import signal
 import sys
 import time
@@ -13,17 +14,17 @@ from pathlib import Path
 from bench import machine, samples
 from bench.contenders import ALL
 from bench.launches import first_line
-from bench.page import update
+from bench.page import EMPTY, render, update
 from bench.plan import SECTIONS, Settings, Task, plan
 from bench.progress import Estimate, Progress
-from bench.samples import Results, Sample
+from bench.samples import Run, Sample, combined
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "performance.md"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code: 0, 2 for a request that cannot be meant, 130 after Ctrl-C."""
+    """The exit code: 0, 2 for a request that cannot be meant, 130 after Ctrl-C, 143 after SIGTERM."""
     options = _parser().parse_args(argv)
     # As Ctrl-C: jobs are ended and their folders removed.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
@@ -56,7 +57,9 @@ def _parser() -> argparse.ArgumentParser:
         "--seed", type=int, metavar="N", help="which ranks are killed, and when (a random one, printed)"
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="raw samples (runs/bench/<date>.json)")
-    parser.add_argument("--page", type=Path, default=PAGE, metavar="FILE", help="page to update (docs/performance.md)")
+    parser.add_argument(
+        "--page", type=Path, default=PAGE, metavar="FILE", help="page to update or make (docs/performance.md)"
+    )
     parser.add_argument(
         "--render",
         type=Path,
@@ -68,22 +71,36 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(settings: Settings, out: Path, page: Path) -> int:
-    results = Results(machine.describe(), _in_words(settings), ())
+    about, in_words = machine.describe(), _in_words(settings)
     tasks, progress = plan(settings), Progress()
     progress.say(f"seed {settings.seed}; samples go to {out}; Ctrl-C stops, and keeps what is there")
     taken: list[Sample] = []
+    stopped: int | None = None
     try:
         progress.say("warming up: one job of each, not counted")
         for contender in settings.contenders:
             first_line(contender)
-        _take(tasks, taken, progress, lambda: samples.write(out, _with(results, taken)))
+        _take(tasks, taken, progress, lambda: samples.write(out, Run(about, in_words, tuple(taken))))
     except KeyboardInterrupt:
-        progress.say(f"stopped; {len(taken)} samples are in {out}")
-        return 130
-    if set(settings.sections) == set(SECTIONS):
+        stopped = 130
+    except SystemExit:
+        stopped = 143
+    if not taken:
+        progress.say("there are no samples")
+        return stopped or 0
+    print(render(combined([Run(about, in_words, tuple(taken))])), end="", flush=True)
+    if stopped is None and set(settings.sections) == set(SECTIONS):
         return _render([out], page)
-    progress.say(f"a part only: the page is left as it is; python -m bench --render FILE… {out}")
-    return 0
+    what = "a part only" if stopped is None else f"stopped after {len(taken)} samples"
+    progress.say(f"{what}: {page} is left as it is; this makes it from these samples, or name the other parts' too:")
+    progress.say(f"  {_render_command(out, page)}")
+    return stopped or 0
+
+
+def _render_command(out: Path, page: Path) -> str:
+    """What to type here: the interpreter as it was typed, since the one on the PATH may be another."""
+    other_page = () if page == PAGE else ("--page", str(page))
+    return shlex.join((sys.orig_argv[0], "-m", "bench", "--render", str(out), *other_page))
 
 
 def _take(tasks: list[Task], taken: list[Sample], progress: Progress, keep: Callable[[], None]) -> None:
@@ -105,10 +122,6 @@ def _take(tasks: list[Task], taken: list[Sample], progress: Progress, keep: Call
         estimate.took(task, time.monotonic() - started_s)
 
 
-def _with(results: Results, taken: Sequence[Sample]) -> Results:
-    return Results(results.machine, results.settings, tuple(taken))
-
-
 def _in_words(settings: Settings) -> dict[str, str]:
     return {
         "samples of each kind": str(settings.samples),
@@ -120,11 +133,10 @@ def _in_words(settings: Settings) -> dict[str, str]:
 
 def _render(files: Sequence[Path], page: Path) -> int:
     try:
-        results = [samples.decode(path.read_text()) for path in files]
-        whole = results[0]
-        for newer in results[1:]:
-            whole = whole.merged(newer)
-        page.write_text(update(page.read_text(), whole))
+        results = combined([samples.decode(path.read_text()) for path in files])
+        fresh = update(page.read_text() if page.exists() else EMPTY, results)
+        page.parent.mkdir(parents=True, exist_ok=True)
+        page.write_text(fresh)
     except (OSError, ValueError, KeyError, TypeError) as error:
         print(f"the page cannot be made: {error}", file=sys.stderr)
         return 2
@@ -133,10 +145,9 @@ def _render(files: Sequence[Path], page: Path) -> int:
 
 
 def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise ValueError
-    return number
+    if not (text.isdecimal() and int(text)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
+    return int(text)
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -45,15 +45,20 @@ def bare_import(name: str) -> Sample:
     modules = {LIMIT_TORCH: ("torch",), LIMIT_PRELOAD: DEFAULT_PRELOAD}[name]
     program = f"import {', '.join(modules)}, time; print(time.monotonic(), flush=True)"
     started_s = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        check=True,
-        timeout=_LIMIT_S,
-    )
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_LIMIT_S,
+        )
+    except subprocess.TimeoutExpired:
+        return Sample(LIMIT_SECTION, name, 0, why=f"did not import within {_LIMIT_S:g} s")
+    if done.returncode:
+        last = "".join(f": {line}" for line in done.stderr.splitlines()[-1:])
+        return Sample(LIMIT_SECTION, name, 0, why=f"the import ended with code {done.returncode}{last}")
     return Sample(LIMIT_SECTION, name, 0, {IMPORT: float(done.stdout) - started_s})
 
 

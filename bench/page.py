@@ -1,8 +1,8 @@
-"""The tables of docs/performance.md, from samples. Pure: text in, text out."""
+"""The tables of docs/performance.md and of the terminal, from samples. Pure: text in, text out."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from bench import chatty, launches, restarts, steady
 from bench.contenders import ELAUNCH
@@ -11,7 +11,10 @@ from bench.stats import Summary, ratio, summarize
 from bench.targets import verdicts
 
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
+# What a page is before anything was written to it.
+EMPTY = f"# Performance\n\nMeasured by `make bench`.\n\n{BEGIN}\n{END}\n"
 _NOTHING = "–"
+_MACHINE = ("CPUs", "memory", "kernel")
 
 
 def update(page: str, results: Results) -> str:
@@ -26,8 +29,8 @@ def update(page: str, results: Results) -> str:
 def render(results: Results) -> str:
     """All tables."""
     parts = [
-        _about(results),
-        _promises(results),
+        *_about(results),
+        *_promises(results),
         *_timed(results, launches.SECTION, "Start", "from the command to the last rank's first …"),
         *_stages(results, launches.SECTION, "the command"),
         *_limits(results),
@@ -42,9 +45,16 @@ def render(results: Results) -> str:
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table in Markdown; the first column is text, the others are numbers."""
-    rules = ["---", *("--:" for _ in heads[1:])]
-    return "\n".join("| " + " | ".join(row) + " |" for row in (heads, rules, *rows))
+    """A table in Markdown whose columns also stand in line as they are; the first is text, the others are numbers."""
+    lines = (heads, *rows)
+    # A Markdown rule has three characters at least.
+    widths = [max(3, *map(len, column)) for column in zip(*lines, strict=True)]
+    rules = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
+    aligned = [
+        [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+        for row in lines
+    ]
+    return "\n".join("| " + " | ".join(row) + " |" for row in (aligned[0], rules, *aligned[1:]))
 
 
 def seconds(value: float) -> str:
@@ -52,14 +62,32 @@ def seconds(value: float) -> str:
     return f"{value:.3f}" if value < 1 else f"{value:.2f}"
 
 
-def _about(results: Results) -> str:
-    facts = [f"{name}: {value}" for name, value in {**results.machine, **results.settings}.items()]
-    return "\n".join(f"- {fact}" for fact in facts)
+def _about(results: Results) -> Iterator[str]:
+    """What all runs have in common, and of each run its sections and what sets it apart."""
+    sections: dict[int, list[str]] = {}
+    for section, run in results.runs.items():
+        sections.setdefault(id(run), []).append(section)
+    facts = {id(run): {**run.machine, **run.settings} for run in results.runs.values()}
+    names = list(dict.fromkeys(name for of_run in facts.values() for name in of_run))
+    apart = [name for name in names if len({of_run.get(name) for of_run in facts.values()}) > 1]
+    # Without a sample there is no run.
+    for common in list(facts.values())[:1]:
+        yield "\n".join(f"- {name}: {common[name]}" for name in names if name not in apart)
+    if apart:
+        lines = [
+            f"- {', '.join(f'`{section}`' for section in sections[run])}: "
+            + "; ".join(f"{name} {facts[run][name]}" for name in apart if name in facts[run])
+            for run in facts
+        ]
+        yield "The sections come from several runs:\n\n" + "\n".join(lines)
+    if set(apart) & set(_MACHINE):
+        yield "**Not all of them on the same machine: compare within a section only.**"
 
 
-def _promises(results: Results) -> str:
-    rows = [(v.what, v.target, v.measured, "yes" if v.kept else "**no**") for v in verdicts(results)]
-    return "### Promises\n\n" + table(("what", "target", "measured", "kept"), rows)
+def _promises(results: Results) -> list[str]:
+    kept = {True: "yes", False: "**no**", None: _NOTHING}
+    rows = [(v.what, v.target, v.measured, kept[v.kept]) for v in verdicts(results)]
+    return ["### Promises\n\n" + table(("what", "target", "measured", "kept"), rows)] if rows else []
 
 
 def _timed(results: Results, section: str, title: str, what: str) -> list[str]:
@@ -80,9 +108,12 @@ def _timed(results: Results, section: str, title: str, what: str) -> list[str]:
             rows.append(row)
             notes += [f"- {contender}: {failure}" for failure in failures(taken)]
         count = "1 worker" if workers == 1 else f"{workers} workers"
-        part = f"### {title}, {count}\n\nTime {what}\n\n{table(heads, rows)}"
-        parts.append(f"{part}\n\nWithout a time:\n\n" + "\n".join(notes) if notes else part)
+        parts += [f"### {title}, {count}\n\nTime {what}\n\n{table(heads, rows)}", *_without_a_time(notes)]
     return parts
+
+
+def _without_a_time(notes: Sequence[str]) -> list[str]:
+    return ["Without a time:\n\n" + "\n".join(notes)] if notes else []
 
 
 def _cells(summary: Summary | None, ours: Summary | None, words: Callable[[float], str]) -> list[str]:
@@ -129,14 +160,17 @@ def stage_rows(taken: Sequence[Sample]) -> list[tuple[str, ...]]:
 
 
 def _limits(results: Results) -> list[str]:
-    rows = []
+    rows, notes = [], []
     for name in results.contenders(launches.LIMIT_SECTION):
+        taken = results.of(launches.LIMIT_SECTION, name, 0)
         summary = summarize(results.values(launches.LIMIT_SECTION, name, 0, launches.IMPORT))
-        if summary:
-            rows.append((name, str(summary.n), seconds(summary.median), seconds(summary.p95)))
-    return (
-        [f"### The limit: a bare interpreter's import\n\n{table(('', 'n', 'median s', 'p95 s'), rows)}"] if rows else []
-    )
+        cells = (seconds(summary.median), seconds(summary.p95)) if summary else (_NOTHING, _NOTHING)
+        rows.append((name, str(summary.n if summary else 0), *cells))
+        notes += [f"- {name}: {failure}" for failure in failures(taken)]
+    if not rows:
+        return []
+    part = f"### The limit: a bare interpreter's import\n\n{table(('', 'n', 'median s', 'p95 s'), rows)}"
+    return [part, *_without_a_time(notes)]
 
 
 def _steady(results: Results, section: str, title: str) -> list[str]:
@@ -144,18 +178,29 @@ def _steady(results: Results, section: str, title: str) -> list[str]:
     contenders = results.contenders(section)
     if not contenders:
         return []
-    units = {steady.CPU: "% of one CPU", steady.WAKE_UPS: "per second"}
+    cpu, wake_ups = "% of one CPU", "per second"
+    units = {
+        steady.CPU: cpu,
+        steady.ALL_CPU: cpu,
+        steady.WAKE_UPS: wake_ups,
+        steady.ALL_WAKE_UPS: wake_ups,
+    }
     names = list(dict.fromkeys(n for s in results.samples if s.section == section for n in s.values))
-    rows = []
+    taken = {contender: results.of(section, contender, steady.WORKERS) for contender in contenders}
+    rows = [["n", *(str(sum(not s.why for s in taken[contender])) for contender in contenders)]]
     for name in names:
         row = [f"{name}, {units.get(name, 'MB')}"]
         for contender in contenders:
             summary = summarize(results.values(section, contender, steady.WORKERS, name))
             row.append(f"{summary.median:.2f} ({summary.p95:.2f})" if summary else _NOTHING)
         rows.append(row)
-    n = max(len(results.of(section, contender, steady.WORKERS)) for contender in contenders)
-    notes = [f"- {c}: {failure}" for c in contenders for failure in failures(results.of(section, c, steady.WORKERS))]
-    about = f"Median (p95) of windows of {steady.WINDOW_S:g} s in one job of each; n = {n}."
+    notes = [f"- {contender}: {failure}" for contender in contenders for failure in failures(taken[contender])]
+    about = (
+        f"Median (p95) of n windows of {steady.WINDOW_S:g} s, one after the other in one job of each: "
+        "the p95 is of windows, not of jobs.\n"
+        "The contenders do not take turns here: a slow minute strikes one of them.\n"
+        "The launcher in all: the sum of its processes that are not workers."
+    )
     return [f"### {title}\n\n{about}\n\n{table(('', *contenders), rows)}", *(["\n".join(notes)] if notes else [])]
 
 

@@ -26,12 +26,20 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Results:
+class Run:
     """One run: the machine and the settings in words, and all samples in the order in which they were taken."""
 
     machine: Mapping[str, str]
     settings: Mapping[str, str]
     samples: tuple[Sample, ...]
+
+
+@dataclass(frozen=True)
+class Results:
+    """What a page is made of: samples, and for each section the one run that all of its samples come from."""
+
+    samples: tuple[Sample, ...]
+    runs: Mapping[str, Run]
 
     def values(self, section: str, contender: str, workers: int, name: str) -> list[float]:
         """All values of one kind."""
@@ -50,29 +58,30 @@ class Results:
         """The numbers of workers in a section, ascending."""
         return sorted({s.workers for s in self.samples if s.section == section})
 
-    def merged(self, newer: Results) -> Results:
-        """These results with each section that `newer` has replaced by its."""
-        sections = {s.section for s in newer.samples}
-        kept = [s for s in self.samples if s.section not in sections]
-        return Results(newer.machine, newer.settings, (*kept, *newer.samples))
+
+def combined(runs: Iterable[Run]) -> Results:
+    """All sections of these runs; a section that several have is the last one's, whole."""
+    chosen = {sample.section: run for run in runs for sample in run.samples}
+    samples = [s for section, run in chosen.items() for s in run.samples if s.section == section]
+    return Results(tuple(samples), chosen)
 
 
-def encode(results: Results) -> str:
+def encode(run: Run) -> str:
     """As JSON."""
-    return json.dumps(asdict(results), indent=1)
+    return json.dumps(asdict(run), indent=1)
 
 
-def decode(text: str) -> Results:
+def decode(text: str) -> Run:
     """What `encode` wrote. Raises ValueError, KeyError or TypeError for anything else."""
     fields: dict[str, Any] = json.loads(text)
-    return Results(fields["machine"], fields["settings"], tuple(Sample(**sample) for sample in fields["samples"]))
+    return Run(fields["machine"], fields["settings"], tuple(Sample(**sample) for sample in fields["samples"]))
 
 
-def write(path: Path, results: Results) -> None:
+def write(path: Path, run: Run) -> None:
     """Replace the file at once, so that a stopped run leaves a whole one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_suffix(".tmp")
-    fresh.write_text(encode(results))
+    fresh.write_text(encode(run))
     fresh.replace(path)
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 
 import psutil
 
@@ -20,10 +22,22 @@ TRAINER_SECTION = "steady, bundled trainer"
 WORKERS = 2
 WINDOW_S = 1.0
 AGENT_RSS, AGENT_PSS, CPU, WAKE_UPS = "agent RSS", "agent PSS", "agent CPU", "agent wake-ups"
+# torchrun's agent hosts the workers' store and forks them itself; elaunch has processes of their own for both.
+ALL_CPU, ALL_WAKE_UPS, ALL_PSS = "launcher in all: CPU", "launcher in all: wake-ups", "launcher in all: PSS"
 GUARDIAN, FORK_SERVER, STORE, WORKER = "guardian PSS", "fork server PSS", "worker store PSS", "PSS per worker"
 WORKER_RSS = "RSS per worker"
 _START_LIMIT_S = 120.0
 _KIB_PER_MB = 1e6 / 1024
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one process in one window; `cpu` is in % of one CPU, `wake_ups` per second."""
+
+    cpu: float
+    wake_ups: float
+    rss_mb: float
+    pss_mb: float
 
 
 def windows(contender: Contender, count: int, trainer: bool) -> Iterator[Sample]:
@@ -71,18 +85,37 @@ def _family(agent: int, ours: bool) -> dict[str, list[int]]:
     return found
 
 
-def _window(agent: int, family: dict[str, list[int]]) -> dict[str, float]:
-    started_s, cpu_s, wake_ups = time.monotonic(), cpu_time_s(agent), voluntary_switches(agent)
+def _window(agent: int, family: Mapping[str, Sequence[int]]) -> dict[str, float]:
+    pids = [agent, *(pid for pids in family.values() for pid in pids)]
+    started_s = time.monotonic()
+    before = {pid: (cpu_time_s(pid), voluntary_switches(pid)) for pid in pids}
     time.sleep(WINDOW_S)
-    spent_s, woken = cpu_time_s(agent) - cpu_s, voluntary_switches(agent) - wake_ups
+    after = {pid: (cpu_time_s(pid), voluntary_switches(pid)) for pid in pids}
     seconds = time.monotonic() - started_s
-    rss, pss = memory_mb(agent)
-    values = {AGENT_RSS: rss, AGENT_PSS: pss, CPU: 100 * spent_s / seconds, WAKE_UPS: woken / seconds}
-    for name, pids in family.items():
-        memories = [memory_mb(pid) for pid in pids]
-        values[name] = sum(pss for _, pss in memories) / len(memories)
+
+    def cost(pid: int) -> Cost:
+        (cpu_s, woken), (cpu_before_s, woken_before) = after[pid], before[pid]
+        return Cost(100 * (cpu_s - cpu_before_s) / seconds, (woken - woken_before) / seconds, *memory_mb(pid))
+
+    return summed(cost(agent), {name: [cost(pid) for pid in pids] for name, pids in family.items()})
+
+
+def summed(agent: Cost, family: Mapping[str, Sequence[Cost]]) -> dict[str, float]:
+    """A window's values: the agent's own, those of all of the launcher's processes together, means of each kind."""
+    launcher = [agent, *(cost for name, costs in family.items() if name != WORKER for cost in costs)]
+    values = {
+        AGENT_RSS: agent.rss_mb,
+        AGENT_PSS: agent.pss_mb,
+        CPU: agent.cpu,
+        WAKE_UPS: agent.wake_ups,
+        ALL_PSS: sum(cost.pss_mb for cost in launcher),
+        ALL_CPU: sum(cost.cpu for cost in launcher),
+        ALL_WAKE_UPS: sum(cost.wake_ups for cost in launcher),
+    }
+    for name, costs in family.items():
+        values[name] = fmean(cost.pss_mb for cost in costs)
         if name == WORKER:
-            values[WORKER_RSS] = sum(rss for rss, _ in memories) / len(memories)
+            values[WORKER_RSS] = fmean(cost.rss_mb for cost in costs)
     return values
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from bench import launches, restarts, steady
 from bench.contenders import ELAUNCH, LIMIT_PRELOAD, TORCHRUN
-from bench.samples import Results
+from bench.samples import Results, Sample
 from bench.stats import Summary, ratio, summarize
 
 # Start-up: the import of what is preloaded cannot be avoided; torchrun's workers each pay it.
@@ -15,16 +15,22 @@ LIMIT_RATIO_MAX = 1.3
 TORCHRUN_RATIO_MIN = 5.0
 RESTART_MEDIAN_S_MAX, RESTART_P95_S_MAX = 0.25, 0.5
 AGENT_RSS_MB_MAX, AGENT_CPU_MAX, AGENT_WAKE_UPS_MAX = 45.0, 0.2, 2.0
+# With fewer samples a 95th percentile says little.
+N_MIN = 20
+_NOTHING = "nothing"
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """One promise: `what` was promised, the `target` and what was `measured` in words, and whether it was `kept`."""
+    """One promise: `what` was promised, the `target` and what was `measured` in words, and whether it was `kept`.
+
+    `kept` is None where elaunch did its part and what it is compared with has no value.
+    """
 
     what: str
     target: str
     measured: str
-    kept: bool
+    kept: bool | None
 
 
 def verdicts(results: Results) -> list[Verdict]:
@@ -32,36 +38,46 @@ def verdicts(results: Results) -> list[Verdict]:
     return [*_start(results), *_restart(results), *_steady(results)]
 
 
-def _summary(results: Results, section: str, contender: str, workers: int, name: str) -> Summary | None:
-    return summarize(results.values(section, contender, workers, name))
+def counted(taken: Sequence[Sample]) -> str:
+    """How many samples have a value and how many failed: "n = 17 (fewer than 20), 3 of 20 failed"."""
+    failed = sum(bool(s.why) for s in taken)
+    n = len(taken) - failed
+    few = f" (fewer than {N_MIN})" if n < N_MIN else ""
+    return f"n = {n}{few}" + (f", {failed} of {len(taken)} failed" if failed else "")
 
 
 def _start(results: Results) -> Iterator[Verdict]:
-    limit = _summary(results, launches.LIMIT_SECTION, LIMIT_PRELOAD, 0, launches.IMPORT)
     everyone = results.workers(launches.SECTION)
+    # Two runs may have had two machines.
+    alike = results.runs.get(launches.LIMIT_SECTION) is results.runs.get(launches.SECTION)
+    limit = results.of(launches.LIMIT_SECTION, LIMIT_PRELOAD, 0) if alike else []
     for workers in everyone:
+        ours = results.of(launches.SECTION, ELAUNCH.name, workers)
+        theirs = results.of(launches.SECTION, TORCHRUN.name, workers)
         for name in (launches.ALL_REDUCE, launches.STEP):
-            ours = _summary(results, launches.SECTION, ELAUNCH.name, workers, name)
             what = f"start → {name}, {_workers(workers)}"
-            to_limit = ratio(ours, limit)
-            if to_limit is not None:
-                target = f"≤ {LIMIT_RATIO_MAX} × the import"
-                yield Verdict(what, target, f"{to_limit:.2f} ×", to_limit <= LIMIT_RATIO_MAX)
-            theirs = _summary(results, launches.SECTION, TORCHRUN.name, workers, name)
-            sooner = ratio(theirs, ours)
-            if sooner is not None and name == launches.STEP and workers == max(everyone):
-                target = f"≥ {TORCHRUN_RATIO_MIN:g} × sooner than torchrun"
-                yield Verdict(what, target, f"{sooner:.1f} ×", sooner >= TORCHRUN_RATIO_MIN)
+            if ours and limit:
+                times = ratio(_summary(ours, name), _summary(limit, launches.IMPORT))
+                measured = f"{_times(times, 2)}; {counted(ours)}; the import's {counted(limit)}"
+                kept = None if times is None else times <= LIMIT_RATIO_MAX
+                yield _verdict(what, f"≤ {LIMIT_RATIO_MAX} × the import", measured, ours, kept)
+            if ours and theirs and name == launches.STEP and workers == max(everyone):
+                times = ratio(_summary(theirs, name), _summary(ours, name))
+                measured = f"{_times(times, 1)}; {counted(ours)}; torchrun's {counted(theirs)}"
+                kept = None if times is None else times >= TORCHRUN_RATIO_MIN
+                yield _verdict(what, f"≥ {TORCHRUN_RATIO_MIN:g} × sooner than torchrun", measured, ours, kept)
 
 
 def _restart(results: Results) -> Iterator[Verdict]:
     for workers in results.workers(restarts.SECTION):
-        ours = _summary(results, restarts.SECTION, ELAUNCH.name, workers, launches.ALL_REDUCE)
+        ours = results.of(restarts.SECTION, ELAUNCH.name, workers)
         if ours:
-            kept = ours.median <= RESTART_MEDIAN_S_MAX and ours.p95 <= RESTART_P95_S_MAX
+            summary = _summary(ours, launches.ALL_REDUCE)
+            kept = summary and summary.median <= RESTART_MEDIAN_S_MAX and summary.p95 <= RESTART_P95_S_MAX
+            measured = f"{summary.median:.3f} s, {summary.p95:.3f} s" if summary else _NOTHING
+            what = f"SIGKILL → all-reduce again, {_workers(workers)}"
             target = f"median ≤ {RESTART_MEDIAN_S_MAX} s, p95 ≤ {RESTART_P95_S_MAX} s"
-            measured = f"{ours.median:.3f} s, {ours.p95:.3f} s"
-            yield Verdict(f"SIGKILL → all-reduce again, {_workers(workers)}", target, measured, kept)
+            yield _verdict(what, target, f"{measured}; {counted(ours)}", ours, bool(kept))
 
 
 def _steady(results: Results) -> Iterator[Verdict]:
@@ -71,12 +87,27 @@ def _steady(results: Results) -> Iterator[Verdict]:
         (steady.WAKE_UPS, AGENT_WAKE_UPS_MAX, lambda value: f"{value:.1f} /s"),
     )
     for section in (steady.SECTION, steady.TRAINER_SECTION):
-        for name, limit, words in rows:
-            ours = _summary(results, section, ELAUNCH.name, steady.WORKERS, name)
-            if ours:
-                what = f"{name} while {steady.WORKERS} workers train"
-                what += "" if section == steady.SECTION else " and report every step"
-                yield Verdict(what, f"median ≤ {words(limit)}", words(ours.median), ours.median <= limit)
+        ours = results.of(section, ELAUNCH.name, steady.WORKERS)
+        for name, limit, words in rows if ours else ():
+            summary = _summary(ours, name)
+            what = f"{name} while {steady.WORKERS} workers train"
+            what += "" if section == steady.SECTION else " and report every step"
+            measured = f"{words(summary.median) if summary else _NOTHING}; {counted(ours)}"
+            kept = summary is not None and summary.median <= limit
+            yield _verdict(what, f"median ≤ {words(limit)}", measured, ours, kept)
+
+
+def _verdict(what: str, target: str, measured: str, ours: Sequence[Sample], kept: bool | None) -> Verdict:
+    # Whoever did not arrive has no time to be judged by: one that failed breaks the promise, whatever the others say.
+    return Verdict(what, target, measured, False if any(s.why for s in ours) else kept)
+
+
+def _summary(taken: Sequence[Sample], name: str) -> Summary | None:
+    return summarize([s.values[name] for s in taken if name in s.values])
+
+
+def _times(times: float | None, digits: int) -> str:
+    return _NOTHING if times is None else f"{times:.{digits}f} ×"
 
 
 def _workers(count: int) -> str:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 
 from bench.contenders import LIMIT_PRELOAD
-from bench.page import BEGIN, END, render, stage_rows, table, update
-from bench.samples import Results, Sample
+from bench.page import BEGIN, EMPTY, END, render, stage_rows, table, update
+from bench.samples import Results, Run, Sample, combined
 from bench.targets import verdicts
 
 REDUCE, STEP = "first all-reduce", "first optimizer step"
 
 
 def results(*samples: Sample) -> Results:
-    return Results({"CPUs": "2 × something"}, {"seed": "1"}, samples)
+    return combined([Run({"CPUs": "2 × something"}, {"seed": "1"}, samples)])
 
 
 def start(contender: str, reduced_s: float, stepped_s: float) -> Sample:
@@ -60,6 +60,50 @@ def test_who_has_no_time_has_a_reason() -> None:
     assert "- torchrun: 1 × hung" in text
 
 
+def test_an_import_that_failed_is_said() -> None:
+    text = render(results(Sample("import", LIMIT_PRELOAD, 0, why="no such module")))
+
+    assert row(text, LIMIT_PRELOAD) == [LIMIT_PRELOAD, "0", "–", "–"]
+    assert f"- {LIMIT_PRELOAD}: 1 × no such module" in text
+
+
+def test_a_page_that_is_made_anew_has_its_markers() -> None:
+    assert update(EMPTY, results(start("elaunch", 2.0, 2.5))).count("### Start") == 1
+
+
+def test_a_section_says_which_run_it_comes_from() -> None:
+    machine = {"date": "1", "CPUs": "2", "elaunch": "aaa"}
+    old = Run(machine, {"seed": "1"}, (start("elaunch", 2.0, 2.5), Sample("restart", "elaunch", 2, {REDUCE: 9.0})))
+    new = Run({**machine, "elaunch": "bbb"}, {"seed": "2"}, (Sample("restart", "elaunch", 2, {REDUCE: 0.1}),))
+
+    text = render(combined([old, new]))
+
+    assert "- date: 1\n- CPUs: 2\n" in text
+    assert "- `start`: elaunch aaa; seed 1\n- `restart`: elaunch bbb; seed 2" in text
+    assert "same machine" not in text
+
+
+def test_sections_of_two_machines_are_not_to_be_compared() -> None:
+    one = Run({"CPUs": "2"}, {}, (Sample("import", LIMIT_PRELOAD, 0, {"import": 2.0}),))
+    other = Run({"CPUs": "64"}, {}, (start("elaunch", 2.0, 2.5),))
+
+    both = combined([one, other])
+
+    assert "**Not all of them on the same machine: compare within a section only.**" in render(both)
+    assert verdicts(both) == []
+
+
+def test_windows_of_one_job_are_named_as_such_with_each_ones_number() -> None:
+    window = Sample("steady", "elaunch", 2, {"agent CPU": 0.1, "launcher in all: CPU": 0.3})
+
+    text = render(results(window, window, Sample("steady", "torchrun", 2, why="died")))
+
+    assert "do not take turns here" in text
+    assert row(text, "n") == ["n", "2", "0"]
+    assert row(text, "launcher in all: CPU, % of one CPU")[1:] == ["0.30 (0.30)", "–"]
+    assert "- torchrun: 1 × died" in text
+
+
 def test_stages_come_in_the_order_of_time_with_the_step_since_the_one_before() -> None:
     taken = [
         Sample("restart", "elaunch", 2, stages={"forked": 0.3, "detected": 0.1}),
@@ -94,5 +138,37 @@ def test_promises_are_judged_by_the_medians() -> None:
     }
 
 
-def test_a_table_is_markdown() -> None:
-    assert table(("", "n"), [("a", "1")]) == "|  | n |\n| --- | --: |\n| a | 1 |"
+def test_one_restart_that_failed_breaks_the_promise_of_the_others() -> None:
+    came, failed = Sample("restart", "elaunch", 8, {REDUCE: 0.1}), Sample("restart", "elaunch", 8, why="hung")
+
+    (whole,), (mixed,), (none,) = (
+        verdicts(results(*taken)) for taken in ([came] * 20, [came] * 20 + [failed], [failed] * 3)
+    )
+
+    assert (whole.kept, whole.measured) == (True, "0.100 s, 0.100 s; n = 20")
+    assert (mixed.kept, mixed.measured) == (False, "0.100 s, 0.100 s; n = 20, 1 of 21 failed")
+    assert (none.kept, none.measured) == (False, "nothing; n = 0 (fewer than 20), 3 of 3 failed")
+
+
+def test_a_start_that_cannot_be_compared_is_neither_kept_nor_broken() -> None:
+    limit = Sample("import", LIMIT_PRELOAD, 0, why="no such module")
+
+    said = verdicts(results(limit, start("elaunch", 2.0, 2.5), Sample("start", "torchrun", 8, why="hung")))
+
+    assert [v.kept for v in said] == [None] * 3
+    assert "torchrun's n = 0 (fewer than 20), 1 of 1 failed" in said[-1].measured
+
+
+def test_a_failed_window_breaks_every_promise_of_its_section() -> None:
+    said = verdicts(results(Sample("steady", "elaunch", 2, why="died")))
+
+    assert [(v.kept, v.measured) for v in said] == [(False, "nothing; n = 0 (fewer than 20), 1 of 1 failed")] * 3
+
+
+def test_a_table_is_markdown_and_stands_in_line_as_it_is() -> None:
+    assert table(("", "median"), [("a", "1"), ("torchrun", "–")]).splitlines() == [
+        "|          | median |",
+        "| -------- | -----: |",
+        "| a        |      1 |",
+        "| torchrun |      – |",
+    ]

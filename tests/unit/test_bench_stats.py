@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.samples import Results, Sample, decode, encode, failures, write
+from bench.samples import Run, Sample, combined, decode, encode, failures, write
 from bench.stats import Summary, percentile, ratio, summarize
 
 
@@ -36,22 +36,22 @@ def test_a_ratio_is_that_of_the_medians_and_needs_both() -> None:
 
 def test_results_are_the_same_after_they_were_kept(tmp_path: Path) -> None:
     sample = Sample("start", "elaunch", 2, {"first all-reduce": 1.5}, {"sealed": 0.5})
-    results = Results({"CPUs": "2"}, {"seed": "1"}, (sample, Sample("start", "torchrun", 2, why="died")))
+    run = Run({"CPUs": "2"}, {"seed": "1"}, (sample, Sample("start", "torchrun", 2, why="died")))
 
-    write(tmp_path / "deep" / "results.json", results)
+    write(tmp_path / "deep" / "results.json", run)
 
-    assert decode((tmp_path / "deep" / "results.json").read_text()) == results
-    assert decode(encode(results)) == results
+    assert decode((tmp_path / "deep" / "results.json").read_text()) == run
+    assert decode(encode(run)) == run
     assert [path.name for path in (tmp_path / "deep").iterdir()] == ["results.json"]
 
 
 def test_a_later_run_replaces_its_sections_and_leaves_the_others() -> None:
-    old = Results({"date": "1"}, {}, (Sample("start", "a", 1, {"x": 1.0}), Sample("restart", "a", 1, {"x": 2.0})))
-    new = Results({"date": "2"}, {}, (Sample("restart", "a", 1, {"x": 3.0}),))
+    old = Run({"date": "1"}, {}, (Sample("start", "a", 1, {"x": 1.0}), Sample("restart", "a", 1, {"x": 2.0})))
+    new = Run({"date": "2"}, {}, (Sample("restart", "a", 1, {"x": 3.0}),))
 
-    both = old.merged(new)
+    both = combined([old, new])
 
-    assert both.machine == {"date": "2"}
+    assert both.runs == {"start": old, "restart": new}
     assert both.values("start", "a", 1, "x") == [1.0]
     assert both.values("restart", "a", 1, "x") == [3.0]
 
