@@ -45,11 +45,12 @@ def become(child: Child) -> None:
     set_command_line(program.argv, os.path.basename(program.argv[0]))  # noqa: PTH119
     if given:
         sys.argv[-len(given) :] = sys.orig_argv[-len(given) :] = program.args
-    from elaunch.agent import fresh, gate, lastwords
+    from elaunch.agent import fresh, lastwords
 
-    fresh.refresh()
-    gate.close(child.preloaded.brought)
+    fresh.refresh(child.preloaded)
     lastwords.promise()
+    if child.gate:
+        child.gate.stand()
     if signal.SIGINT in signal.sigpending() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         # It ends the process; it raises nothing in our frames.
         signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -9,8 +9,10 @@ from collections.abc import Collection
 from types import ModuleType
 from typing import Any
 
+from elaunch.agent.preload import Preloaded
 
-def refresh() -> None:
+
+def refresh(preloaded: Preloaded) -> None:
     """New streams, random seeds and keys, a new `__main__`; what was remembered of the environment is forgotten."""
     _standard_streams()
     _main_module()
@@ -25,9 +27,9 @@ def refresh() -> None:
     if tempfile:
         # TMPDIR may be another by the time that the program asks.
         tempfile.tempdir = None
-    if random := sys.modules.get("numpy.random"):
+    if random := preloaded.module("numpy.random"):
         random.seed()
-    if torch := sys.modules.get("torch"):
+    if torch := preloaded.module("torch"):
         # The CPU's generator only: CUDA's are made when CUDA starts, with a seed of their own.
         torch.default_generator.seed()
 

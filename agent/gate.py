@@ -23,35 +23,35 @@ from elaunch.agent.preload import Brought, hidden_packages
 from elaunch.agent.replay import replay
 
 
-def close(brought: Sequence[Brought]) -> None:
-    """Hide torch, numpy and the packages that were asked for by name until they are imported.
+class Gate(MetaPathFinder):
+    """Hides torch, numpy and the packages that were asked for by name, and lets each in when it is imported.
 
-    What came with a name comes back with it; another package, numpy, also alone.
+    What came with a name comes back with it; another package, numpy, also alone. Made once, before any fork.
     """
-    packages = hidden_packages([each.name for each in brought])
-    where = {n: each for each in brought for n in each.modules if n.partition(".")[0] in packages}
-    if not where:
-        return
-    for name, each in where.items():
-        _unbind(name, each.modules[name])
-    for name in where:
-        del sys.modules[name]
-    added = [f for each in brought for f in each.filters]
-    _set_filters([f for f in warnings.filters if f not in added])
-    sys.meta_path.insert(0, _Gate(where))
 
-
-class _Gate(MetaPathFinder):
-    """Finds what is hidden, and lets it in when it is loaded. `where` has, by module name, what it came with."""
-
-    def __init__(self, where: dict[str, Brought]) -> None:
-        self._where = where
+    def __init__(self, brought: Sequence[Brought]) -> None:
+        packages = hidden_packages([each.name for each in brought])
+        self._where = {n: each for each in brought for n in each.modules if n.partition(".")[0] in packages}
         # Packages that bring all with them that came when they were preloaded.
-        self._named = {each.name.partition(".")[0] for each in where.values()} | {"torch"}
-        self._environment = dict(os.environ)
-        self._link = os.fstat(lastwords.LINK_FD).st_ino
+        self._named = {each.name.partition(".")[0] for each in brought} | {"torch"}
+        self._environment: dict[str, str] = {}
+        self._link = 0
         self._told: set[str] = set()
         self._lock = threading.Lock()
+        if not self._where:
+            return
+        for name, each in self._where.items():
+            _unbind(name, each.modules[name])
+        for name in self._where:
+            del sys.modules[name]
+        added = [f for each in brought for f in each.filters]
+        _set_filters([f for f in warnings.filters if f not in added])
+        sys.meta_path.insert(0, self)
+
+    def stand(self) -> None:
+        """Begin in a worker: what its environment is now, torch knows."""
+        self._environment = dict(os.environ)
+        self._link = os.fstat(lastwords.LINK_FD).st_ino
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
         brought = self._where.get(name)
@@ -108,7 +108,7 @@ class _Gate(MetaPathFinder):
 class _Handover(Loader):
     """Loads a module by handing over the one that there is."""
 
-    def __init__(self, gate: _Gate, module: ModuleType) -> None:
+    def __init__(self, gate: Gate, module: ModuleType) -> None:
         self._gate = gate
         self._module = module
         self._spec = module.__spec__

@@ -44,6 +44,10 @@ class Preloaded:
     restore: dict[str, str | None]
     brought: tuple[Brought, ...]
 
+    def module(self, name: str) -> Any:
+        """A module that came, whether it is hidden now or not; None where there is none of that name."""
+        return next((each.modules[name] for each in self.brought if name in each.modules), sys.modules.get(name))
+
 
 class Unfaithful(Exception):
     """Workers must not be forked from here; its text is the reason."""
@@ -55,7 +59,7 @@ def hidden_packages(names: Collection[str]) -> set[str]:
 
 
 def preload(boot: Boot, loaded_at_start: Collection[str], customise: Callable[[], None]) -> Preloaded:
-    """Run the user's customisation of Python (`customise`), then import.
+    """Run the user's customisation of Python (`customise`), then import, with the garbage collector off from then on.
 
     Raises Unfaithful where a forked worker would not be what a fresh interpreter is.
     """
@@ -75,8 +79,6 @@ def preload(boot: Boot, loaded_at_start: Collection[str], customise: Callable[[]
     looked_up = {variable for each in (custom, *brought) for variable in each.readers}
     if reason := why_not(boot.program, loaded_at_start, looked_up, boot.control_fd):
         raise Unfaithful(reason)
-    gc.freeze()
-    gc.enable()
     # Imports write variables too; after torch._dynamo's a script's own setdefault would come too late.
     changed = {name for name in {*before, *os.environ} if os.environ.get(name) != before.get(name)}
     return Preloaded({name: before.get(name) for name in changed}, brought)

@@ -7,13 +7,14 @@ starts anew as a bare one, forks a small process for each worker and has that ex
 
 from __future__ import annotations
 
+import gc
 import os
 import selectors
 import signal
 import socket
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from elaunch.agent import wire
 from elaunch.agent.boot import Boot, bare_command
@@ -21,17 +22,24 @@ from elaunch.agent.children import Children
 from elaunch.agent.linux import die_with_parent, set_command_line
 from elaunch.agent.preload import Preloaded, Unfaithful, preload
 
+if TYPE_CHECKING:
+    from elaunch.agent.gate import Gate
+
+# An order of the agent's, the descriptors that came with it, and the pid of the fork server.
+Asked = tuple[dict[str, Any], tuple[int, ...], int]
+
 
 @dataclass(frozen=True)
 class Child:
-    """What a freshly forked process is to become. `preloaded` is None where it is to exec."""
+    """What a freshly forked process is to become. Without what was preloaded, it is to exec."""
 
     boot: Boot
     order: dict[str, Any]
     fds: tuple[int, ...]
     template_pid: int
-    preloaded: Preloaded | None
     restore_mask: frozenset[int]
+    preloaded: Preloaded | None = None
+    gate: Gate | None = None
 
 
 def main(boot: Boot, loaded_at_start: Collection[str], customise: Callable[[], None]) -> None:
@@ -42,14 +50,23 @@ def main(boot: Boot, loaded_at_start: Collection[str], customise: Callable[[], N
         preloaded = preload(boot, loaded_at_start, customise)
     except Unfaithful as reason:
         _start_anew(replace(boot, preload=None, fallback=str(reason), mask=tuple(mask)), environment)
-    _serve(boot, control, preloaded, mask)
+    # Loaded and made here: each worker would have to do the same.
+    from elaunch.agent import child
+    from elaunch.agent.gate import Gate
+
+    gate = Gate(preloaded.brought)
+    gc.freeze()
+    gc.enable()
+    child.become(Child(boot, *_serve(boot, control), mask, preloaded, gate))
 
 
 def bare(boot_fd: int) -> None:
     """Serve without having imported anything: every worker execs a fresh interpreter. Does not return."""
+    from elaunch.agent import child
+
     boot = Boot.read(boot_fd)
     mask, control = _settle(boot)
-    _serve(boot, control, None, mask)
+    child.become(Child(boot, *_serve(boot, control), mask))
 
 
 def _settle(boot: Boot) -> tuple[frozenset[int], socket.socket]:
@@ -72,21 +89,18 @@ def _start_anew(boot: Boot, environment: dict[str, str]) -> NoReturn:
     os.execve(command[0], command, environment)
 
 
-def _serve(boot: Boot, control: socket.socket, preloaded: Preloaded | None, mask: frozenset[int]) -> None:
-    """Answer the agent until it is gone, and end. Returns in every child, which is a worker by then."""
+def _serve(boot: Boot, control: socket.socket) -> Asked:
+    """Answer the agent until it is gone, and end. Returns in every child, with what it is to become."""
     _tell(control, {"event": "ready", "reason": boot.fallback})
     asked = _fork_as_asked(control)
     if asked is None:
         os._exit(0)
     # Its number is the program's from here on; closing it as ours would close what has it by then.
     control.detach()
-    from elaunch.agent import child
-
-    order, fds, template_pid = asked
-    child.become(Child(boot, order, fds, template_pid, preloaded, mask))
+    return asked
 
 
-def _fork_as_asked(control: socket.socket) -> tuple[dict[str, Any], tuple[int, ...], int] | None:
+def _fork_as_asked(control: socket.socket) -> Asked | None:
     """Fork, signal and reap; in every child its order, fds and parent, and None here when the agent is gone."""
     wake_r, wake_w = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     signal.signal(signal.SIGCHLD, lambda *_: None)
