@@ -28,13 +28,13 @@ class Outputs:
         return self._stdin(local_rank), *self._out_and_err(group, local_rank)
 
     def _stdin(self, local_rank: int) -> int:
-        """One reader only: the node's first worker has the terminal or pipe, so that a debugger works there.
+        """A terminal is every worker's, so that a debugger works in any; data has one reader, the node's first worker.
 
         A program on stdin is everybody's, from its beginning.
         """
         if self._program_on_stdin:
             return os.open("/proc/self/fd/0", os.O_RDONLY | os.O_CLOEXEC)
-        if local_rank == 0:
+        if local_rank == 0 or os.isatty(0):
             with suppress(OSError):
                 return os.dup(0)
         return os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)

@@ -128,6 +128,30 @@ class TestPrefix:
 
         assert sorted(job.stdout.splitlines()) == ["[0] read 'data'", "[1] read ''"]
 
+    @pytest.mark.parametrize("start", [LIGHT, ("--no-preload",)], ids=["forked", "exec'd"])
+    def test_at_a_terminal_a_debugger_works_in_any_rank(self, start: tuple[str, ...], tmp_path: Path) -> None:
+        script(tmp_path, WAIT + "if rank == 1:\n    breakpoint()\n    print('went on')\n")
+
+        with Terminal(tmp_path, *start, "--nproc-per-node", "2", "train.py") as terminal:
+            terminal.read_until("[1] (Pdb) ")
+            terminal.type("p 1000 + 1\n")
+            terminal.read_until("1001\r\n[1] (Pdb) ")
+            terminal.type("c\n")
+            terminal.read_until("\nwent on")
+            code = terminal.process.wait(DEADLINE_S)
+
+        assert code == 0, terminal.text
+
+    def test_a_debugger_that_is_quit_ends_the_job_with_a_word_on_what_to_do(self, tmp_path: Path) -> None:
+        script(tmp_path, WAIT + "if rank == 1:\n    breakpoint()\nwait('never')\n")
+
+        job = finished(tmp_path, *LIGHT, "--nproc-per-node", "2", "train.py")
+
+        assert job.code == 1
+        assert re.search(r"rank 1 \(.*\) left its debugger \(BdbQuit\) in generation 0", job.stderr), job.stderr
+        assert "start elaunch at a terminal" in job.stderr
+        assert "generation 1" not in job.stderr
+
 
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
