@@ -58,6 +58,9 @@ class Outputs:
         redirected, teed = bool(plan.redirects.of(local_rank) & which), bool(plan.tee.of(local_rank) & which)
         console = (self._pump.stdout if out else self._pump.stderr) if self._on_console(group, local_rank) else None
         file, needle_file = self._files(group, local_rank, which) if redirected or teed else (None, None)
+        in_file_only = redirected and not teed
+        if in_file_only and self._run_dir.logs is None:
+            console = None
         needles = plan.duplicate_stdout_filters if out else plan.duplicate_stderr_filters
         ours, theirs = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(ours, False)
@@ -67,10 +70,11 @@ class Outputs:
                 generation=group.generation,
                 local_rank=local_rank,
                 keep_tail=not out,
-                console=console if teed or not redirected else None,
+                console=console,
                 whole_lines=group.slots > 1,
                 prefix=self._prefix(group, local_rank),
                 file=file,
+                file_first=in_file_only,
                 needles=tuple(needle.encode() for needle in needles) if needle_file and teed else (),
                 needle_file=needle_file if teed else None,
             )

@@ -113,7 +113,7 @@ def run(options: Options, environ: Mapping[str, str]) -> int:
         pump.close()
         guard.finish()
         raise UsageError(str(error)) from error
-    pump.write_report(report(outcome, config.spec, run_dir.logs))
+    pump.write_report(report(outcome, config.spec, run_dir.logs, run_dir.is_incomplete))
     write_error_file(outcome, environ.get("TORCHELASTIC_ERROR_FILE"))
     # No word of the workers is lost to a slow reader; but whoever stops a job wants it to end.
     if not pump.close(timeout_s=_LAST_WORDS_S if outcome.kind is OutcomeKind.INTERRUPTED else None):

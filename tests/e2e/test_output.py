@@ -548,6 +548,35 @@ write(f"the end of {rank}\\n")
         assert all(f"[{rank}] the end of {rank}\n" in job.stdout for rank in range(2))
         assert len(re.findall(r"No space left on device", job.stderr)) == 1, job.stderr
 
+    @pytest.mark.parametrize("size", ["size=64k", "nr_inodes=4"], ids=["no space", "no inode"])
+    def test_redirected_lines_that_their_file_does_not_take_are_on_the_console(
+        self, size: str, small_disk: Callable[[str], Path], tmp_path: Path
+    ) -> None:
+        disk = small_disk(size)
+        script(
+            tmp_path,
+            WAIT
+            + """
+for stream in sys.stdout, sys.stderr:
+    for i in range(2000):
+        stream.write(f"line {i} {'x' * 50}\\n")
+""",
+        )
+
+        options = ("--nproc-per-node", "2", "--log-dir", str(disk / "logs"), "-r", "3", "train.py")
+        job = finished(tmp_path, *LIGHT, *options)
+
+        assert job.code == 0, job.output
+        (run,) = (disk / "logs").iterdir()
+        for rank in range(2):
+            for name, shown in ("stdout", job.stdout), ("stderr", job.stderr):
+                log = run / f"attempt_0/{rank}/{name}.log"
+                kept = log.read_text() if log.exists() else ""
+                on_console = "".join(re.findall(rf"^\[{rank}\] (.*\n)", shown, re.MULTILINE))
+                assert kept + on_console == "".join(f"line {i} {'x' * 50}\n" for i in range(2000))
+        assert "No space left on device" in job.stderr
+        assert job.stderr.endswith(f"elaunch: the workers' output is in {run}, incomplete: not all could be written\n")
+
     def test_a_failure_is_reported_with_its_traceback_all_the_same(
         self, small_disk: Callable[[str], Path], tmp_path: Path
     ) -> None:
