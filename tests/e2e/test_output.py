@@ -696,5 +696,6 @@ def _one_file(folder: Path, *args: str) -> Sequence[str]:
 
 
 def _tree(folder: Path) -> dict[str, str]:
-    """All files below `folder`, by their path in it."""
-    return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
+    """All files of the workers below a run's `folder`, by their path in it."""
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name != "timeline.jsonl")
+    return {str(path.relative_to(folder)): path.read_text() for path in files}
