@@ -43,7 +43,8 @@ class NumaBinding(Enum):
 class OutputPlan:
     """Where the workers' output goes.
 
-    Without `log_dir` nothing stays on disk. A redirected stream goes to its file only, a teed one to file and console.
+    Without `log_dir` nothing stays on disk. A redirected stream goes to its file only, and to the console where
+    that takes no more; a teed one to file and console.
     `console_ranks` (global) and `console_local_ranks` limit the console, never the files; None is all.
     `duplicate_*_filters`: lines of teed streams that contain one of the words are copied to one file per generation.
     """

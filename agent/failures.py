@@ -46,6 +46,8 @@ _PYTHON_SOCKET_TYPES = {
     *("ConnectionError", "ConnectionResetError", "ConnectionRefusedError", "ConnectionAbortedError"),
     *("BrokenPipeError", "TimeoutError"),
 }
+# What pdb ends a program by: q, or the end of its input.
+_DEBUGGER_LEFT = "BdbQuit"
 _STARTUP_TYPES = {"ImportError", "ModuleNotFoundError", "SyntaxError", "IndentationError", "TabError"}
 # 126 and 127 are the shell's words for a command that cannot run or is not there.
 _SIGABRT = 6
@@ -209,6 +211,8 @@ def _kind_and_message(remains: Remains, raised: Raised | None, signal_name: str)
             return FailureKind.STARTUP, f"exited with code {code} ({_STARTUP_CODES[code]})"
         kind = FailureKind.PEER_LOST if _PEER_LOST.search(remains.tail) else FailureKind.EXIT_CODE
         return kind, f"exited with code {code}"
+    if raised.exception.rpartition(".")[2] == _DEBUGGER_LEFT:
+        return FailureKind.DEBUGGER, "left its debugger (BdbQuit)"
     # One sentence: the rest of a message in several lines is in the traceback.
     first, more, _ = raised.message.partition("\n")
     said = f": {first} …" if more else f": {first}" if first else ""

@@ -28,13 +28,13 @@ class Outputs:
         return self._stdin(local_rank), *self._out_and_err(group, local_rank)
 
     def _stdin(self, local_rank: int) -> int:
-        """One reader only: the node's first worker has the terminal or pipe, so that a debugger works there.
+        """A terminal is every worker's, so that a debugger works in any; data has one reader, the node's first worker.
 
         A program on stdin is everybody's, from its beginning.
         """
         if self._program_on_stdin:
             return os.open("/proc/self/fd/0", os.O_RDONLY | os.O_CLOEXEC)
-        if local_rank == 0:
+        if local_rank == 0 or os.isatty(0):
             with suppress(OSError):
                 return os.dup(0)
         return os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
@@ -58,6 +58,9 @@ class Outputs:
         redirected, teed = bool(plan.redirects.of(local_rank) & which), bool(plan.tee.of(local_rank) & which)
         console = (self._pump.stdout if out else self._pump.stderr) if self._on_console(group, local_rank) else None
         file, needle_file = self._files(group, local_rank, which) if redirected or teed else (None, None)
+        in_file_only = redirected and not teed
+        if in_file_only and self._run_dir.logs is None:
+            console = None
         needles = plan.duplicate_stdout_filters if out else plan.duplicate_stderr_filters
         ours, theirs = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(ours, False)
@@ -67,10 +70,11 @@ class Outputs:
                 generation=group.generation,
                 local_rank=local_rank,
                 keep_tail=not out,
-                console=console if teed or not redirected else None,
+                console=console,
                 whole_lines=group.slots > 1,
                 prefix=self._prefix(group, local_rank),
                 file=file,
+                file_first=in_file_only,
                 needles=tuple(needle.encode() for needle in needles) if needle_file and teed else (),
                 needle_file=needle_file if teed else None,
             )

@@ -29,7 +29,7 @@ class Pump:
     def __init__(self) -> None:
         self.stdout = Console(1, self.say)
         self.stderr = Console(2, lambda _: None)
-        self._todo: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._todo: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._wake_r, self._wake_w = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._wake_r, selectors.EVENT_READ)
@@ -70,7 +70,7 @@ class Pump:
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
-    def do(self, work: Callable[[], None]) -> None:
+    def do(self, work: Callable[[], object]) -> None:
         """Have the pump's thread do `work` after all that it was given before; may be called from any thread."""
         self._todo.put(work)
         # A full pipe already holds a wake-up.

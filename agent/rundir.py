@@ -20,22 +20,33 @@ def private_places() -> tuple[str, ...]:
 class RunDir:
     """Folders of one run, one per generation and rank: `attempt_<generation>/<rank>/` (torchrun's tree).
 
-    No generation reuses another's, so no restart deletes or overwrites a file. What cannot be made is gone without.
+    No generation reuses another's, so no restart deletes or overwrites a file. What cannot be made is gone without,
+    but for the log folder itself.
     """
 
     def __init__(
         self, log_dir: Path | None, run_id: str, warn: Callable[[str], None], private: tuple[str, ...] = ()
     ) -> None:
-        """`private` are the places for a private folder, the first that works; fresh `private_places` without."""
+        """`private` are the places for a private folder, the first that works; fresh `private_places` without.
+
+        Raises OSError where `log_dir` can hold nothing: who asks for files should not learn at the end that none are.
+        """
         self._warn = warn
         self._private_places = private or private_places()
         self._warned = False
         self.logs: Path | None = None
         self.private: Path | None = None
         if log_dir:
-            self.logs = self._make(log_dir / f"{run_id.replace('/', '_')}_{secrets.token_hex(4)}")
-        if self.logs is None:
+            logs = log_dir / f"{run_id.replace('/', '_')}_{secrets.token_hex(4)}"
+            logs.mkdir(parents=True)
+            self.logs = logs.absolute()
+        else:
             self.private = self._private()
+
+    @property
+    def is_incomplete(self) -> bool:
+        """Whether something could not be written that belongs here."""
+        return self._warned
 
     @property
     def root(self) -> Path | None:

@@ -54,14 +54,16 @@ class LogFile:
         except OSError as error:
             self._give_up(error)
 
-    def write(self, data: bytes) -> None:
-        if self._fd < 0 or not data:
-            return
+    def write(self, data: bytes) -> bytes:
+        """Write `data`; what of it the file did not take."""
+        rest = memoryview(data)
         try:
-            write_all(self._fd, data)
+            while rest and self._fd >= 0:
+                rest = rest[os.write(self._fd, rest) :]
         except OSError as error:
             self.close()
             self._give_up(error)
+        return bytes(rest)
 
     def close(self) -> None:
         if self._fd >= 0:
@@ -75,6 +77,7 @@ class LogFile:
 class Stream:
     """A pipe from a worker: everything that it wrote goes to `console` (with `prefix`) and `file`, and its end is kept.
 
+    With `file_first` the console gets only what the file does not take.
     `fd` is the pipe's reading end, not blocking; it and the files are owned and closed here. Lines with one of
     `needles` are also copied to `needle_file`. `whole_lines` holds partial lines back, where others write there too.
     """
@@ -90,6 +93,7 @@ class Stream:
         whole_lines: bool = False,
         prefix: bytes = b"",
         file: LogFile | None = None,
+        file_first: bool = False,
         needles: tuple[bytes, ...] = (),
         needle_file: LogFile | None = None,
     ) -> None:
@@ -101,6 +105,7 @@ class Stream:
         self._prefix = prefix
         self._whole_lines = whole_lines or bool(prefix or needles)
         self._file = file
+        self._file_first = file_first
         self._needles = needles
         self._needle_file = needle_file
         self._splitter = LineSplitter()
@@ -113,10 +118,13 @@ class Stream:
 
     def feed(self, data: bytes, now_s: float) -> None:
         """Pass `data` on: whole lines at once, a partial one when its end comes or `flush_at_s` has passed."""
-        if self._file:
-            self._file.write(data)
         if self._keep_tail:
             self._remember(data)
+        left = self._file.write(data) if self._file else data
+        if self._file_first:
+            data = left
+            if not data:
+                return
         if not self._whole_lines:
             self._show(data)
             return

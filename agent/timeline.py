@@ -22,7 +22,7 @@ class Timeline:
     """
 
     def __init__(
-        self, folder: Path | None, warn: Callable[[str], None], later: Callable[[Callable[[], None]], None]
+        self, folder: Path | None, warn: Callable[[str], None], later: Callable[[Callable[[], object]], None]
     ) -> None:
         self._file = LogFile(str(folder / NAME), warn) if folder else None
         self._later = later

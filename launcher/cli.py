@@ -65,7 +65,7 @@ def run(options: Options, environ: Mapping[str, str]) -> int:
     from elaunch.launcher.program import check_log_dir, check_open_files, check_program, take_program_from_stdin
     from elaunch.launcher.resources import detect
 
-    check_program(options)
+    check_program(options, environ)
     check_log_dir(options)
     if options.run_id is None:
         options = replace(options, run_id=os.urandom(4).hex())
@@ -84,9 +84,13 @@ def run(options: Options, environ: Mapping[str, str]) -> int:
     troubles: list[str] = []
     say = troubles.append
     # Folders are made until the end; from the pump's start on its console has the word.
-    run_dir = RunDir(config.output.log_dir, config.spec.run_id, lambda trouble: say(trouble), places)
-    if config.output.log_dir and not run_dir.logs:
-        raise UsageError(f"--log-dir {config.output.log_dir}: {troubles[0]}; choose another")
+    try:
+        run_dir = RunDir(config.output.log_dir, config.spec.run_id, lambda trouble: say(trouble), places)
+    except OSError as error:
+        guard.finish()
+        raise UsageError(
+            f"--log-dir {config.output.log_dir}: no folder can be made in it ({error.strerror}); choose another"
+        ) from error
     server = ForkServer(config.spec.program, config.preload, guard.environment(config.environment))
 
     # From here on the fork server imports torch on another core.
@@ -109,7 +113,7 @@ def run(options: Options, environ: Mapping[str, str]) -> int:
         pump.close()
         guard.finish()
         raise UsageError(str(error)) from error
-    pump.write_report(report(outcome, config.spec, run_dir.logs))
+    pump.write_report(report(outcome, config.spec, run_dir.logs, run_dir.is_incomplete))
     write_error_file(outcome, environ.get("TORCHELASTIC_ERROR_FILE"))
     # No word of the workers is lost to a slow reader; but whoever stops a job wants it to end.
     if not pump.close(timeout_s=_LAST_WORDS_S if outcome.kind is OutcomeKind.INTERRUPTED else None):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 from elaunch.launcher.errors import UsageError, nearest
@@ -12,15 +13,19 @@ from elaunch.launcher.options import Options
 from elaunch.rendezvous.types import ProgramKind
 
 
-def check_program(options: Options) -> None:
+def check_program(options: Options, environ: Mapping[str, str]) -> None:
     """Raises UsageError for a program that cannot start here."""
     try:
         _check_program(options)
+        if options.kind is not ProgramKind.COMMAND:
+            _check_interpreter(environ.get("PYTHON_EXEC"))
     except OSError as error:
         raise UsageError(f"{error.filename}: {error.strerror}; change its permissions, or give another path") from error
 
 
 def _check_program(options: Options) -> None:
+    if not options.target:
+        raise UsageError(f"the {options.kind.value}'s name is empty, as from a variable that is not set; give its name")
     match options.kind:
         case ProgramKind.SCRIPT:
             _check_script(options.target)
@@ -34,6 +39,15 @@ def _check_program(options: Options) -> None:
                     + (f" in {Path.cwd()}" if os.sep in options.target else " on PATH")
                     + "; give its path, or leave --no-python out for a Python script"
                 )
+
+
+def _check_interpreter(interpreter: str | None) -> None:
+    if interpreter and shutil.which(interpreter) is None:
+        raise UsageError(
+            f"PYTHON_EXEC={interpreter} is not an executable file"
+            + ("" if os.sep in interpreter else " on PATH")
+            + "; give the path of a Python interpreter, or unset the variable"
+        )
 
 
 def take_program_from_stdin() -> None:

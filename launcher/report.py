@@ -16,9 +16,10 @@ _TAIL_LINES = 20
 _HEAVY, _LIGHT = "=" * 72, "-" * 72
 
 
-def report(outcome: Outcome, spec: JobSpec, logs: Path | None) -> str:
-    """The last words of a run; nothing for a plain success."""
-    where = f"elaunch: the workers' output is in {logs}\n" if logs else ""
+def report(outcome: Outcome, spec: JobSpec, logs: Path | None, is_incomplete: bool = False) -> str:
+    """The last words of a run; nothing for a plain success. `is_incomplete` says that `logs` lack something."""
+    lacks = ", incomplete: not all could be written" if is_incomplete else ""
+    where = f"elaunch: the workers' output is in {logs}{lacks}\n" if logs else ""
     match outcome.kind:
         case OutcomeKind.SUCCEEDED:
             used = f"elaunch: succeeded, {_restarts(outcome)}\n" if outcome.restarts else ""
@@ -26,7 +27,7 @@ def report(outcome: Outcome, spec: JobSpec, logs: Path | None) -> str:
         case OutcomeKind.INTERRUPTED:
             return f"elaunch: stopped, since {outcome.reason}; exit code {outcome.exit_code}\n{where}"
         case OutcomeKind.FAILED:
-            return _failed(outcome, spec, logs)
+            return _failed(outcome, spec, logs, lacks)
 
 
 def write_error_file(outcome: Outcome, path: str | None) -> None:
@@ -52,7 +53,7 @@ def write_error_file(outcome: Outcome, path: str | None) -> None:
             partial.unlink()
 
 
-def _failed(outcome: Outcome, spec: JobSpec, logs: Path | None) -> str:
+def _failed(outcome: Outcome, spec: JobSpec, logs: Path | None, lacks: str) -> str:
     """torchrun's box, which scripts look for by its words, with the story on top."""
     failure = outcome.failure
     lines = [_HEAVY, f"{spec.program.target} FAILED"]
@@ -76,7 +77,7 @@ def _failed(outcome: Outcome, spec: JobSpec, logs: Path | None) -> str:
         shown = "its last line" if len(tail) == 1 else f"its last {len(tail)} lines"
         lines += [f"  stderr    : {shown}", *(f"    {line}" for line in tail)]
     if failure.log_path or logs:
-        lines.append(f"  log       : {failure.log_path or logs}")
+        lines.append(f"  log       : {failure.log_path or logs}{lacks}")
     return "\n".join([*lines, _HEAVY, ""])
 
 

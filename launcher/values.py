@@ -126,9 +126,11 @@ def numa_binding(raw: Raw) -> NumaBinding:
 
 
 def directory(raw: Raw) -> Path | None:
-    """`/dev/null` and the empty string are no directory."""
+    """`/dev/null` is no directory; nor is the empty string, which nobody means."""
     word = text(raw)
-    return None if word in ("", "/dev/null") else Path(word)
+    if not word:
+        raise ValueError("is empty; name a directory, or /dev/null to keep nothing")
+    return None if word == "/dev/null" else Path(word)
 
 
 def streams(raw: Raw) -> StreamChoice:

@@ -152,6 +152,7 @@ class FailureKind(Enum):
     OUT_OF_MEMORY = "out of memory"
     PEER_LOST = "peer lost"
     STARTUP = "start-up"
+    DEBUGGER = "debugger"
     STORE_LOST = "worker store lost"
     TEMPLATE_LOST = "fork server lost"
     SPAWN = "spawn"

@@ -53,6 +53,11 @@ def judge(
     """
     failure = verdict(failures[generation])
     before = failures.get(generation - 1)
+    if failure.kind is FailureKind.DEBUGGER:
+        return GiveUp(
+            "its debugger was quit, or its stdin was at an end, and another try would only stop there again;"
+            " to debug any rank, start elaunch at a terminal with its stdin not redirected"
+        )
     if failure.kind is FailureKind.STARTUP and not progressed:
         return GiveUp("it never got past its start, so another try would end the same way")
     if before and not failure.progressed and identical(failure, verdict(before)):

@@ -128,6 +128,30 @@ class TestPrefix:
 
         assert sorted(job.stdout.splitlines()) == ["[0] read 'data'", "[1] read ''"]
 
+    @pytest.mark.parametrize("start", [LIGHT, ("--no-preload",)], ids=["forked", "exec'd"])
+    def test_at_a_terminal_a_debugger_works_in_any_rank(self, start: tuple[str, ...], tmp_path: Path) -> None:
+        script(tmp_path, WAIT + "if rank == 1:\n    breakpoint()\n    print('went on')\n")
+
+        with Terminal(tmp_path, *start, "--nproc-per-node", "2", "train.py") as terminal:
+            terminal.read_until("[1] (Pdb) ")
+            terminal.type("p 1000 + 1\n")
+            terminal.read_until("1001\r\n[1] (Pdb) ")
+            terminal.type("c\n")
+            terminal.read_until("\nwent on")
+            code = terminal.process.wait(DEADLINE_S)
+
+        assert code == 0, terminal.text
+
+    def test_a_debugger_that_is_quit_ends_the_job_with_a_word_on_what_to_do(self, tmp_path: Path) -> None:
+        script(tmp_path, WAIT + "if rank == 1:\n    breakpoint()\nwait('never')\n")
+
+        job = finished(tmp_path, *LIGHT, "--nproc-per-node", "2", "train.py")
+
+        assert job.code == 1
+        assert re.search(r"rank 1 \(.*\) left its debugger \(BdbQuit\) in generation 0", job.stderr), job.stderr
+        assert "start elaunch at a terminal" in job.stderr
+        assert "generation 1" not in job.stderr
+
 
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
@@ -524,6 +548,35 @@ write(f"the end of {rank}\\n")
         assert all(f"[{rank}] the end of {rank}\n" in job.stdout for rank in range(2))
         assert len(re.findall(r"No space left on device", job.stderr)) == 1, job.stderr
 
+    @pytest.mark.parametrize("size", ["size=64k", "nr_inodes=4"], ids=["no space", "no inode"])
+    def test_redirected_lines_that_their_file_does_not_take_are_on_the_console(
+        self, size: str, small_disk: Callable[[str], Path], tmp_path: Path
+    ) -> None:
+        disk = small_disk(size)
+        script(
+            tmp_path,
+            WAIT
+            + """
+for stream in sys.stdout, sys.stderr:
+    for i in range(2000):
+        stream.write(f"line {i} {'x' * 50}\\n")
+""",
+        )
+
+        options = ("--nproc-per-node", "2", "--log-dir", str(disk / "logs"), "-r", "3", "train.py")
+        job = finished(tmp_path, *LIGHT, *options)
+
+        assert job.code == 0, job.output
+        (run,) = (disk / "logs").iterdir()
+        for rank in range(2):
+            for name, shown in ("stdout", job.stdout), ("stderr", job.stderr):
+                log = run / f"attempt_0/{rank}/{name}.log"
+                kept = log.read_text() if log.exists() else ""
+                on_console = "".join(re.findall(rf"^\[{rank}\] (.*\n)", shown, re.MULTILINE))
+                assert kept + on_console == "".join(f"line {i} {'x' * 50}\n" for i in range(2000))
+        assert "No space left on device" in job.stderr
+        assert job.stderr.endswith(f"elaunch: the workers' output is in {run}, incomplete: not all could be written\n")
+
     def test_a_failure_is_reported_with_its_traceback_all_the_same(
         self, small_disk: Callable[[str], Path], tmp_path: Path
     ) -> None:
@@ -643,5 +696,6 @@ def _one_file(folder: Path, *args: str) -> Sequence[str]:
 
 
 def _tree(folder: Path) -> dict[str, str]:
-    """All files below `folder`, by their path in it."""
-    return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
+    """All files of the workers below a run's `folder`, by their path in it."""
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name != "timeline.jsonl")
+    return {str(path.relative_to(folder)): path.read_text() for path in files}

@@ -194,7 +194,10 @@ def test_a_reader_that_has_stopped_reading_does_not_keep_a_job_from_being_stoppe
     ("options", "said"),
     [
         (["/dev/stdin"], "is no file that can be read again"),
-        (["--log-dir", "/proc/nope", "train.py"], "--log-dir /proc/nope"),
+        (
+            ["--log-dir", "/proc/nope", "train.py"],
+            "elaunch: --log-dir /proc/nope: no folder can be made in it (No such file or directory); choose another\n",
+        ),
     ],
 )
 def test_what_cannot_work_to_the_end_is_refused_at_the_start(tmp_path: Path, options: list[str], said: str) -> None:

@@ -82,6 +82,18 @@ def test_a_bad_import_is_a_start_up_failure_until_there_was_progress(name: str) 
     assert failure(1, record, progressed=True).kind is FailureKind.EXCEPTION
 
 
+@pytest.mark.parametrize("progressed", [None, False, True])
+def test_a_debugger_that_was_left_is_named_so_and_no_common_exception(progressed: bool | None, tmp_path: Path) -> None:
+    tail = stderr_of(tmp_path, "import bdb\nraise bdb.BdbQuit\n")
+
+    left = failure(1, tail=tail, progressed=progressed)
+    recorded = failure(1, record_of("BdbQuit", "", tail), progressed=progressed)
+
+    assert left.kind is recorded.kind is FailureKind.DEBUGGER
+    assert left.message == recorded.message == "left its debugger (BdbQuit)"
+    assert left.traceback.endswith("BdbQuit")
+
+
 def test_an_uncaught_exception_has_type_text_place_and_traceback(tmp_path: Path) -> None:
     tail = "epoch 1\n" + stderr_of(tmp_path, "def f(n):\n    return [][n]\nf(7)\n")
 

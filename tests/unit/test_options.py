@@ -431,11 +431,11 @@ def test_a_missing_script_is_named_with_its_directory_and_a_near_one(
     (tmp_path / "trian.py").touch()
 
     with pytest.raises(UsageError) as caught:
-        check_program(options_of("train.py"))
+        check_program(options_of("train.py"), {})
 
     assert str(caught.value) == f"train.py does not exist in {tmp_path}; did you mean trian.py?"
     with pytest.raises(UsageError, match=r"src/x\.py does not exist in .* \(there is no directory src\)$"):
-        check_program(options_of("src/x.py"))
+        check_program(options_of("src/x.py"), {})
 
 
 def test_a_script_a_directory_with_main_and_a_command_on_path_can_start(tmp_path: Path) -> None:
@@ -443,12 +443,12 @@ def test_a_script_a_directory_with_main_and_a_command_on_path_can_start(tmp_path
     package.mkdir()
 
     with pytest.raises(UsageError, match=r"is a directory without __main__\.py"):
-        check_program(options_of(str(package)))
+        check_program(options_of(str(package)), {})
     (package / "__main__.py").touch()
-    check_program(options_of(str(package)))
-    check_program(options_of(str(package / "__main__.py")))
-    check_program(options_of("-m", "no.matter"))
-    check_program(options_of("--no-python", "sh"))
+    check_program(options_of(str(package)), {})
+    check_program(options_of(str(package / "__main__.py")), {})
+    check_program(options_of("-m", "no.matter"), {})
+    check_program(options_of("--no-python", "sh"), {})
 
 
 def test_a_command_that_is_not_there_and_a_file_as_module_are_sentences(tmp_path: Path) -> None:
@@ -456,9 +456,34 @@ def test_a_command_that_is_not_there_and_a_file_as_module_are_sentences(tmp_path
     script.touch()
 
     with pytest.raises(UsageError, match="the command no-such-command is not an executable file on PATH"):
-        check_program(options_of("--no-python", "no-such-command"))
+        check_program(options_of("--no-python", "no-such-command"), {})
     with pytest.raises(UsageError, match=r"-m takes a module's name and .* is a file; leave -m out"):
-        check_program(options_of("-m", str(script)))
+        check_program(options_of("-m", str(script)), {})
+
+
+@pytest.mark.parametrize("name", ["/nonexist", "/", "no-such-python", __file__])
+def test_a_python_exec_that_cannot_run_is_a_sentence(name: str, tmp_path: Path) -> None:
+    script = tmp_path / "t.py"
+    script.touch()
+
+    for program in (str(script),), ("-m", "no.matter"):
+        with pytest.raises(UsageError, match=f"^PYTHON_EXEC={name} is not an executable file.*; .*unset the variable$"):
+            check_program(options_of(*program), {"PYTHON_EXEC": name})
+
+    check_program(options_of("--no-python", "sh"), {"PYTHON_EXEC": name})
+    for python in "", "sh", sys.executable:
+        check_program(options_of(str(script)), {"PYTHON_EXEC": python})
+
+
+@pytest.mark.parametrize("kind", [(), ("-m",), ("--no-python",)])
+def test_an_empty_name_is_said_to_be_empty(kind: tuple[str, ...]) -> None:
+    with pytest.raises(UsageError, match=r"^the (script|module|command)'s name is empty, .* not set; give"):
+        check_program(options_of(*kind, ""), {})
+
+
+def test_an_empty_log_directory_is_not_taken_for_none() -> None:
+    with pytest.raises(UsageError, match=r"^--log-dir is empty; name a directory, or /dev/null to keep nothing$"):
+        options_of("--log-dir", "", "t.py")
 
 
 def test_a_script_without_read_permission_is_a_sentence() -> None:
@@ -467,7 +492,7 @@ def test_a_script_without_read_permission_is_a_sentence() -> None:
         script = Path(folder) / "t.py"
         script.touch(mode=0)
 
-        said = said_as_nobody(lambda: check_program(options_of(str(script))))
+        said = said_as_nobody(lambda: check_program(options_of(str(script)), {}))
 
     assert "cannot be read by user" in said
 
@@ -475,7 +500,7 @@ def test_a_script_without_read_permission_is_a_sentence() -> None:
 def test_a_folder_that_may_not_be_entered_is_a_sentence() -> None:
     with tempfile.TemporaryDirectory() as folder:
         said = [
-            said_as_nobody(lambda: check_program(options_of(f"{folder}/t.py"))),
+            said_as_nobody(lambda: check_program(options_of(f"{folder}/t.py"), {})),
             said_as_nobody(lambda: check_log_dir(options_of("--log-dir", f"{folder}/logs/deep", "t.py"))),
         ]
 

@@ -177,6 +177,16 @@ def test_kept_output_is_named_however_a_run_ended(kind: OutcomeKind) -> None:
     assert "/logs/job_1" in report(Outcome(kind, "done", 0, 0, 3, signum=2), SPEC, Path("/logs/job_1"))
 
 
+@pytest.mark.parametrize("kind", list(OutcomeKind))
+def test_kept_output_that_lacks_something_is_said_to(kind: OutcomeKind) -> None:
+    outcome = replace(FAILED, kind=kind)
+
+    lacking, whole = (report(outcome, SPEC, Path("/logs/job_1"), is_incomplete) for is_incomplete in (True, False))
+
+    assert "/logs/job_1, incomplete: not all could be written\n" in lacking
+    assert "incomplete" not in whole
+
+
 @pytest.mark.parametrize("outcome", [FAILED, replace(FAILED, kind=OutcomeKind.INTERRUPTED, signum=2)])
 def test_a_report_ends_with_a_line_end(outcome: Outcome) -> None:
     assert report(outcome, SPEC, None).endswith("\n")

@@ -87,19 +87,14 @@ def test_paths_do_not_depend_on_where_one_stands(
     assert run_dir.logs.parent == tmp_path / "logs"
 
 
-def test_a_log_folder_that_cannot_be_made_is_said_once_and_a_private_one_used(
-    tmp_path: Path, temporary: Path, warnings: Warnings
-) -> None:
+def test_a_log_folder_that_cannot_be_made_is_refused(tmp_path: Path, temporary: Path, warnings: Warnings) -> None:
     (tmp_path / "file").write_text("")
 
-    run_dir = RunDir(tmp_path / "file", "job", warnings)
+    with pytest.raises(NotADirectoryError):
+        RunDir(tmp_path / "file", "job", warnings)
 
-    assert run_dir.logs is None
-    assert run_dir.private
-    assert run_dir.private.parent == temporary
-    assert len(warnings) == 1
-    assert str(tmp_path / "file") in warnings[0]
-    assert "Not a directory" in warnings[0]
+    assert warnings == []
+    assert list(temporary.iterdir()) == []
 
 
 def test_a_rank_whose_folder_cannot_be_made_goes_without(tmp_path: Path, warnings: Warnings) -> None:

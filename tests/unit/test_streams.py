@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
@@ -51,6 +52,7 @@ def stream(
     local_rank: int = 0,
     keep_tail: bool = True,
     file: LogFile | None = None,
+    file_first: bool = False,
     needles: tuple[bytes, ...] = (),
     needle_file: LogFile | None = None,
 ) -> Stream:
@@ -64,6 +66,7 @@ def stream(
         console=console,
         prefix=prefix,
         file=file,
+        file_first=file_first,
         needles=needles,
         needle_file=needle_file,
     )
@@ -173,6 +176,46 @@ def test_a_full_disk_costs_a_log_file_one_warning_and_the_console_goes_on(screen
 
     assert warnings == ["/dev/full cannot be written (No space left on device); training goes on without this log file"]
     assert screen.shown() == b"[0] one\n[0] two\n"
+
+
+def test_a_redirected_stream_is_on_the_console_only_from_where_its_file_takes_no_more(
+    screen: Screen, tmp_path: Path
+) -> None:
+    path = tmp_path / "stdout.log"
+    ours, theirs = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            # The limit is a process's own; a file that is cut at 10 bytes stands for a disk that is full.
+            resource.setrlimit(resource.RLIMIT_FSIZE, (10, 10))
+            file = LogFile(str(path), lambda warning: None)
+            rank_0 = stream(screen.console, b"[0] ", file=file, file_first=True)
+            rank_0.feed(b"one\n", now_s=1.0)
+            os.write(theirs, b"before: " + screen.shown())
+            for piece in (b"two\nthree\n", b"four\n"):
+                rank_0.feed(piece, now_s=1.0)
+            rank_0.close()
+            os.write(theirs, b"; after: " + screen.shown())
+        finally:
+            os._exit(0)
+    os.close(theirs)
+    os.waitpid(child, 0)
+    with os.fdopen(ours, "rb") as pipe:
+        said = pipe.read()
+
+    assert said == b"before: ; after: [0] ree\n[0] four\n"
+    assert path.read_bytes() == b"one\ntwo\nth"
+
+
+@pytest.mark.parametrize("path", ["/dev/full", "/proc/nowhere/stdout.log", ""])
+def test_a_redirected_stream_without_a_file_that_can_be_written_is_on_the_console(path: str, screen: Screen) -> None:
+    file = LogFile(path, screen.warnings.append) if path else None
+    rank_0 = stream(screen.console, b"[0] ", file=file, file_first=True)
+
+    rank_0.feed(b"one\n", now_s=1.0)
+    rank_0.close()
+
+    assert screen.shown() == b"[0] one\n"
 
 
 def test_a_log_file_that_cannot_be_opened_costs_one_warning(tmp_path: Path) -> None:

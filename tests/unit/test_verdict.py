@@ -120,7 +120,20 @@ def test_another_error_is_not_the_same_one(other: Failure) -> None:
     assert isinstance(decide({1: [RAISED], 2: [other]}), Restart)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in FailureKind if not kind.counts_as_identical])
+def test_a_debugger_that_was_left_is_not_started_again_however_far_the_job_was() -> None:
+    left = replace(RAISED, kind=FailureKind.DEBUGGER, progressed=True)
+
+    decision = decide({1: [PEER, left]}, progressed=True)
+
+    assert isinstance(decision, GiveUp)
+    assert "debugger was quit" in decision.reason
+    assert "at a terminal" in decision.reason
+
+
+FROM_OUTSIDE = [kind for kind in FailureKind if not kind.counts_as_identical and kind is not FailureKind.DEBUGGER]
+
+
+@pytest.mark.parametrize("kind", FROM_OUTSIDE)
 def test_what_came_from_outside_never_counts_as_the_same_twice(kind: FailureKind) -> None:
     failure = replace(RAISED, kind=kind)
 
