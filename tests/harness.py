@@ -36,8 +36,8 @@ def wait_for(fact: Callable[[], Fact], what: str, deadline_s: float = DEADLINE_S
 def environment(env: Mapping[str, str] | None = None) -> dict[str, str]:
     """This process's environment, without what a launcher above it sets for a job, and with `env`."""
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("ELAUNCH_", "PET_", "TORCHELASTIC_"))}
-    # The second is pytest's, another one in each test.
-    for name in ("OMP_NUM_THREADS", "PYTEST_CURRENT_TEST"):
+    # The second is pytest's, another one in each test; the third torch's, where a test has imported it.
+    for name in ("OMP_NUM_THREADS", "PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"):
         environ.pop(name, None)
     return {**environ, **(env or {})}
 

@@ -12,13 +12,13 @@ from tests.harness import script
 
 LOOK = """
 import sys
-import atexit, gc, json, os, resource, time
+import atexit, gc, json, os, time
 
 found = {
     "finders": any("site-packages/torch" in path for path in sys.path_importer_cache),
     "exit functions": atexit._ncallbacks(),
     "frozen objects": gc.get_freeze_count(),
-    "memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
+    "memory": [int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")],
     "CPU time": time.process_time(),
     "hash": hash("a text"),
     "address": id(object),

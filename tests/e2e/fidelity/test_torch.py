@@ -54,23 +54,29 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
     return Seen(tmp_path_factory.mktemp("torch").resolve())
 
 
-# Strict: where one of these becomes equal, its line in docs/fidelity.md goes too.
-KNOWN = {
-    "import_hooks": "the gate is there as long as something is hidden behind it: torch._dynamo",
-    "torch_loggers": "those of torch._dynamo are there too",
-}
-FACTS = [
-    pytest.param(name, marks=[pytest.mark.xfail(reason=KNOWN[name], strict=True)] if name in KNOWN else [])
-    for name in (*probe_process.FACTS, *probe.FACTS, *_marked("fact"))
-]
+FACTS = (*probe_process.FACTS, *probe.FACTS, *_marked("fact"))
 
 
-@pytest.mark.parametrize("name", FACTS)
+@pytest.mark.parametrize("name", [name for name in FACTS if name not in ("import_hooks", "torch_loggers")])
 def test_a_fact_is_as_in_a_fresh_interpreter(seen: Seen, name: str) -> None:
     for worker in seen.worker(FORKED, "by default"):
         ours = without_launchers(worker[name]) if name.startswith(("environ", "torch_var")) else worker[name]
 
         assert ours == seen.fresh("by default")[name]
+
+
+def test_the_gate_stays_as_long_as_something_is_hidden_behind_it(seen: Seen) -> None:
+    finders, path_hooks = seen.fresh("by default")["import_hooks"]
+    for worker in seen.worker(FORKED, "by default"):
+        assert worker["import_hooks"] == [["Gate", *finders], path_hooks]
+
+
+def test_the_loggers_of_what_is_not_imported_yet_are_there_and_no_other_differs(seen: Seen) -> None:
+    theirs = {name: facts for name, *facts in seen.fresh("by default")["torch_loggers"]}
+    for worker in seen.worker(FORKED, "by default"):
+        ours = {name: facts for name, *facts in worker["torch_loggers"]}
+        assert {name: ours[name] for name in theirs} == theirs
+        assert any("_dynamo" in name for name in ours.keys() - theirs.keys())
 
 
 @pytest.mark.parametrize("name", [name for name in _marked("fact") if "threads" in name])
