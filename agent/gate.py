@@ -34,7 +34,7 @@ class Gate(MetaPathFinder):
         self._where = {n: each for each in brought for n in each.modules if n.partition(".")[0] in packages}
         # Packages that bring all with them that came when they were preloaded.
         self._named = {each.name.partition(".")[0] for each in brought} | {"torch"}
-        self._environment: dict[str, str] = {}
+        self._environment = dict(os.environ)
         self._link = 0
         self._told: set[str] = set()
         self._lock = threading.Lock()
