@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from elaunch.agent.guardian import kill_cgroup
 from tests.faults.census import children, command
 from tests.faults.processes import CHILDREN, LIGHT, SAY, Watched, is_alive
 from tests.harness import script, wait_for
@@ -231,6 +232,7 @@ def test_when_agent_and_guardian_are_both_killed_the_kernel_still_ends_workers_a
     with Watched(tmp_path, *LIGHT, "--nproc-per-node", "2", "train.py") as job:
         workers = wait_for(lambda: len(w := job.pids("worker")) == 2 and w, "both workers")
         server, guardian = job.fork_server(), job.guardian()
+        cgroups = [word for word in guardian.cmdline() if word.startswith("/sys/fs/cgroup/")]
         guardian.suspend()
 
         job.kill_agent()
@@ -242,3 +244,6 @@ def test_when_agent_and_guardian_are_both_killed_the_kernel_still_ends_workers_a
         assert all(is_alive(pid) for pid in strays)
         for stray in strays:
             psutil.Process(stray).kill()
+    for cgroup in cgroups:
+        kill_cgroup(cgroup)
+        assert not Path(cgroup).exists()
