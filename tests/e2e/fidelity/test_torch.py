@@ -54,10 +54,12 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
     return Seen(tmp_path_factory.mktemp("torch").resolve())
 
 
-FACTS = (*probe_process.FACTS, *probe.FACTS, *_marked("fact"))
+WORK = [name for name in _marked("fact") if name.startswith("threads_that_work")]
+KNOWN = ("import_hooks", "torch_loggers")
+FACTS = [n for n in (*probe_process.FACTS, *probe.FACTS, *_marked("fact")) if n not in (*WORK, *KNOWN)]
 
 
-@pytest.mark.parametrize("name", [name for name in FACTS if name not in ("import_hooks", "torch_loggers")])
+@pytest.mark.parametrize("name", FACTS)
 def test_a_fact_is_as_in_a_fresh_interpreter(seen: Seen, name: str) -> None:
     for worker in seen.worker(FORKED, "by default"):
         ours = without_launchers(worker[name]) if name.startswith(("environ", "torch_var")) else worker[name]
@@ -79,7 +81,14 @@ def test_the_loggers_of_what_is_not_imported_yet_are_there_and_no_other_differs(
         assert any("_dynamo" in name for name in ours.keys() - theirs.keys())
 
 
-@pytest.mark.parametrize("name", [name for name in _marked("fact") if "threads" in name])
+@pytest.mark.parametrize("name", ["blas_threads", "torch_threads"])
+@pytest.mark.parametrize("threads", THREADS)
+def test_the_libraries_have_as_many_threads_as_in_a_fresh_interpreter(seen: Seen, threads: str, name: str) -> None:
+    for worker in seen.worker(FORKED, threads):
+        assert worker[name] == seen.fresh(threads)[name]
+
+
+@pytest.mark.parametrize("name", WORK)
 @pytest.mark.parametrize("threads", THREADS)
 def test_more_than_one_thread_works_where_it_does_in_a_fresh_interpreter(seen: Seen, threads: str, name: str) -> None:
     # How many is settled by the libraries' own counts; here a pool of another one may still spin after its work.
