@@ -8,8 +8,8 @@ import importlib
 import os
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -72,10 +72,8 @@ def preload(boot: Boot, loaded_at_start: Collection[str], customise: Callable[[]
     # All of it stays: looking for garbage would find none, and takes a third of the time.
     gc.disable()
     hidden = hidden_packages(boot.preload)
-    try:
+    with _no_cache_folder():
         brought = tuple(_import(name, hidden) for name in boot.preload)
-    finally:
-        _remove_new_cache_folder(before)
     looked_up = {variable for each in (custom, *brought) for variable in each.readers}
     if reason := why_not(boot.program, loaded_at_start, looked_up, boot.control_fd):
         raise Unfaithful(reason)
@@ -97,12 +95,22 @@ def _import(name: str, hidden: Collection[str]) -> Brought:
     return brought
 
 
-def _remove_new_cache_folder(before: Mapping[str, str]) -> None:
-    """torch._inductor makes one when it is imported; a program that never compiles would not have it."""
-    name = "TORCHINDUCTOR_CACHE_DIR"
-    if name in os.environ and name not in before:
-        with suppress(OSError):
-            os.rmdir(os.environ[name])  # noqa: PTH106
+@contextmanager
+def _no_cache_folder() -> Iterator[None]:
+    """torch._inductor makes its cache's folder when it is imported; a program that never compiles would not have it."""
+    makedirs: Any = os.makedirs
+    is_on = True
+
+    def unless_inductors(name: Any, *args: Any, **kwargs: Any) -> None:
+        if not (is_on and os.path.basename(os.fspath(name)).startswith("torchinductor_")):  # noqa: PTH119
+            makedirs(name, *args, **kwargs)
+
+    os.makedirs = unless_inductors
+    try:
+        yield
+    finally:
+        is_on = False
+        os.makedirs = makedirs
 
 
 @contextmanager
