@@ -25,9 +25,8 @@ _BARE = (
 class Boot:
     """The agent's words to its fork server.
 
-    `preload` is None for exec, and
-    `fallback` then the reason, where that was not asked for. `pythonpath` is the user's PYTHONPATH. `mask` are the
-    signals that were blocked when the agent started it, where it has begun anew since.
+    `preload` is None for exec, and `fallback` then the reason, where that was not asked for. `pythonpath` is the user's
+    PYTHONPATH. `mask` are the signals that were blocked when the agent started it, where it has begun anew since.
     """
 
     agent_pid: int

@@ -48,9 +48,9 @@ def become(child: Child) -> None:
     from elaunch.agent import fresh, lastwords
 
     fresh.refresh(child.preloaded)
-    lastwords.promise()
+    link = lastwords.promise()
     if child.gate:
-        child.gate.stand()
+        child.gate.stand(link)
     if signal.SIGINT in signal.sigpending() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         # It ends the process; it raises nothing in our frames.
         signal.signal(signal.SIGINT, signal.SIG_DFL)

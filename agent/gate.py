@@ -48,10 +48,10 @@ class Gate(MetaPathFinder):
         _set_filters([f for f in warnings.filters if f not in added])
         sys.meta_path.insert(0, self)
 
-    def stand(self) -> None:
-        """Begin in a worker: what its environment is now, torch knows."""
+    def stand(self, link: int) -> None:
+        """Begin in a worker that has this link: what its environment is now, torch knows."""
         self._environment = dict(os.environ)
-        self._link = os.fstat(lastwords.LINK_FD).st_ino
+        self._link = link
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
         brought = self._where.get(name)

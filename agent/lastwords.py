@@ -19,8 +19,8 @@ from typing import Any
 LINK_FD = 3
 
 
-def promise() -> None:
-    """Have them said when the program is over, before Python waits for its threads."""
+def promise() -> int:
+    """Have them said when the program is over, before Python waits for its threads; the link, for `tell`."""
     pid = os.getpid()
     # The number may be given to another file later; a socket's inode is its own.
     link = os.fstat(LINK_FD).st_ino
@@ -37,6 +37,7 @@ def promise() -> None:
     # Said first of all that is registered with it; concurrent.futures has its place there for the same reason.
     register: Any = getattr(threading, "_register_atexit", atexit.register)
     register(say)
+    return link
 
 
 def tell(link: int, said: dict[str, Any], last: bool = False) -> None:
