@@ -5,17 +5,24 @@ BIN := $(VENV)/bin
 # The pin is for this repository's own set-up only; users choose any torch >= 2.6.
 TORCH := torch==2.13.0
 
-.PHONY: demo test test-slow bench lint clean
+# Tests at a time: most wait for leases to end and processes to start, so more than there are cores. In a folder with a
+# short name: sockets are made in the tests' own, and their paths have 107 characters.
+JOBS ?= 3
+
+.PHONY: demo test test-slow tools bench lint clean
 
 demo: $(VENV)/.installed  ## Train a small language model on this machine's own Python sources, on 2 workers
 	rm -rf runs/demo
 	$(BIN)/elaunch --nproc-per-node 2 -m elaunch.trainer --out runs/demo
 
-test: $(VENV)/.installed-dev lint  ## Everything but the slow tests
-	$(BIN)/python -m pytest
+test: $(VENV)/.installed-dev tools lint  ## Everything but the slow tests
+	folder=$$(mktemp -d /tmp/t.XXXX) && $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --basetemp=$$folder/t; code=$$?; rm -rf $$folder; exit $$code
 
-test-slow: $(VENV)/.installed-dev  ## The slow tests: long simulations, many kills
+test-slow: $(VENV)/.installed-dev tools  ## The slow tests: long simulations, many kills
 	$(BIN)/python -m pytest -m slow
+
+tools:  ## The commands that tests on several nodes need: etcd, etcdctl, nft, ip (Debian packages; installed by root, else named)
+	@tests/tools.sh
 
 N ?= 20
 bench: $(VENV)/.installed-dev  ## Measure beside torchrun; all sections make docs/performance.md anew; ARGS="--only start --workers 1,2"

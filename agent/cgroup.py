@@ -6,6 +6,7 @@ controller is switched on: limits and accounting stay as they are.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from elaunch.agent.guardian import kill_cgroup
@@ -40,10 +41,10 @@ class JobCgroup:
             return ""
         return str(leaf)
 
-    def end(self, generation: int) -> None:
-        """End all processes of a generation."""
+    def end(self, generation: int, meanwhile: Callable[[], None]) -> None:
+        """End all processes of a generation; `meanwhile` as in `kill_cgroup`."""
         if self.path:
-            kill_cgroup(str(Path(self.path, f"generation_{generation}")))
+            kill_cgroup(str(Path(self.path, f"generation_{generation}")), meanwhile)
 
 
 def _own_cgroup() -> Path | None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum, IntFlag
 from pathlib import Path
 
+from elaunch.rendezvous.times import Times
 from elaunch.rendezvous.types import JobSpec
 
 
@@ -59,12 +60,17 @@ class OutputPlan:
     prefix_template: str | None = None
 
 
+_TIMES = Times()
+
+
 @dataclass(frozen=True)
 class AgentConfig:
     """One agent's settings. `environment` is what workers inherit, without the rank variables.
 
     `master_ports` is empty for a fresh port per generation; else the ports that may be used, in order of preference.
     `preload` are the modules that the fork server imports; None execs every worker as a fresh interpreter.
+    `master_addr` is where the other nodes reach this one; `node_rank` and `topology` as in `Node`.
+    `network` are variables for the workers that say which network to use; the user's own go first.
     `notes` are sentences that the command line wants said once in the log.
     """
 
@@ -73,12 +79,14 @@ class AgentConfig:
     environment: Mapping[str, str]
     role: str = "default"
     output: OutputPlan = OutputPlan()
-    stop_grace_s: float = 30.0
-    failure_grace_s: float = 2.0
+    times: Times = _TIMES
+    node_rank: int = -1
+    topology: str = ""
     signals: tuple[int, ...] = ()
     preload: tuple[str, ...] | None = None
     master_addr: str = "127.0.0.1"
     master_ports: tuple[int, ...] = ()
     numa_binding: NumaBinding | None = None
     virtual_local_rank: bool = False
+    network: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()

@@ -24,7 +24,6 @@ def rank_variables(
     local_rank: int,
     *,
     run_id: str,
-    role: str,
     max_restarts: int,
     agent_store: bool,
     error_file: str,
@@ -38,16 +37,20 @@ def rank_variables(
     """
     seat = table.seats[group_rank]
     rank = seat.first_rank + local_rank
+    # A role's ranks are counted over its own nodes.
+    before, role_size = (
+        sum(s.slots for s in seats if s.role == seat.role) for seats in (table.seats[:group_rank], table.seats)
+    )
     return {
         "LOCAL_RANK": str(local_rank),
         "RANK": str(rank),
         "GROUP_RANK": str(group_rank),
-        "ROLE_RANK": str(rank),
-        "ROLE_NAME": role,
+        "ROLE_RANK": str(before + local_rank),
+        "ROLE_NAME": seat.role,
         "LOCAL_WORLD_SIZE": str(seat.slots),
         "WORLD_SIZE": str(table.world_size),
         "GROUP_WORLD_SIZE": str(len(table.seats)),
-        "ROLE_WORLD_SIZE": str(table.world_size),
+        "ROLE_WORLD_SIZE": str(role_size),
         "MASTER_ADDR": table.master_addr,
         "MASTER_PORT": str(table.master_port),
         "TORCHELASTIC_RESTART_COUNT": str(table.restarts),

@@ -4,17 +4,78 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 
 from elaunch.rendezvous.snapshot import Snapshot
 from elaunch.rendezvous.store import Txn
 from elaunch.rendezvous.types import Failure, Outcome, RankTable
 
 
+class Tag(Enum):
+    """Transactions whose answer the agent waits for; only one at a time."""
+
+    RUN = "start a run"
+    JOIN = "join"
+    RETURN = "return"
+    ELECT = "become leader"
+    LEAD = "lead"
+
+
 @dataclass(frozen=True)
 class Looked:
-    """The store's keys were read."""
+    """What the store's keys say now."""
 
     snapshot: Snapshot
+
+
+@dataclass(frozen=True)
+class Leased:
+    """The store has begun a lease for this node; `node_id` is a name for a new incarnation of it."""
+
+    lease: int
+    node_id: str
+
+
+@dataclass(frozen=True)
+class LeaseLost:
+    """The lease ended, and with it this node's keys."""
+
+    lease: int
+
+
+@dataclass(frozen=True)
+class Committed:
+    """The store's answer to a `Commit` with a tag; `held` as in `store.Answer`.
+
+    `revision` is 0 where nothing came of it, since the lease of a put had ended.
+    """
+
+    tag: Tag
+    held: bool
+    revision: int
+
+
+@dataclass(frozen=True)
+class StoreAway:
+    """The store does not answer; it is being tried again and again. `why` is a sentence without a full stop.
+
+    `is_heads` says that a node of the job serves it.
+    """
+
+    why: str
+    is_heads: bool = False
+
+
+@dataclass(frozen=True)
+class StoreBack:
+    """The store answers again."""
+
+
+@dataclass(frozen=True)
+class StoreLost:
+    """The store will never do as it is asked: a sentence without a full stop."""
+
+    why: str
 
 
 @dataclass(frozen=True)
@@ -56,12 +117,14 @@ class Signalled:
 class Cleared:
     """After `Clear`: no process of the generation is left, and all of its output has arrived.
 
-    `tails` are the ends of the local ranks' stderr; `reached_store` says that a rank had used the worker store.
+    `tails` are the ends of the local ranks' stderr; `reached_store` says that a rank had used the worker store, None
+    where that was on another node; `progressed` that a worker of this node had made progress.
     """
 
     generation: int
     tails: Mapping[int, str] = field(default_factory=dict)
-    reached_store: bool = False
+    reached_store: bool | None = None
+    progressed: bool = False
 
 
 @dataclass(frozen=True)
@@ -69,21 +132,42 @@ class Tick:
     """A deadline of the agent's may have passed."""
 
 
-Event = Looked | WorkerExited | WorkerRaised | ServiceLost | Signalled | Cleared | Tick
+StoreEvent = Looked | Leased | LeaseLost | Committed | StoreAway | StoreBack | StoreLost
+WorkerEvent = WorkerExited | WorkerRaised | ServiceLost | Cleared
+Event = StoreEvent | WorkerEvent | Signalled | Tick
 
 
 @dataclass(frozen=True)
 class Commit:
-    """Write to the store. A refused transaction needs no answer: the next look shows what happened instead."""
+    """Write to the store, after all that was written before; a tagged one is answered by `Committed`.
+
+    An untagged one needs no answer: the next look shows what happened.
+    """
 
     txn: Txn
+    tag: Tag | None = None
 
 
 @dataclass(frozen=True)
 class Join:
-    """Reserve a port and put this node's `joined` key for the generation."""
+    """Reserve a port and put this node's `joined` key for the newest generation; answered by `Committed`.
 
-    generation: int
+    `is_member` as in `entering.join`.
+    """
+
+    lease: int
+    is_member: bool
+    progressed: bool
+
+
+@dataclass(frozen=True)
+class Renew:
+    """Let go of the lease, if there is one, and begin another; answered by `Leased`."""
+
+
+@dataclass(frozen=True)
+class Widen:
+    """Look at all keys of the job from now on, not only at those under `ctl/`."""
 
 
 @dataclass(frozen=True)
@@ -131,4 +215,4 @@ class Exit:
     outcome: Outcome
 
 
-Action = Commit | Join | Spawn | SignalWorkers | Clear | ReplaceForkServer | Say | Exit
+Action = Commit | Join | Renew | Widen | Spawn | SignalWorkers | Clear | ReplaceForkServer | Say | Exit

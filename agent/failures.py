@@ -116,10 +116,11 @@ def failure_of(place: Place, remains: Remains, signal_name: str, failed_at: floa
     )
 
 
-def with_tail(failure: Failure, tail: str, reached_store: bool) -> Failure:
+def with_tail(failure: Failure, tail: str, reached_store: bool | None) -> Failure:
     """The same failure, now that all of the worker's output has arrived.
 
-    `reached_store` says that any rank had used the worker store; it counts where this rank's own progress is unknown.
+    `reached_store` says that any rank had used the worker store, None where that was on another node; it counts where
+    this rank's own progress is unknown.
     """
     progressed = reached_store if failure.progressed is None else failure.progressed
     failure = replace(failure, tail=tail, progressed=progressed)
@@ -222,5 +223,10 @@ def _kind_and_message(remains: Remains, raised: Raised | None, signal_name: str)
     if _OUT_OF_MEMORY.search(f"{raised.exception}: {raised.message}"):
         return FailureKind.OUT_OF_MEMORY, message
     if raised.exception not in _PYTHON_SOCKET_TYPES and _PEER_LOST.search(raised.message):
-        return FailureKind.PEER_LOST, message
+        return FailureKind.PEER_LOST, f"lost a peer ({raised.exception}: {_essence(first)})"
     return FailureKind.EXCEPTION, message
+
+
+def _essence(message: str) -> str:
+    """A C++ message without the place in torch's sources before it and the advice behind it."""
+    return re.sub(r"^\[[^]]*:\d+\] ", "", message).partition(". ")[0].rstrip(".")

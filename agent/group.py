@@ -15,6 +15,7 @@ class Group:
     """This node's workers of one generation; `cgroup` is the folder of theirs, or empty.
 
     `store` is the agent's end of its worker store's control socket; `store_up` and `store_error` are what came there.
+    `reached_store` says whether a rank had used it, None where it was on another node, or is not known yet.
     """
 
     table: RankTable
@@ -26,7 +27,22 @@ class Group:
     store: socket.socket | None = None
     store_up: bool = False
     store_error: str = ""
-    reached_store: bool = False
+    reached_store: bool | None = None
+
+    @property
+    def node_id(self) -> str:
+        """The node as the table knows it; it may have come back as another since."""
+        return self.table.seats[self.group_rank].node_id
+
+    @property
+    def progressed(self) -> bool:
+        """Whether a worker of this node reported a step or made its process group; else, whether any had a store.
+
+        All make it together: where one says that it did not get there, that others wait at the store is no progress.
+        """
+        links = self.links.values()
+        known = [link.reached_store for link in links if link.reached_store is not None]
+        return any(link.step >= 0 for link in links) or (any(known) if known else bool(self.reached_store))
 
     @property
     def generation(self) -> int:

@@ -6,7 +6,7 @@ import os
 import secrets
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from elaunch.agent.cgroup import JobCgroup
@@ -62,10 +62,13 @@ class Guard:
         above = inherited.get(VARIABLE)
         return {**inherited, VARIABLE: f"{above},{self.marker}" if above else self.marker}
 
-    def end_generation(self, generation: int, fork_server: int) -> None:
-        """End every process of a generation, whoever its parent is now, but not the fork server (a pid)."""
-        sweep(self.marker, (fork_server,))
-        self.cgroup.end(generation)
+    def end_generation(self, generation: int, fork_server: int, meanwhile: Callable[[], None]) -> None:
+        """End every process of a generation, whoever its parent is now, but not the fork server (a pid).
+
+        One that no signal ends (it waits for a disk) is waited for, for seconds: `meanwhile` is called then.
+        """
+        sweep(self.marker, (fork_server,), meanwhile)
+        self.cgroup.end(generation, meanwhile)
 
     def finish(self) -> None:
         """Let the guardian do its work, and wait for it; one that was killed leaves it to this process."""

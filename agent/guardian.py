@@ -15,7 +15,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -40,10 +40,11 @@ def clean_up(marker: str, cgroup: str, run_dirs: Iterable[str]) -> None:
         shutil.rmtree(run_dir, ignore_errors=True)
 
 
-def sweep(marker: str, spare: Collection[int] = ()) -> int:
+def sweep(marker: str, spare: Collection[int] = (), meanwhile: Callable[[], None] = lambda: None) -> int:
     """SIGKILL all processes with `marker` but those in `spare`, until none is left; how many were ended.
 
-    Those that clean up after the others are killed only if they do not end by themselves.
+    Those that clean up after the others are killed only if they do not end by themselves. `meanwhile` is called again
+    and again while there is something to wait for.
     """
     ended: set[int] = set()
     start_s = now_s = time.monotonic()
@@ -52,6 +53,7 @@ def sweep(marker: str, spare: Collection[int] = ()) -> int:
         for pid in found:
             if not (patient and _is_cleaner(pid)) and _kill(pid, marker):
                 ended.add(pid)
+        meanwhile()
         # Killed processes leave /proc in their own time; a look every millisecond is soon enough.
         time.sleep(0.001)
         now_s = time.monotonic()
@@ -66,23 +68,24 @@ def marked(marker: str, spare: Collection[int] = ()) -> list[int]:
     return [pid for pid in pids if pid not in mine and _holds(pid, needle)]
 
 
-def kill_cgroup(path: str) -> None:
+def kill_cgroup(path: str, meanwhile: Callable[[], None] = lambda: None) -> None:
     """SIGKILL all processes of the cgroup (v2) at `path` and below, wait until they are gone, and remove it.
 
     To be called after `sweep`: what a nested job's guardian has still to remove, only it knows.
     """
     with suppress(OSError):
-        _wait_until_empty(path, NESTED_S)
+        _wait_until_empty(path, NESTED_S, meanwhile)
         Path(path, "cgroup.kill").write_text("1")
-        _wait_until_empty(path, SWEEP_S_MAX)
+        _wait_until_empty(path, SWEEP_S_MAX, meanwhile)
     for folder, _, _ in os.walk(path, topdown=False):
         with suppress(OSError):
             os.rmdir(folder)  # noqa: PTH106
 
 
-def _wait_until_empty(path: str, wait_s: float) -> None:
+def _wait_until_empty(path: str, wait_s: float, meanwhile: Callable[[], None]) -> None:
     deadline_s = time.monotonic() + wait_s
     while "populated 1" in Path(path, "cgroup.events").read_text() and time.monotonic() < deadline_s:
+        meanwhile()
         time.sleep(0.0005)
 
 

@@ -11,6 +11,10 @@ from contextlib import suppress
 from elaunch.agent.events import Event, Signalled
 
 
+class LookAgain:
+    """In the place of a look at the store, which is taken when its turn comes: many changes make one look."""
+
+
 class Inbox:
     """A queue of events with a file descriptor that is readable when something waits.
 
@@ -18,7 +22,7 @@ class Inbox:
     """
 
     def __init__(self) -> None:
-        self._events: deque[Event] = deque()
+        self._events: deque[Event | LookAgain] = deque()
         self._wake_r, self._wake_w = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._signal_r, self._signal_w = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._caught: list[int] = []
@@ -27,13 +31,13 @@ class Inbox:
     def fds(self) -> tuple[int, int]:
         return self._wake_r, self._signal_r
 
-    def post(self, event: Event) -> None:
+    def post(self, event: Event | LookAgain) -> None:
         self._events.append(event)
         # A full pipe already holds a wake-up.
         with suppress(BlockingIOError):
             os.write(self._wake_w, b"\0")
 
-    def take(self) -> Event | None:
+    def take(self) -> Event | LookAgain | None:
         """The next event, or None."""
         with suppress(BlockingIOError):
             os.read(self._wake_r, 4096)

@@ -3,52 +3,59 @@
 from __future__ import annotations
 
 import os
-import secrets
 import selectors
 import signal
 import socket
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 
 from elaunch.agent.config import AgentConfig
-from elaunch.agent.core import KILL_WAIT_S, Agent, Exited, Stopping, deadline_s, step
+from elaunch.agent.core import deadline_s, step
 from elaunch.agent.events import (
     Action,
     Clear,
     Cleared,
     Commit,
+    Committed,
+    Event,
     Exit,
     Join,
-    Looked,
+    Renew,
     ReplaceForkServer,
     Say,
-    ServiceLost,
     SignalWorkers,
     Spawn,
+    Tag,
     Tick,
-    WorkerExited,
+    Widen,
     WorkerRaised,
 )
 from elaunch.agent.forkserver import ForkServer
 from elaunch.agent.group import Group
 from elaunch.agent.guard import Guard
-from elaunch.agent.inbox import Inbox
+from elaunch.agent.identity import this_process
+from elaunch.agent.inbox import Inbox, LookAgain
 from elaunch.agent.links import Link, Links
 from elaunch.agent.port import reserve
 from elaunch.agent.pump import Pump
 from elaunch.agent.rundir import RunDir
+from elaunch.agent.servers import Servers
+from elaunch.agent.session import Session
+from elaunch.agent.state import Agent, Exited, Stopping
 from elaunch.agent.timeline import NO_GENERATION, Timeline
 from elaunch.agent.workers import Workers, signal_name
-from elaunch.rendezvous.forming import join
-from elaunch.rendezvous.snapshot import Keys, Snapshot, read_snapshot
+from elaunch.rendezvous.entering import end, join
+from elaunch.rendezvous.snapshot import Keys, Snapshot
 from elaunch.rendezvous.store import Store
-from elaunch.rendezvous.types import Failure, FailureKind, Joined, Node, Outcome, RankTable
+from elaunch.rendezvous.types import Failure, FailureKind, Joined, Node, Outcome, OutcomeKind, RankTable
 
-_FORK_S = 0.05
-# Imports that take longer than this are worth a word to whoever waits.
-_PATIENCE_S = 4.0
 _GUARDIANS_MAX = 20
+# For the store to hear the last words; whoever waits for the prompt does not wait for it longer.
+_FAREWELL_S = 2.0
+# Where the store ends with this agent, for the others to read how the job ended.
+_OUTLAST_S = 3.0
 
 
 class Loop:
@@ -58,29 +65,47 @@ class Loop:
     """
 
     def __init__(
-        self, config: AgentConfig, store: Store, server: ForkServer, guard: Guard, pump: Pump, run_dir: RunDir
+        self,
+        config: AgentConfig,
+        store: Store,
+        server: ForkServer,
+        guard: Guard,
+        pump: Pump,
+        run_dir: RunDir,
+        *,
+        store_is_remote: bool = False,
+        served_pid: int | None = None,
     ) -> None:
-        host = socket.gethostname()
-        node = Node(f"{host}-{secrets.token_hex(4)}", host, config.master_addr, config.slots, os.getpid())
         self._config = config
-        self._keys = Keys(config.spec.run_id)
-        self._store = store
+        self._served_pid = served_pid
         self._guard = guard
         self._pump = pump
         self._inbox = Inbox()
         self._timeline = Timeline(run_dir.logs, run_dir.warn, pump.do)
-        self._workers = Workers(config, node.node_id, host, pump, run_dir)
-        self._agent = Agent(node, config.spec, config.stop_grace_s, config.failure_grace_s, Snapshot(self._keys))
+        host, keys = socket.gethostname(), Keys(config.spec.run_id)
+        self._workers = Workers(config, host, pump, run_dir)
+        look_again = partial(self._inbox.post, LookAgain())
+        self._session = Session(
+            store, keys, host, config.times, self._inbox.post, look_again, is_remote=store_is_remote
+        )
+        # The session names each incarnation of this node.
+        node = Node("", host, config.master_addr, config.slots, this_process(), config.role, config.node_rank)
+        self._agent = Agent(replace(node, topology=config.topology), config.spec, config.times, Snapshot(keys))
         self._selector = selectors.DefaultSelector()
-        self._group: Group | None = None
         self._listener: socket.socket | None = None
-        self._server = server
-        self._server_ready = False
-        self._answer_due_s: float | None = None
         self._links = Links()
         self._noted: set[str] = set()
-        self._preload = config.preload
-        self._patience_until_s = time.monotonic() + _PATIENCE_S if config.preload else None
+        self._servers = Servers(
+            server,
+            config,
+            guard,
+            self._workers,
+            self._timeline,
+            self._selector,
+            self._inbox.post,
+            pump.say,
+            self._blameless,
+        )
 
     def run(self) -> Outcome:
         """Live until the outcome is known; all workers are gone then."""
@@ -88,26 +113,56 @@ class Loop:
         self._inbox.catch(self._config.signals)
         for fd in self._inbox.fds:
             self._selector.register(fd, selectors.EVENT_READ)
-        self._selector.register(self._server, selectors.EVENT_READ, self._server_news)
         self._selector.register(self._links, selectors.EVENT_READ, self._links_ended)
         self._watch_guardian()
-        self._store.watch(self._keys.root, self._look)
-        self._look()
+        if self._served_pid is not None:
+            self._watch_store_process(self._served_pid)
+        self._session.open()
+        try:
+            outcome = self._live()
+            self._take_leave(outcome)
+        finally:
+            self._servers.now.stop()
+            self._session.close(_FAREWELL_S, _OUTLAST_S if self._served_pid is not None else 0.0)
+        self._inbox.release()
+        return outcome
+
+    def _take_leave(self, outcome: Outcome) -> None:
+        """A store that this host serves ends with its agent: the others are told, or they would wait for it in vain."""
+        snapshot = self._agent.snapshot
+        if self._served_pid is None or snapshot.ended or snapshot.generation is None:
+            return
+        why = f"{self._agent.me.host}, which served the job's store, has ended its part: {outcome.reason}"
+        told = replace(outcome, kind=OutcomeKind.UNKNOWN, reason=why, failure=None)
+        self._session.commit(end(snapshot, told), None)
+
+    def _live(self) -> Outcome:
         while not isinstance(self._agent.phase, Exited):
             event = self._inbox.take()
             if event is None:
                 self._wait()
                 continue
-            self._agent, actions = step(self._agent, event, time.monotonic())
+            if isinstance(event, LookAgain):
+                event = self._session.look()
+            known, (self._agent, actions) = self._agent.snapshot, step(self._agent, event, time.monotonic())
+            self._note(event, known)
             for action in actions:
                 self._act(action)
-        self._server.stop()
-        self._inbox.release()
         return self._agent.phase.outcome
+
+    def _note(self, event: Event, known: Snapshot) -> None:
+        """On the timeline: this node hears of a new generation; the store has this node's word for it."""
+        opened = self._agent.snapshot.generation
+        if opened is None:
+            return
+        if known.generation is None or opened.number > known.generation.number:
+            self._timeline.stamp(opened.number, "opened", kind=opened.kind.value)
+        if isinstance(event, Committed) and event.tag is Tag.JOIN and event.held:
+            self._timeline.stamp(opened.number, "joined")
 
     def _wait(self) -> None:
         due_s = deadline_s(self._agent)
-        timers_s = (due_s, self._answer_due_s, self._patience_until_s, self._links.due_s)
+        timers_s = (due_s, self._servers.due_s, self._links.due_s, self._session.due_s)
         wanted_s = [at_s for at_s in timers_s if at_s is not None]
         timeout_s = max(0.0, min(wanted_s) - time.monotonic()) if wanted_s else None
         ready = self._selector.select(timeout_s)
@@ -115,58 +170,59 @@ class Loop:
             if key.data:
                 key.data()
         now_s = time.monotonic()
-        if self._patience_until_s is not None and now_s >= self._patience_until_s:
-            self._patience_until_s = None
-            self._pump.say(f"importing {', '.join(self._preload or ())} once for all workers …")
+        self._session.tick(now_s)
         for link in self._links.due(now_s):
             self._read_link(link)
         if due_s is not None and now_s >= due_s:
             self._inbox.post(Tick())
-        if self._answer_due_s is not None and now_s >= self._answer_due_s and not ready:
-            self._replace_server(self._group_now.generation, "did not answer when a worker was gone")
-
-    def _look(self) -> None:
-        self._inbox.post(Looked(read_snapshot(self._keys, self._store.read(self._keys.root))))
+        self._servers.tick(now_s, is_quiet=not ready)
 
     def _act(self, action: Action) -> None:
         match action:
-            case Commit(txn):
-                self._store.commit(txn)
-            case Join(generation):
-                self._join(generation)
+            case Commit(txn, tag):
+                self._session.commit(txn, tag)
+            case Join():
+                self._join(action)
+            case Renew():
+                self._session.renew()
+            case Widen():
+                self._session.widen()
             case Spawn(table, group_rank):
                 self._spawn(table, group_rank)
             case SignalWorkers(generation, local_ranks, signum):
                 stage = "killing" if signum == signal.SIGKILL else "stopping"
                 self._timeline.stamp(generation, stage, signal=signal_name(-signum), workers=len(local_ranks))
-                if self._is_ending and not self._server_ready:
-                    self._abandon_import(generation)
+                if self._is_ending and not self._servers.is_ready:
+                    self._servers.abandon_import(generation)
                 else:
                     self._signal(local_ranks, signum)
             case Clear(generation):
                 self._clear(generation)
             case ReplaceForkServer(generation):
-                self._replace_server(generation, "did not answer")
+                self._servers.replace(generation, "did not answer")
             case Say(text):
                 self._pump.say(text)
             case Exit(outcome):
                 self._timeline.stamp(outcome.generation, "ended", outcome=outcome.kind.value, code=outcome.exit_code)
 
-    def _join(self, generation: int) -> None:
+    def _join(self, order: Join) -> None:
         self._listener = self._listener or reserve(self._config)
-        joined = Joined(self._agent.me.node_id, self._listener.getsockname()[1])
-        self._store.commit(join(self._agent.snapshot, joined))
+        me = self._agent.me
+        joined = Joined(me.node_id, self._listener.getsockname()[1], order.progressed)
+        txn = join(self._agent.snapshot, me, joined, order.lease, is_member=order.is_member)
+        self._session.commit(txn, Tag.JOIN)
 
     def _spawn(self, table: RankTable, group_rank: int) -> None:
         self._timeline.stamp(table.generation, "sealed", world_size=table.world_size)
-        self._group = Group(table, group_rank, self._guard.cgroup.generation(table.generation))
+        group = Group(table, group_rank, self._guard.cgroup.generation(table.generation))
+        self._servers.group = group
         try:
-            self._workers.start(self._server, self._group, self._listener)
+            self._workers.start(self._servers.now, group, self._listener)
         except (BrokenPipeError, ConnectionResetError):
             # The fork server is gone; its socket says so as well, and that is where it is handled.
             return
         except OSError as error:
-            self._replace_server(table.generation, f"could not be given the workers: {error.strerror}")
+            self._servers.replace(table.generation, f"could not be given the workers: {error.strerror}")
             return
         finally:
             # The one port that was asked for stays ours: nobody can take it between two generations.
@@ -174,40 +230,26 @@ class Loop:
                 self._listener.close()
                 self._listener = None
         self._timeline.stamp(table.generation, "ordered")
-        for link in self._group.links.values():
+        for link in group.links.values():
             self._links.add(link)
-        if self._group.store:
-            self._selector.register(self._group.store, selectors.EVENT_READ, self._store_reader(self._group))
-
-    def _replace_server(self, generation: int, how: str) -> None:
-        self._selector.unregister(self._server)
-        self._server.stop()
-        self._renew_server(generation, how)
+        if group.store:
+            self._selector.register(group.store, selectors.EVENT_READ, partial(self._servers.hear_store, group))
 
     def _signal(self, local_ranks: frozenset[int], signum: int) -> None:
         for local_rank in local_ranks:
             try:
-                self._workers.signal(self._server, self._group_now, local_rank, signum)
+                self._workers.signal(self._servers.now, self._group_now, local_rank, signum)
             except OSError:
                 return
 
     @property
     def _is_ending(self) -> bool:
-        return isinstance(self._agent.phase, Stopping) and self._agent.phase.signum != 0
-
-    def _abandon_import(self, generation: int) -> None:
-        """End a fork server that still imports: no worker is there yet, so none has anything to save."""
-        if self._server.fileno() < 0:
-            return
-        self._selector.unregister(self._server)
-        self._server.stop()
-        failure = self._blameless(FailureKind.TEMPLATE_LOST, generation, "the fork server was stopped")
-        self._inbox.post(ServiceLost(generation, failure, workers_too=True))
+        return isinstance(self._agent.phase, Stopping) and self._agent.phase.then is not None
 
     @property
     def _group_now(self) -> Group:
-        assert self._group is not None
-        return self._group
+        assert self._servers.group is not None
+        return self._servers.group
 
     def _links_ended(self) -> None:
         for link in self._links.ended():
@@ -217,7 +259,7 @@ class Loop:
         raised_before = link.raised
         if not link.read():
             self._links.drop(link)
-            self._ask_server()
+            self._servers.ask()
         for text in link.take_notes():
             if text not in self._noted:
                 # Once, whichever workers and generations have cause for it.
@@ -226,129 +268,46 @@ class Loop:
         if link.raised and not raised_before:
             self._inbox.post(WorkerRaised(self._group_now.generation, link.local_rank))
 
-    def _store_reader(self, group: Group) -> Callable[[], None]:
-        def read() -> None:
-            # It has one word to say; that it ended is the fork server's news.
-            store = group.store
-            if store is not None:
-                self._selector.unregister(store)
-                if self._workers.hear_store(group, store):
-                    self._timeline.stamp(group.generation, "store_ready")
-
-        return read
-
-    def _unwatch_store(self, group: Group) -> None:
-        if group.store:
-            with suppress(KeyError):
-                self._selector.unregister(group.store)
-
-    def _ask_server(self) -> None:
-        """A link ended, as it does when its worker dies: is the fork server there to tell us of that?"""
-        with suppress(OSError):
-            self._server.ask()
-            # It may have many workers to fork before it comes to answering.
-            wait_s = KILL_WAIT_S + _FORK_S * self._config.slots
-            self._answer_due_s = self._answer_due_s or time.monotonic() + wait_s
-
     def _clear(self, generation: int) -> None:
         self._timeline.stamp(generation, "stopped")
         group = self._group_now
-        self._unwatch_store(group)
+        self._servers.unwatch_store(group)
         self._workers.close_store(group)
         for link in group.links.values():
             self._links.drop(link)
-        self._guard.end_generation(generation, self._server.pid)
-        reached = group.reached_store
+        # The lease is kept meanwhile: this loop lives.
+        self._guard.end_generation(generation, self._servers.now.pid, lambda: self._session.tick(time.monotonic()))
+        reached, progressed = group.reached_store, group.progressed
 
         def drained(tails: dict[int, str]) -> None:
             self._timeline.stamp(generation, "cleared")
-            self._inbox.post(Cleared(generation, tails, reached))
+            self._inbox.post(Cleared(generation, tails, reached, progressed))
 
         self._pump.drain(generation, drained)
-
-    def _server_news(self) -> None:
-        try:
-            news = self._server.receive()
-        except BlockingIOError:
-            return
-        if news is None:
-            self._selector.unregister(self._server)
-            how = self._server.lost()
-            if not self._server_ready and self._preload is not None:
-                self._pump.say("the fork server ended while it imported; each worker starts as a fresh interpreter")
-                self._preload = None
-            self._renew_server(self._group.generation if self._group else -1, how)
-            return
-        if self._answer_due_s is not None:
-            self._answer_due_s = time.monotonic() + KILL_WAIT_S
-        match news["event"]:
-            case "ready":
-                self._server_ready = True
-                self._patience_until_s = None
-                newest = self._group.generation if self._group else NO_GENERATION
-                self._timeline.stamp(newest, "fork_server_ready", pid=self._server.pid)
-                if news["reason"]:
-                    self._preload = None
-                    self._pump.say(f"each worker starts as a fresh interpreter, which is slower: {news['reason']}")
-            case "here":
-                self._answer_due_s = None
-            case "forked" if self._group and news["generation"] == self._group.generation:
-                self._stamp_process(self._group, "forked", news)
-            case "unstarted" if self._group and news["generation"] == self._group.generation:
-                self._unstarted(self._group, news["key"], news["why"])
-            case "exited" if self._group and news["generation"] == self._group.generation:
-                self._exited(self._group, news)
-
-    def _stamp_process(self, group: Group, event: str, news: dict[str, int | str]) -> None:
-        """A stage of one process: `event` of a worker, with its ranks, or `store_<event>`."""
-        fields: dict[str, int | str] = {name: value for name, value in news.items() if name in ("pid", "code")}
-        if news["key"] == "store":
-            self._timeline.stamp(group.generation, f"store_{event}", **fields)
-        else:
-            local_rank = int(news["key"])
-            self._timeline.stamp(group.generation, event, rank=group.rank(local_rank), local_rank=local_rank, **fields)
-
-    def _exited(self, group: Group, news: dict[str, int | str]) -> None:
-        self._stamp_process(group, "exited", news)
-        pid, code = int(news["pid"]), int(news["code"])
-        if news["key"] != "store":
-            self._inbox.post(self._workers.exited(group, int(news["key"]), pid, code))
-        elif group.store:
-            self._unwatch_store(group)
-            error = self._workers.store_error(group)
-            how = error or (f"was killed by {signal_name(code)}" if code < 0 else f"exited with code {code}")
-            failure = self._blameless(FailureKind.STORE_LOST, group.generation, f"the worker store {how}")
-            self._inbox.post(ServiceLost(group.generation, failure, workers_too=False))
-
-    def _unstarted(self, group: Group, key: int | str, why: str) -> None:
-        """The fork server could not fork: no memory, or too many processes."""
-        what = "the worker store" if key == "store" else f"the worker of local rank {key}"
-        failure = self._blameless(FailureKind.SPAWN, group.generation, f"{what} could not be started ({why})")
-        if key == "store":
-            self._inbox.post(ServiceLost(group.generation, failure, workers_too=False))
-        else:
-            self._inbox.post(WorkerExited(group.generation, int(key), 1, failure))
-
-    def _renew_server(self, generation: int, how: str) -> None:
-        """Start another fork server for the next generation; the workers of this one died with theirs."""
-        self._server_ready = False
-        self._answer_due_s = None
-        environment = self._guard.environment(self._config.environment)
-        self._server = ForkServer(self._config.spec.program, self._preload, environment)
-        self._selector.register(self._server, selectors.EVENT_READ, self._server_news)
-        failure = self._blameless(FailureKind.TEMPLATE_LOST, generation, f"the fork server {how}")
-        self._inbox.post(ServiceLost(generation, failure, workers_too=True))
 
     def _blameless(self, kind: FailureKind, generation: int, message: str) -> Failure:
         me = self._agent.me
         return Failure(kind, generation, me.node_id, me.host, -1, -1, -1, None, message, failed_at=time.time())
 
-    def _watch_guardian(self) -> None:
-        pidfd = os.pidfd_open(self._guard.pid)
+    def _at_end_of(self, pid: int, do: Callable[[], None]) -> None:
+        pidfd = os.pidfd_open(pid)
 
-        def gone() -> None:
+        def ended() -> None:
             self._selector.unregister(pidfd)
             os.close(pidfd)
+            do()
+
+        self._selector.register(pidfd, selectors.EVENT_READ, ended)
+
+    def _watch_store_process(self, pid: int) -> None:
+        """Only this agent sees why the store is silent; the workers are no worse off until one of them fails."""
+        words = (
+            f"the job's store, which this host served, ended (pid {pid}); the workers go on, but none can be restarted"
+        )
+        self._at_end_of(pid, lambda: self._pump.say(words))
+
+    def _watch_guardian(self) -> None:
+        def gone() -> None:
             if self._guard.renewals == _GUARDIANS_MAX:
                 self._pump.say("the guardian keeps ending; going on without one: kill -9 may leave processes behind")
                 return
@@ -356,4 +315,4 @@ class Loop:
             self._guard.renew()
             self._watch_guardian()
 
-        self._selector.register(pidfd, selectors.EVENT_READ, gone)
+        self._at_end_of(self._guard.pid, gone)

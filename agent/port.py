@@ -23,12 +23,18 @@ def reserve(config: AgentConfig) -> socket.socket:
         family, _, _, _, address = socket.getaddrinfo(config.master_addr, None, type=socket.SOCK_STREAM)[0]
     except OSError as error:
         raise NoPort(f"the address {config.master_addr} is unknown ({error.strerror}); {_OWN_ADDRESS}") from error
+    host = str(address[0])
+    if _is_known_to_itself_only(config, host):
+        # Connections of either family; where there is no IPv6, of the one that there is.
+        family, host = (socket.AF_INET6, "::") if socket.has_dualstack_ipv6() else (socket.AF_INET, "")
     for port in config.master_ports or (0,):
         listener = socket.socket(family, socket.SOCK_STREAM)
+        if host == "::":
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         # A generation may follow on the same port while old connections linger.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            listener.bind((address[0], port))
+            listener.bind((host, port))
             listener.listen(1024)
         except OSError as error:
             listener.close()
@@ -41,3 +47,9 @@ def reserve(config: AgentConfig) -> socket.socket:
     ports = config.master_ports
     wanted = f"port {ports[0]} is" if len(ports) == 1 else f"ports {ports[0]}–{ports[-1]} are all"
     raise NoPort(f"{wanted} in use on {config.master_addr}; choose another with --master-port or --port-range")
+
+
+def _is_known_to_itself_only(config: AgentConfig, host: str) -> bool:
+    """Whether this host knows MASTER_ADDR by a loopback address (Debian's 127.0.1.1) that no other node can mean."""
+    is_name = config.master_addr not in (host, "localhost")
+    return config.spec.nodes_max > 1 and is_name and (host.startswith("127.") or host == "::1")

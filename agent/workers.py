@@ -31,9 +31,8 @@ _STORE_ANSWER_S = 0.5
 class Workers:
     """Starts groups through a fork server and reads what is left of their workers."""
 
-    def __init__(self, config: AgentConfig, node_id: str, host: str, pump: Pump, run_dir: RunDir) -> None:
+    def __init__(self, config: AgentConfig, host: str, pump: Pump, run_dir: RunDir) -> None:
         self._config = config
-        self._node_id = node_id
         self._host = host
         self._outputs = Outputs(config, pump, run_dir)
         self._run_dir = run_dir
@@ -81,7 +80,7 @@ class Workers:
                 record = error_file.read_text(errors="replace")
         kernel = self._kernel.word_on(pid) if code == -signal.SIGKILL else ""
         progressed = True if link and link.step >= 0 else link.reached_store if link else None
-        place = Place(group.generation, self._node_id, self._host, group.rank(local_rank), local_rank, pid)
+        place = Place(group.generation, group.node_id, self._host, group.rank(local_rank), local_rank, pid)
         raised = link is not None and link.raised
         remains = Remains(code, record, kernel=kernel, progressed=progressed, raised=raised)
         failure = failure_of(place, remains, signal_name(code), time.time())
@@ -156,7 +155,6 @@ class Workers:
             group.group_rank,
             local_rank,
             run_id=config.spec.run_id,
-            role=config.role,
             max_restarts=config.spec.max_restarts,
             agent_store=self.has_store,
             error_file=str(folder / "error.json") if folder else "",
@@ -165,7 +163,8 @@ class Workers:
         )
         if config.virtual_local_rank:
             env |= environ.one_gpu(config.environment, local_rank)
-        return {**env, "ELAUNCH_LINK": "3"}
+        network = {name: value for name, value in config.network.items() if name not in config.environment}
+        return {**env, **network, "ELAUNCH_LINK": "3"}
 
     def _cpus(self, local_rank: int) -> list[int] | None:
         if not self._config.numa_binding or not self._topology:

@@ -15,9 +15,10 @@ from bench import machine, samples
 from bench.contenders import ALL
 from bench.launches import first_line
 from bench.page import EMPTY, render, update
-from bench.plan import SECTIONS, Settings, Task, plan
+from bench.plan import NODES_SECTIONS, SECTIONS, Settings, Task, plan
 from bench.progress import Estimate, Progress
 from bench.samples import Run, Sample, combined
+from tests.nodes import missing
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "performance.md"
@@ -36,7 +37,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 2
     seed = random.SystemRandom().randrange(10**6) if options.seed is None else options.seed
     contenders = tuple(ALL[name] for name in options.contenders)
-    settings = Settings(options.samples, options.workers, contenders, options.only, options.limit_s, seed)
+    if set(options.only) & set(NODES_SECTIONS) and (why := missing()):
+        print(f"{', '.join(NODES_SECTIONS)}: {why}; name the other sections with --only", file=sys.stderr)
+        return 2
+    settings = Settings(
+        options.samples, options.workers, options.agents, contenders, options.only, options.limit_s, seed
+    )
     out = options.out or ROOT / "runs" / "bench" / f"{time.strftime('%Y%m%d-%H%M%S')}.json"
     return _run(settings, out, options.page)
 
@@ -49,6 +55,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--samples", type=_positive, default=20, metavar="N", help="samples of each kind (20)")
     parser.add_argument(
         "--workers", type=_numbers, default=(1, 2, 4, 8), metavar="N,N", help="numbers of workers (1,2,4,8)"
+    )
+    parser.add_argument(
+        "--agents", type=_numbers, default=(8, 64, 256, 1024), metavar="N,N", help="numbers of agents (8,64,256,1024)"
     )
     parser.add_argument("--contenders", type=_names, default=tuple(ALL), metavar="NAME,…", help=", ".join(ALL))
     parser.add_argument("--only", type=_names, default=SECTIONS, metavar="SECTION,…", help=", ".join(SECTIONS))
@@ -89,7 +98,8 @@ def _run(settings: Settings, out: Path, page: Path) -> int:
         progress.say("there are no samples")
         return stopped or 0
     print(render(combined([Run(about, in_words, tuple(taken))])), end="", flush=True)
-    if stopped is None and set(settings.sections) == set(SECTIONS):
+    one_node = set(SECTIONS) - set(NODES_SECTIONS)
+    if stopped is None and set(settings.sections) in (set(SECTIONS), one_node, set(NODES_SECTIONS)):
         return _render([out], page)
     what = "a part only" if stopped is None else f"stopped after {len(taken)} samples"
     progress.say(f"{what}: {page} is left as it is; this makes it from these samples, or name the other parts' too:")

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, TypeVar
@@ -34,7 +34,8 @@ class Job:
     """A launcher that runs `program` (script and arguments); a context manager, whose end kills all that is left.
 
     `started_s` is the monotonic time just before its process was made. stdout goes to `stdout`, or to a file, as
-    stderr does. `folder` is the job's own and is removed with it.
+    stderr does. `folder` is the job's own and is removed with it. `prefix` goes before the command and becomes it:
+    where it runs. Several launchers of one job share the file `stamps`.
     """
 
     def __init__(
@@ -47,11 +48,13 @@ class Job:
         env: Mapping[str, str] | None = None,
         timeline: bool = False,
         stdout: int | None = None,
+        prefix: Sequence[str] = (),
+        stamps: Path | None = None,
     ) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="bench_"))
         self.contender = contender
         self.workers = workers
-        self.stamps_path = self.folder / "stamps.jsonl"
+        self.stamps_path = stamps or self.folder / "stamps.jsonl"
         self._marker = secrets.token_hex(8)
         command = list(contender.command(workers, max_restarts))
         # Both commands lie beside the interpreter that runs this.
@@ -68,7 +71,7 @@ class Job:
         self._log = (self.folder / "log.txt").open("wb")
         self.started_s = time.monotonic()
         self.process = subprocess.Popen(
-            [*command, *program],
+            [*prefix, *command, *program],
             cwd=self.folder,
             env=environment(os.environ, contender, extra),
             stdin=subprocess.DEVNULL,
@@ -100,18 +103,7 @@ class Job:
 
     def wait_for(self, fact: Callable[[], Fact | None], what: str, limit_s: float) -> Fact:
         """The first value of `fact()` that is not None. Raises Trouble where the job ends or the time is up."""
-        end_s = time.monotonic() + limit_s
-        while True:
-            ended = self.process.poll()
-            # What was stamped just before the end counts.
-            found = fact()
-            if found is not None:
-                return found
-            if ended is not None:
-                raise Trouble(f"the job ended with code {ended} before {what}")
-            if time.monotonic() > end_s:
-                raise Trouble(f"did not come so far within {limit_s:g} s that {what}")
-            time.sleep(_LOOK_S)
+        return wait_for([self], fact, what, limit_s)
 
     def close(self) -> None:
         """Kill what is left, wait until nothing of it is there, and remove its folder."""
@@ -152,6 +144,22 @@ class Job:
                 if name.isdigit() and needle in Path("/proc", name, "environ").read_bytes():
                     found.append(psutil.Process(int(name)))
         return found
+
+
+def wait_for(jobs: Sequence[Job], fact: Callable[[], Fact | None], what: str, limit_s: float) -> Fact:
+    """The first value of `fact()` that is not None. Raises Trouble where one of `jobs` ends or the time is up."""
+    end_s = time.monotonic() + limit_s
+    while True:
+        ended = [code for job in jobs if (code := job.process.poll()) is not None]
+        # What was stamped just before the end counts.
+        found = fact()
+        if found is not None:
+            return found
+        if ended:
+            raise Trouble(f"the job ended with code {ended[0]} before {what}")
+        if time.monotonic() > end_s:
+            raise Trouble(f"did not come so far within {limit_s:g} s that {what}")
+        time.sleep(_LOOK_S)
 
 
 def _is_guardian(process: psutil.Process) -> bool:

@@ -2,64 +2,99 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 
-from bench import chatty, launches, restarts, steady
+from bench import chatty, launches, nodes, restarts, scale, steady
 from bench.contenders import ELAUNCH
-from bench.samples import Results, Sample, failures
-from bench.stats import Summary, ratio, summarize
+from bench.manytables import idle, rendezvous
+from bench.samples import Results, failures, subset
+from bench.stats import ratio, summarize
+from bench.tables import NOTHING, seconds, stages, table, timed, without_a_time
 from bench.targets import verdicts
 
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
+NODES_BEGIN, NODES_END = "<!-- bench:nodes:begin -->", "<!-- bench:nodes:end -->"
+# The page has two parts, each made anew when there are samples for it: one node, and what is named here.
+NODES_SECTIONS = (nodes.SECTION, nodes.LOSS_SECTION, scale.FIRST, scale.RESTART, scale.IDLE)
 # What a page is before anything was written to it.
-EMPTY = f"# Performance\n\nMeasured by `make bench`.\n\n{BEGIN}\n{END}\n"
-_NOTHING = "–"
+EMPTY = (
+    f"# Performance\n\nMeasured by `make bench`.\n\n{BEGIN}\n{END}\n\n## Several nodes\n\n{NODES_BEGIN}\n{NODES_END}\n"
+)
 _MACHINE = ("CPUs", "memory", "kernel")
+_FIRST = (
+    "All agents start at once. Time from then until the first one has the table (sealed), and the last one.\n"
+    "Requests and bytes of bodies, both ways, are counted at the clients; CPU is that of the whole round."
+)
+_RESTART = "The same from the death of one worker: told, opened, all stopped, joined again, sealed, told."
+_IDLE = f"Medians of windows of {scale.IDLE_S:g} s: a lease is renewed each 0.8 s, and the keys looked at each 3 s."
 
 
 def update(page: str, results: Results) -> str:
-    """`page` with everything between its two markers made anew. Raises ValueError where it has not both."""
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not (begin and end):
-        raise ValueError(f"the page has no {BEGIN} … {END}")
-    return f"{before}{BEGIN}\n\n{render(results)}\n{END}{after}"
+    """`page` with every part made anew that has samples. Raises ValueError where it lacks such a part's markers."""
+    one, several = _parted(results)
+    if one.samples:
+        page = _replaced(page, BEGIN, END, render(one))
+    if several.samples:
+        page = _replaced(page, NODES_BEGIN, NODES_END, render(several))
+    return page
 
 
 def render(results: Results) -> str:
     """All tables."""
-    parts = [
-        *_about(results),
-        *_promises(results),
-        *_timed(results, launches.SECTION, "Start", "from the command to the last rank's first …"),
-        *_stages(results, launches.SECTION, "the command"),
+    one, several = _parted(results)
+    return "\n".join(_text(part, make) for part, make in ((one, _one_node), (several, _nodes)) if part.samples)
+
+
+def _parted(results: Results) -> tuple[Results, Results]:
+    return subset(results, lambda s: s not in NODES_SECTIONS), subset(results, lambda s: s in NODES_SECTIONS)
+
+
+def _replaced(page: str, begin: str, end: str, text: str) -> str:
+    before, found_begin, rest = page.partition(begin)
+    _, found_end, after = rest.partition(end)
+    if not (found_begin and found_end):
+        raise ValueError(f"the page has no {begin} … {end}")
+    return f"{before}{begin}\n\n{text}\n{end}{after}"
+
+
+def _text(results: Results, make: Callable[[Results], list[str]]) -> str:
+    return "\n\n".join([*_about(results), *_promises(results), *make(results)]) + "\n"
+
+
+def _one_node(results: Results) -> list[str]:
+    return [
+        *timed(results, launches.SECTION, "Start", "from the command to the last rank's first …"),
+        *stages(results, launches.SECTION, "the command"),
         *_limits(results),
-        *_timed(results, restarts.SECTION, "Restart", "from SIGKILL of one worker to the last rank's first …"),
-        *_stages(results, restarts.SECTION, "the kill"),
-        *_timed(results, launches.LINE_SECTION, "First line", "from the command to one worker's … without torch"),
+        *timed(results, restarts.SECTION, "Restart", "from SIGKILL of one worker to the last rank's first …"),
+        *stages(results, restarts.SECTION, "the kill"),
+        *timed(results, launches.LINE_SECTION, "First line", "from the command to one worker's … without torch"),
         *_steady(results, steady.SECTION, "While 2 workers train"),
         *_steady(results, steady.TRAINER_SECTION, "While 2 workers train with the bundled trainer"),
         *_rates(results),
     ]
-    return "\n\n".join(parts) + "\n"
 
 
-def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table in Markdown whose columns also stand in line as they are; the first is text, the others are numbers."""
-    lines = (heads, *rows)
-    # A Markdown rule has three characters at least.
-    widths = [max(3, *map(len, column)) for column in zip(*lines, strict=True)]
-    rules = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
-    aligned = [
-        [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-        for row in lines
+def _nodes(results: Results) -> list[str]:
+    return [
+        *timed(
+            results,
+            nodes.SECTION,
+            "Restart on two nodes",
+            "from SIGKILL of one worker, on node A, to the last rank's first … on A and B",
+        ),
+        *stages(results, nodes.SECTION, "the kill"),
+        *timed(
+            results,
+            nodes.LOSS_SECTION,
+            "Loss of a node",
+            "from the end of all that runs on it, its link included, to the first … of the ranks that are left",
+        ),
+        *stages(results, nodes.LOSS_SECTION, "the loss"),
+        *rendezvous(results, scale.FIRST, "Many agents: first rendezvous", _FIRST),
+        *rendezvous(results, scale.RESTART, "Many agents: restart of all", _RESTART),
+        *idle(results, "Many agents: while they train", _IDLE),
     ]
-    return "\n".join("| " + " | ".join(row) + " |" for row in (aligned[0], rules, *aligned[1:]))
-
-
-def seconds(value: float) -> str:
-    """Three digits are more than the noise leaves."""
-    return f"{value:.3f}" if value < 1 else f"{value:.2f}"
 
 
 def _about(results: Results) -> Iterator[str]:
@@ -85,78 +120,9 @@ def _about(results: Results) -> Iterator[str]:
 
 
 def _promises(results: Results) -> list[str]:
-    kept = {True: "yes", False: "**no**", None: _NOTHING}
+    kept = {True: "yes", False: "**no**", None: NOTHING}
     rows = [(v.what, v.target, v.measured, kept[v.kept]) for v in verdicts(results)]
     return ["### Promises\n\n" + table(("what", "target", "measured", "kept"), rows)] if rows else []
-
-
-def _timed(results: Results, section: str, title: str, what: str) -> list[str]:
-    """A table per number of workers; a row per contender: its n, and of each value median, p95, ratio to elaunch."""
-    parts = []
-    for workers in results.workers(section):
-        names = list(dict.fromkeys(n for s in results.samples if s.section == section for n in s.values))
-        heads = ["", "n", *(head for name in names for head in (f"{name}: median s", "p95 s", "× elaunch"))]
-        rows, notes = [], []
-        for contender in results.contenders(section):
-            taken = results.of(section, contender, workers)
-            if not taken:
-                continue
-            row = [contender, str(sum(not s.why for s in taken))]
-            for name in names:
-                ours = summarize(results.values(section, ELAUNCH.name, workers, name))
-                row += _cells(summarize(results.values(section, contender, workers, name)), ours, seconds)
-            rows.append(row)
-            notes += [f"- {contender}: {failure}" for failure in failures(taken)]
-        count = "1 worker" if workers == 1 else f"{workers} workers"
-        parts += [f"### {title}, {count}\n\nTime {what}\n\n{table(heads, rows)}", *_without_a_time(notes)]
-    return parts
-
-
-def _without_a_time(notes: Sequence[str]) -> list[str]:
-    return ["Without a time:\n\n" + "\n".join(notes)] if notes else []
-
-
-def _cells(summary: Summary | None, ours: Summary | None, words: Callable[[float], str]) -> list[str]:
-    if summary is None:
-        return [_NOTHING] * 3
-    times = ratio(summary, ours)
-    return [words(summary.median), words(summary.p95), _NOTHING if times is None else f"{times:.2f}"]
-
-
-def _stages(results: Results, section: str, since: str) -> list[str]:
-    """elaunch's stages, a table per number of workers."""
-    parts = []
-    for workers in results.workers(section):
-        taken = [s for s in results.of(section, ELAUNCH.name, workers) if s.stages]
-        if taken:
-            heads = ("stage", f"since {since}: median s", "p95 s", "since the stage before: median s", "p95 s")
-            count = "1 worker" if workers == 1 else f"{workers} workers"
-            rows = stage_rows(taken)
-            parts.append(
-                f"#### Where elaunch's time goes: {section}, {count}, n = {len(taken)}\n\n{table(heads, rows)}"
-            )
-    return parts
-
-
-def stage_rows(taken: Sequence[Sample]) -> list[tuple[str, ...]]:
-    """A row per stage, in the order of the medians; a sample without a stage is left out of that row and the next."""
-    named: Mapping[str, list[float]] = {
-        name: [s.stages[name] for s in taken if name in s.stages]
-        for name in dict.fromkeys(n for s in taken for n in s.stages)
-    }
-    times = {name: summary for name, values in named.items() if (summary := summarize(values))}
-    order = sorted(times, key=lambda name: times[name].median)
-    rows = []
-    for before, name in zip((None, *order), order, strict=False):
-        steps = [
-            s.stages[name] - (s.stages[before] if before else 0)
-            for s in taken
-            if {name, before or name} <= s.stages.keys()
-        ]
-        step = summarize(steps)
-        cells = (step.median, step.p95) if step else ()
-        rows.append((name, *(seconds(v) for v in (times[name].median, times[name].p95, *cells))))
-    return rows
 
 
 def _limits(results: Results) -> list[str]:
@@ -164,13 +130,13 @@ def _limits(results: Results) -> list[str]:
     for name in results.contenders(launches.LIMIT_SECTION):
         taken = results.of(launches.LIMIT_SECTION, name, 0)
         summary = summarize(results.values(launches.LIMIT_SECTION, name, 0, launches.IMPORT))
-        cells = (seconds(summary.median), seconds(summary.p95)) if summary else (_NOTHING, _NOTHING)
+        cells = (seconds(summary.median), seconds(summary.p95)) if summary else (NOTHING, NOTHING)
         rows.append((name, str(summary.n if summary else 0), *cells))
         notes += [f"- {name}: {failure}" for failure in failures(taken)]
     if not rows:
         return []
     part = f"### The limit: a bare interpreter's import\n\n{table(('', 'n', 'median s', 'p95 s'), rows)}"
-    return [part, *_without_a_time(notes)]
+    return [part, *without_a_time(notes)]
 
 
 def _steady(results: Results, section: str, title: str) -> list[str]:
@@ -192,7 +158,7 @@ def _steady(results: Results, section: str, title: str) -> list[str]:
         row = [f"{name}, {units.get(name, 'MB')}"]
         for contender in contenders:
             summary = summarize(results.values(section, contender, steady.WORKERS, name))
-            row.append(f"{summary.median:.2f} ({summary.p95:.2f})" if summary else _NOTHING)
+            row.append(f"{summary.median:.2f} ({summary.p95:.2f})" if summary else NOTHING)
         rows.append(row)
     notes = [f"- {contender}: {failure}" for contender in contenders for failure in failures(taken[contender])]
     about = (
@@ -219,7 +185,7 @@ def _rates(results: Results) -> list[str]:
             cells = (
                 f"{summary.median:,.0f}",
                 f"{-slow.p95:,.0f}",
-                _NOTHING if times is None else f"{times:.2f}",
+                NOTHING if times is None else f"{times:.2f}",
                 f"{torn.median:,.0f}",
             )
             rows.append((contender, str(summary.n), *cells))

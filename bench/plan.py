@@ -6,21 +6,29 @@ import random
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from bench import chatty, launches, restarts, steady
+from bench import chatty, launches, nodes, restarts, scale, steady
 from bench.contenders import ELAUNCH, LIMIT_PRELOAD, LIMIT_TORCH, TORCHRUN, TORCHRUN_FORK, Contender
+from bench.fleet import RANKS
 from bench.samples import Sample
 
-SECTIONS = ("start", "restart", "steady", "first-line", "lines")
+NODES_SECTIONS = ("nodes-restart", "nodes-loss", "scale")
+SECTIONS = ("start", "restart", "steady", "first-line", "lines", *NODES_SECTIONS)
 # So many restarts of one job before the next contender's turn: a job's start costs more than a restart.
 RESTARTS_PER_JOB = 5
+# A whole round of many agents, with its windows of training, counts as so many samples of the other kinds.
+SAMPLES_PER_ROUND = 4
+
+
+_Restart = Callable[[Contender, int, int, float, random.Random], Iterator[Sample]]
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the command line asked for: `samples` of each kind, the numbers of workers, the sections."""
+    """What the command line asked for: `samples` of each kind, the numbers of workers and of agents, the sections."""
 
     samples: int
     workers: tuple[int, ...]
+    agents: tuple[int, ...]
     contenders: tuple[Contender, ...]
     sections: tuple[str, ...]
     limit_s: float
@@ -45,6 +53,9 @@ def plan(settings: Settings) -> list[Task]:
         "steady": _steady,
         "first-line": _first_lines,
         "lines": _chatty,
+        "nodes-restart": _nodes_restarts,
+        "nodes-loss": _losses,
+        "scale": _scale,
     }
     return [task for section in SECTIONS if section in settings.sections for task in makers[section](settings)]
 
@@ -77,10 +88,14 @@ def _starts(settings: Settings) -> Iterator[Task]:
 
 
 class _Restarts:
-    """Who still takes part: who failed too often does not, and another way is only tried where the usual one failed."""
+    """Who still takes part: who failed too often does not, and another way is only tried where the usual one failed.
 
-    def __init__(self, settings: Settings) -> None:
+    `restart` is one job of a contender that is restarted so many times.
+    """
+
+    def __init__(self, settings: Settings, restart: _Restart) -> None:
         self._settings = settings
+        self._restart = restart
         self._failures: dict[tuple[str, int], int] = {}
         # One source for all, so that the seed names the whole run's ranks and delays.
         self._rng = random.Random(settings.seed)
@@ -91,20 +106,31 @@ class _Restarts:
         me = (contender.name, workers)
         if self._failures.get(me, 0) >= restarts.FAILURES_MAX:
             return
-        for sample in restarts.restarts(contender, workers, count, self._settings.limit_s, self._rng):
+        for sample in self._restart(contender, workers, count, self._settings.limit_s, self._rng):
             if sample.why:
                 self._failures[me] = self._failures.get(me, 0) + 1
             yield sample
 
 
 def _restarts(settings: Settings) -> Iterator[Task]:
-    state = _Restarts(settings)
-    turns: list[tuple[Contender, Contender | None]] = [(contender, None) for contender in settings.contenders]
-    ways = _only(settings, TORCHRUN, TORCHRUN_FORK)
+    return _killed("restart", settings, settings.contenders, settings.workers, restarts.restarts)
+
+
+def _nodes_restarts(settings: Settings) -> Iterator[Task]:
+    contenders = _only(settings, ELAUNCH, TORCHRUN, TORCHRUN_FORK)
+    return _killed(nodes.SECTION, settings, contenders, (RANKS,), nodes.restarts)
+
+
+def _killed(
+    label: str, settings: Settings, contenders: tuple[Contender, ...], counts: tuple[int, ...], restart: _Restart
+) -> Iterator[Task]:
+    state = _Restarts(settings, restart)
+    turns: list[tuple[Contender, Contender | None]] = [(contender, None) for contender in contenders]
+    ways = [way for way in (TORCHRUN, TORCHRUN_FORK) if way in contenders]
     turns += [(contender.with_fresh_store(), contender) for contender in ways]
     parts = chunks(settings.samples, RESTARTS_PER_JOB)
     for number, count in enumerate(parts, 1):
-        for workers in settings.workers:
+        for workers in counts:
             for contender, instead_of in turns:
 
                 def run(
@@ -119,8 +145,43 @@ def _restarts(settings: Settings) -> Iterator[Task]:
                 guess_s = slow_s + count * (1.0 if contender == ELAUNCH else slow_s)
                 if instead_of and workers < 4:
                     guess_s = 0
-                key = f"restart, {contender.name}, {workers}"
-                yield Task(f"restart, round {number} of {len(parts)}", key, guess_s, run)
+                key = f"{label}, {contender.name}, {workers}"
+                yield Task(f"{label}, round {number} of {len(parts)}", key, guess_s, run)
+
+
+def _losses(settings: Settings) -> Iterator[Task]:
+    # Who never notices takes the whole time limit each time, which need not be shown often.
+    rng, failed_most = random.Random(settings.seed), restarts.FAILURES_MAX
+    for turn in range(settings.samples):
+        for contender in _only(settings, ELAUNCH, TORCHRUN):
+            if contender == ELAUNCH or turn < failed_most:
+                yield Task(
+                    f"{nodes.LOSS_SECTION}, round {turn + 1} of {settings.samples}",
+                    f"{nodes.LOSS_SECTION}, {contender.name}",
+                    8.0 if contender == ELAUNCH else nodes.LOSS_LIMIT_S + 10,
+                    lambda contender=contender: nodes.losses(contender, 1, rng),  # type: ignore[misc]
+                )
+
+
+def _scale(settings: Settings) -> Iterator[Task]:
+    rounds = max(1, settings.samples // SAMPLES_PER_ROUND)
+    limit_s = settings.limit_s
+    torchs = dict.fromkeys(min(agents, scale.TORCH_MAX) for agents in settings.agents)
+    for turn in range(rounds):
+        label = f"many agents, round {turn + 1} of {rounds}"
+        for agents in settings.agents:
+            for version in scale.VERSIONS:
+
+                def run(version: str = version, agents: int = agents) -> Iterator[Sample]:
+                    return scale.rendezvous(version, agents, limit_s)
+
+                yield Task(label, f"{agents} agents, {scale.ours(version)}", scale.IDLE_S + 3 + agents / 100, run)
+        for agents in torchs if TORCHRUN in settings.contenders else ():
+
+            def run_torch(agents: int = agents) -> Iterator[Sample]:
+                return scale.torch_handlers(agents, limit_s)
+
+            yield Task(label, f"{agents} agents, {scale.TORCH}", 8 + agents / 8, run_torch)
 
 
 def _steady(settings: Settings) -> Iterator[Task]:

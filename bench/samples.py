@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -64,6 +64,12 @@ def combined(runs: Iterable[Run]) -> Results:
     chosen = {sample.section: run for run in runs for sample in run.samples}
     samples = [s for section, run in chosen.items() for s in run.samples if s.section == section]
     return Results(tuple(samples), chosen)
+
+
+def subset(results: Results, is_wanted: Callable[[str], bool]) -> Results:
+    """The sections that are wanted, by name."""
+    samples = tuple(s for s in results.samples if is_wanted(s.section))
+    return Results(samples, {section: run for section, run in results.runs.items() if is_wanted(section)})
 
 
 def encode(run: Run) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 # What scripts/train.py stamps, in its order; "training" follows after a few more steps.
@@ -15,6 +15,15 @@ _RESTART = (
     ("others told to stop", "stopping", min),
     ("all stopped", "stopped", max),
     ("cleared", "cleared", max),
+)
+# (what the tables call it, whose, how many generations before the new one, the event, whose time counts)
+_NODES = (
+    ("noticed on A", "A", 1, "exited", min),
+    ("A told of the new generation", "A", 0, "opened", min),
+    ("B told of the new generation", "B", 0, "opened", min),
+    ("A stopped", "A", 1, "stopped", max),
+    ("B stopped", "B", 1, "stopped", max),
+    ("all joined", "AB", 0, "joined", max),
 )
 _BIRTH = (
     ("sealed", "sealed", max),
@@ -71,6 +80,43 @@ def all_at_s(stamps: Iterable[Stamp], generation: int, event: str, workers: int)
     """When the last of all ranks got there; None while one is missing."""
     found = at(stamps, generation, event)
     return max(stamp.monotonic_s for stamp in found.values()) if len(found) == workers else None
+
+
+def again(stamps: Sequence[Stamp], since_s: float, ranks: int) -> list[Stamp] | None:
+    """The stamps of those processes that trained first after `since_s`, one for each rank; None while one is missing.
+
+    Not by generation: each of torchrun's nodes counts its own.
+    """
+    newest: dict[int, Stamp] = {}
+    for stamp in stamps:
+        if stamp.event == "training" and stamp.monotonic_s > since_s:
+            newest[stamp.rank] = stamp
+    pids = {stamp.pid for stamp in newest.values()}
+    return [stamp for stamp in stamps if stamp.pid in pids] if len(newest) == ranks else None
+
+
+def last_s(stamps: Iterable[Stamp], event: str) -> float:
+    """When the last one got there. Raises ValueError where nobody did."""
+    return max(stamp.monotonic_s for stamp in stamps if stamp.event == event)
+
+
+def node_stages(nodes: Mapping[str, Sequence[Stamp]], generation: int, since_s: float) -> dict[str, float]:
+    """Seconds from `since_s` to the stages of several agents on their way to `generation`.
+
+    `nodes` are the agents' stamps: "A" has the worker that was killed, "B" is the other one. A node that is not there
+    has no stages.
+    """
+    stages = {}
+    for name, whose, back, event, first_or_last in _NODES:
+        times_s = [
+            stamp.monotonic_s
+            for node in whose
+            for stamp in nodes.get(node, ())
+            if (stamp.generation, stamp.event) == (generation - back, event) and stamp.monotonic_s >= since_s
+        ]
+        if times_s:
+            stages[name] = first_or_last(times_s) - since_s
+    return stages
 
 
 def restart_stages(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from bench import launches, restarts, steady
+from bench import launches, nodes, restarts, scale, steady
 from bench.contenders import ELAUNCH, LIMIT_PRELOAD, TORCHRUN
 from bench.samples import Results, Sample
 from bench.stats import Summary, ratio, summarize
@@ -15,6 +15,11 @@ LIMIT_RATIO_MAX = 1.3
 TORCHRUN_RATIO_MIN = 5.0
 RESTART_MEDIAN_S_MAX, RESTART_P95_S_MAX = 0.25, 0.5
 AGENT_RSS_MB_MAX, AGENT_CPU_MAX, AGENT_WAKE_UPS_MAX = 45.0, 0.2, 2.0
+# Several nodes: a crash on one, the loss of one (its lease, and a second), many agents that start at once.
+CRASH_MEDIAN_S_MAX, LOSS_S_MAX = 0.3, 4.0
+RANKS_S_MAX = {64: 0.15, 1024: 2.0}
+# "Constant", where one agent more or less asks twice.
+REQUESTS_RATIO_MAX = 1.25
 # With fewer samples a 95th percentile says little.
 N_MIN = 20
 _NOTHING = "nothing"
@@ -35,7 +40,7 @@ class Verdict:
 
 def verdicts(results: Results) -> list[Verdict]:
     """All promises that these samples can speak on."""
-    return [*_start(results), *_restart(results), *_steady(results)]
+    return [*_start(results), *_restart(results), *_steady(results), *_nodes(results), *_many(results)]
 
 
 def counted(taken: Sequence[Sample]) -> str:
@@ -95,6 +100,40 @@ def _steady(results: Results) -> Iterator[Verdict]:
             measured = f"{words(summary.median) if summary else _NOTHING}; {counted(ours)}"
             kept = summary is not None and summary.median <= limit
             yield _verdict(what, f"median ≤ {words(limit)}", measured, ours, kept)
+
+
+def _nodes(results: Results) -> Iterator[Verdict]:
+    for section, what, most_s in (
+        (nodes.SECTION, "SIGKILL on node A → all-reduce on A and B", CRASH_MEDIAN_S_MAX),
+        (nodes.LOSS_SECTION, "node lost → all-reduce on the others", LOSS_S_MAX),
+    ):
+        for ranks in results.workers(section):
+            ours = results.of(section, ELAUNCH.name, ranks)
+            summary = _summary(ours, launches.ALL_REDUCE)
+            if ours:
+                measured = f"{summary.median:.3f} s, p95 {summary.p95:.3f} s" if summary else _NOTHING
+                kept = summary is not None and summary.median <= most_s
+                yield _verdict(what, f"median ≤ {most_s:g} s", f"{measured}; {counted(ours)}", ours, kept)
+
+
+def _many(results: Results) -> Iterator[Verdict]:
+    name = scale.ours("3.5")
+    for agents, most_s in RANKS_S_MAX.items():
+        ours = results.of(scale.FIRST, name, agents)
+        summary = _summary(ours, scale.RANKS)
+        if ours:
+            measured = f"{summary.median:.3f} s; {counted(ours)}" if summary else f"{_NOTHING}; {counted(ours)}"
+            kept = summary is not None and summary.median <= most_s
+            yield _verdict(f"{agents} agents → all have ranks", f"median ≤ {most_s:g} s", measured, ours, kept)
+    for section, what in ((scale.FIRST, "first rendezvous"), (scale.RESTART, "restart of all")):
+        counts = [agents for agents in results.workers(section) if results.of(section, name, agents)]
+        if len(counts) > 1:
+            few, many = results.of(section, name, counts[0]), results.of(section, name, counts[-1])
+            times = ratio(_summary(many, scale.REQUESTS), _summary(few, scale.REQUESTS))
+            title = f"requests per agent, {what}: {counts[-1]} agents beside {counts[0]}"
+            measured = f"{_times(times, 2)}; {counted(many)}"
+            is_kept = None if times is None else times <= REQUESTS_RATIO_MAX
+            yield _verdict(title, f"≤ {REQUESTS_RATIO_MAX:g} ×", measured, [*few, *many], is_kept)
 
 
 def _verdict(what: str, target: str, measured: str, ours: Sequence[Sample], kept: bool | None) -> Verdict:

@@ -16,6 +16,9 @@ from elaunch.launcher.table import TABLE, OptionSpec
 _SHORT = {spec.short: spec for spec in TABLE if spec.short}
 _LONG = {name: spec for spec in TABLE for name in spec.names}
 
+# Command lines are everybody's to read (/proc, ps); so are job files, more often than not.
+TOKEN_IS_SECRET = "{} would show the job's secret to everybody; set ELAUNCH_TOKEN, or give --token-file FILE"
+
 
 @dataclass(frozen=True)
 class Words:
@@ -94,6 +97,8 @@ def find(typed: str) -> OptionSpec:
     torchrun's names come first: a name that only we have makes none of its abbreviations ambiguous.
     """
     name = typed.replace("_", "-")
+    if name == "token":
+        raise UsageError(TOKEN_IS_SECRET.format("--token"))
     if name in _LONG:
         return _LONG[name]
     of_peer = [spec for spec in TABLE if spec.peer and spec.peer.startswith(name)]

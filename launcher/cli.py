@@ -7,13 +7,21 @@ options are known, and the agent's own modules are imported beside it.
 from __future__ import annotations
 
 import os
+import socket
 import sys
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
+    from elaunch.agent.config import AgentConfig
+    from elaunch.agent.forkserver import ForkServer
+    from elaunch.agent.guard import Guard
+    from elaunch.agent.pump import Pump
+    from elaunch.agent.rundir import RunDir
     from elaunch.launcher.options import Options
+    from elaunch.launcher.plan import Planned
+    from elaunch.rendezvous.types import Outcome
 
 _LAST_WORDS_S = 2.0
 
@@ -41,84 +49,154 @@ def main() -> NoReturn:
 
 def _main() -> int:
     # Imported here, so that a Ctrl-C meanwhile is none that Python shows with a traceback.
-    from elaunch.launcher.errors import UsageError
+    from elaunch.launcher.errors import SiteError, UsageError
     from elaunch.launcher.options import HelpRequested, parse
     from elaunch.launcher.resources import as_started
 
     try:
+        if sys.argv[1:2] == ["store"]:
+            from elaunch.launcher import storecommand
+
+            return storecommand.main(sys.argv[2:], os.environ)
         asked = parse(sys.argv[1:], os.environ)
         if isinstance(asked, HelpRequested):
             print(asked.text)
             return 0
         return run(asked, as_started(os.environ))
-    except UsageError as error:
+    except (UsageError, SiteError) as error:
         print(f"elaunch: {error}", file=sys.stderr)
-        return 2
+        return 2 if isinstance(error, UsageError) else 3
 
 
 def run(options: Options, environ: Mapping[str, str]) -> int:
-    """Run the job that `options` ask for; its exit code. Raises UsageError where it cannot start as asked."""
-    from dataclasses import replace
+    """Run the job that `options` ask for; its exit code. Raises UsageError where it cannot start as asked.
 
-    from elaunch.launcher.errors import UsageError
-    from elaunch.launcher.jobspec import agent_config
-    from elaunch.launcher.program import check_log_dir, check_open_files, check_program, take_program_from_stdin
-    from elaunch.launcher.resources import detect
-
-    check_program(options, environ)
-    check_log_dir(options)
-    if options.run_id is None:
-        options = replace(options, run_id=os.urandom(4).hex())
-    config = agent_config(options, environ, detect(environ))
-    check_open_files(config.slots)
-    if config.spec.program.is_on_stdin:
-        take_program_from_stdin()
+    Whatever is raised, no process and no folder of ours is left.
+    """
+    options, planned, config = _prepared(options, environ)
 
     from elaunch.agent.forkserver import ForkServer
     from elaunch.agent.guard import Guard
-    from elaunch.agent.rundir import RunDir, private_places
+    from elaunch.agent.rundir import private_places
 
     # Before anything is made that somebody would have to remove.
     places = private_places()
-    guard = Guard(places)
-    troubles: list[str] = []
-    say = troubles.append
-    # Folders are made until the end; from the pump's start on its console has the word.
+    with ExitStack() as cleanup:
+        guard = Guard(places)
+        cleanup.callback(guard.finish)
+        troubles: list[str] = []
+        say = troubles.append
+        # Folders are made until the end; from the pump's start on its console has the word.
+        run_dir = _run_dir(config, lambda trouble: say(trouble), places)
+        server = ForkServer(config.spec.program, config.preload, guard.environment(config.environment))
+        # Also after the loop, which ends its last one: that makes no difference then.
+        cleanup.callback(server.stop)
+
+        # From here on the fork server imports torch on another core.
+        from elaunch.agent.pump import Pump
+        from elaunch.launcher.report import report, write_error_file
+
+        pump = Pump()
+        pump.start()
+        cleanup.enter_context(_closed_on_error(pump))
+        say = pump.say
+        for line in (*config.notes, *troubles):
+            say(line)
+        outcome = _outcome(options, planned, config, server, guard, pump, run_dir)
+        pump.write_report(report(outcome, config.spec, run_dir.logs, run_dir.is_incomplete))
+        write_error_file(outcome, environ.get("TORCHELASTIC_ERROR_FILE"))
+        _take_last_words(pump, outcome)
+    return outcome.exit_code
+
+
+def _prepared(options: Options, environ: Mapping[str, str]) -> tuple[Options, Planned, AgentConfig]:
+    """All that is decided before anything is started; the job has a name then. Raises UsageError."""
+    from dataclasses import replace
+
+    from elaunch.launcher.jobspec import agent_config
+    from elaunch.launcher.plan import UNNAMED, plan
+    from elaunch.launcher.program import check_log_dir, check_open_files, check_program, take_program_from_stdin
+    from elaunch.launcher.resources import detect
+    from elaunch.launcher.secretfile import read_secret
+
+    check_program(options, environ)
+    check_log_dir(options)
+    planned = plan(options, environ, read_secret)
+    if options.run_id is None:
+        options = replace(options, run_id=os.urandom(4).hex() if planned.plan.is_alone else UNNAMED)
+    config = agent_config(options, planned, environ, detect(environ))
+    check_open_files(config.slots)
+    if config.spec.program.is_on_stdin:
+        take_program_from_stdin()
+    return options, planned, config
+
+
+def _run_dir(config: AgentConfig, warn: Callable[[str], None], places: tuple[str, ...]) -> RunDir:
+    from elaunch.agent.rundir import RunDir
+    from elaunch.launcher.errors import UsageError
+
+    # Nodes may share a disk: whose folder it is shows in its name.
+    node = f"_{socket.gethostname()}" if config.spec.nodes_max > 1 else ""
     try:
-        run_dir = RunDir(config.output.log_dir, config.spec.run_id, lambda trouble: say(trouble), places)
+        return RunDir(config.output.log_dir, f"{config.spec.run_id}{node}", warn, places)
     except OSError as error:
-        guard.finish()
         raise UsageError(
             f"--log-dir {config.output.log_dir}: no folder can be made in it ({error.strerror}); choose another"
         ) from error
-    server = ForkServer(config.spec.program, config.preload, guard.environment(config.environment))
 
-    # From here on the fork server imports torch on another core.
+
+def _outcome(
+    options: Options,
+    planned: Planned,
+    config: AgentConfig,
+    server: ForkServer,
+    guard: Guard,
+    pump: Pump,
+    run_dir: RunDir,
+) -> Outcome:
+    """Take part in the job until its outcome is known. Raises UsageError and SiteError."""
+    from dataclasses import replace
+
     from elaunch.agent.loop import Loop
     from elaunch.agent.port import NoPort
-    from elaunch.agent.pump import Pump
-    from elaunch.launcher.report import report, write_error_file
-    from elaunch.rendezvous.memory import MemoryStore
+    from elaunch.launcher.errors import UsageError
+    from elaunch.launcher.stores import reach
+
+    reached = reach(options, planned.plan, pump.say)
+    served = reached.served
+    try:
+        return Loop(
+            replace(config, master_addr=reached.address, network=reached.network),
+            reached.store,
+            server,
+            guard,
+            pump,
+            run_dir,
+            store_is_remote=reached.is_remote,
+            served_pid=served.pid if served else None,
+        ).run()
+    except NoPort as error:
+        raise UsageError(str(error)) from error
+    finally:
+        if served:
+            served.stop()
+
+
+@contextmanager
+def _closed_on_error(pump: Pump) -> Iterator[None]:
+    """What was said before an error is written before it; without one the job's own end closes the pump."""
+    try:
+        yield
+    except BaseException:
+        pump.close(timeout_s=_LAST_WORDS_S)
+        raise
+
+
+def _take_last_words(pump: Pump, outcome: Outcome) -> None:
+    """No word of the workers is lost to a slow reader; but whoever stops a job wants it to end."""
     from elaunch.rendezvous.types import OutcomeKind
 
-    pump = Pump()
-    pump.start()
-    say = pump.say
-    for line in (*config.notes, *troubles):
-        say(line)
-    try:
-        outcome = Loop(config, MemoryStore(), server, guard, pump, run_dir).run()
-    except NoPort as error:
-        server.stop()
-        pump.close()
-        guard.finish()
-        raise UsageError(str(error)) from error
-    pump.write_report(report(outcome, config.spec, run_dir.logs, run_dir.is_incomplete))
-    write_error_file(outcome, environ.get("TORCHELASTIC_ERROR_FILE"))
-    # No word of the workers is lost to a slow reader; but whoever stops a job wants it to end.
     if not pump.close(timeout_s=_LAST_WORDS_S if outcome.kind is OutcomeKind.INTERRUPTED else None):
         os.set_blocking(2, False)
         with suppress(OSError):
             os.write(2, b"elaunch: stopped; not all output was taken by the console or its reader\n")
-    guard.finish()
-    return outcome.exit_code

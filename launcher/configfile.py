@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from elaunch.launcher.argv import TOKEN_IS_SECRET
 from elaunch.launcher.errors import UsageError, nearest
 from elaunch.launcher.table import TABLE
 from elaunch.launcher.values import Raw
@@ -67,6 +68,8 @@ def parse(text: str, name: str) -> JobFile:
     options: dict[str, Entry] = {}
     for key, entry in entries.items():
         spec = _OPTIONS.get(key)
+        if key == "token":
+            raise UsageError(f"{entry.where}: {TOKEN_IS_SECRET.format(entry.key)}")
         if spec is None:
             near = nearest(key, (*_OPTIONS, *_PROGRAM_KEYS))
             hint = f"did you mean {near}?" if near else "elaunch --help lists the options"

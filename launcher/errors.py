@@ -1,12 +1,16 @@
-"""The user's request is wrong: said in one sentence, exit code 2."""
+"""What ends elaunch before a job runs: said in one sentence."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 
+class SiteError(Exception):
+    """What a job needs is not there now: an address, a server. Exit code 3."""
+
+
 class UsageError(Exception):
-    """What cannot be done as asked; the message is one sentence with the values and the way out."""
+    """The user's request cannot be done; the message has its values and the way out. Exit code 2."""
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:

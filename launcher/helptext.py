@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from elaunch.launcher.conf import SETTINGS, Setting
 from elaunch.launcher.table import TABLE, Group, OptionSpec
 
 WIDTH = 100
@@ -11,6 +12,7 @@ _HEAD = """\
 Usage: elaunch [options] script.py args…
        elaunch [options] -m module args…
        elaunch [options] --no-python command args…
+       elaunch store [--listen HOST:PORT] [--token-file FILE]
 
 Start a PyTorch training job, one worker per GPU, and restart it when a worker fails.
 
@@ -18,6 +20,7 @@ Examples:
   elaunch train.py --lr 0.1                           one worker per GPU, up to 3 restarts
   elaunch --nproc-per-node 4 --log-dir logs train.py  4 workers, output on the console and in logs
   elaunch --config job.yaml --max-restarts 0          options from a file; any failure ends the job
+  elaunch --nnodes 2 --rdzv-endpoint node0:2379 train.py  on node0; prints the line for the other
 """
 
 _FOOT = """\
@@ -36,7 +39,14 @@ variables named here and, under its own name, from the job file of `--config`. T
 variables over the file, the file over the default. The last column says where torchrun's meaning differs.
 
 A script called `-` is read from stdin, once, and given to every worker of every generation. The options `-W`,
-`-X`, `-O`, `-B` and `-b` of an interpreter that runs elaunch (`python -X dev -m elaunch …`) are the workers' too."""
+`-X`, `-O`, `-B` and `-b` of an interpreter that runs elaunch (`python -X dev -m elaunch …`) are the workers' too.
+
+`elaunch store` as the first words is the command that serves a store ([several nodes](operations.md)); a script of that
+name is started with `elaunch ./store`. So it is with `run` before a program, which changes nothing."""
+_SETTINGS_HEAD = """\
+## Settings of the rendezvous
+
+Keys of `--rdzv-conf`, for jobs of several nodes; one node ignores them. A key that is not here is refused."""
 _COLUMNS = ("| option | meaning | default | variables | torchrun |", "|---|---|---|---|---|")
 
 
@@ -67,11 +77,18 @@ def markdown() -> str:
             "",
             f"## {group.value}",
             "",
-            "| option | meaning | default | variables | torchrun |",
-            "|---|---|---|---|---|",
+            *_COLUMNS,
         ]
         rows += [_row(spec) for spec in TABLE if spec.group is group]
+    rows += ["", _SETTINGS_HEAD, "", "| key | meaning | torchrun |", "|---|---|---|"]
+    rows += [_setting_row(setting) for setting in SETTINGS]
     return "\n".join(rows) + "\n"
+
+
+def _setting_row(setting: Setting) -> str:
+    names = ", ".join(f"`{name}`" for name in setting.names)
+    meaning = f"without effect: {setting.no_effect}" if setting.no_effect else setting.help
+    return f"| {names} | {meaning} | {setting.differs or 'the same'} |"
 
 
 def _row(spec: OptionSpec) -> str:

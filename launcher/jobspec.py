@@ -9,6 +9,7 @@ from elaunch.agent.config import AgentConfig, OutputPlan, StreamChoice, Streams
 from elaunch.agent.environ import RANK_VARIABLES
 from elaunch.launcher.errors import UsageError
 from elaunch.launcher.options import Options
+from elaunch.launcher.plan import Planned
 from elaunch.launcher.resources import HostResources
 from elaunch.launcher.table import TABLE
 from elaunch.rendezvous.types import JobSpec, Program, ProgramKind
@@ -16,21 +17,27 @@ from elaunch.rendezvous.types import JobSpec, Program, ProgramKind
 # What a training script and its optimizers import; torch._dynamo alone is most of a first optimizer step's delay.
 DEFAULT_PRELOAD = ("torch", "torch.distributed", "torch._dynamo")
 
+# The job's secret is the agents'; a training script has no use for it and may print its environment.
+_SECRETS = ("ELAUNCH_TOKEN",)
+
 # What torchrun puts before a line that --tee asked for; scripts look for it.
 _TEE_PREFIX = "[${role_name}${local_rank}]:"
 
 
-def agent_config(options: Options, environ: Mapping[str, str], host: HostResources) -> AgentConfig:
-    """The agent's settings. The caller has given the job a name (`options.run_id`). Raises UsageError."""
+def agent_config(options: Options, planned: Planned, environ: Mapping[str, str], host: HostResources) -> AgentConfig:
+    """The agent's settings. The caller has given the job a name (`options.run_id`). Raises UsageError.
+
+    Of several nodes each finds its `master_addr` out, where nobody gave it (`reach.own_address`).
+    """
     if options.run_id is None:
         raise ValueError("options.run_id is None: draw a fresh one first")
     slots, counted = count_workers(options.nproc_per_node, host)
     _check_visible_devices(options, environ, slots)
-    _check_filters(options, slots)
+    if planned.plan.is_alone:
+        _check_filters(options, slots)
     environment, threads = worker_environment(environ, slots, host.cores)
     signals, ignored = signal_numbers(options.signals_to_handle)
     interpreter = environ.get("PYTHON_EXEC") or host.python
-    address, ports = _master(options)
     return AgentConfig(
         spec=JobSpec(
             run_id=options.run_id,
@@ -44,17 +51,18 @@ def agent_config(options: Options, environ: Mapping[str, str], host: HostResourc
         environment=environment,
         role=options.role,
         output=output_plan(options, environ),
-        stop_grace_s=options.stop_grace,
-        failure_grace_s=options.failure_grace,
+        times=planned.plan.times,
+        node_rank=-1 if planned.plan.node_rank is None else planned.plan.node_rank,
         signals=signals,
         preload=_preload(options, interpreter, host),
-        master_addr=address,
-        master_ports=ports,
+        master_addr=planned.plan.own_addr or "127.0.0.1",
+        master_ports=_master_ports(options, planned),
         numa_binding=options.numa_binding,
         virtual_local_rank=options.virtual_local_rank,
         notes=(
             *_chosen_for_you(options, counted, threads),
-            *_without_effect(options),
+            *planned.notes,
+            *_without_effect(options, planned.ignored),
             *_warnings(options, ignored, interpreter, host),
         ),
     )
@@ -78,7 +86,7 @@ def worker_environment(environ: Mapping[str, str], slots: int, cores: int) -> tu
 
     torchrun gives each of several workers one thread; here they share the cores that this process may use.
     """
-    environment = {name: value for name, value in environ.items() if name not in RANK_VARIABLES}
+    environment = {name: value for name, value in environ.items() if name not in (*RANK_VARIABLES, *_SECRETS)}
     environment.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     if "OMP_NUM_THREADS" in environ:
         return environment, None
@@ -115,22 +123,17 @@ def signal_numbers(names: tuple[str, ...]) -> tuple[tuple[int, ...], tuple[str, 
     return tuple(dict.fromkeys(numbers)), tuple(name for name in names if name not in known)
 
 
-def _master(options: Options) -> tuple[str, tuple[int, ...]]:
-    """MASTER_ADDR, and the ports that MASTER_PORT may be; none is any.
+def _master_ports(options: Options, planned: Planned) -> tuple[int, ...]:
+    """The ports that MASTER_PORT may be on this node; none is any.
 
-    torchrun's static rendezvous, its default, takes both from --rdzv-endpoint where that is given.
+    Of a static rendezvous the port is that of node rank 0: another node on the same host could not reserve it too.
     """
-    address, port = options.master_addr, options.master_port
-    if options.rdzv_backend == "static" and options.rdzv_endpoint and not options.standalone:
-        host, _, port_text = options.rdzv_endpoint.rpartition(":")
-        if host and port_text.isdigit():
-            address = address or host
-            port = int(port_text) if port is None else port
+    if planned.plan.node_rank not in (None, 0):
+        return ()
     if options.port_range is not None:
-        ports = tuple(range(options.port_range[0], options.port_range[1] + 1))
-    else:
-        ports = (port,) if port else ()
-    return (address or options.local_addr or "127.0.0.1").strip("[]"), ports
+        return tuple(range(options.port_range[0], options.port_range[1] + 1))
+    port = planned.master_port if options.master_port is None else options.master_port
+    return (port,) if port else ()
 
 
 def _preload(options: Options, interpreter: str, host: HostResources) -> tuple[str, ...] | None:
@@ -171,17 +174,12 @@ def _check_filters(options: Options, slots: int) -> None:
             raise UsageError(f"{option} {named} leaves nobody to be seen: {there}; change it or --nproc-per-node")
 
 
-def _without_effect(options: Options) -> tuple[str, ...]:
-    """One sentence for all options that were given and change nothing."""
+def _without_effect(options: Options, ignored_here: tuple[tuple[str, str], ...]) -> tuple[str, ...]:
+    """One sentence for all options that were given and change nothing; `ignored_here` are those of this job."""
     ignored: dict[str, list[str]] = {}
-    for spec in TABLE:
-        if not spec.no_effect or spec.dest not in options.given:
-            continue
-        # A standalone job asks for no rendezvous, and a static one takes its address from the endpoint.
-        is_rendezvous = spec.name.startswith("rdzv-")
-        if is_rendezvous and (options.standalone or options.rdzv_backend == "static"):
-            continue
-        ignored.setdefault(spec.no_effect, []).append(f"--{spec.name}")
+    never = ((f"--{spec.name}", spec.no_effect) for spec in TABLE if spec.no_effect and spec.dest in options.given)
+    for name, why in (*ignored_here, *never):
+        ignored.setdefault(why, []).append(name)
     parts = [f"{', '.join(names)} ({why})" for why, names in ignored.items()]
     return (f"without effect here: {'; '.join(parts)}",) if parts else ()
 

@@ -18,6 +18,7 @@ from elaunch.agent.config import NumaBinding, StreamChoice
 from elaunch.launcher import argv as command_line
 from elaunch.launcher import configfile
 from elaunch.launcher.configfile import JobFile
+from elaunch.launcher.endpoints import Address
 from elaunch.launcher.errors import UsageError as UsageError
 from elaunch.launcher.table import TABLE, OptionSpec
 from elaunch.launcher.values import Raw
@@ -44,13 +45,16 @@ class Options:
     """A checked command line. The fields are the options' names in the table; `given` says which were asked for.
 
     `run_id` None asks for a fresh one, `nproc_per_node` None for one worker per GPU. `master_port` None or 0 is a free
-    port. `log_dir` is as typed: relative to where the command was started.
+    port. `log_dir` is as typed: relative to where the command was started. `typed` is the command line, without `run`;
+    `exported` are the options that variables decide, as text.
     """
 
     kind: ProgramKind
     target: str
     args: tuple[str, ...]
     given: Mapping[str, Source]
+    typed: tuple[str, ...]
+    exported: Mapping[str, str]
     nnodes: tuple[int, int]
     nproc_per_node: int | str | None
     max_restarts: int
@@ -74,14 +78,16 @@ class Options:
     role: str
     run_id: str | None
     standalone: bool
+    rdzv_endpoint: tuple[Address, ...]
+    rdzv_backend: str
+    rdzv_conf: Mapping[str, str]
+    store: str
+    token_file: str | None
+    node_rank: int
     master_addr: str | None
     master_port: int | None
     port_range: tuple[int, int] | None
-    node_rank: int
     local_addr: str | None
-    rdzv_backend: str
-    rdzv_endpoint: str
-    rdzv_conf: Mapping[str, str]
     config: str | None
     run_path: bool
     monitor_interval: float | None
@@ -107,7 +113,8 @@ def parse(
     Raises UsageError. Reads nothing but its arguments and the file that --config names.
     """
     # `run` before a program is the sub-command, always. A script of that name starts as ./run.
-    words = command_line.normalise(argv[1:] if len(argv) > 1 and argv[0] == "run" else argv)
+    typed = tuple(argv[1:] if len(argv) > 1 and argv[0] == "run" else argv)
+    words = command_line.normalise(typed)
     for spec, _ in words.options:
         if spec.name == "version":
             return HelpRequested(f"elaunch {__version__}")
@@ -119,10 +126,15 @@ def parse(
     job_file = read_job_file(path) if path else JobFile({})
     items, program = _collect(words, environ, job_file)
     fields: dict[str, Any] = {spec.dest: _value(spec, items.get(spec.dest)) for spec in _VALUED}
-    _settle(fields, items)
+    lost = _settle(fields, items)
     kind, target, args = _program(fields, program, job_file, path)
     given = {dest: item.source for dest, item in items.items()}
-    options = Options(kind=kind, target=target, args=args, given=given, **fields)
+    exported = {
+        dest: item.raw
+        for dest, item in items.items()
+        if item.source is Source.ENVIRONMENT and isinstance(item.raw, str) and dest not in lost
+    }
+    options = Options(kind=kind, target=target, args=args, given=given, typed=typed, exported=exported, **fields)
     _check_size(options, items)
     return options
 
@@ -185,12 +197,13 @@ _EXCLUSIVE = (
 )
 
 
-def _settle(fields: dict[str, Any], items: Mapping[str, _Given]) -> None:
+def _settle(fields: dict[str, Any], items: Mapping[str, _Given]) -> set[str]:
     """Of two options that exclude each other the one from the stronger source stays; from one source it is an error.
 
-    A standalone job gets a name of its own whatever is asked for, as in torchrun.
+    Returns those that did not stay. A standalone job gets a name of its own whatever is asked for, as in torchrun.
     """
     defaults = {spec.dest: spec.default for spec in TABLE}
+    lost: set[str] = set()
     for first, second, way_out in _EXCLUSIVE:
         if not (_is_on(fields[first]) and _is_on(fields[second])):
             continue
@@ -198,8 +211,10 @@ def _settle(fields: dict[str, Any], items: Mapping[str, _Given]) -> None:
             raise UsageError(f"{_said(items[first])} contradicts {_said(items[second])}: {way_out}")
         loser = min(first, second, key=lambda dest: items[dest].source)
         fields[loser] = defaults[loser]
+        lost.add(loser)
     if fields["standalone"]:
         fields["run_id"] = None
+    return lost
 
 
 def _is_on(value: object) -> bool:
@@ -232,7 +247,10 @@ def _program(
 
 
 def _check_size(options: Options, items: Mapping[str, _Given]) -> None:
-    if options.nnodes[1] > 1:
-        raise UsageError(f"{items['nnodes'].words} asks for several nodes and this version runs one; use --nnodes 1")
-    if options.node_rank > 0:
-        raise UsageError(f"{items['node_rank'].words} is out of range: a job of one node has node rank 0 only")
+    nodes = options.nnodes[1]
+    # Where nodes find out who is first, torchrun takes no notice of a rank; one node has always been told.
+    is_static = options.rdzv_backend == "static" or nodes == 1
+    if not is_static or options.node_rank < nodes:
+        return
+    there = "a job of one node has node rank 0 only" if nodes == 1 else f"the nodes' ranks are 0 to {nodes - 1}"
+    raise UsageError(f"{items['node_rank'].words} is out of range: {there}")

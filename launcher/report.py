@@ -26,6 +26,10 @@ def report(outcome: Outcome, spec: JobSpec, logs: Path | None, is_incomplete: bo
             return used + where
         case OutcomeKind.INTERRUPTED:
             return f"elaunch: stopped, since {outcome.reason}; exit code {outcome.exit_code}\n{where}"
+        case OutcomeKind.REFUSED:
+            return f"elaunch: {outcome.reason}\n"
+        case OutcomeKind.UNKNOWN:
+            return f"elaunch: {outcome.reason}; exit code {outcome.exit_code}\n{where}"
         case OutcomeKind.FAILED:
             return _failed(outcome, spec, logs, lacks)
 

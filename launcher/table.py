@@ -7,6 +7,7 @@ from enum import Enum
 
 from elaunch.agent.config import StreamChoice
 from elaunch.launcher import values
+from elaunch.launcher.endpoints import endpoints
 
 
 class Group(Enum):
@@ -69,8 +70,6 @@ def _switch(name: str, group: Group, help: str, short: str = "", peer: str | Non
 def _accepted(name: str, metavar: str, why: str, convert: values.Convert = values.text) -> OptionSpec:
     return OptionSpec(name, Group.ACCEPTED, metavar, why, convert, peer=name, differs="has an effect", no_effect=why)
 
-
-_ONE_NODE = "one node needs no rendezvous"
 
 _SIZE = (
     OptionSpec(
@@ -162,34 +161,55 @@ _WORKERS = (
     ),
 )  # fmt: skip
 
+_BACKENDS = ("static", "c10d", "etcd", "etcd-v2")
+
 _RENDEZVOUS = (
     OptionSpec(
-        "run-id", Group.RENDEZVOUS, "ID", "the job's name", default_text="a new one", peer="rdzv-id",
-        differs="default none, the same for all jobs",
+        "run-id", Group.RENDEZVOUS, "ID", "the job's name", default_text="a new one; of several nodes: none",
+        peer="rdzv-id", differs="default none, the same for all jobs",
     ),
     _switch("standalone", Group.RENDEZVOUS, "one node, with a new id; --rdzv-* are ignored", peer="standalone"),
     OptionSpec(
-        "master-addr", Group.RENDEZVOUS, "HOST", "MASTER_ADDR", default_text="127.0.0.1", peer="master-addr",
-        differs="static rendezvous only",
+        "rdzv-endpoint", Group.RENDEZVOUS, "HOST:PORT", "where the nodes meet: a node, or an etcd", endpoints,
+        default=(), default_text="none", peer="rdzv-endpoint",
+        differs="one only; with static it is MASTER_ADDR:MASTER_PORT, here too, and the store is one port on",
+    ),
+    OptionSpec(
+        "rdzv-backend", Group.RENDEZVOUS, "NAME", "c10d, etcd, etcd-v2, static", values.one_of(*_BACKENDS),
+        default="static", default_text="what is there", peer="rdzv-backend",
+        differs="default static; its c10d is no etcd, its etcd speaks v2 only",
+    ),
+    OptionSpec(
+        "rdzv-conf", Group.RENDEZVOUS, "K=V,K=V", "settings, see docs/options.md", values.key_values,
+        default={}, default_text="none", peer="rdzv-conf", differs="other keys, see below",
+    ),
+    OptionSpec(
+        "store", Group.RENDEZVOUS, "KIND", "a node serves: auto, memory, etcd", values.one_of("auto", "memory", "etcd"),
+        default="auto", default_text="auto",
+    ),
+    OptionSpec(
+        "token-file", Group.RENDEZVOUS, "FILE", "holds the job's secret", default_text="ELAUNCH_TOKEN, else made",
+    ),
+    OptionSpec(
+        "node-rank", Group.RENDEZVOUS, "N", "static: this node's number", values.whole,
+        default=0, default_text="0", peer="node-rank",
+    ),
+    OptionSpec(
+        "master-addr", Group.RENDEZVOUS, "HOST", "static: MASTER_ADDR", default_text="the first node's address",
+        peer="master-addr", differs="default 127.0.0.1",
     ),
     OptionSpec(
         "master-port", Group.RENDEZVOUS, "PORT", "MASTER_PORT", values.port,
-        default_text="a free one per generation", peer="master-port", differs="static rendezvous only",
+        default_text="a free one per generation", peer="master-port", differs="static only; default 29500",
     ),
     OptionSpec(
         "port-range", Group.RENDEZVOUS, "FIRST:LAST", "take MASTER_PORT from these ports", values.port_range,
         default_text="any",
     ),
-    OptionSpec("node-rank", Group.RENDEZVOUS, "N", "this node's number", values.whole,
-               default=0, default_text="0", peer="node-rank", differs="static rendezvous only"),
-    OptionSpec("local-addr", Group.RENDEZVOUS, "HOST", "this node's address", default_text="127.0.0.1",
-               peer="local-addr", differs="default the host's full name"),
-    OptionSpec("rdzv-backend", Group.RENDEZVOUS, "NAME", "without effect on one node", default="static",
-               default_text="none needed", peer="rdzv-backend", differs="default static", no_effect=_ONE_NODE),
-    OptionSpec("rdzv-endpoint", Group.RENDEZVOUS, "HOST:PORT", "static only: MASTER_ADDR and MASTER_PORT",
-               default="", default_text="none needed", peer="rdzv-endpoint", no_effect=_ONE_NODE),
-    OptionSpec("rdzv-conf", Group.RENDEZVOUS, "K=V,K=V", "without effect on one node", values.key_values,
-               default={}, default_text="none", peer="rdzv-conf", no_effect=_ONE_NODE),
+    OptionSpec(
+        "local-addr", Group.RENDEZVOUS, "HOST", "this node's address",
+        default_text="toward the endpoint, else 127.0.0.1", peer="local-addr", differs="default the host's full name",
+    ),
 )  # fmt: skip
 
 _OTHER = (

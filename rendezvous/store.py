@@ -1,36 +1,55 @@
-"""The store that a rendezvous stands on: guarded transactions, reads of a prefix, and word that something changed.
+"""The store that a rendezvous stands on: leases, guarded transactions, ranged reads, watches from a revision.
 
 The semantics are etcd v3's, cut down to what the protocol uses, so that memory and etcd can be held equal by one
-contract test-suite. A watch carries no values: decisions are made from a `View`, never from an event.
+contract test-suite. All calls block until they are answered, at the longest for the store's call deadline.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One key's value. Revisions count the store's writes; `create_revision` is kept by a repeated put."""
+    """One key's value. Revisions count the store's writes; `create_revision` is kept by a repeated put.
+
+    `lease` is the lease at whose end the key goes away, 0 where it stays.
+    """
 
     value: str
     create_revision: int
     mod_revision: int
+    lease: int = 0
 
 
 @dataclass(frozen=True)
 class View:
-    """What a prefix held at one revision; keys are whole (with the prefix) and in order."""
+    """What one or more prefixes held at one revision; keys are whole (with the prefix) and in order."""
 
     revision: int
     entries: Mapping[str, Entry]
 
 
 @dataclass(frozen=True)
+class Changes:
+    """All that one revision wrote under a watched prefix: new entries, and None for a key that went away."""
+
+    revision: int
+    entries: Mapping[str, Entry | None]
+
+
+@dataclass(frozen=True)
 class Absent:
     """Guard: the key does not exist."""
+
+    key: str
+
+
+@dataclass(frozen=True)
+class Present:
+    """Guard: the key exists."""
 
     key: str
 
@@ -43,29 +62,139 @@ class Unchanged:
     mod_revision: int
 
 
-Guard = Absent | Unchanged
+@dataclass(frozen=True)
+class Empty:
+    """Guard: no key starts with `prefix`."""
+
+    prefix: str
+
+
+@dataclass(frozen=True)
+class NoneNewer:
+    """Guard: no key that starts with `prefix` was written after `revision`; deletions are not seen."""
+
+    prefix: str
+    revision: int
+
+
+Guard = Absent | Present | Unchanged | Empty | NoneNewer
+
+
+@dataclass(frozen=True)
+class Put:
+    """Write a key; with a lease, it goes away when that ends. An ended lease fails the whole transaction."""
+
+    key: str
+    value: str
+    lease: int = 0
+
+
+@dataclass(frozen=True)
+class Delete:
+    """Delete a key, or all keys from it to before `end`; absent ones are no error."""
+
+    key: str
+    end: str = ""
+
+
+Op = Put | Delete
 
 
 @dataclass(frozen=True)
 class Txn:
-    """All or nothing: where every guard holds, `puts` and `deletes` happen at one revision."""
+    """All or nothing, at one revision: `then` where every guard holds, else `otherwise`.
+
+    No key may be written twice by one list of operations.
+    """
 
     guards: tuple[Guard, ...]
-    puts: Mapping[str, str] = field(default_factory=dict)
-    deletes: tuple[str, ...] = ()
+    then: tuple[Op, ...] = ()
+    otherwise: tuple[Op, ...] = ()
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Whether the guards held, and the store's revision afterwards.
+
+    Where an answer was lost on the way and the transaction was sent again, `held` is the last answer's: False may then
+    mean that the first one happened.
+    """
+
+    held: bool
+    revision: int
+
+
+class StoreError(Exception):
+    """Why a store did not do as it was asked: one sentence, without a full stop."""
+
+
+class Unavailable(StoreError):
+    """Nobody answered in time: try again."""
+
+
+class HeadAway(Unavailable):
+    """The store lives with a node of the job, and nobody answers there: it is likely to have ended with that node."""
+
+
+class Denied(StoreError):
+    """The store answers, and never will do as asked: the wrong secret, no permission, a version or gateway missing."""
+
+
+class LeaseGone(StoreError):
+    """The lease of a put has ended; nothing was written."""
+
+
+class HistoryLost(StoreError):
+    """The store is not the one that it was: its revisions went back, or it is another cluster."""
+
+
+Update = Changes | View | StoreError
+
+
+class Watch(Protocol):
+    """Word of what changes under a prefix."""
+
+    def close(self) -> None:
+        """Nothing is told after this returns, save what is being told."""
+        ...
 
 
 class Store(Protocol):
-    """What the agent asks of its store."""
+    """What a rendezvous asks of its store. Every method may raise Unavailable, Denied or HistoryLost."""
 
-    def read(self, prefix: str) -> View:
-        """All keys that start with `prefix`."""
+    def check(self) -> str:
+        """The server's version. Raises Denied where it is none that can hold a job: too old, a part switched off."""
         ...
 
-    def commit(self, txn: Txn) -> bool:
-        """Whether the guards held and the transaction happened."""
+    def read(self, *prefixes: str) -> View:
+        """All keys that start with one of `prefixes`, at one revision."""
         ...
 
-    def watch(self, prefix: str, changed: Callable[[], None]) -> None:
-        """Call `changed` after every commit that wrote or deleted a key under `prefix`; it must return at once."""
+    def commit(self, txn: Txn) -> Answer:
+        """Do the transaction, or its other branch. Raises LeaseGone, having written nothing."""
+        ...
+
+    def grant(self, lease: int, ttl_s: float) -> None:
+        """Begin a lease under an id that the caller drew (1 … 2**63 - 1); granting it again changes nothing."""
+        ...
+
+    def keep_alive(self, lease: int) -> float:
+        """Begin the lease's time anew; the seconds that it has now, 0 where it has ended."""
+        ...
+
+    def revoke(self, lease: int) -> None:
+        """End the lease and delete its keys; one that has ended is no error."""
+        ...
+
+    def watch(self, prefix: str, after: int, tell: Callable[[Update], None], *, may_skip: bool = False) -> Watch:
+        """Tell what changes under `prefix` after revision `after`: each revision once, in order, from any thread.
+
+        A `View` stands for all changes up to its revision, where the store no longer has them one by one, or, with
+        `may_skip`, where it is faster to begin so. A StoreError (Denied, HistoryLost) ends the watch; it gets over what
+        is Unavailable by itself. `tell` must return at once.
+        """
+        ...
+
+    def close(self) -> None:
+        """Let go of connections and watches; leases are kept."""
         ...

@@ -8,8 +8,20 @@ All are frozen. Durations end in `_s`; wall-clock times (`*_at`) are for people 
 
 from __future__ import annotations
 
+import hashlib
+import shlex
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
+
+# Commands may be long; what differs shows near their beginning, and the digest knows the rest.
+COMMAND_SHOWN_MAX = 300
+_RANDOM_DIGITS = 8
+
+
+def host_of(node_id: str) -> str:
+    """The host's name in a node's id."""
+    return node_id[: -_RANDOM_DIGITS - 1]
 
 
 class ProgramKind(Enum):
@@ -54,12 +66,25 @@ class Program:
 
 
 @dataclass(frozen=True)
-class JobSpec:
-    """What all nodes of a job must agree on.
+class Terms:
+    """What all nodes of a job must agree on; the first one's stand in the store.
 
     `max_restarts` 0 is a plain launch. The budget is the job's, not a node's: `max_restarts` over its whole life, or,
-    with `restart_window_s`, within any window of that length (Erlang/OTP's intensity and period).
+    with `restart_window_s`, within any window of that length (Erlang/OTP's intensity and period). `command` is for
+    people, `digest` tells whether two commands are the same.
     """
+
+    nodes_min: int = 1
+    nodes_max: int = 1
+    max_restarts: int = 3
+    restart_window_s: float | None = None
+    command: str = ""
+    digest: str = ""
+
+
+@dataclass(frozen=True)
+class JobSpec:
+    """One agent's word on the job: its name, the program and what all nodes must agree on."""
 
     run_id: str
     program: Program
@@ -68,16 +93,37 @@ class JobSpec:
     max_restarts: int = 3
     restart_window_s: float | None = None
 
+    @property
+    def terms(self) -> Terms:
+        """What is compared between nodes. Interpreters may differ: each host has its own."""
+        program = self.program
+        words = [program.kind.value, program.target, *program.args]
+        digest = hashlib.sha256("\0".join(words).encode(errors="surrogateescape")).hexdigest()[:16]
+        module = ["-m"] if program.kind is ProgramKind.MODULE else []
+        command = shlex.join([*module, program.target, *program.args])
+        shown = command if len(command) <= COMMAND_SHOWN_MAX else f"{command[:COMMAND_SHOWN_MAX]}…"
+        # A lone surrogate (a byte of another encoding in argv) has no JSON text.
+        shown = shown.encode(errors="backslashreplace").decode()
+        return Terms(self.nodes_min, self.nodes_max, self.max_restarts, self.restart_window_s, shown, digest)
+
 
 @dataclass(frozen=True)
 class Node:
-    """One incarnation of one agent. `node_id` is the host name and 8 random hex digits."""
+    """One incarnation of one agent. `node_id` is the host name and 8 random hex digits.
+
+    `address` is one at which the other nodes reach it. `process` names the agent's process beyond its host's life:
+    who finds it in a predecessor's record can tell whether that is dead. `node_rank` is the place that its user asked
+    for, -1 where he did not; nodes of one `topology` are seated side by side.
+    """
 
     node_id: str
     host: str
     address: str
     slots: int
-    pid: int
+    process: str = ""
+    role: str = "default"
+    node_rank: int = -1
+    topology: str = ""
 
 
 @dataclass(frozen=True)
@@ -85,28 +131,35 @@ class Joined:
     """A node's word that its old workers are stopped and that it can run the generation.
 
     `port` is a reserved listening port on `address`: the worker store's, if the node becomes the first in the table.
+    `progressed` says that a worker of the generation that it ran before made progress.
     """
 
     node_id: str
     port: int
+    progressed: bool = False
 
 
-@dataclass(frozen=True)
-class Seat:
+# A named tuple: every agent makes one for each node, and a data class takes three times as long.
+class Seat(NamedTuple):
     """One node's place in a rank table; its ranks are `first_rank … first_rank + slots - 1`."""
 
     node_id: str
-    host: str
     slots: int
     first_rank: int
+    role: str = "default"
+
+    @property
+    def host(self) -> str:
+        return host_of(self.node_id)
 
 
 @dataclass(frozen=True)
 class RankTable:
     """Who has which ranks in one generation; sealed by the leader, at most one per generation.
 
-    `restarts` counts the job's counted restarts so far; `barren` the generations in a row, this one included, that
-    began after one without progress; `progressed` says whether any before this one made some.
+    `restarts` counts the job's counted restarts so far; `restart_ages_s` says how long before the seal those were that
+    a budget with a window still counts. `barren` counts the generations in a row, this one included, that began after
+    one without progress; `progressed` says whether any before this one made some.
     """
 
     generation: int
@@ -115,6 +168,7 @@ class RankTable:
     master_port: int
     reason: str
     restarts: int = 0
+    restart_ages_s: tuple[float, ...] = ()
     barren: int = 0
     progressed: bool = False
 
@@ -132,15 +186,27 @@ class OpenKind(Enum):
 
     START = "start"
     FAIL = "fail"
+    LOSS = "loss"
+    JOIN = "join"
+    LEAVE = "leave"
+
+    @property
+    def is_urgent(self) -> bool:
+        """Whether the group is broken already, so that waiting for its workers saves nothing."""
+        return self in (OpenKind.FAIL, OpenKind.LOSS)
 
 
 @dataclass(frozen=True)
 class Generation:
-    """The one number that every key, event, log line and worker environment of a group's (re)start carries."""
+    """The one number that every key, event, log line and worker environment of a group's (re)start carries.
+
+    `cause` is the end of a sentence; `node_id` is the node that opened it by failing or leaving.
+    """
 
     number: int
     kind: OpenKind
     cause: str
+    node_id: str = ""
 
 
 class FailureKind(Enum):
@@ -206,11 +272,16 @@ class OutcomeKind(Enum):
     SUCCEEDED = "succeeded"
     FAILED = "failed"
     INTERRUPTED = "interrupted"
+    REFUSED = "refused"  # This node does not fit the job.
+    UNKNOWN = "unknown"  # The store cannot be asked.
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The end: written once, the same for all agents. `signum` is set for INTERRUPTED only."""
+    """The end: of the job, written once and the same for all agents; or of one agent's part in it.
+
+    `signum` is set for INTERRUPTED only.
+    """
 
     kind: OutcomeKind
     reason: str
@@ -222,7 +293,7 @@ class Outcome:
 
     @property
     def exit_code(self) -> int:
-        """0, 1 for a failed job, 128 + n for one that signal n ended."""
+        """0, 1 for a failed job, 2 for a wrong request, 3 for an unavailable site, 128 + n ended by signal n."""
         match self.kind:
             case OutcomeKind.SUCCEEDED:
                 return 0
@@ -230,3 +301,7 @@ class Outcome:
                 return 1
             case OutcomeKind.INTERRUPTED:
                 return 128 + self.signum
+            case OutcomeKind.REFUSED:
+                return 2
+            case OutcomeKind.UNKNOWN:
+                return 3

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from elaunch.rendezvous.types import Failure, FailureKind, JobSpec
+from elaunch.rendezvous.types import Failure, FailureKind, Terms
 
 # Generations in a row without progress that end a job whatever their kind (protocol, rule 9).
 BARREN_MAX = 10
@@ -44,12 +44,17 @@ def identical(one: Failure, other: Failure) -> bool:
 
 
 def judge(
-    spec: JobSpec, failures: Mapping[int, Sequence[Failure]], generation: int, spent: int, barren: int, progressed: bool
+    terms: Terms,
+    failures: Mapping[int, Sequence[Failure]],
+    generation: int,
+    spent: int | None,
+    barren: int,
+    progressed: bool,
 ) -> Restart | GiveUp:
     """Whether the job goes on after `generation`, whose records are in `failures`.
 
-    `spent` counts the restarts that the budget holds against the job, `barren` the generations in a row that made no
-    progress, and `progressed` says whether any generation of the job ever made some.
+    `spent` counts the restarts that the budget holds against the job, None where this one is not charged to it;
+    `barren` the generations in a row that made no progress; `progressed` says whether any of the job ever made some.
     """
     failure = verdict(failures[generation])
     before = failures.get(generation - 1)
@@ -60,21 +65,26 @@ def judge(
         )
     if failure.kind is FailureKind.STARTUP and not progressed:
         return GiveUp("it never got past its start, so another try would end the same way")
-    if before and not failure.progressed and identical(failure, verdict(before)):
+    if spent is None:
+        # A lost node's peers fail alike each time that one is lost.
+        return Restart("")
+    # Of a rank that nobody knows of, its generation tells.
+    has_progressed = barren == 0 if failure.progressed is None else failure.progressed
+    if before and not has_progressed and identical(failure, verdict(before)):
         return GiveUp("it failed the same way twice in a row without progress, so another try would end the same way")
-    if spent >= spec.max_restarts:
-        return GiveUp(_budget(spec))
+    if spent >= terms.max_restarts:
+        return GiveUp(_budget(terms))
     if barren >= BARREN_MAX:
         return GiveUp(f"{barren} generations in a row made no progress")
-    left = spec.max_restarts - spent - 1
-    return Restart(f"restart {spent + 1} of {spec.max_restarts}" + ("" if left else ", the last one"))
+    left = terms.max_restarts - spent - 1
+    return Restart(f"restart {spent + 1} of {terms.max_restarts}" + ("" if left else ", the last one"))
 
 
-def _budget(spec: JobSpec) -> str:
-    if spec.max_restarts == 0:
+def _budget(terms: Terms) -> str:
+    if terms.max_restarts == 0:
         return "max_restarts is 0, so any failure ends the job"
-    within = "" if spec.restart_window_s is None else f" within {spec.restart_window_s:g} s"
-    restarts = "1 restart" if spec.max_restarts == 1 else f"{spec.max_restarts} restarts"
+    within = "" if terms.restart_window_s is None else f" within {terms.restart_window_s:g} s"
+    restarts = "1 restart" if terms.max_restarts == 1 else f"{terms.max_restarts} restarts"
     return f"the budget of {restarts}{within} is spent"
 
 

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -45,13 +45,21 @@ def environment(env: Mapping[str, str] | None = None) -> dict[str, str]:
 class Job:
     """One run of `elaunch` with its output; use it as a context manager, so that nothing outlives the test.
 
-    `output` is stdout and stderr in the order of arrival; `stdout` and `stderr` are each alone.
+    `output` is stdout and stderr in the order of arrival; `stdout` and `stderr` are each alone. `prefix` goes before
+    the command and becomes it: where it runs (tests/nodes.py).
     """
 
-    def __init__(self, folder: Path, *args: str, env: Mapping[str, str] | None = None, **popen: object) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *args: str,
+        env: Mapping[str, str] | None = None,
+        prefix: Sequence[str] = (),
+        **popen: object,
+    ) -> None:
         options: dict[str, object] = {"stdin": subprocess.DEVNULL, "start_new_session": True, **popen}
         self.process = subprocess.Popen(
-            [*COMMAND, *args],
+            [*prefix, *COMMAND, *args],
             cwd=folder,
             env=environment(env),
             stdout=subprocess.PIPE,

@@ -9,8 +9,8 @@ import os
 import time
 
 RANK = int(os.environ["RANK"])
-# Both launchers set it, and for one node it is elaunch's generation.
-GENERATION = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+# torchrun's nodes count each for itself; on one node it is what elaunch's generation is.
+GENERATION = int(os.environ.get("ELAUNCH_GENERATION") or os.environ["TORCHELASTIC_RESTART_COUNT"])
 STAMPS_FD = os.open(os.environ["BENCH_STAMPS"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 
 

@@ -317,6 +317,36 @@ class TestFirstCause:
 
         assert re.search(r"^rank 1 .* raised ValueError: the real cause", _report(job), re.MULTILINE), job.output
 
+    def test_a_rank_that_had_raised_is_the_cause_though_our_sigterm_found_it_on_its_way_out(
+        self, tmp_path: Path
+    ) -> None:
+        script(
+            tmp_path,
+            """
+import os, threading, time
+from pathlib import Path
+
+
+def linger():
+    threading.main_thread().join()
+    Path("over").touch()
+    time.sleep(60)
+
+
+if os.environ["RANK"] == "1":
+    threading.Thread(target=linger).start()
+    raise ValueError("the real cause")
+while not Path("over").exists():
+    time.sleep(0.01)
+raise RuntimeError("Connection reset by peer")
+""",
+        )
+
+        job = finished(tmp_path, *LIGHT, "--nproc-per-node", "2", "--max-restarts", "0", "train.py")
+
+        assert re.search(r"^rank 1 .* raised ValueError: the real cause", _report(job), re.MULTILINE), job.output
+        assert "-15 (pid" in _report(job), "it was our signal that ended it"
+
     @BOTH
     def test_what_nobody_else_explains_is_reported_as_it_is(self, start: tuple[str, ...], tmp_path: Path) -> None:
         # The peer is still there, and dies of our own SIGTERM.
@@ -325,7 +355,8 @@ class TestFirstCause:
 
         job = finished(tmp_path, *start, "--nproc-per-node", "2", "--max-restarts", "0", "train.py")
 
-        assert re.search(r"^rank 0 .* raised RuntimeError: Connection reset by peer", _report(job), re.M), job.output
+        said = r"^rank 0 .* lost a peer \(RuntimeError: Connection reset by peer\)"
+        assert re.search(said, _report(job), re.MULTILINE), job.output
 
 
 class TestRecordDecorator:

@@ -103,6 +103,10 @@ def test_without_restarts_each_kill_ends_the_job_and_an_outer_loop_ends_with_the
             moment = dice.choice(moments) if start else Moment.SAVING
             wait_for(lambda job=job: job.run_dirs(), "the run directory")  # type: ignore[misc]
             job.wait_for_output(rf"^elaunch: generation 0: {workers} workers")
+            if not start:
+                # The one that it saves before the strike, or there would be nothing to go on from.
+                complete = (tmp_path / "looped" / "checkpoints").glob
+                wait_for(lambda glob=complete: list(glob("[!.]*")), "a checkpoint")  # type: ignore[misc]
             storm.strike(0, moment)
             assert job.wait() == 1, f"{moment}:\n{job.output}"
             job.assert_nothing_is_left(pids=storm.seen)

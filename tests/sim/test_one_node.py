@@ -14,28 +14,36 @@ from enum import Enum
 
 import pytest
 
-from elaunch.agent.core import KILL_WAIT_S, Agent, Exited, Running, Stopping, deadline_s, step
+from elaunch.agent.core import deadline_s, step
 from elaunch.agent.events import (
     Action,
     Clear,
     Cleared,
     Commit,
+    Committed,
     Event,
     Exit,
     Join,
+    Leased,
     Looked,
+    Renew,
     ReplaceForkServer,
     Say,
     ServiceLost,
     Signalled,
     SignalWorkers,
     Spawn,
+    Tag,
     Tick,
     WorkerExited,
 )
-from elaunch.rendezvous.forming import join
+from elaunch.agent.state import Agent, Exited, Running, Stopping
+from elaunch.agent.stopping import KILL_WAIT_S
+from elaunch.rendezvous.entering import join
 from elaunch.rendezvous.memory import MemoryStore
-from elaunch.rendezvous.snapshot import Keys, Snapshot, read_snapshot
+from elaunch.rendezvous.snapshot import Keys, Snapshot, SnapshotReader
+from elaunch.rendezvous.store import Put, Txn
+from elaunch.rendezvous.times import Times
 from elaunch.rendezvous.types import (
     Failure,
     FailureKind,
@@ -53,6 +61,8 @@ INT, KILL, TERM = 2, 9, 15
 FAST_SEEDS, SLOW_SEEDS = range(300), range(300, 10_300)
 STEPS_MAX = 5000
 STOP_GRACE_S = 5.0
+TIMES = Times(stop_grace_s=STOP_GRACE_S)
+LEASE = 17
 # An event reaches the agent so much later at most.
 LATE_S = 1.0
 
@@ -92,9 +102,10 @@ class World:
         window_s = rng.choice([None, None, 20.0])
         program = Program(ProgramKind.SCRIPT, "train.py")
         self.spec = JobSpec("job", program, max_restarts=rng.choice([0, 1, 2, 3, 12]), restart_window_s=window_s)
-        self.me = Node("node-a-1", "node-a", "127.0.0.1", slots, 1)
-        self.agent = Agent(self.me, self.spec, STOP_GRACE_S, failure_grace_s=2.0, snapshot=Snapshot(KEYS))
+        self.me = Node("node-a-00000001", "node-a", "127.0.0.1", slots)
+        self.agent = Agent(replace(self.me, node_id=""), self.spec, TIMES, Snapshot(KEYS))
         self.store = MemoryStore()
+        self.reader = SnapshotReader(KEYS)
         self.now_s = 0.0
         self.due: list[tuple[float, int, str, object]] = []
         self.order = 0
@@ -103,6 +114,7 @@ class World:
         # A store in another process tells late; the looks still come in order.
         self.watch_delay_s = rng.choice([0.0, 0.0, 0.01, 3.0])
         self.looked_at_s = 0.0
+        self.answered_at_s = 0.0
         self.workers: list[Worker] = []
         self.groups: list[int] = []
         self.tables: dict[int, RankTable] = {}
@@ -115,11 +127,13 @@ class World:
         self.cleared: set[int] = set()
         self.exits = 0
         self.history: list[str] = []
-        self.store.watch(KEYS.root, self.watched)
+        self.store.grant(LEASE, TIMES.lease_ttl_s)
+        self.store.watch(KEYS.root, 0, lambda update: self.watched())
 
     # The world's own course.
 
     def live(self) -> bool:
+        self.answer(Leased(LEASE, self.me.node_id))
         self.watched()
         self.signal_later(self.people)
         steps = 0
@@ -142,10 +156,24 @@ class World:
         heapq.heappush(self.due, (self.now_s + delay_s, self.order, what, value))
 
     def watched(self) -> None:
-        snapshot = read_snapshot(KEYS, self.store.read(KEYS.root))
+        snapshot = self.reader.read(self.store.read(KEYS.root), whole=True)
         delay_s = self.rng.uniform(0, self.watch_delay_s)
         self.looked_at_s = max(self.looked_at_s, self.now_s + delay_s)
         self.later(self.looked_at_s - self.now_s, "event", Looked(snapshot))
+
+    def answer(self, event: Event) -> None:
+        """The store's answers come in order too, but not in step with the looks."""
+        delay_s = self.rng.uniform(0, self.watch_delay_s)
+        self.answered_at_s = max(self.answered_at_s, self.now_s + delay_s)
+        self.later(self.answered_at_s - self.now_s, "event", event)
+
+    def commit(self, txn: Txn, tag: Tag | None) -> None:
+        answer = self.store.commit(txn)
+        if tag is None:
+            return
+        if not answer.held:
+            self.watched()
+        self.answer(Committed(tag, answer.held, answer.revision))
 
     def signal_later(self, wanted: bool) -> None:
         if wanted:
@@ -211,7 +239,8 @@ class World:
         for worker in self.living:
             worker.alive = False
         tails = {0: "words\n"} if self.rng.random() < 0.5 else {}
-        self.tell(Cleared(generation, tails, reached_store=self.rng.random() < 0.8))
+        progressed = self.rng.random() < 0.8
+        self.tell(Cleared(generation, tails, reached_store=progressed, progressed=progressed))
 
     @property
     def generation(self) -> int:
@@ -271,10 +300,13 @@ class World:
 
     def act(self, action: Action) -> None:
         match action:
-            case Commit(txn):
-                self.store.commit(txn)
-            case Join():
-                self.store.commit(join(self.agent.snapshot, Joined(self.me.node_id, 29500)))
+            case Commit(txn, tag):
+                self.commit(txn, tag)
+            case Join(lease, is_member, progressed):
+                joined = Joined(self.me.node_id, 29500, progressed)
+                self.commit(join(self.agent.snapshot, self.me, joined, lease, is_member=is_member), Tag.JOIN)
+            case Renew():
+                raise AssertionError("the lease was not lost")
             case Spawn(table, group_rank):
                 self.spawn(table, group_rank)
             case SignalWorkers(generation, local_ranks, signum):
@@ -292,6 +324,7 @@ class World:
                 self.lose(generation, workers_too=True)
             case Exit():
                 self.exits += 1
+                self.store.revoke(LEASE)
             case Say():
                 pass
 
@@ -313,8 +346,8 @@ class World:
     # What must hold after every action, and at the end.
 
     def check(self) -> None:
-        entries = self.store.read(KEYS.root).entries
-        snapshot = read_snapshot(KEYS, self.store.read(KEYS.root))
+        view = self.store.read(KEYS.root)
+        entries, snapshot = view.entries, self.reader.read(view, whole=True)
         for generation, table in snapshot.tables.items():
             assert self.tables.setdefault(generation, table) == table, f"two tables in generation {generation}"
             assert table.generation == generation
@@ -338,10 +371,13 @@ class World:
         assert self.exits == 1
         assert not self.living, "workers outlive the agent"
         assert outcome.restarts == max(0, len(self.groups) - 1)
-        snapshot = read_snapshot(KEYS, self.store.read(KEYS.root))
+        assert not self.store.read(KEYS.members).entries, "the node's keys outlive it"
+        snapshot = self.reader.read(self.store.read(KEYS.root), whole=True)
         match outcome.kind:
             case OutcomeKind.INTERRUPTED:
                 assert outcome.exit_code - 128 in self.signals, "exit code of a signal that never came"
+                knew_of_job = self.agent.membership.belongs and self.agent.snapshot.generation is not None
+                assert snapshot.ended or outcome.signum == TERM or not knew_of_job, "SIGINT did not end the job"
             case OutcomeKind.FAILED:
                 assert outcome.exit_code == 1
                 assert not self.interrupted, "a signal was ignored"
@@ -372,7 +408,7 @@ class World:
             case ServiceLost(generation, failure):
                 return f"ServiceLost generation {generation} {failure.kind.value}"
             case Commit(txn):
-                return f"Commit {[key.removeprefix(KEYS.root) for key in txn.puts]}"
+                return f"Commit {[op.key.removeprefix(KEYS.root) for op in txn.then if isinstance(op, Put)]}"
             case Spawn(table):
                 return f"Spawn generation {table.generation}"
             case _:
@@ -405,7 +441,7 @@ def test_the_random_lives_hold_what_they_promise() -> None:
 
     said = "\n".join(line for world in worlds for line in world.history)
     outcomes = {world.agent.phase.outcome.kind for world in worlds if isinstance(world.agent.phase, Exited)}
-    assert outcomes == set(OutcomeKind)
+    assert outcomes == {OutcomeKind.SUCCEEDED, OutcomeKind.FAILED, OutcomeKind.INTERRUPTED}
     assert max(len(world.groups) for world in worlds) > 5
     for words in ("worker store lost", "fork server lost", "SIGKILL", "ReplaceForkServer", "SIGINT again", "code -15"):
         assert words in said, words

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from bench import nodes, scale
 from bench.contenders import LIMIT_PRELOAD
-from bench.page import BEGIN, EMPTY, END, render, stage_rows, table, update
+from bench.page import BEGIN, EMPTY, END, NODES_BEGIN, NODES_END, render, update
 from bench.samples import Results, Run, Sample, combined
+from bench.tables import stage_rows, table
 from bench.targets import verdicts
 
 REDUCE, STEP = "first all-reduce", "first optimizer step"
@@ -18,6 +20,11 @@ def results(*samples: Sample) -> Results:
 
 def start(contender: str, reduced_s: float, stepped_s: float) -> Sample:
     return Sample("start", contender, 8, {REDUCE: reduced_s, STEP: stepped_s}, {"sealed": 0.25})
+
+
+def many(agents: int, ranks_s: float, requests: float) -> list[Sample]:
+    values = {scale.SEALED: ranks_s / 2, scale.RANKS: ranks_s, scale.REQUESTS: requests}
+    return [Sample(scale.FIRST, scale.ours("3.5"), agents, values)]
 
 
 def row(text: str, *first: str) -> list[str]:
@@ -44,7 +51,27 @@ def test_only_what_lies_between_the_markers_changes() -> None:
 @pytest.mark.parametrize("page", ["", BEGIN, END + BEGIN])
 def test_a_page_without_its_markers_is_refused(page: str) -> None:
     with pytest.raises(ValueError, match="the page has no"):
-        update(page, results())
+        update(page, results(start("elaunch", 2.0, 2.5)))
+
+
+def test_a_part_without_samples_stays_as_it_is() -> None:
+    page = EMPTY.replace(BEGIN, f"{BEGIN}\nold of one node")
+
+    fresh = update(page, results(*many(64, 0.1, 8.0)))
+
+    assert "old of one node" in fresh
+    several = fresh.partition(NODES_BEGIN)[2].partition(NODES_END)[0]
+    assert row(several, "64", "elaunch, etcd 3.5")[2:7] == ["1", "0.100", "0.100", "1.00", "0.050"]
+    assert "both of one run" not in update(fresh.replace("old of", "both of"), results(start("elaunch", 2.0, 2.5)))
+
+
+def test_many_agents_are_compared_at_the_same_number_and_what_was_not_counted_is_left_out() -> None:
+    theirs = Sample(scale.FIRST, scale.TORCH, 64, {scale.RANKS: 1.5})
+
+    text = render(results(*many(64, 0.1, 8.0), *many(256, 0.5, 8.0), theirs))
+
+    assert row(text, "64", scale.TORCH) == ["64", scale.TORCH, "1", "1.50", "1.50", "15.00", *["–"] * 6]
+    assert row(text, "256", "elaunch, etcd 3.5")[5] == "1.00"
 
 
 def test_a_row_has_median_percentile_and_the_ratio_to_elaunch() -> None:
@@ -135,6 +162,26 @@ def test_promises_are_judged_by_the_medians() -> None:
         ("agent RSS while 2 workers train", "median ≤ 45.0 MB"): False,
         ("agent CPU while 2 workers train", "median ≤ 0.20 %"): True,
         ("agent wake-ups while 2 workers train", "median ≤ 2.0 /s"): True,
+    }
+
+
+def test_what_was_promised_of_several_nodes_is_judged() -> None:
+    whole = results(
+        Sample(nodes.SECTION, "elaunch", 4, {REDUCE: 0.2, STEP: 0.9}),
+        Sample(nodes.LOSS_SECTION, "elaunch", 4, {REDUCE: 4.5, STEP: 4.6}),
+        *many(8, 0.01, 8.0),
+        *many(64, 0.2, 9.0),
+        *many(1024, 1.9, 12.0),
+    )
+
+    kept = {v.what: v.kept for v in verdicts(whole)}
+
+    assert kept == {
+        "SIGKILL on node A → all-reduce on A and B": True,
+        "node lost → all-reduce on the others": False,
+        "64 agents → all have ranks": False,
+        "1024 agents → all have ranks": True,
+        "requests per agent, first rendezvous: 1024 agents beside 8": False,
     }
 
 

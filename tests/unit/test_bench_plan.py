@@ -11,7 +11,7 @@ from bench.progress import Estimate, duration
 
 
 def settings(*sections: str, samples: int = 3) -> Settings:
-    return Settings(samples, (1, 2), tuple(ALL.values()), sections, limit_s=40, seed=1)
+    return Settings(samples, (1, 2), (8, 256), tuple(ALL.values()), sections, limit_s=40, seed=1)
 
 
 def task(key: str, guess_s: float) -> Task:
@@ -39,6 +39,26 @@ def test_restarts_are_taken_from_several_jobs() -> None:
     assert chunks(20, 5) == [5, 5, 5, 5]
     assert chunks(7, 5) == [5, 2]
     assert chunks(2, 5) == [2]
+
+
+def test_of_many_agents_there_are_fewer_rounds_and_torchs_handlers_end_early() -> None:
+    tasks = plan(settings("scale", samples=8))
+
+    assert [t.key for t in tasks] == 2 * [
+        "8 agents, elaunch, etcd 3.5",
+        "8 agents, elaunch, etcd 3.4",
+        "256 agents, elaunch, etcd 3.5",
+        "256 agents, elaunch, etcd 3.4",
+        "8 agents, torchrun's c10d handler",
+        "128 agents, torchrun's c10d handler",
+    ]
+
+
+def test_who_never_notices_the_loss_of_a_node_is_not_asked_often() -> None:
+    keys = [t.key for t in plan(settings("nodes-loss", samples=20))]
+
+    assert keys.count("loss of a node, elaunch") == 20
+    assert keys.count("loss of a node, torchrun") == 3
 
 
 def test_all_get_the_same_number_of_threads_and_nothing_of_a_launcher_above() -> None:

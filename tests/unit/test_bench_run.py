@@ -13,9 +13,13 @@ import pytest
 import bench.__main__ as command
 from bench import launches
 from bench.contenders import LIMIT_TORCH
+from bench.counting import TOLD, Counting, Tally, Traffic
 from bench.plan import SECTIONS, Settings, Task
 from bench.samples import Sample, decode
+from bench.scale import asked, started
 from bench.steady import Cost, summed
+from elaunch.rendezvous.carrier import Rpc
+from elaunch.rendezvous.plan import Endpoint
 
 
 @pytest.fixture
@@ -125,6 +129,34 @@ def test_an_import_that_fails_is_a_failed_sample(
     monkeypatch.setattr("subprocess.run", run)
 
     assert launches.bare_import(LIMIT_TORCH) == Sample("import", LIMIT_TORCH, 0, why=why)
+
+
+def test_what_is_counted_at_the_client_is_what_was_carried() -> None:
+    class Canned:
+        def call(self, *_: object) -> dict[str, object]:
+            return {"header": {"revision": "7"}}
+
+    tally = Tally()
+    carrier = Counting(Canned(), tally)  # type: ignore[arg-type]
+    carrier.call(Endpoint("h", 1), Rpc.TXN, {"a": 1}, "", 1.0)
+    carrier.call(Endpoint("h", 1), Rpc.KEEP_ALIVE, {}, "", 1.0)
+
+    first, second = tally.take(), tally.take()
+
+    assert first == Traffic({"kv/txn": 1, "lease/keepalive": 1}, len('{"a":1}'), 2 * len('{"header":{"revision":"7"}}'))
+    assert second == Traffic({}, 0, 0)
+
+
+def test_only_calls_that_agents_make_are_counted_of_an_etcds_own() -> None:
+    metrics = """# TYPE grpc_server_started_total counter
+grpc_server_started_total{grpc_method="Txn",grpc_service="etcdserverpb.KV",grpc_type="unary"} 5
+grpc_server_started_total{grpc_method="Watch",grpc_service="etcdserverpb.Watch",grpc_type="bidi_stream"} 1e+03
+grpc_server_started_total{grpc_method="MemberList",grpc_service="etcdserverpb.Cluster",grpc_type="unary"} 70
+grpc_server_handled_total{grpc_code="OK",grpc_method="Txn",grpc_service="etcdserverpb.KV",grpc_type="unary"} 5
+"""
+
+    assert started(metrics) == 1005
+    assert asked({"kv/txn": 5, "watch": 2, TOLD: 100}) == 7
 
 
 def test_the_launcher_in_all_is_every_process_but_the_workers() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.stamps import Stamp, all_at_s, at, parse, restart_stages, start_stages
+from bench.stamps import Stamp, again, all_at_s, at, last_s, node_stages, parse, restart_stages, start_stages
 
 
 def stamps(*entries: tuple[int, str, float, int]) -> list[Stamp]:
@@ -60,6 +60,36 @@ def test_a_restart_is_detected_by_the_first_exit_after_the_kill() -> None:
             "script's first line": 0.9,
         }
     )
+
+
+def test_whoever_trains_again_is_the_newest_process_of_its_rank() -> None:
+    def process(rank: int, pid: int, trained_s: float, generation: int) -> list[Stamp]:
+        return [Stamp(generation, e, trained_s + s, rank, pid) for e, s in (("all_reduce", -1.0), ("training", 0.0))]
+
+    # Each of torchrun's nodes counts its own restarts.
+    before, after = process(0, 1, 5.0, 0) + process(1, 2, 5.0, 0), process(0, 3, 12.0, 1) + process(1, 4, 13.0, 0)
+
+    assert again(before, 0.0, 2) == before
+    assert again(before + after[:2], 10.0, 2) is None
+    assert again(before + after, 10.0, 2) == after
+    assert last_s(after, "all_reduce") == 12.0
+
+
+def test_stages_of_two_nodes_say_whose_they_are() -> None:
+    a = stamps((0, "exited", 10.1, 1), (1, "opened", 10.3, -1), (0, "stopped", 10.4, -1), (1, "joined", 10.5, -1))
+    b = stamps((1, "opened", 10.2, -1), (0, "exited", 10.3, 2), (0, "stopped", 10.6, -1), (1, "joined", 10.7, -1))
+
+    assert node_stages({"A": a, "B": b}, 1, 10.0) == pytest.approx(
+        {
+            "noticed on A": 0.1,
+            "A told of the new generation": 0.3,
+            "B told of the new generation": 0.2,
+            "A stopped": 0.4,
+            "B stopped": 0.6,
+            "all joined": 0.7,
+        }
+    )
+    assert "B stopped" not in node_stages({"A": a}, 1, 10.0)
 
 
 def test_stages_that_nobody_stamped_are_left_out() -> None:

@@ -21,8 +21,6 @@ from elaunch.rendezvous.types import (
     OutcomeKind,
     Program,
     ProgramKind,
-    RankTable,
-    Seat,
 )
 
 FAILURE = Failure(
@@ -40,17 +38,18 @@ FAILURE = Failure(
     progressed=True,
 )
 PROGRAM = Program(ProgramKind.MODULE, "pkg.train", ("--lr", "0.1", ""), "/usr/bin/python3")
-TABLE = RankTable(2, (Seat("a", "host-a", 2, 0), Seat("b", "host-b", 4, 2)), "host-a", 29500, "restart 1 of 3", 1, 2)
+TERMS = JobSpec("job", PROGRAM, 1, 4, 0, None).terms
 RECORDS = [
     FAILURE,
     replace(FAILURE, code=None, kind=FailureKind.TEMPLATE_LOST),
     PROGRAM,
     JobSpec("job", PROGRAM, 1, 4, 0, None),
     JobSpec("job", PROGRAM, restart_window_s=30.0),
-    Node("a", "host-a", "10.0.0.1", 8, 17),
-    Joined("a", 29500),
-    TABLE,
-    Generation(7, OpenKind.FAIL, "rank 1 failed"),
+    TERMS,
+    replace(TERMS, restart_window_s=30.0),
+    Node("host-a-0000000a", "host-a", "10.0.0.1", 8, "boot:1:17", "trainer", 3, "rack-7"),
+    Joined("a", 29500, progressed=True),
+    *(Generation(7, kind, "rank 1 failed", "host-a-0000000a") for kind in OpenKind),
     Outcome(OutcomeKind.FAILED, "the budget is spent", 2, 3, 3, FAILURE),
     Outcome(OutcomeKind.INTERRUPTED, "SIGTERM was received", 0, 0, 3, signum=15),
 ]
@@ -71,10 +70,10 @@ def test_a_newer_writers_fields_are_ignored() -> None:
 
 
 def test_an_older_writers_missing_field_takes_its_default() -> None:
-    record = json.loads(encode(TABLE))
-    del record["barren"]
+    record = json.loads(encode(Joined("a", 1, progressed=True)))
+    del record["progressed"]
 
-    assert decode(RankTable, json.dumps(record)) == replace(TABLE, barren=0)
+    assert decode(Joined, json.dumps(record)) == Joined("a", 1)
 
 
 def test_a_whole_number_is_a_duration_too() -> None:

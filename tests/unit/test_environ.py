@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from elaunch.agent.environ import arguments, one_gpu, rank_variables
-from elaunch.rendezvous.types import RankTable, Seat
+from elaunch.rendezvous.tables import seats_of
+from elaunch.rendezvous.types import RankTable
 
 TABLE = RankTable(
     generation=4,
-    seats=(Seat("a", "host-a", 2, 0), Seat("b", "host-b", 3, 2)),
+    seats=seats_of([("a-00000001", 2, "trainer"), ("b-00000001", 3, "trainer")]),
     master_addr="host-a",
     master_port=29511,
     reason="restart 2 of 3",
@@ -18,14 +21,18 @@ TABLE = RankTable(
 
 
 def variables(
-    group_rank: int = 1, local_rank: int = 1, *, agent_store: bool = True, inherited: dict[str, str] | None = None
+    group_rank: int = 1,
+    local_rank: int = 1,
+    *,
+    agent_store: bool = True,
+    inherited: dict[str, str] | None = None,
+    table: RankTable = TABLE,
 ) -> dict[str, str]:
     return rank_variables(
-        TABLE,
+        table,
         group_rank,
         local_rank,
         run_id="job",
-        role="trainer",
         max_restarts=3,
         agent_store=agent_store,
         error_file="/run/error.json",
@@ -62,6 +69,16 @@ def test_the_ranks_of_all_nodes_are_without_holes() -> None:
     ranks = [int(variables(g, n)["RANK"]) for g, seat in enumerate(TABLE.seats) for n in range(seat.slots)]
 
     assert ranks == [0, 1, 2, 3, 4]
+
+
+def test_the_ranks_of_a_role_are_counted_over_its_own_nodes() -> None:
+    seats = seats_of([("a-1", 2, "trainer"), ("b-1", 1, "reader"), ("c-1", 3, "trainer")])
+
+    reader, last = (variables(*where, table=replace(TABLE, seats=seats)) for where in ((1, 0), (2, 2)))
+
+    names = ("ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "RANK", "WORLD_SIZE")
+    assert [reader[name] for name in names] == ["reader", "0", "1", "2", "6"]
+    assert [last[name] for name in names] == ["trainer", "4", "5", "5", "6"]
 
 
 def test_the_error_handling_that_the_user_chose_for_nccl_stays() -> None:

@@ -408,6 +408,7 @@ def test_progress_that_is_learned_late_takes_back_a_start_up_failure() -> None:
 
 def test_progress_that_was_known_is_not_forgotten() -> None:
     assert with_tail(failure(1, progressed=True), "", reached_store=False).progressed
+    assert with_tail(failure(1, progressed=None), "", reached_store=None).progressed is None
 
 
 def test_a_ranks_own_word_on_its_progress_outweighs_that_another_had_reached_the_store() -> None:

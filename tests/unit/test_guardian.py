@@ -14,6 +14,7 @@ import pytest
 
 from elaunch.agent import guardian
 from elaunch.agent.guardian import VARIABLE, marked, sweep
+from tests.harness import wait_for
 
 SLEEP = "import time; time.sleep(600)"
 SETSID = f"import os; os.setsid(); print(os.getpid(), flush=True); {SLEEP}"
@@ -78,6 +79,11 @@ def is_running(pid: int) -> bool:
         return False
 
 
+def wait_until_gone(*pids: int) -> None:
+    """A killed process has lost its environment, by which the sweep knows it, a moment before it is a zombie."""
+    wait_for(lambda: not any(is_running(pid) for pid in pids), f"the end of {pids}", 5)
+
+
 READY = f"import os; print(os.getpid(), flush=True); {SLEEP}"
 
 
@@ -85,12 +91,11 @@ READY = f"import os; print(os.getpid(), flush=True); {SLEEP}"
 def test_a_process_of_the_job_is_found_and_ended_wherever_it_stands(nursery: Nursery, source: str) -> None:
     pid = nursery.pid(source)
 
-    found = marked(nursery.marker)
+    wait_for(lambda: marked(nursery.marker) == [pid], "it alone, its parents gone")
     ended = sweep(nursery.marker)
 
-    assert found == [pid]
     assert ended == 1
-    assert not is_running(pid)
+    wait_until_gone(pid)
 
 
 def test_all_of_a_job_are_ended_at_once(nursery: Nursery) -> None:
@@ -99,7 +104,7 @@ def test_all_of_a_job_are_ended_at_once(nursery: Nursery) -> None:
     ended = sweep(nursery.marker)
 
     assert ended == 4
-    assert not any(is_running(pid) for pid in pids)
+    wait_until_gone(*pids)
     assert marked(nursery.marker) == []
 
 
@@ -109,7 +114,7 @@ def test_strangers_survive(nursery: Nursery) -> None:
 
     sweep(nursery.marker)
 
-    assert not is_running(mine)
+    wait_until_gone(mine)
     assert is_running(other_job)
     assert is_running(no_job)
 
@@ -140,7 +145,7 @@ def test_who_is_spared_survives(nursery: Nursery) -> None:
 
     assert count == 1
     assert is_running(spared)
-    assert not is_running(ended)
+    wait_until_gone(ended)
 
 
 def test_zombies_do_not_count(nursery: Nursery) -> None:
@@ -187,5 +192,5 @@ def test_who_is_born_after_the_look_is_ended_by_the_next(nursery: Nursery, monke
     ended = sweep(nursery.marker)
 
     assert ended == 2
-    assert not is_running(first)
-    assert not is_running(born[0])
+    wait_until_gone(first)
+    wait_until_gone(born[0])

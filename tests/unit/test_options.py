@@ -17,8 +17,10 @@ from elaunch.agent.config import AgentConfig, NumaBinding, StreamChoice, Streams
 from elaunch.launcher.helptext import help_text, markdown
 from elaunch.launcher.jobspec import DEFAULT_PRELOAD, RANK_VARIABLES, agent_config
 from elaunch.launcher.options import HelpRequested, Options, UsageError, parse
+from elaunch.launcher.plan import plan
 from elaunch.launcher.program import check_log_dir, check_program
 from elaunch.launcher.resources import HostResources
+from elaunch.launcher.secretfile import read_secret
 from elaunch.launcher.table import TABLE, Group
 from elaunch.rendezvous.types import ProgramKind
 
@@ -35,7 +37,8 @@ def options_of(*argv: str, **environ: str) -> Options:
 
 def config_of(*argv: str, host: HostResources = CPU_HOST, **environ: str) -> AgentConfig:
     options = options_of(*argv, **environ)
-    return agent_config(dataclasses.replace(options, run_id=options.run_id or "fresh"), environ, host)
+    planned = plan(options, environ, read_secret)
+    return agent_config(dataclasses.replace(options, run_id=options.run_id or "fresh"), planned, environ, host)
 
 
 def sentence_of(*argv: str, host: HostResources = CPU_HOST, **environ: str) -> str:
@@ -97,7 +100,8 @@ def test_the_page_of_options_is_the_table() -> None:
 def test_options_has_a_field_for_each_row_of_the_table() -> None:
     fields = {field.name for field in dataclasses.fields(Options)}
 
-    assert {spec.dest for spec in TABLE} - {"help", "version"} == fields - {"kind", "target", "args", "given"}
+    others = {"kind", "target", "args", "given", "typed", "exported"}
+    assert {spec.dest for spec in TABLE} - {"help", "version"} == fields - others
 
 
 def test_every_option_of_torchrun_is_accepted_with_its_own_value_and_default_or_a_said_difference() -> None:
@@ -156,10 +160,10 @@ def test_a_wrong_variable_is_named_with_its_value() -> None:
 
 
 def test_the_shutdown_timeout_comes_from_the_option_its_variables_or_is_30_s() -> None:
-    assert config_of("t.py").stop_grace_s == 30
-    assert config_of("t.py", TORCH_ELASTIC_SHUTDOWN_TIMEOUT="7").stop_grace_s == 7
-    assert config_of("t.py", TORCH_ELASTIC_SHUTDOWN_TIMEOUT="7", PET_SHUTDOWN_TIMEOUT="8").stop_grace_s == 8
-    assert config_of("--shutdown-timeout", "0", "t.py", TORCH_ELASTIC_SHUTDOWN_TIMEOUT="7").stop_grace_s == 0
+    assert config_of("t.py").times.stop_grace_s == 30
+    assert config_of("t.py", TORCH_ELASTIC_SHUTDOWN_TIMEOUT="7").times.stop_grace_s == 7
+    assert config_of("t.py", TORCH_ELASTIC_SHUTDOWN_TIMEOUT="7", PET_SHUTDOWN_TIMEOUT="8").times.stop_grace_s == 8
+    assert config_of("--shutdown-timeout", "0", "t.py", TORCH_ELASTIC_SHUTDOWN_TIMEOUT="7").times.stop_grace_s == 0
     assert sentence_of("--stop-grace", "-1", "t.py") == "--stop-grace -1 is negative; give 0 or more seconds"
 
 
@@ -180,8 +184,9 @@ def test_the_shutdown_timeout_comes_from_the_option_its_variables_or_is_30_s() -
             " --nnodes MIN:MAX",
         ),
         (["--nnodes", "0"], "--nnodes 0 asks for no node; a job needs at least 1"),
-        (["--nnodes", "2"], "--nnodes 2 asks for several nodes and this version runs one; use --nnodes 1"),
-        (["--nnodes=1:4"], "--nnodes 1:4 asks for several nodes and this version runs one; use --nnodes 1"),
+        (["--rdzv-backend", "zookeeper"], "--rdzv-backend zookeeper is not one of static, c10d, etcd, etcd-v2"),
+        (["--rdzv-endpoint", "a:b"], "--rdzv-endpoint a:b is no endpoint; use HOST:PORT, [IPV6]:PORT or"
+            " https://HOST:PORT, several separated by commas"),
         (["--node-rank", "1"], "--node-rank 1 is out of range: a job of one node has node rank 0 only"),
         (
             ["--nproc", "xpu"],
@@ -285,7 +290,7 @@ def test_workers_inherit_the_environment_without_the_variables_of_an_outer_launc
     outer = dict.fromkeys(RANK_VARIABLES, "9") | {"A": "b", "CUDA_VISIBLE_DEVICES": "3"}
     options = dataclasses.replace(options_of("t.py"), run_id="x")
 
-    environment = agent_config(options, outer, CPU_HOST).environment
+    environment = agent_config(options, plan(options, {}, read_secret), outer, CPU_HOST).environment
 
     assert not RANK_VARIABLES & set(environment)
     assert (environment["A"], environment["CUDA_VISIBLE_DEVICES"]) == ("b", "3")
@@ -321,9 +326,32 @@ def test_a_standalone_job_has_a_name_of_its_own() -> None:
     assert options_of("t.py").run_id is None
 
 
+def test_several_nodes_have_their_number_and_their_ranks() -> None:
+    config = config_of("--nnodes", "2:4", "--rdzv-endpoint", "node-a:2379", "t.py")
+    static = config_of("--nnodes", "4", "--node-rank", "3", "--master-addr", "node-a", "--local-addr", "b", "t.py")
+
+    assert (config.spec.nodes_min, config.spec.nodes_max, config.node_rank) == (2, 4, -1)
+    assert (static.node_rank, static.master_addr) == (3, "b")
+    first = config_of("--nnodes", "4", "--node-rank", "0", "--master-addr", "node-a", "--local-addr", "b", "t.py")
+    assert first.master_addr == "node-a"
+
+
+def test_the_jobs_secret_is_not_for_its_workers() -> None:
+    config = config_of("--nnodes", "2", "--rdzv-endpoint", "a", "t.py", ELAUNCH_TOKEN="hush")
+
+    assert "ELAUNCH_TOKEN" not in config.environment
+    assert "hush" not in repr(config)
+
+
+def test_a_filter_may_name_ranks_of_other_nodes() -> None:
+    output = config_of("--ranks-filter", "9", "--nnodes", "2", "--rdzv-endpoint", "a", "t.py").output
+
+    assert output.console_ranks == frozenset({9})
+
+
 def test_a_job_without_a_name_is_refused() -> None:
     with pytest.raises(ValueError, match="run_id"):
-        agent_config(options_of("t.py"), {}, CPU_HOST)
+        agent_config(options_of("t.py"), plan(options_of("t.py"), {}, read_secret), {}, CPU_HOST)
 
 
 def test_another_interpreter_runs_the_script_and_preloads_nothing() -> None:
@@ -385,7 +413,7 @@ def test_the_other_settings_reach_the_agent() -> None:
 
     config = config_of(*limits, "--role", "r", "--numa-binding", "core-complex", "t.py", "a")
 
-    assert (config.spec.max_restarts, config.spec.restart_window_s, config.failure_grace_s) == (9, 60.0, 1.5)
+    assert (config.spec.max_restarts, config.spec.restart_window_s, config.times.failure_grace_s) == (9, 60.0, 1.5)
     assert (config.role, config.numa_binding) == ("r", NumaBinding.CORE_COMPLEX)
     assert config.spec.program.argv == (CPU_HOST.python, "-u", "t.py", "a")
 

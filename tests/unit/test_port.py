@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 
 import pytest
 
@@ -125,3 +126,18 @@ def test_no_socket_is_left_open_where_ports_are_taken(taken: list[int]) -> None:
     frame = caught.value.__traceback__.tb_next  # type: ignore[union-attr]
     assert frame
     assert frame.tb_frame.f_locals["listener"].fileno() == -1
+
+
+def test_a_name_that_is_loopback_to_this_host_alone_is_reached_at_every_address(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real = socket.getaddrinfo
+    monkeypatch.setattr(
+        socket, "getaddrinfo", lambda host, *rest, **how: real("127.0.1.1" if host == "me" else host, *rest, **how)
+    )
+    several = replace(config(addr="me"), spec=replace(SPEC, nodes_min=2, nodes_max=2))
+
+    with reserve(several) as listener, socket.create_connection(("127.0.0.2", port_of(listener)), timeout=5):
+        pass
+    with reserve(config(addr="me")) as listener:
+        assert listener.getsockname()[0] == "127.0.1.1"

@@ -177,7 +177,7 @@ def test_kept_output_is_named_however_a_run_ended(kind: OutcomeKind) -> None:
     assert "/logs/job_1" in report(Outcome(kind, "done", 0, 0, 3, signum=2), SPEC, Path("/logs/job_1"))
 
 
-@pytest.mark.parametrize("kind", list(OutcomeKind))
+@pytest.mark.parametrize("kind", [kind for kind in OutcomeKind if kind is not OutcomeKind.REFUSED])
 def test_kept_output_that_lacks_something_is_said_to(kind: OutcomeKind) -> None:
     outcome = replace(FAILED, kind=kind)
 
@@ -185,6 +185,22 @@ def test_kept_output_that_lacks_something_is_said_to(kind: OutcomeKind) -> None:
 
     assert "/logs/job_1, incomplete: not all could be written\n" in lacking
     assert "incomplete" not in whole
+
+
+def test_a_node_that_does_not_fit_the_job_says_why_and_names_no_output_for_it_had_none() -> None:
+    refused = replace(FAILED, kind=OutcomeKind.REFUSED, reason="--nnodes 2 there, 3 here", failure=None)
+
+    assert report(refused, SPEC, Path("/logs/job_1")) == "elaunch: --nnodes 2 there, 3 here\n"
+    assert refused.exit_code == 2
+
+
+def test_an_end_that_is_not_known_says_why_and_its_exit_code() -> None:
+    unknown = replace(FAILED, kind=OutcomeKind.UNKNOWN, reason="the store did not answer for 60 s", failure=None)
+
+    text = report(unknown, SPEC, Path("/logs/job_1"))
+
+    assert text.startswith("elaunch: the store did not answer for 60 s; exit code 3\n")
+    assert "/logs/job_1" in text
 
 
 @pytest.mark.parametrize("outcome", [FAILED, replace(FAILED, kind=OutcomeKind.INTERRUPTED, signum=2)])

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from elaunch.rendezvous.types import Failure, FailureKind, JobSpec, Program, ProgramKind
+from elaunch.rendezvous.types import Failure, FailureKind, Terms
 from elaunch.rendezvous.verdict import BARREN_MAX, GiveUp, Restart, identical, judge, verdict
 
-SPEC = JobSpec("job", Program(ProgramKind.SCRIPT, "train.py"), max_restarts=3)
+TERMS = Terms(max_restarts=3)
 RAISED = Failure(
     FailureKind.EXCEPTION,
     generation=1,
@@ -23,6 +23,7 @@ RAISED = Failure(
     message="raised ValueError: bad batch 17 at 0x7f00",
     exception="ValueError",
     frame="train.py:3 in f",
+    progressed=False,
 )
 KILLED = replace(RAISED, kind=FailureKind.SIGNAL, code=-9, message="was killed by SIGKILL", exception="", frame="")
 PEER = replace(RAISED, kind=FailureKind.PEER_LOST, message="raised RuntimeError: Connection closed by peer", rank=3)
@@ -31,12 +32,12 @@ PEER = replace(RAISED, kind=FailureKind.PEER_LOST, message="raised RuntimeError:
 def decide(
     failures: Mapping[int, Sequence[Failure]],
     *,
-    spec: JobSpec = SPEC,
-    spent: int = 0,
+    terms: Terms = TERMS,
+    spent: int | None = 0,
     barren: int = 0,
     progressed: bool = False,
 ) -> Restart | GiveUp:
-    return judge(spec, failures, max(failures), spent, barren, progressed)
+    return judge(terms, failures, max(failures), spent, barren, progressed)
 
 
 def test_the_first_failure_is_the_verdict() -> None:
@@ -61,19 +62,29 @@ def test_a_failure_is_worth_a_restart_while_the_budget_lasts() -> None:
     assert "3 restarts" in spent.reason
 
 
-def test_the_window_of_the_budget_is_named() -> None:
-    spec = replace(SPEC, restart_window_s=60.0)
+def test_what_the_budget_is_not_charged_for_is_worth_another_try_when_it_is_spent() -> None:
+    assert isinstance(decide({1: [KILLED]}, spent=None), Restart)
+    assert isinstance(decide({1: [KILLED]}, spent=None, barren=BARREN_MAX), Restart)
 
-    decision = decide({1: [KILLED]}, spec=spec, spent=3)
+
+@pytest.mark.parametrize("kind", [FailureKind.STARTUP, FailureKind.DEBUGGER])
+def test_what_would_end_the_same_way_is_not_tried_again_though_nobody_charges_it(kind: FailureKind) -> None:
+    assert isinstance(decide({1: [replace(RAISED, kind=kind)]}, spent=None), GiveUp)
+
+
+def test_the_window_of_the_budget_is_named() -> None:
+    terms = replace(TERMS, restart_window_s=60.0)
+
+    decision = decide({1: [KILLED]}, terms=terms, spent=3)
 
     assert isinstance(decision, GiveUp)
     assert "within 60 s" in decision.reason
 
 
 def test_a_plain_launch_gives_up_at_the_first_failure() -> None:
-    spec = replace(SPEC, max_restarts=0)
+    terms = replace(TERMS, max_restarts=0)
 
-    decision = decide({0: [KILLED]}, spec=spec)
+    decision = decide({0: [KILLED]}, terms=terms)
 
     assert isinstance(decision, GiveUp)
     assert "max_restarts is 0" in decision.reason
@@ -102,6 +113,15 @@ def test_the_same_error_after_progress_is_tried_again() -> None:
     again = replace(RAISED, generation=2, progressed=True)
 
     assert isinstance(decide({1: [RAISED], 2: [again]}), Restart)
+
+
+@pytest.mark.parametrize(("barren", "kind"), [(0, Restart), (2, GiveUp)])
+def test_where_nobody_knows_of_the_ranks_own_progress_its_generation_tells(
+    barren: int, kind: type[Restart] | type[GiveUp]
+) -> None:
+    again = replace(RAISED, generation=2, progressed=None)
+
+    assert isinstance(decide({1: [RAISED], 2: [again]}, barren=barren), kind)
 
 
 @pytest.mark.parametrize(
@@ -160,10 +180,19 @@ def test_verdicts_are_compared_not_the_lost_peers_that_were_recorded_first() -> 
 
 
 def test_ten_generations_without_progress_end_a_job_whatever_its_budget() -> None:
-    spec = replace(SPEC, max_restarts=1000)
+    terms = replace(TERMS, max_restarts=1000)
 
-    last, over = decide({9: [KILLED]}, spec=spec, barren=BARREN_MAX - 1), decide({9: [KILLED]}, spec=spec, barren=10)
+    last, over = (
+        decide({9: [KILLED]}, terms=terms, barren=BARREN_MAX - 1),
+        decide({9: [KILLED]}, terms=terms, barren=10),
+    )
 
     assert isinstance(last, Restart)
     assert isinstance(over, GiveUp)
     assert "10 generations" in over.reason
+
+
+def test_what_a_lost_nodes_peers_say_each_time_is_not_the_same_error_twice() -> None:
+    exited = replace(RAISED, kind=FailureKind.EXIT_CODE, exception="", frame="", message="exited with code 1")
+
+    assert isinstance(decide({0: [exited], 1: [exited]}, spent=None), Restart)

@@ -1,0 +1,305 @@
+"""What an agent asks of its store, and which events the answers become: its lease, its view of the keys, its writes.
+
+Nothing is decided here, and nothing waits: the thread that does so, and its tries, are the session's.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+
+from elaunch.agent.errands import Errands
+from elaunch.agent.events import Committed, Leased, LeaseLost, Looked, StoreEvent, StoreLost, Tag
+from elaunch.rendezvous.codec import decode
+from elaunch.rendezvous.snapshot import Keys, SnapshotReader
+from elaunch.rendezvous.store import (
+    Changes,
+    LeaseGone,
+    NoneNewer,
+    Present,
+    Put,
+    Store,
+    StoreError,
+    Txn,
+    Update,
+    View,
+    Watch,
+)
+from elaunch.rendezvous.times import Times
+from elaunch.rendezvous.types import Node
+
+# A transaction of more operations than 128 is refused; a leader, who sees all keys, reads them.
+_COMPARED_MAX = 100
+
+
+class Dealings:
+    """One agent's dealings with its store.
+
+    What asks the store may raise what the store raises, and can then be done again from its start. `post` takes
+    events, from any thread; `look_again` is called, from any thread, when `look()` has something new. `draw` gives that
+    many random bits, `now` the monotonic time; `is_dead` says whether an agent's process is known to be gone.
+    `is_remote` stores keep leases only for those that renew them, and look narrowly at first.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        keys: Keys,
+        host: str,
+        times: Times,
+        post: Callable[[StoreEvent], None],
+        look_again: Callable[[], None],
+        *,
+        draw: Callable[[int], int],
+        is_dead: Callable[[str], bool],
+        now: Callable[[], float],
+        is_remote: bool,
+    ) -> None:
+        self._store = store
+        self._keys = keys
+        self._host = host
+        self._times = times
+        self._post = post
+        self._look_again = look_again
+        self._draw = draw
+        self._is_dead = is_dead
+        self._now = now
+        self._is_remote = is_remote
+        self._reader = SnapshotReader(keys)
+        self._view: View | None = None
+        self._view_lock = threading.Lock()
+        self._watch: Watch | None = None
+        # The revision behind which a read found what the watch has not told yet.
+        self._untold: int | None = None
+        # What is read and watched: the control keys, or, for a leader, all.
+        self._scope = keys.control if is_remote else keys.root
+        self._is_whole = False
+        self._is_dirty = False
+        self._epoch = 0
+        self._is_checked = False
+        self._lease = 0
+        self._renewal_due_s: float | None = None
+        self._reread_due_s = 0.0
+        self._is_reread_ordered = False
+
+    def look(self) -> Looked | StoreLost:
+        """What the keys say now."""
+        with self._view_lock:
+            self._is_dirty = False
+            view, is_whole = self._view, self._is_whole
+        assert view is not None
+        try:
+            return Looked(self._reader.read(view, whole=is_whole))
+        except ValueError as error:
+            return StoreLost(str(error))
+
+    @property
+    def due_s(self) -> float | None:
+        """When `tick` is due, on the monotonic clock."""
+        return self._renewal_due_s
+
+    def tick(self, now_s: float, errands: Errands) -> bool:
+        """Order a renewal of the lease, if it is time: only a loop that lives keeps it. Once a lease time, a read too.
+
+        A watch can be deaf; what it did not tell is then found here.
+        """
+        # Read once: the session's thread may set it meanwhile.
+        due_s = self._renewal_due_s
+        if due_s is None or now_s < due_s:
+            return False
+        self._renewal_due_s = now_s + self._times.keepalive_s
+        errands.order_renewal()
+        if now_s >= self._reread_due_s and not self._is_reread_ordered:
+            self._reread_due_s = now_s + self._times.lease_ttl_s
+            self._is_reread_ordered = True
+            errands.order(self.read_again)
+        return True
+
+    def begin(self) -> None:
+        """A first look, word of what changes from then on, and a lease."""
+        # Tried again, it goes on where it was: a store that is slow for many is not asked everything anew. The lease
+        # comes last, or it would have to be renewed meanwhile.
+        if not self._is_checked:
+            self._store.check()
+            self._is_checked = True
+        if self._watch is None:
+            self._look_first()
+        if not self._lease:
+            self._grant()
+
+    def new_lease(self) -> None:
+        """Let go of the lease and begin another, under a new name."""
+        if self._lease:
+            self._store.revoke(self._lease)
+            self._lease = 0
+        self._grant()
+
+    def renew(self) -> None:
+        """Begin the lease's time anew."""
+        lease = self._lease
+        if lease and self._store.keep_alive(lease) <= 0:
+            self._lose_lease(lease)
+
+    def commit(self, txn: Txn, tag: Tag | None) -> None:
+        try:
+            answer = self._store.commit(txn)
+        except LeaseGone:
+            if tag:
+                self._post(Committed(tag, False, 0))
+            if any(isinstance(op, Put) and op.lease == self._lease for op in (*txn.then, *txn.otherwise)):
+                self._lose_lease(self._lease)
+            return
+        if tag is None:
+            return
+        if not answer.held:
+            # Why, the watch may never say: it does not tell of keys that other nodes have.
+            self._show_read(self._store.read(self._scope))
+        self._post(Committed(tag, answer.held, answer.revision))
+
+    def read_again(self) -> None:
+        """Find what the watch did not tell; one that has not told by the next time what was found is replaced."""
+        is_deaf = self._watch is None or self._untold is not None
+        if is_deaf or not self._is_as_seen():
+            view = self._store.read(self._scope)
+            if is_deaf:
+                self._look_at(view)
+            else:
+                self._show_read(view)
+        self._is_reread_ordered = False
+
+    def widen(self) -> None:
+        """Look at all of the job's keys from now on."""
+        self._scope = self._keys.root
+        self._look_at(self._store.read(self._scope))
+
+    def give_back(self) -> None:
+        """End the lease, and with it this node's keys."""
+        if self._lease:
+            self._store.revoke(self._lease)
+
+    def has_others(self) -> bool:
+        """Whether the job has a member still."""
+        return bool(self._store.read(self._keys.members).entries)
+
+    def close(self) -> None:
+        """Stop watching."""
+        if self._watch:
+            self._watch.close()
+
+    def _look_first(self) -> None:
+        predecessors = f"{self._keys.members}{self._host}-"
+        view = self._store.read(self._scope, predecessors)
+        for key, entry in view.entries.items():
+            if key.startswith(predecessors) and entry.lease and self._is_dead_member(entry.value):
+                # This agent was started again before the lease of its last life ended.
+                self._store.revoke(entry.lease)
+        kept = {key: entry for key, entry in view.entries.items() if key.startswith(self._scope)}
+        self._look_at(View(view.revision, kept))
+
+    def _grant(self) -> None:
+        lease = self._draw(62) + 1
+        self._store.grant(lease, self._times.lease_ttl_s)
+        self._lease = lease
+        if self._is_remote:
+            self._renewal_due_s = self._now() + self._times.keepalive_s
+            self._reread_due_s = self._now() + self._times.lease_ttl_s
+        self._post(Leased(lease, f"{self._host}-{self._draw(32):08x}"))
+
+    def _lose_lease(self, lease: int) -> None:
+        if lease and lease == self._lease:
+            self._lease = 0
+            self._renewal_due_s = None
+            self._post(LeaseLost(lease))
+
+    def _look_at(self, view: View) -> None:
+        """Show a view that was read of the whole scope, and whatever changes after it."""
+        while True:
+            with self._view_lock:
+                if self._view is None or view.revision >= self._view.revision:
+                    # What the watch until now still has to tell may be of a smaller scope.
+                    self._epoch += 1
+                    epoch, self._untold = self._epoch, None
+                    self._is_whole = self._scope == self._keys.root
+                    is_news = self._put(view)
+                    break
+            # Meanwhile the watch has told more.
+            view = self._store.read(self._scope)
+        if is_news:
+            self._look_again()
+        if self._watch:
+            self._watch.close()
+            self._watch = None
+        tell = partial(self._told, epoch)
+        self._watch = self._store.watch(self._scope, view.revision, tell, may_skip=True)
+
+    def _is_as_seen(self) -> bool:
+        """Whether all keys are as the view has them, which is shown as the newest then.
+
+        A few bytes instead of the rank table, which is as long as there are nodes, for each of them.
+        """
+        with self._view_lock:
+            view = self._view
+        if view is None or len(view.entries) > _COMPARED_MAX:
+            return False
+        # No write to any key is newer, and none of them was deleted.
+        there = tuple(Present(key) for key in view.entries)
+        answer = self._store.commit(Txn((NoneNewer(self._scope, view.revision), *there)))
+        if answer.held:
+            self._show(replace(view, revision=answer.revision))
+        return answer.held
+
+    def _told(self, epoch: int, update: Update) -> None:
+        match update:
+            case View(revision):
+                self._heard(epoch, revision)
+                self._show(update, epoch)
+            case Changes(revision, changed):
+                self._heard(epoch, revision)
+                with self._view_lock:
+                    view = self._view
+                    if epoch != self._epoch or view is None or revision <= view.revision:
+                        return
+                    entries = {key: entry for key, entry in view.entries.items() if key not in changed}
+                    entries |= {key: entry for key, entry in changed.items() if entry is not None}
+                    is_news = self._put(replace(view, revision=revision, entries=entries))
+                if is_news:
+                    self._look_again()
+            case StoreError():
+                if epoch == self._epoch:
+                    self._post(StoreLost(str(update)))
+
+    def _heard(self, epoch: int, revision: int) -> None:
+        """The watch is not deaf."""
+        with self._view_lock:
+            if epoch == self._epoch and self._untold is not None and revision > self._untold:
+                self._untold = None
+
+    def _show_read(self, view: View) -> None:
+        """Show what was read beside the watch, which may only be a little late."""
+        with self._view_lock:
+            known = self._view
+            if known and view.revision > known.revision and view.entries != known.entries and self._untold is None:
+                self._untold = known.revision
+        self._show(view)
+
+    def _show(self, view: View, epoch: int | None = None) -> None:
+        with self._view_lock:
+            if epoch not in (None, self._epoch) or (self._view and view.revision < self._view.revision):
+                return
+            is_news = self._put(view)
+        if is_news:
+            self._look_again()
+
+    def _put(self, view: View) -> bool:
+        """Keep the view; whether nobody has been told to look since the last one was looked at."""
+        self._view = view
+        is_news, self._is_dirty = not self._is_dirty, True
+        return is_news
+
+    def _is_dead_member(self, member: str) -> bool:
+        with suppress(ValueError):
+            return self._is_dead(decode(Node, member).process)
+        return False

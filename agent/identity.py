@@ -1,0 +1,43 @@
+"""Who this agent is among the processes of its host, so that a successor can tell whether it is dead."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+_START_TIME_FIELD = 22
+
+
+def this_process() -> str:
+    """This process's name: boot, pid namespace, pid and start time; no other process ever has the same."""
+    return f"{_place()}:{os.getpid()}:{_started(os.getpid())}"
+
+
+def is_dead_here(process: str) -> bool:
+    """Whether `process` (from `this_process`) was on this boot of this host, in this pid namespace, and is gone.
+
+    Of a process elsewhere nobody here can tell.
+    """
+    place, _, rest = process.rpartition(":")
+    place, _, pid = place.rpartition(":")
+    return place == _place() and pid.isdigit() and _started(int(pid)) != rest
+
+
+def _place() -> str:
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        namespace = Path("/proc/self/ns/pid").readlink().name
+    except OSError:
+        return "unknown"
+    return f"{boot}:{namespace}"
+
+
+def _started(pid: int) -> str:
+    """Clock ticks from boot to the process's start; empty where there is none of that pid, or a zombie."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return ""
+    # The name, in parentheses, may hold anything.
+    fields = text[text.rindex(")") + 2 :].split()
+    return "" if fields[0] in ("Z", "X") else fields[_START_TIME_FIELD - 3]

@@ -1,0 +1,194 @@
+"""One agent's whole state, as `core.step` hands it on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from elaunch.agent.events import Action, Exit, Signalled, Tag
+from elaunch.rendezvous.leading import Reign
+from elaunch.rendezvous.snapshot import Snapshot
+from elaunch.rendezvous.times import Times
+from elaunch.rendezvous.types import Failure, JobSpec, Node, Outcome, OutcomeKind, RankTable
+
+# What lasts shorter than this is no wait.
+WORTH_A_WORD_S = 2.0
+
+
+@dataclass(frozen=True)
+class Joining:
+    """No workers run; `asked` is the newest generation that this node has joined.
+
+    `ran` is the newest that it has run. The store may be slow to tell that another was opened, and the old table, which
+    still stands then, must not start workers again. `spare_of` is the newest generation that had no seat for it.
+    """
+
+    asked: int = -1
+    ran: int = -1
+    spare_of: int = -1
+
+
+@dataclass(frozen=True)
+class Running:
+    """The workers of `live` run; until `held_until_s`, the death `held` may turn out to be the scheduler's doing.
+
+    `leaving_s` holds until when each worker whose program raised an exception may take its time to end. `is_first` says
+    that this agent ran no generation before.
+    """
+
+    table: RankTable
+    live: frozenset[int]
+    leaving_s: tuple[tuple[int, float], ...] = ()
+    held: Failure | None = None
+    held_until_s: float = 0.0
+    is_first: bool = True
+
+
+@dataclass(frozen=True)
+class Stopping:
+    """The workers of `live` are told to end, at the latest by SIGKILL at `kill_at_s`, `grace_s` after they were told.
+
+    `failure` is this node's first failure of the generation, `others` are those that came while it was stopping and
+    were not its doing. `then` is the outcome that the agent exits with afterwards, None where it goes on. `done` says
+    that all workers exited with 0, `killed` that SIGKILL was sent. `summons` is a signal that came when they were done:
+    it is obeyed once that is recorded.
+    """
+
+    table: RankTable
+    live: frozenset[int]
+    kill_at_s: float
+    grace_s: float = 0.0
+    failure: Failure | None = None
+    then: Outcome | None = None
+    done: bool = False
+    killed: bool = False
+    others: tuple[Failure, ...] = ()
+    summons: Signalled | None = None
+
+    @classmethod
+    def within(cls, table: RankTable, live: frozenset[int], now_s: float, grace_s: float) -> Stopping:
+        return cls(table, live, now_s + grace_s, grace_s)
+
+    def hurried(self, now_s: float, grace_s: float) -> Stopping:
+        """With no more time than that from now on."""
+        return self if self.kill_at_s <= now_s + grace_s else replace(self, kill_at_s=now_s + grace_s, grace_s=grace_s)
+
+
+@dataclass(frozen=True)
+class Finished:
+    """All workers of this node exited with 0; it stays until the job has ended."""
+
+    table: RankTable
+
+
+@dataclass(frozen=True)
+class Exited:
+    """Nothing more to do."""
+
+    outcome: Outcome
+
+
+Phase = Joining | Running | Stopping | Finished | Exited
+
+
+@dataclass(frozen=True)
+class Membership:
+    """What this node is to the job's other nodes.
+
+    `lease` is 0 while there is none. `next_id` names the incarnation that the node takes up when it comes back as a new
+    one. `belongs` says that the run in the store is one that this agent is, or wants to be, part of; `in_flight` is the
+    transaction whose answer is awaited, and nothing is decided from a snapshot older than `answered`, the revision of
+    the last answer. `refused` says that the last join was, `outvoted` that the last try to lead was, `widened` that all
+    keys are looked at. `runs_refused` counts the runs that it could not start, since the job had members.
+    """
+
+    lease: int = 0
+    next_id: str = ""
+    is_member: bool = False
+    belongs: bool = False
+    in_flight: Tag | None = None
+    answered: int = 0
+    refused: bool = False
+    outvoted: bool = False
+    widened: bool = False
+    runs_refused: int = 0
+
+
+@dataclass(frozen=True)
+class Reach:
+    """How the store was reached: away since `away_since_s`, None while it answers; `ever` says that it once did.
+
+    `unsaid_until_s` is when its absence is worth a word, `is_said` that it was said. `is_heads` says that a node of the
+    job serves it.
+    """
+
+    ever: bool = False
+    away_since_s: float | None = None
+    unsaid_until_s: float | None = None
+    why: str = ""
+    is_heads: bool = False
+    is_said: bool = False
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """What everybody waits for, worth a word at `due_s`; None where it was said."""
+
+    text: str = ""
+    due_s: float | None = None
+    said_s: float = float("-inf")
+
+
+NOT_YET = Membership()
+UNTRIED = Reach()
+FRESH_REIGN = Reign()
+NO_WAIT = Waiting()
+
+
+@dataclass(frozen=True)
+class Agent:
+    """One agent's whole state.
+
+    `table_seen` is the newest generation with a table, and when this agent saw that first; `progressed` says whether a
+    worker of the last generation that ran here made progress; before `lossless_until_s` it declares nobody lost. At
+    `lead_at_s` it looks again without being told of anything. All times are of this host's monotonic clock.
+    """
+
+    me: Node
+    spec: JobSpec
+    times: Times
+    snapshot: Snapshot
+    phase: Phase = Joining()
+    membership: Membership = NOT_YET
+    reach: Reach = UNTRIED
+    reign: Reign = FRESH_REIGN
+    lead_at_s: float | None = None
+    lossless_until_s: float = 0.0
+    waiting: Waiting = NO_WAIT
+    table_seen: tuple[int, float] = (-1, 0.0)
+    progressed: bool = False
+
+    @property
+    def is_going(self) -> bool:
+        """Whether it is on its way out, so that it takes part in nothing more."""
+        return isinstance(self.phase, Exited) or (isinstance(self.phase, Stopping) and self.phase.then is not None)
+
+    @property
+    def leads(self) -> bool:
+        return self.membership.is_member and self.snapshot.leader == self.me.node_id
+
+    def as_member(self, **changes: object) -> Agent:
+        """With changes to its membership."""
+        return replace(self, membership=replace(self.membership, **changes))  # type: ignore[arg-type]
+
+    def outcome(self, kind: OutcomeKind, reason: str, *, signum: int = 0, failure: Failure | None = None) -> Outcome:
+        """How this agent's part ends, with what the job has used up so far."""
+        table = self.snapshot.table
+        generation, restarts = (table.generation, table.restarts) if table else (0, 0)
+        return Outcome(kind, reason, generation, restarts, self.spec.max_restarts, failure, signum)
+
+
+Step = tuple[Agent, tuple[Action, ...]]
+
+
+def exit_with(agent: Agent, outcome: Outcome) -> Step:
+    return replace(agent, phase=Exited(outcome)), (Exit(outcome),)

@@ -1,0 +1,193 @@
+"""How an agent stops its workers: signals, deadlines, clearing up, and what comes after."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from elaunch.agent.events import (
+    Action,
+    Clear,
+    Cleared,
+    Commit,
+    ReplaceForkServer,
+    Say,
+    Signalled,
+    SignalWorkers,
+)
+from elaunch.agent.failures import with_tail
+from elaunch.agent.membership import joining
+from elaunch.agent.state import Agent, Finished, Joining, Phase, Running, Step, Stopping, exit_with
+from elaunch.rendezvous import entering
+from elaunch.rendezvous.types import Outcome, OutcomeKind, RankTable
+from elaunch.rendezvous.verdict import verdict
+
+SIGINT, SIGKILL, SIGTERM = 2, 9, 15
+# SIGKILL needs no consent: a worker that is not gone by then is one whose fork server no longer says so.
+KILL_WAIT_S = 5.0
+# After a stop's last worker, its output may take so long to be read by whoever reads it.
+LAST_WORDS_S = 2.0
+
+
+def stop(agent: Agent, stopping: Stopping, signum: int, actions: tuple[Action, ...]) -> Step:
+    """Go on stopping: signal whoever lives, or clear up after the last one."""
+    agent = replace(agent, phase=stopping)
+    generation = stopping.table.generation
+    if not stopping.live:
+        return agent, (*actions, Clear(generation))
+    if signum:
+        return agent, (*actions, SignalWorkers(generation, stopping.live, signum))
+    return agent, actions
+
+
+def stop_for(
+    agent: Agent,
+    table: RankTable,
+    live: frozenset[int],
+    outcome: Outcome,
+    signum: int,
+    now_s: float,
+    *actions: Action,
+) -> Step:
+    """Stop with time to save, and exit with `outcome`."""
+    stopping = replace(Stopping.within(table, live, now_s, agent.times.stop_grace_s), then=outcome)
+    return stop(agent, stopping, signum, actions)
+
+
+def signalled(agent: Agent, event: Signalled, now_s: float) -> Step:
+    """SIGINT ends the job, any other signal this node's part in it; a second SIGINT waits for nobody."""
+    outcome = _interrupted(agent, event)
+    match agent.phase:
+        case Running(table=table, live=live):
+            agent, farewell = _say_goodbye(agent, outcome)
+            said = Say(_farewell_text(agent, event, len(live)))
+            return stop_for(agent, table, live, outcome, event.signum, now_s, *farewell, said)
+        case Stopping(then=None, done=False, live=live) as stopping:
+            agent, farewell = _say_goodbye(agent, outcome)
+            stopping = replace(stopping, then=outcome)
+            if not live:
+                return replace(agent, phase=replace(stopping, kill_at_s=now_s + LAST_WORDS_S)), farewell
+            return stop(agent, stopping, event.signum, farewell)
+        case Stopping(then=None, done=True, summons=None) as stopping:
+            return replace(agent, phase=replace(stopping, summons=event, kill_at_s=now_s + LAST_WORDS_S)), ()
+        case Stopping(killed=False, live=live) as stopping if event.signum == SIGINT and live:
+            return _kill(agent, stopping, now_s, Say("SIGINT again: killing the workers now"))
+        case Stopping(live=live, then=Outcome() as then) if event.signum == SIGINT and not live:
+            # Only output is left, and whoever reads it does not.
+            return exit_with(agent, then)
+        case Joining() | Finished():
+            agent, farewell = _say_goodbye(agent, outcome)
+            agent, more = exit_with(agent, outcome)
+            return agent, (*farewell, *more)
+    return agent, ()
+
+
+def stopping_deadline_s(phase: Phase) -> float | None:
+    match phase:
+        case Stopping(live=live, then=then, summons=summons, kill_at_s=kill_at_s) if live or then or summons:
+            return kill_at_s
+    return None
+
+
+def tick_stopping(agent: Agent, stopping: Stopping, now_s: float) -> Step:
+    if now_s < stopping.kill_at_s:
+        return agent, ()
+    if not stopping.live:
+        # Only output is left, and whoever reads it does not.
+        if stopping.summons:
+            agent, actions = _go_on(agent, stopping)
+            agent, more = signalled(agent, stopping.summons, now_s)
+            return agent, (*actions, *more)
+        return exit_with(agent, stopping.then) if stopping.then else (agent, ())
+    ranks = ", ".join(str(rank) for rank in sorted(stopping.live))
+    if stopping.killed:
+        return replace(agent, phase=replace(stopping, kill_at_s=now_s + KILL_WAIT_S)), (
+            Say(f"local rank {ranks} did not end {KILL_WAIT_S:g} s after SIGKILL; replacing the fork server"),
+            ReplaceForkServer(stopping.table.generation),
+        )
+    return _kill(agent, stopping, now_s, Say(f"local rank {ranks} still ran after {stopping.grace_s:g} s; SIGKILL"))
+
+
+def cleared(agent: Agent, stopping: Stopping, event: Cleared, now_s: float) -> Step:
+    """No process of the generation is left: complete the record of its failure, then exit, be done or join again."""
+    agent = replace(agent, progressed=event.progressed)
+    actions: tuple[Action, ...] = ()
+    then = stopping.then
+    if stopping.failure or (then and then.failure):
+        agent, actions, then = _complete(agent, stopping, event, then)
+    if then:
+        agent, more = exit_with(agent, then)
+        return agent, (*actions, *more)
+    agent, more = _go_on(agent, stopping)
+    actions = (*actions, *more)
+    # A node alone has ended well with that, whatever signal came meanwhile.
+    if stopping.summons and agent.spec.nodes_max > 1:
+        agent, more = signalled(agent, stopping.summons, now_s)
+        actions = (*actions, *more)
+    return agent, actions
+
+
+def _go_on(agent: Agent, stopping: Stopping) -> Step:
+    """Be done, or join again."""
+    newest, number = agent.snapshot.generation, stopping.table.generation
+    if stopping.done and newest and newest.number == number:
+        done = Commit(entering.is_done(agent.snapshot, agent.me, number))
+        return replace(agent, phase=Finished(stopping.table)), (done,)
+    return joining(agent, number), ()
+
+
+def _complete(
+    agent: Agent, stopping: Stopping, event: Cleared, then: Outcome | None
+) -> tuple[Agent, tuple[Action, ...], Outcome | None]:
+    """Whether an exit was only a word about a lost peer may show in the output, which is here now."""
+    mine = agent.me.node_id
+    if not stopping.failure:
+        # The outcome of a node that bows out alone.
+        if then and then.failure and then.failure.node_id == mine:
+            whole = with_tail(then.failure, event.tails.get(then.failure.local_rank, ""), event.reached_store)
+            then = replace(then, failure=whole)
+        return agent, (), then
+    failures = (stopping.failure, *stopping.others)
+    whole = verdict([with_tail(f, event.tails.get(f.local_rank, ""), event.reached_store) for f in failures])
+    actions: tuple[Action, ...] = (Commit(entering.complete(agent.snapshot, agent.me, whole)),)
+    if whole.local_rank != stopping.failure.local_rank:
+        # A worker that dies while it writes to a disk is gone later than its peers notice and give up.
+        actions = (*actions, Say(f"the cause: {whole.sentence}"))
+    return agent, actions, then
+
+
+def _kill(agent: Agent, stopping: Stopping, now_s: float, said: Say) -> Step:
+    stopping = replace(stopping, killed=True, kill_at_s=now_s + KILL_WAIT_S)
+    return stop(agent, stopping, SIGKILL, (said,))
+
+
+def _say_goodbye(agent: Agent, outcome: Outcome) -> tuple[Agent, tuple[Action, ...]]:
+    """Tell the others before touching a worker: SIGINT is a person's and ends the job; else only this node goes."""
+    snapshot = agent.snapshot
+    if snapshot.generation is None or snapshot.ended:
+        return agent, ()
+    if outcome.signum == SIGINT and agent.membership.belongs:
+        return agent, (Commit(entering.end(snapshot, outcome)),)
+    table = snapshot.current_table
+    is_seated = table is not None and table.group_rank(agent.me.node_id) is not None
+    opens = is_seated and not isinstance(agent.phase, Finished)
+    why = outcome.reason
+    return agent.as_member(is_member=False), goodbye(agent, opens=opens, why=why)
+
+
+def goodbye(agent: Agent, *, opens: bool, why: str) -> tuple[Action, ...]:
+    """This node goes, and says so; where it leads, others may do so at once."""
+    snapshot = agent.snapshot
+    left: tuple[Action, ...] = (Commit(entering.leave(snapshot, agent.me, opens=opens, why=why)),)
+    return (*left, Commit(entering.abdicate(snapshot))) if snapshot.leader == agent.me.node_id else left
+
+
+def _farewell_text(agent: Agent, event: Signalled, live: int) -> str:
+    workers = "1 worker" if live == 1 else f"{live} workers"
+    again = "; Ctrl-C again kills now" if event.signum == SIGINT else ""
+    part = "leaving the job, " if agent.spec.nodes_max > 1 and event.signum != SIGINT else ""
+    return f"{event.name}: {part}stopping {workers}, SIGKILL in {agent.times.stop_grace_s:g} s{again}"
+
+
+def _interrupted(agent: Agent, event: Signalled) -> Outcome:
+    where = f" by {agent.me.host}" if agent.spec.nodes_max > 1 else ""
+    return agent.outcome(OutcomeKind.INTERRUPTED, f"{event.name} was received{where}", signum=event.signum)

@@ -1,0 +1,93 @@
+"""What a store's client asks of its servers: how often, and how many bytes go either way."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from elaunch.rendezvous.carrier import Carrier, Json, Rpc, Stream
+from elaunch.rendezvous.plan import Endpoint
+
+TOLD = "told"
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Requests by the path of their call; `sent` and `received` are the bytes of their bodies and of what was told."""
+
+    requests: Mapping[str, int]
+    sent: int
+    received: int
+
+
+class Tally:
+    """What all carriers of one process have carried since the last look."""
+
+    def __init__(self) -> None:
+        # References only: sizes are worked out when nobody's time is measured. Appending needs no lock.
+        self._carried: list[tuple[str, Json, Json]] = []
+
+    def note(self, kind: str, request: Json, answer: Json) -> None:
+        self._carried.append((kind, request, answer))
+
+    def take(self) -> Traffic:
+        """Since the last time."""
+        carried = self._carried[:]
+        del self._carried[: len(carried)]
+        return Traffic(
+            dict(Counter(kind for kind, _, _ in carried)),
+            sum(_size(request) for _, request, _ in carried),
+            sum(_size(answer) for _, _, answer in carried),
+        )
+
+
+class Counting:
+    """A `Carrier` that notes what another one carries."""
+
+    def __init__(self, carrier: Carrier, tally: Tally) -> None:
+        self._carrier = carrier
+        self._tally = tally
+
+    def version(self, endpoint: Endpoint, token: str, deadline_s: float) -> str:
+        version = self._carrier.version(endpoint, token, deadline_s)
+        self._tally.note(Rpc.STATUS.value, {}, {"version": version})
+        return version
+
+    def call(self, endpoint: Endpoint, rpc: Rpc, request: Json, token: str, deadline_s: float) -> Json:
+        answer: Json = {}
+        try:
+            answer = self._carrier.call(endpoint, rpc, request, token, deadline_s)
+        finally:
+            self._tally.note(rpc.value, request, answer)
+        return answer
+
+    def stream(self, endpoint: Endpoint, rpc: Rpc, request: Json, token: str, deadline_s: float) -> Stream:
+        self._tally.note(rpc.value, request, {})
+        return _CountingStream(self._carrier.stream(endpoint, rpc, request, token, deadline_s), self._tally)
+
+    def close(self) -> None:
+        self._carrier.close()
+
+
+class _CountingStream:
+    def __init__(self, stream: Stream, tally: Tally) -> None:
+        self._stream = stream
+        self._tally = tally
+
+    def next(self, deadline_s: float | None) -> Json:
+        answer = self._stream.next(deadline_s)
+        self._tally.note(TOLD, {}, answer)
+        return answer
+
+    def hang_up(self) -> None:
+        self._stream.hang_up()
+
+    def close(self) -> None:
+        self._stream.close()
+
+
+def _size(body: Json) -> int:
+    # As the client writes it; etcd's own answers are as compact.
+    return len(json.dumps(body, separators=(",", ":"))) if body else 0

@@ -1,0 +1,237 @@
+"""Many agents in one process, without workers: `python -m bench.crowd` is told on stdin what to do, and says what came.
+
+Each agent has the product's own client, session and core; only its hands are simulated: no worker takes any time.
+They share one loop, since in a job each has a processor of its own that waits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import json
+import queue
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from functools import partial
+
+from bench.counting import Counting, Tally
+from elaunch.agent.core import deadline_s, step
+from elaunch.agent.events import (
+    Action,
+    Clear,
+    Cleared,
+    Commit,
+    Committed,
+    Event,
+    Join,
+    Renew,
+    Say,
+    SignalWorkers,
+    Spawn,
+    Tag,
+    Tick,
+    Widen,
+    WorkerExited,
+)
+from elaunch.agent.inbox import LookAgain
+from elaunch.agent.session import Session
+from elaunch.agent.state import Agent
+from elaunch.rendezvous.entering import join
+from elaunch.rendezvous.etcd import EtcdStore
+from elaunch.rendezvous.gateway_carrier import GatewayCarrier
+from elaunch.rendezvous.plan import Endpoint
+from elaunch.rendezvous.snapshot import Keys, Snapshot
+from elaunch.rendezvous.times import Times
+from elaunch.rendezvous.types import Failure, FailureKind, JobSpec, Joined, Node, Program, ProgramKind, RankTable
+
+SLOTS = 8
+_PORT = 29500
+
+
+@dataclass
+class Milestones:
+    """When this process's agents got where in one generation: monotonic seconds, and how many have their ranks."""
+
+    generation: int
+    joined_s: float = 0.0
+    first_s: float = 0.0
+    last_s: float = 0.0
+    seated: int = 0
+
+
+@dataclass
+class Member:
+    """One simulated agent; `due_s` is when it has its next timer in the crowd's heap."""
+
+    agent: Agent
+    session: Session
+    due_s: float = field(default=float("inf"))
+
+
+class Crowd:
+    """Agents `first` … `first + count - 1` of a job of `nodes`, all of which it takes."""
+
+    def __init__(self, endpoint: Endpoint, run_id: str, nodes: int, first: int, count: int) -> None:
+        self.tally = Tally()
+        self._inbox: queue.SimpleQueue[tuple[int, Event | LookAgain | Callable[[], None]]] = queue.SimpleQueue()
+        self._timers: list[tuple[float, int]] = []
+        self._milestones: dict[int, Milestones] = {}
+        self._members = [self._member(endpoint, run_id, nodes, first + i, i) for i in range(count)]
+        self._is_over = False
+
+    def _member(self, endpoint: Endpoint, run_id: str, nodes: int, number: int, index: int) -> Member:
+        keys, times, host = Keys(run_id), Times(), f"node{number}"
+        spec = JobSpec(run_id, Program(ProgramKind.SCRIPT, "train.py"), nodes, nodes)
+        node = Node("", host, f"10.0.{number // 256}.{number % 256}", SLOTS)
+        store = EtcdStore([endpoint], carrier=Counting(GatewayCarrier(), self.tally))
+        post = partial(self._post, index)
+        session = Session(store, keys, host, times, post, partial(post, LookAgain()), is_remote=True)
+        return Member(Agent(node, spec, times, Snapshot(keys), progressed=True), session)
+
+    def do(self, what: Callable[[], None]) -> None:
+        """In the loop's own thread, when its turn comes."""
+        self._inbox.put((-1, what))
+
+    def open(self) -> None:
+        for member in self._members:
+            member.session.open()
+
+    def fail(self) -> None:
+        """A worker of the first agent is killed."""
+        agent = self._members[0].agent
+        assert agent.snapshot.generation
+        number = agent.snapshot.generation.number
+        me = agent.me
+        message = "was killed by SIGKILL"
+        failure = Failure(FailureKind.SIGNAL, number, me.node_id, me.host, 0, 0, 1, -9, message, progressed=True)
+        self._inbox.put((0, WorkerExited(number, 0, -signal.SIGKILL, failure)))
+
+    def end(self) -> None:
+        self._is_over = True
+
+    def live(self) -> None:
+        """Until `end`."""
+        while not self._is_over:
+            timeout_s = max(0.0, self._timers[0][0] - time.monotonic()) if self._timers else None
+            try:
+                index, event = self._inbox.get(timeout=timeout_s)
+            except queue.Empty:
+                pass
+            else:
+                if index < 0:
+                    assert callable(event)
+                    event()
+                else:
+                    assert not callable(event)
+                    self._happen(index, event)
+            self._tick()
+
+    def _post(self, index: int, event: Event | LookAgain) -> None:
+        self._inbox.put((index, event))
+
+    def _happen(self, index: int, event: Event | LookAgain) -> None:
+        member = self._members[index]
+        now_s = time.monotonic()
+        if isinstance(event, LookAgain):
+            event = member.session.look()
+        elif isinstance(event, Committed) and event.tag in (Tag.JOIN, Tag.RUN) and event.held:
+            generation = member.agent.snapshot.generation
+            self._reached(generation.number if generation else 0).joined_s = now_s
+        member.agent, actions = step(member.agent, event, now_s)
+        for action in actions:
+            self._act(index, member, action)
+        self._schedule(index, member)
+
+    def _schedule(self, index: int, member: Member) -> None:
+        wanted_s = [at_s for at_s in (member.session.due_s, deadline_s(member.agent)) if at_s is not None]
+        if wanted_s and min(wanted_s) < member.due_s:
+            member.due_s = min(wanted_s)
+            heapq.heappush(self._timers, (member.due_s, index))
+
+    def _tick(self) -> None:
+        now_s = time.monotonic()
+        while self._timers and self._timers[0][0] <= now_s:
+            due_s, index = heapq.heappop(self._timers)
+            member = self._members[index]
+            if due_s != member.due_s:
+                continue
+            member.due_s = float("inf")
+            member.session.tick(now_s)
+            agent_due_s = deadline_s(member.agent)
+            if agent_due_s is not None and agent_due_s <= now_s:
+                self._happen(index, Tick())
+            self._schedule(index, member)
+
+    def _act(self, index: int, member: Member, action: Action) -> None:
+        match action:
+            case Commit(txn, tag):
+                member.session.commit(txn, tag)
+            case Join():
+                me = member.agent.me
+                joined = Joined(me.node_id, _PORT, action.progressed)
+                member.session.commit(
+                    join(member.agent.snapshot, me, joined, action.lease, is_member=action.is_member), Tag.JOIN
+                )
+            case Renew():
+                member.session.renew()
+            case Widen():
+                member.session.widen()
+            case Spawn(table, _):
+                self._seated(table)
+            case SignalWorkers(generation, local_ranks, signum):
+                for local_rank in local_ranks:
+                    self._post(index, WorkerExited(generation, local_rank, -signum))
+            case Clear(generation):
+                self._post(index, Cleared(generation, reached_store=True, progressed=True))
+            case Say():
+                pass
+            case _:
+                tell({"trouble": f"{member.agent.me.host}: {action}"})
+
+    def _reached(self, generation: int) -> Milestones:
+        return self._milestones.setdefault(generation, Milestones(generation))
+
+    def _seated(self, table: RankTable) -> None:
+        reached, now_s = self._reached(table.generation), time.monotonic()
+        reached.first_s = reached.first_s or now_s
+        reached.last_s = now_s
+        reached.seated += 1
+        if reached.seated == len(self._members):
+            tell(asdict(reached))
+
+
+def tell(words: object) -> None:
+    """To the bench."""
+    print(json.dumps(words), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.crowd")
+    for name in ("host", "run_id"):
+        parser.add_argument(name)
+    for name in ("port", "nodes", "first", "count"):
+        parser.add_argument(name, type=int)
+    asked = parser.parse_args()
+    crowd = Crowd(Endpoint(asked.host, asked.port), asked.run_id, asked.nodes, asked.first, asked.count)
+    orders: dict[str, Callable[[], None]] = {
+        "open": crowd.open,
+        "fail": crowd.fail,
+        "count": lambda: tell(asdict(crowd.tally.take())),
+    }
+
+    def listen() -> None:
+        for line in sys.stdin:
+            crowd.do(orders[line.strip()])
+        crowd.do(crowd.end)
+
+    threading.Thread(target=listen, daemon=True).start()
+    tell({"ready": asked.count})
+    crowd.live()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""Many agents at once on one store: until all have their ranks, what that costs, and what training costs it."""
+
+from __future__ import annotations
+
+import re
+import time
+import urllib.request
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+
+from bench.counting import TOLD
+from bench.crew import Crew, cpu_s
+from bench.job import Trouble
+from bench.samples import Sample
+from tests.etcd import Etcd
+
+FIRST, RESTART, IDLE = "first rendezvous of many", "restart of many", "many that train"
+SEALED, RANKS = "sealed", "all have ranks"
+REQUESTS, SEEN, BYTES = "requests per agent", "the same, seen by etcd", "bytes per agent"
+AGENTS_CPU, ETCD_CPU = "CPU of all agents", "CPU of etcd"
+TORCH = "torchrun's c10d handler"
+VERSIONS = ("3.5", "3.4")
+# More of torch's handlers than this take minutes.
+TORCH_MAX = 128
+# The agents of one process share its interpreter lock.
+_PROCESSES = 2
+# Renewals come each 0.8 s, reads each 3 s.
+IDLE_S = 6.0
+_ANSWER_S = 20.0
+# etcd's own defaults; the tests' are quicker and cost more.
+_OPTIONS = ("--heartbeat-interval=100", "--election-timeout=1000")
+_STARTED = re.compile(r'^grpc_server_started_total\{.*grpc_method="(\w+)".*\} (\S+)$', re.MULTILINE)
+_METHODS = ("Range", "Txn", "LeaseGrant", "LeaseKeepAlive", "LeaseRevoke", "Watch", "Status")
+
+
+def ours(version: str) -> str:
+    """What the tables call elaunch on that version of etcd."""
+    return f"elaunch, etcd {version}"
+
+
+def rendezvous(version: str, agents: int, limit_s: float, idle_s: float = IDLE_S) -> Iterator[Sample]:
+    """`agents` agents without workers start at once, run for `idle_s`, and start again after one worker's death."""
+    name, section = ours(version), FIRST
+    with Etcd(version, options=_OPTIONS) as etcd:
+        host, port = etcd.addresses[0].host, str(etcd.addresses[0].port)
+        arguments = [
+            (host, "bench", port, str(agents), str(first), str(count)) for first, count in _shares(agents).items()
+        ]
+        try:
+            with Crew("bench.crowd", arguments) as crew:
+                round_ = _Round(etcd, crew, name, agents)
+                yield round_.seated(FIRST, "open", limit_s)
+                section = IDLE
+                yield round_.idle(idle_s)
+                section = RESTART
+                yield round_.seated(RESTART, "fail", limit_s)
+        except Trouble as trouble:
+            yield Sample(section, name, agents, why=str(trouble))
+
+
+def torch_handlers(agents: int, limit_s: float) -> Iterator[Sample]:
+    """The same with the rendezvous that torchrun has: its handlers alone, without torchrun's polling around them."""
+    section = FIRST
+    try:
+        with Crew("bench.handlers", [("store", "0")]) as host:
+            port = str(host.greetings[0]["port"])
+            arguments = [("handlers", port, str(agents), str(count)) for count in _shares(agents).values()]
+            with Crew("bench.handlers", arguments) as crew:
+                for section in (FIRST, RESTART):
+                    ordered_s = crew.order("join")
+                    last_s = max(answer["last_s"] for answer in crew.hear(limit_s))
+                    yield Sample(section, TORCH, agents, {RANKS: last_s - ordered_s})
+    except Trouble as trouble:
+        yield Sample(section, TORCH, agents, why=str(trouble))
+
+
+def _shares(agents: int) -> dict[int, int]:
+    """Of each process: its first agent, and how many it has."""
+    limits = [agents * i // _PROCESSES for i in range(_PROCESSES + 1)]
+    return {first: end - first for first, end in pairwise(limits) if end > first}
+
+
+class _Round:
+    """One job's agents and their etcd."""
+
+    def __init__(self, etcd: Etcd, crew: Crew, name: str, agents: int) -> None:
+        self._etcd = etcd
+        self._crew = crew
+        self._name = name
+        self._agents = agents
+
+    def seated(self, section: str, order: str, limit_s: float) -> Sample:
+        """From an order until all have their ranks."""
+        cpu_s, seen = self._cpu_s(), self._seen()
+        ordered_s = self._crew.order(order, first_only=order == "fail")
+        answers = self._crew.hear(limit_s)
+        now_cpu_s = self._cpu_s()
+        values = {
+            SEALED: min(answer["first_s"] for answer in answers) - ordered_s,
+            RANKS: max(answer["last_s"] for answer in answers) - ordered_s,
+            **self._traffic(1.0, seen),
+            AGENTS_CPU: now_cpu_s[0] - cpu_s[0],
+            ETCD_CPU: now_cpu_s[1] - cpu_s[1],
+        }
+        return Sample(section, self._name, self._agents, values)
+
+    def idle(self, idle_s: float) -> Sample:
+        """A while of training, per second."""
+        cpu_s, seen = self._cpu_s(), self._seen()
+        began_s = time.monotonic()
+        time.sleep(idle_s)
+        seconds = time.monotonic() - began_s
+        now_cpu_s = self._cpu_s()
+        values = {
+            **self._traffic(seconds, seen),
+            AGENTS_CPU: 100 * (now_cpu_s[0] - cpu_s[0]) / seconds,
+            ETCD_CPU: 100 * (now_cpu_s[1] - cpu_s[1]) / seconds,
+        }
+        return Sample(IDLE, self._name, self._agents, values)
+
+    def _cpu_s(self) -> tuple[float, float]:
+        process = self._etcd.members[0].process
+        assert process
+        return self._crew.cpu_s(), cpu_s(process.pid)
+
+    def _traffic(self, seconds: float, seen_before: int) -> dict[str, float]:
+        seen = self._seen() - seen_before
+        self._crew.order("count")
+        counts = self._crew.hear(_ANSWER_S)
+        requests = sum(asked(count["requests"]) for count in counts)
+        transferred = sum(count["sent"] + count["received"] for count in counts)
+        share = self._agents * seconds
+        return {REQUESTS: requests / share, SEEN: seen / share, BYTES: transferred / share}
+
+    def _seen(self) -> int:
+        """How many of our kinds of calls etcd has begun to answer."""
+        with urllib.request.urlopen(f"http://{self._etcd.members[0].endpoint}/metrics") as answer:
+            return started(answer.read().decode())
+
+
+def asked(requests: Mapping[str, int]) -> int:
+    """How many requests there were: what a watch tells is not asked for."""
+    return sum(count for kind, count in requests.items() if kind != TOLD)
+
+
+def started(metrics: str) -> int:
+    """How many calls of the kinds that agents make an etcd has begun to answer, by its own metrics."""
+    return sum(int(float(count)) for method, count in _STARTED.findall(metrics) if method in _METHODS)

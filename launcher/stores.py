@@ -1,0 +1,162 @@
+"""The plan of a rendezvous to the store that the agent uses, and to the address at which others reach this node."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from elaunch.launcher.errors import SiteError, UsageError
+from elaunch.rendezvous.plan import RendezvousPlan, Serving, Transport
+from elaunch.rendezvous.store import Store
+
+if TYPE_CHECKING:
+    from elaunch.launcher.head import StoreProcess
+    from elaunch.launcher.options import Options
+    from elaunch.rendezvous.access import Access
+
+# A name may be known to a cluster's resolver some time after the host is up.
+_ADDRESS_WAIT_S = 60.0
+_ADDRESS_PAUSE_S = 0.5
+
+
+@dataclass(frozen=True)
+class Reached:
+    """The store, and where this node is: `address` is what the others reach, `network` what tells the workers so.
+
+    `is_remote` says that it is in another process; `served` is that process, where it is this agent's.
+    """
+
+    store: Store
+    is_remote: bool
+    address: str = "127.0.0.1"
+    network: Mapping[str, str] = field(default_factory=dict)
+    served: StoreProcess | None = None
+
+
+def reach(options: Options, plan: RendezvousPlan, say: Callable[[str], None]) -> Reached:
+    """What the plan names; its store is served first where this node is the head. Nothing is sent to it yet.
+
+    Raises UsageError and SiteError.
+    """
+    if plan.is_alone:
+        from elaunch.rendezvous.memory import MemoryStore
+
+        return Reached(MemoryStore(), is_remote=False, address=plan.own_addr or "127.0.0.1")
+    _check_first(options, plan)
+    address = plan.own_addr or _own_address(plan, say)
+    from elaunch.launcher.head import take_the_head
+
+    served = take_the_head(plan, say)
+    try:
+        if served:
+            from elaunch.launcher.invitation import invitation
+
+            for line in invitation(options, plan, served.token):
+                say(line)
+            plan = replace(plan, token=served.token)
+        return Reached(store_of(plan), True, address, _network(_number(address, plan, say), say), served)
+    except BaseException:
+        if served:
+            served.stop()
+        raise
+
+
+def _check_first(options: Options, plan: RendezvousPlan) -> None:
+    """Raises UsageError where node rank 0 is asked for on a host that is not the master's, and nobody says it is.
+
+    Two hosts that both think so (the same command on each) would be two jobs, or one that waits in vain.
+    """
+    from elaunch.launcher.conf import understand
+    from elaunch.launcher.reach import NoAddress, Whose, whose
+
+    if plan.node_rank != 0 or not plan.master_addr or understand(options.rdzv_conf).is_host:
+        return
+    # A name that is not known yet may be this host's.
+    with suppress(NoAddress):
+        if whose(plan.master_addr) is Whose.ANOTHERS:
+            others = {2: "1", 3: "1 or 2"}.get(options.nnodes[1], f"1 to {options.nnodes[1] - 1}")
+            raise UsageError(
+                f"node rank 0 is that of the master's host, and {plan.master_addr} is no address of this one; on this"
+                f" node use --node-rank {others}, or, where {plan.master_addr} leads here all the same (a balancer),"
+                " --rdzv-conf is_host=1"
+            )
+
+
+def store_of(plan: RendezvousPlan) -> Store:
+    """The store at the plan's endpoints; nothing is sent to it yet.
+
+    Raises UsageError for a token that is too short and a transport that is not installed.
+    """
+    from elaunch.rendezvous.access import Access
+    from elaunch.rendezvous.etcd import EtcdStore
+
+    deadline_s = plan.times.call_deadline_s
+    access = Access(plan.tls, plan.login)
+    if plan.transport is Transport.GRPC:
+        return _over_grpc(plan, access)
+    if plan.tls or len(plan.endpoints) > 1:
+        return EtcdStore(plan.endpoints, access, deadline_s)
+    from elaunch.rendezvous.discovery import FoundStore
+
+    try:
+        only_ours = plan.serving is not Serving.NOTHING
+        return FoundStore(plan.endpoints[0], plan.token, access, deadline_s, only_ours=only_ours)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+
+
+def _over_grpc(plan: RendezvousPlan, access: Access) -> Store:
+    from elaunch.rendezvous.etcd import EtcdStore
+    from elaunch.rendezvous.grpc_carrier import GrpcCarrier
+    from elaunch.rendezvous.store import Denied
+
+    try:
+        return EtcdStore(plan.endpoints, access, plan.times.call_deadline_s, GrpcCarrier(access))
+    except Denied as error:
+        raise UsageError(str(error)) from None
+
+
+def _number(address: str, plan: RendezvousPlan, say: Callable[[str], None]) -> str:
+    """The address behind a name that the command line gives this node."""
+    from elaunch.launcher.reach import NoAddress, addresses, is_address, is_loopback
+
+    if is_address(address):
+        return address
+    with suppress(NoAddress):
+        if found := next((each for each in addresses(address) if not is_loopback(each)), None):
+            return found
+    return _own_address(plan, say)
+
+
+def _network(address: str, say: Callable[[str], None]) -> dict[str, str]:
+    from elaunch.launcher.interface import VARIABLE, gloo_interface
+
+    found = gloo_interface(address) if VARIABLE not in os.environ else None
+    if found is None:
+        return {}
+    interface, why = found
+    say(f"{VARIABLE}={interface} is set for the workers: {why}")
+    return {VARIABLE: interface}
+
+
+def _own_address(plan: RendezvousPlan, say: Callable[[str], None]) -> str:
+    from elaunch.launcher.reach import AddressUnclear, NoAddress, own_address
+
+    end_s = time.monotonic() + min(_ADDRESS_WAIT_S, plan.times.join_timeout_s)
+    is_said = False
+    while True:
+        try:
+            return own_address(plan.endpoints)
+        except AddressUnclear as error:
+            raise UsageError(str(error)) from None
+        except NoAddress as error:
+            if time.monotonic() > end_s:
+                raise SiteError(f"{error}; is --rdzv-endpoint right?") from None
+            if not is_said:
+                say(f"{error}; trying again for {_ADDRESS_WAIT_S:g} s")
+                is_said = True
+        time.sleep(_ADDRESS_PAUSE_S)

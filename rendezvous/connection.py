@@ -1,0 +1,94 @@
+"""One connection of a server that never waits: with or without TLS, reading what is there and writing what fits."""
+
+from __future__ import annotations
+
+import selectors
+import socket
+import ssl
+
+_READ_BYTES = 64 << 10
+# More of one connection at a time would starve the others.
+_READ_BYTES_MAX = 8 * _READ_BYTES
+# A peer that is gone without a word is given up after about this long, also while nothing is sent.
+_DEAD_AFTER_S = 20
+
+
+class Closed(Exception):
+    """The peer is gone, or never spoke TLS."""
+
+
+class Connection:
+    """An accepted socket. Where nothing can be read or written at once, `events` says what to wait for."""
+
+    def __init__(self, accepted: socket.socket, tls: ssl.SSLContext | None) -> None:
+        accepted.setblocking(False)
+        if accepted.family != socket.AF_UNIX:
+            _tune(accepted)
+        self.outgoing = bytearray()
+        self._shaken_hands = tls is None
+        self._wants = selectors.EVENT_READ
+        self.socket = accepted
+        if tls:
+            self.socket = tls.wrap_socket(accepted, server_side=True, do_handshake_on_connect=False)
+
+    @property
+    def events(self) -> int:
+        """What to wait for, in `selectors`' terms."""
+        return self._wants | (selectors.EVENT_WRITE if self.outgoing else 0)
+
+    def read(self) -> bytes:
+        """What has arrived, b"" for nothing yet. Raises Closed at the end of the stream."""
+        pieces: list[bytes] = []
+        size = 0
+        try:
+            if not self._shaken_hands:
+                self._shake_hands()
+            # What TLS holds decrypted is not seen by any selector: it is taken out in any case.
+            while size < _READ_BYTES_MAX or self._is_pending():
+                piece = self.socket.recv(_READ_BYTES)
+                if not piece:
+                    raise Closed
+                pieces.append(piece)
+                size += len(piece)
+        except (BlockingIOError, ssl.SSLWantReadError):
+            self._wants = selectors.EVENT_READ
+        except ssl.SSLWantWriteError:
+            self._wants = selectors.EVENT_READ | selectors.EVENT_WRITE
+        except OSError as error:
+            raise Closed from error
+        except Closed:
+            if not pieces:
+                raise
+        return b"".join(pieces)
+
+    def write(self) -> None:
+        """Send what is waiting in `outgoing`, as far as it fits. Raises Closed."""
+        try:
+            while self.outgoing:
+                with memoryview(self.outgoing) as view:
+                    sent = self.socket.send(view[:_READ_BYTES])
+                del self.outgoing[:sent]
+        except (BlockingIOError, ssl.SSLWantWriteError, ssl.SSLWantReadError):
+            return
+        except OSError as error:
+            raise Closed from error
+
+    def close(self) -> None:
+        self.socket.close()
+
+    def _shake_hands(self) -> None:
+        assert isinstance(self.socket, ssl.SSLSocket)
+        self.socket.do_handshake()
+        self._shaken_hands = True
+
+    def _is_pending(self) -> bool:
+        return isinstance(self.socket, ssl.SSLSocket) and self.socket.pending() > 0
+
+
+def _tune(accepted: socket.socket) -> None:
+    accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    accepted.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _DEAD_AFTER_S // 2)
+    accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _DEAD_AFTER_S // 4)
+    accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 2)
+    accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _DEAD_AFTER_S * 1000)

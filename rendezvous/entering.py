@@ -1,0 +1,104 @@
+"""A node's own transactions: a new run, membership, joining a generation, being done, leading."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from elaunch.rendezvous.codec import encode
+from elaunch.rendezvous.snapshot import Snapshot
+from elaunch.rendezvous.store import Absent, Delete, Empty, Op, Present, Put, Txn
+from elaunch.rendezvous.types import Failure, Generation, Joined, Node, OpenKind, Outcome, Terms
+
+
+def start_run(snapshot: Snapshot, terms: Terms, me: Node, lease: int) -> Txn:
+    """The first agent's transaction: this job's first run, or a new one on an id whose members are all gone.
+
+    Numbers go on where the last run's ended: whatever still carries one of those is older than all that is to come.
+    """
+    keys = snapshot.keys
+    number = snapshot.generation.number + 1 if snapshot.generation else 0
+    return Txn(
+        (snapshot.gen_guard, Empty(keys.members)),
+        (
+            *(Delete(f"{keys.root}{part}/", f"{keys.root}{part}0") for part in ("joined", "failures", "done")),
+            Delete(keys.table(0), keys.table(number)),
+            Delete(keys.ended),
+            Put(keys.spec, encode(terms)),
+            Put(keys.generation, encode(Generation(number, OpenKind.START, "the job starts"))),
+            Put(keys.leader, me.node_id, lease),
+            Put(keys.member(me.node_id), encode(me), lease),
+        ),
+    )
+
+
+def join(snapshot: Snapshot, me: Node, joined: Joined, lease: int, *, is_member: bool) -> Txn:
+    """A node's word that it can run the newest generation; the first one makes it a member.
+
+    A member whose key is gone was evicted: it is refused, and comes back as a new node.
+    """
+    assert snapshot.generation
+    keys = snapshot.keys
+    puts = (Put(keys.joined(snapshot.generation.number, me.node_id), encode(joined), lease),)
+    if is_member:
+        return Txn((snapshot.gen_guard, snapshot.live_guard, Present(keys.member(me.node_id))), puts)
+    return Txn((snapshot.gen_guard, snapshot.live_guard), (*puts, Put(keys.member(me.node_id), encode(me), lease)))
+
+
+def return_as_member(snapshot: Snapshot, me: Node, lease: int) -> Txn:
+    """After a lost lease: the same node goes on, if no generation was opened meanwhile."""
+    return Txn((snapshot.gen_guard, snapshot.live_guard), (Put(snapshot.keys.member(me.node_id), encode(me), lease),))
+
+
+def become_leader(snapshot: Snapshot, me: Node, lease: int) -> Txn:
+    """Lead, if nobody does."""
+    keys = snapshot.keys
+    return Txn(
+        (Absent(keys.leader), snapshot.live_guard, Present(keys.member(me.node_id))),
+        (Put(keys.leader, me.node_id, lease),),
+    )
+
+
+def is_done(snapshot: Snapshot, me: Node, generation: int) -> Txn:
+    """All workers of this node exited with 0."""
+    return Txn((snapshot.gen_guard, snapshot.live_guard), (Put(snapshot.keys.done(generation, me.node_id), ""),))
+
+
+def fail(snapshot: Snapshot, me: Node, failure: Failure) -> Txn:
+    """Open the next generation together with the failure that is its cause; where one is open, the record only."""
+    keys = snapshot.keys
+    opened = Generation(failure.generation + 1, OpenKind.FAIL, failure.sentence, me.node_id)
+    record = Put(keys.failure(failure.generation, me.node_id), encode(failure))
+    guards = (snapshot.gen_guard, snapshot.live_guard)
+    # GEN is of the newest generation, and a failure opens what comes after that.
+    if snapshot.generation and snapshot.generation.number > failure.generation:
+        opened = replace(opened, number=snapshot.generation.number + 1)
+        if snapshot.generation.kind.is_urgent:
+            return Txn((snapshot.live_guard,), (record,))
+    return Txn(guards, (Put(keys.generation, encode(opened)), record), (record,))
+
+
+def complete(snapshot: Snapshot, me: Node, failure: Failure) -> Txn:
+    """The record of a failure once its output is here: log tail, traceback, and what it was after all."""
+    record = Put(snapshot.keys.failure(failure.generation, me.node_id), encode(failure))
+    return Txn((snapshot.live_guard,), (record,))
+
+
+def leave(snapshot: Snapshot, me: Node, *, opens: bool, why: str) -> Txn:
+    """Go, and say so: the others need not wait for a lease's end. `opens` where they must do without a seated node."""
+    keys, generation = snapshot.keys, snapshot.generation
+    number = generation.number if generation else 0
+    own: tuple[Op, ...] = (Delete(keys.member(me.node_id)), Delete(keys.joined(number, me.node_id)))
+    if not opens or generation is None:
+        return Txn((), own)
+    opened = Generation(number + 1, OpenKind.LEAVE, f"{me.host} leaves ({why})", me.node_id)
+    return Txn((snapshot.gen_guard, snapshot.live_guard), (Put(keys.generation, encode(opened)), *own), own)
+
+
+def abdicate(snapshot: Snapshot) -> Txn:
+    """Leave the lead to others at once; where another has it already, nothing happens."""
+    return Txn((snapshot.leader_guard,), (Delete(snapshot.keys.leader),))
+
+
+def end(snapshot: Snapshot, outcome: Outcome) -> Txn:
+    """A person ends the job: nothing that is being formed can stand against that."""
+    return Txn((snapshot.live_guard,), (Put(snapshot.keys.ended, encode(outcome)),))

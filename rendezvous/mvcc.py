@@ -1,0 +1,192 @@
+"""Keys and values in memory together with their past: what each revision wrote, as etcd v3 keeps it."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from typing import NamedTuple
+
+# A range's `end` that means "to the last key", as in etcd's API.
+UNBOUNDED = b"\0"
+
+
+class Refused(Exception):
+    """A request that is not done, in etcd's words; `code` is gRPC's status code."""
+
+    def __init__(self, code: int, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+
+
+class Compacted(Refused):
+    """The revision that was asked for is forgotten; `revision` is the first that is not."""
+
+    def __init__(self, revision: int) -> None:
+        super().__init__(11, "etcdserver: mvcc: required revision has been compacted")
+        self.revision = revision
+
+
+class KeyValue(NamedTuple):
+    """One write of one key; a deletion has version 0 and only the key and the revision. `lease` is 0 for none."""
+
+    key: bytes
+    value: bytes
+    create_revision: int
+    mod_revision: int
+    version: int
+    lease: int
+
+
+class Written(NamedTuple):
+    """All that one revision wrote, in the order in which it was asked for."""
+
+    revision: int
+    events: tuple[KeyValue, ...]
+
+
+def within(key: bytes, start: bytes, end: bytes) -> bool:
+    """Whether `key` is in the range: `start` alone where `end` is empty, else from `start` to before `end`."""
+    if not end:
+        return key == start
+    return key >= start and (end == UNBOUNDED or key < end)
+
+
+def prefix_end(prefix: bytes) -> bytes:
+    """The `end` of the range of all keys that start with `prefix`, which is not empty."""
+    stem = prefix.rstrip(b"\xff")
+    return stem[:-1] + bytes([stem[-1] + 1]) if stem else UNBOUNDED
+
+
+class Keys:
+    """The versions of all keys since the last compaction.
+
+    Writes since the last `seal` are one transaction: they have the next revision, and reads see them at once.
+    """
+
+    def __init__(self) -> None:
+        self.revision = 1
+        # A fresh etcd has compacted nothing, not even revision 0.
+        self.compacted = -1
+        self.history_bytes = 0
+        self._versions: dict[bytes, list[KeyValue]] = {}
+        self._index: list[bytes] = []
+        self._history: list[Written] = []
+        self._open: list[KeyValue] = []
+
+    @property
+    def open_revision(self) -> int:
+        """The revision that a read inside of the transaction sees: the next one once something was written."""
+        return self.revision + 1 if self._open else self.revision
+
+    @property
+    def history_length(self) -> int:
+        """How many revisions are remembered."""
+        return len(self._history)
+
+    def get(self, key: bytes) -> KeyValue | None:
+        """The key as it is now."""
+        versions = self._versions.get(key)
+        return versions[-1] if versions and versions[-1].version else None
+
+    def check(self, revision: int) -> None:
+        """Raises Refused for a revision that cannot be read; 0 is now."""
+        if revision > self.revision:
+            raise Refused(11, "etcdserver: mvcc: required revision is a future revision")
+        if 0 < revision < self.compacted:
+            raise Compacted(self.compacted)
+
+    def range(self, start: bytes, end: bytes = b"", revision: int = 0) -> list[KeyValue]:
+        """The keys of a range in order, now or as they were at `revision`, which was checked."""
+        if revision <= 0 or revision >= self.open_revision:
+            found = [self._versions[key][-1] for key in self._between(start, end)]
+        else:
+            found = [kv for key in self._between(start, end) if (kv := self._at(key, revision))]
+        return [kv for kv in found if kv.version]
+
+    def put(self, key: bytes, value: bytes, lease: int) -> KeyValue | None:
+        """Write a key; what it was before."""
+        old = self.get(key)
+        revision = self.revision + 1
+        created, version = (old.create_revision, old.version + 1) if old else (revision, 1)
+        self._write(KeyValue(key, value, created, revision, version, lease))
+        return old
+
+    def delete(self, start: bytes, end: bytes = b"") -> list[KeyValue]:
+        """Delete a range; what was there."""
+        gone = self.range(start, end)
+        for old in gone:
+            self._write(KeyValue(old.key, b"", 0, self.revision + 1, 0, 0))
+        return gone
+
+    def seal(self) -> Written | None:
+        """End the transaction: what it wrote, or None."""
+        if not self._open:
+            return None
+        self.revision += 1
+        written = Written(self.revision, tuple(self._open))
+        self._open.clear()
+        self._history.append(written)
+        self.history_bytes += _size(written)
+        return written
+
+    def since(self, revision: int, count_max: int) -> Sequence[Written]:
+        """What was written at `revision` and after, at most `count_max` revisions. Raises Compacted."""
+        if revision < self.compacted:
+            raise Compacted(self.compacted)
+        first = max(revision - self._first, 0)
+        return self._history[first : first + count_max]
+
+    def compact(self, revision: int) -> None:
+        """Forget what was before `revision`. Raises Refused where that is forgotten already, or not yet written."""
+        if revision <= self.compacted:
+            raise Compacted(self.compacted)
+        if revision > self.revision:
+            raise Refused(11, "etcdserver: mvcc: required revision is a future revision")
+        past = self._history[: max(revision + 1 - self._first, 0)]
+        self.compacted = revision
+        for key in {event.key for written in past for event in written.events}:
+            # The last compaction may have pruned a key that its own revision deleted, which is still in the past.
+            if key in self._versions:
+                self._prune(key)
+        # What `revision` itself wrote is still told to watches.
+        forgotten = [written for written in past if written.revision < revision]
+        del self._history[: len(forgotten)]
+        self.history_bytes -= sum(map(_size, forgotten))
+
+    @property
+    def _first(self) -> int:
+        return self.revision + 1 - len(self._history)
+
+    def _between(self, start: bytes, end: bytes) -> Sequence[bytes]:
+        if not end:
+            return (start,) if start in self._versions else ()
+        first = bisect_left(self._index, start)
+        last = len(self._index) if end == UNBOUNDED else bisect_left(self._index, end)
+        return self._index[first:last]
+
+    def _at(self, key: bytes, revision: int) -> KeyValue | None:
+        return next((kv for kv in reversed(self._versions[key]) if kv.mod_revision <= revision), None)
+
+    def _write(self, kv: KeyValue) -> None:
+        versions = self._versions.get(kv.key)
+        if versions is None:
+            self._versions[kv.key] = [kv]
+            insort(self._index, kv.key)
+        else:
+            versions.append(kv)
+        self._open.append(kv)
+
+    def _prune(self, key: bytes) -> None:
+        versions = self._versions[key]
+        while len(versions) > 1 and versions[1].mod_revision <= self.compacted:
+            del versions[0]
+        if not versions[0].version and versions[0].mod_revision <= self.compacted:
+            del versions[0]
+        if not versions:
+            del self._versions[key]
+            del self._index[bisect_left(self._index, key)]
+
+
+def _size(written: Written) -> int:
+    return sum(len(event.key) + len(event.value) for event in written.events)

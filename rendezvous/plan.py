@@ -1,0 +1,89 @@
+"""How one node takes part in the rendezvous: where the store is, who serves it, what is fixed beforehand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from elaunch.rendezvous.times import Times
+
+
+class Transport(Enum):
+    """How a store's server is spoken to."""
+
+    GATEWAY = "gateway"  # etcd's JSON over HTTP; our own server knows nothing else
+    GRPC = "grpc"  # needs elaunch[etcd3]
+
+
+class Serving(Enum):
+    """What the head starts where nothing listens at the endpoint."""
+
+    NOTHING = "nothing"
+    MEMORY = "memory"
+    ETCD = "etcd"
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where a store listens. `host` is a name or an address, IPv6 without brackets."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+@dataclass(frozen=True)
+class Tls:
+    """Files of certificates for a real etcd that speaks https; without `ca` the system's authorities are trusted."""
+
+    ca: str | None = None
+    certificate: str | None = None
+    key: str | None = None
+
+
+@dataclass(frozen=True)
+class Login:
+    """A user of a real etcd."""
+
+    user: str
+    password: str = field(repr=False)
+
+
+@dataclass(frozen=True)
+class RendezvousPlan:
+    """What the command line says about the rendezvous; without endpoints this node is alone and needs no server.
+
+    `token` is the job's secret, empty where nobody gave one. It and `login` are used where the store asks for them.
+    `is_head` says whether this node serves the store where none listens; None is to be found out by the endpoint's
+    address. With `node_rank` the ranks follow it (static rendezvous), and so does the head. `master_addr` is the
+    job's MASTER_ADDR, as given; None is the first node's own. `local_addr` is this node's; None is the one that it
+    uses toward the endpoint.
+    """
+
+    times: Times = field(default_factory=Times)
+    endpoints: tuple[Endpoint, ...] = ()
+    tls: Tls | None = None
+    login: Login | None = None
+    token: str = field(default="", repr=False)
+    transport: Transport = Transport.GATEWAY
+    serving: Serving = Serving.NOTHING
+    is_head: bool | None = None
+    node_rank: int | None = None
+    master_addr: str | None = None
+    local_addr: str | None = None
+
+    @property
+    def own_addr(self) -> str | None:
+        """Where the others reach this node, as far as the command line says so.
+
+        MASTER_ADDR is that of the node of rank 0; in a job of one node that is always this one.
+        """
+        is_first = self.is_alone or self.node_rank == 0
+        return (self.master_addr if is_first else None) or self.local_addr
+
+    @property
+    def is_alone(self) -> bool:
+        """One node with its store in its own memory."""
+        return not self.endpoints

@@ -1,0 +1,119 @@
+"""What both sides of the served store make of the job's token: proof of who they are, and a channel nobody else reads.
+
+Both derive one Ed25519 key from the token, and from it the very same self-signed certificate: the server shows it, and
+the client trusts it alone. The client then sends a second value derived from the token. So whoever has the token is
+trusted wholly, and may also play the server.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import hmac
+import os
+import secrets
+import ssl
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+TOKEN_CHARACTERS_MIN = 16
+# Anybody who can connect sees the certificate and may try tokens against it at home: each try costs this much
+# (RFC 7914): 60 ms and 32 MB. A token that we make needs no such help.
+_SCRYPT_N, _SCRYPT_R, _SCRYPT_P = 2**15, 8, 1
+_SALT = b"elaunch: the store's certificate and bearer, 1"
+# Fixed, or the two sides would not make the same certificate. The key is as old as its token; no clock need be right.
+_SERIAL = 1
+_NOT_BEFORE = datetime.datetime(1970, 1, 1)
+_NOT_AFTER = datetime.datetime(9999, 12, 31, 23, 59, 59)
+
+
+def new_token() -> str:
+    """A token nobody can guess: 32 hexadecimal digits."""
+    return secrets.token_hex(16)
+
+
+class Secret:
+    """What a token stands for. Raises ValueError, with a sentence, for one that is too short."""
+
+    def __init__(self, token: str) -> None:
+        if len(token) < TOKEN_CHARACTERS_MIN:
+            raise ValueError(
+                f"the job's token has {len(token)} characters, and it takes at least {TOKEN_CHARACTERS_MIN} to keep"
+                f" others out; let elaunch make one, or take the output of: openssl rand -hex 16"
+            )
+        self._token = token
+
+    @cached_property
+    def bearer(self) -> str:
+        """What a client shows, as `Authorization: Bearer …`, inside of TLS only."""
+        return self._derive(b"bearer").hex()
+
+    @cached_property
+    def certificate(self) -> str:
+        """The server's, in PEM; both sides make it themselves."""
+        from cryptography import x509
+        from cryptography.hazmat.primitives.serialization import Encoding
+        from cryptography.x509.oid import NameOID
+
+        # Without extensions there is nothing that two versions of the package may write differently.
+        name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "elaunch store")])
+        builder = x509.CertificateBuilder(name, name, self._key.public_key(), _SERIAL, _NOT_BEFORE, _NOT_AFTER)
+        return builder.sign(self._key, None).public_bytes(Encoding.PEM).decode()
+
+    @cached_property
+    def key(self) -> str:
+        """The certificate's private key, in PEM: for an etcd, which reads it from a file."""
+        from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+
+        return self._key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()).decode()
+
+    def server_context(self) -> ssl.SSLContext:
+        """TLS for the side that listens."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        # Nobody resumes sessions: clients keep their connections.
+        context.num_tickets = 0
+        self._show(context)
+        return context
+
+    def client_context(self) -> ssl.SSLContext:
+        """TLS for the side that connects: only a server with the same token will do, whatever its host is called.
+
+        It shows the same certificate to a server that asks: an etcd that the head started knows its clients by it.
+        """
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        # Our server speaks 1.3; an etcd 3.5 that the head started may know nothing above this.
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_REQUIRED
+        context.load_verify_locations(cadata=self.certificate)
+        self._show(context)
+        return context
+
+    def _show(self, context: ssl.SSLContext) -> None:
+        # ssl reads keys from files only: this one is in memory, and gone with its descriptor.
+        fd = os.memfd_create("elaunch-store-key", os.MFD_CLOEXEC)
+        try:
+            os.write(fd, f"{self.key}{self.certificate}".encode())
+            context.load_cert_chain(f"/proc/self/fd/{fd}")
+        finally:
+            os.close(fd)
+
+    @cached_property
+    def _key(self) -> Ed25519PrivateKey:
+        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+        return Ed25519PrivateKey.from_private_bytes(self._derive(b"key"))
+
+    def _derive(self, label: bytes) -> bytes:
+        return hmac.digest(self._seed, label, "sha256")
+
+    @cached_property
+    def _seed(self) -> bytes:
+        memory = 256 * _SCRYPT_N * _SCRYPT_R
+        return hashlib.scrypt(
+            self._token.encode(), salt=_SALT, n=_SCRYPT_N, r=_SCRYPT_R, p=_SCRYPT_P, maxmem=memory, dklen=32
+        )

@@ -1,0 +1,50 @@
+"""The served store's process: it is given bound sockets and the job's token, and ends with who started it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+
+from elaunch.rendezvous.secret import Secret
+from elaunch.rendezvous.serving import Server
+
+
+def main(argv: Sequence[str]) -> int:
+    """`--fd N` for each bound socket; the token is a line on stdin, whose end is the end. Says "ready" when it is."""
+    # A terminal's Ctrl-C is for the agent, which needs its store until it has ended the job.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parser = argparse.ArgumentParser(prog="elaunch.rendezvous.server")
+    parser.add_argument("--fd", type=int, action="append", required=True, help="an inherited socket, bound already")
+    options = parser.parse_args(argv)
+    try:
+        secret = Secret(_read_line(0))
+    except ValueError as error:
+        print(f"elaunch's store: {error}", file=sys.stderr)
+        return 2
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    server = Server([socket.socket(fileno=fd) for fd in options.fd], secret)
+    signal.signal(signal.SIGTERM, lambda *_: server.stop())
+    server.stop_at_end_of(0)
+    with suppress(BrokenPipeError):
+        os.write(1, b"ready\n")
+    server.run()
+    return 0
+
+
+def _read_line(fd: int) -> str:
+    """The first line of `fd`, or all of it; nothing that follows a line is taken."""
+    text = b""
+    while (byte := os.read(fd, 1)) not in (b"", b"\n"):
+        text += byte
+    return text.decode()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

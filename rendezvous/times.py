@@ -1,0 +1,176 @@
+"""The protocol's times, and what must hold between them.
+
+All are durations on one host's monotonic clock. docs/protocol.md gives the history behind each inequality.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+# etcd's own: no lease is shorter, and a leader change takes a little longer than this.
+LEASE_TTL_MIN_S = 2
+# A lease may end this long after its time: etcd looks twice a second.
+LEASE_SLACK_S = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Times:
+    """How long everything waits. `Times.for_lease(ttl)` scales what hangs on the lease time.
+
+    lease_ttl_s           a silent node is lost after this long; whole seconds, etcd counts no others
+    keepalive_s           from one renewal of the lease to the next
+    call_deadline_s       for one call to one endpoint of the store, connecting included
+    backoff_max_s         between two tries to reach the store
+    spare_wait_s          a table with free seats waits for those who were ready before it, at most this long
+    last_call_s           a first generation below nodes_max waits for more nodes, counted from nodes_min on
+    join_timeout_s        below nodes_min for this long ends the job; so does a store away for it, after the last worker
+    store_timeout_s       the head's store away for this long is gone for good
+    join_gather_s         nodes that come within this time come together, in one generation
+    join_backoff_min_s    between two generations opened for newcomers, at first
+    join_backoff_max_s    … and at most, while such generations stay short
+    failure_grace_s       from a failure of the group to SIGKILL
+    stop_grace_s          from a signal to the job to SIGKILL
+    boundary_wait_s       workers that are asked to stop at a step boundary have this long, at most
+    """
+
+    lease_ttl_s: int = 3
+    keepalive_s: float = 0.8
+    call_deadline_s: float = 0.5
+    backoff_max_s: float = 0.5
+    spare_wait_s: float = 1.0
+    last_call_s: float = 2.0
+    join_timeout_s: float = 600.0
+    store_timeout_s: float = 60.0
+    join_gather_s: float = 0.1
+    join_backoff_min_s: float = 1.0
+    join_backoff_max_s: float = 60.0
+    failure_grace_s: float = 2.0
+    stop_grace_s: float = 30.0
+    boundary_wait_s: float = 10.0
+
+    @classmethod
+    def for_lease(
+        cls,
+        lease_ttl_s: int = 3,
+        *,
+        failure_grace_s: float = 2.0,
+        stop_grace_s: float = 30.0,
+        last_call_s: float = 2.0,
+        join_timeout_s: float | None = None,
+        store_timeout_s: float | None = None,
+    ) -> Times:
+        """Times in which all that was not chosen fits what was.
+
+        Renewals and call deadlines keep their share of the lease time; a backoff grows no longer than its default, or
+        a store that comes back would be found late.
+        """
+        scale = lease_ttl_s / cls.lease_ttl_s
+        fitted = cls(
+            lease_ttl_s=lease_ttl_s,
+            keepalive_s=cls.keepalive_s * scale,
+            call_deadline_s=cls.call_deadline_s * scale,
+            backoff_max_s=cls.backoff_max_s * min(1.0, scale),
+            failure_grace_s=failure_grace_s,
+            stop_grace_s=stop_grace_s,
+            last_call_s=last_call_s,
+        )
+        if join_timeout_s is None:
+            join_timeout_s = max(cls.join_timeout_s, fitted.join_timeout_min_s)
+        if store_timeout_s is None:
+            store_timeout_s = max(cls.store_timeout_s, 3 * lease_ttl_s)
+        return replace(fitted, join_timeout_s=join_timeout_s, store_timeout_s=store_timeout_s)
+
+    @property
+    def longest_stop_s(self) -> float:
+        """The longest that an agent in good health needs to stop its workers."""
+        return self.boundary_wait_s + max(self.stop_grace_s, self.failure_grace_s) + 2.0
+
+    @property
+    def form_deadline_s(self) -> float:
+        """A seated node that has neither joined nor gone after this long is evicted."""
+        return self.longest_stop_s + self.lease_ttl_s + 2.0
+
+    @property
+    def join_timeout_min_s(self) -> float:
+        """The shortest join_timeout in whole seconds that the other times leave room for."""
+        return math.floor(max(self.form_deadline_s + 2 * self.lease_ttl_s, self.last_call_s)) + 1.0
+
+    @property
+    def amnesty_s(self) -> float:
+        """A leader that was cut off itself declares nobody lost for this long after its return."""
+        return self.lease_ttl_s + LEASE_SLACK_S
+
+    def violations(self) -> tuple[str, ...]:
+        """One sentence for each inequality that does not hold."""
+        return tuple(sentence for holds, sentence in (*self._of_the_lease(), *self._of_the_waits()) if not holds)
+
+    def check(self) -> None:
+        """Raises ValueError with a sentence for each violated inequality."""
+        if found := self.violations():
+            raise ValueError("; ".join(found))
+
+    def _of_the_lease(self) -> tuple[tuple[bool, str], ...]:
+        ttl, keepalive, deadline, backoff = self.lease_ttl_s, self.keepalive_s, self.call_deadline_s, self.backoff_max_s
+        return (
+            (
+                min(ttl, keepalive, deadline, backoff) > 0,
+                f"lease_ttl ({ttl:g} s), keepalive ({keepalive:g} s), call deadline ({deadline:g} s) and backoff"
+                f" ({backoff:g} s) must all be more than 0; leave out what you do not mean to set",
+            ),
+            (
+                ttl >= LEASE_TTL_MIN_S,
+                f"lease_ttl ({ttl:g} s) is shorter than etcd's shortest, {LEASE_TTL_MIN_S} s; use lease_ttl=3",
+            ),
+            (
+                ttl == int(ttl),
+                f"lease_ttl ({ttl:g} s) is no whole number, and etcd counts whole seconds; use lease_ttl={ttl:.0f}",
+            ),
+            (
+                3 * keepalive <= ttl,
+                f"lease_ttl ({ttl:g} s) has no room for three renewals, one each {keepalive:g} s;"
+                f" use a lease_ttl of {3 * keepalive:g} s or more",
+            ),
+            (
+                3 * (keepalive + 2 * deadline) < 2 * ttl,
+                f"a renewal each {keepalive:g} s with two calls of up to {deadline:g} s does not fit into two thirds of"
+                f" lease_ttl ({ttl:g} s); use a lease_ttl above {1.5 * (keepalive + 2 * deadline):g} s",
+            ),
+            (
+                backoff + 2 * deadline < ttl,
+                f"reaching a store that was restarted takes up to {backoff:g} s of backoff and two calls of"
+                f" {deadline:g} s, and all leases end after lease_ttl ({ttl:g} s);"
+                f" use one above {backoff + 2 * deadline:g} s",
+            ),
+        )
+
+    def _of_the_waits(self) -> tuple[tuple[bool, str], ...]:
+        form, timeout, last_call = self.form_deadline_s, self.join_timeout_s, self.last_call_s
+        needed = form + 2 * self.lease_ttl_s
+        return (
+            (
+                self.spare_wait_s < form,
+                f"spare_wait ({self.spare_wait_s:g} s) is not shorter than the form deadline ({form:g} s); shorten it",
+            ),
+            (
+                last_call < timeout,
+                f"last_call ({last_call:g} s) is not shorter than join_timeout ({timeout:g} s);"
+                " lower last_call_timeout or raise join_timeout",
+            ),
+            (
+                timeout > needed,
+                f"join_timeout ({timeout:g} s) is too short for a node that stops its workers first: with stop_grace"
+                f" {self.stop_grace_s:g} s and lease_ttl {self.lease_ttl_s:g} s it must be above {needed:g} s;"
+                " raise join_timeout or lower --stop-grace",
+            ),
+            (
+                self.store_timeout_s > 2 * self.lease_ttl_s,
+                f"store_timeout ({self.store_timeout_s:g} s) gives up a store while leases may still be alive; with"
+                f" lease_ttl {self.lease_ttl_s:g} s it must be above {2 * self.lease_ttl_s:g} s",
+            ),
+            (
+                0 < self.join_backoff_min_s <= self.join_backoff_max_s,
+                f"the pause between generations for newcomers would begin at {self.join_backoff_min_s:g} s and grow to"
+                f" {self.join_backoff_max_s:g} s; the first must be the smaller one, and above 0",
+            ),
+        )

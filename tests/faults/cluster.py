@@ -1,0 +1,214 @@
+"""A job on several nodes with a real etcd, and what the fault tests ask of it."""
+
+from __future__ import annotations
+
+import copy
+import json
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import psutil
+
+from tests.etcd import Etcd, Member
+from tests.faults.meetings import Meeting, Records
+from tests.faults.processes import Watched, described, is_alive
+from tests.harness import wait_for
+from tests.nodes import Node, Nodes
+
+REDUCER = Path(__file__).with_name("reducer.py")
+# torch alone: its optimizers are not used here, and every node imports for itself on the same two cores.
+PRELOAD = ("--preload", "torch")
+PORT = 2379
+# After the last agent's end: guardians and their sweeps.
+GONE_S = 5.0
+
+
+class Cluster:
+    """`count` nodes for agents, and an etcd: one member on a node of its own, or several on `members_on`.
+
+    With `head` there is none: node 0 is to serve the store.
+
+    Use it as a context manager: all ends with it. `folder` is what all nodes see; workers and tests meet there.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        count: int = 2,
+        *,
+        members_on: Sequence[int] = (),
+        head: bool = False,
+        family: str = "ipv4",
+        own_name_is_loopback: bool = False,
+    ) -> None:
+        self.folder = folder
+        self.logs = folder / "logs"
+        self.records = Records(folder / "records")
+        self.agents: dict[int, Watched] = {}
+        self._all_agents: list[Watched] = []
+        self._etcd: Etcd | None = None
+        alone = not (members_on or head)
+        where = list(members_on) or [count]
+        self.nodes = Nodes(count + alone, own_name_is_loopback=own_name_is_loopback)
+        if head:
+            self.endpoints = f"{self.nodes[0].name}:{PORT}"
+            return
+        try:
+            self._etcd = Etcd(
+                members=len(where),
+                hosts=[getattr(self.nodes[i], family) for i in where],
+                ports=[port for _ in where for port in (PORT, PORT + 1)],
+                prefix=lambda i: self.nodes[where[i]].prefix,
+            )
+        except BaseException:
+            self.nodes.close()
+            raise
+        self.endpoints = self._etcd.endpoints
+
+    @property
+    def etcd(self) -> Etcd:
+        assert self._etcd, "the head serves the store"
+        return self._etcd
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for agent in self._all_agents:
+            agent.__exit__()
+        if self._etcd:
+            self._etcd.close()
+        self.nodes.close()
+
+    def sharing(self, folder: Path) -> Cluster:
+        """Another job's view of these nodes and this etcd, with a folder of its own; closed with this one."""
+        folder.mkdir()
+        other = copy.copy(self)
+        other.folder, other.logs, other.records = folder, folder / "logs", Records(folder / "records")
+        other.agents = {}
+        return other
+
+    def start(
+        self,
+        *indices: int,
+        nnodes: str,
+        options: Sequence[str] = (),
+        job: str = "job",
+        program: Path = REDUCER,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        """Type the command on these nodes, each in a folder of its own; what runs by it is `agents[index]`."""
+        words = ["--nnodes", nnodes, "--rdzv-endpoint", self.endpoints, "--rdzv-id", job]
+        words += ["--log-dir", str(self.logs), *PRELOAD, *options, str(program), str(self.folder)]
+        for i in indices:
+            self.type(i, *words, env=env)
+
+    def type(self, index: int, *words: str, env: Mapping[str, str] | None = None) -> None:
+        """Type exactly these words after the command's name."""
+        home = self.folder / self.nodes[index].name
+        home.mkdir(exist_ok=True)
+        self.agents[index] = Watched(home, *words, env=dict(env or {}), prefix=self.nodes[index].prefix)
+        self._all_agents.append(self.agents[index])
+
+    def meeting(self, world_size: int, after: Meeting | None = None) -> Meeting:
+        """The newest generation, once it has `world_size` ranks and all have met; `after` tells which is too old.
+
+        Fails unless they agree on all that they must.
+        """
+        oldest = after.generation + 1 if after else 0
+        try:
+            found = wait_for(
+                lambda: self.records.meeting(world_size, oldest), f"{world_size} ranks meet in {oldest} or later"
+            )
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.story()}") from None
+        self.records.check(found, {node.name: (node.ipv4, node.ipv6) for node in self.nodes})
+        return found
+
+    def node(self, name: str) -> Node:
+        return next(node for node in self.nodes if node.name == name)
+
+    def goes_on(self, meeting: Meeting, records: int = 3) -> None:
+        """Wait until every rank of that generation has recorded more steps than now; fail if a newer one started."""
+        since = len(self.records.all())
+        wanted = records * len(meeting.records)
+
+        def trained() -> bool:
+            newer = [r for r in self.records.of("started", since=since) if r["generation"] > meeting.generation]
+            assert not newer, f"generation {meeting.generation} did not go on:\n{self.story()}"
+            return len(self.records.of("step", meeting.generation, since=since)) >= wanted
+
+        wait_for(trained, f"generation {meeting.generation} goes on")
+
+    def trains_for(self, meeting: Meeting, duration_s: float) -> None:
+        """Let that generation train for so long; fail if a newer one starts, or if it stands still."""
+        until_s = time.monotonic() + duration_s
+        while time.monotonic() < until_s:
+            self.goes_on(meeting)
+
+    def ask(self, what: str, *, moment: str = "step", generation: int, rank: int) -> None:
+        """Have a rank fail at a moment: see reducer.py."""
+        partial = self.folder / f".{moment}-{generation}-{rank}"
+        partial.write_text(what)
+        partial.rename(self.folder / f"{moment}-{generation}-{rank}")
+
+    def end(self, *indices: int) -> None:
+        """Let the training end, which all these agents (else all that run) report with exit code 0; nothing is left."""
+        (self.folder / "end").touch()
+        self.ended(dict.fromkeys(indices or self.agents, 0))
+
+    def ended(self, codes: Mapping[int, int]) -> None:
+        """These agents end with these exit codes, nothing is left on their nodes, and all logs are there."""
+        got = {i: self.agents[i].wait() for i in codes}
+        assert got == codes, self.story()
+        for i in codes:
+            self.assert_nothing_is_left(self.nodes[i])
+        self.assert_logs_of_all_generations()
+
+    def assert_nothing_is_left(self, node: Node) -> None:
+        """No process (but etcd's), no cgroup and no run directory of ours is on the node."""
+        index = node.index
+
+        def left() -> list[str]:
+            found = [f"{p.pid} {described(p)}" for p in node.processes() if p.pid not in self._etcd_pids()]
+            found += [str(path) for path in node.cgroups()]
+            return found + [str(p) for agent in [self.agents[index]] for p in agent.run_dirs()]
+
+        try:
+            wait_for(lambda: not left(), "nothing is left", GONE_S)
+        except AssertionError:
+            raise AssertionError(f"left on {node}: {left()}\n{self.story()}") from None
+
+    def assert_logs_of_all_generations(self) -> None:
+        """What every worker of every generation wrote is in the log folder."""
+        texts = [path.read_text() for path in self.logs.glob("*/attempt_*/*/stdout.log")]
+        for each in self.records.of("started"):
+            assert sum(json.dumps(each) in text for text in texts) == 1, f"not logged (once): {each}"
+
+    def workers_on(self, node: Node) -> list[psutil.Process]:
+        """The living workers on a node."""
+        pids = {r["pid"] for r in self.records.of("started") if r["host"] == node.name}
+        return [psutil.Process(pid) for pid in pids if is_alive(pid)]
+
+    def story(self) -> str:
+        """What the agents have said, and the last records, for whoever must find out why a test failed."""
+        parts = [f"--- agent on node{i} ({a.process.poll()}):\n{a.stderr}" for i, a in self.agents.items()]
+        records = [
+            f"{r['at_s']:.2f} generation {r['generation']} rank {r['rank']} on {r['host']}: {r['event']}"
+            for r in self.records.of()
+            if r["event"] != "step" or not r["step"]
+        ]
+        return "\n".join([*parts, "--- records:", *records[-60:]])
+
+    def _etcd_pids(self) -> set[int]:
+        return {m.process.pid for m in self._etcd.members if m.process} if self._etcd else set()
+
+    def leader(self, job: str = "job") -> int:
+        """The index of the node whose agent leads the job."""
+        key = f"/elaunch/{job}/ctl/leader"
+        held = wait_for(lambda: self.etcd.ctl("get", "--print-value-only", key).strip().strip('"'), "a leader")
+        return self.node(held.rpartition("-")[0]).index
+
+    def member_on(self, node: Node) -> Member:
+        return next(m for m in self.etcd.members if m.endpoint.startswith(f"{node.ipv4}:"))

@@ -1,0 +1,103 @@
+"""What the nodes of the fault tests train: all-reduces over gloo, until all are told to end.
+
+Run as `reducer.py FOLDER`, a folder that all nodes see. What happens is written as one JSON record a line to
+FOLDER/records and to stdout. A file FOLDER/end ends all ranks at the same step. A file called
+FOLDER/<moment>-<generation>-<rank> makes that rank do what it says: `exit N`, `kill`, `raise`, `hang` or `deaf`
+(to SIGTERM as well). Moments are `start`, `joined`, `step`, and `last`, when all ranks have ended their loop.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+FOLDER = Path(sys.argv[1])
+RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+GENERATION = int(os.environ["ELAUNCH_GENERATION"])
+# A step is recorded this often: by it the tests see that training goes on.
+STEPS_PER_RECORD = 10
+STEP_S = 0.02
+
+
+def record(event: str, **fields: object) -> None:
+    """Tell the test, whatever becomes of the agent meanwhile, and the log."""
+    line = json.dumps(
+        {
+            "event": event,
+            "generation": GENERATION,
+            "rank": RANK,
+            "local_rank": int(os.environ["LOCAL_RANK"]),
+            "group_rank": int(os.environ["GROUP_RANK"]),
+            "world_size": WORLD_SIZE,
+            "master_addr": os.environ["MASTER_ADDR"],
+            "master_port": int(os.environ["MASTER_PORT"]),
+            "restarts": int(os.environ["TORCHELASTIC_RESTART_COUNT"]),
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "at_s": time.monotonic(),
+            **fields,
+        }
+    )
+    with (FOLDER / "records").open("a") as file:
+        file.write(line + "\n")
+    print("record", line, flush=True)
+
+
+def moment(name: str) -> None:
+    """Fail here, if the test wants that."""
+    path = FOLDER / f"{name}-{GENERATION}-{RANK}"
+    if not path.exists():
+        return
+    words = path.read_text().split()
+    path.unlink()
+    record(words[0], moment=name)
+    match words:
+        case ["exit", code]:
+            sys.exit(int(code))
+        case ["kill"]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        case ["raise"]:
+            raise RuntimeError(f"asked for by the test, in generation {GENERATION}")
+        case ["hang"]:
+            # SIGUSR1 lets it go on.
+            signal.signal(signal.SIGUSR1, lambda *_: None)
+            signal.pause()
+        case ["deaf"]:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            while True:
+                signal.pause()
+
+
+def main() -> None:
+    record("started")
+    moment("start")
+    dist.init_process_group("gloo")
+    moment("joined")
+    step = 0
+    while True:
+        # How many are here, and how many have seen the end.
+        here = torch.tensor([1, int((FOLDER / "end").exists())])
+        dist.all_reduce(here)
+        assert int(here[0]) == WORLD_SIZE
+        if step % STEPS_PER_RECORD == 0:
+            record("step", step=step)
+        if here[1]:
+            break
+        moment("step")
+        step += 1
+        time.sleep(STEP_S)
+    moment("last")
+    record("ended", step=step)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

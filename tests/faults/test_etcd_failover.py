@@ -1,0 +1,213 @@
+"""The store's client on three members of etcd, while they are killed, stopped and restarted one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Any
+
+import pytest
+
+from elaunch.rendezvous.etcd import EtcdStore
+from elaunch.rendezvous.gateway import range_end
+from elaunch.rendezvous.gateway_carrier import GatewayCarrier, GatewayStream
+from elaunch.rendezvous.store import Delete, HistoryLost, Put, Txn, Unavailable, Update
+from tests.etcd import VERSIONS, Etcd, Member, client
+from tests.faults.etcd_traffic import LEASE, PREFIX, Traffic
+from tests.harness import wait_for
+
+by_both = pytest.mark.parametrize(
+    ("cluster", "transport"),
+    [
+        *((version, "gateway") for version in VERSIONS),
+        (VERSIONS[-1], "grpc"),
+        pytest.param(VERSIONS[0], "grpc", marks=pytest.mark.slow),
+    ],
+    indirect=True,
+)
+
+
+@pytest.fixture(scope="module", params=VERSIONS)
+def cluster(request: pytest.FixtureRequest) -> Iterator[Etcd]:
+    with Etcd(request.param, members=3) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def etcd(cluster: Etcd) -> Etcd:
+    """All members run, and nothing is left of the test before."""
+    for member in cluster.members:
+        member.revive()
+    cluster.leader()
+    with closing(EtcdStore(cluster.addresses, deadline_s=10)) as store:
+        store.revoke(LEASE)
+        store.commit(Txn((), (Delete(PREFIX, range_end(PREFIX).decode()),)))
+    return cluster
+
+
+@pytest.fixture
+def transport(request: pytest.FixtureRequest) -> str:
+    return str(getattr(request, "param", "gateway"))
+
+
+@pytest.fixture
+def store(etcd: Etcd, transport: str) -> Iterator[EtcdStore]:
+    with closing(client(etcd.addresses, transport)) as store:
+        yield store
+
+
+@pytest.fixture
+def fresh(etcd: Etcd) -> Iterator[EtcdStore]:
+    with closing(EtcdStore(etcd.addresses, deadline_s=10)) as store:
+        yield store
+
+
+def at_first(etcd: Etcd, member: Member, transport: str) -> closing[EtcdStore]:
+    """A store that talks to `member` as long as that answers."""
+    order = sorted(range(len(etcd.members)), key=lambda i: etcd.members[i] is not member)
+    return closing(client([etcd.addresses[i] for i in order], transport))
+
+
+@by_both
+def test_the_leaders_death_loses_no_event_and_no_lease(etcd: Etcd, transport: str, fresh: EtcdStore) -> None:
+    leader = etcd.leader()
+    with at_first(etcd, leader, transport) as store, Traffic(store) as traffic:
+        leader.kill()
+        traffic.wait_for_writes(20)
+
+        assert etcd.leader() is not leader
+        leader.start()
+        leader.wait_ready()
+        traffic.wait_for_writes(20)
+    traffic.assert_nothing_was_lost_or_repeated(fresh)
+    traffic.assert_the_lease_is_kept()
+    assert max(traffic.gaps_s) > 0.5, "nobody else can be elected sooner"
+
+
+@by_both
+def test_a_rolling_restart_loses_no_event_and_no_lease(etcd: Etcd, store: EtcdStore, fresh: EtcdStore) -> None:
+    with Traffic(store) as traffic:
+        for member in etcd.members:
+            member.terminate()
+            traffic.wait_for_writes(10)
+            member.start()
+            member.wait_ready()
+            etcd.leader()
+            traffic.wait_for_writes(10)
+
+    traffic.assert_nothing_was_lost_or_repeated(fresh)
+    traffic.assert_the_lease_is_kept()
+
+
+@by_both
+def test_a_member_that_hangs_is_left_by_calls_and_watches(etcd: Etcd, transport: str, fresh: EtcdStore) -> None:
+    # Not the leader: nothing but this connection suffers.
+    member = next(member for member in etcd.members if member is not etcd.leader())
+    with at_first(etcd, member, transport) as store, Traffic(store) as traffic:
+        member.stop()
+        traffic.wait_for_writes(20)
+
+        traffic.wait_until_told()
+        member.go_on()
+        traffic.wait_for_writes(20)
+    traffic.assert_nothing_was_lost_or_repeated(fresh)
+    traffic.assert_the_lease_is_kept()
+    assert max(traffic.gaps_s) > 0.4, "the call to the stopped member must have run into its deadline"
+
+
+@by_both
+def test_a_leader_that_hangs_is_replaced(etcd: Etcd, transport: str, fresh: EtcdStore) -> None:
+    leader = etcd.leader()
+    with at_first(etcd, leader, transport) as store, Traffic(store) as traffic:
+        leader.stop()
+        traffic.wait_for_writes(20)
+
+        leader.go_on()
+        traffic.wait_for_writes(20)
+    traffic.assert_nothing_was_lost_or_repeated(fresh)
+    traffic.assert_the_lease_is_kept()
+    assert max(traffic.gaps_s) > 0.4, "the call to the stopped leader must have run into its deadline"
+
+
+@by_both
+def test_without_a_majority_calls_fail_in_words_and_go_on_when_it_is_back(
+    etcd: Etcd, store: EtcdStore, fresh: EtcdStore
+) -> None:
+    with Traffic(store) as traffic:
+        for member in etcd.members[:2]:
+            member.stop()
+        failed = len(traffic.unavailable)
+        wait_for(lambda: len(traffic.unavailable) >= failed + 3, "calls that fail")
+
+        for member in etcd.members[:2]:
+            member.go_on()
+        traffic.wait_for_writes(20)
+    traffic.assert_nothing_was_lost_or_repeated(fresh)
+    traffic.assert_the_lease_is_kept()
+    assert all(member.endpoint in traffic.unavailable[failed + 1] for member in etcd.members)
+
+
+@by_both
+def test_the_end_of_all_members_is_outlived(etcd: Etcd, store: EtcdStore, fresh: EtcdStore) -> None:
+    with Traffic(store, keep_alive=False, ttl_s=60) as traffic:
+        for member in etcd.members:
+            member.kill()
+        failed = len(traffic.unavailable)
+        wait_for(lambda: len(traffic.unavailable) >= failed + 10, "calls that fail")
+
+        for member in etcd.members:
+            member.start()
+        traffic.wait_for_writes(20)
+    traffic.assert_nothing_was_lost_or_repeated(fresh)
+    traffic.assert_the_lease_is_kept()
+
+
+def test_a_watch_leaves_a_member_that_has_no_leader(etcd: Etcd) -> None:
+    class Counting(GatewayCarrier):
+        opened = 0
+
+        def stream(self, *args: Any) -> GatewayStream:
+            self.opened += 1
+            return super().stream(*args)
+
+    carrier = Counting()
+    with closing(EtcdStore(etcd.addresses[:1], carrier=carrier)) as store:
+        store.watch(PREFIX, store.read(PREFIX).revision, lambda _: None)
+        wait_for(lambda: carrier.opened == 1, "the watch")
+
+        for member in etcd.members[1:]:
+            member.stop()
+
+        wait_for(lambda: carrier.opened > 1, "another attempt")
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_store_whose_revision_went_back_has_lost_its_history(version: str) -> None:
+    told: list[Update] = []
+    with Etcd(version) as etcd:
+        store = EtcdStore(etcd.addresses)
+        port = etcd.addresses[0].port
+        for _ in range(5):
+            store.commit(Txn((), (Put(f"{PREFIX}n", ""),)))
+        store.watch(PREFIX, store.read(PREFIX).revision, told.append)
+        peer_port = int(etcd.peers[0].rpartition(":")[2])
+    with pytest.raises(Unavailable, match="nobody listens"):
+        store.read(PREFIX)
+
+    with Etcd(version, ports=[port, peer_port]), pytest.raises(HistoryLost, match="revision 6 before, revision 1 now"):
+        store.read(PREFIX)
+
+    wait_for(lambda: told, "the watch's end")
+    assert [type(update) for update in told] == [HistoryLost]
+    with pytest.raises(HistoryLost):
+        store.commit(Txn(()))
+    store.close()
+
+
+def test_another_cluster_among_the_endpoints_is_noticed() -> None:
+    with Etcd() as one, Etcd() as other, closing(EtcdStore([*one.addresses, *other.addresses])) as store:
+        store.read(PREFIX)
+        one.members[0].kill()
+
+        with pytest.raises(HistoryLost, match=r"cluster \d+ before, cluster \d+ now"):
+            store.read(PREFIX)

@@ -1,0 +1,255 @@
+"""A watch of the store's client, while its connection breaks, its history is compacted, and its process forks."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+
+import pytest
+
+from elaunch.rendezvous.etcd import EtcdStore
+from elaunch.rendezvous.store import Changes, Delete, Entry, Put, Txn, Update, View
+from tests.etcd import TRANSPORTS, VERSIONS, Etcd, client
+from tests.harness import wait_for
+from tests.relay import Listener, relay, silent
+
+PREFIX = "/elaunch/watch/"
+A, B = f"{PREFIX}a", f"{PREFIX}b"
+
+
+@pytest.fixture(scope="module", params=VERSIONS)
+def etcd(request: pytest.FixtureRequest) -> Iterator[Etcd]:
+    with Etcd(request.param) as server:
+        yield server
+
+
+@pytest.fixture
+def way(etcd: Etcd) -> Iterator[Listener]:
+    """What the watching client goes through."""
+    with relay(etcd.addresses[0]) as listener:
+        yield listener
+
+
+@pytest.fixture(params=TRANSPORTS)
+def watching(way: Listener, request: pytest.FixtureRequest) -> Iterator[EtcdStore]:
+    with closing(client([way.endpoint], request.param, deadline_s=10)) as store:
+        yield store
+
+
+@pytest.fixture
+def direct(etcd: Etcd) -> Iterator[EtcdStore]:
+    with closing(EtcdStore(etcd.addresses, deadline_s=10)) as store:
+        store.commit(Txn((), (Delete(PREFIX, PREFIX[:-1] + "0"),)))
+        yield store
+
+
+def put(store: EtcdStore, key: str, value: str = "") -> int:
+    return store.commit(Txn((), (Put(key, value),))).revision
+
+
+class Told:
+    """What a watch told, and what a reader who believes it holds for true."""
+
+    def __init__(self) -> None:
+        self.updates: list[Update] = []
+        self.entries: dict[str, Entry] = {}
+        self.revision = 0
+
+    def __call__(self, update: Update) -> None:
+        self.updates.append(update)
+        assert isinstance(update, Changes | View)
+        assert update.revision > self.revision
+        if isinstance(update, View):
+            self.entries = dict(update.entries)
+        for key, entry in update.entries.items():
+            if entry:
+                self.entries[key] = entry
+            else:
+                del self.entries[key]
+        self.revision = update.revision
+
+    def wait_for(self, revision: int) -> None:
+        wait_for(lambda: self.revision >= revision, f"word of revision {revision}; told {self.updates[-3:]}")
+
+
+def test_a_broken_connection_loses_and_repeats_nothing(watching: EtcdStore, direct: EtcdStore, way: Listener) -> None:
+    told, before = Told(), direct.read(PREFIX).revision
+    watching.watch(PREFIX, before, told)
+
+    for turn in range(30):
+        told.wait_for(put(direct, A, str(turn)))
+        if turn % 3 == 0:
+            way.cut()
+            put(direct, B, str(turn))
+            way.restore()
+        elif turn % 3 == 1:
+            way.hang_up()
+
+    told.wait_for(put(direct, A, "end"))
+    assert [update.revision for update in told.updates if isinstance(update, Changes)] == list(
+        range(before + 1, before + 42)
+    )
+    assert way.accepted > 20
+
+
+def test_a_watch_whose_history_was_compacted_is_told_a_view_and_goes_on(
+    etcd: Etcd, watching: EtcdStore, direct: EtcdStore, way: Listener
+) -> None:
+    told = Told()
+    watching.watch(PREFIX, direct.read(PREFIX).revision, told)
+    told.wait_for(put(direct, A, "1"))
+
+    way.cut()
+    for turn in range(5):
+        put(direct, B, str(turn))
+    compacted = put(direct, A, "2")
+    etcd.compact(compacted)
+    way.restore()
+    told.wait_for(compacted)
+    told.wait_for(put(direct, B, "last"))
+
+    kinds = [type(update) for update in told.updates]
+    assert kinds == [Changes, View, Changes]
+    assert told.entries == direct.read(PREFIX).entries
+
+
+def test_a_deletion_at_the_very_revision_that_is_compacted_is_not_missed(
+    etcd: Etcd, watching: EtcdStore, direct: EtcdStore, way: Listener
+) -> None:
+    told = Told()
+    watching.watch(PREFIX, direct.read(PREFIX).revision, told)
+    put(direct, A)
+    told.wait_for(put(direct, B))
+
+    way.cut()
+    etcd.compact(direct.commit(Txn((), (Delete(A),))).revision)
+    way.restore()
+    told.wait_for(put(direct, B, "last"))
+
+    # etcd itself takes a watch from the deletion's own revision, and never tells of it.
+    assert list(told.entries) == [B]
+
+
+def test_a_compaction_behind_what_was_told_costs_no_view(
+    etcd: Etcd, watching: EtcdStore, direct: EtcdStore, way: Listener
+) -> None:
+    told = Told()
+    watching.watch(PREFIX, direct.read(PREFIX).revision, told)
+    last = put(direct, A)
+    told.wait_for(last)
+
+    etcd.compact(last)
+    way.hang_up()
+    told.wait_for(put(direct, B))
+
+    assert [type(update) for update in told.updates] == [Changes, Changes]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_cuts_and_compactions_at_random_leave_a_reader_with_the_truth(
+    etcd: Etcd, watching: EtcdStore, direct: EtcdStore, way: Listener, seed: int
+) -> None:
+    rng = random.Random(seed)
+    told = Told()
+    watching.watch(PREFIX, direct.read(PREFIX).revision, told)
+
+    revision = compacted = 0
+    for turn in range(60):
+        keys = rng.sample(range(5), 2)
+        ops = (Put(f"{PREFIX}{keys[0]}", str(turn)), Delete(f"{PREFIX}{keys[1]}"))
+        revision = direct.commit(Txn((), ops)).revision
+        match rng.randrange(12):
+            case 0 | 1:
+                way.hang_up()
+            case 2:
+                way.cut()
+            case 3 | 4:
+                way.restore()
+            case 5:
+                compacted = rng.randint(max(compacted + 1, revision - 3), revision)
+                etcd.compact(compacted)
+            case 6:
+                way.restore()
+                told.wait_for(revision)
+    way.restore()
+    told.wait_for(revision)
+
+    assert told.entries == direct.read(PREFIX).entries, f"seed {seed}"
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_watch_goes_on_from_a_member_that_never_answers_to_one_that_does(
+    etcd: Etcd, direct: EtcdStore, transport: str
+) -> None:
+    told, before = Told(), direct.read(PREFIX).revision
+    with silent() as mute, closing(client([mute.endpoint, *etcd.addresses], transport, deadline_s=0.7)) as store:
+        store.watch(PREFIX, before, told)
+
+        told.wait_for(put(direct, A))
+        assert mute.accepted
+
+
+def test_closing_a_watch_ends_its_thread_and_its_connection(watching: EtcdStore, direct: EtcdStore) -> None:
+    before = threading.active_count()
+    told = Told()
+    watch = watching.watch(PREFIX, direct.read(PREFIX).revision, told)
+    told.wait_for(put(direct, A))
+
+    watch.close()
+
+    wait_for(lambda: threading.active_count() <= before + 2, "the end of the thread")
+    assert not [thread for thread in threading.enumerate() if thread.name == f"watch {PREFIX}"]
+
+
+def test_a_watch_that_waits_for_its_server_is_closed_at_once(watching: EtcdStore, way: Listener) -> None:
+    way.cut()
+    watch = watching.watch(PREFIX, 0, Told())
+    accepted = way.accepted
+    wait_for(lambda: way.accepted >= accepted + 3, "attempts")
+
+    watch.close()
+
+    assert not [thread for thread in threading.enumerate() if thread.name == f"watch {PREFIX}"]
+
+
+FORKING = """
+import os, sys, threading
+from elaunch.rendezvous.etcd import EtcdStore
+from elaunch.rendezvous.plan import Endpoint
+from elaunch.rendezvous.store import Put, Txn
+
+store = EtcdStore([Endpoint("127.0.0.1", int(sys.argv[1]))], deadline_s=10)
+told = []
+store.watch("/elaunch/watch/", store.read("/elaunch/watch/").revision, told.append)
+for turn in range(20):
+    store.commit(Txn((), (Put("/elaunch/watch/parent", str(turn)),)))
+    pid = os.fork()
+    if not pid:
+        if turn % 2:
+            store.commit(Txn((), (Put("/elaunch/watch/child", str(turn)),)))
+            store.close()
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    store.read("/elaunch/watch/")
+final = store.commit(Txn((), (Put("/elaunch/watch/parent", "end"),))).revision
+while not told or told[-1].revision < final:
+    pass
+print([update.revision for update in told] == list(range(final - 30, final + 1)))
+"""
+
+
+def test_forks_harm_neither_side(etcd: Etcd, direct: EtcdStore) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FORKING, str(etcd.addresses[0].port)],
+        env=dict(os.environ),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+    assert done.stdout == "True\n", done.stderr

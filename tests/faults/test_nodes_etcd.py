@@ -1,0 +1,186 @@
+"""An etcd that fails under a job on several nodes: a member, the leader, its host, all of it, its data."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+from tests.faults.cluster import Cluster
+from tests.faults.processes import is_alive
+from tests.harness import wait_for
+from tests.nodes import needs_nodes
+
+pytestmark = needs_nodes
+
+THREE = (0, 1, 2)
+
+
+def test_a_node_lost_together_with_its_etcd_member_costs_what_a_node_costs(tmp_path: Path) -> None:
+    with Cluster(tmp_path, 3, members_on=THREE) as cluster:
+        cluster.start(0, 1, 2, nnodes="2:3")
+        first = cluster.meeting(3)
+        # The worst of them: its member leads etcd.
+        lost = next(node for node in cluster.nodes if cluster.member_on(node) is cluster.etcd.leader())
+
+        lost.power_off()
+
+        second = cluster.meeting(2, after=first)
+        assert second.hosts == [host for host in first.hosts if host != lost.name]
+        assert second.restarts == 0
+        cluster.end(*({0, 1, 2} - {lost.index}))
+
+
+def test_a_killed_etcd_leader_costs_nothing(tmp_path: Path) -> None:
+    with Cluster(tmp_path, 3, members_on=THREE) as cluster:
+        cluster.start(0, 1, 2, nnodes="3")
+        first = cluster.meeting(3)
+        leader = cluster.etcd.leader()
+
+        leader.kill()
+
+        cluster.trains_for(first, 8)
+        assert cluster.etcd.leader() is not leader
+        os.kill(first.pid(1), signal.SIGKILL)
+        second = cluster.meeting(3, after=first)
+        assert second.generation == first.generation + 1
+        assert second.restarts == 1
+        cluster.end()
+
+
+def test_a_worker_that_fails_while_etcd_has_no_leader_is_a_restart(tmp_path: Path) -> None:
+    with Cluster(tmp_path, 3, members_on=THREE) as cluster:
+        cluster.start(0, 1, 2, nnodes="3")
+        first = cluster.meeting(3)
+
+        cluster.etcd.leader().kill()
+        os.kill(first.pid(1), signal.SIGKILL)
+
+        second = cluster.meeting(3, after=first)
+        assert second.generation == first.generation + 1
+        assert second.restarts == 1
+        cluster.end()
+
+
+def test_training_goes_on_while_all_of_etcd_is_away_and_no_generation_opens_when_it_is_back(tmp_path: Path) -> None:
+    with Cluster(tmp_path, 3, members_on=THREE) as cluster:
+        cluster.start(0, 1, 2, nnodes="2:3")
+        meeting = cluster.meeting(3)
+
+        for member in cluster.etcd.members:
+            member.kill()
+
+        cluster.trains_for(meeting, 20)
+        for agent in cluster.agents.values():
+            agent.wait_for_output("the store is away")
+        for member in cluster.etcd.members:
+            member.start()
+        for agent in cluster.agents.values():
+            agent.wait_for_output("the store is back")
+        # Whoever was taken for lost would be by then.
+        cluster.trains_for(meeting, 8)
+        cluster.end()
+
+
+def test_a_node_cut_off_with_its_own_etcd_member_is_given_up_and_comes_back(tmp_path: Path) -> None:
+    with Cluster(tmp_path, 3, members_on=THREE) as cluster:
+        cluster.start(0, 1, 2, nnodes="2:3")
+        first = cluster.meeting(3)
+        # Worse than any other: its member has a leader's memory of all keys, and answers without asking anybody.
+        victim = next(node for node in cluster.nodes if cluster.member_on(node) is cluster.etcd.leader())
+
+        victim.unplug()
+
+        second = cluster.meeting(2, after=first)
+        assert victim.name not in second.hosts
+        victim.plug_in()
+        third = cluster.meeting(3, after=second)
+        assert third.hosts == [*second.hosts, victim.name]
+        assert third.restarts == 0
+        cluster.records.assert_ended_before(third, rank=2, generation=first.generation)
+        cluster.end()
+
+
+def test_a_worker_that_fails_while_etcd_is_away_is_a_restart_when_it_is_back(tmp_path: Path) -> None:
+    with Cluster(tmp_path, 2) as cluster:
+        cluster.start(0, 1, nnodes="2")
+        first = cluster.meeting(2)
+        (member,) = cluster.etcd.members
+        member.kill()
+        cluster.trains_for(first, 5)
+
+        os.kill(first.pid(1), signal.SIGKILL)
+
+        index = cluster.node(first.hosts[1]).index
+        cluster.agents[index].wait_for_output("was killed by SIGKILL in generation 0")
+        assert not cluster.records.of("started", 1)
+        member.start()
+        second = cluster.meeting(2, after=first)
+        assert second.generation == first.generation + 1
+        cluster.end()
+
+
+def test_an_etcd_that_hangs_is_one_that_is_away(tmp_path: Path) -> None:
+    with Cluster(tmp_path, 2) as cluster:
+        cluster.start(0, 1, nnodes="2")
+        meeting = cluster.meeting(2)
+        (member,) = cluster.etcd.members
+
+        member.stop()
+
+        for agent in cluster.agents.values():
+            agent.wait_for_output("the store is away")
+        cluster.goes_on(meeting)
+        member.go_on()
+        for agent in cluster.agents.values():
+            agent.wait_for_output("the store is back")
+        cluster.trains_for(meeting, 5)
+        cluster.end()
+
+
+def test_an_etcd_that_was_cut_off_from_everybody_until_all_leases_ended_costs_nothing(tmp_path: Path) -> None:
+    with Cluster(tmp_path, 3) as cluster:
+        cluster.start(0, 1, 2, nnodes="2:3")
+        meeting = cluster.meeting(3)
+
+        cluster.nodes[3].unplug()
+        members = ("get", "--prefix", "--keys-only", "/elaunch/job/members/")
+        wait_for(lambda: not cluster.etcd.ctl(*members).strip(), "all leases have ended")
+
+        cluster.goes_on(meeting)
+        cluster.nodes[3].plug_in()
+        wait_for(lambda: len(cluster.etcd.ctl(*members).split()) == 3, "all are members again")
+        # Whoever was taken for lost would be by then.
+        cluster.trains_for(meeting, 6)
+        cluster.end()
+
+
+def test_an_agent_that_finds_no_etcd_waits_for_it(tmp_path: Path) -> None:
+    with Cluster(tmp_path, 2) as cluster:
+        (member,) = cluster.etcd.members
+        member.kill()
+        cluster.start(0, 1, nnodes="2")
+        for agent in cluster.agents.values():
+            agent.wait_for_output("waiting for the store")
+
+        member.start()
+
+        cluster.meeting(2)
+        cluster.end()
+
+
+def test_an_etcd_that_has_lost_its_history_ends_the_job_with_a_sentence(tmp_path: Path) -> None:
+    with Cluster(tmp_path, 2) as cluster:
+        cluster.start(0, 1, nnodes="2")
+        meeting = cluster.meeting(2)
+        (member,) = cluster.etcd.members
+
+        member.kill()
+        cluster.nodes[2].power_off()
+        cluster.nodes[2].power_on()
+        member.start()
+
+        cluster.ended({0: 3, 1: 3})
+        assert not any(is_alive(meeting.pid(rank)) for rank in (0, 1))
+        for agent in cluster.agents.values():
+            assert "history" in agent.stderr, agent.stderr

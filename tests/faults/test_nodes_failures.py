@@ -1,0 +1,344 @@
+"""Workers and agents that fail on one of several nodes, each with an agent on one real etcd."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.faults.cluster import Cluster
+from tests.faults.processes import is_alive
+from tests.harness import wait_for
+from tests.nodes import needs_nodes
+
+pytestmark = needs_nodes
+
+
+def test_a_worker_killed_on_one_node_restarts_the_workers_of_all(tmp_path: Path) -> None:
+    with Cluster(tmp_path, 2) as cluster:
+        cluster.start(0, 1, nnodes="2", options=("--nproc-per-node", "2"))
+        first = cluster.meeting(4)
+        victim = first.ranks_on(cluster.nodes[0])[1]
+
+        os.kill(first.pid(victim), signal.SIGKILL)
+
+        second = cluster.meeting(4, after=first)
+        assert second.generation == first.generation + 1
+        assert second.restarts == 1
+        assert second.hosts == first.hosts
+        assert not any(is_alive(first.pid(rank)) for rank in range(4))
+        said = (
+            rf"rank {victim} \(local rank 1 on node0, pid {first.pid(victim)}\) was killed by SIGKILL in generation 0"
+        )
+        assert re.search(said, cluster.agents[0].stderr)
+        assert re.search(said, cluster.agents[1].stderr), "the other node says the cause, too"
+        cluster.end()
+
+
+def test_two_workers_that_fail_at_once_are_one_restart(tmp_path: Path) -> None:
+    with Cluster(tmp_path, 2) as cluster:
+        cluster.start(0, 1, nnodes="2", options=("--max-restarts", "1"))
+        first = cluster.meeting(2)
+
+        for rank in (0, 1):
+            os.kill(first.pid(rank), signal.SIGKILL)
+
+        second = cluster.meeting(2, after=first)
+        assert second.generation == first.generation + 1
+        assert second.restarts == 1
+        cluster.end()
+
+
+def test_a_worker_and_another_node_that_fail_at_once_are_one_new_generation(tmp_path: Path) -> None:
+    with Cluster(tmp_path, 3) as cluster:
+        cluster.start(0, 1, 2, nnodes="2:3")
+        first = cluster.meeting(3)
+        lost = cluster.node(first.hosts[2])
+
+        lost.power_off()
+        os.kill(first.pid(0), signal.SIGKILL)
+
+        second = cluster.meeting(2, after=first)
+        assert second.generation == first.generation + 1
+        assert second.hosts == first.hosts[:2]
+        cluster.end(*({0, 1, 2} - {lost.index}))
+
+
+def test_a_fork_server_killed_on_one_node_restarts_the_workers_of_all(tmp_path: Path) -> None:
+    with Cluster(tmp_path, 2) as cluster:
+        cluster.start(0, 1, nnodes="2")
+        first = cluster.meeting(2)
+
+        cluster.agents[1].fork_server().kill()
+
+        second = cluster.meeting(2, after=first)
+        assert second.generation == first.generation + 1
+        assert "fork server was killed by SIGKILL" in cluster.agents[0].stderr, "the other node says the cause, too"
+        cluster.end()
+
+
+def test_two_nodes_lost_at_once_are_one_new_generation_of_the_others(tmp_path: Path) -> None:
+    with Cluster(tmp_path, 4) as cluster:
+        cluster.start(0, 1, 2, 3, nnodes="2:4")
+        first = cluster.meeting(4)
+        lost = [cluster.node(first.hosts[rank]) for rank in (0, 2)]
+
+        for node in lost:
+            node.power_off()
+
+        second = cluster.meeting(2, after=first)
+        assert second.hosts == [first.hosts[1], first.hosts[3]]
+        assert second.restarts == 0
+        cluster.end(*(i for i in range(4) if cluster.nodes[i] not in lost))
+
+
+def test_a_failure_with_no_restart_left_ends_all_agents_with_the_same_first_failure(tmp_path: Path) -> None:
+    with Cluster(tmp_path, 3) as cluster:
+        cluster.start(0, 1, 2, nnodes="3", options=("--max-restarts", "1"))
+        first = cluster.meeting(3)
+        os.kill(first.pid(0), signal.SIGKILL)
+        second = cluster.meeting(3, after=first)
+
+        cluster.ask("exit 7", generation=second.generation, rank=2)
+
+        cluster.ended({0: 1, 1: 1, 2: 1})
+        words = rf"rank 2 \(local rank 0 on {second.hosts[2]}, pid {second.pid(2)}\) exited with code 7 in generation 1"
+        for agent in cluster.agents.values():
+            assert re.search(rf"^{words}\.$", agent.stderr, re.MULTILINE), agent.stderr
+            assert "1 of 1 restarts used" in agent.stderr
+
+
+@pytest.mark.parametrize("how", ["exit 7", "kill"])
+def test_with_max_restarts_0_any_failure_ends_the_job_on_all_nodes(tmp_path: Path, how: str) -> None:
+    with Cluster(tmp_path, 2) as cluster:
+        cluster.start(0, 1, nnodes="2", options=("--max-restarts", "0"))
+        meeting = cluster.meeting(2)
+
+        cluster.ask(how, generation=0, rank=1)
+
+        cluster.ended({0: 1, 1: 1})
+        assert {r["generation"] for r in cluster.records.of("started")} == {0}
+        for agent in cluster.agents.values():
+            assert f"(local rank 0 on {meeting.hosts[1]}, pid {meeting.pid(1)})" in agent.stderr
+
+
+def test_with_max_restarts_0_a_lost_node_ends_the_job(tmp_path: Path) -> None:
+    with Cluster(tmp_path, 2) as cluster:
+        cluster.start(0, 1, nnodes="2", options=("--max-restarts", "0"))
+        cluster.meeting(2)
+
+        cluster.nodes[1].power_off()
+
+        cluster.ended({0: 1})
+        assert "node1" in cluster.agents[0].stderr
+
+
+def test_a_failure_on_one_node_runs_the_nodes_again_that_were_done(tmp_path: Path) -> None:
+    with Cluster(tmp_path, 2) as cluster:
+        cluster.start(0, 1, nnodes="2")
+        first = cluster.meeting(2)
+        cluster.ask("hang", moment="last", generation=0, rank=1)
+        (tmp_path / "end").touch()
+        wait_for(lambda: cluster.records.of("hang"), "rank 1 hangs at its end")
+        wait_for(lambda: not is_alive(first.pid(0)), "rank 0 has ended")
+        (tmp_path / "end").unlink()
+
+        os.kill(first.pid(1), signal.SIGKILL)
+
+        second = cluster.meeting(2, after=first)
+        assert [r["rank"] for r in cluster.records.of("ended", 0)] == [0]
+        assert re.search(r"running again: rank 1 .* was killed by SIGKILL", cluster.agents[0].stderr)
+        assert second.restarts == 1
+        cluster.end()
+
+
+def test_a_library_that_one_node_lacks_ends_the_job_without_another_try(tmp_path: Path) -> None:
+    with Cluster(tmp_path, 2) as cluster:
+        program = tmp_path / "train.py"
+        program.write_text("import time, of_node0\ntime.sleep(600)\n")
+        (tmp_path / "node0").mkdir()
+        (tmp_path / "node0" / "of_node0.py").touch()
+
+        cluster.start(0, 1, nnodes="2", program=program, env={"PYTHONPATH": "."})
+
+        cluster.ended({0: 1, 1: 1})
+        for agent in cluster.agents.values():
+            assert "ModuleNotFoundError: No module named 'of_node0'" in agent.stderr
+            assert "host      : node1" in agent.stderr
+            assert "generation 1" not in agent.stderr
+
+
+def test_a_killed_agent_takes_its_workers_along_and_its_successor_takes_its_place(tmp_path: Path) -> None:
+    with Cluster(tmp_path, 2) as cluster:
+        cluster.start(0, 1, nnodes="2")
+        first = cluster.meeting(2)
+        rank = first.ranks_on(cluster.nodes[1])[0]
+
+        killed_at_s = cluster.agents[1].kill_agent()
+
+        cluster.agents[1].assert_nothing_is_left(killed_at_s, [first.pid(rank)])
+        cluster.start(1, nnodes="2")
+        second = cluster.meeting(2, after=first)
+        assert second.restarts == 0, "a lost node is nobody's failure"
+        assert second.hosts[0] == "node0", "the survivor has rank 0"
+        cluster.end()
+
+
+@pytest.mark.parametrize("leads", [True, False])
+def test_a_killed_agents_node_is_given_up_and_the_others_go_on(tmp_path: Path, leads: bool) -> None:
+    with Cluster(tmp_path, 3) as cluster:
+        cluster.start(0, 1, 2, nnodes="2:3")
+        first = cluster.meeting(3)
+        index = cluster.leader() if leads else (cluster.leader() + 1) % 3
+
+        cluster.agents[index].kill_agent()
+
+        second = cluster.meeting(2, after=first)
+        assert second.hosts == [host for host in first.hosts if host != f"node{index}"]
+        assert second.restarts == 0
+        assert cluster.leader() != index
+        cluster.end(*({0, 1, 2} - {index}))
+
+
+@pytest.mark.parametrize("leads", [True, False])
+def test_an_agent_that_stops_for_longer_than_its_lease_comes_back_as_a_new_node(tmp_path: Path, leads: bool) -> None:
+    with Cluster(tmp_path, 2) as cluster:
+        cluster.start(0, 1, nnodes="1:2")
+        first = cluster.meeting(2)
+        index = cluster.leader() if leads else 1 - cluster.leader()
+        (old_worker,) = (first.pid(rank) for rank in first.ranks_on(cluster.nodes[index]))
+        cluster.agents[index].signal(signal.SIGSTOP)
+
+        alone = cluster.meeting(1, after=first)
+
+        assert alone.hosts == [f"node{1 - index}"]
+        assert is_alive(old_worker), "the worker of the stopped agent is gone; the test proves less than it says"
+        cluster.agents[index].signal(signal.SIGCONT)
+        both = cluster.meeting(2, after=alone)
+        assert both.hosts == [f"node{1 - index}", f"node{index}"]
+        assert both.restarts == 0
+        assert not is_alive(old_worker)
+        cluster.records.assert_ended_before(both, rank=1, generation=first.generation)
+        cluster.end()
+
+
+def test_an_agent_that_stops_for_less_than_its_lease_costs_nothing(tmp_path: Path) -> None:
+    with Cluster(tmp_path, 2) as cluster:
+        cluster.start(0, 1, nnodes="2", options=("--rdzv-conf", "lease_ttl=12"))
+        meeting = cluster.meeting(2)
+
+        cluster.agents[1].signal(signal.SIGSTOP)
+        # A renewal is missed.
+        cluster.trains_for(meeting, 4)
+        cluster.agents[1].signal(signal.SIGCONT)
+
+        cluster.goes_on(meeting)
+        cluster.end()
+
+
+def test_a_node_that_is_killed_while_a_generation_forms_is_left_out(tmp_path: Path) -> None:
+    with Cluster(tmp_path, 3) as cluster:
+        cluster.start(0, 1, 2, nnodes="2:3", options=("--failure-grace", "8"))
+        first = cluster.meeting(3)
+        # Its agent waits for it: so long the next generation cannot be sealed.
+        cluster.ask("deaf", generation=0, rank=1)
+        wait_for(lambda: cluster.records.of("deaf"), "rank 1 is deaf")
+        os.kill(first.pid(0), signal.SIGKILL)
+        slow, lost = (cluster.node(first.hosts[rank]).index for rank in (1, 2))
+        cluster.agents[slow].wait_for_output("was killed by SIGKILL in generation 0")
+
+        cluster.nodes[lost].power_off()
+
+        assert not cluster.records.of("started", 1), "the generation was sealed before the fault"
+        second = cluster.meeting(2, after=first)
+        assert second.hosts == first.hosts[:2]
+        cluster.end(*({0, 1, 2} - {lost}))
+
+
+def test_a_worker_that_fails_before_the_others_have_met_it_is_a_restart(tmp_path: Path) -> None:
+    with Cluster(tmp_path, 2) as cluster:
+        cluster.ask("kill", moment="start", generation=0, rank=1)
+        cluster.ask("kill", moment="start", generation=1, rank=0)
+
+        cluster.start(0, 1, nnodes="2")
+
+        meeting = cluster.meeting(2)
+        assert len(cluster.records.of("kill")) == 2
+        assert meeting.generation == 2
+        assert meeting.restarts == 2
+        cluster.end()
+
+
+def test_sigterm_to_one_agent_is_said_and_the_others_go_on_at_once(tmp_path: Path) -> None:
+    with Cluster(tmp_path, 3) as cluster:
+        # No lease ends in this test: what is not said is not known.
+        cluster.start(0, 1, 2, nnodes="2:3", options=("--rdzv-conf", "lease_ttl=600"))
+        first = cluster.meeting(3)
+
+        cluster.agents[0].signal(signal.SIGTERM)
+
+        second = cluster.meeting(2, after=first)
+        assert second.hosts == [host for host in first.hosts if host != "node0"]
+        assert second.restarts == 0
+        assert cluster.agents[0].wait() == 128 + signal.SIGTERM
+        cluster.assert_nothing_is_left(cluster.nodes[0])
+        cluster.end(1, 2)
+
+
+def test_sigterm_to_all_agents_ends_the_job(tmp_path: Path) -> None:
+    with Cluster(tmp_path, 3) as cluster:
+        cluster.start(0, 1, 2, nnodes="3")
+        cluster.meeting(3)
+
+        for agent in cluster.agents.values():
+            agent.signal(signal.SIGTERM)
+
+        cluster.ended(dict.fromkeys((0, 1, 2), 128 + signal.SIGTERM))
+
+
+def test_sigint_to_one_agent_ends_the_job_on_all_nodes(tmp_path: Path) -> None:
+    with Cluster(tmp_path, 2) as cluster:
+        cluster.start(0, 1, nnodes="2")
+        cluster.meeting(2)
+
+        cluster.agents[1].signal(signal.SIGINT)
+
+        cluster.ended({0: 130, 1: 130})
+
+
+def test_a_node_with_another_command_is_refused_and_the_job_is_untouched(tmp_path: Path) -> None:
+    with Cluster(tmp_path, 3) as cluster:
+        cluster.start(0, 1, nnodes="2:3")
+        meeting = cluster.meeting(2)
+        other = tmp_path / "other.py"
+        other.write_text("print('hello')")
+
+        cluster.start(2, nnodes="2:3", program=other)
+
+        assert cluster.agents[2].wait() == 2
+        said = cluster.agents[2].stderr
+        assert "reducer.py" in said
+        assert "other.py" in said
+        cluster.assert_nothing_is_left(cluster.nodes[2])
+        cluster.goes_on(meeting)
+        cluster.end(0, 1)
+
+
+def test_two_jobs_on_one_etcd_do_not_notice_each_other(tmp_path: Path) -> None:
+    with Cluster(tmp_path, 4) as one:
+        other = one.sharing(tmp_path / "other")
+        one.start(0, 1, nnodes="2", job="one")
+        other.start(2, 3, nnodes="2", job="other")
+        first, theirs = one.meeting(2), other.meeting(2)
+
+        os.kill(first.pid(0), signal.SIGKILL)
+
+        second = one.meeting(2, after=first)
+        assert second.restarts == 1
+        other.goes_on(theirs)
+        one.end()
+        other.goes_on(theirs)
+        other.end()

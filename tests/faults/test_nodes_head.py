@@ -1,0 +1,105 @@
+"""No etcd at hand: the first node serves the store of a job on several nodes, and what becomes of that."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.faults.cluster import Cluster
+from tests.faults.processes import is_alive
+from tests.nodes import needs_nodes
+
+pytestmark = needs_nodes
+
+TOKEN = {"ELAUNCH_TOKEN": "the token of this test"}
+# The shortest that the lease time allows.
+SHORT = ("--rdzv-conf", "store_timeout=7")
+
+
+@pytest.mark.parametrize("own_name_is_loopback", [False, True])
+def test_a_new_user_types_one_line_here_and_the_line_that_it_prints_there(
+    tmp_path: Path, own_name_is_loopback: bool
+) -> None:
+    with Cluster(tmp_path, 2, head=True, own_name_is_loopback=own_name_is_loopback) as cluster:
+        cluster.start(0, nnodes="2")
+        said = cluster.agents[0].wait_for_output(r"^elaunch: on the other node type: ELAUNCH_TOKEN=(\S+) elaunch (.*)$")
+        token, line = said.groups()
+
+        cluster.type(1, *shlex.split(line), env={"ELAUNCH_TOKEN": shlex.split(token)[0]})
+
+        meeting = cluster.meeting(2)
+        assert meeting.hosts == ["node0", "node1"]
+        cluster.end()
+
+
+@pytest.mark.parametrize("store", ["memory", "etcd"])
+def test_workers_of_nodes_that_know_the_token_meet_and_restart(tmp_path: Path, store: str) -> None:
+    with Cluster(tmp_path, 3, head=True) as cluster:
+        cluster.start(0, 1, 2, nnodes="3", options=("--store", store), env=TOKEN)
+        first = cluster.meeting(3)
+
+        os.kill(first.pid(1), signal.SIGKILL)
+
+        second = cluster.meeting(3, after=first)
+        assert second.generation == first.generation + 1
+        assert second.restarts == 1
+        cluster.end()
+
+
+def test_a_node_without_the_token_is_refused_and_the_job_is_untouched(tmp_path: Path) -> None:
+    with Cluster(tmp_path, 3, head=True) as cluster:
+        cluster.start(0, 1, nnodes="2:3", env=TOKEN)
+        meeting = cluster.meeting(2)
+
+        cluster.start(2, nnodes="2:3", env={"ELAUNCH_TOKEN": "another token than that"})
+
+        assert cluster.agents[2].wait() in (2, 3)
+        assert "token" in cluster.agents[2].stderr
+        cluster.assert_nothing_is_left(cluster.nodes[2])
+        cluster.goes_on(meeting)
+        cluster.end(0, 1)
+
+
+def test_the_others_end_when_the_heads_agent_is_killed_and_name_it(tmp_path: Path) -> None:
+    with Cluster(tmp_path, 2, head=True) as cluster:
+        cluster.start(0, 1, nnodes="2", options=SHORT, env=TOKEN)
+        cluster.meeting(2)
+
+        killed_at_s = cluster.agents[0].kill_agent()
+
+        cluster.agents[0].assert_nothing_is_left(killed_at_s)
+        cluster.ended({1: 3})
+        assert re.search(r"node0:2379|10\.77\.0\.1:2379", cluster.agents[1].stderr)
+
+
+def test_a_lost_node_that_is_not_the_head_costs_what_a_node_costs(tmp_path: Path) -> None:
+    with Cluster(tmp_path, 3, head=True) as cluster:
+        cluster.start(0, 1, 2, nnodes="2:3", env=TOKEN)
+        first = cluster.meeting(3)
+
+        cluster.nodes[1].power_off()
+
+        second = cluster.meeting(2, after=first)
+        assert second.hosts == [host for host in first.hosts if host != "node1"]
+        assert second.restarts == 0
+        cluster.end(0, 2)
+
+
+def test_a_head_that_is_started_again_has_no_history_and_the_others_end(tmp_path: Path) -> None:
+    with Cluster(tmp_path, 3, head=True) as cluster:
+        cluster.start(0, 1, 2, nnodes="2:3", env=TOKEN)
+        first = cluster.meeting(3)
+
+        cluster.agents[0].kill_agent()
+        cluster.start(0, nnodes="2:3", env=TOKEN)
+
+        for index in (1, 2):
+            assert cluster.agents[index].wait() == 3
+            assert "was started anew" in cluster.agents[index].stderr
+            cluster.assert_nothing_is_left(cluster.nodes[index])
+        assert not any(is_alive(first.pid(rank)) for rank in range(3))

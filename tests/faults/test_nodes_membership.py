@@ -1,0 +1,132 @@
+"""Nodes that come and go: late ones, spares, and a job that is left alone."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.faults.cluster import Cluster
+from tests.harness import wait_for
+from tests.nodes import needs_nodes
+
+pytestmark = needs_nodes
+
+
+def test_a_node_that_comes_late_gets_a_seat_in_a_new_generation(tmp_path: Path) -> None:
+    with Cluster(tmp_path, 2) as cluster:
+        cluster.start(0, nnodes="1:2")
+        alone = cluster.meeting(1)
+
+        cluster.start(1, nnodes="1:2")
+
+        both = cluster.meeting(2, after=alone)
+        assert both.hosts == ["node0", "node1"]
+        assert both.restarts == 0
+        cluster.end()
+
+
+def test_a_node_that_comes_when_one_is_done_gets_no_seat(tmp_path: Path) -> None:
+    with Cluster(tmp_path, 3) as cluster:
+        cluster.start(0, 1, nnodes="2:3")
+        first = cluster.meeting(2)
+        cluster.ask("hang", moment="last", generation=first.generation, rank=1)
+        (tmp_path / "end").touch()
+        wait_for(lambda: cluster.records.of("ended"), "rank 0 has ended")
+        done = cluster.node(first.hosts[0]).index
+        wait_for(lambda: not cluster.workers_on(cluster.nodes[done]), "rank 0 is gone")
+
+        cluster.start(2, nnodes="2:3")
+
+        cluster.agents[2].wait_for_output("waiting")
+        os.kill(first.pid(1), signal.SIGUSR1)
+        cluster.ended({0: 0, 1: 0, 2: 0})
+        assert {r["generation"] for r in cluster.records.of("started")} == {first.generation}
+
+
+def test_a_spare_takes_the_seat_of_a_lost_node(tmp_path: Path) -> None:
+    with Cluster(tmp_path, 3) as cluster:
+        cluster.start(0, 1, nnodes="2")
+        first = cluster.meeting(2)
+        cluster.start(2, nnodes="2")
+        cluster.agents[2].wait_for_output("waiting as a spare")
+        cluster.goes_on(first)
+        lost = cluster.node(first.hosts[1])
+
+        lost.power_off()
+
+        second = cluster.meeting(2, after=first)
+        assert second.generation == first.generation + 1
+        assert second.hosts == [first.hosts[0], "node2"]
+        assert second.restarts == 0
+        cluster.end(*({0, 1, 2} - {lost.index}))
+
+
+def test_a_spare_that_was_not_needed_ends_well_with_the_job(tmp_path: Path) -> None:
+    with Cluster(tmp_path, 3) as cluster:
+        cluster.start(0, 1, nnodes="2")
+        meeting = cluster.meeting(2)
+        cluster.start(2, nnodes="2")
+        cluster.agents[2].wait_for_output("waiting as a spare")
+
+        cluster.end()
+
+        assert {r["host"] for r in cluster.records.of("started")} == set(meeting.hosts)
+
+
+@pytest.mark.slow
+def test_a_job_below_its_smallest_size_ends_after_the_join_timeout(tmp_path: Path) -> None:
+    options = ("--stop-grace", "1", "--rdzv-conf", "join_timeout=30")
+    with Cluster(tmp_path, 2) as cluster:
+        cluster.start(0, 1, nnodes="2", options=options)
+        first = cluster.meeting(2)
+
+        cluster.nodes[1].power_off()
+
+        cluster.ended({0: 1})
+        assert "1 of 2" in cluster.agents[0].stderr
+        assert {r["generation"] for r in cluster.records.of("started")} == {first.generation}
+
+
+def test_a_newcomer_that_lacks_a_library_leaves_and_the_job_goes_on(tmp_path: Path) -> None:
+    with Cluster(tmp_path, 2) as cluster:
+        program = tmp_path / "train.py"
+        reducer = Path(__file__).with_name("reducer.py")
+        program.write_text(f"import of_node0, runpy\nrunpy.run_path({str(reducer)!r}, run_name='__main__')\n")
+        (tmp_path / "node0").mkdir()
+        (tmp_path / "node0" / "of_node0.py").touch()
+        cluster.start(0, nnodes="1:2", program=program, env={"PYTHONPATH": "."})
+        first = cluster.meeting(1)
+
+        cluster.start(1, nnodes="1:2", program=program, env={"PYTHONPATH": "."})
+
+        assert cluster.agents[1].wait() == 1
+        assert "No module named 'of_node0'" in cluster.agents[1].stderr
+        second = cluster.meeting(1, after=first)
+        assert second.restarts == 0
+        cluster.goes_on(second)
+        cluster.end(0)
+
+
+def test_a_job_of_which_nothing_fails_stays_in_its_first_generation(tmp_path: Path) -> None:
+    _is_left_alone(tmp_path, 60)
+
+
+@pytest.mark.slow
+def test_a_job_of_which_nothing_fails_for_an_hour_stays_in_its_first_generation(tmp_path: Path) -> None:
+    _is_left_alone(tmp_path, 3600)
+
+
+def _is_left_alone(folder: Path, duration_s: float) -> None:
+    with Cluster(folder, 3, members_on=(0, 1, 2)) as cluster:
+        cluster.start(0, 1, 2, nnodes="2:3", options=("--nproc-per-node", "2"))
+        meeting = cluster.meeting(6)
+
+        cluster.trains_for(meeting, duration_s)
+
+        cluster.end()
+        assert {r["generation"] for r in cluster.records.of("started")} == {meeting.generation}
+        for agent in cluster.agents.values():
+            assert "the store is away" not in agent.stderr

@@ -1,0 +1,204 @@
+"""Several nodes without an etcd: the head's own store, by the lines that a user types."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import signal
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.faults.processes import LIGHT, Watched
+from tests.harness import wait_for
+from tests.nodes import Node, Nodes, needs_nodes
+
+PORT = 2379
+ENDPOINT = f"node0:{PORT}"
+RECIPE = ("--nnodes", "2", "--rdzv-endpoint", ENDPOINT)
+WAIT_FOR_END = """
+import os, socket, sys, time
+from pathlib import Path
+
+socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), timeout=20).close()
+print("met", os.environ["RANK"], os.environ["MASTER_ADDR"], os.environ["WORLD_SIZE"], flush=True)
+while not Path(sys.argv[1]).exists():
+    time.sleep(0.02)
+"""
+
+pytestmark = needs_nodes
+
+
+class Two:
+    """Two nodes that know themselves by 127.0.1.1 only, as Debian installs them, and the agents on them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.end = folder / "end"
+        (folder / "train.py").write_text(WAIT_FOR_END)
+        self.nodes = Nodes(2, own_name_is_loopback=True)
+        self._agents: list[Watched] = []
+
+    def __enter__(self) -> Two:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for agent in self._agents:
+            agent.__exit__()
+        self.nodes.close()
+
+    @property
+    def program(self) -> tuple[str, ...]:
+        return (*LIGHT, "--nproc-per-node", "1", str(self.folder / "train.py"), str(self.end))
+
+    def type(self, index: int, *words: str, token: str = "") -> Watched:
+        """Type a command on a node."""
+        node = self.nodes[index]
+        home = self.folder / f"{node.name}-{len(self._agents)}"
+        home.mkdir()
+        agent = Watched(home, *words, env={"ELAUNCH_TOKEN": token} if token else {}, prefix=node.prefix)
+        self._agents.append(agent)
+        return agent
+
+    def type_line(self, index: int, line: str) -> Watched:
+        """Type a line that elaunch printed."""
+        variable, command, *words = shlex.split(line)
+        assert command == "elaunch"
+        return self.type(index, *words, token=variable.removeprefix("ELAUNCH_TOKEN="))
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Iterator[Two]:
+    with Two(tmp_path) as made:
+        yield made
+
+
+def line_of(agent: Watched) -> str:
+    """The line to type on the other node."""
+    return agent.wait_for_output(r"^elaunch: on the other node type: (ELAUNCH_TOKEN=.*)$")[1]
+
+
+def servers(node: Node) -> list[psutil.Process]:
+    found = []
+    for process in node.processes():
+        with suppress(psutil.NoSuchProcess):
+            if " ".join(process.cmdline()).startswith("elaunch: job store"):
+                found.append(process)
+    return found
+
+
+def assert_both_met(head: Watched, other: Watched, master_addr: str) -> None:
+    head.wait_for_output(rf"met \d {re.escape(master_addr)} 2$")
+    other.wait_for_output(rf"met \d {re.escape(master_addr)} 2$")
+
+
+def assert_both_succeed(two: Two, head: Watched, other: Watched) -> None:
+    two.end.touch()
+    assert (head.wait(), other.wait()) == (0, 0), f"{head.output}\n{other.output}"
+    assert two.nodes.processes() == []
+
+
+def test_two_lines_start_a_job_on_two_nodes_and_nothing_is_left_of_it(two: Two) -> None:
+    head = two.type(0, *RECIPE, *two.program)
+    other = two.type_line(1, line_of(head))
+
+    assert_both_met(head, other, "10.77.0.1")
+
+    assert "this host serves the job's store at node0:2379 from its memory" in head.stderr
+    assert_both_succeed(two, head, other)
+
+
+def test_the_other_node_may_come_first(two: Two) -> None:
+    token = "a token known beforehand"
+    other = two.type(1, *RECIPE, *two.program, token=token)
+    other.wait_for_output("the store is away|waiting for")
+
+    head = two.type(0, *RECIPE, *two.program, token=token)
+
+    wait_for(lambda: "met" in head.output and "met" in other.output, "both to meet")
+    assert_both_succeed(two, head, other)
+    assert token not in head.output
+
+
+@pytest.mark.skipif(not shutil.which("etcd"), reason="no etcd on PATH (`make tools`)")
+def test_the_head_may_serve_an_etcd_and_nothing_is_left_of_it(two: Two, tmp_path: Path) -> None:
+    head = two.type(0, *RECIPE, "--store", "etcd", *two.program)
+    other = two.type_line(1, line_of(head))
+
+    assert_both_met(head, other, "10.77.0.1")
+
+    assert "from an etcd of its own" in head.stderr
+    assert_both_succeed(two, head, other)
+    assert list(head.tmp.iterdir()) == []
+
+
+def test_a_node_without_the_token_is_told_so_and_a_wrong_one_too(two: Two) -> None:
+    head = two.type(0, *RECIPE, *two.program)
+    line = line_of(head)
+
+    none = two.type(1, *RECIPE, *two.program)
+    wrong = two.type(1, *RECIPE, *two.program, token="a token of some other job")
+
+    assert none.wait() == 3
+    assert f"the store at {ENDPOINT} is a job's own and wants its token; type the line" in none.stderr
+    assert wrong.wait() == 3
+    assert f"the token here is not that of the store at {ENDPOINT}" in wrong.stderr
+    other = two.type_line(1, line)
+    assert_both_met(head, other, "10.77.0.1")
+    assert_both_succeed(two, head, other)
+
+
+def test_static_lines_of_torchrun_give_ranks_by_node_and_the_master_as_it_was_given(two: Two) -> None:
+    static = ("--nnodes", "2", "--master-addr", "node0", "--master-port", "29555")
+    token = "a token known beforehand"
+    # The later rank first: ranks do not follow the order of arrival.
+    other = two.type(1, *static, "--node-rank", "1", *two.program, token=token)
+    other.wait_for_output("the store is away|waiting for")
+    head = two.type(0, *static, "--node-rank", "0", *two.program, token=token)
+
+    head.wait_for_output(r"met 0 node0 2$")
+    other.wait_for_output(r"met 1 node0 2$")
+
+    assert_both_succeed(two, head, other)
+
+
+def test_the_store_ends_with_the_heads_agent_however_that_ends(two: Two) -> None:
+    head = two.type(0, *RECIPE, *two.program)
+    line_of(head)
+    assert len(servers(two.nodes[0])) == 1
+
+    head.signal(signal.SIGKILL)
+
+    wait_for(lambda: not servers(two.nodes[0]), "the end of the store")
+
+
+def test_a_store_in_the_foreground_serves_the_jobs_of_a_team(two: Two) -> None:
+    token = "a token of the team's"
+    store = two.type(0, "store", "--listen", f":{PORT}", token=token)
+    store.wait_for_output(rf"serving a store at 10\.77\.0\.1:{PORT}; .* \(with ELAUNCH_TOKEN set to the same token\)$")
+    command = ("--nnodes", "2", "--rdzv-endpoint", f"10.77.0.1:{PORT}", "--run-id", "one", *two.program)
+
+    one, other = (two.type(index, *command, token=token) for index in (0, 1))
+
+    wait_for(lambda: "met" in one.output and "met" in other.output, "both to meet")
+    assert "this host serves" not in one.stderr + other.stderr
+    two.end.touch()
+    assert (one.wait(), other.wait()) == (0, 0)
+    store.signal(signal.SIGINT)
+    assert store.wait() == 0
+    assert two.nodes.processes() == []
+
+
+def test_ipv6_alone_is_enough(two: Two) -> None:
+    endpoint = ("--nnodes", "2", "--rdzv-endpoint", f"[fd77::1]:{PORT}")
+    head = two.type(0, *endpoint, *two.program)
+    other = two.type_line(1, line_of(head))
+
+    head.wait_for_output(r"met \d fd77::[12] 2$")
+    other.wait_for_output(r"met \d fd77::[12] 2$")
+
+    assert_both_succeed(two, head, other)

@@ -1,0 +1,361 @@
+"""Nodes for tests: network namespaces with addresses, host names and /dev/shm of their own, and faults between them.
+
+The namespaces have no names: each lives by its holder, a process that ends when the test's process does. What runs on
+a node is in the node's cgroup (and ends with the thread that started it). So two test runs cannot meet, and all that a
+killed run can leave, its cgroups and what is in them, is known by the pid in their names and removed by the next run.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from elaunch.agent.cgroup import JobCgroup
+from elaunch.agent.guardian import kill_cgroup
+
+PREFIX = "elaunch-nodes"
+ON_NODE = Path(__file__).with_name("on_node.sh")
+# Whoever became root by `su` may lack these folders.
+TOOLS = {**os.environ, "PATH": f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"}
+_numbers = itertools.count()
+
+# The node's own memory, its own /etc/hosts (the bind keeps the file when the folder has gone again), its own name.
+HOLDER = """
+echo 0 >"$1/cgroup.procs"
+echo "$2" >/proc/sys/kernel/hostname
+mount -t tmpfs tmpfs /dev/shm
+mount -t tmpfs tmpfs /mnt
+printf %s "$3" >/mnt/hosts
+mount --bind /mnt/hosts /etc/hosts
+umount /mnt
+echo 1 >/proc/sys/net/ipv6/conf/all/keep_addr_on_down
+echo ready
+exec cat >/dev/null
+"""
+
+
+def missing() -> str:
+    """Why this machine cannot have nodes, or empty."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    absent = [
+        name for name in ("ip", "nft", "nsenter", "setpriv", "unshare") if not shutil.which(name, path=TOOLS["PATH"])
+    ]
+    if absent:
+        return f"not installed: {', '.join(absent)} (`make tools`)"
+    cgroup = JobCgroup(f"{PREFIX}-probe-{os.getpid()}")
+    cgroup.make()
+    if not cgroup.path:
+        return "no cgroup2 hierarchy that may be written, or a kernel before 5.14"
+    Path(cgroup.path).rmdir()
+    tried = subprocess.run(["unshare", "--net", "--uts", "--mount", "true"], capture_output=True, text=True)
+    return tried.stderr.strip()
+
+
+needs_nodes = pytest.mark.skipif(bool(_why := missing()), reason=_why or "nodes can be had")
+
+
+class Node:
+    """One node; `prefix` before a command runs it there, on whatever namespaces the node has at that time."""
+
+    def __init__(self, switch: Switch, folder: Path, index: int, hosts: str) -> None:
+        self.index = index
+        self.name = f"node{index}"
+        self.ipv4, self.ipv6 = address4(index), address6(index)
+        self.cgroup = folder / self.name
+        self.prefix = (str(ON_NODE), str(self.cgroup))
+        self._switch = switch
+        self._hosts = hosts
+        self._holder: subprocess.Popen[str] | None = None
+        self._started: list[subprocess.Popen[str]] = []
+        self.cgroup.mkdir()
+        self._holders = folder / f"{self.name}.holder"
+        self._holders.mkdir()
+
+    def __repr__(self) -> str:
+        return self.name
+
+    @property
+    def port(self) -> str:
+        """Its port of the switch."""
+        return f"to-{self.name}"
+
+    @property
+    def is_on(self) -> bool:
+        """Whether it has power."""
+        return self._holder is not None
+
+    def popen(self, *command: str, **popen: object) -> subprocess.Popen[str]:
+        """Start a command on the node; its pid is the Popen's."""
+        process = subprocess.Popen([*self.prefix, *command], text=True, **popen)  # type: ignore[call-overload]
+        self._started.append(process)
+        return process  # type: ignore[no-any-return]
+
+    def run(self, *command: str, code: int = 0) -> str:
+        """What a command on the node prints to stdout; fails if it exits with another code."""
+        done = subprocess.run([*self.prefix, *command], capture_output=True, text=True, timeout=60)
+        assert done.returncode == code, f"on {self}: {command} exited with {done.returncode}: {done.stderr}"
+        return done.stdout
+
+    def processes(self) -> list[psutil.Process]:
+        """All that runs on the node, whoever started it; no zombies."""
+        found = []
+        for folder in [self.cgroup, *self.cgroup.rglob("*/")]:
+            with suppress(OSError):
+                for pid in (folder / "cgroup.procs").read_text().split():
+                    with suppress(psutil.Error):
+                        process = psutil.Process(int(pid))
+                        if process.status() != psutil.STATUS_ZOMBIE:
+                            found.append(process)
+        return found
+
+    def cgroups(self) -> list[Path]:
+        """The cgroups that were made on the node and are still there."""
+        return [folder for folder in self.cgroup.iterdir() if folder.is_dir()]
+
+    def link_down(self) -> None:
+        """Its network interface goes down: the node knows."""
+        self._ip("link set eth0 down")
+
+    def link_up(self) -> None:
+        self._ip("link set eth0 up")
+
+    def unplug(self) -> None:
+        """Its cable is taken off the switch: nobody is told."""
+        self._switch.ip(f"link set {self.port} nomaster")
+
+    def plug_in(self) -> None:
+        self._switch.ip(f"link set {self.port} master br0")
+
+    def power_off(self) -> None:
+        """All that runs on it is gone at once, and so is its memory; not one packet leaves any more."""
+        self._switch.ip(f"link del {self.port}")
+        self._end()
+
+    def power_on(self) -> None:
+        """Start it again, with nothing running: `power_off` before."""
+        self.cgroup.mkdir(exist_ok=True)
+        self.begin()
+        self.connect()
+
+    def begin(self) -> None:
+        """Start making its namespaces; `connect` waits for them."""
+        arguments = ("holder", str(self._holders), self.name, self._hosts)
+        self._holder = subprocess.Popen(
+            ["unshare", "--net", "--uts", "--mount", "sh", "-euc", HOLDER, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+            text=True,
+        )
+
+    def connect(self) -> None:
+        """Wait for its namespaces and give it a cable."""
+        assert self._holder
+        assert self._holder.stdout
+        assert self._holder.stdout.readline() == "ready\n", "the node's namespaces could not be made"
+        # It keeps its hardware address when it is started again, as a machine does: the others remember that.
+        peer = f"peer name eth0 address 02:00:00:00:00:{self.index + 1:02x} netns {self._holder.pid}"
+        self._switch.ip(f"link add {self.port} type veth {peer}", f"link set {self.port} master br0 up")
+        self._ip(
+            "link set lo up",
+            f"addr add {self.ipv4}/24 dev eth0",
+            f"addr add {self.ipv6}/64 dev eth0 nodad",
+            "link set eth0 up",
+        )
+
+    def close(self) -> None:
+        """End all that runs on it."""
+        self._end()
+        self._holders.rmdir()
+
+    def _end(self) -> None:
+        kill_cgroup(str(self.cgroup))
+        for process in self._started:
+            process.wait()
+        if self._holder:
+            self._holder.communicate()
+            self._holder = None
+
+    def _ip(self, *lines: str) -> None:
+        assert self._holder
+        _ip(self._holder.pid, lines)
+
+
+class Switch:
+    """The bridge that the nodes are connected to, in a namespace of its own without an address."""
+
+    def __init__(self) -> None:
+        self._holder = subprocess.Popen(
+            ["unshare", "--net", "sh", "-c", "echo ready; exec cat >/dev/null"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+            text=True,
+        )
+        assert self._holder.stdout
+        assert self._holder.stdout.readline() == "ready\n"
+        # With snooping, what the kernel has not yet heard asked for in multicast (neighbour discovery) may not pass.
+        self.ip("link add br0 type bridge mcast_snooping 0", "link set br0 up")
+
+    def ip(self, *lines: str) -> None:
+        """Run lines of `ip` here."""
+        _ip(self._holder.pid, lines)
+
+    def filter(self, rules: Sequence[str]) -> None:
+        """These nftables rules hold for what is passed on, and no others."""
+        table = "table bridge faults"
+        chain = ["type filter hook forward priority 0", *rules]
+        lines = [table, f"delete {table}", f"{table} {{", "chain passed_on {", *chain, "}", "}", ""]
+        _in_network(self._holder.pid, ["nft", "-f", "-"], "\n".join(lines))
+
+    def dropped(self) -> int:
+        """How many packets the rules that count have dropped."""
+        found = _in_network(self._holder.pid, ["nft", "list", "ruleset"], "")
+        return sum(int(packets) for packets in re.findall(r"counter packets (\d+) ", found))
+
+    def close(self) -> None:
+        self._holder.communicate()
+
+
+class Nodes:
+    """`count` nodes on one switch: node0 … with 10.77.0.1 …, fd77::1 …; use it as a context manager.
+
+    All know each other's names. With `own_name_is_loopback` a node's own name means 127.0.1.1 to itself, as a Debian
+    installation has it.
+    """
+
+    def __init__(self, count: int, *, own_name_is_loopback: bool = False) -> None:
+        remove_leftovers()
+        own = psutil.Process()
+        cgroup = JobCgroup(f"{PREFIX}-{own.pid}-{_born(own)}-{next(_numbers)}")
+        cgroup.make()
+        assert cgroup.path, "no cgroup2 hierarchy"
+        self._cgroup = Path(cgroup.path)
+        self._nodes: list[Node] = []
+        self._rules: list[str] = []
+        self._switch: Switch | None = None
+        try:
+            self._start(count, own_name_is_loopback)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, count: int, own_name_is_loopback: bool) -> None:
+        self._switch = switch = Switch()
+        for i in range(count):
+            self._nodes.append(Node(switch, self._cgroup, i, hosts(count, i if own_name_is_loopback else None)))
+        for each in self._nodes:
+            each.begin()
+        for each in self._nodes:
+            each.connect()
+
+    def __enter__(self) -> Nodes:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __getitem__(self, index: int) -> Node:
+        return self._nodes[index]
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def __iter__(self) -> Iterator[Node]:
+        return iter(self._nodes)
+
+    def lose(self, percent: int, *of: Node) -> None:
+        """From now on so many of a hundred packets are lost, to and from each of these nodes or else anywhere."""
+        ways = [f'{way} "{node.port}"' for node in of for way in ("iifname", "oifname")]
+        self._add(*(f"{way} numgen random mod 100 < {percent} counter drop" for way in ways or [""]))
+
+    def lost(self) -> int:
+        """How many packets `lose` has taken since the last change of what is lost."""
+        assert self._switch
+        return self._switch.dropped()
+
+    def cut(self, one: Node, other: Node) -> None:
+        """From now on nothing passes between these two; both still reach the others."""
+        self._add(*(f'iifname "{a.port}" oifname "{b.port}" drop' for a, b in ((one, other), (other, one))))
+
+    def heal(self) -> None:
+        """End what `lose` and `cut` began."""
+        self._rules.clear()
+        self._add()
+
+    def _add(self, *rules: str) -> None:
+        assert self._switch
+        self._rules += rules
+        self._switch.filter(self._rules)
+
+    def processes(self) -> list[psutil.Process]:
+        """All that runs on any of them."""
+        return [process for node in self for process in node.processes()]
+
+    def close(self) -> None:
+        """End all that runs on the nodes, and the nodes."""
+        for node in self._nodes:
+            node.close()
+        if self._switch:
+            self._switch.close()
+        kill_cgroup(str(self._cgroup))
+
+
+def address4(index: int) -> str:
+    return f"10.77.0.{index + 1}"
+
+
+def address6(index: int) -> str:
+    return f"fd77::{index + 1:x}"
+
+
+def hosts(count: int, loopback: int | None = None) -> str:
+    """What /etc/hosts says; the name of node `loopback` means that node itself only."""
+    lines = ["127.0.0.1 localhost", "::1 localhost ip6-localhost"]
+    for i in range(count):
+        addresses = ["127.0.1.1"] if i == loopback else [address4(i), address6(i)]
+        lines += [f"{address} node{i}" for address in addresses]
+    return "".join(line + "\n" for line in lines)
+
+
+def remove_leftovers() -> None:
+    """End what runs that were killed have left on their nodes."""
+    here = JobCgroup(PREFIX).path
+    for folder in Path(here).parent.glob(f"{PREFIX}-*") if here else ():
+        pid, born = folder.name.removeprefix(f"{PREFIX}-").split("-")[:2]
+        with suppress(psutil.NoSuchProcess):
+            if born == _born(psutil.Process(int(pid))):
+                continue
+        kill_cgroup(str(folder))
+
+
+def _born(process: psutil.Process) -> str:
+    """When the process was born, in the kernel's ticks: with its pid, this names it for ever."""
+    return Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[19]
+
+
+def _ip(pid: int, lines: Sequence[str]) -> None:
+    _in_network(pid, ["ip", "-batch", "-"], "".join(line + "\n" for line in lines))
+
+
+def _in_network(pid: int, command: Sequence[str], text: str) -> str:
+    done = subprocess.run(
+        ["nsenter", "--target", str(pid), "--net", *command],
+        input=text,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=TOOLS,
+    )
+    assert done.returncode == 0, f"{command} failed: {done.stderr}\n{text}"
+    return done.stdout

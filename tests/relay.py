@@ -1,0 +1,112 @@
+"""A TCP relay between a client and a server that tests can cut, and servers that misbehave."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+
+from elaunch.rendezvous.plan import Endpoint
+
+
+class Listener:
+    """A server on a free port of loopback that does `serve` with every connection, in a thread of its own.
+
+    While it is `shut`, new connections are ended at once.
+    """
+
+    def __init__(self, serve: Callable[[socket.socket], None]) -> None:
+        self._serve = serve
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.endpoint = Endpoint("127.0.0.1", self._socket.getsockname()[1])
+        self.accepted = 0
+        self.shut = False
+        self._open: list[socket.socket] = []
+        self._threads = [threading.Thread(target=self._accept, daemon=True)]
+        self._threads[0].start()
+
+    def __enter__(self) -> Listener:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shut = True
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self.hang_up()
+        for thread in self._threads:
+            thread.join(10)
+        self._socket.close()
+
+    def hang_up(self) -> None:
+        """End all connections."""
+        for each in self._open:
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+
+    def cut(self) -> None:
+        """End all connections, and let nobody in until `restore`."""
+        self.shut = True
+        self.hang_up()
+
+    def restore(self) -> None:
+        self.shut = False
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                client, _ = self._socket.accept()
+            except OSError:
+                return
+            self.accepted += 1
+            self._open.append(client)
+            thread = threading.Thread(target=self._run, args=(client,), daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def _run(self, client: socket.socket) -> None:
+        with client, suppress(OSError):
+            if not self.shut:
+                self._serve(client)
+
+
+def relay(target: Endpoint) -> Listener:
+    """A listener that hands everything on to `target`, both ways."""
+
+    def serve(client: socket.socket) -> None:
+        with socket.create_connection((target.host, target.port)) as server:
+            back = threading.Thread(target=_copy, args=(server, client), daemon=True)
+            back.start()
+            _copy(client, server)
+            back.join(10)
+
+    return Listener(serve)
+
+
+def silent() -> Listener:
+    """A listener that takes everything and never answers."""
+
+    def serve(client: socket.socket) -> None:
+        while client.recv(65536):
+            pass
+
+    return Listener(serve)
+
+
+def saying(answer: bytes) -> Listener:
+    """A listener that waits for a request, says `answer` and hangs up."""
+
+    def serve(client: socket.socket) -> None:
+        client.recv(65536)
+        client.sendall(answer)
+
+    return Listener(serve)
+
+
+def _copy(source: socket.socket, target: socket.socket) -> None:
+    with suppress(OSError):
+        while data := source.recv(65536):
+            target.sendall(data)
+    for each in (source, target):
+        with suppress(OSError):
+            each.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,141 @@
+"""The served store for tests: in a thread of this process, or in a process of its own as an agent starts it."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from elaunch.rendezvous.secret import Secret
+from elaunch.rendezvous.serving import Server
+
+TOKEN = "a token for tests only"
+
+
+def bound_socket(host: str = "127.0.0.1") -> socket.socket:
+    """A socket on a free port."""
+    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    bound.bind((host, 0))
+    return bound
+
+
+@contextmanager
+def thread_serving(secret: Secret | None = None) -> Iterator[tuple[Server, int]]:
+    """A server in a thread, and its port on 127.0.0.1; by default without TLS and open to anybody."""
+    listener = bound_socket()
+    port = listener.getsockname()[1]
+    server = Server([listener], secret)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        yield server, port
+    finally:
+        server.stop()
+        thread.join()
+
+
+class ServerProcess:
+    """`python -m elaunch.rendezvous.server`, as the head's agent starts it; use it as a context manager."""
+
+    def __init__(self, token: str = TOKEN, host: str = "127.0.0.1") -> None:
+        self.token = token
+        with bound_socket(host) as listener:
+            self.host, self.port = listener.getsockname()[:2]
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "elaunch.rendezvous.server", "--fd", str(listener.fileno())],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                pass_fds=[listener.fileno()],
+            )
+        assert self.process.stdin
+        assert self.process.stdout
+        self.process.stdin.write(f"{token}\n".encode())
+        self.process.stdin.flush()
+        self.said = self.process.stdout.readline()
+
+    def __enter__(self) -> ServerProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe
+            pipe.close()
+
+
+class Gateway:
+    """A client that sends what it is told to, and gives back what was answered; for etcd and for the served store."""
+
+    def __init__(self, host: str, port: int, secret: Secret | None = None) -> None:
+        self._address = (host, port)
+        self._tls: ssl.SSLContext | None = secret.client_context() if secret else None
+        self.headers = {"Authorization": f"Bearer {secret.bearer}"} if secret else {}
+        self._calls = self._connection()
+
+    def call(self, path: str, body: Any = None, method: str = "POST") -> tuple[int, Any]:
+        """The status, and the JSON that was answered, or its text where it is none."""
+        data = body if isinstance(body, (str, bytes)) else json.dumps({} if body is None else body)
+        self._calls.request(method, path, data, self.headers)
+        response = self._calls.getresponse()
+        text = response.read().decode()
+        try:
+            return response.status, json.loads(text)
+        except ValueError:
+            return response.status, text
+
+    def watch(self, create: dict[str, Any]) -> WatchStream:
+        return WatchStream(self._connection(), create, self.headers)
+
+    def close(self) -> None:
+        self._calls.close()
+
+    def _connection(self) -> http.client.HTTPConnection:
+        if self._tls:
+            return http.client.HTTPSConnection(*self._address, context=self._tls, timeout=60)
+        return http.client.HTTPConnection(*self._address, timeout=60)
+
+
+class WatchStream:
+    """A watch: the results that it tells, one by one."""
+
+    def __init__(self, connection: http.client.HTTPConnection, create: dict[str, Any], headers: dict[str, str]) -> None:
+        self._connection = connection
+        connection.request("POST", "/v3/watch", json.dumps({"create_request": create}), headers)
+        self._response = connection.getresponse()
+        self.status = self._response.status
+        self.created = self.next() if self.status == 200 else {}
+
+    def next(self) -> dict[str, Any]:
+        """The next result, an empty one at the end of the stream. Waits for it."""
+        while (line := self._response.readline()) == b"\n":
+            pass
+        result: dict[str, Any] = json.loads(line)["result"] if line else {}
+        return result
+
+    def events_until(self, revision: int) -> list[dict[str, Any]]:
+        """All events up to one of `revision`, which there will be, or until the watch is cancelled.
+
+        What cancels it comes last.
+        """
+        events: list[dict[str, Any]] = []
+        while not events or int(events[-1]["kv"]["mod_revision"]) < revision:
+            result = self.next()
+            if result.get("canceled") or not result:
+                return [*events, result]
+            told = result["events"]
+            # Whole revisions only, in order.
+            assert not events or events[-1]["kv"]["mod_revision"] != told[0]["kv"]["mod_revision"], "a revision was cut"
+            events += told
+        return events
+
+    def close(self) -> None:
+        self._response.close()
+        self._connection.close()

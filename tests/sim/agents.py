@@ -1,0 +1,387 @@
+"""Hosts, and the agent processes on them: the product's own core, dealings and errands, and a loop in virtual time."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING
+
+from elaunch.agent.core import deadline_s, step
+from elaunch.agent.dealings import Dealings
+from elaunch.agent.errands import Errand, Errands
+from elaunch.agent.events import (
+    Action,
+    Clear,
+    Cleared,
+    Commit,
+    Event,
+    Exit,
+    Join,
+    Renew,
+    ReplaceForkServer,
+    Say,
+    ServiceLost,
+    Signalled,
+    SignalWorkers,
+    Spawn,
+    Tag,
+    Tick,
+    Widen,
+    WorkerExited,
+    WorkerRaised,
+)
+from elaunch.agent.inbox import LookAgain
+from elaunch.agent.state import Agent, Exited
+from elaunch.rendezvous.entering import join
+from elaunch.rendezvous.snapshot import Keys, Snapshot
+from elaunch.rendezvous.store import StoreError
+from elaunch.rendezvous.types import Failure, FailureKind, JobSpec, Joined, Node, Outcome, RankTable
+from tests.sim.groups import KILL, Worker
+from tests.sim.lines import Gone, Line
+from tests.sim.plans import HostPlan, Program
+
+if TYPE_CHECKING:
+    from tests.sim.cluster import World
+
+KEYS = Keys("job")
+FAREWELL_S = 2.0
+# A timer never fires early, whatever floats make of two clocks.
+LATE_S = 1e-6
+
+
+class Host:
+    """One machine: its clock, its network, and whatever agent runs on it."""
+
+    def __init__(self, world: World, plan: HostPlan) -> None:
+        self.world = world
+        self.plan = plan
+        self.name = plan.name
+        self.is_cut = False
+        self.is_storeless = False
+        self.is_off = False
+        self.slow_clears: list[float] = []
+        self.processes: list[AgentProcess] = []
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether nobody hears when a process on it dies."""
+        return self.is_off or self.is_cut
+
+    @property
+    def process(self) -> AgentProcess | None:
+        """The agent that runs here, if one does."""
+        return self.processes[-1] if self.processes and self.processes[-1].is_alive else None
+
+    def start(self) -> None:
+        """Start an agent, unless one is there."""
+        if not self.process and not self.is_off:
+            process = AgentProcess(self.world, self, len(self.processes))
+            self.processes.append(process)
+            process.begin()
+
+    def now_s(self) -> float:
+        return self.plan.clock_s + self.world.now_s * self.plan.rate
+
+    def when(self, local_s: float) -> float:
+        """The world's time at which the host's clock shows `local_s`."""
+        return (local_s - self.plan.clock_s) / self.plan.rate
+
+    def is_dead(self, process: str) -> bool:
+        return any(p.name == process and not p.is_alive for p in self.processes)
+
+
+class AgentProcess:
+    """One agent from its start to its death."""
+
+    def __init__(self, world: World, host: Host, number: int) -> None:
+        self.world = world
+        self.host = host
+        self.name = f"{host.name}#{number}"
+        self.rng: random.Random = world.rng
+        plan, times = host.plan, world.plan.times
+        self.spec: JobSpec = world.spec(wrong=plan.wrong_terms)
+        self.line = Line(world, self)
+        self._inbox: deque[Event | LookAgain] = deque()
+        self.dealings = Dealings(
+            self.line, KEYS, host.name, times, self.hear, partial(self.hear, LookAgain()),
+            draw=self.rng.getrandbits, is_dead=host.is_dead, now=host.now_s, is_remote=True,
+        )  # fmt: skip
+        self._errands = Errands(self.dealings.renew, self.hear, times.backoff_max_s, self.rng.uniform)
+        me = Node("", host.name, f"10.0.0.{number}", plan.slots, self.name, node_rank=plan.node_rank)
+        self.agent = Agent(me, self.spec, times, Snapshot(KEYS))
+        self.started_s = world.now_s
+        self.is_alive = True
+        self.is_stopped = False
+        self.is_wedged = False
+        self.is_lost = False
+        self.workers: list[Worker] = []
+        # The incarnation that ran each generation.
+        self.node_of: dict[int, str] = {}
+        self.tails: dict[int, str] = {}
+        self.outcome: Outcome | None = None
+        self.succeeded_s = -math.inf
+        self._busy: dict[str, tuple[int, int]] = {}
+        self.actions = 0
+        self.kill_at_action: int | None = None
+        self.signals: list[int] = []
+        self._missed: list[Callable[[], None]] = []
+        self._is_turning = False
+        self._is_working = False
+        self._is_closing = False
+        self._pause_s = 0.0
+        self._timer = 0
+
+    @property
+    def living(self) -> list[Worker]:
+        return [worker for worker in self.workers if worker.is_alive]
+
+    def busy(self, what: str) -> int:
+        """How often it has done that in this second."""
+        second, times = self._busy.get(what, (0, 0))
+        now = int(self.world.now_s)
+        self._busy[what] = (now, times + 1 if now == second else 1)
+        return self._busy[what][1]
+
+    def begin(self) -> None:
+        self.world.log(self.name, "starts")
+        self._order(self.dealings.begin)
+
+    # What happens to it.
+
+    def hear(self, event: Event | LookAgain) -> None:
+        self._inbox.append(event)
+        self._turn_soon()
+
+    def report(self, event: WorkerExited | ServiceLost | WorkerRaised | Cleared) -> None:
+        """Bring word of its workers: in time or late, once or twice, and sometimes old news again."""
+        world, rng = self.world, self.rng
+        if not world.is_rough or rng.random() < 0.8:
+            self.hear(event)
+        else:
+            world.later(rng.uniform(0, 0.5), lambda: self.hear(event))
+        if world.is_rough and rng.random() < 0.05:
+            world.later(rng.uniform(0, 3), lambda: self.hear(event))
+
+    def signal(self, signum: int) -> None:
+        self.signals.append(signum)
+        self.hear(Signalled(signum, "SIGINT" if signum == 2 else "SIGTERM"))
+
+    def kill(self) -> None:
+        """SIGKILL: its workers die with it."""
+        if not self.is_alive:
+            return
+        self.is_alive = False
+        self.world.log(self.name, "is killed")
+        self.line.close()
+        for worker in self.living:
+            self.world.groups[worker.generation].signal(worker, KILL, by_agent=True)
+            worker.is_alive = False
+        self.world.died(self)
+
+    def stop(self, *, loop_only: bool) -> None:
+        if loop_only:
+            self.is_wedged = True
+        else:
+            self.is_stopped = True
+        self.line.note()
+
+    def go_on(self) -> None:
+        self.is_stopped = self.is_wedged = False
+        self.line.note()
+        missed, self._missed = self._missed, []
+        for what in missed:
+            self.world.later(self.rng.uniform(0, 0.01), what)
+
+    def holds(self, what: Callable[[], None], *, is_loop: bool = False) -> bool:
+        """Whether `what` cannot be done now; if it ever can, it will be."""
+        if not self.is_alive:
+            return True
+        if self.is_stopped or (is_loop and self.is_wedged):
+            self._missed.append(what)
+            return True
+        return False
+
+    # Its loop.
+
+    def _turn_soon(self) -> None:
+        if not self._is_turning and self.is_alive:
+            self._is_turning = True
+            self.world.later(self.rng.uniform(0, self.world.loop_s), self._turn)
+
+    def _turn(self) -> None:
+        if self.holds(self._turn, is_loop=True):
+            return
+        self._is_turning = False
+        if isinstance(self.agent.phase, Exited):
+            return
+        if self._inbox:
+            event = self._inbox.popleft()
+            self._happen(self.dealings.look() if isinstance(event, LookAgain) else event)
+        if self._inbox:
+            self._turn_soon()
+        else:
+            self._set_timer()
+
+    def _set_timer(self) -> None:
+        self._timer += 1
+        timer = self._timer
+        timers_s = (deadline_s(self.agent), self.dealings.due_s)
+        due_s = min((at_s for at_s in timers_s if at_s is not None), default=None)
+        if due_s is not None and self.is_alive and not isinstance(self.agent.phase, Exited):
+            in_s = max(0.0, self.host.when(due_s) - self.world.now_s) + LATE_S
+            self.world.later(in_s, lambda: self._ring(timer))
+
+    def _ring(self, timer: int) -> None:
+        if timer != self._timer or self.holds(lambda: self._ring(timer), is_loop=True):
+            return
+        now_s = self.host.now_s()
+        if self.dealings.tick(now_s, self._errands):
+            self._work_soon()
+        due_s = deadline_s(self.agent)
+        if due_s is not None and now_s >= due_s:
+            self._inbox.append(Tick())
+        if self._inbox:
+            self._turn_soon()
+        else:
+            self._set_timer()
+
+    def _happen(self, event: Event) -> None:
+        world = self.world
+        world.log(self.name, event)
+        before = self.agent
+        self.agent, actions = step(before, event, self.host.now_s())
+        for action in actions:
+            self.actions += 1
+            if self.kill_at_action is not None and self.actions >= self.kill_at_action:
+                self.kill()
+                return
+            if not isinstance(action, Say) or world.is_verbose:
+                world.log(self.name, action)
+            self._act(action)
+        world.checks.stepped(self, before, event)
+
+    def _act(self, action: Action) -> None:
+        match action:
+            case Commit(txn, tag):
+                self._order(lambda: self.dealings.commit(txn, tag))
+            case Join(lease, is_member, progressed):
+                me, snapshot = self.agent.me, self.agent.snapshot
+                joined = Joined(me.node_id, self.rng.randint(1024, 65535), progressed)
+                txn = join(snapshot, me, joined, lease, is_member=is_member)
+                self._order(lambda: self.dealings.commit(txn, Tag.JOIN))
+            case Renew():
+                self._order(self.dealings.new_lease)
+            case Widen():
+                self._order(self.dealings.widen)
+            case Spawn(table, group_rank):
+                self._spawn(table, group_rank)
+            case SignalWorkers(generation, local_ranks, signum):
+                for worker in self.living:
+                    if worker.generation == generation and worker.local_rank in local_ranks:
+                        self.world.groups[generation].signal(worker, signum, by_agent=True)
+            case Clear(generation):
+                self._clear(generation)
+            case ReplaceForkServer(generation):
+                self.lose_service(generation, FailureKind.TEMPLATE_LOST)
+            case Exit(outcome):
+                self._exit(outcome)
+            case Say():
+                pass
+
+    # Its hands.
+
+    def _spawn(self, table: RankTable, group_rank: int) -> None:
+        self.world.checks.spawning(self, table, group_rank)
+        self.node_of[table.generation] = self.agent.me.node_id
+        self.tails, self.workers = {}, []
+        self.world.group_of(table).add(self, group_rank)
+
+    def lose_service(self, generation: int, kind: FailureKind, *, is_own: bool = False) -> None:
+        """The worker store, or the fork server with all workers, is gone."""
+        group, workers_too = self.world.groups[generation], kind is FailureKind.TEMPLATE_LOST
+        mine = [worker for worker in self.living if worker.generation == generation]
+        if is_own and mine:
+            self.world.note_failure(mine[0])
+        node_id = self.node_of[generation]
+        failure = Failure(kind, generation, node_id, self.host.name, -1, -1, -1, None, "it is gone")
+        self.report(ServiceLost(generation, failure, workers_too))
+        if workers_too:
+            for worker in mine:
+                worker.is_alive = False
+                group.review()
+                # Nobody is left to say how it ended; its peers notice all the same.
+                group.reset_peers(worker)
+
+    def _clear(self, generation: int) -> None:
+        self.world.checks.clearing(self, generation)
+        for worker in self.living:
+            self.world.groups[worker.generation].signal(worker, KILL, by_agent=True)
+        slow = self.host.slow_clears
+        in_s = slow.pop() if slow else self.rng.uniform(0, 0.1)
+        group = self.world.groups[generation]
+        progressed = group.progressed
+        reached = progressed or (self.world.plan.program is not Program.UNSTARTABLE and self.rng.random() < 0.5)
+        self.world.later(in_s, lambda: self.report(Cleared(generation, dict(self.tails), reached, progressed)))
+
+    def _exit(self, outcome: Outcome) -> None:
+        self.outcome = outcome
+        if outcome.exit_code == 0:
+            self.succeeded_s = self.world.now_s
+        self.world.checks.exiting(self, outcome)
+        self._is_closing = True
+        self.world.later(FAREWELL_S, self._die)
+        self._work_soon()
+
+    def _die(self) -> None:
+        if self.holds(self._die):
+            return
+        self.is_alive = False
+        self.line.close()
+        self.world.died(self)
+
+    # Its session's thread.
+
+    def _order(self, errand: Errand) -> None:
+        self._errands.order(errand)
+        self._work_soon()
+
+    def _work_soon(self) -> None:
+        if not self._is_working and self.is_alive:
+            self._is_working = True
+            self.world.later(self.rng.uniform(0, self.world.call_s), self._work)
+
+    def _work(self) -> None:
+        if self.holds(self._work):
+            return
+        if self._errands.has_any and not self.line.is_up:
+            # Found out when the call's time is over.
+            self.world.later(self.world.plan.times.call_deadline_s, self._attempt)
+        else:
+            self._attempt()
+
+    def _attempt(self) -> None:
+        if self.holds(self._attempt):
+            return
+        try:
+            if self._is_closing and self._errands.is_over:
+                self._say_farewell()
+                return
+            self._pause_s = self._errands.do_next(self._pause_s)
+        except Gone:
+            return
+        self._is_working = False
+        if self._errands.has_any or self._is_closing:
+            self._is_working = True
+            waited_s, self.line.waited_s = self.line.waited_s, 0.0
+            pause_s = 0.0 if self._is_closing else self._pause_s
+            self.world.later(pause_s + waited_s + self.rng.uniform(0, self.world.call_s), self._work)
+
+    def _say_farewell(self) -> None:
+        if not self._errands.is_away:
+            with suppress(StoreError):
+                self.dealings.give_back()
+        self._die()

@@ -1,0 +1,203 @@
+"""The workers of a whole cluster: what they run together, what one's end does to the others, how they obey signals."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from elaunch.agent.events import WorkerExited, WorkerRaised
+from elaunch.rendezvous.types import Failure, FailureKind, RankTable
+from tests.sim.plans import Program
+
+if TYPE_CHECKING:
+    from tests.sim.agents import AgentProcess
+    from tests.sim.cluster import World
+
+INT, KILL, TERM = 2, 9, 15
+# A connection that is reset is noticed so soon.
+PEER_LOST_S = (0.02, 0.2)
+PROGRESS_S = 0.5
+PEER_TAIL = "RuntimeError: Connection closed by peer [10.0.0.1]:4711\n"
+
+
+class Manner(Enum):
+    """What a worker does with a TERM or INT."""
+
+    DIES = "dies of it"
+    EXITS_0 = "exits with 0"
+    EXITS_1 = "exits with 1"
+    SLOW = "saves first, and exits with 0"
+    IGNORES = "ignores it"
+    STUCK = "not even SIGKILL ends it for a while"
+
+
+@dataclass(eq=False)
+class Worker:
+    """One process."""
+
+    process: AgentProcess
+    generation: int
+    local_rank: int
+    rank: int
+    manner: Manner
+    is_alive: bool = True
+    code: int | None = None
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} of generation {self.generation} on {self.process.name}"
+
+
+class Group:
+    """All workers of one generation."""
+
+    def __init__(self, world: World, table: RankTable) -> None:
+        self._world = world
+        self.table = table
+        self.workers: dict[int, Worker] = {}
+        self.runs_since_s: float | None = None
+        self.ran_s = 0.0
+        self.is_finished = False
+        self._token = 0
+
+    def add(self, process: AgentProcess, group_rank: int) -> None:
+        """Start a node's workers."""
+        world, seat, rng = self._world, self.table.seats[group_rank], self._world.rng
+        manners = [Manner.DIES] if world.plan.obedient or not world.is_rough else [*Manner]
+        for local_rank in range(seat.slots):
+            rank = seat.first_rank + local_rank
+            worker = Worker(process, self.table.generation, local_rank, rank, rng.choice(manners))
+            self.workers[rank] = worker
+            process.workers.append(worker)
+            is_bad_host = process.host is world.hosts[-1]
+            program = world.plan.program
+            if program is Program.UNSTARTABLE or (program is Program.UNSTARTABLE_HERE and is_bad_host):
+                world.later(rng.uniform(0.1, 0.4), lambda worker=worker: self._fail_to_start(worker))
+            elif not world.plan.collective:
+                lasts_s = rng.uniform(0.3, 1.0) * world.plan.work_s
+                world.later(lasts_s, lambda worker=worker: self.end(worker, 0))
+        self.review()
+
+    def review(self) -> None:
+        """Whether all ranks are here and reach each other: only then do they get on."""
+        world = self._world
+        hosts = {worker.process.host.name: worker.process.host for worker in self.workers.values()}
+        is_whole = len(self.workers) == self.table.world_size and all(w.is_alive for w in self.workers.values())
+        runs = is_whole and (len(hosts) == 1 or not any(host.is_cut for host in hosts.values()))
+        if runs and self.runs_since_s is None:
+            self.runs_since_s = world.now_s
+            self._token += 1
+            token = self._token
+            if world.plan.collective:
+                world.later(max(0.0, world.plan.work_s - world.trained_s), lambda: self._finish(token))
+            if world.plan.program is Program.ERRONEOUS:
+                world.later(0.2, lambda: self._err(token))
+        elif not runs and self.runs_since_s is not None:
+            ran_s = world.now_s - self.runs_since_s
+            self.ran_s += ran_s
+            self.runs_since_s = None
+            self._token += 1
+            if world.plan.collective and not self.is_finished:
+                # A checkpoint holds most of it.
+                world.trained_s += 0.9 * ran_s
+
+    @property
+    def progressed(self) -> bool:
+        since_s = self._world.now_s - self.runs_since_s if self.runs_since_s is not None else 0.0
+        return self.ran_s + since_s > PROGRESS_S
+
+    def end(self, worker: Worker, code: int, kind: FailureKind | None = None, *, is_own: bool = False) -> None:
+        """A worker is gone; `is_own` says that its failure is its own, whatever becomes of that."""
+        if not worker.is_alive:
+            return
+        worker.is_alive, worker.code = False, code
+        failure = self._failure(worker, code, kind) if code else None
+        if code and is_own:
+            self._world.note_failure(worker)
+        self.review()
+        worker.process.report(WorkerExited(worker.generation, worker.local_rank, code, failure))
+        if not self.is_finished and self._world.plan.collective:
+            self.reset_peers(worker)
+
+    def signal(self, worker: Worker, signum: int, *, by_agent: bool) -> None:
+        """A worker gets a signal."""
+        world, rng = self._world, self._world.rng
+        if not worker.is_alive:
+            return
+        if signum == KILL:
+            if worker.manner is Manner.STUCK:
+                # It runs no line of its program any more; but nobody is told.
+                world.later(rng.uniform(1, 40), lambda: self._report_late(worker))
+                worker.is_alive, worker.code = False, -KILL
+                self.review()
+                return
+            self.end(worker, -KILL)
+            return
+        within_s = {Manner.DIES: 0.01, Manner.EXITS_0: 0.3, Manner.EXITS_1: 0.3, Manner.SLOW: 2.5}.get(worker.manner)
+        if within_s is None:
+            return
+        codes = {Manner.DIES: -signum, Manner.EXITS_1: 1}
+        code = codes.get(worker.manner, 0)
+        is_own = not by_agent
+        # The agent hears of the scheduler's signal before a worker has saved and gone.
+        at_least_s = 0.4 if is_own and not code else 0.0
+        world.later(at_least_s + rng.uniform(0, within_s), lambda: self.end(worker, code, is_own=is_own))
+
+    def _report_late(self, worker: Worker) -> None:
+        failure = self._failure(worker, -KILL, None)
+        worker.process.report(WorkerExited(worker.generation, worker.local_rank, -KILL, failure))
+        self.reset_peers(worker)
+
+    def _finish(self, token: int) -> None:
+        if token != self._token:
+            return
+        world = self._world
+        self.is_finished = True
+        world.trained_s = world.plan.work_s
+        late_s = world.rng.choice([0.05, 0.5, 3.0])
+        for worker in self.workers.values():
+            world.later(world.rng.uniform(0, late_s), lambda worker=worker: self.end(worker, 0))
+
+    def _err(self, token: int) -> None:
+        if token == self._token:
+            worker = self._world.rng.choice(list(self.workers.values()))
+            self.end(worker, 1, FailureKind.EXCEPTION, is_own=True)
+
+    def _fail_to_start(self, worker: Worker) -> None:
+        self.end(worker, 1, FailureKind.STARTUP, is_own=True)
+
+    def reset_peers(self, dead: Worker) -> None:
+        """Who waits for a dead peer in a collective fails, unless it is out of reach or blind."""
+        world = self._world
+        if dead.process.host.is_silent:
+            return
+        for worker in self.workers.values():
+            host = worker.process.host
+            is_reached = host is dead.process.host or not (host.is_cut or dead.process.host.is_cut)
+            if worker.is_alive and is_reached and world.rng.random() >= world.plan.peers_blind:
+                kind = world.rng.choice([FailureKind.PEER_LOST, FailureKind.PEER_LOST, FailureKind.EXIT_CODE])
+                world.later(world.rng.uniform(*PEER_LOST_S), lambda w=worker, k=kind: self._lose_peer(w, k))
+
+    def _lose_peer(self, worker: Worker, kind: FailureKind) -> None:
+        if not worker.is_alive or self.is_finished:
+            return
+        if kind is FailureKind.EXIT_CODE:
+            # Only its last output tells what it was; that comes with `Cleared`.
+            worker.process.tails[worker.local_rank] = PEER_TAIL
+        elif self._world.rng.random() < 0.2:
+            worker.process.report(WorkerRaised(worker.generation, worker.local_rank))
+        self.end(worker, 1, kind)
+
+    def _failure(self, worker: Worker, code: int, kind: FailureKind | None) -> Failure:
+        kind = kind or (FailureKind.SIGNAL if code < 0 else FailureKind.EXIT_CODE)
+        message = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
+        me = worker.process.agent.me
+        failure = Failure(
+            kind, worker.generation, worker.process.node_of[worker.generation], me.host, worker.rank, worker.local_rank,
+            4711, code, message, progressed=self.progressed or self._world.rng.choice([False, None]),
+        )  # fmt: skip
+        if kind is FailureKind.EXCEPTION:
+            return replace(failure, message="raised ValueError: 17", exception="ValueError", frame="train.py:3 in step")
+        if kind in (FailureKind.PEER_LOST, FailureKind.STARTUP):
+            return replace(failure, message=f"raised: {kind.value}")
+        return failure

@@ -1,0 +1,187 @@
+"""One agent's line to the store: it is slow, it loses and repeats, it is cut; what it carries is the real store's."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, TypeVar
+
+from elaunch.rendezvous.store import Answer, HistoryLost, LeaseGone, Txn, Unavailable, Update, View
+
+if TYPE_CHECKING:
+    from tests.sim.agents import AgentProcess
+    from tests.sim.cluster import World
+
+T = TypeVar("T")
+LATE_MAX_S = 4.0
+# An agent that has not been heard for a while tries again so seldom.
+NOTICED_S = 3.0
+
+
+class Gone(Exception):
+    """The process that called is dead; nothing of it goes on."""
+
+
+class Line:
+    """A `Store` as one agent's process reaches it."""
+
+    def __init__(self, world: World, process: AgentProcess) -> None:
+        self._world = world
+        self._process = process
+        self._watches: list[WatchLine] = []
+        # How long the calls of the last errand took beyond the usual.
+        self.waited_s = 0.0
+        self.down_since_s: float | None = None
+        self.up_since_s: float | None = None
+
+    @property
+    def is_up(self) -> bool:
+        return not (self._world.is_store_away or self._process.host.is_cut or self._process.host.is_storeless)
+
+    def check(self) -> None:
+        self._call(lambda: None)
+
+    def read(self, *prefixes: str) -> View:
+        return self._call(lambda: self._world.store.read(*prefixes))
+
+    def commit(self, txn: Txn) -> Answer:
+        def again() -> None:
+            with suppress(LeaseGone):
+                self._world.commit(self._process, txn)
+
+        return self._call(lambda: self._world.commit(self._process, txn), again)
+
+    def grant(self, lease: int, ttl_s: float) -> None:
+        self._call(lambda: self._world.store.grant(lease, ttl_s))
+
+    def keep_alive(self, lease: int) -> float:
+        return self._call(lambda: self._world.store.keep_alive(lease))
+
+    def revoke(self, lease: int) -> None:
+        self._call(lambda: self._world.revoke(self._process, lease), lambda: self._world.revoke(self._process, lease))
+
+    def watch(self, prefix: str, after: int, tell: Callable[[Update], None], *, may_skip: bool = False) -> WatchLine:
+        watch = WatchLine(self._world, self._process, prefix, tell)
+        self._watches = [kept for kept in self._watches if not kept.is_closed]
+        self._watches.append(watch)
+        watch.begin(after)
+        return watch
+
+    def close(self) -> None:
+        for watch in self._watches:
+            watch.close()
+
+    def resume(self) -> None:
+        """The line may be up again: watches go on where they were."""
+        self.note()
+        for watch in self._watches:
+            watch.resume()
+
+    def deafen(self) -> None:
+        """The watch of the moment tells nothing any more."""
+        for watch in self._watches:
+            watch.is_deaf = True
+
+    def note(self) -> None:
+        """Keep count of how long the agent could not use the line."""
+        now_s = self._world.now_s
+        if self.is_up and not (self._process.is_stopped or self._process.is_wedged):
+            self.up_since_s = now_s if self.up_since_s is None else self.up_since_s
+            return
+        is_long = self.up_since_s is not None and now_s - self.up_since_s > NOTICED_S
+        if self.down_since_s is None or is_long:
+            self.down_since_s = now_s
+        self.up_since_s = None
+
+    def down_s(self) -> float:
+        """How long it has been down, but for moments that an agent may miss."""
+        self.note()
+        return self._world.now_s - self.down_since_s if self.down_since_s is not None else 0.0
+
+    def _call(self, do: Callable[[], T], again: Callable[[], None] | None = None) -> T:
+        world, plan, rng = self._world, self._world.plan, self._world.rng
+        world.checks.called(self._process)
+        self._travel()
+        if not self.is_up:
+            raise Unavailable("the line is cut")
+        if world.is_history_lost:
+            raise HistoryLost("the store lost its history")
+        is_rough = world.is_rough
+        if is_rough and plan.twice and again and rng.random() < plan.twice:
+            # It gave up waiting for this one, which arrives after all; or it arrived, and is repeated on its way.
+            world.later(rng.uniform(0, LATE_MAX_S), again)
+            if rng.random() < 0.5:
+                self._time_out()
+        result = do()
+        if not self._process.is_alive:
+            raise Gone
+        if is_rough and plan.lost and rng.random() < plan.lost:
+            self._time_out()
+        return result
+
+    def _time_out(self) -> None:
+        self.waited_s += self._world.plan.times.call_deadline_s
+        raise Unavailable("no answer came in time")
+
+    def _travel(self) -> None:
+        """Time passes on the way, in which others act; only one call in the world is seen so closely at a time."""
+        world = self._world
+        if not world.is_pumping and world.rng.random() < world.plan.interleave:
+            world.pump_for(world.rng.uniform(0, 2 * world.plan.call_s))
+            while self._process.is_stopped and self._process.is_alive:
+                world.pump_for(0.1)
+        if not self._process.is_alive:
+            raise Gone
+
+
+class WatchLine:
+    """Word of what changes: late, sometimes twice, and nothing at all where it is deaf."""
+
+    def __init__(self, world: World, process: AgentProcess, prefix: str, tell: Callable[[Update], None]) -> None:
+        self._world = world
+        self._process = process
+        self._prefix = prefix
+        self._tell = tell
+        self._pending: deque[Update] = deque()
+        self._arrives_s = 0.0
+        self.is_deaf = False
+        self.is_closed = False
+
+    def begin(self, after: int) -> None:
+        self._watch = self._world.store.watch(self._prefix, after, self._changed)
+
+    def close(self) -> None:
+        self.is_closed = True
+        self._watch.close()
+
+    def resume(self) -> None:
+        """Reconnected: what was missed comes one by one, or, where the store has forgotten it, as a view."""
+        if not self._pending or self.is_closed or not self._process.line.is_up:
+            return
+        if self._world.rng.random() < 0.2:
+            self._pending = deque([self._world.store.read(self._prefix)])
+        for _ in range(len(self._pending)):
+            self._order()
+
+    def _changed(self, update: Update) -> None:
+        if not self.is_closed and not self.is_deaf:
+            self._pending.append(update)
+            self._order()
+
+    def _order(self) -> None:
+        world = self._world
+        late_s = self._process.host.plan.behind_s + world.rng.uniform(0, world.watch_s)
+        # In order, whatever each one's delay.
+        self._arrives_s = max(self._arrives_s, world.now_s + late_s)
+        world.later(self._arrives_s - world.now_s, self._deliver)
+
+    def _deliver(self) -> None:
+        if self.is_closed or self.is_deaf or not self._pending or self._process.holds(self._deliver):
+            return
+        if not self._process.line.is_up:
+            return
+        update = self._pending.popleft()
+        self._tell(update)
+        if self._world.is_rough and self._world.rng.random() < 0.05:
+            self._tell(update)

@@ -1,0 +1,78 @@
+"""Whole clusters of agents in random worlds: safety after every write and step, liveness once all is well again.
+
+A seed that fails prints itself, its world and its history. One alone: `pytest tests/sim -k '[<seed>]'` for the fast
+ones, `python -m tests.sim.cluster <seed>` for any, with its whole history.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import cache
+
+import pytest
+
+from elaunch.agent.events import Commit, LeaseLost, ReplaceForkServer, Tag, Widen
+from elaunch.rendezvous.store import Delete
+from elaunch.rendezvous.types import OpenKind
+from tests.sim.agents import KEYS
+from tests.sim.cluster import simulate
+from tests.sim.plans import OTHER_TIMES, TIMES, Strike, draw
+
+FAST_SEEDS, SLOW_SEEDS = range(300), range(300, 10_300)
+
+
+@cache
+def life(seed: int) -> Counter[object]:
+    """Live a world; what came to pass in it, and how often."""
+    world = simulate(draw(seed))
+    seen: Counter[object] = Counter(world.struck)
+    seen.update(opened.kind for _, opened in world.checks.opened)
+    seen["tables"] = len(world.checks.tables)
+    seen["runs"] = len(world.checks.runs)
+    seen.update(f"exit {p.outcome.exit_code}" for h in world.hosts for p in h.processes if p.outcome)
+    for _, _, what in world.history:
+        match what:
+            case Commit(txn, tag):
+                seen[tag] += 1
+                seen["evicted"] += [Delete(KEYS.member(op.key.split("/")[-1])) for op in txn.then] == [*txn.then]
+            case LeaseLost() | ReplaceForkServer() | Widen():
+                seen[type(what)] += 1
+    return seen
+
+
+@pytest.mark.parametrize("seed", FAST_SEEDS)
+def test_a_cluster_survives_a_random_life(seed: int) -> None:
+    life(seed)
+
+
+def test_the_same_seed_is_the_same_life() -> None:
+    one, other = simulate(draw(7)), simulate(draw(7))
+
+    assert one.story() == other.story()
+
+
+def test_the_random_lives_hold_what_they_promise() -> None:
+    """All that can go wrong does, and every end is reached."""
+    seen: Counter[object] = Counter()
+    for seed in FAST_SEEDS:
+        seen.update(life(seed))
+    most = max(life(seed)["tables"] for seed in FAST_SEEDS)
+
+    assert not set(Strike) - set(seen)
+    assert not set(OpenKind) - set(seen)
+    # Whose transaction is made by `Join`.
+    assert not set(Tag) - {Tag.JOIN} - set(seen)
+    assert {f"exit {code}" for code in (0, 1, 2, 3, 130, 143)} <= set(seen)
+    assert {LeaseLost, ReplaceForkServer, Widen} <= set(seen)
+    assert seen["evicted"] > 0
+    assert most >= 6
+
+
+def test_the_worlds_times_are_such_as_a_job_may_have() -> None:
+    assert [times.violations() for times in (TIMES, *OTHER_TIMES)] == [()] * 3
+
+
+@pytest.mark.slow
+def test_clusters_survive_ten_thousand_random_lives() -> None:
+    for seed in SLOW_SEEDS:
+        simulate(draw(seed))

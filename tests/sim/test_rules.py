@@ -1,0 +1,270 @@
+"""Each rule of the protocol that gives its why is switched off here, and the simulator finds what it is there for.
+
+rule that is off                                          what is found
+a loss is guarded by both absences                        "lost": a node that has come back is declared lost
+a finished node is nobody's loss                          "lost": the others are restarted because of it
+survivors are waited for (forming, rule 1)                "overlap": a table is sealed over workers that run
+the lately ready are waited for (forming, rule 2)         "endless": a generation for each spare that is a bit late
+only who has joined is a reason to open a generation      "endless": generations for nodes that never take a seat
+a lost node is not counted (forming, rule 3)              "charged": its peers' failures are, to the budget
+finished nodes stay until the end                         "deserted": a failure elsewhere finds nobody to run with
+the loop keeps the lease                                  "liveness": a wedged agent is waited for without end
+the loop reads again what it watches                      "liveness": a deaf agent is waited for without end
+who returns as a member guards the generation             "stale": a member runs workers of an older generation
+who was cut off declares nobody lost at once              "outage": an absence of the store stops the workers
+
+The rules themselves are in docs/protocol.md. Every hunt takes the same worlds, and none is found with the rule on.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+from elaunch.agent import membership
+from elaunch.agent.dealings import Dealings
+from elaunch.agent.state import Finished
+from elaunch.rendezvous import entering, forming, leading
+from elaunch.rendezvous.store import Absent, Txn
+from elaunch.rendezvous.times import Times
+from elaunch.rendezvous.types import OpenKind, OutcomeKind
+from tests.sim import agents
+from tests.sim.agents import AgentProcess
+from tests.sim.checks import Violation
+from tests.sim.cluster import World, simulate
+from tests.sim.plans import FOREVER_S, Fault, HostPlan, Plan, Strike
+
+WORLDS = 400
+Switch = Callable[[pytest.MonkeyPatch], None]
+
+
+def plan(seed: int, nodes: int, faults: list[Fault], **changes: Any) -> Plan:
+    """A cluster of hosts that are all alike, and where nothing is lost but by `faults`."""
+    hosts = tuple(HostPlan(f"host-{index}", 1) for index in range(nodes))
+    quiet = Plan(seed, hosts, nodes, nodes, max_restarts=3, work_s=15.0, interleave=0.5, faults=tuple(faults))
+    return replace(quiet, **changes)
+
+
+# The worlds that each rule is hunted in.
+
+
+def coming_back(rng: random.Random, seed: int) -> Plan:
+    """Hosts are cut from the store for about a lease time, and come back, or are done meanwhile."""
+    cuts = [
+        Fault(rng.uniform(2, 14), Strike.STORELESS, rng.randrange(3), rng.uniform(2.4, 4.5)),
+        Fault(rng.uniform(2, 14), Strike.STORELESS, rng.randrange(3), rng.uniform(2.4, 4.5)),
+    ]
+    return plan(seed, 3, cuts, work_s=rng.choice([4.0, 15.0]), call_s=0.2, watch_s=0.2, collective=False)
+
+
+def dying_done(rng: random.Random, seed: int) -> Plan:
+    """Agents die at any moment, also when their workers have ended well and others' have not."""
+    kills = [Fault(rng.uniform(1, 8), Strike.KILL, rng.randrange(3)) for _ in range(2)]
+    return plan(seed, 3, kills, work_s=8.0, collective=False)
+
+
+def slow_stops(rng: random.Random, seed: int) -> Plan:
+    """Workers fail, the others take their time to end, and spares wait."""
+    fails = [Fault(rng.uniform(1, 8), Strike.WORKER, rng.randrange(4)) for _ in range(3)]
+    slow = [Fault(0.5, Strike.SLOW_CLEAR, rng.randrange(4), 4.0)]
+    return plan(seed, 4, fails + slow, nodes_min=2, nodes_max=3, obedient=False, peers_blind=0.5)
+
+
+def late_spares(rng: random.Random, seed: int) -> Plan:
+    """Nothing goes wrong, but one node comes later than the others and hears of everything after them."""
+    hosts = tuple(HostPlan(f"host-{index}", 1) for index in range(2))
+    late = HostPlan("host-2", 1, start_s=rng.uniform(3, 5), behind_s=rng.uniform(0.2, 0.6))
+    return plan(seed, 3, [], hosts=(*hosts, late), nodes_min=1, work_s=200.0)
+
+
+def losing_peers(rng: random.Random, seed: int) -> Plan:
+    """Agents are killed and hosts lost; their peers fail at once."""
+    what = rng.choice([Strike.KILL, Strike.KILL, Strike.POWER])
+    return plan(seed, 3, [Fault(rng.uniform(2, 8), what, rng.randrange(3), 30.0)], nodes_min=2)
+
+
+def finishing_early(rng: random.Random, seed: int) -> Plan:
+    """Some nodes' workers end well long before those of others, which fail."""
+    fails = [Fault(rng.uniform(4, 9), Strike.WORKER, rng.randrange(3)) for _ in range(2)]
+    return plan(seed, 3, fails, work_s=9.0, collective=False)
+
+
+def wedged(rng: random.Random, seed: int) -> Plan:
+    """One agent's loop stands still for ever while its workers run on."""
+    return plan(seed, 3, [Fault(rng.uniform(0.1, 5), Strike.WEDGE, rng.randrange(3), FOREVER_S)], nodes_min=2)
+
+
+def deaf(rng: random.Random, seed: int) -> Plan:
+    """Watches fall silent, and something happens that they should have told."""
+    faults = [Fault(rng.uniform(0.1, 5), Strike.DEAF, rng.randrange(3)) for _ in range(3)]
+    return plan(seed, 3, [*faults, Fault(rng.uniform(2, 6), Strike.WORKER, rng.randrange(3))])
+
+
+def away_ending(rng: random.Random, seed: int) -> Plan:
+    """The store is out of reach for longer than a lease, and nothing else goes wrong; another node waits to join."""
+    hosts = [HostPlan(f"host-{index}", 1) for index in range(3)]
+    hosts.append(HostPlan("host-3", 1, start_s=rng.uniform(5.0, 8.0)))
+    # Who comes within the last moments of it has not seen it, and may still begin a new run.
+    away = [Fault(4.0, Strike.AWAY_ENDING, lasts_s=rng.uniform(5, 12))]
+    return plan(seed, 4, away, hosts=tuple(hosts), nodes_min=3, nodes_max=4, work_s=25.0, loop_s=0.1)
+
+
+# How each rule is switched off.
+
+
+def losses_unguarded(patch: pytest.MonkeyPatch) -> None:
+    def off(*args: Any) -> Txn:
+        txn = opening(*args)
+        return replace(txn, guards=tuple(guard for guard in txn.guards if not is_absence(guard)))
+
+    def is_absence(guard: object) -> bool:
+        return isinstance(guard, Absent) and ("/members/" in guard.key or "/done/" in guard.key)
+
+    opening = leading.open_loss
+    patch.setattr(leading, "open_loss", off)
+
+
+def done_nodes_missed(patch: pytest.MonkeyPatch) -> None:
+    losses_unguarded(patch)
+    patch.setattr(leading, "_lost", lambda s, t, _: [x.node_id for x in t.seats if x.node_id not in s.members])
+
+
+def survivors_not_awaited(patch: pytest.MonkeyPatch) -> None:
+    def off(snapshot: Any, terms: Any, generation: Any, *rest: Any) -> Any:
+        joined = snapshot.joined.get(generation.number, {})
+        if len(joined) >= terms.nodes_max:
+            snapshot = replace(snapshot, members={n: m for n, m in snapshot.members.items() if n in joined})
+        return form(snapshot, terms, generation, *rest)
+
+    form = leading.form
+    patch.setattr(leading, "form", off)
+
+
+def ready_not_awaited(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(forming, "_await_ready", lambda *_: None)
+
+
+def members_admitted(patch: pytest.MonkeyPatch) -> None:
+    def off(snapshot: Any, terms: Any, table: Any, *rest: Any) -> Any:
+        return admit(replace(snapshot, joined={table.generation: snapshot.members}), terms, table, *rest)
+
+    admit = leading._admit
+    patch.setattr(leading, "_admit", off)
+    patch.setattr(forming, "_await_ready", lambda *_: None)
+
+
+def losses_counted(patch: pytest.MonkeyPatch) -> None:
+    def off(snapshot: Any, terms: Any, generation: Any, before: Any, *rest: Any) -> Any:
+        if before:
+            seated = {seat.node_id: None for seat in before.seats}
+            snapshot = replace(snapshot, members={**seated, **snapshot.members})
+        return decide(snapshot, terms, generation, before, *rest)
+
+    decide = forming._decide
+    patch.setattr(forming, "_decide", off)
+
+
+def finished_leave(patch: pytest.MonkeyPatch) -> None:
+    def off(agent: Any, event: Any, now_s: float) -> Any:
+        agent, actions = step(agent, event, now_s)
+        if isinstance(agent.phase, Finished):
+            agent, more = membership.exit_with(agent, agent.outcome(OutcomeKind.SUCCEEDED, "this node is done"))
+            actions = (*actions, *more)
+        return agent, actions
+
+    step = agents.step
+    patch.setattr(agents, "step", off)
+
+
+def lease_kept_by_itself(patch: pytest.MonkeyPatch) -> None:
+    def off(process: AgentProcess, timer: int) -> None:
+        if process.is_wedged and process.is_alive and process.dealings.tick(process.host.now_s(), process._errands):
+            process._work_soon()
+            process.world.later(0.8, lambda: off(process, timer))
+        ring(process, timer)
+
+    ring = AgentProcess._ring
+    patch.setattr(AgentProcess, "_ring", off)
+
+
+def not_read_again(patch: pytest.MonkeyPatch) -> None:
+    def off(dealings: Dealings, now_s: float, errands: Any) -> bool:
+        dealings._reread_due_s = now_s + 1
+        return tick(dealings, now_s, errands)
+
+    tick = Dealings.tick
+    patch.setattr(Dealings, "tick", off)
+
+
+def return_unguarded(patch: pytest.MonkeyPatch) -> None:
+    def off(*args: Any) -> Txn:
+        return replace(entering.return_as_member(*args), guards=())
+
+    patch.setattr(membership, "return_as_member", off)
+
+
+def no_amnesty(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Times, "amnesty_s", property(lambda _: 0.0))
+
+
+@dataclass(frozen=True)
+class Hunt:
+    """Switched off by `switch`, a rule's absence is seen as a violation of `found`, in one of `worlds`."""
+
+    switch: Switch
+    worlds: Callable[[random.Random, int], Plan]
+    found: str
+    ignored: tuple[str, ...] = ()
+
+
+HUNTS = [
+    Hunt(losses_unguarded, coming_back, "lost"),
+    Hunt(done_nodes_missed, dying_done, "lost"),
+    Hunt(survivors_not_awaited, slow_stops, "overlap", ("order", "charged")),
+    Hunt(ready_not_awaited, late_spares, "endless"),
+    Hunt(members_admitted, late_spares, "endless", ("join",)),
+    Hunt(losses_counted, losing_peers, "charged"),
+    Hunt(finished_leave, finishing_early, "deserted", ("exit code",)),
+    Hunt(lease_kept_by_itself, wedged, "liveness"),
+    Hunt(not_read_again, deaf, "liveness"),
+    Hunt(return_unguarded, coming_back, "stale"),
+    Hunt(no_amnesty, away_ending, "outage"),
+]
+
+
+def lives(hunt: Hunt) -> Iterator[str | None]:
+    """World after world: the rule that was violated in it."""
+    for seed in range(WORLDS):
+        world = hunt.worlds(random.Random(seed), seed)
+        try:
+            lived = simulate(world, hunt.ignored)
+        except Violation as violation:
+            yield violation.rule
+            continue
+        yield "outage" if hunt.found == "outage" and not is_unharmed(lived) else None
+
+
+def is_unharmed(world: World) -> bool:
+    """Whether no more was opened than a failure and newcomers ask for, and nobody had to come back as a new node."""
+    kinds = [opened.kind for _, opened in world.checks.opened][1:]
+    fails = sum(fault.what is Strike.WORKER for fault in world.plan.faults)
+    names = {node_id for table in world.checks.tables.values() for node_id in (s.node_id for s in table.seats)}
+    return kinds.count(OpenKind.FAIL) <= fails and {*kinds} <= {OpenKind.FAIL, OpenKind.JOIN} and len(names) <= 4
+
+
+@pytest.mark.parametrize("hunt", HUNTS, ids=lambda hunt: hunt.switch.__name__)
+def test_without_the_rule_the_simulator_finds_what_it_is_for(hunt: Hunt, monkeypatch: pytest.MonkeyPatch) -> None:
+    hunt.switch(monkeypatch)
+
+    assert hunt.found in lives(hunt)
+
+
+@pytest.mark.parametrize("hunt", HUNTS, ids=lambda hunt: hunt.switch.__name__)
+def test_with_the_rule_nothing_is_found_in_the_same_worlds(hunt: Hunt) -> None:
+    found = [rule for rule, _ in zip(lives(hunt), range(40), strict=False) if rule]
+
+    assert not found

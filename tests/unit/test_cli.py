@@ -1,0 +1,61 @@
+"""cli: what is left of a run that ends by an exception."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.etcd import free_ports
+
+# The agent's loop is where all that a run starts is there.
+BROKEN = """
+import json, sys
+import psutil
+from elaunch.agent import loop
+
+def broken(*_, **__):
+    below = psutil.Process().children(recursive=True)
+    print(json.dumps([[child.pid, " ".join(child.cmdline())] for child in below]), flush=True)
+    raise FAULT
+
+loop.Loop = broken
+from elaunch.launcher.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("fault", "code"), [("RuntimeError('a fault of ours')", 1), ("KeyboardInterrupt", 130), ("SystemExit(7)", 7)]
+)
+def test_whatever_ends_a_run_its_processes_and_folders_are_gone_before_it(
+    tmp_path: Path, fault: str, code: int
+) -> None:
+    script, temporary = tmp_path / "t.py", tmp_path / "temporary"
+    script.touch()
+    temporary.mkdir()
+    options = ["--nnodes", "2", "--rdzv-endpoint", f"127.0.0.1:{free_ports(1)[0]}", "--nproc-per-node", "1"]
+
+    ended = subprocess.run(
+        [sys.executable, "-c", BROKEN.replace("FAULT", fault), *options, str(script)],
+        env={**os.environ, "TMPDIR": str(temporary)},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    left = [pid for pid, _ in json.loads(ended.stdout) if psutil.pid_exists(pid)]
+
+    assert ended.returncode == code, ended.stderr
+    started = " ".join(title for _, title in json.loads(ended.stdout))
+    assert "guardian.py" in started
+    assert "elaunch: job store" in started
+    assert left == []
+    assert list(temporary.iterdir()) == []
+    assert "on the other node type" in ended.stderr

@@ -1,0 +1,505 @@
+"""agent.dealings: what an agent asks of its store, and which events the answers become."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from elaunch.agent.dealings import Dealings
+from elaunch.agent.errands import Errands
+from elaunch.agent.events import Committed, Leased, LeaseLost, Looked, StoreEvent, StoreLost, Tag
+from elaunch.rendezvous.codec import encode
+from elaunch.rendezvous.engine import OPS_MAX
+from elaunch.rendezvous.snapshot import Keys, Snapshot
+from elaunch.rendezvous.store import (
+    Absent,
+    Changes,
+    Delete,
+    Entry,
+    HistoryLost,
+    Op,
+    Put,
+    Txn,
+    Unavailable,
+    View,
+)
+from elaunch.rendezvous.times import Times
+from elaunch.rendezvous.types import Generation, Node, OpenKind
+from tests.unit.flaky_store import FlakyStore
+
+KEYS = Keys("job")
+TIMES = Times()
+NODE = Node("node-b-00000001", "node-b", "10.0.0.2", 1)
+AWAY = Unavailable("10.0.0.9:2379 refuses connections")
+
+
+class Bench:
+    """Dealings with a store that fails as it is told; what came of them."""
+
+    def __init__(self, *, remote: bool = True) -> None:
+        self.store = FlakyStore()
+        self.events: list[StoreEvent] = []
+        self.looks_due = 0
+        self.now_s = 100.0
+        self.dead: set[str] = set()
+        self.dealings = Dealings(
+            self.store,
+            KEYS,
+            "node-a",
+            TIMES,
+            self.events.append,
+            self._look_again,
+            draw=random.Random(1).getrandbits,
+            is_dead=lambda process: process in self.dead,
+            now=lambda: self.now_s,
+            is_remote=remote,
+        )
+        self.errands = Errands(self.dealings.renew, self.events.append, TIMES.backoff_max_s, lambda low, high: high)
+
+    def begun(self) -> Bench:
+        self.dealings.begin()
+        return self
+
+    @property
+    def snapshot(self) -> Snapshot:
+        """What the agent sees at its next look, that it was told to take."""
+        assert self.looks_due, "nobody was told to look"
+        self.looks_due = 0
+        looked = self.dealings.look()
+        assert isinstance(looked, Looked), looked
+        return looked.snapshot
+
+    @property
+    def leased(self) -> list[Leased]:
+        return [event for event in self.events if isinstance(event, Leased)]
+
+    def write(self, *ops: Op) -> int:
+        """Somebody else's; its revision."""
+        return self.store.write(Txn((), ops)).revision
+
+    def open(self, number: int) -> int:
+        return self.write(Put(KEYS.generation, encode(Generation(number, OpenKind.FAIL, "rank 9 failed"))))
+
+    def put(self, key: str) -> Txn:
+        """With this node's lease."""
+        return Txn((), (Put(key, "mine", self.leased[-1].lease),))
+
+    def _look_again(self) -> None:
+        self.looks_due += 1
+
+
+def number(snapshot: Snapshot) -> int | None:
+    return snapshot.generation.number if snapshot.generation else None
+
+
+# --- the beginning
+
+
+def test_the_store_is_checked_a_lease_begun_and_a_look_taken() -> None:
+    bench = Bench().begun()
+
+    (leased,) = bench.events
+    assert isinstance(leased, Leased)
+    assert leased.node_id.startswith("node-a-")
+    assert len(leased.node_id) == len("node-a-") + 8
+    assert bench.store.memory.keep_alive(leased.lease) == TIMES.lease_ttl_s
+    assert bench.store.calls["check"] == 1
+    assert bench.looks_due == 1
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_a_store_elsewhere_is_looked_at_narrowly_and_one_in_this_process_whole(remote: bool) -> None:
+    bench = Bench(remote=remote)
+    bench.write(Put(KEYS.leader, "x"), Put(KEYS.member(NODE.node_id), encode(NODE)))
+
+    snapshot = bench.begun().snapshot
+
+    assert (snapshot.leader, snapshot.whole, bool(snapshot.members)) == ("x", not remote, not remote)
+
+
+@pytest.mark.parametrize("method", ["check", "grant", "read", "watch"])
+def test_a_beginning_that_broke_off_is_made_again_from_its_start(method: str) -> None:
+    bench = Bench()
+    bench.open(3)
+    bench.store.fail(method, AWAY)
+
+    with pytest.raises(Unavailable):
+        bench.dealings.begin()
+    bench.dealings.begin()
+
+    assert number(bench.snapshot) == 3
+    bench.write(Put(KEYS.leader, "x"))
+    assert bench.looks_due == 1, "one watch tells of it"
+    assert bench.store.memory.keep_alive(bench.leased[-1].lease)
+
+
+def member(host: str, process: str) -> Node:
+    return replace(NODE, node_id=f"{host}-00000009", host=host, process=process)
+
+
+def test_an_agent_that_was_started_again_ends_the_lease_of_its_last_life() -> None:
+    bench = Bench()
+    bench.store.memory.grant(5, 3)
+    old = member("node-a", "boot:1:17")
+    bench.write(Put(KEYS.member(old.node_id), encode(old), 5), Put(KEYS.leader, old.node_id, 5))
+    bench.dead = {"boot:1:17"}
+
+    snapshot = bench.begun().snapshot
+
+    assert bench.store.memory.keep_alive(5) == 0
+    assert snapshot.leader == ""
+
+
+def test_the_lease_of_an_agent_that_lives_or_of_another_host_is_left_alone() -> None:
+    bench = Bench()
+    for lease, other in enumerate((member("node-a", "alive"), member("node-ab", "dead"), NODE), start=5):
+        bench.store.memory.grant(lease, 3)
+        bench.write(Put(KEYS.member(other.node_id), encode(other), lease))
+    bench.dead = {"dead"}
+
+    bench.begun()
+
+    assert [bench.store.memory.keep_alive(lease) for lease in (5, 6, 7)] == [3, 3, 3]
+
+
+def test_a_record_that_is_no_member_is_left_alone() -> None:
+    bench = Bench()
+    bench.store.memory.grant(5, 3)
+    bench.write(Put(KEYS.member("node-a-00000009"), "garbage", 5))
+
+    bench.begun()
+
+    assert bench.store.memory.keep_alive(5)
+
+
+# --- what is seen
+
+
+def test_what_changes_is_seen() -> None:
+    bench = Bench().begun()
+    seen = [number(bench.snapshot)]
+
+    for change in (1, 2):
+        bench.open(change)
+        seen.append(number(bench.snapshot))
+    bench.write(Delete(KEYS.generation))
+    seen.append(number(bench.snapshot))
+
+    assert seen == [None, 1, 2, None]
+
+
+def test_many_changes_make_one_look() -> None:
+    bench = Bench().begun()
+    assert number(bench.snapshot) is None
+
+    for change in range(100):
+        bench.open(change)
+
+    assert bench.looks_due == 1
+    assert number(bench.snapshot) == 99
+    bench.open(100)
+    assert bench.looks_due == 1
+
+
+def test_nothing_is_lost_between_the_read_and_the_watch() -> None:
+    bench = Bench()
+    bench.store.between = lambda: (bench.open(7), None)[1]
+
+    bench.begun()
+    bench.store.between = lambda: None
+
+    assert number(bench.snapshot) == 7
+
+
+def test_a_watch_that_began_anew_from_a_view_is_followed() -> None:
+    bench = Bench().begun()
+    assert number(bench.snapshot) is None
+    generation = Entry(encode(Generation(8, OpenKind.FAIL, "x")), 90, 90)
+
+    bench.dealings._told(bench.dealings._epoch, View(100, {KEYS.generation: generation}))
+    seen = bench.snapshot
+
+    assert (number(seen), seen.revision, seen.generation_revision) == (8, 100, 90)
+
+
+def test_looks_never_go_back() -> None:
+    bench = Bench().begun()
+    bench.open(1)
+    revision = bench.open(2)
+    epoch = bench.dealings._epoch
+    stale = Entry(encode(Generation(1, OpenKind.FAIL, "x")), 2, 2)
+
+    bench.dealings._told(epoch, Changes(revision - 1, {KEYS.generation: stale}))
+    bench.dealings._told(epoch, View(revision - 1, {KEYS.generation: stale}))
+
+    assert number(bench.snapshot) == 2
+
+
+def test_what_a_watch_did_not_tell_is_found_by_reading_again() -> None:
+    bench = Bench().begun()
+    bench.store.deaf = True
+    bench.open(4)
+    assert number(bench.snapshot) is None
+
+    bench.store.deaf = False
+    bench.dealings.read_again()
+
+    assert number(bench.snapshot) == 4
+    bench.open(5)
+    assert number(bench.snapshot) == 5, "and watched from there on"
+
+
+def test_reading_again_what_is_known_leaves_the_watch_alone() -> None:
+    bench = Bench().begun()
+    bench.open(4)
+    assert number(bench.snapshot) == 4
+    revision = bench.write(Put("/elaunch/other/ctl/leader", "x"))
+
+    bench.dealings.read_again()
+
+    assert bench.store.calls["watch"] == 1
+    assert bench.snapshot.revision == revision, "a look that is as new as it can be"
+
+
+def test_more_keys_than_one_transaction_may_compare_are_read() -> None:
+    bench = Bench().begun()
+    bench.dealings.widen()
+    bench.write(*(Put(KEYS.done(0, f"host-{n}"), "") for n in range(OPS_MAX)))
+    assert len(bench.snapshot.done[0]) == OPS_MAX
+    reads = bench.store.calls["read"]
+
+    bench.dealings.read_again()
+
+    assert bench.store.calls["read"] == reads + 1
+    assert bench.store.calls["watch"] == 2
+
+
+def test_a_look_at_everything_begins_with_a_read() -> None:
+    bench = Bench().begun()
+    bench.write(Put(KEYS.member(NODE.node_id), encode(NODE)))
+    narrow = bench.snapshot
+
+    bench.dealings.widen()
+    wide = bench.snapshot
+    bench.write(Put(KEYS.done(0, NODE.node_id), ""))
+
+    assert (narrow.whole, narrow.members) == (False, {})
+    assert (wide.whole, set(wide.members)) == (True, {NODE.node_id})
+    assert bench.snapshot.done == {0: {NODE.node_id}}
+
+
+def test_what_the_narrower_watch_still_tells_is_not_taken_for_everything() -> None:
+    bench = Bench().begun()
+    old_epoch = bench.dealings._epoch
+    bench.write(Put(KEYS.member(NODE.node_id), encode(NODE)))
+    bench.dealings.widen()
+    revision = bench.snapshot.revision
+
+    bench.dealings._told(old_epoch, View(revision + 5, {}))
+    bench.dealings._told(old_epoch, Changes(revision + 5, {KEYS.leader: Entry("x", 9, 9)}))
+    bench.dealings._told(old_epoch, HistoryLost("the old watch's"))
+
+    assert bench.looks_due == 0
+    assert not [event for event in bench.events if isinstance(event, StoreLost)]
+
+
+@pytest.mark.parametrize("method", ["read", "watch"])
+def test_a_look_at_everything_that_broke_off_is_taken_again(method: str) -> None:
+    bench = Bench().begun()
+    bench.store.fail(method, AWAY)
+    with pytest.raises(Unavailable):
+        bench.dealings.widen()
+
+    bench.dealings.widen()
+    bench.write(Put(KEYS.member(NODE.node_id), encode(NODE)))
+
+    assert set(bench.snapshot.members) == {NODE.node_id}
+
+
+def test_a_look_is_whole_only_when_everything_was_read() -> None:
+    bench = Bench().begun()
+    bench.store.fail("read", AWAY)
+    with pytest.raises(Unavailable):
+        bench.dealings.widen()
+    bench.open(1)
+
+    assert not bench.snapshot.whole
+
+
+def test_a_record_that_is_none_ends_the_dealings_with_its_key() -> None:
+    bench = Bench().begun()
+    bench.write(Put(KEYS.generation, "garbage"))
+
+    lost = bench.dealings.look()
+
+    assert isinstance(lost, StoreLost)
+    assert lost.why.startswith(f"{KEYS.generation} in the store is not a Generation: 'garbage'")
+
+
+def test_what_ends_a_watch_is_told() -> None:
+    bench = Bench().begun()
+
+    bench.dealings._told(bench.dealings._epoch, HistoryLost("the store's revision went back from 9 to 3"))
+
+    assert bench.events[-1] == StoreLost("the store's revision went back from 9 to 3")
+
+
+# --- transactions
+
+
+def test_a_transaction_with_a_tag_is_answered_and_one_without_is_not() -> None:
+    bench = Bench().begun()
+
+    bench.dealings.commit(bench.put(KEYS.leader), None)
+    bench.dealings.commit(bench.put(KEYS.leader), Tag.ELECT)
+
+    revision = bench.store.memory.read().revision
+    assert bench.events[1:] == [Committed(Tag.ELECT, True, revision)]
+
+
+def test_before_a_refusal_is_told_its_reason_can_be_seen() -> None:
+    bench = Bench().begun()
+    bench.store.deaf = True
+    bench.write(Put(KEYS.leader, "x"))
+    seen: list[str] = []
+    post = bench.events.append
+    bench.dealings._post = lambda event: (seen.append(bench.snapshot.leader), post(event))[1]
+
+    bench.dealings.commit(Txn((Absent(KEYS.leader),), (Put(KEYS.leader, "mine"),)), Tag.ELECT)
+
+    assert seen == ["x"]
+    assert bench.events[-1] == Committed(Tag.ELECT, False, bench.store.memory.read().revision)
+
+
+@pytest.mark.parametrize("tag", [None, Tag.JOIN])
+def test_a_write_with_a_lease_that_has_ended_is_refused_and_the_lease_lost(tag: Tag | None) -> None:
+    bench = Bench().begun()
+    lease = bench.leased[0].lease
+    bench.store.memory.revoke(lease)
+
+    bench.dealings.commit(bench.put(KEYS.member("x")), tag)
+
+    refused = [Committed(tag, False, 0)] if tag else []
+    assert bench.events[1:] == [*refused, LeaseLost(lease)]
+    assert bench.dealings.due_s is None
+
+
+def test_a_write_with_an_older_lease_is_refused_and_the_present_one_is_kept() -> None:
+    bench = Bench().begun()
+    late = bench.put(KEYS.member("x"))
+    bench.dealings.new_lease()
+
+    bench.dealings.commit(late, Tag.JOIN)
+
+    assert bench.events[-1] == Committed(Tag.JOIN, False, 0)
+    assert not [event for event in bench.events if isinstance(event, LeaseLost)]
+
+
+# --- the lease
+
+
+def test_a_lease_is_renewed_each_keepalive_and_once_a_lease_time_what_is_seen_is_compared() -> None:
+    bench = Bench().begun()
+    compared = bench.store.calls["commit"]
+
+    for _ in range(12):
+        bench.now_s = bench.dealings.due_s or 0.0
+        assert bench.dealings.tick(bench.now_s, bench.errands)
+        while bench.errands.has_any:
+            bench.errands.do_next(0.0)
+
+    took_s = bench.now_s - 100.0
+    assert bench.store.calls["keep_alive"] == 12 == round(took_s / TIMES.keepalive_s)
+    assert bench.store.calls["commit"] - compared == took_s // TIMES.lease_ttl_s
+
+
+def test_a_store_that_is_away_for_long_is_compared_once_when_it_is_back() -> None:
+    bench = Bench().begun()
+    bench.store.fail("keep_alive", *[AWAY] * 1000)
+    bench.store.fail("commit", *[AWAY] * 1000)
+    for _ in range(1000):
+        bench.now_s += TIMES.lease_ttl_s
+        bench.dealings.tick(bench.now_s, bench.errands)
+        bench.errands.do_next(0.0)
+    tries = bench.store.calls["commit"]
+
+    bench.store.errors.clear()
+    while bench.errands.has_any:
+        bench.errands.do_next(0.0)
+
+    assert bench.store.calls["commit"] - tries == 1
+
+
+def test_nothing_is_renewed_before_its_time() -> None:
+    bench = Bench().begun()
+
+    assert bench.dealings.due_s == bench.now_s + TIMES.keepalive_s
+    assert not bench.dealings.tick(bench.now_s + TIMES.keepalive_s - 0.01, bench.errands)
+    assert not bench.errands.has_any
+
+
+def test_a_store_in_this_process_keeps_its_leases_by_itself() -> None:
+    bench = Bench(remote=False).begun()
+
+    assert bench.dealings.due_s is None
+    assert not bench.dealings.tick(bench.now_s + 1000, bench.errands)
+
+
+def test_a_lease_that_has_ended_is_found_by_its_renewal_and_told_once() -> None:
+    bench = Bench().begun()
+    lease = bench.leased[0].lease
+    bench.store.memory.revoke(lease)
+
+    bench.dealings.renew()
+    bench.dealings.renew()
+
+    assert bench.events[1:] == [LeaseLost(lease)]
+    assert bench.dealings.due_s is None
+
+
+def test_another_lease_means_another_name_and_the_old_one_is_given_back() -> None:
+    bench = Bench().begun()
+
+    bench.dealings.new_lease()
+
+    first, second = bench.leased
+    assert first.lease != second.lease
+    assert first.node_id != second.node_id
+    assert bench.store.memory.keep_alive(first.lease) == 0
+    assert bench.dealings.due_s == bench.now_s + TIMES.keepalive_s
+
+
+@pytest.mark.parametrize("method", ["revoke", "grant"])
+def test_another_lease_is_asked_for_until_there_is_one(method: str) -> None:
+    bench = Bench().begun()
+    bench.store.lose(method, AWAY)
+    with pytest.raises(Unavailable):
+        bench.dealings.new_lease()
+
+    bench.dealings.new_lease()
+
+    assert len(bench.leased) == 2
+    assert bench.store.memory.keep_alive(bench.leased[1].lease)
+
+
+def test_at_the_end_the_lease_is_given_back_and_the_keys_go_with_it() -> None:
+    bench = Bench().begun()
+    bench.dealings.commit(bench.put(KEYS.member("x")), None)
+    with_me = bench.dealings.has_others()
+
+    bench.dealings.give_back()
+
+    assert (with_me, bench.dealings.has_others()) == (True, False)
+    assert bench.store.memory.keep_alive(bench.leased[0].lease) == 0
+
+
+def test_after_the_end_nothing_is_told() -> None:
+    bench = Bench().begun()
+    assert number(bench.snapshot) is None
+
+    bench.dealings.close()
+    bench.open(1)
+
+    assert bench.looks_due == 0

@@ -1,0 +1,134 @@
+"""agent.errands: what is to be asked of the store keeps its order, and is tried until it is answered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from elaunch.agent.errands import FIRST_BACKOFF_S, Errands
+from elaunch.agent.events import StoreAway, StoreBack, StoreEvent, StoreLost
+from elaunch.rendezvous.store import Denied, HistoryLost, StoreError, Unavailable
+
+BACKOFF_MAX_S = 0.5
+AWAY = Unavailable("no route")
+
+
+class Bench:
+    """A queue whose errands fail as they are told; `done` are those that did not."""
+
+    def __init__(self) -> None:
+        self.done: list[str] = []
+        self.tried: list[str] = []
+        self.events: list[StoreEvent] = []
+        self.failing: dict[str, list[StoreError]] = {}
+        self.drawn: list[tuple[float, float]] = []
+        self.errands = Errands(self.errand("renewal"), self.events.append, BACKOFF_MAX_S, self._uniform)
+
+    def errand(self, name: str, *failing: StoreError) -> Callable[[], None]:
+        self.failing[name] = list(failing)
+
+        def run() -> None:
+            self.tried.append(name)
+            if self.failing[name]:
+                raise self.failing[name].pop(0)
+            self.done.append(name)
+
+        return run
+
+    def run(self) -> list[float]:
+        """Do all that there is; the pauses."""
+        pauses_s = [0.0]
+        while self.errands.has_any:
+            pauses_s.append(self.errands.do_next(pauses_s[-1]))
+        return pauses_s[1:]
+
+    def _uniform(self, low: float, high: float) -> float:
+        self.drawn.append((low, high))
+        return high
+
+
+def test_errands_keep_their_order_though_the_first_must_be_tried_again() -> None:
+    bench = Bench()
+    bench.errands.order(bench.errand("first", AWAY, AWAY))
+    bench.errands.order(bench.errand("second", AWAY))
+    bench.errands.order(bench.errand("third"))
+
+    bench.run()
+
+    assert bench.done == ["first", "second", "third"]
+    assert bench.tried == ["first", "first", "first", "second", "second", "third"]
+
+
+def test_a_renewal_goes_before_what_waits_and_stays_wanted_until_it_is_done() -> None:
+    bench = Bench()
+    bench.failing["renewal"] = [AWAY]
+    bench.errands.order(bench.errand("first"))
+    bench.errands.order_renewal()
+    bench.errands.order_renewal()
+
+    bench.run()
+
+    assert bench.tried == ["renewal", "renewal", "first"]
+
+
+def test_that_the_store_is_away_is_told_at_each_try_and_that_it_is_back_once() -> None:
+    bench = Bench()
+    bench.errands.order(bench.errand("first", AWAY, Unavailable("timed out")))
+    bench.errands.order(bench.errand("second"))
+
+    bench.run()
+
+    assert bench.events == [StoreAway("no route"), StoreAway("timed out"), StoreBack()]
+
+
+def test_the_first_answer_ever_is_told() -> None:
+    bench = Bench()
+    for name in ("first", "second"):
+        bench.errands.order(bench.errand(name))
+
+    bench.run()
+
+    assert bench.events == [StoreBack()]
+
+
+def test_pauses_grow_to_their_longest_and_begin_anew_after_an_answer() -> None:
+    bench = Bench()
+    bench.errands.order(bench.errand("first", *[AWAY] * 8))
+    bench.errands.order(bench.errand("second", AWAY))
+
+    pauses_s = bench.run()
+
+    assert pauses_s[0] == FIRST_BACKOFF_S
+    assert pauses_s[:8] == sorted(pauses_s[:8])
+    assert pauses_s[7:] == [BACKOFF_MAX_S, 0.0, FIRST_BACKOFF_S, 0.0]
+    assert all(low == high / 2 for low, high in bench.drawn), "many agents lose the same store at the same moment"
+
+
+def test_what_will_never_be_done_is_told_and_does_not_hold_up_the_rest() -> None:
+    bench = Bench()
+    bench.errands.order(bench.errand("first", Denied("wrong password")))
+    bench.errands.order(bench.errand("second", HistoryLost("another cluster answers")))
+    bench.errands.order(bench.errand("third"))
+
+    bench.run()
+
+    lost = [event for event in bench.events if isinstance(event, StoreLost)]
+    assert lost == [StoreLost("wrong password"), StoreLost("another cluster answers")]
+    assert bench.done == ["third"]
+
+
+def test_whoever_wants_to_go_waits_for_what_is_left_unless_the_store_is_away() -> None:
+    bench = Bench()
+    over = [bench.errands.is_over]
+    bench.errands.order(bench.errand("first", AWAY))
+    over.append(bench.errands.is_over)
+    bench.errands.do_next(0.0)
+    over.append(bench.errands.is_over)
+
+    assert over == [True, False, True]
+
+
+def test_without_errands_nothing_is_done() -> None:
+    bench = Bench()
+
+    assert bench.errands.do_next(0.0) == 0.0
+    assert (bench.tried, bench.events) == ([], [])

@@ -1,0 +1,92 @@
+"""agent.membership: who starts a run, on an id that is new, was used before, or is what is left of a job."""
+
+from __future__ import annotations
+
+from elaunch.agent.core import deadline_s
+from elaunch.agent.events import Tick
+from elaunch.agent.state import Joining
+from elaunch.rendezvous.codec import encode
+from elaunch.rendezvous.store import Delete, Put
+from elaunch.rendezvous.types import Generation, OpenKind, Outcome, OutcomeKind
+from tests.unit.agent_driver import KEYS, TIMES, Driver
+
+STRANGER = KEYS.member("node-x-1")
+
+
+def vacant() -> Driver:
+    driver = Driver(remote=True)
+    driver.write(Put(STRANGER, "{}"))
+    driver.begin().settle()
+    return driver
+
+
+def at_next_deadline(driver: Driver) -> None:
+    due_s = deadline_s(driver.agent)
+    assert due_s is not None
+    driver.now_s = max(driver.now_s, due_s)
+    driver.happen(Tick())
+    driver.settle()
+
+
+def test_a_run_on_an_old_id_does_not_end_with_the_last_one() -> None:
+    """The answer may arrive before the watch's word that the last run's end is gone."""
+    driver = Driver(remote=True)
+    driver.write(Put(KEYS.generation, encode(Generation(3, OpenKind.FAIL, "a worker failed"))))
+    driver.write(Put(KEYS.ended, encode(Outcome(OutcomeKind.SUCCEEDED, "every worker exited with 0", 3, 3, 3))))
+    driver.begin().answer()
+    driver.look()
+
+    driver.answer()
+
+    assert isinstance(driver.agent.phase, Joining)
+    driver.settle()
+    assert driver.snapshot.generation == Generation(4, OpenKind.START, "the job starts")
+    assert driver.node_id in driver.snapshot.joined[4]
+
+
+def test_who_loses_its_lease_before_it_could_start_a_run_does_not_end_with_the_last_one() -> None:
+    driver = Driver(remote=True)
+    driver.write(Put(KEYS.generation, encode(Generation(3, OpenKind.FAIL, "a worker failed"))))
+    driver.write(Put(KEYS.ended, encode(Outcome(OutcomeKind.SUCCEEDED, "every worker exited with 0", 3, 3, 3))))
+    driver.begin().answer()
+    driver.store.revoke(driver.lease)
+    driver.look()
+
+    driver.answer()
+    driver.look()
+
+    assert isinstance(driver.agent.phase, Joining)
+
+
+def test_who_may_not_start_a_run_tries_again_only_after_a_lease_time() -> None:
+    driver = vacant()
+
+    tried = bool(driver.commits)
+    for _ in range(3):
+        driver.look()
+        tried |= bool(driver.commits)
+
+    assert not tried
+    assert isinstance(driver.agent.phase, Joining)
+    assert deadline_s(driver.agent) == driver.now_s + TIMES.lease_ttl_s
+
+
+def test_a_run_starts_once_what_is_left_of_another_has_gone_with_its_lease() -> None:
+    driver = vacant()
+    driver.write(Delete(STRANGER))
+
+    at_next_deadline(driver)
+
+    assert driver.snapshot.generation
+    assert driver.node_id in driver.snapshot.members
+
+
+def test_members_that_never_go_and_no_generation_are_no_job() -> None:
+    driver = vacant()
+
+    for _ in range(5):
+        if isinstance(driver.agent.phase, Joining):
+            at_next_deadline(driver)
+
+    assert driver.outcome.kind is OutcomeKind.UNKNOWN
+    assert "delete its keys, all that begin with /elaunch/job/" in driver.outcome.reason

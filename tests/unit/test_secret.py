@@ -1,0 +1,128 @@
+"""rendezvous.secret: who has the token gets in, both ways, and nobody else."""
+
+from __future__ import annotations
+
+import hashlib
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from elaunch.rendezvous.secret import TOKEN_CHARACTERS_MIN, Secret, new_token
+
+TOKEN = "0123456789abcdef"
+OTHER = "0123456789abcdeg"
+
+
+def shake_hands(server: ssl.SSLContext, client: ssl.SSLContext) -> list[object]:
+    """A TLS handshake over a socket pair and a word from each side; the words, or what went wrong."""
+    ours, theirs = socket.socketpair()
+    heard: list[object] = []
+
+    def serve() -> None:
+        try:
+            with server.wrap_socket(theirs, server_side=True) as channel:
+                channel.sendall(b"from the server")
+                heard.append(channel.recv(100))
+        except (ssl.SSLError, OSError) as error:
+            heard.append(error)
+
+    ours.settimeout(30)
+    theirs.settimeout(30)
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        with client.wrap_socket(ours) as channel:
+            word = channel.recv(100)
+            channel.sendall(b"from the client")
+    except (ssl.SSLError, OSError) as error:
+        ours.close()
+        thread.join()
+        return [error]
+    thread.join()
+    return [word, *heard]
+
+
+def test_both_sides_of_one_token_understand_each_other() -> None:
+    words = shake_hands(Secret(TOKEN).server_context(), Secret(TOKEN).client_context())
+
+    assert words == [b"from the server", b"from the client"]
+
+
+def test_a_server_with_another_token_is_refused() -> None:
+    (error,) = shake_hands(Secret(OTHER).server_context(), Secret(TOKEN).client_context())
+
+    assert isinstance(error, ssl.SSLCertVerificationError)
+
+
+def test_a_client_without_a_token_cannot_verify_the_server() -> None:
+    public = ssl.create_default_context()
+    public.check_hostname = False
+
+    (error,) = shake_hands(Secret(TOKEN).server_context(), public)
+
+    assert isinstance(error, ssl.SSLCertVerificationError)
+
+
+def test_the_bearer_is_the_tokens_own_and_does_not_show_it() -> None:
+    assert Secret(TOKEN).bearer == Secret(TOKEN).bearer
+    assert Secret(TOKEN).bearer != Secret(OTHER).bearer
+    assert TOKEN not in Secret(TOKEN).bearer
+    assert len(Secret(TOKEN).bearer) == 64
+
+
+def test_another_process_derives_the_same_certificate() -> None:
+    program = (
+        "import sys; from elaunch.rendezvous.secret import Secret; print(Secret(sys.stdin.read()).certificate, end='')"
+    )
+    run = subprocess.run([sys.executable, "-c", program], input=TOKEN, stdout=subprocess.PIPE, text=True, check=True)
+
+    assert run.stdout == Secret(TOKEN).certificate
+
+
+def test_what_a_token_stands_for_never_changes() -> None:
+    """Agents of two releases may meet: a change here is a change of protocol."""
+    assert Secret(TOKEN).bearer == "fdc174d75d144c8fdce921e222e421b0ed723afe43f0f5b0b93b5dee2feaf5dc"
+    digest = hashlib.sha256(Secret(TOKEN).certificate.encode()).hexdigest()
+    assert digest == "cc330874bfc9a1b3416eec77049a6668de016309846705f94ec2734f256640b3"
+
+
+def test_a_new_token_is_long_enough_and_never_the_same() -> None:
+    tokens = {new_token() for _ in range(100)}
+
+    assert len(tokens) == 100
+    assert all(len(token) == 32 and token.isalnum() for token in tokens)
+
+
+def test_a_short_token_is_refused_with_a_sentence_that_does_not_show_it() -> None:
+    short = "hunter2"
+
+    with pytest.raises(ValueError, match=f"has 7 characters, and it takes at least {TOKEN_CHARACTERS_MIN}") as refusal:
+        Secret(short)
+
+    assert short not in str(refusal.value)
+
+
+def test_nothing_stays_on_disk_or_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    open_before = len(list(Path("/proc/self/fd").iterdir()))
+
+    secret = Secret(TOKEN)
+    secret.server_context()
+    secret.client_context()
+
+    assert list(tmp_path.iterdir()) == []
+    assert len(list(Path("/proc/self/fd").iterdir())) == open_before
+
+
+def test_importing_it_loads_no_cryptography() -> None:
+    program = "import sys, elaunch.rendezvous.secret; print(*sys.modules)"
+
+    loaded = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, check=True).stdout
+
+    assert "cryptography" not in loaded.split()
