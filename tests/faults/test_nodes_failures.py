@@ -143,7 +143,8 @@ def test_a_failure_on_one_node_runs_the_nodes_again_that_were_done(tmp_path: Pat
         cluster.ask("hang", moment="last", generation=0, rank=1)
         (tmp_path / "end").touch()
         wait_for(lambda: cluster.records.of("hang"), "rank 1 hangs at its end")
-        wait_for(lambda: not is_alive(first.pid(0)), "rank 0 has ended")
+        done = f"/elaunch/job/done/{0:010d}/"
+        wait_for(lambda: cluster.etcd.ctl("get", "--prefix", "--keys-only", done).strip(), "node 0 is done")
         (tmp_path / "end").unlink()
 
         os.kill(first.pid(1), signal.SIGKILL)
