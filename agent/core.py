@@ -60,8 +60,8 @@ def step(agent: Agent, event: Event, now_s: float) -> Step:
             return store_away(agent, event, now_s), ()
         case StoreBack():
             return store_back(agent, now_s)
-        case StoreLost(why):
-            return _store_lost(agent, why, now_s)
+        case StoreLost(why, denied):
+            return _store_lost(agent, why, now_s, denied=denied)
         case WorkerExited():
             return worker_exited(agent, event, now_s)
         case WorkerRaised():
@@ -172,8 +172,10 @@ def _why_seatless(agent: Agent, table: RankTable) -> str:
     return f"its {seats} taken; waiting as a spare"
 
 
-def _store_lost(agent: Agent, why: str, now_s: float) -> Step:
-    outcome = agent.outcome(OutcomeKind.UNKNOWN, why)
+def _store_lost(agent: Agent, why: str, now_s: float, *, denied: bool = False) -> Step:
+    # Whom the store turns away at the first word has something to put right, and has missed nothing.
+    kind = OutcomeKind.REFUSED if denied and not agent.reach.ever else OutcomeKind.UNKNOWN
+    outcome = agent.outcome(kind, why)
     match agent.phase:
         case Running(table=table, live=live):
             return stop_for(agent, table, live, outcome, SIGTERM, now_s, Say(f"stopping: {why}"))

@@ -13,6 +13,8 @@ FIRST_BACKOFF_S = 0.02
 # A store that is there and does not answer in time has too much to do, with all of a large job's nodes at once. Who has
 # no lease yet can wait; the others must come back sooner than theirs end.
 SLOW_BACKOFF_MAX_S = 3.0
+# Whoever wants to go tries its last words as often as that: one lost packet must not cost its peers a lease time.
+LAST_TRIES = 3
 
 Errand = Callable[[], None]
 
@@ -37,7 +39,7 @@ class Errands:
         self._queue: deque[Errand] = deque()
         self._renewal_wanted = False
         self._was_reached = False
-        self.is_away = False
+        self._failed_tries = 0
 
     @property
     def has_any(self) -> bool:
@@ -50,9 +52,14 @@ class Errands:
         self._renewal_wanted = True
 
     @property
+    def is_away(self) -> bool:
+        """Whether the last try did not reach the store."""
+        return self._failed_tries > 0
+
+    @property
     def is_over(self) -> bool:
         """Whether whoever wants to go need not wait for what is left."""
-        return self.is_away or not self._queue
+        return self._failed_tries >= LAST_TRIES or not self._queue
 
     def do_next(self, backoff_s: float) -> float:
         """Do what is next, if there is anything; the pause after it. `backoff_s` was the last pause."""
@@ -62,7 +69,7 @@ class Errands:
         try:
             (self._renew if is_renewal else self._queue[0])()
         except Unavailable as error:
-            self.is_away = True
+            self._failed_tries += 1
             self._renewal_wanted |= is_renewal
             self._post(StoreAway(str(error), isinstance(error, HeadAway)))
             is_slow_at_first = isinstance(error, TimedOut) and not self._was_reached
@@ -71,10 +78,10 @@ class Errands:
             # Many agents lose the same store at the same moment.
             return self._uniform(longest_s / 2, longest_s)
         except (Denied, HistoryLost) as error:
-            self._post(StoreLost(str(error)))
+            self._post(StoreLost(str(error), isinstance(error, Denied)))
         if not is_renewal:
             self._queue.popleft()
         if self.is_away or not self._was_reached:
-            self.is_away, self._was_reached = False, True
+            self._failed_tries, self._was_reached = 0, True
             self._post(StoreBack())
         return 0.0

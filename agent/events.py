@@ -18,6 +18,7 @@ class Tag(Enum):
     JOIN = "join"
     RETURN = "return"
     ELECT = "become leader"
+    STANDING = "still a member"
     LEAD = "lead"
 
 
@@ -73,9 +74,10 @@ class StoreBack:
 
 @dataclass(frozen=True)
 class StoreLost:
-    """The store will never do as it is asked: a sentence without a full stop."""
+    """The store will never do as it is asked: a sentence without a full stop. `denied` says that it turned us away."""
 
     why: str
+    denied: bool = False
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import socket
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from elaunch.agent.links import Link
 from elaunch.rendezvous.types import RankTable
+
+# Of a program that neither reports steps nor has a process group nobody else can say whether it came to anything.
+LASTING_S = 600.0
 
 
 @dataclass
@@ -28,6 +32,7 @@ class Group:
     store_up: bool = False
     store_error: str = ""
     reached_store: bool | None = None
+    started_s: float = field(default_factory=time.monotonic)
 
     @property
     def node_id(self) -> str:
@@ -43,6 +48,11 @@ class Group:
         links = self.links.values()
         known = [link.reached_store for link in links if link.reached_store is not None]
         return any(link.step >= 0 for link in links) or (any(known) if known else bool(self.reached_store))
+
+    @property
+    def lasted(self) -> bool:
+        """Whether it ran for so long that it must have done something, also where its program tells us nothing."""
+        return time.monotonic() - self.started_s >= LASTING_S
 
     @property
     def generation(self) -> int:

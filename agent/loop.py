@@ -277,7 +277,7 @@ class Loop:
             self._links.drop(link)
         # The lease is kept meanwhile: this loop lives.
         self._guard.end_generation(generation, self._servers.now.pid, lambda: self._session.tick(time.monotonic()))
-        reached, progressed = group.reached_store, group.progressed
+        reached, progressed = group.reached_store, group.progressed or group.lasted
 
         def drained(tails: dict[int, str]) -> None:
             self._timeline.stamp(generation, "cleared")

@@ -16,7 +16,7 @@ from elaunch.agent.events import (
     Widen,
 )
 from elaunch.agent.state import WORTH_A_WORD_S, Agent, Exited, Finished, Joining, Running, Step, Waiting, exit_with
-from elaunch.rendezvous.entering import become_leader, return_as_member, start_run
+from elaunch.rendezvous.entering import become_leader, return_as_member, start_run, still_member
 from elaunch.rendezvous.leading import lead
 from elaunch.rendezvous.types import Outcome, OutcomeKind, RankTable, Terms, host_of
 
@@ -35,6 +35,8 @@ def attend(agent: Agent, now_s: float) -> Step:
         return agent, ()
     if member.refused:
         return _refused(agent, now_s)
+    if member.evicted:
+        return _evicted(agent)
     if not member.is_member:
         return _enter(agent, now_s)
     match agent.phase:
@@ -67,6 +69,8 @@ def answered(agent: Agent, event: Committed) -> Agent:
             return agent.as_member(is_member=True, next_id="")
         case Tag.ELECT:
             return agent.as_member(outvoted=not event.held)
+        case Tag.STANDING:
+            return agent.as_member(outvoted=False, evicted=not event.held and member.is_member)
     return agent
 
 
@@ -82,7 +86,7 @@ def lease_lost(agent: Agent, event: LeaseLost, now_s: float) -> Step:
     """
     if event.lease != agent.membership.lease or isinstance(agent.phase, Exited):
         return agent, ()
-    agent = agent.as_member(lease=0, is_member=False)
+    agent = agent.as_member(lease=0, is_member=False, evicted=False)
     agent = replace(agent, lossless_until_s=now_s + agent.times.amnesty_s)
     if isinstance(agent.phase, Joining):
         agent = replace(agent, phase=replace(agent.phase, asked=-1))
@@ -174,8 +178,8 @@ def _refused(agent: Agent, now_s: float) -> Step:
 
 
 def _evicted(agent: Agent) -> Step:
-    said = Say("this node took too long to stop its workers and lost its seat; it comes back as a new one")
-    return agent.as_member(lease=0, is_member=False, outvoted=False), (said, Renew())
+    said = Say("the others waited too long for this node, and it lost its seat; it comes back as a new one")
+    return agent.as_member(lease=0, is_member=False, evicted=False), (said, Renew())
 
 
 def _lead(agent: Agent, now_s: float) -> Step:
@@ -184,8 +188,9 @@ def _lead(agent: Agent, now_s: float) -> Step:
         return agent, ()
     if not snapshot.leader:
         if member.outvoted:
-            # Nobody leads, and yet it may not: its member key is gone.
-            return _evicted(agent)
+            # Nobody leads, and yet it may not: its member key is gone, or who led then has gone since.
+            standing = still_member(snapshot, agent.me)
+            return agent.as_member(in_flight=Tag.STANDING), (Commit(standing, Tag.STANDING),)
         election = become_leader(snapshot, agent.me, member.lease)
         return agent.as_member(in_flight=Tag.ELECT), (Commit(election, Tag.ELECT),)
     agent = agent.as_member(outvoted=False)

@@ -97,8 +97,9 @@ class Membership:
     `lease` is 0 while there is none. `next_id` names the incarnation that the node takes up when it comes back as a new
     one. `belongs` says that the run in the store is one that this agent is, or wants to be, part of; `in_flight` is the
     transaction whose answer is awaited, and nothing is decided from a snapshot older than `answered`, the revision of
-    the last answer. `refused` says that the last join was, `outvoted` that the last try to lead was, `widened` that all
-    keys are looked at. `runs_refused` counts the runs that it could not start, since the job had members.
+    the last answer. `refused` says that the last join was, `outvoted` that the last try to lead was, `evicted` that
+    this node's member key is gone, `widened` that all keys are looked at. `runs_refused` counts the runs that it could not
+    start, since the job had members.
     """
 
     lease: int = 0
@@ -109,6 +110,7 @@ class Membership:
     answered: int = 0
     refused: bool = False
     outvoted: bool = False
+    evicted: bool = False
     widened: bool = False
     runs_refused: int = 0
 

@@ -54,7 +54,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("keep_alive_max_attempt", "a number; see the one before [3]", _attempts),
     Setting(
         "store_timeout", "seconds until a head that is away is given up [60]", values.positive_seconds,
-        ("read_timeout",), differs="a single read of the store",
+        differs=_OURS,
     ),
     Setting(
         "is_host", "1: this node serves the store where none listens; 0: it does not [by the endpoint's address]",
@@ -75,6 +75,10 @@ SETTINGS: tuple[Setting, ...] = (
         "close_timeout", "", values.seconds, differs="has an effect", no_effect="a rendezvous is closed by one write",
     ),
     Setting("heartbeat_timeout", "", values.seconds, differs="has an effect", no_effect="lease_ttl says it all"),
+    Setting(
+        "read_timeout", "", values.seconds, differs="a single read of the store",
+        no_effect="each request has a deadline of its own and is made again",
+    ),
     Setting("etcd_prefix", "", differs="has an effect", no_effect="keys lie under /elaunch/ and the job's name"),
 )  # fmt: skip
 

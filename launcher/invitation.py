@@ -80,10 +80,12 @@ def invitation(options: Options, plan: RendezvousPlan, token: str) -> tuple[str,
     """The lines that a head prints. A token that was given is nobody's to see."""
     endpoint = plan.endpoints[0]
     kind = "an etcd of its own" if plan.serving is Serving.ETCD else "its memory"
-    others = "the other node" if options.nnodes[1] == 2 else "each other node"
+    many = options.nnodes[1] > 2
+    others = "each other node" if many else "the other node"
     same = " with the same token" if plan.token else ""
+    ranks = ", with --node-rank 2 and so on after the first of them" if plan.node_rank is not None and many else ""
     return (
         f"this host serves the job's store at {endpoint} from {kind}: it ends with this host's elaunch, and so does the"
         " job; one that must outlive any host needs --rdzv-endpoint of an etcd cluster",
-        f"on {others} type{same}: {line_for_others(options, plan, '' if plan.token else token)}",
+        f"on {others} type{same}{ranks}: {line_for_others(options, plan, '' if plan.token else token)}",
     )

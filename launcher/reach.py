@@ -5,15 +5,13 @@ Nothing is taken from the host's own name: it may be known to nobody else, or to
 
 from __future__ import annotations
 
-import fcntl
 import ipaddress
 import socket
-import struct
 from collections.abc import Sequence
 from contextlib import suppress
 from enum import Enum
-from pathlib import Path
 
+from elaunch.launcher.addresses import by_interface
 from elaunch.rendezvous.plan import Endpoint
 from elaunch.rendezvous.resolve import resolve
 
@@ -21,8 +19,6 @@ RESOLVE_S = 5.0
 
 # Documentation's own (RFC 5737, RFC 3849): nobody has them, so they are reached by the default route if at all.
 _ELSEWHERE = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
-_SIOCGIFADDR = 0x8915
-_IFNAME_BYTES = 16
 
 
 class NoAddress(Exception):
@@ -151,21 +147,10 @@ def _text(place: tuple[object, ...]) -> str:
 
 
 def _of_interfaces() -> list[str]:
-    """One IPv4 address of each interface; where there is none at all, the global IPv6 ones."""
-    found: list[str] = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode()[: _IFNAME_BYTES - 1])
-            with suppress(OSError):
-                answer = fcntl.ioctl(any_socket.fileno(), _SIOCGIFADDR, request)
-                found.append(socket.inet_ntoa(answer[20:24]))
-    return [address for address in found if not is_loopback(address)] or _global_ipv6()
-
-
-def _global_ipv6(table: Path = Path("/proc/net/if_inet6")) -> list[str]:
-    """Columns: address, interface, prefix length, scope (00 is global), flags, name."""
-    try:
-        rows = [line.split() for line in table.read_text().splitlines()]
-    except OSError:
-        return []
-    return [str(ipaddress.IPv6Address(int(row[0], 16))) for row in rows if row[3] == "00"]
+    """The first address of each interface that others may know; IPv6 ones where there is no other."""
+    old: dict[str, str] = {}
+    new: dict[str, str] = {}
+    for name, address in by_interface():
+        if not (address.is_loopback or address.is_link_local):
+            (old if address.version == 4 else new).setdefault(name, str(address))
+    return [*old.values()] or [*new.values()]

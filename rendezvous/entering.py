@@ -58,6 +58,11 @@ def become_leader(snapshot: Snapshot, me: Node, lease: int) -> Txn:
     )
 
 
+def still_member(snapshot: Snapshot, me: Node) -> Txn:
+    """Nothing is written; it holds while this node's member key is there, which a follower does not look at."""
+    return Txn((Present(snapshot.keys.member(me.node_id)),))
+
+
 def is_done(snapshot: Snapshot, me: Node, generation: int) -> Txn:
     """All workers of this node exited with 0."""
     return Txn((snapshot.gen_guard, snapshot.live_guard), (Put(snapshot.keys.done(generation, me.node_id), ""),))

@@ -58,7 +58,7 @@ def test_a_node_without_the_token_is_refused_and_the_job_is_untouched(tmp_path: 
 
         cluster.start(2, nnodes="2:3", env={"ELAUNCH_TOKEN": "another token than that"})
 
-        assert cluster.agents[2].wait() in (2, 3)
+        assert cluster.agents[2].wait() == 2
         assert "token" in cluster.agents[2].stderr
         cluster.assert_nothing_is_left(cluster.nodes[2])
         cluster.goes_on(meeting)

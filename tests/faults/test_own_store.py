@@ -143,9 +143,9 @@ def test_a_node_without_the_token_is_told_so_and_a_wrong_one_too(two: Two) -> No
     none = two.type(1, *RECIPE, *two.program)
     wrong = two.type(1, *RECIPE, *two.program, token="a token of some other job")
 
-    assert none.wait() == 3
+    assert none.wait() == 2
     assert f"the store at {ENDPOINT} is a job's own and wants its token; type the line" in none.stderr
-    assert wrong.wait() == 3
+    assert wrong.wait() == 2
     assert f"the token here is not that of the store at {ENDPOINT}" in wrong.stderr
     other = two.type_line(1, line)
     assert_both_met(head, other, "10.77.0.1")

@@ -402,6 +402,15 @@ def test_a_store_that_never_will_do_as_asked_ends_an_agent_without_workers_at_on
     assert (driver.outcome.kind, driver.outcome.reason) == (OutcomeKind.UNKNOWN, "wrong password")
 
 
+def test_whom_the_store_turns_away_at_the_first_word_has_something_to_put_right() -> None:
+    driver = Driver().begin()
+
+    driver.happen(StoreLost("wrong password", denied=True))
+
+    assert (driver.outcome.kind, driver.outcome.reason) == (OutcomeKind.REFUSED, "wrong password")
+    assert driver.outcome.exit_code == 2
+
+
 def test_a_store_that_is_lost_while_workers_run_stops_them_with_time_to_save() -> None:
     driver = started()
 

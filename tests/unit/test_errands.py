@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from elaunch.agent.errands import FIRST_BACKOFF_S, Errands
+from elaunch.agent.errands import FIRST_BACKOFF_S, LAST_TRIES, Errands
 from elaunch.agent.events import StoreAway, StoreBack, StoreEvent, StoreLost
 from elaunch.rendezvous.store import Denied, HistoryLost, StoreError, Unavailable
 
@@ -112,19 +112,21 @@ def test_what_will_never_be_done_is_told_and_does_not_hold_up_the_rest() -> None
     bench.run()
 
     lost = [event for event in bench.events if isinstance(event, StoreLost)]
-    assert lost == [StoreLost("wrong password"), StoreLost("another cluster answers")]
+    assert lost == [StoreLost("wrong password", denied=True), StoreLost("another cluster answers")]
     assert bench.done == ["third"]
 
 
 def test_whoever_wants_to_go_waits_for_what_is_left_unless_the_store_is_away() -> None:
     bench = Bench()
     over = [bench.errands.is_over]
-    bench.errands.order(bench.errand("first", AWAY))
+    bench.errands.order(bench.errand("first", *[AWAY] * LAST_TRIES))
     over.append(bench.errands.is_over)
-    bench.errands.do_next(0.0)
-    over.append(bench.errands.is_over)
+    for _ in range(LAST_TRIES):
+        bench.errands.do_next(0.0)
+        over.append(bench.errands.is_over)
 
-    assert over == [True, False, True]
+    assert over == [True, False, *[False] * (LAST_TRIES - 1), True]
+    assert bench.errands.is_away
 
 
 def test_without_errands_nothing_is_done() -> None:

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from elaunch.agent.group import Group
+from elaunch.agent.group import LASTING_S, Group
 from elaunch.agent.links import Link
 from elaunch.rendezvous.tables import seats_of
 from elaunch.rendezvous.types import RankTable
@@ -49,6 +49,14 @@ def test_progress_is_a_step_or_a_process_group_or_where_nobody_says_a_use_of_the
     links: tuple[tuple[int, bool | None], ...], reached_store: bool | None, progressed: bool
 ) -> None:
     assert group(*links, reached_store=reached_store).progressed is progressed
+
+
+def test_a_group_that_ran_for_long_has_done_something_also_where_nobody_says_so() -> None:
+    short, long = group(reached_store=None), group(reached_store=None)
+    long.started_s -= LASTING_S
+
+    assert not short.lasted
+    assert long.lasted
 
 
 def test_a_group_knows_its_node_as_the_table_does() -> None:

@@ -144,3 +144,12 @@ def test_what_the_store_does_not_give_is_said_with_what_does() -> None:
     assert memory[0].endswith("--rdzv-endpoint of an etcd cluster")
     assert "from an etcd of its own" in etcd[0]
     assert memory[1].startswith("on each other node type: ")
+
+
+def test_a_static_job_of_more_than_two_nodes_is_told_that_each_has_a_rank_of_its_own() -> None:
+    typed = ("--nnodes", "3", "--node-rank", "0", "--master-addr", "a", "t.py")
+
+    said = invitation(*asked(*typed), token="t")
+
+    assert said[1].startswith("on each other node type, with --node-rank 2 and so on after the first of them: ")
+    assert said[1].endswith("--node-rank 1 t.py")

@@ -259,7 +259,7 @@ def test_an_evicted_node_comes_back_as_a_new_one_and_says_so() -> None:
         words.append(second.said)
 
     assert [type(action) for action in done] == [Renew, Join]
-    assert "this node took too long to stop its workers and lost its seat; it comes back as a new one" in words
+    assert "the others waited too long for this node, and it lost its seat; it comes back as a new one" in words
     assert second.node_id != evicted
     assert set(second.snapshot.members) == {first.node_id, second.node_id}
     settle(first, second)
@@ -297,6 +297,23 @@ def test_who_lost_an_election_to_another_stays_who_it_is() -> None:
     assert second.snapshot.leader == third.node_id
     assert second.incarnations == 1
     assert not second.agent.membership.outvoted
+
+
+def test_who_lost_an_election_to_one_that_has_left_since_is_not_evicted() -> None:
+    first, second = pair()
+    third = Driver(TWO, store=first.store, host="node-c", remote=True).begin()
+    third.settle()
+    first.lose_lease()
+    late = second.looked
+    third.settle()
+    second.happen(late)
+    second.write(Delete(KEYS.member(third.node_id)), Delete(KEYS.leader))
+
+    second.settle()
+
+    assert second.snapshot.leader == second.node_id
+    assert second.incarnations == 1
+    assert "lost its seat" not in second.said
 
 
 def test_a_join_with_a_lease_that_has_ended_is_made_again_with_another() -> None:

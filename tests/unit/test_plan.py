@@ -337,7 +337,7 @@ def times_of(conf: str, *argv: str) -> Times:
 
 
 def test_torchruns_times_are_ours_by_other_names() -> None:
-    times = times_of("join_timeout=900,last_call_timeout=30,read_timeout=120")
+    times = times_of("join_timeout=900,last_call_timeout=30,store_timeout=120")
 
     assert (times.join_timeout_s, times.last_call_s, times.store_timeout_s) == (900, 30, 120)
     assert times_of("timeout=900").join_timeout_s == 900
@@ -453,9 +453,10 @@ def test_every_setting_of_torchs_backends_is_known() -> None:
 
 
 def test_settings_without_a_meaning_are_listed_with_why() -> None:
-    conf = understand({"close_timeout": "30", "store_type": "tcp", "is_host": "1"})
+    conf = understand({"close_timeout": "30", "store_type": "tcp", "read_timeout": "2", "is_host": "1"})
 
-    assert [name for name, _ in conf.ignored] == ["--rdzv-conf close_timeout", "--rdzv-conf store_type"]
+    ignored = ["--rdzv-conf close_timeout", "--rdzv-conf store_type", "--rdzv-conf read_timeout"]
+    assert [name for name, _ in conf.ignored] == ignored
 
 
 def test_the_transport_can_be_grpc_and_then_nothing_is_served() -> None:

@@ -243,7 +243,7 @@ def test_what_will_never_be_done_is_told_and_what_comes_after_it_is_done() -> No
         bench.session.commit(bench.put(2), Tag.JOIN)
         bench.wait_for(Committed)
 
-        assert bench.seen(StoreLost) == [StoreLost("no permission to write under /elaunch/job/")]
+        assert bench.seen(StoreLost) == [StoreLost("no permission to write under /elaunch/job/", denied=True)]
         assert bench.numbers == [2]
 
 
