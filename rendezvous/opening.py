@@ -38,8 +38,10 @@ def open_join(snapshot: Snapshot, ready: list[str]) -> Txn:
     assert generation
     cause = f"{hosts(ready)} join{'s' if len(ready) == 1 else ''}"
     opened = Generation(generation.number + 1, OpenKind.JOIN, cause)
-    keys = snapshot.keys
-    return _open(snapshot, opened, (Present(keys.table(generation.number)), Empty(keys.done(generation.number))))
+    keys, number = snapshot.keys, generation.number
+    # One of them is enough to be worth it, and a transaction holds 128 guards and writes.
+    there = Present(keys.joined(number, ready[0]))
+    return _open(snapshot, opened, (there, Present(keys.table(number)), Empty(keys.done(number))))
 
 
 def was_lost(lost: list[str]) -> str:

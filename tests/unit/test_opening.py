@@ -65,6 +65,7 @@ def test_a_generation_is_opened_by_who_leads_the_newest_of_a_job_that_lives(what
 
 def test_a_join_needs_the_table_that_it_is_to_grow() -> None:
     world = running(A)
+    world.join(B)
     join = open_join(world.snapshot, [B.node_id])
 
     assert world.commit(join)
@@ -74,8 +75,18 @@ def test_a_join_needs_the_table_that_it_is_to_grow() -> None:
 
 def test_no_generation_is_opened_for_newcomers_once_a_node_is_done() -> None:
     world = running(A, B)
+    world.join(C)
     join = open_join(world.snapshot, [C.node_id])
     world.finish(B)
+
+    assert not world.commit(join)
+
+
+def test_no_generation_is_opened_for_newcomers_that_have_gone_meanwhile() -> None:
+    world = running(A, B)
+    world.join(C)
+    join = open_join(world.snapshot, [C.node_id])
+    world.lose(C)
 
     assert not world.commit(join)
 
