@@ -1,1 +1,30 @@
 """The bundled trainer; its parts are usable from any training script."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from elaunch.trainer.accumulation import accumulate as accumulate
+    from elaunch.trainer.ledger import Ledger as Ledger
+    from elaunch.trainer.order import Micro as Micro
+    from elaunch.trainer.order import Order as Order
+    from elaunch.trainer.sampling import Seeded as Seeded
+    from elaunch.trainer.sampling import Stream as Stream
+
+# Imported when they are asked for: `elaunch.trainer.link` must not cost the import of torch.
+_HOMES = {
+    "Ledger": "ledger",
+    "Micro": "order",
+    "Order": "order",
+    "Seeded": "sampling",
+    "Stream": "sampling",
+    "accumulate": "accumulation",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

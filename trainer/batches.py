@@ -1,13 +1,15 @@
-"""Windows of text as tensors: a rank's share of a step, and the held-out ones."""
+"""Windows of text as tensors: those of a micro-batch, and the held-out ones."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
 from elaunch.trainer.config import TrainConfig
 from elaunch.trainer.corpus import Corpus
-from elaunch.trainer.order import share_of, windows_of_step
+from elaunch.trainer.order import Order
 from elaunch.trainer.place import Place
 
 HELD_OUT_WINDOWS_MAX = 96
@@ -16,21 +18,22 @@ HELD_OUT_WINDOWS_MAX = 96
 class Batches:
     """Cuts the corpus into windows of `context + 1` bytes that share none: `context` inputs, and targets one byte on.
 
-    Inputs and targets are (windows, context) int64 on `device`, values 0..255.
+    Inputs and targets are (windows, context) int64 on `device`, values 0..255. `order` says which windows when.
     """
 
     def __init__(self, config: TrainConfig, corpus: Corpus, place: Place, device: torch.device) -> None:
-        self._config, self._corpus, self._place, self._device = config, corpus, place, device
+        self._corpus, self._place, self._device = corpus, place, device
         self._window = config.context + 1
-        self.windows = corpus.held_out_start // self._window
-
-    def of_step(self, step: int) -> tuple[Tensor, Tensor]:
-        """This rank's share of step 1, 2, …"""
-        config = self._config
-        drawn = windows_of_step(step, seed=config.seed, global_batch=config.global_batch, windows=self.windows)
-        return self._read(
-            [number * self._window for number in share_of(drawn, self._place.rank, self._place.world_size)]
+        self.order = Order(
+            corpus.held_out_start // self._window,
+            seed=config.seed,
+            global_batch=config.global_batch,
+            micro_batch=config.micro_batch,
         )
+
+    def read(self, windows: Iterable[int]) -> tuple[Tensor, Tensor]:
+        """Inputs and targets of the windows with those numbers."""
+        return self._read([number * self._window for number in windows])
 
     def held_out(self) -> list[tuple[Tensor, Tensor]]:
         """This rank's part of the held-out windows, one at a time; spread evenly, the same for every run."""

@@ -12,6 +12,7 @@ from typing import TypeAlias
 
 import click
 
+from elaunch.trainer.order import fitting_micro_batch
 from elaunch.trainer.place import Place
 
 Plain: TypeAlias = int | float | bool | str | None
@@ -25,13 +26,15 @@ class UsageError(Exception):
 class TrainConfig:
     """What a run is made of.
 
-    `global_batch` counts windows of `context` bytes per optimizer step, over all workers. `learning_rate` is the peak.
-    `out` and `data` are None where the user left the choice to us (see `out_path` and `Corpus.open`).
+    `global_batch` counts windows of `context` bytes per optimizer step, over all workers, and `micro_batch` those of
+    one forward pass. `learning_rate` is the peak. `out` and `data` are None where the user left the choice to us (see
+    `out_path` and `Corpus.open`).
     """
 
     steps: int = 400
     seed: int = 0
     global_batch: int = 24
+    micro_batch: int = 3
     checkpoint_every: int = 50
     out: Path | None = None
     data: Path | None = None
@@ -42,11 +45,12 @@ class TrainConfig:
     learning_rate: float = 3e-3
     dropout: float = 0.0
     bf16: bool = False
+    ledger: bool = False
 
     @property
     def identity(self) -> dict[str, Plain]:
         """The options that change what is computed. A run directory holds one such set; the others may vary."""
-        free = ("out", "checkpoint_every")
+        free = ("out", "checkpoint_every", "ledger")
         plain = {**asdict(self), "data": None if self.data is None else str(self.data.absolute())}
         return {key: value for key, value in plain.items() if key not in free}
 
@@ -65,11 +69,25 @@ class TrainConfig:
                 f"--width ({self.width}) is not divisible by --heads ({self.heads}); "
                 f"use --width {_next_multiple(self.width, self.heads)} or another number of heads"
             )
-        if self.global_batch % world_size:
-            relation = "smaller than" if self.global_batch < world_size else "not divisible by"
+        self._check_batch(world_size)
+
+    def _check_batch(self, world_size: int) -> None:
+        batch, micro = self.global_batch, self.micro_batch
+        if batch % micro:
             raise UsageError(
-                f"--global-batch ({self.global_batch}) is {relation} the number of workers ({world_size}); "
-                f"use --global-batch {_next_multiple(self.global_batch, world_size)} or another number of workers"
+                f"--global-batch ({batch}) is not divisible by --micro-batch ({micro}); use --micro-batch "
+                f"{fitting_micro_batch(batch, micro)} or --global-batch {_next_multiple(batch, micro)}"
+            )
+        many = batch // micro
+        if many < world_size:
+            fitting = (
+                f"--micro-batch {fitting_micro_batch(batch, batch // world_size)}"
+                if batch >= world_size
+                else f"--global-batch {micro * world_size}"
+            )
+            raise UsageError(
+                f"--global-batch {batch} with --micro-batch {micro} makes {many} micro-batch{'es' * (many > 1)}, too few for "
+                f"{world_size} workers; use {fitting} or at most {many} workers"
             )
 
 
@@ -117,7 +135,14 @@ _COUNT = click.IntRange(min=1)
     type=_COUNT,
     default=_DEFAULT.global_batch,
     metavar="WINDOWS",
-    help="Windows of text per step over all workers; a multiple of their number.",
+    help="Windows of text per step over all workers, however many there are.",
+)
+@click.option(
+    "--micro-batch",
+    type=_COUNT,
+    default=_DEFAULT.micro_batch,
+    metavar="WINDOWS",
+    help="Windows per forward pass; a step has global batch / micro-batch of them, at least one per worker.",
 )
 @click.option(
     "--checkpoint-every",
@@ -165,6 +190,9 @@ _COUNT = click.IntRange(min=1)
     help="Share of activations dropped while training.",
 )
 @click.option("--bf16", is_flag=True, help="Compute in bfloat16 (autocast); weights stay float32.")
+@click.option(
+    "--ledger", is_flag=True, help="Keep in DIR/ledger which worker trained on what, and prove that nothing came twice."
+)
 def _command(**options: object) -> TrainConfig:
     """Train a small GPT on bytes of text: the bundled example of a job that survives its workers.
 

@@ -1,36 +1,237 @@
-"""Which windows of the text a step trains on: a pure function of the seed and the step.
+"""Which samples a step trains on, and who computes them: a pure function of the seed, the step and the world size.
 
-Every window is drawn once per epoch. An epoch's order is a pseudo-random permutation that is computed per index, in
-constant memory: a Feistel network over the next even number of bits, walked until it lands inside (Black and Rogaway,
-"Ciphers with Arbitrary Finite Domains", CT-RSA 2002).
+The unit is the micro-batch. A step is made of the same M micro-batches whatever the world size; ranks only share them
+out. So neither a restart nor another world size moves, loses or repeats a sample.
+
+An epoch's order is a pseudo-random permutation that is computed per index, in constant memory: a Feistel network over
+the next even number of bits, walked until it lands inside (Black and Rogaway, "Ciphers with Arbitrary Finite Domains",
+CT-RSA 2002).
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import itertools
+from collections.abc import Iterator
+from dataclasses import KW_ONLY, dataclass
+from typing import Literal, TypeAlias
 
 _ROUNDS = 4
 _MASK_64 = 2**64 - 1
 
+Tail: TypeAlias = Literal["carry", "drop", "short"]
 
+
+@dataclass(frozen=True)
+class Micro:
+    """A micro-batch as one rank computes it.
+
+    `number` is its place in the step, 0…M-1. `samples` are the ids in its order; none where a short last step has fewer
+    samples than micro-batches. `weight` is what its mean loss is multiplied with. `key` seeds all that is random in it.
+    `is_last` says that it is the rank's last of the step: its backward is the one that sums gradients over ranks.
+    """
+
+    number: int
+    samples: tuple[int, ...]
+    weight: float
+    key: int
+    is_last: bool
+
+
+@dataclass(frozen=True)
+class Order:
+    """The order of a job's data: `size` samples per epoch, or None for a stream that does not end.
+
+    Steps count from 1, and each trains on `global_batch` samples in M = `global_batch / micro_batch` micro-batches.
+    Every sample is drawn once per epoch. `shuffle` mixes the whole epoch, or, with `block`, each `block` consecutive
+    samples among themselves: what streams need, and files that are read faster in their own order. `tail` says what
+    happens where `global_batch` does not divide `size`: the step goes on into the next epoch ("carry": every step has
+    `global_batch` samples), the rest is left out, another rest in each epoch ("drop"), or the last step is smaller
+    ("short"). An object costs a few hundred bytes, and any step is computed at once. Raises ValueError with one
+    sentence for what cannot be meant.
+    """
+
+    size: int | None
+    _: KW_ONLY
+    global_batch: int
+    micro_batch: int
+    seed: int = 0
+    shuffle: bool = True
+    block: int | None = None
+    tail: Tail = "carry"
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    @property
+    def micro_batches(self) -> int:
+        """M, the number of micro-batches of a step, the same for the job's whole life: no more ranks than that."""
+        return self.global_batch // self.micro_batch
+
+    def span(self, step: int, micro: int | None = None) -> range:
+        """The positions of `step`, or of one of its micro-batches, in the row of all epochs one behind the other.
+
+        Position p is the sample number `p % size` of epoch `p // size` as it is drawn.
+        """
+        first, count = self._first(step), self._count(step)
+        if micro is None:
+            return range(first, first + count)
+        if not 0 <= micro < self.micro_batches:
+            raise ValueError(f"micro-batch {micro} is not one of a step's {self.micro_batches}, which count from 0")
+        # Exactly `micro_batch` each, but in a short last step, whose samples are spread evenly.
+        return range(*(first + count * number // self.micro_batches for number in (micro, micro + 1)))
+
+    def sample(self, position: int) -> int:
+        """The id of the sample at that position: an index into the dataset, or into the stream."""
+        epoch, index = (0, position) if self.size is None else divmod(position, self.size)
+        if not self.shuffle:
+            return index
+        if self.block is None:
+            assert self.size is not None
+            return permuted(index, self.size, key_of(self.seed, epoch))
+        number, within = divmod(index, self.block)
+        length = self.block if self.size is None else min(self.block, self.size - number * self.block)
+        return number * self.block + permuted(within, length, key_of(key_of(self.seed, epoch), number))
+
+    def samples(self, step: int, micro: int) -> tuple[int, ...]:
+        """The ids of one micro-batch of step 1, 2, …"""
+        return tuple(self.sample(position) for position in self.span(step, micro))
+
+    def microbatches(self, step: int) -> list[list[int]]:
+        """The ids of all M micro-batches of `step`, whoever computes them."""
+        return [list(self.samples(step, micro)) for micro in range(self.micro_batches)]
+
+    def share(self, rank: int, world_size: int) -> range:
+        """The numbers of the micro-batches that `rank` computes in every step: contiguous, and as many as any other
+        rank's or one less. Raises ValueError where there are more ranks than micro-batches."""
+        many = self.micro_batches
+        if world_size > many:
+            raise ValueError(
+                f"{world_size} workers are more than the {many} micro-batches of a step (global_batch "
+                f"{self.global_batch} / micro_batch {self.micro_batch}); use at most {many} workers or smaller "
+                "micro-batches"
+            )
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank {rank} is not one of {world_size}, which count from 0")
+        return range(many * rank // world_size, many * (rank + 1) // world_size)
+
+    def weight(self, world_size: int, *, step: int | None = None, micro: int | None = None) -> float:
+        """What a micro-batch's mean loss is multiplied with before backward.
+
+        Every rank sums the gradients of its share, and the mean over ranks, which DDP and FSDP take, is then that of
+        the loss's mean over all the step's samples. With tail "short" the weight depends on step and micro-batch.
+        """
+        if self.tail != "short":
+            return world_size / self.micro_batches
+        if step is None or micro is None:
+            raise ValueError('with tail="short" micro-batches differ in weight; say which one, or use parts()')
+        return world_size * len(self.span(step, micro)) / self._count(step)
+
+    def key(self, step: int, micro: int) -> int:
+        """64 bits that seed all that is random in a micro-batch (dropout), the same at any world size."""
+        return key_of(self.seed, step, micro)
+
+    def parts(self, step: int, rank: int, world_size: int) -> list[Micro]:
+        """All that `rank` needs to compute its share of `step`, in order."""
+        share = self.share(rank, world_size)
+        return [
+            Micro(
+                number=micro,
+                samples=self.samples(step, micro),
+                weight=self.weight(world_size, step=step, micro=micro),
+                key=self.key(step, micro),
+                is_last=micro == share[-1],
+            )
+            for micro in share
+        ]
+
+    def batches(self, rank: int, world_size: int, *, after: int = 0, until: int | None = None) -> BatchSampler:
+        """This rank's micro-batches of the steps after `after`, as DataLoader's `batch_sampler`."""
+        return BatchSampler(self, self.share(rank, world_size), after, until)
+
+    def steps(self, epochs: int) -> int:
+        """The number of the step with which that many epochs are complete."""
+        size = self._finite("epochs")
+        per_epoch = self._steps_per_epoch(size)
+        return -(-epochs * size // self.global_batch) if per_epoch is None else epochs * per_epoch
+
+    def epoch(self, step: int) -> int:
+        """The epoch, from 0, of the first sample of `step`."""
+        return self._first(step) // self._finite("epochs")
+
+    def _first(self, step: int) -> int:
+        if step < 1:
+            raise ValueError(f"step {step} does not exist; steps count from 1")
+        per_epoch = None if self.size is None else self._steps_per_epoch(self.size)
+        if self.size is None or per_epoch is None:
+            return (step - 1) * self.global_batch
+        epoch, before = divmod(step - 1, per_epoch)
+        return epoch * self.size + before * self.global_batch
+
+    def _count(self, step: int) -> int:
+        if self.size is None or self.tail != "short":
+            return self.global_batch
+        return min(self.global_batch, self.size - self._first(step) % self.size)
+
+    def _steps_per_epoch(self, size: int) -> int | None:
+        """None where epochs do not begin with a step."""
+        if self.tail == "carry":
+            return None
+        return size // self.global_batch if self.tail == "drop" else -(-size // self.global_batch)
+
+    def _finite(self, what: str) -> int:
+        if self.size is None:
+            raise ValueError(f"a stream without a size has no {what}; give Order its size")
+        return self.size
+
+
+class Samples(list[int]):
+    """The ids of one micro-batch, which know which one they are.
+
+    `key` is the micro-batch's (`Order.key`). DataLoader hands the object as it is to a dataset's `__getitems__`.
+    """
+
+    def __init__(self, ids: tuple[int, ...], step: int, micro: int, key: int) -> None:
+        super().__init__(ids)
+        self.step, self.micro, self.key = step, micro, key
+
+
+class BatchSampler:
+    """The micro-batches of `share`, step after step, from the one behind `after` to `until` (None: without end).
+
+    What DataLoader's workers have prefetched when the process ends is nowhere written down and need not be: the next
+    process begins behind the last complete step, wherever this one's prefetching had got to. Each iteration begins
+    there anew, so take one iterator for the whole run.
+    """
+
+    def __init__(self, order: Order, share: range, after: int, until: int | None) -> None:
+        if after < 0:
+            raise ValueError(f"step {after} cannot be complete; steps count from 1, and 0 is none")
+        self.order, self.share, self.after, self.until = order, share, after, until
+
+    def __iter__(self) -> Iterator[Samples]:
+        for step, micro in self.places():
+            # A short last step may have nothing for it. Something must be computed, or the ranks' backward passes
+            # would not meet; the weight of 0 takes it out again.
+            ids = self.order.samples(step, micro) or (self.order.sample(self.order.span(step)[0]),)
+            yield Samples(ids, step, micro, self.order.key(step, micro))
+
+    def places(self) -> Iterator[tuple[int, int]]:
+        """Step and number of each micro-batch, in order."""
+        steps = itertools.count(self.after + 1) if self.until is None else range(self.after + 1, self.until + 1)
+        return ((step, micro) for step in steps for micro in self.share)
+
+    def __len__(self) -> int:
+        if self.until is None:
+            raise TypeError("the number of batches is not known; give batches() the last step as `until`")
+        return max(0, self.until - self.after) * len(self.share)
+
+
+@functools.lru_cache(maxsize=64)
 def key_of(*parts: int) -> int:
     """A 64-bit key that differs wherever any part differs; the same in every process and release of Python."""
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "big")
-
-
-def windows_of_step(step: int, *, seed: int, global_batch: int, windows: int) -> list[int]:
-    """The `global_batch` window numbers, each in [0, windows), of step 1, 2, …
-
-    The world size has no say: consecutive steps walk through the epoch, whoever computes them.
-    """
-    first = (step - 1) * global_batch
-    return [_draw(sample, seed, windows) for sample in range(first, first + global_batch)]
-
-
-def share_of(drawn: list[int], rank: int, world_size: int) -> list[int]:
-    """The contiguous part of a global batch that `rank` computes; `world_size` must divide its length."""
-    size = len(drawn) // world_size
-    return drawn[rank * size : (rank + 1) * size]
 
 
 def permuted(index: int, count: int, key: int) -> int:
@@ -40,11 +241,6 @@ def permuted(index: int, count: int, key: int) -> int:
         index = _feistel(index, half_bits, key)
         if index < count:
             return index
-
-
-def _draw(sample: int, seed: int, windows: int) -> int:
-    epoch, position = divmod(sample, windows)
-    return permuted(position, windows, key_of(seed, epoch))
 
 
 def _feistel(value: int, half_bits: int, key: int) -> int:
@@ -61,3 +257,30 @@ def _mix(word: int) -> int:
     word = ((word ^ word >> 30) * 0xBF58476D1CE4E5B9) & _MASK_64
     word = ((word ^ word >> 27) * 0x94D049BB133111EB) & _MASK_64
     return word ^ word >> 31
+
+
+def _check(order: Order) -> None:
+    size, batch, micro, block = order.size, order.global_batch, order.micro_batch, order.block
+    for name, number in (("size", size), ("global_batch", batch), ("micro_batch", micro), ("block", block)):
+        if number is not None and number < 1:
+            raise ValueError(f"{name} ({number}) must be at least 1")
+    if batch % micro:
+        raise ValueError(
+            f"global_batch ({batch}) is not a multiple of micro_batch ({micro}); use micro_batch "
+            f"{fitting_micro_batch(batch, micro)} or global_batch {-(-batch // micro) * micro}"
+        )
+    if order.tail not in ("carry", "drop", "short"):
+        raise ValueError(f'tail ({order.tail!r}) must be "carry", "drop" or "short"')
+    if size is None and order.tail != "carry":
+        raise ValueError(f'a stream without a size has no tail to treat as "{order.tail}"; give its size')
+    if size is None and order.shuffle and block is None:
+        raise ValueError("a stream without a size cannot be shuffled as a whole; give block=N, or shuffle=False")
+    if block is not None and not order.shuffle:
+        raise ValueError(f"block ({block}) says how to shuffle, but shuffle is False; leave one out")
+    if size is not None and order.tail == "drop" and size < batch:
+        raise ValueError(f'with tail="drop" a size of {size} has no step of {batch} samples; use a smaller one')
+
+
+def fitting_micro_batch(global_batch: int, wanted: int) -> int:
+    """The largest size of micro-batches up to `wanted` that divides `global_batch`."""
+    return next(size for size in range(min(wanted, global_batch), 0, -1) if global_batch % size == 0)

@@ -13,12 +13,14 @@ from elaunch.trainer.files import sweep, write_durably
 
 
 class RunDirectory:
-    """`config.yaml`, `metrics.jsonl`, `checkpoints/` and, once the run is complete, `result.json`. Rank 0 only."""
+    """`config.yaml`, `metrics.jsonl`, `checkpoints/` and, once the run is complete, `result.json`, by rank 0 alone;
+    `ledger/` by all ranks."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.metrics = path / "metrics.jsonl"
         self.checkpoints = path / "checkpoints"
+        self.ledger = path / "ledger"
         self._config = path / "config.yaml"
         self._result = path / "result.json"
 

@@ -2,8 +2,8 @@
 
 `train` and `steps` are the whole story in the order in which it happens. What they call lies beside it, one idea per
 file: where we are (place), the text (corpus), which windows when (order, batches), the network (model), the group
-(group), what is kept (recorder, metrics, checkpoint, rundir), what people see (progress), signals (stop), and the
-agent's line (link).
+(group), who adds which gradients (accumulation), what is kept (recorder, metrics, checkpoint, ledger, rundir), what
+people see (progress), signals (stop), and the agent's line (link).
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
 from elaunch.trainer import group, link
+from elaunch.trainer.accumulation import accumulate
 from elaunch.trainer.batches import Batches
 from elaunch.trainer.checkpoint import load_newest, tensors_sha256, unpack
 from elaunch.trainer.config import TrainConfig, UsageError
 from elaunch.trainer.corpus import Corpus
+from elaunch.trainer.ledger import Ledger, judge, next_generation
 from elaunch.trainer.model import GPT
-from elaunch.trainer.order import key_of
+from elaunch.trainer.order import Order
 from elaunch.trainer.place import Place
 from elaunch.trainer.progress import Progress, printable
 from elaunch.trainer.recorder import Recorder
@@ -58,7 +60,8 @@ def steps(config: TrainConfig, corpus: Corpus, place: Place, run: RunDirectory, 
     gpt, model, optimizer = build(config, device)
     step, loss = restore(gpt, optimizer, place, run, progress)
     batches = Batches(config, corpus, place, device)
-    recorder = Recorder(config, place, run, progress, step)
+    order = batches.order
+    recorder = Recorder(config, place, run, progress, step, open_ledger(config, order, place, run, step, device))
     progress.say(opening(config, corpus, place, gpt, run, step))
     signum = 0
 
@@ -67,12 +70,15 @@ def steps(config: TrainConfig, corpus: Corpus, place: Place, run: RunDirectory, 
             started_s = time.monotonic()
             step += 1
 
-            # Everything random in a step has its own seed, so that no restart can shift it.
-            torch.manual_seed(key_of(config.seed, step, place.rank))
-            inputs, targets = batches.of_step(step)
-            with torch.autocast(device.type, dtype=torch.bfloat16, enabled=config.bf16):
-                share_loss: Tensor = model(inputs, targets)
-            share_loss.backward()  # type: ignore[no-untyped-call]
+            share_loss = torch.zeros((), device=device)
+            # A micro-batch seeds all that is random in it, so that neither a restart nor another world size shifts it.
+            for micro in accumulate(model, order, step, place.rank, place.world_size):
+                inputs, targets = batches.read(micro.samples)
+                with torch.autocast(device.type, dtype=torch.bfloat16, enabled=config.bf16):
+                    loss_part: Tensor = model(inputs, targets) * micro.weight
+                loss_part.backward()  # type: ignore[no-untyped-call]
+                share_loss += loss_part.detach()
+                recorder.computed(step, micro)
             torch.nn.utils.clip_grad_norm_(gpt.parameters(), GRADIENT_NORM_MAX)
             optimizer.param_groups[0]["lr"] = learning_rate(config, step)
             optimizer.step()
@@ -142,6 +148,22 @@ def restore(gpt: GPT, optimizer: AdamW, place: Place, run: RunDirectory, progres
     return state["step"], state["loss"]
 
 
+def open_ledger(
+    config: TrainConfig, order: Order, place: Place, run: RunDirectory, step: int, device: torch.device
+) -> Ledger | None:
+    """This rank's file of the ledger, under a generation that no earlier start has used; None where none is wanted."""
+    if not config.ledger:
+        return None
+    unused = next_generation(run.ledger, place.generation) if place.leads else 0
+    generation = int(sum(group.sum_over_ranks([unused], device)))
+    try:
+        return Ledger(
+            run.ledger, order, rank=place.rank, world_size=place.world_size, generation=generation, after=step
+        )
+    except OSError as error:
+        raise UsageError(f"--ledger cannot be kept in {run.ledger}: {error.strerror}; leave it out") from error
+
+
 @torch.no_grad()
 def held_out_loss(gpt: GPT, batches: Batches, device: torch.device) -> float:
     """Nats per byte on text that was never trained on; every rank computes its part and gets the mean of all."""
@@ -158,6 +180,9 @@ def finish(
     sample = gpt.write(b"\n", SAMPLE_BYTES, seed=config.seed)
     progress.say(f"done: {config.steps} steps, loss {loss:.3f}, held-out loss {held_out:.3f} nats per byte; {run.path}")
     print(f"--- a sample of what it writes ---\n{printable(sample)}\n---", flush=True)
+    ledger = judge(run.ledger, steps=config.steps).text if config.ledger else None
+    if ledger is not None:
+        progress.say(f"ledger: {ledger}")
     run.write_result(
         {
             "steps": config.steps,
@@ -166,6 +191,7 @@ def finish(
             "restarts": place.restarts,
             "world_size": place.world_size,
             "held_out_loss": held_out,
+            "ledger": ledger,
         }
     )
 
@@ -173,10 +199,11 @@ def finish(
 def opening(config: TrainConfig, corpus: Corpus, place: Place, gpt: GPT, run: RunDirectory, step: int) -> str:
     """What is about to happen, in one sentence."""
     parameters = sum(parameter.numel() for parameter in gpt.parameters())
-    share = config.global_batch // place.world_size
+    many = config.global_batch // config.micro_batch
     files = f"the first {len(corpus.files):,}" if corpus.truncated else f"{len(corpus.files):,}"
     resumed = f"resuming after step {step} of" if step else "training for"
     return (
-        f"{resumed} {config.steps} steps: {parameters:,} parameters, {place.world_size} × {share} windows of "
-        f"{config.context} bytes, {files} files ({corpus.size / 1e6:.1f} MB) below {corpus.root}; run in {run.path}"
+        f"{resumed} {config.steps} steps: {parameters:,} parameters, {many} × {config.micro_batch} windows of "
+        f"{config.context} bytes on {place.world_size} worker{'s' * (place.world_size != 1)}, {files} files "
+        f"({corpus.size / 1e6:.1f} MB) below {corpus.root}; run in {run.path}"
     )

@@ -19,7 +19,7 @@ from elaunch.trainer.checkpoint import marks
 from tests.harness import wait_for
 
 SHAPE = ["--steps", "40", "--global-batch", "6", "--checkpoint-every", "1", "--layers", "2", "--width", "32"]
-SHAPE += ["--heads", "2", "--context", "16", "--dropout", "0.1", "--seed", "5"]
+SHAPE += ["--heads", "2", "--context", "16", "--dropout", "0.1", "--seed", "5", "--micro-batch", "1"]
 SHORT = [*SHAPE, "--steps", "6"]
 TRAINER = ["-m", "elaunch.trainer"]
 TORCHRUN = ["-m", "torch.distributed.run", "--max-restarts", "3", "--monitor-interval", "0.1", "--nproc-per-node"]
@@ -189,7 +189,7 @@ def test_of_several_workers_only_rank_0_refuses_and_exits_first(start: Start) ->
 
     assert second.poll() is None
     assert said[0] == 2
-    assert said[2].startswith("--global-batch (7) is not divisible by the number of workers (2)")
+    assert said[2].startswith("--global-batch (7) is not divisible by --micro-batch (3)")
     assert finish(second) == (2, "", "")
 
 

@@ -12,10 +12,11 @@ from typing import Any
 import psutil
 import pytest
 
+from elaunch.trainer.ledger import judge
 from tests.harness import Job, wait_for
 
 SHAPE = ["--steps", "60", "--global-batch", "6", "--checkpoint-every", "1", "--layers", "1", "--width", "16"]
-SHAPE += ["--heads", "2", "--context", "16", "--dropout", "0.1", "--seed", "5"]
+SHAPE += ["--heads", "2", "--context", "16", "--dropout", "0.1", "--seed", "5", "--micro-batch", "1", "--ledger"]
 
 
 def train(folder: Path, out: str, workers: int, *options: str) -> Job:
@@ -75,6 +76,8 @@ def test_random_kills_end_with_the_parameters_and_losses_of_the_unfailed_run(
     assert calm["restarts"] == 0
     assert stormy["params_sha256"] == calm["params_sha256"]
     assert losses(tmp_path / "stormy") == losses(tmp_path / "calm")
+    assert judge(tmp_path / "stormy" / "ledger", steps=60).text == stormy["ledger"]
+    assert stormy["ledger"].startswith("exactly once: steps 1 to 60 in ")
 
 
 def losses(out: Path) -> list[tuple[int, float]]:

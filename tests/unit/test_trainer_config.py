@@ -20,8 +20,9 @@ TWO = Place(rank=0, world_size=2, launched=True)
 @pytest.mark.parametrize(
     ("argv", "sentence"),
     [
-        (["--global-batch", "7"], "(7) is not divisible by the number of workers (2); use --global-batch 8"),
-        (["--global-batch", "1"], "(1) is smaller than the number of workers (2); use --global-batch 2"),
+        (["--global-batch", "8"], "(8) is not divisible by --micro-batch (3); use --micro-batch 2 or --global-batch 9"),
+        (["--global-batch", "3"], "makes 1 micro-batch, too few for 2 workers; use --micro-batch 1 or at most 1"),
+        (["--global-batch", "1", "--micro-batch", "1"], "too few for 2 workers; use --global-batch 2 or at most 1"),
         (["--width", "30", "--heads", "4"], "--width (30) is not divisible by --heads (4); use --width 32"),
         (["--steps", "0"], "--steps"),
         (["--steps", "many"], "'many'"),
@@ -39,9 +40,17 @@ def test_what_cannot_be_meant_is_one_sentence_with_its_values(argv: list[str], s
 
 
 def test_options_become_the_configuration() -> None:
-    config = parse(["--steps", "9", "--lr", "0.5", "--out", "there", "--bf16", "--global-batch", "4"], TWO)
+    batch = ["--global-batch", "4", "--micro-batch", "2"]
+    config = parse(["--steps", "9", "--lr", "0.5", "--out", "there", "--bf16", "--ledger", *batch], TWO)
 
-    assert config == TrainConfig(steps=9, learning_rate=0.5, out=Path("there"), bf16=True, global_batch=4)
+    assert config == TrainConfig(
+        steps=9, learning_rate=0.5, out=Path("there"), bf16=True, ledger=True, global_batch=4, micro_batch=2
+    )
+
+
+@pytest.mark.parametrize("world_size", range(1, 9))
+def test_any_number_of_workers_up_to_that_of_micro_batches_may_share_a_batch(world_size: int) -> None:
+    TrainConfig().check(world_size)
 
 
 def test_help_is_printed_by_rank_0_alone(capsys: pytest.CaptureFixture[str]) -> None:
@@ -59,7 +68,7 @@ def test_checking_the_request_does_not_import_torch() -> None:
 
 
 def test_without_out_the_same_options_find_the_same_directory() -> None:
-    assert TrainConfig().out_path == TrainConfig(checkpoint_every=3).out_path
+    assert TrainConfig().out_path == TrainConfig(checkpoint_every=3, ledger=True).out_path
     assert TrainConfig().out_path != TrainConfig(seed=1).out_path
     assert TrainConfig().out_path.parent == Path("runs")
 

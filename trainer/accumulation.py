@@ -1,0 +1,48 @@
+"""Gradient accumulation over a rank's micro-batches: the optimizer sees the same gradient at any world size."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from elaunch.trainer.order import Micro, Order
+
+
+def accumulate(
+    model: nn.Module, order: Order, step: int, rank: int | None = None, world_size: int | None = None
+) -> Iterator[Micro]:
+    """This rank's micro-batches of `step`, one after the other, for forward and backward of each in the loop's body:
+
+        for micro in accumulate(model, order, step):
+            (loss(model(inputs), targets) * micro.weight).backward()
+
+    `loss` must be a mean over the micro-batch's samples. torch's generators, CPU's and CUDA's, are seeded with the
+    micro-batch's key, so dropout masks do not depend on the world size. Only the last backward sums gradients over the
+    ranks: DDP's and FSDP's `no_sync()`, or FSDP2's `set_requires_gradient_sync`. Without `rank` and `world_size` the
+    process group says them; a process without one is alone.
+    """
+    if rank is None or world_size is None:
+        grouped = dist.is_available() and dist.is_initialized()
+        rank, world_size = (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
+    for micro in order.parts(step, rank, world_size):
+        torch.manual_seed(micro.key)
+        with contextlib.nullcontext() if micro.is_last else _without_sync(model):
+            yield micro
+
+
+@contextlib.contextmanager
+def _without_sync(model: Any) -> Iterator[None]:
+    if hasattr(model, "set_requires_gradient_sync"):
+        model.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            model.set_requires_gradient_sync(True)
+    else:
+        with model.no_sync() if hasattr(model, "no_sync") else contextlib.nullcontext():
+            yield

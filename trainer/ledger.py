@@ -1,0 +1,134 @@
+"""The ledger: which rank computed which samples in which step, and the command that proves exactly-once.
+
+python -m elaunch.trainer.ledger FOLDER
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import click
+
+from elaunch.trainer.audit import FORMAT, Verdict, verdict
+from elaunch.trainer.order import Micro, Order
+
+_NAME = re.compile(r"generation-(\d+)-rank-(\d+)\.jsonl")
+
+
+class Ledger:
+    """One rank's file of one generation in `folder`, which all ranks share.
+
+    `after` is the step that the generation went on after (`Keeper.step`). One write of some hundred bytes goes to the
+    file per micro-batch, and one per step; nothing is synced: what a killed process wrote is there, what a machine that
+    lost its power wrote may not be. Raises OSError where the file cannot be made or is there already.
+    """
+
+    def __init__(
+        self, folder: str | Path, order: Order, *, rank: int, world_size: int, generation: int, after: int
+    ) -> None:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        self.path = Path(folder) / f"generation-{generation:04d}-rank-{rank:05d}.jsonl"
+        try:
+            self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        except FileExistsError as error:
+            way_out = "an earlier run has written it; take next_generation(folder), or another folder"
+            raise FileExistsError(errno.EEXIST, way_out, self.path) from error
+        self._end = 0
+        header = {"generation": generation, "rank": rank, "world_size": world_size, "after": after}
+        self._append({"ledger": FORMAT, **header, "order": dataclasses.asdict(order)})
+
+    def record(self, step: int, micro: Micro) -> None:
+        """Note that this rank has computed `micro` of `step`: after its backward, before the optimizer's step.
+
+        Raises OSError with the file as it was before (a full disk leaves no half line); the verdict misses the step.
+        """
+        self._append({"step": step, "micro": micro.number, "samples": micro.samples})
+
+    def commit(self, step: int) -> None:
+        """Note that `step` is done, once the optimizer has stepped; raises OSError as `record` does."""
+        self._append({"done": step})
+
+    def close(self) -> None:
+        """Close the file; a second call does nothing."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+        self._descriptor = -1
+
+    def __enter__(self) -> Ledger:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _append(self, record: dict[str, object]) -> None:
+        content = json.dumps(record, separators=(",", ":")).encode() + b"\n"
+        written = os.pwrite(self._descriptor, content, self._end)
+        if written < len(content):
+            os.ftruncate(self._descriptor, self._end)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self.path)
+        self._end += written
+
+
+def next_generation(folder: str | Path, generation: int = 0) -> int:
+    """The generation to write under: the group's own, or more where an earlier run has left as many in `folder`.
+
+    For one rank to ask, before any writes, and to tell the others.
+    """
+    names = [path.name for path in Path(folder).glob("generation-*.jsonl")]
+    return max([generation, *(int(match[1]) + 1 for name in names if (match := _NAME.fullmatch(name)))])
+
+
+def judge(folder: str | Path, *, steps: int | None = None) -> Verdict:
+    """The verdict on all that is in `folder`; raises OSError where it cannot be read."""
+    return verdict([_lines(path) for path in sorted(Path(folder).iterdir()) if _NAME.fullmatch(path.name)], steps=steps)
+
+
+def _lines(path: Path) -> Iterator[str]:
+    """The file's lines. It is closed after the first: all headers are read before any file is read on."""
+    with path.open("rb") as file:
+        header = file.readline()
+    yield header.decode(errors="replace")
+    with path.open("rb") as file:
+        file.seek(len(header))
+        for line in file:
+            yield line.decode(errors="replace")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the verdict in one sentence; 0 where every sample came exactly once, 1 where not, 2 for a wrong request."""
+    try:
+        found = _command.main(argv, prog_name="python -m elaunch.trainer.ledger", standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        return 2
+    except OSError as error:
+        print(f"{error.filename} cannot be read: {error.strerror}", file=sys.stderr)
+        return 2
+    # Help has been printed.
+    if not isinstance(found, Verdict):
+        return 0
+    print(found.text)
+    return 0 if found.ok else 1
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option("--steps", type=click.IntRange(min=0), metavar="N", help="The run must have exactly N steps.")
+def _command(folder: Path, steps: int | None) -> Verdict:
+    """Prove from the ledger in FOLDER that every sample was trained on exactly once per epoch.
+
+    Checked is what counts, which is what the next generation built on: no step missing, every micro-batch of a step by
+    one rank, no sample twice in an epoch, and all of them those that the order asks for.
+    """
+    return judge(folder, steps=steps)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
