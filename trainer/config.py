@@ -86,8 +86,8 @@ class TrainConfig:
                 else f"--global-batch {micro * world_size}"
             )
             raise UsageError(
-                f"--global-batch {batch} with --micro-batch {micro} makes {many} micro-batch{'es' * (many > 1)}, too few for "
-                f"{world_size} workers; use {fitting} or at most {many} workers"
+                f"--global-batch {batch} with --micro-batch {micro} makes {many} micro-batch{'es' * (many > 1)}, too "
+                f"few for {world_size} workers; use {fitting} or at most {many} worker{'s' * (many > 1)}"
             )
 
 
