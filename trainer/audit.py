@@ -128,9 +128,7 @@ class _Once:
             number, before = divmod(position, self._length)
             if number != self._number:
                 if self._missing and self._order.tail != "drop":
-                    raise _Violation(
-                        f"epoch {self._number} ended before step {step} with {self._missing} samples missing"
-                    )
+                    raise _Violation(f"epoch {self._number} ended in step {step} with {self._missing} samples missing")
                 self._number, self._missing = number, self._length - before
                 self._seen = bytearray(self._length // 8 + 1)
             index = sample - (number * self._length if self._order.size is None else 0)

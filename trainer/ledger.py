@@ -49,6 +49,8 @@ class Ledger:
 
         Raises OSError with the file as it was before (a full disk leaves no half line); the verdict misses the step.
         """
+        if micro.number < 0:
+            return
         self._append({"step": step, "micro": micro.number, "samples": micro.samples})
 
     def commit(self, step: int) -> None:

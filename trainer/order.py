@@ -27,9 +27,10 @@ Tail: TypeAlias = Literal["carry", "drop", "short"]
 class Micro:
     """A micro-batch as one rank computes it.
 
-    `number` is its place in the step, 0…M-1. `samples` are the ids in its order; none where a short last step has fewer
-    samples than micro-batches. `weight` is what its mean loss is multiplied with. `key` seeds all that is random in it.
-    `is_last` says that it is the rank's last of the step: its backward is the one that sums gradients over ranks.
+    `number` is its place in the step, 0…M-1, or -1 where it only fills up (`Order.even`). `samples` are the ids in its
+    order; none where it fills up, or where a short last step has fewer samples than micro-batches. `weight` is what its
+    mean loss is multiplied with. `key` seeds all that is random in it. `is_last` says that it is the rank's last of the
+    step: its backward is the one that sums gradients over ranks.
     """
 
     number: int
@@ -48,8 +49,9 @@ class Order:
     samples among themselves: what streams need, and files that are read faster in their own order. `tail` says what
     happens where `global_batch` does not divide `size`: the step goes on into the next epoch ("carry": every step has
     `global_batch` samples), the rest is left out, another rest in each epoch ("drop"), or the last step is smaller
-    ("short"). An object costs a few hundred bytes, and any step is computed at once. Raises ValueError with one
-    sentence for what cannot be meant.
+    ("short"). `even` gives all ranks the same number of forward passes, the surplus ones with weight 0: what models
+    need whose forward pass is collective (FSDP, SyncBatchNorm) where the world size does not divide M. An object costs
+    a few hundred bytes, and any step is computed at once. Raises ValueError with one sentence for what cannot be meant.
     """
 
     size: int | None
@@ -60,6 +62,7 @@ class Order:
     shuffle: bool = True
     block: int | None = None
     tail: Tail = "carry"
+    even: bool = False
 
     def __post_init__(self) -> None:
         _check(self)
@@ -134,21 +137,29 @@ class Order:
 
     def parts(self, step: int, rank: int, world_size: int) -> list[Micro]:
         """All that `rank` needs to compute its share of `step`, in order."""
-        share = self.share(rank, world_size)
+        places = self._places(rank, world_size)
         return [
             Micro(
                 number=micro,
-                samples=self.samples(step, micro),
-                weight=self.weight(world_size, step=step, micro=micro),
+                samples=() if micro < 0 else self.samples(step, micro),
+                weight=0.0 if micro < 0 else self.weight(world_size, step=step, micro=micro),
                 key=self.key(step, micro),
-                is_last=micro == share[-1],
+                is_last=index == len(places) - 1,
             )
-            for micro in share
+            for index, micro in enumerate(places)
         ]
 
     def batches(self, rank: int, world_size: int, *, after: int = 0, until: int | None = None) -> BatchSampler:
         """This rank's micro-batches of the steps after `after`, as DataLoader's `batch_sampler`."""
-        return BatchSampler(self, self.share(rank, world_size), after, until)
+        return BatchSampler(self, self._places(rank, world_size), after, until)
+
+    def loaded(self, step: int, micro: int) -> range:
+        """The positions of what is loaded for a micro-batch: its own, or one of the step's last where it has none.
+
+        Something must be computed, or the ranks would not meet in their collectives; the weight of 0 takes it out.
+        """
+        own = self.span(step, micro) if micro >= 0 else range(0)
+        return own or self.span(step, self.micro_batches - 1)[:1]
 
     def steps(self, epochs: int) -> int:
         """The number of the step with which that many epochs are complete."""
@@ -159,6 +170,12 @@ class Order:
     def epoch(self, step: int) -> int:
         """The epoch, from 0, of the first sample of `step`."""
         return self._first(step) // self._finite("epochs")
+
+    def _places(self, rank: int, world_size: int) -> tuple[int, ...]:
+        """The numbers of the micro-batches that `rank` computes, with -1 for each that only fills up."""
+        share = self.share(rank, world_size)
+        most = -(-self.micro_batches // world_size) if self.even else 0
+        return (*share, *[-1] * (most - len(share)))
 
     def _first(self, step: int) -> int:
         if step < 1:
@@ -198,34 +215,32 @@ class Samples(list[int]):
 
 
 class BatchSampler:
-    """The micro-batches of `share`, step after step, from the one behind `after` to `until` (None: without end).
+    """The micro-batches with the numbers `micros` of every step behind `after`, up to `until` (None: without end).
 
     What DataLoader's workers have prefetched when the process ends is nowhere written down and need not be: the next
     process begins behind the last complete step, wherever this one's prefetching had got to. Each iteration begins
     there anew, so take one iterator for the whole run.
     """
 
-    def __init__(self, order: Order, share: range, after: int, until: int | None) -> None:
+    def __init__(self, order: Order, micros: tuple[int, ...], after: int, until: int | None) -> None:
         if after < 0:
             raise ValueError(f"step {after} cannot be complete; steps count from 1, and 0 is none")
-        self.order, self.share, self.after, self.until = order, share, after, until
+        self.order, self.micros, self.after, self.until = order, micros, after, until
 
     def __iter__(self) -> Iterator[Samples]:
         for step, micro in self.places():
-            # A short last step may have nothing for it. Something must be computed, or the ranks' backward passes
-            # would not meet; the weight of 0 takes it out again.
-            ids = self.order.samples(step, micro) or (self.order.sample(self.order.span(step)[0]),)
+            ids = tuple(self.order.sample(position) for position in self.order.loaded(step, micro))
             yield Samples(ids, step, micro, self.order.key(step, micro))
 
     def places(self) -> Iterator[tuple[int, int]]:
         """Step and number of each micro-batch, in order."""
         steps = itertools.count(self.after + 1) if self.until is None else range(self.after + 1, self.until + 1)
-        return ((step, micro) for step in steps for micro in self.share)
+        return ((step, micro) for step in steps for micro in self.micros)
 
     def __len__(self) -> int:
         if self.until is None:
             raise TypeError("the number of batches is not known; give batches() the last step as `until`")
-        return max(0, self.until - self.after) * len(self.share)
+        return max(0, self.until - self.after) * len(self.micros)
 
 
 @functools.lru_cache(maxsize=64)

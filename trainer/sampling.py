@@ -61,10 +61,10 @@ class Stream(IterableDataset[Any]):
         first, stride = (0, 1) if worker is None else (worker.id, worker.num_workers)
         # DataLoader takes its batches from the workers in turn.
         mine = itertools.islice(self._batches.places(), first, None, stride)
-        positions = (position for step, micro in mine for position in self._order.span(step, micro))
-        samples = self._read(positions)
-        while batch := list(itertools.islice(samples, self._order.micro_batch)):
-            yield self._collate(batch)
+        spans, again = itertools.tee(self._order.loaded(step, micro) for step, micro in mine)
+        samples = self._read(itertools.chain.from_iterable(spans))
+        for span in again:
+            yield self._collate(list(itertools.islice(samples, len(span))))
 
     def _read(self, positions: Iterator[int]) -> Iterator[Any]:
         """The samples at those ascending positions; of each block all at once, since it is read in its own order."""

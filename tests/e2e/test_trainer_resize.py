@@ -134,3 +134,56 @@ def test_the_gradient_is_that_of_one_process_on_the_whole_batch(tmp_path: Path, 
 
     assert len(curve["apart"]) == 4 * world_size
     assert max(curve["apart"]) < 1e-5
+
+
+SHARDED = """
+import copy, json, os, sys
+import torch, torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.functional import mse_loss
+from elaunch.trainer import Order, accumulate
+
+even = sys.argv[1] == "even"
+rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+x, y = torch.randn(50, 6), torch.randn(50, 1)
+net = nn.Sequential(nn.Linear(6, 24), nn.Tanh(), nn.Linear(24, 1))
+alone = copy.deepcopy(net)
+fully_shard(net, mesh=dist.init_device_mesh("cpu", (world_size,)))
+order = Order(50, seed=3, global_batch=24, micro_batch=3, tail="short", even=even)
+for step in (1, 3):
+    for model in (net, alone):
+        model.zero_grad()
+    batches = iter(order.batches(rank, world_size, after=step - 1))
+    for micro in accumulate(net, order, step):
+        ids = next(batches)
+        (mse_loss(net(x[ids]), y[ids]) * micro.weight).backward()
+    ids = [sample for micro in order.microbatches(step) for sample in micro]
+    mse_loss(alone(x[ids]), y[ids]).backward()
+    pairs = [(a.grad.full_tensor(), b.grad) for a, b in zip(net.parameters(), alone.parameters(), strict=True)]
+    print("apart", json.dumps({"step": step, "apart": max(((a - b).norm() / b.norm()).item() for a, b in pairs)}))
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_sharded_models_get_the_same_gradient_with_even_ranks(tmp_path: Path, world_size: int) -> None:
+    program = str(script(tmp_path, SHARDED))
+
+    job = finished(tmp_path, "--max-restarts", "0", "--nproc-per-node", str(world_size), program, "even")
+
+    assert job.code == 0, job.output
+    said = records(job, "apart")
+    assert [one["step"] for one in said].count(3) == world_size
+    assert max(one["apart"] for one in said) < 1e-5
+
+
+def test_sharded_models_on_uneven_ranks_are_refused_and_do_not_hang(tmp_path: Path) -> None:
+    program = str(script(tmp_path, SHARDED))
+
+    job = finished(tmp_path, "--max-restarts", "0", "--nproc-per-node", "3", program, "uneven")
+
+    assert job.code == 1
+    assert "3 workers cannot share 8 micro-batches evenly" in job.output

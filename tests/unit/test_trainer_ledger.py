@@ -99,6 +99,7 @@ def test_any_honest_history_is_proved(tmp_path: Path, seed: int) -> None:
             Order(50, global_batch=12, micro_batch=2, tail="short"),
             Order(50, global_batch=12, micro_batch=2, tail="drop"),
             Order(13, global_batch=12, micro_batch=2, tail="short"),
+            Order(50, global_batch=12, micro_batch=2, even=True),
             Order(None, global_batch=12, micro_batch=2, block=20),
             Order(None, global_batch=12, micro_batch=2, shuffle=False),
         )
@@ -255,6 +256,15 @@ def test_an_order_that_repeats_samples_is_found_though_everybody_keeps_to_it(
 
     assert not found.ok
     assert "sample 0 comes twice in epoch 0, the second time in step 5" in found.text
+
+
+def test_an_order_that_passes_samples_over_is_found_though_everybody_keeps_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Order, "_first", lambda order, step: (step - 1) * order.global_batch + (step > 2))
+    work(tmp_path, 0, 2, 0, 6)
+
+    assert judge(tmp_path).text == "not exactly once: epoch 0 ended in step 5 with 1 samples missing"
 
 
 def test_what_was_in_flight_when_the_run_ended_does_not_count(tmp_path: Path) -> None:

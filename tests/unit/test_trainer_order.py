@@ -220,6 +220,26 @@ def test_only_a_ranks_last_micro_batch_is_last() -> None:
     ]
 
 
+@pytest.mark.parametrize("tail", ["carry", "short"])
+@pytest.mark.parametrize("world_size", range(1, 9))
+def test_even_ranks_run_as_many_forward_passes_and_change_nothing_else(world_size: int, tail: Tail) -> None:
+    plain = Order(50, seed=1, global_batch=24, micro_batch=3, tail=tail)
+    even = Order(50, seed=1, global_batch=24, micro_batch=3, tail=tail, even=True)
+
+    for step in (1, 3):
+        passes = []
+        for rank in range(world_size):
+            parts = even.parts(step, rank, world_size)
+            passes.append(len(parts))
+            assert [part.number for part in parts if part.number >= 0] == list(plain.share(rank, world_size))
+            assert [part.is_last for part in parts] == [False] * (len(parts) - 1) + [True]
+            assert {(part.weight, part.samples) for part in parts if part.number < 0} <= {(0.0, ())}
+            loaded = list(even.batches(rank, world_size, after=step - 1, until=step))
+            assert [batch.micro for batch in loaded] == [part.number for part in parts]
+            assert all(loaded)
+        assert passes == [-(-8 // world_size)] * world_size
+
+
 def test_keys_differ_by_seed_step_and_micro_batch_and_by_nothing_else() -> None:
     orders = [Order(100, seed=seed, global_batch=8, micro_batch=2) for seed in (0, 1)]
 

@@ -96,7 +96,7 @@ def test_what_was_prefetched_when_a_run_was_cut_off_is_neither_lost_nor_repeated
         for rank in range(world_size):
             batches = ORDER.batches(rank, world_size, after=after)
             loader = DataLoader(Numbers(), batch_sampler=batches, **workers)
-            done = steps * len(batches.share)
+            done = steps * len(batches.micros)
             trained += [sample for batch in taken(loader, done + min(extra, 1))[:done] for sample in batch]
         after += steps
 
@@ -124,6 +124,18 @@ def test_a_stream_is_read_as_the_order_says_by_any_number_of_workers(
         loader: DataLoader[Any] = DataLoader(stream, batch_size=None, **workers)
 
         assert [batch.tolist() for batch in loader] == of_steps(order, range(6, 15), rank, 4)
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+def test_a_stream_fills_up_where_ranks_are_to_be_even(workers: dict[str, Any]) -> None:
+    order = Order(31, block=7, global_batch=12, micro_batch=2, even=True)
+
+    for rank in range(4):
+        loader: DataLoader[Any] = DataLoader(
+            Stream(Counting(31), order, rank, 4, after=5, until=14), batch_size=None, **workers
+        )
+
+        assert [batch.tolist() for batch in loader] == list(order.batches(rank, 4, after=5, until=14))
 
 
 def test_a_stream_that_can_seek_reads_nothing_that_it_does_not_need() -> None:
