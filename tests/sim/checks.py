@@ -23,7 +23,7 @@ from elaunch.rendezvous.types import (
     Terms,
 )
 from tests.sim.agents import KEYS, AgentProcess
-from tests.sim.groups import INT, TERM, Worker
+from tests.sim.groups import INT, KILL, Worker
 from tests.sim.plans import Program
 
 if TYPE_CHECKING:
@@ -344,7 +344,10 @@ class Checks:
             worker.was_signalled = True
         if worker.was_signalled or worker.has_saved or worker.has_raised or worker.process.signals.count(INT) > 1:
             return
-        patience_s = times.boundary_wait_s if signum == TERM else min(times.boundary_wait_s, times.stop_grace_s)
+        patience_s = times.boundary_wait_s
+        if signum == KILL:
+            # A signal to the agent, or the job's end, leaves less.
+            patience_s = min(patience_s, times.stop_grace_s, times.failure_grace_s)
         told = (worker.asked_s, patience_s), (worker.failed_s, times.failure_grace_s)
         # Clocks differ by some percent.
         over = [at_s + 0.9 * wait_s <= world.now_s for at_s, wait_s in told if at_s is not None]
