@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from elaunch.trainer.agreement import Ranks
 from elaunch.trainer.loading import load_from_all, load_from_rank_0
-from elaunch.trainer.marks import Mark, fencing_generation, hidden, sweep_hidden
+from elaunch.trainer.marks import Mark, fencing_generation, hidden, marks, sweep_hidden
 from elaunch.trainer.oldfiles import load_plain
 from elaunch.trainer.tree import State, Tree, flatten, is_shard, pack, tensors_sha256
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from elaunch.trainer.dcp import Plan, Staging
     from elaunch.trainer.writing import Writing
 
-__all__ = ["KEPT", "Checkpoints", "Mark", "Written", "load_plain", "tensors_sha256"]
+__all__ = ["KEPT", "Checkpoints", "Mark", "Written", "load_plain", "marks", "tensors_sha256"]
 
 KEPT = 3
 # A checkpoint that takes a larger share of the time between two is worth a sentence, if it takes a while at all.
@@ -88,6 +88,11 @@ class Checkpoints:
         if self._ranks.leads:
             self._fence = fencing_generation(self.directory, generation)
             sweep_hidden(self.directory, self._fence)
+
+    def newest(self) -> Mark | None:
+        """The newest one, whole or not, as rank 0 sees the directory; None without any."""
+        seen = marks(self.directory) if self._ranks.leads else []
+        return self._ranks.from_rank_0(seen[-1] if seen else None)
 
     def load_newest(self, state: State) -> Mark | None:
         """Put the newest whole checkpoint into `state`: its mark, or None where there is none, and nothing is changed.

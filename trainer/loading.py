@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ def load_from_rank_0(directory: Path, state: State, ranks: Ranks, say: Callable[
     mark, path, whole = None, None, None
     for candidate in _newest_first(directory) if ranks.leads else ():
         with _passing_over(candidate[1], say):
-            whole = _read(candidate[1])
+            whole = _read(candidate[1], flatten(state).tensors)
             mark, path = candidate
             break
     return _send(mark, path, whole, state, ranks)
@@ -82,7 +82,7 @@ def _offer(candidates: Iterator[tuple[Mark, Path]], say: Callable[[str], None]) 
         with _passing_over(path, say):
             if path.is_dir():
                 return _Offer(mark, path, manifest=read_manifest(path))
-            return _Offer(mark, path, whole=_read(path))
+            return _Offer(mark, path, whole=_read(path, {}))
     return _Offer()
 
 
@@ -97,8 +97,11 @@ def _problem(path: Path, manifest: Manifest, ranks: Ranks) -> tuple[bool, str]:
     return True, ""
 
 
-def _read(path: Path) -> _Whole:
-    """All of a checkpoint, verified; raises whatever a corrupt file makes torch raise."""
+def _read(path: Path, targets: Mapping[str, Tensor]) -> _Whole:
+    """All of a checkpoint, verified; raises whatever a corrupt file makes torch raise.
+
+    The tensors that fit are put into `targets`, which saves a copy: of a folder only, and once it is verified.
+    """
     if not path.is_dir():
         mark = Mark.of(path)
         assert mark is not None
@@ -111,6 +114,7 @@ def _read(path: Path) -> _Whole:
     plain, paths, _ = unpack((path / PLAIN).read_bytes())
     kinds = dcp.read_kinds(path)
     tensors = {name: torch.empty(kinds[name][0], dtype=kinds[name][1]) for name in paths}
+    tensors |= {n: t for n, t in targets.items() if n in tensors and (t.shape, t.dtype) == kinds[n]}
     dcp.read(path, tensors)
     return _Whole(plain, paths, tensors)
 
@@ -125,11 +129,27 @@ def _send(mark: Mark | None, path: Path | None, whole: _Whole | None, state: Sta
     found_mark, path, plain, paths, kinds = head
     target = flatten(state)
     _require(target, kinds, path)
+    tensors: dict[str, Tensor] = {}
+    for name, (size, dtype) in kinds.items():
+        if whole is not None:
+            tensors[name] = _sendable(whole.tensors[name])
+        else:
+            there = target.tensors.get(name)
+            if there is None or is_shard(there) or there.dtype != dtype or _sendable(there) is not there:
+                there = torch.empty(size, dtype=dtype)
+            tensors[name] = there
+    ranks.fill_from_rank_0(list(tensors.values()))
     leaves: dict[Place, object] = {}
-    for name, tensor in ranks.tensors_from_rank_0(whole.tensors if whole else {}, kinds):
-        leaves[paths[name]] = _filled(target.tensors[name], name, tensor) if name in target.tensors else tensor
+    for name, tensor in tensors.items():
+        there = target.tensors.get(name)
+        leaves[paths[name]] = tensor if there is None else _filled(there, name, tensor)
     _put(state, plain, leaves)
     return found_mark
+
+
+def _sendable(tensor: Tensor) -> Tensor:
+    """The tensor as a process group for host memory takes it: itself, if it can be."""
+    return tensor.cpu().contiguous()
 
 
 def _read_share(path: Path, state: State) -> None:
@@ -186,7 +206,7 @@ def _filled(target: Tensor, name: str, whole: Tensor) -> Tensor:
         from elaunch.trainer import dcp
 
         dcp.fill(target, name, whole)
-    else:
+    elif target is not whole:
         target.detach().copy_(whole)
     return target
 

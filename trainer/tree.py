@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import sys
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +17,7 @@ State = dict[str, Any]
 Path = tuple[str | int, ...]
 
 # What torch.load(weights_only=True) reads back. Exact types: numpy's float64 is a float, and is not among them.
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, Counter)
 
 
 class PerRank(dict[str, Any]):
