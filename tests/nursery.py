@@ -19,7 +19,7 @@ import torch._dynamo
 import torch.distributed.checkpoint
 import torch.distributed.fsdp
 import torch.distributed.optim
-import torch.distributed.tensor  # noqa: F401
+import torch.distributed.tensor
 
 
 def become(script: str, args: list[str], env: dict[str, str], folder: str, rank: int) -> None:

@@ -113,7 +113,7 @@ def _read(path: Path, targets: Mapping[str, Tensor]) -> _Whole:
     verify(path, manifest, manifest.files)
     plain, paths, _ = unpack((path / PLAIN).read_bytes())
     kinds = dcp.read_kinds(path)
-    tensors = {name: torch.empty(kinds[name][0], dtype=kinds[name][1]) for name in paths}
+    tensors = {name: _empty(kinds[name]) for name in paths}
     tensors |= {n: t for n, t in targets.items() if n in tensors and (t.shape, t.dtype) == kinds[n]}
     dcp.read(path, tensors)
     return _Whole(plain, paths, tensors)
@@ -128,7 +128,7 @@ def _send(mark: Mark | None, path: Path | None, whole: _Whole | None, state: Sta
     found_mark: Mark
     found_mark, path, plain, paths, kinds = head
     target = flatten(state)
-    _require(target, kinds, path)
+    _require(target, kinds, str(path))
     tensors: dict[str, Tensor] = {}
     for name, (size, dtype) in kinds.items():
         if whole is not None:
@@ -156,27 +156,45 @@ def _read_share(path: Path, state: State) -> None:
     """Put this rank's part of a verified checkpoint into its state."""
     from elaunch.trainer import dcp
 
-    plain, paths, roots = unpack((path / PLAIN).read_bytes())
-    kinds, places = dcp.read_kinds(path), dcp.read_paths(path)
-    target = flatten(state)
-    tensors = {name: target.tensors[name] for name in target.common()}
-    _require(target, kinds, path)
-    for name in paths:
-        if name not in tensors:
-            tensors[name] = torch.empty(kinds[name][0], dtype=kinds[name][1])
-    leaves: dict[Place, object] = {paths.get(name, target.paths.get(name, ())): t for name, t in tensors.items()}
-    for root in roots:
-        owned = target.per_rank.get(root, PerRank())
-        mine = {name: place for name, place in places.items() if _is_below(place, root, owned)}
-        for name in mine:
-            tensors[name] = torch.empty(kinds[name][0], dtype=kinds[name][1])
-        leaves[root] = _nest(owned, {place[len(root) :]: tensors[name] for name, place in mine.items()})
-    dcp.read(path, tensors)
-    _put(state, plain, leaves)
+    share = Share(state, (path / PLAIN).read_bytes(), dcp.read_kinds(path), dcp.read_paths(path), str(path))
+    dcp.read(path, share.tensors)
+    share.put()
 
 
-def _is_below(place: Place, root: Place, owned: PerRank) -> bool:
-    return place[: len(root)] == tuple(map(str, root)) and place[len(root)] in owned
+class Share:
+    """What this rank needs of a saved state: `tensors` are to be filled, by name, and then `put` changes the state.
+
+    `packed` are the saved plain values, `kinds` and `places` sizes, types and paths of all saved tensors, and `source`
+    is named in errors. Raises ValueError as `Checkpoints.load_newest` does.
+    """
+
+    def __init__(self, state: State, packed: bytes, kinds: Kinds, places: Mapping[str, Place], source: str) -> None:
+        self._state = state
+        self._plain, paths, roots = unpack(packed)
+        target = flatten(state)
+        _require(target, kinds, source)
+        self.tensors = {name: target.tensors[name] for name in target.common()}
+        self.tensors |= {name: _empty(kinds[name]) for name in paths if name not in self.tensors}
+        self._leaves: dict[Place, object] = {
+            paths.get(name, target.paths.get(name, ())): tensor for name, tensor in self.tensors.items()
+        }
+        for root in roots:
+            owned = target.per_rank.get(root, PerRank())
+            depth = len(root)
+            mine: dict[Place, Tensor] = {}
+            for name, place in places.items():
+                keys = tuple(map(str, place))
+                if keys[:depth] == tuple(map(str, root)) and keys[depth] in owned:
+                    mine[keys[depth:]] = self.tensors[name] = _empty(kinds[name])
+            self._leaves[root] = _nest(owned, mine)
+
+    def put(self) -> None:
+        """Change the state, when all tensors are filled."""
+        _put(self._state, self._plain, self._leaves)
+
+
+def _empty(kind: tuple[torch.Size, torch.dtype]) -> Tensor:
+    return torch.empty(kind[0], dtype=kind[1])
 
 
 def _nest(owned: PerRank, tensors: dict[Place, Tensor]) -> PerRank:
@@ -190,15 +208,17 @@ def _nest(owned: PerRank, tensors: dict[Place, Tensor]) -> PerRank:
     return nest
 
 
-def _require(target: Tree, kinds: Kinds, path: Path | None) -> None:
+def _require(target: Tree, kinds: Kinds, source: str) -> None:
     """Raise ValueError where the checkpoint cannot fill the state's tensors."""
     common = target.common()
     if missing := [name for name in common if name not in kinds]:
-        raise ValueError(f"{path} lacks {some(missing)}; it is of another model or optimizer")
+        raise ValueError(f"{source} lacks {some(missing)}; it is of another model or optimizer")
     for name in common:
         if kinds[name][0] != target.tensors[name].shape:
             held, wanted = tuple(kinds[name][0]), tuple(target.tensors[name].shape)
-            raise ValueError(f"{path} holds {name} of shape {held}, not {wanted}; it is of another model or optimizer")
+            raise ValueError(
+                f"{source} holds {name} of shape {held}, not {wanted}; it is of another model or optimizer"
+            )
 
 
 def _filled(target: Tensor, name: str, whole: Tensor) -> Tensor:

@@ -32,7 +32,8 @@ import torch.distributed as dist
 from torch import nn
 
 from elaunch.trainer import dcp, marks, modelstate, writing
-from elaunch.trainer.checkpoint import Checkpoints
+from elaunch.trainer.checkpoint import Checkpoints, Mark
+from elaunch.trainer.sharded import ShardedMemory
 from elaunch.trainer.tree import tensors_sha256
 
 KIND, STORE, *ACTIONS = sys.argv[1:]
@@ -139,7 +140,13 @@ def main() -> None:
     model, optimizer = build()
     said: list[str] = []
     done = {"step": 0}
-    store = Checkpoints(FOLDER / "checkpoints", generation=GENERATION, say=said.append, keep=2)
+    store: Any
+    if STORE == "disk":
+        store = Checkpoints(FOLDER / "checkpoints", generation=GENERATION, say=said.append, keep=2)
+        load = store.load_newest
+    else:
+        store = ShardedMemory(os.environ["ELAUNCH_MEMORY"], say=said.append, generation=GENERATION)
+        load = store.load
     loaded: Any = None
     actions = iter(ACTIONS)
     for action in actions:
@@ -148,13 +155,18 @@ def main() -> None:
                 for _ in range(int(next(actions))):
                     done["step"] += 1
                     step(model, optimizer, done["step"])
+            case "save" if STORE == "memory":
+                store.save(done["step"], {**done, **modelstate.state_of(model, optimizer)})
+                store.wait()
+            case "begin" if STORE == "memory":
+                store.save(done["step"], {**done, **modelstate.state_of(model, optimizer)})
             case "save":
                 store.save(done["step"], {**done, **modelstate.state_of(model, optimizer)})
             case "begin":
                 store.save_async(done["step"], {**done, **modelstate.state_of(model, optimizer)})
             case "load":
-                mark = modelstate.restore(store.load_newest, model, optimizer, done)
-                loaded = mark and [mark.generation, mark.step]
+                found = modelstate.restore(load, model, optimizer, done)
+                loaded = [found.generation, found.step] if isinstance(found, Mark) else found
             case "kill":
                 if int(next(actions)) == RANK:
                     os.kill(os.getpid(), signal.SIGKILL)
