@@ -184,7 +184,8 @@ class Checkpoints:
             except OSError as error:
                 failure = error.strerror or str(error)
         if parts.is_sharded:
-            mark, folder, failure = self._ranks.from_rank_0((mark, folder, failure))
+            mark, name, failure = self._ranks.from_rank_0((mark, folder.name, failure))
+            folder = self.directory / name
         if failure:
             if self._ranks.leads:
                 self._failed(step, failure)

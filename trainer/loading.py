@@ -53,6 +53,7 @@ def load_from_all(directory: Path, state: State, ranks: Ranks, say: Callable[[st
         mark, path, manifest = ranks.from_rank_0((offer.mark, offer.path, offer.manifest))
         if mark is None or path is None or manifest is None:
             return _send(offer.mark, offer.path, offer.whole, state, ranks)
+        path = directory / path.name
         problems = ranks.from_all(_problem(path, manifest, ranks))
         if unseen := [rank for rank, (sees, _) in enumerate(problems) if not sees]:
             raise ValueError(

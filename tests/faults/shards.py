@@ -7,9 +7,11 @@ FOLDER) or `memory` (snapshots in ELAUNCH_MEMORY). The actions are done in turn:
     save            keep the state, and wait until it is kept
     begin           keep the state without waiting
     load            put the newest state into model and optimizer
+    weights         put the newest state's model into the model, and forget the optimizer's
+    hold            from here on no file is written before there is one called `held` in FOLDER
     kill RANK       that rank kills itself
     die MOMENT RANK that rank will kill itself at MOMENT (see `at`) of what follows
-    touch NAME      leave a file in FOLDER
+    touch NAME      rank 0 leaves a file in FOLDER
     await NAME      until there is such a file in FOLDER
 
 At the end each rank prints what it was told, where it is, and a digest of the whole state.
@@ -33,6 +35,7 @@ from torch import nn
 
 from elaunch.trainer import dcp, marks, modelstate, writing
 from elaunch.trainer.checkpoint import Checkpoints, Mark
+from elaunch.trainer.pieces import PieceFile
 from elaunch.trainer.sharded import ShardedMemory
 from elaunch.trainer.tree import tensors_sha256
 
@@ -75,11 +78,14 @@ def step(model: nn.Module, optimizer: Any, number: int) -> None:
 
 def digest(model: nn.Module, optimizer: Any) -> str:
     """Over the whole state, the same for the same state however it is spread."""
-    held = modelstate.state_of(model, optimizer)
+    if optimizer.state or KIND == "zero":
+        held = modelstate.state_of(model, optimizer)
+    else:
+        held = {"model": modelstate.unwrap(model).state_dict()}
     pieces: dict[str, torch.Tensor] = {}
     for name, value in held["model"].items():
         pieces[name] = whole(value)
-    moments = held["optimizer"]["state"]
+    moments = held["optimizer"]["state"] if "optimizer" in held else {}
     if KIND == "zero":
         merged: list[Any] = [None] * WORLD_SIZE
         dist.all_gather_object(merged, dict(moments))
@@ -106,7 +112,8 @@ def whole(value: torch.Tensor) -> torch.Tensor:
 
 def at(moment: str, rank: int) -> None:
     """Be killed by SIGKILL there: `write` (in the middle of the first file), `part` (written, before it is told),
-    `manifest` (before it), `publish` (before the rename), `discard` (half of an old checkpoint is deleted)."""
+    `manifest` (before it), `publish` (before the rename), `discard` (half of an old checkpoint is deleted);
+    of a snapshot `copy` (nothing is copied), `unmarked` (all but the mark is written), `unsent` (to the other node)."""
     if rank != RANK:
         return
 
@@ -131,8 +138,24 @@ def at(moment: str, rank: int) -> None:
             writing.seal = die  # type: ignore[attr-defined, assignment]
         case "publish":
             writing.publish = die  # type: ignore[attr-defined, assignment]
+        case "copy":
+            PieceFile.copy = die  # type: ignore[assignment, method-assign]
+        case "unmarked":
+            PieceFile.mark = die  # type: ignore[assignment, method-assign]
+        case "unsent":
+            ShardedMemory._exchange = die  # type: ignore[assignment, method-assign]
         case "discard":
             marks.shutil.rmtree = empty  # type: ignore[attr-defined, assignment]
+
+
+def hold() -> None:
+    write = dcp._Summing.write
+
+    def late(self: Any, content: Any) -> int:
+        until((FOLDER / "held").exists)
+        return write(self, content)
+
+    dcp._Summing.write = late  # type: ignore[method-assign]
 
 
 def main() -> None:
@@ -167,15 +190,26 @@ def main() -> None:
             case "load":
                 found = modelstate.restore(load, model, optimizer, done)
                 loaded = [found.generation, found.step] if isinstance(found, Mark) else found
+            case "weights":
+                state = {"model": modelstate.unwrap(model).state_dict()}
+                found = load(state)
+                loaded = [found.generation, found.step]
+                modelstate.unwrap(model).load_state_dict(state["model"])
+            case "hold":
+                hold()
             case "kill":
                 if int(next(actions)) == RANK:
                     os.kill(os.getpid(), signal.SIGKILL)
             case "die":
                 at(next(actions), int(next(actions)))
             case "touch":
-                (FOLDER / next(actions)).touch()
+                name = next(actions)
+                if RANK == 0:
+                    (FOLDER / name).touch()
             case "await":
                 until((FOLDER / next(actions)).exists)
+    if STORE == "disk":
+        store.wait()
     answer = {"said": said, "loaded": loaded, **done, "digest": digest(model, optimizer)}
     dist.barrier()
     dist.destroy_process_group()
