@@ -38,7 +38,7 @@ __all__ = ["KEPT", "Checkpoints", "Mark", "Written", "load_plain", "marks", "ten
 KEPT = 3
 # A checkpoint that takes a larger share of the time between two is worth a sentence, if it takes a while at all.
 BUDGET = 0.5
-_SLOW_S = 0.1
+_SLOW_S = 1.0
 
 
 @dataclass(frozen=True)
