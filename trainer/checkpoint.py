@@ -12,7 +12,6 @@ tear a checkpoint. A *sharded* one (FSDP, ZeRO-1) is written and read by all, in
 
 from __future__ import annotations
 
-import hashlib
 import secrets
 import time
 from collections.abc import Callable
@@ -26,7 +25,7 @@ from elaunch.trainer.agreement import Ranks
 from elaunch.trainer.loading import load_from_all, load_from_rank_0
 from elaunch.trainer.marks import Mark, fencing_generation, hidden, marks, sweep_hidden
 from elaunch.trainer.oldfiles import load_plain
-from elaunch.trainer.tree import State, Tree, flatten, is_shard, pack, tensors_sha256
+from elaunch.trainer.tree import State, Tree, flatten, pack, tensors_sha256
 
 if TYPE_CHECKING:
     # torch.distributed.checkpoint takes a while to import; a start that finds no checkpoint does without.
@@ -201,7 +200,7 @@ class Checkpoints:
         """Who writes what; made again only when the layout of the state has changed on some rank."""
         from elaunch.trainer import dcp
 
-        layouts = [_layout(parts)]
+        layouts = [parts.signature()]
         if parts.is_sharded:
             layouts = self._ranks.from_all(layouts[0])
         if self._plan is None or self._plan[0] != layouts:
@@ -219,12 +218,3 @@ class Checkpoints:
             f"{written.took_s / interval_s:.0%} of the {interval_s:.2f} s since the one before; training stood still "
             f"for {written.waited_s:.2f} s of it; with more steps between two it costs less"
         )
-
-
-def _layout(parts: Tree) -> str:
-    """What a plan depends on: names, shapes and types, and how DTensors are spread."""
-    digest = hashlib.sha256()
-    for name, tensor in parts.tensors.items():
-        spread = getattr(tensor, "placements", "") if is_shard(tensor) else ""
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {spread}\n".encode())
-    return digest.hexdigest()

@@ -95,6 +95,11 @@ def lay_out(parts: tree.Tree) -> tuple[Layout, list[Tensor]]:
     return Layout(tuple(chunks), begin), tensors
 
 
+def live(parts: tree.Tree) -> list[Tensor]:
+    """The tensors of `lay_out` once more, for a state of the same signature; hundreds of times as fast."""
+    return [local for tensor in parts.tensors.values() for local in tree.local_parts(tensor) if local.numel()]
+
+
 @dataclass(frozen=True)
 class _Numbers:
     generation: int

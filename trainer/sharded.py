@@ -30,8 +30,8 @@ from torch import Tensor
 from elaunch.trainer import gathering
 from elaunch.trainer.agreement import Ranks
 from elaunch.trainer.inventory import Choice, Piece, choose, mirrors
-from elaunch.trainer.pieces import Held, Layout, PieceFile, Received, Torn, lay_out
-from elaunch.trainer.tree import State, flatten, pack
+from elaunch.trainer.pieces import Held, Layout, PieceFile, Received, Torn, lay_out, live
+from elaunch.trainer.tree import State, Tree, flatten, pack
 
 _VERSIONS = 2
 
@@ -64,6 +64,7 @@ class ShardedMemory:
         self._files: dict[int, PieceFile] = {}
         self._received: dict[tuple[int, int], Received] = {}
         self._layout: Layout | None = None
+        self._signature = ""
         self._turn = 0
         self._mirroring: threading.Thread | None = None
         self._trouble = ""
@@ -108,7 +109,7 @@ class ShardedMemory:
         if self._off:
             return
         parts = flatten(state)
-        layout, tensors = lay_out(parts)
+        layout, tensors = self._laid_out(parts)
         plain = pack(parts) if self._ranks.leads else b""
         self._settle()
         file = self._files.get(self._turn)
@@ -130,6 +131,14 @@ class ShardedMemory:
         )
         self._mirroring.start()
         self.cost_s = time.monotonic() - begun_s
+
+    def _laid_out(self, parts: Tree) -> tuple[Layout, list[Tensor]]:
+        """The layout of before, where the state still has it; DCP's planning takes 0.1 ms per tensor."""
+        signature = parts.signature()
+        if self._layout is not None and signature == self._signature:
+            return self._layout, live(parts)
+        self._signature = signature
+        return lay_out(parts)
 
     def wait(self) -> None:
         """Until the last snapshot is whole on every node."""
