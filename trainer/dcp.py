@@ -107,7 +107,7 @@ class Staging:
             copy = kept.get(item.index)
             if copy is None or copy.shape != original.shape or copy.dtype != original.dtype:
                 copy = torch.empty(original.shape, dtype=original.dtype, pin_memory=original.is_cuda)
-            copy.copy_(original, non_blocking=True)
+            copy.copy_(original, non_blocking=original.is_cuda)
             self._copies[item.index] = copy
             if original.is_cuda:
                 devices.add(original.device)

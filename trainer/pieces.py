@@ -147,7 +147,7 @@ class PieceFile:
         """Copy the tensors, in the layout's order; on return they may change."""
         with torch.no_grad():
             for view, tensor in zip(self._views, tensors, strict=True):
-                view.copy_(tensor, non_blocking=True)
+                view.copy_(tensor, non_blocking=tensor.is_cuda)
         for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
             torch.cuda.current_stream(device).synchronize()
 

@@ -58,6 +58,7 @@ class ShardedMemory:
         told = self._ranks.from_all((_node(self.folder), secrets.token_hex(4)))
         self._nodes, self._nonce = [node for node, _ in told], told[0][1]
         self._mirrors = mirrors(self._nodes)
+        self._sources = [rank for rank, mirror in enumerate(self._mirrors) if mirror == self._ranks.rank]
         # The mirroring thread has a group to itself: nobody may come between its messages.
         apart = any(mirror is not None for mirror in self._mirrors)
         self._mirror_group = dist.new_group(backend="gloo") if apart else None
@@ -168,63 +169,73 @@ class ShardedMemory:
         return bool(flag.item())
 
     def _allocated(self, layout: Layout, plain_length: int) -> PieceFile | None:
-        """Room for a version; None, for good, where some rank has none."""
-        problem = ""
-        try:
-            self._files[self._turn] = PieceFile(self._path(self._turn, self._ranks.rank), layout, plain_length)
-        except OSError as error:
-            space = os.statvfs(self.folder)
-            problem = f"{error.strerror}; {space.f_bavail * space.f_frsize / 1e6:,.0f} MB are free there"
+        """Room for a version, this rank's part and the mirrors that it keeps; None, for good, where some rank has none.
+
+        Found out here and not when a mirror arrives: its sender would wait for ever.
+        """
+        problem = self._try(lambda: self._allocate_own(layout, plain_length))
+        file = self._files.get(self._turn)
+        lengths = self._ranks.from_all(file.length if file else 0)
+        if all(lengths):
+            problem = self._try(lambda: self._allocate_mirrors(lengths))
         if not self._any(bool(problem)):
-            return self._files[self._turn]
+            return file
         self._off = True
-        self._files.clear()
-        for path in self.folder.glob(f"piece-*-{self._nonce}-*-{self._ranks.rank}"):
+        paths = [file.path for file in self._files.values()] + [held.path for held in self._received.values()]
+        for path in paths:
             path.unlink(missing_ok=True)
+        self._files.clear()
+        self._received.clear()
         if problem:
             self._say(
-                f"rank {self._ranks.rank}: no room for a snapshot of {layout.length / 1e6:,.0f} MB in {self.folder} "
+                f"rank {self._ranks.rank}: no room for a snapshot of {layout.length / 1e6:,.1f} MB in {self.folder} "
                 f"({problem}); there are no snapshots of the sharded state, only its checkpoints"
             )
         return None
 
+    def _try(self, allocate: Callable[[], None]) -> str:
+        """Why it does not succeed; empty where it does."""
+        try:
+            allocate()
+        except OSError as error:
+            space = os.statvfs(self.folder)
+            return f"{error.strerror}; {space.f_bavail * space.f_frsize / 1e6:,.1f} MB are free there"
+        return ""
+
+    def _allocate_own(self, layout: Layout, plain_length: int) -> None:
+        # First let go of the old one: nobody holds its memory then.
+        self._files.pop(self._turn, None)
+        self._files[self._turn] = PieceFile(self._path(self._turn, self._ranks.rank), layout, plain_length)
+
+    def _allocate_mirrors(self, lengths: list[int]) -> None:
+        for source in self._sources:
+            held = self._received.pop((self._turn, source), None)
+            if held is None or held.length != lengths[source]:
+                del held
+                held = Received(self._path(self._turn, source), lengths[source])
+            self._received[self._turn, source] = held
+
     def _complete(self, file: PieceFile, piece: Piece, plain: bytes, turn: int) -> None:
-        """In the thread: make the piece whole, and send it to the next node while one is received."""
+        """In the thread: make the piece whole, and send it to the next node while others are received."""
         try:
             file.complete(piece, plain)
             file.mark()
             if self._mirror_group is not None:
                 self._exchange(file, turn)
-        # The edge of the thread: a peer that has died, no room here for its piece.
+        # The edge of the thread: a peer that has died.
         except Exception as error:
             self._trouble = str(error).splitlines()[0] if str(error) else type(error).__name__
 
     def _exchange(self, file: PieceFile, turn: int) -> None:
-        group = self._mirror_group
-        sources = [rank for rank, mirror in enumerate(self._mirrors) if mirror == self._ranks.rank]
         mirror = self._mirrors[self._ranks.rank]
-        works = []
-        if mirror is not None:
-            works.append(dist.isend(torch.tensor([file.length]), mirror, group))
-        lengths = {source: torch.zeros(1, dtype=torch.int64) for source in sources}
-        for source, length in lengths.items():
-            dist.recv(length, source, group)
-        bodies: dict[int, Tensor] = {}
-        for source, length in lengths.items():
-            held = self._received.get((turn, source))
-            if held is None or held.length != int(length):
-                held = Received(self._path(turn, source), int(length))
-                self._received[turn, source] = held
+        sending = None if mirror is None else dist.isend(file.body(), mirror, self._mirror_group)
+        for source in self._sources:
+            held = self._received[turn, source]
             held.erase()
-            bodies[source] = held.body()
-        if mirror is not None:
-            works.append(dist.isend(file.body(), mirror, group))
-        for source, body in bodies.items():
-            dist.recv(body, source, group)
-            self._received[turn, source].mark()
-        for work in works:
-            if work is not None:
-                work.wait()
+            dist.recv(held.body(), source, self._mirror_group)
+            held.mark()
+        if sending is not None:
+            sending.wait()
 
     def _path(self, turn: int, rank: int) -> Path:
         return self.folder / f"piece-{self._generation}-{self._nonce}-{turn}-{rank}"

@@ -186,8 +186,27 @@ def test_memory_that_does_not_suffice_is_a_sentence_and_training_goes_on(
     said = [sentence for answer in answers for sentence in answer["said"]]
     assert answers[0]["step"] == 3
     assert 1 <= len(said) <= 3
-    assert f"no room for a snapshot of 0 MB in {small_memory} (No space left on device; 0 MB are free there)" in said[0]
+    assert (
+        f"no room for a snapshot of 0.0 MB in {small_memory} (No space left on device; 0.0 MB are free there)"
+        in said[0]
+    )
     assert nodes.pieces(0) == []
+
+
+def test_memory_that_does_not_suffice_for_the_other_nodes_part_ends_snapshots_everywhere(
+    nodes: Nodes, small_memory: Path
+) -> None:
+    # Room for one piece, not for two.
+    (small_memory / "filler").write_bytes(bytes(12 << 10))
+    nodes.memories[1] = small_memory
+
+    answers = nodes.run(2, "fsdp2", "train", "1", "save", "train", "1", "save", "train", "1")
+
+    assert answers[0]["step"] == 3
+    assert answers[0]["said"] == []
+    assert len(answers[1]["said"]) == 1
+    assert f"rank 1: no room for a snapshot of 0.0 MB in {small_memory} (No space" in answers[1]["said"][0]
+    assert nodes.pieces(0) == nodes.pieces(1) == []
 
 
 def test_a_newer_snapshot_replaces_the_old_one_only_when_it_is_whole_on_both_nodes(nodes: Nodes) -> None:
