@@ -8,7 +8,7 @@ FOLDER) or `memory` (snapshots in ELAUNCH_MEMORY). The actions are done in turn:
     begin           keep the state without waiting
     load            put the newest state into model and optimizer
     weights         put the newest state's model into the model, and forget the optimizer's
-    hold            from here on no file is written before there is one called `held` in FOLDER
+    hold            from here on no checkpoint is written, and no snapshot sent, before FOLDER has a file `held`
     kill RANK       that rank kills itself
     die MOMENT RANK that rank will kill itself at MOMENT (see `at`) of what follows
     touch NAME      rank 0 leaves a file in FOLDER
@@ -113,7 +113,7 @@ def whole(value: torch.Tensor) -> torch.Tensor:
 def at(moment: str, rank: int) -> None:
     """Be killed by SIGKILL there: `write` (in the middle of the first file), `part` (written, before it is told),
     `manifest` (before it), `publish` (before the rename), `discard` (half of an old checkpoint is deleted);
-    of a snapshot `copy` (nothing is copied), `unmarked` (all but the mark is written), `unsent` (to the other node)."""
+    of a snapshot `copy` (some tensors are copied), `unmarked` (all but the mark is written), `unsent` (to the other node)."""
     if rank != RANK:
         return
 
@@ -129,6 +129,11 @@ def at(moment: str, rank: int) -> None:
         (path / marks.MANIFEST).unlink()
         die()
 
+    def partly(self: Any, tensors: Any) -> None:
+        for view, tensor in zip(self._views[:3], tensors, strict=False):
+            view.copy_(tensor)
+        die()
+
     match moment:
         case "write":
             dcp._Summing.write = halfway  # type: ignore[method-assign]
@@ -139,7 +144,7 @@ def at(moment: str, rank: int) -> None:
         case "publish":
             writing.publish = die  # type: ignore[attr-defined, assignment]
         case "copy":
-            PieceFile.copy = die  # type: ignore[assignment, method-assign]
+            PieceFile.copy = partly  # type: ignore[method-assign]
         case "unmarked":
             PieceFile.mark = die  # type: ignore[assignment, method-assign]
         case "unsent":
@@ -149,13 +154,18 @@ def at(moment: str, rank: int) -> None:
 
 
 def hold() -> None:
-    write = dcp._Summing.write
+    write, exchange = dcp._Summing.write, ShardedMemory._exchange
 
     def late(self: Any, content: Any) -> int:
         until((FOLDER / "held").exists)
         return write(self, content)
 
+    def later(self: Any, *given: Any) -> None:
+        until((FOLDER / "held").exists)
+        exchange(self, *given)
+
     dcp._Summing.write = late  # type: ignore[method-assign]
+    ShardedMemory._exchange = later  # type: ignore[method-assign]
 
 
 def main() -> None:

@@ -209,6 +209,19 @@ def test_memory_that_does_not_suffice_for_the_other_nodes_part_ends_snapshots_ev
     assert nodes.pieces(0) == nodes.pieces(1) == []
 
 
+def test_a_third_snapshot_waits_until_the_second_is_on_both_nodes(nodes: Nodes) -> None:
+    actions = ["train", "1", "save", "hold", "train", "1", "begin", "touch", "second", "train", "1", "begin"]
+    with nodes.begin(2, "fsdp2", *actions, "touch", "third") as ranks:
+        wait_for((nodes.folder / "second").exists, "the second snapshot to be begun")
+        # Nothing else could show that it does not come.
+        with pytest.raises(AssertionError):
+            wait_for((nodes.folder / "third").exists, "the third", deadline_s=0.5)
+        ranks.kill(range(2))
+    nodes.lose(1)
+
+    assert nodes.run(2, "fsdp2", "load", generation=1)[0]["loaded"] == [0, 1]
+
+
 def test_a_newer_snapshot_replaces_the_old_one_only_when_it_is_whole_on_both_nodes(nodes: Nodes) -> None:
     saved = nodes.run(2, "fsdp2", "train", "2", "save")[0]
     # Rank 1 is killed before it has sent its part of the next two to the other node.
