@@ -7,20 +7,30 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from elaunch.trainer.accumulation import accumulate as accumulate
+    from elaunch.trainer.checkpoint import Checkpoints as Checkpoints
     from elaunch.trainer.ledger import Ledger as Ledger
+    from elaunch.trainer.modelstate import restore as restore
+    from elaunch.trainer.modelstate import state_of as state_of
+    from elaunch.trainer.oldfiles import load_plain as load_plain
     from elaunch.trainer.order import Micro as Micro
     from elaunch.trainer.order import Order as Order
     from elaunch.trainer.sampling import Seeded as Seeded
     from elaunch.trainer.sampling import Stream as Stream
+    from elaunch.trainer.sharded import ShardedMemory as ShardedMemory
 
 # Imported when they are asked for: `elaunch.trainer.link` must not cost the import of torch.
 _HOMES = {
+    "Checkpoints": "checkpoint",
     "Ledger": "ledger",
     "Micro": "order",
     "Order": "order",
     "Seeded": "sampling",
+    "ShardedMemory": "sharded",
     "Stream": "sampling",
     "accumulate": "accumulation",
+    "load_plain": "oldfiles",
+    "restore": "modelstate",
+    "state_of": "modelstate",
 }
 
 
