@@ -16,6 +16,7 @@ from elaunch.agent.events import (
     Leased,
     LeaseLost,
     Looked,
+    Reported,
     Say,
     ServiceLost,
     Signalled,
@@ -25,21 +26,27 @@ from elaunch.agent.events import (
     StoreLost,
     Tick,
     WorkerExited,
+    WorkerListens,
     WorkerRaised,
+    WorkerSaved,
+    WorkersHung,
+    WorkerStopped,
 )
 from elaunch.agent.membership import answered, attend, joining, lease_lost, leased, tick_waiting
-from elaunch.agent.running import raised, running_deadline_s, service_lost, tick_running, worker_exited
-from elaunch.agent.state import Agent, Exited, Finished, Joining, Running, Step, Stopping, exit_with
-from elaunch.agent.stopping import (
-    SIGTERM,
-    cleared,
-    signalled,
-    stop,
-    stop_for,
-    stopping_deadline_s,
-    tick_stopping,
+from elaunch.agent.messages import StopReason
+from elaunch.agent.running import (
+    hung,
+    raised,
+    reported,
+    running_deadline_s,
+    service_lost,
+    tick_running,
+    worker_exited,
 )
-from elaunch.rendezvous.types import OutcomeKind, RankTable
+from elaunch.agent.state import Agent, Exited, Finished, Joining, Running, Step, Stopping, exit_with
+from elaunch.agent.stopping import cleared, signalled, stop_for, stopping_deadline_s, tick_stopping
+from elaunch.agent.telling import SIGTERM, listens, saved, stop_at_boundary, stop_broken, stopped
+from elaunch.rendezvous.types import Generation, OpenKind, Outcome, OutcomeKind, RankTable
 
 
 def step(agent: Agent, event: Event, now_s: float) -> Step:
@@ -66,6 +73,16 @@ def step(agent: Agent, event: Event, now_s: float) -> Step:
             return worker_exited(agent, event, now_s)
         case WorkerRaised():
             return raised(agent, event, now_s), ()
+        case WorkerListens():
+            return listens(agent, event), ()
+        case WorkerSaved():
+            return saved(agent, event)
+        case WorkerStopped():
+            return stopped(agent, event, now_s), ()
+        case Reported():
+            return reported(agent, event, now_s)
+        case WorkersHung():
+            return hung(agent, event, now_s)
         case ServiceLost():
             return service_lost(agent, event, now_s)
         case Signalled():
@@ -126,24 +143,48 @@ def _follow(agent: Agent, now_s: float) -> Step:
     match phase:
         case Joining() | Finished() if snapshot.ended and is_own_run:
             return exit_with(agent, snapshot.ended)
-        case Running(table=table, live=live) if snapshot.ended:
-            is_person = snapshot.ended.kind is OutcomeKind.INTERRUPTED
-            grace_s = agent.times.stop_grace_s if is_person else agent.times.failure_grace_s
-            stopping = replace(Stopping.within(table, live, now_s, grace_s), then=snapshot.ended)
-            return stop(agent, stopping, SIGTERM, (Say(f"stopping: the job has ended: {snapshot.ended.reason}"),))
+        case Running() as running if snapshot.ended:
+            return _stop_with_job(agent, running, snapshot.ended, now_s)
         case Joining(asked=asked, ran=ran) if asked == newest > ran and agent.membership.is_member:
             return _take_seat(agent, snapshot.current_table, phase, now_s)
-        case Running(table=table, live=live) if newest > table.generation:
-            grace_s = agent.times.failure_grace_s if generation.kind.is_urgent else agent.times.stop_grace_s
-            stopping = Stopping.within(table, live, now_s, grace_s)
-            return stop(agent, stopping, SIGTERM, (Say(f"stopping: {generation.cause}"),))
-        case Stopping(table=table, then=None, killed=False) as stopping if newest > table.generation:
-            # What began as a stop for a join has become one for a failure: nobody can save by waiting.
+        case Running(table=table) as running if newest > table.generation:
+            return _make_way(agent, running, generation, now_s)
+        case Stopping(table=table, killed=False, live=live) as stopping if newest > table.generation and live:
             if generation.kind.is_urgent:
-                return replace(agent, phase=stopping.hurried(now_s, agent.times.failure_grace_s)), ()
+                return _hurry(agent, stopping, now_s)
         case Finished(table) if newest > table.generation:
             return joining(agent, table.generation), (Say(f"running again: {generation.cause}"),)
     return agent, ()
+
+
+def _stop_with_job(agent: Agent, running: Running, ended: Outcome, now_s: float) -> Step:
+    is_person = ended.kind is OutcomeKind.INTERRUPTED
+    grace_s = agent.times.stop_grace_s if is_person else agent.times.failure_grace_s
+    stopping = replace(Stopping.of(running, now_s, grace_s), then=ended)
+    reason = StopReason.INTERRUPT if is_person else StopReason.LEAVE
+    said = Say(f"stopping: the job has ended: {ended.reason}")
+    return stop_at_boundary(agent, stopping, reason, SIGTERM, (said,))
+
+
+def _make_way(agent: Agent, running: Running, generation: Generation, now_s: float) -> Step:
+    """Stop this node's workers for a newer generation: at once where the group is broken, else after a step."""
+    times, said = agent.times, (Say(f"stopping: {generation.cause}"),)
+    if generation.kind.is_urgent:
+        return stop_broken(agent, Stopping.of(running, now_s, times.failure_grace_s), said)
+    reason = StopReason.JOIN if generation.kind is OpenKind.JOIN else StopReason.LEAVE
+    is_awaited = bool((running.live & running.words.to_stop) - running.words.stopped)
+    wait_s = times.boundary_wait_s if is_awaited else 0.0
+    stopping = Stopping.of(running, now_s, wait_s + times.stop_grace_s)
+    return stop_at_boundary(agent, stopping, reason, SIGTERM, said, until_s=now_s + wait_s)
+
+
+def _hurry(agent: Agent, stopping: Stopping, now_s: float) -> Step:
+    """What began as a stop for a join, a leave or a signal has become one for a failure: no step will end any more."""
+    if stopping.then is None:
+        stopping = stopping.hurried(now_s, agent.times.failure_grace_s)
+    if stopping.is_broken:
+        return replace(agent, phase=stopping), ()
+    return stop_broken(agent, stopping)
 
 
 def _take_seat(agent: Agent, table: RankTable | None, phase: Joining, now_s: float) -> Step:
@@ -175,8 +216,8 @@ def _why_seatless(agent: Agent, table: RankTable) -> str:
 def _store_lost(agent: Agent, why: str, now_s: float) -> Step:
     outcome = agent.outcome(OutcomeKind.UNKNOWN, why)
     match agent.phase:
-        case Running(table=table, live=live):
-            return stop_for(agent, table, live, outcome, SIGTERM, now_s, Say(f"stopping: {why}"))
+        case Running() as running:
+            return stop_for(agent, running, outcome, StopReason.LEAVE, SIGTERM, now_s, Say(f"stopping: {why}"))
         case Stopping() as stopping:
             return replace(agent, phase=replace(stopping, then=stopping.then or outcome)), ()
         case _:

@@ -1,4 +1,4 @@
-"""The environment of a worker: torchrun's variables, unchanged in name and meaning, and two of ours."""
+"""The environment of a worker: torchrun's variables, unchanged in name and meaning, and ours."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ RANK_VARIABLES = frozenset(
         *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME"),
         *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
         *("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RUN_ID"),
-        *("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE", "ELAUNCH_GENERATION", "ELAUNCH_LINK"),
+        *("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE"),
+        *("ELAUNCH_GENERATION", "ELAUNCH_LINK", "ELAUNCH_MEMORY"),
     )
 )
 
@@ -27,13 +28,15 @@ def rank_variables(
     max_restarts: int,
     agent_store: bool,
     error_file: str,
+    memory: str,
     signals: tuple[str, ...],
     inherited: Mapping[str, str],
 ) -> dict[str, str]:
     """What is set for one worker on top of the inherited environment.
 
     `agent_store` says that the worker store of MASTER_ADDR:MASTER_PORT has a process of its own, so that rank 0
-    connects to it instead of hosting it. Meanings: torch/distributed/elastic/agent/server/local_elastic_agent.py.
+    connects to it instead of hosting it. `memory` is a folder of the job's on this host, which outlives workers, or
+    empty where there is none. Meanings: torch/distributed/elastic/agent/server/local_elastic_agent.py.
     """
     seat = table.seats[group_rank]
     rank = seat.first_rank + local_rank
@@ -61,6 +64,7 @@ def rank_variables(
         "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(signals),
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": inherited.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
         "ELAUNCH_GENERATION": str(table.generation),
+        **({"ELAUNCH_MEMORY": memory} if memory else {}),
     }
 
 

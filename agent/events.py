@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
+from elaunch.agent.messages import Message
 from elaunch.rendezvous.snapshot import Snapshot
 from elaunch.rendezvous.store import Txn
 from elaunch.rendezvous.types import Failure, Outcome, RankTable
@@ -97,6 +98,51 @@ class WorkerRaised:
 
 
 @dataclass(frozen=True)
+class WorkerListens:
+    """A worker listens on its link: it wants to hear when to stop, and of a peer's failure, instead of a signal."""
+
+    generation: int
+    local_rank: int
+    to_stop: bool
+    to_failure: bool
+
+
+@dataclass(frozen=True)
+class WorkerSaved:
+    """After a peer's failure: all of this worker up to `step` is kept elsewhere, and it may be killed."""
+
+    generation: int
+    local_rank: int
+    step: int
+
+
+@dataclass(frozen=True)
+class WorkerStopped:
+    """A worker has stopped after `step`, as all ranks of the job do, and is about to save and to exit."""
+
+    generation: int
+    local_rank: int
+    step: int
+
+
+@dataclass(frozen=True)
+class Reported:
+    """A look at the workers' links: how many reports there have been in this generation, and who has reported."""
+
+    generation: int
+    reports: int
+    reporting: frozenset[int]
+
+
+@dataclass(frozen=True)
+class WorkersHung:
+    """The stacks of workers that report nothing any more were taken; `failure` says which."""
+
+    generation: int
+    failure: Failure
+
+
+@dataclass(frozen=True)
 class ServiceLost:
     """What serves all workers of this node is gone: the worker store, or the fork server and all workers with it."""
 
@@ -133,7 +179,8 @@ class Tick:
 
 
 StoreEvent = Looked | Leased | LeaseLost | Committed | StoreAway | StoreBack | StoreLost
-WorkerEvent = WorkerExited | WorkerRaised | ServiceLost | Cleared
+LinkEvent = WorkerRaised | WorkerListens | WorkerSaved | WorkerStopped
+WorkerEvent = LinkEvent | WorkerExited | Reported | WorkersHung | ServiceLost | Cleared
 Event = StoreEvent | WorkerEvent | Signalled | Tick
 
 
@@ -188,6 +235,28 @@ class SignalWorkers:
 
 
 @dataclass(frozen=True)
+class TellWorkers:
+    """Say it to the workers of these local ranks, which listen on their links."""
+
+    generation: int
+    local_ranks: frozenset[int]
+    message: Message
+
+
+@dataclass(frozen=True)
+class TakeStacks:
+    """Have the workers of these local ranks show in the log what they are doing; answered by `WorkersHung`.
+
+    Those in `listening` do so themselves. `quiet_s` is how long they have reported nothing.
+    """
+
+    generation: int
+    local_ranks: frozenset[int]
+    listening: frozenset[int]
+    quiet_s: float
+
+
+@dataclass(frozen=True)
 class Clear:
     """End what is left of a generation on this node and collect its output; answered by `Cleared`."""
 
@@ -215,4 +284,5 @@ class Exit:
     outcome: Outcome
 
 
-Action = Commit | Join | Renew | Widen | Spawn | SignalWorkers | Clear | ReplaceForkServer | Say | Exit
+ToWorkers = SignalWorkers | TellWorkers | TakeStacks
+Action = Commit | Join | Renew | Widen | Spawn | ToWorkers | Clear | ReplaceForkServer | Say | Exit

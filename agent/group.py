@@ -12,7 +12,7 @@ from elaunch.rendezvous.types import RankTable
 
 @dataclass
 class Group:
-    """This node's workers of one generation; `cgroup` is the folder of theirs, or empty.
+    """This node's workers of one generation, by local rank; `cgroup` is the folder of theirs, or empty.
 
     `store` is the agent's end of its worker store's control socket; `store_up` and `store_error` are what came there.
     `reached_store` says whether a rank had used it, None where it was on another node, or is not known yet.
@@ -22,6 +22,7 @@ class Group:
     group_rank: int
     cgroup: str = ""
     links: dict[int, Link] = field(default_factory=dict)
+    pids: dict[int, int] = field(default_factory=dict)
     error_files: dict[int, Path] = field(default_factory=dict)
     log_files: dict[int, str] = field(default_factory=dict)
     store: socket.socket | None = None

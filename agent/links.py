@@ -1,6 +1,8 @@
-"""The agent's ends of its workers' links: who has hung up, and now and then a look at what the others have said.
+"""The agent's ends of its workers' links: what they say, and what they are told.
 
-A worker that reports every step would wake the agent as often. Only an end wakes it, of the worker or of its program.
+A worker that reports every step would wake the agent as often. So a word wakes it only where one is expected: on a
+link on which the agent has spoken. On the others an end does, of the worker or of its program; their words are read
+once a second, and before the agent decides anything that they may bear on.
 """
 
 from __future__ import annotations
@@ -12,6 +14,9 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from elaunch.agent.events import LinkEvent, WorkerListens, WorkerRaised, WorkerSaved, WorkerStopped
+from elaunch.agent.messages import Message, line_of
+
 _LOOK_S = 1.0
 _LINK_BYTES_MAX = 1 << 16
 
@@ -20,17 +25,21 @@ _LINK_BYTES_MAX = 1 << 16
 class Link:
     """The agent's end of one worker's link.
 
-    `step` is the newest that the worker reported; `raised` says that its program ended by an exception, and
-    `reached_store`, None until its program ended, that it had made its process group. `notes` are sentences for the
-    log.
+    `step` is the newest that the worker reported, `phase` what it last said of its work, `reports` how many of both
+    there were. `raised` says that its program ended by an exception, and `reached_store`, None until its program ended,
+    that it had made its process group. `notes` are sentences for the log, `news` what the agent's core is to know.
     """
 
+    generation: int
     local_rank: int
     socket: socket.socket
     step: int = -1
+    phase: str = ""
+    reports: int = 0
     raised: bool = False
     reached_store: bool | None = None
     notes: list[str] = field(default_factory=list)
+    news: list[LinkEvent] = field(default_factory=list)
     rest: bytes = b""
 
     def fileno(self) -> int:
@@ -47,26 +56,48 @@ class Link:
         *lines, self.rest = (self.rest + data).split(b"\n")
         self.rest = self.rest[-_LINK_BYTES_MAX:]
         for line in lines:
-            with suppress(ValueError, KeyError, TypeError):
-                message = json.loads(line)
-                match message["event"]:
-                    case "progress":
-                        self.step = int(message["step"])
-                    case "note":
-                        self.notes.append(str(message["text"]))
-                    case "ended":
-                        self.raised = bool(message["raised"])
-                        self.reached_store = bool(message["reached_store"])
+            with suppress(ValueError):
+                self._take(json.loads(line))
         return bool(data)
+
+    def tell(self, message: Message) -> None:
+        """Say it, if the worker is there and reads."""
+        with suppress(OSError):
+            self.socket.send(line_of(message), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 
     def take_notes(self) -> list[str]:
         """The notes since the last call."""
         notes, self.notes = self.notes, []
         return notes
 
+    def take_news(self) -> list[LinkEvent]:
+        """The news since the last call."""
+        news, self.news = self.news, []
+        return news
+
+    def _take(self, message: object) -> None:
+        where = (self.generation, self.local_rank)
+        match message:
+            case {"event": "progress", "step": int(step)}:
+                self.step, self.reports = step, self.reports + 1
+            case {"event": "phase", "name": str(name)}:
+                self.phase, self.reports = name, self.reports + 1
+            case {"event": "listens", "stop": bool(stop), "peer_failed": bool(peer_failed)}:
+                self.news.append(WorkerListens(*where, to_stop=stop, to_failure=peer_failed))
+            case {"event": "saved", "step": int(step)}:
+                self.news.append(WorkerSaved(*where, step))
+            case {"event": "stopped", "step": int(step)}:
+                self.news.append(WorkerStopped(*where, step))
+            case {"event": "note", "text": str(text)}:
+                self.notes.append(text)
+            case {"event": "ended", "raised": bool(raised), "reached_store": bool(reached_store)}:
+                if raised and not self.raised:
+                    self.news.append(WorkerRaised(*where))
+                self.raised, self.reached_store = raised, reached_store
+
 
 class Links:
-    """The open links of a generation; `fileno` is readable when one of them has ended."""
+    """The open links of a generation; `fileno` is readable when one of them is to be read at once."""
 
     def __init__(self) -> None:
         self._epoll = select.epoll()
@@ -88,9 +119,19 @@ class Links:
         self._open.pop(link.fileno(), None)
         link.socket.close()
 
-    def ended(self) -> list[Link]:
-        """Those whose worker has hung up or said its last words; they are to be read until they are dropped."""
+    def tell(self, link: Link, message: Message) -> None:
+        """Say it; from now on what that worker says is heard at once."""
+        if link.fileno() in self._open:
+            link.tell(message)
+            self._epoll.modify(link, select.EPOLLRDHUP | select.EPOLLIN)
+
+    def ready(self) -> list[Link]:
+        """Those that are to be read at once, and those that have ended, until they are dropped."""
         return [self._open[fd] for fd, _ in self._epoll.poll(0)]
+
+    @property
+    def open(self) -> list[Link]:
+        return list(self._open.values())
 
     @property
     def due_s(self) -> float | None:
@@ -102,4 +143,4 @@ class Links:
         if not self._open or now_s < self._look_at_s:
             return []
         self._look_at_s = now_s + _LOOK_S
-        return list(self._open.values())
+        return self.open

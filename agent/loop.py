@@ -28,22 +28,23 @@ from elaunch.agent.events import (
     SignalWorkers,
     Spawn,
     Tag,
+    TakeStacks,
+    TellWorkers,
     Tick,
     Widen,
-    WorkerRaised,
 )
 from elaunch.agent.forkserver import ForkServer
 from elaunch.agent.group import Group
 from elaunch.agent.guard import Guard
+from elaunch.agent.hearing import Hearing
 from elaunch.agent.identity import this_process
 from elaunch.agent.inbox import Inbox, LookAgain
-from elaunch.agent.links import Link, Links
 from elaunch.agent.port import reserve
 from elaunch.agent.pump import Pump
 from elaunch.agent.rundir import RunDir
 from elaunch.agent.servers import Servers
 from elaunch.agent.session import Session
-from elaunch.agent.state import Agent, Exited, Stopping
+from elaunch.agent.state import Agent, Exited, Running, Stopping
 from elaunch.agent.timeline import NO_GENERATION, Timeline
 from elaunch.agent.workers import Workers, signal_name
 from elaunch.rendezvous.entering import end, join
@@ -93,8 +94,6 @@ class Loop:
         self._agent = Agent(replace(node, topology=config.topology), config.spec, config.times, Snapshot(keys))
         self._selector = selectors.DefaultSelector()
         self._listener: socket.socket | None = None
-        self._links = Links()
-        self._noted: set[str] = set()
         self._servers = Servers(
             server,
             config,
@@ -106,6 +105,9 @@ class Loop:
             pump.say,
             self._blameless,
         )
+        self._hearing = Hearing(
+            config, run_dir, self._servers, self._timeline, self._inbox.post, pump.say, self._blameless
+        )
 
     def run(self) -> Outcome:
         """Live until the outcome is known; all workers are gone then."""
@@ -113,7 +115,7 @@ class Loop:
         self._inbox.catch(self._config.signals)
         for fd in self._inbox.fds:
             self._selector.register(fd, selectors.EVENT_READ)
-        self._selector.register(self._links, selectors.EVENT_READ, self._links_ended)
+        self._selector.register(self._hearing, selectors.EVENT_READ, self._hearing.hear)
         self._watch_guardian()
         if self._served_pid is not None:
             self._watch_store_process(self._served_pid)
@@ -144,11 +146,17 @@ class Loop:
                 continue
             if isinstance(event, LookAgain):
                 event = self._session.look()
-            known, (self._agent, actions) = self._agent.snapshot, step(self._agent, event, time.monotonic())
-            self._note(event, known)
-            for action in actions:
-                self._act(action)
+            if isinstance(self._agent.phase, Running):
+                for said in self._hearing.until_now():
+                    self._take(said)
+            self._take(event)
         return self._agent.phase.outcome
+
+    def _take(self, event: Event) -> None:
+        known, (self._agent, actions) = self._agent.snapshot, step(self._agent, event, time.monotonic())
+        self._note(event, known)
+        for action in actions:
+            self._act(action)
 
     def _note(self, event: Event, known: Snapshot) -> None:
         """On the timeline: this node hears of a new generation; the store has this node's word for it."""
@@ -162,7 +170,7 @@ class Loop:
 
     def _wait(self) -> None:
         due_s = deadline_s(self._agent)
-        timers_s = (due_s, self._servers.due_s, self._links.due_s, self._session.due_s)
+        timers_s = (due_s, self._servers.due_s, self._hearing.due_s, self._session.due_s)
         wanted_s = [at_s for at_s in timers_s if at_s is not None]
         timeout_s = max(0.0, min(wanted_s) - time.monotonic()) if wanted_s else None
         ready = self._selector.select(timeout_s)
@@ -171,8 +179,7 @@ class Loop:
                 key.data()
         now_s = time.monotonic()
         self._session.tick(now_s)
-        for link in self._links.due(now_s):
-            self._read_link(link)
+        self._hearing.tick(now_s)
         if due_s is not None and now_s >= due_s:
             self._inbox.post(Tick())
         self._servers.tick(now_s, is_quiet=not ready)
@@ -196,6 +203,10 @@ class Loop:
                     self._servers.abandon_import(generation)
                 else:
                     self._signal(local_ranks, signum)
+            case TellWorkers():
+                self._hearing.tell(action)
+            case TakeStacks():
+                self._hearing.take_stacks(action)
             case Clear(generation):
                 self._clear(generation)
             case ReplaceForkServer(generation):
@@ -230,8 +241,7 @@ class Loop:
                 self._listener.close()
                 self._listener = None
         self._timeline.stamp(table.generation, "ordered")
-        for link in group.links.values():
-            self._links.add(link)
+        self._hearing.begin(group)
         if group.store:
             self._selector.register(group.store, selectors.EVENT_READ, partial(self._servers.hear_store, group))
 
@@ -251,30 +261,12 @@ class Loop:
         assert self._servers.group is not None
         return self._servers.group
 
-    def _links_ended(self) -> None:
-        for link in self._links.ended():
-            self._read_link(link)
-
-    def _read_link(self, link: Link) -> None:
-        raised_before = link.raised
-        if not link.read():
-            self._links.drop(link)
-            self._servers.ask()
-        for text in link.take_notes():
-            if text not in self._noted:
-                # Once, whichever workers and generations have cause for it.
-                self._noted.add(text)
-                self._pump.say(f"rank {self._group_now.rank(link.local_rank)}: {text}")
-        if link.raised and not raised_before:
-            self._inbox.post(WorkerRaised(self._group_now.generation, link.local_rank))
-
     def _clear(self, generation: int) -> None:
         self._timeline.stamp(generation, "stopped")
         group = self._group_now
         self._servers.unwatch_store(group)
         self._workers.close_store(group)
-        for link in group.links.values():
-            self._links.drop(link)
+        self._hearing.end(group)
         # The lease is kept meanwhile: this loop lives.
         self._guard.end_generation(generation, self._servers.now.pid, lambda: self._session.tick(time.monotonic()))
         reached, progressed = group.reached_store, group.progressed

@@ -6,15 +6,34 @@ import os
 import secrets
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
+
+SHARED_MEMORY = "/dev/shm"
 
 
 def private_places() -> tuple[str, ...]:
     """Where a run's private folder may be made, the user's choice of a temporary folder first; nothing is made yet."""
     name = f"elaunch_{secrets.token_hex(8)}"
     chosen = (os.environ.get(variable) for variable in ("TMPDIR", "TEMP", "TMP"))
+    folders = (*chosen, "/tmp", "/var/tmp", SHARED_MEMORY)
     # Absolute: the guardian, which removes them, works elsewhere.
-    return tuple(str(Path(folder, name).absolute()) for folder in (*chosen, "/tmp", "/var/tmp", "/dev/shm") if folder)
+    return tuple(str(Path(folder, name).absolute()) for folder in folders if folder)
+
+
+def memory_places(private: tuple[str, ...]) -> tuple[str, ...]:
+    """Where the job's memory on this host may be made: in shared memory, else on a disk, beside a private folder."""
+    name = Path(private[0]).name
+    return (f"{SHARED_MEMORY}/{name}_memory", *(f"{place}_memory" for place in private if SHARED_MEMORY not in place))
+
+
+class Memory(NamedTuple):
+    """A private folder, in shared memory unless `trouble` says why not; none where none can be made."""
+
+    folder: Path | None
+    trouble: str = ""
 
 
 class RunDir:
@@ -52,6 +71,11 @@ class RunDir:
     def root(self) -> Path | None:
         return self.logs or self.private
 
+    @cached_property
+    def memory(self) -> Memory:
+        """The folder for what workers keep beyond their own lives; made when it is first asked for."""
+        return _make_memory(memory_places(self._private_places))
+
     def generation(self, generation: int) -> Path | None:
         """The generation's folder."""
         return self._make(self.root / f"attempt_{generation}") if self.root else None
@@ -83,11 +107,26 @@ class RunDir:
 
     def _private(self) -> Path | None:
         for place in self._private_places:
-            try:
-                # The name is nobody's to guess; where it exists all the same, it is not ours.
-                os.mkdir(place, 0o700)  # noqa: PTH102
-            except OSError:
-                continue
-            return Path(place).absolute()
+            with suppress(OSError):
+                return _make_private(place)
         self.warn("no temporary folder can be written; exceptions are read from the workers' output instead")
         return None
+
+
+def _make_private(place: str) -> Path:
+    # The name is nobody's to guess; where it exists all the same, it is not ours.
+    os.mkdir(place, 0o700)  # noqa: PTH102
+    return Path(place).absolute()
+
+
+def _make_memory(places: tuple[str, ...]) -> Memory:
+    """In the first of these that can be made."""
+    trouble = ""
+    for place in places:
+        try:
+            folder = _make_private(place)
+        except OSError as error:
+            trouble = trouble or f"there is no shared memory to be had ({place}: {error.strerror})"
+            continue
+        return Memory(folder, trouble and f"{trouble}; what workers keep for the next generation goes to {folder}")
+    return Memory(None, f"{trouble}, nor a temporary folder; workers keep nothing for the next generation")

@@ -6,37 +6,61 @@ from dataclasses import replace
 
 from elaunch.agent.events import (
     Commit,
+    Reported,
     Say,
     ServiceLost,
     SignalWorkers,
+    TakeStacks,
     WorkerExited,
     WorkerRaised,
+    WorkersHung,
 )
-from elaunch.agent.state import Agent, Phase, Running, Step, Stopping
-from elaunch.agent.stopping import LAST_WORDS_S, SIGINT, SIGKILL, SIGTERM, goodbye, stop, stop_for
+from elaunch.agent.state import Agent, Held, Phase, Running, Step, Stopping
+from elaunch.agent.stopping import LAST_WORDS_S, go_on_stopping, goodbye
+from elaunch.agent.telling import SIGKILL, SIGTERM, stop_broken
 from elaunch.rendezvous import entering
-from elaunch.rendezvous.types import Failure, FailureKind, OutcomeKind, RankTable
+from elaunch.rendezvous.types import Failure, FailureKind, OutcomeKind
 
 # Schedulers signal the agent and its workers together; a worker that died so is no failure if our signal comes too.
 HOLD_S = 0.1
+# HUP, INT, QUIT, USR1, USR2, TERM: those that somebody sends on purpose.
+ASKING = (1, 2, 3, 10, 12, 15)
+# All ranks of a job stop after the same step, also those whose agent has not yet heard why.
+STOPPED_HOLD_S = 2.0
+STOPPED_CODES = (0, 128 + SIGTERM)
 
 
 def worker_exited(agent: Agent, event: WorkerExited, now_s: float) -> Step:
     match agent.phase:
-        case Running(table=table, live=live, held=held) as running if table.generation == event.generation:
-            left = live - {event.local_rank}
-            if event.failure is None:
-                if left or held:
-                    return replace(agent, phase=_without(running, event.local_rank)), ()
-                return stop(agent, Stopping(table, left, now_s, done=True), 0, ())
-            if event.code in (-SIGTERM, -SIGINT):
-                kept = replace(_without(running, event.local_rank), held=held or event.failure)
-                return replace(agent, phase=kept if held else replace(kept, held_until_s=now_s + HOLD_S)), ()
-            return _fail(agent, running, left, held or event.failure, now_s)
+        case Running(table=table) as running if table.generation == event.generation:
+            return _exited_while_running(agent, running, event, now_s)
         case Stopping(table=table) as stopping if table.generation == event.generation:
             if event.local_rank in stopping.live:
                 return _exited_while_stopping(agent, stopping, event, now_s)
     return agent, ()
+
+
+def _exited_while_running(agent: Agent, running: Running, event: WorkerExited, now_s: float) -> Step:
+    rest, failure = _without(running, event.local_rank), event.failure
+    if event.local_rank in running.words.stopped and event.code in STOPPED_CODES:
+        if failure is None and rest.live:
+            return replace(agent, phase=rest), ()
+        held = running.held or Held(failure, now_s + STOPPED_HOLD_S, is_stop=True)
+        return replace(agent, phase=replace(rest, held=held)), ()
+    if failure is None:
+        if rest.live or running.held:
+            return replace(agent, phase=rest), ()
+        return go_on_stopping(agent, Stopping(running.table, rest.live, now_s, done=True))
+    if -event.code in ASKING and not (running.held and running.held.is_stop):
+        held = running.held or Held(failure, now_s + HOLD_S)
+        return replace(agent, phase=replace(rest, held=held)), ()
+    return _fail(agent, rest, _cause(running, failure), now_s)
+
+
+def _cause(running: Running, failure: Failure) -> Failure:
+    """Of a failure and what is held, the one that came first; who stopped at a step boundary has not failed."""
+    held = running.held
+    return held.failure if held and held.failure and not held.is_stop else failure
 
 
 def raised(agent: Agent, event: WorkerRaised, now_s: float) -> Agent:
@@ -48,26 +72,53 @@ def raised(agent: Agent, event: WorkerRaised, now_s: float) -> Agent:
     return agent
 
 
+def reported(agent: Agent, event: Reported, now_s: float) -> Step:
+    """Another look at the links: whether workers that report hang."""
+    match agent.phase:
+        case Running(table=table, quiet=quiet) as running if table.generation == event.generation:
+            quiet = quiet.after(event.reports, now_s)
+            limit_s = agent.times.hang_timeout_s
+            awaited = running.live & event.reporting and not (running.held or running.leaving_s)
+            if quiet.is_over or not limit_s or quiet.quiet_s < limit_s or not awaited:
+                return replace(agent, phase=replace(running, quiet=quiet)), ()
+            agent = replace(agent, phase=replace(running, quiet=replace(quiet, is_over=True)))
+            listening = running.live & (running.words.to_stop | running.words.to_failure)
+            return agent, (TakeStacks(table.generation, running.live, listening, quiet.quiet_s),)
+    return agent, ()
+
+
+def hung(agent: Agent, event: WorkersHung, now_s: float) -> Step:
+    """The stacks of workers that hang are taken: from here on it is a failure like any other."""
+    match agent.phase:
+        case Running(table=table) as running if table.generation == event.generation:
+            return _fail(agent, running, _cause(running, event.failure), now_s)
+    return agent, ()
+
+
 def service_lost(agent: Agent, event: ServiceLost, now_s: float) -> Step:
     match agent.phase:
-        case Running(table=table, live=live, held=held) as running if table.generation == event.generation:
-            left: frozenset[int] = frozenset() if event.workers_too else live
-            return _fail(agent, running, left, held or event.failure, now_s)
-        case Stopping(table=table) as stopping if table.generation == event.generation and event.workers_too:
-            return stop(agent, replace(stopping, live=frozenset()), 0, ()) if stopping.live else (agent, ())
+        case Running(table=table) as running if table.generation == event.generation:
+            rest = replace(running, live=frozenset()) if event.workers_too else running
+            return _fail(agent, rest, _cause(running, event.failure), now_s)
+        case Stopping(table=table, live=live) as stopping if table.generation == event.generation:
+            if event.workers_too and live:
+                return go_on_stopping(agent, replace(stopping, live=frozenset()))
     return agent, ()
 
 
 def running_deadline_s(phase: Phase) -> float | None:
     match phase:
-        case Running(held=held, held_until_s=until_s, leaving_s=leaving_s) if held or leaving_s:
-            return min([*([until_s] if held else []), *(until_s for _, until_s in leaving_s)])
+        case Running(held=held, leaving_s=leaving_s) if held or leaving_s:
+            return min([*([held.until_s] if held else []), *(until_s for _, until_s in leaving_s)])
     return None
 
 
 def tick_running(agent: Agent, running: Running, now_s: float) -> Step:
-    if running.held and now_s >= running.held_until_s:
-        return _fail(agent, running, running.live, running.held, now_s)
+    held = running.held
+    if held and now_s >= held.until_s:
+        if held.failure:
+            return _fail(agent, running, held.failure, now_s)
+        return go_on_stopping(agent, Stopping(running.table, running.live, now_s, done=True))
     late = frozenset(rank for rank, until_s in running.leaving_s if now_s >= until_s)
     if not late:
         return agent, ()
@@ -84,27 +135,25 @@ def _without(running: Running, local_rank: int) -> Running:
     return replace(running, live=running.live - {local_rank}, leaving_s=leaving_s)
 
 
-def _fail(agent: Agent, running: Running, live: frozenset[int], failure: Failure, now_s: float) -> Step:
-    """Open the next generation together with the failure that is its cause, then stop the others."""
-    table, snapshot = running.table, agent.snapshot
-    if failure.kind is FailureKind.STARTUP and running.is_first and table.progressed:
-        return _bow_out(agent, table, live, failure, now_s)
-    others = f"; stopping {len(live)} other{'s' if len(live) > 1 else ''}" if live else ""
-    actions = (Commit(entering.fail(snapshot, agent.me, failure)), Say(failure.sentence + others))
-    return stop(
-        agent,
-        replace(Stopping.within(table, live, now_s, agent.times.failure_grace_s), failure=failure),
-        SIGTERM,
-        actions,
-    )
+def _fail(agent: Agent, running: Running, failure: Failure, now_s: float) -> Step:
+    """Open the next generation together with the failure that is its cause, then stop who lives."""
+    live = running.live
+    if failure.kind is FailureKind.STARTUP and running.is_first and running.table.progressed:
+        return _bow_out(agent, running, failure, now_s)
+    which = "worker" if failure.local_rank in live else "other"
+    stopped = f"; stopping {len(live)} {which}{'s' if len(live) > 1 else ''}" if live else ""
+    actions = (Commit(entering.fail(agent.snapshot, agent.me, failure)), Say(failure.sentence + stopped))
+    stopping = replace(Stopping.of(running, now_s, agent.times.failure_grace_s), failure=failure)
+    return stop_broken(agent, stopping, actions)
 
 
-def _bow_out(agent: Agent, table: RankTable, live: frozenset[int], failure: Failure, now_s: float) -> Step:
+def _bow_out(agent: Agent, running: Running, failure: Failure, now_s: float) -> Step:
     """A newcomer whose workers cannot even start has something wrong that the healthy job has not: it goes."""
     reason = "it never got past its start on this node, while the job ran on others; they go on without it"
     outcome = agent.outcome(OutcomeKind.FAILED, reason, failure=failure)
     farewell = goodbye(agent, opens=True, why="its workers could not start")
-    agent, actions = stop_for(agent, table, live, outcome, SIGTERM, now_s, Say(failure.sentence), *farewell)
+    stopping = replace(Stopping.of(running, now_s, agent.times.stop_grace_s), then=outcome)
+    agent, actions = stop_broken(agent, stopping, (Say(failure.sentence), *farewell))
     return agent.as_member(is_member=False), actions
 
 
@@ -112,31 +161,35 @@ def _exited_while_stopping(agent: Agent, stopping: Stopping, event: WorkerExited
     stopping = replace(stopping, live=stopping.live - {event.local_rank})
     if stopping.then and not stopping.live:
         stopping = replace(stopping, kill_at_s=min(stopping.kill_at_s, now_s + LAST_WORDS_S))
-    if not event.failure or _by_us(event.code, event.failure, stopping):
-        return stop(agent, stopping, 0, ())
+    if not event.failure or _by_us(event, event.failure, stopping):
+        return go_on_stopping(agent, stopping)
     if stopping.failure:
         stopping = replace(stopping, others=(*stopping.others, event.failure))
-        return stop(agent, stopping, 0, ())
+        return go_on_stopping(agent, stopping)
     generation = agent.snapshot.generation
+    if stopping.then and not stopping.is_broken and event.local_rank not in stopping.words.stopped:
+        # Whoever was asked to stop after a step waits for this one in vain.
+        return stop_broken(agent, stopping)
     if stopping.then or generation is None or not _is_own_doing(event.failure):
-        return stop(agent, stopping, 0, ())
+        return go_on_stopping(agent, stopping)
     stopping = replace(stopping, failure=event.failure)
-    if not generation.kind.is_urgent:
-        # It was to stop for a join or a leave; now its peers wait for it in vain, and must be told to hurry.
-        stopping = stopping.hurried(now_s, agent.times.failure_grace_s)
-    # Else another node spoke first; it may have told of nothing but this end.
     actions = (Commit(entering.fail(agent.snapshot, agent.me, event.failure)), Say(event.failure.sentence))
-    return stop(agent, stopping, 0, actions)
+    if generation.kind.is_urgent:
+        # Another node spoke first; it may have told of nothing but this end.
+        return go_on_stopping(agent, stopping, actions)
+    # It was to stop for a join or a leave; now its peers wait for it in vain, and must be told to hurry.
+    return stop_broken(agent, stopping.hurried(now_s, agent.times.failure_grace_s), actions)
 
 
-def _by_us(code: int, failure: Failure, stopping: Stopping) -> bool:
+def _by_us(event: WorkerExited, failure: Failure, stopping: Stopping) -> bool:
     """Whether a worker that ended while we were stopping ended of the signal that it got.
 
     One whose program had raised was on its way out: the signal found it there.
     """
     if failure.kind not in (FailureKind.SIGNAL, FailureKind.EXIT_CODE):
         return False
-    return code in (-SIGTERM, 128 + SIGTERM) or (code == -SIGKILL and stopping.killed)
+    is_killed = stopping.killed or event.local_rank in stopping.spent
+    return event.code in (-SIGTERM, 128 + SIGTERM) or (event.code == -SIGKILL and is_killed)
 
 
 def _is_own_doing(failure: Failure) -> bool:

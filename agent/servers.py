@@ -131,6 +131,8 @@ class Servers:
                 self._answer_due_s = None
             case "forked" if group:
                 self._stamp_process(group, "forked", news)
+                if news["key"] != "store":
+                    group.pids[int(news["key"])] = int(news["pid"])
             case "unstarted" if group:
                 self._unstarted(group, news["key"], news["why"])
             case "exited" if group:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from elaunch.agent.events import Action, Exit, Signalled, Tag
+from elaunch.agent.hang import Quiet
 from elaunch.rendezvous.leading import Reign
 from elaunch.rendezvous.snapshot import Snapshot
 from elaunch.rendezvous.times import Times
@@ -28,19 +29,50 @@ class Joining:
 
 
 @dataclass(frozen=True)
+class Words:
+    """What a generation's workers have said on their links, by local rank.
+
+    Those in `to_stop` want to be told there when to stop, those in `to_failure` that a peer failed; those in `stopped`
+    have come to the step boundary at which all ranks stop.
+    """
+
+    to_stop: frozenset[int] = frozenset()
+    to_failure: frozenset[int] = frozenset()
+    stopped: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class Held:
+    """An end that may turn out to be somebody's wish: until `until_s` this agent may hear of that.
+
+    `failure` is what it is otherwise, None where the last worker exited with 0. `is_stop` says that the worker had
+    stopped at a step boundary, as all ranks of the job did; else the scheduler may have signalled it.
+    """
+
+    failure: Failure | None
+    until_s: float
+    is_stop: bool = False
+
+
+SILENT = Words()
+NOT_QUIET = Quiet()
+
+
+@dataclass(frozen=True)
 class Running:
-    """The workers of `live` run; until `held_until_s`, the death `held` may turn out to be the scheduler's doing.
+    """The workers of `live` run; `held` is the end of one that waits to be understood.
 
     `leaving_s` holds until when each worker whose program raised an exception may take its time to end. `is_first` says
-    that this agent ran no generation before.
+    that this agent ran no generation before. `quiet` is how long nothing was reported.
     """
 
     table: RankTable
     live: frozenset[int]
     leaving_s: tuple[tuple[int, float], ...] = ()
-    held: Failure | None = None
-    held_until_s: float = 0.0
+    held: Held | None = None
     is_first: bool = True
+    words: Words = SILENT
+    quiet: Quiet = NOT_QUIET
 
 
 @dataclass(frozen=True)
@@ -51,6 +83,10 @@ class Stopping:
     were not its doing. `then` is the outcome that the agent exits with afterwards, None where it goes on. `done` says
     that all workers exited with 0, `killed` that SIGKILL was sent. `summons` is a signal that came when they were done:
     it is obeyed once that is recorded.
+
+    Those in `signalled` got a signal that asks them to end; the others were told on their links. They were asked to
+    stop at a step boundary, for which they are given until `boundary_until_s` where that is set; or, where the group
+    `is_broken`, to save. `spent` were killed as soon as they had.
     """
 
     table: RankTable
@@ -63,10 +99,21 @@ class Stopping:
     killed: bool = False
     others: tuple[Failure, ...] = ()
     summons: Signalled | None = None
+    words: Words = SILENT
+    signalled: frozenset[int] = frozenset()
+    boundary_until_s: float | None = None
+    is_broken: bool = False
+    spent: frozenset[int] = frozenset()
 
     @classmethod
-    def within(cls, table: RankTable, live: frozenset[int], now_s: float, grace_s: float) -> Stopping:
-        return cls(table, live, now_s + grace_s, grace_s)
+    def of(cls, running: Running, now_s: float, grace_s: float) -> Stopping:
+        """What becomes of running workers, of whom none has been told yet."""
+        return cls(running.table, running.live, now_s + grace_s, grace_s, words=running.words)
+
+    @property
+    def on_the_way(self) -> frozenset[int]:
+        """Who was asked to stop at a step boundary, and has not come to it yet."""
+        return self.live - self.signalled - self.words.stopped
 
     def hurried(self, now_s: float, grace_s: float) -> Stopping:
         """With no more time than that from now on."""

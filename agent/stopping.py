@@ -16,57 +16,49 @@ from elaunch.agent.events import (
 )
 from elaunch.agent.failures import with_tail
 from elaunch.agent.membership import joining
+from elaunch.agent.messages import StopReason
 from elaunch.agent.state import Agent, Finished, Joining, Phase, Running, Step, Stopping, exit_with
+from elaunch.agent.telling import SIGINT, SIGKILL, past_boundary, stop_at_boundary
 from elaunch.rendezvous import entering
-from elaunch.rendezvous.types import Outcome, OutcomeKind, RankTable
+from elaunch.rendezvous.types import Outcome, OutcomeKind
 from elaunch.rendezvous.verdict import verdict
 
-SIGINT, SIGKILL, SIGTERM = 2, 9, 15
 # SIGKILL needs no consent: a worker that is not gone by then is one whose fork server no longer says so.
 KILL_WAIT_S = 5.0
 # After a stop's last worker, its output may take so long to be read by whoever reads it.
 LAST_WORDS_S = 2.0
 
 
-def stop(agent: Agent, stopping: Stopping, signum: int, actions: tuple[Action, ...]) -> Step:
-    """Go on stopping: signal whoever lives, or clear up after the last one."""
+def go_on_stopping(agent: Agent, stopping: Stopping, actions: tuple[Action, ...] = ()) -> Step:
+    """Wait for whoever lives, or clear up after the last one."""
     agent = replace(agent, phase=stopping)
-    generation = stopping.table.generation
-    if not stopping.live:
-        return agent, (*actions, Clear(generation))
-    if signum:
-        return agent, (*actions, SignalWorkers(generation, stopping.live, signum))
-    return agent, actions
+    return agent, (actions if stopping.live else (*actions, Clear(stopping.table.generation)))
 
 
 def stop_for(
-    agent: Agent,
-    table: RankTable,
-    live: frozenset[int],
-    outcome: Outcome,
-    signum: int,
-    now_s: float,
-    *actions: Action,
+    agent: Agent, running: Running, outcome: Outcome, reason: StopReason, signum: int, now_s: float, *actions: Action
 ) -> Step:
     """Stop with time to save, and exit with `outcome`."""
-    stopping = replace(Stopping.within(table, live, now_s, agent.times.stop_grace_s), then=outcome)
-    return stop(agent, stopping, signum, actions)
+    stopping = replace(Stopping.of(running, now_s, agent.times.stop_grace_s), then=outcome)
+    return stop_at_boundary(agent, stopping, reason, signum, actions)
 
 
 def signalled(agent: Agent, event: Signalled, now_s: float) -> Step:
     """SIGINT ends the job, any other signal this node's part in it; a second SIGINT waits for nobody."""
     outcome = _interrupted(agent, event)
+    reason = StopReason.INTERRUPT if event.signum == SIGINT else StopReason.LEAVE
     match agent.phase:
-        case Running(table=table, live=live):
+        case Running(live=live) as running:
             agent, farewell = _say_goodbye(agent, outcome)
             said = Say(_farewell_text(agent, event, len(live)))
-            return stop_for(agent, table, live, outcome, event.signum, now_s, *farewell, said)
+            return stop_for(agent, running, outcome, reason, event.signum, now_s, *farewell, said)
         case Stopping(then=None, done=False, live=live) as stopping:
             agent, farewell = _say_goodbye(agent, outcome)
             stopping = replace(stopping, then=outcome)
             if not live:
                 return replace(agent, phase=replace(stopping, kill_at_s=now_s + LAST_WORDS_S)), farewell
-            return stop(agent, stopping, event.signum, farewell)
+            stopping = stopping.hurried(now_s, agent.times.stop_grace_s)
+            return stop_at_boundary(agent, stopping, reason, event.signum, farewell)
         case Stopping(then=None, done=True, summons=None) as stopping:
             return replace(agent, phase=replace(stopping, summons=event, kill_at_s=now_s + LAST_WORDS_S)), ()
         case Stopping(killed=False, live=live) as stopping if event.signum == SIGINT and live:
@@ -84,11 +76,14 @@ def signalled(agent: Agent, event: Signalled, now_s: float) -> Step:
 def stopping_deadline_s(phase: Phase) -> float | None:
     match phase:
         case Stopping(live=live, then=then, summons=summons, kill_at_s=kill_at_s) if live or then or summons:
-            return kill_at_s
+            until_s = phase.boundary_until_s
+            return min(kill_at_s, until_s) if live and until_s is not None else kill_at_s
     return None
 
 
 def tick_stopping(agent: Agent, stopping: Stopping, now_s: float) -> Step:
+    if stopping.live and stopping.boundary_until_s is not None and now_s >= stopping.boundary_until_s:
+        return past_boundary(agent, stopping, now_s)
     if now_s < stopping.kill_at_s:
         return agent, ()
     if not stopping.live:
@@ -156,8 +151,8 @@ def _complete(
 
 
 def _kill(agent: Agent, stopping: Stopping, now_s: float, said: Say) -> Step:
-    stopping = replace(stopping, killed=True, kill_at_s=now_s + KILL_WAIT_S)
-    return stop(agent, stopping, SIGKILL, (said,))
+    stopping = replace(stopping, killed=True, boundary_until_s=None, kill_at_s=now_s + KILL_WAIT_S)
+    return replace(agent, phase=stopping), (said, SignalWorkers(stopping.table.generation, stopping.live, SIGKILL))
 
 
 def _say_goodbye(agent: Agent, outcome: Outcome) -> tuple[Agent, tuple[Action, ...]]:

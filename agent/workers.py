@@ -136,7 +136,7 @@ class Workers:
         theirs: list[int] = []
         link, link_end = socket.socketpair()
         link.setblocking(False)
-        group.links[local_rank] = Link(local_rank, link)
+        group.links[local_rank] = Link(group.generation, local_rank, link)
         try:
             theirs += [*self._outputs.standard_fds(group, local_rank), link_end.detach()]
             env = self._environment(group, local_rank)
@@ -158,6 +158,7 @@ class Workers:
             max_restarts=config.spec.max_restarts,
             agent_store=self.has_store,
             error_file=str(folder / "error.json") if folder else "",
+            memory=str(self._run_dir.memory.folder or ""),
             signals=tuple(signal.Signals(signum).name for signum in config.signals),
             inherited=config.environment,
         )

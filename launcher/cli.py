@@ -77,12 +77,12 @@ def run(options: Options, environ: Mapping[str, str]) -> int:
 
     from elaunch.agent.forkserver import ForkServer
     from elaunch.agent.guard import Guard
-    from elaunch.agent.rundir import private_places
+    from elaunch.agent.rundir import memory_places, private_places
 
     # Before anything is made that somebody would have to remove.
     places = private_places()
     with ExitStack() as cleanup:
-        guard = Guard(places)
+        guard = Guard((*places, *memory_places(places)))
         cleanup.callback(guard.finish)
         troubles: list[str] = []
         say = troubles.append

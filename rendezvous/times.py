@@ -32,6 +32,7 @@ class Times:
     failure_grace_s       from a failure of the group to SIGKILL
     stop_grace_s          from a signal to the job to SIGKILL
     boundary_wait_s       workers that are asked to stop at a step boundary have this long, at most
+    hang_timeout_s        workers that have reported and then report nothing for so long hang; 0 is never
     """
 
     lease_ttl_s: int = 3
@@ -48,6 +49,7 @@ class Times:
     failure_grace_s: float = 2.0
     stop_grace_s: float = 30.0
     boundary_wait_s: float = 10.0
+    hang_timeout_s: float = 0.0
 
     @classmethod
     def for_lease(

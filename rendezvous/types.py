@@ -217,6 +217,7 @@ class FailureKind(Enum):
     SIGNAL = "signal"
     OUT_OF_MEMORY = "out of memory"
     PEER_LOST = "peer lost"
+    HANG = "hang"
     STARTUP = "start-up"
     DEBUGGER = "debugger"
     STORE_LOST = "worker store lost"

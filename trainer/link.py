@@ -1,19 +1,33 @@
-"""The worker's line to its agent: `report(step)` after each step, from any training script.
+"""The worker's line to its agent, for any training script: what it reports, and what it is told.
 
 The agent leaves one end of a socket pair in the worker and its number in `ELAUNCH_LINK`; JSON lines go over it.
-Without the variable nothing happens, so that a script needs no condition around the call.
+Without the variable nothing happens, so that a script needs no condition around a call. Nothing here imports torch,
+but for `should_stop`, whose callers have it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import functools
+import json
 import os
+import select
 import socket
+import sys
+import threading
 import time
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
 
 # The agent looks once a second; a line for each of a thousand steps would only fill the socket.
 _PAUSE_S = 0.05
+# What must arrive waits so long for an agent that does not read.
+_SURELY_S = 1.0
+_PHASE_CHARS_MAX = 100
+_READ_BYTES = 4096
+_STDERR = 2
 
 
 def report(step: int) -> None:
@@ -24,24 +38,121 @@ def report(step: int) -> None:
     _open_link().send_step(step, time.monotonic())
 
 
+def phase(name: str) -> None:
+    """Say what the work is now ("evaluating"): a sign of life where no step ends for long (`--hang-timeout`).
+
+    Never waits and never raises. To be called where the work changes, not in an inner loop.
+    """
+    _open_link().send(_line(event="phase", name=name[:_PHASE_CHARS_MAX]))
+
+
+def saved(step: int) -> None:
+    """Say, after a peer's failure, that all of this process up to `step` is kept elsewhere: the agent kills it then.
+
+    The answer to `on_peer_failed`, to be given each time, also by who had saved before. May be called from any thread;
+    waits for a busy agent, a second at most.
+    """
+    _open_link().send_surely(_line(event="saved", step=step))
+
+
+def stopped(step: int) -> None:
+    """Say that this process has stopped after `step`, as all ranks do, and is about to save what it must and to exit.
+
+    With it, the exit (code 143 or 0) is no failure and not the job's end, whether the agent had asked for the stop or
+    a peer's agent had. May be called from any thread; waits for a busy agent, a second at most.
+    """
+    _open_link().send_surely(_line(event="stopped", step=step))
+
+
+def listen(on_stop: Callable[[str], None] | None = None, on_peer_failed: Callable[[int], None] | None = None) -> None:
+    """Have the agent say when to stop, instead of sending SIGTERM; the callbacks run in one daemon thread.
+
+    `on_stop(reason)` is to see to it that all ranks stop after the same step (`should_stop` does), call `stopped` and
+    exit with code 143. `reason` is "join" (nodes come, training goes on at once), "leave" (this node or another goes)
+    or "interrupt" (the job ends); another may follow. `on_peer_failed(generation)` is to save what this process alone
+    holds and call `saved`: the group is broken, and the main thread may be stuck in a collective for minutes. Who
+    takes no `on_peer_failed` gets SIGTERM then.
+    """
+    link = _open_link()
+    if on_stop:
+        link.on_stop.append(on_stop)
+    if on_peer_failed:
+        link.on_peer_failed.append(on_peer_failed)
+    link.listen()
+
+
+def should_stop(every: int = 1) -> bool:
+    """Whether all ranks are to stop now: True on every rank at the same step, once any rank's agent has asked for it.
+
+    Collective: every rank calls it once a step, with the same `every`, and at each so many-th call they ask each other
+    (one integer, MAX over a gloo group of their own, made by the first of these calls). Without a process group the
+    answer is this process's own. When it says True it has said `stopped`: save what is needed, and exit with code 143.
+    """
+    return _boundary().is_reached(every)
+
+
+def _line(**said: object) -> bytes:
+    return json.dumps(said).encode() + b"\n"
+
+
 class _Link:
-    """One end of a stream socket on which whole lines are sent or dropped, or no socket at all."""
+    """One end of a stream socket on which whole lines are sent or dropped, or no socket at all.
+
+    `step` is the newest that was to be reported. `on_stop` and `on_peer_failed` are called by the thread of `listen`.
+    """
 
     def __init__(self, end: socket.socket | None) -> None:
+        self.step = -1
+        self.on_stop: list[Callable[[str], None]] = []
+        self.on_peer_failed: list[Callable[[int], None]] = []
         self._end = end
+        self._lock = threading.Lock()
         self._rest = b""
         self._next_s = 0.0
+        self._thread: threading.Thread | None = None
 
     def send_step(self, step: int, now_s: float) -> None:
+        self.step = step
         if now_s >= self._next_s:
             self._next_s = now_s + _PAUSE_S
-            self.send(b'{"event": "progress", "step": %d}\n' % step)
+            self.send(_line(event="progress", step=step))
 
     def send(self, line: bytes) -> None:
-        # A line that went out in part must be finished first, or the agent would read two lines as one.
-        if self._end is None or (self._rest and not self._push(self._rest)):
+        """Send what fits now, or drop it."""
+        if not self._lock.acquire(blocking=False):
+            # Another thread has something to say that must arrive, and may wait.
             return
-        self._push(line)
+        try:
+            # A line that went out in part must be finished first, or the agent would read two lines as one.
+            if self._push():
+                self._rest = line
+                self._push(is_whole=True)
+        finally:
+            self._lock.release()
+
+    def send_surely(self, line: bytes, wait_s: float = _SURELY_S) -> None:
+        """Send it, though the agent may have to make room first."""
+        end_s = time.monotonic() + wait_s
+        # With a limit: it may be this very thread that has the lock, and a signal handler that calls.
+        if not self._lock.acquire(timeout=wait_s):
+            return
+        try:
+            self._rest += line
+            while not self._push() and self._end is not None and time.monotonic() < end_s:
+                poll = select.poll()
+                poll.register(self._end, select.POLLOUT)
+                poll.poll(max(1.0, 1000 * (end_s - time.monotonic())))
+        finally:
+            self._lock.release()
+
+    def listen(self) -> None:
+        """Say what is listened to; hear it from now on."""
+        if self._end is None:
+            return
+        self.send_surely(_line(event="listens", stop=bool(self.on_stop), peer_failed=bool(self.on_peer_failed)))
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._hear, name="elaunch-link", daemon=True)
+            self._thread.start()
 
     def close(self) -> None:
         if self._end is not None:
@@ -49,26 +160,112 @@ class _Link:
                 self._end.close()
         self._end = None
 
-    def _push(self, content: bytes) -> bool:
-        """Send what fits now; keep the rest of a line that fitted in part. Whether all of it is out."""
-        assert self._end is not None
+    def abandon(self) -> None:
+        """In a forked child: the link is its parent's, and so was whoever held the lock."""
+        self._lock = threading.Lock()
+        self.close()
+
+    def _push(self, is_whole: bool = False) -> bool:
+        """Send what fits of `_rest`; whether all of it is out. A whole line of which nothing fitted is dropped."""
+        if not self._rest or self._end is None:
+            self._rest = b""
+            return self._end is not None
         try:
-            sent = self._end.send(content, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+            sent = self._end.send(self._rest, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
         except BlockingIOError:
+            if is_whole:
+                self._rest = b""
             return False
         except OSError:
-            self.close()
+            # Not closed: the thread that listens reads from it, and finds out as well.
+            self._rest = b""
             return False
-        self._rest = content[sent:]
+        self._rest = self._rest[sent:]
         return not self._rest
+
+    def _hear(self) -> None:
+        """The thread of `listen`: until the agent hangs up."""
+        for message in self._messages():
+            try:
+                self._obey(message)
+            except Exception:
+                # The user's own; the next message may be the one that saves the state.
+                traceback.print_exc()
+
+    def _obey(self, message: dict[str, Any]) -> None:
+        match message:
+            case {"event": "stop_at_step_boundary", "reason": str(reason)}:
+                for on_stop in self.on_stop:
+                    on_stop(reason)
+            case {"event": "peer_failed", "generation": int(generation)}:
+                for on_peer_failed in self.on_peer_failed:
+                    on_peer_failed(generation)
+            case {"event": "stacks"}:
+                os.write(_STDERR, b"elaunch: what this worker's threads are doing\n")
+                faulthandler.dump_traceback(file=_STDERR, all_threads=True)
+
+    def _messages(self) -> Iterator[dict[str, Any]]:
+        rest = b""
+        while self._end is not None:
+            try:
+                data = self._end.recv(_READ_BYTES)
+            except OSError:
+                return
+            if not data:
+                return
+            *lines, rest = (rest + data).split(b"\n")
+            for line in lines:
+                with contextlib.suppress(ValueError):
+                    message = json.loads(line)
+                    if isinstance(message, dict):
+                        yield message
+
+
+class _Boundary:
+    """What `should_stop` remembers between two calls."""
+
+    def __init__(self) -> None:
+        self._calls = 0
+        self._is_asked = False
+        self._is_reached = False
+        self._world: Any = None
+        self._gloo: Any = None
+        listen(on_stop=self._ask)
+
+    def is_reached(self, every: int) -> bool:
+        self._calls += 1
+        if not self._is_reached and self._calls % every == 0 and self._any_asked():
+            self._is_reached = True
+            stopped(_open_link().step)
+        return self._is_reached
+
+    def _ask(self, reason: str) -> None:
+        self._is_asked = True
+
+    def _any_asked(self) -> bool:
+        dist: Any = sys.modules.get("torch.distributed")
+        if dist is None or not dist.is_available() or not dist.is_initialized():
+            return self._is_asked
+        import torch
+
+        if self._world is not dist.group.WORLD:
+            self._world, self._gloo = dist.group.WORLD, dist.new_group(backend="gloo")
+        asked = torch.tensor(int(self._is_asked))
+        dist.all_reduce(asked, dist.ReduceOp.MAX, self._gloo)
+        return bool(asked.item())
 
 
 @functools.cache
 def _open_link() -> _Link:
     # Taken out: a program that this process starts would find a number there that means nothing to it.
     link = _Link(_inherited(os.environ.pop("ELAUNCH_LINK", "")))
-    os.register_at_fork(after_in_child=link.close)
+    os.register_at_fork(after_in_child=link.abandon)
     return link
+
+
+@functools.cache
+def _boundary() -> _Boundary:
+    return _Boundary()
 
 
 def _inherited(number: str) -> socket.socket | None:

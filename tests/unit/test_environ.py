@@ -27,6 +27,7 @@ def variables(
     agent_store: bool = True,
     inherited: dict[str, str] | None = None,
     table: RankTable = TABLE,
+    memory: str = "/dev/shm/mine",
 ) -> dict[str, str]:
     return rank_variables(
         table,
@@ -36,6 +37,7 @@ def variables(
         max_restarts=3,
         agent_store=agent_store,
         error_file="/run/error.json",
+        memory=memory,
         signals=("SIGTERM", "SIGINT"),
         inherited=inherited or {},
     )
@@ -62,7 +64,12 @@ def test_a_worker_gets_torchruns_variables_and_its_generation() -> None:
         "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
         "ELAUNCH_GENERATION": "4",
+        "ELAUNCH_MEMORY": "/dev/shm/mine",
     }
+
+
+def test_where_no_folder_can_be_made_for_the_workers_memory_none_is_named() -> None:
+    assert "ELAUNCH_MEMORY" not in variables(memory="")
 
 
 def test_the_ranks_of_all_nodes_are_without_holes() -> None:

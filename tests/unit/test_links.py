@@ -1,4 +1,4 @@
-"""The agent's ends of the links: an end wakes it, a word does not."""
+"""The agent's ends of the links: an end wakes it; a word does so only where the agent has spoken."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from elaunch.agent.events import WorkerListens, WorkerRaised, WorkerSaved, WorkerStopped
 from elaunch.agent.links import Link, Links
+from elaunch.agent.messages import PeerFailed, ShowStacks, StopAtStepBoundary, StopReason
 
 
 @pytest.fixture
@@ -18,7 +20,7 @@ def pair() -> Iterator[tuple[Link, socket.socket]]:
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
     with ours, theirs:
-        yield Link(0, ours), theirs
+        yield Link(4, 0, ours), theirs
 
 
 def says(worker: socket.socket, **message: object) -> None:
@@ -69,7 +71,7 @@ def test_an_end_wakes_and_the_words_before_it_are_there(pair: tuple[Link, socket
         worker.shutdown(socket.SHUT_WR)
 
     assert is_readable(links)
-    assert links.ended() == [link]
+    assert links.ready() == [link]
     assert link.read()
     assert (link.step, link.raised, link.reached_store) == (3, True, False)
     assert not link.read()
@@ -108,3 +110,69 @@ def test_what_is_no_message_is_dropped(pair: tuple[Link, socket.socket], junk: b
     link.read()
 
     assert link.step == 1
+
+
+def test_what_the_agent_is_to_know_is_taken_once_and_in_its_order(pair: tuple[Link, socket.socket]) -> None:
+    link, worker = pair
+
+    says(worker, event="listens", stop=True, peer_failed=False)
+    says(worker, event="progress", step=6)
+    says(worker, event="phase", name="evaluating")
+    says(worker, event="stopped", step=7)
+    says(worker, event="saved", step=8)
+    says(worker, event="ended", raised=True, reached_store=True)
+    says(worker, event="ended", raised=True, reached_store=True)
+    link.read()
+
+    assert link.take_news() == [
+        WorkerListens(4, 0, to_stop=True, to_failure=False),
+        WorkerStopped(4, 0, 7),
+        WorkerSaved(4, 0, 8),
+        WorkerRaised(4, 0),
+    ]
+    assert link.take_news() == []
+    assert (link.step, link.phase, link.reports) == (6, "evaluating", 2)
+
+
+@pytest.mark.parametrize(
+    ("message", "line"),
+    [
+        (StopAtStepBoundary(StopReason.JOIN), {"event": "stop_at_step_boundary", "reason": "join"}),
+        (PeerFailed(3), {"event": "peer_failed", "generation": 3}),
+        (ShowStacks(), {"event": "stacks"}),
+    ],
+)
+def test_who_is_told_something_is_heard_at_once_from_then_on(
+    pair: tuple[Link, socket.socket], message: StopAtStepBoundary | PeerFailed | ShowStacks, line: dict[str, object]
+) -> None:
+    link, worker = pair
+    links = Links()
+    links.add(link)
+    says(worker, event="progress", step=1)
+    before = is_readable(links)
+
+    links.tell(link, message)
+
+    told = worker.recv(1 << 10)
+    assert told.endswith(b"\n")
+    assert json.loads(told) == line
+    assert not before
+    assert links.ready() == [link]
+    link.read()
+    assert not is_readable(links)
+    says(worker, event="saved", step=1)
+    assert is_readable(links)
+
+
+def test_who_is_gone_or_reads_nothing_is_told_nothing_and_nobody_waits(pair: tuple[Link, socket.socket]) -> None:
+    link, worker = pair
+    links = Links()
+    links.add(link)
+
+    for _ in range(100_000):
+        links.tell(link, PeerFailed(0))
+    worker.close()
+    links.tell(link, PeerFailed(0))
+    links.drop(link)
+
+    links.tell(link, PeerFailed(0))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.agent.rundir import RunDir, private_places
+from elaunch.agent.rundir import RunDir, memory_places, private_places
 
 
 class Warnings(list[str]):
@@ -141,3 +141,54 @@ def test_private_folders_of_older_generations_are_removed_and_log_folders_are_ke
     kept.forget_before(2)
 
     assert [folder.exists() for folder in folders if folder] == [False, False, True, True, True, True]
+
+
+def test_what_workers_keep_lies_in_shared_memory_in_a_folder_that_is_nobody_elses(warnings: Warnings) -> None:
+    places = private_places()
+    run_dir = RunDir(None, "job", warnings, places)
+
+    folder, trouble = run_dir.memory
+
+    assert folder
+    assert folder.parent == Path("/dev/shm")
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert str(folder) in memory_places(places), "the guardian would not remove it"
+    assert trouble == ""
+    assert run_dir.memory.folder == folder
+    assert run_dir.private
+    run_dir.private.rmdir()
+    folder.rmdir()
+
+
+def test_it_is_made_only_when_it_is_asked_for(tmp_path: Path, warnings: Warnings) -> None:
+    places = private_places()
+
+    RunDir(tmp_path, "job", warnings, places)
+
+    assert not [place for place in memory_places(places) if Path(place).exists()]
+
+
+@pytest.mark.parametrize("has_logs", [False, True])
+def test_without_shared_memory_it_lies_with_the_temporary_files(
+    tmp_path: Path, temporary: Path, warnings: Warnings, monkeypatch: pytest.MonkeyPatch, has_logs: bool
+) -> None:
+    monkeypatch.setattr("elaunch.agent.rundir.SHARED_MEMORY", "/proc/nowhere")
+    places = private_places()
+    run_dir = RunDir(tmp_path / "logs" if has_logs else None, "job", warnings, places)
+
+    folder, trouble = run_dir.memory
+
+    assert folder
+    assert folder.parent == temporary
+    assert str(folder) in memory_places(places)
+    assert trouble.startswith("there is no shared memory to be had (/proc/nowhere/elaunch_")
+    assert trouble.endswith(f"No such file or directory); what workers keep for the next generation goes to {folder}")
+
+
+def test_where_nothing_can_be_written_workers_keep_nothing(warnings: Warnings, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elaunch.agent.rundir.SHARED_MEMORY", "/proc/nowhere")
+
+    folder, trouble = RunDir(None, "job", warnings, ("/proc/nowhere/elaunch", "/proc/elaunch")).memory
+
+    assert folder is None
+    assert trouble.endswith("nor a temporary folder; workers keep nothing for the next generation")

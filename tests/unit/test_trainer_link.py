@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import socket
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from elaunch.trainer import link
+from tests.harness import wait_for
 
 
 @pytest.fixture
@@ -141,3 +145,189 @@ def test_the_socket_is_closed_on_exec_and_in_forked_children(agent: socket.socke
         os._exit(1)
     assert os.waitpid(child, 0)[1] == 0
     assert received(agent).count(b"\n") == 1
+
+
+# --- what must arrive, and what is heard
+
+
+def said(agent: socket.socket) -> list[dict[str, object]]:
+    return [json.loads(row) for row in received(agent).splitlines()]
+
+
+def test_phases_and_ends_are_json_lines_too(agent: socket.socket) -> None:
+    link.phase("x" * 1000)
+    link.saved(3)
+    link.stopped(4)
+
+    assert said(agent) == [
+        {"event": "phase", "name": "x" * 100},
+        {"event": "saved", "step": 3},
+        {"event": "stopped", "step": 4},
+    ]
+
+
+@pytest.mark.parametrize("say", [link.saved, link.stopped])
+def test_what_must_arrive_waits_for_an_agent_that_makes_room(agent: socket.socket, say: Callable[[int], None]) -> None:
+    line = link._open_link()
+    for step in range(50_000):
+        line.send_step(step, now_s=float(step))
+    waiting = threading.Thread(target=say, args=(7,))
+    waiting.start()
+    waiting.join(0.05)
+    assert waiting.is_alive(), "the socket was not full"
+
+    rows = said(agent)
+    waiting.join(5)
+    rows += said(agent)
+
+    assert not waiting.is_alive()
+    assert rows[-1]["step"] == 7
+    assert [row["event"] for row in rows[:-1]] == ["progress"] * (len(rows) - 1)
+
+
+def test_a_step_is_left_out_while_something_else_waits_to_be_sent(agent: socket.socket) -> None:
+    line = link._open_link()
+    with line._lock:
+        line.send_step(1, now_s=1.0)
+    line.send_step(2, now_s=2.0)
+
+    assert [row["step"] for row in said(agent)] == [2]
+    assert line.step == 2
+
+
+def test_an_agent_that_reads_nothing_is_waited_for_a_second_at_most(agent: socket.socket) -> None:
+    line = link._open_link()
+    for step in range(50_000):
+        line.send_step(step, now_s=float(step))
+    began_s = time.monotonic()
+
+    line.send_surely(b'{"event": "saved", "step": 1}\n', wait_s=0.2)
+
+    assert 0.2 <= time.monotonic() - began_s < 5
+
+
+def tell(agent: socket.socket, **message: object) -> None:
+    agent.sendall(json.dumps(message).encode() + b"\n")
+
+
+def test_who_listens_says_to_what_and_hears_it_in_a_thread(agent: socket.socket) -> None:
+    heard: queue.SimpleQueue[tuple[object, str]] = queue.SimpleQueue()
+    link.listen(
+        on_stop=lambda reason: heard.put((reason, threading.current_thread().name)),
+        on_peer_failed=lambda generation: heard.put((generation, threading.current_thread().name)),
+    )
+
+    tell(agent, event="stop_at_step_boundary", reason="leave")
+    tell(agent, event="peer_failed", generation=3)
+
+    assert heard.get(timeout=5) == ("leave", "elaunch-link")
+    assert heard.get(timeout=5) == (3, "elaunch-link")
+    assert said(agent) == [{"event": "listens", "stop": True, "peer_failed": True}]
+
+
+def test_two_may_listen_and_the_agent_knows_to_what_together(agent: socket.socket) -> None:
+    heard: queue.SimpleQueue[object] = queue.SimpleQueue()
+    link.listen(on_stop=heard.put)
+    link.listen(on_stop=heard.put, on_peer_failed=heard.put)
+
+    tell(agent, event="stop_at_step_boundary", reason="join")
+
+    assert [heard.get(timeout=5) for _ in range(2)] == ["join", "join"]
+    assert [row["peer_failed"] for row in said(agent)] == [False, True]
+    assert sum(thread.name == "elaunch-link" and thread.is_alive() for thread in threading.enumerate()) == 1
+
+
+@pytest.mark.parametrize(
+    "noise", [b"\xff\n", b"[]\n", b"{}\n", b'{"event": "peer_failed"}\n', b'{"event": "of tomorrow"}\n']
+)
+def test_what_it_does_not_understand_it_lets_pass(agent: socket.socket, noise: bytes) -> None:
+    heard: queue.SimpleQueue[object] = queue.SimpleQueue()
+    link.listen(on_peer_failed=heard.put)
+
+    agent.sendall(noise)
+    tell(agent, event="peer_failed", generation=1)
+
+    assert heard.get(timeout=5) == 1
+
+
+def test_a_callback_that_fails_does_not_keep_the_next_from_being_called(
+    agent: socket.socket, capsys: pytest.CaptureFixture[str]
+) -> None:
+    heard: queue.SimpleQueue[object] = queue.SimpleQueue()
+
+    def fail(reason: str) -> None:
+        raise ValueError(f"not {reason}")
+
+    link.listen(on_stop=fail, on_peer_failed=heard.put)
+    tell(agent, event="stop_at_step_boundary", reason="join")
+    tell(agent, event="peer_failed", generation=1)
+
+    assert heard.get(timeout=5) == 1
+    assert "ValueError: not join" in capsys.readouterr().err
+
+
+def test_the_stacks_of_all_threads_go_to_stderr(agent: socket.socket, capfd: pytest.CaptureFixture[str]) -> None:
+    heard: queue.SimpleQueue[object] = queue.SimpleQueue()
+    link.listen(on_peer_failed=heard.put)
+
+    tell(agent, event="stacks")
+    tell(agent, event="peer_failed", generation=1)
+    heard.get(timeout=5)
+
+    err = capfd.readouterr().err
+    assert "elaunch: what this worker's threads are doing" in err
+    assert "test_the_stacks_of_all_threads_go_to_stderr" in err
+    assert "_hear" in err
+
+
+def test_without_the_variable_listening_starts_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ELAUNCH_LINK", raising=False)
+    link._open_link.cache_clear()
+    before = threading.active_count()
+
+    link.listen(on_stop=print, on_peer_failed=print)
+    link.saved(1)
+    link.stopped(1)
+    link.phase("x")
+
+    assert threading.active_count() == before
+
+
+def test_a_child_forked_while_another_thread_has_something_to_say_has_no_link(agent: socket.socket) -> None:
+    line = link._open_link()
+    with line._lock:
+        child = os.fork()
+        if child == 0:
+            began_s = time.monotonic()
+            link.saved(1)
+            os._exit(0 if time.monotonic() - began_s < 0.5 else 1)
+
+    assert os.waitpid(child, 0)[1] == 0
+    assert received(agent) == b""
+
+
+# --- should_stop, without a process group
+
+
+def test_without_a_process_group_a_process_stops_when_its_own_agent_asks(agent: socket.socket) -> None:
+    link._boundary.cache_clear()
+    link.report(11)
+    before = link.should_stop()
+
+    tell(agent, event="stop_at_step_boundary", reason="leave")
+
+    assert not before
+    wait_for(link.should_stop, "the wish")
+    assert link.should_stop()
+    assert [row for row in said(agent) if row["event"] != "progress"] == [
+        {"event": "listens", "stop": True, "peer_failed": False},
+        {"event": "stopped", "step": 11},
+    ]
+    link._boundary.cache_clear()
+
+
+def test_who_asks_at_every_third_call_only_hears_of_it_then(agent: socket.socket) -> None:
+    boundary = link._Boundary()
+    boundary._ask("leave")
+
+    assert [boundary.is_reached(3) for _ in range(5)] == [False, False, True, True, True]

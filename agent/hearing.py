@@ -1,0 +1,152 @@
+"""One agent's talk with its workers: what they say on their links becomes events, what they are told goes out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+from elaunch.agent import hang, stacks
+from elaunch.agent.config import AgentConfig
+from elaunch.agent.events import (
+    Event,
+    LinkEvent,
+    Reported,
+    TakeStacks,
+    TellWorkers,
+    WorkerListens,
+    WorkerSaved,
+    WorkersHung,
+    WorkerStopped,
+)
+from elaunch.agent.group import Group
+from elaunch.agent.links import Link, Links
+from elaunch.agent.messages import ShowStacks
+from elaunch.agent.rundir import RunDir
+from elaunch.agent.servers import Servers
+from elaunch.agent.timeline import Timeline
+from elaunch.rendezvous.types import Failure, FailureKind
+
+
+class Hearing:
+    """Hears the generation that is in the hands of `servers`; `fileno` is readable when `hear` has something.
+
+    `post` takes events, `say` sentences for the log; `blameless` makes a failure that is no rank's.
+    """
+
+    def __init__(
+        self,
+        config: AgentConfig,
+        run_dir: RunDir,
+        servers: Servers,
+        timeline: Timeline,
+        post: Callable[[Event], None],
+        say: Callable[[str], None],
+        blameless: Callable[[FailureKind, int, str], Failure],
+    ) -> None:
+        self._hang_timeout_s = config.times.hang_timeout_s
+        self._run_dir = run_dir
+        self._servers = servers
+        self._timeline = timeline
+        self._post = post
+        self._say = say
+        self._blameless = blameless
+        self._links = Links()
+        self._said: set[str] = set()
+
+    def fileno(self) -> int:
+        return self._links.fileno()
+
+    @property
+    def due_s(self) -> float | None:
+        """When `tick` is due, on the monotonic clock."""
+        return self._links.due_s
+
+    def begin(self, group: Group) -> None:
+        """Hear these workers from now on."""
+        for link in group.links.values():
+            self._links.add(link)
+
+    def end(self, group: Group) -> None:
+        """Hang up."""
+        for link in group.links.values():
+            self._links.drop(link)
+
+    def hear(self) -> None:
+        """Read what is worth being woken for."""
+        for link in self._links.ready():
+            for event in self._read(link):
+                self._post(event)
+
+    def tick(self, now_s: float) -> None:
+        """Once a second: what the workers have said, and whether they still report."""
+        if not (due := self._links.due(now_s)):
+            return
+        for link in due:
+            for event in self._read(link):
+                self._post(event)
+        if self._hang_timeout_s:
+            links = self._group.links
+            reporting = frozenset(rank for rank, link in links.items() if link.reports)
+            self._post(Reported(self._group.generation, sum(link.reports for link in links.values()), reporting))
+
+    def until_now(self) -> list[LinkEvent]:
+        """All that has been said and was not heard yet: how workers are stopped hangs on that."""
+        return [event for link in self._links.open for event in self._read(link)]
+
+    def tell(self, order: TellWorkers) -> None:
+        """Say it to them; from now on they are heard at once."""
+        word = type(order.message).__name__
+        self._timeline.stamp(order.generation, "told", message=word, workers=len(order.local_ranks))
+        for local_rank in order.local_ranks:
+            self._links.tell(self._group.links[local_rank], order.message)
+
+    def take_stacks(self, order: TakeStacks) -> None:
+        """Those that listen write theirs to the log; the others are looked into, which takes a moment."""
+        group, generation = self._group, order.generation
+        self._timeline.stamp(generation, "hung", quiet_s=round(order.quiet_s))
+        self.tell(TellWorkers(generation, order.listening, ShowStacks()))
+        links = {rank: link for rank, link in group.links.items() if rank in order.local_ranks and link.reports}
+        standings = {rank: hang.Standing(link.step, link.phase) for rank, link in links.items()}
+        local_rank, message = hang.who_hangs(standings, order.quiet_s)
+        failure = replace(
+            self._blameless(FailureKind.HANG, generation, message),
+            rank=group.rank(local_rank),
+            local_rank=local_rank,
+            pid=group.pids.get(local_rank, -1),
+            log_path=group.log_files.get(local_rank, ""),
+            progressed=True,
+        )
+        mute = order.local_ranks - order.listening
+        pids = {group.rank(rank): pid for rank, pid in group.pids.items() if rank in mute}
+        stacks.look_into(pids, self._say, partial(self._post, WorkersHung(generation, failure)))
+
+    @property
+    def _group(self) -> Group:
+        assert self._servers.group is not None
+        return self._servers.group
+
+    def _read(self, link: Link) -> list[LinkEvent]:
+        """What the worker has said that the agent's core is to know; its notes are said at once."""
+        if not link.read():
+            self._links.drop(link)
+            self._servers.ask()
+        rank = self._group.rank(link.local_rank)
+        for text in link.take_notes():
+            self._say_once(text, f"rank {rank}: {text}")
+        news = link.take_news()
+        for event in news:
+            match event:
+                case WorkerSaved(generation, local_rank, step):
+                    self._timeline.stamp(generation, "saved", rank=rank, local_rank=local_rank, step=step)
+                case WorkerStopped(generation, local_rank, step):
+                    self._timeline.stamp(generation, "at_boundary", rank=rank, local_rank=local_rank, step=step)
+                case WorkerListens(to_failure=True) if trouble := self._run_dir.memory.trouble:
+                    self._say_once(trouble, trouble)
+        return news
+
+    def _say_once(self, key: str, text: str) -> None:
+        """Once, whichever workers and generations have cause for it."""
+        if key not in self._said:
+            self._said.add(key)
+            self._say(text)

@@ -1,0 +1,137 @@
+"""How workers are told to stop: on their links those that listen, the others by a signal; and what they answer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from elaunch.agent.events import (
+    Action,
+    Clear,
+    Say,
+    SignalWorkers,
+    TellWorkers,
+    WorkerListens,
+    WorkerSaved,
+    WorkerStopped,
+)
+from elaunch.agent.messages import Message, PeerFailed, StopAtStepBoundary, StopReason
+from elaunch.agent.state import Agent, Running, Step, Stopping, Words
+
+SIGINT, SIGKILL, SIGTERM = 2, 9, 15
+
+
+def stop_at_boundary(
+    agent: Agent,
+    stopping: Stopping,
+    reason: StopReason,
+    signum: int,
+    actions: tuple[Action, ...] = (),
+    *,
+    until_s: float | None = None,
+) -> Step:
+    """Ask who listens to stop after the same step as all ranks; the others get the signal.
+
+    Who has not come to its step's end by `until_s` gets SIGTERM then. In a broken group there is no such step: who
+    saves is left alone.
+    """
+    live, words = stopping.live, stopping.words
+    asked = frozenset() if stopping.is_broken else (live & words.to_stop) - stopping.signalled
+    ended = live - asked - (words.to_failure if stopping.is_broken else frozenset())
+    stopping = replace(
+        stopping, signalled=stopping.signalled | ended, boundary_until_s=until_s if asked - words.stopped else None
+    )
+    return _tell(agent, stopping, asked, StopAtStepBoundary(reason), ended, signum, actions)
+
+
+def stop_broken(agent: Agent, stopping: Stopping, actions: tuple[Action, ...] = ()) -> Step:
+    """After a failure: who listens for that is told, and saves; the others get SIGTERM, unless they had it already.
+
+    Who has stopped at a step boundary has saved, or is about to, and ends by itself.
+    """
+    left = stopping.live - stopping.words.stopped
+    told = left & stopping.words.to_failure
+    ended = left - told - stopping.signalled
+    stopping = replace(stopping, is_broken=True, signalled=stopping.signalled | ended, boundary_until_s=None)
+    return _tell(agent, stopping, told, PeerFailed(stopping.table.generation), ended, SIGTERM, actions)
+
+
+def past_boundary(agent: Agent, stopping: Stopping, now_s: float) -> Step:
+    """Who was to stop at a step boundary has not come to one in time."""
+    late, grace_s = stopping.on_the_way, agent.times.stop_grace_s
+    stopping = replace(
+        stopping,
+        signalled=stopping.signalled | late,
+        boundary_until_s=None,
+        kill_at_s=now_s + grace_s,
+        grace_s=grace_s,
+    )
+    agent = replace(agent, phase=stopping)
+    if not late:
+        return agent, ()
+    ranks = ", ".join(str(rank) for rank in sorted(late))
+    text = f"local rank {ranks} came to no step boundary within {agent.times.boundary_wait_s:g} s; SIGTERM"
+    return agent, (Say(text), SignalWorkers(stopping.table.generation, late, SIGTERM))
+
+
+def listens(agent: Agent, event: WorkerListens) -> Agent:
+    phase, rank = agent.phase, frozenset({event.local_rank})
+    if not isinstance(phase, (Running, Stopping)) or phase.table.generation != event.generation:
+        return agent
+    words = phase.words
+    words = replace(
+        words,
+        to_stop=words.to_stop | rank if event.to_stop else words.to_stop,
+        to_failure=words.to_failure | rank if event.to_failure else words.to_failure,
+    )
+    return replace(agent, phase=replace(phase, words=words))
+
+
+def stopped(agent: Agent, event: WorkerStopped, now_s: float) -> Agent:
+    """A worker has come to the step boundary at which all ranks stop."""
+    match agent.phase:
+        case Running(table=table, words=words) as running if table.generation == event.generation:
+            return replace(agent, phase=replace(running, words=_with_stopped(words, event.local_rank)))
+        case Stopping(table=table, words=words) as stopping if table.generation == event.generation:
+            stopping = replace(stopping, words=_with_stopped(words, event.local_rank))
+            if stopping.boundary_until_s is not None and not stopping.on_the_way:
+                # From here on they only save.
+                stopping = replace(stopping, boundary_until_s=None).hurried(now_s, agent.times.stop_grace_s)
+            return replace(agent, phase=stopping)
+    return agent
+
+
+def saved(agent: Agent, event: WorkerSaved) -> Step:
+    """Nothing of a worker that has saved after a failure is needed any more."""
+    match agent.phase:
+        case Stopping(table=table, is_broken=True, killed=False) as stopping if table.generation == event.generation:
+            if (
+                event.local_rank
+                in (stopping.live & stopping.words.to_failure) - stopping.words.stopped - stopping.spent
+            ):
+                spent = frozenset({event.local_rank})
+                agent = replace(agent, phase=replace(stopping, spent=stopping.spent | spent))
+                return agent, (SignalWorkers(event.generation, spent, SIGKILL),)
+    return agent, ()
+
+
+def _with_stopped(words: Words, local_rank: int) -> Words:
+    return replace(words, stopped=words.stopped | {local_rank})
+
+
+def _tell(
+    agent: Agent,
+    stopping: Stopping,
+    told: frozenset[int],
+    message: Message,
+    ended: frozenset[int],
+    signum: int,
+    actions: tuple[Action, ...],
+) -> Step:
+    agent, generation = replace(agent, phase=stopping), stopping.table.generation
+    if not stopping.live:
+        return agent, (*actions, Clear(generation))
+    if told:
+        actions = (*actions, TellWorkers(generation, told, message))
+    if ended:
+        actions = (*actions, SignalWorkers(generation, ended, signum))
+    return agent, actions
