@@ -1,129 +1,224 @@
-"""Checkpoints on disk: one file per (generation, step), of which the newest whole one by that order wins.
+"""Durable checkpoints, written while training goes on; the newest whole one by (generation, step) wins.
 
-The order fences: what a group that should be gone still writes is older than anything of the group that replaced it,
-however far it got. A file is a plain `torch.save` of a dictionary, with the SHA-256 of its tensors inside.
+    checkpoints = Checkpoints("runs/x/checkpoints", generation=generation)
+    mark = checkpoints.load_newest(state)       # in place; None where there is none
+    checkpoints.save_async(step, state)         # every now and then
+    checkpoints.wait()                          # before the process ends
+
+All ranks call all of these, in the same order. A *replicated* state (DDP: the same on every rank) is written by rank 0
+alone, and read by it alone and sent to the others: nobody else need see the directory, and no other rank's death can
+tear a checkpoint. A *sharded* one (FSDP, ZeRO-1) is written and read by all, in a directory that all see.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import io
-import re
-from collections.abc import Callable, Iterable, Iterator
+import secrets
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+import torch.distributed as dist
 
-from elaunch.trainer.files import write_durably
+from elaunch.trainer.agreement import Ranks
+from elaunch.trainer.loading import load_from_all, load_from_rank_0
+from elaunch.trainer.marks import Mark, fencing_generation, hidden, sweep_hidden
+from elaunch.trainer.oldfiles import load_plain
+from elaunch.trainer.tree import State, Tree, flatten, is_shard, pack, tensors_sha256
+
+if TYPE_CHECKING:
+    # torch.distributed.checkpoint takes a while to import; a start that finds no checkpoint does without.
+    from elaunch.trainer.dcp import Plan, Staging
+    from elaunch.trainer.writing import Writing
+
+__all__ = ["KEPT", "Checkpoints", "Mark", "Written", "load_plain", "tensors_sha256"]
 
 KEPT = 3
-_NAME = re.compile(r"generation-(\d+)-step-(\d+)\.pt")
-
-State = dict[str, Any]
-
-
-@dataclass(frozen=True, order=True)
-class Mark:
-    """What names a checkpoint, and orders them."""
-
-    generation: int
-    step: int
-
-    @property
-    def file_name(self) -> str:
-        return f"generation-{self.generation:04d}-step-{self.step:08d}.pt"
-
-    @classmethod
-    def of(cls, path: Path) -> Mark | None:
-        """The mark in a file's name; None where the file is no checkpoint."""
-        match = _NAME.fullmatch(path.name)
-        return cls(int(match[1]), int(match[2])) if match else None
+# A checkpoint that takes a larger share of the time between two is worth a sentence, if it takes a while at all.
+BUDGET = 0.5
+_SLOW_S = 0.1
 
 
-def marks(directory: Path) -> list[Mark]:
-    """All checkpoints in `directory`, whole or not, oldest first."""
-    return sorted(mark for path in directory.iterdir() if (mark := Mark.of(path)))
+@dataclass(frozen=True)
+class Written:
+    """The newest checkpoint that became durable.
 
-
-def fencing_generation(directory: Path, generation: int) -> int:
-    """The generation to save under: this group's, but never below one already there.
-
-    A job that is started anew on an old directory counts generations from the beginning again; its checkpoints must
-    still be the newest.
+    `size` in bytes, of all ranks; `took_s` from `save_async` to durable; `waited_s` is what training stood still for:
+    the end of the one before, agreement, and the copy.
     """
-    return max([generation, *(mark.generation for mark in marks(directory))])
+
+    mark: Mark
+    size: int
+    took_s: float
+    waited_s: float
 
 
-def save(directory: Path, mark: Mark, state: State) -> Path:
-    """Write `state` durably, then delete all but the `KEPT` newest; raises OSError, with the older ones untouched."""
-    content = io.BytesIO()
-    torch.save({**state, "sha256": tensors_sha256(_tensors(state))}, content)
-    path = directory / mark.file_name
-    write_durably(path, content.getvalue())
-    for old in marks(directory)[:-KEPT]:
-        with contextlib.suppress(OSError):
-            (directory / old.file_name).unlink()
-    return path
+class Checkpoints:
+    """The checkpoints of one job in `directory`, which rank 0 makes.
 
-
-def load_newest(directory: Path, say: Callable[[str], None]) -> bytes:
-    """The content of the newest whole checkpoint, for `unpack`; empty where there is none.
-
-    A torn or corrupt one is named through `say`, renamed out of the way and passed over.
+    `generation` is the job's (`ELAUNCH_GENERATION`, else the restart count). `say` is given sentences, on rank 0.
+    `group` is one that moves host memory, by default the job's own or a new gloo group. `last` is the newest that
+    became durable in this process's time, on rank 0. At most one is in the making: `save_async` waits for the one
+    before.
     """
-    for mark in reversed(marks(directory)):
-        path = directory / mark.file_name
-        try:
-            content = path.read_bytes()
-            _verify(unpack(content, torch.device("cpu")), mark)
-        # The bytes choose what unpickling and unzipping raise; whatever it is, the file is of no use.
-        except Exception as error:
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            say(f"skipping {path}: it is torn or corrupt ({reason}); trying the one before it")
-            with contextlib.suppress(OSError):
-                path.rename(path.with_name(path.name + ".corrupt"))
-        else:
-            return content
-    return b""
+
+    def __init__(
+        self,
+        directory: str | Path,
+        *,
+        generation: int,
+        keep: int = KEPT,
+        say: Callable[[str], None] = print,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        if keep < 1:
+            raise ValueError(f"keep is {keep}; at least 1 checkpoint must be kept")
+        self.directory = Path(directory)
+        self.last: Written | None = None
+        self._keep, self._say = keep, say
+        self._ranks = Ranks(group)
+        self._fence = generation
+        self._plan: tuple[list[str], Plan] | None = None
+        self._staging: Staging | None = None
+        self._writing: Writing | None = None
+        self._begun_s = 0.0
+        self._slow_said = False
+        if self._ranks.leads:
+            self._fence = fencing_generation(self.directory, generation)
+            sweep_hidden(self.directory, self._fence)
+
+    def load_newest(self, state: State) -> Mark | None:
+        """Put the newest whole checkpoint into `state`: its mark, or None where there is none, and nothing is changed.
+
+        Tensors of `state` are filled in place, DTensors with this rank's part of them, at whatever world size they were
+        saved; what the checkpoint has and `state` lacks is added, tensors in host memory. A torn or corrupt checkpoint
+        is named, renamed and passed over. No code of a file is run. Raises ValueError where `state` has a tensor that
+        the checkpoint lacks, or of another shape.
+        """
+        load = load_from_all if flatten(state).is_sharded else load_from_rank_0
+        return load(self.directory, state, self._ranks, self._say)
+
+    def save_async(self, step: int, state: State) -> None:
+        """Begin a checkpoint of `state` after `step`; on return it may be changed.
+
+        What goes wrong on the disk is said, never raised; the older checkpoints are untouched then. Raises TypeError
+        for what a checkpoint cannot hold, and ValueError where ranks of a sharded state do not see the directory.
+        """
+        begun_s = time.monotonic()
+        parts = flatten(state)
+        if not parts.is_sharded and not self._ranks.leads:
+            return
+        from elaunch.trainer import dcp, writing
+
+        self._settle()
+        mark, folder = self._begin(step, parts)
+        if folder is None:
+            return
+        plan = self._planned(parts)
+        self._staging = self._staging or dcp.Staging()
+        self._staging.copy(plan.items, parts.tensors)
+
+        interval_s, self._begun_s = begun_s - self._begun_s if self._begun_s else 0.0, begun_s
+        waited_s = time.monotonic() - begun_s
+        order = writing.Order(
+            mark=mark,
+            folder=folder,
+            plan=plan,
+            staging=self._staging,
+            plain=pack(parts) if self._ranks.leads else b"",
+            rank=self._ranks.rank if parts.is_sharded else 0,
+            ranks=self._ranks.world_size if parts.is_sharded else 1,
+            keep=self._keep,
+        )
+
+        def published(size: int) -> None:
+            self.last = Written(mark, size, time.monotonic() - begun_s, waited_s)
+            self._judge(self.last, interval_s)
+
+        self._writing = writing.Writing(order, published)
+
+    def save(self, step: int, state: State) -> None:
+        """As `save_async`, and wait until it is durable, or has failed, which is said."""
+        self.save_async(step, state)
+        self.wait()
+
+    def wait(self) -> None:
+        """Until nothing is in the making any more; all ranks call it before they end."""
+        self._settle()
+
+    def _settle(self) -> None:
+        """End the checkpoint in the making."""
+        writing, self._writing = self._writing, None
+        if writing is None:
+            return
+        failures = [writing.own_part()]
+        if writing.order.ranks > 1:
+            failures = self._ranks.from_all(failures[0])
+            if any(failures):
+                writing.give_up()
+        writing.wait()
+        # Rank 0 may have failed after its part.
+        failures[0] = failures[0] or writing.failure
+        if any(failures) and self._ranks.leads:
+            reason = "; ".join(f"rank {r}: {why}" if r else why for r, why in enumerate(failures) if why)
+            self._failed(writing.order.mark.step, reason)
+
+    def _failed(self, step: int, reason: str) -> None:
+        self._say(f"the checkpoint of step {step} could not be written: {reason}; training goes on")
+
+    def _begin(self, step: int, parts: Tree) -> tuple[Mark, Path | None]:
+        """Make the hidden folder on rank 0 and tell the others which; None where that failed."""
+        mark = Mark(self._fence, step)
+        folder = hidden(self.directory, mark, secrets.token_hex(4))
+        failure = ""
+        if self._ranks.leads:
+            try:
+                folder.mkdir(parents=True)
+            except OSError as error:
+                failure = error.strerror or str(error)
+        if parts.is_sharded:
+            mark, folder, failure = self._ranks.from_rank_0((mark, folder, failure))
+        if failure:
+            if self._ranks.leads:
+                self._failed(step, failure)
+            return mark, None
+        if not folder.is_dir():
+            raise ValueError(
+                f"rank {self._ranks.rank} does not see {self.directory}, which rank 0 writes to; the checkpoints of a "
+                "sharded state need a directory that all ranks share"
+            )
+        return mark, folder
+
+    def _planned(self, parts: Tree) -> Plan:
+        """Who writes what; made again only when the layout of the state has changed on some rank."""
+        from elaunch.trainer import dcp
+
+        layouts = [_layout(parts)]
+        if parts.is_sharded:
+            layouts = self._ranks.from_all(layouts[0])
+        if self._plan is None or self._plan[0] != layouts:
+            group = self._ranks.group if parts.is_sharded else None
+            self._plan = layouts, dcp.plan(parts.tensors, parts.paths, group)
+        return self._plan[1]
+
+    def _judge(self, written: Written, interval_s: float) -> None:
+        """Say once that checkpoints take too long for how often they are asked for."""
+        if self._slow_said or not interval_s or written.took_s <= max(_SLOW_S, BUDGET * interval_s):
+            return
+        self._slow_said = True
+        self._say(
+            f"the checkpoint of step {written.mark.step} ({written.size / 1e6:,.1f} MB) took {written.took_s:.2f} s, "
+            f"{written.took_s / interval_s:.0%} of the {interval_s:.2f} s since the one before; training stood still "
+            f"for {written.waited_s:.2f} s of it; with more steps between two it costs less"
+        )
 
 
-def unpack(content: bytes | bytearray, device: torch.device) -> State:
-    """The state that was saved, its tensors on `device`; runs no code from the file."""
-    state: State = torch.load(io.BytesIO(content), map_location=device, weights_only=True)
-    return state
-
-
-def tensors_sha256(tensors: Iterable[Tensor]) -> str:
-    """SHA-256 over the raw bytes of the tensors, one after the other, each in row-major order."""
+def _layout(parts: Tree) -> str:
+    """What a plan depends on: names, shapes and types, and how DTensors are spread."""
     digest = hashlib.sha256()
-    for tensor in tensors:
-        if tensor.numel():
-            # Through a buffer that torch and Python share: Tensor.numpy() would need numpy.
-            raw = bytearray(tensor.numel() * tensor.element_size())
-            torch.frombuffer(raw, dtype=tensor.dtype).copy_(tensor.detach().flatten())
-            digest.update(raw)
+    for name, tensor in parts.tensors.items():
+        spread = getattr(tensor, "placements", "") if is_shard(tensor) else ""
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {spread}\n".encode())
     return digest.hexdigest()
-
-
-def _verify(state: State, mark: Mark) -> None:
-    found = tensors_sha256(_tensors({key: value for key, value in state.items() if key != "sha256"}))
-    if state["sha256"] != found:
-        raise ValueError(f"its tensors have SHA-256 {found[:12]}…, not {state['sha256'][:12]}…")
-    if state["step"] != mark.step:
-        raise ValueError(f"it holds step {state['step']}")
-
-
-def _tensors(value: object) -> Iterator[Tensor]:
-    """All tensors in nested dictionaries and lists, in their order."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)

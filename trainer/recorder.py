@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 from torch.optim import Optimizer
 
-from elaunch.trainer.checkpoint import Mark, fencing_generation, save
+from elaunch.trainer.checkpoint import Checkpoints
 from elaunch.trainer.config import TrainConfig
 from elaunch.trainer.metrics import Metrics
 from elaunch.trainer.place import Place
@@ -19,11 +19,19 @@ class Recorder:
     A disk that takes nothing more does not end the training: one sentence per file that misses something.
     """
 
-    def __init__(self, config: TrainConfig, place: Place, run: RunDirectory, progress: Progress, step: int) -> None:
+    def __init__(
+        self,
+        config: TrainConfig,
+        place: Place,
+        run: RunDirectory,
+        progress: Progress,
+        checkpoints: Checkpoints,
+        step: int,
+    ) -> None:
         """Begin after `step`, the last one that the restored checkpoint holds (0: none)."""
         self._config, self._place, self._run, self._progress = config, place, run, progress
         self._metrics = Metrics(run.metrics, restored_step=step) if place.leads else None
-        self._fence = fencing_generation(run.checkpoints, place.generation) if place.leads else 0
+        self._checkpoints = checkpoints
         self._lines_lost = False
 
     def step_done(self, step: int, loss: float, step_s: float) -> None:
@@ -48,15 +56,16 @@ class Recorder:
             self._lines_lost = True
 
     def save(self, step: int, loss: float, model: nn.Module, optimizer: Optimizer) -> None:
-        """Make the state after `step` durable; where that fails the older checkpoints are still there."""
+        """Begin a checkpoint of the state after `step`; where that fails the older ones are still there."""
         if self._metrics is None:
             return
         state = {"step": step, "loss": loss, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
         try:
             # First the lines: a restart from this checkpoint never computes their steps again.
             self._metrics.sync()
-            save(self._run.checkpoints, Mark(self._fence, step), state)
         except OSError as error:
             self._progress.say(
                 f"the checkpoint of step {step} could not be written: {error.strerror}; training goes on"
             )
+        else:
+            self._checkpoints.save_async(step, state)

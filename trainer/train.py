@@ -20,7 +20,7 @@ from torch.optim import AdamW
 
 from elaunch.trainer import group, link
 from elaunch.trainer.batches import Batches
-from elaunch.trainer.checkpoint import load_newest, tensors_sha256, unpack
+from elaunch.trainer.checkpoint import Checkpoints, tensors_sha256
 from elaunch.trainer.config import TrainConfig, UsageError
 from elaunch.trainer.corpus import Corpus
 from elaunch.trainer.model import GPT
@@ -30,6 +30,7 @@ from elaunch.trainer.progress import Progress, printable
 from elaunch.trainer.recorder import Recorder
 from elaunch.trainer.rundir import RunDirectory
 from elaunch.trainer.stop import StopRequest
+from elaunch.trainer.tree import State
 
 SAMPLE_BYTES = 240
 GRADIENT_NORM_MAX = 1.0
@@ -56,9 +57,10 @@ def steps(config: TrainConfig, corpus: Corpus, place: Place, run: RunDirectory, 
         return 0
 
     gpt, model, optimizer = build(config, device)
-    step, loss = restore(gpt, optimizer, place, run, progress)
+    checkpoints = Checkpoints(run.checkpoints, generation=place.generation, say=progress.say)
+    step, loss = restore(gpt, optimizer, checkpoints)
     batches = Batches(config, corpus, place, device)
-    recorder = Recorder(config, place, run, progress, step)
+    recorder = Recorder(config, place, run, progress, checkpoints, step)
     progress.say(opening(config, corpus, place, gpt, run, step))
     signum = 0
 
@@ -87,6 +89,7 @@ def steps(config: TrainConfig, corpus: Corpus, place: Place, run: RunDirectory, 
             recorder.step_done(step, loss, time.monotonic() - started_s)
             if step % config.checkpoint_every == 0 or step == config.steps or signum:
                 recorder.save(step, loss, gpt, optimizer)
+        checkpoints.wait()
 
     if step < config.steps:
         progress.say(f"stopped by {Signals(signum).name} after step {step}; the same command goes on from there")
@@ -129,15 +132,12 @@ def build(config: TrainConfig, device: torch.device) -> tuple[GPT, DistributedDa
     return gpt, model, AdamW(gpt.parameters(), betas=(0.9, 0.95), weight_decay=0.1, fused=True)
 
 
-def restore(gpt: GPT, optimizer: AdamW, place: Place, run: RunDirectory, progress: Progress) -> tuple[int, float]:
+def restore(gpt: GPT, optimizer: AdamW, checkpoints: Checkpoints) -> tuple[int, float]:
     """Put the newest checkpoint into model and optimizer: its step, and that step's loss; 0 where there is none."""
-    # Rank 0 decides which one counts, and sends it: the others need not even see the directory.
-    device = gpt.embed_byte.weight.device
-    content = group.from_rank_0(load_newest(run.checkpoints, progress.say) if place.leads else b"", device)
-    if not content:
+    # The model's tensors are filled in place, on every rank.
+    state: State = {"model": gpt.state_dict()}
+    if checkpoints.load_newest(state) is None:
         return 0, math.nan
-    state = unpack(content, device)
-    gpt.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
     return state["step"], state["loss"]
 

@@ -1,0 +1,219 @@
+"""Loading the newest whole checkpoint: all ranks get the same one, whatever each of them sees of the disk."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from elaunch.trainer import oldfiles
+from elaunch.trainer.agreement import Ranks
+from elaunch.trainer.marks import PLAIN, Manifest, Mark, found, read_manifest, set_aside, verify
+from elaunch.trainer.tree import Path as Place
+from elaunch.trainer.tree import PerRank, State, Tree, flatten, is_shard, rebuild, some, unpack
+
+Kinds = dict[str, tuple[torch.Size, torch.dtype]]
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """A checkpoint in host memory; `kinds` are the sizes and types of its tensors."""
+
+    plain: Any
+    paths: dict[str, Place]
+    tensors: dict[str, Tensor]
+
+    @property
+    def kinds(self) -> Kinds:
+        return {name: (tensor.shape, tensor.dtype) for name, tensor in self.tensors.items()}
+
+
+def load_from_rank_0(directory: Path, state: State, ranks: Ranks, say: Callable[[str], None]) -> Mark | None:
+    """Rank 0 reads and sends; see `Checkpoints.load_newest`."""
+    mark, path, whole = None, None, None
+    for candidate in _newest_first(directory) if ranks.leads else ():
+        with _passing_over(candidate[1], say):
+            whole = _read(candidate[1])
+            mark, path = candidate
+            break
+    return _send(mark, path, whole, state, ranks)
+
+
+def load_from_all(directory: Path, state: State, ranks: Ranks, say: Callable[[str], None]) -> Mark | None:
+    """Every rank reads its part; see `Checkpoints.load_newest`."""
+    candidates = iter(_newest_first(directory)) if ranks.leads else iter(())
+    while True:
+        # Only rank 0's list counts: another's view of a network's file system may be old.
+        offer = _offer(candidates, say) if ranks.leads else _Offer()
+        mark, path, manifest = ranks.from_rank_0((offer.mark, offer.path, offer.manifest))
+        if mark is None or path is None or manifest is None:
+            return _send(offer.mark, offer.path, offer.whole, state, ranks)
+        problems = ranks.from_all(_problem(path, manifest, ranks))
+        if unseen := [rank for rank, (sees, _) in enumerate(problems) if not sees]:
+            raise ValueError(
+                f"rank {unseen[0]} does not see {path}, which rank 0 found; the checkpoints of a sharded state need a "
+                "directory that all ranks share"
+            )
+        reasons = [reason for _, reason in problems if reason]
+        if not reasons:
+            _read_share(path, state)
+            return mark
+        if ranks.leads:
+            _pass_over(path, reasons[0], say)
+
+
+@dataclass(frozen=True)
+class _Offer:
+    """Rank 0's next candidate: with the manifest of a folder, or the content of a single file; empty at the end."""
+
+    mark: Mark | None = None
+    path: Path | None = None
+    manifest: Manifest | None = None
+    whole: _Whole | None = None
+
+
+def _offer(candidates: Iterator[tuple[Mark, Path]], say: Callable[[str], None]) -> _Offer:
+    for mark, path in candidates:
+        with _passing_over(path, say):
+            if path.is_dir():
+                return _Offer(mark, path, manifest=read_manifest(path))
+            return _Offer(mark, path, whole=_read(path))
+    return _Offer()
+
+
+def _problem(path: Path, manifest: Manifest, ranks: Ranks) -> tuple[bool, str]:
+    """Whether this rank sees the checkpoint, and what is wrong with its share of the files."""
+    if not path.is_dir():
+        return False, ""
+    try:
+        verify(path, manifest, sorted(manifest.files)[ranks.rank :: ranks.world_size])
+    except (ValueError, OSError) as error:
+        return True, _reason(error)
+    return True, ""
+
+
+def _read(path: Path) -> _Whole:
+    """All of a checkpoint, verified; raises whatever a corrupt file makes torch raise."""
+    if not path.is_dir():
+        mark = Mark.of(path)
+        assert mark is not None
+        held = flatten(oldfiles.read(path, mark.step))
+        return _Whole(held.plain, held.paths, held.tensors)
+    from elaunch.trainer import dcp
+
+    manifest = read_manifest(path)
+    verify(path, manifest, manifest.files)
+    plain, paths, _ = unpack((path / PLAIN).read_bytes())
+    kinds = dcp.read_kinds(path)
+    tensors = {name: torch.empty(kinds[name][0], dtype=kinds[name][1]) for name in paths}
+    dcp.read(path, tensors)
+    return _Whole(plain, paths, tensors)
+
+
+def _send(mark: Mark | None, path: Path | None, whole: _Whole | None, state: State, ranks: Ranks) -> Mark | None:
+    """Put what rank 0 has read into everybody's state."""
+    head: Any = (mark, path, whole.plain, whole.paths, whole.kinds) if whole else None
+    head = ranks.from_rank_0(head)
+    if head is None:
+        return None
+    found_mark: Mark
+    found_mark, path, plain, paths, kinds = head
+    target = flatten(state)
+    _require(target, kinds, path)
+    leaves: dict[Place, object] = {}
+    for name, tensor in ranks.tensors_from_rank_0(whole.tensors if whole else {}, kinds):
+        leaves[paths[name]] = _filled(target.tensors[name], name, tensor) if name in target.tensors else tensor
+    _put(state, plain, leaves)
+    return found_mark
+
+
+def _read_share(path: Path, state: State) -> None:
+    """Put this rank's part of a verified checkpoint into its state."""
+    from elaunch.trainer import dcp
+
+    plain, paths, roots = unpack((path / PLAIN).read_bytes())
+    kinds, places = dcp.read_kinds(path), dcp.read_paths(path)
+    target = flatten(state)
+    tensors = {name: target.tensors[name] for name in target.common()}
+    _require(target, kinds, path)
+    for name in paths:
+        if name not in tensors:
+            tensors[name] = torch.empty(kinds[name][0], dtype=kinds[name][1])
+    leaves: dict[Place, object] = {paths.get(name, target.paths.get(name, ())): t for name, t in tensors.items()}
+    for root in roots:
+        owned = target.per_rank.get(root, PerRank())
+        mine = {name: place for name, place in places.items() if _is_below(place, root, owned)}
+        for name in mine:
+            tensors[name] = torch.empty(kinds[name][0], dtype=kinds[name][1])
+        leaves[root] = _nest(owned, {place[len(root) :]: tensors[name] for name, place in mine.items()})
+    dcp.read(path, tensors)
+    _put(state, plain, leaves)
+
+
+def _is_below(place: Place, root: Place, owned: PerRank) -> bool:
+    return place[: len(root)] == tuple(map(str, root)) and place[len(root)] in owned
+
+
+def _nest(owned: PerRank, tensors: dict[Place, Tensor]) -> PerRank:
+    """A PerRank of these tensors; a name that was held and has nothing in the checkpoint has nothing."""
+    nest = PerRank({name: {} for name in owned})
+    for place, tensor in tensors.items():
+        level: Any = nest
+        for key in place[:-1]:
+            level = level.setdefault(key, {})
+        level[place[-1]] = tensor
+    return nest
+
+
+def _require(target: Tree, kinds: Kinds, path: Path | None) -> None:
+    """Raise ValueError where the checkpoint cannot fill the state's tensors."""
+    common = target.common()
+    if missing := [name for name in common if name not in kinds]:
+        raise ValueError(f"{path} lacks {some(missing)}; it is of another model or optimizer")
+    for name in common:
+        if kinds[name][0] != target.tensors[name].shape:
+            held, wanted = tuple(kinds[name][0]), tuple(target.tensors[name].shape)
+            raise ValueError(f"{path} holds {name} of shape {held}, not {wanted}; it is of another model or optimizer")
+
+
+def _filled(target: Tensor, name: str, whole: Tensor) -> Tensor:
+    if is_shard(target):
+        from elaunch.trainer import dcp
+
+        dcp.fill(target, name, whole)
+    else:
+        target.detach().copy_(whole)
+    return target
+
+
+def _put(state: State, plain: Any, leaves: dict[Place, object]) -> None:
+    loaded = rebuild(plain, leaves)
+    state.clear()
+    state.update(loaded)
+
+
+def _newest_first(directory: Path) -> list[tuple[Mark, Path]]:
+    return list(reversed(found(directory)))
+
+
+@contextlib.contextmanager
+def _passing_over(path: Path, say: Callable[[str], None]) -> Iterator[None]:
+    try:
+        yield
+    # The bytes choose what unpickling and unzipping raise; whatever it is, the checkpoint is of no use.
+    except Exception as error:
+        _pass_over(path, _reason(error), say)
+
+
+def _pass_over(path: Path, reason: str, say: Callable[[str], None]) -> None:
+    say(f"skipping {path}: it is torn or corrupt ({reason}); trying the one before it")
+    set_aside(path)
+
+
+def _reason(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

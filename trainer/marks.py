@@ -1,0 +1,186 @@
+"""The folder of a run's checkpoints: what is in it, which is the newest, what is whole.
+
+A checkpoint is a folder `generation-GGGG-step-SSSSSSSS`, made under a hidden name and renamed when all of it is on the
+disk. Its `manifest.json` lists the other files with lengths and CRC-32. Before folders there were single files, `….pt`.
+
+The order, generation before step, fences: what a group that should be gone still writes is older than anything of the
+group that replaced it, however far it got.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from elaunch.trainer.files import sync_directory, write_durably
+
+MANIFEST = "manifest.json"
+# The file that holds all of a state that is no tensor.
+PLAIN = "plain.pt"
+CORRUPT_SUFFIX = ".corrupt"
+_FORMAT = 1
+_NAME = re.compile(r"generation-(\d+)-step-(\d+)(\.pt)?")
+_HIDDEN = re.compile(r"\.generation-(\d+)-step-(\d+)\.\w+\.(?:writing|old)")
+_BLOCK_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, order=True)
+class Mark:
+    """What names a checkpoint, and orders them."""
+
+    generation: int
+    step: int
+
+    @property
+    def folder_name(self) -> str:
+        return f"generation-{self.generation:04d}-step-{self.step:08d}"
+
+    @property
+    def file_name(self) -> str:
+        """The name of a single-file checkpoint."""
+        return self.folder_name + ".pt"
+
+    @classmethod
+    def of(cls, path: Path) -> Mark | None:
+        """The mark in a file's or folder's name; None where it is no checkpoint."""
+        match = _NAME.fullmatch(path.name)
+        return cls(int(match[1]), int(match[2])) if match else None
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint says of itself. `files`: length in bytes and CRC-32 of each by its name."""
+
+    mark: Mark
+    world_size: int
+    files: dict[str, tuple[int, int]]
+
+
+def found(directory: Path) -> list[tuple[Mark, Path]]:
+    """All checkpoints in `directory`, whole or not, oldest first; none where there is no such directory."""
+    try:
+        return sorted((mark, path) for path in directory.iterdir() if (mark := Mark.of(path)))
+    except FileNotFoundError:
+        return []
+
+
+def marks(directory: Path) -> list[Mark]:
+    """The marks of all checkpoints in `directory`, whole or not, oldest first."""
+    return [mark for mark, _ in found(directory)]
+
+
+def fencing_generation(directory: Path, generation: int) -> int:
+    """The generation to save under: this group's, but never below one already there.
+
+    A job that is started anew on an old directory counts generations from the beginning again; its checkpoints must
+    still be the newest.
+    """
+    return max([generation, *(mark.generation for mark in marks(directory))])
+
+
+def hidden(directory: Path, mark: Mark, nonce: str) -> Path:
+    """Where to write the checkpoint `mark` until it is whole; `nonce` keeps two writers of one mark apart."""
+    return directory / f".{mark.folder_name}.{nonce}.writing"
+
+
+def seal(folder: Path, manifest: Manifest) -> None:
+    """Write the manifest, when the files that it lists are on the disk; raises OSError."""
+    record = {
+        "format": _FORMAT,
+        "generation": manifest.mark.generation,
+        "step": manifest.mark.step,
+        "world_size": manifest.world_size,
+        "files": manifest.files,
+    }
+    write_durably(folder / MANIFEST, json.dumps(record, indent=1).encode() + b"\n")
+
+
+def publish(folder: Path, mark: Mark) -> Path:
+    """Give the sealed `folder` its final name, durably, in place of what may have it; raises OSError."""
+    final = folder.with_name(mark.folder_name)
+    if final.exists():
+        # Of the same generation and step: a job that was started anew and came this way again.
+        discard(final)
+    folder.rename(final)
+    sync_directory(final.parent)
+    return final
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest in `folder`; raises ValueError where it is missing, torn or another checkpoint's, OSError."""
+    try:
+        record = json.loads((folder / MANIFEST).read_bytes())
+        if record["format"] != _FORMAT:
+            raise ValueError(f"its format is {record['format']}, this release reads {_FORMAT}")
+        mark = Mark(record["generation"], record["step"])
+        manifest = Manifest(mark, record["world_size"], {name: tuple(s) for name, s in record["files"].items()})
+    except (KeyError, TypeError, AttributeError, FileNotFoundError) as error:
+        raise ValueError(f"its {MANIFEST} is missing or torn") from error
+    if mark != Mark.of(folder):
+        raise ValueError(f"its {MANIFEST} is that of {mark.folder_name}")
+    return manifest
+
+
+def verify(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:
+    """Read these files of a checkpoint; raises ValueError at the first that is not what the manifest says, OSError."""
+    for name in names:
+        length, crc = manifest.files[name]
+        try:
+            found_length, found_crc = sums(folder / name)
+        except FileNotFoundError:
+            raise ValueError(f"{name} is missing") from None
+        if found_length != length:
+            raise ValueError(f"{name} has {found_length} bytes, not {length}")
+        if found_crc != crc:
+            raise ValueError(f"{name} has the CRC-32 {found_crc:08x}, not {crc:08x}")
+
+
+def sums(path: Path) -> tuple[int, int]:
+    """Length in bytes and CRC-32 of a file; raises OSError."""
+    length = crc = 0
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK_BYTES):
+            length += len(block)
+            crc = zlib.crc32(block, crc)
+    return length, crc
+
+
+def set_aside(path: Path) -> None:
+    """Rename what is torn or corrupt, so that it is neither counted nor complained about again."""
+    with contextlib.suppress(OSError):
+        target = path.with_name(path.name + CORRUPT_SUFFIX)
+        if target.is_dir():
+            shutil.rmtree(target)
+        path.rename(target)
+
+
+def keep_newest(directory: Path, count: int) -> None:
+    """Delete all but the `count` newest checkpoints, as far as the disk lets us."""
+    for _, path in found(directory)[:-count]:
+        with contextlib.suppress(OSError):
+            discard(path)
+
+
+def discard(path: Path) -> None:
+    """Delete a checkpoint; killed in between, it leaves a hidden folder, never a half-empty one that looks whole."""
+    if path.is_dir():
+        old = path.with_name(f".{path.name}.{os.getpid()}.old")
+        path.rename(old)
+        shutil.rmtree(old)
+    else:
+        path.unlink()
+
+
+def sweep_hidden(directory: Path, generation: int) -> None:
+    """Remove what killed writers of this and earlier generations left; a newer group's may be in the making."""
+    for path in directory.glob(".generation-*"):
+        match = _HIDDEN.fullmatch(path.name)
+        if match and int(match[1]) <= generation:
+            shutil.rmtree(path, ignore_errors=True)
