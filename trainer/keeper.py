@@ -27,7 +27,7 @@ from torch import nn
 
 from elaunch.trainer import link, randomness
 from elaunch.trainer.boundary import Boundary, Wish
-from elaunch.trainer.durable import Checkpoints
+from elaunch.trainer.checkpoint import Checkpoints, marks
 from elaunch.trainer.exchange import Version, repeated, sentence
 from elaunch.trainer.gpu import GpuCopies, HostCopies
 from elaunch.trainer.memory import Memory, NoRoom
@@ -110,7 +110,9 @@ class Keeper:
             self._shelf = self._find_shelf()
             self._checkpoints = None
             if self._directory is not None:
-                self._checkpoints = Checkpoints(self._directory, self._place.generation, self._peers, self._say)
+                self._checkpoints = Checkpoints(
+                    self._directory, generation=self._place.generation, say=self._say, group=self._peers.group
+                )
             self._restore()
             self._records = None if self._shelf is None else self._shelf.records(self._peers.rank)
             self._begin()
@@ -201,19 +203,24 @@ class Keeper:
             self._tell(f"there is no state to restore: training begins at step 1; {repeated(done)}")
 
     def _restore_from_disk(self, *, newer_than: int, done: int) -> bool:
-        if self._checkpoints is None or self._checkpoints.newest() <= newer_than:
+        if self._checkpoints is None or self._directory is None:
+            return False
+        newest = max((mark.step for mark in marks(self._directory)), default=-1) if self._peers.leads else -1
+        if self._peers.from_rank_0(newest) <= newer_than:
             return False
         state: dict[str, Any] = {}
-        step = self._checkpoints.load_newest(state)
-        if step <= newer_than:
+        mark = self._checkpoints.load_newest(state)
+        # It may be an older one, where the newest was torn.
+        if mark is None or mark.step <= newer_than:
             return False
         # The buffers are rank 0's, as those that DDP broadcasts.
         self._training.load_own({"buffers": state["buffers"]}, only_buffers=True)
         self._training.load_replicated(state["replicated"])
-        if len(state["random"]) == self._peers.size:
+        if len(state["random"]) == self._peers.world_size:
             randomness.apply(state["random"][self._peers.rank], self._training.device)
-        self._version = Version(self._place.generation, step)
-        self._tell(f"restored step {step} from the checkpoint in {self._directory}; {repeated(max(0, done - step))}")
+        self._version = Version(self._place.generation, mark.step)
+        lost = repeated(max(0, done - mark.step))
+        self._tell(f"restored step {mark.step} from the checkpoint in {self._directory}; {lost}")
         return True
 
     def _begin(self) -> None:
@@ -319,7 +326,7 @@ class Keeper:
     def _checkpoint(self) -> None:
         if self._checkpoints is None or not self.step:
             return
-        random = self._peers.gather(randomness.capture(self._training.device))
+        random = self._peers.from_all(randomness.capture(self._training.device))
         replicated, buffers = self._training.replicated(), self._training.buffers()
         self._checkpoints.save_async(self.step, {"replicated": replicated, "buffers": buffers, "random": random})
 

@@ -48,7 +48,7 @@ class Shelf:
 def agree(shelf: Shelf | None, peers: Peers, *, large: bool) -> tuple[Decision | None, list[Inventory]]:
     """What all ranks go on from; None where no memory has anything. Collective."""
     mine = Inventory(peers.rank, "", speaks=False) if shelf is None else shelf.inventory(peers.rank, large=large)
-    inventories: list[Inventory] = peers.gather(mine)
+    inventories: list[Inventory] = peers.from_all(mine)
     return choose(inventories, large=large), inventories
 
 
@@ -98,7 +98,7 @@ def _replicated_travels(
                 _receive_into(shelf.memory, decision, peers)
     if decision.receivers:
         # The others of a receiver's node must not look before it is there.
-        peers.gather(None)
+        peers.from_all(None)
     return image
 
 
