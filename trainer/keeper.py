@@ -27,9 +27,10 @@ from torch import nn
 
 from elaunch.trainer import link, randomness
 from elaunch.trainer.boundary import Boundary, Wish
-from elaunch.trainer.checkpoint import Checkpoints, marks
+from elaunch.trainer.checkpoint import Checkpoints
 from elaunch.trainer.exchange import Version, repeated, sentence
 from elaunch.trainer.gpu import GpuCopies, HostCopies
+from elaunch.trainer.marks import marks
 from elaunch.trainer.memory import Memory, NoRoom
 from elaunch.trainer.pace import Pace
 from elaunch.trainer.packing import NotPlain
@@ -43,6 +44,9 @@ from elaunch.trainer.training import Training, cloned
 _WARM_UPS = 2
 # The agent kills a worker whose group has failed much sooner.
 _END_S = 30.0
+# A step that another worker has completed is a matter of milliseconds here, or will not arrive at all.
+_ARRIVAL_S = 0.3
+_LOOK_S = 0.001
 
 
 class Keeper:
@@ -302,7 +306,22 @@ class Keeper:
     def _peer_failed(self, generation: int) -> None:
         """In the link's thread: the main one may be stuck in a collective for minutes."""
         if generation == self._place.generation:
+            self._catch_up()
             self._rescue()
+
+    def _catch_up(self) -> None:
+        """Another worker of this node has completed the step that is on its way here: let it arrive, if it can.
+
+        That one may be dead, and it were a step lost.
+        """
+        end_s = time.monotonic() + _ARRIVAL_S
+        while self._is_behind() and time.monotonic() < end_s:
+            time.sleep(_LOOK_S)
+
+    def _is_behind(self) -> bool:
+        shelf = self._shelf
+        newest = None if shelf is None or not self._is_whole else shelf.completed()
+        return newest is not None and newest > max(self._version, Version(self._place.generation, 0))
 
     def _stop(self, wish: Wish) -> None:
         """All ranks are here, after the same step."""

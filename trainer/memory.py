@@ -242,6 +242,7 @@ class Records:
     """What is rank `rank`'s alone, and how far it is: written by that rank, read by whoever comes after it."""
 
     def __init__(self, folder: Path, name: str, layout: bytes, rank: int) -> None:
+        self.rank = rank
         path = folder / f"{name}-rank-{rank}"
         self._staged = Pair(path, layout)
         self._kept = Pair(path, layout, (2, 3))
@@ -287,16 +288,26 @@ class Records:
                 slot.discard()
 
 
-def pieces_in(folder: Path, name: str, layout: bytes) -> tuple[list[Piece], Version | None]:
-    """All ranks' verified pieces in a node's memory, and the newest step that any of them completed."""
-    pieces, completed = [], []
-    for path in sorted(folder.glob(f"{name}-done-*")):
-        rank = int(path.name.rpartition("-")[2])
-        records = Records(folder, name, layout, rank)
-        if (done := records.completed()) is not None:
-            completed.append(done)
-        pieces += [Piece(rank, h.version, full) for h, slot, full in records.versions() if slot.is_intact(h)]
-    return pieces, max(completed, default=None)
+def records_in(folder: Path, name: str, layout: bytes) -> list[Records]:
+    """Those of all ranks that a node's memory knows."""
+    ranks = sorted(int(path.name.rpartition("-")[2]) for path in folder.glob(f"{name}-done-*"))
+    return [Records(folder, name, layout, rank) for rank in ranks]
+
+
+def pieces_in(folder: Path, name: str, layout: bytes) -> list[Piece]:
+    """All ranks' verified pieces in a node's memory."""
+    return [
+        Piece(records.rank, header.version, full)
+        for records in records_in(folder, name, layout)
+        for header, slot, full in records.versions()
+        if slot.is_intact(header)
+    ]
+
+
+def completed_in(folder: Path, name: str, layout: bytes) -> Version | None:
+    """The newest step that any rank of a node has completed."""
+    done = (records.completed() for records in records_in(folder, name, layout))
+    return max((version for version in done if version is not None), default=None)
 
 
 _DONE = struct.Struct("<qq")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from elaunch.trainer.exchange import Decision, Inventory, Source, Version, choose
-from elaunch.trainer.memory import Memory, Records, Slot, pieces_in
+from elaunch.trainer.memory import Memory, Records, Slot, completed_in, pieces_in
 from elaunch.trainer.packing import Header, header_of, is_intact, unpack
 from elaunch.trainer.peers import Peers
 from elaunch.trainer.training import Training
@@ -41,8 +41,14 @@ class Shelf:
         if not self.speaks:
             return Inventory(rank, self.memory.node, speaks=False)
         holdings = self.memory.verified(all_of_them=large, say=self.say)
-        pieces, completed = pieces_in(self.memory.folder, self.name, self.layout)
-        return Inventory(rank, self.memory.node, True, tuple(holdings), tuple(pieces), completed, self.memory.free)
+        pieces = pieces_in(self.memory.folder, self.name, self.layout)
+        return Inventory(
+            rank, self.memory.node, True, tuple(holdings), tuple(pieces), self.completed(), self.memory.free
+        )
+
+    def completed(self) -> Version | None:
+        """The newest step that any worker of this node has completed, those that are dead included."""
+        return completed_in(self.memory.folder, self.name, self.layout)
 
 
 def agree(shelf: Shelf | None, peers: Peers, *, large: bool) -> tuple[Decision | None, list[Inventory]]:

@@ -15,7 +15,7 @@ import torch
 
 from elaunch.trainer import memory
 from elaunch.trainer.exchange import Version
-from elaunch.trainer.memory import Memory, NoRoom, Records, pieces_in
+from elaunch.trainer.memory import Memory, NoRoom, Records, completed_in, pieces_in
 from tests.harness import wait_for
 
 LAYOUT = b"sixteen bytes ok"
@@ -240,9 +240,9 @@ def test_a_ranks_record_of_this_step_and_of_the_next_are_both_there(tmp_path: Pa
     assert records.find(Version(0, 7)) == {"random": 7}
     assert records.find(Version(0, 5)) is None
     assert records.find(Version(0, 2))["hook"].tolist() == [1, 1, 1]
-    pieces, completed = pieces_in(tmp_path, "m", LAYOUT)
+    pieces = pieces_in(tmp_path, "m", LAYOUT)
     assert {(p.rank, p.version.step, p.full) for p in pieces} == {(3, 6, False), (3, 7, False), (3, 2, True)}
-    assert completed == Version(0, 6)
+    assert completed_in(tmp_path, "m", LAYOUT) == Version(0, 6)
 
 
 def test_two_trainings_of_one_program_do_not_meet(tmp_path: Path) -> None:
