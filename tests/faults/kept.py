@@ -161,6 +161,8 @@ def train(step: int, keeper: Keeper, model: nn.Module, optimizer: Any, scheduler
     inputs = torch.randn(8, 16, generator=source)
     # Drawn from the state that must survive.
     inputs += 0.1 * torch.randn(8, 16)
+    if is_asked("hold", step):
+        record("held", step=step)
     while is_asked("hold", step):
         time.sleep(0.01)
     if is_asked("crash", step):
