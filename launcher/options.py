@@ -61,6 +61,7 @@ class Options:
     restart_window: float | None
     stop_grace: float
     failure_grace: float
+    hang_timeout: float
     signals_to_handle: tuple[str, ...]
     log_dir: Path | None
     redirects: StreamChoice

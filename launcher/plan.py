@@ -84,7 +84,9 @@ def _alone(options: Options) -> Planned:
     master = _static_master(options) if options.rdzv_backend == "static" and not options.standalone else None
     return Planned(
         RendezvousPlan(
-            times=Times.for_lease(stop_grace_s=options.stop_grace, failure_grace_s=options.failure_grace),
+            times=_with_hang_timeout(
+                options, Times.for_lease(stop_grace_s=options.stop_grace, failure_grace_s=options.failure_grace)
+            ),
             master_addr=master.host if master else _address_of(options.master_addr),
             local_addr=_address_of(options.local_addr),
         ),
@@ -279,7 +281,11 @@ def _times(options: Options, conf: Conf) -> Times:
         times.check()
     except ValueError as error:
         raise UsageError(str(error)) from None
-    return times
+    return _with_hang_timeout(options, times)
+
+
+def _with_hang_timeout(options: Options, times: Times) -> Times:
+    return replace(times, hang_timeout_s=options.hang_timeout)
 
 
 def _long_enough(options: Options, conf: Conf) -> tuple[Conf, tuple[str, ...]]:

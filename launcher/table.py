@@ -101,6 +101,10 @@ _RESTARTS = (
         values.seconds, default=2.0, default_text="2",
     ),
     OptionSpec(
+        "hang-timeout", Group.RESTARTS, "SECONDS", "workers that report nothing for so long hang",
+        values.seconds, default=0.0, default_text="0, never",
+    ),
+    OptionSpec(
         "signals-to-handle", Group.RESTARTS, "NAMES", "signals that stop the job", values.names,
         default=("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT"), default_text="TERM, INT, HUP, QUIT",
         peer="signals-to-handle",

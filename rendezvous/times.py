@@ -171,6 +171,11 @@ class Times:
                 f" lease_ttl {self.lease_ttl_s:g} s it must be above {2 * self.lease_ttl_s:g} s",
             ),
             (
+                self.boundary_wait_s > 0,
+                f"boundary_wait ({self.boundary_wait_s:g} s) leaves workers no time to come to the end of their step;"
+                " use more than 0",
+            ),
+            (
                 0 < self.join_backoff_min_s <= self.join_backoff_max_s,
                 f"the pause between generations for newcomers would begin at {self.join_backoff_min_s:g} s and grow to"
                 f" {self.join_backoff_max_s:g} s; the first must be the smaller one, and above 0",

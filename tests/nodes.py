@@ -147,6 +147,12 @@ class Node:
         self.begin()
         self.connect()
 
+    def shared_memory(self) -> list[str]:
+        """What elaunch has left in its /dev/shm."""
+        if not self._holder:
+            return []
+        return [str(path) for path in Path(f"/proc/{self._holder.pid}/root/dev/shm").glob("elaunch*")]
+
     def begin(self) -> None:
         """Start making its namespaces; `connect` waits for them."""
         arguments = ("holder", str(self._holders), self.name, self._hosts)

@@ -491,17 +491,19 @@ print("loss of words", file=sys.stderr)
 class TestNothingIsLeft:
     @pytest.mark.parametrize("end", ["", "raise ValueError", "os.kill(os.getpid(), 9)"], ids=["0", "exception", "KILL"])
     def test_without_a_log_dir_no_file_stays(self, end: str, tmp_path: Path) -> None:
-        script(tmp_path, f"import os\nprint('file', os.environ['TORCHELASTIC_ERROR_FILE'])\n{end}")
+        names = ("TORCHELASTIC_ERROR_FILE", "ELAUNCH_MEMORY")
+        script(tmp_path, f"import os\nfor name in {names}:\n    print(name, os.environ[name])\n{end}")
         temporary = tmp_path / "temporary"
         temporary.mkdir()
-        before = set(Path("/dev/shm").glob("elaunch*"))
 
         job = finished(tmp_path, *LIGHT, "--max-restarts", "1", "train.py", env={"TMPDIR": str(temporary)})
 
-        used = {Path(path).parents[2].parent for path in re.findall(r"file (.*)", job.stdout)}
+        used = {Path(path).parents[2].parent for path in re.findall(r"FILE (.*)", job.stdout)}
+        (memory,) = {Path(path) for path in re.findall(r"MEMORY (.*)", job.stdout)}
         assert used == {temporary}
         assert list(temporary.iterdir()) == []
-        assert set(Path("/dev/shm").glob("elaunch*")) <= before
+        assert memory.parent == Path("/dev/shm")
+        assert not memory.exists()
 
 
 class TestFullDisk:

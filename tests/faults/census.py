@@ -116,9 +116,13 @@ def _names(processes: Iterable[psutil.Process]) -> list[str]:
 
 
 def shared_memory_of(pids: Iterable[int]) -> list[str]:
-    """The names in /dev/shm that are ours: by our prefix, or made by one of `pids`."""
+    """The names in /dev/shm that are ours: by our prefix, or made by one of `pids`.
+
+    Not the workers' memory, which other tests' jobs have too: `Watched.memory_dirs` tells of the one's own.
+    """
     wanted = {str(pid) for pid in pids}
     names = [path.name for path in Path("/dev/shm").iterdir()]
+    names = [name for name in names if not re.fullmatch(r"elaunch_[0-9a-f]+_memory", name)]
     return [name for name in names if name.startswith("elaunch") or wanted & set(re.split(r"[^0-9]+", name))]
 
 

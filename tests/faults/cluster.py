@@ -173,7 +173,7 @@ class Cluster:
         def left() -> list[str]:
             found = [f"{p.pid} {described(p)}" for p in node.processes() if p.pid not in self._etcd_pids()]
             found += [str(path) for path in node.cgroups()]
-            return found + [str(p) for agent in [self.agents[index]] for p in agent.run_dirs()]
+            return found + [str(p) for p in self.agents[index].run_dirs()] + node.shared_memory()
 
         try:
             wait_for(lambda: not left(), "nothing is left", GONE_S)

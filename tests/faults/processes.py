@@ -55,6 +55,7 @@ class Watched(Job):
         self.tmp = folder / "tmp"
         self.tmp.mkdir(exist_ok=True)
         self._guardians: set[psutil.Process] = set()
+        self._memory_dirs: set[Path] = set()
         super().__init__(folder, *args, env={TAG: self.tag, "TMPDIR": str(self.tmp), **(env or {})}, **popen)
 
     def __exit__(self, *_: object) -> None:
@@ -89,6 +90,11 @@ class Watched(Job):
         """The private run directories; multiprocessing and torch have things of their own in the temporary folder."""
         return list(self.tmp.glob("elaunch*"))
 
+    def memory_dirs(self) -> list[Path]:
+        """The folders of what outlives workers (`ELAUNCH_MEMORY`), of all agents that were seen."""
+        self._guardians_now()
+        return [path for path in self._memory_dirs if path.exists()]
+
     def kill_agent(self) -> float:
         """SIGKILL the agent; the time of it. What the job had is then known to `left`."""
         had = self.processes()
@@ -100,13 +106,13 @@ class Watched(Job):
         return killed_at_s
 
     def assert_nothing_is_left(self, since_s: float | None = None, pids: Collection[int] = ()) -> None:
-        """No process and no run directory of the job, at the latest GONE_S after `since_s` (or now)."""
+        """No process, no run directory and no memory of the job, at the latest GONE_S after `since_s` (or now)."""
         until_s = (time.monotonic() if since_s is None else since_s) + GONE_S
         while True:
             looked_at_s = time.monotonic()
             left = [f"{p.pid} {described(p)}" for p in self.processes()]
             left += [f"{pid} (said by a worker)" for pid in pids if is_alive(pid)]
-            left += [str(path) for path in self.run_dirs()]
+            left += [str(path) for path in (*self.run_dirs(), *self.memory_dirs())]
             if not left:
                 return
             # The verdict is that of the last look that began in time.
@@ -122,7 +128,11 @@ class Watched(Job):
             children = psutil.Process(self.process.pid).children(recursive=deep)
         except psutil.Error:
             return []
-        return [p for p in children if is_alive(p) and "guardian.py" in described(p)]
+        found = [p for p in children if is_alive(p) and "guardian.py" in described(p)]
+        # What is not in the test's own temporary folder is known by the names that it is to remove.
+        words = (word for guardian in found for word in described(guardian).split())
+        self._memory_dirs |= {Path(word) for word in words if word.endswith("_memory")}
+        return found
 
 
 def is_alive(process: psutil.Process | int) -> bool:

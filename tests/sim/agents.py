@@ -21,6 +21,7 @@ from elaunch.agent.events import (
     Event,
     Exit,
     Join,
+    LinkEvent,
     Renew,
     ReplaceForkServer,
     Say,
@@ -29,13 +30,16 @@ from elaunch.agent.events import (
     SignalWorkers,
     Spawn,
     Tag,
+    TakeStacks,
+    TellWorkers,
     Tick,
     Widen,
     WorkerExited,
     WorkerRaised,
+    WorkersHung,
 )
 from elaunch.agent.inbox import LookAgain
-from elaunch.agent.state import Agent, Exited
+from elaunch.agent.state import Agent, Exited, Running
 from elaunch.rendezvous.entering import join
 from elaunch.rendezvous.snapshot import Keys, Snapshot
 from elaunch.rendezvous.store import StoreError
@@ -49,6 +53,7 @@ if TYPE_CHECKING:
 
 KEYS = Keys("job")
 FAREWELL_S = 2.0
+LINK_LOOK_S = 1.0
 # A timer never fires early, whatever floats make of two clocks.
 LATE_S = 1e-6
 
@@ -106,6 +111,7 @@ class AgentProcess:
         self.spec: JobSpec = world.spec(wrong=plan.wrong_terms)
         self.line = Line(world, self)
         self._inbox: deque[Event | LookAgain] = deque()
+        self._said: deque[LinkEvent] = deque()
         self.dealings = Dealings(
             self.line, KEYS, host.name, times, self.hear, partial(self.hear, LookAgain()),
             draw=self.rng.getrandbits, is_dead=host.is_dead, now=host.now_s, is_remote=True,
@@ -156,7 +162,7 @@ class AgentProcess:
         self._inbox.append(event)
         self._turn_soon()
 
-    def report(self, event: WorkerExited | ServiceLost | WorkerRaised | Cleared) -> None:
+    def report(self, event: WorkerExited | ServiceLost | WorkerRaised | WorkersHung | Cleared) -> None:
         """Bring word of its workers: in time or late, once or twice, and sometimes old news again."""
         world, rng = self.world, self.rng
         if not world.is_rough or rng.random() < 0.8:
@@ -165,6 +171,14 @@ class AgentProcess:
             world.later(rng.uniform(0, 0.5), lambda: self.hear(event))
         if world.is_rough and rng.random() < 0.05:
             world.later(rng.uniform(0, 3), lambda: self.hear(event))
+
+    def read(self, event: LinkEvent) -> None:
+        """A worker says something on its link: read before anything else is decided, and soon where that is awaited."""
+        self._said.append(event)
+        if isinstance(self.agent.phase, Running):
+            self.world.later(LINK_LOOK_S, self._turn_soon)
+        else:
+            self._turn_soon()
 
     def signal(self, signum: int) -> None:
         self.signals.append(signum)
@@ -216,12 +230,14 @@ class AgentProcess:
         if self.holds(self._turn, is_loop=True):
             return
         self._is_turning = False
+        while self._said and self.is_alive and not isinstance(self.agent.phase, Exited):
+            self._happen(self._said.popleft())
         if isinstance(self.agent.phase, Exited):
             return
         if self._inbox:
             event = self._inbox.popleft()
             self._happen(self.dealings.look() if isinstance(event, LookAgain) else event)
-        if self._inbox:
+        if self._inbox or self._said:
             self._turn_soon()
         else:
             self._set_timer()
@@ -280,19 +296,25 @@ class AgentProcess:
             case Spawn(table, group_rank):
                 self._spawn(table, group_rank)
             case SignalWorkers(generation, local_ranks, signum):
-                for worker in self.living:
-                    if worker.generation == generation and worker.local_rank in local_ranks:
-                        self.world.groups[generation].signal(worker, signum, by_agent=True)
+                for worker in self._living_of(generation, local_ranks):
+                    self.world.checks.signalling(worker, signum)
+                    self.world.groups[generation].signal(worker, signum, by_agent=True)
+            case TellWorkers(generation, local_ranks, message):
+                for worker in self._living_of(generation, local_ranks):
+                    self.world.groups[generation].tell(worker, message)
             case Clear(generation):
                 self._clear(generation)
             case ReplaceForkServer(generation):
                 self.lose_service(generation, FailureKind.TEMPLATE_LOST)
             case Exit(outcome):
                 self._exit(outcome)
-            case Say():
+            case Say() | TakeStacks():
                 pass
 
     # Its hands.
+
+    def _living_of(self, generation: int, local_ranks: frozenset[int]) -> list[Worker]:
+        return [w for w in self.living if w.generation == generation and w.local_rank in local_ranks]
 
     def _spawn(self, table: RankTable, group_rank: int) -> None:
         self.world.checks.spawning(self, table, group_rank)

@@ -23,6 +23,7 @@ from elaunch.rendezvous.types import (
     Terms,
 )
 from tests.sim.agents import KEYS, AgentProcess
+from tests.sim.groups import INT, KILL, Worker
 from tests.sim.plans import Program
 
 if TYPE_CHECKING:
@@ -169,10 +170,16 @@ class Checks:
             case OpenKind.JOIN:
                 self._by_leader(opened)
                 seated = {seat.node_id for seat in table.seats}
-                ready = set(self.joined.get(table.generation, {})) - seated
+                ready = set(self.joined.get(table.generation, {})) - seated | self._left_unseen(table.generation)
                 self._require(ready, "join", f"{opened}, but nobody is ready")
                 self._require(len(table.seats) < self.run.terms.nodes_max, "join", f"{opened}, but no seat is free")
                 self._require(not done, "join", f"{opened}, but {done} are done")
+
+    def _left_unseen(self, g: int) -> set[str]:
+        """Who had joined, and was gone before the writer could see it."""
+        assert self.writer
+        view = self.writer[0].agent.snapshot.revision
+        return {node_id for node_id, at in self._left.items() if at > view and (g, node_id) in self._have_joined}
 
     def _seal(self, table: RankTable, view: int) -> None:
         """`view` is the revision that the leader looked at; who goes after that is found lost a moment later."""
@@ -329,6 +336,22 @@ class Checks:
         )
         self._require(table.seats[group_rank].node_id == me, "seat", f"{process.name} starts {table} as {me}")
         self._require(g > max(process.node_of, default=-1), "group", f"{process.name} starts generation {g} again")
+
+    def signalling(self, worker: Worker, signum: int) -> None:
+        """Who listens is told, and gets a signal only when its time is over, or when it has nothing more to do."""
+        world, times, phase = self._world, self._world.plan.times, worker.process.agent.phase
+        if not isinstance(phase, (Running, Stopping)) or worker.local_rank not in phase.words.to_failure:
+            worker.was_signalled = True
+        if worker.was_signalled or worker.has_saved or worker.has_raised or worker.process.signals.count(INT) > 1:
+            return
+        patience_s = times.boundary_wait_s
+        if signum == KILL:
+            # A signal to the agent, or the job's end, leaves less.
+            patience_s = min(patience_s, times.stop_grace_s, times.failure_grace_s)
+        told = (worker.asked_s, patience_s), (worker.failed_s, times.failure_grace_s)
+        # Clocks differ by some percent.
+        over = [at_s + 0.9 * wait_s <= world.now_s for at_s, wait_s in told if at_s is not None]
+        self._require(any(over), "link", f"{worker}, which listens, gets signal {signum}: {worker!r}")
 
     def clearing(self, process: AgentProcess, generation: int) -> None:
         ordered = (process.name, generation)

@@ -22,6 +22,7 @@ from elaunch.agent.events import (
     ServiceLost,
     SignalWorkers,
     Spawn,
+    TellWorkers,
     WorkerExited,
 )
 from elaunch.rendezvous.memory import MemoryStore
@@ -262,6 +263,8 @@ class World:
                 self._signal(process, INT)
             case Strike.PREEMPT:
                 self._preempt(process)
+            case Strike.HANG if living:
+                self.groups[living[0].generation].hang()
             case Strike.WORKER if living:
                 worker = self.rng.choice(living)
                 code, kind = self.rng.choice(
@@ -382,7 +385,7 @@ def short(what: object) -> str:
             return f"  -> spawn {table.generation}"
         case Cleared(generation):
             return f"cleared {generation}"
-        case Clear() | Join() | SignalWorkers():
+        case Clear() | Join() | SignalWorkers() | TellWorkers():
             return f"  -> {what}"
         case _:
             return str(what)

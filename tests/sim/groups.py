@@ -6,7 +6,17 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from elaunch.agent.events import WorkerExited, WorkerRaised
+from elaunch.agent.events import (
+    WorkerExited,
+    WorkerListens,
+    WorkerRaised,
+    WorkerSaved,
+    WorkersHung,
+    WorkerStopped,
+)
+from elaunch.agent.messages import Message, PeerFailed, StopAtStepBoundary
+from elaunch.agent.running import STOPPED_HOLD_S
+from elaunch.agent.state import Running
 from elaunch.rendezvous.types import Failure, FailureKind, RankTable
 from tests.sim.plans import Program
 
@@ -34,7 +44,7 @@ class Manner(Enum):
 
 @dataclass(eq=False)
 class Worker:
-    """One process."""
+    """One process. `asked_s` and `failed_s` are when it was told to stop after a step, and of a failure."""
 
     process: AgentProcess
     generation: int
@@ -43,6 +53,11 @@ class Worker:
     manner: Manner
     is_alive: bool = True
     code: int | None = None
+    was_signalled: bool = False
+    asked_s: float | None = None
+    failed_s: float | None = None
+    has_saved: bool = False
+    has_raised: bool = False
 
     def __str__(self) -> str:
         return f"rank {self.rank} of generation {self.generation} on {self.process.name}"
@@ -58,6 +73,8 @@ class Group:
         self.runs_since_s: float | None = None
         self.ran_s = 0.0
         self.is_finished = False
+        self.is_to_stop = False
+        self.is_hung = False
         self._token = 0
 
     def add(self, process: AgentProcess, group_rank: int) -> None:
@@ -76,6 +93,8 @@ class Group:
             elif not world.plan.collective:
                 lasts_s = rng.uniform(0.3, 1.0) * world.plan.work_s
                 world.later(lasts_s, lambda worker=worker: self.end(worker, 0))
+            if world.plan.listens:
+                world.later(rng.uniform(0, 0.3), lambda worker=worker: self._listen(worker))
         self.review()
 
     def review(self) -> None:
@@ -83,7 +102,8 @@ class Group:
         world = self._world
         hosts = {worker.process.host.name: worker.process.host for worker in self.workers.values()}
         is_whole = len(self.workers) == self.table.world_size and all(w.is_alive for w in self.workers.values())
-        runs = is_whole and (len(hosts) == 1 or not any(host.is_cut for host in hosts.values()))
+        is_linked = len(hosts) == 1 or not any(host.is_cut for host in hosts.values())
+        runs = is_whole and is_linked and not self.is_hung
         if runs and self.runs_since_s is None:
             self.runs_since_s = world.now_s
             self._token += 1
@@ -92,6 +112,8 @@ class Group:
                 world.later(max(0.0, world.plan.work_s - world.trained_s), lambda: self._finish(token))
             if world.plan.program is Program.ERRONEOUS:
                 world.later(0.2, lambda: self._err(token))
+            if self.is_to_stop:
+                world.later(world.rng.uniform(0, 0.3), lambda: self._come_to_boundary(token))
         elif not runs and self.runs_since_s is not None:
             ran_s = world.now_s - self.runs_since_s
             self.ran_s += ran_s
@@ -106,8 +128,19 @@ class Group:
         since_s = self._world.now_s - self.runs_since_s if self.runs_since_s is not None else 0.0
         return self.ran_s + since_s > PROGRESS_S
 
-    def end(self, worker: Worker, code: int, kind: FailureKind | None = None, *, is_own: bool = False) -> None:
-        """A worker is gone; `is_own` says that its failure is its own, whatever becomes of that."""
+    def end(
+        self,
+        worker: Worker,
+        code: int,
+        kind: FailureKind | None = None,
+        *,
+        is_own: bool = False,
+        has_stopped: bool = False,
+    ) -> None:
+        """A worker is gone; `is_own` says that its failure is its own, whatever becomes of that.
+
+        One that `has_stopped` after a step, as all ranks have, leaves nobody waiting.
+        """
         if not worker.is_alive:
             return
         worker.is_alive, worker.code = False, code
@@ -116,7 +149,7 @@ class Group:
             self._world.note_failure(worker)
         self.review()
         worker.process.report(WorkerExited(worker.generation, worker.local_rank, code, failure))
-        if not self.is_finished and self._world.plan.collective:
+        if not self.is_finished and self._world.plan.collective and not has_stopped:
             self.reset_peers(worker)
 
     def signal(self, worker: Worker, signum: int, *, by_agent: bool) -> None:
@@ -142,6 +175,77 @@ class Group:
         # The agent hears of the scheduler's signal before a worker has saved and gone.
         at_least_s = 0.4 if is_own and not code else 0.0
         world.later(at_least_s + rng.uniform(0, within_s), lambda: self.end(worker, code, is_own=is_own))
+
+    def tell(self, worker: Worker, message: Message) -> None:
+        """A worker's agent says something on its link."""
+        world = self._world
+        if not worker.is_alive:
+            return
+        match message:
+            case StopAtStepBoundary():
+                worker.asked_s = world.now_s if worker.asked_s is None else worker.asked_s
+                if not world.plan.collective:
+                    world.later(world.rng.uniform(0, 0.3), lambda: self._stop(worker))
+                elif not self.is_to_stop:
+                    self.is_to_stop, token = True, self._token
+                    world.later(world.rng.uniform(0, 0.3), lambda: self._come_to_boundary(token))
+            case PeerFailed():
+                worker.failed_s = world.now_s
+                if worker.manner not in (Manner.STUCK, Manner.IGNORES):
+                    world.later(world.rng.uniform(0, 0.3), lambda: self._save(worker))
+
+    def hang(self) -> None:
+        """Its ranks wait for each other for ever; agents that watch over them find out."""
+        if self.is_finished or not self._world.plan.collective:
+            return
+        self.is_hung = True
+        self.review()
+        for worker in list(self.workers.values()):
+            if worker.is_alive and worker.local_rank == 0:
+                self._world.later(self._world.rng.uniform(3, 4), lambda w=worker: self._be_found_hung(w))
+
+    def _be_found_hung(self, worker: Worker) -> None:
+        if worker.is_alive and worker.process.is_alive:
+            self._world.note_failure(worker)
+            failure = replace(self._failure(worker, 0, FailureKind.HANG), code=None, message="hung")
+            worker.process.report(WorkersHung(worker.generation, failure))
+
+    def _listen(self, worker: Worker) -> None:
+        if worker.is_alive:
+            worker.process.read(WorkerListens(worker.generation, worker.local_rank, to_stop=True, to_failure=True))
+
+    def _save(self, worker: Worker) -> None:
+        if worker.is_alive and not self.is_finished:
+            worker.has_saved = True
+            worker.process.read(WorkerSaved(worker.generation, worker.local_rank, 1))
+
+    def _come_to_boundary(self, token: int) -> None:
+        """All ranks that can still do a step together stop after the same one."""
+        if token == self._token and self.runs_since_s is not None and not self.is_finished:
+            for worker in self.workers.values():
+                self._stop(worker)
+
+    def _stop(self, worker: Worker) -> None:
+        world = self._world
+        if not worker.is_alive:
+            return
+        worker.process.read(WorkerStopped(worker.generation, worker.local_rank, 1))
+        code = world.rng.choice([128 + TERM, 128 + TERM, 0])
+        world.later(world.rng.uniform(0, 0.5), lambda: self._exit_stopped(worker, code))
+
+    def _exit_stopped(self, worker: Worker, code: int) -> None:
+        if not worker.is_alive:
+            return
+        self.end(worker, code, has_stopped=True)
+        # Its agent hears too late of what it was for, or never.
+        hold_s = 0.9 * STOPPED_HOLD_S
+        if code:
+            self._world.later(hold_s, lambda: self._count_if_unheard(worker))
+
+    def _count_if_unheard(self, worker: Worker) -> None:
+        phase = worker.process.agent.phase
+        if isinstance(phase, Running) and phase.table.generation == worker.generation:
+            self._world.note_failure(worker)
 
     def _report_late(self, worker: Worker) -> None:
         failure = self._failure(worker, -KILL, None)
@@ -185,6 +289,7 @@ class Group:
             # Only its last output tells what it was; that comes with `Cleared`.
             worker.process.tails[worker.local_rank] = PEER_TAIL
         elif self._world.rng.random() < 0.2:
+            worker.has_raised = True
             worker.process.report(WorkerRaised(worker.generation, worker.local_rank))
         self.end(worker, 1, kind)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from elaunch.rendezvous.times import Times
@@ -49,6 +49,7 @@ class Strike(Enum):
     SERVICE = "worker store lost"
     FORK_SERVER = "fork server lost"
     SLOW_CLEAR = "clearing up takes long"
+    HANG = "workers hang"
     GARBAGE = "bad record"
     HISTORY = "history lost"
 
@@ -105,7 +106,8 @@ class Plan:
     `call_s` and `watch_s` are how long a call and a watch's word take at most, `lost` the share of answers that never
     come, `twice` of requests that come again late. `work_s` is what the job needs to train in all. A `collective`
     program blocks where a rank is missing, and fails where one dies. `peers_blind` is the share of workers that do not
-    notice. `obedient` workers die of SIGTERM at once; others have ways of their own.
+    notice. `obedient` workers die of SIGTERM at once; others have ways of their own. Where the program `listens`, its
+    workers are told on their links when to stop, and of failures.
     """
 
     seed: int
@@ -127,6 +129,7 @@ class Plan:
     interleave: float = 0.2
     lease_slack_s: float = 0.0
     again: bool = False
+    listens: bool = False
     faults: tuple[Fault, ...] = ()
     times: Times = TIMES
 
@@ -160,7 +163,7 @@ def draw(seed: int) -> Plan:
     enough = nodes_max if rng.random() < 0.05 else min(nodes, nodes_max)
     nodes_min = rng.choice([enough, enough, max(1, enough - 1), 1, rng.randint(1, enough)])
     slow = rng.choice([0.0005, 0.002, 0.02, 0.15])
-    return Plan(
+    plan = Plan(
         seed,
         hosts,
         nodes_min,
@@ -183,6 +186,8 @@ def draw(seed: int) -> Plan:
         faults=_faults(rng, nodes),
         times=rng.choice([TIMES, TIMES, TIMES, *OTHER_TIMES]),
     )
+    hangs = [Fault(rng.uniform(2, 12), Strike.HANG, rng.randrange(nodes)) for _ in range(rng.choice([0, 0, 0, 1, 2]))]
+    return replace(plan, listens=rng.random() < 0.5, faults=(*plan.faults, *hangs))
 
 
 def _hosts(rng: random.Random, nodes: int) -> tuple[HostPlan, ...]:

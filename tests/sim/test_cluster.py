@@ -11,7 +11,18 @@ from functools import cache
 
 import pytest
 
-from elaunch.agent.events import Commit, LeaseLost, ReplaceForkServer, Tag, Widen
+from elaunch.agent.events import (
+    Commit,
+    LeaseLost,
+    ReplaceForkServer,
+    Tag,
+    TellWorkers,
+    Widen,
+    WorkerSaved,
+    WorkersHung,
+    WorkerStopped,
+)
+from elaunch.agent.messages import StopAtStepBoundary, StopReason
 from elaunch.rendezvous.store import Delete
 from elaunch.rendezvous.types import OpenKind
 from tests.sim.agents import KEYS
@@ -35,8 +46,10 @@ def life(seed: int) -> Counter[object]:
             case Commit(txn, tag):
                 seen[tag] += 1
                 seen["evicted"] += [Delete(KEYS.member(op.key.split("/")[-1])) for op in txn.then] == [*txn.then]
-            case LeaseLost() | ReplaceForkServer() | Widen():
+            case LeaseLost() | ReplaceForkServer() | Widen() | WorkerSaved() | WorkerStopped() | WorkersHung():
                 seen[type(what)] += 1
+            case TellWorkers(_, _, message):
+                seen[message] += 1
     return seen
 
 
@@ -64,6 +77,8 @@ def test_the_random_lives_hold_what_they_promise() -> None:
     assert not set(Tag) - {Tag.JOIN} - set(seen)
     assert {f"exit {code}" for code in (0, 1, 2, 3, 130, 143)} <= set(seen)
     assert {LeaseLost, ReplaceForkServer, Widen} <= set(seen)
+    assert {WorkerSaved, WorkerStopped, WorkersHung} <= set(seen)
+    assert {StopAtStepBoundary(reason) for reason in StopReason} <= set(seen)
     assert seen["evicted"] > 0
     assert most >= 6
 

@@ -409,11 +409,12 @@ def test_virtual_local_rank_needs_a_visible_gpu_for_each_worker() -> None:
 
 
 def test_the_other_settings_reach_the_agent() -> None:
-    limits = ("--max-restarts", "9", "--restart-window", "60", "--failure-grace", "1.5")
+    limits = ("--max-restarts", "9", "--restart-window", "60", "--failure-grace", "1.5", "--hang-timeout", "90")
 
     config = config_of(*limits, "--role", "r", "--numa-binding", "core-complex", "t.py", "a")
 
     assert (config.spec.max_restarts, config.spec.restart_window_s, config.times.failure_grace_s) == (9, 60.0, 1.5)
+    assert config.times.hang_timeout_s == 90.0
     assert (config.role, config.numa_binding) == ("r", NumaBinding.CORE_COMPLEX)
     assert config.spec.program.argv == (CPU_HOST.python, "-u", "t.py", "a")
 

@@ -365,9 +365,9 @@ def test_a_short_interval_is_kept() -> None:
 
 
 def test_graces_of_the_command_line_are_among_the_times() -> None:
-    times = times_of("is_host=1", "--stop-grace", "700", "--failure-grace", "3")
+    times = times_of("is_host=1", "--stop-grace", "700", "--failure-grace", "3", "--hang-timeout", "60")
 
-    assert (times.stop_grace_s, times.failure_grace_s) == (700, 3)
+    assert (times.stop_grace_s, times.failure_grace_s, times.hang_timeout_s) == (700, 3, 60)
     assert times.join_timeout_s > 700
 
 

@@ -47,6 +47,7 @@ def test_a_join_timeout_that_was_chosen_is_kept() -> None:
         (replace(Times(), join_timeout_s=53.0), "it must be above 53 s; raise join_timeout or lower --stop-grace"),
         (replace(Times(), store_timeout_s=6.0), "it must be above 6 s"),
         (replace(Times(), join_backoff_min_s=61.0), "begin at 61 s and grow to 60 s"),
+        (replace(Times(), boundary_wait_s=0.0), "boundary_wait (0 s) leaves workers no time"),
     ],
 )
 def test_a_violated_inequality_is_one_sentence_with_the_values(times: Times, words: str) -> None:

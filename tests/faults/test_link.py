@@ -1,0 +1,312 @@
+"""The link with real workers: who listens saves before it is ended, and all ranks stop after the same step."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import stat
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faults.processes import LIGHT, SAY, Watched
+from tests.harness import finished, script, wait_for
+from tests.nodes import needs_nodes
+
+TORCH = ("--preload", "torch")
+
+# Rank 0 waits for rank 1 in a collective of the two, for which rank 1 never comes. No connection of theirs ends.
+STUCK = f"""{SAY}
+import torch
+import torch.distributed as dist
+from elaunch.trainer import link
+
+def save(generation):
+    print(f"rank {{RANK}} saves after {{generation}}", flush=True)
+    link.saved(41)
+
+dist.init_process_group("gloo")
+two = dist.new_group([0, 1])
+if GENERATION == 0:
+    link.listen(on_peer_failed=save)
+    dist.barrier()
+    if RANK == 0:
+        open("waits", "w").close()
+        dist.all_reduce(torch.ones(1), group=two)
+    while RANK == 2 and not os.path.exists("waits"):
+        time.sleep(0.01)
+    if RANK == 2:
+        time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(600)
+print("goes on", flush=True)
+"""
+
+
+def timeline(logs: Path) -> list[dict[str, Any]]:
+    (path,) = logs.glob("*/timeline.jsonl")
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_survivor_that_is_stuck_in_a_collective_saves_and_is_killed_at_once(tmp_path: Path) -> None:
+    script(tmp_path, STUCK)
+    options = ("--log-dir", "logs", "--failure-grace", "50", "--nproc-per-node", "3")
+    with Watched(tmp_path, *TORCH, *options, "train.py") as job:
+        assert job.wait() == 0, job.output
+
+    assert "rank 0 saves after 0" in job.stdout
+    assert "rank 1 saves after 0" in job.stdout
+    assert "goes on" in job.stdout
+    events = timeline(tmp_path / "logs")
+    first = [e for e in events if e["generation"] == 0]
+    for rank in (0, 1):
+        told, saved, exited = (
+            next(i for i, e in enumerate(first) if e["event"] == name and e.get("rank", rank) == rank)
+            for name in ("told", "saved", "exited")
+        )
+        killing = next(i for i, e in enumerate(first) if e["event"] == "killing" and i > saved)
+        assert told < saved < killing < exited, first
+        assert first[saved]["step"] == 41
+        assert first[exited]["code"] == -signal.SIGKILL
+    # SIGTERM would have ended them before.
+    assert not [e for e in first if e["event"] == "stopping"]
+    assert "still ran after" not in job.stderr
+    assert re.search(r"rank 2 .* was killed by SIGKILL in generation 0; stopping 2 others", job.stderr)
+    assert "1 of 3 restarts used" in job.stderr
+
+
+def test_who_listens_for_stops_only_is_ended_by_sigterm_after_a_failure(tmp_path: Path) -> None:
+    script(tmp_path, STUCK.replace("link.listen(on_peer_failed=save)", "link.listen(on_stop=print)"))
+    options = ("--log-dir", "logs", "--failure-grace", "50", "--nproc-per-node", "3")
+    with Watched(tmp_path, *TORCH, *options, "train.py") as job:
+        assert job.wait() == 0, job.output
+
+    first = [e for e in timeline(tmp_path / "logs") if e["generation"] == 0]
+    codes = {e["rank"]: e["code"] for e in first if e["event"] == "exited"}
+    assert codes == {0: -signal.SIGTERM, 1: -signal.SIGTERM, 2: -signal.SIGKILL}
+    assert not [e for e in first if e["event"] == "told"]
+
+
+STEPS = f"""{SAY}
+import sys
+import torch
+import torch.distributed as dist
+from elaunch.trainer import link
+
+signal.signal(signal.SIGTERM, lambda *_: print("SIGTERM came", flush=True))
+signal.signal(signal.SIGINT, lambda *_: print("SIGINT came", flush=True))
+signal.signal(signal.SIGUSR1, lambda *_: print("SIGUSR1 came", flush=True))
+dist.init_process_group("gloo")
+step = 0
+while True:
+    dist.all_reduce(torch.ones(1))
+    step += 1
+    link.report(step)
+    if link.should_stop(every=3):
+        print(f"rank {{RANK}} stops after {{step}}", flush=True)
+        sys.exit(143)
+    if step == 5:
+        print("trains", flush=True)
+    time.sleep(0.01 * (1 + RANK))
+"""
+
+
+@pytest.mark.parametrize(
+    ("signum", "options"),
+    [
+        (signal.SIGTERM, ()),
+        (signal.SIGINT, ()),
+        (signal.SIGUSR1, ("--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1")),
+    ],
+    ids=["TERM", "INT", "USR1"],
+)
+def test_all_ranks_stop_after_the_same_step_and_get_no_signal(
+    tmp_path: Path, signum: signal.Signals, options: tuple[str, ...]
+) -> None:
+    script(tmp_path, STEPS)
+    with Watched(tmp_path, *TORCH, *options, "--nproc-per-node", "3", "train.py") as job:
+        wait_for(lambda: job.stdout.count("trains") == 3, "three ranks that train")
+
+        job.signal(signum)
+
+        assert job.wait() == 128 + signum, job.output
+    stops = re.findall(r"rank (\d) stops after (\d+)", job.stdout)
+    assert sorted(rank for rank, _ in stops) == ["0", "1", "2"]
+    assert len({step for _, step in stops}) == 1
+    assert int(stops[0][1]) % 3 == 0
+    assert "came" not in job.stdout
+
+
+def test_a_worker_that_comes_to_no_end_of_its_step_is_killed_after_the_stop_grace(tmp_path: Path) -> None:
+    script(
+        tmp_path, f"{SAY}\nfrom elaunch.trainer import link\nlink.listen(on_stop=print)\nprint('up')\ntime.sleep(600)"
+    )
+    with Watched(tmp_path, *LIGHT, "--stop-grace", "1", "train.py") as job:
+        job.wait_for_output("^up")
+
+        job.signal(signal.SIGTERM)
+
+        assert job.wait() == 143
+    assert "leave" in job.stdout
+    assert "local rank 0 still ran after 1 s; SIGKILL" in job.stderr
+
+
+# --- hang
+
+
+HANGING = f"""{SAY}
+import threading
+import torch
+import torch.distributed as dist
+from elaunch.trainer import link
+
+def never_ends():
+    time.sleep(600)
+
+dist.init_process_group("gloo")
+LISTEN
+for step in range(1, 6):
+    dist.all_reduce(torch.ones(1))
+    link.report(step)
+    link.phase("between steps")
+    time.sleep(0.06)
+if GENERATION == 0:
+    if RANK == 1:
+        never_ends()
+    link.report(6)
+    dist.all_reduce(torch.ones(1))
+print("done", flush=True)
+"""
+
+
+@pytest.mark.parametrize("listens", [True, False])
+def test_workers_that_hang_show_their_stacks_and_are_started_again(tmp_path: Path, listens: bool) -> None:
+    listen = "link.listen(on_peer_failed=lambda _: link.saved(5))" if listens else ""
+    script(tmp_path, HANGING.replace("LISTEN", listen))
+    options = ("--hang-timeout", "2", "--log-dir", "logs", "--nproc-per-node", "2")
+    # Whether or not there is a py-spy on this machine, none is found.
+    env = {"PATH": "/nowhere"}
+    with Watched(tmp_path, *TORCH, *options, "train.py", env=env) as job:
+        assert job.wait() == 0, job.output
+
+    words = (
+        r"rank 1 \(local rank 1 on \S+, pid \d+\) hung: it reported nothing for \d s since step 5, in its phase"
+        r" 'between steps', while others had come to step 6, in generation 0; stopping 2 workers"
+    )
+    assert re.search(words, job.stderr), job.stderr
+    assert job.stdout.count("done") == 2
+    assert "1 of 3 restarts used" in job.stderr
+    (log,) = (tmp_path / "logs").glob("*/attempt_0/1/stderr.log")
+    assert ("never_ends" in log.read_text()) == listens
+    assert ("what rank 0, 1 is doing cannot be shown: install py-spy" in job.stderr) != listens
+
+
+def test_a_node_whose_agent_and_workers_were_all_stopped_does_not_hang_when_they_go_on(tmp_path: Path) -> None:
+    script(
+        tmp_path,
+        f"""{SAY}
+from elaunch.trainer import link
+for step in range(1 << 30):
+    link.report(step)
+    time.sleep(0.05)
+    if step == 20: say("worker", os.getpid())
+    if os.path.exists("end"): break
+""",
+    )
+    with Watched(tmp_path, *LIGHT, "--hang-timeout", "3", "train.py") as job:
+        job.wait_for_output("worker pid")
+        worker = job.pids("worker")[0]
+        for pid in (job.process.pid, worker):
+            os.kill(pid, signal.SIGSTOP)
+        time.sleep(5)
+        os.kill(job.process.pid, signal.SIGCONT)
+        # The agent looks before its worker goes on.
+        time.sleep(0.5)
+        os.kill(worker, signal.SIGCONT)
+        time.sleep(1.5)
+        (tmp_path / "end").touch()
+
+        assert job.wait() == 0, job.output
+    assert "hung" not in job.stderr
+
+
+# --- what outlives workers
+
+
+KEEPS = f"""{SAY}
+memory = os.environ["ELAUNCH_MEMORY"]
+print("memory", memory, flush=True)
+if GENERATION == 0:
+    open(f"{{memory}}/kept-{{RANK}}", "w").write("by generation 0")
+    os.kill(os.getpid(), signal.SIGKILL)
+print("found", sorted(os.listdir(memory)), flush=True)
+if os.path.exists("stay"): time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("how", [LIGHT, ("--no-preload",)], ids=["forked", "no-preload"])
+@pytest.mark.parametrize("logs", [(), ("--log-dir", "logs")], ids=["", "log-dir"])
+def test_workers_find_what_those_before_them_kept_and_nothing_is_left_at_the_end(
+    tmp_path: Path, how: tuple[str, ...], logs: tuple[str, ...]
+) -> None:
+    script(tmp_path, KEEPS)
+
+    job = finished(tmp_path, *how, *logs, "train.py")
+
+    assert job.code == 0, job.output
+    (memory,) = {Path(path) for path in re.findall(r"memory (\S+)", job.stdout)}
+    assert "found ['kept-0']" in job.stdout
+    assert memory.parent == Path("/dev/shm")
+    assert not memory.exists()
+
+
+def test_the_memory_is_private_and_each_agents_own_and_goes_with_an_agent_that_is_killed(tmp_path: Path) -> None:
+    homes = [tmp_path / "one", tmp_path / "other"]
+    for home in homes:
+        home.mkdir()
+        (home / "stay").touch()
+        script(home, KEEPS)
+    with Watched(homes[0], *LIGHT, "train.py") as one, Watched(homes[1], *LIGHT, "train.py") as other:
+        folders = [Path(job.wait_for_output(r"^memory (\S+)")[1]) for job in (one, other)]
+        for job in (one, other):
+            job.wait_for_output("found")
+            assert job.memory_dirs()
+        assert len(set(folders)) == 2
+        assert [stat.S_IMODE(folder.stat().st_mode) for folder in folders] == [0o700, 0o700]
+
+        killed_at_s = one.kill_agent()
+
+        one.assert_nothing_is_left(killed_at_s)
+        assert [folder.exists() for folder in folders] == [False, True]
+
+
+READ_ONLY = 'mount -t tmpfs -o ro none /dev/shm && exec "$@"'
+
+
+@needs_nodes
+def test_where_there_is_no_shared_memory_the_disk_serves_and_who_keeps_things_there_is_told(tmp_path: Path) -> None:
+    script(
+        tmp_path,
+        f"""{SAY}
+from elaunch.trainer import link
+print("memory", os.environ["ELAUNCH_MEMORY"], flush=True)
+link.listen(on_peer_failed=print)
+time.sleep(2)
+""",
+    )
+    prefix = ("unshare", "--mount", "sh", "-c", READ_ONLY, "sh")
+
+    job = finished(tmp_path, *LIGHT, "--nproc-per-node", "2", "train.py", prefix=prefix)
+
+    assert job.code == 0, job.output
+    (memory,) = {Path(path) for path in re.findall(r"memory (\S+)", job.stdout)}
+    assert memory.parent == tmp_path
+    assert not memory.exists()
+    words = (
+        r"^elaunch: there is no shared memory to be had \(/dev/shm/elaunch_\w+: Read-only file system\); .* to (.+)$"
+    )
+    assert re.findall(words, job.stderr, re.MULTILINE) == [str(memory)], job.stderr
