@@ -12,7 +12,8 @@ FOLDER/<moment>-<generation>-<step>-<rank> makes that rank kill itself with SIGK
     crash         not a kill: an exception before the forward pass
     hold          not a kill: wait there until the file is gone
 
-Each rank appends JSON lines to FOLDER/records: `began`, `loss` (the bits of its own loss of a step), `done`, `end`.
+Each rank appends JSON lines to FOLDER/records: `began`, `done` (with the bits of its own loss of the step), `told` (to
+stop), `killed`, `held`, `end`.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from elaunch.trainer.boundary import Boundary
 from elaunch.trainer.keeper import Keeper
 from elaunch.trainer.memory import copy_on_host
 
@@ -150,9 +152,10 @@ def main() -> None:
             loss = train(step, keeper, model, optimizer, scheduler, extra)
             record("done", step=step, loss=bits(loss))
             moment("committed", step)
-        state = digest(model.state_dict(), optimizer.state_dict(), scheduler.state_dict(), extra)
+        replicated = digest(list(model.parameters()), optimizer.state_dict(), scheduler.state_dict(), extra)
+        state = digest(model.state_dict(), replicated)
         own = digest(torch.get_rng_state(), hook_state.error_dict if hook_state else {})
-    record("end", step=keeper.step, state=state, own=own)
+    record("end", step=keeper.step, replicated=replicated, state=state, own=own)
     dist.destroy_process_group()
 
 
@@ -195,6 +198,13 @@ def plant(keeper: Keeper, network: Network, optimizer: Interruptible) -> None:
         copy_on_host(targets, sources)
 
     keeper._copies.copy = copy  # type: ignore[method-assign]
+    tell = Boundary.tell
+
+    def record_and_tell(boundary: Boundary, reason: str) -> None:
+        tell(boundary, reason)
+        record("told", reason=reason)
+
+    Boundary.tell = record_and_tell  # type: ignore[method-assign]
     load = keeper._training.load_replicated
 
     def load_replicated(state: Any) -> None:
