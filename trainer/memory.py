@@ -46,8 +46,8 @@ class NoRoom(Exception):
     def __init__(self, folder: Path, needed: int, free: int) -> None:
         self.needed, self.free = needed, free
         super().__init__(
-            f"{folder.parent} has {free / 1e6:,.0f} MB free and this node's copies of the training state take "
-            f"{needed / 1e6:,.0f} MB; there are none, and a failure goes back to the last checkpoint"
+            f"{folder.parent} has {free / 1e6:,.1f} MB free and this node's copies of the training state take "
+            f"{needed / 1e6:,.1f} MB; there are none, and a failure goes back to the last checkpoint"
         )
 
 

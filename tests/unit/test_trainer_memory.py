@@ -126,7 +126,7 @@ def test_too_little_room_is_one_sentence_with_both_numbers(tmp_path: Path, monke
     monkeypatch.setattr(os, "statvfs", lambda path: Full)
     memory = Memory(tmp_path, "m", LAYOUT)
 
-    with pytest.raises(NoRoom, match=r"has 5 MB free and this node's copies of the training state take 8 MB"):
+    with pytest.raises(NoRoom, match=r"has 5.0 MB free and this node's copies of the training state take 8.0 MB"):
         memory.save(Version(0, 1), lambda: {"w": torch.zeros(1_000_000)})
 
     assert not list(tmp_path.glob("*state*"))
