@@ -8,6 +8,7 @@ FOLDER/<moment>-<generation>-<step>-<rank> makes that rank kill itself with SIGK
     backward      the first gradients are on their way to the others
     optimizer     half of the parameters are new
     commit        all parameters are, the scheduler is not
+    together      after the forward pass, at once with all others that have such a file
     copy          half of a copy of that step is in memory
     crash         not a kill: an exception before the forward pass
     hold          not a kill: wait there until the file is gone
@@ -59,6 +60,23 @@ def moment(name: str, step: int) -> None:
     if is_asked(name, step):
         record("killed", moment=name, step=step)
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def together(step: int) -> None:
+    """Die at the same moment as all others that the test has asked: the lowest rank kills them."""
+    asked = sorted(FOLDER.glob(f"together-{GENERATION}-{step}-*"))
+    if not is_asked("together", step):
+        return
+    record("killed", moment="together", step=step)
+    mine = FOLDER / f"pid-{GENERATION}-{step}-{RANK}"
+    mine.with_suffix(".part").write_text(str(os.getpid()))
+    mine.with_suffix(".part").rename(mine)
+    if min(int(path.name.rpartition("-")[2]) for path in asked) != RANK:
+        signal.pause()
+    while len(pids := list(FOLDER.glob(f"pid-{GENERATION}-{step}-?"))) < len(asked):
+        time.sleep(0.001)
+    for path in sorted(pids, reverse=True):
+        os.kill(int(path.read_text()), signal.SIGKILL)
 
 
 def bits(value: float) -> str:
@@ -175,6 +193,7 @@ def train(step: int, keeper: Keeper, model: nn.Module, optimizer: Any, scheduler
         raise ValueError(f"asked for by the test, in generation {GENERATION}")
     loss = (model(inputs).squeeze(1) - inputs.sum(1)).pow(2).mean()
     moment("forward", step)
+    together(step)
     loss.backward()
     with keeper.commit():
         optimizer.step()

@@ -139,7 +139,8 @@ def test_a_kill_at_any_moment_loses_no_step_and_changes_no_bit(
 def test_all_but_one_are_killed_and_the_last_one_saves(
     tmp_path: Path, calm: dict[tuple[int, str], Run], workers: int
 ) -> None:
-    asks = [f"forward-0-7-{rank}" for rank in range(1, workers)] + [f"forward-1-12-{r}" for r in range(workers - 1)]
+    asks = [f"together-0-7-{rank}" for rank in range(1, workers)]
+    asks += [f"together-1-12-{rank}" for rank in range(workers - 1)]
 
     with Run(tmp_path / "stormy", workers, "snapshot_every=100", asks=asks) as stormy:
         stormy.ended()
@@ -153,8 +154,7 @@ def test_all_but_one_are_killed_and_the_last_one_saves(
 def test_all_workers_killed_at_once_repeat_the_steps_since_the_snapshot_and_it_is_said(
     tmp_path: Path, calm: dict[tuple[int, str], Run]
 ) -> None:
-    # All forward passes of the step are over before anybody's gradients are complete; so all die in it.
-    asks = [f"forward-{generation}-{step}-{rank}" for generation, step in ((0, 20), (1, 20)) for rank in range(3)]
+    asks = [f"together-{generation}-{step}-{rank}" for generation, step in ((0, 20), (1, 20)) for rank in range(3)]
 
     with Run(tmp_path / "stormy", 3, "snapshot_every=8", asks=asks) as stormy:
         stormy.ended()
@@ -194,7 +194,7 @@ def test_a_survivor_killed_while_it_saves_is_made_up_for_by_another(
 
 def test_a_corrupt_copy_is_skipped_and_said(tmp_path: Path, calm: dict[tuple[int, str], Run]) -> None:
     # All die in step 20; before it, a byte of the newest copy is changed.
-    asks = ["hold-0-20-0", *(f"forward-0-20-{rank}" for rank in range(2))]
+    asks = ["hold-0-20-0", *(f"together-0-20-{rank}" for rank in range(2))]
     with Run(tmp_path / "stormy", 2, "snapshot_every=6", asks=asks) as stormy:
         wait_for(lambda: stormy.of("held"), "step 20")
         memory = Path(stormy.of("began", rank=0)[0]["memory"])

@@ -54,14 +54,13 @@ def test_a_stopped_job_goes_on_from_its_checkpoint_bit_for_bit(
 
 
 def test_the_newest_of_memory_and_disk_is_taken(tmp_path: Path) -> None:
-    # All die in step 20: the newest copy in memory is of step 9, the newest checkpoint of step 15.
+    # All die in step 20: the newest copy in memory is of step 17, the newest checkpoint of step 15.
     options = ("snapshot_every=8", f"checkpoints={tmp_path / 'checkpoints'}", "checkpoint_every=5")
-    asks = [f"forward-0-20-{rank}" for rank in range(3)] + ["forward-1-30-2"]
+    asks = [f"together-0-20-{rank}" for rank in range(3)] + ["forward-1-30-2"]
 
     with Run(tmp_path / "run", 3, *options, asks=asks) as run:
         run.ended()
 
-    # The checkpoint of step 15 may still be in the making, as all the copy of 17 is newer.
     assert re.search(r"restored step 17 from memory \(of generation 0\); 2 steps are repeated", run.job.output)
     assert re.search(r"restored step 29 from memory .*; 0 steps are repeated", run.job.output)
     with Run(tmp_path / "calm", 3, "snapshot_every=8") as calm:
@@ -70,7 +69,7 @@ def test_the_newest_of_memory_and_disk_is_taken(tmp_path: Path) -> None:
 
 def test_without_any_copy_in_memory_the_checkpoint_is_taken_and_what_is_repeated_is_said(tmp_path: Path) -> None:
     options = ("snapshot_every=100", f"checkpoints={tmp_path / 'checkpoints'}", "checkpoint_every=6")
-    asks = [f"forward-0-20-{rank}" for rank in range(2)]
+    asks = [f"together-0-20-{rank}" for rank in range(2)]
 
     with Run(tmp_path / "run", 2, *options, asks=asks) as run:
         run.ended()
