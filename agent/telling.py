@@ -104,10 +104,8 @@ def saved(agent: Agent, event: WorkerSaved) -> Step:
     """Nothing of a worker that has saved after a failure is needed any more."""
     match agent.phase:
         case Stopping(table=table, is_broken=True, killed=False) as stopping if table.generation == event.generation:
-            if (
-                event.local_rank
-                in (stopping.live & stopping.words.to_failure) - stopping.words.stopped - stopping.spent
-            ):
+            saving = (stopping.live & stopping.words.to_failure) - stopping.words.stopped - stopping.spent
+            if event.local_rank in saving:
                 spent = frozenset({event.local_rank})
                 agent = replace(agent, phase=replace(stopping, spent=stopping.spent | spent))
                 return agent, (SignalWorkers(event.generation, spent, SIGKILL),)

@@ -217,15 +217,17 @@ for step in range(1 << 30):
     if os.path.exists("end"): break
 """,
     )
-    with Watched(tmp_path, *LIGHT, "--hang-timeout", "3", "train.py") as job:
+    with Watched(tmp_path, *LIGHT, "--hang-timeout", "4", "train.py") as job:
         job.wait_for_output("worker pid")
         worker = job.pids("worker")[0]
-        for pid in (job.process.pid, worker):
-            os.kill(pid, signal.SIGSTOP)
+        os.kill(worker, signal.SIGSTOP)
+        # The agent reads what was reported before.
+        time.sleep(1.2)
+        job.signal(signal.SIGSTOP)
         time.sleep(5)
-        os.kill(job.process.pid, signal.SIGCONT)
-        # The agent looks before its worker goes on.
-        time.sleep(0.5)
+        job.signal(signal.SIGCONT)
+        # It looks before its worker goes on.
+        time.sleep(0.3)
         os.kill(worker, signal.SIGCONT)
         time.sleep(1.5)
         (tmp_path / "end").touch()

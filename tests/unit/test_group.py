@@ -16,7 +16,7 @@ TABLE = RankTable(4, seats_of([("a-00000001", 2, "default"), ("b-00000001", 2, "
 
 def group(*links: tuple[int, bool | None], reached_store: bool | None) -> Group:
     """One with links that said this of their newest step and of their process group."""
-    made = {n: Link(n, socket.socket(), step, reached_store=reached) for n, (step, reached) in enumerate(links)}
+    made = {n: Link(0, n, socket.socket(), step, reached_store=reached) for n, (step, reached) in enumerate(links)}
     for link in made.values():
         link.socket.close()
     return Group(TABLE, 1, links=made, reached_store=reached_store)

@@ -21,6 +21,7 @@ from elaunch.agent.events import (
 from elaunch.agent.messages import PeerFailed, StopAtStepBoundary, StopReason
 from elaunch.agent.running import HOLD_S, STOPPED_HOLD_S
 from elaunch.agent.state import Finished, Joining, Running, Stopping
+from elaunch.agent.stopping import LAST_WORDS_S
 from elaunch.rendezvous.codec import encode
 from elaunch.rendezvous.store import Put
 from elaunch.rendezvous.types import FailureKind, OpenKind, Outcome, OutcomeKind
@@ -95,6 +96,19 @@ def test_it_is_killed_as_soon_as_it_has_saved_and_that_is_no_failure() -> None:
     assert last == [[], [Clear(0)]]
     assert [f.local_rank for f in driver.snapshot.failures[0]] == [1]
     assert [f.code for f in driver.snapshot.failures[0]] == [3]
+
+
+def test_who_was_killed_since_it_had_saved_is_not_taken_for_the_cause() -> None:
+    driver = listening(started())
+    driver.exits(1, 1, FailureKind.PEER_LOST)
+    for rank in (0, 2):
+        says_saved(driver, rank)
+        driver.exits(rank, -KILL, FailureKind.SIGNAL)
+
+    driver.happen(cleared(0))
+
+    (record,) = driver.snapshot.failures[0]
+    assert (record.local_rank, record.kind) == (1, FailureKind.PEER_LOST)
 
 
 def test_who_does_not_come_to_saving_is_killed_after_the_failure_grace() -> None:
@@ -231,8 +245,12 @@ def test_when_all_have_ended_nobody_waits_for_a_boundary_any_more() -> None:
 
     for rank in ALL:
         driver.exits(rank, 128 + TERM)
+    before_s = deadline_s(driver.agent)
+    driver.now_s += BOUNDARY_WAIT_S + 1
+    driver.happen(Signalled(TERM, "SIGTERM"))
 
-    assert deadline_s(driver.agent) is None
+    assert before_s is None
+    assert deadline_s(driver.agent) == driver.now_s + LAST_WORDS_S
 
 
 def test_a_failure_elsewhere_while_they_come_to_the_boundary_is_told_to_those_that_have_not_come() -> None:
