@@ -1,1 +1,28 @@
 """The bundled trainer; its parts are usable from any training script."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from elaunch.trainer.checkpoint import Checkpoints as Checkpoints
+    from elaunch.trainer.modelstate import restore as restore
+    from elaunch.trainer.modelstate import state_of as state_of
+    from elaunch.trainer.oldfiles import load_plain as load_plain
+    from elaunch.trainer.sharded import ShardedMemory as ShardedMemory
+
+# Imported when they are asked for: `elaunch.trainer.link` must not cost the import of torch.
+_HOMES = {
+    "Checkpoints": "checkpoint",
+    "ShardedMemory": "sharded",
+    "load_plain": "oldfiles",
+    "restore": "modelstate",
+    "state_of": "modelstate",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

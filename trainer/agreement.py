@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 Value = TypeVar("Value")
-_BUCKET_BYTES = 16 << 20
+_BUCKET_BYTES = 4 << 20
 
 
 class Ranks:
@@ -52,48 +52,32 @@ class Ranks:
         dist.all_gather_object(values, value, group=self.group)
         return values
 
-    def tensors_from_rank_0(
-        self, tensors: Mapping[str, Tensor], kinds: Mapping[str, tuple[torch.Size, torch.dtype]]
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Rank 0's `tensors` (host memory) in the order of `kinds`, their sizes and types, which all ranks know.
+    def fill_from_rank_0(self, tensors: Sequence[Tensor]) -> None:
+        """Give these tensors, contiguous and in host memory, rank 0's values; all ranks pass the same sizes and types.
 
-        Sent in buckets, so that beside the tensors themselves no more than one bucket is held. To be read to the end.
+        Large ones are sent from where they are to where they go, small ones together.
         """
-        names = list(kinds)
         if self.group is None:
-            yield from ((name, tensors[name]) for name in names)
             return
-        while names:
-            bucket: list[str] = []
-            size = 0
-            while names and (not bucket or size + _nbytes(kinds[names[0]]) <= _BUCKET_BYTES):
-                size += _nbytes(kinds[names[0]])
-                bucket.append(names.pop(0))
-            yield from self._bucket(bucket, size, tensors, kinds)
+        small: list[Tensor] = []
+        for flat in (tensor.detach().view(-1).view(torch.uint8) for tensor in tensors if tensor.numel()):
+            if flat.numel() >= _BUCKET_BYTES:
+                self._broadcast(flat)
+                continue
+            if sum(each.numel() for each in small) + flat.numel() > _BUCKET_BYTES:
+                self._broadcast_together(small)
+                small = []
+            small.append(flat)
+        if small:
+            self._broadcast_together(small)
 
-    def _bucket(
-        self,
-        names: list[str],
-        size: int,
-        tensors: Mapping[str, Tensor],
-        kinds: Mapping[str, tuple[torch.Size, torch.dtype]],
-    ) -> Iterator[tuple[str, Tensor]]:
-        raw = torch.empty(size, dtype=torch.uint8)
-        views, begin = {}, 0
-        for name in names:
-            end = begin + _nbytes(kinds[name])
-            # Bytes are copied: a view of another type would have to begin at a multiple of its size.
-            views[name] = raw[begin:end]
-            if self.leads:
-                views[name].copy_(tensors[name].detach().contiguous().reshape(-1).view(torch.uint8))
-            begin = end
-        if size:
-            dist.broadcast(raw, src=dist.get_global_rank(self.group, 0), group=self.group)  # type: ignore[arg-type]
-        for name, view in views.items():
-            shape, dtype = kinds[name]
-            yield name, tensors[name] if self.leads else view.clone().view(dtype).reshape(shape)
+    def _broadcast_together(self, parts: list[Tensor]) -> None:
+        bucket = torch.cat(parts)
+        self._broadcast(bucket)
+        if not self.leads:
+            for part, received in zip(parts, torch.split(bucket, [part.numel() for part in parts]), strict=True):
+                part.copy_(received)
 
-
-def _nbytes(kind: tuple[torch.Size, torch.dtype]) -> int:
-    size, dtype = kind
-    return size.numel() * dtype.itemsize
+    def _broadcast(self, raw: Tensor) -> None:
+        assert self.group is not None
+        dist.broadcast(raw, src=dist.get_global_rank(self.group, 0), group=self.group)

@@ -12,7 +12,6 @@ tear a checkpoint. A *sharded* one (FSDP, ZeRO-1) is written and read by all, in
 
 from __future__ import annotations
 
-import hashlib
 import secrets
 import time
 from collections.abc import Callable
@@ -24,21 +23,21 @@ import torch.distributed as dist
 
 from elaunch.trainer.agreement import Ranks
 from elaunch.trainer.loading import load_from_all, load_from_rank_0
-from elaunch.trainer.marks import Mark, fencing_generation, hidden, sweep_hidden
+from elaunch.trainer.marks import Mark, fencing_generation, hidden, marks, sweep_hidden
 from elaunch.trainer.oldfiles import load_plain
-from elaunch.trainer.tree import State, Tree, flatten, is_shard, pack, tensors_sha256
+from elaunch.trainer.tree import State, Tree, flatten, pack, tensors_sha256
 
 if TYPE_CHECKING:
     # torch.distributed.checkpoint takes a while to import; a start that finds no checkpoint does without.
     from elaunch.trainer.dcp import Plan, Staging
     from elaunch.trainer.writing import Writing
 
-__all__ = ["KEPT", "Checkpoints", "Mark", "Written", "load_plain", "tensors_sha256"]
+__all__ = ["KEPT", "Checkpoints", "Mark", "Written", "load_plain", "marks", "tensors_sha256"]
 
 KEPT = 3
 # A checkpoint that takes a larger share of the time between two is worth a sentence, if it takes a while at all.
 BUDGET = 0.5
-_SLOW_S = 0.1
+_SLOW_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -88,6 +87,11 @@ class Checkpoints:
         if self._ranks.leads:
             self._fence = fencing_generation(self.directory, generation)
             sweep_hidden(self.directory, self._fence)
+
+    def newest(self) -> Mark | None:
+        """The newest one, whole or not, as rank 0 sees the directory; None without any."""
+        seen = marks(self.directory) if self._ranks.leads else []
+        return self._ranks.from_rank_0(seen[-1] if seen else None)
 
     def load_newest(self, state: State) -> Mark | None:
         """Put the newest whole checkpoint into `state`: its mark, or None where there is none, and nothing is changed.
@@ -179,7 +183,8 @@ class Checkpoints:
             except OSError as error:
                 failure = error.strerror or str(error)
         if parts.is_sharded:
-            mark, folder, failure = self._ranks.from_rank_0((mark, folder, failure))
+            mark, name, failure = self._ranks.from_rank_0((mark, folder.name, failure))
+            folder = self.directory / name
         if failure:
             if self._ranks.leads:
                 self._failed(step, failure)
@@ -195,7 +200,7 @@ class Checkpoints:
         """Who writes what; made again only when the layout of the state has changed on some rank."""
         from elaunch.trainer import dcp
 
-        layouts = [_layout(parts)]
+        layouts = [parts.signature()]
         if parts.is_sharded:
             layouts = self._ranks.from_all(layouts[0])
         if self._plan is None or self._plan[0] != layouts:
@@ -213,12 +218,3 @@ class Checkpoints:
             f"{written.took_s / interval_s:.0%} of the {interval_s:.2f} s since the one before; training stood still "
             f"for {written.waited_s:.2f} s of it; with more steps between two it costs less"
         )
-
-
-def _layout(parts: Tree) -> str:
-    """What a plan depends on: names, shapes and types, and how DTensors are spread."""
-    digest = hashlib.sha256()
-    for name, tensor in parts.tensors.items():
-        spread = getattr(tensor, "placements", "") if is_shard(tensor) else ""
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {spread}\n".encode())
-    return digest.hexdigest()

@@ -107,7 +107,7 @@ class Staging:
             copy = kept.get(item.index)
             if copy is None or copy.shape != original.shape or copy.dtype != original.dtype:
                 copy = torch.empty(original.shape, dtype=original.dtype, pin_memory=original.is_cuda)
-            copy.copy_(original, non_blocking=True)
+            copy.copy_(original, non_blocking=original.is_cuda)
             self._copies[item.index] = copy
             if original.is_cuda:
                 devices.add(original.device)
@@ -169,11 +169,11 @@ def read_paths(folder: Path) -> dict[str, tree.Path]:
     return paths
 
 
-def local_chunks(name: str, tensor: Tensor) -> list[tuple[Tensor, WriteItem]]:
-    """The parts of `tensor` that this rank holds, each with DCP's description of it (offsets and sizes)."""
+def local_chunks(tensors: Mapping[str, Tensor]) -> list[tuple[Tensor, WriteItem]]:
+    """The parts of `tensors` that this rank holds, each with DCP's description of it (offsets and sizes)."""
     planner = DefaultSavePlanner(flatten_state_dict=False)
-    planner.set_up_planner({name: tensor})
-    items = create_default_local_save_plan({name: tensor}, False).items
+    planner.set_up_planner(dict(tensors))
+    items = create_default_local_save_plan(planner.state_dict, False).items
     return [(planner.lookup_object(item.index).detach(), item) for item in items]
 
 
@@ -182,7 +182,7 @@ def fill(target: Tensor, name: str, whole: Tensor) -> None:
     if not tree.is_shard(target):
         target.detach().copy_(whole)
         return
-    for part, item in local_chunks(name, target):
+    for part, item in local_chunks({name: target}):
         assert item.tensor_data is not None
         chunk = item.tensor_data.chunk
         source = whole

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ def load_from_rank_0(directory: Path, state: State, ranks: Ranks, say: Callable[
     mark, path, whole = None, None, None
     for candidate in _newest_first(directory) if ranks.leads else ():
         with _passing_over(candidate[1], say):
-            whole = _read(candidate[1])
+            whole = _read(candidate[1], flatten(state).tensors)
             mark, path = candidate
             break
     return _send(mark, path, whole, state, ranks)
@@ -53,6 +53,7 @@ def load_from_all(directory: Path, state: State, ranks: Ranks, say: Callable[[st
         mark, path, manifest = ranks.from_rank_0((offer.mark, offer.path, offer.manifest))
         if mark is None or path is None or manifest is None:
             return _send(offer.mark, offer.path, offer.whole, state, ranks)
+        path = directory / path.name
         problems = ranks.from_all(_problem(path, manifest, ranks))
         if unseen := [rank for rank, (sees, _) in enumerate(problems) if not sees]:
             raise ValueError(
@@ -82,7 +83,7 @@ def _offer(candidates: Iterator[tuple[Mark, Path]], say: Callable[[str], None]) 
         with _passing_over(path, say):
             if path.is_dir():
                 return _Offer(mark, path, manifest=read_manifest(path))
-            return _Offer(mark, path, whole=_read(path))
+            return _Offer(mark, path, whole=_read(path, {}))
     return _Offer()
 
 
@@ -97,8 +98,11 @@ def _problem(path: Path, manifest: Manifest, ranks: Ranks) -> tuple[bool, str]:
     return True, ""
 
 
-def _read(path: Path) -> _Whole:
-    """All of a checkpoint, verified; raises whatever a corrupt file makes torch raise."""
+def _read(path: Path, targets: Mapping[str, Tensor]) -> _Whole:
+    """All of a checkpoint, verified; raises whatever a corrupt file makes torch raise.
+
+    The tensors that fit are put into `targets`, which saves a copy: of a folder only, and once it is verified.
+    """
     if not path.is_dir():
         mark = Mark.of(path)
         assert mark is not None
@@ -110,7 +114,8 @@ def _read(path: Path) -> _Whole:
     verify(path, manifest, manifest.files)
     plain, paths, _ = unpack((path / PLAIN).read_bytes())
     kinds = dcp.read_kinds(path)
-    tensors = {name: torch.empty(kinds[name][0], dtype=kinds[name][1]) for name in paths}
+    tensors = {name: _empty(kinds[name]) for name in paths}
+    tensors |= {n: t for n, t in targets.items() if n in tensors and (t.shape, t.dtype) == kinds[n]}
     dcp.read(path, tensors)
     return _Whole(plain, paths, tensors)
 
@@ -124,39 +129,73 @@ def _send(mark: Mark | None, path: Path | None, whole: _Whole | None, state: Sta
     found_mark: Mark
     found_mark, path, plain, paths, kinds = head
     target = flatten(state)
-    _require(target, kinds, path)
+    _require(target, kinds, str(path))
+    tensors: dict[str, Tensor] = {}
+    for name, (size, dtype) in kinds.items():
+        if whole is not None:
+            tensors[name] = _sendable(whole.tensors[name])
+        else:
+            there = target.tensors.get(name)
+            if there is None or is_shard(there) or there.dtype != dtype or _sendable(there) is not there:
+                there = torch.empty(size, dtype=dtype)
+            tensors[name] = there
+    ranks.fill_from_rank_0(list(tensors.values()))
     leaves: dict[Place, object] = {}
-    for name, tensor in ranks.tensors_from_rank_0(whole.tensors if whole else {}, kinds):
-        leaves[paths[name]] = _filled(target.tensors[name], name, tensor) if name in target.tensors else tensor
+    for name, tensor in tensors.items():
+        there = target.tensors.get(name)
+        leaves[paths[name]] = tensor if there is None else _filled(there, name, tensor)
     _put(state, plain, leaves)
     return found_mark
+
+
+def _sendable(tensor: Tensor) -> Tensor:
+    """The tensor as a process group for host memory takes it: itself, if it can be."""
+    return tensor.cpu().contiguous()
 
 
 def _read_share(path: Path, state: State) -> None:
     """Put this rank's part of a verified checkpoint into its state."""
     from elaunch.trainer import dcp
 
-    plain, paths, roots = unpack((path / PLAIN).read_bytes())
-    kinds, places = dcp.read_kinds(path), dcp.read_paths(path)
-    target = flatten(state)
-    tensors = {name: target.tensors[name] for name in target.common()}
-    _require(target, kinds, path)
-    for name in paths:
-        if name not in tensors:
-            tensors[name] = torch.empty(kinds[name][0], dtype=kinds[name][1])
-    leaves: dict[Place, object] = {paths.get(name, target.paths.get(name, ())): t for name, t in tensors.items()}
-    for root in roots:
-        owned = target.per_rank.get(root, PerRank())
-        mine = {name: place for name, place in places.items() if _is_below(place, root, owned)}
-        for name in mine:
-            tensors[name] = torch.empty(kinds[name][0], dtype=kinds[name][1])
-        leaves[root] = _nest(owned, {place[len(root) :]: tensors[name] for name, place in mine.items()})
-    dcp.read(path, tensors)
-    _put(state, plain, leaves)
+    share = Share(state, (path / PLAIN).read_bytes(), dcp.read_kinds(path), dcp.read_paths(path), str(path))
+    dcp.read(path, share.tensors)
+    share.put()
 
 
-def _is_below(place: Place, root: Place, owned: PerRank) -> bool:
-    return place[: len(root)] == tuple(map(str, root)) and place[len(root)] in owned
+class Share:
+    """What this rank needs of a saved state: `tensors` are to be filled, by name, and then `put` changes the state.
+
+    `packed` are the saved plain values, `kinds` and `places` sizes, types and paths of all saved tensors, and `source`
+    is named in errors. Raises ValueError as `Checkpoints.load_newest` does.
+    """
+
+    def __init__(self, state: State, packed: bytes, kinds: Kinds, places: Mapping[str, Place], source: str) -> None:
+        self._state = state
+        self._plain, paths, roots = unpack(packed)
+        target = flatten(state)
+        _require(target, kinds, source)
+        self.tensors = {name: target.tensors[name] for name in target.common()}
+        self.tensors |= {name: _empty(kinds[name]) for name in paths if name not in self.tensors}
+        self._leaves: dict[Place, object] = {
+            paths.get(name, target.paths.get(name, ())): tensor for name, tensor in self.tensors.items()
+        }
+        for root in roots:
+            owned = target.per_rank.get(root, PerRank())
+            depth = len(root)
+            mine: dict[Place, Tensor] = {}
+            for name, place in places.items():
+                keys = tuple(map(str, place))
+                if keys[:depth] == tuple(map(str, root)) and keys[depth] in owned:
+                    mine[keys[depth:]] = self.tensors[name] = _empty(kinds[name])
+            self._leaves[root] = _nest(owned, mine)
+
+    def put(self) -> None:
+        """Change the state, when all tensors are filled."""
+        _put(self._state, self._plain, self._leaves)
+
+
+def _empty(kind: tuple[torch.Size, torch.dtype]) -> Tensor:
+    return torch.empty(kind[0], dtype=kind[1])
 
 
 def _nest(owned: PerRank, tensors: dict[Place, Tensor]) -> PerRank:
@@ -170,15 +209,17 @@ def _nest(owned: PerRank, tensors: dict[Place, Tensor]) -> PerRank:
     return nest
 
 
-def _require(target: Tree, kinds: Kinds, path: Path | None) -> None:
+def _require(target: Tree, kinds: Kinds, source: str) -> None:
     """Raise ValueError where the checkpoint cannot fill the state's tensors."""
     common = target.common()
     if missing := [name for name in common if name not in kinds]:
-        raise ValueError(f"{path} lacks {some(missing)}; it is of another model or optimizer")
+        raise ValueError(f"{source} lacks {some(missing)}; it is of another model or optimizer")
     for name in common:
         if kinds[name][0] != target.tensors[name].shape:
             held, wanted = tuple(kinds[name][0]), tuple(target.tensors[name].shape)
-            raise ValueError(f"{path} holds {name} of shape {held}, not {wanted}; it is of another model or optimizer")
+            raise ValueError(
+                f"{source} holds {name} of shape {held}, not {wanted}; it is of another model or optimizer"
+            )
 
 
 def _filled(target: Tensor, name: str, whole: Tensor) -> Tensor:
@@ -186,7 +227,7 @@ def _filled(target: Tensor, name: str, whole: Tensor) -> Tensor:
         from elaunch.trainer import dcp
 
         dcp.fill(target, name, whole)
-    else:
+    elif target is not whole:
         target.detach().copy_(whole)
     return target
 

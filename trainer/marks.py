@@ -67,7 +67,7 @@ def found(directory: Path) -> list[tuple[Mark, Path]]:
     """All checkpoints in `directory`, whole or not, oldest first; none where there is no such directory."""
     try:
         return sorted((mark, path) for path in directory.iterdir() if (mark := Mark.of(path)))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
 
 

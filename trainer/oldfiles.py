@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from elaunch.trainer.tree import State, is_shard, some, tensors_in, tensors_sha256
+from elaunch.trainer.modelstate import is_sharded, unwrap
+from elaunch.trainer.tree import State, some, tensors_in, tensors_sha256
 
 _MODEL_KEYS = ("model", "model_state_dict", "state_dict", "module")
 _OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim")
@@ -45,7 +46,7 @@ def load_plain(path: str | Path, model: nn.Module, optimizer: Optimizer | None =
     weights = {name: value for name, value in held.items() if isinstance(value, Tensor)}
     if not weights:
         raise ValueError(f"{path} holds no model: its keys are {some(map(str, content))}")
-    unwrapped = _unwrap(model)
+    unwrapped = unwrap(model)
     wanted = unwrapped.state_dict()
     weights = _renamed(weights, wanted)
     _require(path, weights, wanted)
@@ -67,12 +68,6 @@ def _load(path: Path) -> Mapping[str, Any]:
     if not isinstance(content, Mapping):
         raise ValueError(f"{path} holds a {type(content).__name__}, not a dictionary")
     return content
-
-
-def _unwrap(model: nn.Module) -> nn.Module:
-    while isinstance(inner := getattr(model, "module", getattr(model, "_orig_mod", None)), nn.Module):
-        model = inner
-    return model
 
 
 def _renamed(weights: dict[str, Tensor], wanted: Mapping[str, object]) -> dict[str, Tensor]:
@@ -99,7 +94,7 @@ def _require(path: str | Path, weights: Mapping[str, Tensor], wanted: Mapping[st
 
 
 def _put(model: nn.Module, weights: dict[str, Tensor], optimizer: Optimizer | None, held: Mapping[str, Any]) -> None:
-    if not any(is_shard(parameter) for parameter in model.parameters()):
+    if not is_sharded(model):
         model.load_state_dict(weights)
         if optimizer is not None:
             optimizer.load_state_dict(dict(held))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import sys
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +17,7 @@ State = dict[str, Any]
 Path = tuple[str | int, ...]
 
 # What torch.load(weights_only=True) reads back. Exact types: numpy's float64 is a float, and is not among them.
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, Counter)
 
 
 class PerRank(dict[str, Any]):
@@ -50,6 +50,13 @@ class Tree:
         """The paths of the tensors that every rank has, if in part only: all but those of a PerRank."""
         return {name: path for name, path in self.paths.items() if self.owner(path) is None}
 
+    def signature(self) -> str:
+        """What a plan for the state depends on: names, shapes and types, and how DTensors are spread."""
+        digest = hashlib.sha256()
+        for name, tensor in self.tensors.items():
+            digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {getattr(tensor, 'placements', '')}\n".encode())
+        return digest.hexdigest()
+
     def owner(self, path: Path) -> Path | None:
         """The path of the owner's name, for a path in a PerRank."""
         inside = (root for root in self.per_rank if path[: len(root)] == root)
@@ -65,6 +72,14 @@ def is_shard(tensor: Tensor) -> bool:
         if module in sys.modules and isinstance(tensor, getattr(sys.modules[module], kind)):
             return True
     return False
+
+
+def local_parts(tensor: Tensor) -> list[Tensor]:
+    """What this rank holds of a tensor; all of it, where it is none that is spread over ranks."""
+    if not is_shard(tensor):
+        return [tensor.detach()]
+    spread: Any = tensor
+    return [spread.to_local().detach()] if hasattr(spread, "to_local") else [s.tensor for s in spread.local_shards()]
 
 
 def flatten(state: Mapping[str, Any]) -> Tree:

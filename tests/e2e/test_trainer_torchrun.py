@@ -220,8 +220,8 @@ def test_a_corrupt_newest_checkpoint_costs_one_step_and_not_the_result(start: St
     assert finish(start(*TRAINER, "--out", "calm", *SHORT))[0] == 0
     assert finish(start(*TRAINER, "--out", "run", *SHORT))[0] == 0
     (tmp_path / "run" / "result.json").unlink()
-    newest = tmp_path / "run" / "checkpoints" / marks(tmp_path / "run" / "checkpoints")[-1].file_name
-    os.truncate(newest, 1000)
+    newest = tmp_path / "run" / "checkpoints" / marks(tmp_path / "run" / "checkpoints")[-1].folder_name
+    os.truncate(newest / "__0_0.distcp", 1000)
 
     code, _, errors = finish(start(*TRAINER, "--out", "run", *SHORT))
 

@@ -1,0 +1,225 @@
+"""What the tests of checkpoints and sharded snapshots train: a small network on random numbers, by DDP, FSDP or ZeRO.
+
+Run as `shards.py KIND STORE ACTION…` by each rank. KIND is ddp, fsdp2, fsdp1 or zero. STORE is `disk` (checkpoints in
+FOLDER) or `memory` (snapshots in ELAUNCH_MEMORY). The actions are done in turn:
+
+    train N         N steps; what the gradients are depends on the step alone, so every world size computes the same
+    save            keep the state, and wait until it is kept
+    begin           keep the state without waiting
+    load            put the newest state into model and optimizer
+    weights         put the newest state's model into the model, and forget the optimizer's
+    hold            from here on no file is written before there is one called `held` in FOLDER
+    kill RANK       that rank kills itself
+    die MOMENT RANK that rank will kill itself at MOMENT (see `at`) of what follows
+    touch NAME      rank 0 leaves a file in FOLDER
+    await NAME      until there is such a file in FOLDER
+
+At the end each rank prints what it was told, where it is, and a digest of the whole state.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo
+import torch.distributed as dist
+from torch import nn
+
+from elaunch.trainer import dcp, marks, modelstate, writing
+from elaunch.trainer.checkpoint import Checkpoints, Mark
+from elaunch.trainer.pieces import PieceFile
+from elaunch.trainer.sharded import ShardedMemory
+from elaunch.trainer.tree import tensors_sha256
+
+KIND, STORE, *ACTIONS = sys.argv[1:]
+FOLDER = Path(os.environ["FOLDER"])
+GENERATION = int(os.environ.get("ELAUNCH_GENERATION", "0"))
+RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
+def build() -> tuple[nn.Module, Any]:
+    torch.manual_seed(17)
+    # Shapes that no world size divides.
+    model: nn.Module = nn.Sequential(nn.Linear(10, 21), nn.BatchNorm1d(21), nn.ReLU(), nn.Linear(21, 5))
+    if KIND == "fsdp2":
+        from torch.distributed.fsdp import fully_shard
+
+        for layer in model:
+            fully_shard(layer)
+        fully_shard(model)
+    elif KIND == "fsdp1":
+        from torch.distributed.fsdp import FullyShardedDataParallel
+
+        model = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
+    else:
+        model = nn.parallel.DistributedDataParallel(model)
+    if KIND == "zero":
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        return model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.01)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def step(model: nn.Module, optimizer: Any, number: int) -> None:
+    torch.manual_seed(number)
+    inputs = torch.randn(8, 10)
+    model(inputs).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+def digest(model: nn.Module, optimizer: Any) -> str:
+    """Over the whole state, the same for the same state however it is spread."""
+    if optimizer.state or KIND == "zero":
+        held = modelstate.state_of(model, optimizer)
+    else:
+        held = {"model": modelstate.unwrap(model).state_dict()}
+    pieces: dict[str, torch.Tensor] = {}
+    for name, value in held["model"].items():
+        pieces[name] = whole(value)
+    moments = held["optimizer"]["state"] if "optimizer" in held else {}
+    if KIND == "zero":
+        merged: list[Any] = [None] * WORLD_SIZE
+        dist.all_gather_object(merged, dict(moments))
+        moments = {name: each for part in merged for name, each in part.items()}
+    names = [name for name, _ in modelstate.unwrap(model).named_parameters()]
+    for key, values in moments.items():
+        for name, value in values.items():
+            pieces[f"{names[key] if isinstance(key, int) else key}.{name}"] = whole(value)
+    return tensors_sha256(pieces[name] for name in sorted(pieces))
+
+
+def whole(value: torch.Tensor) -> torch.Tensor:
+    if hasattr(value, "local_shards"):
+        # FSDP1 without a device mesh.
+        gathered = torch.empty(value.size()) if RANK == 0 else None
+        value.gather(0, gathered)
+        pieces = [gathered]
+        dist.broadcast_object_list(pieces, src=0)
+        assert pieces[0] is not None
+        return pieces[0]
+    full = getattr(value, "full_tensor", None)
+    return full() if full else value
+
+
+def at(moment: str, rank: int) -> None:
+    """Be killed by SIGKILL there: `write` (in the middle of the first file), `part` (written, before it is told),
+    `manifest` (before it), `publish` (before the rename), `discard` (half of an old checkpoint is deleted);
+    of a snapshot `copy` (nothing is copied), `unmarked` (all but the mark is written), `unsent` (to the other node)."""
+    if rank != RANK:
+        return
+
+    def die(*_: object, **__: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def halfway(self: Any, content: Any) -> int:
+        os.write(self.fileno(), bytes(content)[: len(content) // 2])
+        die()
+        return 0
+
+    def empty(path: Path, *_: object, **__: object) -> None:
+        (path / marks.MANIFEST).unlink()
+        die()
+
+    match moment:
+        case "write":
+            dcp._Summing.write = halfway  # type: ignore[method-assign]
+        case "part":
+            writing.write_durably = die  # type: ignore[attr-defined, assignment]
+        case "manifest":
+            writing.seal = die  # type: ignore[attr-defined, assignment]
+        case "publish":
+            writing.publish = die  # type: ignore[attr-defined, assignment]
+        case "copy":
+            PieceFile.copy = die  # type: ignore[assignment, method-assign]
+        case "unmarked":
+            PieceFile.mark = die  # type: ignore[assignment, method-assign]
+        case "unsent":
+            ShardedMemory._exchange = die  # type: ignore[assignment, method-assign]
+        case "discard":
+            marks.shutil.rmtree = empty  # type: ignore[attr-defined, assignment]
+
+
+def hold() -> None:
+    write = dcp._Summing.write
+
+    def late(self: Any, content: Any) -> int:
+        until((FOLDER / "held").exists)
+        return write(self, content)
+
+    dcp._Summing.write = late  # type: ignore[method-assign]
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    model, optimizer = build()
+    said: list[str] = []
+    done = {"step": 0}
+    store: Any
+    if STORE == "disk":
+        store = Checkpoints(FOLDER / "checkpoints", generation=GENERATION, say=said.append, keep=2)
+        load = store.load_newest
+    else:
+        store = ShardedMemory(os.environ["ELAUNCH_MEMORY"], say=said.append, generation=GENERATION)
+        load = store.load
+    loaded: Any = None
+    actions = iter(ACTIONS)
+    for action in actions:
+        match action:
+            case "train":
+                for _ in range(int(next(actions))):
+                    done["step"] += 1
+                    step(model, optimizer, done["step"])
+            case "save" if STORE == "memory":
+                store.save(done["step"], {**done, **modelstate.state_of(model, optimizer)})
+                store.wait()
+            case "begin" if STORE == "memory":
+                store.save(done["step"], {**done, **modelstate.state_of(model, optimizer)})
+            case "save":
+                store.save(done["step"], {**done, **modelstate.state_of(model, optimizer)})
+            case "begin":
+                store.save_async(done["step"], {**done, **modelstate.state_of(model, optimizer)})
+            case "load":
+                found = modelstate.restore(load, model, optimizer, done)
+                loaded = [found.generation, found.step] if isinstance(found, Mark) else found
+            case "weights":
+                state = {"model": modelstate.unwrap(model).state_dict()}
+                found = load(state)
+                loaded = [found.generation, found.step]
+                modelstate.unwrap(model).load_state_dict(state["model"])
+            case "hold":
+                hold()
+            case "kill":
+                if int(next(actions)) == RANK:
+                    os.kill(os.getpid(), signal.SIGKILL)
+            case "die":
+                at(next(actions), int(next(actions)))
+            case "touch":
+                name = next(actions)
+                if RANK == 0:
+                    (FOLDER / name).touch()
+            case "await":
+                until((FOLDER / next(actions)).exists)
+    if STORE == "disk":
+        store.wait()
+    answer = {"said": said, "loaded": loaded, **done, "digest": digest(model, optimizer)}
+    dist.barrier()
+    dist.destroy_process_group()
+    print(json.dumps(answer), flush=True)
+
+
+def until(fact: Callable[[], bool]) -> None:
+    while not fact():
+        time.sleep(0.005)
+
+
+if __name__ == "__main__":
+    main()

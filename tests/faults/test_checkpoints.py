@@ -1,0 +1,238 @@
+"""Checkpoints of real groups: killed in the middle, on a full disk, corrupted, stale, at another world size."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elaunch.trainer.marks import Mark, marks
+from tests.harness import wait_for
+from tests.ranks import Ended, Nursery, Ranks, nursery
+
+SCRIPT = Path(__file__).with_name("shards.py")
+
+
+@pytest.fixture(scope="module", name="nursery")
+def _nursery() -> Iterator[Nursery]:
+    with nursery() as held:
+        yield held
+
+
+class Group:
+    """Groups of ranks one after the other, on the checkpoints in one folder."""
+
+    def __init__(self, nursery: Nursery, folder: Path) -> None:
+        self.nursery, self.folder = nursery, folder
+        self.checkpoints = folder / "checkpoints"
+
+    def begin(self, world_size: int, kind: str, *actions: str, generation: int = 0, **options: Any) -> Ranks:
+        env = {"FOLDER": str(self.folder), "ELAUNCH_GENERATION": str(generation)}
+        return Ranks(self.nursery, world_size, SCRIPT, kind, "disk", *actions, env=env, **options)
+
+    def run(self, world_size: int, kind: str, *actions: str, generation: int = 0) -> list[Any]:
+        """The answers, all with the same digest."""
+        with self.begin(world_size, kind, *actions, generation=generation) as ranks:
+            answers = ranks.answers()
+        assert len({answer["digest"] for answer in answers}) == 1
+        return answers
+
+    def struck(self, world_size: int, kind: str, victim: int, *actions: str) -> Ended:
+        """A run of which one rank is killed by itself; the others are killed after it."""
+        with self.begin(world_size, kind, *actions) as ranks:
+            ended = ranks.end_of(victim)
+        assert ended.code == -9, ended.err
+        return ended
+
+    @property
+    def hidden(self) -> list[str]:
+        return [path.name for path in self.checkpoints.iterdir() if path.name.startswith(".")]
+
+
+@pytest.fixture
+def group(nursery: Nursery, tmp_path: Path) -> Group:
+    return Group(nursery, tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2", "fsdp1", "zero"])
+def test_what_four_ranks_saved_is_loaded_by_three_two_and_one(group: Group, kind: str) -> None:
+    saved = group.run(4, kind, "train", "3", "save")[0]
+
+    for world_size in (3, 2, 1):
+        loaded = group.run(world_size, kind, "load", generation=1)[0]
+
+        assert (loaded["loaded"], loaded["step"]) == ([0, 3], 3)
+        assert loaded["digest"] == saved["digest"]
+        assert loaded["said"] == []
+
+
+@pytest.mark.parametrize(("kind", "other"), [("ddp", "fsdp2"), ("fsdp2", "ddp")])
+def test_the_weights_of_a_sharded_model_are_loaded_by_one_that_is_not_and_the_other_way_round(
+    group: Group, kind: str, other: str
+) -> None:
+    group.run(2, kind, "train", "3", "save")
+    weights = group.run(2, kind, "weights", generation=1)[0]
+
+    loaded = group.run(3, other, "weights", generation=1)[0]
+
+    assert loaded["loaded"] == [0, 3]
+    assert loaded["digest"] == weights["digest"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "victim", "moment"),
+    [
+        *(("ddp", 0, moment) for moment in ("write", "manifest", "publish")),
+        *(("fsdp2", 0, moment) for moment in ("write", "part", "manifest", "publish")),
+        *(("fsdp2", 1, moment) for moment in ("write", "part")),
+    ],
+)
+def test_a_rank_killed_while_a_checkpoint_is_made_leaves_the_one_before(
+    group: Group, kind: str, victim: int, moment: str
+) -> None:
+    whole = group.run(2, kind, "train", "2", "save")[0]
+
+    group.struck(2, kind, victim, "load", "train", "1", "die", moment, str(victim), "save")
+
+    assert marks(group.checkpoints) == [Mark(0, 2)]
+    assert len(group.hidden) == 1
+    loaded = group.run(2, kind, "load", generation=1)[0]
+    assert (loaded["loaded"], loaded["digest"]) == ([0, 2], whole["digest"])
+    assert loaded["said"] == []
+    assert group.hidden == []
+
+
+def test_a_rank_killed_while_an_old_checkpoint_is_deleted_leaves_the_newest(group: Group) -> None:
+    group.struck(1, "ddp", 0, *("train", "1", "save") * 2, "die", "discard", "0", "train", "1", "save")
+
+    assert marks(group.checkpoints) == [Mark(0, 2), Mark(0, 3)]
+    loaded = group.run(1, "ddp", "load", generation=1)[0]
+    assert (loaded["loaded"], loaded["said"]) == ([0, 3], [])
+    assert group.hidden == []
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_a_corrupt_newest_is_named_and_set_aside_and_the_one_before_loaded(group: Group, kind: str) -> None:
+    before = group.run(3, kind, "train", "2", "save")[0]
+    group.run(3, kind, "load", "train", "1", "save")
+    newest = group.checkpoints / Mark(0, 3).folder_name
+    file = sorted(newest.glob("__*.distcp"))[-1]
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+    loaded = group.run(3, kind, "load", generation=1)
+
+    assert (loaded[0]["loaded"], loaded[0]["digest"]) == ([0, 2], before["digest"])
+    assert [len(answer["said"]) for answer in loaded] == [1, 0, 0]
+    assert f"skipping {newest}: it is torn or corrupt ({file.name} has the CRC-32" in loaded[0]["said"][0]
+    assert newest.with_name(newest.name + ".corrupt").is_dir()
+    assert marks(group.checkpoints) == [Mark(0, 2)]
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_what_a_stale_group_still_writes_is_never_the_newest(group: Group, kind: str) -> None:
+    group.run(2, kind, "train", "1", "save", generation=1)
+    with group.begin(2, kind, "load", "train", "5", "touch", "ready", "await", "go", "save", generation=1) as stale:
+        wait_for((group.folder / "ready").exists, "the stale group to be about to save")
+        group.run(2, kind, "load", "train", "1", "save", generation=2)
+        (group.folder / "go").touch()
+        stale.answers()
+
+    assert group.run(2, kind, "load", generation=3)[0]["loaded"] == [2, 2]
+    assert marks(group.checkpoints) == [Mark(1, 6), Mark(2, 2)]
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(group: Group) -> None:
+    with group.begin(2, "ddp", "train", "2", "hold", "begin", "train", "3", "touch", "trained", "await", "go") as ranks:
+        # The disk takes nothing until the three steps are done: were they waited for, nobody would come here.
+        wait_for((group.folder / "trained").exists, "three steps during the write")
+        assert marks(group.checkpoints) == []
+        (group.folder / "held").touch()
+        (group.folder / "go").touch()
+        assert ranks.answers()[0]["step"] == 5
+
+    at_two = group.run(2, "ddp", "train", "2", generation=1)[0]
+    loaded = group.run(2, "ddp", "load", generation=1)[0]
+    assert (loaded["loaded"], loaded["digest"]) == ([0, 2], at_two["digest"])
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system with room for two checkpoints."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400k", "none", str(folder)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"mounting a file system needs root: {mounted.stderr.decode().strip()}")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_a_full_disk_costs_a_checkpoint_and_a_sentence(nursery: Nursery, small_disk: Path, kind: str) -> None:
+    group = Group(nursery, small_disk)
+    actions = ["train", "1", "save", "touch", "saved", "await", "full", "train", "1", "save", "touch", "failed"]
+    with group.begin(2, kind, *actions, "await", "room", "train", "1", "save") as ranks:
+        wait_for((small_disk / "saved").exists, "a checkpoint")
+        (small_disk / "full").touch()
+        fill(small_disk / "filler")
+        wait_for((small_disk / "failed").exists, "the next one")
+        assert marks(group.checkpoints) == [Mark(0, 1)]
+        assert group.hidden == []
+        (small_disk / "filler").unlink()
+        (small_disk / "room").touch()
+        said = ranks.answers()[0]["said"]
+
+    assert len(said) == 1
+    assert said[0].startswith("the checkpoint of step 2 could not be written: ")
+    assert "No space left on device" in said[0]
+    assert marks(group.checkpoints) == [Mark(0, 1), Mark(0, 3)]
+    assert group.run(2, kind, "load", generation=1)[0]["loaded"] == [0, 3]
+
+
+def fill(path: Path) -> None:
+    with path.open("wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(4096))
+        except OSError:
+            return
+
+
+def test_a_replicated_state_needs_the_directory_on_rank_0_alone(group: Group, tmp_path: Path) -> None:
+    elsewhere = {1: {"FOLDER": str(tmp_path / "elsewhere")}}
+    with group.begin(2, "ddp", "train", "2", "save", envs=elsewhere) as ranks:
+        saved = ranks.answers()
+    with group.begin(2, "ddp", "load", generation=1, envs=elsewhere) as ranks:
+        loaded = ranks.answers()
+
+    assert [answer["loaded"] for answer in loaded] == [[0, 2]] * 2
+    assert {answer["digest"] for answer in loaded} == {saved[0]["digest"]}
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_sharded_state_in_a_directory_that_a_rank_does_not_see_is_refused(group: Group, tmp_path: Path) -> None:
+    group.run(2, "fsdp2", "train", "1", "save")
+    elsewhere = {1: {"FOLDER": str(tmp_path / "elsewhere")}}
+
+    with group.begin(2, "fsdp2", "load", generation=1, envs=elsewhere) as ranks:
+        loading = ranks.end()
+    with group.begin(2, "fsdp2", "train", "1", "save", generation=1, envs=elsewhere) as ranks:
+        saving = ranks.end_of(1)
+
+    for rank in (*loading, saving):
+        assert rank.code == 1
+        assert "rank 1 does not see" in rank.err
+    # It is not the checkpoint's fault.
+    assert marks(group.checkpoints) == [Mark(0, 1)]
+
+
+def test_the_newest_that_are_to_be_kept_are_kept(group: Group) -> None:
+    group.run(2, "fsdp2", *("train", "1", "save") * 5)
+
+    assert marks(group.checkpoints) == [Mark(0, 4), Mark(0, 5)]
+    assert sorted(path.name for path in group.checkpoints.iterdir()) == [Mark(0, 4).folder_name, Mark(0, 5).folder_name]

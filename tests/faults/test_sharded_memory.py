@@ -1,0 +1,223 @@
+"""Snapshots of sharded state in real groups: workers killed, a node lost, another world size, torn and full memory."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.harness import wait_for
+from tests.ranks import Nursery, Ranks, nursery
+
+SCRIPT = Path(__file__).with_name("shards.py")
+KINDS = ["fsdp2", "fsdp1", "zero"]
+
+
+@pytest.fixture(scope="module", name="nursery")
+def _nursery() -> Iterator[Nursery]:
+    with nursery() as held:
+        yield held
+
+
+class Nodes:
+    """Groups of ranks one after the other, with one folder in shared memory per node."""
+
+    def __init__(self, nursery: Nursery, folder: Path, memories: list[Path]) -> None:
+        self.nursery, self.folder, self.memories = nursery, folder, memories
+
+    def begin(self, world_size: int, kind: str, *actions: str, generation: int = 0) -> Ranks:
+        env = {"FOLDER": str(self.folder), "ELAUNCH_GENERATION": str(generation)}
+        nodes = len(self.memories)
+        envs = {rank: {"ELAUNCH_MEMORY": str(self.memories[rank * nodes // world_size])} for rank in range(world_size)}
+        return Ranks(self.nursery, world_size, SCRIPT, kind, "memory", *actions, env=env, envs=envs)
+
+    def run(self, world_size: int, kind: str, *actions: str, generation: int = 0) -> list[Any]:
+        """The answers, all with the same digest."""
+        with self.begin(world_size, kind, *actions, generation=generation) as ranks:
+            answers = ranks.answers()
+        assert len({answer["digest"] for answer in answers}) == 1
+        return answers
+
+    def lose(self, node: int) -> None:
+        """A new node takes its place."""
+        shutil.rmtree(self.memories[node])
+        self.memories[node].mkdir()
+
+    def pieces(self, node: int) -> list[Path]:
+        return sorted(self.memories[node].glob("piece-*"))
+
+
+@pytest.fixture
+def nodes(nursery: Nursery, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Nodes]:
+    """As many nodes as the test's parameter, else two."""
+    folders = [tempfile.TemporaryDirectory(dir="/dev/shm") for _ in range(getattr(request, "param", 2))]
+    yield Nodes(nursery, tmp_path, [Path(folder.name) for folder in folders])
+    for folder in folders:
+        folder.cleanup()
+
+
+one_node = pytest.mark.parametrize("nodes", [1], indirect=True)
+
+
+@one_node
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_killed_rank_costs_the_steps_since_the_snapshot(nodes: Nodes, kind: str) -> None:
+    at_two = nodes.run(4, kind, "train", "2", "save")[0]
+    with nodes.begin(4, kind, "load", "train", "1", "save", "train", "1", "kill", "2", generation=1) as ranks:
+        assert ranks.end_of(2).code == -9
+
+    loaded = nodes.run(4, kind, "load", generation=2)[0]
+
+    at_three = nodes.run(4, kind, "train", "3", generation=3)[0]
+    assert (loaded["loaded"], loaded["step"], loaded["digest"]) == ([1, 3], 3, at_three["digest"])
+    assert loaded["digest"] != at_two["digest"]
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_lost_node_is_made_up_for_by_the_other(nodes: Nodes, kind: str, lost: int) -> None:
+    saved = nodes.run(4, kind, "train", "3", "save")[0]
+    nodes.lose(lost)
+
+    loaded = nodes.run(4, kind, "load", "save", generation=1)[0]
+
+    assert (loaded["loaded"], loaded["digest"]) == ([0, 3], saved["digest"])
+    # And it may be the other one the next time.
+    nodes.lose(1 - lost)
+    again = nodes.run(4, kind, "load", generation=2)[0]
+    assert (again["loaded"], again["digest"]) == ([1, 3], saved["digest"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_smaller_group_cuts_the_state_anew(nodes: Nodes, kind: str) -> None:
+    saved = nodes.run(4, kind, "train", "3", "save")[0]
+    nodes.lose(1)
+
+    for generation, world_size in enumerate((3, 2, 4), start=1):
+        loaded = nodes.run(world_size, kind, "load", "save", generation=generation)[0]
+
+        assert (loaded["loaded"], loaded["step"]) == ([generation - 1, 3], 3)
+        assert loaded["digest"] == saved["digest"]
+
+
+@pytest.mark.parametrize("nodes", [3], indirect=True)
+def test_nodes_of_different_sizes_mirror_each_other(nodes: Nodes) -> None:
+    # Two ranks on the first node, one on each of the others.
+    saved = nodes.run(4, "fsdp2", "train", "2", "save")[0]
+    assert [len(nodes.pieces(node)) for node in range(3)] == [3, 3, 2]
+    nodes.lose(0)
+
+    loaded = nodes.run(3, "fsdp2", "load", generation=1)[0]
+
+    assert (loaded["loaded"], loaded["digest"]) == ([0, 2], saved["digest"])
+
+
+def test_two_lost_neighbours_are_too_many(nodes: Nodes) -> None:
+    nodes.run(4, "fsdp2", "train", "3", "save")
+    nodes.lose(0)
+    nodes.lose(1)
+
+    answer = nodes.run(4, "fsdp2", "load", "train", "1", generation=1)[0]
+
+    fresh = nodes.run(4, "fsdp2", "train", "1", generation=2)[0]
+    assert (answer["loaded"], answer["step"], answer["digest"]) == (None, 1, fresh["digest"])
+
+
+@one_node
+@pytest.mark.parametrize("moment", ["copy", "unmarked"])
+def test_a_rank_killed_inside_a_snapshot_leaves_the_version_before(nodes: Nodes, moment: str) -> None:
+    at_two = nodes.run(3, "fsdp2", "train", "2", "save")[0]
+    actions = ["load", "save", "train", "1", "save", "train", "1", "die", moment, "1", "save"]
+    with nodes.begin(3, "fsdp2", *actions, generation=1) as ranks:
+        assert ranks.end_of(1).code == -9
+
+    loaded = nodes.run(3, "fsdp2", "load", generation=2)[0]
+
+    at_three = nodes.run(3, "fsdp2", "train", "3", generation=3)[0]
+    assert (loaded["loaded"], loaded["digest"]) == ([1, 3], at_three["digest"])
+    assert loaded["digest"] != at_two["digest"]
+
+
+@one_node
+@pytest.mark.parametrize("where", ["head", "data"])
+def test_a_changed_byte_is_seen_and_the_version_before_is_used(nodes: Nodes, where: str) -> None:
+    nodes.run(3, "fsdp2", "train", "1", "save", "train", "1", "save")
+    newest = [path for path in nodes.pieces(0) if path.name.endswith("-1-2")]
+    content = bytearray(newest[0].read_bytes())
+    content[200 if where == "head" else -64] ^= 1
+    newest[0].write_bytes(content)
+
+    assert nodes.run(3, "fsdp2", "load", generation=1)[0]["loaded"] == [0, 1]
+
+
+@one_node
+def test_the_folder_holds_two_versions_at_most_over_restarts_and_resizes(nodes: Nodes) -> None:
+    sizes = []
+    for generation, world_size in enumerate((4, 3, 4)):
+        nodes.run(world_size, "fsdp2", "load", *("train", "1", "save") * 3, generation=generation)
+        sizes.append(len(nodes.pieces(0)))
+
+    assert sizes == [8, 6, 8]
+
+
+@pytest.fixture
+def small_memory(tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=32k", "none", str(folder)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"mounting a file system needs root: {mounted.stderr.decode().strip()}")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def test_memory_that_does_not_suffice_is_a_sentence_and_training_goes_on(
+    nursery: Nursery, tmp_path: Path, small_memory: Path
+) -> None:
+    nodes = Nodes(nursery, tmp_path, [small_memory])
+
+    answers = nodes.run(3, "fsdp2", "train", "1", "save", "train", "1", "save", "train", "1")
+
+    said = [sentence for answer in answers for sentence in answer["said"]]
+    assert answers[0]["step"] == 3
+    assert 1 <= len(said) <= 3
+    assert (
+        f"no room for a snapshot of 0.0 MB in {small_memory} (No space left on device; 0.0 MB are free there)"
+        in said[0]
+    )
+    assert nodes.pieces(0) == []
+
+
+def test_memory_that_does_not_suffice_for_the_other_nodes_part_ends_snapshots_everywhere(
+    nodes: Nodes, small_memory: Path
+) -> None:
+    # Room for one piece, not for two.
+    (small_memory / "filler").write_bytes(bytes(12 << 10))
+    nodes.memories[1] = small_memory
+
+    answers = nodes.run(2, "fsdp2", "train", "1", "save", "train", "1", "save", "train", "1")
+
+    assert answers[0]["step"] == 3
+    assert answers[0]["said"] == []
+    assert len(answers[1]["said"]) == 1
+    assert f"rank 1: no room for a snapshot of 0.0 MB in {small_memory} (No space" in answers[1]["said"][0]
+    assert nodes.pieces(0) == nodes.pieces(1) == []
+
+
+def test_a_newer_snapshot_replaces_the_old_one_only_when_it_is_whole_on_both_nodes(nodes: Nodes) -> None:
+    saved = nodes.run(2, "fsdp2", "train", "2", "save")[0]
+    # Rank 1 is killed before it has sent its part of the next two to the other node.
+    actions = ["load", "train", "1", "die", "unsent", "1", "begin"]
+    with nodes.begin(2, "fsdp2", *actions, generation=1) as ranks:
+        assert ranks.end_of(1).code == -9
+        wait_for(lambda: any(path.name.startswith("piece-1-") for path in nodes.pieces(0)), "rank 0's part")
+    nodes.lose(1)
+
+    loaded = nodes.run(2, "fsdp2", "load", generation=2)[0]
+
+    assert (loaded["loaded"], loaded["digest"]) == ([0, 2], saved["digest"])

@@ -1,0 +1,92 @@
+"""Forks ranks from one process that has imported torch: a group is there in 0.1 s. Run by tests/ranks.py.
+
+Each line of its input asks for one group: `{"script", "args", "envs", "folder"}`, an environment per rank. It answers
+with their pids, and later, for each that ends, with `{"pid", "code"}`. Output goes to FOLDER/out.RANK and err.RANK.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import selectors
+import signal
+import sys
+import traceback
+
+import torch
+import torch._dynamo
+import torch.distributed.checkpoint
+import torch.distributed.fsdp
+import torch.distributed.optim
+import torch.distributed.tensor
+
+
+def become(script: str, args: list[str], env: dict[str, str], folder: str, rank: int) -> None:
+    """In the child: what a fresh `python script args` would be."""
+    os.setpgid(0, 0)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for name, descriptor in (("out", 1), ("err", 2)):
+        file = os.open(f"{folder}/{name}.{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.dup2(file, descriptor)
+    os.environ.update(env)
+    sys.argv = [script, *args]
+    code = 1
+    try:
+        runpy.run_path(script, run_name="__main__")
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def tell(record: object) -> None:
+    print(json.dumps(record), flush=True)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    wake, woken = os.pipe()
+    os.set_blocking(woken, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(woken)
+    events = selectors.DefaultSelector()
+    events.register(0, selectors.EVENT_READ)
+    events.register(wake, selectors.EVENT_READ)
+    alive: set[int] = set()
+    tell("ready")
+    pending = b""
+    while True:
+        for key, _ in events.select():
+            content = os.read(key.fd, 65536)
+            if key.fd == 0 and not content:
+                for pid in alive:
+                    os.killpg(pid, signal.SIGKILL)
+                return
+            if key.fd == 0:
+                *lines, pending = (pending + content).split(b"\n")
+                for line in lines:
+                    order = json.loads(line)
+                    pids = []
+                    for rank, env in enumerate(order["envs"]):
+                        pid = os.fork()
+                        if not pid:
+                            become(order["script"], order["args"], env, order["folder"], rank)
+                        pids.append(pid)
+                    alive |= set(pids)
+                    tell({"pids": pids})
+        while alive:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if not pid:
+                break
+            alive.discard(pid)
+            tell({"pid": pid, "code": os.waitstatus_to_exitcode(status)})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""Runs a script as the ranks of one gloo group, by hand: what a rank does at which moment is the test's to say."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.harness import DEADLINE_S, environment, wait_for
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How one rank ended, and what it printed."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def answer(self) -> Any:
+        """Its last line of output, which is JSON."""
+        return json.loads(self.out.splitlines()[-1])
+
+
+class Nursery:
+    """One process that has imported torch and forks all ranks of a test module; see tests/nursery.py."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.nursery"],
+            env=environment({"OMP_NUM_THREADS": "1"}),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self._said: list[Any] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        wait_for(lambda: self._said, "a nursery")
+
+    def begin(self, script: Path, args: Iterable[str], envs: list[dict[str, str]], folder: Path) -> list[int]:
+        """Fork the ranks; their pids."""
+        before = len(self._groups())
+        order = {"script": str(script), "args": list(args), "envs": envs, "folder": str(folder)}
+        assert self._process.stdin is not None
+        print(json.dumps(order), file=self._process.stdin, flush=True)
+        pids: list[int] = wait_for(lambda: self._groups()[before:], "the ranks to be forked")[0]
+        return pids
+
+    def code(self, pid: int) -> int | None:
+        """The exit code, None while it runs."""
+        ends = [each["code"] for each in list(self._said) if isinstance(each, dict) and each.get("pid") == pid]
+        return ends[0] if ends else None
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(DEADLINE_S)
+        self._reader.join(DEADLINE_S)
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+
+    def _groups(self) -> list[list[int]]:
+        return [each["pids"] for each in list(self._said) if isinstance(each, dict) and "pids" in each]
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._said.append(json.loads(line))
+
+
+@contextlib.contextmanager
+def nursery() -> Iterator[Nursery]:
+    held = Nursery()
+    try:
+        yield held
+    finally:
+        held.close()
+
+
+class Ranks:
+    """`world_size` processes of `script`, with torchrun's variables; use it as a context manager.
+
+    `envs` has what a single rank's environment has beyond `env`.
+    """
+
+    def __init__(
+        self,
+        nursery: Nursery,
+        world_size: int,
+        script: Path,
+        *args: str,
+        env: Mapping[str, str] | None = None,
+        envs: Mapping[int, Mapping[str, str]] | None = None,
+    ) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = str(probe.getsockname()[1])
+        common = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **(env or {})}
+        own = [{"RANK": str(rank), "LOCAL_RANK": str(rank), **(envs or {}).get(rank, {})} for rank in range(world_size)]
+        self._nursery = nursery
+        self._folder = tempfile.TemporaryDirectory()
+        self.pids = nursery.begin(script, args, [{**common, **each} for each in own], Path(self._folder.name))
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill(range(len(self.pids)))
+        for pid in self.pids:
+            wait_for(lambda pid=pid: self._nursery.code(pid) is not None, "a killed rank to be gone")  # type: ignore[misc]
+        self._folder.cleanup()
+
+    def kill(self, ranks: Iterable[int]) -> None:
+        for rank in ranks:
+            if self._nursery.code(self.pids[rank]) is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self.pids[rank], signal.SIGKILL)
+
+    def end_of(self, rank: int, deadline_s: float = DEADLINE_S) -> Ended:
+        """How one of them ended; fails where it does not."""
+        pid = self.pids[rank]
+        try:
+            wait_for(lambda: self._nursery.code(pid) is not None, f"the end of rank {rank}", deadline_s)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self._read('err', rank)}") from None
+        code = self._nursery.code(pid)
+        assert code is not None
+        return Ended(code, self._read("out", rank), self._read("err", rank))
+
+    def end(self) -> list[Ended]:
+        """How each of them ended, by rank."""
+        return [self.end_of(rank) for rank in range(len(self.pids))]
+
+    def answers(self) -> list[Any]:
+        """The answers of all ranks, which end well."""
+        ended = self.end()
+        assert [rank.code for rank in ended] == [0] * len(ended), "\n".join(rank.err for rank in ended)
+        return [rank.answer for rank in ended]
+
+    def _read(self, name: str, rank: int) -> str:
+        return (Path(self._folder.name) / f"{name}.{rank}").read_text()
