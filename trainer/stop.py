@@ -1,13 +1,14 @@
-"""SIGTERM and SIGINT as a wish to stop after the current step; the second one ends the process at once."""
+"""Signals as a wish to stop after the current step; the second one ends the process at once."""
 
 from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType, TracebackType
+from typing import Any
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # A scheduler signals every process of a job, and the agent passes its own signal on: that is one wish, told twice.
 _SAME_WISH_S = 1.0
 
@@ -20,22 +21,28 @@ class StopRequest:
     """
 
     def __init__(
-        self, clock_s: Callable[[], float] = time.monotonic, end: Callable[[int], object] | None = None
+        self,
+        clock_s: Callable[[], float] = time.monotonic,
+        end: Callable[[int], object] | None = None,
+        signals: Sequence[signal.Signals] = SIGNALS,
     ) -> None:
         self.signum = 0
+        self._signals = signals
+        self._before: list[tuple[signal.Signals, Any]] = []
         self._noted_s = 0.0
         self._clock_s = clock_s
-        self._end = end or _end_at_once
+        self._end = end or self._end_at_once
 
     def __enter__(self) -> StopRequest:
-        for number in _SIGNALS:
-            signal.signal(number, self._note)
+        self._before = [(number, signal.signal(number, self._note)) for number in self._signals]
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
-        _restore()
+        for number, handler in self._before:
+            # None: it was none of Python's.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
         now_s = self._clock_s()
@@ -44,12 +51,7 @@ class StopRequest:
         elif now_s - self._noted_s > _SAME_WISH_S:
             self._end(signum)
 
-
-def _end_at_once(signum: int) -> None:
-    _restore()
-    signal.raise_signal(signum)
-
-
-def _restore() -> None:
-    for number in _SIGNALS:
-        signal.signal(number, signal.SIG_DFL)
+    def _end_at_once(self, signum: int) -> None:
+        for number in self._signals:
+            signal.signal(number, signal.SIG_DFL)
+        signal.raise_signal(signum)

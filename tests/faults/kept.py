@@ -1,0 +1,247 @@
+"""What the keeper's fault tests train: a network with BatchNorm and dropout, killed where the test asks for it.
+
+Run as `kept.py FOLDER STEPS [OPTION=VALUE …]`, a folder that all workers see. Options are the Keeper's:
+`snapshot_every`, `checkpoints`, `checkpoint_every`, and `hook=powersgd`. An empty file
+FOLDER/<moment>-<generation>-<step>-<rank> makes that rank kill itself with SIGKILL there. Moments:
+
+    start, restore (with step 0), forward, committed
+    backward      the first gradients are on their way to the others
+    optimizer     half of the parameters are new
+    commit        all parameters are, the scheduler is not
+    together      after the forward pass, at once with all others that have such a file
+    copy          half of a copy of that step is in memory
+    crash         not a kill: an exception before the forward pass
+    hold          not a kill: wait there until the file is gone
+
+Each rank appends JSON lines to FOLDER/records: `began`, `done` (with the bits of its own loss of the step), `told` (to
+stop), `killed`, `held`, `end`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import struct
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from elaunch.trainer.boundary import Boundary
+from elaunch.trainer.keeper import Keeper
+from elaunch.trainer.memory import copy_on_host
+
+FOLDER, STEPS = Path(sys.argv[1]), int(sys.argv[2])
+OPTIONS = dict(word.split("=", 1) for word in sys.argv[3:])
+RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+GENERATION = int(os.environ["ELAUNCH_GENERATION"])
+
+
+def record(event: str, **fields: object) -> None:
+    line = json.dumps({"event": event, "generation": GENERATION, "rank": RANK, **fields})
+    with (FOLDER / "records").open("a") as file:
+        file.write(line + "\n")
+
+
+def is_asked(moment: str, step: int) -> bool:
+    return (FOLDER / f"{moment}-{GENERATION}-{step}-{RANK}").exists()
+
+
+def moment(name: str, step: int) -> None:
+    """Die here, if the test wants that."""
+    if is_asked(name, step):
+        record("killed", moment=name, step=step)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def together(step: int) -> None:
+    """Die at the same moment as all others that the test has asked: the lowest rank kills them."""
+    asked = sorted(FOLDER.glob(f"together-{GENERATION}-{step}-*"))
+    if not is_asked("together", step):
+        return
+    record("killed", moment="together", step=step)
+    mine = FOLDER / f"pid-{GENERATION}-{step}-{RANK}"
+    mine.with_suffix(".part").write_text(str(os.getpid()))
+    mine.with_suffix(".part").rename(mine)
+    if min(int(path.name.rpartition("-")[2]) for path in asked) != RANK:
+        signal.pause()
+    while len(pids := list(FOLDER.glob(f"pid-{GENERATION}-{step}-?"))) < len(asked):
+        time.sleep(0.001)
+    for path in sorted(pids, reverse=True):
+        os.kill(int(path.read_text()), signal.SIGKILL)
+
+
+def bits(value: float) -> str:
+    return struct.pack("<d", value).hex()
+
+
+def digest(*states: Any) -> str:
+    """SHA-256 over all tensors and plain values of the states."""
+    found = hashlib.sha256()
+
+    def add(value: Any) -> None:
+        if isinstance(value, Tensor):
+            raw = bytearray(value.numel() * value.element_size())
+            if raw:
+                torch.frombuffer(raw, dtype=value.dtype).copy_(value.detach().flatten())
+            found.update(raw)
+        elif isinstance(value, dict):
+            for key in value:
+                found.update(repr(key).encode())
+                add(value[key])
+        elif isinstance(value, list | tuple):
+            for item in value:
+                add(item)
+        else:
+            found.update(repr(value).encode())
+
+    for state in states:
+        add(state)
+    return found.hexdigest()[:16]
+
+
+class Network(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            *(nn.Linear(16, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.2)),
+            *(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.2), nn.Linear(64, 1)),
+        )
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        output: Tensor = self.layers(inputs)
+        return output
+
+
+class Interruptible(torch.optim.AdamW):
+    """AdamW that may be killed when half of the parameters are new; `step_now` tells which step it is."""
+
+    step_now: Callable[[], int]
+
+    def step(self, closure: Any = None) -> Any:
+        if is_asked("optimizer", self.step_now()):
+            parameters = self.param_groups[0]["params"]
+            before = [parameter.detach().clone() for parameter in parameters]
+            for parameter in parameters[::2]:
+                parameter.grad = None
+            super().step()
+            same = [torch.equal(old, new) for old, new in zip(before, parameters, strict=True)]
+            assert True in same
+            assert False in same
+            moment("optimizer", self.step_now())
+        return super().step(closure)
+
+
+def main() -> None:
+    torch.manual_seed(3)
+    dist.init_process_group("gloo")
+    network = Network()
+    # Small buckets: with one bucket nothing is regrouped, and nothing is proved. PowerSGD's all-reduces of several
+    # buckets meet in any order, which gloo does not survive.
+    hook = OPTIONS.get("hook") == "powersgd"
+    model = DistributedDataParallel(network, bucket_cap_mb=25 if hook else 0.01)
+    torch.manual_seed(100 + RANK)
+    optimizer = Interruptible(network.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+    extra: dict[str, Any] = {"seen": 0}
+    hook_state = power_sgd(model) if hook else None
+    keeper = Keeper(
+        model,
+        optimizer,
+        scheduler=scheduler,
+        extra=extra,
+        hook_state=hook_state,
+        checkpoints=OPTIONS.get("checkpoints"),
+        checkpoint_every=int(OPTIONS.get("checkpoint_every", 1000)),
+        snapshot_every=int(OPTIONS["snapshot_every"]) if "snapshot_every" in OPTIONS else None,
+        warm_up=lambda: model(torch.ones(4, 16)).sum().backward(),
+    )
+    plant(keeper, network, optimizer)
+    moment("start", 0)
+    with keeper:
+        record("began", step=keeper.step, memory=os.environ.get("ELAUNCH_MEMORY"))
+        for step in keeper.steps(STEPS):
+            loss = train(step, keeper, model, optimizer, scheduler, extra)
+            record("done", step=step, loss=bits(loss))
+            moment("committed", step)
+        replicated = digest(list(model.parameters()), optimizer.state_dict(), scheduler.state_dict(), extra)
+        state = digest(model.state_dict(), replicated)
+        own = digest(torch.get_rng_state(), hook_state.error_dict if hook_state else {})
+    record("end", step=keeper.step, replicated=replicated, state=state, own=own)
+    dist.destroy_process_group()
+
+
+def train(step: int, keeper: Keeper, model: nn.Module, optimizer: Any, scheduler: Any, extra: dict[str, Any]) -> float:
+    source = torch.Generator().manual_seed(1000 * step + RANK)
+    inputs = torch.randn(8, 16, generator=source)
+    # Drawn from the state that must survive.
+    inputs += 0.1 * torch.randn(8, 16)
+    if is_asked("hold", step):
+        record("held", step=step)
+    while is_asked("hold", step):
+        time.sleep(0.01)
+    if is_asked("crash", step):
+        (FOLDER / f"crash-{GENERATION}-{step}-{RANK}").unlink()
+        raise ValueError(f"asked for by the test, in generation {GENERATION}")
+    loss = (model(inputs).squeeze(1) - inputs.sum(1)).pow(2).mean()
+    moment("forward", step)
+    together(step)
+    loss.backward()
+    with keeper.commit():
+        optimizer.step()
+        moment("commit", step)
+        scheduler.step()
+        optimizer.zero_grad()
+        extra["seen"] += 8 * WORLD_SIZE
+    return loss.item()
+
+
+def plant(keeper: Keeper, network: Network, optimizer: Interruptible) -> None:
+    """Put the moments that lie inside of somebody else's code in place."""
+    optimizer.step_now = lambda: keeper.step + 1
+    parameters = list(network.parameters())
+    # The last layer's gradients come first; the others are still to come when this rank dies.
+    parameters[-1].register_post_accumulate_grad_hook(lambda _: moment("backward", keeper.step + 1))
+
+    def copy(targets: list[Tensor], sources: list[Tensor]) -> None:
+        if is_asked("copy", keeper.step):
+            half = len(targets) // 2
+            copy_on_host(targets[:half], sources[:half])
+            moment("copy", keeper.step)
+        copy_on_host(targets, sources)
+
+    keeper._copies.copy = copy  # type: ignore[method-assign]
+    tell = Boundary.tell
+
+    def record_and_tell(boundary: Boundary, reason: str) -> None:
+        tell(boundary, reason)
+        record("told", reason=reason)
+
+    Boundary.tell = record_and_tell  # type: ignore[method-assign]
+    load = keeper._training.load_replicated
+
+    def load_replicated(state: Any) -> None:
+        moment("restore", 0)
+        load(state)
+
+    keeper._training.load_replicated = load_replicated  # type: ignore[method-assign]
+
+
+def power_sgd(model: DistributedDataParallel) -> Any:
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+
+    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=4)
+    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    return state
+
+
+if __name__ == "__main__":
+    main()

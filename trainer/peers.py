@@ -1,0 +1,50 @@
+"""What the ranks of a group tell each other besides gradients: small numbers to agree on, and copies of the state."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from elaunch.trainer.agreement import Ranks
+from elaunch.trainer.packing import MARK
+
+_CHUNK_BYTES = 64 << 20
+
+
+class Peers(Ranks):
+    """All ranks, over gloo whatever backend the gradients take; a process without a group has none to send to.
+
+    `from_all` and `largest` are called by all ranks; a `send` meets a `length_from` and a `receive`.
+    """
+
+    def largest(self, values: Sequence[int]) -> list[int]:
+        """The element-wise maximum over all ranks."""
+        if self.group is None:
+            return list(values)
+        found = torch.tensor(values)
+        dist.all_reduce(found, dist.ReduceOp.MAX, self.group)
+        return [int(value) for value in found.tolist()]
+
+    def send(self, region: Tensor, rank: int) -> None:
+        """Send a region of `packing` without its mark."""
+        dist.send(torch.tensor([region.numel()]), rank, self.group)
+        for chunk in _chunks(region):
+            dist.send(chunk, rank, self.group)
+
+    def length_from(self, rank: int) -> int:
+        """How many bytes `receive` will get."""
+        length = torch.zeros(1, dtype=torch.int64)
+        dist.recv(length, rank, self.group)
+        return int(length.item())
+
+    def receive(self, region: Tensor, rank: int) -> None:
+        """Receive all but the mark into `region`, which has the length that `length_from` said."""
+        for chunk in _chunks(region):
+            dist.recv(chunk, rank, self.group)
+
+
+def _chunks(region: Tensor) -> Sequence[Tensor]:
+    return torch.split(region[len(MARK) :], _CHUNK_BYTES)

@@ -1,0 +1,49 @@
+"""The states of the random generators that a training step draws from: Python's, numpy's, torch's on CPU and GPU."""
+
+from __future__ import annotations
+
+import random
+import sys
+from array import array
+from typing import Any
+
+import torch
+from torch import Tensor
+
+State = dict[str, Any]
+
+
+def capture(device: torch.device) -> State:
+    """The generators' states now, as plain values and tensors; numpy's only where the program has imported it."""
+    # As bytes: hundreds of numbers take ten times as long to write down.
+    version, numbers, gauss = random.getstate()
+    state: State = {"python": (version, array("I", numbers).tobytes(), gauss), "torch": torch.get_rng_state()}
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    numpy = sys.modules.get("numpy.random")
+    if numpy is not None:
+        name, keys, *rest = numpy.get_state()
+        state["numpy"] = (name, keys.tobytes(), *rest)
+    return state
+
+
+def apply(state: State, device: torch.device) -> None:
+    """Set the generators to the states that `capture` saw."""
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(array("I", numbers)), gauss))
+    torch.set_rng_state(state["torch"].clone())
+    if "cuda" in state and device.type == "cuda":
+        torch.cuda.set_rng_state(state["cuda"].clone(), device)
+    if "numpy" in state and "numpy" in sys.modules:
+        import numpy
+
+        name, keys, *rest = state["numpy"]
+        numpy.random.set_state((name, numpy.frombuffer(keys, dtype=numpy.uint32), *rest))
+
+
+def same(one: State, other: State) -> bool:
+    """Whether nobody has drawn between the two."""
+    return one.keys() == other.keys() and all(
+        torch.equal(value, other[name]) if isinstance(value, Tensor) else value == other[name]
+        for name, value in one.items()
+    )
