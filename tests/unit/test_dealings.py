@@ -22,6 +22,7 @@ from elaunch.rendezvous.store import (
     HistoryLost,
     Op,
     Put,
+    StoreError,
     Txn,
     Unavailable,
     View,
@@ -116,7 +117,7 @@ def test_a_store_that_does_not_take_the_first_read_is_asked_why(why: StoreError)
     bench.store.fail("read", why)
     bench.store.fail("check", Denied("a:1 is etcd 3.2; elaunch needs 3.4 or later"))
 
-    with pytest.raises(Denied, match="etcd 3.2"):
+    with pytest.raises(Denied, match=r"etcd 3\.2"):
         bench.dealings.begin()
 
 
