@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from elaunch.trainer.checkpoint import Checkpoints as Checkpoints
+    from elaunch.trainer.keeper import Keeper as Keeper
     from elaunch.trainer.modelstate import restore as restore
     from elaunch.trainer.modelstate import state_of as state_of
     from elaunch.trainer.oldfiles import load_plain as load_plain
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 # Imported when they are asked for: `elaunch.trainer.link` must not cost the import of torch.
 _HOMES = {
     "Checkpoints": "checkpoint",
+    "Keeper": "keeper",
     "ShardedMemory": "sharded",
     "load_plain": "oldfiles",
     "restore": "modelstate",
