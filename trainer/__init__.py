@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from elaunch.trainer.accumulation import accumulate as accumulate
     from elaunch.trainer.checkpoint import Checkpoints as Checkpoints
-    from elaunch.trainer.ledger import Ledger as Ledger
     from elaunch.trainer.keeper import Keeper as Keeper
+    from elaunch.trainer.ledger import Ledger as Ledger
     from elaunch.trainer.modelstate import restore as restore
     from elaunch.trainer.modelstate import state_of as state_of
     from elaunch.trainer.oldfiles import load_plain as load_plain
