@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from types import TracebackType
@@ -42,8 +43,9 @@ class Recorder:
 
     @property
     def loss(self) -> float:
-        """The newest step's."""
-        return float(self.state["line"]["loss"])
+        """The newest step's; of a checkpoint that was made without it, not a number."""
+        line = self.state["line"]
+        return float(line["loss"]) if line else math.nan
 
     @property
     def steps_lost(self) -> int:
