@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
+import pytest
 
 from elaunch.agent.guardian import VARIABLE
 
@@ -22,6 +23,11 @@ Fact = TypeVar("Fact")
 # Generous: these machines are shared. A test that needs more has found a hang.
 DEADLINE_S = 60.0
 COMMAND = (sys.executable, "-m", "elaunch")
+
+
+def slow(*values: Any) -> Any:
+    """One set of parameters of a test that only the slow suite takes."""
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def wait_for(fact: Callable[[], Fact], what: str, deadline_s: float = DEADLINE_S) -> Fact:

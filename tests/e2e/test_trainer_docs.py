@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from elaunch.trainer.ledger import judge
-from tests.harness import Job, environment, script
+from tests.harness import Job, environment, script, slow
 
 PAGE = Path(__file__).parents[2] / "docs" / "trainer.md"
 
@@ -67,7 +67,7 @@ def whole(folder: Path, victim: int | None = None) -> Job:
     return job
 
 
-@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("victim", [0, slow(2)])
 def test_the_whole_script_loses_no_sample_and_no_bit_by_a_kill(tmp_path: Path, victim: int) -> None:
     calm = whole(tmp_path / "calm")
     killed = whole(tmp_path / "killed", victim)
@@ -80,6 +80,7 @@ def test_the_whole_script_loses_no_sample_and_no_bit_by_a_kill(tmp_path: Path, v
     assert (found.samples, found.lost_steps) == (300 * 32, 0)
 
 
+@pytest.mark.slow
 def test_the_whole_script_runs_under_torchrun(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     command.append(str(kept(tmp_path, "A whole script")))

@@ -9,7 +9,7 @@ from typing import Any, TypedDict
 import pytest
 
 from elaunch.trainer.ledger import judge
-from tests.harness import finished, records, script
+from tests.harness import finished, records, script, slow
 
 # Trains steps after+1…until of a small network, and leaves in the folder: the state, a loss per step, a mask per
 # micro-batch, and how far the last four gradients are from those of one process on the whole batch.
@@ -110,7 +110,7 @@ def train(
 
 # 8 micro-batches among 3 workers, and 10 among 4 or 3, leave remainders.
 @pytest.mark.parametrize(
-    "order", [{"global_batch": 24, "micro_batch": 3}, {"global_batch": 30, "micro_batch": 3, "tail": "short"}]
+    "order", [{"global_batch": 24, "micro_batch": 3}, slow({"global_batch": 30, "micro_batch": 3, "tail": "short"})]
 )
 def test_a_run_resized_from_4_to_3_and_back_has_the_losses_of_one_that_was_not(
     tmp_path: Path, order: dict[str, Any]
@@ -128,7 +128,7 @@ def test_a_run_resized_from_4_to_3_and_back_has_the_losses_of_one_that_was_not(
 
 
 # Step 8 ends an epoch of 211 samples: of a global batch of 30 one sample is left for it, of 27 there are 22.
-@pytest.mark.parametrize(("world_size", "batch"), [(1, 30), (2, 30), (3, 30), (4, 30), (4, 27)])
+@pytest.mark.parametrize(("world_size", "batch"), [(1, 30), slow(2, 30), (3, 30), slow(4, 30), (4, 27)])
 def test_the_gradient_is_that_of_one_process_on_the_whole_batch(tmp_path: Path, world_size: int, batch: int) -> None:
     curve = train(tmp_path, [world_size], [9], global_batch=batch, micro_batch=3, tail="short")
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness import Job, wait_for
+from tests.harness import Job, slow, wait_for
 
 KEPT = Path(__file__).with_name("kept.py")
 STEPS = 40
@@ -96,7 +96,7 @@ def kills(run: Run) -> list[tuple[int, str, int, int]]:
     return [(r["generation"], r["moment"], r["step"], r["rank"]) for r in run.of("killed")]
 
 
-@pytest.mark.parametrize("workers", [2, 3, 4])
+@pytest.mark.parametrize("workers", [slow(2), 3, slow(4)])
 def test_a_kill_at_any_moment_loses_no_step_and_changes_no_bit(
     tmp_path: Path, calm: dict[tuple[int, str], Run], workers: int
 ) -> None:
@@ -135,7 +135,7 @@ def test_a_kill_at_any_moment_loses_no_step_and_changes_no_bit(
     assert_same(stormy, calm[workers, "snapshot_every=1"])
 
 
-@pytest.mark.parametrize("workers", [2, 4])
+@pytest.mark.parametrize("workers", [2, slow(4)])
 def test_all_but_one_are_killed_and_the_last_one_saves(
     tmp_path: Path, calm: dict[tuple[int, str], Run], workers: int
 ) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from elaunch.trainer.marks import marks
 from tests.faults.test_keeper_kills import KEPT, RESTORED, Run, assert_same
-from tests.harness import Job, environment, wait_for
+from tests.harness import Job, environment, slow, wait_for
 
 SINGLE_THREAD = {"OMP_NUM_THREADS": "1"}
 SINGLE = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "LOCAL_RANK": "0", "ELAUNCH_GENERATION": "0"}
@@ -28,7 +28,7 @@ def again(run: Run, workers: int, *options: str) -> Run:
     return run
 
 
-@pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), slow(signal.SIGINT, 130)])
 def test_a_stopped_job_goes_on_from_its_checkpoint_bit_for_bit(
     tmp_path: Path, signum: signal.Signals, code: int
 ) -> None:
@@ -53,6 +53,7 @@ def test_a_stopped_job_goes_on_from_its_checkpoint_bit_for_bit(
         assert_same(run, calm.ended())
 
 
+@pytest.mark.slow
 def test_the_newest_of_memory_and_disk_is_taken(tmp_path: Path) -> None:
     # All die in step 20: the newest copy in memory is of step 17, the newest checkpoint of step 15.
     options = ("snapshot_every=8", f"checkpoints={tmp_path / 'checkpoints'}", "checkpoint_every=5")
@@ -84,7 +85,7 @@ def test_without_any_copy_in_memory_the_checkpoint_is_taken_and_what_is_repeated
         assert_same(run, calm.ended())
 
 
-@pytest.mark.parametrize(("every", "began"), [(1, 19), (6, 19)])
+@pytest.mark.parametrize(("every", "began"), [(1, 19), slow(6, 19)])
 def test_error_feedback_goes_back_to_where_every_piece_of_it_is(tmp_path: Path, every: int, began: int) -> None:
     options = (f"snapshot_every={every}", "hook=powersgd")
     with Run(tmp_path / "run", 3, *options, asks=["backward-0-22-1" if every == 6 else "backward-0-20-1"]) as run:
@@ -98,7 +99,7 @@ def test_error_feedback_goes_back_to_where_every_piece_of_it_is(tmp_path: Path, 
         assert_same(run, calm.ended())
 
 
-@pytest.mark.parametrize("shards", ["fsdp2", "zero"])
+@pytest.mark.parametrize("shards", ["fsdp2", slow("zero")])
 def test_state_in_parts_goes_back_to_the_snapshot_and_ends_the_same(tmp_path: Path, shards: str) -> None:
     options = ("snapshot_every=5", f"shards={shards}", f"checkpoints={tmp_path / 'checkpoints'}")
     asks = ["forward-0-14-2", "together-1-25-0", "together-1-25-1", "together-1-25-2"]
@@ -115,6 +116,7 @@ def test_state_in_parts_goes_back_to_the_snapshot_and_ends_the_same(tmp_path: Pa
         assert_same(run, calm.ended())
 
 
+@pytest.mark.slow
 def test_state_in_parts_goes_on_from_a_checkpoint_on_another_number_of_workers(tmp_path: Path) -> None:
     options = ("snapshot_every=5", "shards=fsdp2", f"checkpoints={tmp_path / 'checkpoints'}")
     with Run(tmp_path / "run", 3, *options, asks=["hold-0-20-1"]) as run:
@@ -163,6 +165,7 @@ def test_too_little_memory_is_one_sentence_and_no_failure(tmp_path: Path, small_
     assert "goes back to the last checkpoint" in said[0]
 
 
+@pytest.mark.slow
 def test_a_plain_python_process_resumes_from_its_checkpoints(tmp_path: Path) -> None:
     options = ("snapshot_every=1", f"checkpoints={tmp_path / 'checkpoints'}", "checkpoint_every=10")
     (tmp_path / "forward-0-25-0").touch()
@@ -177,6 +180,7 @@ def test_a_plain_python_process_resumes_from_its_checkpoints(tmp_path: Path) -> 
     assert not list(Path("/dev/shm").glob(f"*{os.getpid()}*"))
 
 
+@pytest.mark.slow
 def test_under_torchrun_a_restart_goes_on_from_the_checkpoint(tmp_path: Path) -> None:
     # Without the switch torchrun 2.13 reads the last group's keys again after a restart, and hangs.
     environ = environment(

@@ -67,6 +67,7 @@ def test_a_full_disk_costs_lines_and_checkpoints_but_no_step_even_when_a_worker_
     assert run.result["ledger"].startswith("not exactly once")
 
 
+@pytest.mark.slow
 def test_a_corrupt_newest_checkpoint_costs_the_steps_since_the_one_before_and_they_are_counted(tmp_path: Path) -> None:
     with OneNode(tmp_path / "calm", 3) as calm:
         calm.ended()

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.trainings import RESTORED, OneNode
+from tests.harness import slow
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +27,7 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> dict[int, OneNode]:
     return Calm()
 
 
-@pytest.mark.parametrize("workers", [2, 3, 4])
+@pytest.mark.parametrize("workers", [slow(2), 3, slow(4)])
 def test_a_kill_at_any_moment_loses_no_step_and_changes_no_bit(
     tmp_path: Path, calm: dict[int, OneNode], workers: int
 ) -> None:
@@ -50,7 +51,7 @@ def test_a_kill_at_any_moment_loses_no_step_and_changes_no_bit(
     run.assert_same(calm[workers])
 
 
-@pytest.mark.parametrize("workers", [2, 4])
+@pytest.mark.parametrize("workers", [slow(2), slow(4)])
 def test_all_but_one_are_killed_and_the_last_one_saves(tmp_path: Path, calm: dict[int, OneNode], workers: int) -> None:
     asks = [f"together-0-7-{rank}" for rank in range(1, workers)]
     asks += [f"together-1-12-{rank}" for rank in range(workers - 1)]
@@ -81,7 +82,7 @@ def test_all_workers_killed_at_once_repeat_the_steps_since_the_snapshot_and_all_
     run.assert_same(calm[3])
 
 
-@pytest.mark.parametrize(("moment", "rank"), [("forward", 2), ("backward", 0)])
+@pytest.mark.parametrize(("moment", "rank"), [("forward", 2), slow("backward", 0)])
 def test_a_frozen_worker_is_found_and_costs_no_step(
     tmp_path: Path, calm: dict[int, OneNode], moment: str, rank: int
 ) -> None:

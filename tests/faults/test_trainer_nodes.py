@@ -11,7 +11,7 @@ import pytest
 
 from tests.faults.cluster import Cluster
 from tests.faults.trainings import RESTORED, OneNode, Training
-from tests.harness import wait_for
+from tests.harness import slow, wait_for
 from tests.nodes import needs_nodes
 
 pytestmark = needs_nodes
@@ -67,7 +67,12 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Training:
 # has been asked who wants to stop.
 @pytest.mark.parametrize(
     ("moment", "begins"),
-    [("forward", [11, 20, 30]), ("backward", [11, 20, 30]), ("optimizer", [12, 20, 30]), ("copy", [12, 21, 31])],
+    [
+        slow("forward", [11, 20, 30]),
+        ("backward", [11, 20, 30]),
+        slow("optimizer", [12, 20, 30]),
+        slow("copy", [12, 21, 31]),
+    ],
 )
 def test_a_node_is_lost_another_joins_and_is_preempted(
     nodes: OnNodes, calm: Training, moment: str, begins: list[int]
@@ -102,6 +107,7 @@ def test_a_node_is_lost_another_joins_and_is_preempted(
     nodes.assert_close(calm)
 
 
+@pytest.mark.slow
 def test_rank_0_is_lost_with_its_node_while_its_checkpoint_gets_its_name(nodes: OnNodes, calm: Training) -> None:
     nodes.ask("hold:publish-0-20-0")
     nodes.ask("hold:forward-0-24-0")
@@ -156,6 +162,7 @@ def test_all_workers_of_a_node_are_killed_and_get_the_state_from_the_other(tmp_p
         nodes.assert_same(calm.ended())
 
 
+@pytest.mark.slow
 def test_a_run_resized_from_4_to_3_and_back_has_the_losses_of_one_that_was_not(tmp_path: Path) -> None:
     options = (*GENTLE, "--steps", "240")
     with OneNode(tmp_path / "calm", 4, *options) as calm:

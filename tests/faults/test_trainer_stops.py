@@ -5,6 +5,8 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
+import pytest
+
 from elaunch.trainer.marks import marks
 from tests.faults.trainings import OneNode
 from tests.harness import wait_for
@@ -27,6 +29,7 @@ def stop(run: OneNode, held: str, workers: int, signum: signal.Signals) -> None:
     assert marks(run.out / "checkpoints")[-1].step == step
 
 
+@pytest.mark.slow
 def test_a_run_that_is_stopped_twice_and_goes_on_with_3_and_4_workers_has_the_losses_of_one_that_was_not(
     tmp_path: Path,
 ) -> None:
