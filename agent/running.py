@@ -17,7 +17,7 @@ from elaunch.agent.events import (
 )
 from elaunch.agent.state import Agent, Held, Phase, Running, Step, Stopping
 from elaunch.agent.stopping import LAST_WORDS_S, go_on_stopping, goodbye
-from elaunch.agent.telling import SIGKILL, SIGTERM, stop_broken
+from elaunch.agent.telling import SIGINT, SIGKILL, SIGTERM, stop_broken
 from elaunch.rendezvous import entering
 from elaunch.rendezvous.types import Failure, FailureKind, OutcomeKind
 
@@ -27,7 +27,7 @@ HOLD_S = 0.1
 ASKING = (1, 2, 3, 10, 12, 15)
 # All ranks of a job stop after the same step, also those whose agent has not yet heard why.
 STOPPED_HOLD_S = 2.0
-STOPPED_CODES = (0, 128 + SIGTERM)
+STOPPED_CODES = (0, 128 + SIGTERM, 128 + SIGINT)
 
 
 def worker_exited(agent: Agent, event: WorkerExited, now_s: float) -> Step:
@@ -189,7 +189,8 @@ def _by_us(event: WorkerExited, failure: Failure, stopping: Stopping) -> bool:
     if failure.kind not in (FailureKind.SIGNAL, FailureKind.EXIT_CODE):
         return False
     is_killed = stopping.killed or event.local_rank in stopping.spent
-    return event.code in (-SIGTERM, 128 + SIGTERM) or (event.code == -SIGKILL and is_killed)
+    has_stopped = event.local_rank in stopping.words.stopped and event.code in STOPPED_CODES
+    return has_stopped or event.code in (-SIGTERM, 128 + SIGTERM) or (event.code == -SIGKILL and is_killed)
 
 
 def _is_own_doing(failure: Failure) -> bool:

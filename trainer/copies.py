@@ -89,7 +89,9 @@ class Copies:
             # What came from elsewhere is on one node less until then.
             self.snapshot(now)
             version = now
-        self.put_down(version)
+        if self._records is None or self._records.find(version) is None:
+            # What was just restored from is not written over: it may be the only copy.
+            self.put_down(version)
         self.done(now)
         return version
 

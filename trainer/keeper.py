@@ -129,6 +129,7 @@ class Keeper:
             self._warm()
             self._version = self._copies.begin(self._copies.restore())
             self._random = randomness.capture(self._training.device)
+            self._restored_step = self.step
             self._pace = Pace(self._snapshot_every, self.step)
             with self._lock:
                 self._is_whole = True
@@ -143,7 +144,7 @@ class Keeper:
         with self._stack:
             if kind is None:
                 # The training is over, the program is not: if it fails now, nothing is repeated.
-                self._save()
+                self._save_everywhere()
                 self._copies.checkpoint(self._version)
                 self._copies.wait()
             elif not self._has_stopped:
@@ -154,10 +155,11 @@ class Keeper:
     def steps(self, total: int) -> Iterator[int]:
         """The steps that are left, up to `total`; each must be committed. Ends the process where a stop is asked for.
 
-        The loop begins with the random states that the step before it ended with: what was drawn since the Keeper was
-        entered (a DataLoader draws its seed) is drawn again.
+        The loop after a restore begins with the random states that the step before it ended with: what was drawn since
+        the Keeper was entered (a DataLoader draws its seed) is drawn again.
         """
-        randomness.apply(self._random, self._training.device)
+        if self.step == self._restored_step:
+            randomness.apply(self._random, self._training.device)
         self._looked_at_s, self._looked_at_step = time.monotonic(), self.step
         while self.step < total:
             if self.step % self._stop_every == 0:
@@ -247,6 +249,13 @@ class Keeper:
             if self._is_whole:
                 self._copies.snapshot(self._version)
 
+    def _save_everywhere(self) -> None:
+        """A snapshot that no rank goes on without: the one that makes it may be killed meanwhile."""
+        self._save()
+        with self._lock:
+            if self._is_whole and not self._training.is_in_parts:
+                self._copies.rescue(self._version)
+
     def _rescue(self) -> None:
         """The group has failed: save the last complete step, unless another worker of this node has; change no more.
 
@@ -281,7 +290,7 @@ class Keeper:
     def _stop(self, wish: Wish) -> None:
         """All ranks are here, after the same step."""
         link.stopped(self.step)
-        self._save()
+        self._save_everywhere()
         if wish is not Wish.JOIN:
             self._copies.checkpoint(self._version)
         self._copies.wait()

@@ -58,8 +58,8 @@ def saved(step: int) -> None:
 def stopped(step: int) -> None:
     """Say that this process has stopped after `step`, as all ranks do, and is about to save what it must and to exit.
 
-    With it, the exit (code 143 or 0) is no failure and not the job's end, whether the agent had asked for the stop or
-    a peer's agent had. May be called from any thread; waits for a busy agent, a second at most.
+    With it, the exit (code 143, 130 or 0) is no failure and not the end of the job, whether this agent had asked for it
+    or a peer's agent had. May be called from any thread; waits for a busy agent, a second at most.
     """
     _open_link().send_surely(_line(event="stopped", step=step))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -27,6 +28,7 @@ class StopRequest:
         signals: Sequence[signal.Signals] = SIGNALS,
     ) -> None:
         self.signum = 0
+        self._pid = os.getpid()
         self._signals = signals
         self._before: list[tuple[signal.Signals, Any]] = []
         self._noted_s = 0.0
@@ -45,6 +47,10 @@ class StopRequest:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._pid:
+            # A child that was forked with our handlers, and is asked to end.
+            self._end_at_once(signum)
+            return
         now_s = self._clock_s()
         if not self.signum:
             self.signum, self._noted_s = signum, now_s

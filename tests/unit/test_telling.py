@@ -298,7 +298,7 @@ def test_who_listens_for_stops_only_gets_sigterm_when_a_stop_for_a_join_becomes_
 # --- all ranks stop after the same step, also on a node whose agent has not heard why
 
 
-@pytest.mark.parametrize("code", [0, 128 + TERM])
+@pytest.mark.parametrize("code", [0, 128 + TERM, 128 + INT])
 def test_a_worker_that_stopped_before_its_agent_heard_why_is_held(code: int) -> None:
     driver = listening(started())
     says_stopped(driver, *ALL)
