@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from elaunch.trainer.accumulation import accumulate as accumulate
     from elaunch.trainer.checkpoint import Checkpoints as Checkpoints
+    from elaunch.trainer.keeper import Keeper as Keeper
     from elaunch.trainer.ledger import Ledger as Ledger
     from elaunch.trainer.modelstate import restore as restore
     from elaunch.trainer.modelstate import state_of as state_of
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 # Imported when they are asked for: `elaunch.trainer.link` must not cost the import of torch.
 _HOMES = {
     "Checkpoints": "checkpoint",
+    "Keeper": "keeper",
     "Ledger": "ledger",
     "Micro": "order",
     "Order": "order",

@@ -27,16 +27,11 @@ from torch import nn
 
 from elaunch.trainer import link, randomness
 from elaunch.trainer.boundary import Boundary, Wish
-from elaunch.trainer.checkpoint import Checkpoints
-from elaunch.trainer.exchange import Version, repeated, sentence
-from elaunch.trainer.gpu import GpuCopies, HostCopies
-from elaunch.trainer.marks import marks
-from elaunch.trainer.memory import Memory, NoRoom
+from elaunch.trainer.copies import Copies
+from elaunch.trainer.exchange import Version
 from elaunch.trainer.pace import Pace
-from elaunch.trainer.packing import NotPlain
 from elaunch.trainer.peers import Peers
 from elaunch.trainer.place import Place
-from elaunch.trainer.restore import Shelf, agree, take_over
 from elaunch.trainer.stop import SIGNALS, StopRequest
 from elaunch.trainer.training import Training, cloned
 
@@ -97,9 +92,7 @@ class Keeper:
         self._is_whole = False
         self._is_sealed = False
         self._has_stopped = False
-        self._copies = GpuCopies(self._training.device) if self._training.device.type == "cuda" else HostCopies()
         self._random: dict[str, Any] = {}
-        self._put: tuple[object, dict[str, Any]] = (None, {})
 
     @property
     def step(self) -> int:
@@ -111,15 +104,21 @@ class Keeper:
             self._peers = Peers()
             self._boundary = Boundary(self._peers, stack.enter_context(StopRequest(signals=_free_signals())))
             link.listen(self._boundary.tell, self._peer_failed)
-            self._shelf = self._find_shelf()
-            self._checkpoints = None
-            if self._directory is not None:
-                self._checkpoints = Checkpoints(
-                    self._directory, generation=self._place.generation, say=self._say, group=self._peers.group
-                )
-            self._restore()
-            self._records = None if self._shelf is None else self._shelf.records(self._peers.rank)
-            self._begin()
+            self._copies = Copies(
+                self._training,
+                self._peers,
+                self._place,
+                folder=os.environ.get("ELAUNCH_MEMORY", ""),
+                directory=self._directory,
+                name=self._name,
+                say=self._say,
+            )
+            self._warm()
+            self._version = self._copies.begin(self._copies.restore())
+            self._random = randomness.capture(self._training.device)
+            self._pace = Pace(self._snapshot_every, self.step)
+            with self._lock:
+                self._is_whole = True
             hook = self._model.register_forward_hook(self._after_forward)
             stack.callback(hook.remove)
             self._stack = stack.pop_all()
@@ -130,7 +129,10 @@ class Keeper:
     ) -> None:
         with self._stack:
             if kind is None:
-                self._keep_last()
+                # The training is over, the program is not: if it fails now, nothing is repeated.
+                self._save()
+                self._copies.checkpoint(self._version)
+                self._copies.wait()
             elif not self._has_stopped:
                 self._rescue()
             with self._lock:
@@ -158,149 +160,73 @@ class Keeper:
 
         On a GPU it waits first until the gradients are there.
         """
-        self._copies.before_commit()
+        self._copies.gpu.before_commit()
         with self._lock:
             if not self._is_sealed:
                 self._is_whole = False
                 yield
-                self._copies.after_commit()
+                self._copies.gpu.after_commit()
                 version = Version(self._place.generation, self.step + 1)
                 # Mostly it is there since the forward pass; unless something has been drawn meanwhile.
-                self._put_down(version, unless_same=True)
+                self._copies.put_down(version, unless_same=True)
                 self._version = version
                 self._is_whole = True
-                if self._records is not None:
-                    self._records.done(version)
+                self._copies.done(version)
                 link.report(version.step)
                 return
         # A peer has failed, what is kept is without this step, and the agent is about to kill this process.
         time.sleep(_END_S)
         raise SystemExit(Wish.LEAVE.exit_code)
 
-    def _find_shelf(self) -> Shelf | None:
-        folder = os.environ.get("ELAUNCH_MEMORY")
-        if not folder:
-            return None
-        layout = self._training.layout()
-        memory = Memory(Path(folder), self._name, layout)
-        return Shelf(memory, self._name, layout, speaks=self._place.local_rank == 0, say=self._say)
-
-    def _restore(self) -> None:
-        """Warm up, and put the newest state that is anywhere into the objects."""
+    def _warm(self) -> None:
+        """Have DDP sum gradients in its final order, and leave no other trace."""
         before = cloned(self._training.own(large=True))
         for _ in range(_WARM_UPS if self._warm_up else 0):
             self._warm_up()  # type: ignore[misc]
         self._model.zero_grad(set_to_none=True)
         self._training.load_own(before)
 
-        decision, inventories = agree(self._shelf, self._peers, large=self._training.has_large)
-        completed = max((i.completed for i in inventories if i.completed is not None), default=None)
-        in_memory = -1 if decision is None else decision.version.step
-        done = 0 if completed is None else completed.step
-        if self._restore_from_disk(newer_than=in_memory, done=done):
-            return
-        if decision is not None:
-            take_over(decision, inventories, self._shelf, self._peers, self._training)
-            self._version = decision.version
-            self._tell(sentence(decision))
-        elif self._place.generation:
-            self._tell(f"there is no state to restore: training begins at step 1; {repeated(done)}")
-
-    def _restore_from_disk(self, *, newer_than: int, done: int) -> bool:
-        if self._checkpoints is None or self._directory is None:
-            return False
-        newest = max((mark.step for mark in marks(self._directory)), default=-1) if self._peers.leads else -1
-        if self._peers.from_rank_0(newest) <= newer_than:
-            return False
-        state: dict[str, Any] = {}
-        mark = self._checkpoints.load_newest(state)
-        # It may be an older one, where the newest was torn.
-        if mark is None or mark.step <= newer_than:
-            return False
-        # The buffers are rank 0's, as those that DDP broadcasts.
-        self._training.load_own({"buffers": state["buffers"]}, only_buffers=True)
-        self._training.load_replicated(state["replicated"])
-        if len(state["random"]) == self._peers.world_size:
-            randomness.apply(state["random"][self._peers.rank], self._training.device)
-        self._version = Version(self._place.generation, mark.step)
-        lost = repeated(max(0, done - mark.step))
-        self._tell(f"restored step {mark.step} from the checkpoint in {self._directory}; {lost}")
-        return True
-
-    def _begin(self) -> None:
-        """From here on there is a state that can be saved."""
-        self._random = randomness.capture(self._training.device)
-        self._pace = Pace(self._snapshot_every, self.step)
-        self._put_down(self._version)
-        if self._records is not None:
-            self._records.done(Version(self._place.generation, self.step))
-        with self._lock:
-            self._is_whole = True
-
     def _after_forward(self, module: nn.Module, inputs: object, outputs: object) -> None:
         """This rank's buffers and random states are those of the next step, if it gets that far."""
         if module.training and os.getpid() == self._pid:
-            self._put_down(Version(self._place.generation, self.step + 1))
-
-    def _put_down(self, version: Version, *, unless_same: bool = False) -> None:
-        """Have this rank's own state in memory as that of `version`."""
-        if self._records is None:
-            return
-        own = self._training.own()
-        stamp = (version, [(buffer.data_ptr(), buffer._version) for buffer in own["buffers"].values()])
-        if unless_same and stamp == self._put[0] and randomness.same(own["random"], self._put[1]):
-            return
-        self._put = (stamp, own["random"])
-        try:
-            self._records.stage(version, own)
-        except OSError as error:
-            self._records = None
-            self._say(f"rank {self._peers.rank} keeps no buffers and random states in memory: {error.strerror}")
+            self._copies.put_down(Version(self._place.generation, self.step + 1))
 
     def _look_around(self) -> None:
         """Between two steps: does anybody want to stop, is it time for a copy?"""
         now_s = time.monotonic()
         if self.step > self._looked_at_step:
             self._pace.step_took((now_s - self._looked_at_s) / (self.step - self._looked_at_step))
-        refuses = self._shelf is not None and self._shelf.speaks and not self._pace.is_due(self.step)
-        wish, snapshot = self._boundary.agreed(wants_snapshot=not refuses)
+        wish, snapshot = self._boundary.agreed(wants_snapshot=not self._copies.paces or self._pace.is_due(self.step))
         if wish:
             self._stop(wish)
-        if snapshot and self._shelf is not None and self.step:
-            self._snapshot()
-        if self._checkpoints is not None and self.step and self.step % self._checkpoint_every == 0:
-            self._checkpoint()
+        if snapshot and self.step:
+            begun_s = time.monotonic()
+            self._save()
+            self._pace.snapshot_took(self.step, time.monotonic() - begun_s)
+        if self.step % self._checkpoint_every == 0:
+            self._copies.checkpoint(self._version)
         self._looked_at_s, self._looked_at_step = time.monotonic(), self.step
 
-    def _snapshot(self) -> None:
-        """Copy the state to this node's memory; what it took sets the pace."""
-        begun_s = time.monotonic()
-        self._save()
-        if self._records is not None:
-            with contextlib.suppress(OSError):
-                self._records.keep(self._version, self._training.own(large=True))
-        self._pace.snapshot_took(self.step, time.monotonic() - begun_s)
-
-    def _save(self, *, only_speaker: bool = True) -> None:
-        """Have the state in this node's memory, if there is one and the state is whole."""
-        shelf = self._shelf
-        if shelf is None or (only_speaker and not shelf.speaks):
+    def _save(self) -> None:
+        """A snapshot, between two steps; nobody else copies or changes the state meanwhile."""
+        if self._training.is_in_parts:
+            # A collective, in which nobody may hold the lock.
+            self._copies.snapshot(self._version)
             return
         with self._lock:
             if self._is_whole:
-                try:
-                    shelf.memory.save(self._version, self._training.replicated, self._copies.copy)
-                except NoRoom as error:
-                    self._shelf = None
-                    self._say(str(error))
-                except (OSError, NotPlain) as error:
-                    self._say(f"step {self.step} could not be copied to {shelf.memory.folder}: {error}")
+                self._copies.snapshot(self._version)
 
     def _rescue(self) -> None:
-        """The group has failed: save the last complete step, unless another worker of this node has; change no more."""
-        with self._lock:
-            self._is_sealed = True
-        self._save(only_speaker=False)
+        """The group has failed: save the last complete step, unless another worker of this node has; change no more.
+
+        Of a state in parts the others' are missing: there is nothing to save.
+        """
+        if not self._training.is_in_parts:
+            with self._lock:
+                self._is_sealed = True
+                if self._is_whole:
+                    self._copies.rescue(self._version)
         link.saved(self.step)
 
     def _peer_failed(self, generation: int) -> None:
@@ -319,8 +245,7 @@ class Keeper:
             time.sleep(_LOOK_S)
 
     def _is_behind(self) -> bool:
-        shelf = self._shelf
-        newest = None if shelf is None or not self._is_whole else shelf.completed()
+        newest = self._copies.newest_done() if self._is_whole and not self._training.is_in_parts else None
         return newest is not None and newest > max(self._version, Version(self._place.generation, 0))
 
     def _stop(self, wish: Wish) -> None:
@@ -328,30 +253,12 @@ class Keeper:
         link.stopped(self.step)
         self._save()
         if wish is not Wish.JOIN:
-            self._checkpoint()
-        if self._checkpoints is not None:
-            self._checkpoints.wait()
+            self._copies.checkpoint(self._version)
+        self._copies.wait()
         self._has_stopped = True
-        self._tell(f"stopped after step {self.step}, {wish.reason}")
+        if self._peers.leads:
+            self._say(f"stopped after step {self.step}, {wish.reason}")
         raise SystemExit(wish.exit_code)
-
-    def _keep_last(self) -> None:
-        """The training is over, the program is not: if it fails now, nothing is repeated."""
-        self._save()
-        self._checkpoint()
-        if self._checkpoints is not None:
-            self._checkpoints.wait()
-
-    def _checkpoint(self) -> None:
-        if self._checkpoints is None or not self.step:
-            return
-        random = self._peers.from_all(randomness.capture(self._training.device))
-        replicated, buffers = self._training.replicated(), self._training.buffers()
-        self._checkpoints.save_async(self.step, {"replicated": replicated, "buffers": buffers, "random": random})
-
-    def _tell(self, text: str) -> None:
-        if self._peers.rank == 0:
-            self._say(text)
 
 
 def _free_signals() -> list[signal.Signals]:

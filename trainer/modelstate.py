@@ -54,6 +54,11 @@ def restore(
     return found
 
 
+def is_in_parts(model: nn.Module, optimizer: Any) -> bool:
+    """Whether each rank has a part of the state only: of the model (FSDP) or of the optimizer's (ZeRO-1)."""
+    return is_sharded(model) or _is_zero(optimizer)
+
+
 def is_sharded(model: nn.Module) -> bool:
     """Whether each rank has a part of the model only."""
     fsdp1 = sys.modules.get("torch.distributed.fsdp")
@@ -84,7 +89,7 @@ def _put(model: nn.Module, optimizer: Optimizer, weights: Any, moments: Any) -> 
         optimizer.load_state_dict(moments)
 
 
-def _is_zero(optimizer: Optimizer) -> bool:
+def _is_zero(optimizer: Any) -> bool:
     module = sys.modules.get("torch.distributed.optim")
     zero = getattr(module, "ZeroRedundancyOptimizer", None)
     return zero is not None and isinstance(optimizer, zero)

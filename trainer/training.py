@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from elaunch.trainer import randomness
 from elaunch.trainer.hookstate import HookState
+from elaunch.trainer.modelstate import is_in_parts, restore, state_of, unwrap
 
 State = dict[str, Any]
+Found = TypeVar("Found")
 
 
 class Training:
     """Model, optimizer and whatever else has a state.
 
     *Replicated* state is the same on every rank. What is a rank's *own* are its buffers (DDP broadcasts rank 0's at
-    each forward pass), the states of its random generators, and, large, the state of a communication hook.
+    each forward pass), the states of its random generators, and, large, the state of a communication hook. With FSDP
+    and ZeRO-1 the state `is_in_parts`: no rank has all of it.
     """
 
     def __init__(
@@ -32,17 +34,19 @@ class Training:
         extra: Any = None,
         hook_state: Any = None,
     ) -> None:
-        self.model = unwrapped(model)
-        self._parts = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler, "extra": extra}
+        self._wrapped = model
+        self.model = unwrap(model)
+        self._optimizers = _several(optimizer)
+        self._rest = {"scheduler": scheduler, "scaler": scaler, "extra": extra, "optimizers": self._optimizers[1:]}
         self._hook = None if hook_state is None else HookState(hook_state)
+        self.is_in_parts = any(is_in_parts(model, one) for one in self._optimizers)
         first = next((p for p in self.model.parameters()), None)
         self.device = torch.device("cpu") if first is None else first.device
-        names = self.model.state_dict().keys()
         self._buffers = [
-            (name, owner, short)
+            (f"{prefix}.{short}".lstrip("."), owner, short)
             for prefix, owner in self.model.named_modules()
             for short, buffer in owner._buffers.items()
-            if buffer is not None and (name := f"{prefix}.{short}".lstrip(".")) in names
+            if buffer is not None and short not in owner._non_persistent_buffers_set
         ]
 
     @property
@@ -53,10 +57,10 @@ class Training:
     def layout(self) -> bytes:
         """A digest of what the state is made of: the model's names and shapes, the kinds of the other parts."""
         digest = hashlib.sha256()
-        for name, value in self.model.state_dict().items():
-            shape = (value.dtype, tuple(value.shape)) if isinstance(value, Tensor) else type(value)
-            digest.update(repr((name, shape)).encode())
-        for name, part in self._parts.items():
+        for name, value in [*self.model.named_parameters(), *self.model.named_buffers()]:
+            # The shape of a part depends on how many there are.
+            digest.update(repr((name, value.dtype, () if self.is_in_parts else tuple(value.shape))).encode())
+        for name, part in [*self._rest.items(), ("optimizer", self._optimizers)]:
             digest.update(repr((name, [type(one).__qualname__ for one in _several(part)])).encode())
         return digest.digest()[:16]
 
@@ -64,7 +68,11 @@ class Training:
         """The replicated state; its tensors are those that training changes."""
         buffers = {name for name, _, _ in self._buffers}
         model = {name: value for name, value in self.model.state_dict().items() if name not in buffers}
-        return {"model": model, **{name: [_state_of(one) for one in _several(p)] for name, p in self._parts.items()}}
+        return {"model": model, "optimizer": [one.state_dict() for one in self._optimizers[:1]], **self.rest()}
+
+    def rest(self) -> State:
+        """The part of the state that is neither the model's nor the first optimizer's."""
+        return {name: [_state_of(one) for one in _several(part)] for name, part in self._rest.items()}
 
     def own(self, *, large: bool = False) -> State:
         """What is this rank's own, now; its tensors are those that training changes, but for the random states."""
@@ -80,9 +88,9 @@ class Training:
     def load_replicated(self, state: State) -> None:
         """Take over a replicated state; it is copied."""
         self.model.load_state_dict({**state["model"], **self.buffers()})
-        for name, part in self._parts.items():
-            for one, its in zip(_several(part), state[name], strict=True):
-                _load(one, cloned(its))
+        for one, its in zip(self._optimizers[:1], state["optimizer"], strict=True):
+            one.load_state_dict(cloned(its))
+        self._load_rest(cloned({name: state[name] for name in self._rest}))
 
     def load_own(self, state: State, *, only_buffers: bool = False) -> None:
         """Take over a rank's own state; it is copied. `only_buffers` where it was another rank's."""
@@ -95,16 +103,24 @@ class Training:
             if self._hook is not None and "hook" in state:
                 self._hook.load_state_dict(cloned(state["hook"], self.device))
 
+    def whole(self, random: Sequence[State] = ()) -> State:
+        """All of the state as checkpoints take it: of a state in parts this rank's, and all ranks' random states."""
+        return {**state_of(self._wrapped, self._optimizers[0]), **self.rest(), "random": list(random)}
 
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The model without DDP and `torch.compile` around it."""
-    while True:
-        if isinstance(model, DistributedDataParallel):
-            model = model.module
-        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
-            model = inner
-        else:
-            return model
+    def load_whole(self, load: Callable[[State], Found | None], rank: int, world_size: int) -> Found | None:
+        """Have `load` fill what `whole` gives, and take it over; what `load` found."""
+        rest: State = {}
+        found = restore(load, self._wrapped, self._optimizers[0], rest)
+        if found is not None:
+            self._load_rest(rest)
+            if len(rest["random"]) == world_size:
+                randomness.apply(rest["random"][rank], self.device)
+        return found
+
+    def _load_rest(self, state: State) -> None:
+        for name, part in self._rest.items():
+            for one, its in zip(_several(part), state[name], strict=True):
+                _load(one, its)
 
 
 def cloned(value: Any, device: torch.device | None = None) -> Any:

@@ -36,6 +36,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from elaunch.trainer.boundary import Boundary
+from elaunch.trainer.gpu import HostCopies
 from elaunch.trainer.keeper import Keeper
 from elaunch.trainer.memory import copy_on_host
 
@@ -218,7 +219,7 @@ def plant(keeper: Keeper, network: Network, optimizer: Interruptible) -> None:
             moment("copy", keeper.step)
         copy_on_host(targets, sources)
 
-    keeper._copies.copy = copy  # type: ignore[method-assign]
+    HostCopies.copy = staticmethod(copy)  # type: ignore[method-assign]
     tell = Boundary.tell
 
     def record_and_tell(boundary: Boundary, reason: str) -> None:

@@ -1,0 +1,197 @@
+"""All copies of a training's state: in this node's memory, on other nodes, on the disk. Made, and restored from."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from elaunch.trainer import randomness
+from elaunch.trainer.checkpoint import Checkpoints
+from elaunch.trainer.exchange import Version, repeated, sentence
+from elaunch.trainer.gpu import GpuCopies, HostCopies
+from elaunch.trainer.marks import marks
+from elaunch.trainer.memory import Memory, NoRoom
+from elaunch.trainer.packing import NotPlain
+from elaunch.trainer.peers import Peers
+from elaunch.trainer.place import Place
+from elaunch.trainer.restore import Shelf, agree, take_over
+from elaunch.trainer.sharded import ShardedMemory
+from elaunch.trainer.training import Training
+
+
+class Copies:
+    """Keeps what `training` consists of; `folder` is the node's memory, `directory` that of the checkpoints, if any.
+
+    Made by all ranks together. `rescue`, `put_down` and `done` are one rank's own business, all else is collective.
+    """
+
+    def __init__(
+        self,
+        training: Training,
+        peers: Peers,
+        place: Place,
+        *,
+        folder: str,
+        directory: Path | None,
+        name: str,
+        say: Callable[[str], None],
+    ) -> None:
+        self._training, self._peers, self._place, self._say = training, peers, place, say
+        self.gpu = GpuCopies(training.device) if training.device.type == "cuda" else HostCopies()
+        self._shelf = None
+        if folder:
+            layout, speaks = training.layout(), place.local_rank == 0
+            self._shelf = Shelf(Memory(Path(folder), name, layout), name, layout, speaks, say)
+        self._parts: ShardedMemory | None = None
+        if training.is_in_parts and all(peers.from_all(bool(folder))):
+            parts = Path(folder, f"{name}-parts")
+            parts.mkdir(mode=0o700, exist_ok=True)
+            self._parts = ShardedMemory(parts, peers.group, say, generation=place.generation)
+        self._records = None if self._shelf is None else self._shelf.records(peers.rank)
+        self._directory, self._checkpoints, self._checkpointed = directory, None, -1
+        if directory is not None:
+            self._checkpoints = Checkpoints(directory, generation=place.generation, say=say, group=peers.group)
+        self._put: tuple[object, dict[str, Any]] = (None, {})
+
+    @property
+    def paces(self) -> bool:
+        """Whether this rank decides when its node's snapshots are due."""
+        return self._shelf is not None and self._shelf.speaks
+
+    def restore(self) -> Version:
+        """Put the newest state that is anywhere into the objects, and say so; the version, of step 0 where none is."""
+        fresh = Version(self._place.generation, 0)
+        if self._training.is_in_parts:
+            return self._restore_parts(fresh)
+        decision, inventories = agree(self._shelf, self._peers, large=self._training.has_large)
+        completed = max((i.completed for i in inventories if i.completed is not None), default=None)
+        done = 0 if completed is None else completed.step
+        from_disk = self._restore_from_disk(newer_than=-1 if decision is None else decision.version.step, done=done)
+        if from_disk is not None:
+            return from_disk
+        if decision is None:
+            self._say_nothing_is_there(done)
+            return fresh
+        take_over(decision, inventories, self._shelf, self._peers, self._training)
+        self._tell(sentence(decision))
+        return decision.version
+
+    def begin(self, version: Version) -> Version:
+        """What was restored is this generation's: there are records of it, and of parts a snapshot."""
+        now = Version(self._place.generation, version.step)
+        if self._parts is not None and version.step:
+            # What came from elsewhere is on one node less until then.
+            self.snapshot(now)
+            version = now
+        self.put_down(version)
+        self.done(now)
+        return version
+
+    def put_down(self, version: Version, *, unless_same: bool = False) -> None:
+        """Have this rank's own state in memory as that of `version`."""
+        if self._records is None or self._parts is not None:
+            return
+        own = self._training.own()
+        stamp = (version, [(buffer.data_ptr(), buffer._version) for buffer in own["buffers"].values()])
+        if unless_same and stamp == self._put[0] and randomness.same(own["random"], self._put[1]):
+            return
+        self._put = (stamp, own["random"])
+        try:
+            self._records.stage(version, own)
+        except OSError as error:
+            self._records = None
+            self._say(f"rank {self._peers.rank} keeps no buffers and random states in memory: {error.strerror}")
+
+    def done(self, version: Version) -> None:
+        """This rank has completed that step."""
+        if self._records is not None:
+            with contextlib.suppress(OSError):
+                self._records.done(version)
+
+    def newest_done(self) -> Version | None:
+        """The newest step that any worker of this node has completed."""
+        return None if self._shelf is None else self._shelf.completed()
+
+    def snapshot(self, version: Version) -> None:
+        """Copy the state to this node's memory, which has it only if no peer has failed meanwhile."""
+        if self._parts is not None:
+            self._parts.save(version.step, self._training.whole())
+        elif self.paces:
+            self.rescue(version)
+        if self._records is not None:
+            with contextlib.suppress(OSError):
+                self._records.keep(version, self._training.own(large=True))
+
+    def rescue(self, version: Version) -> None:
+        """Have the replicated state in this node's memory, unless another worker has put it there."""
+        if self._shelf is None or self._training.is_in_parts:
+            return
+        try:
+            self._shelf.memory.save(version, self._training.replicated, self.gpu.copy)
+        except NoRoom as error:
+            self._shelf = None
+            self._say(str(error))
+        except (OSError, NotPlain) as error:
+            self._say(f"step {version.step} could not be copied to {self._shelf.memory.folder}: {error}")
+
+    def checkpoint(self, version: Version) -> None:
+        """Begin to make the state durable, unless it is."""
+        if self._checkpoints is None or version.step in (0, self._checkpointed):
+            return
+        self._checkpointed = version.step
+        random = self._peers.from_all(randomness.capture(self._training.device))
+        self._checkpoints.save_async(version.step, self._training.whole(random))
+
+    def wait(self) -> None:
+        """Until everything that was begun is where it belongs."""
+        if self._parts is not None:
+            self._parts.wait()
+        if self._checkpoints is not None:
+            self._checkpoints.wait()
+
+    def _restore_parts(self, fresh: Version) -> Version:
+        newest = None if self._parts is None else self._parts.newest()
+        told: list[Version | None] = self._peers.from_all(self.newest_done())
+        done = max((version.step for version in told if version is not None), default=0)
+        from_disk = self._restore_from_disk(newer_than=newest[1] if newest else -1, done=done)
+        if from_disk is not None:
+            return from_disk
+        if newest is None or self._parts is None:
+            self._say_nothing_is_there(done)
+            return fresh
+        version = Version(*newest)
+        self._training.load_whole(self._parts.load, self._peers.rank, self._peers.world_size)
+        own = None if self._records is None else self._records.find(version)
+        if own is not None:
+            self._training.load_own(own)
+        without = [rank for rank, lost in enumerate(self._peers.from_all(own is None)) if lost]
+        lost = f"; the random state of rank {', '.join(map(str, without))} is lost and new" if without else ""
+        said = f"restored step {version.step} from memory (of generation {version.generation}, in parts)"
+        self._tell(f"{said}; {repeated(max(0, done - version.step))}{lost}")
+        return version
+
+    def _restore_from_disk(self, *, newer_than: int, done: int) -> Version | None:
+        if self._checkpoints is None or self._directory is None:
+            return None
+        newest = max((mark.step for mark in marks(self._directory)), default=-1) if self._peers.leads else -1
+        if self._peers.from_rank_0(newest) <= newer_than:
+            return None
+        mark = self._training.load_whole(self._checkpoints.load_newest, self._peers.rank, self._peers.world_size)
+        # It may be an older one, where the newest was torn.
+        if mark is None or mark.step <= newer_than:
+            return None
+        lost = repeated(max(0, done - mark.step))
+        self._tell(f"restored step {mark.step} from the checkpoint in {os.fspath(self._directory)}; {lost}")
+        self._checkpointed = mark.step
+        return Version(self._place.generation, mark.step)
+
+    def _say_nothing_is_there(self, done: int) -> None:
+        if self._place.generation:
+            self._tell(f"there is no state to restore: training begins at step 1; {repeated(done)}")
+
+    def _tell(self, text: str) -> None:
+        if self._peers.leads:
+            self._say(text)
