@@ -99,6 +99,11 @@ class Keeper:
         """The last step that is complete, 0 before the first."""
         return self._version.step
 
+    @property
+    def snapshot_every(self) -> int:
+        """Steps between two snapshots: as given, or as measured so far by the first rank of this node."""
+        return self._pace.every
+
     def __enter__(self) -> Keeper:
         with ExitStack() as stack:
             self._peers = Peers()
