@@ -17,7 +17,7 @@ moment. k is the last step that any rank had completed; steps lost are those up 
 _STAGES = "Median seconds (p95) since the kill until the last rank is there; what a launcher does not say is left out."
 _COPIES = f"""\
 {statecost.WORKERS} workers, a stack of linear layers with AdamW; all copies go into shared memory. Host memory is what
-the ranks of the node need at the peak, an older copy included. k is what the Keeper chose, the share what that costs."""
+the ranks of the node need at the peak, an older copy included. k is what the Keeper chose, the share what it costs."""
 _PAIRS = f"""\
 {statecost.WORKERS} workers train the bundled model, in turns with the Keeper and without it; each n is a pair of turns.
 All is in it: snapshots, the records of each step, the question whether to stop."""

@@ -116,14 +116,14 @@ class Copies:
         return None if self._shelf is None else self._shelf.completed()
 
     def snapshot(self, version: Version) -> None:
-        """Copy the state to this node's memory, which has it only if no peer has failed meanwhile."""
+        """Copy the state to this node's memory: each rank what is its own, the node's first the replicated part."""
+        if self._records is not None:
+            with contextlib.suppress(OSError):
+                self._records.keep(version, self._training.own(large=True))
         if self._parts is not None:
             self._parts.save(version.step, self._training.whole())
         elif self.paces:
             self.rescue(version)
-        if self._records is not None:
-            with contextlib.suppress(OSError):
-                self._records.keep(version, self._training.own(large=True))
 
     def rescue(self, version: Version) -> None:
         """Have the replicated state in this node's memory, unless another worker has put it there."""
@@ -167,6 +167,8 @@ class Copies:
         own = None if self._records is None else self._records.find(version)
         if own is not None:
             self._training.load_own(own)
+        if self._records is not None:
+            self._records.drop_newer(version)
         without = [rank for rank, lost in enumerate(self._peers.from_all(own is None)) if lost]
         lost = f"; the random state of rank {', '.join(map(str, without))} is lost and new" if without else ""
         said = f"restored step {version.step} from memory (of generation {version.generation}, in parts)"

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import sys
 import threading
@@ -50,7 +51,7 @@ class Keeper:
     `model` may be wrapped in DDP. `scheduler`, `scaler` and `extra` are kept too: objects with `state_dict` and
     `load_state_dict`, lists of them, or for `extra` a dictionary of tensors and plain values; all of them the same on
     every rank, and changed only within `commit`. `hook_state` is the state of a communication hook (PowerSGD's), of
-    which every rank has its own.
+    which every rank has its own. Of FSDP's and ZeRO-1's state each rank keeps its part.
 
     `checkpoints` is the directory of durable checkpoints: one every `checkpoint_every` steps, at a stop and at the
     end. `snapshot_every` is the number of steps between copies in memory; None measures what one costs and stays under
@@ -78,6 +79,12 @@ class Keeper:
         name: str = "training",
         say: Callable[[str], None] | None = None,
     ) -> None:
+        counts = {"checkpoint_every": checkpoint_every, "snapshot_every": snapshot_every, "stop_every": stop_every}
+        for option, count in counts.items():
+            if count is not None and count < 1:
+                raise ValueError(f"{option} is {count}; it counts steps and is at least 1")
+        if not re.fullmatch(r"[\w-]+", name):
+            raise ValueError(f"name is {name!r}; it is part of a file's name: letters, digits, _ and -")
         self._model = model
         self._training = Training(model, optimizer, scheduler, scaler, extra, hook_state)
         self._directory = None if checkpoints is None else Path(checkpoints)
@@ -208,7 +215,7 @@ class Keeper:
             begun_s = time.monotonic()
             self._save()
             self._pace.snapshot_took(self.step, time.monotonic() - begun_s)
-        if self.step % self._checkpoint_every == 0:
+        if self.step // self._checkpoint_every > self._looked_at_step // self._checkpoint_every:
             self._copies.checkpoint(self._version)
         self._looked_at_s, self._looked_at_step = time.monotonic(), self.step
 

@@ -82,9 +82,11 @@ def take_over(
         if own is None:
             raise Incomplete(f"rank {source.of_rank}'s own state of step {decision.version.step} is gone")
         training.load_own(own, only_buffers=source.of_rank != peers.rank)
-    # Before anybody has a newer one: what is given up must not be found the next time.
-    if shelf is not None and shelf.speaks:
-        shelf.memory.drop_newer(decision.version)
+    # Before anybody has a newer one: what is given up must not be found the next time, nor outlive what counts.
+    if shelf is not None:
+        shelf.records(peers.rank).drop_newer(decision.version)
+        if shelf.speaks:
+            shelf.memory.drop_newer(decision.version)
 
 
 def _replicated_travels(

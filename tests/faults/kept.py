@@ -1,7 +1,7 @@
 """What the keeper's fault tests train: a network with BatchNorm and dropout, killed where the test asks for it.
 
 Run as `kept.py FOLDER STEPS [OPTION=VALUE …]`, a folder that all workers see. Options are the Keeper's:
-`snapshot_every`, `checkpoints`, `checkpoint_every`, and `hook=powersgd`. An empty file
+`snapshot_every`, `checkpoints`, `checkpoint_every`; and `hook=powersgd`, `shards=fsdp2`, `shards=zero`. An empty file
 FOLDER/<moment>-<generation>-<step>-<rank> makes that rank kill itself with SIGKILL there. Moments:
 
     start, restore (with step 0), forward, committed
@@ -90,6 +90,7 @@ def digest(*states: Any) -> str:
 
     def add(value: Any) -> None:
         if isinstance(value, Tensor):
+            value = getattr(value, "_local_tensor", value)
             raw = bytearray(value.numel() * value.element_size())
             if raw:
                 torch.frombuffer(raw, dtype=value.dtype).copy_(value.detach().flatten())
@@ -145,15 +146,11 @@ def main() -> None:
     torch.manual_seed(3)
     dist.init_process_group("gloo")
     network = Network()
-    # Small buckets: with one bucket nothing is regrouped, and nothing is proved. PowerSGD's all-reduces of several
-    # buckets meet in any order, which gloo does not survive.
-    hook = OPTIONS.get("hook") == "powersgd"
-    model = DistributedDataParallel(network, bucket_cap_mb=25 if hook else 0.01)
+    model, optimizer = spread(network)
     torch.manual_seed(100 + RANK)
-    optimizer = Interruptible(network.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
     extra: dict[str, Any] = {"seen": 0}
-    hook_state = power_sgd(model) if hook else None
+    hook_state = power_sgd(model) if OPTIONS.get("hook") == "powersgd" else None
     keeper = Keeper(
         model,
         optimizer,
@@ -165,19 +162,44 @@ def main() -> None:
         snapshot_every=int(OPTIONS["snapshot_every"]) if "snapshot_every" in OPTIONS else None,
         warm_up=lambda: model(torch.ones(4, 16)).sum().backward(),
     )
-    plant(keeper, network, optimizer)
+    record_what_is_told()
+    if isinstance(optimizer, Interruptible):
+        plant(keeper, network, optimizer)
     moment("start", 0)
     with keeper:
         record("began", step=keeper.step, memory=os.environ.get("ELAUNCH_MEMORY"))
+        # As a DataLoader does, at every start.
+        torch.empty((), dtype=torch.int64).random_()
         for step in keeper.steps(STEPS):
             loss = train(step, keeper, model, optimizer, scheduler, extra)
             record("done", step=step, loss=bits(loss))
             moment("committed", step)
-        replicated = digest(list(model.parameters()), optimizer.state_dict(), scheduler.state_dict(), extra)
+        moments = getattr(optimizer, "optim", optimizer).state_dict()
+        replicated = digest(list(model.parameters()), moments, scheduler.state_dict(), extra)
         state = digest(model.state_dict(), replicated)
         own = digest(torch.get_rng_state(), hook_state.error_dict if hook_state else {})
     record("end", step=keeper.step, replicated=replicated, state=state, own=own)
     dist.destroy_process_group()
+
+
+def spread(network: Network) -> tuple[Any, Any]:
+    """The model and its optimizer: DDP's, or with `shards=fsdp2` or `shards=zero` in parts."""
+    match OPTIONS.get("shards"):
+        case "fsdp2":
+            from torch.distributed.device_mesh import init_device_mesh
+            from torch.distributed.fsdp import fully_shard
+
+            model = fully_shard(network, mesh=init_device_mesh("cpu", (WORLD_SIZE,)))
+            return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+        case "zero":
+            from torch.distributed.optim import ZeroRedundancyOptimizer
+
+            model = DistributedDataParallel(network)
+            return model, ZeroRedundancyOptimizer(network.parameters(), torch.optim.AdamW, lr=0.01)
+    # Small buckets: with one bucket nothing is regrouped, and nothing is proved. PowerSGD's all-reduces of several
+    # buckets meet in any order, which gloo does not survive.
+    model = DistributedDataParallel(network, bucket_cap_mb=25 if "hook" in OPTIONS else 0.01)
+    return model, Interruptible(network.parameters(), lr=0.01)
 
 
 def train(step: int, keeper: Keeper, model: nn.Module, optimizer: Any, scheduler: Any, extra: dict[str, Any]) -> float:
@@ -220,13 +242,7 @@ def plant(keeper: Keeper, network: Network, optimizer: Interruptible) -> None:
         copy_on_host(targets, sources)
 
     HostCopies.copy = staticmethod(copy)  # type: ignore[method-assign]
-    tell = Boundary.tell
 
-    def record_and_tell(boundary: Boundary, reason: str) -> None:
-        tell(boundary, reason)
-        record("told", reason=reason)
-
-    Boundary.tell = record_and_tell  # type: ignore[method-assign]
     load = keeper._training.load_replicated
 
     def load_replicated(state: Any) -> None:
@@ -234,6 +250,16 @@ def plant(keeper: Keeper, network: Network, optimizer: Interruptible) -> None:
         load(state)
 
     keeper._training.load_replicated = load_replicated  # type: ignore[method-assign]
+
+
+def record_what_is_told() -> None:
+    tell = Boundary.tell
+
+    def record_and_tell(boundary: Boundary, reason: str) -> None:
+        tell(boundary, reason)
+        record("told", reason=reason)
+
+    Boundary.tell = record_and_tell  # type: ignore[method-assign]
 
 
 def power_sgd(model: DistributedDataParallel) -> Any:

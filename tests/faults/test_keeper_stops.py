@@ -98,6 +98,39 @@ def test_error_feedback_goes_back_to_where_every_piece_of_it_is(tmp_path: Path, 
         assert_same(run, calm.ended())
 
 
+@pytest.mark.parametrize("shards", ["fsdp2", "zero"])
+def test_state_in_parts_goes_back_to_the_snapshot_and_ends_the_same(tmp_path: Path, shards: str) -> None:
+    options = ("snapshot_every=5", f"shards={shards}", f"checkpoints={tmp_path / 'checkpoints'}")
+    asks = ["forward-0-14-2", "together-1-25-0", "together-1-25-1", "together-1-25-2"]
+    with Run(tmp_path / "run", 3, *options, asks=asks) as run:
+        run.ended()
+
+    # Snapshots after step 1, 6, 11; and from there again after 16, 21. One more if all have said that it is whole.
+    assert (run.began(1), run.began(2)) == (11, 21)
+    assert re.findall(r"step (\d+) from memory \(of generation (\d), in parts\); (\d)", run.job.output) == [
+        ("11", "0", "2"),
+        ("21", "1", "3"),
+    ]
+    with Run(tmp_path / "calm", 3, *options[:2]) as calm:
+        assert_same(run, calm.ended())
+
+
+def test_state_in_parts_goes_on_from_a_checkpoint_on_another_number_of_workers(tmp_path: Path) -> None:
+    options = ("snapshot_every=5", "shards=fsdp2", f"checkpoints={tmp_path / 'checkpoints'}")
+    with Run(tmp_path / "run", 3, *options, asks=["hold-0-20-1"]) as run:
+        wait_for(lambda: run.of("held"), "step 20")
+        run.job.signal(signal.SIGTERM)
+        wait_for(lambda: len(run.of("told")) == 3, "all are told")
+        (run.folder / "hold-0-20-1").unlink()
+        assert run.job.wait() == 143, run.job.output
+
+    with again(run, 2, *options):
+        run.ended()
+
+    assert "restored step 20 from the checkpoint in" in run.job.output
+    assert {r["step"] for r in run.of("end")} == {40}
+
+
 @pytest.fixture
 def small_memory(tmp_path: Path) -> Iterator[Path]:
     """A file system in memory with room for little."""

@@ -1,0 +1,188 @@
+"""The keeper in one process: what it restores, and what it refuses."""
+
+from __future__ import annotations
+
+import io
+import random
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from elaunch.trainer import link
+from elaunch.trainer.copies import Copies
+from elaunch.trainer.keeper import Keeper
+
+
+@pytest.fixture(autouse=True)
+def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The job's memory on this node; nobody is at the other end of the link."""
+    folder = tmp_path / "memory"
+    folder.mkdir()
+    monkeypatch.setenv("ELAUNCH_MEMORY", str(folder))
+    monkeypatch.delenv("ELAUNCH_LINK", raising=False)
+    monkeypatch.setenv("ELAUNCH_GENERATION", "0")
+    link._open_link.cache_clear()
+    return folder
+
+
+class Job:
+    """A small training that is made anew for each generation."""
+
+    def __init__(self, **options: Any) -> None:
+        torch.manual_seed(1)
+        self.model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 1))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        self.scheduler = torch.optim.lr_scheduler.MultiStepLR(self.optimizer, [3, 6])
+        self.extra: dict[str, Any] = {"losses": []}
+        self.said: list[str] = []
+        self.keeper = Keeper(
+            self.model,
+            self.optimizer,
+            scheduler=self.scheduler,
+            extra=self.extra,
+            warm_up=lambda: self.model(torch.zeros(2, 4)).sum().backward(),
+            **{"snapshot_every": 1, "say": self.said.append, **options},
+        )
+
+    def train(self, steps: int, at: dict[int, Callable[[], object]] | None = None) -> list[float]:
+        with self.keeper:
+            for step in self.keeper.steps(steps):
+                inputs = torch.randn(8, 4) + random.random() + float(np.random.rand())
+                loss = self.model(inputs).pow(2).mean()
+                loss.backward()
+                if at and step in at:
+                    at[step]()
+                with self.keeper.commit():
+                    self.optimizer.step()
+                    self.scheduler.step()
+                    self.optimizer.zero_grad()
+                    self.extra["losses"].append(loss.item())
+        return list(self.extra["losses"])
+
+    def state(self) -> bytes:
+        content = io.BytesIO()
+        torch.save([self.model.state_dict(), self.optimizer.state_dict(), self.scheduler.state_dict()], content)
+        return content.getvalue()
+
+
+def fail() -> None:
+    raise RuntimeError("Connection reset by peer")
+
+
+def seeded() -> None:
+    random.seed(5)
+    np.random.seed(5)
+
+
+@pytest.mark.parametrize("snapshot_every", [1, 1000])
+def test_a_failure_in_the_middle_of_a_step_repeats_only_that(
+    monkeypatch: pytest.MonkeyPatch, snapshot_every: int
+) -> None:
+    monkeypatch.delenv("ELAUNCH_MEMORY")
+    seeded()
+    calm = Job()
+    losses = calm.train(10)
+    monkeypatch.undo()
+
+    seeded()
+    with pytest.raises(RuntimeError, match="reset by peer"):
+        Job(snapshot_every=snapshot_every).train(10, {5: fail})
+    monkeypatch.setenv("ELAUNCH_GENERATION", "1")
+    random.seed(77)
+    np.random.seed(77)
+    resumed = Job(snapshot_every=snapshot_every)
+
+    assert resumed.train(10) == losses
+    assert resumed.state() == calm.state()
+    assert resumed.said == ["restored step 4 from memory (of generation 0); 0 steps are repeated"]
+
+
+def test_an_optimizer_step_that_fails_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job()
+    real = job.optimizer.step
+    calls: list[int] = []
+
+    def step(*_: Any) -> None:
+        calls.append(1)
+        if len(calls) == 4:
+            with torch.no_grad():
+                job.model[0].weight.add_(1)
+            fail()
+        real()
+
+    job.optimizer.step = step  # type: ignore[method-assign, assignment]
+    with pytest.raises(RuntimeError):
+        job.train(10)
+
+    monkeypatch.setenv("ELAUNCH_GENERATION", "1")
+    resumed = Job()
+    with resumed.keeper:
+        assert resumed.keeper.step == 3
+        assert not torch.equal(resumed.model[0].weight, job.model[0].weight)
+
+
+def test_a_training_that_is_over_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    losses = Job(snapshot_every=1000).train(7)
+
+    monkeypatch.setenv("ELAUNCH_GENERATION", "1")
+
+    assert Job().train(7) == losses
+
+
+def test_two_trainings_of_one_program_are_told_apart_by_name() -> None:
+    Job(name="first").train(4)
+
+    second = Job(name="second")
+
+    with second.keeper:
+        assert second.keeper.step == 0
+
+
+def test_a_step_without_commit_is_refused() -> None:
+    job = Job()
+
+    with pytest.raises(RuntimeError, match=r"step 1 ended without keeper\.commit\(\)"), job.keeper:
+        for _ in job.keeper.steps(2):
+            pass
+
+
+@pytest.mark.parametrize("options", [{"stop_every": 0}, {"snapshot_every": -1}, {"name": "a/b"}, {"hook_state": 3}])
+def test_what_cannot_be_meant_is_refused_with_the_value(options: dict[str, Any]) -> None:
+    with pytest.raises((ValueError, TypeError), match=r"is (0|-1|'a/b'|a int)"):
+        Job(**options)
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGUSR1, 143), (signal.SIGINT, 130)])
+def test_a_signal_ends_the_step_first(tmp_path: Path, signum: signal.Signals, code: int) -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)]
+    job = Job(checkpoints=tmp_path / "checkpoints")
+
+    with pytest.raises(SystemExit) as ended:
+        job.train(10, {3: lambda: signal.raise_signal(signum)})
+
+    assert ended.value.code == code
+    assert job.keeper.step == 3
+    assert job.said[-1].startswith("stopped after step 3, as it was")
+    assert list((tmp_path / "checkpoints").glob("generation-*-step-00000003"))
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)] == before
+
+
+def test_snapshots_stay_as_far_apart_as_they_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[int] = []
+    snapshot = Copies.snapshot
+
+    def count(copies: Copies, version: Any) -> None:
+        taken.append(version.step)
+        snapshot(copies, version)
+
+    monkeypatch.setattr(Copies, "snapshot", count)
+    Job(snapshot_every=4).train(10)
+
+    # One after the first step, and one at the end.
+    assert taken == [1, 5, 9, 10]
