@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
@@ -115,7 +115,7 @@ def by_dcp(model: nn.Module, optimizer: AdamW) -> None:
         dist.barrier()
         started_s = time.monotonic()
         folder = SHARED / f"dcp-{number}"
-        saving: Any = dcp.async_save(state(model, optimizer), checkpoint_id=folder, process_group=group)
+        saving: Any = async_save(state(model, optimizer), checkpoint_id=folder, process_group=group)
         seconds = time.monotonic() - started_s
         grown = private_bytes() - before
         saving.result()
