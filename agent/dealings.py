@@ -13,10 +13,12 @@ from functools import partial
 
 from elaunch.agent.errands import Errands
 from elaunch.agent.events import Committed, Leased, LeaseLost, Looked, StoreEvent, StoreLost, Tag
+from elaunch.rendezvous.carrier import TimedOut
 from elaunch.rendezvous.codec import decode
 from elaunch.rendezvous.snapshot import Keys, SnapshotReader
 from elaunch.rendezvous.store import (
     Changes,
+    Denied,
     LeaseGone,
     NoneNewer,
     Present,
@@ -24,6 +26,7 @@ from elaunch.rendezvous.store import (
     Store,
     StoreError,
     Txn,
+    Unavailable,
     Update,
     View,
     Watch,
@@ -79,7 +82,6 @@ class Dealings:
         self._is_whole = False
         self._is_dirty = False
         self._epoch = 0
-        self._is_checked = False
         self._lease = 0
         self._renewal_due_s: float | None = None
         self._reread_due_s = 0.0
@@ -122,9 +124,6 @@ class Dealings:
         """A first look, word of what changes from then on, and a lease."""
         # Tried again, it goes on where it was: a store that is slow for many is not asked everything anew. The lease
         # comes last, or it would have to be renewed meanwhile.
-        if not self._is_checked:
-            self._store.check()
-            self._is_checked = True
         if self._watch is None:
             self._look_first()
         if not self._lease:
@@ -154,8 +153,8 @@ class Dealings:
             return
         if tag is None:
             return
-        if not answer.held:
-            # Why, the watch may never say: it does not tell of keys that other nodes have.
+        if not answer.held and tag is not Tag.RUN:
+            # Why, the watch may never say: it does not tell of keys that other nodes have. (Of another's run it does.)
             self._show_read(self._store.read(self._scope))
         self._post(Committed(tag, answer.held, answer.revision))
 
@@ -189,15 +188,25 @@ class Dealings:
         if self._watch:
             self._watch.close()
 
+    def _read_first(self) -> View:
+        """A store that takes this read is asked nothing more: many come at once. Of another, `check` says why."""
+        try:
+            return self._store.read(self._scope)
+        except TimedOut:
+            raise
+        except (Denied, Unavailable):
+            self._store.check()
+            return self._store.read(self._scope)
+
     def _look_first(self) -> None:
-        predecessors = f"{self._keys.members}{self._host}-"
-        view = self._store.read(self._scope, predecessors)
-        for key, entry in view.entries.items():
-            if key.startswith(predecessors) and entry.lease and self._is_dead_member(entry.value):
-                # This agent was started again before the lease of its last life ended.
-                self._store.revoke(entry.lease)
-        kept = {key: entry for key, entry in view.entries.items() if key.startswith(self._scope)}
-        self._look_at(View(view.revision, kept))
+        view = self._read_first()
+        if view.entries:
+            # Of a job that runs, this host may have been part.
+            for entry in self._store.read(f"{self._keys.members}{self._host}-").entries.values():
+                if entry.lease and self._is_dead_member(entry.value):
+                    # This agent was started again before the lease of its last life ended.
+                    self._store.revoke(entry.lease)
+        self._look_at(view)
 
     def _grant(self) -> None:
         lease = self._draw(62) + 1

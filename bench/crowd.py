@@ -50,6 +50,8 @@ from elaunch.rendezvous.types import Failure, FailureKind, JobSpec, Joined, Node
 
 SLOTS = 8
 _PORT = 29500
+# Each thread that waits for the interpreter lock wakes up so often; with hundreds of them that is most of the work.
+_SWITCH_S = 0.05
 
 
 @dataclass
@@ -216,6 +218,7 @@ def main() -> None:
     for name in ("port", "nodes", "first", "count"):
         parser.add_argument(name, type=int)
     asked = parser.parse_args()
+    sys.setswitchinterval(_SWITCH_S)
     crowd = Crowd(Endpoint(asked.host, asked.port), asked.run_id, asked.nodes, asked.first, asked.count)
     orders: dict[str, Callable[[], None]] = {
         "open": crowd.open,

@@ -22,8 +22,8 @@ TORCH = "torchrun's c10d handler"
 VERSIONS = ("3.5", "3.4")
 # More of torch's handlers than this take minutes.
 TORCH_MAX = 128
-# The agents of one process share its interpreter lock.
-_PROCESSES = 2
+# The agents of one process share its interpreter lock, as those of a job do not.
+_PROCESSES = 8
 # Renewals come each 0.8 s, reads each 3 s.
 IDLE_S = 6.0
 _ANSWER_S = 20.0

@@ -27,8 +27,8 @@ class TrainConfig:
     """What a run is made of.
 
     `global_batch` counts windows of `context` bytes per optimizer step, over all workers, and `micro_batch` those of
-    one forward pass. `learning_rate` is the peak. `out` and `data` are None where the user left the choice to us (see
-    `out_path` and `Corpus.open`).
+    one forward pass. `learning_rate` is the peak. `snapshot_every` is None where the measured cost decides, `out` and
+    `data` where the user left the choice to us (see `out_path` and `Corpus.open`).
     """
 
     steps: int = 400
@@ -36,6 +36,7 @@ class TrainConfig:
     global_batch: int = 24
     micro_batch: int = 3
     checkpoint_every: int = 50
+    snapshot_every: int | None = None
     out: Path | None = None
     data: Path | None = None
     layers: int = 4
@@ -50,7 +51,7 @@ class TrainConfig:
     @property
     def identity(self) -> dict[str, Plain]:
         """The options that change what is computed. A run directory holds one such set; the others may vary."""
-        free = ("out", "checkpoint_every", "ledger")
+        free = ("out", "checkpoint_every", "snapshot_every", "ledger")
         plain = {**asdict(self), "data": None if self.data is None else str(self.data.absolute())}
         return {key: value for key, value in plain.items() if key not in free}
 
@@ -152,6 +153,12 @@ _COUNT = click.IntRange(min=1)
     help="Steps between checkpoints; there is always one at the end.",
 )
 @click.option(
+    "--snapshot-every",
+    type=_COUNT,
+    metavar="STEPS",
+    help="Steps between copies of the state in memory.  [default: as often as it costs less than 1 % of the time]",
+)
+@click.option(
     "--out",
     type=click.Path(path_type=Path),
     metavar="DIR",
@@ -201,7 +208,8 @@ def _command(**options: object) -> TrainConfig:
     \b
       elaunch --nproc-per-node 2 -m elaunch.trainer --out runs/first
 
-    A worker that dies costs the steps since the last checkpoint; the result is, bit for bit on CPUs, the one without
-    the failure. DIR then holds config.yaml, metrics.jsonl, checkpoints/ and result.json.
+    No step is lost while a worker lives, and where all die at once only those since the last copy in memory; the result
+    is, bit for bit on CPUs, the one without the failure. DIR then holds config.yaml, metrics.jsonl, checkpoints/ and
+    result.json.
     """
     return TrainConfig(**options)  # type: ignore[arg-type]

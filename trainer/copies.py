@@ -55,6 +55,8 @@ class Copies:
         if directory is not None:
             self._checkpoints = Checkpoints(directory, generation=place.generation, say=say, group=peers.group)
         self._put: tuple[object, dict[str, Any]] = (None, {})
+        # How many steps that had been done `restore` has gone back.
+        self.repeated = 0
 
     @property
     def paces(self) -> bool:
@@ -76,6 +78,7 @@ class Copies:
             self._say_nothing_is_there(done)
             return fresh
         take_over(decision, inventories, self._shelf, self._peers, self._training)
+        self.repeated = decision.repeated
         self._tell(sentence(decision))
         return decision.version
 
@@ -172,7 +175,8 @@ class Copies:
         without = [rank for rank, lost in enumerate(self._peers.from_all(own is None)) if lost]
         lost = f"; the random state of rank {', '.join(map(str, without))} is lost and new" if without else ""
         said = f"restored step {version.step} from memory (of generation {version.generation}, in parts)"
-        self._tell(f"{said}; {repeated(max(0, done - version.step))}{lost}")
+        self.repeated = max(0, done - version.step)
+        self._tell(f"{said}; {repeated(self.repeated)}{lost}")
         return version
 
     def _restore_from_disk(self, *, newer_than: int, done: int) -> Version | None:
@@ -185,12 +189,14 @@ class Copies:
         # It may be an older one, where the newest was torn.
         if mark is None or mark.step <= newer_than:
             return None
-        lost = repeated(max(0, done - mark.step))
+        self.repeated = max(0, done - mark.step)
+        lost = repeated(self.repeated)
         self._tell(f"restored step {mark.step} from the checkpoint in {os.fspath(self._directory)}; {lost}")
         self._checkpointed = mark.step
         return Version(self._place.generation, mark.step)
 
     def _say_nothing_is_there(self, done: int) -> None:
+        self.repeated = done
         if self._place.generation:
             self._tell(f"there is no state to restore: training begins at step 1; {repeated(done)}")
 

@@ -1,4 +1,4 @@
-"""The process group: joining it, and the three things that all ranks do together besides the gradients."""
+"""The process group: joining and leaving it, and what the ranks tell each other besides the gradients."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch
 # DDP and optimizers import it anyway; imported while a group exists, it keeps that group alive for ever (see `leave`).
 import torch._dynamo
 import torch.distributed as dist
-from torch import Tensor, nn
 
 from elaunch.trainer.place import Place
 
@@ -60,15 +59,3 @@ def from_rank_0(content: bytes, device: torch.device) -> bytearray:
         dist.broadcast(on_device, src=0)
         shared.copy_(on_device)
     return received
-
-
-def warm_up(model: nn.Module, inputs: Tensor, targets: Tensor) -> None:
-    """One forward and backward pass that changes nothing but the order in which DDP sums gradients.
-
-    DDP regroups its buckets after the first backward pass (`Reducer::rebuild_buckets`), and float sums depend on the
-    grouping once there are three ranks. A resumed run is bit for bit the unfailed one only if every start, the first
-    included, has this behind it before it restores its state.
-    """
-    loss: Tensor = model(inputs, targets)
-    loss.backward()  # type: ignore[no-untyped-call]
-    model.zero_grad(set_to_none=True)

@@ -18,6 +18,7 @@ import signal
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -111,11 +112,16 @@ class Keeper:
         """Steps between two snapshots: as given, or as measured so far by the first rank of this node."""
         return self._pace.every
 
+    @property
+    def repeated(self) -> int:
+        """How many steps before now were done and lost: those that workers of this job's memory had completed."""
+        return self._copies.repeated
+
     def __enter__(self) -> Keeper:
         with ExitStack() as stack:
             self._peers = Peers()
             self._boundary = Boundary(self._peers, stack.enter_context(StopRequest(signals=_free_signals())))
-            link.listen(self._boundary.tell, self._peer_failed)
+            self._listen()
             self._copies = Copies(
                 self._training,
                 self._peers,
@@ -189,6 +195,23 @@ class Keeper:
         # A peer has failed, what is kept is without this step, and the agent is about to kill this process.
         time.sleep(_END_S)
         raise SystemExit(Wish.LEAVE.exit_code)
+
+    def _listen(self) -> None:
+        """Have the link call this object as long as there is one: the link lives on, the process group must not."""
+        own = weakref.ref(self)
+
+        def on_stop(reason: str) -> None:
+            if (keeper := own()) is not None:
+                keeper._boundary.tell(reason)
+
+        def on_peer_failed(generation: int) -> None:
+            if (keeper := own()) is not None:
+                keeper._peer_failed(generation)
+            else:
+                # What there was to save was saved when the training ended.
+                link.saved(0)
+
+        link.listen(on_stop, on_peer_failed)
 
     def _warm(self) -> None:
         """Have DDP sum gradients in its final order, and leave no other trace."""
@@ -269,7 +292,8 @@ class Keeper:
         self._copies.wait()
         self._has_stopped = True
         if self._peers.leads:
-            self._say(f"stopped after step {self.step}, {wish.reason}")
+            again = "; the same command goes on from there" if self._directory and wish is not Wish.JOIN else ""
+            self._say(f"stopped after step {self.step}, {wish.reason}{again}")
         raise SystemExit(wish.exit_code)
 
 

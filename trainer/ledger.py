@@ -45,7 +45,7 @@ class Ledger:
         self._append({"ledger": FORMAT, **header, "order": dataclasses.asdict(order)})
 
     def record(self, step: int, micro: Micro) -> None:
-        """Note that this rank has computed `micro` of `step`: after its backward, before the optimizer's step.
+        """Note that this rank computes `micro` of `step`: before its backward, whose gradients others may then have.
 
         Raises OSError with the file as it was before (a full disk leaves no half line); the verdict misses the step.
         """

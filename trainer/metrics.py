@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
 from pathlib import Path
-from typing import TypedDict
+from typing import Any, TypedDict
 
 
 class Line(TypedDict):
-    """`loss` is the mean over the global batch, nats per byte; `tokens` and `seconds` are this step's alone."""
+    """`loss` is the mean over the global batch, nats per byte; `tokens` are this step's alone.
+
+    `seconds` since the step before, mean over the ranks.
+    """
 
     step: int
     loss: float
@@ -21,47 +25,69 @@ class Line(TypedDict):
 
 
 class Metrics:
-    """The file, open for appending after the last line that belongs to `restored_step` or an earlier step.
+    """The file, to be continued after the line of `restored_step`; `line` is that line, should it be missing there.
 
-    What lies behind it, steps that will be computed again or half a line of a killed writer, is cut off.
+    What lies behind it was done and is lost: the next line takes its place. `done` is the newest step that is known to
+    have been done; of the file's own lines it is known anyway. `steps_lost` counts such steps since the run began, each
+    time that they are lost; every line has it, so that the count survives the process.
     """
 
-    def __init__(self, path: Path, restored_step: int) -> None:
+    def __init__(self, path: Path, restored_step: int, *, line: Line | None = None, done: int = 0) -> None:
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        self._end = _end_of(path, restored_step)
-        os.ftruncate(self._descriptor, self._end)
+        rows = _Rows(path, restored_step)
+        self._end = rows.end
+        # Counted again by the next start if this one ends before its first line.
+        self.steps_lost = rows.steps_lost + max(0, max(rows.newest, done) - restored_step)
+        if line is not None and rows.kept < restored_step == line["step"]:
+            # Rank 0 was killed before it could write it.
+            with contextlib.suppress(OSError):
+                self.append(line)
 
     def append(self, line: Line) -> None:
         """Add one line; raises OSError with the file as it was before (a full disk leaves no half line)."""
-        content = json.dumps(line).encode() + b"\n"
+        content = json.dumps({**line, "steps_lost": self.steps_lost}).encode() + b"\n"
         written = os.pwrite(self._descriptor, content, self._end)
         if written < len(content):
             os.ftruncate(self._descriptor, self._end)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self._end += written
+        # After a restart there may be lost lines, or half a line of a killed writer.
+        if os.fstat(self._descriptor).st_size > self._end:
+            os.ftruncate(self._descriptor, self._end)
 
     def sync(self) -> None:
-        """Make all lines durable: before the checkpoint that makes a restart skip their steps."""
+        """Make all lines durable: before a checkpoint makes a restart skip their steps."""
         os.fsync(self._descriptor)
 
     def close(self) -> None:
         os.close(self._descriptor)
 
 
-def _end_of(path: Path, restored_step: int) -> int:
-    """The offset behind the last whole line up to `restored_step`."""
-    end = 0
-    with path.open("rb") as file:
-        for row in file:
-            if not row.endswith(b"\n") or _step_of(row) > restored_step:
-                break
-            end += len(row)
-    return end
+class _Rows:
+    """What a file of lines says: `end` is the offset behind the last one up to `restored_step`, `kept` its step.
+
+    `newest` is the step of the last whole line, `steps_lost` what that one has counted.
+    """
+
+    def __init__(self, path: Path, restored_step: int) -> None:
+        self.end = self.kept = self.newest = self.steps_lost = 0
+        with path.open("rb") as file:
+            for row in file:
+                record = _record(row)
+                if record is None:
+                    break
+                self.newest = int(record["step"])
+                self.steps_lost = int(record.get("steps_lost", 0))
+                if self.newest <= restored_step:
+                    self.end += len(row)
+                    self.kept = self.newest
 
 
-def _step_of(row: bytes) -> float:
-    """The row's step; infinity where the row is no metrics line, so that it is cut."""
+def _record(row: bytes) -> dict[str, Any] | None:
+    """The row's values; None where it is half a row, or no metrics line."""
     try:
-        return int(json.loads(row)["step"])
+        record = json.loads(row)
+        int(record["step"])
     except (ValueError, KeyError, TypeError):
-        return float("inf")
+        return None
+    return record if row.endswith(b"\n") and isinstance(record, dict) else None

@@ -35,7 +35,9 @@ class RunDirectory:
             sweep(self.path)
             sweep(self.checkpoints)
             record = {**wanted, "checkpoint_every": config.checkpoint_every}
-            write_durably(self._config, yaml.safe_dump(record, sort_keys=False).encode())
+            # Nothing is written by a restart, which must not fail where the disk has become full.
+            if record != held:
+                write_durably(self._config, yaml.safe_dump(record, sort_keys=False).encode())
         except OSError as error:
             raise UsageError(
                 f"--out {self.path} cannot be used ({error.strerror}: {error.filename}); give one that can be written"

@@ -2,16 +2,14 @@
 
 `train` and `steps` are the whole story in the order in which it happens. What they call lies beside it, one idea per
 file: where we are (place), the text (corpus), which windows when (order, batches), the network (model), the group
-(group), who adds which gradients (accumulation), what is kept (recorder, metrics, checkpoint, ledger, rundir), what
-people see (progress), signals (stop), and the agent's line (link).
+(group), who adds which gradients (accumulation), the state that no failure may cost (keeper), what is left behind
+(recorder, metrics, ledger, rundir), what people see (progress), and the agent's line (link).
 """
 
 from __future__ import annotations
 
 import math
 import sys
-import time
-from signal import SIGINT, SIGTERM, Signals
 
 import torch
 from torch import Tensor
@@ -21,18 +19,16 @@ from torch.optim import AdamW
 from elaunch.trainer import group, link
 from elaunch.trainer.accumulation import accumulate
 from elaunch.trainer.batches import Batches
-from elaunch.trainer.checkpoint import Checkpoints, tensors_sha256
+from elaunch.trainer.checkpoint import tensors_sha256
 from elaunch.trainer.config import TrainConfig, UsageError
 from elaunch.trainer.corpus import Corpus
-from elaunch.trainer.ledger import Ledger, judge, next_generation
+from elaunch.trainer.keeper import Keeper
+from elaunch.trainer.ledger import judge
 from elaunch.trainer.model import GPT
-from elaunch.trainer.order import Order
 from elaunch.trainer.place import Place
 from elaunch.trainer.progress import Progress, printable
 from elaunch.trainer.recorder import Recorder
 from elaunch.trainer.rundir import RunDirectory
-from elaunch.trainer.stop import StopRequest
-from elaunch.trainer.tree import State
 
 SAMPLE_BYTES = 240
 GRADIENT_NORM_MAX = 1.0
@@ -44,67 +40,65 @@ def train(config: TrainConfig, corpus: Corpus, place: Place, run: RunDirectory) 
     Called by every rank with the same arguments but `place`. Raises UsageError where the ranks see different texts.
     """
     device = group.join(place)
-    exit_code = steps(config, corpus, place, run, device)
+    exit_code = 0
+    try:
+        steps(config, corpus, place, run, device)
+    except SystemExit as stop:
+        # The keeper's, on all ranks after the same step: nodes come or go, or somebody wants the job to end.
+        exit_code = int(stop.code or 0)
     group.leave(device)
     return exit_code
 
 
-def steps(config: TrainConfig, corpus: Corpus, place: Place, run: RunDirectory, device: torch.device) -> int:
-    """All that happens between joining the group and leaving it; the exit code."""
+def steps(config: TrainConfig, corpus: Corpus, place: Place, run: RunDirectory, device: torch.device) -> None:
+    """All that happens between joining the group and leaving it."""
     tokens = config.global_batch * config.context
     progress = Progress(sys.stderr, steps=config.steps, tokens_per_step=tokens, speaks=place.leads)
     require_same_text(corpus, place, device)
     if any(group.sum_over_ranks([place.leads and run.is_complete], device)):
         progress.say(f"{run.path} is complete: {config.steps} steps; remove it or give another --out to train again")
-        return 0
+        return
 
     gpt, model, optimizer = build(config, device)
-    checkpoints = Checkpoints(run.checkpoints, generation=place.generation, say=progress.say)
-    step, loss = restore(gpt, optimizer, checkpoints)
     batches = Batches(config, corpus, place, device)
-    order = batches.order
-    ledger = open_ledger(config, order, place, run, step, device)
-    recorder = Recorder(config, place, run, progress, checkpoints, step, ledger)
-    progress.say(opening(config, corpus, place, gpt, run, step))
-    signum = 0
+    recorder = Recorder(config, place, run, progress, device)
+    # Restores the newest state that is anywhere, and keeps it from now on.
+    with Keeper(
+        model,
+        optimizer,
+        extra=recorder.state,
+        checkpoints=run.checkpoints,
+        checkpoint_every=config.checkpoint_every,
+        snapshot_every=config.snapshot_every,
+        warm_up=lambda: dummy_backward(model, config, device),
+        say=progress.say if place.leads else None,
+    ) as keeper:
+        progress.say(opening(config, corpus, place, gpt, run, keeper.step))
+        with recorder.begin(keeper, batches.order):
+            for step in keeper.steps(config.steps):
+                share_loss = torch.zeros((), device=device)
+                # Seeds all that is random in a micro-batch: neither a restart nor another world size shifts it.
+                for micro in accumulate(model, batches.order, step, place.rank, place.world_size):
+                    recorder.computes(step, micro)
+                    inputs, targets = batches.read(micro.samples)
+                    with torch.autocast(device.type, dtype=torch.bfloat16, enabled=config.bf16):
+                        loss_part: Tensor = model(inputs, targets) * micro.weight
+                    loss_part.backward()  # type: ignore[no-untyped-call]
+                    share_loss += loss_part.detach()
+                torch.nn.utils.clip_grad_norm_(gpt.parameters(), GRADIENT_NORM_MAX)
+                loss = recorder.mean_loss(share_loss.item())
 
-    with StopRequest() as request:
-        while step < config.steps and not signum:
-            started_s = time.monotonic()
-            step += 1
+                with keeper.commit():
+                    optimizer.param_groups[0]["lr"] = learning_rate(config, step)
+                    optimizer.step()
+                    optimizer.zero_grad(set_to_none=True)
+                    recorder.keep(step, loss)
+                recorder.step_done(step)
 
-            share_loss = torch.zeros((), device=device)
-            # A micro-batch seeds all that is random in it, so that neither a restart nor another world size shifts it.
-            for micro in accumulate(model, order, step, place.rank, place.world_size):
-                inputs, targets = batches.read(micro.samples)
-                with torch.autocast(device.type, dtype=torch.bfloat16, enabled=config.bf16):
-                    loss_part: Tensor = model(inputs, targets) * micro.weight
-                loss_part.backward()  # type: ignore[no-untyped-call]
-                share_loss += loss_part.detach()
-                recorder.computed(step, micro)
-            torch.nn.utils.clip_grad_norm_(gpt.parameters(), GRADIENT_NORM_MAX)
-            optimizer.param_groups[0]["lr"] = learning_rate(config, step)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-
-            # Notes of signals travel with the loss: all ranks stop after the same step, or none does.
-            news = [share_loss.item() / place.world_size, request.signum == SIGTERM, request.signum == SIGINT]
-            loss, terminate, interrupt = group.sum_over_ranks(news, device)
-            signum = SIGINT if interrupt else SIGTERM if terminate else 0
-
-            link.report(step)
-            recorder.step_done(step, loss, time.monotonic() - started_s)
-            if step % config.checkpoint_every == 0 or step == config.steps or signum:
-                recorder.save(step, loss, gpt, optimizer)
-        checkpoints.wait()
-
-    if step < config.steps:
-        progress.say(f"stopped by {Signals(signum).name} after step {step}; the same command goes on from there")
-        return 128 + signum
+    link.phase("evaluating")
     held_out = held_out_loss(gpt, batches, device)
     if place.leads:
-        finish(run, config, place, gpt, loss, held_out, progress)
-    return 0
+        finish(run, config, place, gpt, recorder, held_out, progress)
 
 
 def require_same_text(corpus: Corpus, place: Place, device: torch.device) -> None:
@@ -126,43 +120,20 @@ def learning_rate(config: TrainConfig, step: int) -> float:
 
 
 def build(config: TrainConfig, device: torch.device) -> tuple[GPT, DistributedDataParallel, AdamW]:
-    """The model, the same on every rank; DDP around it, warmed up; the optimizer."""
+    """The model, the same on every rank; DDP around it; the optimizer."""
     torch.manual_seed(config.seed)
     gpt = GPT(
         layers=config.layers, heads=config.heads, width=config.width, context=config.context, dropout=config.dropout
     ).to(device)
     gpu_ids = [device.index] if device.type == "cuda" else None
     model = DistributedDataParallel(gpt, device_ids=gpu_ids, gradient_as_bucket_view=True)
-    # At every start, and before anything is restored: see warm_up.
-    dummy = torch.zeros((1, config.context), dtype=torch.int64, device=device)
-    group.warm_up(model, dummy, dummy)
     return gpt, model, AdamW(gpt.parameters(), betas=(0.9, 0.95), weight_decay=0.1, fused=True)
 
 
-def restore(gpt: GPT, optimizer: AdamW, checkpoints: Checkpoints) -> tuple[int, float]:
-    """Put the newest checkpoint into model and optimizer: its step, and that step's loss; 0 where there is none."""
-    # The model's tensors are filled in place, on every rank.
-    state: State = {"model": gpt.state_dict()}
-    if checkpoints.load_newest(state) is None:
-        return 0, math.nan
-    optimizer.load_state_dict(state["optimizer"])
-    return state["step"], state["loss"]
-
-
-def open_ledger(
-    config: TrainConfig, order: Order, place: Place, run: RunDirectory, step: int, device: torch.device
-) -> Ledger | None:
-    """This rank's file of the ledger, under a generation that no earlier start has used; None where none is wanted."""
-    if not config.ledger:
-        return None
-    unused = next_generation(run.ledger, place.generation) if place.leads else 0
-    generation = int(sum(group.sum_over_ranks([unused], device)))
-    try:
-        return Ledger(
-            run.ledger, order, rank=place.rank, world_size=place.world_size, generation=generation, after=step
-        )
-    except OSError as error:
-        raise UsageError(f"--ledger cannot be kept in {run.ledger}: {error.strerror}; leave it out") from error
+def dummy_backward(model: DistributedDataParallel, config: TrainConfig, device: torch.device) -> None:
+    """Forward and backward of anything: DDP settles in which order it sums gradients, before a state is restored."""
+    dummy = torch.zeros((1, config.context), dtype=torch.int64, device=device)
+    model(dummy, dummy).backward()
 
 
 @torch.no_grad()
@@ -175,10 +146,16 @@ def held_out_loss(gpt: GPT, batches: Batches, device: torch.device) -> float:
 
 
 def finish(
-    run: RunDirectory, config: TrainConfig, place: Place, gpt: GPT, loss: float, held_out: float, progress: Progress
+    run: RunDirectory,
+    config: TrainConfig,
+    place: Place,
+    gpt: GPT,
+    recorder: Recorder,
+    held_out: float,
+    progress: Progress,
 ) -> None:
     """Show what the model has learnt, and write `result.json`, whose presence makes the run complete."""
-    sample = gpt.write(b"\n", SAMPLE_BYTES, seed=config.seed)
+    sample, loss = gpt.write(b"\n", SAMPLE_BYTES, seed=config.seed), recorder.loss
     progress.say(f"done: {config.steps} steps, loss {loss:.3f}, held-out loss {held_out:.3f} nats per byte; {run.path}")
     print(f"--- a sample of what it writes ---\n{printable(sample)}\n---", flush=True)
     ledger = judge(run.ledger, steps=config.steps).text if config.ledger else None
@@ -192,6 +169,10 @@ def finish(
             "restarts": place.restarts,
             "world_size": place.world_size,
             "held_out_loss": held_out,
+            "steps_lost": recorder.steps_lost,
+            # A run that has all its steps has computed each lost one again.
+            "steps_repeated": recorder.steps_lost,
+            "samples_seen": recorder.state["samples_seen"],
             "ledger": ledger,
         }
     )

@@ -113,14 +113,17 @@ class Training:
         found = restore(load, self._wrapped, self._optimizers[0], rest)
         if found is not None:
             self._load_rest(rest)
-            if len(rest["random"]) == world_size:
-                randomness.apply(rest["random"][rank], self.device)
+            random = rest.get("random", ())
+            if len(random) == world_size:
+                randomness.apply(random[rank], self.device)
         return found
 
     def _load_rest(self, state: State) -> None:
+        """Take over what is there: a checkpoint of an earlier release has the model and the optimizer alone."""
         for name, part in self._rest.items():
-            for one, its in zip(_several(part), state[name], strict=True):
-                _load(one, its)
+            if name in state:
+                for one, its in zip(_several(part), state[name], strict=True):
+                    _load(one, its)
 
 
 def cloned(value: Any, device: torch.device | None = None) -> Any:

@@ -123,7 +123,8 @@ def rebuild(plain: Any, leaves: Mapping[Path, object]) -> Any:
     def build(value: Any, path: Path) -> Any:
         if path in leaves:
             return leaves[path]
-        if isinstance(value, dict) and not isinstance(value, Counter):
+        # Not a Counter, which is a leaf.
+        if type(value) is dict:
             return {key: build(item, (*path, key)) for key, item in value.items()}
         if type(value) in (list, tuple):
             return type(value)(build(item, (*path, index)) for index, item in enumerate(value))

@@ -50,6 +50,7 @@ DIFFERS = {
     "TORCHELASTIC_SIGNALS_TO_HANDLE": "torchrun's note to its own agent, which its workers see by accident",
     "ELAUNCH_GENERATION": "ours",
     "ELAUNCH_LINK": "ours",
+    "ELAUNCH_MEMORY": "ours",
     "ELAUNCH_MARKER": "ours",
     "OMP_NUM_THREADS": "torchrun's is 1; here the workers share the cores",
     "_": "the shell's",

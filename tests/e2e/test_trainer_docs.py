@@ -1,4 +1,4 @@
-"""The script in docs/trainer.md is what it says: it survives a kill without a step lost, and runs without elaunch."""
+"""The scripts in docs/trainer.md: a kill costs them no step, and they run without elaunch."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ import textwrap
 from pathlib import Path
 
 import psutil
+import pytest
 
+from elaunch.trainer.ledger import judge
 from tests.harness import Job, environment, script
 
 PAGE = Path(__file__).parents[2] / "docs" / "trainer.md"
 
 
-def kept(folder: Path) -> Path:
-    """The page's script as a file."""
-    section = PAGE.read_text().split("## Keeping the state\n", 1)[1]
+def kept(folder: Path, heading: str = "Keeping the state") -> Path:
+    """The script that a section of the page begins with, as a file."""
+    section = PAGE.read_text().split(f"## {heading}\n", 1)[1]
     block = re.match(r"\n((?:    .*\n|\n)+)", section)
     assert block
     return script(folder, textwrap.dedent(block[1]), "kept.py")
@@ -49,3 +51,43 @@ def test_it_runs_under_torchrun(tmp_path: Path) -> None:
 
     assert ended.returncode == 0, ended.stderr
     assert "step 400: loss" in ended.stdout
+
+
+def whole(folder: Path, victim: int | None = None) -> Job:
+    """The page's whole script with 3 workers, ended; the `victim`th of them is killed after step 50."""
+    folder.mkdir()
+    path = kept(folder, "A whole script")
+    with Job(folder, "--nproc-per-node", "3", str(path), env={"OMP_NUM_THREADS": "1"}) as job:
+        if victim is not None:
+            job.wait_for_output(r"step 50: loss")
+            # The fork server's children; the worker store is among them, the loaders' workers are not.
+            workers = [p for p in job.child("elaunch: fork server").children() if str(path) in p.cmdline()]
+            workers[victim].kill()
+        assert job.wait() == 0, job.output
+    return job
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_the_whole_script_loses_no_sample_and_no_bit_by_a_kill(tmp_path: Path, victim: int) -> None:
+    calm = whole(tmp_path / "calm")
+    killed = whole(tmp_path / "killed", victim)
+
+    assert re.search(r"restored step \d+ from memory \(of generation 0\); 0 steps are repeated", killed.output)
+    last = r"^\[0\] (step 300: loss .*)$"
+    assert re.findall(last, killed.stdout, re.MULTILINE) == re.findall(last, calm.stdout, re.MULTILINE) != []
+    found = judge(tmp_path / "killed" / "ledger", steps=300)
+    assert found.ok, found.text
+    assert (found.samples, found.lost_steps) == (300 * 32, 0)
+
+
+def test_the_whole_script_runs_under_torchrun(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command.append(str(kept(tmp_path, "A whole script")))
+
+    ended = subprocess.run(
+        command, cwd=tmp_path, env=environment({"OMP_NUM_THREADS": "1"}), capture_output=True, text=True, timeout=120
+    )
+
+    assert ended.returncode == 0, ended.stderr
+    assert "step 300: loss" in ended.stdout
+    assert judge(tmp_path / "ledger", steps=300).ok

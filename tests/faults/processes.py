@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import shutil
 import signal
 import time
 from collections.abc import Collection
@@ -65,6 +66,8 @@ class Watched(Job):
         # The guardians have the job's cgroup to remove; what they should have ended and did not is the test's to end.
         with suppress(AssertionError):
             wait_for(lambda: not any(is_alive(guardian) for guardian in self._guardians), "the guardians' end", 5)
+        for path in self.memory_dirs():
+            shutil.rmtree(path, ignore_errors=True)
         super().__exit__()
 
     def processes(self) -> list[psutil.Process]:

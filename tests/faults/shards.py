@@ -113,7 +113,7 @@ def whole(value: torch.Tensor) -> torch.Tensor:
 def at(moment: str, rank: int) -> None:
     """Be killed by SIGKILL there: `write` (in the middle of the first file), `part` (written, before it is told),
     `manifest` (before it), `publish` (before the rename), `discard` (half of an old checkpoint is deleted);
-    of a snapshot `copy` (some tensors are copied), `unmarked` (all but the mark is written), `unsent` (to the other node)."""
+    of a snapshot `copy` (some tensors are copied), `unmarked` (all but the mark is there), `unsent`."""
     if rank != RANK:
         return
 

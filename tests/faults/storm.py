@@ -8,6 +8,7 @@ import re
 import signal
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -142,12 +143,9 @@ class Storm:
     def _writer(self) -> int:
         """Who is writing a checkpoint now, or 0."""
         for _ in range(100):
-            for path in (self._out / "checkpoints").glob(".*.tmp"):
-                if match := re.search(r"\.(\d+)\.tmp$", path.name):
-                    pid = int(match[1])
-                    # An earlier generation's file stays until the next one has begun.
-                    if pid in self._named():
-                        return pid
+            if list((self._out / "checkpoints").glob(".generation-*.writing")):
+                # What an earlier generation left is gone before rank 0 opens the file of its lines.
+                return next((pid for pid in self._named() if _has_open(pid, "metrics.jsonl")), 0)
             time.sleep(0.0003)
         return 0
 
@@ -183,6 +181,12 @@ class Storm:
             wait_for(found, f"{pattern!r} in generation {generation}")
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.kills[-3:]}\n{self.job.stderr_from(self._read_to)[0]}") from None
+
+
+def _has_open(pid: int, name: str) -> bool:
+    with suppress(OSError):
+        return any(path.readlink().name == name for path in Path(f"/proc/{pid}/fd").iterdir())
+    return False
 
 
 def _kill(pid: int) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from elaunch.trainer import Checkpoints
 from tests.faults.census import Census, alive, cgroups_named, shared_memory_of
 from tests.faults.processes import Watched
 from tests.faults.storm import Moment, Storm, seeded
@@ -197,8 +198,8 @@ def assert_same_run(out: Path, calm: Path) -> None:
 
 
 def newest_checkpoint(out: Path) -> dict[str, Any]:
-    path = max((out / "checkpoints").glob("generation-*.pt"), key=lambda path: path.name)
-    state: dict[str, Any] = torch.load(path, weights_only=True)
+    state: dict[str, Any] = {}
+    assert Checkpoints(out / "checkpoints", generation=0).load_newest(state)
     return state
 
 

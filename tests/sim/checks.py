@@ -170,16 +170,10 @@ class Checks:
             case OpenKind.JOIN:
                 self._by_leader(opened)
                 seated = {seat.node_id for seat in table.seats}
-                ready = set(self.joined.get(table.generation, {})) - seated | self._left_unseen(table.generation)
+                ready = set(self.joined.get(table.generation, {})) - seated
                 self._require(ready, "join", f"{opened}, but nobody is ready")
                 self._require(len(table.seats) < self.run.terms.nodes_max, "join", f"{opened}, but no seat is free")
                 self._require(not done, "join", f"{opened}, but {done} are done")
-
-    def _left_unseen(self, g: int) -> set[str]:
-        """Who had joined, and was gone before the writer could see it."""
-        assert self.writer
-        view = self.writer[0].agent.snapshot.revision
-        return {node_id for node_id, at in self._left.items() if at > view and (g, node_id) in self._have_joined}
 
     def _seal(self, table: RankTable, view: int) -> None:
         """`view` is the revision that the leader looked at; who goes after that is found lost a moment later."""

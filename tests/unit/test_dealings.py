@@ -17,10 +17,12 @@ from elaunch.rendezvous.store import (
     Absent,
     Changes,
     Delete,
+    Denied,
     Entry,
     HistoryLost,
     Op,
     Put,
+    StoreError,
     Txn,
     Unavailable,
     View,
@@ -97,7 +99,7 @@ def number(snapshot: Snapshot) -> int | None:
 # --- the beginning
 
 
-def test_the_store_is_checked_a_lease_begun_and_a_look_taken() -> None:
+def test_a_lease_is_begun_and_a_look_taken() -> None:
     bench = Bench().begun()
 
     (leased,) = bench.events
@@ -105,8 +107,27 @@ def test_the_store_is_checked_a_lease_begun_and_a_look_taken() -> None:
     assert leased.node_id.startswith("node-a-")
     assert len(leased.node_id) == len("node-a-") + 8
     assert bench.store.memory.keep_alive(leased.lease) == TIMES.lease_ttl_s
-    assert bench.store.calls["check"] == 1
+    assert bench.store.calls["check"] == 0, "that the first read was answered says it all"
     assert bench.looks_due == 1
+
+
+@pytest.mark.parametrize("why", [Denied("no such page"), AWAY], ids=["denied", "away"])
+def test_a_store_that_does_not_take_the_first_read_is_asked_why(why: StoreError) -> None:
+    bench = Bench()
+    bench.store.fail("read", why)
+    bench.store.fail("check", Denied("a:1 is etcd 3.2; elaunch needs 3.4 or later"))
+
+    with pytest.raises(Denied, match=r"etcd 3\.2"):
+        bench.dealings.begin()
+
+
+def test_a_store_that_can_be_reached_in_another_way_is_looked_at_so() -> None:
+    bench = Bench()
+    bench.open(3)
+    bench.store.fail("read", Denied("the gateway is off"))
+
+    assert number(bench.begun().snapshot) == 3
+    assert bench.store.calls["check"] == 1
 
 
 @pytest.mark.parametrize("remote", [False, True])
@@ -119,10 +140,11 @@ def test_a_store_elsewhere_is_looked_at_narrowly_and_one_in_this_process_whole(r
     assert (snapshot.leader, snapshot.whole, bool(snapshot.members)) == ("x", not remote, not remote)
 
 
-@pytest.mark.parametrize("method", ["check", "grant", "read", "watch"])
+@pytest.mark.parametrize("method", ["check", "grant", "watch"])
 def test_a_beginning_that_broke_off_is_made_again_from_its_start(method: str) -> None:
     bench = Bench()
     bench.open(3)
+    bench.store.fail("read", Denied("the gateway is off"))
     bench.store.fail(method, AWAY)
 
     with pytest.raises(Unavailable):

@@ -136,7 +136,7 @@ def test_a_beginning_that_is_tried_again_goes_on_where_it_was(store: FarStore, f
     store.away = set()
     agent.dealings.begin()
 
-    assert store.asked["check"] == 1
+    assert store.asked["check"] == (1 if fails_at == "read" else 0)
     assert store.asked["watch"] == (2 if fails_at == "watch" else 1)
     assert [event for event in agent.posted if isinstance(event, Leased)] == [Leased(4712, "host-00001267")]
     assert agent.generation() == 0

@@ -66,6 +66,7 @@ def test_what_was_saved_comes_back_in_place_and_in_kind(tmp_path: Path) -> None:
     assert {key: back[key] for key in ("tuple", "counter", "bytes", "inf")} == {
         key: extra[key] for key in ("tuple", "counter", "bytes", "inf")
     }
+    assert type(back["counter"]) is Counter
     for key in ("empty", "view"):
         assert torch.equal(back[key], extra[key])
     assert torch.equal(back["ordered"]["a"], torch.tensor(7))

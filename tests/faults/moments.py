@@ -1,0 +1,78 @@
+"""Named moments in a worker's life at which a test has it killed, held or frozen; for scripts that workers run.
+
+A file FOLDER/<moment>-<generation>-<step>-<rank> makes that rank do what it says:
+
+    (empty)    kill itself with SIGKILL
+    hold       wait until the file is gone
+    freeze     stop itself with SIGSTOP
+
+An empty file FOLDER/together-<generation>-<step>-<rank> is a kill at once with all others that have such a file.
+
+What strikes is appended to FOLDER/records, a JSON line each: `killed`, `held` or `frozen`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+RANK = int(os.environ["RANK"])
+GENERATION = int(os.environ["ELAUNCH_GENERATION"])
+WAIT_S = 0.002
+
+
+class Moments:
+    """This rank's moments in `folder`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def record(self, event: str, **fields: object) -> None:
+        line = json.dumps({"event": event, "generation": GENERATION, "rank": RANK, **fields})
+        with (self._folder / "records").open("a") as file:
+            file.write(line + "\n")
+
+    def is_asked(self, name: str, step: int) -> bool:
+        """Whether something is to strike there."""
+        return self._path(name, step).exists()
+
+    def strike(self, name: str, step: int) -> None:
+        """Die here, or wait, if the test wants that."""
+        path = self._path(name, step)
+        try:
+            what = path.read_text()
+        except FileNotFoundError:
+            return
+        if what == "hold":
+            self.record("held", moment=name, step=step)
+            while path.exists():
+                time.sleep(WAIT_S)
+        elif what == "freeze":
+            self.record("frozen", moment=name, step=step)
+            os.kill(os.getpid(), signal.SIGSTOP)
+        else:
+            self.record("killed", moment=name, step=step)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def strike_together(self, step: int) -> None:
+        """Die at once with all others that are asked to: the lowest rank kills them when all are here."""
+        if not self.is_asked("together", step):
+            return
+        asked = {int(path.name.rpartition("-")[2]) for path in self._folder.glob(f"together-{GENERATION}-{step}-*")}
+        self.record("killed", moment="together", step=step)
+        mine = self._folder / f"pid-{GENERATION}-{step}-{RANK}"
+        mine.with_suffix(".part").write_text(str(os.getpid()))
+        mine.with_suffix(".part").rename(mine)
+        if min(asked) != RANK:
+            signal.pause()
+        while len(pids := list(self._folder.glob(f"pid-{GENERATION}-{step}-?"))) < len(asked):
+            time.sleep(WAIT_S)
+        # Its own comes last.
+        for path in sorted(pids, reverse=True):
+            os.kill(int(path.read_text()), signal.SIGKILL)
+
+    def _path(self, name: str, step: int) -> Path:
+        return self._folder / f"{name}-{GENERATION}-{step}-{RANK}"

@@ -1,0 +1,94 @@
+"""The bundled trainer where the disk is full, or what is on it is not what was written."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from elaunch.trainer.marks import found
+from tests.faults.trainings import STEPS, OneNode
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system with room for a few checkpoints."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", folder], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("mounting takes root")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+def fill(folder: Path) -> Path:
+    """Leave not one byte; the file that takes them all."""
+    path = folder / "filler"
+    there = os.statvfs(folder)
+    path.write_bytes(bytes(there.f_bavail * there.f_frsize))
+    assert not os.statvfs(folder).f_bavail
+    return path
+
+
+def test_a_full_disk_costs_lines_and_checkpoints_but_no_step_even_when_a_worker_is_killed(
+    tmp_path: Path, small_disk: Path
+) -> None:
+    with OneNode(tmp_path / "calm", 2) as calm:
+        calm.ended()
+    # The whole run directory is on it; the ledger would have a gap that its verdict names.
+    asks = ["hold:forward-0-15-0", "forward-0-23-1", "hold:forward-1-38-0"]
+
+    with OneNode(tmp_path / "run", 2, "--snapshot-every", "5", asks=asks, disk=small_disk) as run:
+        run.wait_for("held", step=15)
+        filler = fill(small_disk)
+        run.release("forward-0-15-0")
+        run.wait_for("held", step=38)
+        filler.unlink()
+        run.release("forward-1-38-0")
+        run.ended()
+
+    assert run.struck() == ["forward-0-23-1"]
+    assert run.began(1) == 22
+    assert re.search(
+        r"the checkpoint of step 20 could not be written: No space left on device; training", run.job.output
+    )
+    assert re.search(r"metrics\.jsonl misses steps from \d+ on: No space left on device", run.job.output)
+    assert [mark.step for mark, _ in found(run.out / "checkpoints")] == [10, 40]
+    assert run.result["steps_lost"] == 0
+    assert run.result["samples_seen"] == calm.result["samples_seen"]
+    assert run.result["params_sha256"] == calm.result["params_sha256"]
+    assert run.losses.items() <= calm.losses.items()
+    assert set(run.losses) >= {*range(1, 15), *range(38, STEPS + 1)}
+    assert run.result["ledger"].startswith("not exactly once")
+
+
+def test_a_corrupt_newest_checkpoint_costs_the_steps_since_the_one_before_and_they_are_counted(tmp_path: Path) -> None:
+    with OneNode(tmp_path / "calm", 3) as calm:
+        calm.ended()
+
+    # The agent dies, and with it the workers and their memory.
+    with OneNode(tmp_path / "run", 3, asks=["hold:forward-0-33-0"]) as run:
+        run.wait_for("held")
+        killed_at_s = run.job.kill_agent()
+        run.job.assert_nothing_is_left(killed_at_s)
+        run.assert_no_memory_is_left()
+        run.release("forward-0-33-0")
+        newest = found(run.out / "checkpoints")[-1][1]
+        with next(newest.glob("*.distcp")).open("r+b") as file:
+            file.seek(500)
+            file.write(b"corrupt")
+
+        run.start(3)
+        run.ended()
+
+    assert newest.name == "generation-0000-step-00000030"
+    assert f"skipping {newest}: it is torn or corrupt" in run.job.output
+    assert "restored step 20 from the checkpoint" in run.job.output
+    # Step 31 and 32 have no checkpoint, 21 to 30 had one.
+    run.assert_complete(lost=12)
+    run.assert_same(calm)

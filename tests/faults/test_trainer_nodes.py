@@ -1,0 +1,160 @@
+"""The bundled trainer on several nodes, lost, joining and preempted at awkward moments: no step is lost."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.faults.cluster import Cluster
+from tests.faults.trainings import RESTORED, OneNode, Training
+from tests.harness import wait_for
+from tests.nodes import needs_nodes
+
+pytestmark = needs_nodes
+
+# At the default rate training amplifies any rounding, and a resized run with it.
+GENTLE = ("--lr", "3e-4")
+
+
+class OnNodes(Training):
+    """A run on the nodes of a cluster."""
+
+    def __init__(self, folder: Path, cluster: Cluster) -> None:
+        super().__init__(folder)
+        self.cluster = cluster
+
+    def start(self, *indices: int, nnodes: str, options: tuple[str, ...] = (), workers: int = 1) -> None:
+        launch = ["--nnodes", nnodes, "--nproc-per-node", str(workers), "--rdzv-endpoint", self.cluster.endpoints]
+        for index in indices:
+            words = [*launch, "--rdzv-id", "job", "--max-restarts", "9", *self.words(*options)]
+            self.cluster.type(index, *words, env={"OMP_NUM_THREADS": "1"})
+
+    def wait_for(self, event: str, **fields: object) -> None:
+        try:
+            super().wait_for(event, **fields)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.records[-20:]}\n{self.output}") from None
+
+    def lose(self, index: int) -> None:
+        """The node's power is cut."""
+        self.cluster.nodes[index].power_off()
+        lost = self.cluster.agents.pop(index)
+        wait_for(lambda: lost.process.poll() is not None, "the agent's end")
+
+    @property
+    def output(self) -> str:
+        return "".join(agent.output for agent in self.cluster.agents.values())
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[OnNodes]:
+    with Cluster(tmp_path, 3) as cluster:
+        yield OnNodes(tmp_path / "run", cluster)
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> Training:
+    """Two workers that nothing happens to."""
+    with OneNode(tmp_path_factory.mktemp("calm") / "run", 2, *GENTLE) as run:
+        return run.ended()
+
+
+# In the last two cases rank 0 has done step 12, and waits in the next one. A copy is made when its step is done and it
+# has been asked who wants to stop.
+@pytest.mark.parametrize(
+    ("moment", "begins"),
+    [("forward", [11, 20, 30]), ("backward", [11, 20, 30]), ("optimizer", [12, 20, 30]), ("copy", [12, 21, 31])],
+)
+def test_a_node_is_lost_another_joins_and_is_preempted(
+    nodes: OnNodes, calm: Training, moment: str, begins: list[int]
+) -> None:
+    names = [f"{moment}-0-12-1", f"{moment}-1-20-0", f"{moment}-2-30-0"]
+    for name in names:
+        nodes.ask(f"hold:{name}")
+    options = (*GENTLE, "--snapshot-every", "1" if moment == "copy" else "1000")
+
+    nodes.start(0, 1, nnodes="1:2", options=options)
+    nodes.wait_for("held", generation=0)
+    nodes.lose(1)
+
+    nodes.wait_for("held", generation=1)
+    nodes.start(2, nnodes="1:2", options=options)
+    nodes.wait_for("told", reason="join")
+    nodes.release(names[1])
+
+    nodes.wait_for("held", generation=2)
+    preempted = nodes.cluster.agents.pop(2)
+    preempted.signal(signal.SIGTERM)
+    nodes.wait_for("told", reason="leave")
+    nodes.release(names[2])
+    assert preempted.wait() in (0, 143), preempted.output
+    nodes.cluster.ended({0: 0})
+
+    assert nodes.struck("held") == names
+    assert [nodes.began(generation) for generation in (1, 2, 3)] == begins
+    assert {repeated for *_, repeated in re.findall(RESTORED, nodes.output)} == {"0"}
+    assert {line["world_size"] for line in nodes.lines} == {1, 2}
+    nodes.assert_complete()
+    nodes.assert_close(calm)
+
+
+def test_rank_0_is_lost_with_its_node_while_its_checkpoint_gets_its_name(nodes: OnNodes, calm: Training) -> None:
+    nodes.ask("hold:publish-0-20-0")
+    nodes.ask("hold:forward-0-24-0")
+
+    nodes.start(0, 1, nnodes="2", options=GENTLE)
+    nodes.wait_for("held", moment="publish")
+    nodes.wait_for("held", moment="forward")
+    nodes.lose(0)
+    nodes.start(2, nnodes="2", options=GENTLE)
+    nodes.cluster.ended({1: 0, 2: 0})
+
+    assert nodes.began(1) == 23
+    names = sorted(path.name for path in (nodes.out / "checkpoints").iterdir())
+    assert names == ["generation-0000-step-00000010", *(f"generation-0001-step-000000{step}" for step in (30, 40))]
+    nodes.assert_complete()
+    # Both are as large as before, and ranks keep no random state of their own.
+    nodes.assert_same(calm)
+
+
+def test_all_workers_of_a_node_are_killed_and_get_the_state_from_the_other(tmp_path: Path, nodes: OnNodes) -> None:
+    for rank in (0, 1):
+        nodes.ask(f"together-0-20-{rank}")
+
+    nodes.start(0, 1, nnodes="2", workers=2)
+    nodes.cluster.ended({0: 0, 1: 0})
+
+    assert sorted(nodes.struck()) == ["together-0-20-0", "together-0-20-1"]
+    assert nodes.began(1) == 19
+    assert "restored step 19 from memory (of generation 0; sent to rank 0 from rank 2); 0 steps" in nodes.output
+    nodes.assert_complete()
+    with OneNode(tmp_path / "calm", 4) as calm:
+        nodes.assert_same(calm.ended())
+
+
+def test_a_run_resized_from_4_to_3_and_back_has_the_losses_of_one_that_was_not(tmp_path: Path) -> None:
+    options = (*GENTLE, "--steps", "240")
+    with OneNode(tmp_path / "calm", 4, *options) as calm:
+        calm.ended()
+    with Cluster(tmp_path, 5) as cluster:
+        nodes = OnNodes(tmp_path / "run", cluster)
+        for name in ("backward-0-81-3", "forward-1-161-0"):
+            nodes.ask(f"hold:{name}")
+
+        nodes.start(0, 1, 2, 3, nnodes="3:4", options=options)
+        nodes.wait_for("held", generation=0)
+        nodes.lose(3)
+        nodes.wait_for("held", generation=1)
+        nodes.start(4, nnodes="3:4", options=options)
+        nodes.wait_for("told", reason="join")
+        nodes.release("forward-1-161-0")
+        cluster.ended(dict.fromkeys((0, 1, 2, 4), 0))
+
+    assert [nodes.began(1), nodes.began(2)] == [80, 161]
+    assert [line["world_size"] for line in nodes.lines] == [4] * 80 + [3] * 81 + [4] * 79
+    nodes.assert_complete(steps=240)
+    nodes.assert_close(calm)

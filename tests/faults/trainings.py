@@ -1,0 +1,148 @@
+"""Runs of the bundled trainer that are struck at named moments, and what the tests ask of them afterwards."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from elaunch.trainer.ledger import judge
+from tests.faults.processes import Watched
+from tests.harness import wait_for
+
+PROGRAM = Path(__file__).with_name("killing_trainer.py")
+STEPS, BATCH = 40, 12
+SHAPE = ["--steps", str(STEPS), "--global-batch", str(BATCH), "--micro-batch", "1", "--layers", "1", "--width", "16"]
+SHAPE += ["--heads", "2", "--context", "16", "--dropout", "0.1", "--seed", "5", "--checkpoint-every", "10", "--ledger"]
+RESTORED = r"restored step (\d+) from (memory|the checkpoint) .*; (\d+) steps? (?:is|are) repeated"
+DEADLINE_S = 240.0
+
+
+class Training:
+    """One run in `folder`, which all its workers see: what was asked for, what they recorded, what the run left."""
+
+    def __init__(self, folder: Path, asks: Iterable[str] = (), disk: Path | None = None) -> None:
+        """`asks` are names of moments' files (moments.py); `hold:` or `freeze:` before one says what it does.
+
+        The run directory is on `disk`, if that is given.
+        """
+        self.folder = folder
+        self.out = (disk or folder) / "out"
+        folder.mkdir()
+        (folder / "text.txt").write_text("".join(chr(97 + i * i % 26) for i in range(40_000)))
+        for ask in asks:
+            self.ask(ask)
+
+    def ask(self, ask: str) -> None:
+        what, _, name = ask.rpartition(":")
+        # No worker must see a file that does not say yet what it asks for.
+        partial = self.folder / f".{name}"
+        partial.write_text(what)
+        partial.rename(self.folder / name)
+
+    def release(self, name: str) -> None:
+        """Let the rank that is held there go on."""
+        (self.folder / name).unlink()
+
+    def words(self, *options: str) -> list[str]:
+        """The command from the program on."""
+        text = str(self.folder / "text.txt")
+        return [str(PROGRAM), str(self.folder), "--out", str(self.out), "--data", text, *SHAPE, *options]
+
+    @property
+    def records(self) -> list[dict[str, Any]]:
+        path = self.folder / "records"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def of(self, event: str, **fields: object) -> list[dict[str, Any]]:
+        return [r for r in self.records if r["event"] == event and fields.items() <= r.items()]
+
+    def wait_for(self, event: str, **fields: object) -> None:
+        wait_for(lambda: self.of(event, **fields), f"{event} {fields}")
+
+    def struck(self, event: str = "killed") -> list[str]:
+        """The names of the moments' files that have struck, in order."""
+        return [f"{r['moment']}-{r['generation']}-{r['step']}-{r['rank']}" for r in self.of(event)]
+
+    def began(self, generation: int) -> int:
+        """The step that a generation went on after."""
+        (step,) = {r["step"] for r in self.of("began", generation=generation)}
+        return int(step)
+
+    @property
+    def result(self) -> dict[str, Any]:
+        answer: dict[str, Any] = json.loads((self.out / "result.json").read_text())
+        return answer
+
+    @property
+    def lines(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.out / "metrics.jsonl").read_text().splitlines()]
+
+    @property
+    def losses(self) -> dict[int, float]:
+        return {line["step"]: line["loss"] for line in self.lines}
+
+    def assert_complete(self, *, lost: int = 0, steps: int = STEPS) -> None:
+        """Every step is there once, exactly `lost` of them were done twice, each sample was seen once."""
+        assert [line["step"] for line in self.lines] == list(range(1, steps + 1))
+        result = self.result
+        assert (result["steps_lost"], result["steps_repeated"]) == (lost, lost)
+        assert result["samples_seen"] == steps * BATCH
+        verdict = judge(self.out / "ledger", steps=steps)
+        assert verdict.ok, verdict.text
+        assert verdict.lost_steps == lost
+        assert result["ledger"] == verdict.text
+
+    def assert_same(self, calm: Training) -> None:
+        """Bit for bit the run that nothing happened to."""
+        assert self.losses == calm.losses
+        assert self.result["params_sha256"] == calm.result["params_sha256"]
+        assert self.result["held_out_loss"] == calm.result["held_out_loss"]
+
+    def assert_close(self, calm: Training) -> None:
+        """The losses of a run of another size: only the order of float sums differs."""
+        worst = max(abs(loss - calm.losses[step]) / calm.losses[step] for step, loss in self.losses.items())
+        print(f"largest relative difference of a loss: {worst:.2g}")
+        assert self.losses.keys() == calm.losses.keys()
+        assert worst < 1e-5
+
+    def assert_no_memory_is_left(self) -> None:
+        """What it had in shared memory is gone."""
+        folders = {Path(r["memory"]) for r in self.of("began") if r["memory"]}
+        assert folders
+        assert not [folder for folder in folders if folder.exists()]
+
+
+class OneNode(Training):
+    """A run by one agent with `workers` workers; use it as a context manager, so that nothing outlives the test."""
+
+    def __init__(
+        self,
+        folder: Path,
+        workers: int,
+        *options: str,
+        asks: Iterable[str] = (),
+        launch: str = "",
+        disk: Path | None = None,
+    ) -> None:
+        super().__init__(folder, asks, disk)
+        self.start(workers, *options, launch=launch)
+
+    def start(self, workers: int, *options: str, launch: str = "") -> None:
+        """Type the command, for the first time or again; `launch` are options of elaunch."""
+        words = ["--nproc-per-node", str(workers), "--max-restarts", "30", *launch.split(), *self.words(*options)]
+        self.job = Watched(self.folder, *words, env={"OMP_NUM_THREADS": "1"})
+
+    def __enter__(self) -> OneNode:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.job.__exit__()
+
+    def ended(self, code: int = 0) -> OneNode:
+        """Wait for its end; nothing of it is left."""
+        assert self.job.wait(DEADLINE_S) == code, self.job.output
+        self.job.assert_nothing_is_left()
+        self.assert_no_memory_is_left()
+        return self
