@@ -15,7 +15,7 @@ from bench import machine, samples
 from bench.contenders import ALL
 from bench.launches import first_line
 from bench.page import EMPTY, render, update
-from bench.plan import NODES_SECTIONS, SECTIONS, Settings, Task, plan
+from bench.plan import NODES_SECTIONS, PARTS, SECTIONS, Settings, Task, plan
 from bench.progress import Estimate, Progress
 from bench.samples import Run, Sample, combined
 from tests.nodes import missing
@@ -98,8 +98,9 @@ def _run(settings: Settings, out: Path, page: Path) -> int:
         progress.say("there are no samples")
         return stopped or 0
     print(render(combined([Run(about, in_words, tuple(taken))])), end="", flush=True)
-    one_node = set(SECTIONS) - set(NODES_SECTIONS)
-    if stopped is None and set(settings.sections) in (set(SECTIONS), one_node, set(NODES_SECTIONS)):
+    # Whole parts of the page, or it would lose what is missing.
+    wanted = set(settings.sections)
+    if stopped is None and all(wanted >= set(part) or not wanted & set(part) for part in PARTS):
         return _render([out], page)
     what = "a part only" if stopped is None else f"stopped after {len(taken)} samples"
     progress.say(f"{what}: {page} is left as it is; this makes it from these samples, or name the other parts' too:")

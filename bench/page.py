@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
-from bench import chatty, launches, nodes, restarts, scale, steady
+from bench import chatty, ettr, launches, nodes, restarts, scale, statecost, staterestart, steady
 from bench.contenders import ELAUNCH
 from bench.manytables import idle, rendezvous
 from bench.samples import Results, failures, subset
+from bench.statetables import copies, pairs, restarts_beside, windows
 from bench.stats import ratio, summarize
 from bench.tables import NOTHING, seconds, stages, table, timed, without_a_time
 from bench.targets import verdicts
 
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 NODES_BEGIN, NODES_END = "<!-- bench:nodes:begin -->", "<!-- bench:nodes:end -->"
-# The page has two parts, each made anew when there are samples for it: one node, and what is named here.
+STATE_BEGIN, STATE_END = "<!-- bench:state:begin -->", "<!-- bench:state:end -->"
+# The page has three parts, each made anew when there are samples for it: one node, and what is named here.
 NODES_SECTIONS = (nodes.SECTION, nodes.LOSS_SECTION, scale.FIRST, scale.RESTART, scale.IDLE)
+STATE_SECTIONS = (staterestart.SECTION, statecost.SECTION, statecost.STEADY_SECTION, ettr.SECTION)
 # What a page is before anything was written to it.
 EMPTY = (
-    f"# Performance\n\nMeasured by `make bench`.\n\n{BEGIN}\n{END}\n\n## Several nodes\n\n{NODES_BEGIN}\n{NODES_END}\n"
+    f"# Performance\n\nMeasured by `make bench`.\n\n{BEGIN}\n{END}\n\n"
+    f"## Several nodes\n\n{NODES_BEGIN}\n{NODES_END}\n\n"
+    f"## The training's state\n\n{STATE_BEGIN}\n{STATE_END}\n"
 )
 _MACHINE = ("CPUs", "memory", "kernel")
 _FIRST = (
@@ -31,22 +37,35 @@ _IDLE = f"Medians of windows of {scale.IDLE_S:g} s: a lease is renewed each 0.8 
 
 def update(page: str, results: Results) -> str:
     """`page` with every part made anew that has samples. Raises ValueError where it lacks such a part's markers."""
-    one, several = _parted(results)
-    if one.samples:
-        page = _replaced(page, BEGIN, END, render(one))
-    if several.samples:
-        page = _replaced(page, NODES_BEGIN, NODES_END, render(several))
+    for part in _parted(results):
+        page = _replaced(page, part.begin, part.end, _text(part))
     return page
 
 
 def render(results: Results) -> str:
     """All tables."""
-    one, several = _parted(results)
-    return "\n".join(_text(part, make) for part, make in ((one, _one_node), (several, _nodes)) if part.samples)
+    return "\n".join(_text(part) for part in _parted(results))
 
 
-def _parted(results: Results) -> tuple[Results, Results]:
-    return subset(results, lambda s: s not in NODES_SECTIONS), subset(results, lambda s: s in NODES_SECTIONS)
+@dataclass(frozen=True)
+class _Part:
+    """A part of the page: its samples, what makes its tables of them, and its markers."""
+
+    results: Results
+    make: Callable[[Results], list[str]]
+    begin: str
+    end: str
+
+
+def _parted(results: Results) -> list[_Part]:
+    """The parts that have samples."""
+    other = (*NODES_SECTIONS, *STATE_SECTIONS)
+    parts = (
+        _Part(subset(results, lambda s: s not in other), _one_node, BEGIN, END),
+        _Part(subset(results, lambda s: s in NODES_SECTIONS), _nodes, NODES_BEGIN, NODES_END),
+        _Part(subset(results, lambda s: s in STATE_SECTIONS), _state, STATE_BEGIN, STATE_END),
+    )
+    return [part for part in parts if part.results.samples]
 
 
 def _replaced(page: str, begin: str, end: str, text: str) -> str:
@@ -57,8 +76,8 @@ def _replaced(page: str, begin: str, end: str, text: str) -> str:
     return f"{before}{begin}\n\n{text}\n{end}{after}"
 
 
-def _text(results: Results, make: Callable[[Results], list[str]]) -> str:
-    return "\n\n".join([*_about(results), *_promises(results), *make(results)]) + "\n"
+def _text(part: _Part) -> str:
+    return "\n\n".join([*_about(part.results), *_promises(part.results), *part.make(part.results)]) + "\n"
 
 
 def _one_node(results: Results) -> list[str]:
@@ -95,6 +114,10 @@ def _nodes(results: Results) -> list[str]:
         *rendezvous(results, scale.RESTART, "Many agents: restart of all", _RESTART),
         *idle(results, "Many agents: while they train", _IDLE),
     ]
+
+
+def _state(results: Results) -> list[str]:
+    return [*restarts_beside(results), *copies(results), *pairs(results), *windows(results)]
 
 
 def _about(results: Results) -> Iterator[str]:

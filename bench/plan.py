@@ -6,17 +6,24 @@ import random
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from bench import chatty, launches, nodes, restarts, scale, steady
+from bench import chatty, ettr, launches, nodes, restarts, scale, statecost, staterestart, steady
 from bench.contenders import ELAUNCH, LIMIT_PRELOAD, LIMIT_TORCH, TORCHRUN, TORCHRUN_FORK, Contender
 from bench.fleet import RANKS
 from bench.samples import Sample
+from bench.sides import KEPT, SIDES, Side
 
+ONE_NODE_SECTIONS = ("start", "restart", "steady", "first-line", "lines")
 NODES_SECTIONS = ("nodes-restart", "nodes-loss", "scale")
-SECTIONS = ("start", "restart", "steady", "first-line", "lines", *NODES_SECTIONS)
+STATE_SECTIONS = ("state-restart", "state-cost", "state-ettr")
+# The parts of the page, of which each is made anew as a whole.
+PARTS = (ONE_NODE_SECTIONS, NODES_SECTIONS, STATE_SECTIONS)
+SECTIONS = tuple(section for part in PARTS for section in part)
 # So many restarts of one job before the next contender's turn: a job's start costs more than a restart.
 RESTARTS_PER_JOB = 5
 # A whole round of many agents, with its windows of training, counts as so many samples of the other kinds.
 SAMPLES_PER_ROUND = 4
+# So does a window with failures, and a copy of a gigabyte.
+SAMPLES_PER_WINDOW, SAMPLES_PER_GB = 10, 2
 
 
 _Restart = Callable[[Contender, int, int, float, random.Random], Iterator[Sample]]
@@ -56,6 +63,9 @@ def plan(settings: Settings) -> list[Task]:
         "nodes-restart": _nodes_restarts,
         "nodes-loss": _losses,
         "scale": _scale,
+        "state-restart": _state_restarts,
+        "state-cost": _state_costs,
+        "state-ettr": _state_windows,
     }
     return [task for section in SECTIONS if section in settings.sections for task in makers[section](settings)]
 
@@ -218,6 +228,49 @@ def _chatty(settings: Settings) -> Iterator[Task]:
                 4.0,
                 lambda contender=contender: [chatty.chatty(contender)],  # type: ignore[misc]
             )
+
+
+def _sides(settings: Settings) -> tuple[Side, ...]:
+    programs = {contender.program for contender in settings.contenders}
+    return tuple(side for side in SIDES if side.contender.program in programs)
+
+
+def _state_restarts(settings: Settings) -> Iterator[Task]:
+    rng, parts = random.Random(settings.seed), chunks(settings.samples, RESTARTS_PER_JOB)
+    for number, count in enumerate(parts, 1):
+        for side in _sides(settings):
+
+            def run(side: Side = side, count: int = count) -> Iterator[Sample]:
+                return staterestart.restarts(side, count, settings.limit_s, rng)
+
+            guess_s = 5.0 + count * (3.0 if side == KEPT else 9.0)
+            yield Task(f"state: restart, round {number} of {len(parts)}", f"state: {side.name}", guess_s, run)
+
+
+def _state_costs(settings: Settings) -> Iterator[Task]:
+    if KEPT not in _sides(settings):
+        return
+    for size_mb in statecost.SIZES_MB:
+        count = max(1, settings.samples // (SAMPLES_PER_GB if size_mb >= 1000 else 1))
+
+        def run(size_mb: int = size_mb, count: int = count) -> Iterator[Sample]:
+            return statecost.copies(size_mb, count)
+
+        yield Task("state: snapshots", f"state of {size_mb} MB", 10 + count * size_mb / 100, run)
+    yield Task("state: steady cost", "state: pairs", 3.0 * settings.samples, lambda: statecost.pairs(settings.samples))
+
+
+def _state_windows(settings: Settings) -> Iterator[Task]:
+    rng, rounds = random.Random(settings.seed), max(1, settings.samples // SAMPLES_PER_WINDOW)
+    for turn in range(rounds):
+        for every_s in ettr.EVERY_S:
+            for side in _sides(settings):
+
+                def run(side: Side = side, every_s: int = every_s) -> Iterator[Sample]:
+                    return ettr.windows(side, every_s, 1, rng)
+
+                label = f"state: failures, round {turn + 1} of {rounds}"
+                yield Task(label, f"one per {every_s} s, {side.name}", ettr.WINDOW_S + 6, run)
 
 
 def _only(settings: Settings, *wanted: Contender) -> tuple[Contender, ...]:

@@ -41,13 +41,17 @@ _WORKER_NAMES = {
 
 @dataclass(frozen=True)
 class Stamp:
-    """`event` happened in `rank`'s process `pid` at `monotonic_s`; `rank` is -1 for the agent's own."""
+    """`event` happened in `rank`'s process `pid` at `monotonic_s`; `rank` is -1 for the agent's own.
+
+    `step` is -1 where the event is none of an optimizer step.
+    """
 
     generation: int
     event: str
     monotonic_s: float
     rank: int = -1
     pid: int = -1
+    step: int = -1
 
 
 def parse(text: str) -> list[Stamp]:
@@ -62,6 +66,7 @@ def parse(text: str) -> list[Stamp]:
                 float(fields["monotonic_s"]),
                 int(fields.get("rank", -1)),
                 int(fields.get("pid", -1)),
+                int(fields.get("step", -1)),
             )
             stamps.append(stamp)
     return stamps

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
-from bench import launches, nodes, restarts, scale, steady
+from bench import ettr, launches, nodes, restarts, scale, statecost, staterestart, steady
 from bench.contenders import ELAUNCH, LIMIT_PRELOAD, TORCHRUN
 from bench.samples import Results, Sample
 from bench.stats import Summary, ratio, summarize
@@ -20,6 +22,9 @@ CRASH_MEDIAN_S_MAX, LOSS_S_MAX = 0.3, 4.0
 RANKS_S_MAX = {64: 0.15, 1024: 2.0}
 # "Constant", where one agent more or less asks twice.
 REQUESTS_RATIO_MAX = 1.25
+# The training's state: what a failure loses, what keeping it costs (% of the time), what counts of the time (%).
+STEPS_LOST_MAX, STEADY_COST_MAX = 0, 1.0
+ETTR_MIN = {60: 97.0, 15: 90.0}
 # With fewer samples a 95th percentile says little.
 N_MIN = 20
 _NOTHING = "nothing"
@@ -40,7 +45,8 @@ class Verdict:
 
 def verdicts(results: Results) -> list[Verdict]:
     """All promises that these samples can speak on."""
-    return [*_start(results), *_restart(results), *_steady(results), *_nodes(results), *_many(results)]
+    makers = (_start, _restart, _steady, _nodes, _many, _state)
+    return [verdict for make in makers for verdict in make(results)]
 
 
 def counted(taken: Sequence[Sample]) -> str:
@@ -134,6 +140,37 @@ def _many(results: Results) -> Iterator[Verdict]:
             measured = f"{_times(times, 2)}; {counted(many)}"
             is_kept = None if times is None else times <= REQUESTS_RATIO_MAX
             yield _verdict(title, f"≤ {REQUESTS_RATIO_MAX:g} ×", measured, [*few, *many], is_kept)
+
+
+def _state(results: Results) -> Iterator[Verdict]:
+    for workers in results.workers(staterestart.SECTION):
+        ours = results.of(staterestart.SECTION, ELAUNCH.name, workers)
+        if ours:
+            lost = [s.values[staterestart.LOST] for s in ours if staterestart.LOST in s.values]
+            measured = f"{max(lost):g} at most; {counted(ours)}" if lost else f"{_NOTHING}; {counted(ours)}"
+            kept = bool(lost) and max(lost) <= STEPS_LOST_MAX
+            yield _verdict("steps lost by the SIGKILL of a worker", f"{STEPS_LOST_MAX}", measured, ours, kept)
+    cost = f"median ≤ {STEADY_COST_MAX:g} %"
+    for what, section, name in (
+        ("snapshots of {} MB", statecost.SECTION, statecost.SHARE),
+        ("the Keeper while {} workers train", statecost.STEADY_SECTION, statecost.COST),
+    ):
+        for number in results.workers(section):
+            taken = results.of(section, ELAUNCH.name, number)
+            yield from _percent(taken, name, what.format(number), cost, lambda value: value <= STEADY_COST_MAX)
+    for every_s, least in ETTR_MIN.items():
+        taken, what = results.of(ettr.SECTION, ELAUNCH.name, every_s), f"ETTR at one failure per {every_s} s"
+        yield from _percent(taken, ettr.ETTR, what, f"median ≥ {least:g} %", partial(operator.le, least))
+
+
+def _percent(
+    ours: Sequence[Sample], name: str, what: str, target: str, is_kept: Callable[[float], bool]
+) -> Iterator[Verdict]:
+    """A promise of a median in %, where there are samples."""
+    if ours:
+        summary = _summary(ours, name)
+        measured = f"{summary.median:.2f} %; {counted(ours)}" if summary else f"{_NOTHING}; {counted(ours)}"
+        yield _verdict(what, target, measured, ours, summary is not None and is_kept(summary.median))
 
 
 def _verdict(what: str, target: str, measured: str, ours: Sequence[Sample], kept: bool | None) -> Verdict:

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 # Imported when they are asked for: `elaunch.trainer.link` must not cost the import of torch.
 _HOMES = {
     "Checkpoints": "checkpoint",
+    "Keeper": "keeper",
     "Ledger": "ledger",
     "Micro": "order",
     "Order": "order",
     "Seeded": "sampling",
-    "Keeper": "keeper",
     "ShardedMemory": "sharded",
     "Stream": "sampling",
     "accumulate": "accumulation",

@@ -108,6 +108,11 @@ class Keeper:
         return self._version.step
 
     @property
+    def snapshot_every(self) -> int:
+        """Steps between two snapshots: as given, or as measured so far by the first rank of this node."""
+        return self._pace.every
+
+    @property
     def repeated(self) -> int:
         """How many steps before now were done and lost: those that workers of this job's memory had completed."""
         return self._copies.repeated

@@ -1,0 +1,170 @@
+"""What the ranks marked of a training that is killed now and then: how far it was, what it lost, what counted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from bench.stamps import Stamp, parse
+
+BEGUN, DONE, RESTORED, STARTED = "begun", "done", "restored", "script"
+# What a step's executions are told apart by: the generation and the step.
+Execution = tuple[int, int]
+
+# (what the tables call it, the agent's event, how many generations before the new one, whose time counts)
+_AGENT = (
+    ("noticed", "exited", 1, min),
+    ("survivors told", "told", 1, min),
+    ("saved by all survivors", "saved", 1, max),
+    ("all killed", "stopped", 1, max),
+    ("sealed", "sealed", 0, max),
+    ("last fork", "forked", 0, max),
+)
+# (what the tables call it, the workers' event); the last one's time.
+_WORKERS = (
+    ("script's first line", STARTED),
+    ("torch imported", "torch"),
+    ("group ready", "group"),
+    ("state restored", RESTORED),
+)
+FIRST_STEP, NEXT_STEP = "first step done", "step k+1 done"
+STAGES = (*(name for name, *_ in _AGENT), *(name for name, _ in _WORKERS), FIRST_STEP, NEXT_STEP)
+
+
+@dataclass
+class History:
+    """All marks so far, for quick questions: there are thousands.
+
+    `begun` and `done` have for each execution of a step the time (s) of each rank, `marks` all else by generation and
+    event; the newest mark of a rank counts.
+    """
+
+    begun: dict[Execution, dict[int, float]] = field(default_factory=dict)
+    done: dict[Execution, dict[int, float]] = field(default_factory=dict)
+    marks: dict[tuple[int, str], dict[int, Stamp]] = field(default_factory=dict)
+    newest: dict[int, int] = field(default_factory=dict)
+
+    def add(self, stamps: Iterable[Stamp]) -> None:
+        """Learn of these."""
+        for stamp in stamps:
+            execution = (stamp.generation, stamp.step)
+            if stamp.event == BEGUN:
+                self.begun.setdefault(execution, {})[stamp.rank] = stamp.monotonic_s
+            elif stamp.event == DONE:
+                self.done.setdefault(execution, {})[stamp.rank] = stamp.monotonic_s
+                self.newest[stamp.generation] = max(self.newest.get(stamp.generation, 0), stamp.step)
+            else:
+                self.marks.setdefault((stamp.generation, stamp.event), {})[stamp.rank] = stamp
+
+    def pid(self, rank: int) -> int | None:
+        """The process that is or was a rank last; None where none has ever begun."""
+        started = [
+            (generation, of[rank].pid)
+            for (generation, event), of in self.marks.items()
+            if event == STARTED and rank in of
+        ]
+        return max(started)[1] if started else None
+
+    def all_done_s(self, generation: int, step: int, ranks: int) -> float | None:
+        """When the last of all ranks had done a step; None while one has not."""
+        times = self.done.get((generation, step), {})
+        return max(times.values()) if len(times) == ranks else None
+
+    def restored(self, generation: int) -> int | None:
+        """The step that a generation went on from; None before anyone has restored it."""
+        of = self.marks.get((generation, RESTORED), {})
+        return min(stamp.step for stamp in of.values()) if of else None
+
+    def completed(self, generation: int) -> int:
+        """The last step that any rank had done before that generation, 0 where none had."""
+        return max((step for before, step in self.newest.items() if before < generation), default=0)
+
+
+class Tail:
+    """A growing file of stamps, of which each is read once."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+
+    def read(self) -> list[Stamp]:
+        """The stamps since the last call; a line that is still being written comes with the next."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                data = file.read()
+        except FileNotFoundError:
+            return []
+        whole = data[: data.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        return parse(whole.decode())
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """A restart: `lost` steps had to be made again, `next_step` is the first one that nobody had completed before."""
+
+    lost: int
+    next_step: int
+
+
+def resumed(history: History, generation: int) -> Resumed | None:
+    """What the failure before `generation` cost; None before its workers have restored anything."""
+    restored = history.restored(generation)
+    if restored is None:
+        return None
+    completed = history.completed(generation)
+    # Who is killed just after a step's end has not marked it, and it may be kept all the same.
+    return Resumed(max(0, completed - restored), max(completed, restored) + 1)
+
+
+def restart_stages(
+    agent: Sequence[Stamp], history: History, generation: int, ranks: int, since_s: float
+) -> dict[str, float]:
+    """Seconds from the kill at `since_s` to each stage of `generation`, which the kill opened, and of its workers.
+
+    What was not noted is left out. `agent` are elaunch's stamps; others' agents have none.
+    """
+    times = {}
+    for name, event, back, first_or_last in _AGENT:
+        found = [s.monotonic_s for s in agent if (s.generation, s.event) == (generation - back, event)]
+        found = [at_s for at_s in found if at_s >= since_s]
+        if found:
+            times[name] = first_or_last(found)
+    for name, event in _WORKERS:
+        of = history.marks.get((generation, event), {})
+        if len(of) == ranks:
+            times[name] = max(stamp.monotonic_s for stamp in of.values())
+    restored, again = history.restored(generation), resumed(history, generation)
+    if restored is not None and again is not None:
+        for name, step in ((FIRST_STEP, restored + 1), (NEXT_STEP, again.next_step)):
+            at_s = history.all_done_s(generation, step, ranks)
+            if at_s is not None:
+                times[name] = at_s
+    return {name: at_s - since_s for name, at_s in times.items()}
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a stretch of time was worth: `seconds` in which steps were made that count, `counted` of `made` steps."""
+
+    seconds: float
+    counted: int
+    made: int
+
+
+def work(history: History, since_s: float, until_s: float) -> Work:
+    """The steps that ended between the two times; of several executions of a step the last one counts.
+
+    A step lasts from when the last rank has begun it to when the last one has done it: what is between two steps, a
+    save or a snapshot, is not counted, nor is a step that nobody completed.
+    """
+    ended = {key: max(times.values()) for key, times in history.done.items()}
+    last: dict[int, int] = {}
+    for generation, step in ended:
+        last[step] = max(generation, last.get(step, 0))
+    inside = [key for key, at_s in ended.items() if since_s < at_s <= until_s]
+    counted = [key for key in inside if last[key[1]] == key[0]]
+    seconds = sum(ended[key] - max(since_s, *history.begun[key].values()) for key in counted if key in history.begun)
+    return Work(seconds, len(counted), len(inside))

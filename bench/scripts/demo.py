@@ -1,0 +1,43 @@
+"""What the scripts about the training state have in common: the bundled model at its default size, and their marks.
+
+Variables: BENCH_STAMPS, the file for the marks.
+"""
+
+import json
+import os
+import time
+from typing import Any
+
+RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+# torchrun's nodes count each for itself; on one node it is what elaunch's generation is.
+_GENERATION = int(os.environ.get("ELAUNCH_GENERATION") or os.environ["TORCHELASTIC_RESTART_COUNT"])
+_STAMPS_FD = os.open(os.environ["BENCH_STAMPS"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+_PID = os.getpid()
+# The defaults of `elaunch -m elaunch.trainer`.
+_GLOBAL_BATCH, _CONTEXT = 24, 64
+
+
+def mark(event: str, step: int = -1) -> None:
+    """Note that this rank is here now."""
+    fields = {"generation": _GENERATION, "event": event, "monotonic_s": time.monotonic(), "rank": RANK}
+    # One write to a file that is appended to: no line of another rank cuts it.
+    os.write(_STAMPS_FD, json.dumps({**fields, "pid": _PID, "step": step}).encode() + b"\n")
+
+
+def network() -> Any:
+    """The model, the same on every rank."""
+    import torch
+
+    from elaunch.trainer.model import GPT
+
+    torch.manual_seed(0)
+    return GPT(layers=4, heads=4, width=128, context=_CONTEXT, dropout=0.0)
+
+
+def loss(model: Any, step: int) -> Any:
+    """The forward pass of this rank's part of a step's batch, which step and rank decide."""
+    import torch
+
+    source = torch.Generator().manual_seed(step * WORLD_SIZE + RANK)
+    windows = torch.randint(256, (_GLOBAL_BATCH // WORLD_SIZE, _CONTEXT + 1), generator=source)
+    return model(windows[:, :-1], windows[:, 1:])

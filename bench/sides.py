@@ -1,0 +1,92 @@
+"""Who is measured on the training's state: elaunch with its Keeper, and the usual script under torchrun."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from bench.contenders import ELAUNCH, TORCHRUN, Contender
+from bench.job import SCRIPTS, Fact, Job, Trouble
+from bench.marks import History, Tail
+
+# As many as the demo model's batch divides among, and twice as many as there are cores: a restart is crowded.
+WORKERS = 4
+_START_LIMIT_S = 120.0
+# All have left behind what is special about the first steps.
+_STEADY_STEPS = 5
+
+
+@dataclass(frozen=True)
+class Side:
+    """A launcher with a script that trains the same model; `name` is what the tables call both together."""
+
+    name: str
+    contender: Contender
+    script: str
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+
+KEPT = Side(ELAUNCH.name, ELAUNCH, "kept.py")
+
+
+def usual(save_every: int) -> Side:
+    """The usual script under torchrun, in its better case: with a store of its own for each generation."""
+    variables = {"BENCH_SAVE_EVERY": str(save_every)}
+    return Side(f"torchrun, torch.save every {save_every}", TORCHRUN.with_fresh_store(), "usual.py", variables)
+
+
+SIDES = (KEPT, usual(10), usual(50))
+
+
+class Trained:
+    """A side's job and what its workers have marked; a context manager that returns once all are training."""
+
+    def __init__(self, side: Side, *, max_restarts: int, workers: int = WORKERS) -> None:
+        self.side, self.workers = side, workers
+        self.job = Job(
+            side.contender,
+            workers,
+            (str(SCRIPTS / side.script),),
+            max_restarts=max_restarts,
+            env=side.variables,
+            timeline=True,
+        )
+        self._tail = Tail(self.job.stamps_path)
+        self._history = History()
+
+    def __enter__(self) -> Trained:
+        try:
+            self.wait_for(lambda h: h.all_done_s(0, _STEADY_STEPS, self.workers), "all were training", _START_LIMIT_S)
+        except BaseException:
+            self.job.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.job.close()
+
+    @property
+    def history(self) -> History:
+        """All marks up to now."""
+        self._history.add(self._tail.read())
+        return self._history
+
+    def wait_for(self, fact: Callable[[History], Fact | None], what: str, limit_s: float) -> Fact:
+        """The first value of `fact` of the marks that is not None. Raises Trouble where the job ends or time is up."""
+        return self.job.wait_for(lambda: fact(self.history), what, limit_s)
+
+    def kill(self, rng: random.Random) -> float:
+        """SIGKILL a random rank's newest process; the time (s) just before. Raises Trouble where it is gone."""
+        rank = rng.randrange(self.workers)
+        pid = self.history.pid(rank)
+        assert pid is not None
+        killed_s = time.monotonic()
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            raise Trouble(f"rank {rank} ended before it was killed") from None
+        return killed_s

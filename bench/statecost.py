@@ -1,0 +1,112 @@
+"""What the Keeper's copies in memory cost the training, beside torch.save's and DCP's of the same state."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.contenders import ELAUNCH
+from bench.job import SCRIPTS, Job, Trouble
+from bench.samples import Sample
+
+SECTION = "state: snapshot"
+STEADY_SECTION = "state: steady cost"
+SIZES_MB = (10, 100, 1000)
+WORKERS = 2
+# What the tables call the ways in which scripts/snapshots.py copies.
+KEEPER, SAVE, DCP = ELAUNCH.name, "torch.save", "DCP async_save"
+HELD, WHOLE, MEMORY = "training stands still", "whole after", "host memory"
+EVERY, STEP, SHARE = "k", "step", "share of the time at k"
+COST, PLAIN, KEPT = "steady cost", "step without the Keeper", "step with it"
+_WAYS = {"keeper": KEEPER, "torch.save": SAVE, "async_save": DCP}
+_SHARED = Path("/dev/shm")
+_LIMIT_S = 1200.0
+
+
+@dataclass(frozen=True)
+class Note:
+    """A line of a script: what it measured in one way."""
+
+    way: str
+    values: Mapping[str, float]
+
+
+def copies(size_mb: int, count: int) -> Iterator[Sample]:
+    """One job of a model whose state has `size_mb` MB (10^6 bytes): `count` copies of each way."""
+    shared = Path(tempfile.mkdtemp(prefix="bench_", dir=_SHARED))
+    env = {"BENCH_STATE_BYTES": str(size_mb * 10**6), "BENCH_SAMPLES": str(count), "BENCH_SHARED": str(shared)}
+    try:
+        yield from snapshot_samples(size_mb, _notes("snapshots.py", env))
+    except Trouble as trouble:
+        yield Sample(SECTION, KEEPER, size_mb, why=str(trouble))
+    finally:
+        shutil.rmtree(shared, ignore_errors=True)
+
+
+def pairs(count: int) -> Iterator[Sample]:
+    """One job: `count` pairs of stretches of training with and without the Keeper."""
+    try:
+        yield from pair_samples(_notes("paired.py", {"BENCH_SAMPLES": str(count)}))
+    except Trouble as trouble:
+        yield Sample(STEADY_SECTION, KEEPER, WORKERS, why=str(trouble))
+
+
+def snapshot_samples(size_mb: int, notes: Sequence[Note]) -> list[Sample]:
+    """What scripts/snapshots.py has measured: s, MB, and % of the training's time."""
+    paced = next(note.values for note in notes if note.way == "paced")
+    found = []
+    for note in notes:
+        if note.way not in _WAYS:
+            continue
+        values = {HELD: note.values["held_s"], MEMORY: note.values["memory"] / 1e6}
+        if "whole_s" in note.values:
+            values[WHOLE] = note.values["whole_s"]
+        else:
+            share = 100 * note.values["held_s"] / (paced["every"] * paced["step_s"])
+            values |= {EVERY: paced["every"], STEP: paced["step_s"], SHARE: share}
+        found.append(Sample(SECTION, _WAYS[note.way], size_mb, values))
+    return found
+
+
+def pair_samples(notes: Sequence[Note]) -> list[Sample]:
+    """What scripts/paired.py has measured: s and %."""
+    return [
+        Sample(
+            STEADY_SECTION,
+            KEEPER,
+            WORKERS,
+            {
+                COST: 100 * (note.values["kept"] / note.values["plain"] - 1),
+                PLAIN: note.values["plain"],
+                KEPT: note.values["kept"],
+            },
+        )
+        for note in notes
+        if note.way == "pair"
+    ]
+
+
+def _notes(script: str, env: Mapping[str, str]) -> list[Note]:
+    with tempfile.TemporaryDirectory(prefix="bench_") as folder:
+        path = Path(folder, "costs.jsonl")
+        with Job(ELAUNCH, WORKERS, (str(SCRIPTS / script),), env={**env, "BENCH_COSTS": str(path)}) as job:
+
+            def ended() -> list[Note] | None:
+                notes = read(path.read_text()) if path.exists() else []
+                return notes if notes and notes[-1].way == "end" else None
+
+            return job.wait_for(ended, "all was measured", _LIMIT_S)
+
+
+def read(text: str) -> list[Note]:
+    """The notes in JSON lines. A last line without its end is still being written and left out."""
+    return [
+        Note(fields["way"], fields["values"])
+        for line in text.splitlines(keepends=True)
+        if line.endswith("\n")
+        for fields in [json.loads(line)]
+    ]

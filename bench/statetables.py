@@ -1,0 +1,156 @@
+"""The tables about the training's state: what a failure costs, what copies cost, what counts in the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from bench import ettr, statecost, staterestart
+from bench.marks import NEXT_STEP, STAGES
+from bench.samples import Results, Sample, failures
+from bench.sides import WORKERS
+from bench.stats import Summary, summarize
+from bench.tables import NOTHING, seconds, table, without_a_time
+
+_RESTART = f"""\
+{WORKERS} workers train the bundled model at its default size (a state of 10 MB). A random rank gets SIGKILL at a random
+moment. k is the last step that any rank had completed; steps lost are those up to k that had to be made again."""
+_STAGES = "Median seconds (p95) since the kill until the last rank is there; what a launcher does not say is left out."
+_COPIES = f"""\
+{statecost.WORKERS} workers, a stack of linear layers with AdamW; all copies go into shared memory. Host memory is what
+the ranks of the node need at the peak, an older copy included. k is what the Keeper chose, the share what it costs."""
+_PAIRS = f"""\
+{statecost.WORKERS} workers train the bundled model, in turns with the Keeper and without it; each n is a pair of turns.
+All is in it: snapshots, the records of each step, the question whether to stop."""
+_WINDOWS = f"""\
+{WORKERS} workers, windows of {ettr.WINDOW_S:g} s. ETTR is the share of the time in which steps were made that count in
+the end, committed-step share the share of all steps made that do. Medians, and the lowest in brackets."""
+
+
+def restarts_beside(results: Results) -> list[str]:
+    """Steps lost and time to the first new step of each side, and the stages beside each other."""
+    section = staterestart.SECTION
+    sides = results.contenders(section)
+    if not sides:
+        return []
+    taken = {side: results.of(section, side, WORKERS) for side in sides}
+    heads = ("", "n", "steps lost: median", "most", f"{NEXT_STEP}: median s", "p95 s")
+    rows = [
+        (side, _n(taken[side]), *_lost(taken[side]), *_two(_summary(taken[side], NEXT_STEP), seconds)) for side in sides
+    ]
+    notes = _notes(sides, lambda side: taken[side])
+    staged = [
+        (stage, *(_both(summarize([s.stages[stage] for s in taken[side] if stage in s.stages])) for side in sides))
+        for stage in STAGES
+    ]
+    staged = [row for row in staged if any(cell != NOTHING for cell in row[1:])]
+    return [
+        f"### A worker is killed\n\n{_RESTART}\n\n{table(heads, rows)}",
+        *without_a_time(notes),
+        *([f"#### Where the time goes\n\n{_STAGES}\n\n{table(('stage', *sides), staged)}"] if staged else []),
+    ]
+
+
+def copies(results: Results) -> list[str]:
+    """A row per size and way."""
+    section = statecost.SECTION
+    heads = (
+        *("state, MB", "", "n", f"{statecost.HELD}: median s", "p95 s", f"{statecost.WHOLE} s"),
+        *("k", "step s", f"{statecost.SHARE}, %", f"{statecost.MEMORY}, MB"),
+    )
+    rows, notes = [], []
+    for size_mb in results.workers(section):
+        for way in results.contenders(section):
+            taken = results.of(section, way, size_mb)
+            notes += [f"- {size_mb} MB, {way}: {failure}" for failure in failures(taken)]
+            if not any(s.values for s in taken):
+                continue
+            rows.append(
+                (
+                    *(str(size_mb), way, _n(taken), *_two(_summary(taken, statecost.HELD), seconds)),
+                    _one(_summary(taken, statecost.WHOLE), seconds),
+                    _one(_summary(taken, statecost.EVERY), lambda value: f"{value:.0f}"),
+                    _one(_summary(taken, statecost.STEP), seconds),
+                    _one(_summary(taken, statecost.SHARE), lambda value: f"{value:.2f}"),
+                    _one(_summary(taken, statecost.MEMORY), lambda value: f"{value:,.0f}"),
+                )
+            )
+    if not rows and not notes:
+        return []
+    return [f"### Copies of the state\n\n{_COPIES}\n\n{table(heads, rows)}", *without_a_time(notes)]
+
+
+def pairs(results: Results) -> list[str]:
+    """What the Keeper costs while nothing fails."""
+    section = statecost.STEADY_SECTION
+    taken = [s for s in results.samples if s.section == section]
+    if not taken:
+        return []
+    heads = (
+        "",
+        "n",
+        f"{statecost.PLAIN}: median s",
+        f"{statecost.KEPT}: median s",
+        f"{statecost.COST}: median %",
+        "p95 %",
+    )
+    row = (
+        *(statecost.KEEPER, _n(taken)),
+        *(_one(_summary(taken, name), lambda value: f"{value:.4f}") for name in (statecost.PLAIN, statecost.KEPT)),
+        *_two(_summary(taken, statecost.COST), lambda value: f"{value:.2f}"),
+    )
+    notes = [f"- {failure}" for failure in failures(taken)]
+    return [f"### The Keeper while nothing fails\n\n{_PAIRS}\n\n{table(heads, [row])}", *without_a_time(notes)]
+
+
+def windows(results: Results) -> list[str]:
+    """A row per frequency of failures and side."""
+    section = ettr.SECTION
+    heads = ("one failure per", "", "n", f"{ettr.ETTR}, %", f"{ettr.COMMITTED}, %", ettr.SPEED)
+    rows, notes = [], []
+    for every_s in sorted(results.workers(section), reverse=True):
+        for side in results.contenders(section):
+            taken = results.of(section, side, every_s)
+            if not taken:
+                continue
+            worst = (_worst(taken, name) for name in (ettr.ETTR, ettr.COMMITTED, ettr.SPEED))
+            rows.append((f"{every_s} s", side, _n(taken), *worst))
+            notes += [f"- one per {every_s} s, {side}: {failure}" for failure in failures(taken)]
+    if not rows:
+        return []
+    return [f"### Failures now and then\n\n{_WINDOWS}\n\n{table(heads, rows)}", *without_a_time(notes)]
+
+
+def _summary(taken: Iterable[Sample], name: str) -> Summary | None:
+    return summarize([s.values[name] for s in taken if name in s.values])
+
+
+def _n(taken: Iterable[Sample]) -> str:
+    return str(sum(not s.why for s in taken))
+
+
+def _lost(taken: Iterable[Sample]) -> tuple[str, str]:
+    lost = [s.values[staterestart.LOST] for s in taken if staterestart.LOST in s.values]
+    summary = summarize(lost)
+    return (f"{summary.median:g}", f"{max(lost):g}") if summary else (NOTHING, NOTHING)
+
+
+def _one(summary: Summary | None, words: Callable[[float], str]) -> str:
+    return words(summary.median) if summary else NOTHING
+
+
+def _two(summary: Summary | None, words: Callable[[float], str]) -> tuple[str, str]:
+    return (words(summary.median), words(summary.p95)) if summary else (NOTHING, NOTHING)
+
+
+def _both(summary: Summary | None) -> str:
+    return f"{seconds(summary.median)} ({seconds(summary.p95)})" if summary else NOTHING
+
+
+def _worst(taken: Iterable[Sample], name: str) -> str:
+    values = [s.values[name] for s in taken if name in s.values]
+    summary = summarize(values)
+    return f"{summary.median:.1f} ({min(values):.1f})" if summary else NOTHING
+
+
+def _notes(sides: Sequence[str], taken: Callable[[str], list[Sample]]) -> list[str]:
+    return [f"- {side}: {failure}" for side in sides for failure in failures(taken(side))]

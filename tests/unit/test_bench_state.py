@@ -1,0 +1,272 @@
+"""bench.marks, bench.statecost, bench.statetables and the promises about the training's state: pure parts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bench import ettr, statecost, staterestart
+from bench.contenders import ALL, ELAUNCH, FRESH_STORE, TORCHRUN
+from bench.marks import FIRST_STEP, NEXT_STEP, History, Resumed, Tail, Work, restart_stages, resumed, work
+from bench.page import EMPTY, STATE_BEGIN, STATE_END, render, update
+from bench.plan import STATE_SECTIONS, Settings, plan
+from bench.samples import Results, Run, Sample, combined
+from bench.sides import KEPT, SIDES, usual
+from bench.stamps import Stamp
+from bench.targets import verdicts
+
+RANKS = 2
+TORCH = usual(10).name
+
+
+def steps(generation: int, first: int, last: int, at_s: float, step_s: float = 1.0) -> list[Stamp]:
+    """Both ranks make these steps, one after the other; the second rank begins and ends a bit later."""
+    return [
+        Stamp(generation, event, at_s + (step - first + place) * step_s + 0.125 * rank, rank, step=step)
+        for step in range(first, last + 1)
+        for event, place in (("begun", 0.0), ("done", 0.75))
+        for rank in range(RANKS)
+    ]
+
+
+def births(generation: int, restored: int, at_s: float, pids: tuple[int, int]) -> list[Stamp]:
+    return [
+        Stamp(generation, event, at_s + later_s, rank, pids[rank], restored if event == "restored" else -1)
+        for event, later_s in (("script", 0.0), ("torch", 0.1), ("group", 0.2), ("restored", 0.3))
+        for rank in range(RANKS)
+    ]
+
+
+def history(*stamps: Stamp) -> History:
+    found = History()
+    found.add(stamps)
+    return found
+
+
+def results(*samples: Sample) -> Results:
+    return combined([Run({}, {}, samples)])
+
+
+def restart(side: str, lost: float, seconds: float, **stages: float) -> Sample:
+    return Sample(staterestart.SECTION, side, 4, {staterestart.LOST: lost, NEXT_STEP: seconds}, stages)
+
+
+def row(text: str, *first: str) -> list[str]:
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.strip("| ").split("|")]
+        if cells[: len(first)] == list(first):
+            return cells
+    raise AssertionError(f"no row {first} in:\n{text}")
+
+
+def test_a_growing_file_is_read_once_and_only_whole_lines(tmp_path: Path) -> None:
+    path = tmp_path / "stamps"
+    tail = Tail(path)
+    line = '{"generation": 0, "event": "done", "monotonic_s": 2.5, "rank": 1, "pid": 7, "step": 3}\n'
+
+    assert tail.read() == []
+    path.write_text(line + line[:9])
+    assert tail.read() == [Stamp(0, "done", 2.5, 1, 7, 3)]
+    with path.open("a") as file:
+        file.write(line[9:])
+    assert len(tail.read()) == 1
+    assert tail.read() == []
+
+
+def test_a_step_is_done_when_its_last_rank_has_done_it() -> None:
+    seen = history(*steps(0, 1, 2, at_s=10.0), Stamp(0, "done", 13.0, 0, step=3))
+
+    assert seen.all_done_s(0, 2, RANKS) == 11.875
+    assert seen.all_done_s(0, 3, RANKS) is None
+    assert seen.completed(1) == 3
+    assert seen.completed(0) == 0
+
+
+def test_the_process_of_a_rank_is_the_newest_generations() -> None:
+    seen = history(*births(1, 5, 9.0, (13, 14)), *births(0, 0, 1.0, (11, 12)))
+
+    assert (seen.pid(0), seen.pid(1), seen.pid(2)) == (13, 14, None)
+
+
+@pytest.mark.parametrize(
+    ("restored", "expected"),
+    [
+        (7, Resumed(lost=0, next_step=8)),
+        (5, Resumed(lost=2, next_step=8)),
+        # Killed before it could mark the step that was kept.
+        (8, Resumed(lost=0, next_step=9)),
+    ],
+)
+def test_lost_is_what_any_rank_had_done_and_is_not_restored(restored: int, expected: Resumed) -> None:
+    one_ahead = Stamp(0, "done", 18.0, 1, step=7)
+    seen = history(*steps(0, 1, 6, at_s=10.0), one_ahead)
+
+    assert resumed(seen, 1) is None
+    seen.add(births(1, restored, 20.0, (1, 2)))
+    assert resumed(seen, 1) == expected
+
+
+def test_the_first_generation_lost_nothing() -> None:
+    assert resumed(history(*births(0, 0, 1.0, (1, 2))), 0) == Resumed(lost=0, next_step=1)
+
+
+def test_stages_of_a_restart_are_the_last_ranks_and_those_after_the_kill() -> None:
+    agent = [
+        Stamp(0, "exited", 9.0, 1),
+        Stamp(0, "exited", 20.1, 0),
+        Stamp(0, "told", 20.2),
+        Stamp(0, "saved", 20.3, 1, step=4),
+        Stamp(0, "exited", 20.4, 1),
+        Stamp(0, "stopped", 20.5),
+        Stamp(1, "sealed", 20.6),
+        Stamp(1, "forked", 20.7, 0),
+        Stamp(1, "forked", 20.8, 1),
+    ]
+    seen = history(*steps(0, 1, 4, 10.0), *births(1, 2, 21.0, (1, 2)), *steps(1, 3, 5, 22.0))
+
+    stages = restart_stages(agent, seen, 1, RANKS, since_s=20.0)
+
+    assert stages == pytest.approx(
+        {
+            "noticed": 0.1,
+            "survivors told": 0.2,
+            "saved by all survivors": 0.3,
+            "all killed": 0.5,
+            "sealed": 0.6,
+            "last fork": 0.8,
+            "script's first line": 1.0,
+            "torch imported": 1.1,
+            "group ready": 1.2,
+            "state restored": 1.3,
+            FIRST_STEP: 2.875,
+            NEXT_STEP: 4.875,
+        }
+    )
+    assert set(restart_stages([], seen, 1, RANKS, 20.0)) == set(list(stages)[6:])
+
+
+def test_of_what_was_made_twice_the_second_counts_and_what_is_between_steps_does_not() -> None:
+    # Steps 3 and 4 of generation 0 are made again; each step takes 0.75 s of each second, from the last rank's start.
+    seen = history(*steps(0, 1, 4, at_s=10.0), *steps(1, 3, 5, at_s=20.0))
+
+    assert work(seen, 10.0, 30.0) == Work(seconds=5 * 0.75, counted=5, made=7)
+    # A step that ends outside is not of this window, and of one that began before it only the part inside is.
+    assert work(seen, 20.5, 22.0) == Work(seconds=pytest.approx(0.375 + 0.75), counted=2, made=2)
+
+
+def test_a_step_counts_that_only_one_rank_lived_to_complete() -> None:
+    seen = history(*steps(0, 1, 1, at_s=10.0), Stamp(0, "begun", 11.0, 0, step=2), Stamp(0, "done", 12.0, 0, step=2))
+    seen.add([Stamp(0, "begun", 11.5, 1, step=2), *steps(1, 3, 3, at_s=15.0), Stamp(1, "begun", 16.0, 0, step=4)])
+
+    assert work(seen, 0.0, 20.0) == Work(seconds=0.75 + 0.5 + 0.75, counted=3, made=3)
+
+
+def test_the_usual_script_runs_under_torchrun_in_its_better_case() -> None:
+    name, value = FRESH_STORE.split("=")
+
+    assert SIDES[0] is KEPT
+    assert KEPT.contender is ELAUNCH
+    for side, every in zip(SIDES[1:], ("10", "50"), strict=True):
+        assert side.contender.program == TORCHRUN.program
+        assert side.contender.variables[name] == value
+        assert side.variables == {"BENCH_SAVE_EVERY": every}
+
+
+def test_sides_take_turns_and_large_copies_are_fewer() -> None:
+    settings = Settings(20, (1,), (8,), tuple(ALL.values()), STATE_SECTIONS, limit_s=40, seed=1)
+    tasks = plan(settings)
+
+    rounds = [t.key for t in tasks if t.round.startswith("state: restart")]
+    assert rounds == 4 * [f"state: {side.name}" for side in SIDES]
+    assert [t.key for t in tasks if t.round == "state: snapshots"] == [f"state of {n} MB" for n in (10, 100, 1000)]
+    windows = [t.key for t in tasks if t.round.startswith("state: failures")]
+    assert windows == 2 * [f"one per {every_s} s, {side.name}" for every_s in (60, 30, 15) for side in SIDES]
+    ours = Settings(20, (1,), (8,), (ELAUNCH,), STATE_SECTIONS, limit_s=40, seed=1)
+    assert not [t for t in plan(ours) if "torchrun" in t.key]
+    theirs = Settings(20, (1,), (8,), (TORCHRUN,), ("state-cost",), limit_s=40, seed=1)
+    assert plan(theirs) == []
+
+
+def test_what_a_copy_costs_is_related_to_the_steps_that_the_keeper_chose() -> None:
+    notes = statecost.read(
+        '{"way": "keeper", "values": {"held_s": 0.004, "memory": 21e6}}\n'
+        '{"way": "paced", "values": {"every": 20, "step_s": 0.04}}\n'
+        '{"way": "torch.save", "values": {"held_s": 0.02, "whole_s": 0.02, "memory": 20e6}}\n'
+        '{"way": "end", "values": {}}\n{"way": "cut'
+    )
+
+    kept, saved = statecost.snapshot_samples(10, notes)
+
+    assert (kept.contender, kept.workers, saved.contender) == ("elaunch", 10, statecost.SAVE)
+    assert kept.values[statecost.SHARE] == pytest.approx(0.5)
+    assert kept.values[statecost.MEMORY] == pytest.approx(21.0)
+    assert saved.values == {statecost.HELD: 0.02, statecost.MEMORY: 20.0, statecost.WHOLE: 0.02}
+
+
+def test_a_pair_says_how_much_longer_a_step_takes() -> None:
+    notes = statecost.read('{"way": "pair", "values": {"plain": 0.04, "kept": 0.0402}}\n')
+
+    (pair,) = statecost.pair_samples(notes)
+
+    assert pair.values[statecost.COST] == pytest.approx(0.5)
+
+
+def test_restarts_stand_beside_each_other_in_the_order_of_the_stages() -> None:
+    text = render(
+        results(
+            restart("elaunch", 0, 0.5, noticed=0.01, **{"group ready": 0.2}),
+            restart(TORCH, 4, 6.0, **{"group ready": 4.0}),
+            restart(TORCH, 7, 8.0, **{"group ready": 4.0}),
+            Sample(staterestart.SECTION, TORCH, 4, why="hung"),
+        )
+    )
+
+    assert row(text, "elaunch") == ["elaunch", "1", "0", "0", "0.500", "0.500"]
+    assert row(text, TORCH) == [TORCH, "2", "5.5", "7", "7.00", "7.90"]
+    assert row(text, "noticed") == ["noticed", "0.010 (0.010)", "–"]
+    assert row(text, "group ready") == ["group ready", "0.200 (0.200)", "4.00 (4.00)"]
+    assert text.index("| noticed") < text.index("| group ready")
+    assert f"- {TORCH}: 1 × hung" in text
+
+
+def test_windows_have_their_median_and_their_worst() -> None:
+    values = [{ettr.ETTR: share, ettr.COMMITTED: 100.0, ettr.SPEED: 900.0} for share in (97.0, 99.0)]
+    text = render(results(*(Sample(ettr.SECTION, "elaunch", 60, of) for of in values)))
+
+    assert row(text, "60 s", "elaunch")[2:] == ["2", "98.0 (97.0)", "100.0 (100.0)", "900.0 (900.0)"]
+
+
+def test_the_state_has_a_part_of_its_own_on_the_page() -> None:
+    fresh = update(EMPTY, results(restart("elaunch", 0, 0.5)))
+
+    assert "### A worker is killed" in fresh.partition(STATE_BEGIN)[2].partition(STATE_END)[0]
+    assert "steps lost" not in fresh.partition(STATE_BEGIN)[0]
+
+
+def test_what_was_promised_of_the_state_is_judged() -> None:
+    snapshot = {statecost.HELD: 0.1, statecost.SHARE: 0.9, statecost.MEMORY: 1.0}
+    whole = results(
+        restart("elaunch", 0, 0.5),
+        restart("elaunch", 1, 0.5),
+        Sample(statecost.SECTION, "elaunch", 10, snapshot),
+        Sample(statecost.SECTION, statecost.SAVE, 10, {statecost.HELD: 9.0}),
+        Sample(statecost.STEADY_SECTION, "elaunch", 2, {statecost.COST: 1.5}),
+        *(
+            Sample(ettr.SECTION, side, every_s, {ettr.ETTR: 95.0})
+            for side in ("elaunch", TORCH)
+            for every_s in (60, 15)
+        ),
+    )
+
+    said = {v.what: (v.kept, v.measured.partition(";")[0]) for v in verdicts(whole)}
+
+    assert said == {
+        "steps lost by the SIGKILL of a worker": (False, "1 at most"),
+        "snapshots of 10 MB": (True, "0.90 %"),
+        "the Keeper while 2 workers train": (False, "1.50 %"),
+        "ETTR at one failure per 60 s": (False, "95.00 %"),
+        "ETTR at one failure per 15 s": (True, "95.00 %"),
+    }
+    assert [v.kept for v in verdicts(results(restart("elaunch", 0, 0.5)))] == [True]
+    assert [v.kept for v in verdicts(results(Sample(staterestart.SECTION, "elaunch", 4, why="hung")))] == [False]
