@@ -246,6 +246,12 @@ def _newest_first(directory: Path) -> list[tuple[Mark, Path]]:
 def _passing_over(path: Path, say: Callable[[str], None]) -> Iterator[None]:
     try:
         yield
+    except MemoryError:
+        # Nothing is wrong with the checkpoint.
+        raise
+    except (PermissionError, TimeoutError) as error:
+        # Nor here, perhaps: the next start may read it.
+        say(f"skipping {path}: it cannot be read ({_reason(error)}); trying the one before it")
     # The bytes choose what unpickling and unzipping raise; whatever it is, the checkpoint is of no use.
     except Exception as error:
         _pass_over(path, _reason(error), say)
