@@ -24,6 +24,9 @@ from elaunch.rendezvous.types import Outcome, OutcomeKind, RankTable, Terms, hos
 SAY_AGAIN_S = 5.0
 # One a lease time: by then any lease has ended, also if the store was away for the first of them.
 RUNS_REFUSED_MAX = 4
+# What a follower looks at has the revision of these when they held. The others write nothing there, and a watch says
+# nothing of what it is not of: their revision may be seen a lease time later. (Refused, all but a run are read again.)
+_IN_SIGHT = (Tag.RUN, Tag.ELECT, Tag.LEAD)
 
 
 def attend(agent: Agent, now_s: float) -> Step:
@@ -52,8 +55,7 @@ def answered(agent: Agent, event: Committed) -> Agent:
     if event.tag is not member.in_flight:
         return agent
     agent = agent.as_member(in_flight=None)
-    if not (event.held and event.tag in (Tag.JOIN, Tag.RETURN)):
-        # What those two write is not among what a follower looks at, and their guards held: nothing newer stands there.
+    if event.tag in _IN_SIGHT if event.held else event.tag is not Tag.RUN:
         agent = agent.as_member(answered=max(member.answered, event.revision))
     match event.tag:
         case Tag.RUN if event.held:

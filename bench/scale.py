@@ -12,6 +12,7 @@ from bench.counting import TOLD
 from bench.crew import Crew, cpu_s
 from bench.job import Trouble
 from bench.samples import Sample
+from elaunch.rendezvous.carrier import Rpc
 from tests.etcd import Etcd
 
 FIRST, RESTART, IDLE = "first rendezvous of many", "restart of many", "many that train"
@@ -30,7 +31,8 @@ _ANSWER_S = 20.0
 # etcd's own defaults; the tests' are quicker and cost more.
 _OPTIONS = ("--heartbeat-interval=100", "--election-timeout=1000")
 _STARTED = re.compile(r'^grpc_server_started_total\{.*grpc_method="(\w+)".*\} (\S+)$', re.MULTILINE)
-_METHODS = ("Range", "Txn", "LeaseGrant", "LeaseKeepAlive", "LeaseRevoke", "Watch", "Status")
+_RENEWAL = "LeaseKeepAlive"
+_METHODS = ("Range", "Txn", "LeaseGrant", _RENEWAL, "LeaseRevoke", "Watch", "Status")
 
 
 def ours(version: str) -> str:
@@ -91,14 +93,14 @@ class _Round:
 
     def seated(self, section: str, order: str, limit_s: float) -> Sample:
         """From an order until all have their ranks."""
-        cpu_s, seen = self._cpu_s(), self._seen()
+        cpu_s, seen = self._cpu_s(), self._seen(renewals=False)
         ordered_s = self._crew.order(order, first_only=order == "fail")
         answers = self._crew.hear(limit_s)
         now_cpu_s = self._cpu_s()
         values = {
             SEALED: min(answer["first_s"] for answer in answers) - ordered_s,
             RANKS: max(answer["last_s"] for answer in answers) - ordered_s,
-            **self._traffic(1.0, seen),
+            **self._traffic(1.0, seen, renewals=False),
             AGENTS_CPU: now_cpu_s[0] - cpu_s[0],
             ETCD_CPU: now_cpu_s[1] - cpu_s[1],
         }
@@ -106,13 +108,13 @@ class _Round:
 
     def idle(self, idle_s: float) -> Sample:
         """A while of training, per second."""
-        cpu_s, seen = self._cpu_s(), self._seen()
+        cpu_s, seen = self._cpu_s(), self._seen(renewals=True)
         began_s = time.monotonic()
         time.sleep(idle_s)
         seconds = time.monotonic() - began_s
         now_cpu_s = self._cpu_s()
         values = {
-            **self._traffic(seconds, seen),
+            **self._traffic(seconds, seen, renewals=True),
             AGENTS_CPU: 100 * (now_cpu_s[0] - cpu_s[0]) / seconds,
             ETCD_CPU: 100 * (now_cpu_s[1] - cpu_s[1]) / seconds,
         }
@@ -123,26 +125,29 @@ class _Round:
         assert process
         return self._crew.cpu_s(), cpu_s(process.pid)
 
-    def _traffic(self, seconds: float, seen_before: int) -> dict[str, float]:
-        seen = self._seen() - seen_before
+    def _traffic(self, seconds: float, seen_before: int, *, renewals: bool) -> dict[str, float]:
+        """Per agent; what a lease costs goes by time, and is no part of a rendezvous."""
+        seen = self._seen(renewals=renewals) - seen_before
         self._crew.order("count")
         counts = self._crew.hear(_ANSWER_S)
-        requests = sum(asked(count["requests"]) for count in counts)
+        requests = sum(asked(count["requests"], renewals=renewals) for count in counts)
         transferred = sum(count["sent"] + count["received"] for count in counts)
         share = self._agents * seconds
         return {REQUESTS: requests / share, SEEN: seen / share, BYTES: transferred / share}
 
-    def _seen(self) -> int:
+    def _seen(self, *, renewals: bool) -> int:
         """How many of our kinds of calls etcd has begun to answer."""
         with urllib.request.urlopen(f"http://{self._etcd.members[0].endpoint}/metrics") as answer:
-            return started(answer.read().decode())
+            return started(answer.read().decode(), renewals=renewals)
 
 
-def asked(requests: Mapping[str, int]) -> int:
-    """How many requests there were: what a watch tells is not asked for."""
-    return sum(count for kind, count in requests.items() if kind != TOLD)
+def asked(requests: Mapping[str, int], *, renewals: bool) -> int:
+    """How many requests there were, with or without renewals of leases: what a watch tells is not asked for."""
+    left_out = {TOLD} if renewals else {TOLD, Rpc.KEEP_ALIVE.value}
+    return sum(count for kind, count in requests.items() if kind not in left_out)
 
 
-def started(metrics: str) -> int:
+def started(metrics: str, *, renewals: bool) -> int:
     """How many calls of the kinds that agents make an etcd has begun to answer, by its own metrics."""
-    return sum(int(float(count)) for method, count in _STARTED.findall(metrics) if method in _METHODS)
+    counted = set(_METHODS) - (set() if renewals else {_RENEWAL})
+    return sum(int(float(count)) for method, count in _STARTED.findall(metrics) if method in counted)

@@ -150,13 +150,17 @@ def test_what_is_counted_at_the_client_is_what_was_carried() -> None:
 def test_only_calls_that_agents_make_are_counted_of_an_etcds_own() -> None:
     metrics = """# TYPE grpc_server_started_total counter
 grpc_server_started_total{grpc_method="Txn",grpc_service="etcdserverpb.KV",grpc_type="unary"} 5
+grpc_server_started_total{grpc_method="LeaseKeepAlive",grpc_service="etcdserverpb.Lease",grpc_type="bidi_stream"} 20
 grpc_server_started_total{grpc_method="Watch",grpc_service="etcdserverpb.Watch",grpc_type="bidi_stream"} 1e+03
 grpc_server_started_total{grpc_method="MemberList",grpc_service="etcdserverpb.Cluster",grpc_type="unary"} 70
 grpc_server_handled_total{grpc_code="OK",grpc_method="Txn",grpc_service="etcdserverpb.KV",grpc_type="unary"} 5
 """
 
-    assert started(metrics) == 1005
-    assert asked({"kv/txn": 5, "watch": 2, TOLD: 100}) == 7
+    assert started(metrics, renewals=True) == 1025
+    assert started(metrics, renewals=False) == 1005
+    requests = {"kv/txn": 5, "watch": 2, "lease/keepalive": 20, TOLD: 100}
+    assert asked(requests, renewals=True) == 27
+    assert asked(requests, renewals=False) == 7
 
 
 def test_the_launcher_in_all_is_every_process_but_the_workers() -> None:

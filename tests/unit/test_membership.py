@@ -73,6 +73,24 @@ def test_of_two_agents_that_would_start_the_run_the_slower_one_joins_that_of_the
     assert second.snapshot.leader == first.node_id
 
 
+def test_who_could_not_start_the_run_joins_it_once_it_is_seen_whatever_else_was_written_meanwhile() -> None:
+    first = Driver(TWO, host="node-a").begin()
+    second = Driver(TWO, host="node-b", store=first.store, remote=True).begin()
+    for driver in (first, second):
+        driver.answer()
+    late = second.looked
+    first.look()
+    narrow = second.looked
+    # Not among what the second one watches: it is told of no newer revision than that of the run.
+    first.write(Put(KEYS.member("node-c-00000001"), encode(replace(first.agent.me, node_id="node-c-00000001"))))
+    second.happen(late)
+    second.answer()
+
+    done = second.happen(narrow)
+
+    assert done == [Join(second.lease, False, False)]
+
+
 def test_one_transaction_is_awaited_at_a_time() -> None:
     driver = Driver().begin()
     driver.answer()
