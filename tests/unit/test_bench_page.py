@@ -179,6 +179,7 @@ def test_what_was_promised_of_several_nodes_is_judged() -> None:
     assert kept == {
         "SIGKILL on node A → all-reduce on A and B": True,
         "node lost → all-reduce on the others": False,
+        "1024 agents → sealed": True,
         "64 agents → all have ranks": False,
         "1024 agents → all have ranks": True,
         "requests per agent, first rendezvous: 1024 agents beside 8": False,
