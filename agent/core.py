@@ -29,6 +29,7 @@ from elaunch.agent.events import (
     WorkerListens,
     WorkerRaised,
     WorkerSaved,
+    WorkerSaving,
     WorkersHung,
     WorkerStopped,
 )
@@ -45,7 +46,7 @@ from elaunch.agent.running import (
 )
 from elaunch.agent.state import Agent, Exited, Finished, Joining, Running, Step, Stopping, exit_with
 from elaunch.agent.stopping import cleared, signalled, stop_for, stopping_deadline_s, tick_stopping
-from elaunch.agent.telling import SIGTERM, listens, saved, stop_at_boundary, stop_broken, stopped
+from elaunch.agent.telling import SIGTERM, listens, saved, saving, stop_at_boundary, stop_broken, stopped
 from elaunch.rendezvous.types import Generation, OpenKind, Outcome, OutcomeKind, RankTable
 
 
@@ -74,7 +75,9 @@ def step(agent: Agent, event: Event, now_s: float) -> Step:
         case WorkerRaised():
             return raised(agent, event, now_s), ()
         case WorkerListens():
-            return listens(agent, event), ()
+            return listens(agent, event)
+        case WorkerSaving():
+            return saving(agent, event), ()
         case WorkerSaved():
             return saved(agent, event)
         case WorkerStopped():

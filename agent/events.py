@@ -101,12 +101,21 @@ class WorkerRaised:
 
 @dataclass(frozen=True)
 class WorkerListens:
-    """A worker listens on its link: it wants to hear when to stop, and of a peer's failure, instead of a signal."""
+    """A worker listens on its link: what it wants to be told there from now on, instead of a signal."""
 
     generation: int
     local_rank: int
     to_stop: bool
     to_failure: bool
+
+
+@dataclass(frozen=True)
+class WorkerSaving:
+    """After a peer's failure: this worker is saving `step`, and there is time for that."""
+
+    generation: int
+    local_rank: int
+    step: int
 
 
 @dataclass(frozen=True)
@@ -181,7 +190,7 @@ class Tick:
 
 
 StoreEvent = Looked | Leased | LeaseLost | Committed | StoreAway | StoreBack | StoreLost
-LinkEvent = WorkerRaised | WorkerListens | WorkerSaved | WorkerStopped
+LinkEvent = WorkerRaised | WorkerListens | WorkerSaving | WorkerSaved | WorkerStopped
 WorkerEvent = LinkEvent | WorkerExited | Reported | WorkersHung | ServiceLost | Cleared
 Event = StoreEvent | WorkerEvent | Signalled | Tick
 

@@ -16,6 +16,7 @@ from elaunch.agent.events import (
     TellWorkers,
     WorkerListens,
     WorkerSaved,
+    WorkerSaving,
     WorkersHung,
     WorkerStopped,
 )
@@ -137,6 +138,8 @@ class Hearing:
         news = link.take_news()
         for event in news:
             match event:
+                case WorkerSaving(generation, local_rank, step):
+                    self._timeline.stamp(generation, "saving", rank=rank, local_rank=local_rank, step=step)
                 case WorkerSaved(generation, local_rank, step):
                     self._timeline.stamp(generation, "saved", rank=rank, local_rank=local_rank, step=step)
                 case WorkerStopped(generation, local_rank, step):

@@ -14,7 +14,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from elaunch.agent.events import LinkEvent, WorkerListens, WorkerRaised, WorkerSaved, WorkerStopped
+from elaunch.agent.events import LinkEvent, WorkerListens, WorkerRaised, WorkerSaved, WorkerSaving, WorkerStopped
 from elaunch.agent.messages import Message, line_of
 
 _LOOK_S = 1.0
@@ -84,6 +84,8 @@ class Link:
                 self.phase, self.reports = name, self.reports + 1
             case {"event": "listens", "stop": bool(stop), "peer_failed": bool(peer_failed)}:
                 self.news.append(WorkerListens(*where, to_stop=stop, to_failure=peer_failed))
+            case {"event": "saving", "step": int(step)}:
+                self.news.append(WorkerSaving(*where, step))
             case {"event": "saved", "step": int(step)}:
                 self.news.append(WorkerSaved(*where, step))
             case {"event": "stopped", "step": int(step)}:

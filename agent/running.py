@@ -82,8 +82,8 @@ def reported(agent: Agent, event: Reported, now_s: float) -> Step:
             if quiet.is_over or not limit_s or quiet.quiet_s < limit_s or not awaited:
                 return replace(agent, phase=replace(running, quiet=quiet)), ()
             agent = replace(agent, phase=replace(running, quiet=replace(quiet, is_over=True)))
-            listening = running.live & (running.words.to_stop | running.words.to_failure)
-            return agent, (TakeStacks(table.generation, running.live, listening, quiet.quiet_s),)
+            hearing = running.live & running.words.hearing
+            return agent, (TakeStacks(table.generation, running.live, hearing, quiet.quiet_s),)
     return agent, ()
 
 

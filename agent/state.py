@@ -32,13 +32,16 @@ class Joining:
 class Words:
     """What a generation's workers have said on their links, by local rank.
 
-    Those in `to_stop` want to be told there when to stop, those in `to_failure` that a peer failed; those in `stopped`
-    have come to the step boundary at which all ranks stop.
+    Those in `to_stop` want to be told there when to stop, those in `to_failure` that a peer failed; those in `hearing`
+    have listened to something, so that a thread of theirs hears what they are told. Those in `stopped` have come to the
+    step boundary at which all ranks stop, those in `saving` save after a failure.
     """
 
+    hearing: frozenset[int] = frozenset()
     to_stop: frozenset[int] = frozenset()
     to_failure: frozenset[int] = frozenset()
     stopped: frozenset[int] = frozenset()
+    saving: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,7 @@ class Stopping:
 
     Those in `signalled` got a signal that asks them to end; the others were told on their links. They were asked to
     stop at a step boundary, for which they are given until `boundary_until_s` where that is set; or, where the group
-    `is_broken`, to save. `spent` were killed as soon as they had.
+    `is_broken`, to save. `spent` were killed alone: as soon as they had, or while others save.
     """
 
     table: RankTable
@@ -114,6 +117,11 @@ class Stopping:
     def on_the_way(self) -> frozenset[int]:
         """Who was asked to stop at a step boundary, and has not come to it yet."""
         return self.live - self.signalled - self.words.stopped
+
+    @property
+    def saving(self) -> frozenset[int]:
+        """Who is saving after a failure."""
+        return (self.live & self.words.saving) - self.signalled - self.spent if self.is_broken else frozenset()
 
     def hurried(self, now_s: float, grace_s: float) -> Stopping:
         """With no more time than that from now on."""

@@ -18,7 +18,7 @@ from elaunch.agent.failures import with_tail
 from elaunch.agent.membership import joining
 from elaunch.agent.messages import StopReason
 from elaunch.agent.state import Agent, Finished, Joining, Phase, Running, Step, Stopping, exit_with
-from elaunch.agent.telling import SIGINT, SIGKILL, past_boundary, stop_at_boundary
+from elaunch.agent.telling import SIGINT, SIGKILL, past_boundary, past_grace_of_failure, ranks, stop_at_boundary
 from elaunch.rendezvous import entering
 from elaunch.rendezvous.types import Outcome, OutcomeKind
 from elaunch.rendezvous.verdict import verdict
@@ -93,13 +93,22 @@ def tick_stopping(agent: Agent, stopping: Stopping, now_s: float) -> Step:
             agent, more = signalled(agent, stopping.summons, now_s)
             return agent, (*actions, *more)
         return exit_with(agent, stopping.then) if stopping.then else (agent, ())
-    ranks = ", ".join(str(rank) for rank in sorted(stopping.live))
     if stopping.killed:
         return replace(agent, phase=replace(stopping, kill_at_s=now_s + KILL_WAIT_S)), (
-            Say(f"local rank {ranks} did not end {KILL_WAIT_S:g} s after SIGKILL; replacing the fork server"),
+            Say(
+                f"local rank {ranks(stopping.live)} did not end {KILL_WAIT_S:g} s after SIGKILL;"
+                " replacing the fork server"
+            ),
             ReplaceForkServer(stopping.table.generation),
         )
-    return _kill(agent, stopping, now_s, Say(f"local rank {ranks} still ran after {stopping.grace_s:g} s; SIGKILL"))
+    if not stopping.saving:
+        said = Say(f"local rank {ranks(stopping.live)} still ran after {stopping.grace_s:g} s; SIGKILL")
+        return _kill(agent, stopping, now_s, said)
+    until_s = stopping.kill_at_s - stopping.grace_s + agent.times.stop_grace_s
+    if now_s < until_s:
+        return past_grace_of_failure(agent, stopping, until_s)
+    late = f"local rank {ranks(stopping.saving)} was still saving {stopping.grace_s:g} s after the failure; SIGKILL"
+    return _kill(agent, stopping, now_s, Say(late))
 
 
 def cleared(agent: Agent, stopping: Stopping, event: Cleared, now_s: float) -> Step:

@@ -12,6 +12,7 @@ from elaunch.agent.events import (
     TellWorkers,
     WorkerListens,
     WorkerSaved,
+    WorkerSaving,
     WorkerStopped,
 )
 from elaunch.agent.messages import Message, PeerFailed, StopAtStepBoundary, StopReason
@@ -68,22 +69,50 @@ def past_boundary(agent: Agent, stopping: Stopping, now_s: float) -> Step:
     agent = replace(agent, phase=stopping)
     if not late:
         return agent, ()
-    ranks = ", ".join(str(rank) for rank in sorted(late))
-    text = f"local rank {ranks} came to no step boundary within {agent.times.boundary_wait_s:g} s; SIGTERM"
+    text = f"local rank {ranks(late)} came to no step boundary within {agent.times.boundary_wait_s:g} s; SIGTERM"
     return agent, (Say(text), SignalWorkers(stopping.table.generation, late, SIGTERM))
 
 
-def listens(agent: Agent, event: WorkerListens) -> Agent:
+def listens(agent: Agent, event: WorkerListens) -> Step:
+    """What a worker wants to be told from now on; who was told what it wants no more gets SIGTERM after all."""
     phase, rank = agent.phase, frozenset({event.local_rank})
     if not isinstance(phase, (Running, Stopping)) or phase.table.generation != event.generation:
-        return agent
+        return agent, ()
     words = phase.words
     words = replace(
         words,
-        to_stop=words.to_stop | rank if event.to_stop else words.to_stop,
-        to_failure=words.to_failure | rank if event.to_failure else words.to_failure,
+        hearing=words.hearing | rank,
+        to_stop=words.to_stop | rank if event.to_stop else words.to_stop - rank,
+        to_failure=words.to_failure | rank if event.to_failure else words.to_failure - rank,
+        saving=words.saving if event.to_failure else words.saving - rank,
     )
-    return replace(agent, phase=replace(phase, words=words))
+    if isinstance(phase, Stopping) and not phase.killed:
+        heard = words.to_failure if phase.is_broken else words.to_stop
+        deaf = (phase.live & rank) - heard - words.stopped - phase.signalled - phase.spent
+        agent = replace(agent, phase=replace(phase, words=words, signalled=phase.signalled | deaf))
+        return agent, (SignalWorkers(event.generation, deaf, SIGTERM),) if deaf else ()
+    return replace(agent, phase=replace(phase, words=words)), ()
+
+
+def saving(agent: Agent, event: WorkerSaving) -> Agent:
+    """A worker saves what the next generation goes on from; it may have begun before this agent heard of a failure."""
+    match agent.phase:
+        case Running(table=table) | Stopping(table=table) as phase if table.generation == event.generation:
+            words = replace(phase.words, saving=phase.words.saving | {event.local_rank})
+            return replace(agent, phase=replace(phase, words=words))
+    return agent
+
+
+def past_grace_of_failure(agent: Agent, stopping: Stopping, until_s: float) -> Step:
+    """Kill all but those that save, who have until then."""
+    late = stopping.live - stopping.saving - stopping.spent
+    grace_s, killed_s = agent.times.stop_grace_s, stopping.grace_s
+    stopping = replace(stopping, spent=stopping.spent | late, kill_at_s=until_s, grace_s=grace_s)
+    agent = replace(agent, phase=stopping)
+    if not late:
+        return agent, ()
+    text = f"local rank {ranks(late)} still ran after {killed_s:g} s; SIGKILL"
+    return agent, (Say(text), SignalWorkers(stopping.table.generation, late, SIGKILL))
 
 
 def stopped(agent: Agent, event: WorkerStopped, now_s: float) -> Agent:
@@ -104,12 +133,17 @@ def saved(agent: Agent, event: WorkerSaved) -> Step:
     """Nothing of a worker that has saved after a failure is needed any more."""
     match agent.phase:
         case Stopping(table=table, is_broken=True, killed=False) as stopping if table.generation == event.generation:
-            saving = (stopping.live & stopping.words.to_failure) - stopping.words.stopped - stopping.spent
-            if event.local_rank in saving:
+            told = (stopping.live & stopping.words.to_failure) - stopping.words.stopped - stopping.spent
+            if event.local_rank in told:
                 spent = frozenset({event.local_rank})
                 agent = replace(agent, phase=replace(stopping, spent=stopping.spent | spent))
                 return agent, (SignalWorkers(event.generation, spent, SIGKILL),)
     return agent, ()
+
+
+def ranks(local_ranks: frozenset[int]) -> str:
+    """In words."""
+    return ", ".join(str(rank) for rank in sorted(local_ranks))
 
 
 def _with_stopped(words: Words, local_rank: int) -> Words:

@@ -30,7 +30,7 @@ class Times:
     join_backoff_min_s    between two generations opened for newcomers, at first
     join_backoff_max_s    … and at most, while such generations stay short
     failure_grace_s       from a failure of the group to SIGKILL
-    stop_grace_s          from a signal to the job to SIGKILL
+    stop_grace_s          from a signal to the job to SIGKILL, and from a failure for workers that are saving
     boundary_wait_s       workers that are asked to stop at a step boundary have this long, at most
     hang_timeout_s        workers that have reported and then report nothing for so long hang; 0 is never
     """

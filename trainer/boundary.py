@@ -33,6 +33,14 @@ class Wish(IntEnum):
         }[self]
 
 
+class Stopped(SystemExit):
+    """All ranks have stopped after the same step, for `wish`: the script is unwound."""
+
+    def __init__(self, wish: Wish) -> None:
+        super().__init__(wish.exit_code)
+        self.wish = wish
+
+
 class Boundary:
     """Collects this rank's wishes, from signals and from its agent; `agreed` makes them everybody's."""
 

@@ -25,7 +25,8 @@ from elaunch.trainer.training import Training
 class Copies:
     """Keeps what `training` consists of; `folder` is the node's memory, `directory` that of the checkpoints, if any.
 
-    Made by all ranks together. `rescue`, `put_down` and `done` are one rank's own business, all else is collective.
+    Made by all ranks together. `save_replicated`, `put_down` and `done` are one rank's own business, all else is
+    collective.
     """
 
     def __init__(
@@ -51,6 +52,8 @@ class Copies:
             parts.mkdir(mode=0o700, exist_ok=True)
             self._parts = ShardedMemory(parts, peers.group, say, generation=place.generation)
         self._records = None if self._shelf is None else self._shelf.records(peers.rank)
+        # What found no room once is not tried again.
+        self._has_room, self._has_room_for_own = True, True
         self._directory, self._checkpoints, self._checkpointed = directory, None, -1
         if directory is not None:
             self._checkpoints = Checkpoints(directory, generation=place.generation, say=say, group=peers.group)
@@ -89,15 +92,16 @@ class Copies:
             # What came from elsewhere is on one node less until then.
             self.snapshot(now)
             version = now
+        # First: it takes little room, and what else there is not room for is counted by it.
+        self.done(now)
         if self._records is None or self._records.find(version) is None:
             # What was just restored from is not written over: it may be the only copy.
             self.put_down(version)
-        self.done(now)
         return version
 
     def put_down(self, version: Version, *, unless_same: bool = False) -> None:
         """Have this rank's own state in memory as that of `version`."""
-        if self._records is None or self._parts is not None:
+        if self._records is None or self._parts is not None or not self._has_room_for_own:
             return
         own = self._training.own()
         stamp = (version, [(buffer.data_ptr(), buffer._version) for buffer in own["buffers"].values()])
@@ -107,7 +111,7 @@ class Copies:
         try:
             self._records.stage(version, own)
         except OSError as error:
-            self._records = None
+            self._has_room_for_own = False
             self._say(f"rank {self._peers.rank} keeps no buffers and random states in memory: {error.strerror}")
 
     def done(self, version: Version) -> None:
@@ -128,16 +132,16 @@ class Copies:
         if self._parts is not None:
             self._parts.save(version.step, self._training.whole())
         elif self.paces:
-            self.rescue(version)
+            self.save_replicated(version)
 
-    def rescue(self, version: Version) -> None:
+    def save_replicated(self, version: Version) -> None:
         """Have the replicated state in this node's memory, unless another worker has put it there."""
-        if self._shelf is None or self._training.is_in_parts:
+        if self._shelf is None or self._training.is_in_parts or not self._has_room:
             return
         try:
             self._shelf.memory.save(version, self._training.replicated, self.gpu.copy)
         except NoRoom as error:
-            self._shelf = None
+            self._has_room = False
             self._say(str(error))
         except (OSError, NotPlain) as error:
             self._say(f"step {version.step} could not be copied to {self._shelf.memory.folder}: {error}")

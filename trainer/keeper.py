@@ -18,7 +18,6 @@ import signal
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -28,7 +27,7 @@ from typing import Any
 from torch import nn
 
 from elaunch.trainer import link, randomness
-from elaunch.trainer.boundary import Boundary, Wish
+from elaunch.trainer.boundary import Boundary, Stopped, Wish
 from elaunch.trainer.copies import Copies
 from elaunch.trainer.exchange import Version
 from elaunch.trainer.pace import Pace
@@ -121,7 +120,7 @@ class Keeper:
         with ExitStack() as stack:
             self._peers = Peers()
             self._boundary = Boundary(self._peers, stack.enter_context(StopRequest(signals=_free_signals())))
-            self._listen()
+            self._listener = stack.enter_context(link.listen(self._boundary.tell, rescue=self._peer_failed))
             self._copies = Copies(
                 self._training,
                 self._peers,
@@ -140,22 +139,14 @@ class Keeper:
                 self._is_whole = True
             hook = self._model.register_forward_hook(self._after_forward)
             stack.callback(hook.remove)
+            stack.push(self._leave)
             self._stack = stack.pop_all()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
-        with self._stack:
-            if kind is None:
-                # The training is over, the program is not: if it fails now, nothing is repeated.
-                self._save_everywhere()
-                self._copies.checkpoint(self._version)
-                self._copies.wait()
-            elif not self._has_stopped:
-                self._rescue()
-            with self._lock:
-                self._is_whole = False
+        self._stack.__exit__(kind, error, where)
 
     def steps(self, total: int) -> Iterator[int]:
         """The steps that are left, up to `total`; each must be committed. Ends the process where a stop is asked for.
@@ -172,7 +163,12 @@ class Keeper:
             step = self.step + 1
             yield step
             if self.step != step:
-                raise RuntimeError(f"step {step} ended without keeper.commit(); wrap optimizer.step() in it")
+                raise RuntimeError(
+                    f"step {step} ended without keeper.commit(); wrap optimizer.step() in it, and where a step is to "
+                    "change nothing, commit nothing: with keeper.commit(): pass"
+                )
+        # Asked for during the last step, a stop comes after it as after any other.
+        self._stop_if_asked(wants_snapshot=False)
 
     @contextlib.contextmanager
     def commit(self) -> Iterator[None]:
@@ -198,23 +194,6 @@ class Keeper:
         time.sleep(_END_S)
         raise SystemExit(Wish.LEAVE.exit_code)
 
-    def _listen(self) -> None:
-        """Have the link call this object as long as there is one: the link lives on, the process group must not."""
-        own = weakref.ref(self)
-
-        def on_stop(reason: str) -> None:
-            if (keeper := own()) is not None:
-                keeper._boundary.tell(reason)
-
-        def on_peer_failed(generation: int) -> None:
-            if (keeper := own()) is not None:
-                keeper._peer_failed(generation)
-            else:
-                # What there was to save was saved when the training ended.
-                link.saved(0)
-
-        link.listen(on_stop, on_peer_failed)
-
     def _warm(self) -> None:
         """Have DDP sum gradients in its final order, and leave no other trace."""
         before = cloned(self._training.own(large=True))
@@ -233,19 +212,24 @@ class Keeper:
         now_s = time.monotonic()
         if self.step > self._looked_at_step:
             self._pace.step_took((now_s - self._looked_at_s) / (self.step - self._looked_at_step))
-        wish, snapshot = self._boundary.agreed(wants_snapshot=not self._copies.paces or self._pace.is_due(self.step))
-        if wish:
-            self._stop(wish)
-        if snapshot and self.step:
+        wants_snapshot = not self._copies.paces or self._pace.is_due(self.step)
+        if self._stop_if_asked(wants_snapshot=wants_snapshot) and self.step:
             begun_s = time.monotonic()
-            self._save()
+            self._snapshot()
             self._pace.snapshot_took(self.step, time.monotonic() - begun_s)
         if self.step // self._checkpoint_every > self._looked_at_step // self._checkpoint_every:
             self._copies.checkpoint(self._version)
         self._looked_at_s, self._looked_at_step = time.monotonic(), self.step
 
-    def _save(self) -> None:
-        """A snapshot, between two steps; nobody else copies or changes the state meanwhile."""
+    def _stop_if_asked(self, *, wants_snapshot: bool) -> bool:
+        """All ranks are here: stop, if any of them is to; else whether all want a snapshot."""
+        wish, snapshot = self._boundary.agreed(wants_snapshot=wants_snapshot)
+        if wish:
+            self._stop(wish)
+        return snapshot
+
+    def _snapshot(self) -> None:
+        """Between two steps; nobody else copies or changes the state meanwhile."""
         if self._training.is_in_parts:
             # A collective, in which nobody may hold the lock.
             self._copies.snapshot(self._version)
@@ -254,30 +238,54 @@ class Keeper:
             if self._is_whole:
                 self._copies.snapshot(self._version)
 
-    def _save_everywhere(self) -> None:
-        """A snapshot that no rank goes on without: the one that makes it may be killed meanwhile."""
-        self._save()
+    def _put_away(self, *, durably: bool) -> None:
+        """At the end or a stop: a snapshot without which no rank goes on, as its maker may be killed; a checkpoint."""
+        self._snapshot()
         with self._lock:
             if self._is_whole and not self._training.is_in_parts:
-                self._copies.rescue(self._version)
+                self._copies.save_replicated(self._version)
+        if durably:
+            self._copies.checkpoint(self._version)
+        self._copies.wait()
+
+    def _leave(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        match error:
+            case None:
+                # The training is over, the program is not: if it fails now, nothing is repeated.
+                self._put_away(durably=True)
+            case Stopped():
+                if not self._has_stopped:
+                    # Another keeper of this program has, on all ranks at the same place.
+                    self._put_away(durably=error.wish is not Wish.JOIN)
+            case _:
+                self._rescue()
+                self._listener.close(saved=self.step)
+        with self._lock:
+            self._is_whole = False
 
     def _rescue(self) -> None:
         """The group has failed: save the last complete step, unless another worker of this node has; change no more.
 
         Of a state in parts the others' are missing: there is nothing to save.
         """
-        if not self._training.is_in_parts:
-            with self._lock:
-                self._is_sealed = True
-                if self._is_whole:
-                    self._copies.rescue(self._version)
-        link.saved(self.step)
+        if self._training.is_in_parts:
+            return
+        if self._is_whole:
+            # Who holds the lock changes nothing, but copies, and a large state takes long.
+            link.saving(self.step)
+        with self._lock:
+            self._is_sealed = True
+            if self._is_whole:
+                link.saving(self.step)
+                self._copies.save_replicated(self._version)
 
-    def _peer_failed(self, generation: int) -> None:
-        """In the link's thread: the main one may be stuck in a collective for minutes."""
-        if generation == self._place.generation:
-            self._catch_up()
-            self._rescue()
+    def _peer_failed(self, generation: int) -> int:
+        """In the link's thread: the main one may be stuck in a collective for minutes. The step that is saved."""
+        self._catch_up()
+        self._rescue()
+        return self.step
 
     def _catch_up(self) -> None:
         """Another worker of this node has completed the step that is on its way here: let it arrive, if it can.
@@ -295,15 +303,12 @@ class Keeper:
     def _stop(self, wish: Wish) -> None:
         """All ranks are here, after the same step."""
         link.stopped(self.step)
-        self._save_everywhere()
-        if wish is not Wish.JOIN:
-            self._copies.checkpoint(self._version)
-        self._copies.wait()
+        self._put_away(durably=wish is not Wish.JOIN)
         self._has_stopped = True
         if self._peers.leads:
             again = "; the same command goes on from there" if self._directory and wish is not Wish.JOIN else ""
             self._say(f"stopped after step {self.step}, {wish.reason}{again}")
-        raise SystemExit(wish.exit_code)
+        raise Stopped(wish)
 
 
 def _free_signals() -> list[signal.Signals]:

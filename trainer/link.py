@@ -19,7 +19,11 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+Word = TypeVar("Word")
+Answer = TypeVar("Answer")
 
 # The agent looks once a second; a line for each of a thousand steps would only fill the socket.
 _PAUSE_S = 0.05
@@ -46,13 +50,21 @@ def phase(name: str) -> None:
     _open_link().send(_line(event="phase", name=name[:_PHASE_CHARS_MAX]))
 
 
+def saving(step: int) -> None:
+    """Say, after a peer's failure, that `step` is being saved: there is time for it until `--stop-grace` is over.
+
+    Who does not say so has `--failure-grace`. May be called from any thread; waits for a busy agent, a second at most.
+    """
+    _open_link().send_surely(_line(event="saving", step=step))
+
+
 def saved(step: int) -> None:
     """Say, after a peer's failure, that all of this process up to `step` is kept elsewhere: the agent kills it then.
 
-    The answer to `on_peer_failed`, to be given each time, also by who had saved before. May be called from any thread;
-    waits for a busy agent, a second at most.
+    The answer to `on_peer_failed`, to be given each time, also by who had saved before; it counts once every `rescue`
+    has returned. May be called from any thread; waits for a busy agent, a second at most.
     """
-    _open_link().send_surely(_line(event="saved", step=step))
+    _open_link().answer(step)
 
 
 def stopped(step: int) -> None:
@@ -64,7 +76,12 @@ def stopped(step: int) -> None:
     _open_link().send_surely(_line(event="stopped", step=step))
 
 
-def listen(on_stop: Callable[[str], None] | None = None, on_peer_failed: Callable[[int], None] | None = None) -> None:
+def listen(
+    on_stop: Callable[[str], None] | None = None,
+    on_peer_failed: Callable[[int], None] | None = None,
+    *,
+    rescue: Callable[[int], int] | None = None,
+) -> Listener:
     """Have the agent say when to stop, instead of sending SIGTERM; the callbacks run in one daemon thread.
 
     `on_stop(reason)` is to see to it that all ranks stop after the same step (`should_stop` does), call `stopped` and
@@ -72,13 +89,12 @@ def listen(on_stop: Callable[[str], None] | None = None, on_peer_failed: Callabl
     or "interrupt" (the job ends); another may follow. `on_peer_failed(generation)` is to save what this process alone
     holds and call `saved`: the group is broken, and the main thread may be stuck in a collective for minutes. Who
     takes no `on_peer_failed` gets SIGTERM then.
+
+    `rescue(generation)` is for one of several parts of a program that know nothing of each other: it saves what is its
+    own and returns the step. They are called before any `on_peer_failed`; where there is none, the last one's return
+    is the answer. Closing what `listen` returns takes all of it back.
     """
-    link = _open_link()
-    if on_stop:
-        link.on_stop.append(on_stop)
-    if on_peer_failed:
-        link.on_peer_failed.append(on_peer_failed)
-    link.listen()
+    return _open_link().listen(Listener(_open_link(), on_stop, on_peer_failed, rescue))
 
 
 def should_stop(every: int = 1) -> bool:
@@ -95,17 +111,41 @@ def _line(**said: object) -> bytes:
     return json.dumps(said).encode() + b"\n"
 
 
+@dataclass(eq=False)
+class Listener:
+    """Who listens, until `close` or the end of a `with` block; made by `listen`."""
+
+    link: _Link
+    on_stop: Callable[[str], None] | None
+    on_peer_failed: Callable[[int], None] | None
+    rescue: Callable[[int], int] | None
+
+    def close(self, saved: int | None = None) -> None:
+        """Listen no more: if nobody else does, the agent sends SIGTERM from now on.
+
+        `saved` is the step that was saved as the group has failed: if nobody else has anything to save, that is said.
+        """
+        self.link.forget(self, saved)
+
+    def __enter__(self) -> Listener:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
 class _Link:
     """One end of a stream socket on which whole lines are sent or dropped, or no socket at all.
 
-    `step` is the newest that was to be reported. `on_stop` and `on_peer_failed` are called by the thread of `listen`.
+    `step` is the newest that was to be reported.
     """
 
     def __init__(self, end: socket.socket | None) -> None:
         self.step = -1
-        self.on_stop: list[Callable[[str], None]] = []
-        self.on_peer_failed: list[Callable[[int], None]] = []
         self._end = end
+        self._listeners: list[Listener] = []
+        # Whether the group has failed and all there was to rescue is rescued.
+        self._is_rescued = False
         self._lock = threading.Lock()
         self._rest = b""
         self._next_s = 0.0
@@ -145,14 +185,28 @@ class _Link:
         finally:
             self._lock.release()
 
-    def listen(self) -> None:
+    def listen(self, listener: Listener) -> Listener:
         """Say what is listened to; hear it from now on."""
-        if self._end is None:
-            return
-        self.send_surely(_line(event="listens", stop=bool(self.on_stop), peer_failed=bool(self.on_peer_failed)))
-        if self._thread is None:
+        self._listeners.append(listener)
+        self._say_to_what()
+        if self._thread is None and self._end is not None:
             self._thread = threading.Thread(target=self._hear, name="elaunch-link", daemon=True)
             self._thread.start()
+        return listener
+
+    def forget(self, listener: Listener, saved: int | None) -> None:
+        """The thread stays: what the agent said before it knew is still answered."""
+        if listener not in self._listeners:
+            return
+        self._listeners.remove(listener)
+        if saved is not None and not self._saves:
+            self.send_surely(_line(event="saved", step=saved))
+        self._say_to_what()
+
+    def answer(self, step: int) -> None:
+        """The script has saved; before all else is rescued that is too soon, and it will be asked again."""
+        if self._is_rescued or not any(listener.rescue for listener in self._listeners):
+            self.send_surely(_line(event="saved", step=step))
 
     def close(self) -> None:
         if self._end is not None:
@@ -183,26 +237,40 @@ class _Link:
         self._rest = self._rest[sent:]
         return not self._rest
 
+    @property
+    def _saves(self) -> bool:
+        """Whether anybody wants to after a failure."""
+        return any(listener.on_peer_failed or listener.rescue for listener in self._listeners)
+
+    def _say_to_what(self) -> None:
+        if self._end is not None:
+            stop = any(listener.on_stop for listener in self._listeners)
+            self.send_surely(_line(event="listens", stop=stop, peer_failed=self._saves))
+
     def _hear(self) -> None:
         """The thread of `listen`: until the agent hangs up."""
         for message in self._messages():
-            try:
-                self._obey(message)
-            except Exception:
-                # The user's own; the next message may be the one that saves the state.
-                traceback.print_exc()
+            match message:
+                case {"event": "stop_at_step_boundary", "reason": str(reason)}:
+                    for listener in [*self._listeners]:
+                        _tried(listener.on_stop, reason)
+                case {"event": "peer_failed", "generation": int(generation)}:
+                    self._peer_failed(generation)
+                case {"event": "stacks"}:
+                    os.write(_STDERR, b"elaunch: what this worker's threads are doing\n")
+                    faulthandler.dump_traceback(file=_STDERR, all_threads=True)
 
-    def _obey(self, message: dict[str, Any]) -> None:
-        match message:
-            case {"event": "stop_at_step_boundary", "reason": str(reason)}:
-                for on_stop in self.on_stop:
-                    on_stop(reason)
-            case {"event": "peer_failed", "generation": int(generation)}:
-                for on_peer_failed in self.on_peer_failed:
-                    on_peer_failed(generation)
-            case {"event": "stacks"}:
-                os.write(_STDERR, b"elaunch: what this worker's threads are doing\n")
-                faulthandler.dump_traceback(file=_STDERR, all_threads=True)
+    def _peer_failed(self, generation: int) -> None:
+        listeners = [*self._listeners]
+        steps = [_tried(listener.rescue, generation) for listener in listeners if listener.rescue]
+        self._is_rescued = True
+        scripts = [listener.on_peer_failed for listener in listeners if listener.on_peer_failed]
+        for on_peer_failed in scripts:
+            _tried(on_peer_failed, generation)
+        saved = [step for step in steps if step is not None]
+        # Who listened once and does so no more has nothing left to save.
+        if not scripts and len(saved) == len(steps):
+            self.answer(min(saved, default=max(self.step, 0)))
 
     def _messages(self) -> Iterator[dict[str, Any]]:
         rest = b""
@@ -253,6 +321,15 @@ class _Boundary:
         asked = torch.tensor(int(self._is_asked))
         dist.all_reduce(asked, dist.ReduceOp.MAX, self._gloo)
         return bool(asked.item())
+
+
+def _tried(callback: Callable[[Word], Answer] | None, word: Word) -> Answer | None:
+    """What the callback returns; its error is its own, and the next one may be the one that saves the state."""
+    try:
+        return None if callback is None else callback(word)
+    except Exception:
+        traceback.print_exc()
+        return None
 
 
 @functools.cache

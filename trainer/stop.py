@@ -17,7 +17,8 @@ _SAME_WISH_S = 1.0
 class StopRequest:
     """Within the `with` block the first signal is only noted, in `signum` (0 until then).
 
-    Each rank may be told at another step, so nobody acts on its own note: the ranks add theirs up and stop together.
+    Each rank may be told at another step, so nobody acts on its own note: the ranks add theirs up and stop together, by
+    SystemExit. Where the block ends otherwise, the signal is sent again, to whoever handles it then.
     `clock_s` and `end` are the time (monotonic) and the way a later signal ends the process.
     """
 
@@ -45,6 +46,8 @@ class StopRequest:
         for number, handler in self._before:
             # None: it was none of Python's.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        if self.signum and not isinstance(error, SystemExit):
+            signal.raise_signal(self.signum)
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
         if os.getpid() != self._pid:

@@ -39,13 +39,16 @@ def looks(driver: Driver, reports: list[int], *, every_s: float = 1.0, reporting
 def test_workers_that_report_nothing_for_the_timeout_are_looked_into_once() -> None:
     driver = hanging()
     driver.happen(WorkerListens(0, 2, to_stop=True, to_failure=False))
+    # Who listened and does so no more still has the thread that shows its stacks.
+    for listens in (True, False):
+        driver.happen(WorkerListens(0, 1, to_stop=listens, to_failure=listens))
 
     early = looks(driver, [5] * 30)
     struck = looks(driver, [5])
     later = looks(driver, [5] * 60)
 
     assert early == []
-    assert struck == [TakeStacks(0, ALL, frozenset({2}), 30.0)]
+    assert struck == [TakeStacks(0, ALL, frozenset({1, 2}), 30.0)]
     assert later == []
 
 

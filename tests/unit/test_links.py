@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from elaunch.agent.events import WorkerListens, WorkerRaised, WorkerSaved, WorkerStopped
+from elaunch.agent.events import WorkerListens, WorkerRaised, WorkerSaved, WorkerSaving, WorkerStopped
 from elaunch.agent.links import Link, Links
 from elaunch.agent.messages import PeerFailed, ShowStacks, StopAtStepBoundary, StopReason
 
@@ -119,6 +119,7 @@ def test_what_the_agent_is_to_know_is_taken_once_and_in_its_order(pair: tuple[Li
     says(worker, event="progress", step=6)
     says(worker, event="phase", name="evaluating")
     says(worker, event="stopped", step=7)
+    says(worker, event="saving", step=8)
     says(worker, event="saved", step=8)
     says(worker, event="ended", raised=True, reached_store=True)
     says(worker, event="ended", raised=True, reached_store=True)
@@ -127,6 +128,7 @@ def test_what_the_agent_is_to_know_is_taken_once_and_in_its_order(pair: tuple[Li
     assert link.take_news() == [
         WorkerListens(4, 0, to_stop=True, to_failure=False),
         WorkerStopped(4, 0, 7),
+        WorkerSaving(4, 0, 8),
         WorkerSaved(4, 0, 8),
         WorkerRaised(4, 0),
     ]

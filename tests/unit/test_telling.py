@@ -16,6 +16,7 @@ from elaunch.agent.events import (
     Tick,
     WorkerListens,
     WorkerSaved,
+    WorkerSaving,
     WorkerStopped,
 )
 from elaunch.agent.messages import PeerFailed, StopAtStepBoundary, StopReason
@@ -171,6 +172,97 @@ def test_words_of_another_generation_change_nothing() -> None:
         assert driver.happen(event) == []
 
     assert driver.agent == before
+
+
+# --- saving takes longer than the failure grace
+
+
+def test_who_saves_has_until_the_stop_grace_and_the_others_no_longer_than_before() -> None:
+    driver = listening(started(), 0, 1)
+    driver.exits(2, 3)
+    driver.happen(WorkerSaving(0, 0, 7))
+
+    driver.now_s += FAILURE_GRACE_S
+    first, said = driver.happen(Tick()), driver.said
+    due_s = deadline_s(driver.agent)
+    driver.exits(1, -KILL, FailureKind.SIGNAL)
+    driver.now_s = START_S + STOP_GRACE_S - 0.01
+    early = driver.happen(Tick())
+
+    assert first == [signal(KILL, 1)]
+    assert said == "local rank 1 still ran after 2 s; SIGKILL"
+    assert due_s == START_S + STOP_GRACE_S
+    assert early == []
+    assert says_saved(driver, 0) == [signal(KILL, 0)]
+    assert [f.local_rank for f in driver.snapshot.failures[0]] == [2]
+
+
+def test_who_is_not_done_with_saving_then_is_killed_and_it_is_said() -> None:
+    driver = listening(started())
+    driver.exits(1, 3)
+    for rank in (0, 2):
+        driver.happen(WorkerSaving(0, rank, 7))
+
+    driver.now_s += FAILURE_GRACE_S
+    spared = driver.happen(Tick())
+    driver.now_s = START_S + STOP_GRACE_S
+    killed = driver.happen(Tick())
+
+    assert spared == []
+    assert killed == [signal(KILL, 0, 2)]
+    assert driver.said == "local rank 0, 2 was still saving 30 s after the failure; SIGKILL"
+
+
+def test_who_saves_before_its_agent_has_heard_of_the_failure_has_the_time_too() -> None:
+    driver = listening(started())
+    driver.happen(WorkerSaving(0, 0, 7))
+    driver.exits(1, 3)
+
+    driver.now_s += FAILURE_GRACE_S
+
+    assert driver.happen(Tick()) == [signal(KILL, 2)]
+
+
+def test_who_saved_and_listens_no_more_has_no_more_time_than_others() -> None:
+    driver = listening(started())
+    driver.happen(WorkerSaving(0, 0, 7))
+    listening(driver, 0, to_stop=False, to_failure=False)
+
+    told = driver.exits(1, 3)
+    driver.now_s += FAILURE_GRACE_S
+
+    assert told == [tell(PeerFailed(0), 2), signal(TERM, 0)]
+    assert driver.happen(Tick()) == [signal(KILL, 0, 2)]
+
+
+# --- who listens no more
+
+
+def test_who_listens_no_more_gets_the_signal() -> None:
+    driver = listening(started())
+    listening(driver, 1, to_stop=False, to_failure=False)
+
+    assert driver.happen(Signalled(INT, "SIGINT")) == [tell(INTERRUPT, 0, 2), signal(INT, 1)]
+
+
+def test_who_was_asked_to_stop_when_it_listened_no_more_gets_sigterm() -> None:
+    driver = listening(started())
+    driver.happen(Signalled(TERM, "SIGTERM"))
+    says_stopped(driver, 2)
+
+    words = [driver.happen(WorkerListens(0, rank, to_stop=False, to_failure=True)) for rank in (1, 1, 2)]
+
+    assert words == [[signal(TERM, 1)], [], []], "once, and none to who has stopped"
+
+
+def test_who_was_told_of_a_failure_when_it_listened_no_more_gets_sigterm() -> None:
+    driver = listening(started())
+    driver.exits(1, 3)
+
+    done = driver.happen(WorkerListens(0, 0, to_stop=True, to_failure=False))
+
+    assert done == [signal(TERM, 0)]
+    assert says_saved(driver, 0) == []
 
 
 # --- nodes that come and go

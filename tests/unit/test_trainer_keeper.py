@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import io
 import random
 import signal
@@ -17,6 +19,7 @@ from torch import nn
 from elaunch.trainer import link
 from elaunch.trainer.copies import Copies
 from elaunch.trainer.keeper import Keeper
+from elaunch.trainer.memory import Records
 
 
 @pytest.fixture(autouse=True)
@@ -174,6 +177,64 @@ def test_a_signal_ends_the_step_first(tmp_path: Path, signum: signal.Signals, co
     assert job.said[-1].startswith("stopped after step 3, as it was")
     assert list((tmp_path / "checkpoints").glob("generation-*-step-00000003"))
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)] == before
+
+
+def test_a_signal_during_the_last_step_ends_the_program_after_it(tmp_path: Path) -> None:
+    job = Job(checkpoints=tmp_path / "checkpoints")
+
+    with pytest.raises(SystemExit) as ended:
+        job.train(3, {3: lambda: signal.raise_signal(signal.SIGTERM)})
+
+    assert ended.value.code == 143
+    assert job.said[-1].startswith("stopped after step 3, as it was told to leave")
+
+
+def test_a_signal_after_the_last_step_is_the_programs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    handled: list[object] = []
+    monkeypatch.setattr(Copies, "wait", lambda _: signal.raise_signal(signal.SIGTERM))
+    before = signal.signal(signal.SIGTERM, lambda signum, _: handled.append(signum))
+    try:
+        Job().train(3)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+    assert handled == [signal.SIGTERM]
+
+
+def test_a_stop_for_one_of_two_keepers_makes_the_state_of_the_other_durable_too(tmp_path: Path) -> None:
+    one, other = (Job(name=name, checkpoints=tmp_path / name) for name in ("one", "other"))
+
+    with contextlib.suppress(SystemExit), one.keeper, other.keeper:
+        for _ in zip(other.keeper.steps(9), one.keeper.steps(9), strict=True):
+            for job in (one, other):
+                with job.keeper.commit():
+                    job.optimizer.step()
+            if one.keeper.step == 4:
+                signal.raise_signal(signal.SIGTERM)
+
+    for name in ("one", "other"):
+        assert list((tmp_path / name).glob("generation-*-step-00000004")), name
+
+
+def test_where_there_is_no_room_for_what_is_a_ranks_own_its_steps_are_counted_still(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def no_room(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    job = Job(snapshot_every=4)
+    with monkeypatch.context() as patch:
+        patch.setattr(Records, "stage", no_room)
+        # Dead on the spot: nothing is rescued.
+        patch.setattr(Keeper, "_rescue", lambda _: None)
+        with pytest.raises(RuntimeError):
+            job.train(10, {8: fail})
+
+    monkeypatch.setenv("ELAUNCH_GENERATION", "1")
+    resumed = Job()
+    with resumed.keeper:
+        assert (resumed.keeper.step, resumed.keeper.repeated) == (5, 2)
+    assert job.said == ["rank 0 keeps no buffers and random states in memory: No space left on device"]
 
 
 def test_snapshots_stay_as_far_apart_as_they_cost(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -156,11 +156,13 @@ def said(agent: socket.socket) -> list[dict[str, object]]:
 
 def test_phases_and_ends_are_json_lines_too(agent: socket.socket) -> None:
     link.phase("x" * 1000)
+    link.saving(2)
     link.saved(3)
     link.stopped(4)
 
     assert said(agent) == [
         {"event": "phase", "name": "x" * 100},
+        {"event": "saving", "step": 2},
         {"event": "saved", "step": 3},
         {"event": "stopped", "step": 4},
     ]
@@ -264,6 +266,98 @@ def test_a_callback_that_fails_does_not_keep_the_next_from_being_called(
 
     assert heard.get(timeout=5) == 1
     assert "ValueError: not join" in capsys.readouterr().err
+
+
+# --- several that listen, and those that do so no more
+
+
+def told_of_a_failure(agent: socket.socket) -> list[dict[str, object]]:
+    """What is said of it, once a listener that comes last has been called."""
+    heard: queue.SimpleQueue[object] = queue.SimpleQueue()
+    last = link.listen(on_stop=heard.put)
+    tell(agent, event="peer_failed", generation=0)
+    tell(agent, event="stop_at_step_boundary", reason="leave")
+    heard.get(timeout=5)
+    last.close()
+    return [row for row in said(agent) if row["event"] != "listens"]
+
+
+def test_saved_is_said_once_and_only_after_the_last_rescue(agent: socket.socket) -> None:
+    before: list[object] = []
+
+    def slow_one(generation: int) -> int:
+        before.append([row for row in said(agent) if row["event"] == "saved"])
+        return 5
+
+    link.listen(rescue=lambda _: 7)
+    link.listen(rescue=slow_one)
+
+    assert told_of_a_failure(agent) == [{"event": "saved", "step": 5}]
+    assert before == [[]]
+
+
+def test_a_script_that_has_saved_waits_for_the_rescues_and_says_it_again_then(agent: socket.socket) -> None:
+    calls: list[str] = []
+
+    def rescue(generation: int) -> int:
+        calls.append("rescue")
+        # From whichever thread of the script: it knows nothing of the others.
+        link.saved(1)
+        return 7
+
+    def save(generation: int) -> None:
+        calls.append("save")
+        link.saved(2)
+
+    link.listen(on_peer_failed=save)
+    link.listen(rescue=rescue)
+
+    assert told_of_a_failure(agent) == [{"event": "saved", "step": 2}]
+    assert calls == ["rescue", "save"]
+
+
+def test_a_rescue_that_fails_keeps_no_other_from_it_and_is_not_called_saved(
+    agent: socket.socket, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rescued: list[int] = []
+
+    def fail(generation: int) -> int:
+        raise ValueError("asked for by the test")
+
+    def rescue(generation: int) -> int:
+        rescued.append(generation)
+        return 7
+
+    link.listen(rescue=fail)
+    link.listen(rescue=rescue)
+
+    assert told_of_a_failure(agent) == []
+    assert rescued == [0]
+    assert "asked for by the test" in capsys.readouterr().err
+
+
+def test_who_closes_is_called_no_more_and_the_agent_knows_what_is_left(agent: socket.socket) -> None:
+    stays = link.listen(on_stop=print)
+    with link.listen(rescue=lambda _: 7) as goes:
+        assert said(agent)[-1] == {"event": "listens", "stop": True, "peer_failed": True}
+    assert said(agent)[-1] == {"event": "listens", "stop": True, "peer_failed": False}
+    goes.close()
+    stays.close()
+    assert said(agent) == [{"event": "listens", "stop": False, "peer_failed": False}]
+
+    # Said before the agent knew.
+    link.report(9)
+    assert told_of_a_failure(agent)[-1] == {"event": "saved", "step": 9}
+
+
+def test_the_last_that_goes_since_it_has_saved_answers_for_all(agent: socket.socket) -> None:
+    one, other = (link.listen(rescue=lambda _: 7) for _ in range(2))
+
+    one.close(saved=4)
+    assert [row["event"] for row in said(agent)] == ["listens"] * 3
+    other.close(saved=5)
+
+    assert said(agent) == [{"event": "saved", "step": 5}, {"event": "listens", "stop": False, "peer_failed": False}]
 
 
 def test_the_stacks_of_all_threads_go_to_stderr(agent: socket.socket, capfd: pytest.CaptureFixture[str]) -> None:

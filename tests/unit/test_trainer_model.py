@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import signal
@@ -74,7 +75,7 @@ def test_the_first_signal_is_noted_its_echo_too_and_a_later_one_ends_the_process
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     now_s = 100.0
     try:
-        with StopRequest(clock_s=lambda: now_s, end=ended.append) as request:
+        with contextlib.suppress(SystemExit), StopRequest(clock_s=lambda: now_s, end=ended.append) as request:
             os.kill(os.getpid(), signum)
             noted = request.signum
             now_s += 0.9
@@ -82,6 +83,7 @@ def test_the_first_signal_is_noted_its_echo_too_and_a_later_one_ends_the_process
             echoed = list(ended)
             now_s += 0.2
             os.kill(os.getpid(), signum)
+            raise SystemExit
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -90,3 +92,19 @@ def test_the_first_signal_is_noted_its_echo_too_and_a_later_one_ends_the_process
     assert request.signum == signum
     assert echoed == []
     assert ended == [signum]
+
+
+@pytest.mark.parametrize("error", [None, ValueError])
+def test_a_signal_that_was_noted_and_not_obeyed_is_the_programs_afterwards(error: type[Exception] | None) -> None:
+    handled: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda signum, _: handled.append(signum))
+    try:
+        with contextlib.suppress(ValueError), StopRequest():
+            signal.raise_signal(signal.SIGTERM)
+            assert handled == []
+            if error:
+                raise error
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+    assert handled == [signal.SIGTERM]
