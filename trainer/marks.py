@@ -106,13 +106,14 @@ def seal(folder: Path, manifest: Manifest) -> None:
 def publish(folder: Path, mark: Mark) -> Path:
     """Give the sealed `folder` its final name, durably, in place of what may have it; raises OSError."""
     final = folder.with_name(mark.folder_name)
-    replaced = final.with_name(f".{final.name}.{os.getpid()}{_REPLACED}")
+    replaced = None
     if final.exists():
         # Of the same generation and step: a job that was started anew and came this way again.
-        final.rename(replaced)
+        replaced = final.rename(final.with_name(f".{final.name}.{os.getpid()}{_REPLACED}"))
     folder.rename(final)
     sync_directory(final.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
+    if replaced is not None:
+        shutil.rmtree(replaced, ignore_errors=True)
     return final
 
 
