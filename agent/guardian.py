@@ -5,15 +5,19 @@ agent's marker. Workers inherit both, so do their children, through setsid and d
 
 Run as `python -S guardian.py MARKER FD CGROUP RUN_DIR…` this file is the guardian, a process that outlives the agent
 for a moment: when the pipe FD ends, because the agent closed it or died, it ends all of these and removes the run
-directories. Standard library only, so that it is small and starts without the package.
+directories. Before, it removes those of agents that were killed together with their guardians. Standard library only,
+so that it is small and starts without the package.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
+import re
 import shutil
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
@@ -29,6 +33,10 @@ NESTED_S = 0.2
 # one each. They may do so for so long.
 CLEANERS = (b"multiprocessing.resource_tracker", b"torch_shm_manager")
 CLEANERS_S = 0.5
+# A run directory, and the file in it that its agent holds locked as long as it lives: with the host's boot id in it,
+# since a disk that hosts share may keep each one's locks to itself.
+RUN_DIR = re.compile(r"elaunch_[0-9a-f]{16}(_memory)?")
+CLAIM = ".agent"
 
 
 def clean_up(marker: str, cgroup: str, run_dirs: Iterable[str]) -> None:
@@ -125,12 +133,54 @@ def _kill(pid: int, marker: str) -> bool:
         os.close(pidfd)
 
 
+def boot_id() -> bytes:
+    """The same in all containers of a host until it is started again."""
+    return Path("/proc/sys/kernel/random/boot_id").read_bytes()
+
+
+def remove_abandoned(run_dirs: Iterable[str]) -> None:
+    """Remove run directories of this user, where those in `run_dirs` are, whose agents are dead."""
+    for parent in {os.path.dirname(run_dir) for run_dir in run_dirs}:  # noqa: PTH120
+        with suppress(OSError):
+            names = [name for name in os.listdir(parent) if RUN_DIR.fullmatch(name)]  # noqa: PTH208
+            for name in names:
+                _remove_if_abandoned(Path(parent, name))
+
+
+def _remove_if_abandoned(folder: Path) -> None:
+    with suppress(OSError):
+        found = folder.lstat()
+        # Nobody else can have put anything into it.
+        if found.st_uid != os.geteuid() or found.st_mode & 0o077:
+            return
+        claim = os.open(folder / CLAIM, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            # An error where its agent lives, or another guardian is at it.
+            fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.read(claim, 64) == boot_id():
+                _remove(folder)
+        finally:
+            os.close(claim)
+
+
+def _remove(folder: Path) -> None:
+    """The claim last: what is interrupted is found again."""
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        elif path.name != CLAIM:
+            path.unlink()
+    shutil.rmtree(folder)
+
+
 def main() -> None:
     """Wait for the agent's end, then clean up."""
     marker, fd, cgroup, run_dirs = sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4:]
     # A scheduler's signals go to all of a job's processes; this one leaves when its work is done.
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(signum, signal.SIG_IGN)
+    # Gigabytes take seconds: meanwhile the agent may die.
+    threading.Thread(target=remove_abandoned, args=(run_dirs,), daemon=True).start()
     while os.read(fd, 1):
         pass
     clean_up(marker, cgroup, run_dirs)

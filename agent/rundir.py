@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import secrets
 import shutil
@@ -10,6 +11,8 @@ from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
+
+from elaunch.agent.guardian import CLAIM, boot_id
 
 SHARED_MEMORY = "/dev/shm"
 
@@ -116,7 +119,28 @@ class RunDir:
 def _make_private(place: str) -> Path:
     # The name is nobody's to guess; where it exists all the same, it is not ours.
     os.mkdir(place, 0o700)  # noqa: PTH102
-    return Path(place).absolute()
+    folder = Path(place).absolute()
+    _claim(folder)
+    return folder
+
+
+def _claim(folder: Path) -> None:
+    """Lock a file in `folder` as long as this process lives: without it the folder is nobody's, and will be removed.
+
+    A disk without locks has no such file, and its folders are left alone. Children that are executed do not inherit it.
+    """
+    making = folder / f"{CLAIM}.new"
+    with suppress(OSError):
+        descriptor = os.open(making, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.write(descriptor, boot_id())
+        except OSError:
+            os.close(descriptor)
+            making.unlink()
+        else:
+            # It has its name only when it is locked.
+            making.rename(folder / CLAIM)
 
 
 def _make_memory(places: tuple[str, ...]) -> Memory:

@@ -12,12 +12,14 @@ from elaunch.trainer import randomness
 from elaunch.trainer.checkpoint import Checkpoints
 from elaunch.trainer.exchange import Version, repeated, sentence
 from elaunch.trainer.gpu import GpuCopies, HostCopies
+from elaunch.trainer.loading import Unreadable
 from elaunch.trainer.marks import marks
 from elaunch.trainer.memory import Memory, NoRoom
+from elaunch.trainer.mirror import Mirror
 from elaunch.trainer.packing import NotPlain
 from elaunch.trainer.peers import Peers
 from elaunch.trainer.place import Place
-from elaunch.trainer.restore import Shelf, agree, take_over
+from elaunch.trainer.restore import Shelf, agree, restore_own, take_over
 from elaunch.trainer.sharded import ShardedMemory
 from elaunch.trainer.training import Training
 
@@ -46,14 +48,20 @@ class Copies:
         if folder:
             layout, speaks = training.layout(), place.local_rank == 0
             self._shelf = Shelf(Memory(Path(folder), name, layout), name, layout, speaks, say)
+            if not training.is_in_parts:
+                training.require_plain()
         self._parts: ShardedMemory | None = None
         if training.is_in_parts and all(peers.from_all(bool(folder))):
-            parts = Path(folder, f"{name}-parts")
+            parts = Path(folder, f"{name}.parts")
             parts.mkdir(mode=0o700, exist_ok=True)
             self._parts = ShardedMemory(parts, peers.group, say, generation=place.generation)
         self._records = None if self._shelf is None else self._shelf.records(peers.rank)
         # What found no room once is not tried again.
         self._has_room, self._has_room_for_own = True, True
+        self._mirror = self._mirrored()
+        # The newest snapshot: what every rank's full record is there of. No copy for a failure is written over it.
+        self._full: Version | None = None
+        self._said: set[str] = set()
         self._directory, self._checkpoints, self._checkpointed = directory, None, -1
         if directory is not None:
             self._checkpoints = Checkpoints(directory, generation=place.generation, say=say, group=peers.group)
@@ -81,6 +89,7 @@ class Copies:
             self._say_nothing_is_there(done)
             return fresh
         take_over(decision, inventories, self._shelf, self._peers, self._training)
+        self._full = decision.version if self._training.has_large and not decision.reset else None
         self.repeated = decision.repeated
         self._tell(sentence(decision))
         return decision.version
@@ -126,24 +135,33 @@ class Copies:
 
     def snapshot(self, version: Version) -> None:
         """Copy the state to this node's memory: each rank what is its own, the node's first the replicated part."""
+        record = None
         if self._records is not None:
-            with contextlib.suppress(OSError):
-                self._records.keep(version, self._training.own(large=True))
+            try:
+                record = self._records.keep(version, self._training.own(large=True))
+            except OSError as error:
+                self._say_once(f"rank {self._peers.rank} keeps no snapshots of its own state: {error.strerror}")
         if self._parts is not None:
             self._parts.save(version.step, self._training.whole())
         elif self.paces:
             self.save_replicated(version)
+        if self._mirror is not None:
+            self._mirror.exchange(record, self._full)
+        self._full = version
 
     def save_replicated(self, version: Version) -> None:
         """Have the replicated state in this node's memory, unless another worker has put it there."""
         if self._shelf is None or self._training.is_in_parts or not self._has_room:
             return
         try:
-            self._shelf.memory.save(version, self._training.replicated, self.gpu.copy)
+            spare = self._full if self._training.has_large else None
+            self._shelf.memory.save(version, self._training.replicated, self.gpu.copy, spare)
         except NoRoom as error:
             self._has_room = False
             self._say(str(error))
-        except (OSError, NotPlain) as error:
+        except NotPlain as error:
+            self._say_once(f"the state is not copied to memory any more: {error}")
+        except OSError as error:
             self._say(f"step {version.step} could not be copied to {self._shelf.memory.folder}: {error}")
 
     def checkpoint(self, version: Version) -> None:
@@ -158,6 +176,8 @@ class Copies:
         """Until everything that was begun is where it belongs."""
         if self._parts is not None:
             self._parts.wait()
+        if self._mirror is not None:
+            self._mirror.wait()
         if self._checkpoints is not None:
             self._checkpoints.wait()
 
@@ -173,17 +193,22 @@ class Copies:
             return fresh
         version = Version(*newest)
         self._training.load_whole(self._parts.load, self._peers.rank, self._peers.world_size)
-        own = None if self._records is None else self._records.find(version)
-        if own is not None:
-            self._training.load_own(own)
-        if self._records is not None:
-            self._records.drop_newer(version)
-        without = [rank for rank, lost in enumerate(self._peers.from_all(own is None)) if lost]
+        assert self._shelf is not None
+        has_own = restore_own(version, self._shelf, self._peers, self._training)
+        without = [rank for rank, has in enumerate(self._peers.from_all(has_own)) if not has]
         lost = f"; the random state of rank {', '.join(map(str, without))} is lost and new" if without else ""
         said = f"restored step {version.step} from memory (of generation {version.generation}, in parts)"
         self.repeated = max(0, done - version.step)
         self._tell(f"{said}; {repeated(self.repeated)}{lost}")
         return version
+
+    def _mirrored(self) -> Mirror | None:
+        """Who sends the records to a second node; None where there is none, or a rank without memory. Collective."""
+        shelf = self._shelf
+        nodes = self._peers.from_all("" if shelf is None else shelf.memory.node)
+        if shelf is None or not all(nodes) or len(set(nodes)) == 1:
+            return None
+        return Mirror(self._peers, nodes, shelf.records, self._say_once)
 
     def _restore_from_disk(self, *, newer_than: int, done: int) -> Version | None:
         if self._checkpoints is None or self._directory is None:
@@ -191,7 +216,13 @@ class Copies:
         newest = max((mark.step for mark in marks(self._directory)), default=-1) if self._peers.leads else -1
         if self._peers.from_rank_0(newest) <= newer_than:
             return None
-        mark = self._training.load_whole(self._checkpoints.load_newest, self._peers.rank, self._peers.world_size)
+        try:
+            mark = self._training.load_whole(self._checkpoints.load_newest, self._peers.rank, self._peers.world_size)
+        except Unreadable as error:
+            if newer_than < 0:
+                raise
+            self._tell(f"{error}; there is an older state in memory, which is taken")
+            return None
         # It may be an older one, where the newest was torn.
         if mark is None or mark.step <= newer_than:
             return None
@@ -205,6 +236,11 @@ class Copies:
         self.repeated = done
         if self._place.generation:
             self._tell(f"there is no state to restore: training begins at step 1; {repeated(done)}")
+
+    def _say_once(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            self._say(text)
 
     def _tell(self, text: str) -> None:
         if self._peers.leads:

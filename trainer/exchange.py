@@ -24,7 +24,7 @@ class Holding:
 
 
 @dataclass(frozen=True)
-class Piece:
+class Record:
     """What belonged to one rank of an older group alone: its buffers and random states.
 
     `full` says that it has the large part too (the state of a communication hook), where there is one.
@@ -48,7 +48,7 @@ class Inventory:
     node: str
     speaks: bool
     holdings: tuple[Holding, ...] = ()
-    pieces: tuple[Piece, ...] = ()
+    records: tuple[Record, ...] = ()
     completed: Version | None = None
     free: int = 0
 
@@ -58,17 +58,18 @@ class Decision:
     """Where the new group goes on, and what must travel for that.
 
     `source` has the state in its memory; each rank of `receivers` gets it from there, into its node's memory or, those
-    of `private`, into their own. `pieces` says whose piece each
-    new rank continues (its own rank's of the older group, or where that is lost the lowest one's, for the buffers only)
-    and which rank sends or has it. `repeated` counts the steps that were done and are done again. `differing` are the
-    ranks whose node holds another state under the same version.
+    of `private`, into their own. `records` says whose record each new rank continues (its own rank's of the older
+    group, or where that is lost the lowest one's, for the buffers only) and which rank sends or has it; `older`, whose
+    own one is there of an earlier step alone, for the random state. `repeated` counts the steps that were done and are
+    done again. `differing` are the ranks whose node holds another state under the same version.
     """
 
     version: Version
     source: int
     receivers: tuple[int, ...] = ()
     private: tuple[int, ...] = ()
-    pieces: dict[int, Source] = field(default_factory=dict)
+    records: dict[int, Source] = field(default_factory=dict)
+    older: dict[int, Source] = field(default_factory=dict)
     repeated: int = 0
     differing: tuple[int, ...] = ()
     reset: bool = False
@@ -76,22 +77,23 @@ class Decision:
     @property
     def without_random_state(self) -> tuple[int, ...]:
         """The ranks whose random state is lost."""
-        return tuple(rank for rank, piece in self.pieces.items() if piece.of_rank != rank)
+        return tuple(rank for rank, its in self.records.items() if its.of_rank != rank and rank not in self.older)
 
 
 @dataclass(frozen=True)
 class Source:
-    """A piece of the older group's rank `of_rank`, in the memory that `holder`, a rank of the new group, speaks for."""
+    """A record of the older group's rank `of_rank`, in the memory that `holder`, a rank of the new one, speaks for."""
 
     of_rank: int
     holder: int
+    version: Version
 
 
-def choose(inventories: Sequence[Inventory], *, large: bool = False) -> Decision | None:
+def decide(inventories: Sequence[Inventory], *, large: bool = False) -> Decision | None:
     """The newest state that can be continued, or None where no memory holds any.
 
-    `inventories` has one of each rank of the new group. `large` says that pieces have a large part, without which a
-    rank cannot go on exactly: then it is the newest step of which every rank's full piece is there. Where no such step
+    `inventories` has one of each rank of the new group. `large` says that records have a large part, without which a
+    rank cannot go on exactly: then it is the newest step of which every rank's full record is there. Where no such step
     is left, or the group has another size, the newest state is taken and the large parts begin anew (`reset`).
     """
     held: dict[Version, list[tuple[int, Holding]]] = {}
@@ -109,12 +111,14 @@ def choose(inventories: Sequence[Inventory], *, large: bool = False) -> Decision
     roomy = {inventory.node for inventory in lacking if inventory.free >= copy.length}
     cramped = {inventory.node for inventory in lacking} - roomy
     private = tuple(i.rank for i in inventories if not i.node or i.node in cramped)
+    records = sources(inventories, version)
     return Decision(
         version=version,
         source=source,
         receivers=tuple(sorted([*private, *(i.rank for i in lacking if i.node in roomy)])),
         private=private,
-        pieces=_pieces(inventories, version, wanted),
+        records=records,
+        older=_older(inventories, version, [rank for rank, source in records.items() if source.of_rank != rank]),
         repeated=_repeated(inventories, version),
         differing=tuple(sorted({rank for rank, _ in held[version]} - equal)),
         reset=large and not complete,
@@ -130,9 +134,12 @@ def sentence(decision: Decision) -> str:
     if decision.differing:
         origin += f"; {_ranks(decision.differing)} held a different state of that step"
     text = f"restored step {version.step} from memory ({origin}); {repeated(decision.repeated)}"
-    if not decision.pieces:
+    if not decision.records:
         text += "; buffers and random states are lost and new"
-    elif decision.without_random_state:
+    if decision.older:
+        steps = sorted({source.version.step for source in decision.older.values()})
+        text += f"; the random state of {_ranks(tuple(decision.older))} is that of step {', '.join(map(str, steps))}"
+    if decision.without_random_state:
         text += f"; the random state of {_ranks(decision.without_random_state)} is lost and new"
     if decision.reset:
         text += "; the state of the communication hook begins anew"
@@ -154,23 +161,40 @@ def _repeated(inventories: Sequence[Inventory], version: Version) -> int:
 
 
 def _all_full(inventories: Sequence[Inventory], version: Version, ranks: Sequence[int]) -> bool:
-    there = {p.rank for i in inventories for p in i.pieces if p.version == version and p.full}
+    there = {r.rank for i in inventories for r in i.records if r.version == version and r.full}
     return there == set(ranks)
 
 
-def _pieces(inventories: Sequence[Inventory], version: Version, ranks: Sequence[int]) -> dict[int, Source]:
-    """For each new rank a piece of that version: its own, from its own node if that has it; else the lowest rank's."""
-    holders: dict[int, list[int]] = {}
-    for inventory in inventories:
-        for piece in inventory.pieces:
-            if piece.version == version:
-                holders.setdefault(piece.rank, []).append(inventory.rank)
+def sources(inventories: Sequence[Inventory], version: Version) -> dict[int, Source]:
+    """For each new rank a record of that version: its own, from its own node if that has it; else the lowest rank's."""
+    holders = _holders(inventories, version)
     if not holders:
         return {}
-    node_of = {inventory.rank: inventory.node for inventory in inventories}
-    chosen = {}
+    of_rank = {i.rank: i.rank if i.rank in holders else min(holders) for i in inventories}
+    return {rank: Source(its, _nearest(inventories, rank, holders[its]), version) for rank, its in of_rank.items()}
+
+
+def _older(inventories: Sequence[Inventory], version: Version, ranks: Sequence[int]) -> dict[int, Source]:
+    """Of each of `ranks` its own newest record from before `version`, if there is one."""
+    found = {}
     for rank in ranks:
-        of_rank = rank if rank in holders else min(holders)
-        near = [holder for holder in holders[of_rank] if node_of[holder] == node_of[rank]]
-        chosen[rank] = Source(of_rank, min(near or holders[of_rank]))
-    return chosen
+        versions = {r.version for i in inventories for r in i.records if r.rank == rank and r.version < version}
+        if versions:
+            newest = max(versions)
+            found[rank] = Source(rank, _nearest(inventories, rank, _holders(inventories, newest)[rank]), newest)
+    return found
+
+
+def _holders(inventories: Sequence[Inventory], version: Version) -> dict[int, list[int]]:
+    """By the record's rank, which ranks' memories have one of that version."""
+    holders: dict[int, list[int]] = {}
+    for inventory in inventories:
+        for record in inventory.records:
+            if record.version == version:
+                holders.setdefault(record.rank, []).append(inventory.rank)
+    return holders
+
+
+def _nearest(inventories: Sequence[Inventory], rank: int, holders: Sequence[int]) -> int:
+    node_of = {inventory.rank: inventory.node for inventory in inventories}
+    return min([holder for holder in holders if node_of[holder] == node_of[rank]] or holders)

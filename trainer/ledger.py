@@ -5,6 +5,7 @@ python -m elaunch.trainer.ledger FOLDER
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import json
@@ -13,6 +14,7 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -27,22 +29,24 @@ class Ledger:
 
     `after` is the step that the generation went on after (`Keeper.step`). One write of some hundred bytes goes to the
     file per micro-batch, and one per step; nothing is synced: what a killed process wrote is there, what a machine that
-    lost its power wrote may not be. Raises OSError where the file cannot be made or is there already.
+    lost its power wrote may not be. Raises OSError where the file cannot be made, or another run
+    has written under this generation or a later one.
     """
 
     def __init__(
         self, folder: str | Path, order: Order, *, rank: int, world_size: int, generation: int, after: int
     ) -> None:
         Path(folder).mkdir(parents=True, exist_ok=True)
-        self.path = Path(folder) / f"generation-{generation:04d}-rank-{rank:05d}.jsonl"
+        self.path = _path(folder, generation, rank)
+        group = {"generation": generation, "rank": rank, "world_size": world_size, "after": after}
+        header = {"ledger": FORMAT, **group, "order": dataclasses.asdict(order)}
+        _require_unused(self.path, header)
         try:
             self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        except FileExistsError as error:
-            way_out = "an earlier run has written it; take next_generation(folder), or another folder"
-            raise FileExistsError(errno.EEXIST, way_out, self.path) from error
+        except FileExistsError:
+            raise _used(self.path) from None
         self._end = 0
-        header = {"generation": generation, "rank": rank, "world_size": world_size, "after": after}
-        self._append({"ledger": FORMAT, **header, "order": dataclasses.asdict(order)})
+        self._append(header)
 
     def record(self, step: int, micro: Micro) -> None:
         """Note that this rank computes `micro` of `step`: before its backward, whose gradients others may then have.
@@ -76,6 +80,35 @@ class Ledger:
             os.ftruncate(self._descriptor, self._end)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self.path)
         self._end += written
+
+
+def _path(folder: str | Path, generation: int, rank: int) -> Path:
+    return Path(folder) / f"generation-{generation:04d}-rank-{rank:05d}.jsonl"
+
+
+def _require_unused(path: Path, header: dict[str, Any]) -> None:
+    """Raise FileExistsError where another run has written under this generation or a later one.
+
+    Rank 0 looks at all files, the others at rank 0's: there may be thousands of each.
+    """
+    folder, generation = path.parent, header["generation"]
+    others = [_path(folder, generation, 0)]
+    if header["rank"] == 0:
+        if next_generation(folder) > generation + 1:
+            raise _used(folder)
+        others = sorted(folder.glob(f"generation-{generation:04d}-rank-*.jsonl"))
+    for other in others:
+        # A file that is just being made by a peer has no line yet.
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            with other.open() as file:
+                found = json.loads(file.readline())
+            if {**found, "rank": None} != {**json.loads(json.dumps(header)), "rank": None}:
+                raise _used(other)
+
+
+def _used(path: Path) -> FileExistsError:
+    way_out = "an earlier run has written it; take next_generation(folder), or another folder"
+    return FileExistsError(errno.EEXIST, way_out, path)
 
 
 def next_generation(folder: str | Path, generation: int = 0) -> int:

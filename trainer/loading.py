@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import pickle
+import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +20,10 @@ from elaunch.trainer.tree import Path as Place
 from elaunch.trainer.tree import PerRank, State, Tree, flatten, is_shard, rebuild, some, unpack
 
 Kinds = dict[str, tuple[torch.Size, torch.dtype]]
+
+
+class Unreadable(RuntimeError):
+    """There are checkpoints, none could be read, and none of those has proved to be corrupt."""
 
 
 @dataclass(frozen=True)
@@ -36,36 +42,43 @@ class _Whole:
 def load_from_rank_0(directory: Path, state: State, ranks: Ranks, say: Callable[[str], None]) -> Mark | None:
     """Rank 0 reads and sends; see `Checkpoints.load_newest`."""
     mark, path, whole = None, None, None
+    unread: list[str] = []
     for candidate in _newest_first(directory) if ranks.leads else ():
-        with _passing_over(candidate[1], say):
+        with _passing_over(candidate[1], say, unread):
             whole = _read(candidate[1], flatten(state).tensors)
             mark, path = candidate
             break
+    _require_read(unread if whole is None else [], ranks)
     return _send(mark, path, whole, state, ranks)
 
 
 def load_from_all(directory: Path, state: State, ranks: Ranks, say: Callable[[str], None]) -> Mark | None:
     """Every rank reads its part; see `Checkpoints.load_newest`."""
     candidates = iter(_newest_first(directory)) if ranks.leads else iter(())
+    unread: list[str] = []
     while True:
         # Only rank 0's list counts: another's view of a network's file system may be old.
-        offer = _offer(candidates, say) if ranks.leads else _Offer()
+        offer = _offer(candidates, say, unread) if ranks.leads else _Offer()
         mark, path, manifest = ranks.from_rank_0((offer.mark, offer.path, offer.manifest))
         if mark is None or path is None or manifest is None:
+            _require_read(unread if offer.whole is None else [], ranks)
             return _send(offer.mark, offer.path, offer.whole, state, ranks)
         path = directory / path.name
         problems = ranks.from_all(_problem(path, manifest, ranks))
-        if unseen := [rank for rank, (sees, _) in enumerate(problems) if not sees]:
+        if unseen := [rank for rank, problem in enumerate(problems) if isinstance(problem, _Unseen)]:
             raise ValueError(
                 f"rank {unseen[0]} does not see {path}, which rank 0 found; the checkpoints of a sharded state need a "
                 "directory that all ranks share"
             )
-        reasons = [reason for _, reason in problems if reason]
-        if not reasons:
+        found_wrong = [problem for problem in problems if problem is not None]
+        if not found_wrong:
             _read_share(path, state)
             return mark
+        # One rank's proof is enough, whatever the others could not read.
+        worst = next((problem for problem in found_wrong if _is_proof(problem)), found_wrong[0])
         if ranks.leads:
-            _pass_over(path, reasons[0], say)
+            with _passing_over(path, say, unread):
+                raise worst
 
 
 @dataclass(frozen=True)
@@ -78,24 +91,28 @@ class _Offer:
     whole: _Whole | None = None
 
 
-def _offer(candidates: Iterator[tuple[Mark, Path]], say: Callable[[str], None]) -> _Offer:
+def _offer(candidates: Iterator[tuple[Mark, Path]], say: Callable[[str], None], unread: list[str]) -> _Offer:
     for mark, path in candidates:
-        with _passing_over(path, say):
+        with _passing_over(path, say, unread):
             if path.is_dir():
                 return _Offer(mark, path, manifest=read_manifest(path))
             return _Offer(mark, path, whole=_read(path, {}))
     return _Offer()
 
 
-def _problem(path: Path, manifest: Manifest, ranks: Ranks) -> tuple[bool, str]:
-    """Whether this rank sees the checkpoint, and what is wrong with its share of the files."""
+class _Unseen(Exception):
+    """There is no such folder for this rank."""
+
+
+def _problem(path: Path, manifest: Manifest, ranks: Ranks) -> Exception | None:
+    """What is wrong with this rank's share of the files, if anything."""
     if not path.is_dir():
-        return False, ""
+        return _Unseen()
     try:
         verify(path, manifest, sorted(manifest.files)[ranks.rank :: ranks.world_size])
     except (ValueError, OSError) as error:
-        return True, _reason(error)
-    return True, ""
+        return error
+    return None
 
 
 def _read(path: Path, targets: Mapping[str, Tensor]) -> _Whole:
@@ -243,23 +260,38 @@ def _newest_first(directory: Path) -> list[tuple[Mark, Path]]:
 
 
 @contextlib.contextmanager
-def _passing_over(path: Path, say: Callable[[str], None]) -> Iterator[None]:
+def _passing_over(path: Path, say: Callable[[str], None], unread: list[str]) -> Iterator[None]:
+    """Go on where a checkpoint is of no use: renamed where its content proves to be wrong, else noted in `unread`."""
     try:
         yield
     except MemoryError:
-        # Nothing is wrong with the checkpoint.
+        # Nothing is wrong with the checkpoint, and there is no more room for the one before.
         raise
-    except (PermissionError, TimeoutError) as error:
-        # Nor here, perhaps: the next start may read it.
-        say(f"skipping {path}: it cannot be read ({_reason(error)}); trying the one before it")
-    # The bytes choose what unpickling and unzipping raise; whatever it is, the checkpoint is of no use.
     except Exception as error:
-        _pass_over(path, _reason(error), say)
+        if _is_proof(error):
+            say(f"skipping {path}: it is torn or corrupt ({_reason(error)}); trying the one before it")
+            set_aside(path)
+        else:
+            unread.append(f"{path} cannot be read ({_reason(error)})")
+            say(f"skipping {path}: it cannot be read ({_reason(error)}); trying the one before it")
 
 
-def _pass_over(path: Path, reason: str, say: Callable[[str], None]) -> None:
-    say(f"skipping {path}: it is torn or corrupt ({reason}); trying the one before it")
-    set_aside(path)
+# What reading raises where the bytes are wrong: ours (ValueError), unpickling, unzipping; torch, of a bad zip file.
+_PROOFS = (ValueError, LookupError, TypeError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile, RuntimeError)
+
+
+def _is_proof(error: Exception) -> bool:
+    """Whether the content is wrong; else it may be the disk's, the network's or this process's trouble of now."""
+    return isinstance(error, _PROOFS) and "allocate" not in str(error) and not isinstance(error, NotImplementedError)
+
+
+def _require_read(unread: list[str], ranks: Ranks) -> None:
+    """Raise Unreadable on all ranks where rank 0 has passed over what may be whole, and found nothing else."""
+    if told := ranks.from_rank_0(unread):
+        raise Unreadable(
+            f"{told[0]}, and there is no older checkpoint to go on from; training does not begin anew while there is "
+            "one that may be whole: start again when it can be read, or move it away"
+        )
 
 
 def _reason(error: Exception) -> str:

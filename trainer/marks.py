@@ -27,7 +27,8 @@ PLAIN = "plain.pt"
 CORRUPT_SUFFIX = ".corrupt"
 _FORMAT = 1
 _NAME = re.compile(r"generation-(\d+)-step-(\d+)(\.pt)?")
-_HIDDEN = re.compile(r"\.generation-(\d+)-step-(\d+)\.\w+\.(?:writing|old)")
+_HIDDEN = re.compile(r"\.(generation-(\d+)-step-\d+)\.\w+\.(?:writing|old|replaced)")
+_REPLACED = ".replaced"
 _BLOCK_BYTES = 4 << 20
 
 
@@ -105,11 +106,14 @@ def seal(folder: Path, manifest: Manifest) -> None:
 def publish(folder: Path, mark: Mark) -> Path:
     """Give the sealed `folder` its final name, durably, in place of what may have it; raises OSError."""
     final = folder.with_name(mark.folder_name)
+    replaced = None
     if final.exists():
         # Of the same generation and step: a job that was started anew and came this way again.
-        discard(final)
+        replaced = final.rename(final.with_name(f".{final.name}.{os.getpid()}{_REPLACED}"))
     folder.rename(final)
     sync_directory(final.parent)
+    if replaced is not None:
+        shutil.rmtree(replaced, ignore_errors=True)
     return final
 
 
@@ -161,11 +165,13 @@ def set_aside(path: Path) -> None:
         path.rename(target)
 
 
-def keep_newest(directory: Path, count: int) -> None:
-    """Delete all but the `count` newest checkpoints, as far as the disk lets us."""
-    for _, path in found(directory)[:-count]:
-        with contextlib.suppress(OSError):
-            discard(path)
+def keep_newest(directory: Path, count: int, published: Mark) -> None:
+    """Delete all but the `count` newest checkpoints and the one just published, as far as the disk lets us."""
+    for mark, path in found(directory)[:-count]:
+        # Newer ones that could not be read may be in the way of the only one that can.
+        if mark != published:
+            with contextlib.suppress(OSError):
+                discard(path)
 
 
 def discard(path: Path) -> None:
@@ -182,5 +188,8 @@ def sweep_hidden(directory: Path, generation: int) -> None:
     """Remove what killed writers of this and earlier generations left; a newer group's may be in the making."""
     for path in directory.glob(".generation-*"):
         match = _HIDDEN.fullmatch(path.name)
-        if match and int(match[1]) <= generation:
+        if match and int(match[2]) <= generation:
+            if path.name.endswith(_REPLACED) and not path.with_name(match[1]).exists():
+                # Its writer was killed before the new one had the name.
+                path.rename(path.with_name(match[1]))
             shutil.rmtree(path, ignore_errors=True)

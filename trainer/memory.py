@@ -1,21 +1,24 @@
 """Training state in host memory that outlives the workers: files of the folder that the agent names in ELAUNCH_MEMORY.
 
-    NAME-state-0, NAME-state-1     the replicated state, twice per node: one is whole while the other is written
-    NAME-rank-R-0, NAME-rank-R-1   what is rank R's alone (buffers, random states), after even and after odd steps
-    NAME-rank-R-2, NAME-rank-R-3   the same and R's large part, of the newest two snapshots
-    NAME-done-R                    the newest step that rank R completed
+    NAME.state-0, NAME.state-1     the replicated state, twice per node: one is whole while the other is written
+    NAME.rank-R-0, NAME.rank-R-1   what is rank R's alone (buffers, random states), after even and after odd steps
+    NAME.rank-R-2, NAME.rank-R-3   the same and R's large part, of the newest two snapshots
+    NAME.done-R                    the newest step that rank R completed
 
-One format for all (packing), and no order of writes that a SIGKILL could turn into something that looks whole.
+One format for all (packing), and no order of writes that a SIGKILL could turn into something that looks whole. A name
+has no dot: no training's files are taken for another's.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import mmap
 import os
 import pickle
 import struct
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from elaunch.trainer.exchange import Holding, Piece, Version
+from elaunch.trainer.exchange import Holding, Record, Version
 from elaunch.trainer.packing import (
     Header,
     Packed,
@@ -38,6 +41,12 @@ from elaunch.trainer.packing import (
 )
 
 Copy = Callable[[list[Tensor], list[Tensor]], None]
+
+# How long to wait for another worker of the node: within the agent's grace for who saves (2 s), and longer for what
+# cannot be copied in that. A first copy, whose pages the kernel clears, takes 2 s per GB.
+_LOCK_S = 1.5
+_LOCK_S_PER_BYTE = 4e-9
+_LOCK_POLL_S = 0.001
 
 
 class NoRoom(Exception):
@@ -146,10 +155,12 @@ class Pair:
         found = [(header, slot) for slot in self.slots if (header := slot.header()) is not None]
         return sorted(found, key=lambda pair: pair[0].version, reverse=True)
 
-    def older(self) -> Slot:
-        """The one to write next."""
-        whole = [slot for _, slot in self.versions()]
-        return next((slot for slot in self.slots if slot not in whole), whole[-1] if whole else self.slots[0])
+    def older(self, spare: Version | None = None) -> Slot:
+        """The one to write next, which is not the one with `spare`."""
+        whole = self.versions()
+        torn = [slot for slot in self.slots if all(slot is not other for _, other in whole)]
+        oldest_first = [slot for header, slot in reversed(whole) if header.version != spare]
+        return next(iter((*torn, *oldest_first, *self.slots)))
 
 
 class Memory:
@@ -160,8 +171,8 @@ class Memory:
 
     def __init__(self, folder: Path, name: str, layout: bytes) -> None:
         self.folder = folder
-        self._lock_path = folder / f"{name}-lock"
-        self.pair = Pair(folder / f"{name}-state", layout)
+        self._lock_path = folder / f"{name}.lock"
+        self.pair = Pair(folder / f"{name}.state", layout)
 
     @property
     def node(self) -> str:
@@ -176,10 +187,17 @@ class Memory:
         found = os.statvfs(self.folder)
         return found.f_bavail * found.f_frsize + self.pair.older().size
 
-    def save(self, version: Version, state: Callable[[], object], copy: Copy = copy_on_host) -> Version:
+    def save(
+        self,
+        version: Version,
+        state: Callable[[], object],
+        copy: Copy = copy_on_host,
+        spare: Version | None = None,
+    ) -> Version:
         """Have `version` or a newer one in memory; the newest one there. Raises NoRoom, OSError, NotPlain.
 
-        Waits for another worker of the node that is writing: it may be writing the same.
+        Waits for another worker of the node that is writing: it may be writing the same. The copy of `spare` stays,
+        whoever comes here with whatever newer step.
         """
         with self.locked():
             newest = next((header.version for header, _ in self.pair.versions()), None)
@@ -187,7 +205,7 @@ class Memory:
                 return newest
             packed = pack(state())
             self._reserve(packed.length)
-            return self.pair.older().write(version, packed, copy).version
+            return self.pair.older(spare).write(version, packed, copy).version
 
     def verified(self, *, all_of_them: bool, say: Callable[[str], None]) -> list[Holding]:
         """What is really whole: the newest one that is, or all. Others are named, and declared torn."""
@@ -217,13 +235,29 @@ class Memory:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the node's lock: a POSIX one, which forked children do not inherit and a SIGKILL releases."""
+        """Hold the node's lock: a POSIX one, which forked children do not inherit and a SIGKILL releases.
+
+        Raises TimeoutError where another worker keeps it for longer than a copy takes: it may be stopped.
+        """
         descriptor = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            fcntl.lockf(descriptor, fcntl.LOCK_EX)
+            self._lock(descriptor)
             yield
         finally:
             os.close(descriptor)
+
+    def _lock(self, descriptor: int) -> None:
+        limit_s = _LOCK_S + _LOCK_S_PER_BYTE * max(slot.size for slot in self.pair.slots)
+        end_s = time.monotonic() + limit_s
+        while True:
+            try:
+                fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except (BlockingIOError, PermissionError):
+                if time.monotonic() > end_s:
+                    reason = f"another worker of this node has held the lock for {limit_s:.1f} s; is it stopped?"
+                    raise TimeoutError(errno.ETIMEDOUT, reason, self._lock_path) from None
+            time.sleep(_LOCK_POLL_S)
 
     def _reserve(self, length: int) -> None:
         """Take the room of both copies at once, so that the second one cannot fail later."""
@@ -243,18 +277,19 @@ class Records:
 
     def __init__(self, folder: Path, name: str, layout: bytes, rank: int) -> None:
         self.rank = rank
-        path = folder / f"{name}-rank-{rank}"
+        path = folder / f"{name}.rank-{rank}"
         self._staged = Pair(path, layout)
-        self._kept = Pair(path, layout, (2, 3))
-        self._done = Slot(folder / f"{name}-done-{rank}", layout)
+        self.kept = Pair(path, layout, (2, 3))
+        self._done = Slot(folder / f"{name}.done-{rank}", layout)
 
     def stage(self, version: Version, state: object) -> None:
         """Put down what will belong to `version` once its step is completed; the one before stays."""
         self._staged.slots[version.step % 2].write(version, pack(state))
 
-    def keep(self, version: Version, state: object) -> None:
-        """The same for a snapshot, which stays until the next but one."""
-        self._kept.older().write(version, pack(state))
+    def keep(self, version: Version, state: object) -> Tensor:
+        """The same for a snapshot, which stays until the next but one; the region that it is in."""
+        slot = self.kept.older()
+        return slot.raw(slot.write(version, pack(state)).length)
 
     def done(self, version: Version) -> None:
         """Note that this rank has completed `version`."""
@@ -271,7 +306,7 @@ class Records:
     def versions(self) -> list[tuple[Header, Slot, bool]]:
         """What is here, and whether it has the large part; not verified."""
         staged = [(header, slot, False) for header, slot in self._staged.versions()]
-        return [(header, slot, True) for header, slot in self._kept.versions()] + staged
+        return [(header, slot, True) for header, slot in self.kept.versions()] + staged
 
     def find(self, version: Version) -> Any:
         """This rank's state of that version as views of the memory, with the large part if that is here; else None."""
@@ -289,15 +324,16 @@ class Records:
 
 
 def records_in(folder: Path, name: str, layout: bytes) -> list[Records]:
-    """Those of all ranks that a node's memory knows."""
-    ranks = sorted(int(path.name.rpartition("-")[2]) for path in folder.glob(f"{name}-done-*"))
+    """Those of all ranks that a node's memory knows, its own and those that it mirrors."""
+    kinds = (path.name.removeprefix(f"{name}.").split("-") for path in folder.glob(f"{name}.*-*"))
+    ranks = sorted({int(numbers[0]) for kind, *numbers in kinds if kind in ("rank", "done")})
     return [Records(folder, name, layout, rank) for rank in ranks]
 
 
-def pieces_in(folder: Path, name: str, layout: bytes) -> list[Piece]:
-    """All ranks' verified pieces in a node's memory."""
+def verified_records_in(folder: Path, name: str, layout: bytes) -> list[Record]:
+    """All whole records in a node's memory."""
     return [
-        Piece(records.rank, header.version, full)
+        Record(records.rank, header.version, full)
         for records in records_in(folder, name, layout)
         for header, slot, full in records.versions()
         if slot.is_intact(header)

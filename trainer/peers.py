@@ -28,11 +28,15 @@ class Peers(Ranks):
         dist.all_reduce(found, dist.ReduceOp.MAX, self.group)
         return [int(value) for value in found.tolist()]
 
+    def begin_send(self, region: Tensor, rank: int) -> list[dist.Work]:
+        """Begin to send a region of `packing` without its mark; it is sent when all of these have been waited for."""
+        parts = [torch.tensor([region.numel()]), *_chunks(region)]
+        return [work for part in parts if (work := dist.isend(part, rank, self.group)) is not None]
+
     def send(self, region: Tensor, rank: int) -> None:
-        """Send a region of `packing` without its mark."""
-        dist.send(torch.tensor([region.numel()]), rank, self.group)
-        for chunk in _chunks(region):
-            dist.send(chunk, rank, self.group)
+        """The same, to its end."""
+        for work in self.begin_send(region, rank):
+            work.wait()
 
     def length_from(self, rank: int) -> int:
         """How many bytes `receive` will get."""
@@ -47,4 +51,5 @@ class Peers(Ranks):
 
 
 def _chunks(region: Tensor) -> Sequence[Tensor]:
-    return torch.split(region[len(MARK) :], _CHUNK_BYTES)
+    # Of nothing torch makes one empty chunk.
+    return torch.split(region[len(MARK) :], _CHUNK_BYTES) if region.numel() else ()

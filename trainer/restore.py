@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from elaunch.trainer.exchange import Decision, Inventory, Source, Version, choose
-from elaunch.trainer.memory import Memory, Records, Slot, completed_in, pieces_in
+from elaunch.trainer.exchange import Decision, Inventory, Source, Version, decide, sources
+from elaunch.trainer.memory import Memory, Records, Slot, completed_in, verified_records_in
 from elaunch.trainer.packing import Header, header_of, is_intact, unpack
 from elaunch.trainer.peers import Peers
 from elaunch.trainer.training import Training
@@ -41,9 +41,9 @@ class Shelf:
         if not self.speaks:
             return Inventory(rank, self.memory.node, speaks=False)
         holdings = self.memory.verified(all_of_them=large, say=self.say)
-        pieces = pieces_in(self.memory.folder, self.name, self.layout)
+        records = verified_records_in(self.memory.folder, self.name, self.layout)
         return Inventory(
-            rank, self.memory.node, True, tuple(holdings), tuple(pieces), self.completed(), self.memory.free
+            rank, self.memory.node, True, tuple(holdings), tuple(records), self.completed(), self.memory.free
         )
 
     def completed(self) -> Version | None:
@@ -53,9 +53,8 @@ class Shelf:
 
 def agree(shelf: Shelf | None, peers: Peers, *, large: bool) -> tuple[Decision | None, list[Inventory]]:
     """What all ranks go on from; None where no memory has anything. Collective."""
-    mine = Inventory(peers.rank, "", speaks=False) if shelf is None else shelf.inventory(peers.rank, large=large)
-    inventories: list[Inventory] = peers.from_all(mine)
-    return choose(inventories, large=large), inventories
+    inventories = _inventories(shelf, peers, large=large)
+    return decide(inventories, large=large), inventories
 
 
 def take_over(
@@ -63,7 +62,6 @@ def take_over(
 ) -> None:
     """Bring the decided state to whoever lacks it, and put it into the training's objects. Collective."""
     received = _replicated_travels(decision, inventories, shelf, peers)
-    sent = _pieces_travel(decision, inventories, shelf, peers)
     if received is not None:
         state = unpack(*received)
     else:
@@ -72,21 +70,34 @@ def take_over(
         state = slot.read(header)
     training.load_replicated(state)
 
-    source = decision.pieces.get(peers.rank)
-    if source is not None:
-        if sent is not None:
-            own = unpack(*sent)
-        else:
-            assert shelf is not None
-            own = shelf.records(source.of_rank).find(decision.version)
-        if own is None:
-            raise Incomplete(f"rank {source.of_rank}'s own state of step {decision.version.step} is gone")
-        training.load_own(own, only_buffers=source.of_rank != peers.rank)
+    own = _brought(decision.records, inventories, shelf, peers)
+    if own is not None:
+        training.load_own(own, only_buffers=decision.records[peers.rank].of_rank != peers.rank)
+    older = _brought(decision.older, inventories, shelf, peers)
+    if older is not None:
+        training.load_random(older)
     # Before anybody has a newer one: what is given up must not be found the next time, nor outlive what counts.
     if shelf is not None:
         shelf.records(peers.rank).drop_newer(decision.version)
         if shelf.speaks:
             shelf.memory.drop_newer(decision.version)
+
+
+def restore_own(version: Version, shelf: Shelf, peers: Peers, training: Training) -> bool:
+    """Put this rank's record of `version` into the objects, from whichever node has it: whether one has. Collective."""
+    inventories = _inventories(shelf, peers, large=False)
+    records = {rank: its for rank, its in sources(inventories, version).items() if its.of_rank == rank}
+    own = _brought(records, inventories, shelf, peers)
+    if own is not None:
+        training.load_own(own)
+    shelf.records(peers.rank).drop_newer(version)
+    return own is not None
+
+
+def _inventories(shelf: Shelf | None, peers: Peers, *, large: bool) -> list[Inventory]:
+    """By rank what its node's memory has."""
+    mine = Inventory(peers.rank, "", speaks=False) if shelf is None else shelf.inventory(peers.rank, large=large)
+    return peers.from_all(mine)
 
 
 def _replicated_travels(
@@ -110,17 +121,32 @@ def _replicated_travels(
     return image
 
 
-def _pieces_travel(
-    decision: Decision, inventories: list[Inventory], shelf: Shelf | None, peers: Peers
+def _brought(records: Mapping[int, Source], inventories: list[Inventory], shelf: Shelf | None, peers: Peers) -> Any:
+    """The state that `records` has for this rank, as views of memory; None where it has none. Collective."""
+    sent = _records_travel(records, inventories, shelf, peers)
+    if sent is not None:
+        return unpack(*sent)
+    source = records.get(peers.rank)
+    if source is None:
+        return None
+    assert shelf is not None
+    own = shelf.records(source.of_rank).find(source.version)
+    if own is None:
+        raise Incomplete(f"rank {source.of_rank}'s own state of step {source.version.step} is gone")
+    return own
+
+
+def _records_travel(
+    records: Mapping[int, Source], inventories: list[Inventory], shelf: Shelf | None, peers: Peers
 ) -> tuple[Tensor, Header] | None:
     """Send the ranks' own states that lie in another node's memory than their rank; what this rank got."""
     image = None
-    for rank, source in sorted(decision.pieces.items()):
+    for rank, source in sorted(records.items()):
         if inventories[rank].node and inventories[rank].node == inventories[source.holder].node:
             continue
         if peers.rank == source.holder:
             assert shelf is not None
-            found = _piece(shelf, source, decision.version)
+            found = _record(shelf, source)
             if rank == peers.rank:
                 image = found
             else:
@@ -139,11 +165,12 @@ def _found(shelf: Shelf, decision: Decision, inventories: list[Inventory]) -> tu
     return found
 
 
-def _piece(shelf: Shelf, source: Source, version: Version) -> tuple[Tensor, Header]:
+def _record(shelf: Shelf, source: Source) -> tuple[Tensor, Header]:
     for header, slot, _ in shelf.records(source.of_rank).versions():
-        if header.version == version and slot.is_intact(header):
+        if header.version == source.version and slot.is_intact(header):
             return slot.raw(header.length), header
-    raise Incomplete(f"rank {source.of_rank}'s own state of step {version.step} is gone from {shelf.memory.folder}")
+    step, folder = source.version.step, shelf.memory.folder
+    raise Incomplete(f"rank {source.of_rank}'s own state of step {step} is gone from {folder}")
 
 
 def _receive_into(memory: Memory, decision: Decision, peers: Peers) -> None:

@@ -71,6 +71,7 @@ class ShardedMemory:
         self._trouble = ""
         self._off = False
         self._choice: Choice | None = None
+        self._has_looked = False
         self._found: dict[Path, Piece] = {}
         self._outdated: list[Path] = []
 
@@ -85,7 +86,8 @@ class ShardedMemory:
             on_node[node] |= pieces
         self._found = on_node[self._nodes[self._ranks.rank]]
         self._choice = choose([list(on_node[node].values()) for node in self._nodes])
-        return (self._choice.generation, self._choice.step) if self._choice else None
+        self._has_looked = True
+        return self._chosen
 
     def load(self, state: State) -> tuple[int, int] | None:
         """Put the newest complete snapshot into `state`, as `Checkpoints.load_newest` does: (generation, step).
@@ -93,7 +95,9 @@ class ShardedMemory:
         What was received from elsewhere is on one node less until the next `save`, which therefore belongs right after
         the restart. All other snapshots in the folder are deleted.
         """
-        found = self.newest()
+        # Who has asked for the newest has had all of it checked.
+        found = self._chosen if self._has_looked else self.newest()
+        self._has_looked = False
         if self._choice is not None:
             mine = {p.rank: Held(path, checked=True) for path, p in self._found.items() if self._is_chosen(p)}
             gathering.load(self._choice, mine, state, self._ranks)
@@ -113,6 +117,7 @@ class ShardedMemory:
         layout, tensors = self._laid_out(parts)
         plain = pack(parts) if self._ranks.leads else b""
         self._settle()
+        self._has_looked = False
         file = self._files.get(self._turn)
         if layout != self._layout:
             self._layout = layout
@@ -146,7 +151,10 @@ class ShardedMemory:
         self._settle()
 
     def _settle(self) -> None:
-        """Agree that the last snapshot is whole everywhere; then the one before and those of old may go."""
+        """Agree that the last snapshot is whole everywhere; then the one before and those of old may go.
+
+        One that is not is what the next is written over, and the one before stays.
+        """
         if self._mirroring is None:
             return
         self._mirroring.join()
@@ -155,7 +163,9 @@ class ShardedMemory:
         if self._trouble:
             self._say(f"rank {self._ranks.rank}: the snapshot is on its own node only: {self._trouble}")
             self._trouble = ""
-        if not troubled:
+        if troubled:
+            self._turn = (self._turn - 1) % _VERSIONS
+        else:
             for path in self._outdated:
                 path.unlink(missing_ok=True)
             self._outdated = []
@@ -250,9 +260,12 @@ class ShardedMemory:
                 whole[path] = Held(path).piece
         return whole
 
+    @property
+    def _chosen(self) -> tuple[int, int] | None:
+        return (self._choice.generation, self._choice.step) if self._choice else None
+
     def _is_chosen(self, piece: Piece) -> bool:
-        choice = self._choice
-        return choice is not None and (piece.generation, piece.step) == (choice.generation, choice.step)
+        return (piece.generation, piece.step) == self._chosen
 
     def _forget_others(self) -> None:
         """Delete on this node what is not of the chosen snapshot, and that too as soon as there is a newer one."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from elaunch.trainer import randomness
 from elaunch.trainer.hookstate import HookState
 from elaunch.trainer.modelstate import is_in_parts, restore, state_of, unwrap
+from elaunch.trainer.packing import NotPlain, pack
 
 State = dict[str, Any]
 Found = TypeVar("Found")
@@ -81,6 +82,14 @@ class Training:
             state["hook"] = self._hook.state_dict()
         return state
 
+    def require_plain(self) -> None:
+        """Raise TypeError, with the name of the part, where what is to be kept has something that cannot be."""
+        for name, part in {**self.replicated(), **self.own(large=True)}.items():
+            try:
+                pack(part)
+            except NotPlain as error:
+                raise TypeError(f"the state of {name} cannot be kept: {error}") from None
+
     def buffers(self) -> dict[str, Tensor]:
         """The model's buffers that its `state_dict` has."""
         return {name: value for name, owner, short in self._buffers if (value := owner._buffers[short]) is not None}
@@ -102,6 +111,10 @@ class Training:
             randomness.apply(state["random"], self.device)
             if self._hook is not None and "hook" in state:
                 self._hook.load_state_dict(cloned(state["hook"], self.device))
+
+    def load_random(self, state: State) -> None:
+        """Take over the random states alone."""
+        randomness.apply(state["random"], self.device)
 
     def whole(self, random: Sequence[State] = ()) -> State:
         """All of the state as checkpoints take it: of a state in parts this rank's, and all ranks' random states."""

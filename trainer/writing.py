@@ -82,7 +82,7 @@ class Writing:
             self.failure = _reason(error)
             parts = []
         if parts:
-            keep_newest(order.folder.parent, order.keep)
+            keep_newest(order.folder.parent, order.keep, order.mark)
             self._on_published(size)
         else:
             shutil.rmtree(order.folder, ignore_errors=True)

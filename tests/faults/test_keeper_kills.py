@@ -210,7 +210,7 @@ def test_a_corrupt_copy_is_skipped_and_said(tmp_path: Path, calm: dict[tuple[int
     with Run(tmp_path / "stormy", 2, "snapshot_every=6", asks=asks) as stormy:
         wait_for(lambda: stormy.of("held"), "step 20")
         memory = Path(stormy.of("began", rank=0)[0]["memory"])
-        steps = {path: int.from_bytes(path.read_bytes()[32:40], "little") for path in memory.glob("training-state-?")}
+        steps = {path: int.from_bytes(path.read_bytes()[32:40], "little") for path in memory.glob("training.state-?")}
         assert set(steps.values()) == {13, 19}
         newest = max(steps, key=lambda path: steps[path])
         with newest.open("r+b") as file:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
 from pathlib import Path
@@ -149,3 +150,27 @@ def test_a_nested_job_dies_with_the_outer_agent(tmp_path: Path) -> None:
         killed_at_s = job.kill_agent()
 
         job.assert_nothing_is_left(killed_at_s, pids)
+
+
+def test_what_an_agent_killed_together_with_its_guardian_has_left_is_removed_by_the_next(tmp_path: Path) -> None:
+    script(tmp_path, f"{SAY}\nsay('worker', os.getpid())\nwhile True: signal.pause()")
+    options = (*LIGHT, "--nproc-per-node", "1", "train.py")
+    with Watched(tmp_path, *options) as living:
+        said_pids(living, "worker", each=1)
+        kept = [*living.run_dirs(), *living.memory_dirs()]
+        with Watched(tmp_path, *options) as killed:
+            said_pids(killed, "worker", each=1)
+            left = [path for path in (*killed.run_dirs(), *killed.memory_dirs()) if path not in kept]
+            guardian = killed.guardian()
+            # Or it would start another.
+            killed.signal(signal.SIGSTOP)
+            guardian.kill()
+            killed.kill_agent()
+            assert len(left) == len(kept) == 2
+            assert all(path.exists() for path in left), "nobody was to remove it yet"
+
+            with Watched(tmp_path, *options) as following:
+                said_pids(following, "worker", each=1)
+                wait_for(lambda: not any(path.exists() for path in left), "the removal")
+
+        assert all(path.exists() for path in kept), "its agent lives"

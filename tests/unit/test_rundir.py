@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from elaunch.agent.guardian import CLAIM, remove_abandoned
 from elaunch.agent.rundir import RunDir, memory_places, private_places
 
 
@@ -128,7 +133,7 @@ def test_shared_memory_stands_in_for_a_temporary_folder_that_cannot_be_written(
     assert run_dir.private == Path(last)
     assert run_dir.private.parent == Path("/dev/shm")
     assert warnings == []
-    run_dir.private.rmdir()
+    shutil.rmtree(run_dir.private)
 
 
 def test_private_folders_of_older_generations_are_removed_and_log_folders_are_kept(
@@ -156,8 +161,8 @@ def test_what_workers_keep_lies_in_shared_memory_in_a_folder_that_is_nobody_else
     assert trouble == ""
     assert run_dir.memory.folder == folder
     assert run_dir.private
-    run_dir.private.rmdir()
-    folder.rmdir()
+    shutil.rmtree(run_dir.private)
+    shutil.rmtree(folder)
 
 
 def test_it_is_made_only_when_it_is_asked_for(tmp_path: Path, warnings: Warnings) -> None:
@@ -192,3 +197,30 @@ def test_where_nothing_can_be_written_workers_keep_nothing(warnings: Warnings, m
 
     assert folder is None
     assert trouble.endswith("nor a temporary folder; workers keep nothing for the next generation")
+
+
+@pytest.mark.parametrize("whose", ["living", "dead", "another boot's", "another user's", "nobody's"])
+def test_only_what_a_dead_agent_of_this_user_and_boot_has_left_is_removed(
+    temporary: Path, warnings: Warnings, whose: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if whose == "living":
+        folder = RunDir(None, "job", warnings).private
+        assert folder
+    else:
+        code = "from elaunch.agent.rundir import RunDir; print(RunDir(None, 'job', print).private)"
+        folder = Path(subprocess.check_output([sys.executable, "-c", code], text=True).strip())
+        (folder / "attempt_0").mkdir()
+    match whose:
+        case "another boot's":
+            (folder / CLAIM).write_text("another")
+        case "another user's":
+            monkeypatch.setattr(os, "geteuid", lambda: 12345)
+        case "nobody's":
+            (folder / CLAIM).unlink()
+    (temporary / "elaunch_of_somebody").mkdir()
+
+    remove_abandoned([str(temporary / "elaunch_0000000000000000")])
+
+    assert folder.parent == temporary
+    assert folder.exists() == (whose != "dead")
+    assert (temporary / "elaunch_of_somebody").exists()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import pickle
+import shutil
+import signal
 import struct
 import threading
 from collections import Counter, OrderedDict
@@ -19,6 +22,7 @@ from elaunch.trainer import checkpoint, writing
 from elaunch.trainer import marks as folders
 from elaunch.trainer.checkpoint import Checkpoints, Mark, load_plain, marks, tensors_sha256
 from elaunch.trainer.files import sweep, write_durably
+from elaunch.trainer.loading import Unreadable
 from elaunch.trainer.tree import PerRank, flatten
 
 
@@ -210,6 +214,87 @@ def test_a_checkpoint_cannot_run_code(tmp_path: Path, file: str) -> None:
     assert newest_step(tmp_path / "c", said) == 0
     assert len(said) == 1
     assert not (tmp_path / "ran").exists()
+
+
+def fails(monkeypatch: pytest.MonkeyPatch, error: Exception, *paths: Path) -> None:
+    """Have the reading of these folders fail."""
+    real = folders.sums
+
+    def sums(path: Path) -> tuple[int, int]:
+        if path.parent in paths:
+            raise error
+        return real(path)
+
+    monkeypatch.setattr(folders, "sums", sums)
+
+
+NO_PROOF = [
+    *(OSError(number, os.strerror(number)) for number in (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EACCES)),
+    RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+    ImportError("libtorch_cpu.so: cannot map"),
+]
+
+
+@pytest.mark.parametrize("error", NO_PROOF, ids=str)
+def test_what_cannot_be_read_now_is_passed_over_and_keeps_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    save(tmp_path, 0, 1)
+    newest = save(tmp_path, 0, 2)
+    fails(monkeypatch, error, newest)
+    said: list[str] = []
+
+    assert newest_step(tmp_path, said) == 1
+
+    assert said == [f"skipping {newest}: it cannot be read ({error}); trying the one before it"]
+    monkeypatch.undo()
+    assert newest_step(tmp_path) == 2
+
+
+def test_nothing_begins_anew_while_a_checkpoint_may_be_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = [save(tmp_path, 0, 1), save(tmp_path, 0, 2)]
+    fails(monkeypatch, OSError(errno.ESTALE, "Stale file handle"), *paths)
+    state = {"w": torch.ones(2)}
+
+    with pytest.raises(Unreadable, match=f"{paths[1]} cannot be read .*Stale file handle.*does not begin anew"):
+        Checkpoints(tmp_path, generation=0, say=lambda _: None).load_newest(state)
+
+    assert list(state) == ["w"]
+    assert marks(tmp_path) == [Mark(0, 1), Mark(0, 2)]
+
+
+def test_newer_ones_that_could_not_be_read_do_not_cost_the_one_just_written(tmp_path: Path) -> None:
+    # Another process, which can read them, has gone on from an older one.
+    for step in (7, 8, 9):
+        save(tmp_path, 0, step)
+
+    save(tmp_path, 0, 5)
+
+    assert Mark(0, 5) in marks(tmp_path)
+
+
+def test_a_writer_killed_while_it_replaces_a_checkpoint_leaves_one_of_that_name(tmp_path: Path) -> None:
+    first = save(tmp_path, 0, 1)
+    making = folders.hidden(tmp_path, Mark(0, 1), "ab")
+    shutil.copytree(first, making)
+    child = os.fork()
+    if child == 0:
+        real = Path.rename
+
+        def rename(self: Path, target: Path) -> Path:
+            if self == making:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(self, target)
+
+        Path.rename = rename  # type: ignore[assignment, method-assign]
+        folders.publish(making, Mark(0, 1))
+        os._exit(1)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+    assert not first.exists()
+
+    assert newest_step(tmp_path) == 1
+
+    assert [path.name for path in tmp_path.iterdir()] == [first.name]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from elaunch.trainer.exchange import Decision, Holding, Inventory, Piece, Source, Version, choose, sentence
+from elaunch.trainer.exchange import Decision, Holding, Inventory, Record, Source, Version, decide, sentence
 
 ROOM = 1 << 30
 
@@ -16,17 +16,17 @@ def node(
     name: str,
     *ranks: int,
     holds: tuple[tuple[int, int, int], ...] = (),
-    pieces: tuple[tuple[int, int, int, bool], ...] = (),
+    records: tuple[tuple[int, int, int, bool], ...] = (),
     completed: tuple[int, int] | None = None,
     free: int = ROOM,
 ) -> list[Inventory]:
-    """The inventories of a node's ranks; `holds` has (generation, step, checksum), `pieces` (rank, …, full)."""
+    """The inventories of a node's ranks; `holds` has (generation, step, checksum), `records` (rank, …, full)."""
     speaker = Inventory(
         rank=ranks[0],
         node=name,
         speaks=True,
         holdings=tuple(Holding(Version(g, s), checksum, 100) for g, s, checksum in holds),
-        pieces=tuple(Piece(rank, Version(g, s), full) for rank, g, s, full in pieces),
+        records=tuple(Record(rank, Version(g, s), full) for rank, g, s, full in records),
         completed=None if completed is None else Version(*completed),
         free=free,
     )
@@ -34,7 +34,7 @@ def node(
 
 
 def decided(*nodes: list[Inventory], large: bool = False) -> Decision:
-    decision = choose([inventory for its in nodes for inventory in its], large=large)
+    decision = decide([inventory for its in nodes for inventory in its], large=large)
     assert decision is not None
     return decision
 
@@ -44,8 +44,8 @@ def own(*ranks: int, generation: int = 0, step: int, full: bool = False) -> tupl
 
 
 def test_nobody_has_any() -> None:
-    assert choose([*node("a", 0, 1), *node("b", 2, completed=(0, 5))]) is None
-    assert choose([Inventory(0, "", speaks=False)]) is None
+    assert decide([*node("a", 0, 1), *node("b", 2, completed=(0, 5))]) is None
+    assert decide([Inventory(0, "", speaks=False)]) is None
 
 
 def test_the_newest_step_that_any_rank_completed_wins() -> None:
@@ -93,49 +93,68 @@ def test_different_states_of_the_same_step_the_lowest_rank_wins_and_it_is_said()
 
 
 def test_all_workers_killed_at_once_repeats_the_steps_since_the_snapshot() -> None:
-    decision = decided(node("a", 0, 1, holds=((0, 50, 1), (0, 40, 1)), completed=(0, 57), pieces=own(0, 1, step=50)))
+    decision = decided(node("a", 0, 1, holds=((0, 50, 1), (0, 40, 1)), completed=(0, 57), records=own(0, 1, step=50)))
 
     assert decision.repeated == 7
     assert sentence(decision) == "restored step 50 from memory (of generation 0); 7 steps are repeated"
 
 
 def test_steps_that_an_older_generation_gave_up_are_not_counted_again() -> None:
-    decision = decided(node("a", 0, holds=((0, 50, 1),), completed=(1, 51), pieces=own(0, step=50)))
+    decision = decided(node("a", 0, holds=((0, 50, 1),), completed=(1, 51), records=own(0, step=50)))
 
     assert sentence(decision).endswith("; 1 step is repeated")
 
 
-def test_each_rank_continues_its_own_piece_from_its_own_node_if_it_can() -> None:
+def test_each_rank_continues_its_own_record_from_its_own_node_if_it_can() -> None:
     decision = decided(
-        node("a", 0, 1, holds=((0, 5, 1),), pieces=(*own(0, 1, step=5), *own(3, step=5))),
-        node("b", 2, 3, holds=((0, 5, 1),), pieces=(*own(2, 3, step=5), *own(3, step=6))),
+        node("a", 0, 1, holds=((0, 5, 1),), records=(*own(0, 1, step=5), *own(3, step=5))),
+        node("b", 2, 3, holds=((0, 5, 1),), records=(*own(2, 3, step=5), *own(3, step=6))),
     )
 
-    assert decision.pieces == {0: Source(0, 0), 1: Source(1, 0), 2: Source(2, 2), 3: Source(3, 2)}
+    sources = {rank: (source.of_rank, source.holder) for rank, source in decision.records.items()}
+    assert sources == {0: (0, 0), 1: (1, 0), 2: (2, 2), 3: (3, 2)}
     assert decision.receivers == ()
 
 
-def test_a_rank_that_moved_to_another_node_gets_its_piece_from_the_old_one() -> None:
-    old = node("a", 0, holds=((0, 5, 1),), pieces=own(0, 1, step=5))
-    decision = decided(old, node("b", 1, holds=((0, 5, 1),), pieces=own(2, step=5)))
+def test_a_rank_that_moved_to_another_node_gets_its_record_from_the_old_one() -> None:
+    old = node("a", 0, holds=((0, 5, 1),), records=own(0, 1, step=5))
+    decision = decided(old, node("b", 1, holds=((0, 5, 1),), records=own(2, step=5)))
 
-    assert decision.pieces[1] == Source(1, 0)
+    assert decision.records[1] == Source(1, 0, Version(0, 5))
 
 
-def test_a_lost_piece_is_made_up_for_by_the_lowest_ranks_buffers_and_it_is_said() -> None:
-    decision = decided(node("new", 0), node("old", 1, holds=((0, 5, 1),), pieces=own(1, 2, step=5)))
+def test_a_lost_record_is_made_up_for_by_the_lowest_ranks_buffers_and_it_is_said() -> None:
+    decision = decided(node("new", 0), node("old", 1, holds=((0, 5, 1),), records=own(1, 2, step=5)))
 
-    assert decision.pieces == {0: Source(1, 1), 1: Source(1, 1)}
+    assert decision.records == {0: Source(1, 1, Version(0, 5)), 1: Source(1, 1, Version(0, 5))}
     assert sentence(decision).endswith("; the random state of rank 0 is lost and new")
 
 
-def test_without_any_piece_that_is_said() -> None:
+def test_a_lost_nodes_random_states_are_those_that_its_neighbour_has_of_the_last_snapshot() -> None:
+    mirrored = own(1, step=4, full=True)
+    decision = decided(node("new", 1), node("old", 0, holds=((0, 5, 1),), records=(*own(0, step=5), *mirrored)))
+
+    assert decision.older == {1: Source(1, 0, Version(0, 4))}
+    assert sentence(decision).endswith("; the random state of rank 1 is that of step 4")
+
+
+def test_a_lost_nodes_hook_state_goes_on_from_the_last_snapshot() -> None:
+    new = node("new", 1)
+    old = node("old", 0, holds=((0, 57, 1), (0, 50, 2)), records=(*own(0, 1, step=50, full=True), *own(0, step=57)))
+
+    decision = decided(new, old, large=True)
+
+    assert (decision.version, decision.reset, decision.older) == (Version(0, 50), False, {})
+    assert decision.records[1] == Source(1, 0, Version(0, 50))
+
+
+def test_without_any_record_that_is_said() -> None:
     assert "buffers and random states are lost" in sentence(decided(node("a", 0, holds=((0, 5, 1),))))
 
 
-def test_a_large_part_takes_the_newest_step_of_which_every_piece_is_there() -> None:
-    a = node("a", 0, 1, holds=((0, 57, 1), (0, 50, 2)), pieces=(*own(0, step=57), *own(0, 1, step=50, full=True)))
-    b = node("b", 2, holds=((0, 50, 2),), pieces=own(2, step=50, full=True), completed=(0, 57))
+def test_a_large_part_takes_the_newest_step_of_which_every_record_is_there() -> None:
+    a = node("a", 0, 1, holds=((0, 57, 1), (0, 50, 2)), records=(*own(0, step=57), *own(0, 1, step=50, full=True)))
+    b = node("b", 2, holds=((0, 50, 2),), records=own(2, step=50, full=True), completed=(0, 57))
 
     decision = decided(a, b, large=True)
 
@@ -144,8 +163,8 @@ def test_a_large_part_takes_the_newest_step_of_which_every_piece_is_there() -> N
 
 @pytest.mark.parametrize("ranks", [(0, 1, 2), (0, 1)])
 def test_a_large_part_that_is_lost_or_of_another_group_size_begins_anew(ranks: tuple[int, ...]) -> None:
-    pieces = own(0, step=50, full=True) if len(ranks) == 2 else own(0, 1, step=50, full=True)
-    decision = decided(node("a", *ranks, holds=((0, 57, 1), (0, 50, 2)), pieces=pieces), large=True)
+    records = own(0, step=50, full=True) if len(ranks) == 2 else own(0, 1, step=50, full=True)
+    decision = decided(node("a", *ranks, holds=((0, 57, 1), (0, 50, 2)), records=records), large=True)
 
     assert (decision.version, decision.reset) == (Version(0, 57), True)
     assert "the state of the communication hook begins anew" in sentence(decision)
@@ -161,7 +180,7 @@ def test_every_rank_decides_the_same_whatever_is_there() -> None:
             holds = tuple((dice.randint(0, 2), dice.randint(1, 3), dice.randint(0, 1)) for _ in range(copies))
             inventories += node(str(name), *ranks, holds=holds, free=dice.choice([0, ROOM]))
 
-        decision = choose(inventories)
+        decision = decide(inventories)
 
         held = {h.version for i in inventories for h in i.holdings}
         if not held:
@@ -180,4 +199,4 @@ def test_every_rank_decides_the_same_whatever_is_there() -> None:
             assert inventory.node in served or node_has
             assert not (has and inventory.rank in decision.receivers)
         assert decision.source not in decision.receivers
-        assert dataclasses.replace(decision) == choose(inventories)
+        assert dataclasses.replace(decision) == decide(inventories)

@@ -16,8 +16,10 @@ import pytest
 import torch
 from torch import nn
 
-from elaunch.trainer import link
+from elaunch.trainer import link, marks
+from elaunch.trainer.checkpoint import Checkpoints
 from elaunch.trainer.copies import Copies
+from elaunch.trainer.exchange import Version
 from elaunch.trainer.keeper import Keeper
 from elaunch.trainer.memory import Records
 
@@ -148,6 +150,75 @@ def test_two_trainings_of_one_program_are_told_apart_by_name() -> None:
 
     with second.keeper:
         assert second.keeper.step == 0
+
+
+class Feedback:
+    """The state of a hook."""
+
+    def __init__(self) -> None:
+        self.seen = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.seen = state["seen"]
+
+
+def test_survivors_that_differ_by_a_step_do_not_cost_the_hook_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    for generation, fails_in in enumerate((9, 8, 8)):
+        monkeypatch.setenv("ELAUNCH_GENERATION", str(generation))
+        job = Job(snapshot_every=6, hook_state=Feedback())
+        with pytest.raises(RuntimeError, match="reset by peer"):
+            job.train(10, {fails_in: fail})
+        # So do two others of this node, which have come further.
+        for step in (fails_in, fails_in + 1):
+            job.keeper._copies.save_replicated(Version(generation, step))
+
+        # Snapshots after step 1 and 7.
+        if generation:
+            assert job.said[0].startswith("restored step 7 from memory (of generation 0); ")
+            assert "anew" not in job.said[0]
+
+
+def test_a_state_that_cannot_be_kept_is_refused_when_the_keeper_is_entered() -> None:
+    job = Job()
+    job.extra["path"] = Path("of a file")
+
+    with pytest.raises(TypeError, match=r"the state of extra cannot be kept: .*of a file.* cannot be kept"), job.keeper:
+        pytest.fail("it was entered")
+
+
+def test_a_state_that_becomes_one_that_cannot_be_kept_is_said_once_and_training_goes_on() -> None:
+    job = Job(checkpoints=None)
+
+    losses = job.train(5, {2: lambda: job.extra.update(path=Path("of a file"))})
+
+    assert len(losses) == 5
+    assert [text for text in job.said if "kept" in text] == job.said
+    assert len(job.said) == 1
+    assert job.said[0].startswith("the state is not copied to memory any more: ")
+
+
+def test_an_unreadable_checkpoint_does_not_cost_what_is_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Job(checkpoints=tmp_path / "c")
+    with pytest.raises(RuntimeError, match="reset by peer"):
+        job.train(5, {4: fail})
+    monkeypatch.setenv("ELAUNCH_GENERATION", "1")
+    newer = Checkpoints(tmp_path / "c", generation=0, say=pytest.fail)
+    newer.save(9, {"model": {}})
+
+    def sums(path: Path) -> tuple[int, int]:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(marks, "sums", sums)
+    again = Job(checkpoints=tmp_path / "c")
+
+    assert len(again.train(5)) == 5
+    assert any("there is an older state in memory, which is taken" in text for text in again.said)
+    assert "restored step 3 from memory (of generation 0); 0 steps are repeated" in again.said
 
 
 def test_a_step_without_commit_is_refused() -> None:

@@ -331,6 +331,32 @@ def test_no_run_writes_over_an_earlier_ones_ledger(tmp_path: Path) -> None:
     assert judge(tmp_path, steps=2).ok
 
 
+@pytest.mark.parametrize(
+    ("earlier", "now"),
+    [
+        ({"world_size": 2, "after": 0}, {"world_size": 4, "after": 0}),
+        ({"world_size": 4, "after": 0}, {"world_size": 4, "after": 7}),
+    ],
+)
+def test_a_rank_that_an_earlier_run_did_not_have_does_not_mix_with_it(
+    tmp_path: Path, earlier: dict[str, int], now: dict[str, int]
+) -> None:
+    for rank in range(earlier["world_size"] - 1):
+        Ledger(tmp_path, ORDER, rank=rank, generation=0, **earlier).close()
+
+    with pytest.raises(FileExistsError, match="take next_generation"):
+        Ledger(tmp_path, ORDER, rank=3, generation=0, **now)
+
+    assert not (tmp_path / "generation-0000-rank-00003.jsonl").exists()
+
+
+def test_a_run_does_not_write_before_an_earlier_ones_generations(tmp_path: Path) -> None:
+    work(tmp_path, 3, 2, 0, 1)
+
+    with pytest.raises(FileExistsError, match="take next_generation"):
+        Ledger(tmp_path, ORDER, rank=0, world_size=2, generation=0, after=1)
+
+
 def test_the_command_says_one_sentence_and_exits_with_the_verdict(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

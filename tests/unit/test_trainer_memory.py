@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 
 from elaunch.trainer import memory
 from elaunch.trainer.exchange import Version
-from elaunch.trainer.memory import Memory, NoRoom, Records, completed_in, pieces_in
+from elaunch.trainer.memory import Memory, NoRoom, Records, completed_in, verified_records_in
 from tests.harness import wait_for
 
 LAYOUT = b"sixteen bytes ok"
@@ -199,9 +200,8 @@ def test_a_writer_waits_for_another_one_and_then_has_nothing_to_do(shm: Path) ->
             found = memory.save(Version(0, 3), lambda: os._exit(2))
             os._exit(0 if found == Version(0, 3) else 1)
         assert os.read(reading, 1) == b"w"
-        # Those who wait for a lock stand there with an arrow.
-        locks = Path("/proc/locks")
-        wait_for(lambda: any("->" in row and f" {child} " in row for row in locks.open()), "that it waits")
+        descriptors = Path(f"/proc/{child}/fd")
+        wait_for(lambda: any(os.readlink(fd) == f"{shm}/m.lock" for fd in descriptors.iterdir()), "that it waits")  # noqa: PTH115
 
         writer.stdin.close()
 
@@ -209,6 +209,36 @@ def test_a_writer_waits_for_another_one_and_then_has_nothing_to_do(shm: Path) ->
         os.close(reading)
         os.close(writing)
     assert versions(memory) == [Version(0, 3), Version(0, 2)]
+
+
+def test_a_stopped_writer_keeps_nobody_for_longer_than_a_copy_takes(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = Memory(shm, "m", LAYOUT)
+    command = [sys.executable, "-c", WRITER, str(shm)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as writer:
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == "half\n"
+        writer.send_signal(signal.SIGSTOP)
+        begun_s = time.monotonic()
+
+        with pytest.raises(TimeoutError, match=r"of this node has held the lock for 1\.5 s; is it stopped"):
+            saved(memory, 0, 9)
+
+        # The agent gives 2 s to save in.
+        assert time.monotonic() - begun_s < 1.9
+        writer.kill()
+    assert saved(memory, 0, 9) == Version(0, 9)
+
+
+def test_survivors_that_differ_by_a_step_leave_the_snapshot_that_is_to_stay(tmp_path: Path) -> None:
+    memory = Memory(tmp_path, "m", LAYOUT)
+    saved(memory, 0, 45)
+    saved(memory, 0, 50)
+
+    for step in (57, 58, 59):
+        memory.save(Version(0, step), lambda step=step: state_of(step), spare=Version(0, 50))  # type: ignore[misc]
+
+    assert versions(memory) == [Version(0, 59), Version(0, 50)]
+    assert contents(memory) == [59.0, 50.0]
 
 
 def test_given_up_steps_are_not_found_again(tmp_path: Path) -> None:
@@ -240,8 +270,8 @@ def test_a_ranks_record_of_this_step_and_of_the_next_are_both_there(tmp_path: Pa
     assert records.find(Version(0, 7)) == {"random": 7}
     assert records.find(Version(0, 5)) is None
     assert records.find(Version(0, 2))["hook"].tolist() == [1, 1, 1]
-    pieces = pieces_in(tmp_path, "m", LAYOUT)
-    assert {(p.rank, p.version.step, p.full) for p in pieces} == {(3, 6, False), (3, 7, False), (3, 2, True)}
+    found = verified_records_in(tmp_path, "m", LAYOUT)
+    assert {(p.rank, p.version.step, p.full) for p in found} == {(3, 6, False), (3, 7, False), (3, 2, True)}
     assert completed_in(tmp_path, "m", LAYOUT) == Version(0, 6)
 
 
@@ -252,6 +282,21 @@ def test_two_trainings_of_one_program_do_not_meet(tmp_path: Path) -> None:
     assert versions(critic) == []
     assert saved(critic, 0, 3) == Version(0, 3)
     assert versions(generator) == [Version(0, 5)]
+
+
+def test_a_name_that_is_like_anothers_file_is_a_training_of_its_own(tmp_path: Path) -> None:
+    names = ["a", "a-done-0", "a-rank-0", "a-state", "a-lock", "a-parts"]
+    for step, name in enumerate(names):
+        Memory(tmp_path, name, LAYOUT).save(Version(0, step), lambda step=step: state_of(step))  # type: ignore[misc]
+        for rank in range(step + 1):
+            records = Records(tmp_path, name, LAYOUT, rank)
+            records.stage(Version(0, step), {})
+            records.done(Version(0, step))
+
+    for step, name in enumerate(names):
+        assert versions(Memory(tmp_path, name, LAYOUT)) == [Version(0, step)]
+        assert [r.rank for r in verified_records_in(tmp_path, name, LAYOUT)] == list(range(step + 1))
+        assert completed_in(tmp_path, name, LAYOUT) == Version(0, step)
 
 
 def test_nodes_are_told_apart_by_their_memory(tmp_path: Path) -> None:
