@@ -208,7 +208,7 @@ def train(step: int, keeper: Keeper, model: nn.Module, optimizer: Any, scheduler
     # Drawn from the state that must survive.
     inputs += 0.1 * torch.randn(8, 16)
     if is_asked("hold", step):
-        record("held", step=step, pid=os.getpid())
+        record("held", step=step)
     while is_asked("hold", step):
         time.sleep(0.01)
     if is_asked("crash", step):

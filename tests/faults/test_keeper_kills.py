@@ -18,26 +18,14 @@ RESTORED = r"restored step (\d+) from memory \(of generation (\d+)(.*?)\); (\d+)
 
 
 class Run:
-    """One training by `kept.py` with what its workers recorded; `asks` are pairs of a moment and its place.
+    """One training by `kept.py` with what its workers recorded; `asks` are pairs of a moment and its place."""
 
-    `launch` are options of elaunch's.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        workers: int,
-        *options: str,
-        asks: Iterable[str] = (),
-        steps: int = STEPS,
-        launch: Iterable[str] = (),
-    ) -> None:
+    def __init__(self, folder: Path, workers: int, *options: str, asks: Iterable[str] = (), steps: int = STEPS) -> None:
         folder.mkdir()
         self.folder = folder
         for ask in asks:
             (folder / ask).touch()
-        words = ["--nproc-per-node", str(workers), "--max-restarts", "30", *launch]
-        words += [str(KEPT), str(folder), str(steps), *options]
+        words = ["--nproc-per-node", str(workers), "--max-restarts", "30", str(KEPT), str(folder), str(steps), *options]
         self.job = Job(folder, *words, env={"OMP_NUM_THREADS": "1"})
 
     def __enter__(self) -> Run:

@@ -1,18 +1,15 @@
-"""What a keeper and its agent have to say to each other: large states, two keepers, a worker that hangs, the end."""
+"""What a keeper and its agent have to say to each other: large states, two keepers, the end."""
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.faults.processes import SAY, Watched
-from tests.faults.test_keeper_kills import RESTORED, STEPS, Run
-from tests.harness import script, slow, wait_for
+from tests.harness import script, slow
 
 TORCH = ("--preload", "torch")
 
@@ -108,22 +105,3 @@ def test_after_its_keeper_has_ended_a_program_gets_the_signals_itself(tmp_path: 
         assert job.wait() == 143, job.output
     assert "handled by its own" in job.stdout
     assert "SIGKILL" not in job.stderr.replace("SIGKILL in 30 s", "")
-
-
-@pytest.mark.slow
-def test_a_worker_that_is_stopped_dead_is_noticed_and_costs_no_step(tmp_path: Path) -> None:
-    asks = ["hold-0-15-1"]
-    with Run(tmp_path / "run", 3, "snapshot_every=100", asks=asks, launch=("--hang-timeout", "4")) as run:
-
-        def held() -> list[dict[str, Any]]:
-            return run.of("held")
-
-        os.kill(wait_for(held, "step 15")[0]["pid"], signal.SIGSTOP)
-        (run.folder / asks[0]).unlink()
-        run.ended()
-
-    assert re.search(r"rank \d .* hung: it reported nothing for \d s since step 1[34]", run.job.stderr), run.job.stderr
-    assert [steps for *_, steps in re.findall(RESTORED, run.job.output)] == ["0"]
-    assert run.began(1) == 14
-    # Of what was computed twice the losses are the same.
-    assert {step for _, step in run.losses} == set(range(1, STEPS + 1))
