@@ -153,8 +153,8 @@ class Dealings:
             return
         if tag is None:
             return
-        if not answer.held and tag is not Tag.RUN:
-            # Why, the watch may never say: it does not tell of keys that other nodes have. (Of another's run it does.)
+        if not answer.held and tag is not Tag.FIRST_RUN:
+            # Why, the watch may never say: it does not tell of keys that other nodes have. (Of a first run it does.)
             self._show_read(self._store.read(self._scope))
         self._post(Committed(tag, answer.held, answer.revision))
 

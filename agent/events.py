@@ -15,6 +15,7 @@ from elaunch.rendezvous.types import Failure, Outcome, RankTable
 class Tag(Enum):
     """Transactions whose answer the agent waits for; only one at a time."""
 
+    FIRST_RUN = "start the first run"
     RUN = "start a run"
     JOIN = "join"
     RETURN = "return"

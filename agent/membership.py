@@ -25,8 +25,8 @@ SAY_AGAIN_S = 5.0
 # One a lease time: by then any lease has ended, also if the store was away for the first of them.
 RUNS_REFUSED_MAX = 4
 # What a follower looks at has the revision of these when they held. The others write nothing there, and a watch says
-# nothing of what it is not of: their revision may be seen a lease time later. (Refused, all but a run are read again.)
-_IN_SIGHT = (Tag.RUN, Tag.ELECT, Tag.LEAD)
+# nothing of what it is not of: their revision may be seen a lease time later.
+_IN_SIGHT = (Tag.FIRST_RUN, Tag.RUN, Tag.ELECT, Tag.LEAD)
 
 
 def attend(agent: Agent, now_s: float) -> Step:
@@ -55,12 +55,13 @@ def answered(agent: Agent, event: Committed) -> Agent:
     if event.tag is not member.in_flight:
         return agent
     agent = agent.as_member(in_flight=None)
-    if event.tag in _IN_SIGHT if event.held else event.tag is not Tag.RUN:
+    # After a refusal all is read again, but after that of a first run: many at once have it, and the run is in sight.
+    if event.tag in _IN_SIGHT if event.held else event.tag is not Tag.FIRST_RUN:
         agent = agent.as_member(answered=max(member.answered, event.revision))
     match event.tag:
-        case Tag.RUN if event.held:
+        case Tag.FIRST_RUN | Tag.RUN if event.held:
             return agent.as_member(belongs=True, is_member=member.lease != 0)
-        case Tag.RUN if event.revision:
+        case Tag.FIRST_RUN | Tag.RUN if event.revision:
             # The run that stands is the one to join.
             return agent.as_member(belongs=True, runs_refused=member.runs_refused + 1)
         case Tag.JOIN if event.held:
@@ -152,8 +153,9 @@ def _start_run(agent: Agent, now_s: float) -> Step:
             )
             return exit_with(agent, agent.outcome(OutcomeKind.UNKNOWN, reason))
     run = start_run(snapshot, agent.spec.terms, agent.me, member.lease)
-    agent = replace(agent.as_member(in_flight=Tag.RUN), lead_at_s=now_s + agent.times.lease_ttl_s)
-    return agent, (Commit(run, Tag.RUN),)
+    tag = Tag.RUN if snapshot.generation else Tag.FIRST_RUN
+    agent = replace(agent.as_member(in_flight=tag), lead_at_s=now_s + agent.times.lease_ttl_s)
+    return agent, (Commit(run, tag),)
 
 
 def _is_newest(agent: Agent, table: RankTable) -> bool:
