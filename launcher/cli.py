@@ -62,6 +62,10 @@ def _main() -> int:
             from elaunch.launcher import storecommand
 
             return storecommand.main(sys.argv[2:], os.environ)
+        if sys.argv[1:2] == ["submit"]:
+            from elaunch.launcher.submit import command
+
+            return command.main(sys.argv[2:], os.environ)
         asked = parse(sys.argv[1:], os.environ)
         if isinstance(asked, HelpRequested):
             print(asked.text)
