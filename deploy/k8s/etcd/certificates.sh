@@ -1,10 +1,10 @@
 #!/bin/sh
 # certificates.sh NAMESPACE [FOLDER]: makes an authority, the members' certificate and the jobs', and puts them into the
-# Secrets elaunch-etcd-server and elaunch-etcd-client of the namespace. Called again, it makes new ones of the same
-# authority, as before they expire; then: kubectl rollout restart statefulset/elaunch-etcd
+# Secrets elaunch-etcd-server and elaunch-etcd-client of the namespace. Called again for the same FOLDER, as before they
+# expire, it makes new certificates of the same authority; then: kubectl rollout restart statefulset/elaunch-etcd
 #
-# FOLDER (made, mode 0700) keeps the authority's key: put it away safely. With FOLDER given twice in a row nothing but
-# the certificates changes. Needs openssl; without kubectl on the PATH it only writes the files.
+# FOLDER (elaunch-etcd-NAMESPACE; made, mode 0700) keeps the authority's key: put it away safely. Needs openssl and
+# kubectl; with KUBECTL= (empty) it only writes the files.
 set -eu
 namespace=${1:?usage: certificates.sh NAMESPACE [FOLDER]}
 folder=${2:-elaunch-etcd-$namespace}
@@ -43,11 +43,10 @@ subjectAltName=$names"
 sign client "basicConstraints=CA:FALSE
 extendedKeyUsage=clientAuth"
 
-if ! command -v kubectl >/dev/null; then
-    echo "no kubectl on the PATH: the files are in $PWD"
-    exit 0
-fi
+kubectl=${KUBECTL-kubectl}
+[ -n "$kubectl" ] || exit 0
 for who in server client; do
-    kubectl create secret generic "$service-$who" --namespace "$namespace" --dry-run=client --output yaml \
-        --from-file=ca.crt --from-file=tls.crt="$who.crt" --from-file=tls.key="$who.key" | kubectl apply --filename -
+    "$kubectl" create secret generic "$service-$who" --namespace "$namespace" --dry-run=client --output yaml \
+        --from-file=ca.crt --from-file=tls.crt="$who.crt" --from-file=tls.key="$who.key" |
+        "$kubectl" apply --filename -
 done
