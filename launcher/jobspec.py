@@ -93,13 +93,14 @@ def count_workers(asked: int | str | None, host: HostResources, cluster: Cluster
 
 def _check_own_gpus(options: Options, host: HostResources, cluster: Cluster | None) -> None:
     """Raises UsageError for an agent that sees one task's GPUs only: the node's others would do nothing."""
-    if cluster is None or cluster.tasks == 1 or not cluster.gpus or not 0 < host.gpus < cluster.gpus:
+    if cluster is None or cluster.tasks == 1 or not cluster.gpus:
         return
-    if isinstance(options.nproc_per_node, int) and options.nproc_per_node <= host.gpus:
+    own = host.gpus or cluster.own_gpus or cluster.gpus
+    if own >= cluster.gpus or (isinstance(options.nproc_per_node, int) and options.nproc_per_node <= own):
         return
     raise UsageError(
         f"{cluster.scheduler} gave this node {cluster.gpus} GPUs, and each of its {cluster.tasks} tasks sees only its"
-        f" own, here {host.gpus}; start one task on each node with all of them (srun --ntasks-per-node=1"
+        f" own, here {own}; start one task on each node with all of them (srun --ntasks-per-node=1"
         f" --gpus-per-node={cluster.gpus} elaunch …), or add --gpu-bind=none to srun"
     )
 

@@ -161,8 +161,10 @@ class Slurm:
             slurmd_timeout_s=slurmd_timeout_s,
         )
         for i in range(self.count):
-            conf += f"NodeName=node{i} NodeAddr={address4(i)} CPUs=8 RealMemory=4000 State=UNKNOWN\n"
+            conf += f"NodeName=node{i} NodeAddr={address4(i)} CPUs=8 RealMemory=4000 Gres=gpu:2 State=UNKNOWN\n"
         (self.folder / "slurm.conf").write_text(conf)
+        # They have to be devices, and nobody uses them.
+        (self.folder / "gres.conf").write_text("Name=gpu File=/dev/null\nName=gpu File=/dev/zero\n")
         is_v2 = Path("/sys/fs/cgroup/cgroup.controllers").exists()
         (self.folder / "cgroup.conf").write_text(_CGROUP_V2 if is_v2 else _CGROUP_V1)
 

@@ -18,7 +18,8 @@ class Cluster:
     place among them, from 0; node 0 is the head, and `head` its name or address as the other nodes reach it.
     `head_port` is where its store listens; None is the usual port, where no two jobs can share a head. `workers` is
     how many this node is to run, where that is not one for each of its GPUs, and `gpus` the number of GPUs that it
-    was given. `run_id` is the same on all nodes of a job, and in all its lives; `restarts` counts those before this.
+    was given, of which this process alone may use `own_gpus`. `run_id` is the same on all nodes of a job, and in all
+    its lives; `restarts` counts those before this.
 
     `task` is this process's place among those that the scheduler started for the job on this node, of which there are
     `tasks`: only task 0 is an agent. `sources` are the variables that said all this. `note` is a sentence for the log.
@@ -31,6 +32,7 @@ class Cluster:
     head_port: int | None = None
     workers: int | None = None
     gpus: int | None = None
+    own_gpus: int | None = None
     run_id: str | None = None
     restarts: int = 0
     task: int = 0

@@ -21,7 +21,7 @@ def detect(environ: Mapping[str, str], hostname: str, read: Callable[[str], str]
         return None
     name = _job_name(environ, job)
     step = number(environ, "SLURM_STEP_ID", "SLURM_STEPID")
-    if step is None or step >= _STEP_MAX or "SLURM_PROCID" not in environ:
+    if step is None or step >= _STEP_MAX or "SLURM_PROCID" not in environ or _is_of_another_job(environ):
         return _shell(environ, job, name)
     nodes = number(environ, "SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES") or 1
     index = number(environ, "SLURM_NODEID") or 0
@@ -29,14 +29,16 @@ def detect(environ: Mapping[str, str], hostname: str, read: Callable[[str], str]
         raise ValueError(f"SLURM_NODEID={index} is no node of {nodes}")
     tasks = _tasks_here(environ, index)
     gpus = gpus_here(environ, nodes, tasks)
+    hosts = _hosts(environ, "SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST")
     return Cluster(
         "Slurm",
         nodes=(nodes, nodes),
         node_index=index,
-        head=_hosts(environ)[0] if nodes > 1 else None,
+        head=next(iter(hosts), None) if nodes > 1 else None,
         head_port=port_of(job * _STEPS_APART + step),
         workers=gpus or (tasks if tasks > 1 else None),
         gpus=gpus,
+        own_gpus=_listed(environ, "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES") if gpus else None,
         run_id=f"{name}.{step}",
         restarts=number(environ, "SLURM_RESTART_COUNT") or 0,
         task=number(environ, "SLURM_LOCALID") or 0,
@@ -61,14 +63,20 @@ def _shell(environ: Mapping[str, str], job: int, name: str) -> Cluster:
     return Cluster("Slurm", run_id=name, sources=used(environ, "SLURM_JOB_ID"), note=note)
 
 
-def _hosts(environ: Mapping[str, str]) -> list[str]:
-    for variable in ("SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST"):
-        if text := environ.get(variable, ""):
-            try:
-                return expand(text)
-            except ValueError as error:
-                raise ValueError(f"{variable}={text} {error}") from None
-    raise ValueError("SLURM_STEP_NODELIST is not set, and names the head")
+def _is_of_another_job(environ: Mapping[str, str]) -> bool:
+    """A script that was submitted from within a step inherits the variables of that step, save those of the job."""
+    step, job = _hosts(environ, "SLURM_STEP_NODELIST"), _hosts(environ, "SLURM_JOB_NODELIST")
+    return bool(job) and not set(step) <= set(job)
+
+
+def _hosts(environ: Mapping[str, str], *variables: str) -> list[str]:
+    """The hosts in the first of the variables that is set."""
+    for variable in used(environ, *variables):
+        try:
+            return expand(environ[variable])
+        except ValueError as error:
+            raise ValueError(f"{variable}={environ[variable]} {error}") from None
+    return []
 
 
 def _tasks_here(environ: Mapping[str, str], index: int) -> int:
@@ -92,8 +100,8 @@ def gpus_here(environ: Mapping[str, str], nodes: int, tasks: int) -> int | None:
     """
     if on_node := number(environ, "SLURM_GPUS_ON_NODE"):
         return on_node
-    if listed := environ.get("SLURM_STEP_GPUS"):
-        return len(listed.split(","))
+    if listed := _listed(environ, "SLURM_STEP_GPUS"):
+        return listed
     if per_node := _counted(environ.get("SLURM_GPUS_PER_NODE", "")):
         return per_node
     of_task = re.findall(r"gres[/:]gpu(?::[^=,:]+)?[=:](\d+)", environ.get("SLURM_TRES_PER_TASK", ""))
@@ -109,3 +117,8 @@ def _counted(text: str) -> int:
         return 0
     last = [word.rpartition(":")[2] for word in text.split(",")]
     return sum(int(word) if word.isdecimal() else 1 for word in last)
+
+
+def _listed(environ: Mapping[str, str], *variables: str) -> int | None:
+    """How many words the first of the variables has that is set."""
+    return next((len(environ[name].split(",")) for name in used(environ, *variables)), None)

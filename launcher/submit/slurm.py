@@ -14,7 +14,8 @@ from typing import TypeVar
 
 from elaunch.launcher import values
 from elaunch.launcher.errors import SiteError, UsageError
-from elaunch.launcher.options import HelpRequested, parse
+from elaunch.launcher.options import HelpRequested, Options, parse
+from elaunch.rendezvous.types import ProgramKind
 
 HELP = """\
 Usage: elaunch submit slurm [options] [elaunch options] train.py args…
@@ -83,7 +84,7 @@ def understand(argv: Sequence[str], environ: Mapping[str, str]) -> Request:
     sbatch = {key: given[key] for key in ("time", "partition", "account", "qos") if key in given}
     return Request(
         words=words,
-        name=given.get("name") or Path(checked.target).stem or "elaunch",
+        name=given.get("name") or _name(checked),
         nodes=nodes,
         gpus=_checked("gpus", given["gpus"], _count) if "gpus" in given else None,
         cpus=_checked("cpus", given["cpus"], _count) if "cpus" in given else None,
@@ -93,6 +94,10 @@ def understand(argv: Sequence[str], environ: Mapping[str, str]) -> Request:
         more=(*(f"--{key}={value}" for key, value in sbatch.items()), *more),
         dry_run="dry-run" in given,
     )
+
+
+def _name(options: Options) -> str:
+    return options.target if options.kind is ProgramKind.MODULE else Path(options.target).stem or "elaunch"
 
 
 def script(request: Request, elaunch: str = "elaunch") -> str:
