@@ -99,7 +99,7 @@ def test_a_signal_reaches_the_agent_once_and_its_exit_code_is_kept(
 
 
 def test_ctrl_c_at_the_containers_terminal_is_no_second_one(tmp_path: Path) -> None:
-    """The terminal tells process 1 and the agent; a second Ctrl-C would be "kill now", before the workers have saved."""
+    """The terminal tells process 1 and the agent; a second Ctrl-C would be "kill now"."""
     script(tmp_path, SAVES)
     ours, theirs = os.openpty()
     terminal = {"stdin": theirs, "preexec_fn": lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0)}
