@@ -12,14 +12,14 @@ import re
 import signal
 import subprocess
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
 
 from tests.etcd import READY, binary
 from tests.faults.meetings import Meeting, Records
-from tests.faults.processes import Watched, is_alive
+from tests.faults.processes import Watched
 from tests.harness import wait_for
 from tests.manifests import Object
 from tests.nodes import Node, Nodes
@@ -149,6 +149,12 @@ class Pods:
         wait_for(lambda: len(self.records.of("step", since=since)) > 3 * len(meeting.records), "training goes on")
         assert not [r for r in self.records.of("started") if r["generation"] > meeting.generation], self.story()
 
+    def ask(self, what: str, *, generation: int, rank: int) -> None:
+        """Have a rank fail: see reducer.py. (The pids that workers tell are those of their pods.)"""
+        partial = self.folder / ".asked"
+        partial.write_text(what)
+        partial.rename(self.folder / f"step-{generation}-{rank}")
+
     def end(self, *pods: JobPod) -> None:
         """Let the training end; these end with 0, and nothing is left of them."""
         (self.folder / "end").touch()
@@ -223,7 +229,3 @@ class Pods:
 def _expanded(text: str, variables: Mapping[str, str]) -> str:
     """`$(NAME)`, as the kubelet expands it."""
     return _VARIABLE.sub(lambda found: variables.get(found[1], found[0]), text)
-
-
-def ended(pods: Sequence[JobPod]) -> bool:
-    return not any(is_alive(pod.process.process.pid) for pod in pods)

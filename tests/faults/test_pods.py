@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
@@ -69,7 +68,7 @@ def test_an_elastic_job_over_the_etcd_outlives_its_first_pod_and_a_member(tmp_pa
         again = pods.run(job, 0, *program)
         third = pods.meeting(*others, again, after=second)
         assert third.restarts == 0
-        os.kill(third.pid(1), signal.SIGKILL)
+        pods.ask("kill", generation=third.generation, rank=1)
         assert pods.meeting(*others, again, after=third).restarts == 1
         pods.end(*others, again)
 
