@@ -171,7 +171,7 @@ class Pods:
     def _enter(self, pod: Pod) -> None:
         """It has its name at its own place only, and all others learn that."""
         self._now[pod.name] = pod
-        self._addresses[pod.name] = (pod.node.ipv4,)
+        self._addresses[pod.name] = (pod.node.ipv4, *pod.names)
         pod.node.run("sh", "-c", 'echo "$1" >/proc/sys/kernel/hostname', "_", pod.name)
         known = "".join(f"{each.line}\n" for each in self._now.values())
         for each in self._now.values():

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
+import pytest
+
 from tests.faults.cluster import PRELOAD, REDUCER
 from tests.faults.test_signals import STUBBORN
-from tests.harness import script, wait_for
-from tests.manifests import K8S, rendered, the
+from tests.harness import script, slow, wait_for
+from tests.manifests import K8S, Object, rendered, the
 from tests.nodes import needs_nodes
-from tests.pods import NAMESPACE, Pods
+from tests.pods import NAMESPACE, JobPod, Pods
 
 pytestmark = needs_nodes
 
@@ -44,6 +47,47 @@ def test_a_jobs_pods_meet_without_a_flag_and_a_deleted_one_comes_back_with_anoth
         assert again.node.ipv4 != other.node.ipv4
         second = pods.meeting(head, again, after=first)
         assert second.restarts == 0
+        pods.end(head, again)
+
+
+def jobs_of_a_jobset(jobset: Object) -> Object:
+    """The one Job that the JobSet controller makes of it."""
+    (only,) = jobset["spec"]["replicatedJobs"]
+    job = copy.deepcopy(only["template"])
+    name = jobset["metadata"]["name"]
+    job["metadata"] = {"name": f"{name}-{only['name']}-0"}
+    job["spec"]["template"]["spec"]["subdomain"] = name
+    return job
+
+
+def kubeflows(rank: int) -> dict[str, str]:
+    """What Trainer v2 sets in the pods of a TrainJob called train (pkg/runtime/framework/plugins/torch)."""
+    numbers = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": str(rank)}
+    return {**numbers, "PET_MASTER_ADDR": "train-node-0-0.train", "PET_MASTER_PORT": "29400"}
+
+
+@pytest.mark.parametrize("kind", ["kubeflow", slow("jobset")])
+def test_the_pods_of_a_jobset_and_of_kubeflow_meet_and_come_back(tmp_path: Path, kind: str) -> None:
+    if kind == "kubeflow":
+        jobset = the("ClusterTrainingRuntime", rendered(kind))["spec"]["template"] | {"metadata": {"name": "train"}}
+    else:
+        jobset = the("JobSet", rendered(kind))
+    job = jobs_of_a_jobset(jobset)
+    program = (*PRELOAD, str(REDUCER), str(tmp_path))
+    with Pods(tmp_path, 3, TOKEN) as pods:
+
+        def run(rank: int) -> JobPod:
+            return pods.run(job, rank, *program, env=kubeflows(rank) if kind == "kubeflow" else {})
+
+        head, other = run(0), run(1)
+        first = pods.meeting(head, other)
+        assert first.hosts == ["train-node-0-0", "train-node-0-1"]
+
+        assert pods.delete(other) == 143
+        again = run(1)
+
+        second = pods.meeting(head, again, after=first)
+        assert second.hosts == first.hosts
         pods.end(head, again)
 
 
