@@ -25,7 +25,11 @@ from tests.manifests import Object
 from tests.nodes import Node, Nodes
 
 NAMESPACE = "team"
-CONTAINER = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
+# Without capabilities and the way to any; as root all the same, or it could not enter the tests' folders.
+CONTAINER = (
+    *("unshare", "--pid", "--fork", "--kill-child", "--mount-proc"),
+    *("setpriv", "--inh-caps=-all", "--bounding-set=-all", "--no-new-privs"),
+)
 # What every container has of the cluster's services.
 SERVICES = {"KUBERNETES_SERVICE_HOST": "10.96.0.1", "KUBERNETES_SERVICE_PORT": "443"}
 _VARIABLE = re.compile(r"\$\(([A-Za-z_]\w*)\)")
@@ -75,8 +79,8 @@ class Pods:
         self._addresses: dict[str, tuple[str, ...]] = {}
         self._jobs: list[Watched] = []
         self._etcds: dict[str, subprocess.Popen[str]] = {}
-        self._nodes = Nodes(places)
-        self._free = list(self._nodes)
+        self.nodes = Nodes(places)
+        self._free = list(self.nodes)
 
     def __enter__(self) -> Pods:
         return self
@@ -84,17 +88,23 @@ class Pods:
     def __exit__(self, *_: object) -> None:
         for job in self._jobs:
             job.__exit__()
-        self._nodes.close()
+        self.nodes.close()
 
-    def run(self, job: Object, ordinal: int, *args: str, env: Mapping[str, str] | None = None) -> JobPod:
-        """Start a Job's pod with these arguments instead of the manifest's; `env` is more of its variables."""
-        pod = JobPod(job, ordinal, self._free.pop(0))
+    def run(
+        self, owner: Object, ordinal: int, *args: str, env: Mapping[str, str] | None = None, node: Node | None = None
+    ) -> JobPod:
+        """Start a pod of elaunch with these arguments instead of the manifest's; `env` is more of its variables.
+
+        It runs on `node`, else on one that had none yet.
+        """
+        pod = JobPod(owner, ordinal, node or self._free.pop(0))
         self._enter(pod)
-        home = self.folder / f"{pod.name}-on-{pod.node.name}"
+        home = self.folder / f"life-{len(self._jobs)}-of-{pod.name}"
         home.mkdir()
         command, variables = self._container(pod, home)
         assert command[0] == "elaunch"
-        extra = {**SERVICES, "JOB_COMPLETION_INDEX": str(ordinal), **(env or {})}
+        index = {"JOB_COMPLETION_INDEX": str(ordinal)} if owner.get("kind", "Job") == "Job" else {}
+        extra = {**SERVICES, **index, **(env or {})}
         pod.process = Watched(home, *args, env={**variables, **extra}, prefix=(*pod.node.prefix, *CONTAINER))
         self._jobs.append(pod.process)
         return pod
@@ -182,6 +192,8 @@ class Pods:
     def _container(self, pod: Pod, home: Path) -> tuple[list[str], dict[str, str]]:
         """The command and the variables of its one container, with its volumes in folders of this machine."""
         (container,) = pod.spec["containers"]
+        assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+        assert not container["securityContext"]["allowPrivilegeEscalation"]
         places = self._volumes(pod, container)
         variables: dict[str, str] = {}
         for each in container.get("env", []):
