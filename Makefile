@@ -21,7 +21,7 @@ test: $(VENV)/.installed-dev tools lint  ## Everything but the slow tests
 test-slow: $(VENV)/.installed-dev tools  ## The slow tests: long simulations, many kills
 	$(BIN)/python -m pytest -m slow
 
-tools:  ## The commands that tests on several nodes need: etcd, etcdctl, nft, ip (Debian packages; installed by root, else named)
+tools:  ## The commands that tests on several nodes need: etcd, etcdctl, nft, ip, a Slurm (Debian packages; installed by root, else named)
 	@tests/tools.sh
 
 N ?= 20
