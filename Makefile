@@ -25,7 +25,7 @@ control-plane: $(VENV)/.installed-dev tools  ## A real Kubernetes control plane,
 	tests/controlplane/build.sh "$${ELAUNCH_CONTROL_PLANE:-$$HOME/.cache/elaunch-control-plane}"
 	$(BIN)/python -m pytest -m slow tests/controlplane
 
-tools:  ## The commands that tests on several nodes need: etcd, etcdctl, nft, ip (Debian packages; installed by root, else named)
+tools:  ## The commands that tests on several nodes need: etcd, etcdctl, nft, ip, a Slurm (Debian packages; installed by root, else named)
 	@tests/tools.sh
 
 N ?= 20

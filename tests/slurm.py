@@ -130,8 +130,9 @@ class Slurm:
         try:
             yield started
         finally:
-            started.terminate()
-            started.communicate()
+            if started.poll() is None:
+                started.terminate()
+                started.communicate()
 
     def sbatch(self, *words: str, env: Mapping[str, str] | None = None) -> Batch:
         """A job that was handed in; its output goes to one file, in all its lives."""
