@@ -68,7 +68,7 @@ def job(asked: PodJob) -> Object:
         },
     }
     if asked.is_elastic:
-        spec["successPolicy"] = {"rules": [{"succeededIndexes": f"0-{count - 1}", "succeededCount": 1}]}
+        spec["successPolicy"] = {"rules": [{"succeededCount": 1}]}
     spec["template"] = {"metadata": {"labels": labels(asked.name)}, "spec": _pod(asked)}
     return {"apiVersion": "batch/v1", "kind": "Job", "metadata": _metadata(asked.name), "spec": spec}
 

@@ -50,6 +50,27 @@ def test_a_jobs_pods_meet_without_a_flag_and_a_deleted_one_comes_back_with_anoth
         pods.end(head, again)
 
 
+@pytest.mark.slow
+def test_a_job_whose_first_pod_is_deleted_begins_anew_in_new_pods(tmp_path: Path) -> None:
+    """Exit code 3 is none that ends the Job (podFailurePolicy): both places are filled again."""
+    job = the("Job", rendered("base"))
+    program = (*PRELOAD, str(REDUCER), str(tmp_path))
+    with Pods(tmp_path, 4, TOKEN) as pods:
+        head, other = (pods.run(job, ordinal, *program) for ordinal in (0, 1))
+        pods.meeting(head, other)
+
+        assert pods.delete(head) == 143
+        assert other.process.wait() == 3
+        # The one that waits for the head comes first: its name leads to nobody until the head has come back, too.
+        again = pods.run(job, 1, *program)
+        again.process.wait_for_output("elaunch:")
+        first = pods.run(job, 0, *program)
+
+        since = len(pods.records.all())
+        wait_for(lambda: len({r["host"] for r in pods.records.of("step", since=since)}) == 2, "both train again")
+        pods.end(first, again)
+
+
 def jobs_of_a_jobset(jobset: Object) -> Object:
     """The one Job that the JobSet controller makes of it."""
     (only,) = jobset["spec"]["replicatedJobs"]
