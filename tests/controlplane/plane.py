@@ -54,7 +54,8 @@ class Plane:
         url = f"https://127.0.0.1:{secure}"
         self.api = Api(url, token)
         (folder / "tokens.csv").write_text(f"{token},admin,1,system:masters\n")
-        (folder / "kubeconfig").write_text(json.dumps(_kubeconfig(url, token)))
+        self.kubeconfig = folder / "kubeconfig"
+        self.kubeconfig.write_text(json.dumps(_kubeconfig(url, token)))
         try:
             self._make_key()
             self._start(
@@ -77,7 +78,7 @@ class Plane:
                 },
             )
             wait_for(self._is_ready, "an API server")
-            common = {"kubeconfig": folder / "kubeconfig", "bind-address": "127.0.0.1", "port": 0}
+            common = {"kubeconfig": self.kubeconfig, "bind-address": "127.0.0.1", "port": 0}
             self._start(
                 "kube-controller-manager",
                 {
@@ -109,7 +110,7 @@ class Plane:
     def kubectl(self, *words: str, text: str | None = None) -> str:
         """What kubectl prints, in a namespace of its own where nothing else is said."""
         done = subprocess.run(
-            [kubectl(), "--kubeconfig", str(self._folder / "kubeconfig"), *words],
+            [kubectl(), "--kubeconfig", str(self.kubeconfig), *words],
             input=text,
             capture_output=True,
             text=True,

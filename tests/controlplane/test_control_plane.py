@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,8 +13,8 @@ import pytest
 from tests.controlplane.kubelet import Kubelets
 from tests.controlplane.plane import BINARIES, Plane
 from tests.faults.cluster import PRELOAD, REDUCER
-from tests.harness import wait_for
-from tests.manifests import Object, rendered, text, the
+from tests.harness import finished, wait_for
+from tests.manifests import Object, kubectl, rendered, text, the
 from tests.nodes import needs_nodes
 from tests.pods import NAMESPACE, JobPod, Pods
 
@@ -66,6 +67,24 @@ def test_the_server_takes_the_manifests(plane: Plane, folder: str) -> None:
     broken = text("base").replace("restartPolicy: Never", "restartPolicy: Sometimes")
     with pytest.raises(AssertionError, match="Unsupported value"):
         plane.kubectl("create", "--dry-run=server", "--validate=false", "--filename=-", text=broken)
+
+
+def test_what_is_submitted_goes_with_its_job(plane: Plane, tmp_path: Path) -> None:
+    """The fields that are younger than this server are not for kubectl to refuse here."""
+    wrapper = tmp_path / "bin" / "kubectl"
+    wrapper.parent.mkdir()
+    wrapper.write_text(f'#!/bin/sh\nverb=$1; shift; exec {kubectl()} "$verb" --validate=false "$@"\n')
+    wrapper.chmod(0o755)
+    env = {"PATH": f"{wrapper.parent}{os.pathsep}{os.environ['PATH']}", "KUBECONFIG": str(plane.kubeconfig)}
+
+    done = finished(tmp_path, "submit", "k8s", "--image", "you/train:1", "--nodes", "2", "train.py", env=env)
+
+    assert done.code == 0, done.output
+    kinds = "job,service,secret"
+    everything = ("get", kinds, "--selector=app.kubernetes.io/instance=train", "--output=name")
+    assert len(plane.kubectl(*everything).split()) == 3
+    plane.kubectl("delete", "job", "train")
+    wait_for(lambda: not plane.kubectl(*everything), "the garbage collector takes the rest")
 
 
 def test_a_set_of_nodes_outlives_a_deleted_pod_and_a_lost_machine(plane: Plane, tmp_path: Path) -> None:
