@@ -163,3 +163,6 @@ def test_the_images_health_check_sees_an_agent_that_is_stopped(tmp_path: Path) -
         assert health() == 1
         agent_of(job).resume()
         wait_for(lambda: health() == 0, "the agent goes on")
+        process_1(job).send_signal(signal.SIGTERM)
+        assert job.wait(10) == 143
+        job.assert_nothing_is_left()

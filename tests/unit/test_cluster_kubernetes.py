@@ -6,6 +6,9 @@ import pytest
 
 from elaunch.launcher.cluster.facts import Cluster
 from elaunch.launcher.cluster.kubernetes import HOSTS, detect
+from elaunch.launcher.cluster.settle import settle
+from elaunch.launcher.jobspec import agent_config
+from tests.unit.test_cluster import CPU_HOST, options_of, planned
 
 POD = {"KUBERNETES_SERVICE_HOST": "10.96.0.1", "KUBERNETES_SERVICE_PORT": "443"}
 
@@ -109,3 +112,15 @@ def test_other_hosts_and_pods_say_nothing(hostname: str, environ: dict[str, str]
 def test_an_index_that_is_no_number_is_refused() -> None:
     with pytest.raises(ValueError, match="JOB_COMPLETION_INDEX=one"):
         found("train-1", {"JOB_COMPLETION_INDEX": "one"})
+
+
+@pytest.mark.parametrize(("said", "is_warned"), [({}, True), ({"PET_NNODES": "1"}, False)])
+def test_pods_that_do_not_know_how_many_they_are_say_so(said: dict[str, str], is_warned: bool) -> None:
+    environ = POD | {"JOB_COMPLETION_INDEX": "1"}
+    cluster = found("train-1", environ, "train.team.svc.cluster.local")
+    assert cluster
+
+    config = agent_config(settle(options_of(**said), cluster), planned(cluster), {}, CPU_HOST)
+
+    assert any("set PET_NNODES to their number" in note for note in config.notes) == is_warned
+    assert (config.spec.nodes_max, config.spec.run_id) == (1, "team-train")
