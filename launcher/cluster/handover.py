@@ -120,7 +120,8 @@ def fetch(meeting: Meeting, wait_s: float, say: Callable[[str], None]) -> str:
         if now_s - begun_s > wait_s or (answered_s and now_s - answered_s > _PATIENCE_S):
             raise SiteError(
                 f"the secret of the job's store did not come from {meeting.endpoint.host} ({trouble}, and no"
-                f" {meeting.file} is seen here); before srun, in the job's script, add: {TOKEN_LINE}"
+                f" {meeting.file} is seen here); give all nodes the same one, as in a job's script, before srun:"
+                f" {TOKEN_LINE}"
             )
         if now_s - begun_s > _PATIENCE_S and not is_said:
             say(f"still waiting for {meeting.endpoint.host}: {trouble}, and no {meeting.file} is seen here")
