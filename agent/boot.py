@@ -26,7 +26,8 @@ class Boot:
     """The agent's words to its fork server.
 
     `preload` is None for exec, and `fallback` then the reason, where that was not asked for. `pythonpath` is the user's
-    PYTHONPATH. `mask` are the signals that were blocked when the agent started it, where it has begun anew since.
+    PYTHONPATH. `ignored` are signals that workers ignore from their start. `mask` are the signals that were blocked
+    when the agent started it, where it has begun anew since.
     """
 
     agent_pid: int
@@ -34,6 +35,7 @@ class Boot:
     program: Program
     preload: tuple[str, ...] | None
     pythonpath: str | None
+    ignored: tuple[int, ...] = ()
     fallback: str = ""
     mask: tuple[int, ...] | None = None
 

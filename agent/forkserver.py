@@ -25,9 +25,15 @@ class ForkServer:
     wait in the socket. `fileno` is readable when `receive` has news.
     """
 
-    def __init__(self, program: Program, preload: tuple[str, ...] | None, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        program: Program,
+        preload: tuple[str, ...] | None,
+        environment: Mapping[str, str],
+        ignored: tuple[int, ...] = (),
+    ) -> None:
         self._socket, theirs = wire.pair()
-        boot = Boot(os.getpid(), theirs.fileno(), program, preload, environment.get("PYTHONPATH"))
+        boot = Boot(os.getpid(), theirs.fileno(), program, preload, environment.get("PYTHONPATH"), ignored)
         boot_fd = boot.memfd()
         try:
             self._process = subprocess.Popen(

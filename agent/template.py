@@ -75,6 +75,8 @@ def _settle(boot: Boot) -> tuple[frozenset[int], socket.socket]:
     mask = frozenset(int(s) for s in before) if boot.mask is None else frozenset(boot.mask)
     # A scheduler signals every process of a job. Blocked, not ignored: what a child inherits must be the defaults.
     signal.pthread_sigmask(signal.SIG_BLOCK, set(signal.Signals) - {signal.SIGCHLD})
+    for signum in boot.ignored:
+        signal.signal(signum, signal.SIG_IGN)
     die_with_parent(boot.agent_pid, signal.SIGKILL)
     set_command_line(("elaunch: fork server",), "elaunch-fork")
     control = socket.socket(fileno=boot.control_fd)

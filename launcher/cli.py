@@ -10,7 +10,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from elaunch.agent.guard import Guard
     from elaunch.agent.pump import Pump
     from elaunch.agent.rundir import RunDir
+    from elaunch.launcher.cluster.facts import Cluster
     from elaunch.launcher.options import Options
     from elaunch.launcher.plan import Planned
     from elaunch.rendezvous.types import Outcome
@@ -34,6 +35,10 @@ def main() -> NoReturn:
         except OSError:
             # Started with a closed standard stream: a pipe of ours must not get its number.
             os.open(os.devnull, os.O_RDWR)
+    if os.getpid() == 1:
+        from elaunch.launcher.init import stand_in
+
+        stand_in()
     try:
         code = _main()
     except KeyboardInterrupt:
@@ -58,6 +63,10 @@ def _main() -> int:
             from elaunch.launcher import storecommand
 
             return storecommand.main(sys.argv[2:], os.environ)
+        if sys.argv[1:2] == ["submit"]:
+            from elaunch.launcher.submit import command
+
+            return command.main(sys.argv[2:], os.environ)
         asked = parse(sys.argv[1:], os.environ)
         if isinstance(asked, HelpRequested):
             print(asked.text)
@@ -74,6 +83,10 @@ def run(options: Options, environ: Mapping[str, str]) -> int:
     Whatever is raised, no process and no folder of ours is left.
     """
     options, planned, config = _prepared(options, environ)
+    if planned.cluster and planned.cluster.task > 0:
+        from elaunch.launcher.cluster.companion import wait_for_agent
+
+        return wait_for_agent(planned.cluster, lambda line: print(f"elaunch: {line}", file=sys.stderr))
 
     from elaunch.agent.forkserver import ForkServer
     from elaunch.agent.guard import Guard
@@ -82,13 +95,18 @@ def run(options: Options, environ: Mapping[str, str]) -> int:
     # Before anything is made that somebody would have to remove.
     places = private_places()
     with ExitStack() as cleanup:
+        if planned.cluster:
+            from elaunch.launcher.cluster.companion import open_for_others
+
+            cleanup.enter_context(open_for_others(planned.cluster) or nullcontext())
         guard = Guard((*places, *memory_places(places)))
         cleanup.callback(guard.finish)
         troubles: list[str] = []
         say = troubles.append
         # Folders are made until the end; from the pump's start on its console has the word.
         run_dir = _run_dir(config, lambda trouble: say(trouble), places)
-        server = ForkServer(config.spec.program, config.preload, guard.environment(config.environment))
+        environment = guard.environment(config.environment)
+        server = ForkServer(config.spec.program, config.preload, environment, config.notices)
         # Also after the loop, which ends its last one: that makes no difference then.
         cleanup.callback(server.stop)
 
@@ -121,7 +139,12 @@ def _prepared(options: Options, environ: Mapping[str, str]) -> tuple[Options, Pl
 
     check_program(options, environ)
     check_log_dir(options)
-    planned = plan(options, environ, read_secret)
+    cluster = _cluster(options, environ)
+    if cluster:
+        from elaunch.launcher.cluster.settle import settle
+
+        options = settle(options, cluster)
+    planned = plan(options, environ, read_secret, cluster)
     if options.run_id is None:
         options = replace(options, run_id=os.urandom(4).hex() if planned.plan.is_alone else UNNAMED)
     config = agent_config(options, planned, environ, detect(environ))
@@ -129,6 +152,19 @@ def _prepared(options: Options, environ: Mapping[str, str]) -> tuple[Options, Pl
     if config.spec.program.is_on_stdin:
         take_program_from_stdin()
     return options, planned, config
+
+
+def _cluster(options: Options, environ: Mapping[str, str]) -> Cluster | None:
+    """What a scheduler says about this process; nothing where its user wants to hear nothing. Raises UsageError."""
+    from pathlib import Path
+
+    from elaunch.launcher.cluster.detect import detect
+    from elaunch.launcher.cluster.place import reachable
+
+    if options.standalone:
+        return None
+    found = detect(options.scheduler, environ, socket.gethostname(), lambda path: Path(path).read_text())
+    return reachable(found) if found else None
 
 
 def _run_dir(config: AgentConfig, warn: Callable[[str], None], places: tuple[str, ...]) -> RunDir:
@@ -162,8 +198,7 @@ def _outcome(
     from elaunch.launcher.errors import UsageError
     from elaunch.launcher.stores import reach
 
-    reached = reach(options, planned.plan, pump.say)
-    served = reached.served
+    reached = reach(options, planned, pump.say)
     try:
         return Loop(
             replace(config, master_addr=reached.address, network=reached.network),
@@ -173,13 +208,12 @@ def _outcome(
             pump,
             run_dir,
             store_is_remote=reached.is_remote,
-            served_pid=served.pid if served else None,
+            served_pid=reached.served.pid if reached.served else None,
         ).run()
     except NoPort as error:
         raise UsageError(str(error)) from error
     finally:
-        if served:
-            served.stop()
+        reached.close()
 
 
 @contextmanager

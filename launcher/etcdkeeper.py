@@ -31,10 +31,12 @@ _LAST_WORDS_BYTES = 2048
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run etcd until stdin ends, SIGTERM comes, or it ends by itself."""
+    """Run etcd until stdin ends, or it ends by itself."""
     etcd, place, folder = argv[0], argv[1], Path(argv[2])
     secret = Secret(sys.stdin.readline().strip())
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    # A scheduler signals every process of a job; etcd itself, which heeds SIGTERM, cannot be kept from it.
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(signum, signal.SIG_IGN)
     try:
         _write(folder / "key.pem", secret.key)
         _write(folder / "cert.pem", secret.certificate)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from elaunch.agent.config import AgentConfig, OutputPlan, StreamChoice, Streams
 from elaunch.agent.environ import RANK_VARIABLES
+from elaunch.launcher.cluster.facts import Cluster, line
 from elaunch.launcher.errors import UsageError
 from elaunch.launcher.options import Options
 from elaunch.launcher.plan import Planned
@@ -31,12 +32,14 @@ def agent_config(options: Options, planned: Planned, environ: Mapping[str, str],
     """
     if options.run_id is None:
         raise ValueError("options.run_id is None: draw a fresh one first")
-    slots, counted = count_workers(options.nproc_per_node, host)
+    cluster = planned.cluster
+    slots, counted = count_workers(options.nproc_per_node, host, cluster)
+    _check_own_gpus(options, host, cluster)
     _check_visible_devices(options, environ, slots)
     if planned.plan.is_alone:
         _check_filters(options, slots)
     environment, threads = worker_environment(environ, slots, host.cores)
-    signals, ignored = signal_numbers(options.signals_to_handle)
+    signals, ignored = signal_numbers(_signals(options, cluster))
     interpreter = environ.get("PYTHON_EXEC") or host.python
     return AgentConfig(
         spec=JobSpec(
@@ -52,14 +55,16 @@ def agent_config(options: Options, planned: Planned, environ: Mapping[str, str],
         role=options.role,
         output=output_plan(options, environ),
         times=planned.plan.times,
-        node_rank=-1 if planned.plan.node_rank is None else planned.plan.node_rank,
+        node_rank=_seat(planned),
         signals=signals,
+        notices=(signal.SIGUSR1,) if cluster and signal.SIGUSR1 in signals else (),
         preload=_preload(options, interpreter, host),
         master_addr=planned.plan.own_addr or "127.0.0.1",
         master_ports=_master_ports(options, planned),
         numa_binding=options.numa_binding,
         virtual_local_rank=options.virtual_local_rank,
         notes=(
+            *_of_the_scheduler(options, cluster),
             *_chosen_for_you(options, counted, threads),
             *planned.notes,
             *_without_effect(options, planned.ignored),
@@ -68,17 +73,63 @@ def agent_config(options: Options, planned: Planned, environ: Mapping[str, str],
     )
 
 
-def count_workers(asked: int | str | None, host: HostResources) -> tuple[int, str]:
-    """The number of workers and what was counted, as "8 workers, one per GPU"; empty for a given number."""
+def count_workers(asked: int | str | None, host: HostResources, cluster: Cluster | None = None) -> tuple[int, str]:
+    """The number of workers and what was counted, as "8 workers, one per GPU"; empty for a given number.
+
+    GPUs that are seen come before what a scheduler says: its user may have hidden some.
+    """
     if isinstance(asked, int):
         return asked, ""
     if asked == "gpu" and host.gpus == 0:
         raise UsageError("--nproc-per-node gpu finds no GPU that this process may use; use cpu, or give a number")
     if asked != "cpu" and host.gpus > 0:
         return host.gpus, f"{_plural(host.gpus, 'worker')}, one per GPU"
+    if asked is None and cluster and cluster.workers:
+        return cluster.workers, f"{_plural(cluster.workers, 'worker')}, as {cluster.scheduler} says"
     if asked is None:
         return 1, "1 worker, no GPU was found"
     return host.cpus, f"{_plural(host.cpus, 'worker')}, one per CPU"
+
+
+def _check_own_gpus(options: Options, host: HostResources, cluster: Cluster | None) -> None:
+    """Raises UsageError for an agent that sees one task's GPUs only: the node's others would do nothing."""
+    if cluster is None or cluster.tasks == 1 or not cluster.gpus:
+        return
+    own = host.gpus or cluster.own_gpus or cluster.gpus
+    if own >= cluster.gpus or (isinstance(options.nproc_per_node, int) and options.nproc_per_node <= own):
+        return
+    raise UsageError(
+        f"{cluster.scheduler} gave this node {cluster.gpus} GPUs, and each of its {cluster.tasks} tasks sees only its"
+        f" own, here {own}; start one task on each node with all of them (srun --ntasks-per-node=1"
+        f" --gpus-per-node={cluster.gpus} elaunch …), or add --gpu-bind=none to srun"
+    )
+
+
+def _seat(planned: Planned) -> int:
+    """This node's place: of a static job its rank, else the scheduler's own order, in which neighbours are near."""
+    if planned.plan.node_rank is not None:
+        return planned.plan.node_rank
+    index = planned.cluster.node_index if planned.cluster else None
+    return -1 if index is None else index
+
+
+def _signals(options: Options, cluster: Cluster | None) -> tuple[str, ...]:
+    """Schedulers announce the end of a job by SIGUSR1 (`sbatch --signal=USR1@60`), which would end the agent."""
+    if cluster is None or "signals_to_handle" in options.given:
+        return options.signals_to_handle
+    return (*options.signals_to_handle, "SIGUSR1")
+
+
+def _of_the_scheduler(options: Options, cluster: Cluster | None) -> tuple[str, ...]:
+    if cluster is None:
+        return ()
+    notes = [line(cluster), *([cluster.note] if cluster.note else [])]
+    if cluster.node_index is not None and cluster.nodes is None and "nnodes" not in options.given:
+        notes.append(
+            f"a {cluster.scheduler} does not tell its pods how many they are, so that each is a job of its own; for one"
+            " job of all of them set PET_NNODES to their number"
+        )
+    return tuple(notes)
 
 
 def worker_environment(environ: Mapping[str, str], slots: int, cores: int) -> tuple[dict[str, str], int | None]:

@@ -83,6 +83,7 @@ class Options:
     rdzv_backend: str
     rdzv_conf: Mapping[str, str]
     store: str
+    scheduler: str
     token_file: str | None
     node_rank: int
     master_addr: str | None

@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
+from elaunch.launcher.cluster.facts import Cluster
 from elaunch.launcher.conf import Conf, understand
 from elaunch.launcher.endpoints import Address, endpoints
 from elaunch.launcher.errors import UsageError
@@ -30,22 +31,29 @@ _ALONE = "one node needs no rendezvous"
 class Planned:
     """The plan, options that change nothing (with why), and sentences worth saying once.
 
-    `master_port` is the one that a static endpoint names.
+    `master_port` is the one that a static endpoint names. `cluster` is what the scheduler says; with `hands_over`
+    a head among its nodes tells them the secret of its store, since nobody else did.
     """
 
     plan: RendezvousPlan
     ignored: tuple[tuple[str, str], ...] = ()
     notes: tuple[str, ...] = ()
     master_port: int | None = None
+    cluster: Cluster | None = None
+    hands_over: bool = False
 
 
-def plan(options: Options, environ: Mapping[str, str], read_secret: Callable[[str], str]) -> Planned:
+def plan(
+    options: Options, environ: Mapping[str, str], read_secret: Callable[[str], str], cluster: Cluster | None = None
+) -> Planned:
     """How this node takes part. `read_secret` reads a file that holds a token or password. Raises UsageError."""
     if options.standalone or options.nnodes[1] == 1:
-        return _alone(options)
+        return replace(_alone(options), cluster=cluster)
     conf, raised = _long_enough(options, understand(options.rdzv_conf))
     backend = _backend(options)
-    addresses, notes = _addresses(options, environ, backend)
+    addresses, notes = _said_addresses(options, environ, backend)
+    head = _head(cluster, backend) if cluster and not addresses else None
+    addresses = addresses or _nowhere(options, backend, head)
     notes = (*raised, *notes)
     scheme = _scheme(conf, addresses)
     serving = _serving(options, conf, addresses, scheme, backend)
@@ -53,14 +61,14 @@ def plan(options: Options, environ: Mapping[str, str], read_secret: Callable[[st
     master = _static_master(options) if is_static else None
     is_first = is_static and options.node_rank == 0
     made = RendezvousPlan(
-        times=_times(options, conf),
+        times=_times(options, conf, cluster),
         endpoints=tuple(_endpoint(address, backend) for address in addresses),
         tls=_tls(conf, environ) if scheme == "https" else None,
         login=_login(conf, environ, read_secret),
         token=_token(options, environ, read_secret),
         transport=conf.transport,
         serving=serving,
-        is_head=conf.is_host if conf.is_host is not None else (is_first if is_static else None),
+        is_head=_is_head(conf, is_first if is_static else None, cluster if head else None),
         node_rank=options.node_rank if is_static else None,
         master_addr=master.host if master else None,
         local_addr=_address_of(options.local_addr),
@@ -72,7 +80,30 @@ def plan(options: Options, environ: Mapping[str, str], read_secret: Callable[[st
     notes = (*notes, *_unused_token(made, backend))
     if options.run_id is None and serving is Serving.NOTHING:
         notes = (*notes, f"the job is called {UNNAMED}; on a store for several jobs give each its own --run-id")
-    return Planned(made, (*_pointless(options, backend), *conf.ignored), notes, master.port if master else None)
+    return Planned(
+        made,
+        (*_pointless(options, backend), *conf.ignored),
+        notes,
+        master.port if master else None,
+        cluster,
+        hands_over=cluster is not None
+        and cluster.nodes is not None
+        and serving is not Serving.NOTHING
+        and not made.token,
+    )
+
+
+def _head(cluster: Cluster, backend: str) -> Address | None:
+    """Where the scheduler's head serves the store; whoever means an etcd, or gives ranks, does not mean that."""
+    if cluster.head is None or backend in (*_ETCD, "static"):
+        return None
+    return Address("", cluster.head, cluster.head_port)
+
+
+def _is_head(conf: Conf, is_first: bool | None, at_its_head: Cluster | None) -> bool | None:
+    if conf.is_host is not None:
+        return conf.is_host
+    return at_its_head.node_index == 0 if at_its_head else is_first
 
 
 def _alone(options: Options) -> Planned:
@@ -126,10 +157,10 @@ def _static_master(options: Options) -> _Master | None:
     return None
 
 
-def _addresses(
+def _said_addresses(
     options: Options, environ: Mapping[str, str], backend: str
 ) -> tuple[tuple[Address, ...], tuple[str, ...]]:
-    """Where the store is, and a sentence where that was not said on the command line."""
+    """Where the user says the store is, and a sentence where that was not on the command line; else nothing."""
     master = _static_master(options) if backend == "static" else None
     if options.rdzv_endpoint and not (master and not options.master_addr):
         return _of_several_nodes(options.rdzv_endpoint, "--rdzv-endpoint"), ()
@@ -143,6 +174,13 @@ def _addresses(
             return _of_several_nodes(found, variable), (f"the store is that of {variable}: {text}",)
     if master:
         return (Address("", master.host, _store_port(master)),), ()
+    return (), ()
+
+
+def _nowhere(options: Options, backend: str, head: Address | None) -> tuple[Address, ...]:
+    """The head, where nobody said anything else. Raises UsageError where there is none."""
+    if head:
+        return (head,)
     nodes = ":".join(str(number) for number in dict.fromkeys(options.nnodes))
     if backend == "static":
         way_out = "with the name of the node of rank 0 as HOST: "
@@ -266,7 +304,7 @@ def _unused_token(made: RendezvousPlan, backend: str) -> tuple[str, ...]:
     return (f"the token is not used: {why}; who may write there is what etcd's own protection says",)
 
 
-def _times(options: Options, conf: Conf) -> Times:
+def _times(options: Options, conf: Conf, cluster: Cluster | None) -> Times:
     times = Times.for_lease(
         Times.lease_ttl_s if conf.lease_ttl_s is None else conf.lease_ttl_s,
         failure_grace_s=options.failure_grace,
@@ -277,6 +315,8 @@ def _times(options: Options, conf: Conf) -> Times:
     )
     if conf.keepalive_s is not None:
         times = replace(times, keepalive_s=min(times.keepalive_s, conf.keepalive_s))
+    if cluster and cluster.nodes and cluster.nodes[0] == cluster.nodes[1]:
+        times = replace(times, nodes_expected=cluster.nodes[1])
     try:
         times.check()
     except ValueError as error:

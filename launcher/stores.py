@@ -10,12 +10,15 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from elaunch.launcher.errors import SiteError, UsageError
+from elaunch.rendezvous.memory import MemoryStore
 from elaunch.rendezvous.plan import RendezvousPlan, Serving, Transport
 from elaunch.rendezvous.store import Store
 
 if TYPE_CHECKING:
+    from elaunch.launcher.cluster.handover import Meeting, Offer
     from elaunch.launcher.head import StoreProcess
     from elaunch.launcher.options import Options
+    from elaunch.launcher.plan import Planned
     from elaunch.rendezvous.access import Access
 
 # A name may be known to a cluster's resolver some time after the host is up.
@@ -27,7 +30,8 @@ _ADDRESS_PAUSE_S = 0.5
 class Reached:
     """The store, and where this node is: `address` is what the others reach, `network` what tells the workers so.
 
-    `is_remote` says that it is in another process; `served` is that process, where it is this agent's.
+    `is_remote` says that it is in another process; `served` is that process, where it is this agent's, and `offer` its
+    secret, for the nodes that the same scheduler started.
     """
 
     store: Store
@@ -35,34 +39,79 @@ class Reached:
     address: str = "127.0.0.1"
     network: Mapping[str, str] = field(default_factory=dict)
     served: StoreProcess | None = None
+    offer: Offer | None = None
+
+    def close(self) -> None:
+        """End what was started for the others."""
+        if self.offer:
+            self.offer.close()
+        if self.served:
+            self.served.stop()
 
 
-def reach(options: Options, plan: RendezvousPlan, say: Callable[[str], None]) -> Reached:
+def reach(options: Options, planned: Planned, say: Callable[[str], None]) -> Reached:
     """What the plan names; its store is served first where this node is the head. Nothing is sent to it yet.
 
     Raises UsageError and SiteError.
     """
+    plan = planned.plan
     if plan.is_alone:
-        from elaunch.rendezvous.memory import MemoryStore
-
         return Reached(MemoryStore(), is_remote=False, address=plan.own_addr or "127.0.0.1")
     _check_first(options, plan)
     address = plan.own_addr or _own_address(plan, say)
     from elaunch.launcher.head import take_the_head
 
-    served = take_the_head(plan, say)
+    served, offer = take_the_head(plan, say), None
     try:
         if served:
-            from elaunch.launcher.invitation import invitation
-
-            for line in invitation(options, plan, served.token):
-                say(line)
+            offer = _welcome(options, planned, served, say)
             plan = replace(plan, token=served.token)
-        return Reached(store_of(plan), True, address, _network(_number(address, plan, say), say), served)
+        elif planned.hands_over:
+            plan = replace(plan, token=_secret_of_head(options, planned, say))
+        return Reached(store_of(plan), True, address, _network(_number(address, plan, say), say), served, offer)
     except BaseException:
-        if served:
-            served.stop()
+        Reached(MemoryStore(), True, served=served, offer=offer).close()
         raise
+
+
+def _welcome(options: Options, planned: Planned, served: StoreProcess, say: Callable[[str], None]) -> Offer | None:
+    """Tell the others of the store that is served here: people by a line to type, a scheduler's tasks by themselves."""
+    from elaunch.launcher.invitation import invitation
+
+    about, line = invitation(options, planned.plan, served.token)
+    say(about)
+    if not planned.hands_over:
+        say(line)
+        return None
+    from elaunch.launcher.cluster.handover import Offer
+
+    return Offer(_meeting(options, planned), served.token)
+
+
+def _secret_of_head(options: Options, planned: Planned, say: Callable[[str], None]) -> str:
+    """The token of the store that another node serves; empty where what listens there is an etcd. Raises SiteError."""
+    from elaunch.launcher.cluster.handover import fetch
+
+    plan = planned.plan
+    # Whoever has the head's port on the head itself is no head of this job: there is nothing to wait for.
+    wait_s = 0.0 if plan.is_head else plan.times.join_timeout_s
+    try:
+        return fetch(_meeting(options, planned), wait_s, say)
+    except SiteError:
+        if not plan.is_head:
+            raise
+        endpoint = plan.endpoints[0]
+        raise SiteError(
+            f"port {endpoint.port}, at which this node was to serve the job's store, is taken by another program;"
+            f" choose a free one: --rdzv-endpoint {endpoint.host}:PORT"
+        ) from None
+
+
+def _meeting(options: Options, planned: Planned) -> Meeting:
+    from elaunch.launcher.cluster.handover import Meeting
+
+    lives = planned.cluster.restarts if planned.cluster else 0
+    return Meeting(planned.plan.endpoints[0], f"{options.run_id}.{lives}")
 
 
 def _check_first(options: Options, plan: RendezvousPlan) -> None:

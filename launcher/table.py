@@ -192,6 +192,10 @@ _RENDEZVOUS = (
         default="auto", default_text="auto",
     ),
     OptionSpec(
+        "scheduler", Group.RENDEZVOUS, "NAME", "whose word fills in the rest: auto, none, a name",
+        values.one_of("auto", "none", "mpi", "slurm", "lsf", "pbs", "kubernetes"), default="auto", default_text="auto",
+    ),
+    OptionSpec(
         "token-file", Group.RENDEZVOUS, "FILE", "holds the job's secret", default_text="ELAUNCH_TOKEN, else made",
     ),
     OptionSpec(

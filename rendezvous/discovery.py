@@ -145,7 +145,7 @@ def _speaks_tls(endpoint: Endpoint, secret: Secret | None, deadline_s: float) ->
                     # It speaks TLS, and wants to see the certificate that the token stands for.
                     raise _wants_token(endpoint) from None
                 # An etcd without TLS ends the connection or waits for more, and so may our own in a bad moment.
-                if _speaks_http(endpoint, deadline_s):
+                if speaks_http(endpoint, deadline_s):
                     return False
                 raise
     except OSError as error:
@@ -162,7 +162,8 @@ def _wants_token(endpoint: Endpoint) -> Denied:
     )
 
 
-def _speaks_http(endpoint: Endpoint, deadline_s: float) -> bool:
+def speaks_http(endpoint: Endpoint, deadline_s: float) -> bool:
+    """Whether what listens there answers without TLS, as an etcd does. Raises OSError."""
     with _connected(endpoint, deadline_s) as plain:
         plain.sendall(f"GET /version HTTP/1.1\r\nHost: {endpoint}\r\nConnection: close\r\n\r\n".encode())
         return plain.recv(16).startswith(b"HTTP/")

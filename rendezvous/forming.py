@@ -236,9 +236,10 @@ def _seal_or_wait(
     if formation.enough_s is None:
         formation = replace(formation, enough_s=now_s)
     is_first = snapshot.table is None
+    most = min(times.nodes_expected or terms.nodes_max, terms.nodes_max)
     due_s = (formation.enough_s or now_s) + times.last_call_s
-    if is_first and here < terms.nodes_max and now_s < due_s:
-        waiting = f"more nodes, {times.last_call_s:g} s: {here} of at most {terms.nodes_max} are here"
+    if is_first and here < most and now_s < due_s:
+        waiting = f"more nodes, {times.last_call_s:g} s: {here} of at most {most} are here"
         return Formed(formation, wake_s=due_s, waiting=waiting)
     seated = set(survivors)
     newcomers = sorted((snapshot.members[n] for n in joined if n not in seated), key=_place)

@@ -17,8 +17,10 @@ from elaunch.rendezvous.serving import Server
 
 def main(argv: Sequence[str]) -> int:
     """`--fd N` for each bound socket; the token is a line on stdin, whose end is the end. Says "ready" when it is."""
-    # A terminal's Ctrl-C is for the agent, which needs its store until it has ended the job.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # A terminal's Ctrl-C and a scheduler's signals to all of a job's processes are for the agent, which needs its store
+    # until it has ended the job.
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(signum, signal.SIG_IGN)
     parser = argparse.ArgumentParser(prog="elaunch.rendezvous.server")
     parser.add_argument("--fd", type=int, action="append", required=True, help="an inherited socket, bound already")
     options = parser.parse_args(argv)
@@ -30,7 +32,6 @@ def main(argv: Sequence[str]) -> int:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     server = Server([socket.socket(fileno=fd) for fd in options.fd], secret)
-    signal.signal(signal.SIGTERM, lambda *_: server.stop())
     server.stop_at_end_of(0)
     with suppress(BrokenPipeError):
         os.write(1, b"ready\n")

@@ -24,6 +24,7 @@ class Times:
     backoff_max_s         between two tries to reach the store
     spare_wait_s          a table with free seats waits for those who were ready before it, at most this long
     last_call_s           a first generation below nodes_max waits for more nodes, counted from nodes_min on
+    nodes_expected        … but no longer than until so many are here, as a scheduler started them; 0 is unknown
     join_timeout_s        below nodes_min for this long ends the job; so does a store away for it, after the last worker
     store_timeout_s       the head's store away for this long is gone for good
     join_gather_s         nodes that come within this time come together, in one generation
@@ -41,6 +42,7 @@ class Times:
     backoff_max_s: float = 0.5
     spare_wait_s: float = 1.0
     last_call_s: float = 2.0
+    nodes_expected: int = 0
     join_timeout_s: float = 600.0
     store_timeout_s: float = 60.0
     join_gather_s: float = 0.1

@@ -22,6 +22,8 @@ from elaunch.agent.guardian import VARIABLE
 Fact = TypeVar("Fact")
 # Generous: these machines are shared. A test that needs more has found a hang.
 DEADLINE_S = 60.0
+# Ours, and the schedulers' that tests may run under.
+_LAUNCHERS = ("ELAUNCH_", "PET_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI_", "LSB_", "PBS_", "JOB_COMPLETION_")
 COMMAND = (sys.executable, "-m", "elaunch")
 
 
@@ -41,7 +43,7 @@ def wait_for(fact: Callable[[], Fact], what: str, deadline_s: float = DEADLINE_S
 
 def environment(env: Mapping[str, str] | None = None) -> dict[str, str]:
     """This process's environment, without what a launcher above it sets for a job, and with `env`."""
-    environ = {k: v for k, v in os.environ.items() if not k.startswith(("ELAUNCH_", "PET_", "TORCHELASTIC_"))}
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(_LAUNCHERS)}
     # The second is pytest's, another one in each test; the third torch's, where a test has imported it.
     for name in ("OMP_NUM_THREADS", "PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"):
         environ.pop(name, None)

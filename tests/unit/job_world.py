@@ -29,8 +29,9 @@ A, B, C, D = (node(letter, slots) for slots, letter in enumerate("abcd", start=1
 class World:
     """`A` starts the run and leads, until somebody else does (`leader`)."""
 
-    def __init__(self, terms: Terms = TERMS, *, first: Node = A) -> None:
+    def __init__(self, terms: Terms = TERMS, *, first: Node = A, times: Times = TIMES) -> None:
         self.store = MemoryStore()
+        self.times = times
         self.terms = terms
         self.now_s = 100.0
         self.reign = Reign()
@@ -137,7 +138,7 @@ class World:
         if snapshot.table and snapshot.table.generation != self.table_seen[0]:
             self.table_seen = (snapshot.table.generation, self.now_s)
         table_age_s = self.now_s - self.table_seen[1]
-        led = lead(snapshot, self.reign, TIMES, self.now_s, table_age_s, self.lossless_until_s)
+        led = lead(snapshot, self.reign, self.times, self.now_s, table_age_s, self.lossless_until_s)
         self.reign = led.reign
         return led
 

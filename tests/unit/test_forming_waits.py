@@ -313,6 +313,17 @@ def test_a_last_call_begins_when_there_are_enough() -> None:
     assert world.look().wake_s == 150.0 + TIMES.last_call_s
 
 
+def test_the_last_call_is_over_when_all_are_here_that_a_scheduler_started() -> None:
+    world = World(Terms(1, 4), times=replace(TIMES, nodes_expected=3))
+    world.join(A, B)
+
+    early = world.look()
+    world.join(C)
+
+    assert early.waiting == "more nodes, 2 s: 2 of at most 3 are here"
+    assert world.seal() == "abc"
+
+
 def test_a_full_table_waits_for_nobody() -> None:
     world = World()
     world.join(A, B, C)

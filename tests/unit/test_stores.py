@@ -17,7 +17,7 @@ ANOTHERS = "192.0.2.1"
 def reached(*argv: str) -> Reached:
     options = parse([*argv, "t.py"], {})
     assert not isinstance(options, HelpRequested)
-    return reach(options, plan(options, {}, str).plan, lambda line: None)
+    return reach(options, plan(options, {}, str), lambda line: None)
 
 
 @pytest.mark.parametrize(("nodes", "ranks"), [("2", "1"), ("3", "1 or 2"), ("4:8", "1 to 7")])

@@ -1,0 +1,100 @@
+"""mpirun, mpiexec and prterun: Open MPI's processes, and those of Hydra (MPICH, Intel MPI) and PALS (Cray)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from elaunch.launcher.cluster.facts import Cluster, number, port_of_name, used
+from elaunch.launcher.cluster.hostlist import expand, of_lines, of_lsf
+
+
+@dataclass(frozen=True)
+class _Launcher:
+    """What one of them calls these four; they are set together."""
+
+    name: str
+    rank: str
+    size: str
+    local_rank: str
+    local_size: str
+
+
+_LAUNCHERS = (
+    _Launcher(
+        "Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    _Launcher("MPI (PALS)", "PMI_RANK", "PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"),
+    _Launcher("MPI (Hydra)", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+)  # fmt: skip
+
+
+def detect(environ: Mapping[str, str], hostname: str, read: Callable[[str], str]) -> Cluster | None:
+    """What mpirun says to its processes: one on each node is the agent, its others there wait."""
+    for launcher in _LAUNCHERS:
+        names = (launcher.rank, launcher.size, launcher.local_rank, launcher.local_size)
+        found = [number(environ, name) for name in names]
+        if None not in found:
+            rank, size, task, tasks = (value or 0 for value in found)
+            return _cluster(launcher.name, environ, read, rank, size, task, max(tasks, 1), used(environ, *names))
+    return None
+
+
+def _cluster(
+    name: str,
+    environ: Mapping[str, str],
+    read: Callable[[str], str],
+    rank: int,
+    size: int,
+    task: int,
+    tasks: int,
+    sources: tuple[str, ...],
+) -> Cluster:
+    nodes = number(environ, "OMPI_MCA_orte_num_nodes") or _of_equal_nodes(name, size, tasks)
+    head = _head(environ, read) if nodes > 1 else None
+    note = "" if head or nodes == 1 else f"{name} does not say where rank 0 runs: export MASTER_ADDR=HOST (mpirun -x)"
+    run_id = _run_id(environ)
+    return Cluster(
+        name,
+        nodes=(nodes, nodes),
+        # Any order will do in which node 0 has rank 0: by slot or by node, the agents' ranks are in one.
+        node_index=rank if tasks == 1 else rank // tasks if (rank - task) % tasks == 0 else rank - task,
+        head=head,
+        head_port=port_of_name(run_id) if run_id else None,
+        workers=tasks if tasks > 1 else None,
+        run_id=run_id,
+        task=task,
+        tasks=tasks,
+        sources=sources,
+        note=note,
+    )
+
+
+def _of_equal_nodes(name: str, size: int, tasks: int) -> int:
+    if size % tasks:
+        raise ValueError(
+            f"{name} has {size} processes, {tasks} of them here: the nodes are not alike, and how many there are is"
+            " not to be known; start one process on each (mpirun --map-by ppr:1:node)"
+        )
+    return size // tasks
+
+
+def _head(environ: Mapping[str, str], read: Callable[[str], str]) -> str | None:
+    """Where rank 0 is: as its user says, as scripts for torch have it, else the first host of the allocation."""
+    if address := environ.get("MASTER_ADDR"):
+        return address
+    if nodes := environ.get("SLURM_JOB_NODELIST"):
+        return expand(nodes)[0]
+    if hosts := of_lsf(environ):
+        return hosts[0]
+    return next(iter(of_lines(read(environ["PBS_NODEFILE"]))), None) if environ.get("PBS_NODEFILE") else None
+
+
+def _run_id(environ: Mapping[str, str]) -> str | None:
+    """The allocation's number and what MPI calls the run in it."""
+    allocation = [environ[name] for name in used(environ, "SLURM_JOB_ID", "LSB_JOBID", "PBS_JOBID")]
+    run = [environ[name] for name in used(environ, "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PALS_APID")]
+    words = [*allocation[:1], *run[:1]]
+    return re.sub(r"[^\w.]+", "-", "-".join(["mpi", *words])) if words else None

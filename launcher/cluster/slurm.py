@@ -1,0 +1,124 @@
+"""Slurm: the tasks of a step, as `srun` starts them, and the shells of `sbatch` and `salloc`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+
+from elaunch.launcher.cluster.facts import Cluster, number, port_of, used
+from elaunch.launcher.cluster.hostlist import expand
+
+# Above are the steps that are no steps: a batch script's, an interactive shell's.
+_STEP_MAX = 0xFFFF_FFF0
+# Of each step of a job its own port, and of each job in a row.
+_STEPS_APART = 7
+
+
+def detect(environ: Mapping[str, str], hostname: str, read: Callable[[str], str]) -> Cluster | None:
+    """What `srun` says to one of its tasks; in a job's shell only what it is called. Needs no `scontrol`."""
+    job = number(environ, "SLURM_JOB_ID", "SLURM_JOBID")
+    if job is None:
+        return None
+    name = _job_name(environ, job)
+    step = number(environ, "SLURM_STEP_ID", "SLURM_STEPID")
+    if step is None or step >= _STEP_MAX or "SLURM_PROCID" not in environ or _is_of_another_job(environ):
+        return _shell(environ, job, name)
+    nodes = number(environ, "SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES") or 1
+    index = number(environ, "SLURM_NODEID") or 0
+    if index >= nodes:
+        raise ValueError(f"SLURM_NODEID={index} is no node of {nodes}")
+    tasks = _tasks_here(environ, index)
+    gpus = gpus_here(environ, nodes, tasks)
+    hosts = _hosts(environ, "SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST")
+    return Cluster(
+        "Slurm",
+        nodes=(nodes, nodes),
+        node_index=index,
+        head=next(iter(hosts), None) if nodes > 1 else None,
+        head_port=port_of(job * _STEPS_APART + step),
+        workers=gpus or (tasks if tasks > 1 else None),
+        gpus=gpus,
+        own_gpus=_listed(environ, "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES") if gpus else None,
+        run_id=f"{name}.{step}",
+        restarts=number(environ, "SLURM_RESTART_COUNT") or 0,
+        task=number(environ, "SLURM_LOCALID") or 0,
+        tasks=tasks,
+        sources=used(environ, "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_STEP_NODELIST", "SLURM_NODEID"),
+    )
+
+
+def _job_name(environ: Mapping[str, str], job: int) -> str:
+    """As people call it: an array's job is 12_3. With the cluster's name, for a store that several clusters use."""
+    array, index = (environ.get(f"SLURM_ARRAY_{word}_ID", "") for word in ("JOB", "TASK"))
+    return f"{environ.get('SLURM_CLUSTER_NAME') or 'slurm'}-{f'{array}_{index}' if array and index else job}"
+
+
+def _shell(environ: Mapping[str, str], job: int, name: str) -> Cluster:
+    nodes = number(environ, "SLURM_JOB_NUM_NODES", "SLURM_NNODES") or 1
+    note = (
+        f"this is the shell of Slurm's job {job}, and its {nodes} nodes are not used: srun elaunch … starts on all"
+        if nodes > 1
+        else ""
+    )
+    return Cluster("Slurm", run_id=name, sources=used(environ, "SLURM_JOB_ID"), note=note)
+
+
+def _is_of_another_job(environ: Mapping[str, str]) -> bool:
+    """A script that was submitted from within a step inherits the variables of that step, save those of the job."""
+    step, job = _hosts(environ, "SLURM_STEP_NODELIST"), _hosts(environ, "SLURM_JOB_NODELIST")
+    return bool(job) and not set(step) <= set(job)
+
+
+def _hosts(environ: Mapping[str, str], *variables: str) -> list[str]:
+    """The hosts in the first of the variables that is set."""
+    for variable in used(environ, *variables):
+        try:
+            return expand(environ[variable])
+        except ValueError as error:
+            raise ValueError(f"{variable}={environ[variable]} {error}") from None
+    return []
+
+
+def _tasks_here(environ: Mapping[str, str], index: int) -> int:
+    """How many tasks the step has on node `index`: `4(x2),3` is 4, 4 and 3."""
+    variable = "SLURM_STEP_TASKS_PER_NODE"
+    text = environ.get(variable, "")
+    for word in text.split(",") if text else ():
+        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", word)
+        if not found:
+            raise ValueError(f"{variable}={text} is no list of numbers of tasks")
+        index -= int(found[2] or 1)
+        if index < 0:
+            return int(found[1])
+    return 1
+
+
+def gpus_here(environ: Mapping[str, str], nodes: int, tasks: int) -> int | None:
+    """How many GPUs this node was given; None where none was asked for.
+
+    What Slurm says of the node comes first; what was asked for, in any of its forms, is all that older ones say.
+    """
+    if on_node := number(environ, "SLURM_GPUS_ON_NODE"):
+        return on_node
+    if listed := _listed(environ, "SLURM_STEP_GPUS"):
+        return listed
+    if per_node := _counted(environ.get("SLURM_GPUS_PER_NODE", "")):
+        return per_node
+    of_task = re.findall(r"gres[/:]gpu(?::[^=,:]+)?[=:](\d+)", environ.get("SLURM_TRES_PER_TASK", ""))
+    if per_task := _counted(environ.get("SLURM_GPUS_PER_TASK", "")) or sum(int(count) for count in of_task):
+        return per_task * tasks
+    everywhere = _counted(environ.get("SLURM_GPUS", ""))
+    return everywhere // nodes if everywhere and everywhere % nodes == 0 else None
+
+
+def _counted(text: str) -> int:
+    """`2`, `a100:2`, `gpu:a100:2`, `a100:2,v100:1`: the sum; a kind without a number is one."""
+    if not text:
+        return 0
+    last = [word.rpartition(":")[2] for word in text.split(",")]
+    return sum(int(word) if word.isdecimal() else 1 for word in last)
+
+
+def _listed(environ: Mapping[str, str], *variables: str) -> int | None:
+    """How many words the first of the variables has that is set."""
+    return next((len(environ[name].split(",")) for name in used(environ, *variables)), None)

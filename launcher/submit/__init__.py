@@ -1,0 +1,1 @@
+"""`elaunch submit`: a job for a scheduler, written and handed in."""

@@ -1,0 +1,191 @@
+"""`elaunch submit slurm`: the batch script of a job, shown or handed to `sbatch`."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from elaunch.launcher import values
+from elaunch.launcher.errors import SiteError, UsageError
+from elaunch.launcher.options import HelpRequested, Options, parse
+from elaunch.rendezvous.types import ProgramKind
+
+HELP = """\
+Usage: elaunch submit slurm [options] [elaunch options] train.py args…
+
+Write a batch script that starts elaunch on every node of a Slurm job, and hand it to sbatch.
+
+  --nodes N or MIN:MAX  nodes; with a range the job goes on with what is left of them [1]
+  --gpus N              GPUs on each node, and a worker for each [what the node has]
+  --cpus N              CPUs on each node [the whole node, for this job alone]
+  --time LIMIT          as sbatch takes it: minutes, HH:MM:SS, DAYS-HH
+  --partition NAME, --account NAME, --qos NAME
+  --name NAME           the job's name [the program's]
+  --output FILE         where its output goes [NAME-JOB.out]
+  --notice SECONDS      before the time is over: workers save, and the job is queued again [60]
+  --no-requeue          do not queue it again, neither then nor after a lost node
+  --sbatch OPTION       any other option of sbatch, as --sbatch=--constraint=h100; as often as needed
+  --dry-run             show the script, submit nothing
+"""
+
+_VALUED = ("nodes", "gpus", "cpus", "time", "partition", "account", "qos", "name", "output", "notice", "sbatch")
+_SWITCHES = ("dry-run", "requeue", "no-requeue")
+_CALL_S = 60.0
+
+Checked = TypeVar("Checked")
+
+
+@dataclass(frozen=True)
+class Request:
+    """A job for Slurm. `words` is elaunch's command line, from its options on; None leaves it to the site."""
+
+    words: tuple[str, ...]
+    name: str
+    nodes: tuple[int, int] = (1, 1)
+    gpus: int | None = None
+    cpus: int | None = None
+    output: str = "%x-%j.out"
+    notice_s: int = 60
+    requeues: bool = True
+    more: tuple[str, ...] = ()
+    dry_run: bool = False
+
+
+def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Show the script or submit it; the exit code. Raises UsageError and SiteError."""
+    if not argv or argv[0] in ("-h", "--help"):
+        print(HELP, end="")
+        return 0
+    request = understand(argv, environ)
+    text = script(request, "elaunch" if shutil.which("elaunch") else f"{shlex.quote(sys.executable)} -m elaunch")
+    if request.dry_run:
+        print(text, end="")
+        return 0
+    print(f"submitted as job {_submit(text)}; squeue shows it, scancel ends it")
+    return 0
+
+
+def understand(argv: Sequence[str], environ: Mapping[str, str]) -> Request:
+    """What is asked for; elaunch's own words are checked as elaunch will. Raises UsageError."""
+    given, more, words = _taken(argv)
+    checked = parse(words, environ)
+    if isinstance(checked, HelpRequested):
+        raise UsageError("submit slurm takes a program: elaunch submit slurm --nodes 2 train.py")
+    nodes = _checked("nodes", given.get("nodes", "1"), values.nodes)
+    if nodes[0] < nodes[1] and "nnodes" not in checked.given:
+        words = ("--nnodes", f"{nodes[0]}:{nodes[1]}", *words)
+    sbatch = {key: given[key] for key in ("time", "partition", "account", "qos") if key in given}
+    return Request(
+        words=words,
+        name=given.get("name") or _name(checked),
+        nodes=nodes,
+        gpus=_checked("gpus", given["gpus"], _count) if "gpus" in given else None,
+        cpus=_checked("cpus", given["cpus"], _count) if "cpus" in given else None,
+        output=given.get("output", Request.output),
+        notice_s=_checked("notice", given.get("notice", "60"), _count),
+        requeues="no-requeue" not in given,
+        more=(*(f"--{key}={value}" for key, value in sbatch.items()), *more),
+        dry_run="dry-run" in given,
+    )
+
+
+def _name(options: Options) -> str:
+    return options.target if options.kind is ProgramKind.MODULE else Path(options.target).stem or "elaunch"
+
+
+def script(request: Request, elaunch: str = "elaunch") -> str:
+    """The batch script; `elaunch` is how that is called on the nodes."""
+    least, most = request.nodes
+    is_elastic = least < most
+    lines = [
+        f"--job-name={request.name}",
+        f"--nodes={least}-{most}" if is_elastic else f"--nodes={most}",
+        "--ntasks-per-node=1",
+        *([f"--gpus-per-node={request.gpus}"] if request.gpus else []),
+        f"--cpus-per-task={request.cpus}" if request.cpus else "--exclusive",
+        *request.more,
+        f"--signal=USR1@{request.notice_s}",
+        "--requeue" if request.requeues else "--no-requeue",
+        *(["--no-kill"] if is_elastic else []),
+        "--open-mode=append",
+        f"--output={request.output}",
+    ]
+    # srun takes no CPUs over from the job (Slurm 22.05 and later), and must not end all for one node.
+    cpus = f" --cpus-per-task={request.cpus}" if request.cpus else ""
+    kill = " --no-kill" if is_elastic else ""
+    again = (
+        "# 138: Slurm's notice (SIGUSR1) came before the end of its time, and training has saved. It goes on later.\n"
+        'if [ "$code" = 138 ]; then scontrol requeue "$SLURM_JOB_ID"; fi\n'
+        if request.requeues
+        else ""
+    )
+    return (
+        "#!/bin/bash\n"
+        + "".join(f"#SBATCH {line}\n" for line in lines)
+        + f"\n# One agent on each node: it starts a worker for each GPU.\n"
+        f"srun{cpus} --cpu-bind=none --kill-on-bad-exit=0{kill} {elaunch} {shlex.join(request.words)}\n"
+        f"code=$?\n{again}exit $code\n"
+    )
+
+
+def _taken(argv: Sequence[str]) -> tuple[dict[str, str], tuple[str, ...], tuple[str, ...]]:
+    """Our options in front, sbatch's among them, and the rest: the first word that is none of ours begins it."""
+    given: dict[str, str] = {}
+    more: list[str] = []
+    rest = list(argv)
+    while rest and rest[0].startswith("--"):
+        name, equals, value = rest[0][2:].replace("_", "-").partition("=")
+        if name in _SWITCHES and not equals:
+            given[name] = ""
+        elif name in _VALUED:
+            # The value as it was typed.
+            value = rest[0].partition("=")[2]
+            if not equals:
+                if len(rest) < 2:
+                    raise UsageError(f"submit slurm: --{name} needs a value; see elaunch submit slurm --help")
+                value = rest.pop(1)
+            more += [value] if name == "sbatch" else []
+            given[name] = value
+        else:
+            break
+        del rest[0]
+    if "requeue" in given and "no-requeue" in given:
+        raise UsageError("--requeue contradicts --no-requeue; drop one of them")
+    if any("\n" in value for value in (*given.values(), *more)):
+        raise UsageError("an option of sbatch is one line, and one of these holds several")
+    return given, tuple(more), tuple(rest)
+
+
+def _count(raw: values.Raw) -> int:
+    return values.whole(raw, low=1)
+
+
+def _checked(name: str, value: str, convert: Callable[[values.Raw], Checked]) -> Checked:
+    try:
+        return convert(value)
+    except ValueError as error:
+        raise UsageError(f"--{name} {value} {error}") from None
+
+
+def _submit(text: str) -> str:
+    """Hand it to sbatch; the job's number."""
+    if shutil.which("sbatch") is None:
+        raise UsageError(
+            "no sbatch on the PATH: this host hands nothing in to Slurm; log in to one that does, or add --dry-run"
+        )
+    try:
+        done = subprocess.run(["sbatch", "--parsable"], input=text, capture_output=True, text=True, timeout=_CALL_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise SiteError(f"sbatch: {error}") from None
+    if done.returncode:
+        said = re.sub(r"^sbatch: (error: )?", "", done.stderr.strip(), flags=re.MULTILINE).replace("\n", "; ")
+        raise SiteError(f"sbatch refuses the job: {said}")
+    # With several clusters it is NUMBER;CLUSTER.
+    return done.stdout.strip().partition(";")[0]

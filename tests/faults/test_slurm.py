@@ -1,0 +1,229 @@
+"""Under a real Slurm: jobs without a rendezvous flag, and what schedulers do to them."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.etcd import Etcd
+from tests.faults.cluster import REDUCER
+from tests.faults.meetings import Meeting, Records
+from tests.faults.trainings import Training
+from tests.harness import COMMAND, slow, wait_for
+from tests.slurm import Batch, Slurm, needs_slurm
+
+pytestmark = needs_slurm
+
+SBATCH = Path(__file__).parents[2] / "deploy" / "slurm" / "train.sbatch"
+# What a worker prints, without torch: its place, and where it is.
+PLACE = 'echo "place $RANK $WORLD_SIZE $LOCAL_RANK $(hostname)"\n'
+PLAIN = ("--no-python", "sh", "place.sh")
+SECRET = re.compile(r"\b[0-9a-f]{32}\b")
+# Their CPUs are enough for both jobs of an array.
+TWO = ("--nodes=2", "--ntasks-per-node=1", "--open-mode=append")
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+    with Slurm(tmp_path_factory.mktemp("slurm"), 4) as started:
+        (started.home / "place.sh").write_text(PLACE)
+        yield started
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(slurm: Slurm) -> Iterator[None]:
+    """After each test all nodes can be used again, and run nothing but their daemons."""
+    yield
+    slurm.call("scancel", "--user=root")
+    slurm.wait_idle()
+    try:
+        wait_for(lambda: not leftovers(slurm), "no process of a job", 10)
+    except AssertionError as error:
+        raise AssertionError(f"{error}: {leftovers(slurm)}") from None
+    assert not list(slurm.home.glob(".elaunch/*"))
+
+
+def leftovers(slurm: Slurm) -> list[str]:
+    daemons = ("slurmd ", "slurmctld", "slurmscriptd", "munged ")
+    lines = [" ".join(process.cmdline()) for process in slurm.nodes.processes()]
+    return [line for line in lines if not line.strip(" :").startswith(daemons)]
+
+
+def places(output: str) -> list[tuple[int, int, int, str]]:
+    """Rank, world size, local rank and host of each worker, by rank."""
+    found = re.findall(r"place (\d+) (\d+) (\d+) (\S+)", output)
+    return sorted((int(rank), int(size), int(local), host) for rank, size, local, host in found)
+
+
+def met(records: Records, ranks: int, after: Meeting | None = None) -> Meeting:
+    """The newest generation, when so many ranks have met in it."""
+    oldest = after.generation + 1 if after else 0
+    return wait_for(lambda: records.meeting(ranks, oldest), f"{ranks} ranks to meet in generation {oldest}")
+
+
+def batch_of(slurm: Slurm, *command: str, options: tuple[str, ...] = TWO, after: str = "") -> Batch:
+    """A job whose script starts that with srun."""
+    script = slurm.home / "job.sh"
+    script.write_text(f"#!/bin/bash\nsrun --kill-on-bad-exit=0 {' '.join(command)}\n{after}")
+    return slurm.sbatch(*options, "--output=%x-%j.out", str(script))
+
+
+# --- starting
+
+
+def test_srun_elaunch_needs_no_flag_and_ranks_follow_the_nodes(slurm: Slurm) -> None:
+    # A home that nobody can write to: the secret goes by munge.
+    output = slurm.call("srun", "-N4", *COMMAND, *PLAIN, env={"HOME": "/proc"})
+
+    assert places(output) == [(i, 4, 0, f"node{i}") for i in range(4)]
+    assert len(re.findall(r"Slurm says: job test-\d+\.0, 4 nodes, this is node \d, the head is node0 ", output)) == 4
+    assert not SECRET.search(output)
+
+
+def test_without_munge_the_secret_goes_through_a_shared_home_and_tasks_beside_the_agent_wait(slurm: Slurm) -> None:
+    tools = slurm.home / "tools"
+    tools.mkdir()
+    for name in ("sh", "hostname"):
+        (tools / name).symlink_to(shutil.which(name) or name)
+
+    output = slurm.call("srun", f"--export=ALL,PATH={tools}", "-N2", "--ntasks-per-node=2", *COMMAND, *PLAIN)
+
+    assert places(output) == [(0, 4, 0, "node0"), (1, 4, 1, "node0"), (2, 4, 0, "node1"), (3, 4, 1, "node1")]
+    assert len(re.findall("Slurm says: job", output)) == 2
+    assert not SECRET.search(output)
+    assert (slurm.home / ".elaunch").stat().st_mode & 0o777 == 0o700
+
+
+def test_two_jobs_of_an_array_share_a_head(slurm: Slurm) -> None:
+    (slurm.home / "meet.sh").write_text(
+        f"{PLACE}touch here.$SLURM_ARRAY_TASK_ID\nuntil [ -e here.0 ] && [ -e here.1 ]; do sleep 0.1; done\n"
+    )
+
+    array = batch_of(slurm, *COMMAND, "--no-python", "sh", "meet.sh", options=(*TWO, "--array=0-1", "-wnode0,node1"))
+
+    outputs = [Batch(slurm, f"{array.number}_{i}").wait() for i in range(2)]
+    for i, output in enumerate(outputs):
+        assert places(output) == [(0, 2, 0, "node0"), (1, 2, 0, "node1")]
+        assert f"Slurm says: job test-{array.number}_{i}.0" in output
+    assert len({re.findall(r"job's store at (\S+)", output)[0] for output in outputs}) == 2
+
+
+def test_submit_writes_and_submits_what_runs(slurm: Slurm) -> None:
+    words = ("--nodes", "2:3", "--gpus", "1", "--cpus", "2", "--time", "5", "--sbatch=--comment=test", *PLAIN)
+    submit = (*COMMAND, "submit", "slurm")
+
+    shown = slurm.call(*submit, "--dry-run", *words)
+    told = slurm.call(*submit, *words)
+
+    number = re.findall(r"^submitted as job (\d+)", told, re.MULTILINE)[0]
+    output = Batch(slurm, number).wait()
+    assert shown.startswith("#!/bin/bash\n#SBATCH --job-name=sh\n#SBATCH --nodes=2-3\n")
+    assert [rank for rank, *_ in places(output)] in ([0, 1], [0, 1, 2])
+    assert slurm.call(*submit, "--partition", "none", "train.py", code=3).startswith(
+        "elaunch: sbatch refuses the job: "
+    )
+
+
+# --- what befalls a job
+
+
+@pytest.mark.parametrize("store", ["the head's", slow("etcd")])
+def test_a_killed_worker_is_replaced_on_both_nodes(slurm: Slurm, tmp_path: Path, store: str) -> None:
+    records = Records(tmp_path / "records")
+    with Etcd(hosts=[slurm.login.ipv4], ports=[2379, 2380], prefix=lambda _: slurm.login.prefix) as etcd:
+        endpoint = {"ELAUNCH_ENDPOINT": etcd.endpoints} if store == "etcd" else {}
+        words = ("-N2", *COMMAND, "--preload", "torch", str(REDUCER), str(tmp_path))
+        with slurm.srun(*words, env=endpoint) as job:
+            first = met(records, 2)
+            os.kill(first.pid(1), signal.SIGKILL)
+            second = met(records, 2, first)
+            (tmp_path / "end").touch()
+            output, _ = job.communicate()
+
+    assert job.returncode == 0, output
+    assert (second.generation, second.restarts) == (1, 1)
+    assert ("this host serves the job's store" in output) == (store != "etcd")
+
+
+@pytest.mark.parametrize(("how", "signum"), [(("--signal=USR1",), signal.SIGUSR1), slow((), signal.SIGTERM)])
+def test_a_job_that_is_told_of_its_end_saves_and_leaves(slurm: Slurm, how: tuple[str, ...], signum: int) -> None:
+    run = Training(slurm.home / f"told-{signum}", asks=["hold:forward-0-3-0"])
+    job = batch_of(slurm, "--output=told.out", *COMMAND, *run.words())
+    run.wait_for("held", step=3)
+
+    slurm.call("scancel", *how, job.number)
+    run.wait_for("told", rank=1, reason="leave")
+    run.release("forward-0-3-0")
+
+    job.wait("FAILED" if how else "CANCELLED")
+    output = (slurm.home / "told.out").read_text()
+    assert "stopped after step 3, as it was told to leave; the same command goes on from there" in output
+    assert output.count(f"{signal.Signals(signum).name} was received by ") >= 2
+    assert output.count(f"exit code {128 + signum}") == 2
+
+
+@pytest.mark.slow
+def test_a_step_that_is_cancelled_is_killed_and_the_next_one_of_its_job_goes_on(slurm: Slurm) -> None:
+    run = Training(slurm.home / "cancelled", asks=["hold:forward-0-13-0"])
+    words = " ".join((*COMMAND, *run.words()))
+    job = batch_of(slurm, words, after=f"srun {words}\n")
+    run.wait_for("held", step=13)
+
+    # Slurm sends SIGKILL to a step at once.
+    slurm.call("scancel", f"{job.number}.0")
+    run.release("forward-0-13-0")
+
+    output = job.wait()
+    assert "restored step 10 from the checkpoint" in output
+    run.assert_complete(lost=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["scontrol requeue", "--signal=USR1@50"])
+def test_a_job_that_is_queued_again_goes_on_from_where_it_was(slurm: Slurm, how: str) -> None:
+    run = Training(slurm.home / how.split()[-1], asks=["hold:forward-0-13-0"])
+    program = slurm.home / "train.py"
+    path, *args = run.words()
+    program.write_text(f"import runpy, sys\nsys.argv[1:] = {args!r}\nrunpy.run_path({path!r}, run_name='__main__')\n")
+    by_time = ("--time=1", how) if how.startswith("--signal") else ()
+    job = slurm.sbatch("--nodes=2", "--gpus-per-node=1", *by_time, str(SBATCH))
+    run.wait_for("held", step=13)
+
+    if not by_time:
+        slurm.call("scontrol", "requeue", job.number)
+    job.wait_for_output("SIGUSR1" if by_time else "SIGTERM", 2)
+    run.release("forward-0-13-0")
+    job.wait("PENDING")
+    # Slurm waits for two minutes.
+    slurm.call("scontrol", "update", f"job={job.number}", "StartTime=now")
+
+    output = job.wait()
+    assert "stopped after step 13" in output
+    assert "in its life number 2" in output
+    run.assert_complete()
+
+
+@pytest.mark.slow
+def test_a_job_survives_the_loss_of_a_node(slurm: Slurm, tmp_path: Path) -> None:
+    records = Records(tmp_path / "records")
+    words = (*COMMAND, "--nnodes", "2:3", "--preload", "torch", str(REDUCER), str(tmp_path))
+    options = ("--nodes=3", "--ntasks-per-node=1", "--no-kill")
+    job = batch_of(slurm, "--no-kill", *words, options=options)
+    first = met(records, 3)
+
+    slurm.nodes[1].power_off()
+    second = met(records, 2, first)
+    (tmp_path / "end").touch()
+    slurm.nodes[1].power_on()
+    slurm.slurmd(1)
+
+    assert second.hosts == ["node0", "node2"]
+    assert second.restarts == 0
+    output = job.wait()
+    assert "node1" in output

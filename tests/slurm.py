@@ -1,0 +1,242 @@
+"""A real Slurm for tests: controller, daemons and munge on the nodes of tests/nodes.py, as on a cluster.
+
+Each node has a slurmd and a munge daemon of its own, all with one key; the last node is the one that people log in to,
+with the controller. Needs no systemd and touches nothing of an installed Slurm: its configuration is in `folder`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.harness import environment, wait_for
+from tests.nodes import TOOLS, Node, Nodes, address4
+from tests.nodes import missing as nodes_missing
+
+_TOOLS = ("slurmctld", "slurmd", "srun", "sbatch", "scontrol", "scancel", "squeue", "sinfo", "munged", "unmunge")
+_REPOSITORY = Path(__file__).parents[1]
+# What Debian's Slurm wants in cgroup.conf, though nothing here uses cgroups.
+_CGROUP_V1 = "CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n"
+_CGROUP_V2 = "CgroupPlugin=cgroup/v2\nIgnoreSystemd=yes\n"
+# Its own /run: a daemon's socket there is the node's.
+_MUNGED = 'mount -t tmpfs -o mode=755 tmpfs /run && mkdir -m 755 /run/munge && exec munged -F --force --key-file="$0"'
+
+_CONF = """\
+ClusterName=test
+SlurmctldHost={head}({address})
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+CryptoType=crypto/munge
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool.%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.%n.pid
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+JobCompType=jobcomp/none
+GresTypes=gpu
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SlurmdParameters=config_overrides
+MpiDefault=none
+ReturnToService=2
+KillWait=10
+JobRequeue=1
+InactiveLimit=0
+SlurmdTimeout={slurmd_timeout_s}
+SchedulerParameters=sched_interval=1,batch_sched_delay=0,bf_interval=2
+SchedulerType=sched/builtin
+PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+def missing() -> str:
+    """Why this machine cannot have one, or empty."""
+    absent = [name for name in _TOOLS if not shutil.which(name, path=TOOLS["PATH"])]
+    return nodes_missing() or (f"not installed: {', '.join(absent)} (`make tools`)" if absent else "")
+
+
+needs_slurm = pytest.mark.skipif(bool(_why := missing()), reason=_why or "Slurm can be had")
+
+
+class Slurm:
+    """`count` nodes that compute, each with 8 CPUs, and one to log in to; use it as a context manager.
+
+    `folder` is what all of them see; what jobs write is below `home`, which is also their user's home.
+    """
+
+    def __init__(self, folder: Path, count: int, *, slurmd_timeout_s: int = 30) -> None:
+        self.folder = folder
+        self.home = folder / "home"
+        self.nodes = Nodes(count + 1)
+        self.count = count
+        self.env = environment({"SLURM_CONF": str(folder / "slurm.conf"), "HOME": str(self.home), "PATH": _path()})
+        self._configure(slurmd_timeout_s)
+        try:
+            self._start()
+        except BaseException:
+            self.nodes.close()
+            raise
+
+    @property
+    def login(self) -> Node:
+        """Where people type."""
+        return self.nodes[self.count]
+
+    def __enter__(self) -> Slurm:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.nodes.close()
+
+    def call(self, *command: str, code: int | None = 0, env: Mapping[str, str] | None = None) -> str:
+        """What a command prints that is typed on the login node; stderr too. Fails if it exits with another code."""
+        done = subprocess.run(
+            [*self.login.prefix, *command],
+            cwd=self.home,
+            env={**self.env, **(env or {})},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            text=True,
+            timeout=120,
+        )
+        assert code in (None, done.returncode), f"{command} exited with {done.returncode}:\n{done.stdout}"
+        return done.stdout
+
+    @contextmanager
+    def srun(self, *words: str, env: Mapping[str, str] | None = None) -> Iterator[subprocess.Popen[str]]:
+        """A command that runs meanwhile, and has ended afterwards."""
+        started = subprocess.Popen(
+            [*self.login.prefix, "srun", *words],
+            cwd=self.home,
+            env={**self.env, **(env or {})},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            text=True,
+        )
+        try:
+            yield started
+        finally:
+            if started.poll() is None:
+                started.terminate()
+                started.communicate()
+
+    def sbatch(self, *words: str, env: Mapping[str, str] | None = None) -> Batch:
+        """A job that was handed in; its output goes to one file, in all its lives."""
+        return Batch(self, self.call("sbatch", "--parsable", *words, env=env).strip())
+
+    def wait_idle(self) -> None:
+        """Until all nodes can take a job again."""
+        wait_for(lambda: self.call("sinfo", "-h", "-t", "idle", "-o", "%D").strip() == str(self.count), "idle nodes")
+
+    def slurmd(self, index: int) -> None:
+        """Start a node's daemons."""
+        node = self.nodes[index]
+        self._daemon(node, "sh", "-c", _MUNGED, str(self.folder / "munge.key"))
+        self._await_munge(node)
+        self._daemon(node, "slurmd", "-D", "-N", node.name)
+
+    def _configure(self, slurmd_timeout_s: int) -> None:
+        for name in ("home", "state", *(f"spool.node{i}" for i in range(self.count))):
+            (self.folder / name).mkdir()
+        key = self.folder / "munge.key"
+        key.touch(0o600)
+        key.write_bytes(secrets.token_bytes(128))
+        conf = _CONF.format(
+            head=f"node{self.count}",
+            address=address4(self.count),
+            folder=self.folder,
+            slurmd_timeout_s=slurmd_timeout_s,
+        )
+        for i in range(self.count):
+            conf += f"NodeName=node{i} NodeAddr={address4(i)} CPUs=8 RealMemory=4000 Gres=gpu:2 State=UNKNOWN\n"
+        (self.folder / "slurm.conf").write_text(conf)
+        # They have to be devices, and nobody uses them.
+        (self.folder / "gres.conf").write_text("Name=gpu File=/dev/null\nName=gpu File=/dev/zero\n")
+        is_v2 = Path("/sys/fs/cgroup/cgroup.controllers").exists()
+        (self.folder / "cgroup.conf").write_text(_CGROUP_V2 if is_v2 else _CGROUP_V1)
+
+    def _start(self) -> None:
+        self._daemon(self.login, "sh", "-c", _MUNGED, str(self.folder / "munge.key"))
+        self._await_munge(self.login)
+        self._daemon(self.login, "slurmctld", "-D", "-c")
+        for i in range(self.count):
+            self.slurmd(i)
+        self.wait_idle()
+
+    def _await_munge(self, node: Node) -> None:
+        wait_for(lambda: _succeeds([*node.prefix, "munge", "-n"]), f"munge on {node}")
+
+    def _daemon(self, node: Node, *command: str) -> None:
+        with (self.folder / "daemons.log").open("ab") as log:
+            node.popen(*command, env=self.env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=self.folder)
+
+
+class Batch:
+    """One job of sbatch."""
+
+    def __init__(self, slurm: Slurm, number: str) -> None:
+        self.slurm = slurm
+        self.number = number
+
+    @property
+    def state(self) -> str:
+        """RUNNING, COMPLETED, …"""
+        return self._field("JobState")
+
+    @property
+    def output(self) -> str:
+        """What it and its steps have printed so far."""
+        path = Path(self._field("StdOut"))
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def wait(self, state: str = "COMPLETED") -> str:
+        """Its output when it has come to that state."""
+        ends = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"} - {state}
+
+        def is_there() -> bool:
+            now = self.state
+            assert now not in ends, f"job {self.number} is {now}:\n{self.output}"
+            return now == state
+
+        try:
+            wait_for(is_there, f"job {self.number} is {state}", 120)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.output}") from None
+        return self.output
+
+    def wait_for_output(self, pattern: str, times: int = 1) -> None:
+        try:
+            wait_for(lambda: len(re.findall(pattern, self.output, re.MULTILINE)) >= times, f"{pattern} in the output")
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.output}") from None
+
+    def _field(self, name: str) -> str:
+        told = self.slurm.call("scontrol", "-o", "show", "job", self.number)
+        found = re.search(rf"\b{name}=(\S+)", told)
+        assert found, f"no {name} in {told}"
+        return found[1]
+
+
+def _path() -> str:
+    """elaunch's own interpreter first, as in a virtual environment that is active."""
+    import sys
+
+    return f"{Path(sys.executable).parent}:{TOOLS['PATH']}"
+
+
+def _succeeds(command: list[str]) -> bool:
+    return subprocess.run(command, capture_output=True, env=os.environ).returncode == 0
