@@ -92,8 +92,8 @@ _RESTARTS = (
         values.positive_seconds, default_text="the job's whole life",
     ),
     OptionSpec(
-        "stop-grace", Group.RESTARTS, "SECONDS", "from a stop signal (or failure, if saving) to SIGKILL", values.seconds,
-        default=30.0, default_text="30", peer="shutdown-timeout", differs="whole seconds; not kept on restarts",
+        "stop-grace", Group.RESTARTS, "SECONDS", "from a stop signal (or failure, if saving) to SIGKILL",
+        values.seconds, default=30.0, default_text="30", peer="shutdown-timeout", differs="whole seconds; not kept on restarts",
         environment=("TORCH_ELASTIC_SHUTDOWN_TIMEOUT",),
     ),
     OptionSpec(
