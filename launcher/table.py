@@ -93,7 +93,8 @@ _RESTARTS = (
     ),
     OptionSpec(
         "stop-grace", Group.RESTARTS, "SECONDS", "from a stop signal (or failure, if saving) to SIGKILL",
-        values.seconds, default=30.0, default_text="30", peer="shutdown-timeout", differs="whole seconds; not kept on restarts",
+        values.seconds, default=30.0, default_text="30", peer="shutdown-timeout",
+        differs="whole seconds; not kept on restarts",
         environment=("TORCH_ELASTIC_SHUTDOWN_TIMEOUT",),
     ),
     OptionSpec(
