@@ -218,12 +218,6 @@ class Batch:
             raise AssertionError(f"{error}\n{self.output}") from None
         return self.output
 
-    def wait_for_output(self, pattern: str, times: int = 1) -> None:
-        try:
-            wait_for(lambda: len(re.findall(pattern, self.output, re.MULTILINE)) >= times, f"{pattern} in the output")
-        except AssertionError as error:
-            raise AssertionError(f"{error}\n{self.output}") from None
-
     def _field(self, name: str) -> str:
         told = self.slurm.call("scontrol", "-o", "show", "job", self.number)
         found = re.search(rf"\b{name}=(\S+)", told)
