@@ -9,7 +9,7 @@ TORCH := torch==2.13.0
 # short name: sockets are made in the tests' own, and their paths have 107 characters.
 JOBS ?= 3
 
-.PHONY: demo test test-slow tools bench lint clean
+.PHONY: demo test test-slow control-plane tools bench lint clean
 
 demo: $(VENV)/.installed  ## Train a small language model on this machine's own Python sources, on 2 workers
 	rm -rf runs/demo
@@ -20,6 +20,10 @@ test: $(VENV)/.installed-dev tools lint  ## Everything but the slow tests
 
 test-slow: $(VENV)/.installed-dev tools  ## The slow tests: long simulations, many kills
 	$(BIN)/python -m pytest -m slow
+
+control-plane: $(VENV)/.installed-dev tools  ## A real Kubernetes control plane, built here once (minutes), and pods under it
+	tests/controlplane/build.sh "$${ELAUNCH_CONTROL_PLANE:-$$HOME/.cache/elaunch-control-plane}"
+	$(BIN)/python -m pytest -m slow tests/controlplane
 
 tools:  ## The commands that tests on several nodes need: etcd, etcdctl, nft, ip, a Slurm (Debian packages; installed by root, else named)
 	@tests/tools.sh

@@ -35,6 +35,10 @@ def main() -> NoReturn:
         except OSError:
             # Started with a closed standard stream: a pipe of ours must not get its number.
             os.open(os.devnull, os.O_RDWR)
+    if os.getpid() == 1:
+        from elaunch.launcher.init import stand_in
+
+        stand_in()
     try:
         code = _main()
     except KeyboardInterrupt:

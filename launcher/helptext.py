@@ -13,6 +13,7 @@ Usage: elaunch [options] script.py args…
        elaunch [options] -m module args…
        elaunch [options] --no-python command args…
        elaunch store [--listen HOST:PORT] [--token-file FILE]
+       elaunch submit slurm|k8s [--dry-run] … script.py args…
 
 Start a PyTorch training job, one worker per GPU, and restart it when a worker fails.
 
@@ -41,8 +42,9 @@ variables over the file, the file over the default. The last column says where t
 A script called `-` is read from stdin, once, and given to every worker of every generation. The options `-W`,
 `-X`, `-O`, `-B` and `-b` of an interpreter that runs elaunch (`python -X dev -m elaunch …`) are the workers' too.
 
-`elaunch store` as the first words is the command that serves a store ([several nodes](operations.md)); a script of that
-name is started with `elaunch ./store`. So it is with `run` before a program, which changes nothing."""
+`elaunch store` as the first words is the command that serves a store ([several nodes](operations.md)), `elaunch submit`
+the one that hands a job to [Slurm](slurm.md) or [Kubernetes](kubernetes.md); scripts of these names are started with
+`elaunch ./store`. So it is with `run` before a program, which changes nothing."""
 _SETTINGS_HEAD = """\
 ## Settings of the rendezvous
 

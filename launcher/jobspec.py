@@ -64,7 +64,7 @@ def agent_config(options: Options, planned: Planned, environ: Mapping[str, str],
         numa_binding=options.numa_binding,
         virtual_local_rank=options.virtual_local_rank,
         notes=(
-            *_of_the_scheduler(cluster),
+            *_of_the_scheduler(options, cluster),
             *_chosen_for_you(options, counted, threads),
             *planned.notes,
             *_without_effect(options, planned.ignored),
@@ -120,8 +120,16 @@ def _signals(options: Options, cluster: Cluster | None) -> tuple[str, ...]:
     return (*options.signals_to_handle, "SIGUSR1")
 
 
-def _of_the_scheduler(cluster: Cluster | None) -> tuple[str, ...]:
-    return () if cluster is None else (line(cluster), *([cluster.note] if cluster.note else []))
+def _of_the_scheduler(options: Options, cluster: Cluster | None) -> tuple[str, ...]:
+    if cluster is None:
+        return ()
+    notes = [line(cluster), *([cluster.note] if cluster.note else [])]
+    if cluster.node_index is not None and cluster.nodes is None and "nnodes" not in options.given:
+        notes.append(
+            f"a {cluster.scheduler} does not tell its pods how many they are, so that each is a job of its own; for one"
+            " job of all of them set PET_NNODES to their number"
+        )
+    return tuple(notes)
 
 
 def worker_environment(environ: Mapping[str, str], slots: int, cores: int) -> tuple[dict[str, str], int | None]:

@@ -1,12 +1,89 @@
-"""Kubernetes: pods of an indexed Job, a JobSet, a LeaderWorkerSet or a StatefulSet, and Kubeflow's."""
+"""Kubernetes: pods of an indexed Job (a JobSet's and Kubeflow's too), of a LeaderWorkerSet, of a StatefulSet.
+
+None of them but a LeaderWorkerSet tells its pods how many they are: that is PET_NNODES, which Kubeflow sets too, or
+--nnodes. An operator that names the head itself, as PyTorchJob's does, is not second-guessed.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 
-from elaunch.launcher.cluster.facts import Cluster
+from elaunch.launcher.cluster.facts import Cluster, number, used
+
+HOSTS = "/etc/hosts"
+_NAMED = ("PET_MASTER_ADDR", "PET_RDZV_ENDPOINT", "MASTER_ADDR")
 
 
 def detect(environ: Mapping[str, str], hostname: str, read: Callable[[str], str]) -> Cluster | None:
-    """What the pod's variables say; None outside of such a pod."""
-    return None
+    """What the pod's variables and names say; None outside of such a pod."""
+    if environ.get("LWS_LEADER_ADDRESS"):
+        return _of_leader_worker_set(environ, hostname)
+    index = number(environ, "JOB_COMPLETION_INDEX")
+    if index is not None:
+        # A pod of an operator's own making may be called anything; its index is certain.
+        is_numbered = hostname.endswith(f"-{index}")
+        named = _by_name(_full_name(hostname, read), index) if is_numbered else (None, None)
+        return _cluster("Kubernetes Job", index, named, used(environ, "JOB_COMPLETION_INDEX"))
+    if not environ.get("KUBERNETES_SERVICE_HOST") or used(environ, *_NAMED):
+        return None
+    # What else ends in a number and has a service of its own is a StatefulSet's.
+    ordinal, name = re.search(r"-(\d{1,6})$", hostname), _full_name(hostname, read)
+    if not ordinal or "." not in name:
+        return None
+    index = int(ordinal[1])
+    return _cluster("Kubernetes StatefulSet", index, _by_name(name, index), ("the pod's name",))
+
+
+def _cluster(kind: str, index: int, named: tuple[str | None, str | None], sources: tuple[str, ...]) -> Cluster:
+    head, run_id = named
+    return Cluster(kind, node_index=index, head=head, run_id=run_id, sources=sources)
+
+
+def _of_leader_worker_set(environ: Mapping[str, str], hostname: str) -> Cluster:
+    """The leader is node 0; it is called `set-2`, and the others of its group are `set-2-1`, `set-2-2`, …"""
+    head = environ["LWS_LEADER_ADDRESS"]
+    leader, _, domain = head.partition(".")
+    nodes, index = number(environ, "LWS_GROUP_SIZE"), number(environ, "LWS_WORKER_INDEX")
+    if index is None:
+        ordinal = re.fullmatch(rf"{re.escape(leader)}(?:-(\d+))?", hostname)
+        index = int(ordinal[1] or 0) if ordinal else None
+    if nodes and index is not None and index >= nodes:
+        raise ValueError(f"LWS_WORKER_INDEX={index} is no node of LWS_GROUP_SIZE={nodes}")
+    return Cluster(
+        "Kubernetes LeaderWorkerSet",
+        nodes=(nodes, nodes) if nodes else None,
+        node_index=index,
+        head=head,
+        run_id=_run_id(leader, domain),
+        sources=used(environ, "LWS_LEADER_ADDRESS", "LWS_GROUP_SIZE", "LWS_WORKER_INDEX"),
+    )
+
+
+def _by_name(name: str, index: int) -> tuple[str | None, str]:
+    """The head and the job's name, of a pod's full name that has its index: `train-3.train.team.svc.cluster.local`.
+
+    A pod without a service has no name that others could find the head by.
+    """
+    pod, _, domain = name.partition(".")
+    group = pod.removesuffix(f"-{index}")
+    return f"{group}-0.{domain}" if domain else None, _run_id(group, domain)
+
+
+def _run_id(name: str, domain: str) -> str:
+    """With the namespace, for a store that several of them use: `domain` is `train.team.svc…`."""
+    labels = domain.split(".")
+    return f"{labels[1]}-{name}" if len(labels) > 1 else name
+
+
+def _full_name(hostname: str, read: Callable[[str], str]) -> str:
+    """The pod's name with its service's domain, where it has one: the kubelet writes it into the pod's hosts file."""
+    try:
+        lines = read(HOSTS).splitlines()
+    except OSError:
+        return hostname
+    for line in lines:
+        for name in line.partition("#")[0].split()[1:]:
+            if name.startswith(f"{hostname}."):
+                return name
+    return hostname

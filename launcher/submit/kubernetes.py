@@ -1,12 +1,184 @@
-"""`elaunch submit k8s`: a job for Kubernetes."""
+"""`elaunch submit k8s`: an indexed Job of elaunch nodes, with what it needs."""
 
 from __future__ import annotations
 
+import re
+import shutil
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
+from pathlib import PurePosixPath
+from typing import Any
 
-from elaunch.launcher.errors import UsageError
+import yaml
+
+from elaunch.launcher import argv as command_line
+from elaunch.launcher import values
+from elaunch.launcher.errors import SiteError, UsageError
+from elaunch.launcher.submit.manifests import Object, PodJob, companions, job, labels, owned
+from elaunch.launcher.submit.words import Flag, Submission, help_text, take
+from elaunch.rendezvous.secret import new_token
+
+FLAGS = (
+    Flag("image", "IMAGE", "has elaunch and the program (deploy/docker/Dockerfile); needed"),
+    Flag("name", "NAME", "of the Job [the program's]"),
+    Flag("namespace", "NAME", "where [kubectl's]"),
+    Flag("nodes", "MIN:MAX", "pods, a number or a range [1]"),
+    Flag("gpus", "N", "per pod [0]"),
+    Flag("gpu-resource", "NAME", "what the cluster calls them [nvidia.com/gpu]"),
+    Flag("cpus", "N", "per pod, asked for"),
+    Flag("memory", "SIZE", "per pod, as 64Gi; asked for, and the limit"),
+    Flag("shm", "SIZE", "of /dev/shm, part of the memory [1Gi; 16Gi with GPUs]"),
+    Flag("grace", "SECONDS", "for the workers to save when the pod is to leave [45]"),
+    Flag("etcd", "A:2379,B:2379", "the store; without it the first pod serves one and must not be lost"),
+    Flag("etcd-secret", "NAME", "a Secret with ca.crt, tls.crt and tls.key for it"),
+    Flag("token-secret", "NAME", "a Secret with the token of the first pod's store [a new one]"),
+    Flag("claim", "NAME:/PATH", "a PersistentVolumeClaim and its place; may be given again", many=True),
+    Flag("env", "NAME=VALUE", "a variable; may be given again", many=True),
+    Flag("dry-run", "", "only print the manifests"),
+    Flag("help", "", "show this text"),
+)
+_USAGE = """\
+Usage: elaunch submit k8s --image IMAGE [options] [elaunch options] train.py args…
+
+Make a Job of pods that run `elaunch train.py args…`; the program is the image's.
+"""
+_END = "Needs kubectl, set up for the cluster (Kubernetes 1.29 or newer). docs/kubernetes.md has more.\n"
+
+# Two numbers and three dashes are the pods' own: `name-1023`.
+_NAME_MAX = 52
 
 
 def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     """The exit code. Raises UsageError and SiteError."""
-    raise UsageError("submit k8s is not there yet; deploy/k8s has the manifests")
+    submission = take(["--help" if word == "-h" else word for word in argv[:1]] + list(argv[1:]), FLAGS)
+    if "help" in submission.given:
+        print(help_text(_USAGE, FLAGS, _END), end="")
+        return 0
+    asked = understand(submission)
+    token = ""
+    if asked.has_token and "token-secret" not in submission.given:
+        token = environ.get("ELAUNCH_TOKEN", "").strip() or new_token()
+    namespace = submission.last("namespace")
+    if "dry-run" in submission.given:
+        made = [*companions(asked, token), job(asked)]
+        if namespace:
+            made = [{**each, "metadata": {**each["metadata"], "namespace": namespace}} for each in made]
+        print(written(made), end="")
+        return 0
+    _hand_in(asked, token, ["--namespace", namespace] if namespace else [])
+    for line in _announcement(asked):
+        print(f"elaunch: {line}", file=sys.stderr)
+    return 0
+
+
+def understand(submission: Submission) -> PodJob:
+    """Raises UsageError."""
+    if not submission.last("image"):
+        raise UsageError("--image is missing: it has elaunch and the program; see deploy/docker/Dockerfile")
+    words = command_line.normalise(submission.command)
+    if words.last("nnodes"):
+        raise UsageError("--nnodes follows from the number of pods; use --nodes instead")
+    nodes = _checked(submission, "nodes", values.nodes, "1")
+    gpus = str(_checked(submission, "gpus", values.whole, "0"))
+    name = _name(submission, words)
+    return PodJob(
+        name=name,
+        image=submission.last("image"),
+        command=submission.command,
+        nodes=nodes,
+        gpus="" if gpus == "0" else gpus,
+        gpu_resource=submission.last("gpu-resource", "nvidia.com/gpu"),
+        cpus=_quantity(submission, "cpus"),
+        memory=_quantity(submission, "memory"),
+        shm=_quantity(submission, "shm", "1Gi" if gpus == "0" else "16Gi"),
+        stop_grace_s=_checked(submission, "grace", values.whole, "45"),
+        etcd=submission.last("etcd"),
+        etcd_secret=submission.last("etcd-secret"),
+        token_secret=submission.last("token-secret", f"{name}-token"),
+        claims=tuple(_pair(text, ":", "--claim", "NAME:/PATH") for text in submission.given.get("claim", ())),
+        variables=tuple(_pair(text, "=", "--env", "NAME=VALUE") for text in submission.given.get("env", ())),
+    )
+
+
+def _checked(submission: Submission, name: str, convert: values.Convert, default: str) -> Any:
+    raw = submission.last(name, default)
+    try:
+        return convert(raw)
+    except ValueError as error:
+        raise UsageError(f"--{name} {raw} {error}") from None
+
+
+def _quantity(submission: Submission, name: str, default: str = "") -> str:
+    text = submission.last(name, default)
+    if text and not re.fullmatch(r"\d+(\.\d+)?(m|[kMGTP]i?|Ki)?", text):
+        raise UsageError(f"--{name} {text} is no quantity of Kubernetes; give one like 8, 500m or 64Gi")
+    return text
+
+
+def _name(submission: Submission, words: command_line.Words) -> str:
+    """The Job's name: letters, digits and dashes, as names of hosts."""
+    given = submission.last("name")
+    if given:
+        if len(given) > _NAME_MAX or not re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", given):
+            raise UsageError(
+                f"--name {given} is no name of a host; use up to {_NAME_MAX} small letters, digits and dashes,"
+                " a letter first"
+            )
+        return given
+    program = words.program[0]
+    last = program.rpartition(".")[2] if words.last("module") else PurePosixPath(program).stem
+    made = re.sub(r"[^a-z0-9]+", "-", last.lower()).strip("-")[:_NAME_MAX].strip("-")
+    return made if made[:1].isalpha() else f"job-{made}".rstrip("-")
+
+
+def _pair(text: str, separator: str, flag: str, metavar: str) -> tuple[str, str]:
+    name, found, value = text.partition(separator)
+    if not (name and found) or (separator == ":" and not value.startswith("/")):
+        raise UsageError(f"{flag} {text} is not {metavar}")
+    return name, value
+
+
+def written(made: Sequence[Object]) -> str:
+    """As YAML, for `kubectl create -f -`."""
+    return "".join(f"---\n{yaml.safe_dump(each, sort_keys=False)}" for each in made)
+
+
+def _hand_in(asked: PodJob, token: str, where: Sequence[str]) -> None:
+    """The Job first: nothing is touched where there is one of that name, and what goes with it ends with it."""
+    made = job(asked)
+    uid = _kubectl("create", written([made]), *where, "--output=jsonpath={.metadata.uid}")
+    try:
+        _kubectl("apply", written(owned(companions(asked, token), made, uid)), *where)
+    except SiteError:
+        _kubectl("delete", written([made]), *where)
+        raise
+
+
+def _kubectl(verb: str, text: str, *options: str) -> str:
+    """What kubectl prints; its complaints are the user's to see."""
+    kubectl = shutil.which("kubectl")
+    if kubectl is None:
+        raise UsageError(
+            "submit k8s finds no kubectl on the PATH; install it, or print the manifests with --dry-run and hand them"
+            " in where it is: kubectl create -f FILE"
+        )
+    done = subprocess.run([kubectl, verb, *options, "--filename=-"], input=text, stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise SiteError(f"kubectl {verb} failed with exit code {done.returncode}; what it says is above")
+    return done.stdout
+
+
+def _announcement(asked: PodJob) -> tuple[str, ...]:
+    selector = ",".join(f"{name}={value}" for name, value in labels(asked.name).items())
+    count = ":".join(str(number) for number in dict.fromkeys(asked.nodes))
+    lines = [
+        f"job {asked.name} is handed in, {count} {'pod' if count == '1' else 'pods'};"
+        f" its output: kubectl logs --follow --prefix --selector {selector}; its end: kubectl delete job {asked.name}"
+    ]
+    if asked.has_token:
+        lines.append(
+            "its first pod serves the store: if it is lost, the job begins anew; a cluster of etcd outlives any pod"
+            " (deploy/k8s/etcd, --etcd)"
+        )
+    return tuple(lines)

@@ -1,0 +1,182 @@
+"""The objects of a Kubernetes job as data: what deploy/k8s has for kustomize, made for one command line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+Object = dict[str, Any]
+
+# From the workers' end at the latest to that of the pod: their logs, and the word to the other nodes.
+_LEAVE_S = 15
+_FOLDER = "/etc/elaunch/etcd"
+_CONTAINER = "elaunch"
+
+
+@dataclass(frozen=True)
+class PodJob:
+    """What to run, where, and with how much.
+
+    `nodes` is the least and the largest number of pods. `gpus`, `cpus` and `memory` are one pod's, empty where nothing
+    is asked for. `etcd` are endpoints; without any the first pod serves the store to whoever knows the token in the
+    Secret `token_secret`. `claims` are volumes with their places, `variables` the container's further ones.
+    """
+
+    name: str
+    image: str
+    command: tuple[str, ...]
+    nodes: tuple[int, int]
+    gpus: str = ""
+    gpu_resource: str = "nvidia.com/gpu"
+    cpus: str = ""
+    memory: str = ""
+    shm: str = "1Gi"
+    stop_grace_s: int = 45
+    etcd: str = ""
+    etcd_secret: str = ""
+    token_secret: str = ""
+    claims: tuple[tuple[str, str], ...] = ()
+    variables: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def is_elastic(self) -> bool:
+        return self.nodes[0] < self.nodes[1]
+
+    @property
+    def has_token(self) -> bool:
+        return self.nodes[1] > 1 and not self.etcd
+
+
+def job(asked: PodJob) -> Object:
+    """The Job. Its pods are numbered; see deploy/k8s/base/job.yaml for why each setting is what it is."""
+    count = asked.nodes[1]
+    spec: Object = {
+        "completionMode": "Indexed",
+        "completions": count,
+        "parallelism": count,
+        "backoffLimitPerIndex": 20,
+        "maxFailedIndexes": 0,
+        "podReplacementPolicy": "Failed",
+        "podFailurePolicy": {
+            "rules": [
+                {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+                {
+                    "action": "FailJob",
+                    "onExitCodes": {"containerName": _CONTAINER, "operator": "In", "values": [1, 2]},
+                },
+            ]
+        },
+    }
+    if asked.is_elastic:
+        spec["successPolicy"] = {"rules": [{"succeededCount": 1}]}
+    spec["template"] = {"metadata": {"labels": labels(asked.name)}, "spec": _pod(asked)}
+    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": _metadata(asked.name), "spec": spec}
+
+
+def companions(asked: PodJob, token: str = "") -> list[Object]:
+    """What goes with the Job: its pods' names, a Secret for `token` where there is one, a limit for drains."""
+    made: list[Object] = []
+    if token:
+        secret = {"metadata": _metadata(asked.token_secret, asked.name), "stringData": {"token": token}}
+        made.append({"apiVersion": "v1", "kind": "Secret", **secret})
+    service = {
+        "clusterIP": "None",
+        "publishNotReadyAddresses": True,
+        "selector": labels(asked.name),
+        "ports": [{"name": "store", "port": 2379}],
+    }
+    made.append({"apiVersion": "v1", "kind": "Service", "metadata": _metadata(asked.name), "spec": service})
+    if asked.is_elastic:
+        budget = {"minAvailable": asked.nodes[0], "selector": {"matchLabels": labels(asked.name)}}
+        kind = {"apiVersion": "policy/v1", "kind": "PodDisruptionBudget"}
+        made.append({**kind, "metadata": _metadata(asked.name), "spec": budget})
+    return made
+
+
+def owned(made: list[Object], owner: Object, uid: str) -> list[Object]:
+    """`made`, to be deleted with their owner."""
+    reference = {
+        "apiVersion": owner["apiVersion"], "kind": owner["kind"], "name": owner["metadata"]["name"], "uid": uid,
+    }  # fmt: skip
+    return [{**each, "metadata": {**each["metadata"], "ownerReferences": [reference]}} for each in made]
+
+
+def labels(name: str) -> dict[str, str]:
+    return {"app.kubernetes.io/name": "elaunch", "app.kubernetes.io/instance": name}
+
+
+def _metadata(name: str, instance: str = "") -> Object:
+    return {"name": name, "labels": labels(instance or name)}
+
+
+def _pod(asked: PodJob) -> Object:
+    user = 1000
+    gone = {"operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 30}
+    return {
+        "subdomain": asked.name,
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": asked.stop_grace_s + _LEAVE_S,
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": user,
+            "runAsGroup": user,
+            "fsGroup": user,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        "tolerations": [{"key": f"node.kubernetes.io/{what}", **gone} for what in ("not-ready", "unreachable")],
+        "containers": [_container(asked)],
+        "volumes": [
+            *([{"name": "etcd", "secret": _secret_files(asked.etcd_secret)}] if asked.etcd_secret else []),
+            {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": asked.shm}},
+            *({"name": name, "persistentVolumeClaim": {"claimName": name}} for name, _ in asked.claims),
+        ],
+    }
+
+
+def _secret_files(name: str) -> Object:
+    return {"secretName": name, "defaultMode": 0o440}
+
+
+def _container(asked: PodJob) -> Object:
+    requests = {"cpu": asked.cpus, "memory": asked.memory}
+    limits = {"memory": asked.memory, asked.gpu_resource: asked.gpus}
+    resources = {"requests": _filled(requests), "limits": _filled(limits)}
+    return {
+        "name": _CONTAINER,
+        "image": asked.image,
+        "command": ["elaunch"],
+        "args": list(asked.command),
+        "env": _variables(asked),
+        **({"resources": resources} if any(resources.values()) else {}),
+        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+        "volumeMounts": [
+            *([{"name": "etcd", "mountPath": _FOLDER, "readOnly": True}] if asked.etcd_secret else []),
+            {"name": "shm", "mountPath": "/dev/shm"},
+            *({"name": name, "mountPath": place} for name, place in asked.claims),
+        ],
+    }
+
+
+def _filled(values: dict[str, str]) -> dict[str, str]:
+    return {name: value for name, value in values.items() if value}
+
+
+def _variables(asked: PodJob) -> list[Object]:
+    values = {"PET_NNODES": ":".join(str(number) for number in dict.fromkeys(asked.nodes))}
+    if asked.etcd:
+        values["ELAUNCH_ENDPOINT"] = asked.etcd
+    if asked.etcd_secret:
+        names = {"CACERT": "ca.crt", "CERT": "tls.crt", "KEY": "tls.key"}
+        values |= {f"ETCDCTL_{name}": f"{_FOLDER}/{file}" for name, file in names.items()}
+    uid = {"fieldRef": {"fieldPath": "metadata.labels['batch.kubernetes.io/controller-uid']"}}
+    token = {"secretKeyRef": {"name": asked.token_secret, "key": "token"}}
+    return [
+        *({"name": name, "value": value} for name, value in values.items()),
+        # A Job that is made again under its old name is another job.
+        {"name": "PET_RUN_ID", "valueFrom": uid},
+        {"name": "PET_STOP_GRACE", "value": str(asked.stop_grace_s)},
+        *([{"name": "ELAUNCH_TOKEN", "valueFrom": token}] if asked.has_token else []),
+        *({"name": name, "value": value} for name, value in asked.variables),
+    ]

@@ -1,0 +1,151 @@
+"""The manifests of deploy/k8s, run in namespaces that play pods: Kubernetes' variables, names, ends and returns."""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from tests.faults.cluster import PRELOAD, REDUCER
+from tests.faults.test_signals import STUBBORN
+from tests.harness import script, slow, wait_for
+from tests.manifests import K8S, Object, rendered, the
+from tests.nodes import needs_nodes
+from tests.pods import NAMESPACE, JobPod, Pods
+
+pytestmark = needs_nodes
+
+TOKEN = {"elaunch-token": {"token": "the token of this test"}}
+
+
+def etcd_secrets(folder: Path) -> Mapping[str, Mapping[str, str]]:
+    """What the documented command puts into the namespace."""
+    command = [str(K8S / "etcd" / "certificates.sh"), NAMESPACE, str(folder)]
+    subprocess.run(command, check=True, env={**os.environ, "KUBECTL": ""}, capture_output=True)
+
+    def secret(who: str) -> dict[str, str]:
+        files = {"ca.crt": "ca.crt", "tls.crt": f"{who}.crt", "tls.key": f"{who}.key"}
+        return {key: (folder / file).read_text() for key, file in files.items()}
+
+    return {f"elaunch-etcd-{who}": secret(who) for who in ("server", "client")}
+
+
+def test_a_jobs_pods_meet_without_a_flag_and_a_deleted_one_comes_back_with_another_address(tmp_path: Path) -> None:
+    job = the("Job", rendered("base"))
+    program = (*PRELOAD, str(REDUCER), str(tmp_path))
+    with Pods(tmp_path, 3, TOKEN) as pods:
+        head, other = (pods.run(job, ordinal, *program) for ordinal in (0, 1))
+        first = pods.meeting(head, other)
+
+        assert pods.delete(other) == 143
+        again = pods.run(job, 1, *program)
+
+        assert again.node.ipv4 != other.node.ipv4
+        second = pods.meeting(head, again, after=first)
+        assert second.restarts == 0
+        pods.end(head, again)
+
+
+@pytest.mark.slow
+def test_a_job_whose_first_pod_is_deleted_begins_anew_in_new_pods(tmp_path: Path) -> None:
+    """Exit code 3 is none that ends the Job (podFailurePolicy): both places are filled again."""
+    job = the("Job", rendered("base"))
+    program = (*PRELOAD, str(REDUCER), str(tmp_path))
+    with Pods(tmp_path, 4, TOKEN) as pods:
+        head, other = (pods.run(job, ordinal, *program) for ordinal in (0, 1))
+        pods.meeting(head, other)
+
+        assert pods.delete(head) == 143
+        assert other.process.wait() == 3
+        # The one that waits for the head comes first: its name leads to nobody until the head has come back, too.
+        again = pods.run(job, 1, *program)
+        again.process.wait_for_output("elaunch:")
+        first = pods.run(job, 0, *program)
+
+        since = len(pods.records.all())
+        wait_for(lambda: len({r["host"] for r in pods.records.of("step", since=since)}) == 2, "both train again")
+        pods.end(first, again)
+
+
+def jobs_of_a_jobset(jobset: Object) -> Object:
+    """The one Job that the JobSet controller makes of it."""
+    (only,) = jobset["spec"]["replicatedJobs"]
+    job = copy.deepcopy(only["template"])
+    name = jobset["metadata"]["name"]
+    job["metadata"] = {"name": f"{name}-{only['name']}-0"}
+    job["spec"]["template"]["spec"]["subdomain"] = name
+    return job
+
+
+def kubeflows(rank: int) -> dict[str, str]:
+    """What Trainer v2 sets in the pods of a TrainJob called train (pkg/runtime/framework/plugins/torch)."""
+    numbers = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": str(rank)}
+    return {**numbers, "PET_MASTER_ADDR": "train-node-0-0.train", "PET_MASTER_PORT": "29400"}
+
+
+@pytest.mark.parametrize("kind", ["kubeflow", slow("jobset")])
+def test_the_pods_of_a_jobset_and_of_kubeflow_meet_and_come_back(tmp_path: Path, kind: str) -> None:
+    if kind == "kubeflow":
+        jobset = the("ClusterTrainingRuntime", rendered(kind))["spec"]["template"] | {"metadata": {"name": "train"}}
+    else:
+        jobset = the("JobSet", rendered(kind))
+    job = jobs_of_a_jobset(jobset)
+    program = (*PRELOAD, str(REDUCER), str(tmp_path))
+    with Pods(tmp_path, 3, TOKEN) as pods:
+
+        def run(rank: int) -> JobPod:
+            return pods.run(job, rank, *program, env=kubeflows(rank) if kind == "kubeflow" else {})
+
+        head, other = run(0), run(1)
+        first = pods.meeting(head, other)
+        assert first.hosts == ["train-node-0-0", "train-node-0-1"]
+
+        assert pods.delete(other) == 143
+        again = run(1)
+
+        second = pods.meeting(head, again, after=first)
+        assert second.hosts == first.hosts
+        pods.end(head, again)
+
+
+def test_an_elastic_job_over_the_etcd_outlives_its_first_pod_and_a_member(tmp_path: Path) -> None:
+    job = the("Job", rendered("overlays/elastic"))
+    members = the("StatefulSet", rendered("etcd"))
+    program = (*PRELOAD, str(REDUCER), str(tmp_path))
+    with Pods(tmp_path, 8, etcd_secrets(tmp_path / "tls")) as pods:
+        etcds = [pods.run_etcd(members, ordinal) for ordinal in range(3)]
+        for each in etcds:
+            pods.etcd_is_ready(each)
+        first_pod, *others = (pods.run(job, ordinal, *program) for ordinal in range(3))
+        first = pods.meeting(first_pod, *others)
+
+        pods.lose(etcds[0])
+        member = pods.run_etcd(members, 0)
+        pods.etcd_is_ready(member, times=2)
+        pods.goes_on(first)
+        pods.lose(first_pod)
+
+        second = pods.meeting(*others, after=first)
+        again = pods.run(job, 0, *program)
+        third = pods.meeting(*others, again, after=second)
+        assert third.restarts == 0
+        pods.ask("kill", generation=third.generation, rank=1)
+        assert pods.meeting(*others, again, after=third).restarts == 1
+        pods.end(*others, again)
+
+
+def test_a_pod_whose_workers_do_not_end_is_gone_within_its_grace(tmp_path: Path) -> None:
+    job = the("Job", rendered("base"))
+    with Pods(tmp_path, 1, TOKEN) as pods:
+        program = ("--preload", "json", str(script(tmp_path, STUBBORN)))
+        pod = pods.run(job, 0, *program, env={"PET_NNODES": "1", "PET_STOP_GRACE": "1"})
+        wait_for(lambda: pod.process.pids("worker"), "a worker")
+
+        assert pods.delete(pod) == 143
+
+        assert pod.process.pids("asked")
+        assert not [p for p in pod.node.processes() if "cat" not in p.name()]

@@ -1,0 +1,243 @@
+"""Pods for tests: what a cluster does with a manifest, on the nodes of tests/nodes.py.
+
+A pod has a network, a host name, a pid namespace and a /dev/shm of its own. Its container is started from the manifest
+itself: command, variables, Secrets, claims, and the variables that Kubernetes adds. Names of services are in the
+pods' hosts files. A pod is deleted by SIGTERM to its process 1, and SIGKILL after its grace; the one that takes its
+place has its name and another address. Of its image, only what a path of the manifest leads to is replaced.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+
+import psutil
+
+from tests.etcd import READY, binary
+from tests.faults.meetings import Meeting, Records
+from tests.faults.processes import Watched
+from tests.harness import wait_for
+from tests.manifests import Object
+from tests.nodes import Node, Nodes
+
+NAMESPACE = "team"
+# Without capabilities and the way to any; as root all the same, or it could not enter the tests' folders.
+CONTAINER = (
+    *("unshare", "--pid", "--fork", "--kill-child", "--mount-proc"),
+    *("setpriv", "--inh-caps=-all", "--bounding-set=-all", "--no-new-privs"),
+)
+# What every container has of the cluster's services.
+SERVICES = {"KUBERNETES_SERVICE_HOST": "10.96.0.1", "KUBERNETES_SERVICE_PORT": "443"}
+_VARIABLE = re.compile(r"\$\(([A-Za-z_]\w*)\)")
+
+
+class Pod:
+    """One life of a pod; `owner` is its Job or StatefulSet."""
+
+    def __init__(self, owner: Object, ordinal: int, node: Node) -> None:
+        self.owner, self.ordinal, self.node = owner, ordinal, node
+        self.name = f"{owner['metadata']['name']}-{ordinal}"
+        self.spec: Object = owner["spec"]["template"]["spec"]
+        service = self.spec.get("subdomain") or owner["spec"].get("serviceName")
+        domain = f"{service}.{NAMESPACE}.svc.cluster.local"
+        parts = domain.split(".")
+        # As a resolver with the pod's search list finds it.
+        self.names = [f"{self.name}.{'.'.join(parts[:count])}" for count in (len(parts), 3, 2, 1)]
+
+    @property
+    def line(self) -> str:
+        return f"{self.node.ipv4}\t{' '.join(self.names)}\t{self.name}"
+
+
+class JobPod(Pod):
+    """A pod of a Job that runs elaunch."""
+
+    process: Watched
+
+    @property
+    def first(self) -> psutil.Process:
+        """Process 1, as it is known outside."""
+        return wait_for(lambda: next(iter(psutil.Process(self.process.process.pid).children()), None), "process 1")
+
+
+class Pods:
+    """A cluster with room for `places` pods, one after another; use it as a context manager.
+
+    `secrets` are the namespace's: the texts of their keys.
+    """
+
+    def __init__(self, folder: Path, places: int, secrets: Mapping[str, Mapping[str, str]]) -> None:
+        self.folder = folder
+        self.records = Records(folder / "records")
+        self._secrets = secrets
+        self._uids: dict[str, str] = {}
+        self._now: dict[str, Pod] = {}
+        self._addresses: dict[str, tuple[str, ...]] = {}
+        self._jobs: list[Watched] = []
+        self._etcds: dict[str, subprocess.Popen[str]] = {}
+        self.nodes = Nodes(places)
+        self._free = list(self.nodes)
+
+    def __enter__(self) -> Pods:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for job in self._jobs:
+            job.__exit__()
+        self.nodes.close()
+
+    def run(
+        self, owner: Object, ordinal: int, *args: str, env: Mapping[str, str] | None = None, node: Node | None = None
+    ) -> JobPod:
+        """Start a pod of elaunch with these arguments instead of the manifest's; `env` is more of its variables.
+
+        It runs on `node`, else on one that had none yet.
+        """
+        pod = JobPod(owner, ordinal, node or self._free.pop(0))
+        self._enter(pod)
+        home = self.folder / f"life-{len(self._jobs)}-of-{pod.name}"
+        home.mkdir()
+        command, variables = self._container(pod, home)
+        assert command[0] == "elaunch"
+        index = {"JOB_COMPLETION_INDEX": str(ordinal)} if owner.get("kind", "Job") == "Job" else {}
+        extra = {**SERVICES, **index, **(env or {})}
+        pod.process = Watched(home, *args, env={**variables, **extra}, prefix=(*pod.node.prefix, *CONTAINER))
+        self._jobs.append(pod.process)
+        return pod
+
+    def run_etcd(self, stateful_set: Object, ordinal: int) -> Pod:
+        """Start a StatefulSet's pod; its claims keep what an earlier one of its name has written."""
+        pod = Pod(stateful_set, ordinal, self._free.pop(0))
+        self._enter(pod)
+        command, variables = self._container(pod, self.folder)
+        assert command[0] == "etcd"
+        with (self.folder / f"{pod.name}.log").open("a") as log:
+            self._etcds[pod.name] = pod.node.popen(
+                *CONTAINER, binary("3.4"), *command[1:], env=variables, stdout=log, stderr=log
+            )
+        return pod
+
+    def etcd_is_ready(self, pod: Pod, times: int = 1) -> None:
+        log = self.folder / f"{pod.name}.log"
+        try:
+            wait_for(lambda: log.read_bytes().count(READY) >= times, f"{pod.name} is ready")
+        except AssertionError:
+            raise AssertionError(log.read_text()[-4000:]) from None
+
+    def delete(self, pod: JobPod) -> int:
+        """As `kubectl delete pod`; the container's exit code."""
+        pod.first.send_signal(signal.SIGTERM)
+        try:
+            return pod.process.wait(pod.spec["terminationGracePeriodSeconds"])
+        except AssertionError:
+            pod.first.kill()
+            return pod.process.wait()
+
+    def lose(self, pod: Pod) -> None:
+        """Its machine loses its power; nothing leaves it any more."""
+        pod.node.power_off()
+
+    def meeting(self, *ordinals_of: JobPod, after: Meeting | None = None) -> Meeting:
+        """The newest generation, once these pods' workers, one each, have met."""
+        oldest = after.generation + 1 if after else 0
+        count = len(ordinals_of)
+        try:
+            found = wait_for(lambda: self.records.meeting(count, oldest), f"{count} ranks meet in {oldest} or later")
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.story()}") from None
+        self.records.check(found, self._addresses)
+        assert sorted(found.hosts) == sorted(pod.name for pod in ordinals_of)
+        return found
+
+    def goes_on(self, meeting: Meeting) -> None:
+        """Wait until that generation has recorded more; fail if a newer one started."""
+        since = len(self.records.all())
+        wait_for(lambda: len(self.records.of("step", since=since)) > 3 * len(meeting.records), "training goes on")
+        assert not [r for r in self.records.of("started") if r["generation"] > meeting.generation], self.story()
+
+    def ask(self, what: str, *, generation: int, rank: int) -> None:
+        """Have a rank fail: see reducer.py. (The pids that workers tell are those of their pods.)"""
+        partial = self.folder / ".asked"
+        partial.write_text(what)
+        partial.rename(self.folder / f"step-{generation}-{rank}")
+
+    def end(self, *pods: JobPod) -> None:
+        """Let the training end; these end with 0, and nothing is left of them."""
+        (self.folder / "end").touch()
+        for pod in pods:
+            assert pod.process.wait() == 0, self.story()
+            pod.process.assert_nothing_is_left()
+            assert not pod.node.shared_memory()
+
+    def story(self) -> str:
+        """What the containers have said, for whoever must find out why a test failed."""
+        said = [f"--- {job.process.args}:\n{job.stderr}" for job in self._jobs]
+        return "\n".join([*said, *(str(r) for r in self.records.of() if r["event"] != "step")])
+
+    def _enter(self, pod: Pod) -> None:
+        """It has its name at its own place only, and all others learn that."""
+        self._now[pod.name] = pod
+        self._addresses[pod.name] = (pod.node.ipv4, *pod.names)
+        pod.node.run("sh", "-c", 'echo "$1" >/proc/sys/kernel/hostname', "_", pod.name)
+        known = "".join(f"{each.line}\n" for each in self._now.values())
+        for each in self._now.values():
+            if each.node.is_on:
+                text = f"127.0.0.1\tlocalhost\n::1\tlocalhost\n{known}"
+                each.node.run("sh", "-c", 'printf %s "$1" >/etc/hosts', "_", text)
+
+    def _container(self, pod: Pod, home: Path) -> tuple[list[str], dict[str, str]]:
+        """The command and the variables of its one container, with its volumes in folders of this machine."""
+        (container,) = pod.spec["containers"]
+        assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+        assert not container["securityContext"]["allowPrivilegeEscalation"]
+        places = self._volumes(pod, container)
+        variables: dict[str, str] = {}
+        for each in container.get("env", []):
+            value = each["value"] if "value" in each else self._value(pod, each["valueFrom"])
+            variables[each["name"]] = self._placed(_expanded(value, variables), places)
+        words = [*container["command"], *container.get("args", [])]
+        return [self._placed(_expanded(word, variables), places) for word in words], variables
+
+    def _value(self, pod: Pod, source: Object) -> str:
+        match source:
+            case {"fieldRef": {"fieldPath": "metadata.name"}}:
+                return pod.name
+            case {"fieldRef": {"fieldPath": "metadata.labels['batch.kubernetes.io/controller-uid']"}}:
+                return self._uids.setdefault(pod.owner["metadata"]["name"], str(uuid.uuid4()))
+            case {"secretKeyRef": {"name": name, "key": key}}:
+                return self._secrets[name][key]
+        raise AssertionError(f"what is {source}?")
+
+    def _volumes(self, pod: Pod, container: Object) -> dict[str, str]:
+        """The folder of this machine for each place of a volume; /dev/shm is the node's own."""
+        claims = {each["metadata"]["name"] for each in pod.owner["spec"].get("volumeClaimTemplates", [])}
+        volumes = {each["name"]: each for each in pod.spec.get("volumes", [])}
+        places: dict[str, str] = {}
+        for mount in container.get("volumeMounts", []):
+            folder = self.folder / "volumes" / pod.name / mount["name"]
+            volume = volumes.get(mount["name"], {})
+            if "emptyDir" in volume:
+                assert mount["mountPath"] == "/dev/shm"
+                continue
+            folder.mkdir(parents=True, exist_ok=True)
+            places[mount["mountPath"]] = str(folder)
+            if "secret" in volume:
+                for key, text in self._secrets[volume["secret"]["secretName"]].items():
+                    (folder / key).write_text(text)
+            else:
+                assert mount["name"] in claims, f"nothing is mounted at {mount['mountPath']}"
+        return places
+
+    def _placed(self, text: str, places: Mapping[str, str]) -> str:
+        for place, folder in places.items():
+            text = text.replace(place, folder)
+        return text
+
+
+def _expanded(text: str, variables: Mapping[str, str]) -> str:
+    """`$(NAME)`, as the kubelet expands it."""
+    return _VARIABLE.sub(lambda found: variables.get(found[1], found[0]), text)

@@ -1,0 +1,156 @@
+"""deploy/k8s and what `elaunch submit k8s` makes: against the published schemas, and against each other."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from typing import Any
+
+import kubeflow_trainer_api.models as published
+import kubernetes_validate
+import pytest
+import yaml
+
+from elaunch.launcher.submit.kubernetes import FLAGS, understand
+from elaunch.launcher.submit.manifests import companions, job
+from elaunch.launcher.submit.words import take
+from tests.manifests import K8S, Object, kubectl, rendered, text, the
+
+FOLDERS = ["base", "overlays/gpu", "overlays/elastic", "etcd"]
+# The oldest one that has all the fields, and the newest that the schemas are there for.
+VERSIONS = ["1.31", "1.37"]
+IMAGE = ("--image", "example.com/you/train:1", "--name", "train", "--cpus", "2", "--memory", "4Gi")
+
+
+def pods(objects: list[Object]) -> Iterator[tuple[Object, Object]]:
+    """Every pod's specification, with what holds its template."""
+    for each in objects:
+        match each["kind"]:
+            case "Job" | "StatefulSet":
+                yield each["spec"], each["spec"]["template"]["spec"]
+            case "JobSet":
+                (only,) = each["spec"]["replicatedJobs"]
+                yield only["template"]["spec"], only["template"]["spec"]["template"]["spec"]
+            case "ClusterTrainingRuntime":
+                (only,) = each["spec"]["template"]["spec"]["replicatedJobs"]
+                yield only["template"]["spec"], only["template"]["spec"]["template"]["spec"]
+
+
+def submitted(*words: str) -> list[Object]:
+    asked = understand(take([*words, "train.py"], FLAGS))
+    return [*companions(asked), job(asked)]
+
+
+def unknown(ours: Any, theirs: Any, path: str = "") -> Iterator[str]:
+    """What of `ours` a model did not take over."""
+    if isinstance(ours, dict):
+        for name, value in ours.items():
+            if name not in (theirs or {}):
+                yield f"{path}.{name}"
+            else:
+                yield from unknown(value, theirs[name], f"{path}.{name}")
+    elif isinstance(ours, list):
+        for i, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+            yield from unknown(one, other, f"{path}[{i}]")
+    elif ours != theirs:
+        yield f"{path} = {ours}"
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_the_manifests_are_what_kubernetes_knows(folder: str, version: str) -> None:
+    for each in rendered(folder):
+        kubernetes_validate.validate(each, version, strict=True)
+
+
+def test_a_field_that_kubernetes_does_not_know_would_be_found() -> None:
+    broken = yaml.safe_load(text("base").replace("backoffLimitPerIndex", "backoffLimitPerPod").split("---")[1])
+
+    with pytest.raises(kubernetes_validate.ValidationError, match="backoffLimitPerPod"):
+        kubernetes_validate.validate(broken, VERSIONS[-1], strict=True)
+
+
+@pytest.mark.parametrize(
+    ("model", "made"),
+    [
+        (published.JobsetV1alpha2JobSet, lambda: the("JobSet", rendered("jobset"))),
+        (
+            published.TrainerV1alpha1ClusterTrainingRuntime,
+            lambda: the("ClusterTrainingRuntime", rendered("kubeflow")),
+        ),
+        (
+            published.TrainerV1alpha1TrainJob,
+            lambda: yaml.safe_load((K8S / "kubeflow" / "trainjob.yaml").read_text()),
+        ),
+    ],
+    ids=["JobSet", "ClusterTrainingRuntime", "TrainJob"],
+)
+def test_the_custom_resources_are_what_their_published_models_know(model: Any, made: Any) -> None:
+    ours = made()
+
+    theirs = model.from_dict(ours).to_dict()
+
+    assert not list(unknown(ours, theirs))
+
+
+@pytest.mark.parametrize("folder", [*FOLDERS, "jobset", "kubeflow"])
+def test_what_belongs_together_says_the_same(folder: str) -> None:
+    objects = rendered(folder)
+    labels = {tuple(each["metadata"]["labels"].items()) for each in objects if "labels" in each["metadata"]}
+    known = {tuple(sorted(each)) for each in labels}
+    for holder, pod in pods(objects):
+        (container,) = pod["containers"]
+        variables = {each["name"]: each.get("value") for each in container.get("env", [])}
+        if "PET_STOP_GRACE" in variables:
+            assert pod["terminationGracePeriodSeconds"] >= int(variables["PET_STOP_GRACE"]) + 10
+        if "PET_NNODES" in variables:
+            assert int(variables["PET_NNODES"].split(":")[-1]) == holder["completions"] == holder["parallelism"]
+        if "podFailurePolicy" in holder:
+            _, on_exit = holder["podFailurePolicy"]["rules"]
+            assert on_exit["onExitCodes"]["containerName"] == container["name"]
+        if "template" in holder and "labels" in holder["template"].get("metadata", {}):
+            assert tuple(holder["template"]["metadata"]["labels"].items()) in labels
+        mounted = {each["name"] for each in container.get("volumeMounts", [])}
+        claims = {each["metadata"]["name"] for each in holder.get("volumeClaimTemplates", [])}
+        assert mounted == {each["name"] for each in pod["volumes"]} | claims
+    for each in objects:
+        if each["kind"] in ("Service", "PodDisruptionBudget"):
+            selector = each["spec"]["selector"]
+            assert tuple(sorted(selector.get("matchLabels", selector).items())) in known
+
+
+def test_a_submission_is_the_base() -> None:
+    made = submitted(*IMAGE, "--nodes", "2", "--token-secret", "elaunch-token")
+
+    assert sorted(made, key=lambda each: each["kind"]) == sorted(rendered("base"), key=lambda each: each["kind"])
+
+
+def test_an_elastic_submission_over_etcd_is_the_overlay() -> None:
+    members = ",".join(f"https://elaunch-etcd-{i}.elaunch-etcd:2379" for i in range(3))
+    made = submitted(*IMAGE, "--nodes", "2:4", "--etcd", members, "--etcd-secret", "elaunch-etcd-client")
+
+    assert sorted(made, key=lambda each: each["kind"]) == sorted(
+        rendered("overlays/elastic"), key=lambda each: each["kind"]
+    )
+
+
+def test_a_submission_with_everything_is_valid() -> None:
+    made = submitted(
+        *IMAGE, "--nodes", "2:64", "--gpus", "8", "--claim", "checkpoints:/checkpoints", "--env", "NCCL_DEBUG=INFO",
+        "--max-restarts", "5", "-m",
+    )  # fmt: skip
+
+    for each in made:
+        kubernetes_validate.validate(each, VERSIONS[-1], strict=True)
+    (container,) = the("Job", made)["spec"]["template"]["spec"]["containers"]
+    assert container["args"] == ["--max-restarts", "5", "-m", "train.py"]
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == "8"
+    assert {"name": "checkpoints", "mountPath": "/checkpoints"} in container["volumeMounts"]
+    assert {"name": "NCCL_DEBUG", "value": "INFO"} in container["env"]
+
+
+def test_the_dockerfile_has_nothing_that_hadolint_would_say() -> None:
+    tool = kubectl().replace("kubectl", "hadolint")
+    done = subprocess.run([tool, str(K8S.parent / "docker" / "Dockerfile")], capture_output=True, text=True)
+
+    assert done.returncode == 0, done.stdout + done.stderr
