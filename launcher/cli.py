@@ -141,8 +141,9 @@ def _prepared(options: Options, environ: Mapping[str, str]) -> tuple[Options, Pl
     check_log_dir(options)
     cluster = _cluster(options, environ)
     if cluster:
-        from elaunch.launcher.cluster.settle import settle
+        from elaunch.launcher.cluster.settle import concerning, settle
 
+        cluster = concerning(options, cluster, environ)
         options = settle(options, cluster)
     planned = plan(options, environ, read_secret, cluster)
     if options.run_id is None:

@@ -23,6 +23,9 @@ ETCD_PORT = 2379
 # What torchrun calls a job that nobody named. All its nodes must agree on one.
 UNNAMED = "none"
 
+# Variables that say where the store is, the first one first; torchrun's c10d and a static job mean no etcd.
+PLACES = ("ELAUNCH_ENDPOINT", "ETCDCTL_ENDPOINTS")
+
 _ETCD = ("etcd", "etcd-v2")
 _ALONE = "one node needs no rendezvous"
 
@@ -164,8 +167,7 @@ def _said_addresses(
     master = _static_master(options) if backend == "static" else None
     if options.rdzv_endpoint and not (master and not options.master_addr):
         return _of_several_nodes(options.rdzv_endpoint, "--rdzv-endpoint"), ()
-    variables = ["ELAUNCH_ENDPOINT", *(["ETCDCTL_ENDPOINTS"] if backend != "c10d" and not master else [])]
-    for variable in variables:
+    for variable in PLACES if backend != "c10d" and not master else PLACES[:1]:
         if text := environ.get(variable):
             try:
                 found = endpoints(text)

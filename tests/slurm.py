@@ -81,7 +81,8 @@ class Slurm:
         self.home = folder / "home"
         self.nodes = Nodes(count + 1)
         self.count = count
-        self.env = environment({"SLURM_CONF": str(folder / "slurm.conf"), "HOME": str(self.home), "PATH": _path()})
+        own = {"SLURM_CONF": folder / "slurm.conf", "HOME": self.home, "TMPDIR": folder / "tmp", "PATH": _path()}
+        self.env = environment({name: str(value) for name, value in own.items()})
         self._configure(slurmd_timeout_s)
         try:
             self._start()
@@ -150,7 +151,7 @@ class Slurm:
         self._daemon(node, "slurmd", "-D", "-N", node.name)
 
     def _configure(self, slurmd_timeout_s: int) -> None:
-        for name in ("home", "state", *(f"spool.node{i}" for i in range(self.count))):
+        for name in ("home", "state", "tmp", *(f"spool.node{i}" for i in range(self.count))):
             (self.folder / name).mkdir()
         key = self.folder / "munge.key"
         key.touch(0o600)
@@ -217,12 +218,6 @@ class Batch:
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.output}") from None
         return self.output
-
-    def wait_for_output(self, pattern: str, times: int = 1) -> None:
-        try:
-            wait_for(lambda: len(re.findall(pattern, self.output, re.MULTILINE)) >= times, f"{pattern} in the output")
-        except AssertionError as error:
-            raise AssertionError(f"{error}\n{self.output}") from None
 
     def _field(self, name: str) -> str:
         told = self.slurm.call("scontrol", "-o", "show", "job", self.number)

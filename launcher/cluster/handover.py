@@ -28,6 +28,8 @@ _PAUSE_S = 0.2
 # Until a waiting node says what it waits for; a shared disk may show a new file that much later.
 _PATIENCE_S = 60.0
 _BYTES_MAX = 64 << 10
+# What a head that was killed has left: the secret of a store that is gone.
+_OLD_S = 30 * 86_400.0
 
 TOKEN_LINE = "export ELAUNCH_TOKEN=$(openssl rand -hex 16)"
 
@@ -159,6 +161,9 @@ def _ask(place: Endpoint) -> str:
 def _write(path: Path, token: str) -> None:
     """Whole or not at all, and readable by its owner alone from the first moment on."""
     path.parent.mkdir(mode=0o700, exist_ok=True)
+    for old in path.parent.iterdir():
+        if old.stat().st_mtime < time.time() - _OLD_S:
+            old.unlink()
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     with open(fd, "w") as file:  # noqa: PTH123

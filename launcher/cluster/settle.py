@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from elaunch.launcher.cluster.facts import Cluster
 from elaunch.launcher.errors import UsageError
 from elaunch.launcher.options import Options, Source
+from elaunch.launcher.plan import PLACES
 
 
 def settle(options: Options, cluster: Cluster) -> Options:
@@ -20,12 +22,19 @@ def settle(options: Options, cluster: Cluster) -> Options:
     return options
 
 
+def concerning(options: Options, cluster: Cluster, environ: Mapping[str, str]) -> Cluster:
+    """What of `cluster` is about this job: one with more nodes than were started here, who meet at a place that they
+    were told, is wider than the scheduler knows (a step or an allocation for each node), and has its own name."""
+    is_told = {"rdzv_endpoint", "master_addr"} & set(options.given) or any(environ.get(name) for name in PLACES)
+    if not is_told or cluster.nodes is None or cluster.tasks > 1 or options.nnodes[1] <= cluster.nodes[1]:
+        return cluster
+    note = f"this job has more nodes than {cluster.scheduler} started here; they meet where they were told to"
+    return replace(cluster, nodes=None, node_index=None, head=None, run_id=None, note=note)
+
+
 def _check_nodes(options: Options, cluster: Cluster) -> None:
-    """More nodes than were started may come from elsewhere, but only to an endpoint that they are told."""
     least, started = options.nnodes[0], cluster.nodes[1] if cluster.nodes else None
     if started is None or "nnodes" not in options.given or least <= started:
-        return
-    if "rdzv_endpoint" in options.given and cluster.tasks == 1:
         return
     several = f", with {cluster.tasks} tasks on this one, of which one is the agent" if cluster.tasks > 1 else ""
     raise UsageError(

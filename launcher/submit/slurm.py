@@ -15,28 +15,33 @@ from typing import TypeVar
 from elaunch.launcher import values
 from elaunch.launcher.errors import SiteError, UsageError
 from elaunch.launcher.options import HelpRequested, Options, parse
+from elaunch.launcher.submit.words import Flag, Submission, help_text, take
 from elaunch.rendezvous.types import ProgramKind
 
-HELP = """\
+FLAGS = (
+    Flag("nodes", "MIN:MAX", "a number, or a range: the job goes on with what is left of it [1]"),
+    Flag("gpus", "N", "on each node, and a worker for each [what the node has]"),
+    Flag("cpus", "N", "on each node [the whole node, for this job alone]"),
+    Flag("time", "LIMIT", "as sbatch takes it: minutes, HH:MM:SS, DAYS-HH [the partition's]"),
+    Flag("partition", "NAME", "where [the site's]"),
+    Flag("account", "NAME", "who pays [the user's]"),
+    Flag("qos", "NAME", "a quality of service [the user's]"),
+    Flag("name", "NAME", "of the job [the program's]"),
+    Flag("output", "FILE", "where its output goes [NAME-JOB.out]"),
+    Flag("notice", "SECONDS", "before its time is over: workers save, and it is queued again [60]"),
+    Flag("requeue", "", "queue it again then, and after a lost node [so it is]"),
+    Flag("no-requeue", "", "do not"),
+    Flag("sbatch", "OPTION", "any other of sbatch, as --sbatch=--constraint=h100; may be given again", many=True),
+    Flag("dry-run", "", "show the script, submit nothing"),
+    Flag("help", "", "show this text"),
+)
+_USAGE = """\
 Usage: elaunch submit slurm [options] [elaunch options] train.py args…
 
 Write a batch script that starts elaunch on every node of a Slurm job, and hand it to sbatch.
-
-  --nodes N or MIN:MAX  nodes; with a range the job goes on with what is left of them [1]
-  --gpus N              GPUs on each node, and a worker for each [what the node has]
-  --cpus N              CPUs on each node [the whole node, for this job alone]
-  --time LIMIT          as sbatch takes it: minutes, HH:MM:SS, DAYS-HH
-  --partition NAME, --account NAME, --qos NAME
-  --name NAME           the job's name [the program's]
-  --output FILE         where its output goes [NAME-JOB.out]
-  --notice SECONDS      before the time is over: workers save, and the job is queued again [60]
-  --no-requeue          do not queue it again, neither then nor after a lost node
-  --sbatch OPTION       any other option of sbatch, as --sbatch=--constraint=h100; as often as needed
-  --dry-run             show the script, submit nothing
 """
+_END = "Needs sbatch. docs/slurm.md has more.\n"
 
-_VALUED = ("nodes", "gpus", "cpus", "time", "partition", "account", "qos", "name", "output", "notice", "sbatch")
-_SWITCHES = ("dry-run", "requeue", "no-requeue")
 _CALL_S = 60.0
 
 Checked = TypeVar("Checked")
@@ -55,44 +60,47 @@ class Request:
     notice_s: int = 60
     requeues: bool = True
     more: tuple[str, ...] = ()
-    dry_run: bool = False
 
 
 def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     """Show the script or submit it; the exit code. Raises UsageError and SiteError."""
-    if not argv or argv[0] in ("-h", "--help"):
-        print(HELP, end="")
+    submission = take(["--help" if word == "-h" else word for word in argv[:1]] + list(argv[1:]), FLAGS)
+    if "help" in submission.given:
+        print(help_text(_USAGE, FLAGS, _END), end="")
         return 0
-    request = understand(argv, environ)
+    request = understand(submission, environ)
     text = script(request, "elaunch" if shutil.which("elaunch") else f"{shlex.quote(sys.executable)} -m elaunch")
-    if request.dry_run:
+    if "dry-run" in submission.given:
         print(text, end="")
         return 0
     print(f"submitted as job {_submit(text)}; squeue shows it, scancel ends it")
     return 0
 
 
-def understand(argv: Sequence[str], environ: Mapping[str, str]) -> Request:
+def understand(submission: Submission, environ: Mapping[str, str]) -> Request:
     """What is asked for; elaunch's own words are checked as elaunch will. Raises UsageError."""
-    given, more, words = _taken(argv)
+    given, words = submission.given, submission.command
+    if {"requeue", "no-requeue"} <= given.keys():
+        raise UsageError("--requeue contradicts --no-requeue; drop one of them")
+    if any("\n" in value for several in given.values() for value in several):
+        raise UsageError("an option of sbatch is one line, and one of these holds several")
     checked = parse(words, environ)
     if isinstance(checked, HelpRequested):
         raise UsageError("submit slurm takes a program: elaunch submit slurm --nodes 2 train.py")
-    nodes = _checked("nodes", given.get("nodes", "1"), values.nodes)
+    nodes = _checked("nodes", submission.last("nodes", "1"), values.nodes)
     if nodes[0] < nodes[1] and "nnodes" not in checked.given:
         words = ("--nnodes", f"{nodes[0]}:{nodes[1]}", *words)
-    sbatch = {key: given[key] for key in ("time", "partition", "account", "qos") if key in given}
+    sbatch = [f"--{name}={given[name][0]}" for name in ("time", "partition", "account", "qos") if name in given]
     return Request(
         words=words,
-        name=given.get("name") or _name(checked),
+        name=submission.last("name") or _name(checked),
         nodes=nodes,
-        gpus=_checked("gpus", given["gpus"], _count) if "gpus" in given else None,
-        cpus=_checked("cpus", given["cpus"], _count) if "cpus" in given else None,
-        output=given.get("output", Request.output),
-        notice_s=_checked("notice", given.get("notice", "60"), _count),
+        gpus=_checked("gpus", given["gpus"][0], _count) if "gpus" in given else None,
+        cpus=_checked("cpus", given["cpus"][0], _count) if "cpus" in given else None,
+        output=submission.last("output", Request.output),
+        notice_s=_checked("notice", submission.last("notice", "60"), _count),
         requeues="no-requeue" not in given,
-        more=(*(f"--{key}={value}" for key, value in sbatch.items()), *more),
-        dry_run="dry-run" in given,
+        more=(*sbatch, *given.get("sbatch", ())),
     )
 
 
@@ -133,34 +141,6 @@ def script(request: Request, elaunch: str = "elaunch") -> str:
         f"srun{cpus} --cpu-bind=none --kill-on-bad-exit=0{kill} {elaunch} {shlex.join(request.words)}\n"
         f"code=$?\n{again}exit $code\n"
     )
-
-
-def _taken(argv: Sequence[str]) -> tuple[dict[str, str], tuple[str, ...], tuple[str, ...]]:
-    """Our options in front, sbatch's among them, and the rest: the first word that is none of ours begins it."""
-    given: dict[str, str] = {}
-    more: list[str] = []
-    rest = list(argv)
-    while rest and rest[0].startswith("--"):
-        name, equals, value = rest[0][2:].replace("_", "-").partition("=")
-        if name in _SWITCHES and not equals:
-            given[name] = ""
-        elif name in _VALUED:
-            # The value as it was typed.
-            value = rest[0].partition("=")[2]
-            if not equals:
-                if len(rest) < 2:
-                    raise UsageError(f"submit slurm: --{name} needs a value; see elaunch submit slurm --help")
-                value = rest.pop(1)
-            more += [value] if name == "sbatch" else []
-            given[name] = value
-        else:
-            break
-        del rest[0]
-    if "requeue" in given and "no-requeue" in given:
-        raise UsageError("--requeue contradicts --no-requeue; drop one of them")
-    if any("\n" in value for value in (*given.values(), *more)):
-        raise UsageError("an option of sbatch is one line, and one of these holds several")
-    return given, tuple(more), tuple(rest)
 
 
 def _count(raw: values.Raw) -> int:

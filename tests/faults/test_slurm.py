@@ -182,29 +182,34 @@ def test_a_step_that_is_cancelled_is_killed_and_the_next_one_of_its_job_goes_on(
     output = job.wait()
     assert "restored step 10 from the checkpoint" in output
     run.assert_complete(lost=2)
+    # The killed head could not remove the secret of its store, which was killed too.
+    left = slurm.home / ".elaunch" / f"test-{job.number}.0.0"
+    left.unlink()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["scontrol requeue", "--signal=USR1@50"])
+@pytest.mark.parametrize("how", ["scontrol requeue", "--signal=USR1@20"])
 def test_a_job_that_is_queued_again_goes_on_from_where_it_was(slurm: Slurm, how: str) -> None:
-    run = Training(slurm.home / how.split()[-1], asks=["hold:forward-0-13-0"])
+    run = Training(slurm.home / how.split()[-1], asks=["hold:forward-0-3-0"])
     program = slurm.home / "train.py"
     path, *args = run.words()
-    program.write_text(f"import runpy, sys\nsys.argv[1:] = {args!r}\nrunpy.run_path({path!r}, run_name='__main__')\n")
-    by_time = ("--time=1", how) if how.startswith("--signal") else ()
+    lines = ("import runpy, sys", f"sys.path.insert(0, {str(Path(path).parent)!r})", f"sys.argv[1:] = {args!r}")
+    program.write_text("\n".join((*lines, f"runpy.run_path({path!r}, run_name='__main__')\n")))
+    by_time = ("--time=2", how) if how.startswith("--signal") else ()
     job = slurm.sbatch("--nodes=2", "--gpus-per-node=1", *by_time, str(SBATCH))
-    run.wait_for("held", step=13)
+    run.wait_for("held", step=3)
 
     if not by_time:
         slurm.call("scontrol", "requeue", job.number)
-    job.wait_for_output("SIGUSR1" if by_time else "SIGTERM", 2)
-    run.release("forward-0-13-0")
+    # Slurm looks at the time now and then, and may be a minute early.
+    run.wait_for("told", rank=1, reason="leave", deadline_s=150)
+    run.release("forward-0-3-0")
     job.wait("PENDING")
     # Slurm waits for two minutes.
     slurm.call("scontrol", "update", f"job={job.number}", "StartTime=now")
 
     output = job.wait()
-    assert "stopped after step 13" in output
+    assert "stopped after step 3" in output
     assert "in its life number 2" in output
     run.assert_complete()
 
@@ -220,10 +225,11 @@ def test_a_job_survives_the_loss_of_a_node(slurm: Slurm, tmp_path: Path) -> None
     slurm.nodes[1].power_off()
     second = met(records, 2, first)
     (tmp_path / "end").touch()
-    slurm.nodes[1].power_on()
-    slurm.slurmd(1)
 
     assert second.hosts == ["node0", "node2"]
     assert second.restarts == 0
+    # srun waits until Slurm too has noticed; then it ends as the others did.
     output = job.wait()
-    assert "node1" in output
+    assert "Node failure on node1" in output
+    slurm.nodes[1].power_on()
+    slurm.slurmd(1)

@@ -9,6 +9,7 @@ from typing import Any
 
 from elaunch.trainer.ledger import judge
 from tests.faults.processes import Watched
+from tests.harness import DEADLINE_S as WAIT_S
 from tests.harness import wait_for
 
 PROGRAM = Path(__file__).with_name("killing_trainer.py")
@@ -58,8 +59,8 @@ class Training:
     def of(self, event: str, **fields: object) -> list[dict[str, Any]]:
         return [r for r in self.records if r["event"] == event and fields.items() <= r.items()]
 
-    def wait_for(self, event: str, **fields: object) -> None:
-        wait_for(lambda: self.of(event, **fields), f"{event} {fields}")
+    def wait_for(self, event: str, *, deadline_s: float = WAIT_S, **fields: object) -> None:
+        wait_for(lambda: self.of(event, **fields), f"{event} {fields}", deadline_s)
 
     def struck(self, event: str = "killed") -> list[str]:
         """The names of the moments' files that have struck, in order."""

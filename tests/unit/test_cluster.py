@@ -7,7 +7,7 @@ import pytest
 from elaunch.launcher.cluster import detect as detecting
 from elaunch.launcher.cluster.facts import Cluster, line, port_of
 from elaunch.launcher.cluster.hostlist import expand
-from elaunch.launcher.cluster.settle import settle
+from elaunch.launcher.cluster.settle import concerning, settle
 from elaunch.launcher.errors import UsageError
 from elaunch.launcher.jobspec import agent_config
 from elaunch.launcher.options import HelpRequested, Options, parse
@@ -300,7 +300,7 @@ def test_the_command_line_wins() -> None:
             r"--nnodes 5 contradicts Slurm, which started this job on 4 nodes, with 2 tasks .*5 nodes",
         ),
         ([], {"PET_NNODES": "9:9"}, r"PET_NNODES=9:9 contradicts Slurm"),
-        (["--nnodes", "8", "--rdzv-endpoint", "a:1"], {}, r"with 2 tasks on this one, of which one is the agent"),
+        (["--nnodes", "8"], {}, r"with 2 tasks on this one, of which one is the agent"),
         (["--nnodes", "4", "--node-rank", "0"], {}, r"--node-rank 0 contradicts Slurm, for which this is node 1"),
     ],
 )
@@ -309,10 +309,24 @@ def test_a_contradiction_is_a_sentence(argv: list[str], environ: dict[str, str],
         settle(options_of(*argv, **environ), of_slurm())
 
 
-def test_nodes_of_another_job_may_join_where_they_are_told_to() -> None:
-    one_task = of_slurm(SLURM_STEP_TASKS_PER_NODE="1(x4)")
+@pytest.mark.parametrize(
+    ("argv", "environ"),
+    [
+        (["--nnodes", "4", "--master-addr", "a", "--node-rank", "2"], {}),
+        (["--nnodes", "1:4", "--rdzv-endpoint", "a:2379"], {}),
+        (["--nnodes", "4"], {"ELAUNCH_ENDPOINT": "a:2379"}),
+    ],
+)
+def test_a_job_of_several_steps_is_known_by_its_own_name(argv: list[str], environ: dict[str, str]) -> None:
+    one_node = {"SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NODELIST": "node1", "SLURM_NODEID": "0"}
+    options = options_of(*argv)
 
-    assert settle(options_of("--nnodes", "8", "--rdzv-endpoint", "a:1"), one_task).nnodes == (8, 8)
+    cluster = concerning(options, of_slurm(**one_node, SLURM_STEP_TASKS_PER_NODE="1"), environ)
+    made = plan(settle(options, cluster), environ, no_file, cluster)
+
+    assert settle(options, cluster).run_id is None
+    assert (made.plan.times.nodes_expected, made.hands_over) == (0, False)
+    assert "more nodes than Slurm started here" in cluster.note
 
 
 def test_tasks_that_see_their_own_gpu_only_are_a_sentence() -> None:

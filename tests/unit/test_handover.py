@@ -16,6 +16,7 @@ from elaunch.launcher.cluster import handover
 from elaunch.launcher.cluster.companion import open_for_others
 from elaunch.launcher.cluster.facts import Cluster
 from elaunch.launcher.cluster.handover import Meeting, Offer, fetch
+from elaunch.launcher.cluster.place import reachable
 from elaunch.launcher.errors import SiteError
 from elaunch.rendezvous.plan import Endpoint
 from tests.etcd import free_ports
@@ -130,6 +131,24 @@ def test_an_etcd_at_the_endpoint_needs_no_secret(meeting: Meeting) -> None:
 
         threading.Thread(target=answer).start()
         assert fetch(meeting, 5, said) == ""
+
+
+@pytest.mark.parametrize(
+    ("head", "said", "found"),
+    [
+        ("localhost", "NodeAddr=10.0.0.9", "localhost"),
+        ("n1.invalid", "NodeName=n1.invalid NodeAddr=127.0.0.5 NodeHostName=x", "127.0.0.5"),
+        ("n1.invalid", "Node n1 not found", "n1.invalid"),
+    ],
+)
+def test_a_head_whose_name_is_no_hosts_has_the_address_that_slurm_knows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, head: str, said: str, found: str
+) -> None:
+    (tmp_path / "scontrol").write_text(f"#!/bin/sh\necho {said}\n")
+    (tmp_path / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+
+    assert reachable(Cluster("Slurm", head=head)).head == found
 
 
 # --- tasks beside the agent

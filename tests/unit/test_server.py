@@ -171,13 +171,12 @@ def test_it_ends_when_the_other_end_of_stdin_is_closed(process: ServerProcess) -
     assert process.process.wait(60) == 0
 
 
-def test_it_ends_with_sigterm_and_not_with_sigint(process: ServerProcess, secret: Secret) -> None:
-    process.process.send_signal(signal.SIGINT)
+def test_signals_that_a_scheduler_sends_to_all_of_a_job_do_not_end_it(process: ServerProcess, secret: Secret) -> None:
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        process.process.send_signal(signum)
+
     assert keys(client(process, secret)) == 0
-
-    process.process.terminate()
-
-    assert process.process.wait(60) == 0
+    assert process.process.poll() is None
 
 
 def test_its_end_ends_watches(served: tuple[Server, int]) -> None:

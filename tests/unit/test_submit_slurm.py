@@ -9,13 +9,18 @@ import pytest
 
 from elaunch.launcher.errors import UsageError
 from elaunch.launcher.submit import command
-from elaunch.launcher.submit.slurm import main, script, understand
+from elaunch.launcher.submit.slurm import FLAGS, Request, main, script, understand
+from elaunch.launcher.submit.words import take
 
 SHIPPED = Path(__file__).parents[2] / "deploy" / "slurm" / "train.sbatch"
 
 
+def request(*argv: str) -> Request:
+    return understand(take(argv, FLAGS), {})
+
+
 def written(*argv: str) -> str:
-    return script(understand(argv, {}))
+    return script(request(*argv))
 
 
 def test_the_script_that_is_shipped_is_the_one_that_submit_writes() -> None:
@@ -69,19 +74,19 @@ def test_the_script_ends_as_the_job_and_queues_itself_again_after_a_notice(tmp_p
 @pytest.mark.parametrize(
     ("argv", "sentence"),
     [
-        (["--nodes", "2"], "no script to run"),
+        (["--nodes", "2"], "no program to run"),
         (["--nodes", "3:2", "t.py"], "--nodes 3:2 is no range"),
         (["--gpus", "many", "t.py"], "--gpus many is not a whole number"),
         (["--time"], "--time needs a value"),
         (["--requeue", "--no-requeue", "t.py"], "contradicts"),
         (["--max-restart-count", "3", "t.py"], "no option of elaunch"),
         (["--name", "a\n#SBATCH --uid=0", "t.py"], "one line"),
-        (["--version"], "takes a program"),
+        (["--version", "t.py"], "takes a program"),
     ],
 )
 def test_a_wrong_request_is_a_sentence(argv: list[str], sentence: str) -> None:
     with pytest.raises(UsageError, match=sentence):
-        understand(argv, {})
+        request(*argv)
 
 
 def test_without_sbatch_there_is_a_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
