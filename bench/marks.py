@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 
 from bench.stamps import Stamp, parse
 
@@ -147,7 +148,7 @@ def restart_stages(
 
 @dataclass(frozen=True)
 class Work:
-    """What a stretch of time was worth: `seconds` in which steps were made that count, `counted` of `made` steps."""
+    """What a stretch of time was worth: `counted` of `made` steps, `seconds` at the pace of undisturbed training."""
 
     seconds: float
     counted: int
@@ -157,14 +158,16 @@ class Work:
 def work(history: History, since_s: float, until_s: float) -> Work:
     """The steps that ended between the two times; of several executions of a step the last one counts.
 
-    A step lasts from when the last rank has begun it to when the last one has done it: what is between two steps, a
-    save or a snapshot, is not counted, nor is a step that nobody completed.
+    The pace is the median time from the end of one step to that of the next in the same generation: what a failure, a
+    save or a snapshot takes is no part of it.
     """
     ended = {key: max(times.values()) for key, times in history.done.items()}
     last: dict[int, int] = {}
     for generation, step in ended:
         last[step] = max(generation, last.get(step, 0))
-    inside = [key for key, at_s in ended.items() if since_s < at_s <= until_s]
+    inside = {key: at_s for key, at_s in ended.items() if since_s < at_s <= until_s}
     counted = [key for key in inside if last[key[1]] == key[0]]
-    seconds = sum(ended[key] - max(since_s, *history.begun[key].values()) for key in counted if key in history.begun)
+    before = {key: inside.get((key[0], key[1] - 1)) for key in inside}
+    paces_s = [inside[key] - before_s for key, before_s in before.items() if before_s is not None]
+    seconds = len(counted) * median(paces_s) if paces_s else 0.0
     return Work(seconds, len(counted), len(inside))

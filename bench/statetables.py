@@ -22,8 +22,9 @@ _PAIRS = f"""\
 {statecost.WORKERS} workers train the bundled model, in turns with the Keeper and without it; each n is a pair of turns.
 All is in it: snapshots, the records of each step, the question whether to stop."""
 _WINDOWS = f"""\
-{WORKERS} workers, windows of {ettr.WINDOW_S:g} s. ETTR is the share of the time in which steps were made that count in
-the end, committed-step share the share of all steps made that do. Medians, and the lowest in brackets."""
+{WORKERS} workers, windows of {ettr.WINDOW_S:g} s. ETTR is the share of the time that the steps which count in the end
+take at the pace of undisturbed training, committed-step share the share of all steps made that do. Medians, and the
+lowest in brackets."""
 
 
 def restarts_beside(results: Results) -> list[str]:

@@ -150,16 +150,17 @@ def test_of_what_was_made_twice_the_second_counts_and_what_is_between_steps_does
     # Steps 3 and 4 of generation 0 are made again; each step takes 0.75 s of each second, from the last rank's start.
     seen = history(*steps(0, 1, 4, at_s=10.0), *steps(1, 3, 5, at_s=20.0))
 
-    assert work(seen, 10.0, 30.0) == Work(seconds=5 * 0.75, counted=5, made=7)
-    # A step that ends outside is not of this window, and of one that began before it only the part inside is.
-    assert work(seen, 20.5, 22.0) == Work(seconds=pytest.approx(0.375 + 0.75), counted=2, made=2)
+    assert work(seen, 10.0, 30.0) == Work(seconds=5.0, counted=5, made=7)
+    # A step that ends outside is not of this window.
+    assert work(seen, 20.5, 22.0) == Work(seconds=2.0, counted=2, made=2)
+    assert work(seen, 20.5, 21.0) == Work(seconds=0.0, counted=1, made=1)
 
 
 def test_a_step_counts_that_only_one_rank_lived_to_complete() -> None:
     seen = history(*steps(0, 1, 1, at_s=10.0), Stamp(0, "begun", 11.0, 0, step=2), Stamp(0, "done", 12.0, 0, step=2))
     seen.add([Stamp(0, "begun", 11.5, 1, step=2), *steps(1, 3, 3, at_s=15.0), Stamp(1, "begun", 16.0, 0, step=4)])
 
-    assert work(seen, 0.0, 20.0) == Work(seconds=0.75 + 0.5 + 0.75, counted=3, made=3)
+    assert work(seen, 0.0, 20.0) == Work(seconds=3 * 1.125, counted=3, made=3)
 
 
 def test_the_usual_script_runs_under_torchrun_in_its_better_case() -> None:
