@@ -81,7 +81,7 @@ def test_what_is_submitted_goes_with_its_job(plane: Plane, tmp_path: Path) -> No
 
     assert done.code == 0, done.output
     kinds = "job,service,secret"
-    everything = ("get", kinds, "--selector=app.kubernetes.io/instance=train", "--output=name")
+    everything = ("get", kinds, "--selector=app.kubernetes.io/name=elaunch", "--output=name")
     assert len(plane.kubectl(*everything).split()) == 3
     plane.kubectl("delete", "job", "train")
     wait_for(lambda: not plane.kubectl(*everything), "the garbage collector takes the rest")
