@@ -93,7 +93,7 @@ def understand(submission: Submission, suffix: str = "") -> PodJob:
     words = command_line.normalise(submission.command)
     nodes = _checked(submission, "nodes", values.nodes, "1")
     variables = tuple(_pair(text, "=", "--env", "NAME=VALUE") for text in submission.given.get("env", ()))
-    _check_command(words, submission.command, {"PET_NNODES": f"{nodes[0]}:{nodes[1]}", **dict(variables)})
+    _check_command(submission.command, words, nodes, dict(variables))
     gpus = str(_checked(submission, "gpus", values.whole, "0"))
     name = _name(submission, words)
     instance = f"{name}-{suffix}" if suffix else name
@@ -117,14 +117,18 @@ def understand(submission: Submission, suffix: str = "") -> PodJob:
     )
 
 
-def _check_command(words: command_line.Words, command: Sequence[str], environ: Mapping[str, str]) -> None:
+def _check_command(
+    command: Sequence[str], words: command_line.Words, nodes: tuple[int, int], variables: Mapping[str, str]
+) -> None:
     """Raises UsageError for what every pod would end with exit code 2 for, once it has found a place."""
     for name, why in _NOT_HERE.items():
         variable = f"PET_{name.upper().replace('-', '_')}"
-        if words.last(name) or (name != "nnodes" and variable in environ):
+        if variable in variables:
+            raise UsageError(f"--env {variable}={variables[variable]}: it {why}")
+        if words.last(name):
             raise UsageError(f"--{name} {why}")
     # A job file is the image's, as the program is.
-    checked = parse(command, environ, lambda _: JobFile({}))
+    checked = parse(command, {"PET_NNODES": f"{nodes[0]}:{nodes[1]}", **variables}, lambda _: JobFile({}))
     if isinstance(checked, HelpRequested):
         raise UsageError("submit k8s takes a program: elaunch submit k8s --image IMAGE train.py")
     if checked.target == "-":
