@@ -37,7 +37,8 @@ def stand_in() -> None:
         return
     from elaunch.agent.linux import set_command_line
 
-    set_command_line(("elaunch: init",), "elaunch-init")
+    # The number is for the image's health check (deploy/docker); with 7 digits it just fits in.
+    set_command_line(("elaunch: init",), f"init-of-{agent}")
     code = _attend(agent, waited)
     _wait_for_the_last()
     os._exit(code)

@@ -76,6 +76,8 @@ def plan(
         master_addr=master.host if master else None,
         local_addr=_address_of(options.local_addr),
     )
+    if cluster and cluster.is_of_pods and (head or backend in ("static", "c10d")):
+        _check_secret(made)
     if is_static and "node_rank" not in options.given:
         notes = (*notes, "this is node rank 0, since no --node-rank says otherwise")
     if backend == "etcd-v2":
@@ -91,6 +93,7 @@ def plan(
         cluster,
         hands_over=cluster is not None
         and cluster.nodes is not None
+        and not cluster.is_of_pods
         and serving is not Serving.NOTHING
         and not made.token,
     )
@@ -291,6 +294,17 @@ def _token(options: Options, environ: Mapping[str, str], read_secret: Callable[[
     if options.token_file and (is_typed or not variable):
         return read_secret(options.token_file)
     return variable
+
+
+def _check_secret(made: RendezvousPlan) -> None:
+    """Raises UsageError where the pods' store is one of them, which would take none of the others."""
+    if made.serving is Serving.NOTHING or made.token:
+        return
+    raise UsageError(
+        "the first pod's store takes only those who know the job's token, and this pod has none; make a Secret, once in"
+        " a namespace, and give its token to all pods as ELAUNCH_TOKEN (docs/kubernetes.md): kubectl create secret"
+        " generic elaunch-token --from-literal=token=$(openssl rand -hex 16)"
+    )
 
 
 def _unused_token(made: RendezvousPlan, backend: str) -> tuple[str, ...]:

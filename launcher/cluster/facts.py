@@ -40,6 +40,11 @@ class Cluster:
     sources: tuple[str, ...] = ()
     note: str = ""
 
+    @property
+    def is_of_pods(self) -> bool:
+        """Pods share neither munge nor a home: a secret reaches all of them by Kubernetes alone."""
+        return self.scheduler.startswith("Kubernetes")
+
 
 # Asks nothing but its arguments: the environment, this host's name, and what reads a small text file (OSError where
 # it cannot). None where the scheduler did not start this process; ValueError for variables that make no sense.

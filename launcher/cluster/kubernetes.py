@@ -1,7 +1,7 @@
 """Kubernetes: pods of an indexed Job (a JobSet's and Kubeflow's too), of a LeaderWorkerSet, of a StatefulSet.
 
 None of them but a LeaderWorkerSet tells its pods how many they are: that is PET_NNODES, which Kubeflow sets too, or
---nnodes. An operator that names the head itself, as PyTorchJob's does, is not second-guessed.
+--nnodes. An operator that names the head itself, as PyTorchJob's does, is believed, and not second-guessed.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 
+from elaunch.launcher import values
 from elaunch.launcher.cluster.facts import Cluster, number, used
 
 HOSTS = "/etc/hosts"
-_NAMED = ("PET_MASTER_ADDR", "PET_RDZV_ENDPOINT", "MASTER_ADDR")
 
 
 def detect(environ: Mapping[str, str], hostname: str, read: Callable[[str], str]) -> Cluster | None:
@@ -25,7 +25,11 @@ def detect(environ: Mapping[str, str], hostname: str, read: Callable[[str], str]
         is_numbered = hostname.endswith(f"-{index}")
         named = _by_name(_full_name(hostname, read), index) if is_numbered else (None, None)
         return _cluster("Kubernetes Job", index, named, used(environ, "JOB_COMPLETION_INDEX"))
-    if not environ.get("KUBERNETES_SERVICE_HOST") or used(environ, *_NAMED):
+    if not environ.get("KUBERNETES_SERVICE_HOST"):
+        return None
+    if used(environ, "PET_MASTER_ADDR", "PET_RDZV_ENDPOINT"):
+        return _of_operator(environ)
+    if environ.get("MASTER_ADDR"):
         return None
     # What else ends in a number and has a service of its own is a StatefulSet's.
     ordinal, name = re.search(r"-(\d{1,6})$", hostname), _full_name(hostname, read)
@@ -38,6 +42,17 @@ def detect(environ: Mapping[str, str], hostname: str, read: Callable[[str], str]
 def _cluster(kind: str, index: int, named: tuple[str | None, str | None], sources: tuple[str, ...]) -> Cluster:
     head, run_id = named
     return Cluster(kind, node_index=index, head=head, run_id=run_id, sources=sources)
+
+
+def _of_operator(environ: Mapping[str, str]) -> Cluster:
+    """All that matters are options already (PET_); this is for the log, and for what is missing among them."""
+    nodes = environ.get("PET_NNODES")
+    return Cluster(
+        "Kubernetes operator",
+        nodes=values.nodes(nodes) if nodes else None,
+        node_index=number(environ, "PET_NODE_RANK"),
+        sources=used(environ, "PET_NNODES", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_RDZV_ENDPOINT"),
+    )
 
 
 def _of_leader_worker_set(environ: Mapping[str, str], hostname: str) -> Cluster:

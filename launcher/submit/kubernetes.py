@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+import secrets
 import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -14,8 +16,11 @@ import yaml
 
 from elaunch.launcher import argv as command_line
 from elaunch.launcher import values
+from elaunch.launcher.configfile import JobFile
+from elaunch.launcher.endpoints import endpoints
 from elaunch.launcher.errors import SiteError, UsageError
-from elaunch.launcher.submit.manifests import Object, PodJob, companions, job, labels, owned
+from elaunch.launcher.options import HelpRequested, parse
+from elaunch.launcher.submit.manifests import Object, PodJob, companions, job, labels, owned, suspended
 from elaunch.launcher.submit.words import Flag, Submission, help_text, take
 from elaunch.rendezvous.secret import new_token
 
@@ -45,8 +50,16 @@ Make a Job of pods that run `elaunch train.py args…`; the program is the image
 """
 _END = "Needs kubectl, set up for the cluster (Kubernetes 1.29 or newer). docs/kubernetes.md has more.\n"
 
-# Two numbers and three dashes are the pods' own: `name-1023`.
+# A name of a host has 63 letters; what is left is for the submission's own: `name-1f2e3d`.
 _NAME_MAX = 52
+
+# Options of elaunch that the pods have from elsewhere.
+_NOT_HERE = {
+    "nnodes": "follows from the number of pods; use --nodes instead",
+    "node-rank": "is each pod's own index; leave it out",
+    "standalone": "is for one node that meets nobody; use --nodes 1",
+    "stop-grace": "follows from what the pods are given; use --grace instead",
+}
 
 
 def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
@@ -55,7 +68,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     if "help" in submission.given:
         print(help_text(_USAGE, FLAGS, _END), end="")
         return 0
-    asked = understand(submission)
+    asked = understand(submission, secrets.token_hex(3))
     token = ""
     if asked.has_token and "token-secret" not in submission.given:
         token = environ.get("ELAUNCH_TOKEN", "").strip() or new_token()
@@ -66,24 +79,27 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
             made = [{**each, "metadata": {**each["metadata"], "namespace": namespace}} for each in made]
         print(written(made), end="")
         return 0
-    _hand_in(asked, token, ["--namespace", namespace] if namespace else [])
-    for line in _announcement(asked):
+    where = ["--namespace", namespace] if namespace else []
+    _hand_in(asked, token, where)
+    for line in _announcement(asked, where):
         print(f"elaunch: {line}", file=sys.stderr)
     return 0
 
 
-def understand(submission: Submission) -> PodJob:
-    """Raises UsageError."""
+def understand(submission: Submission, suffix: str = "") -> PodJob:
+    """`suffix` is this submission's alone. Elaunch's own words are checked as elaunch will. Raises UsageError."""
     if not submission.last("image"):
         raise UsageError("--image is missing: it has elaunch and the program; see deploy/docker/Dockerfile")
     words = command_line.normalise(submission.command)
-    if words.last("nnodes"):
-        raise UsageError("--nnodes follows from the number of pods; use --nodes instead")
     nodes = _checked(submission, "nodes", values.nodes, "1")
+    variables = tuple(_pair(text, "=", "--env", "NAME=VALUE") for text in submission.given.get("env", ()))
+    _check_command(submission.command, words, nodes, dict(variables))
     gpus = str(_checked(submission, "gpus", values.whole, "0"))
     name = _name(submission, words)
+    instance = f"{name}-{suffix}" if suffix else name
     return PodJob(
         name=name,
+        instance=instance,
         image=submission.last("image"),
         command=submission.command,
         nodes=nodes,
@@ -93,12 +109,45 @@ def understand(submission: Submission) -> PodJob:
         memory=_quantity(submission, "memory"),
         shm=_quantity(submission, "shm", "1Gi" if gpus == "0" else "16Gi"),
         stop_grace_s=_checked(submission, "grace", values.whole, "45"),
-        etcd=submission.last("etcd"),
+        etcd=_etcd(submission),
         etcd_secret=submission.last("etcd-secret"),
-        token_secret=submission.last("token-secret", f"{name}-token"),
+        token_secret=submission.last("token-secret", f"{instance}-token"),
         claims=tuple(_pair(text, ":", "--claim", "NAME:/PATH") for text in submission.given.get("claim", ())),
-        variables=tuple(_pair(text, "=", "--env", "NAME=VALUE") for text in submission.given.get("env", ())),
+        variables=variables,
     )
+
+
+def _check_command(
+    command: Sequence[str], words: command_line.Words, nodes: tuple[int, int], variables: Mapping[str, str]
+) -> None:
+    """Raises UsageError for what every pod would end with exit code 2 for, once it has found a place."""
+    for name, why in _NOT_HERE.items():
+        variable = f"PET_{name.upper().replace('-', '_')}"
+        if variable in variables:
+            raise UsageError(f"--env {variable}={variables[variable]}: it {why}")
+        if words.last(name):
+            raise UsageError(f"--{name} {why}")
+    # A job file is the image's, as the program is.
+    checked = parse(command, {"PET_NNODES": f"{nodes[0]}:{nodes[1]}", **variables}, lambda _: JobFile({}))
+    if isinstance(checked, HelpRequested):
+        raise UsageError("submit k8s takes a program: elaunch submit k8s --image IMAGE train.py")
+    if checked.target == "-":
+        raise UsageError("- is a program on stdin, and pods have none; name a file of the image")
+
+
+def _etcd(submission: Submission) -> str:
+    """The endpoints, as the pods are told them: who has certificates means https."""
+    text, secret = submission.last("etcd"), submission.last("etcd-secret")
+    found = _checked(submission, "etcd", endpoints, "")
+    if not secret:
+        return text
+    if not found:
+        raise UsageError(f"--etcd-secret {secret} is for an etcd; say where that is with --etcd HOST:PORT")
+    if any(address.scheme == "http" for address in found):
+        raise UsageError(
+            f"--etcd {text} is spoken to without TLS, and --etcd-secret {secret} is for that; use https://"
+        )
+    return ",".join(str(replace(address, scheme="https")) for address in found)
 
 
 def _checked(submission: Submission, name: str, convert: values.Convert, default: str) -> Any:
@@ -145,12 +194,13 @@ def written(made: Sequence[Object]) -> str:
 
 
 def _hand_in(asked: PodJob, token: str, where: Sequence[str]) -> None:
-    """The Job first: nothing is touched where there is one of that name, and what goes with it ends with it."""
+    """The Job first, since the rest is to end with it; its pods last. Nothing that was there before is changed."""
     made = job(asked)
-    uid = _kubectl("create", written([made]), *where, "--output=jsonpath={.metadata.uid}")
+    uid = _kubectl("create", written([suspended(made)]), *where, "--output=jsonpath={.metadata.uid}")
     try:
-        _kubectl("apply", written(owned(companions(asked, token), made, uid)), *where)
-    except SiteError:
+        _kubectl("create", written(owned(companions(asked, token), made, uid)), *where)
+        _kubectl("patch", written([made]), *where, "--type=merge", '--patch={"spec":{"suspend":false}}')
+    except (SiteError, KeyboardInterrupt):
         _kubectl("delete", written([made]), *where)
         raise
 
@@ -169,12 +219,14 @@ def _kubectl(verb: str, text: str, *options: str) -> str:
     return done.stdout
 
 
-def _announcement(asked: PodJob) -> tuple[str, ...]:
-    selector = ",".join(f"{name}={value}" for name, value in labels(asked.name).items())
+def _announcement(asked: PodJob, where: Sequence[str]) -> tuple[str, ...]:
+    kubectl = " ".join(("kubectl", *where))
+    selector = ",".join(f"{name}={value}" for name, value in labels(asked.instance).items())
     count = ":".join(str(number) for number in dict.fromkeys(asked.nodes))
     lines = [
         f"job {asked.name} is handed in, {count} {'pod' if count == '1' else 'pods'};"
-        f" its output: kubectl logs --follow --prefix --selector {selector}; its end: kubectl delete job {asked.name}"
+        f" its output: {kubectl} logs --follow --prefix --selector {selector};"
+        f" its end: {kubectl} delete job {asked.name}"
     ]
     if asked.has_token:
         lines.append(

@@ -17,12 +17,15 @@ _CONTAINER = "elaunch"
 class PodJob:
     """What to run, where, and with how much.
 
+    `instance` sets this submission apart from an earlier one of the same `name`, whose pods may not have ended yet: it
+    is the pods' label, and the name of what goes with the Job.
     `nodes` is the least and the largest number of pods. `gpus`, `cpus` and `memory` are one pod's, empty where nothing
     is asked for. `etcd` are endpoints; without any the first pod serves the store to whoever knows the token in the
     Secret `token_secret`. `claims` are volumes with their places, `variables` the container's further ones.
     """
 
     name: str
+    instance: str
     image: str
     command: tuple[str, ...]
     nodes: tuple[int, int]
@@ -69,27 +72,32 @@ def job(asked: PodJob) -> Object:
     }
     if asked.is_elastic:
         spec["successPolicy"] = {"rules": [{"succeededCount": 1}]}
-    spec["template"] = {"metadata": {"labels": labels(asked.name)}, "spec": _pod(asked)}
-    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": _metadata(asked.name), "spec": spec}
+    spec["template"] = {"metadata": {"labels": labels(asked.instance)}, "spec": _pod(asked)}
+    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": _metadata(asked, asked.name), "spec": spec}
+
+
+def suspended(job: Object) -> Object:
+    """`job`, for which no pod is made yet."""
+    return {**job, "spec": {"suspend": True, **job["spec"]}}
 
 
 def companions(asked: PodJob, token: str = "") -> list[Object]:
     """What goes with the Job: its pods' names, a Secret for `token` where there is one, a limit for drains."""
     made: list[Object] = []
     if token:
-        secret = {"metadata": _metadata(asked.token_secret, asked.name), "stringData": {"token": token}}
+        secret = {"metadata": _metadata(asked, asked.token_secret), "stringData": {"token": token}}
         made.append({"apiVersion": "v1", "kind": "Secret", **secret})
     service = {
         "clusterIP": "None",
         "publishNotReadyAddresses": True,
-        "selector": labels(asked.name),
+        "selector": labels(asked.instance),
         "ports": [{"name": "store", "port": 2379}],
     }
-    made.append({"apiVersion": "v1", "kind": "Service", "metadata": _metadata(asked.name), "spec": service})
+    made.append({"apiVersion": "v1", "kind": "Service", "metadata": _metadata(asked, asked.instance), "spec": service})
     if asked.is_elastic:
-        budget = {"minAvailable": asked.nodes[0], "selector": {"matchLabels": labels(asked.name)}}
+        budget = {"minAvailable": asked.nodes[0], "selector": {"matchLabels": labels(asked.instance)}}
         kind = {"apiVersion": "policy/v1", "kind": "PodDisruptionBudget"}
-        made.append({**kind, "metadata": _metadata(asked.name), "spec": budget})
+        made.append({**kind, "metadata": _metadata(asked, asked.instance), "spec": budget})
     return made
 
 
@@ -101,19 +109,19 @@ def owned(made: list[Object], owner: Object, uid: str) -> list[Object]:
     return [{**each, "metadata": {**each["metadata"], "ownerReferences": [reference]}} for each in made]
 
 
-def labels(name: str) -> dict[str, str]:
-    return {"app.kubernetes.io/name": "elaunch", "app.kubernetes.io/instance": name}
+def labels(instance: str) -> dict[str, str]:
+    return {"app.kubernetes.io/name": "elaunch", "app.kubernetes.io/instance": instance}
 
 
-def _metadata(name: str, instance: str = "") -> Object:
-    return {"name": name, "labels": labels(instance or name)}
+def _metadata(asked: PodJob, name: str) -> Object:
+    return {"name": name, "labels": labels(asked.instance)}
 
 
 def _pod(asked: PodJob) -> Object:
     user = 1000
     gone = {"operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 30}
     return {
-        "subdomain": asked.name,
+        "subdomain": asked.instance,
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": asked.stop_grace_s + _LEAVE_S,
         "automountServiceAccountToken": False,

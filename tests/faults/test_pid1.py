@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.faults.processes import LIGHT, SAY, Watched, described, is_alive
+from tests.faults.processes import CHILDREN, LIGHT, SAY, Watched, described, is_alive
 from tests.faults.test_signals import SAVES
 from tests.harness import script, wait_for
 
@@ -149,7 +149,8 @@ def test_a_killed_agent_leaves_nothing_and_the_container_ends(tmp_path: Path) ->
 
 
 def test_the_images_health_check_sees_an_agent_that_is_stopped(tmp_path: Path) -> None:
-    script(tmp_path, SAVES)
+    """A daemon of the worker's is process 1's child, too, and stays awake."""
+    script(tmp_path, f"{SAY}{CHILDREN}{SAVES}")
     with container(tmp_path, "train.py") as job:
         wait_for(lambda: job.pids("worker"), "a worker")
         inside = ["nsenter", "--target", str(process_1(job).pid), "--pid", "--mount"]
@@ -158,10 +159,12 @@ def test_the_images_health_check_sees_an_agent_that_is_stopped(tmp_path: Path) -
             return subprocess.run([*inside, sys.executable, "-S", str(HEALTHCHECK)]).returncode
 
         assert health() == 0
-        agent_of(job).suspend()
-        wait_for(lambda: agent_of(job).status() == psutil.STATUS_STOPPED, "the agent is stopped")
+        agent = agent_of(job)
+        wait_for(lambda: set(process_1(job).children()) - {agent}, "a daemon")
+        agent.suspend()
+        wait_for(lambda: agent.status() == psutil.STATUS_STOPPED, "the agent is stopped")
         assert health() == 1
-        agent_of(job).resume()
+        agent.resume()
         wait_for(lambda: health() == 0, "the agent goes on")
         process_1(job).send_signal(signal.SIGTERM)
         assert job.wait(10) == 143

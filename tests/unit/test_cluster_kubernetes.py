@@ -7,8 +7,10 @@ import pytest
 from elaunch.launcher.cluster.facts import Cluster
 from elaunch.launcher.cluster.kubernetes import HOSTS, detect
 from elaunch.launcher.cluster.settle import settle
+from elaunch.launcher.errors import UsageError
 from elaunch.launcher.jobspec import agent_config
-from tests.unit.test_cluster import CPU_HOST, options_of, planned
+from elaunch.launcher.plan import plan
+from tests.unit.test_cluster import CPU_HOST, no_file, options_of, planned
 
 POD = {"KUBERNETES_SERVICE_HOST": "10.96.0.1", "KUBERNETES_SERVICE_PORT": "443"}
 
@@ -101,12 +103,77 @@ def test_a_pod_of_a_stateful_set_has_its_index_in_its_name() -> None:
         ("train-7d9f6-x2x5z", POD, ""),
         ("train-1", POD, ""),
         ("notebook", POD, "nodes.team.svc.cluster.local"),
-        ("train-worker-0", POD | {"PET_RDZV_ENDPOINT": "train-worker-0:29400"}, "s.team.svc.cluster.local"),
+        ("train-worker-0", {"PET_RDZV_ENDPOINT": "train-worker-0:29400"}, "s.team.svc.cluster.local"),
         ("train-worker-0", POD | {"MASTER_ADDR": "train-master-0"}, "s.team.svc.cluster.local"),
     ],
 )
 def test_other_hosts_and_pods_say_nothing(hostname: str, environ: dict[str, str], domain: str) -> None:
     assert found(hostname, environ, domain) is None
+
+
+PYTORCH_JOB = POD | {
+    "PET_NNODES": "2",
+    "PET_NODE_RANK": "1",
+    "PET_MASTER_ADDR": "lm-master-0",
+    "MASTER_ADDR": "lm-master-0",
+}
+ELASTIC_PYTORCH_JOB = POD | {"PET_NNODES": "2:4", "PET_RDZV_BACKEND": "c10d", "PET_RDZV_ENDPOINT": "lm-worker-0:23456"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "said"),
+    [
+        (PYTORCH_JOB, "2 nodes, this is node 1 (PET_NNODES, PET_NODE_RANK, PET_MASTER_ADDR)"),
+        (ELASTIC_PYTORCH_JOB, "2:4 nodes (PET_NNODES, PET_RDZV_ENDPOINT)"),
+    ],
+    ids=["with a master", "elastic"],
+)
+def test_what_an_operator_says_is_logged_and_changes_nothing(environ: dict[str, str], said: str) -> None:
+    told = {name: value for name, value in environ.items() if name.startswith("PET_")}
+    secret = {"ELAUNCH_TOKEN": "a token of this test"}
+    cluster = found("lm-worker-0", environ)
+    assert cluster
+
+    made = planned(cluster, **told, **secret)
+
+    config = agent_config(settle(options_of("--run-id", "lm", **told), cluster), made, {}, CPU_HOST)
+    assert config.notes[0].startswith(f"Kubernetes operator says: {said}")
+    without = plan(options_of(**told), told | secret, no_file, None)
+    assert (made.plan.endpoints, made.plan.is_head) == (without.plan.endpoints, without.plan.is_head)
+    assert (made.plan.node_rank, made.hands_over) == (without.plan.node_rank, False)
+
+
+LEADER_WORKER_SET = {"LWS_LEADER_ADDRESS": "lws-2.lws.team", "LWS_GROUP_SIZE": "4"}
+
+
+@pytest.mark.parametrize(
+    ("hostname", "environ"),
+    [
+        ("train-0", POD | {"JOB_COMPLETION_INDEX": "0", "PET_NNODES": "2"}),
+        ("train-1", POD | {"JOB_COMPLETION_INDEX": "1", "PET_NNODES": "2", "PET_MASTER_ADDR": "train-0.train"}),
+        ("lws-2-1", POD | LEADER_WORKER_SET),
+        ("lm-worker-0", PYTORCH_JOB),
+        ("lm-worker-0", ELASTIC_PYTORCH_JOB),
+    ],
+)
+def test_pods_without_the_secret_are_told_how_to_make_it(hostname: str, environ: dict[str, str]) -> None:
+    """Else the first would wait, and the others be refused one after another."""
+    cluster = found(hostname, environ, "train.team.svc.cluster.local")
+    assert cluster
+
+    with pytest.raises(UsageError, match="kubectl create secret generic elaunch-token"):
+        planned(cluster, **environ)
+
+    assert planned(cluster, ELAUNCH_TOKEN="a token of this test", **environ).plan.token
+
+
+def test_pods_that_meet_at_an_open_etcd_need_no_secret() -> None:
+    cluster = found("lws-2-1", POD | LEADER_WORKER_SET)
+    assert cluster
+
+    made = planned(cluster, ELAUNCH_ENDPOINT="etcd:2379")
+
+    assert (made.plan.endpoints[0].host, made.plan.token, made.hands_over) == ("etcd", "", False)
 
 
 def test_an_index_that_is_no_number_is_refused() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import kubeflow_trainer_api.models as published
@@ -117,6 +119,27 @@ def test_what_belongs_together_says_the_same(folder: str) -> None:
         if each["kind"] in ("Service", "PodDisruptionBudget"):
             selector = each["spec"]["selector"]
             assert tuple(sorted(selector.get("matchLabels", selector).items())) in known
+
+
+@pytest.mark.parametrize("folder", ["base", "overlays/gpu", "overlays/elastic", "jobset", "kubeflow"])
+def test_a_lost_machines_pod_is_given_up_after_half_a_minute(folder: str) -> None:
+    ((_, pod),) = pods(rendered(folder))
+
+    assert {each["key"]: each["tolerationSeconds"] for each in pod["tolerations"]} == {
+        "node.kubernetes.io/not-ready": 30,
+        "node.kubernetes.io/unreachable": 30,
+    }
+
+
+def test_the_certificates_script_shows_why_openssl_fails(tmp_path: Path) -> None:
+    for name in ("ca.key", "ca.crt"):
+        (tmp_path / name).write_text("not one")
+
+    script = [str(K8S / "etcd" / "certificates.sh"), "team", str(tmp_path)]
+    done = subprocess.run(script, env={**os.environ, "KUBECTL": ""}, capture_output=True, text=True)
+
+    assert done.returncode != 0
+    assert "ca.crt" in done.stderr
 
 
 def test_a_submission_is_the_base() -> None:

@@ -12,14 +12,15 @@ import yaml
 from elaunch.launcher.errors import SiteError, UsageError
 from elaunch.launcher.submit.kubernetes import FLAGS, main, understand
 from elaunch.launcher.submit.words import take
-from tests.manifests import the
+from tests.manifests import Object, the
 
 IMAGE = ("--image", "you/train:1")
 # Stands for a cluster: it writes down what it is asked for, and gives the Job an id.
 KUBECTL = """#!/bin/sh
 printf '%s\\n' "$*" >>"$CALLS/calls"
-cat >"$CALLS/$1"
-[ "$1" != "$FAILS" ] || exit 1
+call=$(wc -l <"$CALLS/calls")
+cat >"$CALLS/$call"
+[ "$call" != "$FAILS" ] || exit 1
 [ "$1" != create ] || printf 0d0d-uid
 """
 
@@ -37,16 +38,24 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_the_job_is_made_first_and_owns_what_goes_with_it(cluster: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def handed_in(cluster: Path, call: int) -> list[Object]:
+    return list(yaml.safe_load_all((cluster / str(call)).read_text()))
+
+
+def test_the_job_owns_what_goes_with_it_and_has_pods_when_all_is_there(
+    cluster: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     code = main([*IMAGE, "--namespace", "team", "--nodes", "2:4", "train.py", "--lr", "1"], {})
 
     assert code == 0
     assert (cluster / "calls").read_text().splitlines() == [
         "create --namespace team --output=jsonpath={.metadata.uid} --filename=-",
-        "apply --namespace team --filename=-",
+        "create --namespace team --filename=-",
+        'patch --namespace team --type=merge --patch={"spec":{"suspend":false}} --filename=-',
     ]
-    (job,) = yaml.safe_load_all((cluster / "create").read_text())
-    others = list(yaml.safe_load_all((cluster / "apply").read_text()))
+    (job,), others, (patched,) = (handed_in(cluster, call) for call in (1, 2, 3))
+    assert job["spec"]["suspend"] is True
+    assert patched["metadata"]["name"] == job["metadata"]["name"] == "train"
     assert {each["kind"] for each in others} == {"Secret", "Service", "PodDisruptionBudget"}
     owner = {"apiVersion": "batch/v1", "kind": "Job", "name": "train", "uid": "0d0d-uid"}
     assert all(each["metadata"]["ownerReferences"] == [owner] for each in others)
@@ -55,25 +64,47 @@ def test_the_job_is_made_first_and_owns_what_goes_with_it(cluster: Path, capsys:
     said = capsys.readouterr()
     assert token not in said.out + said.err
     assert token not in json.dumps(job)
-    assert "kubectl delete job train" in said.err
+    assert "kubectl --namespace team delete job train" in said.err
 
 
-def test_a_job_whose_companions_are_refused_does_not_stay(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FAILS", "apply")
+def test_a_second_submission_of_a_name_has_nothing_in_common_with_the_first(cluster: Path) -> None:
+    """The first one's pods may have half a minute to live, and its Secret and its Service too."""
+    for _ in range(2):
+        main([*IMAGE, "--nodes", "2:4", "train.py"], {})
 
-    with pytest.raises(SiteError, match="kubectl apply failed with exit code 1"):
+    first, second = ([*handed_in(cluster, call), *handed_in(cluster, call + 1)] for call in (1, 4))
+    names = [{(each["kind"], each["metadata"]["name"]) for each in made} for made in (first, second)]
+    assert names[0] & names[1] == {("Job", "train")}
+    assert the("Service", first)["spec"]["selector"] != the("Service", second)["spec"]["selector"]
+    for made in (first, second):
+        template = the("Job", made)["spec"]["template"]
+        service = the("Service", made)
+        assert template["spec"]["subdomain"] == service["metadata"]["name"]
+        assert template["metadata"]["labels"] == service["spec"]["selector"]
+        (container,) = template["spec"]["containers"]
+        (secret,) = [each["valueFrom"] for each in container["env"] if each["name"] == "ELAUNCH_TOKEN"]
+        assert secret["secretKeyRef"]["name"] == the("Secret", made)["metadata"]["name"]
+
+
+@pytest.mark.parametrize("calls", [["create", "create"], ["create", "create", "patch"]])
+def test_a_job_whose_companions_are_refused_does_not_stay(
+    cluster: Path, monkeypatch: pytest.MonkeyPatch, calls: list[str]
+) -> None:
+    monkeypatch.setenv("FAILS", str(len(calls)))
+
+    with pytest.raises(SiteError, match=f"kubectl {calls[-1]} failed with exit code 1"):
         main([*IMAGE, "--nodes", "2", "train.py"], {})
 
-    assert [line.split()[0] for line in (cluster / "calls").read_text().splitlines()] == ["create", "apply", "delete"]
+    assert [line.split()[0] for line in (cluster / "calls").read_text().splitlines()] == [*calls, "delete"]
 
 
 def test_nothing_is_touched_where_the_job_is_there_already(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FAILS", "create")
+    monkeypatch.setenv("FAILS", "1")
 
     with pytest.raises(SiteError, match="kubectl create failed"):
         main([*IMAGE, "train.py"], {})
 
-    assert not (cluster / "apply").exists()
+    assert len((cluster / "calls").read_text().splitlines()) == 1
 
 
 def test_a_dry_run_prints_all_of_it_and_asks_nobody(cluster: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -109,6 +140,19 @@ def test_without_kubectl_the_way_out_is_named(monkeypatch: pytest.MonkeyPatch, t
         ([*IMAGE, "--name", "a", "--name", "b", "train.py"], "--name is given twice"),
         ([*IMAGE, "--token", "x", "train.py"], "ELAUNCH_TOKEN"),
         ([*IMAGE, "--nodes"], "--nodes needs a value"),
+        ([*IMAGE, "--standalone", "train.py"], "--standalone is for one node"),
+        ([*IMAGE, "--node-rank", "1", "train.py"], "--node-rank is each pod's own"),
+        ([*IMAGE, "--env", "PET_NODE_RANK=1", "train.py"], "PET_NODE_RANK=1: it is each pod's own"),
+        ([*IMAGE, "--env", "PET_NNODES=3", "train.py"], "use --nodes instead"),
+        ([*IMAGE, "--stop-grace", "300", "train.py"], "use --grace instead"),
+        ([*IMAGE, "--max-restarts", "often", "train.py"], "--max-restarts often "),
+        ([*IMAGE, "--env", "PET_MAX_RESTARTS=often", "train.py"], "PET_MAX_RESTARTS=often "),
+        ([*IMAGE, "-m", "--no-python", "train"], "--module contradicts --no-python"),
+        ([*IMAGE, "-"], "pods have none"),
+        ([*IMAGE, "--version", "train.py"], "submit k8s takes a program"),
+        ([*IMAGE, "--etcd-secret", "tls", "train.py"], "--etcd HOST:PORT"),
+        ([*IMAGE, "--etcd", "http://a:2379", "--etcd-secret", "tls", "train.py"], "use https://"),
+        ([*IMAGE, "--etcd", "ftp://a:2379", "train.py"], "--etcd ftp://a:2379 has the scheme ftp"),
     ],
 )
 def test_what_cannot_be_is_said_in_a_sentence(words: list[str], sentence: str) -> None:
@@ -136,6 +180,17 @@ def test_one_pod_needs_no_token(capsys: pytest.CaptureFixture[str]) -> None:
     main([*IMAGE, "--dry-run", "train.py"], {})
 
     assert {each["kind"] for each in yaml.safe_load_all(capsys.readouterr().out)} == {"Service", "Job"}
+
+
+@pytest.mark.parametrize("typed", ["a:2379,b:2379", "https://a:2379,https://b:2379", "https://a:2379,b:2379"])
+def test_an_etcd_with_certificates_is_spoken_to_over_tls(typed: str) -> None:
+    asked = understand(take([*IMAGE, "--etcd", typed, "--etcd-secret", "tls", "train.py"], FLAGS))
+
+    assert asked.etcd == "https://a:2379,https://b:2379"
+
+
+def test_a_job_file_is_the_images_as_the_program_is() -> None:
+    assert understand(take([*IMAGE, "--config", "job.yaml", "train.py"], FLAGS)).command[0] == "--config"
 
 
 def test_the_programs_own_words_stay_its_own() -> None:

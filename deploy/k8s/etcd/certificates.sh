@@ -31,8 +31,9 @@ sign() {
     openssl ecparam -name prime256v1 -genkey -noout -out "$1.key"
     openssl req -new -key "$1.key" -subj "/O=elaunch $1" -out "$1.csr"
     printf '%s\n' "$2" >"$1.ext"
-    openssl x509 -req -in "$1.csr" -CA ca.crt -CAkey ca.key -CAcreateserial -sha256 -days "$days" \
-        -extfile "$1.ext" -out "$1.crt" 2>/dev/null
+    # It has something to say at its success, too.
+    said=$(openssl x509 -req -in "$1.csr" -CA ca.crt -CAkey ca.key -CAcreateserial -sha256 -days "$days" \
+        -extfile "$1.ext" -out "$1.crt" 2>&1) || { printf '%s\n' "$said" >&2; exit 1; }
     rm "$1.csr" "$1.ext"
 }
 
