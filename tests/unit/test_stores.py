@@ -53,9 +53,8 @@ def test_a_head_that_is_not_where_node_0_is_is_a_sentence(scheduler: str, is_ref
     cluster = Cluster(scheduler, (2, 2), node_index=0, head=ANOTHERS, head_port=free_ports(1)[0], run_id="mpi-1")
     options, planned = at_its_head(cluster)
 
-    with (
-        pytest.raises(UsageError, match=f"is said to be {ANOTHERS}, .*-x MASTER_ADDR=") if is_refused else nullcontext()
-    ):
+    refusal = pytest.raises(UsageError, match=f"is said to be {ANOTHERS}, .*-x MASTER_ADDR=")
+    with refusal if is_refused else nullcontext():
         reach(options, planned, print).close()
 
 
