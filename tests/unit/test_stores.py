@@ -19,6 +19,11 @@ from tests.etcd import free_ports
 ANOTHERS = "192.0.2.1"
 
 
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+
 def reached(*argv: str) -> Reached:
     options = parse([*argv, "t.py"], {})
     assert not isinstance(options, HelpRequested)
@@ -71,10 +76,7 @@ def test_what_has_the_port_of_a_schedulers_head_is_not_spoken_to() -> None:
             other.accept()
 
 
-def test_a_schedulers_node_reaches_the_store_that_its_head_serves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
+def test_a_schedulers_node_reaches_the_store_that_its_head_serves() -> None:
     port = free_ports(1)[0]
     head, other = (Cluster("Slurm", (2, 2), i, "127.0.0.1", port, run_id="test-1.0") for i in range(2))
 
