@@ -20,6 +20,25 @@ def die_with_parent(parent: int, signum: int) -> None:
         os._exit(1)
 
 
+def catches(pid: int, signum: int) -> bool:
+    """Whether that process has a handler for the signal; not, where it is gone."""
+    return _is_in(pid, "SigCgt", signum)
+
+
+def is_pending(pid: int, signum: int) -> bool:
+    """Whether that process was sent the signal and blocks it."""
+    return _is_in(pid, "ShdPnd", signum)
+
+
+def _is_in(pid: int, field: str, signum: int) -> bool:
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return False
+    masks = (int(line.split()[1], 16) for line in lines if line.startswith(f"{field}:"))
+    return any(mask >> (signum - 1) & 1 for mask in masks)
+
+
 def set_command_line(argv: tuple[str, ...], comm: str) -> None:
     """Have `ps` show `argv` for this process, cut to the room that its own arguments took, and `comm` as its name."""
     libc = ctypes.CDLL(None, use_errno=True)

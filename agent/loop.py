@@ -246,8 +246,6 @@ class Loop:
             self._selector.register(group.store, selectors.EVENT_READ, partial(self._servers.hear_store, group))
 
     def _signal(self, local_ranks: frozenset[int], signum: int) -> None:
-        # They have had a notice already, and heeded it or not.
-        signum = signal.SIGTERM if signum in self._config.notices else signum
         for local_rank in local_ranks:
             try:
                 self._workers.signal(self._servers.now, self._group_now, local_rank, signum)

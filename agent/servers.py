@@ -182,7 +182,7 @@ class Servers:
         self.is_ready = False
         self._answer_due_s = None
         environment = self._guard.environment(self._config.environment)
-        self.now = ForkServer(self._config.spec.program, self._preload, environment, self._config.notices)
+        self.now = ForkServer(self._config.spec.program, self._preload, environment, self._config.ignored)
         self._selector.register(self.now, selectors.EVENT_READ, self._hear)
         failure = self._blameless(FailureKind.TEMPLATE_LOST, generation, f"the fork server {how}")
         self._post(ServiceLost(generation, failure, workers_too=True))

@@ -20,6 +20,7 @@ from elaunch.agent.forkserver import ForkServer
 from elaunch.agent.group import Group
 from elaunch.agent.kernel import OutOfMemoryWatch
 from elaunch.agent.links import Link
+from elaunch.agent.linux import catches, is_pending
 from elaunch.agent.outputs import Outputs
 from elaunch.agent.pump import Pump
 from elaunch.agent.rundir import RunDir
@@ -61,8 +62,16 @@ class Workers:
         """Signal one worker.
 
         A Python program gets it alone, so that its data loaders outlive its last save; a command with its group, since
-        a shell does not pass on what it gets.
+        a shell does not pass on what it gets. A scheduler's notice is for who has a handler for it.
         """
+        if signum in self._config.notices:
+            pid = group.pids.get(local_rank, 0)
+            if pid and catches(pid, signum):
+                # Some schedulers tell all processes: the fork server, which blocks it, and this worker too.
+                if not is_pending(server.pid, signum):
+                    server.signal(group.generation, local_rank, signum, group=False)
+                return
+            signum = signal.SIGTERM
         whole_group = self._config.spec.program.kind is ProgramKind.COMMAND or signum == signal.SIGKILL
         server.signal(group.generation, local_rank, signum, group=whole_group)
 

@@ -10,7 +10,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
@@ -82,11 +82,19 @@ def run(options: Options, environ: Mapping[str, str]) -> int:
 
     Whatever is raised, no process and no folder of ours is left.
     """
-    options, planned, config = _prepared(options, environ)
-    if planned.cluster and planned.cluster.task > 0:
-        from elaunch.launcher.cluster.companion import wait_for_agent
+    cluster = _cluster(options, environ)
+    if cluster is None or cluster.tasks == 1:
+        return _run_agent(options, environ, cluster)
+    from elaunch.launcher.cluster.companion import seen_by_others, wait_for_agent
 
-        return wait_for_agent(planned.cluster, lambda line: print(f"elaunch: {line}", file=sys.stderr))
+    if cluster.task > 0:
+        return wait_for_agent(cluster, _say)
+    with seen_by_others(cluster, _say):
+        return _run_agent(options, environ, cluster)
+
+
+def _run_agent(options: Options, environ: Mapping[str, str], cluster: Cluster | None) -> int:
+    options, planned, config = _prepared(options, environ, cluster)
 
     from elaunch.agent.forkserver import ForkServer
     from elaunch.agent.guard import Guard
@@ -95,10 +103,6 @@ def run(options: Options, environ: Mapping[str, str]) -> int:
     # Before anything is made that somebody would have to remove.
     places = private_places()
     with ExitStack() as cleanup:
-        if planned.cluster:
-            from elaunch.launcher.cluster.companion import open_for_others
-
-            cleanup.enter_context(open_for_others(planned.cluster) or nullcontext())
         guard = Guard((*places, *memory_places(places)))
         cleanup.callback(guard.finish)
         troubles: list[str] = []
@@ -106,7 +110,7 @@ def run(options: Options, environ: Mapping[str, str]) -> int:
         # Folders are made until the end; from the pump's start on its console has the word.
         run_dir = _run_dir(config, lambda trouble: say(trouble), places)
         environment = guard.environment(config.environment)
-        server = ForkServer(config.spec.program, config.preload, environment, config.notices)
+        server = ForkServer(config.spec.program, config.preload, environment, config.ignored)
         # Also after the loop, which ends its last one: that makes no difference then.
         cleanup.callback(server.stop)
 
@@ -127,7 +131,9 @@ def run(options: Options, environ: Mapping[str, str]) -> int:
     return outcome.exit_code
 
 
-def _prepared(options: Options, environ: Mapping[str, str]) -> tuple[Options, Planned, AgentConfig]:
+def _prepared(
+    options: Options, environ: Mapping[str, str], cluster: Cluster | None
+) -> tuple[Options, Planned, AgentConfig]:
     """All that is decided before anything is started; the job has a name then. Raises UsageError."""
     from dataclasses import replace
 
@@ -139,7 +145,6 @@ def _prepared(options: Options, environ: Mapping[str, str]) -> tuple[Options, Pl
 
     check_program(options, environ)
     check_log_dir(options)
-    cluster = _cluster(options, environ)
     if cluster:
         from elaunch.launcher.cluster.settle import concerning, settle
 
@@ -166,6 +171,10 @@ def _cluster(options: Options, environ: Mapping[str, str]) -> Cluster | None:
         return None
     found = detect(options.scheduler, environ, socket.gethostname(), lambda path: Path(path).read_text())
     return reachable(found) if found else None
+
+
+def _say(line: str) -> None:
+    print(f"elaunch: {line}", file=sys.stderr)
 
 
 def _run_dir(config: AgentConfig, warn: Callable[[str], None], places: tuple[str, ...]) -> RunDir:

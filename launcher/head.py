@@ -123,7 +123,7 @@ def take_the_head(plan: RendezvousPlan, say: Callable[[str], None]) -> StoreProc
 
     Raises UsageError where it cannot be served as asked, SiteError where its server does not start.
     """
-    if plan.serving is Serving.NOTHING or not _is_the_head(plan, say):
+    if plan.serving is Serving.NOTHING or not is_the_head(plan, say):
         return None
     endpoint = plan.endpoints[0]
     bound = listen(endpoint)
@@ -210,7 +210,8 @@ def _why(error: OSError) -> str:
     return os.strerror(error.errno) if error.errno else str(error)
 
 
-def _is_the_head(plan: RendezvousPlan, say: Callable[[str], None]) -> bool:
+def is_the_head(plan: RendezvousPlan, say: Callable[[str], None]) -> bool:
+    """Whether this node serves the job's store: the plan says so, or the endpoint is this host's."""
     if plan.is_head is not None:
         return plan.is_head
     host = plan.endpoints[0].host

@@ -39,7 +39,7 @@ def agent_config(options: Options, planned: Planned, environ: Mapping[str, str],
     if planned.plan.is_alone:
         _check_filters(options, slots)
     environment, threads = worker_environment(environ, slots, host.cores)
-    signals, ignored = signal_numbers(_signals(options, cluster))
+    signals, ignored = signal_numbers((*options.signals_to_handle, *(n.name for n in _notices(options, cluster))))
     interpreter = environ.get("PYTHON_EXEC") or host.python
     return AgentConfig(
         spec=JobSpec(
@@ -57,7 +57,9 @@ def agent_config(options: Options, planned: Planned, environ: Mapping[str, str],
         times=planned.plan.times,
         node_rank=_seat(planned),
         signals=signals,
-        notices=(signal.SIGUSR1,) if cluster and signal.SIGUSR1 in signals else (),
+        notices=(notices := _notices(options, cluster)),
+        # A shell could not undo that, nor what it starts; no other scheduler is known to tell all processes.
+        ignored=notices if cluster and cluster.scheduler == "Slurm" and options.kind is not ProgramKind.COMMAND else (),
         preload=_preload(options, interpreter, host),
         master_addr=planned.plan.own_addr or "127.0.0.1",
         master_ports=_master_ports(options, planned),
@@ -113,11 +115,12 @@ def _seat(planned: Planned) -> int:
     return -1 if index is None else index
 
 
-def _signals(options: Options, cluster: Cluster | None) -> tuple[str, ...]:
-    """Schedulers announce the end of a job by SIGUSR1 (`sbatch --signal=USR1@60`), which would end the agent."""
-    if cluster is None or "signals_to_handle" in options.given:
-        return options.signals_to_handle
-    return (*options.signals_to_handle, "SIGUSR1")
+def _notices(options: Options, cluster: Cluster | None) -> tuple[signal.Signals, ...]:
+    """Schedulers announce the end of a job by SIGUSR1 (`sbatch --signal=USR1@60`), which would end the agent.
+
+    Who names the signals means what he says: no more than these, and workers get them as they come.
+    """
+    return (signal.SIGUSR1,) if cluster and "signals_to_handle" not in options.given else ()
 
 
 def _of_the_scheduler(options: Options, cluster: Cluster | None) -> tuple[str, ...]:

@@ -34,8 +34,9 @@ _ALONE = "one node needs no rendezvous"
 class Planned:
     """The plan, options that change nothing (with why), and sentences worth saying once.
 
-    `master_port` is the one that a static endpoint names. `cluster` is what the scheduler says; with `hands_over`
-    a head among its nodes tells them the secret of its store, since nobody else did.
+    `master_port` is the one that a static endpoint names. `cluster` is what the scheduler says. With `at_its_head` the
+    endpoint is this job's own head, and nobody typed it; with `hands_over` a head among the nodes tells the others the
+    secret of its store, since nobody else did.
     """
 
     plan: RendezvousPlan
@@ -43,6 +44,7 @@ class Planned:
     notes: tuple[str, ...] = ()
     master_port: int | None = None
     cluster: Cluster | None = None
+    at_its_head: bool = False
     hands_over: bool = False
 
 
@@ -60,6 +62,8 @@ def plan(
     notes = (*raised, *notes)
     scheme = _scheme(conf, addresses)
     serving = _serving(options, conf, addresses, scheme, backend)
+    if head and serving is Serving.NOTHING:
+        _nowhere(options, backend, None)
     is_static = backend == "static"
     master = _static_master(options) if is_static else None
     is_first = is_static and options.node_rank == 0
@@ -91,6 +95,7 @@ def plan(
         notes,
         master.port if master else None,
         cluster,
+        at_its_head=head is not None,
         hands_over=cluster is not None
         and cluster.nodes is not None
         and not cluster.is_of_pods

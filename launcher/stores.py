@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -58,17 +59,20 @@ def reach(options: Options, planned: Planned, say: Callable[[str], None]) -> Rea
     if plan.is_alone:
         return Reached(MemoryStore(), is_remote=False, address=plan.own_addr or "127.0.0.1")
     _check_first(options, plan)
-    address = plan.own_addr or _own_address(plan, say)
+    _check_head(options, planned)
+    address = plan.own_addr or _own_address(planned, say)
     from elaunch.launcher.head import take_the_head
 
+    if planned.hands_over:
+        plan = _settled(options, planned, say)
     served, offer = take_the_head(plan, say), None
     try:
         if served:
             offer = _welcome(options, planned, served, say)
             plan = replace(plan, token=served.token)
         elif planned.hands_over:
-            plan = replace(plan, token=_secret_of_head(options, planned, say))
-        return Reached(store_of(plan), True, address, _network(_number(address, plan, say), say), served, offer)
+            plan = replace(plan, token=_secret_of_head(_meeting(options, planned), plan, say))
+        return Reached(store_of(plan), True, address, _network(_number(address, planned, say), say), served, offer)
     except BaseException:
         Reached(MemoryStore(), True, served=served, offer=offer).close()
         raise
@@ -88,30 +92,35 @@ def _welcome(options: Options, planned: Planned, served: StoreProcess, say: Call
     return Offer(_meeting(options, planned), served.token)
 
 
-def _secret_of_head(options: Options, planned: Planned, say: Callable[[str], None]) -> str:
-    """The token of the store that another node serves; empty where what listens there is an etcd. Raises SiteError."""
-    from elaunch.launcher.cluster.handover import fetch
+def _settled(options: Options, planned: Planned, say: Callable[[str], None]) -> RendezvousPlan:
+    """The plan, with whether this node is the head; that of a head with a token which its user's nodes make too."""
+    from elaunch.launcher.cluster.homekey import token_at_home
+    from elaunch.launcher.head import is_the_head
 
-    plan = planned.plan
-    # Whoever has the head's port on the head itself is no head of this job: there is nothing to wait for.
-    wait_s = 0.0 if plan.is_head else plan.times.join_timeout_s
-    try:
-        return fetch(_meeting(options, planned), wait_s, say)
-    except SiteError:
-        if not plan.is_head:
-            raise
-        endpoint = plan.endpoints[0]
-        raise SiteError(
-            f"port {endpoint.port}, at which this node was to serve the job's store, is taken by another program;"
-            f" choose a free one: --rdzv-endpoint {endpoint.host}:PORT"
-        ) from None
+    is_head = is_the_head(planned.plan, say)
+    token = token_at_home(_meeting(options, planned).name, make=True) if is_head else ""
+    return replace(planned.plan, is_head=is_head, token=token)
+
+
+def _secret_of_head(meeting: Meeting, plan: RendezvousPlan, say: Callable[[str], None]) -> str:
+    """The token of the store that another node serves; empty where what listens there is an etcd. Raises SiteError."""
+    from elaunch.launcher.cluster.handover import fetch, taken
+
+    endpoint = plan.endpoints[0]
+    # A scheduler has one head: what has the head's port on the head itself is no store of this job.
+    if plan.is_head and not meeting.may_be_etcd:
+        raise taken(endpoint, endpoint)
+    return fetch(meeting, plan.times.join_timeout_s, say)
 
 
 def _meeting(options: Options, planned: Planned) -> Meeting:
+    """Its name is the scheduler's: of one with --run-id there may be several."""
     from elaunch.launcher.cluster.handover import Meeting
 
-    lives = planned.cluster.restarts if planned.cluster else 0
-    return Meeting(planned.plan.endpoints[0], f"{options.run_id}.{lives}")
+    cluster, endpoint = planned.cluster, planned.plan.endpoints[0]
+    assert cluster
+    name = f"{cluster.run_id or cluster.scheduler}.{cluster.restarts} {options.run_id} {endpoint.port}"
+    return Meeting(endpoint, name, may_be_etcd=not planned.at_its_head)
 
 
 def _check_first(options: Options, plan: RendezvousPlan) -> None:
@@ -132,6 +141,27 @@ def _check_first(options: Options, plan: RendezvousPlan) -> None:
                 f"node rank 0 is that of the master's host, and {plan.master_addr} is no address of this one; on this"
                 f" node use --node-rank {others}, or, where {plan.master_addr} leads here all the same (a balancer),"
                 " --rdzv-conf is_host=1"
+            )
+
+
+def _check_head(options: Options, planned: Planned) -> None:
+    """Raises UsageError where the scheduler's head is not the host that its node 0 runs on: the others go there."""
+    from elaunch.launcher.conf import understand
+    from elaunch.launcher.reach import NoAddress, Whose, whose
+
+    cluster = planned.cluster
+    if not (planned.at_its_head and planned.plan.is_head and cluster) or understand(options.rdzv_conf).is_host:
+        return
+    # Of pods the head may be named by a service, which is no host's address.
+    if cluster.scheduler.startswith("Kubernetes"):
+        return
+    with suppress(NoAddress):
+        if cluster.head and whose(cluster.head) is Whose.ANOTHERS:
+            here = socket.gethostname()
+            raise UsageError(
+                f"the head of this job is said to be {cluster.head}, which is no address of this host, {here}, and"
+                f" {cluster.scheduler} runs its node 0 here; tell all nodes: --rdzv-endpoint {here}:PORT, or, for"
+                f" mpirun, -x MASTER_ADDR={here}"
             )
 
 
@@ -169,7 +199,7 @@ def _over_grpc(plan: RendezvousPlan, access: Access) -> Store:
         raise UsageError(str(error)) from None
 
 
-def _number(address: str, plan: RendezvousPlan, say: Callable[[str], None]) -> str:
+def _number(address: str, planned: Planned, say: Callable[[str], None]) -> str:
     """The address behind a name that the command line gives this node."""
     from elaunch.launcher.reach import NoAddress, addresses, is_address, is_loopback
 
@@ -178,7 +208,7 @@ def _number(address: str, plan: RendezvousPlan, say: Callable[[str], None]) -> s
     with suppress(NoAddress):
         if found := next((each for each in addresses(address) if not is_loopback(each)), None):
             return found
-    return _own_address(plan, say)
+    return _own_address(planned, say)
 
 
 def _network(address: str, say: Callable[[str], None]) -> dict[str, str]:
@@ -192,10 +222,13 @@ def _network(address: str, say: Callable[[str], None]) -> dict[str, str]:
     return {VARIABLE: interface}
 
 
-def _own_address(plan: RendezvousPlan, say: Callable[[str], None]) -> str:
+def _own_address(planned: Planned, say: Callable[[str], None]) -> str:
     from elaunch.launcher.reach import AddressUnclear, NoAddress, own_address
 
-    end_s = time.monotonic() + min(_ADDRESS_WAIT_S, plan.times.join_timeout_s)
+    plan = planned.plan
+    # The name may be that of a node whose agent is still to be started, as by Kubernetes.
+    patience_s = plan.times.join_timeout_s if planned.cluster else _ADDRESS_WAIT_S
+    end_s = time.monotonic() + min(patience_s, plan.times.join_timeout_s)
     is_said = False
     while True:
         try:
@@ -206,6 +239,6 @@ def _own_address(plan: RendezvousPlan, say: Callable[[str], None]) -> str:
             if time.monotonic() > end_s:
                 raise SiteError(f"{error}; is --rdzv-endpoint right?") from None
             if not is_said:
-                say(f"{error}; trying again for {_ADDRESS_WAIT_S:g} s")
+                say(f"{error}; trying again for {patience_s:g} s")
                 is_said = True
         time.sleep(_ADDRESS_PAUSE_S)

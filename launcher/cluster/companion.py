@@ -6,31 +6,46 @@ is connected to it learns the agent's end from the end of the stream; nothing is
 
 from __future__ import annotations
 
+import hashlib
 import os
 import signal
 import socket
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 from elaunch.launcher.cluster.facts import Cluster
 
 # The tasks start together; what one of them may need longer for is reading its modules from a slow disk.
 _APPEAR_S = 60.0
 _PAUSE_S = 0.1
+# An agent that ends at once, as for a wrong option, waits so long since its start for the others to see it.
+_SEEN_S = 5.0
 # The scheduler tells all of a step's processes to stop: this one has nothing to stop, and must not end before the
 # agent, or the scheduler might take that for the end of the node (srun --kill-on-bad-exit, --wait).
 _NOT_FOR_US = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 
 
-def open_for_others(cluster: Cluster) -> socket.socket | None:
-    """In the agent: what the others of its node hold on to until it ends; None where there are none."""
-    if cluster.tasks == 1:
-        return None
-    listener = socket.socket(socket.AF_UNIX)
-    listener.bind(_address(cluster))
-    listener.listen(cluster.tasks)
-    return listener
+@contextmanager
+def seen_by_others(cluster: Cluster, say: Callable[[str], None]) -> Iterator[None]:
+    """In the agent, around all that it does: what the others of its node hold on to."""
+    begun_s = time.monotonic()
+    with socket.socket(socket.AF_UNIX) as listener:
+        try:
+            listener.bind(_address(cluster))
+            listener.listen(cluster.tasks)
+        except OSError as error:
+            say(
+                f"the other {cluster.tasks - 1} tasks of this node cannot wait for this agent ({error.strerror}: is"
+                " there another one of this job?)"
+            )
+            yield
+            return
+        try:
+            yield
+        finally:
+            _let_them_come(listener, cluster.tasks - 1, begun_s + _SEEN_S)
 
 
 def wait_for_agent(cluster: Cluster, say: Callable[[str], None], appear_s: float = _APPEAR_S) -> int:
@@ -54,8 +69,17 @@ def wait_for_agent(cluster: Cluster, say: Callable[[str], None], appear_s: float
 
 
 def _address(cluster: Cluster) -> str:
-    """An abstract name: it needs no folder, and nothing is left of it."""
-    return f"\0elaunch-agent-{os.geteuid()}-{cluster.run_id}-{cluster.node_index}"
+    """An abstract name, known within its host only: it needs no folder, nothing is left of it, and it is short."""
+    job = hashlib.sha256(str(cluster.run_id).encode()).hexdigest()[:32]
+    return f"\0elaunch-agent-{os.geteuid()}-{job}"
+
+
+def _let_them_come(listener: socket.socket, others: int, end_s: float) -> None:
+    """Until each of the others has come, or it is time."""
+    with suppress(OSError):
+        for _ in range(others):
+            listener.settimeout(max(end_s - time.monotonic(), 0))
+            listener.accept()[0].close()
 
 
 def _uid_behind(stream: socket.socket) -> int:

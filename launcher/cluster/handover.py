@@ -1,99 +1,109 @@
-"""How the secret of a head's store reaches the nodes that the same scheduler started: by munge, or in a shared home.
+"""How the secret of a head's store reaches the nodes that the same scheduler started: from a shared home, or by munge.
 
-The head seals it with munge, for its own user, and gives that to whoever connects to the port after the store's: to
-others it means nothing. It also writes it to a file that only its user can read, for sites without munge.
+The head tells whoever connects to the port after the store's which job it serves, by what its token can be known, and
+the token sealed with munge for its own user. So a node whose home has the same key knows that it has made the same
+token, another node opens the seal, and to others all this means nothing.
 """
 
 from __future__ import annotations
 
-import os
+import hashlib
+import hmac
+import json
+import random
 import socket
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
+from elaunch.launcher.cluster.homekey import token_at_home
 from elaunch.launcher.cluster.munge import MungeFailed, seal, unseal
-from elaunch.launcher.errors import SiteError, UsageError
+from elaunch.launcher.errors import SiteError
 from elaunch.launcher.head import listen
+from elaunch.launcher.values import PORT_MAX
 from elaunch.rendezvous.discovery import speaks_http
 from elaunch.rendezvous.plan import Endpoint
 
 # A credential lives for 300 s, unless the site says otherwise.
 _SEALED_S = 60.0
 _CALL_S = 2.0
-_PAUSE_S = 0.2
+_PAUSE_S, _PAUSE_MAX_S = 0.1, 2.0
 # Until a waiting node says what it waits for; a shared disk may show a new file that much later.
 _PATIENCE_S = 60.0
+# A head offers the secret of its store at once.
+_SETTLE_S = 5.0
 _BYTES_MAX = 64 << 10
-# What a head that was killed has left: the secret of a store that is gone.
-_OLD_S = 30 * 86_400.0
 
 TOKEN_LINE = "export ELAUNCH_TOKEN=$(openssl rand -hex 16)"
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where a job's nodes meet: the endpoint, and a name that no other job of this user has, nor another life of it."""
+    """Where a job's nodes meet: the endpoint, and a name that no other job of this user has, nor another life of it.
+
+    `may_be_etcd`: somebody typed the endpoint, and may mean an etcd.
+    """
 
     endpoint: Endpoint
     name: str
+    may_be_etcd: bool = False
 
     @property
     def port(self) -> Endpoint:
-        """Where the head gives its credential."""
-        return Endpoint(self.endpoint.host, self.endpoint.port + 1)
+        """Where the head tells of its token: the next port; before the last there is another."""
+        port = self.endpoint.port
+        return Endpoint(self.endpoint.host, port + 1 if port < PORT_MAX else port - 1)
 
-    @property
-    def file(self) -> Path:
-        return Path("~/.elaunch").expanduser() / self.name.replace("/", "_")
+
+class AnotherJob(SiteError):
+    """The head of another job is where this one's should be."""
 
 
 class Offer:
-    """The head's side, until `close`."""
+    """The head's side, until `close`. Raises UsageError where its port cannot be had."""
 
     def __init__(self, meeting: Meeting, token: str) -> None:
         self._meeting = meeting
         self._token = token
-        self._sealed: tuple[float, bytes] | None = None
-        self._listener = _listener(meeting.port)
-        if self._listener:
-            threading.Thread(target=self._serve, args=(self._listener,), name="elaunch-handover", daemon=True).start()
-        # Without a home that can be written, munge has to do.
-        with suppress(OSError):
-            _write(meeting.file, token)
+        self._sealed: tuple[float, str] | None = None
+        self._is_closed = threading.Event()
+        bound = listen(meeting.port)
+        if bound is None:
+            raise taken(meeting.endpoint, meeting.port)
+        self._listener = bound.listener
+        threading.Thread(target=self._serve, name="elaunch-handover", daemon=True).start()
 
     def close(self) -> None:
-        if self._listener:
-            # A thread in accept() is woken by this, and not by closing.
-            with suppress(OSError):
-                self._listener.shutdown(socket.SHUT_RDWR)
-            self._listener.close()
+        self._is_closed.set()
+        # A thread in accept() is woken by this, and not by closing.
         with suppress(OSError):
-            self._meeting.file.unlink()
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
 
-    def _serve(self, listener: socket.socket) -> None:
-        while True:
+    def _serve(self) -> None:
+        hello = json.dumps([self._meeting.name, _fingerprint(self._token)])
+        while not self._is_closed.is_set():
             try:
-                asking, _ = listener.accept()
-            except ConnectionError:
-                continue
+                asking, _ = self._listener.accept()
             except OSError:
-                return
+                # As without a free descriptor: that passes.
+                self._is_closed.wait(_PAUSE_S)
+                continue
             with asking, suppress(OSError):
                 asking.settimeout(_CALL_S)
-                asking.sendall(self._credential())
+                asking.sendall(f"{hello}\n".encode())
+                asking.sendall(self._credential().encode())
 
-    def _credential(self) -> bytes:
-        """The same for all who ask within a minute; empty where munge does not work here."""
+    def _credential(self) -> str:
+        """The same for all who ask within a minute; empty where munge does not work here, which may pass sooner."""
         now_s = time.monotonic()
-        if self._sealed is None or now_s - self._sealed[0] > _SEALED_S:
+        if self._sealed is None or now_s > self._sealed[0]:
             try:
-                self._sealed = (now_s, seal(self._token).encode())
+                self._sealed = (now_s + _SEALED_S, seal(json.dumps([self._meeting.name, self._token])))
             except MungeFailed:
-                self._sealed = (now_s, b"")
+                self._sealed = (now_s + _SETTLE_S, "")
         return self._sealed[1]
 
 
@@ -103,80 +113,98 @@ def fetch(meeting: Meeting, wait_s: float, say: Callable[[str], None]) -> str:
     Nothing that comes here is trusted further than it goes: a wrong token opens no store.
     """
     begun_s = time.monotonic()
-    answered_s: float | None = None
+    listens_s: float | None = None
     is_said = False
-    trouble = f"nothing listens at {meeting.port} yet"
+    pause_s = _PAUSE_S
     while True:
-        if _is_etcd(meeting.endpoint):
+        patience_s = _PATIENCE_S
+        listens = True
+        if meeting.may_be_etcd and _is_etcd(meeting.endpoint):
             return ""
         try:
-            return unseal(_ask(meeting.port))
+            return _ask(meeting)
         except MungeFailed as error:
-            trouble = f"munge does not work: {error}"
-            answered_s = answered_s or time.monotonic()
+            trouble = f"no key in ~/.elaunch here is the head's, and munge does not work: {error}"
         except OSError as error:
-            trouble = f"{meeting.port}: {error.strerror or error}"
-        if token := _read(meeting.file):
-            return token
+            trouble, patience_s = f"{meeting.port}: {error.strerror or error}", _SETTLE_S
+            listens = _listens(meeting.endpoint)
         now_s = time.monotonic()
-        if now_s - begun_s > wait_s or (answered_s and now_s - answered_s > _PATIENCE_S):
+        listens_s = (listens_s or now_s) if listens else None
+        if now_s - begun_s > wait_s or (listens_s and now_s - listens_s > patience_s):
             raise SiteError(
-                f"the secret of the job's store did not come from {meeting.endpoint.host} ({trouble}, and no"
-                f" {meeting.file} is seen here); give all nodes the same one, as in a job's script, before srun:"
-                f" {TOKEN_LINE}"
+                f"the secret of the job's store did not come from {meeting.endpoint.host} ({trouble}); give all nodes"
+                f" the same one, as in a job's script, before srun: {TOKEN_LINE}"
             )
         if now_s - begun_s > _PATIENCE_S and not is_said:
-            say(f"still waiting for {meeting.endpoint.host}: {trouble}, and no {meeting.file} is seen here")
+            say(f"still waiting for {meeting.endpoint.host}: {trouble}")
             is_said = True
-        time.sleep(_PAUSE_S)
+        # Many nodes, one head: not all at the same moment.
+        time.sleep(pause_s * random.uniform(0.5, 1))
+        pause_s = min(1.5 * pause_s, _PAUSE_MAX_S)
 
 
-def _listener(place: Endpoint) -> socket.socket | None:
-    """None where the port is taken: the file has to do."""
-    try:
-        bound = listen(place)
-    except UsageError:
-        return None
-    return bound.listener if bound else None
+def taken(endpoint: Endpoint, port: Endpoint) -> SiteError:
+    """What a head says that finds one of its two ports taken."""
+    return SiteError(
+        f"port {port.port}, at which this node was to serve the job's store, is taken by another program;"
+        f" choose a free one, with the next: --rdzv-endpoint {endpoint.host}:PORT"
+    )
 
 
 def _is_etcd(endpoint: Endpoint) -> bool:
+    """Whether what listens there speaks without TLS."""
     try:
         return speaks_http(endpoint, _CALL_S)
     except OSError:
         return False
 
 
-def _ask(place: Endpoint) -> str:
-    """What the head says to everybody. Raises OSError, and MungeFailed where it has nothing to say."""
-    said = b""
-    with socket.create_connection((place.host, place.port), _CALL_S) as stream:
-        while len(said) < _BYTES_MAX and (piece := stream.recv(4096)):
-            said += piece
-    if not said:
-        raise MungeFailed(f"{place.host} has none")
-    return said.decode(errors="replace")
-
-
-def _write(path: Path, token: str) -> None:
-    """Whole or not at all, and readable by its owner alone from the first moment on."""
-    path.parent.mkdir(mode=0o700, exist_ok=True)
-    for old in path.parent.iterdir():
-        if old.stat().st_mtime < time.time() - _OLD_S:
-            old.unlink()
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    with open(fd, "w") as file:  # noqa: PTH123
-        file.write(token)
-    draft.rename(path)
-
-
-def _read(path: Path) -> str:
-    """Its text, where it is this user's own and nobody else's to write; else nothing."""
+def _listens(endpoint: Endpoint) -> bool:
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        socket.create_connection((endpoint.host, endpoint.port), _CALL_S).close()
     except OSError:
-        return ""
-    with open(fd) as file:  # noqa: PTH123
-        found = os.fstat(fd)
-        return file.read().strip() if found.st_uid == os.geteuid() and not found.st_mode & 0o077 else ""
+        return False
+    return True
+
+
+def _ask(meeting: Meeting) -> str:
+    """The token. Raises AnotherJob, OSError, and MungeFailed where the head has said nothing that helps here."""
+    place = meeting.port
+    with (
+        socket.create_connection((place.host, place.port), _CALL_S) as stream,
+        stream.makefile("r", errors="replace") as words,
+    ):
+        name, fingerprint = _pair(words.readline(_BYTES_MAX))
+        if name != meeting.name:
+            raise _another(meeting, name)
+        token = token_at_home(name)
+        if token and hmac.compare_digest(_fingerprint(token), fingerprint):
+            return token
+        credential = words.read(_BYTES_MAX)
+    if not credential:
+        raise MungeFailed(f"{place.host} has none")
+    # Whoever sits at the port can pass on what another job's head has told him.
+    name, token = _pair(unseal(credential))
+    if name != meeting.name:
+        raise _another(meeting, name)
+    return token
+
+
+def _another(meeting: Meeting, name: str) -> AnotherJob:
+    return AnotherJob(
+        f"{meeting.endpoint} serves another job, {name!r}, and this is {meeting.name!r}; choose a free port for this"
+        f" one: --rdzv-endpoint {meeting.endpoint.host}:PORT"
+    )
+
+
+def _pair(line: str) -> tuple[str, str]:
+    """Raises ConnectionError for what no head says."""
+    try:
+        first, second = json.loads(line)
+    except (ValueError, TypeError):
+        raise ConnectionError("what listens there is no head of a job") from None
+    return str(first), str(second)
+
+
+def _fingerprint(token: str) -> str:
+    return hashlib.sha256(f"elaunch: a token's fingerprint, 1: {token}".encode()).hexdigest()

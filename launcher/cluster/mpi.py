@@ -39,7 +39,20 @@ def detect(environ: Mapping[str, str], hostname: str, read: Callable[[str], str]
         if None not in found:
             rank, size, task, tasks = (value or 0 for value in found)
             return _cluster(launcher.name, environ, read, rank, size, task, max(tasks, 1), used(environ, *names))
-    return None
+    return _of_pmix(environ)
+
+
+def _of_pmix(environ: Mapping[str, str]) -> Cluster | None:
+    """A launcher that sets PMIx's variables only, as `prun`. Those of `srun --mpi=pmix` are beside Slurm's own."""
+    rank = number(environ, "PMIX_RANK")
+    if rank is None or "SLURM_STEP_ID" in environ or "SLURM_STEPID" in environ:
+        return None
+    if rank > 0:
+        raise ValueError(
+            f"PMIX_RANK={rank} is one of several processes, and nothing says on how many nodes they are; give"
+            " --scheduler none, --nnodes and --rdzv-endpoint HOST:PORT"
+        )
+    return Cluster("PMIx", run_id=_run_id(environ), sources=used(environ, "PMIX_RANK", "PMIX_NAMESPACE"))
 
 
 def _cluster(
@@ -59,8 +72,8 @@ def _cluster(
     return Cluster(
         name,
         nodes=(nodes, nodes),
-        # Any order will do in which node 0 has rank 0: by slot or by node, the agents' ranks are in one.
-        node_index=rank if tasks == 1 else rank // tasks if (rank - task) % tasks == 0 else rank - task,
+        # Of several processes on a node it depends on how they were mapped, by slot or by node; node 0 has rank 0.
+        node_index=rank if tasks == 1 or rank == 0 else None,
         head=head,
         head_port=port_of_name(run_id) if run_id else None,
         workers=tasks if tasks > 1 else None,

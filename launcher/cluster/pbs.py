@@ -18,6 +18,11 @@ def detect(environ: Mapping[str, str], hostname: str, read: Callable[[str], str]
     # An array's is 12[3].server.
     run_id = "pbs-" + job.replace("[", "_").replace("]", "")
     is_script = number(environ, "PBS_TASKNUM") in (None, 1)
+    if not hosts and not is_script:
+        raise ValueError(
+            f"PBS_TASKNUM={environ['PBS_TASKNUM']} is one of several tasks, and no PBS_NODEFILE says which nodes have"
+            " them: copy the script's to a disk that they share (docs/mpi.md has the lines)"
+        )
     if len(hosts) < 2 or is_script:
         others = f"its {len(hosts)} nodes are not used: pbsdsh -u elaunch … starts on all"
         note = f"this is the script of PBS's job {job}, and {others}" if len(hosts) > 1 else ""

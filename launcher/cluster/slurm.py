@@ -23,6 +23,11 @@ def detect(environ: Mapping[str, str], hostname: str, read: Callable[[str], str]
     step = number(environ, "SLURM_STEP_ID", "SLURM_STEPID")
     if step is None or step >= _STEP_MAX or "SLURM_PROCID" not in environ or _is_of_another_job(environ):
         return _shell(environ, job, name)
+    if (components := number(environ, "SLURM_HET_SIZE") or 1) > 1:
+        raise ValueError(
+            f"SLURM_HET_SIZE={components}: a heterogeneous job, whose components know nothing of each other here; give"
+            " --scheduler none, --nnodes and --rdzv-endpoint HOST:PORT"
+        )
     nodes = number(environ, "SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES") or 1
     index = number(environ, "SLURM_NODEID") or 0
     if index >= nodes:
@@ -98,7 +103,8 @@ def gpus_here(environ: Mapping[str, str], nodes: int, tasks: int) -> int | None:
 
     What Slurm says of the node comes first; what was asked for, in any of its forms, is all that older ones say.
     """
-    if on_node := number(environ, "SLURM_GPUS_ON_NODE"):
+    # None is an answer too: a step without GPUs in a job that has some.
+    if (on_node := number(environ, "SLURM_GPUS_ON_NODE")) is not None:
         return on_node
     if listed := _listed(environ, "SLURM_STEP_GPUS"):
         return listed

@@ -49,7 +49,10 @@ Checked = TypeVar("Checked")
 
 @dataclass(frozen=True)
 class Request:
-    """A job for Slurm. `words` is elaunch's command line, from its options on; None leaves it to the site."""
+    """A job for Slurm. `words` is elaunch's command line, from its options on; None leaves it to the site.
+
+    `site` and `more` are options of sbatch; those of `more` are the user's own, who has the last word.
+    """
 
     words: tuple[str, ...]
     name: str
@@ -59,6 +62,7 @@ class Request:
     output: str = "%x-%j.out"
     notice_s: int = 60
     requeues: bool = True
+    site: tuple[str, ...] = ()
     more: tuple[str, ...] = ()
 
 
@@ -88,9 +92,10 @@ def understand(submission: Submission, environ: Mapping[str, str]) -> Request:
     if isinstance(checked, HelpRequested):
         raise UsageError("submit slurm takes a program: elaunch submit slurm --nodes 2 train.py")
     nodes = _checked("nodes", submission.last("nodes", "1"), values.nodes)
+    _check(checked, nodes)
     if nodes[0] < nodes[1] and "nnodes" not in checked.given:
         words = ("--nnodes", f"{nodes[0]}:{nodes[1]}", *words)
-    sbatch = [f"--{name}={given[name][0]}" for name in ("time", "partition", "account", "qos") if name in given]
+    site = [f"--{name}={given[name][0]}" for name in ("time", "partition", "account", "qos") if name in given]
     return Request(
         words=words,
         name=submission.last("name") or _name(checked),
@@ -100,8 +105,23 @@ def understand(submission: Submission, environ: Mapping[str, str]) -> Request:
         output=submission.last("output", Request.output),
         notice_s=_checked("notice", submission.last("notice", "60"), _count),
         requeues="no-requeue" not in given,
-        more=(*sbatch, *given.get("sbatch", ())),
+        site=tuple(site),
+        more=given.get("sbatch", ()),
     )
+
+
+def _check(options: Options, nodes: tuple[int, int]) -> None:
+    """Raises UsageError for what each of the nodes would refuse, or what would make each a job of its own."""
+    if options.kind is ProgramKind.SCRIPT and options.target == "-":
+        raise UsageError("a batch job has no stdin for the program (-); put it into a file that the nodes see")
+    for dest in ("standalone", "node_rank"):
+        if nodes[1] > 1 and dest in options.given:
+            raise UsageError(f"--{dest.replace('_', '-')} is the same on all nodes of --nodes {nodes[1]}; leave it out")
+    if "nnodes" in options.given and options.nnodes[0] > nodes[0]:
+        raise UsageError(
+            f"--nnodes {options.nnodes[0]} is more than the nodes that Slurm may give the job, --nodes {nodes[0]};"
+            " leave --nnodes out, or raise --nodes"
+        )
 
 
 def _name(options: Options) -> str:
@@ -118,12 +138,13 @@ def script(request: Request, elaunch: str = "elaunch") -> str:
         "--ntasks-per-node=1",
         *([f"--gpus-per-node={request.gpus}"] if request.gpus else []),
         f"--cpus-per-task={request.cpus}" if request.cpus else "--exclusive",
-        *request.more,
+        *request.site,
         f"--signal=USR1@{request.notice_s}",
         "--requeue" if request.requeues else "--no-requeue",
         *(["--no-kill"] if is_elastic else []),
         "--open-mode=append",
         f"--output={request.output}",
+        *request.more,
     ]
     # srun takes no CPUs over from the job (Slurm 22.05 and later), and must not end all for one node.
     cpus = f" --cpus-per-task={request.cpus}" if request.cpus else ""
@@ -136,11 +157,21 @@ def script(request: Request, elaunch: str = "elaunch") -> str:
     )
     return (
         "#!/bin/bash\n"
-        + "".join(f"#SBATCH {line}\n" for line in lines)
+        + "".join(f"#SBATCH {_quoted(line)}\n" for line in lines)
         + f"\n# One agent on each node: it starts a worker for each GPU.\n"
         f"srun{cpus} --cpu-bind=none --kill-on-bad-exit=0{kill} {elaunch} {shlex.join(request.words)}\n"
         f"code=$?\n{again}exit $code\n"
     )
+
+
+def _quoted(option: str) -> str:
+    """An option of sbatch as it reads its lines: words end at blanks, # begins a comment, a backslash escapes."""
+    found = re.fullmatch(r"(--?[\w-]+(?:=| +))(.*)", option)
+    name, value = (found[1], found[2]) if found else ("", option)
+    if re.fullmatch(r"[^\s#'\"\\]+", value):
+        return option
+    escaped = re.sub(r'(["\\])', r"\\\1", value)
+    return f'{name}"{escaped}"'
 
 
 def _count(raw: values.Raw) -> int:

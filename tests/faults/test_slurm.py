@@ -24,6 +24,17 @@ SBATCH = Path(__file__).parents[2] / "deploy" / "slurm" / "train.sbatch"
 # What a worker prints, without torch: its place, and where it is.
 PLACE = 'echo "place $RANK $WORLD_SIZE $LOCAL_RANK $(hostname)"\n'
 PLAIN = ("--no-python", "sh", "place.sh")
+# A worker that has a handler for one signal, and waits.
+NOTICED = """\
+import os, signal, sys
+def noticed(signum, frame):
+    print("noticed by", signal.Signals(signum).name, flush=True)
+    sys.exit(7)
+signal.signal(getattr(signal, sys.argv[1]), noticed)
+open(f"here.{os.environ['RANK']}", "w").close()
+while True:
+    signal.pause()
+"""
 SECRET = re.compile(r"\b[0-9a-f]{32}\b")
 # Their CPUs are enough for both jobs of an array.
 TWO = ("--nodes=2", "--ntasks-per-node=1", "--open-mode=append")
@@ -46,7 +57,7 @@ def nothing_is_left(slurm: Slurm) -> Iterator[None]:
         wait_for(lambda: not leftovers(slurm), "no process of a job", 10)
     except AssertionError as error:
         raise AssertionError(f"{error}: {leftovers(slurm)}") from None
-    assert not list(slurm.home.glob(".elaunch/*"))
+    assert {path.name for path in slurm.home.glob(".elaunch/*")} <= {"key"}
 
 
 def leftovers(slurm: Slurm) -> list[str]:
@@ -168,6 +179,22 @@ def test_a_job_that_is_told_of_its_end_saves_and_leaves(slurm: Slurm, how: tuple
     assert output.count(f"exit code {128 + signum}") == 2
 
 
+@pytest.mark.parametrize("name", ["SIGUSR1", slow("SIGTERM")])
+def test_a_program_that_knows_no_elaunch_gets_the_notice_that_it_has_a_handler_for(slurm: Slurm, name: str) -> None:
+    (slurm.home / "notice.py").write_text(NOTICED)
+    here = [slurm.home / f"here.{rank}" for rank in range(2)]
+    for path in here:
+        path.unlink(missing_ok=True)
+    job = batch_of(slurm, *COMMAND, "--no-preload", "notice.py", name)
+    wait_for(lambda: all(path.exists() for path in here), "both workers wait")
+
+    slurm.call("scancel", "--signal=USR1", job.number)
+
+    output = job.wait("FAILED")
+    assert output.count(f"noticed by {name}") == 2
+    assert output.count("exit code 138") == 2
+
+
 @pytest.mark.slow
 def test_a_step_that_is_cancelled_is_killed_and_the_next_one_of_its_job_goes_on(slurm: Slurm) -> None:
     run = Training(slurm.home / "cancelled", asks=["hold:forward-0-13-0"])
@@ -182,9 +209,6 @@ def test_a_step_that_is_cancelled_is_killed_and_the_next_one_of_its_job_goes_on(
     output = job.wait()
     assert "restored step 10 from the checkpoint" in output
     run.assert_complete(lost=2)
-    # The killed head could not remove the secret of its store, which was killed too.
-    left = slurm.home / ".elaunch" / f"test-{job.number}.0.0"
-    left.unlink()
 
 
 @pytest.mark.slow

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from elaunch.launcher.cluster import detect as detecting
@@ -135,6 +137,7 @@ def test_the_tasks_of_each_node_are_its_own(per_node: str, tasks: list[int]) -> 
     ("environ", "gpus"),
     [
         ({"SLURM_GPUS_ON_NODE": "8", "SLURM_GPUS_PER_TASK": "1"}, 8),
+        ({"SLURM_GPUS_ON_NODE": "0", "SLURM_GPUS_PER_NODE": "8"}, 0),
         ({"SLURM_STEP_GPUS": "0,1,2"}, 3),
         ({"SLURM_GPUS_PER_NODE": "a100:2,v100:1"}, 3),
         ({"SLURM_GPUS_PER_NODE": "gpu:a100:4"}, 4),
@@ -151,6 +154,12 @@ def test_gpus_are_known_in_all_the_forms_that_they_are_asked_for(environ: dict[s
     found = of_slurm(**environ)
 
     assert (found.gpus, found.workers) == (gpus, gpus or 2)
+
+
+def test_a_heterogeneous_job_is_a_sentence_in_its_steps() -> None:
+    with pytest.raises(UsageError, match=r"SLURM_HET_SIZE=2: .* --scheduler none, --nnodes and --rdzv-endpoint"):
+        of_slurm(SLURM_HET_SIZE="2")
+    assert of_slurm(SLURM_HET_SIZE="1").nodes == (4, 4)
 
 
 def test_nodes_may_have_different_numbers_of_gpus() -> None:
@@ -208,7 +217,9 @@ def test_variables_that_make_no_sense_are_a_sentence(changes: dict[str, str]) ->
 def test_processes_of_open_mpi_know_their_node_and_their_user_the_head() -> None:
     found = detect(**OMPI, MASTER_ADDR="host9")
 
-    assert (found.scheduler, found.nodes, found.node_index, found.head) == ("Open MPI", (2, 2), 1, "host9")
+    # By slot this is node 1, by node it would be another.
+    assert (found.scheduler, found.nodes, found.node_index, found.head) == ("Open MPI", (2, 2), None, "host9")
+    assert detect(**{**OMPI, "OMPI_COMM_WORLD_RANK": "0"}).node_index == 0
     assert (found.workers, found.task, found.tasks, found.run_id) == (4, 0, 4, "mpi-prterun-host-123-1")
 
 
@@ -240,6 +251,13 @@ def test_hydra_and_pals_are_known(names: tuple[str, str]) -> None:
     assert (found.nodes, found.node_index, found.head, found.tasks) == ((2, 2), 1, "a", 1)
 
 
+def test_several_processes_of_which_pmix_says_no_more_are_a_sentence() -> None:
+    assert detect(PMIX_RANK="0", PMIX_NAMESPACE="prun-1@1").run_id == "mpi-prun-1-1"
+    with pytest.raises(UsageError, match=r"PMIX_RANK=3 is one of several processes, .*--nnodes"):
+        detect(PMIX_RANK="3")
+    assert of_slurm(PMIX_RANK="3").scheduler == "Slurm"
+
+
 def test_lsf_knows_a_node_by_its_name() -> None:
     found = detect(LSB_JOBID="5", LSB_JOBINDEX="3", LSB_MCPU_HOSTS="h1 4 h2 4", hostname="h2.site")
 
@@ -261,6 +279,13 @@ def test_pbsdsh_takes_the_nodes_of_the_file() -> None:
     assert (found.scheduler, found.nodes, found.node_index, found.head) == ("PBS", (2, 2), 1, "a")
     assert found.run_id == "pbs-12_3.server"
     assert "pbsdsh -u elaunch" in detect(files={"/aux/12": "a\nb\n"}, **{**environ, "PBS_TASKNUM": "1"}).note
+
+
+def test_a_task_of_pbs_that_knows_no_nodes_is_no_job_of_its_own() -> None:
+    with pytest.raises(UsageError, match=r"PBS_TASKNUM=3 is one of several tasks, and no PBS_NODEFILE"):
+        detect(PBS_JOBID="12.server", PBS_TASKNUM="3")
+    with pytest.raises(UsageError, match=r"/aux/12"):
+        detect(PBS_JOBID="12.server", PBS_TASKNUM="3", PBS_NODEFILE="/aux/12")
 
 
 def test_nobody_said_anything() -> None:
@@ -343,6 +368,32 @@ def test_an_agent_has_its_place_and_takes_the_schedulers_notice() -> None:
     config = agent_config(settle(options_of(), of_slurm()), planned(of_slurm()), {}, CPU_HOST)
 
     assert (config.node_rank, config.slots) == (1, 2)
-    assert config.notices == (10,)
+    assert config.notices == config.ignored == (10,)
     assert set(config.notices) < set(config.signals)
     assert config.notes[0].startswith("Slurm says: ")
+
+
+@pytest.mark.parametrize(
+    ("cluster", "argv", "notices", "ignored"),
+    [
+        # A shell could not undo it.
+        (of_slurm(), ("--no-python",), (10,), ()),
+        # Of mpirun each process gets it from its own.
+        (detect(**OMPI, MASTER_ADDR="host9"), (), (10,), ()),
+        (of_slurm(), ("--signals-to-handle", "SIGTERM,SIGUSR1"), (), ()),
+    ],
+)
+def test_workers_ignore_a_notice_only_where_a_scheduler_sends_it_to_them_too(
+    cluster: Cluster, argv: tuple[str, ...], notices: tuple[int, ...], ignored: tuple[int, ...]
+) -> None:
+    options = settle(options_of(*argv), cluster)
+
+    config = agent_config(replace(options, run_id="test"), planned(cluster, *argv), {}, CPU_HOST)
+
+    assert (config.notices, config.ignored) == (notices, ignored)
+    assert 10 in config.signals
+
+
+def test_a_transport_of_etcds_needs_one_that_somebody_named() -> None:
+    with pytest.raises(UsageError, match="needs a place where the nodes meet"):
+        planned(of_slurm(), "--rdzv-conf", "transport=grpc")

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import os
+import resource
 import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from elaunch.launcher.cluster import handover
-from elaunch.launcher.cluster.companion import open_for_others
+from elaunch.launcher.cluster import handover, munge
+from elaunch.launcher.cluster.companion import _address, seen_by_others
 from elaunch.launcher.cluster.facts import Cluster
-from elaunch.launcher.cluster.handover import Meeting, Offer, fetch
+from elaunch.launcher.cluster.handover import AnotherJob, Meeting, Offer, fetch
+from elaunch.launcher.cluster.homekey import token_at_home
 from elaunch.launcher.cluster.place import reachable
 from elaunch.launcher.errors import SiteError
 from elaunch.rendezvous.plan import Endpoint
@@ -38,8 +44,9 @@ def meeting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Meeting:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin")
     monkeypatch.setattr(handover, "_PATIENCE_S", 0.5)
+    monkeypatch.setattr(handover, "_SETTLE_S", 0.5)
     (tmp_path / "bin").mkdir()
-    return Meeting(Endpoint("127.0.0.1", free_ports(1)[0]), "test-7.0.0")
+    return Meeting(Endpoint("127.0.0.1", free_ports(1)[0]), "test-7.0.0 train 20000", may_be_etcd=True)
 
 
 def with_munge(folder: Path, munge: str = MUNGE, unmunge: str = UNMUNGE) -> None:
@@ -69,7 +76,6 @@ def test_the_secret_comes_by_munge_to_its_own_user(
     tmp_path: Path, meeting: Meeting, offer: Offer, monkeypatch: pytest.MonkeyPatch, code: str
 ) -> None:
     with_munge(tmp_path)
-    meeting.file.unlink()
     # 17: somebody on this host has read the same credential.
     monkeypatch.setenv("CODE", code)
 
@@ -80,43 +86,100 @@ def test_another_users_credential_is_refused(
     tmp_path: Path, meeting: Meeting, offer: Offer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with_munge(tmp_path)
-    meeting.file.unlink()
     monkeypatch.setenv("MAKER", "4711")
 
     with pytest.raises(SiteError, match="the credential is another user's"):
         fetch(meeting, 0, said)
 
 
-def test_without_munge_it_comes_through_the_home_and_nothing_stays_there(tmp_path: Path, meeting: Meeting) -> None:
+def test_without_munge_both_make_it_with_the_key_of_a_shared_home(tmp_path: Path, meeting: Meeting) -> None:
     without_munge(tmp_path)
-    offer = Offer(meeting, TOKEN)
+    token = token_at_home(meeting.name, make=True)
+    offer = Offer(meeting, token)
 
-    token = fetch(meeting, 5, said)
-
-    assert token == TOKEN
-    assert meeting.file.stat().st_mode & 0o777 == 0o600
+    assert fetch(meeting, 5, said) == token
     offer.close()
-    assert not list(meeting.file.parent.iterdir())
+
+    assert [path.name for path in (tmp_path / ".elaunch").iterdir()] == ["key"]
+    assert (tmp_path / ".elaunch" / "key").stat().st_mode & 0o777 == 0o600
+    assert token_at_home("test-8.0.0 train 20000") not in ("", token)
 
 
-def test_a_file_that_others_can_write_is_not_believed(tmp_path: Path, meeting: Meeting) -> None:
-    without_munge(tmp_path)
-    meeting.file.parent.mkdir()
-    meeting.file.write_text(TOKEN)
-    meeting.file.chmod(0o666)
+def test_a_key_of_another_home_is_not_taken_for_the_heads(tmp_path: Path, meeting: Meeting, offer: Offer) -> None:
+    with_munge(tmp_path)
+    assert token_at_home(meeting.name, make=True) != TOKEN
 
-    with pytest.raises(SiteError, match=r"did not come"):
-        fetch(meeting, 0, said)
+    assert fetch(meeting, 5, said) == TOKEN
+
+
+def test_a_key_that_others_can_read_is_none_and_neither_is_one_without_a_home(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, meeting: Meeting
+) -> None:
+    assert token_at_home(meeting.name, make=True)
+
+    (tmp_path / ".elaunch" / "key").chmod(0o640)
+    assert token_at_home(meeting.name, make=True) == ""
+    monkeypatch.setenv("HOME", "/proc")
+    assert token_at_home(meeting.name, make=True) == ""
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(os, "getuid", lambda: 4_000_000_000)
+    assert token_at_home(meeting.name, make=True) == ""
+
+
+@pytest.mark.parametrize("is_told", ["by the head", "in the seal"])
+def test_the_head_of_another_job_is_not_waited_for(
+    tmp_path: Path, meeting: Meeting, monkeypatch: pytest.MonkeyPatch, is_told: str
+) -> None:
+    with_munge(tmp_path)
+    other = replace(meeting, name="test-1.1.0 train 20000")
+    # In the seal: somebody passes on what the other's head has told him.
+    monkeypatch.setattr(handover, "seal", lambda _: munge.seal(json.dumps([other.name, TOKEN])))
+    offer = Offer(other if is_told == "by the head" else meeting, TOKEN)
+
+    with pytest.raises(AnotherJob, match=r"'test-1.1.0 train 20000'.*--rdzv-endpoint 127.0.0.1:PORT"):
+        fetch(meeting, 60, said)
+    offer.close()
+
+
+def test_a_store_whose_head_offers_nothing_is_not_waited_for(meeting: Meeting) -> None:
+    begun_s = time.monotonic()
+    with (
+        socket.create_server((meeting.endpoint.host, meeting.endpoint.port)),
+        pytest.raises(SiteError, match="Connection refused"),
+    ):
+        fetch(replace(meeting, may_be_etcd=False), 600, said)
+
+    assert time.monotonic() - begun_s < 10
+
+
+def test_an_offer_goes_on_after_a_moment_without_descriptors(meeting: Meeting) -> None:
+    offer = Offer(meeting, token_at_home(meeting.name, make=True))
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    answers: list[bytes] = []
+    with socket.socket() as first, socket.socket() as second:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1, limits[1]))
+        try:
+            # The first may be served: a thread that waits in accept() has its descriptor already.
+            for asking in (first, second):
+                asking.settimeout(0.3)
+                asking.connect((meeting.port.host, meeting.port.port))
+                with suppress(TimeoutError):
+                    answers.append(asking.recv(1))
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+    assert len(answers) < 2
+    assert fetch(meeting, 5, said)
+    offer.close()
 
 
 def test_where_nothing_works_there_is_a_line_to_type(tmp_path: Path, meeting: Meeting, offer: Offer) -> None:
     without_munge(tmp_path)
-    meeting.file.unlink()
 
     with pytest.raises(SiteError) as caught:
         fetch(meeting, 60, said)
 
-    assert "munge does not work: 127.0.0.1 has none" in str(caught.value)
+    assert "no key in ~/.elaunch here is the head's, and munge does not work: 127.0.0.1 has none" in str(caught.value)
     assert str(caught.value).endswith("before srun: export ELAUNCH_TOKEN=$(openssl rand -hex 16)")
 
 
@@ -124,13 +187,21 @@ def test_an_etcd_at_the_endpoint_needs_no_secret(meeting: Meeting) -> None:
     with socket.create_server((meeting.endpoint.host, meeting.endpoint.port)) as etcd:
 
         def answer() -> None:
-            asking, _ = etcd.accept()
-            with asking:
-                asking.recv(1000)
-                asking.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
+            with suppress(OSError):
+                while True:
+                    asking, _ = etcd.accept()
+                    with asking:
+                        asking.recv(1000)
+                        asking.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
 
-        threading.Thread(target=answer).start()
+        answering = threading.Thread(target=answer)
+        answering.start()
         assert fetch(meeting, 5, said) == ""
+        # Nobody typed the endpoint of a scheduler's head: what listens there is somebody else's.
+        with pytest.raises(SiteError, match="Connection refused"):
+            fetch(replace(meeting, may_be_etcd=False), 5, said)
+        etcd.shutdown(socket.SHUT_RDWR)
+        answering.join()
 
 
 @pytest.mark.parametrize(
@@ -158,7 +229,7 @@ import sys
 from elaunch.launcher.cluster.companion import wait_for_agent
 from elaunch.launcher.cluster.facts import Cluster
 print("begins", flush=True)
-sys.exit(wait_for_agent(Cluster("Slurm", node_index=0, run_id=sys.argv[1], task=1, tasks=2), print, float(sys.argv[2])))
+sys.exit(wait_for_agent(Cluster("Slurm", run_id=sys.argv[1], task=1, tasks=2), print, float(sys.argv[2])))
 """
 
 
@@ -172,18 +243,52 @@ def test_a_task_beside_the_agent_stays_until_that_has_ended_whatever_signal_come
     waiting = companion(run_id)
     assert waiting.stdout
     waiting.stdout.readline()
-    listener = open_for_others(Cluster("Slurm", node_index=0, run_id=run_id, tasks=2))
-    assert listener
-    wait_for(lambda: f"@elaunch-agent-{os.geteuid()}-{run_id}-0" in connected(), "the task is connected")
+    # Of MPI's processes the agent alone may know its node's place.
+    agent = Cluster("Open MPI", node_index=0, run_id=run_id, tasks=2)
+    with seen_by_others(agent, said):
+        wait_for(lambda: "@" + _address(agent)[1:] in connected(), "the task is connected")
 
-    waiting.terminate()
-    waiting.send_signal(10)
-    with pytest.raises(subprocess.TimeoutExpired):
-        waiting.wait(0.3)
-    listener.close()
+        waiting.terminate()
+        waiting.send_signal(10)
+        with pytest.raises(subprocess.TimeoutExpired):
+            waiting.wait(0.3)
 
     assert waiting.wait(10) == 0
     waiting.stdout.close()
+
+
+def test_an_agent_that_ends_at_once_is_seen_to_have_ended() -> None:
+    run_id = f"brief-{os.getpid()}"
+    waiting = companion(run_id)
+    with seen_by_others(Cluster("Slurm", run_id=run_id, tasks=2), said):
+        pass
+
+    output, _ = waiting.communicate(timeout=10)
+    assert (waiting.returncode, output) == (0, "begins\n")
+
+
+def test_a_second_agent_of_a_long_name_says_that_it_cannot_be_waited_for_and_goes_on() -> None:
+    cluster = Cluster("Slurm", run_id=f"{os.getpid()}-{'x' * 200}", tasks=2)
+    sentences: list[str] = []
+    begun_s = time.monotonic()
+    other = threading.Thread(target=wait_for_agent_here, args=(cluster,))
+    with seen_by_others(cluster, sentences.append):
+        other.start()
+        with seen_by_others(cluster, sentences.append):
+            pass
+
+    other.join()
+    assert sentences == [
+        "the other 1 tasks of this node cannot wait for this agent (Address already in use: is there another one of"
+        " this job?)"
+    ]
+    assert time.monotonic() - begun_s < 4
+
+
+def wait_for_agent_here(cluster: Cluster) -> None:
+    with socket.socket(socket.AF_UNIX) as stream:
+        stream.connect(_address(cluster))
+        assert stream.recv(1) == b""
 
 
 def connected() -> list[str]:

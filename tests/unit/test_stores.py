@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import socket
+from contextlib import nullcontext
+from pathlib import Path
+
 import pytest
 
-from elaunch.launcher.errors import UsageError
-from elaunch.launcher.options import HelpRequested, parse
-from elaunch.launcher.plan import plan
+from elaunch.launcher.cluster.facts import Cluster
+from elaunch.launcher.errors import SiteError, UsageError
+from elaunch.launcher.options import HelpRequested, Options, parse
+from elaunch.launcher.plan import Planned, plan
 from elaunch.launcher.stores import Reached, reach
 from tests.etcd import free_ports
 
 # Documentation's own: no host has it.
 ANOTHERS = "192.0.2.1"
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
 
 
 def reached(*argv: str) -> Reached:
@@ -41,6 +51,47 @@ def test_another_rank_may_have_its_master_elsewhere() -> None:
 
 def test_who_says_that_this_is_the_host_is_believed() -> None:
     assert is_served_by("--master-addr", ANOTHERS, "--node-rank", "0", "--rdzv-conf", "is_host=1")
+
+
+@pytest.mark.parametrize(("scheduler", "is_refused"), [("Open MPI", True), ("Kubernetes Job", False)])
+def test_a_head_that_is_not_where_node_0_is_is_a_sentence(scheduler: str, is_refused: bool) -> None:
+    cluster = Cluster(scheduler, (2, 2), node_index=0, head=ANOTHERS, head_port=free_ports(1)[0], run_id="mpi-1")
+    options, planned = at_its_head(cluster)
+
+    refusal = pytest.raises(UsageError, match=f"is said to be {ANOTHERS}, .*-x MASTER_ADDR=")
+    with refusal if is_refused else nullcontext():
+        reach(options, planned, print).close()
+
+
+def test_what_has_the_port_of_a_schedulers_head_is_not_spoken_to() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        options, planned = at_its_head(Cluster("Slurm", (2, 2), 0, "127.0.0.1", port, run_id="test-1.0"))
+
+        with pytest.raises(SiteError, match=f"port {port}, .* is taken by another program"):
+            reach(options, planned, print)
+
+        other.settimeout(0)
+        with pytest.raises(BlockingIOError):
+            other.accept()
+
+
+def test_a_schedulers_node_reaches_the_store_that_its_head_serves() -> None:
+    port = free_ports(1)[0]
+    head, other = (Cluster("Slurm", (2, 2), i, "127.0.0.1", port, run_id="test-1.0") for i in range(2))
+
+    served = reach(*at_its_head(head), print)
+    joined = reach(*at_its_head(other), print)
+
+    assert joined.store.check() == served.store.check()
+    joined.close()
+    served.close()
+
+
+def at_its_head(cluster: Cluster) -> tuple[Options, Planned]:
+    options = parse(["--nnodes", "2", "--local-addr", "127.0.0.1", "t.py"], {})
+    assert not isinstance(options, HelpRequested)
+    return options, plan(options, {}, str, cluster)
 
 
 def is_served_by(*argv: str) -> bool:

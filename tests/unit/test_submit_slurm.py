@@ -50,6 +50,15 @@ def test_a_range_of_nodes_lives_on_with_what_is_left_of_it() -> None:
     assert "#SBATCH --job-name=pkg.train\n" in text
 
 
+def test_what_has_blanks_is_one_word_to_sbatch_and_the_users_own_lines_are_the_last() -> None:
+    text = written("--name", "my train", "--sbatch=--signal=USR1@300", '--sbatch=--comment=a "b" #c', "t.py")
+
+    lines = [line for line in text.splitlines() if line.startswith("#SBATCH")]
+    assert lines[0] == '#SBATCH --job-name="my train"'
+    assert lines[-2:] == ["#SBATCH --signal=USR1@300", r'#SBATCH --comment="a \"b\" #c"']
+    assert written("--sbatch=-C ib", "t.py").count("\n#SBATCH -C ib\n") == 1
+
+
 def test_a_job_that_is_not_to_be_queued_again_is_not() -> None:
     text = written("--no-requeue", "--notice", "120", "train.py")
 
@@ -82,6 +91,11 @@ def test_the_script_ends_as_the_job_and_queues_itself_again_after_a_notice(tmp_p
         (["--max-restart-count", "3", "t.py"], "no option of elaunch"),
         (["--name", "a\n#SBATCH --uid=0", "t.py"], "one line"),
         (["--version", "t.py"], "takes a program"),
+        (["--nodes", "2", "--nnodes", "4", "t.py"], "--nnodes 4 is more than .*--nodes 2"),
+        (["--nodes", "2:4", "--nnodes", "3:4", "t.py"], "--nnodes 3 is more than .*--nodes 2"),
+        (["--nodes", "2", "--standalone", "t.py"], "--standalone is the same on all nodes"),
+        (["--nodes", "2", "--nnodes", "2", "--node-rank", "1", "t.py"], "--node-rank is the same on all nodes"),
+        (["-"], "no stdin"),
     ],
 )
 def test_a_wrong_request_is_a_sentence(argv: list[str], sentence: str) -> None:

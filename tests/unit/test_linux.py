@@ -1,0 +1,33 @@
+"""agent.linux: what the kernel says of a process and a signal."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+from elaunch.agent.linux import catches, is_pending
+
+_WAITS = """
+import signal, sys
+signal.signal(signal.SIGUSR1, lambda *_: None)
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
+print(flush=True)
+sys.stdin.read()
+"""
+
+
+def test_who_has_a_handler_and_who_has_a_signal_waiting_shows() -> None:
+    with subprocess.Popen([sys.executable, "-c", _WAITS], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout
+        process.stdout.readline()
+
+        assert catches(process.pid, signal.SIGUSR1)
+        assert not catches(process.pid, signal.SIGUSR2)
+        assert not is_pending(process.pid, signal.SIGUSR2)
+        os.kill(process.pid, signal.SIGUSR2)
+        assert is_pending(process.pid, signal.SIGUSR2)
+
+        process.communicate()
+    assert not catches(process.pid, signal.SIGUSR1)
