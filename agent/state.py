@@ -87,9 +87,10 @@ class Stopping:
     that all workers exited with 0, `killed` that SIGKILL was sent. `summons` is a signal that came when they were done:
     it is obeyed once that is recorded.
 
-    Those in `signalled` got a signal that asks them to end; the others were told on their links. They were asked to
-    stop at a step boundary, for which they are given until `boundary_until_s` where that is set; or, where the group
-    `is_broken`, to save. `spent` were killed alone: as soon as they had, or while others save.
+    Those in `signalled` got `signum`, which asks them to end; the others were told on their links, and get it if they
+    listen no more. They were asked to stop at a step boundary, for which they are given until `boundary_until_s` where
+    that is set; or, where the group `is_broken`, to save. `spent` were killed alone: as soon as they had, or while
+    others save.
     """
 
     table: RankTable
@@ -104,6 +105,7 @@ class Stopping:
     summons: Signalled | None = None
     words: Words = SILENT
     signalled: frozenset[int] = frozenset()
+    signum: int = 0
     boundary_until_s: float | None = None
     is_broken: bool = False
     spent: frozenset[int] = frozenset()

@@ -39,7 +39,10 @@ def stop_at_boundary(
     asked = frozenset() if stopping.is_broken else (live & words.to_stop) - stopping.signalled
     ended = live - asked - (words.to_failure if stopping.is_broken else frozenset())
     stopping = replace(
-        stopping, signalled=stopping.signalled | ended, boundary_until_s=until_s if asked - words.stopped else None
+        stopping,
+        signalled=stopping.signalled | ended,
+        signum=signum,
+        boundary_until_s=until_s if asked - words.stopped else None,
     )
     return _tell(agent, stopping, asked, StopAtStepBoundary(reason), ended, signum, actions)
 
@@ -52,7 +55,9 @@ def stop_broken(agent: Agent, stopping: Stopping, actions: tuple[Action, ...] = 
     left = stopping.live - stopping.words.stopped
     told = left & stopping.words.to_failure
     ended = left - told - stopping.signalled
-    stopping = replace(stopping, is_broken=True, signalled=stopping.signalled | ended, boundary_until_s=None)
+    stopping = replace(
+        stopping, is_broken=True, signalled=stopping.signalled | ended, signum=SIGTERM, boundary_until_s=None
+    )
     return _tell(agent, stopping, told, PeerFailed(stopping.table.generation), ended, SIGTERM, actions)
 
 
@@ -74,7 +79,7 @@ def past_boundary(agent: Agent, stopping: Stopping, now_s: float) -> Step:
 
 
 def listens(agent: Agent, event: WorkerListens) -> Step:
-    """What a worker wants to be told from now on; who was told what it wants no more gets SIGTERM after all."""
+    """What a worker wants to be told from now on; who was told what it wants no more gets the signal after all."""
     phase, rank = agent.phase, frozenset({event.local_rank})
     if not isinstance(phase, (Running, Stopping)) or phase.table.generation != event.generation:
         return agent, ()
@@ -90,7 +95,7 @@ def listens(agent: Agent, event: WorkerListens) -> Step:
         heard = words.to_failure if phase.is_broken else words.to_stop
         deaf = (phase.live & rank) - heard - words.stopped - phase.signalled - phase.spent
         agent = replace(agent, phase=replace(phase, words=words, signalled=phase.signalled | deaf))
-        return agent, (SignalWorkers(event.generation, deaf, SIGTERM),) if deaf else ()
+        return agent, (SignalWorkers(event.generation, deaf, phase.signum),) if deaf else ()
     return replace(agent, phase=replace(phase, words=words)), ()
 
 

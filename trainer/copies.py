@@ -133,6 +133,11 @@ class Copies:
         """The newest step that any worker of this node has completed."""
         return None if self._shelf is None else self._shelf.completed()
 
+    def before_snapshot(self) -> None:
+        """Wait for the other nodes to have all of the one before."""
+        if self._mirror is not None:
+            self._mirror.wait()
+
     def snapshot(self, version: Version) -> None:
         """Copy the state to this node's memory: each rank what is its own, the node's first the replicated part."""
         record = None

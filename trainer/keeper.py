@@ -18,6 +18,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -38,7 +39,7 @@ from elaunch.trainer.training import Training, cloned
 
 # DDP regroups its buckets after the first backward pass, under `static_graph` after the second.
 _WARM_UPS = 2
-# The agent kills a worker whose group has failed much sooner.
+# The agent kills a worker as soon as all of it is saved, and that takes up to `--stop-grace`.
 _END_S = 30.0
 # A step that another worker has completed is a matter of milliseconds here, or will not arrive at all.
 _ARRIVAL_S = 0.3
@@ -120,7 +121,8 @@ class Keeper:
         with ExitStack() as stack:
             self._peers = Peers()
             self._boundary = Boundary(self._peers, stack.enter_context(StopRequest(signals=_free_signals())))
-            self._listener = stack.enter_context(link.listen(self._boundary.tell, rescue=self._peer_failed))
+            self._listener = link.listen(self._boundary.tell, rescue=self._peer_failed)
+            stack.push(self._listen_no_more)
             self._copies = Copies(
                 self._training,
                 self._peers,
@@ -234,8 +236,10 @@ class Keeper:
             # A collective, in which nobody may hold the lock.
             self._copies.snapshot(self._version)
             return
+        # That may wait for a node that has died, and whoever saves the state then is not to wait too.
+        self._copies.before_snapshot()
         with self._lock:
-            if self._is_whole:
+            if self._is_whole and not self._is_sealed:
                 self._copies.snapshot(self._version)
 
     def _put_away(self, *, durably: bool) -> None:
@@ -260,10 +264,21 @@ class Keeper:
                     # Another keeper of this program has, on all ranks at the same place.
                     self._put_away(durably=error.wish is not Wish.JOIN)
             case _:
-                self._rescue()
-                self._listener.close(saved=self.step)
+                try:
+                    self._rescue()
+                except Exception:
+                    # What has failed is the program's, and that is on its way up.
+                    traceback.print_exc()
         with self._lock:
             self._is_whole = False
+
+    def _listen_no_more(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        if error is None or isinstance(error, Stopped):
+            self._listener.close()
+        else:
+            self._listener.drop()
 
     def _rescue(self) -> None:
         """The group has failed: save the last complete step, unless another worker of this node has; change no more.
@@ -272,13 +287,11 @@ class Keeper:
         """
         if self._training.is_in_parts:
             return
-        if self._is_whole:
-            # Who holds the lock changes nothing, but copies, and a large state takes long.
-            link.saving(self.step)
+        # Before there is the lock: a large state takes long to be copied, and a step that is being completed is kept.
+        link.saving(self.step)
         with self._lock:
             self._is_sealed = True
             if self._is_whole:
-                link.saving(self.step)
                 self._copies.save_replicated(self._version)
 
     def _peer_failed(self, generation: int) -> int:
@@ -303,6 +316,9 @@ class Keeper:
     def _stop(self, wish: Wish) -> None:
         """All ranks are here, after the same step."""
         link.stopped(self.step)
+        if not self._training.is_in_parts:
+            # So there is time for it though a peer may fail meanwhile; without that one parts are of no use.
+            link.saving(self.step)
         self._put_away(durably=wish is not Wish.JOIN)
         self._has_stopped = True
         if self._peers.leads:

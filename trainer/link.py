@@ -51,9 +51,10 @@ def phase(name: str) -> None:
 
 
 def saving(step: int) -> None:
-    """Say, after a peer's failure, that `step` is being saved: there is time for it until `--stop-grace` is over.
+    """Say that `step` is being saved: after a peer's failure there is time for it until `--stop-grace` is over.
 
-    Who does not say so has `--failure-grace`. May be called from any thread; waits for a busy agent, a second at most.
+    Who does not say so has `--failure-grace`, also at a stop during which a peer fails. May be called from any thread;
+    waits for a busy agent, a second at most.
     """
     _open_link().send_surely(_line(event="saving", step=step))
 
@@ -91,8 +92,8 @@ def listen(
     takes no `on_peer_failed` gets SIGTERM then.
 
     `rescue(generation)` is for one of several parts of a program that know nothing of each other: it saves what is its
-    own and returns the step. They are called before any `on_peer_failed`; where there is none, the last one's return
-    is the answer. Closing what `listen` returns takes all of it back.
+    own and returns the step. They are called before any `on_peer_failed`; where there is none, the lowest step is the
+    answer, 0 of one that raises. Closing what `listen` returns takes all of it back.
     """
     return _open_link().listen(Listener(_open_link(), on_stop, on_peer_failed, rescue))
 
@@ -120,12 +121,16 @@ class Listener:
     on_peer_failed: Callable[[int], None] | None
     rescue: Callable[[int], int] | None
 
-    def close(self, saved: int | None = None) -> None:
-        """Listen no more: if nobody else does, the agent sends SIGTERM from now on.
+    def close(self) -> None:
+        """Listen no more: if nobody else does, the agent sends a signal instead from now on."""
+        self.link.forget(self)
 
-        `saved` is the step that was saved as the group has failed: if nobody else has anything to save, that is said.
+    def drop(self) -> None:
+        """Listen no more, as an exception ends the program: a signal from the agent would hide that.
+
+        So the agent is not told before it asks for a stop again.
         """
-        self.link.forget(self, saved)
+        self.link.forget(self, is_said=False)
 
     def __enter__(self) -> Listener:
         return self
@@ -194,14 +199,13 @@ class _Link:
             self._thread.start()
         return listener
 
-    def forget(self, listener: Listener, saved: int | None) -> None:
+    def forget(self, listener: Listener, *, is_said: bool = True) -> None:
         """The thread stays: what the agent said before it knew is still answered."""
         if listener not in self._listeners:
             return
         self._listeners.remove(listener)
-        if saved is not None and not self._saves:
-            self.send_surely(_line(event="saved", step=saved))
-        self._say_to_what()
+        if is_said:
+            self._say_to_what()
 
     def answer(self, step: int) -> None:
         """The script has saved; before all else is rescued that is too soon, and it will be asked again."""
@@ -237,28 +241,31 @@ class _Link:
         self._rest = self._rest[sent:]
         return not self._rest
 
-    @property
-    def _saves(self) -> bool:
-        """Whether anybody wants to after a failure."""
-        return any(listener.on_peer_failed or listener.rescue for listener in self._listeners)
-
     def _say_to_what(self) -> None:
         if self._end is not None:
             stop = any(listener.on_stop for listener in self._listeners)
-            self.send_surely(_line(event="listens", stop=stop, peer_failed=self._saves))
+            peer_failed = any(listener.on_peer_failed or listener.rescue for listener in self._listeners)
+            self.send_surely(_line(event="listens", stop=stop, peer_failed=peer_failed))
 
     def _hear(self) -> None:
         """The thread of `listen`: until the agent hangs up."""
         for message in self._messages():
             match message:
                 case {"event": "stop_at_step_boundary", "reason": str(reason)}:
-                    for listener in [*self._listeners]:
-                        _tried(listener.on_stop, reason)
+                    self._stop(reason)
                 case {"event": "peer_failed", "generation": int(generation)}:
                     self._peer_failed(generation)
                 case {"event": "stacks"}:
                     os.write(_STDERR, b"elaunch: what this worker's threads are doing\n")
                     faulthandler.dump_traceback(file=_STDERR, all_threads=True)
+
+    def _stop(self, reason: str) -> None:
+        asked = [listener.on_stop for listener in [*self._listeners] if listener.on_stop]
+        for on_stop in asked:
+            _tried(on_stop, reason)
+        if not asked:
+            # Whoever heard it was dropped, and the program goes on without: it is to get the signal.
+            self._say_to_what()
 
     def _peer_failed(self, generation: int) -> None:
         listeners = [*self._listeners]
@@ -267,10 +274,10 @@ class _Link:
         scripts = [listener.on_peer_failed for listener in listeners if listener.on_peer_failed]
         for on_peer_failed in scripts:
             _tried(on_peer_failed, generation)
-        saved = [step for step in steps if step is not None]
-        # Who listened once and does so no more has nothing left to save.
-        if not scripts and len(saved) == len(steps):
-            self.answer(min(saved, default=max(self.step, 0)))
+        if not scripts:
+            # Who listened once and does so no more has nothing left to save. Nor has a rescue that failed: of it
+            # nothing is kept, and nobody is to wait for it.
+            self.answer(min((step or 0 for step in steps), default=max(self.step, 0)))
 
     def _messages(self) -> Iterator[dict[str, Any]]:
         rest = b""
@@ -323,10 +330,10 @@ class _Boundary:
         return bool(asked.item())
 
 
-def _tried(callback: Callable[[Word], Answer] | None, word: Word) -> Answer | None:
+def _tried(callback: Callable[[Word], Answer], word: Word) -> Answer | None:
     """What the callback returns; its error is its own, and the next one may be the one that saves the state."""
     try:
-        return None if callback is None else callback(word)
+        return callback(word)
     except Exception:
         traceback.print_exc()
         return None

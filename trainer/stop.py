@@ -18,8 +18,9 @@ class StopRequest:
     """Within the `with` block the first signal is only noted, in `signum` (0 until then).
 
     Each rank may be told at another step, so nobody acts on its own note: the ranks add theirs up and stop together, by
-    SystemExit. Where the block ends otherwise, the signal is sent again, to whoever handles it then.
-    `clock_s` and `end` are the time (monotonic) and the way a later signal ends the process.
+    SystemExit. Where the block ends otherwise, the signal is sent again, to whoever handles it then; after an exception
+    not where it would end the process, which is to tell of that. `clock_s` and `end` are the time (monotonic) and the
+    way a later signal ends the process.
     """
 
     def __init__(
@@ -46,7 +47,9 @@ class StopRequest:
         for number, handler in self._before:
             # None: it was none of Python's.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        if self.signum and not isinstance(error, SystemExit):
+        if not self.signum or isinstance(error, SystemExit):
+            return
+        if error is None or callable(signal.getsignal(self.signum)):
             signal.raise_signal(self.signum)
 
     def _note(self, signum: int, frame: FrameType | None) -> None:

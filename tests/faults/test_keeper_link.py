@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.processes import SAY, Watched
+from tests.faults.test_link import timeline
 from tests.harness import script, slow
 
 TORCH = ("--preload", "torch")
@@ -73,6 +74,99 @@ def test_a_state_that_is_not_saved_within_the_stop_grace_is_said_and_the_last_co
 
     assert "local rank 0 was still saving 1 s after the failure; SIGKILL" in job.stderr
     assert re.findall(r"began (\d+) (\d+)", job.stdout)[2:] == [("5", "1")] * 2
+
+
+@pytest.mark.slow
+def test_a_state_that_cannot_be_saved_is_waited_for_by_nobody(tmp_path: Path) -> None:
+    script(tmp_path, TWO.replace("STUCK", "time.sleep(600)").replace("time.sleep(3)", "raise RuntimeError('no state')"))
+    options = (*TORCH, "--failure-grace", "50", "--stop-grace", "50", "--nproc-per-node", "2")
+    with Watched(tmp_path, *options, "train.py", env={"OMP_NUM_THREADS": "1"}) as job:
+        assert job.wait(40) == 0, job.output
+
+    assert "RuntimeError: no state" in job.stderr
+    assert re.findall(r"began (\d+) (\d+)", job.stdout)[2:] == [("5", "1")] * 2
+
+
+# Ranks 0 and 2 are on one node, rank 1 on another, to which the network is silent; rank 2 dies.
+SILENT = f"""{SAY}
+memory = os.environ["ELAUNCH_MEMORY"] + f"/{{RANK % 2}}"
+os.makedirs(memory, exist_ok=True)
+os.environ |= {{"ELAUNCH_MEMORY": memory, "LOCAL_RANK": str(RANK // 2)}}
+import threading
+import torch
+import torch.distributed as dist
+from elaunch.trainer import Keeper
+from elaunch.trainer.mirror import Mirror
+
+wait = Mirror.wait
+
+def mark_and_wait(self):
+    if GENERATION == 0 and RANK == 0 and self._thread is not None:
+        open("waits", "w").close()
+    wait(self)
+
+def die():
+    while not os.path.exists("waits"):
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+Mirror.wait = mark_and_wait
+if GENERATION == 0 and RANK == 1:
+    Mirror._run = lambda *_: time.sleep(600)
+if GENERATION == 0 and RANK == 2:
+    threading.Thread(target=die).start()
+dist.init_process_group("gloo")
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.AdamW(model.parameters())
+with Keeper(model, optimizer, snapshot_every=2) as keeper:
+    print(f"began {{keeper.step}}", flush=True)
+    for step in keeper.steps(9):
+        with keeper.commit():
+            optimizer.step()
+dist.destroy_process_group()
+"""
+
+
+def test_who_waits_for_a_silent_node_saves_after_a_failure_all_the_same(tmp_path: Path) -> None:
+    script(tmp_path, SILENT)
+    options = (*TORCH, "--log-dir", "logs", "--stop-grace", "10", "--nproc-per-node", "3")
+    with Watched(tmp_path, *options, "train.py", env={"OMP_NUM_THREADS": "1"}) as job:
+        assert job.wait() == 0, job.output
+
+    # There is a snapshot after step 1, on its way after step 3.
+    saved = {e["rank"]: e["step"] for e in timeline(tmp_path / "logs") if e["event"] == "saved"}
+    assert saved == {0: 3, 1: 3}
+    assert re.findall(r"began (\d+)", job.stdout) == ["0"] * 3 + ["3"] * 3
+
+
+FAILS = """
+import time
+import torch
+from elaunch.trainer import Keeper
+
+model = torch.nn.Linear(2, 1)
+try:
+    with Keeper(model, torch.optim.AdamW(model.parameters())) as keeper:
+        for step in keeper.steps(9):
+            print("trains", flush=True)
+            while not keeper._boundary._told:
+                time.sleep(0.01)
+            raise ValueError("asked for by the test")
+finally:
+    # As long as it takes to let go of a GPU.
+    time.sleep(1)
+"""
+
+
+def test_the_exception_of_a_program_that_is_to_stop_is_told(tmp_path: Path) -> None:
+    script(tmp_path, FAILS)
+    with Watched(tmp_path, *TORCH, "train.py") as job:
+        job.wait_for_output("^trains")
+
+        job.signal(signal.SIGTERM)
+
+        assert job.wait() == 143, job.output
+    assert "ValueError: asked for by the test" in job.stderr
 
 
 ENDS = """

@@ -255,6 +255,13 @@ def test_who_was_asked_to_stop_when_it_listened_no_more_gets_sigterm() -> None:
     assert words == [[signal(TERM, 1)], [], []], "once, and none to who has stopped"
 
 
+def test_who_was_asked_to_stop_for_another_signal_gets_that_one() -> None:
+    driver = listening(started())
+    driver.happen(Signalled(INT, "SIGINT"))
+
+    assert driver.happen(WorkerListens(0, 1, to_stop=False, to_failure=False)) == [signal(INT, 1)]
+
+
 def test_who_was_told_of_a_failure_when_it_listened_no_more_gets_sigterm() -> None:
     driver = listening(started())
     driver.exits(1, 3)
@@ -328,6 +335,22 @@ def test_from_the_boundary_on_they_have_the_stop_grace_to_save() -> None:
     says_stopped(driver, *ALL)
 
     assert deadline_s(driver.agent) == START_S + 3 + STOP_GRACE_S
+
+
+def test_who_saves_at_a_stop_keeps_the_time_for_it_when_a_peer_is_killed_meanwhile() -> None:
+    driver = listening(started())
+    driver.open(1, OpenKind.JOIN, "node-b joins")
+    driver.look()
+    says_stopped(driver, *ALL)
+    for rank in (0, 2):
+        driver.happen(WorkerSaving(0, rank, 7))
+
+    told = driver.exits(1, -KILL, FailureKind.SIGNAL)
+    driver.now_s += FAILURE_GRACE_S
+    spared = driver.happen(Tick())
+
+    assert (told, spared) == ([], [])
+    assert deadline_s(driver.agent) == START_S + STOP_GRACE_S
 
 
 def test_when_all_have_ended_nobody_waits_for_a_boundary_any_more() -> None:

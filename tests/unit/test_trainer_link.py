@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
@@ -17,8 +18,8 @@ from elaunch.trainer import link
 from tests.harness import wait_for
 
 
-@pytest.fixture
-def agent(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
+@contextlib.contextmanager
+def linked(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
     """The agent's end; the other is in ELAUNCH_LINK, inheritable as after a spawn."""
     ours, theirs = socket.socketpair()
     number = theirs.detach()
@@ -29,6 +30,12 @@ def agent(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
         yield ours
     link._open_link().close()
     link._open_link.cache_clear()
+
+
+@pytest.fixture
+def agent(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
+    with linked(monkeypatch) as ours:
+        yield ours
 
 
 def received(agent: socket.socket) -> bytes:
@@ -316,7 +323,7 @@ def test_a_script_that_has_saved_waits_for_the_rescues_and_says_it_again_then(ag
     assert calls == ["rescue", "save"]
 
 
-def test_a_rescue_that_fails_keeps_no_other_from_it_and_is_not_called_saved(
+def test_a_rescue_that_fails_keeps_neither_another_nor_the_agent_from_going_on(
     agent: socket.socket, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rescued: list[int] = []
@@ -331,7 +338,8 @@ def test_a_rescue_that_fails_keeps_no_other_from_it_and_is_not_called_saved(
     link.listen(rescue=fail)
     link.listen(rescue=rescue)
 
-    assert told_of_a_failure(agent) == []
+    # And nobody waits for it: nothing of it will be kept.
+    assert told_of_a_failure(agent) == [{"event": "saved", "step": 0}]
     assert rescued == [0]
     assert "asked for by the test" in capsys.readouterr().err
 
@@ -350,14 +358,22 @@ def test_who_closes_is_called_no_more_and_the_agent_knows_what_is_left(agent: so
     assert told_of_a_failure(agent)[-1] == {"event": "saved", "step": 9}
 
 
-def test_the_last_that_goes_since_it_has_saved_answers_for_all(agent: socket.socket) -> None:
-    one, other = (link.listen(rescue=lambda _: 7) for _ in range(2))
+def test_who_was_dropped_is_called_no_more_and_the_agent_learns_it_when_it_asks_for_a_stop(
+    agent: socket.socket,
+) -> None:
+    listener = link.listen(on_stop=print, rescue=lambda _: 7)
+    link.report(9)
+    received(agent)
 
-    one.close(saved=4)
-    assert [row["event"] for row in said(agent)] == ["listens"] * 3
-    other.close(saved=5)
+    listener.drop()
+    listener.close()
+    assert said(agent) == []
+    tell(agent, event="peer_failed", generation=0)
+    tell(agent, event="stop_at_step_boundary", reason="leave")
 
-    assert said(agent) == [{"event": "saved", "step": 5}, {"event": "listens", "stop": False, "peer_failed": False}]
+    rows: list[dict[str, object]] = []
+    wait_for(lambda: rows.extend(said(agent)) or len(rows) == 2, "two answers")
+    assert rows == [{"event": "saved", "step": 9}, {"event": "listens", "stop": False, "peer_failed": False}]
 
 
 def test_the_stacks_of_all_threads_go_to_stderr(agent: socket.socket, capfd: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,8 @@ import contextlib
 import math
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -92,6 +94,22 @@ def test_the_first_signal_is_noted_its_echo_too_and_a_later_one_ends_the_process
     assert request.signum == signum
     assert echoed == []
     assert ended == [signum]
+
+
+RAISES = """
+import signal
+from elaunch.trainer.stop import StopRequest
+with StopRequest():
+    signal.raise_signal(signal.SIGTERM)
+    raise ValueError("asked for by the test")
+"""
+
+
+def test_a_signal_that_nobody_handles_does_not_hide_an_exception() -> None:
+    ended = subprocess.run([sys.executable, "-c", RAISES], capture_output=True, text=True)
+
+    assert ended.returncode == 1
+    assert "ValueError: asked for by the test" in ended.stderr
 
 
 @pytest.mark.parametrize("error", [None, ValueError])
