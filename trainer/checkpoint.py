@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from elaunch.trainer.agreement import Ranks
 from elaunch.trainer.loading import load_from_all, load_from_rank_0
-from elaunch.trainer.marks import Mark, fencing_generation, hidden, marks, sweep_hidden
+from elaunch.trainer.marks import Mark, fencing_generation, hidden, marks, restore_replaced, sweep_hidden
 from elaunch.trainer.oldfiles import load_plain
 from elaunch.trainer.tree import State, Tree, flatten, pack, tensors_sha256
 
@@ -85,6 +85,7 @@ class Checkpoints:
         self._begun_s = 0.0
         self._slow_said = False
         if self._ranks.leads:
+            restore_replaced(self.directory)
             self._fence = fencing_generation(self.directory, generation)
             sweep_hidden(self.directory, self._fence)
 

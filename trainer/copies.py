@@ -42,14 +42,13 @@ class Copies:
         name: str,
         say: Callable[[str], None],
     ) -> None:
+        training.require_plain(durably=directory is not None)
         self._training, self._peers, self._place, self._say = training, peers, place, say
         self.gpu = GpuCopies(training.device) if training.device.type == "cuda" else HostCopies()
         self._shelf = None
         if folder:
             layout, speaks = training.layout(), place.local_rank == 0
             self._shelf = Shelf(Memory(Path(folder), name, layout), name, layout, speaks, say)
-            if not training.is_in_parts:
-                training.require_plain()
         self._parts: ShardedMemory | None = None
         if training.is_in_parts and all(peers.from_all(bool(folder))):
             parts = Path(folder, f"{name}.parts")
@@ -59,8 +58,11 @@ class Copies:
         # What found no room once is not tried again.
         self._has_room, self._has_room_for_own = True, True
         self._mirror = self._mirrored()
-        # The newest snapshot: what every rank's full record is there of. No copy for a failure is written over it.
+        # Where a state is of use only with all ranks' records: the newest snapshot, which some may lack yet, and the
+        # one before it that all are known to have. A copy for a failure is written over neither of them.
+        self._newest: Version | None = None
         self._full: Version | None = None
+        self._is_kept = True
         self._said: set[str] = set()
         self._directory, self._checkpoints, self._checkpointed = directory, None, -1
         if directory is not None:
@@ -89,15 +91,16 @@ class Copies:
             self._say_nothing_is_there(done)
             return fresh
         take_over(decision, inventories, self._shelf, self._peers, self._training)
-        self._full = decision.version if self._training.has_large and not decision.reset else None
+        if self._training.has_large and not decision.reset:
+            self._full = decision.version
         self.repeated = decision.repeated
         self._tell(sentence(decision))
         return decision.version
 
     def begin(self, version: Version) -> Version:
-        """What was restored is this generation's: there are records of it, and of parts a snapshot."""
+        """What was restored is this generation's: there are records of it, and where it may travel a snapshot."""
         now = Version(self._place.generation, version.step)
-        if self._parts is not None and version.step:
+        if version.step and (self._parts is not None or self._mirror is not None):
             # What came from elsewhere is on one node less until then.
             self.snapshot(now)
             version = now
@@ -119,9 +122,9 @@ class Copies:
         self._put = (stamp, own["random"])
         try:
             self._records.stage(version, own)
-        except OSError as error:
+        except (OSError, NotPlain) as error:
             self._has_room_for_own = False
-            self._say(f"rank {self._peers.rank} keeps no buffers and random states in memory: {error.strerror}")
+            self._say(f"rank {self._peers.rank} keeps no buffers and random states in memory: {_reason(error)}")
 
     def done(self, version: Version) -> None:
         """This rank has completed that step."""
@@ -134,33 +137,51 @@ class Copies:
         return None if self._shelf is None else self._shelf.completed()
 
     def before_snapshot(self) -> None:
-        """Wait for the other nodes to have all of the one before."""
-        if self._mirror is not None:
-            self._mirror.wait()
+        """Wait until the snapshot before is on all nodes or will not be: it decides which one may be written over.
+
+        May wait for a peer that is dead, so nothing that a rescue needs is to be held meanwhile.
+        """
+        has_arrived = self._mirror is None or self._mirror.wait()
+        if self._newest is None:
+            return
+        if self._parts is not None:
+            # A record is of no use without its part.
+            is_full = self._parts.wait()
+        else:
+            is_full = self._peers.largest([not (self._is_kept and has_arrived)]) == [0]
+        if is_full:
+            self._full = self._newest
+        self._newest = None
 
     def snapshot(self, version: Version) -> None:
         """Copy the state to this node's memory: each rank what is its own, the node's first the replicated part."""
-        record = None
+        self.before_snapshot()
+        spare, record = self._spare, None
+        if self._parts is not None or self._training.has_large:
+            self._newest = version
         if self._records is not None:
             try:
-                record = self._records.keep(version, self._training.own(large=True))
-            except OSError as error:
-                self._say_once(f"rank {self._peers.rank} keeps no snapshots of its own state: {error.strerror}")
+                record = self._records.keep(version, self._training.own(large=True), spare)
+            except (OSError, NotPlain) as error:
+                self._say_once(f"rank {self._peers.rank} keeps no snapshots of its own state: {_reason(error)}")
+        self._is_kept = record is not None
         if self._parts is not None:
             self._parts.save(version.step, self._training.whole())
         elif self.paces:
-            self.save_replicated(version)
+            self._is_kept &= self.save_replicated(version)
         if self._mirror is not None:
-            self._mirror.exchange(record, self._full)
-        self._full = version
+            self._mirror.exchange(record, spare)
 
-    def save_replicated(self, version: Version) -> None:
-        """Have the replicated state in this node's memory, unless another worker has put it there."""
+    def save_replicated(self, version: Version) -> bool:
+        """Have the replicated state in this node's memory, unless another worker has put it there; whether it is.
+
+        With a large part of records it is no use alone: then it is not written over a snapshot that may yet be needed.
+        """
         if self._shelf is None or self._training.is_in_parts or not self._has_room:
-            return
+            return False
         try:
-            spare = self._full if self._training.has_large else None
-            self._shelf.memory.save(version, self._training.replicated, self.gpu.copy, spare)
+            found = self._shelf.memory.save(version, self._training.replicated, self.gpu.copy, self._spare)
+            return found >= version
         except NoRoom as error:
             self._has_room = False
             self._say(str(error))
@@ -168,6 +189,12 @@ class Copies:
             self._say_once(f"the state is not copied to memory any more: {error}")
         except OSError as error:
             self._say(f"step {version.step} could not be copied to {self._shelf.memory.folder}: {error}")
+        return False
+
+    @property
+    def _spare(self) -> list[Version]:
+        """The snapshots that must not be written over."""
+        return [version for version in (self._full, self._newest) if version is not None]
 
     def checkpoint(self, version: Version) -> None:
         """Begin to make the state durable, unless it is."""
@@ -179,10 +206,7 @@ class Copies:
 
     def wait(self) -> None:
         """Until everything that was begun is where it belongs."""
-        if self._parts is not None:
-            self._parts.wait()
-        if self._mirror is not None:
-            self._mirror.wait()
+        self.before_snapshot()
         if self._checkpoints is not None:
             self._checkpoints.wait()
 
@@ -196,7 +220,7 @@ class Copies:
         if newest is None or self._parts is None:
             self._say_nothing_is_there(done)
             return fresh
-        version = Version(*newest)
+        self._full = version = Version(*newest)
         self._training.load_whole(self._parts.load, self._peers.rank, self._peers.world_size)
         assert self._shelf is not None
         has_own = restore_own(version, self._shelf, self._peers, self._training)
@@ -250,3 +274,7 @@ class Copies:
     def _tell(self, text: str) -> None:
         if self._peers.leads:
             self._say(text)
+
+
+def _reason(error: Exception) -> str:
+    return error.strerror or str(error) if isinstance(error, OSError) else str(error)

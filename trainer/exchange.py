@@ -60,8 +60,9 @@ class Decision:
     `source` has the state in its memory; each rank of `receivers` gets it from there, into its node's memory or, those
     of `private`, into their own. `records` says whose record each new rank continues (its own rank's of the older
     group, or where that is lost the lowest one's, for the buffers only) and which rank sends or has it; `older`, whose
-    own one is there of an earlier step alone, for the random state. `repeated` counts the steps that were done and are
-    done again. `differing` are the ranks whose node holds another state under the same version.
+    own one is there of an earlier step alone, for the random state; `without_random_state` have neither. `repeated`
+    counts the steps that were done and are done again. `differing` are the ranks whose node holds another state under
+    the same version.
     """
 
     version: Version
@@ -70,14 +71,10 @@ class Decision:
     private: tuple[int, ...] = ()
     records: dict[int, Source] = field(default_factory=dict)
     older: dict[int, Source] = field(default_factory=dict)
+    without_random_state: tuple[int, ...] = ()
     repeated: int = 0
     differing: tuple[int, ...] = ()
     reset: bool = False
-
-    @property
-    def without_random_state(self) -> tuple[int, ...]:
-        """The ranks whose random state is lost."""
-        return tuple(rank for rank, its in self.records.items() if its.of_rank != rank and rank not in self.older)
 
 
 @dataclass(frozen=True)
@@ -112,13 +109,16 @@ def decide(inventories: Sequence[Inventory], *, large: bool = False) -> Decision
     cramped = {inventory.node for inventory in lacking} - roomy
     private = tuple(i.rank for i in inventories if not i.node or i.node in cramped)
     records = sources(inventories, version)
+    without_own = [i.rank for i in inventories if i.rank not in records or records[i.rank].of_rank != i.rank]
+    older = _older(inventories, version, without_own)
     return Decision(
         version=version,
         source=source,
         receivers=tuple(sorted([*private, *(i.rank for i in lacking if i.node in roomy)])),
         private=private,
         records=records,
-        older=_older(inventories, version, [rank for rank, source in records.items() if source.of_rank != rank]),
+        older=older,
+        without_random_state=tuple(rank for rank in without_own if rank not in older),
         repeated=_repeated(inventories, version),
         differing=tuple(sorted({rank for rank, _ in held[version]} - equal)),
         reset=large and not complete,
@@ -135,7 +135,7 @@ def sentence(decision: Decision) -> str:
         origin += f"; {_ranks(decision.differing)} held a different state of that step"
     text = f"restored step {version.step} from memory ({origin}); {repeated(decision.repeated)}"
     if not decision.records:
-        text += "; buffers and random states are lost and new"
+        text += "; buffers are lost and new"
     if decision.older:
         steps = sorted({source.version.step for source in decision.older.values()})
         text += f"; the random state of {_ranks(tuple(decision.older))} is that of step {', '.join(map(str, steps))}"
@@ -175,11 +175,15 @@ def sources(inventories: Sequence[Inventory], version: Version) -> dict[int, Sou
 
 
 def _older(inventories: Sequence[Inventory], version: Version, ranks: Sequence[int]) -> dict[int, Source]:
-    """Of each of `ranks` its own newest record from before `version`, if there is one."""
+    """Of each of `ranks` its own newest record from before `version`, if there is one of that generation.
+
+    In an earlier one the rank may have been another's, in a group of another size.
+    """
+    first = Version(version.generation, 0)
+    earlier = [r for i in inventories for r in i.records if first <= r.version < version]
     found = {}
     for rank in ranks:
-        versions = {r.version for i in inventories for r in i.records if r.rank == rank and r.version < version}
-        if versions:
+        if versions := [record.version for record in earlier if record.rank == rank]:
             newest = max(versions)
             found[rank] = Source(rank, _nearest(inventories, rank, _holders(inventories, newest)[rank]), newest)
     return found

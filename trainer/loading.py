@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import pickle
-import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +13,7 @@ from torch import Tensor
 
 from elaunch.trainer import oldfiles
 from elaunch.trainer.agreement import Ranks
-from elaunch.trainer.marks import PLAIN, Manifest, Mark, found, read_manifest, set_aside, verify
+from elaunch.trainer.marks import PLAIN, Corrupt, Manifest, Mark, found, read_manifest, set_aside, verify
 from elaunch.trainer.tree import Path as Place
 from elaunch.trainer.tree import PerRank, State, Tree, flatten, is_shard, rebuild, some, unpack
 
@@ -75,7 +73,7 @@ def load_from_all(directory: Path, state: State, ranks: Ranks, say: Callable[[st
             _read_share(path, state)
             return mark
         # One rank's proof is enough, whatever the others could not read.
-        worst = next((problem for problem in found_wrong if _is_proof(problem)), found_wrong[0])
+        worst = next((problem for problem in found_wrong if isinstance(problem, Corrupt)), found_wrong[0])
         if ranks.leads:
             with _passing_over(path, say, unread):
                 raise worst
@@ -110,13 +108,13 @@ def _problem(path: Path, manifest: Manifest, ranks: Ranks) -> Exception | None:
         return _Unseen()
     try:
         verify(path, manifest, sorted(manifest.files)[ranks.rank :: ranks.world_size])
-    except (ValueError, OSError) as error:
+    except (Corrupt, OSError) as error:
         return error
     return None
 
 
 def _read(path: Path, targets: Mapping[str, Tensor]) -> _Whole:
-    """All of a checkpoint, verified; raises whatever a corrupt file makes torch raise.
+    """All of a checkpoint, verified; raises Corrupt, and whatever torch raises where it cannot read what is whole.
 
     The tensors that fit are put into `targets`, which saves a copy: of a folder only, and once it is verified.
     """
@@ -261,28 +259,19 @@ def _newest_first(directory: Path) -> list[tuple[Mark, Path]]:
 
 @contextlib.contextmanager
 def _passing_over(path: Path, say: Callable[[str], None], unread: list[str]) -> Iterator[None]:
-    """Go on where a checkpoint is of no use: renamed where its content proves to be wrong, else noted in `unread`."""
+    """Go on where a checkpoint is of no use: renamed where its bytes prove to be wrong, else noted in `unread`."""
     try:
         yield
     except MemoryError:
         # Nothing is wrong with the checkpoint, and there is no more room for the one before.
         raise
+    except Corrupt as error:
+        say(f"skipping {path}: it is torn or corrupt ({_reason(error)}); trying the one before it")
+        set_aside(path)
+    # The disk's, the network's, the device's or this release's trouble: the bytes may be right.
     except Exception as error:
-        if _is_proof(error):
-            say(f"skipping {path}: it is torn or corrupt ({_reason(error)}); trying the one before it")
-            set_aside(path)
-        else:
-            unread.append(f"{path} cannot be read ({_reason(error)})")
-            say(f"skipping {path}: it cannot be read ({_reason(error)}); trying the one before it")
-
-
-# What reading raises where the bytes are wrong: ours (ValueError), unpickling, unzipping; torch, of a bad zip file.
-_PROOFS = (ValueError, LookupError, TypeError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile, RuntimeError)
-
-
-def _is_proof(error: Exception) -> bool:
-    """Whether the content is wrong; else it may be the disk's, the network's or this process's trouble of now."""
-    return isinstance(error, _PROOFS) and "allocate" not in str(error) and not isinstance(error, NotImplementedError)
+        unread.append(f"{path} cannot be read ({_reason(error)})")
+        say(f"skipping {path}: it cannot be read ({_reason(error)}); trying the one before it")
 
 
 def _require_read(unread: list[str], ranks: Ranks) -> None:

@@ -18,6 +18,7 @@ import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from elaunch.trainer.files import sync_directory, write_durably
 
@@ -30,6 +31,10 @@ _NAME = re.compile(r"generation-(\d+)-step-(\d+)(\.pt)?")
 _HIDDEN = re.compile(r"\.(generation-(\d+)-step-\d+)\.\w+\.(?:writing|old|replaced)")
 _REPLACED = ".replaced"
 _BLOCK_BYTES = 4 << 20
+
+
+class Corrupt(ValueError):
+    """The bytes of a checkpoint are not those that were written; nothing else proves that."""
 
 
 @dataclass(frozen=True, order=True)
@@ -110,7 +115,13 @@ def publish(folder: Path, mark: Mark) -> Path:
     if final.exists():
         # Of the same generation and step: a job that was started anew and came this way again.
         replaced = final.rename(final.with_name(f".{final.name}.{os.getpid()}{_REPLACED}"))
-    folder.rename(final)
+    try:
+        folder.rename(final)
+    except OSError:
+        if replaced is not None:
+            with contextlib.suppress(OSError):
+                replaced.rename(final)
+        raise
     sync_directory(final.parent)
     if replaced is not None:
         shutil.rmtree(replaced, ignore_errors=True)
@@ -118,32 +129,40 @@ def publish(folder: Path, mark: Mark) -> Path:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest in `folder`; raises ValueError where it is missing, torn or another checkpoint's, OSError."""
+    """The manifest in `folder`.
+
+    Raises Corrupt where it is missing, torn or another checkpoint's, ValueError where it is a newer release's, OSError.
+    """
     try:
         record = json.loads((folder / MANIFEST).read_bytes())
-        if record["format"] != _FORMAT:
-            raise ValueError(f"its format is {record['format']}, this release reads {_FORMAT}")
-        mark = Mark(record["generation"], record["step"])
-        manifest = Manifest(mark, record["world_size"], {name: tuple(s) for name, s in record["files"].items()})
-    except (KeyError, TypeError, AttributeError, FileNotFoundError) as error:
-        raise ValueError(f"its {MANIFEST} is missing or torn") from error
-    if mark != Mark.of(folder):
-        raise ValueError(f"its {MANIFEST} is that of {mark.folder_name}")
+        form = record["format"]
+        manifest = _manifest_of(record) if form == _FORMAT else None
+    except (KeyError, TypeError, AttributeError, ValueError, FileNotFoundError) as error:
+        raise Corrupt(f"its {MANIFEST} is missing or torn") from error
+    if manifest is None:
+        raise ValueError(f"its format is {form}, this release reads {_FORMAT}")
+    if manifest.mark != Mark.of(folder):
+        raise Corrupt(f"its {MANIFEST} is that of {manifest.mark.folder_name}")
     return manifest
 
 
+def _manifest_of(record: dict[str, Any]) -> Manifest:
+    mark = Mark(record["generation"], record["step"])
+    return Manifest(mark, record["world_size"], {name: tuple(sums) for name, sums in record["files"].items()})
+
+
 def verify(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:
-    """Read these files of a checkpoint; raises ValueError at the first that is not what the manifest says, OSError."""
+    """Read these files of a checkpoint; raises Corrupt at the first that is not what the manifest says, OSError."""
     for name in names:
         length, crc = manifest.files[name]
         try:
             found_length, found_crc = sums(folder / name)
         except FileNotFoundError:
-            raise ValueError(f"{name} is missing") from None
+            raise Corrupt(f"{name} is missing") from None
         if found_length != length:
-            raise ValueError(f"{name} has {found_length} bytes, not {length}")
+            raise Corrupt(f"{name} has {found_length} bytes, not {length}")
         if found_crc != crc:
-            raise ValueError(f"{name} has the CRC-32 {found_crc:08x}, not {crc:08x}")
+            raise Corrupt(f"{name} has the CRC-32 {found_crc:08x}, not {crc:08x}")
 
 
 def sums(path: Path) -> tuple[int, int]:
@@ -184,12 +203,20 @@ def discard(path: Path) -> None:
         path.unlink()
 
 
+def restore_replaced(directory: Path) -> None:
+    """Give checkpoints their names back whose writer was killed before the one in their place had it."""
+    for path in directory.glob(f".generation-*{_REPLACED}"):
+        if (match := _HIDDEN.fullmatch(path.name)) and not path.with_name(match[1]).exists():
+            with contextlib.suppress(OSError):
+                path.rename(path.with_name(match[1]))
+
+
 def sweep_hidden(directory: Path, generation: int) -> None:
     """Remove what killed writers of this and earlier generations left; a newer group's may be in the making."""
     for path in directory.glob(".generation-*"):
         match = _HIDDEN.fullmatch(path.name)
-        if match and int(match[2]) <= generation:
-            if path.name.endswith(_REPLACED) and not path.with_name(match[1]).exists():
-                # Its writer was killed before the new one had the name.
-                path.rename(path.with_name(match[1]))
+        if match is None or int(match[2]) > generation:
+            continue
+        # One that could not have its name back is a checkpoint still.
+        if not path.name.endswith(_REPLACED) or path.with_name(match[1]).exists():
             shutil.rmtree(path, ignore_errors=True)

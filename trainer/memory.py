@@ -19,7 +19,7 @@ import os
 import pickle
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +42,10 @@ from elaunch.trainer.packing import (
 
 Copy = Callable[[list[Tensor], list[Tensor]], None]
 
-# How long to wait for another worker of the node: within the agent's grace for who saves (2 s), and longer for what
-# cannot be copied in that. A first copy, whose pages the kernel clears, takes 2 s per GB.
-_LOCK_S = 1.5
+# How long to wait for another worker of the node. After a failure the agent kills one that is stopped when
+# --failure-grace is over (2 s), which frees the lock; who waits has said that it saves, and has --stop-grace (30 s).
+# A first copy, whose pages the kernel clears, takes 2 s per GB.
+_LOCK_S = 20.0
 _LOCK_S_PER_BYTE = 4e-9
 _LOCK_POLL_S = 0.001
 
@@ -155,11 +156,11 @@ class Pair:
         found = [(header, slot) for slot in self.slots if (header := slot.header()) is not None]
         return sorted(found, key=lambda pair: pair[0].version, reverse=True)
 
-    def older(self, spare: Version | None = None) -> Slot:
-        """The one to write next, which is not the one with `spare`."""
+    def older(self, spare: Collection[Version] = ()) -> Slot:
+        """The one to write next: where it can be, none of those in `spare`."""
         whole = self.versions()
         torn = [slot for slot in self.slots if all(slot is not other for _, other in whole)]
-        oldest_first = [slot for header, slot in reversed(whole) if header.version != spare]
+        oldest_first = [slot for header, slot in reversed(whole) if header.version not in spare]
         return next(iter((*torn, *oldest_first, *self.slots)))
 
 
@@ -192,16 +193,17 @@ class Memory:
         version: Version,
         state: Callable[[], object],
         copy: Copy = copy_on_host,
-        spare: Version | None = None,
+        spare: Collection[Version] = (),
     ) -> Version:
         """Have `version` or a newer one in memory; the newest one there. Raises NoRoom, OSError, NotPlain.
 
-        Waits for another worker of the node that is writing: it may be writing the same. The copy of `spare` stays,
-        whoever comes here with whatever newer step.
+        Waits for another worker of the node that is writing: it may be writing the same. The copies of `spare` stay,
+        whoever comes here with whatever newer step: if they leave no slot, nothing is written.
         """
         with self.locked():
-            newest = next((header.version for header, _ in self.pair.versions()), None)
-            if newest is not None and newest >= version:
+            whole = [header.version for header, _ in self.pair.versions()]
+            newest = next(iter(whole), None)
+            if newest is not None and (newest >= version or (len(whole) > 1 and set(whole) <= set(spare))):
                 return newest
             packed = pack(state())
             self._reserve(packed.length)
@@ -247,14 +249,15 @@ class Memory:
             os.close(descriptor)
 
     def _lock(self, descriptor: int) -> None:
-        limit_s = _LOCK_S + _LOCK_S_PER_BYTE * max(slot.size for slot in self.pair.slots)
-        end_s = time.monotonic() + limit_s
+        begun_s = time.monotonic()
         while True:
             try:
                 fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return
             except (BlockingIOError, PermissionError):
-                if time.monotonic() > end_s:
+                # Whoever writes the first copy has yet to give it its size.
+                limit_s = _LOCK_S + _LOCK_S_PER_BYTE * max(slot.size for slot in self.pair.slots)
+                if time.monotonic() - begun_s > limit_s:
                     reason = f"another worker of this node has held the lock for {limit_s:.1f} s; is it stopped?"
                     raise TimeoutError(errno.ETIMEDOUT, reason, self._lock_path) from None
             time.sleep(_LOCK_POLL_S)
@@ -286,9 +289,9 @@ class Records:
         """Put down what will belong to `version` once its step is completed; the one before stays."""
         self._staged.slots[version.step % 2].write(version, pack(state))
 
-    def keep(self, version: Version, state: object) -> Tensor:
-        """The same for a snapshot, which stays until the next but one; the region that it is in."""
-        slot = self.kept.older()
+    def keep(self, version: Version, state: object, spare: Collection[Version] = ()) -> Tensor:
+        """The same for a snapshot, which stays until the next but one, or while it is in `spare`; its region."""
+        slot = self.kept.older(spare)
         return slot.raw(slot.write(version, pack(state)).length)
 
     def done(self, version: Version) -> None:

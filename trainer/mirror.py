@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 import torch.distributed as dist
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from elaunch.trainer.exchange import Version
 from elaunch.trainer.inventory import mirrors
-from elaunch.trainer.memory import Records, Slot
+from elaunch.trainer.memory import Records
 from elaunch.trainer.peers import Peers
 
 
@@ -32,45 +32,50 @@ class Mirror:
         self._peers = Peers(dist.new_group(backend="gloo"))
         self._say = say
         self._thread: threading.Thread | None = None
+        self._has_arrived = True
 
-    def exchange(self, record: Tensor | None, spare: Version | None) -> None:
+    def exchange(self, record: Tensor | None, spare: Collection[Version]) -> None:
         """Begin to send `record`, a region that stays as it is until the next call, and to receive the others'.
 
-        None is sent where there is none. What was received of the version `spare` is not written over.
+        None is sent where there is none. What was received of a version in `spare` is not written over.
         """
         self.wait()
+        self._has_arrived = False
         # A daemon: a process that is on its way out does not wait for its peers.
         self._thread = threading.Thread(target=self._run, args=(record, spare), name="mirror", daemon=True)
         self._thread.start()
 
-    def wait(self) -> None:
-        """Until the last exchange is over."""
+    def wait(self) -> bool:
+        """Until the last exchange is over; whether all that was sent to this rank is in its node's memory."""
         if self._thread is not None:
             self._thread.join()
+        return self._has_arrived
 
-    def _run(self, record: Tensor | None, spare: Version | None) -> None:
+    def _run(self, record: Tensor | None, spare: Collection[Version]) -> None:
         try:
             region = torch.empty(0, dtype=torch.uint8) if record is None else record
             sending = [] if self._mirror is None else self._peers.begin_send(region, self._mirror)
-            for rank, records in self._sources.items():
-                self._receive(rank, records.kept.older(spare))
+            received = [self._receive(rank, records, spare) for rank, records in self._sources.items()]
             for work in sending:
                 work.wait()
+            self._has_arrived = all(received)
         except RuntimeError:
             # A peer has died, as all will see: it is the group that fails.
             return
 
-    def _receive(self, rank: int, slot: Slot) -> None:
+    def _receive(self, rank: int, records: Records, spare: Collection[Version]) -> bool:
         length = self._peers.length_from(rank)
         if not length:
-            return
+            return False
         try:
+            slot = records.kept.older(spare)
             slot.discard()
             slot.grow(length)
+            region = slot.raw(length)
         except OSError as error:
-            self._say(f"there is no room for rank {rank}'s own state in {slot.path.parent} ({error.strerror})")
+            self._say(f"rank {rank}'s own state cannot be kept on a second node: {error.strerror}")
             # Its sender waits until somebody has it.
             self._peers.receive(torch.empty(length, dtype=torch.uint8), rank)
-            return
-        self._peers.receive(slot.raw(length), rank)
-        slot.accept()
+            return False
+        self._peers.receive(region, rank)
+        return slot.accept() is not None

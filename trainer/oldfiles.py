@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from elaunch.trainer.marks import Corrupt
 from elaunch.trainer.modelstate import is_sharded, unwrap
 from elaunch.trainer.tree import State, some, tensors_in, tensors_sha256
 
@@ -18,17 +20,28 @@ _MODEL_KEYS = ("model", "model_state_dict", "state_dict", "module")
 _OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim")
 # DistributedDataParallel's, and torch.compile's.
 _WRAPPERS = ("module.", "_orig_mod.")
+# What reading a file without a checksum raises where its bytes are wrong.
+_TORN = (ValueError, LookupError, TypeError, AttributeError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile)
+_ZIP_READER = "PytorchStreamReader"
 
 
 def read(path: Path, step: int) -> State:
-    """The state in `generation-G-step-S.pt`; raises ValueError where it is not whole, and what torch raises."""
-    state: State = torch.load(path, map_location="cpu", weights_only=True)
-    expected = state.pop("sha256")
+    """The state in `generation-G-step-S.pt`; raises Corrupt where it is not whole, and what else torch raises."""
+    try:
+        state: State = torch.load(path, map_location="cpu", weights_only=True)
+        expected, held = state.pop("sha256"), state["step"]
+    except _TORN as error:
+        raise Corrupt(str(error)) from error
+    except RuntimeError as error:
+        # So torch names a bad zip file, and much that is not the file's fault.
+        if _ZIP_READER in str(error):
+            raise Corrupt(str(error)) from error
+        raise
     found = tensors_sha256(tensors_in(state))
     if expected != found:
-        raise ValueError(f"its tensors have SHA-256 {found[:12]}…, not {expected[:12]}…")
-    if state["step"] != step:
-        raise ValueError(f"it holds step {state['step']}")
+        raise Corrupt(f"its tensors have SHA-256 {found[:12]}…, not {expected[:12]}…")
+    if held != step:
+        raise Corrupt(f"it holds step {held}")
     return state
 
 

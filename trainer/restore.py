@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from elaunch.trainer.exchange import Decision, Inventory, Source, Version, decide, sources
-from elaunch.trainer.memory import Memory, Records, Slot, completed_in, verified_records_in
+from elaunch.trainer.memory import Memory, Records, Slot, completed_in, records_in, verified_records_in
 from elaunch.trainer.packing import Header, header_of, is_intact, unpack
 from elaunch.trainer.peers import Peers
 from elaunch.trainer.training import Training
@@ -76,11 +76,7 @@ def take_over(
     older = _brought(decision.older, inventories, shelf, peers)
     if older is not None:
         training.load_random(older)
-    # Before anybody has a newer one: what is given up must not be found the next time, nor outlive what counts.
-    if shelf is not None:
-        shelf.records(peers.rank).drop_newer(decision.version)
-        if shelf.speaks:
-            shelf.memory.drop_newer(decision.version)
+    _drop_newer(decision.version, shelf, peers)
 
 
 def restore_own(version: Version, shelf: Shelf, peers: Peers, training: Training) -> bool:
@@ -90,8 +86,18 @@ def restore_own(version: Version, shelf: Shelf, peers: Peers, training: Training
     own = _brought(records, inventories, shelf, peers)
     if own is not None:
         training.load_own(own)
-    shelf.records(peers.rank).drop_newer(version)
+    _drop_newer(version, shelf, peers)
     return own is not None
+
+
+def _drop_newer(version: Version, shelf: Shelf | None, peers: Peers) -> None:
+    """Have what is given up torn, of all ranks: it must not be found the next time, nor outlive what counts."""
+    if shelf is not None and shelf.speaks:
+        for records in records_in(shelf.memory.folder, shelf.name, shelf.layout):
+            records.drop_newer(version)
+        shelf.memory.drop_newer(version)
+    # Before anybody has a newer one of this generation.
+    peers.from_all(None)
 
 
 def _inventories(shelf: Shelf | None, peers: Peers, *, large: bool) -> list[Inventory]:

@@ -146,17 +146,17 @@ class ShardedMemory:
         self._signature = signature
         return lay_out(parts)
 
-    def wait(self) -> None:
-        """Until the last snapshot is whole on every node."""
-        self._settle()
+    def wait(self) -> bool:
+        """Until the last snapshot is whole on every node; False where it is not, and the one before stays."""
+        return self._settle()
 
-    def _settle(self) -> None:
+    def _settle(self) -> bool:
         """Agree that the last snapshot is whole everywhere; then the one before and those of old may go.
 
         One that is not is what the next is written over, and the one before stays.
         """
         if self._mirroring is None:
-            return
+            return True
         self._mirroring.join()
         self._mirroring = None
         troubled = self._any(bool(self._trouble))
@@ -169,6 +169,7 @@ class ShardedMemory:
             for path in self._outdated:
                 path.unlink(missing_ok=True)
             self._outdated = []
+        return not troubled
 
     def _any(self, fact: bool) -> bool:
         """Whether `fact` is true on some rank."""

@@ -13,6 +13,7 @@ from elaunch.trainer import randomness
 from elaunch.trainer.hookstate import HookState
 from elaunch.trainer.modelstate import is_in_parts, restore, state_of, unwrap
 from elaunch.trainer.packing import NotPlain, pack
+from elaunch.trainer.tree import flatten
 
 State = dict[str, Any]
 Found = TypeVar("Found")
@@ -82,13 +83,19 @@ class Training:
             state["hook"] = self._hook.state_dict()
         return state
 
-    def require_plain(self) -> None:
-        """Raise TypeError, with the name of the part, where what is to be kept has something that cannot be."""
-        for name, part in {**self.replicated(), **self.own(large=True)}.items():
+    def require_plain(self, *, durably: bool) -> None:
+        """Raise TypeError, with the name of the part, where what is to be kept has something that cannot be.
+
+        `durably` asks for what checkpoints take, too.
+        """
+        parts = self.rest() if self.is_in_parts else self.replicated()
+        for name, part in {**parts, **self.own(large=True)}.items():
             try:
                 pack(part)
             except NotPlain as error:
                 raise TypeError(f"the state of {name} cannot be kept: {error}") from None
+        if durably:
+            flatten(self.rest())
 
     def buffers(self) -> dict[str, Tensor]:
         """The model's buffers that its `state_dict` has."""

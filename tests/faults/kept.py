@@ -12,6 +12,8 @@ FOLDER/<moment>-<generation>-<step>-<rank> makes that rank kill itself with SIGK
     copy          half of a copy of that step is in memory
     crash         not a kill: an exception before the forward pass
     hold          not a kill: wait there until the file is gone
+    freeze        not a kill: stopped when half of a copy of that step is in memory
+    mirror        not a kill: what comes from other nodes in the threads of snapshots is not received
 
 Each rank appends JSON lines to FOLDER/records: `began`, `done` (with the bits of its own loss of the step), `told` (to
 stop), `killed`, `held`, `end`.
@@ -25,6 +27,7 @@ import os
 import signal
 import struct
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -163,6 +166,7 @@ def main() -> None:
         warm_up=lambda: model(torch.ones(4, 16)).sum().backward(),
     )
     record_what_is_told()
+    plant_in_threads(keeper)
     if isinstance(optimizer, Interruptible):
         plant(keeper, network, optimizer)
     moment("start", 0)
@@ -239,6 +243,11 @@ def plant(keeper: Keeper, network: Network, optimizer: Interruptible) -> None:
             half = len(targets) // 2
             copy_on_host(targets[:half], sources[:half])
             moment("copy", keeper.step)
+        if is_asked("freeze", keeper.step):
+            half = len(targets) // 2
+            copy_on_host(targets[:half], sources[:half])
+            record("frozen", step=keeper.step)
+            os.kill(os.getpid(), signal.SIGSTOP)
         copy_on_host(targets, sources)
 
     HostCopies.copy = staticmethod(copy)  # type: ignore[method-assign]
@@ -250,6 +259,19 @@ def plant(keeper: Keeper, network: Network, optimizer: Interruptible) -> None:
         load(state)
 
     keeper._training.load_replicated = load_replicated  # type: ignore[method-assign]
+
+
+def plant_in_threads(keeper: Keeper) -> None:
+    """Have `mirror` fail in the threads that exchange snapshots."""
+    receive = dist.recv
+
+    def recv(*given: Any, **named: Any) -> Any:
+        if threading.current_thread().name in ("mirror", "snapshot") and is_asked("mirror", keeper.step):
+            record("deaf", step=keeper.step)
+            raise RuntimeError("asked for by the test")
+        return receive(*given, **named)
+
+    dist.recv = recv
 
 
 def record_what_is_told() -> None:

@@ -20,13 +20,21 @@ RESTORED = r"restored step (\d+) from memory \(of generation (\d+)(.*?)\); (\d+)
 class Run:
     """One training by `kept.py` with what its workers recorded; `asks` are pairs of a moment and its place."""
 
-    def __init__(self, folder: Path, workers: int, *options: str, asks: Iterable[str] = (), steps: int = STEPS) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        workers: int,
+        *options: str,
+        asks: Iterable[str] = (),
+        steps: int = STEPS,
+        launch: Iterable[str] = (),
+    ) -> None:
         folder.mkdir()
         self.folder = folder
         for ask in asks:
             (folder / ask).touch()
-        words = ["--nproc-per-node", str(workers), "--max-restarts", "30", str(KEPT), str(folder), str(steps), *options]
-        self.job = Job(folder, *words, env={"OMP_NUM_THREADS": "1"})
+        words = ["--nproc-per-node", str(workers), "--max-restarts", "30", *launch, str(KEPT), str(folder), str(steps)]
+        self.job = Job(folder, *words, *options, env={"OMP_NUM_THREADS": "1"})
 
     def __enter__(self) -> Run:
         return self
@@ -189,6 +197,20 @@ def test_a_survivor_killed_while_it_saves_is_made_up_for_by_another(
 
     # Rank 1 saved it before, or after it was dead.
     assert stormy.began(1) == 14
+    assert_same(stormy, calm[3, "snapshot_every=1"])
+
+
+def test_a_worker_frozen_in_the_middle_of_a_copy_costs_no_step(
+    tmp_path: Path, calm: dict[tuple[int, str], Run]
+) -> None:
+    # Snapshots after step 1, 7, 13. Until the frozen one is killed it has the lock.
+    launch = ["--hang-timeout", "2"]
+    with Run(tmp_path / "stormy", 3, "snapshot_every=6", asks=["freeze-0-13-0"], launch=launch) as stormy:
+        stormy.ended()
+
+    assert [r["rank"] for r in stormy.of("frozen")] == [0]
+    assert stormy.began(1) == 13
+    assert "restored step 13 from memory (of generation 0); 0 steps are repeated" in stormy.job.output
     assert_same(stormy, calm[3, "snapshot_every=1"])
 
 

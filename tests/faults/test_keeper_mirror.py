@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.test_keeper_kills import KEPT, Run
-from tests.harness import slow
+from tests.harness import slow, wait_for
 from tests.ranks import Nursery, Ranks, nursery
 
 STEPS = 24
@@ -38,16 +38,34 @@ class Nodes(Run):
 
     def generation(self, number: int, asks: Iterable[str] = ()) -> list[int]:
         """Exit codes by rank."""
+        with self.begun(number, asks) as ranks:
+            return self.ends_of(ranks)
+
+    def begun(self, number: int, asks: Iterable[str] = ()) -> Ranks:
         for ask in asks:
             (self.folder / ask).touch()
         env = {"ELAUNCH_GENERATION": str(number)}
         envs = {rank: {"ELAUNCH_MEMORY": str(path), "LOCAL_RANK": "0"} for rank, path in enumerate(self.memories)}
-        with Ranks(
-            self.nursery, len(envs), KEPT, str(self.folder), str(STEPS), *self.options, env=env, envs=envs
-        ) as ranks:
-            ended = ranks.end()
+        return Ranks(self.nursery, len(envs), KEPT, str(self.folder), str(STEPS), *self.options, env=env, envs=envs)
+
+    def ends_of(self, ranks: Ranks) -> list[int]:
+        ended = ranks.end()
         self.said = "".join(rank.err for rank in ended)
         return [rank.code for rank in ended]
+
+    def lose(self, node: int) -> None:
+        """Its memory is gone, and another node is in its place."""
+        shutil.rmtree(self.memories[node])
+        self.memories[node].mkdir()
+
+    def calm(self, folder: Path) -> Nodes:
+        """The same training without any failure."""
+        memories = [memory / "calm" for memory in self.memories]
+        for memory in memories:
+            memory.mkdir()
+        calm = Nodes(folder, self.nursery, memories, *self.options)
+        assert calm.generation(0) == [0, 0], calm.said
+        return calm
 
 
 @pytest.mark.parametrize(
@@ -56,23 +74,69 @@ class Nodes(Run):
 def test_a_lost_nodes_own_state_is_that_of_the_last_snapshot_to_the_bit(
     tmp_path: Path, nursery: Nursery, memories: list[Path], option: str, lost: int
 ) -> None:
-    options = ("snapshot_every=5", option)
-    stormy = Nodes(tmp_path / "stormy", nursery, memories, *options)
+    stormy = Nodes(tmp_path / "stormy", nursery, memories, "snapshot_every=5", option)
     # Snapshots after step 1, 6, 11, 16; all die in step 20.
     assert stormy.generation(0, ["together-0-20-0", "together-0-20-1"]) == [-9, -9]
-    shutil.rmtree(memories[lost])
-    memories[lost].mkdir()
+    stormy.lose(lost)
+    # The other node is lost before the next snapshot is due.
+    assert stormy.generation(1, ["together-1-19-0", "together-1-19-1"]) == [-9, -9]
+    assert "restored step 16 from memory (of generation 0" in stormy.said
+    assert "3 steps are repeated" in stormy.said
+    stormy.lose(1 - lost)
+
+    assert stormy.generation(2) == [0, 0], stormy.said
+
+    assert [stormy.began(1), stormy.began(2)] == [16, 16]
+    assert "2 steps are repeated" in stormy.said
+    assert "lost" not in stormy.said
+    assert "anew" not in stormy.said
+    assert stormy.ends == stormy.calm(tmp_path / "calm").ends
+
+
+def test_a_node_lost_before_its_snapshot_has_arrived_goes_back_to_the_one_before(
+    tmp_path: Path, nursery: Nursery, memories: list[Path]
+) -> None:
+    stormy = Nodes(tmp_path / "stormy", nursery, memories, "snapshot_every=5", "hook=powersgd")
+    # Node 0 gets nothing of node 1's snapshot of step 11, and saves step 13 when node 1 is gone.
+    deaf = [f"mirror-0-{step}-0" for step in range(11, 14)]
+    assert stormy.generation(0, [*deaf, "forward-0-14-1"]) == [1, -9]
+    assert stormy.of("deaf")
+    stormy.lose(1)
 
     assert stormy.generation(1) == [0, 0], stormy.said
 
-    assert stormy.began(1) == 16
-    assert "restored step 16 from memory (of generation 0" in stormy.said
-    assert "3 steps are repeated" in stormy.said
+    assert stormy.began(1) == 6
     assert "lost" not in stormy.said
     assert "anew" not in stormy.said
-    calm = Nodes(tmp_path / "calm", nursery, [], *options)
-    for memory in memories:
-        calm.memories.append(memory / "calm")
-        calm.memories[-1].mkdir()
-    assert calm.generation(0) == [0, 0], calm.said
-    assert stormy.ends == calm.ends
+    assert stormy.ends == stormy.calm(tmp_path / "calm").ends
+
+
+def test_records_are_kept_as_long_as_the_parts_that_they_belong_to(
+    tmp_path: Path, nursery: Nursery, memories: list[Path]
+) -> None:
+    stormy = Nodes(tmp_path / "stormy", nursery, memories, "snapshot_every=5", "shards=fsdp2")
+    # Neither node gets anything of the snapshots of step 11 and 16.
+    deaf = [f"mirror-0-{step}-{rank}" for step in range(11, 21) for rank in (0, 1)]
+    assert stormy.generation(0, [*deaf, "together-0-20-0", "together-0-20-1"]) == [-9, -9]
+    stormy.lose(1)
+
+    assert stormy.generation(1) == [0, 0], stormy.said
+
+    assert stormy.began(1) == 6
+    assert "lost" not in stormy.said
+    assert stormy.ends == stormy.calm(tmp_path / "calm").ends
+
+
+def test_what_cannot_be_kept_for_another_node_keeps_nobody_waiting(
+    tmp_path: Path, nursery: Nursery, memories: list[Path]
+) -> None:
+    run = Nodes(tmp_path / "run", nursery, memories, "snapshot_every=5")
+    with run.begun(0, ["hold-0-4-0"]) as ranks:
+        wait_for(lambda: run.of("held"), "step 4")
+        # Rank 0's second snapshot is to go there.
+        (memories[1] / "training.rank-0-3").mkdir()
+        (run.folder / "hold-0-4-0").unlink()
+
+        assert run.ends_of(ranks) == [0, 0], run.said
+
+    assert run.said.count("rank 0's own state cannot be kept on a second node: Is a directory") == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import json
 import os
 import pickle
 import shutil
@@ -206,14 +207,19 @@ def test_a_checkpoint_cannot_run_code(tmp_path: Path, file: str) -> None:
     else:
         (folder / file).write_bytes(content)
     # Whoever plants it also makes the sums right.
+    seal_again(folder)
+
+    with pytest.raises(Unreadable):
+        newest_step(tmp_path / "c", [])
+
+    assert not (tmp_path / "ran").exists()
+
+
+def seal_again(folder: Path) -> None:
+    """Make the manifest that of what is in the folder now."""
     manifest = folders.read_manifest(folder)
     files = {name: folders.sums(folder / name) for name in manifest.files}
     folders.seal(folder, folders.Manifest(manifest.mark, manifest.world_size, files))
-    said: list[str] = []
-
-    assert newest_step(tmp_path / "c", said) == 0
-    assert len(said) == 1
-    assert not (tmp_path / "ran").exists()
 
 
 def fails(monkeypatch: pytest.MonkeyPatch, error: Exception, *paths: Path) -> None:
@@ -249,6 +255,39 @@ def test_what_cannot_be_read_now_is_passed_over_and_keeps_its_name(
     assert said == [f"skipping {newest}: it cannot be read ({error}); trying the one before it"]
     monkeypatch.undo()
     assert newest_step(tmp_path) == 2
+
+
+def test_a_newer_releases_checkpoint_keeps_its_name(tmp_path: Path) -> None:
+    folder = save(tmp_path, 0, 1)
+    (folder / "manifest.json").write_text(json.dumps({"format": 2, "parts": []}))
+
+    with pytest.raises(Unreadable, match=r"cannot be read \(its format is 2, this release reads 1\)"):
+        newest_step(tmp_path, [])
+
+    assert marks(tmp_path) == [Mark(0, 1)]
+
+
+def test_metadata_of_another_torch_version_is_no_proof(tmp_path: Path) -> None:
+    folder = save(tmp_path, 0, 1)
+    metadata = (folder / ".metadata").read_bytes()
+    (folder / ".metadata").write_bytes(metadata.replace(b"TensorProperties", b"TensorPropertieZ"))
+    seal_again(folder)
+
+    with pytest.raises(Unreadable, match="TensorPropertieZ"):
+        newest_step(tmp_path, [])
+
+    assert marks(tmp_path) == [Mark(0, 1)]
+
+
+def test_a_device_that_fails_is_not_the_checkpoints_fault(tmp_path: Path) -> None:
+    save(tmp_path, 0, 1)
+    # Whatever is copied into it raises a RuntimeError.
+    state = {"model": {"w": torch.zeros(1).expand(50, 40)}}
+
+    with pytest.raises(Unreadable, match="unsupported operation"):
+        Checkpoints(tmp_path, generation=0, say=lambda _: None).load_newest(state)
+
+    assert marks(tmp_path) == [Mark(0, 1)]
 
 
 def test_nothing_begins_anew_while_a_checkpoint_may_be_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,6 +334,35 @@ def test_a_writer_killed_while_it_replaces_a_checkpoint_leaves_one_of_that_name(
     assert newest_step(tmp_path) == 1
 
     assert [path.name for path in tmp_path.iterdir()] == [first.name]
+
+
+def test_a_checkpoint_that_cannot_be_replaced_keeps_its_name(tmp_path: Path) -> None:
+    save(tmp_path, 0, 1)
+
+    # The first of the two renames succeeds, the second finds nothing to rename.
+    with pytest.raises(FileNotFoundError):
+        folders.publish(folders.hidden(tmp_path, Mark(0, 1), "ab"), Mark(0, 1))
+
+    assert newest_step(tmp_path) == 1
+
+
+def test_a_checkpoint_without_its_name_counts_for_the_fence_and_outlives_a_disk_that_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = save(tmp_path, 5, 1)
+    replaced = path.rename(path.with_name(f".{path.name}.4711.replaced"))
+
+    def broken(self: Path, target: Path) -> Path:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", broken)
+        Checkpoints(tmp_path, generation=9, say=pytest.fail)
+    assert replaced.exists()
+
+    save(tmp_path, 0, 2)
+
+    assert marks(tmp_path) == [Mark(5, 1), Mark(5, 2)]
 
 
 @pytest.mark.parametrize(

@@ -149,7 +149,27 @@ def test_a_lost_nodes_hook_state_goes_on_from_the_last_snapshot() -> None:
 
 
 def test_without_any_record_that_is_said() -> None:
-    assert "buffers and random states are lost" in sentence(decided(node("a", 0, holds=((0, 5, 1),))))
+    said = sentence(decided(node("a", 0, holds=((0, 5, 1),))))
+
+    assert said.endswith("; buffers are lost and new; the random state of rank 0 is lost and new")
+
+
+def test_without_any_record_of_the_step_random_states_are_those_of_an_earlier_one() -> None:
+    decision = decided(node("a", 0, 1, holds=((0, 5, 1),), records=own(0, step=4)))
+
+    assert decision.older == {0: Source(0, 0, Version(0, 4))}
+    assert sentence(decision).endswith(
+        "; buffers are lost and new; the random state of rank 0 is that of step 4; "
+        "the random state of rank 1 is lost and new"
+    )
+
+
+def test_a_random_state_from_before_the_group_had_another_size_is_not_taken() -> None:
+    # Four ranks in generation 0, three in generation 1, four again now.
+    records = (*own(0, 1, 2, generation=1, step=9), *own(3, step=5, full=True))
+    decision = decided(node("a", 0, 1, holds=((1, 9, 1),), records=records), node("b", 2), node("c", 3))
+
+    assert (decision.older, decision.without_random_state) == ({}, (3,))
 
 
 def test_a_large_part_takes_the_newest_step_of_which_every_record_is_there() -> None:

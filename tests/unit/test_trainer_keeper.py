@@ -7,14 +7,17 @@ import errno
 import io
 import random
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from elaunch.trainer import link, marks
 from elaunch.trainer.checkpoint import Checkpoints
@@ -181,12 +184,69 @@ def test_survivors_that_differ_by_a_step_do_not_cost_the_hook_state(monkeypatch:
             assert "anew" not in job.said[0]
 
 
+def test_what_other_nodes_ranks_had_of_given_up_steps_is_not_found_again(
+    memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Job()
+    with pytest.raises(RuntimeError, match="reset by peer"):
+        job.train(10, {5: fail})
+    mirrored = Records(memory, "training", job.keeper._training.layout(), 3)
+    for step in (3, 6):
+        mirrored.keep(Version(0, step), {})
+
+    monkeypatch.setenv("ELAUNCH_GENERATION", "1")
+    Job().train(5)
+
+    assert [header.version for header, *_ in mirrored.versions()] == [Version(0, 3)]
+
+
 def test_a_state_that_cannot_be_kept_is_refused_when_the_keeper_is_entered() -> None:
     job = Job()
     job.extra["path"] = Path("of a file")
 
     with pytest.raises(TypeError, match=r"the state of extra cannot be kept: .*of a file.* cannot be kept"), job.keeper:
         pytest.fail("it was entered")
+
+
+def test_it_is_refused_without_a_memory_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("ELAUNCH_MEMORY")
+    for value, directory in (Path("of a file"), None), ({(1, 2): 3}, tmp_path / "c"):
+        job = Job(checkpoints=directory)
+        job.extra["value"] = value
+
+        with pytest.raises(TypeError, match=r"of a file.* cannot be kept|the key \(1, 2\)"), job.keeper:
+            pytest.fail("it was entered")
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    """A group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("group")
+def test_it_is_refused_of_a_state_in_parts_too() -> None:
+    model = fully_shard(nn.Linear(4, 1), mesh=init_device_mesh("cpu", (1,)))
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    with (
+        pytest.raises(TypeError, match=r"the state of extra cannot be kept: .*of a file"),
+        Keeper(model, optimizer, extra={"path": Path("of a file")}),
+    ):
+        pytest.fail("it was entered")
+
+
+def test_a_hook_state_that_becomes_one_that_cannot_be_kept_is_said_once_and_training_goes_on() -> None:
+    hook = Feedback()
+    job = Job(hook_state=hook)
+
+    losses = job.train(5, {2: lambda: setattr(hook, "seen", Path("of a file"))})
+
+    assert len(losses) == 5
+    assert len(job.said) == 1
+    assert job.said[0].startswith("rank 0 keeps no snapshots of its own state: PosixPath('of a file') of type ")
 
 
 def test_a_state_that_becomes_one_that_cannot_be_kept_is_said_once_and_training_goes_on() -> None:
