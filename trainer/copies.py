@@ -6,7 +6,7 @@ import contextlib
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from elaunch.trainer import randomness
 from elaunch.trainer.checkpoint import Checkpoints
@@ -20,8 +20,11 @@ from elaunch.trainer.packing import NotPlain
 from elaunch.trainer.peers import Peers
 from elaunch.trainer.place import Place
 from elaunch.trainer.restore import Shelf, agree, restore_own, take_over
-from elaunch.trainer.sharded import ShardedMemory
 from elaunch.trainer.training import Training
+
+if TYPE_CHECKING:
+    # It imports torch.distributed.checkpoint, which takes a while: a start whose state is replicated does without.
+    from elaunch.trainer.sharded import ShardedMemory
 
 
 class Copies:
@@ -53,6 +56,8 @@ class Copies:
         if training.is_in_parts and all(peers.from_all(bool(folder))):
             parts = Path(folder, f"{name}.parts")
             parts.mkdir(mode=0o700, exist_ok=True)
+            from elaunch.trainer.sharded import ShardedMemory
+
             self._parts = ShardedMemory(parts, peers.group, say, generation=place.generation)
         self._records = None if self._shelf is None else self._shelf.records(peers.rank)
         # What found no room once is not tried again.
