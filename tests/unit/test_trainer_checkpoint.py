@@ -343,6 +343,8 @@ def test_a_checkpoint_that_cannot_be_replaced_keeps_its_name(tmp_path: Path) -> 
     with pytest.raises(FileNotFoundError):
         folders.publish(folders.hidden(tmp_path, Mark(0, 1), "ab"), Mark(0, 1))
 
+    # At once, not at the next start.
+    assert marks(tmp_path) == [Mark(0, 1)]
     assert newest_step(tmp_path) == 1
 
 
