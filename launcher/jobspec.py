@@ -39,7 +39,8 @@ def agent_config(options: Options, planned: Planned, environ: Mapping[str, str],
     if planned.plan.is_alone:
         _check_filters(options, slots)
     environment, threads = worker_environment(environ, slots, host.cores)
-    signals, ignored = signal_numbers((*options.signals_to_handle, *(n.name for n in _notices(options, cluster))))
+    notices = _notices(options, cluster)
+    signals, ignored = signal_numbers((*options.signals_to_handle, *(notice.name for notice in notices)))
     interpreter = environ.get("PYTHON_EXEC") or host.python
     return AgentConfig(
         spec=JobSpec(
@@ -57,7 +58,7 @@ def agent_config(options: Options, planned: Planned, environ: Mapping[str, str],
         times=planned.plan.times,
         node_rank=_seat(planned),
         signals=signals,
-        notices=(notices := _notices(options, cluster)),
+        notices=notices,
         # A shell could not undo that, nor what it starts; no other scheduler is known to tell all processes.
         ignored=notices if cluster and cluster.scheduler == "Slurm" and options.kind is not ProgramKind.COMMAND else (),
         preload=_preload(options, interpreter, host),

@@ -8,10 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from elaunch.launcher import reach as addressing
+from elaunch.launcher import stores
 from elaunch.launcher.cluster.facts import Cluster
 from elaunch.launcher.errors import SiteError, UsageError
 from elaunch.launcher.options import HelpRequested, Options, parse
 from elaunch.launcher.plan import Planned, plan
+from elaunch.launcher.reach import NoAddress
 from elaunch.launcher.stores import Reached, reach
 from tests.etcd import free_ports
 
@@ -86,6 +89,32 @@ def test_a_schedulers_node_reaches_the_store_that_its_head_serves() -> None:
     assert joined.store.check() == served.store.check()
     joined.close()
     served.close()
+
+
+@pytest.mark.parametrize("scheduler", ["Slurm", ""])
+def test_under_a_scheduler_the_heads_name_may_take_as_long_as_a_node(
+    monkeypatch: pytest.MonkeyPatch, scheduler: str
+) -> None:
+    monkeypatch.setattr(stores, "_ADDRESS_WAIT_S", 0.0)
+    monkeypatch.setattr(stores, "_ADDRESS_PAUSE_S", 0.01)
+    options = parse(["--nnodes", "2", "--rdzv-endpoint", "nobody.invalid", "t.py"], {})
+    assert not isinstance(options, HelpRequested)
+    answers = [NoAddress("not yet"), NoAddress("not yet"), "192.0.2.7"]
+
+    def own_address(*_: object) -> str:
+        answer = answers.pop(0)
+        if isinstance(answer, str):
+            return answer
+        raise answer
+
+    monkeypatch.setattr(addressing, "own_address", own_address)
+    planned = plan(options, {}, str, Cluster(scheduler) if scheduler else None)
+
+    if scheduler:
+        assert stores._own_address(planned, print) == "192.0.2.7"
+    else:
+        with pytest.raises(SiteError, match="is --rdzv-endpoint right"):
+            stores._own_address(planned, print)
 
 
 def at_its_head(cluster: Cluster) -> tuple[Options, Planned]:
