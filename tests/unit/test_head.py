@@ -328,7 +328,7 @@ def test_nothing_answers_after_the_end() -> None:
     endpoint = place()
     with served(Serving.MEMORY, endpoint) as process:
         token = process.token
-        os.kill(process.pid, signal.SIGTERM)
+        os.kill(process.pid, signal.SIGKILL)
         wait_for(lambda: process.exit_code() is not None, "the end of the server")
 
     with pytest.raises(Unavailable):
