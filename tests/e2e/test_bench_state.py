@@ -31,6 +31,7 @@ def test_a_restart_with_the_keeper_loses_nothing_and_has_all_stages() -> None:
         assert sample.stages[FIRST_STEP] == sample.stages[NEXT_STEP] == pytest.approx(sample.values[NEXT_STEP])
 
 
+@pytest.mark.slow
 def test_a_restart_of_the_usual_script_makes_steps_again() -> None:
     taken = list(staterestart.restarts(usual(1000), 1, limit_s=60, rng=random.Random(1)))
 
@@ -64,6 +65,7 @@ def test_every_way_of_copying_is_measured() -> None:
     assert all(sample.values[statecost.EVERY] >= 1 for sample in taken if sample.contender == statecost.KEEPER)
 
 
+@pytest.mark.slow
 def test_the_keeper_is_measured_beside_the_same_steps_without_it() -> None:
     (pair,) = statecost.pairs(1)
 

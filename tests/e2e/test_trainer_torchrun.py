@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from elaunch.trainer.checkpoint import marks
-from tests.harness import wait_for
+from tests.harness import slow, wait_for
 
 SHAPE = ["--steps", "40", "--global-batch", "6", "--checkpoint-every", "1", "--layers", "2", "--width", "32"]
 SHAPE += ["--heads", "2", "--context", "16", "--dropout", "0.1", "--seed", "5", "--micro-batch", "1"]
@@ -86,7 +86,7 @@ def worker(launcher: subprocess.Popen[str], rank: int) -> psutil.Process:
     return next(child for child in children if child.environ().get("RANK") == str(rank))
 
 
-@pytest.mark.parametrize(("workers", "victim"), [(2, 1), (3, 0)])
+@pytest.mark.parametrize(("workers", "victim"), [slow(2, 1), (3, 0)])
 def test_a_run_with_a_killed_worker_ends_bit_for_bit_like_the_unfailed_one(
     start: Start, tmp_path: Path, workers: int, victim: int
 ) -> None:

@@ -84,6 +84,7 @@ def test_a_storm_of_kills_changes_no_bit_and_leaves_nothing(
     assert_same_run(tmp_path / "stormy", calm(workers, steps))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("workers", "starts", "steps"),
     [

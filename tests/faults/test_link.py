@@ -245,7 +245,7 @@ print("memory", memory, flush=True)
 if GENERATION == 0:
     open(f"{{memory}}/kept-{{RANK}}", "w").write("by generation 0")
     os.kill(os.getpid(), signal.SIGKILL)
-print("found", sorted(os.listdir(memory)), flush=True)
+print("found", sorted(name for name in os.listdir(memory) if not name.startswith(".")), flush=True)
 if os.path.exists("stay"): time.sleep(600)
 """
 

@@ -110,6 +110,7 @@ def test_a_newcomer_that_lacks_a_library_leaves_and_the_job_goes_on(tmp_path: Pa
         cluster.end(0)
 
 
+@pytest.mark.slow
 def test_a_job_of_which_nothing_fails_stays_in_its_first_generation(tmp_path: Path) -> None:
     _is_left_alone(tmp_path, 180)
 

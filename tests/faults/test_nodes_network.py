@@ -70,6 +70,7 @@ def test_a_node_that_was_started_again_takes_part_again(tmp_path: Path) -> None:
         cluster.end()
 
 
+@pytest.mark.slow
 def test_a_lost_packet_in_ten_is_no_lost_node(tmp_path: Path) -> None:
     with Cluster(tmp_path, 2) as cluster:
         cluster.start(0, 1, nnodes="2")

@@ -179,6 +179,7 @@ def _met_again(cluster: Cluster) -> Meeting:
     return found
 
 
+@pytest.mark.slow
 def test_a_short_storm_of_faults_ends_well(tmp_path: Path) -> None:
     blow(tmp_path, int(os.environ.get("ELAUNCH_TEST_SEED", "1")), 40)
 

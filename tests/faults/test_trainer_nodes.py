@@ -127,6 +127,7 @@ def test_rank_0_is_lost_with_its_node_while_its_checkpoint_gets_its_name(nodes: 
     nodes.assert_same(calm)
 
 
+@pytest.mark.slow
 def test_a_node_that_has_just_joined_is_lost_while_it_receives_the_state(nodes: OnNodes, calm: Training) -> None:
     for name in ("forward-0-20-0", "restore-1-0-1", "forward-2-22-0"):
         nodes.ask(f"hold:{name}")

@@ -120,7 +120,7 @@ def test_under_a_scheduler_the_heads_name_may_take_as_long_as_a_node(
 def at_its_head(cluster: Cluster) -> tuple[Options, Planned]:
     options = parse(["--nnodes", "2", "--local-addr", "127.0.0.1", "t.py"], {})
     assert not isinstance(options, HelpRequested)
-    return options, plan(options, {}, str, cluster)
+    return options, plan(options, {"ELAUNCH_TOKEN": "told to all pods"} if cluster.is_of_pods else {}, str, cluster)
 
 
 def is_served_by(*argv: str) -> bool:
