@@ -171,7 +171,9 @@ class Checkpoints:
             self._failed(writing.order.mark.step, reason)
 
     def _failed(self, step: int, reason: str) -> None:
-        self._say(f"the checkpoint of step {step} could not be written: {reason}; training goes on")
+        there = marks(self.directory)
+        newest = f"the newest one in {self.directory} is of step {there[-1].step}" if there else "there is no other"
+        self._say(f"the checkpoint of step {step} could not be written: {reason}; {newest}")
 
     def _begin(self, step: int, parts: Tree) -> tuple[Mark, Path | None]:
         """Make the hidden folder on rank 0 and tell the others which; None where that failed."""

@@ -209,6 +209,16 @@ class Copies:
         random = self._peers.from_all(randomness.capture(self._training.device))
         self._checkpoints.save_async(version.step, self._training.whole(random))
 
+    def where_to_go_on(self, step: int) -> str:
+        """What the same command goes on from after a stop at `step`, as the rest of a sentence; on rank 0."""
+        if self._directory is None:
+            return ""
+        there = marks(self._directory)
+        if not there:
+            return "; there is no checkpoint, and the same command begins anew"
+        newest = there[-1].step
+        return f"; the same command goes on from {'there' if newest == step else f'the checkpoint of step {newest}'}"
+
     def wait(self) -> None:
         """Until everything that was begun is where it belongs."""
         self.before_snapshot()
@@ -261,8 +271,9 @@ class Copies:
         if mark is None or mark.step <= newer_than:
             return None
         self.repeated = max(0, done - mark.step)
-        lost = repeated(self.repeated)
-        self._tell(f"restored step {mark.step} from the checkpoint in {os.fspath(self._directory)}; {lost}")
+        # Of another job nobody is left who could say how far it was.
+        lost = f"; {repeated(self.repeated)}" if done else ""
+        self._tell(f"restored step {mark.step} from the checkpoint in {os.fspath(self._directory)}{lost}")
         self._checkpointed = mark.step
         return Version(self._place.generation, mark.step)
 

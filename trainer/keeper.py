@@ -322,7 +322,7 @@ class Keeper:
         self._put_away(durably=wish is not Wish.JOIN)
         self._has_stopped = True
         if self._peers.leads:
-            again = "; the same command goes on from there" if self._directory and wish is not Wish.JOIN else ""
+            again = self._copies.where_to_go_on(self.step) if wish is not Wish.JOIN else ""
             self._say(f"stopped after step {self.step}, {wish.reason}{again}")
         raise Stopped(wish)
 

@@ -55,7 +55,7 @@ def test_a_full_disk_costs_lines_and_checkpoints_but_no_step_even_when_a_worker_
     assert run.struck() == ["forward-0-23-1"]
     assert run.began(1) == 22
     assert re.search(
-        r"the checkpoint of step 30 could not be written: No space left on device; training", run.job.output
+        r"the checkpoint of step 30 could not be written: No space left on device; the newest one", run.job.output
     )
     assert re.search(r"metrics\.jsonl misses steps from \d+ on: No space left on device", run.job.output)
     assert [mark.step for mark, _ in found(run.out / "checkpoints")] == [10, 40]

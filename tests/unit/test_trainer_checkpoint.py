@@ -481,7 +481,8 @@ def test_a_write_that_fails_leaves_the_older_ones_and_is_tried_again(
         patched.setattr(os, "fsync", full)
         checkpoints.save(2, state_of(2))
     assert said == [
-        "the checkpoint of step 2 could not be written: No space left on device; training goes on",
+        "the checkpoint of step 2 could not be written: No space left on device;"
+        f" the newest one in {tmp_path} is of step 1",
     ]
     assert [path.name for path in tmp_path.iterdir()] == [Mark(0, 1).folder_name]
 
@@ -495,7 +496,7 @@ def test_a_directory_that_cannot_be_made_is_said(tmp_path: Path) -> None:
 
     Checkpoints(tmp_path / "file" / "c", generation=0, say=said.append).save(1, state_of(1))
 
-    assert said == ["the checkpoint of step 1 could not be written: Not a directory; training goes on"]
+    assert said == ["the checkpoint of step 1 could not be written: Not a directory; there is no other"]
 
 
 def test_everything_is_durable_before_it_has_its_name_and_the_name_after(
