@@ -32,17 +32,22 @@ class Quiet:
 
 @dataclass(frozen=True)
 class Standing:
-    """What a worker reported last: a step (-1 for none) and what it was doing."""
+    """What a worker reported last: a step (-1 for none) and what it was doing; and whether its process is stopped."""
 
     step: int
     phase: str = ""
+    is_stopped: bool = False
 
 
 def who_hangs(standings: Mapping[int, Standing], quiet_s: float) -> tuple[int, str]:
     """The local rank to name, of those that reported least, and what it did, as the middle of a sentence.
 
-    `standings` has the workers that have reported and still run.
+    `standings` has the workers that have reported and still run. The others wait for one whose process is stopped.
     """
+    stopped = {rank: standing for rank, standing in standings.items() if standing.is_stopped}
+    if stopped and len(stopped) < len(standings):
+        local_rank, message = who_hangs(stopped, quiet_s)
+        return local_rank, f"{message} as its process is stopped (by SIGSTOP or a debugger),"
     least = min(standing.step for standing in standings.values())
     behind = sorted(rank for rank, standing in standings.items() if standing.step == least)
     phase = standings[behind[0]].phase

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from elaunch.agent import hang, stacks
+from elaunch.agent import hang, linux, stacks
 from elaunch.agent.config import AgentConfig
 from elaunch.agent.events import (
     Event,
@@ -108,7 +108,10 @@ class Hearing:
         self._timeline.stamp(generation, "hung", quiet_s=round(order.quiet_s))
         self.tell(TellWorkers(generation, order.listening, ShowStacks()))
         links = {rank: link for rank, link in group.links.items() if rank in order.local_ranks and link.reports}
-        standings = {rank: hang.Standing(link.step, link.phase) for rank, link in links.items()}
+        standings = {
+            rank: hang.Standing(link.step, link.phase, linux.is_stopped(group.pids.get(rank, -1)))
+            for rank, link in links.items()
+        }
         local_rank, message = hang.who_hangs(standings, order.quiet_s)
         failure = replace(
             self._blameless(FailureKind.HANG, generation, message),

@@ -30,13 +30,22 @@ def is_pending(pid: int, signum: int) -> bool:
     return _is_in(pid, "ShdPnd", signum)
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether a SIGSTOP or a debugger holds that process; not, where it is gone."""
+    return _status(pid, "State")[:1] in ("T", "t")
+
+
 def _is_in(pid: int, field: str, signum: int) -> bool:
+    return bool(int(_status(pid, field) or "0", 16) >> (signum - 1) & 1)
+
+
+def _status(pid: int, field: str) -> str:
+    """The words of that field of /proc/PID/status; empty where the process is gone."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
-        return False
-    masks = (int(line.split()[1], 16) for line in lines if line.startswith(f"{field}:"))
-    return any(mask >> (signum - 1) & 1 for mask in masks)
+        return ""
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(f"{field}:")), "")
 
 
 def set_command_line(argv: tuple[str, ...], comm: str) -> None:

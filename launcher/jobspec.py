@@ -67,7 +67,7 @@ def agent_config(options: Options, planned: Planned, environ: Mapping[str, str],
         numa_binding=options.numa_binding,
         virtual_local_rank=options.virtual_local_rank,
         notes=(
-            *_of_the_scheduler(options, cluster),
+            *_of_the_scheduler(options, cluster, slots, host),
             *_chosen_for_you(options, counted, threads),
             *planned.notes,
             *_without_effect(options, planned.ignored),
@@ -124,7 +124,7 @@ def _notices(options: Options, cluster: Cluster | None) -> tuple[signal.Signals,
     return (signal.SIGUSR1,) if cluster and "signals_to_handle" not in options.given else ()
 
 
-def _of_the_scheduler(options: Options, cluster: Cluster | None) -> tuple[str, ...]:
+def _of_the_scheduler(options: Options, cluster: Cluster | None, slots: int, host: HostResources) -> tuple[str, ...]:
     if cluster is None:
         return ()
     notes = [line(cluster), *([cluster.note] if cluster.note else [])]
@@ -132,6 +132,12 @@ def _of_the_scheduler(options: Options, cluster: Cluster | None) -> tuple[str, .
         notes.append(
             f"a {cluster.scheduler} does not tell its pods how many they are, so that each is a job of its own; for one"
             " job of all of them set PET_NNODES to their number"
+        )
+    if slots > host.cpus:
+        more = "; more are asked for with --cpus-per-task" if cluster.scheduler == "Slurm" else ""
+        notes.append(
+            f"{_plural(slots, 'worker')} share the {_plural(host.cpus, 'CPU')} that {cluster.scheduler} gives this"
+            f" node's agent{more}"
         )
     return tuple(notes)
 

@@ -59,8 +59,8 @@ class Checkpoints:
 
     `generation` is the job's (`ELAUNCH_GENERATION`, else the restart count). `say` is given sentences, on rank 0.
     `group` is one that moves host memory, by default the job's own or a new gloo group. `last` is the newest that
-    became durable in this process's time, on rank 0. At most one is in the making: `save_async` waits for the one
-    before.
+    became durable in this process's time, and `failure` what was said of the newest begun if that failed, both on rank
+    0. At most one is in the making: `save_async` waits for the one before.
     """
 
     def __init__(
@@ -76,6 +76,7 @@ class Checkpoints:
             raise ValueError(f"keep is {keep}; at least 1 checkpoint must be kept")
         self.directory = Path(directory)
         self.last: Written | None = None
+        self.failure = ""
         self._keep, self._say = keep, say
         self._ranks = Ranks(group)
         self._fence = generation
@@ -118,6 +119,7 @@ class Checkpoints:
         from elaunch.trainer import dcp, writing
 
         self._settle()
+        self.failure = ""
         mark, folder = self._begin(step, parts)
         if folder is None:
             return
@@ -173,7 +175,8 @@ class Checkpoints:
     def _failed(self, step: int, reason: str) -> None:
         there = marks(self.directory)
         newest = f"the newest one in {self.directory} is of step {there[-1].step}" if there else "there is no other"
-        self._say(f"the checkpoint of step {step} could not be written: {reason}; {newest}")
+        self.failure = f"the checkpoint of step {step} could not be written: {reason}; {newest}"
+        self._say(self.failure)
 
     def _begin(self, step: int, parts: Tree) -> tuple[Mark, Path | None]:
         """Make the hidden folder on rank 0 and tell the others which; None where that failed."""

@@ -13,7 +13,7 @@ from elaunch.trainer.checkpoint import Checkpoints
 from elaunch.trainer.exchange import Version, repeated, sentence
 from elaunch.trainer.gpu import GpuCopies, HostCopies
 from elaunch.trainer.loading import Unreadable
-from elaunch.trainer.marks import marks
+from elaunch.trainer.marks import marks, unwritable
 from elaunch.trainer.memory import Memory, NoRoom
 from elaunch.trainer.mirror import Mirror
 from elaunch.trainer.packing import NotPlain
@@ -71,6 +71,8 @@ class Copies:
         self._said: set[str] = set()
         self._directory, self._checkpoints, self._checkpointed = directory, None, -1
         if directory is not None:
+            if peers.leads and (why := unwritable(directory)):
+                say(f"{why}; there are no durable checkpoints until it can be")
             self._checkpoints = Checkpoints(directory, generation=place.generation, say=say, group=peers.group)
         self._put: tuple[object, dict[str, Any]] = (None, {})
         # How many steps that had been done `restore` has gone back.
@@ -208,6 +210,11 @@ class Copies:
         self._checkpointed = version.step
         random = self._peers.from_all(randomness.capture(self._training.device))
         self._checkpoints.save_async(version.step, self._training.whole(random))
+
+    def require_durable(self) -> None:
+        """Raise OSError on rank 0 where the checkpoint that was made last has failed."""
+        if self._checkpoints is not None and self._checkpoints.failure:
+            raise OSError(f"training is complete, but its end is not on the disk: {self._checkpoints.failure}")
 
     def where_to_go_on(self, step: int) -> str:
         """What the same command goes on from after a stop at `step`, as the rest of a sentence; on rank 0."""

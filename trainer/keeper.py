@@ -259,6 +259,8 @@ class Keeper:
             case None:
                 # The training is over, the program is not: if it fails now, nothing is repeated.
                 self._put_away(durably=True)
+                # What is in memory only ends with the job: a restart tries again.
+                self._copies.require_durable()
             case Stopped():
                 if not self._has_stopped:
                     # Another keeper of this program has, on all ranks at the same place.

@@ -82,6 +82,16 @@ def marks(directory: Path) -> list[Mark]:
     return [mark for mark, _ in found(directory)]
 
 
+def unwritable(directory: Path) -> str:
+    """Why nothing can be written to `directory`, which may yet have to be made; empty where it seems that it can."""
+    there = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
+    if not there.is_dir():
+        return f"{there} is no directory, and checkpoints cannot be written to {directory}"
+    if not os.access(there, os.W_OK | os.X_OK):
+        return f"checkpoints cannot be written to {directory}: {there} is read-only, or another user's"
+    return ""
+
+
 def fencing_generation(directory: Path, generation: int) -> int:
     """The generation to save under: this group's, but never below one already there.
 

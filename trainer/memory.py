@@ -57,7 +57,8 @@ class NoRoom(Exception):
         self.needed, self.free = needed, free
         super().__init__(
             f"{folder.parent} has {free / 1e6:,.1f} MB free and this node's copies of the training state take "
-            f"{needed / 1e6:,.1f} MB; there are none, and a failure goes back to the last checkpoint"
+            f"{needed / 1e6:,.1f} MB; there are none, and a failure goes back to the last checkpoint (in a container, "
+            "give /dev/shm more: docker run --shm-size, elaunch submit k8s --shm)"
         )
 
 

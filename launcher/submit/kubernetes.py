@@ -95,6 +95,12 @@ def understand(submission: Submission, suffix: str = "") -> PodJob:
     variables = tuple(_pair(text, "=", "--env", "NAME=VALUE") for text in submission.given.get("env", ()))
     _check_command(submission.command, words, nodes, dict(variables))
     gpus = str(_checked(submission, "gpus", values.whole, "0"))
+    memory, shm = _quantity(submission, "memory"), _quantity(submission, "shm", "1Gi" if gpus == "0" else "16Gi")
+    if memory and _bytes(shm) >= _bytes(memory):
+        raise UsageError(
+            f"--shm {shm} is part of a pod's --memory {memory}, which leaves its processes nothing; ask for more"
+            " memory, or for a smaller --shm"
+        )
     name = _name(submission, words)
     instance = f"{name}-{suffix}" if suffix else name
     return PodJob(
@@ -106,8 +112,8 @@ def understand(submission: Submission, suffix: str = "") -> PodJob:
         gpus="" if gpus == "0" else gpus,
         gpu_resource=submission.last("gpu-resource", "nvidia.com/gpu"),
         cpus=_quantity(submission, "cpus"),
-        memory=_quantity(submission, "memory"),
-        shm=_quantity(submission, "shm", "1Gi" if gpus == "0" else "16Gi"),
+        memory=memory,
+        shm=shm,
         stop_grace_s=_checked(submission, "grace", values.whole, "45"),
         etcd=_etcd(submission),
         etcd_secret=submission.last("etcd-secret"),
@@ -163,6 +169,15 @@ def _quantity(submission: Submission, name: str, default: str = "") -> str:
     if text and not re.fullmatch(r"\d+(\.\d+)?(m|[kMGTP]i?|Ki)?", text):
         raise UsageError(f"--{name} {text} is no quantity of Kubernetes; give one like 8, 500m or 64Gi")
     return text
+
+
+def _bytes(quantity: str) -> float:
+    unit = quantity.lstrip("0123456789.")
+    number = float(quantity.removesuffix(unit))
+    if unit == "m":
+        return number / 1000
+    power = "kmgtp".index(unit[0].lower()) + 1 if unit else 0
+    return number * float(1024 if unit.endswith("i") else 1000) ** power
 
 
 def _name(submission: Submission, words: command_line.Words) -> str:

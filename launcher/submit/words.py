@@ -60,15 +60,19 @@ def take(argv: Sequence[str], flags: Sequence[Flag]) -> Submission:
 
 def _of_elaunch(rest: Sequence[str], known: Mapping[str, Flag]) -> Sequence[str]:
     """How much of the front of `rest` is one of elaunch's options with its value."""
+    name = rest[0].lstrip("-").partition("=")[0].replace("_", "-")
+    words = rest[:1]
     try:
-        read = command_line.normalise(rest[:1])
+        assert command_line.normalise(words).options
     except UsageError as error:
-        if " needs a value " in str(error):
-            return rest[:2]
-        near = nearest(rest[0].lstrip("-").partition("=")[0], known)
-        raise UsageError(f"{error}; or did you mean --{near}?" if near else str(error)) from None
-    assert read.options
-    return rest[:1]
+        if " needs a value " not in str(error):
+            near = nearest(name, known)
+            raise UsageError(f"{error}; or did you mean --{near}?" if near else str(error)) from None
+        words = rest[:2]
+    if meant := [flag for flag in known if rest[0].startswith("--") and flag.startswith(name)]:
+        # To elaunch it is short for an option that nobody thinks of here: --node for --node-rank.
+        raise UsageError(f"--{name} is not known here; did you mean --{meant[0]}?")
+    return words
 
 
 def help_text(usage: str, flags: Sequence[Flag], end: str) -> str:

@@ -12,6 +12,7 @@ import pytest
 
 from elaunch.trainer.marks import found
 from tests.faults.trainings import STEPS, OneNode
+from tests.harness import wait_for
 
 
 @pytest.fixture
@@ -65,6 +66,20 @@ def test_a_full_disk_costs_lines_and_checkpoints_but_no_step_even_when_a_worker_
     assert run.losses.items() <= calm.losses.items()
     assert set(run.losses) >= {*range(1, 15), *range(38, STEPS + 1)}
     assert run.result["ledger"].startswith("not exactly once")
+
+
+def test_a_disk_that_is_full_at_the_end_costs_a_restart_and_not_the_training(tmp_path: Path, small_disk: Path) -> None:
+    with OneNode(tmp_path / "run", 2, asks=[f"hold:forward-0-{STEPS}-0"], disk=small_disk) as run:
+        run.wait_for("held", step=STEPS)
+        filler = fill(small_disk)
+        run.release(f"forward-0-{STEPS}-0")
+        wait_for(lambda: "its end is not on the disk" in run.job.output, "the failure")
+        filler.unlink()
+        run.ended()
+
+    assert f"restored step {STEPS} from memory (of generation " in run.job.output
+    assert found(run.out / "checkpoints")[-1][0].step == STEPS
+    assert run.result["steps_lost"] == 0
 
 
 @pytest.mark.slow

@@ -92,6 +92,7 @@ def test_a_frozen_worker_is_found_and_costs_no_step(
         run.ended()
 
     assert run.struck("frozen") == [f"{moment}-0-7-{rank}"]
+    assert re.search(rf"rank {rank} \(.*\) hung: .* as its process is stopped \(by SIGSTOP", run.job.output)
     assert run.began(1) == 6
     run.assert_complete()
     run.assert_same(calm[3])

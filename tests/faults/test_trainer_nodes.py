@@ -152,7 +152,8 @@ def test_all_workers_of_a_node_are_killed_and_get_the_state_from_the_other(tmp_p
     for rank in (0, 1):
         nodes.ask(f"together-0-20-{rank}")
 
-    nodes.start(0, 1, nnodes="2", workers=2)
+    # No copy is due at step 19.
+    nodes.start(0, 1, nnodes="2", workers=2, options=("--snapshot-every", "7"))
     nodes.cluster.ended({0: 0, 1: 0})
 
     assert sorted(nodes.struck()) == ["together-0-20-0", "together-0-20-1"]

@@ -371,6 +371,17 @@ def test_an_agent_has_its_place_and_takes_the_schedulers_notice() -> None:
     assert config.notices == config.ignored == (10,)
     assert set(config.notices) < set(config.signals)
     assert config.notes[0].startswith("Slurm says: ")
+    assert not any("share" in note for note in config.notes)
+
+
+def test_workers_that_share_the_one_cpu_of_a_task_are_told() -> None:
+    one_cpu = replace(CPU_HOST, cpus=1, cores=1)
+
+    config = agent_config(settle(options_of(), of_slurm()), planned(of_slurm()), {}, one_cpu)
+
+    assert config.notes[1] == (
+        "2 workers share the 1 CPU that Slurm gives this node's agent; more are asked for with --cpus-per-task"
+    )
 
 
 @pytest.mark.parametrize(

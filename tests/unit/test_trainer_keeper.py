@@ -281,6 +281,24 @@ def test_an_unreadable_checkpoint_does_not_cost_what_is_in_memory(
     assert "restored step 3 from memory (of generation 0); 0 steps are repeated" in again.said
 
 
+def test_an_end_that_is_not_on_the_disk_is_no_success_and_the_next_start_tries_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    job = Job(checkpoints=tmp_path / "file" / "c")
+    with pytest.raises(OSError, match="training is complete, but its end is not on the disk: the checkpoint of step 5"):
+        job.train(5)
+    assert job.said[0].startswith(f"{tmp_path / 'file'} is no directory, and checkpoints cannot be written to ")
+    (tmp_path / "file").unlink()
+    monkeypatch.setenv("ELAUNCH_GENERATION", "1")
+    again = Job(checkpoints=tmp_path / "file" / "c")
+
+    assert again.train(5) == job.extra["losses"]
+
+    assert again.said == ["restored step 5 from memory (of generation 0); 0 steps are repeated"]
+    assert [mark.step for mark in marks.marks(tmp_path / "file" / "c")] == [5]
+
+
 def test_a_step_without_commit_is_refused() -> None:
     job = Job()
 
