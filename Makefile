@@ -16,7 +16,7 @@ demo: $(VENV)/.installed  ## Train a small language model on this machine's own 
 	$(BIN)/elaunch --nproc-per-node 2 -m elaunch.trainer --out runs/demo
 
 test: $(VENV)/.installed-dev tools lint  ## Everything but the slow tests
-	folder=$$(mktemp -d /tmp/t.XXXX) && $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --basetemp=$$folder/t; code=$$?; rm -rf $$folder; exit $$code
+	folder=$$(mktemp -d /tmp/t.XXXX) && $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --basetemp=$$folder/t; code=$$?; rm -rf $$folder; exit $$code
 
 test-slow: $(VENV)/.installed-dev tools  ## The slow tests: long simulations, many kills
 	$(BIN)/python -m pytest -m slow

@@ -43,6 +43,7 @@ def test_a_restart_of_the_usual_script_makes_steps_again() -> None:
     assert "noticed" not in sample.stages
 
 
+@pytest.mark.slow
 def test_a_window_with_failures_is_mostly_steps_that_count() -> None:
     (sample,) = ettr.windows(KEPT, 5, 1, random.Random(1), window_s=10.0)
 

@@ -86,7 +86,7 @@ def worker(launcher: subprocess.Popen[str], rank: int) -> psutil.Process:
     return next(child for child in children if child.environ().get("RANK") == str(rank))
 
 
-@pytest.mark.parametrize(("workers", "victim"), [slow(2, 1), (3, 0)])
+@pytest.mark.parametrize(("workers", "victim"), [(2, 1), slow(3, 0)])
 def test_a_run_with_a_killed_worker_ends_bit_for_bit_like_the_unfailed_one(
     start: Start, tmp_path: Path, workers: int, victim: int
 ) -> None:
@@ -194,7 +194,7 @@ def test_of_several_workers_only_rank_0_refuses_and_exits_first(start: Start) ->
     assert finish(second) == (2, "", "")
 
 
-@pytest.mark.parametrize(("signum", "told"), [(signal.SIGTERM, 1), (signal.SIGINT, 0)])
+@pytest.mark.parametrize(("signum", "told"), [(signal.SIGTERM, 1), slow(signal.SIGINT, 0)])
 def test_a_signal_to_one_worker_stops_all_at_the_same_step_with_a_checkpoint(
     start: Start, tmp_path: Path, signum: signal.Signals, told: int
 ) -> None:
@@ -218,6 +218,7 @@ def test_a_signal_to_one_worker_stops_all_at_the_same_step_with_a_checkpoint(
     assert not (tmp_path / "run" / "result.json").exists()
 
 
+@pytest.mark.slow
 def test_a_corrupt_newest_checkpoint_costs_one_step_and_not_the_result(start: Start, tmp_path: Path) -> None:
     assert finish(start(*TRAINER, "--out", "calm", *SHORT))[0] == 0
     assert finish(start(*TRAINER, "--out", "run", *SHORT))[0] == 0

@@ -14,7 +14,7 @@ import pytest
 from elaunch.agent.guardian import kill_cgroup
 from tests.faults.census import children, command
 from tests.faults.processes import CHILDREN, LIGHT, SAY, Watched, is_alive
-from tests.harness import script, wait_for
+from tests.harness import script, slow, wait_for
 
 MEETS = f"""{SAY}
 import torch
@@ -34,7 +34,7 @@ while GENERATION == 0:
 """
 
 
-@pytest.mark.parametrize("import_s", [0.0, 0.2, 0.6])
+@pytest.mark.parametrize("import_s", [slow(0.0), 0.2, slow(0.6)])
 def test_a_fork_server_killed_at_any_time_of_its_import_of_torch_costs_no_more_than_time(
     tmp_path: Path, import_s: float
 ) -> None:
@@ -56,7 +56,7 @@ def test_a_fork_server_killed_at_any_time_of_its_import_of_torch_costs_no_more_t
         job.assert_nothing_is_left()
 
 
-@pytest.mark.parametrize("born", [1, 8, 16])
+@pytest.mark.parametrize("born", [1, slow(8), 16])
 def test_a_worker_killed_while_its_siblings_are_still_forked_is_a_restart_of_all(tmp_path: Path, born: int) -> None:
     workers = 48
     script(tmp_path, WAITS_IN_GENERATION_0)
@@ -76,7 +76,7 @@ def test_a_worker_killed_while_its_siblings_are_still_forked_is_a_restart_of_all
         job.assert_nothing_is_left(pids=forked)
 
 
-@pytest.mark.parametrize("start_s", [0.0, 0.002, 0.01])
+@pytest.mark.parametrize("start_s", [slow(0.0), 0.002, slow(0.01)])
 def test_a_worker_store_killed_while_it_starts_is_a_restart(tmp_path: Path, start_s: float) -> None:
     script(tmp_path, MEETS)
     with Watched(tmp_path, "--nproc-per-node", "2", "train.py") as job:

@@ -21,6 +21,9 @@ from tests.harness import wait_for
 
 Calm = Callable[[int, int], Path]
 
+# A short form of each: -m slow -k short.
+pytestmark = pytest.mark.slow
+
 SHAPE = ["--global-batch", "12", "--checkpoint-every", "4", "--layers", "1", "--width", "16", "--heads", "2"]
 SHAPE += ["--context", "16", "--dropout", "0.1", "--seed", "5", "--data", "text"]
 # The number of Python objects stays the same; what grows, a little and ever slower, is the holes between them.
@@ -58,7 +61,7 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Calm:
     ("workers", "generations", "steps"),
     [
         pytest.param(3, 8, 200, id="short"),
-        *(pytest.param(n, 200, 4000, id=f"{n}-workers", marks=pytest.mark.slow) for n in (2, 3, 4)),
+        *(pytest.param(n, 200, 4000, id=f"{n}-workers") for n in (2, 3, 4)),
     ],
 )
 def test_a_storm_of_kills_changes_no_bit_and_leaves_nothing(
@@ -84,12 +87,11 @@ def test_a_storm_of_kills_changes_no_bit_and_leaves_nothing(
     assert_same_run(tmp_path / "stormy", calm(workers, steps))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("workers", "starts", "steps"),
     [
         pytest.param(3, 2, 200, id="short"),
-        *(pytest.param(n, 67, 1000, id=f"{n}-workers", marks=pytest.mark.slow) for n in (2, 3, 4)),
+        *(pytest.param(n, 67, 1000, id=f"{n}-workers") for n in (2, 3, 4)),
     ],
 )
 def test_without_restarts_each_kill_ends_the_job_and_an_outer_loop_ends_with_the_same_bits(
@@ -125,7 +127,7 @@ def test_without_restarts_each_kill_ends_the_job_and_an_outer_loop_ends_with_the
 
 @pytest.mark.parametrize(
     ("workers", "starts", "steps"),
-    [pytest.param(3, 2, 200, id="short"), pytest.param(3, 60, 4000, id="long", marks=pytest.mark.slow)],
+    [pytest.param(3, 2, 200, id="short"), pytest.param(3, 60, 4000, id="long")],
 )
 def test_agents_killed_at_random_moments_leave_nothing_and_the_run_goes_on_to_the_same_bits(
     tmp_path: Path, calm: Calm, workers: int, starts: int, steps: int

@@ -6,6 +6,8 @@ import os
 import signal
 from pathlib import Path
 
+import pytest
+
 from tests.faults.cluster import Cluster
 from tests.faults.processes import is_alive
 from tests.harness import wait_for
@@ -16,6 +18,7 @@ pytestmark = needs_nodes
 THREE = (0, 1, 2)
 
 
+@pytest.mark.slow
 def test_a_node_lost_together_with_its_etcd_member_costs_what_a_node_costs(tmp_path: Path) -> None:
     with Cluster(tmp_path, 3, members_on=THREE) as cluster:
         cluster.start(0, 1, 2, nnodes="2:3")
@@ -48,6 +51,7 @@ def test_a_killed_etcd_leader_costs_nothing(tmp_path: Path) -> None:
         cluster.end()
 
 
+@pytest.mark.slow
 def test_a_worker_that_fails_while_etcd_has_no_leader_is_a_restart(tmp_path: Path) -> None:
     with Cluster(tmp_path, 3, members_on=THREE) as cluster:
         cluster.start(0, 1, 2, nnodes="3")
@@ -138,6 +142,7 @@ def test_an_etcd_that_hangs_is_one_that_is_away(tmp_path: Path) -> None:
         cluster.end()
 
 
+@pytest.mark.slow
 def test_an_etcd_that_was_cut_off_from_everybody_until_all_leases_ended_costs_nothing(tmp_path: Path) -> None:
     with Cluster(tmp_path, 3) as cluster:
         cluster.start(0, 1, 2, nnodes="2:3")

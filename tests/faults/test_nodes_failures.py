@@ -11,7 +11,7 @@ import pytest
 
 from tests.faults.cluster import Cluster
 from tests.faults.processes import is_alive
-from tests.harness import wait_for
+from tests.harness import slow, wait_for
 from tests.nodes import needs_nodes
 
 pytestmark = needs_nodes
@@ -111,7 +111,7 @@ def test_a_failure_with_no_restart_left_ends_all_agents_with_the_same_first_fail
             assert "1 of 1 restarts used" in agent.stderr
 
 
-@pytest.mark.parametrize("how", ["exit 7", "kill"])
+@pytest.mark.parametrize("how", [slow("exit 7"), "kill"])
 def test_with_max_restarts_0_any_failure_ends_the_job_on_all_nodes(tmp_path: Path, how: str) -> None:
     with Cluster(tmp_path, 2) as cluster:
         cluster.start(0, 1, nnodes="2", options=("--max-restarts", "0"))
@@ -188,7 +188,7 @@ def test_a_killed_agent_takes_its_workers_along_and_its_successor_takes_its_plac
         cluster.end()
 
 
-@pytest.mark.parametrize("leads", [True, False])
+@pytest.mark.parametrize("leads", [True, slow(False)])
 def test_a_killed_agents_node_is_given_up_and_the_others_go_on(tmp_path: Path, leads: bool) -> None:
     with Cluster(tmp_path, 3) as cluster:
         cluster.start(0, 1, 2, nnodes="2:3")
@@ -204,7 +204,7 @@ def test_a_killed_agents_node_is_given_up_and_the_others_go_on(tmp_path: Path, l
         cluster.end(*({0, 1, 2} - {index}))
 
 
-@pytest.mark.parametrize("leads", [True, False])
+@pytest.mark.parametrize("leads", [slow(True), False])
 def test_an_agent_that_stops_for_longer_than_its_lease_comes_back_as_a_new_node(tmp_path: Path, leads: bool) -> None:
     with Cluster(tmp_path, 2) as cluster:
         cluster.start(0, 1, nnodes="1:2")

@@ -12,6 +12,7 @@ import pytest
 
 from tests.faults.cluster import Cluster
 from tests.faults.processes import is_alive
+from tests.harness import slow
 from tests.nodes import needs_nodes
 
 pytestmark = needs_nodes
@@ -21,7 +22,7 @@ TOKEN = {"ELAUNCH_TOKEN": "the token of this test"}
 SHORT = ("--rdzv-conf", "store_timeout=7")
 
 
-@pytest.mark.parametrize("own_name_is_loopback", [False, True])
+@pytest.mark.parametrize("own_name_is_loopback", [False, slow(True)])
 def test_a_new_user_types_one_line_here_and_the_line_that_it_prints_there(
     tmp_path: Path, own_name_is_loopback: bool
 ) -> None:
@@ -37,7 +38,7 @@ def test_a_new_user_types_one_line_here_and_the_line_that_it_prints_there(
         cluster.end()
 
 
-@pytest.mark.parametrize("store", ["memory", "etcd"])
+@pytest.mark.parametrize("store", ["memory", slow("etcd")])
 def test_workers_of_nodes_that_know_the_token_meet_and_restart(tmp_path: Path, store: str) -> None:
     with Cluster(tmp_path, 3, head=True) as cluster:
         cluster.start(0, 1, 2, nnodes="3", options=("--store", store), env=TOKEN)

@@ -10,12 +10,13 @@ import pytest
 
 from tests.faults.cluster import Cluster
 from tests.faults.processes import is_alive
+from tests.harness import slow
 from tests.nodes import needs_nodes
 
 pytestmark = needs_nodes
 
 
-@pytest.mark.parametrize(("off", "on"), [("link_down", "link_up"), ("unplug", "plug_in")])
+@pytest.mark.parametrize(("off", "on"), [("link_down", "link_up"), slow("unplug", "plug_in")])
 def test_a_node_whose_link_was_off_stops_its_old_workers_and_joins_as_new(tmp_path: Path, off: str, on: str) -> None:
     with Cluster(tmp_path, 3) as cluster:
         cluster.start(0, 1, 2, nnodes="2:3")

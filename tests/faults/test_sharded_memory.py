@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness import wait_for
+from tests.harness import slow, wait_for
 from tests.ranks import Nursery, Ranks, nursery
 
 SCRIPT = Path(__file__).with_name("shards.py")
@@ -78,8 +78,10 @@ def test_a_killed_rank_costs_the_steps_since_the_snapshot(nodes: Nodes, kind: st
     assert loaded["digest"] != at_two["digest"]
 
 
-@pytest.mark.parametrize("lost", [0, 1])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "lost"),
+    [("fsdp2", 0), slow("fsdp2", 1), slow("fsdp1", 0), slow("fsdp1", 1), slow("zero", 0), ("zero", 1)],
+)
 def test_a_lost_node_is_made_up_for_by_the_other(nodes: Nodes, kind: str, lost: int) -> None:
     saved = nodes.run(4, kind, "train", "3", "save")[0]
     nodes.lose(lost)
@@ -129,7 +131,7 @@ def test_two_lost_neighbours_are_too_many(nodes: Nodes) -> None:
 
 
 @one_node
-@pytest.mark.parametrize("moment", ["copy", "unmarked"])
+@pytest.mark.parametrize("moment", [slow("copy"), "unmarked"])
 def test_a_rank_killed_inside_a_snapshot_leaves_the_version_before(nodes: Nodes, moment: str) -> None:
     at_two = nodes.run(3, "fsdp2", "train", "2", "save")[0]
     actions = ["load", "save", "train", "1", "save", "train", "1", "die", moment, "1", "save"]
@@ -144,7 +146,7 @@ def test_a_rank_killed_inside_a_snapshot_leaves_the_version_before(nodes: Nodes,
 
 
 @one_node
-@pytest.mark.parametrize("where", ["head", "data"])
+@pytest.mark.parametrize("where", [slow("head"), "data"])
 def test_a_changed_byte_is_seen_and_the_version_before_is_used(nodes: Nodes, where: str) -> None:
     nodes.run(3, "fsdp2", "train", "1", "save", "train", "1", "save")
     newest = [path for path in nodes.pieces(0) if path.name.endswith("-1-2")]

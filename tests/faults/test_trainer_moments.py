@@ -27,7 +27,7 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> dict[int, OneNode]:
     return Calm()
 
 
-@pytest.mark.parametrize("workers", [2, slow(3), slow(4)])
+@pytest.mark.parametrize("workers", [slow(2), slow(3), slow(4)])
 def test_a_kill_at_any_moment_loses_no_step_and_changes_no_bit(
     tmp_path: Path, calm: dict[int, OneNode], workers: int
 ) -> None:
@@ -65,6 +65,7 @@ def test_all_but_one_are_killed_and_the_last_one_saves(tmp_path: Path, calm: dic
     run.assert_same(calm[workers])
 
 
+@pytest.mark.slow
 def test_all_workers_killed_at_once_repeat_the_steps_since_the_snapshot_and_all_are_counted(
     tmp_path: Path, calm: dict[int, OneNode]
 ) -> None:

@@ -7,7 +7,8 @@ import signal
 import subprocess
 import sys
 
-from elaunch.agent.linux import catches, is_pending
+from elaunch.agent.linux import catches, is_pending, is_stopped
+from tests.harness import wait_for
 
 _WAITS = """
 import signal, sys
@@ -29,5 +30,12 @@ def test_who_has_a_handler_and_who_has_a_signal_waiting_shows() -> None:
         os.kill(process.pid, signal.SIGUSR2)
         assert is_pending(process.pid, signal.SIGUSR2)
 
+        assert not is_stopped(process.pid)
+        process.send_signal(signal.SIGSTOP)
+        wait_for(lambda: is_stopped(process.pid), "the stop")
+        process.send_signal(signal.SIGCONT)
+        wait_for(lambda: not is_stopped(process.pid), "its going on")
+
         process.communicate()
     assert not catches(process.pid, signal.SIGUSR1)
+    assert not is_stopped(process.pid)
