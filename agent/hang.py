@@ -46,8 +46,7 @@ def who_hangs(standings: Mapping[int, Standing], quiet_s: float) -> tuple[int, s
     """
     stopped = {rank: standing for rank, standing in standings.items() if standing.is_stopped}
     if stopped and len(stopped) < len(standings):
-        local_rank, message = who_hangs(stopped, quiet_s)
-        return local_rank, f"{message} as its process is stopped (by SIGSTOP or a debugger),"
+        return who_hangs(stopped, quiet_s)
     least = min(standing.step for standing in standings.values())
     behind = sorted(rank for rank, standing in standings.items() if standing.step == least)
     phase = standings[behind[0]].phase
@@ -58,4 +57,6 @@ def who_hangs(standings: Mapping[int, Standing], quiet_s: float) -> tuple[int, s
     if len(behind) < len(standings):
         most = max(standing.step for standing in standings.values())
         stands += f", while others had come to step {most}"
+    if stopped:
+        stands += ", as its process is stopped (by SIGSTOP or a debugger)"
     return behind[0], f"hung: it reported nothing for {quiet_s:.0f} s{stands},"

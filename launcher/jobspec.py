@@ -133,11 +133,10 @@ def _of_the_scheduler(options: Options, cluster: Cluster | None, slots: int, hos
             f"a {cluster.scheduler} does not tell its pods how many they are, so that each is a job of its own; for one"
             " job of all of them set PET_NNODES to their number"
         )
-    if slots > host.cpus:
+    if slots > host.cores:
         more = "; more are asked for with --cpus-per-task" if cluster.scheduler == "Slurm" else ""
         notes.append(
-            f"{_plural(slots, 'worker')} share the {_plural(host.cpus, 'CPU')} that {cluster.scheduler} gives this"
-            f" node's agent{more}"
+            f"{slots} workers share the {_plural(host.cores, 'CPU core')} that this node's agent may use{more}"
         )
     return tuple(notes)
 

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from elaunch.trainer.accumulation import accumulate as accumulate
     from elaunch.trainer.checkpoint import Checkpoints as Checkpoints
     from elaunch.trainer.keeper import Keeper as Keeper
+    from elaunch.trainer.keeper import NotDurable as NotDurable
     from elaunch.trainer.ledger import Ledger as Ledger
     from elaunch.trainer.modelstate import restore as restore
     from elaunch.trainer.modelstate import state_of as state_of
@@ -25,6 +26,7 @@ _HOMES = {
     "Keeper": "keeper",
     "Ledger": "ledger",
     "Micro": "order",
+    "NotDurable": "keeper",
     "Order": "order",
     "Seeded": "sampling",
     "ShardedMemory": "sharded",

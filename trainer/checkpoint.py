@@ -173,8 +173,11 @@ class Checkpoints:
             self._failed(writing.order.mark.step, reason)
 
     def _failed(self, step: int, reason: str) -> None:
-        there = marks(self.directory)
-        newest = f"the newest one in {self.directory} is of step {there[-1].step}" if there else "there is no other"
+        try:
+            there = marks(self.directory)
+            newest = f"the newest one in {self.directory} is of step {there[-1].step}" if there else "there is no other"
+        except OSError as error:
+            newest = f"{self.directory} cannot be read: {error.strerror or error}"
         self.failure = f"the checkpoint of step {step} could not be written: {reason}; {newest}"
         self._say(self.failure)
 

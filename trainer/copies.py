@@ -71,9 +71,9 @@ class Copies:
         self._said: set[str] = set()
         self._directory, self._checkpoints, self._checkpointed = directory, None, -1
         if directory is not None:
-            if peers.leads and (why := unwritable(directory)):
-                say(f"{why}; there are no durable checkpoints until it can be")
             self._checkpoints = Checkpoints(directory, generation=place.generation, say=say, group=peers.group)
+            if peers.leads and (why := unwritable(directory)):
+                say(f"checkpoints cannot be written to {directory}: {why}; until they can, there are none")
         self._put: tuple[object, dict[str, Any]] = (None, {})
         # How many steps that had been done `restore` has gone back.
         self.repeated = 0
@@ -211,16 +211,21 @@ class Copies:
         random = self._peers.from_all(randomness.capture(self._training.device))
         self._checkpoints.save_async(version.step, self._training.whole(random))
 
-    def require_durable(self) -> None:
-        """Raise OSError on rank 0 where the checkpoint that was made last has failed."""
-        if self._checkpoints is not None and self._checkpoints.failure:
-            raise OSError(f"training is complete, but its end is not on the disk: {self._checkpoints.failure}")
+    def failure(self) -> str:
+        """What was said of the newest checkpoint if it has failed; on all ranks, and then it may be made again."""
+        why = "" if self._checkpoints is None else self._peers.from_rank_0(self._checkpoints.failure)
+        if why:
+            self._checkpointed = -1
+        return why
 
     def where_to_go_on(self, step: int) -> str:
         """What the same command goes on from after a stop at `step`, as the rest of a sentence; on rank 0."""
         if self._directory is None:
             return ""
-        there = marks(self._directory)
+        try:
+            there = marks(self._directory)
+        except OSError:
+            return ""
         if not there:
             return "; there is no checkpoint, and the same command begins anew"
         newest = there[-1].step

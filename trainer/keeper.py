@@ -44,6 +44,12 @@ _END_S = 30.0
 # A step that another worker has completed is a matter of milliseconds here, or will not arrive at all.
 _ARRIVAL_S = 0.3
 _LOOK_S = 0.001
+# How long after a last checkpoint that failed it is tried again, each time.
+_AGAIN_S = (1, 2, 4, 8, 15, 30)
+
+
+class NotDurable(OSError):
+    """All steps are done, and the last checkpoint could not be written, however often it was tried; on all ranks."""
 
 
 class Keeper:
@@ -60,7 +66,8 @@ class Keeper:
     pass on anything of the right shape; without it a resumed run of three or more workers is not bit for bit the
     unfailed one. `name` tells several trainings of one program apart. `say` takes sentences for people.
 
-    Made and entered by all ranks, after `init_process_group` (without which it keeps a single process).
+    Made and entered by all ranks, after `init_process_group` (without which it keeps a single process). Leaving it
+    raises NotDurable where the last checkpoint cannot be written for a minute.
     """
 
     def __init__(
@@ -255,24 +262,42 @@ class Keeper:
     def _leave(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
-        match error:
-            case None:
-                # The training is over, the program is not: if it fails now, nothing is repeated.
-                self._put_away(durably=True)
-                # What is in memory only ends with the job: a restart tries again.
-                self._copies.require_durable()
-            case Stopped():
-                if not self._has_stopped:
-                    # Another keeper of this program has, on all ranks at the same place.
-                    self._put_away(durably=error.wish is not Wish.JOIN)
-            case _:
-                try:
-                    self._rescue()
-                except Exception:
-                    # What has failed is the program's, and that is on its way up.
-                    traceback.print_exc()
-        with self._lock:
-            self._is_whole = False
+        try:
+            match error:
+                # Another keeper's end that is not on the disk is an end, at the same place on all ranks.
+                case None | NotDurable():
+                    # The training is over, the program is not: if it fails now, nothing is repeated.
+                    self._put_away(durably=True)
+                    self._require_durable()
+                case Stopped():
+                    if not self._has_stopped:
+                        # Another keeper of this program has, on all ranks at the same place.
+                        self._put_away(durably=error.wish is not Wish.JOIN)
+                case _:
+                    try:
+                        self._rescue()
+                    except Exception:
+                        # What has failed is the program's, and that is on its way up.
+                        traceback.print_exc()
+        finally:
+            with self._lock:
+                self._is_whole = False
+
+    def _require_durable(self) -> None:
+        """Try a last checkpoint that failed again for a while: what is in memory only ends with the job. Collective."""
+        for again_s in _AGAIN_S:
+            if not self._copies.failure():
+                return
+            if again_s == _AGAIN_S[0] and self._peers.leads:
+                self._say(f"it is the last one: it is tried again for {sum(_AGAIN_S)} s")
+            for _ in range(again_s):
+                time.sleep(1)
+                link.phase("writing the last checkpoint")
+                self._stop_if_asked(wants_snapshot=False)
+            self._copies.checkpoint(self._version)
+            self._copies.wait()
+        if why := self._copies.failure():
+            raise NotDurable(f"the end of the training is not on the disk: {why}")
 
     def _listen_no_more(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None

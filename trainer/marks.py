@@ -84,11 +84,14 @@ def marks(directory: Path) -> list[Mark]:
 
 def unwritable(directory: Path) -> str:
     """Why nothing can be written to `directory`, which may yet have to be made; empty where it seems that it can."""
-    there = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
+    try:
+        there = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
+    except OSError as error:
+        return error.strerror or str(error)
     if not there.is_dir():
-        return f"{there} is no directory, and checkpoints cannot be written to {directory}"
+        return f"{there} is no directory"
     if not os.access(there, os.W_OK | os.X_OK):
-        return f"checkpoints cannot be written to {directory}: {there} is read-only, or another user's"
+        return f"{there} is read-only, or another user's"
     return ""
 
 

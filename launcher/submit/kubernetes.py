@@ -95,12 +95,12 @@ def understand(submission: Submission, suffix: str = "") -> PodJob:
     variables = tuple(_pair(text, "=", "--env", "NAME=VALUE") for text in submission.given.get("env", ()))
     _check_command(submission.command, words, nodes, dict(variables))
     gpus = str(_checked(submission, "gpus", values.whole, "0"))
-    memory, shm = _quantity(submission, "memory"), _quantity(submission, "shm", "1Gi" if gpus == "0" else "16Gi")
-    if memory and _bytes(shm) >= _bytes(memory):
+    memory, shm = _quantity(submission, "memory"), _quantity(submission, "shm")
+    if memory and shm and _bytes(shm) > _bytes(memory):
         raise UsageError(
-            f"--shm {shm} is part of a pod's --memory {memory}, which leaves its processes nothing; ask for more"
-            " memory, or for a smaller --shm"
+            f"--shm {shm} is more than --memory {memory}, and it is a part of that; ask for more memory, or for less"
         )
+    shm = shm or _default_shm("1Gi" if gpus == "0" else "16Gi", memory)
     name = _name(submission, words)
     instance = f"{name}-{suffix}" if suffix else name
     return PodJob(
@@ -169,6 +169,13 @@ def _quantity(submission: Submission, name: str, default: str = "") -> str:
     if text and not re.fullmatch(r"\d+(\.\d+)?(m|[kMGTP]i?|Ki)?", text):
         raise UsageError(f"--{name} {text} is no quantity of Kubernetes; give one like 8, 500m or 64Gi")
     return text
+
+
+def _default_shm(most: str, memory: str) -> str:
+    """As much as is usual, and half of the memory at most: what is in /dev/shm is taken from it."""
+    if not memory or 2 * _bytes(most) <= _bytes(memory):
+        return most
+    return f"{int(_bytes(memory)) >> 21}Mi"
 
 
 def _bytes(quantity: str) -> float:

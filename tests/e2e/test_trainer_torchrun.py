@@ -86,14 +86,15 @@ def worker(launcher: subprocess.Popen[str], rank: int) -> psutil.Process:
     return next(child for child in children if child.environ().get("RANK") == str(rank))
 
 
-@pytest.mark.parametrize(("workers", "victim"), [(2, 1), slow(3, 0)])
+@pytest.mark.parametrize(("workers", "victim"), [slow(2, 1), (3, 0)])
 def test_a_run_with_a_killed_worker_ends_bit_for_bit_like_the_unfailed_one(
     start: Start, tmp_path: Path, workers: int, victim: int
 ) -> None:
-    calm = start(*TORCHRUN, str(workers), *TRAINER, "--out", "calm", *SHAPE)
+    shape = [*SHAPE, "--steps", "16"]
+    calm = start(*TORCHRUN, str(workers), *TRAINER, "--out", "calm", *shape)
     assert finish(calm)[0] == 0
 
-    stormy = start(*TORCHRUN, str(workers), *TRAINER, "--out", "stormy", *SHAPE)
+    stormy = start(*TORCHRUN, str(workers), *TRAINER, "--out", "stormy", *shape)
     wait_for(lambda: steps_done(tmp_path / "stormy") >= 5, "five steps")
     worker(stormy, victim).send_signal(signal.SIGKILL)
     code, _, errors = finish(stormy)
@@ -104,7 +105,7 @@ def test_a_run_with_a_killed_worker_ends_bit_for_bit_like_the_unfailed_one(
     assert (a["restarts"], b["restarts"]) == (0, 1)
     assert b["params_sha256"] == a["params_sha256"]
     assert losses(tmp_path / "stormy") == losses(tmp_path / "calm")
-    assert [line["step"] for line in lines(tmp_path / "stormy")] == list(range(1, 41))
+    assert [line["step"] for line in lines(tmp_path / "stormy")] == list(range(1, 17))
     assert {line["generation"] for line in lines(tmp_path / "stormy")} == {0, 1}
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from elaunch.trainer.marks import Mark, marks
-from tests.harness import slow, wait_for
+from tests.harness import wait_for
 from tests.ranks import Ended, Nursery, Ranks, nursery
 
 SCRIPT = Path(__file__).with_name("shards.py")
@@ -57,7 +57,7 @@ def group(nursery: Nursery, tmp_path: Path) -> Group:
     return Group(nursery, tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2", slow("fsdp1"), "zero"])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2", "fsdp1", "zero"])
 def test_what_four_ranks_saved_is_loaded_by_three_two_and_one(group: Group, kind: str) -> None:
     saved = group.run(4, kind, "train", "3", "save")[0]
 

@@ -68,7 +68,6 @@ def test_the_newest_of_memory_and_disk_is_taken(tmp_path: Path) -> None:
         assert_same(run, calm.ended())
 
 
-@pytest.mark.slow
 def test_without_any_copy_in_memory_the_checkpoint_is_taken_and_what_is_repeated_is_said(tmp_path: Path) -> None:
     options = ("snapshot_every=100", f"checkpoints={tmp_path / 'checkpoints'}", "checkpoint_every=6")
     asks = [f"together-0-20-{rank}" for rank in range(2)]

@@ -124,6 +124,7 @@ def test_a_worker_that_fails_while_etcd_is_away_is_a_restart_when_it_is_back(tmp
         cluster.end()
 
 
+@pytest.mark.slow
 def test_an_etcd_that_hangs_is_one_that_is_away(tmp_path: Path) -> None:
     with Cluster(tmp_path, 2) as cluster:
         cluster.start(0, 1, nnodes="2")
@@ -142,7 +143,6 @@ def test_an_etcd_that_hangs_is_one_that_is_away(tmp_path: Path) -> None:
         cluster.end()
 
 
-@pytest.mark.slow
 def test_an_etcd_that_was_cut_off_from_everybody_until_all_leases_ended_costs_nothing(tmp_path: Path) -> None:
     with Cluster(tmp_path, 3) as cluster:
         cluster.start(0, 1, 2, nnodes="2:3")

@@ -80,7 +80,7 @@ def test_a_killed_rank_costs_the_steps_since_the_snapshot(nodes: Nodes, kind: st
 
 @pytest.mark.parametrize(
     ("kind", "lost"),
-    [("fsdp2", 0), slow("fsdp2", 1), slow("fsdp1", 0), slow("fsdp1", 1), slow("zero", 0), ("zero", 1)],
+    [("fsdp2", 0), slow("fsdp2", 1), slow("fsdp1", 0), ("fsdp1", 1), slow("zero", 0), ("zero", 1)],
 )
 def test_a_lost_node_is_made_up_for_by_the_other(nodes: Nodes, kind: str, lost: int) -> None:
     saved = nodes.run(4, kind, "train", "3", "save")[0]

@@ -68,16 +68,16 @@ def test_a_full_disk_costs_lines_and_checkpoints_but_no_step_even_when_a_worker_
     assert run.result["ledger"].startswith("not exactly once")
 
 
-def test_a_disk_that_is_full_at_the_end_costs_a_restart_and_not_the_training(tmp_path: Path, small_disk: Path) -> None:
+def test_a_disk_that_is_full_at_the_end_is_waited_for(tmp_path: Path, small_disk: Path) -> None:
     with OneNode(tmp_path / "run", 2, asks=[f"hold:forward-0-{STEPS}-0"], disk=small_disk) as run:
         run.wait_for("held", step=STEPS)
         filler = fill(small_disk)
         run.release(f"forward-0-{STEPS}-0")
-        wait_for(lambda: "its end is not on the disk" in run.job.output, "the failure")
+        wait_for(lambda: "it is the last one: it is tried again for 60 s" in run.job.output, "the failure")
         filler.unlink()
         run.ended()
 
-    assert f"restored step {STEPS} from memory (of generation " in run.job.output
+    assert f"the checkpoint of step {STEPS} could not be written: No space left on device" in run.job.output
     assert found(run.out / "checkpoints")[-1][0].step == STEPS
     assert run.result["steps_lost"] == 0
 

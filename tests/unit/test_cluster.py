@@ -380,7 +380,7 @@ def test_workers_that_share_the_one_cpu_of_a_task_are_told() -> None:
     config = agent_config(settle(options_of(), of_slurm()), planned(of_slurm()), {}, one_cpu)
 
     assert config.notes[1] == (
-        "2 workers share the 1 CPU that Slurm gives this node's agent; more are asked for with --cpus-per-task"
+        "2 workers share the 1 CPU core that this node's agent may use; more are asked for with --cpus-per-task"
     )
 
 

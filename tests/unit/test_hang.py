@@ -140,6 +140,11 @@ def test_the_time_is_counted_anew_after_each_report() -> None:
         ),
         ({3: Standing(-1, "loading")}, 3, "hung: it reported nothing for 30 s, in its phase 'loading',"),
         (
+            {0: Standing(7, is_stopped=True)},
+            0,
+            "hung: it reported nothing for 30 s since step 7, as its process is stopped (by SIGSTOP or a debugger),",
+        ),
+        (
             {0: Standing(7), 1: Standing(8, is_stopped=True), 2: Standing(7)},
             1,
             "hung: it reported nothing for 30 s since step 8, as its process is stopped (by SIGSTOP or a debugger),",

@@ -19,11 +19,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from elaunch.trainer import link, marks
+from elaunch.trainer import keeper, link, marks
 from elaunch.trainer.checkpoint import Checkpoints
 from elaunch.trainer.copies import Copies
 from elaunch.trainer.exchange import Version
-from elaunch.trainer.keeper import Keeper
+from elaunch.trainer.keeper import Keeper, NotDurable
 from elaunch.trainer.memory import Records
 
 
@@ -284,11 +284,20 @@ def test_an_unreadable_checkpoint_does_not_cost_what_is_in_memory(
 def test_an_end_that_is_not_on_the_disk_is_no_success_and_the_next_start_tries_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(keeper, "_AGAIN_S", (1,))
     (tmp_path / "file").write_text("")
-    job = Job(checkpoints=tmp_path / "file" / "c")
-    with pytest.raises(OSError, match="training is complete, but its end is not on the disk: the checkpoint of step 5"):
+    directory = tmp_path / "file" / "c"
+    job = Job(checkpoints=directory)
+    with pytest.raises(NotDurable, match="the end of the training is not on the disk: the checkpoint of step 5 could "):
         job.train(5)
-    assert job.said[0].startswith(f"{tmp_path / 'file'} is no directory, and checkpoints cannot be written to ")
+    failed = "the checkpoint of step 5 could not be written: Not a directory; there is no other"
+    assert job.said == [
+        f"checkpoints cannot be written to {directory}: {tmp_path / 'file'} is no directory;"
+        " until they can, there are none",
+        failed,
+        "it is the last one: it is tried again for 1 s",
+        failed,
+    ]
     (tmp_path / "file").unlink()
     monkeypatch.setenv("ELAUNCH_GENERATION", "1")
     again = Job(checkpoints=tmp_path / "file" / "c")
@@ -297,6 +306,109 @@ def test_an_end_that_is_not_on_the_disk_is_no_success_and_the_next_start_tries_a
 
     assert again.said == ["restored step 5 from memory (of generation 0); 0 steps are repeated"]
     assert [mark.step for mark in marks.marks(tmp_path / "file" / "c")] == [5]
+
+
+def test_a_last_checkpoint_that_fails_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocking = tmp_path / "file"
+    blocking.write_text("")
+    # One that is not the last fails as well, and is not tried again.
+    job = Job(checkpoints=blocking / "c", checkpoint_every=5)
+    monkeypatch.setattr(link, "phase", lambda _: blocking.unlink(missing_ok=True))
+
+    job.train(6)
+
+    assert [text for text in job.said if "it is the last" in text] == ["it is the last one: it is tried again for 60 s"]
+    assert [mark.step for mark in marks.marks(blocking / "c")] == [6]
+
+
+def test_an_end_after_a_break_is_written_though_its_checkpoint_had_failed_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocking = tmp_path / "file"
+    blocking.write_text("")
+    job = Job(checkpoints=blocking / "c", checkpoint_every=2)
+    monkeypatch.setattr(link, "phase", lambda _: blocking.unlink(missing_ok=True))
+    with job.keeper:
+        for step in job.keeper.steps(5):
+            if step == 3:
+                break
+            with job.keeper.commit():
+                pass
+
+    assert [mark.step for mark in marks.marks(blocking / "c")] == [2]
+
+
+def test_a_stop_while_the_last_checkpoint_is_tried_again_is_a_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    job = Job(checkpoints=tmp_path / "file" / "c")
+    monkeypatch.setattr(link, "phase", lambda _: signal.raise_signal(signal.SIGTERM))
+
+    with pytest.raises(SystemExit) as ended:
+        job.train(3)
+
+    assert ended.value.code == 143
+    assert job.said[-1] == (
+        "stopped after step 3, as it was told to leave; there is no checkpoint, and the same command begins anew"
+    )
+
+
+def test_a_keeper_whose_end_is_not_on_the_disk_does_not_keep_another_from_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeper, "_AGAIN_S", ())
+    (tmp_path / "file").write_text("")
+    one, other = Job(name="one", checkpoints=tmp_path / "one"), Job(name="other", checkpoints=tmp_path / "file" / "c")
+
+    def train() -> None:
+        with one.keeper, other.keeper:
+            for _ in zip(one.keeper.steps(2), other.keeper.steps(2), strict=True):
+                with one.keeper.commit(), other.keeper.commit():
+                    pass
+
+    with pytest.raises(NotDurable):
+        train()
+
+    assert [mark.step for mark in marks.marks(tmp_path / "one")] == [2]
+
+
+def test_a_directory_that_cannot_be_read_any_more_costs_checkpoints_and_a_stop_is_a_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Job(checkpoints=tmp_path / "c", checkpoint_every=2)
+
+    def stale(*_: object, **__: object) -> None:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    def lose() -> None:
+        monkeypatch.setattr(Path, "mkdir", stale)
+        monkeypatch.setattr(Path, "iterdir", stale)
+
+    with pytest.raises(SystemExit) as ended:
+        job.train(9, {3: lose, 6: lambda: signal.raise_signal(signal.SIGTERM)})
+
+    assert ended.value.code == 143
+    failed = f"could not be written: Stale file handle; {tmp_path / 'c'} cannot be read: Stale file handle"
+    assert job.said == [
+        f"the checkpoint of step 4 {failed}",
+        f"the checkpoint of step 6 {failed}",
+        "stopped after step 6, as it was told to leave",
+    ]
+
+
+def test_a_stop_without_its_checkpoint_says_what_the_same_command_goes_on_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Job(checkpoints=tmp_path / "c", checkpoint_every=2)
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(SystemExit):
+        job.train(9, {3: lambda: monkeypatch.setattr(Path, "mkdir", full), 4: lambda: signal.raise_signal(15)})
+
+    assert job.said[-1].endswith("; the same command goes on from the checkpoint of step 2")
 
 
 def test_a_step_without_commit_is_refused() -> None:
