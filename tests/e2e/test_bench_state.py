@@ -20,6 +20,7 @@ def nothing_is_left() -> Iterator[None]:
     assert set(Path("/dev/shm").glob("bench_*")) <= before
 
 
+@pytest.mark.slow
 def test_a_restart_with_the_keeper_loses_nothing_and_has_all_stages() -> None:
     first, second = staterestart.restarts(KEPT, 2, limit_s=60, rng=random.Random(1))
 

@@ -234,6 +234,7 @@ os.write(1, repr([failed, torch.nn.Linear(1, 1).in_features, numpy.ones(2).sum()
 """
 
 
+@pytest.mark.slow
 def test_threads_may_import_it_at_the_same_time(tmp_path: Path) -> None:
     script(tmp_path, THREADS)
 

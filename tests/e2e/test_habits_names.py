@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.habits import NO_PRELOAD, TORCH, fresh, same, worker
-from tests.harness import script
+from tests.harness import script, slow
 
 SAY = "import sys\nprint([sys.argv, sys.path, __file__, __name__, __package__, __spec__ and __spec__.name])\n"
 
@@ -56,7 +56,7 @@ class TestShadows:
         assert run.out == b"True\n"
         assert str(tmp_path / "json.py") in run.execed[0], str(run)
 
-    @pytest.mark.parametrize("files", [("torch.py", "numpy/__init__.py"), ("torch/x.py", "numpy/data.txt")])
+    @pytest.mark.parametrize("files", [("torch.py", "numpy/__init__.py"), slow(("torch/x.py", "numpy/data.txt"))])
     def test_names_that_only_torch_brings(self, tmp_path: Path, files: tuple[str, ...]) -> None:
         for file in files:
             (tmp_path / file).parent.mkdir(exist_ok=True)

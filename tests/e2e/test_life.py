@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from elaunch import __version__
-from tests.harness import COMMAND, Job, environment, finished, records, script
+from tests.harness import COMMAND, Job, environment, finished, records, script, slow
 
-WORLDS = (1, 2, 4, 8)
+WORLDS = (slow(1), 2, slow(4), 8)
 # A light module in place of torch: the same way through the fork server, without the second that torch takes.
 LIGHT = ("--preload", "json")
 

@@ -148,6 +148,7 @@ def test_no_thread_of_the_process_group_outlives_the_training(start: Start) -> N
     assert out.endswith("threads: []\n"), errors
 
 
+@pytest.mark.slow
 def test_a_run_without_out_is_found_again_by_the_same_command(start: Start, tmp_path: Path) -> None:
     assert finish(start(*TRAINER, *SHORT))[0] == 0
 

@@ -86,6 +86,7 @@ def test_training_goes_on_while_all_of_etcd_is_away_and_no_generation_opens_when
         cluster.end()
 
 
+@pytest.mark.slow
 def test_a_node_cut_off_with_its_own_etcd_member_is_given_up_and_comes_back(tmp_path: Path) -> None:
     with Cluster(tmp_path, 3, members_on=THREE) as cluster:
         cluster.start(0, 1, 2, nnodes="2:3")

@@ -52,6 +52,7 @@ def test_two_workers_that_fail_at_once_are_one_restart(tmp_path: Path) -> None:
         cluster.end()
 
 
+@pytest.mark.slow
 def test_a_worker_and_another_node_that_fail_at_once_are_one_new_generation(tmp_path: Path) -> None:
     with Cluster(tmp_path, 3) as cluster:
         cluster.start(0, 1, 2, nnodes="2:3")
@@ -80,6 +81,7 @@ def test_a_fork_server_killed_on_one_node_restarts_the_workers_of_all(tmp_path: 
         cluster.end()
 
 
+@pytest.mark.slow
 def test_two_nodes_lost_at_once_are_one_new_generation_of_the_others(tmp_path: Path) -> None:
     with Cluster(tmp_path, 4) as cluster:
         cluster.start(0, 1, 2, 3, nnodes="2:4")
@@ -156,6 +158,7 @@ def test_a_failure_on_one_node_runs_the_nodes_again_that_were_done(tmp_path: Pat
         cluster.end()
 
 
+@pytest.mark.slow
 def test_a_library_that_one_node_lacks_ends_the_job_without_another_try(tmp_path: Path) -> None:
     with Cluster(tmp_path, 2) as cluster:
         program = tmp_path / "train.py"
@@ -226,6 +229,7 @@ def test_an_agent_that_stops_for_longer_than_its_lease_comes_back_as_a_new_node(
         cluster.end()
 
 
+@pytest.mark.slow
 def test_an_agent_that_stops_for_less_than_its_lease_costs_nothing(tmp_path: Path) -> None:
     with Cluster(tmp_path, 2) as cluster:
         cluster.start(0, 1, nnodes="2", options=("--rdzv-conf", "lease_ttl=12"))
@@ -259,6 +263,7 @@ def test_a_node_that_is_killed_while_a_generation_forms_is_left_out(tmp_path: Pa
         cluster.end(*({0, 1, 2} - {lost}))
 
 
+@pytest.mark.slow
 def test_a_worker_that_fails_before_the_others_have_met_it_is_a_restart(tmp_path: Path) -> None:
     with Cluster(tmp_path, 2) as cluster:
         cluster.ask("kill", moment="start", generation=0, rank=1)
@@ -300,6 +305,7 @@ def test_sigterm_to_all_agents_ends_the_job(tmp_path: Path) -> None:
         cluster.ended(dict.fromkeys((0, 1, 2), 128 + signal.SIGTERM))
 
 
+@pytest.mark.slow
 def test_sigint_to_one_agent_ends_the_job_on_all_nodes(tmp_path: Path) -> None:
     with Cluster(tmp_path, 2) as cluster:
         cluster.start(0, 1, nnodes="2")

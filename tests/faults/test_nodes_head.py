@@ -78,6 +78,7 @@ def test_the_others_end_when_the_heads_agent_is_killed_and_name_it(tmp_path: Pat
         assert re.search(r"node0:2379|10\.77\.0\.1:2379", cluster.agents[1].stderr)
 
 
+@pytest.mark.slow
 def test_a_lost_node_that_is_not_the_head_costs_what_a_node_costs(tmp_path: Path) -> None:
     with Cluster(tmp_path, 3, head=True) as cluster:
         cluster.start(0, 1, 2, nnodes="2:3", env=TOKEN)

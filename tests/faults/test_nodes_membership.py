@@ -28,6 +28,7 @@ def test_a_node_that_comes_late_gets_a_seat_in_a_new_generation(tmp_path: Path) 
         cluster.end()
 
 
+@pytest.mark.slow
 def test_a_node_that_comes_when_one_is_done_gets_no_seat(tmp_path: Path) -> None:
     with Cluster(tmp_path, 3) as cluster:
         cluster.start(0, 1, nnodes="2:3")

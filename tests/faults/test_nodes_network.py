@@ -54,6 +54,7 @@ def test_the_job_goes_on_without_the_node_of_rank_0_from_another_address(tmp_pat
         cluster.end(*({0, 1, 2} - {lost.index}))
 
 
+@pytest.mark.slow
 def test_a_node_that_was_started_again_takes_part_again(tmp_path: Path) -> None:
     with Cluster(tmp_path, 2) as cluster:
         cluster.start(0, 1, nnodes="2")
@@ -88,6 +89,7 @@ def test_a_lost_packet_in_ten_is_no_lost_node(tmp_path: Path) -> None:
         cluster.end()
 
 
+@pytest.mark.slow
 def test_two_nodes_that_lose_packets_only_between_them_and_the_store_are_not_given_up(tmp_path: Path) -> None:
     with Cluster(tmp_path, 2) as cluster:
         cluster.start(0, 1, nnodes="2")

@@ -83,6 +83,26 @@ def test_a_disk_that_is_full_at_the_end_is_waited_for(tmp_path: Path, small_disk
 
 
 @pytest.mark.slow
+def test_a_disk_that_stays_full_at_the_end_is_a_failure_on_all_ranks_and_a_restart_makes_no_step_again(
+    tmp_path: Path, small_disk: Path
+) -> None:
+    launch = "--max-restarts 1 --hang-timeout 10"
+    with OneNode(tmp_path / "run", 2, asks=[f"hold:forward-0-{STEPS}-0"], launch=launch, disk=small_disk) as run:
+        run.wait_for("held", step=STEPS)
+        filler = fill(small_disk)
+        run.release(f"forward-0-{STEPS}-0")
+        run.ended(1)
+        filler.unlink()
+
+    assert re.search(r"rank 0 \(.*\) raised .*NotDurable: the end of the training is not on the disk", run.job.output)
+    said = [line for line in run.job.output.splitlines() if line.startswith("[0] ")]
+    assert sum("it is the last one: it is tried again for 60 s" in line for line in said) == 2
+    assert sum(f"restored step {STEPS} from memory" in line for line in said) == 1
+    assert run.job.output.count("NotDurable: the end") >= 4
+    assert not (run.out / "result.json").exists()
+
+
+@pytest.mark.slow
 def test_a_corrupt_newest_checkpoint_costs_the_steps_since_the_one_before_and_they_are_counted(tmp_path: Path) -> None:
     with OneNode(tmp_path / "calm", 3) as calm:
         calm.ended()

@@ -12,12 +12,15 @@ import pytest
 
 from tests.e2e.fidelity import probe, probe_process
 from tests.e2e.fidelity.ways import FORKED, HERE, look, looks, without_launchers
+from tests.harness import slow
 
 THREADS: dict[str, dict[str, str]] = {
     "by default": {},
     "OMP 2": {"OMP_NUM_THREADS": "2"},
     "OMP 2, BLAS 1": {"OMP_NUM_THREADS": "2", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
 }
+
+each_threads = pytest.mark.parametrize("threads", ["by default", "OMP 2", slow("OMP 2, BLAS 1")])
 
 
 def _marked(mark: str) -> list[str]:
@@ -82,14 +85,14 @@ def test_the_loggers_of_what_is_not_imported_yet_are_there_and_no_other_differs(
 
 
 @pytest.mark.parametrize("name", ["blas_threads", "torch_threads"])
-@pytest.mark.parametrize("threads", THREADS)
+@each_threads
 def test_the_libraries_have_as_many_threads_as_in_a_fresh_interpreter(seen: Seen, threads: str, name: str) -> None:
     for worker in seen.worker(FORKED, threads):
         assert worker[name] == seen.fresh(threads)[name]
 
 
 @pytest.mark.parametrize("name", WORK)
-@pytest.mark.parametrize("threads", THREADS)
+@each_threads
 def test_more_than_one_thread_works_where_it_does_in_a_fresh_interpreter(seen: Seen, threads: str, name: str) -> None:
     # How many is settled by the libraries' own counts; here a pool of another one may still spin after its work.
     for worker in seen.worker(FORKED, threads):
