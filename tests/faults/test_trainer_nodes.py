@@ -148,6 +148,7 @@ def test_a_node_that_has_just_joined_is_lost_while_it_receives_the_state(nodes: 
     nodes.assert_close(calm)
 
 
+@pytest.mark.slow
 def test_all_workers_of_a_node_are_killed_and_get_the_state_from_the_other(tmp_path: Path, nodes: OnNodes) -> None:
     for rank in (0, 1):
         nodes.ask(f"together-0-20-{rank}")
