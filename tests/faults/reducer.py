@@ -24,7 +24,7 @@ RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 GENERATION = int(os.environ["ELAUNCH_GENERATION"])
 # A step is recorded this often: by it the tests see that training goes on.
 STEPS_PER_RECORD = 10
-STEP_S = 0.02
+STEP_S = float(os.environ.get("STEP_S", "0.02"))
 
 
 def record(event: str, **fields: object) -> None:

@@ -111,7 +111,6 @@ def test_a_newcomer_that_lacks_a_library_leaves_and_the_job_goes_on(tmp_path: Pa
         cluster.end(0)
 
 
-@pytest.mark.slow
 def test_a_job_of_which_nothing_fails_stays_in_its_first_generation(tmp_path: Path) -> None:
     _is_left_alone(tmp_path, 180)
 
@@ -123,7 +122,8 @@ def test_a_job_of_which_nothing_fails_for_an_hour_stays_in_its_first_generation(
 
 def _is_left_alone(folder: Path, duration_s: float) -> None:
     with Cluster(folder, 3, members_on=(0, 1, 2)) as cluster:
-        cluster.start(0, 1, 2, nnodes="2:3", options=("--nproc-per-node", "2"))
+        # The cores are left to the tests beside it.
+        cluster.start(0, 1, 2, nnodes="2:3", options=("--nproc-per-node", "2"), env={"STEP_S": "0.2"})
         meeting = cluster.meeting(6)
 
         cluster.trains_for(meeting, duration_s)
