@@ -53,6 +53,8 @@ class Hearing:
         self._say = say
         self._blameless = blameless
         self._links = Links()
+        # When this generation's workers were first looked at.
+        self._begun_s: float | None = None
         self._said: set[str] = set()
 
     def fileno(self) -> int:
@@ -65,6 +67,7 @@ class Hearing:
 
     def begin(self, group: Group) -> None:
         """Hear these workers from now on."""
+        self._begun_s = None
         for link in group.links.values():
             self._links.add(link)
 
@@ -90,6 +93,13 @@ class Hearing:
             links = self._group.links
             reporting = frozenset(rank for rank, link in links.items() if link.reports)
             self._post(Reported(self._group.generation, sum(link.reports for link in links.values()), reporting))
+            self._begun_s = self._begun_s or now_s
+            if not reporting and now_s - self._begun_s > self._hang_timeout_s:
+                self._say_once(
+                    "no reports",
+                    "no worker has reported a step yet, and --hang-timeout sees only those that do: with Keeper, or"
+                    " elaunch.trainer.link",
+                )
 
     def until_now(self) -> list[LinkEvent]:
         """All that has been said and was not heard yet: how workers are stopped hangs on that."""

@@ -12,6 +12,8 @@ tear a checkpoint. A *sharded* one (FSDP, ZeRO-1) is written and read by all, in
 
 from __future__ import annotations
 
+import errno
+import os
 import secrets
 import time
 from collections.abc import Callable
@@ -77,6 +79,8 @@ class Checkpoints:
         self.directory = Path(directory)
         self.last: Written | None = None
         self.failure = ""
+        self._said = ""
+        self._size = 0
         self._keep, self._say = keep, say
         self._ranks = Ranks(group)
         self._fence = generation
@@ -120,6 +124,7 @@ class Checkpoints:
 
         self._settle()
         self.failure = ""
+        self._size = 0 if parts.is_sharded else sum(tensor.nbytes for tensor in parts.tensors.values())
         mark, folder = self._begin(step, parts)
         if folder is None:
             return
@@ -142,6 +147,9 @@ class Checkpoints:
 
         def published(size: int) -> None:
             self.last = Written(mark, size, time.monotonic() - begun_s, waited_s)
+            if self._said:
+                self._said = ""
+                self._say(f"the checkpoint of step {step} is written")
             self._judge(self.last, interval_s)
 
         self._writing = writing.Writing(order, published)
@@ -150,6 +158,11 @@ class Checkpoints:
         """As `save_async`, and wait until it is durable, or has failed, which is said."""
         self.save_async(step, state)
         self.wait()
+
+    def look(self) -> None:
+        """Say what has failed as soon as that is known; not collective, so of a replicated state alone."""
+        if self._writing is not None and self._writing.order.ranks == 1 and self._writing.is_over:
+            self._settle()
 
     def wait(self) -> None:
         """Until nothing is in the making any more; all ranks call it before they end."""
@@ -175,11 +188,27 @@ class Checkpoints:
     def _failed(self, step: int, reason: str) -> None:
         try:
             there = marks(self.directory)
-            newest = f"the newest one in {self.directory} is of step {there[-1].step}" if there else "there is no other"
+            if there:
+                newest = f"the newest one in {self.directory} is of step {there[-1].step}"
+            else:
+                newest = f"there is none in {self.directory}"
         except OSError as error:
             newest = f"{self.directory} cannot be read: {error.strerror or error}"
-        self.failure = f"the checkpoint of step {step} could not be written: {reason}; {newest}"
-        self._say(self.failure)
+        self.failure = f"the checkpoint of step {step} could not be written: {reason}{self._room(reason)}; {newest}"
+        # One that is tried again fails for the same reason mostly.
+        if self.failure != self._said:
+            self._said = self.failure
+            self._say(self.failure)
+
+    def _room(self, reason: str) -> str:
+        """The numbers, where the disk is full."""
+        if not self._size or os.strerror(errno.ENOSPC) not in reason:
+            return ""
+        try:
+            there = os.statvfs(self.directory)
+        except OSError:
+            return ""
+        return f" ({there.f_bavail * there.f_frsize / 1e6:,.1f} MB are free, it takes {self._size / 1e6:,.1f} MB)"
 
     def _begin(self, step: int, parts: Tree) -> tuple[Mark, Path | None]:
         """Make the hidden folder on rank 0 and tell the others which; None where that failed."""

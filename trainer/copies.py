@@ -211,6 +211,11 @@ class Copies:
         random = self._peers.from_all(randomness.capture(self._training.device))
         self._checkpoints.save_async(version.step, self._training.whole(random))
 
+    def look(self) -> None:
+        """Say what has failed meanwhile, as soon as that is known; one rank's own business."""
+        if self._checkpoints is not None:
+            self._checkpoints.look()
+
     def failure(self) -> str:
         """What was said of the newest checkpoint if it has failed; on all ranks, and then it may be made again."""
         why = "" if self._checkpoints is None else self._peers.from_rank_0(self._checkpoints.failure)

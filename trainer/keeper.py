@@ -45,7 +45,7 @@ _END_S = 30.0
 _ARRIVAL_S = 0.3
 _LOOK_S = 0.001
 # How long after a last checkpoint that failed it is tried again, each time.
-_AGAIN_S = (1, 2, 4, 8, 15, 30)
+_AGAIN_S = (1, 2, 4, 8, *(5,) * 9)
 
 
 class NotDurable(OSError):
@@ -226,6 +226,7 @@ class Keeper:
             begun_s = time.monotonic()
             self._snapshot()
             self._pace.snapshot_took(self.step, time.monotonic() - begun_s)
+        self._copies.look()
         if self.step // self._checkpoint_every > self._looked_at_step // self._checkpoint_every:
             self._copies.checkpoint(self._version)
         self._looked_at_s, self._looked_at_step = time.monotonic(), self.step

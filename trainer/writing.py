@@ -63,6 +63,11 @@ class Writing:
         """The part of another rank will never come."""
         self._given_up.set()
 
+    @property
+    def is_over(self) -> bool:
+        """Whether this rank has nothing left to do for it."""
+        return not self._thread.is_alive()
+
     def wait(self) -> None:
         """Until this rank has nothing left to do for it."""
         self._thread.join()
@@ -82,7 +87,9 @@ class Writing:
             self.failure = _reason(error)
             parts = []
         if parts:
-            keep_newest(order.folder.parent, order.keep, order.mark)
+            # Old ones that stay cost room, and are tried again after the next.
+            with contextlib.suppress(OSError):
+                keep_newest(order.folder.parent, order.keep, order.mark)
             self._on_published(size)
         else:
             shutil.rmtree(order.folder, ignore_errors=True)

@@ -33,7 +33,7 @@ FLAGS = (
     Flag("gpu-resource", "NAME", "what the cluster calls them [nvidia.com/gpu]"),
     Flag("cpus", "N", "per pod, asked for"),
     Flag("memory", "SIZE", "per pod, as 64Gi; asked for, and the limit"),
-    Flag("shm", "SIZE", "of /dev/shm, part of the memory [1Gi; 16Gi with GPUs]"),
+    Flag("shm", "SIZE", "of /dev/shm, part of the memory [1Gi; 16Gi with GPUs; half of --memory at most]"),
     Flag("grace", "SECONDS", "for the workers to save when the pod is to leave [45]"),
     Flag("etcd", "A:2379,B:2379", "the store; without it the first pod serves one and must not be lost"),
     Flag("etcd-secret", "NAME", "a Secret with ca.crt, tls.crt and tls.key for it"),
@@ -98,7 +98,8 @@ def understand(submission: Submission, suffix: str = "") -> PodJob:
     memory, shm = _quantity(submission, "memory"), _quantity(submission, "shm")
     if memory and shm and _bytes(shm) > _bytes(memory):
         raise UsageError(
-            f"--shm {shm} is more than --memory {memory}, and it is a part of that; ask for more memory, or for less"
+            f"--shm {shm} is more than --memory {memory}, and it is a part of that; ask for more memory, or for a"
+            " smaller /dev/shm"
         )
     shm = shm or _default_shm("1Gi" if gpus == "0" else "16Gi", memory)
     name = _name(submission, words)

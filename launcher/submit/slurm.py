@@ -197,6 +197,6 @@ def _submit(text: str) -> str:
         raise SiteError(f"sbatch: {error}") from None
     if done.returncode:
         said = re.sub(r"^sbatch: (error: )?", "", done.stderr.strip(), flags=re.MULTILINE).replace("\n", "; ")
-        raise SiteError(f"sbatch refuses the job: {said}")
+        raise SiteError(f"sbatch did not take the job: {said}")
     # With several clusters it is NUMBER;CLUSTER.
     return done.stdout.strip().partition(";")[0]

@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from elaunch.agent.guardian import kill_cgroup
 from tests.faults.processes import CHILDREN, LIGHT, SAY, Watched, is_alive, library
 from tests.harness import script, wait_for
 
@@ -162,6 +163,7 @@ def test_what_an_agent_killed_together_with_its_guardian_has_left_is_removed_by_
             said_pids(killed, "worker", each=1)
             left = [path for path in (*killed.run_dirs(), *killed.memory_dirs()) if path not in kept]
             guardian = killed.guardian()
+            cgroups = [word for word in guardian.cmdline() if word.startswith("/sys/fs/cgroup/")]
             # Or it would start another.
             killed.signal(signal.SIGSTOP)
             guardian.kill()
@@ -174,3 +176,6 @@ def test_what_an_agent_killed_together_with_its_guardian_has_left_is_removed_by_
                 wait_for(lambda: not any(path.exists() for path in left), "the removal")
 
         assert all(path.exists() for path in kept), "its agent lives"
+    # Empty, and nobody's to find.
+    for cgroup in cgroups:
+        kill_cgroup(cgroup)

@@ -137,7 +137,7 @@ def test_submit_writes_and_submits_what_runs(slurm: Slurm) -> None:
     assert shown.startswith("#!/bin/bash\n#SBATCH --job-name=sh\n#SBATCH --nodes=2-3\n")
     assert [rank for rank, *_ in places(output)] in ([0, 1], [0, 1, 2])
     assert slurm.call(*submit, "--partition", "none", "train.py", code=3).startswith(
-        "elaunch: sbatch refuses the job: "
+        "elaunch: sbatch did not take the job: "
     )
 
 

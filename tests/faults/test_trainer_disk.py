@@ -56,7 +56,9 @@ def test_a_full_disk_costs_lines_and_checkpoints_but_no_step_even_when_a_worker_
     assert run.struck() == ["forward-0-23-1"]
     assert run.began(1) == 22
     assert re.search(
-        r"the checkpoint of step 30 could not be written: No space left on device; the newest one", run.job.output
+        r"the checkpoint of step 30 could not be written: No space left on device"
+        r" \(0\.0 MB are free, it takes 0\.1 MB\); the newest one",
+        run.job.output,
     )
     assert re.search(r"metrics\.jsonl misses steps from \d+ on: No space left on device", run.job.output)
     assert [mark.step for mark, _ in found(run.out / "checkpoints")] == [10, 40]
@@ -78,6 +80,7 @@ def test_a_disk_that_is_full_at_the_end_is_waited_for(tmp_path: Path, small_disk
         run.ended()
 
     assert f"the checkpoint of step {STEPS} could not be written: No space left on device" in run.job.output
+    assert f"the checkpoint of step {STEPS} is written" in run.job.output
     assert found(run.out / "checkpoints")[-1][0].step == STEPS
     assert run.result["steps_lost"] == 0
 

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import pickle
+import re
 import shutil
 import signal
 import struct
@@ -480,14 +481,16 @@ def test_a_write_that_fails_leaves_the_older_ones_and_is_tried_again(
     with monkeypatch.context() as patched:
         patched.setattr(os, "fsync", full)
         checkpoints.save(2, state_of(2))
-    assert said == [
-        "the checkpoint of step 2 could not be written: No space left on device;"
-        f" the newest one in {tmp_path} is of step 1",
-    ]
+    assert re.fullmatch(
+        r"the checkpoint of step 2 could not be written: No space left on device"
+        rf" \([\d,.]+ MB are free, it takes \d\.\d MB\); the newest one in {tmp_path} is of step 1",
+        "".join(said),
+    )
     assert [path.name for path in tmp_path.iterdir()] == [Mark(0, 1).folder_name]
 
     checkpoints.save(3, state_of(3))
     assert marks(tmp_path) == [Mark(0, 1), Mark(0, 3)]
+    assert said[1:] == ["the checkpoint of step 3 is written"]
 
 
 def test_a_directory_that_cannot_be_made_is_said(tmp_path: Path) -> None:
@@ -496,7 +499,9 @@ def test_a_directory_that_cannot_be_made_is_said(tmp_path: Path) -> None:
 
     Checkpoints(tmp_path / "file" / "c", generation=0, say=said.append).save(1, state_of(1))
 
-    assert said == ["the checkpoint of step 1 could not be written: Not a directory; there is no other"]
+    assert said == [
+        f"the checkpoint of step 1 could not be written: Not a directory; there is none in {tmp_path / 'file' / 'c'}"
+    ]
 
 
 def test_everything_is_durable_before_it_has_its_name_and_the_name_after(

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import io
+import os
 import random
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from elaunch.trainer.copies import Copies
 from elaunch.trainer.exchange import Version
 from elaunch.trainer.keeper import Keeper, NotDurable
 from elaunch.trainer.memory import Records
+from tests.harness import wait_for
 
 
 @pytest.fixture(autouse=True)
@@ -290,13 +293,12 @@ def test_an_end_that_is_not_on_the_disk_is_no_success_and_the_next_start_tries_a
     job = Job(checkpoints=directory)
     with pytest.raises(NotDurable, match="the end of the training is not on the disk: the checkpoint of step 5 could "):
         job.train(5)
-    failed = "the checkpoint of step 5 could not be written: Not a directory; there is no other"
+    failed = f"the checkpoint of step 5 could not be written: Not a directory; there is none in {directory}"
     assert job.said == [
         f"checkpoints cannot be written to {directory}: {tmp_path / 'file'} is no directory;"
         " until they can, there are none",
         failed,
         "it is the last one: it is tried again for 1 s",
-        failed,
     ]
     (tmp_path / "file").unlink()
     monkeypatch.setenv("ELAUNCH_GENERATION", "1")
@@ -319,6 +321,26 @@ def test_a_last_checkpoint_that_fails_is_tried_again(tmp_path: Path, monkeypatch
 
     assert [text for text in job.said if "it is the last" in text] == ["it is the last one: it is tried again for 60 s"]
     assert [mark.step for mark in marks.marks(blocking / "c")] == [6]
+
+
+def test_a_checkpoint_that_failed_is_told_before_the_next_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(checkpoints=tmp_path / "c", checkpoint_every=2)
+    told: list[str] = []
+    fsync = os.fsync
+
+    def fail(_: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    def is_over() -> None:
+        wait_for(lambda: not any(thread.name == "checkpoint" for thread in threading.enumerate()), "the failure")
+        monkeypatch.setattr(os, "fsync", fsync)
+
+    job.train(4, {2: lambda: monkeypatch.setattr(os, "fsync", fail), 3: is_over, 4: lambda: told.extend(job.said)})
+
+    assert told == [
+        f"the checkpoint of step 2 could not be written: Input/output error; there is none in {tmp_path / 'c'}"
+    ]
+    assert job.said[1:] == ["the checkpoint of step 4 is written"]
 
 
 def test_an_end_after_a_break_is_written_though_its_checkpoint_had_failed_before(
