@@ -102,7 +102,7 @@ _RESTARTS = (
         values.seconds, default=2.0, default_text="2",
     ),
     OptionSpec(
-        "hang-timeout", Group.RESTARTS, "SECONDS", "workers that reported, then nothing for so long, hang",
+        "hang-timeout", Group.RESTARTS, "SECONDS", "workers silent so long after a report hang",
         values.seconds, default=0.0, default_text="0, never",
     ),
     OptionSpec(
