@@ -165,8 +165,8 @@ def _checked(submission: Submission, name: str, convert: values.Convert, default
         raise UsageError(f"--{name} {raw} {error}") from None
 
 
-def _quantity(submission: Submission, name: str, default: str = "") -> str:
-    text = submission.last(name, default)
+def _quantity(submission: Submission, name: str) -> str:
+    text = submission.last(name)
     if text and not re.fullmatch(r"\d+(\.\d+)?(m|[kMGTP]i?|Ki)?", text):
         raise UsageError(f"--{name} {text} is no quantity of Kubernetes; give one like 8, 500m or 64Gi")
     return text

@@ -63,12 +63,14 @@ def _of_elaunch(rest: Sequence[str], known: Mapping[str, Flag]) -> Sequence[str]
     name = rest[0].lstrip("-").partition("=")[0].replace("_", "-")
     words = rest[:1]
     try:
-        assert command_line.normalise(words).options
+        read = command_line.normalise(words)
     except UsageError as error:
         if " needs a value " not in str(error):
             near = nearest(name, known)
             raise UsageError(f"{error}; or did you mean --{near}?" if near else str(error)) from None
         words = rest[:2]
+    else:
+        assert read.options
     if meant := [flag for flag in known if rest[0].startswith("--") and flag.startswith(name)]:
         # To elaunch it is short for an option that nobody thinks of here: --node for --node-rank.
         raise UsageError(f"--{name} is not known here; did you mean --{meant[0]}?")
