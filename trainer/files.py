@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 TEMPORARY_SUFFIX = ".tmp"
@@ -16,23 +17,32 @@ def write_durably(path: Path, content: bytes) -> None:
     hidden temporary file behind, which `sweep` removes.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}{TEMPORARY_SUFFIX}")
-    try:
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise
-    sync_directory(path.parent)
+    # Opened first: who waits for the file may rename its directory as soon as it is there.
+    with _synced(path.parent):
+        try:
+            with temporary.open("wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            raise
 
 
 def sync_directory(directory: Path) -> None:
     """Make the names in `directory` durable."""
+    with _synced(directory):
+        pass
+
+
+@contextlib.contextmanager
+def _synced(directory: Path) -> Iterator[None]:
+    """Make the names in `directory` durable when the body has succeeded, whatever its own name is by then."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
+        yield
         os.fsync(descriptor)
     finally:
         os.close(descriptor)

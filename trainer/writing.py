@@ -79,7 +79,7 @@ class Writing:
         if order.rank:
             return
         try:
-            parts = self._all_parts(part) if part else []
+            parts = self._all_parts(part)
             if parts:
                 size = self._seal_and_publish(parts)
         # The edge of the thread; torch makes a RuntimeError of many things that a disk can do.
@@ -111,21 +111,20 @@ class Writing:
             return None
         return part
 
-    def _all_parts(self, own: dcp.Part) -> list[dcp.Part]:
-        """Everybody's part by rank; empty where one will never come."""
+    def _all_parts(self, own: dcp.Part | None) -> list[dcp.Part]:
+        """Everybody's part by rank, empty where one has failed; when nobody writes in the folder any more."""
         parts = {0: own}
         while len(parts) < self.order.ranks:
             for rank in range(1, self.order.ranks):
                 path = _part_path(self.order.folder, rank)
                 if rank not in parts and path.exists():
                     content = path.read_bytes()
-                    if not content:
-                        return []
-                    parts[rank] = dcp.loads(content)
+                    parts[rank] = dcp.loads(content) if content else None
                     path.unlink()
             if len(parts) < self.order.ranks and self._given_up.wait(_POLL_S):
                 return []
-        return [parts[rank] for rank in sorted(parts)]
+        whole = [part for _, part in sorted(parts.items()) if part is not None]
+        return whole if len(whole) == self.order.ranks else []
 
     def _seal_and_publish(self, parts: list[dcp.Part]) -> int:
         order = self.order

@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch import nn
 
-from elaunch.trainer import checkpoint, writing
+from elaunch.trainer import checkpoint, dcp, writing
 from elaunch.trainer import marks as folders
 from elaunch.trainer.checkpoint import Checkpoints, Mark, load_plain, marks, tensors_sha256
 from elaunch.trainer.files import sweep, write_durably
@@ -491,6 +491,38 @@ def test_a_write_that_fails_leaves_the_older_ones_and_is_tried_again(
     checkpoints.save(3, state_of(3))
     assert marks(tmp_path) == [Mark(0, 1), Mark(0, 3)]
     assert said[1:] == ["the checkpoint of step 3 is written"]
+
+
+def test_the_folder_of_a_failed_checkpoint_goes_when_no_rank_writes_in_it_any_more(tmp_path: Path) -> None:
+    folder = tmp_path / "hidden"
+    folder.mkdir()
+    plan = dcp.plan({"weight": torch.zeros(2)}, {"weight": ("weight",)}, None)
+    nothing = dcp.Staging()
+
+    order = writing.Order(Mark(0, 1), folder, plan, nothing, plain=b"", rank=0, ranks=3, keep=1)
+    failed = writing.Writing(order, lambda size: None)
+    assert failed.own_part()
+    write_durably(folder / "part-00001", b"")
+    (folder / "__2_0.distcp").write_bytes(b"more")
+    write_durably(folder / "part-00002", pickle.dumps(dcp.Part([], {})))
+    failed.wait()
+
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_whose_folder_is_renamed_at_once_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "hidden"
+    folder.mkdir()
+    replace = Path.replace
+
+    def and_rename(self: Path, target: Path) -> None:
+        replace(self, target)
+        folder.rename(tmp_path / "named")
+
+    monkeypatch.setattr(Path, "replace", and_rename)
+    write_durably(folder / "part", b"content")
+
+    assert (tmp_path / "named" / "part").read_bytes() == b"content"
 
 
 def test_a_directory_that_cannot_be_made_is_said(tmp_path: Path) -> None:
