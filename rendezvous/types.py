@@ -174,7 +174,8 @@ class RankTable:
 
     @property
     def world_size(self) -> int:
-        return sum(seat.slots for seat in self.seats)
+        last = self.seats[-1]
+        return last.first_rank + last.slots
 
     def group_rank(self, node_id: str) -> int | None:
         """The node's index in the table, or None where it has no seat."""
