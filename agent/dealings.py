@@ -17,8 +17,10 @@ from elaunch.rendezvous.carrier import TimedOut
 from elaunch.rendezvous.codec import decode
 from elaunch.rendezvous.snapshot import Keys, SnapshotReader
 from elaunch.rendezvous.store import (
+    Answer,
     Changes,
     Denied,
+    Empty,
     LeaseGone,
     NoneNewer,
     Present,
@@ -36,6 +38,8 @@ from elaunch.rendezvous.types import Node
 
 # A transaction of more operations than 128 is refused; a leader, who sees all keys, reads them.
 _COMPARED_MAX = 100
+# What makes this node a member.
+_ENTERING = (Tag.RUN, Tag.JOIN)
 
 
 class Dealings:
@@ -83,6 +87,8 @@ class Dealings:
         self._is_dirty = False
         self._epoch = 0
         self._lease = 0
+        # Whether no other life of this agent has a lease.
+        self._is_alone = False
         self._renewal_due_s: float | None = None
         self._reread_due_s = 0.0
         self._is_reread_ordered = False
@@ -144,7 +150,7 @@ class Dealings:
 
     def commit(self, txn: Txn, tag: Tag | None) -> None:
         try:
-            answer = self._store.commit(txn)
+            answer = self._commit_alone(txn) if tag in _ENTERING and not self._is_alone else self._store.commit(txn)
         except LeaseGone:
             if tag:
                 self._post(Committed(tag, False, 0))
@@ -155,24 +161,22 @@ class Dealings:
             return
         if not answer.held and tag is not Tag.FIRST_RUN:
             # Why, the watch may never say: it does not tell of keys that other nodes have. (Of a first run it does.)
-            self._show_read(self._store.read(self._scope))
+            self._show(self._read_beside())
         self._post(Committed(tag, answer.held, answer.revision))
 
     def read_again(self) -> None:
         """Find what the watch did not tell; one that has not told by the next time what was found is replaced."""
         is_deaf = self._watch is None or self._untold is not None
         if is_deaf or not self._is_as_seen():
-            view = self._store.read(self._scope)
+            view = self._read_beside()
+            self._show(view)
             if is_deaf:
-                self._look_at(view)
-            else:
-                self._show_read(view)
+                self._follow(self._scope, view.revision)
         self._is_reread_ordered = False
 
     def widen(self) -> None:
         """Look at all of the job's keys from now on."""
-        self._scope = self._keys.root
-        self._look_at(self._store.read(self._scope))
+        self._follow(self._keys.root, None)
 
     def give_back(self) -> None:
         """End the lease, and with it this node's keys."""
@@ -188,25 +192,31 @@ class Dealings:
         if self._watch:
             self._watch.close()
 
-    def _read_first(self) -> View:
-        """A store that takes this read is asked nothing more: many come at once. Of another, `check` says why."""
+    def _look_first(self) -> None:
+        """A store that lets this be seen is asked nothing more: many come at once. Of another, `check` says why."""
         try:
-            return self._store.read(self._scope)
+            self._follow(self._scope, None)
         except TimedOut:
             raise
         except (Denied, Unavailable):
             self._store.check()
-            return self._store.read(self._scope)
+            self._follow(self._scope, None)
 
-    def _look_first(self) -> None:
-        view = self._read_first()
-        if view.entries:
-            # Of a job that runs, this host may have been part.
-            for entry in self._store.read(f"{self._keys.members}{self._host}-").entries.values():
+    def _commit_alone(self, txn: Txn) -> Answer:
+        """Enter the job, once no agent's lease that was this one's last life's stands there any more.
+
+        One that was started again within a lease time ends that lease first. Most have none, and many come at once:
+        that this host has no member is a guard, and only where it does not hold is looked who that is.
+        """
+        of_host = f"{self._keys.members}{self._host}-"
+        answer = self._store.commit(replace(txn, guards=(*txn.guards, Empty(of_host))))
+        if not answer.held:
+            for entry in self._store.read(of_host).entries.values():
                 if entry.lease and self._is_dead_member(entry.value):
-                    # This agent was started again before the lease of its last life ended.
                     self._store.revoke(entry.lease)
-        self._look_at(view)
+            answer = self._store.commit(txn)
+        self._is_alone = True
+        return answer
 
     def _grant(self) -> None:
         lease = self._draw(62) + 1
@@ -223,26 +233,18 @@ class Dealings:
             self._renewal_due_s = None
             self._post(LeaseLost(lease))
 
-    def _look_at(self, view: View) -> None:
-        """Show a view that was read of the whole scope, and whatever changes after it."""
-        while True:
-            with self._view_lock:
-                if self._view is None or view.revision >= self._view.revision:
-                    # What the watch until now still has to tell may be of a smaller scope.
-                    self._epoch += 1
-                    epoch, self._untold = self._epoch, None
-                    self._is_whole = self._scope == self._keys.root
-                    is_news = self._put(view)
-                    break
-            # Meanwhile the watch has told more.
-            view = self._store.read(self._scope)
-        if is_news:
-            self._look_again()
+    def _follow(self, scope: str, after: int | None) -> None:
+        """Watch `scope` from now on, or beside what was read of it at revision `after`."""
+        with self._view_lock:
+            self._scope = scope
+            # What the watch until now still has to tell may be of a smaller one.
+            self._epoch += 1
+            self._untold = None
+            tell = partial(self._told, self._epoch)
         if self._watch:
             self._watch.close()
             self._watch = None
-        tell = partial(self._told, epoch)
-        self._watch = self._store.watch(self._scope, view.revision, tell, may_skip=True)
+        self._watch = self._store.watch(scope, after, tell)
 
     def _is_as_seen(self) -> bool:
         """Whether all keys are as the view has them, which is shown as the newest then.
@@ -286,18 +288,20 @@ class Dealings:
             if epoch == self._epoch and self._untold is not None and revision > self._untold:
                 self._untold = None
 
-    def _show_read(self, view: View) -> None:
-        """Show what was read beside the watch, which may only be a little late."""
+    def _read_beside(self) -> View:
+        """A read beside the watch, which may only be a little late."""
+        view = self._store.read(self._scope)
         with self._view_lock:
             known = self._view
             if known and view.revision > known.revision and view.entries != known.entries and self._untold is None:
                 self._untold = known.revision
-        self._show(view)
+        return view
 
     def _show(self, view: View, epoch: int | None = None) -> None:
         with self._view_lock:
             if epoch not in (None, self._epoch) or (self._view and view.revision < self._view.revision):
                 return
+            self._is_whole = self._scope == self._keys.root
             is_news = self._put(view)
         if is_news:
             self._look_again()

@@ -93,11 +93,11 @@ class FoundStore:
     def revoke(self, lease: int) -> None:
         self._ask(lambda store: store.revoke(lease))
 
-    def watch(self, prefix: str, after: int, tell: Callable[[Update], None], *, may_skip: bool = False) -> Watch:
+    def watch(self, prefix: str, after: int | None, tell: Callable[[Update], None]) -> Watch:
         def told(update: Update) -> None:
             tell(self._begun_anew() if self._is_ours and isinstance(update, HistoryLost) else update)
 
-        return self._ask(lambda store: store.watch(prefix, after, told, may_skip=may_skip))
+        return self._ask(lambda store: store.watch(prefix, after, told))
 
     def close(self) -> None:
         if self._found:

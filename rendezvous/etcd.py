@@ -95,8 +95,8 @@ class EtcdStore:
     def revoke(self, lease: int) -> None:
         self._ask(Rpc.REVOKE, gateway.lease(lease), lambda _: None, passing=Kind.LEASE_GONE)
 
-    def watch(self, prefix: str, after: int, tell: Callable[[Update], None], *, may_skip: bool = False) -> EtcdWatch:
-        watch = EtcdWatch(self, prefix, after, tell, may_skip=may_skip)
+    def watch(self, prefix: str, after: int | None, tell: Callable[[Update], None]) -> EtcdWatch:
+        watch = EtcdWatch(self, prefix, after, tell)
         self._watches.add(watch)
         watch.start()
         return watch

@@ -78,9 +78,11 @@ class MemoryStore:
             self.engine.revoke(lease)
         self._tell()
 
-    def watch(self, prefix: str, after: int, tell: Callable[[Update], None], *, may_skip: bool = False) -> _Watch:
+    def watch(self, prefix: str, after: int | None, tell: Callable[[Update], None]) -> _Watch:
         # Nothing is written at revision 1, with which a store begins.
-        watch = _Watch(prefix, max(after, 1) + 1, tell)
+        watch = _Watch(prefix, max(after or 0, 1) + 1, tell)
+        if after is None:
+            watch.view(self.read(prefix))
         self._watches.append(watch)
         self._tell()
         return watch

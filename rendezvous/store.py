@@ -186,12 +186,12 @@ class Store(Protocol):
         """End the lease and delete its keys; one that has ended is no error."""
         ...
 
-    def watch(self, prefix: str, after: int, tell: Callable[[Update], None], *, may_skip: bool = False) -> Watch:
+    def watch(self, prefix: str, after: int | None, tell: Callable[[Update], None]) -> Watch:
         """Tell what changes under `prefix` after revision `after`: each revision once, in order, from any thread.
 
-        A `View` stands for all changes up to its revision, where the store no longer has them one by one, or, with
-        `may_skip`, where it is faster to begin so. A StoreError (Denied, HistoryLost) ends the watch; it gets over what
-        is Unavailable by itself. `tell` must return at once.
+        For None a `View` of what is there is told before this returns, and what changes from then on. Elsewhere one
+        stands for all changes up to its revision, where the store no longer has them one by one. A StoreError (Denied,
+        HistoryLost) ends the watch; once begun, it gets over what is Unavailable by itself. `tell` must return at once.
         """
         ...
 

@@ -60,7 +60,7 @@ def _seats(nodes: list[str], slots: list[int], roles: list[str]) -> tuple[Seat, 
         raise ValueError(f"{len(nodes)} nodes, {len(slots)} with slots and {len(roles)} with a role")
     # One more of these than nodes: the sum of all.
     first_ranks = accumulate(slots, initial=0)
-    # Every agent makes one for each node: without Seat's own constructor, which is Python, it takes a fifth of the time.
+    # Every agent makes one for each node; Seat's own constructor, which is Python, would take five times as long.
     make = partial(tuple.__new__, Seat)
     return tuple(map(make, zip(nodes, slots, first_ranks, roles, strict=False)))
 

@@ -47,14 +47,11 @@ class Source(Protocol):
 class EtcdWatch:
     """A `Watch`. After any break it goes on behind the last revision that it told."""
 
-    def __init__(
-        self, source: Source, prefix: str, after: int, tell: Callable[[Update], None], *, may_skip: bool = False
-    ) -> None:
+    def __init__(self, source: Source, prefix: str, after: int | None, tell: Callable[[Update], None]) -> None:
         self._source = source
         self._prefix = prefix
+        # None before anything was told: then it begins now.
         self._after = after
-        # At the beginning only: after a break, what was missed is little, and many agents come back at once.
-        self._may_skip = may_skip
         self._tell = tell
         self._lock = threading.Lock()
         self._stream: tuple[Endpoint, Stream] | None = None
@@ -64,7 +61,17 @@ class EtcdWatch:
         self._thread = threading.Thread(target=self._run, name=f"watch {prefix}", daemon=True)
 
     def start(self) -> None:
-        """Begin to tell."""
+        """Begin to tell; from now on, if nothing is known yet: then what is there is told before this returns.
+
+        Raises StoreError in that case.
+        """
+        if self._after is None:
+            try:
+                self._begin_now()
+            except BaseException:
+                self._let_go()
+                self._source.forget(self)
+                raise
         self._thread.start()
 
     def close(self) -> None:
@@ -97,21 +104,37 @@ class EtcdWatch:
     def _over(self) -> bool:
         return self._closed.is_set() or self._error is not None
 
+    def _begin_now(self) -> None:
+        # A watch that begins in the past waits up to 0.1 s for etcd to bring it up to the present; one that begins now
+        # tells at once, and what was before is read then.
+        try:
+            self._open(0)
+        except (Denied, Refused, Unavailable):
+            # It may be this member's fault alone, or a token too old, of which a watch only says "permission denied":
+            # a read renews that, and what no member would let us read is denied indeed.
+            self._source.read(self._prefix)
+            try:
+                self._open(1)
+            except (Denied, Refused) as error:
+                raise Unavailable(str(error)) from error
+        self._say_all()
+
     def _run(self) -> None:
         failures = 0
         while not self._over():
-            told, self._begun_s = self._after, math.inf
+            told = self._after
             try:
                 self._once(failures)
                 failures = 0
             except Unavailable:
-                was_good = self._after > told or time.monotonic() - self._begun_s > _SETTLED_S
+                was_good = self._after != told or time.monotonic() - self._begun_s > _SETTLED_S
                 failures = 0 if was_good else failures + 1
             except StoreError as error:
                 self._error = self._error or error
             if failures and not self._over():
                 wait_s = min(BACKOFF_MAX_S, _BACKOFF_MIN_S * 2 ** min(failures, 10))
                 self._closed.wait(wait_s * random.uniform(0.5, 1))
+        self._let_go()
         if self._error and not self._closed.is_set():
             self._tell(self._error)
         self._source.forget(self)
@@ -123,35 +146,35 @@ class EtcdWatch:
         except (Denied, Refused) as error:
             if isinstance(error, Refused) and judge(error) is Kind.RETRY:
                 raise Unavailable(str(error)) from error
-            # It may be this member's fault alone, or a token too old, of which a watch only says "permission denied":
-            # what no member would let us read is denied indeed.
+            # As at the beginning; what no member would let us read is denied indeed.
             self._source.read(self._prefix)
             raise Unavailable(str(error)) from error
         except _Compacted:
             self._say_all()
+        finally:
+            self._let_go()
 
     def _follow(self, attempt: int) -> None:
-        # A watch that begins in the past waits up to 0.1 s for etcd to bring it up to the present; one that begins now
-        # tells at once, and what was before is read.
-        skips, self._may_skip = self._may_skip, False
-        begin = None if skips else self._after
-        endpoint, stream = self._source.open(gateway.watch(self._prefix, begin), attempt)
-        try:
-            with self._lock:
-                self._stream = endpoint, stream
-            deadline_s: float | None = _BEGUN_S
-            while not self._over():
-                answer = stream.next(deadline_s)
-                if deadline_s:
-                    deadline_s, self._begun_s = None, time.monotonic()
-                self._take(endpoint, answer)
-                if skips and gateway.revision(answer) > self._after:
-                    self._say_all()
-                skips = False
-        finally:
-            with self._lock:
-                self._stream = None
-            stream.close()
+        endpoint, stream = self._stream or self._open(attempt)
+        while not self._over():
+            self._take(endpoint, stream.next(None))
+
+    def _open(self, attempt: int) -> tuple[Endpoint, Stream]:
+        """A stream that has begun to tell what comes after what was told."""
+        self._let_go()
+        self._begun_s = math.inf
+        endpoint, stream = self._source.open(gateway.watch(self._prefix, self._after), attempt)
+        with self._lock:
+            self._stream = endpoint, stream
+        self._take(endpoint, stream.next(_BEGUN_S))
+        self._begun_s = time.monotonic()
+        return endpoint, stream
+
+    def _let_go(self) -> None:
+        with self._lock:
+            stream, self._stream = self._stream, None
+        if stream:
+            stream[1].close()
 
     def _take(self, endpoint: Endpoint, answer: Json) -> None:
         try:
@@ -159,7 +182,7 @@ class EtcdWatch:
             if answer.get("canceled"):
                 compacted = int(answer.get("compact_revision", 0)) > 0
                 raise _Compacted if compacted else cancelled(str(answer.get("cancel_reason", "")))
-            told = gateway.changes(answer, self._after)
+            told = gateway.changes(answer, self._after or 0)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise Unavailable(f"{endpoint} tells what cannot be understood: {str(answer)[:200]}") from error
         for changes in told:

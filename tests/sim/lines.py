@@ -61,7 +61,7 @@ class Line:
     def revoke(self, lease: int) -> None:
         self._call(lambda: self._world.revoke(self._process, lease), lambda: self._world.revoke(self._process, lease))
 
-    def watch(self, prefix: str, after: int, tell: Callable[[Update], None], *, may_skip: bool = False) -> WatchLine:
+    def watch(self, prefix: str, after: int | None, tell: Callable[[Update], None]) -> WatchLine:
         watch = WatchLine(self._world, self._process, prefix, tell)
         self._watches = [kept for kept in self._watches if not kept.is_closed]
         self._watches.append(watch)
@@ -148,7 +148,7 @@ class WatchLine:
         self.is_deaf = False
         self.is_closed = False
 
-    def begin(self, after: int) -> None:
+    def begin(self, after: int | None) -> None:
         self._watch = self._world.store.watch(self._prefix, after, self._changed)
 
     def close(self) -> None:

@@ -60,12 +60,19 @@ class FlakyStore:
     def revoke(self, lease: int) -> None:
         self._call("revoke", lambda: self.memory.revoke(lease))
 
-    def watch(self, prefix: str, after: int, tell: Callable[[Update], None], *, may_skip: bool = False) -> Watch:
+    def watch(self, prefix: str, after: int | None, tell: Callable[[Update], None]) -> Watch:
         def told(update: Update) -> None:
             if not self.deaf:
                 tell(update)
 
-        return self._call("watch", lambda: self.memory.watch(prefix, after, told, may_skip=may_skip))
+        def watch() -> Watch:
+            if after is not None:
+                return self.memory.watch(prefix, after, told)
+            view = self.read(prefix)
+            told(view)
+            return self.memory.watch(prefix, view.revision, told)
+
+        return self._call("watch", watch)
 
     def close(self) -> None:
         self.closed = True

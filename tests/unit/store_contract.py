@@ -594,20 +594,26 @@ class StoreContract:
         assert told.values_until(now + 1) == [(now, {A: "2", f"{ROOT}c/1": "c"}), (now + 1, {B: "new"})]
         watch.close()
 
-    @pytest.mark.parametrize("written_meanwhile", [0, 3])
-    def test_a_watch_that_may_skip_misses_nothing(self, store: Store, written_meanwhile: int) -> None:
+    def test_a_watch_from_now_tells_what_is_there_before_it_returns_and_then_what_changes(self, store: Store) -> None:
         put(store, A, "before")
-        put(store, B, "gone")
-        since = store.read(ROOT)
-        for turn in range(written_meanwhile):
-            store.commit(Txn((), (Put(C, str(turn)), Delete(B))))
         told = Told()
 
-        watch = store.watch(ROOT, since.revision, told, may_skip=True)
+        watch = store.watch(ROOT, None, told)
+        assert told.updates == [store.read(ROOT)]
         put(store, D, "1")
         now = put(store, A, "after")
 
-        assert replayed(since, told.all_until(now.mod_revision)) == store.read(ROOT).entries
+        first, *changes = told.all_until(now.mod_revision)
+        assert isinstance(first, View)
+        assert replayed(first, changes) == store.read(ROOT).entries
+        watch.close()
+
+    def test_a_watch_from_now_of_nothing_tells_that_it_is_nothing(self, store: Store) -> None:
+        told = Told()
+
+        watch = store.watch(f"{ROOT}nobody/", None, told)
+
+        assert told.updates == [View(store.read(ROOT).revision, {})]
         watch.close()
 
     def test_a_compaction_does_not_disturb_a_watch_that_has_been_told_all(

@@ -144,7 +144,7 @@ def test_a_store_elsewhere_is_looked_at_narrowly_and_one_in_this_process_whole(r
 def test_a_beginning_that_broke_off_is_made_again_from_its_start(method: str) -> None:
     bench = Bench()
     bench.open(3)
-    bench.store.fail("read", Denied("the gateway is off"))
+    bench.store.fail("watch", Denied("the gateway is off"))
     bench.store.fail(method, AWAY)
 
     with pytest.raises(Unavailable):
@@ -161,39 +161,74 @@ def member(host: str, process: str) -> Node:
     return replace(NODE, node_id=f"{host}-00000009", host=host, process=process)
 
 
-def test_an_agent_that_was_started_again_ends_the_lease_of_its_last_life() -> None:
-    bench = Bench()
+@pytest.mark.parametrize("tag", [Tag.JOIN, Tag.RUN])
+def test_an_agent_that_was_started_again_ends_the_lease_of_its_last_life_before_it_enters(tag: Tag) -> None:
+    bench = Bench().begun()
     bench.store.memory.grant(5, 3)
     old = member("node-a", "boot:1:17")
     bench.write(Put(KEYS.member(old.node_id), encode(old), 5), Put(KEYS.leader, old.node_id, 5))
     bench.dead = {"boot:1:17"}
 
-    snapshot = bench.begun().snapshot
+    bench.dealings.commit(Txn((Absent(KEYS.leader),), bench.put(KEYS.done(0, "me")).then), tag)
 
+    assert bench.events[-1] == Committed(tag, True, bench.store.memory.read().revision)
     assert bench.store.memory.keep_alive(5) == 0
-    assert snapshot.leader == ""
+    assert bench.snapshot.leader == ""
 
 
 def test_the_lease_of_an_agent_that_lives_or_of_another_host_is_left_alone() -> None:
-    bench = Bench()
+    bench = Bench().begun()
     for lease, other in enumerate((member("node-a", "alive"), member("node-ab", "dead"), NODE), start=5):
         bench.store.memory.grant(lease, 3)
         bench.write(Put(KEYS.member(other.node_id), encode(other), lease))
     bench.dead = {"dead"}
 
-    bench.begun()
+    bench.dealings.commit(bench.put(KEYS.done(0, "me")), Tag.JOIN)
 
     assert [bench.store.memory.keep_alive(lease) for lease in (5, 6, 7)] == [3, 3, 3]
+    assert bench.events[-1] == Committed(Tag.JOIN, True, bench.store.memory.read().revision)
 
 
 def test_a_record_that_is_no_member_is_left_alone() -> None:
-    bench = Bench()
+    bench = Bench().begun()
     bench.store.memory.grant(5, 3)
     bench.write(Put(KEYS.member("node-a-00000009"), "garbage", 5))
 
-    bench.begun()
+    bench.dealings.commit(bench.put(KEYS.done(0, "me")), Tag.JOIN)
 
     assert bench.store.memory.keep_alive(5)
+
+
+@pytest.mark.parametrize("was_alone", [True, False])
+def test_a_host_that_has_no_other_member_is_not_asked_who_that_is_and_no_host_twice(was_alone: bool) -> None:
+    bench = Bench().begun()
+    if not was_alone:
+        bench.write(Put(KEYS.member("node-a-00000009"), "another's"))
+    reads = bench.store.calls["read"]
+
+    for generation in range(2):
+        bench.dealings.commit(bench.put(KEYS.joined(generation, "me")), Tag.JOIN)
+
+    assert bench.store.calls["read"] == reads + (not was_alone)
+    assert bench.store.calls["commit"] == 2 + (not was_alone)
+
+
+@pytest.mark.parametrize("breaks_at", ["commit", "read", "revoke"])
+def test_an_entry_that_broke_off_is_made_again(breaks_at: str) -> None:
+    bench = Bench().begun()
+    bench.store.memory.grant(5, 3)
+    old = member("node-a", "boot:1:17")
+    bench.write(Put(KEYS.member(old.node_id), encode(old), 5))
+    bench.dead = {"boot:1:17"}
+    bench.store.lose(breaks_at, AWAY)
+    entry = bench.put(KEYS.member("me"))
+
+    with pytest.raises(Unavailable):
+        bench.dealings.commit(entry, Tag.JOIN)
+    bench.dealings.commit(entry, Tag.JOIN)
+
+    assert bench.events[-1] == Committed(Tag.JOIN, True, bench.store.memory.read().revision)
+    assert bench.store.memory.keep_alive(5) == 0
 
 
 # --- what is seen
@@ -345,9 +380,11 @@ def test_a_look_is_whole_only_when_everything_was_read() -> None:
     bench.store.fail("read", AWAY)
     with pytest.raises(Unavailable):
         bench.dealings.widen()
-    bench.open(1)
 
-    assert not bench.snapshot.whole
+    looked = bench.dealings.look()
+
+    assert isinstance(looked, Looked)
+    assert not looked.snapshot.whole
 
 
 def test_a_record_that_is_none_ends_the_dealings_with_its_key() -> None:

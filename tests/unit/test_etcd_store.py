@@ -14,10 +14,10 @@ from elaunch.rendezvous.gateway import range_end
 from elaunch.rendezvous.gateway_carrier import GatewayCarrier
 from elaunch.rendezvous.plan import Endpoint
 from elaunch.rendezvous.secret import Secret
-from elaunch.rendezvous.store import Delete, Denied, Put, Txn, View
+from elaunch.rendezvous.store import Delete, Denied, Put, Txn
 from tests.etcd import VERSIONS, Etcd, client
 from tests.served import Gateway, ServerProcess
-from tests.unit.store_contract import ROOT, StoreContract, Told
+from tests.unit.store_contract import ROOT, StoreContract
 
 # Generous: a busy machine is no fault of the store's.
 DEADLINE_S = 10.0
@@ -107,19 +107,6 @@ def test_without_tls_the_served_store_is_said_to_speak_https(served: ServerProce
 
     with pytest.raises(Denied, match="https"):
         store.check()
-
-
-def test_a_watch_that_may_skip_is_told_the_past_as_one_view(etcd: Etcd) -> None:
-    with closing(EtcdStore(etcd.addresses, deadline_s=DEADLINE_S)) as store:
-        since = emptied(store).read(ROOT).revision
-        for turn in range(3):
-            now = store.commit(Txn((), (Put(f"{ROOT}a", str(turn)),))).revision
-        told = Told()
-
-        watch = store.watch(ROOT, since, told, may_skip=True)
-
-        assert [type(update) for update in told.all_until(now)] == [View]
-        watch.close()
 
 
 class Asked(GatewayCarrier):
