@@ -7,6 +7,7 @@ They share one loop, since in a job each has a processor of its own that waits.
 from __future__ import annotations
 
 import argparse
+import gc
 import heapq
 import json
 import queue
@@ -219,6 +220,8 @@ def main() -> None:
         parser.add_argument(name, type=int)
     asked = parser.parse_args()
     sys.setswitchinterval(_SWITCH_S)
+    # One agent's objects are few; those of hundreds would be gone through each time that some of them are made.
+    gc.disable()
     crowd = Crowd(Endpoint(asked.host, asked.port), asked.run_id, asked.nodes, asked.first, asked.count)
     orders: dict[str, Callable[[], None]] = {
         "open": crowd.open,

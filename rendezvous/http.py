@@ -28,6 +28,7 @@ _RECEIVE_BYTES = 1 << 16
 _GONE_MS = 5000
 _IDLE_S, _ASK_EVERY_S = 2, 1
 _IDLE_CONNECTIONS_MAX = 4
+_AT_LEAST_S = 0.001
 
 
 class Deadline:
@@ -37,9 +38,14 @@ class Deadline:
         self._seconds = seconds
         self._end_s = time.monotonic() + seconds
 
+    @property
+    def left_s(self) -> float:
+        """How far off it is, less than nothing when it has passed."""
+        return self._end_s - time.monotonic()
+
     def left(self) -> float:
-        """Seconds. Raises TimeoutError when there are none."""
-        left_s = self._end_s - time.monotonic()
+        """The same. Raises TimeoutError when there is nothing left."""
+        left_s = self.left_s
         if left_s <= 0:
             raise TimeoutError
         return left_s
@@ -118,7 +124,8 @@ class Connection:
         self._socket.close()
 
     def _receive(self, deadline: Deadline | None) -> None:
-        self._socket.settimeout(deadline.left() if deadline else None)
+        # What has arrived is taken also by a thread that was kept waiting for its processor until after the deadline.
+        self._socket.settimeout(max(deadline.left_s, _AT_LEAST_S) if deadline else None)
         if data := self._socket.recv(_RECEIVE_BYTES):
             if piece := self._reply.feed(data):
                 self._body.append(piece)
