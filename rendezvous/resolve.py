@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from contextlib import suppress
+from functools import lru_cache
 from typing import Any
 
 Address = tuple[socket.AddressFamily, tuple[Any, ...]]
@@ -35,8 +35,8 @@ def resolve(host: str, port: int, wait_s: float) -> list[Address]:
 
     Raises socket.gaierror where there are none.
     """
-    with suppress(OSError):
-        return _lookup(host, port, socket.AI_NUMERICHOST)
+    if found := _numeric(host, port):
+        return found
     with _lock:
         lookup = _pending.get((host, port))
         if lookup is None or not lookup.is_alive():
@@ -46,6 +46,15 @@ def resolve(host: str, port: int, wait_s: float) -> list[Address]:
     if found := _known.get((host, port)):
         return found
     raise lookup.error or socket.gaierror(socket.EAI_AGAIN, f"no word from the resolver within {wait_s:.3g} s")
+
+
+@lru_cache
+def _numeric(host: str, port: int) -> list[Address]:
+    """Of what is an address already; none of a name."""
+    try:
+        return _lookup(host, port, socket.AI_NUMERICHOST)
+    except OSError:
+        return []
 
 
 def _lookup(host: str, port: int, flags: int = 0) -> list[Address]:
