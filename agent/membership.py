@@ -197,7 +197,8 @@ def _lead(agent: Agent, now_s: float) -> Step:
             return agent.as_member(in_flight=Tag.STANDING), (Commit(standing, Tag.STANDING),)
         election = become_leader(snapshot, agent.me, member.lease)
         return agent.as_member(in_flight=Tag.ELECT), (Commit(election, Tag.ELECT),)
-    agent = agent.as_member(outvoted=False)
+    if member.outvoted:
+        agent = agent.as_member(outvoted=False)
     if not agent.leads:
         forming = snapshot.current_table is None
         leader = f"its leader, on {host_of(snapshot.leader)}, says for whom it waits"

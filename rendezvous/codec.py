@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import asdict, is_dataclass
 from enum import Enum
 from functools import cache
 from types import UnionType
@@ -40,6 +40,9 @@ def _hints(kind: type) -> dict[str, Any]:
 
 
 def _build(kind: Any, value: Any) -> Any:
+    # Strings and numbers, which are most of all, first.
+    if type(value) is kind:
+        return value
     if get_origin(kind) in (Union, UnionType):
         inner = next(arg for arg in get_args(kind) if arg is not type(None))
         return None if value is None else _build(inner, value)
@@ -49,7 +52,7 @@ def _build(kind: Any, value: Any) -> Any:
         return tuple(_build(get_args(kind)[0], item) for item in value)
     if is_dataclass(kind) and isinstance(kind, type):
         hints = _hints(kind)
-        return kind(**{f.name: _build(hints[f.name], value[f.name]) for f in fields(kind) if f.name in value})
+        return kind(**{name: _build(hint, value[name]) for name, hint in hints.items() if name in value})
     if isinstance(kind, type) and issubclass(kind, Enum):
         return kind(value)
     if kind is float and isinstance(value, int):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 from urllib.parse import quote
 
@@ -22,7 +23,7 @@ class Keys:
 
     run_id: str
 
-    @property
+    @cached_property
     def root(self) -> str:
         # A slash would put one job's keys among those of another.
         return f"/elaunch/{quote(self.run_id, safe='')}/"
