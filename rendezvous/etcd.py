@@ -109,6 +109,11 @@ class EtcdStore:
             watch.close()
         self._carrier.close()
 
+    @property
+    def members(self) -> int:
+        """For a watch: how many there are."""
+        return len(self._endpoints)
+
     def open(self, request: Json, attempt: int) -> tuple[Endpoint, Stream]:
         """For a watch: a stream from the member that answers calls, or from the `attempt`-th after it."""
         endpoint = self._endpoints[(self._current + attempt) % len(self._endpoints)]

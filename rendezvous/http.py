@@ -28,7 +28,7 @@ _RECEIVE_BYTES = 1 << 16
 _GONE_MS = 5000
 _IDLE_S, _ASK_EVERY_S = 2, 1
 _IDLE_CONNECTIONS_MAX = 4
-_AT_LEAST_S = 0.001
+_MOMENT_S = 0.001
 
 
 class Deadline:
@@ -38,17 +38,22 @@ class Deadline:
         self._seconds = seconds
         self._end_s = time.monotonic() + seconds
 
-    @property
-    def left_s(self) -> float:
-        """How far off it is, less than nothing when it has passed."""
-        return self._end_s - time.monotonic()
-
     def left(self) -> float:
-        """The same. Raises TimeoutError when there is nothing left."""
-        left_s = self.left_s
+        """Seconds. Raises TimeoutError when there are none."""
+        left_s = self._end_s - time.monotonic()
         if left_s <= 0:
             raise TimeoutError
         return left_s
+
+    def left_to_read(self) -> float:
+        """The same, and a moment for what has arrived already, if this thread was kept waiting for its processor.
+
+        Raises TimeoutError when twice the time has passed.
+        """
+        left_s = self._end_s - time.monotonic()
+        if left_s <= -self._seconds:
+            raise TimeoutError
+        return max(left_s, _MOMENT_S)
 
     def __str__(self) -> str:
         return f"{self._seconds:.3g} s"
@@ -124,8 +129,7 @@ class Connection:
         self._socket.close()
 
     def _receive(self, deadline: Deadline | None) -> None:
-        # What has arrived is taken also by a thread that was kept waiting for its processor until after the deadline.
-        self._socket.settimeout(max(deadline.left_s, _AT_LEAST_S) if deadline else None)
+        self._socket.settimeout(deadline.left_to_read() if deadline else None)
         if data := self._socket.recv(_RECEIVE_BYTES):
             if piece := self._reply.feed(data):
                 self._body.append(piece)

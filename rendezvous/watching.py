@@ -27,6 +27,11 @@ _JOIN_S = 0.2
 class Source(Protocol):
     """The store, as a watch sees it."""
 
+    @property
+    def members(self) -> int:
+        """How many there are."""
+        ...
+
     def open(self, request: Json, attempt: int) -> tuple[Endpoint, Stream]:
         """A watch's stream from one member, another one at each attempt. Raises StoreError."""
         ...
@@ -110,14 +115,23 @@ class EtcdWatch:
         try:
             self._open(0)
         except (Denied, Refused, Unavailable):
-            # It may be this member's fault alone, or a token too old, of which a watch only says "permission denied":
-            # a read renews that, and what no member would let us read is denied indeed.
+            # This member may be away, it may be its fault alone, or a token too old, of which a watch only says
+            # "permission denied": a read finds a member and a token, and what none would let us read is denied indeed.
             self._source.read(self._prefix)
-            try:
-                self._open(1)
-            except (Denied, Refused) as error:
-                raise Unavailable(str(error)) from error
+            self._open_again()
         self._say_all()
+
+    def _open_again(self) -> None:
+        """At the member that answers calls, or at the one after it."""
+        for attempt in range(self._source.members)[:2]:
+            try:
+                self._open(attempt)
+                return
+            except (Denied, Refused) as error:
+                failed: Unavailable = Unavailable(str(error))
+            except Unavailable as error:
+                failed = error
+        raise failed
 
     def _run(self) -> None:
         failures = 0

@@ -5,16 +5,18 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 
 import pytest
 
 from elaunch.rendezvous.access import Access
-from elaunch.rendezvous.carrier import GatewayOff, Json, Rpc
+from elaunch.rendezvous.carrier import GatewayOff, Json, Rpc, TimedOut
 from elaunch.rendezvous.etcd import EtcdStore
 from elaunch.rendezvous.gateway_carrier import GatewayCarrier
+from elaunch.rendezvous.http import Connection, Deadline, Trust
 from elaunch.rendezvous.plan import Endpoint, Login, Tls
 from elaunch.rendezvous.store import Absent, Denied, Put, StoreError, Txn, Unavailable, Update
 from tests.certificates import Certificates
@@ -89,6 +91,10 @@ def test_keys_that_a_user_may_not_use_are_denied_to_calls_and_watches(
     with closing(EtcdStore(secured.addresses, Access(files(certificates), LOGIN), 10)) as store:
         with pytest.raises(Denied, match="user 'agent' may not use these keys"):
             store.commit(Txn((), (Put("/elsewhere", ""),)))
+
+        with pytest.raises(Denied, match="user 'agent' may not use these keys"):
+            store.watch("/elsewhere", None, told.append)
+        assert not told
 
         store.watch("/elsewhere", 0, told.append)
 
@@ -210,6 +216,11 @@ def test_a_token_that_has_run_out_is_renewed_for_calls_and_for_a_watch_that_is_o
         assert store.commit(Txn((Absent(f"{KEY}y"),), (Put(f"{KEY}y", "2"),))).held
         assert carrier.logins == 3
 
+        nobody.wait(3)
+        store.watch(KEY, None, told.append)
+        assert told[-1] == store.read(KEY)
+        assert carrier.logins == 4
+
 
 def refusal(listener: Listener) -> str:
     with listener, closing(EtcdStore([listener.endpoint], deadline_s=0.15)) as store:
@@ -262,6 +273,29 @@ def test_a_server_that_answers_byte_by_byte_is_left_after_the_deadline_too() -> 
     stop.set()
 
     assert "no answer from HOST within 0.3 s" in said
+
+
+@pytest.mark.parametrize(("late_s", "is_taken"), [(1.0, True), (11.0, False)])
+def test_an_answer_that_arrived_in_time_is_taken_by_a_thread_that_is_late(late_s: float, is_taken: bool) -> None:
+    # More than one piece, and no more than waits in the kernel for its reader.
+    body = os.urandom(150_000)
+    sent = threading.Event()
+
+    def serve(client: socket.socket) -> None:
+        client.recv(65536)
+        client.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+        sent.set()
+
+    with Listener(serve) as listener:
+        connection = Connection(listener.endpoint, Trust(), Deadline(10))
+        connection.ask("POST", "/", {}, b"{}", Deadline(10))
+        assert sent.wait(10)
+        deadline = Deadline(10)
+        deadline._end_s = time.monotonic() - late_s
+
+        with nullcontext() if is_taken else pytest.raises(TimedOut):
+            assert connection.body(deadline) == body
+        connection.close()
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from contextlib import closing
 import pytest
 
 from elaunch.rendezvous.etcd import EtcdStore
-from elaunch.rendezvous.store import Changes, Delete, Entry, Put, Txn, Update, View
+from elaunch.rendezvous.store import Changes, Delete, Entry, Put, Txn, Unavailable, Update, View
 from tests.etcd import TRANSPORTS, VERSIONS, Etcd, client
 from tests.harness import wait_for
 from tests.relay import Listener, relay, silent
@@ -182,13 +182,14 @@ def test_cuts_and_compactions_at_random_leave_a_reader_with_the_truth(
     assert told.entries == direct.read(PREFIX).entries, f"seed {seed}"
 
 
+@pytest.mark.parametrize("begins_now", [False, True])
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_watch_goes_on_from_a_member_that_never_answers_to_one_that_does(
-    etcd: Etcd, direct: EtcdStore, transport: str
+    etcd: Etcd, direct: EtcdStore, transport: str, begins_now: bool
 ) -> None:
     told, before = Told(), direct.read(PREFIX).revision
     with silent() as mute, closing(client([mute.endpoint, *etcd.addresses], transport, deadline_s=0.7)) as store:
-        store.watch(PREFIX, before, told)
+        store.watch(PREFIX, None if begins_now else before, told)
 
         told.wait_for(put(direct, A))
         assert mute.accepted
@@ -215,6 +216,34 @@ def test_a_watch_that_waits_for_its_server_is_closed_at_once(watching: EtcdStore
     watch.close()
 
     assert not [thread for thread in threading.enumerate() if thread.name == f"watch {PREFIX}"]
+
+
+def test_a_watch_from_now_that_cannot_begin_says_so_and_leaves_no_thread(watching: EtcdStore, way: Listener) -> None:
+    way.cut()
+    told = Told()
+
+    with pytest.raises(Unavailable):
+        watching.watch(PREFIX, None, told)
+
+    assert not told.updates
+    assert not watching._watches
+    assert not [thread for thread in threading.enumerate() if thread.name == f"watch {PREFIX}"]
+
+
+def test_a_watch_from_now_goes_on_where_its_connection_broke(
+    watching: EtcdStore, direct: EtcdStore, way: Listener
+) -> None:
+    put(direct, A)
+    told = Told()
+    watching.watch(PREFIX, None, told)
+    assert told.entries.keys() == {A}
+
+    way.cut()
+    put(direct, B)
+    way.restore()
+
+    told.wait_for(put(direct, A, "again"))
+    assert told.entries == direct.read(PREFIX).entries
 
 
 FORKING = """
