@@ -155,7 +155,7 @@ def test_a_port_that_was_asked_for_is_the_jobs_between_generations_too(tmp_path:
     )
 
     with Job(tmp_path, "--preload", "json", "--master-port", str(port), "train.py") as job:
-        job.wait_for_output(r"generation 1: [^$]*port")
+        job.wait_for_output(rf"generation 1: [^$]*port {port}\n")
         agent = psutil.Process(job.process.pid)
         held = [c.laddr.port for c in agent.net_connections() if c.status == psutil.CONN_LISTEN]
 
