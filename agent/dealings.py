@@ -38,8 +38,8 @@ from elaunch.rendezvous.types import Node
 
 # A transaction of more operations than 128 is refused; a leader, who sees all keys, reads them.
 _COMPARED_MAX = 100
-# What makes this node a member.
-_ENTERING = (Tag.RUN, Tag.JOIN)
+# What a node does before it is a member, and with others in sight.
+_ENTERING = (Tag.RUN, Tag.JOIN, Tag.ALONE)
 
 
 class Dealings:
@@ -150,7 +150,10 @@ class Dealings:
 
     def commit(self, txn: Txn, tag: Tag | None) -> None:
         try:
-            answer = self._commit_alone(txn) if tag in _ENTERING and not self._is_alone else self._store.commit(txn)
+            if tag in _ENTERING and not self._is_alone:
+                answer = self._commit_alone(txn, tag)
+            else:
+                answer = self._store.commit(txn)
         except LeaseGone:
             if tag:
                 self._post(Committed(tag, False, 0))
@@ -159,6 +162,7 @@ class Dealings:
             return
         if tag is None:
             return
+        self._is_alone |= answer.held and tag in (Tag.FIRST_RUN, *_ENTERING)
         if not answer.held and tag is not Tag.FIRST_RUN:
             # Why, the watch may never say: it does not tell of keys that other nodes have. (Of a first run it does.)
             self._show(self._read_beside())
@@ -176,7 +180,10 @@ class Dealings:
 
     def widen(self) -> None:
         """Look at all of the job's keys from now on."""
+        # Not waited for: this thread has a lease to renew. What it watches until now is let go of for what was read.
+        view = self._store.read(self._keys.root)
         self._follow(self._keys.root, None)
+        self._show(view)
 
     def give_back(self) -> None:
         """End the lease, and with it this node's keys."""
@@ -195,28 +202,40 @@ class Dealings:
     def _look_first(self) -> None:
         """A store that lets this be seen is asked nothing more: many come at once. Of another, `check` says why."""
         try:
-            self._follow(self._scope, None)
+            self._begin_watch()
         except TimedOut:
             raise
         except (Denied, Unavailable):
             self._store.check()
-            self._follow(self._scope, None)
+            self._begin_watch()
 
-    def _commit_alone(self, txn: Txn) -> Answer:
+    def _begin_watch(self) -> None:
+        self._follow(self._scope, None)
+        assert self._watch
+        try:
+            self._watch.begun()
+        except StoreError:
+            self._watch = None
+            raise
+
+    def _commit_alone(self, txn: Txn, tag: Tag) -> Answer:
         """Enter the job, once no agent's lease that was this one's last life's stands there any more.
 
-        One that was started again within a lease time ends that lease first. Most have none, and many come at once:
-        that this host has no member is a guard, and only where it does not hold is looked who that is.
+        One that was started again within a lease time ends that lease first, and decides anew: a run whose only member
+        was itself is none. Most have none, and many come at once: that this host has no member is a guard, and only
+        where that may be why it is refused is looked who there is.
         """
         of_host = f"{self._keys.members}{self._host}-"
         answer = self._store.commit(replace(txn, guards=(*txn.guards, Empty(of_host))))
-        if not answer.held:
-            for entry in self._store.read(of_host).entries.values():
-                if entry.lease and self._is_dead_member(entry.value):
-                    self._store.revoke(entry.lease)
-            answer = self._store.commit(txn)
-        self._is_alone = True
-        return answer
+        if answer.held:
+            return answer
+        others = self._store.read(of_host).entries.values()
+        dead = [entry.lease for entry in others if entry.lease and self._is_dead_member(entry.value)]
+        for lease in dead:
+            self._store.revoke(lease)
+        # A run stands or falls with the job's members; a join was decided on with the dead one in sight.
+        is_refused_for_good = bool(dead) and tag is not Tag.RUN
+        return self._store.commit(txn) if others and not is_refused_for_good else answer
 
     def _grant(self) -> None:
         lease = self._draw(62) + 1
@@ -279,7 +298,8 @@ class Dealings:
                 if is_news:
                     self._look_again()
             case StoreError():
-                if epoch == self._epoch:
+                # Of the first watch whoever began it hears so.
+                if epoch == self._epoch and self._view is not None:
                     self._post(StoreLost(str(update)))
 
     def _heard(self, epoch: int, revision: int) -> None:

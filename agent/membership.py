@@ -18,6 +18,7 @@ from elaunch.agent.events import (
 from elaunch.agent.state import WORTH_A_WORD_S, Agent, Exited, Finished, Joining, Running, Step, Waiting, exit_with
 from elaunch.rendezvous.entering import become_leader, return_as_member, start_run, still_member
 from elaunch.rendezvous.leading import lead
+from elaunch.rendezvous.store import Txn
 from elaunch.rendezvous.types import Outcome, OutcomeKind, RankTable, Terms, host_of
 
 # Whoever waits is not told of what more often than this.
@@ -64,6 +65,8 @@ def answered(agent: Agent, event: Committed) -> Agent:
         case Tag.FIRST_RUN | Tag.RUN if event.revision:
             # The run that stands is the one to join.
             return agent.as_member(belongs=True, runs_refused=member.runs_refused + 1)
+        case Tag.ALONE:
+            return agent.as_member(is_alone=True)
         case Tag.JOIN if event.held:
             return agent.as_member(belongs=True, is_member=member.lease != 0)
         case Tag.JOIN:
@@ -127,6 +130,9 @@ def _enter(agent: Agent, now_s: float) -> Step:
             if snapshot.ended:
                 return agent, ()
             if refusal := _mismatch(agent, snapshot.terms):
+                if not member.is_alone:
+                    # It may be its own last life, typed otherwise and killed a moment ago, that it does not fit.
+                    return agent.as_member(in_flight=Tag.ALONE), (Commit(Txn(()), Tag.ALONE),)
                 return exit_with(agent, refusal)
             return _join(agent, joining)
         case Running(table=table) | Finished(table=table) if _is_newest(agent, table) and not snapshot.ended:

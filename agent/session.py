@@ -65,7 +65,7 @@ class Session:
     # Called by the agent's loop.
 
     def open(self) -> None:
-        """Begin: a lease, a first look, and word of what changes from then on."""
+        """Begin: a first look, word of what changes from then on, and a lease."""
         if self._thread:
             self._thread.start()
         self._do(self._dealings.begin)

@@ -155,8 +155,8 @@ class Membership:
     one. `belongs` says that the run in the store is one that this agent is, or wants to be, part of; `in_flight` is the
     transaction whose answer is awaited, and nothing is decided from a snapshot older than `answered`, the revision of
     the last answer. `refused` says that the last join was, `outvoted` that the last try to lead was, `evicted` that
-    this node's member key is gone, `widened` that all keys are looked at. `runs_refused` counts the runs that it could
-    not start, since the job had members.
+    this node's member key is gone, `widened` that all keys are looked at, `is_alone` that nothing is left of the
+    agent's last life. `runs_refused` counts the runs that it could not start, since the job had members.
     """
 
     lease: int = 0
@@ -169,6 +169,7 @@ class Membership:
     outvoted: bool = False
     evicted: bool = False
     widened: bool = False
+    is_alone: bool = False
     runs_refused: int = 0
 
 

@@ -128,6 +128,9 @@ class _Watch:
         self._range = _range(prefix)
         self._tell = tell
 
+    def begun(self) -> None:
+        pass
+
     def close(self) -> None:
         self.closed = True
 

@@ -28,12 +28,12 @@ class Keys:
         # A slash would put one job's keys among those of another.
         return f"/elaunch/{quote(self.run_id, safe='')}/"
 
-    @property
+    @cached_property
     def control(self) -> str:
         """What every node watches; the leader watches `root`."""
         return f"{self.root}ctl/"
 
-    @property
+    @cached_property
     def members(self) -> str:
         return f"{self.root}members/"
 

@@ -154,6 +154,13 @@ Update = Changes | View | StoreError
 class Watch(Protocol):
     """Word of what changes under a prefix."""
 
+    def begun(self) -> None:
+        """Wait until it tells what happens, its first `View` included; raises StoreError where it could not begin.
+
+        It is closed then.
+        """
+        ...
+
     def close(self) -> None:
         """Nothing is told after this returns, save what is being told."""
         ...
@@ -189,9 +196,9 @@ class Store(Protocol):
     def watch(self, prefix: str, after: int | None, tell: Callable[[Update], None]) -> Watch:
         """Tell what changes under `prefix` after revision `after`: each revision once, in order, from any thread.
 
-        For None a `View` of what is there is told before this returns, and what changes from then on. Elsewhere one
-        stands for all changes up to its revision, where the store no longer has them one by one. A StoreError (Denied,
-        HistoryLost) ends the watch; once begun, it gets over what is Unavailable by itself. `tell` must return at once.
+        For None that begins with a `View` of what is there. Elsewhere one stands for all changes up to its revision,
+        where the store no longer has them one by one. A StoreError (Denied, HistoryLost) ends the watch; it gets over
+        what is Unavailable by itself. `tell` must return at once.
         """
         ...
 

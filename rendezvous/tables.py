@@ -42,8 +42,8 @@ def encode_table(table: RankTable) -> str:
 def decode_table(text: str) -> RankTable:
     """What `encode_table` wrote. Raises ValueError where the text is no table."""
     try:
-        packed = text.removeprefix(_PACKED)
-        record = json.loads(text if packed is text else zlib.decompress(b64decode(packed)))
+        is_packed = text.startswith(_PACKED)
+        record = json.loads(zlib.decompress(b64decode(text.removeprefix(_PACKED))) if is_packed else text)
         nodes, slots, roles = record["nodes"].split(), record["slots"], _unrun(record["roles"])
         return RankTable(
             generation=int(record["generation"]),

@@ -174,8 +174,7 @@ class RankTable:
 
     @property
     def world_size(self) -> int:
-        last = self.seats[-1]
-        return last.first_rank + last.slots
+        return self.seats[-1].first_rank + self.seats[-1].slots if self.seats else 0
 
     def group_rank(self, node_id: str) -> int | None:
         """The node's index in the table, or None where it has no seat."""

@@ -63,26 +63,26 @@ class EtcdWatch:
         self._closed = threading.Event()
         self._error: StoreError | None = None
         self._begun_s = math.inf
+        self._tried = threading.Event()
+        self._why_not: StoreError | None = None
         self._thread = threading.Thread(target=self._run, name=f"watch {prefix}", daemon=True)
 
     def start(self) -> None:
-        """Begin to tell; from now on, if nothing is known yet: then what is there is told before this returns.
-
-        Raises StoreError in that case.
-        """
-        if self._after is None:
-            try:
-                self._begin_now()
-            except BaseException:
-                self._let_go()
-                self._source.forget(self)
-                raise
+        """Begin to tell."""
         self._thread.start()
+
+    def begun(self) -> None:
+        """Wait until it tells what happens, each member having been tried once; raises why none lets it begin."""
+        self._tried.wait()
+        if self._why_not:
+            self.close()
+            raise self._why_not
 
     def close(self) -> None:
         """Nothing is told after this returns, save what is being told."""
         self.hang_up()
-        if threading.current_thread() is not self._thread:
+        # It may be closed before it is started, by another thread.
+        if threading.current_thread() is not self._thread and self._thread.is_alive():
             self._thread.join(_JOIN_S)
 
     def hang_up(self) -> None:
@@ -109,30 +109,6 @@ class EtcdWatch:
     def _over(self) -> bool:
         return self._closed.is_set() or self._error is not None
 
-    def _begin_now(self) -> None:
-        # A watch that begins in the past waits up to 0.1 s for etcd to bring it up to the present; one that begins now
-        # tells at once, and what was before is read then.
-        try:
-            self._open(0)
-        except (Denied, Refused, Unavailable):
-            # This member may be away, it may be its fault alone, or a token too old, of which a watch only says
-            # "permission denied": a read finds a member and a token, and what none would let us read is denied indeed.
-            self._source.read(self._prefix)
-            self._open_again()
-        self._say_all()
-
-    def _open_again(self) -> None:
-        """At the member that answers calls, or at the one after it."""
-        for attempt in range(self._source.members)[:2]:
-            try:
-                self._open(attempt)
-                return
-            except (Denied, Refused) as error:
-                failed: Unavailable = Unavailable(str(error))
-            except Unavailable as error:
-                failed = error
-        raise failed
-
     def _run(self) -> None:
         failures = 0
         while not self._over():
@@ -140,18 +116,26 @@ class EtcdWatch:
             try:
                 self._once(failures)
                 failures = 0
-            except Unavailable:
+            except Unavailable as error:
                 was_good = self._after != told or time.monotonic() - self._begun_s > _SETTLED_S
                 failures = 0 if was_good else failures + 1
+                if failures >= self._source.members:
+                    self._answer(error)
             except StoreError as error:
                 self._error = self._error or error
             if failures and not self._over():
                 wait_s = min(BACKOFF_MAX_S, _BACKOFF_MIN_S * 2 ** min(failures, 10))
                 self._closed.wait(wait_s * random.uniform(0.5, 1))
-        self._let_go()
+        self._answer(self._error or Unavailable("the watch was closed"))
         if self._error and not self._closed.is_set():
             self._tell(self._error)
         self._source.forget(self)
+
+    def _answer(self, why_not: StoreError | None) -> None:
+        """To whoever waits until it has begun; the first answer stands."""
+        if not self._tried.is_set():
+            self._why_not = why_not
+            self._tried.set()
 
     def _once(self, failures: int) -> None:
         """Follow one stream to its end; returns where another is to be had at once."""
@@ -160,35 +144,32 @@ class EtcdWatch:
         except (Denied, Refused) as error:
             if isinstance(error, Refused) and judge(error) is Kind.RETRY:
                 raise Unavailable(str(error)) from error
-            # As at the beginning; what no member would let us read is denied indeed.
+            # It may be this member's fault alone, or a token too old, of which a watch only says "permission denied":
+            # what no member would let us read is denied indeed.
             self._source.read(self._prefix)
             raise Unavailable(str(error)) from error
         except _Compacted:
             self._say_all()
-        finally:
-            self._let_go()
 
     def _follow(self, attempt: int) -> None:
-        endpoint, stream = self._stream or self._open(attempt)
-        while not self._over():
-            self._take(endpoint, stream.next(None))
-
-    def _open(self, attempt: int) -> tuple[Endpoint, Stream]:
-        """A stream that has begun to tell what comes after what was told."""
-        self._let_go()
-        self._begun_s = math.inf
         endpoint, stream = self._source.open(gateway.watch(self._prefix, self._after), attempt)
-        with self._lock:
-            self._stream = endpoint, stream
-        self._take(endpoint, stream.next(_BEGUN_S))
-        self._begun_s = time.monotonic()
-        return endpoint, stream
-
-    def _let_go(self) -> None:
-        with self._lock:
-            stream, self._stream = self._stream, None
-        if stream:
-            stream[1].close()
+        try:
+            with self._lock:
+                self._stream = endpoint, stream
+            self._begun_s = math.inf
+            self._take(endpoint, stream.next(_BEGUN_S))
+            self._begun_s = time.monotonic()
+            # A watch that begins in the past waits up to 0.1 s for etcd to bring it up to the present; one that begins
+            # now tells at once, and what was before is read then.
+            if self._after is None:
+                self._say_all()
+            self._answer(None)
+            while not self._over():
+                self._take(endpoint, stream.next(None))
+        finally:
+            with self._lock:
+                self._stream = None
+            stream.close()
 
     def _take(self, endpoint: Endpoint, answer: Json) -> None:
         try:

@@ -253,7 +253,13 @@ class Checks:
         if "nodes were here" in outcome.reason:
             here = len(self.joined.get(outcome.generation, {}))
             self._require(here < run.terms.nodes_min, "ended", f"{outcome}, but {here} are here")
-            gone = [p.name for h in world.hosts for p in h.processes if p.succeeded_s >= run.began_s]
+            # Another run's end may be heard of late.
+            gone = [
+                p.name
+                for h in world.hosts
+                for p in h.processes
+                if p.succeeded_s >= run.began_s and p.outcome and p.outcome.generation >= run.first
+            ]
             self._require(not gone, "deserted", f"{outcome}, but {gone} went as if all were well")
             return
         assert table

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, TypeVar
 
-from elaunch.rendezvous.store import Answer, HistoryLost, LeaseGone, Txn, Unavailable, Update, View
+from elaunch.rendezvous.store import Answer, HistoryLost, LeaseGone, StoreError, Txn, Unavailable, Update, View
 
 if TYPE_CHECKING:
     from tests.sim.agents import AgentProcess
@@ -150,6 +150,15 @@ class WatchLine:
 
     def begin(self, after: int | None) -> None:
         self._watch = self._world.store.watch(self._prefix, after, self._changed)
+
+    def begun(self) -> None:
+        """What is there is read when the watch has begun, by a call like any other."""
+        try:
+            view = self._process.line.read(self._prefix)
+        except StoreError:
+            self.close()
+            raise
+        self._tell(view)
 
     def close(self) -> None:
         self.is_closed = True

@@ -13,6 +13,24 @@ from elaunch.rendezvous.store import Answer, StoreError, Txn, Unavailable, Updat
 Result = TypeVar("Result")
 
 
+class _FlakyWatch:
+    """It has begun when a read has been answered."""
+
+    def __init__(self, store: FlakyStore, watch: Watch) -> None:
+        self._store = store
+        self._watch = watch
+
+    def begun(self) -> None:
+        try:
+            self._store.read()
+        except StoreError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        self._watch.close()
+
+
 class FlakyStore:
     """A memory store that several threads may use, and that fails as it is told.
 
@@ -65,14 +83,7 @@ class FlakyStore:
             if not self.deaf:
                 tell(update)
 
-        def watch() -> Watch:
-            if after is not None:
-                return self.memory.watch(prefix, after, told)
-            view = self.read(prefix)
-            told(view)
-            return self.memory.watch(prefix, view.revision, told)
-
-        return self._call("watch", watch)
+        return self._call("watch", lambda: _FlakyWatch(self, self.memory.watch(prefix, after, told)))
 
     def close(self) -> None:
         self.closed = True

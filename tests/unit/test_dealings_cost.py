@@ -57,7 +57,7 @@ class FarStore(MemoryStore):
         self._ask("watch")
         if after is None:
             # The view comes at once, and what changes behind it later.
-            view = self.read(prefix)
+            view = super().read(prefix)
             tell(view)
             after = view.revision
         return super().watch(prefix, after, lambda update: self._on_the_way.append(lambda: tell(update)))
