@@ -88,6 +88,7 @@ class EtcdWatch:
     def hang_up(self) -> None:
         """Close it, and wait for nothing."""
         self._closed.set()
+        self._answer(Unavailable("the watch was closed"))
         self._interrupt()
 
     def fail(self, error: StoreError) -> None:
@@ -126,7 +127,7 @@ class EtcdWatch:
             if failures and not self._over():
                 wait_s = min(BACKOFF_MAX_S, _BACKOFF_MIN_S * 2 ** min(failures, 10))
                 self._closed.wait(wait_s * random.uniform(0.5, 1))
-        self._answer(self._error or Unavailable("the watch was closed"))
+        self._answer(self._error)
         if self._error and not self._closed.is_set():
             self._tell(self._error)
         self._source.forget(self)

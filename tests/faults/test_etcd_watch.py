@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import closing
+from typing import Any
 
 import pytest
 
@@ -223,7 +224,7 @@ def test_a_watch_from_now_that_cannot_begin_says_so_and_leaves_no_thread(watchin
     told = Told()
 
     with pytest.raises(Unavailable):
-        watching.watch(PREFIX, None, told)
+        watching.watch(PREFIX, None, told).begun()
 
     assert not told.updates
     assert not watching._watches
@@ -235,7 +236,7 @@ def test_a_watch_from_now_goes_on_where_its_connection_broke(
 ) -> None:
     put(direct, A)
     told = Told()
-    watching.watch(PREFIX, None, told)
+    watching.watch(PREFIX, None, told).begun()
     assert told.entries.keys() == {A}
 
     way.cut()
@@ -244,6 +245,50 @@ def test_a_watch_from_now_goes_on_where_its_connection_broke(
 
     told.wait_for(put(direct, A, "again"))
     assert told.entries == direct.read(PREFIX).entries
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_watch_that_begins_at_a_member_that_never_answers_is_closed_at_once_by_another_thread(transport: str) -> None:
+    with silent() as mute, closing(client([mute.endpoint], transport, deadline_s=30)) as store:
+        watch = store.watch(PREFIX, None, Told())
+        wait_for(lambda: mute.accepted, "its connection")
+        closing_it = threading.Thread(target=store.close)
+        closing_it.start()
+
+        with pytest.raises(Unavailable, match="the watch was closed"):
+            watch.begun()
+
+        closing_it.join(5)
+        assert not closing_it.is_alive()
+
+
+@pytest.mark.parametrize("moment", ["open", "read"])
+@pytest.mark.parametrize("side", ["before", "after"])
+def test_a_watch_from_now_misses_nothing_that_is_written_while_it_begins(
+    etcd: Etcd, direct: EtcdStore, moment: str, side: str
+) -> None:
+    """Whether it is written before or after the stream is opened, or before or after what is there is read."""
+
+    class Interrupted(EtcdStore):
+        pass
+
+    def interrupted(self: EtcdStore, *args: Any) -> Any:
+        if side == "before":
+            written.append(put(direct, A))
+        answer = getattr(EtcdStore, moment)(self, *args)
+        if side == "after":
+            written.append(put(direct, A))
+        return answer
+
+    setattr(Interrupted, moment, interrupted)
+    written: list[int] = []
+    told = Told()
+    with closing(Interrupted(etcd.addresses, deadline_s=10)) as store:
+        store.watch(PREFIX, None, told).begun()
+
+        told.wait_for(written[-1])
+        assert told.entries == direct.read(PREFIX).entries
+        assert [A in update.entries for update in told.updates].count(True) == 1, "told once"
 
 
 FORKING = """

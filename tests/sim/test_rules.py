@@ -61,6 +61,12 @@ def coming_back(rng: random.Random, seed: int) -> Plan:
     return plan(seed, 3, cuts, work_s=rng.choice([4.0, 15.0]), call_s=0.2, watch_s=0.2, collective=False)
 
 
+def just_back(rng: random.Random, seed: int) -> Plan:
+    """One host comes back to the store at about the moment at which its lease ends."""
+    cut = Fault(rng.uniform(3, 6), Strike.STORELESS, rng.randrange(3), rng.uniform(2.2, 3.4))
+    return plan(seed, 3, [cut], call_s=0.2, watch_s=0.2, collective=False)
+
+
 def dying_done(rng: random.Random, seed: int) -> Plan:
     """Agents die at any moment, also when their workers have ended well and others' have not."""
     kills = [Fault(rng.uniform(1, 8), Strike.KILL, rng.randrange(3)) for _ in range(2)]
@@ -231,7 +237,7 @@ HUNTS = [
     Hunt(finished_leave, finishing_early, "deserted", ("exit code",)),
     Hunt(lease_kept_by_itself, wedged, "liveness"),
     Hunt(not_read_again, deaf, "liveness"),
-    Hunt(return_unguarded, coming_back, "stale"),
+    Hunt(return_unguarded, just_back, "stale"),
     Hunt(no_amnesty, away_ending, "outage"),
 ]
 

@@ -21,6 +21,7 @@ class _FlakyWatch:
         self._watch = watch
 
     def begun(self) -> None:
+        self._store.calls["begun"] += 1
         try:
             self._store.read()
         except StoreError:

@@ -594,11 +594,12 @@ class StoreContract:
         assert told.values_until(now + 1) == [(now, {A: "2", f"{ROOT}c/1": "c"}), (now + 1, {B: "new"})]
         watch.close()
 
-    def test_a_watch_from_now_tells_what_is_there_before_it_returns_and_then_what_changes(self, store: Store) -> None:
+    def test_a_watch_from_now_tells_what_is_there_and_has_begun_then(self, store: Store) -> None:
         put(store, A, "before")
         told = Told()
 
         watch = store.watch(ROOT, None, told)
+        watch.begun()
         assert told.updates == [store.read(ROOT)]
         put(store, D, "1")
         now = put(store, A, "after")
@@ -612,6 +613,7 @@ class StoreContract:
         told = Told()
 
         watch = store.watch(f"{ROOT}nobody/", None, told)
+        watch.begun()
 
         assert told.updates == [View(store.read(ROOT).revision, {})]
         watch.close()

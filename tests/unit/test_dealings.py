@@ -161,19 +161,39 @@ def member(host: str, process: str) -> Node:
     return replace(NODE, node_id=f"{host}-00000009", host=host, process=process)
 
 
-@pytest.mark.parametrize("tag", [Tag.JOIN, Tag.RUN])
-def test_an_agent_that_was_started_again_ends_the_lease_of_its_last_life_before_it_enters(tag: Tag) -> None:
+def with_last_life() -> Bench:
+    """An agent that was started again while its last life's keys stand."""
     bench = Bench().begun()
     bench.store.memory.grant(5, 3)
     old = member("node-a", "boot:1:17")
     bench.write(Put(KEYS.member(old.node_id), encode(old), 5), Put(KEYS.leader, old.node_id, 5))
     bench.dead = {"boot:1:17"}
+    return bench
 
-    bench.dealings.commit(Txn((Absent(KEYS.leader),), bench.put(KEYS.done(0, "me")).then), tag)
 
-    assert bench.events[-1] == Committed(tag, True, bench.store.memory.read().revision)
+def test_a_run_is_begun_once_the_lease_of_the_agents_last_life_is_ended() -> None:
+    bench = with_last_life()
+
+    bench.dealings.commit(Txn((Absent(KEYS.leader),), bench.put(KEYS.done(0, "me")).then), Tag.RUN)
+
+    assert bench.events[-1] == Committed(Tag.RUN, True, bench.store.memory.read().revision)
     assert bench.store.memory.keep_alive(5) == 0
     assert bench.snapshot.leader == ""
+
+
+@pytest.mark.parametrize("tag", [Tag.JOIN, Tag.ALONE])
+def test_what_was_decided_with_the_agents_last_life_in_sight_is_decided_anew(tag: Tag) -> None:
+    bench = with_last_life()
+    entry = bench.put(KEYS.member("me")) if tag is Tag.JOIN else Txn(())
+
+    bench.dealings.commit(entry, tag)
+    refused, leader = bench.events[-1], bench.snapshot.leader
+    bench.dealings.commit(entry, tag)
+
+    assert isinstance(refused, Committed)
+    assert (refused.tag, refused.held, leader) == (tag, False, "")
+    assert bench.events[-1] == Committed(tag, True, bench.store.memory.read().revision)
+    assert bench.store.memory.keep_alive(5) == 0
 
 
 def test_the_lease_of_an_agent_that_lives_or_of_another_host_is_left_alone() -> None:
@@ -215,17 +235,14 @@ def test_a_host_that_has_no_other_member_is_not_asked_who_that_is_and_no_host_tw
 
 @pytest.mark.parametrize("breaks_at", ["commit", "read", "revoke"])
 def test_an_entry_that_broke_off_is_made_again(breaks_at: str) -> None:
-    bench = Bench().begun()
-    bench.store.memory.grant(5, 3)
-    old = member("node-a", "boot:1:17")
-    bench.write(Put(KEYS.member(old.node_id), encode(old), 5))
-    bench.dead = {"boot:1:17"}
+    bench = with_last_life()
     bench.store.lose(breaks_at, AWAY)
     entry = bench.put(KEYS.member("me"))
 
     with pytest.raises(Unavailable):
         bench.dealings.commit(entry, Tag.JOIN)
-    bench.dealings.commit(entry, Tag.JOIN)
+    for _ in range(2):
+        bench.dealings.commit(entry, Tag.JOIN)
 
     assert bench.events[-1] == Committed(Tag.JOIN, True, bench.store.memory.read().revision)
     assert bench.store.memory.keep_alive(5) == 0
@@ -345,6 +362,16 @@ def test_a_look_at_everything_begins_with_a_read() -> None:
     assert (narrow.whole, narrow.members) == (False, {})
     assert (wide.whole, set(wide.members)) == (True, {NODE.node_id})
     assert bench.snapshot.done == {0: {NODE.node_id}}
+
+
+def test_a_look_at_everything_does_not_wait_for_its_watch_to_begin() -> None:
+    """The same thread renews the lease."""
+    bench = Bench().begun()
+    begun = bench.store.calls["begun"]
+
+    bench.dealings.widen()
+
+    assert (begun, bench.store.calls["begun"]) == (1, 1)
 
 
 def test_what_the_narrower_watch_still_tells_is_not_taken_for_everything() -> None:

@@ -165,6 +165,27 @@ def test_a_node_that_does_not_fit_the_job_refuses_with_both_values_and_the_job_i
     assert first.store.read(KEYS.root).entries == before.entries
 
 
+def test_a_command_that_was_mended_and_started_again_at_once_does_not_have_to_fit_the_one_that_was_killed() -> None:
+    first = started()
+    mended = replace(SPEC, program=replace(SPEC.program, args=("--lr", "2")))
+    # The host is for the driver's leases only; whose last life it was, the core does not ask.
+    second = Driver(mended, host="node-b", store=first.store, remote=True).begin()
+    second.answer()
+    second.look()
+    assert tags(second) == [Tag.ALONE]
+
+    # As `Dealings` answers where the agent of that lease is dead.
+    second.answers.clear()
+    first.store.revoke(first.lease)
+    second.look()
+    second.happen(Committed(Tag.ALONE, False, second.store.read().revision))
+    second.settle()
+
+    assert isinstance(second.agent.phase, Running)
+    assert second.snapshot.terms == mended.terms
+    assert second.snapshot.leader == second.node_id
+
+
 def test_each_host_may_have_its_own_interpreter() -> None:
     mine = replace(TWO, program=replace(TWO.program, interpreter="/opt/python"))
     first = Driver(TWO, host="node-a").begin()
