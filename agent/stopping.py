@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from elaunch.agent.events import (
@@ -45,6 +46,20 @@ def stop_for(
 
 def signalled(agent: Agent, event: Signalled, now_s: float) -> Step:
     """SIGINT ends the job, any other signal this node's part in it; a second SIGINT waits for nobody."""
+    if event.signum != SIGINT:
+        return _asked_to_stop(agent, event, now_s)
+    if not agent.is_interrupted:
+        return _asked_to_stop(replace(agent, is_interrupted=True), event, now_s)
+    match agent.phase:
+        case Stopping(killed=False, live=live) as stopping if live:
+            return _kill(agent, stopping, now_s, Say("SIGINT again: killing the workers now"))
+        case Stopping(live=live, then=Outcome() as then) if not live:
+            # Only output is left, and whoever reads it does not.
+            return exit_with(agent, then)
+    return agent, ()
+
+
+def _asked_to_stop(agent: Agent, event: Signalled, now_s: float) -> Step:
     outcome = _interrupted(agent, event)
     reason = StopReason.INTERRUPT if event.signum == SIGINT else StopReason.LEAVE
     match agent.phase:
@@ -61,11 +76,12 @@ def signalled(agent: Agent, event: Signalled, now_s: float) -> Step:
             return stop_at_boundary(agent, stopping, reason, event.signum, farewell)
         case Stopping(then=None, done=True, summons=None) as stopping:
             return replace(agent, phase=replace(stopping, summons=event, kill_at_s=now_s + LAST_WORDS_S)), ()
-        case Stopping(killed=False, live=live) as stopping if event.signum == SIGINT and live:
-            return _kill(agent, stopping, now_s, Say("SIGINT again: killing the workers now"))
-        case Stopping(live=live, then=Outcome() as then) if event.signum == SIGINT and not live:
-            # Only output is left, and whoever reads it does not.
-            return exit_with(agent, then)
+        case Stopping(then=Outcome(), killed=False, live=live, kill_at_s=kill_at_s) if event.signum == SIGINT and live:
+            # For something else, as the end that the same Ctrl-C has brought on another node a moment ago.
+            agent, farewell = _say_goodbye(agent, outcome)
+            left_s = math.ceil(kill_at_s - now_s)
+            said = Say(f"{event.name}: stopping already, SIGKILL in {left_s} s; Ctrl-C again kills now")
+            return agent, (*farewell, said)
         case Joining() | Finished():
             agent, farewell = _say_goodbye(agent, outcome)
             agent, more = exit_with(agent, outcome)
@@ -90,7 +106,7 @@ def tick_stopping(agent: Agent, stopping: Stopping, now_s: float) -> Step:
         # Only output is left, and whoever reads it does not.
         if stopping.summons:
             agent, actions = _go_on(agent, stopping)
-            agent, more = signalled(agent, stopping.summons, now_s)
+            agent, more = _asked_to_stop(agent, stopping.summons, now_s)
             return agent, (*actions, *more)
         return exit_with(agent, stopping.then) if stopping.then else (agent, ())
     if stopping.killed:
@@ -125,7 +141,7 @@ def cleared(agent: Agent, stopping: Stopping, event: Cleared, now_s: float) -> S
     actions = (*actions, *more)
     # A node alone has ended well with that, whatever signal came meanwhile.
     if stopping.summons and agent.spec.nodes_max > 1:
-        agent, more = signalled(agent, stopping.summons, now_s)
+        agent, more = _asked_to_stop(agent, stopping.summons, now_s)
         actions = (*actions, *more)
     return agent, actions
 

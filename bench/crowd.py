@@ -220,7 +220,7 @@ def main() -> None:
         parser.add_argument(name, type=int)
     asked = parser.parse_args()
     sys.setswitchinterval(_SWITCH_S)
-    # One agent's objects are few; those of hundreds would be gone through each time that some of them are made.
+    # In a real job each agent has a process of its own, with few objects; those of a hundred are gone through for long.
     gc.disable()
     crowd = Crowd(Endpoint(asked.host, asked.port), asked.run_id, asked.nodes, asked.first, asked.count)
     orders: dict[str, Callable[[], None]] = {

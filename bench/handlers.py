@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import signal
 import sys
@@ -69,6 +70,8 @@ def main() -> None:
         store = TCPStore(HOST, asked.port, is_master=True, wait_for_workers=False)
         tell({"port": store.port})
         signal.pause()
+    # As for elaunch's agents: in a real job each has a process of its own.
+    gc.disable()
     handlers = [handler(asked.port, asked.nodes) for _ in range(asked.count)]
     tell({"ready": asked.count})
     for generation, _ in enumerate(sys.stdin):

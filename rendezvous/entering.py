@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from elaunch.rendezvous.codec import encode
 from elaunch.rendezvous.snapshot import Snapshot
 from elaunch.rendezvous.store import Absent, Delete, Empty, Op, Present, Put, Txn
@@ -70,15 +68,18 @@ def is_done(snapshot: Snapshot, me: Node, generation: int) -> Txn:
 
 def fail(snapshot: Snapshot, me: Node, failure: Failure) -> Txn:
     """Open the next generation together with the failure that is its cause; where one is open, the record only."""
-    keys = snapshot.keys
-    opened = Generation(failure.generation + 1, OpenKind.FAIL, failure.sentence, me.node_id)
-    record = Put(keys.failure(failure.generation, me.node_id), encode(failure))
-    guards = (snapshot.gen_guard, snapshot.live_guard)
-    # GEN is of the newest generation, and a failure opens what comes after that.
-    if snapshot.generation and snapshot.generation.number > failure.generation:
-        opened = replace(opened, number=snapshot.generation.number + 1)
-        if snapshot.generation.kind.is_urgent:
+    keys, newest, failed_in = snapshot.keys, snapshot.generation, failure.generation
+    record = Put(keys.failure(failed_in, me.node_id), encode(failure))
+    number = failed_in + 1
+    if newest and newest.number > failed_in:
+        # Of these two alone somebody waits for this node's workers to end well; and if it is not the next one, then
+        # others have had a table since, perhaps those of another run.
+        is_hurried = newest.kind in (OpenKind.JOIN, OpenKind.LEAVE) and newest.number == failed_in + 1
+        if not is_hurried:
             return Txn((snapshot.live_guard,), (record,))
+        number = newest.number + 1
+    opened = Generation(number, OpenKind.FAIL, failure.sentence, me.node_id)
+    guards = (snapshot.gen_guard, snapshot.live_guard)
     return Txn(guards, (Put(keys.generation, encode(opened)), record), (record,))
 
 

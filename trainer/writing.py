@@ -1,8 +1,8 @@
 """One checkpoint in the making: written, sealed and published by a thread while training goes on.
 
 The ranks meet in the files alone. A rank whose part is on the disk leaves `part-RRRRR` beside it; rank 0 waits for all
-of them, and then writes the rest. No collective is used here: it would have to be kept apart from training's, and a
-rank whose peer has died would sit in it for minutes. When a rank dies, the folder stays without its final name.
+others' and then writes the rest. No collective is used here: it would have to be kept apart from training's, and a rank
+whose peer has died would sit in it for minutes. When a rank dies, the folder stays without its final name.
 """
 
 from __future__ import annotations
@@ -98,18 +98,29 @@ class Writing:
         order = self.order
         try:
             part = dcp.write(order.folder, order.plan.items, order.staging)
-            if order.ranks > 1:
-                write_durably(_part_path(order.folder, order.rank), pickle.dumps(part))
         except Exception as error:
             self.failure = _reason(error)
             with contextlib.suppress(OSError):
                 for path in order.folder.glob(f"__{order.rank}_*"):
                     path.unlink()
-                # There may be room for it now, and rank 0 need not wait for what will never come.
-                if order.ranks > 1:
-                    write_durably(_part_path(order.folder, order.rank), b"")
-            return None
+            part = None
+        if order.rank:
+            try:
+                self._say(pickle.dumps(part) if part else b"")
+            except OSError as error:
+                # What was written stays: rank 0 may have seen that it is there.
+                self.failure = self.failure or _reason(error)
         return part
+
+    def _say(self, words: bytes) -> None:
+        """To rank 0: this rank's part, or empty where there is none, or it would wait for what never comes."""
+        order = self.order
+        try:
+            write_durably(_part_path(order.folder, order.rank), words)
+        except OSError:
+            # A disk that is full may have room for this.
+            write_durably(_part_path(order.folder, order.rank), b"")
+            raise
 
     def _all_parts(self, own: dcp.Part | None) -> list[dcp.Part]:
         """Everybody's part by rank, empty where one has failed; when nobody writes in the folder any more."""
@@ -131,8 +142,6 @@ class Writing:
         assert order.plan.metadata is not None
         files: dict[str, tuple[int, int]] = {PLAIN: (len(order.plain), zlib.crc32(order.plain))}
         write_durably(order.folder / PLAIN, order.plain)
-        with contextlib.suppress(FileNotFoundError):
-            _part_path(order.folder, 0).unlink()
         for part in (*parts, dcp.finish(order.folder, order.plan.metadata, parts)):
             files.update(part.files)
         seal(order.folder, Manifest(order.mark, order.ranks, files))

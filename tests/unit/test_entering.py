@@ -253,6 +253,18 @@ def test_a_failure_over_a_generation_that_is_urgent_already_is_recorded_only(kin
     assert world.snapshot.failures == {0: (FAILED,)}
 
 
+@pytest.mark.parametrize("opened", [Generation(1, OpenKind.START, ""), Generation(2, OpenKind.JOIN, "host-c joins")])
+def test_a_failure_in_a_group_that_others_have_followed_is_recorded_only(opened: Generation) -> None:
+    """As that of an agent which stood still, or was cut off, while others began anew without it."""
+    world = running(A, B)
+    world.write(Put(KEYS.generation, encode(opened)))
+
+    world.commit(entering.fail(world.snapshot, B, FAILED))
+
+    assert generation_of(world) == opened
+    assert world.snapshot.failures == {0: (FAILED,)}
+
+
 def test_a_failure_after_the_end_opens_nothing() -> None:
     world = running(A, B)
     snapshot = world.snapshot

@@ -273,14 +273,42 @@ def test_a_second_ctrl_c_kills_now() -> None:
 
 def test_a_second_ctrl_c_does_not_wait_for_output_that_nobody_reads() -> None:
     driver = started()
-    driver.happen(Signalled(TERM, "SIGTERM"))
+    driver.happen(Signalled(INT, "SIGINT"))
     for rank in range(3):
-        driver.exits(rank, -TERM)
+        driver.exits(rank, -INT)
 
     done = driver.happen(Signalled(INT, "SIGINT"))
 
     assert [type(action) for action in done] == [Exit]
-    assert driver.outcome.exit_code == 128 + TERM
+    assert driver.outcome.exit_code == 128 + INT
+
+
+def test_the_first_ctrl_c_kills_nobody_while_the_job_stops_for_that_of_another_node() -> None:
+    """srun, mpirun and a terminal give one to all of them, and the store may be faster."""
+    driver = started()
+    ended = Outcome(OutcomeKind.INTERRUPTED, "SIGINT was received by node-b", 0, 0, 3, signum=INT)
+    driver.write(Put(KEYS.ended, encode(ended)))
+    driver.look()
+    driver.now_s += 0.2
+
+    first = driver.happen(Signalled(INT, "SIGINT"))
+    said = driver.said
+    second = driver.happen(Signalled(INT, "SIGINT"))
+
+    assert (first, said) == ([], "SIGINT: stopping already, SIGKILL in 30 s; Ctrl-C again kills now")
+    assert second == [SignalWorkers(0, ALL, KILL)]
+
+
+def test_a_ctrl_c_on_a_node_that_leaves_ends_the_job_for_the_others_too() -> None:
+    driver = started()
+    driver.agent = replace(driver.agent, spec=replace(SPEC, nodes_max=2))
+    driver.happen(Signalled(TERM, "SIGTERM"))
+    assert driver.snapshot.ended is None
+
+    driver.happen(Signalled(INT, "SIGINT"))
+
+    assert driver.snapshot.ended is not None
+    assert driver.snapshot.ended.reason == "SIGINT was received by node-a"
 
 
 def test_a_second_sigterm_is_not_in_a_hurry() -> None:

@@ -13,6 +13,7 @@ import signal
 import struct
 import threading
 from collections import Counter, OrderedDict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -508,6 +509,35 @@ def test_the_folder_of_a_failed_checkpoint_goes_when_no_rank_writes_in_it_any_mo
     failed.wait()
 
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_part_that_could_not_be_announced_stays_for_rank_0_may_have_seen_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "hidden"
+    folder.mkdir()
+    state = {"weight": torch.ones(2)}
+    plan = dcp.plan(state, {"weight": ("weight",)}, None)
+    # As where a group has shared the writing out.
+    plan = replace(plan, items=replace(plan.items, storage_data=type(plan.items.storage_data)("__1_")))
+    staging = dcp.Staging()
+    staging.copy(plan.items, state)
+    announced = []
+
+    def durably(path: Path, content: bytes) -> None:
+        if content and path.name == "part-00001":
+            announced.append(path)
+            raise OSError(28, "No space left on device")
+        write_durably(path, content)
+
+    monkeypatch.setattr(writing, "write_durably", durably)
+    order = writing.Order(Mark(0, 1), folder, plan, staging, plain=b"", rank=1, ranks=2, keep=1)
+    part = writing.Writing(order, lambda size: None)
+
+    assert part.own_part() == "No space left on device"
+    assert announced
+    assert {path.name for path in folder.iterdir()} == {"part-00001", "__1_0.distcp"}
+    assert (folder / "part-00001").read_bytes() == b""
 
 
 def test_a_file_whose_folder_is_renamed_at_once_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
