@@ -179,11 +179,9 @@ class Dealings:
         self._is_reread_ordered = False
 
     def widen(self) -> None:
-        """Look at all of the job's keys from now on."""
-        # Not waited for: this thread has a lease to renew. What it watches until now is let go of for what was read.
-        view = self._store.read(self._keys.root)
+        """Look at all of the job's keys from now on: the watch's first word is what is there."""
+        # Not waited for: this thread has a lease to renew.
         self._follow(self._keys.root, None)
-        self._show(view)
 
     def give_back(self) -> None:
         """End the lease, and with it this node's keys."""
@@ -271,7 +269,8 @@ class Dealings:
         A few bytes instead of the rank table, which is as long as there are nodes, for each of them.
         """
         with self._view_lock:
-            view = self._view
+            # While a wider watch begins, the view is still the narrow one's.
+            view = self._view if self._is_whole == (self._scope == self._keys.root) else None
         if view is None or len(view.entries) > _COMPARED_MAX:
             return False
         # No write to any key is newer, and none of them was deleted.

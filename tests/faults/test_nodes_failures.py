@@ -316,6 +316,39 @@ def test_sigint_to_one_agent_ends_the_job_on_all_nodes(tmp_path: Path) -> None:
         cluster.ended({0: 130, 1: 130})
 
 
+SAVER = """
+import os, pathlib, signal, sys, time
+
+def save(*_):
+    time.sleep(1)
+    pathlib.Path(sys.argv[1], "saved-" + os.environ["RANK"]).touch()
+    sys.exit()
+
+signal.signal(signal.SIGTERM, save)
+signal.signal(signal.SIGINT, save)
+pathlib.Path(sys.argv[1], "ready-" + os.environ["RANK"]).touch()
+while True:
+    time.sleep(0.1)
+"""
+
+
+def test_a_ctrl_c_that_every_agent_gets_lets_all_workers_save(tmp_path: Path) -> None:
+    """As srun hands it on: that of one node may have ended the job when it arrives on another."""
+    program = tmp_path / "saver.py"
+    program.write_text(SAVER)
+    with Cluster(tmp_path, 2) as cluster:
+        cluster.start(0, 1, nnodes="2", program=program)
+        wait_for(lambda: len([*cluster.folder.glob("ready-*")]) == 2, "both workers")
+
+        cluster.agents[1].signal(signal.SIGINT)
+        wait_for(lambda: "the job has ended" in cluster.agents[0].stderr, "word of it on the other node")
+        cluster.agents[0].signal(signal.SIGINT)
+
+        cluster.ended({0: 130, 1: 130})
+        assert {path.name for path in cluster.folder.glob("saved-*")} == {"saved-0", "saved-1"}
+        assert "SIGINT: stopping already, SIGKILL in" in cluster.agents[0].stderr
+
+
 def test_a_node_with_another_command_is_refused_and_the_job_is_untouched(tmp_path: Path) -> None:
     with Cluster(tmp_path, 3) as cluster:
         cluster.start(0, 1, nnodes="2:3")

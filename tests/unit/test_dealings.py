@@ -350,7 +350,7 @@ def test_more_keys_than_one_transaction_may_compare_are_read() -> None:
     assert bench.store.calls["watch"] == 2
 
 
-def test_a_look_at_everything_begins_with_a_read() -> None:
+def test_a_look_at_everything_begins_with_what_is_there() -> None:
     bench = Bench().begun()
     bench.write(Put(KEYS.member(NODE.node_id), encode(NODE)))
     narrow = bench.snapshot
@@ -389,10 +389,9 @@ def test_what_the_narrower_watch_still_tells_is_not_taken_for_everything() -> No
     assert not [event for event in bench.events if isinstance(event, StoreLost)]
 
 
-@pytest.mark.parametrize("method", ["read", "watch"])
-def test_a_look_at_everything_that_broke_off_is_taken_again(method: str) -> None:
+def test_a_look_at_everything_that_broke_off_is_taken_again() -> None:
     bench = Bench().begun()
-    bench.store.fail(method, AWAY)
+    bench.store.fail("watch", AWAY)
     with pytest.raises(Unavailable):
         bench.dealings.widen()
 
@@ -404,14 +403,22 @@ def test_a_look_at_everything_that_broke_off_is_taken_again(method: str) -> None
 
 def test_a_look_is_whole_only_when_everything_was_read() -> None:
     bench = Bench().begun()
-    bench.store.fail("read", AWAY)
-    with pytest.raises(Unavailable):
-        bench.dealings.widen()
+    bench.write(Put(KEYS.member(NODE.node_id), encode(NODE)))
+    # The narrow view is as new as what it has not.
+    bench.dealings.read_again()
+    narrow = bench.snapshot
+    bench.store.deaf = True
+    bench.dealings.widen()
+    reads = bench.store.calls["read"]
 
-    looked = bench.dealings.look()
+    still = bench.dealings.look()
+    bench.dealings.read_again()
+    wide = bench.snapshot
 
-    assert isinstance(looked, Looked)
-    assert not looked.snapshot.whole
+    assert isinstance(still, Looked)
+    assert (narrow.whole, still.snapshot.whole, narrow.revision) == (False, False, wide.revision)
+    assert bench.store.calls["read"] == reads + 1
+    assert (wide.whole, set(wide.members)) == (True, {NODE.node_id})
 
 
 def test_a_record_that_is_none_ends_the_dealings_with_its_key() -> None:
