@@ -11,11 +11,16 @@ from elaunch.rendezvous.carrier import Carrier, Json, Rpc, Stream
 from elaunch.rendezvous.plan import Endpoint
 
 TOLD = "told"
+# Transactions that write nothing: what an agent sees is compared with what is there, each lease time.
+COMPARED = "compared"
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Requests by the path of their call; `sent` and `received` are the bytes of their bodies and of what was told."""
+    """Requests by the path of their call, but for COMPARED ones.
+
+    `sent` and `received` are the bytes of their bodies and of what was told.
+    """
 
     requests: Mapping[str, int]
     sent: int
@@ -60,7 +65,7 @@ class Counting:
         try:
             answer = self._carrier.call(endpoint, rpc, request, token, deadline_s)
         finally:
-            self._tally.note(rpc.value, request, answer)
+            self._tally.note(COMPARED if rpc is Rpc.TXN and not _writes(request) else rpc.value, request, answer)
         return answer
 
     def stream(self, endpoint: Endpoint, rpc: Rpc, request: Json, token: str, deadline_s: float) -> Stream:
@@ -86,6 +91,10 @@ class _CountingStream:
 
     def close(self) -> None:
         self._stream.close()
+
+
+def _writes(txn: Json) -> bool:
+    return any("request_range" not in op for op in (*txn["success"], *txn["failure"]))
 
 
 def _size(body: Json) -> int:

@@ -185,7 +185,7 @@ def _scale(settings: Settings) -> Iterator[Task]:
                 def run(version: str = version, agents: int = agents) -> Iterator[Sample]:
                     return scale.rendezvous(version, agents, limit_s)
 
-                yield Task(label, f"{agents} agents, {scale.ours(version)}", scale.IDLE_S + 3 + agents / 100, run)
+                yield Task(label, f"{agents} agents, {scale.ours(version)}", scale.IDLE_S + 6 + agents / 100, run)
         for agents in torchs if TORCHRUN in settings.contenders else ():
 
             def run_torch(agents: int = agents) -> Iterator[Sample]:

@@ -7,8 +7,9 @@ import time
 import urllib.request
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
+from typing import Any
 
-from bench.counting import TOLD
+from bench.counting import COMPARED, TOLD
 from bench.crew import Crew, cpu_s
 from bench.job import Trouble
 from bench.samples import Sample
@@ -17,7 +18,7 @@ from tests.etcd import Etcd
 
 FIRST, RESTART, IDLE = "first rendezvous of many", "restart of many", "many that train"
 SEALED, RANKS = "sealed", "all have ranks"
-REQUESTS, SEEN, BYTES = "requests per agent", "the same, seen by etcd", "bytes per agent"
+REQUESTS, SEEN, BYTES = "requests per agent", "seen by etcd, looks too", "bytes per agent"
 AGENTS_CPU, ETCD_CPU = "CPU of all agents", "CPU of etcd"
 TORCH = "torchrun's c10d handler"
 VERSIONS = ("3.5", "3.4")
@@ -25,8 +26,10 @@ VERSIONS = ("3.5", "3.4")
 TORCH_MAX = 128
 # The agents of one process share its interpreter lock, as those of a job do not.
 _PROCESSES = 8
-# Renewals come each 0.8 s, reads each 3 s.
-IDLE_S = 6.0
+# A whole number of renewals, which come each 0.8 s, and of comparisons, which come with each fourth of them.
+IDLE_S = 6.4
+# What came late in the rendezvous is made up for by then.
+_SETTLED_S = 3.2
 _ANSWER_S = 20.0
 # etcd's own defaults; the tests' are quicker and cost more.
 _OPTIONS = ("--heartbeat-interval=100", "--election-timeout=1000")
@@ -108,6 +111,8 @@ class _Round:
 
     def idle(self, idle_s: float) -> Sample:
         """A while of training, per second."""
+        time.sleep(_SETTLED_S)
+        self._counts()
         cpu_s, seen = self._cpu_s(), self._seen(renewals=True)
         began_s = time.monotonic()
         time.sleep(idle_s)
@@ -126,14 +131,18 @@ class _Round:
         return self._crew.cpu_s(), cpu_s(process.pid)
 
     def _traffic(self, seconds: float, seen_before: int, *, renewals: bool) -> dict[str, float]:
-        """Per agent; what a lease costs goes by time, and is no part of a rendezvous."""
+        """Per agent; what is asked by the clock, as renewals are, is no part of a rendezvous."""
         seen = self._seen(renewals=renewals) - seen_before
-        self._crew.order("count")
-        counts = self._crew.hear(_ANSWER_S)
+        counts = self._counts()
         requests = sum(asked(count["requests"], renewals=renewals) for count in counts)
         transferred = sum(count["sent"] + count["received"] for count in counts)
         share = self._agents * seconds
         return {REQUESTS: requests / share, SEEN: seen / share, BYTES: transferred / share}
+
+    def _counts(self) -> list[dict[str, Any]]:
+        """What the processes of the agents have counted since the last time."""
+        self._crew.order("count")
+        return self._crew.hear(_ANSWER_S)
 
     def _seen(self, *, renewals: bool) -> int:
         """How many of our kinds of calls etcd has begun to answer."""
@@ -142,8 +151,8 @@ class _Round:
 
 
 def asked(requests: Mapping[str, int], *, renewals: bool) -> int:
-    """How many requests there were, with or without renewals of leases: what a watch tells is not asked for."""
-    left_out = {TOLD} if renewals else {TOLD, Rpc.KEEP_ALIVE.value}
+    """How many requests there were, with or without those by the clock: what a watch tells is not asked for."""
+    left_out = {TOLD} if renewals else {TOLD, COMPARED, Rpc.KEEP_ALIVE.value}
     return sum(count for kind, count in requests.items() if kind not in left_out)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import subprocess
 import sys
@@ -13,13 +14,15 @@ import pytest
 import bench.__main__ as command
 from bench import launches
 from bench.contenders import LIMIT_TORCH
-from bench.counting import TOLD, Counting, Tally, Traffic
+from bench.counting import COMPARED, TOLD, Counting, Tally
 from bench.plan import SECTIONS, Settings, Task
 from bench.samples import Sample, decode
 from bench.scale import asked, started
 from bench.steady import Cost, summed
+from elaunch.rendezvous import gateway
 from elaunch.rendezvous.carrier import Rpc
 from elaunch.rendezvous.plan import Endpoint
+from elaunch.rendezvous.store import Txn
 
 
 @pytest.fixture
@@ -138,13 +141,18 @@ def test_what_is_counted_at_the_client_is_what_was_carried() -> None:
 
     tally = Tally()
     carrier = Counting(Canned(), tally)  # type: ignore[arg-type]
-    carrier.call(Endpoint("h", 1), Rpc.TXN, {"a": 1}, "", 1.0)
+    written = {"success": [{"request_put": {}}], "failure": []}
+    carrier.call(Endpoint("h", 1), Rpc.TXN, written, "", 1.0)
+    carrier.call(Endpoint("h", 1), Rpc.TXN, gateway.commit(Txn(())), "", 1.0)
     carrier.call(Endpoint("h", 1), Rpc.KEEP_ALIVE, {}, "", 1.0)
 
     first, second = tally.take(), tally.take()
 
-    assert first == Traffic({"kv/txn": 1, "lease/keepalive": 1}, len('{"a":1}'), 2 * len('{"header":{"revision":"7"}}'))
-    assert second == Traffic({}, 0, 0)
+    assert first.requests == {"kv/txn": 1, COMPARED: 1, "lease/keepalive": 1}
+    sent = (written, gateway.commit(Txn(())))
+    assert first.sent == sum(len(json.dumps(each, separators=(",", ":"))) for each in sent)
+    assert first.received == 3 * len('{"header":{"revision":"7"}}')
+    assert (second.requests, second.sent, second.received) == ({}, 0, 0)
 
 
 def test_only_calls_that_agents_make_are_counted_of_an_etcds_own() -> None:
@@ -158,8 +166,8 @@ grpc_server_handled_total{grpc_code="OK",grpc_method="Txn",grpc_service="etcdser
 
     assert started(metrics, renewals=True) == 1025
     assert started(metrics, renewals=False) == 1005
-    requests = {"kv/txn": 5, "watch": 2, "lease/keepalive": 20, TOLD: 100}
-    assert asked(requests, renewals=True) == 27
+    requests = {"kv/txn": 5, COMPARED: 3, "watch": 2, "lease/keepalive": 20, TOLD: 100}
+    assert asked(requests, renewals=True) == 30
     assert asked(requests, renewals=False) == 7
 
 
