@@ -47,7 +47,7 @@ from elaunch.agent.running import (
 from elaunch.agent.state import Agent, Exited, Finished, Joining, Running, Step, Stopping, exit_with
 from elaunch.agent.stopping import cleared, signalled, stop_for, stopping_deadline_s, tick_stopping
 from elaunch.agent.telling import SIGTERM, listens, saved, saving, stop_at_boundary, stop_broken, stopped
-from elaunch.rendezvous.types import Generation, OpenKind, Outcome, OutcomeKind, RankTable
+from elaunch.rendezvous.types import Generation, OpenKind, Outcome, OutcomeKind, RankTable, host_of
 
 
 def step(agent: Agent, event: Event, now_s: float) -> Step:
@@ -204,7 +204,14 @@ def _take_seat(agent: Agent, table: RankTable | None, phase: Joining, now_s: flo
     nodes = "" if len(table.seats) == 1 else f" on {len(table.seats)} nodes"
     started = Say(f"generation {table.generation}: {workers}{nodes} ({table.reason})")
     running = Running(table, frozenset(range(table.seats[group_rank].slots)), is_first=phase.ran < 0)
-    return replace(agent, phase=running), (started, Spawn(table, group_rank))
+    crowded = _crowded(agent.me.host, table) if running.is_first else ()
+    return replace(agent, phase=running), (started, *crowded, Spawn(table, group_rank))
+
+
+def _crowded(host: str, table: RankTable) -> tuple[Say, ...]:
+    """A word of several agents on one host, which is rarely meant: their workers share its accelerators."""
+    agents = sum(host_of(seat.node_id) == host for seat in table.seats)
+    return (Say(f"{agents} agents of this job run on {host}; was one meant for another host?"),) if agents > 1 else ()
 
 
 def _why_seatless(agent: Agent, table: RankTable) -> str:

@@ -39,7 +39,7 @@ from elaunch.rendezvous.types import Node
 # A transaction of more operations than 128 is refused; a leader, who sees all keys, reads them.
 _COMPARED_MAX = 100
 # What a node does before it is a member, and with others in sight.
-_ENTERING = (Tag.RUN, Tag.JOIN, Tag.ALONE)
+_ENTERING = (Tag.RUN, Tag.JOIN)
 
 
 class Dealings:
@@ -92,6 +92,7 @@ class Dealings:
         self._renewal_due_s: float | None = None
         self._reread_due_s = 0.0
         self._is_reread_ordered = False
+        self._is_closed = False
 
     def look(self) -> Looked | StoreLost:
         """What the keys say now."""
@@ -193,9 +194,10 @@ class Dealings:
         return bool(self._store.read(self._keys.members).entries)
 
     def close(self) -> None:
-        """Stop watching."""
-        if self._watch:
-            self._watch.close()
+        """Stop watching, also where another thread begins to."""
+        self._is_closed = True
+        if watch := self._watch:
+            watch.close()
 
     def _look_first(self) -> None:
         """A store that lets this be seen is asked nothing more: many come at once. Of another, `check` says why."""
@@ -261,6 +263,8 @@ class Dealings:
         if self._watch:
             self._watch.close()
             self._watch = None
+        if self._is_closed:
+            raise Unavailable("the store is let go of")
         self._watch = self._store.watch(scope, after, tell)
 
     def _is_as_seen(self) -> bool:

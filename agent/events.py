@@ -17,7 +17,6 @@ class Tag(Enum):
 
     FIRST_RUN = "start the first run"
     RUN = "start a run"
-    ALONE = "end what is left of this agent's last life"
     JOIN = "join"
     RETURN = "return"
     ELECT = "become leader"

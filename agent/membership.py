@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from elaunch.agent.events import (
+    Action,
     Commit,
     Committed,
     Join,
@@ -15,16 +16,28 @@ from elaunch.agent.events import (
     Tag,
     Widen,
 )
-from elaunch.agent.state import WORTH_A_WORD_S, Agent, Exited, Finished, Joining, Running, Step, Waiting, exit_with
+from elaunch.agent.state import (
+    WORTH_A_WORD_S,
+    Agent,
+    Exited,
+    Finished,
+    Joining,
+    Misfit,
+    Running,
+    Step,
+    Waiting,
+    exit_with,
+)
 from elaunch.rendezvous.entering import become_leader, return_as_member, start_run, still_member
 from elaunch.rendezvous.leading import lead
-from elaunch.rendezvous.store import Txn
 from elaunch.rendezvous.types import Outcome, OutcomeKind, RankTable, Terms, host_of
 
 # Whoever waits is not told of what more often than this.
 SAY_AGAIN_S = 5.0
 # One a lease time: by then any lease has ended, also if the store was away for the first of them.
 RUNS_REFUSED_MAX = 4
+# etcd ends a lease a little late.
+DEAD_SLACK_S = 1.0
 # What a follower looks at has the revision of these when they held. The others write nothing there, and a watch says
 # nothing of what it is not of: their revision may be seen a lease time later.
 _IN_SIGHT = (Tag.FIRST_RUN, Tag.RUN, Tag.ELECT, Tag.LEAD)
@@ -63,10 +76,8 @@ def answered(agent: Agent, event: Committed) -> Agent:
         case Tag.FIRST_RUN | Tag.RUN if event.held:
             return agent.as_member(belongs=True, is_member=member.lease != 0)
         case Tag.FIRST_RUN | Tag.RUN if event.revision:
-            # The run that stands is the one to join.
-            return agent.as_member(belongs=True, runs_refused=member.runs_refused + 1)
-        case Tag.ALONE:
-            return agent.as_member(is_alone=True)
+            # The run that stands is the one to join, unless this node does not fit it.
+            return agent.as_member(belongs=member.misfit is None, runs_refused=member.runs_refused + 1)
         case Tag.JOIN if event.held:
             return agent.as_member(belongs=True, is_member=member.lease != 0)
         case Tag.JOIN:
@@ -124,16 +135,14 @@ def _enter(agent: Agent, now_s: float) -> Step:
     snapshot, member = agent.snapshot, agent.membership
     match agent.phase:
         case Joining() as joining:
-            is_vacant = snapshot.ended is not None or not snapshot.leader
-            if snapshot.generation is None or (is_vacant and not member.belongs):
+            if snapshot.generation is None or (snapshot.ended and not member.belongs):
                 return _start_run(agent, now_s)
             if snapshot.ended:
                 return agent, ()
             if refusal := _mismatch(agent, snapshot.terms):
-                if not member.is_alone:
-                    # It may be its own last life, typed otherwise and killed a moment ago, that it does not fit.
-                    return agent.as_member(in_flight=Tag.ALONE), (Commit(Txn(()), Tag.ALONE),)
-                return exit_with(agent, refusal)
+                return _misfit(agent, refusal, now_s)
+            if not snapshot.leader and not member.belongs:
+                return _start_run(agent, now_s)
             return _join(agent, joining)
         case Running(table=table) | Finished(table=table) if _is_newest(agent, table) and not snapshot.ended:
             back = return_as_member(snapshot, agent.me, member.lease)
@@ -155,13 +164,38 @@ def _start_run(agent: Agent, now_s: float) -> Step:
         if member.runs_refused >= RUNS_REFUSED_MAX:
             reason = (
                 f"the store holds members of job {agent.spec.run_id!r} but no generation, which is no job;"
-                f" delete its keys, all that begin with {snapshot.keys.root}, or choose another --rdzv-id"
+                f" delete its keys, all that begin with {snapshot.keys.root}, or choose another --run-id"
             )
             return exit_with(agent, agent.outcome(OutcomeKind.UNKNOWN, reason))
     run = start_run(snapshot, agent.spec.terms, agent.me, member.lease)
     tag = Tag.RUN if snapshot.generation else Tag.FIRST_RUN
     agent = replace(agent.as_member(in_flight=tag), lead_at_s=now_s + agent.times.lease_ttl_s)
     return agent, (Commit(run, tag),)
+
+
+def _misfit(agent: Agent, refusal: Outcome, now_s: float) -> Step:
+    """Refused by a job that lives; one that was killed a moment ago, to be started again otherwise, is waited out.
+
+    What a follower looks at does not tell whether a job has members still: a run of its own is tried now and then, and
+    a last time before it is refused.
+    """
+    times, wait_s = agent.times, agent.times.lease_ttl_s + DEAD_SLACK_S
+    said: tuple[Action, ...] = ()
+    misfit = agent.membership.misfit or Misfit(now_s + wait_s)
+    if misfit.is_over:
+        return exit_with(agent, refusal)
+    if misfit.has_tried and not misfit.is_said:
+        text = f"job {agent.spec.run_id!r} was started otherwise; waiting {wait_s:g} s to see whether that one is dead"
+        said, misfit = (Say(text),), replace(misfit, is_said=True)
+    actions: tuple[Action, ...] = ()
+    if now_s >= misfit.again_s:
+        agent, actions = _start_run(agent.as_member(belongs=False), now_s)
+        is_last = bool(actions) and now_s >= misfit.until_s
+        next_s = now_s + times.keepalive_s
+        again_s = min(next_s, misfit.until_s) if now_s < misfit.until_s else next_s
+        misfit = replace(misfit, again_s=again_s, has_tried=True, is_over=is_last)
+    agent = agent.as_member(belongs=False, misfit=misfit)
+    return replace(agent, lead_at_s=misfit.again_s), (*said, *actions)
 
 
 def _is_newest(agent: Agent, table: RankTable) -> bool:
@@ -253,6 +287,6 @@ def _mismatch(agent: Agent, theirs: Terms | None) -> Outcome | None:
         return None
     reason = (
         f"this node does not fit the job {agent.spec.run_id!r} that runs: {'; '.join(differences)};"
-        " type the same on all nodes, or choose another --rdzv-id"
+        " type the same on all nodes, or choose another --run-id"
     )
     return agent.outcome(OutcomeKind.REFUSED, reason)

@@ -148,6 +148,20 @@ Phase = Joining | Running | Stopping | Finished | Exited
 
 
 @dataclass(frozen=True)
+class Misfit:
+    """A node that does not fit the job in the store, until `until_s`: that one may turn out to be dead.
+
+    It tries to start its own again at `again_s`; `has_tried` says that it has, `is_over` that this was the last time.
+    """
+
+    until_s: float
+    again_s: float = 0.0
+    has_tried: bool = False
+    is_over: bool = False
+    is_said: bool = False
+
+
+@dataclass(frozen=True)
 class Membership:
     """What this node is to the job's other nodes.
 
@@ -155,8 +169,8 @@ class Membership:
     one. `belongs` says that the run in the store is one that this agent is, or wants to be, part of; `in_flight` is the
     transaction whose answer is awaited, and nothing is decided from a snapshot older than `answered`, the revision of
     the last answer. `refused` says that the last join was, `outvoted` that the last try to lead was, `evicted` that
-    this node's member key is gone, `widened` that all keys are looked at, `is_alone` that nothing is left of the
-    agent's last life. `runs_refused` counts the runs that it could not start, since the job had members.
+    this node's member key is gone, `widened` that all keys are looked at. `runs_refused` counts the runs that it
+    could not start, since the job had members. `misfit` is there where the job in the store is another one.
     """
 
     lease: int = 0
@@ -169,8 +183,8 @@ class Membership:
     outvoted: bool = False
     evicted: bool = False
     widened: bool = False
-    is_alone: bool = False
     runs_refused: int = 0
+    misfit: Misfit | None = None
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from elaunch.rendezvous.verdict import verdict
 KILL_WAIT_S = 5.0
 # After a stop's last worker, its output may take so long to be read by whoever reads it.
 LAST_WORDS_S = 2.0
+_UNHEARD = "the store is away, so the other nodes may not hear of it: press Ctrl-C there too"
 
 
 def go_on_stopping(agent: Agent, stopping: Stopping, actions: tuple[Action, ...] = ()) -> Step:
@@ -48,14 +49,21 @@ def signalled(agent: Agent, event: Signalled, now_s: float) -> Step:
     """SIGINT ends the job, any other signal this node's part in it; a second SIGINT waits for nobody."""
     if event.signum != SIGINT:
         return _asked_to_stop(agent, event, now_s)
-    if not agent.is_interrupted:
-        return _asked_to_stop(replace(agent, is_interrupted=True), event, now_s)
     match agent.phase:
-        case Stopping(killed=False, live=live) as stopping if live:
-            return _kill(agent, stopping, now_s, Say("SIGINT again: killing the workers now"))
-        case Stopping(live=live, then=Outcome() as then) if not live:
-            # Only output is left, and whoever reads it does not.
-            return exit_with(agent, then)
+        case Stopping() as stopping if agent.is_interrupted:
+            return _hurry_out(agent, stopping, now_s)
+    is_cut_off = agent.reach.away_since_s is not None and agent.membership.belongs and not agent.snapshot.ended
+    agent, actions = _asked_to_stop(replace(agent, is_interrupted=True), event, now_s)
+    return agent, (*actions, Say(_UNHEARD)) if is_cut_off and agent.spec.nodes_max > 1 else actions
+
+
+def _hurry_out(agent: Agent, stopping: Stopping, now_s: float) -> Step:
+    """A person's second word."""
+    if stopping.live and not stopping.killed:
+        return _kill(agent, stopping, now_s, Say("SIGINT again: killing the workers now"))
+    if not stopping.live and stopping.then:
+        # Only output is left, and whoever reads it does not.
+        return exit_with(agent, stopping.then)
     return agent, ()
 
 
@@ -74,14 +82,18 @@ def _asked_to_stop(agent: Agent, event: Signalled, now_s: float) -> Step:
                 return replace(agent, phase=replace(stopping, kill_at_s=now_s + LAST_WORDS_S)), farewell
             stopping = stopping.hurried(now_s, agent.times.stop_grace_s)
             return stop_at_boundary(agent, stopping, reason, event.signum, farewell)
-        case Stopping(then=None, done=True, summons=None) as stopping:
+        case Stopping(then=None, done=True, summons=summons) as stopping if not summons or event.signum == SIGINT:
             return replace(agent, phase=replace(stopping, summons=event, kill_at_s=now_s + LAST_WORDS_S)), ()
-        case Stopping(then=Outcome(), killed=False, live=live, kill_at_s=kill_at_s) if event.signum == SIGINT and live:
+        case Stopping(then=Outcome() as then) as stopping if event.signum == SIGINT:
             # For something else, as the end that the same Ctrl-C has brought on another node a moment ago.
-            agent, farewell = _say_goodbye(agent, outcome)
-            left_s = math.ceil(kill_at_s - now_s)
-            said = Say(f"{event.name}: stopping already, SIGKILL in {left_s} s; Ctrl-C again kills now")
-            return agent, (*farewell, said)
+            agent, farewell = _end_of_own_run(agent, stopping, outcome)
+            if not stopping.live:
+                agent, more = exit_with(agent, then)
+                return agent, (*farewell, *more)
+            ends = "the whole job ends; " if farewell and agent.spec.nodes_max > 1 else ""
+            left_s = max(0, math.ceil(stopping.kill_at_s - now_s))
+            text = f"{event.name}: {ends}stopping already, SIGKILL in {left_s} s; Ctrl-C again kills now"
+            return agent, farewell if stopping.killed else (*farewell, Say(text))
         case Joining() | Finished():
             agent, farewell = _say_goodbye(agent, outcome)
             agent, more = exit_with(agent, outcome)
@@ -192,6 +204,14 @@ def _say_goodbye(agent: Agent, outcome: Outcome) -> tuple[Agent, tuple[Action, .
     opens = is_seated and not isinstance(agent.phase, Finished)
     why = outcome.reason
     return agent.as_member(is_member=False), goodbye(agent, opens=opens, why=why)
+
+
+def _end_of_own_run(agent: Agent, stopping: Stopping, outcome: Outcome) -> tuple[Agent, tuple[Action, ...]]:
+    """The end of the job for all, unless those that this node leaves have ended it, and others begun another."""
+    newest = agent.snapshot.generation
+    if newest and newest.number > stopping.table.generation + 1:
+        return agent, ()
+    return _say_goodbye(agent, outcome)
 
 
 def goodbye(agent: Agent, *, opens: bool, why: str) -> tuple[Action, ...]:

@@ -239,6 +239,7 @@ def _own_address(planned: Planned, say: Callable[[str], None]) -> str:
             if time.monotonic() > end_s:
                 raise SiteError(f"{error}; is --rdzv-endpoint right?") from None
             if not is_said:
-                say(f"{error}; trying again for {patience_s:g} s")
+                right = "" if planned.cluster else "is --rdzv-endpoint right? "
+                say(f"{error}; {right}trying again for {patience_s:g} s")
                 is_said = True
         time.sleep(_ADDRESS_PAUSE_S)

@@ -97,7 +97,7 @@ class FoundStore:
         def told(update: Update) -> None:
             tell(self._begun_anew() if self._is_ours and isinstance(update, HistoryLost) else update)
 
-        return self._ask(lambda store: store.watch(prefix, after, told))
+        return _FoundWatch(self._ask, self._ask(lambda store: store.watch(prefix, after, told)))
 
     def close(self) -> None:
         if self._found:
@@ -189,3 +189,17 @@ def _trusting() -> ssl.SSLContext:
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
     return context
+
+
+class _FoundWatch:
+    """A watch that says why it could not begin as the store's other calls do."""
+
+    def __init__(self, ask: Callable[[Callable[[Store], None]], None], watch: Watch) -> None:
+        self._ask = ask
+        self._watch = watch
+
+    def begun(self) -> None:
+        self._ask(lambda _: self._watch.begun())
+
+    def close(self) -> None:
+        self._watch.close()

@@ -76,7 +76,7 @@ def fail(snapshot: Snapshot, me: Node, failure: Failure) -> Txn:
         # others have had a table since, perhaps those of another run.
         is_hurried = newest.kind in (OpenKind.JOIN, OpenKind.LEAVE) and newest.number == failed_in + 1
         if not is_hurried:
-            return Txn((snapshot.live_guard,), (record,))
+            return complete(snapshot, me, failure)
         number = newest.number + 1
     opened = Generation(number, OpenKind.FAIL, failure.sentence, me.node_id)
     guards = (snapshot.gen_guard, snapshot.live_guard)
@@ -84,7 +84,13 @@ def fail(snapshot: Snapshot, me: Node, failure: Failure) -> Txn:
 
 
 def complete(snapshot: Snapshot, me: Node, failure: Failure) -> Txn:
-    """The record of a failure once its output is here: log tail, traceback, and what it was after all."""
+    """The record of a failure once its output is here: log tail, traceback, and what it was after all.
+
+    Nothing is written into the records of another run, by which that one is judged.
+    """
+    newest = snapshot.generation
+    if newest and newest.kind is OpenKind.START and newest.number > failure.generation:
+        return Txn(())
     record = Put(snapshot.keys.failure(failure.generation, me.node_id), encode(failure))
     return Txn((snapshot.live_guard,), (record,))
 

@@ -259,7 +259,9 @@ def _await_min(
     due_s = formation.since_s + times.join_timeout_s
     if now_s < due_s:
         needed = f"{terms.nodes_min}" if terms.nodes_min == terms.nodes_max else f"at least {terms.nodes_min}"
-        waiting = f"nodes: {here} of {needed} {'is' if here == 1 else 'are'} here"
+        waiting = (
+            f"nodes: {here} of {needed} {'is' if here == 1 else 'are'} here (gives up after {times.join_timeout_s:g} s)"
+        )
         return Formed(formation, wake_s=due_s, waiting=waiting)
     table = snapshot.table
     outcome = Outcome(

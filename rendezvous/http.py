@@ -154,7 +154,7 @@ class Client:
         if isinstance(tls, Tls):
             self._trust = Trust(context(tls), "is the CA the right one?")
         else:
-            self._trust = Trust(tls, "is ELAUNCH_TOKEN the same on both hosts?")
+            self._trust = Trust(tls, "is ELAUNCH_TOKEN that of the elaunch that runs there?")
         self._idle: defaultdict[Endpoint, deque[Connection]] = defaultdict(deque)
 
     def ask(

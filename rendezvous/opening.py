@@ -46,7 +46,7 @@ def open_join(snapshot: Snapshot, ready: list[str]) -> Txn:
 
 def was_lost(lost: list[str]) -> str:
     """What is said of nodes whose lease has ended."""
-    return f"{hosts(lost)} {'was' if len(lost) == 1 else 'were'} lost: no sign of life for the lease's time"
+    return f"{hosts(lost)} {'was' if len(lost) == 1 else 'were'} lost: no sign of life from the elaunch that ran there"
 
 
 def hosts(node_ids: list[str]) -> str:

@@ -35,7 +35,10 @@ _WORDS = (
     ("authentication failed", "the password of user {user!r} is wrong, or there is no such user"),
     ("authentication is not enabled", "user {user!r} is given, but this store has no users; leave the user out"),
     ("permission denied", "user {user!r} may not use these keys; grant it readwrite on the prefix /elaunch/"),
-    ("invalid auth token", "the store asks for another token; is ELAUNCH_TOKEN the same on both hosts?"),
+    (
+        "invalid auth token",
+        "the store asks for another token; is ELAUNCH_TOKEN that of the elaunch that runs there?",
+    ),
 )
 # Through the gateway, who sends no user may pass for the gateway's own certificate.
 _NO_USER = ("user name is empty", "permission denied")

@@ -124,6 +124,9 @@ class EtcdWatch:
                     self._answer(error)
             except StoreError as error:
                 self._error = self._error or error
+            except Exception as error:
+                # A fault of ours: somebody waits for this thread.
+                self._error = Denied(f"the store's client failed ({type(error).__name__}: {error})")
             if failures and not self._over():
                 wait_s = min(BACKOFF_MAX_S, _BACKOFF_MIN_S * 2 ** min(failures, 10))
                 self._closed.wait(wait_s * random.uniform(0.5, 1))
@@ -153,18 +156,18 @@ class EtcdWatch:
             self._say_all()
 
     def _follow(self, attempt: int) -> None:
+        self._begun_s = math.inf
         endpoint, stream = self._source.open(gateway.watch(self._prefix, self._after), attempt)
         try:
             with self._lock:
                 self._stream = endpoint, stream
-            self._begun_s = math.inf
             self._take(endpoint, stream.next(_BEGUN_S))
-            self._begun_s = time.monotonic()
             # A watch that begins in the past waits up to 0.1 s for etcd to bring it up to the present; one that begins
             # now tells at once, and what was before is read then.
             if self._after is None:
                 self._say_all()
             self._answer(None)
+            self._begun_s = time.monotonic()
             while not self._over():
                 self._take(endpoint, stream.next(None))
         finally:

@@ -107,7 +107,7 @@ class Writing:
         if order.rank:
             try:
                 self._say(pickle.dumps(part) if part else b"")
-            except OSError as error:
+            except Exception as error:
                 # What was written stays: rank 0 may have seen that it is there.
                 self.failure = self.failure or _reason(error)
         return part

@@ -7,12 +7,14 @@ import random
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import closing
 from typing import Any
 
 import pytest
 
+from elaunch.rendezvous import watching as watching_module
 from elaunch.rendezvous.etcd import EtcdStore
 from elaunch.rendezvous.store import Changes, Delete, Entry, Put, Txn, Unavailable, Update, View
 from tests.etcd import TRANSPORTS, VERSIONS, Etcd, client
@@ -51,6 +53,20 @@ def direct(etcd: Etcd) -> Iterator[EtcdStore]:
 
 def put(store: EtcdStore, key: str, value: str = "") -> int:
     return store.commit(Txn((), (Put(key, value),))).revision
+
+
+def in_thread(call: Callable[[], None]) -> Future[None]:
+    """Of a thread that nobody waits for."""
+    future: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except Exception as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
 
 
 class Told:
@@ -252,14 +268,55 @@ def test_a_watch_that_begins_at_a_member_that_never_answers_is_closed_at_once_by
     with silent() as mute, closing(client([mute.endpoint], transport, deadline_s=30)) as store:
         watch = store.watch(PREFIX, None, Told())
         wait_for(lambda: mute.accepted, "its connection")
-        closing_it = threading.Thread(target=store.close)
-        closing_it.start()
 
-        with pytest.raises(Unavailable, match="the watch was closed"):
-            watch.begun()
+        begun = in_thread(watch.begun)
+        in_thread(store.close).result(5)
 
-        closing_it.join(5)
-        assert not closing_it.is_alive()
+        assert str(begun.exception(5)) == "the watch was closed"
+
+
+def test_a_watch_whose_first_read_is_never_answered_says_so_though_its_stream_is_there(
+    etcd: Etcd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Slow(EtcdStore):
+        def read(self, *prefixes: str) -> View:
+            raise Unavailable(f"no answer about {prefixes}")
+
+    monkeypatch.setattr(watching_module, "_SETTLED_S", 0.0)
+    with closing(Slow(etcd.addresses, deadline_s=10)) as store:
+        begun = in_thread(store.watch(PREFIX, None, Told()).begun)
+
+        assert str(begun.exception(5)) == f"no answer about {(PREFIX,)}"
+
+
+def test_a_fault_of_the_client_ends_a_watch_and_leaves_nobody_waiting(etcd: Etcd) -> None:
+    class Faulty(EtcdStore):
+        def read(self, *prefixes: str) -> View:
+            raise ZeroDivisionError("of ours")
+
+    told: list[Update] = []
+    with closing(Faulty(etcd.addresses, deadline_s=10)) as store:
+        begun = in_thread(store.watch(PREFIX, None, told.append).begun)
+
+        assert str(begun.exception(5)) == "the store's client failed (ZeroDivisionError: of ours)"
+
+
+def test_a_watch_that_was_good_does_not_hammer_a_store_that_is_away(
+    watching: EtcdStore, direct: EtcdStore, way: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watching_module, "_SETTLED_S", 0.0)
+    told = Told()
+    watching.watch(PREFIX, direct.read(PREFIX).revision, told)
+    told.wait_for(put(direct, A))
+
+    way.cut()
+    before = way.accepted
+    wait_for(lambda: way.accepted > before, "an attempt")
+    threading.Event().wait(1)
+
+    assert way.accepted - before < 40
+    way.restore()
+    told.wait_for(put(direct, A, "again"))
 
 
 @pytest.mark.parametrize("moment", ["open", "read"])

@@ -21,9 +21,8 @@ class _FlakyWatch:
         self._watch = watch
 
     def begun(self) -> None:
-        self._store.calls["begun"] += 1
         try:
-            self._store.read()
+            self._store._call("begun", self._store.read)
         except StoreError:
             self.close()
             raise
@@ -81,7 +80,7 @@ class FlakyStore:
 
     def watch(self, prefix: str, after: int | None, tell: Callable[[Update], None]) -> Watch:
         def told(update: Update) -> None:
-            if not self.deaf:
+            if not self.deaf and not self.errors.get("begun"):
                 tell(update)
 
         return self._call("watch", lambda: _FlakyWatch(self, self.memory.watch(prefix, after, told)))

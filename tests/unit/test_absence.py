@@ -228,7 +228,7 @@ def test_what_a_leader_waits_for_is_said_when_it_takes_long_and_once() -> None:
     driver.happen(Tick())
 
     assert due_s == START_S + WORTH_A_WORD_S
-    assert (said, driver.said) == ("waiting for nodes: 1 of 2 is here", "")
+    assert (said, driver.said) == ("waiting for nodes: 1 of 2 is here (gives up after 600 s)", "")
 
 
 def test_what_is_waited_for_changes_words_no_more_often_than_every_few_seconds() -> None:
@@ -247,7 +247,7 @@ def test_what_is_waited_for_changes_words_no_more_often_than_every_few_seconds()
     driver.happen(Tick())
 
     assert due_s == said_s + SAY_AGAIN_S
-    assert driver.said == "waiting for nodes: 2 of 3 are here"
+    assert driver.said == "waiting for nodes: 2 of 3 are here (gives up after 600 s)"
 
 
 def test_a_wait_that_is_over_in_time_is_not_said() -> None:

@@ -140,7 +140,7 @@ def test_a_store_elsewhere_is_looked_at_narrowly_and_one_in_this_process_whole(r
     assert (snapshot.leader, snapshot.whole, bool(snapshot.members)) == ("x", not remote, not remote)
 
 
-@pytest.mark.parametrize("method", ["check", "grant", "watch"])
+@pytest.mark.parametrize("method", ["check", "grant", "watch", "begun"])
 def test_a_beginning_that_broke_off_is_made_again_from_its_start(method: str) -> None:
     bench = Bench()
     bench.open(3)
@@ -155,6 +155,44 @@ def test_a_beginning_that_broke_off_is_made_again_from_its_start(method: str) ->
     bench.write(Put(KEYS.leader, "x"))
     assert bench.looks_due == 1, "one watch tells of it"
     assert bench.store.memory.keep_alive(bench.leased[-1].lease)
+
+
+def test_why_a_first_watch_cannot_begin_is_for_whoever_waits_for_it() -> None:
+    bench = Bench()
+
+    bench.dealings._told(bench.dealings._epoch, Denied("permission denied"))
+
+    assert bench.events == []
+
+
+def test_nothing_begins_after_the_end() -> None:
+    bench = Bench()
+    bench.dealings.close()
+
+    with pytest.raises(Unavailable):
+        bench.dealings.begin()
+
+    assert (bench.store.calls["watch"], bench.store.calls["grant"]) == (0, 0)
+
+
+def test_who_started_the_run_has_its_own_key_only_on_this_host() -> None:
+    bench = Bench().begun()
+    bench.dealings.commit(bench.put(KEYS.member("node-a-00000001")), Tag.FIRST_RUN)
+    asked = bench.store.calls.total()
+
+    bench.dealings.commit(bench.put(KEYS.joined(0, "node-a-00000001")), Tag.JOIN)
+
+    assert bench.store.calls.total() == asked + 1
+
+
+def test_an_entry_that_is_refused_for_another_reason_is_not_repeated() -> None:
+    bench = Bench().begun()
+    bench.write(Put(KEYS.leader, "x"))
+    commits = bench.store.calls["commit"]
+
+    bench.dealings.commit(Txn((Absent(KEYS.leader),), bench.put(KEYS.done(0, "me")).then), Tag.JOIN)
+
+    assert bench.store.calls["commit"] == commits + 1
 
 
 def member(host: str, process: str) -> Node:
@@ -181,18 +219,17 @@ def test_a_run_is_begun_once_the_lease_of_the_agents_last_life_is_ended() -> Non
     assert bench.snapshot.leader == ""
 
 
-@pytest.mark.parametrize("tag", [Tag.JOIN, Tag.ALONE])
-def test_what_was_decided_with_the_agents_last_life_in_sight_is_decided_anew(tag: Tag) -> None:
+def test_a_join_that_was_decided_with_the_agents_last_life_in_sight_is_decided_anew() -> None:
     bench = with_last_life()
-    entry = bench.put(KEYS.member("me")) if tag is Tag.JOIN else Txn(())
+    entry = bench.put(KEYS.member("me"))
 
-    bench.dealings.commit(entry, tag)
+    bench.dealings.commit(entry, Tag.JOIN)
     refused, leader = bench.events[-1], bench.snapshot.leader
-    bench.dealings.commit(entry, tag)
+    bench.dealings.commit(entry, Tag.JOIN)
 
     assert isinstance(refused, Committed)
-    assert (refused.tag, refused.held, leader) == (tag, False, "")
-    assert bench.events[-1] == Committed(tag, True, bench.store.memory.read().revision)
+    assert (refused.held, leader) == (False, "")
+    assert bench.events[-1] == Committed(Tag.JOIN, True, bench.store.memory.read().revision)
     assert bench.store.memory.keep_alive(5) == 0
 
 

@@ -90,7 +90,7 @@ def test_the_served_store_passes_for_an_etcd_that_is_new_enough(served: ServerPr
 def test_another_token_is_denied_with_the_way_out(served: ServerProcess) -> None:
     store = client_of(served, "quite another token")
 
-    with pytest.raises(Denied, match="is ELAUNCH_TOKEN the same"):
+    with pytest.raises(Denied, match="is ELAUNCH_TOKEN that of the elaunch that runs there"):
         store.check()
 
 
@@ -98,7 +98,7 @@ def test_the_right_certificate_with_another_bearer_is_denied(served: ServerProce
     context = Secret(served.token).client_context()
     store = EtcdStore([Endpoint(served.host, served.port)], Access(context, bearer="wrong"), DEADLINE_S)
 
-    with pytest.raises(Denied, match="is ELAUNCH_TOKEN the same"):
+    with pytest.raises(Denied, match="is ELAUNCH_TOKEN that of the elaunch that runs there"):
         store.read(ROOT)
 
 

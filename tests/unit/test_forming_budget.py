@@ -32,7 +32,7 @@ def test_a_failure_beside_a_lost_node_is_not_charged_and_the_lost_node_is_named(
     world.seal()
 
     assert world.table.restarts == 0
-    assert world.table.reason == "host-b was lost: no sign of life for the lease's time"
+    assert world.table.reason == "host-b was lost: no sign of life from the elaunch that ran there"
 
 
 def test_a_loss_is_not_charged() -> None:
@@ -44,7 +44,7 @@ def test_a_loss_is_not_charged() -> None:
     world.seal()
 
     assert (world.table.generation, world.table.restarts) == (1, 0)
-    assert world.table.reason == "host-b was lost: no sign of life for the lease's time"
+    assert world.table.reason == "host-b was lost: no sign of life from the elaunch that ran there"
 
 
 def test_who_leaves_is_not_charged() -> None:
@@ -189,7 +189,8 @@ def test_with_max_restarts_0_whatever_breaks_the_group_ends_the_job(what: str) -
 
     reasons = {
         "fail": "max_restarts is 0, so any failure ends the job",
-        "loss": "host-b was lost: no sign of life for the lease's time, and max_restarts is 0, so that ends the job",
+        "loss": "host-b was lost: no sign of life from the elaunch that ran there,"
+        " and max_restarts is 0, so that ends the job",
         "leave": "host-b leaves (SIGTERM was received), and max_restarts is 0, so that ends the job",
     }
     assert world.ended == reasons[what]
@@ -279,7 +280,7 @@ def test_losses_without_progress_end_the_job_too_whatever_the_budget() -> None:
             world.seal()
 
     assert world.ended == (
-        "10 generations in a row made no progress; host-b was lost: no sign of life for the lease's time"
+        "10 generations in a row made no progress; host-b was lost: no sign of life from the elaunch that ran there"
     )
 
 

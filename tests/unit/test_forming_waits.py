@@ -229,7 +229,7 @@ def test_below_the_smallest_number_of_nodes_nothing_is_sealed() -> None:
     world.join(B, C)
 
     assert early.txn is None
-    assert early.waiting == "nodes: 1 of at least 2 is here"
+    assert early.waiting == "nodes: 1 of at least 2 is here (gives up after 600 s)"
     assert early.wake_s == 100.0 + TIMES.join_timeout_s
     assert world.seal() == "abc"
 
@@ -237,7 +237,7 @@ def test_below_the_smallest_number_of_nodes_nothing_is_sealed() -> None:
 def test_too_few_nodes_for_the_join_timeout_end_the_job_and_say_the_way_out() -> None:
     world = World(Terms(3, 3))
     world.join(A, B)
-    assert world.look().waiting == "nodes: 2 of 3 are here"
+    assert world.look().waiting == "nodes: 2 of 3 are here (gives up after 600 s)"
 
     world.now_s += TIMES.join_timeout_s
     world.seal()
@@ -270,7 +270,7 @@ def test_nodes_lost_below_the_smallest_number_are_waited_for() -> None:
     waiting = world.look()
     world.join(C)
 
-    assert waiting.waiting == "nodes: 1 of 2 is here"
+    assert waiting.waiting == "nodes: 1 of 2 is here (gives up after 600 s)"
     assert world.seal() == "ac"
     assert world.table.restarts == 0
 

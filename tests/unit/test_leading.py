@@ -109,7 +109,7 @@ def test_a_seated_node_whose_lease_ended_is_lost() -> None:
     assert world.lead()
 
     assert (world.number, kind_of(world)) == (1, OpenKind.LOSS)
-    assert cause_of(world) == "host-b, host-c were lost: no sign of life for the lease's time"
+    assert cause_of(world) == "host-b, host-c were lost: no sign of life from the elaunch that ran there"
 
 
 def test_a_spare_that_is_lost_is_no_loss() -> None:

@@ -13,17 +13,20 @@ from elaunch.agent.events import (
     Exit,
     Join,
     Renew,
+    Say,
     Signalled,
     Spawn,
     Tag,
     Tick,
     Widen,
 )
+from elaunch.agent.membership import DEAD_SLACK_S
 from elaunch.agent.state import Exited, Joining, Running
 from elaunch.rendezvous.codec import encode
 from elaunch.rendezvous.store import Delete, Put
 from elaunch.rendezvous.types import OpenKind, Outcome, OutcomeKind, Program, ProgramKind
 from tests.unit.agent_driver import (
+    INT,
     KEYS,
     SPEC,
     START_S,
@@ -154,36 +157,100 @@ def test_a_node_that_does_not_fit_the_job_refuses_with_both_values_and_the_job_i
     second = Driver(other, host="node-b", store=first.store, remote=True).begin()
     before = first.store.read(KEYS.root)
 
+    waits = second.settle()
+    second.now_s += TIMES.lease_ttl_s + DEAD_SLACK_S
+    second.happen(Tick())
     done = second.settle()
 
+    assert waits == []
     assert [type(action) for action in done] == [Exit]
+    assert next(action.text for action in second.all_acted if isinstance(action, Say)) == (
+        "job 'job' was started otherwise; waiting 4 s to see whether that one is dead"
+    )
     assert (second.outcome.kind, second.outcome.exit_code) == (OutcomeKind.REFUSED, 2)
     assert second.outcome.reason == (
         f"this node does not fit the job 'job' that runs: {words};"
-        " type the same on all nodes, or choose another --rdzv-id"
+        " type the same on all nodes, or choose another --run-id"
     )
     assert first.store.read(KEYS.root).entries == before.entries
 
 
-def test_a_command_that_was_mended_and_started_again_at_once_does_not_have_to_fit_the_one_that_was_killed() -> None:
-    first = started()
-    mended = replace(SPEC, program=replace(SPEC.program, args=("--lr", "2")))
-    # The host is for the driver's leases only; whose last life it was, the core does not ask.
-    second = Driver(mended, host="node-b", store=first.store, remote=True).begin()
-    second.answer()
-    second.look()
-    assert tags(second) == [Tag.ALONE]
+MENDED = replace(TWO, program=replace(TWO.program, args=("--lr", "2")))
 
-    # As `Dealings` answers where the agent of that lease is dead.
-    second.answers.clear()
-    first.store.revoke(first.lease)
-    second.look()
-    second.happen(Committed(Tag.ALONE, False, second.store.read().revision))
-    second.settle()
 
-    assert isinstance(second.agent.phase, Running)
-    assert second.snapshot.terms == mended.terms
-    assert second.snapshot.leader == second.node_id
+def killed_and_mended() -> tuple[Driver, Driver, Driver, Driver]:
+    """Both agents of a job were killed, and at once started again with another argument."""
+    dead = pair()
+    again = [Driver(MENDED, host=host, store=dead[0].store, remote=True).begin() for host in ("node-c", "node-d")]
+    settle(*again)
+    return (*dead, *again)  # type: ignore[return-value]
+
+
+def test_a_job_that_was_killed_and_started_again_otherwise_begins_once_the_dead_ones_leases_end() -> None:
+    *dead, one, other = killed_and_mended()
+    for gone in dead:
+        gone.store.revoke(gone.lease)
+        settle(one, other)
+        one.now_s = other.now_s = one.now_s + TIMES.keepalive_s
+        for each in (one, other):
+            each.happen(Tick())
+        settle(one, other)
+
+    assert one.snapshot.terms == MENDED.terms
+    assert [type(each.agent.phase) for each in (one, other)] == [Running, Running]
+
+
+def test_who_waits_for_a_dead_job_tries_now_and_then_and_in_the_end_is_refused() -> None:
+    """Its leader is gone, another member is not."""
+    leader, _, one, other = killed_and_mended()
+    leader.store.revoke(leader.lease)
+    tried = 0
+
+    for _ in range(100):
+        one.now_s += 0.1
+        one.happen(Tick())
+        tried += Tag.RUN in tags(one)
+        settle(one, other)
+        if isinstance(one.agent.phase, Exited):
+            break
+
+    assert one.now_s - START_S == pytest.approx(TIMES.lease_ttl_s + DEAD_SLACK_S, abs=0.1)
+    assert 1 < tried <= 1 + (TIMES.lease_ttl_s + DEAD_SLACK_S) / TIMES.keepalive_s
+    assert one.outcome.kind is OutcomeKind.REFUSED
+
+
+def test_who_waits_for_a_dead_job_that_ends_meanwhile_begins_its_own() -> None:
+    *dead, one, other = killed_and_mended()
+    dead[0].write(Put(KEYS.ended, encode(ENDED)))
+    for gone in dead:
+        gone.store.revoke(gone.lease)
+    settle(one, other)
+
+    assert [type(each.agent.phase) for each in (one, other)] == [Running, Running]
+
+
+def test_a_ctrl_c_on_a_node_that_does_not_fit_leaves_the_job_alone() -> None:
+    first, _, one, _ = killed_and_mended()
+
+    one.happen(Signalled(INT, "SIGINT"))
+
+    assert isinstance(one.agent.phase, Exited)
+    assert first.snapshot.ended is None
+
+
+def test_two_agents_of_a_job_on_one_host_are_worth_a_word_once() -> None:
+    alone, _ = pair()
+    assert "agents of this job" not in alone.said
+    first = Driver(TWO, host="node-a").begin()
+    second = Driver(TWO, host="node-a", store=first.store, remote=True)
+    second.incarnations = 7
+    second.begin()
+
+    settle(first, second)
+
+    for each in (first, second):
+        said = [action.text for action in each.all_acted if isinstance(action, Say) and "agents" in action.text]
+        assert said == ["2 agents of this job run on node-a; was one meant for another host?"]
 
 
 def test_each_host_may_have_its_own_interpreter() -> None:

@@ -25,7 +25,7 @@ def test_a_loss_names_the_hosts() -> None:
 
     assert world.commit(open_loss(world.snapshot, [B.node_id]))
 
-    cause = "host-b was lost: no sign of life for the lease's time"
+    cause = "host-b was lost: no sign of life from the elaunch that ran there"
     assert opened(world) == Generation(1, OpenKind.LOSS, cause)
 
 
@@ -95,8 +95,8 @@ def test_no_generation_is_opened_for_newcomers_that_have_gone_meanwhile() -> Non
     ("kind", "forms", "cause"),
     [
         (OpenKind.LEAVE, True, "host-b leaves; host-c left too, or was lost"),
-        (OpenKind.JOIN, True, "host-c was lost: no sign of life for the lease's time"),
-        (OpenKind.LEAVE, False, "host-c was lost: no sign of life for the lease's time"),
+        (OpenKind.JOIN, True, "host-c was lost: no sign of life from the elaunch that ran there"),
+        (OpenKind.LEAVE, False, "host-c was lost: no sign of life from the elaunch that ran there"),
     ],
     ids=["while it forms", "another kind", "after it was sealed"],
 )
@@ -123,7 +123,9 @@ def test_a_rack_of_nodes_that_is_lost_at_once_fits_into_one_transaction() -> Non
     assert led.txn
     assert len(led.txn.guards) <= GUARDS_MAX
     assert world.commit(led.txn)
-    assert opened(world).cause == "n100, n101, n102 and 97 more were lost: no sign of life for the lease's time"
+    assert (
+        opened(world).cause == "n100, n101, n102 and 97 more were lost: no sign of life from the elaunch that ran there"
+    )
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from elaunch.agent.events import (
     Signalled,
     SignalWorkers,
     Spawn,
+    StoreAway,
     Tick,
 )
 from elaunch.agent.state import Finished
@@ -309,6 +310,71 @@ def test_a_ctrl_c_on_a_node_that_leaves_ends_the_job_for_the_others_too() -> Non
 
     assert driver.snapshot.ended is not None
     assert driver.snapshot.ended.reason == "SIGINT was received by node-a"
+    assert driver.said.startswith("SIGINT: the whole job ends; stopping already, SIGKILL in 30 s")
+
+
+def test_a_ctrl_c_after_sigterm_when_only_output_is_left_ends_the_job_and_waits_no_longer() -> None:
+    driver = started()
+    driver.happen(Signalled(TERM, "SIGTERM"))
+    for rank in range(3):
+        driver.exits(rank, -TERM)
+
+    done = driver.happen(Signalled(INT, "SIGINT"))
+
+    assert [type(action) for action in done] == [Exit]
+    assert driver.outcome.exit_code == 128 + TERM
+    assert driver.snapshot.ended is not None
+
+
+def test_a_ctrl_c_on_a_node_that_left_does_not_end_the_run_that_others_began_since() -> None:
+    driver = started()
+    driver.happen(Signalled(TERM, "SIGTERM"))
+    for number in (1, 2):
+        driver.open(number, OpenKind.START, "the job starts")
+    driver.look()
+
+    driver.happen(Signalled(INT, "SIGINT"))
+
+    assert driver.snapshot.ended is None
+    assert driver.said == "SIGINT: stopping already, SIGKILL in 30 s; Ctrl-C again kills now"
+
+
+def test_a_ctrl_c_after_sigterm_counts_where_all_workers_had_ended_well() -> None:
+    driver = started()
+    driver.agent = replace(driver.agent, spec=replace(SPEC, nodes_max=2))
+    for local_rank in ALL:
+        driver.exits(local_rank, 0)
+    driver.happen(Signalled(TERM, "SIGTERM"))
+    driver.happen(Signalled(INT, "SIGINT"))
+
+    driver.happen(cleared(0))
+
+    assert driver.outcome.exit_code == 130
+    assert driver.snapshot.ended is not None
+
+
+def test_each_ctrl_c_counts_on_a_node_that_is_done() -> None:
+    """The first came while its output was awaited, and a node alone has ended well with that."""
+    driver = started()
+    for local_rank in ALL:
+        driver.exits(local_rank, 0)
+    driver.happen(Signalled(INT, "SIGINT"))
+    driver.happen(cleared(0))
+    assert isinstance(driver.agent.phase, Finished)
+
+    done = driver.happen(Signalled(INT, "SIGINT"))
+
+    assert [type(action) for action in done] == [Exit]
+
+
+def test_a_ctrl_c_that_the_others_may_not_hear_of_says_so() -> None:
+    driver = started()
+    driver.agent = replace(driver.agent, spec=replace(SPEC, nodes_max=2))
+    driver.happen(StoreAway("10.0.0.9:2379 refuses connections", is_heads=False))
+
+    driver.happen(Signalled(INT, "SIGINT"))
+
+    assert driver.said.endswith("\nthe store is away, so the other nodes may not hear of it: press Ctrl-C there too")
 
 
 def test_a_second_sigterm_is_not_in_a_hurry() -> None:
