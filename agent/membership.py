@@ -135,14 +135,18 @@ def _enter(agent: Agent, now_s: float) -> Step:
     snapshot, member = agent.snapshot, agent.membership
     match agent.phase:
         case Joining() as joining:
+            refusal = _mismatch(agent, snapshot.terms)
+            if member.misfit and refusal:
+                return _misfit(agent, refusal, now_s)
             if snapshot.generation is None or (snapshot.ended and not member.belongs):
                 return _start_run(agent, now_s)
             if snapshot.ended:
                 return agent, ()
-            if refusal := _mismatch(agent, snapshot.terms):
+            if refusal:
                 return _misfit(agent, refusal, now_s)
             if not snapshot.leader and not member.belongs:
                 return _start_run(agent, now_s)
+            agent = agent.as_member(misfit=None)
             return _join(agent, joining)
         case Running(table=table) | Finished(table=table) if _is_newest(agent, table) and not snapshot.ended:
             back = return_as_member(snapshot, agent.me, member.lease)

@@ -222,9 +222,14 @@ def test_who_waits_for_a_dead_job_tries_now_and_then_and_in_the_end_is_refused()
 def test_who_waits_for_a_dead_job_that_ends_meanwhile_begins_its_own() -> None:
     *dead, one, other = killed_and_mended()
     dead[0].write(Put(KEYS.ended, encode(ENDED)))
+    settle(one, other)
     for gone in dead:
         gone.store.revoke(gone.lease)
-    settle(one, other)
+    for _ in range(2):
+        one.now_s = other.now_s = one.now_s + TIMES.keepalive_s
+        for each in (one, other):
+            each.happen(Tick())
+        settle(one, other)
 
     assert [type(each.agent.phase) for each in (one, other)] == [Running, Running]
 
