@@ -120,7 +120,7 @@ class EtcdWatch:
             except Unavailable as error:
                 was_good = self._after != told or time.monotonic() - self._begun_s > _SETTLED_S
                 failures = 0 if was_good else failures + 1
-                if failures >= self._source.members:
+                if failures >= self._source.members + isinstance(error, _TokenOld):
                     self._answer(error)
             except StoreError as error:
                 self._error = self._error or error
@@ -151,7 +151,7 @@ class EtcdWatch:
             # It may be this member's fault alone, or a token too old, of which a watch only says "permission denied":
             # what no member would let us read is denied indeed.
             self._source.read(self._prefix)
-            raise Unavailable(str(error)) from error
+            raise _TokenOld(str(error)) from error
         except _Compacted:
             self._say_all()
 
@@ -196,6 +196,10 @@ class EtcdWatch:
     def _say(self, update: Update) -> None:
         if not self._over():
             self._tell(update)
+
+
+class _TokenOld(Unavailable):
+    """A member denied what it then let us read: once more, with the token that the read has brought."""
 
 
 class _Compacted(Exception):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.cluster import Cluster
+from tests.faults.cluster import REDUCER, Cluster
 from tests.faults.processes import is_alive
 from tests.harness import slow, wait_for
 from tests.nodes import needs_nodes
@@ -364,6 +364,24 @@ def test_a_node_with_another_command_is_refused_and_the_job_is_untouched(tmp_pat
         assert "other.py" in said
         cluster.assert_nothing_is_left(cluster.nodes[2])
         cluster.goes_on(meeting)
+        cluster.end(0, 1)
+
+
+def test_a_job_whose_agents_were_killed_begins_anew_when_they_are_started_otherwise_at_once(tmp_path: Path) -> None:
+    mended = tmp_path / "mended.py"
+    mended.symlink_to(REDUCER)
+    with Cluster(tmp_path, 2) as cluster:
+        cluster.start(0, 1, nnodes="2")
+        first = cluster.meeting(2)
+        for agent in cluster.agents.values():
+            agent.signal(signal.SIGKILL)
+            agent.wait()
+
+        cluster.start(0, 1, nnodes="2", program=mended)
+
+        second = cluster.meeting(2, after=first)
+        assert (second.generation, second.restarts) == (first.generation + 1, 0)
+        assert "(the job starts)" in cluster.agents[0].stderr
         cluster.end(0, 1)
 
 
