@@ -46,7 +46,7 @@ from elaunch.agent.running import (
 )
 from elaunch.agent.state import Agent, Exited, Finished, Joining, Running, Step, Stopping, exit_with
 from elaunch.agent.stopping import cleared, signalled, stop_for, stopping_deadline_s, tick_stopping
-from elaunch.agent.telling import SIGTERM, listens, saved, saving, stop_at_boundary, stop_broken, stopped
+from elaunch.agent.telling import NOTICES, SIGTERM, listens, saved, saving, stop_at_boundary, stop_broken, stopped
 from elaunch.rendezvous.types import Generation, OpenKind, Outcome, OutcomeKind, RankTable, host_of
 
 
@@ -166,7 +166,7 @@ def _stop_with_job(agent: Agent, running: Running, ended: Outcome, now_s: float)
     stopping = replace(Stopping.of(running, now_s, grace_s), then=ended)
     reason = StopReason.INTERRUPT if is_person else StopReason.LEAVE
     said = Say(f"stopping: the job has ended: {ended.reason}")
-    return stop_at_boundary(agent, stopping, reason, SIGTERM, (said,))
+    return stop_at_boundary(agent, stopping, reason, _signal_for(agent.snapshot.generation, running), (said,))
 
 
 def _make_way(agent: Agent, running: Running, generation: Generation, now_s: float) -> Step:
@@ -178,7 +178,17 @@ def _make_way(agent: Agent, running: Running, generation: Generation, now_s: flo
     is_awaited = bool((running.live & running.words.to_stop) - running.words.stopped)
     wait_s = times.boundary_wait_s if is_awaited else 0.0
     stopping = Stopping.of(running, now_s, wait_s + times.stop_grace_s)
-    return stop_at_boundary(agent, stopping, reason, SIGTERM, said, until_s=now_s + wait_s)
+    return stop_at_boundary(agent, stopping, reason, _signal_for(generation, running), said, until_s=now_s + wait_s)
+
+
+def _signal_for(generation: Generation | None, running: Running) -> int:
+    """What ends workers that do not listen: SIGTERM, or the notice of a scheduler by which another node leaves.
+
+    It sends that to all nodes, and each hears of the first one's leave before the slowest has its own: a program with a
+    handler for the notice is to get the same everywhere.
+    """
+    is_newer = generation is not None and generation.number > running.table.generation
+    return generation.signum if generation and is_newer and generation.signum in NOTICES else SIGTERM
 
 
 def _hurry(agent: Agent, stopping: Stopping, now_s: float) -> Step:

@@ -190,7 +190,10 @@ def _by_us(event: WorkerExited, failure: Failure, stopping: Stopping) -> bool:
         return False
     is_killed = stopping.killed or event.local_rank in stopping.spent
     has_stopped = event.local_rank in stopping.words.stopped and event.code in STOPPED_CODES
-    return has_stopped or event.code in (-SIGTERM, 128 + SIGTERM) or (event.code == -SIGKILL and is_killed)
+    # By another node's notice, if not by SIGTERM.
+    signum = SIGTERM if stopping.then else stopping.signum
+    is_asked = event.code in (-SIGTERM, 128 + SIGTERM, -signum, 128 + signum)
+    return has_stopped or is_asked or (event.code == -SIGKILL and is_killed)
 
 
 def _is_own_doing(failure: Failure) -> bool:

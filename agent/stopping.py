@@ -202,8 +202,7 @@ def _say_goodbye(agent: Agent, outcome: Outcome) -> tuple[Agent, tuple[Action, .
     table = snapshot.current_table
     is_seated = table is not None and table.group_rank(agent.me.node_id) is not None
     opens = is_seated and not isinstance(agent.phase, Finished)
-    why = outcome.reason
-    return agent.as_member(is_member=False), goodbye(agent, opens=opens, why=why)
+    return agent.as_member(is_member=False), goodbye(agent, opens=opens, why=outcome.reason, signum=outcome.signum)
 
 
 def _end_of_own_run(agent: Agent, stopping: Stopping, outcome: Outcome) -> tuple[Agent, tuple[Action, ...]]:
@@ -214,10 +213,10 @@ def _end_of_own_run(agent: Agent, stopping: Stopping, outcome: Outcome) -> tuple
     return _say_goodbye(agent, outcome)
 
 
-def goodbye(agent: Agent, *, opens: bool, why: str) -> tuple[Action, ...]:
+def goodbye(agent: Agent, *, opens: bool, why: str, signum: int = 0) -> tuple[Action, ...]:
     """This node goes, and says so; where it leads, others may do so at once."""
     snapshot = agent.snapshot
-    left: tuple[Action, ...] = (Commit(entering.leave(snapshot, agent.me, opens=opens, why=why)),)
+    left: tuple[Action, ...] = (Commit(entering.leave(snapshot, agent.me, opens=opens, why=why, signum=signum)),)
     return (*left, Commit(entering.abdicate(snapshot))) if snapshot.leader == agent.me.node_id else left
 
 

@@ -19,6 +19,8 @@ from elaunch.agent.messages import Message, PeerFailed, StopAtStepBoundary, Stop
 from elaunch.agent.state import Agent, Running, Step, Stopping, Words
 
 SIGINT, SIGKILL, SIGTERM = 2, 9, 15
+# SIGUSR1 and SIGUSR2: by which schedulers announce an end.
+NOTICES = (10, 12)
 
 
 def stop_at_boundary(
@@ -38,6 +40,9 @@ def stop_at_boundary(
     live, words = stopping.live, stopping.words
     asked = frozenset() if stopping.is_broken else (live & words.to_stop) - stopping.signalled
     ended = live - asked - (words.to_failure if stopping.is_broken else frozenset())
+    if signum == stopping.signum and signum in NOTICES:
+        # Passed on before from another node, which had it first.
+        ended -= stopping.signalled
     stopping = replace(
         stopping,
         signalled=stopping.signalled | ended,

@@ -95,14 +95,17 @@ def complete(snapshot: Snapshot, me: Node, failure: Failure) -> Txn:
     return Txn((snapshot.live_guard,), (record,))
 
 
-def leave(snapshot: Snapshot, me: Node, *, opens: bool, why: str) -> Txn:
-    """Go, and say so: the others need not wait for a lease's end. `opens` where they must do without a seated node."""
+def leave(snapshot: Snapshot, me: Node, *, opens: bool, why: str, signum: int = 0) -> Txn:
+    """Go, and say so: the others need not wait for a lease's end. `opens` where they must do without a seated node.
+
+    They are told which signal it leaves by: a scheduler may have sent it to all, one after the other.
+    """
     keys, generation = snapshot.keys, snapshot.generation
     number = generation.number if generation else 0
     own: tuple[Op, ...] = (Delete(keys.member(me.node_id)), Delete(keys.joined(number, me.node_id)))
     if not opens or generation is None:
         return Txn((), own)
-    opened = Generation(number + 1, OpenKind.LEAVE, f"{me.host} leaves ({why})", me.node_id)
+    opened = Generation(number + 1, OpenKind.LEAVE, f"{me.host} leaves ({why})", me.node_id, signum)
     return Txn((snapshot.gen_guard, snapshot.live_guard), (Put(keys.generation, encode(opened)), *own), own)
 
 

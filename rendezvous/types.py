@@ -200,13 +200,15 @@ class OpenKind(Enum):
 class Generation:
     """The one number that every key, event, log line and worker environment of a group's (re)start carries.
 
-    `cause` is the end of a sentence; `node_id` is the node that opened it by failing or leaving.
+    `cause` is the end of a sentence; `node_id` is the node that opened it by failing or leaving, `signum` the signal
+    that it leaves by.
     """
 
     number: int
     kind: OpenKind
     cause: str
     node_id: str = ""
+    signum: int = 0
 
 
 class FailureKind(Enum):

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.faults.cluster import Cluster
 from tests.faults.processes import LIGHT, SAY, Watched
 from tests.harness import script, wait_for
+from tests.nodes import needs_nodes
 
 # In the shell of a job.
 SLURM = {"SLURM_JOB_ID": "7"}
@@ -59,3 +61,28 @@ def test_a_shell_may_catch_it_and_one_that_does_not_gets_sigterm(tmp_path: Path,
 
         assert job.wait() == 128 + signal.SIGUSR1
         assert job.stdout.count(f"told by SIG{name}") == 1
+
+
+@needs_nodes
+@pytest.mark.parametrize("max_restarts", ["3", "0"])
+@pytest.mark.parametrize("name", ["SIGUSR1", "SIGTERM"])
+def test_a_node_that_hears_of_it_from_another_first_tells_its_workers_the_same(
+    tmp_path: Path, name: str, max_restarts: str
+) -> None:
+    """As in a large job, where the slowest node has the notice long after the first one's leave."""
+    program = tmp_path / "train.py"
+    program.write_text(ON_SIGNAL.replace("NAME", name))
+    with Cluster(tmp_path, 2) as cluster:
+        options = ("--max-restarts", max_restarts)
+        cluster.start(0, 1, nnodes="2", program=program, options=options, env=SLURM)
+        first, second = cluster.agents[0], cluster.agents[1]
+        wait_for(lambda: first.pids("worker") and second.pids("worker"), "2 workers")
+
+        first.signal(signal.SIGUSR1)
+
+        assert first.wait() == 128 + signal.SIGUSR1
+        wait_for(lambda: "told by" in second.stdout, "the other worker is told")
+        second.signal(signal.SIGUSR1)
+        second.wait()
+        assert [agent.stdout.count(f"told by {name}") for agent in (first, second)] == [1, 1]
+        assert [agent.stdout.count("told by") for agent in (first, second)] == [1, 1]

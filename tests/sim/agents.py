@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from signal import Signals
 from typing import TYPE_CHECKING
 
 from elaunch.agent.core import deadline_s, step
@@ -182,7 +183,7 @@ class AgentProcess:
 
     def signal(self, signum: int) -> None:
         self.signals.append(signum)
-        self.hear(Signalled(signum, "SIGINT" if signum == 2 else "SIGTERM"))
+        self.hear(Signalled(signum, Signals(signum).name))
 
     def kill(self) -> None:
         """SIGKILL: its workers die with it."""

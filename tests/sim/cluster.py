@@ -30,7 +30,7 @@ from elaunch.rendezvous.store import Answer, Delete, Put, Txn
 from elaunch.rendezvous.types import FailureKind, JobSpec, Program, ProgramKind, RankTable
 from tests.sim.agents import KEYS, AgentProcess, Host
 from tests.sim.checks import Checks, Violation, is_leaders
-from tests.sim.groups import INT, TERM, Group, Worker
+from tests.sim.groups import INT, TERM, USR1, Group, Worker
 from tests.sim.plans import FOREVER_S, Fault, Plan, Strike, draw
 
 HISTORY_SHOWN = 600
@@ -47,6 +47,8 @@ class World:
         self.plan = plan
         self.ignored = ignored
         self.rng = random.Random(plan.seed)
+        # By which a scheduler takes nodes away.
+        self.notice = USR1 if plan.seed % 3 == 1 else TERM
         self.now_s = 0.0
         self.store = MemoryStore()
         self.history: list[tuple[float, str, object]] = []
@@ -257,7 +259,7 @@ class World:
             case Strike.DEAF:
                 process.line.deafen()
             case Strike.LEAVE:
-                self._signal(process, TERM)
+                self._signal(process, self.notice)
             case Strike.INTERRUPT:
                 self.was_interrupted = True
                 self._signal(process, INT)
@@ -285,10 +287,10 @@ class World:
 
     def _preempt(self, process: AgentProcess) -> None:
         """The scheduler signals agent and workers, in any order."""
-        self.later(self.rng.uniform(0, 0.08), lambda: self._signal(process, TERM))
+        self.later(self.rng.uniform(0, 0.08), lambda: self._signal(process, self.notice))
         for worker in process.living:
             group = self.groups[worker.generation]
-            self.later(self.rng.uniform(0, 0.08), lambda w=worker, g=group: g.signal(w, TERM, by_agent=False))
+            self.later(self.rng.uniform(0, 0.08), lambda w=worker, g=group: g.signal(w, self.notice, by_agent=False))
 
     def _take_store_away(self, fault: Fault) -> None:
         if self.is_store_away:

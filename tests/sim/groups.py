@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tests.sim.agents import AgentProcess
     from tests.sim.cluster import World
 
-INT, KILL, TERM = 2, 9, 15
+INT, KILL, USR1, TERM = 2, 9, 10, 15
 # A connection that is reset is noticed so soon.
 PEER_LOST_S = (0.02, 0.2)
 PROGRESS_S = 0.5

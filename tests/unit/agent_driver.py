@@ -168,9 +168,11 @@ class Driver:
         """Somebody else's doing, unguarded."""
         self.store.commit(Txn((), ops))
 
-    def open(self, number: int, kind: OpenKind = OpenKind.FAIL, cause: str = "rank 9 failed elsewhere") -> None:
+    def open(
+        self, number: int, kind: OpenKind = OpenKind.FAIL, cause: str = "rank 9 failed elsewhere", signum: int = 0
+    ) -> None:
         """Somebody else opens a generation."""
-        self.write(Put(KEYS.generation, encode(Generation(number, kind, cause))))
+        self.write(Put(KEYS.generation, encode(Generation(number, kind, cause, signum=signum))))
 
     def _act(self, action: Action) -> None:
         match action:

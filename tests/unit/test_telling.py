@@ -510,6 +510,55 @@ def test_a_signal_is_passed_on_to_those_only_that_do_not_listen(signum: int, mes
     assert deadline_s(driver.agent) == START_S + STOP_GRACE_S
 
 
+@pytest.mark.parametrize("signum", [10, 12])
+def test_a_schedulers_notice_that_another_node_had_first_is_passed_on_to_who_does_not_listen(signum: int) -> None:
+    driver = listening(started(), 0)
+    driver.open(1, OpenKind.LEAVE, "node-b leaves", signum)
+
+    told = driver.look()
+    own = driver.happen(Signalled(signum, "SIGX"))
+
+    assert told == [tell(LEAVE, 0), signal(signum, 1, 2)]
+    assert own == [tell(LEAVE, 0)], "they have it already"
+
+
+@pytest.mark.parametrize("signum", [1, 3, INT, TERM])
+def test_any_other_signal_by_which_a_node_leaves_is_its_own(signum: int) -> None:
+    driver = started()
+    driver.open(1, OpenKind.LEAVE, "node-b leaves", signum)
+
+    assert driver.look() == [signal(TERM, *ALL)]
+
+
+def test_a_notice_that_a_node_had_in_the_last_generation_is_not_passed_on_when_the_job_ends() -> None:
+    driver = started()
+    driver.open(0, OpenKind.LEAVE, "node-b leaves", 10)
+    driver.write(Put(KEYS.ended, encode(Outcome(OutcomeKind.FAILED, "a node was lost", 0, 0, 0))))
+
+    assert driver.look() == [signal(TERM, *ALL)]
+
+
+def test_a_notice_ends_a_job_without_restarts_and_its_workers_get_it_too() -> None:
+    driver = started()
+    driver.open(1, OpenKind.LEAVE, "node-b leaves", 10)
+    driver.write(Put(KEYS.ended, encode(Outcome(OutcomeKind.FAILED, "node-b leaves", 1, 0, 0))))
+
+    assert driver.look() == [signal(10, *ALL)]
+
+
+@pytest.mark.parametrize("code", [-10, 128 + 10, -TERM])
+def test_who_ends_of_the_notice_has_not_failed(code: int) -> None:
+    driver = started()
+    driver.open(1, OpenKind.LEAVE, "node-b leaves", 10)
+    driver.look()
+
+    driver.exits(0, code, FailureKind.SIGNAL)
+
+    assert not driver.snapshot.failures
+    assert isinstance(driver.agent.phase, Stopping)
+    assert driver.agent.phase.live == {1, 2}
+
+
 def test_after_a_signal_the_boundary_may_be_waited_for_as_long_as_the_grace_lasts() -> None:
     driver = listening(started())
     driver.happen(Signalled(TERM, "SIGTERM"))
