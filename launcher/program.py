@@ -28,7 +28,7 @@ def _check_program(options: Options) -> None:
         raise UsageError(f"the {options.kind.value}'s name is empty, as from a variable that is not set; give its name")
     match options.kind:
         case ProgramKind.SCRIPT:
-            _check_script(options.target)
+            check_script(options.target)
         case ProgramKind.MODULE:
             if Path(options.target).is_file():
                 raise UsageError(f"-m takes a module's name and {options.target} is a file; leave -m out")
@@ -90,7 +90,8 @@ def check_open_files(workers: int) -> None:
         raise UsageError(f"{workers} workers need {needed} open files and the limit is {allowed}; ulimit -n {needed}")
 
 
-def _check_script(target: str) -> None:
+def check_script(target: str) -> None:
+    """Raises UsageError where no script of that name can be read again and again, OSError where one may not look."""
     if target == "-":
         if os.isatty(0):
             raise UsageError("- reads the script from stdin, which is the terminal; give its path, or pipe it in")

@@ -15,6 +15,7 @@ from typing import TypeVar
 from elaunch.launcher import values
 from elaunch.launcher.errors import SiteError, UsageError
 from elaunch.launcher.options import HelpRequested, Options, parse
+from elaunch.launcher.program import check_script
 from elaunch.launcher.submit.words import Flag, Submission, help_text, take
 from elaunch.rendezvous.types import ProgramKind
 
@@ -51,11 +52,13 @@ Checked = TypeVar("Checked")
 class Request:
     """A job for Slurm. `words` is elaunch's command line, from its options on; None leaves it to the site.
 
-    `site` and `more` are options of sbatch; those of `more` are the user's own, who has the last word.
+    `site` and `more` are options of sbatch; those of `more` are the user's own, who has the last word. `program` is the
+    script, if it is one, and is looked for where sbatch is called.
     """
 
     words: tuple[str, ...]
     name: str
+    program: str = ""
     nodes: tuple[int, int] = (1, 1)
     gpus: int | None = None
     cpus: int | None = None
@@ -77,6 +80,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     if "dry-run" in submission.given:
         print(text, end="")
         return 0
+    _look_for(request)
     print(f"submitted as job {_submit(text)}; squeue shows it, scancel ends it")
     return 0
 
@@ -99,6 +103,7 @@ def understand(submission: Submission, environ: Mapping[str, str]) -> Request:
     return Request(
         words=words,
         name=submission.last("name") or _name(checked),
+        program=checked.target if checked.kind is ProgramKind.SCRIPT else "",
         nodes=nodes,
         gpus=_checked("gpus", given["gpus"][0], _count) if "gpus" in given else None,
         cpus=_checked("cpus", given["cpus"][0], _count) if "cpus" in given else None,
@@ -185,12 +190,22 @@ def _checked(name: str, value: str, convert: Callable[[values.Raw], Checked]) ->
         raise UsageError(f"--{name} {value} {error}") from None
 
 
-def _submit(text: str) -> str:
-    """Hand it to sbatch; the job's number."""
+def _look_for(request: Request) -> None:
+    """What would come to nothing is told now, not when the job's turn has come. Raises UsageError."""
     if shutil.which("sbatch") is None:
         raise UsageError(
             "no sbatch on the PATH: this host hands nothing in to Slurm; log in to one that does, or add --dry-run"
         )
+    is_elsewhere = any(re.match(r"--chdir\b|-D", option) for option in request.more)
+    if request.program and not is_elsewhere:
+        try:
+            check_script(request.program)
+        except (UsageError, OSError) as error:
+            raise UsageError(f"{error}; where only the nodes see it: --dry-run, and hand that to sbatch") from None
+
+
+def _submit(text: str) -> str:
+    """Hand it to sbatch; the job's number."""
     try:
         done = subprocess.run(["sbatch", "--parsable"], input=text, capture_output=True, text=True, timeout=_CALL_S)
     except (OSError, subprocess.TimeoutExpired) as error:

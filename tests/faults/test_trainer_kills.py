@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from elaunch.trainer.ledger import judge
-from tests.harness import Job, slow, wait_for
+from tests.harness import Job, wait_for
 
 SHAPE = ["--steps", "60", "--global-batch", "6", "--checkpoint-every", "1", "--layers", "1", "--width", "16"]
 SHAPE += ["--heads", "2", "--context", "16", "--dropout", "0.1", "--seed", "5", "--micro-batch", "1", "--ledger"]
@@ -49,7 +49,8 @@ def workers_of(job: Job) -> list[psutil.Process]:
     return found
 
 
-@pytest.mark.parametrize(("workers", "kills"), [slow(2, 20), (3, 5)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("workers", "kills"), [(2, 20), (3, 5)])
 def test_random_kills_end_with_the_parameters_and_losses_of_the_unfailed_run(
     tmp_path: Path, workers: int, kills: int
 ) -> None:

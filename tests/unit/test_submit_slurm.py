@@ -110,6 +110,24 @@ def test_without_sbatch_there_is_a_way_out(monkeypatch: pytest.MonkeyPatch) -> N
         main(["train.py"], {})
 
 
+def test_a_script_that_is_not_there_is_not_submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "train.py").touch()
+    sbatch = tmp_path / "sbatch"
+    sbatch.write_text("#!/bin/sh\necho 7\n")
+    sbatch.chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+
+    with pytest.raises(
+        UsageError, match=r"trian.py does not exist in .*; did you mean train.py\?; where only the nodes"
+    ):
+        main(["trian.py"], {})
+    assert main(["train.py"], {}) == 0
+    assert main(["--sbatch=--chdir=/elsewhere", "trian.py"], {}) == 0
+    assert main(["-m", "pkg.trian"], {}) == 0
+    assert main(["--dry-run", "trian.py"], {}) == 0
+
+
 def test_an_unknown_scheduler_is_a_sentence() -> None:
     with pytest.raises(UsageError, match="did you mean slurm"):
         command.main(["slrum", "train.py"], {})
