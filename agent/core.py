@@ -46,7 +46,17 @@ from elaunch.agent.running import (
 )
 from elaunch.agent.state import Agent, Exited, Finished, Joining, Running, Step, Stopping, exit_with
 from elaunch.agent.stopping import cleared, signalled, stop_for, stopping_deadline_s, tick_stopping
-from elaunch.agent.telling import NOTICES, SIGTERM, listens, saved, saving, stop_at_boundary, stop_broken, stopped
+from elaunch.agent.telling import (
+    NOTICE_S,
+    NOTICES,
+    SIGTERM,
+    listens,
+    saved,
+    saving,
+    stop_at_boundary,
+    stop_broken,
+    stopped,
+)
 from elaunch.rendezvous.types import Generation, OpenKind, Outcome, OutcomeKind, RankTable, host_of
 
 
@@ -166,7 +176,8 @@ def _stop_with_job(agent: Agent, running: Running, ended: Outcome, now_s: float)
     stopping = replace(Stopping.of(running, now_s, grace_s), then=ended)
     reason = StopReason.INTERRUPT if is_person else StopReason.LEAVE
     said = Say(f"stopping: the job has ended: {ended.reason}")
-    return stop_at_boundary(agent, stopping, reason, _signal_for(agent.snapshot.generation, running), (said,))
+    signum, at_s = _signal_for(agent.snapshot.generation, running, now_s)
+    return stop_at_boundary(agent, stopping, reason, signum, (said,), notice_at_s=at_s)
 
 
 def _make_way(agent: Agent, running: Running, generation: Generation, now_s: float) -> Step:
@@ -178,17 +189,21 @@ def _make_way(agent: Agent, running: Running, generation: Generation, now_s: flo
     is_awaited = bool((running.live & running.words.to_stop) - running.words.stopped)
     wait_s = times.boundary_wait_s if is_awaited else 0.0
     stopping = Stopping.of(running, now_s, wait_s + times.stop_grace_s)
-    return stop_at_boundary(agent, stopping, reason, _signal_for(generation, running), said, until_s=now_s + wait_s)
+    signum, at_s = _signal_for(generation, running, now_s)
+    return stop_at_boundary(agent, stopping, reason, signum, said, until_s=now_s + wait_s, notice_at_s=at_s)
 
 
-def _signal_for(generation: Generation | None, running: Running) -> int:
-    """What ends workers that do not listen: SIGTERM, or the notice of a scheduler by which another node leaves.
+def _signal_for(generation: Generation | None, running: Running, now_s: float) -> tuple[int, float | None]:
+    """What ends workers that do not listen, and when: SIGTERM now, or a notice by which another node leaves.
 
-    It sends that to all nodes, and each hears of the first one's leave before the slowest has its own: a program with a
-    handler for the notice is to get the same everywhere.
+    A scheduler sends that to all nodes, and each hears of the first one's leave before the slowest has its own; where
+    the program has a handler for the notice, SIGTERM would end it unsaved. One sent to all processes of this node, too,
+    is not to be doubled: so its own is waited for.
     """
     is_newer = generation is not None and generation.number > running.table.generation
-    return generation.signum if generation and is_newer and generation.signum in NOTICES else SIGTERM
+    if generation and is_newer and generation.signum in NOTICES:
+        return generation.signum, now_s + NOTICE_S
+    return SIGTERM, None
 
 
 def _hurry(agent: Agent, stopping: Stopping, now_s: float) -> Step:

@@ -19,7 +19,15 @@ from elaunch.agent.failures import with_tail
 from elaunch.agent.membership import joining
 from elaunch.agent.messages import StopReason
 from elaunch.agent.state import Agent, Finished, Joining, Phase, Running, Step, Stopping, exit_with
-from elaunch.agent.telling import SIGINT, SIGKILL, past_boundary, past_grace_of_failure, ranks, stop_at_boundary
+from elaunch.agent.telling import (
+    SIGINT,
+    SIGKILL,
+    pass_notice_on,
+    past_boundary,
+    past_grace_of_failure,
+    ranks,
+    stop_at_boundary,
+)
 from elaunch.rendezvous import entering
 from elaunch.rendezvous.types import Outcome, OutcomeKind
 from elaunch.rendezvous.verdict import verdict
@@ -104,12 +112,14 @@ def _asked_to_stop(agent: Agent, event: Signalled, now_s: float) -> Step:
 def stopping_deadline_s(phase: Phase) -> float | None:
     match phase:
         case Stopping(live=live, then=then, summons=summons, kill_at_s=kill_at_s) if live or then or summons:
-            until_s = phase.boundary_until_s
-            return min(kill_at_s, until_s) if live and until_s is not None else kill_at_s
+            sooner = [at_s for at_s in (phase.boundary_until_s, phase.notice_at_s) if live and at_s is not None]
+            return min([kill_at_s, *sooner])
     return None
 
 
 def tick_stopping(agent: Agent, stopping: Stopping, now_s: float) -> Step:
+    if stopping.live and stopping.notice_at_s is not None and now_s >= stopping.notice_at_s:
+        return pass_notice_on(agent, stopping)
     if stopping.live and stopping.boundary_until_s is not None and now_s >= stopping.boundary_until_s:
         return past_boundary(agent, stopping, now_s)
     if now_s < stopping.kill_at_s:
@@ -188,7 +198,7 @@ def _complete(
 
 
 def _kill(agent: Agent, stopping: Stopping, now_s: float, said: Say) -> Step:
-    stopping = replace(stopping, killed=True, boundary_until_s=None, kill_at_s=now_s + KILL_WAIT_S)
+    stopping = replace(stopping, killed=True, boundary_until_s=None, notice_at_s=None, kill_at_s=now_s + KILL_WAIT_S)
     return replace(agent, phase=stopping), (said, SignalWorkers(stopping.table.generation, stopping.live, SIGKILL))
 
 

@@ -21,6 +21,8 @@ from elaunch.agent.state import Agent, Running, Step, Stopping, Words
 SIGINT, SIGKILL, SIGTERM = 2, 9, 15
 # SIGUSR1 and SIGUSR2: by which schedulers announce an end.
 NOTICES = (10, 12)
+# From the first node of a job that has one to the last.
+NOTICE_S = 1.0
 
 
 def stop_at_boundary(
@@ -31,8 +33,9 @@ def stop_at_boundary(
     actions: tuple[Action, ...] = (),
     *,
     until_s: float | None = None,
+    notice_at_s: float | None = None,
 ) -> Step:
-    """Ask who listens to stop after the same step as all ranks; the others get the signal.
+    """Ask who listens to stop after the same step as all ranks; the others get the signal, at `notice_at_s` if given.
 
     Who has not come to its step's end by `until_s` gets SIGTERM then. In a broken group there is no such step: who
     saves is left alone.
@@ -40,16 +43,26 @@ def stop_at_boundary(
     live, words = stopping.live, stopping.words
     asked = frozenset() if stopping.is_broken else (live & words.to_stop) - stopping.signalled
     ended = live - asked - (words.to_failure if stopping.is_broken else frozenset())
-    if signum == stopping.signum and signum in NOTICES:
+    if signum == stopping.signum and signum in NOTICES and stopping.notice_at_s is None:
         # Passed on before from another node, which had it first.
         ended -= stopping.signalled
     stopping = replace(
         stopping,
         signalled=stopping.signalled | ended,
         signum=signum,
+        notice_at_s=notice_at_s if ended else None,
         boundary_until_s=until_s if asked - words.stopped else None,
     )
-    return _tell(agent, stopping, asked, StopAtStepBoundary(reason), ended, signum, actions)
+    now = frozenset() if stopping.notice_at_s is not None else ended
+    return _tell(agent, stopping, asked, StopAtStepBoundary(reason), now, signum, actions)
+
+
+def pass_notice_on(agent: Agent, stopping: Stopping) -> Step:
+    """The scheduler has told this node nothing so far: its workers hear of it all the same."""
+    told = (stopping.live & stopping.signalled) - stopping.spent
+    asked = told & stopping.words.to_stop
+    stopping = replace(stopping, signalled=stopping.signalled - asked, notice_at_s=None)
+    return _tell(agent, stopping, asked, StopAtStepBoundary(StopReason.LEAVE), told - asked, stopping.signum, ())
 
 
 def stop_broken(agent: Agent, stopping: Stopping, actions: tuple[Action, ...] = ()) -> Step:
@@ -59,9 +72,15 @@ def stop_broken(agent: Agent, stopping: Stopping, actions: tuple[Action, ...] = 
     """
     left = stopping.live - stopping.words.stopped
     told = left & stopping.words.to_failure
-    ended = left - told - stopping.signalled
+    signalled = stopping.signalled if stopping.notice_at_s is None else frozenset()
+    ended = left - told - signalled
     stopping = replace(
-        stopping, is_broken=True, signalled=stopping.signalled | ended, signum=SIGTERM, boundary_until_s=None
+        stopping,
+        is_broken=True,
+        signalled=signalled | ended,
+        signum=SIGTERM,
+        notice_at_s=None,
+        boundary_until_s=None,
     )
     return _tell(agent, stopping, told, PeerFailed(stopping.table.generation), ended, SIGTERM, actions)
 

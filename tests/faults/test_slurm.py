@@ -191,8 +191,10 @@ def test_a_program_that_knows_no_elaunch_gets_the_notice_that_it_has_a_handler_f
     slurm.call("scancel", "--signal=USR1", job.number)
 
     output = job.wait("FAILED")
-    assert output.count(f"noticed by {name}") == 2
-    assert len(re.findall(r"task \d: Exited with exit code 138", output)) == 2
+    assert output.count(f"noticed by {name}") == 2, output
+    codes = dict(re.findall(r"task (\d): Exited with exit code (\d+)", output))
+    # The head's store ends with it, now and then before Slurm has told the other.
+    assert codes in ({"0": "138", "1": "138"}, {"0": "138", "1": "3"}), output
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ from elaunch.agent.messages import PeerFailed, StopAtStepBoundary, StopReason
 from elaunch.agent.running import HOLD_S, STOPPED_HOLD_S
 from elaunch.agent.state import Finished, Joining, Running, Stopping
 from elaunch.agent.stopping import LAST_WORDS_S
+from elaunch.agent.telling import NOTICE_S
 from elaunch.rendezvous.codec import encode
 from elaunch.rendezvous.store import Put
 from elaunch.rendezvous.types import FailureKind, OpenKind, Outcome, OutcomeKind
@@ -516,10 +517,48 @@ def test_a_schedulers_notice_that_another_node_had_first_is_passed_on_to_who_doe
     driver.open(1, OpenKind.LEAVE, "node-b leaves", signum)
 
     told = driver.look()
+    driver.now_s += NOTICE_S
+    late = driver.happen(Tick())
     own = driver.happen(Signalled(signum, "SIGX"))
 
-    assert told == [tell(LEAVE, 0), signal(signum, 1, 2)]
+    assert told == [tell(LEAVE, 0)]
+    assert late == [signal(signum, 1, 2)]
     assert own == [tell(LEAVE, 0)], "they have it already"
+
+
+def test_a_notice_that_this_node_has_a_moment_later_is_passed_on_once() -> None:
+    driver = started()
+    driver.open(1, OpenKind.LEAVE, "node-b leaves", 10)
+
+    told = driver.look()
+    own = driver.happen(Signalled(10, "SIGX"))
+    driver.now_s += NOTICE_S
+    late = driver.happen(Tick())
+
+    assert (told, own, late) == ([], [signal(10, *ALL)], [])
+
+
+def test_who_begins_to_listen_while_a_notice_is_waited_for_is_asked() -> None:
+    driver = started()
+    driver.open(1, OpenKind.LEAVE, "node-b leaves", 10)
+    driver.look()
+    driver.happen(WorkerListens(0, 1, to_stop=True, to_failure=True))
+
+    driver.now_s += NOTICE_S
+
+    assert driver.happen(Tick()) == [tell(LEAVE, 1), signal(10, 0, 2)]
+
+
+def test_a_failure_while_a_notice_is_waited_for_stops_at_once() -> None:
+    driver = listening(started(), 0)
+    driver.open(1, OpenKind.LEAVE, "node-b leaves", 10)
+    driver.look()
+    driver.open(2, OpenKind.LOSS, "node-c was lost")
+
+    assert driver.look() == [tell(PeerFailed(0), 0), signal(TERM, 1, 2)]
+
+    driver.now_s += NOTICE_S
+    assert driver.happen(Tick()) == []
 
 
 @pytest.mark.parametrize("signum", [1, 3, INT, TERM])
@@ -542,15 +581,21 @@ def test_a_notice_ends_a_job_without_restarts_and_its_workers_get_it_too() -> No
     driver = started()
     driver.open(1, OpenKind.LEAVE, "node-b leaves", 10)
     driver.write(Put(KEYS.ended, encode(Outcome(OutcomeKind.FAILED, "node-b leaves", 1, 0, 0))))
+    driver.look()
 
-    assert driver.look() == [signal(10, *ALL)]
+    assert deadline_s(driver.agent) == START_S + NOTICE_S
+    driver.now_s += NOTICE_S
+    assert driver.happen(Tick()) == [signal(10, *ALL)]
 
 
+@pytest.mark.parametrize("waited_s", [0.0, NOTICE_S])
 @pytest.mark.parametrize("code", [-10, 128 + 10, -TERM])
-def test_who_ends_of_the_notice_has_not_failed(code: int) -> None:
+def test_who_ends_of_the_notice_has_not_failed(code: int, waited_s: float) -> None:
     driver = started()
     driver.open(1, OpenKind.LEAVE, "node-b leaves", 10)
     driver.look()
+    driver.now_s += waited_s
+    driver.happen(Tick())
 
     driver.exits(0, code, FailureKind.SIGNAL)
 
