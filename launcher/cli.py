@@ -41,7 +41,10 @@ def main() -> NoReturn:
         stand_in()
     try:
         code = _main()
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, RuntimeError) as error:
+        # Before Python 3.12 what interrupts the making of a class is only the cause of what is raised.
+        if isinstance(error, RuntimeError) and not isinstance(error.__cause__, KeyboardInterrupt):
+            raise
         # Before the agent takes signals over there is nothing to stop but this process and what dies with it.
         code = 130
     # BrokenPipeError at exit is the reader's business (`elaunch --help | head`).

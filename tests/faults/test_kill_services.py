@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+import sys
 from pathlib import Path
 
 import psutil
@@ -54,7 +55,7 @@ def test_restarted_workers_have_the_new_fork_server_as_parent(tmp_path: Path) ->
         assert new == job.fork_server().pid
 
 
-@pytest.mark.parametrize("how", [("--no-preload", "train.py"), ("--no-python", "python", "train.py")], ids=str)
+@pytest.mark.parametrize("how", [("--no-preload", "train.py"), ("--no-python", sys.executable, "train.py")])
 def test_without_preloading_too_a_killed_fork_server_is_a_restart(tmp_path: Path, how: tuple[str, ...]) -> None:
     script(tmp_path, WAITS_IN_GENERATION_0)
     with Watched(tmp_path, "--nproc-per-node", "2", *how) as job:

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import termios
 import time
 from contextlib import suppress
@@ -313,7 +314,7 @@ def test_a_program_below_a_shell_wrapper_gets_the_signal_and_the_time_to_save(tm
         tmp_path,
         SAVES.replace("    sys.exit(0)", "    time.sleep(0.5)\n    print('to the end', flush=True)\n    sys.exit(0)"),
     )
-    script(tmp_path, "python train.py\necho wrapper goes on\n", "wrapper.sh")
+    script(tmp_path, f"{sys.executable} train.py\necho wrapper goes on\n", "wrapper.sh")
     with Watched(tmp_path, "--no-python", "--nproc-per-node", "2", "bash", "wrapper.sh") as job:
         workers_up(job, 2)
 
@@ -326,7 +327,7 @@ def test_a_program_below_a_shell_wrapper_gets_the_signal_and_the_time_to_save(tm
 
 def test_a_program_below_a_shell_wrapper_that_ignores_sigterm_is_killed_after_the_grace(tmp_path: Path) -> None:
     script(tmp_path, STUBBORN)
-    script(tmp_path, "python train.py\necho wrapper goes on\n", "wrapper.sh")
+    script(tmp_path, f"{sys.executable} train.py\necho wrapper goes on\n", "wrapper.sh")
     how = ("--no-python", "--stop-grace", "0.7", "--nproc-per-node", "2")
     with Watched(tmp_path, *how, "bash", "wrapper.sh") as job:
         workers_up(job, 2)

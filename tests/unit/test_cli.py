@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from elaunch.launcher import cli
 from tests.etcd import free_ports
 
 # The agent's loop is where all that a run starts is there.
@@ -59,3 +60,18 @@ def test_whatever_ends_a_run_its_processes_and_folders_are_gone_before_it(
     assert left == []
     assert list(temporary.iterdir()) == []
     assert "on the other node type" in ended.stderr
+
+
+def test_a_ctrl_c_while_a_class_is_made_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupted:
+        def __set_name__(self, owner: type, name: str) -> None:
+            raise KeyboardInterrupt
+
+    def imports() -> int:
+        type("Imported", (), {"field": Interrupted()})
+        return 0
+
+    monkeypatch.setattr(cli, "_main", imports)
+
+    with pytest.raises(SystemExit, match="130"):
+        cli.main()

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint import metadata as records
 
 from elaunch.trainer import checkpoint, dcp, writing
 from elaunch.trainer import marks as folders
@@ -215,6 +216,39 @@ def test_a_checkpoint_cannot_run_code(tmp_path: Path, file: str) -> None:
         newest_step(tmp_path / "c", [])
 
     assert not (tmp_path / "ran").exists()
+
+
+class Attribute:
+    """Pickled as Python 3.11.2 pickles an enum's member."""
+
+    def __init__(self, owner: object, name: str) -> None:
+        self.owner, self.name = owner, name
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (getattr, (self.owner, self.name))
+
+
+def test_an_enum_is_read_from_a_checkpoint_of_any_python() -> None:
+    enum = records._MEM_FORMAT_ENCODING
+    member = enum.TORCH_CONTIGUOUS_FORMAT
+
+    for written in (member, Attribute(enum, member.name)):
+        assert dcp.loads(pickle.dumps(written)) is member
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (records.Metadata, "__init__"),
+        (records._MEM_FORMAT_ENCODING, "__class__"),
+        (records._MEM_FORMAT_ENCODING, "mro"),
+        (Attribute(records._MEM_FORMAT_ENCODING, "TORCH_CONTIGUOUS_FORMAT"), "value"),
+    ],
+    ids=["a function", "a class", "a method", "of a member"],
+)
+def test_no_other_attribute_is_read_from_a_checkpoint(owner: object, name: str) -> None:
+    with pytest.raises(pickle.UnpicklingError, match="no member of an enum"):
+        dcp.loads(pickle.dumps(Attribute(owner, name)))
 
 
 def seal_again(folder: Path) -> None:

@@ -21,7 +21,7 @@ found = {
     "memory": [int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")],
     "CPU time": time.process_time(),
     "hash": hash("a text"),
-    "address": id(object),
+    "address": id(sys.modules),
     "first environment": "RANK=" in open("/proc/self/environ").read(),
     "rank": "RANK" in os.environ,
     "link": os.environ.get("ELAUNCH_LINK"),
