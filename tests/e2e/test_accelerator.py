@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import Job, script
+from tests.harness import Job, script, slow
 
 TRAIN = """
 import os, signal
@@ -36,7 +36,7 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("how", [(), ("--no-preload",)], ids=["forked", "exec'd"])
+@pytest.mark.parametrize("how", [(), slow(("--no-preload",))], ids=["forked", "exec'd"])
 def test_a_killed_worker_trains_again_on_the_same_device(tmp_path: Path, how: tuple[str, ...]) -> None:
     script(tmp_path, TRAIN)
     with Job(tmp_path, *how, "--nproc-per-node", "1", "train.py") as job:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from tests.harness import Job, finished, script
+from tests.harness import Job, finished, script, slow
 
 # A light module in place of torch: the same way through the fork server, without the second that torch takes.
 LIGHT = ("--preload", "json")
@@ -226,7 +226,7 @@ class TestBudget:
         assert "generation 2" not in job.stderr
 
     @pytest.mark.parametrize("start", [(), pytest.param(EXEC, marks=pytest.mark.slow)], ids=["forked", "exec'd"])
-    @pytest.mark.parametrize("end", ["", "dist.destroy_process_group()"], ids=["left open", "destroyed"])
+    @pytest.mark.parametrize("end", [slow(""), "dist.destroy_process_group()"], ids=["left open", "destroyed"])
     def test_the_same_error_after_the_group_was_made_uses_the_whole_budget(
         self, start: tuple[str, ...], end: str, tmp_path: Path
     ) -> None:

@@ -128,7 +128,7 @@ def test_a_run_resized_from_4_to_3_and_back_has_the_losses_of_one_that_was_not(
 
 
 # Step 8 ends an epoch of 211 samples: of a global batch of 30 one sample is left for it, of 27 there are 22.
-@pytest.mark.parametrize(("world_size", "batch"), [slow(1, 30), slow(2, 30), (3, 30), slow(4, 30), (4, 27)])
+@pytest.mark.parametrize(("world_size", "batch"), [slow(1, 30), slow(2, 30), (3, 30), slow(4, 30), slow(4, 27)])
 def test_the_gradient_is_that_of_one_process_on_the_whole_batch(tmp_path: Path, world_size: int, batch: int) -> None:
     curve = train(tmp_path, [world_size], [9], global_batch=batch, micro_batch=3, tail="short")
 

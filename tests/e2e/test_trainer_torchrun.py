@@ -86,7 +86,8 @@ def worker(launcher: subprocess.Popen[str], rank: int) -> psutil.Process:
     return next(child for child in children if child.environ().get("RANK") == str(rank))
 
 
-@pytest.mark.parametrize(("workers", "victim"), [(2, 0), slow(3, 1)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("workers", "victim"), [(2, 1), (3, 0)])
 def test_a_run_with_a_killed_worker_ends_bit_for_bit_like_the_unfailed_one(
     start: Start, tmp_path: Path, workers: int, victim: int
 ) -> None:

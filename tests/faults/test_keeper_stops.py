@@ -99,7 +99,8 @@ def test_error_feedback_goes_back_to_where_every_piece_of_it_is(tmp_path: Path, 
         assert_same(run, calm.ended())
 
 
-@pytest.mark.parametrize("shards", ["fsdp2", slow("zero")])
+@pytest.mark.slow
+@pytest.mark.parametrize("shards", ["fsdp2", "zero"])
 def test_state_in_parts_goes_back_to_the_snapshot_and_ends_the_same(tmp_path: Path, shards: str) -> None:
     options = ("snapshot_every=5", f"shards={shards}", f"checkpoints={tmp_path / 'checkpoints'}")
     asks = ["forward-0-14-2", "together-1-25-0", "together-1-25-1", "together-1-25-2"]

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.faults.processes import LIGHT, SAY, Watched
-from tests.harness import finished, script, wait_for
+from tests.harness import finished, script, slow, wait_for
 from tests.nodes import needs_nodes
 
 TORCH = ("--preload", "torch")
@@ -183,7 +183,7 @@ print("done", flush=True)
 """
 
 
-@pytest.mark.parametrize("listens", [True, False])
+@pytest.mark.parametrize("listens", [True, slow(False)])
 def test_workers_that_hang_show_their_stacks_and_are_started_again(tmp_path: Path, listens: bool) -> None:
     listen = "link.listen(on_peer_failed=lambda _: link.saved(5))" if listens else ""
     script(tmp_path, HANGING.replace("LISTEN", listen))

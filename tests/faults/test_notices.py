@@ -10,7 +10,7 @@ import pytest
 
 from tests.faults.cluster import Cluster
 from tests.faults.processes import LIGHT, SAY, Watched
-from tests.harness import script, wait_for
+from tests.harness import script, slow, wait_for
 from tests.nodes import needs_nodes
 
 # In the shell of a job.
@@ -64,8 +64,9 @@ def test_a_shell_may_catch_it_and_one_that_does_not_gets_sigterm(tmp_path: Path,
 
 
 @needs_nodes
-@pytest.mark.parametrize("max_restarts", ["3", "0"])
-@pytest.mark.parametrize("name", ["SIGUSR1", "SIGTERM"])
+@pytest.mark.parametrize(
+    ("name", "max_restarts"), [("SIGUSR1", "3"), slow("SIGUSR1", "0"), slow("SIGTERM", "3"), ("SIGTERM", "0")]
+)
 def test_a_node_that_hears_of_it_from_another_first_tells_its_workers_the_same(
     tmp_path: Path, name: str, max_restarts: str
 ) -> None:

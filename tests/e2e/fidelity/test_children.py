@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.fidelity.ways import EXECED, FORKED, LIGHT, fresh, share, without_launchers, worker
-from tests.harness import script
+from tests.harness import script, slow
 
 METHODS = ("fork", "spawn", "forkserver")
 
@@ -132,7 +132,7 @@ def both(folder: Path, how: tuple[str, ...], text: str, *args: str) -> tuple[dic
     return json.loads(ends[0].out), json.loads(ends[1].out)
 
 
-@pytest.mark.parametrize("form", [("train.py",), ("-m", "train")], ids="-".join)
+@pytest.mark.parametrize("form", [("train.py",), slow(("-m", "train"))], ids="-".join)
 @pytest.mark.parametrize("how", [LIGHT, EXECED], ids=["forked", "execed"])
 def test_pools_processes_and_queues_of_every_kind_work_and_see_the_same(
     tmp_path: Path, how: tuple[str, ...], form: tuple[str, ...]
