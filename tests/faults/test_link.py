@@ -119,7 +119,7 @@ while True:
     ("signum", "options"),
     [
         (signal.SIGTERM, ()),
-        (signal.SIGINT, ()),
+        slow(signal.SIGINT, ()),
         (signal.SIGUSR1, ("--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1")),
     ],
     ids=["TERM", "INT", "USR1"],
