@@ -173,10 +173,11 @@ def _follow(agent: Agent, now_s: float) -> Step:
 def _stop_with_job(agent: Agent, running: Running, ended: Outcome, now_s: float) -> Step:
     is_person = ended.kind is OutcomeKind.INTERRUPTED
     grace_s = agent.times.stop_grace_s if is_person else agent.times.failure_grace_s
-    stopping = replace(Stopping.of(running, now_s, grace_s), then=ended)
+    signum, at_s = _signal_for(agent.snapshot.generation, running, now_s)
+    # The time to save begins when they are told.
+    stopping = replace(Stopping.of(running, now_s, grace_s + (NOTICE_S if at_s else 0.0)), then=ended)
     reason = StopReason.INTERRUPT if is_person else StopReason.LEAVE
     said = Say(f"stopping: the job has ended: {ended.reason}")
-    signum, at_s = _signal_for(agent.snapshot.generation, running, now_s)
     return stop_at_boundary(agent, stopping, reason, signum, (said,), notice_at_s=at_s)
 
 

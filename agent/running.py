@@ -191,7 +191,7 @@ def _by_us(event: WorkerExited, failure: Failure, stopping: Stopping) -> bool:
     is_killed = stopping.killed or event.local_rank in stopping.spent
     has_stopped = event.local_rank in stopping.words.stopped and event.code in STOPPED_CODES
     # By another node's notice, if not by SIGTERM.
-    signum = SIGTERM if stopping.then else stopping.signum
+    signum = stopping.notice or SIGTERM
     is_asked = event.code in (-SIGTERM, 128 + SIGTERM, -signum, 128 + signum)
     return has_stopped or is_asked or (event.code == -SIGKILL and is_killed)
 

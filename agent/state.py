@@ -90,8 +90,8 @@ class Stopping:
     Those in `signalled` got `signum`, which asks them to end; the others were told on their links, and get it if they
     listen no more. They were asked to stop at a step boundary, for which they are given until `boundary_until_s` where
     that is set; or, where the group `is_broken`, to save. `spent` were killed alone: as soon as they had, or while
-    others save. Until `notice_at_s`, where that is set, `signum` is a scheduler's notice that another node had first:
-    those in `signalled` get it with this node's own, or then.
+    others save. `notice` is a scheduler's that another node had first: until `notice_at_s`, where that is set, those in
+    `signalled` have not got it, and do with this node's own, or then.
     """
 
     table: RankTable
@@ -107,6 +107,7 @@ class Stopping:
     words: Words = SILENT
     signalled: frozenset[int] = frozenset()
     signum: int = 0
+    notice: int = 0
     notice_at_s: float | None = None
     boundary_until_s: float | None = None
     is_broken: bool = False

@@ -92,6 +92,9 @@ def _asked_to_stop(agent: Agent, event: Signalled, now_s: float) -> Step:
             return stop_at_boundary(agent, stopping, reason, event.signum, farewell)
         case Stopping(then=None, done=True, summons=summons) as stopping if not summons or event.signum == SIGINT:
             return replace(agent, phase=replace(stopping, summons=event, kill_at_s=now_s + LAST_WORDS_S)), ()
+        case Stopping(then=Outcome(), notice_at_s=float(), live=live) as stopping if live and event.signum != SIGINT:
+            # The job ends of what another node was told, and now this one is.
+            return pass_notice_on(agent, replace(stopping, signum=event.signum))
         case Stopping(then=Outcome() as then) as stopping if event.signum == SIGINT:
             # For something else, as the end that the same Ctrl-C has brought on another node a moment ago.
             agent, farewell = _end_of_own_run(agent, stopping, outcome)

@@ -41,17 +41,22 @@ def stop_at_boundary(
     saves is left alone.
     """
     live, words = stopping.live, stopping.words
-    asked = frozenset() if stopping.is_broken else (live & words.to_stop) - stopping.signalled
+    had = stopping.signalled if stopping.notice_at_s is None else frozenset()
+    asked = frozenset() if stopping.is_broken else (live & words.to_stop) - had
     ended = live - asked - (words.to_failure if stopping.is_broken else frozenset())
-    if signum == stopping.signum and signum in NOTICES and stopping.notice_at_s is None:
+    if signum == stopping.signum and signum in NOTICES:
         # Passed on before from another node, which had it first.
-        ended -= stopping.signalled
+        ended -= had
+    boundary_until_s = until_s if asked - words.stopped else None
+    if notice_at_s is not None and boundary_until_s is not None:
+        notice_at_s = min(notice_at_s, boundary_until_s)
     stopping = replace(
         stopping,
-        signalled=stopping.signalled | ended,
+        signalled=had | ended,
         signum=signum,
+        notice=signum if notice_at_s is not None else 0,
         notice_at_s=notice_at_s if ended else None,
-        boundary_until_s=until_s if asked - words.stopped else None,
+        boundary_until_s=boundary_until_s,
     )
     now = frozenset() if stopping.notice_at_s is not None else ended
     return _tell(agent, stopping, asked, StopAtStepBoundary(reason), now, signum, actions)
@@ -119,7 +124,8 @@ def listens(agent: Agent, event: WorkerListens) -> Step:
         heard = words.to_failure if phase.is_broken else words.to_stop
         deaf = (phase.live & rank) - heard - words.stopped - phase.signalled - phase.spent
         agent = replace(agent, phase=replace(phase, words=words, signalled=phase.signalled | deaf))
-        return agent, (SignalWorkers(event.generation, deaf, phase.signum),) if deaf else ()
+        is_now = deaf and phase.notice_at_s is None
+        return agent, (SignalWorkers(event.generation, deaf, phase.signum),) if is_now else ()
     return replace(agent, phase=replace(phase, words=words)), ()
 
 

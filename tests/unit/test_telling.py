@@ -549,6 +549,52 @@ def test_who_begins_to_listen_while_a_notice_is_waited_for_is_asked() -> None:
     assert driver.happen(Tick()) == [tell(LEAVE, 1), signal(10, 0, 2)]
 
 
+def test_who_begins_to_listen_is_asked_also_where_this_nodes_own_notice_comes() -> None:
+    driver = started()
+    driver.open(1, OpenKind.LEAVE, "node-b leaves", 10)
+    driver.look()
+    driver.happen(WorkerListens(0, 1, to_stop=True, to_failure=True))
+
+    assert driver.happen(Signalled(10, "SIGX")) == [tell(LEAVE, 1), signal(10, 0, 2)]
+
+
+def test_who_listens_no_more_while_a_notice_is_waited_for_gets_it_once() -> None:
+    driver = listening(started(), 0)
+    driver.open(1, OpenKind.LEAVE, "node-b leaves", 10)
+    driver.look()
+
+    deaf = driver.happen(WorkerListens(0, 0, to_stop=False, to_failure=False))
+    driver.now_s += NOTICE_S
+
+    assert deaf == []
+    assert driver.happen(Tick()) == [signal(10, *ALL)]
+
+
+def test_who_ends_of_the_notice_after_the_group_broke_has_not_failed() -> None:
+    driver = started()
+    driver.open(1, OpenKind.LEAVE, "node-b leaves", 10)
+    driver.look()
+    driver.now_s += NOTICE_S
+    driver.happen(Tick())
+    driver.open(2, OpenKind.LOSS, "node-c was lost")
+    driver.look()
+
+    driver.exits(1, -10, FailureKind.SIGNAL)
+
+    assert isinstance(driver.agent.phase, Stopping)
+    assert driver.agent.phase.failure is None
+
+
+def test_a_node_that_is_told_while_the_job_ends_of_anothers_notice_tells_its_workers() -> None:
+    driver = started()
+    driver.open(1, OpenKind.LEAVE, "node-b leaves", 10)
+    driver.write(Put(KEYS.ended, encode(Outcome(OutcomeKind.FAILED, "node-b leaves", 1, 0, 0))))
+    driver.look()
+
+    assert driver.happen(Signalled(10, "SIGX")) == [signal(10, *ALL)]
+    assert deadline_s(driver.agent) == START_S + NOTICE_S + FAILURE_GRACE_S
+
+
 def test_a_failure_while_a_notice_is_waited_for_stops_at_once() -> None:
     driver = listening(started(), 0)
     driver.open(1, OpenKind.LEAVE, "node-b leaves", 10)
