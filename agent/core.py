@@ -201,8 +201,7 @@ def _signal_for(generation: Generation | None, running: Running, now_s: float) -
     the program has a handler for the notice, SIGTERM would end it unsaved. One sent to all processes of this node, too,
     is not to be doubled: so its own is waited for.
     """
-    is_newer = generation is not None and generation.number > running.table.generation
-    if generation and is_newer and generation.signum in NOTICES:
+    if generation and generation.number > running.table.generation and generation.signum in NOTICES:
         return generation.signum, now_s + NOTICE_S
     return SIGTERM, None
 

@@ -119,6 +119,11 @@ class Stopping:
         return cls(running.table, running.live, now_s + grace_s, grace_s, words=running.words)
 
     @property
+    def reached(self) -> frozenset[int]:
+        """Who of those in `signalled` has got the signal."""
+        return self.signalled if self.notice_at_s is None else frozenset()
+
+    @property
     def on_the_way(self) -> frozenset[int]:
         """Who was asked to stop at a step boundary, and has not come to it yet."""
         return self.live - self.signalled - self.words.stopped

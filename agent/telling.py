@@ -41,18 +41,17 @@ def stop_at_boundary(
     saves is left alone.
     """
     live, words = stopping.live, stopping.words
-    had = stopping.signalled if stopping.notice_at_s is None else frozenset()
-    asked = frozenset() if stopping.is_broken else (live & words.to_stop) - had
+    asked = frozenset() if stopping.is_broken else (live & words.to_stop) - stopping.reached
     ended = live - asked - (words.to_failure if stopping.is_broken else frozenset())
     if signum == stopping.signum and signum in NOTICES:
         # Passed on before from another node, which had it first.
-        ended -= had
+        ended -= stopping.reached
     boundary_until_s = until_s if asked - words.stopped else None
     if notice_at_s is not None and boundary_until_s is not None:
         notice_at_s = min(notice_at_s, boundary_until_s)
     stopping = replace(
         stopping,
-        signalled=had | ended,
+        signalled=stopping.reached | ended,
         signum=signum,
         notice=signum if notice_at_s is not None else 0,
         notice_at_s=notice_at_s if ended else None,
@@ -63,7 +62,7 @@ def stop_at_boundary(
 
 
 def pass_notice_on(agent: Agent, stopping: Stopping) -> Step:
-    """The scheduler has told this node nothing so far: its workers hear of it all the same."""
+    """Give the workers what waits for them: this node's own notice has come, or its time is over."""
     told = (stopping.live & stopping.signalled) - stopping.spent
     asked = told & stopping.words.to_stop
     stopping = replace(stopping, signalled=stopping.signalled - asked, notice_at_s=None)
@@ -77,12 +76,11 @@ def stop_broken(agent: Agent, stopping: Stopping, actions: tuple[Action, ...] = 
     """
     left = stopping.live - stopping.words.stopped
     told = left & stopping.words.to_failure
-    signalled = stopping.signalled if stopping.notice_at_s is None else frozenset()
-    ended = left - told - signalled
+    ended = left - told - stopping.reached
     stopping = replace(
         stopping,
         is_broken=True,
-        signalled=signalled | ended,
+        signalled=stopping.reached | ended,
         signum=SIGTERM,
         notice_at_s=None,
         boundary_until_s=None,
