@@ -22,8 +22,12 @@ from elaunch.agent.guardian import VARIABLE
 Fact = TypeVar("Fact")
 # Generous: these machines are shared. A test that needs more has found a hang.
 DEADLINE_S = 60.0
-# Ours, and the schedulers' that tests may run under.
-_LAUNCHERS = ("ELAUNCH_", "PET_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI_", "LSB_", "PBS_", "JOB_COMPLETION_")
+# Ours; the schedulers' that tests may run under; pytest's, another one in each test; torch's, where a test has
+# imported it.
+_NOT_FOR_JOBS = (
+    *("ELAUNCH_", "PET_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI_", "LSB_", "PBS_", "JOB_COMPLETION_"),
+    *("OMP_NUM_THREADS", "PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"),
+)
 COMMAND = (sys.executable, "-m", "elaunch")
 
 
@@ -43,11 +47,9 @@ def wait_for(fact: Callable[[], Fact], what: str, deadline_s: float = DEADLINE_S
 
 def environment(env: Mapping[str, str] | None = None) -> dict[str, str]:
     """This process's environment, without what a launcher above it sets for a job, and with `env`."""
-    environ = {k: v for k, v in os.environ.items() if not k.startswith(_LAUNCHERS)}
-    # The second is pytest's, another one in each test; the third torch's, where a test has imported it.
-    for name in ("OMP_NUM_THREADS", "PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"):
-        environ.pop(name, None)
-    return {**environ, **(env or {})}
+    # By name: pytest takes a variable away and sets it again while a test's threads ask for this.
+    found = {name: os.environ.get(name) for name in os.environ if not name.startswith(_NOT_FOR_JOBS)}
+    return {**{name: value for name, value in found.items() if value is not None}, **(env or {})}
 
 
 class Job:
