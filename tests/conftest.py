@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
-# Under nohup, as some run a suite, every job would ignore it too.
-signal.signal(signal.SIGHUP, signal.SIG_DFL)
+# Under nohup, or in a script's background (`make test &`), as some run a suite, every job would ignore these too.
+for signum in (signal.SIGHUP, signal.SIGQUIT):
+    signal.signal(signum, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(wrapper=True)
