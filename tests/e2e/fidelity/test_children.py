@@ -91,7 +91,7 @@ def loaded(method, **options):
     return [[[item[0] for item in batch] for batch in batches], [batch[0][1:] for batch in batches]]
 
 if __name__ == "__main__":
-    found = {str(method): loaded(method) for method in (None, "fork", "spawn", "forkserver")}
+    found = {str(method): loaded(method) for method in (None, *sys.argv[1:])}
     found["persistent"] = loaded("fork", persistent_workers=True)
     print(json.dumps(found))
 """
@@ -150,15 +150,18 @@ def test_pools_processes_and_queues_of_every_kind_work_and_see_the_same(
     assert ours == theirs
 
 
-def test_data_loaders_of_every_kind_load_what_a_loop_loads_in_order_and_with_one_thread(tmp_path: Path) -> None:
+@pytest.mark.parametrize("methods", [("fork", "spawn"), slow(("forkserver",))], ids=" ".join)
+def test_data_loaders_of_every_kind_load_what_a_loop_loads_in_order_and_with_one_thread(
+    tmp_path: Path, methods: tuple[str, ...]
+) -> None:
     script(tmp_path, LOADERS)
 
-    end = worker(tmp_path, FORKED, "train.py")
+    end = worker(tmp_path, FORKED, "train.py", *methods)
 
     assert (end.code, end.err) == (0, b""), end
     found = json.loads(end.out)
     alone, _ = found.pop("None")
-    assert found == {method: [alone, [[0, 1], [1, 1]]] for method in (*METHODS, "persistent")}
+    assert found == {method: [alone, [[0, 1], [1, 1]]] for method in (*methods, "persistent")}
 
 
 def test_torchs_own_spawn_shares_tensors(tmp_path: Path) -> None:
