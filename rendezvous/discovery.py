@@ -8,7 +8,9 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from elaunch.rendezvous.access import Access
+from elaunch.rendezvous.dial import dial
 from elaunch.rendezvous.etcd import EtcdStore
+from elaunch.rendezvous.http import Deadline
 from elaunch.rendezvous.plan import Endpoint
 from elaunch.rendezvous.resolve import resolve
 from elaunch.rendezvous.secret import Secret
@@ -170,18 +172,10 @@ def speaks_http(endpoint: Endpoint, deadline_s: float) -> bool:
 
 
 def _connected(endpoint: Endpoint, deadline_s: float) -> socket.socket:
-    errors: list[OSError] = []
-    for family, address in resolve(endpoint.host, endpoint.port, deadline_s):
-        plain = socket.socket(family)
-        plain.settimeout(deadline_s)
-        try:
-            plain.connect(address)
-        except OSError as error:
-            plain.close()
-            errors.append(error)
-        else:
-            return plain
-    raise errors[0]
+    deadline = Deadline(deadline_s)
+    plain = dial(resolve(endpoint.host, endpoint.port, deadline_s), deadline.left)
+    plain.settimeout(deadline_s)
+    return plain
 
 
 def _trusting() -> ssl.SSLContext:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from elaunch.rendezvous.carrier import TimedOut
+from elaunch.rendezvous.dial import dial
 from elaunch.rendezvous.http1 import Garbled, Reply, request
 from elaunch.rendezvous.plan import Endpoint, Tls
 from elaunch.rendezvous.resolve import resolve
@@ -23,10 +24,6 @@ if TYPE_CHECKING:
 
 ANSWER_BYTES_MAX = 1 << 28
 _RECEIVE_BYTES = 1 << 16
-# A connection whose other end is gone for good is given up after this long: what was sent is not acknowledged, or the
-# kernel's own questions on an idle one are not answered.
-_GONE_MS = 5000
-_IDLE_S, _ASK_EVERY_S = 2, 1
 _IDLE_CONNECTIONS_MAX = 4
 _MOMENT_S = 0.001
 
@@ -42,7 +39,7 @@ class Deadline:
         """Seconds. Raises TimeoutError when there are none."""
         left_s = self._end_s - time.monotonic()
         if left_s <= 0:
-            raise TimeoutError
+            raise TimeoutError("timed out")
         return left_s
 
     def left_to_read(self) -> float:
@@ -245,34 +242,14 @@ def _take(idle: deque[Connection]) -> Connection | None:
 
 
 def _connect(endpoint: Endpoint, context: ssl.SSLContext | None, deadline: Deadline) -> socket.socket:
-    addresses = resolve(endpoint.host, endpoint.port, deadline.left())
-    for left, (family, address) in zip(range(len(addresses), 0, -1), addresses, strict=True):
-        plain = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            plain.settimeout(deadline.left() / left)
-            plain.connect(address)
-            _set_options(plain)
-            if not context:
-                return plain
-            wrapped = context.wrap_socket(plain, server_hostname=endpoint.host, do_handshake_on_connect=False)
-        except OSError:
-            plain.close()
-            if left == 1:
-                raise
-            continue
-        try:
-            wrapped.settimeout(deadline.left())
-            wrapped.do_handshake()
-            return wrapped
-        except BaseException:
-            wrapped.close()
-            raise
-    raise OSError(f"the name {endpoint.host} has no address")
-
-
-def _set_options(plain: socket.socket) -> None:
-    plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    plain.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _IDLE_S)
-    plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _ASK_EVERY_S)
-    plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _GONE_MS)
+    connected = dial(resolve(endpoint.host, endpoint.port, deadline.left()), deadline.left)
+    try:
+        if not context:
+            return connected
+        connected = context.wrap_socket(connected, server_hostname=endpoint.host, do_handshake_on_connect=False)
+        connected.settimeout(deadline.left())
+        connected.do_handshake()
+        return connected
+    except BaseException:
+        connected.close()
+        raise

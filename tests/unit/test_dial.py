@@ -1,0 +1,139 @@
+"""A connection to one of several addresses, some of which are silent or refuse; all on loopback."""
+
+from __future__ import annotations
+
+import errno
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from elaunch.rendezvous.dial import dial
+from elaunch.rendezvous.http import Deadline
+from elaunch.rendezvous.resolve import Address
+from tests.harness import DEADLINE_S, wait_for
+
+# The kernel's numbers of a connection that is asked for and not answered, and of who listens (net/tcp_states.h).
+SYN_SENT, LISTEN = "02", "0A"
+
+
+class Listener:
+    """Somebody who listens on loopback, at an address of its own."""
+
+    def __init__(self) -> None:
+        self.socket = socket.create_server(("127.0.0.1", 0), backlog=0)
+        self.address: Address = (socket.AF_INET, self.socket.getsockname())
+        self._waiting: list[socket.socket] = []
+
+    def fall_silent(self) -> None:
+        """Have as many waiting as it takes; the kernel drops what comes now."""
+        self._waiting.append(socket.create_connection(self.address[1]))
+        wait_for(lambda: any(int(queues.partition(":")[2], 16) for queues in self._rows(1, LISTEN)), "one waits")
+
+    def asking(self) -> int:
+        """How many ask for a connection and are not answered."""
+        return len(self._rows(2, SYN_SENT))
+
+    def wake(self) -> None:
+        """Take those who wait, so that the next is answered."""
+        for _ in self._waiting:
+            self.socket.accept()[0].close()
+
+    def close(self) -> None:
+        for each in (self.socket, *self._waiting):
+            each.close()
+
+    def _rows(self, column: int, state: str) -> list[str]:
+        """The queues, sent and received, of all sockets in that state that have this port in that column."""
+        port = f":{self.address[1][1]:04X}"
+        rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()]
+        return [row[4] for row in rows if row[column].endswith(port) and row[3] == state]
+
+
+@pytest.fixture
+def listeners() -> Iterator[list[Listener]]:
+    with ExitStack() as stack:
+        made = [Listener(), Listener()]
+        for each in made:
+            stack.callback(each.close)
+        yield made
+
+
+def refusing() -> Address:
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        return socket.AF_INET, gone.getsockname()
+
+
+def descriptors() -> set[str]:
+    return {path.name for path in Path("/proc/self/fd").iterdir()}
+
+
+def test_who_listens_is_connected(listeners: list[Listener]) -> None:
+    with dial([listeners[0].address], Deadline(DEADLINE_S).left) as connected:
+        assert connected.getpeername() == listeners[0].address[1]
+        assert connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
+def test_after_one_that_refuses_and_one_that_is_not_to_be_reached_the_next_is_taken(listeners: list[Listener]) -> None:
+    # A datagram's broadcast address is none for a connection: refused by this kernel itself, at once.
+    nowhere: Address = (socket.AF_INET, ("255.255.255.255", 9))
+
+    with dial([refusing(), nowhere, listeners[0].address], Deadline(DEADLINE_S).left) as connected:
+        assert connected.getpeername() == listeners[0].address[1]
+
+
+def test_when_all_refuse_the_error_says_so() -> None:
+    before = descriptors()
+
+    with pytest.raises(ConnectionRefusedError) as caught:
+        dial([refusing(), refusing()], Deadline(DEADLINE_S).left)
+
+    assert caught.value.errno == errno.ECONNREFUSED
+    assert descriptors() == before
+
+
+def test_a_silent_one_does_not_keep_from_the_next(listeners: list[Listener]) -> None:
+    silent, other = listeners
+    silent.fall_silent()
+    before = descriptors()
+
+    with dial([silent.address, other.address], Deadline(DEADLINE_S).left) as connected:
+        assert connected.getpeername() == other.address[1]
+
+    assert descriptors() == before
+
+
+def test_who_is_silent_is_asked_again_before_the_kernel_would(listeners: list[Listener]) -> None:
+    silent, other = listeners
+    silent.fall_silent()
+    other.fall_silent()
+    with ThreadPoolExecutor() as pool:
+        dialled = pool.submit(dial, [silent.address, other.address], Deadline(DEADLINE_S).left)
+        # Each once more, beside the first tries.
+        wait_for(lambda: min(each.asking() for each in listeners) >= 2, "both are asked twice")
+
+        other.wake()
+
+        with dialled.result() as connected:
+            assert connected.getpeername() == other.address[1]
+
+
+def test_nobody_is_waited_for_longer_than_there_is_time(listeners: list[Listener]) -> None:
+    listeners[0].fall_silent()
+    before = descriptors()
+
+    # The error keeps what was open then.
+    with pytest.raises(TimeoutError) as caught:
+        dial([listeners[0].address], Deadline(0.5).left)
+
+    assert str(caught.value) == "timed out"
+    assert descriptors() == before
+    assert not listeners[0].asking()
+
+
+def test_a_name_without_an_address_is_an_error() -> None:
+    with pytest.raises(OSError, match="no address"):
+        dial([], Deadline(DEADLINE_S).left)
