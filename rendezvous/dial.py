@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import socket
@@ -23,10 +24,11 @@ def dial(addresses: Sequence[Address], left: Callable[[], float]) -> socket.sock
 
     The next is tried when one has refused, or is silent for a moment, while those before are still waited for
     (RFC 8305); when all are silent they are asked again. So a lost packet costs a moment. The socket does not block.
-    Raises the last refusal's OSError when all have refused.
+    Raises the first refusal's OSError when all have refused.
     """
-    untried, refusal = deque(addresses), OSError("it has no address")
+    untried = deque(dict.fromkeys(addresses))
     tries: dict[int, tuple[socket.socket, Address]] = {}
+    refused: dict[Address, OSError] = {}
     poll = select.poll()
     try:
         while untried or tries:
@@ -35,22 +37,25 @@ def dial(addresses: Sequence[Address], left: Callable[[], float]) -> socket.sock
                 try:
                     begun = _begin(address)
                 except OSError as error:
-                    refusal = error
+                    refused[address] = error
                     continue
                 tries[begun.fileno()] = begun, address
                 poll.register(begun, select.POLLOUT)
-            ready = poll.poll(1000 * min(_AGAIN_S, left()))
+            # All must have been tried in time.
+            ready = poll.poll(1000 * min(_AGAIN_S, left() / (len(untried) + 1)))
             for fd, _ in ready:
-                tried, _ = tries[fd]
+                tried, address = tries[fd]
                 if not (code := tried.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)):
                     _set_options(tried)
                     return tries.pop(fd)[0]
-                refusal = OSError(code, os.strerror(code))
+                refused[address] = OSError(code, os.strerror(code))
+            # Also those that the same host has not heard.
+            for fd in [fd for fd, (_, address) in tries.items() if address in refused]:
                 poll.unregister(fd)
                 tries.pop(fd)[0].close()
             if not ready and not untried:
                 untried.extend(dict.fromkeys(address for _, address in tries.values()))
-        raise refusal
+        raise next(iter(refused.values()), OSError("it has no address"))
     finally:
         for tried, _ in tries.values():
             tried.close()
@@ -60,13 +65,9 @@ def _begin(address: Address) -> socket.socket:
     family, place = address
     made = socket.socket(family, socket.SOCK_STREAM)
     made.setblocking(False)
-    try:
-        made.connect(place)
-    except BlockingIOError:
-        pass
-    except OSError:
+    if (code := made.connect_ex(place)) not in (0, errno.EINPROGRESS):
         made.close()
-        raise
+        raise OSError(code, os.strerror(code))
     return made
 
 
