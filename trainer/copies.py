@@ -218,10 +218,14 @@ class Copies:
 
     def failure(self) -> str:
         """What was said of the newest checkpoint if it has failed; on all ranks, and then it may be made again."""
-        why = "" if self._checkpoints is None else self._peers.from_rank_0(self._checkpoints.failure)
-        if why:
-            self._checkpointed = -1
-        return why
+        if self._checkpoints is None:
+            return ""
+        why = self._checkpoints.failure
+        # So that `largest` has the last word, see `Peers.part`.
+        if self._peers.largest([self._peers.leads and bool(why)]) == [0]:
+            return ""
+        self._checkpointed = -1
+        return self._peers.from_rank_0(why)
 
     def where_to_go_on(self, step: int) -> str:
         """What the same command goes on from after a stop at `step`, as the rest of a sentence; on rank 0."""

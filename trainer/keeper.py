@@ -281,6 +281,7 @@ class Keeper:
                         # What has failed is the program's, and that is on its way up.
                         traceback.print_exc()
         finally:
+            self._peers.part()
             with self._lock:
                 self._is_whole = False
 

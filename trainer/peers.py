@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 
 import torch
@@ -20,13 +21,30 @@ class Peers(Ranks):
     `from_all` and `largest` are called by all ranks; a `send` meets a `length_from` and a `receive`.
     """
 
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        super().__init__(group)
+        self._last: dist.Work | None = None
+
     def largest(self, values: Sequence[int]) -> list[int]:
         """The element-wise maximum over all ranks."""
         if self.group is None:
             return list(values)
         found = torch.tensor(values)
-        dist.all_reduce(found, dist.ReduceOp.MAX, self.group)
+        self._last = dist.all_reduce(found, dist.ReduceOp.MAX, self.group, async_op=True)
+        assert self._last is not None
+        self._last.wait()
         return [int(value) for value in found.tolist()]
+
+    def part(self) -> None:
+        """Nothing comes after the last `largest`, and the program may end at once.
+
+        gloo's thread may still have that in its hands then. If it is the last one to, it needs the interpreter to let
+        go of the tensor, and aborts the process where Python ends meanwhile (pytorch #190489). So this side never
+        lets go of it.
+        """
+        if self._last is not None:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._last))
+            self._last = None
 
     def begin_send(self, region: Tensor, rank: int) -> list[dist.Work]:
         """Begin to send a region of `packing` without its mark; it is sent when all of these have been waited for."""
