@@ -24,11 +24,11 @@ def dial(addresses: Sequence[Address], left: Callable[[], float]) -> socket.sock
 
     The next is tried when one has refused, or is silent for a moment, while those before are still waited for
     (RFC 8305); when all are silent they are asked again. So a lost packet costs a moment. The socket does not block.
-    Raises the first refusal's OSError when all have refused.
+    Raises the first OSError when all have failed.
     """
     untried = deque(dict.fromkeys(addresses))
     tries: dict[int, tuple[socket.socket, Address]] = {}
-    refused: dict[Address, OSError] = {}
+    errors: list[OSError] = []
     poll = select.poll()
     try:
         while untried or tries:
@@ -37,25 +37,29 @@ def dial(addresses: Sequence[Address], left: Callable[[], float]) -> socket.sock
                 try:
                     begun = _begin(address)
                 except OSError as error:
-                    refused[address] = error
+                    errors.append(error)
                     continue
                 tries[begun.fileno()] = begun, address
                 poll.register(begun, select.POLLOUT)
             # All must have been tried in time.
             ready = poll.poll(1000 * min(_AGAIN_S, left() / (len(untried) + 1)))
+            failed: set[int] = set()
             for fd, _ in ready:
                 tried, address = tries[fd]
                 if not (code := tried.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)):
                     _set_options(tried)
                     return tries.pop(fd)[0]
-                refused[address] = OSError(code, os.strerror(code))
-            # Also those that the same host has not heard.
-            for fd in [fd for fd, (_, address) in tries.items() if address in refused]:
+                errors.append(OSError(code, os.strerror(code)))
+                failed.add(fd)
+                if code == errno.ECONNREFUSED:
+                    # So are those that the same host has not heard.
+                    failed.update(other for other, (_, its) in tries.items() if its == address)
+            for fd in failed:
                 poll.unregister(fd)
                 tries.pop(fd)[0].close()
             if not ready and not untried:
                 untried.extend(dict.fromkeys(address for _, address in tries.values()))
-        raise next(iter(refused.values()), OSError("it has no address"))
+        raise errors[0] if errors else OSError("it has no address")
     finally:
         for tried, _ in tries.values():
             tried.close()

@@ -209,6 +209,8 @@ class Copies:
             return
         self._checkpointed = version.step
         random = self._peers.from_all(randomness.capture(self._training.device))
+        # At a stop this is the last word, see `Peers.part`.
+        self._peers.largest([0])
         self._checkpoints.save_async(version.step, self._training.whole(random))
 
     def look(self) -> None:
@@ -220,12 +222,12 @@ class Copies:
         """What was said of the newest checkpoint if it has failed; on all ranks, and then it may be made again."""
         if self._checkpoints is None:
             return ""
-        why = self._checkpoints.failure
-        # So that `largest` has the last word, see `Peers.part`.
-        if self._peers.largest([self._peers.leads and bool(why)]) == [0]:
-            return ""
-        self._checkpointed = -1
-        return self._peers.from_rank_0(why)
+        why = self._peers.from_rank_0(self._checkpoints.failure)
+        # The last word before an end, see `Peers.part`.
+        self._peers.largest([0])
+        if why:
+            self._checkpointed = -1
+        return why
 
     def where_to_go_on(self, step: int) -> str:
         """What the same command goes on from after a stop at `step`, as the rest of a sentence; on rank 0."""

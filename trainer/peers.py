@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections import deque
 from collections.abc import Sequence
 
 import torch
@@ -13,6 +14,8 @@ from elaunch.trainer.agreement import Ranks
 from elaunch.trainer.packing import MARK
 
 _CHUNK_BYTES = 64 << 20
+# More than gloo has threads, which are two.
+_HELD = 8
 
 
 class Peers(Ranks):
@@ -23,28 +26,29 @@ class Peers(Ranks):
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         super().__init__(group)
-        self._last: dist.Work | None = None
+        self._newest: deque[dist.Work] = deque(maxlen=_HELD)
 
     def largest(self, values: Sequence[int]) -> list[int]:
         """The element-wise maximum over all ranks."""
         if self.group is None:
             return list(values)
         found = torch.tensor(values)
-        self._last = dist.all_reduce(found, dist.ReduceOp.MAX, self.group, async_op=True)
-        assert self._last is not None
-        self._last.wait()
+        work = dist.all_reduce(found, dist.ReduceOp.MAX, self.group, async_op=True)
+        assert work is not None
+        self._newest.append(work)
+        work.wait()
         return [int(value) for value in found.tolist()]
 
     def part(self) -> None:
-        """Nothing comes after the last `largest`, and the program may end at once.
+        """The program may end at once, if the last collective was `largest`.
 
-        gloo's thread may still have that in its hands then. If it is the last one to, it needs the interpreter to let
-        go of the tensor, and aborts the process where Python ends meanwhile (pytorch #190489). So this side never
-        lets go of it.
+        gloo's threads may still have the newest ones in their hands then. The last to have one needs the interpreter to
+        let go of its tensor, and aborts the process where Python ends meanwhile (pytorch #190489). So this side never
+        lets go of them.
         """
-        if self._last is not None:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._last))
-            self._last = None
+        for work in self._newest:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(work))
+        self._newest.clear()
 
     def begin_send(self, region: Tensor, rank: int) -> list[dist.Work]:
         """Begin to send a region of `packing` without its mark; it is sent when all of these have been waited for."""
