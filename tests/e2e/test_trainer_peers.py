@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.harness import DEADLINE_S, environment, script
 
 # With that interval a thread that waits for the interpreter gets it only when the main one waits for something: what a
@@ -19,7 +21,8 @@ def train(rank):
     dist.init_process_group("gloo", rank=rank, world_size=2)
     sys.setswitchinterval(1000)
     peers = Peers()
-    for number in range(20):
+    # No more than are held: in a loop as short as this a thread can be far behind.
+    for number in range(6):
         assert peers.largest([number, rank]) == [number, 1]
     peers.part()
 
@@ -38,6 +41,7 @@ print(*codes)
 """
 
 
+@pytest.mark.slow
 def test_who_ends_right_after_the_last_word_ends_well(tmp_path: Path) -> None:
     command = [sys.executable, str(script(tmp_path, PAIRS))]
 
