@@ -33,8 +33,8 @@ def join(place: Place) -> torch.device:
 def leave(device: torch.device) -> None:
     """Wait until every rank is here, then part; to be called when nothing refers to the group's models any more.
 
-    Only then is the group really gone, and its threads with it. One that still lets go of a tensor while Python ends
-    aborts the process (pytorch #190489): with three workers on two cores, one run in seven.
+    Only then are the group's threads gone that let go of tensors. One that does so while Python ends aborts the process
+    (pytorch #190489): with three workers on two cores, one run in seven. `Peers.part` is for who cannot wait for that.
     """
     sum_over_ranks([0.0], device)
     gc.collect()
