@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from elaunch.agent.absence import gives_up_at_s, store_away, store_back, tick_away, without_workers
+from elaunch.agent.absence import gives_up_at_s, store_back, store_failed, tick_away, without_workers
 from elaunch.agent.events import (
     Cleared,
     Committed,
@@ -24,6 +24,7 @@ from elaunch.agent.events import (
     StoreAway,
     StoreBack,
     StoreLost,
+    StoreRefuses,
     Tick,
     WorkerExited,
     WorkerListens,
@@ -74,12 +75,15 @@ def step(agent: Agent, event: Event, now_s: float) -> Step:
             return lease_lost(agent, event, now_s)
         case Committed():
             return _look(answered(agent, event), now_s)
-        case StoreAway():
-            return store_away(agent, event, now_s), ()
+        case StoreRefuses(why, is_denied=True) if not agent.membership.has_entered:
+            # Rejected on first contact means misconfiguration, not a lost job.
+            return _store_lost(agent, OutcomeKind.REFUSED, why, now_s)
+        case StoreAway() | StoreRefuses():
+            return store_failed(agent, event, now_s), ()
         case StoreBack():
             return store_back(agent, now_s)
-        case StoreLost(why, denied):
-            return _store_lost(agent, why, now_s, denied=denied)
+        case StoreLost(why):
+            return _store_lost(agent, OutcomeKind.UNKNOWN, why, now_s)
         case WorkerExited():
             return worker_exited(agent, event, now_s)
         case WorkerRaised():
@@ -149,7 +153,8 @@ def _follow(agent: Agent, now_s: float) -> Step:
     if generation is None:
         if agent.table_seen[0] < 0 or isinstance(phase, (Stopping, Exited)):
             return agent, ()
-        return _store_lost(agent, f"the keys of job {agent.spec.run_id!r} are gone from the store", now_s)
+        why = f"the keys of job {agent.spec.run_id!r} are gone from the store"
+        return _store_lost(agent, OutcomeKind.UNKNOWN, why, now_s)
     newest = generation.number
     # Of a run that this node has just started over an old one, the last look may still be the old one's.
     is_own_run = agent.membership.belongs and snapshot.revision >= agent.membership.answered
@@ -248,9 +253,7 @@ def _why_seatless(agent: Agent, table: RankTable) -> str:
     return f"its {seats} taken; waiting as a spare"
 
 
-def _store_lost(agent: Agent, why: str, now_s: float, *, denied: bool = False) -> Step:
-    # Whom the store turns away at the first word has something to put right, and has missed nothing.
-    kind = OutcomeKind.REFUSED if denied and not agent.reach.ever else OutcomeKind.UNKNOWN
+def _store_lost(agent: Agent, kind: OutcomeKind, why: str, now_s: float) -> Step:
     outcome = agent.outcome(kind, why)
     match agent.phase:
         case Running() as running:

@@ -19,14 +19,16 @@ from elaunch.rendezvous.snapshot import Keys, SnapshotReader
 from elaunch.rendezvous.store import (
     Answer,
     Changes,
-    Denied,
     Empty,
+    HistoryLost,
     LeaseGone,
     NoneNewer,
     Present,
     Put,
+    Rejected,
     Store,
     StoreError,
+    TooLarge,
     Txn,
     Unavailable,
     Update,
@@ -34,6 +36,7 @@ from elaunch.rendezvous.store import (
     Watch,
 )
 from elaunch.rendezvous.times import Times
+from elaunch.rendezvous.trimming import trimmed
 from elaunch.rendezvous.types import Node
 
 # A transaction of more operations than 128 is refused; a leader, who sees all keys, reads them.
@@ -79,6 +82,7 @@ class Dealings:
         self._view: View | None = None
         self._view_lock = threading.Lock()
         self._watch: Watch | None = None
+        self._has_watch_ended = False
         # The revision behind which a read found what the watch has not told yet.
         self._untold: int | None = None
         # What is read and watched: the control keys, or, for a leader, all.
@@ -154,7 +158,7 @@ class Dealings:
             if tag in _ENTERING and not self._is_alone:
                 answer = self._commit_alone(txn, tag)
             else:
-                answer = self._store.commit(txn)
+                answer = self._commit_small(txn)
         except LeaseGone:
             if tag:
                 self._post(Committed(tag, False, 0))
@@ -171,7 +175,7 @@ class Dealings:
 
     def read_again(self) -> None:
         """Find what the watch did not tell; one that has not told by the next time what was found is replaced."""
-        is_deaf = self._watch is None or self._untold is not None
+        is_deaf = self._watch is None or self._has_watch_ended or self._untold is not None
         if is_deaf or not self._is_as_seen():
             view = self._read_beside()
             self._show(view)
@@ -205,7 +209,7 @@ class Dealings:
             self._begin_watch()
         except TimedOut:
             raise
-        except (Denied, Unavailable):
+        except (Rejected, Unavailable):
             self._store.check()
             self._begin_watch()
 
@@ -237,6 +241,17 @@ class Dealings:
         is_refused_for_good = bool(dead) and tag is not Tag.RUN
         return self._store.commit(txn) if others and not is_refused_for_good else answer
 
+    def _commit_small(self, txn: Txn) -> Answer:
+        """Commit; the texts of a transaction that is too large for the store are cut until it fits."""
+        while True:
+            try:
+                return self._store.commit(txn)
+            except TooLarge:
+                smaller = trimmed(txn)
+                if smaller is None:
+                    raise
+                txn = smaller
+
     def _grant(self) -> None:
         lease = self._draw(62) + 1
         self._store.grant(lease, self._times.lease_ttl_s)
@@ -259,6 +274,7 @@ class Dealings:
             # What the watch until now still has to tell may be of a smaller one.
             self._epoch += 1
             self._untold = None
+            self._has_watch_ended = False
             tell = partial(self._told, self._epoch)
         if self._watch:
             self._watch.close()
@@ -300,10 +316,14 @@ class Dealings:
                     is_news = self._put(replace(view, revision=revision, entries=entries))
                 if is_news:
                     self._look_again()
-            case StoreError():
-                # Of the first watch whoever began it hears so.
+            case HistoryLost():
+                # The first watch reports its own failure to its caller.
                 if epoch == self._epoch and self._view is not None:
                     self._post(StoreLost(str(update)))
+            case StoreError():
+                # The next read finds what it would have told, begins another one, or is refused too.
+                self._has_watch_ended |= epoch == self._epoch
+                self._reread_due_s = 0.0
 
     def _heard(self, epoch: int, revision: int) -> None:
         """The watch is not deaf."""

@@ -1,13 +1,14 @@
-"""What is to be asked of the store, one thing after the other, each again and again until the store answers."""
+"""What is to be asked of the store, one thing after the other, each again and again until the store does it."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from enum import Enum, auto
 
-from elaunch.agent.events import StoreAway, StoreBack, StoreEvent, StoreLost
+from elaunch.agent.events import StoreAway, StoreBack, StoreEvent, StoreLost, StoreRefuses
 from elaunch.rendezvous.carrier import TimedOut
-from elaunch.rendezvous.store import Denied, HeadAway, HistoryLost, Unavailable
+from elaunch.rendezvous.store import Denied, HeadAway, HistoryLost, Rejected, Unavailable
 
 FIRST_BACKOFF_S = 0.02
 # A store that is there and does not answer in time has too much to do, with all of a large job's nodes at once. Who has
@@ -19,10 +20,18 @@ LAST_TRIES = 3
 Errand = Callable[[], None]
 
 
+class _Lane(Enum):
+    """The renewals of the lease, and all that waits in order: one may be refused while the other is served."""
+
+    RENEWAL = auto()
+    QUEUE = auto()
+
+
 class Errands:
     """A queue that keeps its order, and a renewal that goes before all that waits.
 
-    Orders may come from any thread, `do_next` is called by one. `uniform` draws a number between two.
+    Orders may come from any thread, `do_next` is called by one. `uniform` draws a number between two. Each failed try
+    is told, as what it is; that the store is back is told when neither lane's last try failed.
     """
 
     def __init__(
@@ -39,7 +48,10 @@ class Errands:
         self._queue: deque[Errand] = deque()
         self._renewal_wanted = False
         self._was_reached = False
+        # What the last try of each lane failed by.
+        self._failing: dict[_Lane, Unavailable | Rejected] = {}
         self._failed_tries = 0
+        self._turn = _Lane.RENEWAL
 
     @property
     def has_any(self) -> bool:
@@ -54,34 +66,61 @@ class Errands:
     @property
     def is_away(self) -> bool:
         """Whether the last try did not reach the store."""
-        return self._failed_tries > 0
+        return any(isinstance(error, Unavailable) for error in self._failing.values())
 
     @property
     def is_over(self) -> bool:
         """Whether whoever wants to go need not wait for what is left."""
-        return self._failed_tries >= LAST_TRIES or not self._queue
+        is_denied = isinstance(self._failing.get(_Lane.QUEUE), Denied)
+        return self._failed_tries >= LAST_TRIES or is_denied or not self._queue
 
     def do_next(self, backoff_s: float) -> float:
         """Do what is next, if there is anything; the pause after it. `backoff_s` was the last pause."""
-        is_renewal, self._renewal_wanted = self._renewal_wanted, False
-        if not is_renewal and not self._queue:
+        lane = self._next_lane()
+        if lane is None:
             return 0.0
+        # Ordered again while it is done, it is wanted once more.
+        self._renewal_wanted &= lane is not _Lane.RENEWAL
+        self._turn = _Lane.RENEWAL
         try:
-            (self._renew if is_renewal else self._queue[0])()
-        except Unavailable as error:
-            self._failed_tries += 1
-            self._renewal_wanted |= is_renewal
-            self._post(StoreAway(str(error), isinstance(error, HeadAway)))
-            is_slow_at_first = isinstance(error, TimedOut) and not self._was_reached
-            most_s = SLOW_BACKOFF_MAX_S if is_slow_at_first else self._backoff_max_s
-            longest_s = min(most_s, max(2 * backoff_s, FIRST_BACKOFF_S))
-            # Many agents lose the same store at the same moment.
-            return self._uniform(longest_s / 2, longest_s)
-        except (Denied, HistoryLost) as error:
-            self._post(StoreLost(str(error), isinstance(error, Denied)))
-        if not is_renewal:
-            self._queue.popleft()
-        if self.is_away or not self._was_reached:
-            self._failed_tries, self._was_reached = 0, True
-            self._post(StoreBack())
+            (self._renew if lane is _Lane.RENEWAL else self._queue[0])()
+        except (Unavailable, Rejected) as error:
+            return self._failed(lane, error, backoff_s)
+        except HistoryLost as error:
+            self._post(StoreLost(str(error)))
+        self._succeeded(lane)
         return 0.0
+
+    def _next_lane(self) -> _Lane | None:
+        if self._renewal_wanted and (self._turn is _Lane.RENEWAL or not self._queue):
+            return _Lane.RENEWAL
+        return _Lane.QUEUE if self._queue else None
+
+    def _failed(self, lane: _Lane, error: Unavailable | Rejected, backoff_s: float) -> float:
+        self._failing[lane] = error
+        self._failed_tries += 1
+        if isinstance(error, Rejected):
+            self._post(StoreRefuses(str(error), isinstance(error, Denied)))
+            least_s = most_s = self._backoff_max_s
+            # The store is there: what waits may be done, though renewals are not.
+            self._turn = _Lane.QUEUE if lane is _Lane.RENEWAL else _Lane.RENEWAL
+        else:
+            is_slow = isinstance(error, TimedOut) or isinstance(error.__cause__, TimedOut)
+            self._post(StoreAway(str(error), isinstance(error, HeadAway), is_slow))
+            least_s = FIRST_BACKOFF_S
+            most_s = SLOW_BACKOFF_MAX_S if is_slow and not self._was_reached else self._backoff_max_s
+        self._renewal_wanted |= lane is _Lane.RENEWAL
+        longest_s = min(most_s, max(2 * backoff_s, least_s))
+        # Many agents lose the same store at the same moment.
+        return self._uniform(longest_s / 2, longest_s)
+
+    def _succeeded(self, lane: _Lane) -> None:
+        if lane is _Lane.QUEUE:
+            self._queue.popleft()
+        was_failing = self._failing.pop(lane, None) is not None
+        if self._failing:
+            return
+        self._failed_tries = 0
+        if was_failing or not self._was_reached:
+            self._was_reached = True
+            self._post(StoreBack())

@@ -62,24 +62,35 @@ class Committed:
 class StoreAway:
     """The store does not answer; it is being tried again and again. `why` is a sentence without a full stop.
 
-    `is_heads` says that a node of the job serves it.
+    `is_heads` says that a node of the job serves it, `is_slow` that it is there and does not answer in time.
     """
 
     why: str
     is_heads: bool = False
+    is_slow: bool = False
+
+
+@dataclass(frozen=True)
+class StoreRefuses:
+    """The store answers, and does not do as asked; it is being asked again and again. `why` as in `StoreAway`.
+
+    `is_denied` says that waiting alone cannot help.
+    """
+
+    why: str
+    is_denied: bool = False
 
 
 @dataclass(frozen=True)
 class StoreBack:
-    """The store answers again."""
+    """The store answers, and does as asked."""
 
 
 @dataclass(frozen=True)
 class StoreLost:
-    """The store will never do as it is asked: a sentence without a full stop. `denied` says that it turned us away."""
+    """The store is not the one that it was, or holds what nobody can read: a sentence without a full stop."""
 
     why: str
-    denied: bool = False
 
 
 @dataclass(frozen=True)
@@ -190,7 +201,7 @@ class Tick:
     """A deadline of the agent's may have passed."""
 
 
-StoreEvent = Looked | Leased | LeaseLost | Committed | StoreAway | StoreBack | StoreLost
+StoreEvent = Looked | Leased | LeaseLost | Committed | StoreAway | StoreRefuses | StoreBack | StoreLost
 LinkEvent = WorkerRaised | WorkerListens | WorkerSaving | WorkerSaved | WorkerStopped
 WorkerEvent = LinkEvent | WorkerExited | Reported | WorkersHung | ServiceLost | Cleared
 Event = StoreEvent | WorkerEvent | Signalled | Tick

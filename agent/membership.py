@@ -74,12 +74,12 @@ def answered(agent: Agent, event: Committed) -> Agent:
         agent = agent.as_member(answered=max(member.answered, event.revision))
     match event.tag:
         case Tag.FIRST_RUN | Tag.RUN if event.held:
-            return agent.as_member(belongs=True, is_member=member.lease != 0)
+            return agent.as_member(belongs=True, is_member=member.lease != 0, has_entered=True)
         case Tag.FIRST_RUN | Tag.RUN if event.revision:
             # The run that stands is the one to join, unless this node does not fit it.
             return agent.as_member(belongs=member.misfit is None, runs_refused=member.runs_refused + 1)
         case Tag.JOIN if event.held:
-            return agent.as_member(belongs=True, is_member=member.lease != 0)
+            return agent.as_member(belongs=True, is_member=member.lease != 0, has_entered=True)
         case Tag.JOIN:
             return agent.as_member(refused=True)
         case Tag.RETURN if event.held and member.lease:
@@ -157,7 +157,7 @@ def _enter(agent: Agent, now_s: float) -> Step:
 def _start_run(agent: Agent, now_s: float) -> Step:
     """Begin the job, unless it has members: without a generation, those are what is left of one that is gone."""
     snapshot, member = agent.snapshot, agent.membership
-    was_away = agent.reach.away_since_s is not None or now_s < agent.lossless_until_s
+    was_away = agent.reach.failing_since_s is not None or now_s < agent.lossless_until_s
     if snapshot.generation and not snapshot.ended and was_away:
         # Those who run it may have been away as this agent was, their leases ended, and are back in a moment.
         return replace(agent, lead_at_s=now_s + agent.times.amnesty_s), ()
@@ -248,7 +248,7 @@ def _lead(agent: Agent, now_s: float) -> Step:
         leader = f"its leader, on {host_of(snapshot.leader)}, says for whom it waits"
         text = f"generation {snapshot.generation.number}; {leader}"
         return _wait(agent, text if forming and isinstance(agent.phase, Joining) else "", now_s), ()
-    if agent.reach.away_since_s is not None:
+    if agent.reach.failing_since_s is not None:
         # What a leader decided from a view of long ago would be written on its return.
         return agent, ()
     if not snapshot.whole:

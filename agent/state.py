@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from enum import Enum
 
 from elaunch.agent.events import Action, Exit, Signalled, Tag
 from elaunch.agent.hang import Quiet
@@ -179,6 +180,7 @@ class Membership:
     the last answer. `refused` says that the last join was, `outvoted` that the last try to lead was, `evicted` that
     this node's member key is gone, `widened` that all keys are looked at. `runs_refused` counts the runs that it
     could not start, since the job had members. `misfit` is there where the job in the store is another one.
+    `has_entered` says that it was a member once, so that the store's answers were not wrong from the start.
     """
 
     lease: int = 0
@@ -193,22 +195,35 @@ class Membership:
     widened: bool = False
     runs_refused: int = 0
     misfit: Misfit | None = None
+    has_entered: bool = False
+
+
+class Trouble(Enum):
+    """Why the store does not do as it is asked; the value is the end of a sentence."""
+
+    AWAY = "is away"
+    SLOW = "is too slow"
+    REFUSES = "refuses what this node asks"
 
 
 @dataclass(frozen=True)
 class Reach:
-    """How the store was reached: away since `away_since_s`, None while it answers; `ever` says that it once did.
+    """How the store was reached: failing since `failing_since_s`, None while it does as asked; `ever` says that it did.
 
-    `unsaid_until_s` is when its absence is worth a word, `is_said` that it was said. `is_heads` says that a node of the
-    job serves it.
+    `trouble` and `why` are of the last request that failed. `unsaid_until_s` is when that is worth a word, `is_said`
+    that it was said, `said_s` when. `is_heads` says that a node of the job serves the store. This node has waited for
+    it without workers since `idle_since_s`, where it had some before.
     """
 
     ever: bool = False
-    away_since_s: float | None = None
+    failing_since_s: float | None = None
     unsaid_until_s: float | None = None
+    trouble: Trouble = Trouble.AWAY
     why: str = ""
     is_heads: bool = False
     is_said: bool = False
+    said_s: float = float("-inf")
+    idle_since_s: float = float("-inf")
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ def signalled(agent: Agent, event: Signalled, now_s: float) -> Step:
     match agent.phase:
         case Stopping() as stopping if agent.is_interrupted:
             return _hurry_out(agent, stopping, now_s)
-    is_cut_off = agent.reach.away_since_s is not None and agent.membership.belongs and not agent.snapshot.ended
+    is_cut_off = agent.reach.failing_since_s is not None and agent.membership.belongs and not agent.snapshot.ended
     agent, actions = _asked_to_stop(replace(agent, is_interrupted=True), event, now_s)
     return agent, (*actions, Say(_UNHEARD)) if is_cut_off and agent.spec.nodes_max > 1 else actions
 

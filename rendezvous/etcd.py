@@ -13,7 +13,18 @@ from elaunch.rendezvous.carrier import Carrier, GatewayOff, Json, Refused, Rpc, 
 from elaunch.rendezvous.gateway_carrier import GatewayCarrier
 from elaunch.rendezvous.plan import Endpoint, Login
 from elaunch.rendezvous.refusals import Kind, explain, history_lost, judge
-from elaunch.rendezvous.store import Answer, Denied, HistoryLost, StoreError, Txn, Unavailable, Update, View
+from elaunch.rendezvous.store import (
+    Answer,
+    Denied,
+    HistoryLost,
+    Rejected,
+    StoreError,
+    TooLarge,
+    Txn,
+    Unavailable,
+    Update,
+    View,
+)
 from elaunch.rendezvous.watching import EtcdWatch
 
 VERSION_MIN = (3, 4)
@@ -170,7 +181,7 @@ class EtcdStore:
                 self._history.check(endpoint, answer, floor)
                 return parse(answer)
             except (AttributeError, KeyError, TypeError, ValueError) as error:
-                raise Unavailable(f"{endpoint} answers what cannot be understood: {str(answer)[:200]}") from error
+                raise Rejected(f"{endpoint} answers what cannot be understood: {str(answer)[:200]}") from error
 
         try:
             return self._try_each(ask, timed_out)[1]
@@ -189,7 +200,10 @@ class EtcdStore:
             endpoint = self._endpoints[index]
             try:
                 answer = self._with_token(endpoint, partial(ask, endpoint))
-            except (Unavailable, Denied) as error:
+            except TooLarge:
+                # All members have the same limit.
+                raise
+            except (Unavailable, Rejected) as error:
                 errors.append(error)
                 self._current = (index + 1) % len(self._endpoints)
                 if timed_out and isinstance(error, TimedOut):
@@ -202,8 +216,10 @@ class EtcdStore:
         reasons = "; ".join(map(str, errors))
         if any(isinstance(error, GatewayOff) for error in errors):
             raise GatewayOff(reasons)
-        # A member that refuses, beside one that is away, may be alone in it.
-        raise (Denied if all(isinstance(error, Denied) for error in errors) else Unavailable)(reasons)
+        if all(isinstance(error, Denied) for error in errors):
+            raise Denied(reasons)
+        # A member that denies, beside one that is away, may be alone in it.
+        raise (Rejected if all(isinstance(error, Rejected) for error in errors) else Unavailable)(reasons)
 
     def _with_token(self, endpoint: Endpoint, ask: Callable[[str], Parsed]) -> Parsed:
         try:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from elaunch.rendezvous.carrier import GatewayOff, Json, Refused, Rpc
 from elaunch.rendezvous.http import Client, Connection, Deadline
 from elaunch.rendezvous.plan import Endpoint, Tls
-from elaunch.rendezvous.store import Denied, StoreError, Unavailable
+from elaunch.rendezvous.store import Denied, Rejected, StoreError, Unavailable
 
 if TYPE_CHECKING:
     import ssl
@@ -24,7 +24,8 @@ _BEFORE_THE_GATEWAY = ("2.", "3.0.", "3.1.", "3.2.", "3.3.")
 # gRPC's codes: try again, elsewhere; and what an HTTP status without one stands for.
 _UNAVAILABLE = 14
 _NO_SUCH_PAGE = (404, 405, 410)
-_CODES = {400: 3, 401: 16, 403: 7, 405: 12}
+_CODES = {400: 3, 401: 16, 403: 7, 405: 12, 413: 11}
+_TOO_MANY_REQUESTS = 429
 
 
 class GatewayCarrier:
@@ -147,12 +148,16 @@ def _parsed(endpoint: Endpoint, status: int, body: bytes) -> Json:
     error = answer.get("error")
     # A stream's error is an object of its own.
     if isinstance(error, dict):
-        code = error.get("grpc_code") or error.get("code") or _UNAVAILABLE
-        raise Refused(int(code), str(error.get("message", error)))
+        raise Refused(_code(error.get("grpc_code") or error.get("code")), str(error.get("message", error)))
     if error is not None or status != 200:
-        raise Refused(int(answer.get("code", _UNAVAILABLE)), str(answer.get("message") or error or answer))
+        raise Refused(_code(answer.get("code")), str(answer.get("message") or error or answer))
     result = answer.get("result", answer)
     return result if isinstance(result, dict) else answer
+
+
+def _code(said: object) -> int:
+    """gRPC's code in an answer; what says none is tried again."""
+    return said if isinstance(said, int) and said > 0 else _UNAVAILABLE
 
 
 def _unreadable(endpoint: Endpoint, status: int, body: bytes) -> StoreError | Refused:
@@ -160,5 +165,8 @@ def _unreadable(endpoint: Endpoint, status: int, body: bytes) -> StoreError | Re
     if status == 404:
         return GatewayOff(_GATEWAY_OFF.format(endpoint))
     if status in _CODES:
-        return Refused(_CODES[status], said or f"HTTP status {status}")
-    return Unavailable(f"{endpoint} answers with HTTP status {status} and no JSON: {said!r}")
+        return Refused(_CODES[status], f"HTTP status {status}: {said!r}")
+    what = f"{endpoint} answers with HTTP status {status} and no JSON: {said!r}"
+    if status == _TOO_MANY_REQUESTS:
+        return Unavailable(what)
+    return Rejected(f"{what}; is a proxy in front of it, and does that pass requests on?")

@@ -136,8 +136,19 @@ class HeadAway(Unavailable):
     """The store lives with a node of the job, and nobody answers there: it is likely to have ended with that node."""
 
 
-class Denied(StoreError):
-    """The store answers, and never will do as asked: the wrong secret, no permission, a version or gateway missing."""
+class Rejected(StoreError):
+    """The store answers, and does not do as asked: try again, and tell the user, who may have to act."""
+
+
+class Denied(Rejected):
+    """Waiting alone cannot help: the wrong secret, no permission, a version or gateway missing.
+
+    For an agent that is not part of the job yet this is final; one that is keeps its workers, as after any rejection.
+    """
+
+
+class TooLarge(Rejected):
+    """The request has more bytes than the store takes: a smaller one may do."""
 
 
 class LeaseGone(StoreError):

@@ -13,7 +13,7 @@ from elaunch.rendezvous import gateway
 from elaunch.rendezvous.carrier import Json, Refused, Stream
 from elaunch.rendezvous.plan import Endpoint
 from elaunch.rendezvous.refusals import Kind, cancelled, judge
-from elaunch.rendezvous.store import Denied, StoreError, Unavailable, Update, View
+from elaunch.rendezvous.store import Denied, Rejected, StoreError, Unavailable, Update, View
 
 BACKOFF_MAX_S = 0.5
 _BACKOFF_MIN_S = 0.02
@@ -117,7 +117,9 @@ class EtcdWatch:
             try:
                 self._once(failures)
                 failures = 0
-            except Unavailable as error:
+            except Denied as error:
+                self._error = self._error or error
+            except (Unavailable, Rejected) as error:
                 was_good = self._after != told or time.monotonic() - self._begun_s > _SETTLED_S
                 failures = 0 if was_good else failures + 1
                 if failures >= self._source.members + isinstance(error, _TokenOld):
@@ -146,8 +148,10 @@ class EtcdWatch:
         try:
             self._follow(failures)
         except (Denied, Refused) as error:
-            if isinstance(error, Refused) and judge(error) is Kind.RETRY:
+            if isinstance(error, Refused) and judge(error) is Kind.WAIT:
                 raise Unavailable(str(error)) from error
+            if isinstance(error, Refused) and judge(error) not in (Kind.DENY, Kind.LOGIN):
+                raise Rejected(str(error)) from error
             # It may be this member's fault alone, or a token too old, of which a watch only says "permission denied":
             # what no member would let us read is denied indeed.
             self._source.read(self._prefix)

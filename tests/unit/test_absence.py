@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from elaunch.agent.absence import REFUSAL_WORTH_A_WORD_S
 from elaunch.agent.core import deadline_s
 from elaunch.agent.events import (
     Exit,
@@ -13,6 +14,7 @@ from elaunch.agent.events import (
     SignalWorkers,
     StoreAway,
     StoreBack,
+    StoreRefuses,
     Tick,
 )
 from elaunch.agent.membership import SAY_AGAIN_S
@@ -212,6 +214,115 @@ def test_the_time_away_is_counted_anew_after_each_return() -> None:
         driver.happen(StoreBack())
 
     assert isinstance(driver.agent.phase, Joining)
+
+
+# --- the store answers, and does not do as asked
+
+FULL = StoreRefuses("etcd-a:2379: etcd is full (alarm NOSPACE)")
+
+
+def test_a_refusal_is_said_within_two_seconds_while_the_workers_go_on() -> None:
+    driver = started()
+    driver.happen(StoreBack())
+    driver.happen(FULL)
+    due_s = deadline_s(driver.agent)
+    driver.now_s += REFUSAL_WORTH_A_WORD_S
+
+    driver.happen(Tick())
+
+    assert due_s == START_S + REFUSAL_WORTH_A_WORD_S
+    assert REFUSAL_WORTH_A_WORD_S < 2
+    assert driver.said == (
+        "the store refuses what this node asks: etcd-a:2379: etcd is full (alarm NOSPACE); trying again;"
+        " the workers go on"
+    )
+    assert isinstance(driver.agent.phase, Running)
+
+
+def test_a_denial_in_mid_job_leaves_the_workers_alone_and_its_end_is_said() -> None:
+    driver = started()
+    driver.happen(StoreBack())
+    driver.happen(StoreRefuses("permission denied", is_denied=True))
+    driver.now_s += REFUSAL_WORTH_A_WORD_S
+    driver.happen(Tick())
+    driver.now_s += 3600
+    driver.happen(Tick())
+
+    driver.happen(StoreBack())
+
+    assert isinstance(driver.agent.phase, Running)
+    assert driver.said == f"the store does as asked again after {3600 + REFUSAL_WORTH_A_WORD_S:.1f} s"
+
+
+def test_an_agent_without_workers_gives_up_a_store_that_refuses_for_the_join_timeout() -> None:
+    driver = Driver().begin()
+    driver.happen(StoreBack())
+    driver.happen(FULL)
+    driver.now_s += TIMES.join_timeout_s - 1
+    driver.happen(Tick())
+    said = driver.said
+    driver.now_s += 1
+
+    driver.happen(Tick())
+
+    assert "no worker can start before it does as asked; trying for up to 1 s more" in said
+    assert driver.outcome.exit_code == 3
+    assert driver.outcome.reason == (
+        "the store refused for 600 s (etcd-a:2379: etcd is full (alarm NOSPACE)); how the job ended is not known here"
+    )
+
+
+def test_a_store_that_is_too_slow_is_not_called_away() -> None:
+    driver = started()
+    driver.happen(StoreBack())
+    driver.happen(StoreAway("no answer from 10.0.0.9:2379 within 1 s", is_slow=True))
+    driver.now_s += WORTH_A_WORD_S
+
+    driver.happen(Tick())
+
+    assert driver.said.startswith("the store is too slow: no answer from 10.0.0.9:2379 within 1 s;")
+
+
+def test_another_kind_of_trouble_is_said_too_but_not_at_each_try() -> None:
+    driver = started()
+    driver.happen(StoreBack())
+    driver.happen(StoreAway("no route"))
+    driver.now_s += WORTH_A_WORD_S
+    driver.happen(Tick())
+    said = [driver.said]
+    for _ in range(4):
+        driver.happen(FULL)
+        driver.happen(StoreAway("no route"))
+        driver.now_s += 1
+        driver.happen(Tick())
+        said.append(driver.said)
+    driver.happen(FULL)
+    driver.now_s += 1
+    driver.happen(Tick())
+
+    assert said[0].startswith("the store is away")
+    assert said[1:] == [""] * 4
+    assert driver.said.startswith("the store refuses")
+
+
+def test_the_time_to_give_up_is_counted_from_when_the_workers_are_gone() -> None:
+    """Nothing waited for the store before; else a failure late in a long outage would end the job at once."""
+    driver = started()
+    driver.happen(StoreBack())
+    driver.happen(FULL)
+    driver.now_s += 10 * TIMES.join_timeout_s
+    driver.happen(Tick())
+    ends(driver, -9)
+    gone_s = driver.now_s
+
+    driver.now_s += TIMES.join_timeout_s - 1
+    driver.happen(Tick())
+    early = driver.agent.phase
+    driver.now_s = gone_s + TIMES.join_timeout_s
+    driver.happen(Tick())
+
+    assert isinstance(early, Joining)
+    assert driver.outcome.exit_code == 3
 
 
 # --- what is waited for

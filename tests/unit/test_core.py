@@ -19,6 +19,7 @@ from elaunch.agent.events import (
     SignalWorkers,
     Spawn,
     StoreLost,
+    StoreRefuses,
     Tag,
     Tick,
 )
@@ -402,10 +403,10 @@ def test_a_store_that_never_will_do_as_asked_ends_an_agent_without_workers_at_on
     assert (driver.outcome.kind, driver.outcome.reason) == (OutcomeKind.UNKNOWN, "wrong password")
 
 
-def test_whom_the_store_turns_away_at_the_first_word_has_something_to_put_right() -> None:
+def test_a_node_that_the_store_denies_before_it_is_a_member_has_something_to_put_right() -> None:
     driver = Driver().begin()
 
-    driver.happen(StoreLost("wrong password", denied=True))
+    driver.happen(StoreRefuses("wrong password", is_denied=True))
 
     assert (driver.outcome.kind, driver.outcome.reason) == (OutcomeKind.REFUSED, "wrong password")
     assert driver.outcome.exit_code == 2

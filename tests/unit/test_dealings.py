@@ -476,6 +476,21 @@ def test_what_ends_a_watch_is_told() -> None:
     assert bench.events[-1] == StoreLost("the store's revision went back from 9 to 3")
 
 
+def test_a_watch_that_is_denied_ends_no_training_and_is_begun_again_with_the_next_read() -> None:
+    bench = Bench().begun()
+    watches = bench.store.calls["watch"]
+
+    bench.dealings._told(bench.dealings._epoch, Denied("permission denied"))
+    told = list(bench.events)
+    bench.store.fail("read", Denied("permission denied"))
+    with pytest.raises(Denied):
+        bench.dealings.read_again()
+    bench.dealings.read_again()
+
+    assert not any(isinstance(event, StoreLost) for event in told)
+    assert bench.store.calls["watch"] == watches + 1
+
+
 # --- transactions
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from elaunch.agent.errands import FIRST_BACKOFF_S, LAST_TRIES, Errands
-from elaunch.agent.events import StoreAway, StoreBack, StoreEvent, StoreLost
-from elaunch.rendezvous.store import Denied, HistoryLost, StoreError, Unavailable
+from elaunch.agent.events import StoreAway, StoreBack, StoreEvent, StoreLost, StoreRefuses
+from elaunch.rendezvous.carrier import TimedOut
+from elaunch.rendezvous.store import Denied, HeadAway, HistoryLost, Rejected, StoreError, Unavailable
 
 BACKOFF_MAX_S = 0.5
 AWAY = Unavailable("no route")
@@ -103,17 +104,93 @@ def test_pauses_grow_to_their_longest_and_begin_anew_after_an_answer() -> None:
     assert all(low == high / 2 for low, high in bench.drawn), "many agents lose the same store at the same moment"
 
 
-def test_what_will_never_be_done_is_told_and_does_not_hold_up_the_rest() -> None:
+def test_a_lost_history_is_told_and_does_not_hold_up_the_rest() -> None:
     bench = Bench()
-    bench.errands.order(bench.errand("first", Denied("wrong password")))
-    bench.errands.order(bench.errand("second", HistoryLost("another cluster answers")))
-    bench.errands.order(bench.errand("third"))
+    bench.errands.order(bench.errand("first", HistoryLost("another cluster answers")))
+    bench.errands.order(bench.errand("second"))
 
     bench.run()
 
-    lost = [event for event in bench.events if isinstance(event, StoreLost)]
-    assert lost == [StoreLost("wrong password", denied=True), StoreLost("another cluster answers")]
-    assert bench.done == ["third"]
+    assert [event for event in bench.events if isinstance(event, StoreLost)] == [StoreLost("another cluster answers")]
+    assert bench.done == ["second"]
+
+
+def test_away_too_slow_and_refused_are_told_apart() -> None:
+    bench = Bench()
+    errors = AWAY, TimedOut("no answer"), Rejected("etcd is full"), Denied("no permission")
+    bench.errands.order(bench.errand("first", *errors))
+
+    bench.run()
+
+    assert bench.events == [
+        StoreAway("no route"),
+        StoreAway("no answer", is_slow=True),
+        StoreRefuses("etcd is full"),
+        StoreRefuses("no permission", is_denied=True),
+        StoreBack(),
+    ]
+
+
+def test_a_head_that_answers_too_late_is_slow_not_away() -> None:
+    bench = Bench()
+    error = HeadAway("the job's store is silent: no answer")
+    error.__cause__ = TimedOut("no answer")
+    bench.errands.order(bench.errand("first", error))
+
+    bench.run()
+
+    assert bench.events[0] == StoreAway("the job's store is silent: no answer", is_heads=True, is_slow=True)
+
+
+def test_what_is_refused_keeps_its_place_and_is_asked_again_without_haste() -> None:
+    bench = Bench()
+    bench.errands.order(bench.errand("first", Rejected("etcd is full"), Denied("no permission")))
+    bench.errands.order(bench.errand("second"))
+
+    pauses_s = bench.run()
+
+    assert bench.done == ["first", "second"]
+    assert pauses_s == [BACKOFF_MAX_S, BACKOFF_MAX_S, 0.0, 0.0]
+
+
+def test_renewals_that_succeed_do_not_hide_an_errand_that_never_does() -> None:
+    """Else nobody hears of it: each renewal would begin the time anew after which it is worth a word."""
+    bench = Bench()
+    bench.errands.order(bench.errand("first", *[Rejected("etcd is full")] * 3))
+    for _ in range(3):
+        bench.errands.do_next(0.0)
+        bench.errands.order_renewal()
+        bench.errands.do_next(0.0)
+    refused = list(bench.events)
+
+    bench.run()
+
+    assert refused == [StoreRefuses("etcd is full")] * 3
+    assert bench.events[3:] == [StoreBack()]
+    assert bench.tried == ["first", "renewal"] * 3 + ["first"]
+
+
+def test_a_renewal_that_is_refused_lets_what_waits_have_its_turn() -> None:
+    bench = Bench()
+    bench.failing["renewal"] = [Rejected("HTTP status 502")] * 2
+    bench.errands.order_renewal()
+    for name in ("first", "second"):
+        bench.errands.order(bench.errand(name))
+
+    bench.run()
+
+    assert bench.tried == ["renewal", "first", "renewal", "second", "renewal"]
+    assert bench.events == [*[StoreRefuses("HTTP status 502")] * 2, StoreBack()]
+
+
+def test_last_words_that_are_denied_are_not_said_three_times() -> None:
+    bench = Bench()
+    bench.errands.order(bench.errand("first", Denied("no permission"), Denied("no permission")))
+
+    bench.errands.do_next(0.0)
+
+    assert bench.errands.is_over
+    assert not bench.errands.is_away
 
 
 def test_whoever_wants_to_go_waits_for_what_is_left_unless_the_store_is_away() -> None:

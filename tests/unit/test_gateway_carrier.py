@@ -12,7 +12,7 @@ import pytest
 from elaunch.rendezvous.carrier import GatewayOff
 from elaunch.rendezvous.gateway_carrier import GatewayCarrier
 from elaunch.rendezvous.plan import Endpoint
-from elaunch.rendezvous.store import Denied, Unavailable
+from elaunch.rendezvous.store import Denied, Rejected
 
 
 @contextmanager
@@ -77,5 +77,5 @@ def test_an_etcd_without_its_gateway_is_told_how_to_start_it() -> None:
 
 
 def test_a_proxy_in_trouble_may_still_stand_before_an_etcd() -> None:
-    with web_server(503, b"no backend") as endpoint, pytest.raises(Unavailable, match="503"):
+    with web_server(503, b"no backend") as endpoint, pytest.raises(Rejected, match="503"):
         ask(endpoint)

@@ -9,7 +9,18 @@ from dataclasses import replace
 
 import pytest
 
-from elaunch.agent.events import Committed, Leased, LeaseLost, Looked, StoreAway, StoreBack, StoreEvent, StoreLost, Tag
+from elaunch.agent.events import (
+    Committed,
+    Leased,
+    LeaseLost,
+    Looked,
+    StoreAway,
+    StoreBack,
+    StoreEvent,
+    StoreLost,
+    StoreRefuses,
+    Tag,
+)
 from elaunch.agent.session import Session
 from elaunch.rendezvous.snapshot import Keys
 from elaunch.rendezvous.store import Absent, Answer, Delete, Denied, Put, Txn, Unavailable
@@ -235,16 +246,17 @@ def test_a_lease_that_ended_is_told_and_another_is_begun_when_it_is_asked_for() 
         assert bench.store.keep_alive(bench.lease)
 
 
-def test_what_will_never_be_done_is_told_and_what_comes_after_it_is_done() -> None:
+def test_a_denial_is_told_and_asked_again_and_what_comes_after_it_keeps_its_place() -> None:
     with session() as bench:
         bench.wait_for(StoreBack)
         bench.store.fail("commit", Denied("no permission to write under /elaunch/job/"))
         bench.session.commit(bench.put(1), Tag.JOIN)
         bench.session.commit(bench.put(2), Tag.JOIN)
-        bench.wait_for(Committed)
+        bench.wait_for(Committed, 2)
 
-        assert bench.seen(StoreLost) == [StoreLost("no permission to write under /elaunch/job/", denied=True)]
-        assert bench.numbers == [2]
+        refusal = StoreRefuses("no permission to write under /elaunch/job/", is_denied=True)
+        assert bench.seen(StoreRefuses) == [refusal]
+        assert bench.numbers == [1, 2]
 
 
 class BrokenStore(FlakyStore):

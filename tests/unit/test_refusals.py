@@ -1,0 +1,153 @@
+"""rendezvous.refusals: each answer by which an etcd refuses means wait, say, trim or end; every row of both tables."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from elaunch.rendezvous.access import Access
+from elaunch.rendezvous.carrier import Refused
+from elaunch.rendezvous.plan import Endpoint, Login, Tls
+from elaunch.rendezvous.refusals import BY_CODE, BY_TEXT, Kind, cancelled, explain, judge
+from elaunch.rendezvous.store import Denied, LeaseGone, Rejected, StoreError, TooLarge, Unavailable
+
+ETCD = Endpoint("etcd-a", 2379)
+USER = Access(login=Login("train", "secret"))
+# What etcd 3.4 to 3.6 and gRPC say, word for word, with gRPC's code, and which error that is for the caller.
+ANSWERS = [
+    (8, "etcdserver: mvcc: database space exceeded", Rejected),
+    (15, "etcdserver: corrupt cluster", Rejected),
+    (8, "etcdserver: too many requests", Unavailable),
+    (3, "etcdserver: request is too large", TooLarge),
+    (8, "grpc: received message larger than max (3145841 vs. 2097152)", TooLarge),
+    (8, "trying to send message larger than max (3145841 vs. 2147483647)", TooLarge),
+    (13, "grpc: received message length 9437184 exceeding the max size 4194304", TooLarge),
+    (11, "HTTP status 413: ''", TooLarge),
+    (3, "etcdserver: too many operations in txn request", Denied),
+    (11, "etcdserver: too large lease TTL", Denied),
+    (11, "etcdserver: mvcc: required revision has been compacted", Unavailable),
+    (11, "etcdserver: mvcc: required revision is a future revision", Unavailable),
+    (9, "etcdserver: not leader", Unavailable),
+    (9, "etcdserver: cluster has a downgrade job in progress", Unavailable),
+    (9, "etcdserver: authentication is not enabled", Denied),
+    (9, "etcdserver: user name not found", Denied),
+    (9, "etcdserver: lease already exists", Rejected),
+    (5, "etcdserver: requested lease not found", LeaseGone),
+    (5, "etcdserver: member not found", Rejected),
+    (3, "etcdserver: authentication failed, invalid user ID or password", Denied),
+    (3, "etcdserver: duplicate key given in txn request", Denied),
+    (3, "etcdserver: user name is empty", Denied),
+    (3, "CommonName of client sending a request against gateway will be ignored and not used as expected", Denied),
+    (3, "etcdserver: revision of auth store is old", Unavailable),
+    (16, "etcdserver: invalid auth token", Unavailable),
+    (16, "HTTP status 401: ''", Denied),
+    (7, "etcdserver: permission denied", Denied),
+    (7, "HTTP status 403: ''", Denied),
+    (12, "unknown service etcdserverpb.Lease", Denied),
+    (
+        14,
+        'connection error: desc = "transport: authentication handshake failed: remote error: bad certificate"',
+        Denied,
+    ),
+    *(
+        (14, f"etcdserver: {text}", Unavailable)
+        for text in ("no leader", "leader changed", "not capable", "server stopped", "request timed out")
+    ),
+    (14, "etcdserver: request timed out, possibly due to previous leader failure", Unavailable),
+    (14, "etcdserver: unhealthy cluster", Unavailable),
+    (14, "etcdserver: rpc not supported for learner", Unavailable),
+    (14, "etcdserver: cluster version not found during downgrade", Unavailable),
+    (1, "context canceled", Unavailable),
+    (2, "raft: stopped", Rejected),
+    (4, "context deadline exceeded", Unavailable),
+    (6, "already there", Rejected),
+    (8, "quota of something", Rejected),
+    (9, "some precondition", Denied),
+    (10, "aborted", Unavailable),
+    (13, "internal", Rejected),
+    (15, "lost", Rejected),
+    (99, "a code that nobody knows", Rejected),
+]
+# What an error is to the agent: see agent.errands and agent.absence.
+ACTIONS = {Unavailable: "wait", Rejected: "say", TooLarge: "trim", Denied: "end"}
+
+
+@pytest.mark.parametrize(("code", "text", "error"), ANSWERS)
+def test_each_answer_means_one_error(code: int, text: str, error: type[StoreError]) -> None:
+    told = explain(Refused(code, text), ETCD, USER)
+
+    assert type(told) is error
+    assert str(told).startswith("etcd-a:2379")
+
+
+def test_every_row_of_both_tables_is_visited() -> None:
+    texts = [text for _, text, _ in ANSWERS]
+    codes = {code for code, text, _ in ANSWERS if not any(words in text for words in BY_TEXT)}
+
+    assert [words for words in BY_TEXT if not any(words in text for text in texts)] == []
+    assert set(BY_CODE) == set(range(1, 17))
+    assert set(BY_CODE) - codes == set()
+
+
+def test_a_full_etcd_is_told_with_its_alarm_and_the_three_commands_that_mend_it() -> None:
+    told = str(explain(Refused(8, "etcdserver: mvcc: database space exceeded"), ETCD, Access()))
+
+    for words in ("NOSPACE", "etcdctl compact", "etcdctl defrag", "etcdctl alarm disarm", "--quota-backend-bytes"):
+        assert words in told
+
+
+def test_a_denial_names_the_user_and_the_way_out() -> None:
+    told = explain(Refused(7, "etcdserver: permission denied"), ETCD, USER)
+
+    assert "user 'train' may not use these keys" in str(told)
+    assert "secret" not in str(told)
+
+
+def test_without_a_user_what_is_missing_is_the_user() -> None:
+    told = explain(Refused(7, "etcdserver: permission denied"), ETCD, Access())
+
+    assert isinstance(told, Denied)
+    assert "none is given" in str(told)
+
+
+def test_without_a_user_a_token_that_is_refused_is_final() -> None:
+    told = explain(Refused(16, "etcdserver: invalid auth token"), ETCD, Access(bearer="x"))
+
+    assert isinstance(told, Denied)
+    assert "ELAUNCH_TOKEN" in str(told)
+
+
+def test_what_the_gateways_own_connection_says_gets_a_hint() -> None:
+    told = str(explain(Refused(14, "connection closed before server preface received"), ETCD, Access(tls=Tls())))
+
+    assert "clientAuth" in told
+
+
+def test_braces_in_an_etcds_words_are_only_words() -> None:
+    assert "{user} {0} {" in str(explain(Refused(2, "{user} {0} {"), ETCD, USER))
+
+
+@pytest.mark.parametrize(
+    ("reason", "kind"),
+    [
+        ("rpc error: code = Unauthenticated desc = etcdserver: invalid auth token", Kind.LOGIN),
+        ("rpc error: code = PermissionDenied desc = etcdserver: permission denied", Kind.DENY),
+        ("etcdserver: permission denied", Kind.DENY),
+        ("rpc error: code = InvalidArgument desc = watch", Kind.DENY),
+        ("etcdserver: no leader", Kind.WAIT),
+        ("", Kind.WAIT),
+    ],
+)
+def test_why_a_watch_was_ended_is_judged_alike(reason: str, kind: Kind) -> None:
+    assert judge(cancelled(reason)) is kind
+
+
+def test_the_operators_page_shows_both_tables() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
+    section = page.partition("## What the store may answer")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (.+?) \| (.+?) \| (wait|say|trim|end)\b", section, re.MULTILINE)
+    shown = {int(code): action for codes, _, action in rows for code in re.findall(r"\d+", codes)}
+
+    assert shown == {code: ACTIONS[type(explain(Refused(code, "some words"), ETCD, Access()))] for code in BY_CODE}
