@@ -86,6 +86,9 @@ BY_TEXT: dict[str, Rule] = {
     ),
     "revision of auth store is old": Rule(Kind.LOGIN, "etcd's users have changed"),
     "not leader": Rule(Kind.WAIT),
+    # A lease that is asked for without a leader: the code says "unknown".
+    "context deadline exceeded": Rule(Kind.WAIT),
+    "context canceled": Rule(Kind.WAIT),
     "downgrade job in progress": Rule(Kind.WAIT),
 }
 # Where no text says more.

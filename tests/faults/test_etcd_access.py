@@ -18,7 +18,7 @@ from elaunch.rendezvous.etcd import EtcdStore
 from elaunch.rendezvous.gateway_carrier import GatewayCarrier
 from elaunch.rendezvous.http import Connection, Deadline, Trust
 from elaunch.rendezvous.plan import Endpoint, Login, Tls
-from elaunch.rendezvous.store import Absent, Denied, Put, StoreError, Txn, Unavailable, Update
+from elaunch.rendezvous.store import Absent, Denied, Put, Rejected, StoreError, Txn, Unavailable, Update
 from tests.certificates import Certificates
 from tests.etcd import VERSIONS, Etcd, client, free_ports
 from tests.harness import slow, wait_for
@@ -223,9 +223,9 @@ def test_a_token_that_has_run_out_is_renewed_for_calls_and_for_a_watch_that_is_o
 
 def refusal(listener: Listener) -> str:
     with listener, closing(EtcdStore([listener.endpoint], deadline_s=0.15)) as store:
-        with pytest.raises((Unavailable, Denied)) as error:
+        with pytest.raises((Unavailable, Rejected)) as error:
             store.read(KEY)
-        with pytest.raises((Unavailable, Denied)):
+        with pytest.raises((Unavailable, Rejected)):
             store.check()
         assert listener.accepted > 0
         return str(error.value).replace(str(listener.endpoint), "HOST")
