@@ -68,6 +68,7 @@ class Host:
         self.name = plan.name
         self.is_cut = False
         self.is_storeless = False
+        self.is_refused = False
         self.is_off = False
         self.slow_clears: list[float] = []
         self.processes: list[AgentProcess] = []

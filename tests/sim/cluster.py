@@ -56,6 +56,7 @@ class World:
         self.is_rough = True
         self.is_pumping = False
         self.is_store_away = False
+        self.is_store_full = False
         self.is_history_lost = False
         self.was_interrupted = False
         self.trained_s = 0.0
@@ -223,6 +224,8 @@ class World:
                 self._take_store_away(fault)
             case Strike.CUT | Strike.STORELESS:
                 self._cut(host, fault)
+            case Strike.FULL | Strike.REFUSED:
+                self._refuse(host, fault)
             case Strike.KILL_LEADER:
                 self._leader_kills.append((fault.number, self.rng.random() < 0.5))
                 return
@@ -307,6 +310,18 @@ class World:
             self._store_away_since_s = None
         self.is_store_away = False
         self._lines_changed()
+
+    def _refuse(self, host: Host, fault: Fault) -> None:
+        self._set_refused(host, fault.what, True)
+        self.later(fault.lasts_s, lambda: self._set_refused(host, fault.what, False))
+
+    def _set_refused(self, host: Host, what: Strike, is_refused: bool) -> None:
+        if what is Strike.FULL:
+            self.is_store_full = is_refused
+        else:
+            host.is_refused = is_refused
+        for process in self.alive:
+            process.line.note()
 
     def _cut(self, host: Host, fault: Fault) -> None:
         self._set_cut(host, fault.what, True)

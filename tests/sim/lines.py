@@ -7,7 +7,18 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, TypeVar
 
-from elaunch.rendezvous.store import Answer, HistoryLost, LeaseGone, StoreError, Txn, Unavailable, Update, View
+from elaunch.rendezvous.store import (
+    Answer,
+    HistoryLost,
+    LeaseGone,
+    Put,
+    Rejected,
+    StoreError,
+    Txn,
+    Unavailable,
+    Update,
+    View,
+)
 
 if TYPE_CHECKING:
     from tests.sim.agents import AgentProcess
@@ -50,10 +61,12 @@ class Line:
             with suppress(LeaseGone):
                 self._world.commit(self._process, txn)
 
+        if self._world.is_store_full and any(isinstance(op, Put) for op in (*txn.then, *txn.otherwise)):
+            self._call(self._refuse)
         return self._call(lambda: self._world.commit(self._process, txn), again)
 
     def grant(self, lease: int, ttl_s: float) -> None:
-        self._call(lambda: self._world.store.grant(lease, ttl_s))
+        self._call(self._refuse if self._world.is_store_full else lambda: self._world.store.grant(lease, ttl_s))
 
     def keep_alive(self, lease: int) -> float:
         return self._call(lambda: self._world.store.keep_alive(lease))
@@ -86,7 +99,8 @@ class Line:
     def note(self) -> None:
         """Keep count of how long the agent could not use the line."""
         now_s = self._world.now_s
-        if self.is_up and not (self._process.is_stopped or self._process.is_wedged):
+        is_served = self.is_up and not (self._world.is_store_full or self._process.host.is_refused)
+        if is_served and not (self._process.is_stopped or self._process.is_wedged):
             self.up_since_s = now_s if self.up_since_s is None else self.up_since_s
             return
         is_long = self.up_since_s is not None and now_s - self.up_since_s > NOTICED_S
@@ -105,6 +119,8 @@ class Line:
         self._travel()
         if not self.is_up:
             raise Unavailable("the line is cut")
+        if self._process.host.is_refused:
+            raise Rejected("a proxy is in the way")
         if world.is_history_lost:
             raise HistoryLost("the store lost its history")
         is_rough = world.is_rough
@@ -119,6 +135,9 @@ class Line:
         if is_rough and plan.lost and rng.random() < plan.lost:
             self._time_out()
         return result
+
+    def _refuse(self) -> None:
+        raise Rejected("the store is full")
 
     def _time_out(self) -> None:
         self.waited_s += self._world.plan.times.call_deadline_s

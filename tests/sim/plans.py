@@ -40,6 +40,8 @@ class Strike(Enum):
     STORELESS = "host cut from the store"
     AWAY = "store away, leases live on"
     AWAY_ENDING = "store away, leases end"
+    FULL = "store full, leases live on"
+    REFUSED = "host refused by the store"
     DEAF = "watch deaf"
     LEAVE = "SIGTERM or SIGUSR1 to the agent"
     INTERRUPT = "SIGINT to the agent"
@@ -57,6 +59,7 @@ class Strike(Enum):
 FATAL = (Strike.GARBAGE, Strike.HISTORY)
 # Whose effects are over once these have been lifted.
 LASTING = (Strike.STOP, Strike.WEDGE, Strike.CUT, Strike.STORELESS, Strike.AWAY, Strike.AWAY_ENDING, Strike.POWER)
+REFUSALS = (Strike.FULL, Strike.REFUSED)
 
 
 @dataclass(frozen=True)
@@ -187,7 +190,12 @@ def draw(seed: int) -> Plan:
         times=rng.choice([TIMES, TIMES, TIMES, *OTHER_TIMES]),
     )
     hangs = [Fault(rng.uniform(2, 12), Strike.HANG, rng.randrange(nodes)) for _ in range(rng.choice([0, 0, 0, 1, 2]))]
-    return replace(plan, listens=rng.random() < 0.5, faults=(*plan.faults, *hangs))
+    listens = rng.random() < 0.5
+    refusals = [
+        Fault(rng.uniform(0, 15), rng.choice(REFUSALS), rng.randrange(nodes), rng.uniform(0.1, 20))
+        for _ in range(rng.choice([0, 0, 0, 1, 3]))
+    ]
+    return replace(plan, listens=listens, faults=(*plan.faults, *hangs, *refusals))
 
 
 def _hosts(rng: random.Random, nodes: int) -> tuple[HostPlan, ...]:
