@@ -1,0 +1,132 @@
+"""Agents of one job on this host, each with a store address of its own, whose workers only live (lively.py)."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.faults.processes import Watched, is_alive
+from tests.harness import wait_for
+
+LIVELY = Path(__file__).with_name("lively.py")
+OPTIONS = ("--nproc-per-node", "1", "--no-preload", "--max-restarts", "1000", "--rdzv-backend", "etcd")
+
+
+@dataclass(frozen=True)
+class Life:
+    """What a worker has last said of itself."""
+
+    generation: int
+    pid: int
+    step: int
+
+
+class Fleet:
+    """One agent for each of `endpoints`, started; use it as a context manager. `folder` is made."""
+
+    def __init__(self, folder: Path, endpoints: Collection[str], *options: str, job: str = "job") -> None:
+        folder.mkdir()
+        self.folder = folder
+        self.job = job
+        self.agents: list[Watched] = []
+        for index, endpoint in enumerate(endpoints):
+            home = folder / f"node{index}"
+            home.mkdir()
+            words = ("--nnodes", str(len(endpoints)), "--rdzv-endpoint", endpoint, "--rdzv-id", job)
+            env = {"LIVELY_NODE": str(index)}
+            self.agents.append(Watched(home, *words, *OPTIONS, *options, str(LIVELY), str(folder), env=env))
+
+    def __enter__(self) -> Fleet:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for agent in self.agents:
+            agent.__exit__()
+
+    def life(self, node: int) -> Life | None:
+        """The newest word of that node's worker, dead or alive; None before its first."""
+        with suppress(FileNotFoundError):
+            return Life(*map(int, (self.folder / f"life-{node}").read_text().split()))
+        return None
+
+    def is_alive(self, node: int) -> bool:
+        life = self.life(node)
+        return life is not None and is_alive(life.pid)
+
+    def run(self, generation: int, deadline_s: float = 60.0) -> None:
+        """Wait until a worker of that generation, or of a newer one, lives on each node."""
+
+        def all_live() -> bool:
+            lives = [self.life(node) for node in range(len(self.agents))]
+            return all(life and life.generation >= generation and is_alive(life.pid) for life in lives)
+
+        self.wait_for(all_live, f"generation {generation} runs on all nodes", deadline_s)
+
+    def goes_on(self, node: int) -> None:
+        """Wait until that node's worker, the same one, has done more steps."""
+        first = self.life(node)
+        assert first, f"node {node} has no worker"
+
+        def stepped() -> bool:
+            now = self.life(node)
+            assert now
+            assert now.pid == first.pid, f"node {node} has another worker than {first}: {now}\n{self.story()}"
+            return now.step >= first.step + 5
+
+        self.wait_for(stepped, f"the worker of node {node} goes on")
+
+    def says(self, node: int, pattern: str, deadline_s: float, after: int = 0) -> None:
+        """Wait until that node's agent has said a line like `pattern`, behind the first `after` characters."""
+        agent = self.agents[node]
+        self.wait_for(
+            lambda: re.search(pattern, agent.stderr[after:], re.MULTILINE), f"node {node} says {pattern!r}", deadline_s
+        )
+
+    def wait_for(self, fact: Callable[[], object], what: str, deadline_s: float = 60.0) -> None:
+        """Wait for a fact; a failure tells what the agents have said."""
+        try:
+            wait_for(fact, what, deadline_s)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.story()}") from None
+
+    def kill_worker(self, node: int) -> bool:
+        """SIGKILL that node's worker; False where none lived."""
+        life = self.life(node)
+        if not (life and is_alive(life.pid)):
+            return False
+        with suppress(ProcessLookupError):
+            os.kill(life.pid, signal.SIGKILL)
+        return True
+
+    def end(self) -> None:
+        """Let the workers end well; those of later generations too."""
+        (self.folder / "end").touch()
+
+    def story(self) -> str:
+        return "\n".join(f"--- node{i} ({a.process.poll()}):\n{a.stderr}" for i, a in enumerate(self.agents))
+
+
+class Hearing:
+    """When an agent said what: `listen` often."""
+
+    def __init__(self, agent: Watched) -> None:
+        self._agent = agent
+        self._piece = 0
+        self._rest = ""
+        self.lines: list[tuple[float, str]] = []
+
+    def listen(self) -> None:
+        text, self._piece = self._agent.stderr_from(self._piece)
+        *lines, self._rest = (self._rest + text).split("\n")
+        now_s = time.monotonic()
+        self.lines += [(now_s, line) for line in lines]
+
+    def since(self, at_s: float, pattern: str) -> list[str]:
+        """The lines like `pattern` that were heard from then on."""
+        return [line for heard_s, line in self.lines if heard_s >= at_s and re.search(pattern, line)]

@@ -1,0 +1,117 @@
+"""A real etcd without space under a job: it is said, training goes on, and so does the job when it is mended."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from base64 import b64encode
+from pathlib import Path
+
+import pytest
+
+from tests.etcd import VERSIONS, Etcd
+from tests.faults.fleet import Fleet
+from tests.harness import slow
+
+QUOTA_BYTES = 4 << 20
+SAID_S = 5.0
+# One line with what is wrong, by etcd's own name, and the three things to do about it.
+WAY_OUT = "^" + "".join(f"(?=.*{word})" for word in ("NOSPACE", "compact", "defrag", "disarm"))
+
+
+def fill(etcd: Etcd) -> None:
+    """Write until etcd has raised its alarm."""
+    connection = http.client.HTTPConnection(etcd.members[0].endpoint, timeout=60)
+    value = b64encode(b"x" * 500_000).decode()
+    for _ in range(100):
+        connection.request("POST", "/v3/kv/put", json.dumps({"key": b64encode(b"/filler").decode(), "value": value}))
+        response = connection.getresponse()
+        if b"database space exceeded" in response.read():
+            break
+    connection.close()
+    assert "NOSPACE" in etcd.ctl("alarm", "list")
+
+
+def mend(etcd: Etcd) -> None:
+    """What etcd's manual says to do."""
+    status = json.loads(etcd.ctl("endpoint", "status", "-w", "json"))
+    etcd.compact(status[0]["Status"]["header"]["revision"])
+    etcd.ctl("defrag")
+    etcd.ctl("alarm", "disarm")
+
+
+@pytest.mark.parametrize("version", [slow(each) if each == "3.4" else each for each in VERSIONS])
+def test_a_full_etcd_is_said_with_the_way_out_and_the_job_goes_on_when_it_is_mended(
+    tmp_path: Path, version: str
+) -> None:
+    with (
+        Etcd(version, options=(f"--quota-backend-bytes={QUOTA_BYTES}",)) as etcd,
+        Fleet(tmp_path / "job", [etcd.endpoints] * 2) as fleet,
+    ):
+        fleet.run(0)
+        # A full 3.5 refuses reads in transactions too: it may be said before anything fails.
+        said = len(fleet.agents[1].stderr)
+        fill(etcd)
+        for node in (0, 1):
+            fleet.goes_on(node)
+
+        assert fleet.kill_worker(1)
+
+        fleet.says(1, WAY_OUT, SAID_S, after=said)
+        # The other node cannot be told of the failure: its worker is healthy, and goes on.
+        fleet.goes_on(0)
+        assert fleet.life(0).generation == 0, fleet.story()  # type: ignore[union-attr]
+        assert [agent.process.poll() for agent in fleet.agents] == [None, None], fleet.story()
+
+        mend(etcd)
+
+        fleet.run(1)
+        fleet.end()
+        assert [agent.wait() for agent in fleet.agents] == [0, 0], fleet.story()
+
+
+def test_a_job_that_finds_a_full_etcd_says_so_and_starts_when_it_is_mended(tmp_path: Path) -> None:
+    with Etcd("3.5", options=(f"--quota-backend-bytes={QUOTA_BYTES}",)) as etcd:
+        fill(etcd)
+        with Fleet(tmp_path / "job", [etcd.endpoints] * 2) as fleet:
+            for node in (0, 1):
+                fleet.says(node, WAY_OUT, 10)
+
+            mend(etcd)
+
+            fleet.run(0)
+            fleet.end()
+            assert [agent.wait() for agent in fleet.agents] == [0, 0], fleet.story()
+
+
+def test_a_job_whose_workers_end_while_etcd_is_full_ends_well_when_it_is_mended(tmp_path: Path) -> None:
+    with (
+        Etcd("3.5", options=(f"--quota-backend-bytes={QUOTA_BYTES}",)) as etcd,
+        Fleet(tmp_path / "job", [etcd.endpoints] * 2) as fleet,
+    ):
+        fleet.run(0)
+        fill(etcd)
+
+        fleet.end()
+
+        for node in (0, 1):
+            fleet.says(node, WAY_OUT, 10)
+        mend(etcd)
+        assert [agent.wait() for agent in fleet.agents] == [0, 0], fleet.story()
+
+
+@pytest.mark.slow
+def test_a_job_on_an_etcd_that_stays_full_ends_at_its_deadline_with_the_reason(tmp_path: Path) -> None:
+    # The shortest join_timeout that a --stop-grace of a second leaves room for.
+    options = ("--stop-grace", "1", "--rdzv-conf", "join_timeout=26")
+    with (
+        Etcd("3.5", options=(f"--quota-backend-bytes={QUOTA_BYTES}",)) as etcd,
+        Fleet(tmp_path / "job", [etcd.endpoints] * 2, *options) as fleet,
+    ):
+        fleet.run(0)
+        fill(etcd)
+
+        assert fleet.kill_worker(1)
+
+        assert fleet.agents[1].wait(60) == 3, fleet.story()
+        assert "NOSPACE" in fleet.agents[1].said_by_agent()[-1], fleet.story()
