@@ -123,7 +123,7 @@ class EtcdWatch:
                 was_good = self._after != told or time.monotonic() - self._begun_s > _SETTLED_S
                 failures = 0 if was_good else failures + 1
                 if failures >= self._source.members + isinstance(error, _TokenOld):
-                    self._answer(error)
+                    self._answer(Denied(str(error)) if isinstance(error, _TokenOld) else error)
             except StoreError as error:
                 self._error = self._error or error
             except Exception as error:
@@ -203,7 +203,10 @@ class EtcdWatch:
 
 
 class _TokenOld(Unavailable):
-    """A member denied what it then let us read: once more, with the token that the read has brought."""
+    """A member denied what it then let us read: once more, with the token that the read has brought.
+
+    Denied then too, it lets us read and not watch, which a first watch reports.
+    """
 
 
 class _Compacted(Exception):
