@@ -179,7 +179,8 @@ class Membership:
     transaction whose answer is awaited, and nothing is decided from a snapshot older than `answered`, the revision of
     the last answer. `refused` says that the last join was, `outvoted` that the last try to lead was, `evicted` that
     this node's member key is gone, `widened` that all keys are looked at. `runs_refused` counts the runs that it
-    could not start, since the job had members. `misfit` is there where the job in the store is another one.
+    could not start, since the job had members; the next one is tried at `run_again_s`, by when their leases may have
+    ended. `misfit` is there where the job in the store is another one.
     `has_entered` says that it was a member once, so that the store's answers were not wrong from the start.
     """
 
@@ -194,6 +195,7 @@ class Membership:
     evicted: bool = False
     widened: bool = False
     runs_refused: int = 0
+    run_again_s: float = float("-inf")
     misfit: Misfit | None = None
     has_entered: bool = False
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from elaunch.agent.core import deadline_s
 from elaunch.agent.events import StoreAway, StoreBack, Tick
+from elaunch.agent.membership import RUNS_REFUSED_MAX
 from elaunch.agent.state import Joining
 from elaunch.rendezvous.codec import encode
 from elaunch.rendezvous.store import Delete, Put
@@ -78,3 +79,24 @@ def test_a_newcomer_starts_a_run_over_one_whose_members_do_not_come_back() -> No
 
     assert newcomer.snapshot.generation
     assert newcomer.snapshot.generation.kind is OpenKind.START
+
+
+def test_a_store_that_comes_and_goes_does_not_make_a_newcomer_give_up_a_run_that_it_cannot_see_yet() -> None:
+    """Each refused try to start a run stands for a lease time, however often the store is back meanwhile."""
+    newcomer = Driver(remote=True)
+    other = Node("node-b-1", "node-b", "10.0.0.2", 1)
+    newcomer.write(Put(KEYS.member(other.node_id), encode(other)))
+    newcomer.begin().settle()
+    refused = newcomer.agent.membership.runs_refused
+
+    for _ in range(2 * RUNS_REFUSED_MAX):
+        newcomer.happen(StoreAway("no answer came in time"))
+        newcomer.now_s += 0.1
+        newcomer.happen(StoreBack())
+        newcomer.happen(Tick())
+        newcomer.settle()
+
+    assert refused == 1
+    assert newcomer.agent.membership.runs_refused == 1
+    assert isinstance(newcomer.agent.phase, Joining)
+    assert deadline_s(newcomer.agent) == newcomer.agent.membership.run_again_s
