@@ -26,6 +26,7 @@ from elaunch.agent.events import (
     StoreLost,
     StoreRefuses,
     Tick,
+    WatchRefused,
     WorkerExited,
     WorkerListens,
     WorkerRaised,
@@ -80,6 +81,9 @@ def step(agent: Agent, event: Event, now_s: float) -> Step:
             return _store_lost(agent, OutcomeKind.REFUSED, why, now_s)
         case StoreAway() | StoreRefuses():
             return store_failed(agent, event, now_s), ()
+        case WatchRefused(why):
+            every_s = f"{agent.times.lease_ttl_s:g} s"
+            return agent, (Say(f"the store refuses to tell of changes: {why}; it is asked for them every {every_s}"),)
         case StoreBack():
             return store_back(agent, now_s)
         case StoreLost(why):

@@ -12,13 +12,14 @@ from dataclasses import replace
 from functools import partial
 
 from elaunch.agent.errands import Errands
-from elaunch.agent.events import Committed, Leased, LeaseLost, Looked, StoreEvent, StoreLost, Tag
+from elaunch.agent.events import Committed, Leased, LeaseLost, Looked, StoreEvent, StoreLost, Tag, WatchRefused
 from elaunch.rendezvous.carrier import TimedOut
 from elaunch.rendezvous.codec import decode
 from elaunch.rendezvous.snapshot import Keys, SnapshotReader
 from elaunch.rendezvous.store import (
     Answer,
     Changes,
+    Deaf,
     Empty,
     HistoryLost,
     LeaseGone,
@@ -83,6 +84,7 @@ class Dealings:
         self._view_lock = threading.Lock()
         self._watch: Watch | None = None
         self._has_watch_ended = False
+        self._is_deaf_said = False
         # The revision behind which a read found what the watch has not told yet.
         self._untold: int | None = None
         # What is read and watched: the control keys, or, for a leader, all.
@@ -316,6 +318,11 @@ class Dealings:
                     is_news = self._put(replace(view, revision=revision, entries=entries))
                 if is_news:
                     self._look_again()
+            case Deaf(why):
+                # Each watch that takes this one's place would say so too.
+                if not self._is_deaf_said:
+                    self._post(WatchRefused(why))
+                self._is_deaf_said = True
             case HistoryLost():
                 # The first watch reports its own failure to its caller.
                 if epoch == self._epoch and self._view is not None:
@@ -327,6 +334,7 @@ class Dealings:
 
     def _heard(self, epoch: int, revision: int) -> None:
         """The watch is not deaf."""
+        self._is_deaf_said = False
         with self._view_lock:
             if epoch == self._epoch and self._untold is not None and revision > self._untold:
                 self._untold = None

@@ -82,6 +82,13 @@ class StoreRefuses:
 
 
 @dataclass(frozen=True)
+class WatchRefused:
+    """The store does as asked, but does not tell of changes: they are found by asking. `why` as in `StoreAway`."""
+
+    why: str
+
+
+@dataclass(frozen=True)
 class StoreBack:
     """The store answers, and does as asked."""
 
@@ -201,7 +208,7 @@ class Tick:
     """A deadline of the agent's may have passed."""
 
 
-StoreEvent = Looked | Leased | LeaseLost | Committed | StoreAway | StoreRefuses | StoreBack | StoreLost
+StoreEvent = Looked | Leased | LeaseLost | Committed | StoreAway | StoreRefuses | WatchRefused | StoreBack | StoreLost
 LinkEvent = WorkerRaised | WorkerListens | WorkerSaving | WorkerSaved | WorkerStopped
 WorkerEvent = LinkEvent | WorkerExited | Reported | WorkersHung | ServiceLost | Cleared
 Event = StoreEvent | WorkerEvent | Signalled | Tick

@@ -161,7 +161,7 @@ def _code(said: object) -> int:
 
 
 def _unreadable(endpoint: Endpoint, status: int, body: bytes) -> StoreError | Refused:
-    said = body[:200].decode(errors="replace").strip()
+    said = " ".join(body[:200].decode(errors="replace").split())[:80]
     if status == 404:
         return GatewayOff(_GATEWAY_OFF.format(endpoint))
     if status in _CODES:

@@ -159,7 +159,14 @@ class HistoryLost(StoreError):
     """The store is not the one that it was: its revisions went back, or it is another cluster."""
 
 
-Update = Changes | View | StoreError
+@dataclass(frozen=True)
+class Deaf:
+    """The store refuses to tell of changes, and is asked again and again; `why` is a sentence without a full stop."""
+
+    why: str
+
+
+Update = Changes | View | Deaf | StoreError
 
 
 class Watch(Protocol):
@@ -209,7 +216,8 @@ class Store(Protocol):
 
         For None that begins with a `View` of what is there. Elsewhere one stands for all changes up to its revision,
         where the store no longer has them one by one. A StoreError (Denied, HistoryLost) ends the watch; it gets over
-        what is Unavailable by itself. `tell` must return at once.
+        what is Unavailable by itself, and over what else is Rejected, of which it tells `Deaf` once. `tell` must return
+        at once.
         """
         ...
 

@@ -13,7 +13,7 @@ from elaunch.rendezvous import gateway
 from elaunch.rendezvous.carrier import Json, Refused, Stream
 from elaunch.rendezvous.plan import Endpoint
 from elaunch.rendezvous.refusals import Kind, cancelled, judge
-from elaunch.rendezvous.store import Denied, Rejected, StoreError, Unavailable, Update, View
+from elaunch.rendezvous.store import Deaf, Denied, Rejected, StoreError, Unavailable, Update, View
 
 BACKOFF_MAX_S = 0.5
 _BACKOFF_MIN_S = 0.02
@@ -63,6 +63,7 @@ class EtcdWatch:
         self._closed = threading.Event()
         self._error: StoreError | None = None
         self._begun_s = math.inf
+        self._is_deaf = False
         self._tried = threading.Event()
         self._why_not: StoreError | None = None
         self._thread = threading.Thread(target=self._run, name=f"watch {prefix}", daemon=True)
@@ -124,6 +125,7 @@ class EtcdWatch:
                 failures = 0 if was_good else failures + 1
                 if failures >= self._source.members + isinstance(error, _TokenOld):
                     self._answer(Denied(str(error)) if isinstance(error, _TokenOld) else error)
+                    self._say_deaf(error)
             except StoreError as error:
                 self._error = self._error or error
             except Exception as error:
@@ -171,7 +173,7 @@ class EtcdWatch:
             if self._after is None:
                 self._say_all()
             self._answer(None)
-            self._begun_s = time.monotonic()
+            self._begun_s, self._is_deaf = time.monotonic(), False
             while not self._over():
                 self._take(endpoint, stream.next(None))
         finally:
@@ -191,6 +193,12 @@ class EtcdWatch:
         for changes in told:
             self._after = changes.revision
             self._say(changes)
+
+    def _say_deaf(self, error: StoreError) -> None:
+        """Once, and not while the store is away: whoever calls it finds that too."""
+        if isinstance(error, (Rejected, _TokenOld)) and self._after is not None and not self._is_deaf:
+            self._is_deaf = True
+            self._say(Deaf(str(error)))
 
     def _say_all(self) -> None:
         view = self._source.read(self._prefix)

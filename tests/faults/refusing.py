@@ -106,6 +106,7 @@ class Refusing:
         self._lock = threading.Lock()
         self._rules: list[Rule] = []
         self._hung: list[socket.socket] = []
+        self._streams: list[socket.socket] = []
         self.struck: list[Struck] = []
         self.waiting = Waiting()
         self._listener = Listener(self._serve)
@@ -157,6 +158,14 @@ class Refusing:
             self._rules.clear()
             hung, self._hung = self._hung, []
         for each in hung:
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+
+    def cut_streams(self) -> None:
+        """End the watches that are handed on now; what begins another one is a request like any other."""
+        with self._lock:
+            streams, self._streams = self._streams, []
+        for each in streams:
             with suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
 
@@ -212,6 +221,8 @@ class Refusing:
         """Whether another request may follow on the connection."""
         if request.rpc is Rpc.WATCH:
             self.waiting.answered(request)
+            with self._lock:
+                self._streams.append(client)
             _relay(client, server.ask(request))
             return False
         answer, status = server.answer(request)

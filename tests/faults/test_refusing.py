@@ -11,7 +11,7 @@ from elaunch.rendezvous.carrier import Refused, Rpc, TimedOut
 from elaunch.rendezvous.etcd import EtcdStore
 from elaunch.rendezvous.gateway_carrier import GatewayCarrier
 from elaunch.rendezvous.plan import Endpoint
-from elaunch.rendezvous.store import Changes, Put, StoreError, Txn, Unavailable, Update
+from elaunch.rendezvous.store import Changes, Put, Rejected, StoreError, Txn, Unavailable, Update
 from tests.etcd import Etcd, client
 from tests.faults.answers import (
     ALL,
@@ -109,7 +109,7 @@ def test_only_what_was_named_is_refused_and_only_so_often(store: EtcdStore, prox
             put(store, "/refused/a")
     put(store, "/refused/a")
 
-    with pytest.raises(Unavailable, match="502"):
+    with pytest.raises(Rejected, match="502"):
         store.read("/refused/")
     over.set()
     assert store.read("/refused/").entries

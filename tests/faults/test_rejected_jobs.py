@@ -71,6 +71,24 @@ def test_a_worker_that_fails_while_its_node_is_denied_is_started_again_when_the_
         assert [agent.wait() for agent in fleet.agents] == [0, 0], fleet.story()
 
 
+def test_a_node_whose_watch_is_refused_says_so_once_and_hears_of_failures_by_asking(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        proxies, fleet = job(stack, tmp_path / "job")
+        fleet.run(0)
+        proxies[0].refuse(Rpc.WATCH, answers.BAD_GATEWAY)
+        proxies[0].cut_streams()
+        fleet.says(
+            0, r"the store refuses to tell of changes: .*HTTP status 502.*; it is asked for them every 3 s", SAID_S
+        )
+
+        fleet.kill_worker(1)
+
+        fleet.run(1)
+        assert fleet.agents[0].stderr.count("refuses to tell of changes") == 1, fleet.story()
+        fleet.end()
+        assert [agent.wait() for agent in fleet.agents] == [0, 0], fleet.story()
+
+
 @pytest.mark.parametrize(
     ("rpc", "answer", "words"),
     [
