@@ -44,7 +44,7 @@ class Teams:
             for line in RECIPE:
                 etcd.ctl(*line.format(team=team).split())
 
-    def keys(self) -> list[str]:
+    def key_names(self) -> list[str]:
         """The names of all keys, as root sees them."""
         return self.etcd.ctl("get", "--prefix", "--keys-only", "/").split()
 
@@ -93,7 +93,7 @@ def test_jobs_of_one_name_under_two_prefixes_do_not_meet_and_neither_team_reads_
         for agent in (first, second):
             agent.wait_for_output("generation 0: 2 workers on 2 nodes")
         alone.wait_for_output(r"waiting for nodes: 1 of 2 is here under etcd_prefix=/teams/nlp/ \(gives up")
-        roots = {key.partition("/job/")[0] for key in teams.keys()}
+        roots = {key.partition("/job/")[0] for key in teams.key_names()}
         assert roots == {"/teams/vision", "/teams/nlp"}
 
         for team, other in (TEAMS, TEAMS[::-1]):
@@ -117,4 +117,4 @@ def test_a_job_under_another_teams_prefix_is_refused_in_seconds_with_user_and_pr
     assert code == 2
     assert time.monotonic() - began_s < 20
     assert re.search(r"user 'vision' may not use .*/teams/nlp/", agent.stderr)
-    assert wait_for(lambda: not teams.keys(), "no key of it")
+    assert wait_for(lambda: not teams.key_names(), "no key of it")
