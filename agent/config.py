@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum, IntFlag
 from pathlib import Path
 
+from elaunch.rendezvous.plan import PREFIX
 from elaunch.rendezvous.times import Times
 from elaunch.rendezvous.types import JobSpec
 
@@ -67,6 +68,7 @@ _TIMES = Times()
 class AgentConfig:
     """One agent's settings. `environment` is what workers inherit, without the rank variables.
 
+    The job's keys in the store begin with `store_prefix`.
     `master_ports` is empty for a fresh port per generation; else the ports that may be used, in order of preference.
     `preload` are the modules that the fork server imports; None execs every worker as a fresh interpreter.
     `master_addr` is where the other nodes reach this one; `node_rank` and `topology` as in `Node`.
@@ -82,6 +84,7 @@ class AgentConfig:
     role: str = "default"
     output: OutputPlan = OutputPlan()
     times: Times = _TIMES
+    store_prefix: str = PREFIX
     node_rank: int = -1
     topology: str = ""
     signals: tuple[int, ...] = ()

@@ -83,7 +83,7 @@ class Loop:
         self._pump = pump
         self._inbox = Inbox()
         self._timeline = Timeline(run_dir.logs, run_dir.warn, pump.do)
-        host, keys = socket.gethostname(), Keys(config.spec.run_id)
+        host, keys = socket.gethostname(), Keys(config.spec.run_id, config.store_prefix)
         self._workers = Workers(config, host, pump, run_dir)
         look_again = partial(self._inbox.post, LookAgain())
         self._session = Session(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from elaunch.launcher import values
 from elaunch.launcher.errors import UsageError, nearest
-from elaunch.rendezvous.plan import Transport
+from elaunch.rendezvous.plan import PREFIX, Transport
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,25 @@ def _lease(raw: values.Raw) -> int:
 def _attempts(raw: values.Raw) -> int:
     return values.whole(raw, low=1)
 
+
+def _prefix(raw: values.Raw) -> str:
+    """Whatever slashes are typed, the keys of all nodes stand at the same place: `/teams/vision/`."""
+    word = values.text(raw)
+    if not word.isprintable():
+        raise ValueError(f"holds a character that cannot be printed; {_PREFIX_HOW}")
+    names = [name for name in word.split("/") if name]
+    if not names:
+        raise ValueError(f"names no prefix; {_PREFIX_HOW}")
+    if {".", ".."} & set(names):
+        raise ValueError(f"has . or .. between its slashes, and etcd has no folders; {_PREFIX_HOW}")
+    prefix = f"/{'/'.join(names)}/"
+    if len(prefix.encode()) > _PREFIX_BYTES_MAX:
+        raise ValueError(f"is longer than {_PREFIX_BYTES_MAX} bytes, and each key of the job begins with it")
+    return prefix
+
+
+_PREFIX_HOW = "give one like /teams/vision/"
+_PREFIX_BYTES_MAX = 255
 
 _OURS = "not in torchrun"
 
@@ -68,6 +87,10 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("user", "a user of etcd [ETCDCTL_USER]", differs=_OURS),
     Setting("password_file", "file with the user's password [ETCDCTL_PASSWORD]", differs=_OURS),
     Setting(
+        "etcd_prefix", f"what all keys of the job begin with; the same on all nodes [{PREFIX}]", _prefix,
+        differs="default /torchelastic/p2p",
+    ),
+    Setting(
         "store_type", "", values.one_of("tcp", "file"), differs="has an effect",
         no_effect="the store is found out at the endpoint",
     ),
@@ -79,7 +102,6 @@ SETTINGS: tuple[Setting, ...] = (
         "read_timeout", "", values.seconds, differs="a single read of the store",
         no_effect="each request has a deadline of its own and is made again",
     ),
-    Setting("etcd_prefix", "", differs="has an effect", no_effect="keys lie under /elaunch/ and the job's name"),
 )  # fmt: skip
 
 _KNOWN = {name: setting for setting in SETTINGS for name in setting.names}
@@ -110,6 +132,7 @@ class Conf:
     key: str | None = None
     user: str | None = None
     password_file: str | None = None
+    prefix: str = PREFIX
     ignored: tuple[tuple[str, str], ...] = ()
 
 
@@ -129,7 +152,8 @@ def understand(conf: Mapping[str, str]) -> Conf:
         try:
             checked[setting.name] = setting.convert(raw)
         except ValueError as error:
-            raise UsageError(f"--rdzv-conf {key}={value} {error}") from None
+            shown = value if value.isprintable() else ascii(value)
+            raise UsageError(f"--rdzv-conf {key}={shown} {error}") from None
     return _conf(checked, found, tuple(ignored))
 
 
@@ -178,5 +202,6 @@ def _conf(checked: Mapping[str, object], words: Mapping[str, str], ignored: tupl
         key=word("key"),
         user=word("user"),
         password_file=word("password_file"),
+        prefix=word("etcd_prefix") or PREFIX,
         ignored=ignored,
     )

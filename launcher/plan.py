@@ -72,6 +72,7 @@ def plan(
         endpoints=tuple(_endpoint(address, backend) for address in addresses),
         tls=_tls(conf, environ) if scheme == "https" else None,
         login=_login(conf, environ, read_secret),
+        prefix=conf.prefix,
         token=_token(options, environ, read_secret),
         transport=conf.transport,
         serving=serving,

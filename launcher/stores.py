@@ -174,7 +174,7 @@ def store_of(plan: RendezvousPlan) -> Store:
     from elaunch.rendezvous.etcd import EtcdStore
 
     deadline_s = plan.times.call_deadline_s
-    access = Access(plan.tls, plan.login)
+    access = Access(plan.tls, plan.login, prefix=plan.prefix)
     if plan.transport is Transport.GRPC:
         return _over_grpc(plan, access)
     if plan.tls or len(plan.endpoints) > 1:

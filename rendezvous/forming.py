@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from elaunch.rendezvous.codec import encode
 from elaunch.rendezvous.opening import hosts, open_loss, was_lost
+from elaunch.rendezvous.plan import PREFIX
 from elaunch.rendezvous.snapshot import Snapshot
 from elaunch.rendezvous.store import Absent, Delete, NoneNewer, Op, Put, Txn
 from elaunch.rendezvous.tables import encode_table, seats_of
@@ -257,17 +258,19 @@ def _await_min(
     here: int,
 ) -> Formed:
     due_s = formation.since_s + times.join_timeout_s
+    # A node with another prefix waits for this one as this one waits for it.
+    prefix = snapshot.keys.prefix
+    where = "" if prefix == PREFIX else f" under etcd_prefix={prefix}"
     if now_s < due_s:
         needed = f"{terms.nodes_min}" if terms.nodes_min == terms.nodes_max else f"at least {terms.nodes_min}"
-        waiting = (
-            f"nodes: {here} of {needed} {'is' if here == 1 else 'are'} here (gives up after {times.join_timeout_s:g} s)"
-        )
+        are = "is" if here == 1 else "are"
+        waiting = f"nodes: {here} of {needed} {are} here{where} (gives up after {times.join_timeout_s:g} s)"
         return Formed(formation, wake_s=due_s, waiting=waiting)
     table = snapshot.table
     outcome = Outcome(
         OutcomeKind.FAILED,
-        f"{here} of {terms.nodes_min} nodes were here after {times.join_timeout_s:g} s; start elaunch on the others,"
-        " lower --nnodes, or raise --rdzv-conf join_timeout=SECONDS",
+        f"{here} of {terms.nodes_min} nodes were here{where} after {times.join_timeout_s:g} s; start elaunch on the"
+        " others, lower --nnodes, or raise --rdzv-conf join_timeout=SECONDS",
         generation.number,
         table.restarts if table else 0,
         terms.max_restarts,

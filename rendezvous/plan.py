@@ -7,6 +7,9 @@ from enum import Enum
 
 from elaunch.rendezvous.times import Times
 
+# What the keys of all jobs begin with, unless somebody says otherwise.
+PREFIX = "/elaunch/"
+
 
 class Transport(Enum):
     """How a store's server is spoken to."""
@@ -59,13 +62,14 @@ class RendezvousPlan:
     `is_head` says whether this node serves the store where none listens; None is to be found out by the endpoint's
     address. With `node_rank` the ranks follow it (static rendezvous), and so does the head. `master_addr` is the
     job's MASTER_ADDR, as given; None is the first node's own. `local_addr` is this node's; None is the one that it
-    uses toward the endpoint.
+    uses toward the endpoint. The job's keys begin with `prefix`, which begins and ends with a slash.
     """
 
     times: Times = field(default_factory=Times)
     endpoints: tuple[Endpoint, ...] = ()
     tls: Tls | None = None
     login: Login | None = None
+    prefix: str = PREFIX
     token: str = field(default="", repr=False)
     transport: Transport = Transport.GATEWAY
     serving: Serving = Serving.NOTHING

@@ -1,6 +1,6 @@
 """A job's keys, and what they say at one moment.
 
-Keys stand under `/elaunch/<run_id>/`; generations are padded to ten digits, or `table/10` would sort before `table/9`.
+Keys stand under `<prefix><run_id>/`; generations are padded to ten digits, or `table/10` would sort before `table/9`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 from urllib.parse import quote
 
 from elaunch.rendezvous.codec import decode
+from elaunch.rendezvous.plan import PREFIX
 from elaunch.rendezvous.store import Absent, Entry, Unchanged, View
 from elaunch.rendezvous.tables import decode_table
 from elaunch.rendezvous.types import Failure, Generation, Joined, Node, Outcome, RankTable, Terms
@@ -19,14 +20,15 @@ from elaunch.rendezvous.types import Failure, Generation, Joined, Node, Outcome,
 
 @dataclass(frozen=True)
 class Keys:
-    """The names of one job's keys."""
+    """The names of one job's keys. `prefix` begins and ends with a slash."""
 
     run_id: str
+    prefix: str = PREFIX
 
     @cached_property
     def root(self) -> str:
         # A slash would put one job's keys among those of another.
-        return f"/elaunch/{quote(self.run_id, safe='')}/"
+        return f"{self.prefix}{quote(self.run_id, safe='')}/"
 
     @cached_property
     def control(self) -> str:

@@ -294,8 +294,12 @@ class Nodes:
         """From now on nothing passes between these two; both still reach the others."""
         self._add(*(f'iifname "{a.port}" oifname "{b.port}" drop' for a, b in ((one, other), (other, one))))
 
+    def refuse(self, *rules: str) -> None:
+        """From now on what these rules of nftables match is not passed on."""
+        self._add(*(f"{rule} counter drop" for rule in rules))
+
     def heal(self) -> None:
-        """End what `lose` and `cut` began."""
+        """End what `lose`, `cut` and `refuse` began."""
         self._rules.clear()
         self._add()
 

@@ -3,7 +3,8 @@
 A pod has a network, a host name, a pid namespace and a /dev/shm of its own. Its container is started from the manifest
 itself: command, variables, Secrets, claims, and the variables that Kubernetes adds. Names of services are in the
 pods' hosts files. A pod is deleted by SIGTERM to its process 1, and SIGKILL after its grace; the one that takes its
-place has its name and another address. Of its image, only what a path of the manifest leads to is replaced.
+place has its name and another address. Its image is this machine, read-only where the manifest says so; what a path of
+the manifest leads to, /tmp too, lies in the test's folder, which may be written.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import signal
 import subprocess
 import uuid
 from collections.abc import Mapping
+from itertools import permutations
 from pathlib import Path
 
 import psutil
@@ -21,25 +23,45 @@ from tests.etcd import READY, binary
 from tests.faults.meetings import Meeting, Records
 from tests.faults.processes import Watched
 from tests.harness import wait_for
-from tests.manifests import Object
+from tests.manifests import K8S, Object
 from tests.nodes import Node, Nodes
+from tests.policies import ALL, open_ports
 
 NAMESPACE = "team"
+NAMESPACES = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
+# Every file system but the kernel's, /dev/shm and the test's folder.
+READ_ONLY = """
+mount --bind "$1" "$1"
+while read -r _ place type _; do
+    case $type in proc | sysfs | cgroup* | dev* | mqueue) continue ;; esac
+    case $place in "$1" | /dev/shm) continue ;; esac
+    mount -o remount,bind,ro "$place"
+done </proc/self/mounts
+if [ -w "$2" ]; then echo "the image can be written" >&2; exit 1; fi
+shift 2
+exec "$@"
+"""
 # Without capabilities and the way to any; as root all the same, or it could not enter the tests' folders.
-CONTAINER = (
-    *("unshare", "--pid", "--fork", "--kill-child", "--mount-proc"),
-    *("setpriv", "--inh-caps=-all", "--bounding-set=-all", "--no-new-privs"),
-)
+RIGHTS = ("setpriv", "--inh-caps=-all", "--bounding-set=-all", "--no-new-privs")
 # What every container has of the cluster's services.
-SERVICES = {"KUBERNETES_SERVICE_HOST": "10.96.0.1", "KUBERNETES_SERVICE_PORT": "443"}
+SERVICES = {
+    "ipv4": {"KUBERNETES_SERVICE_HOST": "10.96.0.1", "KUBERNETES_SERVICE_PORT": "443"},
+    "ipv6": {"KUBERNETES_SERVICE_HOST": "fd00:96::1", "KUBERNETES_SERVICE_PORT": "443"},
+}
+# The others' addresses are taken from a pod: a cluster of one family has no others.
+ONLY = {
+    "ipv4": "echo 1 >/proc/sys/net/ipv6/conf/all/disable_ipv6",
+    "ipv6": "ip -4 address flush dev eth0",
+}
 _VARIABLE = re.compile(r"\$\(([A-Za-z_]\w*)\)")
 
 
 class Pod:
     """One life of a pod; `owner` is its Job or StatefulSet."""
 
-    def __init__(self, owner: Object, ordinal: int, node: Node) -> None:
+    def __init__(self, owner: Object, ordinal: int, node: Node, family: str) -> None:
         self.owner, self.ordinal, self.node = owner, ordinal, node
+        self.address: str = getattr(node, family)
         self.name = f"{owner['metadata']['name']}-{ordinal}"
         self.spec: Object = owner["spec"]["template"]["spec"]
         service = self.spec.get("subdomain") or owner["spec"].get("serviceName")
@@ -49,8 +71,13 @@ class Pod:
         self.names = [f"{self.name}.{'.'.join(parts[:count])}" for count in (len(parts), 3, 2, 1)]
 
     @property
+    def labels(self) -> Object:
+        """Without those that Kubernetes adds."""
+        return self.owner["spec"]["template"].get("metadata", {}).get("labels", {})
+
+    @property
     def line(self) -> str:
-        return f"{self.node.ipv4}\t{' '.join(self.names)}\t{self.name}"
+        return f"{self.address}\t{' '.join(self.names)}\t{self.name}"
 
 
 class JobPod(Pod):
@@ -67,11 +94,14 @@ class JobPod(Pod):
 class Pods:
     """A cluster with room for `places` pods, one after another; use it as a context manager.
 
-    `secrets` are the namespace's: the texts of their keys.
+    `secrets` are the namespace's: the texts of their keys. `family`, ipv4 or ipv6, is the only one that pods have.
     """
 
-    def __init__(self, folder: Path, places: int, secrets: Mapping[str, Mapping[str, str]]) -> None:
+    def __init__(
+        self, folder: Path, places: int, secrets: Mapping[str, Mapping[str, str]], *, family: str = "ipv4"
+    ) -> None:
         self.folder = folder
+        self._family = family
         self.records = Records(folder / "records")
         self._secrets = secrets
         self._uids: dict[str, str] = {}
@@ -81,6 +111,8 @@ class Pods:
         self._etcds: dict[str, subprocess.Popen[str]] = {}
         self.nodes = Nodes(places)
         self._free = list(self.nodes)
+        for node in self.nodes:
+            node.run("sh", "-c", ONLY[family])
 
     def __enter__(self) -> Pods:
         return self
@@ -97,27 +129,28 @@ class Pods:
 
         It runs on `node`, else on one that had none yet.
         """
-        pod = JobPod(owner, ordinal, node or self._free.pop(0))
+        pod = JobPod(owner, ordinal, node or self._free.pop(0), self._family)
         self._enter(pod)
         home = self.folder / f"life-{len(self._jobs)}-of-{pod.name}"
         home.mkdir()
         command, variables = self._container(pod, home)
         assert command[0] == "elaunch"
         index = {"JOB_COMPLETION_INDEX": str(ordinal)} if owner.get("kind", "Job") == "Job" else {}
-        extra = {**SERVICES, **index, **(env or {})}
-        pod.process = Watched(home, *args, env={**variables, **extra}, prefix=(*pod.node.prefix, *CONTAINER))
+        extra = {**SERVICES[self._family], **index, **(env or {})}
+        prefix = (*pod.node.prefix, *self._isolation(pod))
+        pod.process = Watched(home, *args, env={**variables, **extra}, prefix=prefix)
         self._jobs.append(pod.process)
         return pod
 
     def run_etcd(self, stateful_set: Object, ordinal: int) -> Pod:
         """Start a StatefulSet's pod; its claims keep what an earlier one of its name has written."""
-        pod = Pod(stateful_set, ordinal, self._free.pop(0))
+        pod = Pod(stateful_set, ordinal, self._free.pop(0), self._family)
         self._enter(pod)
         command, variables = self._container(pod, self.folder)
         assert command[0] == "etcd"
         with (self.folder / f"{pod.name}.log").open("a") as log:
             self._etcds[pod.name] = pod.node.popen(
-                *CONTAINER, binary("3.4"), *command[1:], env=variables, stdout=log, stderr=log
+                *self._isolation(pod), binary("3.4"), *command[1:], env=variables, stdout=log, stderr=log
             )
         return pod
 
@@ -140,6 +173,23 @@ class Pods:
     def lose(self, pod: Pod) -> None:
         """Its machine loses its power; nothing leaves it any more."""
         pod.node.power_off()
+
+    def enforce(self, *policies: Object) -> Node:
+        """From now on the network does as these policies say, between the pods of now; a place for a stranger.
+
+        A connection's first packet is not passed on.
+        """
+        stranger = self._free.pop(0)
+        pods = [*((pod.address, pod.labels) for pod in self._now.values()), (getattr(stranger, self._family), {})]
+        kind = "ip6" if self._family == "ipv6" else "ip"
+        rules = []
+        for (source, labels), (target, others) in permutations(pods, 2):
+            ports = open_ports(policies, labels, others)
+            way = f"{kind} saddr {source} {kind} daddr {target} tcp flags & (syn | ack) == syn"
+            if ports is not ALL:
+                rules.append(f"{way} tcp dport != {{ {', '.join(map(str, ports))} }}" if ports else way)
+        self.nodes.refuse(*rules)
+        return stranger
 
     def meeting(self, *ordinals_of: JobPod, after: Meeting | None = None) -> Meeting:
         """The newest generation, once these pods' workers, one each, have met."""
@@ -181,7 +231,7 @@ class Pods:
     def _enter(self, pod: Pod) -> None:
         """It has its name at its own place only, and all others learn that."""
         self._now[pod.name] = pod
-        self._addresses[pod.name] = (pod.node.ipv4, *pod.names)
+        self._addresses[pod.name] = (pod.address, *pod.names)
         pod.node.run("sh", "-c", 'echo "$1" >/proc/sys/kernel/hostname', "_", pod.name)
         known = "".join(f"{each.line}\n" for each in self._now.values())
         for each in self._now.values():
@@ -189,12 +239,19 @@ class Pods:
                 text = f"127.0.0.1\tlocalhost\n::1\tlocalhost\n{known}"
                 each.node.run("sh", "-c", 'printf %s "$1" >/etc/hosts', "_", text)
 
+    def _isolation(self, pod: Pod) -> tuple[str, ...]:
+        """What goes before the container's command."""
+        (container,) = pod.spec["containers"]
+        read_only = ("sh", "-euc", READ_ONLY, "image", str(self.folder), str(K8S))
+        is_read_only = container["securityContext"].get("readOnlyRootFilesystem")
+        return (*NAMESPACES, *(read_only if is_read_only else ()), *RIGHTS)
+
     def _container(self, pod: Pod, home: Path) -> tuple[list[str], dict[str, str]]:
         """The command and the variables of its one container, with its volumes in folders of this machine."""
         (container,) = pod.spec["containers"]
         assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
         assert not container["securityContext"]["allowPrivilegeEscalation"]
-        places = self._volumes(pod, container)
+        places = self._volumes(pod, container, home)
         variables: dict[str, str] = {}
         for each in container.get("env", []):
             value = each["value"] if "value" in each else self._value(pod, each["valueFrom"])
@@ -212,7 +269,7 @@ class Pods:
                 return self._secrets[name][key]
         raise AssertionError(f"what is {source}?")
 
-    def _volumes(self, pod: Pod, container: Object) -> dict[str, str]:
+    def _volumes(self, pod: Pod, container: Object, home: Path) -> dict[str, str]:
         """The folder of this machine for each place of a volume; /dev/shm is the node's own."""
         claims = {each["metadata"]["name"] for each in pod.owner["spec"].get("volumeClaimTemplates", [])}
         volumes = {each["name"]: each for each in pod.spec.get("volumes", [])}
@@ -221,7 +278,10 @@ class Pods:
             folder = self.folder / "volumes" / pod.name / mount["name"]
             volume = volumes.get(mount["name"], {})
             if "emptyDir" in volume:
-                assert mount["mountPath"] == "/dev/shm"
+                assert mount["mountPath"] in ("/tmp", "/dev/shm")
+                if mount["mountPath"] == "/tmp":
+                    # TMPDIR names it.
+                    places["/tmp"] = str(home / "tmp")
                 continue
             folder.mkdir(parents=True, exist_ok=True)
             places[mount["mountPath"]] = str(folder)
@@ -233,9 +293,10 @@ class Pods:
         return places
 
     def _placed(self, text: str, places: Mapping[str, str]) -> str:
-        for place, folder in places.items():
-            text = text.replace(place, folder)
-        return text
+        if not places:
+            return text
+        # At once: the folders may lie below another place.
+        return re.sub(rf"(?<![\w/])({'|'.join(map(re.escape, places))})(?=/|$)", lambda found: places[found[1]], text)
 
 
 def _expanded(text: str, variables: Mapping[str, str]) -> str:

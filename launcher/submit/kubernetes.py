@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from elaunch.launcher import argv as command_line
-from elaunch.launcher import values
+from elaunch.launcher import conf, values
 from elaunch.launcher.configfile import JobFile
 from elaunch.launcher.endpoints import endpoints
 from elaunch.launcher.errors import SiteError, UsageError
@@ -40,6 +40,8 @@ FLAGS = (
     Flag("token-secret", "NAME", "a Secret with the token of the first pod's store [a new one]"),
     Flag("claim", "NAME:/PATH", "a PersistentVolumeClaim and its place; may be given again", many=True),
     Flag("env", "NAME=VALUE", "a variable; may be given again", many=True),
+    Flag("writable-image", "", "the program writes into the image's folders; else only /tmp, /dev/shm and claims"),
+    Flag("no-network-policy", "", "pods of other jobs may connect to this one's"),
     Flag("dry-run", "", "only print the manifests"),
     Flag("help", "", "show this text"),
 )
@@ -121,6 +123,8 @@ def understand(submission: Submission, suffix: str = "") -> PodJob:
         token_secret=submission.last("token-secret", f"{instance}-token"),
         claims=tuple(_pair(text, ":", "--claim", "NAME:/PATH") for text in submission.given.get("claim", ())),
         variables=variables,
+        is_closed="no-network-policy" not in submission.given,
+        is_writable="writable-image" in submission.given,
     )
 
 
@@ -138,6 +142,7 @@ def _check_command(
     checked = parse(command, {"PET_NNODES": f"{nodes[0]}:{nodes[1]}", **variables}, lambda _: JobFile({}))
     if isinstance(checked, HelpRequested):
         raise UsageError("submit k8s takes a program: elaunch submit k8s --image IMAGE train.py")
+    conf.understand(checked.rdzv_conf)
     if checked.target == "-":
         raise UsageError("- is a program on stdin, and pods have none; name a file of the image")
 

@@ -21,7 +21,8 @@ class PodJob:
     is the pods' label, and the name of what goes with the Job.
     `nodes` is the least and the largest number of pods. `gpus`, `cpus` and `memory` are one pod's, empty where nothing
     is asked for. `etcd` are endpoints; without any the first pod serves the store to whoever knows the token in the
-    Secret `token_secret`. `claims` are volumes with their places, `variables` the container's further ones.
+    Secret `token_secret`. `claims` are volumes with their places, `variables` the container's further ones. With
+    `is_closed` only the job's own pods connect to its pods; `is_writable` says whether the image's folders are.
     """
 
     name: str
@@ -40,6 +41,8 @@ class PodJob:
     token_secret: str = ""
     claims: tuple[tuple[str, str], ...] = ()
     variables: tuple[tuple[str, str], ...] = ()
+    is_closed: bool = True
+    is_writable: bool = False
 
     @property
     def is_elastic(self) -> bool:
@@ -82,7 +85,7 @@ def suspended(job: Object) -> Object:
 
 
 def companions(asked: PodJob, token: str = "") -> list[Object]:
-    """What goes with the Job: its pods' names, a Secret for `token` where there is one, a limit for drains."""
+    """What goes with the Job: its pods' names, who may connect to them, a limit for drains, a Secret for `token`."""
     made: list[Object] = []
     if token:
         secret = {"metadata": _metadata(asked, asked.token_secret), "stringData": {"token": token}}
@@ -94,6 +97,11 @@ def companions(asked: PodJob, token: str = "") -> list[Object]:
         "ports": [{"name": "store", "port": 2379}],
     }
     made.append({"apiVersion": "v1", "kind": "Service", "metadata": _metadata(asked, asked.instance), "spec": service})
+    if asked.is_closed:
+        own = {"matchLabels": labels(asked.instance)}
+        policy = {"podSelector": own, "policyTypes": ["Ingress"], "ingress": [{"from": [{"podSelector": own}]}]}
+        kind = {"apiVersion": "networking.k8s.io/v1", "kind": "NetworkPolicy"}
+        made.append({**kind, "metadata": _metadata(asked, asked.instance), "spec": policy})
     if asked.is_elastic:
         budget = {"minAvailable": asked.nodes[0], "selector": {"matchLabels": labels(asked.instance)}}
         kind = {"apiVersion": "policy/v1", "kind": "PodDisruptionBudget"}
@@ -137,10 +145,20 @@ def _pod(asked: PodJob) -> Object:
         "containers": [_container(asked)],
         "volumes": [
             *([{"name": "etcd", "secret": _secret_files(asked.etcd_secret)}] if asked.etcd_secret else []),
+            *([{"name": "tmp", "emptyDir": {}}] if _has_own_tmp(asked) else []),
             {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": asked.shm}},
-            *({"name": name, "persistentVolumeClaim": {"claimName": name}} for name, _ in asked.claims),
+            # By number: a claim may be called shm, and have a longer name than a volume may.
+            *(
+                {"name": f"claim-{i}", "persistentVolumeClaim": {"claimName": name}}
+                for i, (name, _) in enumerate(asked.claims)
+            ),
         ],
     }
+
+
+def _has_own_tmp(asked: PodJob) -> bool:
+    """Whether no claim stands there."""
+    return "/tmp" not in (place.rstrip("/") for _, place in asked.claims)
 
 
 def _secret_files(name: str) -> Object:
@@ -158,11 +176,16 @@ def _container(asked: PodJob) -> Object:
         "args": list(asked.command),
         "env": _variables(asked),
         **({"resources": resources} if any(resources.values()) else {}),
-        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": not asked.is_writable,
+            "capabilities": {"drop": ["ALL"]},
+        },
         "volumeMounts": [
             *([{"name": "etcd", "mountPath": _FOLDER, "readOnly": True}] if asked.etcd_secret else []),
+            *([{"name": "tmp", "mountPath": "/tmp"}] if _has_own_tmp(asked) else []),
             {"name": "shm", "mountPath": "/dev/shm"},
-            *({"name": name, "mountPath": place} for name, place in asked.claims),
+            *({"name": f"claim-{i}", "mountPath": place} for i, (_, place) in enumerate(asked.claims)),
         ],
     }
 
@@ -178,6 +201,9 @@ def _variables(asked: PodJob) -> list[Object]:
     if asked.etcd_secret:
         names = {"CACERT": "ca.crt", "CERT": "tls.crt", "KEY": "tls.key"}
         values |= {f"ETCDCTL_{name}": f"{_FOLDER}/{file}" for name, file in names.items()}
+    if not asked.is_writable and "HOME" not in dict(asked.variables):
+        # Libraries keep caches at home, and the image's folders are read-only.
+        values["HOME"] = "/tmp"
     uid = {"fieldRef": {"fieldPath": "metadata.labels['batch.kubernetes.io/controller-uid']"}}
     token = {"secretKeyRef": {"name": asked.token_secret, "key": "token"}}
     return [

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from elaunch.launcher import values
+from elaunch.launcher import conf, values
 from elaunch.launcher.errors import SiteError, UsageError
 from elaunch.launcher.options import HelpRequested, Options, parse
 from elaunch.launcher.program import check_script
@@ -95,6 +95,7 @@ def understand(submission: Submission, environ: Mapping[str, str]) -> Request:
     checked = parse(words, environ)
     if isinstance(checked, HelpRequested):
         raise UsageError("submit slurm takes a program: elaunch submit slurm --nodes 2 train.py")
+    conf.understand(checked.rdzv_conf)
     nodes = _checked("nodes", submission.last("nodes", "1"), values.nodes)
     _check(checked, nodes)
     if nodes[0] < nodes[1] and "nnodes" not in checked.given:

@@ -4,21 +4,32 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from tests.faults.cluster import PRELOAD, REDUCER
+from tests.faults.processes import LIGHT
 from tests.faults.test_signals import STUBBORN
 from tests.harness import script, slow, wait_for
 from tests.manifests import K8S, Object, rendered, the
-from tests.nodes import needs_nodes
+from tests.nodes import Node, needs_nodes
 from tests.pods import NAMESPACE, JobPod, Pods
 
 pytestmark = needs_nodes
 
+MEET = """
+import os, pathlib, socket, sys, time
+address, port, size = (os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE"))
+socket.create_connection((address, int(port)), timeout=20).close()
+print("met at", address, port, "of", size, flush=True)
+while not pathlib.Path(sys.argv[1]).exists():
+    time.sleep(0.02)
+"""
 TOKEN = {"elaunch-token": {"token": "the token of this test"}}
 
 
@@ -32,6 +43,12 @@ def etcd_secrets(folder: Path) -> Mapping[str, Mapping[str, str]]:
         return {key: (folder / file).read_text() for key, file in files.items()}
 
     return {f"elaunch-etcd-{who}": secret(who) for who in ("server", "client")}
+
+
+def connects(node: Node, address: str, port: int) -> bool:
+    """Whether a connection from there is taken within half a second."""
+    code = f"import socket; socket.create_connection(({address!r}, {port}), timeout=0.5)"
+    return subprocess.run([*node.prefix, sys.executable, "-S", "-c", code], capture_output=True).returncode == 0
 
 
 def test_a_jobs_pods_meet_without_a_flag_and_a_deleted_one_comes_back_with_another_address(tmp_path: Path) -> None:
@@ -136,6 +153,46 @@ def test_an_elastic_job_over_the_etcd_outlives_its_first_pod_and_a_member(tmp_pa
         pods.ask("kill", generation=third.generation, rank=1)
         assert pods.meeting(*others, again, after=third).restarts == 1
         pods.end(*others, again)
+
+
+def test_the_pods_of_a_cluster_with_ipv6_alone_meet_over_the_etcd_and_at_the_first_pods_store(tmp_path: Path) -> None:
+    members = the("StatefulSet", rendered("etcd"))
+    elastic, plain = (the("Job", rendered(folder)) for folder in ("overlays/elastic", "base"))
+    # Light workers, which meet at MASTER_ADDR: what they compute is not the question.
+    program = (*LIGHT, "--nproc-per-node", "1", str(script(tmp_path, MEET)), str(tmp_path / "end"))
+    with Pods(tmp_path, 7, {**etcd_secrets(tmp_path / "tls"), **TOKEN}, family="ipv6") as pods:
+        etcds = [pods.run_etcd(members, ordinal) for ordinal in range(3)]
+        for each in etcds:
+            pods.etcd_is_ready(each)
+        for job in (elastic, plain):
+            both = [pods.run(job, ordinal, *program) for ordinal in (0, 1)]
+
+            for pod in both:
+                pod.process.wait_for_output(rf"met at {re.escape(both[0].address)} \d+ of 2$")
+            (tmp_path / "end").touch()
+            assert [pod.process.wait() for pod in both] == [0, 0], pods.story()
+
+
+def test_under_the_network_policies_a_job_meets_over_the_etcd_and_a_stranger_reaches_nobody(tmp_path: Path) -> None:
+    members, job = the("StatefulSet", rendered("etcd")), the("Job", rendered("overlays/elastic"))
+    policies = [the("NetworkPolicy", rendered(folder)) for folder in ("etcd", "overlays/elastic")]
+    program = (*LIGHT, "--nproc-per-node", "1", str(script(tmp_path, MEET)), str(tmp_path / "end"))
+    with Pods(tmp_path, 6, etcd_secrets(tmp_path / "tls")) as pods:
+        etcds = [pods.run_etcd(members, ordinal) for ordinal in range(3)]
+        both = [pods.run(job, ordinal, *program) for ordinal in (0, 1)]
+        stranger = pods.enforce(*policies)
+        port, _ = (int(pod.process.wait_for_output(r"met at \S+ (\d+) of 2$")[1]) for pod in both)
+
+        places = [(both[0].address, port), *((etcds[0].address, port) for port in (2379, 2380, 2381))]
+        for place in places:
+            assert not connects(stranger, *place)
+        assert connects(both[1].node, *places[1])
+        assert not connects(both[1].node, *places[2])
+
+        pods.nodes.heal()
+        assert all(connects(stranger, *place) for place in places)
+        (tmp_path / "end").touch()
+        assert [pod.process.wait() for pod in both] == [0, 0], pods.story()
 
 
 def test_a_pod_whose_workers_do_not_end_is_gone_within_its_grace(tmp_path: Path) -> None:

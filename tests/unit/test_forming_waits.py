@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from elaunch.rendezvous import entering
+from elaunch.rendezvous.leading import lead
+from elaunch.rendezvous.snapshot import Keys
 from elaunch.rendezvous.store import Put
 from elaunch.rendezvous.types import FailureKind, Joined, OpenKind, OutcomeKind, Terms
 from tests.unit.job_world import KEYS, TERMS, TIMES, A, B, C, World, forming, node, running
@@ -247,6 +249,20 @@ def test_too_few_nodes_for_the_join_timeout_end_the_job_and_say_the_way_out() ->
     assert (ended.kind, ended.exit_code, ended.failure) == (OutcomeKind.FAILED, 1, None)
     assert ended.reason.startswith("2 of 3 nodes were here after 600 s; start elaunch on the others")
     assert "join_timeout" in ended.reason
+
+
+def test_who_waits_under_a_prefix_names_it_since_a_node_with_another_never_comes() -> None:
+    world = World(Terms(2, 2))
+    world.join(A)
+    elsewhere = replace(world.snapshot, keys=Keys("job", "/teams/nlp/"))
+
+    waits = lead(elsewhere, world.reign, TIMES, 100.0, 0.0, 0.0)
+    over = lead(elsewhere, waits.reign, TIMES, 100.0 + TIMES.join_timeout_s, 0.0, 0.0)
+
+    assert waits.waiting == "nodes: 1 of 2 is here under etcd_prefix=/teams/nlp/ (gives up after 600 s)"
+    assert over.txn
+    (ended,) = (op for op in over.txn.then if isinstance(op, Put))
+    assert "1 of 2 nodes were here under etcd_prefix=/teams/nlp/ after 600 s" in ended.value
 
 
 def test_nodes_that_come_and_go_do_not_put_off_the_join_timeout() -> None:

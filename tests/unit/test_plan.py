@@ -452,6 +452,38 @@ def test_every_setting_of_torchs_backends_is_known() -> None:
     assert theirs <= {name for setting in SETTINGS for name in setting.names}
 
 
+@pytest.mark.parametrize("typed", ["/teams/vision/", "teams/vision", "//teams//vision//", " /teams/vision "])
+def test_the_prefix_of_the_keys_is_the_same_however_its_slashes_are_typed(typed: str) -> None:
+    found = plan_of(*TWO, "--rdzv-endpoint", "a", "--rdzv-conf", f"etcd_prefix={typed}")
+
+    assert found.prefix == "/teams/vision/"
+
+
+def test_without_a_prefix_all_jobs_are_under_one() -> None:
+    assert plan_of(*TWO, "--rdzv-endpoint", "a").prefix == "/elaunch/"
+
+
+@pytest.mark.parametrize(
+    ("typed", "sentence"),
+    [
+        ("/", "etcd_prefix=/ names no prefix; give one like /teams/vision/"),
+        ("//", "etcd_prefix=// names no prefix"),
+        ("/a/../b", "etcd_prefix=/a/../b has . or .. between its slashes, and etcd has no folders"),
+        ("./a", "has . or .. between its slashes"),
+        ("/a\nb", r"etcd_prefix='/a\nb' holds a character that cannot be printed"),
+        ("/a\x1b[2Jb", r"etcd_prefix='/a\x1b[2Jb' holds a character that cannot be printed"),
+        ("/a\udcff", r"etcd_prefix='/a\udcff' holds a character that cannot be printed"),
+        ("/" + "ä" * 127 + "/", "is longer than 255 bytes"),
+    ],
+)
+def test_a_prefix_that_cannot_be_meant_is_one_sentence(typed: str, sentence: str) -> None:
+    with pytest.raises(UsageError) as raised:
+        understand({"etcd_prefix": typed})
+
+    assert sentence in str(raised.value)
+    assert str(raised.value).isprintable()
+
+
 def test_settings_without_a_meaning_are_listed_with_why() -> None:
     conf = understand({"close_timeout": "30", "store_type": "tcp", "read_timeout": "2", "is_host": "1"})
 

@@ -11,6 +11,7 @@ import yaml
 
 from elaunch.launcher.errors import SiteError, UsageError
 from elaunch.launcher.submit.kubernetes import FLAGS, main, understand
+from elaunch.launcher.submit.manifests import companions, job
 from elaunch.launcher.submit.words import take
 from tests.manifests import Object, the
 
@@ -56,7 +57,7 @@ def test_the_job_owns_what_goes_with_it_and_has_pods_when_all_is_there(
     (job,), others, (patched,) = (handed_in(cluster, call) for call in (1, 2, 3))
     assert job["spec"]["suspend"] is True
     assert patched["metadata"]["name"] == job["metadata"]["name"] == "train"
-    assert {each["kind"] for each in others} == {"Secret", "Service", "PodDisruptionBudget"}
+    assert {each["kind"] for each in others} == {"Secret", "Service", "NetworkPolicy", "PodDisruptionBudget"}
     owner = {"apiVersion": "batch/v1", "kind": "Job", "name": "train", "uid": "0d0d-uid"}
     assert all(each["metadata"]["ownerReferences"] == [owner] for each in others)
     token = the("Secret", others)["stringData"]["token"]
@@ -111,7 +112,7 @@ def test_a_dry_run_prints_all_of_it_and_asks_nobody(cluster: Path, capsys: pytes
     main([*IMAGE, "--dry-run", "--nodes", "2", "--namespace", "team", "train.py"], {"ELAUNCH_TOKEN": "my own token 0"})
 
     objects = list(yaml.safe_load_all(capsys.readouterr().out))
-    assert {each["kind"] for each in objects} == {"Secret", "Service", "Job"}
+    assert {each["kind"] for each in objects} == {"Secret", "Service", "NetworkPolicy", "Job"}
     assert {each["metadata"]["namespace"] for each in objects} == {"team"}
     assert the("Secret", objects)["stringData"]["token"] == "my own token 0"
     assert not (cluster / "calls").exists()
@@ -152,6 +153,8 @@ def test_without_kubectl_the_way_out_is_named(monkeypatch: pytest.MonkeyPatch, t
         ([*IMAGE, "-m", "--no-python", "train"], "--module contradicts --no-python"),
         ([*IMAGE, "-"], "pods have none"),
         ([*IMAGE, "--version", "train.py"], "submit k8s takes a program"),
+        ([*IMAGE, "--rdzv-conf", "etcd_prefx=/a", "train.py"], "did you mean etcd_prefix?"),
+        ([*IMAGE, "--env", "PET_RDZV_CONF=etcd_prefix=/", "train.py"], "etcd_prefix=/ names no prefix"),
         ([*IMAGE, "--etcd-secret", "tls", "train.py"], "--etcd HOST:PORT"),
         ([*IMAGE, "--etcd", "http://a:2379", "--etcd-secret", "tls", "train.py"], "use https://"),
         ([*IMAGE, "--etcd", "ftp://a:2379", "train.py"], "--etcd ftp://a:2379 has the scheme ftp"),
@@ -181,7 +184,36 @@ def test_a_job_is_called_by_its_program(words: list[str], name: str) -> None:
 def test_one_pod_needs_no_token(capsys: pytest.CaptureFixture[str]) -> None:
     main([*IMAGE, "--dry-run", "train.py"], {})
 
-    assert {each["kind"] for each in yaml.safe_load_all(capsys.readouterr().out)} == {"Service", "Job"}
+    made = {each["kind"] for each in yaml.safe_load_all(capsys.readouterr().out)}
+    assert made == {"Service", "NetworkPolicy", "Job"}
+
+
+def test_the_prefix_of_the_keys_reaches_the_pods() -> None:
+    asked = understand(take([*IMAGE, "--rdzv-conf", "etcd_prefix=/teams/vision", "train.py"], FLAGS))
+
+    (container,) = job(asked)["spec"]["template"]["spec"]["containers"]
+    assert container["args"] == ["--rdzv-conf", "etcd_prefix=/teams/vision", "train.py"]
+
+
+def test_who_asks_for_it_has_an_open_network_and_a_writable_image() -> None:
+    asked = understand(take([*IMAGE, "--no-network-policy", "--writable-image", "train.py"], FLAGS))
+
+    assert {each["kind"] for each in companions(asked)} == {"Service"}
+    (container,) = job(asked)["spec"]["template"]["spec"]["containers"]
+    assert container["securityContext"]["readOnlyRootFilesystem"] is False
+    assert "HOME" not in {each["name"] for each in container["env"]}
+
+
+def test_a_home_and_a_folder_for_temporary_files_may_be_the_users_own() -> None:
+    words = ["--env", "HOME=/data", "--claim", "scratch:/tmp/", "--claim", "shm:/data", "train.py"]
+
+    pod = job(understand(take([*IMAGE, *words], FLAGS)))["spec"]["template"]["spec"]
+
+    (container,) = pod["containers"]
+    assert [each["value"] for each in container["env"] if each["name"] == "HOME"] == ["/data"]
+    assert [each["mountPath"] for each in container["volumeMounts"]] == ["/dev/shm", "/tmp/", "/data"]
+    names = [each["name"] for each in pod["volumes"]]
+    assert len(set(names)) == len(names) == 3
 
 
 @pytest.mark.parametrize("typed", ["a:2379,b:2379", "https://a:2379,https://b:2379", "https://a:2379,b:2379"])

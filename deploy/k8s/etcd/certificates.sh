@@ -19,7 +19,7 @@ if [ ! -e ca.key ]; then
     openssl req -x509 -new -key ca.key -sha256 -days 3650 -subj "/O=elaunch/CN=elaunch-etcd $namespace" -out ca.crt
 fi
 
-names="DNS:localhost,IP:127.0.0.1,DNS:$service"
+names="DNS:localhost,IP:127.0.0.1,IP:::1,DNS:$service"
 for host in "$service" "$service-0.$service" "$service-1.$service" "$service-2.$service"; do
     for domain in "" ".$namespace" ".$namespace.svc" ".$namespace.svc.cluster.local"; do
         names="$names,DNS:$host$domain"

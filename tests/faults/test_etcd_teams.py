@@ -1,0 +1,120 @@
+"""Two teams on one etcd, each with a user, a role for a prefix, and a job of the same name."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+
+from elaunch.rendezvous.access import Access
+from elaunch.rendezvous.etcd import EtcdStore
+from elaunch.rendezvous.plan import Login, Tls
+from elaunch.rendezvous.store import Denied, Put, Txn
+from tests.certificates import Certificates
+from tests.etcd import Etcd
+from tests.faults.processes import LIGHT, Watched
+from tests.harness import wait_for
+
+TEAMS = ("vision", "nlp")
+# What docs/operations.md has an administrator type for each team.
+RECIPE = (
+    "role add {team}",
+    "role grant-permission {team} readwrite /teams/{team}/ --prefix=true",
+    "user grant-role {team} {team}",
+)
+PAGE = Path(__file__).parents[2] / "docs" / "operations.md"
+UNTIL_END = "import pathlib, sys, time\nwhile not pathlib.Path(sys.argv[1]).exists():\n    time.sleep(0.02)\n"
+
+
+class Teams:
+    """The etcd, and what a team's member types."""
+
+    def __init__(self, etcd: Etcd, certificates: Certificates, folder: Path) -> None:
+        self.etcd, self.folder = etcd, folder
+        self.end = folder / "end"
+        self._certificates = certificates
+        (folder / "train.py").write_text(UNTIL_END)
+        for team in TEAMS:
+            etcd.ctl("user", "add", f"{team}:word-of-{team}")
+            (folder / team).write_text(f"word-of-{team}\n")
+            for line in RECIPE:
+                etcd.ctl(*line.format(team=team).split())
+
+    def key_names(self) -> list[str]:
+        """The names of all keys, as root sees them."""
+        return self.etcd.ctl("get", "--prefix", "--keys-only", "/").split()
+
+    @contextmanager
+    def agent(self, team: str, *, under: str) -> Iterator[Watched]:
+        """A node of the team's job `job`, of two nodes, with its keys under that prefix."""
+        home = self.folder / f"{team}-{len(list(self.folder.iterdir()))}"
+        home.mkdir()
+        files = self._certificates
+        conf = {
+            "cacert": files.ca, "cert": files.client, "key": files.client_key, "user": team,
+            "password_file": self.folder / team, "etcd_prefix": under,
+        }  # fmt: skip
+        words = ("--nnodes", "2", "--run-id", "job", "--rdzv-endpoint", self.etcd.endpoints)
+        settings = ",".join(f"{name}={value}" for name, value in conf.items())
+        program = (*LIGHT, "--nproc-per-node", "1", str(self.folder / "train.py"), str(self.end))
+        with Watched(home, *words, "--rdzv-conf", settings, *program) as agent:
+            yield agent
+
+    def store(self, team: str) -> EtcdStore:
+        files = self._certificates
+        tls = Tls(str(files.ca), str(files.client), str(files.client_key))
+        return EtcdStore(self.etcd.addresses, Access(tls, Login(team, f"word-of-{team}")), 10)
+
+
+@pytest.fixture
+def teams(tmp_path: Path) -> Iterator[Teams]:
+    certificates = Certificates(tmp_path / "certificates")
+    with Etcd("3.5", tls=certificates, client_certificates=True, users={"somebody": "x"}) as etcd:
+        yield Teams(etcd, certificates, tmp_path)
+
+
+def test_the_recipe_is_the_documentations() -> None:
+    page = PAGE.read_text()
+
+    for line in RECIPE:
+        assert f"etcdctl {line.format(team='vision')}\n" in page
+
+
+def test_jobs_of_one_name_under_two_prefixes_do_not_meet_and_neither_team_reads_the_others_keys(teams: Teams) -> None:
+    with (
+        teams.agent("vision", under="/teams/vision") as first,
+        teams.agent("vision", under="teams/vision/") as second,
+        teams.agent("nlp", under="/teams/nlp/") as alone,
+    ):
+        for agent in (first, second):
+            agent.wait_for_output("generation 0: 2 workers on 2 nodes")
+        alone.wait_for_output(r"waiting for nodes: 1 of 2 is here under etcd_prefix=/teams/nlp/ \(gives up")
+        roots = {key.partition("/job/")[0] for key in teams.key_names()}
+        assert roots == {"/teams/vision", "/teams/nlp"}
+
+        for team, other in (TEAMS, TEAMS[::-1]):
+            with closing(teams.store(team)) as store:
+                assert store.read(f"/teams/{team}/").entries
+                for prefix in (f"/teams/{other}/", "/teams/", f"/teams/{other}/job/ctl/leader"):
+                    with pytest.raises(Denied):
+                        store.read(prefix)
+                with pytest.raises(Denied):
+                    store.commit(Txn((), (Put(f"/teams/{other}/job/ctl/ended", "mine"),)))
+
+        teams.end.touch()
+        assert (first.wait(), second.wait()) == (0, 0)
+
+
+def test_a_job_under_another_teams_prefix_is_refused_in_seconds_with_user_and_prefix(teams: Teams) -> None:
+    began_s = time.monotonic()
+    with teams.agent("vision", under="/teams/nlp") as agent:
+        code = agent.wait()
+
+    assert code == 2
+    assert time.monotonic() - began_s < 20
+    assert re.search(r"user 'vision' may not use .*/teams/nlp/", agent.stderr)
+    assert wait_for(lambda: not teams.key_names(), "no key of it")

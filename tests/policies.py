@@ -1,0 +1,45 @@
+"""NetworkPolicies for tests: what a cluster's network makes of them, for pods of one namespace that has no labels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tests.manifests import Object
+
+ALL = range(65536)
+
+
+def open_ports(policies: Sequence[Object], source: Object, target: Object) -> Sequence[int]:
+    """The ports of a pod with the labels `target` that one with the labels `source` may connect to."""
+    into = _of_direction(policies, "Ingress", "from", source, target)
+    out_of = _of_direction(policies, "Egress", "to", target, source)
+    if ALL in (into, out_of):
+        return out_of if into is ALL else into
+    return sorted(set(into) & set(out_of))
+
+
+def _of_direction(policies: Sequence[Object], direction: str, peers: str, other: Object, own: Object) -> Sequence[int]:
+    """What the policies of the pod `own` let through from, or to, the pod `other`; all where it has none."""
+    specs = [each["spec"] for each in policies]
+    ours = [spec for spec in specs if direction in spec["policyTypes"] and _selects(spec["podSelector"], own)]
+    if not ours:
+        return ALL
+    found: list[int] = []
+    for rule in (rule for spec in ours for rule in spec.get(direction.lower(), [])):
+        if peers in rule and not any(_is_of(peer, other) for peer in rule[peers]):
+            continue
+        if "ports" not in rule:
+            return ALL
+        found += [each["port"] for each in rule["ports"] if each.get("protocol", "TCP") == "TCP"]
+    return found
+
+
+def _is_of(peer: Object, labels: Object) -> bool:
+    """Whether a pod of this namespace is meant."""
+    assert set(peer) <= {"podSelector", "namespaceSelector"}
+    return "namespaceSelector" not in peer and _selects(peer["podSelector"], labels)
+
+
+def _selects(selector: Object, labels: Object) -> bool:
+    assert set(selector) <= {"matchLabels"}
+    return bool(selector.get("matchLabels", {}).items() <= labels.items())
