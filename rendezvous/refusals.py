@@ -78,7 +78,9 @@ BY_TEXT: dict[str, Rule] = {
         Kind.DENY, "user {user} is given, but this store has no users; leave the user out"
     ),
     "permission denied": Rule(
-        Kind.DENY, "user {user} may not use these keys; grant it readwrite on the prefix /elaunch/"
+        Kind.DENY,
+        "user {user} may not use these keys; grant it readwrite on the prefix {prefix}, or give its own prefix by"
+        " --rdzv-conf etcd_prefix=…",
     ),
     "user name is empty": Rule(Kind.DENY, "etcd does not know this client"),
     "invalid auth token": Rule(
@@ -140,7 +142,7 @@ def explain(error: Refused, endpoint: Endpoint, access: Access) -> StoreError:
             return Unavailable(f"{endpoint} answers: {error.text}{hint}")
     if not user and any(words in error.text for words in _NO_USER):
         return Denied(f"{endpoint}: the store asks for a user and a password, and none is given")
-    return Denied(f"{endpoint}: {sentence.replace('{user}', repr(user))}")
+    return Denied(f"{endpoint}: {sentence.replace('{user}', repr(user)).replace('{prefix}', access.prefix)}")
 
 
 def cancelled(reason: str) -> Refused:

@@ -102,9 +102,12 @@ def test_a_full_etcd_is_told_with_its_alarm_and_the_three_commands_that_mend_it(
 
 
 def test_a_denial_names_the_user_and_the_way_out() -> None:
-    told = explain(Refused(7, "etcdserver: permission denied"), ETCD, USER)
+    access = Access(login=Login("train", "secret"), prefix="/teams/nlp/")
+
+    told = explain(Refused(7, "etcdserver: permission denied"), ETCD, access)
 
     assert "user 'train' may not use these keys" in str(told)
+    assert "readwrite on the prefix /teams/nlp/" in str(told)
     assert "secret" not in str(told)
 
 
