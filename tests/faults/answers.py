@@ -171,6 +171,13 @@ OTHER_JSON = Page(200, '{"result": 7, "header": ["no"], "kvs": 1}', "application
 GRPC_ERRORS = tuple(value for value in globals().values() if isinstance(value, GrpcError))
 PAGES = tuple(value for value in globals().values() if isinstance(value, Page))
 ALL: tuple[Answer, ...] = (*GRPC_ERRORS, *PAGES, *Fault)
+# After which a job may well go on: whoever is struck by one of these in a thousand requests has not lost its store.
+MAY_PASS: tuple[Answer, ...] = (
+    *(NO_LEADER, LEADER_CHANGED, TIMED_OUT, TIMED_OUT_LEADER_FAILED, TIMED_OUT_CONNECTION_LOST, SERVER_STOPPED),
+    *(UNHEALTHY, TRANSPORT_CLOSING, TOO_MANY_REQUESTS, CANCELED, CONTEXT_DEADLINE, DEADLINE_EXCEEDED, ABORTED),
+    *(INTERNAL, SPACE_EXCEEDED, RATE_LIMITED, SERVER_ERROR, BAD_GATEWAY, NO_SERVER, GATEWAY_TIMEOUT),
+    *(each for each in Fault if each is not Fault.GARBAGE),
+)
 
 LAST_CHUNK = b"0\r\n\r\n"
 

@@ -33,6 +33,8 @@ from tests.harness import wait_for
 from tests.relay import Listener
 
 _RPCS = {f"/v3/{rpc.value}": rpc for rpc in Rpc}
+# How a connection of HTTP/2 begins: gRPC, of which nothing is refused.
+HTTP2 = "HTTP/2"
 _DRIP_S = 0.05
 _LINGER_NOT = struct.pack("ii", 1, 0)
 _RECEIVE_BYTES = 1 << 16
@@ -208,6 +210,9 @@ class Refusing:
         with ExitStack() as stack:
             stack.callback(server.close)
             for request in _requests(client):
+                if request.path == HTTP2:
+                    _relay(client, server.ask(request))
+                    return
                 self.waiting.begun(request)
                 answer = self._drawn(request)
                 if answer is None:
@@ -347,6 +352,7 @@ def _requests(client: socket.socket) -> Iterator[Request]:
     while True:
         while b"\r\n\r\n" not in buffer:
             data = client.recv(_RECEIVE_BYTES)
+            # TLS is not spoken here.
             if not data or (not buffer and not data[:1].isalpha()):
                 return
             buffer += data
@@ -360,10 +366,12 @@ def _requests(client: socket.socket) -> Iterator[Request]:
                 return
             buffer += data
         body, buffer = buffer[:length], buffer[length:]
-        path = first.split(" ")[1]
-        yield Request(
-            _RPCS.get(path), path, tuple(_keys(_parsed(body))), body, head + b"\r\n\r\n" + body, time.monotonic()
-        )
+        method, _, rest = first.partition(" ")
+        path = HTTP2 if method == "PRI" else rest.partition(" ")[0]
+        if path == HTTP2:
+            body, buffer = buffer, b""
+        raw = head + b"\r\n\r\n" + body
+        yield Request(_RPCS.get(path), path, tuple(_keys(_parsed(body))), body, raw, time.monotonic())
 
 
 def _parsed(body: bytes) -> Any:
