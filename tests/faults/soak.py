@@ -35,7 +35,7 @@ ENDED_S = 26 + 19 + 7 + 20
 POLL_S = 0.1
 
 _TROUBLE = re.compile(r"\b(store|etcd)\b", re.IGNORECASE)
-_OVER = re.compile(r"the store is back|the store answers")
+_OVER = re.compile(r"the store (is back|answers|does as asked)")
 _WAITING = re.compile(r"\b(store|etcd|waiting|waits|node)\b", re.IGNORECASE)
 _KINDS: tuple[Rpc | None, ...] = (None, None, None, Rpc.RANGE, Rpc.TXN, Rpc.TXN, Rpc.GRANT, Rpc.KEEP_ALIVE, Rpc.WATCH)
 
