@@ -23,7 +23,7 @@ from elaunch.rendezvous.types import (
     OutcomeKind,
     Terms,
 )
-from tests.unit.job_world import KEYS, TERMS, A, B, C, World, forming, running
+from tests.unit.job_world import KEYS, TERMS, A, B, C, World, begin_run_lease, forming, running
 
 FAILED = Failure(FailureKind.SIGNAL, 0, B.node_id, B.host, 1, 0, 17, -9, "was killed by SIGKILL")
 INTERRUPTED = Outcome(OutcomeKind.INTERRUPTED, "SIGINT was received", 0, 0, 3, signum=2)
@@ -77,6 +77,7 @@ def test_of_two_agents_that_come_to_an_old_run_one_starts_the_new_one() -> None:
     snapshot = world.snapshot
     both = [entering.start_run(snapshot, TERMS, who, world.lease(who)) for who in (B, C)]
 
+    begin_run_lease(world.store, both[0])
     assert [world.commit(txn) for txn in both] == [True, False]
 
 
@@ -280,7 +281,7 @@ def test_a_completed_record_keeps_its_place_in_the_order() -> None:
     world.commit(entering.fail(world.snapshot, A, replace(FAILED, node_id=A.node_id)))
     whole = replace(FAILED, tail="its last words")
 
-    assert world.commit(entering.complete(world.snapshot, B, whole))
+    assert [world.commit(txn) for txn in entering.complete(world.snapshot, B, whole)] == [True]
 
     assert [f.node_id for f in world.snapshot.failures[0]] == [B.node_id, A.node_id]
     assert world.snapshot.failures[0][0] == whole
@@ -379,7 +380,7 @@ OF_B: dict[str, Callable[[Snapshot, int], Txn]] = {
     "lead": lambda seen, lease: entering.become_leader(seen, B, lease),
     "done": lambda seen, lease: entering.is_done(seen, B, 0),
     "fail": lambda seen, lease: entering.fail(seen, B, FAILED),
-    "complete": lambda seen, lease: entering.complete(seen, B, replace(FAILED, tail="last words")),
+    "complete": lambda seen, lease: entering.complete(seen, B, replace(FAILED, tail="last words"))[0],
     "end": lambda seen, lease: entering.end(seen, INTERRUPTED),
 }
 
@@ -433,7 +434,9 @@ def test_every_transaction_of_a_node_may_be_sent_twice() -> None:
         again = store.read(KEYS.root).entries
         assert {key: entry.value for key, entry in again.items()} == {key: entry.value for key, entry in once.items()}
 
-    twice(entering.start_run(read(), Terms(), A, 7))
+    start = entering.start_run(read(), Terms(), A, 7)
+    begin_run_lease(store, start)
+    twice(start)
     twice(entering.join(read(), A, Joined(A.node_id, 1), 7, is_member=True))
     twice(entering.fail(read(), A, replace(FAILED, node_id=A.node_id)))
     store.commit(Txn((), (Delete(KEYS.leader),)))

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from elaunch.rendezvous.codec import encode
-from elaunch.rendezvous.forming import FAILURES_KEPT
+from elaunch.rendezvous.pruning import FAILURES_KEPT
 from elaunch.rendezvous.store import Put
 from elaunch.rendezvous.tables import encode_table, seats_of
 from elaunch.rendezvous.types import FailureKind, Generation, Joined, OpenKind, RankTable, Seat, Terms
