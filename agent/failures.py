@@ -35,7 +35,7 @@ _NO_MODULE = re.compile(
 # What survivors say when another rank is gone, from gloo, TCPStore and NCCL.
 _PEER_LOST = re.compile(
     r"connection (?:reset|closed|refused) by (?:remote )?peer|connection was likely closed|broken pipe"
-    r"|socket timeout|failed to recv, got 0 bytes|ncclremoteerror|remote process exited|peer .* disconnected"
+    r"|socket timeout|failed to recv, got 0 bytes|ncclremoteerror|remote process exited|peer .{0,200} disconnected"
     r"|timed out waiting \d+ms for (?:recv|send) operation|so_error: connection refused|collective operation timeout"
     r"|client socket has (?:failed to connect|timed out)|seconds waiting for clients",
     re.IGNORECASE,
@@ -89,12 +89,16 @@ class Remains:
 
 @dataclass(frozen=True)
 class Raised:
-    """An uncaught exception: its type, its text, the innermost frame in the user's code, the printed traceback."""
+    """An uncaught exception: its type, its text, the innermost frame in the user's code, the printed traceback.
+
+    `is_cut` says that the middle of the traceback was left out.
+    """
 
     exception: str
     message: str
     frame: str
     traceback: str
+    is_cut: bool = False
 
 
 def failure_of(place: Place, remains: Remains, signal_name: str, failed_at: float) -> Failure:
@@ -117,6 +121,7 @@ def failure_of(place: Place, remains: Remains, signal_name: str, failed_at: floa
         tail=_kept(remains.tail, raised.traceback if raised else ""),
         failed_at=failed_at,
         progressed=remains.progressed,
+        is_cut=raised is not None and raised.is_cut,
     )
 
 
@@ -152,11 +157,11 @@ def parse_record(text: str) -> Raised | None:
         said, stack = str(message["message"]), str(message.get("extraInfo", {}).get("py_callstack", ""))
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
         return None
-    said, stack = said[:_SAID_CHARACTERS_MAX], TRACEBACK.of(stack)
+    is_cut, said, stack = not TRACEBACK.fits(stack), said[:_SAID_CHARACTERS_MAX], TRACEBACK.of(stack)
     raised = parse_traceback(stack)
     if raised is None:
-        return Raised(said.partition(":")[0], said.partition(":")[2].strip(), "", stack)
-    return replace(raised, traceback=stack.rstrip())
+        return Raised(said.partition(":")[0], said.partition(":")[2].strip(), "", stack, is_cut)
+    return replace(raised, traceback=stack.rstrip(), is_cut=is_cut)
 
 
 def chain_start(text: str) -> int:

@@ -41,18 +41,11 @@ class Bounded:
     """A frozen dataclass whose texts with a `Limit` in their type are cut when an object is made."""
 
     def __post_init__(self) -> None:
-        self._cut_texts()
-
-    def _cut_texts(self) -> bool:
-        """Cut what is too long; whether anything was."""
         kind: type = type(self)
-        cut = False
         for name, limit in _limits(kind).items():
             text = getattr(self, name)
             if not limit.fits(text):
                 object.__setattr__(self, name, limit.of(text))
-                cut = True
-        return cut
 
 
 def size(text: str) -> int:

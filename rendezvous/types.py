@@ -255,8 +255,8 @@ class Failure(Bounded):
     `code` is the exit status as Python reports it: the exit code, or minus the signal's number; None where no worker
     exited. `rank` is -1 where no worker is to blame. `exception`, `frame` and `message` describe the uncaught exception
     (`frame` is its innermost frame in the user's code, `file:line in function`). `progressed` says
-    whether the rank had reported a step or made its process group; None where nobody can tell. `is_cut` says that a
-    text of it was too long; the whole one is in `error_file` and `log_path`, on its host.
+    whether the rank had reported a step or made its process group; None where nobody can tell. `is_cut` says that the
+    message or the traceback was too long; the whole one is in `error_file` and `log_path`, on its host.
 
     All limits together, and the rest of it, are less than 64 kB.
     """
@@ -281,7 +281,9 @@ class Failure(Bounded):
     is_cut: bool = False
 
     def __post_init__(self) -> None:
-        if self._cut_texts():
+        said = self.message, self.traceback
+        super().__post_init__()
+        if (self.message, self.traceback) != said:
             object.__setattr__(self, "is_cut", True)
 
     @property
@@ -293,8 +295,7 @@ class Failure(Bounded):
     def brief(self) -> Failure:
         """Its record where another one of its generation is in full."""
         traceback, tail = _BRIEF_TRACEBACK.of(self.traceback), _BRIEF_TAIL.of(self.tail)
-        is_cut = self.is_cut or (traceback, tail) != (self.traceback, self.tail)
-        return replace(self, traceback=traceback, tail=tail, is_cut=is_cut)
+        return replace(self, traceback=traceback, tail=tail, is_cut=self.is_cut or traceback != self.traceback)
 
     @property
     def sentence(self) -> str:
