@@ -116,9 +116,12 @@ def _tail(failure: Failure) -> list[str]:
 
 def _indented(text: str) -> list[str]:
     lines = text.rstrip().splitlines()
-    if len(lines) > 2 * _TRACEBACK_LINES:
-        middle = f"… {len(lines) - 2 * _TRACEBACK_LINES} lines are not shown here …"
-        lines = [*lines[:_TRACEBACK_LINES], middle, *lines[-_TRACEBACK_LINES:]]
+    hidden = lines[_TRACEBACK_LINES:-_TRACEBACK_LINES]
+    if hidden:
+        # One of them may say itself that something is missing there.
+        said = [line for line in hidden if line.startswith("… ") and line.endswith(" …")]
+        middle = f"… {len(hidden) - len(said)} lines are not shown here …"
+        lines = [*lines[:_TRACEBACK_LINES], middle, *said, *lines[-_TRACEBACK_LINES:]]
     return [f"    {_shown(line)}" for line in lines]
 
 

@@ -49,9 +49,12 @@ def ending(snapshot: Snapshot, outcome: Outcome) -> tuple[Op, ...]:
     ]
     if snapshot.tables:
         ops.append(Delete(keys.table(0), keys.table(max(snapshot.tables))))
-    if snapshot.failures:
-        first = verdict(snapshot.failures[min(snapshot.failures)])
-        ops += _all_but(keys, first, f"{keys.root}failures/", f"{keys.root}failures0")
+    start, end = f"{keys.root}failures/", f"{keys.root}failures0"
+    first = verdict(snapshot.failures[min(snapshot.failures)]) if snapshot.failures else None
+    if first and first == outcome.failure:
+        ops.append(Delete(start, end))
+    elif first:
+        ops += _all_but(keys, first, start, end)
     return tuple(ops)
 
 
