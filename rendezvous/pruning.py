@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from elaunch.rendezvous.codec import encode
-from elaunch.rendezvous.snapshot import Keys, Snapshot
+from elaunch.rendezvous.snapshot import Snapshot
 from elaunch.rendezvous.store import Delete, Op
-from elaunch.rendezvous.types import Failure, Outcome
+from elaunch.rendezvous.types import Outcome
 from elaunch.rendezvous.verdict import verdict
 
 # Generations whose failure is kept while the job runs, besides the first one.
@@ -33,7 +33,7 @@ def outdated(snapshot: Snapshot, sealed: int) -> tuple[Op, ...]:
         recorded = [recorded[0], *recorded[-FAILURES_KEPT:]]
     several = [number for number in recorded if len(snapshot.failures[number]) > 1]
     for number in several[-_TIDIED_MAX:]:
-        deletes += _all_but(keys, verdict(snapshot.failures[number]), keys.failure(number), keys.failure(number + 1))
+        deletes += _all_but(_judged(snapshot, number), keys.failure(number), keys.failure(number + 1))
     return tuple(deletes)
 
 
@@ -50,14 +50,17 @@ def ending(snapshot: Snapshot, outcome: Outcome) -> tuple[Op, ...]:
     if snapshot.tables:
         ops.append(Delete(keys.table(0), keys.table(max(snapshot.tables))))
     start, end = f"{keys.root}failures/", f"{keys.root}failures0"
-    first = verdict(snapshot.failures[min(snapshot.failures)]) if snapshot.failures else None
-    if first and first == outcome.failure:
-        ops.append(Delete(start, end))
-    elif first:
-        ops += _all_but(keys, first, start, end)
+    if snapshot.failures:
+        first = min(snapshot.failures)
+        is_said = outcome.failure == verdict(snapshot.failures[first])
+        ops += (Delete(start, end),) if is_said else _all_but(_judged(snapshot, first), start, end)
     return tuple(ops)
 
 
-def _all_but(keys: Keys, kept: Failure, start: str, end: str) -> tuple[Op, ...]:
-    key = keys.failure(kept.generation, kept.node_id)
+def _judged(snapshot: Snapshot, number: int) -> str:
+    """The key of the failure that the generation was judged by."""
+    return snapshot.keys.failure(number, verdict(snapshot.failures[number]).node_id)
+
+
+def _all_but(key: str, start: str, end: str) -> tuple[Op, ...]:
     return Delete(start, key), Delete(f"{key}\0", end)
