@@ -5,6 +5,7 @@ Nothing is decided here, and nothing waits: the thread that does so, and its tri
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -15,6 +16,7 @@ from elaunch.agent.errands import Errands
 from elaunch.agent.events import Committed, Leased, LeaseLost, Looked, StoreEvent, StoreLost, Tag, WatchRefused
 from elaunch.rendezvous.carrier import TimedOut
 from elaunch.rendezvous.codec import decode
+from elaunch.rendezvous.entering import run_lease
 from elaunch.rendezvous.snapshot import Keys, SnapshotReader
 from elaunch.rendezvous.store import (
     Answer,
@@ -37,11 +39,13 @@ from elaunch.rendezvous.store import (
     Watch,
 )
 from elaunch.rendezvous.times import Times
-from elaunch.rendezvous.trimming import trimmed
+from elaunch.rendezvous.trimming import size, trimmed
 from elaunch.rendezvous.types import Node
 
 # A transaction of more operations than 128 is refused; a leader, who sees all keys, reads them.
 _COMPARED_MAX = 100
+# The run's lease is renewed this often in its time.
+_RUN_RENEWALS = 4
 # What a node does before it is a member, and with others in sight.
 _ENTERING = (Tag.RUN, Tag.JOIN)
 
@@ -98,6 +102,7 @@ class Dealings:
         self._renewal_due_s: float | None = None
         self._reread_due_s = 0.0
         self._is_reread_ordered = False
+        self._run_renewal_due_s = 0.0
         self._is_closed = False
 
     def look(self) -> Looked | StoreLost:
@@ -131,6 +136,9 @@ class Dealings:
             self._reread_due_s = now_s + self._times.lease_ttl_s
             self._is_reread_ordered = True
             errands.order(self.read_again)
+        if now_s >= self._run_renewal_due_s and self._scope == self._keys.root:
+            self._run_renewal_due_s = math.inf
+            errands.order(self.renew_run)
         return True
 
     def begin(self) -> None:
@@ -155,12 +163,21 @@ class Dealings:
         if lease and self._store.keep_alive(lease) <= 0:
             self._lose_lease(lease)
 
+    def renew_run(self) -> None:
+        """Begin the time of the run's lease anew, on which all of the job's keys stand that are no node's.
+
+        Its leader does so, now and then and before it goes: the keys of a job that has ended, or whose agents were all
+        killed, are gone a while later.
+        """
+        with self._view_lock:
+            spec = self._view.entries.get(self._keys.spec) if self._view else None
+        # The one that began the run may have been told another time than this one.
+        left_s = self._store.keep_alive(spec.lease) if spec and spec.lease else 0.0
+        self._run_renewal_due_s = self._now() + (left_s or self._times.keys_ttl_s) / _RUN_RENEWALS
+
     def commit(self, txn: Txn, tag: Tag | None) -> None:
         try:
-            if tag in _ENTERING and not self._is_alone:
-                answer = self._commit_alone(txn, tag)
-            else:
-                answer = self._commit_small(txn)
+            answer = self._commit_with_run_lease(txn, tag)
         except LeaseGone:
             if tag:
                 self._post(Committed(tag, False, 0))
@@ -191,9 +208,11 @@ class Dealings:
         self._follow(self._keys.root, None)
 
     def give_back(self) -> None:
-        """End the lease, and with it this node's keys."""
+        """End the lease, and with it this node's keys; those of the run begin the rest of their time."""
         if self._lease:
             self._store.revoke(self._lease)
+        if self._scope == self._keys.root:
+            self.renew_run()
 
     def has_others(self) -> bool:
         """Whether the job has a member still."""
@@ -224,6 +243,22 @@ class Dealings:
             self._watch = None
             raise
 
+    def _commit_with_run_lease(self, txn: Txn, tag: Tag | None) -> Answer:
+        """Commit. The agent whose transaction starts a run, its guards held, begins the run's lease."""
+        try:
+            return self._commit_as(tag, txn)
+        except LeaseGone:
+            lease = run_lease(self._keys, txn)
+            if not lease:
+                raise
+            self._store.grant(lease, self._times.keys_ttl_s)
+            return self._commit_as(tag, txn)
+
+    def _commit_as(self, tag: Tag | None, txn: Txn) -> Answer:
+        if tag in _ENTERING and not self._is_alone:
+            return self._commit_alone(txn, tag)
+        return self._commit_small(txn)
+
     def _commit_alone(self, txn: Txn, tag: Tag) -> Answer:
         """Enter the job, once no agent's lease that was this one's last life's stands there any more.
 
@@ -249,7 +284,7 @@ class Dealings:
             try:
                 return self._store.commit(txn)
             except TooLarge:
-                smaller = trimmed(txn)
+                smaller = trimmed(txn, size(txn) // 2)
                 if smaller is None:
                     raise
                 txn = smaller

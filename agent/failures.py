@@ -6,7 +6,7 @@ import json
 import re
 from dataclasses import dataclass, replace
 
-from elaunch.rendezvous.types import Failure, FailureKind
+from elaunch.rendezvous.types import TAIL, TRACEBACK, Failure, FailureKind
 
 # Files that are not the user's: an error's place is looked for in the frames outside of them.
 _NOT_USER_CODE = re.compile(r"[/\\](site-packages|dist-packages)[/\\]|[/\\]lib[/\\]python3\.\d+[/\\]|^<frozen ")
@@ -35,7 +35,7 @@ _NO_MODULE = re.compile(
 # What survivors say when another rank is gone, from gloo, TCPStore and NCCL.
 _PEER_LOST = re.compile(
     r"connection (?:reset|closed|refused) by (?:remote )?peer|connection was likely closed|broken pipe"
-    r"|socket timeout|failed to recv, got 0 bytes|ncclremoteerror|remote process exited|peer .* disconnected"
+    r"|socket timeout|failed to recv, got 0 bytes|ncclremoteerror|remote process exited|peer .{0,200} disconnected"
     r"|timed out waiting \d+ms for (?:recv|send) operation|so_error: connection refused|collective operation timeout"
     r"|client socket has (?:failed to connect|timed out)|seconds waiting for clients",
     re.IGNORECASE,
@@ -48,6 +48,10 @@ _PYTHON_SOCKET_TYPES = {
 }
 # What pdb ends a program by: q, or the end of its input.
 _DEBUGGER_LEFT = "BdbQuit"
+# As much of a message as anybody looks for words in.
+_SAID_CHARACTERS_MAX = 64 << 10
+# Alike at their ends, two texts of the same traceback are.
+_ALIKE_CHARACTERS = 200
 _STARTUP_TYPES = {"ImportError", "ModuleNotFoundError", "SyntaxError", "IndentationError", "TabError"}
 # 126 and 127 are the shell's words for a command that cannot run or is not there.
 _SIGABRT = 6
@@ -85,12 +89,16 @@ class Remains:
 
 @dataclass(frozen=True)
 class Raised:
-    """An uncaught exception: its type, its text, the innermost frame in the user's code, the printed traceback."""
+    """An uncaught exception: its type, its text, the innermost frame in the user's code, the printed traceback.
+
+    `is_cut` says that the middle of the traceback was left out.
+    """
 
     exception: str
     message: str
     frame: str
     traceback: str
+    is_cut: bool = False
 
 
 def failure_of(place: Place, remains: Remains, signal_name: str, failed_at: float) -> Failure:
@@ -110,9 +118,10 @@ def failure_of(place: Place, remains: Remains, signal_name: str, failed_at: floa
         exception=raised.exception if raised else "",
         frame=raised.frame if raised else "",
         traceback=raised.traceback if raised else "",
-        tail=remains.tail,
+        tail=_kept(remains.tail, raised.traceback if raised else ""),
         failed_at=failed_at,
         progressed=remains.progressed,
+        is_cut=raised is not None and raised.is_cut,
     )
 
 
@@ -123,7 +132,7 @@ def with_tail(failure: Failure, tail: str, reached_store: bool | None) -> Failur
     this rank's own progress is unknown.
     """
     progressed = reached_store if failure.progressed is None else failure.progressed
-    failure = replace(failure, tail=tail, progressed=progressed)
+    failure = replace(failure, tail=_kept(tail, failure.traceback), progressed=progressed)
     if failure.code == -_SIGABRT and _PEER_LOST.search(tail):
         # NCCL's watchdog ends a survivor so.
         return replace(failure, kind=FailureKind.PEER_LOST)
@@ -137,18 +146,22 @@ def with_tail(failure: Failure, tail: str, reached_store: bool | None) -> Failur
 
 
 def parse_record(text: str) -> Raised | None:
-    """The exception in an error file as torch's `@record` and our workers write it; None for a torn or other one."""
+    """The exception in an error file as torch's `@record` and our workers write it; None for a torn or other one.
+
+    Both its texts may be of any length; what is cut here is what no record has room for.
+    """
     try:
         message = json.loads(text)["message"]
         if isinstance(message, str):
-            return Raised("", message, "", "")
+            return Raised("", message[:_SAID_CHARACTERS_MAX], "", "")
         said, stack = str(message["message"]), str(message.get("extraInfo", {}).get("py_callstack", ""))
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
         return None
+    is_cut, said, stack = not TRACEBACK.fits(stack), said[:_SAID_CHARACTERS_MAX], TRACEBACK.of(stack)
     raised = parse_traceback(stack)
     if raised is None:
-        return Raised(said.partition(":")[0], said.partition(":")[2].strip(), "", stack)
-    return replace(raised, traceback=stack.rstrip())
+        return Raised(said.partition(":")[0], said.partition(":")[2].strip(), "", stack, is_cut)
+    return replace(raised, traceback=stack.rstrip(), is_cut=is_cut)
 
 
 def chain_start(text: str) -> int:
@@ -198,6 +211,17 @@ def parse_traceback(text: str) -> Raised | None:
     # Python 3.10 writes __main__.MyError, later ones MyError.
     exception = said["type"].removeprefix("__main__.")
     return Raised(exception, (said["message"] or "").strip(), frame if mine else "", whole)
+
+
+def _kept(tail: str, traceback: str) -> str:
+    """The end of the output, which a record has little room for: where it is long, without the traceback."""
+    if not traceback or TAIL.fits(tail):
+        return tail
+    if (start := chain_start(tail)) >= 0:
+        return tail[:start]
+    # So long a traceback that its beginning is not here.
+    end = _RANK_PREFIX.sub("", tail).rstrip()[-_ALIKE_CHARACTERS:]
+    return "" if traceback.rstrip().endswith(end) else tail
 
 
 def _kind_and_message(remains: Remains, raised: Raised | None, signal_name: str) -> tuple[FailureKind, str]:

@@ -193,7 +193,7 @@ def _complete(
         return agent, (), then
     failures = (stopping.failure, *stopping.others)
     whole = verdict([with_tail(f, event.tails.get(f.local_rank, ""), event.reached_store) for f in failures])
-    actions: tuple[Action, ...] = (Commit(entering.complete(agent.snapshot, agent.me, whole)),)
+    actions: tuple[Action, ...] = tuple(map(Commit, entering.complete(agent.snapshot, agent.me, whole)))
     if whole.local_rank != stopping.failure.local_rank:
         # A worker that dies while it writes to a disk is gone later than its peers notice and give up.
         actions = (*actions, Say(f"the cause: {whole.sentence}"))

@@ -76,6 +76,10 @@ SETTINGS: tuple[Setting, ...] = (
         differs=_OURS,
     ),
     Setting(
+        "keys_ttl", "seconds until the store forgets a job that has ended or was killed [604800, 7 days]",
+        values.positive_seconds, differs=_OURS,
+    ),
+    Setting(
         "is_host", "1: this node serves the store where none listens; 0: it does not [by the endpoint's address]",
         values.switch, differs="c10d only",
     ),
@@ -124,6 +128,7 @@ class Conf:
     lease_ttl_s: int | None = None
     keepalive_s: float | None = None
     store_timeout_s: float | None = None
+    keys_ttl_s: float | None = None
     is_host: bool | None = None
     transport: Transport = Transport.GATEWAY
     protocol: str | None = None
@@ -194,6 +199,7 @@ def _conf(checked: Mapping[str, object], words: Mapping[str, str], ignored: tupl
         lease_ttl_s=None if ttl_s is None else math.ceil(ttl_s),
         keepalive_s=interval_s,
         store_timeout_s=number("store_timeout"),
+        keys_ttl_s=number("keys_ttl"),
         is_host=is_host if isinstance(is_host, bool) else None,
         transport=Transport(word("transport") or "gateway"),
         protocol=word("protocol"),

@@ -141,6 +141,8 @@ def parse(
     return options
 
 
+# Characters of an option and its value in a message.
+_SHOWN_MAX = 200
 _VALUED = tuple(spec for spec in TABLE if spec.name not in ("help", "version"))
 
 
@@ -188,7 +190,8 @@ def _value(spec: OptionSpec, item: _Given | None) -> object:
     try:
         return spec.convert(item.raw)
     except ValueError as error:
-        raise UsageError(f"{item.words} {error}") from None
+        shown = item.words if len(item.words) <= _SHOWN_MAX else f"{item.words[:_SHOWN_MAX]}…"
+        raise UsageError(f"{shown} {error}") from None
 
 
 # Pairs of which only one can be meant.

@@ -334,6 +334,7 @@ def _times(options: Options, conf: Conf, cluster: Cluster | None) -> Times:
         last_call_s=Times.last_call_s if conf.last_call_s is None else conf.last_call_s,
         join_timeout_s=conf.join_timeout_s,
         store_timeout_s=conf.store_timeout_s,
+        keys_ttl_s=conf.keys_ttl_s,
     )
     if conf.keepalive_s is not None:
         times = replace(times, keepalive_s=min(times.keepalive_s, conf.keepalive_s))

@@ -13,6 +13,9 @@ from elaunch.agent.failures import chain_start
 from elaunch.rendezvous.types import Failure, JobSpec, Outcome, OutcomeKind
 
 _TAIL_LINES = 20
+# Of a traceback, from each of its ends; one that is longer is one that recurses, or whose message is a list.
+_TRACEBACK_LINES = 60
+_LINE_CHARACTERS = 1000
 _HEAVY, _LIGHT = "=" * 72, "-" * 72
 
 
@@ -77,9 +80,11 @@ def _failed(outcome: Outcome, spec: JobSpec, logs: Path | None, lacks: str) -> s
     ]
     if failure.traceback:
         lines += ["  traceback :", *_indented(failure.traceback)]
+    if failure.is_cut:
+        lines.append(f"  in full   : {_in_full(failure, logs)}")
     if tail := _tail(failure):
         shown = "its last line" if len(tail) == 1 else f"its last {len(tail)} lines"
-        lines += [f"  stderr    : {shown}", *(f"    {line}" for line in tail)]
+        lines += [f"  stderr    : {shown}", *(f"    {_shown(line)}" for line in tail)]
     if failure.log_path or logs:
         lines.append(f"  log       : {failure.log_path or logs}{lacks}")
     return "\n".join([*lines, _HEAVY, ""])
@@ -110,7 +115,27 @@ def _tail(failure: Failure) -> list[str]:
 
 
 def _indented(text: str) -> list[str]:
-    return [f"    {line}" for line in text.rstrip().splitlines()]
+    lines = text.rstrip().splitlines()
+    hidden = lines[_TRACEBACK_LINES:-_TRACEBACK_LINES]
+    if hidden:
+        # One of them may say itself that something is missing there.
+        said = [line for line in hidden if line.startswith("… ") and line.endswith(" …")]
+        middle = f"… {len(hidden) - len(said)} lines are not shown here …"
+        lines = [*lines[:_TRACEBACK_LINES], middle, *said, *lines[-_TRACEBACK_LINES:]]
+    return [f"    {_shown(line)}" for line in lines]
+
+
+def _shown(line: str) -> str:
+    """A line that nobody reads to its end is not shown to its end."""
+    more = len(line) - _LINE_CHARACTERS
+    return line if more <= 0 else f"{line[:_LINE_CHARACTERS]}… ({more:,} more characters)"
+
+
+def _in_full(failure: Failure, logs: Path | None) -> str:
+    """Where a message or traceback is that was too long for the store: on the failed worker's own node only."""
+    if logs and (kept := failure.error_file or failure.log_path):
+        return f"{kept} on {failure.host}"
+    return f"in what elaunch printed on {failure.host}; with --log-dir FOLDER a file keeps it"
 
 
 def _restarts(outcome: Outcome) -> str:

@@ -8,6 +8,7 @@ from enum import Enum
 from elaunch.agent.config import StreamChoice
 from elaunch.launcher import values
 from elaunch.launcher.endpoints import endpoints
+from elaunch.rendezvous.types import ROLE_BYTES_MAX, RUN_ID_BYTES_MAX
 
 
 class Group(Enum):
@@ -162,7 +163,7 @@ _WORKERS = (
     _switch("virtual-local-rank", Group.WORKERS, "LOCAL_RANK 0 and one visible GPU each", peer="virtual-local-rank"),
     OptionSpec(
         "role", Group.WORKERS, "NAME", "ROLE_NAME, and the prefix of console lines",
-        default="default", default_text="default", peer="role",
+        values.name(ROLE_BYTES_MAX), default="default", default_text="default", peer="role",
     ),
 )  # fmt: skip
 
@@ -170,8 +171,8 @@ _BACKENDS = ("static", "c10d", "etcd", "etcd-v2")
 
 _RENDEZVOUS = (
     OptionSpec(
-        "run-id", Group.RENDEZVOUS, "ID", "the job's name", default_text="a new one; of several nodes: none",
-        peer="rdzv-id", differs="default none, the same for all jobs",
+        "run-id", Group.RENDEZVOUS, "ID", "the job's name", values.name(RUN_ID_BYTES_MAX),
+        default_text="a new one; of several nodes: none", peer="rdzv-id", differs="default none, the same for all jobs",
     ),
     _switch("standalone", Group.RENDEZVOUS, "one node, with a new id; --rdzv-* are ignored", peer="standalone"),
     OptionSpec(

@@ -25,6 +25,22 @@ def text(raw: Raw) -> str:
     return raw.strip()
 
 
+def name(bytes_max: int) -> Convert:
+    """A word that becomes part of keys, file names or variables."""
+
+    def convert(raw: Raw) -> str:
+        word = text(raw)
+        try:
+            length = len(word.encode())
+        except UnicodeEncodeError:
+            raise ValueError("is no UTF-8 text; use letters, digits, - and _") from None
+        if length > bytes_max:
+            raise ValueError(f"is too long ({length:,} bytes); give at most {bytes_max}")
+        return word
+
+    return convert
+
+
 def switch(raw: Raw) -> bool:
     match text(raw).lower():
         case "1" | "true" | "yes" | "on":

@@ -24,7 +24,7 @@ def decode(kind: type[Record], text: str) -> Record:
     """
     try:
         return _build(kind, json.loads(text))  # type: ignore[no-any-return]
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, RecursionError, TypeError, ValueError) as error:
         raise ValueError(f"not a {kind.__name__}: {text[:200]!r} ({error})") from error
 
 

@@ -2,31 +2,49 @@
 
 from __future__ import annotations
 
+import hashlib
+
 from elaunch.rendezvous.codec import encode
-from elaunch.rendezvous.snapshot import Snapshot
+from elaunch.rendezvous.pruning import ending
+from elaunch.rendezvous.snapshot import Keys, Snapshot
 from elaunch.rendezvous.store import Absent, Delete, Empty, Op, Present, Put, Txn
-from elaunch.rendezvous.types import Failure, Generation, Joined, Node, OpenKind, Outcome, Terms
+from elaunch.rendezvous.types import Failure, FailureKind, Generation, Joined, Node, OpenKind, Outcome, Terms
+
+_OF_A_RUN = ("joined", "failures", "detailed", "done")
 
 
 def start_run(snapshot: Snapshot, terms: Terms, me: Node, lease: int) -> Txn:
     """The first agent's transaction: this job's first run, or a new one on an id whose members are all gone.
 
     Numbers go on where the last run's ended: whatever still carries one of those is older than all that is to come.
+    The run's keys stand on a lease of its own, `run_lease`, which whoever writes this begins.
     """
     keys = snapshot.keys
     number = snapshot.generation.number + 1 if snapshot.generation else 0
+    run = _lease_of(keys, number)
     return Txn(
         (snapshot.gen_guard, Empty(keys.members)),
         (
-            *(Delete(f"{keys.root}{part}/", f"{keys.root}{part}0") for part in ("joined", "failures", "done")),
+            *(Delete(f"{keys.root}{part}/", f"{keys.root}{part}0") for part in _OF_A_RUN),
             Delete(keys.table(0), keys.table(number)),
             Delete(keys.ended),
-            Put(keys.spec, encode(terms)),
-            Put(keys.generation, encode(Generation(number, OpenKind.START, "the job starts"))),
+            Put(keys.spec, encode(terms), run),
+            Put(keys.generation, encode(Generation(number, OpenKind.START, "the job starts")), run),
             Put(keys.leader, me.node_id, lease),
             Put(keys.member(me.node_id), encode(me), lease),
         ),
     )
+
+
+def run_lease(keys: Keys, txn: Txn) -> int:
+    """The lease that a `start_run` needs beside the node's own; 0 for any other transaction."""
+    return next((op.lease for op in txn.then if isinstance(op, Put) and op.key == keys.spec), 0)
+
+
+def _lease_of(keys: Keys, number: int) -> int:
+    """The same for all agents that try to start the run: whoever begins it, there is one, and no second one is left."""
+    drawn = hashlib.sha256(f"{keys.root}{number}".encode()).digest()
+    return int.from_bytes(drawn[:8], "big") >> 1 or 1
 
 
 def join(snapshot: Snapshot, me: Node, joined: Joined, lease: int, *, is_member: bool) -> Txn:
@@ -63,36 +81,62 @@ def still_member(snapshot: Snapshot, me: Node) -> Txn:
 
 def is_done(snapshot: Snapshot, me: Node, generation: int) -> Txn:
     """All workers of this node exited with 0."""
-    return Txn((snapshot.gen_guard, snapshot.live_guard), (Put(snapshot.keys.done(generation, me.node_id), ""),))
+    return Txn(
+        (snapshot.gen_guard, snapshot.live_guard), (snapshot.put(snapshot.keys.done(generation, me.node_id), ""),)
+    )
 
 
 def fail(snapshot: Snapshot, me: Node, failure: Failure) -> Txn:
-    """Open the next generation together with the failure that is its cause; where one is open, the record only."""
+    """Open the next generation together with the failure that is its cause; where one is open, the record only.
+
+    Its traceback and output follow in `complete`: nothing that a program says makes this transaction large. Where no
+    peer's end can be behind it, this is what the generation will be judged by, and its record will be in full.
+    """
     keys, newest, failed_in = snapshot.keys, snapshot.generation, failure.generation
-    record = Put(keys.failure(failed_in, me.node_id), encode(failure))
+    record = snapshot.put(keys.failure(failed_in, me.node_id), encode(failure.opening))
     number = failed_in + 1
     if newest and newest.number > failed_in:
         # Of these two alone somebody waits for this node's workers to end well; and if it is not the next one, then
         # others have had a table since, perhaps those of another run.
         is_hurried = newest.kind in (OpenKind.JOIN, OpenKind.LEAVE) and newest.number == failed_in + 1
         if not is_hurried:
-            return complete(snapshot, me, failure)
+            return Txn(()) if _is_of_another_run(snapshot, failure) else Txn((snapshot.live_guard,), (record,))
         number = newest.number + 1
-    opened = Generation(number, OpenKind.FAIL, failure.sentence, me.node_id)
-    guards = (snapshot.gen_guard, snapshot.live_guard)
-    return Txn(guards, (Put(keys.generation, encode(opened)), record), (record,))
+    opened = snapshot.put(keys.generation, encode(Generation(number, OpenKind.FAIL, failure.sentence, me.node_id)))
+    writes: list[Op] = [opened, record]
+    if failure.kind is not FailureKind.PEER_LOST:
+        writes.append(snapshot.put(keys.detailed(failed_in, me.node_id), ""))
+    return Txn((snapshot.gen_guard, snapshot.live_guard), tuple(writes), (record,))
 
 
-def complete(snapshot: Snapshot, me: Node, failure: Failure) -> Txn:
+def complete(snapshot: Snapshot, me: Node, failure: Failure) -> tuple[Txn, ...]:
     """The record of a failure once its output is here: log tail, traceback, and what it was after all.
 
-    Nothing is written into the records of another run, by which that one is judged.
+    One of a generation is in full: its opener's, else the first that no peer's end explains. The others are brief:
+    a thousand nodes may fail at once. Nothing is written into the records of another run, by which that one is judged.
     """
+    if _is_of_another_run(snapshot, failure):
+        return ()
+    keys, live, g = snapshot.keys, snapshot.live_guard, failure.generation
+    key, mine = keys.failure(g, me.node_id), keys.detailed(g, me.node_id)
+    brief = snapshot.put(key, encode(failure.brief))
+    if failure.kind is FailureKind.PEER_LOST:
+        # It may have looked otherwise at first.
+        return (Txn((live,), (brief, Delete(mine))),)
+    full = snapshot.put(key, encode(failure))
+    if full == brief:
+        return (Txn((live,), (full,)),)
+    # Sent again where an answer was lost, each of them changes nothing more.
+    return (
+        Txn((live,), (brief,)),
+        Txn((live, Empty(keys.detailed(g))), (snapshot.put(mine, ""),)),
+        Txn((live, Present(mine)), (full,)),
+    )
+
+
+def _is_of_another_run(snapshot: Snapshot, failure: Failure) -> bool:
     newest = snapshot.generation
-    if newest and newest.kind is OpenKind.START and newest.number > failure.generation:
-        return Txn(())
-    record = Put(snapshot.keys.failure(failure.generation, me.node_id), encode(failure))
-    return Txn((snapshot.live_guard,), (record,))
+    return newest is not None and newest.kind is OpenKind.START and newest.number > failure.generation
 
 
 def leave(snapshot: Snapshot, me: Node, *, opens: bool, why: str, signum: int = 0) -> Txn:
@@ -106,7 +150,8 @@ def leave(snapshot: Snapshot, me: Node, *, opens: bool, why: str, signum: int = 
     if not opens or generation is None:
         return Txn((), own)
     opened = Generation(number + 1, OpenKind.LEAVE, f"{me.host} leaves ({why})", me.node_id, signum)
-    return Txn((snapshot.gen_guard, snapshot.live_guard), (Put(keys.generation, encode(opened)), *own), own)
+    guards = (snapshot.gen_guard, snapshot.live_guard)
+    return Txn(guards, (snapshot.put(keys.generation, encode(opened)), *own), own)
 
 
 def abdicate(snapshot: Snapshot) -> Txn:
@@ -116,4 +161,4 @@ def abdicate(snapshot: Snapshot) -> Txn:
 
 def end(snapshot: Snapshot, outcome: Outcome) -> Txn:
     """A person ends the job: nothing that is being formed can stand against that."""
-    return Txn((snapshot.live_guard,), (Put(snapshot.keys.ended, encode(outcome)),))
+    return Txn((snapshot.live_guard,), ending(snapshot, outcome))

@@ -9,11 +9,11 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from elaunch.rendezvous.codec import encode
 from elaunch.rendezvous.opening import hosts, open_loss, was_lost
 from elaunch.rendezvous.plan import PREFIX
+from elaunch.rendezvous.pruning import ending, outdated
 from elaunch.rendezvous.snapshot import Snapshot
-from elaunch.rendezvous.store import Absent, Delete, NoneNewer, Op, Put, Txn
+from elaunch.rendezvous.store import Absent, Delete, NoneNewer, Txn
 from elaunch.rendezvous.tables import encode_table, seats_of
 from elaunch.rendezvous.times import Times
 from elaunch.rendezvous.types import (
@@ -28,9 +28,6 @@ from elaunch.rendezvous.types import (
     Terms,
 )
 from elaunch.rendezvous.verdict import BARREN_MAX, GiveUp, judge, verdict
-
-# Generations whose failure records are kept, besides the first.
-FAILURES_KEPT = 20
 
 
 @dataclass(frozen=True)
@@ -300,23 +297,8 @@ def _seal(
         Absent(keys.table(generation.number)),
         NoneNewer(keys.joined(generation.number), snapshot.revision),
     )
-    puts = (Put(keys.table(generation.number), encode_table(table)),)
-    return Txn(guards, (*puts, *_outdated(snapshot, generation.number)))
-
-
-def _outdated(snapshot: Snapshot, sealed: int) -> tuple[Op, ...]:
-    """Delete what nobody needs once generation `sealed` has its table: ranges, however many nodes there are."""
-    keys = snapshot.keys
-    deletes: list[Op] = [
-        Delete(keys.table(0), keys.table(sealed)),
-        Delete(keys.joined(0), keys.joined(sealed)),
-        Delete(keys.done(0), keys.done(sealed)),
-    ]
-    # The first failure ever says how it began, the last ones what it came to.
-    recorded = sorted(snapshot.failures)
-    if len(recorded) > FAILURES_KEPT + 1:
-        deletes.append(Delete(keys.failure(recorded[1]), keys.failure(recorded[-FAILURES_KEPT])))
-    return tuple(deletes)
+    sealed = snapshot.put(keys.table(generation.number), encode_table(table))
+    return Txn(guards, (sealed, *outdated(snapshot, generation.number)))
 
 
 def _end(snapshot: Snapshot, outcome: Outcome, generation: Generation) -> Txn:
@@ -328,7 +310,7 @@ def _end(snapshot: Snapshot, outcome: Outcome, generation: Generation) -> Txn:
         Absent(keys.table(generation.number)),
         NoneNewer(keys.members, snapshot.revision),
     )
-    return Txn(guards, (Put(keys.ended, encode(outcome)),))
+    return Txn(guards, ending(snapshot, outcome))
 
 
 def _place(node: Node) -> tuple[int, int, str, list[str | int], str]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from elaunch.rendezvous.codec import encode
 from elaunch.rendezvous.forming import NO_FORMATION, Formation, form
 from elaunch.rendezvous.opening import open_join, open_loss
+from elaunch.rendezvous.pruning import ending
 from elaunch.rendezvous.snapshot import Snapshot
-from elaunch.rendezvous.store import Put, Txn
+from elaunch.rendezvous.store import Txn
 from elaunch.rendezvous.times import Times
 from elaunch.rendezvous.types import Outcome, OutcomeKind, RankTable, Terms
 
@@ -76,7 +76,7 @@ def _succeed(snapshot: Snapshot, table: RankTable, terms: Terms) -> Txn:
     reason = "every worker exited with 0"
     outcome = Outcome(OutcomeKind.SUCCEEDED, reason, table.generation, table.restarts, terms.max_restarts)
     guards = (snapshot.gen_guard, snapshot.live_guard, snapshot.leader_guard)
-    return Txn(guards, (Put(snapshot.keys.ended, encode(outcome)),))
+    return Txn(guards, ending(snapshot, outcome))
 
 
 def _lost(snapshot: Snapshot, table: RankTable, done: frozenset[str]) -> list[str]:

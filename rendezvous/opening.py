@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from elaunch.rendezvous.codec import encode
 from elaunch.rendezvous.snapshot import Snapshot
-from elaunch.rendezvous.store import Absent, Empty, Guard, Present, Put, Txn
+from elaunch.rendezvous.store import Absent, Empty, Guard, Present, Txn
 from elaunch.rendezvous.types import Generation, OpenKind, host_of
 
 _NAMES_SHOWN = 3
@@ -58,4 +58,4 @@ def hosts(node_ids: list[str]) -> str:
 
 def _open(snapshot: Snapshot, opened: Generation, guards: tuple[Guard, ...]) -> Txn:
     leader = (snapshot.gen_guard, snapshot.live_guard, snapshot.leader_guard)
-    return Txn((*leader, *guards), (Put(snapshot.keys.generation, encode(opened)),))
+    return Txn((*leader, *guards), (snapshot.put(snapshot.keys.generation, encode(opened)),))

@@ -13,7 +13,7 @@ from urllib.parse import quote
 
 from elaunch.rendezvous.codec import decode
 from elaunch.rendezvous.plan import PREFIX
-from elaunch.rendezvous.store import Absent, Entry, Unchanged, View
+from elaunch.rendezvous.store import Absent, Entry, Put, Unchanged, View
 from elaunch.rendezvous.tables import decode_table
 from elaunch.rendezvous.types import Failure, Generation, Joined, Node, Outcome, RankTable, Terms
 
@@ -65,6 +65,10 @@ class Keys:
     def failure(self, generation: int, node_id: str = "") -> str:
         return f"{self.root}failures/{generation:010}/{node_id}"
 
+    def detailed(self, generation: int, node_id: str = "") -> str:
+        """Whose failure record of the generation is in full."""
+        return f"{self.root}detailed/{generation:010}/{node_id}"
+
     def done(self, generation: int, node_id: str = "") -> str:
         return f"{self.root}done/{generation:010}/{node_id}"
 
@@ -84,6 +88,7 @@ class Snapshot:
     revision: int = 0
     whole: bool = False
     terms: Terms | None = None
+    lease: int = 0
     generation: Generation | None = None
     generation_revision: int = 0
     leader: str = ""
@@ -122,6 +127,10 @@ class Snapshot:
     def leader_guard(self) -> Unchanged:
         """Still leader: nobody has taken over since this was read."""
         return Unchanged(self.keys.leader, self.leader_revision)
+
+    def put(self, key: str, value: str) -> Put:
+        """Write what is the run's, and not a node's."""
+        return Put(key, value, self.lease)
 
 
 class SnapshotReader:
@@ -168,7 +177,7 @@ class SnapshotReader:
                 case ["ctl", "table", generation]:
                     tables[int(generation)] = record
                 case ["ctl", "spec"]:
-                    fields |= {"terms": record}
+                    fields |= {"terms": record, "lease": entry.lease}
                 case ["ctl", "generation"]:
                     fields |= {"generation": record, "generation_revision": entry.mod_revision}
                 case ["ctl", "leader"]:
@@ -206,7 +215,7 @@ class SnapshotReader:
 def _check_number(parts: list[str]) -> None:
     """Raises ValueError where a key that carries a generation carries none."""
     match parts:
-        case ["joined" | "failures" | "done", number, _] | ["ctl", "table", number]:
+        case ["joined" | "failures" | "detailed" | "done", number, _] | ["ctl", "table", number]:
             if not number.isdecimal():
                 raise ValueError(f"not a generation's: {number!r} is no number")
 

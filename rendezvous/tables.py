@@ -56,7 +56,7 @@ def decode_table(text: str) -> RankTable:
             barren=int(record["barren"]),
             progressed=bool(record["progressed"]),
         )
-    except (AttributeError, KeyError, TypeError, ValueError, zlib.error) as error:
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError, zlib.error) as error:
         raise ValueError(f"not a rank table: {text[:200]!r} ({error})") from error
 
 

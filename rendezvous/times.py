@@ -34,6 +34,7 @@ class Times:
     stop_grace_s          from a signal to the job to SIGKILL, and from a failure for workers that are saving
     boundary_wait_s       workers that are asked to stop at a step boundary have this long, at most
     hang_timeout_s        workers that have reported and then report nothing for so long hang; 0 is never
+    keys_ttl_s            a job's keys stay in the store for so long after its end, or after its last agent was killed
     """
 
     lease_ttl_s: int = 3
@@ -52,6 +53,7 @@ class Times:
     stop_grace_s: float = 30.0
     boundary_wait_s: float = 10.0
     hang_timeout_s: float = 0.0
+    keys_ttl_s: float = 7 * 24 * 3600.0
 
     @classmethod
     def for_lease(
@@ -63,6 +65,7 @@ class Times:
         last_call_s: float = 2.0,
         join_timeout_s: float | None = None,
         store_timeout_s: float | None = None,
+        keys_ttl_s: float | None = None,
     ) -> Times:
         """Times in which all that was not chosen fits what was.
 
@@ -83,7 +86,9 @@ class Times:
             join_timeout_s = max(cls.join_timeout_s, fitted.join_timeout_min_s)
         if store_timeout_s is None:
             store_timeout_s = max(cls.store_timeout_s, 3 * lease_ttl_s)
-        return replace(fitted, join_timeout_s=join_timeout_s, store_timeout_s=store_timeout_s)
+        if keys_ttl_s is None:
+            keys_ttl_s = max(cls.keys_ttl_s, fitted.keys_ttl_min_s)
+        return replace(fitted, join_timeout_s=join_timeout_s, store_timeout_s=store_timeout_s, keys_ttl_s=keys_ttl_s)
 
     @property
     def longest_stop_s(self) -> float:
@@ -99,6 +104,11 @@ class Times:
     def join_timeout_min_s(self) -> float:
         """The shortest join_timeout in whole seconds that the other times leave room for."""
         return math.floor(max(self.form_deadline_s + 2 * self.lease_ttl_s, self.last_call_s)) + 1.0
+
+    @property
+    def keys_ttl_min_s(self) -> float:
+        """The shortest keys_ttl: a leader that dies before it renews the run's lease has a successor in time."""
+        return 4.0 * self.lease_ttl_s
 
     @property
     def amnesty_s(self) -> float:
@@ -171,6 +181,11 @@ class Times:
                 self.store_timeout_s > 2 * self.lease_ttl_s,
                 f"store_timeout ({self.store_timeout_s:g} s) gives up a store while leases may still be alive; with"
                 f" lease_ttl {self.lease_ttl_s:g} s it must be above {2 * self.lease_ttl_s:g} s",
+            ),
+            (
+                self.keys_ttl_s >= self.keys_ttl_min_s,
+                f"keys_ttl ({self.keys_ttl_s:g} s) is so short that a job could lose its keys while it runs; with"
+                f" lease_ttl {self.lease_ttl_s:g} s it must be {self.keys_ttl_min_s:g} s or more",
             ),
             (
                 self.boundary_wait_s > 0,

@@ -3,20 +3,36 @@
     argv → Options → JobSpec → Node → Joined → Quorum → RankTable → Assignment → Spawn → WorkerExited → Failure
          → Restart | GiveUp → Outcome → exit code
 
-All are frozen. Durations end in `_s`; wall-clock times (`*_at`) are for people only and decide nothing.
+All are frozen. Durations end in `_s`; wall-clock times (`*_at`) are for people only and decide nothing. What is sent to
+the store is `Bounded`: no text of a user or a program makes a transaction that the store refuses.
 """
 
 from __future__ import annotations
 
 import hashlib
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
-# Commands may be long; what differs shows near their beginning, and the digest knows the rest.
-COMMAND_SHOWN_MAX = 300
+from elaunch.rendezvous.limits import Bounded, keep_ends, keep_head, keep_tail
+
 _RANDOM_DIGITS = 8
+
+# A word that a command line gives: refused there where it is longer, since a cut one could be another's.
+ROLE_BYTES_MAX = 64
+RUN_ID_BYTES_MAX = 255
+
+# DNS has no longer ones, and Linux takes 64.
+_Host = Annotated[str, keep_head(255)]
+_NodeId = Annotated[str, keep_head(255 + 1 + _RANDOM_DIGITS)]
+_Reason = Annotated[str, keep_head(4 << 10)]
+_Cause = Annotated[str, keep_head(1 << 10)]
+# Linux takes no longer ones.
+_Path = Annotated[str, keep_head(4 << 10)]
+# What a failure's record has room for; and one whose generation has another in full.
+TRACEBACK, TAIL = keep_ends(32 << 10), keep_tail(8 << 10)
+_BRIEF_TRACEBACK, _BRIEF_TAIL = keep_ends(2 << 10), keep_tail(1 << 10)
 
 
 def host_of(node_id: str) -> str:
@@ -66,7 +82,7 @@ class Program:
 
 
 @dataclass(frozen=True)
-class Terms:
+class Terms(Bounded):
     """What all nodes of a job must agree on; the first one's stand in the store.
 
     `max_restarts` 0 is a plain launch. The budget is the job's, not a node's: `max_restarts` over its whole life, or,
@@ -78,7 +94,8 @@ class Terms:
     nodes_max: int = 1
     max_restarts: int = 3
     restart_window_s: float | None = None
-    command: str = ""
+    # What differs shows near its beginning.
+    command: Annotated[str, keep_head(300)] = ""
     digest: str = ""
 
 
@@ -101,14 +118,13 @@ class JobSpec:
         digest = hashlib.sha256("\0".join(words).encode(errors="surrogateescape")).hexdigest()[:16]
         module = ["-m"] if program.kind is ProgramKind.MODULE else []
         command = shlex.join([*module, program.target, *program.args])
-        shown = command if len(command) <= COMMAND_SHOWN_MAX else f"{command[:COMMAND_SHOWN_MAX]}…"
         # A lone surrogate (a byte of another encoding in argv) has no JSON text.
-        shown = shown.encode(errors="backslashreplace").decode()
+        shown = command.encode(errors="backslashreplace").decode()
         return Terms(self.nodes_min, self.nodes_max, self.max_restarts, self.restart_window_s, shown, digest)
 
 
 @dataclass(frozen=True)
-class Node:
+class Node(Bounded):
     """One incarnation of one agent. `node_id` is the host name and 8 random hex digits.
 
     `address` is one at which the other nodes reach it. `process` names the agent's process beyond its host's life:
@@ -116,25 +132,25 @@ class Node:
     for, -1 where he did not; nodes of one `topology` are seated side by side.
     """
 
-    node_id: str
-    host: str
-    address: str
+    node_id: _NodeId
+    host: _Host
+    address: _Host
     slots: int
-    process: str = ""
-    role: str = "default"
+    process: _Host = ""
+    role: Annotated[str, keep_head(ROLE_BYTES_MAX)] = "default"
     node_rank: int = -1
-    topology: str = ""
+    topology: Annotated[str, keep_head(1 << 10)] = ""
 
 
 @dataclass(frozen=True)
-class Joined:
+class Joined(Bounded):
     """A node's word that its old workers are stopped and that it can run the generation.
 
     `port` is a reserved listening port on `address`: the worker store's, if the node becomes the first in the table.
     `progressed` says that a worker of the generation that it ran before made progress.
     """
 
-    node_id: str
+    node_id: _NodeId
     port: int
     progressed: bool = False
 
@@ -154,7 +170,7 @@ class Seat(NamedTuple):
 
 
 @dataclass(frozen=True)
-class RankTable:
+class RankTable(Bounded):
     """Who has which ranks in one generation; sealed by the leader, at most one per generation.
 
     `restarts` counts the job's counted restarts so far; `restart_ages_s` says how long before the seal those were that
@@ -164,9 +180,9 @@ class RankTable:
 
     generation: int
     seats: tuple[Seat, ...]
-    master_addr: str
+    master_addr: _Host
     master_port: int
-    reason: str
+    reason: _Reason
     restarts: int = 0
     restart_ages_s: tuple[float, ...] = ()
     barren: int = 0
@@ -197,7 +213,7 @@ class OpenKind(Enum):
 
 
 @dataclass(frozen=True)
-class Generation:
+class Generation(Bounded):
     """The one number that every key, event, log line and worker environment of a group's (re)start carries.
 
     `cause` is the end of a sentence; `node_id` is the node that opened it by failing or leaving, `signum` the signal
@@ -206,8 +222,8 @@ class Generation:
 
     number: int
     kind: OpenKind
-    cause: str
-    node_id: str = ""
+    cause: _Cause
+    node_id: _NodeId = ""
     signum: int = 0
 
 
@@ -233,32 +249,53 @@ class FailureKind(Enum):
 
 
 @dataclass(frozen=True)
-class Failure:
+class Failure(Bounded):
     """How one worker (or what serves the workers) failed first on a node in one generation.
 
     `code` is the exit status as Python reports it: the exit code, or minus the signal's number; None where no worker
     exited. `rank` is -1 where no worker is to blame. `exception`, `frame` and `message` describe the uncaught exception
     (`frame` is its innermost frame in the user's code, `file:line in function`). `progressed` says
-    whether the rank had reported a step or made its process group; None where nobody can tell.
+    whether the rank had reported a step or made its process group; None where nobody can tell. `is_cut` says that the
+    message or the traceback was too long; the whole one is in `error_file` and `log_path`, on its host.
+
+    All limits together, and the rest of it, are less than 64 kB.
     """
 
     kind: FailureKind
     generation: int
-    node_id: str
-    host: str
+    node_id: _NodeId
+    host: _Host
     rank: int
     local_rank: int
     pid: int
     code: int | None
-    message: str
-    exception: str = ""
-    frame: str = ""
-    traceback: str = ""
-    tail: str = ""
-    log_path: str = ""
-    error_file: str = ""
+    message: Annotated[str, keep_head(2 << 10)]
+    exception: Annotated[str, keep_head(256)] = ""
+    frame: _Cause = ""
+    traceback: Annotated[str, TRACEBACK] = ""
+    tail: Annotated[str, TAIL] = ""
+    log_path: _Path = ""
+    error_file: _Path = ""
     failed_at: float = 0.0
     progressed: bool | None = None
+    is_cut: bool = False
+
+    def __post_init__(self) -> None:
+        said = self.message, self.traceback
+        super().__post_init__()
+        if (self.message, self.traceback) != said:
+            object.__setattr__(self, "is_cut", True)
+
+    @property
+    def opening(self) -> Failure:
+        """Its record while nobody needs more than how it failed: without traceback and output."""
+        return replace(self, traceback="", tail="")
+
+    @property
+    def brief(self) -> Failure:
+        """Its record where another one of its generation is in full."""
+        traceback, tail = _BRIEF_TRACEBACK.of(self.traceback), _BRIEF_TAIL.of(self.tail)
+        return replace(self, traceback=traceback, tail=tail, is_cut=self.is_cut or traceback != self.traceback)
 
     @property
     def sentence(self) -> str:
@@ -280,14 +317,14 @@ class OutcomeKind(Enum):
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Outcome(Bounded):
     """The end: of the job, written once and the same for all agents; or of one agent's part in it.
 
     `signum` is set for INTERRUPTED only.
     """
 
     kind: OutcomeKind
-    reason: str
+    reason: _Reason
     generation: int
     restarts: int
     max_restarts: int

@@ -97,6 +97,8 @@ class Checks:
         if self.is_garbled:
             return
         parts = {key: key[len(KEYS.root) :].split("/") for key in update.entries}
+        for key, entry in update.entries.items():
+            self._require(entry is None or entry.lease, "lease", f"{key} would never go away")
         # What a transaction opens or seals is judged by what stood there before it, its deletions come last.
         for key, entry in update.entries.items():
             if entry and parts[key][0] == "ctl":
@@ -300,7 +302,10 @@ class Checks:
             case ["failures", number, node_id]:
                 self._require(self._owners[node_id] is process, "stale", f"{process.name} writes {parts}")
                 self._require(int(number) <= g, "stale", f"{parts} in {g}")
-                self.failures.setdefault(int(number), {})[node_id] = decode(Failure, entry.value)
+                failures = self.failures.setdefault(int(number), {})
+                failures[node_id] = decode(Failure, entry.value)
+                full = [node for node, failure in failures.items() if failure != failure.brief]
+                self._require(len(full) <= 1, "detail", f"{full} have records in full, of generation {number}")
             case ["done", number, node_id]:
                 self._require(int(number) == g and not self.run.ended, "stale", f"{parts} in {g}")
                 codes = [w.code for w in process.workers if w.generation == g]
@@ -316,6 +321,8 @@ class Checks:
                 self._left[node_id] = revision
             case ["joined", number, node_id]:
                 self.joined[int(number)].pop(node_id, None)
+            case ["failures", number, node_id]:
+                self.failures[int(number)].pop(node_id, None)
             case ["done", number, node_id]:
                 self.done[int(number)].discard(node_id)
             case ["ctl", "table", number]:

@@ -29,6 +29,8 @@ INT, KILL, USR1, TERM = 2, 9, 10, 15
 PEER_LOST_S = (0.02, 0.2)
 PROGRESS_S = 0.5
 PEER_TAIL = "RuntimeError: Connection closed by peer [10.0.0.1]:4711\n"
+# More than a brief record has room for.
+OWN_TAIL = "".join(f"step {number}\n" for number in range(300))
 
 
 class Manner(Enum):
@@ -147,6 +149,7 @@ class Group:
         failure = self._failure(worker, code, kind) if code else None
         if code and is_own:
             self._world.note_failure(worker)
+            worker.process.tails[worker.local_rank] = OWN_TAIL
         self.review()
         worker.process.report(WorkerExited(worker.generation, worker.local_rank, code, failure))
         if not self.is_finished and self._world.plan.collective and not has_stopped:

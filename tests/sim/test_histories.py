@@ -9,9 +9,11 @@ import pytest
 from elaunch.rendezvous.types import OpenKind
 from tests.sim.agents import KEYS
 from tests.sim.cluster import simulate
-from tests.sim.plans import Fault, HostPlan, Plan, Strike
+from tests.sim.plans import TIMES, Fault, HostPlan, Plan, Strike
 
 HOSTS = tuple(HostPlan(f"host-{index}", 1) for index in range(3))
+# Longer than any life here.
+KEPT = replace(TIMES, keys_ttl_s=3600.0)
 
 
 def plan(seed: int, *faults: Fault, **changes: object) -> Plan:
@@ -75,3 +77,43 @@ def test_nobody_is_evicted_for_the_time_that_the_store_was_away(seed: int) -> No
     world = simulate(plan(seed, *faults, obedient=False, peers_blind=1.0, work_s=25.0))
 
     assert len({seat.node_id for table in world.checks.tables.values() for seat in table.seats}) == 2
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_of_a_job_whose_agents_were_all_killed_nothing_stays(seed: int) -> None:
+    kills = [Fault(5.0 + seed / 10, Strike.KILL, host) for host in range(2)]
+
+    world = simulate(plan(seed, Fault(2.0, Strike.WORKER), *kills, work_s=60.0, times=KEPT))
+
+    left = set(world.store.read(KEYS.root).entries)
+    assert {KEYS.spec, KEYS.generation} < left
+    world.now_s += KEPT.keys_ttl_s
+    world.advance_store()
+    assert not world.store.read(KEYS.root).entries
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_job_that_was_killed_goes_on_while_its_keys_are_there(seed: int) -> None:
+    kills = [Fault(3.0 + seed / 10, Strike.KILL, host) for host in range(2)]
+
+    world = simulate(plan(seed, *kills, again=True, times=KEPT))
+
+    # Who comes within the lease time of the dead goes on with their run.
+    assert [opened.number for _, opened in world.checks.opened] == [0, 1]
+    assert world.checks.run.ended
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_what_stays_of_a_job_that_has_ended_is_its_outcome_and_goes_too(seed: int) -> None:
+    fails = [Fault(2.0 + at_s, Strike.WORKER, at_s) for at_s in range(2)]
+
+    world = simulate(plan(seed, *fails, work_s=12.0, times=KEPT))
+
+    left = world.store.read(KEYS.root).entries
+    newest = max(world.checks.tables)
+    assert {KEYS.spec, KEYS.generation, KEYS.ended, KEYS.table(newest)} <= set(left)
+    assert len([key for key in left if "/failures/" in key]) == 1
+    assert len(left) == 5
+    world.now_s += KEPT.keys_ttl_s
+    world.advance_store()
+    assert not world.store.read(KEYS.root).entries

@@ -55,6 +55,7 @@ from elaunch.rendezvous.types import (
     ProgramKind,
     RankTable,
 )
+from tests.unit.job_world import begin_run_lease
 
 KEYS = Keys("job")
 INT, KILL, TERM = 2, 9, 15
@@ -168,6 +169,7 @@ class World:
         self.later(self.answered_at_s - self.now_s, "event", event)
 
     def commit(self, txn: Txn, tag: Tag | None) -> None:
+        begin_run_lease(self.store, txn)
         answer = self.store.commit(txn)
         if tag is None:
             return

@@ -12,6 +12,8 @@ the loop keeps the lease                                  "liveness": a wedged a
 the loop reads again what it watches                      "liveness": a deaf agent is waited for without end
 who returns as a member guards the generation             "stale": a member runs workers of an older generation
 who was cut off declares nobody lost at once              "outage": an absence of the store stops the workers
+the leader renews the run's lease                         "exit code": a job that runs for long loses its keys
+one failure record of a generation is in full             "detail": each of many nodes that fail writes a long one
 
 The rules themselves are in docs/protocol.md. Every hunt takes the same worlds, and none is found with the rule on.
 """
@@ -36,7 +38,7 @@ from tests.sim import agents
 from tests.sim.agents import AgentProcess
 from tests.sim.checks import Violation
 from tests.sim.cluster import World, simulate
-from tests.sim.plans import FOREVER_S, Fault, HostPlan, Plan, Strike
+from tests.sim.plans import FOREVER_S, TIMES, Fault, HostPlan, Plan, Strike
 
 WORLDS = 400
 Switch = Callable[[pytest.MonkeyPatch], None]
@@ -117,6 +119,19 @@ def away_ending(rng: random.Random, seed: int) -> Plan:
     # Who comes within the last moments of it has not seen it, and may still begin a new run.
     away = [Fault(4.0, Strike.AWAY_ENDING, lasts_s=rng.uniform(5, 12))]
     return plan(seed, 4, away, hosts=tuple(hosts), nodes_min=3, nodes_max=4, work_s=25.0, loop_s=0.1)
+
+
+def lasting(rng: random.Random, seed: int) -> Plan:
+    """The job runs for longer than its keys would stay without anybody, and leaders are lost."""
+    kills = [Fault(rng.uniform(2, 20), Strike.KILL, rng.randrange(3)) for _ in range(2)]
+    return plan(seed, 3, kills, nodes_min=1, work_s=60.0, times=replace(TIMES, keys_ttl_s=TIMES.keys_ttl_min_s))
+
+
+def failing_together(rng: random.Random, seed: int) -> Plan:
+    """Workers of several nodes fail of their own at almost the same moment."""
+    at_s = rng.uniform(2, 5)
+    fails = [Fault(at_s + rng.uniform(0, 0.2), Strike.WORKER, host) for host in range(4)]
+    return plan(seed, 4, fails, call_s=0.1, watch_s=0.1, collective=False)
 
 
 # How each rule is switched off.
@@ -217,6 +232,18 @@ def no_amnesty(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Times, "amnesty_s", property(lambda _: 0.0))
 
 
+def run_not_renewed(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Dealings, "renew_run", lambda _: None)
+
+
+def all_in_full(patch: pytest.MonkeyPatch) -> None:
+    def off(*args: Any) -> tuple[Txn, ...]:
+        return tuple(replace(txn, guards=txn.guards[:1]) for txn in complete(*args))
+
+    complete = entering.complete
+    patch.setattr(entering, "complete", off)
+
+
 @dataclass(frozen=True)
 class Hunt:
     """Switched off by `switch`, a rule's absence is seen as a violation of `found`, in one of `worlds`."""
@@ -239,6 +266,8 @@ HUNTS = [
     Hunt(not_read_again, deaf, "liveness"),
     Hunt(return_unguarded, just_back, "stale"),
     Hunt(no_amnesty, away_ending, "outage"),
+    Hunt(run_not_renewed, lasting, "exit code"),
+    Hunt(all_in_full, failing_together, "detail"),
 ]
 
 

@@ -44,6 +44,7 @@ from elaunch.rendezvous.types import (
     Program,
     ProgramKind,
 )
+from tests.unit.job_world import begin_run_lease
 
 KEYS = Keys("job")
 SPEC = JobSpec("job", Program(ProgramKind.SCRIPT, "train.py"), max_restarts=3)
@@ -190,6 +191,7 @@ class Driver:
                 self._scope = KEYS.root
 
     def _commit(self, txn: Txn, tag: Tag | None) -> None:
+        begin_run_lease(self.store, txn)
         try:
             answer = self.store.commit(txn)
         except LeaseGone:

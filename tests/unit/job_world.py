@@ -26,6 +26,12 @@ def node(letter: str, slots: int = 1, *, node_rank: int = -1, topology: str = ""
 A, B, C, D = (node(letter, slots) for slots, letter in enumerate("abcd", start=1))
 
 
+def begin_run_lease(store: MemoryStore, txn: Txn) -> None:
+    """What the dealings do for a transaction that starts a run."""
+    if lease := entering.run_lease(KEYS, txn):
+        store.grant(lease, TIMES.keys_ttl_s)
+
+
 class World:
     """`A` starts the run and leads, until somebody else does (`leader`)."""
 
@@ -83,7 +89,9 @@ class World:
     # What nodes do.
 
     def start(self, who: Node) -> bool:
-        return self.commit(entering.start_run(self.snapshot, self.terms, who, self.lease(who)))
+        txn = entering.start_run(self.snapshot, self.terms, who, self.lease(who))
+        begin_run_lease(self.store, txn)
+        return self.commit(txn)
 
     def join(self, *nodes: Node, progressed: bool = False) -> bool:
         """Join the newest generation, as members or to become such; whether all could."""

@@ -12,6 +12,7 @@ from elaunch.agent.errands import Errands
 from elaunch.agent.events import Committed, Leased, LeaseLost, Looked, StoreEvent, StoreLost, Tag
 from elaunch.rendezvous.codec import encode
 from elaunch.rendezvous.engine import OPS_MAX
+from elaunch.rendezvous.entering import run_lease, start_run
 from elaunch.rendezvous.snapshot import Keys, Snapshot
 from elaunch.rendezvous.store import (
     Absent,
@@ -28,7 +29,7 @@ from elaunch.rendezvous.store import (
     View,
 )
 from elaunch.rendezvous.times import Times
-from elaunch.rendezvous.types import Generation, Node, OpenKind
+from elaunch.rendezvous.types import Generation, Node, OpenKind, Terms
 from tests.unit.flaky_store import FlakyStore
 
 KEYS = Keys("job")
@@ -40,7 +41,7 @@ AWAY = Unavailable("10.0.0.9:2379 refuses connections")
 class Bench:
     """Dealings with a store that fails as it is told; what came of them."""
 
-    def __init__(self, *, remote: bool = True) -> None:
+    def __init__(self, *, remote: bool = True, times: Times = TIMES) -> None:
         self.store = FlakyStore()
         self.events: list[StoreEvent] = []
         self.looks_due = 0
@@ -50,7 +51,7 @@ class Bench:
             self.store,
             KEYS,
             "node-a",
-            TIMES,
+            times,
             self.events.append,
             self._look_again,
             draw=random.Random(1).getrandbits,
@@ -648,3 +649,118 @@ def test_after_the_end_nothing_is_told() -> None:
     bench.open(1)
 
     assert bench.looks_due == 0
+
+
+# --- the run's lease
+
+
+def started(*, remote: bool = True) -> tuple[Bench, int]:
+    """The run is started by these dealings; its lease."""
+    bench = Bench(remote=remote)
+    bench.store.memory.advance(bench.now_s)
+    snapshot, own = bench.begun().snapshot, bench.leased[-1]
+    me = replace(NODE, node_id=own.node_id, host="node-a")
+    bench.dealings.commit(start_run(snapshot, Terms(), me, own.lease), Tag.FIRST_RUN)
+    return bench, bench.store.memory.read(KEYS.spec).entries[KEYS.spec].lease
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_who_starts_a_run_begins_the_lease_on_which_its_keys_stand(remote: bool) -> None:
+    bench, lease = started(remote=remote)
+
+    assert Committed(Tag.FIRST_RUN, True, bench.store.memory.read("").revision) in bench.events
+    assert bench.store.memory.keep_alive(lease) == TIMES.keys_ttl_s
+    assert bench.snapshot.lease == lease
+    assert lease not in [leased.lease for leased in bench.leased]
+
+
+def test_who_comes_too_late_to_start_a_run_begins_no_lease() -> None:
+    bench = Bench().begun()
+    nothing, own = bench.snapshot, bench.leased[-1]
+    bench.open(3)
+    asked = bench.store.calls["grant"]
+
+    bench.dealings.commit(start_run(nothing, Terms(), replace(NODE, node_id=own.node_id), own.lease), Tag.FIRST_RUN)
+
+    assert isinstance(bench.events[-1], Committed)
+    assert not bench.events[-1].held
+    assert bench.store.calls["grant"] == asked
+
+
+def test_a_start_whose_answers_were_lost_is_made_again_with_the_same_lease() -> None:
+    bench = Bench().begun()
+    own = bench.leased[-1]
+    txn = start_run(bench.snapshot, Terms(), replace(NODE, node_id=own.node_id), own.lease)
+    bench.store.lose("grant", AWAY)
+
+    with pytest.raises(Unavailable):
+        bench.dealings.commit(txn, Tag.FIRST_RUN)
+    bench.dealings.commit(txn, Tag.FIRST_RUN)
+
+    assert bench.store.memory.read(KEYS.spec).entries[KEYS.spec].lease == run_lease(KEYS, txn)
+    assert bench.leased == [own]
+
+
+def test_who_starts_a_run_after_its_own_lease_has_ended_hears_of_that() -> None:
+    bench = Bench().begun()
+    own = bench.leased[-1]
+    bench.store.memory.revoke(own.lease)
+
+    bench.dealings.commit(start_run(bench.snapshot, Terms(), replace(NODE, node_id=own.node_id), own.lease), Tag.RUN)
+
+    assert bench.events[-2:] == [Committed(Tag.RUN, False, 0), LeaseLost(own.lease)]
+    assert not bench.store.memory.read(KEYS.root).entries
+
+
+def live(bench: Bench, seconds: float) -> None:
+    """Time passes for the dealings and their store; what is due is done."""
+    end_s = bench.now_s + seconds
+    while bench.now_s < end_s:
+        bench.now_s += TIMES.keepalive_s
+        bench.store.memory.advance(bench.now_s)
+        bench.dealings.tick(bench.now_s, bench.errands)
+        while bench.errands.has_any:
+            bench.errands.do_next(0.0)
+
+
+def test_the_leader_keeps_the_runs_keys_and_whoever_follows_does_not() -> None:
+    times = replace(TIMES, keys_ttl_s=TIMES.keys_ttl_min_s)
+    bench = Bench(times=times)
+    bench.store.memory.advance(bench.now_s)
+    bench.begun()
+    own = bench.leased[-1]
+    bench.dealings.commit(start_run(bench.snapshot, Terms(), replace(NODE, node_id=own.node_id), own.lease), Tag.RUN)
+    bench.dealings.widen()
+
+    live(bench, 5 * times.keys_ttl_s)
+    kept = set(bench.store.memory.read(KEYS.control).entries)
+    bench.dealings._scope = KEYS.control
+    live(bench, 1.5 * times.keys_ttl_s)
+
+    assert {KEYS.spec, KEYS.generation, KEYS.leader} == kept
+    assert set(bench.store.memory.read(KEYS.control).entries) == {KEYS.leader}
+
+
+def test_the_runs_lease_is_renewed_by_the_time_that_it_has_whatever_this_node_would_have_given_it() -> None:
+    bench, lease = started()
+    bench.store.memory.revoke(lease)
+    bench.store.memory.grant(lease, 20)
+    bench.write(Put(KEYS.spec, encode(Terms()), lease))
+    bench.dealings.widen()
+
+    live(bench, 60.0)
+
+    assert KEYS.spec in bench.store.memory.read(KEYS.control).entries
+
+
+def test_a_leader_that_goes_begins_the_time_that_is_left_to_the_keys() -> None:
+    bench, _ = started()
+    bench.dealings.widen()
+    bench.store.memory.advance(bench.now_s + TIMES.keys_ttl_s / 2)
+
+    bench.dealings.give_back()
+
+    bench.store.memory.advance(bench.now_s + 1.4 * TIMES.keys_ttl_s)
+    assert set(bench.store.memory.read(KEYS.root).entries) == {KEYS.spec, KEYS.generation}
+    bench.store.memory.advance(bench.now_s + 1.6 * TIMES.keys_ttl_s)
+    assert not bench.store.memory.read(KEYS.root).entries

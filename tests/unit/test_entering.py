@@ -23,7 +23,8 @@ from elaunch.rendezvous.types import (
     OutcomeKind,
     Terms,
 )
-from tests.unit.job_world import KEYS, TERMS, A, B, C, World, forming, running
+from elaunch.rendezvous.verdict import verdict
+from tests.unit.job_world import KEYS, TERMS, A, B, C, World, begin_run_lease, forming, running
 
 FAILED = Failure(FailureKind.SIGNAL, 0, B.node_id, B.host, 1, 0, 17, -9, "was killed by SIGKILL")
 INTERRUPTED = Outcome(OutcomeKind.INTERRUPTED, "SIGINT was received", 0, 0, 3, signum=2)
@@ -77,6 +78,7 @@ def test_of_two_agents_that_come_to_an_old_run_one_starts_the_new_one() -> None:
     snapshot = world.snapshot
     both = [entering.start_run(snapshot, TERMS, who, world.lease(who)) for who in (B, C)]
 
+    begin_run_lease(world.store, both[0])
     assert [world.commit(txn) for txn in both] == [True, False]
 
 
@@ -280,10 +282,91 @@ def test_a_completed_record_keeps_its_place_in_the_order() -> None:
     world.commit(entering.fail(world.snapshot, A, replace(FAILED, node_id=A.node_id)))
     whole = replace(FAILED, tail="its last words")
 
-    assert world.commit(entering.complete(world.snapshot, B, whole))
+    assert [world.commit(txn) for txn in entering.complete(world.snapshot, B, whole)] == [True]
 
     assert [f.node_id for f in world.snapshot.failures[0]] == [B.node_id, A.node_id]
     assert world.snapshot.failures[0][0] == whole
+
+
+LONG = replace(FAILED, kind=FailureKind.EXCEPTION, traceback="a line\n" * 9000, tail="a word\n" * 9000)
+
+
+def complete(world: World, who: Node, failure: Failure = LONG, seen: Snapshot | None = None) -> None:
+    for txn in entering.complete(seen or world.snapshot, who, replace(failure, node_id=who.node_id)):
+        world.commit(txn)
+
+
+def in_full(world: World) -> list[str]:
+    return [f.node_id for f in world.snapshot.failures[0] if f != f.brief]
+
+
+def test_the_transaction_that_opens_a_generation_carries_no_traceback_and_no_output() -> None:
+    world = running(A, B)
+
+    world.commit(entering.fail(world.snapshot, B, LONG))
+
+    assert world.snapshot.failures[0] == (replace(LONG, traceback="", tail=""),)
+
+
+def test_of_many_that_fail_the_one_that_opened_the_generation_is_recorded_in_full() -> None:
+    world = running(A, B, C)
+    seen = world.snapshot
+    for who in (B, A, C):
+        world.commit(entering.fail(seen, who, replace(LONG, node_id=who.node_id)))
+
+    for who in (C, A, B):
+        complete(world, who)
+
+    assert [f.node_id for f in world.snapshot.failures[0]] == [B.node_id, A.node_id, C.node_id]
+    assert in_full(world) == [B.node_id]
+    assert verdict(world.snapshot.failures[0]) == replace(LONG, node_id=B.node_id)
+
+
+@pytest.mark.parametrize("kind_at_first", [FailureKind.PEER_LOST, FailureKind.EXIT_CODE])
+def test_where_a_peers_end_explains_the_opener_another_ones_record_is_in_full(kind_at_first: FailureKind) -> None:
+    world = running(A, B, C)
+    world.commit(entering.fail(world.snapshot, A, replace(FAILED, kind=kind_at_first, node_id=A.node_id)))
+    for who in (B, C):
+        world.commit(entering.fail(world.snapshot, who, replace(LONG, node_id=who.node_id)))
+
+    complete(world, A, replace(LONG, kind=FailureKind.PEER_LOST))
+    complete(world, B)
+    complete(world, C)
+
+    assert in_full(world) == [B.node_id]
+    assert verdict(world.snapshot.failures[0]) == replace(LONG, node_id=B.node_id)
+
+
+def test_a_brief_record_still_shows_both_ends_of_its_traceback_and_the_last_output() -> None:
+    world = running(A, B)
+    world.commit(entering.fail(world.snapshot, A, replace(LONG, node_id=A.node_id)))
+    world.commit(entering.fail(world.snapshot, B, LONG))
+
+    complete(world, B)
+
+    record = world.snapshot.failures[0][1]
+    assert record.node_id == B.node_id
+    assert record.traceback.startswith("a line\na line\n")
+    assert record.tail.endswith("a word\n")
+    assert record.is_cut
+
+
+def test_many_nodes_that_fail_at_once_leave_a_known_number_of_bytes_each() -> None:
+    """docs/operations.md says how many."""
+    nodes = [replace(A, node_id=f"host-{number}-{number:08x}") for number in range(200)]
+    world = running(A)
+    seen = world.snapshot
+    for who in nodes:
+        world.commit(entering.fail(seen, who, replace(LONG, node_id=who.node_id)))
+
+    for who in nodes:
+        complete(world, who, seen=seen)
+
+    entries = world.store.read(KEYS.failure(0)).entries
+    assert len(entries) == 200
+    bytes_each = sum(len(key) + len(entry.value) for key, entry in entries.items()) / 200
+    assert 2_000 < bytes_each < 4_500
+    assert len(in_full(world)) == 1
 
 
 # --- leaving, ending
@@ -379,7 +462,7 @@ OF_B: dict[str, Callable[[Snapshot, int], Txn]] = {
     "lead": lambda seen, lease: entering.become_leader(seen, B, lease),
     "done": lambda seen, lease: entering.is_done(seen, B, 0),
     "fail": lambda seen, lease: entering.fail(seen, B, FAILED),
-    "complete": lambda seen, lease: entering.complete(seen, B, replace(FAILED, tail="last words")),
+    "complete": lambda seen, lease: entering.complete(seen, B, replace(FAILED, tail="last words"))[0],
     "end": lambda seen, lease: entering.end(seen, INTERRUPTED),
 }
 
@@ -418,6 +501,43 @@ def test_once_the_job_has_ended_who_leaves_opens_nothing() -> None:
     assert B.node_id not in world.snapshot.members
 
 
+def test_every_key_of_a_run_stands_on_a_nodes_lease_or_on_the_runs() -> None:
+    world = running(A, B)
+    world.finish(A)
+    world.commit(entering.fail(world.snapshot, B, LONG))
+    complete(world, B)
+    world.run(A, B)
+    world.leave(B)
+    world.commit(entering.end(world.snapshot, INTERRUPTED))
+
+    leases = {key: entry.lease for key, entry in world.store.read(KEYS.root).entries.items()}
+    assert set(leases.values()) == {world.snapshot.lease, world.lease(A)}
+    assert leases[KEYS.ended] == leases[KEYS.generation] == leases[KEYS.spec] == world.snapshot.lease
+
+
+def test_two_agents_that_start_a_run_at_once_mean_the_same_lease_and_another_run_another() -> None:
+    world = running(A)
+    first = world.snapshot.lease
+    starts = [entering.start_run(Snapshot(KEYS), TERMS, who, 1) for who in (A, B)]
+    world.lose(A)
+
+    later = entering.start_run(world.snapshot, TERMS, B, 1)
+
+    assert [entering.run_lease(KEYS, txn) for txn in starts] == [first, first]
+    assert entering.run_lease(KEYS, later) not in (0, first)
+    assert entering.run_lease(KEYS, entering.is_done(world.snapshot, B, 0)) == 0
+    assert 0 < first < 1 << 63
+
+
+def test_what_an_older_elaunch_began_is_written_on_without_a_lease() -> None:
+    world = running(A)
+    world.write(Put(KEYS.spec, encode(TERMS)))
+
+    world.finish(A)
+
+    assert world.store.read(KEYS.done(0)).entries[KEYS.done(0, A.node_id)].lease == 0
+
+
 def test_every_transaction_of_a_node_may_be_sent_twice() -> None:
     """An answer that was lost on the way: what is sent again changes nothing, or is refused."""
     store = MemoryStore()
@@ -433,9 +553,13 @@ def test_every_transaction_of_a_node_may_be_sent_twice() -> None:
         again = store.read(KEYS.root).entries
         assert {key: entry.value for key, entry in again.items()} == {key: entry.value for key, entry in once.items()}
 
-    twice(entering.start_run(read(), Terms(), A, 7))
+    start = entering.start_run(read(), Terms(), A, 7)
+    begin_run_lease(store, start)
+    twice(start)
     twice(entering.join(read(), A, Joined(A.node_id, 1), 7, is_member=True))
     twice(entering.fail(read(), A, replace(FAILED, node_id=A.node_id)))
+    for txn in entering.complete(read(), A, replace(LONG, node_id=A.node_id)):
+        twice(txn)
     store.commit(Txn((), (Delete(KEYS.leader),)))
     twice(entering.become_leader(read(), A, 7))
     twice(entering.return_as_member(read(), A, 7))

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from elaunch.agent.failures import Place, Remains, failure_of, parse_record, parse_traceback, with_tail
+from elaunch.rendezvous.codec import encode
 from elaunch.rendezvous.types import Failure, FailureKind
 
 PLACE = Place(generation=2, node_id="node-a-1", host="node-a", rank=5, local_rank=1, pid=4711)
@@ -434,3 +436,63 @@ def test_the_paths_of_a_failure_are_kept_when_its_output_arrives() -> None:
     whole = with_tail(early, "words\n", reached_store=False)
 
     assert (whole.log_path, whole.error_file) == ("/logs/stderr.log", "/logs/error.json")
+
+
+# --- what programs say may be of any length
+
+FRAMES = 'Traceback (most recent call last):\n  File "/home/u/train.py", line 3, in f\n    load(path)\n'
+MISSING = "".join(f'\t"layers.{number}.weight" is missing\n' for number in range(100_000))
+
+
+@pytest.mark.parametrize("text", ["x" * 8_000_000, f"Error(s) in loading state_dict:\n{MISSING}"], ids=["line", "list"])
+def test_a_failure_with_megabytes_of_words_is_known_for_what_it_is_and_has_a_short_record(text: str) -> None:
+    stack = f"{FRAMES}RuntimeError: {text}"
+
+    raised = failure(1, record_of("RuntimeError", text, stack))
+    whole = with_tail(raised, stack[-65536:], reached_store=True)
+
+    assert (raised.kind, raised.exception, raised.frame) == (
+        FailureKind.EXCEPTION,
+        "RuntimeError",
+        "/home/u/train.py:3 in f",
+    )
+    assert raised.message.startswith(f"raised RuntimeError: {text[:20]}")
+    assert raised.traceback.startswith(FRAMES)
+    assert "are left out here" in raised.traceback
+    assert raised.is_cut
+    assert len(encode(whole)) < 64 << 10
+    assert whole.tail == "", "it is the end of the traceback, which is in the record"
+
+
+def test_what_was_printed_before_a_traceback_is_kept_where_both_together_are_too_long() -> None:
+    stack = f"{FRAMES}RuntimeError: {'x' * 9000}"
+    tail = f"epoch 1\nepoch 2\n[rank5]: {stack}\n"
+
+    raised = with_tail(failure(1, record_of("RuntimeError", "x" * 9000, stack)), tail, reached_store=True)
+
+    assert raised.tail == "epoch 1\nepoch 2\n"
+
+
+def test_of_a_long_output_without_a_traceback_the_end_is_kept() -> None:
+    words = "".join(f"step {number}\n" for number in range(20_000))
+
+    exited = failure(3, tail=words)
+
+    assert exited.tail.startswith("step ")
+    assert exited.tail.endswith("step 19999\n")
+    assert len(exited.tail) <= 8 << 10
+
+
+def test_words_in_which_a_pattern_begins_at_every_place_do_not_hold_the_agent() -> None:
+    hostile = "peer " * 1_000_000
+
+    began_s = time.monotonic()
+    failure(1, record_of("RuntimeError", hostile, f"{FRAMES}RuntimeError: {hostile}"))
+    failure(1, tail=hostile[: 64 << 10])
+
+    assert time.monotonic() - began_s < 1.0
+
+
+@pytest.mark.parametrize("text", ["[" * 60_000, '{"message":' * 60_000])
+def test_an_error_file_that_nests_without_end_is_as_good_as_none(text: str) -> None:
+    assert parse_record(text) is None

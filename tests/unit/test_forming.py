@@ -7,11 +7,24 @@ from dataclasses import replace
 
 import pytest
 
+from elaunch.rendezvous import entering
 from elaunch.rendezvous.codec import encode
-from elaunch.rendezvous.forming import FAILURES_KEPT
+from elaunch.rendezvous.pruning import FAILURES_KEPT
+from elaunch.rendezvous.snapshot import SnapshotReader
 from elaunch.rendezvous.store import Put
 from elaunch.rendezvous.tables import encode_table, seats_of
-from elaunch.rendezvous.types import FailureKind, Generation, Joined, OpenKind, RankTable, Seat, Terms
+from elaunch.rendezvous.types import (
+    FailureKind,
+    Generation,
+    Joined,
+    OpenKind,
+    Outcome,
+    OutcomeKind,
+    RankTable,
+    Seat,
+    Terms,
+)
+from elaunch.rendezvous.verdict import verdict
 from tests.unit.job_world import KEYS, PORT, TERMS, TIMES, A, B, C, World, forming, running
 
 SIGNAL = FailureKind.SIGNAL
@@ -128,3 +141,74 @@ def test_the_first_failures_and_the_last_ones_are_kept() -> None:
 
     last = world.number - 1
     assert sorted(world.snapshot.failures) == [0, *range(last - FAILURES_KEPT + 1, last + 1)]
+
+
+def test_of_a_generation_in_which_many_failed_the_failure_that_it_was_judged_by_stays() -> None:
+    world = running(A, B, C)
+    world.fail(FailureKind.PEER_LOST, SIGNAL, FailureKind.EXCEPTION)
+    judged = verdict(world.snapshot.failures[0])
+    assert len(world.snapshot.failures[0]) == 3
+
+    world.run(A, B, C)
+
+    assert judged.kind is SIGNAL
+    assert world.snapshot.failures == {0: (judged,)}
+    assert not world.store.read(f"{KEYS.root}detailed/").entries
+
+
+def test_a_record_that_came_after_the_next_table_goes_with_the_one_after_that() -> None:
+    world = running(A, B, C)
+    before = world.snapshot
+    world.fail(SIGNAL)
+    world.run(A, B, C)
+    late = replace(verdict(world.snapshot.failures[0]), node_id=C.node_id)
+    world.commit(entering.complete(before, C, late)[0])
+    assert len(world.snapshot.failures[0]) == 2
+
+    world.fail(SIGNAL)
+    world.run(A, B, C)
+
+    assert {g: [f.node_id for f in failures] for g, failures in world.snapshot.failures.items()} == {
+        0: [A.node_id],
+        1: [A.node_id],
+    }
+
+
+@pytest.mark.parametrize("kind", OutcomeKind)
+def test_at_the_end_what_somebody_may_still_read_stays_and_nothing_else(kind: OutcomeKind) -> None:
+    world = running(A, B)
+    for _ in range(3):
+        world.fail(SIGNAL, SIGNAL, nodes=(A, B))
+        world.run(A, B)
+    world.finish(A)
+    first = verdict(world.snapshot.failures[0])
+
+    world.commit(entering.end(world.snapshot, Outcome(kind, "", 3, 3, 3)))
+
+    left = world.store.read(KEYS.root).entries
+    members = {KEYS.member(A.node_id), KEYS.member(B.node_id), KEYS.leader}
+    read = {KEYS.spec, KEYS.generation, KEYS.ended, KEYS.table(3), KEYS.failure(0, first.node_id)}
+    assert set(left) == members | read
+
+
+def test_a_first_failure_that_the_outcome_tells_of_is_not_kept_twice() -> None:
+    world = running(A, B, terms=replace(TERMS, max_restarts=0))
+    world.fail(SIGNAL, SIGNAL, nodes=(A, B))
+    world.join(A, B)
+
+    world.seal()
+
+    assert world.snapshot.ended
+    assert world.snapshot.ended.failure
+    assert world.snapshot.failures == {}
+
+
+def test_who_ends_the_job_without_having_seen_its_failures_leaves_them_to_the_runs_lease() -> None:
+    world = running(A, B)
+    world.fail(SIGNAL, SIGNAL, nodes=(A, B))
+    narrow = SnapshotReader(KEYS).read(world.store.read(KEYS.control), whole=False)
+
+    world.commit(entering.end(narrow, Outcome(OutcomeKind.INTERRUPTED, "", 1, 1, 3, signum=2)))
+
+    left = world.store.read(KEYS.failure(0)).entries
+    assert [entry.lease for entry in left.values()] == [world.snapshot.lease] * 2

@@ -571,3 +571,16 @@ def test_a_filter_that_no_rank_passes_is_a_sentence(option: str) -> None:
     with pytest.raises(UsageError, match=rf"{option} 2,9 leaves nobody to be seen: the ranks are 0 to 1"):
         config_of(option, "2,9", "--nproc-per-node", "2", "t.py")
     assert config_of(option, "1,9", "--nproc-per-node", "2", "t.py").slots == 2
+
+
+@pytest.mark.parametrize(("option", "longest"), [("--run-id", 255), ("--rdzv-id", 255), ("--role", 64)])
+def test_a_name_that_is_part_of_keys_has_a_longest_length(option: str, longest: int) -> None:
+    parse([option, "é" * (longest // 2), "train.py"], {})
+    with pytest.raises(UsageError, match=rf"is too long \({longest + 1} bytes\); give at most {longest}") as raised:
+        parse([option, "x" * (longest + 1), "train.py"], {})
+    assert len(str(raised.value)) < 300
+
+
+def test_a_name_in_another_encoding_is_refused_in_a_sentence() -> None:
+    with pytest.raises(UsageError, match="is no UTF-8 text"):
+        parse(["--run-id", "job\udcff", "train.py"], {})

@@ -343,6 +343,13 @@ def test_torchruns_times_are_ours_by_other_names() -> None:
     assert times_of("timeout=900").join_timeout_s == 900
 
 
+def test_how_long_the_keys_stay_can_be_said_in_seconds_and_is_a_week_else() -> None:
+    assert times_of("keys_ttl=3600").keys_ttl_s == 3600
+    assert times_of("lease_ttl=5").keys_ttl_s == 7 * 24 * 3600
+    with pytest.raises(UsageError, match=r"keys_ttl \(10 s\) is so short .* 12 s or more"):
+        times_of("keys_ttl=10")
+
+
 @pytest.mark.parametrize(
     ("conf", "ttl_s"),
     [

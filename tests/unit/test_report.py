@@ -243,3 +243,46 @@ def test_no_error_file_is_written_without_a_failure_or_a_place(tmp_path: Path) -
 
 def test_an_error_file_that_cannot_be_written_is_gone_without() -> None:
     write_error_file(FAILED, "/proc/nowhere/error.json")
+
+
+# --- more than anybody reads
+
+CUT = replace(
+    RAISED,
+    message="raised RuntimeError: " + "x" * 3000,
+    traceback="".join(f"  line {number}\n" for number in range(50_000)) + "RuntimeError: " + "x" * 5000,
+    tail="",
+    error_file="/logs/5/error.json",
+    log_path="/logs/5/stderr.log",
+)
+
+
+def test_a_long_traceback_is_shown_by_its_ends_and_the_report_says_what_is_missing_and_where_it_is() -> None:
+    lines = failed(CUT, Path("/logs")).splitlines()
+
+    assert len(lines) < 160
+    assert max(map(len, lines)) < 3000
+    assert "      line 0" in lines
+    assert any("lines are not shown here" in line for line in lines)
+    assert any("characters are left out here" in line for line in lines), "nor in the record"
+    assert any("RuntimeError: xxx" in line and "more characters)" in line for line in lines)
+    assert "  in full   : /logs/5/error.json on node-a" in lines
+
+
+def test_without_a_log_folder_no_file_is_named_that_will_be_gone() -> None:
+    text = failed(CUT)
+
+    assert "  in full   : in what elaunch printed on node-a; with --log-dir FOLDER a file keeps it\n" in text
+    assert "error.json" not in text
+
+
+def test_where_no_error_file_was_written_the_log_is_where_all_of_it_is() -> None:
+    assert "  in full   : /logs/5/stderr.log on node-a\n" in failed(replace(CUT, error_file=""), Path("/logs"))
+
+
+def test_a_traceback_that_is_short_enough_is_whole_and_nothing_is_said_of_it() -> None:
+    text = failed(replace(RAISED, traceback="".join(f"  line {number}\n" for number in range(100))))
+
+    assert all(f"      line {number}\n" in text for number in range(100))
+    assert "in full" not in text
+    assert "…" not in text

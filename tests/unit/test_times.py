@@ -46,6 +46,7 @@ def test_a_join_timeout_that_was_chosen_is_kept() -> None:
         (replace(Times(), last_call_s=600.0), "last_call (600 s) is not shorter than join_timeout (600 s)"),
         (replace(Times(), join_timeout_s=53.0), "it must be above 53 s; raise join_timeout or lower --stop-grace"),
         (replace(Times(), store_timeout_s=6.0), "it must be above 6 s"),
+        (replace(Times(), keys_ttl_s=11.0), "it must be 12 s or more"),
         (replace(Times(), join_backoff_min_s=61.0), "begin at 61 s and grow to 60 s"),
         (replace(Times(), boundary_wait_s=0.0), "boundary_wait (0 s) leaves workers no time"),
     ],

@@ -1,0 +1,66 @@
+"""Which of a job's keys nobody needs any more: while it runs, and at its end."""
+
+from __future__ import annotations
+
+from elaunch.rendezvous.codec import encode
+from elaunch.rendezvous.snapshot import Snapshot
+from elaunch.rendezvous.store import Delete, Op
+from elaunch.rendezvous.types import Outcome
+from elaunch.rendezvous.verdict import verdict
+
+# Generations whose failure is kept while the job runs, besides the first one.
+FAILURES_KEPT = 20
+# A transaction holds 128 operations.
+_TIDIED_MAX = 40
+
+
+def outdated(snapshot: Snapshot, sealed: int) -> tuple[Op, ...]:
+    """Deletes what nobody needs once generation `sealed` has its table: ranges, however many nodes there are.
+
+    Of each generation's failures the one that it was judged by stays: the first ever says how it began, the last ones
+    what it came to.
+    """
+    keys = snapshot.keys
+    deletes: list[Op] = [
+        Delete(keys.table(0), keys.table(sealed)),
+        Delete(keys.joined(0), keys.joined(sealed)),
+        Delete(keys.done(0), keys.done(sealed)),
+        Delete(keys.detailed(0), keys.detailed(sealed)),
+    ]
+    recorded = sorted(number for number in snapshot.failures if number < sealed)
+    if len(recorded) > FAILURES_KEPT + 1:
+        deletes.append(Delete(keys.failure(recorded[1]), keys.failure(recorded[-FAILURES_KEPT])))
+        recorded = [recorded[0], *recorded[-FAILURES_KEPT:]]
+    several = [number for number in recorded if len(snapshot.failures[number]) > 1]
+    for number in several[-_TIDIED_MAX:]:
+        deletes += _all_but(_judged(snapshot, number), keys.failure(number), keys.failure(number + 1))
+    return tuple(deletes)
+
+
+def ending(snapshot: Snapshot, outcome: Outcome) -> tuple[Op, ...]:
+    """The job's last word; what stays beside it for whoever asks later are its terms, its table and its first failure.
+
+    Who does not see the failures leaves them to the run's lease.
+    """
+    keys = snapshot.keys
+    ops: list[Op] = [
+        snapshot.put(keys.ended, encode(outcome)),
+        *(Delete(f"{keys.root}{part}/", f"{keys.root}{part}0") for part in ("joined", "detailed", "done")),
+    ]
+    if snapshot.tables:
+        ops.append(Delete(keys.table(0), keys.table(max(snapshot.tables))))
+    start, end = f"{keys.root}failures/", f"{keys.root}failures0"
+    if snapshot.failures:
+        first = min(snapshot.failures)
+        is_said = outcome.failure == verdict(snapshot.failures[first])
+        ops += (Delete(start, end),) if is_said else _all_but(_judged(snapshot, first), start, end)
+    return tuple(ops)
+
+
+def _judged(snapshot: Snapshot, number: int) -> str:
+    """The key of the failure that the generation was judged by."""
+    return snapshot.keys.failure(number, verdict(snapshot.failures[number]).node_id)
+
+
+def _all_but(key: str, start: str, end: str) -> tuple[Op, ...]:
+    return Delete(start, key), Delete(f"{key}\0", end)

@@ -1,0 +1,163 @@
+"""What a job writes to a real store: however much its programs say, and what is left of it when it is over."""
+
+from __future__ import annotations
+
+import json
+import re
+from base64 import b64decode
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from elaunch.rendezvous.codec import decode
+from elaunch.rendezvous.types import Outcome, OutcomeKind
+from tests.etcd import VERSIONS, Etcd
+from tests.faults.processes import LIGHT
+from tests.harness import DEADLINE_S, Job, slow, wait_for
+from tests.served import ServerProcess
+
+# A shell's arguments hold no such text: the program makes it. With `lines` it is what load_state_dict says.
+LOUD = """
+import os, sys
+size, what, generations = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+if os.environ["RANK"] == "1" and int(os.environ["TORCHELASTIC_RESTART_COUNT"]) < generations:
+    if what == "line":
+        raise RuntimeError("x" * size)
+    keys = [f'"module.layers.{n}.weight", ' for n in range(size // 30)]
+    raise RuntimeError("Error(s) in loading state_dict for Net: missing key(s)\\n" + "\\n".join(keys))
+"""
+MB = 1_000_000
+# docs/operations.md: what a job with one small failure has in the store when it has ended.
+KEYS_AFTER_END, BYTES_AFTER_END = 5, 8 << 10
+# … and while its agents live, one node, with the first failure behind it.
+KEYS_OF_A_JOB, BYTES_OF_A_JOB = 8, 12 << 10
+
+
+@contextmanager
+def stores(which: str, tmp_path: Path) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """An endpoint, and the options that its user types."""
+    if which == "served":
+        with ServerProcess() as server:
+            token = tmp_path / "token"
+            token.write_text(server.token)
+            yield f"127.0.0.1:{server.port}", ("--token-file", str(token))
+    else:
+        with Etcd(which) as etcd:
+            yield etcd.endpoints, ()
+
+
+@pytest.mark.parametrize(
+    ("store", "size", "what"),
+    [
+        ("3.5", 8 * MB, "line"),
+        *(slow(store, size, "line") for store in (*VERSIONS, "served") for size in (1_600_000, 3 * MB)),
+        *(slow(store, 8 * MB, "line") for store in ("3.4", "served")),
+        *(slow(store, 1_600_000, "lines") for store in (*VERSIONS, "served")),
+    ],
+)
+def test_an_error_of_megabytes_costs_one_restart_and_is_told_in_a_report_that_can_be_read(
+    store: str, size: int, what: str, tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text(LOUD)
+    with stores(store, tmp_path) as (endpoint, options), ExitStack() as stack:
+        words = ("--nnodes", "2", "--rdzv-endpoint", endpoint, *options, "--nproc-per-node", "1", "--max-restarts", "1")
+        words += ("--log-dir", str(tmp_path / "logs"), "--preload", "json", "train.py", str(size), what, "2")
+        # To files: the console would have all of it.
+        jobs = [stack.enter_context(Job(tmp_path, "--redirects", "3", *words)) for _ in range(2)]
+
+        assert [job.wait(DEADLINE_S) for job in jobs] == [1, 1]
+
+    for job in jobs:
+        assert "generation 1: 2 workers on 2 nodes (restart 1 of 1, the last one)" in job.output
+        report = job.output[job.output.index("train.py FAILED") :]
+        assert "raised RuntimeError: " in report
+        assert "Why it stopped: it failed the same way twice in a row" in report
+        assert "left out here" in report
+        assert len(job.output) < 32 << 10
+        assert max(map(len, job.output.splitlines())) < 4 << 10
+        found = re.search(r"in full   : (\S+/error\.json) on ", report)
+        assert found
+        # The other node of this test has this one's disk; the text is whole there.
+        assert len(json.loads(Path(found[1]).read_text())["message"]["message"]) > size * 0.9
+
+
+FAILS_ONCE = 'test "$TORCHELASTIC_RESTART_COUNT" = 1 || { echo some words >&2; exit 7; }'
+
+
+def job_words(etcd: Etcd, name: str, *conf: str) -> tuple[str, ...]:
+    """One node of a job that might have two, so that it needs the store."""
+    settings = ",".join(("last_call_timeout=0", *conf))
+    words = ("--nnodes", "1:2", "--rdzv-endpoint", etcd.endpoints, "--rdzv-id", name, "--rdzv-conf", settings)
+    return (*words, *LIGHT, "--nproc-per-node", "1", "--no-python", "sh", "-c")
+
+
+def left(etcd: Etcd, name: str) -> dict[str, int]:
+    """The job's keys, and how many bytes each has with its value."""
+    found = json.loads(etcd.ctl("get", "--prefix", f"/elaunch/{name}/", "-w", "json")).get("kvs", [])
+    assert all(kv.get("lease") for kv in found), "a key without a lease stays for ever"
+    return {b64decode(kv["key"]).decode(): len(b64decode(kv["key"]) + b64decode(kv["value"])) for kv in found}
+
+
+def test_a_job_that_has_ended_leaves_its_outcome_and_few_bytes_under_a_lease_of_days(tmp_path: Path) -> None:
+    with Etcd("3.4") as etcd, ExitStack() as stack:
+        names = [f"small-{number}" for number in range(5)]
+        jobs = [stack.enter_context(Job(tmp_path, *job_words(etcd, name), FAILS_ONCE)) for name in names]
+        assert [job.wait() for job in jobs] == [0] * 5, "\n".join(job.output for job in jobs)
+
+        for name in names:
+            keys = left(etcd, name)
+            kinds = {key.removeprefix(f"/elaunch/{name}/").split("/0")[0] for key in keys}
+            assert kinds == {"ctl/spec", "ctl/generation", "ctl/table", "ctl/ended", "failures"}
+            assert (len(keys), sum(keys.values()) < BYTES_AFTER_END) == (KEYS_AFTER_END, True), keys
+            ended = etcd.ctl("get", "--print-value-only", f"/elaunch/{name}/ctl/ended")
+            assert decode(Outcome, ended).kind is OutcomeKind.SUCCEEDED
+        leases = etcd.ctl("lease", "list").split()[3:]
+        assert len(leases) == 5, "one for each job, and none of an agent"
+        week_s = 7 * 24 * 3600
+        for lease in leases:
+            told = json.loads(etcd.ctl("lease", "timetolive", lease, "-w", "json"))
+            assert (told["granted-ttl"], week_s - 60 < told["ttl"] <= week_s) == (week_s, True)
+
+
+def test_of_jobs_whose_agents_were_all_killed_nothing_stays(tmp_path: Path) -> None:
+    with Etcd("3.5") as etcd, ExitStack() as stack:
+        names = [f"killed-{number}" for number in range(2)]
+        program = f"{FAILS_ONCE}; echo runs; exec sleep 600"
+        jobs = []
+        for name in names:
+            words = job_words(etcd, name, "lease_ttl=2", "keys_ttl=8")
+            jobs.append(stack.enter_context(Job(tmp_path, *words, program)))
+        for job in jobs:
+            job.wait_for_output("^runs")
+        for name in names:
+            keys = left(etcd, name)
+            assert len(keys) <= KEYS_OF_A_JOB
+            assert sum(keys.values()) < BYTES_OF_A_JOB
+
+        for job in jobs:
+            job.process.kill()
+
+        for name in names:
+            assert left(etcd, name)
+            wait_for(lambda name=name: not left(etcd, name), f"the keys of {name} are gone", 20)
+        assert etcd.ctl("lease", "list").split() == ["found", "0", "leases"]
+
+
+@pytest.mark.slow
+def test_a_job_that_was_killed_goes_on_by_its_old_name_before_and_after_its_keys_are_gone(tmp_path: Path) -> None:
+    with Etcd("3.4") as etcd, ExitStack() as stack:
+        words = job_words(etcd, "again", "lease_ttl=2", "keys_ttl=8")
+        first = stack.enter_context(Job(tmp_path, *words, "echo runs; exec sleep 600"))
+        first.wait_for_output("^runs")
+        first.process.kill()
+
+        second = stack.enter_context(Job(tmp_path, *words, "true"))
+
+        assert second.wait() == 0, second.output
+        assert "generation 1: 1 worker" in second.output, "numbers go on while the old run's keys are there"
+        wait_for(lambda: not left(etcd, "again"), "the keys are gone", 20)
+        third = stack.enter_context(Job(tmp_path, *words, "true"))
+        assert third.wait() == 0, third.output
+        assert "generation 0: 1 worker" in third.output
