@@ -12,6 +12,7 @@ from elaunch.launcher.endpoints import Address, endpoints
 from elaunch.launcher.errors import UsageError
 from elaunch.launcher.options import Options, Source
 from elaunch.launcher.values import PORT_MAX
+from elaunch.rendezvous.access import how_to_send
 from elaunch.rendezvous.plan import Endpoint, Login, RendezvousPlan, Serving, Tls, Transport
 from elaunch.rendezvous.times import Times
 
@@ -71,6 +72,7 @@ def plan(
         times=_times(options, conf, cluster),
         endpoints=tuple(_endpoint(address, backend) for address in addresses),
         tls=_tls(conf, environ) if scheme == "https" else None,
+        plainly=scheme == "http",
         login=_login(conf, environ, read_secret),
         token=_token(options, environ, read_secret),
         transport=conf.transport,
@@ -82,11 +84,12 @@ def plan(
     )
     if cluster and cluster.is_of_pods and (head or backend in ("static", "c10d")):
         _check_secret(made)
+    _check_login(made, addresses, is_asked=conf.user is not None)
     if is_static and "node_rank" not in options.given:
         notes = (*notes, "this is node rank 0, since no --node-rank says otherwise")
     if backend == "etcd-v2":
         notes = (*notes, "--rdzv-backend etcd-v2 is understood as etcd: its v2 API is gone, v3 is spoken")
-    notes = (*notes, *_unused_token(made, backend))
+    notes = (*notes, *_unused_token(made, backend), *_sent_plainly(made, addresses))
     if options.run_id is None and serving is Serving.NOTHING:
         notes = (*notes, f"the job is called {UNNAMED}; on a store for several jobs give each its own --run-id")
     return Planned(
@@ -252,6 +255,7 @@ def _serving(options: Options, conf: Conf, addresses: tuple[Address, ...], schem
     foreign = (
         f"the endpoints {_joined(addresses)} are a cluster's" if len(addresses) > 1
         else f"{addresses[0]} speaks https with certificates" if scheme == "https"
+        else f"{addresses[0]} is an etcd without TLS" if scheme == "http"
         else f"--rdzv-backend {backend} means an etcd that runs already" if backend in _ETCD
         else ""
     )  # fmt: skip
@@ -292,6 +296,30 @@ def _login(conf: Conf, environ: Mapping[str, str], read_secret: Callable[[str], 
     return Login(user, password) if user else None
 
 
+def _check_login(made: RendezvousPlan, addresses: tuple[Address, ...], *, is_asked: bool) -> None:
+    """Raises UsageError where a password would go to an etcd, and nobody has typed how.
+
+    Who has a user in a variable may mean another store: what listens at one endpoint is found out there, and is sent
+    no password without TLS.
+    """
+    if not made.login or made.tls or made.plainly or not (is_asked or made.serving is Serving.NOTHING):
+        return
+    raise UsageError(
+        f"the password of etcd's user {made.login.user} is sent over TLS only, and {_joined(addresses)} does not say"
+        f" what is spoken there; {how_to_send(*addresses)}"
+    )
+
+
+def _sent_plainly(made: RendezvousPlan, addresses: tuple[Address, ...]) -> tuple[str, ...]:
+    """A knowing choice is not refused, and not kept quiet either."""
+    if not (made.login and made.plainly):
+        return ()
+    return (
+        f"the password of etcd's user {made.login.user} goes unencrypted to {_joined(addresses)}: whoever can read the"
+        " network may use it; an etcd with TLS has https://",
+    )
+
+
 def _token(options: Options, environ: Mapping[str, str], read_secret: Callable[[str], str]) -> str:
     """The job's secret: a file that the command line names, else the variable, else a file named elsewhere."""
     variable = environ.get("ELAUNCH_TOKEN", "").strip()
@@ -317,6 +345,7 @@ def _unused_token(made: RendezvousPlan, backend: str) -> tuple[str, ...]:
     why = (
         "several endpoints are an etcd cluster's" if len(made.endpoints) > 1
         else "https is spoken by an etcd with certificates of its own" if made.tls
+        else "http:// means an etcd without TLS" if made.plainly
         else "grpc is spoken by an etcd only" if made.transport is Transport.GRPC
         else ""
     )  # fmt: skip

@@ -346,7 +346,7 @@ def test_an_etcd_without_the_token_is_spoken_to_unless_the_job_has_one(version: 
             store.close()
 
         # Whoever was faster at the port.
-        only_ours = FoundStore(endpoint, "the token of the job", Access(), CALL_S, only_ours=True)
+        only_ours = FoundStore(endpoint, "the token of the job", Access(), CALL_S, expects_ours=True)
         with pytest.raises(Denied, match=f"what listens at {endpoint} does not know the job's token"):
             only_ours.check()
 
