@@ -15,6 +15,8 @@ from pathlib import Path
 from elaunch.launcher.secretfile import FOLDER, read_own
 
 _BYTES = 32
+# Another agent may remove the empty folder just as it is to be used.
+_TRIES = 5
 
 
 def token_at_home(name: str, *, make: bool = False) -> str:
@@ -32,10 +34,13 @@ def token_at_home(name: str, *, make: bool = False) -> str:
 
 def _make(path: Path) -> None:
     """Whole or not at all; the first of several wins, and nothing else stays."""
-    with suppress(OSError):
-        path.parent.mkdir(mode=0o700, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent) as draft:
-            draft.write(secrets.token_bytes(_BYTES))
-            draft.flush()
-            os.fsync(draft.fileno())
-            os.link(draft.name, path)
+    for _ in range(_TRIES):
+        with suppress(FileNotFoundError):
+            with suppress(OSError):
+                path.parent.mkdir(mode=0o700, exist_ok=True)
+            with suppress(FileExistsError), tempfile.NamedTemporaryFile(dir=path.parent) as draft:
+                draft.write(secrets.token_bytes(_BYTES))
+                draft.flush()
+                os.fsync(draft.fileno())
+                os.link(draft.name, path)
+            return

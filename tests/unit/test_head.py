@@ -57,6 +57,11 @@ def place(host: str = "127.0.0.1") -> Endpoint:
     return Endpoint(host, free_ports(1)[0])
 
 
+@pytest.fixture(autouse=True)
+def home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
+
+
 @contextmanager
 def served(kind: Serving, endpoint: Endpoint, token: str = "") -> Iterator[StoreProcess]:
     bound = listen(endpoint)
