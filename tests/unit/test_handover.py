@@ -294,7 +294,9 @@ def test_a_second_agent_of_a_long_name_says_that_it_cannot_be_waited_for_and_goe
 def wait_for_agent_here(cluster: Cluster) -> None:
     with socket.socket(socket.AF_UNIX) as stream:
         stream.connect(_address(cluster))
-        assert stream.recv(1) == b""
+        # Its end is a reset where it was not let in yet.
+        with suppress(ConnectionError):
+            assert stream.recv(1) == b""
 
 
 def connected() -> list[str]:
