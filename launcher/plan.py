@@ -10,10 +10,10 @@ from elaunch.launcher.cluster.facts import Cluster
 from elaunch.launcher.conf import Conf, understand
 from elaunch.launcher.endpoints import Address, endpoints
 from elaunch.launcher.errors import UsageError
+from elaunch.launcher.login import check_login, login, sent_plainly
 from elaunch.launcher.options import Options, Source
 from elaunch.launcher.values import PORT_MAX
-from elaunch.rendezvous.access import how_to_send
-from elaunch.rendezvous.plan import Endpoint, Login, RendezvousPlan, Serving, Tls, Transport
+from elaunch.rendezvous.plan import Endpoint, RendezvousPlan, Serving, Tls, Transport
 from elaunch.rendezvous.times import Times
 
 # torchrun's static rendezvous has its store on MASTER_PORT; here that port is the workers' own.
@@ -73,7 +73,7 @@ def plan(
         endpoints=tuple(_endpoint(address, backend) for address in addresses),
         tls=_tls(conf, environ) if scheme == "https" else None,
         plainly=scheme == "http",
-        login=_login(conf, environ, read_secret),
+        login=login(conf, environ, read_secret),
         token=_token(options, environ, read_secret),
         transport=conf.transport,
         serving=serving,
@@ -84,12 +84,12 @@ def plan(
     )
     if cluster and cluster.is_of_pods and (head or backend in ("static", "c10d")):
         _check_secret(made)
-    _check_login(made, addresses, is_asked=conf.user is not None)
+    check_login(made, addresses, is_asked=conf.user is not None)
     if is_static and "node_rank" not in options.given:
         notes = (*notes, "this is node rank 0, since no --node-rank says otherwise")
     if backend == "etcd-v2":
         notes = (*notes, "--rdzv-backend etcd-v2 is understood as etcd: its v2 API is gone, v3 is spoken")
-    notes = (*notes, *_unused_token(made, backend), *_sent_plainly(made, addresses))
+    notes = (*notes, *_unused_token(made, backend), *sent_plainly(made, addresses))
     if options.run_id is None and serving is Serving.NOTHING:
         notes = (*notes, f"the job is called {UNNAMED}; on a store for several jobs give each its own --run-id")
     return Planned(
@@ -274,50 +274,6 @@ def _tls(conf: Conf, environ: Mapping[str, str]) -> Tls:
     if certificate is None:
         certificate, key = environ.get("ETCDCTL_CERT"), environ.get("ETCDCTL_KEY")
     return Tls(conf.ca or environ.get("ETCDCTL_CACERT") or None, certificate or None, key or None)
-
-
-def _login(conf: Conf, environ: Mapping[str, str], read_secret: Callable[[str], str]) -> Login | None:
-    """A user needs a password. As for etcdctl, ETCDCTL_USER may be USER:PASSWORD."""
-    user, _, password = environ.get("ETCDCTL_USER", "").partition(":")
-    password = environ.get("ETCDCTL_PASSWORD") or password
-    if conf.user:
-        user, _, typed = conf.user.partition(":")
-        if typed:
-            raise UsageError(
-                "--rdzv-conf user shows a password to everybody on this host; put it in a file and give"
-                " password_file, or set ETCDCTL_PASSWORD"
-            )
-    if conf.password_file:
-        password = read_secret(conf.password_file)
-    if user and not password:
-        raise UsageError(f"etcd's user {user} has no password; add --rdzv-conf password_file=FILE or ETCDCTL_PASSWORD")
-    if conf.password_file and not user:
-        raise UsageError(f"--rdzv-conf password_file={conf.password_file} is nobody's; add user=NAME")
-    return Login(user, password) if user else None
-
-
-def _check_login(made: RendezvousPlan, addresses: tuple[Address, ...], *, is_asked: bool) -> None:
-    """Raises UsageError where a password would go to an etcd, and nobody has typed how.
-
-    Who has a user in a variable may mean another store: what listens at one endpoint is found out there, and is sent
-    no password without TLS.
-    """
-    if not made.login or made.tls or made.plainly or not (is_asked or made.serving is Serving.NOTHING):
-        return
-    raise UsageError(
-        f"the password of etcd's user {made.login.user} is sent over TLS only, and {_joined(addresses)} does not say"
-        f" what is spoken there; {how_to_send(*addresses)}"
-    )
-
-
-def _sent_plainly(made: RendezvousPlan, addresses: tuple[Address, ...]) -> tuple[str, ...]:
-    """A knowing choice is not refused, and not kept quiet either."""
-    if not (made.login and made.plainly):
-        return ()
-    return (
-        f"the password of etcd's user {made.login.user} goes unencrypted to {_joined(addresses)}: whoever can read the"
-        " network may use it; an etcd with TLS has https://",
-    )
 
 
 def _token(options: Options, environ: Mapping[str, str], read_secret: Callable[[str], str]) -> str:
