@@ -105,6 +105,7 @@ class FoundStore:
                 " speaks without TLS: somebody may be in between; if an etcd is there now and is meant, type"
                 f" http://{self._endpoint}"
             )
+        self._plainly.check_login(self._endpoint)
         if self._secret or self._expects_ours:
             self._say(
                 f"the store at {self._endpoint} is an etcd without TLS: whoever can reach it may read and change the"
