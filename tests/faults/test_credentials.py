@@ -255,3 +255,9 @@ def test_under_a_scheduler_a_plain_answer_is_refused_by_the_head_and_said_by_the
             assert "an etcd without TLS listens there, which takes anybody; where that etcd is meant" in job.stderr
         else:
             job.wait_for_output("is an etcd without TLS: whoever can reach it may read and change the job")
+
+
+@pytest.mark.parametrize("tls", [None, Tls()])
+def test_there_is_no_access_that_shows_a_bearer_to_anybody_but_the_tokens_own_store(tls: Tls | None) -> None:
+    with pytest.raises(ValueError, match="only to the store whose certificate is made from the same token"):
+        Access(tls, bearer=Secret(TOKEN).bearer)
