@@ -149,28 +149,38 @@ def remove_abandoned(run_dirs: Iterable[str]) -> None:
 
 def _remove_if_abandoned(folder: Path) -> None:
     with suppress(OSError):
-        found = folder.lstat()
-        # Nobody else can have put anything into it.
-        if found.st_uid != os.geteuid() or found.st_mode & 0o077:
-            return
-        claim = os.open(folder / CLAIM, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        # Kept open: where others may rename what is in a temporary folder, the name may soon be another folder's.
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
-            # An error where its agent lives, or another guardian is at it.
-            fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.read(claim, 64) == boot_id():
-                _remove(folder)
+            _remove_if_unlocked(folder, fd)
         finally:
-            os.close(claim)
+            os.close(fd)
 
 
-def _remove(folder: Path) -> None:
+def _remove_if_unlocked(folder: Path, fd: int) -> None:
+    found = os.fstat(fd)
+    # Nobody else can have put anything into it.
+    if found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        return
+    claim = os.open(CLAIM, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=fd)
+    try:
+        # An error where its agent lives, or another guardian is at it.
+        fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.read(claim, 64) == boot_id():
+            _empty(Path(f"/proc/self/fd/{fd}"))
+            folder.rmdir()
+    finally:
+        os.close(claim)
+
+
+def _empty(folder: Path) -> None:
     """The claim last: what is interrupted is found again."""
     for path in folder.iterdir():
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
         elif path.name != CLAIM:
             path.unlink()
-    shutil.rmtree(folder)
+    (folder / CLAIM).unlink()
 
 
 def main() -> None:

@@ -15,6 +15,9 @@ from typing import NamedTuple
 from elaunch.agent.guardian import CLAIM, boot_id
 
 SHARED_MEMORY = "/dev/shm"
+# Of one run's folder in the user's log folder, less what the umask takes: what workers put there themselves, by the
+# user's umask, is behind it too.
+LOGS_MODE = 0o750
 
 
 def private_places() -> tuple[str, ...]:
@@ -60,7 +63,9 @@ class RunDir:
         self.private: Path | None = None
         if log_dir:
             logs = log_dir / f"{run_id.replace('/', '_')}_{secrets.token_hex(4)}"
-            logs.mkdir(parents=True)
+            with suppress(FileExistsError):
+                log_dir.mkdir(parents=True)
+            logs.mkdir(mode=LOGS_MODE)
             self.logs = logs.absolute()
         else:
             self.private = self._private()

@@ -11,6 +11,8 @@ from elaunch.agent.lines import LineSplitter, prefixed
 
 TAIL_BYTES_MAX = 64 << 10
 PARTIAL_LINE_WAIT_S = 0.1
+# Less what the umask takes. Output may show paths, arguments and data: for the user and the group, as most sites share.
+MODE = 0o640
 
 
 class Console:
@@ -50,7 +52,7 @@ class LogFile:
         self._warn = warn
         self._fd = -1
         try:
-            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, MODE)
         except OSError as error:
             self._give_up(error)
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from elaunch.launcher.errors import SiteError, UsageError
+from elaunch.launcher.keyring import Kept
 from elaunch.launcher.reach import NoAddress, Whose, addresses, is_address, is_loopback, is_meant_locally, whose
 from elaunch.rendezvous.plan import Endpoint, RendezvousPlan, Serving
 from elaunch.rendezvous.secret import Secret, new_token
@@ -32,16 +33,18 @@ _BACKLOG = 1024
 _START = (
     "import runpy, sys; root, title, module = sys.argv[1:4]; del sys.argv[1:4]; "
     "sys.path = [*(p for p in sys.path if p), root]; "
-    "from elaunch.agent.linux import set_command_line; set_command_line((title,), 'elaunch-rdzv'); "
-    "runpy.run_module(module, run_name='__main__', alter_sys=True)"
+    "from elaunch.agent.linux import set_command_line; set_command_line((title,), 'elaunch-rdzv')\n"
+    "from elaunch.launcher.keyring import forgotten_at_the_end\n"
+    "with forgotten_at_the_end(): runpy.run_module(module, run_name='__main__', alter_sys=True)"
 )
 
 
 class StoreProcess:
     """The store's server: a child that ends with this process, at the latest when the kernel closes its stdin.
 
-    `title` is what `ps` shows of it, `token` the secret that its clients need. `folder` is removed at the end, where
-    the server did not come to it.
+    `title` is what `ps` shows of it, `token` the secret that its clients need. With `keep_for` the token is kept for
+    this user's other agents, which may call the store so: `kept` names the file, or `trouble` says why there is none.
+    `folder` is removed at the end, where the server did not come to it.
     """
 
     def __init__(
@@ -52,11 +55,14 @@ class StoreProcess:
         token: str,
         fds: tuple[int, ...] = (),
         folder: str | None = None,
+        keep_for: Endpoint | None = None,
     ) -> None:
         root = str(Path(__file__).parents[2])
         environ = {name: value for name, value in os.environ.items() if name != "ELAUNCH_TOKEN"}
         self.token = token
+        self.trouble = ""
         self._folder = folder
+        self._kept: Kept | None = None
         self._process = subprocess.Popen(
             [sys.executable, "-c", _START, root, title, module, *args],
             env=environ,
@@ -68,10 +74,21 @@ class StoreProcess:
             cwd="/",
         )
         assert self._process.stdin
+        if keep_for:
+            # While it starts: it answers nobody before it has the token.
+            try:
+                self._kept = Kept(token, keep_for)
+            except OSError as error:
+                self.trouble = error.strerror or str(error)
         # A pipe's room is larger than any token.
         with suppress(BrokenPipeError):
-            self._process.stdin.write(f"{token}\n".encode())
+            self._process.stdin.write(f"{self.kept}\n{token}\n".encode())
             self._process.stdin.flush()
+
+    @property
+    def kept(self) -> str:
+        """The file that has the token, or empty."""
+        return self._kept.path if self._kept else ""
 
     @property
     def pid(self) -> int:
@@ -97,6 +114,9 @@ class StoreProcess:
 
     def stop(self) -> None:
         """End it."""
+        if self._kept:
+            self._kept.remove()
+            self._kept = None
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe:
                 with suppress(BrokenPipeError):
@@ -133,7 +153,8 @@ def take_the_head(plan: RendezvousPlan, say: Callable[[str], None]) -> StoreProc
 
 
 def serve(bound: Bound, serving: Serving, endpoint: Endpoint, token: str) -> StoreProcess:
-    """Start the server on `bound`, which is closed here. `token` is empty for a new one."""
+    """Start the server on `bound`, which is closed here. `token` is empty for a new one, which is kept then."""
+    keep_for = None if token else endpoint
     token = token or new_token()
     title = f"elaunch: job store {endpoint}"
     with bound.listener as listener:
@@ -150,10 +171,11 @@ def serve(bound: Bound, serving: Serving, endpoint: Endpoint, token: str) -> Sto
             listener.close()
             folder = tempfile.mkdtemp(prefix="elaunch-etcd-")
             args = (str(Path(etcd).absolute()), str(place), folder)
-            process = StoreProcess("elaunch.launcher.etcdkeeper", title, args, token, folder=folder)
+            process = StoreProcess("elaunch.launcher.etcdkeeper", title, args, token, folder=folder, keep_for=keep_for)
         else:
+            fd = listener.fileno()
             process = StoreProcess(
-                "elaunch.rendezvous.server", title, ("--fd", str(listener.fileno())), token, (listener.fileno(),)
+                "elaunch.rendezvous.server", title, ("--fd", str(fd)), token, (fd,), keep_for=keep_for
             )
     if not process.wait_until_ready():
         process.stop()

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import dataclass, field
 
 from elaunch.launcher.argv import normalise
+from elaunch.launcher.errors import UsageError
+from elaunch.launcher.keyring import STORES
 from elaunch.launcher.options import Options, Source
 from elaunch.launcher.plan import MASTER_PORT
+from elaunch.launcher.reach import is_meant_locally
+from elaunch.launcher.secretfile import TOKEN_LINE
 from elaunch.launcher.table import TABLE, OptionSpec
 from elaunch.launcher.values import switch
 from elaunch.rendezvous.plan import Endpoint, RendezvousPlan, Serving
@@ -19,6 +24,41 @@ _OWN_VARIABLES = (*_OWN, "token-file")
 _FIRST = ("nnodes", "rdzv-endpoint")
 
 _SPECS = {spec.dest: spec for spec in TABLE}
+
+
+@dataclass(frozen=True)
+class Telling:
+    """How the token that a head has made gets to the other nodes.
+
+    `kept` is the file in this user's home that has it, or empty, with `trouble` saying why. A log is read by many:
+    the token itself is for a terminal.
+    """
+
+    token: str = field(repr=False)
+    kept: str
+    trouble: str
+    is_terminal: bool
+
+    def shown(self, endpoint: Endpoint) -> str:
+        """The token, where the line to type needs it. Raises UsageError where nobody could learn it."""
+        if self.is_terminal:
+            # Whoever reaches that endpoint is on this host, and finds the file.
+            return "" if self.kept and is_meant_locally(endpoint.host) else self.token
+        if not self.kept:
+            raise UsageError(
+                "nobody could learn the token of the store that this host was to serve: stderr is no terminal, and no"
+                f" file can be kept in {STORES} ({self.trouble}); give all nodes the same token: {TOKEN_LINE}"
+            )
+        return ""
+
+    def way(self, endpoint: Endpoint) -> tuple[str, ...]:
+        """What else a node has to do, where the line alone may not be enough."""
+        if self.is_terminal or is_meant_locally(endpoint.host):
+            return ()
+        return (
+            f"its token is in {self.kept}, which you alone can read: nodes that share this home find it there; for"
+            " any other copy the file, and add --token-file FILE to the line",
+        )
 
 
 def line_for_others(options: Options, plan: RendezvousPlan, token: str) -> str:
@@ -76,16 +116,25 @@ def nodes(options: Options) -> str:
     return ":".join(str(number) for number in dict.fromkeys(options.nnodes))
 
 
-def invitation(options: Options, plan: RendezvousPlan, token: str) -> tuple[str, ...]:
-    """The lines that a head prints. A token that was given is nobody's to see."""
-    endpoint = plan.endpoints[0]
+def about(plan: RendezvousPlan) -> str:
+    """What a store of its own does not give."""
     kind = "an etcd of its own" if plan.serving is Serving.ETCD else "its memory"
+    return (
+        f"this host serves the job's store at {plan.endpoints[0]} from {kind}: it ends with this host's elaunch, and so"
+        " does the job; one that must outlive any host needs --rdzv-endpoint of an etcd cluster"
+    )
+
+
+def invitation(options: Options, plan: RendezvousPlan, telling: Telling) -> tuple[str, ...]:
+    """The lines that a head prints. A token that was given is nobody's to see. Raises UsageError."""
+    endpoint = plan.endpoints[0]
     many = options.nnodes[1] > 2
     others = "each other node" if many else "the other node"
     same = " with the same token" if plan.token else ""
     ranks = ", with --node-rank 2 and so on after the first of them" if plan.node_rank is not None and many else ""
+    line = line_for_others(options, plan, "" if plan.token else telling.shown(endpoint))
     return (
-        f"this host serves the job's store at {endpoint} from {kind}: it ends with this host's elaunch, and so does the"
-        " job; one that must outlive any host needs --rdzv-endpoint of an etcd cluster",
-        f"on {others} type{same}{ranks}: {line_for_others(options, plan, '' if plan.token else token)}",
+        about(plan),
+        f"on {others} type{same}{ranks}: {line}",
+        *(() if plan.token else telling.way(endpoint)),
     )

@@ -10,9 +10,10 @@ from elaunch.launcher.cluster.facts import Cluster
 from elaunch.launcher.conf import Conf, understand
 from elaunch.launcher.endpoints import Address, endpoints
 from elaunch.launcher.errors import UsageError
+from elaunch.launcher.login import check_login, login, sent_plainly
 from elaunch.launcher.options import Options, Source
 from elaunch.launcher.values import PORT_MAX
-from elaunch.rendezvous.plan import Endpoint, Login, RendezvousPlan, Serving, Tls, Transport
+from elaunch.rendezvous.plan import Endpoint, RendezvousPlan, Serving, Tls, Transport
 from elaunch.rendezvous.times import Times
 
 # torchrun's static rendezvous has its store on MASTER_PORT; here that port is the workers' own.
@@ -71,7 +72,8 @@ def plan(
         times=_times(options, conf, cluster),
         endpoints=tuple(_endpoint(address, backend) for address in addresses),
         tls=_tls(conf, environ) if scheme == "https" else None,
-        login=_login(conf, environ, read_secret),
+        plainly=scheme == "http",
+        login=login(conf, environ, read_secret),
         prefix=conf.prefix,
         token=_token(options, environ, read_secret),
         transport=conf.transport,
@@ -83,11 +85,12 @@ def plan(
     )
     if cluster and cluster.is_of_pods and (head or backend in ("static", "c10d")):
         _check_secret(made)
+    check_login(made, addresses, is_asked=conf.user is not None)
     if is_static and "node_rank" not in options.given:
         notes = (*notes, "this is node rank 0, since no --node-rank says otherwise")
     if backend == "etcd-v2":
         notes = (*notes, "--rdzv-backend etcd-v2 is understood as etcd: its v2 API is gone, v3 is spoken")
-    notes = (*notes, *_unused_token(made, backend))
+    notes = (*notes, *_unused_token(made, backend), *sent_plainly(made, addresses))
     if options.run_id is None and serving is Serving.NOTHING:
         notes = (*notes, f"the job is called {UNNAMED}; on a store for several jobs give each its own --run-id")
     return Planned(
@@ -253,6 +256,7 @@ def _serving(options: Options, conf: Conf, addresses: tuple[Address, ...], schem
     foreign = (
         f"the endpoints {_joined(addresses)} are a cluster's" if len(addresses) > 1
         else f"{addresses[0]} speaks https with certificates" if scheme == "https"
+        else f"{addresses[0]} is an etcd without TLS" if scheme == "http"
         else f"--rdzv-backend {backend} means an etcd that runs already" if backend in _ETCD
         else ""
     )  # fmt: skip
@@ -271,26 +275,6 @@ def _tls(conf: Conf, environ: Mapping[str, str]) -> Tls:
     if certificate is None:
         certificate, key = environ.get("ETCDCTL_CERT"), environ.get("ETCDCTL_KEY")
     return Tls(conf.ca or environ.get("ETCDCTL_CACERT") or None, certificate or None, key or None)
-
-
-def _login(conf: Conf, environ: Mapping[str, str], read_secret: Callable[[str], str]) -> Login | None:
-    """A user needs a password. As for etcdctl, ETCDCTL_USER may be USER:PASSWORD."""
-    user, _, password = environ.get("ETCDCTL_USER", "").partition(":")
-    password = environ.get("ETCDCTL_PASSWORD") or password
-    if conf.user:
-        user, _, typed = conf.user.partition(":")
-        if typed:
-            raise UsageError(
-                "--rdzv-conf user shows a password to everybody on this host; put it in a file and give"
-                " password_file, or set ETCDCTL_PASSWORD"
-            )
-    if conf.password_file:
-        password = read_secret(conf.password_file)
-    if user and not password:
-        raise UsageError(f"etcd's user {user} has no password; add --rdzv-conf password_file=FILE or ETCDCTL_PASSWORD")
-    if conf.password_file and not user:
-        raise UsageError(f"--rdzv-conf password_file={conf.password_file} is nobody's; add user=NAME")
-    return Login(user, password) if user else None
 
 
 def _token(options: Options, environ: Mapping[str, str], read_secret: Callable[[str], str]) -> str:
@@ -318,6 +302,7 @@ def _unused_token(made: RendezvousPlan, backend: str) -> tuple[str, ...]:
     why = (
         "several endpoints are an etcd cluster's" if len(made.endpoints) > 1
         else "https is spoken by an etcd with certificates of its own" if made.tls
+        else "http:// means an etcd without TLS" if made.plainly
         else "grpc is spoken by an etcd only" if made.transport is Transport.GRPC
         else ""
     )  # fmt: skip

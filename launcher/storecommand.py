@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,7 @@ from elaunch.launcher.argv import TOKEN_IS_SECRET
 from elaunch.launcher.endpoints import endpoints
 from elaunch.launcher.errors import SiteError, UsageError
 from elaunch.launcher.head import Bound, StoreProcess, listen, listen_everywhere, serve
+from elaunch.launcher.invitation import Telling
 from elaunch.launcher.plan import ETCD_PORT
 from elaunch.launcher.reach import routable_addresses
 from elaunch.launcher.secretfile import read_secret
@@ -56,7 +58,8 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     server = serve(bound, Serving.MEMORY, place, request.token)
     try:
         ends = _take_signals()
-        for line in announcement(place, server.token, is_ours=not request.token):
+        telling = Telling(server.token, server.kept, server.trouble, is_terminal=os.isatty(2))
+        for line in announcement(place, None if request.token else telling):
             print(f"elaunch: {line}", file=sys.stderr, flush=True)
         return _wait(server, ends)
     finally:
@@ -115,12 +118,16 @@ def _bound(request: StoreRequest) -> Bound:
     return bound
 
 
-def announcement(place: Endpoint, token: str, *, is_ours: bool) -> tuple[str, ...]:
-    """What a person has to know: the line to type, and what this store does not give. A given token is not shown."""
+def announcement(place: Endpoint, telling: Telling | None) -> tuple[str, ...]:
+    """What a person has to know: the line to type, and what this store does not give. Without `telling` the token was
+    given, and is not shown. Raises UsageError where nobody could learn it."""
     command = f"elaunch --nnodes 2 --rdzv-endpoint {place} --run-id NAME train.py"
-    line = f"ELAUNCH_TOKEN={token} {command}" if is_ours else f"{command}   (with ELAUNCH_TOKEN set to the same token)"
+    token = telling.shown(place) if telling else ""
+    same = "" if telling else "   (with ELAUNCH_TOKEN set to the same token)"
+    line = f"ELAUNCH_TOKEN={token} {command}" if token else f"{command}{same}"
     return (
         f"serving a store at {place}; on every node of a job type: {line}",
+        *(telling.way(place) if telling else ()),
         "it lives in this host's memory: jobs end when it does, and nothing is left when it is started again;"
         " a cluster of etcd outlives any host. Ctrl-C ends it",
     )

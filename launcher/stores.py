@@ -72,7 +72,7 @@ def reach(options: Options, planned: Planned, say: Callable[[str], None]) -> Rea
             plan = replace(plan, token=served.token)
         elif planned.hands_over:
             plan = replace(plan, token=_secret_of_head(_meeting(options, planned), plan, say))
-        return Reached(store_of(plan), True, address, _network(_number(address, planned, say), say), served, offer)
+        return Reached(store_of(plan, say), True, address, _network(_number(address, planned, say), say), served, offer)
     except BaseException:
         Reached(MemoryStore(), True, served=served, offer=offer).close()
         raise
@@ -80,13 +80,14 @@ def reach(options: Options, planned: Planned, say: Callable[[str], None]) -> Rea
 
 def _welcome(options: Options, planned: Planned, served: StoreProcess, say: Callable[[str], None]) -> Offer | None:
     """Tell the others of the store that is served here: people by a line to type, a scheduler's tasks by themselves."""
-    from elaunch.launcher.invitation import invitation
+    from elaunch.launcher.invitation import Telling, about, invitation
 
-    about, line = invitation(options, planned.plan, served.token)
-    say(about)
     if not planned.hands_over:
-        say(line)
+        telling = Telling(served.token, served.kept, served.trouble, is_terminal=os.isatty(2))
+        for line in invitation(options, planned.plan, telling):
+            say(line)
         return None
+    say(about(planned.plan))
     from elaunch.launcher.cluster.handover import Offer
 
     return Offer(_meeting(options, planned), served.token)
@@ -103,14 +104,24 @@ def _settled(options: Options, planned: Planned, say: Callable[[str], None]) -> 
 
 
 def _secret_of_head(meeting: Meeting, plan: RendezvousPlan, say: Callable[[str], None]) -> str:
-    """The token of the store that another node serves; empty where what listens there is an etcd. Raises SiteError."""
+    """The token of the store that another node serves; empty where what listens there is an etcd, as its client says.
+
+    Raises SiteError, and UsageError where an etcd without TLS has the place of the store that this node was to serve.
+    """
     from elaunch.launcher.cluster.handover import fetch, taken
 
     endpoint = plan.endpoints[0]
     # A scheduler has one head: what has the head's port on the head itself is no store of this job.
     if plan.is_head and not meeting.may_be_etcd:
         raise taken(endpoint, endpoint)
-    return fetch(meeting, plan.times.join_timeout_s, say)
+    token = fetch(meeting, plan.times.join_timeout_s, say)
+    if plan.is_head and not token:
+        raise UsageError(
+            f"this node was to serve the job's store at {endpoint}, and an etcd without TLS listens there,"
+            " which takes anybody; where that etcd is meant, tell all nodes so: --rdzv-endpoint"
+            f" http://{endpoint}; else choose a free port: --rdzv-endpoint {endpoint.host}:PORT"
+        )
+    return token
 
 
 def _meeting(options: Options, planned: Planned) -> Meeting:
@@ -165,7 +176,7 @@ def _check_head(options: Options, planned: Planned) -> None:
             )
 
 
-def store_of(plan: RendezvousPlan) -> Store:
+def store_of(plan: RendezvousPlan, say: Callable[[str], None]) -> Store:
     """The store at the plan's endpoints; nothing is sent to it yet.
 
     Raises UsageError for a token that is too short and a transport that is not installed.
@@ -174,16 +185,24 @@ def store_of(plan: RendezvousPlan) -> Store:
     from elaunch.rendezvous.etcd import EtcdStore
 
     deadline_s = plan.times.call_deadline_s
-    access = Access(plan.tls, plan.login, prefix=plan.prefix)
+    access = Access(plan.tls, plan.login, plainly=plan.plainly, prefix=plan.prefix)
     if plan.transport is Transport.GRPC:
         return _over_grpc(plan, access)
-    if plan.tls or len(plan.endpoints) > 1:
+    if plan.tls or plan.plainly or len(plan.endpoints) > 1:
         return EtcdStore(plan.endpoints, access, deadline_s)
+    from elaunch.launcher.keyring import Keyring
     from elaunch.rendezvous.discovery import FoundStore
 
     try:
-        only_ours = plan.serving is not Serving.NOTHING
-        return FoundStore(plan.endpoints[0], plan.token, access, deadline_s, only_ours=only_ours)
+        return FoundStore(
+            plan.endpoints[0],
+            plan.token,
+            access,
+            deadline_s,
+            expects_ours=plan.serving is not Serving.NOTHING,
+            keyring=Keyring(),
+            say=say,
+        )
     except ValueError as error:
         raise UsageError(str(error)) from None
 

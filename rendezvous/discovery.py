@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import ssl
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from elaunch.rendezvous.access import Access
 from elaunch.rendezvous.dial import dial
@@ -34,35 +34,85 @@ _NOTHING = "/elaunch-nothing/"
 Told = TypeVar("Told")
 
 
+class Keyring(Protocol):
+    """The tokens that elaunch keeps for this user while it serves their stores."""
+
+    def token_for(self, certificate: bytes) -> str:
+        """The token that a certificate (DER) was made from, or empty."""
+        ...
+
+    def place_of(self, endpoint: Endpoint) -> str:
+        """What says that a store with a token is served there, or empty."""
+        ...
+
+
 class FoundStore:
     """A `Store` at `endpoint`: the job's own, spoken to by TLS with its token, or else an etcd, spoken to plainly.
 
-    `token` is empty where nobody gave one. Which it is shows at the first `check` that reaches it. With `only_ours` a
-    token is an order: who took the endpoint's port, and knows nothing, is not spoken to.
+    `token` is empty where nobody gave one; `keyring` may have one then. Which store it is shows at the first `check`
+    that reaches it. With `expects_ours` nobody has said that an etcd is meant: a token is an order, and who listens
+    there without knowing it is not spoken to. An etcd without TLS that could be a surprise is told to `say`.
     """
 
     def __init__(
-        self, endpoint: Endpoint, token: str, plainly: Access, deadline_s: float, *, only_ours: bool = False
+        self,
+        endpoint: Endpoint,
+        token: str,
+        plainly: Access,
+        deadline_s: float,
+        *,
+        expects_ours: bool = False,
+        keyring: Keyring | None = None,
+        say: Callable[[str], None] = lambda line: None,
     ) -> None:
         self._endpoint = endpoint
         self._secret = Secret(token) if token else None
         self._plainly = plainly
         self._deadline_s = deadline_s
-        self._only_ours = only_ours and bool(token)
+        self._expects_ours = expects_ours
+        self._keyring = keyring
+        self._say = say
         self._found: Store | None = None
         self._is_ours = False
 
     def check(self) -> str:
         if self._found is None:
-            is_ours = _speaks_tls(self._endpoint, self._secret, self._deadline_s)
-            if not is_ours and self._only_ours:
-                raise Denied(
-                    f"what listens at {self._endpoint} does not know the job's token, and is somebody's etcd or worse;"
-                    " if it is the one that you mean, unset ELAUNCH_TOKEN or add --rdzv-backend etcd"
-                )
-            self._is_ours = is_ours
-            self._found = self._proven(self._secret) if is_ours and self._secret else self._store_by(self._plainly)
+            secret = self._secret
+            certificate = _certificate_at(self._endpoint, secret, self._deadline_s)
+            if certificate is not None and secret is None:
+                secret = self._kept(certificate)
+                certificate = _certificate_at(self._endpoint, secret, self._deadline_s)
+            self._is_ours = certificate is not None
+            self._found = self._proven(secret) if secret and self._is_ours else self._in_the_clear()
         return self._found.check()
+
+    def _kept(self, certificate: bytes) -> Secret:
+        token = self._keyring.token_for(certificate) if self._keyring else ""
+        if not token:
+            raise _wants_token(self._endpoint)
+        return Secret(token)
+
+    def _in_the_clear(self) -> Store:
+        """What speaks plainly. Raises Denied where it has the place of a store with a token."""
+        if self._secret and self._expects_ours:
+            raise Denied(
+                f"what listens at {self._endpoint} does not know the job's token, and is somebody's etcd or worse;"
+                " if it is the one that you mean, unset ELAUNCH_TOKEN or add --rdzv-backend etcd"
+            )
+        if place := self._keyring.place_of(self._endpoint) if self._keyring else "":
+            raise Denied(
+                f"your elaunch serves a store with a token at {self._endpoint}, says {place}, and what answers there"
+                " speaks without TLS: somebody may be in between; if an etcd is there now and is meant, type"
+                f" http://{self._endpoint}"
+            )
+        self._plainly.check_login(self._endpoint)
+        if self._secret or self._expects_ours:
+            self._say(
+                f"the store at {self._endpoint} is an etcd without TLS: whoever can reach it may read and change the"
+                f" job{', the token notwithstanding' if self._secret else ''}; --rdzv-endpoint http://{self._endpoint}"
+                " says that it is meant"
+            )
+        return self._store_by(self._plainly)
 
     def _proven(self, secret: Secret) -> Store:
         """The job's own: our server, or an etcd that a head started, which takes a bearer for a login of its own."""
@@ -128,16 +178,18 @@ class FoundStore:
         return self._found
 
 
-def _speaks_tls(endpoint: Endpoint, secret: Secret | None, deadline_s: float) -> bool:
-    """Whether the job's own store listens there; an etcd with certificates of its own has https:// in its endpoint.
+def _certificate_at(endpoint: Endpoint, secret: Secret | None, deadline_s: float) -> bytes | None:
+    """The certificate (DER) of what speaks TLS there, proven to be that of `secret`; None for what speaks plainly.
 
-    Raises Unavailable where nothing listens, Denied where the token is not that store's.
+    An etcd with certificates of its own has https:// in its endpoint. Raises Unavailable where nothing listens, Denied
+    where the token is not that store's.
     """
     context = secret.client_context() if secret else _trusting()
     try:
         with _connected(endpoint, deadline_s) as plain:
             try:
-                context.wrap_socket(plain).close()
+                with context.wrap_socket(plain) as proven:
+                    return proven.getpeercert(binary_form=True) or b""
             except ssl.SSLCertVerificationError:
                 raise Denied(
                     f"the token here is not that of the store at {endpoint}; type the line that elaunch printed there"
@@ -148,19 +200,17 @@ def _speaks_tls(endpoint: Endpoint, secret: Secret | None, deadline_s: float) ->
                     raise _wants_token(endpoint) from None
                 # An etcd without TLS ends the connection or waits for more, and so may our own in a bad moment.
                 if speaks_http(endpoint, deadline_s):
-                    return False
+                    return None
                 raise
     except OSError as error:
         raise Unavailable(f"{endpoint}: {error.strerror or error}") from error
-    if secret is None:
-        raise _wants_token(endpoint)
-    return True
 
 
 def _wants_token(endpoint: Endpoint) -> Denied:
     return Denied(
         f"the store at {endpoint} is a job's own and wants its token; type the line that elaunch printed there"
-        " (ELAUNCH_TOKEN=… elaunch …), or, for an etcd that speaks TLS, --rdzv-endpoint https://…"
+        " (ELAUNCH_TOKEN=… elaunch …), or add --token-file with a copy of the file that it named; for an etcd that"
+        " speaks TLS, type --rdzv-endpoint https://…"
     )
 
 

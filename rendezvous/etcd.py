@@ -11,7 +11,7 @@ from elaunch.rendezvous import gateway
 from elaunch.rendezvous.access import Access
 from elaunch.rendezvous.carrier import Carrier, GatewayOff, Json, Refused, Rpc, Stream, TimedOut
 from elaunch.rendezvous.gateway_carrier import GatewayCarrier
-from elaunch.rendezvous.plan import Endpoint, Login
+from elaunch.rendezvous.plan import Endpoint
 from elaunch.rendezvous.refusals import Kind, explain, history_lost, judge
 from elaunch.rendezvous.store import (
     Answer,
@@ -145,7 +145,7 @@ class EtcdStore:
 
     def _use(self, carrier: Carrier) -> None:
         self._carrier = carrier
-        self._token = _Token(carrier, self._access.login, max(_LOGIN_S, self._deadline_s))
+        self._token = _Token(carrier, self._access, max(_LOGIN_S, self._deadline_s))
 
     def _version(self) -> str:
         def ask(endpoint: Endpoint, token: str) -> str:
@@ -241,22 +241,24 @@ class EtcdStore:
 class _Token:
     """The token that stands for a user and a password: got when first needed, and when the last one was refused."""
 
-    def __init__(self, carrier: Carrier, login: Login | None, deadline_s: float) -> None:
+    def __init__(self, carrier: Carrier, access: Access, deadline_s: float) -> None:
         self._carrier = carrier
-        self._login = login
+        self._access = access
+        self._login = access.login
         self._deadline_s = deadline_s
         self._lock = threading.Lock()
         self._token = ""
 
     def get(self, endpoint: Endpoint) -> str:
-        """The token; "" without a user. Raises Refused."""
+        """The token; "" without a user. Raises Refused, and Denied where the password must not be sent."""
         return self._token if self._token or not self._login else self.renew(endpoint, "")
 
     def renew(self, endpoint: Endpoint, old: str) -> str:
-        """Another token than `old`, which was refused. Raises Refused."""
+        """Another token than `old`, which was refused. Raises Refused and Denied."""
         with self._lock:
             # Another thread may have been faster.
             if self._token == old and self._login:
+                self._access.check_login(endpoint)
                 request = {"name": self._login.user, "password": self._login.password}
                 answer = self._carrier.call(endpoint, Rpc.AUTHENTICATE, request, "", self._deadline_s)
                 self._token = str(answer.get("token", ""))

@@ -59,6 +59,7 @@ class RendezvousPlan:
     """What the command line says about the rendezvous; without endpoints this node is alone and needs no server.
 
     `token` is the job's secret, empty where nobody gave one. It and `login` are used where the store asks for them.
+    `plainly` says that http:// was typed: an etcd without TLS is meant, and a login may be sent to it.
     `is_head` says whether this node serves the store where none listens; None is to be found out by the endpoint's
     address. With `node_rank` the ranks follow it (static rendezvous), and so does the head. `master_addr` is the
     job's MASTER_ADDR, as given; None is the first node's own. `local_addr` is this node's; None is the one that it
@@ -68,6 +69,7 @@ class RendezvousPlan:
     times: Times = field(default_factory=Times)
     endpoints: tuple[Endpoint, ...] = ()
     tls: Tls | None = None
+    plainly: bool = False
     login: Login | None = None
     prefix: str = PREFIX
     token: str = field(default="", repr=False)

@@ -13,7 +13,7 @@ import hmac
 import os
 import secrets
 import ssl
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -33,6 +33,11 @@ _NOT_AFTER = datetime.datetime(9999, 12, 31, 23, 59, 59)
 def new_token() -> str:
     """A token nobody can guess: 32 hexadecimal digits."""
     return secrets.token_hex(16)
+
+
+def fingerprint(certificate: bytes) -> str:
+    """What a certificate (DER) is called by: 32 hexadecimal digits."""
+    return hashlib.sha256(certificate).hexdigest()[:32]
 
 
 class Secret:
@@ -62,6 +67,11 @@ class Secret:
         name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "elaunch store")])
         builder = x509.CertificateBuilder(name, name, self._key.public_key(), _SERIAL, _NOT_BEFORE, _NOT_AFTER)
         return builder.sign(self._key, None).public_bytes(Encoding.PEM).decode()
+
+    @property
+    def der(self) -> bytes:
+        """The certificate as a client sees it."""
+        return ssl.PEM_cert_to_DER_cert(self.certificate)
 
     @cached_property
     def key(self) -> str:
@@ -109,11 +119,10 @@ class Secret:
         return Ed25519PrivateKey.from_private_bytes(self._derive(b"key"))
 
     def _derive(self, label: bytes) -> bytes:
-        return hmac.digest(self._seed, label, "sha256")
+        return hmac.digest(_seed(self._token), label, "sha256")
 
-    @cached_property
-    def _seed(self) -> bytes:
-        memory = 256 * _SCRYPT_N * _SCRYPT_R
-        return hashlib.scrypt(
-            self._token.encode(), salt=_SALT, n=_SCRYPT_N, r=_SCRYPT_R, p=_SCRYPT_P, maxmem=memory, dklen=32
-        )
+
+@lru_cache(maxsize=4)
+def _seed(token: str) -> bytes:
+    memory = 256 * _SCRYPT_N * _SCRYPT_R
+    return hashlib.scrypt(token.encode(), salt=_SALT, n=_SCRYPT_N, r=_SCRYPT_R, p=_SCRYPT_P, maxmem=memory, dklen=32)

@@ -1,7 +1,9 @@
 """The tasks beside a node's agent, where a scheduler starts several: they stay until it has ended.
 
 The agent listens on a socket that has a name only within its host and is closed by the kernel at the latest. Whoever
-is connected to it learns the agent's end from the end of the stream; nothing is ever said on it.
+is connected to it learns the agent's end from the end of the stream; nothing is ever said on it. Anybody on the host
+may connect to such a name, or take it first: so the key in this user's home makes it unguessable, and each side asks
+the kernel who is at the other.
 """
 
 from __future__ import annotations
@@ -11,17 +13,21 @@ import os
 import signal
 import socket
 import struct
+import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 from elaunch.launcher.cluster.facts import Cluster
+from elaunch.launcher.cluster.homekey import token_at_home
 
 # The tasks start together; what one of them may need longer for is reading its modules from a slow disk.
 _APPEAR_S = 60.0
 _PAUSE_S = 0.1
 # An agent that ends at once, as for a wrong option, waits so long since its start for the others to see it.
 _SEEN_S = 5.0
+# Who connects while as many others wait to be let in.
+_BACKLOG = 128
 # The scheduler tells all of a step's processes to stop: this one has nothing to stop, and must not end before the
 # agent, or the scheduler might take that for the end of the node (srun --kill-on-bad-exit, --wait).
 _NOT_FOR_US = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
@@ -31,59 +37,114 @@ _NOT_FOR_US = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, sig
 def seen_by_others(cluster: Cluster, say: Callable[[str], None]) -> Iterator[None]:
     """In the agent, around all that it does: what the others of its node hold on to."""
     begun_s = time.monotonic()
+    address = _address(cluster)
     with socket.socket(socket.AF_UNIX) as listener:
         try:
-            listener.bind(_address(cluster))
-            listener.listen(cluster.tasks)
+            listener.bind(address)
+            listener.listen(_BACKLOG)
         except OSError as error:
             say(
-                f"the other {cluster.tasks - 1} tasks of this node cannot wait for this agent ({error.strerror}: is"
-                " there another one of this job?)"
+                f"the other {cluster.tasks - 1} tasks of this node cannot wait for this agent ({error.strerror}:"
+                f" {_whose(address)}) and may end before it"
             )
             yield
             return
+        door = _Door(listener, cluster.tasks - 1)
         try:
             yield
         finally:
-            _let_them_come(listener, cluster.tasks - 1, begun_s + _SEEN_S)
+            door.close(begun_s + _SEEN_S)
 
 
 def wait_for_agent(cluster: Cluster, say: Callable[[str], None], appear_s: float = _APPEAR_S) -> int:
     """In the others: wait until the agent of this node has ended. 0: what became of the job is the agent's to say."""
     for signum in _NOT_FOR_US:
         signal.signal(signum, signal.SIG_IGN)
+    address = _address(cluster)
     end_s = time.monotonic() + appear_s
+    stranger = ""
     while time.monotonic() < end_s:
         with socket.socket(socket.AF_UNIX) as stream:
+            # A stranger who lets nobody in would make connect() wait; so it is tried again.
+            stream.setblocking(False)
             try:
-                stream.connect(_address(cluster))
-            except (ConnectionRefusedError, FileNotFoundError):
+                stream.connect(address)
+            except (ConnectionRefusedError, FileNotFoundError, BlockingIOError):
                 time.sleep(_PAUSE_S)
                 continue
-            if _uid_behind(stream) == os.geteuid():
+            uid = _uid_behind(stream)
+            if uid == os.geteuid():
+                stream.setblocking(True)
                 _read_to_end(stream)
                 return 0
+            stranger = f"; user id {uid}, and not this user, has the socket at which the agent was to be"
         time.sleep(_PAUSE_S)
-    say(f"task {cluster.task} of this node has met no agent here within {appear_s:g} s: has it ended?")
+    say(f"task {cluster.task} of this node has met no agent here within {appear_s:g} s: has it ended?{stranger}")
     return 0
 
 
+class _Door:
+    """Lets the others in, as they come, and strangers out; they are let go at the end."""
+
+    def __init__(self, listener: socket.socket, others: int) -> None:
+        self._listener = listener
+        self._others = others
+        self._inside: list[socket.socket] = []
+        self._all_are_in = threading.Event()
+        self._is_closed = threading.Event()
+        self._thread = threading.Thread(target=self._let_in, name="elaunch-companions", daemon=True)
+        self._thread.start()
+
+    def close(self, until_s: float) -> None:
+        """When each of the others has come, or it is time."""
+        self._all_are_in.wait(max(until_s - time.monotonic(), 0))
+        self._is_closed.set()
+        # A thread in accept() is woken by this, and not by closing.
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        for stream in self._inside:
+            stream.close()
+
+    def _let_in(self) -> None:
+        while not self._is_closed.is_set():
+            try:
+                stream, _ = self._listener.accept()
+            except OSError:
+                # As without a free descriptor: that passes.
+                self._is_closed.wait(_PAUSE_S)
+                continue
+            if _uid_behind(stream) != os.geteuid():
+                stream.close()
+                continue
+            self._inside.append(stream)
+            if len(self._inside) >= self._others:
+                self._all_are_in.set()
+
+
 def _address(cluster: Cluster) -> str:
-    """An abstract name, known within its host only: it needs no folder, nothing is left of it, and it is short."""
-    job = hashlib.sha256(str(cluster.run_id).encode()).hexdigest()[:32]
-    return f"\0elaunch-agent-{os.geteuid()}-{job}"
+    """An abstract name, known within its host only: it needs no folder, nothing is left of it, and it is short.
+
+    Without a home it can be guessed.
+    """
+    job = f"{cluster.run_id}.{cluster.restarts}"
+    name = token_at_home(f"companions of {job}", make=True) or hashlib.sha256(job.encode()).hexdigest()[:32]
+    return f"\0elaunch-agent-{os.geteuid()}-{name}"
 
 
-def _let_them_come(listener: socket.socket, others: int, end_s: float) -> None:
-    """Until each of the others has come, or it is time."""
-    with suppress(OSError):
-        for _ in range(others):
-            listener.settimeout(max(end_s - time.monotonic(), 0))
-            listener.accept()[0].close()
+def _whose(address: str) -> str:
+    """Who has a name that is taken, as far as the kernel tells."""
+    with socket.socket(socket.AF_UNIX) as stream:
+        stream.settimeout(1.0)
+        try:
+            stream.connect(address)
+            uid = _uid_behind(stream)
+        except OSError:
+            return "by whom is not to be seen"
+    return "is there another one of this job?" if uid == os.geteuid() else f"by user id {uid}, who is not this user"
 
 
 def _uid_behind(stream: socket.socket) -> int:
-    """Anybody on the host may take the name."""
+    """Of the process at the other end, when it began to listen or connected."""
     pid_uid_gid = struct.Struct("3i")
     _, uid, _ = pid_uid_gid.unpack(stream.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, pid_uid_gid.size))
     return int(uid)

@@ -22,6 +22,7 @@ from elaunch.launcher.cluster.homekey import token_at_home
 from elaunch.launcher.cluster.munge import MungeFailed, seal, unseal
 from elaunch.launcher.errors import SiteError
 from elaunch.launcher.head import listen
+from elaunch.launcher.secretfile import TOKEN_LINE
 from elaunch.launcher.values import PORT_MAX
 from elaunch.rendezvous.discovery import speaks_http
 from elaunch.rendezvous.plan import Endpoint
@@ -35,8 +36,6 @@ _PATIENCE_S = 60.0
 # A head offers the secret of its store at once.
 _SETTLE_S = 5.0
 _BYTES_MAX = 64 << 10
-
-TOKEN_LINE = "export ELAUNCH_TOKEN=$(openssl rand -hex 16)"
 
 
 @dataclass(frozen=True)
@@ -110,7 +109,8 @@ class Offer:
 def fetch(meeting: Meeting, wait_s: float, say: Callable[[str], None]) -> str:
     """The head's token; empty where an etcd listens at the endpoint instead. Raises SiteError.
 
-    Nothing that comes here is trusted further than it goes: a wrong token opens no store.
+    Nothing that comes here is trusted further than it goes: a wrong token opens no store, and that there is an etcd is
+    for the caller to say.
     """
     begun_s = time.monotonic()
     listens_s: float | None = None

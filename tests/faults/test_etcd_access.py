@@ -103,7 +103,7 @@ def test_keys_that_a_user_may_not_use_are_denied_to_calls_and_watches(
 
 def test_a_user_where_there_are_none_is_said() -> None:
     with Etcd() as etcd:
-        assert "this store has no users" in denial(etcd, Access(login=LOGIN))
+        assert "this store has no users" in denial(etcd, Access(login=LOGIN, plainly=True))
 
 
 def test_an_authority_that_did_not_sign_the_certificate_is_said(secured: Etcd, tmp_path: Path) -> None:
@@ -192,7 +192,7 @@ def test_a_token_that_has_run_out_is_renewed_for_calls_and_for_a_watch_that_is_o
     with (
         Etcd(version, users={LOGIN.user: LOGIN.password}, options=["--auth-token-ttl=1"]) as etcd,
         relay(etcd.addresses[0]) as way,
-        closing(EtcdStore([way.endpoint], Access(login=LOGIN), 10, carrier)) as store,
+        closing(EtcdStore([way.endpoint], Access(login=LOGIN, plainly=True), 10, carrier)) as store,
     ):
         store.watch(KEY, store.read(KEY).revision, told.append)
         store.commit(Txn((), (Put(KEY, "1"),)))

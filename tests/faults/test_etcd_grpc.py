@@ -74,7 +74,7 @@ def test_keys_that_a_user_may_not_use_are_denied_to_calls_and_watches() -> None:
     told: list[Update] = []
     with (
         Etcd(users={LOGIN.user: LOGIN.password}) as etcd,
-        closing(client(etcd.addresses, "grpc", Access(login=LOGIN), 10)) as store,
+        closing(client(etcd.addresses, "grpc", Access(login=LOGIN, plainly=True), 10)) as store,
     ):
         with pytest.raises(Denied, match="user 'agent' may not use these keys"):
             store.read("/elsewhere")
@@ -95,7 +95,7 @@ def test_a_token_that_has_run_out_is_renewed_for_calls_and_for_a_watch_that_is_o
             return super().call(endpoint, rpc, request, token, deadline_s)
 
     told: list[Update] = []
-    access = Access(login=LOGIN)
+    access = Access(login=LOGIN, plainly=True)
     carrier = Counting(access)
     # Time passes in there.
     nobody = threading.Event()

@@ -26,12 +26,13 @@ SHORT = ("--rdzv-conf", "store_timeout=7")
 def test_a_new_user_types_one_line_here_and_the_line_that_it_prints_there(
     tmp_path: Path, own_name_is_loopback: bool
 ) -> None:
+    home = {"HOME": str(tmp_path)}
     with Cluster(tmp_path, 2, head=True, own_name_is_loopback=own_name_is_loopback) as cluster:
-        cluster.start(0, nnodes="2")
-        said = cluster.agents[0].wait_for_output(r"^elaunch: on the other node type: ELAUNCH_TOKEN=(\S+) elaunch (.*)$")
-        token, line = said.groups()
+        cluster.start(0, nnodes="2", env=home)
+        said = cluster.agents[0].wait_for_output(r"^elaunch: on the other node type: elaunch (.*)$")
 
-        cluster.type(1, *shlex.split(line), env={"ELAUNCH_TOKEN": shlex.split(token)[0]})
+        # The nodes share the home.
+        cluster.type(1, *shlex.split(said[1]), env=home)
 
         meeting = cluster.meeting(2)
         assert meeting.hosts == ["node0", "node1"]

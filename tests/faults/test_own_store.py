@@ -31,6 +31,7 @@ while not Path(sys.argv[1]).exists():
 """
 
 pytestmark = needs_nodes
+needs_etcd = pytest.mark.skipif(not shutil.which("etcd"), reason="no etcd on PATH (`make tools`)")
 
 
 class Two:
@@ -55,20 +56,32 @@ class Two:
     def program(self) -> tuple[str, ...]:
         return (*LIGHT, "--nproc-per-node", "1", str(self.folder / "train.py"), str(self.end))
 
-    def type(self, index: int, *words: str, token: str = "") -> Watched:
-        """Type a command on a node."""
+    def type(self, index: int, *words: str, token: str = "", user: str = "") -> Watched:
+        """Type a command on a node. Each node has a home of its own, unless a `user` has one on all of them."""
         node = self.nodes[index]
-        home = self.folder / f"{node.name}-{len(self._agents)}"
-        home.mkdir()
-        agent = Watched(home, *words, env={"ELAUNCH_TOKEN": token} if token else {}, prefix=node.prefix)
+        folder = self.folder / f"{node.name}-{len(self._agents)}"
+        home = self.folder / (user or f"home-{node.name}")
+        home.mkdir(exist_ok=True)
+        folder.mkdir()
+        env = {"HOME": str(home), **({"ELAUNCH_TOKEN": token} if token else {})}
+        agent = Watched(folder, *words, env=env, prefix=node.prefix)
         self._agents.append(agent)
         return agent
 
-    def type_line(self, index: int, line: str) -> Watched:
-        """Type a line that elaunch printed."""
-        variable, command, *words = shlex.split(line)
+    def type_line(self, index: int, line: str, *, user: str = "", token_file: Path | None = None) -> Watched:
+        """Type a line that elaunch printed, with what else it said where a node has a home of its own."""
+        command, *words = shlex.split(line)
         assert command == "elaunch"
-        return self.type(index, *words, token=variable.removeprefix("ELAUNCH_TOKEN="))
+        return self.type(index, *(("--token-file", str(token_file)) if token_file else ()), *words, user=user)
+
+    def join(self, head: Watched, index: int = 1) -> Watched:
+        """Do on another node what a head has said."""
+        said = head.wait_for_output(r"^elaunch: its token is in (/.*), which you alone can read: ")[1]
+        copied = Path(shutil.copy(said, self.folder / "copied"))
+        return self.type_line(index, line_of(head), token_file=copied)
+
+    def assert_homes_are_empty(self) -> None:
+        assert [list(home.iterdir()) for home in self.folder.glob("home-*")] == [[], []]
 
 
 @pytest.fixture
@@ -79,7 +92,7 @@ def two(tmp_path: Path) -> Iterator[Two]:
 
 def line_of(agent: Watched) -> str:
     """The line to type on the other node."""
-    return agent.wait_for_output(r"^elaunch: on the other node type: (ELAUNCH_TOKEN=.*)$")[1]
+    return agent.wait_for_output(r"^elaunch: on the other node type: (elaunch .*)$")[1]
 
 
 def servers(node: Node) -> list[psutil.Process]:
@@ -104,12 +117,46 @@ def assert_both_succeed(two: Two, head: Watched, other: Watched) -> None:
 
 def test_two_lines_start_a_job_on_two_nodes_and_nothing_is_left_of_it(two: Two) -> None:
     head = two.type(0, *RECIPE, *two.program)
-    other = two.type_line(1, line_of(head))
+    other = two.join(head)
 
     assert_both_met(head, other, "10.77.0.1")
 
     assert "this host serves the job's store at node0:2379 from its memory" in head.stderr
+    assert (two.folder / "copied").read_text().split()[0] not in head.output + other.output
     assert_both_succeed(two, head, other)
+    two.assert_homes_are_empty()
+
+
+def test_a_node_that_shares_the_home_needs_no_token(two: Two) -> None:
+    head = two.type(0, *RECIPE, *two.program, user="home-of-both")
+    other = two.type_line(1, line_of(head), user="home-of-both")
+
+    assert_both_met(head, other, "10.77.0.1")
+
+    assert_both_succeed(two, head, other)
+    assert list((two.folder / "home-of-both").iterdir()) == []
+
+
+@pytest.mark.parametrize("store", [(), pytest.param(("--store", "etcd"), marks=needs_etcd)])
+def test_two_terminals_of_one_host_need_no_token(two: Two, store: tuple[str, ...]) -> None:
+    command = ("--nnodes", "2", "--rdzv-endpoint", "localhost:2379", *store, *two.program)
+    head = two.type(0, *command)
+    line_of(head)
+
+    other = two.type(0, *command)
+
+    head.wait_for_output(r"met \d \S+ 2$")
+    other.wait_for_output(r"met \d \S+ 2$")
+    assert_both_succeed(two, head, other)
+
+
+def test_a_killed_heads_token_is_gone_with_it(two: Two) -> None:
+    head = two.type(0, *RECIPE, *two.program, user="home-of-both")
+    line_of(head)
+
+    head.signal(signal.SIGKILL)
+
+    wait_for(lambda: not list((two.folder / "home-of-both").iterdir()), "the end of the token's file")
 
 
 def test_the_other_node_may_come_first(two: Two) -> None:
@@ -124,10 +171,10 @@ def test_the_other_node_may_come_first(two: Two) -> None:
     assert token not in head.output
 
 
-@pytest.mark.skipif(not shutil.which("etcd"), reason="no etcd on PATH (`make tools`)")
+@needs_etcd
 def test_the_head_may_serve_an_etcd_and_nothing_is_left_of_it(two: Two, tmp_path: Path) -> None:
     head = two.type(0, *RECIPE, "--store", "etcd", *two.program)
-    other = two.type_line(1, line_of(head))
+    other = two.join(head)
 
     assert_both_met(head, other, "10.77.0.1")
 
@@ -138,7 +185,7 @@ def test_the_head_may_serve_an_etcd_and_nothing_is_left_of_it(two: Two, tmp_path
 
 def test_a_node_without_the_token_is_told_so_and_a_wrong_one_too(two: Two) -> None:
     head = two.type(0, *RECIPE, *two.program)
-    line = line_of(head)
+    line_of(head)
 
     none = two.type(1, *RECIPE, *two.program)
     wrong = two.type(1, *RECIPE, *two.program, token="a token of some other job")
@@ -147,7 +194,7 @@ def test_a_node_without_the_token_is_told_so_and_a_wrong_one_too(two: Two) -> No
     assert f"the store at {ENDPOINT} is a job's own and wants its token; type the line" in none.stderr
     assert wrong.wait() == 2
     assert f"the token here is not that of the store at {ENDPOINT}" in wrong.stderr
-    other = two.type_line(1, line)
+    other = two.join(head)
     assert_both_met(head, other, "10.77.0.1")
     assert_both_succeed(two, head, other)
 
@@ -196,7 +243,7 @@ def test_a_store_in_the_foreground_serves_the_jobs_of_a_team(two: Two) -> None:
 def test_ipv6_alone_is_enough(two: Two) -> None:
     endpoint = ("--nnodes", "2", "--rdzv-endpoint", f"[fd77::1]:{PORT}")
     head = two.type(0, *endpoint, *two.program)
-    other = two.type_line(1, line_of(head))
+    other = two.join(head)
 
     head.wait_for_output(r"met \d fd77::[12] 2$")
     other.wait_for_output(r"met \d fd77::[12] 2$")

@@ -1,4 +1,4 @@
-"""launcher.cluster: how a head's secret reaches its nodes, and how the tasks beside an agent wait for its end."""
+"""launcher.cluster: how a head's secret reaches its nodes."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import json
 import os
 import resource
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -18,7 +16,6 @@ from pathlib import Path
 import pytest
 
 from elaunch.launcher.cluster import handover, munge
-from elaunch.launcher.cluster.companion import _address, seen_by_others
 from elaunch.launcher.cluster.facts import Cluster
 from elaunch.launcher.cluster.handover import AnotherJob, Meeting, Offer, fetch
 from elaunch.launcher.cluster.homekey import token_at_home
@@ -26,7 +23,6 @@ from elaunch.launcher.cluster.place import reachable
 from elaunch.launcher.errors import SiteError
 from elaunch.rendezvous.plan import Endpoint
 from tests.etcd import free_ports
-from tests.harness import environment, wait_for
 
 TOKEN = "0123456789abcdef0123456789abcdef"
 # As munge and unmunge were seen to speak, with a cipher that keeps nothing secret; $MAKER is whose credential it is.
@@ -220,87 +216,3 @@ def test_a_head_whose_name_is_no_hosts_has_the_address_that_slurm_knows(
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
 
     assert reachable(Cluster("Slurm", head=head)).head == found
-
-
-# --- tasks beside the agent
-
-WAIT = """
-import sys
-from elaunch.launcher.cluster.companion import wait_for_agent
-from elaunch.launcher.cluster.facts import Cluster
-print("begins", flush=True)
-sys.exit(wait_for_agent(Cluster("Slurm", run_id=sys.argv[1], task=1, tasks=2), print, float(sys.argv[2])))
-"""
-
-
-def companion(run_id: str, appear_s: float = 30) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", WAIT, run_id, str(appear_s)]
-    return subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True)
-
-
-def test_a_task_beside_the_agent_stays_until_that_has_ended_whatever_signal_comes() -> None:
-    run_id = f"test-{os.getpid()}"
-    waiting = companion(run_id)
-    assert waiting.stdout
-    waiting.stdout.readline()
-    # Of MPI's processes the agent alone may know its node's place.
-    agent = Cluster("Open MPI", node_index=0, run_id=run_id, tasks=2)
-    with seen_by_others(agent, said):
-        wait_for(lambda: "@" + _address(agent)[1:] in connected(), "the task is connected")
-
-        waiting.terminate()
-        waiting.send_signal(10)
-        with pytest.raises(subprocess.TimeoutExpired):
-            waiting.wait(0.3)
-
-    assert waiting.wait(10) == 0
-    waiting.stdout.close()
-
-
-def test_an_agent_that_ends_at_once_is_seen_to_have_ended() -> None:
-    run_id = f"brief-{os.getpid()}"
-    waiting = companion(run_id)
-    with seen_by_others(Cluster("Slurm", run_id=run_id, tasks=2), said):
-        pass
-
-    output, _ = waiting.communicate(timeout=10)
-    assert (waiting.returncode, output) == (0, "begins\n")
-
-
-def test_a_second_agent_of_a_long_name_says_that_it_cannot_be_waited_for_and_goes_on() -> None:
-    cluster = Cluster("Slurm", run_id=f"{os.getpid()}-{'x' * 200}", tasks=2)
-    sentences: list[str] = []
-    begun_s = time.monotonic()
-    other = threading.Thread(target=wait_for_agent_here, args=(cluster,))
-    with seen_by_others(cluster, sentences.append):
-        other.start()
-        with seen_by_others(cluster, sentences.append):
-            pass
-
-    other.join()
-    assert sentences == [
-        "the other 1 tasks of this node cannot wait for this agent (Address already in use: is there another one of"
-        " this job?)"
-    ]
-    assert time.monotonic() - begun_s < 4
-
-
-def wait_for_agent_here(cluster: Cluster) -> None:
-    with socket.socket(socket.AF_UNIX) as stream:
-        stream.connect(_address(cluster))
-        assert stream.recv(1) == b""
-
-
-def connected() -> list[str]:
-    """The names of unix sockets with somebody connected, or waiting to be accepted (state 3 or 2)."""
-    lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
-    return [words[7] for words in lines if len(words) > 7 and words[5] in ("02", "03")]
-
-
-def test_a_task_that_meets_no_agent_says_so_and_ends() -> None:
-    waiting = companion(f"none-{os.getpid()}", 0.3)
-
-    output, _ = waiting.communicate(timeout=10)
-
-    assert waiting.returncode == 0
-    assert "task 1 of this node has met no agent here within 0.3 s" in output

@@ -57,6 +57,11 @@ def place(host: str = "127.0.0.1") -> Endpoint:
     return Endpoint(host, free_ports(1)[0])
 
 
+@pytest.fixture(autouse=True)
+def home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
+
+
 @contextmanager
 def served(kind: Serving, endpoint: Endpoint, token: str = "") -> Iterator[StoreProcess]:
     bound = listen(endpoint)
@@ -346,7 +351,7 @@ def test_an_etcd_without_the_token_is_spoken_to_unless_the_job_has_one(version: 
             store.close()
 
         # Whoever was faster at the port.
-        only_ours = FoundStore(endpoint, "the token of the job", Access(), CALL_S, only_ours=True)
+        only_ours = FoundStore(endpoint, "the token of the job", Access(), CALL_S, expects_ours=True)
         with pytest.raises(Denied, match=f"what listens at {endpoint} does not know the job's token"):
             only_ours.check()
 

@@ -6,10 +6,15 @@ import shlex
 
 import pytest
 
-from elaunch.launcher.invitation import invitation, line_for_others
+from elaunch.launcher.errors import UsageError
+from elaunch.launcher.invitation import Telling, invitation, line_for_others
 from elaunch.launcher.options import HelpRequested, Options, parse
 from elaunch.launcher.plan import plan
 from elaunch.rendezvous.plan import RendezvousPlan
+
+KEPT = "/home/me/.elaunch/stores/0123456789abcdef0123456789abcdef"
+TERMINAL = Telling("made-token", KEPT, "", is_terminal=True)
+LOG = Telling("made-token", KEPT, "", is_terminal=False)
 
 
 def asked(*argv: str, **environ: str) -> tuple[Options, RendezvousPlan]:
@@ -127,18 +132,45 @@ def test_the_line_means_what_was_typed(typed: str) -> None:
 def test_a_token_that_was_made_is_shown_and_one_that_was_given_is_not() -> None:
     typed = ("--nnodes", "2", "--rdzv-endpoint", "host0:5", "t.py")
 
-    made = invitation(*asked(*typed), token="made-token")
-    given = invitation(*asked(*typed, ELAUNCH_TOKEN="given-token"), token="given-token")
+    made = invitation(*asked(*typed), TERMINAL)
+    given = invitation(*asked(*typed, ELAUNCH_TOKEN="given-token"), LOG)
 
     assert made[1] == (
         "on the other node type: ELAUNCH_TOKEN=made-token elaunch --nnodes 2 --rdzv-endpoint host0:5 t.py"
     )
-    assert given[1] == "on the other node type with the same token: elaunch --nnodes 2 --rdzv-endpoint host0:5 t.py"
+    assert given[1:] == ("on the other node type with the same token: elaunch --nnodes 2 --rdzv-endpoint host0:5 t.py",)
+
+
+def test_a_log_gets_the_name_of_the_tokens_file_and_not_the_token() -> None:
+    said = invitation(*asked("--nnodes", "2", "--rdzv-endpoint", "host0:5", "t.py"), LOG)
+
+    assert said[1] == "on the other node type: elaunch --nnodes 2 --rdzv-endpoint host0:5 t.py"
+    assert said[2].startswith(f"its token is in {KEPT}, which you alone can read: nodes that share this home find it")
+    assert said[2].endswith("copy the file, and add --token-file FILE to the line")
+    assert "made-token" not in "".join(said) + repr(LOG)
+
+
+@pytest.mark.parametrize("telling", [TERMINAL, LOG])
+def test_another_agent_of_the_same_host_needs_no_token(telling: Telling) -> None:
+    said = invitation(*asked("--nnodes", "2", "--rdzv-endpoint", "localhost:5", "t.py"), telling)
+
+    assert said[1:] == ("on the other node type: elaunch --nnodes 2 --rdzv-endpoint localhost:5 t.py",)
+
+
+@pytest.mark.parametrize("host", ["host0", "localhost"])
+def test_a_token_that_no_file_can_keep_is_for_a_terminal_or_for_nobody(host: str) -> None:
+    found = asked("--nnodes", "2", "--rdzv-endpoint", f"{host}:5", "t.py")
+
+    assert (
+        "ELAUNCH_TOKEN=made " in invitation(*found, Telling("made", "", "Read-only file system", is_terminal=True))[1]
+    )
+    with pytest.raises(UsageError, match=r"~/.elaunch/stores \(Read-only file system\); give all nodes the same token"):
+        invitation(*found, Telling("made", "", "Read-only file system", is_terminal=False))
 
 
 def test_what_the_store_does_not_give_is_said_with_what_does() -> None:
-    memory = invitation(*asked("--nnodes", "3", "--rdzv-endpoint", "a:5", "t.py"), token="t")
-    etcd = invitation(*asked("--nnodes", "3", "--rdzv-endpoint", "a:5", "--store", "etcd", "t.py"), token="t")
+    memory = invitation(*asked("--nnodes", "3", "--rdzv-endpoint", "a:5", "t.py"), LOG)
+    etcd = invitation(*asked("--nnodes", "3", "--rdzv-endpoint", "a:5", "--store", "etcd", "t.py"), LOG)
 
     assert memory[0].startswith("this host serves the job's store at a:5 from its memory: it ends with this host's")
     assert memory[0].endswith("--rdzv-endpoint of an etcd cluster")
@@ -149,7 +181,7 @@ def test_what_the_store_does_not_give_is_said_with_what_does() -> None:
 def test_a_static_job_of_more_than_two_nodes_is_told_that_each_has_a_rank_of_its_own() -> None:
     typed = ("--nnodes", "3", "--node-rank", "0", "--master-addr", "a", "t.py")
 
-    said = invitation(*asked(*typed), token="t")
+    said = invitation(*asked(*typed), LOG)
 
     assert said[1].startswith("on each other node type, with --node-rank 2 and so on after the first of them: ")
     assert said[1].endswith("--node-rank 1 t.py")

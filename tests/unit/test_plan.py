@@ -236,7 +236,7 @@ def test_a_token_on_the_command_line_is_refused(word: str) -> None:
 
 def test_no_secret_is_in_a_plans_repr() -> None:
     found = plan_of(
-        *TWO, "--rdzv-endpoint", "a", "--rdzv-conf", "user=me,password_file=pw", ELAUNCH_TOKEN="hidden-token"
+        *TWO, "--rdzv-endpoint", "https://a", "--rdzv-conf", "user=me,password_file=pw", ELAUNCH_TOKEN="hidden-token"
     )
 
     assert found.login == Login("me", "secret of pw")
@@ -257,7 +257,51 @@ def test_no_secret_is_in_a_plans_repr() -> None:
 def test_a_user_of_etcd_is_etcdctls_or_the_settings(conf: str, environ: dict[str, str], login: Login | None) -> None:
     settings = ("--rdzv-conf", conf) if conf else ()
 
-    assert plan_of(*TWO, "--rdzv-endpoint", "a", *settings, **environ).login == login
+    assert plan_of(*TWO, "--rdzv-endpoint", "https://a", *settings, **environ).login == login
+
+
+@pytest.mark.parametrize(
+    ("argv", "environ"),
+    [
+        (("--rdzv-endpoint", "a:1,b:2"), {"ETCDCTL_USER": "me:pw"}),
+        (("--rdzv-endpoint", "a:1,b:2", "--rdzv-conf", "user=me,password_file=f"), {}),
+        (("--rdzv-endpoint", "a:1,b:2", "--rdzv-conf", "transport=grpc"), {"ETCDCTL_USER": "me:pw"}),
+        (("--rdzv-backend", "etcd"), {"ELAUNCH_ENDPOINT": "a:1,b:2", "ETCDCTL_USER": "me:pw"}),
+        ((), {"PET_RDZV_ENDPOINT": "a:1,b:2", "PET_RDZV_CONF": "user=me,password_file=f"}),
+    ],
+)
+def test_a_password_for_an_etcd_wants_to_hear_whether_there_is_tls(
+    argv: tuple[str, ...], environ: dict[str, str]
+) -> None:
+    assert sentence_of(*TWO, *argv, **environ) == (
+        "the password of etcd's user me is sent over TLS only, and a:1,b:2 does not say what is spoken there; type"
+        " https://a:1,https://b:2, or, to send it unencrypted all the same, http://a:1,http://b:2"
+    )
+
+
+def test_a_user_in_a_variable_is_no_hindrance_where_an_endpoint_may_be_a_head() -> None:
+    assert plan_of(*TWO, "--rdzv-endpoint", "a", ETCDCTL_USER="me:pw").serving is Serving.MEMORY
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("--rdzv-endpoint", "http://a:1,http://b:2"), ("--rdzv-endpoint", "a:1,b:2", "--rdzv-conf", "protocol=http")],
+)
+def test_http_that_was_typed_is_an_etcd_without_tls_and_a_password_goes_there_with_a_note(
+    words: tuple[str, ...],
+) -> None:
+    found = planned(*TWO, *words, ETCDCTL_USER="me:pw", ELAUNCH_TOKEN="a token of its own")
+
+    assert (found.plan.plainly, found.plan.tls, found.plan.serving) == (True, None, Serving.NOTHING)
+    assert sum("the password of etcd's user me goes unencrypted to" in note for note in found.notes) == 1
+    assert sum("the token is not used: " in note for note in found.notes) == 1
+
+
+def test_nothing_is_served_at_an_http_endpoint() -> None:
+    assert plan_of(*TWO, "--rdzv-endpoint", "http://localhost").serving is Serving.NOTHING
+    assert sentence_of(*TWO, "--rdzv-endpoint", "http://localhost", "--store", "memory") == (
+        "--store memory would start a store, and http://localhost is an etcd without TLS; leave --store out"
+    )
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from elaunch.agent import guardian
 from elaunch.agent.guardian import CLAIM, remove_abandoned
 from elaunch.agent.rundir import RunDir, memory_places, private_places
+from elaunch.agent.streams import LogFile
 
 
 class Warnings(list[str]):
@@ -224,3 +226,52 @@ def test_only_what_a_dead_agent_of_this_user_and_boot_has_left_is_removed(
     assert folder.parent == temporary
     assert folder.exists() == (whose != "dead")
     assert (temporary / "elaunch_of_somebody").exists()
+
+
+def test_a_folder_that_is_swapped_while_it_is_removed_costs_nobody_a_file(
+    temporary: Path, warnings: Warnings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = "from elaunch.agent.rundir import RunDir; print(RunDir(None, 'job', print).private)"
+    folder = Path(subprocess.check_output([sys.executable, "-c", code], text=True).strip())
+    (folder / "Documents").mkdir()
+    precious = tmp_path / "home" / "Documents" / "precious"
+    precious.parent.mkdir(parents=True)
+    precious.touch()
+
+    boot_id = guardian.boot_id()
+
+    def swap() -> bytes:
+        # The last look before it begins. Who owns a temporary folder that is not sticky may do this to what is in it.
+        folder.rename(temporary / "away")
+        folder.symlink_to(tmp_path / "home")
+        return boot_id
+
+    monkeypatch.setattr(guardian, "boot_id", swap)
+
+    remove_abandoned([str(temporary / "elaunch_0000000000000000")])
+
+    assert folder.is_symlink(), "the swap never happened"
+    assert precious.exists()
+    assert not (temporary / "away" / "Documents").exists()
+
+
+@pytest.mark.parametrize(("umask", "file_mode", "folder_mode"), [(0o022, 0o640, 0o750), (0o077, 0o600, 0o700)])
+def test_logs_are_for_the_user_and_the_group_at_most(
+    tmp_path: Path, warnings: Warnings, umask: int, file_mode: int, folder_mode: int
+) -> None:
+    before = os.umask(umask)
+    try:
+        run_dir = RunDir(tmp_path / "new" / "logs", "job", warnings)
+        folder = run_dir.rank(0, 0)
+        assert folder
+        assert run_dir.logs
+        LogFile(str(folder / "stdout.log"), warnings).close()
+        (folder / "error.json").touch()
+    finally:
+        os.umask(before)
+
+    assert stat.S_IMODE((folder / "stdout.log").stat().st_mode) == file_mode
+    assert stat.S_IMODE(run_dir.logs.stat().st_mode) == folder_mode
+    # The user's own: the log folder, and what workers write.
+    assert stat.S_IMODE((tmp_path / "new" / "logs").stat().st_mode) == 0o777 & ~umask
+    assert stat.S_IMODE((folder / "error.json").stat().st_mode) == 0o666 & ~umask

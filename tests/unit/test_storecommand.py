@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import os
+import pty
 import re
 import signal
 import socket
+import subprocess
 from pathlib import Path
 
 import psutil
 import pytest
 
 from elaunch.launcher.errors import UsageError
+from elaunch.launcher.invitation import Telling
+from elaunch.launcher.keyring import Keyring
 from elaunch.launcher.storecommand import HELP, announcement, parse
 from elaunch.rendezvous.access import Access
 from elaunch.rendezvous.discovery import FoundStore
 from elaunch.rendezvous.plan import Endpoint
 from elaunch.rendezvous.store import Put, Txn
-from tests.harness import Job, finished, wait_for
+from tests.harness import COMMAND, Job, environment, finished, wait_for
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -69,20 +79,45 @@ def test_a_wrong_request_is_one_sentence(argv: list[str], sentence: str) -> None
     assert sentence in str(raised.value)
 
 
-def test_a_given_token_is_not_shown() -> None:
+def test_a_made_token_is_shown_to_a_terminal_alone() -> None:
     place = Endpoint("host0", 2379)
+    terminal, log = (Telling("made", "/home/me/token", "", is_terminal=is_terminal) for is_terminal in (True, False))
 
-    assert (
-        "ELAUNCH_TOKEN=made elaunch --nnodes 2 --rdzv-endpoint host0:2379"
-        in announcement(place, "made", is_ours=True)[0]
-    )
-    assert "given" not in " ".join(announcement(place, "given", is_ours=False))
+    assert "type: ELAUNCH_TOKEN=made elaunch --nnodes 2 --rdzv-endpoint host0:2379" in announcement(place, terminal)[0]
+    assert "made" not in " ".join(announcement(place, log))
+    assert "its token is in /home/me/token, which you alone can read" in announcement(place, log)[1]
+    assert "with ELAUNCH_TOKEN set to the same token" in announcement(place, None)[0]
 
 
-def test_a_store_in_the_foreground_serves_who_has_the_token_until_ctrl_c(tmp_path: Path) -> None:
+def test_a_store_whose_token_nobody_could_learn_is_not_served(tmp_path: Path) -> None:
+    job = finished(tmp_path, "store", "--listen", "127.0.0.1:0", env={"HOME": "/proc"})
+
+    assert job.code == 2
+    assert "stderr is no terminal, and no file can be kept in ~/.elaunch/stores (" in job.stderr
+    assert "give all nodes the same token: export ELAUNCH_TOKEN=$(openssl rand -hex 16)" in job.stderr
+
+
+def test_at_a_terminal_the_token_is_in_the_line(tmp_path: Path) -> None:
+    ours, theirs = pty.openpty()
+    command = [*COMMAND, "store", "--listen", "0.0.0.0:0"]
+    with subprocess.Popen(command, env=environment({"HOME": str(tmp_path)}), stderr=theirs, text=True) as store:
+        os.close(theirs)
+        said = b""
+        while b"Ctrl-C ends it" not in said:
+            said += os.read(ours, 4096)
+        kept = list((tmp_path / ".elaunch" / "stores").iterdir())
+        store.terminate()
+    os.close(ours)
+
+    assert len(kept) == 1
+    assert re.search(rb"ELAUNCH_TOKEN=[0-9a-f]{32} elaunch --nnodes 2 ", said)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_store_in_the_foreground_serves_its_user_until_ctrl_c(tmp_path: Path) -> None:
     with Job(tmp_path, "store", "--listen", "127.0.0.1:0") as job:
-        line = job.wait_for_output(r"ELAUNCH_TOKEN=(\w+) elaunch --nnodes 2 --rdzv-endpoint 127\.0\.0\.1:(\d+) ")
-        store = FoundStore(Endpoint("127.0.0.1", int(line[2])), line[1], Access(), 5.0)
+        line = job.wait_for_output(r"type: elaunch --nnodes 2 --rdzv-endpoint 127\.0\.0\.1:(\d+) ")
+        store = FoundStore(Endpoint("127.0.0.1", int(line[1])), "", Access(), 5.0, keyring=Keyring())
         store.check()
         assert store.commit(Txn((), (Put("/a", "1"),))).held
         store.close()
@@ -93,7 +128,8 @@ def test_a_store_in_the_foreground_serves_who_has_the_token_until_ctrl_c(tmp_pat
     assert re.search(r"^elaunch: the store ends, by SIGINT$", job.stderr, re.MULTILINE)
     assert "nothing is left when it is started again; a cluster of etcd outlives any host" in job.stderr
     with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.1", int(line[2])), timeout=5).close()
+        socket.create_connection(("127.0.0.1", int(line[1])), timeout=5).close()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_store_that_was_told_to_outlive_its_terminal_does(tmp_path: Path) -> None:
@@ -114,7 +150,7 @@ def test_a_store_that_was_told_to_outlive_its_terminal_does(tmp_path: Path) -> N
 
 def test_a_server_that_is_killed_ends_the_command_with_a_sentence(tmp_path: Path) -> None:
     with Job(tmp_path, "store", "--listen", "127.0.0.1:0") as job:
-        job.wait_for_output("ELAUNCH_TOKEN=")
+        job.wait_for_output("serving a store at")
         server = wait_for(lambda: psutil.Process(job.process.pid).children(), "the server")[0]
 
         server.kill()

@@ -1,0 +1,145 @@
+"""The tokens of the stores that this user's agents serve, `~/.elaunch/stores`: who shares the home types none.
+
+A file is called by the fingerprint of the certificate that its token stands for, which the store shows to everybody
+who connects: so it is found however the endpoint is spelled, and one that was left behind is in nobody's way. It is
+there before the store answers anybody, and goes with it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import secrets
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from elaunch.agent.guardian import boot_id
+from elaunch.launcher.secretfile import FOLDER, open_own, private_folder, read_own
+from elaunch.rendezvous.plan import Endpoint
+from elaunch.rendezvous.secret import Secret, fingerprint
+
+STORES = f"{FOLDER}/stores"
+
+_NAME = re.compile(r"[0-9a-f]{32}")
+_BYTES_MAX = 4096
+# Another agent may remove the empty folder just as it is to be used.
+_TRIES = 5
+
+
+class Kept:
+    """One token's file, locked as long as this process lives."""
+
+    def __init__(self, token: str, endpoint: Endpoint) -> None:
+        """Raises OSError where this user has no home, or nothing can be written there."""
+        text = (
+            f"{token}\n# at {endpoint}\n# boot {_boot()}\n"
+            f"# of the elaunch on {socket.gethostname()}, process {os.getpid()}, which removes this at its end\n"
+        )
+        name = fingerprint(Secret(token).der)
+        self.path = str(Path(STORES).expanduser() / name)
+        self._fd = _written(name, text)
+
+    def remove(self) -> None:
+        # Closed first: a shared disk keeps a removed file that is open.
+        os.close(self._fd)
+        remove(self.path)
+
+
+class Keyring:
+    """What is kept for this user: nothing that others could have put there is believed."""
+
+    def token_for(self, certificate: bytes) -> str:
+        """The token behind a certificate (DER), or empty."""
+        with suppress(OSError), private_folder(STORES) as folder:
+            return _lines(read_own(fingerprint(certificate), _BYTES_MAX, folder))[0]
+        return ""
+
+    def place_of(self, endpoint: Endpoint) -> str:
+        """A file that says that this user's elaunch serves a store there, or empty."""
+        with suppress(OSError), private_folder(STORES) as folder:
+            for name in _names(folder):
+                with suppress(OSError):
+                    if f"# at {endpoint}" in _lines(read_own(name, _BYTES_MAX, folder)):
+                        return f"{STORES}/{name}"
+        return ""
+
+
+@contextmanager
+def forgotten_at_the_end() -> Iterator[None]:
+    """In the store's process: the first line on stdin names the file that goes with it, however its agent ends."""
+    path = b""
+    while (byte := os.read(0, 1)) not in (b"", b"\n"):
+        path += byte
+    try:
+        yield
+    finally:
+        if path:
+            remove(os.fsdecode(path))
+
+
+def remove(path: str) -> None:
+    """Remove a kept token, and the folders where they are empty."""
+    with suppress(OSError):
+        Path(path).unlink()
+    with suppress(OSError):
+        Path(path).parent.rmdir()
+        Path(path).parent.parent.rmdir()
+
+
+def _written(name: str, text: str) -> int:
+    """A locked file; it has its name only when it is whole. Raises OSError."""
+    for tries_left in reversed(range(_TRIES)):
+        try:
+            with private_folder(STORES, make=True) as folder:
+                _remove_abandoned(folder)
+                return _written_in(folder, name, text)
+        except FileNotFoundError:
+            if not tries_left:
+                raise
+    raise AssertionError
+
+
+def _written_in(folder: int, name: str, text: str) -> int:
+    draft = secrets.token_hex(16)
+    fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=folder)
+    try:
+        # A disk without locks keeps what is left behind.
+        with suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        os.write(fd, text.encode())
+        os.rename(draft, name, src_dir_fd=folder, dst_dir_fd=folder)
+    except BaseException:
+        os.close(fd)
+        with suppress(OSError):
+            os.unlink(draft, dir_fd=folder)
+        raise
+    return fd
+
+
+def _remove_abandoned(folder: int) -> None:
+    """Files of agents of this host that were killed together with their stores; of another host nothing is known."""
+    for name in _names(folder):
+        with suppress(OSError):
+            fd = open_own(name, folder)
+            try:
+                # An error where its agent lives.
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if f"# boot {_boot()}" in _lines(os.read(fd, _BYTES_MAX)):
+                    os.unlink(name, dir_fd=folder)
+            finally:
+                os.close(fd)
+
+
+def _names(folder: int) -> list[str]:
+    return [name for name in os.listdir(folder) if _NAME.fullmatch(name)]
+
+
+def _lines(text: bytes) -> list[str]:
+    return text.decode(errors="replace").splitlines() or [""]
+
+
+def _boot() -> str:
+    return boot_id().decode().strip()

@@ -1,0 +1,263 @@
+"""What whoever listens at the endpoint gets of the passwords and tokens: it writes down every byte."""
+
+from __future__ import annotations
+
+import base64
+import socket
+import ssl
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import closing, suppress
+from pathlib import Path
+
+import pytest
+
+from elaunch.launcher.keyring import Kept
+from elaunch.rendezvous.access import Access
+from elaunch.rendezvous.carrier import Carrier
+from elaunch.rendezvous.etcd import EtcdStore
+from elaunch.rendezvous.grpc_carrier import GrpcCarrier
+from elaunch.rendezvous.plan import Endpoint, Login, Tls
+from elaunch.rendezvous.secret import Secret
+from elaunch.rendezvous.store import Denied
+from tests.certificates import Certificates
+from tests.faults.processes import LIGHT
+from tests.harness import Job, wait_for
+
+PASSWORD = "the password of the team's etcd"
+TOKEN = "the token of this very job"
+LOGIN = {"ETCDCTL_USER": "me", "ETCDCTL_PASSWORD": PASSWORD}
+ANSWER = b'{"version":"3.5.0","token":"stolen","header":{"cluster_id":"7","revision":"1"},"succeeded":true,"TTL":"9"}'
+SLURM = {
+    "SLURM_JOB_ID": "1",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "0",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NODELIST": "n[1-2]",
+}
+
+
+class Eavesdropper:
+    """Answers as an etcd without users or TLS would, whatever it is asked, and keeps what it was sent.
+
+    With `certificates` it speaks TLS, by a certificate of its own, and keeps what it can decrypt.
+    """
+
+    def __init__(self, certificates: Certificates | None = None) -> None:
+        self.heard = b""
+        self._context: ssl.SSLContext | None = None
+        if certificates:
+            self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            self._context.load_cert_chain(certificates.server, certificates.server_key)
+        self._listener = socket.create_server(("127.0.0.1", 0), backlog=100)
+        self.port: int = self._listener.getsockname()[1]
+        self.place = f"127.0.0.1:{self.port}"
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+    def has_heard(self, secret: str) -> bool:
+        forms = (secret.encode(), base64.b64encode(secret.encode()).rstrip(b"="))
+        return any(form in self.heard for form in forms)
+
+    def _serve(self) -> None:
+        with suppress(OSError):
+            while True:
+                asking, _ = self._listener.accept()
+                threading.Thread(target=self._answer, args=(asking,), daemon=True).start()
+
+    def _answer(self, asking: socket.socket) -> None:
+        with asking, suppress(OSError):
+            stream = self._context.wrap_socket(asking, server_side=True) if self._context else asking
+            while data := stream.recv(65536):
+                self.heard += data
+                if data.startswith((b"GET", b"POST")):
+                    stream.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(ANSWER) + ANSWER)
+
+
+@pytest.fixture
+def listener() -> Iterator[Eavesdropper]:
+    with closing(Eavesdropper()) as made:
+        yield made
+
+
+def told(folder: Path, listener: Eavesdropper, words: str, env: Mapping[str, str]) -> Job:
+    """A job that has ended by itself, or has given a secret away; `words` have {} for the endpoint."""
+    (folder / "pw").write_text(f"{PASSWORD.replace(' ', '-')}\n")
+    (folder / "token").write_text(f"{TOKEN.replace(' ', '-')}\n")
+    (folder / "train.py").write_text("")
+    (folder / "job.yaml").write_text(f"rdzv_endpoint: {listener.place}\nrdzv_conf: user=me,password_file=pw\n")
+    argv = [*LIGHT, "--nproc-per-node", "1", "--nnodes", "2", *words.replace("{}", listener.place).split(), "train.py"]
+    environ = {name: value.replace("{}", listener.place) for name, value in env.items()}
+    with Job(folder, *argv, env={"HOME": str(folder), "TMPDIR": str(folder), **environ}) as job:
+        wait_for(lambda: job.process.poll() is not None or given_away(listener), "its end")
+        if job.process.poll() is not None:
+            job.wait()
+    return job
+
+
+def given_away(listener: Eavesdropper) -> list[str]:
+    bearers = [Secret(each).bearer for each in (TOKEN, TOKEN.replace(" ", "-"))]
+    secrets = (PASSWORD, PASSWORD.replace(" ", "-"), TOKEN, TOKEN.replace(" ", "-"), *bearers)
+    return [secret for secret in secrets if listener.has_heard(secret)]
+
+
+@pytest.mark.parametrize(
+    ("words", "env"),
+    [
+        ("--rdzv-endpoint {}", {"ETCDCTL_USER": f"me:{PASSWORD}"}),
+        ("--rdzv-endpoint {}", LOGIN),
+        ("--rdzv-endpoint {} --rdzv-conf user=me,password_file=pw", {}),
+        ("--rdzv-endpoint {},{}", LOGIN),
+        ("--rdzv-endpoint {} --rdzv-backend etcd", LOGIN),
+        ("--rdzv-endpoint {} --rdzv-conf transport=grpc", LOGIN),
+        ("--config job.yaml", {}),
+        ("", {**LOGIN, "ELAUNCH_ENDPOINT": "{}"}),
+        ("", {**LOGIN, "ETCDCTL_ENDPOINTS": "{},{}"}),
+        ("", {"PET_RDZV_ENDPOINT": "{}", "PET_RDZV_CONF": "user=me,password_file=pw"}),
+        # Under a scheduler, which hands a token over.
+        ("--rdzv-endpoint {} --rdzv-conf is_host=0", {**LOGIN, **SLURM, "SLURM_NODEID": "1"}),
+    ],
+)
+def test_a_password_is_not_sent_without_tls_where_nobody_typed_http(
+    tmp_path: Path, listener: Eavesdropper, words: str, env: dict[str, str]
+) -> None:
+    job = told(tmp_path, listener, words, env)
+
+    assert given_away(listener) == []
+    assert job.code == 2
+    assert "password of etcd's user me " in job.stderr
+    assert f"type https://{listener.place}" in job.stderr
+    assert f"http://{listener.place}" in job.stderr
+
+
+@pytest.mark.parametrize("words", ["--rdzv-endpoint http://{}", "--rdzv-endpoint {} --rdzv-conf protocol=http"])
+def test_a_password_is_sent_where_http_was_typed_and_a_line_says_so_once(
+    tmp_path: Path, listener: Eavesdropper, words: str
+) -> None:
+    job = told(tmp_path, listener, words, LOGIN)
+
+    assert given_away(listener) == [PASSWORD]
+    assert job.stderr.count("the password of etcd's user me goes unencrypted to") == 1
+    assert PASSWORD not in job.output
+
+
+@pytest.mark.parametrize("carrier", ["gateway", "grpc"])
+def test_no_client_of_an_etcd_sends_a_password_that_it_was_not_told_to_send_plainly(
+    listener: Eavesdropper, carrier: str
+) -> None:
+    access = Access(login=Login("me", PASSWORD))
+    by: Carrier | None = GrpcCarrier(access) if carrier == "grpc" else None
+    with closing(EtcdStore([Endpoint("127.0.0.1", listener.port)], access, 5, by)) as store:
+        for call in (store.check, store.read, lambda: store.grant(1, 5)):
+            with pytest.raises(Denied, match="the password of etcd's user me is not sent; type https://"):
+                call()
+
+    assert listener.heard == b""
+
+
+def test_a_server_that_the_authority_does_not_know_gets_no_password(tmp_path: Path) -> None:
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    for folder in (ours, theirs):
+        folder.mkdir()
+    access = Access(Tls(str(Certificates(ours).ca)), Login("me", PASSWORD))
+    with (
+        closing(Eavesdropper(Certificates(theirs))) as listener,
+        closing(EtcdStore([Endpoint("127.0.0.1", listener.port)], access, 5)) as store,
+    ):
+        with pytest.raises(Denied, match="not to be trusted"):
+            store.check()
+
+        assert listener.heard == b""
+
+
+@pytest.mark.parametrize(
+    ("words", "env", "sentence"),
+    [
+        ("--rdzv-endpoint {}", {"ELAUNCH_TOKEN": TOKEN}, "does not know the job's token"),
+        ("--rdzv-endpoint {} --token-file token", {}, "does not know the job's token"),
+        ("--rdzv-endpoint {} --rdzv-backend c10d", {"ELAUNCH_TOKEN": TOKEN}, "does not know the job's token"),
+    ],
+)
+def test_who_answers_plainly_where_a_token_was_given_is_refused(
+    tmp_path: Path, listener: Eavesdropper, words: str, env: dict[str, str], sentence: str
+) -> None:
+    job = told(tmp_path, listener, words, env)
+
+    assert (job.code, given_away(listener)) == (2, [])
+    assert sentence in job.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("--rdzv-endpoint {} --rdzv-backend etcd", "is an etcd without TLS: whoever can reach it may read and change"),
+        ("--rdzv-endpoint http://{}", "the token is not used: http:// means an etcd without TLS"),
+        ("--rdzv-endpoint {},{}", "the token is not used: several endpoints are an etcd cluster's"),
+    ],
+)
+def test_a_token_that_an_etcd_does_not_know_is_not_sent_and_a_line_says_that_it_protects_nothing(
+    tmp_path: Path, listener: Eavesdropper, words: str, sentence: str
+) -> None:
+    argv = [*LIGHT, "--nproc-per-node", "1", "--nnodes", "2", *words.replace("{}", listener.place).split(), "train.py"]
+    (tmp_path / "train.py").write_text("")
+    with Job(tmp_path, *argv, env={"HOME": str(tmp_path), "ELAUNCH_TOKEN": TOKEN}) as job:
+        job.wait_for_output(sentence)
+        wait_for(lambda: b"POST /v3/" in listener.heard, "it is used")
+
+    assert given_away(listener) == []
+    assert job.stderr.count(sentence) == 1
+
+
+def test_an_etcd_that_was_not_named_as_one_is_used_with_a_line(tmp_path: Path, listener: Eavesdropper) -> None:
+    (tmp_path / "train.py").write_text("")
+    argv = [*LIGHT, "--nproc-per-node", "1", "--nnodes", "2", "--rdzv-endpoint", listener.place, "train.py"]
+    with Job(tmp_path, *argv, env={"HOME": str(tmp_path)}) as job:
+        job.wait_for_output(rf"the store at {listener.place} is an etcd without TLS: .*http://{listener.place} says")
+
+
+def test_who_answers_plainly_where_this_users_own_store_is_known_to_be_is_refused(
+    tmp_path: Path, listener: Eavesdropper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    kept = Kept(TOKEN, Endpoint("127.0.0.1", listener.port))
+
+    job = told(tmp_path, listener, "--rdzv-endpoint {}", {})
+    kept.remove()
+
+    assert (job.code, given_away(listener)) == (2, [])
+    assert f"your elaunch serves a store with a token at {listener.place}, says ~/.elaunch/stores/" in job.stderr
+
+
+def test_who_speaks_tls_without_the_token_gets_nothing_of_it(tmp_path: Path) -> None:
+    with closing(Eavesdropper(Certificates(tmp_path))) as listener:
+        job = told(tmp_path, listener, "--rdzv-endpoint {}", {"ELAUNCH_TOKEN": TOKEN, **LOGIN})
+
+        assert listener.heard == b""
+    assert job.code == 2
+    assert f"the token here is not that of the store at {listener.place}" in job.stderr
+
+
+@pytest.mark.parametrize("node", ["0", "1"])
+def test_under_a_scheduler_a_plain_answer_is_refused_by_the_head_and_said_by_the_others(
+    tmp_path: Path, listener: Eavesdropper, node: str
+) -> None:
+    (tmp_path / "train.py").write_text("")
+    # The others' endpoint is no address of theirs; here there is but one host.
+    conf = ("--rdzv-conf", f"is_host={1 - int(node)}")
+    argv = [*LIGHT, "--nproc-per-node", "1", "--rdzv-endpoint", listener.place, *conf, "train.py"]
+    with Job(tmp_path, *argv, env={"HOME": str(tmp_path), **SLURM, "SLURM_NODEID": node}) as job:
+        if node == "0":
+            assert job.wait() == 2
+            assert "an etcd without TLS listens there, which takes anybody; where that etcd is meant" in job.stderr
+        else:
+            job.wait_for_output("is an etcd without TLS: whoever can reach it may read and change the job")
+
+
+@pytest.mark.parametrize("tls", [None, Tls()])
+def test_there_is_no_access_that_shows_a_bearer_to_anybody_but_the_tokens_own_store(tls: Tls | None) -> None:
+    with pytest.raises(ValueError, match="only to the store whose certificate is made from the same token"):
+        Access(tls, bearer=Secret(TOKEN).bearer)
