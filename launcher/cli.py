@@ -106,7 +106,7 @@ def _run_agent(options: Options, environ: Mapping[str, str], cluster: Cluster | 
     # Before anything is made that somebody would have to remove.
     places = private_places()
     with ExitStack() as cleanup:
-        guard = Guard((*places, *memory_places(places)))
+        guard = Guard((*places, *memory_places(places)), config.environment)
         cleanup.callback(guard.finish)
         troubles: list[str] = []
         say = troubles.append
