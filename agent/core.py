@@ -48,7 +48,6 @@ from elaunch.agent.state import Agent, Exited, Finished, Joining, Running, Step,
 from elaunch.agent.stopping import cleared, signalled, stop_for, stopping_deadline_s, tick_stopping
 from elaunch.agent.telling import (
     NOTICE_S,
-    NOTICES,
     SIGTERM,
     listens,
     saved,
@@ -173,7 +172,7 @@ def _follow(agent: Agent, now_s: float) -> Step:
 def _stop_with_job(agent: Agent, running: Running, ended: Outcome, now_s: float) -> Step:
     is_person = ended.kind is OutcomeKind.INTERRUPTED
     grace_s = agent.times.stop_grace_s if is_person else agent.times.failure_grace_s
-    signum, at_s = _signal_for(agent.snapshot.generation, running, now_s)
+    signum, at_s = _signal_for(agent, agent.snapshot.generation, running, now_s)
     # The time to save begins when they are told.
     stopping = replace(Stopping.of(running, now_s, grace_s + (NOTICE_S if at_s else 0.0)), then=ended)
     reason = StopReason.INTERRUPT if is_person else StopReason.LEAVE
@@ -190,18 +189,20 @@ def _make_way(agent: Agent, running: Running, generation: Generation, now_s: flo
     is_awaited = bool((running.live & running.words.to_stop) - running.words.stopped)
     wait_s = times.boundary_wait_s if is_awaited else 0.0
     stopping = Stopping.of(running, now_s, wait_s + times.stop_grace_s)
-    signum, at_s = _signal_for(generation, running, now_s)
+    signum, at_s = _signal_for(agent, generation, running, now_s)
     return stop_at_boundary(agent, stopping, reason, signum, said, until_s=now_s + wait_s, notice_at_s=at_s)
 
 
-def _signal_for(generation: Generation | None, running: Running, now_s: float) -> tuple[int, float | None]:
+def _signal_for(
+    agent: Agent, generation: Generation | None, running: Running, now_s: float
+) -> tuple[int, float | None]:
     """What ends workers that do not listen, and when: SIGTERM now, or a notice by which another node leaves.
 
     A scheduler sends that to all nodes, and each hears of the first one's leave before the slowest has its own; where
     the program has a handler for the notice, SIGTERM would end it unsaved. One sent to all processes of this node, too,
     is not to be doubled: so its own is waited for.
     """
-    if generation and generation.number > running.table.generation and generation.signum in NOTICES:
+    if generation and generation.number > running.table.generation and generation.signum in agent.notices:
         return generation.signum, now_s + NOTICE_S
     return SIGTERM, None
 

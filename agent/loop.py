@@ -91,7 +91,8 @@ class Loop:
         )
         # The session names each incarnation of this node.
         node = Node("", host, config.master_addr, config.slots, this_process(), config.role, config.node_rank)
-        self._agent = Agent(replace(node, topology=config.topology), config.spec, config.times, Snapshot(keys))
+        me = replace(node, topology=config.topology)
+        self._agent = Agent(me, config.spec, config.times, Snapshot(keys), config.notices)
         self._selector = selectors.DefaultSelector()
         self._listener: socket.socket | None = None
         self._servers = Servers(

@@ -230,6 +230,7 @@ NO_WAIT = Waiting()
 class Agent:
     """One agent's whole state.
 
+    `notices` are the signals by which a scheduler tells that the job's end is near, as in `AgentConfig`.
     `table_seen` is the newest generation with a table, and when this agent saw that first; `progressed` says whether a
     worker of the last generation that ran here made progress; before `lossless_until_s` it declares nobody lost. At
     `lead_at_s` it looks again without being told of anything. `is_interrupted` says that a person's SIGINT has arrived
@@ -240,6 +241,7 @@ class Agent:
     spec: JobSpec
     times: Times
     snapshot: Snapshot
+    notices: tuple[int, ...] = ()
     phase: Phase = Joining()
     membership: Membership = NOT_YET
     reach: Reach = UNTRIED

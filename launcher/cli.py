@@ -28,7 +28,10 @@ _LAST_WORDS_S = 2.0
 
 
 def main() -> NoReturn:
-    """The entry point. Exit codes: 0, 1 the job failed, 2 usage, 128 + n ended by signal n."""
+    """The entry point.
+
+    Exit codes: 0, 1 the job failed, 2 usage, 3 the store or an address was not to be had, 128 + n ended by signal n.
+    """
     for fd in (0, 1, 2):
         try:
             os.fstat(fd)

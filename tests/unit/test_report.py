@@ -243,3 +243,22 @@ def test_no_error_file_is_written_without_a_failure_or_a_place(tmp_path: Path) -
 
 def test_an_error_file_that_cannot_be_written_is_gone_without() -> None:
     write_error_file(FAILED, "/proc/nowhere/error.json")
+
+
+def test_a_module_that_python_does_not_find_is_one_sentence() -> None:
+    spec = replace(SPEC, program=Program(ProgramKind.MODULE, "pkg.trian"))
+    missing = replace(
+        RAISED,
+        kind=FailureKind.STARTUP,
+        exception="ModuleNotFoundError",
+        message="raised ModuleNotFoundError: No module named pkg.trian",
+        frame="",
+    )
+    inside = replace(missing, frame="/home/u/pkg/train.py:1 in <module>")
+
+    assert report(replace(FAILED, failure=missing), spec, None) == (
+        "elaunch: pkg.trian FAILED on node-a: Python cannot run it with -m (No module named pkg.trian); give the name"
+        " of a module below the current folder or PYTHONPATH; exit code 1\n"
+    )
+    assert TRACEBACK.splitlines()[-1] in report(replace(FAILED, failure=inside), spec, None)
+    assert "Root Cause" in report(replace(FAILED, failure=missing), SPEC, None)
