@@ -16,6 +16,7 @@ from elaunch.agent.events import (
     Leased,
     LeaseLost,
     Looked,
+    OwnStoreLost,
     Reported,
     Say,
     ServiceLost,
@@ -35,6 +36,7 @@ from elaunch.agent.events import (
 )
 from elaunch.agent.membership import answered, attend, joining, lease_lost, leased, tick_waiting
 from elaunch.agent.messages import StopReason
+from elaunch.agent.ownstore import last_failure, own_store_lost, without_own_store
 from elaunch.agent.running import (
     hung,
     raised,
@@ -73,6 +75,10 @@ def step(agent: Agent, event: Event, now_s: float) -> Step:
             return lease_lost(agent, event, now_s)
         case Committed():
             return _look(answered(agent, event), now_s)
+        case OwnStoreLost():
+            return own_store_lost(agent, event)
+        case StoreAway() if agent.store_gone:
+            return agent, ()
         case StoreAway():
             return store_away(agent, event, now_s), ()
         case StoreBack():
@@ -123,10 +129,11 @@ def deadline_s(agent: Agent) -> float | None:
 def _cleared(agent: Agent, event: Cleared, now_s: float) -> Step:
     if not isinstance(agent.phase, Stopping) or agent.phase.table.generation != event.generation:
         return agent, ()
-    agent, actions = cleared(agent, agent.phase, event, now_s)
+    agent, actions = cleared(agent, last_failure(agent, agent.phase), event, now_s)
     agent = without_workers(agent, now_s)
+    agent, last = without_own_store(agent)
     agent, more = (agent, ()) if isinstance(agent.phase, Exited) else _look(agent, now_s)
-    return agent, (*actions, *more)
+    return agent, (*actions, *last, *more)
 
 
 def _look(agent: Agent, now_s: float) -> Step:
