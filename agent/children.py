@@ -55,21 +55,22 @@ class Children:
                 yield self._held.pop(pid)
 
     def signal(self, name: Name, signum: int, group: bool) -> None:
-        """Signal the child of that name, or its whole process group."""
-        for pid in [pid for pid, known in self._names.items() if known == name]:
-            if group:
-                self._asked.add(pid)
+        """Signal the child of that name, or its whole process group. After SIGKILL its group is not waited for."""
+        living = [pid for pid, known in self._names.items() if known == name]
+        held = [pid for pid, news in self._held.items() if (news["generation"], news["key"]) == name]
+        if signum == signal.SIGKILL:
+            self._asked.difference_update(living, held)
+        elif group:
+            self._asked.update(living)
+        for pid in living:
             # A child that has not come to its setsid has no group yet.
             with suppress(PermissionError):
                 if not group or not _signal_group(pid, signum):
                     os.kill(pid, signum)
-        for pid in [pid for pid, news in self._held.items() if (news["generation"], news["key"]) == name]:
+        for pid in held:
             # The number is the group's as long as it has members.
             with suppress(PermissionError):
                 _signal_group(pid, signum)
-        if signum == signal.SIGKILL:
-            # Nobody is to be waited for any more.
-            self._asked.clear()
 
     def _reap(self) -> Iterator[tuple[int, int]]:
         while self._names:

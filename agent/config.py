@@ -74,7 +74,8 @@ class AgentConfig:
     `master_addr` is where the other nodes reach this one; `node_rank` and `topology` as in `Node`.
     `network` are variables for the workers that say which network to use; the user's own go first.
     `notices` are those of `signals` by which a scheduler tells that a job's end is near: workers with a handler for
-    them get them, others SIGTERM. It may send the `ignored` to workers too, who ignore these from their start.
+    them get them, others SIGTERM; with `has_named_signals` all workers get them, since the user has asked for that.
+    The scheduler may send the `ignored` to workers too, who ignore these from their start.
     `notes` are sentences that the command line wants said once in the log.
     """
 
@@ -89,6 +90,7 @@ class AgentConfig:
     topology: str = ""
     signals: tuple[int, ...] = ()
     notices: tuple[int, ...] = ()
+    has_named_signals: bool = False
     ignored: tuple[int, ...] = ()
     preload: tuple[str, ...] | None = None
     master_addr: str = "127.0.0.1"

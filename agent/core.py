@@ -16,6 +16,7 @@ from elaunch.agent.events import (
     Leased,
     LeaseLost,
     Looked,
+    OwnStoreLost,
     Reported,
     Say,
     ServiceLost,
@@ -37,6 +38,7 @@ from elaunch.agent.events import (
 )
 from elaunch.agent.membership import answered, attend, joining, lease_lost, leased, tick_waiting
 from elaunch.agent.messages import StopReason
+from elaunch.agent.ownstore import last_failure, own_store_lost, without_own_store
 from elaunch.agent.running import (
     hung,
     raised,
@@ -50,7 +52,6 @@ from elaunch.agent.state import Agent, Exited, Finished, Joining, Running, Step,
 from elaunch.agent.stopping import cleared, signalled, stop_for, stopping_deadline_s, tick_stopping
 from elaunch.agent.telling import (
     NOTICE_S,
-    NOTICES,
     SIGTERM,
     listens,
     saved,
@@ -76,6 +77,10 @@ def step(agent: Agent, event: Event, now_s: float) -> Step:
             return lease_lost(agent, event, now_s)
         case Committed():
             return _look(answered(agent, event), now_s)
+        case OwnStoreLost():
+            return own_store_lost(agent, event)
+        case StoreAway() | StoreRefuses() if agent.store_gone:
+            return agent, ()
         case StoreRefuses(why, is_denied=True) if not agent.membership.has_entered:
             # Rejected on first contact means misconfiguration, not a lost job.
             return _store_lost(agent, OutcomeKind.REFUSED, why, now_s)
@@ -132,10 +137,11 @@ def deadline_s(agent: Agent) -> float | None:
 def _cleared(agent: Agent, event: Cleared, now_s: float) -> Step:
     if not isinstance(agent.phase, Stopping) or agent.phase.table.generation != event.generation:
         return agent, ()
-    agent, actions = cleared(agent, agent.phase, event, now_s)
+    agent, actions = cleared(agent, last_failure(agent, agent.phase), event, now_s)
     agent = without_workers(agent, now_s)
+    agent, last = without_own_store(agent)
     agent, more = (agent, ()) if isinstance(agent.phase, Exited) else _look(agent, now_s)
-    return agent, (*actions, *more)
+    return agent, (*actions, *last, *more)
 
 
 def _look(agent: Agent, now_s: float) -> Step:
@@ -182,7 +188,7 @@ def _follow(agent: Agent, now_s: float) -> Step:
 def _stop_with_job(agent: Agent, running: Running, ended: Outcome, now_s: float) -> Step:
     is_person = ended.kind is OutcomeKind.INTERRUPTED
     grace_s = agent.times.stop_grace_s if is_person else agent.times.failure_grace_s
-    signum, at_s = _signal_for(agent.snapshot.generation, running, now_s)
+    signum, at_s = _signal_for(agent, agent.snapshot.generation, running, now_s)
     # The time to save begins when they are told.
     stopping = replace(Stopping.of(running, now_s, grace_s + (NOTICE_S if at_s else 0.0)), then=ended)
     reason = StopReason.INTERRUPT if is_person else StopReason.LEAVE
@@ -199,18 +205,20 @@ def _make_way(agent: Agent, running: Running, generation: Generation, now_s: flo
     is_awaited = bool((running.live & running.words.to_stop) - running.words.stopped)
     wait_s = times.boundary_wait_s if is_awaited else 0.0
     stopping = Stopping.of(running, now_s, wait_s + times.stop_grace_s)
-    signum, at_s = _signal_for(generation, running, now_s)
+    signum, at_s = _signal_for(agent, generation, running, now_s)
     return stop_at_boundary(agent, stopping, reason, signum, said, until_s=now_s + wait_s, notice_at_s=at_s)
 
 
-def _signal_for(generation: Generation | None, running: Running, now_s: float) -> tuple[int, float | None]:
+def _signal_for(
+    agent: Agent, generation: Generation | None, running: Running, now_s: float
+) -> tuple[int, float | None]:
     """What ends workers that do not listen, and when: SIGTERM now, or a notice by which another node leaves.
 
     A scheduler sends that to all nodes, and each hears of the first one's leave before the slowest has its own; where
     the program has a handler for the notice, SIGTERM would end it unsaved. One sent to all processes of this node, too,
     is not to be doubled: so its own is waited for.
     """
-    if generation and generation.number > running.table.generation and generation.signum in NOTICES:
+    if generation and generation.number > running.table.generation and generation.signum in agent.notices:
         return generation.signum, now_s + NOTICE_S
     return SIGTERM, None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from string import Template
 
+from elaunch.agent.guardian import VARIABLE
 from elaunch.rendezvous.types import RankTable
 
 # The agent sets these for each worker; an outer launcher's must not shine through.
@@ -17,6 +18,24 @@ RANK_VARIABLES = frozenset(
         *("ELAUNCH_GENERATION", "ELAUNCH_LINK", "ELAUNCH_MEMORY"),
     )
 )
+
+# What else says of a worker's job which one it is, and where its nodes meet.
+_OF_ONE_JOB = frozenset(
+    (
+        *(VARIABLE, "TORCHELASTIC_SIGNALS_TO_HANDLE", "PET_RUN_ID", "PET_RDZV_ID", "PET_RDZV_ENDPOINT"),
+        *("PET_NNODES", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT", "PET_LOCAL_ADDR", "PET_STANDALONE"),
+    )
+)
+
+
+def outside(environ: Mapping[str, str]) -> dict[str, str]:
+    """What a job inherits that is handed in with `environ`: inside a worker, nothing that is about the worker's job.
+
+    The user's own variables stay, also PET_MAX_RESTARTS, ELAUNCH_ENDPOINT and an ELAUNCH_TOKEN that was set there.
+    """
+    if VARIABLE not in environ:
+        return dict(environ)
+    return {name: value for name, value in environ.items() if name not in RANK_VARIABLES | _OF_ONE_JOB}
 
 
 def rank_variables(

@@ -101,6 +101,13 @@ class StoreLost:
 
 
 @dataclass(frozen=True)
+class OwnStoreLost:
+    """The process ended by which this agent served the job's store: a sentence without a full stop."""
+
+    why: str
+
+
+@dataclass(frozen=True)
 class WorkerExited:
     """A worker is gone; `failure` is None where it exited with 0. `code` is as in `Failure`."""
 
@@ -211,7 +218,7 @@ class Tick:
 StoreEvent = Looked | Leased | LeaseLost | Committed | StoreAway | StoreRefuses | WatchRefused | StoreBack | StoreLost
 LinkEvent = WorkerRaised | WorkerListens | WorkerSaving | WorkerSaved | WorkerStopped
 WorkerEvent = LinkEvent | WorkerExited | Reported | WorkersHung | ServiceLost | Cleared
-Event = StoreEvent | WorkerEvent | Signalled | Tick
+Event = StoreEvent | OwnStoreLost | WorkerEvent | Signalled | Tick
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,9 @@ _SYNTAX_ERROR = re.compile(
 
 # The last words of `python -m` about a module that is not there; they come without a traceback.
 _NO_MODULE = re.compile(
-    r"^\S+: (?P<message>No module named \S+|Error while finding module specification for .*)\s*\Z", re.MULTILINE
+    r"^\S+: (?P<message>(?:No module named|Error while finding module specification for"
+    r"|No code object available for) .*)\s*\Z",
+    re.MULTILINE,
 )
 
 # What survivors say when another rank is gone, from gloo, TCPStore and NCCL.

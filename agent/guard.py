@@ -10,17 +10,19 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from elaunch.agent.cgroup import JobCgroup
-from elaunch.agent.guardian import VARIABLE, clean_up, sweep
+from elaunch.agent.guardian import VARIABLE, Kin, clean_up, sweep
 
 
 class Guard:
     """Starts the guardian; from then on this process may die at any moment and nothing of the job stays.
 
-    `run_dirs` are removed at the end, whichever of them exist by then. `marker` is what the job's processes carry.
+    `run_dirs` are removed at the end, whichever of them exist by then. `marker` is what the job's processes carry;
+    `inherited` is the rest of what they inherit.
     """
 
-    def __init__(self, run_dirs: tuple[str, ...]) -> None:
+    def __init__(self, run_dirs: tuple[str, ...], inherited: Mapping[str, str]) -> None:
         self.marker = secrets.token_hex(8)
+        self._kin = Kin.of_this_process(self.marker, inherited)
         self.cgroup = JobCgroup(f"elaunch-{self.marker}")
         self.renewals = 0
         self._run_dirs = run_dirs
@@ -40,7 +42,16 @@ class Guard:
         try:
             # Without the user's environment: neither its PYTHON* variables nor its markers are the guardian's.
             process = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(script), self.marker, str(theirs), self.cgroup.path, *self._run_dirs],
+                [
+                    sys.executable,
+                    "-I",
+                    "-S",
+                    str(script),
+                    self._kin.text(),
+                    str(theirs),
+                    self.cgroup.path,
+                    *self._run_dirs,
+                ],
                 env={"PATH": os.environ.get("PATH", os.defpath)},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -67,11 +78,11 @@ class Guard:
 
         One that no signal ends (it waits for a disk) is waited for, for seconds: `meanwhile` is called then.
         """
-        sweep(self.marker, (fork_server,), meanwhile)
+        sweep(self._kin, (fork_server,), meanwhile)
         self.cgroup.end(generation, meanwhile)
 
     def finish(self) -> None:
         """Let the guardian do its work, and wait for it; one that was killed leaves it to this process."""
         os.close(self._fd)
         if self._process.wait() != 0:
-            clean_up(self.marker, self.cgroup.path, self._run_dirs)
+            clean_up(self._kin, self.cgroup.path, self._run_dirs)

@@ -2,8 +2,11 @@
 
 A process belongs to the job if it is in the job's cgroup, where there is one, or if its initial environment holds the
 agent's marker. Workers inherit both, so do their children, through setsid and double forks, and so do nested agents'.
+The marker also travels into what a worker hands to somebody else to run: `sbatch`, `at` and `systemd-run` copy the
+environment. Such a process is in another job of the scheduler, or in a cgroup that no worker of ours starts in, and is
+spared.
 
-Run as `python -S guardian.py MARKER FD CGROUP RUN_DIR…` this file is the guardian, a process that outlives the agent
+Run as `python -S guardian.py KIN FD CGROUP RUN_DIR…` this file is the guardian, a process that outlives the agent
 for a moment: when the pipe FD ends, because the agent closed it or died, it ends all of these and removes the run
 directories. Before, it removes those of agents that were killed together with their guardians. Standard library only,
 so that it is small and starts without the package.
@@ -19,12 +22,16 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
 # The variable's name is in every worker's environment; its value lists the markers of all agents above it.
 VARIABLE = "ELAUNCH_MARKER"
+# Each scheduler's id of a job, in the environment of that job's processes.
+JOB_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID", "COBALT_JOBID", "OAR_JOB_ID", "PJM_JOBID")
+# The names of the two cgroup hierarchies in /proc/PID/cgroup.
+_UNIFIED, _SYSTEMD = "", "name=systemd"
 # A process in an uninterruptible sleep cannot be ended; it is waited for no longer than this.
 SWEEP_S_MAX = 5.0
 # How long a cgroup's processes may end by themselves: guardians of nested jobs, whose agents were swept before.
@@ -39,27 +46,132 @@ RUN_DIR = re.compile(r"elaunch_[0-9a-f]{16}(_memory)?")
 CLAIM = ".agent"
 
 
-def clean_up(marker: str, cgroup: str, run_dirs: Iterable[str]) -> None:
+class Kin:
+    """An agent's processes: those with `marker` that nobody has started as, or moved into, something else.
+
+    `jobs` are the scheduler's ids of the agent's job, by variable. `cgroups` are the agent's own (see `_cgroups_of`),
+    `namespace` is its pid namespace.
+    """
+
+    def __init__(self, marker: str, jobs: Mapping[str, str], cgroups: Mapping[str, str], namespace: str) -> None:
+        self.marker = marker
+        self._jobs = jobs
+        self._cgroups = cgroups
+        self._namespace = namespace
+
+    @classmethod
+    def of_this_process(cls, marker: str, environ: Mapping[str, str]) -> Kin:
+        """Those of an agent that runs in this process and hands `environ` on."""
+        jobs = {name: environ[name] for name in JOB_VARIABLES if environ.get(name)}
+        return cls(marker, jobs, _cgroups_of("self"), _namespace_of("self"))
+
+    @classmethod
+    def read(cls, text: str) -> Kin:
+        """From `text()`."""
+        marker, namespace, unified, systemd, *jobs = text.split("\n")
+        cgroups = {name: path for name, path in ((_UNIFIED, unified), (_SYSTEMD, systemd)) if path}
+        return cls(marker, dict(job.split("=", 1) for job in jobs), cgroups, namespace)
+
+    def text(self) -> str:
+        """For another process to `read`."""
+        jobs = (f"{name}={job}" for name, job in self._jobs.items())
+        cgroups = (self._cgroups.get(name, "") for name in (_UNIFIED, _SYSTEMD))
+        return "\n".join((self.marker, self._namespace, *cgroups, *jobs))
+
+    def has(self, pid: int) -> bool:
+        """Whether that process is one of them."""
+        needle = self.marker.encode()
+        try:
+            # A zombie's reads as empty.
+            environment = Path(f"/proc/{pid}/environ").read_bytes()
+        except OSError:
+            return False
+        if needle not in environment:
+            return False
+        # Of a name that is there twice, the first counts.
+        variables = dict(entry.partition(b"=")[::2] for entry in reversed(environment.split(b"\0")))
+        if needle not in variables.get(VARIABLE.encode(), b""):
+            return False
+        jobs = {name: variables.get(name.encode(), b"").decode(errors="replace") for name in JOB_VARIABLES}
+        return not self.is_elsewhere(jobs, _cgroups_of(pid), _namespace_of(pid))
+
+    def is_elsewhere(self, jobs: Mapping[str, str], cgroups: Mapping[str, str], namespace: str) -> bool:
+        """Whether a process with `marker`, of which these are the same facts, is in no job of the agent's."""
+        if any(job and job != self._jobs.get(name) for name, job in jobs.items()):
+            return True
+        if any(f"/elaunch-{self.marker}" in cgroup for cgroup in cgroups.values()):
+            return False
+        is_own_namespace = namespace in ("", self._namespace)
+        return any(
+            self._is_outside(own, cgroups.get(name, ""), is_own_namespace) for name, own in self._cgroups.items()
+        )
+
+    def _is_outside(self, own: str, cgroup: str, is_own_namespace: bool) -> bool:
+        if not cgroup or cgroup == own:
+            return False
+        scope = _scope(own, self._jobs.values())
+        if scope:
+            return cgroup != scope and not cgroup.startswith(f"{scope}/")
+        # All of a host is below the root. A container there has a cgroup and a pid namespace of its own; what a worker
+        # starts in a new pid namespace (bwrap, unshare) stays in the worker's cgroup.
+        return not is_own_namespace or cgroup.startswith("/../")
+
+
+def _scope(cgroup: str, jobs: Iterable[str]) -> str:
+    """The cgroup that holds all of the job of an agent in `cgroup`; empty for the root.
+
+    A scheduler that has a cgroup for each step of a job has one for the job above it, with the job's id in its name
+    (`/slurm/job_12/step_0/task_0`): what a worker starts with `srun` is another step of the same job.
+    """
+    parts = cgroup.rstrip("/").split("/")
+    names = [re.compile(rf"(?<![0-9A-Za-z]){re.escape(job)}(?![0-9A-Za-z])") for job in jobs]
+    for i, part in enumerate(parts):
+        # Numbers in systemd's own names are of users and sessions.
+        if not part.endswith((".slice", ".scope", ".service")) and any(name.search(part) for name in names):
+            return "/".join(parts[: i + 1])
+    return "/".join(parts)
+
+
+def _cgroups_of(pid: int | str) -> dict[str, str]:
+    """The process's paths in the cgroup hierarchies in which whoever starts a job or a unit gives it a place.
+
+    That is v2's, and systemd's own where v1 is in use.
+    """
+    try:
+        lines = Path(f"/proc/{pid}/cgroup").read_text(errors="surrogateescape").splitlines()
+    except OSError:
+        return {}
+    return {name: path for name, path in (line.split(":", 2)[1:] for line in lines) if name in (_UNIFIED, _SYSTEMD)}
+
+
+def _namespace_of(pid: int | str) -> str:
+    try:
+        return os.readlink(f"/proc/{pid}/ns/pid")  # noqa: PTH115
+    except OSError:
+        return ""
+
+
+def clean_up(kin: Kin, cgroup: str, run_dirs: Iterable[str]) -> None:
     """Leave nothing of a job: its processes, its cgroup (a path, or empty), the run directories that there are."""
-    sweep(marker)
+    sweep(kin)
     if cgroup:
         kill_cgroup(cgroup)
     for run_dir in run_dirs:
         shutil.rmtree(run_dir, ignore_errors=True)
 
 
-def sweep(marker: str, spare: Collection[int] = (), meanwhile: Callable[[], None] = lambda: None) -> int:
-    """SIGKILL all processes with `marker` but those in `spare`, until none is left; how many were ended.
+def sweep(kin: Kin, spare: Collection[int] = (), meanwhile: Callable[[], None] = lambda: None) -> int:
+    """SIGKILL all of `kin` but those in `spare`, until none is left; how many were ended.
 
     Those that clean up after the others are killed only if they do not end by themselves. `meanwhile` is called again
     and again while there is something to wait for.
     """
     ended: set[int] = set()
     start_s = now_s = time.monotonic()
-    while (found := marked(marker, spare)) and now_s < start_s + SWEEP_S_MAX:
+    while (found := living(kin, spare)) and now_s < start_s + SWEEP_S_MAX:
         patient = now_s < start_s + CLEANERS_S
         for pid in found:
-            if not (patient and _is_cleaner(pid)) and _kill(pid, marker):
+            if not (patient and _is_cleaner(pid)) and _kill(pid, kin):
                 ended.add(pid)
         meanwhile()
         # Killed processes leave /proc in their own time; a look every millisecond is soon enough.
@@ -68,12 +180,11 @@ def sweep(marker: str, spare: Collection[int] = (), meanwhile: Callable[[], None
     return len(ended)
 
 
-def marked(marker: str, spare: Collection[int] = ()) -> list[int]:
-    """The pids of living processes (no zombies) with `marker`, without this process and those in `spare`."""
-    needle = marker.encode()
+def living(kin: Kin, spare: Collection[int] = ()) -> list[int]:
+    """The pids of `kin` that live (no zombies), without this process and those in `spare`."""
     mine = {os.getpid(), *spare}
     pids = (int(name) for name in os.listdir("/proc") if name.isdigit())  # noqa: PTH208
-    return [pid for pid in pids if pid not in mine and _holds(pid, needle)]
+    return [pid for pid in pids if pid not in mine and kin.has(pid)]
 
 
 def kill_cgroup(path: str, meanwhile: Callable[[], None] = lambda: None) -> None:
@@ -97,17 +208,6 @@ def _wait_until_empty(path: str, wait_s: float, meanwhile: Callable[[], None]) -
         time.sleep(0.0005)
 
 
-def _holds(pid: int, needle: bytes) -> bool:
-    try:
-        environment = Path(f"/proc/{pid}/environ").read_bytes()
-    except OSError:
-        return False
-    # A zombie's environment reads as empty.
-    name = b"\0" + VARIABLE.encode() + b"="
-    _, found, value = (b"\0" + environment).partition(name)
-    return bool(found) and needle in value.partition(b"\0")[0]
-
-
 def _is_cleaner(pid: int) -> bool:
     try:
         command = Path(f"/proc/{pid}/cmdline").read_bytes()
@@ -116,14 +216,14 @@ def _is_cleaner(pid: int) -> bool:
     return any(name in command for name in CLEANERS)
 
 
-def _kill(pid: int, marker: str) -> bool:
+def _kill(pid: int, kin: Kin) -> bool:
     try:
         pidfd = os.pidfd_open(pid)
     except OSError:
         return False
     try:
         # The number may have gone to a stranger since it was listed; the pidfd cannot.
-        if not _holds(pid, marker.encode()):
+        if not kin.has(pid):
             return False
         with suppress(OSError):
             signal.pidfd_send_signal(pidfd, signal.SIGKILL)
@@ -185,7 +285,7 @@ def _empty(folder: Path) -> None:
 
 def main() -> None:
     """Wait for the agent's end, then clean up."""
-    marker, fd, cgroup, run_dirs = sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4:]
+    kin, fd, cgroup, run_dirs = Kin.read(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4:]
     # A scheduler's signals go to all of a job's processes; this one leaves when its work is done.
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(signum, signal.SIG_IGN)
@@ -193,7 +293,7 @@ def main() -> None:
     threading.Thread(target=remove_abandoned, args=(run_dirs,), daemon=True).start()
     while os.read(fd, 1):
         pass
-    clean_up(marker, cgroup, run_dirs)
+    clean_up(kin, cgroup, run_dirs)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from elaunch.agent.events import (
     Event,
     Exit,
     Join,
+    OwnStoreLost,
     Renew,
     ReplaceForkServer,
     Say,
@@ -91,7 +92,8 @@ class Loop:
         )
         # The session names each incarnation of this node.
         node = Node("", host, config.master_addr, config.slots, this_process(), config.role, config.node_rank)
-        self._agent = Agent(replace(node, topology=config.topology), config.spec, config.times, Snapshot(keys))
+        me = replace(node, topology=config.topology)
+        self._agent = Agent(me, config.spec, config.times, Snapshot(keys), config.notices)
         self._selector = selectors.DefaultSelector()
         self._listener: socket.socket | None = None
         self._servers = Servers(
@@ -292,11 +294,14 @@ class Loop:
         self._selector.register(pidfd, selectors.EVENT_READ, ended)
 
     def _watch_store_process(self, pid: int) -> None:
-        """Only this agent sees why the store is silent; the workers are no worse off until one of them fails."""
-        words = (
-            f"the job's store, which this host served, ended (pid {pid}); the workers go on, but none can be restarted"
-        )
-        self._at_end_of(pid, lambda: self._pump.say(words))
+        """Only this agent sees why the store is silent."""
+
+        def ended() -> None:
+            self._served_pid = None
+            how = _how_it_ended(pid)
+            self._inbox.post(OwnStoreLost(f"the job's store, which this host served (pid {pid}), {how}"))
+
+        self._at_end_of(pid, ended)
 
     def _watch_guardian(self) -> None:
         def gone() -> None:
@@ -308,3 +313,11 @@ class Loop:
             self._watch_guardian()
 
         self._at_end_of(self._guard.pid, gone)
+
+
+def _how_it_ended(pid: int) -> str:
+    """In words, of a child that has ended and that somebody else reaps."""
+    found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    if found is None or found.si_code == os.CLD_EXITED:
+        return f"exited with code {found.si_status}" if found else "ended"
+    return f"was killed by {signal_name(-found.si_status)}"

@@ -247,16 +247,19 @@ NO_WAIT = Waiting()
 class Agent:
     """One agent's whole state.
 
+    `notices` are the signals by which a scheduler tells that the job's end is near, as in `AgentConfig`.
     `table_seen` is the newest generation with a table, and when this agent saw that first; `progressed` says whether a
     worker of the last generation that ran here made progress; before `lossless_until_s` it declares nobody lost. At
     `lead_at_s` it looks again without being told of anything. `is_interrupted` says that a person's SIGINT has arrived
-    here. All times are of this host's monotonic clock.
+    here. `store_gone` says how the store that this host served has ended, for good. All times are of this host's
+    monotonic clock.
     """
 
     me: Node
     spec: JobSpec
     times: Times
     snapshot: Snapshot
+    notices: tuple[int, ...] = ()
     phase: Phase = Joining()
     membership: Membership = NOT_YET
     reach: Reach = UNTRIED
@@ -267,6 +270,7 @@ class Agent:
     table_seen: tuple[int, float] = (-1, 0.0)
     progressed: bool = False
     is_interrupted: bool = False
+    store_gone: str = ""
 
     @property
     def is_going(self) -> bool:

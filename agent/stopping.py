@@ -60,7 +60,8 @@ def signalled(agent: Agent, event: Signalled, now_s: float) -> Step:
     match agent.phase:
         case Stopping() as stopping if agent.is_interrupted:
             return _hurry_out(agent, stopping, now_s)
-    is_cut_off = agent.reach.failing_since_s is not None and agent.membership.belongs and not agent.snapshot.ended
+    is_away = agent.reach.failing_since_s is not None or agent.store_gone
+    is_cut_off = is_away and agent.membership.belongs and not agent.snapshot.ended
     agent, actions = _asked_to_stop(replace(agent, is_interrupted=True), event, now_s)
     return agent, (*actions, Say(_UNHEARD)) if is_cut_off and agent.spec.nodes_max > 1 else actions
 
@@ -197,6 +198,8 @@ def _complete(
     if whole.local_rank != stopping.failure.local_rank:
         # A worker that dies while it writes to a disk is gone later than its peers notice and give up.
         actions = (*actions, Say(f"the cause: {whole.sentence}"))
+    if then and then.failure == stopping.failure:
+        then = replace(then, failure=whole)
     return agent, actions, then
 
 

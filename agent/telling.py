@@ -19,8 +19,6 @@ from elaunch.agent.messages import Message, PeerFailed, StopAtStepBoundary, Stop
 from elaunch.agent.state import Agent, Running, Step, Stopping, Words
 
 SIGINT, SIGKILL, SIGTERM = 2, 9, 15
-# SIGUSR1 and SIGUSR2: by which schedulers announce an end.
-NOTICES = (10, 12)
 # From the first node of a job that has one to the last.
 NOTICE_S = 1.0
 
@@ -43,7 +41,7 @@ def stop_at_boundary(
     live, words = stopping.live, stopping.words
     asked = frozenset() if stopping.is_broken else (live & words.to_stop) - stopping.reached
     ended = live - asked - (words.to_failure if stopping.is_broken else frozenset())
-    if signum == stopping.signum and signum in NOTICES:
+    if signum == stopping.signum and signum in agent.notices:
         # Passed on before from another node, which had it first.
         ended -= stopping.reached
     boundary_until_s = until_s if asked - words.stopped else None

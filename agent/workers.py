@@ -64,7 +64,7 @@ class Workers:
         A Python program gets it alone, so that its data loaders outlive its last save; a command with its group, since
         a shell does not pass on what it gets. A scheduler's notice is for who has a handler for it.
         """
-        if signum in self._config.notices:
+        if signum in self._config.notices and not self._config.has_named_signals:
             pid = group.pids.get(local_rank, 0)
             if pid and catches(pid, signum):
                 # Some schedulers tell all processes: the fork server, which blocks it, and this worker too.

@@ -28,7 +28,10 @@ _LAST_WORDS_S = 2.0
 
 
 def main() -> NoReturn:
-    """The entry point. Exit codes: 0, 1 the job failed, 2 usage, 128 + n ended by signal n."""
+    """The entry point.
+
+    Exit codes: 0, 1 the job failed, 2 usage, 3 the store or an address was not to be had, 128 + n ended by signal n.
+    """
     for fd in (0, 1, 2):
         try:
             os.fstat(fd)
@@ -106,7 +109,7 @@ def _run_agent(options: Options, environ: Mapping[str, str], cluster: Cluster | 
     # Before anything is made that somebody would have to remove.
     places = private_places()
     with ExitStack() as cleanup:
-        guard = Guard((*places, *memory_places(places)))
+        guard = Guard((*places, *memory_places(places)), config.environment)
         cleanup.callback(guard.finish)
         troubles: list[str] = []
         say = troubles.append

@@ -12,6 +12,7 @@ from elaunch.launcher.errors import UsageError
 from elaunch.launcher.options import Options
 from elaunch.launcher.plan import Planned
 from elaunch.launcher.resources import HostResources
+from elaunch.launcher.signalnames import signal_number
 from elaunch.launcher.table import TABLE
 from elaunch.rendezvous.types import JobSpec, Program, ProgramKind
 
@@ -20,6 +21,9 @@ DEFAULT_PRELOAD = ("torch", "torch.distributed", "torch._dynamo")
 
 # The job's secret is the agents'; a training script has no use for it and may print its environment.
 _SECRETS = ("ELAUNCH_TOKEN",)
+
+# What schedulers announce the end of a job by.
+_NOTICES = (signal.SIGUSR1, signal.SIGUSR2)
 
 # What torchrun puts before a line that --tee asked for; scripts look for it.
 _TEE_PREFIX = "[${role_name}${local_rank}]:"
@@ -39,8 +43,7 @@ def agent_config(options: Options, planned: Planned, environ: Mapping[str, str],
     if planned.plan.is_alone:
         _check_filters(options, slots)
     environment, threads = worker_environment(environ, slots, host.cores)
-    notices = _notices(options, cluster)
-    signals, ignored = signal_numbers((*options.signals_to_handle, *(notice.name for notice in notices)))
+    signals, notices, has_named_signals = _signals(options, cluster)
     interpreter = environ.get("PYTHON_EXEC") or host.python
     return AgentConfig(
         spec=JobSpec(
@@ -60,8 +63,8 @@ def agent_config(options: Options, planned: Planned, environ: Mapping[str, str],
         node_rank=_seat(planned),
         signals=signals,
         notices=notices,
-        # A shell could not undo that, nor what it starts; no other scheduler is known to tell all processes.
-        ignored=notices if cluster and cluster.scheduler == "Slurm" and options.kind is not ProgramKind.COMMAND else (),
+        has_named_signals=has_named_signals,
+        ignored=() if has_named_signals else _ignored(options, cluster, notices),
         preload=_preload(options, interpreter, host),
         master_addr=planned.plan.own_addr or "127.0.0.1",
         master_ports=_master_ports(options, planned),
@@ -72,7 +75,7 @@ def agent_config(options: Options, planned: Planned, environ: Mapping[str, str],
             *_chosen_for_you(options, counted, threads),
             *planned.notes,
             *_without_effect(options, planned.ignored),
-            *_warnings(options, ignored, interpreter, host),
+            *_warnings(options, interpreter, host),
         ),
     )
 
@@ -117,12 +120,24 @@ def _seat(planned: Planned) -> int:
     return -1 if index is None else index
 
 
-def _notices(options: Options, cluster: Cluster | None) -> tuple[signal.Signals, ...]:
-    """Schedulers announce the end of a job by SIGUSR1 (`sbatch --signal=USR1@60`), which would end the agent.
+def _signals(options: Options, cluster: Cluster | None) -> tuple[tuple[int, ...], tuple[int, ...], bool]:
+    """The signals that the agent handles, those of them that are a scheduler's notice, and whether the user named them.
 
-    Who names the signals means what he says: no more than these, and workers get them as they come.
+    Schedulers announce the end of a job by SIGUSR1 (`sbatch --signal=USR1@60`), which would end the agent. Where the
+    user has named the signals, it is no more than these.
     """
-    return (signal.SIGUSR1,) if cluster and "signals_to_handle" not in options.given else ()
+    has_named = "signals_to_handle" in options.given
+    more = ("SIGUSR1",) if cluster and not has_named else ()
+    numbers = tuple(dict.fromkeys(map(signal_number, (*options.signals_to_handle, *more))))
+    return numbers, tuple(number for number in numbers if number in _NOTICES), has_named
+
+
+def _ignored(options: Options, cluster: Cluster | None, notices: tuple[int, ...]) -> tuple[int, ...]:
+    """Slurm may send a notice to all processes; no other scheduler is known to do so.
+
+    A shell could not undo that a signal is ignored, nor could what it starts.
+    """
+    return notices if cluster and cluster.scheduler == "Slurm" and options.kind is not ProgramKind.COMMAND else ()
 
 
 def _of_the_scheduler(options: Options, cluster: Cluster | None, slots: int, host: HostResources) -> tuple[str, ...]:
@@ -173,15 +188,6 @@ def output_plan(options: Options, environ: Mapping[str, str]) -> OutputPlan:
             "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", _TEE_PREFIX if "tee" in options.given else None
         ),
     )
-
-
-def signal_numbers(names: tuple[str, ...]) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """The signals' numbers, and the names that are no signal or none that can be handled."""
-    known = {entry.name: int(entry) for entry in signal.Signals}
-    for never in ("SIGKILL", "SIGSTOP"):
-        del known[never]
-    numbers = [known[name] for name in names if name in known]
-    return tuple(dict.fromkeys(numbers)), tuple(name for name in names if name not in known)
 
 
 def _master_ports(options: Options, planned: Planned) -> tuple[int, ...]:
@@ -245,10 +251,8 @@ def _without_effect(options: Options, ignored_here: tuple[tuple[str, str], ...])
     return (f"without effect here: {'; '.join(parts)}",) if parts else ()
 
 
-def _warnings(options: Options, ignored: tuple[str, ...], interpreter: str, host: HostResources) -> tuple[str, ...]:
+def _warnings(options: Options, interpreter: str, host: HostResources) -> tuple[str, ...]:
     notes: list[str] = []
-    if ignored:
-        notes.append(f"--signals-to-handle: {', '.join(ignored)} cannot be handled and stays out")
     if options.log_dir is None and _any_stream(options.redirects):
         notes.append("--redirects without --log-dir: that output is kept nowhere; add --log-dir DIR to keep it")
     if interpreter != host.python and options.kind is not ProgramKind.COMMAND:

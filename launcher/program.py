@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import resource
 import shutil
+import sys
 from collections.abc import Mapping
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 from elaunch.launcher.errors import UsageError, nearest
@@ -19,6 +21,8 @@ def check_program(options: Options, environ: Mapping[str, str]) -> None:
         _check_program(options)
         if options.kind is not ProgramKind.COMMAND:
             _check_interpreter(environ.get("PYTHON_EXEC"))
+        if options.kind is ProgramKind.MODULE and not environ.get("PYTHON_EXEC") and options.preload is None:
+            _check_module(options.target)
     except OSError as error:
         raise UsageError(f"{error.filename}: {error.strerror}; change its permissions, or give another path") from error
 
@@ -39,6 +43,28 @@ def _check_program(options: Options) -> None:
                     + (f" in {Path.cwd()}" if os.sep in options.target else " on PATH")
                     + "; give its path, or leave --no-python out for a Python script"
                 )
+
+
+def _check_module(name: str) -> None:
+    """Raises UsageError where this interpreter finds nothing of the module's first name; nothing is imported for that.
+
+    What is below that name only the package itself knows.
+    """
+    flags = sys.flags
+    if flags.isolated or flags.no_site or flags.no_user_site or flags.ignore_environment:
+        # The workers see more than this process does.
+        return
+    first = name.partition(".")[0]
+    here = [] if os.environ.get("PYTHONSAFEPATH") else [str(Path.cwd())]
+    if not first or PathFinder.find_spec(first, [*here, *sys.path]):
+        return
+    for finder in sys.meta_path:
+        # Built-in modules, and packages that are installed in editable form.
+        if hasattr(finder, "find_spec") and finder.find_spec(first, None):
+            return
+    near = nearest(first, (entry.stem for entry in Path.cwd().iterdir() if entry.suffix == ".py" or entry.is_dir()))
+    hint = f"did you mean -m {near}{name[len(first) :]}?" if near else "start elaunch in its folder, or set PYTHONPATH"
+    raise UsageError(f"-m {name}: there is no module {first} in {Path.cwd()} nor in {sys.executable}'s path; {hint}")
 
 
 def _check_interpreter(interpreter: str | None) -> None:

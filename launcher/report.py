@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from elaunch.agent.failures import chain_start
-from elaunch.rendezvous.types import Failure, JobSpec, Outcome, OutcomeKind
+from elaunch.rendezvous.types import Failure, FailureKind, JobSpec, Outcome, OutcomeKind, ProgramKind
 
 _TAIL_LINES = 20
 # Of a traceback, from each of its ends; one that is longer is one that recurses, or whose message is a list.
@@ -63,6 +63,12 @@ def write_error_file(outcome: Outcome, path: str | None) -> None:
 def _failed(outcome: Outcome, spec: JobSpec, logs: Path | None, lacks: str) -> str:
     """torchrun's box, which scripts look for by its words, with the story on top."""
     failure = outcome.failure
+    if failure and _never_was_a_program(failure, spec):
+        return (
+            f"elaunch: {spec.program.target} FAILED on {failure.host}: Python cannot run it with -m"
+            f" ({failure.message.removeprefix(f'raised {failure.exception}: ')}); give the name of a module below the"
+            f" current folder or PYTHONPATH; exit code {outcome.exit_code}\n"
+        )
     lines = [_HEAVY, f"{spec.program.target} FAILED"]
     if failure is None:
         return "\n".join([*lines, f"{outcome.reason}.", _HEAVY, ""])
@@ -88,6 +94,12 @@ def _failed(outcome: Outcome, spec: JobSpec, logs: Path | None, lacks: str) -> s
     if failure.log_path or logs:
         lines.append(f"  log       : {failure.log_path or logs}{lacks}")
     return "\n".join([*lines, _HEAVY, ""])
+
+
+def _never_was_a_program(failure: Failure, spec: JobSpec) -> bool:
+    """Whether `python -m` has found nothing to run, and said so in one line; an import in the program has a frame."""
+    is_missing = failure.kind is FailureKind.STARTUP and failure.exception == "ModuleNotFoundError"
+    return spec.program.kind is ProgramKind.MODULE and is_missing and not failure.frame
 
 
 def _exit_code(failure: Failure) -> str:

@@ -8,6 +8,7 @@ from enum import Enum
 from elaunch.agent.config import StreamChoice
 from elaunch.launcher import values
 from elaunch.launcher.endpoints import endpoints
+from elaunch.launcher.signalnames import signal_names
 from elaunch.rendezvous.types import ROLE_BYTES_MAX, RUN_ID_BYTES_MAX
 
 
@@ -107,9 +108,9 @@ _RESTARTS = (
         values.seconds, default=0.0, default_text="0, never",
     ),
     OptionSpec(
-        "signals-to-handle", Group.RESTARTS, "NAMES", "signals that stop the job", values.names,
+        "signals-to-handle", Group.RESTARTS, "NAMES", "signals that stop the job", signal_names,
         default=("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT"), default_text="TERM, INT, HUP, QUIT",
-        peer="signals-to-handle",
+        peer="signals-to-handle", differs="passes over names that it does not know",
     ),
 )  # fmt: skip
 

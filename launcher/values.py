@@ -185,10 +185,16 @@ def ranks(raw: Raw) -> frozenset[int] | None:
 
 
 def key_values(raw: Raw) -> Mapping[str, str]:
-    """`k=v,k=v`, split at the first `=`."""
+    """`k=v,k=v`, split at the first `=`.
+
+    Quotes around all of it were meant for a shell that has not seen them, as in a list of arguments in YAML.
+    """
     if isinstance(raw, dict):
         return dict(raw)
-    pairs = [item.partition("=") for item in names(raw)]
+    word = raw.strip() if isinstance(raw, str) else raw
+    if isinstance(word, str) and len(word) > 1 and word[0] == word[-1] and word[0] in "\"'":
+        word = word[1:-1]
+    pairs = [item.partition("=") for item in names(word)]
     if not all(key.strip() and value.strip() for key, _, value in pairs):
         raise ValueError("is not a list of settings; use KEY=VALUE,KEY=VALUE")
     return {key.strip(): value.strip() for key, _, value in pairs}

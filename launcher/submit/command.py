@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping, Sequence
 
+from elaunch.agent.environ import outside
 from elaunch.launcher.errors import UsageError, nearest
 
 HELP = """\
@@ -32,5 +33,5 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
             f"submit {argv[0]} is no scheduler known here; "
             + (f"did you mean {near}?" if near else "use elaunch submit slurm or elaunch submit k8s")
         )
-    code: int = importlib.import_module(f"elaunch.launcher.submit.{module}").main(argv[1:], environ)
+    code: int = importlib.import_module(f"elaunch.launcher.submit.{module}").main(argv[1:], outside(environ))
     return code

@@ -81,7 +81,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
         print(text, end="")
         return 0
     _look_for(request)
-    print(f"submitted as job {_submit(text)}; squeue shows it, scancel ends it")
+    print(f"submitted as job {_submit(text, environ)}; squeue shows it, scancel ends it")
     return 0
 
 
@@ -205,10 +205,11 @@ def _look_for(request: Request) -> None:
             raise UsageError(f"{error}; where only the nodes see it: --dry-run, and hand that to sbatch") from None
 
 
-def _submit(text: str) -> str:
-    """Hand it to sbatch; the job's number."""
+def _submit(text: str, environ: Mapping[str, str]) -> str:
+    """Hand it to sbatch, which gives the job `environ`; the job's number."""
+    command = [shutil.which("sbatch") or "sbatch", "--parsable"]
     try:
-        done = subprocess.run(["sbatch", "--parsable"], input=text, capture_output=True, text=True, timeout=_CALL_S)
+        done = subprocess.run(command, env=environ, input=text, capture_output=True, text=True, timeout=_CALL_S)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise SiteError(f"sbatch: {error}") from None
     if done.returncode:

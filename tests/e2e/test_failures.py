@@ -196,11 +196,39 @@ class TestStartUp:
 
     @BOTH
     def test_a_module_that_does_not_exist_is_not_restarted(self, start: tuple[str, ...], tmp_path: Path) -> None:
-        job = finished(tmp_path, *start, "--max-restarts", "3", "-m", "no_such_recipe")
+        nowhere = finished(tmp_path, *start, "--max-restarts", "3", "-m", "no_such_recipe")
+        (tmp_path / "recipes").mkdir()
+        (tmp_path / "recipes" / "__init__.py").touch()
+        below = finished(tmp_path, *start, "--nproc-per-node", "2", "--max-restarts", "3", "-m", "recipes.nothing")
+
+        if start == LIGHT:
+            # What is preloaded could find it.
+            assert nowhere.code == 1, nowhere.output
+        else:
+            assert nowhere.code == 2, nowhere.output
+            assert len(nowhere.output.splitlines()) == 1
+        assert below.code == 1, below.output
+        assert below.stderr.splitlines()[-1] == (
+            f"elaunch: recipes.nothing FAILED on {socket.gethostname()}: Python cannot run it with -m (No module named"
+            " recipes.nothing); give the name of a module below the current folder or PYTHONPATH; exit code 1"
+        )
+        assert "generation 1" not in nowhere.stderr + below.stderr
+        assert "=====" not in nowhere.stderr + below.stderr
+
+    @BOTH
+    @pytest.mark.parametrize("name", ["recipes", "recipes.first"])
+    def test_an_import_that_fails_in_a_module_that_exists_keeps_its_traceback(
+        self, name: str, start: tuple[str, ...], tmp_path: Path
+    ) -> None:
+        (tmp_path / "recipes").mkdir()
+        (tmp_path / "recipes" / "__init__.py").write_text("import nothing_of_that_name")
+        (tmp_path / "recipes" / "first.py").touch()
+
+        job = finished(tmp_path, *start, "-m", name)
 
         assert job.code == 1, job.output
-        assert "No module named no_such_recipe" in _report(job)
-        assert "generation 1" not in job.stderr
+        assert "raised ModuleNotFoundError: No module named 'nothing_of_that_name'" in _report(job)
+        assert 'recipes/__init__.py", line 1, in <module>' in _report(job)
 
     def test_a_wrong_command_line_of_the_script_is_not_restarted(self, tmp_path: Path) -> None:
         script(tmp_path, "import argparse; argparse.ArgumentParser().parse_args()")

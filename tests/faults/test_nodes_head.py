@@ -6,12 +6,13 @@ import os
 import re
 import shlex
 import signal
+import time
 from pathlib import Path
 
 import pytest
 
 from tests.faults.cluster import Cluster
-from tests.faults.processes import is_alive
+from tests.faults.processes import Watched, is_alive
 from tests.harness import slow
 from tests.nodes import needs_nodes
 
@@ -77,6 +78,53 @@ def test_the_others_end_when_the_heads_agent_is_killed_and_name_it(tmp_path: Pat
         cluster.agents[0].assert_nothing_is_left(killed_at_s)
         cluster.ended({1: 3})
         assert re.search(r"node0:2379|10\.77\.0\.1:2379", cluster.agents[1].stderr)
+
+
+def kill_store(head: Watched) -> None:
+    """SIGKILL the process that serves the store."""
+    head.child("elaunch: job store").kill()
+
+
+def test_a_killed_store_ends_no_training_and_is_waited_for_by_nobody_whose_workers_are_done(tmp_path: Path) -> None:
+    with Cluster(tmp_path, 2, head=True) as cluster:
+        cluster.start(0, 1, nnodes="2", options=SHORT, env=TOKEN)
+        meeting = cluster.meeting(2)
+        head, other = cluster.agents[0], cluster.agents[1]
+
+        kill_store(head)
+        head.wait_for_output(r"the job's store, .* was killed by SIGKILL; the workers go on, but none can be", 5)
+        other.wait_for_output(r"the store is away: .*; trying again; the workers go on", 10)
+        cluster.goes_on(meeting)
+        (tmp_path / "end").touch()
+        since_s = time.monotonic()
+        codes = [head.wait(), other.wait()]
+        took_s = time.monotonic() - since_s
+
+        assert codes == [3, 3], cluster.story()
+        assert "all exited with 0, and how the other node is doing is not known here; exit code 3" in head.stderr
+        assert "this node's workers had all exited with 0" in other.stderr
+        # The other's store_timeout, which began at the kill; today's default is a minute.
+        assert took_s < 15
+
+
+@pytest.mark.parametrize(("how", "code"), [("end", 0), ("fail", 1)])
+def test_a_node_alone_ends_as_its_workers_do_when_its_store_was_killed(tmp_path: Path, how: str, code: int) -> None:
+    with Cluster(tmp_path, 1, head=True) as cluster:
+        cluster.start(0, nnodes="1:2", options=("--rdzv-conf", "last_call_timeout=0"), env=TOKEN)
+        meeting = cluster.meeting(1)
+        head = cluster.agents[0]
+
+        kill_store(head)
+        head.wait_for_output("was killed by SIGKILL", 5)
+        if how == "end":
+            (tmp_path / "end").touch()
+        else:
+            os.kill(meeting.pid(0), signal.SIGKILL)
+
+        assert head.wait(15) == code, head.output
+        if code:
+            assert re.search(r"Why it stopped: the job's store, .* so nothing can be restarted; 0 of 3", head.stderr)
+        cluster.assert_nothing_is_left(cluster.nodes[0])
 
 
 @pytest.mark.slow

@@ -63,6 +63,18 @@ def test_a_shell_may_catch_it_and_one_that_does_not_gets_sigterm(tmp_path: Path,
         assert job.stdout.count(f"told by SIG{name}") == 1
 
 
+def test_who_names_the_signal_has_it_passed_on_as_it_is(tmp_path: Path) -> None:
+    script(tmp_path, ON_SIGNAL.replace("NAME", "SIGTERM"))
+    named = ("--signals-to-handle", "SIGUSR1,SIGTERM")
+    with Watched(tmp_path, *LIGHT, *named, "train.py", env=SLURM) as job:
+        wait_for(lambda: job.pids("worker"), "the worker")
+
+        job.signal(signal.SIGUSR1)
+
+        assert job.wait() == 128 + signal.SIGUSR1
+        assert "told by" not in job.stdout
+
+
 @needs_nodes
 @pytest.mark.parametrize(
     ("name", "max_restarts"), [("SIGUSR1", "3"), slow("SIGUSR1", "0"), slow("SIGTERM", "3"), ("SIGTERM", "0")]

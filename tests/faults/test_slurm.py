@@ -35,6 +35,24 @@ open(f"here.{os.environ['RANK']}", "w").close()
 while True:
     signal.pause()
 """
+# A worker that hands in a job, by sbatch itself or by elaunch, and waits; the job says what it was given.
+HANDS_IN = """\
+import os, signal, subprocess, sys
+generation = os.environ["ELAUNCH_GENERATION"]
+if generation == "0":
+    subprocess.run(sys.argv[1:], check=True)
+open(f"worker.{generation}.part", "w").write(str(os.getpid()))
+os.rename(f"worker.{generation}.part", f"worker.{generation}")
+while not os.path.exists("all-end"):
+    signal.sigtimedwait([], 0.05)
+"""
+HANDED_IN = """\
+#!/bin/bash
+env | grep -E "^(ELAUNCH|TORCHELASTIC|MASTER|RANK|PET)_?" >given.part
+mv given.part given
+until [ -e all-end ]; do sleep 0.1; done
+echo "went on to its end"
+"""
 SECRET = re.compile(r"\b[0-9a-f]{32}\b")
 # Their CPUs are enough for both jobs of an array.
 TWO = ("--nodes=2", "--ntasks-per-node=1", "--open-mode=append")
@@ -139,6 +157,35 @@ def test_submit_writes_and_submits_what_runs(slurm: Slurm) -> None:
     assert slurm.call(*submit, "--partition", "none", *PLAIN, code=3).startswith(
         "elaunch: sbatch did not take the job: "
     )
+
+
+@pytest.mark.parametrize("how", ["sbatch", "elaunch submit"])
+def test_a_job_that_a_worker_hands_in_outlives_that_workers_restart(slurm: Slurm, how: str) -> None:
+    home = slurm.home / how.replace(" ", "-")
+    home.mkdir()
+    (home / "train.py").write_text(HANDS_IN)
+    (home / "other.sh").write_text(HANDED_IN)
+    (home / "other.sh").chmod(0o755)
+    here = ("-wnode0", "--output=other.out")
+    by_elaunch = ("submit", "slurm", "--cpus", "1", *(f"--sbatch={option}" for option in here), "--no-python")
+    words = ("sbatch", *here, "other.sh") if how == "sbatch" else (*COMMAND, *by_elaunch, "./other.sh")
+    command = " ".join((*COMMAND, "--preload", "json", "train.py", *words))
+    job = batch_of(slurm, command, options=("-N1", "-c1", "-wnode0", f"--chdir={home}"))
+    wait_for(lambda: (home / "given").exists(), "the job that was handed in")
+    given = (home / "given").read_text()
+
+    os.kill(int((home / "worker.0").read_text()), signal.SIGKILL)
+    wait_for(lambda: (home / "worker.1").exists(), "the worker's successor")
+    (home / "all-end").touch()
+
+    job.wait()
+    wait_for(lambda: "went on to its end" in (home / "other.out").read_text(), "its end")
+    if how == "sbatch":
+        assert "ELAUNCH_MARKER=" in given
+    else:
+        # Only its own agent's: one marker, and what that agent sets for its one worker.
+        assert "," not in re.findall(r"^ELAUNCH_MARKER=(\S+)$", given, re.MULTILINE)[0]
+        assert "TORCHELASTIC_RESTART_COUNT=0" in given
 
 
 # --- what befalls a job

@@ -45,7 +45,7 @@ from elaunch.rendezvous.entering import join
 from elaunch.rendezvous.snapshot import Keys, Snapshot
 from elaunch.rendezvous.store import StoreError
 from elaunch.rendezvous.types import Failure, FailureKind, JobSpec, Joined, Node, Outcome, RankTable
-from tests.sim.groups import KILL, Worker
+from tests.sim.groups import KILL, USR1, Worker
 from tests.sim.lines import Gone, Line
 from tests.sim.plans import HostPlan, Program
 
@@ -120,7 +120,7 @@ class AgentProcess:
         )  # fmt: skip
         self._errands = Errands(self.dealings.renew, self.hear, times.backoff_max_s, self.rng.uniform)
         me = Node("", host.name, f"10.0.0.{number}", plan.slots, self.name, node_rank=plan.node_rank)
-        self.agent = Agent(me, self.spec, times, Snapshot(KEYS))
+        self.agent = Agent(me, self.spec, times, Snapshot(KEYS), (USR1,))
         self.started_s = world.now_s
         self.is_alive = True
         self.is_stopped = False

@@ -11,6 +11,7 @@ import heapq
 import random
 from dataclasses import dataclass, replace
 from enum import Enum
+from signal import SIGUSR1
 
 import pytest
 
@@ -104,7 +105,7 @@ class World:
         program = Program(ProgramKind.SCRIPT, "train.py")
         self.spec = JobSpec("job", program, max_restarts=rng.choice([0, 1, 2, 3, 12]), restart_window_s=window_s)
         self.me = Node("node-a-00000001", "node-a", "127.0.0.1", slots)
-        self.agent = Agent(replace(self.me, node_id=""), self.spec, TIMES, Snapshot(KEYS))
+        self.agent = Agent(replace(self.me, node_id=""), self.spec, TIMES, Snapshot(KEYS), (SIGUSR1,))
         self.store = MemoryStore()
         self.reader = SnapshotReader(KEYS)
         self.now_s = 0.0

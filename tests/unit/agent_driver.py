@@ -51,6 +51,8 @@ SPEC = JobSpec("job", Program(ProgramKind.SCRIPT, "train.py"), max_restarts=3)
 TWO = replace(SPEC, nodes_min=2, nodes_max=2)
 TIMES = Times()
 INT, KILL, TERM = 2, 9, 15
+# SIGUSR1 and SIGUSR2.
+NOTICES = (10, 12)
 STOP_GRACE_S, FAILURE_GRACE_S = TIMES.stop_grace_s, TIMES.failure_grace_s
 START_S = 100.0
 # Local ranks of a node with three slots.
@@ -77,7 +79,7 @@ class Driver:
         remote: bool = False,
     ) -> None:
         self.store = store or MemoryStore()
-        self.agent = Agent(Node("", host, f"10.0.0.{slots}", slots), spec, times, Snapshot(KEYS))
+        self.agent = Agent(Node("", host, f"10.0.0.{slots}", slots), spec, times, Snapshot(KEYS), NOTICES)
         self.now_s = START_S
         self.acted: list[Action] = []
         self.all_acted: list[Action] = []

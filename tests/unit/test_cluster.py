@@ -370,6 +370,7 @@ def test_an_agent_has_its_place_and_takes_the_schedulers_notice() -> None:
     assert (config.node_rank, config.slots) == (1, 2)
     assert config.notices == config.ignored == (10,)
     assert set(config.notices) < set(config.signals)
+    assert not config.has_named_signals
     assert config.notes[0].startswith("Slurm says: ")
     assert not any("share" in note for note in config.notes)
 
@@ -391,7 +392,8 @@ def test_workers_that_share_the_one_cpu_of_a_task_are_told() -> None:
         (of_slurm(), ("--no-python",), (10,), ()),
         # Of mpirun each process gets it from its own.
         (detect(**OMPI, MASTER_ADDR="host9"), (), (10,), ()),
-        (of_slurm(), ("--signals-to-handle", "SIGTERM,SIGUSR1"), (), ()),
+        (of_slurm(), ("--signals-to-handle", "SIGTERM,SIGUSR1"), (10,), ()),
+        (of_slurm(), ("--signals-to-handle", "SIGTERM,SIGUSR2,SIGUSR1"), (12, 10), ()),
     ],
 )
 def test_workers_ignore_a_notice_only_where_a_scheduler_sends_it_to_them_too(
@@ -402,7 +404,8 @@ def test_workers_ignore_a_notice_only_where_a_scheduler_sends_it_to_them_too(
     config = agent_config(replace(options, run_id="test"), planned(cluster, *argv), {}, CPU_HOST)
 
     assert (config.notices, config.ignored) == (notices, ignored)
-    assert 10 in config.signals
+    assert set(notices) <= set(config.signals)
+    assert config.has_named_signals == ("--signals-to-handle" in argv)
 
 
 def test_a_transport_of_etcds_needs_one_that_somebody_named() -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from elaunch.agent.environ import arguments, one_gpu, rank_variables
+from elaunch.agent.environ import RANK_VARIABLES, arguments, one_gpu, outside, rank_variables
 from elaunch.rendezvous.tables import seats_of
 from elaunch.rendezvous.types import RankTable
 
@@ -125,3 +125,25 @@ def test_a_virtual_local_rank_is_nought_on_the_gpu_that_would_have_been_its_own(
 )
 def test_local_rank_is_replaced_in_arguments_and_nothing_else_is(given: str, expected: str) -> None:
     assert arguments((given,), 2) == (expected,)
+
+
+def test_a_job_that_a_worker_hands_in_inherits_nothing_of_the_workers_job() -> None:
+    users = {
+        "PATH": "/bin",
+        "PET_MAX_RESTARTS": "9",
+        "ELAUNCH_ENDPOINT": "etcd:2379",
+        "ELAUNCH_TOKEN": "0123456789abcdef",
+    }
+    named = {"PET_RUN_ID": "job", "PET_NNODES": "4", "PET_RDZV_ENDPOINT": "node0", "ELAUNCH_MARKER": "c0ffee"}
+    worker = {**users, **named, **variables(), "ELAUNCH_LINK": "3"}
+
+    inherited = outside(worker)
+
+    assert inherited == {**users, "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
+    assert worker.keys() >= RANK_VARIABLES
+
+
+def test_a_job_that_is_handed_in_from_a_shell_inherits_all_of_it() -> None:
+    shell = {"RANK": "7", "MASTER_ADDR": "node0", "PET_RUN_ID": "job"}
+
+    assert outside(shell) == shell

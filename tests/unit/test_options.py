@@ -82,6 +82,8 @@ def test_help_has_one_line_of_at_most_100_columns_for_each_option() -> None:
     lines = help_text().splitlines()
 
     assert max(len(line) for line in lines) <= 100
+    for code in (0, 1, 2, 3, "128 + N"):
+        assert f" {code} " in " ".join(lines[-2:])
     for spec in TABLE:
         own = [line for line in lines if line.startswith("  -") and f"--{spec.name} " in f"{line} "]
         assert len(own) == 1, spec.name
@@ -214,6 +216,20 @@ def test_the_shutdown_timeout_comes_from_the_option_its_variables_or_is_30_s() -
             " LAST <= 65535",
         ),
         (["--rdzv-conf", "a"], "--rdzv-conf a is not a list of settings; use KEY=VALUE,KEY=VALUE"),
+        (
+            ["--signals-to-handle", "SIGTERM,SIGUSER1"],
+            "--signals-to-handle SIGTERM,SIGUSER1 names SIGUSER1, and there is no such signal; did you mean SIGUSR1?"
+            " usual are SIGTERM, SIGINT, SIGHUP, SIGQUIT, SIGUSR1 and SIGUSR2",
+        ),
+        (
+            ["--signals-to-handle", "zzz"],
+            "--signals-to-handle zzz names zzz, and there is no such signal; usual are SIGTERM, SIGINT, SIGHUP,"
+            " SIGQUIT, SIGUSR1 and SIGUSR2",
+        ),
+        (
+            ["--signals-to-handle", "SIGKILL"],
+            "--signals-to-handle SIGKILL names SIGKILL, and no process can handle that; leave it out",
+        ),
         (["-m", "--no-python"], "--module contradicts --no-python: a module always runs in Python; drop one of them"),
         (["--preload", "a", "--no-preload"], "--preload a contradicts --no-preload: drop one of them"),
     ],
@@ -369,11 +385,10 @@ def test_preloading_follows_the_options() -> None:
     assert config_of("--no-python", "prog").preload is None
 
 
-def test_signals_are_numbers_and_unknown_names_a_note() -> None:
-    config = config_of("--signals-to-handle", "SIGTERM,SIGUSR1,SIGFOO,SIGKILL", "t.py")
+def test_signals_are_numbers() -> None:
+    config = config_of("--signals-to-handle", "SIGTERM,SIGUSR1,SIGTERM,SIGCLD", "t.py")
 
-    assert config.signals == (signal.SIGTERM, signal.SIGUSR1)
-    assert any("SIGFOO, SIGKILL" in note for note in config.notes)
+    assert config.signals == (signal.SIGTERM, signal.SIGUSR1, signal.SIGCHLD)
     assert config_of("t.py").signals == (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
@@ -476,7 +491,7 @@ def test_a_script_a_directory_with_main_and_a_command_on_path_can_start(tmp_path
     (package / "__main__.py").touch()
     check_program(options_of(str(package)), {})
     check_program(options_of(str(package / "__main__.py")), {})
-    check_program(options_of("-m", "no.matter"), {})
+    check_program(options_of("-m", "json.no_matter"), {})
     check_program(options_of("--no-python", "sh"), {})
 
 
@@ -488,6 +503,23 @@ def test_a_command_that_is_not_there_and_a_file_as_module_are_sentences(tmp_path
         check_program(options_of("--no-python", "no-such-command"), {})
     with pytest.raises(UsageError, match=r"-m takes a module's name and .* is a file; leave -m out"):
         check_program(options_of("-m", str(script)), {})
+
+
+def test_a_module_that_is_nowhere_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "trainer_of_mine.py").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
+
+    typo = rf"^-m trainer_of_mime\.a: there is no module trainer_of_mime in {tmp_path} nor in .*'s path; did you mean"
+    with pytest.raises(UsageError, match=rf"{typo} -m trainer_of_mine\.a\?$"):
+        check_program(options_of("-m", "trainer_of_mime.a"), {})
+    with pytest.raises(UsageError, match=r"; start elaunch in its folder, or set PYTHONPATH$"):
+        check_program(options_of("-m", "zzz"), {})
+    for found in ("trainer_of_mine", "sys", "json.tool", "elaunch.trainer", "torch.nothing"):
+        check_program(options_of("-m", found), {})
+    # Who else may find it: another interpreter, and what is preloaded.
+    check_program(options_of("-m", "zzz"), {"PYTHON_EXEC": sys.executable})
+    check_program(options_of("--preload", "json", "-m", "zzz"), {})
 
 
 @pytest.mark.parametrize("name", ["/nonexist", "/", "no-such-python", __file__])

@@ -562,3 +562,14 @@ def test_a_job_without_a_name_on_somebodys_store_is_told_what_it_is_called() -> 
 
 def test_the_address_of_this_node_is_taken_without_brackets() -> None:
     assert plan_of(*TWO, "--rdzv-endpoint", "a", "--local-addr", "[fd00::2]").local_addr == "fd00::2"
+
+
+@pytest.mark.parametrize("quote", ["'", '"'])
+def test_settings_whose_quotes_no_shell_has_taken_off_are_read(quote: str) -> None:
+    settings = f" {quote}lease_ttl=4,join_timeout=100{quote}"
+
+    times = plan_of(*TWO, "--rdzv-endpoint", "a", "--rdzv-conf", settings).times
+
+    assert (times.lease_ttl_s, times.join_timeout_s) == (4, 100)
+    with pytest.raises(UsageError, match=r"^--rdzv-conf 'lease_ttl is no setting"):
+        plan_of(*TWO, "--rdzv-endpoint", "a", "--rdzv-conf", "'lease_ttl=4")

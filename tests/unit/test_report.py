@@ -286,3 +286,22 @@ def test_a_traceback_that_is_short_enough_is_whole_and_nothing_is_said_of_it() -
     assert all(f"      line {number}\n" in text for number in range(100))
     assert "in full" not in text
     assert "…" not in text
+
+
+def test_a_module_that_python_does_not_find_is_one_sentence() -> None:
+    spec = replace(SPEC, program=Program(ProgramKind.MODULE, "pkg.trian"))
+    missing = replace(
+        RAISED,
+        kind=FailureKind.STARTUP,
+        exception="ModuleNotFoundError",
+        message="raised ModuleNotFoundError: No module named pkg.trian",
+        frame="",
+    )
+    inside = replace(missing, frame="/home/u/pkg/train.py:1 in <module>")
+
+    assert report(replace(FAILED, failure=missing), spec, None) == (
+        "elaunch: pkg.trian FAILED on node-a: Python cannot run it with -m (No module named pkg.trian); give the name"
+        " of a module below the current folder or PYTHONPATH; exit code 1\n"
+    )
+    assert TRACEBACK.splitlines()[-1] in report(replace(FAILED, failure=inside), spec, None)
+    assert "Root Cause" in report(replace(FAILED, failure=missing), SPEC, None)

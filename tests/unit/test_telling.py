@@ -526,6 +526,14 @@ def test_a_schedulers_notice_that_another_node_had_first_is_passed_on_to_who_doe
     assert own == [tell(LEAVE, 0)], "they have it already"
 
 
+def test_a_signal_that_is_no_notice_here_is_not_waited_for() -> None:
+    driver = started()
+    driver.agent = replace(driver.agent, notices=())
+    driver.open(1, OpenKind.LEAVE, "node-b leaves", 10)
+
+    assert driver.look() == [signal(TERM, *ALL)]
+
+
 def test_a_notice_that_this_node_has_a_moment_later_is_passed_on_once() -> None:
     driver = started()
     driver.open(1, OpenKind.LEAVE, "node-b leaves", 10)
