@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass, replace
 
+from elaunch.rendezvous.codec import parse_json, shown
 from elaunch.rendezvous.types import Failure, FailureKind
 
 # Files that are not the user's: an error's place is looked for in the frames outside of them.
@@ -28,14 +28,14 @@ _SYNTAX_ERROR = re.compile(
 )
 
 # The last words of `python -m` about a module that is not there; they come without a traceback.
-_NO_MODULE = re.compile(
-    r"^\S+: (?P<message>No module named \S+|Error while finding module specification for .*)\s*\Z", re.MULTILINE
-)
+_NO_MODULE = re.compile(r"\S+: (?P<message>No module named \S+|Error while finding module specification for .*)")
+# Between the sentence that joins two tracebacks and the second one are two line ends.
+_CHAIN_CHARACTERS_MAX = 200
 
 # What survivors say when another rank is gone, from gloo, TCPStore and NCCL.
 _PEER_LOST = re.compile(
     r"connection (?:reset|closed|refused) by (?:remote )?peer|connection was likely closed|broken pipe"
-    r"|socket timeout|failed to recv, got 0 bytes|ncclremoteerror|remote process exited|peer .* disconnected"
+    r"|socket timeout|failed to recv, got 0 bytes|ncclremoteerror|remote process exited|peer .{0,200} disconnected"
     r"|timed out waiting \d+ms for (?:recv|send) operation|so_error: connection refused|collective operation timeout"
     r"|client socket has (?:failed to connect|timed out)|seconds waiting for clients",
     re.IGNORECASE,
@@ -139,10 +139,10 @@ def with_tail(failure: Failure, tail: str, reached_store: bool | None) -> Failur
 def parse_record(text: str) -> Raised | None:
     """The exception in an error file as torch's `@record` and our workers write it; None for a torn or other one."""
     try:
-        message = json.loads(text)["message"]
+        message = parse_json(text)["message"]
         if isinstance(message, str):
             return Raised("", message, "", "")
-        said, stack = str(message["message"]), str(message.get("extraInfo", {}).get("py_callstack", ""))
+        said, stack = _word(message["message"]), _word(message.get("extraInfo", {}).get("py_callstack", ""))
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
     raised = parse_traceback(stack)
@@ -151,10 +151,14 @@ def parse_record(text: str) -> Raised | None:
     return replace(raised, traceback=stack.rstrip())
 
 
+def _word(value: object) -> str:
+    return value if isinstance(value, str) else shown(value)
+
+
 def chain_start(text: str) -> int:
     """Where the last traceback in `text` begins, with the exceptions that it was raised from; -1 without one."""
     start = text.rfind(_TRACEBACK)
-    while start >= 0 and text[:start].rstrip("\n").endswith(_CHAINED):
+    while start >= 0 and text[max(start - _CHAIN_CHARACTERS_MAX, 0) : start].rstrip("\n").endswith(_CHAINED):
         before = text.rfind(_TRACEBACK, 0, start)
         if before < 0:
             break
@@ -170,12 +174,17 @@ def parse_traceback(text: str) -> Raised | None:
     if group >= 0 and f"\n{_TRACEBACK}" not in text[group:]:
         # The members of a group are printed inside of it, behind a wider margin; what was raised is the group.
         own = [line[4:] for line in text[group:].splitlines() if line.startswith("  | ")]
-        raised = parse_traceback("\n".join((_TRACEBACK, *own)))
+        raised = _parse_plain("\n".join((_TRACEBACK, *own)))
         return replace(raised, traceback=text[group:].rstrip()) if raised else None
+    return _parse_plain(text)
+
+
+def _parse_plain(text: str) -> Raised | None:
+    """The same where there is no group of exceptions, and no rank before the lines."""
     start = text.rfind(_TRACEBACK)
     if start < 0:
-        if module := _NO_MODULE.search(text):
-            return Raised("ModuleNotFoundError", module["message"], "", module[0].rstrip())
+        if module := _NO_MODULE.fullmatch(text.rstrip().rpartition("\n")[2]):
+            return Raised("ModuleNotFoundError", module["message"], "", module[0])
         # An error in the program's own text has no frames, and so no such line.
         syntax = list(_SYNTAX_ERROR.finditer(text))
         if not syntax:
