@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
@@ -11,6 +10,7 @@ from elaunch.launcher.conf import Conf, understand
 from elaunch.launcher.endpoints import Address, endpoints
 from elaunch.launcher.errors import UsageError
 from elaunch.launcher.options import Options, Source
+from elaunch.launcher.shellwords import joined
 from elaunch.launcher.values import PORT_MAX
 from elaunch.rendezvous.plan import Endpoint, Login, RendezvousPlan, Serving, Tls, Transport
 from elaunch.rendezvous.times import Times
@@ -194,10 +194,10 @@ def _nowhere(options: Options, backend: str, head: Address | None) -> tuple[Addr
     nodes = ":".join(str(number) for number in dict.fromkeys(options.nnodes))
     if backend == "static":
         way_out = "with the name of the node of rank 0 as HOST: "
-        line = shlex.join(["elaunch", "--master-addr", "HOST", *options.typed])
+        line = joined(["elaunch", "--master-addr", "HOST", *options.typed])
     else:
         way_out = "with the name of one of them, or of an etcd, as HOST: "
-        line = shlex.join(["elaunch", "--rdzv-endpoint", f"HOST:{ETCD_PORT}", *options.typed])
+        line = joined(["elaunch", "--rdzv-endpoint", f"HOST:{ETCD_PORT}", *options.typed])
     raise UsageError(f"--nnodes {nodes} needs a place where the nodes meet; type on each of them, {way_out}{line}")
 
 

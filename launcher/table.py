@@ -162,7 +162,7 @@ _WORKERS = (
     _switch("virtual-local-rank", Group.WORKERS, "LOCAL_RANK 0 and one visible GPU each", peer="virtual-local-rank"),
     OptionSpec(
         "role", Group.WORKERS, "NAME", "ROLE_NAME, and the prefix of console lines",
-        default="default", default_text="default", peer="role",
+        values.name, default="default", default_text="default", peer="role",
     ),
 )  # fmt: skip
 
@@ -170,7 +170,8 @@ _BACKENDS = ("static", "c10d", "etcd", "etcd-v2")
 
 _RENDEZVOUS = (
     OptionSpec(
-        "run-id", Group.RENDEZVOUS, "ID", "the job's name", default_text="a new one; of several nodes: none",
+        "run-id", Group.RENDEZVOUS, "ID", "the job's name", values.name,
+        default_text="a new one; of several nodes: none",
         peer="rdzv-id", differs="default none, the same for all jobs",
     ),
     _switch("standalone", Group.RENDEZVOUS, "one node, with a new id; --rdzv-* are ignored", peer="standalone"),
@@ -200,11 +201,12 @@ _RENDEZVOUS = (
         "token-file", Group.RENDEZVOUS, "FILE", "holds the job's secret", default_text="ELAUNCH_TOKEN, else made",
     ),
     OptionSpec(
-        "node-rank", Group.RENDEZVOUS, "N", "static: this node's number", values.whole,
+        "node-rank", Group.RENDEZVOUS, "N", "static: this node's number", values.node_rank,
         default=0, default_text="0", peer="node-rank",
     ),
     OptionSpec(
-        "master-addr", Group.RENDEZVOUS, "HOST", "static: MASTER_ADDR", default_text="the first node's address",
+        "master-addr", Group.RENDEZVOUS, "HOST", "static: MASTER_ADDR", values.name,
+        default_text="the first node's address",
         peer="master-addr", differs="default 127.0.0.1",
     ),
     OptionSpec(
@@ -216,7 +218,7 @@ _RENDEZVOUS = (
         default_text="any",
     ),
     OptionSpec(
-        "local-addr", Group.RENDEZVOUS, "HOST", "this node's address",
+        "local-addr", Group.RENDEZVOUS, "HOST", "this node's address", values.name,
         default_text="toward the endpoint, else 127.0.0.1", peer="local-addr", differs="default the host's full name",
     ),
 )  # fmt: skip

@@ -32,7 +32,7 @@ CONTAINER = (
 )
 # What every container has of the cluster's services.
 SERVICES = {"KUBERNETES_SERVICE_HOST": "10.96.0.1", "KUBERNETES_SERVICE_PORT": "443"}
-_VARIABLE = re.compile(r"\$\(([A-Za-z_]\w*)\)")
+_VARIABLE = re.compile(r"\$\$|\$\((\w+)\)")
 
 
 class Pod:
@@ -239,5 +239,5 @@ class Pods:
 
 
 def _expanded(text: str, variables: Mapping[str, str]) -> str:
-    """`$(NAME)`, as the kubelet expands it."""
-    return _VARIABLE.sub(lambda found: variables.get(found[1], found[0]), text)
+    """`$(NAME)`, as the kubelet expands it; `$$` is a dollar."""
+    return _VARIABLE.sub(lambda found: variables.get(found[1], found[0]) if found[1] else "$", text)
