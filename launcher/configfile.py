@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 _PROGRAM_KEYS = ("script", "module", "args")
 _NOT_IN_A_FILE = ("config", "help", "version", "module")
 _OPTIONS = {name: spec for spec in TABLE if spec.name not in _NOT_IN_A_FILE for name in spec.names}
-_CHARACTERS_MAX = 1 << 20
+# What PyYAML takes a moment for, of whatever: of a megabyte of brackets it would take minutes.
+_CHARACTERS_MAX = 1 << 16
+_BRACKETS_MAX = 1000
 _NULLS = ("", "~", "null", "Null", "NULL")
 
 
@@ -87,6 +89,8 @@ def _entries(text: str, name: str) -> dict[str, Entry]:
 
     if len(text) > _CHARACTERS_MAX:
         raise UsageError(f"{name} has more than {_CHARACTERS_MAX} characters; a job file is a page of options")
+    if text.count("[") + text.count("{") > _BRACKETS_MAX:
+        raise UsageError(f"{name} has more than {_BRACKETS_MAX} brackets; a job file is a page of options")
     try:
         root = yaml.compose(text, Loader=yaml.BaseLoader)
     except yaml.MarkedYAMLError as error:

@@ -171,9 +171,11 @@ def _written_at(event: Json) -> int:
 def _number(value: Any) -> int:
     """A 64-bit number, which JSON has as text. Raises ValueError."""
     # int() would take a float, and true; infinity it would not.
-    if type(value) is not int and not (type(value) is str and _INT64.fullmatch(value)):
-        raise ValueError(f"{shown(value)} is no 64-bit number")
-    return int(value)
+    if type(value) is int or (type(value) is str and _INT64.fullmatch(value)):
+        number = int(value)
+        if -(2**63) <= number < 2**63:
+            return number
+    raise ValueError(f"{shown(value)} is no 64-bit number")
 
 
 # What others wrote may be no UTF-8: kept as it is, so that the record's reader can refuse it.
