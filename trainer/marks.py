@@ -167,8 +167,8 @@ def _manifest_of(record: dict[str, Any]) -> Manifest:
         if type(length) is not int or type(crc) is not int or Path(name).name != name:
             raise ValueError(f"{name!r} is no file with its length and CRC")
         files[name] = (length, crc)
-    if type(record["world_size"]) is not int:
-        raise TypeError("the world size is no number")
+    if any(type(number) is not int for number in (mark.generation, mark.step, record["world_size"])):
+        raise TypeError("the generation, the step or the world size is no number")
     return Manifest(mark, record["world_size"], files)
 
 
