@@ -296,9 +296,15 @@ def _token(options: Options, environ: Mapping[str, str], read_secret: Callable[[
     """The job's secret: a file that the command line names, else the variable, else a file named elsewhere."""
     variable = environ.get("ELAUNCH_TOKEN", "").strip()
     is_typed = options.given.get("token_file") is Source.COMMAND_LINE
-    if options.token_file and (is_typed or not variable):
-        return read_secret(options.token_file)
-    return variable
+    file = options.token_file if is_typed or not variable else None
+    token = read_secret(file) if file else variable
+    # It goes to the store's process as a line of text, and to the other hosts by hand.
+    if not token.isprintable():
+        raise UsageError(
+            f"the job's token in {file or 'ELAUNCH_TOKEN'} has characters that cannot be typed; take the output of:"
+            " openssl rand -hex 16"
+        )
+    return token
 
 
 def _check_secret(made: RendezvousPlan) -> None:

@@ -335,6 +335,15 @@ def test_a_file_that_a_scheduler_names_is_not_waited_for(tmp_path: Path) -> None
         read_small(str(tmp_path / "pipe"))
 
 
+@pytest.mark.parametrize("token", ["0123456789abcdef\udce9", "0123456789abcdef\n1", "0123456789abcdef\x00"])
+def test_a_token_that_nobody_can_type_is_a_sentence(token: str) -> None:
+    options = parse(["--nnodes", "2", "--rdzv-endpoint", "a", "t.py"], {}, no_file)
+    assert isinstance(options, Options)
+
+    with pytest.raises(UsageError, match="token in ELAUNCH_TOKEN has characters"):
+        plan(options, {"ELAUNCH_TOKEN": token}, lambda _: "")
+
+
 def test_a_terms_number_of_nodes_is_what_a_command_line_may_ask_for() -> None:
     asked = values.nodes(f"1:{values.NODES_MAX}")
 
