@@ -50,8 +50,10 @@ class JobCgroup:
 def _own_cgroup() -> Path | None:
     """This process's folder in the cgroup2 hierarchy, wherever that is mounted."""
     try:
-        own = next(line for line in Path("/proc/self/cgroup").read_text().splitlines() if line.startswith("0::"))
-        for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        # Names of folders, which may be in any encoding.
+        groups = Path("/proc/self/cgroup").read_text(errors="surrogateescape")
+        own = next(line for line in groups.splitlines() if line.startswith("0::"))
+        for line in Path("/proc/self/mountinfo").read_text(errors="surrogateescape").splitlines():
             left, _, right = line.partition(" - ")
             if right.startswith("cgroup2 "):
                 root, mount = left.split()[3:5]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass, replace
 
+from elaunch.rendezvous.codec import parse_json, shown
 from elaunch.rendezvous.types import TAIL, TRACEBACK, Failure, FailureKind
 
 # Files that are not the user's: an error's place is looked for in the frames outside of them.
@@ -29,10 +29,11 @@ _SYNTAX_ERROR = re.compile(
 
 # The last words of `python -m` about a module that is not there; they come without a traceback.
 _NO_MODULE = re.compile(
-    r"^\S+: (?P<message>(?:No module named|Error while finding module specification for"
-    r"|No code object available for) .*)\s*\Z",
-    re.MULTILINE,
+    r"\S+: (?P<message>(?:No module named|Error while finding module specification for"
+    r"|No code object available for) .*)"
 )
+# Between the sentence that joins two tracebacks and the second one are two line ends.
+_CHAIN_CHARACTERS_MAX = 200
 
 # What survivors say when another rank is gone, from gloo, TCPStore and NCCL.
 _PEER_LOST = re.compile(
@@ -153,11 +154,11 @@ def parse_record(text: str) -> Raised | None:
     Both its texts may be of any length; what is cut here is what no record has room for.
     """
     try:
-        message = json.loads(text)["message"]
+        message = parse_json(text)["message"]
         if isinstance(message, str):
             return Raised("", message[:_SAID_CHARACTERS_MAX], "", "")
-        said, stack = str(message["message"]), str(message.get("extraInfo", {}).get("py_callstack", ""))
-    except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
+        said, stack = _word(message["message"]), _word(message.get("extraInfo", {}).get("py_callstack", ""))
+    except (ValueError, KeyError, TypeError, AttributeError):
         return None
     is_cut, said, stack = not TRACEBACK.fits(stack), said[:_SAID_CHARACTERS_MAX], TRACEBACK.of(stack)
     raised = parse_traceback(stack)
@@ -166,10 +167,14 @@ def parse_record(text: str) -> Raised | None:
     return replace(raised, traceback=stack.rstrip(), is_cut=is_cut)
 
 
+def _word(value: object) -> str:
+    return value if isinstance(value, str) else shown(value)
+
+
 def chain_start(text: str) -> int:
     """Where the last traceback in `text` begins, with the exceptions that it was raised from; -1 without one."""
     start = text.rfind(_TRACEBACK)
-    while start >= 0 and text[:start].rstrip("\n").endswith(_CHAINED):
+    while start >= 0 and text[max(start - _CHAIN_CHARACTERS_MAX, 0) : start].rstrip("\n").endswith(_CHAINED):
         before = text.rfind(_TRACEBACK, 0, start)
         if before < 0:
             break
@@ -185,12 +190,17 @@ def parse_traceback(text: str) -> Raised | None:
     if group >= 0 and f"\n{_TRACEBACK}" not in text[group:]:
         # The members of a group are printed inside of it, behind a wider margin; what was raised is the group.
         own = [line[4:] for line in text[group:].splitlines() if line.startswith("  | ")]
-        raised = parse_traceback("\n".join((_TRACEBACK, *own)))
+        raised = _parse_plain("\n".join((_TRACEBACK, *own)))
         return replace(raised, traceback=text[group:].rstrip()) if raised else None
+    return _parse_plain(text)
+
+
+def _parse_plain(text: str) -> Raised | None:
+    """The same where there is no group of exceptions, and no rank before the lines."""
     start = text.rfind(_TRACEBACK)
     if start < 0:
-        if module := _NO_MODULE.search(text):
-            return Raised("ModuleNotFoundError", module["message"], "", module[0].rstrip())
+        if module := _NO_MODULE.fullmatch(text.rstrip().rpartition("\n")[2]):
+            return Raised("ModuleNotFoundError", module["message"], "", module[0])
         # An error in the program's own text has no frames, and so no such line.
         syntax = list(_SYNTAX_ERROR.finditer(text))
         if not syntax:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 _START_TIME_FIELD = 22
+_PID = re.compile("[0-9]{1,10}")
 
 
 def this_process() -> str:
@@ -20,7 +22,7 @@ def is_dead_here(process: str) -> bool:
     """
     place, _, rest = process.rpartition(":")
     place, _, pid = place.rpartition(":")
-    return place == _place() and pid.isdigit() and _started(int(pid)) != rest
+    return place == _place() and bool(_PID.fullmatch(pid)) and _started(int(pid)) != rest
 
 
 def _place() -> str:
@@ -35,7 +37,7 @@ def _place() -> str:
 def _started(pid: int) -> str:
     """Clock ticks from boot to the process's start; empty where there is none of that pid, or a zombie."""
     try:
-        text = Path(f"/proc/{pid}/stat").read_text()
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
         return ""
     # The name, in parentheses, may hold anything.

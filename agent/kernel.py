@@ -66,14 +66,14 @@ def _counter_files() -> list[Path]:
     """The event counters of this process's own memory cgroups."""
     mounts: dict[str, str] = {}
     with suppress(OSError):
-        for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        for line in Path("/proc/self/mountinfo").read_text(errors="surrogateescape").splitlines():
             left, _, right = line.partition(" - ")
             kind, _, options = right.split()[0], *right.split()[1:3]
             if kind == "cgroup2":
                 mounts[""] = left.split()[4]
             elif kind == "cgroup" and "memory" in options.split(","):
                 mounts["memory"] = left.split()[4]
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
+        for line in Path("/proc/self/cgroup").read_text(errors="surrogateescape").splitlines():
             _, controllers, path = line.split(":", 2)
             if controllers == "" and "" in mounts:
                 mounts[""] += path

@@ -7,7 +7,6 @@ once a second, and before the agent decides anything that they may bear on.
 
 from __future__ import annotations
 
-import json
 import select
 import socket
 import time
@@ -16,9 +15,13 @@ from dataclasses import dataclass, field
 
 from elaunch.agent.events import LinkEvent, WorkerListens, WorkerRaised, WorkerSaved, WorkerSaving, WorkerStopped
 from elaunch.agent.messages import Message, line_of
+from elaunch.rendezvous.codec import parse_json
 
 _LOOK_S = 1.0
 _LINK_BYTES_MAX = 1 << 16
+# Of a note, which goes to the log, and of a phase's name, which goes into a failure's message.
+_TEXT_MAX = 2000
+_STEP_END = 1 << 63
 
 
 @dataclass
@@ -57,7 +60,7 @@ class Link:
         self.rest = self.rest[-_LINK_BYTES_MAX:]
         for line in lines:
             with suppress(ValueError):
-                self._take(json.loads(line))
+                self._take(parse_json(line))
         return bool(data)
 
     def tell(self, message: Message) -> None:
@@ -77,11 +80,13 @@ class Link:
 
     def _take(self, message: object) -> None:
         where = (self.generation, self.local_rank)
+        if not isinstance(message, dict) or not _is_step(message.get("step", 0)):
+            return
         match message:
             case {"event": "progress", "step": int(step)}:
                 self.step, self.reports = step, self.reports + 1
             case {"event": "phase", "name": str(name)}:
-                self.phase, self.reports = name, self.reports + 1
+                self.phase, self.reports = _plain(name), self.reports + 1
             case {"event": "listens", "stop": bool(stop), "peer_failed": bool(peer_failed)}:
                 self.news.append(WorkerListens(*where, to_stop=stop, to_failure=peer_failed))
             case {"event": "saving", "step": int(step)}:
@@ -91,11 +96,21 @@ class Link:
             case {"event": "stopped", "step": int(step)}:
                 self.news.append(WorkerStopped(*where, step))
             case {"event": "note", "text": str(text)}:
-                self.notes.append(text)
+                self.notes.append(_plain(text))
             case {"event": "ended", "raised": bool(raised), "reached_store": bool(reached_store)}:
                 if raised and not self.raised:
                     self.news.append(WorkerRaised(*where))
                 self.raised, self.reached_store = raised, reached_store
+
+
+def _is_step(value: object) -> bool:
+    """Whether it is a step's number, or -1 for none: true is a number to Python, and a larger one has no digits."""
+    return type(value) is int and -1 <= value < _STEP_END
+
+
+def _plain(text: str) -> str:
+    """A worker's text for the log and for the store: lone surrogates have no bytes there."""
+    return text[:_TEXT_MAX].encode(errors="backslashreplace").decode()
 
 
 class Links:

@@ -42,7 +42,8 @@ def _is_in(pid: int, field: str, signum: int) -> bool:
 def _status(pid: int, field: str) -> str:
     """The words of that field of /proc/PID/status; empty where the process is gone."""
     try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        # A process gives itself a name, of 15 bytes, which may be cut in the middle of a character.
+        lines = Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines()
     except OSError:
         return ""
     return next((line.partition(":")[2].strip() for line in lines if line.startswith(f"{field}:")), "")

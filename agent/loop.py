@@ -58,6 +58,8 @@ _GUARDIANS_MAX = 20
 _FAREWELL_S = 2.0
 # Where the store ends with this agent, for the others to read how the job ended.
 _OUTLAST_S = 3.0
+# epoll counts to 24 days.
+_WAIT_MAX_S = 86_400.0
 
 
 class Loop:
@@ -174,7 +176,7 @@ class Loop:
         due_s = deadline_s(self._agent)
         timers_s = (due_s, self._servers.due_s, self._hearing.due_s, self._session.due_s)
         wanted_s = [at_s for at_s in timers_s if at_s is not None]
-        timeout_s = max(0.0, min(wanted_s) - time.monotonic()) if wanted_s else None
+        timeout_s = max(0.0, min(min(wanted_s) - time.monotonic(), _WAIT_MAX_S)) if wanted_s else None
         ready = self._selector.select(timeout_s)
         for key, _ in ready:
             if key.data:

@@ -11,6 +11,9 @@ from pathlib import Path
 from elaunch.agent.config import NumaBinding
 from elaunch.agent.devices import read_gpus, visible
 
+# Eight times what Linux can be built for.
+_CPU_MAX = (1 << 16) - 1
+
 
 @dataclass(frozen=True)
 class Topology:
@@ -130,7 +133,9 @@ def read_topology(
 def ranges(text: str) -> frozenset[int]:
     """`0-2,4` as the kernel writes it."""
     pairs = (part.partition("-") for part in text.split(",") if part.strip())
-    return frozenset(cpu for first, _, last in pairs for cpu in range(int(first), int(last or first) + 1))
+    return frozenset(
+        cpu for first, _, last in pairs for cpu in range(int(first), min(int(last or first), _CPU_MAX) + 1)
+    )
 
 
 def _largest_cache(folder: Path) -> str:

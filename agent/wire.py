@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import array
 import json
+import os
 import socket
 from typing import Any
+
+from elaunch.rendezvous.codec import parse_json
 
 _PACKET_BYTES_MAX = 128 << 10
 _FDS_MAX = 8
@@ -23,7 +26,7 @@ def send(end: socket.socket, message: dict[str, Any], fds: tuple[int, ...] = ())
 
 
 def receive(end: socket.socket) -> tuple[dict[str, Any], tuple[int, ...]] | None:
-    """The next packet and its fds (close-on-exec), or None where the other end is gone.
+    """The next packet and its fds (close-on-exec), or None where the other end is gone or sends no message.
 
     Raises BlockingIOError where `end` does not block and nothing waits.
     """
@@ -37,4 +40,14 @@ def receive(end: socket.socket) -> tuple[dict[str, Any], tuple[int, ...]] | None
     for level, kind, payload in ancillary:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
             fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
-    return json.loads(data), tuple(fds)
+    found = tuple(fds)
+    try:
+        message = parse_json(data)
+        if not isinstance(message, dict):
+            raise ValueError("no object")
+    except ValueError:
+        # A packet that was cut off: the other end is of no use any more. Nobody else knows of its descriptors.
+        for fd in found:
+            os.close(fd)
+        return None
+    return message, found

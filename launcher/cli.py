@@ -168,14 +168,13 @@ def _prepared(
 
 def _cluster(options: Options, environ: Mapping[str, str]) -> Cluster | None:
     """What a scheduler says about this process; nothing where its user wants to hear nothing. Raises UsageError."""
-    from pathlib import Path
-
     from elaunch.launcher.cluster.detect import detect
     from elaunch.launcher.cluster.place import reachable
+    from elaunch.launcher.smallfile import read_small
 
     if options.standalone:
         return None
-    found = detect(options.scheduler, environ, socket.gethostname(), lambda path: Path(path).read_text())
+    found = detect(options.scheduler, environ, socket.gethostname(), read_small)
     return reachable(found) if found else None
 
 

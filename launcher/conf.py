@@ -28,6 +28,7 @@ class Setting:
 
 
 def _lease(raw: values.Raw) -> int:
+    values.seconds(raw)
     return values.whole(raw, low=2)
 
 
@@ -191,6 +192,8 @@ def _conf(checked: Mapping[str, object], words: Mapping[str, str], ignored: tupl
                 " drop one of them"
             )
         ttl_s = (_INTERVAL_S if interval_s is None else interval_s) * (attempts or _ATTEMPTS)
+        if ttl_s > values.SECONDS_MAX:
+            raise UsageError(f"--rdzv-conf {words[beats[0]]} makes a node lost after {ttl_s:.0f} seconds; give less")
     is_host = checked.get("is_host")
     return Conf(
         join_timeout_s=number("join_timeout"),

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from elaunch.launcher.argv import TOKEN_IS_SECRET
 from elaunch.launcher.errors import UsageError, nearest
+from elaunch.launcher.smallfile import read_small
 from elaunch.launcher.table import TABLE
 from elaunch.launcher.values import Raw
 
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 _PROGRAM_KEYS = ("script", "module", "args")
 _NOT_IN_A_FILE = ("config", "help", "version", "module")
 _OPTIONS = {name: spec for spec in TABLE if spec.name not in _NOT_IN_A_FILE for name in spec.names}
+# What PyYAML takes a moment for, of whatever: of a megabyte of brackets it would take minutes.
+_CHARACTERS_MAX = 1 << 16
+_BRACKETS_MAX = 1000
 _NULLS = ("", "~", "null", "Null", "NULL")
 
 
@@ -47,7 +50,7 @@ class JobFile:
 def read(path: str) -> JobFile:
     """Raises UsageError for a file that cannot be read or understood."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = read_small(path, may_be_pipe=True)
     except FileNotFoundError:
         raise UsageError(f"--config {path} does not exist") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -84,13 +87,20 @@ def _entries(text: str, name: str) -> dict[str, Entry]:
     """The file's top level, keys spelt with dashes; keys without a value are left out."""
     import yaml  # Only where there is a job file: it costs as much as all else here.
 
+    if len(text) > _CHARACTERS_MAX:
+        raise UsageError(f"{name} has more than {_CHARACTERS_MAX} characters; a job file is a page of options")
+    if text.count("[") + text.count("{") > _BRACKETS_MAX:
+        raise UsageError(f"{name} has more than {_BRACKETS_MAX} brackets; a job file is a page of options")
     try:
         root = yaml.compose(text, Loader=yaml.BaseLoader)
     except yaml.MarkedYAMLError as error:
         line = f" line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise UsageError(f"{name}{line} is not YAML: {error.problem or error.context}") from None
-    except yaml.YAMLError as error:
-        raise UsageError(f"{name} is not YAML: {error}") from None
+    except RecursionError:
+        raise UsageError(f"{name} is nested too deeply; write one `name: value` per line") from None
+    except (yaml.YAMLError, ValueError, OverflowError) as error:
+        # What is no character, as "\\UFFFFFFFF", or no number, as in %YAML 1.9…9.
+        raise UsageError(f"{name} is not YAML: {str(error)[:200]}") from None
     if root is None:
         return {}
     if not isinstance(root, yaml.MappingNode):
@@ -98,7 +108,7 @@ def _entries(text: str, name: str) -> dict[str, Entry]:
     entries: dict[str, Entry] = {}
     for key_node, value_node in root.value:
         where = f"{name} line {key_node.start_mark.line + 1}"
-        written = str(key_node.value)
+        written = _scalar(key_node, where)
         key = written.replace("_", "-")
         if key in entries:
             raise UsageError(f"{where}: {written} says again what {entries[key].where} says; keep one")
@@ -112,7 +122,7 @@ def _raw(node: yaml.Node, where: str) -> Raw | None:
     value: Any = node.value
     if isinstance(value, str):
         # A plain scalar has no style; a quoted "null" is a word.
-        return None if not getattr(node, "style", None) and value in _NULLS else value
+        return None if not getattr(node, "style", None) and value in _NULLS else _plain(value, where)
     if value and isinstance(value[0], tuple):
         return {_scalar(key, where): _scalar(item, where) for key, item in value}
     return [_scalar(item, where) for item in value]
@@ -121,7 +131,14 @@ def _raw(node: yaml.Node, where: str) -> Raw | None:
 def _scalar(node: yaml.Node, where: str) -> str:
     if not isinstance(node.value, str):
         raise UsageError(f"{where} holds a list or mapping inside another; write plain words there")
-    return node.value
+    return _plain(node.value, where)
+
+
+def _plain(word: str, where: str) -> str:
+    """Raises UsageError for what no word of a command line holds, and no file's name."""
+    if "\0" in word or any("\ud800" <= character <= "\udfff" for character in word):
+        raise UsageError(f"{where} has a character that no command line holds: {word[:100]!r}")
+    return word
 
 
 def _word(entry: Entry | None) -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from dataclasses import dataclass, field
 
 from elaunch.launcher.argv import normalise
@@ -12,6 +11,7 @@ from elaunch.launcher.options import Options, Source
 from elaunch.launcher.plan import MASTER_PORT
 from elaunch.launcher.reach import is_meant_locally
 from elaunch.launcher.secretfile import TOKEN_LINE
+from elaunch.launcher.shellwords import joined, quoted
 from elaunch.launcher.table import TABLE, OptionSpec
 from elaunch.launcher.values import switch
 from elaunch.rendezvous.plan import Endpoint, RendezvousPlan, Serving
@@ -88,8 +88,8 @@ def line_for_others(options: Options, plan: RendezvousPlan, token: str) -> str:
     # A program that begins with a dash is one only after two.
     line += ["--"] if words.program and words.program[0].startswith("-") and words.program[0] != "-" else []
     variables = {"ELAUNCH_TOKEN": token, "ELAUNCH_ENDPOINT": _store_elsewhere(options, plan) if is_static else ""}
-    prefix = "".join(f"{name}={shlex.quote(value)} " for name, value in variables.items() if value)
-    return f"{prefix}{shlex.join(['elaunch', *line, *words.program])}"
+    prefix = "".join(f"{name}={quoted(value)} " for name, value in variables.items() if value)
+    return f"{prefix}{joined(['elaunch', *line, *words.program])}"
 
 
 def _words(spec: OptionSpec, value: str) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
@@ -12,6 +11,7 @@ from elaunch.launcher.endpoints import Address, endpoints
 from elaunch.launcher.errors import UsageError
 from elaunch.launcher.login import check_login, login, sent_plainly
 from elaunch.launcher.options import Options, Source
+from elaunch.launcher.shellwords import joined
 from elaunch.launcher.values import PORT_MAX
 from elaunch.rendezvous.plan import Endpoint, RendezvousPlan, Serving, Tls, Transport
 from elaunch.rendezvous.times import Times
@@ -198,10 +198,10 @@ def _nowhere(options: Options, backend: str, head: Address | None) -> tuple[Addr
     nodes = ":".join(str(number) for number in dict.fromkeys(options.nnodes))
     if backend == "static":
         way_out = "with the name of the node of rank 0 as HOST: "
-        line = shlex.join(["elaunch", "--master-addr", "HOST", *options.typed])
+        line = joined(["elaunch", "--master-addr", "HOST", *options.typed])
     else:
         way_out = "with the name of one of them, or of an etcd, as HOST: "
-        line = shlex.join(["elaunch", "--rdzv-endpoint", f"HOST:{ETCD_PORT}", *options.typed])
+        line = joined(["elaunch", "--rdzv-endpoint", f"HOST:{ETCD_PORT}", *options.typed])
     raise UsageError(f"--nnodes {nodes} needs a place where the nodes meet; type on each of them, {way_out}{line}")
 
 
@@ -281,9 +281,15 @@ def _token(options: Options, environ: Mapping[str, str], read_secret: Callable[[
     """The job's secret: a file that the command line names, else the variable, else a file named elsewhere."""
     variable = environ.get("ELAUNCH_TOKEN", "").strip()
     is_typed = options.given.get("token_file") is Source.COMMAND_LINE
-    if options.token_file and (is_typed or not variable):
-        return read_secret(options.token_file)
-    return variable
+    file = options.token_file if is_typed or not variable else None
+    token = read_secret(file) if file else variable
+    # It goes to the store's process as a line of text, and to the other hosts by hand.
+    if not token.isprintable():
+        raise UsageError(
+            f"the job's token in {file or 'ELAUNCH_TOKEN'} has characters that cannot be typed; take the output of:"
+            " openssl rand -hex 16"
+        )
+    return token
 
 
 def _check_secret(made: RendezvousPlan) -> None:

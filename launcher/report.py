@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from elaunch.agent.failures import chain_start
+from elaunch.rendezvous.codec import parse_json
 from elaunch.rendezvous.types import Failure, FailureKind, JobSpec, Outcome, OutcomeKind, ProgramKind
 
 _TAIL_LINES = 20
@@ -42,14 +43,12 @@ def write_error_file(outcome: Outcome, path: str | None) -> None:
     failure = outcome.failure
     if not path or failure is None:
         return
-    record: dict[str, object] = {}
-    with suppress(OSError, ValueError, TypeError):
-        record = dict(json.loads(Path(failure.error_file).read_text()))
-    message = record.get("message")
-    if not isinstance(message, dict):
-        stack = {"py_callstack": failure.traceback, "timestamp": str(int(failure.failed_at))}
-        message = {"message": failure.sentence, "extraInfo": stack}
-    text = json.dumps({**record, "message": {**message, "errorCode": failure.code}})
+    text = ""
+    # The path is another agent's word: it may be a pipe here. What can be read may be nested too deeply to be written.
+    with suppress(OSError, ValueError, TypeError, RecursionError):
+        if (file := Path(failure.error_file)).is_file():
+            text = _record_with_code(dict(parse_json(file.read_bytes())), failure)
+    text = text or _record_with_code({}, failure)
     target = Path(path)
     partial = target.with_name(f"{target.name}.{os.getpid()}")
     try:
@@ -58,6 +57,14 @@ def write_error_file(outcome: Outcome, path: str | None) -> None:
     except OSError:
         with suppress(OSError):
             partial.unlink()
+
+
+def _record_with_code(record: dict[str, object], failure: Failure) -> str:
+    message = record.get("message")
+    if not isinstance(message, dict):
+        stack = {"py_callstack": failure.traceback, "timestamp": str(int(failure.failed_at))}
+        message = {"message": failure.sentence, "extraInfo": stack}
+    return json.dumps({**record, "message": {**message, "errorCode": failure.code}})
 
 
 def _failed(outcome: Outcome, spec: JobSpec, logs: Path | None, lacks: str) -> str:

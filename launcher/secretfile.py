@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from elaunch.launcher.errors import UsageError
+from elaunch.launcher.smallfile import read_small
 
 # What elaunch keeps for a user; on a home that nodes share, for all of them.
 FOLDER = "~/.elaunch"
@@ -21,7 +22,7 @@ def read_secret(path: str) -> str:
     Further lines may only be comments, which begin with `#`.
     """
     try:
-        secret, _, rest = Path(path).expanduser().read_text(encoding="utf-8").strip().partition("\n")
+        secret, _, rest = read_small(str(Path(path).expanduser()), may_be_pipe=True).strip().partition("\n")
     except (OSError, UnicodeDecodeError, RuntimeError) as error:
         raise UsageError(f"the secret in {path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     if not secret:

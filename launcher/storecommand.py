@@ -90,6 +90,10 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> StoreRequest:
     if given["token_file"]:
         token = read_secret(given["token_file"])
     endpoint, port = _place(given["listen"])
+    if not token.isprintable():
+        raise UsageError(
+            "store: the token has characters that cannot be typed; take the output of: openssl rand -hex 16"
+        )
     return StoreRequest(endpoint, port, token)
 
 

@@ -9,7 +9,7 @@ from elaunch.agent.config import StreamChoice
 from elaunch.launcher import values
 from elaunch.launcher.endpoints import endpoints
 from elaunch.launcher.signalnames import signal_names
-from elaunch.rendezvous.types import ROLE_BYTES_MAX, RUN_ID_BYTES_MAX
+from elaunch.rendezvous.types import HOST_BYTES_MAX, ROLE_BYTES_MAX, RUN_ID_BYTES_MAX
 
 
 class Group(Enum):
@@ -202,11 +202,12 @@ _RENDEZVOUS = (
         "token-file", Group.RENDEZVOUS, "FILE", "holds the job's secret", default_text="ELAUNCH_TOKEN, else made",
     ),
     OptionSpec(
-        "node-rank", Group.RENDEZVOUS, "N", "static: this node's number", values.whole,
+        "node-rank", Group.RENDEZVOUS, "N", "static: this node's number", values.node_rank,
         default=0, default_text="0", peer="node-rank",
     ),
     OptionSpec(
-        "master-addr", Group.RENDEZVOUS, "HOST", "static: MASTER_ADDR", default_text="the first node's address",
+        "master-addr", Group.RENDEZVOUS, "HOST", "static: MASTER_ADDR", values.name(HOST_BYTES_MAX),
+        default_text="the first node's address",
         peer="master-addr", differs="default 127.0.0.1",
     ),
     OptionSpec(
@@ -219,7 +220,8 @@ _RENDEZVOUS = (
     ),
     OptionSpec(
         "local-addr", Group.RENDEZVOUS, "HOST", "this node's address",
-        default_text="toward the endpoint, else 127.0.0.1", peer="local-addr", differs="default the host's full name",
+        values.name(HOST_BYTES_MAX), default_text="toward the endpoint, else 127.0.0.1",
+        peer="local-addr", differs="default the host's full name",
     ),
 )  # fmt: skip
 

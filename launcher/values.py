@@ -17,6 +17,12 @@ Raw = str | list[str] | dict[str, str]
 Convert = Callable[[Raw], object]
 
 PORT_MAX = 65535
+# More than any job has, and less than what a number typed by mistake makes of it.
+NODES_MAX = 1_000_000
+WORKERS_MAX = 1 << 16
+# Thirty years: all clocks and timers count that far.
+SECONDS_MAX = 1e9
+_DIGITS_MAX = 18
 
 
 def text(raw: Raw) -> str:
@@ -26,14 +32,13 @@ def text(raw: Raw) -> str:
 
 
 def name(bytes_max: int) -> Convert:
-    """A word that becomes part of keys, file names or variables."""
+    """A name that is shown, and becomes part of keys, paths and the workers' environment."""
 
     def convert(raw: Raw) -> str:
         word = text(raw)
-        try:
-            length = len(word.encode())
-        except UnicodeEncodeError:
-            raise ValueError("is no UTF-8 text; use letters, digits, - and _") from None
+        if not word.isprintable():
+            raise ValueError("has characters that cannot be shown; use letters, digits and punctuation")
+        length = len(word.encode())
         if length > bytes_max:
             raise ValueError(f"is too long ({length:,} bytes); give at most {bytes_max}")
         return word
@@ -56,10 +61,13 @@ def whole(raw: Raw, *, low: int = 0, high: int | None = None) -> int:
     word = text(raw)
     if not re.fullmatch(r"[+-]?[0-9]+", word):
         raise ValueError(f"is not a whole number; give {reach}")
-    number = int(word)
-    if number < low or (high is not None and number > high):
+    if len(word) > _DIGITS_MAX or (number := int(word)) < low or (high is not None and number > high):
         raise ValueError(f"is out of range; give {reach}")
     return number
+
+
+def node_rank(raw: Raw) -> int:
+    return whole(raw, high=NODES_MAX)
 
 
 def port(raw: Raw) -> int:
@@ -68,7 +76,7 @@ def port(raw: Raw) -> int:
 
 
 def port_range(raw: Raw) -> tuple[int, int]:
-    found = re.fullmatch(r"([0-9]+)[:-]([0-9]+)", text(raw))
+    found = re.fullmatch(r"([0-9]{1,18})[:-]([0-9]{1,18})", text(raw))
     if not found:
         raise ValueError("is not a range of ports; use FIRST:LAST, as in 29500:29600")
     first, last = int(found[1]), int(found[2])
@@ -84,6 +92,8 @@ def _number(raw: Raw) -> float:
         raise ValueError("is not a number of seconds; give 0 or more") from None
     if not math.isfinite(number):
         raise ValueError("is not a number of seconds; give 0 or more")
+    if number > SECONDS_MAX:
+        raise ValueError(f"is longer than {SECONDS_MAX:.0f} seconds; give less")
     return number
 
 
@@ -103,7 +113,7 @@ def positive_seconds(raw: Raw) -> float:
 
 def nodes(raw: Raw) -> tuple[int, int]:
     """`N` or `MIN:MAX` as (min, max)."""
-    found = re.fullmatch(r"([0-9]+)(?::([0-9]+))?", text(raw))
+    found = re.fullmatch(r"([0-9]{1,18})(?::([0-9]{1,18}))?", text(raw))
     if not found:
         raise ValueError("is neither a number of nodes nor a range; use --nnodes N or --nnodes MIN:MAX")
     nodes_min, nodes_max = int(found[1]), int(found[2] or found[1])
@@ -114,6 +124,8 @@ def nodes(raw: Raw) -> tuple[int, int]:
         )
     if nodes_min < 1:
         raise ValueError("asks for no node; a job needs at least 1")
+    if nodes_max > NODES_MAX:
+        raise ValueError(f"is more nodes than {NODES_MAX}; ask for fewer")
     return nodes_min, nodes_max
 
 
@@ -123,7 +135,10 @@ def workers(raw: Raw) -> int | str:
     if word in ("gpu", "cpu", "auto"):
         return word
     if re.fullmatch(r"[+-]?[0-9]+", word):
-        return whole(word, low=1)
+        number = whole(word, low=1)
+        if number > WORKERS_MAX:
+            raise ValueError(f"is more workers than {WORKERS_MAX}; give less")
+        return number
     raise ValueError("is not something that can be counted here; use gpu, cpu or auto, or give a number")
 
 
@@ -154,7 +169,7 @@ def streams(raw: Raw) -> StreamChoice:
     word = ",".join(f"{rank}:{value}" for rank, value in raw.items()) if isinstance(raw, dict) else text(raw)
     if re.fullmatch(r"[0-3]", word):
         return StreamChoice(Streams(int(word)))
-    if not re.fullmatch(r"[0-9]+:[0-3](,[0-9]+:[0-3])*", word):
+    if not re.fullmatch(r"[0-9]{1,9}:[0-3](,[0-9]{1,9}:[0-3])*", word):
         raise ValueError("is no choice of streams; use 0, 1, 2 or 3, or LOCAL_RANK:VALUE,… as in 0:3,12:1")
     pairs = [pair.split(":") for pair in word.split(",")]
     return StreamChoice(Streams.NONE, {int(rank): Streams(int(value)) for rank, value in pairs})
@@ -179,7 +194,7 @@ def phrases(raw: Raw) -> tuple[str, ...]:
 def ranks(raw: Raw) -> frozenset[int] | None:
     """A comma list of ranks; the empty one is all ranks."""
     items = names(raw)
-    if not all(re.fullmatch("[0-9]+", item) for item in items):
+    if not all(re.fullmatch("[0-9]{1,9}", item) for item in items):
         raise ValueError("is not a list of ranks; use 0,1,2")
     return frozenset(int(item) for item in items) or None
 

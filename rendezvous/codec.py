@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Mapping
 from dataclasses import asdict, is_dataclass
 from enum import Enum
 from functools import cache
@@ -10,6 +12,28 @@ from types import UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 Record = TypeVar("Record")
+
+# What a message shows of a text or a value that is no record.
+_SHOWN_MAX = 200
+# A record's whole numbers are generations, ranks, ports, pids and exit codes.
+_INT_END = 1 << 63
+
+
+def parse_json(text: str | bytes) -> Any:
+    """The value that a JSON text of somebody else's holds; bytes are UTF-8. Raises ValueError for all that is none.
+
+    Python's own reader raises RecursionError for deep nesting, and takes NaN and Infinity, which no JSON has.
+    """
+    return _parsed(text, _ANY)
+
+
+def shown(value: object) -> str:
+    """`value` for a message, as Python writes it, cut; never an error, however deep it is."""
+    try:
+        text = repr(value)
+    except RecursionError:
+        return "something deeply nested"
+    return text if len(text) <= _SHOWN_MAX else f"{text[:_SHOWN_MAX]}…"
 
 
 def encode(record: Any) -> str:
@@ -23,9 +47,39 @@ def decode(kind: type[Record], text: str) -> Record:
     Raises ValueError where the text is no such record.
     """
     try:
-        return _build(kind, json.loads(text))  # type: ignore[no-any-return]
-    except (KeyError, RecursionError, TypeError, ValueError) as error:
-        raise ValueError(f"not a {kind.__name__}: {text[:200]!r} ({error})") from error
+        return _build(kind, _parsed(text, _RECORD))  # type: ignore[no-any-return]
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        why = str(error)[:_SHOWN_MAX]
+        raise ValueError(f"not a {kind.__name__}: {text[:_SHOWN_MAX]!r} ({why})") from error
+
+
+def decode_fields(hints: Mapping[str, Any], fields: Any) -> dict[str, Any]:
+    """The values of these names, of these types. Raises KeyError, TypeError and ValueError."""
+    return {name: _build(hint, fields[name]) for name, hint in hints.items()}
+
+
+def _parsed(text: str | bytes, decoder: json.JSONDecoder) -> Any:
+    try:
+        return decoder.decode(text.decode() if isinstance(text, bytes) else text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _no_constant(word: str) -> Any:
+    raise ValueError(f"{word} is no number of JSON")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Two readers of a name that is there twice could believe two things."""
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        raise ValueError("a name is there twice")
+    return fields
+
+
+# Made once: a leader reads thousands of small records.
+_ANY = json.JSONDecoder(parse_constant=_no_constant)
+_RECORD = json.JSONDecoder(parse_constant=_no_constant, object_pairs_hook=_unique)
 
 
 def _plain(value: object) -> Any:
@@ -42,21 +96,31 @@ def _hints(kind: type) -> dict[str, Any]:
 def _build(kind: Any, value: Any) -> Any:
     # Strings and numbers, which are most of all, first.
     if type(value) is kind:
-        return value
+        return _checked(value)
     if get_origin(kind) in (Union, UnionType):
         inner = next(arg for arg in get_args(kind) if arg is not type(None))
         return None if value is None else _build(inner, value)
     if get_origin(kind) is tuple:
         if not isinstance(value, list):
-            raise TypeError(f"{value!r} is no list")
+            raise TypeError(f"{shown(value)} is no list")
         return tuple(_build(get_args(kind)[0], item) for item in value)
     if is_dataclass(kind) and isinstance(kind, type):
+        if not isinstance(value, dict):
+            raise TypeError(f"{shown(value)} is no {kind.__name__}")
         hints = _hints(kind)
         return kind(**{name: _build(hint, value[name]) for name, hint in hints.items() if name in value})
-    if isinstance(kind, type) and issubclass(kind, Enum):
+    # Python takes true for 1.
+    if isinstance(kind, type) and issubclass(kind, Enum) and isinstance(value, str):
         return kind(value)
-    if kind is float and isinstance(value, int):
-        return float(value)
-    if not isinstance(value, kind):
-        raise TypeError(f"{value!r} is no {kind.__name__}")
+    if kind is float and type(value) is int:
+        return float(_checked(value))
+    raise TypeError(f"{shown(value)} is no {kind.__name__}")
+
+
+def _checked(value: Any) -> Any:
+    """Raises ValueError for numbers that no record has: they overflow where somebody counts on with them."""
+    if type(value) is int and not -_INT_END <= value < _INT_END:
+        raise ValueError("a number has more than 64 bits")
+    if type(value) is float and not math.isfinite(value):
+        raise ValueError(f"{value} is no number of JSON")
     return value

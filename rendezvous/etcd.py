@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -10,6 +11,7 @@ from typing import TypeVar
 from elaunch.rendezvous import gateway
 from elaunch.rendezvous.access import Access
 from elaunch.rendezvous.carrier import Carrier, GatewayOff, Json, Refused, Rpc, Stream, TimedOut
+from elaunch.rendezvous.codec import shown
 from elaunch.rendezvous.gateway_carrier import GatewayCarrier
 from elaunch.rendezvous.plan import Endpoint
 from elaunch.rendezvous.refusals import Kind, explain, history_lost, judge
@@ -152,7 +154,7 @@ class EtcdStore:
             return self._carrier.version(endpoint, token, self._deadline_s)
 
         endpoint, version = self._try_each(ask)
-        numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
+        numbers = tuple(int(part) for part in version.split(".")[:2] if re.fullmatch("[0-9]{1,9}", part))
         if numbers < VERSION_MIN:
             raise Denied(f"{endpoint} is etcd {version}; elaunch needs {'.'.join(map(str, VERSION_MIN))} or later")
         return version
@@ -181,7 +183,7 @@ class EtcdStore:
                 self._history.check(endpoint, answer, floor)
                 return parse(answer)
             except (AttributeError, KeyError, TypeError, ValueError) as error:
-                raise Rejected(f"{endpoint} answers what cannot be understood: {str(answer)[:200]}") from error
+                raise Rejected(f"{endpoint} answers what cannot be understood: {shown(answer)}") from error
 
         try:
             return self._try_each(ask, timed_out)[1]
@@ -261,7 +263,11 @@ class _Token:
                 self._access.check_login(endpoint)
                 request = {"name": self._login.user, "password": self._login.password}
                 answer = self._carrier.call(endpoint, Rpc.AUTHENTICATE, request, "", self._deadline_s)
-                self._token = str(answer.get("token", ""))
+                token = answer.get("token", "")
+                # It goes into a header of every request.
+                if not isinstance(token, str) or not re.fullmatch(r"[!-~]*", token):
+                    raise Unavailable(f"{endpoint} answers a login with what is no token: {shown(token)}")
+                self._token = token
             return self._token
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from base64 import b64decode, b64encode
 from itertools import groupby
 from math import ceil
+from typing import Any
 
 from elaunch.rendezvous.carrier import Json
+from elaunch.rendezvous.codec import shown
 from elaunch.rendezvous.store import (
     Absent,
     Answer,
@@ -26,6 +29,7 @@ from elaunch.rendezvous.store import (
 
 # A read of no keys, for the revision alone. It looks at no key, so it cannot be what a transaction panics of.
 _NOTHING: Json = {"key": "AA==", "count_only": True}
+_INT64 = re.compile(r"-?[0-9]{1,20}")
 
 
 def range_end(prefix: str) -> bytes:
@@ -61,7 +65,7 @@ def commit(txn: Txn) -> Json:
 
 def committed(answer: Json) -> Answer:
     """What became of a transaction."""
-    return Answer(bool(answer.get("succeeded")), revision(answer))
+    return Answer(answer.get("succeeded") is True, revision(answer))
 
 
 def grant(lease: int, ttl_s: float) -> Json:
@@ -76,7 +80,7 @@ def lease(lease: int) -> Json:
 
 def seconds_left(answer: Json) -> float:
     """What a keep-alive brought; 0 where the lease has ended."""
-    return float(answer.get("TTL", 0))
+    return float(_number(answer.get("TTL", 0)))
 
 
 def watch(prefix: str, after: int | None) -> Json:
@@ -91,7 +95,10 @@ def watch(prefix: str, after: int | None) -> Json:
 
 
 def changes(answer: Json, after: int) -> list[Changes]:
-    """What a watch's answer tells beyond `after`, revision by revision; etcd never splits one over two answers."""
+    """What a watch's answer tells beyond `after`, revision by revision; etcd never splits one over two answers.
+
+    Functions that read answers raise AttributeError, KeyError, TypeError and ValueError for what is none of etcd's.
+    """
     events = (event for event in answer.get("events", ()) if _written_at(event) > after)
     return [
         Changes(at, {_text(event["kv"]["key"]): _event(event) for event in group})
@@ -99,9 +106,14 @@ def changes(answer: Json, after: int) -> list[Changes]:
     ]
 
 
+def compacted(answer: Json) -> bool:
+    """Whether a watch was ended since the store no longer has all revisions one by one."""
+    return _number(answer.get("compact_revision", 0)) > 0
+
+
 def revision(answer: Json) -> int:
     """The store's revision as of this answer."""
-    return int(answer.get("header", {}).get("revision", 0))
+    return _number(answer.get("header", {}).get("revision", 0))
 
 
 def cluster(answer: Json) -> str:
@@ -141,7 +153,10 @@ def _op(op: Op) -> Json:
 
 def _entry(kv: Json) -> Entry:
     return Entry(
-        _text(kv.get("value", "")), int(kv["create_revision"]), int(kv["mod_revision"]), int(kv.get("lease", 0))
+        _text(kv.get("value", "")),
+        _number(kv["create_revision"]),
+        _number(kv["mod_revision"]),
+        _number(kv.get("lease", 0)),
     )
 
 
@@ -150,7 +165,17 @@ def _event(event: Json) -> Entry | None:
 
 
 def _written_at(event: Json) -> int:
-    return int(event["kv"]["mod_revision"])
+    return _number(event["kv"]["mod_revision"])
+
+
+def _number(value: Any) -> int:
+    """A 64-bit number, which JSON has as text. Raises ValueError."""
+    # int() would take a float, and true; infinity it would not.
+    if type(value) is int or (type(value) is str and _INT64.fullmatch(value)):
+        number = int(value)
+        if -(2**63) <= number < 2**63:
+            return number
+    raise ValueError(f"{shown(value)} is no 64-bit number")
 
 
 # What others wrote may be no UTF-8: kept as it is, so that the record's reader can refuse it.

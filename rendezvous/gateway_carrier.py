@@ -7,6 +7,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from elaunch.rendezvous.carrier import GatewayOff, Json, Refused, Rpc
+from elaunch.rendezvous.codec import parse_json, shown
 from elaunch.rendezvous.http import Client, Connection, Deadline
 from elaunch.rendezvous.plan import Endpoint, Tls
 from elaunch.rendezvous.store import Denied, Rejected, StoreError, Unavailable
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     import ssl
 
 _LINE_BYTES_MAX = 1 << 28
+# Of an error's text, which goes to the log.
+_TEXT_MAX = 1000
 _GATEWAY_OFF = (
     "the JSON gateway of {} is off; start etcd with --enable-grpc-gateway=true, or pip install 'elaunch[etcd3]' and "
     "use --rdzv-conf transport=grpc"
@@ -23,6 +26,7 @@ _GATEWAY_OFF = (
 _BEFORE_THE_GATEWAY = ("2.", "3.0.", "3.1.", "3.2.", "3.3.")
 # gRPC's codes: try again, elsewhere; and what an HTTP status without one stands for.
 _UNAVAILABLE = 14
+_CODE_MAX = 16
 _NO_SUCH_PAGE = (404, 405, 410)
 _CODES = {400: 3, 401: 16, 403: 7, 405: 12, 413: 11}
 _TOO_MANY_REQUESTS = 429
@@ -123,7 +127,7 @@ def _body(request: Json) -> bytes:
 def _version_of(endpoint: Endpoint, status: int, body: bytes) -> Json:
     """Every etcd answers /version, with its gateway off too. Raises Denied for a server that is none."""
     try:
-        answer = json.loads(body)
+        answer = parse_json(body)
     except ValueError:
         answer = None
     if status == 200 and isinstance(answer, dict) and "etcdserver" in answer:
@@ -140,7 +144,7 @@ def _version_of(endpoint: Endpoint, status: int, body: bytes) -> Json:
 
 def _parsed(endpoint: Endpoint, status: int, body: bytes) -> Json:
     try:
-        answer = json.loads(body)
+        answer = parse_json(body)
     except ValueError:
         answer = None
     if not isinstance(answer, dict):
@@ -148,16 +152,20 @@ def _parsed(endpoint: Endpoint, status: int, body: bytes) -> Json:
     error = answer.get("error")
     # A stream's error is an object of its own.
     if isinstance(error, dict):
-        raise Refused(_code(error.get("grpc_code") or error.get("code")), str(error.get("message", error)))
+        raise Refused(_code(error.get("grpc_code") or error.get("code")), _text(error.get("message", error)))
     if error is not None or status != 200:
-        raise Refused(_code(answer.get("code")), str(answer.get("message") or error or answer))
+        raise Refused(_code(answer.get("code")), _text(answer.get("message") or error or answer))
     result = answer.get("result", answer)
     return result if isinstance(result, dict) else answer
 
 
-def _code(said: object) -> int:
+def _code(value: object) -> int:
     """gRPC's code in an answer; what says none is tried again."""
-    return said if isinstance(said, int) and said > 0 else _UNAVAILABLE
+    return value if type(value) is int and 0 < value <= _CODE_MAX else _UNAVAILABLE
+
+
+def _text(value: object) -> str:
+    return value[:_TEXT_MAX] if isinstance(value, str) else shown(value)
 
 
 def _unreadable(endpoint: Endpoint, status: int, body: bytes) -> StoreError | Refused:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 HEAD_BYTES_MAX = 1 << 16
 _CHUNK_LINE_BYTES_MAX = 1 << 10
+# str.isdigit() would take digits that int() does not.
+_STATUS = re.compile(r"[1-5][0-9]{2}(?![^ ])")
+_LENGTH = re.compile(r"[0-9]{1,18}")
 
 
 class Garbled(Exception):
@@ -40,8 +45,9 @@ class Reply:
     def feed(self, data: bytes) -> bytes:
         """The next piece of the body, b"" where none has come yet. Raises Garbled."""
         self._rest += data
-        if not self.status and not self._head():
-            return b""
+        while not self.status:
+            if self._head() is False:
+                return b""
         if self._chunked:
             return self._chunks()
         body, self._rest = self._rest[: self._left], self._rest[len(self._rest) if self._left is None else self._left :]
@@ -60,7 +66,8 @@ class Reply:
             raise Garbled("ended in mid-answer")
         self.finished = True
 
-    def _head(self) -> bool:
+    def _head(self) -> bool | None:
+        """Whether the head is complete; None for an interim answer's, behind which another head comes."""
         end = self._rest.find(b"\r\n\r\n")
         if end < 0:
             if not b"HTTP/1.".startswith(self._rest[:7]):
@@ -71,10 +78,11 @@ class Reply:
         first, *lines = self._rest[:end].decode("latin-1").split("\r\n")
         self._rest = self._rest[end + 4 :]
         version, _, status = first.partition(" ")
-        if not version.startswith("HTTP/1.") or not status[:3].isdigit():
+        if not version.startswith("HTTP/1.") or not _STATUS.match(status):
             raise NotHttp(first.encode("latin-1"))
         if status[0] == "1":
-            return self._head()
+            # An interim answer; the other one follows.
+            return None
         for line in lines:
             name, _, value = line.partition(":")
             self.headers[name.strip().lower()] = value.strip()
@@ -92,7 +100,7 @@ class Reply:
             length = "0"
         if not length:
             self._left, self.reusable = None, False
-        elif length.isdigit():
+        elif _LENGTH.fullmatch(length):
             self._left = int(length)
             self._finish(self._left == 0)
         else:

@@ -60,5 +60,9 @@ def _numeric(host: str, port: int) -> list[Address]:
 def _lookup(host: str, port: int, flags: int = 0) -> list[Address]:
     # As text it would first be made IDNA, whose tables take 3 ms to load.
     name = host.encode() if host.isascii() else host
-    found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM, flags=flags)
+    try:
+        found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM, flags=flags)
+    except ValueError:
+        # What IDNA has no form for (an empty label, a lone surrogate), and a NUL.
+        raise socket.gaierror(socket.EAI_NONAME, f"{host!r} is no name of a host") from None
     return [(family, address) for family, _, _, _, address in found]

@@ -8,14 +8,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import quote
 
-from elaunch.rendezvous.codec import decode
+from elaunch.rendezvous.codec import Record, decode
+from elaunch.rendezvous.credible import check, check_generation_of_key
 from elaunch.rendezvous.plan import PREFIX
 from elaunch.rendezvous.store import Absent, Entry, Put, Unchanged, View
 from elaunch.rendezvous.tables import decode_table
 from elaunch.rendezvous.types import Failure, Generation, Joined, Node, Outcome, RankTable, Terms
+
+Belonging = TypeVar("Belonging", Node, Joined)
 
 
 @dataclass(frozen=True)
@@ -216,25 +219,45 @@ def _check_number(parts: list[str]) -> None:
     """Raises ValueError where a key that carries a generation carries none."""
     match parts:
         case ["joined" | "failures" | "detailed" | "done", number, _] | ["ctl", "table", number]:
-            if not number.isdecimal():
-                raise ValueError(f"not a generation's: {number!r} is no number")
+            check_generation_of_key(number)
 
 
 def _decoder(parts: list[str]) -> Callable[[str], Any]:
     match parts:
-        case ["members", _]:
-            return lambda text: decode(Node, text)
-        case ["joined", _, _]:
-            return lambda text: decode(Joined, text)
+        case ["members", node_id]:
+            return lambda text: _of_node(node_id, _credible(Node, text))
+        case ["joined", _, node_id]:
+            return lambda text: _of_node(node_id, _credible(Joined, text))
         case ["failures", _, _]:
-            return lambda text: decode(Failure, text)
-        case ["ctl", "table", _]:
-            return decode_table
+            return lambda text: _credible(Failure, text)
+        case ["ctl", "table", generation]:
+            return lambda text: _of_generation(int(generation), decode_table(text))
         case ["ctl", "spec"]:
-            return lambda text: decode(Terms, text)
+            return lambda text: _credible(Terms, text)
         case ["ctl", "generation"]:
-            return lambda text: decode(Generation, text)
+            return lambda text: _credible(Generation, text)
         case ["ctl", "ended"]:
-            return lambda text: decode(Outcome, text)
+            return lambda text: _credible(Outcome, text)
         case _:
             return lambda text: text
+
+
+def _credible(kind: type[Record], text: str) -> Record:
+    record = decode(kind, text)
+    try:
+        check(record)  # type: ignore[arg-type]
+    except ValueError as error:
+        raise ValueError(f"not a {kind.__name__}: {text[:200]!r} ({error})") from None
+    return record
+
+
+def _of_node(node_id: str, record: Belonging) -> Belonging:
+    if record.node_id != node_id:
+        raise ValueError(f"not that of {node_id[:40]!r}: it names {record.node_id[:40]!r}")
+    return record
+
+
+def _of_generation(generation: int, table: RankTable) -> RankTable:
+    if table.generation != generation:
+        raise ValueError(f"not that of generation {generation}: it names {table.generation}")
+    return table

@@ -7,14 +7,17 @@ import zlib
 from base64 import b64decode, b64encode
 from functools import partial
 from itertools import accumulate, chain, groupby, repeat, starmap
-from typing import TypeVar
+from typing import Any
 
+from elaunch.rendezvous.codec import decode_fields, parse_json
+from elaunch.rendezvous.credible import check_seats, check_table
 from elaunch.rendezvous.types import RankTable, Seat
 
 # The store writes it out for every node: from here on it takes longer to send than to pack.
 _LARGE = 4000
 _PACKED = "zlib:"
-Word = TypeVar("Word")
+# A thousand bytes for each of 16,000 nodes. A few kilobytes can unpack to gigabytes.
+UNPACKED_BYTES_MAX = 16 << 20
 
 
 def encode_table(table: RankTable) -> str:
@@ -42,22 +45,34 @@ def encode_table(table: RankTable) -> str:
 def decode_table(text: str) -> RankTable:
     """What `encode_table` wrote. Raises ValueError where the text is no table."""
     try:
-        is_packed = text.startswith(_PACKED)
-        record = json.loads(zlib.decompress(b64decode(text.removeprefix(_PACKED))) if is_packed else text)
-        nodes, slots, roles = record["nodes"].split(), record["slots"], _unrun(record["roles"])
-        return RankTable(
-            generation=int(record["generation"]),
-            seats=_seats(nodes, _unrun([(int(each), times) for each, times in slots]), roles),
-            master_addr=str(record["master_addr"]),
-            master_port=int(record["master_port"]),
-            reason=str(record["reason"]),
-            restarts=int(record["restarts"]),
-            restart_ages_s=tuple(float(age_s) for age_s in record["restart_ages_s"]),
-            barren=int(record["barren"]),
-            progressed=bool(record["progressed"]),
-        )
-    except (AttributeError, KeyError, RecursionError, TypeError, ValueError, zlib.error) as error:
-        raise ValueError(f"not a rank table: {text[:200]!r} ({error})") from error
+        table = _table(parse_json(_unpacked(text) if text.startswith(_PACKED) else text))
+        check_table(table)
+        return table
+    except (AttributeError, KeyError, TypeError, ValueError, zlib.error) as error:
+        raise ValueError(f"not a rank table: {text[:200]!r} ({str(error)[:200]})") from error
+
+
+def _unpacked(text: str) -> bytes:
+    unpacking = zlib.decompressobj()
+    found = unpacking.decompress(b64decode(text.removeprefix(_PACKED)), UNPACKED_BYTES_MAX)
+    if not unpacking.eof:
+        raise ValueError(f"it is cut off, or has more than {UNPACKED_BYTES_MAX} bytes unpacked")
+    return found
+
+
+def _table(record: Any) -> RankTable:
+    nodes = record["nodes"].split()
+    plain = decode_fields(
+        {
+            "generation": int, "master_addr": str, "master_port": int, "reason": str, "restarts": int,
+            "restart_ages_s": tuple[float, ...], "barren": int, "progressed": bool,
+        },
+        record,
+    )  # fmt: skip
+    numbers = {word: int(word) for word, _ in record["slots"]}
+    check_seats(nodes, numbers.values())
+    slots = [numbers[word] for word in _unrun(record["slots"], len(nodes))]
+    return RankTable(seats=_seats(nodes, slots, _unrun(record["roles"], len(nodes))), **plain)
 
 
 def seats_of(nodes: list[tuple[str, int, str]]) -> tuple[Seat, ...]:
@@ -79,5 +94,10 @@ def _runs(words: list[str]) -> list[list[str | int]]:
     return [[word, len(list(run))] for word, run in groupby(words)]
 
 
-def _unrun(runs: list[tuple[Word, int]]) -> list[Word]:
+def _unrun(runs: list[tuple[str, int]], nodes: int) -> list[str]:
+    """The words of all nodes. A run of a few bytes could ask for more of them than memory has."""
+    if any(type(word) is not str or type(times) is not int or times < 0 for word, times in runs):
+        raise TypeError("a run is no word with a number")
+    if sum(times for _, times in runs) != nodes:
+        raise ValueError(f"{nodes} nodes have another number of slots or roles")
     return list(chain.from_iterable(starmap(repeat, runs)))

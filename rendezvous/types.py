@@ -22,10 +22,11 @@ _RANDOM_DIGITS = 8
 # A word that a command line gives: refused there where it is longer, since a cut one could be another's.
 ROLE_BYTES_MAX = 64
 RUN_ID_BYTES_MAX = 255
-
 # DNS has no longer ones, and Linux takes 64.
-_Host = Annotated[str, keep_head(255)]
-_NodeId = Annotated[str, keep_head(255 + 1 + _RANDOM_DIGITS)]
+HOST_BYTES_MAX = 255
+
+_Host = Annotated[str, keep_head(HOST_BYTES_MAX)]
+_NodeId = Annotated[str, keep_head(HOST_BYTES_MAX + 1 + _RANDOM_DIGITS)]
 _Reason = Annotated[str, keep_head(4 << 10)]
 _Cause = Annotated[str, keep_head(1 << 10)]
 # Linux takes no longer ones.

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from elaunch.rendezvous import gateway
 from elaunch.rendezvous.carrier import Json, Refused, Stream
+from elaunch.rendezvous.codec import shown
 from elaunch.rendezvous.plan import Endpoint
 from elaunch.rendezvous.refusals import Kind, cancelled, judge
 from elaunch.rendezvous.store import Deaf, Denied, Rejected, StoreError, Unavailable, Update, View
@@ -185,11 +186,11 @@ class EtcdWatch:
         try:
             self._source.heard(endpoint, answer)
             if answer.get("canceled"):
-                compacted = int(answer.get("compact_revision", 0)) > 0
+                compacted = gateway.compacted(answer)
                 raise _Compacted if compacted else cancelled(str(answer.get("cancel_reason", "")))
             told = gateway.changes(answer, self._after or 0)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise Unavailable(f"{endpoint} tells what cannot be understood: {str(answer)[:200]}") from error
+            raise Unavailable(f"{endpoint} tells what cannot be understood: {shown(answer)}") from error
         for changes in told:
             self._after = changes.revision
             self._say(changes)

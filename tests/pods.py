@@ -53,7 +53,7 @@ ONLY = {
     "ipv4": "echo 1 >/proc/sys/net/ipv6/conf/all/disable_ipv6",
     "ipv6": "ip -4 address flush dev eth0",
 }
-_VARIABLE = re.compile(r"\$\(([A-Za-z_]\w*)\)")
+_VARIABLE = re.compile(r"\$\$|\$\((\w+)\)")
 
 
 class Pod:
@@ -300,5 +300,5 @@ class Pods:
 
 
 def _expanded(text: str, variables: Mapping[str, str]) -> str:
-    """`$(NAME)`, as the kubelet expands it."""
-    return _VARIABLE.sub(lambda found: variables.get(found[1], found[0]), text)
+    """`$(NAME)`, as the kubelet expands it; `$$` is a dollar."""
+    return _VARIABLE.sub(lambda found: variables.get(found[1], found[0]) if found[1] else "$", text)

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from elaunch.trainer.files import parse_json
 from elaunch.trainer.order import Order
 
 FORMAT = 1
@@ -238,7 +238,7 @@ def _open(lines: Iterable[str]) -> _Session | None:
             raise _Violation(f"it has format {header['ledger']}, and only format {FORMAT} is known here")
         order = Order(**header["order"])
         generation, rank, after = int(header["generation"]), int(header["rank"]), int(header["after"])
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise _Violation(f"a file begins with {first.strip()[:80]!r}, which is no ledger's header") from error
     return _Session(generation, rank, after, order, _rows(reading, generation, rank))
 
@@ -257,7 +257,7 @@ def _rows(lines: Iterator[str], generation: int, rank: int) -> Iterator[_Row]:
                 if "done" in record
                 else _Row(int(record["step"]), int(record["micro"]), list(record["samples"]), rank)
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise _Violation(f"{where} is no ledger's: {line.strip()[:80]!r}") from error
         if row.step < newest:
             raise _Violation(f"rank {rank} went back from step {newest} to step {row.step} in generation {generation}")
@@ -267,7 +267,7 @@ def _rows(lines: Iterator[str], generation: int, rank: int) -> Iterator[_Row]:
 
 def _parsed(line: str, where: str) -> dict[str, Any]:
     try:
-        record = json.loads(line)
+        record = parse_json(line)
     except ValueError as error:
         raise _Violation(f"{where} cannot be read: {line.strip()[:80]!r}") from error
     if not isinstance(record, dict):

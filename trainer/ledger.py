@@ -19,6 +19,7 @@ from typing import Any
 import click
 
 from elaunch.trainer.audit import FORMAT, Verdict, verdict
+from elaunch.trainer.files import parse_json
 from elaunch.trainer.order import Micro, Order
 
 _NAME = re.compile(r"generation-(\d+)-rank-(\d+)\.jsonl")
@@ -101,8 +102,9 @@ def _require_unused(path: Path, header: dict[str, Any]) -> None:
         # A file that is just being made by a peer has no line yet.
         with contextlib.suppress(FileNotFoundError, ValueError):
             with other.open() as file:
-                found = json.loads(file.readline())
-            if {**found, "rank": None} != {**json.loads(json.dumps(header)), "rank": None}:
+                found = parse_json(file.readline())
+            ours = {**json.loads(json.dumps(header)), "rank": None}
+            if not isinstance(found, dict) or {**found, "rank": None} != ours:
                 raise _used(other)
 
 

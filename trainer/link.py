@@ -22,6 +22,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from elaunch.trainer.files import parse_json
+
 Word = TypeVar("Word")
 Answer = TypeVar("Answer")
 
@@ -31,6 +33,7 @@ _PAUSE_S = 0.05
 _SURELY_S = 1.0
 _PHASE_CHARS_MAX = 100
 _READ_BYTES = 4096
+_LINE_BYTES_MAX = 1 << 16
 _STDERR = 2
 
 
@@ -289,9 +292,11 @@ class _Link:
             if not data:
                 return
             *lines, rest = (rest + data).split(b"\n")
+            # No message is so long.
+            rest = rest[-_LINE_BYTES_MAX:]
             for line in lines:
                 with contextlib.suppress(ValueError):
-                    message = json.loads(line)
+                    message = parse_json(line)
                     if isinstance(message, dict):
                         yield message
 

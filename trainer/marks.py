@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from elaunch.trainer.files import sync_directory, write_durably
+from elaunch.trainer.files import parse_json, sync_directory, write_durably
 
 MANIFEST = "manifest.json"
 # The file that holds all of a state that is no tensor.
@@ -147,7 +147,7 @@ def read_manifest(folder: Path) -> Manifest:
     Raises Corrupt where it is missing, torn or another checkpoint's, ValueError where it is a newer release's, OSError.
     """
     try:
-        record = json.loads((folder / MANIFEST).read_bytes())
+        record = parse_json((folder / MANIFEST).read_bytes())
         form = record["format"]
         manifest = _manifest_of(record) if form == _FORMAT else None
     except (KeyError, TypeError, AttributeError, ValueError, FileNotFoundError) as error:
@@ -160,8 +160,16 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _manifest_of(record: dict[str, Any]) -> Manifest:
+    """Raises KeyError, TypeError, AttributeError and ValueError."""
     mark = Mark(record["generation"], record["step"])
-    return Manifest(mark, record["world_size"], {name: tuple(sums) for name, sums in record["files"].items()})
+    files = {}
+    for name, (length, crc) in record["files"].items():
+        if type(length) is not int or type(crc) is not int or Path(name).name != name:
+            raise ValueError(f"{name!r} is no file with its length and CRC")
+        files[name] = (length, crc)
+    if any(type(number) is not int for number in (mark.generation, mark.step, record["world_size"])):
+        raise TypeError("the generation, the step or the world size is no number")
+    return Manifest(mark, record["world_size"], files)
 
 
 def verify(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:

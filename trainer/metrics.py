@@ -86,8 +86,9 @@ class _Rows:
 def _record(row: bytes) -> dict[str, Any] | None:
     """The row's values; None where it is half a row, or no metrics line."""
     try:
+        # A loss may be NaN here.
         record = json.loads(row)
-        int(record["step"])
-    except (ValueError, KeyError, TypeError):
+        int(record["step"]), int(record.get("steps_lost", 0))
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return None
     return record if row.endswith(b"\n") and isinstance(record, dict) else None

@@ -10,6 +10,7 @@ type, shape and offset), and is read without running code. Whoever reads trusts 
 from __future__ import annotations
 
 import io
+import math
 import pickle
 import struct
 import zlib
@@ -32,6 +33,10 @@ _PLAIN: dict[tuple[str, str], Any] = {
     ("builtins", "complex"): complex,
     ("torch", "Size"): torch.Size,
 }
+
+
+# What pickle raises besides its own error, where bytes are wrong, and torch for shapes that are none.
+_NOT_OURS = (AttributeError, EOFError, LookupError, MemoryError, OverflowError, RuntimeError, TypeError)
 
 
 class NotPlain(TypeError):
@@ -164,7 +169,10 @@ def unpack(region: Tensor, header: Header) -> Any:
     """The state, its tensors views of `region`; raises UnpicklingError or ValueError where it is not ours."""
     start = PAGE + header.skeleton_room
     skeleton = io.BytesIO(_get(region, PAGE, header.skeleton_length))
-    return _Unpickler(skeleton, region[start : start + header.data_length]).load()
+    try:
+        return _Unpickler(skeleton, region[start : start + header.data_length]).load()
+    except _NOT_OURS as error:
+        raise pickle.UnpicklingError(f"the skeleton is none ({type(error).__name__}: {str(error)[:200]})") from error
 
 
 def checksum(data: Tensor) -> int:
@@ -242,10 +250,9 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _view(data: Tensor, dtype: torch.dtype, shape: tuple[int, ...], offset: int) -> Tensor:
-    count = 1
-    for size in shape:
-        count *= size
-    length = count * dtype.itemsize
+    if any(type(size) is not int or size < 0 for size in shape) or type(offset) is not int:
+        raise ValueError(f"{shape!r:.80} is no shape")
+    length = math.prod(shape) * dtype.itemsize
     if offset < 0 or offset + length > data.numel():
         raise ValueError(f"a tensor at {offset} + {length} lies outside of {data.numel()} bytes")
     return data[offset : offset + length].view(dtype).view(shape)

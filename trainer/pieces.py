@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import mmap
 import os
 import struct
@@ -18,11 +19,13 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from elaunch.trainer import dcp, tree
+from elaunch.trainer.files import parse_json
 from elaunch.trainer.inventory import Piece
 
 MARK = b"elaunch1"
@@ -49,8 +52,26 @@ class Chunk:
 
     def view(self, data: Tensor) -> Tensor:
         """The part, in the bytes of a piece's tensors."""
-        length = torch.Size(self.sizes).numel() * self.dtype.itemsize
-        return data[self.begin : self.begin + length].view(self.dtype).view(self.sizes)
+        return data[self.begin : self.end].view(self.dtype).view(self.sizes)
+
+    @property
+    def end(self) -> int:
+        """Where its bytes end."""
+        return self.begin + math.prod(self.sizes) * self.dtype.itemsize
+
+
+def _chunk(name: str, path: list[str | int], dtype: str, size: Any, offsets: Any, sizes: Any, begin: Any) -> Chunk:
+    kind = getattr(torch, dtype)
+    if not isinstance(kind, torch.dtype) or not isinstance(name, str) or not len(size) == len(offsets) == len(sizes):
+        raise TypeError(f"{name!r:.80} is no part of a tensor")
+    size, offsets, sizes = (tuple(_count(each) for each in numbers) for numbers in (size, offsets, sizes))
+    return Chunk(name, tuple(path), kind, size, offsets, sizes, _count(begin))
+
+
+def _count(value: object) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 63:
+        raise ValueError(f"{value!r:.80} is no number of bytes or elements")
+    return value
 
 
 @dataclass(frozen=True)
@@ -69,15 +90,15 @@ class Layout:
 
     @classmethod
     def loads(cls, content: bytes) -> Layout:
-        record = json.loads(content)
-        rows = record["chunks"]
-        return cls(
-            tuple(
-                Chunk(name, tuple(path), getattr(torch, dtype), tuple(size), tuple(offsets), tuple(sizes), begin)
-                for name, path, dtype, size, offsets, sizes, begin in rows
-            ),
-            record["length"],
-        )
+        """Raises Torn for what `dumps` did not write."""
+        try:
+            record = parse_json(content)
+            layout = cls(tuple(_chunk(*row) for row in record["chunks"]), _count(record["length"]))
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise Torn(f"its layout is none ({str(error)[:200]})") from error
+        if any(chunk.end > layout.length for chunk in layout.chunks):
+            raise Torn("its layout names bytes that it does not have")
+        return layout
 
 
 def lay_out(parts: tree.Tree) -> tuple[Layout, list[Tensor]]:

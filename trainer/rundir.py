@@ -62,7 +62,7 @@ class RunDirectory:
                     f"--out {self.path} holds checkpoints but no config.yaml; give another --out"
                 ) from None
             return None
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
+        except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
             raise UsageError(f"{self._config} cannot be read as YAML; mend it or give another --out") from error
         if not isinstance(held, dict):
             raise UsageError(f"{self._config} holds no configuration; give another --out")

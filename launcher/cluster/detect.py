@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from elaunch.launcher.cluster import kubernetes, lsf, mpi, pbs, slurm
-from elaunch.launcher.cluster.facts import Cluster, Detect
+from elaunch.launcher.cluster.facts import Cluster, Detect, check
 from elaunch.launcher.errors import UsageError
 
 # The innermost first: mpirun runs inside of an allocation, and a Slurm's nodes may be pods.
@@ -31,6 +31,8 @@ def detect(choice: str, environ: Mapping[str, str], hostname: str, read: Callabl
             continue
         try:
             found = ask(environ, hostname, read)
+            if found is not None:
+                check(found)
         except (ValueError, OSError) as error:
             raise UsageError(
                 f"{error}; correct what {name} is said to have set, or take no notice of it: --scheduler none"

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from elaunch.launcher.values import NODES_MAX, WORKERS_MAX
+
 # Below what Linux gives to outgoing connections (32768 and up), above what services are known by.
 _PORT_FIRST, _PORT_PAIRS = 20_000, 5_000
+# int() takes digits of other scripts, and gives up at thousands of them.
+_NUMBER = re.compile("[0-9]{1,18}")
+_NAME_MAX = 500
+_SHOWN_MAX = 200
 
 
 @dataclass(frozen=True)
@@ -51,9 +58,26 @@ class Cluster:
 Detect = Callable[[Mapping[str, str], str, Callable[[str], str]], Cluster | None]
 
 
+def check(cluster: Cluster) -> None:
+    """Raises ValueError for what no scheduler means: a name of several lines, a million nodes, a node that is none."""
+    for what, name in (("job", cluster.run_id), ("head", cluster.head)):
+        if name and (not name.isprintable() or len(name) > _NAME_MAX):
+            raise ValueError(f"the name of the {what} is {name[:_SHOWN_MAX]!r}, which is none")
+    if cluster.nodes and not 1 <= cluster.nodes[0] <= cluster.nodes[1] <= NODES_MAX:
+        raise ValueError(f"{_range(cluster.nodes)} is no number of nodes from 1 to {NODES_MAX}")
+    if cluster.nodes and cluster.node_index is not None and cluster.node_index >= cluster.nodes[1]:
+        raise ValueError(f"node {cluster.node_index} is none of {cluster.nodes[1]}")
+    if max(cluster.workers or 0, cluster.gpus or 0, cluster.tasks) > WORKERS_MAX:
+        raise ValueError(f"more than {WORKERS_MAX} workers, GPUs or tasks are on this node")
+
+
+def _range(nodes: tuple[int, int]) -> str:
+    return ":".join(str(number) for number in dict.fromkeys(nodes))
+
+
 def line(cluster: Cluster) -> str:
     """What was detected, as the log says it."""
-    nodes = ":".join(str(number) for number in dict.fromkeys(cluster.nodes or ()))
+    nodes = _range(cluster.nodes) if cluster.nodes else ""
     parts = [
         f"job {cluster.run_id}" if cluster.run_id else "",
         f"in its life number {cluster.restarts + 1}" if cluster.restarts else "",
@@ -70,8 +94,8 @@ def number(environ: Mapping[str, str], *names: str) -> int | None:
     """The first of the variables that is set, as a number. Raises ValueError."""
     for name in names:
         if word := environ.get(name, "").strip():
-            if not word.isdecimal():
-                raise ValueError(f"{name}={word} is not a number")
+            if not _NUMBER.fullmatch(word):
+                raise ValueError(f"{name}={word[:_SHOWN_MAX]} is not a number")
             return int(word)
     return None
 
@@ -88,4 +112,4 @@ def port_of(job: int) -> int:
 
 def port_of_name(run_id: str) -> int:
     """The same for a job that has only a name."""
-    return port_of(zlib.crc32(run_id.encode()))
+    return port_of(zlib.crc32(run_id.encode(errors="surrogateescape")))

@@ -3,27 +3,52 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 # A list of ranges is written in a few characters and read as many names.
 HOSTS_MAX = 100_000
+_DIGITS_MAX = 18
+_NAME_MAX = 255
 
 
 def expand(text: str) -> list[str]:
     """The names in one of Slurm's lists, in its order: `n[001-003,7],m2-[1-2]`, several brackets in a name too.
 
-    Raises ValueError for what is no such list.
+    Raises ValueError for what is no such list, or names more than `HOSTS_MAX` hosts.
     """
     hosts: list[str] = []
     for name in _split(text):
         pieces = re.findall(r"\[([^]]*)\]|([^][]+)", name)
-        choices = [list(_numbers(ranges)) if ranges or not plain else [plain] for ranges, plain in pieces]
-        for parts in itertools.product(*choices):
-            hosts.append("".join(parts))
-            if len(hosts) > HOSTS_MAX:
-                raise ValueError(f"names more than {HOSTS_MAX} hosts")
+        ranges = [_ranges(written) if written or not plain else [] for written, plain in pieces]
+        # Counted before anything is made: a few characters can name more than memory holds.
+        longest = sum(
+            len(plain) + max((each.width for each in several), default=0)
+            for several, (_, plain) in zip(ranges, pieces, strict=True)
+        )
+        if longest > _NAME_MAX:
+            raise ValueError(f"names a host with more than {_NAME_MAX} characters: {name[:40]}…")
+        if len(hosts) + math.prod(sum(map(len, each)) for each in ranges if each) > HOSTS_MAX:
+            raise ValueError(f"names more than {HOSTS_MAX} hosts")
+        choices = [
+            [str(number).zfill(each.width) for each in several for number in each.numbers] if several else [plain]
+            for several, (_, plain) in zip(ranges, pieces, strict=True)
+        ]
+        hosts += ["".join(parts) for parts in itertools.product(*choices)]
     return hosts
+
+
+def of_slurm(environ: Mapping[str, str], *variables: str) -> list[str]:
+    """The hosts in the first of the variables that is set."""
+    for variable in variables:
+        if text := environ.get(variable):
+            try:
+                return expand(text)
+            except ValueError as error:
+                raise ValueError(f"{variable}={text[:200]} {error}") from None
+    return []
 
 
 def _split(text: str) -> list[str]:
@@ -33,16 +58,29 @@ def _split(text: str) -> list[str]:
     return re.findall(r"(?:[^][,]|\[[^][]+\])+", text)
 
 
-def _numbers(ranges: str) -> Iterator[str]:
-    """`001-003,7` as 001, 002, 003, 7: zeros in front are kept."""
-    for each in ranges.split(","):
-        found = re.fullmatch(r"(\d+)(?:-(\d+))?", each)
-        if not found:
-            raise ValueError(f"has {each}, which is neither a number nor a range")
-        first, last = found[1], found[2] or found[1]
+@dataclass(frozen=True)
+class _Range:
+    """The numbers of one range, and how many digits each is written with at least."""
+
+    numbers: range
+    width: int
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+
+def _ranges(text: str) -> list[_Range]:
+    """`001-003,7` as 001 to 003 and 7: zeros in front are kept."""
+    found = []
+    for each in text.split(","):
+        match = re.fullmatch(rf"([0-9]{{1,{_DIGITS_MAX}}})(?:-([0-9]{{1,{_DIGITS_MAX}}}))?", each)
+        if not match:
+            raise ValueError(f"has {each[:40]}, which is neither a number nor a range")
+        first, last = match[1], match[2] or match[1]
         if not int(first) <= int(last) < int(first) + HOSTS_MAX:
             raise ValueError(f"has the range {each}, which is empty or too long")
-        yield from (str(number).zfill(len(first)) for number in range(int(first), int(last) + 1))
+        found.append(_Range(range(int(first), int(last) + 1), len(first)))
+    return found
 
 
 def of_lsf(environ: Mapping[str, str]) -> list[str]:

@@ -32,7 +32,7 @@ def detect(environ: Mapping[str, str], hostname: str, read: Callable[[str], str]
     if environ.get("MASTER_ADDR"):
         return None
     # What else ends in a number and has a service of its own is a StatefulSet's.
-    ordinal, name = re.search(r"-(\d{1,6})$", hostname), _full_name(hostname, read)
+    ordinal, name = re.search(r"-([0-9]{1,6})$", hostname), _full_name(hostname, read)
     if not ordinal or "." not in name:
         return None
     index = int(ordinal[1])
@@ -49,10 +49,17 @@ def _of_operator(environ: Mapping[str, str]) -> Cluster:
     nodes = environ.get("PET_NNODES")
     return Cluster(
         "Kubernetes operator",
-        nodes=values.nodes(nodes) if nodes else None,
+        nodes=_nodes(nodes) if nodes else None,
         node_index=number(environ, "PET_NODE_RANK"),
         sources=used(environ, "PET_NNODES", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_RDZV_ENDPOINT"),
     )
+
+
+def _nodes(text: str) -> tuple[int, int]:
+    try:
+        return values.nodes(text)
+    except ValueError as error:
+        raise ValueError(f"PET_NNODES={text[:200]} {error}") from None
 
 
 def _of_leader_worker_set(environ: Mapping[str, str], hostname: str) -> Cluster:
@@ -61,7 +68,7 @@ def _of_leader_worker_set(environ: Mapping[str, str], hostname: str) -> Cluster:
     leader, _, domain = head.partition(".")
     nodes, index = number(environ, "LWS_GROUP_SIZE"), number(environ, "LWS_WORKER_INDEX")
     if index is None:
-        ordinal = re.fullmatch(rf"{re.escape(leader)}(?:-(\d+))?", hostname)
+        ordinal = re.fullmatch(rf"{re.escape(leader)}(?:-([0-9]{{1,9}}))?", hostname)
         index = int(ordinal[1] or 0) if ordinal else None
     if nodes and index is not None and index >= nodes:
         raise ValueError(f"LWS_WORKER_INDEX={index} is no node of LWS_GROUP_SIZE={nodes}")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from elaunch.launcher.cluster.facts import Cluster, number, port_of_name, used
-from elaunch.launcher.cluster.hostlist import expand, of_lines, of_lsf
+from elaunch.launcher.cluster.hostlist import of_lines, of_lsf, of_slurm
 
 
 @dataclass(frozen=True)
@@ -98,8 +98,8 @@ def _head(environ: Mapping[str, str], read: Callable[[str], str]) -> str | None:
     """Where rank 0 is: as its user says, as scripts for torch have it, else the first host of the allocation."""
     if address := environ.get("MASTER_ADDR"):
         return address
-    if nodes := environ.get("SLURM_JOB_NODELIST"):
-        return expand(nodes)[0]
+    if hosts := of_slurm(environ, "SLURM_JOB_NODELIST"):
+        return hosts[0]
     if hosts := of_lsf(environ):
         return hosts[0]
     return next(iter(of_lines(read(environ["PBS_NODEFILE"]))), None) if environ.get("PBS_NODEFILE") else None

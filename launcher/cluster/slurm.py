@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 
 from elaunch.launcher.cluster.facts import Cluster, number, port_of, used
-from elaunch.launcher.cluster.hostlist import expand
+from elaunch.launcher.cluster.hostlist import of_slurm
 
 # Above are the steps that are no steps: a batch script's, an interactive shell's.
 _STEP_MAX = 0xFFFF_FFF0
@@ -34,7 +34,7 @@ def detect(environ: Mapping[str, str], hostname: str, read: Callable[[str], str]
         raise ValueError(f"SLURM_NODEID={index} is no node of {nodes}")
     tasks = _tasks_here(environ, index)
     gpus = gpus_here(environ, nodes, tasks)
-    hosts = _hosts(environ, "SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST")
+    hosts = of_slurm(environ, "SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST")
     return Cluster(
         "Slurm",
         nodes=(nodes, nodes),
@@ -70,18 +70,8 @@ def _shell(environ: Mapping[str, str], job: int, name: str) -> Cluster:
 
 def _is_of_another_job(environ: Mapping[str, str]) -> bool:
     """A script that was submitted from within a step inherits the variables of that step, save those of the job."""
-    step, job = _hosts(environ, "SLURM_STEP_NODELIST"), _hosts(environ, "SLURM_JOB_NODELIST")
+    step, job = of_slurm(environ, "SLURM_STEP_NODELIST"), of_slurm(environ, "SLURM_JOB_NODELIST")
     return bool(job) and not set(step) <= set(job)
-
-
-def _hosts(environ: Mapping[str, str], *variables: str) -> list[str]:
-    """The hosts in the first of the variables that is set."""
-    for variable in used(environ, *variables):
-        try:
-            return expand(environ[variable])
-        except ValueError as error:
-            raise ValueError(f"{variable}={environ[variable]} {error}") from None
-    return []
 
 
 def _tasks_here(environ: Mapping[str, str], index: int) -> int:
@@ -89,9 +79,9 @@ def _tasks_here(environ: Mapping[str, str], index: int) -> int:
     variable = "SLURM_STEP_TASKS_PER_NODE"
     text = environ.get(variable, "")
     for word in text.split(",") if text else ():
-        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", word)
+        found = re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?", word)
         if not found:
-            raise ValueError(f"{variable}={text} is no list of numbers of tasks")
+            raise ValueError(f"{variable}={text[:200]} is no list of numbers of tasks")
         index -= int(found[2] or 1)
         if index < 0:
             return int(found[1])
@@ -110,7 +100,7 @@ def gpus_here(environ: Mapping[str, str], nodes: int, tasks: int) -> int | None:
         return listed
     if per_node := _counted(environ.get("SLURM_GPUS_PER_NODE", "")):
         return per_node
-    of_task = re.findall(r"gres[/:]gpu(?::[^=,:]+)?[=:](\d+)", environ.get("SLURM_TRES_PER_TASK", ""))
+    of_task = re.findall(r"gres[/:]gpu(?::[^=,:]+)?[=:]([0-9]{1,9})(?![0-9])", environ.get("SLURM_TRES_PER_TASK", ""))
     if per_task := _counted(environ.get("SLURM_GPUS_PER_TASK", "")) or sum(int(count) for count in of_task):
         return per_task * tasks
     everywhere = _counted(environ.get("SLURM_GPUS", ""))
@@ -122,7 +112,7 @@ def _counted(text: str) -> int:
     if not text:
         return 0
     last = [word.rpartition(":")[2] for word in text.split(",")]
-    return sum(int(word) if word.isdecimal() else 1 for word in last)
+    return sum(int(word) if re.fullmatch("[0-9]{1,9}", word) else 1 for word in last)
 
 
 def _listed(environ: Mapping[str, str], *variables: str) -> int | None:

@@ -79,7 +79,8 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
         made = [*companions(asked, token), job(asked)]
         if namespace:
             made = [{**each, "metadata": {**each["metadata"], "namespace": namespace}} for each in made]
-        print(written(made), end="")
+        sys.stdout.flush()
+        sys.stdout.buffer.write(written(made).encode())
         return 0
     where = ["--namespace", namespace] if namespace else []
     _hand_in(asked, token, where)
@@ -92,6 +93,7 @@ def understand(submission: Submission, suffix: str = "") -> PodJob:
     """`suffix` is this submission's alone. Elaunch's own words are checked as elaunch will. Raises UsageError."""
     if not submission.last("image"):
         raise UsageError("--image is missing: it has elaunch and the program; see deploy/docker/Dockerfile")
+    _check_text(submission)
     words = command_line.normalise(submission.command)
     nodes = _checked(submission, "nodes", values.nodes, "1")
     variables = tuple(_pair(text, "=", "--env", "NAME=VALUE") for text in submission.given.get("env", ()))
@@ -126,6 +128,40 @@ def understand(submission: Submission, suffix: str = "") -> PodJob:
         is_closed="no-network-policy" not in submission.given,
         is_writable="writable-image" in submission.given,
     )
+
+
+# As the API server checks them (RFC 1123); of an image's, no more than that it is one word.
+_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
+_SUBDOMAIN = re.compile(r"(?=.{1,253}$)[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
+_QUALIFIED = re.compile(r"([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-\w.]*[A-Za-z0-9])?", re.ASCII)
+_IMAGE = re.compile(r"[A-Za-z0-9][\w.:/@+-]*", re.ASCII)
+_VARIABLE = re.compile(r"[-._A-Za-z][-._A-Za-z0-9]*")
+_NAMES = (
+    ("image", _IMAGE, "an image, as registry/name:tag"),
+    ("namespace", _LABEL, "a namespace: small letters, digits and dashes"),
+    ("gpu-resource", _QUALIFIED, "a resource, as nvidia.com/gpu"),
+    ("etcd-secret", _SUBDOMAIN, "a Secret: small letters, digits, dashes and dots"),
+    ("token-secret", _SUBDOMAIN, "a Secret: small letters, digits, dashes and dots"),
+)
+
+
+def _check_text(submission: Submission) -> None:
+    """Raises UsageError for what no manifest holds, or would be something else in it."""
+    for word in (*submission.command, *(value for several in submission.given.values() for value in several)):
+        if re.search(r"[\ud800-\udfff]", word):
+            raise UsageError(f"{word!r} is no UTF-8, and all that a manifest holds is; give it in a file of the image")
+    for flag, pattern, what in _NAMES:
+        if (given := submission.last(flag)) and not pattern.fullmatch(given):
+            raise UsageError(f"--{flag} {given!r} is no name of {what}")
+    for text in submission.given.get("env", ()):
+        name = text.partition("=")[0]
+        if name and not _VARIABLE.fullmatch(name):
+            raise UsageError(f"--env {name!r} is no name of a variable; use letters, digits and _ - .")
+    for text in submission.given.get("claim", ()):
+        name = text.partition(":")[0]
+        # It is the name of a volume too, which has no dots.
+        if name and not _LABEL.fullmatch(name):
+            raise UsageError(f"--claim {name!r} is no name of a claim here: 1 to 63 small letters, digits and dashes")
 
 
 def _check_command(
@@ -172,7 +208,7 @@ def _checked(submission: Submission, name: str, convert: values.Convert, default
 
 def _quantity(submission: Submission, name: str) -> str:
     text = submission.last(name)
-    if text and not re.fullmatch(r"\d+(\.\d+)?(m|[kMGTP]i?|Ki)?", text):
+    if text and not re.fullmatch(r"[0-9]{1,15}(\.[0-9]{1,9})?(m|[kMGTP]i?|Ki)?", text):
         raise UsageError(f"--{name} {text} is no quantity of Kubernetes; give one like 8, 500m or 64Gi")
     return text
 
@@ -241,7 +277,9 @@ def _kubectl(verb: str, text: str, *options: str) -> str:
             "submit k8s finds no kubectl on the PATH; install it, or print the manifests with --dry-run and hand them"
             " in where it is: kubectl create -f FILE"
         )
-    done = subprocess.run([kubectl, verb, *options, "--filename=-"], input=text, stdout=subprocess.PIPE, text=True)
+    done = subprocess.run(
+        [kubectl, verb, *options, "--filename=-"], input=text, stdout=subprocess.PIPE, encoding="utf-8"
+    )
     if done.returncode:
         raise SiteError(f"kubectl {verb} failed with exit code {done.returncode}; what it says is above")
     return done.stdout

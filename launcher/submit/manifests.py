@@ -117,6 +117,11 @@ def owned(made: list[Object], owner: Object, uid: str) -> list[Object]:
     return [{**each, "metadata": {**each["metadata"], "ownerReferences": [reference]}} for each in made]
 
 
+def literal(text: str) -> str:
+    """`text` as the container gets it: Kubernetes puts a variable's value, a secret's too, where it reads $(NAME)."""
+    return text.replace("$", "$$")
+
+
 def labels(instance: str) -> dict[str, str]:
     return {"app.kubernetes.io/name": "elaunch", "app.kubernetes.io/instance": instance}
 
@@ -173,7 +178,7 @@ def _container(asked: PodJob) -> Object:
         "name": _CONTAINER,
         "image": asked.image,
         "command": ["elaunch"],
-        "args": list(asked.command),
+        "args": [literal(word) for word in asked.command],
         "env": _variables(asked),
         **({"resources": resources} if any(resources.values()) else {}),
         "securityContext": {
@@ -207,10 +212,10 @@ def _variables(asked: PodJob) -> list[Object]:
     uid = {"fieldRef": {"fieldPath": "metadata.labels['batch.kubernetes.io/controller-uid']"}}
     token = {"secretKeyRef": {"name": asked.token_secret, "key": "token"}}
     return [
-        *({"name": name, "value": value} for name, value in values.items()),
+        *({"name": name, "value": literal(value)} for name, value in values.items()),
         # A Job that is made again under its old name is another job.
         {"name": "PET_RUN_ID", "valueFrom": uid},
         {"name": "PET_STOP_GRACE", "value": str(asked.stop_grace_s)},
         *([{"name": "ELAUNCH_TOKEN", "valueFrom": token}] if asked.has_token else []),
-        *({"name": name, "value": value} for name, value in asked.variables),
+        *({"name": name, "value": literal(value)} for name, value in asked.variables),
     ]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -16,6 +16,7 @@ from elaunch.launcher import conf, values
 from elaunch.launcher.errors import SiteError, UsageError
 from elaunch.launcher.options import HelpRequested, Options, parse
 from elaunch.launcher.program import check_script
+from elaunch.launcher.shellwords import is_one_line, joined, quoted
 from elaunch.launcher.submit.words import Flag, Submission, help_text, take
 from elaunch.rendezvous.types import ProgramKind
 
@@ -76,9 +77,11 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
         print(help_text(_USAGE, FLAGS, _END), end="")
         return 0
     request = understand(submission, environ)
-    text = script(request, "elaunch" if shutil.which("elaunch") else f"{shlex.quote(sys.executable)} -m elaunch")
+    text = script(request, "elaunch" if shutil.which("elaunch") else f"{quoted(sys.executable)} -m elaunch")
     if "dry-run" in submission.given:
-        print(text, end="")
+        # The bytes that were typed, whatever stdout's encoding is.
+        sys.stdout.flush()
+        sys.stdout.buffer.write(os.fsencode(text))
         return 0
     _look_for(request)
     print(f"submitted as job {_submit(text, environ)}; squeue shows it, scancel ends it")
@@ -90,8 +93,13 @@ def understand(submission: Submission, environ: Mapping[str, str]) -> Request:
     given, words = submission.given, submission.command
     if {"requeue", "no-requeue"} <= given.keys():
         raise UsageError("--requeue contradicts --no-requeue; drop one of them")
-    if any("\n" in value for several in given.values() for value in several):
-        raise UsageError("an option of sbatch is one line, and one of these holds several")
+    for name, several in given.items():
+        for value in several:
+            if not is_one_line(value) or not _is_text(value):
+                raise UsageError(
+                    f"--{name} {value!r} has a line break or another control character, or is no UTF-8; an option of"
+                    " sbatch is one line of text"
+                )
     checked = parse(words, environ)
     if isinstance(checked, HelpRequested):
         raise UsageError("submit slurm takes a program: elaunch submit slurm --nodes 2 train.py")
@@ -130,8 +138,15 @@ def _check(options: Options, nodes: tuple[int, int]) -> None:
         )
 
 
+def _is_text(value: str) -> bool:
+    """Whether it is UTF-8, and not bytes that Python keeps as lone surrogates."""
+    return not re.search(r"[\ud800-\udfff]", value)
+
+
 def _name(options: Options) -> str:
-    return options.target if options.kind is ProgramKind.MODULE else Path(options.target).stem or "elaunch"
+    """The program's, as far as it is a name: a file may be called anything, and this is a line of the script."""
+    made = options.target if options.kind is ProgramKind.MODULE else Path(options.target).stem
+    return "".join(character if character.isalnum() or character in "._+-" else "_" for character in made) or "elaunch"
 
 
 def script(request: Request, elaunch: str = "elaunch") -> str:
@@ -165,7 +180,7 @@ def script(request: Request, elaunch: str = "elaunch") -> str:
         "#!/bin/bash\n"
         + "".join(f"#SBATCH {_quoted(line)}\n" for line in lines)
         + f"\n# One agent on each node: it starts a worker for each GPU.\n"
-        f"srun{cpus} --cpu-bind=none --kill-on-bad-exit=0{kill} {elaunch} {shlex.join(request.words)}\n"
+        f"srun{cpus} --cpu-bind=none --kill-on-bad-exit=0{kill} {elaunch} {joined(request.words)}\n"
         f"code=$?\n{again}exit $code\n"
     )
 
@@ -209,11 +224,12 @@ def _submit(text: str, environ: Mapping[str, str]) -> str:
     """Hand it to sbatch, which gives the job `environ`; the job's number."""
     command = [shutil.which("sbatch") or "sbatch", "--parsable"]
     try:
-        done = subprocess.run(command, env=environ, input=text, capture_output=True, text=True, timeout=_CALL_S)
+        done = subprocess.run(command, env=environ, input=os.fsencode(text), capture_output=True, timeout=_CALL_S)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise SiteError(f"sbatch: {error}") from None
+    told, complained = (stream.decode(errors="replace").strip() for stream in (done.stdout, done.stderr))
     if done.returncode:
-        said = re.sub(r"^sbatch: (error: )?", "", done.stderr.strip(), flags=re.MULTILINE).replace("\n", "; ")
+        said = re.sub(r"^sbatch: (error: )?", "", complained, flags=re.MULTILINE).replace("\n", "; ")
         raise SiteError(f"sbatch did not take the job: {said}")
     # With several clusters it is NUMBER;CLUSTER.
-    return done.stdout.strip().partition(";")[0]
+    return told.partition(";")[0]

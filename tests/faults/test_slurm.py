@@ -188,6 +188,40 @@ def test_a_job_that_a_worker_hands_in_outlives_that_workers_restart(slurm: Slurm
         assert "TORCHELASTIC_RESTART_COUNT=0" in given
 
 
+def test_the_very_words_arrive_through_sbatch_and_srun_whatever_they_are(slurm: Slurm) -> None:
+    program = "./show\n#SBATCH --nodes=9\ntouch pwned\n'$(touch pwned)\".sh"
+    (slurm.home / program).write_text("#!/bin/sh\nprintf '%s\\0' \"$@\" > shown\n")
+    (slurm.home / program).chmod(0o755)
+    words = [
+        "a\nb",
+        "\r\n",
+        "#SBATCH --nodes=9",
+        "$(touch pwned)",
+        "`touch pwned`",
+        "'",
+        '"',
+        "\\",
+        " ",
+        "",
+        "-",
+        "\udcff",
+        "é",
+    ]
+    options = ("--name", 'a "b" $(touch pwned) #c \\d \'e', '--sbatch=--comment=`touch pwned` "x"', "--no-python")
+
+    told = slurm.call(*COMMAND, "submit", "slurm", *options, program, *words)
+    number = re.findall(r"^submitted as job (\d+)", told, re.MULTILINE)[0]
+    job = Batch(slurm, number)
+    output = job.wait()
+
+    shown = [os.fsdecode(word) for word in (slurm.home / "shown").read_bytes().split(b"\0")[:-1]]
+    assert shown == words, output
+    assert not (slurm.home / "pwned").exists()
+    fields = slurm.call("scontrol", "-o", "show", "job", number)
+    assert 'JobName=a "b" $(touch pwned) #c \\d \'e ' in fields
+    assert "NumNodes=1 " in fields
+
+
 # --- what befalls a job
 
 

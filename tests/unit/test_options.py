@@ -614,5 +614,5 @@ def test_a_name_that_is_part_of_keys_has_a_longest_length(option: str, longest: 
 
 
 def test_a_name_in_another_encoding_is_refused_in_a_sentence() -> None:
-    with pytest.raises(UsageError, match="is no UTF-8 text"):
+    with pytest.raises(UsageError, match="has characters that cannot be shown"):
         parse(["--run-id", "job\udcff", "train.py"], {})

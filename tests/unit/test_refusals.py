@@ -119,7 +119,7 @@ def test_without_a_user_what_is_missing_is_the_user() -> None:
 
 
 def test_without_a_user_a_token_that_is_refused_is_final() -> None:
-    told = explain(Refused(16, "etcdserver: invalid auth token"), ETCD, Access(bearer="x"))
+    told = explain(Refused(16, "etcdserver: invalid auth token"), ETCD, Access())
 
     assert isinstance(told, Denied)
     assert "ELAUNCH_TOKEN" in str(told)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from elaunch.rendezvous.codec import encode
@@ -24,7 +26,7 @@ from elaunch.rendezvous.types import (
 
 KEYS = Keys("job")
 TERMS = Terms(2, 4, command="train.py", digest="0123")
-NODE = Node("host-a-00000001", "host-a", "10.0.0.1", 8)
+NODE = Node("a", "host-a", "10.0.0.1", 8)
 
 
 def failure(node_id: str, message: str) -> Failure:
@@ -270,10 +272,10 @@ def test_keys_of_a_later_version_are_passed_over() -> None:
 
 
 def test_a_record_that_has_not_changed_is_decoded_once() -> None:
-    store = store_with({KEYS.member("a"): encode(NODE), KEYS.member("b"): encode(NODE)})
+    store = store_with({KEYS.member("a"): encode(NODE), KEYS.member("b"): encode(replace(NODE, node_id="b"))})
     reader = SnapshotReader(KEYS)
     first = reader.read(store.read(KEYS.root), whole=True)
-    write(store, Put(KEYS.member("b"), encode(NODE)))
+    write(store, Put(KEYS.member("b"), encode(replace(NODE, node_id="b"))))
 
     second = reader.read(store.read(KEYS.root), whole=True)
 

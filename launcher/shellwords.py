@@ -1,0 +1,39 @@
+"""Words as a shell reads them back, byte for byte, with no control character in what is written."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Iterable
+
+_ESCAPES = {b"\n": "\\n", b"\r": "\\r", b"\t": "\\t", b"'": "\\'", b"\\": "\\\\"}
+
+
+def quoted(word: str) -> str:
+    """`word` as one word of bash, on one line.
+
+    A line break inside of quotes is right for bash alone: sbatch reads lines, and a log has them. So control
+    characters, and bytes that are no UTF-8, are written as bash's $'…'.
+    """
+    if word.isprintable():
+        return shlex.quote(word)
+    pieces = []
+    for character in word:
+        if character.isprintable() and character not in "'\\":
+            pieces.append(character)
+        else:
+            for byte in os.fsencode(character):
+                raw = bytes([byte])
+                pieces.append(_ESCAPES.get(raw) or (chr(byte) if 0x20 <= byte < 0x7F else f"\\x{byte:02x}"))
+    return f"$'{''.join(pieces)}'"
+
+
+def joined(words: Iterable[str]) -> str:
+    """A command line."""
+    return " ".join(quoted(word) for word in words)
+
+
+def is_one_line(text: str) -> bool:
+    """Whether nobody reads several lines, or a hidden character, in `text`."""
+    return not re.search(r"[\x00-\x1f\x7f\x85\u2028\u2029]", text)

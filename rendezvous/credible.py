@@ -1,0 +1,94 @@
+"""Whether a record of the store can be true: its numbers in range, its names those of its key; pure.
+
+Somebody else may have written it. What is built on it (ranks, ports, exit codes, names of keys) is checked here, once,
+so that no reader has to. Every function raises ValueError with the end of a sentence.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+
+from elaunch.rendezvous.types import Failure, Generation, Joined, Node, Outcome, RankTable, Terms
+
+GENERATION_DIGITS = 10
+_GENERATION_END = 10**GENERATION_DIGITS
+_PORT_MAX = 65535
+_SIGNAL_MAX = 64
+# More than any host runs, and so few that their sum over all nodes is a rank still.
+SLOTS_MAX = 1 << 16
+# The end of the year 9999: what Python's calendar shows.
+_TIME_END_S = 253_402_300_800.0
+
+
+def check_generation_of_key(digits: str) -> None:
+    """The generation in a key's name, as `Keys` writes it."""
+    if not re.fullmatch(rf"[0-9]{{{GENERATION_DIGITS}}}", digits):
+        raise ValueError(f"not a generation's: {digits[:40]!r} is no number of {GENERATION_DIGITS} digits")
+
+
+def check(record: Node | Joined | Failure | Terms | Generation | Outcome) -> None:
+    """Raises ValueError for a record that cannot be true."""
+    match record:
+        case Node():
+            _check_node_id(record.node_id)
+            _in_range("slots", record.slots, 1, SLOTS_MAX)
+            _in_range("node_rank", record.node_rank, -1, _GENERATION_END)
+        case Joined():
+            _check_node_id(record.node_id)
+            _in_range("port", record.port, 0, _PORT_MAX)
+        case Failure():
+            _in_range("generation", record.generation, -1, _GENERATION_END)
+            _check_time("failed_at", record.failed_at)
+        case Terms():
+            _in_range("nodes_min", record.nodes_min, 1, _GENERATION_END)
+            _in_range("nodes_max", record.nodes_max, record.nodes_min, _GENERATION_END)
+            _in_range("max_restarts", record.max_restarts, 0, None)
+            if record.restart_window_s is not None:
+                _check_time("restart_window_s", record.restart_window_s)
+        case Generation():
+            _in_range("number", record.number, 0, _GENERATION_END - 1)
+            _in_range("signum", record.signum, 0, _SIGNAL_MAX)
+        case Outcome():
+            _in_range("generation", record.generation, -1, _GENERATION_END)
+            _in_range("restarts", record.restarts, 0, None)
+            _in_range("signum", record.signum, 0, _SIGNAL_MAX)
+            if record.failure:
+                check(record.failure)
+
+
+def check_table(table: RankTable) -> None:
+    """Raises ValueError for a table that no leader seals; its seats are `check_seats`'s."""
+    _in_range("generation", table.generation, 0, _GENERATION_END - 1)
+    _in_range("master_port", table.master_port, 0, _PORT_MAX)
+    _in_range("restarts", table.restarts, 0, None)
+    _in_range("barren", table.barren, 0, None)
+    for age_s in table.restart_ages_s:
+        _check_time("restart_ages_s", age_s)
+
+
+def check_seats(node_ids: Sequence[str], slots: Iterable[int]) -> None:
+    """Raises ValueError for seats that no leader gives; `slots` are the numbers that occur."""
+    for number in slots:
+        _in_range("slots", number, 1, SLOTS_MAX)
+    if len(set(node_ids)) < len(node_ids):
+        raise ValueError("a node has two seats")
+    # All at once: every agent reads all of them.
+    _check_node_id("".join(node_ids) or "nobody")
+
+
+def _check_node_id(node_id: str) -> None:
+    # A slash would be another key, a blank two names in a rank table; a lone surrogate has no bytes.
+    if not node_id or not node_id.isprintable() or "/" in node_id or " " in node_id:
+        raise ValueError(f"{node_id[:40]!r} is no name of a node")
+
+
+def _check_time(name: str, seconds: float) -> None:
+    if not (math.isfinite(seconds) and 0 <= seconds < _TIME_END_S):
+        raise ValueError(f"{name} {seconds} is out of range")
+
+
+def _in_range(name: str, number: int, low: int, high: int | None) -> None:
+    if number < low or (high is not None and number > high):
+        raise ValueError(f"{name} {number} is out of range")

@@ -1,0 +1,32 @@
+"""The fuzz tests with many examples, other ones each time."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FILES = sorted(path.name for path in Path(__file__).parent.glob("test_fuzz_*.py") if path != Path(__file__))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FILES)
+def test_many_examples_find_nothing(name: str) -> None:
+    env = {"ELAUNCH_FUZZ_EXAMPLES": "2000", **os.environ}
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-n0",
+        "-p",
+        "no:cacheprovider",
+        str(Path(__file__).with_name(name)),
+    ]
+
+    done = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+    assert done.returncode == 0, done.stdout
