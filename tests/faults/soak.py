@@ -34,7 +34,8 @@ OPTIONS = ("--stop-grace", "1", "--rdzv-conf", "join_timeout=26")
 ENDED_S = 26 + 19 + 7 + 20
 POLL_S = 0.1
 
-_TROUBLE = re.compile(r"\b(store|etcd)\b", re.IGNORECASE)
+# By its name or by its address, which is a proxy's.
+_TROUBLE = re.compile(r"\b(store|etcd)\b|127\.0\.0\.1:\d", re.IGNORECASE)
 _OVER = re.compile(r"the store is back|the store answers")
 _WAITING = re.compile(r"\b(store|etcd|waiting|waits|node)\b", re.IGNORECASE)
 _KINDS: tuple[Rpc | None, ...] = (None, None, None, Rpc.RANGE, Rpc.TXN, Rpc.TXN, Rpc.GRANT, Rpc.KEEP_ALIVE, Rpc.WATCH)
@@ -95,7 +96,7 @@ def _phase(dice: random.Random, nodes: int) -> Phase:
     rpc = dice.choice(_KINDS)
     kind = dice.random()
     if kind < 0.2:
-        return Phase(duration_s, kill=kill)
+        return Phase(duration_s / 3, kill=kill)
     if kind < 0.65:
         return Phase(duration_s, (dice.choice(ALL),), dice.choice((1.0, 1.0, 0.7)), rpc, node, kill)
     table = MAY_PASS if dice.random() < 0.7 else ALL
