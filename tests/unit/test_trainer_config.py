@@ -20,7 +20,7 @@ TWO = Place(rank=0, world_size=2, launched=True)
 @pytest.mark.parametrize(
     ("argv", "sentence"),
     [
-        (["--global-batch", "8", "--micro-batch", "3"], "by --micro-batch (3); use --micro-batch 2 or --global-batch 9"),
+        (["--global-batch", "8", "--micro-batch", "3"], "--micro-batch (3); use --micro-batch 2 or --global-batch 9"),
         (["--global-batch", "3", "--micro-batch", "3"], "too few for 2 workers; use --micro-batch 1 or at most 1"),
         (["--global-batch", "1", "--micro-batch", "1"], "too few for 2 workers; use --global-batch 2 or at most 1"),
         (["--global-batch", "1"], "too few for 2 workers; use --global-batch 2 or at most 1"),
