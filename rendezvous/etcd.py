@@ -74,10 +74,18 @@ class EtcdStore:
                 carrier = GrpcCarrier(self._access)
             except Denied:
                 raise error from None
-        self._may_change = False
-        self._carrier.close()
+        by_gateway = self._carrier
         self._use(carrier)
-        return self._version()
+        try:
+            version = self._version()
+        except StoreError:
+            # A proxy's passing 404 is no reason to speak gRPC for good.
+            self._use(by_gateway)
+            carrier.close()
+            raise
+        self._may_change = False
+        by_gateway.close()
+        return version
 
     def read(self, *prefixes: str) -> View:
         first, *others = prefixes or (None,)

@@ -118,7 +118,17 @@ def _next_multiple(number: int, of: int) -> int:
     return -(-number // of) * of
 
 
+def _micro_batch_for(global_batch: int) -> int:
+    """The micro-batch where only the global batch was given.
+
+    It does not depend on the number of workers: a run whose workers become fewer or more must stay the same run.
+    """
+    return fitting_micro_batch(global_batch, max(1, min(_DEFAULT.micro_batch, global_batch // _MICRO_BATCHES)))
+
+
 _DEFAULT = TrainConfig()
+# Into how many micro-batches a step is cut by default: so many workers may share it.
+_MICRO_BATCHES = _DEFAULT.global_batch // _DEFAULT.micro_batch
 _COUNT = click.IntRange(min=1)
 
 
@@ -141,9 +151,9 @@ _COUNT = click.IntRange(min=1)
 @click.option(
     "--micro-batch",
     type=_COUNT,
-    default=_DEFAULT.micro_batch,
     metavar="WINDOWS",
-    help="Windows per forward pass; a step has global batch / micro-batch of them, at least one per worker.",
+    help="Windows per forward pass; a step has global batch / micro-batch of them, at least one per worker.  "
+    f"[default: the largest up to {_DEFAULT.micro_batch} that makes at least {_MICRO_BATCHES} of them, else 1]",
 )
 @click.option(
     "--checkpoint-every",
@@ -200,7 +210,7 @@ _COUNT = click.IntRange(min=1)
 @click.option(
     "--ledger", is_flag=True, help="Keep in DIR/ledger which worker trained on what, and prove that nothing came twice."
 )
-def _command(**options: object) -> TrainConfig:
+def _command(global_batch: int, micro_batch: int | None, **options: object) -> TrainConfig:
     """Train a small GPT on bytes of text: the bundled example of a job that survives its workers.
 
     Start it with as many workers as you like:
@@ -212,4 +222,5 @@ def _command(**options: object) -> TrainConfig:
     is, bit for bit on CPUs, the one without the failure. DIR then holds config.yaml, metrics.jsonl, checkpoints/ and
     result.json.
     """
-    return TrainConfig(**options)  # type: ignore[arg-type]
+    micro_batch = micro_batch or _micro_batch_for(global_batch)
+    return TrainConfig(global_batch=global_batch, micro_batch=micro_batch, **options)  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from elaunch.trainer.agreement import Ranks
 from elaunch.trainer.inventory import Choice
 from elaunch.trainer.loading import Share
-from elaunch.trainer.pieces import Chunk, Held, Layout
+from elaunch.trainer.pieces import Chunk, Held, Layout, Torn, sum_of
 from elaunch.trainer.tree import State
 
 Box = tuple[str, tuple[int, ...]]
@@ -25,7 +25,7 @@ def load(choice: Choice, mine: Mapping[int, Held], state: State, ranks: Ranks) -
 
     All ranks call it. What its node does not have, a rank gets from the lowest one whose node has it.
     """
-    layouts, packed = _layouts(choice, mine, ranks)
+    layouts, packed, sums = _layouts(choice, mine, ranks)
     everything = [chunk for layout in layouts for chunk in layout.chunks]
     share = Share(
         state,
@@ -43,16 +43,17 @@ def load(choice: Choice, mine: Mapping[int, Held], state: State, ranks: Ranks) -
         for piece in wanted:
             if piece in mine:
                 _fill(planner, wanted[piece], layouts[piece], mine[piece].data)
-        _exchange(choice, wanted, layouts, mine, ranks, planner)
+        _exchange(choice, wanted, layouts, sums, mine, ranks, planner)
     share.put()
 
 
-def _layouts(choice: Choice, mine: Mapping[int, Held], ranks: Ranks) -> tuple[list[Layout], bytes]:
-    """Everybody's layout by the piece's rank, and the plain values, which are in rank 0's piece."""
+def _layouts(choice: Choice, mine: Mapping[int, Held], ranks: Ranks) -> tuple[list[Layout], bytes, list[int]]:
+    """Everybody's layout by the piece's rank, the plain values, which are in rank 0's piece, and the tensors' sums."""
     own = {rank: h for rank, h in mine.items() if choice.holders[rank][0] == ranks.rank}
-    told = ranks.from_all({rank: (h.layout_json, h.plain if rank == 0 else b"") for rank, h in own.items()})
+    told = ranks.from_all({rank: (h.layout_json, h.plain if rank == 0 else b"", h.data_sum) for rank, h in own.items()})
     heads = {rank: head for each in told for rank, head in each.items()}
-    return [Layout.loads(heads[rank][0]) for rank in range(len(choice.holders))], heads[0][1]
+    pieces = range(len(choice.holders))
+    return [Layout.loads(heads[rank][0]) for rank in pieces], heads[0][1], [heads[rank][2] for rank in pieces]
 
 
 def _metadata(chunks: Sequence[Chunk]) -> records.Metadata:
@@ -96,11 +97,15 @@ def _exchange(
     choice: Choice,
     wanted: Mapping[int, list[tuple[ReadItem, Chunk]]],
     layouts: Sequence[Layout],
+    sums: Sequence[int],
     mine: Mapping[int, Held],
     ranks: Ranks,
     planner: DefaultLoadPlanner,
 ) -> None:
-    """Send and receive whole pieces, one after the other in an order that all ranks follow."""
+    """Send and receive whole pieces, one after the other in an order that all ranks follow.
+
+    Raises Torn where one does not arrive as it was: this start has failed, and the next may do better.
+    """
     needs = ranks.from_all(sorted(piece for piece in wanted if piece not in mine))
     for piece in range(len(layouts)):
         holder = choice.holders[piece][0]
@@ -110,6 +115,8 @@ def _exchange(
             elif ranks.rank == taker:
                 data = torch.empty(layouts[piece].length, dtype=torch.uint8)
                 dist.recv(data, dist.get_global_rank(ranks.group, holder), ranks.group)  # type: ignore[arg-type]
+                if sum_of(data) != sums[piece]:
+                    raise Torn(f"rank {piece}'s part of the snapshot did not arrive from rank {holder} as it was")
                 _fill(planner, wanted[piece], layouts[piece], data)
 
 

@@ -19,6 +19,7 @@ import os
 import pickle
 import struct
 import time
+import zlib
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -297,15 +298,20 @@ class Records:
 
     def done(self, version: Version) -> None:
         """Note that this rank has completed `version`."""
-        self._done.grow(_DONE.size)
+        self._done.grow(_DONE_BYTES)
         region = self._done.region()
-        content = bytearray(_DONE.pack(version.generation, version.step))
-        region[: _DONE.size].copy_(torch.frombuffer(content, dtype=torch.uint8))
+        content = _DONE.pack(version.generation, version.step)
+        content += zlib.crc32(content).to_bytes(4, "little")
+        region[:_DONE_BYTES].copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
 
     def completed(self) -> Version | None:
-        """The newest step that was completed."""
+        """The newest step that was completed; None where none was, or where its checksum is wrong."""
         region = self._done.region()
-        return Version(*_DONE.unpack(bytes(region[: _DONE.size].tolist()))) if region.numel() >= _DONE.size else None
+        if region.numel() < _DONE_BYTES:
+            return None
+        content = bytes(region[:_DONE_BYTES].tolist())
+        numbers, crc = content[: _DONE.size], content[_DONE.size :]
+        return Version(*_DONE.unpack(numbers)) if zlib.crc32(numbers).to_bytes(4, "little") == crc else None
 
     def versions(self) -> list[tuple[Header, Slot, bool]]:
         """What is here, and whether it has the large part; not verified."""
@@ -351,6 +357,7 @@ def completed_in(folder: Path, name: str, layout: bytes) -> Version | None:
 
 
 _DONE = struct.Struct("<qq")
+_DONE_BYTES = _DONE.size + 4
 
 
 def _mapped(path: Path) -> Tensor:

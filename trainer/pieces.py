@@ -3,8 +3,10 @@
     0     8        128      128 + layout        …                      a multiple of 64
     mark  numbers  layout   plain values        (room for longer ones)  tensors, each at a multiple of 64
 
-The mark is written last and erased first: a file without it is torn. The layout, in JSON, says which part of which
-tensor is where; it is made once, so that a snapshot is one copy per tensor. Whoever reads trusts nothing.
+The mark is written last and erased first: a file without it is torn. It also names the format, so that another
+release's file is refused. The numbers have a CRC of their own, and hold those of the rest. The layout, in JSON, says
+which part of which tensor is where; it is made once, so that a snapshot is one copy per tensor. Whoever reads trusts
+nothing.
 """
 
 from __future__ import annotations
@@ -28,8 +30,11 @@ from elaunch.trainer import dcp, tree
 from elaunch.trainer.files import parse_json
 from elaunch.trainer.inventory import Piece
 
-MARK = b"elaunch1"
+MARK = b"elaunch2"
+# The numbers had no CRC.
+_MARK_BEFORE = b"elaunch1"
 _NUMBERS = struct.Struct("<qqIIQQQQQQ")
+_CRC = struct.Struct("<I")
 _HEAD_BYTES = 128
 _ALIGNMENT = 64
 
@@ -135,7 +140,23 @@ class _Numbers:
     data_sum: int
 
     def pack(self) -> bytes:
-        return _NUMBERS.pack(*vars(self).values())
+        content = _NUMBERS.pack(*vars(self).values())
+        return content + _CRC.pack(zlib.crc32(content))
+
+    @classmethod
+    def unpack(cls, content: bytes) -> _Numbers:
+        """Raises Torn where these are not the numbers that were packed."""
+        if zlib.crc32(content[: _NUMBERS.size]) != _CRC.unpack_from(content, _NUMBERS.size)[0]:
+            raise Torn("the checksum of its numbers is wrong")
+        return cls(*_NUMBERS.unpack_from(content))
+
+    @property
+    def piece(self) -> Piece:
+        return Piece(self.generation, self.step, self.world_size, self.rank)
+
+    @property
+    def head_end(self) -> int:
+        return _HEAD_BYTES + self.layout_length + self.plain_length
 
 
 class PieceFile:
@@ -185,7 +206,7 @@ class PieceFile:
             data_begin=self._data_begin,
             data_length=self._layout.length,
             head_crc=zlib.crc32(head),
-            data_sum=_sum(self._data),
+            data_sum=sum_of(self._data),
         )
         _put(self._bytes, _HEAD_BYTES, head)
         _put(self._bytes, len(MARK), numbers.pack())
@@ -212,12 +233,20 @@ class Received:
     def body(self) -> Tensor:
         return self._bytes[len(MARK) :]
 
-    def mark(self) -> None:
+    def accept(self, piece: Piece) -> None:
+        """Mark it as whole; raises Torn where what has arrived is not that piece, or not all of it."""
+        numbers = _numbers(self._bytes)
+        _check(self._bytes, numbers)
+        if numbers.piece != piece:
+            raise Torn(f"it is {numbers.piece}, not {piece}")
         _put(self._bytes, 0, MARK)
 
 
 class Held:
-    """A whole piece that was found; raises Torn where it is not, OSError. `checked`: somebody has read all of it."""
+    """A whole piece that was found; raises Torn where it is not, OSError. `checked`: somebody has read all of it.
+
+    `data_sum` is what `sum_of` the tensors' bytes gives.
+    """
 
     def __init__(self, path: Path, checked: bool = False) -> None:
         self.path = path
@@ -228,19 +257,40 @@ class Held:
             # Copy on write: torch wants memory that it may write to.
             shared = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY)
         raw = torch.frombuffer(shared, dtype=torch.uint8)
-        if bytes(shared[: len(MARK)]) != MARK:
+        mark = bytes(shared[: len(MARK)])
+        if mark == _MARK_BEFORE:
+            raise Torn("it is in the format of an older release")
+        if mark != MARK:
             raise Torn("it was not finished")
-        numbers = _Numbers(*_NUMBERS.unpack(shared[len(MARK) : len(MARK) + _NUMBERS.size]))
-        head_end = _HEAD_BYTES + numbers.layout_length + numbers.plain_length
-        if head_end > numbers.data_begin or numbers.data_begin + numbers.data_length != size:
-            raise Torn("its lengths do not add up")
-        head = bytes(shared[_HEAD_BYTES:head_end])
+        numbers = _numbers(raw)
+        if not checked:
+            _check(raw, numbers)
+        head = bytes(shared[_HEAD_BYTES : numbers.head_end])
         self.data = raw[numbers.data_begin :]
-        if not checked and (zlib.crc32(head) != numbers.head_crc or _sum(self.data) != numbers.data_sum):
-            raise Torn("its checksum is wrong")
-        self.piece = Piece(numbers.generation, numbers.step, numbers.world_size, numbers.rank)
+        self.data_sum = numbers.data_sum
+        self.piece = numbers.piece
         self.layout_json = head[: numbers.layout_length]
         self.plain = head[numbers.layout_length :]
+
+
+def sum_of(data: Tensor) -> int:
+    """The sum of 64-bit words, modulo 2^64: ten times as fast as a CRC-32, and sees every torn copy."""
+    return int(data.view(torch.int64).sum().item()) % (1 << 64) if data.numel() else 0
+
+
+def _numbers(raw: Tensor) -> _Numbers:
+    """What a file says of itself; raises Torn where that cannot be."""
+    numbers = _Numbers.unpack(_get(raw, len(MARK), _HEAD_BYTES))
+    if numbers.head_end > numbers.data_begin or numbers.data_begin + numbers.data_length != raw.numel():
+        raise Torn("its lengths do not add up")
+    return numbers
+
+
+def _check(raw: Tensor, numbers: _Numbers) -> None:
+    """Read all of it; raises Torn where it is not what was written."""
+    head_crc = zlib.crc32(_get(raw, _HEAD_BYTES, numbers.head_end))
+    if head_crc != numbers.head_crc or sum_of(raw[numbers.data_begin :]) != numbers.data_sum:
+        raise Torn("its checksum is wrong")
 
 
 def _mapped(path: Path, length: int) -> Tensor:
@@ -263,9 +313,11 @@ def _put(target: Tensor, begin: int, content: bytes) -> None:
         target[begin : begin + len(content)].copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
 
 
-def _sum(data: Tensor) -> int:
-    """The sum of 64-bit words, modulo 2^64: ten times as fast as a CRC-32, and sees every torn copy."""
-    return int(data.view(torch.int64).sum().item()) % (1 << 64) if data.numel() else 0
+def _get(source: Tensor, begin: int, end: int) -> bytes:
+    content = bytearray(end - begin)
+    if content:
+        torch.frombuffer(content, dtype=torch.uint8).copy_(source[begin:end])
+    return bytes(content)
 
 
 def _aligned(length: int) -> int:

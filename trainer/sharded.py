@@ -21,6 +21,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -232,21 +233,28 @@ class ShardedMemory:
             file.complete(piece, plain)
             file.mark()
             if self._mirror_group is not None:
-                self._exchange(file, turn)
+                self._exchange(file, piece, turn)
         # The edge of the thread: a peer that has died.
         except Exception as error:
             self._trouble = str(error).splitlines()[0] if str(error) else type(error).__name__
 
-    def _exchange(self, file: PieceFile, turn: int) -> None:
+    def _exchange(self, file: PieceFile, piece: Piece, turn: int) -> None:
+        """Send the piece, and receive others'. Raises Torn where one did not arrive as it was, all having been sent."""
         mirror = self._mirrors[self._ranks.rank]
         sending = None if mirror is None else dist.isend(file.body(), mirror, self._mirror_group)
+        torn = None
         for source in self._sources:
             held = self._received[turn, source]
             held.erase()
             dist.recv(held.body(), source, self._mirror_group)
-            held.mark()
+            try:
+                held.accept(replace(piece, rank=source))
+            except Torn as error:
+                torn = Torn(f"what rank {source} sent did not arrive as it was: {error}")
         if sending is not None:
             sending.wait()
+        if torn:
+            raise torn
 
     def _path(self, turn: int, rank: int) -> Path:
         return self.folder / f"piece-{self._generation}-{self._nonce}-{turn}-{rank}"

@@ -10,6 +10,7 @@ FOLDER) or `memory` (snapshots in ELAUNCH_MEMORY). The actions are done in turn:
     weights         put the newest state's model into the model, and forget the optimizer's
     hold            from here on no checkpoint is written, and no snapshot sent, before FOLDER has a file `held`
     kill RANK       that rank kills itself
+    garble RANK     of what that rank receives next from another, one bit is changed
     die MOMENT RANK that rank will kill itself at MOMENT (see `at`) of what follows
     touch NAME      rank 0 leaves a file in FOLDER
     await NAME      until there is such a file in FOLDER
@@ -153,6 +154,18 @@ def at(moment: str, rank: int) -> None:
             marks.shutil.rmtree = empty  # type: ignore[attr-defined, assignment]
 
 
+def garble() -> None:
+    receive = dist.recv
+
+    def once(tensor: torch.Tensor, *given: Any) -> Any:
+        dist.recv = receive
+        source = receive(tensor, *given)
+        tensor[-1] ^= 1
+        return source
+
+    dist.recv = once
+
+
 def hold() -> None:
     write, exchange = dcp._Summing.write, ShardedMemory._exchange
 
@@ -210,6 +223,9 @@ def main() -> None:
             case "kill":
                 if int(next(actions)) == RANK:
                     os.kill(os.getpid(), signal.SIGKILL)
+            case "garble":
+                if int(next(actions)) == RANK:
+                    garble()
             case "die":
                 at(next(actions), int(next(actions)))
             case "touch":

@@ -236,3 +236,33 @@ def test_a_newer_snapshot_replaces_the_old_one_only_when_it_is_whole_on_both_nod
     loaded = nodes.run(2, "fsdp2", "load", generation=2)[0]
 
     assert (loaded["loaded"], loaded["digest"]) == ([0, 2], saved["digest"])
+
+
+def test_a_part_that_arrives_garbled_on_the_second_node_does_not_count(nodes: Nodes) -> None:
+    actions = ("train", "1", "save", "train", "1", "garble", "1", "save", "die", "copy", "0", "train", "1", "begin")
+    with nodes.begin(2, "fsdp2", *actions) as ranks:
+        assert ranks.end_of(0).code == -9
+    nodes.lose(0)
+
+    loaded = nodes.run(2, "fsdp2", "load", generation=1)[0]
+
+    # Both ranks have written over the one that did not count.
+    assert loaded["loaded"] == [0, 1]
+
+
+def test_a_part_that_arrives_garbled_is_said(nodes: Nodes) -> None:
+    said = [answer["said"] for answer in nodes.run(2, "fsdp2", "train", "1", "garble", "1", "save")]
+
+    assert said[0] == []
+    assert "what rank 0 sent did not arrive as it was: its checksum is wrong" in said[1][0]
+
+
+def test_a_part_that_a_node_lacks_and_that_arrives_garbled_is_not_loaded(nodes: Nodes) -> None:
+    nodes.run(2, "fsdp2", "train", "1", "save")
+    nodes.lose(1)
+
+    with nodes.begin(2, "fsdp2", "garble", "1", "load", generation=1) as ranks:
+        ended = ranks.end_of(1)
+
+    assert ended.code == 1
+    assert "rank 1's part of the snapshot did not arrive from rank 0 as it was" in ended.err

@@ -20,9 +20,11 @@ TWO = Place(rank=0, world_size=2, launched=True)
 @pytest.mark.parametrize(
     ("argv", "sentence"),
     [
-        (["--global-batch", "8"], "(8) is not divisible by --micro-batch (3); use --micro-batch 2 or --global-batch 9"),
-        (["--global-batch", "3"], "makes 1 micro-batch, too few for 2 workers; use --micro-batch 1 or at most 1"),
+        (["--global-batch", "8", "--micro-batch", "3"], "--micro-batch (3); use --micro-batch 2 or --global-batch 9"),
+        (["--global-batch", "3", "--micro-batch", "3"], "too few for 2 workers; use --micro-batch 1 or at most 1"),
         (["--global-batch", "1", "--micro-batch", "1"], "too few for 2 workers; use --global-batch 2 or at most 1"),
+        (["--global-batch", "1"], "too few for 2 workers; use --global-batch 2 or at most 1"),
+        (["--micro-batch", "5"], "by --micro-batch (5); use --micro-batch 4 or --global-batch 25"),
         (["--width", "30", "--heads", "4"], "--width (30) is not divisible by --heads (4); use --width 32"),
         (["--steps", "0"], "--steps"),
         (["--steps", "many"], "'many'"),
@@ -46,6 +48,25 @@ def test_options_become_the_configuration() -> None:
     assert config == TrainConfig(
         steps=9, learning_rate=0.5, out=Path("there"), bf16=True, ledger=True, global_batch=4, micro_batch=2
     )
+
+
+@pytest.mark.parametrize("batch", [2, 3, 7, 8, 9, 16, 21, 24, 25, 32, 100])
+def test_a_global_batch_alone_is_cut_so_that_it_fits(batch: int) -> None:
+    config = parse(["--global-batch", str(batch)], TWO)
+
+    assert config
+    many, rest = divmod(batch, config.micro_batch)
+    assert rest == 0
+    assert many >= min(batch, 8)
+    # A run is the same run when its workers become more or fewer.
+    assert all(
+        parse(["--global-batch", str(batch)], replace(TWO, world_size=world_size)) == config
+        for world_size in range(1, min(many, 8) + 1)
+    )
+
+
+def test_the_default_batch_said_aloud_is_the_default_run() -> None:
+    assert parse(["--global-batch", "24"], TWO) == parse([], TWO) == TrainConfig()
 
 
 @pytest.mark.parametrize("world_size", range(1, 9))

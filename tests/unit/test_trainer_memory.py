@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -336,3 +337,20 @@ def test_copies_go_where_the_caller_says(tmp_path: Path) -> None:
     Memory(tmp_path, "m", LAYOUT).save(Version(0, 1), lambda: state_of(1), copy)
 
     assert copied == [1]
+
+
+@pytest.mark.parametrize("offset", [0, 8, 16])
+def test_a_completed_step_with_a_flipped_bit_is_not_believed(tmp_path: Path, offset: int) -> None:
+    Records(tmp_path, "m", LAYOUT, 0).done(Version(0, 6))
+    path = tmp_path / "m.done-0"
+    content = bytearray(path.read_bytes())
+    content[offset] ^= 1
+    path.write_bytes(content)
+
+    assert completed_in(tmp_path, "m", LAYOUT) is None
+
+
+def test_a_completed_step_of_an_older_release_is_not_believed(tmp_path: Path) -> None:
+    (tmp_path / "m.done-0").write_bytes(struct.pack("<qq", 0, 6))
+
+    assert completed_in(tmp_path, "m", LAYOUT) is None
