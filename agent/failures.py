@@ -218,11 +218,15 @@ def _parse_plain(text: str) -> Raised | None:
     if said is None:
         return None
     mine = [f for f in frames if not _NOT_USER_CODE.search(f["file"])] or frames
-    frame = f"{mine[-1]['file']}:{mine[-1]['line']}" + (f" in {mine[-1]['function']}" if mine[-1]["function"] else "")
+    frame = _place(mine[-1]) if mine else ""
     whole = text[chain_start(text) :].rstrip()
     # Python 3.10 writes __main__.MyError, later ones MyError.
     exception = said["type"].removeprefix("__main__.")
-    return Raised(exception, (said["message"] or "").strip(), frame if mine else "", whole)
+    return Raised(exception, (said["message"] or "").strip(), frame, whole)
+
+
+def _place(frame: re.Match[str]) -> str:
+    return f"{frame['file']}:{frame['line']}" + (f" in {frame['function']}" if frame["function"] else "")
 
 
 def _kept(tail: str, traceback: str) -> str:

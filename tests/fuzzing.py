@@ -23,7 +23,7 @@ _CPU_S, _MEMORY_BYTES = 2.0, 512 << 20
 
 settings.register_profile(
     "elaunch",
-    max_examples=EXAMPLES or 20,
+    max_examples=EXAMPLES or 10,
     derandomize=not EXAMPLES,
     database=None,
     deadline=None,

@@ -197,6 +197,13 @@ def test_an_error_file_of_60_kb_of_brackets_is_a_torn_one() -> None:
     assert parse_record(NESTED) is None
 
 
+def test_a_traceback_without_a_frame_is_an_exception_without_a_place() -> None:
+    raised = parse_traceback("Traceback (most recent call last):\nValueError: x")
+
+    assert raised
+    assert (raised.exception, raised.message, raised.frame) == ("ValueError", "x", "")
+
+
 def test_an_error_file_nested_deeper_than_can_be_shown_is_read() -> None:
     deep = "[" * 900 + "]" * 900
 
