@@ -162,9 +162,9 @@ def _start_run(agent: Agent, now_s: float) -> Step:
         # Those who run it may have been away as this agent was, their leases ended, and are back in a moment.
         return replace(agent, lead_at_s=now_s + agent.times.amnesty_s), ()
     if snapshot.generation is None and member.runs_refused:
-        # Their leases end, of which the narrow view does not tell; or they have none.
-        if agent.lead_at_s is not None and now_s < agent.lead_at_s:
-            return agent, ()
+        # Their leases end, of which the narrow view does not tell; or they have none. Whatever else it was woken for.
+        if now_s < member.run_again_s:
+            return replace(agent, lead_at_s=member.run_again_s), ()
         if member.runs_refused >= RUNS_REFUSED_MAX:
             reason = (
                 f"the store holds members of job {agent.spec.run_id!r} but no generation, which is no job;"
@@ -173,7 +173,8 @@ def _start_run(agent: Agent, now_s: float) -> Step:
             return exit_with(agent, agent.outcome(OutcomeKind.UNKNOWN, reason))
     run = start_run(snapshot, agent.spec.terms, agent.me, member.lease)
     tag = Tag.RUN if snapshot.generation else Tag.FIRST_RUN
-    agent = replace(agent.as_member(in_flight=tag), lead_at_s=now_s + agent.times.lease_ttl_s)
+    again_s = now_s + agent.times.lease_ttl_s
+    agent = replace(agent.as_member(in_flight=tag, run_again_s=again_s), lead_at_s=again_s)
     return agent, (Commit(run, tag),)
 
 

@@ -178,7 +178,8 @@ class Membership:
     transaction whose answer is awaited, and nothing is decided from a snapshot older than `answered`, the revision of
     the last answer. `refused` says that the last join was, `outvoted` that the last try to lead was, `evicted` that
     this node's member key is gone, `widened` that all keys are looked at. `runs_refused` counts the runs that it
-    could not start, since the job had members. `misfit` is there where the job in the store is another one.
+    could not start, since the job had members; it tries the next one at `run_again_s`. `misfit` is
+    there where the job in the store is another one.
     """
 
     lease: int = 0
@@ -192,6 +193,7 @@ class Membership:
     evicted: bool = False
     widened: bool = False
     runs_refused: int = 0
+    run_again_s: float = 0.0
     misfit: Misfit | None = None
 
 
