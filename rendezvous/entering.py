@@ -126,10 +126,11 @@ def complete(snapshot: Snapshot, me: Node, failure: Failure) -> tuple[Txn, ...]:
     full = snapshot.put(key, encode(failure))
     if full == brief:
         return (Txn((live,), (full,)),)
-    # Sent again where an answer was lost, each of them changes nothing more.
+    # Its table is gone when the generation has been judged. Sent again where an answer was lost, each of them changes
+    # nothing more.
     return (
         Txn((live,), (brief,)),
-        Txn((live, Empty(keys.detailed(g))), (snapshot.put(mine, ""),)),
+        Txn((live, Present(keys.table(g)), Empty(keys.detailed(g))), (snapshot.put(mine, ""),)),
         Txn((live, Present(mine)), (full,)),
     )
 

@@ -30,16 +30,18 @@ if os.environ["RANK"] == "1" and int(os.environ["TORCHELASTIC_RESTART_COUNT"]) <
 """
 MB = 1_000_000
 # docs/operations.md: what a job with one small failure has in the store when it has ended.
-KEYS_AFTER_END, BYTES_AFTER_END = 5, 8 << 10
+KEYS_AFTER_END, BYTES_AFTER_END = 5, 1300
 # … and while its agents live, one node, with the first failure behind it.
-KEYS_OF_A_JOB, BYTES_OF_A_JOB = 8, 12 << 10
+KEYS_OF_A_JOB, BYTES_OF_A_JOB = 7, 1700
+# … and when they were killed.
+KEYS_OF_THE_DEAD = 4
 
 
 @contextmanager
 def stores(which: str, tmp_path: Path) -> Iterator[tuple[str, tuple[str, ...]]]:
     """An endpoint, and the options that its user types."""
     if which == "served":
-        with ServerProcess() as server:
+        with ServerProcess("one-word-for-tests-only") as server:
             token = tmp_path / "token"
             token.write_text(server.token)
             yield f"127.0.0.1:{server.port}", ("--token-file", str(token))
@@ -133,14 +135,16 @@ def test_of_jobs_whose_agents_were_all_killed_nothing_stays(tmp_path: Path) -> N
             job.wait_for_output("^runs")
         for name in names:
             keys = left(etcd, name)
-            assert len(keys) <= KEYS_OF_A_JOB
-            assert sum(keys.values()) < BYTES_OF_A_JOB
+            assert (len(keys), sum(keys.values()) < BYTES_OF_A_JOB) == (KEYS_OF_A_JOB, True), keys
 
         for job in jobs:
             job.process.kill()
 
         for name in names:
-            assert left(etcd, name)
+            wait_for(
+                lambda name=name: len(left(etcd, name)) == KEYS_OF_THE_DEAD, "the leases of the dead have ended", 5
+            )
+        for name in names:
             wait_for(lambda name=name: not left(etcd, name), f"the keys of {name} are gone", 20)
         assert etcd.ctl("lease", "list").split() == ["found", "0", "leases"]
 

@@ -337,6 +337,19 @@ def test_where_a_peers_end_explains_the_opener_another_ones_record_is_in_full(ki
     assert verdict(world.snapshot.failures[0]) == replace(LONG, node_id=B.node_id)
 
 
+def test_a_record_that_comes_after_its_generation_was_judged_is_brief() -> None:
+    """History (seed 3454): a node that was cut off clears up when the others have had the next table for a while."""
+    world = running(A, B, C)
+    before = world.snapshot
+    world.commit(entering.fail(before, A, replace(LONG, node_id=A.node_id)))
+    complete(world, A)
+    world.run(A, B, C)
+
+    complete(world, B, seen=before)
+
+    assert in_full(world) == [A.node_id]
+
+
 def test_a_brief_record_still_shows_both_ends_of_its_traceback_and_the_last_output() -> None:
     world = running(A, B)
     world.commit(entering.fail(world.snapshot, A, replace(LONG, node_id=A.node_id)))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from elaunch.agent.core import deadline_s
-from elaunch.agent.events import Tick
+from elaunch.agent.events import StoreAway, StoreBack, Tick
+from elaunch.agent.membership import RUNS_REFUSED_MAX
 from elaunch.agent.state import Joining
 from elaunch.rendezvous.codec import encode
 from elaunch.rendezvous.store import Delete, Put
@@ -69,6 +70,22 @@ def test_who_may_not_start_a_run_tries_again_only_after_a_lease_time() -> None:
     assert not tried
     assert isinstance(driver.agent.phase, Joining)
     assert deadline_s(driver.agent) == driver.now_s + TIMES.lease_ttl_s
+
+
+def test_a_store_that_comes_and_goes_does_not_make_it_try_sooner() -> None:
+    """History (seed 4676): answers were lost, each return of the store was a try, and the last of them was an end."""
+    driver = vacant()
+
+    tried = False
+    for _ in range(RUNS_REFUSED_MAX + 1):
+        driver.happen(StoreAway("no answer came in time"))
+        driver.happen(StoreBack())
+        driver.happen(Tick())
+        tried |= bool(driver.commits)
+        driver.settle()
+
+    assert not tried
+    assert isinstance(driver.agent.phase, Joining)
 
 
 def test_a_run_starts_once_what_is_left_of_another_has_gone_with_its_lease() -> None:
