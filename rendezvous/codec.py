@@ -6,6 +6,7 @@ import json
 from dataclasses import asdict, is_dataclass
 from enum import Enum
 from functools import cache
+from math import isfinite
 from types import UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -17,6 +18,20 @@ def encode(record: Any) -> str:
     return json.dumps(asdict(record), default=_plain, separators=(",", ":"))
 
 
+def parse_json(text: str | bytes) -> Any:
+    """The JSON value in `text`, which somebody else may have written.
+
+    Raises ValueError, and nothing else, for what is none: also where it is nested too deeply for Python, too large for
+    its memory, or holds a number that 64 bits or a float cannot hold (NaN and Infinity are not JSON).
+    """
+    return _parsed(text, whole=True)
+
+
+def parse_first_json(text: str | bytes) -> Any:
+    """The same for the value that `text` begins with, whatever follows it."""
+    return _parsed(text, whole=False)
+
+
 def decode(kind: type[Record], text: str) -> Record:
     """The record of class `kind` that `encode` wrote; unknown fields are ignored, so that newer writers can be read.
 
@@ -26,6 +41,38 @@ def decode(kind: type[Record], text: str) -> Record:
         return _build(kind, json.loads(text))  # type: ignore[no-any-return]
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"not a {kind.__name__}: {text[:200]!r} ({error})") from error
+
+
+def _parsed(text: str | bytes, *, whole: bool) -> Any:
+    try:
+        words = (text if isinstance(text, str) else text.decode()).strip()
+        return _DECODER.decode(words) if whole else _DECODER.raw_decode(words)[0]
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    except MemoryError:
+        raise ValueError("too large") from None
+
+
+def _whole_number(digits: str) -> int:
+    if len(digits) > _DIGITS_MAX:
+        raise ValueError(f"a number of {len(digits)} digits")
+    return int(digits)
+
+
+def _fraction(digits: str) -> float:
+    number = float(digits)
+    if not isfinite(number):
+        raise ValueError(f"the number {digits[:40]} is too large")
+    return number
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
+
+
+# Of a 64-bit number, with its sign.
+_DIGITS_MAX = 20
+_DECODER = json.JSONDecoder(parse_int=_whole_number, parse_float=_fraction, parse_constant=_refuse_constant)
 
 
 def _plain(value: object) -> Any:

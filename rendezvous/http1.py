@@ -4,6 +4,7 @@ from __future__ import annotations
 
 HEAD_BYTES_MAX = 1 << 16
 _CHUNK_LINE_BYTES_MAX = 1 << 10
+_DIGITS_MAX = 18
 
 
 class Garbled(Exception):
@@ -61,6 +62,12 @@ class Reply:
         self.finished = True
 
     def _head(self) -> bool:
+        """Whether the head has come; interim answers before it are passed over."""
+        while (is_whole := self._one_head()) and not self.status:
+            pass
+        return is_whole
+
+    def _one_head(self) -> bool:
         end = self._rest.find(b"\r\n\r\n")
         if end < 0:
             if not b"HTTP/1.".startswith(self._rest[:7]):
@@ -71,10 +78,10 @@ class Reply:
         first, *lines = self._rest[:end].decode("latin-1").split("\r\n")
         self._rest = self._rest[end + 4 :]
         version, _, status = first.partition(" ")
-        if not version.startswith("HTTP/1.") or not status[:3].isdigit():
+        if not version.startswith("HTTP/1.") or not _is_number(status[:3]) or status[0] == "0":
             raise NotHttp(first.encode("latin-1"))
         if status[0] == "1":
-            return self._head()
+            return True
         for line in lines:
             name, _, value = line.partition(":")
             self.headers[name.strip().lower()] = value.strip()
@@ -92,7 +99,7 @@ class Reply:
             length = "0"
         if not length:
             self._left, self.reusable = None, False
-        elif length.isdigit():
+        elif _is_number(length) and len(length) <= _DIGITS_MAX:
             self._left = int(length)
             self._finish(self._left == 0)
         else:
@@ -127,9 +134,14 @@ class Reply:
         self.reusable = self.reusable and not (finished and self._rest)
 
 
+def _is_number(text: str) -> bool:
+    # Of Latin-1's characters "²" is a digit too, and no number.
+    return text.isascii() and text.isdigit()
+
+
 def _size(line: bytes) -> int:
     digits = line.partition(b";")[0].strip()
-    if not digits or digits.strip(b"0123456789abcdefABCDEF"):
+    if not digits or len(digits) > _DIGITS_MAX or digits.strip(b"0123456789abcdefABCDEF"):
         raise Garbled(f"sent a chunk of size {line[:40]!r}")
     return int(digits, 16)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import io
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -23,7 +24,11 @@ POST = b"POST /v3/kv/put?x=1 HTTP/1.1\r\nHost: here\r\nContent-Length: 7\r\nAuth
 
 
 def reader() -> RequestReader:
-    return RequestReader(lambda headers: BODY_BYTES_MAX)
+    def admit(headers: Mapping[str, str], body_bytes: int) -> None:
+        if body_bytes > BODY_BYTES_MAX:
+            raise BadRequest(413, "too large")
+
+    return RequestReader(admit)
 
 
 def read(data: bytes) -> HttpRequest | None:
