@@ -147,6 +147,8 @@ class Server:
             except ConnectionError:
                 continue
             except OSError as error:
+                if error.errno in _NO_ROOM and not _is_awaited(listener):
+                    return
                 self._say("descriptors", f"no connection can be accepted unless another one ends: {error.strerror}")
                 if error.errno in _NO_ROOM and (stranger := self._strangers.first_to_go()):
                     self._close(stranger)
@@ -318,6 +320,13 @@ class Server:
             poll.register(sys.stderr, select.POLLOUT)
             if any(event & select.POLLOUT for _, event in poll.poll(0)):
                 print(f"elaunch's store: {sentence}", file=sys.stderr, flush=True)
+
+
+def _is_awaited(listener: socket.socket) -> bool:
+    """Whether somebody waits to be accepted: without a free descriptor, accept() fails in either case."""
+    poll = select.poll()
+    poll.register(listener, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 def _is_over(client: Client, now_s: float) -> bool:

@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import IO, Any
 
 from elaunch.rendezvous.secret import Secret
 from elaunch.rendezvous.serving import Server
@@ -45,7 +45,13 @@ def thread_serving(secret: Secret | None = None, slots: int = SLOTS_MAX) -> Iter
 class ServerProcess:
     """`python -m elaunch.rendezvous.server`, as the head's agent starts it; use it as a context manager."""
 
-    def __init__(self, token: str = TOKEN, host: str = "127.0.0.1", open_files: int | None = None) -> None:
+    def __init__(
+        self,
+        token: str = TOKEN,
+        host: str = "127.0.0.1",
+        open_files: int | None = None,
+        stderr: IO[bytes] | None = None,
+    ) -> None:
         """`open_files` is its limit of descriptors, soft and hard."""
         self.token = token
         limit = ["prlimit", f"--nofile={open_files}"] if open_files else []
@@ -55,7 +61,7 @@ class ServerProcess:
                 [*limit, sys.executable, "-m", "elaunch.rendezvous.server", "--fd", str(listener.fileno())],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE if keep_stderr else None,
+                stderr=stderr,
                 pass_fds=[listener.fileno()],
             )
         assert self.process.stdin
