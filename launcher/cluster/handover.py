@@ -244,13 +244,12 @@ def _another(meeting: Meeting, name: str) -> AnotherJob:
 def _pair(line: str) -> tuple[str, str]:
     """Raises ConnectionError for what no head says."""
     try:
-        first, second = parse_json(line)
-    except (ValueError, TypeError):
-        raise ConnectionError(_NO_HEAD) from None
-    # Text alone: to write out what is nested takes Python's stack once more.
-    if not (isinstance(first, str) and isinstance(second, str)):
+        words = parse_json(line)
+    except ValueError:
+        words = None
+    if not (isinstance(words, list) and len(words) == 2 and all(isinstance(word, str) for word in words)):
         raise ConnectionError(_NO_HEAD)
-    return first, second
+    return words[0], words[1]
 
 
 def _fingerprint(token: str) -> str:
