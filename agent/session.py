@@ -17,7 +17,7 @@ from elaunch.agent.errands import Errand, Errands
 from elaunch.agent.events import Looked, StoreEvent, StoreLost, Tag
 from elaunch.agent.identity import is_dead_here
 from elaunch.rendezvous.snapshot import Keys
-from elaunch.rendezvous.store import Store, StoreError, Txn
+from elaunch.rendezvous.store import Rejected, Store, StoreError, Txn
 from elaunch.rendezvous.times import Times
 
 _OTHERS_POLL_S = 0.05
@@ -114,7 +114,11 @@ class Session:
 
     def _do(self, errand: Errand) -> None:
         if not self._thread:
-            errand()
+            try:
+                errand()
+            except Rejected as error:
+                # The store in this process: nobody can mend it.
+                self._post(StoreLost(str(error)))
             return
         with self._wake:
             self._errands.order(errand)

@@ -19,6 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from elaunch.launcher.descriptors import check_descriptors
 from elaunch.launcher.errors import SiteError, UsageError
 from elaunch.launcher.keyring import Kept
 from elaunch.launcher.reach import NoAddress, Whose, addresses, is_address, is_loopback, is_meant_locally, whose
@@ -138,10 +139,13 @@ class Bound:
     everywhere: bool
 
 
-def take_the_head(plan: RendezvousPlan, say: Callable[[str], None]) -> StoreProcess | None:
+def take_the_head(
+    plan: RendezvousPlan, say: Callable[[str], None], nodes: tuple[int, int] = (1, 1)
+) -> StoreProcess | None:
     """Serve the job's store, where the plan says so and nothing listens at the endpoint; else None.
 
-    Raises UsageError where it cannot be served as asked, SiteError where its server does not start.
+    `nodes` is how many the job has, least and most. Raises UsageError where it cannot be served as asked, SiteError
+    where its server does not start.
     """
     if plan.serving is Serving.NOTHING or not is_the_head(plan, say):
         return None
@@ -149,11 +153,20 @@ def take_the_head(plan: RendezvousPlan, say: Callable[[str], None]) -> StoreProc
     bound = listen(endpoint)
     if bound is None:
         return None
-    return serve(bound, plan.serving, endpoint, plan.token)
+    if plan.serving is Serving.MEMORY:
+        try:
+            check_descriptors(nodes, say)
+        except UsageError:
+            bound.listener.close()
+            raise
+    return serve(bound, plan.serving, endpoint, plan.token, nodes[1])
 
 
-def serve(bound: Bound, serving: Serving, endpoint: Endpoint, token: str) -> StoreProcess:
-    """Start the server on `bound`, which is closed here. `token` is empty for a new one, which is kept then."""
+def serve(bound: Bound, serving: Serving, endpoint: Endpoint, token: str, agents: int = 0) -> StoreProcess:
+    """Start the server on `bound`, which is closed here.
+
+    `token` is empty for a new one, which is kept then; `agents` is 0 where nobody knows how many come.
+    """
     keep_for = None if token else endpoint
     token = token or new_token()
     title = f"elaunch: job store {endpoint}"
@@ -175,7 +188,12 @@ def serve(bound: Bound, serving: Serving, endpoint: Endpoint, token: str) -> Sto
         else:
             fd = listener.fileno()
             process = StoreProcess(
-                "elaunch.rendezvous.server", title, ("--fd", str(fd)), token, (fd,), keep_for=keep_for
+                "elaunch.rendezvous.server",
+                title,
+                ("--fd", str(fd), "--agents", str(agents)),
+                token,
+                (fd,),
+                keep_for=keep_for,
             )
     if not process.wait_until_ready():
         process.stop()

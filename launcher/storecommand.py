@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import click
 
 from elaunch.launcher.argv import TOKEN_IS_SECRET
+from elaunch.launcher.descriptors import agents_served
 from elaunch.launcher.endpoints import endpoints
 from elaunch.launcher.errors import SiteError, UsageError
 from elaunch.launcher.head import Bound, StoreProcess, listen, listen_everywhere, serve
@@ -134,6 +135,7 @@ def announcement(place: Endpoint, telling: Telling | None) -> tuple[str, ...]:
         *(telling.way(place) if telling else ()),
         "it lives in this host's memory: jobs end when it does, and nothing is left when it is started again;"
         " a cluster of etcd outlives any host. Ctrl-C ends it",
+        f"this host's limit of open files lets it serve {agents_served()} nodes at a time",
     )
 
 

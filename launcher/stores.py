@@ -65,7 +65,7 @@ def reach(options: Options, planned: Planned, say: Callable[[str], None]) -> Rea
 
     if planned.hands_over:
         plan = _settled(options, planned, say)
-    served, offer = take_the_head(plan, say), None
+    served, offer = take_the_head(plan, say, options.nnodes), None
     try:
         if served:
             offer = _welcome(options, planned, served, say)

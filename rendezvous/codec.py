@@ -19,14 +19,6 @@ _SHOWN_MAX = 200
 _INT_END = 1 << 63
 
 
-def parse_json(text: str | bytes) -> Any:
-    """The value that a JSON text of somebody else's holds; bytes are UTF-8. Raises ValueError for all that is none.
-
-    Python's own reader raises RecursionError for deep nesting, and takes NaN and Infinity, which no JSON has.
-    """
-    return _parsed(text, _ANY)
-
-
 def shown(value: object) -> str:
     """`value` for a message, as Python writes it, cut; never an error, however deep it is."""
     try:
@@ -39,6 +31,20 @@ def shown(value: object) -> str:
 def encode(record: Any) -> str:
     """`record` (a dataclass of strings, numbers, enums, tuples and dataclasses) as compact JSON."""
     return json.dumps(asdict(record), default=_plain, separators=(",", ":"))
+
+
+def parse_json(text: str | bytes) -> Any:
+    """The JSON value in `text`, which somebody else may have written.
+
+    Raises ValueError, and nothing else, for what is none: also where it is nested too deeply for Python, too large for
+    its memory, or holds a number that 64 bits or a float cannot hold (NaN and Infinity are not JSON).
+    """
+    return _parsed(text, _ANY)
+
+
+def parse_first_json(text: str | bytes) -> Any:
+    """The same for the value that `text` begins with, whatever follows it."""
+    return _parsed(text, _ANY, whole=False)
 
 
 def decode(kind: type[Record], text: str) -> Record:
@@ -58,11 +64,14 @@ def decode_fields(hints: Mapping[str, Any], fields: Any) -> dict[str, Any]:
     return {name: _build(hint, fields[name]) for name, hint in hints.items()}
 
 
-def _parsed(text: str | bytes, decoder: json.JSONDecoder) -> Any:
+def _parsed(text: str | bytes, decoder: json.JSONDecoder, *, whole: bool = True) -> Any:
     try:
-        return decoder.decode(text.decode() if isinstance(text, bytes) else text)
+        words = (text if isinstance(text, str) else text.decode()).strip()
+        return decoder.decode(words) if whole else decoder.raw_decode(words)[0]
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+    except MemoryError:
+        raise ValueError("it is too large") from None
 
 
 def _no_constant(word: str) -> Any:
@@ -77,8 +86,23 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return fields
 
 
-# Made once: a leader reads thousands of small records.
-_ANY = json.JSONDecoder(parse_constant=_no_constant)
+def _whole_number(digits: str) -> int:
+    if len(digits) > _DIGITS_MAX:
+        raise ValueError(f"a number of {len(digits)} digits")
+    return int(digits)
+
+
+def _fraction(digits: str) -> float:
+    number = float(digits)
+    if not math.isfinite(number):
+        raise ValueError(f"the number {digits[:40]} is too large")
+    return number
+
+
+# Of a 64-bit number, with its sign.
+_DIGITS_MAX = 20
+# Made once: a leader reads thousands of small records. Their numbers are checked where their types are.
+_ANY = json.JSONDecoder(parse_int=_whole_number, parse_float=_fraction, parse_constant=_no_constant)
 _RECORD = json.JSONDecoder(parse_constant=_no_constant, object_pairs_hook=_unique)
 
 

@@ -7,8 +7,9 @@ import socket
 import ssl
 
 _READ_BYTES = 64 << 10
-# More of one connection at a time would starve the others.
-_READ_BYTES_MAX = 8 * _READ_BYTES
+# More of one connection at a time would starve the others; of one that has not shown who it is, a record of TLS.
+READ_BYTES_MAX = 8 * _READ_BYTES
+STRANGERS_READ_BYTES_MAX = 16 << 10
 # A peer that is gone without a word is given up after about this long, also while nothing is sent.
 _DEAD_AFTER_S = 20
 
@@ -36,16 +37,19 @@ class Connection:
         """What to wait for, in `selectors`' terms."""
         return self._wants | (selectors.EVENT_WRITE if self.outgoing else 0)
 
-    def read(self) -> bytes:
-        """What has arrived, b"" for nothing yet. Raises Closed at the end of the stream."""
+    def read(self, bytes_max: int = READ_BYTES_MAX) -> bytes:
+        """What has arrived, about `bytes_max` of it at the most, b"" for nothing yet.
+
+        Raises Closed at the end of the stream.
+        """
         pieces: list[bytes] = []
         size = 0
         try:
             if not self._shaken_hands:
                 self._shake_hands()
             # What TLS holds decrypted is not seen by any selector: it is taken out in any case.
-            while size < _READ_BYTES_MAX or self._is_pending():
-                piece = self.socket.recv(_READ_BYTES)
+            while size < bytes_max or self._is_pending():
+                piece = self.socket.recv(min(_READ_BYTES, bytes_max))
                 if not piece:
                     raise Closed
                 pieces.append(piece)
@@ -61,17 +65,19 @@ class Connection:
                 raise
         return b"".join(pieces)
 
-    def write(self) -> None:
-        """Send what is waiting in `outgoing`, as far as it fits. Raises Closed."""
+    def write(self) -> int:
+        """Send what is waiting in `outgoing`, as far as it fits; how much that was. Raises Closed."""
+        before = len(self.outgoing)
         try:
             while self.outgoing:
                 with memoryview(self.outgoing) as view:
                     sent = self.socket.send(view[:_READ_BYTES])
                 del self.outgoing[:sent]
         except (BlockingIOError, ssl.SSLWantWriteError, ssl.SSLWantReadError):
-            return
+            pass
         except OSError as error:
             raise Closed from error
+        return before - len(self.outgoing)
 
     def close(self) -> None:
         self.socket.close()

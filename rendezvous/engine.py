@@ -21,10 +21,14 @@ from elaunch.rendezvous.api import (
 )
 from elaunch.rendezvous.leases import LeaseNotFound, Leases
 from elaunch.rendezvous.mvcc import UNBOUNDED, Keys, KeyValue, Refused, Written, within
+from elaunch.rendezvous.sizes import LOG_BYTES, MESSAGE_BYTES_MAX, REQUEST_BYTES_MAX, request_bytes, txn_bytes
 
 OPS_MAX = 128
 HISTORY_REVISIONS = 10_000
 HISTORY_BYTES = 64 << 20
+# All keys, their history and the leases: this process is the head's, whose memory is the workers'.
+QUOTA_BYTES = 256 << 20
+_LEASE_BYTES = 1024
 # etcd's, at its default election time-out.
 TTL_MIN_S = 2
 
@@ -34,7 +38,9 @@ class Engine:
 
     Every method that takes a request may raise `Refused`, having changed nothing. Leases end in `end_leases`, never
     else. The last `history_revisions`
-    or so can be read and watched, fewer where they hold more than `history_bytes`.
+    or so can be read and watched, fewer where they hold more than `history_bytes`. What would be
+    more than `quota_bytes` of memory is not put and not granted; there is room again when something was deleted, while
+    etcd would want to be compacted, and its alarm disarmed.
     """
 
     def __init__(
@@ -42,11 +48,13 @@ class Engine:
         *,
         history_revisions: int = HISTORY_REVISIONS,
         history_bytes: int = HISTORY_BYTES,
+        quota_bytes: int = QUOTA_BYTES,
         ttl_min_s: int = TTL_MIN_S,
     ) -> None:
         self._told: Callable[[Written], None] = lambda written: None
         self._history_revisions = history_revisions
         self._history_bytes = history_bytes
+        self._quota_bytes = quota_bytes
         self._keys = Keys()
         self._leases = Leases(ttl_min_s)
         self._now_s = 0.0
@@ -60,26 +68,41 @@ class Engine:
         self._told = told
 
     def range(self, request: RangeRequest) -> RangeAnswer:
+        _check_message(request_bytes(request))
         _check(request)
         self._keys.check(request.revision)
         return self._range(request)
 
     def put(self, request: PutRequest) -> PutAnswer:
+        size = request_bytes(request)
+        _check_message(size)
+        self._check_room(size)
         _check(request)
+        _check_logged(size)
         self._check_lease(request)
         answer = self._put(request)
         self._seal()
         return answer
 
     def delete(self, request: DeleteRequest) -> DeleteAnswer:
+        size = request_bytes(request)
+        _check_message(size)
         _check(request)
+        _check_logged(size)
         answer = self._delete(request)
         self._seal()
         return answer
 
     def txn(self, request: TxnRequest) -> TxnAnswer:
         """One branch, at one revision: `success` where every comparison is true."""
+        size = txn_bytes(request)
+        _check_message(size)
+        ops = (*request.success, *request.failure)
+        if any(isinstance(op, PutRequest) for op in ops):
+            self._check_room(size)
         _check_txn(request)
+        if not all(isinstance(op, RangeRequest) for op in ops):
+            _check_logged(size)
         succeeded = all(map(self._is_true, request.compare))
         branch = request.success if succeeded else request.failure
         # In etcd's order; and before anything is written, for that would let one more revision pass.
@@ -107,6 +130,7 @@ class Engine:
 
     def grant(self, lease: int, ttl_s: int) -> tuple[int, int]:
         """Begin a lease, of the engine's choice where `lease` is 0; its id and its time in seconds."""
+        self._check_room(_LEASE_BYTES)
         return self._leases.grant(lease, ttl_s, self._now_s)
 
     def keep_alive(self, lease: int) -> int:
@@ -184,6 +208,16 @@ class Engine:
         elif kept > 1 and self._keys.history_bytes > self._history_bytes:
             self._keys.compact(self.revision - kept // 2)
 
+    def _check_room(self, size: int) -> None:
+        # The past goes before the present is refused: who watches from there is told so, and reads.
+        while self._is_full(size) and (kept := self._keys.history_length) > 1:
+            self._keys.compact(self.revision - (kept - 1) // 2)
+        if self._is_full(size):
+            raise Refused(8, "etcdserver: mvcc: database space exceeded")
+
+    def _is_full(self, size: int) -> bool:
+        return self._keys.held_bytes + _LEASE_BYTES * len(self._leases) + size > self._quota_bytes
+
     def _check_lease(self, request: PutRequest) -> None:
         if request.lease and request.lease not in self._leases:
             raise LeaseNotFound
@@ -220,6 +254,17 @@ def _compares(compare: Compare, subject: bytes | int) -> bool:
             return subject > compare.value  # type: ignore[operator]
         case Result.LESS:
             return subject < compare.value  # type: ignore[operator]
+
+
+def _check_message(size: int) -> None:
+    """In the words of etcd's gRPC, whose code for it is that of a full store too."""
+    if size > MESSAGE_BYTES_MAX:
+        raise Refused(8, f"grpc: received message larger than max ({size} vs. {MESSAGE_BYTES_MAX})")
+
+
+def _check_logged(size: int) -> None:
+    if size + LOG_BYTES > REQUEST_BYTES_MAX:
+        raise Refused(3, "etcdserver: request is too large")
 
 
 def _check(request: Request | Compare) -> None:

@@ -26,6 +26,7 @@ from elaunch.rendezvous.api import (
     TxnAnswer,
     TxnRequest,
 )
+from elaunch.rendezvous.codec import parse_first_json
 from elaunch.rendezvous.mvcc import KeyValue, Refused
 
 Json = dict[str, Any]
@@ -95,8 +96,8 @@ class Fields:
 def read_json(text: bytes) -> Fields:
     """The first JSON value of a request's body, which may be empty."""
     try:
-        value, _ = json.JSONDecoder().raw_decode(text.decode().strip() or "{}")
-    except (ValueError, RecursionError) as error:
+        value = parse_first_json(text.strip() or b"{}")
+    except ValueError as error:
         raise Refused(_INVALID, f"not JSON: {error}") from None
     return Fields(value, "the request")
 

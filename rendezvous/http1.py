@@ -9,6 +9,7 @@ _CHUNK_LINE_BYTES_MAX = 1 << 10
 # str.isdigit() would take digits that int() does not.
 _STATUS = re.compile(r"[1-5][0-9]{2}(?![^ ])")
 _LENGTH = re.compile(r"[0-9]{1,18}")
+_SIZE_DIGITS_MAX = 16
 
 
 class Garbled(Exception):
@@ -137,7 +138,7 @@ class Reply:
 
 def _size(line: bytes) -> int:
     digits = line.partition(b";")[0].strip()
-    if not digits or digits.strip(b"0123456789abcdefABCDEF"):
+    if not digits or len(digits) > _SIZE_DIGITS_MAX or digits.strip(b"0123456789abcdefABCDEF"):
         raise Garbled(f"sent a chunk of size {line[:40]!r}")
     return int(digits, 16)
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from typing import NamedTuple
 
-HEAD_BYTES_MAX = 16 << 10
+HEAD_BYTES_MAX = 4 << 10
 _END = b"\r\n\r\n"
 
 
@@ -24,18 +24,26 @@ class HttpRequest(NamedTuple):
 
 
 class BadRequest(Exception):
-    """What was sent is no request, or too large a one; the connection cannot be used any further."""
+    """What was sent is no request, or one that is not taken; the connection cannot be used any further.
 
-    def __init__(self, status: int, reason: str) -> None:
-        super().__init__(reason)
+    `body` is what to answer.
+    """
+
+    def __init__(self, status: int, body: str | bytes) -> None:
         self.status = status
+        self.body = body if isinstance(body, bytes) else f"{body}\n".encode()
+        super().__init__(self.body)
 
 
 class RequestReader:
-    """Puts requests together from what arrives; `body_bytes_max` says how much may follow some headers."""
+    """Puts requests together from what arrives.
 
-    def __init__(self, body_bytes_max: Callable[[Mapping[str, str]], int]) -> None:
-        self._body_bytes_max = body_bytes_max
+    `admit` is called with the headers of each and the length of its body, before that is waited for; it raises
+    BadRequest for what is not to be taken.
+    """
+
+    def __init__(self, admit: Callable[[Mapping[str, str], int], None]) -> None:
+        self._admit = admit
         self._buffer = bytearray()
         self._head: tuple[str, str, Mapping[str, str], bool] | None = None
         self._body_length = 0
@@ -76,8 +84,7 @@ class RequestReader:
         if version not in ("HTTP/1.0", "HTTP/1.1") or len(headers) < len(fields):
             raise BadRequest(400, "not HTTP/1.1, or a header twice")
         self._body_length = _body_length(headers)
-        if self._body_length > self._body_bytes_max(headers):
-            raise BadRequest(413, "the request is too large")
+        self._admit(headers, self._body_length)
         closes = version == "HTTP/1.0" or headers.get("connection", "").lower() == "close"
         self._head = (method, target.partition("?")[0], headers, closes)
         return True

@@ -44,6 +44,9 @@ class Leases:
         # No lease ends before this, though it may be that none ends then: asking costs nothing until then.
         self.soonest_s = math.inf
 
+    def __len__(self) -> int:
+        return len(self._leases)
+
     def __contains__(self, lease: int) -> bool:
         return lease in self._leases
 

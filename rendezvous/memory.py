@@ -15,7 +15,6 @@ from elaunch.rendezvous.store import (
     Answer,
     Changes,
     Delete,
-    Denied,
     Empty,
     Entry,
     Guard,
@@ -24,6 +23,7 @@ from elaunch.rendezvous.store import (
     Op,
     Present,
     Put,
+    StoreError,
     Txn,
     Unchanged,
     Update,
@@ -62,7 +62,7 @@ class MemoryStore:
         except LeaseNotFound:
             raise LeaseGone("the lease of a put has ended") from None
         except Refused as refused:
-            raise Denied(refused.message) from None
+            raise _error_of(refused) from None
         self._tell()
         return Answer(answer.succeeded, answer.revision)
 
@@ -145,6 +145,16 @@ class _Watch:
         self.next_revision = view.revision + 1
         if not self.closed:
             self._tell(view)
+
+
+def _error_of(refused: Refused) -> StoreError:
+    """What an etcd's client would make of the same refusal."""
+    # Imported where it is needed: a job on one node starts sooner without it.
+    from elaunch.rendezvous import carrier, refusals
+    from elaunch.rendezvous.access import Access
+    from elaunch.rendezvous.plan import Endpoint
+
+    return refusals.explain(carrier.Refused(refused.code, refused.message), Endpoint("memory", 0), Access())
 
 
 def _range(prefix: str) -> tuple[bytes, bytes]:

@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 # A range's `end` that means "to the last key", as in etcd's API.
 UNBOUNDED = b"\0"
+# What a version of a key takes of this process's memory beside the key and the value: measured, and rounded up.
+_VERSION_BYTES = 512
 
 
 class Refused(Exception):
@@ -69,6 +71,8 @@ class Keys:
         # A fresh etcd has compacted nothing, not even revision 0.
         self.compacted = -1
         self.history_bytes = 0
+        # What all versions take of this process's memory, about.
+        self.held_bytes = 0
         self._versions: dict[bytes, list[KeyValue]] = {}
         self._index: list[bytes] = []
         self._history: list[Written] = []
@@ -176,16 +180,24 @@ class Keys:
         else:
             versions.append(kv)
         self._open.append(kv)
+        self.held_bytes += _held(kv)
 
     def _prune(self, key: bytes) -> None:
         versions = self._versions[key]
-        while len(versions) > 1 and versions[1].mod_revision <= self.compacted:
-            del versions[0]
-        if not versions[0].version and versions[0].mod_revision <= self.compacted:
-            del versions[0]
+        old = 0
+        while old < len(versions) - 1 and versions[old + 1].mod_revision <= self.compacted:
+            old += 1
+        if not versions[old].version and versions[old].mod_revision <= self.compacted:
+            old += 1
+        self.held_bytes -= sum(map(_held, versions[:old]))
+        del versions[:old]
         if not versions:
             del self._versions[key]
             del self._index[bisect_left(self._index, key)]
+
+
+def _held(kv: KeyValue) -> int:
+    return len(kv.key) + len(kv.value) + _VERSION_BYTES
 
 
 def _size(written: Written) -> int:

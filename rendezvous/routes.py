@@ -26,9 +26,9 @@ from elaunch.rendezvous.mvcc import UNBOUNDED, KeyValue, Refused
 
 # The version of etcd whose ways these are: clients look at it.
 ETCD_VERSION = "3.4.0"
-INTERNAL, UNAUTHENTICATED = 13, 16
+EXHAUSTED, INTERNAL, UNAUTHENTICATED = 8, 13, 16
 # HTTP's status for gRPC's, as the gateway has them.
-_STATUS = {3: 400, 5: 404, 9: 400, 11: 400, 12: 501, INTERNAL: 500, UNAUTHENTICATED: 401}
+_STATUS = {3: 400, 5: 404, EXHAUSTED: 429, 9: 400, 11: 400, 12: 501, INTERNAL: 500, UNAUTHENTICATED: 401}
 
 
 class Reply(NamedTuple):

@@ -13,30 +13,41 @@ from contextlib import suppress
 
 from elaunch.rendezvous.secret import Secret
 from elaunch.rendezvous.serving import Server
+from elaunch.rendezvous.slots import slots
 
 
 def main(argv: Sequence[str]) -> int:
-    """`--fd N` for each bound socket; the token is a line on stdin, whose end is the end. Says "ready" when it is."""
+    """`--fd N` for each bound socket; the token is a line on stdin, whose end is the end. Says "ready" when it is.
+
+    `--agents N` is how many there will be at the most, 0 where nobody knows.
+    """
     # A terminal's Ctrl-C and a scheduler's signals to all of a job's processes are for the agent, which needs its store
     # until it has ended the job.
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(signum, signal.SIG_IGN)
     parser = argparse.ArgumentParser(prog="elaunch.rendezvous.server")
     parser.add_argument("--fd", type=int, action="append", required=True, help="an inherited socket, bound already")
+    parser.add_argument("--agents", type=int, default=0)
     options = parser.parse_args(argv)
     try:
         secret = Secret(_read_line(0))
     except ValueError as error:
         print(f"elaunch's store: {error}", file=sys.stderr)
         return 2
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    server = Server([socket.socket(fileno=fd) for fd in options.fd], secret)
+    listeners = [socket.socket(fileno=fd) for fd in options.fd]
+    server = Server(listeners, secret, slots(_raised_limit(), options.agents))
     server.stop_at_end_of(0)
     with suppress(BrokenPipeError):
         os.write(1, b"ready\n")
     server.run()
     return 0
+
+
+def _raised_limit() -> int:
+    """How many files this process may open: as many as the host lets it."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return sys.maxsize if hard == resource.RLIM_INFINITY else hard
 
 
 def _read_line(fd: int) -> str:

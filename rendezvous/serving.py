@@ -5,50 +5,59 @@ One thread and a selector, no asyncio: its TLS keeps 256 KiB for every connectio
 
 from __future__ import annotations
 
+import errno
 import hmac
-import math
 import os
 import secrets
+import select
 import selectors
 import socket
 import ssl
+import sys
 import time
 import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 
+from elaunch.rendezvous.client import Client
 from elaunch.rendezvous.connection import Closed, Connection
 from elaunch.rendezvous.engine import Engine
 from elaunch.rendezvous.httpserver import BadRequest, HttpRequest, RequestReader, chunk, stream_head, whole
 from elaunch.rendezvous.mvcc import Refused
-from elaunch.rendezvous.routes import INTERNAL, UNAUTHENTICATED, Reply, Routes, WatchRequest, error_reply
+from elaunch.rendezvous.routes import EXHAUSTED, INTERNAL, UNAUTHENTICATED, Reply, Routes, WatchRequest, error_reply
 from elaunch.rendezvous.secret import Secret
-from elaunch.rendezvous.watchers import Keys, Watcher, Watchers
+from elaunch.rendezvous.slots import SLOTS_MAX, strangers_max
+from elaunch.rendezvous.strangers import CROWD_S, PER_ADDRESS, Strangers
+from elaunch.rendezvous.watchers import Keys, Watchers
 
-CONNECTIONS_MAX = 16_384
 BACKLOG = 4096
-# Above etcd's own 1.5 MiB, as base64 in JSON; who has not shown the secret may send a token's worth.
-REQUEST_BYTES_MAX = 4 << 20
-_STRANGERS_BYTES_MAX = 16 << 10
-# What waits to be sent on one connection; a watch that has as much waiting is told no more until some of it went.
-OUTGOING_BYTES_MAX = 1 << 20
+# The largest that etcd's gRPC takes, 2 MiB, as base64 in JSON. Of who has not shown the secret no body is read at all.
+REQUEST_BYTES_MAX = 3 << 20
 # Agents write every second; only watches are silent for longer.
 IDLE_S = 60.0
-# Long enough for a slow handshake through a full accept queue.
-FIRST_REQUEST_S = 20.0
+# Who takes nothing of what waits for it is gone, or will ask again.
+STALLED_S = 20.0
 # For a client to read why its request was refused, when it still sends.
 LINGER_S = 3.0
 # Leases do not run while this process does not, as when its machine was suspended: nobody could renew them.
 STALL_S = 1.5
+# Between two lines about the same thing.
+QUIET_S = 60.0
 _TICK_S = 1.0
+# In one turn of the loop, so that one crowd or one client that sends many requests together does not delay the others.
 _ACCEPTED_AT_ONCE = 64
+_ANSWERED_AT_ONCE = 16
+_NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class Server:
-    """Serves one engine on `listeners`, bound already, until it is stopped. Without a secret, to anybody."""
+    """Serves one engine on `listeners`, bound already, until it is stopped. Without a secret, to anybody.
 
-    def __init__(self, listeners: Sequence[socket.socket], secret: Secret | None) -> None:
+    `slots` is how many connections may be open; those that have not shown the secret yet are strangers.
+    """
+
+    def __init__(self, listeners: Sequence[socket.socket], secret: Secret | None, slots: int = SLOTS_MAX) -> None:
         self.engine = Engine()
         self._routes = Routes(self.engine, secrets.randbits(63), secrets.randbits(63))
         self._watchers = Watchers(self.engine, self._routes)
@@ -57,8 +66,13 @@ class Server:
         self._authorization = f"Bearer {secret.bearer}".encode() if secret else None
         self._listeners = listeners
         self._selector = selectors.DefaultSelector()
-        self._clients: dict[_Client, None] = {}
-        self._dirty: dict[_Client, None] = {}
+        self._slots = slots
+        self._clients: dict[Client, None] = {}
+        self._strangers: Strangers[Client] = Strangers()
+        self._dirty: dict[Client, None] = {}
+        self._unfinished: dict[Client, None] = {}
+        self._quiet_until_s: dict[str, float] = {}
+        self._now_s = time.monotonic()
         self._waker, self._woken = socket.socketpair()
         self._stopping = False
         # From here on nobody who connects is turned away.
@@ -95,15 +109,18 @@ class Server:
         self._selector.register(fd, selectors.EVENT_READ, readable)
 
     def _loop(self) -> None:
-        last_s = swept_s = time.monotonic()
+        last_s = swept_s = self._now_s
         running_s = 0.0
         while not self._stopping:
             timeout_s = max(min(_TICK_S, self.engine.idle_until_s - running_s), 0.0)
-            ready = self._selector.select(timeout_s)
-            now_s = time.monotonic()
+            ready = self._selector.select(0.0 if self._unfinished else timeout_s)
+            now_s = self._now_s = time.monotonic()
             running_s += min(now_s - last_s, STALL_S)
             last_s = now_s
             self.engine.tell_time(running_s)
+            unfinished, self._unfinished = self._unfinished, {}
+            for client in unfinished:
+                self._serve(client)
             for key, _ in ready:
                 key.data()
             # After what has arrived: a renewal may have waited while this process did not run.
@@ -111,7 +128,7 @@ class Server:
             self._flush()
             if now_s - swept_s >= _TICK_S:
                 swept_s = now_s
-                self._sweep(now_s)
+                self._sweep()
 
     def _wake_up(self) -> None:
         self._woken.recv(64)
@@ -124,16 +141,22 @@ class Server:
     def _accept(self, listener: socket.socket) -> None:
         for _ in range(_ACCEPTED_AT_ONCE):
             try:
-                accepted, _ = listener.accept()
+                accepted, place = listener.accept()
             except BlockingIOError:
                 return
             except ConnectionError:
                 continue
-            except OSError:
-                # No descriptors left: those who wait are accepted when some connection has ended.
+            except OSError as error:
+                if error.errno in _NO_ROOM and not _is_awaited(listener):
+                    return
+                self._say("descriptors", f"no connection can be accepted unless another one ends: {error.strerror}")
+                if error.errno in _NO_ROOM and (stranger := self._strangers.first_to_go()):
+                    self._close(stranger)
+                    continue
+                # Those who wait are accepted at the next sweep, when some connection may have ended.
                 self._selector.unregister(listener)
                 return
-            if len(self._clients) >= CONNECTIONS_MAX:
+            if not self._make_room():
                 accepted.close()
                 continue
             try:
@@ -141,51 +164,76 @@ class Server:
             except (OSError, ValueError):
                 accepted.close()
                 continue
-            self._begin(connection)
+            # Where one listener serves both families, an address of IPv4 looks so.
+            self._begin(connection, str(place[0]).removeprefix("::ffff:") if place else "this host")
 
-    def _begin(self, connection: Connection) -> None:
-        client = _Client(connection, RequestReader(self._bytes_max), self._dirty)
-        client.deadline_s = time.monotonic() + FIRST_REQUEST_S
+    def _make_room(self) -> bool:
+        """Whether one more may come, for whom strangers have gone where they were too many."""
+        room = strangers_max(self._slots, len(self._clients) - len(self._strangers))
+        while len(self._strangers) >= room and (stranger := self._strangers.first_to_go()):
+            who = ", ".join(f"{address} has {count}" for address, count in self._strangers.crowds())
+            self._say(
+                "strangers",
+                f"all {room} places for connections that have not shown the job's token are taken ({who}); for each new"
+                " one the oldest of the address that has the most is closed",
+            )
+            self._close(stranger)
+        if room <= 0:
+            self._say(
+                "slots",
+                f"all {self._slots} places for connections are taken by agents, and others are turned away; raise the"
+                " limit of open files on this host (ulimit -n), or let fewer jobs share the store",
+            )
+        return room > 0
+
+    def _begin(self, connection: Connection, address: str) -> None:
+        client = Client(connection, address, RequestReader(self._admit), self._dirty)
         self._clients[client] = None
+        self._strangers.add(client, address, self._now_s)
         self._selector.register(connection.socket, client.registered, partial(self._serve, client))
 
-    def _serve(self, client: _Client) -> None:
-        """Something has arrived from a client, or there is room to send it something."""
+    def _serve(self, client: Client) -> None:
+        """Something has arrived from a client, or there is room to send it something, or to answer more."""
+        if client not in self._clients:
+            return
         try:
-            data = client.connection.read() if client.has_room() else b""
-            if data and client.watcher is None and not client.lingers:
-                client.deadline_s = time.monotonic() + IDLE_S
-                client.reader.feed(data)
+            if client.is_asked():
+                client.read()
             self._answer(client)
             self._write(client)
         except Closed:
             self._close(client)
 
-    def _answer(self, client: _Client) -> None:
+    def _answer(self, client: Client) -> None:
+        """As many requests as one turn may take."""
+        client.has_more = False
         try:
-            while not (client.watcher or client.closes or client.lingers) and client.has_room():
+            for _ in range(_ANSWERED_AT_ONCE):
+                if not (client.is_answered and client.has_room()):
+                    break
                 request = client.reader.next()
                 if request is None:
                     return
                 self._do(client, request)
         except BadRequest as bad:
             client.lingers = True
-            client.deadline_s = time.monotonic() + LINGER_S
-            client.put(whole(bad.status, f"{bad}\n".encode(), closes=True))
+            client.deadline_s = self._now_s + LINGER_S
+            client.put(whole(bad.status, bad.body, closes=True))
+        client.has_more = client.is_answered
 
-    def _do(self, client: _Client, request: HttpRequest) -> None:
+    def _do(self, client: Client, request: HttpRequest) -> None:
+        """Nobody comes here who has not shown the secret: `_admit` has seen to that."""
+        client.is_known = True
+        client.deadline_s = self._now_s + IDLE_S
+        self._strangers.discard(client)
         client.closes = request.closes
-        if not self._is_authorized(request.headers):
-            reply = error_reply(Refused(UNAUTHENTICATED, "etcdserver: invalid auth token"))
-        else:
-            answer = self._routed(request)
-            if isinstance(answer, WatchRequest):
-                client.closes = False
-                client.put(stream_head() + chunk(self._routes.created()))
-                client.watcher = self._watchers.add(Keys(answer.key, answer.end), answer.start_revision, client)
-                return
-            reply = answer
-        client.put(whole(reply.status, reply.body, request.closes))
+        answer = self._routed(request)
+        if isinstance(answer, WatchRequest):
+            client.closes = False
+            client.put(stream_head() + chunk(self._routes.created()))
+            client.watcher = self._watchers.add(Keys(answer.key, answer.end), answer.start_revision, client)
+            return
+        client.put(whole(answer.status, answer.body, request.closes))
 
     def _routed(self, request: HttpRequest) -> Reply | WatchRequest:
         try:
@@ -195,8 +243,15 @@ class Server:
             traceback.print_exc()
             return error_reply(Refused(INTERNAL, "the store failed; its own output says why"))
 
-    def _bytes_max(self, headers: Mapping[str, str]) -> int:
-        return REQUEST_BYTES_MAX if self._is_authorized(headers) else _STRANGERS_BYTES_MAX
+    def _admit(self, headers: Mapping[str, str], body_bytes: int) -> None:
+        """Whether a request with these headers is waited for. Raises BadRequest."""
+        if not self._is_authorized(headers):
+            reply = error_reply(Refused(UNAUTHENTICATED, "etcdserver: invalid auth token"))
+            raise BadRequest(reply.status, reply.body)
+        if body_bytes > REQUEST_BYTES_MAX:
+            # etcd's words; it counts another form of the request, of which nothing was read here.
+            words = f"grpc: received message larger than max ({body_bytes} vs. {REQUEST_BYTES_MAX})"
+            raise BadRequest(413, error_reply(Refused(EXHAUSTED, words)).body)
 
     def _is_authorized(self, headers: Mapping[str, str]) -> bool:
         if self._authorization is None:
@@ -212,65 +267,73 @@ class Server:
             except Closed:
                 self._close(client)
 
-    def _write(self, client: _Client) -> None:
+    def _write(self, client: Client) -> None:
         self._dirty.pop(client, None)
-        client.connection.write()
+        client.write(self._now_s)
         while client.watcher and client.watcher.behind and client.has_room():
             self._watchers.catch_up(client.watcher)
-            client.connection.write()
+            client.write(self._now_s)
         if client.closes and not client.connection.outgoing:
             raise Closed
+        if client.has_more and client.has_room():
+            self._unfinished[client] = None
         if client.events != client.registered:
             client.registered = client.events
             self._selector.modify(client.connection.socket, client.events, partial(self._serve, client))
 
-    def _sweep(self, now_s: float) -> None:
-        """Close who has been silent for too long, and accept again where there was no room."""
-        for client in [client for client in self._clients if client.watcher is None and client.deadline_s < now_s]:
+    def _sweep(self) -> None:
+        """Close who has taken too long, and accept again where there was no room."""
+        now_s = self._now_s
+        overdue = self._strangers.overdue(now_s)
+        for address, count in self._strangers.crowds(1) if overdue else ():
+            if count > PER_ADDRESS:
+                self._say(
+                    "crowd",
+                    f"{address} has {count} connections that have not shown the job's token; only {PER_ADDRESS} may be"
+                    f" older than {CROWD_S:g} s",
+                )
+        for stranger in overdue:
+            self._close(stranger)
+        for client in [client for client in self._clients if _is_over(client, now_s)]:
             self._close(client)
         self._accept_again()
 
-    def _close(self, client: _Client) -> None:
+    def _close(self, client: Client) -> None:
         if client in self._clients:
             del self._clients[client]
+            self._strangers.discard(client)
             self._dirty.pop(client, None)
+            self._unfinished.pop(client, None)
             if client.watcher:
                 self._watchers.remove(client.watcher)
             self._selector.unregister(client.connection.socket)
             client.connection.close()
 
+    def _say(self, about: str, sentence: str) -> None:
+        """A line to whoever started this process, at most one a while about the same thing."""
+        if self._now_s < self._quiet_until_s.get(about, 0.0):
+            return
+        self._quiet_until_s[about] = self._now_s + QUIET_S
+        # Never wait for a reader, which may have gone.
+        poll = select.poll()
+        with suppress(OSError, ValueError):
+            poll.register(sys.stderr, select.POLLOUT)
+            if any(event & select.POLLOUT for _, event in poll.poll(0)):
+                print(f"elaunch's store: {sentence}", file=sys.stderr, flush=True)
 
-class _Client:
-    """One connection: its requests are answered in order, until one of them is a watch."""
 
-    def __init__(self, connection: Connection, reader: RequestReader, dirty: dict[_Client, None]) -> None:
-        self.connection = connection
-        self.reader = reader
-        self.deadline_s = math.inf
-        self.watcher: Watcher | None = None
-        # Close when all has been sent; or take and drop what it sends until it closes, for closing at once would reset
-        # the connection, and the answer might never be read.
-        self.closes = False
-        self.lingers = False
-        self.registered = self.events
-        self._dirty = dirty
+def _is_awaited(listener: socket.socket) -> bool:
+    """Whether somebody waits to be accepted: without a free descriptor, accept() fails in either case."""
+    poll = select.poll()
+    poll.register(listener, select.POLLIN)
+    return bool(poll.poll(0))
 
-    @property
-    def events(self) -> int:
-        """What to wait for; one that does not take its answers is not asked for more requests."""
-        events = self.connection.events
-        return events if self.has_room() else events & ~selectors.EVENT_READ
 
-    def has_room(self) -> bool:
-        return len(self.connection.outgoing) < OUTGOING_BYTES_MAX
-
-    def send(self, line: bytes) -> None:
-        """A line of its watch."""
-        self.put(chunk(line))
-
-    def put(self, data: bytes) -> None:
-        self.connection.outgoing += data
-        self._dirty[self] = None
+def _is_over(client: Client, now_s: float) -> bool:
+    if client.is_stalled(now_s - STALLED_S):
+        return True
+    waits = client.watcher or (client.connection.outgoing and not client.lingers)
+    return client.deadline_s < now_s and not waits
 
 
 def _read_some(fd: int) -> bytes:

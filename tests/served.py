@@ -11,10 +11,11 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import IO, Any
 
 from elaunch.rendezvous.secret import Secret
 from elaunch.rendezvous.serving import Server
+from elaunch.rendezvous.slots import SLOTS_MAX
 
 TOKEN = "a token for tests only"
 
@@ -27,11 +28,11 @@ def bound_socket(host: str = "127.0.0.1") -> socket.socket:
 
 
 @contextmanager
-def thread_serving(secret: Secret | None = None) -> Iterator[tuple[Server, int]]:
+def thread_serving(secret: Secret | None = None, slots: int = SLOTS_MAX) -> Iterator[tuple[Server, int]]:
     """A server in a thread, and its port on 127.0.0.1; by default without TLS and open to anybody."""
     listener = bound_socket()
     port = listener.getsockname()[1]
-    server = Server([listener], secret)
+    server = Server([listener], secret, slots)
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
@@ -44,14 +45,23 @@ def thread_serving(secret: Secret | None = None) -> Iterator[tuple[Server, int]]
 class ServerProcess:
     """`python -m elaunch.rendezvous.server`, as the head's agent starts it; use it as a context manager."""
 
-    def __init__(self, token: str = TOKEN, host: str = "127.0.0.1") -> None:
+    def __init__(
+        self,
+        token: str = TOKEN,
+        host: str = "127.0.0.1",
+        open_files: int | None = None,
+        stderr: IO[bytes] | None = None,
+    ) -> None:
+        """`open_files` is its limit of descriptors, soft and hard."""
         self.token = token
+        limit = ["prlimit", f"--nofile={open_files}"] if open_files else []
         with bound_socket(host) as listener:
             self.host, self.port = listener.getsockname()[:2]
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "elaunch.rendezvous.server", "--fd", str(listener.fileno())],
+                [*limit, sys.executable, "-m", "elaunch.rendezvous.server", "--fd", str(listener.fileno())],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
+                stderr=stderr,
                 pass_fds=[listener.fileno()],
             )
         assert self.process.stdin

@@ -24,18 +24,28 @@ from elaunch.launcher.errors import SiteError
 from elaunch.launcher.head import listen
 from elaunch.launcher.secretfile import TOKEN_LINE
 from elaunch.launcher.values import PORT_MAX
+from elaunch.rendezvous.codec import parse_json
+from elaunch.rendezvous.dial import dial
 from elaunch.rendezvous.discovery import speaks_http
+from elaunch.rendezvous.http import Deadline
 from elaunch.rendezvous.plan import Endpoint
+from elaunch.rendezvous.resolve import resolve
 
 # A credential lives for 300 s, unless the site says otherwise.
 _SEALED_S = 60.0
 _CALL_S = 2.0
+# For all that a head says, from the name's look-up on: it may have to ask munge first.
+_EXCHANGE_S = 5.0
 _PAUSE_S, _PAUSE_MAX_S = 0.1, 2.0
 # Until a waiting node says what it waits for; a shared disk may show a new file that much later.
 _PATIENCE_S = 60.0
 # A head offers the secret of its store at once.
 _SETTLE_S = 5.0
+# Far more than a head says, and far less than hurts.
 _BYTES_MAX = 64 << 10
+_SHOWN_CHARACTERS = 100
+
+_NO_HEAD = "what listens there is no head of a job"
 
 
 @dataclass(frozen=True)
@@ -91,7 +101,8 @@ class Offer:
                 self._is_closed.wait(_PAUSE_S)
                 continue
             with asking, suppress(OSError):
-                asking.settimeout(_CALL_S)
+                # All fits into the kernel's buffer. So nobody who asks is waited for, and none can keep the others.
+                asking.setblocking(False)
                 asking.sendall(f"{hello}\n".encode())
                 asking.sendall(self._credential().encode())
 
@@ -161,26 +172,28 @@ def _is_etcd(endpoint: Endpoint) -> bool:
 
 def _listens(endpoint: Endpoint) -> bool:
     try:
-        socket.create_connection((endpoint.host, endpoint.port), _CALL_S).close()
+        _connected(endpoint, Deadline(_CALL_S)).close()
     except OSError:
         return False
     return True
 
 
+def _connected(place: Endpoint, deadline: Deadline) -> socket.socket:
+    return dial(resolve(place.host, place.port, deadline.left()), deadline.left)
+
+
 def _ask(meeting: Meeting) -> str:
     """The token. Raises AnotherJob, OSError, and MungeFailed where the head has said nothing that helps here."""
-    place = meeting.port
-    with (
-        socket.create_connection((place.host, place.port), _CALL_S) as stream,
-        stream.makefile("r", errors="replace") as words,
-    ):
-        name, fingerprint = _pair(words.readline(_BYTES_MAX))
+    place, deadline = meeting.port, Deadline(_EXCHANGE_S)
+    with _connected(place, deadline) as stream:
+        words = _Words(stream, deadline)
+        name, fingerprint = _pair(words.line())
         if name != meeting.name:
             raise _another(meeting, name)
         token = token_at_home(name)
-        if token and hmac.compare_digest(_fingerprint(token), fingerprint):
+        if token and hmac.compare_digest(_fingerprint(token).encode(), fingerprint.encode(errors="replace")):
             return token
-        credential = words.read(_BYTES_MAX)
+        credential = words.rest()
     if not credential:
         raise MungeFailed(f"{place.host} has none")
     # Whoever sits at the port can pass on what another job's head has told him.
@@ -190,20 +203,54 @@ def _ask(meeting: Meeting) -> str:
     return token
 
 
+class _Words:
+    """What a head says: no longer than `deadline`, however slowly it comes. Raises OSError."""
+
+    def __init__(self, stream: socket.socket, deadline: Deadline) -> None:
+        self._stream = stream
+        self._deadline = deadline
+        self._heard = b""
+
+    def line(self) -> str:
+        while b"\n" not in self._heard and self._hear():
+            pass
+        line, _, self._heard = self._heard.partition(b"\n")
+        return line.decode(errors="replace")
+
+    def rest(self) -> str:
+        while self._hear():
+            pass
+        return self._heard.decode(errors="replace")
+
+    def _hear(self) -> bool:
+        """Some more; False at the end."""
+        try:
+            self._stream.settimeout(self._deadline.left())
+            piece = self._stream.recv(_BYTES_MAX)
+        except TimeoutError:
+            raise TimeoutError(f"what listens there had not said all within {self._deadline}") from None
+        self._heard += piece
+        if len(self._heard) > _BYTES_MAX:
+            raise ConnectionError(_NO_HEAD)
+        return bool(piece)
+
+
 def _another(meeting: Meeting, name: str) -> AnotherJob:
     return AnotherJob(
-        f"{meeting.endpoint} serves another job, {name!r}, and this is {meeting.name!r}; choose a free port for this"
-        f" one: --rdzv-endpoint {meeting.endpoint.host}:PORT"
+        f"{meeting.endpoint} serves another job, {name[:_SHOWN_CHARACTERS]!r}, and this is {meeting.name!r}; choose a"
+        f" free port for this one: --rdzv-endpoint {meeting.endpoint.host}:PORT"
     )
 
 
 def _pair(line: str) -> tuple[str, str]:
     """Raises ConnectionError for what no head says."""
     try:
-        first, second = json.loads(line)
-    except (ValueError, TypeError):
-        raise ConnectionError("what listens there is no head of a job") from None
-    return str(first), str(second)
+        words = parse_json(line)
+    except ValueError:
+        words = None
+    if not (isinstance(words, list) and len(words) == 2 and all(isinstance(word, str) for word in words)):
+        raise ConnectionError(_NO_HEAD)
+    return words[0], words[1]
 
 
 def _fingerprint(token: str) -> str:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from elaunch.rendezvous.codec import decode, encode
+from elaunch.rendezvous.codec import decode, encode, parse_first_json, parse_json
 from elaunch.rendezvous.types import (
     Failure,
     FailureKind,
@@ -144,3 +144,26 @@ def test_a_torn_or_scribbled_record_is_read_or_refused_never_worse(seed: int) ->
 def test_what_has_no_json_form_is_not_written() -> None:
     with pytest.raises(TypeError):
         encode(Joined(b"a", 1))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("[" * 60_000, '{"a":' * 60_000, "[" * 60_000 + "]" * 60_000, b"[" * 60_000),
+        *("", " ", "{", "nul", "'a'", "[1,]", '{"a":1}x', b"\xff", "\ufeff1"),
+        *("NaN", "[Infinity]", "-Infinity", "1e999", "-1e999", "9" * 21, "9" * 5000, "-" + "9" * 21),
+    ],
+)
+def test_what_is_no_json_is_a_value_error_whatever_it_is(text: str | bytes) -> None:
+    with pytest.raises(ValueError, match=r".") as raised:
+        parse_json(text)
+
+    assert len(str(raised.value)) < 200
+
+
+def test_json_is_read_as_text_and_as_bytes() -> None:
+    value = {"a": [1, -(2**63), 2**64 - 1, 1.5, 1e300, None, True, "é \ud800", {}], "b": "x" * 100_000}
+
+    assert parse_json(json.dumps(value)) == value
+    assert parse_json(f" {json.dumps(value)} \n".encode()) == value
+    assert parse_first_json(b'{"a":1} and more') == {"a": 1}

@@ -8,8 +8,8 @@ import resource
 import socket
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -42,7 +42,15 @@ def meeting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Meeting:
     monkeypatch.setattr(handover, "_PATIENCE_S", 0.5)
     monkeypatch.setattr(handover, "_SETTLE_S", 0.5)
     (tmp_path / "bin").mkdir()
-    return Meeting(Endpoint("127.0.0.1", free_ports(1)[0]), "test-7.0.0 train 20000", may_be_etcd=True)
+    return Meeting(Endpoint("127.0.0.1", two_free_ports()), "test-7.0.0 train 20000", may_be_etcd=True)
+
+
+def two_free_ports() -> int:
+    """The first of two free ports that follow each other."""
+    while True:
+        port = free_ports(1)[0]
+        with suppress(OSError, OverflowError), socket.create_server(("127.0.0.1", port + 1)):
+            return port
 
 
 def with_munge(folder: Path, munge: str = MUNGE, unmunge: str = UNMUNGE) -> None:
@@ -166,6 +174,117 @@ def test_an_offer_goes_on_after_a_moment_without_descriptors(meeting: Meeting) -
 
     assert len(answers) < 2
     assert fetch(meeting, 5, said)
+    offer.close()
+
+
+@contextmanager
+def impostor(meeting: Meeting, speak: Callable[[socket.socket], None]) -> Iterator[None]:
+    """Somebody else at the port of the head's hand-over, beside a store that listens."""
+    place = meeting.port
+    over = threading.Event()
+
+    def serve() -> None:
+        while not over.is_set():
+            with suppress(OSError):
+                asking, _ = listener.accept()
+                with asking:
+                    speak(asking)
+
+    with (
+        socket.create_server((meeting.endpoint.host, meeting.endpoint.port)),
+        socket.create_server((place.host, place.port)) as listener,
+    ):
+        listener.settimeout(0.1)
+        serving = threading.Thread(target=serve)
+        serving.start()
+        try:
+            yield
+        finally:
+            over.set()
+            serving.join()
+
+
+@pytest.mark.parametrize("before", [b"", b'["test-7.0.0 train 20000", "print"]\n'], ids=["first word", "credential"])
+def test_who_drips_words_holds_a_node_no_longer_than_one_exchange_may_take(
+    meeting: Meeting, monkeypatch: pytest.MonkeyPatch, before: bytes
+) -> None:
+    monkeypatch.setattr(handover, "_EXCHANGE_S", 0.5)
+
+    def drip(asking: socket.socket) -> None:
+        asking.sendall(before)
+        end_s = time.monotonic() + 10
+        asking.settimeout(0.05)
+        while time.monotonic() < end_s:
+            asking.sendall(b"x")
+            # It ends when the node does.
+            with suppress(TimeoutError):
+                if not asking.recv(1):
+                    return
+
+    begun_s = time.monotonic()
+    with impostor(meeting, drip), pytest.raises(SiteError, match=r"what listens there had not said all within 0\.5 s"):
+        fetch(replace(meeting, may_be_etcd=False), 600, said)
+
+    assert time.monotonic() - begun_s < 5
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(b"[" * 60_000 + b"\n", b"x" * 200_000, b"[" + b"9" * 5000 + b", 1]\n", b"\xff\xfe\n", b"\n", b""),
+        *(b"[1, 2]\n", b'[["a"], {}]\n', b"NaN\n", b'"ab"\n', b"HTTP/1.1 400 Bad Request\r\n\r\n"),
+    ],
+)
+def test_words_that_no_head_says_are_a_sentence(meeting: Meeting, words: bytes) -> None:
+    def speak(asking: socket.socket) -> None:
+        asking.sendall(words)
+        asking.shutdown(socket.SHUT_WR)
+        asking.settimeout(5)
+        asking.recv(1)
+
+    with impostor(meeting, speak), pytest.raises(SiteError) as caught:
+        fetch(replace(meeting, may_be_etcd=False), 600, said)
+
+    # Who sees the connection reset by what was not read of it says that instead.
+    assert "what listens there is no head of a job" in str(caught.value) or "reset" in str(caught.value)
+    assert len(str(caught.value)) < 500
+
+
+def test_a_fingerprint_and_a_credential_of_any_text_are_no_fault(tmp_path: Path, meeting: Meeting) -> None:
+    with_munge(tmp_path)
+    assert token_at_home(meeting.name, make=True)
+
+    def speak(asking: socket.socket) -> None:
+        asking.sendall(json.dumps([meeting.name, "é \ud800"]).encode() + b"\n:" + b"[" * 60_000)
+
+    with impostor(meeting, speak), pytest.raises(SiteError, match="no head of a job"):
+        fetch(replace(meeting, may_be_etcd=False), 600, said)
+
+
+def test_a_long_name_of_another_job_is_cut(meeting: Meeting) -> None:
+    def speak(asking: socket.socket) -> None:
+        asking.sendall(json.dumps(["x" * 50_000, ""]).encode() + b"\n")
+
+    with impostor(meeting, speak), pytest.raises(AnotherJob) as caught:
+        fetch(replace(meeting, may_be_etcd=False), 600, said)
+
+    assert len(str(caught.value)) < 400
+
+
+def test_who_connects_and_reads_nothing_keeps_a_head_from_no_node(tmp_path: Path, meeting: Meeting) -> None:
+    without_munge(tmp_path)
+    offer = Offer(meeting, token_at_home(meeting.name, make=True))
+    with ExitStack() as stack:
+        for _ in range(200):
+            stranger = stack.enter_context(socket.socket())
+            stranger.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
+            stranger.connect((meeting.port.host, meeting.port.port))
+            stranger.sendall(b"x")
+        begun_s = time.monotonic()
+
+        assert fetch(meeting, 30, said) == token_at_home(meeting.name)
+
+    assert time.monotonic() - begun_s < 5
     offer.close()
 
 

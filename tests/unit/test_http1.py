@@ -81,3 +81,24 @@ def test_nonsense_is_refused_and_does_not_fill_memory(data: bytes) -> None:
 def test_a_header_cannot_smuggle_in_another() -> None:
     with pytest.raises(ValueError, match="line break"):
         request("POST", "h:1", "/", {"Authorization": "x\r\nHost: elsewhere"}, b"")
+
+
+def test_any_number_of_interim_answers_is_passed_over() -> None:
+    reply, body = fed(b"HTTP/1.1 100 Continue\r\n\r\n" * 5000 + LENGTH, 1 << 20)
+
+    assert (reply.status, body) == (200, b'{"a":1}')
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"HTTP/1.1 \xb2\xb2\xb2 OK\r\n\r\n",
+        b"HTTP/1.1 000 OK\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: \xb2\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: " + b"9" * 5000 + b"\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + b"f" * 1000 + b"\r\n",
+    ],
+)
+def test_numbers_that_are_none_are_no_answer(data: bytes) -> None:
+    with pytest.raises(Garbled):
+        fed(data, 1 << 20)

@@ -20,7 +20,8 @@ from typing import Any
 import psutil
 import pytest
 
-from elaunch.rendezvous import serving
+from elaunch.rendezvous import serving, strangers
+from elaunch.rendezvous.client import OUTGOING_BYTES_MAX
 from elaunch.rendezvous.secret import Secret
 from elaunch.rendezvous.serving import Server
 from tests.harness import wait_for
@@ -118,12 +119,43 @@ def served_with_secret(secret: Secret) -> Iterator[Gateway]:
         gateway.close()
 
 
-def test_a_stranger_may_not_send_much(served_with_secret: Gateway) -> None:
-    served_with_secret.headers = {}
+def test_nothing_that_a_stranger_sends_after_the_headers_is_waited_for(secret: Secret) -> None:
+    with thread_serving(secret) as (_, port), tls_connected(port, secret) as stranger:
+        stranger.sendall(b"POST /v3/kv/put HTTP/1.1\r\nContent-Length: 1000\r\n\r\n")
 
-    status, _ = served_with_secret.call("/v3/kv/put", {"key": text(b"key"), "value": text(b"x" * 20_000)})
+        assert read_all(stranger).startswith(b"HTTP/1.1 401 ")
 
-    assert status == 413
+
+@pytest.mark.parametrize("count", [1, 10_000])
+def test_the_first_request_without_the_bearer_is_the_last_of_its_connection(secret: Secret, count: int) -> None:
+    with thread_serving(secret) as (server, port), tls_connected(port, secret) as stranger:
+        with suppress(OSError):
+            stranger.sendall(b"GET /health HTTP/1.1\r\n\r\n" * count)
+
+        assert read_all(stranger).count(b"HTTP/1.1 401 ") == 1
+        assert not any(client.is_known for client in server._clients)
+
+
+def test_a_client_that_shows_another_bearer_later_is_closed_too(secret: Secret) -> None:
+    head = b"GET /health HTTP/1.1\r\nAuthorization: Bearer %b\r\n\r\n"
+    with thread_serving(secret) as (_, port), tls_connected(port, secret) as stranger:
+        stranger.sendall(head % secret.bearer.encode() + head % b"another")
+
+        assert re.findall(rb"HTTP/1.1 (\d+)", read_all(stranger)) == [b"200", b"401"]
+
+
+def tls_connected(port: int, secret: Secret) -> ssl.SSLSocket:
+    plain = socket.create_connection(("127.0.0.1", port), timeout=60)
+    return secret.client_context().wrap_socket(plain)
+
+
+def read_all(connection: socket.socket) -> bytes:
+    """All until the server ends it."""
+    pieces = []
+    with suppress(ConnectionResetError, ssl.SSLEOFError):
+        while piece := connection.recv(1 << 16):
+            pieces.append(piece)
+    return b"".join(pieces)
 
 
 def test_who_speaks_no_tls_gets_no_answer_and_does_not_disturb(process: ServerProcess, secret: Secret) -> None:
@@ -255,7 +287,7 @@ def test_who_reads_slowly_delays_nobody_is_told_all_in_the_end_and_little_waits_
 
     told = [int(event["kv"]["mod_revision"]) for event in slow.events_until(revision)]
     assert told == list(range(first, revision + 1))
-    assert waiting < serving.OUTGOING_BYTES_MAX + 2 * size
+    assert waiting < OUTGOING_BYTES_MAX + 2 * size
 
 
 def test_who_reads_too_slowly_for_the_history_is_told_that_it_is_compacted(served: tuple[Server, int]) -> None:
@@ -286,7 +318,7 @@ def test_who_does_not_read_answers_is_not_asked_for_more(served: tuple[Server, i
         assert keys(gateway) == 1
         waiting = max(len(other.connection.outgoing) for other in server._clients)
 
-    assert waiting < serving.OUTGOING_BYTES_MAX + 800_000
+    assert waiting < OUTGOING_BYTES_MAX + 800_000
 
 
 def test_a_request_that_is_too_large_is_refused(served: tuple[Server, int]) -> None:
@@ -305,7 +337,7 @@ def test_silent_connections_are_closed_and_watches_are_not(
 ) -> None:
     _, port = served
     monkeypatch.setattr(serving, "IDLE_S", 0.1)
-    monkeypatch.setattr(serving, "FIRST_REQUEST_S", 0.1)
+    monkeypatch.setattr(strangers, "FIRST_REQUEST_S", 0.1)
     gateway = Gateway("127.0.0.1", port)
     watch = gateway.watch(EVERYTHING)
 
@@ -318,25 +350,26 @@ def test_silent_connections_are_closed_and_watches_are_not(
     assert len(watch.events_until(revision)) == 1
 
 
-def test_connections_beyond_the_most_are_turned_away_and_let_in_later(
-    served: tuple[Server, int], monkeypatch: pytest.MonkeyPatch
+def test_connections_beyond_the_most_are_turned_away_with_a_line_and_let_in_later(
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    _, port = served
-    monkeypatch.setattr(serving, "CONNECTIONS_MAX", 2)
-    first, second = Gateway("127.0.0.1", port), Gateway("127.0.0.1", port)
-    assert keys(first) == keys(second) == 0
-
-    with pytest.raises((ConnectionError, http.client.RemoteDisconnected)):
-        keys(Gateway("127.0.0.1", port))
-    first.close()
-
     def let_in() -> bool:
         try:
             return keys(Gateway("127.0.0.1", port)) == 0
         except (ConnectionError, http.client.RemoteDisconnected):
             return False
 
-    wait_for(let_in, "a free place")
+    with thread_serving(slots=2) as (_, port):
+        first, second = Gateway("127.0.0.1", port), Gateway("127.0.0.1", port)
+        assert keys(first) == keys(second) == 0
+
+        assert not any(let_in() for _ in range(3))
+        first.close()
+
+        wait_for(let_in, "a free place")
+    said = capfd.readouterr().err
+    assert said.count("\n") == 1
+    assert "all 2 places for connections are taken by agents, and others are turned away; raise the limit" in said
 
 
 def test_a_process_without_descriptors_serves_on_and_accepts_again_when_it_has_some(secret: Secret) -> None:
@@ -350,6 +383,8 @@ def test_a_process_without_descriptors_serves_on_and_accepts_again_when_it_has_s
         crowd = [socket.create_connection((process.host, process.port)) for _ in range(spare + 4)]
         wait_for(lambda: server.num_fds() >= server.rlimit(psutil.RLIMIT_NOFILE)[0], "no descriptor left")
         assert keys(gateway) == 0
+        # The oldest of the crowd goes.
+        assert keys(client(process, secret)) == 0
         for each in crowd:
             each.close()
 

@@ -1,0 +1,85 @@
+"""Connections that have shown no token yet: since when, from where, and which of them has to go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import islice
+from typing import Generic, TypeVar
+
+# From accept until the first authorised request is complete, whatever arrives meanwhile.
+FIRST_REQUEST_S = 20.0
+PER_ADDRESS = 16
+# So long an address may have more: a job's agents that start together may all come from one, as behind a NAT or in
+# containers of one host. By default their calls wait for 2 s at the longest.
+CROWD_S = 5.0
+
+Who = TypeVar("Who")
+
+
+class Strangers(Generic[Who]):
+    """All of them. `since` is on a clock of the caller's."""
+
+    def __init__(self) -> None:
+        self._came: dict[Who, tuple[str, float]] = {}
+        # Each address's, the oldest first.
+        self._from: dict[str, dict[Who, None]] = {}
+        # The addresses by how many they have: to find the first to go costs the same however many there are.
+        self._with: dict[int, dict[str, None]] = {}
+        self._most = 0
+
+    def __len__(self) -> int:
+        return len(self._came)
+
+    def __contains__(self, who: Who) -> bool:
+        return who in self._came
+
+    def add(self, who: Who, address: str, since: float) -> None:
+        self._came[who] = address, since
+        its = self._from.setdefault(address, {})
+        its[who] = None
+        self._move(address, len(its) - 1, len(its))
+        self._most = max(self._most, len(its))
+
+    def discard(self, who: Who) -> None:
+        """It is none any more; one that was none is no error."""
+        if who not in self._came:
+            return
+        address, _ = self._came.pop(who)
+        its = self._from[address]
+        del its[who]
+        self._move(address, len(its) + 1, len(its))
+        if not its:
+            del self._from[address]
+        if self._most not in self._with:
+            self._most -= 1
+
+    def first_to_go(self) -> Who | None:
+        """The oldest of the address that has the most: so one address alone does not push out the others."""
+        if not self._came:
+            return None
+        return next(iter(self._from[next(iter(self._with[self._most]))]))
+
+    def overdue(self, now_s: float) -> list[Who]:
+        """Those whose time is over: the time for all, or, beyond what one address may have, that for a crowd."""
+        return [who for its in self._from.values() for who in self._overdue(its, now_s)]
+
+    def crowds(self, count_max: int = 3) -> list[tuple[str, int]]:
+        """The addresses that have the most, and how many."""
+        by_count = ((count, address) for count in sorted(self._with, reverse=True) for address in self._with[count])
+        return [(address, count) for count, address in islice(by_count, count_max)]
+
+    def _overdue(self, its: Iterable[Who], now_s: float) -> Iterable[Who]:
+        its = list(its)
+        beyond = len(its) - PER_ADDRESS
+        for place, who in enumerate(its):
+            age_s = now_s - self._came[who][1]
+            if age_s >= (CROWD_S if place < beyond else FIRST_REQUEST_S):
+                yield who
+
+    def _move(self, address: str, old: int, new: int) -> None:
+        if old:
+            del self._with[old][address]
+            if not self._with[old]:
+                del self._with[old]
+        if new:
+            self._with.setdefault(new, {})[address] = None

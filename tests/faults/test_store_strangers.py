@@ -1,0 +1,315 @@
+"""Strangers at the served store: whatever they send or do not send, who has the token gets in and is answered."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import threading
+import time
+from base64 import b64encode
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from elaunch.rendezvous import serving, strangers
+from elaunch.rendezvous.secret import Secret
+from elaunch.rendezvous.slots import slots_for
+from elaunch.rendezvous.strangers import PER_ADDRESS
+from tests.harness import wait_for
+from tests.served import TOKEN, Gateway, ServerProcess, thread_serving
+
+OPEN_FILES = 60
+# 16 of them are the server's own.
+STRANGERS = (OPEN_FILES - 16) // 4
+EVERYTHING = {"key": b64encode(b"\0").decode(), "range_end": b64encode(b"\0").decode()}
+
+
+@pytest.fixture(scope="module")
+def secret() -> Secret:
+    return Secret(TOKEN)
+
+
+def connected(port: int, host: str = "127.0.0.1") -> socket.socket:
+    """A connection from `host`, one of this host's loopback addresses."""
+    return socket.create_connection(("127.0.0.1", port), timeout=60, source_address=(host, 0))
+
+
+@contextmanager
+def crowd(port: int, count: int) -> Iterator[list[socket.socket]]:
+    """So many strangers of one byte each, from one address."""
+    with ExitStack() as stack:
+        them = [stack.enter_context(connected(port)) for _ in range(count)]
+        for one in them:
+            with suppress(OSError):
+                one.sendall(b"\x16")
+        yield them
+
+
+def gets_in(port: int, secret: Secret) -> float:
+    """An agent's first request; how long it took. Fails where it is not answered."""
+    began_s = time.monotonic()
+    gateway = Gateway("127.0.0.1", port, secret)
+    assert gateway.call("/health", "", "GET")[0] == 200
+    gateway.close()
+    return time.monotonic() - began_s
+
+
+def health(secret: Secret) -> bytes:
+    """A request that shows the secret."""
+    return f"GET /health HTTP/1.1\r\nAuthorization: Bearer {secret.bearer}\r\n\r\n".encode()
+
+
+def is_open(connection: socket.socket) -> bool:
+    """Whether the server has not ended it."""
+    connection.setblocking(False)
+    try:
+        return bool(connection.recv(1, socket.MSG_PEEK))
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+
+
+def test_strangers_of_a_byte_each_do_not_shut_an_agent_out_and_a_line_says_who_they_are(
+    tmp_path: Path, secret: Secret
+) -> None:
+    told = tmp_path / "stderr"
+    with told.open("wb") as stderr, ServerProcess(open_files=OPEN_FILES, stderr=stderr) as process:
+        own = psutil.Process(process.process.pid).num_fds()
+        with crowd(process.port, OPEN_FILES) as them:
+            took_s = gets_in(process.port, secret)
+            still = sum(map(is_open, them))
+            descriptors = psutil.Process(process.process.pid).num_fds() - own
+
+    assert took_s < 5
+    assert 0 < still <= STRANGERS
+    assert descriptors <= STRANGERS + 1
+    lines = told.read_text().splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith(f"elaunch's store: all {STRANGERS} places for connections that have not shown the job's")
+    assert f"(127.0.0.1 has {STRANGERS})" in lines[0]
+
+
+def test_a_slow_agent_of_another_address_is_not_pushed_out_by_a_crowd(secret: Secret) -> None:
+    with (
+        ServerProcess(open_files=OPEN_FILES) as process,
+        connected(process.port, "127.0.0.2") as slow,
+        crowd(process.port, 3 * STRANGERS),
+    ):
+        gets_in(process.port, secret)
+
+        with secret.client_context().wrap_socket(slow) as agent:
+            agent.sendall(health(secret))
+            assert agent.recv(12) == b"HTTP/1.1 200"
+
+
+def test_agents_that_are_known_are_not_closed_for_strangers(secret: Secret) -> None:
+    with ServerProcess(open_files=OPEN_FILES) as process:
+        agents = [Gateway("127.0.0.1", process.port, secret) for _ in range(3 * STRANGERS)]
+        sockets = []
+        for agent in agents:
+            assert agent.call("/health", "", "GET")[0] == 200
+            sockets.append(agent._calls.sock)
+
+        with crowd(process.port, OPEN_FILES):
+            assert all(agent.call("/health", "", "GET")[0] == 200 for agent in agents)
+
+            # On the same connections: http.client would open another.
+            assert [agent._calls.sock for agent in agents] == sockets
+        for agent in agents:
+            agent.close()
+
+
+def test_a_job_whose_agents_all_start_behind_one_address_gets_in_at_the_first_try(
+    secret: Secret, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # However slow this machine is.
+    monkeypatch.setattr(strangers, "CROWD_S", 60.0)
+    monkeypatch.setattr(strangers, "FIRST_REQUEST_S", 60.0)
+    agents, context = 64, secret.client_context()
+    with thread_serving(secret, slots_for(agents)) as (server, port), ExitStack() as stack:
+        plain = [connected(port) for _ in range(agents)]
+        wait_for(lambda: len(server._strangers) == agents, "all are strangers at the same time")
+
+        for one in plain:
+            agent = stack.enter_context(context.wrap_socket(one))
+            agent.sendall(health(secret))
+            assert agent.recv(12) == b"HTTP/1.1 200"
+        assert len(server._strangers) == 0
+
+
+def test_one_address_may_hold_few_strangers_for_long(secret: Secret, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(strangers, "CROWD_S", 0.2)
+    with (
+        thread_serving(secret) as (_, port),
+        crowd(port, 3 * PER_ADDRESS) as them,
+        connected(port, "127.0.0.2") as other,
+    ):
+        wait_for(lambda: sum(map(is_open, them)) <= PER_ADDRESS, "the oldest to be closed")
+
+        assert [is_open(one) for one in them] == [False] * 2 * PER_ADDRESS + [True] * PER_ADDRESS
+        assert is_open(other)
+
+
+def drip(stranger: socket.socket) -> None:
+    """A byte of a header that never ends."""
+    stranger.send(b"x")
+
+
+def silence(stranger: socket.socket) -> None:
+    pass
+
+
+@pytest.mark.parametrize("does", [drip, silence])
+@pytest.mark.parametrize("with_tls", [False, True], ids=["before TLS", "after TLS"])
+def test_no_byte_buys_a_stranger_time(
+    secret: Secret, monkeypatch: pytest.MonkeyPatch, does: Callable[[socket.socket], None], with_tls: bool
+) -> None:
+    monkeypatch.setattr(strangers, "FIRST_REQUEST_S", 1.0)
+    with thread_serving(secret if with_tls else None) as (_, port), connected(port) as plain:
+        stranger: socket.socket = secret.client_context().wrap_socket(plain) if with_tls else plain
+        assert until_closed(stranger, does, 20) < 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("does", [drip, silence])
+@pytest.mark.parametrize("begins", ["in the handshake", "in the headers", "in an authorised body"])
+def test_a_stranger_has_twenty_seconds_in_all(
+    secret: Secret, begins: str, does: Callable[[socket.socket], None]
+) -> None:
+    with ServerProcess() as process:
+        began_s = time.monotonic()
+        stranger: socket.socket = connected(process.port)
+        if begins == "in the handshake":
+            # A record of a handshake, whose length is told and never comes.
+            stranger.sendall(b"\x16\x03\x01\x40\x00")
+        else:
+            stranger = secret.client_context().wrap_socket(stranger)
+            stranger.sendall(b"POST /v3/kv/put HTTP/1.1\r\nX: ")
+        if begins == "in an authorised body":
+            stranger.sendall(f"x\r\nContent-Length: 9999\r\nAuthorization: Bearer {secret.bearer}\r\n\r\n".encode())
+        with stranger:
+            until_closed(stranger, does, 40)
+
+        assert 19 < time.monotonic() - began_s < 26
+
+
+def until_closed(stranger: socket.socket, does: Callable[[socket.socket], None], deadline_s: float) -> float:
+    """How long the server leaves it open while it does something again and again."""
+    began_s = time.monotonic()
+    stranger.settimeout(0.2)
+    while time.monotonic() - began_s < deadline_s:
+        try:
+            does(stranger)
+            if not stranger.recv(1000):
+                break
+        except TimeoutError:
+            continue
+        except OSError:
+            break
+    return time.monotonic() - began_s
+
+
+def test_three_strangers_that_pipeline_get_an_answer_each_connection_and_delay_nobody(secret: Secret) -> None:
+    over = threading.Event()
+    answers: list[bytes] = []
+    requests = b"GET /health HTTP/1.1\r\n\r\n" * 1000
+    context = secret.client_context()
+
+    def pipeline(port: int) -> None:
+        while not over.is_set():
+            with suppress(OSError), context.wrap_socket(connected(port)) as stranger:
+                # It does not read while it writes: what does not fit is not sent.
+                stranger.settimeout(1)
+                with suppress(OSError):
+                    stranger.sendall(requests)
+                answers.append(read_all(stranger))
+
+    with ServerProcess() as process:
+        threads = [threading.Thread(target=pipeline, args=(process.port,)) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        wait_for(lambda: len(answers) >= 6, "strangers to be answered")
+        took_s = [gets_in(process.port, secret) for _ in range(10)]
+        over.set()
+        for thread in threads:
+            thread.join()
+
+    assert max(answer.count(b"HTTP/1.1 ") for answer in answers) == 1
+    assert any(answer.startswith(b"HTTP/1.1 401 ") for answer in answers)
+    assert max(took_s) < 5
+
+
+def read_all(connection: socket.socket) -> bytes:
+    pieces = []
+    with suppress(OSError):
+        while piece := connection.recv(1 << 16):
+            pieces.append(piece)
+    return b"".join(pieces)
+
+
+def test_an_agent_that_sends_many_requests_together_does_not_delay_the_others(secret: Secret) -> None:
+    body = b'{"key":"YQ=="}'
+    head = f"POST /v3/kv/put HTTP/1.1\r\nAuthorization: Bearer {secret.bearer}\r\nContent-Length: {len(body)}\r\n\r\n"
+    count = 300
+    with ServerProcess() as process, secret.client_context().wrap_socket(connected(process.port)) as eager:
+        other = Gateway("127.0.0.1", process.port, secret)
+        assert other.call("/health", "", "GET")[0] == 200
+        eager.sendall(head.encode() + body)
+        assert eager.recv(12) == b"HTTP/1.1 200"
+
+        # Both wait for a server that is stopped, so that it finds both at once.
+        process.process.send_signal(signal.SIGSTOP)
+        eager.sendall((head.encode() + body) * count)
+        answered: list[int] = []
+
+        def put() -> None:
+            status, answer = other.call("/v3/kv/put", {"key": "Yg=="})
+            assert status == 200
+            answered.append(int(answer["header"]["revision"]))
+
+        asking = threading.Thread(target=put)
+        asking.start()
+        wait_for(lambda: unread(process.port) >= 2, "both have sent")
+        process.process.send_signal(signal.SIGCONT)
+        asking.join()
+
+    # Behind a few of the other's requests, not behind all.
+    assert answered[0] < count // 2
+
+
+def unread(port: int) -> int:
+    """How many of the server's connections have something to be read."""
+    found = 0
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        words = line.split()
+        is_served = words[1].endswith(f":{port:04X}") and words[3] == "01"
+        found += is_served and int(words[4].partition(":")[2], 16) > 0
+    return found
+
+
+def test_a_watch_that_is_never_read_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "STALLED_S", 0.5)
+    with thread_serving() as (server, port):
+        gateway = Gateway("127.0.0.1", port)
+        read, unread = gateway.watch(EVERYTHING), gateway.watch(EVERYTHING)
+        value = b64encode(b"x" * 500_000).decode()
+        revision = 0
+        # More than the buffers of both sides and of the kernel hold.
+        for _ in range(60):
+            _, answer = gateway.call("/v3/kv/put", {"key": "YQ==", "value": value})
+            revision = int(answer["header"]["revision"])
+            read.events_until(revision)
+
+        wait_for(
+            lambda: sum(bool(client.watcher) for client in server._clients) == 1, "the unread one to be closed", 15
+        )
+        assert len(read.events_until(revision + 1) if put_again(gateway) else []) == 1
+        unread.close()
+
+
+def put_again(gateway: Gateway) -> bool:
+    return gateway.call("/v3/kv/put", {"key": "YQ=="})[0] == 200
