@@ -33,18 +33,23 @@ def store_failed(agent: Agent, event: StoreAway | StoreRefuses, now_s: float) ->
 
 
 def store_back(agent: Agent, now_s: float) -> Step:
-    """Who was cut off sees leases that ended for the same reason as its own might have: it waits for their return."""
+    """Leases of others may have ended for the reason for which this agent was cut off: it waits for their return.
+
+    Not after moments in which no lease can have ended: they may recur, and would hide a loss for ever.
+    """
     reach = agent.reach
     if reach.failing_since_s is None:
         return replace(agent, reach=replace(reach, ever=True)), ()
     was_said, away_s = reach.is_said, now_s - reach.failing_since_s
     how = "does as asked again" if reach.trouble is Trouble.REFUSES else "is back" if reach.ever else "answers,"
     said: tuple[Action, ...] = (Say(f"the store {how} after {away_s:.1f} s"),) if was_said else ()
+    agent = replace(agent, reach=Reach(ever=True, said_s=reach.said_s), lead_at_s=now_s)
+    if away_s < agent.times.shortest_loss_s:
+        return agent, said
     lossless_until_s = now_s + agent.times.amnesty_s
     formation = agent.reign.formation.after_absence(away_s, lossless_until_s)
     reign = replace(agent.reign, formation=formation)
-    reach = Reach(ever=True, said_s=reach.said_s)
-    return replace(agent, reach=reach, lossless_until_s=lossless_until_s, reign=reign, lead_at_s=now_s), said
+    return replace(agent, lossless_until_s=lossless_until_s, reign=reign), said
 
 
 def gives_up_at_s(agent: Agent) -> float | None:

@@ -5,7 +5,6 @@ Nothing is decided here, and nothing waits: the thread that does so, and its tri
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -136,9 +135,6 @@ class Dealings:
             self._reread_due_s = now_s + self._times.lease_ttl_s
             self._is_reread_ordered = True
             errands.order(self.read_again)
-        if now_s >= self._run_renewal_due_s and self._scope == self._keys.root:
-            self._run_renewal_due_s = math.inf
-            errands.order(self.renew_run)
         return True
 
     def begin(self) -> None:
@@ -158,10 +154,15 @@ class Dealings:
         self._grant()
 
     def renew(self) -> None:
-        """Begin the lease's time anew."""
+        """Begin the lease's time anew, and a leader now and then that of the run's lease too.
+
+        Both are renewals: a store that takes no writes any more does these still.
+        """
         lease = self._lease
         if lease and self._store.keep_alive(lease) <= 0:
             self._lose_lease(lease)
+        if self._scope == self._keys.root and self._now() >= self._run_renewal_due_s:
+            self.renew_run()
 
     def renew_run(self) -> None:
         """Begin the time of the run's lease anew, on which all of the job's keys stand that are no node's.
@@ -267,7 +268,7 @@ class Dealings:
         where that may be why it is refused is looked who there is.
         """
         of_host = f"{self._keys.members}{self._host}-"
-        answer = self._store.commit(replace(txn, guards=(*txn.guards, Empty(of_host))))
+        answer = self._commit_small(replace(txn, guards=(*txn.guards, Empty(of_host))))
         if answer.held:
             return answer
         others = self._store.read(of_host).entries.values()
@@ -276,7 +277,7 @@ class Dealings:
             self._store.revoke(lease)
         # A run stands or falls with the job's members; a join was decided on with the dead one in sight.
         is_refused_for_good = bool(dead) and tag is not Tag.RUN
-        return self._store.commit(txn) if others and not is_refused_for_good else answer
+        return self._commit_small(txn) if others and not is_refused_for_good else answer
 
     def _commit_small(self, txn: Txn) -> Answer:
         """Commit; the texts of a transaction that is too large for the store are cut until it fits."""
@@ -354,8 +355,8 @@ class Dealings:
                 if is_news:
                     self._look_again()
             case Deaf(why):
-                # Each watch that takes this one's place would say so too.
-                if not self._is_deaf_said:
+                # The first watch reports its own failure to its caller. Each one that takes its place would say so too.
+                if self._view is not None and not self._is_deaf_said:
                     self._post(WatchRefused(why))
                 self._is_deaf_said = True
             case HistoryLost():

@@ -50,8 +50,10 @@ class Errands:
         self._was_reached = False
         # What the last try of each lane failed by.
         self._failing: dict[_Lane, Unavailable | Rejected] = {}
+        # In a row, of what waits in the queue.
         self._failed_tries = 0
         self._turn = _Lane.RENEWAL
+        self._is_ending = False
 
     @property
     def has_any(self) -> bool:
@@ -62,6 +64,10 @@ class Errands:
 
     def order_renewal(self) -> None:
         self._renewal_wanted = True
+
+    def end(self) -> None:
+        """From now on only what waits is done: a lease that is about to be given back needs no renewal."""
+        self._is_ending = True
 
     @property
     def is_away(self) -> bool:
@@ -92,13 +98,17 @@ class Errands:
         return 0.0
 
     def _next_lane(self) -> _Lane | None:
-        if self._renewal_wanted and (self._turn is _Lane.RENEWAL or not self._queue):
+        if (
+            self._renewal_wanted
+            and not (self._is_ending and self._queue)
+            and (self._turn is _Lane.RENEWAL or not self._queue)
+        ):
             return _Lane.RENEWAL
         return _Lane.QUEUE if self._queue else None
 
     def _failed(self, lane: _Lane, error: Unavailable | Rejected, backoff_s: float) -> float:
         self._failing[lane] = error
-        self._failed_tries += 1
+        self._failed_tries += lane is _Lane.QUEUE
         if isinstance(error, Rejected):
             self._post(StoreRefuses(str(error), isinstance(error, Denied)))
             least_s = most_s = self._backoff_max_s
@@ -117,10 +127,10 @@ class Errands:
     def _succeeded(self, lane: _Lane) -> None:
         if lane is _Lane.QUEUE:
             self._queue.popleft()
+            self._failed_tries = 0
         was_failing = self._failing.pop(lane, None) is not None
         if self._failing:
             return
-        self._failed_tries = 0
         if was_failing or not self._was_reached:
             self._was_reached = True
             self._post(StoreBack())

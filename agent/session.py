@@ -103,6 +103,7 @@ class Session:
         """
         with self._wake:
             self._is_closing = True
+            self._errands.end()
             self._outlast_s = outlast_s
             self._wake.notify()
         if self._thread and self._thread.is_alive():

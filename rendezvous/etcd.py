@@ -203,7 +203,7 @@ class EtcdStore:
     def _try_each(
         self, ask: Callable[[Endpoint, str], Parsed], timed_out: Callable[[Endpoint], None] | None = None
     ) -> tuple[Endpoint, Parsed]:
-        errors: list[StoreError] = []
+        errors: list[tuple[Endpoint, StoreError]] = []
         first = self._current
         for step in range(len(self._endpoints)):
             index = (first + step) % len(self._endpoints)
@@ -214,22 +214,14 @@ class EtcdStore:
                 # All members have the same limit.
                 raise
             except (Unavailable, Rejected) as error:
-                errors.append(error)
+                errors.append((endpoint, error))
                 self._current = (index + 1) % len(self._endpoints)
                 if timed_out and isinstance(error, TimedOut):
                     timed_out(endpoint)
             else:
                 self._current = index
                 return endpoint, answer
-        if len(errors) == 1:
-            raise errors[0]
-        reasons = "; ".join(map(str, errors))
-        if any(isinstance(error, GatewayOff) for error in errors):
-            raise GatewayOff(reasons)
-        if all(isinstance(error, Denied) for error in errors):
-            raise Denied(reasons)
-        # A member that denies, beside one that is away, may be alone in it.
-        raise (Rejected if all(isinstance(error, Rejected) for error in errors) else Unavailable)(reasons)
+        raise _of_all(errors)
 
     def _with_token(self, endpoint: Endpoint, ask: Callable[[str], Parsed]) -> Parsed:
         try:
@@ -246,6 +238,27 @@ class EtcdStore:
     def _move_watches(self, endpoint: Endpoint) -> None:
         for watch in list(self._watches):
             watch.leave(endpoint)
+
+
+def _of_all(errors: Sequence[tuple[Endpoint, StoreError]]) -> StoreError:
+    """What it means that every member failed so; what several of them say is said once."""
+    if len(errors) == 1:
+        return errors[0][1]
+    members: dict[str, list[str]] = {}
+    for endpoint, error in errors:
+        words, name = str(error), str(endpoint)
+        is_subject = words.startswith(name)
+        members.setdefault(words.removeprefix(name), []).extend([name] * is_subject)
+    reasons = "; ".join(f"{', '.join(names)}{words}" for words, names in members.items())
+    kinds = [error for _, error in errors]
+    if any(isinstance(error, GatewayOff) for error in kinds):
+        return GatewayOff(reasons)
+    if all(isinstance(error, Denied) for error in kinds):
+        return Denied(reasons)
+    # A member that denies, beside one that is away, may be alone in it.
+    if any(isinstance(error, Rejected) for error in kinds):
+        return Rejected(reasons)
+    return (TimedOut if all(isinstance(error, TimedOut) for error in kinds) else Unavailable)(reasons)
 
 
 class _Token:

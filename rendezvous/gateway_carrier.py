@@ -148,33 +148,35 @@ def _parsed(endpoint: Endpoint, status: int, body: bytes) -> Json:
     except ValueError:
         answer = None
     if not isinstance(answer, dict):
-        raise _unreadable(endpoint, status, body)
+        raise _by_status(endpoint, status, body, "and no JSON")
     error = answer.get("error")
     # A stream's error is an object of its own.
     if isinstance(error, dict):
-        raise Refused(_code(error.get("grpc_code") or error.get("code")), _text(error.get("message", error)))
-    if error is not None or status != 200:
-        raise Refused(_code(answer.get("code")), _text(answer.get("message") or error or answer))
-    result = answer.get("result", answer)
-    return result if isinstance(result, dict) else answer
-
-
-def _code(value: object) -> int:
-    """gRPC's code in an answer; what says none is tried again."""
-    return value if type(value) is int and 0 < value <= _CODE_MAX else _UNAVAILABLE
+        code, said = error.get("grpc_code") or error.get("code"), error.get("message", error)
+    elif error is not None or status != 200:
+        code, said = answer.get("code"), answer.get("message") or error or answer
+    else:
+        result = answer.get("result", answer)
+        return result if isinstance(result, dict) else answer
+    if type(code) is int and 0 < code <= _CODE_MAX:
+        raise Refused(code, _text(said))
+    if status == 200:
+        raise Refused(_UNAVAILABLE, _text(said))
+    raise _by_status(endpoint, status, body, "and no code of etcd's")
 
 
 def _text(value: object) -> str:
     return value[:_TEXT_MAX] if isinstance(value, str) else shown(value)
 
 
-def _unreadable(endpoint: Endpoint, status: int, body: bytes) -> StoreError | Refused:
+def _by_status(endpoint: Endpoint, status: int, body: bytes, lacking: str) -> StoreError | Refused:
+    """What an answer means that is not etcd's own: a proxy's page, or its JSON."""
     said = " ".join(body[:200].decode(errors="replace").split())[:80]
     if status == 404:
         return GatewayOff(_GATEWAY_OFF.format(endpoint))
     if status in _CODES:
         return Refused(_CODES[status], f"HTTP status {status}: {said!r}")
-    what = f"{endpoint} answers with HTTP status {status} and no JSON: {said!r}"
+    what = f"{endpoint} answers with HTTP status {status} {lacking}: {said!r}"
     if status == _TOO_MANY_REQUESTS:
         return Unavailable(what)
     return Rejected(f"{what}; is a proxy in front of it, and does that pass requests on?")

@@ -111,6 +111,11 @@ class Times:
         return 4.0 * self.lease_ttl_s
 
     @property
+    def shortest_loss_s(self) -> float:
+        """No lease that is renewed in time ends in an absence of the store that is shorter than this."""
+        return self.lease_ttl_s - 2 * (self.keepalive_s + self.call_deadline_s)
+
+    @property
     def amnesty_s(self) -> float:
         """A leader that was cut off itself declares nobody lost for this long after its return."""
         return self.lease_ttl_s + LEASE_SLACK_S

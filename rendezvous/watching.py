@@ -197,7 +197,7 @@ class EtcdWatch:
 
     def _say_deaf(self, error: StoreError) -> None:
         """Once, and not while the store is away: whoever calls it finds that too."""
-        if isinstance(error, (Rejected, _TokenOld)) and self._after is not None and not self._is_deaf:
+        if isinstance(error, (Rejected, _TokenOld)) and not self._is_deaf:
             self._is_deaf = True
             self._say(Deaf(str(error)))
 

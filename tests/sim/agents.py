@@ -357,6 +357,7 @@ class AgentProcess:
             self.succeeded_s = self.world.now_s
         self.world.checks.exiting(self, outcome)
         self._is_closing = True
+        self._errands.end()
         self.world.later(FAREWELL_S, self._die)
         self._work_soon()
 

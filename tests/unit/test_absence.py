@@ -305,6 +305,21 @@ def test_another_kind_of_trouble_is_said_too_but_not_at_each_try() -> None:
     assert driver.said.startswith("the store refuses")
 
 
+def test_refusals_that_recur_for_moments_do_not_hide_a_lost_node() -> None:
+    """No lease can have ended in such a moment; each used to begin the time anew in which nobody is declared lost."""
+    first, second = pair()
+    first.store.revoke(second.lease)
+
+    first.happen(FULL)
+    first.now_s += TIMES.shortest_loss_s - 0.1
+    first.happen(StoreBack())
+    acted = first.settle()
+
+    assert acted == [SignalWorkers(0, ALL, TERM)]
+    assert first.snapshot.generation
+    assert first.snapshot.generation.kind is OpenKind.LOSS
+
+
 def test_the_time_to_give_up_is_counted_from_when_the_workers_are_gone() -> None:
     """Nothing waited for the store before; else a failure late in a long outage would end the job at once."""
     driver = started()

@@ -9,21 +9,24 @@ import pytest
 
 from elaunch.agent.dealings import Dealings
 from elaunch.agent.errands import Errands
-from elaunch.agent.events import Committed, Leased, LeaseLost, Looked, StoreEvent, StoreLost, Tag
-from elaunch.rendezvous.codec import encode
+from elaunch.agent.events import Committed, Leased, LeaseLost, Looked, StoreEvent, StoreLost, Tag, WatchRefused
+from elaunch.rendezvous.codec import decode, encode
 from elaunch.rendezvous.engine import OPS_MAX
 from elaunch.rendezvous.entering import run_lease, start_run
 from elaunch.rendezvous.snapshot import Keys, Snapshot
 from elaunch.rendezvous.store import (
     Absent,
     Changes,
+    Deaf,
     Delete,
     Denied,
     Entry,
     HistoryLost,
     Op,
     Put,
+    Rejected,
     StoreError,
+    TooLarge,
     Txn,
     Unavailable,
     View,
@@ -492,7 +495,74 @@ def test_a_watch_that_is_denied_ends_no_training_and_is_begun_again_with_the_nex
     assert bench.store.calls["watch"] == watches + 1
 
 
+def test_a_watch_that_is_refused_is_said_once_whatever_takes_its_place() -> None:
+    bench = Bench().begun()
+    for _ in range(2):
+        bench.dealings._told(bench.dealings._epoch, Deaf("HTTP status 502"))
+        bench.dealings.read_again()
+    once = [event for event in bench.events if isinstance(event, WatchRefused)]
+
+    bench.dealings._told(bench.dealings._epoch, Changes(99, {}))
+    bench.dealings._told(bench.dealings._epoch, Deaf("HTTP status 502"))
+
+    assert once == [WatchRefused("HTTP status 502")]
+    assert bench.events.count(WatchRefused("HTTP status 502")) == 2, "it had told something meanwhile"
+
+
+def test_why_a_first_watch_is_refused_is_for_whoever_waits_for_it() -> None:
+    bench = Bench()
+
+    bench.dealings._told(bench.dealings._epoch, Deaf("HTTP status 502"))
+
+    assert bench.events == []
+
+
+def test_the_runs_lease_is_renewed_by_its_leader_though_the_store_takes_no_writes() -> None:
+    times = replace(TIMES, keys_ttl_s=TIMES.keys_ttl_min_s)
+    bench = Bench(times=times)
+    bench.store.memory.advance(bench.now_s)
+    bench.begun()
+    own = bench.leased[-1]
+    bench.dealings.commit(start_run(bench.snapshot, Terms(), replace(NODE, node_id=own.node_id), own.lease), Tag.RUN)
+    bench.dealings.widen()
+
+    def full() -> None:
+        raise Rejected("etcd is full")
+
+    bench.errands.order(full)
+    end_s = bench.now_s + 2 * times.keys_ttl_s
+    while bench.now_s < end_s:
+        bench.now_s += times.keepalive_s
+        bench.store.memory.advance(bench.now_s)
+        bench.dealings.tick(bench.now_s, bench.errands)
+        for _ in range(4):
+            bench.errands.do_next(0.5)
+
+    assert {KEYS.leader, KEYS.spec, KEYS.generation} <= set(bench.store.memory.read(KEYS.root).entries)
+
+
 # --- transactions
+
+
+@pytest.mark.parametrize("tag", [None, Tag.RUN, Tag.LEAD])
+def test_a_transaction_that_is_too_large_is_sent_again_with_shorter_texts(tag: Tag | None) -> None:
+    bench = Bench().begun()
+    value = encode(Generation(1, OpenKind.FAIL, "x" * 500))
+    bench.store.fail("commit", TooLarge("413"))
+
+    bench.dealings.commit(Txn((), (Put(KEYS.generation, value),)), tag)
+
+    written = bench.store.memory.read(KEYS.generation).entries[KEYS.generation].value
+    assert len(written) < len(value) // 2
+    assert decode(Generation, written).number == 1
+
+
+def test_a_transaction_without_texts_that_is_too_large_is_told_and_kept() -> None:
+    bench = Bench().begun()
+    bench.store.fail("commit", *[TooLarge("413")] * 2)
+
+    with pytest.raises(TooLarge):
+        bench.dealings.commit(Txn((), (Put(KEYS.leader, "x" * 500),)), Tag.LEAD)
 
 
 def test_a_transaction_with_a_tag_is_answered_and_one_without_is_not() -> None:

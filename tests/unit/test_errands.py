@@ -206,6 +206,38 @@ def test_whoever_wants_to_go_waits_for_what_is_left_unless_the_store_is_away() -
     assert bench.errands.is_away
 
 
+def test_last_words_are_said_where_only_renewals_are_refused() -> None:
+    bench = Bench()
+    bench.failing["renewal"] = [Rejected("HTTP status 502")] * 10
+    bench.errands.order_renewal()
+    for _ in range(2 * LAST_TRIES):
+        bench.errands.do_next(BACKOFF_MAX_S)
+
+    bench.errands.order(bench.errand("goodbye"))
+    bench.errands.end()
+    over = bench.errands.is_over
+    bench.errands.do_next(BACKOFF_MAX_S)
+
+    assert not over
+    assert bench.done == ["goodbye"]
+    assert bench.errands.is_over
+
+
+def test_at_the_end_a_renewal_of_an_absent_store_does_not_hold_up_the_last_words() -> None:
+    bench = Bench()
+    bench.failing["renewal"] = [AWAY] * 10
+    bench.errands.order_renewal()
+    bench.errands.order(bench.errand("goodbye", *[AWAY] * LAST_TRIES))
+    bench.errands.do_next(0.0)
+
+    bench.errands.end()
+    for _ in range(LAST_TRIES):
+        bench.errands.do_next(0.0)
+
+    assert bench.tried == ["renewal", *["goodbye"] * LAST_TRIES]
+    assert bench.errands.is_over
+
+
 def test_without_errands_nothing_is_done() -> None:
     bench = Bench()
 

@@ -10,9 +10,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from elaunch.rendezvous.carrier import GatewayOff
+from elaunch.rendezvous.etcd import EtcdStore
 from elaunch.rendezvous.gateway_carrier import GatewayCarrier
 from elaunch.rendezvous.plan import Endpoint
-from elaunch.rendezvous.store import Denied, Rejected
+from elaunch.rendezvous.store import Denied, Rejected, StoreError, TooLarge, Unavailable
 
 
 @contextmanager
@@ -79,3 +80,21 @@ def test_an_etcd_without_its_gateway_is_told_how_to_start_it() -> None:
 def test_a_proxy_in_trouble_may_still_stand_before_an_etcd() -> None:
     with web_server(503, b"no backend") as endpoint, pytest.raises(Rejected, match="503"):
         ask(endpoint)
+
+
+@pytest.mark.parametrize(
+    ("status", "error"),
+    [(401, Denied), (403, Denied), (404, GatewayOff), (413, TooLarge), (429, Unavailable), (502, Rejected)],
+)
+@pytest.mark.parametrize("body", [b"<html>no</html>", b'{"message": "no"}', b'{"error": "no", "code": 499}'])
+def test_what_a_proxy_answers_is_judged_by_its_status_in_html_and_in_json(
+    status: int, error: type[StoreError], body: bytes
+) -> None:
+    with (
+        web_server(status, body) as endpoint,
+        closing(EtcdStore([endpoint])) as store,
+        pytest.raises(StoreError) as told,
+    ):
+        store.read("/elaunch/")
+
+    assert type(told.value) is error

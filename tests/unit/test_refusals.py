@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from elaunch.rendezvous.access import Access
-from elaunch.rendezvous.carrier import Refused
+from elaunch.rendezvous.carrier import Json, Refused, TimedOut
+from elaunch.rendezvous.etcd import EtcdStore
 from elaunch.rendezvous.plan import Endpoint, Login, Tls
 from elaunch.rendezvous.refusals import BY_CODE, BY_TEXT, Kind, cancelled, explain, judge
-from elaunch.rendezvous.store import Denied, LeaseGone, Rejected, StoreError, TooLarge, Unavailable
+from elaunch.rendezvous.store import Denied, LeaseGone, Put, Rejected, StoreError, TooLarge, Txn, Unavailable
 
 ETCD = Endpoint("etcd-a", 2379)
 USER = Access(login=Login("train", "secret"))
@@ -133,6 +134,68 @@ def test_what_the_gateways_own_connection_says_gets_a_hint() -> None:
 
 def test_braces_in_an_etcds_words_are_only_words() -> None:
     assert "{user} {0} {" in str(explain(Refused(2, "{user} {0} {"), ETCD, USER))
+
+
+# --- several members
+
+
+class Members:
+    """A carrier whose members answer each in its way."""
+
+    def __init__(self, *errors: Exception) -> None:
+        self.errors = {f"h{number}": error for number, error in enumerate(errors)}
+        self.asked: list[str] = []
+
+    def call(self, endpoint: Endpoint, *_: object) -> Json:
+        self.asked.append(endpoint.host)
+        raise self.errors[endpoint.host]
+
+    def close(self) -> None: ...
+
+
+def refusal(*errors: Exception) -> tuple[StoreError, list[str]]:
+    carrier = Members(*errors)
+    store = EtcdStore([Endpoint(host, 2379) for host in carrier.errors], carrier=carrier)  # type: ignore[arg-type]
+    with pytest.raises(StoreError) as raised:
+        store.commit(Txn((), (Put("/x", "y"),)))
+    return raised.value, carrier.asked
+
+
+FULL = Refused(8, "etcdserver: mvcc: database space exceeded")
+AWAY = Unavailable("h2:2379 refuses connections: nobody listens there")
+DENIED = Refused(12, "unknown method")
+
+
+def late(host: str) -> TimedOut:
+    return TimedOut(f"no answer from {host}:2379 within 0.5 s")
+
+
+def test_a_cluster_of_which_all_members_are_slow_is_slow() -> None:
+    error, _ = refusal(late("h0"), late("h1"), late("h2"))
+
+    assert type(error) is TimedOut
+    assert str(error) == "; ".join(f"no answer from h{number}:2379 within 0.5 s" for number in range(3))
+
+
+def test_a_full_cluster_with_a_member_down_refuses_and_says_so_once() -> None:
+    error, asked = refusal(FULL, FULL, AWAY)
+
+    assert type(error) is Rejected
+    assert str(error).startswith("h0:2379, h1:2379: etcd is full (alarm NOSPACE)")
+    assert str(error).endswith("; h2:2379 refuses connections: nobody listens there")
+    assert asked == ["h0", "h1", "h2"]
+
+
+def test_a_denial_is_final_only_where_every_member_denies() -> None:
+    assert type(refusal(DENIED, DENIED, DENIED)[0]) is Denied
+    assert type(refusal(DENIED, AWAY, DENIED)[0]) is Rejected
+
+
+def test_what_is_too_large_for_one_member_is_not_sent_to_the_others() -> None:
+    error, asked = refusal(Refused(3, "etcdserver: request is too large"), FULL, FULL)
+
+    assert type(error) is TooLarge
+    assert asked == ["h0"]
 
 
 @pytest.mark.parametrize(
