@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import ssl
 
 _LINE_BYTES_MAX = 1 << 28
-# Of an error's text, which goes to the log.
+# Characters of an error's text, which goes to the log.
 _TEXT_MAX = 1000
 _GATEWAY_OFF = (
     "the JSON gateway of {} is off; start etcd with --enable-grpc-gateway=true, or pip install 'elaunch[etcd3]' and "
@@ -160,7 +160,7 @@ def _parsed(endpoint: Endpoint, status: int, body: bytes) -> Json:
 
 
 def _code(value: object) -> int:
-    """gRPC's code in an answer; what says none is tried again."""
+    """gRPC's code in an answer; "unavailable", which is tried again, for an answer without one."""
     return value if type(value) is int and 0 < value <= _CODE_MAX else _UNAVAILABLE
 
 
@@ -177,4 +177,4 @@ def _unreadable(endpoint: Endpoint, status: int, body: bytes) -> StoreError | Re
     what = f"{endpoint} answers with HTTP status {status} and no JSON: {said!r}"
     if status == _TOO_MANY_REQUESTS:
         return Unavailable(what)
-    return Rejected(f"{what}; is a proxy in front of it, and does that pass requests on?")
+    return Rejected(f"{what}; is a proxy in front of it, and does the proxy pass requests on?")

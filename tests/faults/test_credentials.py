@@ -229,7 +229,7 @@ def test_who_answers_plainly_where_this_users_own_store_is_known_to_be_is_refuse
     kept.remove()
 
     assert (job.code, given_away(listener)) == (2, [])
-    assert f"your elaunch serves a store with a token at {listener.place}, says ~/.elaunch/stores/" in job.stderr
+    assert f" says that your elaunch serves a store with a token at {listener.place}, but what answers" in job.stderr
 
 
 def test_who_speaks_tls_without_the_token_gets_nothing_of_it(tmp_path: Path) -> None:
@@ -252,7 +252,7 @@ def test_under_a_scheduler_a_plain_answer_is_refused_by_the_head_and_said_by_the
     with Job(tmp_path, *argv, env={"HOME": str(tmp_path), **SLURM, "SLURM_NODEID": node}) as job:
         if node == "0":
             assert job.wait() == 2
-            assert "an etcd without TLS listens there, which takes anybody; where that etcd is meant" in job.stderr
+            assert "an etcd without TLS listens there, which lets anybody in; if you mean that etcd" in job.stderr
         else:
             job.wait_for_output("is an etcd without TLS: whoever can reach it may read and change the job")
 

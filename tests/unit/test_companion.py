@@ -84,8 +84,8 @@ def test_a_second_agent_of_a_long_name_says_that_it_cannot_be_waited_for_and_goe
 
     other.join()
     assert sentences == [
-        "the other 1 tasks of this node cannot wait for this agent (Address already in use: is there another one of"
-        " this job?) and may end before it"
+        "the other 1 tasks of this node cannot wait for this agent, and may end before it (Address already in use: is"
+        " there another agent of this job?)"
     ]
     assert time.monotonic() - begun_s < 4
 
@@ -170,10 +170,10 @@ def test_without_a_home_a_stranger_who_has_taken_the_name_is_named(monkeypatch: 
             output, _ = waiting.communicate(timeout=10)
 
     assert sentences == [
-        "the other 1 tasks of this node cannot wait for this agent (Address already in use: by user id 65534, who is"
-        " not this user) and may end before it"
+        "the other 1 tasks of this node cannot wait for this agent, and may end before it (Address already in use: user"
+        " id 65534 uses the name)"
     ]
-    assert "user id 65534, and not this user, has the socket at which the agent was to be" in output
+    assert "user id 65534, who is not this user, has the socket of the agent" in output
 
 
 @needs_root

@@ -222,7 +222,7 @@ def test_who_drips_words_holds_a_node_no_longer_than_one_exchange_may_take(
                     return
 
     begun_s = time.monotonic()
-    with impostor(meeting, drip), pytest.raises(SiteError, match=r"what listens there had not said all within 0\.5 s"):
+    with impostor(meeting, drip), pytest.raises(SiteError, match=r"what listens there did not say all within 0\.5 s"):
         fetch(replace(meeting, may_be_etcd=False), 600, said)
 
     assert time.monotonic() - begun_s < 5
