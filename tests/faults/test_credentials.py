@@ -1,4 +1,4 @@
-"""What whoever listens at the endpoint gets of the passwords and tokens: it writes down every byte."""
+"""A listener at the endpoint gets no password and no token: it writes down every byte that arrives."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def listener() -> Iterator[Eavesdropper]:
 
 
 def told(folder: Path, listener: Eavesdropper, words: str, env: Mapping[str, str]) -> Job:
-    """A job that has ended by itself, or has given a secret away; `words` have {} for the endpoint."""
+    """A job that has ended by itself, or has sent a secret; `words` have {} for the endpoint."""
     (folder / "pw").write_text(f"{PASSWORD.replace(' ', '-')}\n")
     (folder / "token").write_text(f"{TOKEN.replace(' ', '-')}\n")
     (folder / "train.py").write_text("")

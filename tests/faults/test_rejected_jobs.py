@@ -1,4 +1,4 @@
-"""Jobs whose store refuses: who is not part of one yet ends at once, whoever is trains on, says why, and is mended."""
+"""Jobs whose store refuses: a new node ends at once; a node of the job trains on, says why, and recovers."""
 
 from __future__ import annotations
 

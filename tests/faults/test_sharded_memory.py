@@ -246,7 +246,7 @@ def test_a_part_that_arrives_garbled_on_the_second_node_does_not_count(nodes: No
 
     loaded = nodes.run(2, "fsdp2", "load", generation=1)[0]
 
-    # Both ranks have written over the one that did not count.
+    # Both ranks have overwritten the snapshot that did not count.
     assert loaded["loaded"] == [0, 1]
 
 

@@ -48,7 +48,7 @@ def test_a_task_beside_the_agent_stays_until_that_has_ended_whatever_signal_come
     waiting = companion(run_id)
     assert waiting.stdout
     waiting.stdout.readline()
-    # Of MPI's processes the agent alone may know its node's place.
+    # Among MPI's processes only the agent may know its node's place.
     agent = Cluster("Open MPI", node_index=0, run_id=run_id, tasks=2)
     with seen_by_others(agent, said):
         wait_for(lambda: "@" + _address(agent)[1:] in connected(), "the task is connected")
@@ -138,7 +138,7 @@ def stranger(deed: str, *names: str) -> Iterator[None]:
 
 
 def guessed(job: str) -> str:
-    """What anybody can make of what everybody knows of a job."""
+    """The name that anybody could compute from public facts about a job."""
     return f"elaunch-agent-{os.geteuid()}-{hashlib.sha256(job.encode()).hexdigest()[:32]}"
 
 

@@ -1,4 +1,4 @@
-"""What is typed, exported, written in a job file or set by a scheduler: a plan, or one sentence; never worse."""
+"""Whatever is typed, exported, written in a job file or set by a scheduler gives a plan, or one sentence."""
 
 from __future__ import annotations
 
