@@ -77,9 +77,7 @@ def test_a_node_whose_watch_is_refused_says_so_once_and_hears_of_failures_by_ask
         fleet.run(0)
         proxies[0].refuse(Rpc.WATCH, answers.BAD_GATEWAY)
         proxies[0].cut_streams()
-        fleet.says(
-            0, r"the store refuses to tell of changes: .*HTTP status 502.*; they are read every 3 s", SAID_S
-        )
+        fleet.says(0, r"the store refuses to tell of changes: .*HTTP status 502.*; they are read every 3 s", SAID_S)
 
         fleet.kill_worker(1)
 
