@@ -23,7 +23,7 @@ def main(address: str, transport: str = "gateway") -> None:
     from elaunch.rendezvous.access import Access
     from elaunch.rendezvous.etcd import EtcdStore
     from elaunch.rendezvous.plan import Endpoint
-    from elaunch.rendezvous.store import Put, Txn, Update
+    from elaunch.rendezvous.store import Changes, Put, Txn, Update, View
 
     host, _, port = address.rpartition(":")
     carrier = None
@@ -45,7 +45,7 @@ def main(address: str, transport: str = "gateway") -> None:
 
     def tell(update: Update) -> None:
         with word:
-            if not isinstance(update, Exception):
+            if isinstance(update, (Changes, View)):
                 told[update.revision] = time.perf_counter()
             word.notify()
 
