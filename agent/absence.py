@@ -1,4 +1,4 @@
-"""A store that is away, too slow, or refuses: what is said of it, what its return means, and when it is given up."""
+"""A store that is away, too slow, or refuses: what the log says, what its return means, when the agent gives up."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from elaunch.agent.events import Action, Say, StoreAway, StoreRefuses
 from elaunch.agent.state import WORTH_A_WORD_S, Agent, Finished, Joining, Reach, Step, Trouble, exit_with
 from elaunch.rendezvous.types import OutcomeKind
 
-# A refusal seldom passes by itself; one that does so at once is no news.
+# A refusal seldom passes by itself. One that passes within this time is not worth a line.
 REFUSAL_WORTH_A_WORD_S = 1.0
-# What is said of the trouble changes with its kind, but not more often than this.
+# A new kind of trouble is worth a new line, but lines come no more often than this.
 SAY_ANEW_S = 5.0
 # A store that stays away is a long wait: nobody should wonder whether anything still happens.
 STILL_AWAY_S = 60.0
 
 
 def store_failed(agent: Agent, event: StoreAway | StoreRefuses, now_s: float) -> Agent:
-    """Take note of a request that the store did not do."""
+    """Take note of a request that failed."""
     reach, trouble = agent.reach, _trouble(event)
     is_heads = isinstance(event, StoreAway) and event.is_heads
     is_new = reach.failing_since_s is None or trouble is not reach.trouble
@@ -53,7 +53,7 @@ def store_back(agent: Agent, now_s: float) -> Step:
 
 
 def gives_up_at_s(agent: Agent) -> float | None:
-    """When an agent without workers stops waiting for a store that fails."""
+    """When an agent without workers stops waiting for a failing store."""
     reach, times = agent.reach, agent.times
     if reach.failing_since_s is None or not isinstance(agent.phase, (Joining, Finished)):
         return None
@@ -63,7 +63,7 @@ def gives_up_at_s(agent: Agent) -> float | None:
 
 
 def tick_away(agent: Agent, now_s: float) -> Step:
-    """Say what is wrong with the store; give up on one that stays so."""
+    """Say what is wrong with the store; give up if it lasts too long."""
     actions: tuple[Action, ...] = ()
     reach = agent.reach
     if reach.unsaid_until_s is not None and now_s >= reach.unsaid_until_s:
@@ -79,9 +79,9 @@ def tick_away(agent: Agent, now_s: float) -> Step:
 
 
 def without_workers(agent: Agent, now_s: float) -> Agent:
-    """This node has no workers any more: what was said of a store that fails, that they go on, is said anew.
+    """Note that this node has no workers any more. The last line, that the workers go on, is out of date: say it anew.
 
-    How long it may go on failing is counted from here: nothing waited for it before.
+    The time to give up is counted from here, since nothing waited for the store before.
     """
     reach = agent.reach
     if reach.failing_since_s is None or not isinstance(agent.phase, (Joining, Finished)):
@@ -97,7 +97,7 @@ def _trouble(event: StoreAway | StoreRefuses) -> Trouble:
 
 
 def _words(agent: Agent, now_s: float) -> str:
-    """What a failing store means for this node now, and how long that may last."""
+    """What a failing store means for this node now, and when the agent gives up."""
     reach, give_up_s = agent.reach, gives_up_at_s(agent)
     left = f"for up to {give_up_s - now_s:.0f} s more" if give_up_s is not None else ""
     is_away = reach.trouble is Trouble.AWAY

@@ -50,7 +50,7 @@ class JobCgroup:
 def _own_cgroup() -> Path | None:
     """This process's folder in the cgroup2 hierarchy, wherever that is mounted."""
     try:
-        # Names of folders, which may be in any encoding.
+        # Folder names in these files may be in any encoding.
         groups = Path("/proc/self/cgroup").read_text(errors="surrogateescape")
         own = next(line for line in groups.splitlines() if line.startswith("0::"))
         for line in Path("/proc/self/mountinfo").read_text(errors="surrogateescape").splitlines():

@@ -55,7 +55,7 @@ class Children:
                 yield self._held.pop(pid)
 
     def signal(self, name: Name, signum: int, group: bool) -> None:
-        """Signal the child of that name, or its whole process group. After SIGKILL its group is not waited for."""
+        """Signal the child of that name, or its whole process group. After SIGKILL nothing waits for the group."""
         living = [pid for pid, known in self._names.items() if known == name]
         held = [pid for pid, news in self._held.items() if (news["generation"], news["key"]) == name]
         if signum == signal.SIGKILL:

@@ -68,14 +68,14 @@ _TIMES = Times()
 class AgentConfig:
     """One agent's settings. `environment` is what workers inherit, without the rank variables.
 
-    The job's keys in the store begin with `store_prefix`.
+    `store_prefix` is what all keys of the job in the store begin with.
     `master_ports` is empty for a fresh port per generation; else the ports that may be used, in order of preference.
     `preload` are the modules that the fork server imports; None execs every worker as a fresh interpreter.
     `master_addr` is where the other nodes reach this one; `node_rank` and `topology` as in `Node`.
     `network` are variables for the workers that say which network to use; the user's own go first.
     `notices` are those of `signals` by which a scheduler tells that a job's end is near: workers with a handler for
-    them get them, others SIGTERM; with `has_named_signals` all workers get them, since the user has asked for that.
-    The scheduler may send the `ignored` to workers too, who ignore these from their start.
+    them get them, others get SIGTERM. With `has_named_signals` the user has named them, and all workers get them.
+    `ignored` are signals that the scheduler may send to workers too; workers ignore them from their start.
     `notes` are sentences that the command line wants said once in the log.
     """
 

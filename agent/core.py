@@ -88,7 +88,7 @@ def step(agent: Agent, event: Event, now_s: float) -> Step:
             return store_failed(agent, event, now_s), ()
         case WatchRefused(why):
             every_s = f"{agent.times.lease_ttl_s:g} s"
-            return agent, (Say(f"the store refuses to tell of changes: {why}; it is asked for them every {every_s}"),)
+            return agent, (Say(f"the store refuses to tell of changes: {why}; they are read every {every_s}"),)
         case StoreBack():
             return store_back(agent, now_s)
         case StoreLost(why):

@@ -43,7 +43,7 @@ from elaunch.rendezvous.types import Node
 
 # A transaction of more operations than 128 is refused; a leader, who sees all keys, reads them.
 _COMPARED_MAX = 100
-# The run's lease is renewed this often in its time.
+# Renewals of the run's lease in each of its times to live.
 _RUN_RENEWALS = 4
 # What a node does before it is a member, and with others in sight.
 _ENTERING = (Tag.RUN, Tag.JOIN)
@@ -165,14 +165,14 @@ class Dealings:
             self.renew_run()
 
     def renew_run(self) -> None:
-        """Begin the time of the run's lease anew, on which all of the job's keys stand that are no node's.
+        """Renew the run's lease, on which stand all keys of the job that belong to no node.
 
-        Its leader does so, now and then and before it goes: the keys of a job that has ended, or whose agents were all
-        killed, are gone a while later.
+        The leader does so several times in the lease's time to live, and before it goes. So the keys go by themselves
+        when the job has ended or all its agents were killed.
         """
         with self._view_lock:
             spec = self._view.entries.get(self._keys.spec) if self._view else None
-        # The one that began the run may have been told another time than this one.
+        # The agent that granted the lease may have another `keys_ttl` than this one: the store's answer counts.
         left_s = self._store.keep_alive(spec.lease) if spec and spec.lease else 0.0
         self._run_renewal_due_s = self._now() + (left_s or self._times.keys_ttl_s) / _RUN_RENEWALS
 
@@ -209,7 +209,7 @@ class Dealings:
         self._follow(self._keys.root, None)
 
     def give_back(self) -> None:
-        """End the lease, and with it this node's keys; those of the run begin the rest of their time."""
+        """End this node's lease, and with it its keys. The leader renews the run's lease for the last time."""
         if self._lease:
             self._store.revoke(self._lease)
         if self._scope == self._keys.root:
@@ -245,7 +245,7 @@ class Dealings:
             raise
 
     def _commit_with_run_lease(self, txn: Txn, tag: Tag | None) -> Answer:
-        """Commit. The agent whose transaction starts a run, its guards held, begins the run's lease."""
+        """Commit. If the transaction starts a run and only the run's lease is missing, grant it and commit again."""
         try:
             return self._commit_as(tag, txn)
         except LeaseGone:
@@ -280,7 +280,7 @@ class Dealings:
         return self._commit_small(txn) if others and not is_refused_for_good else answer
 
     def _commit_small(self, txn: Txn) -> Answer:
-        """Commit; the texts of a transaction that is too large for the store are cut until it fits."""
+        """Commit. If the store says that the transaction is too large, cut its texts until it fits."""
         while True:
             try:
                 return self._store.commit(txn)
@@ -355,7 +355,7 @@ class Dealings:
                 if is_news:
                     self._look_again()
             case Deaf(why):
-                # The first watch reports its own failure to its caller. Each one that takes its place would say so too.
+                # The first watch reports its own failure to its caller. Each later one is refused too: say it once.
                 if self._view is not None and not self._is_deaf_said:
                     self._post(WatchRefused(why))
                 self._is_deaf_said = True
@@ -364,7 +364,7 @@ class Dealings:
                 if epoch == self._epoch and self._view is not None:
                     self._post(StoreLost(str(update)))
             case StoreError():
-                # The next read finds what it would have told, begins another one, or is refused too.
+                # The next read finds the changes, and begins another watch, or is refused too.
                 self._has_watch_ended |= epoch == self._epoch
                 self._reread_due_s = 0.0
 

@@ -19,7 +19,7 @@ RANK_VARIABLES = frozenset(
     )
 )
 
-# What else says of a worker's job which one it is, and where its nodes meet.
+# Further variables that say which job a worker belongs to, and where its nodes meet.
 _OF_ONE_JOB = frozenset(
     (
         *(VARIABLE, "TORCHELASTIC_SIGNALS_TO_HANDLE", "PET_RUN_ID", "PET_RDZV_ID", "PET_RDZV_ENDPOINT"),
@@ -29,9 +29,9 @@ _OF_ONE_JOB = frozenset(
 
 
 def outside(environ: Mapping[str, str]) -> dict[str, str]:
-    """What a job inherits that is handed in with `environ`: inside a worker, nothing that is about the worker's job.
+    """The environment for a new job that is submitted with `environ`: inside a worker, without the worker's own job.
 
-    The user's own variables stay, also PET_MAX_RESTARTS, ELAUNCH_ENDPOINT and an ELAUNCH_TOKEN that was set there.
+    The user's own variables stay: also PET_MAX_RESTARTS, ELAUNCH_ENDPOINT, and an ELAUNCH_TOKEN that the worker set.
     """
     if VARIABLE not in environ:
         return dict(environ)

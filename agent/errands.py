@@ -1,4 +1,4 @@
-"""What is to be asked of the store, one thing after the other, each again and again until the store does it."""
+"""Requests to the store, one after the other, each repeated until the store does it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Errand = Callable[[], None]
 
 
 class _Lane(Enum):
-    """The renewals of the lease, and all that waits in order: one may be refused while the other is served."""
+    """Renewals of the lease, and the queue of all other requests: one may be refused while the other is served."""
 
     RENEWAL = auto()
     QUEUE = auto()
@@ -31,7 +31,7 @@ class Errands:
     """A queue that keeps its order, and a renewal that goes before all that waits.
 
     Orders may come from any thread, `do_next` is called by one. `uniform` draws a number between two. Each failed try
-    is told, as what it is; that the store is back is told when neither lane's last try failed.
+    is posted as an event. `StoreBack` is posted when the last try of neither lane has failed.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Errands:
         self._queue: deque[Errand] = deque()
         self._renewal_wanted = False
         self._was_reached = False
-        # What the last try of each lane failed by.
+        # The error of each lane whose last try failed.
         self._failing: dict[_Lane, Unavailable | Rejected] = {}
         # In a row, of what waits in the queue.
         self._failed_tries = 0
@@ -85,7 +85,7 @@ class Errands:
         lane = self._next_lane()
         if lane is None:
             return 0.0
-        # Ordered again while it is done, it is wanted once more.
+        # A renewal that is ordered while this one runs is wanted once more.
         self._renewal_wanted &= lane is not _Lane.RENEWAL
         self._turn = _Lane.RENEWAL
         try:
@@ -98,13 +98,10 @@ class Errands:
         return 0.0
 
     def _next_lane(self) -> _Lane | None:
-        if (
-            self._renewal_wanted
-            and not (self._is_ending and self._queue)
-            and (self._turn is _Lane.RENEWAL or not self._queue)
-        ):
-            return _Lane.RENEWAL
-        return _Lane.QUEUE if self._queue else None
+        is_queues_turn = self._is_ending or self._turn is _Lane.QUEUE
+        if self._queue and (is_queues_turn or not self._renewal_wanted):
+            return _Lane.QUEUE
+        return _Lane.RENEWAL if self._renewal_wanted else None
 
     def _failed(self, lane: _Lane, error: Unavailable | Rejected, backoff_s: float) -> float:
         self._failing[lane] = error
@@ -112,7 +109,7 @@ class Errands:
         if isinstance(error, Rejected):
             self._post(StoreRefuses(str(error), isinstance(error, Denied)))
             least_s = most_s = self._backoff_max_s
-            # The store is there: what waits may be done, though renewals are not.
+            # The store answers: it may do what one lane asks though it refuses the other.
             self._turn = _Lane.QUEUE if lane is _Lane.RENEWAL else _Lane.RENEWAL
         else:
             is_slow = isinstance(error, TimedOut) or isinstance(error.__cause__, TimedOut)

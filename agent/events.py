@@ -62,7 +62,7 @@ class Committed:
 class StoreAway:
     """The store does not answer; it is being tried again and again. `why` is a sentence without a full stop.
 
-    `is_heads` says that a node of the job serves it, `is_slow` that it is there and does not answer in time.
+    `is_heads` says that a node of the job serves the store, `is_slow` that the store is there but answers too late.
     """
 
     why: str
@@ -72,9 +72,9 @@ class StoreAway:
 
 @dataclass(frozen=True)
 class StoreRefuses:
-    """The store answers, and does not do as asked; it is being asked again and again. `why` as in `StoreAway`.
+    """The store answers, but does not do as asked; it is being asked again and again. `why` as in `StoreAway`.
 
-    `is_denied` says that waiting alone cannot help.
+    `is_denied` says that waiting alone does not help.
     """
 
     why: str
@@ -83,7 +83,7 @@ class StoreRefuses:
 
 @dataclass(frozen=True)
 class WatchRefused:
-    """The store does as asked, but does not tell of changes: they are found by asking. `why` as in `StoreAway`."""
+    """The store refuses the watch, so changes are found by reading. `why` as in `StoreAway`."""
 
     why: str
 
@@ -95,14 +95,14 @@ class StoreBack:
 
 @dataclass(frozen=True)
 class StoreLost:
-    """The store is not the one that it was, or holds what nobody can read: a sentence without a full stop."""
+    """The store is another one than before, or holds data that cannot be read. `why` as in `StoreAway`."""
 
     why: str
 
 
 @dataclass(frozen=True)
 class OwnStoreLost:
-    """The process ended by which this agent served the job's store: a sentence without a full stop."""
+    """The process by which this agent served the job's store has ended. `why` as in `StoreAway`."""
 
     why: str
 

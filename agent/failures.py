@@ -32,7 +32,7 @@ _NO_MODULE = re.compile(
     r"\S+: (?P<message>(?:No module named|Error while finding module specification for"
     r"|No code object available for) .*)"
 )
-# Between the sentence that joins two tracebacks and the second one are two line ends.
+# Only blank lines stand between the sentence that joins two tracebacks and the second one.
 _CHAIN_CHARACTERS_MAX = 200
 
 # What survivors say when another rank is gone, from gloo, TCPStore and NCCL.
@@ -51,9 +51,9 @@ _PYTHON_SOCKET_TYPES = {
 }
 # What pdb ends a program by: q, or the end of its input.
 _DEBUGGER_LEFT = "BdbQuit"
-# As much of a message as anybody looks for words in.
+# Words are looked for in this much of a message.
 _SAID_CHARACTERS_MAX = 64 << 10
-# Alike at their ends, two texts of the same traceback are.
+# Two texts with the same last characters, this many, are the same traceback.
 _ALIKE_CHARACTERS = 200
 _STARTUP_TYPES = {"ImportError", "ModuleNotFoundError", "SyntaxError", "IndentationError", "TabError"}
 # 126 and 127 are the shell's words for a command that cannot run or is not there.
@@ -151,7 +151,7 @@ def with_tail(failure: Failure, tail: str, reached_store: bool | None) -> Failur
 def parse_record(text: str) -> Raised | None:
     """The exception in an error file as torch's `@record` and our workers write it; None for a torn or other one.
 
-    Both its texts may be of any length; what is cut here is what no record has room for.
+    Its message and traceback may have any length. They are cut to what a failure record has room for.
     """
     try:
         message = parse_json(text)["message"]
@@ -196,7 +196,7 @@ def parse_traceback(text: str) -> Raised | None:
 
 
 def _parse_plain(text: str) -> Raised | None:
-    """The same where there is no group of exceptions, and no rank before the lines."""
+    """`parse_traceback` for a text without a group of exceptions, and without rank prefixes."""
     start = text.rfind(_TRACEBACK)
     if start < 0:
         if module := _NO_MODULE.fullmatch(text.rstrip().rpartition("\n")[2]):
@@ -230,12 +230,12 @@ def _place(frame: re.Match[str]) -> str:
 
 
 def _kept(tail: str, traceback: str) -> str:
-    """The end of the output, which a record has little room for: where it is long, without the traceback."""
+    """The end of the output for the failure record. A long one goes without its traceback, which is there already."""
     if not traceback or TAIL.fits(tail):
         return tail
     if (start := chain_start(tail)) >= 0:
         return tail[:start]
-    # So long a traceback that its beginning is not here.
+    # The traceback is so long that its beginning is not in the output's end.
     end = _RANK_PREFIX.sub("", tail).rstrip()[-_ALIKE_CHARACTERS:]
     return "" if traceback.rstrip().endswith(end) else tail
 

@@ -16,8 +16,8 @@ from elaunch.agent.guardian import VARIABLE, Kin, clean_up, sweep
 class Guard:
     """Starts the guardian; from then on this process may die at any moment and nothing of the job stays.
 
-    `run_dirs` are removed at the end, whichever of them exist by then. `marker` is what the job's processes carry;
-    `inherited` is the rest of what they inherit.
+    `run_dirs` are removed at the end, whichever of them exist by then. The job's processes carry
+    `marker` in their environment; `inherited` is the rest of it.
     """
 
     def __init__(self, run_dirs: tuple[str, ...], inherited: Mapping[str, str]) -> None:

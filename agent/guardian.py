@@ -2,9 +2,8 @@
 
 A process belongs to the job if it is in the job's cgroup, where there is one, or if its initial environment holds the
 agent's marker. Workers inherit both, so do their children, through setsid and double forks, and so do nested agents'.
-The marker also travels into what a worker hands to somebody else to run: `sbatch`, `at` and `systemd-run` copy the
-environment. Such a process is in another job of the scheduler, or in a cgroup that no worker of ours starts in, and is
-spared.
+A process that a worker lets a service start may hold the marker too: `sbatch`, `at` and `systemd-run` copy the
+environment. Such a process is spared. It is in another job of the scheduler, or in a cgroup in which no worker starts.
 
 Run as `python -S guardian.py KIN FD CGROUP RUN_DIR…` this file is the guardian, a process that outlives the agent
 for a moment: when the pipe FD ends, because the agent closed it or died, it ends all of these and removes the run
@@ -47,10 +46,10 @@ CLAIM = ".agent"
 
 
 class Kin:
-    """An agent's processes: those with `marker` that nobody has started as, or moved into, something else.
+    """An agent's processes: those with `marker`, unless they are in another job, cgroup or container.
 
     `jobs` are the scheduler's ids of the agent's job, by variable. `cgroups` are the agent's own (see `_cgroups_of`),
-    `namespace` is its pid namespace.
+    `namespace` is the agent's pid namespace.
     """
 
     def __init__(self, marker: str, jobs: Mapping[str, str], cgroups: Mapping[str, str], namespace: str) -> None:
@@ -61,34 +60,34 @@ class Kin:
 
     @classmethod
     def of_this_process(cls, marker: str, environ: Mapping[str, str]) -> Kin:
-        """Those of an agent that runs in this process and hands `environ` on."""
+        """The kin of an agent that runs in this process and whose workers inherit `environ`."""
         jobs = {name: environ[name] for name in JOB_VARIABLES if environ.get(name)}
         return cls(marker, jobs, _cgroups_of("self"), _namespace_of("self"))
 
     @classmethod
     def read(cls, text: str) -> Kin:
-        """From `text()`."""
+        """The kin that `text()` has written."""
         marker, namespace, unified, systemd, *jobs = text.split("\n")
         cgroups = {name: path for name, path in ((_UNIFIED, unified), (_SYSTEMD, systemd)) if path}
         return cls(marker, dict(job.split("=", 1) for job in jobs), cgroups, namespace)
 
     def text(self) -> str:
-        """For another process to `read`."""
+        """All of it in a line of text, for another process to `read`."""
         jobs = (f"{name}={job}" for name, job in self._jobs.items())
         cgroups = (self._cgroups.get(name, "") for name in (_UNIFIED, _SYSTEMD))
         return "\n".join((self.marker, self._namespace, *cgroups, *jobs))
 
     def has(self, pid: int) -> bool:
-        """Whether that process is one of them."""
+        """Whether that process is one of the agent's."""
         needle = self.marker.encode()
         try:
-            # A zombie's reads as empty.
+            # The environment of a zombie reads as empty.
             environment = Path(f"/proc/{pid}/environ").read_bytes()
         except OSError:
             return False
         if needle not in environment:
             return False
-        # Of a name that is there twice, the first counts.
+        # If a name is there twice, the first one counts.
         variables = dict(entry.partition(b"=")[::2] for entry in reversed(environment.split(b"\0")))
         if needle not in variables.get(VARIABLE.encode(), b""):
             return False
@@ -96,7 +95,7 @@ class Kin:
         return not self.is_elsewhere(jobs, _cgroups_of(pid), _namespace_of(pid))
 
     def is_elsewhere(self, jobs: Mapping[str, str], cgroups: Mapping[str, str], namespace: str) -> bool:
-        """Whether a process with `marker`, of which these are the same facts, is in no job of the agent's."""
+        """Whether a process with `marker` and these facts of its own belongs to somebody else than the agent."""
         if any(job and job != self._jobs.get(name) for name, job in jobs.items()):
             return True
         if any(f"/elaunch-{self.marker}" in cgroup for cgroup in cgroups.values()):
@@ -112,30 +111,30 @@ class Kin:
         scope = _scope(own, self._jobs.values())
         if scope:
             return cgroup != scope and not cgroup.startswith(f"{scope}/")
-        # All of a host is below the root. A container there has a cgroup and a pid namespace of its own; what a worker
-        # starts in a new pid namespace (bwrap, unshare) stays in the worker's cgroup.
+        # The agent is in the root cgroup, so every cgroup of the host is below its own. A container has a cgroup and a
+        # pid namespace of its own. A worker's child in a new pid namespace (bwrap, unshare) stays in its cgroup.
         return not is_own_namespace or cgroup.startswith("/../")
 
 
 def _scope(cgroup: str, jobs: Iterable[str]) -> str:
-    """The cgroup that holds all of the job of an agent in `cgroup`; empty for the root.
+    """The cgroup of the whole job of an agent that is in `cgroup`; empty for the root.
 
-    A scheduler that has a cgroup for each step of a job has one for the job above it, with the job's id in its name
-    (`/slurm/job_12/step_0/task_0`): what a worker starts with `srun` is another step of the same job.
+    Some schedulers make a cgroup for each step, in a cgroup of the job with the job's id in its name
+    (`/slurm/job_12/step_0/task_0`). A process that a worker starts with `srun` is in another step of the same job.
     """
     parts = cgroup.rstrip("/").split("/")
     names = [re.compile(rf"(?<![0-9A-Za-z]){re.escape(job)}(?![0-9A-Za-z])") for job in jobs]
     for i, part in enumerate(parts):
-        # Numbers in systemd's own names are of users and sessions.
+        # Numbers in systemd's own names are those of users and sessions, not of jobs.
         if not part.endswith((".slice", ".scope", ".service")) and any(name.search(part) for name in names):
             return "/".join(parts[: i + 1])
     return "/".join(parts)
 
 
 def _cgroups_of(pid: int | str) -> dict[str, str]:
-    """The process's paths in the cgroup hierarchies in which whoever starts a job or a unit gives it a place.
+    """The process's cgroups, by hierarchy: of those in which schedulers and systemd give a job or a unit its place.
 
-    That is v2's, and systemd's own where v1 is in use.
+    These are the hierarchy of cgroup v2, and systemd's own where v1 is in use.
     """
     try:
         lines = Path(f"/proc/{pid}/cgroup").read_text(errors="surrogateescape").splitlines()
@@ -249,7 +248,7 @@ def remove_abandoned(run_dirs: Iterable[str]) -> None:
 
 def _remove_if_abandoned(folder: Path) -> None:
     with suppress(OSError):
-        # Kept open: where others may rename what is in a temporary folder, the name may soon be another folder's.
+        # Kept open: others may rename folders in a shared temporary folder, so the name may soon mean another one.
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             _remove_if_unlocked(folder, fd)
@@ -259,7 +258,7 @@ def _remove_if_abandoned(folder: Path) -> None:
 
 def _remove_if_unlocked(folder: Path, fd: int) -> None:
     found = os.fstat(fd)
-    # Nobody else can have put anything into it.
+    # Only this user can have put anything into such a folder.
     if found.st_uid != os.geteuid() or found.st_mode & 0o077:
         return
     claim = os.open(CLAIM, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=fd)
@@ -274,7 +273,7 @@ def _remove_if_unlocked(folder: Path, fd: int) -> None:
 
 
 def _empty(folder: Path) -> None:
-    """The claim last: what is interrupted is found again."""
+    """Empty the folder, the claim last: after an interruption the next guardian finds the folder again."""
     for path in folder.iterdir():
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)

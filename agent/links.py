@@ -19,7 +19,7 @@ from elaunch.rendezvous.codec import parse_json
 
 _LOOK_S = 1.0
 _LINK_BYTES_MAX = 1 << 16
-# Of a note, which goes to the log, and of a phase's name, which goes into a failure's message.
+# Characters of a note, which goes to the log, and of a phase's name, which goes into a failure's message.
 _TEXT_MAX = 2000
 _STEP_END = 1 << 63
 
@@ -104,12 +104,12 @@ class Link:
 
 
 def _is_step(value: object) -> bool:
-    """Whether it is a step's number, or -1 for none: true is a number to Python, and a larger one has no digits."""
+    """Whether it is a step's number, or -1 for none. Python takes true for an int, and prints no huge int."""
     return type(value) is int and -1 <= value < _STEP_END
 
 
 def _plain(text: str) -> str:
-    """A worker's text for the log and for the store: lone surrogates have no bytes there."""
+    """A worker's text for the log and for the store, cut, and without lone surrogates, which UTF-8 cannot encode."""
     return text[:_TEXT_MAX].encode(errors="backslashreplace").decode()
 
 

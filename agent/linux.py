@@ -42,7 +42,7 @@ def _is_in(pid: int, field: str, signum: int) -> bool:
 def _status(pid: int, field: str) -> str:
     """The words of that field of /proc/PID/status; empty where the process is gone."""
     try:
-        # A process gives itself a name, of 15 bytes, which may be cut in the middle of a character.
+        # A process's own name in this file is cut at 15 bytes, perhaps in the middle of a character.
         lines = Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines()
     except OSError:
         return ""

@@ -58,7 +58,7 @@ _GUARDIANS_MAX = 20
 _FAREWELL_S = 2.0
 # Where the store ends with this agent, for the others to read how the job ended.
 _OUTLAST_S = 3.0
-# epoll counts to 24 days.
+# epoll refuses a wait of more than 24 days.
 _WAIT_MAX_S = 86_400.0
 
 
@@ -296,7 +296,7 @@ class Loop:
         self._selector.register(pidfd, selectors.EVENT_READ, ended)
 
     def _watch_store_process(self, pid: int) -> None:
-        """Only this agent sees why the store is silent."""
+        """Tell why the store has ended: no other agent can see it."""
 
         def ended() -> None:
             self._served_pid = None
@@ -318,7 +318,7 @@ class Loop:
 
 
 def _how_it_ended(pid: int) -> str:
-    """In words, of a child that has ended and that somebody else reaps."""
+    """How a child has ended, in words. The child is left for others to reap."""
     found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     if found is None or found.si_code == os.CLD_EXITED:
         return f"exited with code {found.si_status}" if found else "ended"

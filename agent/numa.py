@@ -11,7 +11,7 @@ from pathlib import Path
 from elaunch.agent.config import NumaBinding
 from elaunch.agent.devices import read_gpus, visible
 
-# Eight times what Linux can be built for.
+# Linux can be built for 8192 CPUs at most; this is eight times as many.
 _CPU_MAX = (1 << 16) - 1
 
 

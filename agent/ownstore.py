@@ -1,7 +1,8 @@
 """The job's store, which this host served, is gone: what that means for this node.
 
-The store was a child of this agent and kept all in its memory, so it never comes back, and this agent knows it at once.
-The workers do not need it. Nobody can be restarted or join any more, so this node's part ends with its workers.
+The store was a child of this agent and kept everything in its memory. So it never comes back, and this agent sees its
+end at once. Running workers do not need the store. But no worker can be restarted and no node can join any more, so
+this node's part of the job ends with its workers.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from elaunch.rendezvous.types import OutcomeKind, RankTable
 
 
 def own_store_lost(agent: Agent, event: OwnStoreLost) -> Step:
-    # Nothing more is said of a store that is away for a time: it is not.
+    # This store is not away for a time but gone: lines about its absence end here.
     reach = replace(agent.reach, failing_since_s=None, unsaid_until_s=None, is_said=False)
     agent, actions = without_own_store(replace(agent, store_gone=event.why, reach=reach))
     if isinstance(agent.phase, (Running, Stopping)):
@@ -23,7 +24,7 @@ def own_store_lost(agent: Agent, event: OwnStoreLost) -> Step:
 
 
 def without_own_store(agent: Agent) -> Step:
-    """End this node's part where its own store is gone and no worker of it runs."""
+    """End this node's part of the job if its own store is gone and none of its workers runs."""
     if not agent.store_gone:
         return agent, ()
     match agent.phase:
@@ -32,7 +33,7 @@ def without_own_store(agent: Agent) -> Step:
             if not others:
                 return exit_with(agent, agent.outcome(OutcomeKind.SUCCEEDED, "every worker exited with 0"))
             nodes = "the other node is" if len(others) == 1 else f"{len(others)} other nodes are"
-            why = f"this node's workers have all exited with 0, and how {nodes} doing is not known here"
+            why = f"this node's workers have all exited with 0, and this node cannot know how {nodes} doing"
         case Joining():
             why = "no worker can start without it"
         case _:
@@ -41,7 +42,7 @@ def without_own_store(agent: Agent) -> Step:
 
 
 def last_failure(agent: Agent, stopping: Stopping) -> Stopping:
-    """A failure that ends the job, since nothing can be restarted without the store."""
+    """The stop as the last one if it follows a failure: without the store nothing can be restarted."""
     if not agent.store_gone or stopping.then or not stopping.failure:
         return stopping
     why = f"{agent.store_gone}, so nothing can be restarted"
@@ -49,6 +50,6 @@ def last_failure(agent: Agent, stopping: Stopping) -> Stopping:
 
 
 def _not_done(agent: Agent, table: RankTable) -> list[str]:
-    """The other nodes of this generation that had not said that their workers were done, as far as this one knows."""
+    """The other nodes of this generation that this node does not know as done."""
     done = agent.snapshot.done.get(table.generation, frozenset())
     return [seat.node_id for seat in table.seats if seat.node_id not in done and seat.node_id != agent.me.node_id]

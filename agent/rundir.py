@@ -15,8 +15,8 @@ from typing import NamedTuple
 from elaunch.agent.guardian import CLAIM, boot_id
 
 SHARED_MEMORY = "/dev/shm"
-# Of one run's folder in the user's log folder, less what the umask takes: what workers put there themselves, by the
-# user's umask, is behind it too.
+# The mode of a run's folder in the user's log folder, less what the umask takes away. It also protects the files that
+# workers write there with the user's umask.
 LOGS_MODE = 0o750
 
 

@@ -118,7 +118,7 @@ class Session:
             try:
                 errand()
             except Rejected as error:
-                # The store in this process: nobody can mend it.
+                # This is the store in this process: nobody can mend it.
                 self._post(StoreLost(str(error)))
             return
         with self._wake:

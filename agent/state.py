@@ -179,9 +179,9 @@ class Membership:
     transaction whose answer is awaited, and nothing is decided from a snapshot older than `answered`, the revision of
     the last answer. `refused` says that the last join was, `outvoted` that the last try to lead was, `evicted` that
     this node's member key is gone, `widened` that all keys are looked at. `runs_refused` counts the runs that it
-    could not start, since the job had members; the next one is tried at `run_again_s`, by when their leases may have
-    ended. `misfit` is there where the job in the store is another one.
-    `has_entered` says that it was a member once, so that the store's answers were not wrong from the start.
+    could not start, since the job had members. The next try is at `run_again_s`, when their leases may have ended.
+    `misfit` is there where the job in the store is another one.
+    `has_entered` says that this node was a member once, so the store's address and login are right.
     """
 
     lease: int = 0
@@ -201,7 +201,7 @@ class Membership:
 
 
 class Trouble(Enum):
-    """Why the store does not do as it is asked; the value is the end of a sentence."""
+    """What is wrong with the store; the value is the end of a sentence."""
 
     AWAY = "is away"
     SLOW = "is too slow"
@@ -212,9 +212,9 @@ class Trouble(Enum):
 class Reach:
     """How the store was reached: failing since `failing_since_s`, None while it does as asked; `ever` says that it did.
 
-    `trouble` and `why` are of the last request that failed. `unsaid_until_s` is when that is worth a word, `is_said`
-    that it was said, `said_s` when. `is_heads` says that a node of the job serves the store. This node has waited for
-    it without workers since `idle_since_s`, where it had some before.
+    `trouble` and `why` are those of the last failed request. `unsaid_until_s` is when it gets a line in the log,
+    `is_said` says that it has one, `said_s` when. `is_heads` says that a node of the job serves the store. A node whose
+    workers ended meanwhile has waited for the store since `idle_since_s`.
     """
 
     ever: bool = False

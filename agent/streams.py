@@ -11,7 +11,7 @@ from elaunch.agent.lines import LineSplitter, prefixed
 
 TAIL_BYTES_MAX = 64 << 10
 PARTIAL_LINE_WAIT_S = 0.1
-# Less what the umask takes. Output may show paths, arguments and data: for the user and the group, as most sites share.
+# Less what the umask takes away. Output may show paths, arguments and data, so only the user and the group may read.
 MODE = 0o640
 
 

@@ -26,7 +26,7 @@ def send(end: socket.socket, message: dict[str, Any], fds: tuple[int, ...] = ())
 
 
 def receive(end: socket.socket) -> tuple[dict[str, Any], tuple[int, ...]] | None:
-    """The next packet and its fds (close-on-exec), or None where the other end is gone or sends no message.
+    """The next packet and its fds (close-on-exec); None if the peer is gone, or sends no message.
 
     Raises BlockingIOError where `end` does not block and nothing waits.
     """
@@ -46,7 +46,7 @@ def receive(end: socket.socket) -> tuple[dict[str, Any], tuple[int, ...]] | None
         if not isinstance(message, dict):
             raise ValueError("no object")
     except ValueError:
-        # A packet that was cut off: the other end is of no use any more. Nobody else knows of its descriptors.
+        # The packet was cut off, so the other end is of no use any more. Nobody else would close these descriptors.
         for fd in found:
             os.close(fd)
         return None

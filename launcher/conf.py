@@ -37,7 +37,7 @@ def _attempts(raw: values.Raw) -> int:
 
 
 def _prefix(raw: values.Raw) -> str:
-    """Whatever slashes are typed, the keys of all nodes stand at the same place: `/teams/vision/`."""
+    """`/teams/vision/`, with any slashes that were typed, so that all nodes of a job use the same keys."""
     word = values.text(raw)
     if not word.isprintable():
         raise ValueError(f"holds a character that cannot be printed; {_PREFIX_HOW}")
@@ -193,7 +193,9 @@ def _conf(checked: Mapping[str, object], words: Mapping[str, str], ignored: tupl
             )
         ttl_s = (_INTERVAL_S if interval_s is None else interval_s) * (attempts or _ATTEMPTS)
         if ttl_s > values.SECONDS_MAX:
-            raise UsageError(f"--rdzv-conf {words[beats[0]]} makes a node lost after {ttl_s:.0f} seconds; give less")
+            raise UsageError(
+                f"--rdzv-conf {words[beats[0]]} means that a node is lost only after {ttl_s:.0f} seconds; give less"
+            )
     is_host = checked.get("is_host")
     return Conf(
         join_timeout_s=number("join_timeout"),

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _PROGRAM_KEYS = ("script", "module", "args")
 _NOT_IN_A_FILE = ("config", "help", "version", "module")
 _OPTIONS = {name: spec for spec in TABLE if spec.name not in _NOT_IN_A_FILE for name in spec.names}
-# What PyYAML takes a moment for, of whatever: of a megabyte of brackets it would take minutes.
+# PyYAML reads any text of this size in a moment. A megabyte of brackets would take it minutes.
 _CHARACTERS_MAX = 1 << 16
 _BRACKETS_MAX = 1000
 _NULLS = ("", "~", "null", "Null", "NULL")
@@ -99,7 +99,7 @@ def _entries(text: str, name: str) -> dict[str, Entry]:
     except RecursionError:
         raise UsageError(f"{name} is nested too deeply; write one `name: value` per line") from None
     except (yaml.YAMLError, ValueError, OverflowError) as error:
-        # What is no character, as "\\UFFFFFFFF", or no number, as in %YAML 1.9…9.
+        # ValueError: an impossible character, as "\\UFFFFFFFF", or an impossible number, as in %YAML 1.9…9.
         raise UsageError(f"{name} is not YAML: {str(error)[:200]}") from None
     if root is None:
         return {}
@@ -135,9 +135,9 @@ def _scalar(node: yaml.Node, where: str) -> str:
 
 
 def _plain(word: str, where: str) -> str:
-    """Raises UsageError for what no word of a command line holds, and no file's name."""
+    """The word itself. Raises UsageError for a character that no command line and no file name can hold."""
     if "\0" in word or any("\ud800" <= character <= "\udfff" for character in word):
-        raise UsageError(f"{where} has a character that no command line holds: {word[:100]!r}")
+        raise UsageError(f"{where} has a character that no command line can hold: {word[:100]!r}")
     return word
 
 

@@ -1,4 +1,4 @@
-"""Whether a served store can hold the connections of all its agents: this host's limit of open files says so."""
+"""Whether this host's limit of open files is high enough for a served store and all its agents."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from elaunch.rendezvous.slots import agents_for, descriptors_for, slots
 
 
 def check_descriptors(nodes: tuple[int, int], say: Callable[[str], None]) -> None:
-    """Before the head serves a job of `nodes`, least and most. Raises UsageError where not even the least fit."""
+    """Call this before the head serves a job of `nodes`, least and most. Raises UsageError if the least do not fit."""
     least, most = nodes
     limit = hard_limit()
     served = agents_for(slots(limit, most))
@@ -20,12 +20,12 @@ def check_descriptors(nodes: tuple[int, int], say: Callable[[str], None]) -> Non
     few = f"the limit of open files on this host is {limit}, which is enough for a store of {served} nodes"
     way_out = f"raise the hard limit to {descriptors_for(most)} (ulimit -Hn, LimitNOFILE= of systemd), or use an etcd"
     if served < least:
-        raise UsageError(f"{few}, and --nnodes asks for {least}; {way_out}: --rdzv-endpoint etcd-host:2379")
-    say(f"{few}, and --nnodes allows {most}: connections of more may be turned away; {way_out}")
+        raise UsageError(f"{few}, but --nnodes asks for {least}; {way_out}: --rdzv-endpoint etcd-host:2379")
+    say(f"{few}, but --nnodes allows {most}: connections of further nodes may be refused; {way_out}")
 
 
 def agents_served() -> int:
-    """How many agents a store on this host can serve, where nobody knows how many will come."""
+    """How many agents a store on this host can serve, if nobody knows how many will come."""
     return agents_for(slots(hard_limit()))
 
 

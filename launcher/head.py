@@ -43,9 +43,9 @@ _START = (
 class StoreProcess:
     """The store's server: a child that ends with this process, at the latest when the kernel closes its stdin.
 
-    `title` is what `ps` shows of it, `token` the secret that its clients need. With `keep_for` the token is kept for
-    this user's other agents, which may call the store so: `kept` names the file, or `trouble` says why there is none.
-    `folder` is removed at the end, where the server did not come to it.
+    `title` is what `ps` shows of it, `token` the secret that its clients need. With `keep_for`, the
+    store's endpoint, the token is kept in a file for this user's other agents: `kept` names the file, or `trouble` says
+    why there is none. `folder` is removed at the end if the server has not removed it.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class StoreProcess:
         )
         assert self._process.stdin
         if keep_for:
-            # While it starts: it answers nobody before it has the token.
+            # The server is starting meanwhile. It answers nobody before it has the token.
             try:
                 self._kept = Kept(token, keep_for)
             except OSError as error:
@@ -88,7 +88,7 @@ class StoreProcess:
 
     @property
     def kept(self) -> str:
-        """The file that has the token, or empty."""
+        """The file with the token, or empty."""
         return self._kept.path if self._kept else ""
 
     @property
@@ -144,8 +144,8 @@ def take_the_head(
 ) -> StoreProcess | None:
     """Serve the job's store, where the plan says so and nothing listens at the endpoint; else None.
 
-    `nodes` is how many the job has, least and most. Raises UsageError where it cannot be served as asked, SiteError
-    where its server does not start.
+    `nodes` are the least and the largest number of the job's nodes. Raises UsageError if the store cannot be served as
+    asked, SiteError if its server does not start.
     """
     if plan.serving is Serving.NOTHING or not is_the_head(plan, say):
         return None
@@ -165,7 +165,7 @@ def take_the_head(
 def serve(bound: Bound, serving: Serving, endpoint: Endpoint, token: str, agents: int = 0) -> StoreProcess:
     """Start the server on `bound`, which is closed here.
 
-    `token` is empty for a new one, which is kept then; `agents` is 0 where nobody knows how many come.
+    An empty `token` means a new one, which is kept in a file. `agents` is 0 if nobody knows how many come.
     """
     keep_for = None if token else endpoint
     token = token or new_token()

@@ -30,8 +30,8 @@ _SPECS = {spec.dest: spec for spec in TABLE}
 class Telling:
     """How the token that a head has made gets to the other nodes.
 
-    `kept` is the file in this user's home that has it, or empty, with `trouble` saying why. A log is read by many:
-    the token itself is for a terminal.
+    `kept` is the file in this user's home with the token. It is empty if there is none, and `trouble` says why. Many
+    people read a log, so the token itself is shown on a terminal only.
     """
 
     token: str = field(repr=False)
@@ -40,9 +40,9 @@ class Telling:
     is_terminal: bool
 
     def shown(self, endpoint: Endpoint) -> str:
-        """The token, where the line to type needs it. Raises UsageError where nobody could learn it."""
+        """The token if the line to type needs it, else empty. Raises UsageError if nobody could learn the token."""
         if self.is_terminal:
-            # Whoever reaches that endpoint is on this host, and finds the file.
+            # Only agents on this host reach that endpoint, and they find the file.
             return "" if self.kept and is_meant_locally(endpoint.host) else self.token
         if not self.kept:
             raise UsageError(
@@ -52,12 +52,12 @@ class Telling:
         return ""
 
     def way(self, endpoint: Endpoint) -> tuple[str, ...]:
-        """What else a node has to do, where the line alone may not be enough."""
+        """A further line, for nodes on which the line to type may not be enough."""
         if self.is_terminal or is_meant_locally(endpoint.host):
             return ()
         return (
-            f"its token is in {self.kept}, which you alone can read: nodes that share this home find it there; for"
-            " any other copy the file, and add --token-file FILE to the line",
+            f"its token is in {self.kept}, which only you can read: nodes that share this home find it there; for"
+            " other nodes copy the file, and add --token-file FILE to the line",
         )
 
 
@@ -117,7 +117,7 @@ def nodes(options: Options) -> str:
 
 
 def about(plan: RendezvousPlan) -> str:
-    """What a store of its own does not give."""
+    """The line that says what a store of the head's own does not give."""
     kind = "an etcd of its own" if plan.serving is Serving.ETCD else "its memory"
     return (
         f"this host serves the job's store at {plan.endpoints[0]} from {kind}: it ends with this host's elaunch, and so"
@@ -126,7 +126,7 @@ def about(plan: RendezvousPlan) -> str:
 
 
 def invitation(options: Options, plan: RendezvousPlan, telling: Telling) -> tuple[str, ...]:
-    """The lines that a head prints. A token that was given is nobody's to see. Raises UsageError."""
+    """The lines that a head prints. A token that was given is not shown. Raises UsageError."""
     endpoint = plan.endpoints[0]
     many = options.nnodes[1] > 2
     others = "each other node" if many else "the other node"

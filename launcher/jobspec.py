@@ -22,7 +22,7 @@ DEFAULT_PRELOAD = ("torch", "torch.distributed", "torch._dynamo")
 # The job's secret is the agents'; a training script has no use for it and may print its environment.
 _SECRETS = ("ELAUNCH_TOKEN",)
 
-# What schedulers announce the end of a job by.
+# The signals by which schedulers announce the end of a job.
 _NOTICES = (signal.SIGUSR1, signal.SIGUSR2)
 
 # What torchrun puts before a line that --tee asked for; scripts look for it.
@@ -123,8 +123,8 @@ def _seat(planned: Planned) -> int:
 def _signals(options: Options, cluster: Cluster | None) -> tuple[tuple[int, ...], tuple[int, ...], bool]:
     """The signals that the agent handles, those of them that are a scheduler's notice, and whether the user named them.
 
-    Schedulers announce the end of a job by SIGUSR1 (`sbatch --signal=USR1@60`), which would end the agent. Where the
-    user has named the signals, it is no more than these.
+    Schedulers announce the end of a job by SIGUSR1 (`sbatch --signal=USR1@60`), which would end the agent. If the
+    user has named the signals, only these are handled.
     """
     has_named = "signals_to_handle" in options.given
     more = ("SIGUSR1",) if cluster and not has_named else ()
@@ -133,9 +133,9 @@ def _signals(options: Options, cluster: Cluster | None) -> tuple[tuple[int, ...]
 
 
 def _ignored(options: Options, cluster: Cluster | None, notices: tuple[int, ...]) -> tuple[int, ...]:
-    """Slurm may send a notice to all processes; no other scheduler is known to do so.
+    """The signals that workers ignore. Slurm may send a notice to all processes; no other scheduler is known to do so.
 
-    A shell could not undo that a signal is ignored, nor could what it starts.
+    A command ignores none: a shell, and what it starts, could not undo that.
     """
     return notices if cluster and cluster.scheduler == "Slurm" and options.kind is not ProgramKind.COMMAND else ()
 

@@ -1,8 +1,8 @@
-"""The tokens of the stores that this user's agents serve, `~/.elaunch/stores`: who shares the home types none.
+"""The tokens of stores that this user's agents serve, in `~/.elaunch/stores`: nodes that share the home find them.
 
-A file is called by the fingerprint of the certificate that its token stands for, which the store shows to everybody
-who connects: so it is found however the endpoint is spelled, and one that was left behind is in nobody's way. It is
-there before the store answers anybody, and goes with it.
+A token's file is named by the fingerprint of the token's certificate. The store shows that certificate to everybody who
+connects, so the file is found however the endpoint is spelled, and a file that was left behind disturbs no other store.
+The file is there before the store answers anybody, and is removed when the store ends.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Kept:
     """One token's file, locked as long as this process lives."""
 
     def __init__(self, token: str, endpoint: Endpoint) -> None:
-        """Raises OSError where this user has no home, or nothing can be written there."""
+        """Raises OSError if this user has no home, or nothing can be written there."""
         text = (
             f"{token}\n# at {endpoint}\n# boot {_boot()}\n"
             f"# of the elaunch on {socket.gethostname()}, process {os.getpid()}, which removes this at its end\n"
@@ -43,16 +43,16 @@ class Kept:
         self._fd = _written(name, text)
 
     def remove(self) -> None:
-        # Closed first: a shared disk keeps a removed file that is open.
+        # Close first: a shared disk keeps a removed file that is still open.
         os.close(self._fd)
         remove(self.path)
 
 
 class Keyring:
-    """What is kept for this user: nothing that others could have put there is believed."""
+    """The tokens that are kept for this user. Files that another user could have put there are ignored."""
 
     def token_for(self, certificate: bytes) -> str:
-        """The token behind a certificate (DER), or empty."""
+        """The token that a certificate (DER) was made from, or empty."""
         with suppress(OSError), private_folder(STORES) as folder:
             return _lines(read_own(fingerprint(certificate), _BYTES_MAX, folder))[0]
         return ""
@@ -69,7 +69,7 @@ class Keyring:
 
 @contextmanager
 def forgotten_at_the_end() -> Iterator[None]:
-    """In the store's process: the first line on stdin names the file that goes with it, however its agent ends."""
+    """For the store's process: remove the file that the first line on stdin names, however the agent ends."""
     path = b""
     while (byte := os.read(0, 1)) not in (b"", b"\n"):
         path += byte
@@ -81,7 +81,7 @@ def forgotten_at_the_end() -> Iterator[None]:
 
 
 def remove(path: str) -> None:
-    """Remove a kept token, and the folders where they are empty."""
+    """Remove a kept token, and its folders if they are empty."""
     with suppress(OSError):
         Path(path).unlink()
     with suppress(OSError):
@@ -90,7 +90,7 @@ def remove(path: str) -> None:
 
 
 def _written(name: str, text: str) -> int:
-    """A locked file; it has its name only when it is whole. Raises OSError."""
+    """A descriptor of the new, locked file, which gets its name when it is whole. Raises OSError."""
     for tries_left in reversed(range(_TRIES)):
         try:
             with private_folder(STORES, make=True) as folder:
@@ -106,7 +106,7 @@ def _written_in(folder: int, name: str, text: str) -> int:
     draft = secrets.token_hex(16)
     fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=folder)
     try:
-        # A disk without locks keeps what is left behind.
+        # On a disk without locks a file that is left behind stays.
         with suppress(OSError):
             fcntl.flock(fd, fcntl.LOCK_EX)
         os.write(fd, text.encode())
@@ -120,7 +120,7 @@ def _written_in(folder: int, name: str, text: str) -> int:
 
 
 def _remove_abandoned(folder: int) -> None:
-    """Files of agents of this host that were killed together with their stores; of another host nothing is known."""
+    """Remove files of this host's agents that were killed together with their stores. Other hosts' files stay."""
     for name in _names(folder):
         with suppress(OSError):
             fd = open_own(name, folder)

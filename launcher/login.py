@@ -1,4 +1,4 @@
-"""A user of a real etcd: who it is, and whether the password may be sent."""
+"""The user of a real etcd: name and password, and whether the password may be sent."""
 
 from __future__ import annotations
 
@@ -32,26 +32,26 @@ def login(conf: Conf, environ: Mapping[str, str], read_secret: Callable[[str], s
 
 
 def check_login(made: RendezvousPlan, addresses: tuple[Address, ...], *, is_asked: bool) -> None:
-    """Raises UsageError where a password would go to an etcd, and nobody has typed how.
+    """Raises UsageError if a password would go to an etcd and nobody has typed https:// or http://.
 
-    Who has a user in a variable may mean another store: what listens at one endpoint is found out there, and is sent
-    no password without TLS.
+    A user that only a variable names may be for another store. Then the one endpoint is asked what listens there, and
+    no password is sent without TLS.
     """
     if not made.login or made.tls or made.plainly or not (is_asked or made.serving is Serving.NOTHING):
         return
     where = ",".join(str(address) for address in addresses)
     raise UsageError(
         f"the password of etcd's user {made.login.user} is sent over TLS only, and {where} does not say"
-        f" what is spoken there; {how_to_send(*addresses)}"
+        f" whether TLS is spoken there; {how_to_send(*addresses)}"
     )
 
 
 def sent_plainly(made: RendezvousPlan, addresses: tuple[Address, ...]) -> tuple[str, ...]:
-    """A knowing choice is not refused, and not kept quiet either."""
+    """A note for a password that the user has chosen to send unencrypted."""
     if not (made.login and made.plainly):
         return ()
     where = ",".join(str(address) for address in addresses)
     return (
         f"the password of etcd's user {made.login.user} goes unencrypted to {where}: whoever can read the"
-        " network may use it; an etcd with TLS has https://",
+        " network may use it; for an etcd with TLS type https://",
     )

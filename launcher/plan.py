@@ -283,7 +283,7 @@ def _token(options: Options, environ: Mapping[str, str], read_secret: Callable[[
     is_typed = options.given.get("token_file") is Source.COMMAND_LINE
     file = options.token_file if is_typed or not variable else None
     token = read_secret(file) if file else variable
-    # It goes to the store's process as a line of text, and to the other hosts by hand.
+    # The token goes to the store's process as a line of text, and is typed on the other hosts.
     if not token.isprintable():
         raise UsageError(
             f"the job's token in {file or 'ELAUNCH_TOKEN'} has characters that cannot be typed; take the output of:"

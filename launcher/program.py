@@ -46,13 +46,13 @@ def _check_program(options: Options) -> None:
 
 
 def _check_module(name: str) -> None:
-    """Raises UsageError where this interpreter finds nothing of the module's first name; nothing is imported for that.
+    """Raises UsageError if this interpreter finds no module of the first part of the name. Nothing is imported.
 
-    What is below that name only the package itself knows.
+    Only the package itself knows which modules are below that name.
     """
     flags = sys.flags
     if flags.isolated or flags.no_site or flags.no_user_site or flags.ignore_environment:
-        # The workers see more than this process does.
+        # The workers have a longer module path than this process.
         return
     first = name.partition(".")[0]
     here = [] if os.environ.get("PYTHONSAFEPATH") else [str(Path.cwd())]

@@ -14,7 +14,7 @@ from elaunch.rendezvous.codec import parse_json
 from elaunch.rendezvous.types import Failure, FailureKind, JobSpec, Outcome, OutcomeKind, ProgramKind
 
 _TAIL_LINES = 20
-# Of a traceback, from each of its ends; one that is longer is one that recurses, or whose message is a list.
+# Lines of a traceback that are shown from each end. A longer one comes from a recursion, or its message is a list.
 _TRACEBACK_LINES = 60
 _LINE_CHARACTERS = 1000
 _HEAVY, _LIGHT = "=" * 72, "-" * 72
@@ -44,7 +44,7 @@ def write_error_file(outcome: Outcome, path: str | None) -> None:
     if not path or failure is None:
         return
     text = ""
-    # The path is another agent's word: it may be a pipe here. What can be read may be nested too deeply to be written.
+    # Another agent wrote the path: here it may be a pipe. JSON that can be read may be nested too deeply to be written.
     with suppress(OSError, ValueError, TypeError, RecursionError):
         if (file := Path(failure.error_file)).is_file():
             text = _record_with_code(dict(parse_json(file.read_bytes())), failure)
@@ -104,7 +104,7 @@ def _failed(outcome: Outcome, spec: JobSpec, logs: Path | None, lacks: str) -> s
 
 
 def _never_was_a_program(failure: Failure, spec: JobSpec) -> bool:
-    """Whether `python -m` has found nothing to run, and said so in one line; an import in the program has a frame."""
+    """Whether `python -m` has found nothing to run, and said so in one line. A program's import has a frame."""
     is_missing = failure.kind is FailureKind.STARTUP and failure.exception == "ModuleNotFoundError"
     return spec.program.kind is ProgramKind.MODULE and is_missing and not failure.frame
 
@@ -137,7 +137,7 @@ def _indented(text: str) -> list[str]:
     lines = text.rstrip().splitlines()
     hidden = lines[_TRACEBACK_LINES:-_TRACEBACK_LINES]
     if hidden:
-        # One of them may say itself that something is missing there.
+        # Keep a line among them that says that something was left out there before.
         said = [line for line in hidden if line.startswith("… ") and line.endswith(" …")]
         middle = f"… {len(hidden) - len(said)} lines are not shown here …"
         lines = [*lines[:_TRACEBACK_LINES], middle, *said, *lines[-_TRACEBACK_LINES:]]
@@ -145,16 +145,16 @@ def _indented(text: str) -> list[str]:
 
 
 def _shown(line: str) -> str:
-    """A line that nobody reads to its end is not shown to its end."""
+    """The line, cut if it is very long."""
     more = len(line) - _LINE_CHARACTERS
     return line if more <= 0 else f"{line[:_LINE_CHARACTERS]}… ({more:,} more characters)"
 
 
 def _in_full(failure: Failure, logs: Path | None) -> str:
-    """Where a message or traceback is that was too long for the store: on the failed worker's own node only."""
+    """Where all of a message or traceback is that was too long for the store: only on the failed worker's node."""
     if logs and (kept := failure.error_file or failure.log_path):
         return f"{kept} on {failure.host}"
-    return f"in what elaunch printed on {failure.host}; with --log-dir FOLDER a file keeps it"
+    return f"in the output of elaunch on {failure.host}; --log-dir FOLDER keeps it in a file"
 
 
 def _restarts(outcome: Outcome) -> str:

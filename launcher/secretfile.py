@@ -11,15 +11,15 @@ from pathlib import Path
 from elaunch.launcher.errors import UsageError
 from elaunch.launcher.smallfile import read_small
 
-# What elaunch keeps for a user; on a home that nodes share, for all of them.
+# What elaunch keeps for a user; if nodes share the home, for all of these nodes.
 FOLDER = "~/.elaunch"
 TOKEN_LINE = "export ELAUNCH_TOKEN=$(openssl rand -hex 16)"
 
 
 def read_secret(path: str) -> str:
-    """The first line of `path`, without the space around it; `~` is the user's folder. Raises UsageError.
+    """The first line of `path`, without spaces around it; `~` is the user's folder. Raises UsageError.
 
-    Further lines may only be comments, which begin with `#`.
+    All further lines must be comments, which begin with `#`.
     """
     try:
         secret, _, rest = read_small(str(Path(path).expanduser()), may_be_pipe=True).strip().partition("\n")
@@ -35,9 +35,9 @@ def read_secret(path: str) -> str:
 
 @contextmanager
 def private_folder(path: str, *, make: bool = False) -> Iterator[int]:
-    """A descriptor of a folder that nobody else can look into. Raises OSError where there is none.
+    """A descriptor of a folder that no other user can look into. Raises OSError if there is none.
 
-    Whatever takes its place meanwhile, what is opened by the descriptor is in this one.
+    Files that are opened by the descriptor are in this folder, even if another folder takes its name meanwhile.
     """
     try:
         folder = Path(path).expanduser()
@@ -50,20 +50,20 @@ def private_folder(path: str, *, make: bool = False) -> Iterator[int]:
     try:
         found = os.fstat(fd)
         if found.st_uid != os.geteuid() or found.st_mode & 0o077:
-            raise PermissionError(f"{folder} is not this user's alone")
+            raise PermissionError(f"{folder} belongs to another user, or others can open it")
         yield fd
     finally:
         os.close(fd)
 
 
 def open_own(path: str | Path, folder: int | None = None) -> int:
-    """A descriptor of a file that only this user can read and write; a link is none. Raises OSError."""
+    """A descriptor of a file that only this user can read and write, and that is no link. Raises OSError."""
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
     found = os.fstat(fd)
     if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077:
         return fd
     os.close(fd)
-    raise PermissionError(f"{path} is not this user's alone")
+    raise PermissionError(f"{path} belongs to another user, or others can open it")
 
 
 def read_own(path: str | Path, bytes_max: int, folder: int | None = None) -> bytes:

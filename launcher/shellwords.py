@@ -1,4 +1,4 @@
-"""Words as a shell reads them back, byte for byte, with no control character in what is written."""
+"""Quotes words so that bash reads them back byte for byte, without control characters in the text."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _ESCAPES = {b"\n": "\\n", b"\r": "\\r", b"\t": "\\t", b"'": "\\'", b"\\": "\\\\"
 def quoted(word: str) -> str:
     """`word` as one word of bash, on one line.
 
-    A line break inside of quotes is right for bash alone: sbatch reads lines, and a log has them. So control
-    characters, and bytes that are no UTF-8, are written as bash's $'…'.
+    bash alone would take a line break in quotes; sbatch and logs would see two lines. So control characters, and bytes
+    that are not UTF-8, are written as bash's $'…'.
     """
     if word.isprintable():
         return shlex.quote(word)
@@ -35,5 +35,5 @@ def joined(words: Iterable[str]) -> str:
 
 
 def is_one_line(text: str) -> bool:
-    """Whether nobody reads several lines, or a hidden character, in `text`."""
+    """Whether `text` has no line break and no other control character."""
     return not re.search(r"[\x00-\x1f\x7f\x85\u2028\u2029]", text)

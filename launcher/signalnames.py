@@ -12,9 +12,9 @@ _USUAL = "usual are SIGTERM, SIGINT, SIGHUP, SIGQUIT, SIGUSR1 and SIGUSR2"
 
 
 def signal_names(raw: values.Raw) -> tuple[str, ...]:
-    """A comma list of names; raises ValueError as the functions of `values` do."""
+    """The names in a comma list. Raises ValueError as the functions of `values` do."""
     names = values.names(raw)
-    # With the other names of a few, as SIGCLD.
+    # `__members__` has second names too, as SIGCLD.
     known = [name for name in signal.Signals.__members__ if name not in _NOBODYS]
     for name in names:
         if name in known:

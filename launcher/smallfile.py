@@ -1,4 +1,4 @@
-"""Text files of somebody else's choice, which may be anything."""
+"""Reads text files whose path somebody else has chosen: the path may be anything."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ BYTES_MAX = 16 << 20
 
 
 def read_small(path: str, *, may_be_pipe: bool = False) -> str:
-    """The text in a file. Raises OSError, also for what is none or has no end, and UnicodeDecodeError, a ValueError.
+    """The text in a file. Raises OSError, also if it is no file or too large, and UnicodeDecodeError, a ValueError.
 
-    `may_be_pipe` is for a path that its user typed: `--config <(make-it)` is one.
+    `may_be_pipe` is for a path that the user typed, which may be `--config <(make-it)`.
     """
-    # A pipe that nobody writes to would be waited for.
+    # Without O_NONBLOCK, opening a pipe waits until somebody writes to it.
     flags = 0 if may_be_pipe else os.O_NONBLOCK
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
     except ValueError:
-        raise OSError(errno.ENOENT, "no file has such a name", path) from None
+        raise OSError(errno.ENOENT, "no file can have this name", path) from None
     with open(fd, "rb") as file:  # noqa: PTH123
         mode = os.fstat(fd).st_mode
         if stat.S_ISDIR(mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
         if not (stat.S_ISREG(mode) or (may_be_pipe and stat.S_ISFIFO(mode))):
-            raise OSError(errno.EINVAL, "it is no file", path)
+            raise OSError(errno.EINVAL, "it is not a regular file", path)
         content = file.read(BYTES_MAX + 1)
     if len(content) > BYTES_MAX:
         raise OSError(errno.EFBIG, f"it has more than {BYTES_MAX >> 20} MiB", path)

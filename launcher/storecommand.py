@@ -124,8 +124,10 @@ def _bound(request: StoreRequest) -> Bound:
 
 
 def announcement(place: Endpoint, telling: Telling | None) -> tuple[str, ...]:
-    """What a person has to know: the line to type, and what this store does not give. Without `telling` the token was
-    given, and is not shown. Raises UsageError where nobody could learn it."""
+    """What a person has to know: the line to type, and what this store does not give.
+
+    Without `telling` the token was given, and is not shown. Raises UsageError if nobody could learn the token.
+    """
     command = f"elaunch --nnodes 2 --rdzv-endpoint {place} --run-id NAME train.py"
     token = telling.shown(place) if telling else ""
     same = "" if telling else "   (with ELAUNCH_TOKEN set to the same token)"

@@ -104,9 +104,9 @@ def _settled(options: Options, planned: Planned, say: Callable[[str], None]) -> 
 
 
 def _secret_of_head(meeting: Meeting, plan: RendezvousPlan, say: Callable[[str], None]) -> str:
-    """The token of the store that another node serves; empty where what listens there is an etcd, as its client says.
+    """The token of the store that another node serves; empty if an etcd listens there, which the client tells the user.
 
-    Raises SiteError, and UsageError where an etcd without TLS has the place of the store that this node was to serve.
+    Raises SiteError, and UsageError if an etcd without TLS listens where this node was to serve the store.
     """
     from elaunch.launcher.cluster.handover import fetch, taken
 
@@ -117,8 +117,8 @@ def _secret_of_head(meeting: Meeting, plan: RendezvousPlan, say: Callable[[str],
     token = fetch(meeting, plan.times.join_timeout_s, say)
     if plan.is_head and not token:
         raise UsageError(
-            f"this node was to serve the job's store at {endpoint}, and an etcd without TLS listens there,"
-            " which takes anybody; where that etcd is meant, tell all nodes so: --rdzv-endpoint"
+            f"this node was to serve the job's store at {endpoint}, but an etcd without TLS listens there,"
+            " which lets anybody in; if you mean that etcd, type on all nodes --rdzv-endpoint"
             f" http://{endpoint}; else choose a free port: --rdzv-endpoint {endpoint.host}:PORT"
         )
     return token

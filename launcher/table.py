@@ -110,7 +110,7 @@ _RESTARTS = (
     OptionSpec(
         "signals-to-handle", Group.RESTARTS, "NAMES", "signals that stop the job", signal_names,
         default=("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT"), default_text="TERM, INT, HUP, QUIT",
-        peer="signals-to-handle", differs="passes over names that it does not know",
+        peer="signals-to-handle", differs="ignores unknown names",
     ),
 )  # fmt: skip
 

@@ -17,10 +17,10 @@ Raw = str | list[str] | dict[str, str]
 Convert = Callable[[Raw], object]
 
 PORT_MAX = 65535
-# More than any job has, and less than what a number typed by mistake makes of it.
+# More nodes than any job has, and few enough to notice a mistyped number.
 NODES_MAX = 1_000_000
 WORKERS_MAX = 1 << 16
-# Thirty years: all clocks and timers count that far.
+# Thirty years, which all clocks and timers can count.
 SECONDS_MAX = 1e9
 _DIGITS_MAX = 18
 
@@ -32,7 +32,7 @@ def text(raw: Raw) -> str:
 
 
 def name(bytes_max: int) -> Convert:
-    """A name that is shown, and becomes part of keys, paths and the workers' environment."""
+    """Converts a name that is shown, and that is part of keys, paths and the workers' environment."""
 
     def convert(raw: Raw) -> str:
         word = text(raw)
@@ -137,7 +137,7 @@ def workers(raw: Raw) -> int | str:
     if re.fullmatch(r"[+-]?[0-9]+", word):
         number = whole(word, low=1)
         if number > WORKERS_MAX:
-            raise ValueError(f"is more workers than {WORKERS_MAX}; give less")
+            raise ValueError(f"is more workers than {WORKERS_MAX}; give fewer")
         return number
     raise ValueError("is not something that can be counted here; use gpu, cpu or auto, or give a number")
 
@@ -202,7 +202,7 @@ def ranks(raw: Raw) -> frozenset[int] | None:
 def key_values(raw: Raw) -> Mapping[str, str]:
     """`k=v,k=v`, split at the first `=`.
 
-    Quotes around all of it were meant for a shell that has not seen them, as in a list of arguments in YAML.
+    Quotes around all of it are removed: they were meant for a shell, but no shell reads a list of arguments in YAML.
     """
     if isinstance(raw, dict):
         return dict(raw)

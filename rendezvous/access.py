@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 class Access:
     """Without `tls` it speaks plainly; a context is one made from the job's token, for elaunch's own served store.
 
-    `login` is a user of etcd, `bearer` what the served store asks for. `plainly` says that http:// was typed: then the
-    login may be sent without TLS. `prefix` is what the keys begin with that the user must be allowed to use; only
-    sentences need it. Raises ValueError for a bearer without the context that goes with it.
+    `login` is a user of etcd, `bearer` what the served store asks for. `plainly` says that http:// was typed, so the
+    login may be sent without TLS. `prefix` is what the job's keys begin with; only messages about permissions use it.
+    Raises ValueError for a bearer without the context that belongs to it.
     """
 
     tls: Tls | ssl.SSLContext | None = None
@@ -33,7 +33,7 @@ class Access:
             raise ValueError("a bearer goes only to the store whose certificate is made from the same token")
 
     def check_login(self, endpoint: Endpoint) -> None:
-        """To be asked before the login is sent. Raises Denied where anybody who listens in would read it."""
+        """Call this before the login is sent. Raises Denied if it would be readable on the way."""
         if self.login and self.tls is None and not self.plainly:
             raise Denied(
                 f"the store at {endpoint} is reached without TLS, so the password of etcd's user {self.login.user} is"
@@ -42,6 +42,6 @@ class Access:
 
 
 def how_to_send(*endpoints: object) -> str:
-    """What to type for endpoints that a password is to go to."""
+    """What to type so that a password is sent to these endpoints."""
     safely, plainly = (",".join(f"{scheme}://{each}" for each in endpoints) for scheme in ("https", "http"))
-    return f"type {safely}, or, to send it unencrypted all the same, {plainly}"
+    return f"type {safely}, or type {plainly} to send it unencrypted"

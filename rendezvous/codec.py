@@ -13,14 +13,14 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 Record = TypeVar("Record")
 
-# What a message shows of a text or a value that is no record.
+# A message shows this many characters of a text or a value that is no record.
 _SHOWN_MAX = 200
 # A record's whole numbers are generations, ranks, ports, pids and exit codes.
 _INT_END = 1 << 63
 
 
 def shown(value: object) -> str:
-    """`value` for a message, as Python writes it, cut; never an error, however deep it is."""
+    """`value` for a message, as Python writes it, cut. Never raises, however deep the value is."""
     try:
         text = repr(value)
     except RecursionError:
@@ -36,14 +36,14 @@ def encode(record: Any) -> str:
 def parse_json(text: str | bytes) -> Any:
     """The JSON value in `text`, which somebody else may have written.
 
-    Raises ValueError, and nothing else, for what is none: also where it is nested too deeply for Python, too large for
-    its memory, or holds a number that 64 bits or a float cannot hold (NaN and Infinity are not JSON).
+    Raises ValueError, and nothing else, for a text that is not JSON, is nested too deeply for Python, is too large for
+    its memory, or holds a number that fits neither 64 bits nor a float (NaN and Infinity are not JSON).
     """
     return _parsed(text, _ANY)
 
 
 def parse_first_json(text: str | bytes) -> Any:
-    """The same for the value that `text` begins with, whatever follows it."""
+    """`parse_json` for the value at the beginning of `text`, whatever follows it."""
     return _parsed(text, _ANY, whole=False)
 
 
@@ -60,7 +60,7 @@ def decode(kind: type[Record], text: str) -> Record:
 
 
 def decode_fields(hints: Mapping[str, Any], fields: Any) -> dict[str, Any]:
-    """The values of these names, of these types. Raises KeyError, TypeError and ValueError."""
+    """The values of the fields in `hints`, with their types. Raises KeyError, TypeError and ValueError."""
     return {name: _build(hint, fields[name]) for name, hint in hints.items()}
 
 
@@ -79,7 +79,7 @@ def _no_constant(word: str) -> Any:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Two readers of a name that is there twice could believe two things."""
+    """The fields; each name only once, or two readers could see two values. Raises ValueError."""
     fields = dict(pairs)
     if len(fields) < len(pairs):
         raise ValueError("a name is there twice")
@@ -99,7 +99,7 @@ def _fraction(digits: str) -> float:
     return number
 
 
-# Of a 64-bit number, with its sign.
+# Digits of a 64-bit number, with its sign.
 _DIGITS_MAX = 20
 # Made once: a leader reads thousands of small records. Their numbers are checked where their types are.
 _ANY = json.JSONDecoder(parse_int=_whole_number, parse_float=_fraction, parse_constant=_no_constant)
@@ -142,7 +142,7 @@ def _build(kind: Any, value: Any) -> Any:
 
 
 def _checked(value: Any) -> Any:
-    """Raises ValueError for numbers that no record has: they overflow where somebody counts on with them."""
+    """The value itself. Raises ValueError for a number that no record has: later sums of it could overflow."""
     if type(value) is int and not -_INT_END <= value < _INT_END:
         raise ValueError("a number has more than 64 bits")
     if type(value) is float and not math.isfinite(value):

@@ -7,7 +7,7 @@ import socket
 import ssl
 
 _READ_BYTES = 64 << 10
-# More of one connection at a time would starve the others; of one that has not shown who it is, a record of TLS.
+# Reading more from one connection at a time would starve the others. From a stranger one record of TLS is read.
 READ_BYTES_MAX = 8 * _READ_BYTES
 STRANGERS_READ_BYTES_MAX = 16 << 10
 # A peer that is gone without a word is given up after about this long, also while nothing is sent.
@@ -38,7 +38,7 @@ class Connection:
         return self._wants | (selectors.EVENT_WRITE if self.outgoing else 0)
 
     def read(self, bytes_max: int = READ_BYTES_MAX) -> bytes:
-        """What has arrived, about `bytes_max` of it at the most, b"" for nothing yet.
+        """What has arrived, about `bytes_max` at most; b"" for nothing yet.
 
         Raises Closed at the end of the stream.
         """
@@ -66,7 +66,7 @@ class Connection:
         return b"".join(pieces)
 
     def write(self) -> int:
-        """Send what is waiting in `outgoing`, as far as it fits; how much that was. Raises Closed."""
+        """Send as much of `outgoing` as the connection takes; how many bytes that was. Raises Closed."""
         before = len(self.outgoing)
         try:
             while self.outgoing:

@@ -1,7 +1,7 @@
-"""Whether a record of the store can be true: its numbers in range, its names those of its key; pure.
+"""Whether a record of the store can be true: its numbers are in range, its names are possible; pure.
 
-Somebody else may have written it. What is built on it (ranks, ports, exit codes, names of keys) is checked here, once,
-so that no reader has to. Every function raises ValueError with the end of a sentence.
+Somebody else may have written the record. Everything that is built on it (ranks, ports, exit codes, names of keys) is
+checked here once, so that no reader has to. Every function raises ValueError with the end of a sentence.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ GENERATION_DIGITS = 10
 _GENERATION_END = 10**GENERATION_DIGITS
 _PORT_MAX = 65535
 _SIGNAL_MAX = 64
-# More than any host runs, and so few that their sum over all nodes is a rank still.
+# More workers than any host runs. Their sum over all nodes is still a possible rank.
 SLOTS_MAX = 1 << 16
-# The end of the year 9999: what Python's calendar shows.
+# The end of the year 9999, the last one that Python's datetime knows.
 _TIME_END_S = 253_402_300_800.0
 
 
 def check_generation_of_key(digits: str) -> None:
-    """The generation in a key's name, as `Keys` writes it."""
+    """Raises ValueError unless this is a generation as `Keys` writes it in a key's name."""
     if not re.fullmatch(rf"[0-9]{{{GENERATION_DIGITS}}}", digits):
         raise ValueError(f"not a generation's: {digits[:40]!r} is no number of {GENERATION_DIGITS} digits")
 
@@ -59,7 +59,7 @@ def check(record: Node | Joined | Failure | Terms | Generation | Outcome) -> Non
 
 
 def check_table(table: RankTable) -> None:
-    """Raises ValueError for a table that no leader seals; its seats are `check_seats`'s."""
+    """Raises ValueError for a table that no leader seals; `check_seats` checks its seats."""
     _in_range("generation", table.generation, 0, _GENERATION_END - 1)
     _in_range("master_port", table.master_port, 0, _PORT_MAX)
     _in_range("restarts", table.restarts, 0, None)
@@ -69,17 +69,17 @@ def check_table(table: RankTable) -> None:
 
 
 def check_seats(node_ids: Sequence[str], slots: Iterable[int]) -> None:
-    """Raises ValueError for seats that no leader gives; `slots` are the numbers that occur."""
+    """Raises ValueError for seats that no leader gives; `slots` are the different numbers of slots."""
     for number in slots:
         _in_range("slots", number, 1, SLOTS_MAX)
     if len(set(node_ids)) < len(node_ids):
         raise ValueError("a node has two seats")
-    # All at once: every agent reads all of them.
+    # All names in one check, since every agent reads the names of all nodes.
     _check_node_id("".join(node_ids) or "nobody")
 
 
 def _check_node_id(node_id: str) -> None:
-    # A slash would be another key, a blank two names in a rank table; a lone surrogate has no bytes.
+    # A slash would make another key, a blank two names in a rank table; UTF-8 cannot encode a lone surrogate.
     if not node_id or not node_id.isprintable() or "/" in node_id or " " in node_id:
         raise ValueError(f"{node_id[:40]!r} is no name of a node")
 

@@ -35,23 +35,23 @@ Told = TypeVar("Told")
 
 
 class Keyring(Protocol):
-    """The tokens that elaunch keeps for this user while it serves their stores."""
+    """This user's tokens of stores that elaunch serves now."""
 
     def token_for(self, certificate: bytes) -> str:
         """The token that a certificate (DER) was made from, or empty."""
         ...
 
     def place_of(self, endpoint: Endpoint) -> str:
-        """What says that a store with a token is served there, or empty."""
+        """The file that says that a store with a token is served there, or empty."""
         ...
 
 
 class FoundStore:
     """A `Store` at `endpoint`: the job's own, spoken to by TLS with its token, or else an etcd, spoken to plainly.
 
-    `token` is empty where nobody gave one; `keyring` may have one then. Which store it is shows at the first `check`
-    that reaches it. With `expects_ours` nobody has said that an etcd is meant: a token is an order, and who listens
-    there without knowing it is not spoken to. An etcd without TLS that could be a surprise is told to `say`.
+    `token` is empty where nobody gave one; `keyring` may have one then. The first `check` that reaches the store shows
+    which one it is. `expects_ours` says that nobody has named an etcd: then a server that does not know the given token
+    is refused. An etcd without TLS that the user may not expect is named in a line to `say`.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class FoundStore:
         return Secret(token)
 
     def _in_the_clear(self) -> Store:
-        """What speaks plainly. Raises Denied where it has the place of a store with a token."""
+        """The etcd without TLS that answers there. Raises Denied where a store with a token is expected."""
         if self._secret and self._expects_ours:
             raise Denied(
                 f"what listens at {self._endpoint} does not know the job's token, and is somebody's etcd or worse;"
@@ -101,16 +101,16 @@ class FoundStore:
             )
         if place := self._keyring.place_of(self._endpoint) if self._keyring else "":
             raise Denied(
-                f"your elaunch serves a store with a token at {self._endpoint}, says {place}, and what answers there"
-                " speaks without TLS: somebody may be in between; if an etcd is there now and is meant, type"
+                f"{place} says that your elaunch serves a store with a token at {self._endpoint}, but what answers"
+                " there speaks without TLS: somebody may be in between; if you mean an etcd that is there now, type"
                 f" http://{self._endpoint}"
             )
         self._plainly.check_login(self._endpoint)
         if self._secret or self._expects_ours:
             self._say(
                 f"the store at {self._endpoint} is an etcd without TLS: whoever can reach it may read and change the"
-                f" job{', the token notwithstanding' if self._secret else ''}; --rdzv-endpoint http://{self._endpoint}"
-                " says that it is meant"
+                f" job{', in spite of the token' if self._secret else ''}; if you mean this etcd, type --rdzv-endpoint"
+                f" http://{self._endpoint}"
             )
         return self._store_by(self._plainly)
 
@@ -179,10 +179,10 @@ class FoundStore:
 
 
 def _certificate_at(endpoint: Endpoint, secret: Secret | None, deadline_s: float) -> bytes | None:
-    """The certificate (DER) of what speaks TLS there, proven to be that of `secret`; None for what speaks plainly.
+    """The certificate (DER) of the server there, proven to be that of `secret`; None for a server without TLS.
 
-    An etcd with certificates of its own has https:// in its endpoint. Raises Unavailable where nothing listens, Denied
-    where the token is not that store's.
+    An etcd with certificates of its own has https:// in its endpoint. Raises Unavailable if nothing listens, Denied if
+    the token is not that store's.
     """
     context = secret.client_context() if secret else _trusting()
     try:

@@ -26,7 +26,7 @@ from elaunch.rendezvous.sizes import LOG_BYTES, MESSAGE_BYTES_MAX, REQUEST_BYTES
 OPS_MAX = 128
 HISTORY_REVISIONS = 10_000
 HISTORY_BYTES = 64 << 20
-# All keys, their history and the leases: this process is the head's, whose memory is the workers'.
+# Memory of all keys, their history and the leases. This process runs on the head, whose memory the workers need.
 QUOTA_BYTES = 256 << 20
 _LEASE_BYTES = 1024
 # etcd's, at its default election time-out.
@@ -38,9 +38,9 @@ class Engine:
 
     Every method that takes a request may raise `Refused`, having changed nothing. Leases end in `end_leases`, never
     else. The last `history_revisions`
-    or so can be read and watched, fewer where they hold more than `history_bytes`. What would be
-    more than `quota_bytes` of memory is not put and not granted; there is room again when something was deleted, while
-    etcd would want to be compacted, and its alarm disarmed.
+    or so can be read and watched, fewer where they hold more than `history_bytes`. A put or a
+    grant that would take more than `quota_bytes` of memory is refused. There is room again as soon as something is
+    deleted; a real etcd would have to be compacted, and its alarm disarmed.
     """
 
     def __init__(
@@ -209,7 +209,7 @@ class Engine:
             self._keys.compact(self.revision - kept // 2)
 
     def _check_room(self, size: int) -> None:
-        # The past goes before the present is refused: who watches from there is told so, and reads.
+        # History goes before a write is refused. A watch of lost history is told so, and reads again.
         while self._is_full(size) and (kept := self._keys.history_length) > 1:
             self._keys.compact(self.revision - (kept - 1) // 2)
         if self._is_full(size):
@@ -257,7 +257,7 @@ def _compares(compare: Compare, subject: bytes | int) -> bool:
 
 
 def _check_message(size: int) -> None:
-    """In the words of etcd's gRPC, whose code for it is that of a full store too."""
+    """Raises Refused in the words of etcd's gRPC, which has the same code for this and for a full store."""
     if size > MESSAGE_BYTES_MAX:
         raise Refused(8, f"grpc: received message larger than max ({size} vs. {MESSAGE_BYTES_MAX})")
 

@@ -17,7 +17,7 @@ def start_run(snapshot: Snapshot, terms: Terms, me: Node, lease: int) -> Txn:
     """The first agent's transaction: this job's first run, or a new one on an id whose members are all gone.
 
     Numbers go on where the last run's ended: whatever still carries one of those is older than all that is to come.
-    The run's keys stand on a lease of its own, `run_lease`, which whoever writes this begins.
+    The run's keys stand on a lease of their own, `run_lease`. The agent that commits this transaction grants it.
     """
     keys = snapshot.keys
     number = snapshot.generation.number + 1 if snapshot.generation else 0
@@ -42,7 +42,7 @@ def run_lease(keys: Keys, txn: Txn) -> int:
 
 
 def _lease_of(keys: Keys, number: int) -> int:
-    """The same for all agents that try to start the run: whoever begins it, there is one, and no second one is left."""
+    """The run's lease: the same id for all agents that try to start the run, so there is never a second lease."""
     drawn = hashlib.sha256(f"{keys.root}{number}".encode()).digest()
     return int.from_bytes(drawn[:8], "big") >> 1 or 1
 
@@ -89,8 +89,8 @@ def is_done(snapshot: Snapshot, me: Node, generation: int) -> Txn:
 def fail(snapshot: Snapshot, me: Node, failure: Failure) -> Txn:
     """Open the next generation together with the failure that is its cause; where one is open, the record only.
 
-    Its traceback and output follow in `complete`: nothing that a program says makes this transaction large. Where no
-    peer's end can be behind it, this is what the generation will be judged by, and its record will be in full.
+    Traceback and output follow in `complete`, so no text of a program makes this transaction large. If no peer's end
+    explains the failure, the generation is judged by it, and its record will be the one in full.
     """
     keys, newest, failed_in = snapshot.keys, snapshot.generation, failure.generation
     record = snapshot.put(keys.failure(failed_in, me.node_id), encode(failure.opening))
@@ -112,8 +112,8 @@ def fail(snapshot: Snapshot, me: Node, failure: Failure) -> Txn:
 def complete(snapshot: Snapshot, me: Node, failure: Failure) -> tuple[Txn, ...]:
     """The record of a failure once its output is here: log tail, traceback, and what it was after all.
 
-    One of a generation is in full: its opener's, else the first that no peer's end explains. The others are brief:
-    a thousand nodes may fail at once. Nothing is written into the records of another run, by which that one is judged.
+    One record of a generation is in full: its opener's, else the first that no peer's end explains. The others are
+    brief, since a thousand nodes may fail at once. Nothing is written into the records by which another run is judged.
     """
     if _is_of_another_run(snapshot, failure):
         return ()
@@ -121,13 +121,13 @@ def complete(snapshot: Snapshot, me: Node, failure: Failure) -> tuple[Txn, ...]:
     key, mine = keys.failure(g, me.node_id), keys.detailed(g, me.node_id)
     brief = snapshot.put(key, encode(failure.brief))
     if failure.kind is FailureKind.PEER_LOST:
-        # It may have looked otherwise at first.
+        # At first it may not have looked like a peer's end.
         return (Txn((live,), (brief, Delete(mine))),)
     full = snapshot.put(key, encode(failure))
     if full == brief:
         return (Txn((live,), (full,)),)
-    # Its table is gone when the generation has been judged. Sent again where an answer was lost, each of them changes
-    # nothing more.
+    # Without the generation's table the generation has been judged already. If an answer is lost and a transaction is
+    # sent again, it changes nothing more.
     return (
         Txn((live,), (brief,)),
         Txn((live, Present(keys.table(g)), Empty(keys.detailed(g))), (snapshot.put(mine, ""),)),

@@ -79,7 +79,7 @@ class EtcdStore:
         try:
             version = self._version()
         except StoreError:
-            # A proxy's passing 404 is no reason to speak gRPC for good.
+            # One 404 of a proxy is no reason to use gRPC for good.
             self._use(by_gateway)
             carrier.close()
             raise
@@ -255,7 +255,7 @@ def _of_all(errors: Sequence[tuple[Endpoint, StoreError]]) -> StoreError:
         return GatewayOff(reasons)
     if all(isinstance(error, Denied) for error in kinds):
         return Denied(reasons)
-    # A member that denies, beside one that is away, may be alone in it.
+    # If one member denies and another is away, the denial may be that one member's fault.
     if any(isinstance(error, Rejected) for error in kinds):
         return Rejected(reasons)
     return (TimedOut if all(isinstance(error, TimedOut) for error in kinds) else Unavailable)(reasons)
@@ -273,7 +273,7 @@ class _Token:
         self._token = ""
 
     def get(self, endpoint: Endpoint) -> str:
-        """The token; "" without a user. Raises Refused, and Denied where the password must not be sent."""
+        """The token; "" without a user. Raises Refused, and Denied if the password must not be sent."""
         return self._token if self._token or not self._login else self.renew(endpoint, "")
 
     def renew(self, endpoint: Endpoint, old: str) -> str:
@@ -285,7 +285,7 @@ class _Token:
                 request = {"name": self._login.user, "password": self._login.password}
                 answer = self._carrier.call(endpoint, Rpc.AUTHENTICATE, request, "", self._deadline_s)
                 token = answer.get("token", "")
-                # It goes into a header of every request.
+                # The token goes into a header of every request.
                 if not isinstance(token, str) or not re.fullmatch(r"[!-~]*", token):
                     raise Unavailable(f"{endpoint} answers a login with what is no token: {shown(token)}")
                 self._token = token

@@ -255,7 +255,7 @@ def _await_min(
     here: int,
 ) -> Formed:
     due_s = formation.since_s + times.join_timeout_s
-    # A node with another prefix waits for this one as this one waits for it.
+    # A node of this job with another prefix waits too, and neither sees the other: so the line names the prefix.
     prefix = snapshot.keys.prefix
     where = "" if prefix == PREFIX else f" under etcd_prefix={prefix}"
     if now_s < due_s:

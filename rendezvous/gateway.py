@@ -97,7 +97,8 @@ def watch(prefix: str, after: int | None) -> Json:
 def changes(answer: Json, after: int) -> list[Changes]:
     """What a watch's answer tells beyond `after`, revision by revision; etcd never splits one over two answers.
 
-    Functions that read answers raise AttributeError, KeyError, TypeError and ValueError for what is none of etcd's.
+    All functions here that read answers raise AttributeError, KeyError, TypeError or ValueError if etcd did not write
+    the answer.
     """
     events = (event for event in answer.get("events", ()) if _written_at(event) > after)
     return [
@@ -107,7 +108,7 @@ def changes(answer: Json, after: int) -> list[Changes]:
 
 
 def compacted(answer: Json) -> bool:
-    """Whether a watch was ended since the store no longer has all revisions one by one."""
+    """Whether the watch was ended because its revisions are compacted away."""
     return _number(answer.get("compact_revision", 0)) > 0
 
 
@@ -169,8 +170,8 @@ def _written_at(event: Json) -> int:
 
 
 def _number(value: Any) -> int:
-    """A 64-bit number, which JSON has as text. Raises ValueError."""
-    # int() would take a float, and true; infinity it would not.
+    """A 64-bit number, which etcd's JSON holds as text. Raises ValueError."""
+    # int() would also take a float and true, and raise another error for infinity.
     if type(value) is int or (type(value) is str and _INT64.fullmatch(value)):
         number = int(value)
         if -(2**63) <= number < 2**63:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import ssl
 
 _LINE_BYTES_MAX = 1 << 28
-# Of an error's text, which goes to the log.
+# Characters of an error's text, which goes to the log.
 _TEXT_MAX = 1000
 _GATEWAY_OFF = (
     "the JSON gateway of {} is off; start etcd with --enable-grpc-gateway=true, or pip install 'elaunch[etcd3]' and "
@@ -179,4 +179,4 @@ def _by_status(endpoint: Endpoint, status: int, body: bytes, lacking: str) -> St
     what = f"{endpoint} answers with HTTP status {status} {lacking}: {said!r}"
     if status == _TOO_MANY_REQUESTS:
         return Unavailable(what)
-    return Rejected(f"{what}; is a proxy in front of it, and does that pass requests on?")
+    return Rejected(f"{what}; is a proxy in front of it, and does the proxy pass requests on?")

@@ -68,7 +68,7 @@ class Reply:
         self.finished = True
 
     def _head(self) -> bool | None:
-        """Whether the head is complete; None for an interim answer's, behind which another head comes."""
+        """Whether the head is complete; None for the head of an interim answer, after which another head comes."""
         end = self._rest.find(b"\r\n\r\n")
         if end < 0:
             if not b"HTTP/1.".startswith(self._rest[:7]):
@@ -82,7 +82,7 @@ class Reply:
         if not version.startswith("HTTP/1.") or not _STATUS.match(status):
             raise NotHttp(first.encode("latin-1"))
         if status[0] == "1":
-            # An interim answer; the other one follows.
+            # An interim answer; the final one follows.
             return None
         for line in lines:
             name, _, value = line.partition(":")

@@ -24,9 +24,9 @@ class HttpRequest(NamedTuple):
 
 
 class BadRequest(Exception):
-    """What was sent is no request, or one that is not taken; the connection cannot be used any further.
+    """The client sent no request, or one that is refused; its connection cannot be used any further.
 
-    `body` is what to answer.
+    `body` is the answer's body.
     """
 
     def __init__(self, status: int, body: str | bytes) -> None:
@@ -38,8 +38,8 @@ class BadRequest(Exception):
 class RequestReader:
     """Puts requests together from what arrives.
 
-    `admit` is called with the headers of each and the length of its body, before that is waited for; it raises
-    BadRequest for what is not to be taken.
+    `admit` is called with each request's headers and its body's length before the body is read. It raises BadRequest
+    for a request that is refused.
     """
 
     def __init__(self, admit: Callable[[Mapping[str, str], int], None]) -> None:

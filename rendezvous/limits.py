@@ -1,10 +1,10 @@
-"""How long a text may be in a record: programs and their users write texts of any length, and a store takes 1.5 MiB.
+"""How long a text in a record may be: programs and users write texts of any length, but a store takes 1.5 MiB.
 
-A class that derives from `Bounded` says the limit of a text in its type, and no object of it holds a longer one:
+A class that derives from `Bounded` names the limit of a text in its type. No object of that class holds a longer text:
 
     message: Annotated[str, keep_head(2 << 10)]
 
-Sizes are bytes of the JSON that is sent, where a control character and most letters beyond ASCII take six.
+Sizes are bytes of the JSON that is sent. There a control character, and most letters beyond ASCII, take six bytes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from functools import cache
 from typing import get_type_hints
 
 _CUT = "…"
-# Of JSON, for one character: an escaped pair of surrogates.
+# Bytes of one character in JSON: an escaped pair of surrogates.
 _CHARACTER_BYTES_MAX = 12
 
 
@@ -28,11 +28,11 @@ class Limit:
     cut: Callable[[str, int], str]
 
     def of(self, text: str) -> str:
-        """The text itself where it fits, else what is kept of it."""
+        """The text itself if it fits, else the cut one."""
         return text if self.fits(text) else self.cut(text, self.bytes_max)
 
     def fits(self, text: str) -> bool:
-        # Nearly all are short, and need not be encoded for this.
+        # Nearly all texts are short, and need not be encoded to see that they fit.
         is_short = len(text) * _CHARACTER_BYTES_MAX <= self.bytes_max
         return is_short or (len(text) <= self.bytes_max and size(text) <= self.bytes_max)
 
@@ -49,22 +49,22 @@ class Bounded:
 
 
 def size(text: str) -> int:
-    """Bytes of `text` inside of JSON."""
+    """Bytes of `text` in JSON."""
     return len(json.dumps(text)) - 2
 
 
 def keep_head(bytes_max: int) -> Limit:
-    """The beginning is kept."""
+    """A limit that keeps the beginning."""
     return Limit(bytes_max, cut_to_head)
 
 
 def keep_ends(bytes_max: int) -> Limit:
-    """The beginning and the end are kept."""
+    """A limit that keeps the beginning and the end."""
     return Limit(bytes_max, cut_to_ends)
 
 
 def keep_tail(bytes_max: int) -> Limit:
-    """The end is kept."""
+    """A limit that keeps the end."""
     return Limit(bytes_max, cut_to_tail)
 
 
@@ -83,7 +83,7 @@ def cut_to_tail(text: str, bytes_max: int) -> str:
 
 def cut_to_ends(text: str, bytes_max: int) -> str:
     """The beginning and the end, and between them a line that says how much is left out."""
-    # No number in it is longer than that of all characters.
+    # The number in that line is never longer than the number of all characters.
     room = bytes_max - size(_left_out(len(text)))
     if room <= 0:
         return cut_to_head(text, bytes_max)

@@ -148,8 +148,8 @@ class _Watch:
 
 
 def _error_of(refused: Refused) -> StoreError:
-    """What an etcd's client would make of the same refusal."""
-    # Imported where it is needed: a job on one node starts sooner without it.
+    """The error that a client of etcd would raise for the same refusal."""
+    # Imported here, since a job on one node starts sooner without these modules.
     from elaunch.rendezvous import carrier, refusals
     from elaunch.rendezvous.access import Access
     from elaunch.rendezvous.plan import Endpoint

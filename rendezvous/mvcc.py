@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 # A range's `end` that means "to the last key", as in etcd's API.
 UNBOUNDED = b"\0"
-# What a version of a key takes of this process's memory beside the key and the value: measured, and rounded up.
+# Memory of one version of a key, beside the key and the value: measured, and rounded up.
 _VERSION_BYTES = 512
 
 
@@ -71,7 +71,7 @@ class Keys:
         # A fresh etcd has compacted nothing, not even revision 0.
         self.compacted = -1
         self.history_bytes = 0
-        # What all versions take of this process's memory, about.
+        # About the memory that all versions take.
         self.held_bytes = 0
         self._versions: dict[bytes, list[KeyValue]] = {}
         self._index: list[bytes] = []

@@ -7,7 +7,7 @@ from enum import Enum
 
 from elaunch.rendezvous.times import Times
 
-# What the keys of all jobs begin with, unless somebody says otherwise.
+# The keys of a job begin with this unless etcd_prefix is given.
 PREFIX = "/elaunch/"
 
 
@@ -59,11 +59,11 @@ class RendezvousPlan:
     """What the command line says about the rendezvous; without endpoints this node is alone and needs no server.
 
     `token` is the job's secret, empty where nobody gave one. It and `login` are used where the store asks for them.
-    `plainly` says that http:// was typed: an etcd without TLS is meant, and a login may be sent to it.
+    `plainly` says that http:// was typed: the user means an etcd without TLS, and a login may be sent to it.
     `is_head` says whether this node serves the store where none listens; None is to be found out by the endpoint's
     address. With `node_rank` the ranks follow it (static rendezvous), and so does the head. `master_addr` is the
     job's MASTER_ADDR, as given; None is the first node's own. `local_addr` is this node's; None is the one that it
-    uses toward the endpoint. The job's keys begin with `prefix`, which begins and ends with a slash.
+    uses toward the endpoint. The job's keys begin with `prefix`, which starts and ends with a slash.
     """
 
     times: Times = field(default_factory=Times)

@@ -10,15 +10,15 @@ from elaunch.rendezvous.verdict import verdict
 
 # Generations whose failure is kept while the job runs, besides the first one.
 FAILURES_KEPT = 20
-# A transaction holds 128 operations.
+# A transaction holds at most 128 operations, so one seal tidies at most this many generations.
 _TIDIED_MAX = 40
 
 
 def outdated(snapshot: Snapshot, sealed: int) -> tuple[Op, ...]:
-    """Deletes what nobody needs once generation `sealed` has its table: ranges, however many nodes there are.
+    """Deletes what nobody needs once generation `sealed` has its table: as ranges, however many nodes there are.
 
-    Of each generation's failures the one that it was judged by stays: the first ever says how it began, the last ones
-    what it came to.
+    The failure by which a generation was judged stays, for the first failed generation and the last ones: the first
+    says how the trouble began, the last ones say what it became.
     """
     keys = snapshot.keys
     deletes: list[Op] = [
@@ -38,9 +38,9 @@ def outdated(snapshot: Snapshot, sealed: int) -> tuple[Op, ...]:
 
 
 def ending(snapshot: Snapshot, outcome: Outcome) -> tuple[Op, ...]:
-    """The job's last word; what stays beside it for whoever asks later are its terms, its table and its first failure.
+    """Writes the outcome and deletes the rest. Terms, the last table and the first failure stay, to be read later.
 
-    Who does not see the failures leaves them to the run's lease.
+    An agent that does not see the failures leaves them to the run's lease.
     """
     keys = snapshot.keys
     ops: list[Op] = [
@@ -58,7 +58,7 @@ def ending(snapshot: Snapshot, outcome: Outcome) -> tuple[Op, ...]:
 
 
 def _judged(snapshot: Snapshot, number: int) -> str:
-    """The key of the failure that the generation was judged by."""
+    """The key of the failure by which the generation was judged."""
     return snapshot.keys.failure(number, verdict(snapshot.failures[number]).node_id)
 
 

@@ -24,14 +24,14 @@ class Kind(Enum):
     WAIT = auto()  # It passes by itself: ask again, elsewhere too.
     SAY = auto()  # Ask again, and tell the user at once: somebody may have to act.
     TRIM = auto()  # Ask for less.
-    DENY = auto()  # Waiting cannot help: the end for an agent that is not part of the job yet, for others as SAY.
+    DENY = auto()  # Waiting does not help: ends an agent that is not part of the job yet; as SAY for others.
     LOGIN = auto()  # The token ran out: get another one.
     LEASE_GONE = auto()
     LEASE_THERE = auto()
 
 
 class Rule(NamedTuple):
-    """What to do about the errors that `words` are part of, or that have the code; `sentence` is for the user."""
+    """What to do about the errors of one row of the tables below; `sentence` is for the user."""
 
     kind: Kind
     sentence: str = ""
@@ -65,7 +65,7 @@ BY_TEXT: dict[str, Rule] = {
         Kind.DENY,
         "this etcd takes fewer operations at once than elaunch needs: start it with --max-txn-ops=128 or more",
     ),
-    "too large lease TTL": Rule(Kind.DENY, "this etcd takes no lease that long"),
+    "too large lease TTL": Rule(Kind.DENY, "this etcd refuses so long a lease; lower --rdzv-conf keys_ttl=SECONDS"),
     "mvcc: required revision": Rule(Kind.WAIT),
     "CommonName": Rule(
         Kind.DENY,
@@ -79,25 +79,25 @@ BY_TEXT: dict[str, Rule] = {
     ),
     "permission denied": Rule(
         Kind.DENY,
-        "user {user} may not use these keys; grant it readwrite on the prefix {prefix}, or give its own prefix by"
-        " --rdzv-conf etcd_prefix=…",
+        "user {user} may not use these keys; grant it readwrite on the prefix {prefix}, or name a prefix that it may"
+        " use, by --rdzv-conf etcd_prefix=…",
     ),
     "user name is empty": Rule(Kind.DENY, "etcd does not know this client"),
     "invalid auth token": Rule(
-        Kind.LOGIN, "the store asks for another token; is ELAUNCH_TOKEN that of the elaunch that runs there?"
+        Kind.LOGIN, "the store wants another token; is ELAUNCH_TOKEN that of the elaunch that runs there?"
     ),
     "revision of auth store is old": Rule(Kind.LOGIN, "etcd's users have changed"),
     "not leader": Rule(Kind.WAIT),
-    # A lease that is asked for without a leader: the code says "unknown".
+    # etcd without a leader answers so when a lease is asked for, with the code for "unknown".
     "context deadline exceeded": Rule(Kind.WAIT),
     "context canceled": Rule(Kind.WAIT),
     "downgrade job in progress": Rule(Kind.WAIT),
 }
-# Where no text says more.
+# For errors whose text is in no row of BY_TEXT.
 BY_CODE: dict[int, Rule] = {
     CANCELLED: Rule(Kind.WAIT),
     UNKNOWN: Rule(Kind.SAY, "etcd answers with an error of its own"),
-    INVALID: Rule(Kind.DENY, "etcd takes the request for a wrong one"),
+    INVALID: Rule(Kind.DENY, "etcd says that the request is not valid"),
     DEADLINE: Rule(Kind.WAIT),
     NOT_FOUND: Rule(Kind.SAY, "etcd does not find what was asked for"),
     EXISTS: Rule(Kind.SAY, "etcd has that already"),
@@ -135,8 +135,8 @@ def explain(error: Refused, endpoint: Endpoint, access: Access) -> StoreError:
             return Rejected(f"{endpoint}: {sentence}")
         # With a user, a new token was refused: this member has not heard of it yet.
         case Kind.WAIT | Kind.LOGIN if kind is Kind.WAIT or user:
-            # What is not etcd's own text is about the gateway's connection: 3.5 says "bad certificate", 3.4 this or
-            # that.
+            # A text that is not etcd's own is about the gateway's connection: 3.5 says "bad certificate", 3.4 says
+            # other things.
             is_gateways = access.tls and not error.text.startswith("etcdserver:")
             hint = f"; if it goes on: {_OWN_SERVER}" if is_gateways else ""
             return Unavailable(f"{endpoint} answers: {error.text}{hint}")

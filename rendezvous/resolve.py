@@ -63,6 +63,6 @@ def _lookup(host: str, port: int, flags: int = 0) -> list[Address]:
     try:
         found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM, flags=flags)
     except ValueError:
-        # What IDNA has no form for (an empty label, a lone surrogate), and a NUL.
+        # Names that IDNA has no form for (an empty label, a lone surrogate), and names with a NUL.
         raise socket.gaierror(socket.EAI_NONAME, f"{host!r} is no name of a host") from None
     return [(family, address) for family, _, _, _, address in found]

@@ -36,7 +36,7 @@ def new_token() -> str:
 
 
 def fingerprint(certificate: bytes) -> str:
-    """What a certificate (DER) is called by: 32 hexadecimal digits."""
+    """A short name for a certificate (DER): 32 hexadecimal digits."""
     return hashlib.sha256(certificate).hexdigest()[:32]
 
 

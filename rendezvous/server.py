@@ -19,7 +19,7 @@ from elaunch.rendezvous.slots import slots
 def main(argv: Sequence[str]) -> int:
     """`--fd N` for each bound socket; the token is a line on stdin, whose end is the end. Says "ready" when it is.
 
-    `--agents N` is how many there will be at the most, 0 where nobody knows.
+    `--agents N` is how many agents there will be at most, 0 if nobody knows.
     """
     # A terminal's Ctrl-C and a scheduler's signals to all of a job's processes are for the agent, which needs its store
     # until it has ended the job.
@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _raised_limit() -> int:
-    """How many files this process may open: as many as the host lets it."""
+    """The limit of open files, raised as far as the host allows."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     return sys.maxsize if hard == resource.RLIM_INFINITY else hard

@@ -32,11 +32,11 @@ from elaunch.rendezvous.strangers import CROWD_S, PER_ADDRESS, Strangers
 from elaunch.rendezvous.watchers import Keys, Watchers
 
 BACKLOG = 4096
-# The largest that etcd's gRPC takes, 2 MiB, as base64 in JSON. Of who has not shown the secret no body is read at all.
+# The largest request that etcd's gRPC takes, 2 MiB, as base64 in JSON. No body is read from a stranger.
 REQUEST_BYTES_MAX = 3 << 20
 # Agents write every second; only watches are silent for longer.
 IDLE_S = 60.0
-# Who takes nothing of what waits for it is gone, or will ask again.
+# A client that takes nothing of what waits for it is gone, or will ask again.
 STALLED_S = 20.0
 # For a client to read why its request was refused, when it still sends.
 LINGER_S = 3.0
@@ -45,7 +45,7 @@ STALL_S = 1.5
 # Between two lines about the same thing.
 QUIET_S = 60.0
 _TICK_S = 1.0
-# In one turn of the loop, so that one crowd or one client that sends many requests together does not delay the others.
+# Limits of one turn of the loop: a crowd, or a client that sends many requests at once, must not delay the others.
 _ACCEPTED_AT_ONCE = 64
 _ANSWERED_AT_ONCE = 16
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -54,7 +54,7 @@ _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 class Server:
     """Serves one engine on `listeners`, bound already, until it is stopped. Without a secret, to anybody.
 
-    `slots` is how many connections may be open; those that have not shown the secret yet are strangers.
+    `slots` is how many connections may be open. Those that have not shown the secret yet are strangers.
     """
 
     def __init__(self, listeners: Sequence[socket.socket], secret: Secret | None, slots: int = SLOTS_MAX) -> None:
@@ -149,11 +149,11 @@ class Server:
             except OSError as error:
                 if error.errno in _NO_ROOM and not _is_awaited(listener):
                     return
-                self._say("descriptors", f"no connection can be accepted unless another one ends: {error.strerror}")
+                self._say("descriptors", f"no connection can be accepted until another one ends: {error.strerror}")
                 if error.errno in _NO_ROOM and (stranger := self._strangers.first_to_go()):
                     self._close(stranger)
                     continue
-                # Those who wait are accepted at the next sweep, when some connection may have ended.
+                # The waiting ones are accepted at the next sweep, when some connection may have ended.
                 self._selector.unregister(listener)
                 return
             if not self._make_room():
@@ -164,24 +164,24 @@ class Server:
             except (OSError, ValueError):
                 accepted.close()
                 continue
-            # Where one listener serves both families, an address of IPv4 looks so.
+            # A listener for both families shows an IPv4 address with this prefix.
             self._begin(connection, str(place[0]).removeprefix("::ffff:") if place else "this host")
 
     def _make_room(self) -> bool:
-        """Whether one more may come, for whom strangers have gone where they were too many."""
+        """Close strangers if there are too many of them; whether there is room for one more connection."""
         room = strangers_max(self._slots, len(self._clients) - len(self._strangers))
         while len(self._strangers) >= room and (stranger := self._strangers.first_to_go()):
             who = ", ".join(f"{address} has {count}" for address, count in self._strangers.crowds())
             self._say(
                 "strangers",
-                f"all {room} places for connections that have not shown the job's token are taken ({who}); for each new"
-                " one the oldest of the address that has the most is closed",
+                f"all {room} places for connections that have not shown the job's token are taken ({who}); each new one"
+                " closes the oldest one of the address that has the most",
             )
             self._close(stranger)
         if room <= 0:
             self._say(
                 "slots",
-                f"all {self._slots} places for connections are taken by agents, and others are turned away; raise the"
+                f"agents take all {self._slots} places for connections, and further connections are refused; raise the"
                 " limit of open files on this host (ulimit -n), or let fewer jobs share the store",
             )
         return room > 0
@@ -193,7 +193,7 @@ class Server:
         self._selector.register(connection.socket, client.registered, partial(self._serve, client))
 
     def _serve(self, client: Client) -> None:
-        """Something has arrived from a client, or there is room to send it something, or to answer more."""
+        """Read, answer and write: data has arrived, there is room to send, or requests are left to answer."""
         if client not in self._clients:
             return
         try:
@@ -205,7 +205,7 @@ class Server:
             self._close(client)
 
     def _answer(self, client: Client) -> None:
-        """As many requests as one turn may take."""
+        """Answer as many requests as one turn may take."""
         client.has_more = False
         try:
             for _ in range(_ANSWERED_AT_ONCE):
@@ -222,7 +222,7 @@ class Server:
         client.has_more = client.is_answered
 
     def _do(self, client: Client, request: HttpRequest) -> None:
-        """Nobody comes here who has not shown the secret: `_admit` has seen to that."""
+        """Do a request. Its client has shown the secret, or `_admit` would have refused it."""
         client.is_known = True
         client.deadline_s = self._now_s + IDLE_S
         self._strangers.discard(client)
@@ -244,12 +244,12 @@ class Server:
             return error_reply(Refused(INTERNAL, "the store failed; its own output says why"))
 
     def _admit(self, headers: Mapping[str, str], body_bytes: int) -> None:
-        """Whether a request with these headers is waited for. Raises BadRequest."""
+        """Refuse a request by its headers, before its body is read. Raises BadRequest."""
         if not self._is_authorized(headers):
             reply = error_reply(Refused(UNAUTHENTICATED, "etcdserver: invalid auth token"))
             raise BadRequest(reply.status, reply.body)
         if body_bytes > REQUEST_BYTES_MAX:
-            # etcd's words; it counts another form of the request, of which nothing was read here.
+            # These are etcd's words. etcd counts the bytes of another form of the request, which is not read here.
             words = f"grpc: received message larger than max ({body_bytes} vs. {REQUEST_BYTES_MAX})"
             raise BadRequest(413, error_reply(Refused(EXHAUSTED, words)).body)
 
@@ -282,7 +282,7 @@ class Server:
             self._selector.modify(client.connection.socket, client.events, partial(self._serve, client))
 
     def _sweep(self) -> None:
-        """Close who has taken too long, and accept again where there was no room."""
+        """Close the clients that take too long, and accept connections again if there was no room."""
         now_s = self._now_s
         overdue = self._strangers.overdue(now_s)
         for address, count in self._strangers.crowds(1) if overdue else ():
@@ -310,11 +310,11 @@ class Server:
             client.connection.close()
 
     def _say(self, about: str, sentence: str) -> None:
-        """A line to whoever started this process, at most one a while about the same thing."""
+        """Write a line to stderr, at most one in `QUIET_S` about the same thing."""
         if self._now_s < self._quiet_until_s.get(about, 0.0):
             return
         self._quiet_until_s[about] = self._now_s + QUIET_S
-        # Never wait for a reader, which may have gone.
+        # Never wait for the reader of stderr: it may be gone.
         poll = select.poll()
         with suppress(OSError, ValueError):
             poll.register(sys.stderr, select.POLLOUT)
@@ -323,7 +323,7 @@ class Server:
 
 
 def _is_awaited(listener: socket.socket) -> bool:
-    """Whether somebody waits to be accepted: without a free descriptor, accept() fails in either case."""
+    """Whether a connection waits: without a free descriptor accept() fails in either case."""
     poll = select.poll()
     poll.register(listener, select.POLLIN)
     return bool(poll.poll(0))

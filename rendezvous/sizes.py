@@ -1,16 +1,16 @@
-"""How long a request is in etcd's own form, protocol buffers (api/etcdserverpb/rpc.proto).
+"""How many bytes a request has as protocol buffers (api/etcdserverpb/rpc.proto).
 
-By that etcd refuses what is too large.
+etcd refuses a request that is too large by this size.
 """
 
 from __future__ import annotations
 
 from elaunch.rendezvous.api import Compare, DeleteRequest, PutRequest, RangeRequest, Request, Target, TxnRequest
 
-# etcd's --max-request-bytes, and what its gRPC takes beyond that.
+# etcd's --max-request-bytes, and the larger limit of its gRPC.
 REQUEST_BYTES_MAX = 3 << 19
 MESSAGE_BYTES_MAX = REQUEST_BYTES_MAX + (512 << 10)
-# What goes around a request in etcd's log: the members' own number of it, and the lengths.
+# What etcd's log adds to a request: the member's own number for it, and lengths.
 LOG_BYTES = 18
 
 
@@ -43,7 +43,7 @@ def _delete_bytes(delete: DeleteRequest) -> int:
 
 
 def _compare_bytes(compare: Compare) -> int:
-    # A field whose number is above 15 has a tag of two bytes; one of several kinds is written even if it is zero.
+    # A field with a number above 15 has a tag of two bytes. A field of a oneof is written even if it is zero.
     end = _bytes(compare.end) + 1 if compare.end else 0
     if compare.target is Target.VALUE:
         assert isinstance(compare.value, bytes)

@@ -1,17 +1,17 @@
-"""How many connections a served store may hold: what its agents need, and what strangers are left."""
+"""How many connections a served store may hold: what its agents need, and what is left to strangers."""
 
 from __future__ import annotations
 
-# One for the calls, one for the watch, and one for what overlaps: the next watch, or what a watch reads itself.
+# One for calls, one for the watch, and one for an overlap: the next watch, or a read by the watch itself.
 CONNECTIONS_PER_AGENT = 3
-# The server's own: the listeners, the selector, the pipes of its parent, a file that it prints a fault from.
+# The server's own: the listeners, the selector, pipes to its parent, a source file while it prints a traceback.
 OWN_DESCRIPTORS = 16
-# Memory is bounded where descriptors are not; a job of more agents gets more.
+# A limit of memory, for hosts without a limit of descriptors. A job with more agents gets more slots.
 SLOTS_MAX = 16_384
 
 
 def slots_for(agents: int) -> int:
-    """How many connections must be possible for so many agents: beside each three a fourth may be a stranger's."""
+    """How many slots this many agents need: for each three of an agent's connections, one more for a stranger."""
     return (CONNECTIONS_PER_AGENT + 1) * agents
 
 
@@ -25,10 +25,10 @@ def descriptors_for(agents: int) -> int:
 
 
 def slots(descriptors: int, agents: int = 0) -> int:
-    """How many connections may be open at a limit of open files; `agents` is 0 where nobody knows how many come."""
+    """How many connections may be open at a limit of open files; `agents` is 0 if nobody knows how many come."""
     return max(min(descriptors - OWN_DESCRIPTORS, max(SLOTS_MAX, slots_for(agents))), 1)
 
 
 def strangers_max(slots: int, known: int) -> int:
-    """How many connections may be strangers: a quarter of all, and no more than the `known` ones leave."""
+    """How many strangers there may be: a quarter of all slots, and no more than the `known` connections leave."""
     return min(max(slots // 4, 1), slots - known)

@@ -23,7 +23,7 @@ Belonging = TypeVar("Belonging", Node, Joined)
 
 @dataclass(frozen=True)
 class Keys:
-    """The names of one job's keys. `prefix` begins and ends with a slash."""
+    """The names of one job's keys. `prefix` starts and ends with a slash."""
 
     run_id: str
     prefix: str = PREFIX
@@ -69,7 +69,7 @@ class Keys:
         return f"{self.root}failures/{generation:010}/{node_id}"
 
     def detailed(self, generation: int, node_id: str = "") -> str:
-        """Whose failure record of the generation is in full."""
+        """The key that says that this node's failure record is the generation's record in full."""
         return f"{self.root}detailed/{generation:010}/{node_id}"
 
     def done(self, generation: int, node_id: str = "") -> str:
@@ -132,7 +132,7 @@ class Snapshot:
         return Unchanged(self.keys.leader, self.leader_revision)
 
     def put(self, key: str, value: str) -> Put:
-        """Write what is the run's, and not a node's."""
+        """A write of a key that belongs to the run, and not to a node: it stands on the run's lease."""
         return Put(key, value, self.lease)
 
 

@@ -137,18 +137,18 @@ class HeadAway(Unavailable):
 
 
 class Rejected(StoreError):
-    """The store answers, and does not do as asked: try again, and tell the user, who may have to act."""
+    """The store answers, but does not do as asked: try again, and tell the user, who may have to act."""
 
 
 class Denied(Rejected):
-    """Waiting alone cannot help: the wrong secret, no permission, a version or gateway missing.
+    """Waiting alone does not help: the secret is wrong, a permission is missing, or a version, or the gateway.
 
-    For an agent that is not part of the job yet this is final; one that is keeps its workers, as after any rejection.
+    An agent that is not part of the job yet ends. An agent of the job keeps its workers, as after any rejection.
     """
 
 
 class TooLarge(Rejected):
-    """The request has more bytes than the store takes: a smaller one may do."""
+    """The request has more bytes than the store takes; a smaller one may succeed."""
 
 
 class LeaseGone(StoreError):
@@ -161,7 +161,7 @@ class HistoryLost(StoreError):
 
 @dataclass(frozen=True)
 class Deaf:
-    """The store refuses to tell of changes, and is asked again and again; `why` is a sentence without a full stop."""
+    """The store refuses a watch, which is tried again and again; `why` is a sentence without a full stop."""
 
     why: str
 
@@ -215,9 +215,9 @@ class Store(Protocol):
         """Tell what changes under `prefix` after revision `after`: each revision once, in order, from any thread.
 
         For None that begins with a `View` of what is there. Elsewhere one stands for all changes up to its revision,
-        where the store no longer has them one by one. A StoreError (Denied, HistoryLost) ends the watch; it gets over
-        what is Unavailable by itself, and over what else is Rejected, of which it tells `Deaf` once. `tell` must return
-        at once.
+        where the store no longer has them one by one. A StoreError (Denied, HistoryLost) ends the watch; after
+        Unavailable, and after any other Rejected, the watch tries again by itself. For a Rejected it tells `Deaf` once.
+        `tell` must return at once.
         """
         ...
 

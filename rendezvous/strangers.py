@@ -1,4 +1,4 @@
-"""Connections that have shown no token yet: since when, from where, and which of them has to go."""
+"""Connections that have not shown the token yet: since when, from where, and which one is closed first."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ from collections.abc import Iterable
 from itertools import islice
 from typing import Generic, TypeVar
 
-# From accept until the first authorised request is complete, whatever arrives meanwhile.
+# From accept() until the first authorised request is complete, whatever the stranger sends meanwhile.
 FIRST_REQUEST_S = 20.0
 PER_ADDRESS = 16
-# So long an address may have more: a job's agents that start together may all come from one, as behind a NAT or in
-# containers of one host. By default their calls wait for 2 s at the longest.
+# An address may have more strangers than that for this time. A job's agents that start together may all come from one
+# address, as behind a NAT or in containers of one host. By default an agent's call waits for 2 s at most.
 CROWD_S = 5.0
 
 Who = TypeVar("Who")
 
 
 class Strangers(Generic[Who]):
-    """All of them. `since` is on a clock of the caller's."""
+    """All strangers. Times are those of the caller's clock."""
 
     def __init__(self) -> None:
         self._came: dict[Who, tuple[str, float]] = {}
-        # Each address's, the oldest first.
+        # The strangers of each address, the oldest first.
         self._from: dict[str, dict[Who, None]] = {}
-        # The addresses by how many they have: to find the first to go costs the same however many there are.
+        # The addresses by their number of strangers, so `first_to_go` costs the same however many there are.
         self._with: dict[int, dict[str, None]] = {}
         self._most = 0
 
@@ -41,7 +41,7 @@ class Strangers(Generic[Who]):
         self._most = max(self._most, len(its))
 
     def discard(self, who: Who) -> None:
-        """It is none any more; one that was none is no error."""
+        """Forget a stranger; one that is not there is no error."""
         if who not in self._came:
             return
         address, _ = self._came.pop(who)
@@ -54,17 +54,17 @@ class Strangers(Generic[Who]):
             self._most -= 1
 
     def first_to_go(self) -> Who | None:
-        """The oldest of the address that has the most: so one address alone does not push out the others."""
+        """The oldest stranger of the address that has the most, so that one address does not push out the others."""
         if not self._came:
             return None
         return next(iter(self._from[next(iter(self._with[self._most]))]))
 
     def overdue(self, now_s: float) -> list[Who]:
-        """Those whose time is over: the time for all, or, beyond what one address may have, that for a crowd."""
+        """The strangers whose time is over: `CROWD_S` for those beyond `PER_ADDRESS`, `FIRST_REQUEST_S` for all."""
         return [who for its in self._from.values() for who in self._overdue(its, now_s)]
 
     def crowds(self, count_max: int = 3) -> list[tuple[str, int]]:
-        """The addresses that have the most, and how many."""
+        """The addresses with the most strangers, and how many each has."""
         by_count = ((count, address) for count in sorted(self._with, reverse=True) for address in self._with[count])
         return [(address, count) for count, address in islice(by_count, count_max)]
 

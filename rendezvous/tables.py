@@ -16,7 +16,7 @@ from elaunch.rendezvous.types import RankTable, Seat
 # The store writes it out for every node: from here on it takes longer to send than to pack.
 _LARGE = 4000
 _PACKED = "zlib:"
-# A thousand bytes for each of 16,000 nodes. A few kilobytes can unpack to gigabytes.
+# A thousand bytes for each of 16,000 nodes. Without a limit a few kilobytes could unpack to gigabytes.
 UNPACKED_BYTES_MAX = 16 << 20
 
 
@@ -95,7 +95,7 @@ def _runs(words: list[str]) -> list[list[str | int]]:
 
 
 def _unrun(runs: list[tuple[str, int]], nodes: int) -> list[str]:
-    """The words of all nodes. A run of a few bytes could ask for more of them than memory has."""
+    """One word for each node. Raises ValueError first: a run of a few bytes could stand for more words than fit."""
     if any(type(word) is not str or type(times) is not int or times < 0 for word, times in runs):
         raise TypeError("a run is no word with a number")
     if sum(times for _, times in runs) != nodes:

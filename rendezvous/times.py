@@ -34,7 +34,7 @@ class Times:
     stop_grace_s          from a signal to the job to SIGKILL, and from a failure for workers that are saving
     boundary_wait_s       workers that are asked to stop at a step boundary have this long, at most
     hang_timeout_s        workers that have reported and then report nothing for so long hang; 0 is never
-    keys_ttl_s            a job's keys stay in the store for so long after its end, or after its last agent was killed
+    keys_ttl_s            a job's keys stay in the store this long after its end, or after its last agent was killed
     """
 
     lease_ttl_s: int = 3
@@ -107,7 +107,7 @@ class Times:
 
     @property
     def keys_ttl_min_s(self) -> float:
-        """The shortest keys_ttl: a leader that dies before it renews the run's lease has a successor in time."""
+        """The shortest keys_ttl with which a dead leader's successor still renews the run's lease in time."""
         return 4.0 * self.lease_ttl_s
 
     @property

@@ -3,8 +3,8 @@
     argv → Options → JobSpec → Node → Joined → Quorum → RankTable → Assignment → Spawn → WorkerExited → Failure
          → Restart | GiveUp → Outcome → exit code
 
-All are frozen. Durations end in `_s`; wall-clock times (`*_at`) are for people only and decide nothing. What is sent to
-the store is `Bounded`: no text of a user or a program makes a transaction that the store refuses.
+All are frozen. Durations end in `_s`; wall-clock times (`*_at`) are for people only and decide nothing. Records that
+go to the store are `Bounded`: no text of a user or a program can make a transaction too large for the store.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from elaunch.rendezvous.limits import Bounded, keep_ends, keep_head, keep_tail
 
 _RANDOM_DIGITS = 8
 
-# A word that a command line gives: refused there where it is longer, since a cut one could be another's.
+# Names that the command line gives. Longer ones are refused there: a cut name could be that of another job.
 ROLE_BYTES_MAX = 64
 RUN_ID_BYTES_MAX = 255
-# DNS has no longer ones, and Linux takes 64.
+# DNS has no longer host names, and Linux takes 64 bytes.
 HOST_BYTES_MAX = 255
 
 _Host = Annotated[str, keep_head(HOST_BYTES_MAX)]
 _NodeId = Annotated[str, keep_head(HOST_BYTES_MAX + 1 + _RANDOM_DIGITS)]
 _Reason = Annotated[str, keep_head(4 << 10)]
 _Cause = Annotated[str, keep_head(1 << 10)]
-# Linux takes no longer ones.
+# Linux takes no longer paths.
 _Path = Annotated[str, keep_head(4 << 10)]
-# What a failure's record has room for; and one whose generation has another in full.
+# Limits of a failure record in full, and of a brief one, whose generation has another record in full.
 TRACEBACK, TAIL = keep_ends(32 << 10), keep_tail(8 << 10)
 _BRIEF_TRACEBACK, _BRIEF_TAIL = keep_ends(2 << 10), keep_tail(1 << 10)
 
@@ -95,7 +95,7 @@ class Terms(Bounded):
     nodes_max: int = 1
     max_restarts: int = 3
     restart_window_s: float | None = None
-    # What differs shows near its beginning.
+    # Two commands usually differ near their beginning.
     command: Annotated[str, keep_head(300)] = ""
     digest: str = ""
 
@@ -257,9 +257,9 @@ class Failure(Bounded):
     exited. `rank` is -1 where no worker is to blame. `exception`, `frame` and `message` describe the uncaught exception
     (`frame` is its innermost frame in the user's code, `file:line in function`). `progressed` says
     whether the rank had reported a step or made its process group; None where nobody can tell. `is_cut` says that the
-    message or the traceback was too long; the whole one is in `error_file` and `log_path`, on its host.
+    message or the traceback was too long. All of it is in `error_file` and `log_path`, on the worker's host.
 
-    All limits together, and the rest of it, are less than 64 kB.
+    A whole record is less than 64 kB of JSON.
     """
 
     kind: FailureKind
@@ -289,12 +289,12 @@ class Failure(Bounded):
 
     @property
     def opening(self) -> Failure:
-        """Its record while nobody needs more than how it failed: without traceback and output."""
+        """The short record with which a generation is opened: without traceback and output."""
         return replace(self, traceback="", tail="")
 
     @property
     def brief(self) -> Failure:
-        """Its record where another one of its generation is in full."""
+        """The brief record, for a generation that has another record in full."""
         traceback, tail = _BRIEF_TRACEBACK.of(self.traceback), _BRIEF_TAIL.of(self.tail)
         return replace(self, traceback=traceback, tail=tail, is_cut=self.is_cut or traceback != self.traceback)
 

@@ -196,7 +196,7 @@ class EtcdWatch:
             self._say(changes)
 
     def _say_deaf(self, error: StoreError) -> None:
-        """Once, and not while the store is away: whoever calls it finds that too."""
+        """Tell `Deaf` once; not while the store is away, since calls report that too."""
         if isinstance(error, (Rejected, _TokenOld)) and not self._is_deaf:
             self._is_deaf = True
             self._say(Deaf(str(error)))
@@ -214,7 +214,7 @@ class EtcdWatch:
 class _TokenOld(Unavailable):
     """A member denied what it then let us read: once more, with the token that the read has brought.
 
-    Denied then too, it lets us read and not watch, which a first watch reports.
+    If the watch is denied then too, the member lets us read but not watch. A first watch reports that.
     """
 
 

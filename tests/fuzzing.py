@@ -34,7 +34,7 @@ settings.load_profile("elaunch")
 
 @contextmanager
 def bounded(cpu_s: float = _CPU_S, memory_bytes: int = _MEMORY_BYTES) -> Iterator[None]:
-    """The body may take that much of the processor's time, and of memory beyond what is in use; else it fails."""
+    """Fails if the body takes more processor time than that, or more memory beyond what is in use."""
     own = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
 

@@ -72,7 +72,7 @@ class Pod:
 
     @property
     def labels(self) -> Object:
-        """Without those that Kubernetes adds."""
+        """The variables, without those that Kubernetes adds."""
         return self.owner["spec"]["template"].get("metadata", {}).get("labels", {})
 
     @property

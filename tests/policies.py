@@ -1,4 +1,4 @@
-"""NetworkPolicies for tests: what a cluster's network makes of them, for pods of one namespace that has no labels."""
+"""NetworkPolicies for tests: which connections they allow, for pods of one namespace without labels."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _of_direction(policies: Sequence[Object], direction: str, peers: str, other:
 
 
 def _is_of(peer: Object, labels: Object) -> bool:
-    """Whether a pod of this namespace is meant."""
+    """Whether the selector fits a pod of this namespace."""
     assert set(peer) <= {"podSelector", "namespaceSelector"}
     return "namespaceSelector" not in peer and _selects(peer["podSelector"], labels)
 

@@ -119,15 +119,15 @@ def _next_multiple(number: int, of: int) -> int:
 
 
 def _micro_batch_for(global_batch: int) -> int:
-    """The micro-batch where only the global batch was given.
+    """The micro-batch if only the global batch was given.
 
-    It does not depend on the number of workers: a run whose workers become fewer or more must stay the same run.
+    It does not depend on the number of workers, since a run must stay the same run with fewer or more of them.
     """
     return fitting_micro_batch(global_batch, max(1, min(_DEFAULT.micro_batch, global_batch // _MICRO_BATCHES)))
 
 
 _DEFAULT = TrainConfig()
-# Into how many micro-batches a step is cut by default: so many workers may share it.
+# Micro-batches of a step by default, and so the largest number of workers that can share a step.
 _MICRO_BATCHES = _DEFAULT.global_batch // _DEFAULT.micro_batch
 _COUNT = click.IntRange(min=1)
 

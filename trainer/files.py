@@ -1,4 +1,4 @@
-"""Files that are whole or not there, also after a power cut, and the reader of those that hold JSON."""
+"""Files that are whole or not there, also after a power cut, and the reader of JSON files."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def write_durably(path: Path, content: bytes) -> None:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value that a JSON text of somebody else's holds; bytes are UTF-8. Raises ValueError for all that is none.
+    """The value in a JSON text that somebody else may have written; bytes are UTF-8. Raises ValueError for other text.
 
     Python's own reader raises RecursionError for deep nesting, and takes NaN and Infinity, which no JSON has.
     """

@@ -48,7 +48,7 @@ def load(choice: Choice, mine: Mapping[int, Held], state: State, ranks: Ranks) -
 
 
 def _layouts(choice: Choice, mine: Mapping[int, Held], ranks: Ranks) -> tuple[list[Layout], bytes, list[int]]:
-    """Everybody's layout by the piece's rank, the plain values, which are in rank 0's piece, and the tensors' sums."""
+    """The layouts of all pieces by rank, the plain values (from rank 0's piece), and the sums of the tensors' bytes."""
     own = {rank: h for rank, h in mine.items() if choice.holders[rank][0] == ranks.rank}
     told = ranks.from_all({rank: (h.layout_json, h.plain if rank == 0 else b"", h.data_sum) for rank, h in own.items()})
     heads = {rank: head for each in told for rank, head in each.items()}
@@ -104,7 +104,7 @@ def _exchange(
 ) -> None:
     """Send and receive whole pieces, one after the other in an order that all ranks follow.
 
-    Raises Torn where one does not arrive as it was: this start has failed, and the next may do better.
+    Raises Torn if a piece arrives changed. This start has failed then; the next one may succeed.
     """
     needs = ranks.from_all(sorted(piece for piece in wanted if piece not in mine))
     for piece in range(len(layouts)):
@@ -116,7 +116,7 @@ def _exchange(
                 data = torch.empty(layouts[piece].length, dtype=torch.uint8)
                 dist.recv(data, dist.get_global_rank(ranks.group, holder), ranks.group)  # type: ignore[arg-type]
                 if sum_of(data) != sums[piece]:
-                    raise Torn(f"rank {piece}'s part of the snapshot did not arrive from rank {holder} as it was")
+                    raise Torn(f"rank {piece}'s part of the snapshot has come changed from rank {holder}")
                 _fill(planner, wanted[piece], layouts[piece], data)
 
 

@@ -292,7 +292,7 @@ class _Link:
             if not data:
                 return
             *lines, rest = (rest + data).split(b"\n")
-            # No message is so long.
+            # No message is as long as this.
             rest = rest[-_LINE_BYTES_MAX:]
             for line in lines:
                 with contextlib.suppress(ValueError):

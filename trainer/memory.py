@@ -305,7 +305,7 @@ class Records:
         region[:_DONE_BYTES].copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
 
     def completed(self) -> Version | None:
-        """The newest step that was completed; None where none was, or where its checksum is wrong."""
+        """The newest completed step; None if there is none, or if its checksum is wrong."""
         region = self._done.region()
         if region.numel() < _DONE_BYTES:
             return None

@@ -35,7 +35,7 @@ _PLAIN: dict[tuple[str, str], Any] = {
 }
 
 
-# What pickle raises besides its own error, where bytes are wrong, and torch for shapes that are none.
+# Errors of pickle, besides its own, for wrong bytes, and errors of torch for impossible shapes.
 _NOT_OURS = (AttributeError, EOFError, LookupError, MemoryError, OverflowError, RuntimeError, TypeError)
 
 
@@ -172,7 +172,8 @@ def unpack(region: Tensor, header: Header) -> Any:
     try:
         return _Unpickler(skeleton, region[start : start + header.data_length]).load()
     except _NOT_OURS as error:
-        raise pickle.UnpicklingError(f"the skeleton is none ({type(error).__name__}: {str(error)[:200]})") from error
+        why = f"{type(error).__name__}: {str(error)[:200]}"
+        raise pickle.UnpicklingError(f"the skeleton cannot be read ({why})") from error
 
 
 def checksum(data: Tensor) -> int:

@@ -4,9 +4,9 @@
     mark  numbers  layout   plain values        (room for longer ones)  tensors, each at a multiple of 64
 
 The mark is written last and erased first: a file without it is torn. It also names the format, so that another
-release's file is refused. The numbers have a CRC of their own, and hold those of the rest. The layout, in JSON, says
-which part of which tensor is where; it is made once, so that a snapshot is one copy per tensor. Whoever reads trusts
-nothing.
+release's file is refused. The numbers have a CRC of their own, and hold the checksums of the rest. The layout, in
+JSON, says which part of which tensor is where; it is made once, so that a snapshot is one copy per tensor. A reader
+checks everything.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from elaunch.trainer.files import parse_json
 from elaunch.trainer.inventory import Piece
 
 MARK = b"elaunch2"
-# The numbers had no CRC.
+# In this format the numbers had no CRC.
 _MARK_BEFORE = b"elaunch1"
 _NUMBERS = struct.Struct("<qqIIQQQQQQ")
 _CRC = struct.Struct("<I")
@@ -100,7 +100,7 @@ class Layout:
             record = parse_json(content)
             layout = cls(tuple(_chunk(*row) for row in record["chunks"]), _count(record["length"]))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise Torn(f"its layout is none ({str(error)[:200]})") from error
+            raise Torn(f"its layout cannot be read ({str(error)[:200]})") from error
         if any(chunk.end > layout.length for chunk in layout.chunks):
             raise Torn("its layout names bytes that it does not have")
         return layout
@@ -145,7 +145,7 @@ class _Numbers:
 
     @classmethod
     def unpack(cls, content: bytes) -> _Numbers:
-        """Raises Torn where these are not the numbers that were packed."""
+        """Raises Torn if these are not the numbers that were packed."""
         if zlib.crc32(content[: _NUMBERS.size]) != _CRC.unpack_from(content, _NUMBERS.size)[0]:
             raise Torn("the checksum of its numbers is wrong")
         return cls(*_NUMBERS.unpack_from(content))
@@ -234,7 +234,7 @@ class Received:
         return self._bytes[len(MARK) :]
 
     def accept(self, piece: Piece) -> None:
-        """Mark it as whole; raises Torn where what has arrived is not that piece, or not all of it."""
+        """Mark the file as whole. Raises Torn if another piece has arrived, or only a part of it."""
         numbers = _numbers(self._bytes)
         _check(self._bytes, numbers)
         if numbers.piece != piece:
@@ -243,9 +243,9 @@ class Received:
 
 
 class Held:
-    """A whole piece that was found; raises Torn where it is not, OSError. `checked`: somebody has read all of it.
+    """A whole piece in a file. `checked` says that all of it has been read before.
 
-    `data_sum` is what `sum_of` the tensors' bytes gives.
+    `data_sum` is `sum_of` the tensors' bytes. Raises OSError, and Torn if the piece is not whole.
     """
 
     def __init__(self, path: Path, checked: bool = False) -> None:
@@ -274,12 +274,12 @@ class Held:
 
 
 def sum_of(data: Tensor) -> int:
-    """The sum of 64-bit words, modulo 2^64: ten times as fast as a CRC-32, and sees every torn copy."""
+    """The sum of 64-bit words, modulo 2^64: ten times as fast as a CRC-32, and different for every torn copy."""
     return int(data.view(torch.int64).sum().item()) % (1 << 64) if data.numel() else 0
 
 
 def _numbers(raw: Tensor) -> _Numbers:
-    """What a file says of itself; raises Torn where that cannot be."""
+    """The numbers in a file; raises Torn if they cannot be true."""
     numbers = _Numbers.unpack(_get(raw, len(MARK), _HEAD_BYTES))
     if numbers.head_end > numbers.data_begin or numbers.data_begin + numbers.data_length != raw.numel():
         raise Torn("its lengths do not add up")
@@ -287,7 +287,7 @@ def _numbers(raw: Tensor) -> _Numbers:
 
 
 def _check(raw: Tensor, numbers: _Numbers) -> None:
-    """Read all of it; raises Torn where it is not what was written."""
+    """Read the whole file; raises Torn if it is not what was written."""
     head_crc = zlib.crc32(_get(raw, _HEAD_BYTES, numbers.head_end))
     if head_crc != numbers.head_crc or sum_of(raw[numbers.data_begin :]) != numbers.data_sum:
         raise Torn("its checksum is wrong")

@@ -239,7 +239,7 @@ class ShardedMemory:
             self._trouble = str(error).splitlines()[0] if str(error) else type(error).__name__
 
     def _exchange(self, file: PieceFile, piece: Piece, turn: int) -> None:
-        """Send the piece, and receive others'. Raises Torn where one did not arrive as it was, all having been sent."""
+        """Send the piece, and receive others' pieces. Raises Torn at the end if one of these has come changed."""
         mirror = self._mirrors[self._ranks.rank]
         sending = None if mirror is None else dist.isend(file.body(), mirror, self._mirror_group)
         torn = None
@@ -250,7 +250,7 @@ class ShardedMemory:
             try:
                 held.accept(replace(piece, rank=source))
             except Torn as error:
-                torn = Torn(f"what rank {source} sent did not arrive as it was: {error}")
+                torn = Torn(f"what rank {source} sent has come changed: {error}")
         if sending is not None:
             sending.wait()
         if torn:

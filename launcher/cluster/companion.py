@@ -1,9 +1,9 @@
 """The tasks beside a node's agent, where a scheduler starts several: they stay until it has ended.
 
 The agent listens on a socket that has a name only within its host and is closed by the kernel at the latest. Whoever
-is connected to it learns the agent's end from the end of the stream; nothing is ever said on it. Anybody on the host
-may connect to such a name, or take it first: so the key in this user's home makes it unguessable, and each side asks
-the kernel who is at the other.
+is connected to it learns the agent's end from the end of the stream; nothing is ever said on it. Any user of
+the host may connect to such a name, or take it first. So the name comes from the key in this user's home and cannot be
+guessed, and each side asks the kernel who is at the other.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _APPEAR_S = 60.0
 _PAUSE_S = 0.1
 # An agent that ends at once, as for a wrong option, waits so long since its start for the others to see it.
 _SEEN_S = 5.0
-# Who connects while as many others wait to be let in.
+# Connections that may wait to be accepted.
 _BACKLOG = 128
 # The scheduler tells all of a step's processes to stop: this one has nothing to stop, and must not end before the
 # agent, or the scheduler might take that for the end of the node (srun --kill-on-bad-exit, --wait).
@@ -44,8 +44,8 @@ def seen_by_others(cluster: Cluster, say: Callable[[str], None]) -> Iterator[Non
             listener.listen(_BACKLOG)
         except OSError as error:
             say(
-                f"the other {cluster.tasks - 1} tasks of this node cannot wait for this agent ({error.strerror}:"
-                f" {_whose(address)}) and may end before it"
+                f"the other {cluster.tasks - 1} tasks of this node cannot wait for this agent, and may end before it"
+                f" ({error.strerror}: {_whose(address)})"
             )
             yield
             return
@@ -65,7 +65,7 @@ def wait_for_agent(cluster: Cluster, say: Callable[[str], None], appear_s: float
     stranger = ""
     while time.monotonic() < end_s:
         with socket.socket(socket.AF_UNIX) as stream:
-            # A stranger who lets nobody in would make connect() wait; so it is tried again.
+            # Another user's listener that accepts nobody would make connect() wait: do not wait, but try again.
             stream.setblocking(False)
             try:
                 stream.connect(address)
@@ -77,14 +77,14 @@ def wait_for_agent(cluster: Cluster, say: Callable[[str], None], appear_s: float
                 stream.setblocking(True)
                 _read_to_end(stream)
                 return 0
-            stranger = f"; user id {uid}, and not this user, has the socket at which the agent was to be"
+            stranger = f"; user id {uid}, who is not this user, has the socket of the agent"
         time.sleep(_PAUSE_S)
     say(f"task {cluster.task} of this node has met no agent here within {appear_s:g} s: has it ended?{stranger}")
     return 0
 
 
 class _Door:
-    """Lets the others in, as they come, and strangers out; they are let go at the end."""
+    """Accepts the other tasks as they come, and refuses other users. Closes all connections at the end."""
 
     def __init__(self, listener: socket.socket, others: int) -> None:
         self._listener = listener
@@ -96,10 +96,10 @@ class _Door:
         self._thread.start()
 
     def close(self, until_s: float) -> None:
-        """When each of the others has come, or it is time."""
+        """Close all connections when each of the others has come, or at `until_s`."""
         self._all_are_in.wait(max(until_s - time.monotonic(), 0))
         self._is_closed.set()
-        # A thread in accept() is woken by this, and not by closing.
+        # This wakes a thread in accept(); closing does not.
         self._listener.shutdown(socket.SHUT_RDWR)
         self._thread.join()
         for stream in self._inside:
@@ -110,7 +110,7 @@ class _Door:
             try:
                 stream, _ = self._listener.accept()
             except OSError:
-                # As without a free descriptor: that passes.
+                # As when no descriptor is free: that passes.
                 self._is_closed.wait(_PAUSE_S)
                 continue
             if _uid_behind(stream) != os.geteuid():
@@ -124,7 +124,7 @@ class _Door:
 def _address(cluster: Cluster) -> str:
     """An abstract name, known within its host only: it needs no folder, nothing is left of it, and it is short.
 
-    Without a home it can be guessed.
+    Without a home the name can be guessed.
     """
     job = f"{cluster.run_id}.{cluster.restarts}"
     name = token_at_home(f"companions of {job}", make=True) or hashlib.sha256(job.encode()).hexdigest()[:32]
@@ -132,19 +132,19 @@ def _address(cluster: Cluster) -> str:
 
 
 def _whose(address: str) -> str:
-    """Who has a name that is taken, as far as the kernel tells."""
+    """Who uses a name that is taken, as far as the kernel tells."""
     with socket.socket(socket.AF_UNIX) as stream:
         stream.settimeout(1.0)
         try:
             stream.connect(address)
             uid = _uid_behind(stream)
         except OSError:
-            return "by whom is not to be seen"
-    return "is there another one of this job?" if uid == os.geteuid() else f"by user id {uid}, who is not this user"
+            return "who uses the name cannot be seen"
+    return "is there another agent of this job?" if uid == os.geteuid() else f"user id {uid} uses the name"
 
 
 def _uid_behind(stream: socket.socket) -> int:
-    """Of the process at the other end, when it began to listen or connected."""
+    """The user id of the process at the other end, as of when it began to listen, or connected."""
     pid_uid_gid = struct.Struct("3i")
     _, uid, _ = pid_uid_gid.unpack(stream.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, pid_uid_gid.size))
     return int(uid)

@@ -11,7 +11,7 @@ from elaunch.launcher.values import NODES_MAX, WORKERS_MAX
 
 # Below what Linux gives to outgoing connections (32768 and up), above what services are known by.
 _PORT_FIRST, _PORT_PAIRS = 20_000, 5_000
-# int() takes digits of other scripts, and gives up at thousands of them.
+# int() would also take digits of other scripts, and fails at thousands of digits.
 _NUMBER = re.compile("[0-9]{1,18}")
 _NAME_MAX = 500
 _SHOWN_MAX = 200
@@ -59,14 +59,14 @@ Detect = Callable[[Mapping[str, str], str, Callable[[str], str]], Cluster | None
 
 
 def check(cluster: Cluster) -> None:
-    """Raises ValueError for what no scheduler means: a name of several lines, a million nodes, a node that is none."""
+    """Raises ValueError for facts that cannot be true: a name with line breaks, too many nodes, a wrong node index."""
     for what, name in (("job", cluster.run_id), ("head", cluster.head)):
         if name and (not name.isprintable() or len(name) > _NAME_MAX):
-            raise ValueError(f"the name of the {what} is {name[:_SHOWN_MAX]!r}, which is none")
+            raise ValueError(f"{name[:_SHOWN_MAX]!r} cannot be the name of the {what}")
     if cluster.nodes and not 1 <= cluster.nodes[0] <= cluster.nodes[1] <= NODES_MAX:
         raise ValueError(f"{_range(cluster.nodes)} is no number of nodes from 1 to {NODES_MAX}")
     if cluster.nodes and cluster.node_index is not None and cluster.node_index >= cluster.nodes[1]:
-        raise ValueError(f"node {cluster.node_index} is none of {cluster.nodes[1]}")
+        raise ValueError(f"node {cluster.node_index} is not one of {cluster.nodes[1]} nodes, counted from 0")
     if max(cluster.workers or 0, cluster.gpus or 0, cluster.tasks) > WORKERS_MAX:
         raise ValueError(f"more than {WORKERS_MAX} workers, GPUs or tasks are on this node")
 

@@ -34,14 +34,14 @@ from elaunch.rendezvous.resolve import resolve
 # A credential lives for 300 s, unless the site says otherwise.
 _SEALED_S = 60.0
 _CALL_S = 2.0
-# For all that a head says, from the name's look-up on: it may have to ask munge first.
+# For all that a head says, the look-up of its name included. The head may have to ask munge first.
 _EXCHANGE_S = 5.0
 _PAUSE_S, _PAUSE_MAX_S = 0.1, 2.0
 # Until a waiting node says what it waits for; a shared disk may show a new file that much later.
 _PATIENCE_S = 60.0
 # A head offers the secret of its store at once.
 _SETTLE_S = 5.0
-# Far more than a head says, and far less than hurts.
+# Far more than a head says, and still little memory.
 _BYTES_MAX = 64 << 10
 _SHOWN_CHARACTERS = 100
 
@@ -101,7 +101,7 @@ class Offer:
                 self._is_closed.wait(_PAUSE_S)
                 continue
             with asking, suppress(OSError):
-                # All fits into the kernel's buffer. So nobody who asks is waited for, and none can keep the others.
+                # All of it fits into the kernel's buffer. So the head waits for no asker, and a slow one delays nobody.
                 asking.setblocking(False)
                 asking.sendall(f"{hello}\n".encode())
                 asking.sendall(self._credential().encode())
@@ -120,8 +120,8 @@ class Offer:
 def fetch(meeting: Meeting, wait_s: float, say: Callable[[str], None]) -> str:
     """The head's token; empty where an etcd listens at the endpoint instead. Raises SiteError.
 
-    Nothing that comes here is trusted further than it goes: a wrong token opens no store, and that there is an etcd is
-    for the caller to say.
+    Nothing that comes here is trusted further than it goes: a wrong token opens no store. The caller
+    tells the user that an etcd listens there.
     """
     begun_s = time.monotonic()
     listens_s: float | None = None
@@ -204,7 +204,7 @@ def _ask(meeting: Meeting) -> str:
 
 
 class _Words:
-    """What a head says: no longer than `deadline`, however slowly it comes. Raises OSError."""
+    """Reads what a head says, until `deadline` at the latest, however slowly it comes. Raises OSError."""
 
     def __init__(self, stream: socket.socket, deadline: Deadline) -> None:
         self._stream = stream
@@ -223,12 +223,12 @@ class _Words:
         return self._heard.decode(errors="replace")
 
     def _hear(self) -> bool:
-        """Some more; False at the end."""
+        """Read some more; False at the end."""
         try:
             self._stream.settimeout(self._deadline.left())
             piece = self._stream.recv(_BYTES_MAX)
         except TimeoutError:
-            raise TimeoutError(f"what listens there had not said all within {self._deadline}") from None
+            raise TimeoutError(f"what listens there did not say all within {self._deadline}") from None
         self._heard += piece
         if len(self._heard) > _BYTES_MAX:
             raise ConnectionError(_NO_HEAD)

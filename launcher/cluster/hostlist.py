@@ -17,13 +17,13 @@ _NAME_MAX = 255
 def expand(text: str) -> list[str]:
     """The names in one of Slurm's lists, in its order: `n[001-003,7],m2-[1-2]`, several brackets in a name too.
 
-    Raises ValueError for what is no such list, or names more than `HOSTS_MAX` hosts.
+    Raises ValueError for a text that is no such list, or that names more than `HOSTS_MAX` hosts.
     """
     hosts: list[str] = []
     for name in _split(text):
         pieces = re.findall(r"\[([^]]*)\]|([^][]+)", name)
         ranges = [_ranges(written) if written or not plain else [] for written, plain in pieces]
-        # Counted before anything is made: a few characters can name more than memory holds.
+        # Count before making the names: a few characters can stand for more names than memory holds.
         longest = sum(
             len(plain) + max((each.width for each in several), default=0)
             for several, (_, plain) in zip(ranges, pieces, strict=True)
@@ -60,7 +60,7 @@ def _split(text: str) -> list[str]:
 
 @dataclass(frozen=True)
 class _Range:
-    """The numbers of one range, and how many digits each is written with at least."""
+    """The numbers of one range, and the least number of digits of each."""
 
     numbers: range
     width: int
@@ -70,7 +70,7 @@ class _Range:
 
 
 def _ranges(text: str) -> list[_Range]:
-    """`001-003,7` as 001 to 003 and 7: zeros in front are kept."""
+    """`001-003,7` as 001 to 003, and 7. Leading zeros stay."""
     found = []
     for each in text.split(","):
         match = re.fullmatch(rf"([0-9]{{1,{_DIGITS_MAX}}})(?:-([0-9]{{1,{_DIGITS_MAX}}}))?", each)

@@ -40,8 +40,8 @@ FLAGS = (
     Flag("token-secret", "NAME", "a Secret with the token of the first pod's store [a new one]"),
     Flag("claim", "NAME:/PATH", "a PersistentVolumeClaim and its place; may be given again", many=True),
     Flag("env", "NAME=VALUE", "a variable; may be given again", many=True),
-    Flag("writable-image", "", "the program writes into the image's folders; else only /tmp, /dev/shm and claims"),
-    Flag("no-network-policy", "", "pods of other jobs may connect to this one's"),
+    Flag("writable-image", "", "let the program write into the image's folders, not only /tmp, /dev/shm and claims"),
+    Flag("no-network-policy", "", "let pods of other jobs connect to this job's pods"),
     Flag("dry-run", "", "only print the manifests"),
     Flag("help", "", "show this text"),
 )
@@ -130,7 +130,7 @@ def understand(submission: Submission, suffix: str = "") -> PodJob:
     )
 
 
-# As the API server checks them (RFC 1123); of an image's, no more than that it is one word.
+# As the API server checks these names (RFC 1123). An image's name is only checked to be one word.
 _LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 _SUBDOMAIN = re.compile(r"(?=.{1,253}$)[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
 _QUALIFIED = re.compile(r"([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-\w.]*[A-Za-z0-9])?", re.ASCII)
@@ -146,10 +146,10 @@ _NAMES = (
 
 
 def _check_text(submission: Submission) -> None:
-    """Raises UsageError for what no manifest holds, or would be something else in it."""
+    """Raises UsageError for text that a manifest cannot hold, or that would mean something else there."""
     for word in (*submission.command, *(value for several in submission.given.values() for value in several)):
         if re.search(r"[\ud800-\udfff]", word):
-            raise UsageError(f"{word!r} is no UTF-8, and all that a manifest holds is; give it in a file of the image")
+            raise UsageError(f"{word!r} is not UTF-8, as a manifest must be; put it into a file of the image")
     for flag, pattern, what in _NAMES:
         if (given := submission.last(flag)) and not pattern.fullmatch(given):
             raise UsageError(f"--{flag} {given!r} is no name of {what}")
@@ -159,7 +159,7 @@ def _check_text(submission: Submission) -> None:
             raise UsageError(f"--env {name!r} is no name of a variable; use letters, digits and _ - .")
     for text in submission.given.get("claim", ()):
         name = text.partition(":")[0]
-        # It is the name of a volume too, which has no dots.
+        # The name is also that of a volume, which may have no dots.
         if name and not _LABEL.fullmatch(name):
             raise UsageError(f"--claim {name!r} is no name of a claim here: 1 to 63 small letters, digits and dashes")
 

@@ -22,7 +22,7 @@ class PodJob:
     `nodes` is the least and the largest number of pods. `gpus`, `cpus` and `memory` are one pod's, empty where nothing
     is asked for. `etcd` are endpoints; without any the first pod serves the store to whoever knows the token in the
     Secret `token_secret`. `claims` are volumes with their places, `variables` the container's further ones. With
-    `is_closed` only the job's own pods connect to its pods; `is_writable` says whether the image's folders are.
+    `is_closed` only the job's own pods can connect to its pods; `is_writable` says whether the image can be written.
     """
 
     name: str
@@ -85,7 +85,7 @@ def suspended(job: Object) -> Object:
 
 
 def companions(asked: PodJob, token: str = "") -> list[Object]:
-    """What goes with the Job: its pods' names, who may connect to them, a limit for drains, a Secret for `token`."""
+    """The objects beside the Job: pods' service, network policy, limit for drains, a Secret for `token`."""
     made: list[Object] = []
     if token:
         secret = {"metadata": _metadata(asked, asked.token_secret), "stringData": {"token": token}}
@@ -118,7 +118,7 @@ def owned(made: list[Object], owner: Object, uid: str) -> list[Object]:
 
 
 def literal(text: str) -> str:
-    """`text` as the container gets it: Kubernetes puts a variable's value, a secret's too, where it reads $(NAME)."""
+    """`text` written so that the container gets it as it is: Kubernetes would replace $(NAME) by a variable's value."""
     return text.replace("$", "$$")
 
 
@@ -152,7 +152,7 @@ def _pod(asked: PodJob) -> Object:
             *([{"name": "etcd", "secret": _secret_files(asked.etcd_secret)}] if asked.etcd_secret else []),
             *([{"name": "tmp", "emptyDir": {}}] if _has_own_tmp(asked) else []),
             {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": asked.shm}},
-            # By number: a claim may be called shm, and have a longer name than a volume may.
+            # Volumes are named by number: a claim's name may be shm, or too long for a volume.
             *(
                 {"name": f"claim-{i}", "persistentVolumeClaim": {"claimName": name}}
                 for i, (name, _) in enumerate(asked.claims)
@@ -162,7 +162,7 @@ def _pod(asked: PodJob) -> Object:
 
 
 def _has_own_tmp(asked: PodJob) -> bool:
-    """Whether no claim stands there."""
+    """Whether no claim is mounted at /tmp."""
     return "/tmp" not in (place.rstrip("/") for _, place in asked.claims)
 
 

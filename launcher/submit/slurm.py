@@ -79,7 +79,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     request = understand(submission, environ)
     text = script(request, "elaunch" if shutil.which("elaunch") else f"{quoted(sys.executable)} -m elaunch")
     if "dry-run" in submission.given:
-        # The bytes that were typed, whatever stdout's encoding is.
+        # Write the bytes that were typed, whatever stdout's encoding is.
         sys.stdout.flush()
         sys.stdout.buffer.write(os.fsencode(text))
         return 0
@@ -139,12 +139,12 @@ def _check(options: Options, nodes: tuple[int, int]) -> None:
 
 
 def _is_text(value: str) -> bool:
-    """Whether it is UTF-8, and not bytes that Python keeps as lone surrogates."""
+    """Whether the value was UTF-8: Python keeps other bytes as lone surrogates."""
     return not re.search(r"[\ud800-\udfff]", value)
 
 
 def _name(options: Options) -> str:
-    """The program's, as far as it is a name: a file may be called anything, and this is a line of the script."""
+    """The job's name: the program's, without characters that could break the script's line."""
     made = options.target if options.kind is ProgramKind.MODULE else Path(options.target).stem
     return "".join(character if character.isalnum() or character in "._+-" else "_" for character in made) or "elaunch"
 
@@ -221,7 +221,7 @@ def _look_for(request: Request) -> None:
 
 
 def _submit(text: str, environ: Mapping[str, str]) -> str:
-    """Hand it to sbatch, which gives the job `environ`; the job's number."""
+    """Hand the script to sbatch, which gives the job `environ`. Returns the job's number."""
     command = [shutil.which("sbatch") or "sbatch", "--parsable"]
     try:
         done = subprocess.run(command, env=environ, input=os.fsencode(text), capture_output=True, timeout=_CALL_S)

@@ -40,7 +40,7 @@ _CANCELS = {3: "InvalidArgument", 7: "PermissionDenied", 16: "Unauthenticated"}
 
 @dataclass(frozen=True)
 class GrpcError:
-    """An error of etcd's, or of the gRPC server around it."""
+    """An error of etcd, or of the gRPC server around it."""
 
     code: int
     text: str

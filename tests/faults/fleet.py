@@ -50,7 +50,7 @@ class Fleet:
             agent.__exit__()
 
     def life(self, node: int) -> Life | None:
-        """The newest word of that node's worker, dead or alive; None before its first."""
+        """What that node's worker has last written about itself, dead or alive; None before its first line."""
         with suppress(FileNotFoundError):
             return Life(*map(int, (self.folder / f"life-{node}").read_text().split()))
         return None
@@ -82,7 +82,7 @@ class Fleet:
         self.wait_for(stepped, f"the worker of node {node} goes on")
 
     def says(self, node: int, pattern: str, deadline_s: float, after: int = 0) -> None:
-        """Wait until that node's agent has said a line like `pattern`, behind the first `after` characters."""
+        """Wait until that node's agent has printed a line like `pattern`, after its first `after` characters."""
         agent = self.agents[node]
         self.wait_for(
             lambda: re.search(pattern, agent.stderr[after:], re.MULTILINE), f"node {node} says {pattern!r}", deadline_s

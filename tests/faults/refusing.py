@@ -1,4 +1,4 @@
-"""A proxy between clients and one etcd that hands requests on, and answers some itself, as it is told.
+"""A proxy between clients and one etcd. It hands requests on, and answers some of them itself, as a test tells it.
 
     with Etcd() as etcd, Refusing(etcd) as proxy:
         store = client([proxy.endpoint])
@@ -42,7 +42,7 @@ _RECEIVE_BYTES = 1 << 16
 
 @dataclass(frozen=True)
 class Request:
-    """One request. `rpc` is None for what is none of ours (GET /version); `keys` are all that it names."""
+    """One request. `rpc` is None for a request that is no RPC (GET /version); `keys` are all keys that it names."""
 
     rpc: Rpc | None
     path: str
@@ -67,7 +67,7 @@ class Struck:
 
 @dataclass
 class Rule:
-    """What is answered to which requests; `end` it, or let it end by itself."""
+    """A rule: which requests get which answer. `end` it, or let it end by itself."""
 
     rpcs: Collection[Rpc | None] | None
     answers: Mapping[Answer, float]
@@ -82,7 +82,7 @@ class Rule:
         self.left = 0
 
     def draw(self, request: Request) -> Answer | None:
-        """What to answer; None where it is not for this rule. Under the proxy's lock."""
+        """The answer; None if this rule does not fit the request. Call it under the proxy's lock."""
         is_over = self.left == 0 or time.monotonic() > self.end_s or (self.until is not None and self.until.is_set())
         if is_over or (self.rpcs is not None and request.rpc not in self.rpcs):
             return None
@@ -155,7 +155,7 @@ class Refusing:
         return self._add(rpcs, weights, "", None, None, for_s, rate, seed)
 
     def heal(self) -> None:
-        """No rule holds any more, and what hangs is let go. A watch that was made deaf stays so."""
+        """End all rules, and let hanging requests go on. A watch that was made deaf stays deaf."""
         with self._lock:
             self._rules.clear()
             hung, self._hung = self._hung, []
@@ -172,7 +172,7 @@ class Refusing:
                 each.shutdown(socket.SHUT_RDWR)
 
     def strikes(self, rpc: Rpc | None = None, answer: Answer | None = None) -> list[Struck]:
-        """What has struck, of this kind."""
+        """The faults of this kind that have struck."""
         return [s for s in list(self.struck) if rpc in (None, s.request.rpc) and answer in (None, s.answer)]
 
     def wait_until_struck(self, count: int = 1, rpc: Rpc | None = None, answer: Answer | None = None) -> None:
@@ -305,7 +305,7 @@ class Waiting:
                 self._since.pop(self._name(request), None)
 
     def now(self, patience_s: float) -> dict[tuple[Rpc, bytes], float]:
-        """Since when each has been tried in vain that is being tried still: the last try is younger than that."""
+        """The time of the first failed try of each request that is still being tried."""
         oldest_s = time.monotonic() - patience_s
         with self._lock:
             return {name: since_s for name, (since_s, last_s, _) in self._since.items() if last_s > oldest_s}
@@ -382,7 +382,7 @@ def _parsed(body: bytes) -> Any:
 
 
 def _keys(value: Any) -> Iterator[str]:
-    """All that is called `key`, wherever it is."""
+    """All values with the name `key`, however deep they are."""
     if isinstance(value, dict):
         for name, each in value.items():
             if name == "key" and isinstance(each, str):

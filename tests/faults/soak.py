@@ -44,7 +44,7 @@ _KINDS: tuple[Rpc | None, ...] = (None, None, Rpc.RANGE, *[Rpc.TXN] * 4, Rpc.GRA
 
 @dataclass(frozen=True)
 class Phase:
-    """So long, these answers at this rate to requests of a kind (None: all), of one agent or (None) of all."""
+    """A time with these answers, at this rate, to requests of one kind (None: all), of one agent (None: all)."""
 
     duration_s: float
     answers: tuple[Answer, ...] = ()
@@ -106,7 +106,7 @@ def _phase(dice: random.Random, nodes: int) -> Phase:
 
 @dataclass
 class Watching:
-    """One agent under the oracle. `silences` are what was found, each by what makes it another one."""
+    """One agent under the oracle. `silences` are the silent states that were found, by what tells them apart."""
 
     node: int
     fleet: Fleet
@@ -122,7 +122,7 @@ class Watching:
         if self.fleet.is_alive(self.node):
             self.lived_s = now_s
         for (rpc, body), since_s in self.proxy.waiting.now(BETWEEN_TRIES_S).items():
-            # Of a watch that cannot be had a job does not hang: what it would tell is read too.
+            # A job does not need its watch: it reads what the watch would tell.
             if rpc is not Rpc.WATCH and now_s - since_s > SAID_S and not self._has_said(since_s, now_s):
                 self._found(now_s, rpc.name, since_s, self._answers(rpc, since_s), body)
         standing_s = now_s - self.lived_s
@@ -130,7 +130,7 @@ class Watching:
             self._found(now_s, "standing", self.lived_s, self._answers(None, self.lived_s), b"")
 
     def _has_said(self, since_s: float, now_s: float) -> bool:
-        """Whether the agent's newest word of its store is of trouble, or it is too early to tell after a good one."""
+        """Whether the agent's last line about its store is about trouble, or a good line is too recent to judge."""
         of_store = [(at_s, line) for at_s, line in self.hearing.lines if _TROUBLE.search(line)]
         if not of_store:
             return False
@@ -150,7 +150,7 @@ class Watching:
 
 
 def played(folder: Path, etcd: Etcd, plan: Plan, seed: str) -> dict[str, str]:
-    """Run one job by its plan; the silences that were found, by what makes each another one."""
+    """Run one job by its plan. Returns the silent states that were found, by what tells them apart."""
     proxies = [Refusing(etcd) for _ in range(plan.nodes)]
     found: dict[str, str] = {}
     try:
@@ -224,7 +224,7 @@ class _Job:
         return "\n".join(f"{at_s:.2f} {text}" for at_s, text in sorted(log))
 
     def _lasts(self, phase: Phase) -> bool:
-        """Whether all has ended, or a silence was found, before the phase was over."""
+        """Whether the job has ended, or a silent state was found, before the phase was over."""
         begun_s = time.monotonic()
         kill = phase.kill
         while (now_s := time.monotonic()) < begun_s + phase.duration_s:
@@ -259,7 +259,7 @@ class _Job:
 
 
 def _end_is_said(each: Watching) -> dict[str, str]:
-    """An end that is not 0 has a sentence; one for the store's sake names the store."""
+    """An exit code other than 0 comes with a sentence. If the store is the reason, the sentence names the store."""
     agent = each.fleet.agents[each.node]
     code = agent.process.poll()
     last = [line for _, line in each.hearing.lines if line][-3:]

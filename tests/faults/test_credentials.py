@@ -1,4 +1,4 @@
-"""What whoever listens at the endpoint gets of the passwords and tokens: it writes down every byte."""
+"""A listener at the endpoint gets no password and no token: it writes down every byte that arrives."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def listener() -> Iterator[Eavesdropper]:
 
 
 def told(folder: Path, listener: Eavesdropper, words: str, env: Mapping[str, str]) -> Job:
-    """A job that has ended by itself, or has given a secret away; `words` have {} for the endpoint."""
+    """A job that has ended by itself, or has sent a secret; `words` have {} for the endpoint."""
     (folder / "pw").write_text(f"{PASSWORD.replace(' ', '-')}\n")
     (folder / "token").write_text(f"{TOKEN.replace(' ', '-')}\n")
     (folder / "train.py").write_text("")
@@ -229,7 +229,7 @@ def test_who_answers_plainly_where_this_users_own_store_is_known_to_be_is_refuse
     kept.remove()
 
     assert (job.code, given_away(listener)) == (2, [])
-    assert f"your elaunch serves a store with a token at {listener.place}, says ~/.elaunch/stores/" in job.stderr
+    assert f" says that your elaunch serves a store with a token at {listener.place}, but what answers" in job.stderr
 
 
 def test_who_speaks_tls_without_the_token_gets_nothing_of_it(tmp_path: Path) -> None:
@@ -252,7 +252,7 @@ def test_under_a_scheduler_a_plain_answer_is_refused_by_the_head_and_said_by_the
     with Job(tmp_path, *argv, env={"HOME": str(tmp_path), **SLURM, "SLURM_NODEID": node}) as job:
         if node == "0":
             assert job.wait() == 2
-            assert "an etcd without TLS listens there, which takes anybody; where that etcd is meant" in job.stderr
+            assert "an etcd without TLS listens there, which lets anybody in; if you mean that etcd" in job.stderr
         else:
             job.wait_for_output("is an etcd without TLS: whoever can reach it may read and change the job")
 

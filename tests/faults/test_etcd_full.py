@@ -1,4 +1,4 @@
-"""A real etcd without space under a job: it is said, training goes on, and so does the job when it is mended."""
+"""A job on a real etcd that is full: the log says so, training goes on, and so does the job once etcd has room."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ def test_a_killed_store_ends_no_training_and_is_waited_for_by_nobody_whose_worke
         took_s = time.monotonic() - since_s
 
         assert codes == [3, 3], cluster.story()
-        assert "all exited with 0, and how the other node is doing is not known here; exit code 3" in head.stderr
+        assert "all exited with 0, and this node cannot know how the other node is doing; exit code 3" in head.stderr
         assert "this node's workers had all exited with 0" in other.stderr
         # The other's store_timeout, which began at the kill; today's default is a minute.
         assert took_s < 15

@@ -1,4 +1,4 @@
-"""What a worker hands to somebody else to run carries the agent's marker, and outlives its restarts and the job."""
+"""A process that a worker lets a service start has the agent's marker, and survives restarts and the job's end."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_job_that_a_worker_has_handed_in_survives_its_agents_restarts_and_end(
     with Watched(tmp_path, *how, "--scheduler", "none", "train.py", env=env) as job:
         wait_for(lambda: job.pids("generation 0 worker"), "a worker")
         mine = [job.pids(name)[0] for name in OURS]
-        # As sbatch does it: a daemon of the scheduler's starts it, with the worker's environment.
+        # As with sbatch: a daemon of the scheduler starts it, with the worker's environment.
         inherited = psutil.Process(job.pids("sleep")[0]).environ()
         assert inherited[VARIABLE]
         with subprocess.Popen(["sleep", "600"], env={**inherited, "SLURM_JOB_ID": "13"}) as other:

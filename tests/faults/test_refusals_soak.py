@@ -1,4 +1,4 @@
-"""Refusals between agents and a real etcd: no state is silent, and no job hangs (soak.py has the oracle).
+"""Refusals between agents and a real etcd: no state is silent, no job hangs (soak.py has the oracle).
 
 Each answer of the table by itself, and an hour of all of them at random. ELAUNCH_TEST_SOAK_S is how long that lasts,
 ELAUNCH_TEST_SEED throws the same dice again, ELAUNCH_TEST_SOAK_JOB that job alone.

@@ -1,4 +1,4 @@
-"""Jobs whose store refuses: who is not part of one yet ends at once, whoever is trains on, says why, and is mended."""
+"""Jobs whose store refuses: a new node ends at once; a node of the job trains on, says why, and recovers."""
 
 from __future__ import annotations
 
@@ -77,9 +77,7 @@ def test_a_node_whose_watch_is_refused_says_so_once_and_hears_of_failures_by_ask
         fleet.run(0)
         proxies[0].refuse(Rpc.WATCH, answers.BAD_GATEWAY)
         proxies[0].cut_streams()
-        fleet.says(
-            0, r"the store refuses to tell of changes: .*HTTP status 502.*; it is asked for them every 3 s", SAID_S
-        )
+        fleet.says(0, r"the store refuses to tell of changes: .*HTTP status 502.*; they are read every 3 s", SAID_S)
 
         fleet.kill_worker(1)
 

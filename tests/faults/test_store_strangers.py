@@ -1,4 +1,4 @@
-"""Strangers at the served store: whatever they send or do not send, who has the token gets in and is answered."""
+"""Strangers at the served store: whatever they send or do not send, a client with the token gets in."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_agents_that_are_known_are_not_closed_for_strangers(secret: Secret) -> N
 def test_a_job_whose_agents_all_start_behind_one_address_gets_in_at_the_first_try(
     secret: Secret, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # However slow this machine is.
+    # Also on a slow machine.
     monkeypatch.setattr(strangers, "CROWD_S", 60.0)
     monkeypatch.setattr(strangers, "FIRST_REQUEST_S", 60.0)
     agents, context = 64, secret.client_context()
@@ -277,7 +277,7 @@ def test_an_agent_that_sends_many_requests_together_does_not_delay_the_others(se
         process.process.send_signal(signal.SIGCONT)
         asking.join()
 
-    # Behind a few of the other's requests, not behind all.
+    # After a few of the other client's requests, not after all.
     assert answered[0] < count // 2
 
 

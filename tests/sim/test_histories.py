@@ -98,7 +98,7 @@ def test_a_job_that_was_killed_goes_on_while_its_keys_are_there(seed: int) -> No
 
     world = simulate(plan(seed, *kills, again=True, times=KEPT))
 
-    # Who comes within the lease time of the dead goes on with their run.
+    # An agent that comes within the lease time of dead agents goes on with their run.
     assert [opened.number for _, opened in world.checks.opened] == [0, 1]
     assert world.checks.run.ended
 

@@ -321,7 +321,7 @@ def test_refusals_that_recur_for_moments_do_not_hide_a_lost_node() -> None:
 
 
 def test_the_time_to_give_up_is_counted_from_when_the_workers_are_gone() -> None:
-    """Nothing waited for the store before; else a failure late in a long outage would end the job at once."""
+    """The time counts from here: else a failure late in a long outage would end the job at once."""
     driver = started()
     driver.happen(StoreBack())
     driver.happen(FULL)

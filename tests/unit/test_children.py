@@ -1,4 +1,4 @@
-"""agent.children: whose end is told when, with real processes."""
+"""agent.children: when the end of which process is told, with real processes."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def told(children: Children) -> list[int | str]:
 
 
 def asked_and_leaders_gone(children: Children, workers: tuple[Worker, ...]) -> None:
-    """All groups have their SIGTERM; the shells end of it, and what is below them goes on."""
+    """Send SIGTERM to all groups. The shells end by it, and the processes below them go on."""
     for worker in workers:
         children.signal(worker.name, signal.SIGTERM, group=True)
         os.waitid(os.P_PID, worker.process.pid, os.WEXITED | os.WNOWAIT)

@@ -48,7 +48,7 @@ def test_a_task_beside_the_agent_stays_until_that_has_ended_whatever_signal_come
     waiting = companion(run_id)
     assert waiting.stdout
     waiting.stdout.readline()
-    # Of MPI's processes the agent alone may know its node's place.
+    # Among MPI's processes only the agent may know its node's place.
     agent = Cluster("Open MPI", node_index=0, run_id=run_id, tasks=2)
     with seen_by_others(agent, said):
         wait_for(lambda: "@" + _address(agent)[1:] in connected(), "the task is connected")
@@ -84,8 +84,8 @@ def test_a_second_agent_of_a_long_name_says_that_it_cannot_be_waited_for_and_goe
 
     other.join()
     assert sentences == [
-        "the other 1 tasks of this node cannot wait for this agent (Address already in use: is there another one of"
-        " this job?) and may end before it"
+        "the other 1 tasks of this node cannot wait for this agent, and may end before it (Address already in use: is"
+        " there another agent of this job?)"
     ]
     assert time.monotonic() - begun_s < 4
 
@@ -138,7 +138,7 @@ def stranger(deed: str, *names: str) -> Iterator[None]:
 
 
 def guessed(job: str) -> str:
-    """What anybody can make of what everybody knows of a job."""
+    """The name that anybody could compute from public facts about a job."""
     return f"elaunch-agent-{os.geteuid()}-{hashlib.sha256(job.encode()).hexdigest()[:32]}"
 
 
@@ -170,10 +170,10 @@ def test_without_a_home_a_stranger_who_has_taken_the_name_is_named(monkeypatch: 
             output, _ = waiting.communicate(timeout=10)
 
     assert sentences == [
-        "the other 1 tasks of this node cannot wait for this agent (Address already in use: by user id 65534, who is"
-        " not this user) and may end before it"
+        "the other 1 tasks of this node cannot wait for this agent, and may end before it (Address already in use: user"
+        " id 65534 uses the name)"
     ]
-    assert "user id 65534, and not this user, has the socket at which the agent was to be" in output
+    assert "user id 65534, who is not this user, has the socket of the agent" in output
 
 
 @needs_root

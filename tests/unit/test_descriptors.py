@@ -27,7 +27,7 @@ def test_a_job_of_more_nodes_than_can_be_served_is_refused_with_both_numbers_and
         check_descriptors((1024, 2048), print)
 
     assert str(raised.value) == (
-        "the limit of open files on this host is 4096, which is enough for a store of 1020 nodes, and --nnodes asks for"
+        "the limit of open files on this host is 4096, which is enough for a store of 1020 nodes, but --nnodes asks for"
         " 1024; raise the hard limit to 8208 (ulimit -Hn, LimitNOFILE= of systemd), or use an etcd: --rdzv-endpoint"
         " etcd-host:2379"
     )
@@ -41,7 +41,7 @@ def test_a_job_that_may_grow_beyond_what_can_be_served_is_told_so(limit: int) ->
     check_descriptors((2, 1021), said.append)
 
     assert len(said) == 1
-    assert "enough for a store of 1020 nodes, and --nnodes allows 1021: connections of more may be turned" in said[0]
+    assert "enough for a store of 1020 nodes, but --nnodes allows 1021: connections of further nodes may be" in said[0]
 
 
 @pytest.mark.parametrize("limit", [resource.RLIM_INFINITY, 1 << 30], indirect=True)

@@ -154,7 +154,7 @@ def test_what_is_refused_keeps_its_place_and_is_asked_again_without_haste() -> N
 
 
 def test_renewals_that_succeed_do_not_hide_an_errand_that_never_does() -> None:
-    """Else nobody hears of it: each renewal would begin the time anew after which it is worth a word."""
+    """Else nothing would be in the log: each renewal would restart the time after which the trouble is worth a line."""
     bench = Bench()
     bench.errands.order(bench.errand("first", *[Rejected("etcd is full")] * 3))
     for _ in range(3):

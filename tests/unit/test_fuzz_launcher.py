@@ -1,4 +1,4 @@
-"""What is typed, exported, written in a job file or set by a scheduler: a plan, or one sentence; never worse."""
+"""Whatever is typed, exported, written in a job file or set by a scheduler gives a plan, or one sentence."""
 
 from __future__ import annotations
 
@@ -290,7 +290,7 @@ def test_a_jobs_name_can_be_shown(run_id: str) -> None:
 def test_a_name_that_a_scheduler_gives_can_be_shown(variable: str) -> None:
     environ = {"SLURM_JOB_ID": "7", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1", variable: "x\nelaunch: done"}
 
-    with pytest.raises(UsageError, match="the name of the job is"):
+    with pytest.raises(UsageError, match="cannot be the name of the job"):
         detect("slurm", environ, "host", lambda _: "")
 
 
@@ -331,7 +331,7 @@ def test_a_file_that_a_scheduler_names_is_not_waited_for(tmp_path: Path) -> None
 
     os.mkfifo(tmp_path / "pipe")
 
-    with pytest.raises(OSError, match="no file"):
+    with pytest.raises(OSError, match="not a regular file"):
         read_small(str(tmp_path / "pipe"))
 
 

@@ -1,4 +1,4 @@
-"""What stands in the store, whoever wrote it: a record or a sentence, never worse; and no decision fails on it."""
+"""Whatever stands in the store, whoever wrote it, gives a record or a sentence; and no decision fails on it."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def entry(value: str) -> Entry:
 
 @st.composite
 def views(draw: st.DrawFn) -> View:
-    """Some keys of a job, a few of them written over, some that are none of the protocol's."""
+    """Some keys of a job: a few overwritten, and some that the protocol does not have."""
     kept = draw(st.sets(st.sampled_from(sorted(RECORDS)), min_size=1))
     broken = draw(st.sets(st.sampled_from(sorted(kept)), max_size=3))
     found = {key: draw(json_texts(value)) if key in broken else value for key, value in RECORDS.items() if key in kept}

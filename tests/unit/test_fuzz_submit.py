@@ -1,4 +1,4 @@
-"""What a batch script, a manifest or an invitation is made of arrives as it was typed, or is refused."""
+"""Words that go into a batch script, a manifest or an invitation arrive as typed, or are refused."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_batch_script_calls_elaunch_with_the_very_words(shelf: Path, program: 
 
 
 def slurm_lines() -> list[str]:
-    """What a script with a plain name has that is no comment."""
+    """The lines of a script with a plain name that are no comments."""
     plain = slurm.script(slurm.understand(take(("t.py",), slurm.FLAGS), {}))
     return [line for line in plain.split("\n") if not line.startswith("#")]
 
@@ -141,7 +141,7 @@ def test_a_name_of_kubernetes_is_one_or_refused(flag: str, value: str) -> None:
             asked = kubernetes.understand(take((*given, "--etcd=a:2379", "t.py"), kubernetes.FLAGS), "123456")
         except UsageError:
             return
-    # What is empty counts as not given; no nasty word is a name, but for these.
+    # An empty word counts as not given. None of the nasty words is a valid name, except these.
     assert value in ("", "-", "yes", "null", "-x", "--") or (flag, value) == ("env", "日本"), asked
 
 

@@ -1,4 +1,4 @@
-"""What the trainer reads back: ledgers, metrics, manifests, layouts, skeletons; what is none of ours is refused."""
+"""Files that the trainer reads back (ledgers, metrics, manifests, layouts, skeletons): foreign ones are refused."""
 
 from __future__ import annotations
 

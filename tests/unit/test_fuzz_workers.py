@@ -155,7 +155,7 @@ SPEC = JobSpec("job", Program(ProgramKind.SCRIPT, "train.py"))
 
 
 def told(record: str, tail: str, code: int) -> Failure:
-    """The failure of what a worker left, after all that is done with one."""
+    """The failure record of what a worker left behind, after every step that is done with it."""
     failure = failure_of(PLACE, Remains(code, record, tail, raised=code < 0), "SIGKILL", 1e9)
     failure = with_tail(failure, tail, True)
     outcome = Outcome(OutcomeKind.FAILED, "it failed", 1, 0, 0, failure)

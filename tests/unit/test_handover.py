@@ -179,7 +179,7 @@ def test_an_offer_goes_on_after_a_moment_without_descriptors(meeting: Meeting) -
 
 @contextmanager
 def impostor(meeting: Meeting, speak: Callable[[socket.socket], None]) -> Iterator[None]:
-    """Somebody else at the port of the head's hand-over, beside a store that listens."""
+    """A stranger's listener at the port of the head's token hand-over, beside a store that listens."""
     place = meeting.port
     over = threading.Event()
 
@@ -222,7 +222,7 @@ def test_who_drips_words_holds_a_node_no_longer_than_one_exchange_may_take(
                     return
 
     begun_s = time.monotonic()
-    with impostor(meeting, drip), pytest.raises(SiteError, match=r"what listens there had not said all within 0\.5 s"):
+    with impostor(meeting, drip), pytest.raises(SiteError, match=r"what listens there did not say all within 0\.5 s"):
         fetch(replace(meeting, may_be_etcd=False), 600, said)
 
     assert time.monotonic() - begun_s < 5
@@ -245,7 +245,7 @@ def test_words_that_no_head_says_are_a_sentence(meeting: Meeting, words: bytes) 
     with impostor(meeting, speak), pytest.raises(SiteError) as caught:
         fetch(replace(meeting, may_be_etcd=False), 600, said)
 
-    # Who sees the connection reset by what was not read of it says that instead.
+    # If unread data resets the connection, the message says that instead.
     assert "what listens there is no head of a job" in str(caught.value) or "reset" in str(caught.value)
     assert len(str(caught.value)) < 500
 

@@ -145,7 +145,7 @@ def test_a_log_gets_the_name_of_the_tokens_file_and_not_the_token() -> None:
     said = invitation(*asked("--nnodes", "2", "--rdzv-endpoint", "host0:5", "t.py"), LOG)
 
     assert said[1] == "on the other node type: elaunch --nnodes 2 --rdzv-endpoint host0:5 t.py"
-    assert said[2].startswith(f"its token is in {KEPT}, which you alone can read: nodes that share this home find it")
+    assert said[2].startswith(f"its token is in {KEPT}, which only you can read: nodes that share this home find it")
     assert said[2].endswith("copy the file, and add --token-file FILE to the line")
     assert "made-token" not in "".join(said) + repr(LOG)
 

@@ -104,7 +104,7 @@ def test_a_cut_output_begins_with_a_whole_line() -> None:
 
 
 def test_a_long_output_alone_does_not_make_a_record_a_cut_one() -> None:
-    """People read the last lines of it; nothing that tells of the failure is missing."""
+    """People read the last lines of the output: all that is about the failure is there."""
     assert not replace(failure(""), tail="x" * LONG).is_cut
 
 

@@ -517,7 +517,7 @@ def test_a_module_that_is_nowhere_is_a_sentence(tmp_path: Path, monkeypatch: pyt
         check_program(options_of("-m", "zzz"), {})
     for found in ("trainer_of_mine", "sys", "json.tool", "elaunch.trainer", "torch.nothing"):
         check_program(options_of("-m", found), {})
-    # Who else may find it: another interpreter, and what is preloaded.
+    # Others that may find the module: another interpreter, and preloaded modules.
     check_program(options_of("-m", "zzz"), {"PYTHON_EXEC": sys.executable})
     check_program(options_of("--preload", "json", "-m", "zzz"), {})
 

@@ -274,8 +274,8 @@ def test_a_password_for_an_etcd_wants_to_hear_whether_there_is_tls(
     argv: tuple[str, ...], environ: dict[str, str]
 ) -> None:
     assert sentence_of(*TWO, *argv, **environ) == (
-        "the password of etcd's user me is sent over TLS only, and a:1,b:2 does not say what is spoken there; type"
-        " https://a:1,https://b:2, or, to send it unencrypted all the same, http://a:1,http://b:2"
+        "the password of etcd's user me is sent over TLS only, and a:1,b:2 does not say whether TLS is spoken there;"
+        " type https://a:1,https://b:2, or type http://a:1,http://b:2 to send it unencrypted"
     )
 
 

@@ -272,7 +272,7 @@ def test_a_long_traceback_is_shown_by_its_ends_and_the_report_says_what_is_missi
 def test_without_a_log_folder_no_file_is_named_that_will_be_gone() -> None:
     text = failed(CUT)
 
-    assert "  in full   : in what elaunch printed on node-a; with --log-dir FOLDER a file keeps it\n" in text
+    assert "  in full   : in the output of elaunch on node-a; --log-dir FOLDER keeps it in a file\n" in text
     assert "error.json" not in text
 
 

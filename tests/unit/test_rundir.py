@@ -241,7 +241,7 @@ def test_a_folder_that_is_swapped_while_it_is_removed_costs_nobody_a_file(
     boot_id = guardian.boot_id()
 
     def swap() -> bytes:
-        # The last look before it begins. Who owns a temporary folder that is not sticky may do this to what is in it.
+        # The last look before the removal. The owner of a temporary folder that is not sticky may rename what is in it.
         folder.rename(temporary / "away")
         folder.symlink_to(tmp_path / "home")
         return boot_id

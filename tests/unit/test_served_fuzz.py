@@ -1,4 +1,4 @@
-"""Whatever arrives at the served store, or from a server at a client: an answer or a refusal, and never a fault."""
+"""Whatever arrives at the served store, or at a client, leads to an answer or a refusal, never to a fault."""
 
 from __future__ import annotations
 

@@ -369,7 +369,7 @@ def test_connections_beyond_the_most_are_turned_away_with_a_line_and_let_in_late
         wait_for(let_in, "a free place")
     said = capfd.readouterr().err
     assert said.count("\n") == 1
-    assert "all 2 places for connections are taken by agents, and others are turned away; raise the limit" in said
+    assert "agents take all 2 places for connections, and further connections are refused; raise the limit" in said
 
 
 def test_a_process_without_descriptors_serves_on_and_accepts_again_when_it_has_some(secret: Secret) -> None:

@@ -1,4 +1,4 @@
-"""What is too large for the served store, or for the room that it has: answered as a real etcd answers it."""
+"""Requests that are too large for the served store, or for its room: answered as a real etcd answers them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""rendezvous.strangers and rendezvous.slots: who has to go, and how many may come."""
+"""rendezvous.strangers and rendezvous.slots: which stranger is closed first, and how many there may be."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from elaunch.rendezvous.strangers import CROWD_S, FIRST_REQUEST_S, PER_ADDRESS, 
 
 
 def strangers(*counts: tuple[str, int]) -> Strangers[str]:
-    """So many of each address, each a second younger than the one before."""
+    """This many strangers of each address, each a second younger than the one before."""
     made: Strangers[str] = Strangers()
     for address, count in counts:
         for number in range(count):
@@ -89,7 +89,7 @@ def test_a_limit_of_open_files_that_is_enough_for_so_many_agents_is(agents: int)
 
     assert found == slots_for(agents)
     assert agents_for(found) == agents
-    # Each agent may be a stranger at the same time, and all of its connections known while strangers have their part.
+    # All agents may be strangers at the same time. Strangers keep their places when all other connections are known.
     assert strangers_max(found, 0) == agents
     assert strangers_max(found, 3 * agents) == agents
     assert strangers_max(found, found) == 0

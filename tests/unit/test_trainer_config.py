@@ -58,7 +58,7 @@ def test_a_global_batch_alone_is_cut_so_that_it_fits(batch: int) -> None:
     many, rest = divmod(batch, config.micro_batch)
     assert rest == 0
     assert many >= min(batch, 8)
-    # A run is the same run when its workers become more or fewer.
+    # A run stays the same run with more or fewer workers.
     assert all(
         parse(["--global-batch", str(batch)], replace(TWO, world_size=world_size)) == config
         for world_size in range(1, min(many, 8) + 1)

@@ -1,4 +1,4 @@
-"""The transactions of a job of 4096 nodes, each with the longest names and a failure: what etcd takes.
+"""The transactions of a job of 4096 nodes with the longest names and a failure each: etcd takes them all.
 
 It takes requests of 1.5 MiB, and 128 entries in each list of a transaction: guards, then, otherwise.
 """
@@ -53,7 +53,7 @@ KEYS = Keys("é" * (RUN_ID_BYTES_MAX // 2))
 
 
 def node(number: int) -> Node:
-    """Nothing about it is like the others, so that no table of many can be packed well."""
+    """A node that shares nothing with others, so that a table of many cannot be packed well."""
     host = "".join(DICE.choices(string.ascii_lowercase + string.digits, k=255))
     node_id = f"{host}-{DICE.getrandbits(32):08x}"
     role = "".join(DICE.choices(string.ascii_letters + string.digits, k=64))
@@ -190,7 +190,7 @@ def etcd() -> Iterator[Etcd]:
 
 @pytest.mark.parametrize("what", ["a table of all is sealed", "all are lost at once", "a node fails"])
 def test_a_real_etcd_takes_it(what: str, etcd: Etcd, made: dict[str, Txn]) -> None:
-    """What its guards ask for is not there: the refusal of one that is too large comes before that."""
+    """The transaction's guards do not hold. A transaction that is too large is refused before that."""
     txn = made[what]
     with closing(client(etcd.addresses, deadline_s=10.0)) as store:
         store.grant(1, 60)
