@@ -36,7 +36,7 @@ from elaunch.rendezvous.verdict import verdict
 KILL_WAIT_S = 5.0
 # After a stop's last worker, its output may take so long to be read by whoever reads it.
 LAST_WORDS_S = 2.0
-_UNHEARD = "the store is away, so the other nodes may not hear of it: press Ctrl-C there too"
+_UNHEARD = "so the other nodes may not hear of it: press Ctrl-C there too"
 
 
 def go_on_stopping(agent: Agent, stopping: Stopping, actions: tuple[Action, ...] = ()) -> Step:
@@ -63,7 +63,8 @@ def signalled(agent: Agent, event: Signalled, now_s: float) -> Step:
     is_away = agent.reach.failing_since_s is not None or agent.store_gone
     is_cut_off = is_away and agent.membership.belongs and not agent.snapshot.ended
     agent, actions = _asked_to_stop(replace(agent, is_interrupted=True), event, now_s)
-    return agent, (*actions, Say(_UNHEARD)) if is_cut_off and agent.spec.nodes_max > 1 else actions
+    said = Say(f"the store {agent.reach.trouble.value}, {_UNHEARD}")
+    return agent, (*actions, said) if is_cut_off and agent.spec.nodes_max > 1 else actions
 
 
 def _hurry_out(agent: Agent, stopping: Stopping, now_s: float) -> Step:

@@ -113,7 +113,8 @@ def check_open_files(workers: int) -> None:
     needed = 5 * workers + 64
     allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if allowed != resource.RLIM_INFINITY and allowed < needed:
-        raise UsageError(f"{workers} workers need {needed} open files and the limit is {allowed}; ulimit -n {needed}")
+        count = "1 worker needs" if workers == 1 else f"{workers} workers need"
+        raise UsageError(f"{count} {needed} open files and the limit (ulimit -n) is {allowed}; ulimit -n {needed}")
 
 
 def check_script(target: str) -> None:

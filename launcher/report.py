@@ -73,8 +73,8 @@ def _failed(outcome: Outcome, spec: JobSpec, logs: Path | None, lacks: str) -> s
     if failure and _never_was_a_program(failure, spec):
         return (
             f"elaunch: {spec.program.target} FAILED on {failure.host}: Python cannot run it with -m"
-            f" ({failure.message.removeprefix(f'raised {failure.exception}: ')}); give the name of a module below the"
-            f" current folder or PYTHONPATH; exit code {outcome.exit_code}\n"
+            f" ({failure.message.removeprefix(f'raised {failure.exception}: ')}); give the name of a module that can be"
+            f" run, below the current folder or PYTHONPATH; exit code {outcome.exit_code}\n"
         )
     lines = [_HEAVY, f"{spec.program.target} FAILED"]
     if failure is None:

@@ -27,7 +27,7 @@ from elaunch.rendezvous.store import (
     View,
 )
 
-# A read of no keys, for the revision alone. It looks at no key, so it cannot be what a transaction panics of.
+# A read of no keys, for the revision alone.
 _NOTHING: Json = {"key": "AA==", "count_only": True}
 _INT64 = re.compile(r"-?[0-9]{1,20}")
 
@@ -59,8 +59,20 @@ def commit(txn: Txn) -> Json:
     then, otherwise = [_op(op) for op in txn.then], [_op(op) for op in txn.otherwise]
     if not then and not otherwise:
         # etcd answers a transaction without any operation from the member at hand, which may be behind.
-        then = otherwise = [{"request_range": _NOTHING}]
+        then = otherwise = [{"request_range": _count(txn)}]
     return {"compare": [_compare(guard) for guard in txn.guards], "success": then, "failure": otherwise}
+
+
+def _count(txn: Txn) -> Json:
+    """A read that looks at no value, so it cannot be what a transaction panics of (see `read`).
+
+    It counts what a guard compares: a user who has a role for a prefix may read nothing else.
+    """
+    for guard in txn.guards:
+        name = guard.prefix if isinstance(guard, (Empty, NoneNewer)) else guard.key
+        if name:
+            return {"key": b64encode(_raw(name)).decode(), "count_only": True}
+    return _NOTHING
 
 
 def committed(answer: Json) -> Answer:

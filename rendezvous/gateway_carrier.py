@@ -15,7 +15,8 @@ from elaunch.rendezvous.store import Denied, Rejected, StoreError, Unavailable
 if TYPE_CHECKING:
     import ssl
 
-_LINE_BYTES_MAX = 1 << 28
+# A watch tells one transaction a line: 1.5 MiB, in base64.
+_LINE_BYTES_MAX = 1 << 23
 # Characters of an error's text, which goes to the log.
 _TEXT_MAX = 1000
 _GATEWAY_OFF = (

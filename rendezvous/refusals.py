@@ -48,9 +48,9 @@ BY_TEXT: dict[str, Rule] = {
     "lease already exists": Rule(Kind.LEASE_THERE, "the lease is there already"),
     "database space exceeded": Rule(
         Kind.SAY,
-        "etcd is full (alarm NOSPACE) and takes no writes: compact its history (etcdctl compact REVISION), defragment"
-        " every member (etcdctl defrag --cluster), and disarm the alarm (etcdctl alarm disarm); or raise"
-        " --quota-backend-bytes",
+        "etcd is full (alarm NOSPACE) and takes no writes: compact its history (etcdctl compact REVISION, the newest of"
+        " etcdctl endpoint status -w json), delete keys that nobody needs, defragment every member (etcdctl defrag"
+        " --cluster), and disarm the alarm (etcdctl alarm disarm); or raise --quota-backend-bytes",
     ),
     "corrupt cluster": Rule(
         Kind.SAY,

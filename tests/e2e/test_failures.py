@@ -210,7 +210,8 @@ class TestStartUp:
         assert below.code == 1, below.output
         assert below.stderr.splitlines()[-1] == (
             f"elaunch: recipes.nothing FAILED on {socket.gethostname()}: Python cannot run it with -m (No module named"
-            " recipes.nothing); give the name of a module below the current folder or PYTHONPATH; exit code 1"
+            " recipes.nothing); give the name of a module that can be run, below the current folder or"
+            " PYTHONPATH; exit code 1"
         )
         assert "generation 1" not in nowhere.stderr + below.stderr
         assert "=====" not in nowhere.stderr + below.stderr

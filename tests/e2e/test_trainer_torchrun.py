@@ -171,7 +171,12 @@ def test_the_trainer_does_without_numpy(start: Start, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [["--global-batch", "7", "--width", "33"], ["--data", "nowhere"], ["--data", "empty"], ["--lr", "fast"]],
+    [
+        ["--global-batch", "7", "--micro-batch", "3", "--width", "33"],
+        ["--data", "nowhere"],
+        ["--data", "empty"],
+        ["--lr", "fast"],
+    ],
 )
 def test_a_wrong_request_is_one_sentence_and_exit_code_2(start: Start, tmp_path: Path, options: list[str]) -> None:
     (tmp_path / "empty").mkdir()
@@ -186,8 +191,9 @@ def test_a_wrong_request_is_one_sentence_and_exit_code_2(start: Start, tmp_path:
 
 def test_of_several_workers_only_rank_0_refuses_and_exits_first(start: Start) -> None:
     environ = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    second = start(*TRAINER, "--global-batch", "7", **environ, RANK="1")
-    first = start(*TRAINER, "--global-batch", "7", **environ, RANK="0")
+    wrong = ("--global-batch", "7", "--micro-batch", "3")
+    second = start(*TRAINER, *wrong, **environ, RANK="1")
+    first = start(*TRAINER, *wrong, **environ, RANK="0")
 
     said = finish(first)
 

@@ -27,7 +27,15 @@ RECIPE = (
     "user grant-role {team} {team}",
 )
 PAGE = Path(__file__).parents[2] / "docs" / "operations.md"
-UNTIL_END = "import pathlib, sys, time\nwhile not pathlib.Path(sys.argv[1]).exists():\n    time.sleep(0.02)\n"
+UNTIL_END = """
+import os, pathlib, sys, time
+if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and len(sys.argv) > 2:
+    # Longer than a lease: by then all requests of a job have been made, those that only look too.
+    time.sleep(float(sys.argv[2]))
+    raise SystemExit("once")
+while not pathlib.Path(sys.argv[1]).exists():
+    time.sleep(0.02)
+"""
 
 
 class Teams:
@@ -49,8 +57,8 @@ class Teams:
         return self.etcd.ctl("get", "--prefix", "--keys-only", "/").split()
 
     @contextmanager
-    def agent(self, team: str, *, under: str) -> Iterator[Watched]:
-        """A node of the team's job `job`, of two nodes, with its keys under that prefix."""
+    def agent(self, team: str, *args: str, under: str) -> Iterator[Watched]:
+        """A node of the team's job `job`, of two nodes, with its keys under that prefix; `args` are the program's."""
         home = self.folder / f"{team}-{len(list(self.folder.iterdir()))}"
         home.mkdir()
         files = self._certificates
@@ -60,7 +68,7 @@ class Teams:
         }  # fmt: skip
         words = ("--nnodes", "2", "--run-id", "job", "--rdzv-endpoint", self.etcd.endpoints)
         settings = ",".join(f"{name}={value}" for name, value in conf.items())
-        program = (*LIGHT, "--nproc-per-node", "1", str(self.folder / "train.py"), str(self.end))
+        program = (*LIGHT, "--nproc-per-node", "1", str(self.folder / "train.py"), str(self.end), *args)
         with Watched(home, *words, "--rdzv-conf", settings, *program) as agent:
             yield agent
 
@@ -107,6 +115,24 @@ def test_jobs_of_one_name_under_two_prefixes_do_not_meet_and_neither_team_reads_
 
         teams.end.touch()
         assert (first.wait(), second.wait()) == (0, 0)
+
+
+@pytest.mark.parametrize("version", ["3.4", "3.5"])
+def test_a_role_for_the_prefix_is_enough_for_all_that_a_job_asks(tmp_path: Path, version: str) -> None:
+    certificates = Certificates(tmp_path / "certificates")
+    with Etcd(version, tls=certificates, client_certificates=True, users={"somebody": "x"}) as etcd:
+        teams = Teams(etcd, certificates, tmp_path)
+        with (
+            teams.agent("vision", "5", under="/teams/vision") as first,
+            teams.agent("vision", "5", under="/teams/vision") as second,
+        ):
+            for agent in (first, second):
+                agent.wait_for_output("generation 1: 2 workers on 2 nodes")
+            teams.end.touch()
+            codes = first.wait(), second.wait()
+
+            assert codes == (0, 0), first.output + second.output
+            assert "the store" not in first.stderr + second.stderr
 
 
 def test_a_job_under_another_teams_prefix_is_refused_in_seconds_with_user_and_prefix(teams: Teams) -> None:

@@ -74,7 +74,8 @@ def worker(folder: Path, how: tuple[str, ...], *args: str, env: Mapping[str, str
         code = job.wait()
         said = job.output
     (logs,) = (folder / "logs").glob("*/attempt_0/0")
-    own = re.search(r"exitcode +: (-?\d+)", said)
+    # In the report, or in the one sentence for a module that is not there.
+    own = re.search(r"(?:exitcode +:|; exit code) (-?\d+)", said)
     assert (code == 0) is (own is None), said
     return End(int(own[1]) if own else 0, (logs / "stdout.log").read_bytes(), (logs / "stderr.log").read_bytes(), said)
 
