@@ -52,8 +52,8 @@ CLAIM = ".agent"
 class Kin:
     """An agent's processes: those with `marker` that nobody has started as, or moved into, something else.
 
-    `jobs` are the scheduler's ids of the agent's job, by variable, as `_id` reads them. `cgroups` are the agent's own (see `_cgroups_of`),
-    `namespace` is its pid namespace.
+    `jobs` are the scheduler's ids of the agent's job (see `_id`), by variable. `cgroups` are the agent's own (see
+    `_cgroups_of`), `namespace` is its pid namespace.
     """
 
     def __init__(self, marker: str, jobs: Mapping[str, str], cgroups: Mapping[str, str], namespace: str) -> None:

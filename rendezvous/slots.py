@@ -7,7 +7,7 @@ CONNECTIONS_PER_AGENT = 3
 # The server's own: the listeners, the selector, the pipes of its parent, a file that it prints a fault from.
 OWN_DESCRIPTORS = 16
 # Memory is bounded where descriptors are not; a job of more agents gets more.
-SLOTS_MAX = 16_384
+CONNECTIONS_MAX = 16_384
 
 
 def slots_for(agents: int) -> int:
@@ -26,7 +26,7 @@ def descriptors_for(agents: int) -> int:
 
 def slots(descriptors: int, agents: int = 0) -> int:
     """How many connections may be open at a limit of open files; `agents` is 0 where nobody knows how many come."""
-    return max(min(descriptors - OWN_DESCRIPTORS, max(SLOTS_MAX, slots_for(agents))), 1)
+    return max(min(descriptors - OWN_DESCRIPTORS, max(CONNECTIONS_MAX, slots_for(agents))), 1)
 
 
 def strangers_max(slots: int, known: int) -> int:
