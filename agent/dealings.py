@@ -213,6 +213,8 @@ class Dealings:
         """End the lease, and with it this node's keys; those of the run begin the rest of their time."""
         if self._lease:
             self._store.revoke(self._lease)
+        if self._begun_for_run:
+            self._end_unless_used(self._begun_for_run, is_used=False)
         if self._scope == self._keys.root:
             self.renew_run()
 

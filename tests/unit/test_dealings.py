@@ -737,6 +737,19 @@ def test_of_two_agents_that_start_a_run_at_once_one_lease_is_left(tag: Tag) -> N
     assert memory.read(KEYS.spec).entries[KEYS.spec].lease == first
 
 
+def test_who_ends_before_it_could_start_a_run_ends_the_lease_that_it_began_for_it() -> None:
+    bench = Bench().begun()
+    own = bench.leased[-1]
+    txn = start_run(bench.snapshot, Terms(), replace(NODE, node_id=own.node_id), own.lease)
+    bench.store.lose("grant", AWAY)
+    with pytest.raises(Unavailable):
+        bench.dealings.commit(txn, Tag.FIRST_RUN)
+
+    bench.dealings.give_back()
+
+    assert bench.store.memory.keep_alive(run_lease(KEYS, txn)) == 0
+
+
 @pytest.mark.parametrize("tag", [Tag.FIRST_RUN, Tag.RUN])
 def test_a_start_that_was_done_and_whose_answer_was_lost_keeps_its_lease(tag: Tag) -> None:
     bench = Bench().begun()
