@@ -102,6 +102,8 @@ class Dealings:
         self._reread_due_s = 0.0
         self._is_reread_ordered = False
         self._run_renewal_due_s = 0.0
+        # A lease for a run's keys on which the run may not stand.
+        self._begun_for_run = 0
         self._is_closed = False
 
     def look(self) -> Looked | StoreLost:
@@ -212,6 +214,8 @@ class Dealings:
         """End this node's lease, and with it its keys. The leader renews the run's lease for the last time."""
         if self._lease:
             self._store.revoke(self._lease)
+        if self._begun_for_run:
+            self._end_unless_used(self._begun_for_run, is_used=False)
         if self._scope == self._keys.root:
             self.renew_run()
 
@@ -245,15 +249,39 @@ class Dealings:
             raise
 
     def _commit_with_run_lease(self, txn: Txn, tag: Tag | None) -> Answer:
-        """Commit. If the transaction starts a run and only the run's lease is missing, grant it and commit again."""
+        """Commit. The agent whose transaction would start a run, its guards held, begins a lease for the run's keys."""
+        lease = run_lease(self._keys, txn)
+        try:
+            answer = self._commit_as(tag, txn)
+        except LeaseGone:
+            if not lease:
+                raise
+            # Noted first: the answer may be lost.
+            self._begun_for_run = lease
+            self._store.grant(lease, self._times.keys_ttl_s)
+            answer = self._commit_again(tag, txn, lease)
+        if lease and lease == self._begun_for_run:
+            self._end_unless_used(lease, is_used=answer.held)
+        return answer
+
+    def _commit_again(self, tag: Tag | None, txn: Txn, lease: int) -> Answer:
         try:
             return self._commit_as(tag, txn)
         except LeaseGone:
-            lease = run_lease(self._keys, txn)
-            if not lease:
-                raise
-            self._store.grant(lease, self._times.keys_ttl_s)
-            return self._commit_as(tag, txn)
+            # It is this node's own that has ended.
+            self._end_unless_used(lease, is_used=False)
+            raise
+
+    def _end_unless_used(self, lease: int, *, is_used: bool) -> None:
+        """End the lease that was begun for a run that another agent has started meanwhile.
+
+        A start of one's own may have been done, and its answer lost: then the run stands on it.
+        """
+        if not is_used:
+            spec = self._store.read(self._keys.spec).entries.get(self._keys.spec)
+            if spec is None or spec.lease != lease:
+                self._store.revoke(lease)
+        self._begun_for_run = 0
 
     def _commit_as(self, tag: Tag | None, txn: Txn) -> Answer:
         if tag in _ENTERING and not self._is_alone:

@@ -14,6 +14,7 @@ so that it is small and starts without the package.
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import re
 import shutil
@@ -29,6 +30,8 @@ from pathlib import Path
 VARIABLE = "ELAUNCH_MARKER"
 # Each scheduler's id of a job, in the environment of that job's processes.
 JOB_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID", "COBALT_JOBID", "OAR_JOB_ID", "PJM_JOBID")
+# What is compared of an id, in bytes: one of a megabyte would fit into no argument of a program.
+_ID_BYTES_MAX = 256
 # The names of the two cgroup hierarchies in /proc/PID/cgroup.
 _UNIFIED, _SYSTEMD = "", "name=systemd"
 # A process in an uninterruptible sleep cannot be ended; it is waited for no longer than this.
@@ -48,8 +51,8 @@ CLAIM = ".agent"
 class Kin:
     """An agent's processes: those with `marker`, unless they are in another job, cgroup or container.
 
-    `jobs` are the scheduler's ids of the agent's job, by variable. `cgroups` are the agent's own (see `_cgroups_of`),
-    `namespace` is the agent's pid namespace.
+    `jobs` are the scheduler's ids of the agent's job (see `_id`), by variable. `cgroups` are the agent's own (see
+    `_cgroups_of`), `namespace` is the agent's pid namespace.
     """
 
     def __init__(self, marker: str, jobs: Mapping[str, str], cgroups: Mapping[str, str], namespace: str) -> None:
@@ -61,21 +64,17 @@ class Kin:
     @classmethod
     def of_this_process(cls, marker: str, environ: Mapping[str, str]) -> Kin:
         """The kin of an agent that runs in this process and whose workers inherit `environ`."""
-        jobs = {name: environ[name] for name in JOB_VARIABLES if environ.get(name)}
+        jobs = {name: _id(os.fsencode(environ[name])) for name in JOB_VARIABLES if environ.get(name)}
         return cls(marker, jobs, _cgroups_of("self"), _namespace_of("self"))
 
     @classmethod
     def read(cls, text: str) -> Kin:
         """The kin that `text()` has written."""
-        marker, namespace, unified, systemd, *jobs = text.split("\n")
-        cgroups = {name: path for name, path in ((_UNIFIED, unified), (_SYSTEMD, systemd)) if path}
-        return cls(marker, dict(job.split("=", 1) for job in jobs), cgroups, namespace)
+        return cls(*json.loads(text))
 
     def text(self) -> str:
-        """All of it in a line of text, for another process to `read`."""
-        jobs = (f"{name}={job}" for name, job in self._jobs.items())
-        cgroups = (self._cgroups.get(name, "") for name in (_UNIFIED, _SYSTEMD))
-        return "\n".join((self.marker, self._namespace, *cgroups, *jobs))
+        """All of it for another process to `read`, as an argument: ASCII, whatever the scheduler's ids are."""
+        return json.dumps((self.marker, self._jobs, self._cgroups, self._namespace))
 
     def has(self, pid: int) -> bool:
         """Whether that process is one of the agent's."""
@@ -91,7 +90,7 @@ class Kin:
         variables = dict(entry.partition(b"=")[::2] for entry in reversed(environment.split(b"\0")))
         if needle not in variables.get(VARIABLE.encode(), b""):
             return False
-        jobs = {name: variables.get(name.encode(), b"").decode(errors="replace") for name in JOB_VARIABLES}
+        jobs = {name: _id(variables.get(name.encode(), b"")) for name in JOB_VARIABLES}
         return not self.is_elsewhere(jobs, _cgroups_of(pid), _namespace_of(pid))
 
     def is_elsewhere(self, jobs: Mapping[str, str], cgroups: Mapping[str, str], namespace: str) -> bool:
@@ -116,6 +115,11 @@ class Kin:
         return not is_own_namespace or cgroup.startswith("/../")
 
 
+def _id(value: bytes) -> str:
+    """A scheduler's id as two processes compare it, whatever their locales are."""
+    return value[:_ID_BYTES_MAX].decode(errors="surrogateescape")
+
+
 def _scope(cgroup: str, jobs: Iterable[str]) -> str:
     """The cgroup of the whole job of an agent that is in `cgroup`; empty for the root.
 
@@ -137,10 +141,12 @@ def _cgroups_of(pid: int | str) -> dict[str, str]:
     These are the hierarchy of cgroup v2, and systemd's own where v1 is in use.
     """
     try:
-        lines = Path(f"/proc/{pid}/cgroup").read_text(errors="surrogateescape").splitlines()
+        # The kernel ends a line with a newline only, which no cgroup's name holds; `splitlines` knows other ends.
+        lines = Path(f"/proc/{pid}/cgroup").read_bytes().decode(errors="surrogateescape").split("\n")
     except OSError:
         return {}
-    return {name: path for name, path in (line.split(":", 2)[1:] for line in lines) if name in (_UNIFIED, _SYSTEMD)}
+    named = (line.split(":", 2) for line in lines if line.count(":") >= 2)
+    return {name: path for _, name, path in named if name in (_UNIFIED, _SYSTEMD)}
 
 
 def _namespace_of(pid: int | str) -> str:

@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from elaunch.agent.guardian import boot_id
+from elaunch.launcher.reach import is_meant_locally
 from elaunch.launcher.secretfile import FOLDER, open_own, private_folder, read_own
 from elaunch.rendezvous.plan import Endpoint
 from elaunch.rendezvous.secret import Secret, fingerprint
@@ -35,8 +36,8 @@ class Kept:
     def __init__(self, token: str, endpoint: Endpoint) -> None:
         """Raises OSError if this user has no home, or nothing can be written there."""
         text = (
-            f"{token}\n# at {endpoint}\n# boot {_boot()}\n"
-            f"# of the elaunch on {socket.gethostname()}, process {os.getpid()}, which removes this at its end\n"
+            f"{token}\n# at {endpoint}\n# boot {_boot()}\n# host {socket.gethostname()}\n# network {_network()}\n"
+            f"# of an elaunch, process {os.getpid()}, which removes this at its end\n"
         )
         name = fingerprint(Secret(token).der)
         self.path = str(Path(STORES).expanduser() / name)
@@ -58,11 +59,17 @@ class Keyring:
         return ""
 
     def place_of(self, endpoint: Endpoint) -> str:
-        """A file that says that this user's elaunch serves a store there, or empty."""
+        """A file that says that this user's elaunch serves a store there, or empty.
+
+        A loopback address is another place on each host, and in each of its containers.
+        """
+        here = {f"# at {endpoint}"}
+        if is_meant_locally(endpoint.host):
+            here |= {f"# boot {_boot()}", f"# network {_network()}"}
         with suppress(OSError), private_folder(STORES) as folder:
             for name in _names(folder):
                 with suppress(OSError):
-                    if f"# at {endpoint}" in _lines(read_own(name, _BYTES_MAX, folder)):
+                    if here <= {*_lines(read_own(name, _BYTES_MAX, folder))}:
                         return f"{STORES}/{name}"
         return ""
 
@@ -127,10 +134,19 @@ def _remove_abandoned(folder: int) -> None:
             try:
                 # An error where its agent lives.
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if f"# boot {_boot()}" in _lines(os.read(fd, _BYTES_MAX)):
+                if _is_of_this_host(_lines(os.read(fd, _BYTES_MAX))):
                     os.unlink(name, dir_fd=folder)
             finally:
                 os.close(fd)
+
+
+def _is_of_this_host(lines: list[str]) -> bool:
+    """Whether an agent of this host wrote that, or of a container on it, or of this host before it was started again.
+
+    A disk that hosts share may keep each one's locks to itself: an agent of another host may live.
+    """
+    host = socket.gethostname()
+    return f"# boot {_boot()}" in lines or (f"# host {host}" in lines and host.partition(".")[0] != "localhost")
 
 
 def _names(folder: int) -> list[str]:
@@ -143,3 +159,10 @@ def _lines(text: bytes) -> list[str]:
 
 def _boot() -> str:
     return boot_id().decode().strip()
+
+
+def _network() -> str:
+    """The same for all processes on this host that share its loopback address."""
+    with suppress(OSError):
+        return os.readlink("/proc/self/ns/net")  # noqa: PTH115
+    return ""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from elaunch.agent.config import NumaBinding, StreamChoice, Streams
+from elaunch.rendezvous.credible import SLOTS_MAX
 
 Raw = str | list[str] | dict[str, str]
 Convert = Callable[[Raw], object]
@@ -19,7 +20,7 @@ Convert = Callable[[Raw], object]
 PORT_MAX = 65535
 # More nodes than any job has, and few enough to notice a mistyped number.
 NODES_MAX = 1_000_000
-WORKERS_MAX = 1 << 16
+WORKERS_MAX = SLOTS_MAX
 # Thirty years, which all clocks and timers can count.
 SECONDS_MAX = 1e9
 _DIGITS_MAX = 18

@@ -13,7 +13,8 @@ from collections.abc import Iterable, Sequence
 from elaunch.rendezvous.types import Failure, Generation, Joined, Node, Outcome, RankTable, Terms
 
 GENERATION_DIGITS = 10
-_GENERATION_END = 10**GENERATION_DIGITS
+# Far below what a key has room for: the next number can always be written.
+_GENERATION_END = 10 ** (GENERATION_DIGITS - 1)
 _PORT_MAX = 65535
 _SIGNAL_MAX = 64
 # More workers than any host runs. Their sum over all nodes is still a possible rank.

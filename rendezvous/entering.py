@@ -21,7 +21,7 @@ def start_run(snapshot: Snapshot, terms: Terms, me: Node, lease: int) -> Txn:
     """
     keys = snapshot.keys
     number = snapshot.generation.number + 1 if snapshot.generation else 0
-    run = _lease_of(keys, number)
+    run = _lease_of(keys, number, me.node_id, lease)
     return Txn(
         (snapshot.gen_guard, Empty(keys.members)),
         (
@@ -41,9 +41,12 @@ def run_lease(keys: Keys, txn: Txn) -> int:
     return next((op.lease for op in txn.then if isinstance(op, Put) and op.key == keys.spec), 0)
 
 
-def _lease_of(keys: Keys, number: int) -> int:
-    """The run's lease: the same id for all agents that try to start the run, so there is never a second lease."""
-    drawn = hashlib.sha256(f"{keys.root}{number}".encode()).digest()
+def _lease_of(keys: Keys, number: int, node_id: str, lease: int) -> int:
+    """The run's lease: the same id each time that this node tries to start this run, also where an answer was lost.
+
+    Nobody can guess the id before the run is there. A lease that a stranger begins would end under the job.
+    """
+    drawn = hashlib.sha256(f"{keys.root}{number}/{node_id}/{lease}".encode()).digest()
     return int.from_bytes(drawn[:8], "big") >> 1 or 1
 
 

@@ -27,7 +27,7 @@ from elaunch.rendezvous.httpserver import BadRequest, HttpRequest, RequestReader
 from elaunch.rendezvous.mvcc import Refused
 from elaunch.rendezvous.routes import EXHAUSTED, INTERNAL, UNAUTHENTICATED, Reply, Routes, WatchRequest, error_reply
 from elaunch.rendezvous.secret import Secret
-from elaunch.rendezvous.slots import SLOTS_MAX, strangers_max
+from elaunch.rendezvous.slots import CONNECTIONS_MAX, strangers_max
 from elaunch.rendezvous.strangers import CROWD_S, PER_ADDRESS, Strangers
 from elaunch.rendezvous.watchers import Keys, Watchers
 
@@ -57,7 +57,7 @@ class Server:
     `slots` is how many connections may be open. Those that have not shown the secret yet are strangers.
     """
 
-    def __init__(self, listeners: Sequence[socket.socket], secret: Secret | None, slots: int = SLOTS_MAX) -> None:
+    def __init__(self, listeners: Sequence[socket.socket], secret: Secret | None, slots: int = CONNECTIONS_MAX) -> None:
         self.engine = Engine()
         self._routes = Routes(self.engine, secrets.randbits(63), secrets.randbits(63))
         self._watchers = Watchers(self.engine, self._routes)

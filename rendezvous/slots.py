@@ -7,7 +7,7 @@ CONNECTIONS_PER_AGENT = 3
 # The server's own: the listeners, the selector, pipes to its parent, a source file while it prints a traceback.
 OWN_DESCRIPTORS = 16
 # A limit of memory, for hosts without a limit of descriptors. A job with more agents gets more slots.
-SLOTS_MAX = 16_384
+CONNECTIONS_MAX = 16_384
 
 
 def slots_for(agents: int) -> int:
@@ -26,7 +26,7 @@ def descriptors_for(agents: int) -> int:
 
 def slots(descriptors: int, agents: int = 0) -> int:
     """How many connections may be open at a limit of open files; `agents` is 0 if nobody knows how many come."""
-    return max(min(descriptors - OWN_DESCRIPTORS, max(SLOTS_MAX, slots_for(agents))), 1)
+    return max(min(descriptors - OWN_DESCRIPTORS, max(CONNECTIONS_MAX, slots_for(agents))), 1)
 
 
 def strangers_max(slots: int, known: int) -> int:

@@ -15,7 +15,7 @@ from typing import IO, Any
 
 from elaunch.rendezvous.secret import Secret
 from elaunch.rendezvous.serving import Server
-from elaunch.rendezvous.slots import SLOTS_MAX
+from elaunch.rendezvous.slots import CONNECTIONS_MAX
 
 TOKEN = "a token for tests only"
 
@@ -28,7 +28,7 @@ def bound_socket(host: str = "127.0.0.1") -> socket.socket:
 
 
 @contextmanager
-def thread_serving(secret: Secret | None = None, slots: int = SLOTS_MAX) -> Iterator[tuple[Server, int]]:
+def thread_serving(secret: Secret | None = None, slots: int = CONNECTIONS_MAX) -> Iterator[tuple[Server, int]]:
     """A server in a thread, and its port on 127.0.0.1; by default without TLS and open to anybody."""
     listener = bound_socket()
     port = listener.getsockname()[1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,16 +37,37 @@ def write_durably(path: Path, content: bytes) -> None:
 def parse_json(text: str | bytes) -> Any:
     """The value in a JSON text that somebody else may have written; bytes are UTF-8. Raises ValueError for other text.
 
-    Python's own reader raises RecursionError for deep nesting, and takes NaN and Infinity, which no JSON has.
+    The rules are those of the other rooms' reader (`rendezvous/codec.py`), which this room does not import: nothing
+    nested too deeply for Python, no NaN and no Infinity, no number that 64 bits or a float cannot hold.
     """
     try:
-        return json.loads(text.decode() if isinstance(text, bytes) else text, parse_constant=_no_constant)
+        return _DECODER.decode((text.decode() if isinstance(text, bytes) else text).strip())
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+    except MemoryError:
+        raise ValueError("it is too large") from None
 
 
 def _no_constant(word: str) -> Any:
     raise ValueError(f"{word} is no number of JSON")
+
+
+def _whole_number(digits: str) -> int:
+    if len(digits) > _DIGITS_MAX:
+        raise ValueError(f"a number of {len(digits)} digits")
+    return int(digits)
+
+
+def _fraction(digits: str) -> float:
+    number = float(digits)
+    if not math.isfinite(number):
+        raise ValueError(f"the number {digits[:40]} is too large")
+    return number
+
+
+# Of a 64-bit number, with its sign.
+_DIGITS_MAX = 20
+_DECODER = json.JSONDecoder(parse_int=_whole_number, parse_float=_fraction, parse_constant=_no_constant)
 
 
 def sync_directory(directory: Path) -> None:

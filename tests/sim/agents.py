@@ -131,6 +131,7 @@ class AgentProcess:
         self.node_of: dict[int, str] = {}
         self.tails: dict[int, str] = {}
         self.outcome: Outcome | None = None
+        self.has_given_back = False
         self.succeeded_s = -math.inf
         self._busy: dict[str, tuple[int, int]] = {}
         self.actions = 0
@@ -409,4 +410,5 @@ class AgentProcess:
         if not self._errands.is_away:
             with suppress(StoreError):
                 self.dealings.give_back()
+                self.has_given_back = True
         self._die()

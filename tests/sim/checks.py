@@ -71,6 +71,9 @@ class Checks:
         self._cleared: set[tuple[str, int]] = set()
         # The revision at which a node ceased to be a member.
         self._left: dict[str, int] = {}
+        # Who began which lease for the keys of a run, and on which of them a run stood.
+        self._begun_for_runs: dict[int, AgentProcess] = {}
+        self._stood_on: set[int] = set()
         self._have_joined: set[tuple[int, str]] = set()
         # The keys as they are, by their kind.
         self.generation: Generation | None = None
@@ -92,6 +95,10 @@ class Checks:
 
     # The store.
 
+    def granted(self, process: AgentProcess, lease: int, ttl_s: float) -> None:
+        if ttl_s == process.dealings._times.keys_ttl_s:
+            self._begun_for_runs.setdefault(lease, process)
+
     def _told(self, update: Update) -> None:
         assert isinstance(update, Changes)
         if self.is_garbled:
@@ -99,6 +106,8 @@ class Checks:
         parts = {key: key[len(KEYS.root) :].split("/") for key in update.entries}
         for key, entry in update.entries.items():
             self._require(entry is None or entry.lease, "lease", f"{key} would never go away")
+            if key == KEYS.spec and entry:
+                self._stood_on.add(entry.lease)
         # What a transaction opens or seals is judged by what stood there before it, its deletions come last.
         for key, entry in update.entries.items():
             if entry and parts[key][0] == "ctl":
@@ -422,6 +431,9 @@ class Checks:
             return
         self._require(not self.members, "left behind", f"{list(self.members)}")
         self._require(not self.leader, "left behind", f"{self.leader} leads")
+        for lease, process in self._begun_for_runs.items():
+            is_left = lease not in self._stood_on and self._world.store.keep_alive(lease) > 0
+            self._require(not (is_left and process.has_given_back), "unused lease", f"{process.name} left {lease}")
 
 
 def is_leaders(txn: Txn) -> bool:

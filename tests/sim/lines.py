@@ -66,7 +66,11 @@ class Line:
         return self._call(lambda: self._world.commit(self._process, txn), again)
 
     def grant(self, lease: int, ttl_s: float) -> None:
-        self._call(self._refuse if self._world.is_store_full else lambda: self._world.store.grant(lease, ttl_s))
+        def granted() -> None:
+            self._world.store.grant(lease, ttl_s)
+            self._world.checks.granted(self._process, lease, ttl_s)
+
+        self._call(self._refuse if self._world.is_store_full else granted)
 
     def keep_alive(self, lease: int) -> float:
         return self._call(lambda: self._world.store.keep_alive(lease))

@@ -14,6 +14,7 @@ who returns as a member guards the generation             "stale": a member runs
 who was cut off declares nobody lost at once              "outage": an absence of the store stops the workers
 the leader renews the run's lease                         "exit code": a job that runs for long loses its keys
 one failure record of a generation is in full             "detail": each of many nodes that fail writes a long one
+who starts a run too late ends the lease that it began    "unused lease": an empty one stays in the store for days
 
 The rules themselves are in docs/protocol.md. Every hunt takes the same worlds, and none is found with the rule on.
 """
@@ -134,6 +135,11 @@ def failing_together(rng: random.Random, seed: int) -> Plan:
     return plan(seed, 4, fails, call_s=0.1, watch_s=0.1, collective=False)
 
 
+def starting_together(_: random.Random, seed: int) -> Plan:
+    """All agents come to a job that nobody has started."""
+    return plan(seed, 4, [], call_s=0.2, watch_s=0.2)
+
+
 # How each rule is switched off.
 
 
@@ -244,6 +250,10 @@ def all_in_full(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(entering, "complete", off)
 
 
+def begun_leases_left(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Dealings, "_end_unless_used", lambda *_, **__: None)
+
+
 @dataclass(frozen=True)
 class Hunt:
     """Switched off by `switch`, a rule's absence is seen as a violation of `found`, in one of `worlds`."""
@@ -268,6 +278,7 @@ HUNTS = [
     Hunt(no_amnesty, away_ending, "outage"),
     Hunt(run_not_renewed, lasting, "exit code"),
     Hunt(all_in_full, failing_together, "detail"),
+    Hunt(begun_leases_left, starting_together, "unused lease"),
 ]
 
 

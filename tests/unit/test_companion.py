@@ -104,7 +104,8 @@ def connected() -> list[str]:
     return [words[7] for words in lines if len(words) > 7 and words[5] in ("02", "03")]
 
 
-# Another user of the host: takes the names in argv, or connects to them as often as it is let, and says when it has.
+# Another user of the host: takes the names in argv, or connects to them, once or as often as it is let.
+# It says when it has.
 STRANGER = """
 import os, socket, sys
 os.setgid(65534); os.setuid(65534)
@@ -115,6 +116,12 @@ for name in names:
         held.append(socket.socket(socket.AF_UNIX))
         held[-1].bind("\\0" + name)
         held[-1].listen()
+    if deed == "enters":
+        held.append(socket.socket(socket.AF_UNIX))
+        held[-1].connect("\\0" + name)
+        held[-1].settimeout(10)
+        # Let in, it would wait for the agent's end.
+        held[-1].recv(1)
     for _ in range(400 if deed == "floods" else 0):
         held.append(socket.socket(socket.AF_UNIX))
         held[-1].setblocking(False)
@@ -189,6 +196,19 @@ def test_strangers_who_connect_do_not_keep_the_others_out() -> None:
 
     output, _ = waiting.communicate(timeout=10)
     assert (waiting.returncode, output) == (0, "begins\n")
+
+
+@needs_root
+def test_a_stranger_who_knows_the_name_is_turned_away_and_taken_for_none_of_the_others() -> None:
+    cluster = Cluster("Slurm", run_id=f"known-{os.getpid()}", tasks=2)
+    with seen_by_others(cluster, said), stranger("enters", _address(cluster)[1:]):
+        waiting = companion(str(cluster.run_id))
+        assert waiting.stdout
+        waiting.stdout.readline()
+
+    # The agent has waited for this one.
+    output, _ = waiting.communicate(timeout=10)
+    assert (waiting.returncode, output) == (0, "")
 
 
 def accepted(pid: int) -> bool:

@@ -44,7 +44,7 @@ AWAY = Unavailable("10.0.0.9:2379 refuses connections")
 class Bench:
     """Dealings with a store that fails as it is told; what came of them."""
 
-    def __init__(self, *, remote: bool = True, times: Times = TIMES) -> None:
+    def __init__(self, *, remote: bool = True, times: Times = TIMES, seed: int = 1) -> None:
         self.store = FlakyStore()
         self.events: list[StoreEvent] = []
         self.looks_due = 0
@@ -57,7 +57,7 @@ class Bench:
             times,
             self.events.append,
             self._look_again,
-            draw=random.Random(1).getrandbits,
+            draw=random.Random(seed).getrandbits,
             is_dead=lambda process: process in self.dead,
             now=lambda: self.now_s,
             is_remote=remote,
@@ -771,15 +771,68 @@ def test_a_start_whose_answers_were_lost_is_made_again_with_the_same_lease() -> 
     assert bench.leased == [own]
 
 
-def test_who_starts_a_run_after_its_own_lease_has_ended_hears_of_that() -> None:
+def test_who_starts_a_run_after_its_own_lease_has_ended_hears_of_that_and_leaves_no_lease() -> None:
     bench = Bench().begun()
     own = bench.leased[-1]
     bench.store.memory.revoke(own.lease)
+    txn = start_run(bench.snapshot, Terms(), replace(NODE, node_id=own.node_id), own.lease)
 
-    bench.dealings.commit(start_run(bench.snapshot, Terms(), replace(NODE, node_id=own.node_id), own.lease), Tag.RUN)
+    bench.dealings.commit(txn, Tag.RUN)
 
     assert bench.events[-2:] == [Committed(Tag.RUN, False, 0), LeaseLost(own.lease)]
     assert not bench.store.memory.read(KEYS.root).entries
+    assert bench.store.memory.keep_alive(run_lease(KEYS, txn)) == 0
+
+
+@pytest.mark.parametrize("tag", [Tag.FIRST_RUN, Tag.RUN])
+def test_of_two_agents_that_start_a_run_at_once_one_lease_is_left(tag: Tag) -> None:
+    benches = [Bench(), Bench(seed=2)]
+    benches[1].store.memory = benches[0].store.memory
+    txns = []
+    for bench in benches:
+        own = bench.begun().leased[-1]
+        txns.append(start_run(bench.snapshot, Terms(), replace(NODE, node_id=own.node_id), own.lease))
+    first, second = (run_lease(KEYS, txn) for txn in txns)
+    memory = benches[0].store.memory
+    # The second one has found that its lease is missing, and has begun it, when the first one starts the run.
+    benches[1].store.lose("grant", AWAY)
+    with pytest.raises(Unavailable):
+        benches[1].dealings.commit(txns[1], tag)
+    assert memory.keep_alive(second)
+    benches[0].dealings.commit(txns[0], tag)
+
+    benches[1].dealings.commit(txns[1], tag)
+
+    assert (memory.keep_alive(first), memory.keep_alive(second)) == (TIMES.keys_ttl_s, 0)
+    assert memory.read(KEYS.spec).entries[KEYS.spec].lease == first
+
+
+def test_who_ends_before_it_could_start_a_run_ends_the_lease_that_it_began_for_it() -> None:
+    bench = Bench().begun()
+    own = bench.leased[-1]
+    txn = start_run(bench.snapshot, Terms(), replace(NODE, node_id=own.node_id), own.lease)
+    bench.store.lose("grant", AWAY)
+    with pytest.raises(Unavailable):
+        bench.dealings.commit(txn, Tag.FIRST_RUN)
+
+    bench.dealings.give_back()
+
+    assert bench.store.memory.keep_alive(run_lease(KEYS, txn)) == 0
+
+
+@pytest.mark.parametrize("tag", [Tag.FIRST_RUN, Tag.RUN])
+def test_a_start_that_was_done_and_whose_answer_was_lost_keeps_its_lease(tag: Tag) -> None:
+    bench = Bench().begun()
+    own = bench.leased[-1]
+    txn = start_run(bench.snapshot, Terms(), replace(NODE, node_id=own.node_id), own.lease)
+    bench.store.lose("commit", AWAY)
+
+    with pytest.raises(Unavailable):
+        bench.dealings.commit(txn, tag)
+    bench.dealings.commit(txn, tag)
+
+    assert bench.store.memory.keep_alive(run_lease(KEYS, txn)) == TIMES.keys_ttl_s
+    assert KEYS.spec in bench.store.memory.read(KEYS.spec).entries
 
 
 def live(bench: Bench, seconds: float) -> None:

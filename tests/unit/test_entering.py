@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -528,16 +529,22 @@ def test_every_key_of_a_run_stands_on_a_nodes_lease_or_on_the_runs() -> None:
     assert leases[KEYS.ended] == leases[KEYS.generation] == leases[KEYS.spec] == world.snapshot.lease
 
 
-def test_two_agents_that_start_a_run_at_once_mean_the_same_lease_and_another_run_another() -> None:
+def test_a_start_of_a_run_means_one_lease_that_no_other_start_means_and_nobody_can_tell() -> None:
     world = running(A)
     first = world.snapshot.lease
-    starts = [entering.start_run(Snapshot(KEYS), TERMS, who, 1) for who in (A, B)]
+
+    def meant(snapshot: Snapshot, who: Node, lease: int) -> int:
+        return entering.run_lease(KEYS, entering.start_run(snapshot, TERMS, who, lease))
+
+    again = meant(Snapshot(KEYS), A, world.lease(A))
+    # By another node, on another lease, and of another run; and what follows from the job's name alone.
+    others = {meant(Snapshot(KEYS), B, world.lease(A)), meant(Snapshot(KEYS), A, 99)}
+    guessed = int.from_bytes(hashlib.sha256(f"{KEYS.root}0".encode()).digest()[:8], "big") >> 1
     world.lose(A)
+    others |= {meant(world.snapshot, A, 1), guessed}
 
-    later = entering.start_run(world.snapshot, TERMS, B, 1)
-
-    assert [entering.run_lease(KEYS, txn) for txn in starts] == [first, first]
-    assert entering.run_lease(KEYS, later) not in (0, first)
+    assert again == first
+    assert len({0, first, *others}) == 6
     assert entering.run_lease(KEYS, entering.is_done(world.snapshot, B, 0)) == 0
     assert 0 < first < 1 << 63
 

@@ -156,6 +156,19 @@ def test_of_a_generation_in_which_many_failed_the_failure_that_it_was_judged_by_
     assert not world.store.read(f"{KEYS.root}detailed/").entries
 
 
+def test_which_record_was_in_full_is_forgotten_when_the_next_generation_is_sealed() -> None:
+    world = running(A, B, C)
+    detailed = KEYS.detailed(0, B.node_id)
+    world.fail(SIGNAL, nodes=(B,))
+    world.join(A, B, C)
+    before = world.store.read(detailed).entries
+
+    world.seal()
+
+    assert set(before) == {detailed}
+    assert not world.store.read(f"{KEYS.root}detailed/").entries
+
+
 def test_a_record_that_came_after_the_next_table_goes_with_the_one_after_that() -> None:
     world = running(A, B, C)
     before = world.snapshot

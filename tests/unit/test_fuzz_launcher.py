@@ -8,6 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from elaunch.agent.guardian import JOB_VARIABLES, Kin
 from elaunch.launcher import values
 from elaunch.launcher.cluster.detect import SCHEDULERS, detect
 from elaunch.launcher.cluster.facts import Cluster, line
@@ -348,3 +349,19 @@ def test_a_terms_number_of_nodes_is_what_a_command_line_may_ask_for() -> None:
     asked = values.nodes(f"1:{values.NODES_MAX}")
 
     assert Terms(*asked).nodes_max == values.NODES_MAX
+
+
+@given(st.dictionaries(st.sampled_from(JOB_VARIABLES), VALUE))
+@example({"OAR_JOB_ID": "1\n2"})
+@example(dict.fromkeys(JOB_VARIABLES, "\udcff" * 100_000))
+def test_a_guardian_knows_its_job_by_whatever_a_scheduler_calls_it(jobs: dict[str, str]) -> None:
+    with bounded():
+        kin = Kin.of_this_process("c0ffee00c0ffee00", jobs)
+        words = kin.text()
+        read = Kin.read(words)
+
+    assert vars(read) == vars(kin)
+    # An argument of a program, whatever the locale.
+    assert words.isascii()
+    assert len(words) < 100_000
+    assert "\0" not in words

@@ -5,14 +5,16 @@ from __future__ import annotations
 import dataclasses
 import json
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
+from elaunch.rendezvous import codec
 from elaunch.trainer.audit import Verdict, verdict
 from elaunch.trainer.config import UsageError
 from elaunch.trainer.exchange import Version
@@ -24,7 +26,7 @@ from elaunch.trainer.order import Order
 from elaunch.trainer.packing import PAGE, Header, header_of, is_intact, pack, seal, unpack, views
 from elaunch.trainer.pieces import Held, Layout, Torn
 from elaunch.trainer.rundir import RunDirectory
-from tests.fuzzing import NESTED, TEXTS, VALUES, bounded, json_texts
+from tests.fuzzing import NESTED, NUMBERS, TEXTS, VALUES, bounded, json_texts
 
 ORDER = Order(8, global_batch=4, micro_batch=2)
 HEADER = json.dumps(
@@ -40,6 +42,28 @@ def test_a_json_text_is_a_value_or_a_value_error(text: str | bytes) -> None:
             parse_json(text)
         except ValueError:
             return
+
+
+@given(st.binary(max_size=200) | TEXTS | json_texts(HEADER) | NUMBERS)
+@example("1e999")
+@example("[-1e999]")
+@example("9" * 21)
+@example("9" * 20)
+@example("-" + "9" * 20)
+@example("Infinity")
+@example("\ufeff1")
+@example("\xa01 \n")
+@example(b" {} ")
+@example(NESTED)
+def test_the_trainer_takes_for_json_what_the_other_rooms_do(text: str | bytes) -> None:
+    assert value_or_why(parse_json, text) == value_or_why(codec.parse_json, text)
+
+
+def value_or_why(parse: Callable[[str | bytes], Any], text: str | bytes) -> tuple[Any, str]:
+    try:
+        return parse(text), ""
+    except ValueError as error:
+        return None, str(error)
 
 
 @given(json_texts(HEADER), st.lists(json_texts(ROWS[0]) | json_texts(ROWS[1]), max_size=4))

@@ -9,10 +9,12 @@ import subprocess
 import sys
 from collections.abc import Collection, Iterator
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
 from elaunch.agent import guardian
+from elaunch.agent.guard import Guard
 from elaunch.agent.guardian import JOB_VARIABLES, VARIABLE, Kin, living, sweep
 from tests.harness import wait_for
 
@@ -219,6 +221,29 @@ def test_a_process_of_another_job_of_the_scheduler_survives(nursery: Nursery, va
     assert ended == 2
     wait_until_gone(same, none)
     assert is_running(other)
+
+
+@pytest.mark.parametrize("job", ["1\n2", "a=1\n\nb", "\udcff", "9" * 100_000, '"]', "\x85\r"])
+def test_a_job_is_ended_by_its_guardian_whatever_the_schedulers_id_is(nursery: Nursery, job: str) -> None:
+    guard = Guard((), {"OAR_JOB_ID": job})
+    mine = nursery.pid(READY, markers=guard.marker, OAR_JOB_ID=job)
+    other = nursery.pid(READY, markers=guard.marker, OAR_JOB_ID="13")
+    os.close(guard._fd)
+
+    assert guard._process.wait(10) == 0
+    wait_until_gone(mine)
+    assert is_running(other)
+
+
+@pytest.mark.parametrize("name", ["a\rb", "a\x85b", "a\u2028b", "a:b", "\udcff"])
+def test_a_cgroup_of_any_name_is_read(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = f"3:name=systemd:/{name}\n2:cpu,cpuacct:/\n0::/{name}\n".encode(errors="surrogateescape")
+    monkeypatch.setattr(Path, "read_bytes", lambda _: lines)
+
+    kin = kin_of(MARKER)
+
+    assert kin._cgroups == {"": f"/{name}", "name=systemd": f"/{name}"}
+    assert vars(Kin.read(kin.text())) == vars(kin)
 
 
 def test_a_job_that_was_handed_in_from_outside_of_any_survives(nursery: Nursery) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from elaunch.launcher import keyring
 from elaunch.launcher.keyring import Kept, Keyring
 from elaunch.launcher.secretfile import private_folder, read_own, read_secret
 from elaunch.rendezvous.plan import Endpoint
@@ -133,14 +135,83 @@ def test_what_a_killed_agent_left_goes_with_the_next_token_and_a_living_ones_sta
         kept.remove()
 
 
-def test_what_another_host_left_is_not_touched() -> None:
-    command = [sys.executable, "-c", KEEP, "the token of another host"]
-    left = Path(subprocess.run(command, env=environment(), capture_output=True, text=True).stdout.strip())
-    left.write_text("".join("# boot elsewhere\n" if "# boot" in line else line for line in left.open()))
+def left_by(host: str, boot: str, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file of an agent that died with its host."""
+    with monkeypatch.context() as there:
+        be(host, boot, there)
+        kept = Kept("the token of a dead agent", PLACE)
+    os.close(kept._fd)
+    return Path(kept.path)
+
+
+def be(host: str, boot: str, monkeypatch: pytest.MonkeyPatch, network: str = "net:[1]") -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: host)
+    monkeypatch.setattr(keyring, "_boot", lambda: boot)
+    monkeypatch.setattr(keyring, "_network", lambda: network)
+
+
+@pytest.mark.parametrize(
+    ("host", "boot", "is_removed"),
+    [
+        pytest.param("host-a", "boot-1", True, id="this host"),
+        pytest.param("pod-1", "boot-1", True, id="a container of this host"),
+        pytest.param("host-a", "boot-0", True, id="this host before a reboot"),
+        pytest.param("host-b", "boot-0", False, id="another host"),
+    ],
+)
+def test_what_a_host_left_goes_with_the_next_token_there_and_what_another_left_is_not_touched(
+    host: str, boot: str, is_removed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = left_by(host, boot, monkeypatch)
+    be("host-a", "boot-1", monkeypatch)
+
+    Kept(TOKEN, PLACE).remove()
+
+    assert left.exists() is not is_removed
+
+
+@pytest.mark.parametrize("host", ["localhost", "localhost.localdomain"])
+def test_hosts_that_all_are_called_localhost_are_not_one_host(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    left = left_by(host, "boot-0", monkeypatch)
+    be(host, "boot-1", monkeypatch)
 
     Kept(TOKEN, PLACE).remove()
 
     assert left.exists()
+
+
+def test_what_lives_stays_also_where_its_host_seems_to_have_been_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    be("host-a", "boot-0", monkeypatch)
+    lives = Kept("the token of a living agent", PLACE)
+    be("host-a", "boot-1", monkeypatch)
+
+    Kept(TOKEN, PLACE).remove()
+
+    assert Path(lives.path).exists()
+    lives.remove()
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "::1"])
+def test_a_store_at_a_loopback_address_is_at_that_of_its_own_host(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = Endpoint(host, 29400)
+    be("host-a", "boot-1", monkeypatch)
+    kept = Kept(TOKEN, place)
+    found = [Keyring().place_of(place)]
+    for boot, network in (("boot-2", "net:[1]"), ("boot-1", "net:[2]")):
+        be("host-a", boot, monkeypatch, network)
+        found.append(Keyring().place_of(place))
+
+    assert found == [f"~/.elaunch/stores/{fingerprint(DER)}", "", ""]
+    kept.remove()
+
+
+def test_a_store_at_an_address_that_all_hosts_know_is_found_from_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    be("host-a", "boot-1", monkeypatch)
+    kept = Kept(TOKEN, PLACE)
+    be("host-b", "boot-2", monkeypatch, "net:[2]")
+
+    assert Keyring().place_of(PLACE)
+    kept.remove()
 
 
 def test_without_a_home_nothing_is_kept_or_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import pytest
+
 from elaunch.agent.core import deadline_s
-from elaunch.agent.events import StoreAway, StoreBack, Tick
+from elaunch.agent.events import StoreAway, StoreBack, StoreRefuses, Tag, Tick
 from elaunch.agent.membership import RUNS_REFUSED_MAX
-from elaunch.agent.state import Joining
+from elaunch.agent.state import Joining, Running
 from elaunch.rendezvous.codec import encode
 from elaunch.rendezvous.store import Delete, Put
 from elaunch.rendezvous.types import Generation, OpenKind, Outcome, OutcomeKind
-from tests.unit.agent_driver import KEYS, TIMES, Driver
+from tests.unit.agent_driver import KEYS, TIMES, TWO, Driver, pair, tags
 
 STRANGER = KEYS.member("node-x-1")
 
@@ -43,6 +47,71 @@ def test_a_run_on_an_old_id_does_not_end_with_the_last_one() -> None:
     driver.settle()
     assert driver.snapshot.generation == Generation(4, OpenKind.START, "the job starts")
     assert driver.node_id in driver.snapshot.joined[4]
+
+
+def first_run() -> tuple[Driver, Tag]:
+    return Driver(remote=True).begin(), Tag.FIRST_RUN
+
+
+def another_run() -> tuple[Driver, Tag]:
+    driver = Driver(remote=True)
+    driver.write(Put(KEYS.generation, encode(Generation(3, OpenKind.FAIL, "a worker failed"))))
+    driver.write(Put(KEYS.ended, encode(Outcome(OutcomeKind.SUCCEEDED, "every worker exited with 0", 3, 3, 3))))
+    return driver.begin(), Tag.RUN
+
+
+def a_run_of_others() -> tuple[Driver, Tag]:
+    first = Driver(TWO).begin()
+    first.settle()
+    return Driver(TWO, host="node-b", store=first.store, remote=True).begin(), Tag.JOIN
+
+
+@pytest.mark.parametrize("enter", [first_run, another_run, a_run_of_others])
+def test_who_has_entered_a_run_by_any_way_outlasts_that_the_store_denies_it(
+    enter: Callable[[], tuple[Driver, Tag]],
+) -> None:
+    driver, by = enter()
+    # Its own lease's answer, then a look at what there is.
+    driver.answer()
+    driver.look()
+    assert tags(driver) == [by]
+    driver.answer()
+
+    driver.happen(StoreRefuses("permission denied", is_denied=True))
+
+    assert isinstance(driver.agent.phase, Joining)
+    driver.happen(StoreBack())
+    driver.settle()
+    assert driver.node_id in driver.snapshot.members
+
+
+def alone(enter: Callable[[], tuple[Driver, Tag]]) -> Driver:
+    driver, _ = enter()
+    driver.settle()
+    return driver
+
+
+@pytest.mark.parametrize(
+    "running", [lambda: alone(first_run), lambda: alone(another_run), lambda: pair()[1]], ids=["first", "later", "join"]
+)
+def test_a_member_that_the_store_denies_keeps_its_workers(running: Callable[[], Driver]) -> None:
+    driver = running()
+    assert isinstance(driver.agent.phase, Running)
+
+    done = driver.happen(StoreRefuses("permission denied", is_denied=True))
+
+    assert (done, isinstance(driver.agent.phase, Running)) == ([], True)
+
+
+@pytest.mark.parametrize("enter", [first_run, another_run, a_run_of_others])
+def test_who_is_denied_before_it_has_entered_is_refused(enter: Callable[[], tuple[Driver, Tag]]) -> None:
+    driver, _ = enter()
+    driver.answer()
+    driver.look()
+
+    driver.happen(StoreRefuses("permission denied", is_denied=True))
+
+    assert driver.outcome.kind is OutcomeKind.REFUSED
 
 
 def test_who_loses_its_lease_before_it_could_start_a_run_does_not_end_with_the_last_one() -> None:

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from elaunch.rendezvous.slots import SLOTS_MAX, agents_for, descriptors_for, slots, slots_for, strangers_max
+from elaunch.rendezvous.slots import CONNECTIONS_MAX, agents_for, descriptors_for, slots, slots_for, strangers_max
 from elaunch.rendezvous.strangers import CROWD_S, FIRST_REQUEST_S, PER_ADDRESS, Strangers
 
 
@@ -96,6 +96,6 @@ def test_a_limit_of_open_files_that_is_enough_for_so_many_agents_is(agents: int)
 
 
 def test_memory_is_bounded_where_open_files_are_not() -> None:
-    assert slots(1 << 30) == SLOTS_MAX
-    assert slots(1 << 30, SLOTS_MAX) == 4 * SLOTS_MAX
+    assert slots(1 << 30) == CONNECTIONS_MAX
+    assert slots(1 << 30, CONNECTIONS_MAX) == 4 * CONNECTIONS_MAX
     assert slots(0) == 1
