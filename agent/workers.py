@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from elaunch.agent import environ, numa, wire
 from elaunch.agent.config import AgentConfig
+from elaunch.agent.errorfile import read_error_file
 from elaunch.agent.events import WorkerExited
 from elaunch.agent.failures import Place, Remains, failure_of
 from elaunch.agent.forkserver import ForkServer
@@ -83,20 +84,17 @@ class Workers:
         if code == 0:
             return WorkerExited(group.generation, local_rank, 0)
         error_file = group.error_files.get(local_rank)
-        record = ""
-        if error_file:
-            with suppress(OSError):
-                record = error_file.read_text(errors="replace")
+        record = read_error_file(error_file) if error_file else None
         kernel = self._kernel.word_on(pid) if code == -signal.SIGKILL else ""
         progressed = True if link and link.step >= 0 else link.reached_store if link else None
         place = Place(group.generation, group.node_id, self._host, group.rank(local_rank), local_rank, pid)
         raised = link is not None and link.raised
-        remains = Remains(code, record, kernel=kernel, progressed=progressed, raised=raised)
+        remains = Remains(code, record or "", kernel=kernel, progressed=progressed, raised=raised)
         failure = failure_of(place, remains, signal_name(code), time.time())
         failure = replace(
             failure,
             log_path=group.log_files.get(local_rank, ""),
-            error_file=str(error_file) if record else "",
+            error_file="" if record is None else str(error_file),
         )
         return WorkerExited(group.generation, local_rank, code, failure)
 

@@ -9,6 +9,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from elaunch.agent.errorfile import read_error_file
 from elaunch.agent.failures import chain_start
 from elaunch.rendezvous.codec import parse_json
 from elaunch.rendezvous.types import Failure, FailureKind, JobSpec, Outcome, OutcomeKind, ProgramKind
@@ -46,8 +47,8 @@ def write_error_file(outcome: Outcome, path: str | None) -> None:
     text = ""
     # Another agent wrote the path: here it may be a pipe. JSON that can be read may be nested too deeply to be written.
     with suppress(OSError, ValueError, TypeError, RecursionError):
-        if (file := Path(failure.error_file)).is_file():
-            text = _record_with_code(dict(parse_json(file.read_bytes())), failure)
+        if failure.error_file and (record := read_error_file(failure.error_file)):
+            text = _record_with_code(dict(parse_json(record)), failure)
     text = text or _record_with_code({}, failure)
     target = Path(path)
     partial = target.with_name(f"{target.name}.{os.getpid()}")

@@ -42,11 +42,16 @@ _OWN_SERVER = (
     "etcd's JSON gateway cannot reach its own server, which asks for client certificates: put clientAuth beside "
     f"serverAuth into the extended key usage of the server's certificate, or {_GRPC}"
 )
+_FULL = "database space exceeded"
+_OURS_IS_FULL = (
+    "the served store is full and takes no writes: it holds 256 MiB at most, and something that has the token fills it;"
+    " end that, and delete its keys"
+)
 # By etcd's own text, which says more than the code. The first row whose words are in the text counts.
 BY_TEXT: dict[str, Rule] = {
     "requested lease not found": Rule(Kind.LEASE_GONE),
     "lease already exists": Rule(Kind.LEASE_THERE, "the lease is there already"),
-    "database space exceeded": Rule(
+    _FULL: Rule(
         Kind.SAY,
         "etcd is full (alarm NOSPACE) and takes no writes: compact its history (etcdctl compact REVISION, the newest of"
         " etcdctl endpoint status -w json), delete keys that nobody needs, defragment every member (etcdctl defrag"
@@ -132,7 +137,9 @@ def explain(error: Refused, endpoint: Endpoint, access: Access) -> StoreError:
         case Kind.TRIM:
             return TooLarge(f"{endpoint} takes no request of that size: {error.text}")
         case Kind.SAY | Kind.LEASE_THERE:
-            return Rejected(f"{endpoint}: {sentence}")
+            # A bearer is shown to the store that elaunch serves alone, which has no alarm.
+            is_ours = bool(access.bearer) and sentence == BY_TEXT[_FULL].sentence
+            return Rejected(f"{endpoint}: {_OURS_IS_FULL if is_ours else sentence}")
         # With a user, a new token was refused: this member has not heard of it yet.
         case Kind.WAIT | Kind.LOGIN if kind is Kind.WAIT or user:
             # A text that is not etcd's own is about the gateway's connection: 3.5 says "bad certificate", 3.4 says

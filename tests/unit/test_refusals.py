@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import ssl
 from pathlib import Path
 
 import pytest
@@ -100,6 +101,16 @@ def test_a_full_etcd_is_told_with_its_alarm_and_the_three_commands_that_mend_it(
 
     for words in ("NOSPACE", "etcdctl compact", "etcdctl defrag", "etcdctl alarm disarm", "--quota-backend-bytes"):
         assert words in told
+
+
+def test_a_full_store_of_our_own_is_not_mended_by_etcds_commands() -> None:
+    access = Access(tls=ssl.create_default_context(), bearer="x")
+
+    told = explain(Refused(8, "etcdserver: mvcc: database space exceeded"), ETCD, access)
+
+    assert type(told) is Rejected
+    assert "the served store is full" in str(told)
+    assert "etcdctl" not in str(told)
 
 
 def test_a_denial_names_the_user_and_the_way_out() -> None:

@@ -301,7 +301,7 @@ def test_a_module_that_python_does_not_find_is_one_sentence() -> None:
 
     assert report(replace(FAILED, failure=missing), spec, None) == (
         "elaunch: pkg.trian FAILED on node-a: Python cannot run it with -m (No module named pkg.trian); give the name"
-        " of a module below the current folder or PYTHONPATH; exit code 1\n"
+        " of a module that can be run, below the current folder or PYTHONPATH; exit code 1\n"
     )
     assert TRACEBACK.splitlines()[-1] in report(replace(FAILED, failure=inside), spec, None)
     assert "Root Cause" in report(replace(FAILED, failure=missing), SPEC, None)
