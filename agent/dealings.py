@@ -172,19 +172,23 @@ class Dealings:
         The leader does so several times in the lease's time to live, and before it goes. So the keys go by themselves
         when the job has ended or all its agents were killed.
         """
-        with self._view_lock:
-            spec = self._view.entries.get(self._keys.spec) if self._view else None
+        lease = self._run_lease
         # The agent that granted the lease may have another `keys_ttl` than this one: the store's answer counts.
-        left_s = self._store.keep_alive(spec.lease) if spec and spec.lease else 0.0
+        left_s = self._store.keep_alive(lease) if lease else 0.0
         self._run_renewal_due_s = self._now() + (left_s or self._times.keys_ttl_s) / _RUN_RENEWALS
 
     def commit(self, txn: Txn, tag: Tag | None) -> None:
         try:
             answer = self._commit_with_run_lease(txn, tag)
-        except LeaseGone:
+        except LeaseGone as error:
+            leases = {op.lease for op in (*txn.then, *txn.otherwise) if isinstance(op, Put)}
+            if self._lease not in leases and self._run_lease in leases - {0}:
+                # A dropped opening would be missed by nobody, and its node would wait for ever. If the lease has
+                # really ended, its keys are gone, and the watch tells that.
+                raise Rejected(f"{error}, and the job's keys stand on it") from error
             if tag:
                 self._post(Committed(tag, False, 0))
-            if any(isinstance(op, Put) and op.lease == self._lease for op in (*txn.then, *txn.otherwise)):
+            if self._lease in leases:
                 self._lose_lease(self._lease)
             return
         if tag is None:
@@ -306,6 +310,13 @@ class Dealings:
         # A run stands or falls with the job's members; a join was decided on with the dead one in sight.
         is_refused_for_good = bool(dead) and tag is not Tag.RUN
         return self._commit_small(txn) if others and not is_refused_for_good else answer
+
+    @property
+    def _run_lease(self) -> int:
+        """The lease on which the run's keys stand; 0 where there is no run, or one of an older elaunch."""
+        with self._view_lock:
+            spec = self._view.entries.get(self._keys.spec) if self._view else None
+        return spec.lease if spec else 0
 
     def _commit_small(self, txn: Txn) -> Answer:
         """Commit. If the store says that the transaction is too large, cut its texts until it fits."""

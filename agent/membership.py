@@ -23,6 +23,7 @@ from elaunch.agent.state import (
     Finished,
     Joining,
     Misfit,
+    Phase,
     Running,
     Step,
     Waiting,
@@ -247,8 +248,8 @@ def _lead(agent: Agent, now_s: float) -> Step:
     if not agent.leads:
         forming = snapshot.current_table is None
         leader = f"its leader, on {host_of(snapshot.leader)}, says for whom it waits"
-        text = f"generation {snapshot.generation.number}; {leader}"
-        return _wait(agent, text if forming and isinstance(agent.phase, Joining) else "", now_s), ()
+        text = f"generation {snapshot.generation.number}; {leader}" if forming else ""
+        return _wait(agent, _waiting_for(agent.phase, text), now_s), ()
     if agent.reach.failing_since_s is not None:
         # What a leader decided from a view of long ago would be written on its return.
         return agent, ()
@@ -256,12 +257,24 @@ def _lead(agent: Agent, now_s: float) -> Step:
         return (agent, ()) if member.widened else (agent.as_member(widened=True), (Widen(),))
     table_age_s = now_s - agent.table_seen[1]
     led = lead(snapshot, agent.reign, agent.times, now_s, table_age_s, agent.lossless_until_s)
-    # While its own workers stop, the others wait for this node, and its words about that are `stopping`'s.
-    waiting = led.waiting if isinstance(agent.phase, Joining) else ""
+    waiting = _waiting_for(agent.phase, led.waiting)
     agent = _wait(replace(agent, reign=led.reign, lead_at_s=led.wake_s), waiting, now_s)
     if led.txn is None:
         return agent, ()
     return agent.as_member(in_flight=Tag.LEAD), (Commit(led.txn, Tag.LEAD),)
+
+
+def _waiting_for(phase: Phase, formed: str) -> str:
+    """What is worth a word; `formed` is what the generation that forms waits for.
+
+    While the workers of this node stop, the others wait for this node, and `stopping` has the words about that.
+    """
+    match phase:
+        case Joining():
+            return formed
+        case Finished(table) if len(table.seats) > 1:
+            return "the workers of the other nodes; those of this node have all exited with 0"
+    return ""
 
 
 def _wait(agent: Agent, text: str, now_s: float) -> Agent:

@@ -202,6 +202,9 @@ class _Job:
         end_s = time.monotonic() + ENDED_S
         while not self._has_ended() and not self._found():
             self._look()
+            if time.monotonic() > end_s and not plan.heals and plan.phases[-1].rate < 1:
+                # Some requests succeed, so each trouble is a new one: it goes on slowly, and says so.
+                break
             if time.monotonic() > end_s:
                 running = [a.node for a in self._agents if self._fleet.agents[a.node].process.poll() is None]
                 how = "healed" if plan.heals else "never healed"

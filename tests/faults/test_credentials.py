@@ -216,7 +216,9 @@ def test_an_etcd_that_was_not_named_as_one_is_used_with_a_line(tmp_path: Path, l
     (tmp_path / "train.py").write_text("")
     argv = [*LIGHT, "--nproc-per-node", "1", "--nnodes", "2", "--rdzv-endpoint", listener.place, "train.py"]
     with Job(tmp_path, *argv, env={"HOME": str(tmp_path)}) as job:
-        job.wait_for_output(rf"the store at {listener.place} is an etcd without TLS: .*http://{listener.place} says")
+        job.wait_for_output(
+            rf"the store at {listener.place} is an etcd without TLS: .*type --rdzv-endpoint http://{listener.place}"
+        )
 
 
 def test_who_answers_plainly_where_this_users_own_store_is_known_to_be_is_refused(

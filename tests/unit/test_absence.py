@@ -402,6 +402,20 @@ def test_a_follower_says_who_knows_what_is_waited_for() -> None:
     assert second.said == "waiting for generation 0; its leader, on node-a, says for whom it waits"
 
 
+def test_a_node_that_is_done_says_that_it_waits_for_the_others() -> None:
+    _, second = pair()
+    ends(second)
+    second.now_s += WORTH_A_WORD_S
+
+    second.happen(Tick())
+    said = second.said
+    second.now_s += 60
+    second.happen(Tick())
+
+    waited = "waiting for the workers of the other nodes; those of this node have all exited with 0"
+    assert (said, second.said) == (waited, "")
+
+
 def test_a_follower_whose_workers_run_or_stop_waits_for_nothing() -> None:
     first, second = pair()
     second.now_s += 60

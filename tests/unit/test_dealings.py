@@ -22,6 +22,7 @@ from elaunch.rendezvous.store import (
     Denied,
     Entry,
     HistoryLost,
+    LeaseGone,
     Op,
     Put,
     Rejected,
@@ -554,6 +555,24 @@ def test_a_transaction_that_is_too_large_is_sent_again_with_shorter_texts(tag: T
 
     written = bench.store.memory.read(KEYS.generation).entries[KEYS.generation].value
     assert len(written) < len(value) // 2
+    assert decode(Generation, written).number == 1
+
+
+def test_an_opening_that_the_store_says_has_no_lease_is_told_and_kept() -> None:
+    """It has no tag: dropped, its node would wait for a generation that nobody opens."""
+    bench = Bench().begun()
+    own = bench.leased[-1]
+    run = start_run(bench.snapshot, Terms(), replace(NODE, node_id=own.node_id), own.lease)
+    bench.dealings.commit(run, Tag.RUN)
+    opening = Txn((), (bench.snapshot.put(KEYS.generation, encode(Generation(1, OpenKind.FAIL, "x"))),))
+    bench.store.fail("commit", LeaseGone("the lease has ended"))
+
+    with pytest.raises(Rejected, match="the lease has ended, and the job's keys stand on it"):
+        bench.dealings.commit(opening, None)
+    bench.dealings.commit(opening, None)
+
+    written = bench.store.memory.read(KEYS.generation).entries[KEYS.generation].value
+    assert not any(isinstance(event, LeaseLost) for event in bench.events)
     assert decode(Generation, written).number == 1
 
 
