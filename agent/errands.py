@@ -50,7 +50,7 @@ class Errands:
         self._was_reached = False
         # The error of each lane whose last try failed.
         self._failing: dict[_Lane, Unavailable | Rejected] = {}
-        # In a row, of what waits in the queue.
+        # Tries in a row that failed, of the queue's first errand.
         self._failed_tries = 0
         self._turn = _Lane.RENEWAL
         self._is_ending = False

@@ -30,7 +30,7 @@ from pathlib import Path
 VARIABLE = "ELAUNCH_MARKER"
 # Each scheduler's id of a job, in the environment of that job's processes.
 JOB_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID", "COBALT_JOBID", "OAR_JOB_ID", "PJM_JOBID")
-# What is compared of an id, in bytes: one of a megabyte would fit into no argument of a program.
+# So many bytes of an id are compared: an id of a megabyte would fit into no argument of a program.
 _ID_BYTES_MAX = 256
 # The names of the two cgroup hierarchies in /proc/PID/cgroup.
 _UNIFIED, _SYSTEMD = "", "name=systemd"

@@ -265,7 +265,7 @@ def _lead(agent: Agent, now_s: float) -> Step:
 
 
 def _waiting_for(phase: Phase, formed: str) -> str:
-    """What is worth a word; `formed` is what the generation that forms waits for.
+    """The wait that is worth a word; `formed` is what the generation that forms waits for.
 
     While the workers of this node stop, the others wait for this node, and `stopping` has the words about that.
     """

@@ -201,7 +201,7 @@ class Membership:
 
 
 class Trouble(Enum):
-    """What is wrong with the store; the value is the end of a sentence."""
+    """The kind of trouble with the store; the value is the end of a sentence."""
 
     AWAY = "is away"
     SLOW = "is too slow"

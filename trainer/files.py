@@ -65,7 +65,7 @@ def _fraction(digits: str) -> float:
     return number
 
 
-# Of a 64-bit number, with its sign.
+# A 64-bit number has so many, with its sign.
 _DIGITS_MAX = 20
 _DECODER = json.JSONDecoder(parse_int=_whole_number, parse_float=_fraction, parse_constant=_no_constant)
 

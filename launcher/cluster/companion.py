@@ -132,7 +132,7 @@ def _address(cluster: Cluster) -> str:
 
 
 def _whose(address: str) -> str:
-    """Who uses a name that is taken, as far as the kernel tells."""
+    """The user of a name that is taken, as far as the kernel tells."""
     with socket.socket(socket.AF_UNIX) as stream:
         stream.settimeout(1.0)
         try:
