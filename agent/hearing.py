@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -32,7 +33,8 @@ from elaunch.rendezvous.types import Failure, FailureKind
 class Hearing:
     """Hears the generation that is in the hands of `servers`; `fileno` is readable when `hear` has something.
 
-    `post` takes events, `say` sentences for the log; `blameless` makes a failure that is no rank's.
+    What workers say is kept until `news` hands it out: it must not queue behind what the agent decides with it. `post`
+    takes what other threads find, `say` sentences for the log; `blameless` makes a failure that is no rank's.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class Hearing:
         self._say = say
         self._blameless = blameless
         self._links = Links()
+        self._news: deque[LinkEvent | Reported] = deque()
         # When this generation's workers were first looked at.
         self._begun_s: float | None = None
         self._said: set[str] = set()
@@ -79,20 +82,18 @@ class Hearing:
     def hear(self) -> None:
         """Read what is worth being woken for."""
         for link in self._links.ready():
-            for event in self._read(link):
-                self._post(event)
+            self._news += self._read(link)
 
     def tick(self, now_s: float) -> None:
         """Once a second: what the workers have said, and whether they still report."""
         if not (due := self._links.due(now_s)):
             return
         for link in due:
-            for event in self._read(link):
-                self._post(event)
+            self._news += self._read(link)
         if self._hang_timeout_s:
             links = self._group.links
             reporting = frozenset(rank for rank, link in links.items() if link.reports)
-            self._post(Reported(self._group.generation, sum(link.reports for link in links.values()), reporting))
+            self._news.append(Reported(self._group.generation, sum(link.reports for link in links.values()), reporting))
             self._begun_s = self._begun_s or now_s
             if not reporting and now_s - self._begun_s > self._hang_timeout_s:
                 self._say_once(
@@ -101,9 +102,15 @@ class Hearing:
                     " elaunch.trainer.link",
                 )
 
-    def until_now(self) -> list[LinkEvent]:
-        """All that has been said and was not heard yet: how workers are stopped hangs on that."""
-        return [event for link in self._links.open for event in self._read(link)]
+    def listen_now(self) -> None:
+        """Read every link, whether or not its worker is worth being woken for."""
+        for link in self._links.open:
+            self._news += self._read(link)
+
+    def news(self) -> Iterator[LinkEvent | Reported]:
+        """What workers have said, each word once and in the order of each worker."""
+        while self._news:
+            yield self._news.popleft()
 
     def tell(self, order: TellWorkers) -> None:
         """Say it to them; from now on they are heard at once."""

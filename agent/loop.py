@@ -147,13 +147,15 @@ class Loop:
             event = self._inbox.take()
             if event is None:
                 self._wait()
-                continue
-            if isinstance(event, LookAgain):
+            elif isinstance(event, LookAgain):
                 event = self._session.look()
-            if isinstance(self._agent.phase, Running):
-                for said in self._hearing.until_now():
-                    self._take(said)
-            self._take(event)
+            if event and isinstance(self._agent.phase, Running):
+                # How workers are stopped depends on what they have said.
+                self._hearing.listen_now()
+            for said in self._hearing.news():
+                self._take(said)
+            if event:
+                self._take(event)
         return self._agent.phase.outcome
 
     def _take(self, event: Event) -> None:
