@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum, IntFlag
 from pathlib import Path
 
-from elaunch.rendezvous.plan import PREFIX
+from elaunch.rendezvous.endpoint import PREFIX
 from elaunch.rendezvous.times import Times
 from elaunch.rendezvous.types import JobSpec
 

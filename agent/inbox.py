@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
 
-from elaunch.agent.events import Event, Signalled
+from elaunch.agent.core.events import Event, Signalled
 
 
 class LookAgain:

@@ -12,8 +12,7 @@ from dataclasses import replace
 from functools import partial
 
 from elaunch.agent.config import AgentConfig
-from elaunch.agent.core import deadline_s, step
-from elaunch.agent.events import (
+from elaunch.agent.core.events import (
     Action,
     Clear,
     Cleared,
@@ -34,22 +33,23 @@ from elaunch.agent.events import (
     Tick,
     Widen,
 )
-from elaunch.agent.forkserver import ForkServer
-from elaunch.agent.group import Group
-from elaunch.agent.guard import Guard
-from elaunch.agent.hearing import Hearing
-from elaunch.agent.identity import this_process
+from elaunch.agent.core.state import Agent, Exited, Running, Stopping
+from elaunch.agent.core.step import deadline_s, step
+from elaunch.agent.forkserver.client import ForkServer
+from elaunch.agent.guardian.client import Guard
 from elaunch.agent.inbox import Inbox, LookAgain
-from elaunch.agent.port import reserve
-from elaunch.agent.pump import Pump
-from elaunch.agent.rundir import RunDir
-from elaunch.agent.servers import Servers
-from elaunch.agent.session import Session
-from elaunch.agent.state import Agent, Exited, Running, Stopping
-from elaunch.agent.timeline import NO_GENERATION, Timeline
-from elaunch.agent.workers import Workers, signal_name
-from elaunch.rendezvous.entering import end, join
-from elaunch.rendezvous.snapshot import Keys, Snapshot
+from elaunch.agent.output.pump import Pump
+from elaunch.agent.output.run_dir import RunDir
+from elaunch.agent.output.timeline import NO_GENERATION, Timeline
+from elaunch.agent.session.process_identity import this_process
+from elaunch.agent.session.session import Session
+from elaunch.agent.workers.fork_servers import Servers
+from elaunch.agent.workers.group import Group
+from elaunch.agent.workers.link_monitor import Hearing
+from elaunch.agent.workers.master_port import reserve
+from elaunch.agent.workers.spawner import Workers, signal_name
+from elaunch.rendezvous.rules.entering import end, join
+from elaunch.rendezvous.rules.snapshot import Keys, Snapshot
 from elaunch.rendezvous.store import Store
 from elaunch.rendezvous.types import Failure, FailureKind, Joined, Node, Outcome, OutcomeKind, RankTable
 

@@ -21,14 +21,14 @@ def main(address: str, transport: str = "gateway") -> None:
     memory_mb, began_s = resident_mb(), time.perf_counter()
     # What importing them costs is measured, too.
     from elaunch.rendezvous.access import Access
-    from elaunch.rendezvous.etcd import EtcdStore
-    from elaunch.rendezvous.plan import Endpoint
+    from elaunch.rendezvous.endpoint import Endpoint
+    from elaunch.rendezvous.etcd.store import EtcdStore
     from elaunch.rendezvous.store import Changes, Put, Txn, Update, View
 
     host, _, port = address.rpartition(":")
     carrier = None
     if transport == "grpc":
-        from elaunch.rendezvous.grpc_carrier import GrpcCarrier
+        from elaunch.rendezvous.etcd.grpc_transport import GrpcCarrier
 
         carrier = GrpcCarrier(Access())
     store = EtcdStore([Endpoint(host.strip("[]"), int(port))], deadline_s=10, carrier=carrier)

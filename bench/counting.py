@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from elaunch.rendezvous.carrier import Carrier, Json, Rpc, Stream
-from elaunch.rendezvous.plan import Endpoint
+from elaunch.rendezvous.endpoint import Endpoint
+from elaunch.rendezvous.etcd.transport import Carrier, Json, Rpc, Stream
 
 TOLD = "told"
 # Transactions that write nothing: what an agent sees is compared with what is there, each lease time.

@@ -20,8 +20,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 
 from bench.counting import Counting, Tally
-from elaunch.agent.core import deadline_s, step
-from elaunch.agent.events import (
+from elaunch.agent.core.events import (
     Action,
     Clear,
     Cleared,
@@ -38,14 +37,15 @@ from elaunch.agent.events import (
     Widen,
     WorkerExited,
 )
+from elaunch.agent.core.state import Agent
+from elaunch.agent.core.step import deadline_s, step
 from elaunch.agent.inbox import LookAgain
-from elaunch.agent.session import Session
-from elaunch.agent.state import Agent
-from elaunch.rendezvous.entering import join
-from elaunch.rendezvous.etcd import EtcdStore
-from elaunch.rendezvous.gateway_carrier import GatewayCarrier
-from elaunch.rendezvous.plan import Endpoint
-from elaunch.rendezvous.snapshot import Keys, Snapshot
+from elaunch.agent.session.session import Session
+from elaunch.rendezvous.endpoint import Endpoint
+from elaunch.rendezvous.etcd.json_transport import GatewayCarrier
+from elaunch.rendezvous.etcd.store import EtcdStore
+from elaunch.rendezvous.rules.entering import join
+from elaunch.rendezvous.rules.snapshot import Keys, Snapshot
 from elaunch.rendezvous.times import Times
 from elaunch.rendezvous.types import Failure, FailureKind, JobSpec, Joined, Node, Program, ProgramKind, RankTable
 

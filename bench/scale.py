@@ -13,7 +13,7 @@ from bench.counting import COMPARED, TOLD
 from bench.crew import Crew, cpu_s
 from bench.job import Trouble
 from bench.samples import Sample
-from elaunch.rendezvous.carrier import Rpc
+from elaunch.rendezvous.etcd.transport import Rpc
 from tests.etcd import Etcd
 
 FIRST, RESTART, IDLE = "first rendezvous of many", "restart of many", "many that train"

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
     from elaunch.agent.config import AgentConfig
-    from elaunch.agent.forkserver import ForkServer
-    from elaunch.agent.guard import Guard
-    from elaunch.agent.pump import Pump
-    from elaunch.agent.rundir import RunDir
-    from elaunch.launcher.cluster.facts import Cluster
-    from elaunch.launcher.options import Options
-    from elaunch.launcher.plan import Planned
+    from elaunch.agent.forkserver.client import ForkServer
+    from elaunch.agent.guardian.client import Guard
+    from elaunch.agent.output.pump import Pump
+    from elaunch.agent.output.run_dir import RunDir
+    from elaunch.launcher.cluster.cluster import Cluster
+    from elaunch.launcher.options.options import Options
+    from elaunch.launcher.store.plan import Planned
     from elaunch.rendezvous.types import Outcome
 
 _LAST_WORDS_S = 2.0
@@ -39,7 +39,7 @@ def main() -> NoReturn:
             # Started with a closed standard stream: a pipe of ours must not get its number.
             os.open(os.devnull, os.O_RDWR)
     if os.getpid() == 1:
-        from elaunch.launcher.init import stand_in
+        from elaunch.launcher.pid1 import stand_in
 
         stand_in()
     try:
@@ -61,18 +61,18 @@ def main() -> NoReturn:
 def _main() -> int:
     # Imported here, so that a Ctrl-C meanwhile is none that Python shows with a traceback.
     from elaunch.launcher.errors import SiteError, UsageError
-    from elaunch.launcher.options import HelpRequested, parse
+    from elaunch.launcher.options.options import HelpRequested, parse
     from elaunch.launcher.resources import as_started
 
     try:
         if sys.argv[1:2] == ["store"]:
-            from elaunch.launcher import storecommand
+            from elaunch.launcher.store.command import main as store
 
-            return storecommand.main(sys.argv[2:], os.environ)
+            return store(sys.argv[2:], os.environ)
         if sys.argv[1:2] == ["submit"]:
-            from elaunch.launcher.submit import command
+            from elaunch.launcher.submit.command import main as submit
 
-            return command.main(sys.argv[2:], os.environ)
+            return submit(sys.argv[2:], os.environ)
         asked = parse(sys.argv[1:], os.environ)
         if isinstance(asked, HelpRequested):
             print(asked.text)
@@ -91,7 +91,7 @@ def run(options: Options, environ: Mapping[str, str]) -> int:
     cluster = _cluster(options, environ)
     if cluster is None or cluster.tasks == 1:
         return _run_agent(options, environ, cluster)
-    from elaunch.launcher.cluster.companion import seen_by_others, wait_for_agent
+    from elaunch.launcher.cluster.other_tasks import seen_by_others, wait_for_agent
 
     if cluster.task > 0:
         return wait_for_agent(cluster, _say)
@@ -102,9 +102,9 @@ def run(options: Options, environ: Mapping[str, str]) -> int:
 def _run_agent(options: Options, environ: Mapping[str, str], cluster: Cluster | None) -> int:
     options, planned, config = _prepared(options, environ, cluster)
 
-    from elaunch.agent.forkserver import ForkServer
-    from elaunch.agent.guard import Guard
-    from elaunch.agent.rundir import memory_places, private_places
+    from elaunch.agent.forkserver.client import ForkServer
+    from elaunch.agent.guardian.client import Guard
+    from elaunch.agent.output.run_dir import memory_places, private_places
 
     # Before anything is made that somebody would have to remove.
     places = private_places()
@@ -121,7 +121,7 @@ def _run_agent(options: Options, environ: Mapping[str, str], cluster: Cluster | 
         cleanup.callback(server.stop)
 
         # From here on the fork server imports torch on another core.
-        from elaunch.agent.pump import Pump
+        from elaunch.agent.output.pump import Pump
         from elaunch.launcher.report import report, write_error_file
 
         pump = Pump()
@@ -143,16 +143,16 @@ def _prepared(
     """All that is decided before anything is started; the job has a name then. Raises UsageError."""
     from dataclasses import replace
 
-    from elaunch.launcher.jobspec import agent_config
-    from elaunch.launcher.plan import UNNAMED, plan
-    from elaunch.launcher.program import check_log_dir, check_open_files, check_program, take_program_from_stdin
+    from elaunch.launcher.agent_config import agent_config
+    from elaunch.launcher.options.secret_file import read_secret
+    from elaunch.launcher.preflight import check_log_dir, check_open_files, check_program, take_program_from_stdin
     from elaunch.launcher.resources import detect
-    from elaunch.launcher.secretfile import read_secret
+    from elaunch.launcher.store.plan import UNNAMED, plan
 
     check_program(options, environ)
     check_log_dir(options)
     if cluster:
-        from elaunch.launcher.cluster.settle import concerning, settle
+        from elaunch.launcher.cluster.fill_in import concerning, settle
 
         cluster = concerning(options, cluster, environ)
         options = settle(options, cluster)
@@ -169,8 +169,8 @@ def _prepared(
 def _cluster(options: Options, environ: Mapping[str, str]) -> Cluster | None:
     """What a scheduler says about this process; nothing where its user wants to hear nothing. Raises UsageError."""
     from elaunch.launcher.cluster.detect import detect
-    from elaunch.launcher.cluster.place import reachable
-    from elaunch.launcher.smallfile import read_small
+    from elaunch.launcher.cluster.head_address import reachable
+    from elaunch.launcher.options.small_file import read_small
 
     if options.standalone:
         return None
@@ -183,7 +183,7 @@ def _say(line: str) -> None:
 
 
 def _run_dir(config: AgentConfig, warn: Callable[[str], None], places: tuple[str, ...]) -> RunDir:
-    from elaunch.agent.rundir import RunDir
+    from elaunch.agent.output.run_dir import RunDir
     from elaunch.launcher.errors import UsageError
 
     # Nodes may share a disk: whose folder it is shows in its name.
@@ -209,9 +209,9 @@ def _outcome(
     from dataclasses import replace
 
     from elaunch.agent.loop import Loop
-    from elaunch.agent.port import NoPort
+    from elaunch.agent.workers.master_port import NoPort
     from elaunch.launcher.errors import UsageError
-    from elaunch.launcher.stores import reach
+    from elaunch.launcher.store.connect import reach
 
     reached = reach(options, planned, pump.say)
     try:

@@ -9,8 +9,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from elaunch.agent.errorfile import read_error_file
-from elaunch.agent.failures import chain_start
+from elaunch.agent.core.failures import chain_start
+from elaunch.agent.workers.error_file import read_error_file
 from elaunch.rendezvous.codec import parse_json
 from elaunch.rendezvous.types import Failure, FailureKind, JobSpec, Outcome, OutcomeKind, ProgramKind
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from elaunch.agent.devices import read_gpus, visible
+from elaunch.agent.workers.gpus import read_gpus, visible
 
 
 @dataclass(frozen=True)

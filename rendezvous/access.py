@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from elaunch.rendezvous.plan import PREFIX, Endpoint, Login, Tls
+from elaunch.rendezvous.endpoint import PREFIX, Endpoint, Login, Tls
 from elaunch.rendezvous.store import Denied
 
 if TYPE_CHECKING:

@@ -140,6 +140,10 @@ class Rejected(StoreError):
     """The store answers, but does not do as asked: try again, and tell the user, who may have to act."""
 
 
+class TimedOut(Unavailable):
+    """Nobody answered within the deadline: the member may be hung, with its connections open."""
+
+
 class Denied(Rejected):
     """Waiting alone does not help: the secret is wrong, a permission is missing, or a version, or the gateway.
 

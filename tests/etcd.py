@@ -18,9 +18,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from elaunch.rendezvous.access import Access
-from elaunch.rendezvous.etcd import EtcdStore
-from elaunch.rendezvous.gateway_carrier import GatewayCarrier
-from elaunch.rendezvous.plan import Endpoint
+from elaunch.rendezvous.endpoint import Endpoint
+from elaunch.rendezvous.etcd.json_transport import GatewayCarrier
+from elaunch.rendezvous.etcd.store import EtcdStore
 from tests.certificates import Certificates
 from tests.harness import wait_for
 
@@ -49,7 +49,7 @@ def client(
     """A store that speaks as told, and changes its mind for nothing."""
     access = access or Access()
     if transport == "grpc":
-        from elaunch.rendezvous.grpc_carrier import GrpcCarrier
+        from elaunch.rendezvous.etcd.grpc_transport import GrpcCarrier
 
         return EtcdStore(endpoints, access, deadline_s, GrpcCarrier(access))
     return EtcdStore(endpoints, access, deadline_s, GatewayCarrier(access.tls, access.bearer))

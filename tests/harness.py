@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import psutil
 import pytest
 
-from elaunch.agent.guardian import VARIABLE
+from elaunch.agent.guardian.guardian import VARIABLE
 
 Fact = TypeVar("Fact")
 # Generous: these machines are shared. A test that needs more has found a hang.
@@ -29,6 +29,7 @@ _NOT_FOR_JOBS = (
     *("OMP_NUM_THREADS", "PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"),
 )
 COMMAND = (sys.executable, "-m", "elaunch")
+REPOSITORY = Path(__file__).parents[1]
 
 
 def slow(*values: Any) -> Any:

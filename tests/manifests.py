@@ -12,7 +12,9 @@ from typing import Any
 
 import yaml
 
-K8S = Path(__file__).parents[1] / "deploy" / "k8s"
+from tests.harness import REPOSITORY
+
+K8S = REPOSITORY / "deploy" / "k8s"
 Object = dict[str, Any]
 
 

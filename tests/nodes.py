@@ -19,8 +19,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from elaunch.agent.cgroup import JobCgroup
-from elaunch.agent.guardian import kill_cgroup
+from elaunch.agent.guardian.cgroup import JobCgroup
+from elaunch.agent.guardian.guardian import kill_cgroup
 
 PREFIX = "elaunch-nodes"
 ON_NODE = Path(__file__).with_name("on_node.sh")

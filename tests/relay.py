@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 
-from elaunch.rendezvous.plan import Endpoint
+from elaunch.rendezvous.endpoint import Endpoint
 
 
 class Listener:

@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from typing import IO, Any
 
 from elaunch.rendezvous.secret import Secret
-from elaunch.rendezvous.serving import Server
-from elaunch.rendezvous.slots import CONNECTIONS_MAX
+from elaunch.rendezvous.server.connection_limits import CONNECTIONS_MAX
+from elaunch.rendezvous.server.server import Server
 
 TOKEN = "a token for tests only"
 

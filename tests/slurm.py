@@ -22,7 +22,6 @@ from tests.nodes import TOOLS, Node, Nodes, address4
 from tests.nodes import missing as nodes_missing
 
 _TOOLS = ("slurmctld", "slurmd", "srun", "sbatch", "scontrol", "scancel", "squeue", "sinfo", "munged", "unmunge")
-_REPOSITORY = Path(__file__).parents[1]
 # What Debian's Slurm wants in cgroup.conf, though nothing here uses cgroups.
 _CGROUP_V1 = "CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n"
 _CGROUP_V2 = "CgroupPlugin=cgroup/v2\nIgnoreSystemd=yes\n"

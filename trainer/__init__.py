@@ -6,35 +6,35 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from elaunch.trainer.accumulation import accumulate as accumulate
-    from elaunch.trainer.checkpoint import Checkpoints as Checkpoints
-    from elaunch.trainer.keeper import Keeper as Keeper
-    from elaunch.trainer.keeper import NotDurable as NotDurable
-    from elaunch.trainer.ledger import Ledger as Ledger
-    from elaunch.trainer.modelstate import restore as restore
-    from elaunch.trainer.modelstate import state_of as state_of
-    from elaunch.trainer.oldfiles import load_plain as load_plain
-    from elaunch.trainer.order import Micro as Micro
-    from elaunch.trainer.order import Order as Order
-    from elaunch.trainer.sampling import Seeded as Seeded
-    from elaunch.trainer.sampling import Stream as Stream
-    from elaunch.trainer.sharded import ShardedMemory as ShardedMemory
+    from elaunch.trainer.checkpoint.checkpoints import Checkpoints as Checkpoints
+    from elaunch.trainer.checkpoint.single_file import load_plain as load_plain
+    from elaunch.trainer.data.accumulation import accumulate as accumulate
+    from elaunch.trainer.data.order import Micro as Micro
+    from elaunch.trainer.data.order import Order as Order
+    from elaunch.trainer.data.sampling import Seeded as Seeded
+    from elaunch.trainer.data.sampling import Stream as Stream
+    from elaunch.trainer.keeper.keeper import Keeper as Keeper
+    from elaunch.trainer.keeper.keeper import NotDurable as NotDurable
+    from elaunch.trainer.ledger.ledger import Ledger as Ledger
+    from elaunch.trainer.memory.sharded import ShardedMemory as ShardedMemory
+    from elaunch.trainer.state.model_state import restore as restore
+    from elaunch.trainer.state.model_state import state_of as state_of
 
 # Imported when they are asked for: `elaunch.trainer.link` must not cost the import of torch.
 _HOMES = {
-    "Checkpoints": "checkpoint",
-    "Keeper": "keeper",
-    "Ledger": "ledger",
-    "Micro": "order",
-    "NotDurable": "keeper",
-    "Order": "order",
-    "Seeded": "sampling",
-    "ShardedMemory": "sharded",
-    "Stream": "sampling",
-    "accumulate": "accumulation",
-    "load_plain": "oldfiles",
-    "restore": "modelstate",
-    "state_of": "modelstate",
+    "Checkpoints": "checkpoint.checkpoints",
+    "Keeper": "keeper.keeper",
+    "Ledger": "ledger.ledger",
+    "Micro": "data.order",
+    "NotDurable": "keeper.keeper",
+    "Order": "data.order",
+    "Seeded": "data.sampling",
+    "ShardedMemory": "memory.sharded",
+    "Stream": "data.sampling",
+    "accumulate": "data.accumulation",
+    "load_plain": "checkpoint.single_file",
+    "restore": "state.model_state",
+    "state_of": "state.model_state",
 }
 
 

@@ -7,10 +7,10 @@ import time
 import warnings
 from collections.abc import Sequence
 
-from elaunch.trainer.config import UsageError, parse
-from elaunch.trainer.corpus import Corpus
-from elaunch.trainer.place import Place
-from elaunch.trainer.rundir import RunDirectory
+from elaunch.trainer.gpt.config import UsageError, parse
+from elaunch.trainer.gpt.corpus import Corpus
+from elaunch.trainer.gpt.run_directory import RunDirectory
+from elaunch.trainer.ranks.place import Place
 
 # Longer than a launcher needs to see that rank 0 ended and to stop the others.
 REFUSAL_GRACE_S = 3.0

@@ -16,19 +16,20 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
-from elaunch.trainer import group, link
-from elaunch.trainer.accumulation import accumulate
-from elaunch.trainer.batches import Batches
-from elaunch.trainer.checkpoint import tensors_sha256
-from elaunch.trainer.config import TrainConfig, UsageError
-from elaunch.trainer.corpus import Corpus
-from elaunch.trainer.keeper import Keeper
-from elaunch.trainer.ledger import judge
-from elaunch.trainer.model import GPT
-from elaunch.trainer.place import Place
-from elaunch.trainer.progress import Progress, printable
-from elaunch.trainer.recorder import Recorder
-from elaunch.trainer.rundir import RunDirectory
+from elaunch.trainer import link
+from elaunch.trainer.checkpoint.checkpoints import tensors_sha256
+from elaunch.trainer.data.accumulation import accumulate
+from elaunch.trainer.gpt.batches import Batches
+from elaunch.trainer.gpt.config import TrainConfig, UsageError
+from elaunch.trainer.gpt.corpus import Corpus
+from elaunch.trainer.gpt.model import GPT
+from elaunch.trainer.gpt.progress import Progress, printable
+from elaunch.trainer.gpt.recorder import Recorder
+from elaunch.trainer.gpt.run_directory import RunDirectory
+from elaunch.trainer.keeper.keeper import Keeper
+from elaunch.trainer.ledger.ledger import judge
+from elaunch.trainer.ranks import process_group
+from elaunch.trainer.ranks.place import Place
 
 SAMPLE_BYTES = 240
 GRADIENT_NORM_MAX = 1.0
@@ -39,14 +40,14 @@ def train(config: TrainConfig, corpus: Corpus, place: Place, run: RunDirectory) 
 
     Called by every rank with the same arguments but `place`. Raises UsageError where the ranks see different texts.
     """
-    device = group.join(place)
+    device = process_group.join(place)
     exit_code = 0
     try:
         steps(config, corpus, place, run, device)
     except SystemExit as stop:
         # The keeper's, on all ranks after the same step: nodes come or go, or somebody wants the job to end.
         exit_code = int(stop.code or 0)
-    group.leave(device)
+    process_group.leave(device)
     return exit_code
 
 
@@ -55,7 +56,7 @@ def steps(config: TrainConfig, corpus: Corpus, place: Place, run: RunDirectory, 
     tokens = config.global_batch * config.context
     progress = Progress(sys.stderr, steps=config.steps, tokens_per_step=tokens, speaks=place.leads)
     require_same_text(corpus, place, device)
-    if any(group.sum_over_ranks([place.leads and run.is_complete], device)):
+    if any(process_group.sum_over_ranks([place.leads and run.is_complete], device)):
         progress.say(f"{run.path} is complete: {config.steps} steps; remove it or give another --out to train again")
         return
 
@@ -103,7 +104,7 @@ def steps(config: TrainConfig, corpus: Corpus, place: Place, run: RunDirectory, 
 
 def require_same_text(corpus: Corpus, place: Place, device: torch.device) -> None:
     """Raise UsageError on a rank whose text is not rank 0's: the nodes may have different Pythons or disks."""
-    theirs = group.from_rank_0(corpus.summary.encode(), device).decode()
+    theirs = process_group.from_rank_0(corpus.summary.encode(), device).decode()
     if corpus.summary != theirs:
         raise UsageError(
             f"the text below {corpus.root} ({corpus.summary}) is not rank 0's ({theirs}); give all the same --data"
@@ -141,7 +142,7 @@ def held_out_loss(gpt: GPT, batches: Batches, device: torch.device) -> float:
     """Nats per byte on text that was never trained on; every rank computes its part and gets the mean of all."""
     gpt.eval()
     losses = [gpt(inputs, targets).item() for inputs, targets in batches.held_out()]
-    total, count = group.sum_over_ranks([sum(losses), len(losses)], device)
+    total, count = process_group.sum_over_ranks([sum(losses), len(losses)], device)
     return total / count
 
 

@@ -28,7 +28,7 @@ def network() -> Any:
     """The model, the same on every rank."""
     import torch
 
-    from elaunch.trainer.model import GPT
+    from elaunch.trainer.gpt.model import GPT
 
     torch.manual_seed(0)
     return GPT(layers=4, heads=4, width=128, context=_CONTEXT, dropout=0.0)

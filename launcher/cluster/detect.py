@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from elaunch.launcher.cluster import kubernetes, lsf, mpi, pbs, slurm
-from elaunch.launcher.cluster.facts import Cluster, Detect, check
+from elaunch.launcher.cluster.cluster import Cluster, Detect, check
 from elaunch.launcher.errors import UsageError
 
 # The innermost first: mpirun runs inside of an allocation, and a Slurm's nodes may be pods.

@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 
-from elaunch.launcher import values
-from elaunch.launcher.cluster.facts import Cluster, number, used
+from elaunch.launcher.cluster.cluster import Cluster, number, used
+from elaunch.launcher.options import values
 
 HOSTS = "/etc/hosts"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from elaunch.launcher.cluster.facts import Cluster, number, port_of_name, used
+from elaunch.launcher.cluster.cluster import Cluster, number, port_of_name, used
 from elaunch.launcher.cluster.hostlist import of_lsf, place_of
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 
-from elaunch.launcher.cluster.facts import Cluster, number, port_of, used
+from elaunch.launcher.cluster.cluster import Cluster, number, port_of, used
 from elaunch.launcher.cluster.hostlist import of_slurm
 
 # Above are the steps that are no steps: a batch script's, an interactive shell's.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping, Sequence
 
-from elaunch.agent.environ import outside
+from elaunch.agent.environment import outside
 from elaunch.launcher.errors import UsageError, nearest
 
 HELP = """\

@@ -14,14 +14,14 @@ from typing import Any
 
 import yaml
 
-from elaunch.launcher import argv as command_line
-from elaunch.launcher import conf, values
-from elaunch.launcher.configfile import JobFile
-from elaunch.launcher.endpoints import endpoints
 from elaunch.launcher.errors import SiteError, UsageError
-from elaunch.launcher.options import HelpRequested, parse
+from elaunch.launcher.options import argv as command_line
+from elaunch.launcher.options import rdzv_conf, values
+from elaunch.launcher.options.endpoints import endpoints
+from elaunch.launcher.options.job_file import JobFile
+from elaunch.launcher.options.options import HelpRequested, parse
+from elaunch.launcher.submit.flags import Flag, Submission, help_text, take
 from elaunch.launcher.submit.manifests import Object, PodJob, companions, job, labels, owned, suspended
-from elaunch.launcher.submit.words import Flag, Submission, help_text, take
 from elaunch.rendezvous.secret import new_token
 
 FLAGS = (
@@ -178,7 +178,7 @@ def _check_command(
     checked = parse(command, {"PET_NNODES": f"{nodes[0]}:{nodes[1]}", **variables}, lambda _: JobFile({}))
     if isinstance(checked, HelpRequested):
         raise UsageError("submit k8s takes a program: elaunch submit k8s --image IMAGE train.py")
-    conf.understand(checked.rdzv_conf)
+    rdzv_conf.understand(checked.rdzv_conf)
     if checked.target == "-":
         raise UsageError("- is a program on stdin, and pods have none; name a file of the image")
 

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from elaunch.launcher import conf, values
 from elaunch.launcher.errors import SiteError, UsageError
-from elaunch.launcher.options import HelpRequested, Options, parse
-from elaunch.launcher.program import check_script
-from elaunch.launcher.shellwords import is_one_line, joined, quoted
-from elaunch.launcher.submit.words import Flag, Submission, help_text, take
+from elaunch.launcher.options import rdzv_conf, values
+from elaunch.launcher.options.options import HelpRequested, Options, parse
+from elaunch.launcher.options.shell_words import is_one_line, joined, quoted
+from elaunch.launcher.preflight import check_script
+from elaunch.launcher.submit.flags import Flag, Submission, help_text, take
 from elaunch.rendezvous.types import ProgramKind
 
 FLAGS = (
@@ -103,7 +103,7 @@ def understand(submission: Submission, environ: Mapping[str, str]) -> Request:
     checked = parse(words, environ)
     if isinstance(checked, HelpRequested):
         raise UsageError("submit slurm takes a program: elaunch submit slurm --nodes 2 train.py")
-    conf.understand(checked.rdzv_conf)
+    rdzv_conf.understand(checked.rdzv_conf)
     nodes = _checked("nodes", submission.last("nodes", "1"), values.nodes)
     _check(checked, nodes)
     if nodes[0] < nodes[1] and "nnodes" not in checked.given:

@@ -11,10 +11,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from elaunch.trainer.ledger import judge
-from tests.harness import Job, environment, script
+from elaunch.trainer.ledger.ledger import judge
+from tests.harness import REPOSITORY, Job, environment, script
 
-PAGE = Path(__file__).parents[2] / "docs" / "trainer.md"
+PAGE = REPOSITORY / "docs" / "trainer.md"
 
 
 def kept(folder: Path, heading: str = "Keeping the state") -> Path:

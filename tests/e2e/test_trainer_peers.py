@@ -15,7 +15,7 @@ from tests.harness import DEADLINE_S, environment, script
 PAIRS = """
 import os, socket, sys
 import torch.distributed as dist
-from elaunch.trainer.peers import Peers
+from elaunch.trainer.ranks.peers import Peers
 
 def train(rank):
     dist.init_process_group("gloo", rank=rank, world_size=2)

@@ -8,7 +8,7 @@ from typing import Any, TypedDict
 
 import pytest
 
-from elaunch.trainer.ledger import judge
+from elaunch.trainer.ledger.ledger import judge
 from tests.harness import finished, records, script, slow
 
 # Trains steps after+1…until of a small network, and leaves in the folder: the state, a loss per step, a mask per

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from elaunch.trainer.checkpoint import marks
+from elaunch.trainer.checkpoint.checkpoints import marks
 from tests.harness import slow, wait_for
 
 SHAPE = ["--steps", "40", "--global-batch", "6", "--checkpoint-every", "1", "--layers", "2", "--width", "32"]

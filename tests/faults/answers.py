@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from http import HTTPStatus
 
-from elaunch.rendezvous.carrier import Rpc
+from elaunch.rendezvous.etcd.transport import Rpc
 
 _STREAMS = (Rpc.WATCH, Rpc.KEEP_ALIVE)
 # grpc-gateway's HTTPStatusFromCode; 3.4's gateway says 412 for code 9, 3.5's says 400.

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from elaunch.rendezvous.etcd import EtcdStore
+from elaunch.rendezvous.etcd.store import EtcdStore
 from elaunch.rendezvous.store import Absent, Changes, LeaseGone, Present, Put, Txn, Unavailable, Update
 from tests.harness import wait_for
 

@@ -38,10 +38,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from elaunch.trainer.boundary import Boundary
-from elaunch.trainer.gpu import HostCopies
-from elaunch.trainer.keeper import Keeper
-from elaunch.trainer.memory import copy_on_host
+from elaunch.trainer.keeper.boundary import Boundary
+from elaunch.trainer.keeper.keeper import Keeper
+from elaunch.trainer.memory.device_copy import HostCopies
+from elaunch.trainer.memory.replicated import copy_on_host
 
 FOLDER, STEPS = Path(sys.argv[1]), int(sys.argv[2])
 OPTIONS = dict(word.split("=", 1) for word in sys.argv[3:])

@@ -35,14 +35,16 @@ from moments import Moments
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from elaunch.trainer import group, marks, train
+from elaunch.trainer import train
 from elaunch.trainer.__main__ import main
-from elaunch.trainer.boundary import Boundary
-from elaunch.trainer.gpu import HostCopies
-from elaunch.trainer.keeper import Keeper
-from elaunch.trainer.recorder import Recorder
-from elaunch.trainer.rundir import RunDirectory
-from elaunch.trainer.training import Training
+from elaunch.trainer.checkpoint import catalog
+from elaunch.trainer.gpt.recorder import Recorder
+from elaunch.trainer.gpt.run_directory import RunDirectory
+from elaunch.trainer.keeper.boundary import Boundary
+from elaunch.trainer.keeper.keeper import Keeper
+from elaunch.trainer.memory.device_copy import HostCopies
+from elaunch.trainer.ranks import process_group
+from elaunch.trainer.state.training_state import Training
 
 MOMENTS = Moments(Path(sys.argv[1]))
 
@@ -89,14 +91,14 @@ def now() -> int:
 def plant() -> None:
     """Put all moments in place."""
     train.Keeper = StruckKeeper  # type: ignore[misc]
-    before(group, "join", "start", lambda place: 0)
+    before(process_group, "join", "start", lambda place: 0)
     before(Training, "load_replicated", "restore", lambda *_: 0)
     before(Training, "load_whole", "restore", lambda *_: 0)
     before(train, "held_out_loss", "evaluating", lambda *_: 0)
     before(RunDirectory, "write_result", "result", lambda *_: 0)
     before(Recorder, "mean_loss", "loss", lambda *_: now())
-    before(marks, "publish", "publish", lambda folder, mark: mark.step)
-    before(marks, "sync_directory", "published", lambda folder: newest_published(folder))
+    before(catalog, "publish", "publish", lambda folder, mark: mark.step)
+    before(catalog, "sync_directory", "published", lambda folder: newest_published(folder))
     build, copy, tell = train.build, HostCopies.copy, Boundary.tell
 
     def told(boundary: Boundary, reason: str) -> None:
@@ -125,7 +127,7 @@ def plant() -> None:
 
 def newest_published(folder: Path) -> int:
     """The step of the checkpoint that has just got its name, or -1 for another folder."""
-    found = marks.marks(folder)
+    found = catalog.marks(folder)
     return found[-1].step if found else -1
 
 

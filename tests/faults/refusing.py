@@ -24,9 +24,9 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from elaunch.rendezvous.carrier import Rpc
-from elaunch.rendezvous.http1 import Reply
-from elaunch.rendezvous.plan import Endpoint
+from elaunch.rendezvous.endpoint import Endpoint
+from elaunch.rendezvous.etcd.transport import Rpc
+from elaunch.rendezvous.http.response import Reply
 from tests.etcd import Etcd
 from tests.faults.answers import LAST_CHUNK, NO_LEADER, Answer, Fault, chunk, fits
 from tests.harness import wait_for

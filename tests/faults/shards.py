@@ -34,11 +34,12 @@ import torch._dynamo
 import torch.distributed as dist
 from torch import nn
 
-from elaunch.trainer import dcp, marks, modelstate, writing
-from elaunch.trainer.checkpoint import Checkpoints, Mark
-from elaunch.trainer.pieces import PieceFile
-from elaunch.trainer.sharded import ShardedMemory
-from elaunch.trainer.tree import tensors_sha256
+from elaunch.trainer.checkpoint import catalog, dcp, writing
+from elaunch.trainer.checkpoint.checkpoints import Checkpoints, Mark
+from elaunch.trainer.memory.shard_file import PieceFile
+from elaunch.trainer.memory.sharded import ShardedMemory
+from elaunch.trainer.state import model_state
+from elaunch.trainer.state.tree import tensors_sha256
 
 KIND, STORE, *ACTIONS = sys.argv[1:]
 FOLDER = Path(os.environ["FOLDER"])
@@ -80,9 +81,9 @@ def step(model: nn.Module, optimizer: Any, number: int) -> None:
 def digest(model: nn.Module, optimizer: Any) -> str:
     """Over the whole state, the same for the same state however it is spread."""
     if optimizer.state or KIND == "zero":
-        held = modelstate.state_of(model, optimizer)
+        held = model_state.state_of(model, optimizer)
     else:
-        held = {"model": modelstate.unwrap(model).state_dict()}
+        held = {"model": model_state.unwrap(model).state_dict()}
     pieces: dict[str, torch.Tensor] = {}
     for name, value in held["model"].items():
         pieces[name] = whole(value)
@@ -91,7 +92,7 @@ def digest(model: nn.Module, optimizer: Any) -> str:
         merged: list[Any] = [None] * WORLD_SIZE
         dist.all_gather_object(merged, dict(moments))
         moments = {name: each for part in merged for name, each in part.items()}
-    names = [name for name, _ in modelstate.unwrap(model).named_parameters()]
+    names = [name for name, _ in model_state.unwrap(model).named_parameters()]
     for key, values in moments.items():
         for name, value in values.items():
             pieces[f"{names[key] if isinstance(key, int) else key}.{name}"] = whole(value)
@@ -127,7 +128,7 @@ def at(moment: str, rank: int) -> None:
         return 0
 
     def empty(path: Path, *_: object, **__: object) -> None:
-        (path / marks.MANIFEST).unlink()
+        (path / catalog.MANIFEST).unlink()
         die()
 
     def partly(self: Any, tensors: Any) -> None:
@@ -151,7 +152,7 @@ def at(moment: str, rank: int) -> None:
         case "unsent":
             ShardedMemory._exchange = die  # type: ignore[assignment, method-assign]
         case "discard":
-            marks.shutil.rmtree = empty  # type: ignore[attr-defined, assignment]
+            catalog.shutil.rmtree = empty  # type: ignore[attr-defined, assignment]
 
 
 def garble() -> None:
@@ -202,22 +203,22 @@ def main() -> None:
                     done["step"] += 1
                     step(model, optimizer, done["step"])
             case "save" if STORE == "memory":
-                store.save(done["step"], {**done, **modelstate.state_of(model, optimizer)})
+                store.save(done["step"], {**done, **model_state.state_of(model, optimizer)})
                 store.wait()
             case "begin" if STORE == "memory":
-                store.save(done["step"], {**done, **modelstate.state_of(model, optimizer)})
+                store.save(done["step"], {**done, **model_state.state_of(model, optimizer)})
             case "save":
-                store.save(done["step"], {**done, **modelstate.state_of(model, optimizer)})
+                store.save(done["step"], {**done, **model_state.state_of(model, optimizer)})
             case "begin":
-                store.save_async(done["step"], {**done, **modelstate.state_of(model, optimizer)})
+                store.save_async(done["step"], {**done, **model_state.state_of(model, optimizer)})
             case "load":
-                found = modelstate.restore(load, model, optimizer, done)
+                found = model_state.restore(load, model, optimizer, done)
                 loaded = [found.generation, found.step] if isinstance(found, Mark) else found
             case "weights":
-                state = {"model": modelstate.unwrap(model).state_dict()}
+                state = {"model": model_state.unwrap(model).state_dict()}
                 found = load(state)
                 loaded = [found.generation, found.step]
-                modelstate.unwrap(model).load_state_dict(state["model"])
+                model_state.unwrap(model).load_state_dict(state["model"])
             case "hold":
                 hold()
             case "kill":

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from elaunch.rendezvous.carrier import Rpc
+from elaunch.rendezvous.etcd.transport import Rpc
 from tests.etcd import Etcd
 from tests.faults.answers import ALL, MAY_PASS, Answer
 from tests.faults.fleet import Fleet, Hearing

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from elaunch.agent.guardian import kill_cgroup
+from elaunch.agent.guardian.guardian import kill_cgroup
 from tests.faults.census import children, command
 from tests.faults.processes import CHILDREN, LIGHT, SAY, Watched, is_alive
 from tests.harness import script, slow, wait_for

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from elaunch.trainer.marks import Mark, marks
+from elaunch.trainer.checkpoint.catalog import Mark, marks
 from tests.harness import wait_for
 from tests.ranks import Ended, Nursery, Ranks, nursery
 

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.launcher.keyring import Kept
+from elaunch.launcher.store.keyring import Kept
 from elaunch.rendezvous.access import Access
-from elaunch.rendezvous.carrier import Carrier
-from elaunch.rendezvous.etcd import EtcdStore
-from elaunch.rendezvous.grpc_carrier import GrpcCarrier
-from elaunch.rendezvous.plan import Endpoint, Login, Tls
+from elaunch.rendezvous.endpoint import Endpoint, Login, Tls
+from elaunch.rendezvous.etcd.grpc_transport import GrpcCarrier
+from elaunch.rendezvous.etcd.store import EtcdStore
+from elaunch.rendezvous.etcd.transport import Carrier
 from elaunch.rendezvous.secret import Secret
 from elaunch.rendezvous.store import Denied
 from tests.certificates import Certificates

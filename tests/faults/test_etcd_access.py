@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from elaunch.rendezvous.access import Access
-from elaunch.rendezvous.carrier import GatewayOff, Json, Rpc, TimedOut
-from elaunch.rendezvous.etcd import EtcdStore
-from elaunch.rendezvous.gateway_carrier import GatewayCarrier
-from elaunch.rendezvous.http import Connection, Deadline, Trust
-from elaunch.rendezvous.plan import Endpoint, Login, Tls
-from elaunch.rendezvous.store import Absent, Denied, Put, Rejected, StoreError, Txn, Unavailable, Update
+from elaunch.rendezvous.endpoint import Endpoint, Login, Tls
+from elaunch.rendezvous.etcd.json_transport import GatewayCarrier
+from elaunch.rendezvous.etcd.store import EtcdStore
+from elaunch.rendezvous.etcd.transport import GatewayOff, Json, Rpc
+from elaunch.rendezvous.http.client import Connection, Deadline, Trust
+from elaunch.rendezvous.store import Absent, Denied, Put, Rejected, StoreError, TimedOut, Txn, Unavailable, Update
 from tests.certificates import Certificates
 from tests.etcd import VERSIONS, Etcd, client, free_ports
 from tests.harness import slow, wait_for

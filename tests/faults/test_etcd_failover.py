@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from elaunch.rendezvous.etcd import EtcdStore
-from elaunch.rendezvous.gateway import range_end
-from elaunch.rendezvous.gateway_carrier import GatewayCarrier, GatewayStream
+from elaunch.rendezvous.etcd.json_codec import range_end
+from elaunch.rendezvous.etcd.json_transport import GatewayCarrier, GatewayStream
+from elaunch.rendezvous.etcd.store import EtcdStore
 from elaunch.rendezvous.store import Delete, HistoryLost, Put, Txn, Unavailable, Update
 from tests.etcd import VERSIONS, Etcd, Member, client
 from tests.faults.etcd_traffic import LEASE, PREFIX, Traffic

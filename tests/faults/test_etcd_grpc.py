@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from elaunch.rendezvous.access import Access
-from elaunch.rendezvous.carrier import Json, Rpc
-from elaunch.rendezvous.etcd import EtcdStore
-from elaunch.rendezvous.grpc_carrier import GrpcCarrier
-from elaunch.rendezvous.plan import Endpoint, Login, Tls
+from elaunch.rendezvous.endpoint import Endpoint, Login, Tls
+from elaunch.rendezvous.etcd.grpc_transport import GrpcCarrier
+from elaunch.rendezvous.etcd.store import EtcdStore
+from elaunch.rendezvous.etcd.transport import Json, Rpc
 from elaunch.rendezvous.secret import Secret
 from elaunch.rendezvous.store import Denied, Put, Txn, Unavailable, Update
 from tests.certificates import Certificates
@@ -140,9 +140,9 @@ def test_without_the_package_the_way_out_is_said() -> None:
 import sys
 sys.modules["etcd3"] = None
 from elaunch.rendezvous.access import Access
-from elaunch.rendezvous.etcd import EtcdStore
-from elaunch.rendezvous.grpc_carrier import GrpcCarrier
-from elaunch.rendezvous.plan import Endpoint
+from elaunch.rendezvous.etcd.store import EtcdStore
+from elaunch.rendezvous.etcd.grpc_transport import GrpcCarrier
+from elaunch.rendezvous.endpoint import Endpoint
 from elaunch.rendezvous.store import Denied
 for call in (lambda: GrpcCarrier(Access()), EtcdStore([Endpoint("127.0.0.1", int(sys.argv[1]))]).check):
     try:
@@ -179,7 +179,7 @@ def test_what_is_not_there_hangs_or_is_no_etcd_is_said() -> None:
 def test_a_users_protobuf_is_left_alone() -> None:
     program = """
 import sys
-from elaunch.rendezvous.grpc_messages import load
+from elaunch.rendezvous.etcd.grpc_messages import load
 load()
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 pool = descriptor_pool.Default()

@@ -17,7 +17,7 @@ pytestmark = needs_nodes
 
 WATCHING = """
 import sys
-from elaunch.rendezvous.plan import Endpoint
+from elaunch.rendezvous.endpoint import Endpoint
 from tests.etcd import client
 
 store = client([Endpoint("node0", 2379)], sys.argv[1], deadline_s=5)

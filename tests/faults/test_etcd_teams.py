@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from elaunch.rendezvous.access import Access
-from elaunch.rendezvous.etcd import EtcdStore
-from elaunch.rendezvous.plan import Login, Tls
+from elaunch.rendezvous.endpoint import Login, Tls
+from elaunch.rendezvous.etcd.store import EtcdStore
 from elaunch.rendezvous.store import Denied, Put, Txn
 from tests.certificates import Certificates
 from tests.etcd import Etcd
 from tests.faults.processes import LIGHT, Watched
-from tests.harness import wait_for
+from tests.harness import REPOSITORY, wait_for
 
 TEAMS = ("vision", "nlp")
 # What docs/operations.md has an administrator type for each team.
@@ -26,7 +26,7 @@ RECIPE = (
     "role grant-permission {team} readwrite /teams/{team}/ --prefix=true",
     "user grant-role {team} {team}",
 )
-PAGE = Path(__file__).parents[2] / "docs" / "operations.md"
+PAGE = REPOSITORY / "docs" / "operations.md"
 UNTIL_END = """
 import os, pathlib, sys, time
 if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and len(sys.argv) > 2:

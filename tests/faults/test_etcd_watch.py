@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from elaunch.rendezvous import watching as watching_module
-from elaunch.rendezvous.etcd import EtcdStore
+from elaunch.rendezvous.etcd import watch as watching_module
+from elaunch.rendezvous.etcd.store import EtcdStore
 from elaunch.rendezvous.store import Changes, Delete, Entry, Put, Txn, Unavailable, Update, View
 from tests.etcd import TRANSPORTS, VERSIONS, Etcd, client
 from tests.harness import wait_for
@@ -350,8 +350,8 @@ def test_a_watch_from_now_misses_nothing_that_is_written_while_it_begins(
 
 FORKING = """
 import os, sys, threading
-from elaunch.rendezvous.etcd import EtcdStore
-from elaunch.rendezvous.plan import Endpoint
+from elaunch.rendezvous.etcd.store import EtcdStore
+from elaunch.rendezvous.endpoint import Endpoint
 from elaunch.rendezvous.store import Put, Txn
 
 store = EtcdStore([Endpoint("127.0.0.1", int(sys.argv[1]))], deadline_s=10)

@@ -96,7 +96,7 @@ import threading
 import torch
 import torch.distributed as dist
 from elaunch.trainer import Keeper
-from elaunch.trainer.mirror import Mirror
+from elaunch.trainer.memory.mirror import Mirror
 
 wait = Mirror.wait
 

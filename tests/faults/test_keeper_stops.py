@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.trainer.marks import marks
+from elaunch.trainer.checkpoint.catalog import marks
 from tests.faults.test_keeper_kills import KEPT, RESTORED, Run, assert_same
 from tests.harness import Job, environment, slow, wait_for
 

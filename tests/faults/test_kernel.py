@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from elaunch.agent.cgroup import JobCgroup
-from elaunch.agent.kernel import OutOfMemoryWatch
+from elaunch.agent.guardian.cgroup import JobCgroup
+from elaunch.agent.workers.oom import OutOfMemoryWatch
 from tests.harness import Job, script, wait_for
 
 GREEDY = "x = bytearray(400 << 20)\nfor i in range(0, len(x), 4096): x[i] = 1\nprint('survived')\n"

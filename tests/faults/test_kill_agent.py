@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from elaunch.agent.guardian import kill_cgroup
+from elaunch.agent.guardian.guardian import kill_cgroup
 from tests.faults.processes import CHILDREN, LIGHT, SAY, Watched, is_alive, library
 from tests.harness import script, wait_for
 

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from tests.faults.processes import is_alive
-from tests.harness import wait_for
+from tests.harness import REPOSITORY, wait_for
 from tests.nodes import Node, Nodes, needs_nodes, remove_leftovers
 
 pytestmark = needs_nodes
@@ -270,7 +270,7 @@ os.read(0, 1)
 
 
 def test_what_a_killed_run_has_left_goes_with_the_next_run() -> None:
-    here = Path(__file__).parents[2]
+    here = REPOSITORY
     killed = subprocess.Popen(
         [sys.executable, "-c", KILLED], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=here
     )

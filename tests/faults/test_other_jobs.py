@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from elaunch.agent.cgroup import JobCgroup
-from elaunch.agent.guardian import VARIABLE, kill_cgroup
+from elaunch.agent.guardian.cgroup import JobCgroup
+from elaunch.agent.guardian.guardian import VARIABLE, kill_cgroup
 from tests.faults.processes import CHILDREN, LIGHT, SAY, Watched, is_alive
 from tests.harness import script, wait_for
 

@@ -16,10 +16,10 @@ import pytest
 
 from tests.faults.processes import CHILDREN, LIGHT, SAY, Watched, described, is_alive
 from tests.faults.test_signals import SAVES
-from tests.harness import script, wait_for
+from tests.harness import REPOSITORY, script, wait_for
 
 CONTAINER = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
-HEALTHCHECK = Path(__file__).parents[2] / "deploy" / "docker" / "healthcheck.py"
+HEALTHCHECK = REPOSITORY / "deploy" / "docker" / "healthcheck.py"
 
 
 def _why() -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.rendezvous.carrier import Rpc
+from elaunch.rendezvous.etcd.transport import Rpc
 from tests.etcd import VERSIONS, Etcd
 from tests.faults import soak
 from tests.faults.answers import ALL, Answer, fits

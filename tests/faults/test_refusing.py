@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from elaunch.rendezvous.carrier import Refused, Rpc, TimedOut
-from elaunch.rendezvous.etcd import EtcdStore
-from elaunch.rendezvous.gateway_carrier import GatewayCarrier
-from elaunch.rendezvous.plan import Endpoint
-from elaunch.rendezvous.store import Changes, Put, Rejected, StoreError, Txn, Unavailable, Update
+from elaunch.rendezvous.endpoint import Endpoint
+from elaunch.rendezvous.etcd.json_transport import GatewayCarrier
+from elaunch.rendezvous.etcd.store import EtcdStore
+from elaunch.rendezvous.etcd.transport import Refused, Rpc
+from elaunch.rendezvous.store import Changes, Put, Rejected, StoreError, TimedOut, Txn, Unavailable, Update
 from tests.etcd import Etcd, client
 from tests.faults.answers import (
     ALL,

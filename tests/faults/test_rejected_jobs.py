@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.rendezvous.carrier import Rpc
+from elaunch.rendezvous.etcd.transport import Rpc
 from tests.etcd import Etcd
 from tests.faults import answers
 from tests.faults.answers import Answer, Fault

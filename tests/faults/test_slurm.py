@@ -15,12 +15,12 @@ from tests.etcd import Etcd
 from tests.faults.cluster import REDUCER
 from tests.faults.meetings import Meeting, Records
 from tests.faults.trainings import Training
-from tests.harness import COMMAND, slow, wait_for
+from tests.harness import COMMAND, REPOSITORY, slow, wait_for
 from tests.slurm import Batch, Slurm, needs_slurm
 
 pytestmark = needs_slurm
 
-SBATCH = Path(__file__).parents[2] / "deploy" / "slurm" / "train.sbatch"
+SBATCH = REPOSITORY / "deploy" / "slurm" / "train.sbatch"
 # What a worker prints, without torch: its place, and where it is.
 PLACE = 'echo "place $RANK $WORLD_SIZE $LOCAL_RANK $(hostname)"\n'
 PLAIN = ("--no-python", "sh", "place.sh")

@@ -14,10 +14,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from elaunch.rendezvous import serving, strangers
 from elaunch.rendezvous.secret import Secret
-from elaunch.rendezvous.slots import slots_for
-from elaunch.rendezvous.strangers import PER_ADDRESS
+from elaunch.rendezvous.server import server as server_module
+from elaunch.rendezvous.server import unauthenticated
+from elaunch.rendezvous.server.connection_limits import slots_for
+from elaunch.rendezvous.server.unauthenticated import PER_ADDRESS
 from tests.harness import wait_for
 from tests.served import TOKEN, Gateway, ServerProcess, thread_serving
 
@@ -127,8 +128,8 @@ def test_a_job_whose_agents_all_start_behind_one_address_gets_in_at_the_first_tr
     secret: Secret, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Also on a slow machine.
-    monkeypatch.setattr(strangers, "CROWD_S", 60.0)
-    monkeypatch.setattr(strangers, "FIRST_REQUEST_S", 60.0)
+    monkeypatch.setattr(unauthenticated, "CROWD_S", 60.0)
+    monkeypatch.setattr(unauthenticated, "FIRST_REQUEST_S", 60.0)
     agents, context = 64, secret.client_context()
     with thread_serving(secret, slots_for(agents)) as (server, port), ExitStack() as stack:
         plain = [connected(port) for _ in range(agents)]
@@ -142,7 +143,7 @@ def test_a_job_whose_agents_all_start_behind_one_address_gets_in_at_the_first_tr
 
 
 def test_one_address_may_hold_few_strangers_for_long(secret: Secret, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(strangers, "CROWD_S", 0.2)
+    monkeypatch.setattr(unauthenticated, "CROWD_S", 0.2)
     with (
         thread_serving(secret) as (_, port),
         crowd(port, 3 * PER_ADDRESS) as them,
@@ -168,7 +169,7 @@ def silence(stranger: socket.socket) -> None:
 def test_no_byte_buys_a_stranger_time(
     secret: Secret, monkeypatch: pytest.MonkeyPatch, does: Callable[[socket.socket], None], with_tls: bool
 ) -> None:
-    monkeypatch.setattr(strangers, "FIRST_REQUEST_S", 1.0)
+    monkeypatch.setattr(unauthenticated, "FIRST_REQUEST_S", 1.0)
     with thread_serving(secret if with_tls else None) as (_, port), connected(port) as plain:
         stranger: socket.socket = secret.client_context().wrap_socket(plain) if with_tls else plain
         assert until_closed(stranger, does, 20) < 10
@@ -292,7 +293,7 @@ def unread(port: int) -> int:
 
 
 def test_a_watch_that_is_never_read_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serving, "STALLED_S", 0.5)
+    monkeypatch.setattr(server_module, "STALLED_S", 0.5)
     with thread_serving() as (server, port):
         gateway = Gateway("127.0.0.1", port)
         read, unread = gateway.watch(EVERYTHING), gateway.watch(EVERYTHING)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.trainer.marks import found
+from elaunch.trainer.checkpoint.catalog import found
 from tests.faults.trainings import STEPS, OneNode
 from tests.harness import wait_for
 

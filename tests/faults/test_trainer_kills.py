@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from elaunch.trainer.ledger import judge
+from elaunch.trainer.ledger.ledger import judge
 from tests.harness import Job, wait_for
 
 SHAPE = ["--steps", "60", "--global-batch", "6", "--checkpoint-every", "1", "--layers", "1", "--width", "16"]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.trainer.marks import marks
+from elaunch.trainer.checkpoint.catalog import marks
 from tests.faults.trainings import OneNode
 from tests.harness import wait_for
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from elaunch.trainer.ledger import judge
+from elaunch.trainer.ledger.ledger import judge
 from tests.faults.processes import Watched
 from tests.harness import DEADLINE_S as WAIT_S
 from tests.harness import wait_for

@@ -11,10 +11,7 @@ from functools import partial
 from signal import Signals
 from typing import TYPE_CHECKING
 
-from elaunch.agent.core import deadline_s, step
-from elaunch.agent.dealings import Dealings
-from elaunch.agent.errands import Errand, Errands
-from elaunch.agent.events import (
+from elaunch.agent.core.events import (
     Action,
     Clear,
     Cleared,
@@ -39,10 +36,13 @@ from elaunch.agent.events import (
     WorkerRaised,
     WorkersHung,
 )
+from elaunch.agent.core.state import Agent, Exited, Running
+from elaunch.agent.core.step import deadline_s, step
 from elaunch.agent.inbox import LookAgain
-from elaunch.agent.state import Agent, Exited, Running
-from elaunch.rendezvous.entering import join
-from elaunch.rendezvous.snapshot import Keys, Snapshot
+from elaunch.agent.session.retry_queue import Errand, Errands
+from elaunch.agent.session.store_client import Dealings
+from elaunch.rendezvous.rules.entering import join
+from elaunch.rendezvous.rules.snapshot import Keys, Snapshot
 from elaunch.rendezvous.store import StoreError
 from elaunch.rendezvous.types import Failure, FailureKind, JobSpec, Joined, Node, Outcome, RankTable
 from tests.sim.groups import KILL, USR1, Worker

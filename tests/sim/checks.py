@@ -6,11 +6,11 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from elaunch.agent.events import Cleared, Event, ServiceLost, WorkerExited, WorkerRaised
-from elaunch.agent.state import Agent, Exited, Finished, Joining, Running, Stopping
+from elaunch.agent.core.events import Cleared, Event, ServiceLost, WorkerExited, WorkerRaised
+from elaunch.agent.core.state import Agent, Exited, Finished, Joining, Running, Stopping
 from elaunch.rendezvous.codec import decode
+from elaunch.rendezvous.rules.table_codec import decode_table
 from elaunch.rendezvous.store import Changes, Entry, NoneNewer, Put, Txn, Update
-from elaunch.rendezvous.tables import decode_table
 from elaunch.rendezvous.types import (
     Failure,
     Generation,

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 
-from elaunch.agent.events import (
+from elaunch.agent.core.events import (
     Clear,
     Cleared,
     Commit,
@@ -25,7 +25,7 @@ from elaunch.agent.events import (
     TellWorkers,
     WorkerExited,
 )
-from elaunch.rendezvous.memory import MemoryStore
+from elaunch.rendezvous.engine.memory_store import MemoryStore
 from elaunch.rendezvous.store import Answer, Delete, Put, Txn
 from elaunch.rendezvous.types import FailureKind, JobSpec, Program, ProgramKind, RankTable
 from tests.sim.agents import KEYS, AgentProcess, Host

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from elaunch.agent.events import (
+from elaunch.agent.core.events import (
     WorkerExited,
     WorkerListens,
     WorkerRaised,
@@ -14,9 +14,9 @@ from elaunch.agent.events import (
     WorkersHung,
     WorkerStopped,
 )
-from elaunch.agent.messages import Message, PeerFailed, StopAtStepBoundary
-from elaunch.agent.running import STOPPED_HOLD_S
-from elaunch.agent.state import Running
+from elaunch.agent.core.messages import Message, PeerFailed, StopAtStepBoundary
+from elaunch.agent.core.running import STOPPED_HOLD_S
+from elaunch.agent.core.state import Running
 from elaunch.rendezvous.types import Failure, FailureKind, RankTable
 from tests.sim.plans import Program
 

@@ -11,7 +11,7 @@ from functools import cache
 
 import pytest
 
-from elaunch.agent.events import (
+from elaunch.agent.core.events import (
     Commit,
     LeaseLost,
     ReplaceForkServer,
@@ -22,7 +22,7 @@ from elaunch.agent.events import (
     WorkersHung,
     WorkerStopped,
 )
-from elaunch.agent.messages import StopAtStepBoundary, StopReason
+from elaunch.agent.core.messages import StopAtStepBoundary, StopReason
 from elaunch.rendezvous.store import Delete
 from elaunch.rendezvous.types import OpenKind
 from tests.sim.agents import KEYS

@@ -15,8 +15,7 @@ from signal import SIGUSR1
 
 import pytest
 
-from elaunch.agent.core import deadline_s, step
-from elaunch.agent.events import (
+from elaunch.agent.core.events import (
     Action,
     Clear,
     Cleared,
@@ -38,11 +37,12 @@ from elaunch.agent.events import (
     Tick,
     WorkerExited,
 )
-from elaunch.agent.state import Agent, Exited, Running, Stopping
-from elaunch.agent.stopping import KILL_WAIT_S
-from elaunch.rendezvous.entering import join
-from elaunch.rendezvous.memory import MemoryStore
-from elaunch.rendezvous.snapshot import Keys, Snapshot, SnapshotReader
+from elaunch.agent.core.state import Agent, Exited, Running, Stopping
+from elaunch.agent.core.step import deadline_s, step
+from elaunch.agent.core.stopping import KILL_WAIT_S
+from elaunch.rendezvous.engine.memory_store import MemoryStore
+from elaunch.rendezvous.rules.entering import join
+from elaunch.rendezvous.rules.snapshot import Keys, Snapshot, SnapshotReader
 from elaunch.rendezvous.store import Put, Txn
 from elaunch.rendezvous.times import Times
 from elaunch.rendezvous.types import (
@@ -56,7 +56,7 @@ from elaunch.rendezvous.types import (
     ProgramKind,
     RankTable,
 )
-from tests.unit.job_world import begin_run_lease
+from tests.unit.agent.job_world import begin_run_lease
 
 KEYS = Keys("job")
 INT, KILL, TERM = 2, 9, 15

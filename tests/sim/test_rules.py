@@ -28,10 +28,10 @@ from typing import Any
 
 import pytest
 
-from elaunch.agent import membership
-from elaunch.agent.dealings import Dealings
-from elaunch.agent.state import Finished
-from elaunch.rendezvous import entering, forming, leading
+from elaunch.agent.core import membership
+from elaunch.agent.core.state import Finished
+from elaunch.agent.session.store_client import Dealings
+from elaunch.rendezvous.rules import entering, forming, leading
 from elaunch.rendezvous.store import Absent, Txn
 from elaunch.rendezvous.times import Times
 from elaunch.rendezvous.types import OpenKind, OutcomeKind

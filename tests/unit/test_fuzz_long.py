@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-FILES = sorted(path.name for path in Path(__file__).parent.glob("test_fuzz_*.py") if path != Path(__file__))
+HERE = Path(__file__).parent
+FILES = sorted(str(path.relative_to(HERE)) for path in HERE.rglob("test_fuzz.py"))
 
 
 @pytest.mark.slow
@@ -24,7 +25,7 @@ def test_many_examples_find_nothing(name: str) -> None:
         "-n0",
         "-p",
         "no:cacheprovider",
-        str(Path(__file__).with_name(name)),
+        str(HERE / name),
     ]
 
     done = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

@@ -1,0 +1,1 @@
+"""What this agent decides: events in, actions out, no I/O."""

@@ -1,0 +1,325 @@
+"""What can happen to an agent, and what it can do about it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+from elaunch.agent.core.messages import Message
+from elaunch.rendezvous.rules.snapshot import Snapshot
+from elaunch.rendezvous.store import Txn
+from elaunch.rendezvous.types import Failure, Outcome, RankTable
+
+
+class Tag(Enum):
+    """Transactions whose answer the agent waits for; only one at a time."""
+
+    FIRST_RUN = "start the first run"
+    RUN = "start a run"
+    JOIN = "join"
+    RETURN = "return"
+    ELECT = "become leader"
+    STANDING = "still a member"
+    LEAD = "lead"
+
+
+@dataclass(frozen=True)
+class Looked:
+    """What the store's keys say now."""
+
+    snapshot: Snapshot
+
+
+@dataclass(frozen=True)
+class Leased:
+    """The store has begun a lease for this node; `node_id` is a name for a new incarnation of it."""
+
+    lease: int
+    node_id: str
+
+
+@dataclass(frozen=True)
+class LeaseLost:
+    """The lease ended, and with it this node's keys."""
+
+    lease: int
+
+
+@dataclass(frozen=True)
+class Committed:
+    """The store's answer to a `Commit` with a tag; `held` as in `store.Answer`.
+
+    `revision` is 0 where nothing came of it, since the lease of a put had ended.
+    """
+
+    tag: Tag
+    held: bool
+    revision: int
+
+
+@dataclass(frozen=True)
+class StoreAway:
+    """The store does not answer; it is being tried again and again. `why` is a sentence without a full stop.
+
+    `is_heads` says that a node of the job serves the store, `is_slow` that the store is there but answers too late.
+    """
+
+    why: str
+    is_heads: bool = False
+    is_slow: bool = False
+
+
+@dataclass(frozen=True)
+class StoreRefuses:
+    """The store answers, but does not do as asked; it is being asked again and again. `why` as in `StoreAway`.
+
+    `is_denied` says that waiting alone does not help.
+    """
+
+    why: str
+    is_denied: bool = False
+
+
+@dataclass(frozen=True)
+class WatchRefused:
+    """The store refuses the watch, so changes are found by reading. `why` as in `StoreAway`."""
+
+    why: str
+
+
+@dataclass(frozen=True)
+class StoreBack:
+    """The store answers, and does as asked."""
+
+
+@dataclass(frozen=True)
+class StoreLost:
+    """The store is another one than before, or holds data that cannot be read. `why` as in `StoreAway`."""
+
+    why: str
+
+
+@dataclass(frozen=True)
+class OwnStoreLost:
+    """The process by which this agent served the job's store has ended. `why` as in `StoreAway`."""
+
+    why: str
+
+
+@dataclass(frozen=True)
+class WorkerExited:
+    """A worker is gone; `failure` is None where it exited with 0. `code` is as in `Failure`."""
+
+    generation: int
+    local_rank: int
+    code: int
+    failure: Failure | None = None
+
+
+@dataclass(frozen=True)
+class WorkerRaised:
+    """A worker's program ended by an exception; the process is on its way out, and may never arrive."""
+
+    generation: int
+    local_rank: int
+
+
+@dataclass(frozen=True)
+class WorkerListens:
+    """A worker listens on its link: what it wants to be told there from now on, instead of a signal."""
+
+    generation: int
+    local_rank: int
+    to_stop: bool
+    to_failure: bool
+
+
+@dataclass(frozen=True)
+class WorkerSaving:
+    """After a peer's failure: this worker is saving `step`, and there is time for that."""
+
+    generation: int
+    local_rank: int
+    step: int
+
+
+@dataclass(frozen=True)
+class WorkerSaved:
+    """After a peer's failure: all of this worker up to `step` is kept elsewhere, and it may be killed."""
+
+    generation: int
+    local_rank: int
+    step: int
+
+
+@dataclass(frozen=True)
+class WorkerStopped:
+    """A worker has stopped after `step`, as all ranks of the job do, and is about to save and to exit."""
+
+    generation: int
+    local_rank: int
+    step: int
+
+
+@dataclass(frozen=True)
+class Reported:
+    """A look at the workers' links: how many reports there have been in this generation, and who has reported."""
+
+    generation: int
+    reports: int
+    reporting: frozenset[int]
+
+
+@dataclass(frozen=True)
+class WorkersHung:
+    """The stacks of workers that report nothing any more were taken; `failure` says which."""
+
+    generation: int
+    failure: Failure
+
+
+@dataclass(frozen=True)
+class ServiceLost:
+    """What serves all workers of this node is gone: the worker store, or the fork server and all workers with it."""
+
+    generation: int
+    failure: Failure
+    workers_too: bool
+
+
+@dataclass(frozen=True)
+class Signalled:
+    """The agent got a signal that it handles."""
+
+    signum: int
+    name: str
+
+
+@dataclass(frozen=True)
+class Cleared:
+    """After `Clear`: no process of the generation is left, and all of its output has arrived.
+
+    `tails` are the ends of the local ranks' stderr; `reached_store` says that a rank had used the worker store, None
+    where that was on another node; `progressed` that a worker of this node had made progress.
+    """
+
+    generation: int
+    tails: Mapping[int, str] = field(default_factory=dict)
+    reached_store: bool | None = None
+    progressed: bool = False
+
+
+@dataclass(frozen=True)
+class Tick:
+    """A deadline of the agent's may have passed."""
+
+
+StoreEvent = Looked | Leased | LeaseLost | Committed | StoreAway | StoreRefuses | WatchRefused | StoreBack | StoreLost
+LinkEvent = WorkerRaised | WorkerListens | WorkerSaving | WorkerSaved | WorkerStopped
+WorkerEvent = LinkEvent | WorkerExited | Reported | WorkersHung | ServiceLost | Cleared
+Event = StoreEvent | OwnStoreLost | WorkerEvent | Signalled | Tick
+
+
+@dataclass(frozen=True)
+class Commit:
+    """Write to the store, after all that was written before; a tagged one is answered by `Committed`.
+
+    An untagged one needs no answer: the next look shows what happened.
+    """
+
+    txn: Txn
+    tag: Tag | None = None
+
+
+@dataclass(frozen=True)
+class Join:
+    """Reserve a port and put this node's `joined` key for the newest generation; answered by `Committed`.
+
+    `is_member` as in `entering.join`.
+    """
+
+    lease: int
+    is_member: bool
+    progressed: bool
+
+
+@dataclass(frozen=True)
+class Renew:
+    """Let go of the lease, if there is one, and begin another; answered by `Leased`."""
+
+
+@dataclass(frozen=True)
+class Widen:
+    """Look at all keys of the job from now on, not only at those under `ctl/`."""
+
+
+@dataclass(frozen=True)
+class Spawn:
+    """Start this node's workers."""
+
+    table: RankTable
+    group_rank: int
+
+
+@dataclass(frozen=True)
+class SignalWorkers:
+    """Signal the workers of these local ranks."""
+
+    generation: int
+    local_ranks: frozenset[int]
+    signum: int
+
+
+@dataclass(frozen=True)
+class TellWorkers:
+    """Say it to the workers of these local ranks, which listen on their links."""
+
+    generation: int
+    local_ranks: frozenset[int]
+    message: Message
+
+
+@dataclass(frozen=True)
+class TakeStacks:
+    """Have the workers of these local ranks show in the log what they are doing; answered by `WorkersHung`.
+
+    Those in `listening` do so themselves. `quiet_s` is how long they have reported nothing.
+    """
+
+    generation: int
+    local_ranks: frozenset[int]
+    listening: frozenset[int]
+    quiet_s: float
+
+
+@dataclass(frozen=True)
+class Clear:
+    """End what is left of a generation on this node and collect its output; answered by `Cleared`."""
+
+    generation: int
+
+
+@dataclass(frozen=True)
+class ReplaceForkServer:
+    """End a fork server that does not answer, and its workers; answered by `ServiceLost`."""
+
+    generation: int
+
+
+@dataclass(frozen=True)
+class Say:
+    """One sentence for the log."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Exit:
+    """The agent's work is done."""
+
+    outcome: Outcome
+
+
+ToWorkers = SignalWorkers | TellWorkers | TakeStacks
+Action = Commit | Join | Renew | Widen | Spawn | ToWorkers | Clear | ReplaceForkServer | Say | Exit

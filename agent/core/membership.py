@@ -1,0 +1,310 @@
+"""The agent's part in the job's rendezvous: its lease, entering, joining generations, leading."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from elaunch.agent.core.events import (
+    Action,
+    Commit,
+    Committed,
+    Join,
+    Leased,
+    LeaseLost,
+    Renew,
+    Say,
+    Tag,
+    Widen,
+)
+from elaunch.agent.core.state import (
+    WORTH_A_WORD_S,
+    Agent,
+    Exited,
+    Finished,
+    Joining,
+    Misfit,
+    Phase,
+    Running,
+    Step,
+    Waiting,
+    exit_with,
+)
+from elaunch.rendezvous.rules.entering import become_leader, return_as_member, start_run, still_member
+from elaunch.rendezvous.rules.leading import lead
+from elaunch.rendezvous.types import Outcome, OutcomeKind, RankTable, Terms, host_of
+
+# Whoever waits is not told of what more often than this.
+SAY_AGAIN_S = 5.0
+# One a lease time: by then any lease has ended, also if the store was away for the first of them.
+RUNS_REFUSED_MAX = 4
+# etcd ends a lease a little late.
+DEAD_SLACK_S = 1.0
+# What a follower looks at has the revision of these when they held. The others write nothing there, and a watch says
+# nothing of what it is not of: their revision may be seen a lease time later.
+_IN_SIGHT = (Tag.FIRST_RUN, Tag.RUN, Tag.ELECT, Tag.LEAD)
+
+
+def attend(agent: Agent, now_s: float) -> Step:
+    """What the node writes next on its own account or as the leader: one transaction at a time, from a fresh look."""
+    member, snapshot = agent.membership, agent.snapshot
+    if agent.is_going or not member.lease or member.in_flight or not snapshot.revision:
+        return agent, ()
+    if snapshot.revision < member.answered:
+        return agent, ()
+    if member.refused:
+        return _refused(agent, now_s)
+    if member.evicted:
+        return _evicted(agent)
+    if not member.is_member:
+        return _enter(agent, now_s)
+    match agent.phase:
+        case Joining(asked=asked, ran=ran) as joining if snapshot.generation and not snapshot.ended:
+            if max(asked, ran) < snapshot.generation.number:
+                return _join(agent, joining)
+    return _lead(agent, now_s)
+
+
+def answered(agent: Agent, event: Committed) -> Agent:
+    """Take the store's answer."""
+    member = agent.membership
+    if event.tag is not member.in_flight:
+        return agent
+    agent = agent.as_member(in_flight=None)
+    # After a refusal all is read again, but after that of a first run: many at once have it, and the run is in sight.
+    if event.tag in _IN_SIGHT if event.held else event.tag is not Tag.FIRST_RUN:
+        agent = agent.as_member(answered=max(member.answered, event.revision))
+    match event.tag:
+        case Tag.FIRST_RUN | Tag.RUN if event.held:
+            return agent.as_member(belongs=True, is_member=member.lease != 0, has_entered=True)
+        case Tag.FIRST_RUN | Tag.RUN if event.revision:
+            # The run that stands is the one to join, unless this node does not fit it.
+            return agent.as_member(belongs=member.misfit is None, runs_refused=member.runs_refused + 1)
+        case Tag.JOIN if event.held:
+            return agent.as_member(belongs=True, is_member=member.lease != 0, has_entered=True)
+        case Tag.JOIN:
+            return agent.as_member(refused=True)
+        case Tag.RETURN if event.held and member.lease:
+            return agent.as_member(is_member=True, next_id="")
+        case Tag.ELECT:
+            return agent.as_member(outvoted=not event.held)
+        case Tag.STANDING:
+            return agent.as_member(outvoted=False, evicted=not event.held and member.is_member)
+    return agent
+
+
+def leased(agent: Agent, event: Leased) -> Agent:
+    agent = agent.as_member(lease=event.lease, next_id=event.node_id)
+    return adopt(agent) if isinstance(agent.phase, Joining) else agent
+
+
+def lease_lost(agent: Agent, event: LeaseLost, now_s: float) -> Step:
+    """Whoever finds its lease ended begins another; whether as the same node is the generation's to say.
+
+    It was cut off or stood still, and the others may have been with it: it waits for their return.
+    """
+    if event.lease != agent.membership.lease or isinstance(agent.phase, Exited):
+        return agent, ()
+    agent = agent.as_member(lease=0, is_member=False, evicted=False)
+    agent = replace(agent, lossless_until_s=now_s + agent.times.amnesty_s)
+    if isinstance(agent.phase, Joining):
+        agent = replace(agent, phase=replace(agent.phase, asked=-1))
+    return (agent, ()) if agent.is_going else (agent, (Renew(),))
+
+
+def adopt(agent: Agent) -> Agent:
+    """Without workers and keys the node comes back as a new one."""
+    member = agent.membership
+    if member.is_member or not member.next_id:
+        return agent
+    return replace(agent.as_member(next_id=""), me=replace(agent.me, node_id=member.next_id))
+
+
+def joining(agent: Agent, ran: int) -> Agent:
+    """Back to joining, after the workers of generation `ran` are gone."""
+    return adopt(replace(agent, phase=Joining(ran=ran)))
+
+
+def tick_waiting(agent: Agent, now_s: float) -> Step:
+    """Say what is waited for, where that takes long."""
+    waiting = agent.waiting
+    if waiting.due_s is None or now_s < waiting.due_s:
+        return agent, ()
+    return replace(agent, waiting=replace(waiting, due_s=None, said_s=now_s)), (Say(f"waiting for {waiting.text}"),)
+
+
+def _enter(agent: Agent, now_s: float) -> Step:
+    snapshot, member = agent.snapshot, agent.membership
+    match agent.phase:
+        case Joining() as joining:
+            refusal = _mismatch(agent, snapshot.terms)
+            if member.misfit and refusal:
+                return _misfit(agent, refusal, now_s)
+            if snapshot.generation is None or (snapshot.ended and not member.belongs):
+                return _start_run(agent, now_s)
+            if snapshot.ended:
+                return agent, ()
+            if refusal:
+                return _misfit(agent, refusal, now_s)
+            if not snapshot.leader and not member.belongs:
+                return _start_run(agent, now_s)
+            agent = agent.as_member(misfit=None)
+            return _join(agent, joining)
+        case Running(table=table) | Finished(table=table) if _is_newest(agent, table) and not snapshot.ended:
+            back = return_as_member(snapshot, agent.me, member.lease)
+            return agent.as_member(in_flight=Tag.RETURN), (Commit(back, Tag.RETURN),)
+    return agent, ()
+
+
+def _start_run(agent: Agent, now_s: float) -> Step:
+    """Begin the job, unless it has members: without a generation, those are what is left of one that is gone."""
+    snapshot, member = agent.snapshot, agent.membership
+    was_away = agent.reach.failing_since_s is not None or now_s < agent.lossless_until_s
+    if snapshot.generation and not snapshot.ended and was_away:
+        # Those who run it may have been away as this agent was, their leases ended, and are back in a moment.
+        return replace(agent, lead_at_s=now_s + agent.times.amnesty_s), ()
+    if snapshot.generation is None and member.runs_refused:
+        # Their leases end, of which the narrow view does not tell; or they have none.
+        if now_s < member.run_again_s:
+            return replace(agent, lead_at_s=member.run_again_s), ()
+        if member.runs_refused >= RUNS_REFUSED_MAX:
+            reason = (
+                f"the store holds members of job {agent.spec.run_id!r} but no generation, which is no job;"
+                f" delete its keys, all that begin with {snapshot.keys.root}, or choose another --run-id"
+            )
+            return exit_with(agent, agent.outcome(OutcomeKind.UNKNOWN, reason))
+    run = start_run(snapshot, agent.spec.terms, agent.me, member.lease)
+    tag = Tag.RUN if snapshot.generation else Tag.FIRST_RUN
+    again_s = now_s + agent.times.lease_ttl_s
+    agent = replace(agent.as_member(in_flight=tag, run_again_s=again_s), lead_at_s=again_s)
+    return agent, (Commit(run, tag),)
+
+
+def _misfit(agent: Agent, refusal: Outcome, now_s: float) -> Step:
+    """Refused by a job that lives; one that was killed a moment ago, to be started again otherwise, is waited out.
+
+    What a follower looks at does not tell whether a job has members still: a run of its own is tried now and then, and
+    a last time before it is refused.
+    """
+    times, wait_s = agent.times, agent.times.lease_ttl_s + DEAD_SLACK_S
+    said: tuple[Action, ...] = ()
+    misfit = agent.membership.misfit or Misfit(now_s + wait_s)
+    if misfit.is_over:
+        return exit_with(agent, refusal)
+    if misfit.has_tried and not misfit.is_said:
+        text = f"job {agent.spec.run_id!r} was started otherwise; waiting {wait_s:g} s to see whether that one is dead"
+        said, misfit = (Say(text),), replace(misfit, is_said=True)
+    actions: tuple[Action, ...] = ()
+    if now_s >= misfit.again_s:
+        agent, actions = _start_run(agent.as_member(belongs=False), now_s)
+        is_last = bool(actions) and now_s >= misfit.until_s
+        next_s = now_s + times.keepalive_s
+        again_s = min(next_s, misfit.until_s) if now_s < misfit.until_s else next_s
+        misfit = replace(misfit, again_s=again_s, has_tried=True, is_over=is_last)
+    agent = agent.as_member(belongs=False, misfit=misfit)
+    return replace(agent, lead_at_s=misfit.again_s), (*said, *actions)
+
+
+def _is_newest(agent: Agent, table: RankTable) -> bool:
+    return agent.snapshot.generation is not None and agent.snapshot.generation.number == table.generation
+
+
+def _join(agent: Agent, joining: Joining) -> Step:
+    member, generation = agent.membership, agent.snapshot.generation
+    assert generation
+    agent = replace(agent.as_member(in_flight=Tag.JOIN), phase=replace(joining, asked=generation.number))
+    return agent, (Join(member.lease, member.is_member, agent.progressed),)
+
+
+def _refused(agent: Agent, now_s: float) -> Step:
+    """A join was refused: the generation moved, the job ended, or this node was evicted."""
+    agent, snapshot, phase = agent.as_member(refused=False), agent.snapshot, agent.phase
+    if not isinstance(phase, Joining):
+        return attend(agent, now_s)
+    agent = replace(agent, phase=replace(phase, asked=-1))
+    moved = snapshot.generation is None or snapshot.generation.number != phase.asked or snapshot.ended
+    if moved or not agent.membership.is_member:
+        return attend(agent, now_s)
+    return _evicted(agent)
+
+
+def _evicted(agent: Agent) -> Step:
+    said = Say("the others waited too long for this node, and it lost its seat; it comes back as a new one")
+    return agent.as_member(lease=0, is_member=False, evicted=False), (said, Renew())
+
+
+def _lead(agent: Agent, now_s: float) -> Step:
+    snapshot, member = agent.snapshot, agent.membership
+    if snapshot.ended or snapshot.generation is None:
+        return agent, ()
+    if not snapshot.leader:
+        if member.outvoted:
+            # Nobody leads, and yet it may not: its member key is gone, or who led then has gone since.
+            standing = still_member(snapshot, agent.me)
+            return agent.as_member(in_flight=Tag.STANDING), (Commit(standing, Tag.STANDING),)
+        election = become_leader(snapshot, agent.me, member.lease)
+        return agent.as_member(in_flight=Tag.ELECT), (Commit(election, Tag.ELECT),)
+    if member.outvoted:
+        agent = agent.as_member(outvoted=False)
+    if not agent.leads:
+        forming = snapshot.current_table is None
+        leader = f"its leader, on {host_of(snapshot.leader)}, says for whom it waits"
+        text = f"generation {snapshot.generation.number}; {leader}" if forming else ""
+        return _wait(agent, _waiting_for(agent.phase, text), now_s), ()
+    if agent.reach.failing_since_s is not None:
+        # What a leader decided from a view of long ago would be written on its return.
+        return agent, ()
+    if not snapshot.whole:
+        return (agent, ()) if member.widened else (agent.as_member(widened=True), (Widen(),))
+    table_age_s = now_s - agent.table_seen[1]
+    led = lead(snapshot, agent.reign, agent.times, now_s, table_age_s, agent.lossless_until_s)
+    waiting = _waiting_for(agent.phase, led.waiting)
+    agent = _wait(replace(agent, reign=led.reign, lead_at_s=led.wake_s), waiting, now_s)
+    if led.txn is None:
+        return agent, ()
+    return agent.as_member(in_flight=Tag.LEAD), (Commit(led.txn, Tag.LEAD),)
+
+
+def _waiting_for(phase: Phase, formed: str) -> str:
+    """The wait that is worth a word; `formed` is what the generation that forms waits for.
+
+    While the workers of this node stop, the others wait for this node, and `stopping` has the words about that.
+    """
+    match phase:
+        case Joining():
+            return formed
+        case Finished(table) if len(table.seats) > 1:
+            return "the workers of the other nodes; those of this node have all exited with 0"
+    return ""
+
+
+def _wait(agent: Agent, text: str, now_s: float) -> Agent:
+    waiting = agent.waiting
+    if text == waiting.text:
+        return agent
+    due_s = max(now_s + WORTH_A_WORD_S, waiting.said_s + SAY_AGAIN_S) if text else None
+    return replace(agent, waiting=Waiting(text, due_s, waiting.said_s))
+
+
+def _mismatch(agent: Agent, theirs: Terms | None) -> Outcome | None:
+    """Why this node does not fit the job that stands in the store: both values, and the way out."""
+    ours = agent.spec.terms
+    if theirs is None or theirs == ours:
+        return None
+    differences: list[str] = []
+    if (theirs.nodes_min, theirs.nodes_max) != (ours.nodes_min, ours.nodes_max):
+        differences.append(
+            f"--nnodes {theirs.nodes_min}:{theirs.nodes_max} there, {ours.nodes_min}:{ours.nodes_max} here"
+        )
+    if theirs.max_restarts != ours.max_restarts:
+        differences.append(f"--max-restarts {theirs.max_restarts} there, {ours.max_restarts} here")
+    if theirs.restart_window_s != ours.restart_window_s:
+        differences.append(f"--restart-window {theirs.restart_window_s} there, {ours.restart_window_s} here")
+    if theirs.digest != ours.digest:
+        differences.append(f"the command `{theirs.command}` there, `{ours.command}` here")
+    if not differences:
+        return None
+    reason = (
+        f"this node does not fit the job {agent.spec.run_id!r} that runs: {'; '.join(differences)};"
+        " type the same on all nodes, or choose another --run-id"
+    )
+    return agent.outcome(OutcomeKind.REFUSED, reason)

@@ -1,0 +1,120 @@
+"""A store that is away, too slow, or refuses: what the log says, what its return means, when the agent gives up."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from elaunch.agent.core.events import Action, Say, StoreAway, StoreRefuses
+from elaunch.agent.core.state import WORTH_A_WORD_S, Agent, Finished, Joining, Reach, Step, Trouble, exit_with
+from elaunch.rendezvous.types import OutcomeKind
+
+# A refusal seldom passes by itself. One that passes within this time is not worth a line.
+REFUSAL_WORTH_A_WORD_S = 1.0
+# A new kind of trouble is worth a new line, but lines come no more often than this.
+SAY_ANEW_S = 5.0
+# A store that stays away is a long wait: nobody should wonder whether anything still happens.
+STILL_AWAY_S = 60.0
+
+
+def store_failed(agent: Agent, event: StoreAway | StoreRefuses, now_s: float) -> Agent:
+    """Take note of a request that failed."""
+    reach, trouble = agent.reach, _trouble(event)
+    is_heads = isinstance(event, StoreAway) and event.is_heads
+    is_new = reach.failing_since_s is None or trouble is not reach.trouble
+    if reach.failing_since_s is None:
+        reach = Reach(reach.ever, failing_since_s=now_s, said_s=reach.said_s)
+    reach = replace(reach, trouble=trouble, why=event.why, is_heads=is_heads)
+    if is_new:
+        word_s = REFUSAL_WORTH_A_WORD_S if trouble is Trouble.REFUSES else WORTH_A_WORD_S
+        due_s = max(now_s + word_s, reach.said_s + SAY_ANEW_S) if reach.is_said else now_s + word_s
+        unsaid_s = due_s if reach.unsaid_until_s is None else min(due_s, reach.unsaid_until_s)
+        reach = replace(reach, unsaid_until_s=unsaid_s)
+    return replace(agent, reach=reach)
+
+
+def store_back(agent: Agent, now_s: float) -> Step:
+    """Leases of others may have ended for the reason for which this agent was cut off: it waits for their return.
+
+    Not after moments in which no lease can have ended: they may recur, and would hide a loss for ever.
+    """
+    reach = agent.reach
+    if reach.failing_since_s is None:
+        return replace(agent, reach=replace(reach, ever=True)), ()
+    was_said, away_s = reach.is_said, now_s - reach.failing_since_s
+    how = "does as asked again" if reach.trouble is Trouble.REFUSES else "is back" if reach.ever else "answers,"
+    said: tuple[Action, ...] = (Say(f"the store {how} after {away_s:.1f} s"),) if was_said else ()
+    agent = replace(agent, reach=Reach(ever=True, said_s=reach.said_s), lead_at_s=now_s)
+    if away_s < agent.times.shortest_loss_s:
+        return agent, said
+    lossless_until_s = now_s + agent.times.amnesty_s
+    formation = agent.reign.formation.after_absence(away_s, lossless_until_s)
+    reign = replace(agent.reign, formation=formation)
+    return replace(agent, lossless_until_s=lossless_until_s, reign=reign), said
+
+
+def gives_up_at_s(agent: Agent) -> float | None:
+    """When an agent without workers stops waiting for a failing store."""
+    reach, times = agent.reach, agent.times
+    if reach.failing_since_s is None or not isinstance(agent.phase, (Joining, Finished)):
+        return None
+    is_gone = reach.ever and reach.is_heads
+    since_s = max(reach.failing_since_s, reach.idle_since_s)
+    return since_s + (times.store_timeout_s if is_gone else times.join_timeout_s)
+
+
+def tick_away(agent: Agent, now_s: float) -> Step:
+    """Say what is wrong with the store; give up if it lasts too long."""
+    actions: tuple[Action, ...] = ()
+    reach = agent.reach
+    if reach.unsaid_until_s is not None and now_s >= reach.unsaid_until_s:
+        actions = (*actions, Say(_words(agent, now_s)))
+        reach = replace(reach, unsaid_until_s=now_s + STILL_AWAY_S, is_said=True, said_s=now_s)
+        agent = replace(agent, reach=reach)
+    give_up_s = gives_up_at_s(agent)
+    if give_up_s is not None and reach.failing_since_s is not None and now_s >= give_up_s:
+        reason = _unknown(agent, now_s - reach.failing_since_s)
+        agent, more = exit_with(agent, agent.outcome(OutcomeKind.UNKNOWN, reason))
+        return agent, (*actions, *more)
+    return agent, actions
+
+
+def without_workers(agent: Agent, now_s: float) -> Agent:
+    """Note that this node has no workers any more. The last line, that the workers go on, is out of date: say it anew.
+
+    The time to give up is counted from here, since nothing waited for the store before.
+    """
+    reach = agent.reach
+    if reach.failing_since_s is None or not isinstance(agent.phase, (Joining, Finished)):
+        return agent
+    unsaid_s = now_s if reach.is_said else reach.unsaid_until_s
+    return replace(agent, reach=replace(reach, idle_since_s=now_s, unsaid_until_s=unsaid_s))
+
+
+def _trouble(event: StoreAway | StoreRefuses) -> Trouble:
+    if isinstance(event, StoreRefuses):
+        return Trouble.REFUSES
+    return Trouble.SLOW if event.is_slow else Trouble.AWAY
+
+
+def _words(agent: Agent, now_s: float) -> str:
+    """What a failing store means for this node now, and when the agent gives up."""
+    reach, give_up_s = agent.reach, gives_up_at_s(agent)
+    left = f"for up to {give_up_s - now_s:.0f} s more" if give_up_s is not None else ""
+    is_away = reach.trouble is Trouble.AWAY
+    match agent.phase:
+        case Joining() if is_away and not reach.ever:
+            return f"waiting for the store {left}: {reach.why}; is it running there, and is --rdzv-endpoint right?"
+        case Joining():
+            meanwhile = f"no worker can start before it {'is back' if is_away else 'does as asked'}; trying {left}"
+        case Finished():
+            meanwhile = f"this node's workers are done, and how the job ends is asked there, {left}"
+        case _:
+            meanwhile = "trying again; the workers go on"
+    return f"the store {reach.trouble.value}: {reach.why}; {meanwhile}"
+
+
+def _unknown(agent: Agent, away_s: float) -> str:
+    reach = agent.reach
+    how = "refused" if reach.trouble is Trouble.REFUSES else "did not answer" if reach.ever else "was never reached"
+    own = "; this node's workers had all exited with 0" if isinstance(agent.phase, Finished) else ""
+    return f"the store {how} for {away_s:.0f} s ({reach.why}){own}; how the job ended is not known here"

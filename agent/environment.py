@@ -1,0 +1,99 @@
+"""The environment of a worker: torchrun's variables, unchanged in name and meaning, and ours."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from string import Template
+
+from elaunch.agent.guardian.guardian import VARIABLE
+from elaunch.rendezvous.types import RankTable
+
+# The agent sets these for each worker; an outer launcher's must not shine through.
+RANK_VARIABLES = frozenset(
+    (
+        *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME"),
+        *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+        *("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RUN_ID"),
+        *("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE"),
+        *("ELAUNCH_GENERATION", "ELAUNCH_LINK", "ELAUNCH_MEMORY"),
+    )
+)
+
+# Further variables that say which job a worker belongs to, and where its nodes meet.
+_OF_ONE_JOB = frozenset(
+    (
+        *(VARIABLE, "TORCHELASTIC_SIGNALS_TO_HANDLE", "PET_RUN_ID", "PET_RDZV_ID", "PET_RDZV_ENDPOINT"),
+        *("PET_NNODES", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT", "PET_LOCAL_ADDR", "PET_STANDALONE"),
+    )
+)
+
+
+def outside(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment for a new job that is submitted with `environ`: inside a worker, without the worker's own job.
+
+    The user's own variables stay: also PET_MAX_RESTARTS, ELAUNCH_ENDPOINT, and an ELAUNCH_TOKEN that the worker set.
+    """
+    if VARIABLE not in environ:
+        return dict(environ)
+    return {name: value for name, value in environ.items() if name not in RANK_VARIABLES | _OF_ONE_JOB}
+
+
+def rank_variables(
+    table: RankTable,
+    group_rank: int,
+    local_rank: int,
+    *,
+    run_id: str,
+    max_restarts: int,
+    agent_store: bool,
+    error_file: str,
+    memory: str,
+    signals: tuple[str, ...],
+    inherited: Mapping[str, str],
+) -> dict[str, str]:
+    """What is set for one worker on top of the inherited environment.
+
+    `agent_store` says that the worker store of MASTER_ADDR:MASTER_PORT has a process of its own, so that rank 0
+    connects to it instead of hosting it. `memory` is a folder of the job's on this host, which outlives workers, or
+    empty where there is none. Meanings: torch/distributed/elastic/agent/server/local_elastic_agent.py.
+    """
+    seat = table.seats[group_rank]
+    rank = seat.first_rank + local_rank
+    # A role's ranks are counted over its own nodes.
+    before, role_size = (
+        sum(s.slots for s in seats if s.role == seat.role) for seats in (table.seats[:group_rank], table.seats)
+    )
+    return {
+        "LOCAL_RANK": str(local_rank),
+        "RANK": str(rank),
+        "GROUP_RANK": str(group_rank),
+        "ROLE_RANK": str(before + local_rank),
+        "ROLE_NAME": seat.role,
+        "LOCAL_WORLD_SIZE": str(seat.slots),
+        "WORLD_SIZE": str(table.world_size),
+        "GROUP_WORLD_SIZE": str(len(table.seats)),
+        "ROLE_WORLD_SIZE": str(role_size),
+        "MASTER_ADDR": table.master_addr,
+        "MASTER_PORT": str(table.master_port),
+        "TORCHELASTIC_RESTART_COUNT": str(table.restarts),
+        "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
+        "TORCHELASTIC_RUN_ID": run_id,
+        "TORCHELASTIC_USE_AGENT_STORE": str(agent_store),
+        "TORCHELASTIC_ERROR_FILE": error_file,
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(signals),
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": inherited.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+        "ELAUNCH_GENERATION": str(table.generation),
+        **({"ELAUNCH_MEMORY": memory} if memory else {}),
+    }
+
+
+def one_gpu(inherited: Mapping[str, str], local_rank: int) -> dict[str, str]:
+    """--virtual-local-rank: every worker is local rank 0 and sees the one GPU that would have been its own."""
+    visible = inherited.get("CUDA_VISIBLE_DEVICES")
+    device = visible.split(",")[local_rank].strip() if visible is not None else str(local_rank)
+    return {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": device}
+
+
+def arguments(args: tuple[str, ...], local_rank: int) -> tuple[str, ...]:
+    """The program's arguments for one worker: `${local_rank}` is replaced, and `$$` stands for `$`, as in torchrun."""
+    return tuple(Template(arg).safe_substitute(local_rank=str(local_rank)) for arg in args)

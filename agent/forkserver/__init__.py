@@ -1,0 +1,1 @@
+"""The process that imports once and forks each worker."""

@@ -1,0 +1,103 @@
+"""Undoes in a forked process what a fork shares and a fresh process does not."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from collections.abc import Collection
+from types import ModuleType
+from typing import Any
+
+from elaunch.agent.forkserver.preload import Preloaded
+
+
+def refresh(preloaded: Preloaded) -> None:
+    """New streams, random seeds and keys, a new `__main__`; what was remembered of the environment is forgotten."""
+    _standard_streams()
+    _main_module()
+    if threading := sys.modules.get("threading"):
+        # Python's own renewal after a fork leaves it out (CPython, threading._after_fork).
+        set_native_id = getattr(threading.main_thread(), "_set_native_id", None)
+        if set_native_id:
+            set_native_id()
+    if process := sys.modules.get("multiprocessing.process"):
+        process.current_process().authkey = os.urandom(32)
+    tempfile: Any = sys.modules.get("tempfile")
+    if tempfile:
+        # TMPDIR may be another by the time that the program asks.
+        tempfile.tempdir = None
+    if random := preloaded.module("numpy.random"):
+        random.seed()
+    if torch := preloaded.module("torch"):
+        # The CPU's generator only: CUDA's are made when CUDA starts, with a seed of their own.
+        torch.default_generator.seed()
+
+
+def set_threads(changed: Collection[str], modules: Collection[str]) -> None:
+    """Give torch and numpy's BLAS the threads that they would have, had they (those in `modules`) been loaded only now.
+
+    They were loaded with all CPUs in sight, of which this process may have some, and BLAS with one thread. They read
+    the variables only once; `changed` are those that are new since then.
+    """
+    cpus = len(os.sched_getaffinity(0))
+    openmp = _number("OMP_NUM_THREADS") or cpus
+    if "torch" in modules:
+        torch = sys.modules["torch"]
+        now = wanted = torch.get_num_threads()
+        if not {"OMP_NUM_THREADS", "MKL_NUM_THREADS"}.isdisjoint(changed):
+            wanted = (_number("MKL_NUM_THREADS") or openmp) if torch.backends.mkl.is_available() else openmp
+        wanted = min(wanted, cpus)
+        if wanted != now:
+            torch.set_num_threads(wanted)
+    if "numpy" in modules:
+        _set_openblas_threads(_number("OPENBLAS_NUM_THREADS") or openmp)
+
+
+def _number(variable: str) -> int:
+    """The positive number in `variable`, else 0. OMP_NUM_THREADS may be a list, with one for each level of nesting."""
+    text = os.environ.get(variable, "").partition(",")[0].strip()
+    return int(text) if text.isdigit() else 0
+
+
+def _set_openblas_threads(threads: int) -> None:
+    import ctypes
+
+    with open("/proc/self/maps", errors="surrogateescape") as maps:  # noqa: PTH123
+        paths = {line.rstrip("\n").split(maxsplit=5)[5] for line in maps if "openblas" in line}
+    for library in paths:
+        try:
+            loaded = ctypes.CDLL(library)
+        except OSError:
+            # Replaced since it was loaded, or no library at all.
+            continue
+        names = (f"{a}openblas_set_num_threads{b}" for a in ("scipy_", "") for b in ("64_", ""))
+        if name := next((n for n in names if hasattr(loaded, n)), None):
+            getattr(loaded, name)(threads)
+
+
+def _main_module() -> None:
+    """A `__main__` as the one that Python made at its start, but known to the garbage collector.
+
+    The one from before the fork is frozen, and what a program leaves in it would never be finalised: open files stay
+    unwritten.
+    """
+    main = ModuleType("__main__")
+    vars(main).update(vars(sys.modules["__main__"]))
+    if "__annotations__" in vars(main):
+        main.__annotations__ = {}
+    sys.modules["__main__"] = main
+
+
+def _standard_streams() -> None:
+    """New sys.stdin, stdout and stderr on fds 0 to 2, as `python -u` makes them (CPython, create_stdio)."""
+    for fd, name in enumerate(("stdin", "stdout", "stderr")):
+        old = getattr(sys, name)
+        if old is None:
+            continue
+        binary: Any = open(fd, "rb" if fd == 0 else "wb", -1 if fd == 0 else 0, closefd=False)  # noqa: SIM115
+        text = io.TextIOWrapper(binary, old.encoding, old.errors, newline="\n", write_through=True)
+        (binary.raw if fd == 0 else binary).name = f"<{name}>"
+        text.mode = "r" if fd == 0 else "w"  # type: ignore[misc]
+        setattr(sys, name, text)
+        setattr(sys, f"__{name}__", text)

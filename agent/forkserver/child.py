@@ -1,0 +1,89 @@
+"""A forked process becomes a worker, or the worker store."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import sys
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import NoReturn
+
+from elaunch.agent.environment import arguments
+from elaunch.agent.forkserver.preload import restore_environment
+from elaunch.agent.forkserver.server import Child
+from elaunch.agent.linux import die_with_parent, set_command_line
+from elaunch.rendezvous.types import Program
+
+
+def become(child: Child) -> None:
+    """Take the place that `child` describes. Returns where Python itself is to start the program now."""
+    die_with_parent(child.template_pid, signal.SIGKILL)
+    os.setsid()
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    _take_fds(child.fds)
+    _enter(child.order["cgroup"])
+    if child.order["op"] == "store":
+        from elaunch.agent.forkserver import worker_store
+
+        # Its signals stay blocked: it ends when the agent says so, or with its parent.
+        set_command_line(("elaunch: worker store",), "elaunch-store")
+        worker_store.serve(child.order["host"], child.order["port"])
+    if child.preloaded:
+        restore_environment(child.preloaded.restore)
+    os.environ.update(child.order["env"])
+    if child.order["cpus"]:
+        os.sched_setaffinity(0, child.order["cpus"])
+    program = child.boot.program
+    given = program.args
+    program = replace(program, args=arguments(given, child.order["local_rank"]))
+    if child.preloaded is None:
+        _exec(program, child)
+    set_command_line(program.argv, os.path.basename(program.argv[0]))  # noqa: PTH119
+    if given:
+        sys.argv[-len(given) :] = sys.orig_argv[-len(given) :] = program.args
+    from elaunch.agent.forkserver import after_fork, exit_report
+
+    after_fork.refresh(child.preloaded)
+    link = exit_report.promise()
+    if child.gate:
+        child.gate.stand(link)
+    if signal.SIGINT in signal.sigpending() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        # It ends the process; it raises nothing in our frames.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, child.restore_mask)
+
+
+def _enter(cgroup: str) -> None:
+    """Move this process into the generation's cgroup. Where that fails, its environment's marker still tells."""
+    if cgroup:
+        with suppress(OSError):
+            Path(cgroup, "cgroup.procs").write_text("0")
+
+
+def _take_fds(fds: tuple[int, ...]) -> None:
+    """Make fds[0:3] the standard streams and keep what follows, as fds 3 and up; close everything else."""
+    high = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 64) for fd in fds]
+    for fd, place in zip(high, range(len(fds)), strict=True):
+        os.dup2(fd, place, inheritable=place < 3)
+    os.closerange(len(fds), max(int(name) for name in os.listdir("/proc/self/fd")) + 1)  # noqa: PTH208
+
+
+def _exec(program: Program, child: Child) -> NoReturn:
+    # Python ignored these two at its start; a fresh program finds the defaults.
+    for signum in (signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(signum, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        # One that waited ends the process; it raises nothing in our frames.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if len(child.fds) > 3:
+        os.set_inheritable(3, True)
+    signal.pthread_sigmask(signal.SIG_SETMASK, child.restore_mask)
+    try:
+        os.execvpe(program.argv[0], program.argv, os.environ)
+    except OSError as error:
+        os.write(2, f"elaunch: {program.argv[0]} cannot be started: {error.strerror}\n".encode())
+        os._exit(127 if isinstance(error, FileNotFoundError) else 126)

@@ -1,0 +1,120 @@
+"""The agent's end of the fork server (see template.py)."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from elaunch.agent.forkserver import wire
+from elaunch.agent.forkserver.boot import Boot, bare_command, pausing
+from elaunch.rendezvous.types import Program
+
+_ORDER_WAIT_S = 60.0
+
+
+Fds = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Home:
+    """Where a process belongs: its generation, and the cgroup folder of that one's processes, or empty."""
+
+    generation: int
+    cgroup: str = ""
+
+
+class ForkServer:
+    """A template process and the socket to it.
+
+    Start it as early as possible: it imports while the agent does its own work. Orders that come before it is ready
+    wait in the socket. `fileno` is readable when `receive` has news.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        preload: tuple[str, ...] | None,
+        environment: Mapping[str, str],
+        ignored: tuple[int, ...] = (),
+    ) -> None:
+        self._socket, theirs = wire.pair()
+        boot = Boot(os.getpid(), theirs.fileno(), program, preload, environment.get("PYTHONPATH"), ignored)
+        boot_fd = boot.memfd()
+        try:
+            self._process = subprocess.Popen(
+                bare_command(boot_fd) if preload is None else program.argv,
+                env=dict(environment) if preload is None else pausing(environment, boot_fd),
+                stdin=subprocess.DEVNULL,
+                # Where a sitecustomize or a preloaded module prints: nothing is lost, and no pipeline gets it as data.
+                stdout=2,
+                pass_fds=(boot_fd, theirs.fileno()),
+                start_new_session=True,
+            )
+        finally:
+            os.close(boot_fd)
+            theirs.close()
+        self._socket.setblocking(False)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def spawn(self, home: Home, local_rank: int, env: dict[str, str], cpus: list[int] | None, fds: Fds) -> None:
+        """Order a worker; `fds` become its 0, 1, 2 and 3. Raises OSError where the template is gone."""
+        self._order("worker", home, local_rank, {"local_rank": local_rank, "env": env, "cpus": cpus}, fds)
+
+    def spawn_store(self, home: Home, host: str, port: int, fds: Fds) -> None:
+        """Order a worker store; `fds` become its 0 to 4, the listening socket the 3, its control socket the 4."""
+        self._order("store", home, "store", {"host": host, "port": port}, fds)
+
+    def _order(self, op: str, home: Home, key: int | str, details: dict[str, Any], fds: Fds) -> None:
+        order = {"op": op, "generation": home.generation, "key": key, "cgroup": home.cgroup}
+        self._send({**order, **details}, fds)
+
+    def signal(self, generation: int, local_rank: int, signum: int, *, group: bool) -> None:
+        """Signal a worker, or its process group, if it still lives."""
+        self._send({"op": "signal", "key": local_rank, "generation": generation, "signum": int(signum), "group": group})
+
+    def ask(self) -> None:
+        """Have the template say that it is "here"."""
+        self._send({"op": "ask"})
+
+    def _send(self, order: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
+        try:
+            wire.send(self._socket, order, fds)
+        except BlockingIOError:
+            # Orders for about 90 workers fit while it imports; for more, wait until it has come to reading them.
+            select.select([], [self._socket], [], _ORDER_WAIT_S)
+            wire.send(self._socket, order, fds)
+
+    def receive(self) -> dict[str, Any] | None:
+        """The next piece of news, or None where the template is gone. Raises BlockingIOError where there is none."""
+        packet = wire.receive(self._socket)
+        return packet[0] if packet else None
+
+    def stop(self) -> None:
+        """End the template and, by the kernel, all its children."""
+        self._process.kill()
+        self._process.wait()
+        self._socket.close()
+
+    def lost(self) -> str:
+        """How a template that is gone ended, in words."""
+        self._socket.close()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(1)
+        self._process.kill()
+        return self._ended()
+
+    def _ended(self) -> str:
+        code = self._process.wait()
+        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"

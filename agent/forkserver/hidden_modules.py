@@ -1,0 +1,138 @@
+"""What was preloaded stays out of sight until the program imports it, and then hears what the program has set.
+
+Many variables are read when torch is imported. A script that sets one before its own `import torch` comes too late in
+a forked worker; so at that import the readers that can be asked to read again are asked, and the rest is said.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+import warnings
+from collections.abc import Sequence
+from contextlib import suppress
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+from elaunch.agent.forkserver import after_fork, exit_report
+from elaunch.agent.forkserver.preload import Brought, hidden_packages
+from elaunch.agent.forkserver.replay_environment import replay
+
+
+class Gate(MetaPathFinder):
+    """Hides torch, numpy and the packages that were asked for by name, and lets each in when it is imported.
+
+    What came with a name comes back with it; another package, numpy, also alone. Made once, before any fork.
+    """
+
+    def __init__(self, brought: Sequence[Brought]) -> None:
+        packages = hidden_packages([each.name for each in brought])
+        self._where = {n: each for each in brought for n in each.modules if n.partition(".")[0] in packages}
+        # Packages that bring all with them that came when they were preloaded.
+        self._named = {each.name.partition(".")[0] for each in brought} | {"torch"}
+        self._environment = dict(os.environ)
+        self._link = 0
+        self._told: set[str] = set()
+        self._lock = threading.Lock()
+        if not self._where:
+            return
+        for name, each in self._where.items():
+            _unbind(name, each.modules[name])
+        for name in self._where:
+            del sys.modules[name]
+        added = [f for each in brought for f in each.filters]
+        _set_filters([f for f in warnings.filters if f not in added])
+        sys.meta_path.insert(0, self)
+
+    def stand(self, link: int) -> None:
+        """Begin in a worker that has this link: what its environment is now, torch knows."""
+        self._environment = dict(os.environ)
+        self._link = link
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        brought = self._where.get(name)
+        module = brought.modules[name] if brought else None
+        if module is None or module.__spec__ is None:
+            return None
+        known = module.__spec__
+        spec = ModuleSpec(name, _Handover(self, module), origin=known.origin)
+        spec.submodule_search_locations = known.submodule_search_locations
+        spec.has_location = known.has_location
+        return spec
+
+    def open(self, name: str) -> None:
+        """Let the module in, with all that came when its package was imported."""
+        with self._lock:
+            brought = self._where.get(name)
+            if brought is None:
+                # Another thread has.
+                return
+            back = self._let_in(name, brought)
+        changed = {n for n in {*self._environment, *os.environ} if self._environment.get(n) != os.environ.get(n)}
+        after_fork.set_threads(changed, back)
+        self._tell(name, replay(changed, brought.readers, back))
+
+    def _let_in(self, name: str, brought: Brought) -> dict[str, ModuleType]:
+        package = name.partition(".")[0]
+        whole = package in self._named
+        back = {
+            n: brought.modules[n]
+            for n, each in self._where.items()
+            if each is brought and (whole or n.partition(".")[0] == package)
+        }
+        for known, module in back.items():
+            # What the program has put there itself stays: a stand-in, or None for "not to be imported".
+            sys.modules.setdefault(known, module)
+            del self._where[known]
+        if whole:
+            _set_filters([*brought.filters, *(f for f in warnings.filters if f not in brought.filters)])
+            for call, args, kwargs in brought.at_exit:
+                atexit.register(call, *args, **kwargs)
+        if not self._where:
+            with suppress(ValueError):
+                sys.meta_path.remove(self)
+        return back
+
+    def _tell(self, name: str, late: set[str]) -> None:
+        if new := late - self._told:
+            self._told |= new
+            which = " and ".join(sorted(new))
+            text = f"{which}: set by the program when {name} had been imported already, without effect there"
+            exit_report.tell(self._link, {"event": "note", "text": f"{text}; set it in the shell, or use --no-preload"})
+
+
+class _Handover(Loader):
+    """Loads a module by handing over the one that there is."""
+
+    def __init__(self, gate: Gate, module: ModuleType) -> None:
+        self._gate = gate
+        self._module = module
+        self._spec = module.__spec__
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return self._module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self._spec
+        self._gate.open(module.__name__)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._spec.loader if self._spec else None, name)
+
+
+def _unbind(name: str, module: ModuleType) -> None:
+    """Take a module out of its package too, where the package imports it when it is first asked for."""
+    package, _, child = name.rpartition(".")
+    parent = sys.modules.get(package)
+    if child in getattr(parent, "_lazy_modules", ()) and vars(parent).get(child) is module:
+        delattr(parent, child)
+
+
+def _set_filters(filters: list[Any]) -> None:
+    # So that the modules that have warned before look at the filters again.
+    warnings.resetwarnings()
+    warnings.filters[:] = filters  # type: ignore[index]

@@ -1,0 +1,24 @@
+"""Where the workers' interpreter is held while it starts: it becomes the fork server here, and its children go on.
+
+Python imports sitecustomize when all but the program itself is set up. This one is found only in a process that
+`elaunch.agent.forkserver.client` started with this folder first on PYTHONPATH.
+"""
+
+import sys
+
+_loaded = frozenset(sys.modules)
+try:
+    from elaunch.agent.forkserver.pause import pause
+
+    pause(_loaded)
+except BaseException:
+    # Python would make one line of it, and go on to run the program in this process.
+    import os
+    import traceback
+
+    traceback.print_exc()
+    os._exit(1)
+
+# In a forked worker. From here on Python itself starts the program.
+if "sitecustomize" not in sys.modules:
+    raise ImportError("there is no other sitecustomize", name="sitecustomize")

@@ -1,0 +1,153 @@
+"""The fork server: a single-threaded process that has imported what workers need and forks them from itself.
+
+Started by `forkserver.ForkServer` with the environment that the workers will have. It is their parent: it reaps them
+and tells the agent. It is an interpreter that was paused (`paused.py`); where forking that would not be faithful it
+starts anew as a bare one, forks a small process for each worker and has that exec a fresh interpreter.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import selectors
+import signal
+import socket
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from elaunch.agent.forkserver import wire
+from elaunch.agent.forkserver.boot import Boot, bare_command
+from elaunch.agent.forkserver.preload import Preloaded, Unfaithful, preload
+from elaunch.agent.forkserver.reaper import Children
+from elaunch.agent.linux import die_with_parent, set_command_line
+
+if TYPE_CHECKING:
+    from elaunch.agent.forkserver.hidden_modules import Gate
+
+# An order of the agent's, the descriptors that came with it, and the pid of the fork server.
+Asked = tuple[dict[str, Any], tuple[int, ...], int]
+
+
+@dataclass(frozen=True)
+class Child:
+    """What a freshly forked process is to become. Without what was preloaded, it is to exec."""
+
+    boot: Boot
+    order: dict[str, Any]
+    fds: tuple[int, ...]
+    template_pid: int
+    restore_mask: frozenset[int]
+    preloaded: Preloaded | None = None
+    gate: Gate | None = None
+
+
+def main(boot: Boot, loaded_at_start: Collection[str], customise: Callable[[], None]) -> None:
+    """Import and serve until the agent is gone; returns in a forked worker only, for its program to be run."""
+    environment = dict(os.environ)
+    mask, control = _settle(boot)
+    try:
+        preloaded = preload(boot, loaded_at_start, customise)
+    except Unfaithful as reason:
+        _start_anew(replace(boot, preload=None, fallback=str(reason), mask=tuple(mask)), environment)
+    # Loaded and made here: each worker would have to do the same.
+    from elaunch.agent.forkserver import child
+    from elaunch.agent.forkserver.hidden_modules import Gate
+
+    gate = Gate(preloaded.brought)
+    gc.freeze()
+    gc.enable()
+    child.become(Child(boot, *_serve(boot, control), mask, preloaded, gate))
+
+
+def bare(boot_fd: int) -> None:
+    """Serve without having imported anything: every worker execs a fresh interpreter. Does not return."""
+    from elaunch.agent.forkserver import child
+
+    boot = Boot.read(boot_fd)
+    mask, control = _settle(boot)
+    child.become(Child(boot, *_serve(boot, control), mask))
+
+
+def _settle(boot: Boot) -> tuple[frozenset[int], socket.socket]:
+    """Take the fork server's place among processes; the signal mask from before, and the socket to the agent."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    mask = frozenset(int(s) for s in before) if boot.mask is None else frozenset(boot.mask)
+    # A scheduler signals every process of a job. Blocked, not ignored: what a child inherits must be the defaults.
+    signal.pthread_sigmask(signal.SIG_BLOCK, set(signal.Signals) - {signal.SIGCHLD})
+    for signum in boot.ignored:
+        signal.signal(signum, signal.SIG_IGN)
+    die_with_parent(boot.agent_pid, signal.SIGKILL)
+    set_command_line(("elaunch: fork server",), "elaunch-fork")
+    control = socket.socket(fileno=boot.control_fd)
+    control.set_inheritable(False)
+    return mask, control
+
+
+def _start_anew(boot: Boot, environment: dict[str, str]) -> NoReturn:
+    """Become a bare fork server; nothing that was imported stays. The signals stay blocked meanwhile."""
+    os.set_inheritable(boot.control_fd, True)
+    command = bare_command(boot.memfd())
+    os.execve(command[0], command, environment)
+
+
+def _serve(boot: Boot, control: socket.socket) -> Asked:
+    """Answer the agent until it is gone, and end. Returns in every child, with what it is to become."""
+    _tell(control, {"event": "ready", "reason": boot.fallback})
+    asked = _fork_as_asked(control)
+    if asked is None:
+        os._exit(0)
+    # Its number is the program's from here on; closing it as ours would close what has it by then.
+    control.detach()
+    return asked
+
+
+def _fork_as_asked(control: socket.socket) -> Asked | None:
+    """Fork, signal and reap; in every child its order, fds and parent, and None here when the agent is gone."""
+    wake_r, wake_w = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wake_w, warn_on_full_buffer=False)
+    selector = selectors.DefaultSelector()
+    selector.register(control, selectors.EVENT_READ)
+    selector.register(wake_r, selectors.EVENT_READ)
+    children = Children()
+    template_pid = os.getpid()
+    while True:
+        ready = [key.fileobj for key, _ in selector.select(children.look_s)]
+        if wake_r in ready:
+            os.read(wake_r, 4096)
+        for news in children.ended():
+            _tell(control, news)
+        if control not in ready:
+            continue
+        packet = wire.receive(control)
+        if packet is None:
+            return None
+        order, fds = packet
+        match order["op"]:
+            case "ask":
+                _tell(control, {"event": "here"})
+            case "signal":
+                children.signal((order["generation"], order["key"]), order["signum"], order["group"])
+            case _:
+                news = {"generation": order["generation"], "key": order["key"]}
+                try:
+                    pid = os.fork()
+                except OSError as error:
+                    _tell(control, {**news, "event": "unstarted", "why": error.strerror})
+                else:
+                    if pid == 0:
+                        selector.close()
+                        return order, fds, template_pid
+                    children.add(pid, (order["generation"], order["key"]))
+                    _tell(control, {**news, "event": "forked", "pid": pid})
+                for fd in fds:
+                    os.close(fd)
+
+
+def _tell(control: socket.socket, news: dict[str, Any]) -> None:
+    try:
+        wire.send(control, news)
+    except (BrokenPipeError, ConnectionResetError):
+        # The agent is on its way out, and so are this process and its children.
+        os._exit(1)

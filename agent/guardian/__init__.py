@@ -1,0 +1,1 @@
+"""The process that ends what is left when an agent is gone."""

@@ -1,0 +1,88 @@
+"""The agent's end of the guardian."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from elaunch.agent.guardian.cgroup import JobCgroup
+from elaunch.agent.guardian.guardian import VARIABLE, Kin, clean_up, sweep
+
+
+class Guard:
+    """Starts the guardian; from then on this process may die at any moment and nothing of the job stays.
+
+    `run_dirs` are removed at the end, whichever of them exist by then. The job's processes carry
+    `marker` in their environment; `inherited` is the rest of it.
+    """
+
+    def __init__(self, run_dirs: tuple[str, ...], inherited: Mapping[str, str]) -> None:
+        self.marker = secrets.token_hex(8)
+        self._kin = Kin.of_this_process(self.marker, inherited)
+        self.cgroup = JobCgroup(f"elaunch-{self.marker}")
+        self.renewals = 0
+        self._run_dirs = run_dirs
+        self._fd, self._process = self._start()
+        self.cgroup.make()
+
+    def renew(self) -> None:
+        """Replace a guardian that was killed. Raises OSError where that fails."""
+        os.close(self._fd)
+        self._process.wait()
+        self.renewals += 1
+        self._fd, self._process = self._start()
+
+    def _start(self) -> tuple[int, subprocess.Popen[bytes]]:
+        theirs, ours = os.pipe2(os.O_CLOEXEC)
+        script = Path(__file__).with_name("guardian.py")
+        try:
+            # Without the user's environment: neither its PYTHON* variables nor its markers are the guardian's.
+            process = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-I",
+                    "-S",
+                    str(script),
+                    self._kin.text(),
+                    str(theirs),
+                    self.cgroup.path,
+                    *self._run_dirs,
+                ],
+                env={"PATH": os.environ.get("PATH", os.defpath)},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=(theirs,),
+                start_new_session=True,
+                cwd="/",
+            )
+        finally:
+            os.close(theirs)
+        return ours, process
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
+        """`inherited` with this agent's marker after those of the agents above it."""
+        above = inherited.get(VARIABLE)
+        return {**inherited, VARIABLE: f"{above},{self.marker}" if above else self.marker}
+
+    def end_generation(self, generation: int, fork_server: int, meanwhile: Callable[[], None]) -> None:
+        """End every process of a generation, whoever its parent is now, but not the fork server (a pid).
+
+        One that no signal ends (it waits for a disk) is waited for, for seconds: `meanwhile` is called then.
+        """
+        sweep(self._kin, (fork_server,), meanwhile)
+        self.cgroup.end(generation, meanwhile)
+
+    def finish(self) -> None:
+        """Let the guardian do its work, and wait for it; one that was killed leaves it to this process."""
+        os.close(self._fd)
+        if self._process.wait() != 0:
+            clean_up(self._kin, self.cgroup.path, self._run_dirs)

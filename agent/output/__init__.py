@@ -1,0 +1,1 @@
+"""What workers write, and where it goes."""

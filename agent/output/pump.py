@@ -1,0 +1,140 @@
+"""The thread that moves the workers' output, so that a slow terminal or disk never stops the agent's loop.
+
+It decides nothing: it reads pipes in turn, a bounded piece of each, and writes to consoles and files.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import queue
+import selectors
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+
+from elaunch.agent.output.streams import Console, Stream
+
+_READ_BYTES = 256 << 10
+
+
+class Pump:
+    """All streams of one agent, and its own log lines, which go the same way to keep their order.
+
+    `stdout` and `stderr` are shared with the streams. Call `start` once; `close` waits until everything is written.
+    """
+
+    def __init__(self) -> None:
+        self.stdout = Console(1, self.say)
+        self.stderr = Console(2, lambda _: None)
+        self._todo: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        self._wake_r, self._wake_w = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._wake_r, selectors.EVENT_READ)
+        self._streams: list[Stream] = []
+        self._tails: dict[int, dict[int, str]] = {}
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="elaunch-output", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def say(self, line: str) -> None:
+        """Write one line of the agent's own to stderr."""
+        self.do(lambda: self.stderr.write(f"elaunch: {line}\n".encode(errors="backslashreplace"), None))
+
+    def write_report(self, text: str) -> None:
+        """Write `text` to stderr as it is."""
+        self.do(lambda: self.stderr.write(text.encode(errors="backslashreplace"), None))
+
+    def add(self, stream: Stream) -> None:
+        """Move what comes through `stream` from now on."""
+        self.do(lambda: self._add(stream))
+
+    def drain(self, generation: int, drained: Callable[[dict[int, str]], None]) -> None:
+        """Pass on all that is left in a generation's pipes and close them.
+
+        `drained` is called in the pump's thread with the end of each local rank's stderr.
+        """
+        self.do(lambda: self._drain(generation, drained))
+
+    def close(self, timeout_s: float | None = None) -> bool:
+        """Wait until all is written, at most `timeout_s`; whether it was."""
+
+        def stop() -> None:
+            self._closing = True
+
+        self.do(stop)
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def do(self, work: Callable[[], object]) -> None:
+        """Have the pump's thread do `work` after all that it was given before; may be called from any thread."""
+        self._todo.put(work)
+        # A full pipe already holds a wake-up.
+        with suppress(BlockingIOError):
+            os.write(self._wake_w, b"\0")
+
+    def _run(self) -> None:
+        while not self._closing:
+            due = [s.flush_at_s for s in self._streams if s.flush_at_s is not None]
+            timeout_s = max(0.0, min(due) - time.monotonic()) if due else None
+            for key, _ in self._selector.select(timeout_s):
+                if isinstance(key.fileobj, Stream):
+                    self._read(key.fileobj)
+            self._work()
+            now_s = time.monotonic()
+            for stream in self._streams:
+                if stream.flush_at_s is not None and stream.flush_at_s <= now_s:
+                    stream.flush()
+
+    def _work(self) -> None:
+        with suppress(BlockingIOError):
+            os.read(self._wake_r, 4096)
+        with suppress(queue.Empty):
+            while True:
+                work = self._todo.get_nowait()
+                try:
+                    work()
+                except Exception:
+                    # The agent waits for this thread; one bad piece of work must not end it.
+                    self.stderr.write(traceback.format_exc().encode(errors="backslashreplace"), None)
+
+    def _add(self, stream: Stream) -> None:
+        self._streams.append(stream)
+        self._selector.register(stream, selectors.EVENT_READ)
+
+    def _read(self, stream: Stream) -> int:
+        """Pass one piece on; its bytes, 0 where nothing waits."""
+        try:
+            data = os.read(stream.fd, _READ_BYTES)
+        except BlockingIOError:
+            return 0
+        except OSError:
+            data = b""
+        if data:
+            stream.feed(data, time.monotonic())
+        else:
+            self._finish(stream)
+        return len(data)
+
+    def _finish(self, stream: Stream) -> None:
+        self._selector.unregister(stream)
+        self._streams.remove(stream)
+        stream.close()
+        if tail := stream.tail():
+            self._tails.setdefault(stream.generation, {})[stream.local_rank] = tail
+
+    def _drain(self, generation: int, drained: Callable[[dict[int, str]], None]) -> None:
+        try:
+            for stream in [s for s in self._streams if s.generation == generation]:
+                # All writers are dead, so what is left fits in the pipe; a stranger who has it must not hold us.
+                left = fcntl.fcntl(stream.fd, fcntl.F_GETPIPE_SZ)
+                while left > 0 and (taken := self._read(stream)):
+                    left -= taken
+                if stream in self._streams:
+                    self._finish(stream)
+        finally:
+            drained(self._tails.pop(generation, {}))

@@ -1,0 +1,161 @@
+"""Where a run keeps files: a private folder that is removed at the end, or the user's log folder, which is kept."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+from elaunch.agent.guardian.guardian import CLAIM, boot_id
+
+SHARED_MEMORY = "/dev/shm"
+# The mode of a run's folder in the user's log folder, less what the umask takes away. It also protects the files that
+# workers write there with the user's umask.
+LOGS_MODE = 0o750
+
+
+def private_places() -> tuple[str, ...]:
+    """Where a run's private folder may be made, the user's choice of a temporary folder first; nothing is made yet."""
+    name = f"elaunch_{secrets.token_hex(8)}"
+    chosen = (os.environ.get(variable) for variable in ("TMPDIR", "TEMP", "TMP"))
+    folders = (*chosen, "/tmp", "/var/tmp", SHARED_MEMORY)
+    # Absolute: the guardian, which removes them, works elsewhere.
+    return tuple(str(Path(folder, name).absolute()) for folder in folders if folder)
+
+
+def memory_places(private: tuple[str, ...]) -> tuple[str, ...]:
+    """Where the job's memory on this host may be made: in shared memory, else on a disk, beside a private folder."""
+    name = Path(private[0]).name
+    return (f"{SHARED_MEMORY}/{name}_memory", *(f"{place}_memory" for place in private if SHARED_MEMORY not in place))
+
+
+class Memory(NamedTuple):
+    """A private folder, in shared memory unless `trouble` says why not; none where none can be made."""
+
+    folder: Path | None
+    trouble: str = ""
+
+
+class RunDir:
+    """Folders of one run, one per generation and rank: `attempt_<generation>/<rank>/` (torchrun's tree).
+
+    No generation reuses another's, so no restart deletes or overwrites a file. What cannot be made is gone without,
+    but for the log folder itself.
+    """
+
+    def __init__(
+        self, log_dir: Path | None, run_id: str, warn: Callable[[str], None], private: tuple[str, ...] = ()
+    ) -> None:
+        """`private` are the places for a private folder, the first that works; fresh `private_places` without.
+
+        Raises OSError where `log_dir` can hold nothing: who asks for files should not learn at the end that none are.
+        """
+        self._warn = warn
+        self._private_places = private or private_places()
+        self._warned = False
+        self.logs: Path | None = None
+        self.private: Path | None = None
+        if log_dir:
+            logs = log_dir / f"{run_id.replace('/', '_')}_{secrets.token_hex(4)}"
+            with suppress(FileExistsError):
+                log_dir.mkdir(parents=True)
+            logs.mkdir(mode=LOGS_MODE)
+            self.logs = logs.absolute()
+        else:
+            self.private = self._private()
+
+    @property
+    def is_incomplete(self) -> bool:
+        """Whether something could not be written that belongs here."""
+        return self._warned
+
+    @property
+    def root(self) -> Path | None:
+        return self.logs or self.private
+
+    @cached_property
+    def memory(self) -> Memory:
+        """The folder for what workers keep beyond their own lives; made when it is first asked for."""
+        return _make_memory(memory_places(self._private_places))
+
+    def generation(self, generation: int) -> Path | None:
+        """The generation's folder."""
+        return self._make(self.root / f"attempt_{generation}") if self.root else None
+
+    def rank(self, generation: int, rank: int) -> Path | None:
+        """The folder of one rank in one generation."""
+        return self._make(self.root / f"attempt_{generation}" / str(rank)) if self.root else None
+
+    def forget_before(self, generation: int) -> None:
+        """Remove the private folders of older generations; a log folder keeps all of its own."""
+        if self.private:
+            for folder in self.private.glob("attempt_*"):
+                if folder.name != f"attempt_{generation}":
+                    shutil.rmtree(folder, ignore_errors=True)
+
+    def warn(self, trouble: str) -> None:
+        """Say what cannot be written; once, since a full disk has the same for every stream of every rank."""
+        if not self._warned:
+            self._warned = True
+            self._warn(f"{trouble}; more of the kind is not said again")
+
+    def _make(self, path: Path) -> Path | None:
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            self.warn(f"{path} cannot be made ({error.strerror}); going on without it")
+            return None
+        return path.absolute()
+
+    def _private(self) -> Path | None:
+        for place in self._private_places:
+            with suppress(OSError):
+                return _make_private(place)
+        self.warn("no temporary folder can be written; exceptions are read from the workers' output instead")
+        return None
+
+
+def _make_private(place: str) -> Path:
+    # The name is nobody's to guess; where it exists all the same, it is not ours.
+    os.mkdir(place, 0o700)  # noqa: PTH102
+    folder = Path(place).absolute()
+    _claim(folder)
+    return folder
+
+
+def _claim(folder: Path) -> None:
+    """Lock a file in `folder` as long as this process lives: without it the folder is nobody's, and will be removed.
+
+    A disk without locks has no such file, and its folders are left alone. Children that are executed do not inherit it.
+    """
+    making = folder / f"{CLAIM}.new"
+    with suppress(OSError):
+        descriptor = os.open(making, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.write(descriptor, boot_id())
+        except OSError:
+            os.close(descriptor)
+            making.unlink()
+        else:
+            # It has its name only when it is locked.
+            making.rename(folder / CLAIM)
+
+
+def _make_memory(places: tuple[str, ...]) -> Memory:
+    """In the first of these that can be made."""
+    trouble = ""
+    for place in places:
+        try:
+            folder = _make_private(place)
+        except OSError as error:
+            trouble = trouble or f"there is no shared memory to be had ({place}: {error.strerror})"
+            continue
+        return Memory(folder, trouble and f"{trouble}; what workers keep for the next generation goes to {folder}")
+    return Memory(None, f"{trouble}, nor a temporary folder; workers keep nothing for the next generation")

@@ -1,0 +1,176 @@
+"""One worker's output stream on its way to the console and to its file."""
+
+from __future__ import annotations
+
+import os
+import select
+from collections import deque
+from collections.abc import Callable
+
+from elaunch.agent.output.lines import LineSplitter, prefixed
+
+TAIL_BYTES_MAX = 64 << 10
+PARTIAL_LINE_WAIT_S = 0.1
+# Less what the umask takes away. Output may show paths, arguments and data, so only the user and the group may read.
+MODE = 0o640
+
+
+class Console:
+    """One of this process's standard streams, shared by the ranks: no rank's line is cut by another's.
+
+    `warn` is told once if the reader is gone (`elaunch … | head`); later output of that stream is dropped then, since
+    training is worth more than its printing.
+    """
+
+    def __init__(self, fd: int, warn: Callable[[str], None]) -> None:
+        self._fd = fd
+        self._warn = warn
+        self._open_line_of: Stream | None = None
+
+    def write(self, data: bytes, writer: Stream | None, prefix: bytes = b"") -> None:
+        """Write `data`, each line with `prefix`; a line that `writer` left open goes on, another's is ended first."""
+        if not data or self._fd < 0:
+            return
+        continued = writer is not None and self._open_line_of is writer
+        if self._open_line_of is not None and not continued:
+            data = b"\n" + prefixed(data, prefix, continued=False)
+        else:
+            data = prefixed(data, prefix, continued=continued)
+        self._open_line_of = None if data.endswith((b"\n", b"\r")) else writer
+        try:
+            write_all(self._fd, data)
+        except OSError as error:
+            self._fd = -1
+            self._warn(f"the console's reader is gone ({error.strerror}); training goes on without it")
+
+
+class LogFile:
+    """A file that is written as long as it can be: a full disk costs one warning, never a worker."""
+
+    def __init__(self, path: str, warn: Callable[[str], None]) -> None:
+        self._path = path
+        self._warn = warn
+        self._fd = -1
+        try:
+            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, MODE)
+        except OSError as error:
+            self._give_up(error)
+
+    def write(self, data: bytes) -> bytes:
+        """Write `data`; what of it the file did not take."""
+        rest = memoryview(data)
+        try:
+            while rest and self._fd >= 0:
+                rest = rest[os.write(self._fd, rest) :]
+        except OSError as error:
+            self.close()
+            self._give_up(error)
+        return bytes(rest)
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._fd = -1
+
+    def _give_up(self, error: OSError) -> None:
+        self._warn(f"{self._path} cannot be written ({error.strerror}); training goes on without this log file")
+
+
+class Stream:
+    """A pipe from a worker: everything that it wrote goes to `console` (with `prefix`) and `file`, and its end is kept.
+
+    With `file_first` the console gets only what the file does not take.
+    `fd` is the pipe's reading end, not blocking; it and the files are owned and closed here. Lines with one of
+    `needles` are also copied to `needle_file`. `whole_lines` holds partial lines back, where others write there too.
+    """
+
+    def __init__(
+        self,
+        fd: int,
+        *,
+        generation: int,
+        local_rank: int,
+        keep_tail: bool,
+        console: Console | None,
+        whole_lines: bool = False,
+        prefix: bytes = b"",
+        file: LogFile | None = None,
+        file_first: bool = False,
+        needles: tuple[bytes, ...] = (),
+        needle_file: LogFile | None = None,
+    ) -> None:
+        self.fd = fd
+        self.generation = generation
+        self.local_rank = local_rank
+        self.flush_at_s: float | None = None
+        self._console = console
+        self._prefix = prefix
+        self._whole_lines = whole_lines or bool(prefix or needles)
+        self._file = file
+        self._file_first = file_first
+        self._needles = needles
+        self._needle_file = needle_file
+        self._splitter = LineSplitter()
+        self._keep_tail = keep_tail
+        self._tail: deque[bytes] = deque()
+        self._tail_bytes = 0
+
+    def fileno(self) -> int:
+        return self.fd
+
+    def feed(self, data: bytes, now_s: float) -> None:
+        """Pass `data` on: whole lines at once, a partial one when its end comes or `flush_at_s` has passed."""
+        if self._keep_tail:
+            self._remember(data)
+        left = self._file.write(data) if self._file else data
+        if self._file_first:
+            data = left
+            if not data:
+                return
+        if not self._whole_lines:
+            self._show(data)
+            return
+        whole = self._splitter.whole(data)
+        self._show(whole)
+        waits_s = None if whole else self.flush_at_s
+        self.flush_at_s = (waits_s or now_s + PARTIAL_LINE_WAIT_S) if self._splitter.pending else None
+
+    def flush(self) -> None:
+        """Give out a partial line that has waited long enough."""
+        self.flush_at_s = None
+        self._show(self._splitter.rest())
+
+    def tail(self) -> str:
+        """The end of what was written, at most TAIL_BYTES_MAX."""
+        return b"".join(self._tail)[-TAIL_BYTES_MAX:].decode(errors="replace")
+
+    def close(self) -> None:
+        self.flush()
+        os.close(self.fd)
+        for file in (self._file, self._needle_file):
+            if file:
+                file.close()
+
+    def _show(self, data: bytes) -> None:
+        if self._needle_file and self._needles:
+            lines = data.splitlines(keepends=True)
+            self._needle_file.write(b"".join(line for line in lines if any(n in line for n in self._needles)))
+        if self._console:
+            self._console.write(data, self, self._prefix)
+
+    def _remember(self, data: bytes) -> None:
+        self._tail.append(data[-TAIL_BYTES_MAX:])
+        self._tail_bytes += len(self._tail[-1])
+        while self._tail_bytes - len(self._tail[0]) >= TAIL_BYTES_MAX:
+            self._tail_bytes -= len(self._tail.popleft())
+
+
+def write_all(fd: int, data: bytes) -> None:
+    """Write all of `data`, waiting where the reader is slow. Raises OSError where it is gone or the disk is full."""
+    rest = memoryview(data)
+    while rest:
+        try:
+            rest = rest[os.write(fd, rest) :]
+        except BlockingIOError:
+            # Somebody set our stdout to non-blocking; this thread has nothing else to do than wait.
+            select.select([], [fd], [])

@@ -1,0 +1,132 @@
+"""Requests to the store, one after the other, each repeated until the store does it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from enum import Enum, auto
+
+from elaunch.agent.core.events import StoreAway, StoreBack, StoreEvent, StoreLost, StoreRefuses
+from elaunch.rendezvous.store import Denied, HeadAway, HistoryLost, Rejected, TimedOut, Unavailable
+
+FIRST_BACKOFF_S = 0.02
+# A store that is there and does not answer in time has too much to do, with all of a large job's nodes at once. Who has
+# no lease yet can wait; the others must come back sooner than theirs end.
+SLOW_BACKOFF_MAX_S = 3.0
+# Whoever wants to go tries its last words as often as that: one lost packet must not cost its peers a lease time.
+LAST_TRIES = 3
+
+Errand = Callable[[], None]
+
+
+class _Lane(Enum):
+    """Renewals of the lease, and the queue of all other requests: one may be refused while the other is served."""
+
+    RENEWAL = auto()
+    QUEUE = auto()
+
+
+class Errands:
+    """A queue that keeps its order, and a renewal that goes before all that waits.
+
+    Orders may come from any thread, `do_next` is called by one. `uniform` draws a number between two. Each failed try
+    is posted as an event. `StoreBack` is posted when the last try of neither lane has failed.
+    """
+
+    def __init__(
+        self,
+        renew: Errand,
+        post: Callable[[StoreEvent], None],
+        backoff_max_s: float,
+        uniform: Callable[[float, float], float],
+    ) -> None:
+        self._renew = renew
+        self._post = post
+        self._backoff_max_s = backoff_max_s
+        self._uniform = uniform
+        self._queue: deque[Errand] = deque()
+        self._renewal_wanted = False
+        self._was_reached = False
+        # The error of each lane whose last try failed.
+        self._failing: dict[_Lane, Unavailable | Rejected] = {}
+        # Tries in a row that failed, of the queue's first errand.
+        self._failed_tries = 0
+        self._turn = _Lane.RENEWAL
+        self._is_ending = False
+
+    @property
+    def has_any(self) -> bool:
+        return bool(self._queue) or self._renewal_wanted
+
+    def order(self, errand: Errand) -> None:
+        self._queue.append(errand)
+
+    def order_renewal(self) -> None:
+        self._renewal_wanted = True
+
+    def end(self) -> None:
+        """From now on only what waits is done: a lease that is about to be given back needs no renewal."""
+        self._is_ending = True
+
+    @property
+    def is_away(self) -> bool:
+        """Whether the last try did not reach the store."""
+        return any(isinstance(error, Unavailable) for error in self._failing.values())
+
+    @property
+    def is_over(self) -> bool:
+        """Whether whoever wants to go need not wait for what is left."""
+        is_denied = isinstance(self._failing.get(_Lane.QUEUE), Denied)
+        return self._failed_tries >= LAST_TRIES or is_denied or not self._queue
+
+    def do_next(self, backoff_s: float) -> float:
+        """Do what is next, if there is anything; the pause after it. `backoff_s` was the last pause."""
+        lane = self._next_lane()
+        if lane is None:
+            return 0.0
+        # A renewal that is ordered while this one runs is wanted once more.
+        self._renewal_wanted &= lane is not _Lane.RENEWAL
+        self._turn = _Lane.RENEWAL
+        try:
+            (self._renew if lane is _Lane.RENEWAL else self._queue[0])()
+        except (Unavailable, Rejected) as error:
+            return self._failed(lane, error, backoff_s)
+        except HistoryLost as error:
+            self._post(StoreLost(str(error)))
+        self._succeeded(lane)
+        return 0.0
+
+    def _next_lane(self) -> _Lane | None:
+        is_queues_turn = self._is_ending or self._turn is _Lane.QUEUE
+        if self._queue and (is_queues_turn or not self._renewal_wanted):
+            return _Lane.QUEUE
+        return _Lane.RENEWAL if self._renewal_wanted else None
+
+    def _failed(self, lane: _Lane, error: Unavailable | Rejected, backoff_s: float) -> float:
+        self._failing[lane] = error
+        self._failed_tries += lane is _Lane.QUEUE
+        if isinstance(error, Rejected):
+            self._post(StoreRefuses(str(error), isinstance(error, Denied)))
+            least_s = most_s = self._backoff_max_s
+            # The store answers: it may do what one lane asks though it refuses the other.
+            self._turn = _Lane.QUEUE if lane is _Lane.RENEWAL else _Lane.RENEWAL
+        else:
+            is_slow = isinstance(error, TimedOut) or isinstance(error.__cause__, TimedOut)
+            self._post(StoreAway(str(error), isinstance(error, HeadAway), is_slow))
+            least_s = FIRST_BACKOFF_S
+            most_s = SLOW_BACKOFF_MAX_S if is_slow and not self._was_reached else self._backoff_max_s
+        self._renewal_wanted |= lane is _Lane.RENEWAL
+        longest_s = min(most_s, max(2 * backoff_s, least_s))
+        # Many agents lose the same store at the same moment.
+        return self._uniform(longest_s / 2, longest_s)
+
+    def _succeeded(self, lane: _Lane) -> None:
+        if lane is _Lane.QUEUE:
+            self._queue.popleft()
+            self._failed_tries = 0
+        was_failing = self._failing.pop(lane, None) is not None
+        if self._failing:
+            return
+        if was_failing or not self._was_reached:
+            self._was_reached = True
+            self._post(StoreBack())

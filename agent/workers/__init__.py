@@ -1,0 +1,1 @@
+"""This node's workers: started, heard on their links, signalled."""

@@ -1,0 +1,73 @@
+"""One generation's workers as their node's agent knows them."""
+
+from __future__ import annotations
+
+import socket
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from elaunch.agent.forkserver.client import Home
+from elaunch.agent.workers.link import Link
+from elaunch.rendezvous.types import RankTable
+
+# Of a program that neither reports steps nor has a process group nobody else can say whether it came to anything.
+LASTING_S = 600.0
+
+
+@dataclass
+class Group:
+    """This node's workers of one generation, by local rank; `cgroup` is the folder of theirs, or empty.
+
+    `store` is the agent's end of its worker store's control socket; `store_up` and `store_error` are what came there.
+    `reached_store` says whether a rank had used it, None where it was on another node, or is not known yet.
+    """
+
+    table: RankTable
+    group_rank: int
+    cgroup: str = ""
+    links: dict[int, Link] = field(default_factory=dict)
+    pids: dict[int, int] = field(default_factory=dict)
+    error_files: dict[int, Path] = field(default_factory=dict)
+    log_files: dict[int, str] = field(default_factory=dict)
+    store: socket.socket | None = None
+    store_up: bool = False
+    store_error: str = ""
+    reached_store: bool | None = None
+    started_s: float = field(default_factory=time.monotonic)
+
+    @property
+    def home(self) -> Home:
+        return Home(self.generation, self.cgroup)
+
+    @property
+    def node_id(self) -> str:
+        """The node as the table knows it; it may have come back as another since."""
+        return self.table.seats[self.group_rank].node_id
+
+    @property
+    def progressed(self) -> bool:
+        """Whether a worker of this node reported a step or made its process group; else, whether any had a store.
+
+        All make it together: where one says that it did not get there, that others wait at the store is no progress.
+        """
+        links = self.links.values()
+        known = [link.reached_store for link in links if link.reached_store is not None]
+        return any(link.step >= 0 for link in links) or (any(known) if known else bool(self.reached_store))
+
+    @property
+    def lasted(self) -> bool:
+        """Whether it ran for so long that it must have done something, also where its program tells us nothing."""
+        return time.monotonic() - self.started_s >= LASTING_S
+
+    @property
+    def generation(self) -> int:
+        return self.table.generation
+
+    @property
+    def slots(self) -> int:
+        """Workers of this node."""
+        return self.table.seats[self.group_rank].slots
+
+    def rank(self, local_rank: int) -> int:
+        return self.table.seats[self.group_rank].first_rank + local_rank

@@ -1,0 +1,176 @@
+"""The agent's ends of its workers' links: what they say, and what they are told.
+
+A worker that reports every step would wake the agent as often. So a word wakes it only where one is expected: on a
+link on which the agent has spoken. On the others an end does, of the worker or of its program; their words are read
+once a second, and before the agent decides anything that they may bear on.
+"""
+
+from __future__ import annotations
+
+import json
+import select
+import socket
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from elaunch.agent.core.events import LinkEvent, WorkerListens, WorkerRaised, WorkerSaved, WorkerSaving, WorkerStopped
+from elaunch.agent.core.messages import Message, PeerFailed, ShowStacks, StopAtStepBoundary
+from elaunch.rendezvous.codec import parse_json
+
+_LOOK_S = 1.0
+_LINK_BYTES_MAX = 1 << 16
+# Characters of a note, which goes to the log, and of a phase's name, which goes into a failure's message.
+_TEXT_MAX = 2000
+_STEP_END = 1 << 63
+
+
+@dataclass
+class Link:
+    """The agent's end of one worker's link.
+
+    `step` is the newest that the worker reported, `phase` what it last said of its work, `reports` how many of both
+    there were. `raised` says that its program ended by an exception, and `reached_store`, None until its program ended,
+    that it had made its process group. `notes` are sentences for the log, `news` what the agent's core is to know.
+    """
+
+    generation: int
+    local_rank: int
+    socket: socket.socket
+    step: int = -1
+    phase: str = ""
+    reports: int = 0
+    raised: bool = False
+    reached_store: bool | None = None
+    notes: list[str] = field(default_factory=list)
+    news: list[LinkEvent] = field(default_factory=list)
+    rest: bytes = b""
+
+    def fileno(self) -> int:
+        return self.socket.fileno()
+
+    def read(self) -> bool:
+        """Take what has come; whether the worker is still there. What is no message is dropped."""
+        try:
+            data = self.socket.recv(_LINK_BYTES_MAX)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        *lines, self.rest = (self.rest + data).split(b"\n")
+        self.rest = self.rest[-_LINK_BYTES_MAX:]
+        for line in lines:
+            with suppress(ValueError):
+                self._take(parse_json(line))
+        return bool(data)
+
+    def tell(self, message: Message) -> None:
+        """Say it, if the worker is there and reads."""
+        with suppress(OSError):
+            self.socket.send(line_of(message), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+
+    def take_notes(self) -> list[str]:
+        """The notes since the last call."""
+        notes, self.notes = self.notes, []
+        return notes
+
+    def take_news(self) -> list[LinkEvent]:
+        """The news since the last call."""
+        news, self.news = self.news, []
+        return news
+
+    def _take(self, message: object) -> None:
+        where = (self.generation, self.local_rank)
+        if not isinstance(message, dict) or not _is_step(message.get("step", 0)):
+            return
+        match message:
+            case {"event": "progress", "step": int(step)}:
+                self.step, self.reports = step, self.reports + 1
+            case {"event": "phase", "name": str(name)}:
+                self.phase, self.reports = _plain(name), self.reports + 1
+            case {"event": "listens", "stop": bool(stop), "peer_failed": bool(peer_failed)}:
+                self.news.append(WorkerListens(*where, to_stop=stop, to_failure=peer_failed))
+            case {"event": "saving", "step": int(step)}:
+                self.news.append(WorkerSaving(*where, step))
+            case {"event": "saved", "step": int(step)}:
+                self.news.append(WorkerSaved(*where, step))
+            case {"event": "stopped", "step": int(step)}:
+                self.news.append(WorkerStopped(*where, step))
+            case {"event": "note", "text": str(text)}:
+                self.notes.append(_plain(text))
+            case {"event": "ended", "raised": bool(raised), "reached_store": bool(reached_store)}:
+                if raised and not self.raised:
+                    self.news.append(WorkerRaised(*where))
+                self.raised, self.reached_store = raised, reached_store
+
+
+def _is_step(value: object) -> bool:
+    """Whether it is a step's number, or -1 for none. Python takes true for an int, and prints no huge int."""
+    return type(value) is int and -1 <= value < _STEP_END
+
+
+def _plain(text: str) -> str:
+    """A worker's text for the log and for the store, cut, and without lone surrogates, which UTF-8 cannot encode."""
+    return text[:_TEXT_MAX].encode(errors="backslashreplace").decode()
+
+
+def line_of(message: Message) -> bytes:
+    """The message as it goes over the link."""
+    match message:
+        case StopAtStepBoundary(reason):
+            said: dict[str, object] = {"event": "stop_at_step_boundary", "reason": reason.value}
+        case PeerFailed(generation):
+            said = {"event": "peer_failed", "generation": generation}
+        case ShowStacks():
+            said = {"event": "stacks"}
+    return json.dumps(said).encode() + b"\n"
+
+
+class Links:
+    """The open links of a generation; `fileno` is readable when one of them is to be read at once."""
+
+    def __init__(self) -> None:
+        self._epoll = select.epoll()
+        self._open: dict[int, Link] = {}
+        self._look_at_s = 0.0
+
+    def fileno(self) -> int:
+        return self._epoll.fileno()
+
+    def add(self, link: Link) -> None:
+        """Watch a link from now on."""
+        if not self._open:
+            self._look_at_s = time.monotonic() + _LOOK_S
+        self._open[link.fileno()] = link
+        self._epoll.register(link, select.EPOLLRDHUP)
+
+    def drop(self, link: Link) -> None:
+        """Close a link."""
+        self._open.pop(link.fileno(), None)
+        link.socket.close()
+
+    def tell(self, link: Link, message: Message) -> None:
+        """Say it; from now on what that worker says is heard at once."""
+        if link.fileno() in self._open:
+            link.tell(message)
+            self._epoll.modify(link, select.EPOLLRDHUP | select.EPOLLIN)
+
+    def ready(self) -> list[Link]:
+        """Those that are to be read at once, and those that have ended, until they are dropped."""
+        return [self._open[fd] for fd, _ in self._epoll.poll(0)]
+
+    @property
+    def open(self) -> list[Link]:
+        return list(self._open.values())
+
+    @property
+    def due_s(self) -> float | None:
+        """When `due` will have some (monotonic)."""
+        return self._look_at_s if self._open else None
+
+    def due(self, now_s: float) -> list[Link]:
+        """Those that are to be read now, all of them at once."""
+        if not self._open or now_s < self._look_at_s:
+            return []
+        self._look_at_s = now_s + _LOOK_S
+        return self.open

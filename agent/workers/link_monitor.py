@@ -1,0 +1,177 @@
+"""One agent's talk with its workers: what they say on their links becomes events, what they are told goes out."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+
+from elaunch.agent import linux
+from elaunch.agent.config import AgentConfig
+from elaunch.agent.core import hang
+from elaunch.agent.core.events import (
+    Event,
+    LinkEvent,
+    Reported,
+    TakeStacks,
+    TellWorkers,
+    WorkerListens,
+    WorkerSaved,
+    WorkerSaving,
+    WorkersHung,
+    WorkerStopped,
+)
+from elaunch.agent.core.messages import ShowStacks
+from elaunch.agent.output.run_dir import RunDir
+from elaunch.agent.output.timeline import Timeline
+from elaunch.agent.workers import stacks
+from elaunch.agent.workers.fork_servers import Servers
+from elaunch.agent.workers.group import Group
+from elaunch.agent.workers.link import Link, Links
+from elaunch.rendezvous.types import Failure, FailureKind
+
+
+class Hearing:
+    """Hears the generation that is in the hands of `servers`; `fileno` is readable when `hear` has something.
+
+    What workers say is kept until `news` hands it out: it must not queue behind what the agent decides with it. `post`
+    takes what other threads find, `say` sentences for the log; `blameless` makes a failure that is no rank's.
+    """
+
+    def __init__(
+        self,
+        config: AgentConfig,
+        run_dir: RunDir,
+        servers: Servers,
+        timeline: Timeline,
+        post: Callable[[Event], None],
+        say: Callable[[str], None],
+        blameless: Callable[[FailureKind, int, str], Failure],
+    ) -> None:
+        self._hang_timeout_s = config.times.hang_timeout_s
+        self._run_dir = run_dir
+        self._servers = servers
+        self._timeline = timeline
+        self._post = post
+        self._say = say
+        self._blameless = blameless
+        self._links = Links()
+        self._news: deque[LinkEvent | Reported] = deque()
+        # When this generation's workers were first looked at.
+        self._begun_s: float | None = None
+        self._said: set[str] = set()
+
+    def fileno(self) -> int:
+        return self._links.fileno()
+
+    @property
+    def due_s(self) -> float | None:
+        """When `tick` is due, on the monotonic clock."""
+        return self._links.due_s
+
+    def begin(self, group: Group) -> None:
+        """Hear these workers from now on."""
+        self._begun_s = None
+        for link in group.links.values():
+            self._links.add(link)
+
+    def end(self, group: Group) -> None:
+        """Hang up."""
+        for link in group.links.values():
+            self._links.drop(link)
+
+    def hear(self) -> None:
+        """Read what is worth being woken for."""
+        for link in self._links.ready():
+            self._news += self._read(link)
+
+    def tick(self, now_s: float) -> None:
+        """Once a second: what the workers have said, and whether they still report."""
+        if not (due := self._links.due(now_s)):
+            return
+        for link in due:
+            self._news += self._read(link)
+        if self._hang_timeout_s:
+            links = self._group.links
+            reporting = frozenset(rank for rank, link in links.items() if link.reports)
+            self._news.append(Reported(self._group.generation, sum(link.reports for link in links.values()), reporting))
+            self._begun_s = self._begun_s or now_s
+            if not reporting and now_s - self._begun_s > self._hang_timeout_s:
+                self._say_once(
+                    "no reports",
+                    "no worker has reported a step yet, and --hang-timeout sees only those that do: with Keeper, or"
+                    " elaunch.trainer.link",
+                )
+
+    def listen_now(self) -> None:
+        """Read every link, whether or not its worker is worth being woken for."""
+        for link in self._links.open:
+            self._news += self._read(link)
+
+    def news(self) -> Iterator[LinkEvent | Reported]:
+        """What workers have said, each word once and in the order of each worker."""
+        while self._news:
+            yield self._news.popleft()
+
+    def tell(self, order: TellWorkers) -> None:
+        """Say it to them; from now on they are heard at once."""
+        word = type(order.message).__name__
+        self._timeline.stamp(order.generation, "told", message=word, workers=len(order.local_ranks))
+        for local_rank in order.local_ranks:
+            self._links.tell(self._group.links[local_rank], order.message)
+
+    def take_stacks(self, order: TakeStacks) -> None:
+        """Those that listen write theirs to the log; the others are looked into, which takes a moment."""
+        group, generation = self._group, order.generation
+        self._timeline.stamp(generation, "hung", quiet_s=round(order.quiet_s))
+        self.tell(TellWorkers(generation, order.listening, ShowStacks()))
+        links = {rank: link for rank, link in group.links.items() if rank in order.local_ranks and link.reports}
+        standings = {
+            rank: hang.Standing(link.step, link.phase, linux.is_stopped(group.pids.get(rank, -1)))
+            for rank, link in links.items()
+        }
+        local_rank, message = hang.who_hangs(standings, order.quiet_s)
+        failure = replace(
+            self._blameless(FailureKind.HANG, generation, message),
+            rank=group.rank(local_rank),
+            local_rank=local_rank,
+            pid=group.pids.get(local_rank, -1),
+            log_path=group.log_files.get(local_rank, ""),
+            progressed=True,
+        )
+        mute = order.local_ranks - order.listening
+        pids = {group.rank(rank): pid for rank, pid in group.pids.items() if rank in mute}
+        stacks.look_into(pids, self._say, partial(self._post, WorkersHung(generation, failure)))
+
+    @property
+    def _group(self) -> Group:
+        assert self._servers.group is not None
+        return self._servers.group
+
+    def _read(self, link: Link) -> list[LinkEvent]:
+        """What the worker has said that the agent's core is to know; its notes are said at once."""
+        if not link.read():
+            self._links.drop(link)
+            self._servers.ask()
+        rank = self._group.rank(link.local_rank)
+        for text in link.take_notes():
+            self._say_once(text, f"rank {rank}: {text}")
+        news = link.take_news()
+        for event in news:
+            match event:
+                case WorkerSaving(generation, local_rank, step):
+                    self._timeline.stamp(generation, "saving", rank=rank, local_rank=local_rank, step=step)
+                case WorkerSaved(generation, local_rank, step):
+                    self._timeline.stamp(generation, "saved", rank=rank, local_rank=local_rank, step=step)
+                case WorkerStopped(generation, local_rank, step):
+                    self._timeline.stamp(generation, "at_boundary", rank=rank, local_rank=local_rank, step=step)
+                case WorkerListens(to_failure=True) if trouble := self._run_dir.memory.trouble:
+                    self._say_once(trouble, trouble)
+        return news
+
+    def _say_once(self, key: str, text: str) -> None:
+        """Once, whichever workers and generations have cause for it."""
+        if key not in self._said:
+            self._said.add(key)
+            self._say(text)

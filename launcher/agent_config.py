@@ -1,0 +1,268 @@
+"""Options and the host's resources to the agent's configuration, with the few sentences worth saying about it."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping
+
+from elaunch.agent.config import AgentConfig, OutputPlan, StreamChoice, Streams
+from elaunch.agent.environment import RANK_VARIABLES
+from elaunch.launcher.cluster.cluster import Cluster, line
+from elaunch.launcher.errors import UsageError
+from elaunch.launcher.options.options import Options
+from elaunch.launcher.options.signal_names import signal_number
+from elaunch.launcher.options.table import TABLE
+from elaunch.launcher.resources import HostResources
+from elaunch.launcher.store.plan import Planned
+from elaunch.rendezvous.types import JobSpec, Program, ProgramKind
+
+# What a training script and its optimizers import; torch._dynamo alone is most of a first optimizer step's delay.
+DEFAULT_PRELOAD = ("torch", "torch.distributed", "torch._dynamo")
+
+# The job's secret is the agents'; a training script has no use for it and may print its environment.
+_SECRETS = ("ELAUNCH_TOKEN",)
+
+# The signals by which schedulers announce the end of a job.
+_NOTICES = (signal.SIGUSR1, signal.SIGUSR2)
+
+# What torchrun puts before a line that --tee asked for; scripts look for it.
+_TEE_PREFIX = "[${role_name}${local_rank}]:"
+
+
+def agent_config(options: Options, planned: Planned, environ: Mapping[str, str], host: HostResources) -> AgentConfig:
+    """The agent's settings. The caller has given the job a name (`options.run_id`). Raises UsageError.
+
+    Of several nodes each finds its `master_addr` out, where nobody gave it (`reach.own_address`).
+    """
+    if options.run_id is None:
+        raise ValueError("options.run_id is None: draw a fresh one first")
+    cluster = planned.cluster
+    slots, counted = count_workers(options.nproc_per_node, host, cluster)
+    _check_own_gpus(options, host, cluster)
+    _check_visible_devices(options, environ, slots)
+    if planned.plan.is_alone:
+        _check_filters(options, slots)
+    environment, threads = worker_environment(environ, slots, host.cores)
+    signals, notices, has_named_signals = _signals(options, cluster)
+    interpreter = environ.get("PYTHON_EXEC") or host.python
+    return AgentConfig(
+        spec=JobSpec(
+            run_id=options.run_id,
+            program=Program(options.kind, options.target, options.args, interpreter, host.python_options),
+            nodes_min=options.nnodes[0],
+            nodes_max=options.nnodes[1],
+            max_restarts=options.max_restarts,
+            restart_window_s=options.restart_window,
+        ),
+        slots=slots,
+        environment=environment,
+        role=options.role,
+        output=output_plan(options, environ),
+        times=planned.plan.times,
+        store_prefix=planned.plan.prefix,
+        node_rank=_seat(planned),
+        signals=signals,
+        notices=notices,
+        has_named_signals=has_named_signals,
+        ignored=() if has_named_signals else _ignored(options, cluster, notices),
+        preload=_preload(options, interpreter, host),
+        master_addr=planned.plan.own_addr or "127.0.0.1",
+        master_ports=_master_ports(options, planned),
+        numa_binding=options.numa_binding,
+        virtual_local_rank=options.virtual_local_rank,
+        notes=(
+            *_of_the_scheduler(options, cluster, slots, host),
+            *_chosen_for_you(options, counted, threads),
+            *planned.notes,
+            *_without_effect(options, planned.ignored),
+            *_warnings(options, interpreter, host),
+        ),
+    )
+
+
+def count_workers(asked: int | str | None, host: HostResources, cluster: Cluster | None = None) -> tuple[int, str]:
+    """The number of workers and what was counted, as "8 workers, one per GPU"; empty for a given number.
+
+    GPUs that are seen come before what a scheduler says: its user may have hidden some.
+    """
+    if isinstance(asked, int):
+        return asked, ""
+    if asked == "gpu" and host.gpus == 0:
+        raise UsageError("--nproc-per-node gpu finds no GPU that this process may use; use cpu, or give a number")
+    if asked != "cpu" and host.gpus > 0:
+        return host.gpus, f"{_plural(host.gpus, 'worker')}, one per GPU"
+    if asked is None and cluster and cluster.workers:
+        return cluster.workers, f"{_plural(cluster.workers, 'worker')}, as {cluster.scheduler} says"
+    if asked is None:
+        return 1, "1 worker, no GPU was found"
+    return host.cpus, f"{_plural(host.cpus, 'worker')}, one per CPU"
+
+
+def _check_own_gpus(options: Options, host: HostResources, cluster: Cluster | None) -> None:
+    """Raises UsageError for an agent that sees one task's GPUs only: the node's others would do nothing."""
+    if cluster is None or cluster.tasks == 1 or not cluster.gpus:
+        return
+    own = host.gpus or cluster.own_gpus or cluster.gpus
+    if own >= cluster.gpus or (isinstance(options.nproc_per_node, int) and options.nproc_per_node <= own):
+        return
+    raise UsageError(
+        f"{cluster.scheduler} gave this node {cluster.gpus} GPUs, and each of its {cluster.tasks} tasks sees only its"
+        f" own, here {own}; start one task on each node with all of them (srun --ntasks-per-node=1"
+        f" --gpus-per-node={cluster.gpus} elaunch …), or add --gpu-bind=none to srun"
+    )
+
+
+def _seat(planned: Planned) -> int:
+    """This node's place: of a static job its rank, else the scheduler's own order, in which neighbours are near."""
+    if planned.plan.node_rank is not None:
+        return planned.plan.node_rank
+    index = planned.cluster.node_index if planned.cluster else None
+    return -1 if index is None else index
+
+
+def _signals(options: Options, cluster: Cluster | None) -> tuple[tuple[int, ...], tuple[int, ...], bool]:
+    """The signals that the agent handles, those of them that are a scheduler's notice, and whether the user named them.
+
+    Schedulers announce the end of a job by SIGUSR1 (`sbatch --signal=USR1@60`), which would end the agent. If the
+    user has named the signals, only these are handled.
+    """
+    has_named = "signals_to_handle" in options.given
+    more = ("SIGUSR1",) if cluster and not has_named else ()
+    numbers = tuple(dict.fromkeys(map(signal_number, (*options.signals_to_handle, *more))))
+    return numbers, tuple(number for number in numbers if number in _NOTICES), has_named
+
+
+def _ignored(options: Options, cluster: Cluster | None, notices: tuple[int, ...]) -> tuple[int, ...]:
+    """The signals that workers ignore. Slurm may send a notice to all processes; no other scheduler is known to do so.
+
+    A command ignores none: a shell, and what it starts, could not undo that.
+    """
+    return notices if cluster and cluster.scheduler == "Slurm" and options.kind is not ProgramKind.COMMAND else ()
+
+
+def _of_the_scheduler(options: Options, cluster: Cluster | None, slots: int, host: HostResources) -> tuple[str, ...]:
+    if cluster is None:
+        return ()
+    notes = [line(cluster), *([cluster.note] if cluster.note else [])]
+    if cluster.node_index is not None and cluster.nodes is None and "nnodes" not in options.given:
+        notes.append(
+            f"a {cluster.scheduler} does not tell its pods how many they are, so that each is a job of its own; for one"
+            " job of all of them set PET_NNODES to their number"
+        )
+    if slots > host.cores:
+        more = "; more are asked for with --cpus-per-task" if cluster.scheduler == "Slurm" else ""
+        notes.append(
+            f"{slots} workers share the {_plural(host.cores, 'CPU core')} that this node's agent may use{more}"
+        )
+    return tuple(notes)
+
+
+def worker_environment(environ: Mapping[str, str], slots: int, cores: int) -> tuple[dict[str, str], int | None]:
+    """What workers inherit, and the number of threads if it was chosen here.
+
+    torchrun gives each of several workers one thread; here they share the cores that this process may use.
+    """
+    environment = {name: value for name, value in environ.items() if name not in (*RANK_VARIABLES, *_SECRETS)}
+    environment.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    if "OMP_NUM_THREADS" in environ:
+        return environment, None
+    threads = max(1, cores // slots)
+    environment["OMP_NUM_THREADS"] = str(threads)
+    return environment, threads
+
+
+def output_plan(options: Options, environ: Mapping[str, str]) -> OutputPlan:
+    """With a directory and no choice of streams, everything goes to files and to the console."""
+    tee = options.tee
+    if options.log_dir is not None and not {"redirects", "tee"} & set(options.given):
+        tee = StreamChoice(Streams.BOTH)
+    return OutputPlan(
+        log_dir=options.log_dir,
+        redirects=options.redirects,
+        tee=tee,
+        console_local_ranks=options.local_ranks_filter,
+        console_ranks=options.ranks_filter,
+        duplicate_stdout_filters=options.duplicate_stdout_filters,
+        duplicate_stderr_filters=options.duplicate_stderr_filters,
+        prefix_template=environ.get(
+            "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", _TEE_PREFIX if "tee" in options.given else None
+        ),
+    )
+
+
+def _master_ports(options: Options, planned: Planned) -> tuple[int, ...]:
+    """The ports that MASTER_PORT may be on this node; none is any.
+
+    Of a static rendezvous the port is that of node rank 0: another node on the same host could not reserve it too.
+    """
+    if planned.plan.node_rank not in (None, 0):
+        return ()
+    if options.port_range is not None:
+        return tuple(range(options.port_range[0], options.port_range[1] + 1))
+    port = planned.master_port if options.master_port is None else options.master_port
+    return (port,) if port else ()
+
+
+def _preload(options: Options, interpreter: str, host: HostResources) -> tuple[str, ...] | None:
+    if options.no_preload or options.kind is ProgramKind.COMMAND or interpreter != host.python:
+        return None
+    return DEFAULT_PRELOAD if options.preload is None else options.preload
+
+
+def _check_visible_devices(options: Options, environ: Mapping[str, str], slots: int) -> None:
+    variable = environ.get("CUDA_VISIBLE_DEVICES")
+    if not options.virtual_local_rank or variable is None:
+        return
+    entries = len(variable.split(","))
+    if entries < slots:
+        raise UsageError(
+            f"--virtual-local-rank needs a GPU for each of {slots} workers and CUDA_VISIBLE_DEVICES={variable}"
+            f" names {entries}; use --nproc-per-node {entries}"
+        )
+
+
+def _chosen_for_you(options: Options, counted: str, threads: int | None) -> tuple[str, ...]:
+    """One sentence for all defaults that differ from torchrun's."""
+    parts = [counted] if counted else []
+    if threads is not None:
+        parts.append(f"OMP_NUM_THREADS={threads}")
+    if "max_restarts" not in options.given:
+        parts.append(f"max_restarts is {options.max_restarts} (torchrun's is 0, a plain launch)")
+    return ("; ".join(parts),) if parts else ()
+
+
+def _check_filters(options: Options, slots: int) -> None:
+    """On one node local ranks and ranks are the same; a filter that none of them passes would silence everything."""
+    filters = {"--local-ranks-filter": options.local_ranks_filter, "--ranks-filter": options.ranks_filter}
+    for option, ranks in filters.items():
+        if ranks and min(ranks) >= slots:
+            named = ",".join(str(rank) for rank in sorted(ranks))
+            there = "there is only rank 0" if slots == 1 else f"the ranks are 0 to {slots - 1}"
+            raise UsageError(f"{option} {named} leaves nobody to be seen: {there}; change it or --nproc-per-node")
+
+
+def _without_effect(options: Options, ignored_here: tuple[tuple[str, str], ...]) -> tuple[str, ...]:
+    """One sentence for all options that were given and change nothing; `ignored_here` are those of this job."""
+    ignored: dict[str, list[str]] = {}
+    never = ((f"--{spec.name}", spec.no_effect) for spec in TABLE if spec.no_effect and spec.dest in options.given)
+    for name, why in (*ignored_here, *never):
+        ignored.setdefault(why, []).append(name)
+    parts = [f"{', '.join(names)} ({why})" for why, names in ignored.items()]
+    return (f"without effect here: {'; '.join(parts)}",) if parts else ()
+
+
+def _warnings(options: Options, interpreter: str, host: HostResources) -> tuple[str, ...]:
+    notes: list[str] = []
+    if options.log_dir is None and _any_stream(options.redirects):
+        notes.append("--redirects without --log-dir: that output is kept nowhere; add --log-dir DIR to keep it")
+    if interpreter != host.python and options.kind is not ProgramKind.COMMAND:
+        notes.append(f"workers run PYTHON_EXEC={interpreter}, each starts anew: nothing is preloaded for it")
+    return tuple(notes)
+
+
+def _any_stream(choice: StreamChoice) -> bool:
+    return any((choice.default, *choice.by_rank.values()))
+
+
+def _plural(count: int, word: str) -> str:
+    return f"{count} {word}" if count == 1 else f"{count} {word}s"

@@ -1,0 +1,115 @@
+"""The facts that a scheduler's variables give about a job and this node of it."""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from elaunch.launcher.options.values import NODES_MAX, WORKERS_MAX
+
+# Below what Linux gives to outgoing connections (32768 and up), above what services are known by.
+_PORT_FIRST, _PORT_PAIRS = 20_000, 5_000
+# int() would also take digits of other scripts, and fails at thousands of digits.
+_NUMBER = re.compile("[0-9]{1,18}")
+_NAME_MAX = 500
+_SHOWN_MAX = 200
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """What one scheduler says; None is what it leaves open, and the command line or the host has to say.
+
+    `scheduler` is its name for people. `nodes` is the least and the largest number of nodes, `node_index` this node's
+    place among them, from 0; node 0 is the head, and `head` its name or address as the other nodes reach it.
+    `head_port` is where its store listens; None is the usual port, where no two jobs can share a head. `workers` is
+    how many this node is to run, where that is not one for each of its GPUs, and `gpus` the number of GPUs that it
+    was given, of which this process alone may use `own_gpus`. `run_id` is the same on all nodes of a job, and in all
+    its lives; `restarts` counts those before this.
+
+    `task` is this process's place among those that the scheduler started for the job on this node, of which there are
+    `tasks`: only task 0 is an agent. `sources` are the variables that said all this. `note` is a sentence for the log.
+    """
+
+    scheduler: str
+    nodes: tuple[int, int] | None = None
+    node_index: int | None = None
+    head: str | None = None
+    head_port: int | None = None
+    workers: int | None = None
+    gpus: int | None = None
+    own_gpus: int | None = None
+    run_id: str | None = None
+    restarts: int = 0
+    task: int = 0
+    tasks: int = 1
+    sources: tuple[str, ...] = ()
+    note: str = ""
+
+    @property
+    def is_of_pods(self) -> bool:
+        """Pods share neither munge nor a home: a secret reaches all of them by Kubernetes alone."""
+        return self.scheduler.startswith("Kubernetes")
+
+
+# Asks nothing but its arguments: the environment, this host's name, and what reads a small text file (OSError where
+# it cannot). None where the scheduler did not start this process; ValueError for variables that make no sense.
+Detect = Callable[[Mapping[str, str], str, Callable[[str], str]], Cluster | None]
+
+
+def check(cluster: Cluster) -> None:
+    """Raises ValueError for facts that cannot be true: a name with line breaks, too many nodes, a wrong node index."""
+    for what, name in (("job", cluster.run_id), ("head", cluster.head)):
+        if name and (not name.isprintable() or len(name) > _NAME_MAX):
+            raise ValueError(f"{name[:_SHOWN_MAX]!r} cannot be the name of the {what}")
+    if cluster.nodes and not 1 <= cluster.nodes[0] <= cluster.nodes[1] <= NODES_MAX:
+        raise ValueError(f"{_range(cluster.nodes)} is no number of nodes from 1 to {NODES_MAX}")
+    if cluster.nodes and cluster.node_index is not None and cluster.node_index >= cluster.nodes[1]:
+        raise ValueError(f"node {cluster.node_index} is not one of {cluster.nodes[1]} nodes, counted from 0")
+    if max(cluster.workers or 0, cluster.gpus or 0, cluster.tasks) > WORKERS_MAX:
+        raise ValueError(f"more than {WORKERS_MAX} workers, GPUs or tasks are on this node")
+
+
+def _range(nodes: tuple[int, int]) -> str:
+    return ":".join(str(number) for number in dict.fromkeys(nodes))
+
+
+def line(cluster: Cluster) -> str:
+    """What was detected, as the log says it."""
+    nodes = _range(cluster.nodes) if cluster.nodes else ""
+    parts = [
+        f"job {cluster.run_id}" if cluster.run_id else "",
+        f"in its life number {cluster.restarts + 1}" if cluster.restarts else "",
+        f"{nodes} {'node' if nodes == '1' else 'nodes'}" if nodes else "",
+        f"this is node {cluster.node_index}" if cluster.node_index is not None else "",
+        f"the head is {cluster.head}" if cluster.head else "",
+        f"{cluster.workers} workers here" if cluster.workers else "",
+    ]
+    said = ", ".join(part for part in parts if part) or "nothing that matters here"
+    return f"{cluster.scheduler} says: {said} ({', '.join(cluster.sources)}); --scheduler none takes no notice of it"
+
+
+def number(environ: Mapping[str, str], *names: str) -> int | None:
+    """The first of the variables that is set, as a number. Raises ValueError."""
+    for name in names:
+        if word := environ.get(name, "").strip():
+            if not _NUMBER.fullmatch(word):
+                raise ValueError(f"{name}={word[:_SHOWN_MAX]} is not a number")
+            return int(word)
+    return None
+
+
+def used(environ: Mapping[str, str], *names: str) -> tuple[str, ...]:
+    """Those of the variables that are set."""
+    return tuple(name for name in names if environ.get(name))
+
+
+def port_of(job: int) -> int:
+    """A port for the store of a job with that number; jobs whose numbers are near have others. The next one is free."""
+    return _PORT_FIRST + 2 * (job % _PORT_PAIRS)
+
+
+def port_of_name(run_id: str) -> int:
+    """The same for a job that has only a name."""
+    return port_of(zlib.crc32(run_id.encode(errors="surrogateescape")))

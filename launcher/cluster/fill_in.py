@@ -1,0 +1,69 @@
+"""What the command line leaves open, filled from what the scheduler says; where both speak, the command line wins."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from elaunch.launcher.cluster.cluster import Cluster
+from elaunch.launcher.errors import UsageError
+from elaunch.launcher.options.endpoints import PLACES
+from elaunch.launcher.options.options import Options, Source
+
+
+def settle(options: Options, cluster: Cluster) -> Options:
+    """`options` with the size and the name that the scheduler gives. Raises UsageError for a contradiction."""
+    _check_nodes(options, cluster)
+    _check_rank(options, cluster)
+    if cluster.nodes and "nnodes" not in options.given:
+        options = replace(options, nnodes=cluster.nodes)
+    if cluster.run_id and options.run_id is None:
+        options = replace(options, run_id=cluster.run_id)
+    return options
+
+
+def concerning(options: Options, cluster: Cluster, environ: Mapping[str, str]) -> Cluster:
+    """What of `cluster` is about this job: one with more nodes than were started here, who meet at a place that they
+    were told, is wider than the scheduler knows (a step or an allocation for each node), and has its own name."""
+    is_told = {"rdzv_endpoint", "master_addr"} & set(options.given) or any(environ.get(name) for name in PLACES)
+    if not is_told or cluster.nodes is None or cluster.tasks > 1 or options.nnodes[1] <= cluster.nodes[1]:
+        return cluster
+    note = f"this job has more nodes than {cluster.scheduler} started here; they meet where they were told to"
+    return replace(cluster, nodes=None, node_index=None, head=None, run_id=None, note=note)
+
+
+def _check_nodes(options: Options, cluster: Cluster) -> None:
+    least, started = options.nnodes[0], cluster.nodes[1] if cluster.nodes else None
+    if started is None or "nnodes" not in options.given or least <= started:
+        return
+    several = f", with {cluster.tasks} tasks on this one, of which one is the agent" if cluster.tasks > 1 else ""
+    raise UsageError(
+        f"{_said(options, 'nnodes')} contradicts {cluster.scheduler}, which started this job on {_nodes(started)}"
+        f"{several}; leave --nnodes out, or lower it, or ask {cluster.scheduler} for {_nodes(least)}"
+        " (--scheduler none takes no notice of it)"
+    )
+
+
+def _check_rank(options: Options, cluster: Cluster) -> None:
+    """A rank that a batch script expands is the script's own: the same on all nodes."""
+    index = cluster.node_index
+    if index is None or "node_rank" not in options.given or options.node_rank == index:
+        return
+    if cluster.nodes and options.nnodes == cluster.nodes and cluster.nodes[1] > 1:
+        raise UsageError(
+            f"{_said(options, 'node_rank')} contradicts {cluster.scheduler}, for which this is node {index}; leave"
+            " --node-rank out (a variable in a job's script is the script's own, the same for all nodes), or add"
+            " --scheduler none"
+        )
+
+
+def _said(options: Options, dest: str) -> str:
+    """The option as it was given."""
+    if options.given.get(dest) is Source.ENVIRONMENT and dest in options.exported:
+        return f"PET_{dest.upper()}={options.exported[dest]}"
+    value = ":".join(str(n) for n in dict.fromkeys(options.nnodes)) if dest == "nnodes" else str(options.node_rank)
+    return f"--{dest.replace('_', '-')} {value}"
+
+
+def _nodes(count: int) -> str:
+    return "1 node" if count == 1 else f"{count} nodes"

@@ -1,0 +1,46 @@
+"""A key in the user's home, `~/.elaunch/key`: nodes that share the home make the same secret of a job's name with it.
+
+It is made once and stays, so that no job can find what another has left.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import secrets
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+from elaunch.launcher.options.secret_file import FOLDER, read_own
+
+_BYTES = 32
+# Another agent may remove the empty folder just as it is to be used.
+_TRIES = 5
+
+
+def token_at_home(name: str, *, make: bool = False) -> str:
+    """The token of the job of that name; empty where this user has no key here. `make` is for who may make one."""
+    try:
+        path = Path(FOLDER, "key").expanduser()
+        if make:
+            _make(path)
+        key = read_own(path, _BYTES + 1)
+    except (OSError, RuntimeError):
+        # RuntimeError: this user has no home.
+        return ""
+    return hmac.digest(key, name.encode(), "sha256").hex()[:32] if len(key) == _BYTES else ""
+
+
+def _make(path: Path) -> None:
+    """Whole or not at all; the first of several wins, and nothing else stays."""
+    for _ in range(_TRIES):
+        with suppress(FileNotFoundError):
+            with suppress(OSError):
+                path.parent.mkdir(mode=0o700, exist_ok=True)
+            with suppress(FileExistsError), tempfile.NamedTemporaryFile(dir=path.parent) as draft:
+                draft.write(secrets.token_bytes(_BYTES))
+                draft.flush()
+                os.fsync(draft.fileno())
+                os.link(draft.name, path)
+            return

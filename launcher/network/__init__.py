@@ -1,0 +1,1 @@
+"""The addresses and interfaces of this host."""

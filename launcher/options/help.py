@@ -1,0 +1,109 @@
+"""`elaunch --help` and docs/options.md, both from the table of options."""
+
+from __future__ import annotations
+
+from elaunch.launcher.options.rdzv_conf import SETTINGS, Setting
+from elaunch.launcher.options.table import TABLE, Group, OptionSpec
+
+WIDTH = 100
+_COLUMN = 37
+
+_HEAD = """\
+Usage: elaunch [options] script.py args…
+       elaunch [options] -m module args…
+       elaunch [options] --no-python command args…
+       elaunch store [--listen HOST:PORT] [--token-file FILE]
+       elaunch submit slurm|k8s [--dry-run] … script.py args…
+
+Start a PyTorch training job, one worker per GPU, and restart it when a worker fails.
+
+Examples:
+  elaunch train.py --lr 0.1                           one worker per GPU, up to 3 restarts
+  elaunch --nproc-per-node 4 --log-dir logs train.py  4 workers, output on the console and in logs
+  elaunch --config job.yaml --max-restarts 0          options from a file; any failure ends the job
+  elaunch --nnodes 2 --rdzv-endpoint node0:2379 train.py  on node0; prints the line for the other
+"""
+
+_FOOT = """\
+An option can be written with _ for -, shortened while it stays unambiguous, given as a variable
+(PET_MAX_RESTARTS=1) or in a job file; the command line wins over variables, these over the file.
+A script called - is read from stdin. Options of Python, as in `python -X dev -m elaunch`, are kept.
+Exit codes: 0 all workers ended well, 1 the job failed, 2 the command line is wrong, 3 the store or
+an address was not there, or this node does not know how the job ended, 128 + N ended by signal N.
+"""
+
+_PAGE_HEAD = """\
+# Options
+
+Made from `launcher/options/table.py` by `python -m elaunch.launcher.options.help > docs/options.md`; a test holds
+the two equal.
+
+Each long option can be written with `_` for `-` and shortened while it stays unambiguous. Each is also read from the
+variables named here and, under its own name, from the job file of `--config`. The command line wins over variables,
+variables over the file, the file over the default. The last column says where torchrun's meaning differs.
+
+A script called `-` is read from stdin, once, and given to every worker of every generation. The options `-W`,
+`-X`, `-O`, `-B` and `-b` of an interpreter that runs elaunch (`python -X dev -m elaunch …`) are the workers' too.
+
+`elaunch store` as the first words is the command that serves a store ([several nodes](operations.md)), `elaunch submit`
+the one that hands a job to [Slurm](slurm.md) or [Kubernetes](kubernetes.md); scripts of these names are started with
+`elaunch ./store`. So it is with `run` before a program, which changes nothing."""
+_SETTINGS_HEAD = """\
+## Settings of the rendezvous
+
+Keys of `--rdzv-conf`, for jobs of several nodes; one node ignores them. A key that is not here is refused."""
+_COLUMNS = ("| option | meaning | default | variables | torchrun |", "|---|---|---|---|---|")
+
+
+def help_text() -> str:
+    """Groups in order, one line for each option."""
+    parts = [_HEAD]
+    for group in Group:
+        lines = [_line(spec) for spec in TABLE if spec.group is group]
+        parts.append("\n".join([f"{group.value}:", *lines, ""]))
+    return "\n".join([*parts, _FOOT]).rstrip("\n")
+
+
+def _line(spec: OptionSpec) -> str:
+    default = f" [{spec.default_text}]" if spec.default_text else ""
+    return f"  {_usage(spec):<{_COLUMN}} {spec.help}{default}"
+
+
+def _usage(spec: OptionSpec) -> str:
+    short = f"-{spec.short}, " if spec.short else ""
+    return f"{short}--{spec.name} {spec.metavar}".rstrip()
+
+
+def markdown() -> str:
+    """The page docs/options.md."""
+    rows = [_PAGE_HEAD]
+    for group in Group:
+        rows += [
+            "",
+            f"## {group.value}",
+            "",
+            *_COLUMNS,
+        ]
+        rows += [_row(spec) for spec in TABLE if spec.group is group]
+    rows += ["", _SETTINGS_HEAD, "", "| key | meaning | torchrun |", "|---|---|---|"]
+    rows += [_setting_row(setting) for setting in SETTINGS]
+    return "\n".join(rows) + "\n"
+
+
+def _setting_row(setting: Setting) -> str:
+    names = ", ".join(f"`{name}`" for name in setting.names)
+    meaning = f"without effect: {setting.no_effect}" if setting.no_effect else setting.help
+    return f"| {names} | {meaning} | {setting.differs or 'the same'} |"
+
+
+def _row(spec: OptionSpec) -> str:
+    names = [f"`-{spec.short}`"] if spec.short else []
+    names += [f"`--{name} {spec.metavar}`".replace(" `", "`") for name in spec.names]
+    peer = "not in torchrun" if spec.peer is None else spec.differs or "the same"
+    has_variables = spec.name not in ("help", "version")
+    variables = ", ".join(f"`{name}`" for name in spec.variables) if has_variables else ""
+    return f"| {', '.join(names)} | {spec.help} | {spec.default_text or '–'} | {variables or '–'} | {peer} |"
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")

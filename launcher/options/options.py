@@ -1,0 +1,261 @@
+"""argv, the environment and the job file to Options: checked values, or one sentence about what is wrong.
+
+Precedence: command line, then `PET_<NAME>` variables (torchrun's), then the job file, then the default.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+import click
+
+from elaunch import __version__
+from elaunch.agent.config import NumaBinding, StreamChoice
+from elaunch.launcher.errors import UsageError as UsageError
+from elaunch.launcher.options import argv as command_line
+from elaunch.launcher.options import job_file
+from elaunch.launcher.options.endpoints import Address
+from elaunch.launcher.options.job_file import JobFile
+from elaunch.launcher.options.table import TABLE, OptionSpec
+from elaunch.launcher.options.values import Raw
+from elaunch.rendezvous.types import ProgramKind
+
+
+class Source(IntEnum):
+    """Where an option's value was given; the larger wins."""
+
+    FILE = 1
+    ENVIRONMENT = 2
+    COMMAND_LINE = 3
+
+
+@dataclass(frozen=True)
+class HelpRequested:
+    """The command line asks for a text (--help, --version) instead of a job."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Options:
+    """A checked command line. The fields are the options' names in the table; `given` says which were asked for.
+
+    `run_id` None asks for a fresh one, `nproc_per_node` None for one worker per GPU. `master_port` None or 0 is a free
+    port. `log_dir` is as typed: relative to where the command was started. `typed` is the command line, without `run`;
+    `exported` are the options that variables decide, as text.
+    """
+
+    kind: ProgramKind
+    target: str
+    args: tuple[str, ...]
+    given: Mapping[str, Source]
+    typed: tuple[str, ...]
+    exported: Mapping[str, str]
+    nnodes: tuple[int, int]
+    nproc_per_node: int | str | None
+    max_restarts: int
+    restart_window: float | None
+    stop_grace: float
+    failure_grace: float
+    hang_timeout: float
+    signals_to_handle: tuple[str, ...]
+    log_dir: Path | None
+    redirects: StreamChoice
+    tee: StreamChoice
+    local_ranks_filter: frozenset[int] | None
+    ranks_filter: frozenset[int] | None
+    duplicate_stdout_filters: tuple[str, ...]
+    duplicate_stderr_filters: tuple[str, ...]
+    module: bool
+    no_python: bool
+    preload: tuple[str, ...] | None
+    no_preload: bool
+    numa_binding: NumaBinding | None
+    virtual_local_rank: bool
+    role: str
+    run_id: str | None
+    standalone: bool
+    rdzv_endpoint: tuple[Address, ...]
+    rdzv_backend: str
+    rdzv_conf: Mapping[str, str]
+    store: str
+    scheduler: str
+    token_file: str | None
+    node_rank: int
+    master_addr: str | None
+    master_port: int | None
+    port_range: tuple[int, int] | None
+    local_addr: str | None
+    config: str | None
+    run_path: bool
+    monitor_interval: float | None
+    start_method: str | None
+    event_log_handler: str | None
+    logs_specs: str | None
+
+
+@dataclass(frozen=True)
+class _Given:
+    """One value before its check, and how a message names it."""
+
+    raw: Raw
+    source: Source
+    words: str
+
+
+def parse(
+    argv: Sequence[str], environ: Mapping[str, str], read_job_file: Callable[[str], JobFile] = job_file.read
+) -> Options | HelpRequested:
+    """Options of `argv` (without the program's name), or the text that it asks for.
+
+    Raises UsageError. Reads nothing but its arguments and the file that --config names.
+    """
+    # `run` before a program is the sub-command, always. A script of that name starts as ./run.
+    typed = tuple(argv[1:] if len(argv) > 1 and argv[0] == "run" else argv)
+    words = command_line.normalise(typed)
+    for spec, _ in words.options:
+        if spec.name == "version":
+            return HelpRequested(f"elaunch {__version__}")
+        if spec.name == "help":
+            from elaunch.launcher.options.help import help_text
+
+            return HelpRequested(help_text())
+    path = words.last("config") or environ.get("PET_CONFIG")
+    job_file = read_job_file(path) if path else JobFile({})
+    items, program = _collect(words, environ, job_file)
+    fields: dict[str, Any] = {spec.dest: _value(spec, items.get(spec.dest)) for spec in _VALUED}
+    lost = _settle(fields, items)
+    kind, target, args = _program(fields, program, job_file, path)
+    given = {dest: item.source for dest, item in items.items()}
+    exported = {
+        dest: item.raw
+        for dest, item in items.items()
+        if item.source is Source.ENVIRONMENT and isinstance(item.raw, str) and dest not in lost
+    }
+    options = Options(kind=kind, target=target, args=args, given=given, typed=typed, exported=exported, **fields)
+    _check_size(options, items)
+    return options
+
+
+# Characters of an option and its value in a message.
+_SHOWN_MAX = 200
+_VALUED = tuple(spec for spec in TABLE if spec.name not in ("help", "version"))
+
+
+def _collect(
+    words: command_line.Words, environ: Mapping[str, str], job_file: JobFile
+) -> tuple[dict[str, _Given], tuple[str, ...]]:
+    """Let click pick each option's value from the command line, the environment and the job file."""
+    fallback: dict[str, _Given] = {}
+    for dest, entry in job_file.options.items():
+        fallback[dest] = _Given(entry.raw, Source.FILE, f"{entry.where}: {entry.key}: {_shown(entry.raw)}")
+    for spec in _VALUED:
+        variable = next((name for name in spec.variables if environ.get(name)), None)
+        if variable:
+            fallback[spec.dest] = _Given(environ[variable], Source.ENVIRONMENT, f"{variable}={environ[variable]}")
+    command = click.Command(
+        "elaunch",
+        params=[
+            *(click.Option([f"--{spec.name}", spec.dest], type=click.UNPROCESSED) for spec in _VALUED),
+            click.Argument(["program"], nargs=-1, type=click.UNPROCESSED),
+        ],
+        context_settings={"default_map": fallback, "allow_interspersed_args": False},
+        add_help_option=False,
+    )
+    params = command.make_context("elaunch", words.canonical).params
+    program: tuple[str, ...] = params.pop("program")
+    given: dict[str, _Given] = {}
+    for dest, value in params.items():
+        if isinstance(value, str):
+            name = dest.replace("_", "-")
+            given[dest] = _Given(value, Source.COMMAND_LINE, f"--{name} {value}".rstrip())
+        elif value is not None:
+            given[dest] = value
+    return given, program
+
+
+def _shown(raw: Raw) -> str:
+    if isinstance(raw, list):
+        return f"[{', '.join(raw)}]"
+    return raw if isinstance(raw, str) else "{" + ", ".join(f"{key}: {value}" for key, value in raw.items()) + "}"
+
+
+def _value(spec: OptionSpec, item: _Given | None) -> object:
+    if item is None:
+        return spec.default
+    try:
+        return spec.convert(item.raw)
+    except ValueError as error:
+        shown = item.words if len(item.words) <= _SHOWN_MAX else f"{item.words[:_SHOWN_MAX]}…"
+        raise UsageError(f"{shown} {error}") from None
+
+
+# Pairs of which only one can be meant.
+_EXCLUSIVE = (
+    ("module", "no_python", "a module always runs in Python; drop one of them"),
+    ("preload", "no_preload", "drop one of them"),
+    ("master_port", "port_range", "the one port is then the only one; drop one of them"),
+)
+
+
+def _settle(fields: dict[str, Any], items: Mapping[str, _Given]) -> set[str]:
+    """Of two options that exclude each other the one from the stronger source stays; from one source it is an error.
+
+    Returns those that did not stay. A standalone job gets a name of its own whatever is asked for, as in torchrun.
+    """
+    defaults = {spec.dest: spec.default for spec in TABLE}
+    lost: set[str] = set()
+    for first, second, way_out in _EXCLUSIVE:
+        if not (_is_on(fields[first]) and _is_on(fields[second])):
+            continue
+        if items[first].source == items[second].source:
+            raise UsageError(f"{_said(items[first])} contradicts {_said(items[second])}: {way_out}")
+        loser = min(first, second, key=lambda dest: items[dest].source)
+        fields[loser] = defaults[loser]
+        lost.add(loser)
+    if fields["standalone"]:
+        fields["run_id"] = None
+    return lost
+
+
+def _is_on(value: object) -> bool:
+    return value is not None and value is not False
+
+
+def _said(item: _Given) -> str:
+    return item.words.removesuffix(" 1") if item.words.startswith("--") else item.words
+
+
+def _program(
+    fields: Mapping[str, Any], program: tuple[str, ...], job_file: JobFile, path: str | None
+) -> tuple[ProgramKind, str, tuple[str, ...]]:
+    in_file = job_file.module or job_file.script
+    if not program and in_file is None:
+        what = "module" if fields["module"] else "command" if fields["no_python"] else "script"
+        raise UsageError(f"no {what} to run; use elaunch [options] script.py args…, or see elaunch --help")
+    if not program and fields["module"] and job_file.script:
+        raise UsageError(f"-m asks for a module and {path} names a script ({in_file}); write module: in the file")
+    if not program and fields["no_python"] and job_file.module:
+        raise UsageError(f"--no-python asks for a command and {path} names a module ({in_file}); write script: there")
+    target, *args = program or (str(in_file), *job_file.args)
+    is_module = fields["module"] or (not program and job_file.module is not None)
+    # In torchrun too --run-path comes before the others.
+    if fields["run_path"]:
+        return ProgramKind.SCRIPT, target, tuple(args)
+    if fields["no_python"]:
+        return ProgramKind.COMMAND, target, tuple(args)
+    return (ProgramKind.MODULE if is_module else ProgramKind.SCRIPT), target, tuple(args)
+
+
+def _check_size(options: Options, items: Mapping[str, _Given]) -> None:
+    nodes = options.nnodes[1]
+    # Where nodes find out who is first, torchrun takes no notice of a rank; one node has always been told.
+    is_static = options.rdzv_backend == "static" or nodes == 1
+    if not is_static or options.node_rank < nodes:
+        return
+    there = "a job of one node has node rank 0 only" if nodes == 1 else f"the nodes' ranks are 0 to {nodes - 1}"
+    raise UsageError(f"{items['node_rank'].words} is out of range: {there}")

@@ -1,0 +1,218 @@
+"""The keys of --rdzv-conf: those of torchrun's backends, and ours."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from elaunch.launcher.errors import UsageError, nearest
+from elaunch.launcher.options import values
+from elaunch.rendezvous.endpoint import PREFIX, Transport
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One key. `aliases` are other backends' names of it; the rest is as in an OptionSpec."""
+
+    name: str
+    help: str
+    convert: values.Convert = values.text
+    aliases: tuple[str, ...] = ()
+    differs: str = ""
+    no_effect: str = ""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name, *self.aliases)
+
+
+def _lease(raw: values.Raw) -> int:
+    values.seconds(raw)
+    return values.whole(raw, low=2)
+
+
+def _attempts(raw: values.Raw) -> int:
+    return values.whole(raw, low=1)
+
+
+def _prefix(raw: values.Raw) -> str:
+    """`/teams/vision/`, with any slashes that were typed, so that all nodes of a job use the same keys."""
+    word = values.text(raw)
+    if not word.isprintable():
+        raise ValueError(f"holds a character that cannot be printed; {_PREFIX_HOW}")
+    names = [name for name in word.split("/") if name]
+    if not names:
+        raise ValueError(f"names no prefix; {_PREFIX_HOW}")
+    if {".", ".."} & set(names):
+        raise ValueError(f"has . or .. between its slashes, and etcd has no folders; {_PREFIX_HOW}")
+    prefix = f"/{'/'.join(names)}/"
+    if len(prefix.encode()) > _PREFIX_BYTES_MAX:
+        raise ValueError(f"is longer than {_PREFIX_BYTES_MAX} bytes, and each key of the job begins with it")
+    return prefix
+
+
+_PREFIX_HOW = "give one like /teams/vision/"
+_PREFIX_BYTES_MAX = 255
+
+_OURS = "not in torchrun"
+
+SETTINGS: tuple[Setting, ...] = (
+    Setting(
+        "join_timeout", "seconds below the least number of nodes until the job ends [600]", values.positive_seconds,
+        ("timeout",), differs="timeout: c10d ignores it",
+    ),
+    Setting(
+        "last_call_timeout", "seconds that a range of nodes waits for more at the first start [2]", values.seconds,
+        differs="default 30, at every start",
+    ),
+    Setting("lease_ttl", "whole seconds of silence until a node is lost [3]", _lease, differs=_OURS),
+    Setting(
+        "keep_alive_interval", "seconds; times the next it is lease_ttl [5]", values.positive_seconds,
+        differs="a silent node is dropped, and nobody is told",
+    ),
+    Setting("keep_alive_max_attempt", "a number; see the one before [3]", _attempts),
+    Setting(
+        "store_timeout", "seconds until a head that is away is given up [60]", values.positive_seconds,
+        differs=_OURS,
+    ),
+    Setting(
+        "keys_ttl", "seconds until the store forgets a job that has ended or was killed [604800, 7 days]",
+        values.positive_seconds, differs=_OURS,
+    ),
+    Setting(
+        "is_host", "1: this node serves the store where none listens; 0: it does not [by the endpoint's address]",
+        values.switch, differs="c10d only",
+    ),
+    Setting("transport", "gateway (JSON over HTTP) or grpc [gateway]", values.one_of("gateway", "grpc"), differs=_OURS),
+    Setting("protocol", "http or https, where the endpoint does not say", values.one_of("http", "https")),
+    Setting("cacert", "file of the authority behind etcd's certificate [ETCDCTL_CACERT]", aliases=("ca_cert",)),
+    Setting("cert", "file of this node's certificate for etcd [ETCDCTL_CERT]", aliases=("ssl_cert",)),
+    Setting("key", "file of its private key [ETCDCTL_KEY]", aliases=("ssl_cert_key",)),
+    Setting("user", "a user of etcd [ETCDCTL_USER]", differs=_OURS),
+    Setting("password_file", "file with the user's password [ETCDCTL_PASSWORD]", differs=_OURS),
+    Setting(
+        "etcd_prefix", f"what all keys of the job begin with; the same on all nodes [{PREFIX}]", _prefix,
+        differs="default /torchelastic/p2p",
+    ),
+    Setting(
+        "store_type", "", values.one_of("tcp", "file"), differs="has an effect",
+        no_effect="the store is found out at the endpoint",
+    ),
+    Setting(
+        "close_timeout", "", values.seconds, differs="has an effect", no_effect="a rendezvous is closed by one write",
+    ),
+    Setting("heartbeat_timeout", "", values.seconds, differs="has an effect", no_effect="lease_ttl says it all"),
+    Setting(
+        "read_timeout", "", values.seconds, differs="a single read of the store",
+        no_effect="each request has a deadline of its own and is made again",
+    ),
+)  # fmt: skip
+
+_KNOWN = {name: setting for setting in SETTINGS for name in setting.names}
+_SECRETS = {
+    "password": "put it in a file and give password_file, or set ETCDCTL_PASSWORD",
+    "token": "put it in a file and give --token-file, or set ELAUNCH_TOKEN",
+}
+_SWITCHES = {"t": "1", "y": "1", "f": "0", "n": "0"}
+
+# torchrun's c10d backend: dead after 3 missed beats, one each 5 s.
+_INTERVAL_S, _ATTEMPTS = 5.0, 3
+
+
+@dataclass(frozen=True)
+class Conf:
+    """What --rdzv-conf says; None is what it leaves open. `ignored` are keys that change nothing, with why."""
+
+    join_timeout_s: float | None = None
+    last_call_s: float | None = None
+    lease_ttl_s: int | None = None
+    keepalive_s: float | None = None
+    store_timeout_s: float | None = None
+    keys_ttl_s: float | None = None
+    is_host: bool | None = None
+    transport: Transport = Transport.GATEWAY
+    protocol: str | None = None
+    ca: str | None = None
+    certificate: str | None = None
+    key: str | None = None
+    user: str | None = None
+    password_file: str | None = None
+    prefix: str = PREFIX
+    ignored: tuple[tuple[str, str], ...] = ()
+
+
+def understand(conf: Mapping[str, str]) -> Conf:
+    """The settings in `conf`. Raises UsageError for a key that nobody knows, and for a wrong value."""
+    found: dict[str, str] = {}
+    ignored: list[tuple[str, str]] = []
+    checked: dict[str, object] = {}
+    for key, value in conf.items():
+        setting = _setting(key)
+        if setting.name in found:
+            raise UsageError(f"--rdzv-conf {key}={value} says again what {found[setting.name]} says; keep one of them")
+        found[setting.name] = f"{key}={value}"
+        if setting.no_effect:
+            ignored.append((f"--rdzv-conf {key}", setting.no_effect))
+        raw = _SWITCHES.get(value.lower(), value) if setting.convert is values.switch else value
+        try:
+            checked[setting.name] = setting.convert(raw)
+        except ValueError as error:
+            shown = value if value.isprintable() else ascii(value)
+            raise UsageError(f"--rdzv-conf {key}={shown} {error}") from None
+    return _conf(checked, found, tuple(ignored))
+
+
+def _setting(key: str) -> Setting:
+    if key in _KNOWN:
+        return _KNOWN[key]
+    if way_out := _SECRETS.get(key):
+        raise UsageError(f"--rdzv-conf {key} would show a secret to everybody on this host; {way_out}")
+    near = nearest(key, _KNOWN)
+    hint = f"did you mean {near}?" if near else f"known are {', '.join(_KNOWN)}"
+    raise UsageError(f"--rdzv-conf {key} is no setting of the rendezvous; {hint}")
+
+
+def _conf(checked: Mapping[str, object], words: Mapping[str, str], ignored: tuple[tuple[str, str], ...]) -> Conf:
+    def number(name: str) -> float | None:
+        value = checked.get(name)
+        return float(value) if isinstance(value, int | float) else None
+
+    def word(name: str) -> str | None:
+        value = checked.get(name)
+        return value if isinstance(value, str) else None
+
+    beats = [name for name in ("keep_alive_interval", "keep_alive_max_attempt") if name in checked]
+    interval_s, attempts = number("keep_alive_interval"), number("keep_alive_max_attempt")
+    ttl_s = number("lease_ttl")
+    if beats:
+        if ttl_s is not None:
+            raise UsageError(
+                f"--rdzv-conf {words[beats[0]]} contradicts {words['lease_ttl']}: both say when a node is lost;"
+                " drop one of them"
+            )
+        ttl_s = (_INTERVAL_S if interval_s is None else interval_s) * (attempts or _ATTEMPTS)
+        if ttl_s > values.SECONDS_MAX:
+            raise UsageError(
+                f"--rdzv-conf {words[beats[0]]} means that a node is lost only after {ttl_s:.0f} seconds; give less"
+            )
+    is_host = checked.get("is_host")
+    return Conf(
+        join_timeout_s=number("join_timeout"),
+        last_call_s=number("last_call_timeout"),
+        # Up: a node is never lost sooner than was asked for.
+        lease_ttl_s=None if ttl_s is None else math.ceil(ttl_s),
+        keepalive_s=interval_s,
+        store_timeout_s=number("store_timeout"),
+        keys_ttl_s=number("keys_ttl"),
+        is_host=is_host if isinstance(is_host, bool) else None,
+        transport=Transport(word("transport") or "gateway"),
+        protocol=word("protocol"),
+        ca=word("cacert"),
+        certificate=word("cert"),
+        key=word("key"),
+        user=word("user"),
+        password_file=word("password_file"),
+        prefix=word("etcd_prefix") or PREFIX,
+        ignored=ignored,
+    )

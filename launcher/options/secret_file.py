@@ -1,0 +1,72 @@
+"""Files that hold one secret: a token, a password, a key."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from elaunch.launcher.errors import UsageError
+from elaunch.launcher.options.small_file import read_small
+
+# What elaunch keeps for a user; if nodes share the home, for all of these nodes.
+FOLDER = "~/.elaunch"
+TOKEN_LINE = "export ELAUNCH_TOKEN=$(openssl rand -hex 16)"
+
+
+def read_secret(path: str) -> str:
+    """The first line of `path`, without spaces around it; `~` is the user's folder. Raises UsageError.
+
+    All further lines must be comments, which begin with `#`.
+    """
+    try:
+        secret, _, rest = read_small(str(Path(path).expanduser()), may_be_pipe=True).strip().partition("\n")
+    except (OSError, UnicodeDecodeError, RuntimeError) as error:
+        raise UsageError(f"the secret in {path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    if not secret:
+        raise UsageError(f"{path} is empty and should hold a secret; write one into it, readable by you alone")
+    others = [line for line in rest.splitlines() if line.strip() and not line.startswith("#")]
+    if len(secret.split()) > 1 or others:
+        raise UsageError(f"{path} should hold one secret and holds several words; name another file")
+    return secret.strip()
+
+
+@contextmanager
+def private_folder(path: str, *, make: bool = False) -> Iterator[int]:
+    """A descriptor of a folder that no other user can look into. Raises OSError if there is none.
+
+    Files that are opened by the descriptor are in this folder, even if another folder takes its name meanwhile.
+    """
+    try:
+        folder = Path(path).expanduser()
+    except RuntimeError as error:
+        raise FileNotFoundError(str(error)) from None
+    if make:
+        folder.parent.mkdir(mode=0o700, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        found = os.fstat(fd)
+        if found.st_uid != os.geteuid() or found.st_mode & 0o077:
+            raise PermissionError(f"{folder} belongs to another user, or others can open it")
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def open_own(path: str | Path, folder: int | None = None) -> int:
+    """A descriptor of a file that only this user can read and write, and that is no link. Raises OSError."""
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+    found = os.fstat(fd)
+    if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077:
+        return fd
+    os.close(fd)
+    raise PermissionError(f"{path} belongs to another user, or others can open it")
+
+
+def read_own(path: str | Path, bytes_max: int, folder: int | None = None) -> bytes:
+    """At most `bytes_max` of a file that only this user can read and write. Raises OSError."""
+    with open(open_own(path, folder), "rb") as file:
+        return file.read(bytes_max)

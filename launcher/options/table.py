@@ -1,0 +1,244 @@
+"""Every option, once: the parser, the job file's keys, `--help` and docs/options.md are derived from this table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from elaunch.agent.config import StreamChoice
+from elaunch.launcher.options import values
+from elaunch.launcher.options.endpoints import endpoints
+from elaunch.launcher.options.signal_names import signal_names
+from elaunch.rendezvous.types import HOST_BYTES_MAX, ROLE_BYTES_MAX, RUN_ID_BYTES_MAX
+
+
+class Group(Enum):
+    """The headings of --help, in its order."""
+
+    SIZE = "Job size"
+    RESTARTS = "Restarts"
+    OUTPUT = "Output"
+    WORKERS = "Workers"
+    RENDEZVOUS = "Rendezvous"
+    OTHER = "Other"
+    ACCEPTED = "Accepted from torchrun, without effect"
+
+
+@dataclass(frozen=True)
+class OptionSpec:
+    """One option.
+
+    `metavar` is empty for a switch. `peer` is the option's name in torchrun, None where torchrun has none; `differs`
+    says how its meaning there differs. `no_effect` is why the option changes nothing here, in a few words.
+    `environment` are variables read after the `PET_` ones.
+    """
+
+    name: str
+    group: Group
+    metavar: str
+    help: str
+    convert: values.Convert = values.text
+    default: object = None
+    default_text: str = ""
+    short: str = ""
+    peer: str | None = None
+    differs: str = ""
+    no_effect: str = ""
+    environment: tuple[str, ...] = ()
+
+    @property
+    def dest(self) -> str:
+        return self.name.replace("-", "_")
+
+    @property
+    def is_switch(self) -> bool:
+        return not self.metavar
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The long names, ours first, without dashes in front."""
+        return (self.name,) if self.peer in (None, self.name) else (self.name, str(self.peer))
+
+    @property
+    def variables(self) -> tuple[str, ...]:
+        """The environment variables that hold its default, the first set one wins."""
+        return tuple(f"PET_{name.replace('-', '_').upper()}" for name in self.names) + self.environment
+
+
+def _switch(name: str, group: Group, help: str, short: str = "", peer: str | None = None) -> OptionSpec:
+    return OptionSpec(name, group, "", help, values.switch, default=False, short=short, peer=peer)
+
+
+def _accepted(name: str, metavar: str, why: str, convert: values.Convert = values.text) -> OptionSpec:
+    return OptionSpec(name, Group.ACCEPTED, metavar, why, convert, peer=name, differs="has an effect", no_effect=why)
+
+
+_SIZE = (
+    OptionSpec(
+        "nnodes", Group.SIZE, "MIN:MAX", "nodes, a number or a range", values.nodes,
+        default=(1, 1), default_text="1", peer="nnodes",
+    ),
+    OptionSpec(
+        "nproc-per-node", Group.SIZE, "N", "workers here: a number, gpu, cpu, auto", values.workers,
+        default_text="one per GPU, else 1", peer="nproc-per-node", differs="default 1; also counts xpu",
+    ),
+)  # fmt: skip
+
+_RESTARTS = (
+    OptionSpec(
+        "max-restarts", Group.RESTARTS, "N", "restarts of the job; 0 is a plain launch", values.whole,
+        default=3, default_text="3", peer="max-restarts", differs="default 0; each agent has its own budget",
+    ),
+    OptionSpec(
+        "restart-window", Group.RESTARTS, "SECONDS", "count only restarts within SECONDS",
+        values.positive_seconds, default_text="the job's whole life",
+    ),
+    OptionSpec(
+        "stop-grace", Group.RESTARTS, "SECONDS", "from a stop signal (or failure, if saving) to SIGKILL",
+        values.seconds, default=30.0, default_text="30", peer="shutdown-timeout",
+        differs="whole seconds; not kept on restarts",
+        environment=("TORCH_ELASTIC_SHUTDOWN_TIMEOUT",),
+    ),
+    OptionSpec(
+        "failure-grace", Group.RESTARTS, "SECONDS", "from a worker's failure to its siblings' SIGKILL",
+        values.seconds, default=2.0, default_text="2",
+    ),
+    OptionSpec(
+        "hang-timeout", Group.RESTARTS, "SECONDS", "workers silent so long after a report hang",
+        values.seconds, default=0.0, default_text="0, never",
+    ),
+    OptionSpec(
+        "signals-to-handle", Group.RESTARTS, "NAMES", "signals that stop the job", signal_names,
+        default=("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT"), default_text="TERM, INT, HUP, QUIT",
+        peer="signals-to-handle", differs="ignores unknown names",
+    ),
+)  # fmt: skip
+
+_OUTPUT = (
+    OptionSpec(
+        "log-dir", Group.OUTPUT, "DIR", "keep the workers' output here", values.directory,
+        default_text="nothing is kept", peer="log-dir",
+        differs="default a new directory in /tmp; writes files only with -r or -t",
+    ),
+    OptionSpec(
+        "redirects", Group.OUTPUT, "STREAMS", "to files: 0 none 1 out 2 err 3 both, or RANK:V,…",
+        values.streams, default=StreamChoice(), default_text="0", short="r", peer="redirects",
+        differs="ranks up to 9 only",
+    ),
+    OptionSpec(
+        "tee", Group.OUTPUT, "STREAMS", "to files and console, as -r",
+        values.streams, default=StreamChoice(), default_text="3 with --log-dir, else 0", short="t", peer="tee",
+        differs="default 0; ranks up to 9 only",
+    ),
+    OptionSpec(
+        "local-ranks-filter", Group.OUTPUT, "RANKS", "local ranks on the console, as 0,1", values.ranks,
+        default_text="all", peer="local-ranks-filter",
+    ),
+    OptionSpec(
+        "ranks-filter", Group.OUTPUT, "RANKS", "global ranks on the console, as 0,8", values.ranks,
+        default_text="all",
+    ),
+    OptionSpec(
+        "duplicate-stdout-filters", Group.OUTPUT, "WORDS", "copy stdout lines with a word to one file",
+        values.phrases, default=(), default_text="none", peer="duplicate-stdout-filters",
+    ),
+    OptionSpec(
+        "duplicate-stderr-filters", Group.OUTPUT, "WORDS", "copy stderr lines with a word to one file",
+        values.phrases, default=(), default_text="none", peer="duplicate-stderr-filters",
+    ),
+)  # fmt: skip
+
+_WORKERS = (
+    _switch("module", Group.WORKERS, "the program is a module, as python -m", short="m", peer="module"),
+    _switch("no-python", Group.WORKERS, "the program is a command, not Python", peer="no-python"),
+    OptionSpec(
+        "preload", Group.WORKERS, "MODULES", "imported once, for all workers", values.names,
+        default_text="torch with its optimizers",
+    ),
+    _switch("no-preload", Group.WORKERS, "start each worker as a new interpreter"),
+    OptionSpec(
+        "numa-binding", Group.WORKERS, "MODE", "near the GPU: node, socket, exclusive, core-complex",
+        values.numa_binding, default_text="none", peer="numa-binding",
+        differs="needs numactl",
+    ),
+    _switch("virtual-local-rank", Group.WORKERS, "LOCAL_RANK 0 and one visible GPU each", peer="virtual-local-rank"),
+    OptionSpec(
+        "role", Group.WORKERS, "NAME", "ROLE_NAME, and the prefix of console lines",
+        values.name(ROLE_BYTES_MAX), default="default", default_text="default", peer="role",
+    ),
+)  # fmt: skip
+
+_BACKENDS = ("static", "c10d", "etcd", "etcd-v2")
+
+_RENDEZVOUS = (
+    OptionSpec(
+        "run-id", Group.RENDEZVOUS, "ID", "the job's name", values.name(RUN_ID_BYTES_MAX),
+        default_text="a new one; of several nodes: none", peer="rdzv-id", differs="default none, the same for all jobs",
+    ),
+    _switch("standalone", Group.RENDEZVOUS, "one node, with a new id; --rdzv-* are ignored", peer="standalone"),
+    OptionSpec(
+        "rdzv-endpoint", Group.RENDEZVOUS, "HOST:PORT", "where the nodes meet: a node, or an etcd", endpoints,
+        default=(), default_text="none", peer="rdzv-endpoint",
+        differs="one only; with static it is MASTER_ADDR:MASTER_PORT, here too, and the store is one port on",
+    ),
+    OptionSpec(
+        "rdzv-backend", Group.RENDEZVOUS, "NAME", "c10d, etcd, etcd-v2, static", values.one_of(*_BACKENDS),
+        default="static", default_text="what is there", peer="rdzv-backend",
+        differs="default static; its c10d is no etcd, its etcd speaks v2 only",
+    ),
+    OptionSpec(
+        "rdzv-conf", Group.RENDEZVOUS, "K=V,K=V", "settings, see docs/options.md", values.key_values,
+        default={}, default_text="none", peer="rdzv-conf", differs="other keys, see below",
+    ),
+    OptionSpec(
+        "store", Group.RENDEZVOUS, "KIND", "a node serves: auto, memory, etcd", values.one_of("auto", "memory", "etcd"),
+        default="auto", default_text="auto",
+    ),
+    OptionSpec(
+        "scheduler", Group.RENDEZVOUS, "NAME", "whose word fills in the rest: auto, none, a name",
+        values.one_of("auto", "none", "mpi", "slurm", "lsf", "pbs", "kubernetes"), default="auto", default_text="auto",
+    ),
+    OptionSpec(
+        "token-file", Group.RENDEZVOUS, "FILE", "holds the job's secret", default_text="ELAUNCH_TOKEN, else made",
+    ),
+    OptionSpec(
+        "node-rank", Group.RENDEZVOUS, "N", "static: this node's number", values.node_rank,
+        default=0, default_text="0", peer="node-rank",
+    ),
+    OptionSpec(
+        "master-addr", Group.RENDEZVOUS, "HOST", "static: MASTER_ADDR", values.name(HOST_BYTES_MAX),
+        default_text="the first node's address",
+        peer="master-addr", differs="default 127.0.0.1",
+    ),
+    OptionSpec(
+        "master-port", Group.RENDEZVOUS, "PORT", "MASTER_PORT", values.port,
+        default_text="a free one per generation", peer="master-port", differs="static only; default 29500",
+    ),
+    OptionSpec(
+        "port-range", Group.RENDEZVOUS, "FIRST:LAST", "take MASTER_PORT from these ports", values.port_range,
+        default_text="any",
+    ),
+    OptionSpec(
+        "local-addr", Group.RENDEZVOUS, "HOST", "this node's address",
+        values.name(HOST_BYTES_MAX), default_text="toward the endpoint, else 127.0.0.1",
+        peer="local-addr", differs="default the host's full name",
+    ),
+)  # fmt: skip
+
+_OTHER = (
+    OptionSpec("config", Group.OTHER, "FILE", "YAML file of options, script or module, args", default_text="none"),
+    _switch("help", Group.OTHER, "show this text", short="h", peer="help"),
+    _switch("version", Group.OTHER, "show the version"),
+)
+
+_ACCEPTED = (
+    OptionSpec("run-path", Group.ACCEPTED, "", "scripts always run like this", values.switch, default=False,
+               peer="run-path", differs="runs the script by runpy, in a child of the agent"),
+    _accepted("monitor-interval", "SECONDS", "exits are events, nothing is polled", values.seconds),
+    _accepted("start-method", "NAME", "workers are forked from a preloaded process",
+              values.one_of("spawn", "fork", "forkserver")),
+    _accepted("event-log-handler", "NAME", "there are no event handlers"),
+    _accepted("logs-specs", "NAME", "there are no log plug-ins"),
+)  # fmt: skip
+
+TABLE: tuple[OptionSpec, ...] = (*_SIZE, *_RESTARTS, *_OUTPUT, *_WORKERS, *_RENDEZVOUS, *_OTHER, *_ACCEPTED)

@@ -1,0 +1,216 @@
+"""Option values: from what was typed, exported or written in a file to a checked value.
+
+Every function takes a `Raw` and raises ValueError with the rest of a sentence that begins with the option and its
+value: `--max-restarts many` … `is not a whole number; give 0 or more`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from elaunch.agent.config import NumaBinding, StreamChoice, Streams
+from elaunch.rendezvous.rules.credible import SLOTS_MAX
+
+Raw = str | list[str] | dict[str, str]
+Convert = Callable[[Raw], object]
+
+PORT_MAX = 65535
+# More nodes than any job has, and few enough to notice a mistyped number.
+NODES_MAX = 1_000_000
+WORKERS_MAX = SLOTS_MAX
+# Thirty years, which all clocks and timers can count.
+SECONDS_MAX = 1e9
+_DIGITS_MAX = 18
+
+
+def text(raw: Raw) -> str:
+    if not isinstance(raw, str):
+        raise ValueError("is not a single value; give one word")
+    return raw.strip()
+
+
+def name(bytes_max: int) -> Convert:
+    """Converts a name that is shown, and that is part of keys, paths and the workers' environment."""
+
+    def convert(raw: Raw) -> str:
+        word = text(raw)
+        if not word.isprintable():
+            raise ValueError("has characters that cannot be shown; use letters, digits and punctuation")
+        length = len(word.encode())
+        if length > bytes_max:
+            raise ValueError(f"is too long ({length:,} bytes); give at most {bytes_max}")
+        return word
+
+    return convert
+
+
+def switch(raw: Raw) -> bool:
+    match text(raw).lower():
+        case "1" | "true" | "yes" | "on":
+            return True
+        case "0" | "false" | "no" | "off" | "":
+            return False
+        case _:
+            raise ValueError("is neither on nor off; give 1 or 0")
+
+
+def whole(raw: Raw, *, low: int = 0, high: int | None = None) -> int:
+    reach = f"{low} or more" if high is None else f"a number from {low} to {high}"
+    word = text(raw)
+    if not re.fullmatch(r"[+-]?[0-9]+", word):
+        raise ValueError(f"is not a whole number; give {reach}")
+    if len(word) > _DIGITS_MAX or (number := int(word)) < low or (high is not None and number > high):
+        raise ValueError(f"is out of range; give {reach}")
+    return number
+
+
+def node_rank(raw: Raw) -> int:
+    return whole(raw, high=NODES_MAX)
+
+
+def port(raw: Raw) -> int:
+    """0 is any free port."""
+    return whole(raw, high=PORT_MAX)
+
+
+def port_range(raw: Raw) -> tuple[int, int]:
+    found = re.fullmatch(r"([0-9]{1,18})[:-]([0-9]{1,18})", text(raw))
+    if not found:
+        raise ValueError("is not a range of ports; use FIRST:LAST, as in 29500:29600")
+    first, last = int(found[1]), int(found[2])
+    if not 1 <= first <= last <= PORT_MAX:
+        raise ValueError(f"is not a range of ports; use FIRST:LAST with 1 <= FIRST <= LAST <= {PORT_MAX}")
+    return first, last
+
+
+def _number(raw: Raw) -> float:
+    try:
+        number = float(text(raw))
+    except ValueError:
+        raise ValueError("is not a number of seconds; give 0 or more") from None
+    if not math.isfinite(number):
+        raise ValueError("is not a number of seconds; give 0 or more")
+    if number > SECONDS_MAX:
+        raise ValueError(f"is longer than {SECONDS_MAX:.0f} seconds; give less")
+    return number
+
+
+def seconds(raw: Raw) -> float:
+    number = _number(raw)
+    if number < 0:
+        raise ValueError("is negative; give 0 or more seconds")
+    return number
+
+
+def positive_seconds(raw: Raw) -> float:
+    number = _number(raw)
+    if number <= 0:
+        raise ValueError("is not a length of time; give more than 0 seconds")
+    return number
+
+
+def nodes(raw: Raw) -> tuple[int, int]:
+    """`N` or `MIN:MAX` as (min, max)."""
+    found = re.fullmatch(r"([0-9]{1,18})(?::([0-9]{1,18}))?", text(raw))
+    if not found:
+        raise ValueError("is neither a number of nodes nor a range; use --nnodes N or --nnodes MIN:MAX")
+    nodes_min, nodes_max = int(found[1]), int(found[2] or found[1])
+    if nodes_min > nodes_max:
+        raise ValueError(
+            f"is no range: nodes_min ({nodes_min}) is larger than nodes_max ({nodes_max});"
+            " use --nnodes MIN:MAX with MIN <= MAX"
+        )
+    if nodes_min < 1:
+        raise ValueError("asks for no node; a job needs at least 1")
+    if nodes_max > NODES_MAX:
+        raise ValueError(f"is more nodes than {NODES_MAX}; ask for fewer")
+    return nodes_min, nodes_max
+
+
+def workers(raw: Raw) -> int | str:
+    """A number of workers, or the name of what is counted on the host."""
+    word = text(raw)
+    if word in ("gpu", "cpu", "auto"):
+        return word
+    if re.fullmatch(r"[+-]?[0-9]+", word):
+        number = whole(word, low=1)
+        if number > WORKERS_MAX:
+            raise ValueError(f"is more workers than {WORKERS_MAX}; give fewer")
+        return number
+    raise ValueError("is not something that can be counted here; use gpu, cpu or auto, or give a number")
+
+
+def one_of(*names: str) -> Convert:
+    def convert(raw: Raw) -> str:
+        word = text(raw)
+        if word not in names:
+            raise ValueError(f"is not one of {', '.join(names)}")
+        return word
+
+    return convert
+
+
+def numa_binding(raw: Raw) -> NumaBinding:
+    return NumaBinding(one_of(*(mode.value for mode in NumaBinding))(raw))
+
+
+def directory(raw: Raw) -> Path | None:
+    """`/dev/null` is no directory; nor is the empty string, which nobody means."""
+    word = text(raw)
+    if not word:
+        raise ValueError("is empty; name a directory, or /dev/null to keep nothing")
+    return None if word == "/dev/null" else Path(word)
+
+
+def streams(raw: Raw) -> StreamChoice:
+    """`V`, or `RANK:V,RANK:V` for some local ranks only; V is 0 none, 1 stdout, 2 stderr, 3 both."""
+    word = ",".join(f"{rank}:{value}" for rank, value in raw.items()) if isinstance(raw, dict) else text(raw)
+    if re.fullmatch(r"[0-3]", word):
+        return StreamChoice(Streams(int(word)))
+    if not re.fullmatch(r"[0-9]{1,9}:[0-3](,[0-9]{1,9}:[0-3])*", word):
+        raise ValueError("is no choice of streams; use 0, 1, 2 or 3, or LOCAL_RANK:VALUE,… as in 0:3,12:1")
+    pairs = [pair.split(":") for pair in word.split(",")]
+    return StreamChoice(Streams.NONE, {int(rank): Streams(int(value)) for rank, value in pairs})
+
+
+def names(raw: Raw) -> tuple[str, ...]:
+    """A comma list without empty items."""
+    items = raw if isinstance(raw, list) else text(raw).split(",")
+    return tuple(item.strip() for item in items if item.strip())
+
+
+def phrases(raw: Raw) -> tuple[str, ...]:
+    """A comma list whose items may hold commas, written `,,`, and spaces."""
+    if isinstance(raw, list):
+        return tuple(item for item in raw if item)
+    if not isinstance(raw, str):
+        raise ValueError("is not a list; separate the words by commas")
+    items = raw.replace(",,", "\0").split(",")
+    return tuple(item.replace("\0", ",") for item in items if item)
+
+
+def ranks(raw: Raw) -> frozenset[int] | None:
+    """A comma list of ranks; the empty one is all ranks."""
+    items = names(raw)
+    if not all(re.fullmatch("[0-9]{1,9}", item) for item in items):
+        raise ValueError("is not a list of ranks; use 0,1,2")
+    return frozenset(int(item) for item in items) or None
+
+
+def key_values(raw: Raw) -> Mapping[str, str]:
+    """`k=v,k=v`, split at the first `=`.
+
+    Quotes around all of it are removed: they were meant for a shell, but no shell reads a list of arguments in YAML.
+    """
+    if isinstance(raw, dict):
+        return dict(raw)
+    word = raw.strip() if isinstance(raw, str) else raw
+    if isinstance(word, str) and len(word) > 1 and word[0] == word[-1] and word[0] in "\"'":
+        word = word[1:-1]
+    pairs = [item.partition("=") for item in names(word)]
+    if not all(key.strip() and value.strip() for key, _, value in pairs):
+        raise ValueError("is not a list of settings; use KEY=VALUE,KEY=VALUE")
+    return {key.strip(): value.strip() for key, _, value in pairs}

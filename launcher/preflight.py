@@ -1,0 +1,147 @@
+"""Whether what the options name is there on this host: the program, and a place for its output."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import sys
+from collections.abc import Mapping
+from importlib.machinery import PathFinder
+from pathlib import Path
+
+from elaunch.launcher.errors import UsageError, nearest
+from elaunch.launcher.options.options import Options
+from elaunch.rendezvous.types import ProgramKind
+
+
+def check_program(options: Options, environ: Mapping[str, str]) -> None:
+    """Raises UsageError for a program that cannot start here."""
+    try:
+        _check_program(options)
+        if options.kind is not ProgramKind.COMMAND:
+            _check_interpreter(environ.get("PYTHON_EXEC"))
+        if options.kind is ProgramKind.MODULE and not environ.get("PYTHON_EXEC") and options.preload is None:
+            _check_module(options.target)
+    except OSError as error:
+        raise UsageError(f"{error.filename}: {error.strerror}; change its permissions, or give another path") from error
+
+
+def _check_program(options: Options) -> None:
+    if not options.target:
+        raise UsageError(f"the {options.kind.value}'s name is empty, as from a variable that is not set; give its name")
+    match options.kind:
+        case ProgramKind.SCRIPT:
+            check_script(options.target)
+        case ProgramKind.MODULE:
+            if Path(options.target).is_file():
+                raise UsageError(f"-m takes a module's name and {options.target} is a file; leave -m out")
+        case ProgramKind.COMMAND:
+            if shutil.which(options.target) is None:
+                raise UsageError(
+                    f"the command {options.target} is not an executable file"
+                    + (f" in {Path.cwd()}" if os.sep in options.target else " on PATH")
+                    + "; give its path, or leave --no-python out for a Python script"
+                )
+
+
+def _check_module(name: str) -> None:
+    """Raises UsageError if this interpreter finds no module of the first part of the name. Nothing is imported.
+
+    Only the package itself knows which modules are below that name.
+    """
+    flags = sys.flags
+    if flags.isolated or flags.no_site or flags.no_user_site or flags.ignore_environment:
+        # The workers have a longer module path than this process.
+        return
+    first = name.partition(".")[0]
+    here = [] if os.environ.get("PYTHONSAFEPATH") else [str(Path.cwd())]
+    if not first or PathFinder.find_spec(first, [*here, *sys.path]):
+        return
+    for finder in sys.meta_path:
+        # Built-in modules, and packages that are installed in editable form.
+        if hasattr(finder, "find_spec") and finder.find_spec(first, None):
+            return
+    near = nearest(first, (entry.stem for entry in Path.cwd().iterdir() if entry.suffix == ".py" or entry.is_dir()))
+    hint = f"did you mean -m {near}{name[len(first) :]}?" if near else "start elaunch in its folder, or set PYTHONPATH"
+    raise UsageError(f"-m {name}: there is no module {first} in {Path.cwd()} nor in {sys.executable}'s path; {hint}")
+
+
+def _check_interpreter(interpreter: str | None) -> None:
+    if interpreter and shutil.which(interpreter) is None:
+        raise UsageError(
+            f"PYTHON_EXEC={interpreter} is not an executable file"
+            + ("" if os.sep in interpreter else " on PATH")
+            + "; give the path of a Python interpreter, or unset the variable"
+        )
+
+
+def take_program_from_stdin() -> None:
+    """Read all of stdin and put a file with the same text in its place, which can be opened again and again."""
+    fd = os.memfd_create("stdin")
+    with open(fd, "wb", closefd=False) as text, open(0, "rb", closefd=False) as stdin:
+        shutil.copyfileobj(stdin, text)
+    os.dup2(fd, 0)
+    os.close(fd)
+
+
+def check_log_dir(options: Options) -> None:
+    """Raises UsageError for a --log-dir that can never hold files."""
+    if options.log_dir is None:
+        return
+    try:
+        _check_log_dir(options.log_dir)
+    except OSError as error:
+        raise UsageError(f"--log-dir {options.log_dir}: {error.strerror}; choose another") from error
+
+
+def _check_log_dir(log_dir: Path) -> None:
+    for place in (log_dir, *log_dir.parents):
+        if place.is_dir():
+            return
+        if place.exists():
+            is_itself = place == log_dir
+            raise UsageError(
+                f"--log-dir {log_dir} "
+                + ("is a file" if is_itself else f"lies below {place}, which is a file")
+                + "; name a directory (a missing one is made)"
+            )
+
+
+def check_open_files(workers: int) -> None:
+    """Raises UsageError where this process may not open what that many workers need: pipes, a link, log files each."""
+    needed = 5 * workers + 64
+    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if allowed != resource.RLIM_INFINITY and allowed < needed:
+        count = "1 worker needs" if workers == 1 else f"{workers} workers need"
+        raise UsageError(f"{count} {needed} open files and the limit (ulimit -n) is {allowed}; ulimit -n {needed}")
+
+
+def check_script(target: str) -> None:
+    """Raises UsageError where no script of that name can be read again and again, OSError where one may not look."""
+    if target == "-":
+        if os.isatty(0):
+            raise UsageError("- reads the script from stdin, which is the terminal; give its path, or pipe it in")
+        return
+    script = Path(target)
+    if script.is_dir():
+        if not (script / "__main__.py").is_file():
+            raise UsageError(f"{target} is a directory without __main__.py; name the script in it")
+        return
+    if not script.exists():
+        raise UsageError(f"{target} does not exist in {Path.cwd()}{_hint(script)}")
+    if not script.is_file():
+        raise UsageError(
+            f"{target} is no file that can be read again at a restart; save the script, or use - for stdin"
+        )
+    if not os.access(script, os.R_OK):
+        raise UsageError(f"{target} cannot be read by user {os.geteuid()}; change its permissions")
+
+
+def _hint(script: Path) -> str:
+    if not script.parent.is_dir():
+        return f" (there is no directory {script.parent})"
+    near = nearest(script.name, (entry.name for entry in script.parent.iterdir()))
+    if near is None:
+        return "; give the path of the script"
+    return f"; did you mean {script.parent / near}?"

@@ -1,0 +1,160 @@
+"""`elaunch store`: the served store in the foreground, for a small team without an etcd."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import click
+
+from elaunch.launcher.errors import SiteError, UsageError
+from elaunch.launcher.network.reach import routable_addresses
+from elaunch.launcher.options.argv import TOKEN_IS_SECRET
+from elaunch.launcher.options.endpoints import endpoints
+from elaunch.launcher.options.secret_file import read_secret
+from elaunch.launcher.store.head import Bound, StoreProcess, listen, listen_everywhere, serve
+from elaunch.launcher.store.join_command import Telling
+from elaunch.launcher.store.open_files import agents_served
+from elaunch.launcher.store.plan import ETCD_PORT
+from elaunch.rendezvous.endpoint import Endpoint, Serving
+
+HELP = """\
+Usage: elaunch store [--listen HOST:PORT] [--token-file FILE]
+
+Serve a store for jobs of several nodes until Ctrl-C. Jobs that share it need different --run-ids.
+
+  --listen HOST:PORT  where; without a host on all addresses [port 2379]
+  --token-file FILE   holds the secret that every job must know [ELAUNCH_TOKEN, else made]
+
+It is as safe as this host: jobs end when it does, and started again it remembers nothing.
+A cluster of etcd is better wherever there is one: --rdzv-endpoint a:2379,b:2379,c:2379.
+A script called store is started with elaunch ./store.
+"""
+
+_ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass(frozen=True)
+class StoreRequest:
+    """What to serve. Without an endpoint it is `port` of all addresses; `token` is empty for a new one."""
+
+    endpoint: Endpoint | None
+    port: int
+    token: str
+
+
+def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Serve until a signal comes; the exit code. Raises UsageError and SiteError."""
+    if any(word in ("-h", "--help") for word in argv):
+        print(HELP, end="")
+        return 0
+    request = parse(argv, environ)
+    bound = _bound(request)
+    port = bound.listener.getsockname()[1]
+    host = request.endpoint.host if request.endpoint else (routable_addresses() or ["localhost"])[0]
+    place = Endpoint(host, port)
+    server = serve(bound, Serving.MEMORY, place, request.token)
+    try:
+        ends = _take_signals()
+        telling = Telling(server.token, server.kept, server.trouble, is_terminal=os.isatty(2))
+        for line in announcement(place, None if request.token else telling):
+            print(f"elaunch: {line}", file=sys.stderr, flush=True)
+        return _wait(server, ends)
+    finally:
+        server.stop()
+
+
+def parse(argv: Sequence[str], environ: Mapping[str, str]) -> StoreRequest:
+    """Raises UsageError; reads the file that --token-file names."""
+    command = click.Command(
+        "elaunch store",
+        params=[click.Option(["--listen"]), click.Option(["--token-file"]), click.Argument(["rest"], nargs=-1)],
+        add_help_option=False,
+    )
+    # An underscore in a name, as everywhere; a value keeps its own.
+    words = [word.replace("_", "-", 1) if word.startswith("--token_file") else word for word in argv]
+    if any(word.partition("=")[0] == "--token" for word in words):
+        raise UsageError(TOKEN_IS_SECRET.format("--token"))
+    try:
+        given = command.make_context("elaunch store", words).params
+    except click.UsageError as error:
+        raise UsageError(f"store: {error.format_message().rstrip('.')}; see elaunch store --help") from None
+    if given["rest"]:
+        raise UsageError(
+            f"store takes no program, and {given['rest'][0]} looks like one; a script called store is started with"
+            " elaunch ./store"
+        )
+    token = environ.get("ELAUNCH_TOKEN", "").strip()
+    if given["token_file"]:
+        token = read_secret(given["token_file"])
+    endpoint, port = _place(given["listen"])
+    if not token.isprintable():
+        raise UsageError(
+            "store: the token has characters that cannot be typed; take the output of: openssl rand -hex 16"
+        )
+    return StoreRequest(endpoint, port, token)
+
+
+def _place(listen_at: str | None) -> tuple[Endpoint | None, int]:
+    """`HOST:PORT`, `HOST`, `:PORT`; no host, `0.0.0.0`, `::` and `*` are all addresses."""
+    if not listen_at:
+        return None, ETCD_PORT
+    host, separator, port = listen_at.rpartition(":")
+    if separator and host in ("", "*") and port.isdigit():
+        listen_at = f"0.0.0.0:{port}"
+    try:
+        found = endpoints(listen_at)
+    except ValueError as error:
+        raise UsageError(f"--listen {listen_at} {error}") from None
+    if len(found) != 1 or found[0].scheme:
+        raise UsageError(f"--listen {listen_at} is no HOST:PORT of this host; give one")
+    number = ETCD_PORT if found[0].port is None else found[0].port
+    return (None if found[0].host in ("0.0.0.0", "::") else Endpoint(found[0].host, number)), number
+
+
+def _bound(request: StoreRequest) -> Bound:
+    bound = listen(request.endpoint, exactly=True) if request.endpoint else listen_everywhere(request.port)
+    if bound is None:
+        where = request.endpoint or f"port {request.port}"
+        raise UsageError(f"something listens at {where} already; choose another port with --listen HOST:PORT")
+    return bound
+
+
+def announcement(place: Endpoint, telling: Telling | None) -> tuple[str, ...]:
+    """What a person has to know: the line to type, and what this store does not give.
+
+    Without `telling` the token was given, and is not shown. Raises UsageError if nobody could learn the token.
+    """
+    command = f"elaunch --nnodes 2 --rdzv-endpoint {place} --run-id NAME train.py"
+    token = telling.shown(place) if telling else ""
+    same = "" if telling else "   (with ELAUNCH_TOKEN set to the same token)"
+    line = f"ELAUNCH_TOKEN={token} {command}" if token else f"{command}{same}"
+    return (
+        f"serving a store at {place}; on every node of a job type: {line}",
+        *(telling.way(place) if telling else ()),
+        "it lives in this host's memory: jobs end when it does, and nothing is left when it is started again;"
+        " a cluster of etcd outlives any host. Ctrl-C ends it",
+        f"this host's limit of open files lets it serve {agents_served()} nodes at a time",
+    )
+
+
+def _take_signals() -> tuple[signal.Signals, ...]:
+    """From now on signals are waited for, and interrupt nothing; those that end it.
+
+    One that is ignored stays so (nohup): blocked, it would be waited for like the others.
+    """
+    ends = tuple(signum for signum in _ENDS if signal.getsignal(signum) is not signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, (*ends, signal.SIGCHLD))
+    return ends
+
+
+def _wait(server: StoreProcess, ends: Sequence[signal.Signals]) -> int:
+    while server.exit_code() is None:
+        signum = signal.sigwait((*ends, signal.SIGCHLD))
+        if signum in ends:
+            print(f"elaunch: the store ends, by {signal.Signals(signum).name}", file=sys.stderr)
+            return 0
+    raise SiteError(f"the store's server ended by itself, with exit code {server.exit_code()}")

@@ -1,0 +1,35 @@
+"""Whether this host's limit of open files is high enough for a served store and all its agents."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Callable
+
+from elaunch.launcher.errors import UsageError
+from elaunch.rendezvous.server.connection_limits import agents_for, descriptors_for, slots
+
+
+def check_descriptors(nodes: tuple[int, int], say: Callable[[str], None]) -> None:
+    """Call this before the head serves a job of `nodes`, least and most. Raises UsageError if the least do not fit."""
+    least, most = nodes
+    limit = hard_limit()
+    served = agents_for(slots(limit, most))
+    if served >= most:
+        return
+    few = f"the limit of open files on this host is {limit}, which is enough for a store of {served} nodes"
+    way_out = f"raise the hard limit to {descriptors_for(most)} (ulimit -Hn, LimitNOFILE= of systemd), or use an etcd"
+    if served < least:
+        raise UsageError(f"{few}, but --nnodes asks for {least}; {way_out}: --rdzv-endpoint etcd-host:2379")
+    say(f"{few}, but --nnodes allows {most}: connections of further nodes may be refused; {way_out}")
+
+
+def agents_served() -> int:
+    """How many agents a store on this host can serve, if nobody knows how many will come."""
+    return agents_for(slots(hard_limit()))
+
+
+def hard_limit() -> int:
+    """How many files a process of this user may open here."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return sys.maxsize if hard == resource.RLIM_INFINITY else hard

@@ -1,0 +1,85 @@
+"""The words of `elaunch submit …`: the submission's own options among those of elaunch, in front of the program."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from elaunch.launcher.errors import UsageError, nearest
+from elaunch.launcher.options import argv as command_line
+
+
+@dataclass(frozen=True)
+class Flag:
+    """One option of a submission; `metavar` is empty for a switch, `many` says that it may be given again."""
+
+    name: str
+    metavar: str
+    help: str
+    many: bool = False
+
+
+@dataclass(frozen=True)
+class Submission:
+    """`given` has the values of the submission's options by name, `command` is all that is elaunch's to read."""
+
+    given: Mapping[str, tuple[str, ...]]
+    command: tuple[str, ...]
+
+    def last(self, name: str, default: str = "") -> str:
+        return self.given.get(name, (default,))[-1]
+
+
+def take(argv: Sequence[str], flags: Sequence[Flag]) -> Submission:
+    """Raises UsageError, also for what elaunch itself would refuse to read."""
+    known = {flag.name: flag for flag in flags}
+    given: dict[str, list[str]] = {}
+    kept: list[str] = []
+    rest = list(argv)
+    while rest and rest[0].startswith("-") and rest[0] not in ("-", "--"):
+        name, equals, value = rest[0][2:].partition("=")
+        flag = known.get(name.replace("_", "-")) if rest[0].startswith("--") else None
+        if flag is None:
+            words = _of_elaunch(rest, known)
+            kept += words
+            del rest[: len(words)]
+            continue
+        del rest[0]
+        if flag.metavar and not equals:
+            if not rest:
+                raise UsageError(f"--{flag.name} needs a value ({flag.metavar}: {flag.help})")
+            value = rest.pop(0)
+        if flag.name in given and not flag.many:
+            raise UsageError(f"--{flag.name} is given twice ({given[flag.name][0]}, {value}); drop one of them")
+        given.setdefault(flag.name, []).append(value)
+    command = (*kept, *rest)
+    if not command_line.normalise(command).program and "help" not in given:
+        raise UsageError("no program to run; add train.py and its arguments at the end")
+    return Submission({name: tuple(values) for name, values in given.items()}, command)
+
+
+def _of_elaunch(rest: Sequence[str], known: Mapping[str, Flag]) -> Sequence[str]:
+    """How much of the front of `rest` is one of elaunch's options with its value."""
+    name = rest[0].lstrip("-").partition("=")[0].replace("_", "-")
+    words = rest[:1]
+    try:
+        read = command_line.normalise(words)
+    except UsageError as error:
+        if " needs a value " not in str(error):
+            near = nearest(name, known)
+            raise UsageError(f"{error}; or did you mean --{near}?" if near else str(error)) from None
+        words = rest[:2]
+    else:
+        assert read.options
+    if meant := [flag for flag in known if rest[0].startswith("--") and flag.startswith(name)]:
+        # To elaunch it is short for an option that nobody thinks of here: --node for --node-rank.
+        raise UsageError(f"--{name} is not known here; did you mean --{meant[0]}?")
+    return words
+
+
+def help_text(usage: str, flags: Sequence[Flag], end: str) -> str:
+    """What `--help` prints."""
+    names = {flag.name: f"--{flag.name} {flag.metavar}".rstrip() for flag in flags}
+    width = max(map(len, names.values()))
+    lines = (f"  {names[flag.name]:{width}}  {flag.help}" for flag in flags)
+    return f"{usage}\n" + "".join(f"{line}\n" for line in lines) + f"\n{end}"

@@ -1,0 +1,1 @@
+"""etcd's semantics in this process: keys, revisions, leases, transactions."""

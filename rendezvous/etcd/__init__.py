@@ -1,0 +1,1 @@
+"""A client of etcd v3, over its JSON gateway or gRPC."""

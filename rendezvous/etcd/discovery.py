@@ -1,0 +1,249 @@
+"""What listens at an endpoint, somebody's etcd or the job's own served store: found out when it is reached."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+from elaunch.rendezvous.access import Access
+from elaunch.rendezvous.endpoint import Endpoint
+from elaunch.rendezvous.etcd.store import EtcdStore
+from elaunch.rendezvous.http.client import Deadline
+from elaunch.rendezvous.http.dial import dial
+from elaunch.rendezvous.http.resolve import resolve
+from elaunch.rendezvous.secret import Secret
+from elaunch.rendezvous.store import (
+    Answer,
+    Denied,
+    HeadAway,
+    HistoryLost,
+    Store,
+    StoreError,
+    Txn,
+    Unavailable,
+    Update,
+    View,
+    Watch,
+)
+
+# A prefix that nobody writes.
+_NOTHING = "/elaunch-nothing/"
+
+Told = TypeVar("Told")
+
+
+class Keyring(Protocol):
+    """This user's tokens of stores that elaunch serves now."""
+
+    def token_for(self, certificate: bytes) -> str:
+        """The token that a certificate (DER) was made from, or empty."""
+        ...
+
+    def place_of(self, endpoint: Endpoint) -> str:
+        """The file that says that a store with a token is served there, or empty."""
+        ...
+
+
+class FoundStore:
+    """A `Store` at `endpoint`: the job's own, spoken to by TLS with its token, or else an etcd, spoken to plainly.
+
+    `token` is empty where nobody gave one; `keyring` may have one then. The first `check` that reaches the store shows
+    which one it is. `expects_ours` says that nobody has named an etcd: then a server that does not know the given token
+    is refused. An etcd without TLS that the user may not expect is named in a line to `say`.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        token: str,
+        plainly: Access,
+        deadline_s: float,
+        *,
+        expects_ours: bool = False,
+        keyring: Keyring | None = None,
+        say: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        self._endpoint = endpoint
+        self._secret = Secret(token) if token else None
+        self._plainly = plainly
+        self._deadline_s = deadline_s
+        self._expects_ours = expects_ours
+        self._keyring = keyring
+        self._say = say
+        self._found: Store | None = None
+        self._is_ours = False
+
+    def check(self) -> str:
+        if self._found is None:
+            secret = self._secret
+            certificate = _certificate_at(self._endpoint, secret, self._deadline_s)
+            if certificate is not None and secret is None:
+                secret = self._kept(certificate)
+                certificate = _certificate_at(self._endpoint, secret, self._deadline_s)
+            self._is_ours = certificate is not None
+            self._found = self._proven(secret) if secret and self._is_ours else self._in_the_clear()
+        return self._found.check()
+
+    def _kept(self, certificate: bytes) -> Secret:
+        token = self._keyring.token_for(certificate) if self._keyring else ""
+        if not token:
+            raise _wants_token(self._endpoint)
+        return Secret(token)
+
+    def _in_the_clear(self) -> Store:
+        """The etcd without TLS that answers there. Raises Denied where a store with a token is expected."""
+        if self._secret and self._expects_ours:
+            raise Denied(
+                f"what listens at {self._endpoint} does not know the job's token, and is somebody's etcd or worse;"
+                " if it is the one that you mean, unset ELAUNCH_TOKEN or add --rdzv-backend etcd"
+            )
+        if place := self._keyring.place_of(self._endpoint) if self._keyring else "":
+            raise Denied(
+                f"{place} says that your elaunch serves a store with a token at {self._endpoint}, but what answers"
+                " there speaks without TLS: somebody may be in between; if you mean an etcd that is there now, type"
+                f" http://{self._endpoint}"
+            )
+        self._plainly.check_login(self._endpoint)
+        if self._secret or self._expects_ours:
+            self._say(
+                f"the store at {self._endpoint} is an etcd without TLS: whoever can reach it may read and change the"
+                f" job{', in spite of the token' if self._secret else ''}; if you mean this etcd, type --rdzv-endpoint"
+                f" http://{self._endpoint}"
+            )
+        return self._store_by(self._plainly)
+
+    def _proven(self, secret: Secret) -> Store:
+        """The job's own: our server, or an etcd that a head started, which takes a bearer for a login of its own."""
+        tls = secret.client_context()
+        ours = self._store_by(Access(tls=tls, bearer=secret.bearer))
+        try:
+            ours.read(_NOTHING)
+        except StoreError as error:
+            ours.close()
+            if not isinstance(error, Denied):
+                raise
+            return self._store_by(Access(tls=tls))
+        return ours
+
+    def _store_by(self, access: Access) -> Store:
+        return EtcdStore([self._endpoint], access, self._deadline_s)
+
+    def read(self, *prefixes: str) -> View:
+        return self._ask(lambda store: store.read(*prefixes))
+
+    def commit(self, txn: Txn) -> Answer:
+        return self._ask(lambda store: store.commit(txn))
+
+    def grant(self, lease: int, ttl_s: float) -> None:
+        self._ask(lambda store: store.grant(lease, ttl_s))
+
+    def keep_alive(self, lease: int) -> float:
+        return self._ask(lambda store: store.keep_alive(lease))
+
+    def revoke(self, lease: int) -> None:
+        self._ask(lambda store: store.revoke(lease))
+
+    def watch(self, prefix: str, after: int | None, tell: Callable[[Update], None]) -> Watch:
+        def told(update: Update) -> None:
+            tell(self._begun_anew() if self._is_ours and isinstance(update, HistoryLost) else update)
+
+        return _FoundWatch(self._ask, self._ask(lambda store: store.watch(prefix, after, told)))
+
+    def close(self) -> None:
+        if self._found:
+            self._found.close()
+
+    def _ask(self, call: Callable[[Store], Told]) -> Told:
+        try:
+            return call(self._store)
+        except Unavailable as error:
+            if not self._is_ours:
+                raise
+            raise HeadAway(f"the job's store, which {self._endpoint.host} serves, is silent: {error}") from error
+        except HistoryLost as error:
+            raise (self._begun_anew() if self._is_ours else error) from error
+
+    def _begun_anew(self) -> HistoryLost:
+        return HistoryLost(
+            f"the job's store on {self._endpoint.host} was started anew, and knows nothing of this job any more;"
+            " start elaunch here again to take part in the new one"
+        )
+
+    @property
+    def _store(self) -> Store:
+        if self._found is None:
+            raise Unavailable(f"the store at {self._endpoint} was not reached yet")
+        return self._found
+
+
+def _certificate_at(endpoint: Endpoint, secret: Secret | None, deadline_s: float) -> bytes | None:
+    """The certificate (DER) of the server there, proven to be that of `secret`; None for a server without TLS.
+
+    An etcd with certificates of its own has https:// in its endpoint. Raises Unavailable if nothing listens, Denied if
+    the token is not that store's.
+    """
+    context = secret.client_context() if secret else _trusting()
+    try:
+        with _connected(endpoint, deadline_s) as plain:
+            try:
+                with context.wrap_socket(plain) as proven:
+                    return proven.getpeercert(binary_form=True) or b""
+            except ssl.SSLCertVerificationError:
+                raise Denied(
+                    f"the token here is not that of the store at {endpoint}; type the line that elaunch printed there"
+                ) from None
+            except (ssl.SSLError, ConnectionError, TimeoutError) as error:
+                if secret is None and "CERTIFICATE" in (getattr(error, "reason", None) or ""):
+                    # It speaks TLS, and wants to see the certificate that the token stands for.
+                    raise _wants_token(endpoint) from None
+                # An etcd without TLS ends the connection or waits for more, and so may our own in a bad moment.
+                if speaks_http(endpoint, deadline_s):
+                    return None
+                raise
+    except OSError as error:
+        raise Unavailable(f"{endpoint}: {error.strerror or error}") from error
+
+
+def _wants_token(endpoint: Endpoint) -> Denied:
+    return Denied(
+        f"the store at {endpoint} is a job's own and wants its token; type the line that elaunch printed there"
+        " (ELAUNCH_TOKEN=… elaunch …), or add --token-file with a copy of the file that it named; for an etcd that"
+        " speaks TLS, type --rdzv-endpoint https://…"
+    )
+
+
+def speaks_http(endpoint: Endpoint, deadline_s: float) -> bool:
+    """Whether what listens there answers without TLS, as an etcd does. Raises OSError."""
+    with _connected(endpoint, deadline_s) as plain:
+        plain.sendall(f"GET /version HTTP/1.1\r\nHost: {endpoint}\r\nConnection: close\r\n\r\n".encode())
+        return plain.recv(16).startswith(b"HTTP/")
+
+
+def _connected(endpoint: Endpoint, deadline_s: float) -> socket.socket:
+    # A resolver that is slow takes none of the time to connect.
+    plain = dial(resolve(endpoint.host, endpoint.port, deadline_s), Deadline(deadline_s).left)
+    plain.settimeout(deadline_s)
+    return plain
+
+
+def _trusting() -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    return context
+
+
+class _FoundWatch:
+    """A watch that says why it could not begin as the store's other calls do."""
+
+    def __init__(self, ask: Callable[[Callable[[Store], None]], None], watch: Watch) -> None:
+        self._ask = ask
+        self._watch = watch
+
+    def begun(self) -> None:
+        self._ask(lambda _: self._watch.begun())
+
+    def close(self) -> None:
+        self._watch.close()

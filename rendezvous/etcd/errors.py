@@ -1,0 +1,178 @@
+"""What an etcd's error means to a client: who has to act, in words.
+
+The tables below are the whole rule. docs/operations.md shows them to users, and a test visits every row.
+Codes are gRPC's; texts are those of etcd 3.4 to 3.6 (its `rpctypes/error.go`).
+"""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+from typing import NamedTuple
+
+from elaunch.rendezvous.access import Access
+from elaunch.rendezvous.endpoint import Endpoint
+from elaunch.rendezvous.etcd.transport import Refused
+from elaunch.rendezvous.store import Denied, HistoryLost, LeaseGone, Rejected, StoreError, TooLarge, Unavailable
+
+CANCELLED, UNKNOWN, INVALID, DEADLINE, NOT_FOUND, EXISTS, PERMISSION, EXHAUSTED = range(1, 9)
+PRECONDITION, ABORTED, OUT_OF_RANGE, UNIMPLEMENTED, INTERNAL, UNAVAILABLE, DATA_LOSS, UNAUTHENTICATED = range(9, 17)
+
+
+class Kind(Enum):
+    """What to do about an error."""
+
+    WAIT = auto()  # It passes by itself: ask again, elsewhere too.
+    SAY = auto()  # Ask again, and tell the user at once: somebody may have to act.
+    TRIM = auto()  # Ask for less.
+    DENY = auto()  # Waiting does not help: ends an agent that is not part of the job yet; as SAY for others.
+    LOGIN = auto()  # The token ran out: get another one.
+    LEASE_GONE = auto()
+    LEASE_THERE = auto()
+
+
+class Rule(NamedTuple):
+    """What to do about the errors of one row of the tables below; `sentence` is for the user."""
+
+    kind: Kind
+    sentence: str = ""
+
+
+_GRPC = "pip install 'elaunch[etcd3]' and use --rdzv-conf transport=grpc"
+_OWN_SERVER = (
+    "etcd's JSON gateway cannot reach its own server, which asks for client certificates: put clientAuth beside "
+    f"serverAuth into the extended key usage of the server's certificate, or {_GRPC}"
+)
+_FULL = "database space exceeded"
+_OURS_IS_FULL = (
+    "the served store is full and takes no writes: it holds 256 MiB at most, and something that has the token fills it;"
+    " end that, and delete its keys"
+)
+# By etcd's own text, which says more than the code. The first row whose words are in the text counts.
+BY_TEXT: dict[str, Rule] = {
+    "requested lease not found": Rule(Kind.LEASE_GONE),
+    "lease already exists": Rule(Kind.LEASE_THERE, "the lease is there already"),
+    _FULL: Rule(
+        Kind.SAY,
+        "etcd is full (alarm NOSPACE) and takes no writes: compact its history (etcdctl compact REVISION, the newest of"
+        " etcdctl endpoint status -w json), delete keys that nobody needs, defragment every member (etcdctl defrag"
+        " --cluster), and disarm the alarm (etcdctl alarm disarm); or raise --quota-backend-bytes",
+    ),
+    "corrupt cluster": Rule(
+        Kind.SAY,
+        "etcd's members hold different data (alarm CORRUPT) and take no requests: replace the member that is wrong, and"
+        " disarm the alarm (etcdctl alarm disarm)",
+    ),
+    "too many requests": Rule(Kind.WAIT),
+    "request is too large": Rule(Kind.TRIM),
+    "larger than max": Rule(Kind.TRIM),
+    "exceeding the max size": Rule(Kind.TRIM),
+    "too many operations": Rule(
+        Kind.DENY,
+        "this etcd takes fewer operations at once than elaunch needs: start it with --max-txn-ops=128 or more",
+    ),
+    "too large lease TTL": Rule(Kind.DENY, "this etcd refuses so long a lease; lower --rdzv-conf keys_ttl=SECONDS"),
+    "mvcc: required revision": Rule(Kind.WAIT),
+    "CommonName": Rule(
+        Kind.DENY,
+        "users are on and the client's certificate carries a common name, which etcd's JSON gateway refuses; use a "
+        f"certificate without one, or {_GRPC}",
+    ),
+    "bad certificate": Rule(Kind.DENY, _OWN_SERVER),
+    "authentication failed": Rule(Kind.DENY, "the password of user {user} is wrong, or there is no such user"),
+    "authentication is not enabled": Rule(
+        Kind.DENY, "user {user} is given, but this store has no users; leave the user out"
+    ),
+    "permission denied": Rule(
+        Kind.DENY,
+        "user {user} may not use these keys; grant it readwrite on the prefix {prefix}, or name a prefix that it may"
+        " use, by --rdzv-conf etcd_prefix=…",
+    ),
+    "user name is empty": Rule(Kind.DENY, "etcd does not know this client"),
+    "invalid auth token": Rule(
+        Kind.LOGIN, "the store wants another token; is ELAUNCH_TOKEN that of the elaunch that runs there?"
+    ),
+    "revision of auth store is old": Rule(Kind.LOGIN, "etcd's users have changed"),
+    "not leader": Rule(Kind.WAIT),
+    # etcd without a leader answers so when a lease is asked for, with the code for "unknown".
+    "context deadline exceeded": Rule(Kind.WAIT),
+    "context canceled": Rule(Kind.WAIT),
+    "downgrade job in progress": Rule(Kind.WAIT),
+}
+# For errors whose text is in no row of BY_TEXT.
+BY_CODE: dict[int, Rule] = {
+    CANCELLED: Rule(Kind.WAIT),
+    UNKNOWN: Rule(Kind.SAY, "etcd answers with an error of its own"),
+    INVALID: Rule(Kind.DENY, "etcd says that the request is not valid"),
+    DEADLINE: Rule(Kind.WAIT),
+    NOT_FOUND: Rule(Kind.SAY, "etcd does not find what was asked for"),
+    EXISTS: Rule(Kind.SAY, "etcd has that already"),
+    PERMISSION: Rule(Kind.DENY, "this user may not do that"),
+    EXHAUSTED: Rule(Kind.SAY, "etcd has run out of a resource"),
+    PRECONDITION: Rule(Kind.DENY, "etcd refuses"),
+    ABORTED: Rule(Kind.WAIT),
+    OUT_OF_RANGE: Rule(Kind.TRIM),
+    UNIMPLEMENTED: Rule(Kind.DENY, "this etcd does not know the request"),
+    INTERNAL: Rule(Kind.SAY, "etcd has an internal error"),
+    UNAVAILABLE: Rule(Kind.WAIT),
+    DATA_LOSS: Rule(Kind.SAY, "etcd has lost data"),
+    UNAUTHENTICATED: Rule(Kind.DENY, "etcd does not know this client"),
+}
+_UNHEARD_OF = Rule(Kind.SAY, "etcd refuses")
+# Through the gateway, who sends no user may pass for the gateway's own certificate.
+_NO_USER = ("user name is empty", "permission denied")
+
+
+def judge(error: Refused) -> Kind:
+    """What kind of error it is."""
+    return _rule(error).kind
+
+
+def explain(error: Refused, endpoint: Endpoint, access: Access) -> StoreError:
+    """The error for the caller, as a sentence."""
+    kind, sentence = _rule(error)
+    user = access.login.user if access.login else ""
+    match kind:
+        case Kind.LEASE_GONE:
+            return LeaseGone(f"{endpoint}: the lease has ended")
+        case Kind.TRIM:
+            return TooLarge(f"{endpoint} takes no request of that size: {error.text}")
+        case Kind.SAY | Kind.LEASE_THERE:
+            # A bearer is shown to the store that elaunch serves alone, which has no alarm.
+            is_ours = bool(access.bearer) and sentence == BY_TEXT[_FULL].sentence
+            return Rejected(f"{endpoint}: {_OURS_IS_FULL if is_ours else sentence}")
+        # With a user, a new token was refused: this member has not heard of it yet.
+        case Kind.WAIT | Kind.LOGIN if kind is Kind.WAIT or user:
+            # A text that is not etcd's own is about the gateway's connection: 3.5 says "bad certificate", 3.4 says
+            # other things.
+            is_gateways = access.tls and not error.text.startswith("etcdserver:")
+            hint = f"; if it goes on: {_OWN_SERVER}" if is_gateways else ""
+            return Unavailable(f"{endpoint} answers: {error.text}{hint}")
+    if not user and any(words in error.text for words in _NO_USER):
+        return Denied(f"{endpoint}: the store asks for a user and a password, and none is given")
+    return Denied(f"{endpoint}: {sentence.replace('{user}', repr(user)).replace('{prefix}', access.prefix)}")
+
+
+def cancelled(reason: str) -> Refused:
+    """Why a watch was ended by the server: 3.4 and 3.5 wrap gRPC's code in words."""
+    if "Unauthenticated" in reason:
+        return Refused(UNAUTHENTICATED, reason)
+    if "permission denied" in reason:
+        return Refused(PERMISSION, reason)
+    if "InvalidArgument" in reason:
+        return Refused(INVALID, reason)
+    return Refused(UNAVAILABLE, reason or "the watch was ended")
+
+
+def history_lost(endpoint: Endpoint, was: str, now: str) -> HistoryLost:
+    """The store behind `endpoint` is not the one that it was."""
+    return HistoryLost(
+        f"{endpoint}: the store has lost its history ({was} before, {now} now); it was wiped, restored from a backup, "
+        "or is another cluster"
+    )
+
+
+def _rule(error: Refused) -> Rule:
+    if by_text := next((rule for words, rule in BY_TEXT.items() if words in error.text), None):
+        return by_text
+    kind, sentence = BY_CODE.get(error.code, _UNHEARD_OF)
+    return Rule(kind, f"{sentence}: {error.text}")

@@ -1,0 +1,183 @@
+"""Requests over etcd's JSON gateway: `POST /v3/…`, standard library only."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from typing import TYPE_CHECKING
+
+from elaunch.rendezvous.codec import parse_json, shown
+from elaunch.rendezvous.endpoint import Endpoint, Tls
+from elaunch.rendezvous.etcd.transport import GatewayOff, Json, Refused, Rpc
+from elaunch.rendezvous.http.client import Client, Connection, Deadline
+from elaunch.rendezvous.store import Denied, Rejected, StoreError, Unavailable
+
+if TYPE_CHECKING:
+    import ssl
+
+# A watch tells one transaction a line: 1.5 MiB, in base64.
+_LINE_BYTES_MAX = 1 << 23
+# Characters of an error's text, which goes to the log.
+_TEXT_MAX = 1000
+_GATEWAY_OFF = (
+    "the JSON gateway of {} is off; start etcd with --enable-grpc-gateway=true, or pip install 'elaunch[etcd3]' and "
+    "use --rdzv-conf transport=grpc"
+)
+# It was elsewhere then.
+_BEFORE_THE_GATEWAY = ("2.", "3.0.", "3.1.", "3.2.", "3.3.")
+# gRPC's codes: try again, elsewhere; and what an HTTP status without one stands for.
+_UNAVAILABLE = 14
+_CODE_MAX = 16
+_NO_SUCH_PAGE = (404, 405, 410)
+_CODES = {400: 3, 401: 16, 403: 7, 405: 12, 413: 11}
+_TOO_MANY_REQUESTS = 429
+
+
+class GatewayCarrier:
+    """A `Carrier` over HTTP/1.1. With a `bearer` it stands for the token of every request."""
+
+    def __init__(self, tls: Tls | ssl.SSLContext | None = None, bearer: str = "") -> None:
+        self._client = Client(tls)
+        self._bearer = f"Bearer {bearer}" if bearer else ""
+
+    def version(self, endpoint: Endpoint, token: str, deadline_s: float) -> str:
+        headers = self._headers(token)
+        try:
+            status, body = self._client.ask(endpoint, "POST", f"/v3/{Rpc.STATUS.value}", headers, b"{}", deadline_s)
+        except Unavailable:
+            if scheme := self._client.other_scheme(endpoint, deadline_s):
+                raise Denied(f"{endpoint} answers to {scheme} alone; use {scheme}://{endpoint}") from None
+            raise
+        # What knows no such page, or no POST at all, may be an old etcd, one without its gateway, or none.
+        found = {} if status in (*_NO_SUCH_PAGE, 501) else _parsed(endpoint, status, body)
+        return str(found.get("version") or self._version_without_gateway(endpoint, headers, deadline_s))
+
+    def call(self, endpoint: Endpoint, rpc: Rpc, request: Json, token: str, deadline_s: float) -> Json:
+        status, body = self._client.ask(
+            endpoint, "POST", f"/v3/{rpc.value}", self._headers(token), _body(request), deadline_s
+        )
+        # A stream's answers are lines.
+        return _parsed(endpoint, status, body.partition(b"\n")[0])
+
+    def stream(self, endpoint: Endpoint, rpc: Rpc, request: Json, token: str, deadline_s: float) -> GatewayStream:
+        deadline = Deadline(deadline_s)
+        connection = self._client.open(endpoint, deadline)
+        headers = {**self._headers(token), "Grpc-Metadata-hasleader": "true"}
+        try:
+            reply = connection.ask("POST", f"/v3/{rpc.value}", headers, _body(request), deadline)
+            if reply.status != 200:
+                _parsed(endpoint, reply.status, connection.body(deadline))
+        except BaseException:
+            connection.close()
+            raise
+        return GatewayStream(endpoint, connection)
+
+    def close(self) -> None:
+        self._client.close()
+
+    def _version_without_gateway(self, endpoint: Endpoint, headers: dict[str, str], deadline_s: float) -> str:
+        """Of an etcd that is too old to have one. Raises GatewayOff for others, Denied for what is no etcd."""
+        status, body = self._client.ask(endpoint, "GET", "/version", headers, b"", deadline_s)
+        version = str(_version_of(endpoint, status, body)["etcdserver"])
+        if not version.startswith(_BEFORE_THE_GATEWAY):
+            raise GatewayOff(_GATEWAY_OFF.format(endpoint))
+        return version
+
+    def _headers(self, token: str) -> dict[str, str]:
+        return {"Content-Type": "application/json", "Authorization": self._bearer or token}
+
+
+class GatewayStream:
+    """Answers as lines of JSON; a large one's line end may come in a piece of its own."""
+
+    def __init__(self, endpoint: Endpoint, connection: Connection) -> None:
+        self._endpoint = endpoint
+        self._connection = connection
+        self._lines: deque[bytes] = deque()
+        self._rest = bytearray()
+
+    def next(self, deadline_s: float | None) -> Json:
+        deadline = None if deadline_s is None else Deadline(deadline_s)
+        while not self._lines:
+            self._read(deadline)
+        return _parsed(self._endpoint, 200, self._lines.popleft())
+
+    def hang_up(self) -> None:
+        self._connection.hang_up()
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def _read(self, deadline: Deadline | None) -> None:
+        piece = self._connection.piece(deadline)
+        if not piece:
+            raise Unavailable(f"{self._endpoint} ended the stream")
+        self._rest += piece
+        if b"\n" in piece:
+            *lines, rest = self._rest.split(b"\n")
+            self._lines.extend(bytes(line) for line in lines if line.strip())
+            self._rest = rest
+        if len(self._rest) > _LINE_BYTES_MAX:
+            raise Unavailable(f"{self._endpoint} sent an answer of more than {_LINE_BYTES_MAX} bytes")
+
+
+def _body(request: Json) -> bytes:
+    return json.dumps(request, separators=(",", ":")).encode()
+
+
+def _version_of(endpoint: Endpoint, status: int, body: bytes) -> Json:
+    """Every etcd answers /version, with its gateway off too. Raises Denied for a server that is none."""
+    try:
+        answer = parse_json(body)
+    except ValueError:
+        answer = None
+    if status == 200 and isinstance(answer, dict) and "etcdserver" in answer:
+        return answer
+    # A proxy in front of an etcd may be in trouble, or want to know who asks.
+    if status < 400 or status in _NO_SUCH_PAGE:
+        said = body[:80].decode(errors="replace").strip()
+        raise Denied(
+            f"what listens at {endpoint} is no etcd: it answers /version with HTTP status {status} and {said!r};"
+            " name an etcd, or a free port of one of the nodes"
+        )
+    return _parsed(endpoint, status, body)
+
+
+def _parsed(endpoint: Endpoint, status: int, body: bytes) -> Json:
+    try:
+        answer = parse_json(body)
+    except ValueError:
+        answer = None
+    if not isinstance(answer, dict):
+        raise _by_status(endpoint, status, body, "and no JSON")
+    error = answer.get("error")
+    # A stream's error is an object of its own.
+    if isinstance(error, dict):
+        code, said = error.get("grpc_code") or error.get("code"), error.get("message", error)
+    elif error is not None or status != 200:
+        code, said = answer.get("code"), answer.get("message") or error or answer
+    else:
+        result = answer.get("result", answer)
+        return result if isinstance(result, dict) else answer
+    if type(code) is int and 0 < code <= _CODE_MAX:
+        raise Refused(code, _text(said))
+    if status == 200:
+        raise Refused(_UNAVAILABLE, _text(said))
+    raise _by_status(endpoint, status, body, "and no code of etcd's")
+
+
+def _text(value: object) -> str:
+    return value[:_TEXT_MAX] if isinstance(value, str) else shown(value)
+
+
+def _by_status(endpoint: Endpoint, status: int, body: bytes, lacking: str) -> StoreError | Refused:
+    """What an answer means that is not etcd's own: a proxy's page, or its JSON."""
+    said = " ".join(body[:200].decode(errors="replace").split())[:80]
+    if status == 404:
+        return GatewayOff(_GATEWAY_OFF.format(endpoint))
+    if status in _CODES:
+        return Refused(_CODES[status], f"HTTP status {status}: {said!r}")
+    what = f"{endpoint} answers with HTTP status {status} {lacking}: {said!r}"
+    if status == _TOO_MANY_REQUESTS:
+        return Unavailable(what)
+    return Rejected(f"{what}; is a proxy in front of it, and does the proxy pass requests on?")

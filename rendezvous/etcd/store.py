@@ -1,0 +1,320 @@
+"""The store on etcd v3: several members, of which one that answers will do."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeVar
+
+from elaunch.rendezvous.access import Access
+from elaunch.rendezvous.codec import shown
+from elaunch.rendezvous.endpoint import Endpoint
+from elaunch.rendezvous.etcd import json_codec
+from elaunch.rendezvous.etcd.errors import Kind, explain, history_lost, judge
+from elaunch.rendezvous.etcd.json_transport import GatewayCarrier
+from elaunch.rendezvous.etcd.transport import Carrier, GatewayOff, Json, Refused, Rpc, Stream
+from elaunch.rendezvous.etcd.watch import EtcdWatch
+from elaunch.rendezvous.store import (
+    Answer,
+    Denied,
+    HistoryLost,
+    Rejected,
+    StoreError,
+    TimedOut,
+    TooLarge,
+    Txn,
+    Unavailable,
+    Update,
+    View,
+)
+
+VERSION_MIN = (3, 4)
+# A password costs a server 60 ms of a core, and after a restart of the server everybody sends one.
+_LOGIN_S = 5.0
+
+Parsed = TypeVar("Parsed")
+
+
+class EtcdStore:
+    """A `Store` whose calls may come from several threads. Nothing is sent before the first call.
+
+    A call asks the member that answered last, then each other once, and waits `deadline_s` for each; twice as long for
+    the only one: to give up sooner would make a slow one begin again. Without a `carrier` it speaks to the JSON
+    gateway, or by gRPC where `check` finds that off and the package etcd3 is there.
+    """
+
+    def __init__(
+        self,
+        endpoints: Sequence[Endpoint],
+        access: Access | None = None,
+        deadline_s: float = 0.5,
+        carrier: Carrier | None = None,
+    ) -> None:
+        access = access or Access()
+        self._endpoints = tuple(endpoints)
+        self._deadline_s = deadline_s if len(self._endpoints) > 1 else 2 * deadline_s
+        self._access = access
+        self._may_change = carrier is None
+        self._use(carrier or GatewayCarrier(access.tls, access.bearer))
+        self._history = _History()
+        self._current = 0
+        self._watches: set[EtcdWatch] = set()
+
+    def check(self) -> str:
+        """The version of the first member that answers. Raises Denied where it is too old or takes no such calls."""
+        try:
+            return self._version()
+        except GatewayOff as error:
+            if not self._may_change:
+                raise
+            from elaunch.rendezvous.etcd.grpc_transport import GrpcCarrier
+
+            try:
+                carrier = GrpcCarrier(self._access)
+            except Denied:
+                raise error from None
+        by_gateway = self._carrier
+        self._use(carrier)
+        try:
+            version = self._version()
+        except StoreError:
+            # One 404 of a proxy is no reason to use gRPC for good.
+            self._use(by_gateway)
+            carrier.close()
+            raise
+        self._may_change = False
+        by_gateway.close()
+        return version
+
+    def read(self, *prefixes: str) -> View:
+        first, *others = prefixes or (None,)
+        view = self._ask(Rpc.RANGE, json_codec.read(first), json_codec.view)
+        if not others:
+            return view
+        entries = dict(view.entries)
+        for prefix in others:
+            entries |= self._ask(Rpc.RANGE, json_codec.read(prefix, view.revision), json_codec.view).entries
+        return View(view.revision, dict(sorted(entries.items())))
+
+    def commit(self, txn: Txn) -> Answer:
+        return self._ask(Rpc.TXN, json_codec.commit(txn), json_codec.committed)
+
+    def grant(self, lease: int, ttl_s: float) -> None:
+        self._ask(Rpc.GRANT, json_codec.grant(lease, ttl_s), lambda _: None, passing=Kind.LEASE_THERE)
+
+    def keep_alive(self, lease: int) -> float:
+        return self._ask(
+            Rpc.KEEP_ALIVE,
+            json_codec.lease(lease),
+            json_codec.seconds_left,
+            # Without another member there is nowhere to go, and a slow one is not asked for all watches anew.
+            timed_out=self._move_watches if len(self._endpoints) > 1 else None,
+            passing=Kind.LEASE_GONE,
+        )
+
+    def revoke(self, lease: int) -> None:
+        self._ask(Rpc.REVOKE, json_codec.lease(lease), lambda _: None, passing=Kind.LEASE_GONE)
+
+    def watch(self, prefix: str, after: int | None, tell: Callable[[Update], None]) -> EtcdWatch:
+        watch = EtcdWatch(self, prefix, after, tell)
+        self._watches.add(watch)
+        watch.start()
+        return watch
+
+    def close(self) -> None:
+        watches = list(self._watches)
+        for watch in watches:
+            watch.hang_up()
+        for watch in watches:
+            watch.close()
+        self._carrier.close()
+
+    @property
+    def members(self) -> int:
+        """For a watch: how many there are."""
+        return len(self._endpoints)
+
+    def open(self, request: Json, attempt: int) -> tuple[Endpoint, Stream]:
+        """For a watch: a stream from the member that answers calls, or from the `attempt`-th after it."""
+        endpoint = self._endpoints[(self._current + attempt) % len(self._endpoints)]
+
+        def ask(token: str) -> Stream:
+            # After a restart everybody comes at once.
+            return self._carrier.stream(endpoint, Rpc.WATCH, request, token, 2 * self._deadline_s)
+
+        return endpoint, self._with_token(endpoint, ask)
+
+    def heard(self, endpoint: Endpoint, answer: Json) -> None:
+        """For a watch: take note of an answer. Raises HistoryLost."""
+        self._history.check(endpoint, answer)
+
+    def forget(self, watch: EtcdWatch) -> None:
+        """For a watch: it has ended."""
+        self._watches.discard(watch)
+
+    def _use(self, carrier: Carrier) -> None:
+        self._carrier = carrier
+        self._token = _Token(carrier, self._access, max(_LOGIN_S, self._deadline_s))
+
+    def _version(self) -> str:
+        def ask(endpoint: Endpoint, token: str) -> str:
+            return self._carrier.version(endpoint, token, self._deadline_s)
+
+        endpoint, version = self._try_each(ask)
+        numbers = tuple(int(part) for part in version.split(".")[:2] if re.fullmatch("[0-9]{1,9}", part))
+        if numbers < VERSION_MIN:
+            raise Denied(f"{endpoint} is etcd {version}; elaunch needs {'.'.join(map(str, VERSION_MIN))} or later")
+        return version
+
+    def _ask(
+        self,
+        rpc: Rpc,
+        request: Json,
+        parse: Callable[[Json], Parsed],
+        *,
+        timed_out: Callable[[Endpoint], None] | None = None,
+        passing: Kind | None = None,
+    ) -> Parsed:
+        self._history.raise_lost()
+        # What any earlier answer said; answers to calls that run at the same time may come in any order.
+        floor = self._history.revision if rpc in (Rpc.RANGE, Rpc.TXN) else 0
+
+        def ask(endpoint: Endpoint, token: str) -> Parsed:
+            try:
+                answer = self._carrier.call(endpoint, rpc, request, token, self._deadline_s)
+            except Refused as error:
+                if judge(error) is not passing:
+                    raise
+                answer = {}
+            try:
+                self._history.check(endpoint, answer, floor)
+                return parse(answer)
+            except (AttributeError, KeyError, TypeError, ValueError) as error:
+                raise Rejected(f"{endpoint} answers what cannot be understood: {shown(answer)}") from error
+
+        try:
+            return self._try_each(ask, timed_out)[1]
+        except HistoryLost as error:
+            for watch in list(self._watches):
+                watch.fail(error)
+            raise
+
+    def _try_each(
+        self, ask: Callable[[Endpoint, str], Parsed], timed_out: Callable[[Endpoint], None] | None = None
+    ) -> tuple[Endpoint, Parsed]:
+        errors: list[tuple[Endpoint, StoreError]] = []
+        first = self._current
+        for step in range(len(self._endpoints)):
+            index = (first + step) % len(self._endpoints)
+            endpoint = self._endpoints[index]
+            try:
+                answer = self._with_token(endpoint, partial(ask, endpoint))
+            except TooLarge:
+                # All members have the same limit.
+                raise
+            except (Unavailable, Rejected) as error:
+                errors.append((endpoint, error))
+                self._current = (index + 1) % len(self._endpoints)
+                if timed_out and isinstance(error, TimedOut):
+                    timed_out(endpoint)
+            else:
+                self._current = index
+                return endpoint, answer
+        raise _of_all(errors)
+
+    def _with_token(self, endpoint: Endpoint, ask: Callable[[str], Parsed]) -> Parsed:
+        try:
+            token = self._token.get(endpoint)
+            try:
+                return ask(token)
+            except Refused as error:
+                if judge(error) is not Kind.LOGIN or not self._access.login:
+                    raise
+                return ask(self._token.renew(endpoint, token))
+        except Refused as error:
+            raise explain(error, endpoint, self._access) from error
+
+    def _move_watches(self, endpoint: Endpoint) -> None:
+        for watch in list(self._watches):
+            watch.leave(endpoint)
+
+
+def _of_all(errors: Sequence[tuple[Endpoint, StoreError]]) -> StoreError:
+    """What it means that every member failed so; what several of them say is said once."""
+    if len(errors) == 1:
+        return errors[0][1]
+    members: dict[str, list[str]] = {}
+    for endpoint, error in errors:
+        words, name = str(error), str(endpoint)
+        is_subject = words.startswith(name)
+        members.setdefault(words.removeprefix(name), []).extend([name] * is_subject)
+    reasons = "; ".join(f"{', '.join(names)}{words}" for words, names in members.items())
+    kinds = [error for _, error in errors]
+    if any(isinstance(error, GatewayOff) for error in kinds):
+        return GatewayOff(reasons)
+    if all(isinstance(error, Denied) for error in kinds):
+        return Denied(reasons)
+    # If one member denies and another is away, the denial may be that one member's fault.
+    if any(isinstance(error, Rejected) for error in kinds):
+        return Rejected(reasons)
+    return (TimedOut if all(isinstance(error, TimedOut) for error in kinds) else Unavailable)(reasons)
+
+
+class _Token:
+    """The token that stands for a user and a password: got when first needed, and when the last one was refused."""
+
+    def __init__(self, carrier: Carrier, access: Access, deadline_s: float) -> None:
+        self._carrier = carrier
+        self._access = access
+        self._login = access.login
+        self._deadline_s = deadline_s
+        self._lock = threading.Lock()
+        self._token = ""
+
+    def get(self, endpoint: Endpoint) -> str:
+        """The token; "" without a user. Raises Refused, and Denied if the password must not be sent."""
+        return self._token if self._token or not self._login else self.renew(endpoint, "")
+
+    def renew(self, endpoint: Endpoint, old: str) -> str:
+        """Another token than `old`, which was refused. Raises Refused and Denied."""
+        with self._lock:
+            # Another thread may have been faster.
+            if self._token == old and self._login:
+                self._access.check_login(endpoint)
+                request = {"name": self._login.user, "password": self._login.password}
+                answer = self._carrier.call(endpoint, Rpc.AUTHENTICATE, request, "", self._deadline_s)
+                token = answer.get("token", "")
+                # The token goes into a header of every request.
+                if not isinstance(token, str) or not re.fullmatch(r"[!-~]*", token):
+                    raise Unavailable(f"{endpoint} answers a login with what is no token: {shown(token)}")
+                self._token = token
+            return self._token
+
+
+class _History:
+    """What the store has said of itself: it is one cluster, and its revision never goes back."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._cluster = ""
+        self._lost: HistoryLost | None = None
+        self.revision = 0
+
+    def raise_lost(self) -> None:
+        """Raise HistoryLost where it was found before."""
+        if self._lost:
+            raise self._lost
+
+    def check(self, endpoint: Endpoint, answer: Json, floor: int = 0) -> None:
+        """Take note of an answer, whose revision may not be below `floor`. Raises HistoryLost."""
+        revision, cluster = json_codec.revision(answer), json_codec.cluster(answer)
+        with self._lock:
+            self._cluster = self._cluster or cluster
+            if cluster not in ("", self._cluster):
+                self._lost = history_lost(endpoint, f"cluster {self._cluster}", f"cluster {cluster}")
+            elif revision < floor:
+                self._lost = history_lost(endpoint, f"revision {floor}", f"revision {revision}")
+            self.revision = max(self.revision, revision)
+        self.raise_lost()

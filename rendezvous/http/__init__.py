@@ -1,0 +1,1 @@
+"""HTTP/1.1 over TCP and TLS, with a deadline for each call."""

@@ -1,0 +1,83 @@
+"""A TCP connection to a host that may have several addresses, over a network that may lose packets."""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+import socket
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from elaunch.rendezvous.http.resolve import Address
+
+# The kernel asks again after a second at first, which may be all the time that there is.
+_AGAIN_S = 0.2
+# A connection whose other end is gone for good is given up after this long: what was sent is not acknowledged, or the
+# kernel's own questions on an idle one are not answered.
+_GONE_MS = 5000
+_IDLE_S, _ASK_EVERY_S = 2, 1
+
+
+def dial(addresses: Sequence[Address], left: Callable[[], float]) -> socket.socket:
+    """The first connection that one of these addresses takes; `left` says how many seconds there are still, or raises.
+
+    The next is tried when one has refused, or is silent for a moment, while those before are still waited for
+    (RFC 8305); when all are silent they are asked again. So a lost packet costs a moment. The socket does not block.
+    Raises the first OSError when all have failed.
+    """
+    untried = deque(dict.fromkeys(addresses))
+    tries: dict[int, tuple[socket.socket, Address]] = {}
+    errors: list[OSError] = []
+    poll = select.poll()
+    try:
+        while untried or tries:
+            if untried:
+                address = untried.popleft()
+                try:
+                    begun = _begin(address)
+                except OSError as error:
+                    errors.append(error)
+                    continue
+                tries[begun.fileno()] = begun, address
+                poll.register(begun, select.POLLOUT)
+            # All must have been tried in time.
+            ready = poll.poll(1000 * min(_AGAIN_S, left() / (len(untried) + 1)))
+            failed: set[int] = set()
+            for fd, _ in ready:
+                tried, address = tries[fd]
+                if not (code := tried.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)):
+                    _set_options(tried)
+                    return tries.pop(fd)[0]
+                errors.append(OSError(code, os.strerror(code)))
+                failed.add(fd)
+                if code == errno.ECONNREFUSED:
+                    # So are those that the same host has not heard.
+                    failed.update(other for other, (_, its) in tries.items() if its == address)
+            for fd in failed:
+                poll.unregister(fd)
+                tries.pop(fd)[0].close()
+            if not ready and not untried:
+                untried.extend(dict.fromkeys(address for _, address in tries.values()))
+        raise errors[0] if errors else OSError("it has no address")
+    finally:
+        for tried, _ in tries.values():
+            tried.close()
+
+
+def _begin(address: Address) -> socket.socket:
+    family, place = address
+    made = socket.socket(family, socket.SOCK_STREAM)
+    made.setblocking(False)
+    if (code := made.connect_ex(place)) not in (0, errno.EINPROGRESS):
+        made.close()
+        raise OSError(code, os.strerror(code))
+    return made
+
+
+def _set_options(connected: socket.socket) -> None:
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _IDLE_S)
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _ASK_EVERY_S)
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _GONE_MS)

@@ -1,0 +1,53 @@
+"""What went wrong on a connection, in words."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+
+from elaunch.rendezvous.endpoint import Endpoint
+from elaunch.rendezvous.http.response import Garbled, NotHttp
+from elaunch.rendezvous.store import Denied, StoreError, TimedOut, Unavailable
+
+# The client's certificate did not please: OpenSSL's names of the alerts.
+_CLIENT_ALERTS = ("CERTIFICATE_REQUIRED", "BAD_CERTIFICATE", "UNKNOWN_CA", "CERTIFICATE_UNKNOWN", "CERTIFICATE_EXPIRED")
+
+
+def explain(error: OSError | Garbled, endpoint: Endpoint, waited: str, hint: str) -> StoreError:
+    """The sentence for `error`; `waited` is how long the answer was waited for ("0.5 s", "" is for ever), `hint`
+    what to check where the server is not to be trusted.
+    """
+    match error:
+        case NotHttp():
+            if error.start.startswith(b"\x15\x03"):
+                return Denied(f"{endpoint} speaks TLS; use https://{endpoint}")
+            return Denied(f"{endpoint} {error}; is that the store's client port?")
+        case Garbled():
+            return Unavailable(f"{endpoint} {error}")
+        case ssl.SSLError():
+            return _tls(error, endpoint, hint)
+        case socket.gaierror():
+            return Unavailable(f"the name {endpoint.host} cannot be resolved: {error.strerror}")
+        case TimeoutError():
+            if not waited:
+                return Unavailable(f"{endpoint} is gone: its host does not acknowledge what the kernel sends")
+            return TimedOut(f"no answer from {endpoint} within {waited}")
+        case ConnectionRefusedError():
+            return Unavailable(f"{endpoint} refuses connections: nobody listens there")
+        case ConnectionError():
+            return Unavailable(f"{endpoint} ended the connection")
+        case _:
+            return Unavailable(f"{endpoint} cannot be reached: {error.strerror or error}")
+
+
+def _tls(error: ssl.SSLError, endpoint: Endpoint, hint: str) -> StoreError:
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return Denied(f"{endpoint}: its certificate is not to be trusted: {error.verify_message}; {hint}")
+    reason = error.reason or ""
+    if "WRONG_VERSION_NUMBER" in reason or "HTTP_REQUEST" in reason or "RECORD_LAYER_FAILURE" in reason:
+        return Denied(f"{endpoint} does not speak TLS; use http://{endpoint}")
+    if any(alert in reason for alert in _CLIENT_ALERTS):
+        return Denied(f"{endpoint} asks for a client certificate that it trusts ({reason.lower().replace('_', ' ')})")
+    if "EOF" in reason or isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError):
+        return Unavailable(f"{endpoint} ended the connection")
+    return Unavailable(f"{endpoint}: TLS failed: {reason or error}")

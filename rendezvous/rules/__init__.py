@@ -1,0 +1,1 @@
+"""The rendezvous protocol as pure functions over a snapshot of the store."""

@@ -1,0 +1,320 @@
+"""How the leader forms a generation: who is waited for, who gets which ranks, or why the job ends instead.
+
+The rules and their numbers are those of docs/protocol.md.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from elaunch.rendezvous.endpoint import PREFIX
+from elaunch.rendezvous.rules.opening import hosts, open_loss, was_lost
+from elaunch.rendezvous.rules.pruning import ending, outdated
+from elaunch.rendezvous.rules.snapshot import Snapshot
+from elaunch.rendezvous.rules.table_codec import encode_table, seats_of
+from elaunch.rendezvous.rules.verdict import BARREN_MAX, GiveUp, judge, verdict
+from elaunch.rendezvous.store import Absent, Delete, NoneNewer, Txn
+from elaunch.rendezvous.times import Times
+from elaunch.rendezvous.types import (
+    Failure,
+    Generation,
+    Joined,
+    Node,
+    OpenKind,
+    Outcome,
+    OutcomeKind,
+    RankTable,
+    Terms,
+)
+
+
+@dataclass(frozen=True)
+class Formation:
+    """What the leader has seen of one forming generation, on its own clock: when it saw it first, when the survivors
+    had all joined, when there were enough nodes; None where that is not yet so. Nobody is evicted before
+    `patient_until_s`.
+    """
+
+    generation: int = -1
+    since_s: float = 0.0
+    gathered_s: float | None = None
+    enough_s: float | None = None
+    patient_until_s: float = 0.0
+
+    def after_absence(self, away_s: float, patient_until_s: float) -> Formation:
+        """The leader was cut off from the store for so long, and so were the others, perhaps: nobody could join."""
+        return replace(self, since_s=self.since_s + away_s, patient_until_s=patient_until_s)
+
+
+NO_FORMATION = Formation()
+
+
+@dataclass(frozen=True)
+class Formed:
+    """The next transaction, if it is time for one; else when to look again, and what is waited for."""
+
+    formation: Formation
+    txn: Txn | None = None
+    wake_s: float | None = None
+    waiting: str = ""
+
+
+def form(
+    snapshot: Snapshot,
+    terms: Terms,
+    generation: Generation,
+    formation: Formation,
+    times: Times,
+    now_s: float,
+    table_age_s: float,
+    lossless_until_s: float,
+) -> Formed:
+    """What the leader of a forming generation does next.
+
+    `table_age_s` is how long ago it saw the newest table first; it matters where the budget has a window. Before
+    `lossless_until_s` it does without nobody that may come back, as in `lead`.
+    """
+    if formation.generation != generation.number:
+        formation = Formation(generation.number, now_s)
+    before = snapshot.table
+    joined = {n: j for n, j in snapshot.joined.get(generation.number, {}).items() if n in snapshot.members}
+    survivors = [s.node_id for s in before.seats if s.node_id in snapshot.members] if before else []
+    if lost := _lost(snapshot, before, generation) if before else []:
+        if now_s < lossless_until_s and len(joined) < terms.nodes_max:
+            return Formed(formation, wake_s=lossless_until_s, waiting=f"{hosts(lost)} to come back")
+        if not generation.kind.is_urgent:
+            # Peers that stop at a step boundary would wait in a collective for a node that will never come.
+            return Formed(formation, open_loss(snapshot, lost))
+    if missing := [node_id for node_id in survivors if node_id not in joined]:
+        return _await_survivors(snapshot, generation, formation, times, now_s, missing, is_awaited=bool(joined))
+    if formation.gathered_s is None:
+        formation = replace(formation, gathered_s=now_s)
+    decision = _decide(snapshot, terms, generation, before, joined, table_age_s)
+    if isinstance(decision, Outcome):
+        return Formed(formation, _end(snapshot, decision, generation))
+    if waiting := _await_ready(snapshot, terms, before, joined, formation, times, now_s):
+        return waiting
+    return _seal_or_wait(snapshot, terms, generation, decision, joined, survivors, formation, times, now_s)
+
+
+def _lost(snapshot: Snapshot, before: RankTable, generation: Generation) -> list[str]:
+    """Nodes of the last table whose lease has ended, save who left and who was done."""
+    done = snapshot.done.get(before.generation, frozenset())
+    gone = (s.node_id for s in before.seats if s.node_id not in snapshot.members and s.node_id not in done)
+    left = generation.node_id if generation.kind is OpenKind.LEAVE else ""
+    return [node_id for node_id in gone if node_id != left]
+
+
+def counted_restarts(terms: Terms, table: RankTable, age_s: float) -> int:
+    """How many restarts the budget holds against the job `age_s` seconds after `table` was sealed."""
+    if terms.restart_window_s is None:
+        return table.restarts
+    return sum(restart_age_s + age_s < terms.restart_window_s for restart_age_s in table.restart_ages_s)
+
+
+@dataclass(frozen=True)
+class _GoOn:
+    """The job goes on; what the next table takes over from the one before."""
+
+    reason: str
+    restarts: int = 0
+    restart_ages_s: tuple[float, ...] = ()
+    barren: int = 0
+    progressed: bool = False
+
+
+def _await_survivors(
+    snapshot: Snapshot,
+    generation: Generation,
+    formation: Formation,
+    times: Times,
+    now_s: float,
+    missing: list[str],
+    *,
+    is_awaited: bool,
+) -> Formed:
+    """Rules 1 and 8: every survivor's old workers are stopped before anybody runs its ranks again."""
+    due_s = max(formation.since_s + times.form_deadline_s, formation.patient_until_s)
+    if now_s < due_s or not is_awaited:
+        # Alone, a node may take its time: the output of its workers waits for whoever reads it.
+        their = "its" if len(missing) == 1 else "their"
+        wake_s = due_s if is_awaited else None
+        return Formed(formation, wake_s=wake_s, waiting=f"{hosts(missing)} to stop {their} workers")
+    keys, evicted = snapshot.keys, missing[0]
+    # It neither stops nor goes: a process that no signal ends.
+    guards = (
+        snapshot.gen_guard,
+        snapshot.live_guard,
+        snapshot.leader_guard,
+        Absent(keys.joined(generation.number, evicted)),
+    )
+    return Formed(formation, Txn(guards, (Delete(keys.member(evicted)),)))
+
+
+def _decide(
+    snapshot: Snapshot,
+    terms: Terms,
+    generation: Generation,
+    before: RankTable | None,
+    joined: Mapping[str, Joined],
+    table_age_s: float,
+) -> _GoOn | Outcome:
+    """Rules 3, 4 and 9: whether the job goes on, and whether that is charged to its budget."""
+    if before is None:
+        return _GoOn(generation.cause)
+    failures = snapshot.failures.get(before.generation, ())
+    now_progressed = any(f.progressed for f in failures) or any(j.progressed for j in joined.values())
+    progressed = before.progressed or now_progressed
+    barren = 0 if now_progressed else before.barren + 1
+    # A lost node's peers fail at once, and its lease ends later: their failures are its doing.
+    gone = [s.node_id for s in before.seats if s.node_id not in snapshot.members]
+    is_counted = generation.kind is OpenKind.FAIL and not gone
+    spent = counted_restarts(terms, before, table_age_s) if is_counted else None
+    reason = was_lost(gone) if gone and generation.kind is OpenKind.FAIL else generation.cause
+    if failures:
+        decision = judge(terms, snapshot.failures, before.generation, spent, barren, progressed)
+        if isinstance(decision, GiveUp):
+            return _failed(before, terms, decision.reason, verdict(failures))
+        if is_counted:
+            reason = decision.reason
+    if terms.max_restarts == 0:
+        return _failed(before, terms, f"{reason}, and max_restarts is 0, so that ends the job", None)
+    if barren >= BARREN_MAX:
+        return _failed(before, terms, f"{barren} generations in a row made no progress; {reason}", None)
+    ages_s = tuple(age_s + table_age_s for age_s in before.restart_ages_s)
+    if terms.restart_window_s is not None:
+        ages_s = tuple(age_s for age_s in (*ages_s, *([0.0] * is_counted)) if age_s < terms.restart_window_s)
+    return _GoOn(reason, before.restarts + is_counted, ages_s, barren, progressed)
+
+
+def _failed(before: RankTable, terms: Terms, reason: str, failure: Failure | None) -> Outcome:
+    return Outcome(OutcomeKind.FAILED, reason, before.generation, before.restarts, terms.max_restarts, failure)
+
+
+def _await_ready(
+    snapshot: Snapshot,
+    terms: Terms,
+    before: RankTable | None,
+    joined: Mapping[str, Joined],
+    formation: Formation,
+    times: Times,
+    now_s: float,
+) -> Formed | None:
+    """Rule 2: with free seats, those who were ready a generation ago will be so again in a moment."""
+    if before is None or len(joined) >= terms.nodes_max or formation.gathered_s is None:
+        return None
+    due_s = formation.gathered_s + times.spare_wait_s
+    late = [
+        node_id
+        for generation in range(before.generation, formation.generation)
+        for node_id in snapshot.joined.get(generation, {})
+        if node_id in snapshot.members and node_id not in joined
+    ]
+    return Formed(formation, wake_s=due_s, waiting=f"the spare {hosts(late)}") if late and now_s < due_s else None
+
+
+def _seal_or_wait(
+    snapshot: Snapshot,
+    terms: Terms,
+    generation: Generation,
+    decision: _GoOn,
+    joined: Mapping[str, Joined],
+    survivors: list[str],
+    formation: Formation,
+    times: Times,
+    now_s: float,
+) -> Formed:
+    """Rules 5, 6 and 7."""
+    # The survivors are among them.
+    here = min(len(joined), terms.nodes_max)
+    if here < terms.nodes_min:
+        return _await_min(snapshot, terms, generation, formation, times, now_s, here)
+    if formation.enough_s is None:
+        formation = replace(formation, enough_s=now_s)
+    is_first = snapshot.table is None
+    most = min(times.nodes_expected or terms.nodes_max, terms.nodes_max)
+    due_s = (formation.enough_s or now_s) + times.last_call_s
+    if is_first and here < most and now_s < due_s:
+        waiting = f"more nodes, {times.last_call_s:g} s: {here} of at most {most} are here"
+        return Formed(formation, wake_s=due_s, waiting=waiting)
+    seated = set(survivors)
+    newcomers = sorted((snapshot.members[n] for n in joined if n not in seated), key=_place)
+    nodes = [*(snapshot.members[n] for n in survivors), *newcomers][: terms.nodes_max]
+    return Formed(formation, _seal(snapshot, generation, decision, nodes, joined))
+
+
+def _await_min(
+    snapshot: Snapshot,
+    terms: Terms,
+    generation: Generation,
+    formation: Formation,
+    times: Times,
+    now_s: float,
+    here: int,
+) -> Formed:
+    due_s = formation.since_s + times.join_timeout_s
+    # A node of this job with another prefix waits too, and neither sees the other: so the line names the prefix.
+    prefix = snapshot.keys.prefix
+    where = "" if prefix == PREFIX else f" under etcd_prefix={prefix}"
+    if now_s < due_s:
+        needed = f"{terms.nodes_min}" if terms.nodes_min == terms.nodes_max else f"at least {terms.nodes_min}"
+        are = "is" if here == 1 else "are"
+        waiting = f"nodes: {here} of {needed} {are} here{where} (gives up after {times.join_timeout_s:g} s)"
+        return Formed(formation, wake_s=due_s, waiting=waiting)
+    table = snapshot.table
+    outcome = Outcome(
+        OutcomeKind.FAILED,
+        f"{here} of {terms.nodes_min} nodes were here{where} after {times.join_timeout_s:g} s; start elaunch on the"
+        " others, lower --nnodes, or raise --rdzv-conf join_timeout=SECONDS",
+        generation.number,
+        table.restarts if table else 0,
+        terms.max_restarts,
+    )
+    return Formed(formation, _end(snapshot, outcome, generation))
+
+
+def _seal(
+    snapshot: Snapshot, generation: Generation, decision: _GoOn, nodes: list[Node], joined: Mapping[str, Joined]
+) -> Txn:
+    keys, first = snapshot.keys, nodes[0]
+    table = RankTable(
+        generation=generation.number,
+        seats=seats_of([(node.node_id, node.slots, node.role) for node in nodes]),
+        master_addr=first.address,
+        master_port=joined[first.node_id].port,
+        reason=decision.reason,
+        restarts=decision.restarts,
+        restart_ages_s=decision.restart_ages_s,
+        barren=decision.barren,
+        progressed=decision.progressed,
+    )
+    guards = (
+        snapshot.gen_guard,
+        snapshot.live_guard,
+        snapshot.leader_guard,
+        Absent(keys.table(generation.number)),
+        NoneNewer(keys.joined(generation.number), snapshot.revision),
+    )
+    sealed = snapshot.put(keys.table(generation.number), encode_table(table))
+    return Txn(guards, (sealed, *outdated(snapshot, generation.number)))
+
+
+def _end(snapshot: Snapshot, outcome: Outcome, generation: Generation) -> Txn:
+    keys = snapshot.keys
+    guards = (
+        snapshot.gen_guard,
+        snapshot.live_guard,
+        snapshot.leader_guard,
+        Absent(keys.table(generation.number)),
+        NoneNewer(keys.members, snapshot.revision),
+    )
+    return Txn(guards, ending(snapshot, outcome))
+
+
+def _place(node: Node) -> tuple[int, int, str, list[str | int], str]:
+    """The order of newcomers: as asked for, then neighbours side by side, then host-2 before host-10."""
+    words = re.split(r"(\d+)", node.host)
+    natural: list[str | int] = [int(word) if word.isdigit() else word for word in words]
+    return (node.node_rank < 0, node.node_rank, node.topology, natural, node.node_id)

@@ -1,0 +1,66 @@
+"""Which of a job's keys nobody needs any more: while it runs, and at its end."""
+
+from __future__ import annotations
+
+from elaunch.rendezvous.codec import encode
+from elaunch.rendezvous.rules.snapshot import Snapshot
+from elaunch.rendezvous.rules.verdict import verdict
+from elaunch.rendezvous.store import Delete, Op
+from elaunch.rendezvous.types import Outcome
+
+# Generations whose failure is kept while the job runs, besides the first one.
+FAILURES_KEPT = 20
+# A transaction holds at most 128 operations, so one seal tidies at most this many generations.
+_TIDIED_MAX = 40
+
+
+def outdated(snapshot: Snapshot, sealed: int) -> tuple[Op, ...]:
+    """Deletes what nobody needs once generation `sealed` has its table: as ranges, however many nodes there are.
+
+    The failure by which a generation was judged stays, for the first failed generation and the last ones: the first
+    says how the trouble began, the last ones say what it became.
+    """
+    keys = snapshot.keys
+    deletes: list[Op] = [
+        Delete(keys.table(0), keys.table(sealed)),
+        Delete(keys.joined(0), keys.joined(sealed)),
+        Delete(keys.done(0), keys.done(sealed)),
+        Delete(keys.detailed(0), keys.detailed(sealed)),
+    ]
+    recorded = sorted(number for number in snapshot.failures if number < sealed)
+    if len(recorded) > FAILURES_KEPT + 1:
+        deletes.append(Delete(keys.failure(recorded[1]), keys.failure(recorded[-FAILURES_KEPT])))
+        recorded = [recorded[0], *recorded[-FAILURES_KEPT:]]
+    several = [number for number in recorded if len(snapshot.failures[number]) > 1]
+    for number in several[-_TIDIED_MAX:]:
+        deletes += _all_but(_judged(snapshot, number), keys.failure(number), keys.failure(number + 1))
+    return tuple(deletes)
+
+
+def ending(snapshot: Snapshot, outcome: Outcome) -> tuple[Op, ...]:
+    """Writes the outcome and deletes the rest. Terms, the last table and the first failure stay, to be read later.
+
+    An agent that does not see the failures leaves them to the run's lease.
+    """
+    keys = snapshot.keys
+    ops: list[Op] = [
+        snapshot.put(keys.ended, encode(outcome)),
+        *(Delete(f"{keys.root}{part}/", f"{keys.root}{part}0") for part in ("joined", "detailed", "done")),
+    ]
+    if snapshot.tables:
+        ops.append(Delete(keys.table(0), keys.table(max(snapshot.tables))))
+    start, end = f"{keys.root}failures/", f"{keys.root}failures0"
+    if snapshot.failures:
+        first = min(snapshot.failures)
+        is_said = outcome.failure == verdict(snapshot.failures[first])
+        ops += (Delete(start, end),) if is_said else _all_but(_judged(snapshot, first), start, end)
+    return tuple(ops)
+
+
+def _judged(snapshot: Snapshot, number: int) -> str:
+    """The key of the failure by which the generation was judged."""
+    return snapshot.keys.failure(number, verdict(snapshot.failures[number]).node_id)
+
+
+def _all_but(key: str, start: str, end: str) -> tuple[Op, ...]:
+    return Delete(start, key), Delete(f"{key}\0", end)

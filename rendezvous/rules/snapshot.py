@@ -1,0 +1,263 @@
+"""A job's keys, and what they say at one moment.
+
+Keys stand under `<prefix><run_id>/`; generations are padded to ten digits, or `table/10` would sort before `table/9`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, TypeVar
+from urllib.parse import quote
+
+from elaunch.rendezvous.codec import Record, decode
+from elaunch.rendezvous.endpoint import PREFIX
+from elaunch.rendezvous.rules.credible import check, check_generation_of_key
+from elaunch.rendezvous.rules.table_codec import decode_table
+from elaunch.rendezvous.store import Absent, Entry, Put, Unchanged, View
+from elaunch.rendezvous.types import Failure, Generation, Joined, Node, Outcome, RankTable, Terms
+
+Belonging = TypeVar("Belonging", Node, Joined)
+
+
+@dataclass(frozen=True)
+class Keys:
+    """The names of one job's keys. `prefix` starts and ends with a slash."""
+
+    run_id: str
+    prefix: str = PREFIX
+
+    @cached_property
+    def root(self) -> str:
+        # A slash would put one job's keys among those of another.
+        return f"{self.prefix}{quote(self.run_id, safe='')}/"
+
+    @cached_property
+    def control(self) -> str:
+        """What every node watches; the leader watches `root`."""
+        return f"{self.root}ctl/"
+
+    @cached_property
+    def members(self) -> str:
+        return f"{self.root}members/"
+
+    @property
+    def spec(self) -> str:
+        # Under ctl/, so that the one watch that every node has tells of it.
+        return f"{self.control}spec"
+
+    @property
+    def generation(self) -> str:
+        return f"{self.control}generation"
+
+    @property
+    def leader(self) -> str:
+        return f"{self.control}leader"
+
+    @property
+    def ended(self) -> str:
+        return f"{self.control}ended"
+
+    def member(self, node_id: str) -> str:
+        return f"{self.members}{node_id}"
+
+    def joined(self, generation: int, node_id: str = "") -> str:
+        return f"{self.root}joined/{generation:010}/{node_id}"
+
+    def failure(self, generation: int, node_id: str = "") -> str:
+        return f"{self.root}failures/{generation:010}/{node_id}"
+
+    def detailed(self, generation: int, node_id: str = "") -> str:
+        """The key that says that this node's failure record is the generation's record in full."""
+        return f"{self.root}detailed/{generation:010}/{node_id}"
+
+    def done(self, generation: int, node_id: str = "") -> str:
+        return f"{self.root}done/{generation:010}/{node_id}"
+
+    def table(self, generation: int) -> str:
+        return f"{self.control}table/{generation:010}"
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Everything that a decision may look at, as it was at `revision`.
+
+    A follower's holds what stands under `ctl/`; only a `whole` one has members, joined, failures (in the order in which
+    they were recorded) and done. `unreadable` are sentences on records that were found to be none just now.
+    """
+
+    keys: Keys
+    revision: int = 0
+    whole: bool = False
+    terms: Terms | None = None
+    lease: int = 0
+    generation: Generation | None = None
+    generation_revision: int = 0
+    leader: str = ""
+    leader_revision: int = 0
+    ended: Outcome | None = None
+    members: Mapping[str, Node] = field(default_factory=dict)
+    joined: Mapping[int, Mapping[str, Joined]] = field(default_factory=dict)
+    failures: Mapping[int, tuple[Failure, ...]] = field(default_factory=dict)
+    done: Mapping[int, frozenset[str]] = field(default_factory=dict)
+    tables: Mapping[int, RankTable] = field(default_factory=dict)
+    unreadable: tuple[str, ...] = ()
+
+    @property
+    def table(self) -> RankTable | None:
+        """The newest table, which may be an older generation's."""
+        return self.tables[max(self.tables)] if self.tables else None
+
+    @property
+    def current_table(self) -> RankTable | None:
+        """The newest generation's table, or None while that forms."""
+        return self.tables.get(self.generation.number) if self.generation else None
+
+    @property
+    def gen_guard(self) -> Unchanged | Absent:
+        """GEN: no generation was opened since this was read."""
+        if self.generation is None:
+            return Absent(self.keys.generation)
+        return Unchanged(self.keys.generation, self.generation_revision)
+
+    @property
+    def live_guard(self) -> Absent:
+        """LIVE: the job has not ended."""
+        return Absent(self.keys.ended)
+
+    @property
+    def leader_guard(self) -> Unchanged:
+        """Still leader: nobody has taken over since this was read."""
+        return Unchanged(self.keys.leader, self.leader_revision)
+
+    def put(self, key: str, value: str) -> Put:
+        """A write of a key that belongs to the run, and not to a node: it stands on the run's lease."""
+        return Put(key, value, self.lease)
+
+
+class SnapshotReader:
+    """Turns views of one job's keys into snapshots; a record that has not changed is decoded once."""
+
+    def __init__(self, keys: Keys) -> None:
+        self._keys = keys
+        # What was read of each key: its entry, the record in it, and the key in parts.
+        self._known: dict[str, tuple[Entry, Any, list[str]]] = {}
+
+    def read(self, view: View, *, whole: bool) -> Snapshot:
+        """What the keys of `view` say.
+
+        Somebody may have written over a record: the last good one stands. Where there was none, that of a failure is
+        left out; any other raises ValueError, naming the key.
+        """
+        keys, known = self._keys, {}
+        unreadable: list[str] = []
+        fields: dict[str, Any] = {}
+        members: dict[str, Node] = {}
+        joined: dict[int, dict[str, Joined]] = {}
+        failures: dict[int, list[tuple[int, Failure]]] = {}
+        done: dict[int, set[str]] = {}
+        tables: dict[int, RankTable] = {}
+        for key, entry in view.entries.items():
+            before = self._known.get(key)
+            # A leader of many looks often, and nearly all is as it was.
+            if before is None or (before[0] is not entry and before[0] != entry):
+                parts = key[len(keys.root) :].split("/")
+                record = self._record(key, entry, parts, unreadable)
+                known[key] = entry, record, parts
+            else:
+                known[key] = before
+                _, record, parts = before
+            match parts:
+                case ["members", node_id]:
+                    members[node_id] = record
+                case ["joined", generation, node_id]:
+                    joined.setdefault(int(generation), {})[node_id] = record
+                case ["failures", generation, _] if record is not None:
+                    failures.setdefault(int(generation), []).append((entry.create_revision, record))
+                case ["done", generation, node_id]:
+                    done.setdefault(int(generation), set()).add(node_id)
+                case ["ctl", "table", generation]:
+                    tables[int(generation)] = record
+                case ["ctl", "spec"]:
+                    fields |= {"terms": record, "lease": entry.lease}
+                case ["ctl", "generation"]:
+                    fields |= {"generation": record, "generation_revision": entry.mod_revision}
+                case ["ctl", "leader"]:
+                    fields |= {"leader": record, "leader_revision": entry.mod_revision}
+                case ["ctl", "ended"]:
+                    fields |= {"ended": record}
+        self._known = known
+        return Snapshot(
+            keys=keys,
+            revision=view.revision,
+            whole=whole,
+            members=members,
+            joined=joined,
+            failures={g: tuple(f for _, f in sorted(records, key=lambda r: r[0])) for g, records in failures.items()},
+            done={g: frozenset(nodes) for g, nodes in done.items()},
+            tables=tables,
+            unreadable=tuple(unreadable),
+            **fields,
+        )
+
+    def _record(self, key: str, entry: Entry, parts: list[str], unreadable: list[str]) -> Any:
+        """What an entry says; None for a failure that nobody can read."""
+        known = self._known.get(key)
+        try:
+            _check_number(parts)
+            return _decoder(parts)(entry.value)
+        except ValueError as error:
+            sentence = f"{key} in the store is {error}"
+            if known is None and parts[0] != "failures":
+                raise ValueError(sentence) from error
+            unreadable.append(sentence)
+            return known[1] if known else None
+
+
+def _check_number(parts: list[str]) -> None:
+    """Raises ValueError where a key that carries a generation carries none."""
+    match parts:
+        case ["joined" | "failures" | "detailed" | "done", number, _] | ["ctl", "table", number]:
+            check_generation_of_key(number)
+
+
+def _decoder(parts: list[str]) -> Callable[[str], Any]:
+    match parts:
+        case ["members", node_id]:
+            return lambda text: _of_node(node_id, _credible(Node, text))
+        case ["joined", _, node_id]:
+            return lambda text: _of_node(node_id, _credible(Joined, text))
+        case ["failures", _, _]:
+            return lambda text: _credible(Failure, text)
+        case ["ctl", "table", generation]:
+            return lambda text: _of_generation(int(generation), decode_table(text))
+        case ["ctl", "spec"]:
+            return lambda text: _credible(Terms, text)
+        case ["ctl", "generation"]:
+            return lambda text: _credible(Generation, text)
+        case ["ctl", "ended"]:
+            return lambda text: _credible(Outcome, text)
+        case _:
+            return lambda text: text
+
+
+def _credible(kind: type[Record], text: str) -> Record:
+    record = decode(kind, text)
+    try:
+        check(record)  # type: ignore[arg-type]
+    except ValueError as error:
+        raise ValueError(f"not a {kind.__name__}: {text[:200]!r} ({error})") from None
+    return record
+
+
+def _of_node(node_id: str, record: Belonging) -> Belonging:
+    if record.node_id != node_id:
+        raise ValueError(f"not that of {node_id[:40]!r}: it names {record.node_id[:40]!r}")
+    return record
+
+
+def _of_generation(generation: int, table: RankTable) -> RankTable:
+    if table.generation != generation:
+        raise ValueError(f"not that of generation {generation}: it names {table.generation}")
+    return table

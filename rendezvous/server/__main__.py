@@ -1,0 +1,62 @@
+"""The served store's process: it is given bound sockets and the job's token, and ends with who started it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+
+from elaunch.rendezvous.secret import Secret
+from elaunch.rendezvous.server.connection_limits import slots
+from elaunch.rendezvous.server.server import Server
+
+
+def main(argv: Sequence[str]) -> int:
+    """`--fd N` for each bound socket; the token is a line on stdin, whose end is the end. Says "ready" when it is.
+
+    `--agents N` is how many agents there will be at most, 0 if nobody knows.
+    """
+    # A terminal's Ctrl-C and a scheduler's signals to all of a job's processes are for the agent, which needs its store
+    # until it has ended the job.
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(signum, signal.SIG_IGN)
+    parser = argparse.ArgumentParser(prog="elaunch.rendezvous.server")
+    parser.add_argument("--fd", type=int, action="append", required=True, help="an inherited socket, bound already")
+    parser.add_argument("--agents", type=int, default=0)
+    options = parser.parse_args(argv)
+    try:
+        secret = Secret(_read_line(0))
+    except ValueError as error:
+        print(f"elaunch's store: {error}", file=sys.stderr)
+        return 2
+    listeners = [socket.socket(fileno=fd) for fd in options.fd]
+    server = Server(listeners, secret, slots(_raised_limit(), options.agents))
+    server.stop_at_end_of(0)
+    with suppress(BrokenPipeError):
+        os.write(1, b"ready\n")
+    server.run()
+    return 0
+
+
+def _raised_limit() -> int:
+    """The limit of open files, raised as far as the host allows."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return sys.maxsize if hard == resource.RLIM_INFINITY else hard
+
+
+def _read_line(fd: int) -> str:
+    """The first line of `fd`, or all of it; nothing that follows a line is taken."""
+    text = b""
+    while (byte := os.read(fd, 1)) not in (b"", b"\n"):
+        text += byte
+    return text.decode()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

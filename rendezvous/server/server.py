@@ -1,0 +1,351 @@
+"""The store served to the other nodes, where the user has no etcd: the engine behind a part of etcd's JSON gateway.
+
+One thread and a selector, no asyncio: its TLS keeps 256 KiB for every connection, and each agent has two.
+"""
+
+from __future__ import annotations
+
+import errno
+import hmac
+import os
+import secrets
+import select
+import selectors
+import socket
+import ssl
+import sys
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+
+from elaunch.rendezvous.engine.engine import Engine
+from elaunch.rendezvous.engine.mvcc import Refused
+from elaunch.rendezvous.http.request import BadRequest, HttpRequest, RequestReader, chunk, stream_head, whole
+from elaunch.rendezvous.secret import Secret
+from elaunch.rendezvous.server.connected_client import Client
+from elaunch.rendezvous.server.connection import Closed, Connection
+from elaunch.rendezvous.server.connection_limits import CONNECTIONS_MAX, strangers_max
+from elaunch.rendezvous.server.routes import (
+    EXHAUSTED,
+    INTERNAL,
+    UNAUTHENTICATED,
+    Reply,
+    Routes,
+    WatchRequest,
+    error_reply,
+)
+from elaunch.rendezvous.server.unauthenticated import CROWD_S, PER_ADDRESS, Strangers
+from elaunch.rendezvous.server.watchers import Keys, Watchers
+
+BACKLOG = 4096
+# The largest request that etcd's gRPC takes, 2 MiB, as base64 in JSON. No body is read from a stranger.
+REQUEST_BYTES_MAX = 3 << 20
+# Agents write every second; only watches are silent for longer.
+IDLE_S = 60.0
+# A client that takes nothing of what waits for it is gone, or will ask again.
+STALLED_S = 20.0
+# For a client to read why its request was refused, when it still sends.
+LINGER_S = 3.0
+# Leases do not run while this process does not, as when its machine was suspended: nobody could renew them.
+STALL_S = 1.5
+# Between two lines about the same thing.
+QUIET_S = 60.0
+_TICK_S = 1.0
+# Limits of one turn of the loop: a crowd, or a client that sends many requests at once, must not delay the others.
+_ACCEPTED_AT_ONCE = 64
+_ANSWERED_AT_ONCE = 16
+_NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+
+class Server:
+    """Serves one engine on `listeners`, bound already, until it is stopped. Without a secret, to anybody.
+
+    `slots` is how many connections may be open. Those that have not shown the secret yet are strangers.
+    """
+
+    def __init__(self, listeners: Sequence[socket.socket], secret: Secret | None, slots: int = CONNECTIONS_MAX) -> None:
+        self.engine = Engine()
+        self._routes = Routes(self.engine, secrets.randbits(63), secrets.randbits(63))
+        self._watchers = Watchers(self.engine, self._routes)
+        self.engine.listen(self._watchers.told)
+        self._tls: ssl.SSLContext | None = secret.server_context() if secret else None
+        self._authorization = f"Bearer {secret.bearer}".encode() if secret else None
+        self._listeners = listeners
+        self._selector = selectors.DefaultSelector()
+        self._slots = slots
+        self._clients: dict[Client, None] = {}
+        self._strangers: Strangers[Client] = Strangers()
+        self._dirty: dict[Client, None] = {}
+        self._unfinished: dict[Client, None] = {}
+        self._quiet_until_s: dict[str, float] = {}
+        self._now_s = time.monotonic()
+        self._waker, self._woken = socket.socketpair()
+        self._stopping = False
+        # From here on nobody who connects is turned away.
+        for listener in listeners:
+            listener.setblocking(False)
+            listener.listen(BACKLOG)
+
+    def run(self) -> None:
+        """Serve until `stop`. Closes the listeners and all connections at the end."""
+        self._accept_again()
+        self._selector.register(self._woken, selectors.EVENT_READ, self._wake_up)
+        try:
+            self._loop()
+        finally:
+            for client in list(self._clients):
+                self._close(client)
+            self._selector.close()
+            for each in (*self._listeners, self._waker, self._woken):
+                each.close()
+
+    def stop(self) -> None:
+        """End `run`; from any thread, or from a signal handler."""
+        self._stopping = True
+        with suppress(OSError):
+            self._waker.send(b"\0")
+
+    def stop_at_end_of(self, fd: int) -> None:
+        """End `run` when nobody holds the other end of `fd` (a pipe or socket) any more."""
+
+        def readable() -> None:
+            if not _read_some(fd):
+                self._stopping = True
+
+        self._selector.register(fd, selectors.EVENT_READ, readable)
+
+    def _loop(self) -> None:
+        last_s = swept_s = self._now_s
+        running_s = 0.0
+        while not self._stopping:
+            timeout_s = max(min(_TICK_S, self.engine.idle_until_s - running_s), 0.0)
+            ready = self._selector.select(0.0 if self._unfinished else timeout_s)
+            now_s = self._now_s = time.monotonic()
+            running_s += min(now_s - last_s, STALL_S)
+            last_s = now_s
+            self.engine.tell_time(running_s)
+            unfinished, self._unfinished = self._unfinished, {}
+            for client in unfinished:
+                self._serve(client)
+            for key, _ in ready:
+                key.data()
+            # After what has arrived: a renewal may have waited while this process did not run.
+            self.engine.end_leases()
+            self._flush()
+            if now_s - swept_s >= _TICK_S:
+                swept_s = now_s
+                self._sweep()
+
+    def _wake_up(self) -> None:
+        self._woken.recv(64)
+
+    def _accept_again(self) -> None:
+        for listener in self._listeners:
+            if listener not in self._selector.get_map():
+                self._selector.register(listener, selectors.EVENT_READ, lambda it=listener: self._accept(it))
+
+    def _accept(self, listener: socket.socket) -> None:
+        for _ in range(_ACCEPTED_AT_ONCE):
+            try:
+                accepted, place = listener.accept()
+            except BlockingIOError:
+                return
+            except ConnectionError:
+                continue
+            except OSError as error:
+                if error.errno in _NO_ROOM and not _is_awaited(listener):
+                    return
+                self._say("descriptors", f"no connection can be accepted until another one ends: {error.strerror}")
+                if error.errno in _NO_ROOM and (stranger := self._strangers.first_to_go()):
+                    self._close(stranger)
+                    continue
+                # The waiting ones are accepted at the next sweep, when some connection may have ended.
+                self._selector.unregister(listener)
+                return
+            if not self._make_room():
+                accepted.close()
+                continue
+            try:
+                connection = Connection(accepted, self._tls)
+            except (OSError, ValueError):
+                accepted.close()
+                continue
+            # A listener for both families shows an IPv4 address with this prefix.
+            self._begin(connection, str(place[0]).removeprefix("::ffff:") if place else "this host")
+
+    def _make_room(self) -> bool:
+        """Close strangers if there are too many of them; whether there is room for one more connection."""
+        room = strangers_max(self._slots, len(self._clients) - len(self._strangers))
+        while len(self._strangers) >= room and (stranger := self._strangers.first_to_go()):
+            who = ", ".join(f"{address} has {count}" for address, count in self._strangers.crowds())
+            self._say(
+                "strangers",
+                f"all {room} places for connections that have not shown the job's token are taken ({who}); each new one"
+                " closes the oldest one of the address that has the most",
+            )
+            self._close(stranger)
+        if room <= 0:
+            self._say(
+                "slots",
+                f"agents take all {self._slots} places for connections, and further connections are refused; raise the"
+                " limit of open files on this host (ulimit -n), or let fewer jobs share the store",
+            )
+        return room > 0
+
+    def _begin(self, connection: Connection, address: str) -> None:
+        client = Client(connection, address, RequestReader(self._admit), self._dirty)
+        self._clients[client] = None
+        self._strangers.add(client, address, self._now_s)
+        self._selector.register(connection.socket, client.registered, partial(self._serve, client))
+
+    def _serve(self, client: Client) -> None:
+        """Read, answer and write: data has arrived, there is room to send, or requests are left to answer."""
+        if client not in self._clients:
+            return
+        try:
+            if client.is_asked():
+                client.read()
+            self._answer(client)
+            self._write(client)
+        except Closed:
+            self._close(client)
+
+    def _answer(self, client: Client) -> None:
+        """Answer as many requests as one turn may take."""
+        client.has_more = False
+        try:
+            for _ in range(_ANSWERED_AT_ONCE):
+                if not (client.is_answered and client.has_room()):
+                    break
+                request = client.reader.next()
+                if request is None:
+                    return
+                self._do(client, request)
+        except BadRequest as bad:
+            client.lingers = True
+            client.deadline_s = self._now_s + LINGER_S
+            client.put(whole(bad.status, bad.body, closes=True))
+        client.has_more = client.is_answered
+
+    def _do(self, client: Client, request: HttpRequest) -> None:
+        """Do a request. Its client has shown the secret, or `_admit` would have refused it."""
+        client.is_known = True
+        client.deadline_s = self._now_s + IDLE_S
+        self._strangers.discard(client)
+        client.closes = request.closes
+        answer = self._routed(request)
+        if isinstance(answer, WatchRequest):
+            client.closes = False
+            client.put(stream_head() + chunk(self._routes.created()))
+            client.watcher = self._watchers.add(Keys(answer.key, answer.end), answer.start_revision, client)
+            return
+        client.put(whole(answer.status, answer.body, request.closes))
+
+    def _routed(self, request: HttpRequest) -> Reply | WatchRequest:
+        try:
+            return self._routes.answer(request.method, request.path, request.body)
+        except Exception:
+            # A fault of ours: one request fails, the others' store goes on.
+            traceback.print_exc()
+            return error_reply(Refused(INTERNAL, "the store failed; its own output says why"))
+
+    def _admit(self, headers: Mapping[str, str], body_bytes: int) -> None:
+        """Refuse a request by its headers, before its body is read. Raises BadRequest."""
+        if not self._is_authorized(headers):
+            reply = error_reply(Refused(UNAUTHENTICATED, "etcdserver: invalid auth token"))
+            raise BadRequest(reply.status, reply.body)
+        if body_bytes > REQUEST_BYTES_MAX:
+            # These are etcd's words. etcd counts the bytes of another form of the request, which is not read here.
+            words = f"grpc: received message larger than max ({body_bytes} vs. {REQUEST_BYTES_MAX})"
+            raise BadRequest(413, error_reply(Refused(EXHAUSTED, words)).body)
+
+    def _is_authorized(self, headers: Mapping[str, str]) -> bool:
+        if self._authorization is None:
+            return True
+        shown = headers.get("authorization", "").encode("latin-1")
+        return hmac.compare_digest(shown, self._authorization)
+
+    def _flush(self) -> None:
+        while self._dirty:
+            client = next(iter(self._dirty))
+            try:
+                self._write(client)
+            except Closed:
+                self._close(client)
+
+    def _write(self, client: Client) -> None:
+        self._dirty.pop(client, None)
+        client.write(self._now_s)
+        while client.watcher and client.watcher.behind and client.has_room():
+            self._watchers.catch_up(client.watcher)
+            client.write(self._now_s)
+        if client.closes and not client.connection.outgoing:
+            raise Closed
+        if client.has_more and client.has_room():
+            self._unfinished[client] = None
+        if client.events != client.registered:
+            client.registered = client.events
+            self._selector.modify(client.connection.socket, client.events, partial(self._serve, client))
+
+    def _sweep(self) -> None:
+        """Close the clients that take too long, and accept connections again if there was no room."""
+        now_s = self._now_s
+        overdue = self._strangers.overdue(now_s)
+        for address, count in self._strangers.crowds(1) if overdue else ():
+            if count > PER_ADDRESS:
+                self._say(
+                    "crowd",
+                    f"{address} has {count} connections that have not shown the job's token; only {PER_ADDRESS} may be"
+                    f" older than {CROWD_S:g} s",
+                )
+        for stranger in overdue:
+            self._close(stranger)
+        for client in [client for client in self._clients if _is_over(client, now_s)]:
+            self._close(client)
+        self._accept_again()
+
+    def _close(self, client: Client) -> None:
+        if client in self._clients:
+            del self._clients[client]
+            self._strangers.discard(client)
+            self._dirty.pop(client, None)
+            self._unfinished.pop(client, None)
+            if client.watcher:
+                self._watchers.remove(client.watcher)
+            self._selector.unregister(client.connection.socket)
+            client.connection.close()
+
+    def _say(self, about: str, sentence: str) -> None:
+        """Write a line to stderr, at most one in `QUIET_S` about the same thing."""
+        if self._now_s < self._quiet_until_s.get(about, 0.0):
+            return
+        self._quiet_until_s[about] = self._now_s + QUIET_S
+        # Never wait for the reader of stderr: it may be gone.
+        poll = select.poll()
+        with suppress(OSError, ValueError):
+            poll.register(sys.stderr, select.POLLOUT)
+            if any(event & select.POLLOUT for _, event in poll.poll(0)):
+                print(f"elaunch's store: {sentence}", file=sys.stderr, flush=True)
+
+
+def _is_awaited(listener: socket.socket) -> bool:
+    """Whether a connection waits: without a free descriptor accept() fails in either case."""
+    poll = select.poll()
+    poll.register(listener, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+def _is_over(client: Client, now_s: float) -> bool:
+    if client.is_stalled(now_s - STALLED_S):
+        return True
+    waits = client.watcher or (client.connection.outgoing and not client.lingers)
+    return client.deadline_s < now_s and not waits
+
+
+def _read_some(fd: int) -> bytes:
+    try:
+        return os.read(fd, 4096)
+    except BlockingIOError:
+        return b"\0"

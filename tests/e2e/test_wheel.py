@@ -1,0 +1,46 @@
+"""The wheel has every module: a folder that the build leaves out is missed only by users."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+from tests.harness import REPOSITORY
+
+# The repository's own editable install is a .pth file, which `-S` leaves unread.
+IMPORT_ALL = """
+import importlib, pkgutil, sys
+sys.path[:0] = sys.argv[1:]
+import elaunch
+assert elaunch.__path__ == [f"{sys.argv[1]}/elaunch"], elaunch.__path__
+for module in pkgutil.walk_packages(elaunch.__path__, "elaunch."):
+    importlib.import_module(module.name)
+    print(module.name)
+"""
+
+
+def test_every_module_is_in_the_wheel_and_can_be_imported_from_it(tmp_path: Path) -> None:
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    subprocess.run([*pip, "wheel", "--no-deps", "--wheel-dir", str(tmp_path), str(REPOSITORY)], check=True)
+    (wheel,) = tmp_path.glob("elaunch-*.whl")
+    installed = tmp_path / "installed"
+    subprocess.run([*pip, "install", "--no-deps", "--target", str(installed), str(wheel)], check=True)
+
+    program = [sys.executable, "-S", "-c", IMPORT_ALL, str(installed), sysconfig.get_path("purelib")]
+    imported = subprocess.run(program, cwd=tmp_path, stdout=subprocess.PIPE, text=True, check=True).stdout.split()
+
+    source = REPOSITORY / "src" / "elaunch"
+    files = {path.relative_to(source) for room in source.iterdir() if room.is_dir() for path in _files(room)}
+    assert files == {
+        path.relative_to(installed / "elaunch")
+        for path in _files(installed / "elaunch")
+        if len(path.relative_to(installed / "elaunch").parts) > 1
+    }
+    assert len(imported) > 150
+    assert (installed / "elaunch" / "py.typed").exists()
+
+
+def _files(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*.py") if "__pycache__" not in path.parts]

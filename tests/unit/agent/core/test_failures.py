@@ -1,0 +1,498 @@
+"""agent.failures: from a worker's remains to a failure in words."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from elaunch.agent.core.failures import Place, Remains, failure_of, parse_record, parse_traceback, with_tail
+from elaunch.rendezvous.codec import encode
+from elaunch.rendezvous.types import Failure, FailureKind
+
+PLACE = Place(generation=2, node_id="node-a-1", host="node-a", rank=5, local_rank=1, pid=4711)
+
+
+def failure(
+    code: int, record: str = "", tail: str = "", *, progressed: bool | None = None, kernel: str = ""
+) -> Failure:
+    remains = Remains(code, error_record=record, tail=tail, kernel=kernel, progressed=progressed)
+    return failure_of(PLACE, remains, "SIGKILL" if code == -9 else f"signal {-code}", 1.5)
+
+
+def record_of(exception: str, message: str, stack: str = "") -> str:
+    info = {"py_callstack": stack, "timestamp": "10"}
+    return json.dumps({"message": {"message": f"{exception}: {message}", "extraInfo": info}})
+
+
+def stderr_of(folder: Path, source: str) -> str:
+    """What Python itself prints when `source` dies."""
+    script = folder / "train.py"
+    script.write_text(source)
+    return subprocess.run([sys.executable, "-S", "-u", script], stderr=subprocess.PIPE, text=True, check=False).stderr
+
+
+def test_a_worker_killed_by_a_signal_is_named_by_it() -> None:
+    killed = failure(-9)
+
+    assert (killed.kind, killed.message) == (FailureKind.SIGNAL, "was killed by SIGKILL")
+    assert killed.sentence == "rank 5 (local rank 1 on node-a, pid 4711) was killed by SIGKILL in generation 2"
+    assert (killed.code, killed.node_id, killed.failed_at) == (-9, "node-a-1", 1.5)
+
+
+def test_the_kernels_word_makes_a_kill_an_out_of_memory_one() -> None:
+    killed = failure(-9, kernel="out of memory, says the kernel log")
+
+    assert killed.kind is FailureKind.OUT_OF_MEMORY
+    assert killed.message == "was killed by SIGKILL (out of memory, says the kernel log)"
+
+
+def test_a_traceback_that_was_printed_before_a_signal_does_not_hide_the_signal() -> None:
+    tail = "Traceback (most recent call last):\n  File \"/a/train.py\", line 1, in f\nKeyError: 'x'\n"
+
+    assert failure(-11, tail=tail).kind is FailureKind.SIGNAL
+
+
+@pytest.mark.parametrize("code", [1, 3, 255])
+def test_an_exit_code_without_a_traceback_is_just_that(code: int) -> None:
+    exited = failure(code, tail="some words\n")
+
+    assert (exited.kind, exited.message) == (FailureKind.EXIT_CODE, f"exited with code {code}")
+
+
+@pytest.mark.parametrize(
+    ("code", "words"), [(2, "wrong command line"), (126, "cannot be executed"), (127, "not found")]
+)
+def test_the_codes_of_a_bad_start_are_start_up_failures_until_there_was_progress(code: int, words: str) -> None:
+    early, late = failure(code), failure(code, progressed=True)
+
+    assert early.kind is FailureKind.STARTUP
+    assert words in early.message
+    assert late.kind is FailureKind.EXIT_CODE
+
+
+@pytest.mark.parametrize("name", ["ImportError", "ModuleNotFoundError", "SyntaxError", "IndentationError", "TabError"])
+def test_a_bad_import_is_a_start_up_failure_until_there_was_progress(name: str) -> None:
+    record = record_of(name, "No module named 'nowhere'")
+
+    assert failure(1, record).kind is FailureKind.STARTUP
+    assert failure(1, record, progressed=True).kind is FailureKind.EXCEPTION
+
+
+@pytest.mark.parametrize("progressed", [None, False, True])
+def test_a_debugger_that_was_left_is_named_so_and_no_common_exception(progressed: bool | None, tmp_path: Path) -> None:
+    tail = stderr_of(tmp_path, "import bdb\nraise bdb.BdbQuit\n")
+
+    left = failure(1, tail=tail, progressed=progressed)
+    recorded = failure(1, record_of("BdbQuit", "", tail), progressed=progressed)
+
+    assert left.kind is recorded.kind is FailureKind.DEBUGGER
+    assert left.message == recorded.message == "left its debugger (BdbQuit)"
+    assert left.traceback.endswith("BdbQuit")
+
+
+def test_an_uncaught_exception_has_type_text_place_and_traceback(tmp_path: Path) -> None:
+    tail = "epoch 1\n" + stderr_of(tmp_path, "def f(n):\n    return [][n]\nf(7)\n")
+
+    raised = failure(1, tail=tail)
+
+    assert raised.kind is FailureKind.EXCEPTION
+    assert raised.message == "raised IndexError: list index out of range"
+    assert raised.exception == "IndexError"
+    assert raised.frame == f"{tmp_path}/train.py:2 in f"
+    assert raised.traceback.startswith("Traceback (most recent call last):\n")
+    assert raised.traceback.endswith("IndexError: list index out of range")
+    assert raised.tail == tail
+
+
+def test_of_chained_exceptions_the_last_is_the_one_that_ended_the_worker(tmp_path: Path) -> None:
+    source = (
+        "def f():\n    try:\n        1 / 0\n    except Exception as e:\n        raise ValueError('bad') from e\nf()\n"
+    )
+
+    raised = parse_traceback(stderr_of(tmp_path, source))
+
+    assert raised is not None
+    assert (raised.exception, raised.message) == ("ValueError", "bad")
+    assert raised.frame == f"{tmp_path}/train.py:5 in f"
+
+
+def test_a_chain_in_an_error_file_keeps_its_whole_story_and_names_the_last(tmp_path: Path) -> None:
+    source = "try:\n    1 / 0\nexcept Exception:\n    raise ValueError('bad')\n"
+    stack = stderr_of(tmp_path, source)
+
+    raised = parse_record(record_of("ValueError", "bad", stack))
+
+    assert raised is not None
+    assert (raised.exception, raised.message, raised.frame) == (
+        "ValueError",
+        "bad",
+        f"{tmp_path}/train.py:4 in <module>",
+    )
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="exception groups came with Python 3.11")
+def test_of_an_exception_group_the_group_is_what_was_raised(tmp_path: Path) -> None:
+    source = "def f():\n    raise ExceptionGroup('two went wrong', [KeyError('k'), ValueError('v')])\nf()\n"
+    tail = "before\n" + stderr_of(tmp_path, source)
+
+    raised = failure(1, tail=tail)
+
+    assert raised.kind is FailureKind.EXCEPTION
+    assert raised.message == "raised ExceptionGroup: two went wrong (2 sub-exceptions)"
+    assert raised.frame == f"{tmp_path}/train.py:2 in f"
+    assert "KeyError: 'k'" in raised.traceback
+    assert "before" not in raised.traceback
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="exception groups came with Python 3.11")
+def test_a_group_that_was_only_the_cause_is_not_what_was_raised(tmp_path: Path) -> None:
+    source = "try:\n    raise ExceptionGroup('g', [KeyError('k')])\nexcept Exception:\n    raise OSError('disk')\n"
+
+    raised = parse_traceback(stderr_of(tmp_path, source))
+
+    assert raised is not None
+    assert (raised.exception, raised.message) == ("OSError", "disk")
+
+
+@pytest.mark.parametrize(
+    ("source", "exception", "line"),
+    [("x = (\n1 +\n", "SyntaxError", 1), ("if 1:\n    x = 1\n  y = 2\n", "IndentationError", 3)],
+)
+def test_an_error_in_the_programs_own_text_is_a_start_up_failure_with_its_place(
+    tmp_path: Path, source: str, exception: str, line: int
+) -> None:
+    failed = failure(1, tail=stderr_of(tmp_path, source))
+
+    assert failed.kind is FailureKind.STARTUP
+    assert failed.exception == exception
+    assert failed.frame == f"{tmp_path}/train.py:{line}"
+    assert failed.traceback.splitlines()[0] == f'  File "{tmp_path}/train.py", line {line}'
+
+
+def test_a_syntax_error_in_an_imported_file_is_found_there(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("x = (\n")
+
+    raised = parse_traceback(stderr_of(tmp_path, "import mine\n"))
+
+    assert raised is not None
+    assert (raised.exception, raised.frame) == ("SyntaxError", f"{tmp_path}/mine.py:1")
+
+
+def test_a_message_of_several_lines_is_kept_up_to_an_empty_one(tmp_path: Path) -> None:
+    source = "class Bad(Exception): pass\nraise Bad('first: 1\\nsecond\\n\\nfourth')\n"
+
+    raised = parse_traceback(stderr_of(tmp_path, source))
+
+    assert raised is not None
+    assert (raised.exception, raised.message) == ("Bad", "first: 1\nsecond")
+
+
+def test_an_exception_without_a_text_has_an_empty_message(tmp_path: Path) -> None:
+    raised = failure(1, tail=stderr_of(tmp_path, "assert 0\n"))
+
+    assert raised.message == "raised AssertionError"
+
+
+def test_the_place_of_an_error_is_the_innermost_frame_of_the_users_own_code() -> None:
+    tail = (
+        "Traceback (most recent call last):\n"
+        '  File "/home/u/train.py", line 9, in <module>\n    main()\n'
+        '  File "/home/u/model.py", line 31, in forward\n    return self.fc(x)\n'
+        '  File "/venv/lib/python3.11/site-packages/torch/nn/linear.py", line 125, in forward\n    return F.linear()\n'
+        '  File "<frozen importlib._bootstrap>", line 1, in _find\n'
+        "RuntimeError: mat1 and mat2 shapes cannot be multiplied (3x4 and 5x6)\n"
+    )
+
+    raised = parse_traceback(tail)
+
+    assert raised is not None
+    assert raised.frame == "/home/u/model.py:31 in forward"
+
+
+def test_only_library_frames_give_the_innermost_of_them() -> None:
+    tail = (
+        "Traceback (most recent call last):\n"
+        '  File "/usr/lib/python3.11/site-packages/a.py", line 1, in f\n'
+        '  File "/usr/lib/python3.11/site-packages/b.py", line 2, in g\n'
+        "ValueError: x\n"
+    )
+
+    raised = parse_traceback(tail)
+
+    assert raised is not None
+    assert raised.frame == "/usr/lib/python3.11/site-packages/b.py:2 in g"
+
+
+def test_repeated_lines_and_carets_do_not_hide_the_exception(tmp_path: Path) -> None:
+    raised = parse_traceback(stderr_of(tmp_path, "def r():\n    return r()\nr()\n"))
+
+    assert raised is not None
+    assert raised.exception == "RecursionError"
+    assert raised.frame == f"{tmp_path}/train.py:2 in r"
+
+
+def test_the_prefix_of_torch_distributed_does_not_hide_the_traceback() -> None:
+    # Word for word what torch 2.13 prints once a process group exists.
+    tail = (
+        "[rank1]: Traceback (most recent call last):\n"
+        '[rank1]:   File "/home/u/train.py", line 19, in <module>\n'
+        "[rank1]:     step()\n"
+        "[rank1]:     ^^^^^^\n"
+        "[rank1]: ValueError: bad batch\n"
+    )
+
+    raised = failure(1, tail=tail)
+
+    assert raised.kind is FailureKind.EXCEPTION
+    assert raised.message == "raised ValueError: bad batch"
+    assert raised.frame == "/home/u/train.py:19 in <module>"
+
+
+@pytest.mark.parametrize(
+    "tail",
+    [
+        "",
+        "no error here\n",
+        "Traceback (most recent call last):\n",
+        'Traceback (most recent call last):\n  File "a.py"',
+    ],
+)
+def test_what_holds_no_whole_traceback_gives_none(tail: str) -> None:
+    assert parse_traceback(tail) is None
+
+
+def test_no_cut_of_a_traceback_makes_the_parser_raise(tmp_path: Path) -> None:
+    text = stderr_of(tmp_path, "try:\n    1 / 0\nexcept Exception as e:\n    raise ValueError('a: b\\nc') from e\n")
+
+    for start in range(0, len(text), 3):
+        for end in range(start, len(text), 7):
+            parse_traceback(text[start:end])
+
+
+def test_torchs_error_file_wins_over_what_was_printed() -> None:
+    tail = 'Traceback (most recent call last):\n  File "/a.py", line 1, in f\nKeyError: 1\n'
+    stack = 'Traceback (most recent call last):\n  File "/b.py", line 2, in g\nValueError: from the file\n'
+
+    raised = failure(1, record_of("ValueError", "from the file", stack), tail)
+
+    assert (raised.message, raised.frame) == ("raised ValueError: from the file", "/b.py:2 in g")
+
+
+def test_an_error_file_without_a_call_stack_still_names_the_exception() -> None:
+    raised = failure(1, record_of("my.Error", "a: b"))
+
+    assert (raised.exception, raised.message) == ("my.Error", "raised my.Error: a: b")
+
+
+def test_the_short_form_of_an_error_file_is_its_message() -> None:
+    said = failure(1, '{"message": "the loss is NaN", "timestamp": 10}')
+
+    assert (said.kind, said.exception) == (FailureKind.EXCEPTION, "")
+    assert said.message == "raised an error: the loss is NaN"
+
+
+def test_the_message_of_a_short_error_file_outlives_the_arrival_of_the_output() -> None:
+    said = failure(1, '{"message": "the loss is NaN", "timestamp": 10}')
+
+    whole = with_tail(said, "words on stderr\n", reached_store=False)
+
+    assert (whole.kind, whole.message) == (FailureKind.EXCEPTION, "raised an error: the loss is NaN")
+    assert whole.tail == "words on stderr\n"
+
+
+def test_a_torn_error_file_is_as_good_as_none() -> None:
+    record = record_of("ValueError", "bad", "Traceback…")
+
+    torn = [parse_record(record[:end]) for end in range(len(record))]
+
+    assert torn == [None] * len(record)
+    assert parse_record(record) is not None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "null", "[]", "3", '"text"', "{}", '{"message": null}', '{"message": 3}', '{"message": {}}'),
+        *('{"message": []}', '{"message": {"message": "a", "extraInfo": null}}'),
+    ],
+)
+def test_json_that_is_no_error_record_is_as_good_as_none(text: str) -> None:
+    assert parse_record(text) is None
+
+
+GLOO = "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/"
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        # gloo: the peer's socket ended, was reset, or went silent; a peer that died while the mesh was made.
+        f"{GLOO}pair.cc:553] Connection closed by peer [127.0.0.1]:31937. This is typically caused by a remote worker",
+        f"{GLOO}pair.cc:534] Read error [127.0.0.1]:4000: Connection reset by peer",
+        f"{GLOO}pair.cc:169] Write error [127.0.0.1]:4000: Broken pipe",
+        f"{GLOO}unbound_buffer.cc:78] Timed out waiting 3000ms for recv operation to complete",
+        "Gloo connectFullMesh failed with [..]: timed out connecting: SO_ERROR: Connection refused, remote=[10.0.0.2]",
+        # TCPStore.
+        "Failed to recv, got 0 bytes. Connection was likely closed. Did the remote server shutdown or crash?",
+        "The client socket has failed to connect to any network address of (head, 29500).",
+        "The client socket has timed out after 60000ms while trying to connect to (head, 29500).",
+        "Timed out after 4 seconds waiting for clients. 1/2 clients joined.",
+        "Socket Timeout",
+        # NCCL.
+        "NCCL error in: x.cpp:94, remote process exited or there was a network error, NCCL version 2.21.5\n"
+        "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.",
+        "[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=5, OpType=ALLREDUCE) ran for 600000",
+    ],
+)
+def test_a_survivors_complaint_is_known_as_a_lost_peer(message: str) -> None:
+    by_record = failure(1, record_of("DistBackendError", message))
+    by_tail = failure(1, tail=f"E1127 {message}\n")
+
+    assert by_record.kind is by_tail.kind is FailureKind.PEER_LOST
+
+
+def test_a_survivor_that_nccls_watchdog_aborts_lost_a_peer() -> None:
+    aborted = failure(-6)
+    tail = (
+        "terminate called after throwing an instance of 'c10::DistBackendError'\n"
+        "  what():  [PG ID 0 Rank 0] Process group watchdog thread terminated with exception: NCCL error in: x.cpp:94, "
+        "remote process exited or there was a network error\n"
+    )
+
+    whole = with_tail(aborted, tail, reached_store=True)
+
+    assert aborted.kind is FailureKind.SIGNAL
+    assert (whole.kind, whole.code, whole.progressed) == (FailureKind.PEER_LOST, -6, True)
+    assert with_tail(aborted, "assert.c:3: x > 0\n", reached_store=True).kind is FailureKind.SIGNAL
+
+
+@pytest.mark.parametrize(
+    ("exception", "message"),
+    [
+        ("torch.OutOfMemoryError", "CUDA out of memory. Tried to allocate 20.00 MiB"),
+        ("torch.cuda.OutOfMemoryError", "HIP out of memory"),
+        ("RuntimeError", "CUDA out of memory. Tried to allocate"),
+        ("RuntimeError", "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 4 bytes."),
+    ],
+)
+def test_an_allocation_that_fails_is_out_of_memory(exception: str, message: str) -> None:
+    assert failure(1, record_of(exception, message)).kind is FailureKind.OUT_OF_MEMORY
+
+
+@pytest.mark.parametrize("message", ["bad peer group", "the pipe is broken", "connection to the database lost"])
+def test_an_error_of_the_users_own_is_no_lost_peer(message: str) -> None:
+    assert failure(1, record_of("ValueError", message)).kind is FailureKind.EXCEPTION
+
+
+def test_output_that_arrives_after_the_exit_explains_it() -> None:
+    early = failure(1)
+    tail = 'Traceback (most recent call last):\n  File "/home/u/t.py", line 3, in f\nValueError: late\n'
+
+    whole = with_tail(early, tail, reached_store=True)
+
+    assert early.kind is FailureKind.EXIT_CODE
+    assert (whole.kind, whole.message) == (FailureKind.EXCEPTION, "raised ValueError: late")
+    assert (whole.tail, whole.progressed) == (tail, True)
+    assert (whole.rank, whole.local_rank, whole.pid, whole.failed_at) == (5, 1, 4711, 1.5)
+
+
+def test_progress_that_is_learned_late_takes_back_a_start_up_failure() -> None:
+    whole = with_tail(failure(2), "usage: train.py\n", reached_store=True)
+
+    assert (whole.kind, whole.message) == (FailureKind.EXIT_CODE, "exited with code 2")
+
+
+def test_progress_that_was_known_is_not_forgotten() -> None:
+    assert with_tail(failure(1, progressed=True), "", reached_store=False).progressed
+    assert with_tail(failure(1, progressed=None), "", reached_store=None).progressed is None
+
+
+def test_a_ranks_own_word_on_its_progress_outweighs_that_another_had_reached_the_store() -> None:
+    whole = with_tail(failure(2, progressed=False), "usage: train.py\n", reached_store=True)
+
+    assert whole.progressed is False
+    assert whole.kind is FailureKind.STARTUP
+
+
+def test_output_changes_nothing_about_a_signal_or_a_recorded_exception() -> None:
+    tail = 'Traceback (most recent call last):\n  File "/x.py", line 3, in f\nKeyError: 1\n'
+    killed, recorded = failure(-9), failure(1, record_of("ValueError", "bad"))
+
+    whole = [with_tail(killed, tail, reached_store=False), with_tail(recorded, tail, reached_store=False)]
+
+    assert [f.message for f in whole] == ["was killed by SIGKILL", "raised ValueError: bad"]
+    assert [f.tail for f in whole] == [tail, tail]
+
+
+def test_the_paths_of_a_failure_are_kept_when_its_output_arrives() -> None:
+    early = replace(failure(1), log_path="/logs/stderr.log", error_file="/logs/error.json")
+
+    whole = with_tail(early, "words\n", reached_store=False)
+
+    assert (whole.log_path, whole.error_file) == ("/logs/stderr.log", "/logs/error.json")
+
+
+# --- what programs say may be of any length
+
+FRAMES = 'Traceback (most recent call last):\n  File "/home/u/train.py", line 3, in f\n    load(path)\n'
+MISSING = "".join(f'\t"layers.{number}.weight" is missing\n' for number in range(100_000))
+
+
+@pytest.mark.parametrize("text", ["x" * 8_000_000, f"Error(s) in loading state_dict:\n{MISSING}"], ids=["line", "list"])
+def test_a_failure_with_megabytes_of_words_is_known_for_what_it_is_and_has_a_short_record(text: str) -> None:
+    stack = f"{FRAMES}RuntimeError: {text}"
+
+    raised = failure(1, record_of("RuntimeError", text, stack))
+    whole = with_tail(raised, stack[-65536:], reached_store=True)
+
+    assert (raised.kind, raised.exception, raised.frame) == (
+        FailureKind.EXCEPTION,
+        "RuntimeError",
+        "/home/u/train.py:3 in f",
+    )
+    assert raised.message.startswith(f"raised RuntimeError: {text[:20]}")
+    assert raised.traceback.startswith(FRAMES)
+    assert "are left out here" in raised.traceback
+    assert raised.is_cut
+    assert len(encode(whole)) < 64 << 10
+    assert whole.tail == "", "it is the end of the traceback, which is in the record"
+
+
+def test_what_was_printed_before_a_traceback_is_kept_where_both_together_are_too_long() -> None:
+    stack = f"{FRAMES}RuntimeError: {'x' * 9000}"
+    tail = f"epoch 1\nepoch 2\n[rank5]: {stack}\n"
+
+    raised = with_tail(failure(1, record_of("RuntimeError", "x" * 9000, stack)), tail, reached_store=True)
+
+    assert raised.tail == "epoch 1\nepoch 2\n"
+
+
+def test_of_a_long_output_without_a_traceback_the_end_is_kept() -> None:
+    words = "".join(f"step {number}\n" for number in range(20_000))
+
+    exited = failure(3, tail=words)
+
+    assert exited.tail.startswith("step ")
+    assert exited.tail.endswith("step 19999\n")
+    assert len(exited.tail) <= 8 << 10
+
+
+def test_words_in_which_a_pattern_begins_at_every_place_do_not_hold_the_agent() -> None:
+    hostile = "peer " * 1_000_000
+
+    began_s = time.monotonic()
+    failure(1, record_of("RuntimeError", hostile, f"{FRAMES}RuntimeError: {hostile}"))
+    failure(1, tail=hostile[: 64 << 10])
+
+    assert time.monotonic() - began_s < 1.0
+
+
+@pytest.mark.parametrize("text", ["[" * 60_000, '{"message":' * 60_000])
+def test_an_error_file_that_nests_without_end_is_as_good_as_none(text: str) -> None:
+    assert parse_record(text) is None

@@ -1,0 +1,155 @@
+"""agent.hang: when workers that have reported before report nothing any more."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from elaunch.agent.core.events import (
+    Reported,
+    Signalled,
+    SignalWorkers,
+    TakeStacks,
+    TellWorkers,
+    WorkerListens,
+    WorkersHung,
+)
+from elaunch.agent.core.hang import LOOK_S_MAX, Quiet, Standing, who_hangs
+from elaunch.agent.core.messages import PeerFailed
+from elaunch.rendezvous.types import FailureKind
+from tests.unit.agent.driver import ALL, TERM, TIMES, Driver, failure, started
+
+
+def hanging(hang_timeout_s: float = 30.0) -> Driver:
+    driver = started()
+    driver.agent = replace(driver.agent, times=replace(TIMES, hang_timeout_s=hang_timeout_s))
+    return driver
+
+
+def looks(driver: Driver, reports: list[int], *, every_s: float = 1.0, reporting: frozenset[int] = ALL) -> list[object]:
+    """So many reports were there at each look; what was done."""
+    done: list[object] = []
+    for number in reports:
+        driver.now_s += every_s
+        done += driver.happen(Reported(0, number, reporting))
+    return done
+
+
+def test_workers_that_report_nothing_for_the_timeout_are_looked_into_once() -> None:
+    driver = hanging()
+    driver.happen(WorkerListens(0, 2, to_stop=True, to_failure=False))
+    # Who listened and does so no more still has the thread that shows its stacks.
+    for listens in (True, False):
+        driver.happen(WorkerListens(0, 1, to_stop=listens, to_failure=listens))
+
+    early = looks(driver, [5] * 30)
+    struck = looks(driver, [5])
+    later = looks(driver, [5] * 60)
+
+    assert early == []
+    assert struck == [TakeStacks(0, ALL, frozenset({1, 2}), 30.0)]
+    assert later == []
+
+
+@pytest.mark.parametrize("timeout_s", [0.0, 1000.0])
+def test_without_a_timeout_or_within_it_nobody_hangs(timeout_s: float) -> None:
+    assert looks(hanging(timeout_s), [5] * 900) == []
+
+
+def test_before_the_first_report_nobody_hangs() -> None:
+    assert looks(hanging(), [0] * 900, reporting=frozenset()) == []
+
+
+def test_any_report_is_a_sign_of_life() -> None:
+    assert looks(hanging(), [1 + number // 25 for number in range(300)]) == []
+
+
+def test_who_was_asleep_itself_does_not_count_that_time() -> None:
+    driver = hanging()
+    looks(driver, [5] * 10)
+
+    after_sleep = looks(driver, [5], every_s=3600.0)
+    awake = looks(driver, [5] * 18)
+    struck = looks(driver, [5])
+
+    assert after_sleep + awake == []
+    assert len(struck) == 1
+    assert LOOK_S_MAX == 2.0
+
+
+def test_where_those_that_reported_have_ended_the_others_are_not_judged() -> None:
+    driver = hanging()
+    looks(driver, [5], reporting=frozenset({0}))
+    driver.exits(0, 0)
+
+    assert looks(driver, [5] * 100, reporting=frozenset({0})) == []
+
+
+def test_workers_that_stop_are_not_judged() -> None:
+    driver = hanging()
+    looks(driver, [5])
+    driver.happen(Signalled(TERM, "SIGTERM"))
+
+    assert looks(driver, [5] * 100) == []
+
+
+def test_when_their_stacks_are_taken_it_is_a_failure_of_the_group() -> None:
+    driver = hanging()
+    driver.happen(WorkerListens(0, 2, to_stop=True, to_failure=True))
+    looks(driver, [5] * 40)
+
+    done = driver.happen(WorkersHung(0, failure(0, 1, None, FailureKind.HANG)))
+
+    assert done == [TellWorkers(0, frozenset({2}), PeerFailed(0)), SignalWorkers(0, frozenset({0, 1}), TERM)]
+    assert [f.kind for f in driver.snapshot.failures[0]] == [FailureKind.HANG]
+    assert "stopping 3 workers" in driver.said
+
+
+def test_a_worker_that_fails_while_the_stacks_are_taken_is_the_failure() -> None:
+    driver = hanging()
+    looks(driver, [5] * 40)
+    driver.exits(1, 3)
+
+    assert driver.happen(WorkersHung(0, failure(0, 1, None, FailureKind.HANG))) == []
+    assert [f.kind for f in driver.snapshot.failures[0]] == [FailureKind.EXIT_CODE]
+
+
+def test_the_time_is_counted_anew_after_each_report() -> None:
+    quiet = Quiet()
+    for reports, now_s in ((3, 10.0), (3, 11.0), (3, 12.0), (4, 13.0), (4, 14.0)):
+        quiet = quiet.after(reports, now_s)
+
+    assert quiet.quiet_s == 1.0
+
+
+@pytest.mark.parametrize(
+    ("standings", "rank", "words"),
+    [
+        ({0: Standing(7)}, 0, "hung: it reported nothing for 30 s since step 7,"),
+        (
+            {0: Standing(7), 1: Standing(7), 2: Standing(7)},
+            0,
+            "hung: it reported nothing for 30 s since step 7, as did local rank 1, 2,",
+        ),
+        (
+            {0: Standing(8), 1: Standing(7, "evaluating"), 2: Standing(8)},
+            1,
+            "hung: it reported nothing for 30 s since step 7, in its phase 'evaluating', while others had come to"
+            " step 8,",
+        ),
+        ({3: Standing(-1, "loading")}, 3, "hung: it reported nothing for 30 s, in its phase 'loading',"),
+        (
+            {0: Standing(7, is_stopped=True)},
+            0,
+            "hung: it reported nothing for 30 s since step 7, as its process is stopped (by SIGSTOP or a debugger),",
+        ),
+        (
+            {0: Standing(7), 1: Standing(8, is_stopped=True), 2: Standing(7)},
+            1,
+            "hung: it reported nothing for 30 s since step 8, as its process is stopped (by SIGSTOP or a debugger),",
+        ),
+    ],
+)
+def test_who_reported_least_is_named(standings: dict[int, Standing], rank: int, words: str) -> None:
+    assert who_hangs(standings, 30.2) == (rank, words)

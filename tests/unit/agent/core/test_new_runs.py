@@ -1,0 +1,178 @@
+"""agent.membership: who starts a run, on an id that is new, was used before, or is what is left of a job."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from elaunch.agent.core.events import StoreAway, StoreBack, StoreRefuses, Tag, Tick
+from elaunch.agent.core.membership import RUNS_REFUSED_MAX
+from elaunch.agent.core.state import Joining, Running
+from elaunch.agent.core.step import deadline_s
+from elaunch.rendezvous.codec import encode
+from elaunch.rendezvous.store import Delete, Put
+from elaunch.rendezvous.types import Generation, OpenKind, Outcome, OutcomeKind
+from tests.unit.agent.driver import KEYS, TIMES, TWO, Driver, pair, tags
+
+STRANGER = KEYS.member("node-x-1")
+
+
+def vacant() -> Driver:
+    driver = Driver(remote=True)
+    driver.write(Put(STRANGER, "{}"))
+    driver.begin().settle()
+    return driver
+
+
+def at_next_deadline(driver: Driver) -> None:
+    due_s = deadline_s(driver.agent)
+    assert due_s is not None
+    driver.now_s = max(driver.now_s, due_s)
+    driver.happen(Tick())
+    driver.settle()
+
+
+def test_a_run_on_an_old_id_does_not_end_with_the_last_one() -> None:
+    """The answer may arrive before the watch's word that the last run's end is gone."""
+    driver = Driver(remote=True)
+    driver.write(Put(KEYS.generation, encode(Generation(3, OpenKind.FAIL, "a worker failed"))))
+    driver.write(Put(KEYS.ended, encode(Outcome(OutcomeKind.SUCCEEDED, "every worker exited with 0", 3, 3, 3))))
+    driver.begin().answer()
+    driver.look()
+
+    driver.answer()
+
+    assert isinstance(driver.agent.phase, Joining)
+    driver.settle()
+    assert driver.snapshot.generation == Generation(4, OpenKind.START, "the job starts")
+    assert driver.node_id in driver.snapshot.joined[4]
+
+
+def first_run() -> tuple[Driver, Tag]:
+    return Driver(remote=True).begin(), Tag.FIRST_RUN
+
+
+def another_run() -> tuple[Driver, Tag]:
+    driver = Driver(remote=True)
+    driver.write(Put(KEYS.generation, encode(Generation(3, OpenKind.FAIL, "a worker failed"))))
+    driver.write(Put(KEYS.ended, encode(Outcome(OutcomeKind.SUCCEEDED, "every worker exited with 0", 3, 3, 3))))
+    return driver.begin(), Tag.RUN
+
+
+def a_run_of_others() -> tuple[Driver, Tag]:
+    first = Driver(TWO).begin()
+    first.settle()
+    return Driver(TWO, host="node-b", store=first.store, remote=True).begin(), Tag.JOIN
+
+
+@pytest.mark.parametrize("enter", [first_run, another_run, a_run_of_others])
+def test_who_has_entered_a_run_by_any_way_outlasts_that_the_store_denies_it(
+    enter: Callable[[], tuple[Driver, Tag]],
+) -> None:
+    driver, by = enter()
+    # Its own lease's answer, then a look at what there is.
+    driver.answer()
+    driver.look()
+    assert tags(driver) == [by]
+    driver.answer()
+
+    driver.happen(StoreRefuses("permission denied", is_denied=True))
+
+    assert isinstance(driver.agent.phase, Joining)
+    driver.happen(StoreBack())
+    driver.settle()
+    assert driver.node_id in driver.snapshot.members
+
+
+def alone(enter: Callable[[], tuple[Driver, Tag]]) -> Driver:
+    driver, _ = enter()
+    driver.settle()
+    return driver
+
+
+@pytest.mark.parametrize(
+    "running", [lambda: alone(first_run), lambda: alone(another_run), lambda: pair()[1]], ids=["first", "later", "join"]
+)
+def test_a_member_that_the_store_denies_keeps_its_workers(running: Callable[[], Driver]) -> None:
+    driver = running()
+    assert isinstance(driver.agent.phase, Running)
+
+    done = driver.happen(StoreRefuses("permission denied", is_denied=True))
+
+    assert (done, isinstance(driver.agent.phase, Running)) == ([], True)
+
+
+@pytest.mark.parametrize("enter", [first_run, another_run, a_run_of_others])
+def test_who_is_denied_before_it_has_entered_is_refused(enter: Callable[[], tuple[Driver, Tag]]) -> None:
+    driver, _ = enter()
+    driver.answer()
+    driver.look()
+
+    driver.happen(StoreRefuses("permission denied", is_denied=True))
+
+    assert driver.outcome.kind is OutcomeKind.REFUSED
+
+
+def test_who_loses_its_lease_before_it_could_start_a_run_does_not_end_with_the_last_one() -> None:
+    driver = Driver(remote=True)
+    driver.write(Put(KEYS.generation, encode(Generation(3, OpenKind.FAIL, "a worker failed"))))
+    driver.write(Put(KEYS.ended, encode(Outcome(OutcomeKind.SUCCEEDED, "every worker exited with 0", 3, 3, 3))))
+    driver.begin().answer()
+    driver.store.revoke(driver.lease)
+    driver.look()
+
+    driver.answer()
+    driver.look()
+
+    assert isinstance(driver.agent.phase, Joining)
+
+
+def test_who_may_not_start_a_run_tries_again_only_after_a_lease_time() -> None:
+    driver = vacant()
+
+    tried = bool(driver.commits)
+    for _ in range(3):
+        driver.look()
+        tried |= bool(driver.commits)
+
+    assert not tried
+    assert isinstance(driver.agent.phase, Joining)
+    assert deadline_s(driver.agent) == driver.now_s + TIMES.lease_ttl_s
+
+
+def test_a_store_that_comes_and_goes_does_not_make_it_try_sooner() -> None:
+    """History (seed 4676): answers were lost, each return of the store was a try, and the last of them was an end."""
+    driver = vacant()
+
+    tried = False
+    for _ in range(RUNS_REFUSED_MAX + 1):
+        driver.happen(StoreAway("no answer came in time"))
+        driver.happen(StoreBack())
+        driver.happen(Tick())
+        tried |= bool(driver.commits)
+        driver.settle()
+
+    assert not tried
+    assert isinstance(driver.agent.phase, Joining)
+
+
+def test_a_run_starts_once_what_is_left_of_another_has_gone_with_its_lease() -> None:
+    driver = vacant()
+    driver.write(Delete(STRANGER))
+
+    at_next_deadline(driver)
+
+    assert driver.snapshot.generation
+    assert driver.node_id in driver.snapshot.members
+
+
+def test_members_that_never_go_and_no_generation_are_no_job() -> None:
+    driver = vacant()
+
+    for _ in range(5):
+        if isinstance(driver.agent.phase, Joining):
+            at_next_deadline(driver)
+
+    assert driver.outcome.kind is OutcomeKind.UNKNOWN
+    assert "delete its keys, all that begin with /elaunch/job/" in driver.outcome.reason

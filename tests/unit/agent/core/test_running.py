@@ -1,0 +1,441 @@
+"""agent.running: what an agent makes of the things that happen to its workers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from elaunch.agent.core.events import Clear, Cleared, Commit, Exit, Signalled, SignalWorkers, Tick, WorkerRaised
+from elaunch.agent.core.running import HOLD_S
+from elaunch.agent.core.state import Running, Stopping
+from elaunch.agent.core.step import deadline_s
+from elaunch.rendezvous.codec import encode
+from elaunch.rendezvous.rules.table_codec import encode_table, seats_of
+from elaunch.rendezvous.store import Put, Unchanged
+from elaunch.rendezvous.types import FailureKind, OpenKind, OutcomeKind, RankTable
+from tests.unit.agent.driver import (
+    ALL,
+    FAILURE_GRACE_S,
+    INT,
+    KEYS,
+    KILL,
+    SPEC,
+    START_S,
+    STOP_GRACE_S,
+    TERM,
+    Driver,
+    cleared,
+    exited,
+    failure,
+    lost,
+    started,
+)
+
+
+def test_a_failed_worker_stops_its_siblings_and_opens_the_next_generation() -> None:
+    driver = started()
+
+    done = driver.exits(1, 3)
+
+    assert done == [SignalWorkers(0, frozenset({0, 2}), TERM)]
+    snapshot = driver.snapshot
+    assert snapshot.generation
+    assert (snapshot.generation.number, snapshot.generation.kind) == (1, OpenKind.FAIL)
+    assert [f.local_rank for f in snapshot.failures[0]] == [1]
+    assert "stopping 2 others" in driver.said
+
+
+def test_the_failure_is_written_in_the_transaction_that_opens_the_generation() -> None:
+    driver = started()
+
+    driver.exits(1, 3)
+
+    (written,) = driver.commits
+    own = {KEYS.failure(0, driver.node_id), KEYS.detailed(0, driver.node_id)}
+    assert {op.key for op in written.then} == {KEYS.generation} | own
+    assert set(written.guards) == {driver.agent.snapshot.gen_guard, driver.agent.snapshot.live_guard}
+    assert isinstance(driver.acted[0], Commit), "the others are told before anything is stopped"
+
+
+def test_where_another_opened_first_the_failure_is_recorded_all_the_same() -> None:
+    driver = started()
+    driver.open(1, OpenKind.FAIL, "rank 9 failed elsewhere")
+
+    driver.exits(1, 3)
+
+    assert driver.snapshot.generation
+    assert (driver.snapshot.generation.number, driver.snapshot.generation.cause) == (1, "rank 9 failed elsewhere")
+    assert [f.local_rank for f in driver.snapshot.failures[0]] == [1]
+
+
+def test_a_lone_worker_that_fails_is_cleared_away_at_once() -> None:
+    driver = started()
+    for rank in (0, 1):
+        driver.exits(rank, 0)
+
+    assert driver.exits(2, 1) == [Clear(0)]
+
+
+def test_a_worker_that_exits_with_nought_stops_nobody() -> None:
+    driver = started()
+
+    assert driver.exits(0, 0) == []
+    assert isinstance(driver.agent.phase, Running)
+    assert driver.agent.phase.live == {1, 2}
+
+
+def test_the_loss_of_the_worker_store_is_a_failure_that_stops_all_workers() -> None:
+    driver = started()
+
+    done = driver.happen(lost(0, workers_too=False))
+
+    assert done == [SignalWorkers(0, ALL, TERM)]
+    assert [f.kind for f in driver.snapshot.failures[0]] == [FailureKind.STORE_LOST]
+
+
+def test_the_loss_of_the_fork_server_is_a_failure_that_leaves_nobody_to_stop() -> None:
+    driver = started()
+
+    done = driver.happen(lost(0, workers_too=True))
+
+    assert done == [Clear(0)]
+    assert [f.kind for f in driver.snapshot.failures[0]] == [FailureKind.TEMPLATE_LOST]
+
+
+def test_the_loss_of_the_worker_store_while_stopping_changes_nothing() -> None:
+    driver = started()
+    driver.exits(1, 3)
+    before = driver.agent
+
+    assert driver.happen(lost(0, workers_too=False)) == []
+    assert driver.agent == before
+
+
+def test_the_loss_of_the_fork_server_after_the_last_worker_clears_nothing_twice() -> None:
+    driver = started()
+    driver.exits(1, 3)
+    driver.exits(0, -TERM)
+    last = driver.exits(2, -TERM)
+
+    assert last == [Clear(0)]
+    assert driver.happen(lost(0, workers_too=True)) == []
+
+
+def test_an_exit_that_is_told_twice_clears_nothing_twice() -> None:
+    driver = started()
+    driver.exits(1, 3)
+    driver.exits(0, -TERM)
+    last = driver.exits(2, -TERM)
+
+    again = driver.exits(2, -TERM)
+
+    assert (last, again) == ([Clear(0)], [])
+
+
+@pytest.mark.parametrize("code", [-TERM, -INT])
+def test_a_worker_that_died_of_a_schedulers_signal_is_no_failure_if_the_agents_comes_too(code: int) -> None:
+    driver = started()
+
+    held = driver.exits(0, code)
+    due_s = deadline_s(driver.agent)
+    driver.now_s += HOLD_S / 2
+    told = driver.happen(Signalled(-code, "SIGX"))
+
+    assert held == []
+    assert due_s == START_S + HOLD_S
+    assert told == [SignalWorkers(0, frozenset({1, 2}), -code)]
+    assert not driver.snapshot.failures
+
+
+def test_a_worker_that_died_of_sigterm_alone_is_a_failure_after_a_moment() -> None:
+    driver = started()
+    driver.exits(0, -TERM)
+
+    driver.now_s += HOLD_S / 2
+    early = driver.happen(Tick())
+    driver.now_s += HOLD_S / 2
+    done = driver.happen(Tick())
+
+    assert early == []
+    assert done == [SignalWorkers(0, frozenset({1, 2}), TERM)]
+    assert [f.code for f in driver.snapshot.failures[0]] == [-TERM]
+
+
+def test_other_workers_deaths_do_not_put_off_the_moment() -> None:
+    driver = started()
+    driver.exits(0, -TERM)
+
+    driver.now_s += HOLD_S / 2
+    driver.exits(1, -TERM)
+
+    assert deadline_s(driver.agent) == START_S + HOLD_S
+
+
+def test_the_held_death_stays_the_first_failure_when_another_worker_fails_too() -> None:
+    driver = started()
+    driver.exits(0, -TERM)
+
+    done = driver.exits(1, 7)
+
+    assert done == [SignalWorkers(0, frozenset({2}), TERM)]
+    assert [f.code for f in driver.snapshot.failures[0]] == [-TERM]
+
+
+def test_a_held_death_is_not_forgotten_when_all_others_end_well() -> None:
+    driver = started()
+    driver.exits(0, -TERM)
+    driver.exits(1, 0)
+    driver.exits(2, 0)
+
+    driver.now_s += HOLD_S
+    done = driver.happen(Tick())
+
+    assert done == [Clear(0)]
+    assert [f.code for f in driver.snapshot.failures[0]] == [-TERM]
+
+
+def test_a_worker_that_raised_and_does_not_end_is_killed_after_the_stop_grace() -> None:
+    driver = started()
+    driver.happen(WorkerRaised(0, 1))
+    driver.now_s += STOP_GRACE_S - 0.001
+    early = driver.happen(Tick())
+    driver.now_s += 0.001
+
+    late = driver.happen(Tick())
+
+    assert early == []
+    assert late == [SignalWorkers(0, frozenset({1}), KILL)]
+    assert driver.said == "local rank 1 raised an exception and did not end within 30 s; SIGKILL"
+    assert driver.happen(Tick()) == []
+
+
+def test_a_worker_that_raised_and_ends_by_itself_is_left_alone() -> None:
+    driver = started()
+    driver.happen(WorkerRaised(0, 1))
+    assert deadline_s(driver.agent) == driver.now_s + STOP_GRACE_S
+
+    driver.happen(exited(0, 1, 0))
+
+    assert deadline_s(driver.agent) is None
+    driver.now_s += 10 * STOP_GRACE_S
+    assert driver.happen(Tick()) == []
+
+
+def test_that_a_worker_of_another_generation_raised_changes_nothing() -> None:
+    driver = started()
+    before = driver.agent
+
+    driver.happen(WorkerRaised(1, 1))
+
+    assert driver.agent == before
+
+
+# --- while the workers stop for another's failure, or for nodes that come and go
+
+
+@pytest.mark.parametrize("code", [-TERM, 128 + TERM])
+def test_a_sibling_that_our_own_sigterm_ended_is_not_blamed(code: int) -> None:
+    driver = started()
+    driver.exits(0, 1, FailureKind.PEER_LOST)
+
+    driver.exits(1, code)
+
+    assert isinstance(driver.agent.phase, Stopping)
+    assert driver.agent.phase.others == ()
+
+
+def test_a_sibling_that_had_raised_when_our_sigterm_ended_it_is_the_cause() -> None:
+    driver = started()
+    driver.exits(0, 1, FailureKind.PEER_LOST)
+    driver.exits(1, -TERM, FailureKind.EXCEPTION)
+    driver.exits(2, -TERM, FailureKind.SIGNAL)
+
+    driver.happen(cleared(0))
+
+    (record,) = driver.snapshot.failures[0]
+    assert (record.rank, record.kind) == (1, FailureKind.EXCEPTION)
+
+
+def test_a_sibling_that_ends_well_meanwhile_is_no_failure() -> None:
+    driver = started()
+    driver.exits(0, 1, FailureKind.PEER_LOST)
+
+    driver.exits(1, 0)
+
+    assert isinstance(driver.agent.phase, Stopping)
+    assert driver.agent.phase.others == ()
+
+
+@pytest.mark.parametrize("signum", [INT, TERM])
+def test_a_worker_that_fails_after_a_signal_to_the_agent_is_no_failure(signum: int) -> None:
+    driver = started()
+    driver.happen(Signalled(signum, "SIGX"))
+
+    driver.exits(0, 1, FailureKind.EXCEPTION)
+
+    assert driver.commits == []
+    assert not driver.snapshot.failures
+
+
+@pytest.mark.parametrize("kind", [OpenKind.FAIL, OpenKind.LOSS])
+def test_a_failure_of_its_own_that_another_node_told_of_first_is_recorded_and_opens_nothing(kind: OpenKind) -> None:
+    driver = started()
+    driver.open(1, kind)
+    driver.look()
+    due_s = deadline_s(driver.agent)
+    driver.now_s += 1
+
+    driver.exits(0, 1, FailureKind.EXCEPTION)
+
+    assert [f.kind for f in driver.snapshot.failures[0]] == [FailureKind.EXCEPTION]
+    assert driver.snapshot.generation
+    assert driver.snapshot.generation.number == 1
+    assert deadline_s(driver.agent) == due_s
+    assert driver.said == driver.snapshot.failures[0][0].sentence
+
+
+def test_such_a_failure_wins_over_the_word_of_the_peer_that_it_took_down() -> None:
+    driver = started(replace(SPEC, max_restarts=0))
+    peer = failure(0, 9, 1, FailureKind.PEER_LOST, host="node-b")
+    driver.open(1)
+    driver.write(Put(KEYS.failure(0, peer.node_id), encode(peer)))
+    driver.look()
+
+    driver.exits(0, -KILL, FailureKind.OUT_OF_MEMORY)
+    for rank in (1, 2):
+        driver.exits(rank, -TERM)
+    driver.happen(cleared(0))
+    driver.settle()
+
+    assert driver.outcome.failure
+    assert (driver.outcome.failure.kind, driver.outcome.failure.host) == (FailureKind.OUT_OF_MEMORY, "node-a")
+
+
+@pytest.mark.parametrize("kind", [FailureKind.PEER_LOST, FailureKind.EXIT_CODE])
+def test_what_a_peers_end_may_explain_is_not_recorded_where_another_node_told_of_it_first(kind: FailureKind) -> None:
+    driver = started()
+    driver.open(1)
+    driver.look()
+
+    driver.exits(0, 1, kind)
+
+    assert driver.commits == []
+    assert not driver.snapshot.failures
+
+
+@pytest.mark.parametrize("kind", [OpenKind.JOIN, OpenKind.LEAVE])
+def test_a_failure_of_its_own_while_it_was_to_save_is_told_to_the_peers_that_wait_in_vain(kind: OpenKind) -> None:
+    driver = started()
+    driver.open(1, kind, "node-b joins")
+    driver.look()
+    driver.now_s += 1
+
+    driver.exits(0, 1, FailureKind.EXCEPTION)
+
+    snapshot = driver.snapshot
+    assert snapshot.generation
+    assert (snapshot.generation.number, snapshot.generation.kind) == (2, OpenKind.FAIL)
+    assert [f.local_rank for f in snapshot.failures[0]] == [0]
+    assert deadline_s(driver.agent) == START_S + 1 + FAILURE_GRACE_S
+
+
+@pytest.mark.parametrize("kind", [FailureKind.PEER_LOST, FailureKind.EXIT_CODE])
+def test_what_a_peers_end_may_explain_opens_nothing_while_the_group_stops_to_save(kind: FailureKind) -> None:
+    driver = started()
+    driver.open(1, OpenKind.JOIN, "node-b joins")
+    driver.look()
+
+    driver.exits(0, 1, kind)
+
+    assert driver.snapshot.generation
+    assert driver.snapshot.generation.number == 1
+    assert not driver.snapshot.failures
+
+
+# --- a newcomer to a job that is well
+
+
+def newcomer(*, progressed: bool = True) -> Driver:
+    """A node that came to a job whose earlier generations did, or did not, get past their start."""
+    driver = Driver().begin()
+    for _ in range(2):
+        driver.answer()
+        driver.look()
+    driver.answer()
+    leader = "node-z-00000000"
+    seats = seats_of([(node_id, 3, "default") for node_id in (leader, driver.node_id)])
+    table = RankTable(0, seats, "10.0.0.9", 1, "node-a joins", restarts=1, progressed=progressed)
+    driver.write(Put(KEYS.leader, leader), Put(KEYS.table(0), encode_table(table)))
+    driver.settle()
+    assert isinstance(driver.agent.phase, Running)
+    return driver
+
+
+def test_a_newcomer_whose_workers_cannot_even_start_leaves_a_healthy_job_alone() -> None:
+    driver = newcomer()
+
+    done = driver.exits(1, 2, FailureKind.STARTUP)
+    for rank in (0, 2):
+        driver.exits(rank, -TERM)
+    last = driver.happen(Cleared(0, {0: "other", 1: "its last words"}))
+
+    assert done == [SignalWorkers(0, frozenset({0, 2}), TERM)]
+    snapshot = driver.snapshot
+    assert snapshot.generation
+    assert (snapshot.generation.number, snapshot.generation.kind) == (1, OpenKind.LEAVE)
+    assert not snapshot.failures
+    assert driver.node_id not in snapshot.members
+    assert [type(action) for action in last] == [Exit]
+    assert (driver.outcome.kind, driver.outcome.exit_code) == (OutcomeKind.FAILED, 1)
+    assert driver.outcome.failure
+    assert (driver.outcome.failure.local_rank, driver.outcome.failure.tail) == (1, "its last words")
+    assert "they go on without it" in driver.outcome.reason
+
+
+def test_any_other_failure_of_a_newcomer_is_one_like_any_other() -> None:
+    driver = newcomer()
+
+    driver.exits(1, 3)
+
+    assert [f.local_rank for f in driver.snapshot.failures[0]] == [1]
+    assert driver.node_id in driver.snapshot.members
+
+
+def test_a_start_up_failure_in_a_job_that_never_got_further_is_one_like_any_other() -> None:
+    driver = newcomer(progressed=False)
+
+    driver.exits(1, 2, FailureKind.STARTUP)
+
+    assert [f.kind for f in driver.snapshot.failures[0]] == [FailureKind.STARTUP]
+
+
+def test_a_start_up_failure_of_a_node_that_ran_before_is_one_like_any_other() -> None:
+    driver = started()
+    driver.exits(0, 3)
+    for rank in (1, 2):
+        driver.exits(rank, -TERM)
+    driver.happen(cleared(0))
+    driver.settle()
+    assert isinstance(driver.agent.phase, Running)
+    assert driver.agent.phase.table.progressed
+
+    driver.exits(1, 2, FailureKind.STARTUP)
+
+    assert [f.kind for f in driver.snapshot.failures[1]] == [FailureKind.STARTUP]
+
+
+def test_a_failure_names_the_generation_that_it_was_of_though_a_join_opened_another() -> None:
+    driver = started()
+    driver.open(1, OpenKind.JOIN, "node-b joins")
+    driver.look()
+
+    driver.exits(0, 1, FailureKind.EXCEPTION)
+
+    (written,) = driver.commits
+    revision = driver.agent.snapshot.generation_revision
+    assert Unchanged(KEYS.generation, revision) in written.guards
+    assert set(driver.snapshot.failures) == {0}
+    assert encode(replace(failure(0, 0, 1, FailureKind.EXCEPTION), node_id=driver.node_id)) in {
+        op.value for op in written.then if isinstance(op, Put)
+    }

@@ -1,0 +1,523 @@
+"""agent.core: what an agent makes of the store's word. A memory store carries out its transactions."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from elaunch.agent.core.events import (
+    Clear,
+    Commit,
+    Event,
+    Exit,
+    Join,
+    Looked,
+    Say,
+    Signalled,
+    SignalWorkers,
+    Spawn,
+    StoreLost,
+    StoreRefuses,
+    Tag,
+    Tick,
+)
+from elaunch.agent.core.state import Agent, Exited, Finished, Joining, Running, Stopping
+from elaunch.agent.core.step import deadline_s, step
+from elaunch.rendezvous.codec import encode
+from elaunch.rendezvous.rules.table_codec import encode_table, seats_of
+from elaunch.rendezvous.store import Delete, Put
+from elaunch.rendezvous.types import OpenKind, Outcome, OutcomeKind, RankTable
+from tests.unit.agent.driver import (
+    ALL,
+    FAILURE_GRACE_S,
+    KEYS,
+    SPEC,
+    START_S,
+    STOP_GRACE_S,
+    TERM,
+    Driver,
+    cleared,
+    exited,
+    failure,
+    lost,
+    settle,
+    started,
+)
+
+
+def test_a_new_agent_starts_a_run_joins_and_starts_its_workers() -> None:
+    driver = Driver().begin()
+
+    done = driver.settle()
+
+    assert [type(action) for action in done] == [Join, Spawn]
+    spawn = done[-1]
+    assert isinstance(spawn, Spawn)
+    assert (spawn.table.generation, spawn.group_rank, spawn.table.world_size) == (0, 0, 3)
+    assert driver.agent.phase == Running(spawn.table, ALL)
+
+
+@pytest.mark.parametrize(
+    ("slots", "nodes", "words"),
+    [
+        (1, 1, "generation 0: 1 worker (the job starts)"),
+        (3, 1, "generation 0: 3 workers (the job starts)"),
+        (3, 2, "generation 0: 6 workers on 2 nodes (the job starts)"),
+    ],
+)
+def test_a_start_is_said_with_its_size_and_its_reason(slots: int, nodes: int, words: str) -> None:
+    spec = replace(SPEC, nodes_min=nodes, nodes_max=nodes)
+    driver = Driver(spec, slots=slots).begin()
+    others = [Driver(spec, store=driver.store, host=f"node-{n}", slots=slots).begin() for n in range(1, nodes)]
+    settle(driver, *others)
+
+    starts = [action.text for action in driver.all_acted if isinstance(action, Say)]
+
+    assert starts == [words]
+
+
+def test_that_a_generation_is_cleared_away_is_no_news_to_who_runs_none() -> None:
+    driver = Driver().begin()
+    before = driver.agent
+
+    assert driver.happen(cleared(0)) == []
+    assert driver.agent == before
+
+
+def test_looking_again_starts_nothing_twice() -> None:
+    driver = started()
+
+    assert driver.look() == []
+    assert driver.acted == []
+
+
+def test_a_generation_is_joined_once() -> None:
+    driver = Driver().begin()
+    driver.answer()
+    driver.look()
+    driver.answer()
+
+    first, second = driver.look(), driver.look()
+
+    assert [type(action) for action in first] == [Join]
+    assert second == []
+
+
+def test_a_spent_budget_ends_the_job_with_exit_code_1_and_the_last_failure() -> None:
+    driver = started(replace(SPEC, max_restarts=1))
+    for generation in range(2):
+        driver.exits(0, 5)
+        for rank in (1, 2):
+            driver.exits(rank, -TERM)
+        driver.happen(cleared(generation))
+        done = driver.settle()
+
+    assert type(done[-1]) is Exit
+    outcome = driver.outcome
+    assert (outcome.kind, outcome.exit_code, outcome.restarts) == (OutcomeKind.FAILED, 1, 1)
+    assert outcome.failure
+    assert (outcome.failure.generation, outcome.failure.code) == (1, 5)
+
+
+@pytest.mark.parametrize("max_restarts", [0, 2])
+def test_no_more_generations_than_the_budget_allows(max_restarts: int) -> None:
+    driver = started(replace(SPEC, max_restarts=max_restarts))
+    groups = 1
+
+    while not isinstance(driver.agent.phase, Exited):
+        driver.exits(0, 5)
+        for rank in (1, 2):
+            driver.exits(rank, -TERM)
+        driver.happen(cleared(groups - 1))
+        groups += sum(isinstance(action, Spawn) for action in driver.settle())
+
+    assert groups == 1 + max_restarts
+
+
+def test_an_agent_that_has_exited_does_nothing_more() -> None:
+    driver = Driver().begin()
+    driver.happen(Signalled(TERM, "SIGTERM"))
+    before = driver.agent
+
+    for event in (driver.looked, exited(0, 0, 1), lost(0, workers_too=True), cleared(0), Tick(), StoreLost("gone")):
+        driver.happen(event)
+        assert driver.acted == []
+
+    assert driver.agent == before
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        exited(0, 0, 1),
+        exited(0, 0, 0),
+        exited(0, 0, -TERM),
+        exited(2, 0, 1),
+        lost(0, workers_too=False),
+        lost(0, workers_too=True),
+        lost(-1, workers_too=True),
+        cleared(0),
+        Tick(),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("stopping", [False, True])
+def test_an_event_of_another_generation_changes_nothing(event: Event, stopping: bool) -> None:
+    driver = started()
+    driver.happen(lost(0, workers_too=True))
+    driver.happen(cleared(0))
+    driver.settle()
+    if stopping:
+        driver.exits(2, 3)
+    before, store_before = driver.agent, driver.store.read(KEYS.root)
+
+    done = driver.happen(event)
+
+    assert driver.agent == before
+    assert (done, driver.acted) == ([], [])
+    assert driver.store.read(KEYS.root) == store_before
+
+
+def test_a_generation_whose_workers_ran_is_not_run_again_while_the_store_is_slow_to_tell() -> None:
+    driver = started()
+    old = driver.snapshot
+    driver.happen(lost(0, workers_too=True))
+
+    done = driver.happen(cleared(0)) + driver.happen(Looked(old))
+    later = driver.settle()
+
+    assert not [action for action in done if isinstance(action, (Spawn, Join))]
+    assert [type(action) for action in later] == [Join, Spawn]
+    assert isinstance(later[-1], Spawn)
+    assert later[-1].table.generation == 1
+
+
+@pytest.mark.parametrize("kind", [OpenKind.FAIL, OpenKind.LOSS])
+def test_a_generation_that_another_opened_over_a_broken_group_stops_the_workers_soon(kind: OpenKind) -> None:
+    driver = started()
+    driver.open(1, kind, "rank 9 failed elsewhere")
+
+    done = driver.look()
+
+    assert done == [SignalWorkers(0, ALL, TERM)]
+    assert driver.said == "stopping: rank 9 failed elsewhere"
+    assert deadline_s(driver.agent) == START_S + FAILURE_GRACE_S
+
+
+@pytest.mark.parametrize("kind", [OpenKind.JOIN, OpenKind.LEAVE])
+def test_a_generation_for_who_comes_or_goes_leaves_the_workers_time_to_save(kind: OpenKind) -> None:
+    driver = started()
+    driver.open(1, kind, "node-b joins")
+
+    done = driver.look()
+
+    assert done == [SignalWorkers(0, ALL, TERM)]
+    assert deadline_s(driver.agent) == START_S + STOP_GRACE_S
+
+
+def test_a_failure_over_a_stop_with_time_to_save_makes_it_urgent() -> None:
+    driver = started()
+    driver.open(1, OpenKind.JOIN, "node-b joins")
+    driver.look()
+    driver.now_s += 1
+    driver.open(2, OpenKind.LOSS, "node-c was lost")
+
+    done = driver.look()
+
+    assert done == []
+    assert deadline_s(driver.agent) == START_S + 1 + FAILURE_GRACE_S
+
+
+def test_a_second_failure_gives_the_workers_no_more_time_than_the_first() -> None:
+    driver = started()
+    driver.open(1)
+    driver.look()
+    driver.now_s += 1
+    driver.open(2, OpenKind.LOSS, "node-c was lost")
+
+    driver.look()
+
+    assert deadline_s(driver.agent) == START_S + FAILURE_GRACE_S
+
+
+def test_a_finished_node_runs_again_when_a_generation_was_opened() -> None:
+    driver = started()
+    for rank in range(3):
+        driver.exits(rank, 0)
+    driver.open(1)
+    driver.write(Put(KEYS.failure(0, "other"), encode(failure(0, 9, 1, host="other"))))
+
+    driver.happen(cleared(0))
+    done = driver.settle()
+
+    assert [type(action) for action in done] == [Join, Spawn]
+    assert isinstance(driver.agent.phase, Running)
+    assert driver.agent.phase.table.generation == 1
+    assert not driver.snapshot.done
+
+
+def test_a_node_that_was_finished_already_runs_again_too() -> None:
+    driver = started()
+    for rank in range(3):
+        driver.exits(rank, 0)
+    driver.happen(cleared(0))
+    assert isinstance(driver.agent.phase, Finished)
+    driver.open(1, OpenKind.FAIL)
+    driver.write(Put(KEYS.failure(0, "other"), encode(failure(0, 9, 1, host="other"))))
+
+    done = driver.look()
+    said = driver.said
+
+    assert said == "running again: rank 9 failed elsewhere"
+    assert [type(action) for action in done + driver.settle()] == [Join, Spawn]
+
+
+def other_table(generation: int, seats: int = 1) -> RankTable:
+    """One without this node."""
+    nodes = seats_of([(f"node-z-{n:08}", 1, "default") for n in range(seats)])
+    return RankTable(generation, nodes, "10.0.0.9", 1, "the job starts")
+
+
+@pytest.mark.parametrize(
+    ("seats", "nodes_max", "max_restarts", "words"),
+    [
+        (1, 1, 3, "its 1 seat is taken; waiting as a spare"),
+        (3, 3, 0, "its 3 seats are taken; waiting as a spare"),
+        (2, 3, 3, "it came too late; waiting for the next"),
+        (2, 3, 0, "it came too late; with max_restarts 0 there is no other"),
+    ],
+)
+def test_a_node_without_a_seat_waits_and_says_so_once(
+    seats: int, nodes_max: int, max_restarts: int, words: str
+) -> None:
+    driver = Driver(replace(SPEC, nodes_max=nodes_max, max_restarts=max_restarts), remote=True).begin()
+    driver.answer()
+    driver.look()
+    driver.answer()
+    driver.look()
+    driver.write(Put(KEYS.table(0), encode_table(other_table(0, seats))), Put(KEYS.leader, "node-z-00000000"))
+    driver.answer()
+
+    first = driver.look()
+    said, again = driver.said, driver.look()
+
+    assert (first, again, driver.said) == ([], [], "")
+    assert said == f"generation 0 runs without this node: {words}"
+    assert isinstance(driver.agent.phase, Joining)
+
+
+def test_a_table_of_a_generation_that_the_node_has_not_joined_starts_nothing() -> None:
+    driver = started()
+    driver.exits(0, 3)
+    for rank in (1, 2):
+        driver.exits(rank, -TERM)
+    driver.happen(cleared(0))
+    # A table with its name that it cannot have been in: it has not joined this generation.
+    seats = seats_of([(driver.node_id, 3, "default")])
+    driver.write(Put(KEYS.table(1), encode_table(RankTable(1, seats, "a", 1, "forged"))))
+
+    done = driver.look()
+
+    assert not [action for action in done if isinstance(action, Spawn)]
+
+
+def test_an_end_that_was_written_ends_a_waiting_agent() -> None:
+    driver = Driver().begin()
+    driver.answer()
+    driver.look()
+    driver.answer()
+    ended = Outcome(OutcomeKind.FAILED, "cancelled", 0, 0, 3)
+    driver.write(Put(KEYS.ended, encode(ended)))
+
+    assert driver.look() == [Exit(ended)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "grace_s"), [(OutcomeKind.INTERRUPTED, STOP_GRACE_S), (OutcomeKind.FAILED, FAILURE_GRACE_S)]
+)
+def test_an_end_that_was_written_stops_the_workers_and_then_the_agent(kind: OutcomeKind, grace_s: float) -> None:
+    driver = started()
+    ended = Outcome(kind, "a person cancelled it", 0, 0, 3, signum=2)
+    driver.write(Put(KEYS.ended, encode(ended)))
+
+    stopped, said = driver.look(), driver.said
+    due_s = deadline_s(driver.agent)
+    ends = [driver.exits(rank, -TERM) for rank in range(3)]
+    last = driver.happen(cleared(0))
+
+    assert stopped == [SignalWorkers(0, ALL, TERM)]
+    assert said == "stopping: the job has ended: a person cancelled it"
+    assert due_s == START_S + grace_s
+    assert ends == [[], [], [Clear(0)]]
+    assert last == [Exit(ended)]
+
+
+def test_an_end_that_was_written_ends_a_finished_agent() -> None:
+    driver = started()
+    for rank in range(3):
+        driver.exits(rank, 0)
+    driver.happen(cleared(0))
+    ended = Outcome(OutcomeKind.SUCCEEDED, "all is done", 0, 0, 3)
+    driver.write(Put(KEYS.ended, encode(ended)))
+
+    assert driver.look() == [Exit(ended)]
+
+
+def test_a_job_ends_in_success_when_all_workers_exited_with_nought() -> None:
+    driver = started()
+    for rank in (2, 0, 1):
+        driver.exits(rank, 0)
+
+    finished = driver.happen(cleared(0))
+    phase = driver.agent.phase
+    done = driver.settle()
+
+    assert finished == []
+    assert isinstance(phase, Finished)
+    assert [type(action) for action in done] == [Exit]
+    assert driver.outcome.exit_code == 0
+    assert driver.snapshot.ended == driver.outcome
+
+
+def test_keys_that_are_gone_stop_the_workers_and_the_outcome_is_unknown() -> None:
+    driver = started()
+    driver.write(Delete(KEYS.root, f"{KEYS.root}~"))
+
+    stopped = driver.look()
+    for rank in range(3):
+        driver.exits(rank, -TERM)
+    driver.happen(cleared(0))
+
+    assert stopped == [SignalWorkers(0, ALL, TERM)]
+    assert driver.outcome.exit_code == 3
+    assert driver.outcome.reason == "the keys of job 'job' are gone from the store"
+
+
+def test_a_store_that_never_will_do_as_asked_ends_an_agent_without_workers_at_once() -> None:
+    driver = Driver().begin()
+
+    done = driver.happen(StoreLost("wrong password"))
+
+    assert [type(action) for action in done] == [Exit]
+    assert (driver.outcome.kind, driver.outcome.reason) == (OutcomeKind.UNKNOWN, "wrong password")
+
+
+def test_a_node_that_the_store_denies_before_it_is_a_member_has_something_to_put_right() -> None:
+    driver = Driver().begin()
+
+    driver.happen(StoreRefuses("wrong password", is_denied=True))
+
+    assert (driver.outcome.kind, driver.outcome.reason) == (OutcomeKind.REFUSED, "wrong password")
+    assert driver.outcome.exit_code == 2
+
+
+def test_a_store_that_is_lost_while_workers_run_stops_them_with_time_to_save() -> None:
+    driver = started()
+
+    stopped = driver.happen(StoreLost("the store's history is lost"))
+    said, due_s = driver.said, deadline_s(driver.agent)
+    for rank in range(3):
+        driver.exits(rank, 0)
+    driver.happen(cleared(0))
+
+    assert stopped == [SignalWorkers(0, ALL, TERM)]
+    assert said == "stopping: the store's history is lost"
+    assert due_s == START_S + STOP_GRACE_S
+    assert (driver.outcome.kind, driver.outcome.exit_code) == (OutcomeKind.UNKNOWN, 3)
+
+
+def test_a_store_that_is_lost_while_workers_stop_after_a_signal_changes_no_outcome() -> None:
+    driver = started()
+    driver.happen(Signalled(TERM, "SIGTERM"))
+
+    driver.happen(StoreLost("the store's history is lost"))
+    for rank in range(3):
+        driver.exits(rank, 0)
+    driver.happen(cleared(0))
+
+    assert driver.outcome.exit_code == 128 + TERM
+
+
+def test_a_store_that_is_lost_while_workers_stop_after_a_failure_leaves_the_outcome_unknown() -> None:
+    driver = started()
+    driver.exits(1, 3)
+
+    driver.happen(StoreLost("the store's history is lost"))
+    for rank in (0, 2):
+        driver.exits(rank, -TERM)
+    driver.happen(cleared(0))
+
+    assert driver.outcome.kind is OutcomeKind.UNKNOWN
+
+
+def test_a_record_that_somebody_wrote_over_stops_nobody_and_is_said_once() -> None:
+    driver = started()
+    driver.write(Put(KEYS.generation, "scribbled"))
+
+    done = driver.look()
+    said, again = driver.said, driver.look()
+
+    assert (done, again, driver.said) == ([], [], "")
+    assert said.startswith(f"{KEYS.generation} in the store is not a Generation: 'scribbled'")
+    assert said.endswith("; going on without it")
+    assert driver.exits(1, 3) == [SignalWorkers(0, frozenset({0, 2}), TERM)]
+    assert driver.snapshot.generation
+    assert driver.snapshot.generation.number == 1
+
+
+def test_an_agent_wants_no_tick_without_a_deadline() -> None:
+    driver = Driver().begin()
+    deadlines = [deadline_s(driver.agent)]
+    driver.settle()
+    deadlines.append(deadline_s(driver.agent))
+    driver.happen(lost(0, workers_too=True))
+    deadlines.append(deadline_s(driver.agent))
+
+    assert deadlines == [None, None, None]
+
+
+def test_restarts_age_by_the_agents_own_clock() -> None:
+    driver = started(replace(SPEC, restart_window_s=60.0, max_restarts=10))
+    for generation, at_s in enumerate((110.0, 125.0, 180.0)):
+        driver.now_s = at_s
+        driver.happen(lost(generation, workers_too=True))
+        driver.happen(cleared(generation))
+        driver.settle()
+
+    table = driver.snapshot.table
+    assert table
+    assert table.restarts == 3
+    assert table.restart_ages_s == (55.0, 0.0), "the first one, 70 s ago, is not held against the job any more"
+
+
+def test_every_first_look_at_a_table_begins_its_age() -> None:
+    driver = started()
+    driver.now_s += 7
+
+    driver.look()
+
+    assert driver.agent.table_seen == (0, START_S)
+
+
+def test_nothing_is_decided_before_there_is_a_lease() -> None:
+    driver = Driver()
+
+    assert driver.look() == []
+    assert driver.acted == []
+
+
+def test_the_core_is_a_function_the_same_event_gives_the_same_step() -> None:
+    driver = started()
+    event = exited(0, 1, 3)
+
+    first, second = step(driver.agent, event, 5.0), step(driver.agent, event, 5.0)
+
+    assert first == second
+    agent, actions = first
+    assert isinstance(agent, Agent)
+    assert isinstance(agent.phase, Stopping)
+    assert [type(action) for action in actions] == [Commit, Say, SignalWorkers]
+    assert isinstance(actions[0], Commit)
+    assert actions[0].tag is None
+    assert driver.agent.membership.in_flight is not Tag.LEAD

@@ -1,0 +1,617 @@
+"""agent.stopping: signals, deadlines, clearing up, and what comes after."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from elaunch.agent.core.events import (
+    Clear,
+    Cleared,
+    Commit,
+    Exit,
+    Join,
+    ReplaceForkServer,
+    Signalled,
+    SignalWorkers,
+    Spawn,
+    StoreAway,
+    Tick,
+)
+from elaunch.agent.core.state import Finished
+from elaunch.agent.core.step import deadline_s
+from elaunch.agent.core.stopping import KILL_WAIT_S, LAST_WORDS_S
+from elaunch.rendezvous.codec import encode
+from elaunch.rendezvous.store import Put
+from elaunch.rendezvous.types import FailureKind, OpenKind, Outcome, OutcomeKind
+from tests.unit.agent.driver import (
+    ALL,
+    FAILURE_GRACE_S,
+    INT,
+    KEYS,
+    KILL,
+    SPEC,
+    START_S,
+    STOP_GRACE_S,
+    TERM,
+    Driver,
+    cleared,
+    exited,
+    lost,
+    started,
+)
+
+
+def test_the_next_generation_starts_only_when_all_workers_are_gone_and_cleared_away() -> None:
+    driver = started()
+    driver.exits(1, 3)
+
+    spawned = [driver.settle(), driver.exits(0, -TERM), driver.settle(), driver.exits(2, -TERM), driver.settle()]
+    after_clear = driver.happen(cleared(0)) + driver.settle()
+
+    assert not [action for actions in spawned for action in actions if isinstance(action, (Spawn, Join))]
+    assert spawned[3] == [Clear(0)]
+    assert [type(action) for action in after_clear] == [Join, Spawn]
+    assert driver.snapshot.table
+    assert (driver.snapshot.table.generation, driver.snapshot.table.restarts) == (1, 1)
+
+
+@pytest.mark.parametrize("progressed", [False, True])
+def test_who_joins_again_says_whether_its_workers_made_progress(progressed: bool) -> None:
+    driver = started()
+    driver.happen(lost(0, workers_too=True))
+
+    done = driver.happen(cleared(0, progressed=progressed)) + driver.settle()
+
+    assert isinstance(done[0], Join)
+    assert done[0].progressed is progressed
+
+
+def test_workers_that_do_not_end_are_killed_after_the_failure_grace() -> None:
+    driver = started()
+    driver.exits(1, 3)
+
+    due_s = deadline_s(driver.agent)
+    driver.now_s = START_S + FAILURE_GRACE_S - 0.01
+    early = driver.happen(Tick())
+    driver.now_s = START_S + FAILURE_GRACE_S
+    late = driver.happen(Tick())
+
+    assert due_s == START_S + FAILURE_GRACE_S
+    assert early == []
+    assert late == [SignalWorkers(0, frozenset({0, 2}), KILL)]
+    assert "local rank 0, 2 still ran after 2 s" in driver.said
+
+
+def test_a_fork_server_that_does_not_report_killed_workers_is_replaced() -> None:
+    driver = started()
+    driver.exits(1, 3)
+    driver.now_s += FAILURE_GRACE_S
+    driver.happen(Tick())
+
+    due_s = deadline_s(driver.agent)
+    driver.now_s += KILL_WAIT_S
+    replaced, said, at_once_again = driver.happen(Tick()), driver.said, driver.happen(Tick())
+    after = driver.happen(lost(0, workers_too=True))
+
+    assert due_s == driver.now_s
+    assert (replaced, at_once_again) == ([ReplaceForkServer(0)], [])
+    assert said == "local rank 0, 2 did not end 5 s after SIGKILL; replacing the fork server"
+    assert after == [Clear(0)]
+    assert [f.kind for f in driver.snapshot.failures[0]] == [FailureKind.EXIT_CODE]
+
+
+# --- signals
+
+
+@pytest.mark.parametrize(("signum", "name"), [(TERM, "SIGTERM"), (INT, "SIGINT"), (1, "SIGHUP")])
+def test_a_signal_is_passed_on_and_ends_the_agent_with_128_and_its_number(signum: int, name: str) -> None:
+    driver = started()
+
+    passed_on = driver.happen(Signalled(signum, name))
+    due_s = deadline_s(driver.agent)
+    ends = [driver.exits(rank, code) for rank, code in ((0, -signum), (1, 0), (2, 3))]
+    last = driver.happen(cleared(0))
+
+    assert passed_on == [SignalWorkers(0, ALL, signum)]
+    assert due_s == START_S + STOP_GRACE_S
+    assert ends == [[], [], [Clear(0)]]
+    assert [type(action) for action in last] == [Exit]
+    assert driver.outcome.exit_code == 128 + signum
+    assert driver.outcome.reason == f"{name} was received"
+
+
+def test_the_others_are_told_of_a_signal_before_a_worker_is_touched() -> None:
+    for signum in (INT, TERM):
+        driver = started()
+
+        driver.happen(Signalled(signum, "SIGX"))
+
+        assert isinstance(driver.acted[0], Commit)
+
+
+def test_sigint_writes_the_end_of_the_job() -> None:
+    driver = started()
+
+    driver.happen(Signalled(INT, "SIGINT"))
+
+    ended = driver.snapshot.ended
+    assert ended
+    assert (ended.kind, ended.exit_code, ended.reason) == (OutcomeKind.INTERRUPTED, 130, "SIGINT was received")
+    assert driver.snapshot.generation
+    assert driver.snapshot.generation.number == 0
+
+
+def test_sigint_where_several_nodes_may_run_says_who_got_it() -> None:
+    driver = started(replace(SPEC, nodes_max=2))
+
+    driver.happen(Signalled(INT, "SIGINT"))
+
+    assert driver.snapshot.ended
+    assert driver.snapshot.ended.reason == "SIGINT was received by node-a"
+
+
+def test_on_sigterm_the_nodes_keys_go_as_the_next_generation_is_opened() -> None:
+    driver = started()
+
+    driver.happen(Signalled(TERM, "SIGTERM"))
+
+    left = {KEYS.generation, KEYS.member(driver.node_id), KEYS.joined(0, driver.node_id)}
+    assert [{op.key for op in written.then} for written in driver.commits] == [left, {KEYS.leader}]
+    snapshot = driver.snapshot
+    assert (snapshot.members, snapshot.leader, snapshot.ended) == ({}, "", None)
+    assert snapshot.generation
+    assert (snapshot.generation.number, snapshot.generation.kind) == (1, OpenKind.LEAVE)
+    assert snapshot.generation.cause == "node-a leaves (SIGTERM was received)"
+    assert snapshot.generation.node_id == driver.node_id
+
+
+def test_sigterm_where_a_generation_forms_already_deletes_the_nodes_keys_and_opens_nothing() -> None:
+    driver = started()
+    driver.exits(1, 3)
+    driver.settle()
+
+    driver.happen(Signalled(TERM, "SIGTERM"))
+
+    snapshot = driver.snapshot
+    assert snapshot.generation
+    assert (snapshot.generation.number, snapshot.generation.kind) == (1, OpenKind.FAIL)
+    assert (snapshot.members, snapshot.leader) == ({}, "")
+
+
+def test_who_leaves_as_another_opens_a_generation_deletes_its_keys_all_the_same() -> None:
+    driver = started()
+    driver.open(1)
+
+    driver.happen(Signalled(TERM, "SIGTERM"))
+
+    snapshot = driver.snapshot
+    assert snapshot.generation
+    assert snapshot.generation.cause == "rank 9 failed elsewhere"
+    assert (snapshot.members, snapshot.leader) == ({}, "")
+
+
+def test_a_finished_node_that_leaves_restarts_nobody() -> None:
+    driver = started()
+    for rank in range(3):
+        driver.exits(rank, 0)
+    driver.happen(cleared(0))
+    assert isinstance(driver.agent.phase, Finished)
+
+    done = driver.happen(Signalled(TERM, "SIGTERM"))
+
+    assert [type(action) for action in done] == [Exit]
+    assert driver.snapshot.generation
+    assert driver.snapshot.generation.number == 0
+    assert driver.snapshot.members == {}
+
+
+def test_a_signal_after_the_end_was_written_writes_nothing() -> None:
+    driver = started()
+    ended = Outcome(OutcomeKind.FAILED, "a person cancelled it", 0, 0, 3)
+    driver.write(Put(KEYS.ended, encode(ended)))
+    driver.look()
+
+    driver.happen(Signalled(INT, "SIGINT"))
+
+    assert driver.commits == []
+    assert driver.snapshot.ended == ended
+
+
+def test_a_signal_that_comes_when_the_job_ended_while_the_workers_stop_writes_nothing() -> None:
+    driver = started()
+    driver.exits(1, 3)
+    ended = Outcome(OutcomeKind.FAILED, "a person cancelled it", 0, 0, 3)
+    driver.write(Put(KEYS.ended, encode(ended)))
+    driver.look()
+
+    driver.happen(Signalled(TERM, "SIGTERM"))
+
+    assert driver.commits == []
+
+
+@pytest.mark.parametrize(
+    ("signum", "nodes_max", "words"),
+    [
+        (TERM, 1, "SIGX: stopping 3 workers, SIGKILL in 30 s"),
+        (INT, 1, "SIGX: stopping 3 workers, SIGKILL in 30 s; Ctrl-C again kills now"),
+        (TERM, 2, "SIGX: leaving the job, stopping 3 workers, SIGKILL in 30 s"),
+        (INT, 2, "SIGX: stopping 3 workers, SIGKILL in 30 s; Ctrl-C again kills now"),
+    ],
+)
+def test_a_signal_is_answered_by_a_sentence(signum: int, nodes_max: int, words: str) -> None:
+    driver = started()
+    driver.agent = replace(driver.agent, spec=replace(SPEC, nodes_max=nodes_max))
+
+    driver.happen(Signalled(signum, "SIGX"))
+
+    assert driver.said == words
+
+
+def test_workers_that_ignore_a_signal_are_killed_after_the_stop_grace() -> None:
+    driver = started()
+    driver.happen(Signalled(TERM, "SIGTERM"))
+
+    driver.now_s += STOP_GRACE_S
+    done = driver.happen(Tick())
+
+    assert done == [SignalWorkers(0, ALL, KILL)]
+    assert "still ran after 30 s" in driver.said
+
+
+def test_a_second_ctrl_c_kills_now() -> None:
+    driver = started()
+    driver.happen(Signalled(INT, "SIGINT"))
+    driver.exits(0, -INT)
+
+    second = driver.happen(Signalled(INT, "SIGINT"))
+    third = driver.happen(Signalled(INT, "SIGINT"))
+
+    assert second == [SignalWorkers(0, frozenset({1, 2}), KILL)]
+    assert third == []
+
+
+def test_a_second_ctrl_c_does_not_wait_for_output_that_nobody_reads() -> None:
+    driver = started()
+    driver.happen(Signalled(INT, "SIGINT"))
+    for rank in range(3):
+        driver.exits(rank, -INT)
+
+    done = driver.happen(Signalled(INT, "SIGINT"))
+
+    assert [type(action) for action in done] == [Exit]
+    assert driver.outcome.exit_code == 128 + INT
+
+
+def test_the_first_ctrl_c_kills_nobody_while_the_job_stops_for_that_of_another_node() -> None:
+    """srun, mpirun and a terminal give one to all of them, and the store may be faster."""
+    driver = started()
+    ended = Outcome(OutcomeKind.INTERRUPTED, "SIGINT was received by node-b", 0, 0, 3, signum=INT)
+    driver.write(Put(KEYS.ended, encode(ended)))
+    driver.look()
+    driver.now_s += 0.2
+
+    first = driver.happen(Signalled(INT, "SIGINT"))
+    said = driver.said
+    second = driver.happen(Signalled(INT, "SIGINT"))
+
+    assert (first, said) == ([], "SIGINT: stopping already, SIGKILL in 30 s; Ctrl-C again kills now")
+    assert second == [SignalWorkers(0, ALL, KILL)]
+
+
+def test_a_ctrl_c_on_a_node_that_leaves_ends_the_job_for_the_others_too() -> None:
+    driver = started()
+    driver.agent = replace(driver.agent, spec=replace(SPEC, nodes_max=2))
+    driver.happen(Signalled(TERM, "SIGTERM"))
+    assert driver.snapshot.ended is None
+
+    driver.happen(Signalled(INT, "SIGINT"))
+
+    assert driver.snapshot.ended is not None
+    assert driver.snapshot.ended.reason == "SIGINT was received by node-a"
+    assert driver.said.startswith("SIGINT: the whole job ends; stopping already, SIGKILL in 30 s")
+
+
+def test_a_ctrl_c_after_sigterm_when_only_output_is_left_ends_the_job_and_waits_no_longer() -> None:
+    driver = started()
+    driver.happen(Signalled(TERM, "SIGTERM"))
+    for rank in range(3):
+        driver.exits(rank, -TERM)
+
+    done = driver.happen(Signalled(INT, "SIGINT"))
+
+    assert [type(action) for action in done] == [Exit]
+    assert driver.outcome.exit_code == 128 + TERM
+    assert driver.snapshot.ended is not None
+
+
+def test_a_ctrl_c_on_a_node_that_left_does_not_end_the_run_that_others_began_since() -> None:
+    driver = started()
+    driver.happen(Signalled(TERM, "SIGTERM"))
+    for number in (1, 2):
+        driver.open(number, OpenKind.START, "the job starts")
+    driver.look()
+
+    driver.happen(Signalled(INT, "SIGINT"))
+
+    assert driver.snapshot.ended is None
+    assert driver.said == "SIGINT: stopping already, SIGKILL in 30 s; Ctrl-C again kills now"
+
+
+def test_a_ctrl_c_after_sigterm_counts_where_all_workers_had_ended_well() -> None:
+    driver = started()
+    driver.agent = replace(driver.agent, spec=replace(SPEC, nodes_max=2))
+    for local_rank in ALL:
+        driver.exits(local_rank, 0)
+    driver.happen(Signalled(TERM, "SIGTERM"))
+    driver.happen(Signalled(INT, "SIGINT"))
+
+    driver.happen(cleared(0))
+
+    assert driver.outcome.exit_code == 130
+    assert driver.snapshot.ended is not None
+
+
+def test_each_ctrl_c_counts_on_a_node_that_is_done() -> None:
+    """The first came while its output was awaited, and a node alone has ended well with that."""
+    driver = started()
+    for local_rank in ALL:
+        driver.exits(local_rank, 0)
+    driver.happen(Signalled(INT, "SIGINT"))
+    driver.happen(cleared(0))
+    assert isinstance(driver.agent.phase, Finished)
+
+    done = driver.happen(Signalled(INT, "SIGINT"))
+
+    assert [type(action) for action in done] == [Exit]
+
+
+def test_a_ctrl_c_that_the_others_may_not_hear_of_says_so() -> None:
+    driver = started()
+    driver.agent = replace(driver.agent, spec=replace(SPEC, nodes_max=2))
+    driver.happen(StoreAway("10.0.0.9:2379 refuses connections", is_heads=False))
+
+    driver.happen(Signalled(INT, "SIGINT"))
+
+    assert driver.said.endswith("\nthe store is away, so the other nodes may not hear of it: press Ctrl-C there too")
+
+
+def test_a_second_sigterm_is_not_in_a_hurry() -> None:
+    driver = started()
+    driver.happen(Signalled(TERM, "SIGTERM"))
+
+    assert driver.happen(Signalled(TERM, "SIGTERM")) == []
+    assert driver.acted == []
+
+
+@pytest.mark.parametrize("signum", [INT, TERM])
+def test_a_signal_while_stopping_after_a_failure_ends_the_agent_instead_of_a_restart(signum: int) -> None:
+    driver = started()
+    driver.exits(1, 3)
+
+    passed_on = driver.happen(Signalled(signum, "SIGX"))
+    driver.settle()
+    for rank in (0, 2):
+        driver.exits(rank, -signum)
+    last = driver.happen(cleared(0))
+
+    assert passed_on == [SignalWorkers(0, frozenset({0, 2}), signum)]
+    assert [type(action) for action in last] == [Exit]
+    assert driver.outcome.exit_code == 128 + signum
+
+
+def test_a_signal_while_stopping_after_a_failure_still_kills_in_time_and_says_the_right_number() -> None:
+    driver = started()
+    driver.exits(1, 3)
+    driver.happen(Signalled(TERM, "SIGTERM"))
+
+    driver.now_s = START_S + FAILURE_GRACE_S
+    done = driver.happen(Tick())
+
+    assert done == [SignalWorkers(0, frozenset({0, 2}), KILL)]
+    assert "after 2 s" in driver.said
+
+
+def test_a_signal_before_the_workers_are_cleared_away_is_not_lost() -> None:
+    driver = started()
+    driver.happen(lost(0, workers_too=True))
+
+    told = driver.happen(Signalled(TERM, "SIGTERM"))
+    due_s = deadline_s(driver.agent)
+    last = driver.happen(cleared(0))
+
+    assert told == []
+    assert due_s == driver.now_s + LAST_WORDS_S
+    assert [type(action) for action in last] == [Exit]
+
+
+def test_a_signal_after_all_workers_ended_well_comes_too_late() -> None:
+    driver = started()
+    for rank in range(3):
+        driver.exits(rank, 0)
+
+    assert driver.happen(Signalled(TERM, "SIGTERM")) == []
+    driver.happen(cleared(0))
+    driver.settle()
+
+    assert driver.outcome.kind is OutcomeKind.SUCCEEDED
+
+
+def test_a_signal_to_a_node_that_is_just_done_is_obeyed_once_that_is_recorded() -> None:
+    driver = Driver(replace(SPEC, nodes_max=2)).begin()
+    driver.settle()
+    driver.now_s = driver.agent.lead_at_s or 0.0
+    driver.happen(Tick())
+    driver.settle()
+    for local_rank in ALL:
+        driver.exits(local_rank, 0)
+
+    early = driver.happen(Signalled(TERM, "SIGTERM"))
+    late = driver.happen(cleared(0))
+
+    assert early == []
+    assert [type(action) for action in late] == [Exit]
+    assert driver.outcome.exit_code == 143
+    assert driver.snapshot.done[0] == {driver.node_id}
+    assert not driver.snapshot.members
+
+
+def test_a_signal_ends_the_wait_for_whoever_does_not_read_the_output_of_workers_that_ended_well() -> None:
+    driver = started()
+    for local_rank in ALL:
+        driver.exits(local_rank, 0)
+    driver.happen(Signalled(INT, "SIGINT"))
+    driver.now_s += 1
+    driver.happen(Signalled(INT, "SIGINT"))
+    due_s = deadline_s(driver.agent)
+
+    driver.now_s += LAST_WORDS_S - 1
+    done = driver.happen(Tick())
+
+    assert due_s == START_S + LAST_WORDS_S
+    assert [type(action) for action in done] == [Exit]
+    assert driver.outcome.exit_code == 130
+
+
+def test_a_signal_while_no_workers_run_ends_the_agent_at_once() -> None:
+    driver = Driver().begin()
+    driver.answer()
+    driver.look()
+
+    done = driver.happen(Signalled(TERM, "SIGTERM"))
+
+    assert [type(action) for action in done] == [Exit]
+    assert driver.outcome.exit_code == 143
+
+
+def test_ctrl_c_before_the_node_is_part_of_the_job_leaves_the_job_alone() -> None:
+    other = started(replace(SPEC, nodes_max=2))
+    driver = Driver(replace(SPEC, nodes_max=2), store=other.store, host="node-b").begin()
+    driver.answer()
+    driver.look()
+
+    done = driver.happen(Signalled(INT, "SIGINT"))
+
+    assert [type(action) for action in done] == [Exit]
+    assert driver.snapshot.ended is None
+
+
+def test_a_stop_does_not_wait_for_ever_for_output_that_nobody_reads() -> None:
+    driver = started()
+    driver.happen(Signalled(TERM, "SIGTERM"))
+    for rank in range(2):
+        driver.exits(rank, 0)
+    assert deadline_s(driver.agent) == driver.now_s + STOP_GRACE_S
+    driver.exits(2, 0)
+    due_s = deadline_s(driver.agent)
+    assert due_s == driver.now_s + LAST_WORDS_S
+
+    driver.now_s = due_s
+    done = driver.happen(Tick())
+
+    assert [type(action) for action in done] == [Exit]
+
+
+def test_where_the_job_goes_on_output_is_waited_for_however_long_it_takes() -> None:
+    driver = started()
+    driver.happen(lost(0, workers_too=True))
+
+    driver.now_s += 1000
+
+    assert deadline_s(driver.agent) is None
+    assert driver.happen(Tick()) == []
+
+
+# --- the record of a failure, completed
+
+
+def test_the_output_that_arrived_last_completes_the_failures_record() -> None:
+    driver = started()
+    driver.happen(exited(0, 1, 3))
+    for rank in (0, 2):
+        driver.exits(rank, -TERM)
+    tail = 'Traceback (most recent call last):\n  File "/t.py", line 3, in f\nValueError: late\n'
+
+    driver.happen(Cleared(0, {1: tail, 0: "other"}, reached_store=True))
+
+    (record,) = driver.snapshot.failures[0]
+    assert (record.exception, record.tail, record.progressed) == ("ValueError", tail, True)
+
+
+def test_a_peers_death_found_while_stopping_is_blamed_instead_of_the_one_who_told_of_it() -> None:
+    driver = started()
+    driver.exits(0, 1, FailureKind.PEER_LOST)
+    driver.exits(1, -KILL, FailureKind.SIGNAL)
+    driver.exits(2, -TERM, FailureKind.SIGNAL)
+
+    driver.happen(cleared(0))
+
+    (record,) = driver.snapshot.failures[0]
+    assert (record.rank, record.code) == (1, -KILL)
+    assert driver.said == f"the cause: {record.sentence}"
+
+
+def test_a_cause_that_was_named_already_is_not_named_again() -> None:
+    driver = started()
+    driver.exits(1, -KILL, FailureKind.SIGNAL)
+    driver.exits(0, 1, FailureKind.PEER_LOST)
+    driver.exits(2, -TERM, FailureKind.SIGNAL)
+
+    driver.happen(cleared(0))
+
+    assert not driver.said
+
+
+def test_a_worker_that_we_ended_is_not_blamed() -> None:
+    driver = started()
+    driver.exits(0, 1, FailureKind.PEER_LOST)
+    driver.exits(1, -TERM, FailureKind.SIGNAL)
+    driver.now_s += FAILURE_GRACE_S
+    driver.happen(Tick())
+    driver.exits(2, -KILL, FailureKind.SIGNAL)
+
+    driver.happen(cleared(0))
+
+    (record,) = driver.snapshot.failures[0]
+    assert record.rank == 0
+
+
+def test_a_failure_of_its_own_is_not_taken_back_for_a_later_one() -> None:
+    driver = started()
+    driver.exits(0, 1)
+    driver.exits(1, 9)
+    driver.exits(2, -TERM)
+
+    driver.happen(cleared(0))
+
+    (record,) = driver.snapshot.failures[0]
+    assert record.rank == 0
+
+
+def test_who_ended_well_while_another_generation_was_opened_runs_again_and_is_not_done() -> None:
+    driver = started()
+    for local_rank in ALL:
+        driver.exits(local_rank, 0)
+    driver.open(1)
+    driver.look()
+
+    driver.happen(cleared(0))
+
+    assert not driver.snapshot.done
+    assert driver.node_id in driver.snapshot.joined[1]
+
+
+def test_a_signal_while_the_last_output_arrives_makes_a_node_of_several_leave_after_it_said_that_it_is_done() -> None:
+    driver = started(replace(SPEC, nodes_max=2))
+    for local_rank in ALL:
+        driver.exits(local_rank, 0)
+    driver.happen(Signalled(TERM, "SIGTERM"))
+
+    driver.happen(cleared(0))
+
+    assert driver.outcome.exit_code == 128 + TERM
+    assert driver.node_id in driver.snapshot.done[0]
+    assert driver.node_id not in driver.snapshot.members
+    assert driver.snapshot.generation
+    assert driver.snapshot.generation.number == 0

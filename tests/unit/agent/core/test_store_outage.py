@@ -1,0 +1,441 @@
+"""agent.absence, agent.membership: what is said of a store that is away and of long waits, and when all is given up."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from elaunch.agent.core.events import (
+    Exit,
+    LeaseLost,
+    SignalWorkers,
+    StoreAway,
+    StoreBack,
+    StoreRefuses,
+    Tick,
+)
+from elaunch.agent.core.membership import SAY_AGAIN_S
+from elaunch.agent.core.state import WORTH_A_WORD_S, Joining, Running
+from elaunch.agent.core.step import deadline_s
+from elaunch.agent.core.store_outage import REFUSAL_WORTH_A_WORD_S
+from elaunch.rendezvous.types import OpenKind, OutcomeKind
+from tests.unit.agent.driver import (
+    ALL,
+    FAILURE_GRACE_S,
+    SPEC,
+    START_S,
+    TERM,
+    TIMES,
+    TWO,
+    Driver,
+    ends,
+    pair,
+    settle,
+    started,
+)
+
+# --- the store is away
+
+
+def test_a_store_that_is_away_for_a_moment_is_not_worth_a_word() -> None:
+    driver = started()
+    driver.happen(StoreAway("10.0.0.9:2379 refuses connections"))
+    driver.now_s += WORTH_A_WORD_S - 0.1
+    driver.happen(Tick())
+    early = driver.said
+    driver.happen(StoreBack())
+
+    assert (early, driver.said) == ("", "")
+
+
+def test_a_store_that_stays_away_is_named_once_with_the_newest_reason_and_its_return_is_too() -> None:
+    driver = started()
+    driver.happen(StoreBack())
+    driver.happen(StoreAway("10.0.0.9:2379 refuses connections"))
+    assert deadline_s(driver.agent) == START_S + WORTH_A_WORD_S
+    driver.now_s += 1
+    driver.happen(StoreAway("10.0.0.8:2379 did not answer within 0.5 s"))
+    driver.now_s += 1
+    driver.happen(Tick())
+    said = driver.said
+    driver.now_s += 1
+    driver.happen(Tick())
+    again = driver.said
+    driver.now_s += 0.5
+    driver.happen(StoreBack())
+
+    assert said == "the store is away: 10.0.0.8:2379 did not answer within 0.5 s; trying again; the workers go on"
+    assert (again, driver.said) == ("", "the store is back after 3.5 s")
+
+
+def test_an_agent_without_workers_says_nothing_of_them() -> None:
+    driver = Driver().begin()
+    driver.happen(StoreBack())
+    driver.happen(StoreAway("10.0.0.9:2379 refuses connections"))
+    driver.now_s += WORTH_A_WORD_S
+    driver.happen(Tick())
+
+    assert driver.said == (
+        "the store is away: 10.0.0.9:2379 refuses connections; no worker can start before it is back;"
+        " trying for up to 598 s more"
+    )
+
+
+def test_a_store_that_was_never_there_is_waited_for_with_a_word_on_what_may_be_wrong() -> None:
+    driver = Driver()
+    driver.happen(StoreAway("10.0.0.9:2379 refuses connections"))
+    driver.now_s += WORTH_A_WORD_S
+    driver.happen(Tick())
+    said = driver.said
+    driver.now_s += 3
+    driver.happen(StoreBack())
+
+    assert said == (
+        "waiting for the store for up to 598 s more: 10.0.0.9:2379 refuses connections; is it running there,"
+        " and is --rdzv-endpoint right?"
+    )
+    assert driver.said == "the store answers, after 5.0 s"
+
+
+def test_an_absent_store_is_named_again_when_the_workers_it_was_said_to_leave_alone_are_gone() -> None:
+    driver = started()
+    driver.happen(StoreBack())
+    driver.happen(StoreAway("no route"))
+    driver.now_s += WORTH_A_WORD_S
+    driver.happen(Tick())
+    ends(driver, -9)
+    driver.happen(Tick())
+
+    assert driver.said.startswith("the store is away: no route; no worker can start before it is back")
+
+
+def test_workers_go_on_however_long_the_store_is_away() -> None:
+    driver = started()
+    driver.happen(StoreAway("no route"))
+    driver.now_s += WORTH_A_WORD_S
+    driver.happen(Tick())
+
+    driver.now_s += 1_000_000
+    driver.happen(Tick())
+
+    assert isinstance(driver.agent.phase, Running)
+
+
+def test_who_lost_its_own_lease_declares_nobody_lost_before_the_others_could_come_back() -> None:
+    first, second = pair()
+    first.store.revoke(second.lease)
+    first.lose_lease()
+    first.settle()
+    was_leader = first.agent.leads
+    opened = first.snapshot.generation
+
+    second.happen(LeaseLost(second.lease))
+    settle(second, first)
+
+    assert was_leader
+    assert opened
+    assert opened.number == 0
+    assert first.snapshot.generation == opened
+    assert set(first.snapshot.members) == {first.node_id, second.node_id}
+
+
+def test_a_leader_that_was_cut_off_declares_nobody_lost_before_the_others_could_come_back() -> None:
+    first, second = pair()
+    first.happen(StoreAway("no route"))
+    first.now_s += 20
+    second.store.revoke(second.lease)
+    first.happen(StoreBack())
+
+    early = first.settle()
+    due_s = deadline_s(first.agent)
+    first.now_s += TIMES.amnesty_s
+    late = first.happen(Tick()) + first.settle()
+
+    assert early == []
+    assert due_s == START_S + 20 + TIMES.amnesty_s
+    assert late == [SignalWorkers(0, ALL, TERM)]
+    assert first.snapshot.generation
+    assert first.snapshot.generation.kind is OpenKind.LOSS
+
+
+def test_a_store_that_was_never_reached_is_given_up_after_the_join_timeout() -> None:
+    driver = Driver().begin()
+    driver.happen(StoreAway("10.0.0.9:2379 refuses connections"))
+    driver.now_s += TIMES.join_timeout_s - 1
+    early = driver.happen(Tick())
+    assert deadline_s(driver.agent) == START_S + TIMES.join_timeout_s
+    driver.now_s += 1
+
+    done = driver.happen(Tick())
+
+    assert early == []
+    assert [type(action) for action in done] == [Exit]
+    assert (driver.outcome.kind, driver.outcome.exit_code) == (OutcomeKind.UNKNOWN, 3)
+    assert driver.outcome.reason == (
+        "the store was never reached for 600 s (10.0.0.9:2379 refuses connections); how the job ended is not known here"
+    )
+
+
+@pytest.mark.parametrize(("is_heads", "wait_s"), [(True, TIMES.store_timeout_s), (False, TIMES.join_timeout_s)])
+@pytest.mark.parametrize("finished", [False, True])
+def test_an_agent_without_workers_gives_up_a_heads_store_sooner_than_any_other(
+    finished: bool, is_heads: bool, wait_s: float
+) -> None:
+    first, second = pair()
+    second.happen(StoreBack())
+    if finished:
+        ends(second)
+    else:
+        first.exits(0, 3)
+        second.settle()
+        ends(second, -TERM)
+    second.happen(StoreAway("no route", is_heads))
+    second.now_s += wait_s - 1
+    early = [action for action in second.happen(Tick()) if isinstance(action, Exit)]
+    second.now_s += 1
+
+    done = second.happen(Tick())
+
+    own = "; this node's workers had all exited with 0" if finished else ""
+    assert (early, [type(action) for action in done]) == ([], [Exit])
+    assert second.outcome.exit_code == 3
+    assert second.outcome.reason == (
+        f"the store did not answer for {wait_s:.0f} s (no route){own}; how the job ended is not known here"
+    )
+
+
+def test_the_time_away_is_counted_anew_after_each_return() -> None:
+    driver = Driver().begin()
+    for _ in range(3):
+        driver.happen(StoreAway("no route"))
+        driver.now_s += TIMES.store_timeout_s - 1
+        driver.happen(Tick())
+        driver.happen(StoreBack())
+
+    assert isinstance(driver.agent.phase, Joining)
+
+
+# --- the store answers, and does not do as asked
+
+FULL = StoreRefuses("etcd-a:2379: etcd is full (alarm NOSPACE)")
+
+
+def test_a_refusal_is_said_within_two_seconds_while_the_workers_go_on() -> None:
+    driver = started()
+    driver.happen(StoreBack())
+    driver.happen(FULL)
+    due_s = deadline_s(driver.agent)
+    driver.now_s += REFUSAL_WORTH_A_WORD_S
+
+    driver.happen(Tick())
+
+    assert due_s == START_S + REFUSAL_WORTH_A_WORD_S
+    assert REFUSAL_WORTH_A_WORD_S < 2
+    assert driver.said == (
+        "the store refuses what this node asks: etcd-a:2379: etcd is full (alarm NOSPACE); trying again;"
+        " the workers go on"
+    )
+    assert isinstance(driver.agent.phase, Running)
+
+
+def test_a_denial_in_mid_job_leaves_the_workers_alone_and_its_end_is_said() -> None:
+    driver = started()
+    driver.happen(StoreBack())
+    driver.happen(StoreRefuses("permission denied", is_denied=True))
+    driver.now_s += REFUSAL_WORTH_A_WORD_S
+    driver.happen(Tick())
+    driver.now_s += 3600
+    driver.happen(Tick())
+
+    driver.happen(StoreBack())
+
+    assert isinstance(driver.agent.phase, Running)
+    assert driver.said == f"the store does as asked again after {3600 + REFUSAL_WORTH_A_WORD_S:.1f} s"
+
+
+def test_an_agent_without_workers_gives_up_a_store_that_refuses_for_the_join_timeout() -> None:
+    driver = Driver().begin()
+    driver.happen(StoreBack())
+    driver.happen(FULL)
+    driver.now_s += TIMES.join_timeout_s - 1
+    driver.happen(Tick())
+    said = driver.said
+    driver.now_s += 1
+
+    driver.happen(Tick())
+
+    assert "no worker can start before it does as asked; trying for up to 1 s more" in said
+    assert driver.outcome.exit_code == 3
+    assert driver.outcome.reason == (
+        "the store refused for 600 s (etcd-a:2379: etcd is full (alarm NOSPACE)); how the job ended is not known here"
+    )
+
+
+def test_a_store_that_is_too_slow_is_not_called_away() -> None:
+    driver = started()
+    driver.happen(StoreBack())
+    driver.happen(StoreAway("no answer from 10.0.0.9:2379 within 1 s", is_slow=True))
+    driver.now_s += WORTH_A_WORD_S
+
+    driver.happen(Tick())
+
+    assert driver.said.startswith("the store is too slow: no answer from 10.0.0.9:2379 within 1 s;")
+
+
+def test_another_kind_of_trouble_is_said_too_but_not_at_each_try() -> None:
+    driver = started()
+    driver.happen(StoreBack())
+    driver.happen(StoreAway("no route"))
+    driver.now_s += WORTH_A_WORD_S
+    driver.happen(Tick())
+    said = [driver.said]
+    for _ in range(4):
+        driver.happen(FULL)
+        driver.happen(StoreAway("no route"))
+        driver.now_s += 1
+        driver.happen(Tick())
+        said.append(driver.said)
+    driver.happen(FULL)
+    driver.now_s += 1
+    driver.happen(Tick())
+
+    assert said[0].startswith("the store is away")
+    assert said[1:] == [""] * 4
+    assert driver.said.startswith("the store refuses")
+
+
+def test_refusals_that_recur_for_moments_do_not_hide_a_lost_node() -> None:
+    """No lease can have ended in such a moment; each used to begin the time anew in which nobody is declared lost."""
+    first, second = pair()
+    first.store.revoke(second.lease)
+
+    first.happen(FULL)
+    first.now_s += TIMES.shortest_loss_s - 0.1
+    first.happen(StoreBack())
+    acted = first.settle()
+
+    assert acted == [SignalWorkers(0, ALL, TERM)]
+    assert first.snapshot.generation
+    assert first.snapshot.generation.kind is OpenKind.LOSS
+
+
+def test_the_time_to_give_up_is_counted_from_when_the_workers_are_gone() -> None:
+    """The time counts from here: else a failure late in a long outage would end the job at once."""
+    driver = started()
+    driver.happen(StoreBack())
+    driver.happen(FULL)
+    driver.now_s += 10 * TIMES.join_timeout_s
+    driver.happen(Tick())
+    ends(driver, -9)
+    gone_s = driver.now_s
+
+    driver.now_s += TIMES.join_timeout_s - 1
+    driver.happen(Tick())
+    early = driver.agent.phase
+    driver.now_s = gone_s + TIMES.join_timeout_s
+    driver.happen(Tick())
+
+    assert isinstance(early, Joining)
+    assert driver.outcome.exit_code == 3
+
+
+# --- what is waited for
+
+
+def test_what_a_leader_waits_for_is_said_when_it_takes_long_and_once() -> None:
+    driver = Driver(TWO).begin()
+    driver.settle()
+    due_s = deadline_s(driver.agent)
+    driver.now_s += WORTH_A_WORD_S
+    driver.happen(Tick())
+    said = driver.said
+    driver.now_s += 60
+    driver.happen(Tick())
+
+    assert due_s == START_S + WORTH_A_WORD_S
+    assert (said, driver.said) == ("waiting for nodes: 1 of 2 is here (gives up after 600 s)", "")
+
+
+def test_what_is_waited_for_changes_words_no_more_often_than_every_few_seconds() -> None:
+    three = replace(SPEC, nodes_min=3, nodes_max=3)
+    driver = Driver(three).begin()
+    driver.settle()
+    driver.now_s += WORTH_A_WORD_S
+    driver.happen(Tick())
+    said_s = driver.now_s
+    Driver(three, store=driver.store, host="node-b", remote=True).begin().settle()
+    driver.now_s += 0.5
+
+    driver.settle()
+    due_s = deadline_s(driver.agent)
+    driver.now_s = said_s + SAY_AGAIN_S
+    driver.happen(Tick())
+
+    assert due_s == said_s + SAY_AGAIN_S
+    assert driver.said == "waiting for nodes: 2 of 3 are here (gives up after 600 s)"
+
+
+def test_a_wait_that_is_over_in_time_is_not_said() -> None:
+    first = Driver(TWO).begin()
+    first.settle()
+    first.now_s += WORTH_A_WORD_S - 0.1
+    second = Driver(TWO, store=first.store, host="node-b", remote=True).begin()
+    settle(first, second)
+    first.now_s += 60
+
+    first.happen(Tick())
+
+    assert first.said == ""
+    assert deadline_s(first.agent) is None
+
+
+def test_a_follower_says_who_knows_what_is_waited_for() -> None:
+    three = replace(SPEC, nodes_min=3, nodes_max=3)
+    first = Driver(three).begin()
+    second = Driver(three, store=first.store, host="node-b", remote=True).begin()
+    settle(first, second)
+    second.now_s += WORTH_A_WORD_S
+
+    second.happen(Tick())
+
+    assert second.said == "waiting for generation 0; its leader, on node-a, says for whom it waits"
+
+
+def test_a_node_that_is_done_says_that_it_waits_for_the_others() -> None:
+    _, second = pair()
+    ends(second)
+    second.now_s += WORTH_A_WORD_S
+
+    second.happen(Tick())
+    said = second.said
+    second.now_s += 60
+    second.happen(Tick())
+
+    waited = "waiting for the workers of the other nodes; those of this node have all exited with 0"
+    assert (said, second.said) == (waited, "")
+
+
+def test_a_follower_whose_workers_run_or_stop_waits_for_nothing() -> None:
+    first, second = pair()
+    second.now_s += 60
+    second.happen(Tick())
+    running = second.said
+    first.exits(0, 3)
+    second.settle()
+    second.now_s += WORTH_A_WORD_S - 0.1
+
+    second.happen(Tick())
+
+    assert (running, second.said) == ("", "")
+
+
+def test_a_leader_that_stops_its_own_workers_does_not_wait_for_itself() -> None:
+    driver = started()
+    driver.exits(1, 3)
+    driver.settle()
+    driver.now_s += FAILURE_GRACE_S
+
+    driver.happen(Tick())
+
+    assert driver.said == "local rank 0, 2 still ran after 2 s; SIGKILL"

@@ -1,0 +1,100 @@
+"""agent.children: when the end of which process is told, with real processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import suppress
+
+import pytest
+
+from elaunch.agent.forkserver.reaper import Children
+from tests.harness import wait_for
+
+# A shell that ends at SIGTERM, and below it a program that saves: it ends when it is told so on its stdin.
+SAVES = "(trap '' TERM; echo $$ ready; read end) & trap 'exit 0' TERM; wait"
+
+
+class Worker:
+    """A process group as a command's worker is one, below this process."""
+
+    def __init__(self, children: Children, local_rank: int) -> None:
+        self.name = (0, local_rank)
+        self.process = subprocess.Popen(
+            ["sh", "-c", f"exec 3<&0; {SAVES.replace('read end', 'read end <&3')}"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
+        assert self.process.stdout
+        assert self.process.stdout.readline().endswith(b" ready\n")
+        children.add(self.process.pid, self.name)
+
+    def save(self) -> None:
+        """Let it come to the end of its work."""
+        assert self.process.stdin
+        self.process.stdin.write(b"end\n")
+        self.process.stdin.close()
+
+    def close(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe:
+                with suppress(OSError):
+                    pipe.close()
+        # The test's `Children` has reaped it.
+        self.process.returncode = 0
+
+
+@pytest.fixture
+def children() -> Children:
+    return Children()
+
+
+@pytest.fixture
+def two(children: Children) -> Iterator[tuple[Worker, Worker]]:
+    workers = Worker(children, 0), Worker(children, 1)
+    yield workers
+    for worker in workers:
+        worker.close()
+
+
+def told(children: Children) -> list[int | str]:
+    """The local ranks whose ends are told now."""
+    return [news["key"] for news in children.ended()]
+
+
+def asked_and_leaders_gone(children: Children, workers: tuple[Worker, ...]) -> None:
+    """Send SIGTERM to all groups. The shells end by it, and the processes below them go on."""
+    for worker in workers:
+        children.signal(worker.name, signal.SIGTERM, group=True)
+        os.waitid(os.P_PID, worker.process.pid, os.WEXITED | os.WNOWAIT)
+    assert told(children) == []
+    assert children.look_s
+
+
+def test_a_worker_that_is_killed_does_not_hurry_the_one_that_still_saves(
+    children: Children, two: tuple[Worker, Worker]
+) -> None:
+    killed, saves = two
+    asked_and_leaders_gone(children, two)
+
+    children.signal(killed.name, signal.SIGKILL, group=True)
+    after_kill = wait_for(lambda: told(children), "the killed one's end")
+    assert (after_kill, told(children)) == ([0], [])
+
+    saves.save()
+    assert wait_for(lambda: told(children), "the end of the one that saved") == [1]
+
+
+def test_a_killed_workers_group_is_not_waited_for(children: Children, two: tuple[Worker, Worker]) -> None:
+    first, second = two
+    children.signal(first.name, signal.SIGTERM, group=False)
+    children.signal(first.name, signal.SIGKILL, group=False)
+    os.waitid(os.P_PID, first.process.pid, os.WEXITED | os.WNOWAIT)
+
+    assert told(children) == [0]
+    asked_and_leaders_gone(children, (second,))

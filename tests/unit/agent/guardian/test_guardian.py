@@ -1,0 +1,311 @@
+"""agent.guardian: who belongs to a job, and the sweep that ends them, with real processes."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import subprocess
+import sys
+from collections.abc import Collection, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from elaunch.agent.guardian import guardian
+from elaunch.agent.guardian.client import Guard
+from elaunch.agent.guardian.guardian import JOB_VARIABLES, VARIABLE, Kin, living, sweep
+from tests.harness import wait_for
+
+SLEEP = "import time; time.sleep(600)"
+SETSID = f"import os; os.setsid(); print(os.getpid(), flush=True); {SLEEP}"
+# The parent and its child end at once; the grandchild is left to init.
+DOUBLE_FORK = f"""
+import os
+if os.fork():
+    os.wait()
+    os._exit(0)
+os.setsid()
+if os.fork():
+    os._exit(0)
+print(os.getpid(), flush=True)
+{SLEEP}
+"""
+
+
+def kin_of(marker: str) -> Kin:
+    """The processes of an agent that would run here."""
+    return Kin.of_this_process(marker, os.environ)
+
+
+class Nursery:
+    """Starts processes with a marker, and ends what a test leaves."""
+
+    def __init__(self) -> None:
+        self.kin = kin_of(secrets.token_hex(8))
+        self._processes: list[subprocess.Popen[str]] = []
+        self._pids: list[int] = []
+
+    def start(self, source: str, markers: str | None = None, **more: str) -> subprocess.Popen[str]:
+        """Start Python code that prints a line when it is ready; `more` are other variables of it."""
+        environ = {**os.environ, **more, VARIABLE: self.kin.marker if markers is None else markers}
+        process = subprocess.Popen([sys.executable, "-S", "-c", source], env=environ, stdout=subprocess.PIPE, text=True)
+        self._processes.append(process)
+        return process
+
+    def pid(self, source: str, markers: str | None = None, **more: str) -> int:
+        """Start such code and read the pid that it prints."""
+        process = self.start(source, markers, **more)
+        assert process.stdout
+        pid = int(process.stdout.readline())
+        self._pids.append(pid)
+        return pid
+
+    def close(self) -> None:
+        for pid in self._pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for process in self._processes:
+            process.kill()
+            process.communicate()
+
+
+@pytest.fixture
+def nursery() -> Iterator[Nursery]:
+    nursery = Nursery()
+    yield nursery
+    nursery.close()
+
+
+def is_running(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as stat:  # noqa: PTH123
+            return stat.read().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except OSError:
+        return False
+
+
+def wait_until_gone(*pids: int) -> None:
+    """A killed process has lost its environment, by which the sweep knows it, a moment before it is a zombie."""
+    wait_for(lambda: not any(is_running(pid) for pid in pids), f"the end of {pids}", 5)
+
+
+READY = f"import os; print(os.getpid(), flush=True); {SLEEP}"
+
+
+@pytest.mark.parametrize("source", [READY, SETSID, DOUBLE_FORK], ids=["child", "own session", "double fork"])
+def test_a_process_of_the_job_is_found_and_ended_wherever_it_stands(nursery: Nursery, source: str) -> None:
+    pid = nursery.pid(source)
+
+    wait_for(lambda: living(nursery.kin) == [pid], "it alone, its parents gone")
+    ended = sweep(nursery.kin)
+
+    assert ended == 1
+    wait_until_gone(pid)
+
+
+def test_all_of_a_job_are_ended_at_once(nursery: Nursery) -> None:
+    pids = [nursery.pid(source) for source in (READY, SETSID, DOUBLE_FORK, READY)]
+
+    ended = sweep(nursery.kin)
+
+    assert ended == 4
+    wait_until_gone(*pids)
+    assert living(nursery.kin) == []
+
+
+def test_strangers_survive(nursery: Nursery) -> None:
+    other_job, no_job = nursery.pid(READY, secrets.token_hex(8)), nursery.pid(READY, "")
+    mine = nursery.pid(READY)
+
+    sweep(nursery.kin)
+
+    wait_until_gone(mine)
+    assert is_running(other_job)
+    assert is_running(no_job)
+
+
+def test_a_marker_in_another_variable_makes_nobody_a_member(nursery: Nursery) -> None:
+    source = "import os, sys, time; os.execve(sys.executable, ['python', '-S', '-c', {!r}], {!r})"
+    marker = nursery.kin.marker
+    stranger = nursery.pid(source.format(READY, {"NOTE": marker, VARIABLE: "other", "AFTER": marker}))
+
+    assert living(nursery.kin) == []
+    assert sweep(nursery.kin) == 0
+    assert is_running(stranger)
+
+
+def test_a_nested_agents_workers_belong_to_the_outer_job_too(nursery: Nursery) -> None:
+    inner = secrets.token_hex(8)
+    outer_worker, inner_worker = nursery.pid(READY), nursery.pid(READY, f"{nursery.kin.marker},{inner}")
+
+    inner_found, outer_found = living(kin_of(inner)), living(nursery.kin)
+
+    assert inner_found == [inner_worker]
+    assert sorted(outer_found) == sorted([outer_worker, inner_worker])
+
+
+def test_who_is_spared_survives(nursery: Nursery) -> None:
+    spared, ended = nursery.pid(READY), nursery.pid(READY)
+
+    count = sweep(nursery.kin, (spared,))
+
+    assert count == 1
+    assert is_running(spared)
+    wait_until_gone(ended)
+
+
+def test_zombies_do_not_count(nursery: Nursery) -> None:
+    zombie = nursery.start("import os; os._exit(0)")
+    os.waitid(os.P_PID, zombie.pid, os.WEXITED | os.WNOWAIT)
+
+    found = living(nursery.kin)
+    ended = sweep(nursery.kin)
+
+    assert os.path.exists(f"/proc/{zombie.pid}")  # noqa: PTH110
+    assert (found, ended) == ([], 0)
+
+
+def test_the_sweeper_spares_itself(nursery: Nursery) -> None:
+    source = (
+        "import sys\n"
+        "from elaunch.agent.guardian.guardian import Kin, living, sweep\n"
+        f"kin = Kin.read({nursery.kin.text()!r})\n"
+        "print(living(kin), sweep(kin))\n"
+    )
+    environ = {**os.environ, VARIABLE: nursery.kin.marker}
+
+    said = subprocess.run([sys.executable, "-c", source], env=environ, capture_output=True, text=True, check=True)
+
+    assert said.stdout == "[] 0\n"
+
+
+def test_a_job_without_processes_is_swept_at_once() -> None:
+    kin = kin_of(secrets.token_hex(8))
+
+    assert (living(kin), sweep(kin)) == ([], 0)
+
+
+def test_who_is_born_after_the_look_is_ended_by_the_next(nursery: Nursery, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, born = nursery.pid(READY), []
+
+    def look(kin: Kin, spare: Collection[int]) -> list[int]:
+        found = living(kin, spare)
+        if not born:
+            born.append(nursery.pid(READY))
+        return found
+
+    monkeypatch.setattr(guardian, "living", look)
+
+    ended = sweep(nursery.kin)
+
+    assert ended == 2
+    wait_until_gone(first)
+    wait_until_gone(born[0])
+
+
+# --- processes with the marker that somebody else runs
+
+MARKER = "c0ffee00c0ffee00"
+NAMESPACE = "pid:[4026531836]"
+
+
+@pytest.mark.parametrize("variable", JOB_VARIABLES)
+def test_a_process_of_another_job_of_the_scheduler_survives(nursery: Nursery, variable: str) -> None:
+    kin = Kin.of_this_process(nursery.kin.marker, {variable: "12"})
+    other, same, none = (nursery.pid(READY, **{variable: job}) for job in ("13", "12", ""))
+
+    ended = sweep(kin)
+
+    assert ended == 2
+    wait_until_gone(same, none)
+    assert is_running(other)
+
+
+@pytest.mark.parametrize("job", ["1\n2", "a=1\n\nb", "\udcff", "9" * 100_000, '"]', "\x85\r"])
+def test_a_job_is_ended_by_its_guardian_whatever_the_schedulers_id_is(nursery: Nursery, job: str) -> None:
+    guard = Guard((), {"OAR_JOB_ID": job})
+    mine = nursery.pid(READY, markers=guard.marker, OAR_JOB_ID=job)
+    other = nursery.pid(READY, markers=guard.marker, OAR_JOB_ID="13")
+    os.close(guard._fd)
+
+    assert guard._process.wait(10) == 0
+    wait_until_gone(mine)
+    assert is_running(other)
+
+
+@pytest.mark.parametrize("name", ["a\rb", "a\x85b", "a\u2028b", "a:b", "\udcff"])
+def test_a_cgroup_of_any_name_is_read(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = f"3:name=systemd:/{name}\n2:cpu,cpuacct:/\n0::/{name}\n".encode(errors="surrogateescape")
+    monkeypatch.setattr(Path, "read_bytes", lambda _: lines)
+
+    kin = kin_of(MARKER)
+
+    assert kin._cgroups == {"": f"/{name}", "name=systemd": f"/{name}"}
+    assert vars(Kin.read(kin.text())) == vars(kin)
+
+
+def test_a_job_that_was_handed_in_from_outside_of_any_survives(nursery: Nursery) -> None:
+    kin = Kin.of_this_process(nursery.kin.marker, {})
+    job, mine = nursery.pid(READY, SLURM_JOB_ID="13"), nursery.pid(DOUBLE_FORK)
+
+    sweep(kin)
+
+    wait_until_gone(mine)
+    assert is_running(job)
+
+
+SLURM_STEP = "/system.slice/slurmstepd.scope/job_12/step_0/user/task_0"
+
+
+@pytest.mark.parametrize(
+    ("own", "cgroup", "jobs", "is_elsewhere"),
+    [
+        ("/user.slice/session-3.scope", "/user.slice/session-3.scope", {}, False),
+        ("/user.slice/session-3.scope", "/user.slice/session-3.scope/below", {}, False),
+        ("/user.slice/session-3.scope", "/user.slice/session-3.scope-2", {}, True),
+        ("/user.slice/session-3.scope", "/user.slice/run-u7.scope", {}, True),
+        ("/user.slice/session-3.scope", "/system.slice/atd.service", {}, True),
+        ("/user.slice/session-3.scope", "/", {}, True),
+        # What cannot be read tells nothing.
+        ("/user.slice/session-3.scope", "", {}, False),
+        ("", "/system.slice/atd.service", {}, False),
+        # Another step of the same job, of Slurm and of PBS; another job; a session that happens to have its number.
+        (SLURM_STEP, "/system.slice/slurmstepd.scope/job_12/step_1/user/task_3", {"SLURM_JOB_ID": "12"}, False),
+        (SLURM_STEP, "/system.slice/slurmstepd.scope/job_12/step_1/user/task_3", {}, True),
+        (SLURM_STEP, "/system.slice/slurmstepd.scope/job_123/step_0/user/task_0", {"SLURM_JOB_ID": "12"}, True),
+        ("/pbs/jobid/12.head/a", "/pbs/jobid/12.head/b", {"PBS_JOBID": "12.head"}, False),
+        ("/user-12.slice/session-1.scope", "/user-12.slice/run-u1.scope", {"SLURM_JOB_ID": "12"}, True),
+        # The root holds all of a host, but not what lies outside of a container's view.
+        ("/", "/system.slice/atd.service", {}, False),
+        ("/", "/../other", {}, True),
+    ],
+)
+def test_a_cgroup_that_is_not_of_the_agents_job_is_elsewhere(
+    own: str, cgroup: str, jobs: dict[str, str], is_elsewhere: bool
+) -> None:
+    for name in ("", "name=systemd"):
+        kin = Kin(MARKER, jobs, {name: own} if own else {}, NAMESPACE)
+
+        assert kin.is_elsewhere(jobs, {name: cgroup} if cgroup else {}, NAMESPACE) is is_elsewhere
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "is_elsewhere"), [("/", False), (f"/elaunch-{MARKER}/generation_0", False), ("/docker/12ab", True)]
+)
+def test_of_another_pid_namespace_a_container_is_elsewhere_and_a_workers_own_is_not(
+    cgroup: str, is_elsewhere: bool
+) -> None:
+    kin = Kin(MARKER, {}, {"": "/"}, NAMESPACE)
+
+    assert kin.is_elsewhere({}, {"": cgroup}, "pid:[4026532000]") is is_elsewhere
+    assert not kin.is_elsewhere({}, {"": cgroup}, NAMESPACE)
+
+
+def test_the_guardian_knows_what_its_agent_knows() -> None:
+    cgroups = {"": "/a b/c=d", "name=systemd": "/user.slice"}
+    for kin in (Kin(MARKER, {"PBS_JOBID": "1=2.x"}, cgroups, NAMESPACE), Kin(MARKER, {}, {}, "")):
+        read = Kin.read(kin.text())
+
+        assert vars(read) == vars(kin)

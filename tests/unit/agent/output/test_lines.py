@@ -1,0 +1,119 @@
+"""agent.lines: whole lines out of a byte stream, and prefixes before them."""
+
+from __future__ import annotations
+
+import random
+import re
+
+import pytest
+
+from elaunch.agent.output.lines import LINE_BYTES_MAX, LineSplitter, prefixed
+
+PREFIX = b"[7] "
+LINE_END = re.compile(rb"\r\n|\n|\r")
+
+
+def random_bytes(rng: random.Random) -> bytes:
+    return b"".join(
+        rng.choice([b"a", b"bc", b"\n", b"\r", b"\r\n", b"", "é".encode()]) for _ in range(rng.randrange(40))
+    )
+
+
+def random_pieces(rng: random.Random, data: bytes) -> list[bytes]:
+    cuts = sorted(rng.randrange(len(data) + 1) for _ in range(rng.randrange(8)))
+    return [data[a:b] for a, b in zip([0, *cuts], [*cuts, len(data)], strict=True)]
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_what_comes_out_is_joined_what_went_in(seed: int) -> None:
+    rng = random.Random(seed)
+    data = random_bytes(rng)
+    splitter = LineSplitter()
+
+    out = [splitter.whole(piece) for piece in random_pieces(rng, data)]
+    rest = splitter.rest()
+
+    assert b"".join(out) + rest == data, f"seed {seed}"
+    assert all(not run or run.endswith((b"\n", b"\r")) for run in out), f"seed {seed}: {out}"
+    assert not LINE_END.search(rest[:-1]), f"seed {seed}: a whole line was left waiting: {rest!r}"
+    assert not splitter.pending
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_giving_up_on_partial_lines_at_any_moment_loses_nothing(seed: int) -> None:
+    rng = random.Random(seed)
+    data = random_bytes(rng)
+    splitter = LineSplitter()
+
+    out = b""
+    for piece in random_pieces(rng, data):
+        out += splitter.whole(piece)
+        if rng.random() < 0.5:
+            out += splitter.rest()
+
+    assert out + splitter.rest() == data, f"seed {seed}"
+
+
+def test_a_line_waits_for_its_end() -> None:
+    splitter = LineSplitter()
+
+    assert splitter.whole(b"one\ntw") == b"one\n"
+    assert splitter.pending
+    assert splitter.whole(b"o\n") == b"two\n"
+    assert not splitter.pending
+
+
+def test_a_carriage_return_ends_a_line_so_that_progress_bars_move() -> None:
+    assert LineSplitter().whole(b"10%\r20%\r30") == b"10%\r20%\r"
+
+
+def test_a_carriage_return_and_newline_are_never_torn_apart() -> None:
+    splitter = LineSplitter()
+
+    assert splitter.whole(b"one\r") == b""
+    assert splitter.pending
+    assert splitter.whole(b"\ntwo") == b"one\r\n"
+
+
+def test_a_line_that_never_ends_is_passed_on_in_pieces() -> None:
+    splitter = LineSplitter()
+
+    out = splitter.whole(b"x" * LINE_BYTES_MAX) + splitter.whole(b"y")
+
+    assert out == b"x" * LINE_BYTES_MAX + b"y"
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        (b"one\n", b"[7] one\n"),
+        (b"one\ntwo\n", b"[7] one\n[7] two\n"),
+        (b"one\ntw", b"[7] one\n[7] tw"),
+        (b"\n\n", b"[7] \n[7] \n"),
+        (b"10%\r20%\r", b"[7] 10%\r[7] 20%\r"),
+        (b"one\r\ntwo\r\n", b"[7] one\r\n[7] two\r\n"),
+        (b"10%\rdone\r\n", b"[7] 10%\r[7] done\r\n"),
+        (b"a\rb", b"[7] a\r[7] b"),
+    ],
+)
+def test_each_line_gets_its_prefix(lines: bytes, expected: bytes) -> None:
+    assert prefixed(lines, PREFIX, continued=False) == expected
+
+
+def test_a_line_that_goes_on_gets_no_second_prefix() -> None:
+    assert prefixed(b"rest\nnext\n", PREFIX, continued=True) == b"rest\n[7] next\n"
+
+
+def test_an_empty_prefix_changes_nothing() -> None:
+    assert prefixed(b"a\r\nb\rc", b"", continued=False) == b"a\r\nb\rc"
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_there_is_one_prefix_at_each_lines_start_and_nowhere_else(seed: int) -> None:
+    data = random_bytes(random.Random(seed)) or b"\n"
+
+    out = prefixed(data, PREFIX, continued=False)
+
+    assert out.replace(PREFIX, b"") == data, f"seed {seed}"
+    lines = [line for line in re.split(rb"(?<=\n)|(?<=\r)(?!\n)", out) if line]
+    assert all(line.startswith(PREFIX) and line.count(PREFIX) == 1 for line in lines), f"seed {seed}: {out!r}"

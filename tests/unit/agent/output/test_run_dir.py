@@ -1,0 +1,277 @@
+"""agent.rundir: where a run keeps its files."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from elaunch.agent.guardian import guardian
+from elaunch.agent.guardian.guardian import CLAIM, remove_abandoned
+from elaunch.agent.output.run_dir import RunDir, memory_places, private_places
+from elaunch.agent.output.streams import LogFile
+
+
+class Warnings(list[str]):
+    def __call__(self, text: str) -> None:
+        self.append(text)
+
+
+@pytest.fixture
+def warnings() -> Warnings:
+    return Warnings()
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder for temporary files."""
+    folder = tmp_path / "tmp"
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    return folder
+
+
+def test_without_a_log_folder_files_are_private(temporary: Path, warnings: Warnings) -> None:
+    run_dir = RunDir(None, "job", warnings)
+
+    assert run_dir.logs is None
+    assert run_dir.private
+    assert run_dir.private.parent == temporary
+    assert stat.S_IMODE(run_dir.private.stat().st_mode) == 0o700
+    assert run_dir.root == run_dir.private
+
+
+def test_a_log_folder_has_one_folder_per_run_so_that_none_deletes_anothers(
+    tmp_path: Path, temporary: Path, warnings: Warnings
+) -> None:
+    runs = [RunDir(tmp_path / "a" / "logs", "job", warnings) for _ in range(2)]
+
+    names = [run.logs.name for run in runs if run.logs]
+    assert len(set(names)) == 2
+    assert all(name.startswith("job_") for name in names)
+    assert [run.private for run in runs] == [None, None]
+    assert list(temporary.iterdir()) == []
+
+
+def test_each_generation_and_rank_has_a_folder_in_torchruns_tree(tmp_path: Path, warnings: Warnings) -> None:
+    run_dir = RunDir(tmp_path, "job", warnings)
+
+    generation, rank = run_dir.generation(2), run_dir.rank(2, 5)
+
+    assert run_dir.logs
+    assert generation == run_dir.logs / "attempt_2"
+    assert rank == run_dir.logs / "attempt_2" / "5"
+    assert rank.is_dir()
+
+
+def test_a_restart_keeps_the_files_of_the_generation_before(tmp_path: Path, warnings: Warnings) -> None:
+    run_dir = RunDir(tmp_path, "job", warnings)
+    before = run_dir.rank(0, 0)
+    assert before
+    (before / "stderr.log").write_text("words")
+
+    run_dir.rank(1, 0)
+    again = run_dir.rank(0, 0)
+
+    assert again == before
+    assert (before / "stderr.log").read_text() == "words"
+
+
+def test_paths_do_not_depend_on_where_one_stands(
+    tmp_path: Path, warnings: Warnings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    run_dir = RunDir(Path("logs"), "job", warnings)
+
+    assert run_dir.logs
+    assert run_dir.logs.is_absolute()
+    assert run_dir.logs.parent == tmp_path / "logs"
+
+
+def test_a_log_folder_that_cannot_be_made_is_refused(tmp_path: Path, temporary: Path, warnings: Warnings) -> None:
+    (tmp_path / "file").write_text("")
+
+    with pytest.raises(NotADirectoryError):
+        RunDir(tmp_path / "file", "job", warnings)
+
+    assert warnings == []
+    assert list(temporary.iterdir()) == []
+
+
+def test_a_rank_whose_folder_cannot_be_made_goes_without(tmp_path: Path, warnings: Warnings) -> None:
+    run_dir = RunDir(tmp_path, "job", warnings)
+    assert run_dir.logs
+    (run_dir.logs / "attempt_0").write_text("in the way")
+
+    assert run_dir.rank(0, 1) is None
+    assert len(warnings) == 1
+
+
+def test_where_nothing_can_be_written_the_run_goes_on_without_files(
+    warnings: Warnings,
+) -> None:
+    run_dir = RunDir(None, "job", warnings, ("/proc/nowhere/elaunch", "/proc/elaunch"))
+
+    assert (run_dir.root, run_dir.generation(0), run_dir.rank(0, 0)) == (None, None, None)
+    assert len(warnings) == 1
+
+
+def test_shared_memory_stands_in_for_a_temporary_folder_that_cannot_be_written(
+    monkeypatch: pytest.MonkeyPatch, warnings: Warnings
+) -> None:
+    monkeypatch.setenv("TMPDIR", "/proc/nowhere")
+    places = private_places()
+    first, *_, last = places
+
+    run_dir = RunDir(None, "job", warnings, (first, last))
+
+    assert Path(first).parent == Path("/proc/nowhere")
+    assert run_dir.private == Path(last)
+    assert run_dir.private.parent == Path("/dev/shm")
+    assert warnings == []
+    shutil.rmtree(run_dir.private)
+
+
+def test_private_folders_of_older_generations_are_removed_and_log_folders_are_kept(
+    tmp_path: Path, temporary: Path, warnings: Warnings
+) -> None:
+    private, kept = RunDir(None, "job", warnings), RunDir(tmp_path / "logs", "job", warnings)
+    folders = [run_dir.rank(generation, 0) for run_dir in (private, kept) for generation in range(3)]
+
+    private.forget_before(2)
+    kept.forget_before(2)
+
+    assert [folder.exists() for folder in folders if folder] == [False, False, True, True, True, True]
+
+
+def test_what_workers_keep_lies_in_shared_memory_in_a_folder_that_is_nobody_elses(warnings: Warnings) -> None:
+    places = private_places()
+    run_dir = RunDir(None, "job", warnings, places)
+
+    folder, trouble = run_dir.memory
+
+    assert folder
+    assert folder.parent == Path("/dev/shm")
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert str(folder) in memory_places(places), "the guardian would not remove it"
+    assert trouble == ""
+    assert run_dir.memory.folder == folder
+    assert run_dir.private
+    shutil.rmtree(run_dir.private)
+    shutil.rmtree(folder)
+
+
+def test_it_is_made_only_when_it_is_asked_for(tmp_path: Path, warnings: Warnings) -> None:
+    places = private_places()
+
+    RunDir(tmp_path, "job", warnings, places)
+
+    assert not [place for place in memory_places(places) if Path(place).exists()]
+
+
+@pytest.mark.parametrize("has_logs", [False, True])
+def test_without_shared_memory_it_lies_with_the_temporary_files(
+    tmp_path: Path, temporary: Path, warnings: Warnings, monkeypatch: pytest.MonkeyPatch, has_logs: bool
+) -> None:
+    monkeypatch.setattr("elaunch.agent.output.run_dir.SHARED_MEMORY", "/proc/nowhere")
+    places = private_places()
+    run_dir = RunDir(tmp_path / "logs" if has_logs else None, "job", warnings, places)
+
+    folder, trouble = run_dir.memory
+
+    assert folder
+    assert folder.parent == temporary
+    assert str(folder) in memory_places(places)
+    assert trouble.startswith("there is no shared memory to be had (/proc/nowhere/elaunch_")
+    assert trouble.endswith(f"No such file or directory); what workers keep for the next generation goes to {folder}")
+
+
+def test_where_nothing_can_be_written_workers_keep_nothing(warnings: Warnings, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elaunch.agent.output.run_dir.SHARED_MEMORY", "/proc/nowhere")
+
+    folder, trouble = RunDir(None, "job", warnings, ("/proc/nowhere/elaunch", "/proc/elaunch")).memory
+
+    assert folder is None
+    assert trouble.endswith("nor a temporary folder; workers keep nothing for the next generation")
+
+
+@pytest.mark.parametrize("whose", ["living", "dead", "another boot's", "another user's", "nobody's"])
+def test_only_what_a_dead_agent_of_this_user_and_boot_has_left_is_removed(
+    temporary: Path, warnings: Warnings, whose: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if whose == "living":
+        folder = RunDir(None, "job", warnings).private
+        assert folder
+    else:
+        code = "from elaunch.agent.output.run_dir import RunDir; print(RunDir(None, 'job', print).private)"
+        folder = Path(subprocess.check_output([sys.executable, "-c", code], text=True).strip())
+        (folder / "attempt_0").mkdir()
+    match whose:
+        case "another boot's":
+            (folder / CLAIM).write_text("another")
+        case "another user's":
+            monkeypatch.setattr(os, "geteuid", lambda: 12345)
+        case "nobody's":
+            (folder / CLAIM).unlink()
+    (temporary / "elaunch_of_somebody").mkdir()
+
+    remove_abandoned([str(temporary / "elaunch_0000000000000000")])
+
+    assert folder.parent == temporary
+    assert folder.exists() == (whose != "dead")
+    assert (temporary / "elaunch_of_somebody").exists()
+
+
+def test_a_folder_that_is_swapped_while_it_is_removed_costs_nobody_a_file(
+    temporary: Path, warnings: Warnings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = "from elaunch.agent.output.run_dir import RunDir; print(RunDir(None, 'job', print).private)"
+    folder = Path(subprocess.check_output([sys.executable, "-c", code], text=True).strip())
+    (folder / "Documents").mkdir()
+    precious = tmp_path / "home" / "Documents" / "precious"
+    precious.parent.mkdir(parents=True)
+    precious.touch()
+
+    boot_id = guardian.boot_id()
+
+    def swap() -> bytes:
+        # The last look before the removal. The owner of a temporary folder that is not sticky may rename what is in it.
+        folder.rename(temporary / "away")
+        folder.symlink_to(tmp_path / "home")
+        return boot_id
+
+    monkeypatch.setattr(guardian, "boot_id", swap)
+
+    remove_abandoned([str(temporary / "elaunch_0000000000000000")])
+
+    assert folder.is_symlink(), "the swap never happened"
+    assert precious.exists()
+    assert not (temporary / "away" / "Documents").exists()
+
+
+@pytest.mark.parametrize(("umask", "file_mode", "folder_mode"), [(0o022, 0o640, 0o750), (0o077, 0o600, 0o700)])
+def test_logs_are_for_the_user_and_the_group_at_most(
+    tmp_path: Path, warnings: Warnings, umask: int, file_mode: int, folder_mode: int
+) -> None:
+    before = os.umask(umask)
+    try:
+        run_dir = RunDir(tmp_path / "new" / "logs", "job", warnings)
+        folder = run_dir.rank(0, 0)
+        assert folder
+        assert run_dir.logs
+        LogFile(str(folder / "stdout.log"), warnings).close()
+        (folder / "error.json").touch()
+    finally:
+        os.umask(before)
+
+    assert stat.S_IMODE((folder / "stdout.log").stat().st_mode) == file_mode
+    assert stat.S_IMODE(run_dir.logs.stat().st_mode) == folder_mode
+    # The user's own: the log folder, and what workers write.
+    assert stat.S_IMODE((tmp_path / "new" / "logs").stat().st_mode) == 0o777 & ~umask
+    assert stat.S_IMODE((folder / "error.json").stat().st_mode) == 0o666 & ~umask

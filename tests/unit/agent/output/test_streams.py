@@ -1,0 +1,375 @@
+"""agent.streams: from a worker's pipe to the console and the file, with real file descriptors."""
+
+from __future__ import annotations
+
+import os
+import resource
+import tracemalloc
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from elaunch.agent.output.streams import PARTIAL_LINE_WAIT_S, TAIL_BYTES_MAX, Console, LogFile, Stream, write_all
+
+
+class Screen:
+    """A console whose output can be read back, and the warnings that it gave."""
+
+    def __init__(self) -> None:
+        self._read_fd, self._write_fd = os.pipe()
+        os.set_blocking(self._read_fd, False)
+        self.warnings: list[str] = []
+        self.console = Console(self._write_fd, self.warnings.append)
+
+    def shown(self) -> bytes:
+        try:
+            return os.read(self._read_fd, 1 << 16)
+        except BlockingIOError:
+            return b""
+
+    def lose_reader(self) -> None:
+        os.close(self._read_fd)
+        self._read_fd = -1
+
+    def close(self) -> None:
+        for fd in (self._read_fd, self._write_fd):
+            if fd >= 0:
+                os.close(fd)
+
+
+@pytest.fixture
+def screen() -> Iterator[Screen]:
+    screen = Screen()
+    yield screen
+    screen.close()
+
+
+def stream(
+    console: Console | None,
+    prefix: bytes = b"",
+    *,
+    local_rank: int = 0,
+    keep_tail: bool = True,
+    file: LogFile | None = None,
+    file_first: bool = False,
+    needles: tuple[bytes, ...] = (),
+    needle_file: LogFile | None = None,
+) -> Stream:
+    read_fd, write_fd = os.pipe()
+    os.close(write_fd)
+    return Stream(
+        read_fd,
+        generation=0,
+        local_rank=local_rank,
+        keep_tail=keep_tail,
+        console=console,
+        prefix=prefix,
+        file=file,
+        file_first=file_first,
+        needles=needles,
+        needle_file=needle_file,
+    )
+
+
+def test_whole_lines_are_shown_at_once_with_their_ranks_prefix(screen: Screen) -> None:
+    rank_0 = stream(screen.console, b"[0] ")
+
+    rank_0.feed(b"one\ntwo\n", now_s=1.0)
+
+    assert screen.shown() == b"[0] one\n[0] two\n"
+    assert rank_0.flush_at_s is None
+
+
+def test_no_ranks_line_is_cut_by_anothers(screen: Screen) -> None:
+    rank_0, rank_1 = stream(screen.console, b"[0] "), stream(screen.console, b"[1] ", local_rank=1)
+
+    rank_0.feed(b"hel", now_s=1.0)
+    rank_1.feed(b"other\n", now_s=1.0)
+    rank_0.feed(b"lo\n", now_s=1.0)
+
+    assert screen.shown() == b"[1] other\n[0] hello\n"
+
+
+def test_a_partial_line_is_shown_after_a_moment_and_goes_on_without_a_second_prefix(screen: Screen) -> None:
+    rank_0 = stream(screen.console, b"[0] ")
+    rank_0.feed(b"load", now_s=5.0)
+
+    before, due_s = screen.shown(), rank_0.flush_at_s
+    rank_0.flush()
+    after = screen.shown()
+    rank_0.feed(b"ing\n", now_s=6.0)
+
+    assert (before, due_s) == (b"", 5.0 + PARTIAL_LINE_WAIT_S)
+    assert after == b"[0] load"
+    assert screen.shown() == b"ing\n"
+
+
+def test_a_line_left_open_is_ended_before_another_rank_writes(screen: Screen) -> None:
+    rank_0, rank_1 = stream(screen.console, b"[0] "), stream(screen.console, b"[1] ", local_rank=1)
+    rank_0.feed(b"load", now_s=1.0)
+    rank_0.flush()
+
+    rank_1.feed(b"hi\n", now_s=1.0)
+    rank_0.feed(b"ing\n", now_s=1.0)
+
+    assert screen.shown() == b"[0] load\n[1] hi\n[0] ing\n"
+
+
+def test_the_agents_own_words_end_an_open_line_too(screen: Screen) -> None:
+    rank_0 = stream(screen.console)
+    rank_0.feed(b"epoch 1 ", now_s=1.0)
+
+    screen.console.write(b"elaunch: stopping\n", None)
+
+    assert screen.shown() == b"epoch 1 \nelaunch: stopping\n"
+
+
+def test_a_lone_workers_partial_line_is_shown_at_once(screen: Screen) -> None:
+    alone = stream(screen.console)
+
+    alone.feed(b"name? ", now_s=1.0)
+
+    assert screen.shown() == b"name? "
+
+
+def test_a_progress_bar_of_one_rank_moves(screen: Screen) -> None:
+    rank_0 = stream(screen.console, b"[0] ")
+
+    rank_0.feed(b"10%\r20%\r30%", now_s=1.0)
+
+    assert screen.shown() == b"[0] 10%\r[0] 20%\r"
+
+
+def test_a_reader_that_went_away_costs_one_warning_and_nothing_else(screen: Screen) -> None:
+    screen.lose_reader()
+    rank_0 = stream(screen.console, b"[0] ")
+
+    rank_0.feed(b"one\n", now_s=1.0)
+    rank_0.feed(b"two\n", now_s=1.0)
+
+    assert len(screen.warnings) == 1
+    assert "Broken pipe" in screen.warnings[0]
+    assert rank_0.tail() == "one\ntwo\n"
+
+
+def test_a_console_on_a_full_disk_costs_one_warning() -> None:
+    warnings: list[str] = []
+    fd = os.open("/dev/full", os.O_WRONLY)
+    console = Console(fd, warnings.append)
+
+    console.write(b"one\n", None)
+    console.write(b"two\n", None)
+    os.close(fd)
+
+    assert len(warnings) == 1
+    assert "No space left on device" in warnings[0]
+
+
+def test_a_full_disk_costs_a_log_file_one_warning_and_the_console_goes_on(screen: Screen) -> None:
+    warnings: list[str] = []
+    rank_0 = stream(screen.console, b"[0] ", file=LogFile("/dev/full", warnings.append))
+
+    rank_0.feed(b"one\n", now_s=1.0)
+    rank_0.feed(b"two\n", now_s=1.0)
+    rank_0.close()
+
+    assert warnings == ["/dev/full cannot be written (No space left on device); training goes on without this log file"]
+    assert screen.shown() == b"[0] one\n[0] two\n"
+
+
+def test_a_redirected_stream_is_on_the_console_only_from_where_its_file_takes_no_more(
+    screen: Screen, tmp_path: Path
+) -> None:
+    path = tmp_path / "stdout.log"
+    ours, theirs = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            # The limit is a process's own; a file that is cut at 10 bytes stands for a disk that is full.
+            resource.setrlimit(resource.RLIMIT_FSIZE, (10, 10))
+            file = LogFile(str(path), lambda warning: None)
+            rank_0 = stream(screen.console, b"[0] ", file=file, file_first=True)
+            rank_0.feed(b"one\n", now_s=1.0)
+            os.write(theirs, b"before: " + screen.shown())
+            for piece in (b"two\nthree\n", b"four\n"):
+                rank_0.feed(piece, now_s=1.0)
+            rank_0.close()
+            os.write(theirs, b"; after: " + screen.shown())
+        finally:
+            os._exit(0)
+    os.close(theirs)
+    os.waitpid(child, 0)
+    with os.fdopen(ours, "rb") as pipe:
+        said = pipe.read()
+
+    assert said == b"before: ; after: [0] ree\n[0] four\n"
+    assert path.read_bytes() == b"one\ntwo\nth"
+
+
+@pytest.mark.parametrize("path", ["/dev/full", "/proc/nowhere/stdout.log", ""])
+def test_a_redirected_stream_without_a_file_that_can_be_written_is_on_the_console(path: str, screen: Screen) -> None:
+    file = LogFile(path, screen.warnings.append) if path else None
+    rank_0 = stream(screen.console, b"[0] ", file=file, file_first=True)
+
+    rank_0.feed(b"one\n", now_s=1.0)
+    rank_0.close()
+
+    assert screen.shown() == b"[0] one\n"
+
+
+def test_a_log_file_that_cannot_be_opened_costs_one_warning(tmp_path: Path) -> None:
+    warnings: list[str] = []
+    path = tmp_path / "missing" / "stderr.log"
+
+    file = LogFile(str(path), warnings.append)
+    file.write(b"one\n")
+    file.close()
+
+    assert warnings == [f"{path} cannot be written (No such file or directory); training goes on without this log file"]
+
+
+def test_a_file_gets_every_byte_as_it_was_written(screen: Screen, tmp_path: Path) -> None:
+    path = tmp_path / "stdout.log"
+    rank_0 = stream(screen.console, b"[0] ", file=LogFile(str(path), screen.warnings.append))
+
+    for piece in (b"a\r", b"\nb", b"\xff\r10%", b"\r"):
+        rank_0.feed(piece, now_s=1.0)
+    rank_0.close()
+
+    assert path.read_bytes() == b"a\r\nb\xff\r10%\r"
+
+
+def test_a_log_file_is_appended_to_and_never_cut(tmp_path: Path) -> None:
+    path = tmp_path / "stderr.log"
+    path.write_bytes(b"earlier\n")
+
+    file = LogFile(str(path), [].append)
+    file.write(b"later\n")
+    file.close()
+
+    assert path.read_bytes() == b"earlier\nlater\n"
+
+
+def test_the_end_of_a_stream_gives_out_its_last_partial_line(screen: Screen) -> None:
+    rank_0 = stream(screen.console, b"[0] ")
+    rank_0.feed(b"no newline", now_s=1.0)
+
+    rank_0.close()
+
+    assert screen.shown() == b"[0] no newline"
+
+
+def test_a_stream_that_is_not_on_the_console_keeps_its_tail() -> None:
+    silent = stream(None, b"[0] ")
+
+    silent.feed(b"words\n", now_s=1.0)
+
+    assert silent.tail() == "words\n"
+
+
+def test_only_the_end_is_kept_and_it_has_a_bound() -> None:
+    chatty = stream(None)
+
+    for n in range(20_000):
+        chatty.feed(b"line %06d\n" % n, now_s=1.0)
+
+    assert len(chatty.tail()) == TAIL_BYTES_MAX
+    assert chatty.tail().endswith("line 019998\nline 019999\n")
+
+
+def test_one_huge_write_is_kept_within_the_bound_too() -> None:
+    chatty = stream(None)
+
+    chatty.feed(b"x" * (TAIL_BYTES_MAX * 3) + b"end", now_s=1.0)
+
+    assert len(chatty.tail()) == TAIL_BYTES_MAX
+    assert chatty.tail().endswith("xend")
+
+
+def test_a_chatty_rank_does_not_fill_the_agents_memory() -> None:
+    chatty = stream(None)
+    tracemalloc.start()
+
+    for n in range(4000):
+        chatty.feed(b"%08d" % n * 128, now_s=1.0)
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+
+    assert held < 4 * TAIL_BYTES_MAX
+
+
+def test_no_tail_is_kept_where_none_is_wanted() -> None:
+    out = stream(None, keep_tail=False)
+
+    out.feed(b"words\n", now_s=1.0)
+
+    assert out.tail() == ""
+
+
+def test_bytes_that_are_no_text_do_not_break_the_tail() -> None:
+    binary = stream(None)
+
+    binary.feed(b"\xff\xfe ok\n", now_s=1.0)
+
+    assert binary.tail() == "\ufffd\ufffd ok\n"
+
+
+def test_lines_with_a_wanted_word_are_copied_whole(screen: Screen, tmp_path: Path) -> None:
+    path = tmp_path / "filtered_stdout.log"
+    wanted = stream(
+        screen.console,
+        needles=(b"loss", b"lr"),
+        needle_file=LogFile(str(path), screen.warnings.append),
+    )
+
+    for piece in (b"step 1\nlo", b"ss 0.3\n", b"lr 0.1\nother\n"):
+        wanted.feed(piece, now_s=1.0)
+    wanted.close()
+
+    assert path.read_bytes() == b"loss 0.3\nlr 0.1\n"
+    assert screen.shown() == b"step 1\nloss 0.3\nlr 0.1\nother\n"
+
+
+def test_a_closed_stream_leaves_no_file_descriptor_open(screen: Screen, tmp_path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+    file = LogFile(str(tmp_path / "a"), screen.warnings.append)
+    needle_file = LogFile(str(tmp_path / "b"), screen.warnings.append)
+    rank_0 = stream(screen.console, needles=(b"x",), file=file, needle_file=needle_file)
+
+    rank_0.close()
+
+    assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
+
+
+def test_a_write_to_a_slow_reader_waits_and_loses_nothing() -> None:
+    read_fd, write_fd = os.pipe()
+    os.set_blocking(write_fd, False)
+    data = bytes(range(256)) * 1024
+    got = bytearray()
+    child = os.fork()
+    if child == 0:
+        os.close(read_fd)
+        write_all(write_fd, data)
+        os._exit(0)
+    os.close(write_fd)
+
+    while piece := os.read(read_fd, 5000):
+        got += piece
+    _, status = os.waitpid(child, 0)
+    os.close(read_fd)
+
+    assert bytes(got) == data
+    assert status == 0
+
+
+def test_a_line_that_keeps_growing_is_not_held_back_for_ever(screen: Screen) -> None:
+    rank_0 = stream(screen.console, b"[0] ")
+    rank_0.feed(b".", 10.0)
+    due_s = rank_0.flush_at_s
+
+    rank_0.feed(b".", 10.09)
+
+    assert rank_0.flush_at_s == due_s
+    rank_0.flush()
+    assert screen.shown() == b"[0] .."

@@ -1,0 +1,76 @@
+"""agent.identity: a successor can tell whether an agent of the same host is dead, and of no other."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+from elaunch.agent.session.process_identity import is_dead_here, this_process
+from tests.harness import wait_for
+
+WORD = "from elaunch.agent.session.process_identity import this_process; print(this_process(), flush=True); input()"
+
+
+def other_process() -> tuple[subprocess.Popen[str], str]:
+    """One that lives until its stdin is closed, and its name."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", WORD],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    assert process.stdout
+    return process, process.stdout.readline().strip()
+
+
+def test_a_process_that_lives_is_not_dead() -> None:
+    process, name = other_process()
+    try:
+        assert name != this_process()
+        assert not is_dead_here(name)
+        assert not is_dead_here(this_process())
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_process_that_has_ended_is_dead() -> None:
+    process, name = other_process()
+    process.communicate("\n")
+
+    assert is_dead_here(name)
+
+
+def test_a_zombie_is_dead() -> None:
+    process, name = other_process()
+    process.kill()
+    try:
+        wait_for(lambda: is_dead_here(name), "the killed process to be dead, though nobody has waited for it")
+        assert process.returncode is None
+    finally:
+        process.communicate()
+
+
+def test_another_process_that_got_the_same_pid_is_not_taken_for_it() -> None:
+    place, _, started = this_process().rpartition(":")
+
+    assert is_dead_here(f"{place}:{int(started) - 1}")
+
+
+def test_of_a_process_elsewhere_nobody_can_tell() -> None:
+    boot, namespace, pid, started = this_process().rsplit(":", 3)
+
+    assert not is_dead_here(f"other-boot:{namespace}:{pid}:{int(started) - 1}")
+    assert not is_dead_here(f"{boot}:pid-1:{pid}:{int(started) - 1}")
+
+
+def test_what_is_no_name_of_a_process_is_not_dead() -> None:
+    for name in ("", ":", "::", "a", "a:b", "a:b:c", f"{this_process()}:x", "unknown:1:2"):
+        assert not is_dead_here(name), name
+
+
+def test_a_process_keeps_its_name() -> None:
+    assert this_process() == this_process()
+    assert f":{os.getpid()}:" in this_process()

@@ -1,0 +1,244 @@
+"""agent.errands: what is to be asked of the store keeps its order, and is tried until it is answered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from elaunch.agent.core.events import StoreAway, StoreBack, StoreEvent, StoreLost, StoreRefuses
+from elaunch.agent.session.retry_queue import FIRST_BACKOFF_S, LAST_TRIES, Errands
+from elaunch.rendezvous.store import Denied, HeadAway, HistoryLost, Rejected, StoreError, TimedOut, Unavailable
+
+BACKOFF_MAX_S = 0.5
+AWAY = Unavailable("no route")
+
+
+class Bench:
+    """A queue whose errands fail as they are told; `done` are those that did not."""
+
+    def __init__(self) -> None:
+        self.done: list[str] = []
+        self.tried: list[str] = []
+        self.events: list[StoreEvent] = []
+        self.failing: dict[str, list[StoreError]] = {}
+        self.drawn: list[tuple[float, float]] = []
+        self.errands = Errands(self.errand("renewal"), self.events.append, BACKOFF_MAX_S, self._uniform)
+
+    def errand(self, name: str, *failing: StoreError) -> Callable[[], None]:
+        self.failing[name] = list(failing)
+
+        def run() -> None:
+            self.tried.append(name)
+            if self.failing[name]:
+                raise self.failing[name].pop(0)
+            self.done.append(name)
+
+        return run
+
+    def run(self) -> list[float]:
+        """Do all that there is; the pauses."""
+        pauses_s = [0.0]
+        while self.errands.has_any:
+            pauses_s.append(self.errands.do_next(pauses_s[-1]))
+        return pauses_s[1:]
+
+    def _uniform(self, low: float, high: float) -> float:
+        self.drawn.append((low, high))
+        return high
+
+
+def test_errands_keep_their_order_though_the_first_must_be_tried_again() -> None:
+    bench = Bench()
+    bench.errands.order(bench.errand("first", AWAY, AWAY))
+    bench.errands.order(bench.errand("second", AWAY))
+    bench.errands.order(bench.errand("third"))
+
+    bench.run()
+
+    assert bench.done == ["first", "second", "third"]
+    assert bench.tried == ["first", "first", "first", "second", "second", "third"]
+
+
+def test_a_renewal_goes_before_what_waits_and_stays_wanted_until_it_is_done() -> None:
+    bench = Bench()
+    bench.failing["renewal"] = [AWAY]
+    bench.errands.order(bench.errand("first"))
+    bench.errands.order_renewal()
+    bench.errands.order_renewal()
+
+    bench.run()
+
+    assert bench.tried == ["renewal", "renewal", "first"]
+
+
+def test_that_the_store_is_away_is_told_at_each_try_and_that_it_is_back_once() -> None:
+    bench = Bench()
+    bench.errands.order(bench.errand("first", AWAY, Unavailable("timed out")))
+    bench.errands.order(bench.errand("second"))
+
+    bench.run()
+
+    assert bench.events == [StoreAway("no route"), StoreAway("timed out"), StoreBack()]
+
+
+def test_the_first_answer_ever_is_told() -> None:
+    bench = Bench()
+    for name in ("first", "second"):
+        bench.errands.order(bench.errand(name))
+
+    bench.run()
+
+    assert bench.events == [StoreBack()]
+
+
+def test_pauses_grow_to_their_longest_and_begin_anew_after_an_answer() -> None:
+    bench = Bench()
+    bench.errands.order(bench.errand("first", *[AWAY] * 8))
+    bench.errands.order(bench.errand("second", AWAY))
+
+    pauses_s = bench.run()
+
+    assert pauses_s[0] == FIRST_BACKOFF_S
+    assert pauses_s[:8] == sorted(pauses_s[:8])
+    assert pauses_s[7:] == [BACKOFF_MAX_S, 0.0, FIRST_BACKOFF_S, 0.0]
+    assert all(low == high / 2 for low, high in bench.drawn), "many agents lose the same store at the same moment"
+
+
+def test_a_lost_history_is_told_and_does_not_hold_up_the_rest() -> None:
+    bench = Bench()
+    bench.errands.order(bench.errand("first", HistoryLost("another cluster answers")))
+    bench.errands.order(bench.errand("second"))
+
+    bench.run()
+
+    assert [event for event in bench.events if isinstance(event, StoreLost)] == [StoreLost("another cluster answers")]
+    assert bench.done == ["second"]
+
+
+def test_away_too_slow_and_refused_are_told_apart() -> None:
+    bench = Bench()
+    errors = AWAY, TimedOut("no answer"), Rejected("etcd is full"), Denied("no permission")
+    bench.errands.order(bench.errand("first", *errors))
+
+    bench.run()
+
+    assert bench.events == [
+        StoreAway("no route"),
+        StoreAway("no answer", is_slow=True),
+        StoreRefuses("etcd is full"),
+        StoreRefuses("no permission", is_denied=True),
+        StoreBack(),
+    ]
+
+
+def test_a_head_that_answers_too_late_is_slow_not_away() -> None:
+    bench = Bench()
+    error = HeadAway("the job's store is silent: no answer")
+    error.__cause__ = TimedOut("no answer")
+    bench.errands.order(bench.errand("first", error))
+
+    bench.run()
+
+    assert bench.events[0] == StoreAway("the job's store is silent: no answer", is_heads=True, is_slow=True)
+
+
+def test_what_is_refused_keeps_its_place_and_is_asked_again_without_haste() -> None:
+    bench = Bench()
+    bench.errands.order(bench.errand("first", Rejected("etcd is full"), Denied("no permission")))
+    bench.errands.order(bench.errand("second"))
+
+    pauses_s = bench.run()
+
+    assert bench.done == ["first", "second"]
+    assert pauses_s == [BACKOFF_MAX_S, BACKOFF_MAX_S, 0.0, 0.0]
+
+
+def test_renewals_that_succeed_do_not_hide_an_errand_that_never_does() -> None:
+    """Else nothing would be in the log: each renewal would restart the time after which the trouble is worth a line."""
+    bench = Bench()
+    bench.errands.order(bench.errand("first", *[Rejected("etcd is full")] * 3))
+    for _ in range(3):
+        bench.errands.do_next(0.0)
+        bench.errands.order_renewal()
+        bench.errands.do_next(0.0)
+    refused = list(bench.events)
+
+    bench.run()
+
+    assert refused == [StoreRefuses("etcd is full")] * 3
+    assert bench.events[3:] == [StoreBack()]
+    assert bench.tried == ["first", "renewal"] * 3 + ["first"]
+
+
+def test_a_renewal_that_is_refused_lets_what_waits_have_its_turn() -> None:
+    bench = Bench()
+    bench.failing["renewal"] = [Rejected("HTTP status 502")] * 2
+    bench.errands.order_renewal()
+    for name in ("first", "second"):
+        bench.errands.order(bench.errand(name))
+
+    bench.run()
+
+    assert bench.tried == ["renewal", "first", "renewal", "second", "renewal"]
+    assert bench.events == [*[StoreRefuses("HTTP status 502")] * 2, StoreBack()]
+
+
+def test_last_words_that_are_denied_are_not_said_three_times() -> None:
+    bench = Bench()
+    bench.errands.order(bench.errand("first", Denied("no permission"), Denied("no permission")))
+
+    bench.errands.do_next(0.0)
+
+    assert bench.errands.is_over
+    assert not bench.errands.is_away
+
+
+def test_whoever_wants_to_go_waits_for_what_is_left_unless_the_store_is_away() -> None:
+    bench = Bench()
+    over = [bench.errands.is_over]
+    bench.errands.order(bench.errand("first", *[AWAY] * LAST_TRIES))
+    over.append(bench.errands.is_over)
+    for _ in range(LAST_TRIES):
+        bench.errands.do_next(0.0)
+        over.append(bench.errands.is_over)
+
+    assert over == [True, False, *[False] * (LAST_TRIES - 1), True]
+    assert bench.errands.is_away
+
+
+def test_last_words_are_said_where_only_renewals_are_refused() -> None:
+    bench = Bench()
+    bench.failing["renewal"] = [Rejected("HTTP status 502")] * 10
+    bench.errands.order_renewal()
+    for _ in range(2 * LAST_TRIES):
+        bench.errands.do_next(BACKOFF_MAX_S)
+
+    bench.errands.order(bench.errand("goodbye"))
+    bench.errands.end()
+    over = bench.errands.is_over
+    bench.errands.do_next(BACKOFF_MAX_S)
+
+    assert not over
+    assert bench.done == ["goodbye"]
+    assert bench.errands.is_over
+
+
+def test_at_the_end_a_renewal_of_an_absent_store_does_not_hold_up_the_last_words() -> None:
+    bench = Bench()
+    bench.failing["renewal"] = [AWAY] * 10
+    bench.errands.order_renewal()
+    bench.errands.order(bench.errand("goodbye", *[AWAY] * LAST_TRIES))
+    bench.errands.do_next(0.0)
+
+    bench.errands.end()
+    for _ in range(LAST_TRIES):
+        bench.errands.do_next(0.0)
+
+    assert bench.tried == ["renewal", *["goodbye"] * LAST_TRIES]
+    assert bench.errands.is_over
+
+
+def test_without_errands_nothing_is_done() -> None:
+    bench = Bench()
+
+    assert bench.errands.do_next(0.0) == 0.0
+    assert (bench.tried, bench.events) == ([], [])

@@ -1,0 +1,372 @@
+"""agent.session: what is ordered is done by a thread of its own, in order, until the store has done it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+
+from elaunch.agent.core.events import (
+    Committed,
+    Leased,
+    LeaseLost,
+    Looked,
+    StoreAway,
+    StoreBack,
+    StoreEvent,
+    StoreLost,
+    StoreRefuses,
+    Tag,
+)
+from elaunch.agent.session.session import Session
+from elaunch.rendezvous.rules.snapshot import Keys
+from elaunch.rendezvous.store import Absent, Answer, Delete, Denied, Put, Txn, Unavailable
+from elaunch.rendezvous.times import Times
+from tests.harness import wait_for
+from tests.unit.rendezvous.flaky_store import FlakyStore
+
+KEYS = Keys("job")
+# Short enough for many tries, and with leases that no test outlives.
+TIMES = replace(Times(), backoff_max_s=0.02, keepalive_s=0.01, lease_ttl_s=60)
+FLUSH_S = 20.0
+AWAY = Unavailable("no route")
+
+
+class Bench:
+    """A session with a store that fails as it is told; `events` came by `post`."""
+
+    def __init__(self, *, remote: bool, store: FlakyStore | None = None) -> None:
+        self.store = store or FlakyStore()
+        self.events: list[StoreEvent] = []
+        self.looks_due = 0
+        self.session = Session(
+            self.store, KEYS, "node-a", TIMES, self.events.append, self._look_again, is_remote=remote
+        )
+
+    @property
+    def lease(self) -> int:
+        leased = [event for event in self.events if isinstance(event, Leased)]
+        return leased[-1].lease
+
+    def seen(self, kind: type[StoreEvent]) -> list[StoreEvent]:
+        return [event for event in self.events if isinstance(event, kind)]
+
+    def wait_for(self, kind: type[StoreEvent], count: int = 1) -> StoreEvent:
+        wait_for(lambda: len(self.seen(kind)) >= count, f"{count} times {kind.__name__}, {self.events}")
+        return self.seen(kind)[count - 1]
+
+    def put(self, number: int) -> Txn:
+        """A write that can happen once."""
+        return Txn((Absent(f"{KEYS.root}n/{number}"),), (Put(f"{KEYS.root}n/{number}", "x"),))
+
+    @property
+    def numbers(self) -> list[int]:
+        """Of the writes that happened, in the store's order."""
+        entries = self.store.read(f"{KEYS.root}n/").entries
+        by_age = sorted(entries, key=lambda key: entries[key].create_revision)
+        return [int(key.rpartition("/")[2]) for key in by_age]
+
+    def _look_again(self) -> None:
+        self.looks_due += 1
+
+
+@contextmanager
+def session(*, remote: bool = True, store: FlakyStore | None = None) -> Iterator[Bench]:
+    bench = Bench(remote=remote, store=store)
+    try:
+        bench.session.open()
+        yield bench
+    finally:
+        bench.store.down = ""
+        bench.session.close(FLUSH_S)
+
+
+# --- a store in this process
+
+
+def test_a_store_in_this_process_is_asked_at_once_by_whoever_calls() -> None:
+    before = threading.active_count()
+    with session(remote=False) as bench:
+        assert bench.looks_due == 1
+        looked = bench.session.look()
+        bench.session.commit(bench.put(1), Tag.JOIN)
+
+        assert bench.looks_due == 2
+        assert threading.active_count() == before
+        assert bench.store.threads == {threading.current_thread().name}
+
+    assert isinstance(looked, Looked)
+    assert looked.snapshot.whole
+    assert [type(event) for event in bench.events] == [Leased, Committed]
+    assert bench.store.closed
+
+
+def test_a_store_in_this_process_needs_no_renewal() -> None:
+    with session(remote=False) as bench:
+        assert bench.session.due_s is None
+        bench.session.tick(1e9)
+
+    assert bench.store.calls["keep_alive"] == 0
+
+
+# --- a store elsewhere
+
+
+def test_a_store_elsewhere_is_asked_by_a_thread_of_the_sessions_own() -> None:
+    with session() as bench:
+        bench.wait_for(Leased)
+        bench.session.commit(bench.put(1), Tag.JOIN)
+        bench.wait_for(Committed)
+
+        assert threading.current_thread().name not in bench.store.threads
+
+    assert not [thread for thread in threading.enumerate() if thread.name == "store"]
+
+
+class SlowStore(FlakyStore):
+    """Commits wait until they are let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go = threading.Event()
+
+    def commit(self, txn: Txn) -> Answer:
+        assert self.go.wait(FLUSH_S)
+        return super().commit(txn)
+
+
+def test_whoever_orders_never_waits_for_the_store() -> None:
+    store = SlowStore()
+    with session(store=store) as bench:
+        bench.wait_for(Leased)
+
+        for number in range(5):
+            bench.session.commit(bench.put(number), Tag.JOIN)
+        bench.session.widen()
+        bench.session.tick(1e9)
+        answered = len(bench.seen(Committed))
+        store.go.set()
+        bench.wait_for(Committed, 5)
+
+    assert answered == 0
+
+
+def test_transactions_happen_in_the_order_in_which_they_were_ordered_though_the_store_is_away_meanwhile() -> None:
+    with session() as bench:
+        bench.wait_for(StoreBack)
+        bench.store.down = "no route"
+        for number in range(20):
+            bench.session.commit(bench.put(number), Tag.JOIN)
+        bench.wait_for(StoreAway, 3)
+        bench.store.down = ""
+        bench.wait_for(Committed, 20)
+
+        assert bench.numbers == list(range(20))
+        assert len(bench.seen(Committed)) == 20
+        assert len(bench.seen(StoreBack)) == 2
+
+
+def test_a_transaction_whose_answer_is_lost_is_sent_again_and_its_guards_keep_it_from_happening_twice() -> None:
+    with session() as bench:
+        bench.wait_for(StoreBack)
+        bench.store.lose("commit", AWAY)
+        bench.session.commit(bench.put(1), Tag.JOIN)
+        bench.session.commit(bench.put(2), Tag.JOIN)
+        bench.wait_for(Committed, 2)
+
+        held = [event.held for event in bench.seen(Committed) if isinstance(event, Committed)]
+        assert held == [False, True]
+        assert bench.numbers == [1, 2]
+
+
+def test_a_session_that_begins_while_the_store_is_away_begins_when_it_is_there() -> None:
+    bench = Bench(remote=True)
+    bench.store.down = "10.0.0.9:2379 refuses connections"
+    bench.session.open()
+    try:
+        bench.wait_for(StoreAway, 3)
+        bench.store.down = ""
+        bench.wait_for(StoreBack)
+
+        assert isinstance(bench.session.look(), Looked)
+        assert bench.looks_due == 1
+        assert bench.events[0] == StoreAway("10.0.0.9:2379 refuses connections")
+    finally:
+        bench.session.close(FLUSH_S)
+
+
+def test_a_lease_is_renewed_only_by_a_loop_that_lives() -> None:
+    with session() as bench:
+        bench.wait_for(StoreBack)
+        due_s = bench.session.due_s
+        assert due_s is not None
+        bench.session.commit(bench.put(1), Tag.JOIN)
+        bench.wait_for(Committed)
+        untouched = bench.store.calls["keep_alive"]
+
+        bench.session.tick(due_s - 0.001)
+        bench.session.commit(bench.put(2), Tag.JOIN)
+        bench.wait_for(Committed, 2)
+        early = bench.store.calls["keep_alive"]
+        bench.session.tick(due_s)
+        wait_for(lambda: bench.store.calls["keep_alive"], "a renewal")
+
+    assert (untouched, early) == (0, 0)
+
+
+def test_a_renewal_does_not_wait_behind_transactions_that_the_store_does_not_answer() -> None:
+    with session() as bench:
+        bench.wait_for(StoreBack)
+        bench.store.fail("commit", *[AWAY] * 1000)
+        bench.session.commit(bench.put(1), Tag.JOIN)
+        bench.wait_for(StoreAway)
+
+        bench.session.tick(bench.session.due_s or 0.0)
+        wait_for(lambda: bench.store.calls["keep_alive"], "a renewal")
+
+        assert not bench.seen(Committed)
+        bench.store.errors["commit"].clear()
+
+
+def test_a_lease_that_ended_is_told_and_another_is_begun_when_it_is_asked_for() -> None:
+    with session() as bench:
+        bench.wait_for(StoreBack)
+        first = bench.lease
+        bench.store.revoke(first)
+
+        bench.session.tick(bench.session.due_s or 0.0)
+        told = bench.wait_for(LeaseLost)
+        bench.session.renew()
+        bench.wait_for(Leased, 2)
+
+        assert told == LeaseLost(first)
+        assert bench.store.keep_alive(bench.lease)
+
+
+def test_a_denial_is_told_and_asked_again_and_what_comes_after_it_keeps_its_place() -> None:
+    with session() as bench:
+        bench.wait_for(StoreBack)
+        bench.store.fail("commit", Denied("no permission to write under /elaunch/job/"))
+        bench.session.commit(bench.put(1), Tag.JOIN)
+        bench.session.commit(bench.put(2), Tag.JOIN)
+        bench.wait_for(Committed, 2)
+
+        refusal = StoreRefuses("no permission to write under /elaunch/job/", is_denied=True)
+        assert bench.seen(StoreRefuses) == [refusal]
+        assert bench.numbers == [1, 2]
+
+
+class BrokenStore(FlakyStore):
+    """Its client has a fault."""
+
+    def commit(self, txn: Txn) -> Answer:
+        raise KeyError("succeeded")
+
+
+def test_a_fault_in_the_stores_client_is_told_and_not_waited_for() -> None:
+    with session(store=BrokenStore()) as bench:
+        bench.wait_for(StoreBack)
+
+        bench.session.commit(bench.put(1), Tag.JOIN)
+
+        assert bench.wait_for(StoreLost) == StoreLost("the store's client failed (KeyError: 'succeeded')")
+
+
+def test_what_others_write_is_seen_from_whichever_thread_it_is_told() -> None:
+    with session() as bench:
+        bench.wait_for(StoreBack)
+        bench.session.look()
+        looks = bench.looks_due
+
+        bench.store.write(Txn((), (Put(KEYS.leader, "node-b-00000001"),)))
+
+        assert bench.looks_due == looks + 1
+        looked = bench.session.look()
+        assert isinstance(looked, Looked)
+        assert looked.snapshot.leader == "node-b-00000001"
+
+
+# --- the end
+
+
+def test_the_last_words_are_heard_and_the_lease_is_given_back() -> None:
+    bench = Bench(remote=True)
+    bench.session.open()
+    bench.wait_for(StoreBack)
+    mine = Txn((), (Put(KEYS.member("node-a-00000001"), "{}", bench.lease),))
+
+    bench.session.commit(mine, None)
+    for number in range(20):
+        bench.session.commit(bench.put(number), None)
+    bench.session.close(FLUSH_S)
+
+    assert bench.numbers == list(range(20))
+    assert not bench.store.read(KEYS.members).entries
+    assert bench.store.calls["revoke"] == 1
+    assert bench.store.closed
+    assert bench.session.due_s is None
+
+
+def test_last_words_that_the_store_does_not_take_are_not_waited_for() -> None:
+    bench = Bench(remote=True)
+    bench.session.open()
+    bench.wait_for(StoreBack)
+    bench.store.down = "no route"
+    bench.session.commit(bench.put(1), None)
+    bench.wait_for(StoreAway)
+
+    # Without end, if it waited for the store.
+    bench.session.close(1e9)
+
+    assert bench.store.closed
+    assert bench.store.calls["revoke"] == 0
+
+
+def test_a_session_that_was_never_answered_closes() -> None:
+    bench = Bench(remote=True)
+    bench.store.down = "no route"
+    bench.session.open()
+    bench.wait_for(StoreAway)
+
+    bench.session.close(1e9)
+
+    assert bench.store.closed
+
+
+def test_a_store_that_hangs_is_left_after_the_time_for_last_words() -> None:
+    store = SlowStore()
+    bench = Bench(remote=True, store=store)
+    bench.session.open()
+    bench.wait_for(StoreBack)
+    bench.session.commit(bench.put(1), None)
+
+    bench.session.close(0.05)
+
+    assert store.closed
+    assert bench.numbers == []
+    store.go.set()
+    wait_for(lambda: "store" not in {thread.name for thread in threading.enumerate()}, "the thread's end")
+
+
+@pytest.mark.parametrize("others_go", [False, True])
+def test_a_store_that_ends_with_this_agent_stays_for_the_other_members_but_not_for_ever(others_go: bool) -> None:
+    bench = Bench(remote=True)
+    bench.session.open()
+    bench.wait_for(StoreBack)
+    bench.store.write(Txn((), (Put(KEYS.member("node-b-00000001"), "{}"),)))
+    closed = threading.Event()
+    outlast_s = 1e6 if others_go else 0.05
+
+    closing = threading.Thread(target=lambda: (bench.session.close(FLUSH_S, outlast_s), closed.set()))
+    closing.start()
+    if others_go:
+        wait_for(lambda: bench.store.calls["revoke"], "its own lease to be given back")
+        waited = not closed.is_set()
+        bench.store.write(Txn((), (Delete(KEYS.member("node-b-00000001")),)))
+        assert waited
+
+    assert closed.wait(FLUSH_S)
+    closing.join()

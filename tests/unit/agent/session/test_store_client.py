@@ -1,0 +1,908 @@
+"""agent.dealings: what an agent asks of its store, and which events the answers become."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from elaunch.agent.core.events import Committed, Leased, LeaseLost, Looked, StoreEvent, StoreLost, Tag, WatchRefused
+from elaunch.agent.session.retry_queue import Errands
+from elaunch.agent.session.store_client import Dealings
+from elaunch.rendezvous.codec import decode, encode
+from elaunch.rendezvous.engine.engine import OPS_MAX
+from elaunch.rendezvous.rules.entering import run_lease, start_run
+from elaunch.rendezvous.rules.snapshot import Keys, Snapshot
+from elaunch.rendezvous.store import (
+    Absent,
+    Changes,
+    Deaf,
+    Delete,
+    Denied,
+    Entry,
+    HistoryLost,
+    LeaseGone,
+    Op,
+    Put,
+    Rejected,
+    StoreError,
+    TooLarge,
+    Txn,
+    Unavailable,
+    View,
+)
+from elaunch.rendezvous.times import Times
+from elaunch.rendezvous.types import Generation, Node, OpenKind, Terms
+from tests.unit.rendezvous.flaky_store import FlakyStore
+
+KEYS = Keys("job")
+TIMES = Times()
+NODE = Node("node-b-00000001", "node-b", "10.0.0.2", 1)
+AWAY = Unavailable("10.0.0.9:2379 refuses connections")
+
+
+class Bench:
+    """Dealings with a store that fails as it is told; what came of them."""
+
+    def __init__(self, *, remote: bool = True, times: Times = TIMES, seed: int = 1) -> None:
+        self.store = FlakyStore()
+        self.events: list[StoreEvent] = []
+        self.looks_due = 0
+        self.now_s = 100.0
+        self.dead: set[str] = set()
+        self.dealings = Dealings(
+            self.store,
+            KEYS,
+            "node-a",
+            times,
+            self.events.append,
+            self._look_again,
+            draw=random.Random(seed).getrandbits,
+            is_dead=lambda process: process in self.dead,
+            now=lambda: self.now_s,
+            is_remote=remote,
+        )
+        self.errands = Errands(self.dealings.renew, self.events.append, TIMES.backoff_max_s, lambda low, high: high)
+
+    def begun(self) -> Bench:
+        self.dealings.begin()
+        return self
+
+    @property
+    def snapshot(self) -> Snapshot:
+        """What the agent sees at its next look, that it was told to take."""
+        assert self.looks_due, "nobody was told to look"
+        self.looks_due = 0
+        looked = self.dealings.look()
+        assert isinstance(looked, Looked), looked
+        return looked.snapshot
+
+    @property
+    def leased(self) -> list[Leased]:
+        return [event for event in self.events if isinstance(event, Leased)]
+
+    def write(self, *ops: Op) -> int:
+        """Somebody else's; its revision."""
+        return self.store.write(Txn((), ops)).revision
+
+    def open(self, number: int) -> int:
+        return self.write(Put(KEYS.generation, encode(Generation(number, OpenKind.FAIL, "rank 9 failed"))))
+
+    def put(self, key: str) -> Txn:
+        """With this node's lease."""
+        return Txn((), (Put(key, "mine", self.leased[-1].lease),))
+
+    def _look_again(self) -> None:
+        self.looks_due += 1
+
+
+def number(snapshot: Snapshot) -> int | None:
+    return snapshot.generation.number if snapshot.generation else None
+
+
+# --- the beginning
+
+
+def test_a_lease_is_begun_and_a_look_taken() -> None:
+    bench = Bench().begun()
+
+    (leased,) = bench.events
+    assert isinstance(leased, Leased)
+    assert leased.node_id.startswith("node-a-")
+    assert len(leased.node_id) == len("node-a-") + 8
+    assert bench.store.memory.keep_alive(leased.lease) == TIMES.lease_ttl_s
+    assert bench.store.calls["check"] == 0, "that the first read was answered says it all"
+    assert bench.looks_due == 1
+
+
+@pytest.mark.parametrize("why", [Denied("no such page"), AWAY], ids=["denied", "away"])
+def test_a_store_that_does_not_take_the_first_read_is_asked_why(why: StoreError) -> None:
+    bench = Bench()
+    bench.store.fail("read", why)
+    bench.store.fail("check", Denied("a:1 is etcd 3.2; elaunch needs 3.4 or later"))
+
+    with pytest.raises(Denied, match=r"etcd 3\.2"):
+        bench.dealings.begin()
+
+
+def test_a_store_that_can_be_reached_in_another_way_is_looked_at_so() -> None:
+    bench = Bench()
+    bench.open(3)
+    bench.store.fail("read", Denied("the gateway is off"))
+
+    assert number(bench.begun().snapshot) == 3
+    assert bench.store.calls["check"] == 1
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_a_store_elsewhere_is_looked_at_narrowly_and_one_in_this_process_whole(remote: bool) -> None:
+    bench = Bench(remote=remote)
+    bench.write(Put(KEYS.leader, "x"), Put(KEYS.member(NODE.node_id), encode(NODE)))
+
+    snapshot = bench.begun().snapshot
+
+    assert (snapshot.leader, snapshot.whole, bool(snapshot.members)) == ("x", not remote, not remote)
+
+
+@pytest.mark.parametrize("method", ["check", "grant", "watch", "begun"])
+def test_a_beginning_that_broke_off_is_made_again_from_its_start(method: str) -> None:
+    bench = Bench()
+    bench.open(3)
+    bench.store.fail("watch", Denied("the gateway is off"))
+    bench.store.fail(method, AWAY)
+
+    with pytest.raises(Unavailable):
+        bench.dealings.begin()
+    bench.dealings.begin()
+
+    assert number(bench.snapshot) == 3
+    bench.write(Put(KEYS.leader, "x"))
+    assert bench.looks_due == 1, "one watch tells of it"
+    assert bench.store.memory.keep_alive(bench.leased[-1].lease)
+
+
+def test_why_a_first_watch_cannot_begin_is_for_whoever_waits_for_it() -> None:
+    bench = Bench()
+
+    bench.dealings._told(bench.dealings._epoch, Denied("permission denied"))
+
+    assert bench.events == []
+
+
+def test_nothing_begins_after_the_end() -> None:
+    bench = Bench()
+    bench.dealings.close()
+
+    with pytest.raises(Unavailable):
+        bench.dealings.begin()
+
+    assert (bench.store.calls["watch"], bench.store.calls["grant"]) == (0, 0)
+
+
+def test_who_started_the_run_has_its_own_key_only_on_this_host() -> None:
+    bench = Bench().begun()
+    bench.dealings.commit(bench.put(KEYS.member("node-a-00000001")), Tag.FIRST_RUN)
+    asked = bench.store.calls.total()
+
+    bench.dealings.commit(bench.put(KEYS.joined(0, "node-a-00000001")), Tag.JOIN)
+
+    assert bench.store.calls.total() == asked + 1
+
+
+def test_an_entry_that_is_refused_for_another_reason_is_not_repeated() -> None:
+    bench = Bench().begun()
+    bench.write(Put(KEYS.leader, "x"))
+    commits = bench.store.calls["commit"]
+
+    bench.dealings.commit(Txn((Absent(KEYS.leader),), bench.put(KEYS.done(0, "me")).then), Tag.JOIN)
+
+    assert bench.store.calls["commit"] == commits + 1
+
+
+def member(host: str, process: str) -> Node:
+    return replace(NODE, node_id=f"{host}-00000009", host=host, process=process)
+
+
+def with_last_life() -> Bench:
+    """An agent that was started again while its last life's keys stand."""
+    bench = Bench().begun()
+    bench.store.memory.grant(5, 3)
+    old = member("node-a", "boot:1:17")
+    bench.write(Put(KEYS.member(old.node_id), encode(old), 5), Put(KEYS.leader, old.node_id, 5))
+    bench.dead = {"boot:1:17"}
+    return bench
+
+
+def test_a_run_is_begun_once_the_lease_of_the_agents_last_life_is_ended() -> None:
+    bench = with_last_life()
+
+    bench.dealings.commit(Txn((Absent(KEYS.leader),), bench.put(KEYS.done(0, "me")).then), Tag.RUN)
+
+    assert bench.events[-1] == Committed(Tag.RUN, True, bench.store.memory.read().revision)
+    assert bench.store.memory.keep_alive(5) == 0
+    assert bench.snapshot.leader == ""
+
+
+def test_a_join_that_was_decided_with_the_agents_last_life_in_sight_is_decided_anew() -> None:
+    bench = with_last_life()
+    entry = bench.put(KEYS.member("me"))
+
+    bench.dealings.commit(entry, Tag.JOIN)
+    refused, leader = bench.events[-1], bench.snapshot.leader
+    bench.dealings.commit(entry, Tag.JOIN)
+
+    assert isinstance(refused, Committed)
+    assert (refused.held, leader) == (False, "")
+    assert bench.events[-1] == Committed(Tag.JOIN, True, bench.store.memory.read().revision)
+    assert bench.store.memory.keep_alive(5) == 0
+
+
+def test_the_lease_of_an_agent_that_lives_or_of_another_host_is_left_alone() -> None:
+    bench = Bench().begun()
+    for lease, other in enumerate((member("node-a", "alive"), member("node-ab", "dead"), NODE), start=5):
+        bench.store.memory.grant(lease, 3)
+        bench.write(Put(KEYS.member(other.node_id), encode(other), lease))
+    bench.dead = {"dead"}
+
+    bench.dealings.commit(bench.put(KEYS.done(0, "me")), Tag.JOIN)
+
+    assert [bench.store.memory.keep_alive(lease) for lease in (5, 6, 7)] == [3, 3, 3]
+    assert bench.events[-1] == Committed(Tag.JOIN, True, bench.store.memory.read().revision)
+
+
+def test_a_record_that_is_no_member_is_left_alone() -> None:
+    bench = Bench().begun()
+    bench.store.memory.grant(5, 3)
+    bench.write(Put(KEYS.member("node-a-00000009"), "garbage", 5))
+
+    bench.dealings.commit(bench.put(KEYS.done(0, "me")), Tag.JOIN)
+
+    assert bench.store.memory.keep_alive(5)
+
+
+@pytest.mark.parametrize("was_alone", [True, False])
+def test_a_host_that_has_no_other_member_is_not_asked_who_that_is_and_no_host_twice(was_alone: bool) -> None:
+    bench = Bench().begun()
+    if not was_alone:
+        bench.write(Put(KEYS.member("node-a-00000009"), "another's"))
+    reads = bench.store.calls["read"]
+
+    for generation in range(2):
+        bench.dealings.commit(bench.put(KEYS.joined(generation, "me")), Tag.JOIN)
+
+    assert bench.store.calls["read"] == reads + (not was_alone)
+    assert bench.store.calls["commit"] == 2 + (not was_alone)
+
+
+@pytest.mark.parametrize("breaks_at", ["commit", "read", "revoke"])
+def test_an_entry_that_broke_off_is_made_again(breaks_at: str) -> None:
+    bench = with_last_life()
+    bench.store.lose(breaks_at, AWAY)
+    entry = bench.put(KEYS.member("me"))
+
+    with pytest.raises(Unavailable):
+        bench.dealings.commit(entry, Tag.JOIN)
+    for _ in range(2):
+        bench.dealings.commit(entry, Tag.JOIN)
+
+    assert bench.events[-1] == Committed(Tag.JOIN, True, bench.store.memory.read().revision)
+    assert bench.store.memory.keep_alive(5) == 0
+
+
+# --- what is seen
+
+
+def test_what_changes_is_seen() -> None:
+    bench = Bench().begun()
+    seen = [number(bench.snapshot)]
+
+    for change in (1, 2):
+        bench.open(change)
+        seen.append(number(bench.snapshot))
+    bench.write(Delete(KEYS.generation))
+    seen.append(number(bench.snapshot))
+
+    assert seen == [None, 1, 2, None]
+
+
+def test_many_changes_make_one_look() -> None:
+    bench = Bench().begun()
+    assert number(bench.snapshot) is None
+
+    for change in range(100):
+        bench.open(change)
+
+    assert bench.looks_due == 1
+    assert number(bench.snapshot) == 99
+    bench.open(100)
+    assert bench.looks_due == 1
+
+
+def test_nothing_is_lost_between_the_read_and_the_watch() -> None:
+    bench = Bench()
+    bench.store.between = lambda: (bench.open(7), None)[1]
+
+    bench.begun()
+    bench.store.between = lambda: None
+
+    assert number(bench.snapshot) == 7
+
+
+def test_a_watch_that_began_anew_from_a_view_is_followed() -> None:
+    bench = Bench().begun()
+    assert number(bench.snapshot) is None
+    generation = Entry(encode(Generation(8, OpenKind.FAIL, "x")), 90, 90)
+
+    bench.dealings._told(bench.dealings._epoch, View(100, {KEYS.generation: generation}))
+    seen = bench.snapshot
+
+    assert (number(seen), seen.revision, seen.generation_revision) == (8, 100, 90)
+
+
+def test_looks_never_go_back() -> None:
+    bench = Bench().begun()
+    bench.open(1)
+    revision = bench.open(2)
+    epoch = bench.dealings._epoch
+    stale = Entry(encode(Generation(1, OpenKind.FAIL, "x")), 2, 2)
+
+    bench.dealings._told(epoch, Changes(revision - 1, {KEYS.generation: stale}))
+    bench.dealings._told(epoch, View(revision - 1, {KEYS.generation: stale}))
+
+    assert number(bench.snapshot) == 2
+
+
+def test_what_a_watch_did_not_tell_is_found_by_reading_again() -> None:
+    bench = Bench().begun()
+    bench.store.deaf = True
+    bench.open(4)
+    assert number(bench.snapshot) is None
+
+    bench.store.deaf = False
+    bench.dealings.read_again()
+
+    assert number(bench.snapshot) == 4
+    bench.open(5)
+    assert number(bench.snapshot) == 5, "and watched from there on"
+
+
+def test_reading_again_what_is_known_leaves_the_watch_alone() -> None:
+    bench = Bench().begun()
+    bench.open(4)
+    assert number(bench.snapshot) == 4
+    revision = bench.write(Put("/elaunch/other/ctl/leader", "x"))
+
+    bench.dealings.read_again()
+
+    assert bench.store.calls["watch"] == 1
+    assert bench.snapshot.revision == revision, "a look that is as new as it can be"
+
+
+def test_more_keys_than_one_transaction_may_compare_are_read() -> None:
+    bench = Bench().begun()
+    bench.dealings.widen()
+    bench.write(*(Put(KEYS.done(0, f"host-{n}"), "") for n in range(OPS_MAX)))
+    assert len(bench.snapshot.done[0]) == OPS_MAX
+    reads = bench.store.calls["read"]
+
+    bench.dealings.read_again()
+
+    assert bench.store.calls["read"] == reads + 1
+    assert bench.store.calls["watch"] == 2
+
+
+def test_a_look_at_everything_begins_with_what_is_there() -> None:
+    bench = Bench().begun()
+    bench.write(Put(KEYS.member(NODE.node_id), encode(NODE)))
+    narrow = bench.snapshot
+
+    bench.dealings.widen()
+    wide = bench.snapshot
+    bench.write(Put(KEYS.done(0, NODE.node_id), ""))
+
+    assert (narrow.whole, narrow.members) == (False, {})
+    assert (wide.whole, set(wide.members)) == (True, {NODE.node_id})
+    assert bench.snapshot.done == {0: {NODE.node_id}}
+
+
+def test_a_look_at_everything_does_not_wait_for_its_watch_to_begin() -> None:
+    """The same thread renews the lease."""
+    bench = Bench().begun()
+    begun = bench.store.calls["begun"]
+
+    bench.dealings.widen()
+
+    assert (begun, bench.store.calls["begun"]) == (1, 1)
+
+
+def test_what_the_narrower_watch_still_tells_is_not_taken_for_everything() -> None:
+    bench = Bench().begun()
+    old_epoch = bench.dealings._epoch
+    bench.write(Put(KEYS.member(NODE.node_id), encode(NODE)))
+    bench.dealings.widen()
+    revision = bench.snapshot.revision
+
+    bench.dealings._told(old_epoch, View(revision + 5, {}))
+    bench.dealings._told(old_epoch, Changes(revision + 5, {KEYS.leader: Entry("x", 9, 9)}))
+    bench.dealings._told(old_epoch, HistoryLost("the old watch's"))
+
+    assert bench.looks_due == 0
+    assert not [event for event in bench.events if isinstance(event, StoreLost)]
+
+
+def test_a_look_at_everything_that_broke_off_is_taken_again() -> None:
+    bench = Bench().begun()
+    bench.store.fail("watch", AWAY)
+    with pytest.raises(Unavailable):
+        bench.dealings.widen()
+
+    bench.dealings.widen()
+    bench.write(Put(KEYS.member(NODE.node_id), encode(NODE)))
+
+    assert set(bench.snapshot.members) == {NODE.node_id}
+
+
+def test_a_look_is_whole_only_when_everything_was_read() -> None:
+    bench = Bench().begun()
+    bench.write(Put(KEYS.member(NODE.node_id), encode(NODE)))
+    # The narrow view is as new as what it has not.
+    bench.dealings.read_again()
+    narrow = bench.snapshot
+    bench.store.deaf = True
+    bench.dealings.widen()
+    reads = bench.store.calls["read"]
+
+    still = bench.dealings.look()
+    bench.dealings.read_again()
+    wide = bench.snapshot
+
+    assert isinstance(still, Looked)
+    assert (narrow.whole, still.snapshot.whole, narrow.revision) == (False, False, wide.revision)
+    assert bench.store.calls["read"] == reads + 1
+    assert (wide.whole, set(wide.members)) == (True, {NODE.node_id})
+
+
+def test_a_record_that_is_none_ends_the_dealings_with_its_key() -> None:
+    bench = Bench().begun()
+    bench.write(Put(KEYS.generation, "garbage"))
+
+    lost = bench.dealings.look()
+
+    assert isinstance(lost, StoreLost)
+    assert lost.why.startswith(f"{KEYS.generation} in the store is not a Generation: 'garbage'")
+
+
+def test_what_ends_a_watch_is_told() -> None:
+    bench = Bench().begun()
+
+    bench.dealings._told(bench.dealings._epoch, HistoryLost("the store's revision went back from 9 to 3"))
+
+    assert bench.events[-1] == StoreLost("the store's revision went back from 9 to 3")
+
+
+def test_a_watch_that_is_denied_ends_no_training_and_is_begun_again_with_the_next_read() -> None:
+    bench = Bench().begun()
+    watches = bench.store.calls["watch"]
+
+    bench.dealings._told(bench.dealings._epoch, Denied("permission denied"))
+    told = list(bench.events)
+    bench.store.fail("read", Denied("permission denied"))
+    with pytest.raises(Denied):
+        bench.dealings.read_again()
+    bench.dealings.read_again()
+
+    assert not any(isinstance(event, StoreLost) for event in told)
+    assert bench.store.calls["watch"] == watches + 1
+
+
+def test_a_watch_that_is_refused_is_said_once_whatever_takes_its_place() -> None:
+    bench = Bench().begun()
+    for _ in range(2):
+        bench.dealings._told(bench.dealings._epoch, Deaf("HTTP status 502"))
+        bench.dealings.read_again()
+    once = [event for event in bench.events if isinstance(event, WatchRefused)]
+
+    bench.dealings._told(bench.dealings._epoch, Changes(99, {}))
+    bench.dealings._told(bench.dealings._epoch, Deaf("HTTP status 502"))
+
+    assert once == [WatchRefused("HTTP status 502")]
+    assert bench.events.count(WatchRefused("HTTP status 502")) == 2, "it had told something meanwhile"
+
+
+def test_why_a_first_watch_is_refused_is_for_whoever_waits_for_it() -> None:
+    bench = Bench()
+
+    bench.dealings._told(bench.dealings._epoch, Deaf("HTTP status 502"))
+
+    assert bench.events == []
+
+
+def test_the_runs_lease_is_renewed_by_its_leader_though_the_store_takes_no_writes() -> None:
+    times = replace(TIMES, keys_ttl_s=TIMES.keys_ttl_min_s)
+    bench = Bench(times=times)
+    bench.store.memory.advance(bench.now_s)
+    bench.begun()
+    own = bench.leased[-1]
+    bench.dealings.commit(start_run(bench.snapshot, Terms(), replace(NODE, node_id=own.node_id), own.lease), Tag.RUN)
+    bench.dealings.widen()
+
+    def full() -> None:
+        raise Rejected("etcd is full")
+
+    bench.errands.order(full)
+    end_s = bench.now_s + 2 * times.keys_ttl_s
+    while bench.now_s < end_s:
+        bench.now_s += times.keepalive_s
+        bench.store.memory.advance(bench.now_s)
+        bench.dealings.tick(bench.now_s, bench.errands)
+        for _ in range(4):
+            bench.errands.do_next(0.5)
+
+    assert {KEYS.leader, KEYS.spec, KEYS.generation} <= set(bench.store.memory.read(KEYS.root).entries)
+
+
+# --- transactions
+
+
+@pytest.mark.parametrize("tag", [None, Tag.RUN, Tag.LEAD])
+def test_a_transaction_that_is_too_large_is_sent_again_with_shorter_texts(tag: Tag | None) -> None:
+    bench = Bench().begun()
+    value = encode(Generation(1, OpenKind.FAIL, "x" * 500))
+    bench.store.fail("commit", TooLarge("413"))
+
+    bench.dealings.commit(Txn((), (Put(KEYS.generation, value),)), tag)
+
+    written = bench.store.memory.read(KEYS.generation).entries[KEYS.generation].value
+    assert len(written) < len(value) // 2
+    assert decode(Generation, written).number == 1
+
+
+def test_an_opening_that_the_store_says_has_no_lease_is_told_and_kept() -> None:
+    """It has no tag: dropped, its node would wait for a generation that nobody opens."""
+    bench = Bench().begun()
+    own = bench.leased[-1]
+    run = start_run(bench.snapshot, Terms(), replace(NODE, node_id=own.node_id), own.lease)
+    bench.dealings.commit(run, Tag.RUN)
+    opening = Txn((), (bench.snapshot.put(KEYS.generation, encode(Generation(1, OpenKind.FAIL, "x"))),))
+    bench.store.fail("commit", LeaseGone("the lease has ended"))
+
+    with pytest.raises(Rejected, match="the lease has ended, and the job's keys stand on it"):
+        bench.dealings.commit(opening, None)
+    bench.dealings.commit(opening, None)
+
+    written = bench.store.memory.read(KEYS.generation).entries[KEYS.generation].value
+    assert not any(isinstance(event, LeaseLost) for event in bench.events)
+    assert decode(Generation, written).number == 1
+
+
+def test_a_transaction_without_texts_that_is_too_large_is_told_and_kept() -> None:
+    bench = Bench().begun()
+    bench.store.fail("commit", *[TooLarge("413")] * 2)
+
+    with pytest.raises(TooLarge):
+        bench.dealings.commit(Txn((), (Put(KEYS.leader, "x" * 500),)), Tag.LEAD)
+
+
+def test_a_transaction_with_a_tag_is_answered_and_one_without_is_not() -> None:
+    bench = Bench().begun()
+
+    bench.dealings.commit(bench.put(KEYS.leader), None)
+    bench.dealings.commit(bench.put(KEYS.leader), Tag.ELECT)
+
+    revision = bench.store.memory.read().revision
+    assert bench.events[1:] == [Committed(Tag.ELECT, True, revision)]
+
+
+def test_before_a_refusal_is_told_its_reason_can_be_seen() -> None:
+    bench = Bench().begun()
+    bench.store.deaf = True
+    bench.write(Put(KEYS.leader, "x"))
+    seen: list[str] = []
+    post = bench.events.append
+    bench.dealings._post = lambda event: (seen.append(bench.snapshot.leader), post(event))[1]
+
+    bench.dealings.commit(Txn((Absent(KEYS.leader),), (Put(KEYS.leader, "mine"),)), Tag.ELECT)
+
+    assert seen == ["x"]
+    assert bench.events[-1] == Committed(Tag.ELECT, False, bench.store.memory.read().revision)
+
+
+@pytest.mark.parametrize("tag", [None, Tag.JOIN])
+def test_a_write_with_a_lease_that_has_ended_is_refused_and_the_lease_lost(tag: Tag | None) -> None:
+    bench = Bench().begun()
+    lease = bench.leased[0].lease
+    bench.store.memory.revoke(lease)
+
+    bench.dealings.commit(bench.put(KEYS.member("x")), tag)
+
+    refused = [Committed(tag, False, 0)] if tag else []
+    assert bench.events[1:] == [*refused, LeaseLost(lease)]
+    assert bench.dealings.due_s is None
+
+
+def test_a_write_with_an_older_lease_is_refused_and_the_present_one_is_kept() -> None:
+    bench = Bench().begun()
+    late = bench.put(KEYS.member("x"))
+    bench.dealings.new_lease()
+
+    bench.dealings.commit(late, Tag.JOIN)
+
+    assert bench.events[-1] == Committed(Tag.JOIN, False, 0)
+    assert not [event for event in bench.events if isinstance(event, LeaseLost)]
+
+
+# --- the lease
+
+
+def test_a_lease_is_renewed_each_keepalive_and_once_a_lease_time_what_is_seen_is_compared() -> None:
+    bench = Bench().begun()
+    compared = bench.store.calls["commit"]
+
+    for _ in range(12):
+        bench.now_s = bench.dealings.due_s or 0.0
+        assert bench.dealings.tick(bench.now_s, bench.errands)
+        while bench.errands.has_any:
+            bench.errands.do_next(0.0)
+
+    took_s = bench.now_s - 100.0
+    assert bench.store.calls["keep_alive"] == 12 == round(took_s / TIMES.keepalive_s)
+    assert bench.store.calls["commit"] - compared == took_s // TIMES.lease_ttl_s
+
+
+def test_a_store_that_is_away_for_long_is_compared_once_when_it_is_back() -> None:
+    bench = Bench().begun()
+    bench.store.fail("keep_alive", *[AWAY] * 1000)
+    bench.store.fail("commit", *[AWAY] * 1000)
+    for _ in range(1000):
+        bench.now_s += TIMES.lease_ttl_s
+        bench.dealings.tick(bench.now_s, bench.errands)
+        bench.errands.do_next(0.0)
+    tries = bench.store.calls["commit"]
+
+    bench.store.errors.clear()
+    while bench.errands.has_any:
+        bench.errands.do_next(0.0)
+
+    assert bench.store.calls["commit"] - tries == 1
+
+
+def test_nothing_is_renewed_before_its_time() -> None:
+    bench = Bench().begun()
+
+    assert bench.dealings.due_s == bench.now_s + TIMES.keepalive_s
+    assert not bench.dealings.tick(bench.now_s + TIMES.keepalive_s - 0.01, bench.errands)
+    assert not bench.errands.has_any
+
+
+def test_a_store_in_this_process_keeps_its_leases_by_itself() -> None:
+    bench = Bench(remote=False).begun()
+
+    assert bench.dealings.due_s is None
+    assert not bench.dealings.tick(bench.now_s + 1000, bench.errands)
+
+
+def test_a_lease_that_has_ended_is_found_by_its_renewal_and_told_once() -> None:
+    bench = Bench().begun()
+    lease = bench.leased[0].lease
+    bench.store.memory.revoke(lease)
+
+    bench.dealings.renew()
+    bench.dealings.renew()
+
+    assert bench.events[1:] == [LeaseLost(lease)]
+    assert bench.dealings.due_s is None
+
+
+def test_another_lease_means_another_name_and_the_old_one_is_given_back() -> None:
+    bench = Bench().begun()
+
+    bench.dealings.new_lease()
+
+    first, second = bench.leased
+    assert first.lease != second.lease
+    assert first.node_id != second.node_id
+    assert bench.store.memory.keep_alive(first.lease) == 0
+    assert bench.dealings.due_s == bench.now_s + TIMES.keepalive_s
+
+
+@pytest.mark.parametrize("method", ["revoke", "grant"])
+def test_another_lease_is_asked_for_until_there_is_one(method: str) -> None:
+    bench = Bench().begun()
+    bench.store.lose(method, AWAY)
+    with pytest.raises(Unavailable):
+        bench.dealings.new_lease()
+
+    bench.dealings.new_lease()
+
+    assert len(bench.leased) == 2
+    assert bench.store.memory.keep_alive(bench.leased[1].lease)
+
+
+def test_at_the_end_the_lease_is_given_back_and_the_keys_go_with_it() -> None:
+    bench = Bench().begun()
+    bench.dealings.commit(bench.put(KEYS.member("x")), None)
+    with_me = bench.dealings.has_others()
+
+    bench.dealings.give_back()
+
+    assert (with_me, bench.dealings.has_others()) == (True, False)
+    assert bench.store.memory.keep_alive(bench.leased[0].lease) == 0
+
+
+def test_after_the_end_nothing_is_told() -> None:
+    bench = Bench().begun()
+    assert number(bench.snapshot) is None
+
+    bench.dealings.close()
+    bench.open(1)
+
+    assert bench.looks_due == 0
+
+
+# --- the run's lease
+
+
+def started(*, remote: bool = True) -> tuple[Bench, int]:
+    """The run is started by these dealings; its lease."""
+    bench = Bench(remote=remote)
+    bench.store.memory.advance(bench.now_s)
+    snapshot, own = bench.begun().snapshot, bench.leased[-1]
+    me = replace(NODE, node_id=own.node_id, host="node-a")
+    bench.dealings.commit(start_run(snapshot, Terms(), me, own.lease), Tag.FIRST_RUN)
+    return bench, bench.store.memory.read(KEYS.spec).entries[KEYS.spec].lease
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_who_starts_a_run_begins_the_lease_on_which_its_keys_stand(remote: bool) -> None:
+    bench, lease = started(remote=remote)
+
+    assert Committed(Tag.FIRST_RUN, True, bench.store.memory.read("").revision) in bench.events
+    assert bench.store.memory.keep_alive(lease) == TIMES.keys_ttl_s
+    assert bench.snapshot.lease == lease
+    assert lease not in [leased.lease for leased in bench.leased]
+
+
+def test_who_comes_too_late_to_start_a_run_begins_no_lease() -> None:
+    bench = Bench().begun()
+    nothing, own = bench.snapshot, bench.leased[-1]
+    bench.open(3)
+    asked = bench.store.calls["grant"]
+
+    bench.dealings.commit(start_run(nothing, Terms(), replace(NODE, node_id=own.node_id), own.lease), Tag.FIRST_RUN)
+
+    assert isinstance(bench.events[-1], Committed)
+    assert not bench.events[-1].held
+    assert bench.store.calls["grant"] == asked
+
+
+def test_a_start_whose_answers_were_lost_is_made_again_with_the_same_lease() -> None:
+    bench = Bench().begun()
+    own = bench.leased[-1]
+    txn = start_run(bench.snapshot, Terms(), replace(NODE, node_id=own.node_id), own.lease)
+    bench.store.lose("grant", AWAY)
+
+    with pytest.raises(Unavailable):
+        bench.dealings.commit(txn, Tag.FIRST_RUN)
+    bench.dealings.commit(txn, Tag.FIRST_RUN)
+
+    assert bench.store.memory.read(KEYS.spec).entries[KEYS.spec].lease == run_lease(KEYS, txn)
+    assert bench.leased == [own]
+
+
+def test_who_starts_a_run_after_its_own_lease_has_ended_hears_of_that_and_leaves_no_lease() -> None:
+    bench = Bench().begun()
+    own = bench.leased[-1]
+    bench.store.memory.revoke(own.lease)
+    txn = start_run(bench.snapshot, Terms(), replace(NODE, node_id=own.node_id), own.lease)
+
+    bench.dealings.commit(txn, Tag.RUN)
+
+    assert bench.events[-2:] == [Committed(Tag.RUN, False, 0), LeaseLost(own.lease)]
+    assert not bench.store.memory.read(KEYS.root).entries
+    assert bench.store.memory.keep_alive(run_lease(KEYS, txn)) == 0
+
+
+@pytest.mark.parametrize("tag", [Tag.FIRST_RUN, Tag.RUN])
+def test_of_two_agents_that_start_a_run_at_once_one_lease_is_left(tag: Tag) -> None:
+    benches = [Bench(), Bench(seed=2)]
+    benches[1].store.memory = benches[0].store.memory
+    txns = []
+    for bench in benches:
+        own = bench.begun().leased[-1]
+        txns.append(start_run(bench.snapshot, Terms(), replace(NODE, node_id=own.node_id), own.lease))
+    first, second = (run_lease(KEYS, txn) for txn in txns)
+    memory = benches[0].store.memory
+    # The second one has found that its lease is missing, and has begun it, when the first one starts the run.
+    benches[1].store.lose("grant", AWAY)
+    with pytest.raises(Unavailable):
+        benches[1].dealings.commit(txns[1], tag)
+    assert memory.keep_alive(second)
+    benches[0].dealings.commit(txns[0], tag)
+
+    benches[1].dealings.commit(txns[1], tag)
+
+    assert (memory.keep_alive(first), memory.keep_alive(second)) == (TIMES.keys_ttl_s, 0)
+    assert memory.read(KEYS.spec).entries[KEYS.spec].lease == first
+
+
+def test_who_ends_before_it_could_start_a_run_ends_the_lease_that_it_began_for_it() -> None:
+    bench = Bench().begun()
+    own = bench.leased[-1]
+    txn = start_run(bench.snapshot, Terms(), replace(NODE, node_id=own.node_id), own.lease)
+    bench.store.lose("grant", AWAY)
+    with pytest.raises(Unavailable):
+        bench.dealings.commit(txn, Tag.FIRST_RUN)
+
+    bench.dealings.give_back()
+
+    assert bench.store.memory.keep_alive(run_lease(KEYS, txn)) == 0
+
+
+@pytest.mark.parametrize("tag", [Tag.FIRST_RUN, Tag.RUN])
+def test_a_start_that_was_done_and_whose_answer_was_lost_keeps_its_lease(tag: Tag) -> None:
+    bench = Bench().begun()
+    own = bench.leased[-1]
+    txn = start_run(bench.snapshot, Terms(), replace(NODE, node_id=own.node_id), own.lease)
+    bench.store.lose("commit", AWAY)
+
+    with pytest.raises(Unavailable):
+        bench.dealings.commit(txn, tag)
+    bench.dealings.commit(txn, tag)
+
+    assert bench.store.memory.keep_alive(run_lease(KEYS, txn)) == TIMES.keys_ttl_s
+    assert KEYS.spec in bench.store.memory.read(KEYS.spec).entries
+
+
+def live(bench: Bench, seconds: float) -> None:
+    """Time passes for the dealings and their store; what is due is done."""
+    end_s = bench.now_s + seconds
+    while bench.now_s < end_s:
+        bench.now_s += TIMES.keepalive_s
+        bench.store.memory.advance(bench.now_s)
+        bench.dealings.tick(bench.now_s, bench.errands)
+        while bench.errands.has_any:
+            bench.errands.do_next(0.0)
+
+
+def test_the_leader_keeps_the_runs_keys_and_whoever_follows_does_not() -> None:
+    times = replace(TIMES, keys_ttl_s=TIMES.keys_ttl_min_s)
+    bench = Bench(times=times)
+    bench.store.memory.advance(bench.now_s)
+    bench.begun()
+    own = bench.leased[-1]
+    bench.dealings.commit(start_run(bench.snapshot, Terms(), replace(NODE, node_id=own.node_id), own.lease), Tag.RUN)
+    bench.dealings.widen()
+
+    live(bench, 5 * times.keys_ttl_s)
+    kept = set(bench.store.memory.read(KEYS.control).entries)
+    bench.dealings._scope = KEYS.control
+    live(bench, 1.5 * times.keys_ttl_s)
+
+    assert {KEYS.spec, KEYS.generation, KEYS.leader} == kept
+    assert set(bench.store.memory.read(KEYS.control).entries) == {KEYS.leader}
+
+
+def test_the_runs_lease_is_renewed_by_the_time_that_it_has_whatever_this_node_would_have_given_it() -> None:
+    bench, lease = started()
+    bench.store.memory.revoke(lease)
+    bench.store.memory.grant(lease, 20)
+    bench.write(Put(KEYS.spec, encode(Terms()), lease))
+    bench.dealings.widen()
+
+    live(bench, 60.0)
+
+    assert KEYS.spec in bench.store.memory.read(KEYS.control).entries
+
+
+def test_a_leader_that_goes_begins_the_time_that_is_left_to_the_keys() -> None:
+    bench, _ = started()
+    bench.dealings.widen()
+    bench.store.memory.advance(bench.now_s + TIMES.keys_ttl_s / 2)
+
+    bench.dealings.give_back()
+
+    bench.store.memory.advance(bench.now_s + 1.4 * TIMES.keys_ttl_s)
+    assert set(bench.store.memory.read(KEYS.root).entries) == {KEYS.spec, KEYS.generation}
+    bench.store.memory.advance(bench.now_s + 1.6 * TIMES.keys_ttl_s)
+    assert not bench.store.memory.read(KEYS.root).entries

@@ -1,0 +1,241 @@
+"""agent.dealings and agent.errands with a store that is slow, away, or tells late: what it is asked, how often."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+
+from elaunch.agent.core.events import Leased, Looked, StoreEvent
+from elaunch.agent.session.retry_queue import SLOW_BACKOFF_MAX_S, Errands
+from elaunch.agent.session.store_client import Dealings
+from elaunch.rendezvous.codec import encode
+from elaunch.rendezvous.engine.memory_store import MemoryStore
+from elaunch.rendezvous.rules.snapshot import Keys
+from elaunch.rendezvous.store import Answer, Delete, Put, TimedOut, Txn, Unavailable, Update, View, Watch
+from elaunch.rendezvous.times import Times
+from elaunch.rendezvous.types import Generation, OpenKind
+
+KEYS = Keys("job")
+LEADER = "host-00000001"
+TIMES = Times()
+
+
+class FarStore(MemoryStore):
+    """A store in memory that counts what it is asked; its watches tell what happened when `deliver` is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: Counter[str] = Counter()
+        self.away: set[str] = set()
+        self._on_the_way: list[Callable[[], None]] = []
+
+    def _ask(self, what: str) -> None:
+        self.asked[what] += 1
+        if what in self.away:
+            raise Unavailable("away")
+
+    def check(self) -> str:
+        self._ask("check")
+        return super().check()
+
+    def grant(self, lease: int, ttl_s: float) -> None:
+        self._ask("grant")
+        super().grant(lease, ttl_s)
+
+    def read(self, *prefixes: str) -> View:
+        self._ask("read")
+        return super().read(*prefixes)
+
+    def commit(self, txn: Txn) -> Answer:
+        self._ask("commit")
+        return super().commit(txn)
+
+    def watch(self, prefix: str, after: int | None, tell: Callable[[Update], None]) -> Watch:  # type: ignore[override]
+        self._ask("watch")
+        if after is None:
+            # The view comes at once, and what changes behind it later.
+            view = super().read(prefix)
+            tell(view)
+            after = view.revision
+        return super().watch(prefix, after, lambda update: self._on_the_way.append(lambda: tell(update)))
+
+    def deliver(self) -> None:
+        on_the_way, self._on_the_way = self._on_the_way, []
+        for tell in on_the_way:
+            tell()
+
+    def lose(self) -> None:
+        """What was on its way never arrives."""
+        self._on_the_way.clear()
+
+
+class Agent:
+    """Dealings with a far store, and what became of them."""
+
+    def __init__(self, store: FarStore) -> None:
+        self.now_s = 100.0
+        self.posted: list[StoreEvent] = []
+        self.dealings = Dealings(
+            store,
+            KEYS,
+            "host",
+            TIMES,
+            self.posted.append,
+            lambda: None,
+            draw=lambda _: 4711,
+            is_dead=lambda _: False,
+            now=lambda: self.now_s,
+            is_remote=True,
+        )
+        self.errands = Errands(self.dealings.renew, self.posted.append, TIMES.backoff_max_s, lambda low, _: low)
+
+    def generation(self) -> int:
+        """The newest one that this agent knows of."""
+        looked = self.dealings.look()
+        assert isinstance(looked, Looked)
+        assert looked.snapshot.generation
+        return looked.snapshot.generation.number
+
+    def live(self, seconds: float) -> None:
+        """Time passes: what falls due is ordered and done."""
+        end_s = self.now_s + seconds
+        while self.now_s < end_s:
+            self.now_s += 0.1
+            self.dealings.tick(self.now_s, self.errands)
+            while self.errands.has_any and not self.errands.do_next(0.0):
+                pass
+
+
+def open_generation(store: MemoryStore, number: int) -> None:
+    MemoryStore.commit(store, Txn((), (Put(KEYS.generation, encode(Generation(number, OpenKind.FAIL, "x"))),)))
+
+
+@pytest.fixture
+def store() -> FarStore:
+    store = FarStore()
+    open_generation(store, 0)
+    MemoryStore.commit(store, Txn((), (Put(KEYS.leader, LEADER),)))
+    return store
+
+
+@pytest.fixture
+def agent(store: FarStore) -> Agent:
+    agent = Agent(store)
+    agent.dealings.begin()
+    store.asked.clear()
+    return agent
+
+
+@pytest.mark.parametrize("fails_at", ["grant", "watch"])
+def test_a_beginning_that_is_tried_again_goes_on_where_it_was(store: FarStore, fails_at: str) -> None:
+    agent = Agent(store)
+    store.away = {fails_at}
+    with pytest.raises(Unavailable):
+        agent.dealings.begin()
+
+    store.away = set()
+    agent.dealings.begin()
+
+    # The one that fails is tried again when it is known that nothing else is wrong.
+    assert store.asked["watch"] == (3 if fails_at == "watch" else 1)
+    assert store.asked["check"] == (1 if fails_at == "watch" else 0)
+    assert [event for event in agent.posted if isinstance(event, Leased)] == [Leased(4712, "host-00001267")]
+    assert agent.generation() == 0
+
+
+def test_a_beginning_takes_the_lease_last_so_that_none_is_renewed_meanwhile(store: FarStore) -> None:
+    agent = Agent(store)
+    store.away = {"watch"}
+    with pytest.raises(Unavailable):
+        agent.dealings.begin()
+
+    assert store.asked["grant"] == 0
+    assert agent.dealings.due_s is None
+
+
+def test_while_nothing_changes_nothing_is_read(store: FarStore, agent: Agent) -> None:
+    agent.live(4 * TIMES.lease_ttl_s)
+
+    assert store.asked.keys() == {"commit"}
+    assert 3 <= store.asked["commit"] <= 4
+    assert agent.generation() == 0
+
+
+def test_what_the_watch_never_told_is_found_within_a_lease_time(store: FarStore, agent: Agent) -> None:
+    open_generation(store, 1)
+    store.lose()
+    agent.live(TIMES.lease_ttl_s + TIMES.keepalive_s)
+
+    assert agent.generation() == 1
+
+
+def test_a_key_that_is_gone_is_found_too(store: FarStore, agent: Agent) -> None:
+    MemoryStore.commit(store, Txn((), (Delete(KEYS.leader),)))
+    store.lose()
+    agent.live(TIMES.lease_ttl_s + TIMES.keepalive_s)
+
+    looked = agent.dealings.look()
+    assert isinstance(looked, Looked)
+    assert looked.snapshot.leader == ""
+
+
+def test_a_watch_that_was_only_late_is_kept(store: FarStore, agent: Agent) -> None:
+    open_generation(store, 1)
+    agent.live(TIMES.lease_ttl_s + TIMES.keepalive_s)
+    store.deliver()
+    agent.live(4 * TIMES.lease_ttl_s)
+
+    assert store.asked["watch"] == 0
+    assert agent.generation() == 1
+
+
+def test_a_deaf_watch_is_replaced(store: FarStore, agent: Agent) -> None:
+    open_generation(store, 1)
+    store.lose()
+    agent.live(2 * (TIMES.lease_ttl_s + TIMES.keepalive_s))
+
+    assert store.asked["watch"] == 1
+    open_generation(store, 2)
+    store.deliver()
+    assert agent.generation() == 2
+
+
+def test_reads_do_not_pile_up_while_the_store_is_away(store: FarStore, agent: Agent) -> None:
+    store.away = {"commit", "read"}
+    agent.live(10 * TIMES.lease_ttl_s)
+    store.away, store.asked = set(), Counter()
+
+    agent.live(1.0)
+
+    # The one that was waiting, and the one that is due.
+    assert 1 <= store.asked["commit"] <= 2
+
+
+@pytest.mark.parametrize(
+    ("error", "was_reached", "longest_s"),
+    [
+        (TimedOut("slow"), False, SLOW_BACKOFF_MAX_S),
+        (Unavailable("nobody listens"), False, TIMES.backoff_max_s),
+        (TimedOut("slow"), True, TIMES.backoff_max_s),
+    ],
+)
+def test_only_who_has_nothing_to_lose_leaves_a_slow_store_alone_for_long(
+    error: Unavailable, was_reached: bool, longest_s: float
+) -> None:
+    errands = Errands(lambda: None, lambda _: None, TIMES.backoff_max_s, lambda _, high: high)
+    if was_reached:
+        errands.order_renewal()
+        errands.do_next(0.0)
+
+    def fail() -> None:
+        raise error
+
+    errands.order(fail)
+    pauses_s = [0.0]
+    for _ in range(20):
+        pauses_s.append(errands.do_next(pauses_s[-1]))
+
+    assert pauses_s == sorted(pauses_s)
+    assert pauses_s[-1] == longest_s

@@ -1,0 +1,149 @@
+"""agent.environ: a worker's environment, with torchrun's names and meanings."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from elaunch.agent.environment import RANK_VARIABLES, arguments, one_gpu, outside, rank_variables
+from elaunch.rendezvous.rules.table_codec import seats_of
+from elaunch.rendezvous.types import RankTable
+
+TABLE = RankTable(
+    generation=4,
+    seats=seats_of([("a-00000001", 2, "trainer"), ("b-00000001", 3, "trainer")]),
+    master_addr="host-a",
+    master_port=29511,
+    reason="restart 2 of 3",
+    restarts=2,
+)
+
+
+def variables(
+    group_rank: int = 1,
+    local_rank: int = 1,
+    *,
+    agent_store: bool = True,
+    inherited: dict[str, str] | None = None,
+    table: RankTable = TABLE,
+    memory: str = "/dev/shm/mine",
+) -> dict[str, str]:
+    return rank_variables(
+        table,
+        group_rank,
+        local_rank,
+        run_id="job",
+        max_restarts=3,
+        agent_store=agent_store,
+        error_file="/run/error.json",
+        memory=memory,
+        signals=("SIGTERM", "SIGINT"),
+        inherited=inherited or {},
+    )
+
+
+def test_a_worker_gets_torchruns_variables_and_its_generation() -> None:
+    assert variables() == {
+        "LOCAL_RANK": "1",
+        "RANK": "3",
+        "GROUP_RANK": "1",
+        "ROLE_RANK": "3",
+        "ROLE_NAME": "trainer",
+        "LOCAL_WORLD_SIZE": "3",
+        "WORLD_SIZE": "5",
+        "GROUP_WORLD_SIZE": "2",
+        "ROLE_WORLD_SIZE": "5",
+        "MASTER_ADDR": "host-a",
+        "MASTER_PORT": "29511",
+        "TORCHELASTIC_RESTART_COUNT": "2",
+        "TORCHELASTIC_MAX_RESTARTS": "3",
+        "TORCHELASTIC_RUN_ID": "job",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_ERROR_FILE": "/run/error.json",
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+        "ELAUNCH_GENERATION": "4",
+        "ELAUNCH_MEMORY": "/dev/shm/mine",
+    }
+
+
+def test_where_no_folder_can_be_made_for_the_workers_memory_none_is_named() -> None:
+    assert "ELAUNCH_MEMORY" not in variables(memory="")
+
+
+def test_the_ranks_of_all_nodes_are_without_holes() -> None:
+    ranks = [int(variables(g, n)["RANK"]) for g, seat in enumerate(TABLE.seats) for n in range(seat.slots)]
+
+    assert ranks == [0, 1, 2, 3, 4]
+
+
+def test_the_ranks_of_a_role_are_counted_over_its_own_nodes() -> None:
+    seats = seats_of([("a-1", 2, "trainer"), ("b-1", 1, "reader"), ("c-1", 3, "trainer")])
+
+    reader, last = (variables(*where, table=replace(TABLE, seats=seats)) for where in ((1, 0), (2, 2)))
+
+    names = ("ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "RANK", "WORLD_SIZE")
+    assert [reader[name] for name in names] == ["reader", "0", "1", "2", "6"]
+    assert [last[name] for name in names] == ["trainer", "4", "5", "5", "6"]
+
+
+def test_the_error_handling_that_the_user_chose_for_nccl_stays() -> None:
+    inherited = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"}
+
+    assert variables(inherited=inherited)["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "3"
+
+
+def test_without_a_worker_store_of_its_own_rank_0_hosts_it() -> None:
+    assert variables(agent_store=False)["TORCHELASTIC_USE_AGENT_STORE"] == "False"
+
+
+def test_what_is_inherited_is_not_repeated() -> None:
+    assert "HOME" not in variables(inherited={"HOME": "/home/u"})
+
+
+@pytest.mark.parametrize(
+    ("inherited", "device"),
+    [({}, "1"), ({"CUDA_VISIBLE_DEVICES": "4, 6 ,7"}, "6"), ({"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b"}, "GPU-b")],
+)
+def test_a_virtual_local_rank_is_nought_on_the_gpu_that_would_have_been_its_own(
+    inherited: dict[str, str], device: str
+) -> None:
+    assert one_gpu(inherited, 1) == {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": device}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("--device=${local_rank}", "--device=2"),
+        ("$local_rank", "2"),
+        ("$$local_rank", "$local_rank"),
+        ("${HOME}", "${HOME}"),
+        ("5$", "5$"),
+        ("", ""),
+    ],
+)
+def test_local_rank_is_replaced_in_arguments_and_nothing_else_is(given: str, expected: str) -> None:
+    assert arguments((given,), 2) == (expected,)
+
+
+def test_a_job_that_a_worker_hands_in_inherits_nothing_of_the_workers_job() -> None:
+    users = {
+        "PATH": "/bin",
+        "PET_MAX_RESTARTS": "9",
+        "ELAUNCH_ENDPOINT": "etcd:2379",
+        "ELAUNCH_TOKEN": "0123456789abcdef",
+    }
+    named = {"PET_RUN_ID": "job", "PET_NNODES": "4", "PET_RDZV_ENDPOINT": "node0", "ELAUNCH_MARKER": "c0ffee"}
+    worker = {**users, **named, **variables(), "ELAUNCH_LINK": "3"}
+
+    inherited = outside(worker)
+
+    assert inherited == {**users, "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
+    assert worker.keys() >= RANK_VARIABLES
+
+
+def test_a_job_that_is_handed_in_from_a_shell_inherits_all_of_it() -> None:
+    shell = {"RANK": "7", "MASTER_ADDR": "node0", "PET_RUN_ID": "job"}
+
+    assert outside(shell) == shell

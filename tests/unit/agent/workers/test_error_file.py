@@ -1,0 +1,59 @@
+"""agent.errorfile: whatever a program leaves at its error file's path, the agent neither waits nor fills its memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from elaunch.agent.workers.error_file import BYTES_MAX, read_error_file
+from tests.harness import Job
+
+
+def sparse(path: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(BYTES_MAX + 1)
+
+
+NO_FILES: list[Callable[[Path], object]] = [
+    os.mkfifo,
+    Path.mkdir,
+    lambda path: path.symlink_to("/dev/zero"),
+    lambda path: path.symlink_to(path),
+    lambda path: None,
+]
+
+
+@pytest.mark.parametrize("make", NO_FILES, ids=["pipe", "folder", "device", "loop", "nothing"])
+def test_what_is_no_regular_file_holds_no_record(make: Callable[[Path], object], tmp_path: Path) -> None:
+    path = tmp_path / "error.json"
+    make(path)
+
+    assert read_error_file(path) is None
+
+
+def test_a_file_that_is_too_large_is_there_and_is_not_read(tmp_path: Path) -> None:
+    sparse(tmp_path / "error.json")
+
+    assert read_error_file(tmp_path / "error.json") == ""
+
+
+def test_bytes_that_are_no_text_are_read_all_the_same(tmp_path: Path) -> None:
+    (tmp_path / "error.json").write_bytes(b'{"message": "\xff"}')
+
+    assert read_error_file(tmp_path / "error.json") == '{"message": "\N{REPLACEMENT CHARACTER}"}'
+
+
+@pytest.mark.parametrize("made", ["os.mkfifo(path)", "os.symlink('/dev/zero', path)", "os.truncate(path, 3 << 30)"])
+def test_a_worker_that_spoils_its_error_file_ends_its_job_and_not_its_agent(made: str, tmp_path: Path) -> None:
+    first = "open(path, 'w').close()" if "truncate" in made else "pass"
+    program = f"import os\npath = os.environ['TORCHELASTIC_ERROR_FILE']\n{first}\n{made}\nraise SystemExit(7)\n"
+    (tmp_path / "train.py").write_text(program)
+
+    with Job(tmp_path, "--nproc-per-node", "1", "--no-preload", "--max-restarts", "1", "train.py") as job:
+        code = job.wait(20)
+
+    assert code == 1
+    assert "exited with code 7" in job.output

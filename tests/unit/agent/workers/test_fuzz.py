@@ -1,0 +1,285 @@
+"""What workers and their processes say: on links, to the fork server, in error files, at the end of their output."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from elaunch.agent import linux
+from elaunch.agent.core.failures import (
+    Place,
+    Remains,
+    chain_start,
+    failure_of,
+    parse_record,
+    parse_traceback,
+    with_tail,
+)
+from elaunch.agent.core.hang import Standing, who_hangs
+from elaunch.agent.forkserver import wire
+from elaunch.agent.session.process_identity import is_dead_here, this_process
+from elaunch.agent.workers import numa
+from elaunch.agent.workers.link import Link
+from elaunch.launcher.report import report, write_error_file
+from elaunch.rendezvous.codec import decode, encode
+from elaunch.rendezvous.types import Failure, FailureKind, JobSpec, Outcome, OutcomeKind, Program, ProgramKind
+from elaunch.trainer.link import _Link as WorkersLink
+from tests.fuzzing import EXAMPLES, NESTED, PLAIN, TEXTS, VALUES, bounded
+
+EVENTS = ("progress", "phase", "listens", "saving", "saved", "stopped", "note", "ended", "peer_failed", "stacks", "?")
+NAMES = ("step", "name", "stop", "peer_failed", "text", "raised", "reached_store", "reason", "generation")
+MESSAGES = (
+    st.builds(
+        lambda event, fields: json.dumps({"event": event, **fields}).encode(),
+        st.sampled_from(EVENTS) | PLAIN,
+        st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=4),
+    )
+    | VALUES.map(lambda value: json.dumps(value).encode())
+    | st.sampled_from([NESTED[:50_000].encode(), b"", b"\xff", b"{}", b'{"event":"progress","step":NaN}'])
+    | st.binary(max_size=60)
+)
+GOOD = b'\n{"event":"progress","step":41}\n'
+
+
+def read_all(link: Link, end: socket.socket, data: bytes) -> None:
+    """Have `link` read all that is sent, a socket's room at a time."""
+    end.setblocking(False)
+    while data:
+        try:
+            data = data[end.send(data) :]
+        except BlockingIOError:
+            link.read()
+    while link.read():
+        if not link.socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) if has_more(link.socket) else True:
+            break
+
+
+def has_more(end: socket.socket) -> bool:
+    try:
+        return bool(end.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
+    except BlockingIOError:
+        return False
+
+
+@given(st.lists(MESSAGES, max_size=4))
+@example([NESTED.encode()])
+@example([b"x" * 300_000])
+def test_an_agent_goes_on_hearing_a_worker_whatever_that_said_before(said: list[bytes]) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.setblocking(False)
+        link = Link(3, 1, ours)
+        with bounded():
+            read_all(link, theirs, b"\n".join(said) + GOOD)
+            standing = {1: Standing(link.step, link.phase)}
+            _, sentence = who_hangs(standing, 5.0)
+        assert link.step == 41
+        assert -1 <= link.step < 2**63
+        # All of this goes to the log, the timeline and the store.
+        for text in (*link.take_notes(), sentence):
+            assert len(text.encode()) < 100_000
+
+
+@given(st.lists(MESSAGES, max_size=4))
+@example([NESTED.encode()])
+def test_a_worker_goes_on_hearing_its_agent_whatever_that_said_before(said: list[bytes]) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall((b"\n".join(said) + GOOD)[-100_000:])
+        theirs.close()
+        with bounded():
+            heard = list(WorkersLink(ours)._messages())
+    assert heard[-1] == {"event": "progress", "step": 41}
+
+
+def open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+@given(MESSAGES, st.integers(0, 3))
+def test_a_packet_of_the_fork_servers_wire_is_a_message_or_the_end(data: bytes, count: int) -> None:
+    ours, theirs = wire.pair()
+    with ours, theirs:
+        fds = [os.open(os.devnull, os.O_RDONLY) for _ in range(count)]
+        socket.send_fds(theirs, [data or b" "], fds)
+        for fd in fds:
+            os.close(fd)
+        before = open_files()
+        with bounded():
+            packet = wire.receive(ours)
+        kept = packet[1] if packet else ()
+        assert packet is None or isinstance(packet[0], dict)
+        assert open_files() == before + len(kept)
+        for fd in kept:
+            os.close(fd)
+
+
+@given(st.dictionaries(TEXTS, st.integers() | TEXTS | st.none(), max_size=5))
+def test_a_message_comes_over_the_wire_as_it_was_sent(message: dict[str, object]) -> None:
+    ours, theirs = wire.pair()
+    with ours, theirs:
+        wire.send(theirs, message)
+
+        assert wire.receive(ours) == (message, ())
+
+
+PIECES = st.sampled_from(
+    [
+        "Traceback (most recent call last):\n", '  File "a.py", line 3, in f\n', '  File "', '", line ', "    x = 1\n",
+        "ValueError: x", "SyntaxError: bad\n", "\n",
+        "During handling of the above exception, another exception occurred:\n\n",
+        "  + Exception Group Traceback (most recent call last):\n", "  | ", "[rank0]: ", "peer ", " disconnected", " ",
+        "python: Error while finding module specification for ", "x: No module named ", "connection ", "broken pipe",
+        "timed out waiting ", "9" * 30, "timed out waiting 9ms for ", "[a:1] ", "_", "\r", "a", ":", "\ud800", "\0",
+    ]
+)  # fmt: skip
+SAID = st.lists(PIECES, max_size=12).map("".join) | TEXTS
+# A worker's output may be as long as it likes; here less, as long as the time for it is short too.
+SIZE = 1_000_000 if EXAMPLES else 100_000
+GROUP = "  + Exception Group Traceback (most recent call last):\n"
+CHAINED = "Traceback (most recent call last):\nDuring handling of the above exception, another exception occurred:\n\n"
+
+
+def grown(text: str) -> str:
+    """`text` again and again."""
+    return (text * (SIZE // max(len(text), 1)))[:SIZE]
+
+
+ERROR_RECORDS = (
+    st.builds(lambda m, s: json.dumps({"message": {"message": m, "extraInfo": {"py_callstack": s}}}), SAID, SAID)
+    | st.builds(lambda m, s: json.dumps({"message": {"message": m, "extraInfo": s}}), VALUES, VALUES)
+    | VALUES.map(lambda value: json.dumps({"message": value}))
+    | st.sampled_from([NESTED, '{"message":' * 900 + "1" + "}" * 900, "", "7"])
+    | TEXTS
+)
+FAILURE = Failure(FailureKind.EXCEPTION, 1, "a-1", "a", 0, 0, 17, 1, "raised X", failed_at=1e9)
+PLACE = Place(1, "a-1", "a", 0, 0, 17)
+SPEC = JobSpec("job", Program(ProgramKind.SCRIPT, "train.py"))
+
+
+def told(record: str, tail: str, code: int) -> Failure:
+    """The failure record of what a worker left behind, after every step that is done with it."""
+    failure = failure_of(PLACE, Remains(code, record, tail, raised=code < 0), "SIGKILL", 1e9)
+    failure = with_tail(failure, tail, True)
+    outcome = Outcome(OutcomeKind.FAILED, "it failed", 1, 0, 0, failure)
+    assert report(outcome, SPEC, None).encode(errors="backslashreplace")
+    return failure
+
+
+@given(ERROR_RECORDS, SAID, st.sampled_from([1, 2, 127, -6, -9, -64]))
+def test_whatever_a_worker_leaves_is_a_failure_that_everybody_can_read(record: str, tail: str, code: int) -> None:
+    with bounded():
+        failure = told(record, tail, code)
+
+    assert decode(Failure, encode(failure)) == failure
+
+
+@given(st.builds(lambda text, more: grown(text) + more, SAID, SAID))
+@example("x: Error while finding module specification for " + grown(" ") + "x")
+@example(grown("peer "))
+@example(grown("  | ") + GROUP)
+@example("\n".join("  | " * depth + GROUP for depth in range(400)))
+@example(grown(CHAINED))
+@example(grown('  File "a", line 1\n'))
+@example(grown('  File "'))
+@example(grown("    \n"))
+@example(grown("[rank"))
+@example("[" + grown(":1"))
+def test_a_megabyte_of_output_is_read_in_a_moment(text: str) -> None:
+    with bounded(cpu_s=5.0 if EXAMPLES else 1.0):
+        parse_traceback(text)
+        chain_start(text)
+        told("", text, 1)
+        parse_record(json.dumps({"message": {"message": text, "extraInfo": {"py_callstack": text}}}))
+
+
+# What fuzzing and reading found, by name.
+
+
+def test_an_error_file_of_60_kb_of_brackets_is_a_torn_one() -> None:
+    assert parse_record(NESTED) is None
+
+
+def test_a_traceback_without_a_frame_is_an_exception_without_a_place() -> None:
+    raised = parse_traceback("Traceback (most recent call last):\nValueError: x")
+
+    assert raised
+    assert (raised.exception, raised.message, raised.frame) == ("ValueError", "x", "")
+
+
+def test_an_error_file_nested_deeper_than_can_be_shown_is_read() -> None:
+    deep = "[" * 900 + "]" * 900
+
+    assert failure_of(PLACE, Remains(1, f'{{"message":{{"message":{deep}}}}}'), "", 1e9)
+
+
+@pytest.mark.parametrize(
+    "content", [NESTED, '{"message":{"a":' + "[" * 950 + "]" * 950 + "}}", "[1]", "[[[], 1]]", "\xff"]
+)
+def test_an_error_file_is_handed_on_or_made_anew(tmp_path: Path, content: str) -> None:
+    theirs, ours = tmp_path / "theirs.json", tmp_path / "ours.json"
+    theirs.write_text(content, "latin-1")
+    failure = Failure(
+        FailureKind.EXCEPTION, 1, "a-1", "a", 0, 0, 17, 1, "raised X", error_file=str(theirs), failed_at=1
+    )
+
+    write_error_file(Outcome(OutcomeKind.FAILED, "x", 1, 0, 0, failure), str(ours))
+
+    assert json.loads(ours.read_text())["message"]["errorCode"] == 1
+
+
+def test_an_error_file_that_is_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    failure = replace(FAILURE, error_file=str(tmp_path / "pipe"))
+
+    write_error_file(Outcome(OutcomeKind.FAILED, "x", 1, 0, 0, failure), str(tmp_path / "ours.json"))
+
+    assert "raised X" in json.loads((tmp_path / "ours.json").read_text())["message"]["message"]
+
+
+@pytest.mark.parametrize("step", ["true", "-2", "9" * 30, "1e999", "NaN", "1.5", '"1"', "null"])
+def test_a_step_that_is_no_number_of_a_step_is_not_heard(step: str) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.setblocking(False)
+        link = Link(3, 1, ours)
+        theirs.sendall(f'{{"event":"progress","step":{step}}}\n{{"event":"saved","step":{step}}}\n'.encode())
+
+        link.read()
+
+        assert (link.step, link.take_news()) == (-1, [])
+
+
+def test_a_process_may_be_called_by_half_a_character() -> None:
+    before = Path("/proc/self/comm").read_bytes()
+    # The kernel cuts a name after 15 bytes: "训练训练训" is cut so.
+    Path("/proc/self/comm").write_bytes("训练训练训练".encode()[:14])
+    try:
+        assert not linux.is_stopped(os.getpid())
+        assert this_process()
+        assert not is_dead_here(this_process())
+    finally:
+        Path("/proc/self/comm").write_bytes(before)
+
+
+@given(st.sampled_from(["²", "9" * 5000, "-1", "", "0", "1:2", "\0", "a"]) | TEXTS, TEXTS)
+def test_a_predecessors_name_is_one_or_nobodys(pid: str, started: str) -> None:
+    place = this_process().rpartition(":")[0].rpartition(":")[0]
+
+    assert is_dead_here(f"{place}:{pid}:{started}") in (True, False)
+
+
+@pytest.mark.parametrize("text", ["", "0", "0-3,7", "0-99999999999", "3-", "-3", "a", "9" * 5000, "²"])
+def test_a_list_of_cpus_is_a_set_in_a_moment(text: str) -> None:
+    with bounded():
+        try:
+            numa.ranges(text)
+        except ValueError:
+            return

@@ -1,0 +1,180 @@
+"""The agent's ends of the links: an end wakes it; a word does so only where the agent has spoken."""
+
+from __future__ import annotations
+
+import json
+import select
+import socket
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from elaunch.agent.core.events import WorkerListens, WorkerRaised, WorkerSaved, WorkerSaving, WorkerStopped
+from elaunch.agent.core.messages import PeerFailed, ShowStacks, StopAtStepBoundary, StopReason
+from elaunch.agent.workers.link import Link, Links
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Link, socket.socket]]:
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    with ours, theirs:
+        yield Link(4, 0, ours), theirs
+
+
+def says(worker: socket.socket, **message: object) -> None:
+    worker.send(json.dumps(message).encode() + b"\n")
+
+
+def is_readable(links: Links) -> bool:
+    return bool(select.select([links], [], [], 0)[0])
+
+
+def test_a_word_wakes_nobody_and_is_read_when_it_is_time(pair: tuple[Link, socket.socket]) -> None:
+    link, worker = pair
+    links = Links()
+    links.add(link)
+
+    says(worker, event="progress", step=7)
+
+    assert not is_readable(links)
+    assert links.due_s is not None
+    assert links.due(links.due_s - 0.01) == []
+    assert links.due(links.due_s) == [link]
+    assert link.read()
+    assert link.step == 7
+
+
+def test_after_a_look_the_next_one_is_a_second_later(pair: tuple[Link, socket.socket]) -> None:
+    links = Links()
+    links.add(pair[0])
+    now_s = time.monotonic() + 5
+
+    links.due(now_s)
+
+    assert links.due_s == now_s + 1
+    assert links.due(now_s + 0.5) == []
+
+
+@pytest.mark.parametrize("end", ["dies", "has said its last"])
+def test_an_end_wakes_and_the_words_before_it_are_there(pair: tuple[Link, socket.socket], end: str) -> None:
+    link, worker = pair
+    links = Links()
+    links.add(link)
+
+    says(worker, event="progress", step=3)
+    says(worker, event="ended", raised=True, reached_store=False)
+    if end == "dies":
+        worker.close()
+    else:
+        worker.shutdown(socket.SHUT_WR)
+
+    assert is_readable(links)
+    assert links.ready() == [link]
+    assert link.read()
+    assert (link.step, link.raised, link.reached_store) == (3, True, False)
+    assert not link.read()
+
+
+def test_a_dropped_link_is_closed_and_wanted_no_more(pair: tuple[Link, socket.socket]) -> None:
+    link, worker = pair
+    links = Links()
+    links.add(link)
+
+    links.drop(link)
+    worker.close()
+
+    assert link.fileno() == -1
+    assert not is_readable(links)
+    assert links.due_s is None
+    links.drop(link)
+
+
+def test_notes_are_taken_once(pair: tuple[Link, socket.socket]) -> None:
+    link, worker = pair
+
+    says(worker, event="note", text="said")
+    link.read()
+
+    assert link.take_notes() == ["said"]
+    assert link.take_notes() == []
+
+
+@pytest.mark.parametrize("junk", [b"\xff\xfe\n", b"[]\n", b"{}\n", b'{"event": "progress", "step": "x"}\n', b"\n\n"])
+def test_what_is_no_message_is_dropped(pair: tuple[Link, socket.socket], junk: bytes) -> None:
+    link, worker = pair
+
+    worker.send(junk)
+    says(worker, event="progress", step=1)
+    link.read()
+
+    assert link.step == 1
+
+
+def test_what_the_agent_is_to_know_is_taken_once_and_in_its_order(pair: tuple[Link, socket.socket]) -> None:
+    link, worker = pair
+
+    says(worker, event="listens", stop=True, peer_failed=False)
+    says(worker, event="progress", step=6)
+    says(worker, event="phase", name="evaluating")
+    says(worker, event="stopped", step=7)
+    says(worker, event="saving", step=8)
+    says(worker, event="saved", step=8)
+    says(worker, event="ended", raised=True, reached_store=True)
+    says(worker, event="ended", raised=True, reached_store=True)
+    link.read()
+
+    assert link.take_news() == [
+        WorkerListens(4, 0, to_stop=True, to_failure=False),
+        WorkerStopped(4, 0, 7),
+        WorkerSaving(4, 0, 8),
+        WorkerSaved(4, 0, 8),
+        WorkerRaised(4, 0),
+    ]
+    assert link.take_news() == []
+    assert (link.step, link.phase, link.reports) == (6, "evaluating", 2)
+
+
+@pytest.mark.parametrize(
+    ("message", "line"),
+    [
+        (StopAtStepBoundary(StopReason.JOIN), {"event": "stop_at_step_boundary", "reason": "join"}),
+        (PeerFailed(3), {"event": "peer_failed", "generation": 3}),
+        (ShowStacks(), {"event": "stacks"}),
+    ],
+)
+def test_who_is_told_something_is_heard_at_once_from_then_on(
+    pair: tuple[Link, socket.socket], message: StopAtStepBoundary | PeerFailed | ShowStacks, line: dict[str, object]
+) -> None:
+    link, worker = pair
+    links = Links()
+    links.add(link)
+    says(worker, event="progress", step=1)
+    before = is_readable(links)
+
+    links.tell(link, message)
+
+    told = worker.recv(1 << 10)
+    assert told.endswith(b"\n")
+    assert json.loads(told) == line
+    assert not before
+    assert links.ready() == [link]
+    link.read()
+    assert not is_readable(links)
+    says(worker, event="saved", step=1)
+    assert is_readable(links)
+
+
+def test_who_is_gone_or_reads_nothing_is_told_nothing_and_nobody_waits(pair: tuple[Link, socket.socket]) -> None:
+    link, worker = pair
+    links = Links()
+    links.add(link)
+
+    for _ in range(100_000):
+        links.tell(link, PeerFailed(0))
+    worker.close()
+    links.tell(link, PeerFailed(0))
+    links.drop(link)
+
+    links.tell(link, PeerFailed(0))

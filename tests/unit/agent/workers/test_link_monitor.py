@@ -1,0 +1,66 @@
+"""What workers say reaches the agent's core before anything that is decided with it."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from elaunch.agent.core.events import Event, WorkerListens
+from elaunch.agent.workers.link import Link
+from elaunch.agent.workers.link_monitor import Hearing
+
+GENERATION = 4
+
+
+@dataclass
+class Talk:
+    """A worker's end of its link and the agent's `Hearing`; `posted` is what went into the agent's inbox."""
+
+    hearing: Hearing
+    worker: socket.socket
+    posted: list[Event] = field(default_factory=list)
+
+    def says(self, **message: object) -> None:
+        self.worker.send(json.dumps(message).encode() + b"\n")
+
+
+@pytest.fixture
+def talk() -> Iterator[Talk]:
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    group: Any = SimpleNamespace(links={0: Link(GENERATION, 0, ours)}, generation=GENERATION, rank=lambda rank: rank)
+    others: Any = SimpleNamespace(group=group, ask=lambda: None, memory=SimpleNamespace(trouble=""))
+    config: Any = SimpleNamespace(times=SimpleNamespace(hang_timeout_s=0.0))
+    posted: list[Event] = []
+    hearing = Hearing(config, others, others, others, posted.append, lambda _: None, others)
+    hearing.begin(group)
+    with ours, theirs:
+        yield Talk(hearing, theirs, posted)
+
+
+def test_what_the_look_of_each_second_reads_does_not_queue_behind_what_waits_in_the_inbox(talk: Talk) -> None:
+    """Else the agent signals a worker that has asked to be told on its link."""
+    talk.says(event="listens", stop=True, peer_failed=False)
+
+    talk.hearing.tick(time.monotonic() + 2)
+    talk.hearing.listen_now()
+
+    assert list(talk.hearing.news()) == [WorkerListens(GENERATION, 0, to_stop=True, to_failure=False)]
+    assert not talk.posted
+
+
+def test_a_word_is_handed_out_once(talk: Talk) -> None:
+    talk.says(event="listens", stop=True, peer_failed=True)
+    talk.hearing.listen_now()
+    assert len(list(talk.hearing.news())) == 1
+
+    talk.hearing.listen_now()
+
+    assert not list(talk.hearing.news())

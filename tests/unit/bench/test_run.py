@@ -1,0 +1,192 @@
+"""bench.__main__ and what a turn makes of trouble: what is said, printed, kept and answered. No job is started."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import bench.__main__ as command
+from bench import launches
+from bench.contenders import LIMIT_TORCH
+from bench.counting import COMPARED, TOLD, Counting, Tally
+from bench.plan import SECTIONS, Settings, Task
+from bench.samples import Sample, decode
+from bench.scale import asked, started
+from bench.steady import Cost, summed
+from elaunch.rendezvous.endpoint import Endpoint
+from elaunch.rendezvous.etcd import json_codec
+from elaunch.rendezvous.etcd.transport import Rpc
+from elaunch.rendezvous.store import Txn
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> Path:
+    return tmp_path / "deep" / "page.md"
+
+
+@pytest.fixture
+def measure(tmp_path: Path, page: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """`python -m bench` where one turn yields a sample and then raises what is given."""
+
+    def run(*argv: str, then: BaseException | None = None) -> int:
+        def turn() -> Iterator[Sample]:
+            yield Sample("first line", "elaunch", 1, {"first line": 0.125})
+            if then:
+                raise then
+
+        def plan(_: Settings) -> list[Task]:
+            return [Task("first line", "first line, elaunch", 1.0, turn)]
+
+        monkeypatch.setattr(command, "plan", plan)
+        return command.main([*argv, "--out", str(tmp_path / "out.json"), "--page", str(page)])
+
+    monkeypatch.setattr(command, "first_line", lambda _: None)
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    return run
+
+
+def test_a_part_prints_its_tables_and_leaves_the_page(
+    measure: Callable[..., int], page: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = measure("--only", "first-line")
+
+    out, err = capsys.readouterr()
+    assert code == 0
+    assert "| elaunch |   1 |                0.125 | 0.125 |      1.00 |" in out
+    assert "a part only" in err
+    assert not page.exists()
+
+
+def test_the_command_that_is_named_makes_a_page_that_is_not_there_yet(
+    measure: Callable[..., int], page: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measure("--only", "first-line")
+    python, *words = shlex.split(capsys.readouterr().err.splitlines()[-1])
+
+    assert python == sys.orig_argv[0]
+    assert words[:2] == ["-m", "bench"]
+    assert command.main(words[2:]) == 0
+    assert "### First line, 1 worker" in page.read_text()
+
+
+@pytest.mark.parametrize(("stop", "code"), [(KeyboardInterrupt(), 130), (SystemExit(143), 143)])
+def test_a_run_that_is_stopped_prints_what_it_has(
+    stop: BaseException,
+    code: int,
+    measure: Callable[..., int],
+    tmp_path: Path,
+    page: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert measure(then=stop) == code
+
+    out, err = capsys.readouterr()
+    assert "### First line, 1 worker" in out
+    assert "stopped after 1 samples" in err
+    assert len(decode((tmp_path / "out.json").read_text()).samples) == 1
+    assert not page.exists()
+
+
+def test_a_whole_run_prints_its_tables_and_makes_the_page(
+    measure: Callable[..., int], page: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert measure("--only", ",".join(SECTIONS)) == 0
+
+    assert capsys.readouterr().out in page.read_text()
+
+
+@pytest.mark.parametrize("argv", [["--samples", "x"], ["--samples", "0"], ["--workers", "2,-1"], ["--workers", "1,,2"]])
+def test_a_number_that_is_none_is_named(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        command.main(argv)
+
+    assert f"argument {argv[0]}: '" in (said := capsys.readouterr().err)
+    assert "is not a whole number of 1 or more" in said
+
+
+@pytest.mark.parametrize(
+    ("outcome", "why"),
+    [
+        (subprocess.TimeoutExpired("python", 120), "did not import within 120 s"),
+        (
+            subprocess.CompletedProcess("python", 1, "", "Traceback\nImportError: no torch\n"),
+            "the import ended with code 1: ImportError: no torch",
+        ),
+        (subprocess.CompletedProcess("python", -9, "", ""), "the import ended with code -9"),
+    ],
+)
+def test_an_import_that_fails_is_a_failed_sample(
+    outcome: subprocess.TimeoutExpired | subprocess.CompletedProcess[str], why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(*_: object, **__: object) -> subprocess.CompletedProcess[str]:
+        if isinstance(outcome, subprocess.TimeoutExpired):
+            raise outcome
+        return outcome
+
+    monkeypatch.setattr("subprocess.run", run)
+
+    assert launches.bare_import(LIMIT_TORCH) == Sample("import", LIMIT_TORCH, 0, why=why)
+
+
+def test_what_is_counted_at_the_client_is_what_was_carried() -> None:
+    class Canned:
+        def call(self, *_: object) -> dict[str, object]:
+            return {"header": {"revision": "7"}}
+
+    tally = Tally()
+    carrier = Counting(Canned(), tally)  # type: ignore[arg-type]
+    written = {"success": [{"request_put": {}}], "failure": []}
+    carrier.call(Endpoint("h", 1), Rpc.TXN, written, "", 1.0)
+    carrier.call(Endpoint("h", 1), Rpc.TXN, json_codec.commit(Txn(())), "", 1.0)
+    carrier.call(Endpoint("h", 1), Rpc.KEEP_ALIVE, {}, "", 1.0)
+
+    first, second = tally.take(), tally.take()
+
+    assert first.requests == {"kv/txn": 1, COMPARED: 1, "lease/keepalive": 1}
+    sent = (written, json_codec.commit(Txn(())))
+    assert first.sent == sum(len(json.dumps(each, separators=(",", ":"))) for each in sent)
+    assert first.received == 3 * len('{"header":{"revision":"7"}}')
+    assert (second.requests, second.sent, second.received) == ({}, 0, 0)
+
+
+def test_only_calls_that_agents_make_are_counted_of_an_etcds_own() -> None:
+    metrics = """# TYPE grpc_server_started_total counter
+grpc_server_started_total{grpc_method="Txn",grpc_service="etcdserverpb.KV",grpc_type="unary"} 5
+grpc_server_started_total{grpc_method="LeaseKeepAlive",grpc_service="etcdserverpb.Lease",grpc_type="bidi_stream"} 20
+grpc_server_started_total{grpc_method="Watch",grpc_service="etcdserverpb.Watch",grpc_type="bidi_stream"} 1e+03
+grpc_server_started_total{grpc_method="MemberList",grpc_service="etcdserverpb.Cluster",grpc_type="unary"} 70
+grpc_server_handled_total{grpc_code="OK",grpc_method="Txn",grpc_service="etcdserverpb.KV",grpc_type="unary"} 5
+"""
+
+    assert started(metrics, renewals=True) == 1025
+    assert started(metrics, renewals=False) == 1005
+    requests = {"kv/txn": 5, COMPARED: 3, "watch": 2, "lease/keepalive": 20, TOLD: 100}
+    assert asked(requests, renewals=True) == 30
+    assert asked(requests, renewals=False) == 7
+
+
+def test_the_launcher_in_all_is_every_process_but_the_workers() -> None:
+    agent, guardian, worker = Cost(0.1, 1.0, 24.0, 14.0), Cost(0.2, 2.0, 9.0, 5.0), Cost(99.0, 500.0, 300.0, 80.0)
+
+    values = summed(agent, {"guardian PSS": [guardian], "PSS per worker": [worker, worker]})
+
+    assert values == pytest.approx(
+        {
+            "agent RSS": 24.0,
+            "agent PSS": 14.0,
+            "agent CPU": 0.1,
+            "agent wake-ups": 1.0,
+            "launcher in all: PSS": 19.0,
+            "launcher in all: CPU": 0.3,
+            "launcher in all: wake-ups": 3.0,
+            "guardian PSS": 5.0,
+            "PSS per worker": 80.0,
+            "RSS per worker": 300.0,
+        }
+    )

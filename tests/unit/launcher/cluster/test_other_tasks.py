@@ -1,0 +1,225 @@
+"""launcher.cluster.companion: how the tasks beside an agent wait for its end."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from elaunch.launcher.cluster.cluster import Cluster
+from elaunch.launcher.cluster.other_tasks import _address, seen_by_others
+from tests.harness import environment, wait_for
+
+
+def said(line: str) -> None:
+    print(line)
+
+
+WAIT = """
+import sys
+from elaunch.launcher.cluster.other_tasks import wait_for_agent
+from elaunch.launcher.cluster.cluster import Cluster
+print("begins", flush=True)
+sys.exit(wait_for_agent(Cluster("Slurm", run_id=sys.argv[1], task=1, tasks=2), print, float(sys.argv[2])))
+"""
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
+
+
+def companion(run_id: str, appear_s: float = 30) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", WAIT, run_id, str(appear_s)]
+    return subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True)
+
+
+def test_a_task_beside_the_agent_stays_until_that_has_ended_whatever_signal_comes() -> None:
+    run_id = f"test-{os.getpid()}"
+    waiting = companion(run_id)
+    assert waiting.stdout
+    waiting.stdout.readline()
+    # Among MPI's processes only the agent may know its node's place.
+    agent = Cluster("Open MPI", node_index=0, run_id=run_id, tasks=2)
+    with seen_by_others(agent, said):
+        wait_for(lambda: "@" + _address(agent)[1:] in connected(), "the task is connected")
+
+        waiting.terminate()
+        waiting.send_signal(10)
+        with pytest.raises(subprocess.TimeoutExpired):
+            waiting.wait(0.3)
+
+    assert waiting.wait(10) == 0
+    waiting.stdout.close()
+
+
+def test_an_agent_that_ends_at_once_is_seen_to_have_ended() -> None:
+    run_id = f"brief-{os.getpid()}"
+    waiting = companion(run_id)
+    with seen_by_others(Cluster("Slurm", run_id=run_id, tasks=2), said):
+        pass
+
+    output, _ = waiting.communicate(timeout=10)
+    assert (waiting.returncode, output) == (0, "begins\n")
+
+
+def test_a_second_agent_of_a_long_name_says_that_it_cannot_be_waited_for_and_goes_on() -> None:
+    cluster = Cluster("Slurm", run_id=f"{os.getpid()}-{'x' * 200}", tasks=2)
+    sentences: list[str] = []
+    begun_s = time.monotonic()
+    other = threading.Thread(target=wait_for_agent_here, args=(cluster,))
+    with seen_by_others(cluster, sentences.append):
+        other.start()
+        with seen_by_others(cluster, sentences.append):
+            pass
+
+    other.join()
+    assert sentences == [
+        "the other 1 tasks of this node cannot wait for this agent, and may end before it (Address already in use: is"
+        " there another agent of this job?)"
+    ]
+    assert time.monotonic() - begun_s < 4
+
+
+def wait_for_agent_here(cluster: Cluster) -> None:
+    with socket.socket(socket.AF_UNIX) as stream:
+        stream.connect(_address(cluster))
+        # Its end is a reset where it was not let in yet.
+        with suppress(ConnectionError):
+            assert stream.recv(1) == b""
+
+
+def connected() -> list[str]:
+    """The names of unix sockets with somebody connected, or waiting to be accepted (state 3 or 2)."""
+    lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
+    return [words[7] for words in lines if len(words) > 7 and words[5] in ("02", "03")]
+
+
+# Another user of the host: takes the names in argv, or connects to them, once or as often as it is let.
+# It says when it has.
+STRANGER = """
+import os, socket, sys
+os.setgid(65534); os.setuid(65534)
+deed, *names = sys.argv[1:]
+held = []
+for name in names:
+    if deed == "takes":
+        held.append(socket.socket(socket.AF_UNIX))
+        held[-1].bind("\\0" + name)
+        held[-1].listen()
+    if deed == "enters":
+        held.append(socket.socket(socket.AF_UNIX))
+        held[-1].connect("\\0" + name)
+        held[-1].settimeout(10)
+        # Let in, it would wait for the agent's end.
+        held[-1].recv(1)
+    for _ in range(400 if deed == "floods" else 0):
+        held.append(socket.socket(socket.AF_UNIX))
+        held[-1].setblocking(False)
+        try:
+            held[-1].connect("\\0" + name)
+        except BlockingIOError:
+            break
+print("done", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def stranger(deed: str, *names: str) -> Iterator[None]:
+    command = [sys.executable, "-c", STRANGER, deed, *names]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd="/") as other:
+        assert other.stdout
+        assert other.stdout.readline() == "done\n"
+        yield
+        other.communicate()
+
+
+def guessed(job: str) -> str:
+    """The name that anybody could compute from public facts about a job."""
+    return f"elaunch-agent-{os.geteuid()}-{hashlib.sha256(job.encode()).hexdigest()[:32]}"
+
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user too")
+
+
+@needs_root
+def test_who_takes_the_names_that_can_be_guessed_is_in_nobodys_way() -> None:
+    run_id = f"guessed-{os.getpid()}"
+    sentences: list[str] = []
+    with stranger("takes", guessed(run_id), guessed(f"{run_id}.0")):
+        waiting = companion(run_id)
+        with seen_by_others(Cluster("Slurm", run_id=run_id, tasks=2), sentences.append):
+            pass
+
+        output, _ = waiting.communicate(timeout=10)
+
+    assert (waiting.returncode, output, sentences) == (0, "begins\n", [])
+
+
+@needs_root
+def test_without_a_home_a_stranger_who_has_taken_the_name_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_id = f"taken-{os.getpid()}"
+    monkeypatch.setenv("HOME", "/proc")
+    sentences: list[str] = []
+    with stranger("takes", guessed(f"{run_id}.0")):
+        waiting = companion(run_id, 0.5)
+        with seen_by_others(Cluster("Slurm", run_id=run_id, tasks=2), sentences.append):
+            output, _ = waiting.communicate(timeout=10)
+
+    assert sentences == [
+        "the other 1 tasks of this node cannot wait for this agent, and may end before it (Address already in use: user"
+        " id 65534 uses the name)"
+    ]
+    assert "user id 65534, who is not this user, has the socket of the agent" in output
+
+
+@needs_root
+def test_strangers_who_connect_do_not_keep_the_others_out() -> None:
+    cluster = Cluster("Slurm", run_id=f"flooded-{os.getpid()}", tasks=2)
+    with (
+        seen_by_others(cluster, said),
+        stranger("floods", _address(cluster)[1:]),
+        stranger("floods", _address(cluster)[1:]),
+    ):
+        waiting = companion(str(cluster.run_id))
+        wait_for(lambda: accepted(waiting.pid), "the task is let in")
+
+    output, _ = waiting.communicate(timeout=10)
+    assert (waiting.returncode, output) == (0, "begins\n")
+
+
+@needs_root
+def test_a_stranger_who_knows_the_name_is_turned_away_and_taken_for_none_of_the_others() -> None:
+    cluster = Cluster("Slurm", run_id=f"known-{os.getpid()}", tasks=2)
+    with seen_by_others(cluster, said), stranger("enters", _address(cluster)[1:]):
+        waiting = companion(str(cluster.run_id))
+        assert waiting.stdout
+        waiting.stdout.readline()
+
+    # The agent has waited for this one.
+    output, _ = waiting.communicate(timeout=10)
+    assert (waiting.returncode, output) == (0, "")
+
+
+def accepted(pid: int) -> bool:
+    """Whether that process waits in recvfrom(), by its number on x86_64 or aarch64, and no longer in connect()."""
+    return Path(f"/proc/{pid}/syscall").read_text().split()[0] in ("45", "207")
+
+
+def test_a_task_that_meets_no_agent_says_so_and_ends() -> None:
+    waiting = companion(f"none-{os.getpid()}", 0.3)
+
+    output, _ = waiting.communicate(timeout=10)
+
+    assert waiting.returncode == 0
+    assert "task 1 of this node has met no agent here within 0.3 s" in output

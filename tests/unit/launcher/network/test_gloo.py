@@ -1,0 +1,66 @@
+"""interface: which network interface gloo is told of, and when."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from elaunch.launcher.network import gloo
+from elaunch.launcher.network.gloo import gloo_interface, interface_of
+from elaunch.launcher.network.reach import NoAddress
+
+
+@pytest.fixture
+def own_addresses(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What this host's own name means here; with nothing in it, the name is unknown."""
+    known: list[str] = []
+
+    def told(host: str, wait_s: float) -> list[str]:
+        assert host == "node-a"
+        if not known:
+            raise NoAddress("unknown")
+        return known
+
+    monkeypatch.setattr(socket, "gethostname", lambda: "node-a")
+    monkeypatch.setattr(gloo, "addresses", told)
+    monkeypatch.setattr(gloo, "interface_of", {"10.0.0.1": "eth1"}.get)
+    return known
+
+
+def test_the_interface_of_an_address_is_found() -> None:
+    assert interface_of("127.0.0.1") == "lo"
+    assert interface_of("192.0.2.1") is None
+    assert interface_of("fe80::1%eth7") == "eth7"
+
+
+def test_a_host_that_knows_itself_as_loopback_needs_to_be_told(own_addresses: list[str]) -> None:
+    own_addresses += ["127.0.1.1", "10.0.0.1"]
+
+    assert gloo_interface("10.0.0.1") == ("eth1", "this host's name, node-a, means 127.0.1.1 to itself")
+
+
+def test_a_host_whose_name_is_unknown_needs_to_be_told(own_addresses: list[str]) -> None:
+    assert gloo_interface("10.0.0.1") == ("eth1", "nobody here knows this host's name, node-a")
+
+
+def test_an_address_that_is_another_hosts_is_passed_over_as_gloo_does(
+    own_addresses: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own_addresses += ["192.0.2.7", "127.0.1.1"]
+    monkeypatch.setattr(gloo, "can_be_bound", lambda address: address != "192.0.2.7")
+
+    assert gloo_interface("10.0.0.1") is not None
+
+
+def test_a_host_with_a_name_of_its_own_is_left_alone(own_addresses: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    own_addresses += ["10.0.0.9"]
+    monkeypatch.setattr(gloo, "can_be_bound", lambda _: True)
+
+    assert gloo_interface("10.0.0.1") is None
+
+
+def test_agents_on_one_host_need_nothing(own_addresses: list[str]) -> None:
+    own_addresses += ["127.0.1.1"]
+
+    assert gloo_interface("127.0.0.1") is None

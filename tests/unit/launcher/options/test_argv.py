@@ -1,0 +1,131 @@
+"""argv.normalise: torchrun's argparse spellings in one canonical form."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+
+from elaunch.launcher.errors import UsageError
+from elaunch.launcher.options.argv import find, normalise
+from elaunch.launcher.options.table import TABLE
+
+
+def options_of(*argv: str) -> list[tuple[str, str]]:
+    return [(spec.name, value) for spec, value in normalise(argv).options]
+
+
+@pytest.mark.parametrize("word", ["--nproc-per-node", "--nproc_per_node", "--nproc-per_node", "--nproc", "--np"])
+def test_dashes_underscores_and_prefixes_name_the_same_option(word: str) -> None:
+    assert options_of(word, "2", "t.py") == options_of(f"{word}=2", "t.py") == [("nproc-per-node", "2")]
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (["-r", "3"], [("redirects", "3")]),
+        (["-r3"], [("redirects", "3")]),
+        (["-r=3"], [("redirects", "3")]),
+        (["-r0:3,12:1"], [("redirects", "0:3,12:1")]),
+        (["-m"], [("module", "1")]),
+        (["-mr3"], [("module", "1"), ("redirects", "3")]),
+        (["-mt", "3"], [("module", "1"), ("tee", "3")]),
+        (["--redirect=3"], [("redirects", "3")]),
+        (["--max-r", "1"], [("max-restarts", "1")]),
+        (["--rdzv-id", "a", "--run_id=b"], [("run-id", "a"), ("run-id", "b")]),
+        (["--shutdown-timeout", "5"], [("stop-grace", "5")]),
+        (["--max-restarts", "-1"], [("max-restarts", "-1")]),
+        (["--role=-x"], [("role", "-x")]),
+        (["--rdzv-conf", "a=b=c"], [("rdzv-conf", "a=b=c")]),
+        (["--log-dir="], [("log-dir", "")]),
+    ],
+)
+def test_short_and_joined_forms_are_read_as_argparse_reads_them(
+    argv: list[str], expected: list[tuple[str, str]]
+) -> None:
+    assert options_of(*argv, "t.py") == expected
+
+
+def test_what_follows_the_program_is_its_own_even_if_it_looks_like_ours() -> None:
+    words = normalise(["-m", "pkg.mod", "--nproc-per-node", "4", "--", "-r3", "--help", "--no_such"])
+
+    assert [spec.name for spec, _ in words.options] == ["module"]
+    assert words.program == ("pkg.mod", "--nproc-per-node", "4", "--", "-r3", "--help", "--no_such")
+
+
+def test_two_dashes_end_our_options() -> None:
+    assert normalise(["--standalone", "--", "--odd.py", "-x"]).program == ("--odd.py", "-x")
+
+
+def test_underscores_in_values_stay() -> None:
+    assert options_of("--rdzv_conf", "join_timeout=3", "t.py") == [("rdzv-conf", "join_timeout=3")]
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        (["--nproc-pre-node", "2"], "--nproc-pre-node is no option of elaunch; did you mean --nproc-per-node?"),
+        (["--xyzzy"], "--xyzzy is no option of elaunch; elaunch --help lists the options"),
+        (
+            ["--master", "x"],
+            "--master could be --master-addr, --master-port; write it out",
+        ),
+        (["--standalone=1"], "--standalone is a switch and takes no value; --standalone=1 gives it '1'"),
+        (["--log-dir"], "--log-dir needs a value (DIR: keep the workers' output here)"),
+        (["-t", "--standalone"], "-t needs a value (STREAMS: to files and console, as -r)"),
+        (["-mmod"], "-mmod is no option of elaunch; did you mean --module?"),
+        (["-x"], "-x is no option of elaunch; elaunch --help lists the options"),
+    ],
+)
+def test_a_word_that_cannot_be_read_is_one_sentence_with_the_way_out(argv: list[str], sentence: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        normalise([*argv, "t.py"] if argv[-1] != "--log-dir" else argv)
+
+    assert str(caught.value) == sentence
+
+
+def test_a_prefix_that_torchrun_understands_means_the_same_here() -> None:
+    from torch.distributed.run import get_args_parser
+
+    parser = get_args_parser()
+    actions = {word: action for action in parser._actions for word in action.option_strings if word.startswith("--")}
+    peers = {spec.peer: spec for spec in TABLE if spec.peer}
+    checked = 0
+    for full in actions:
+        for end in range(3, len(full) + 1):
+            prefix = full[:end]
+            fitting = {action.dest for word, action in actions.items() if word.startswith(prefix)}
+            theirs = actions[prefix].dest if prefix in actions else fitting.pop() if len(fitting) == 1 else None
+            if theirs is None:
+                with pytest.raises(UsageError, match="could be"):
+                    find(prefix[2:])
+            else:
+                assert find(prefix[2:]) is peers[theirs.replace("_", "-")], prefix
+                checked += 1
+
+    assert checked > 200
+
+
+def test_every_option_of_torchrun_is_known_by_its_letter_and_arity() -> None:
+    from torch.distributed.run import get_args_parser
+
+    for action in get_args_parser()._actions:
+        if not action.option_strings:
+            continue
+        for word in action.option_strings:
+            argv = [word, "t.py"] if action.nargs == 0 else [word, "1", "t.py"]
+            assert len(normalise(argv).options) == 1, word
+            assert normalise(argv).program == ("t.py",), word
+
+
+def test_the_canonical_form_is_one_that_a_plain_parser_reads() -> None:
+    words = normalise(["-r3", "-m", "--nproc", "2", "mod", "--lr=1"])
+    parser = argparse.ArgumentParser()
+    for name in ("redirects", "module", "nproc-per-node"):
+        parser.add_argument(f"--{name}")
+    parser.add_argument("program", nargs=argparse.REMAINDER)
+
+    read = parser.parse_args(words.canonical)
+
+    assert (read.redirects, read.module, read.nproc_per_node) == ("3", "1", "2")
+    assert read.program[-2:] == ["mod", "--lr=1"]

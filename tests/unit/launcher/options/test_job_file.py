@@ -1,0 +1,149 @@
+"""The job file: any option, the program, and sentences with the line for what is wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from elaunch.agent.config import StreamChoice, Streams
+from elaunch.launcher.options.job_file import parse as parse_file
+from elaunch.launcher.options.options import HelpRequested, Options, Source, UsageError, parse
+from elaunch.launcher.options.table import TABLE
+from elaunch.rendezvous.types import ProgramKind
+
+
+def options_with(text: str, tmp_path: Path, *argv: str, **environ: str) -> Options:
+    path = tmp_path / "job.yaml"
+    path.write_text(text)
+    options = parse(["--config", str(path), *argv], environ)
+    assert not isinstance(options, HelpRequested)
+    return options
+
+
+def test_the_command_line_wins_over_the_environment_over_the_file_over_the_default(tmp_path: Path) -> None:
+    text = "max-restarts: 7\nrole: filed\nstop_grace: 5\nscript: t.py\n"
+
+    options = options_with(text, tmp_path, "--max-restarts", "1", PET_MAX_RESTARTS="2", PET_ROLE="exported")
+
+    assert (options.max_restarts, options.role, options.stop_grace) == (1, "exported", 5.0)
+    assert options.failure_grace == 2.0
+    assert options.given["stop_grace"] is Source.FILE
+    assert options.given["role"] is Source.ENVIRONMENT
+
+
+def test_values_are_read_as_they_are_written(tmp_path: Path) -> None:
+    """YAML 1.1 reads 12:1 as 721 and no as False."""
+    text = "redirects: 12:1\nport_range: 29500:29600\nrole: no\nrun-id: 0012\nscript: t.py\nargs: [--lr, 0.10, yes]\n"
+
+    options = options_with(text, tmp_path)
+
+    assert options.redirects == StreamChoice(Streams.NONE, {12: Streams.OUT})
+    assert options.port_range == (29500, 29600)
+    assert (options.role, options.run_id) == ("no", "0012")
+    assert options.args == ("--lr", "0.10", "yes")
+
+
+def test_lists_and_mappings_stand_for_comma_lists(tmp_path: Path) -> None:
+    text = (
+        "script: t.py\nredirects: {0: 3, 12: 1}\nrdzv_conf: {timeout: 3}\nranks-filter: [0, 8]\n"
+        "duplicate-stdout-filters: ['a, b', c]\npreload: [torch, numpy]\nstandalone: true\nno-preload:\n"
+    )
+
+    options = options_with(text, tmp_path)
+
+    assert options.redirects.by_rank == {0: Streams.BOTH, 12: Streams.OUT}
+    assert options.rdzv_conf == {"timeout": "3"}
+    assert options.ranks_filter == frozenset({0, 8})
+    assert options.duplicate_stdout_filters == ("a, b", "c")
+    assert options.preload == ("torch", "numpy")
+    assert options.standalone
+
+
+def test_the_file_names_the_program_unless_the_command_line_does(tmp_path: Path) -> None:
+    text = "module: pkg.train\nargs: [--lr, 0.1]\n"
+
+    of_file = options_with(text, tmp_path)
+    of_command_line = options_with(text, tmp_path, "other.py", "-x")
+
+    assert (of_file.kind, of_file.target, of_file.args) == (ProgramKind.MODULE, "pkg.train", ("--lr", "0.1"))
+    assert (of_command_line.kind, of_command_line.target) == (ProgramKind.SCRIPT, "other.py")
+    assert of_command_line.args == ("-x",)
+
+
+def test_every_option_but_the_few_that_make_no_sense_can_stand_in_a_file() -> None:
+    for spec in TABLE:
+        if spec.name in ("config", "help", "version", "module"):
+            continue
+        for name in spec.names:
+            assert spec.dest in parse_file(f"{name}: 1\n", "j").options
+            assert spec.dest in parse_file(f"{name.replace('-', '_')}: 1\n", "j").options
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (
+            "script: t.py\nnproc_per_nod: 2\n",
+            "{} line 2: nproc_per_nod is no option of elaunch; did you mean"
+            " nproc-per-node?",
+        ),
+        ("script: t.py\nmax_restarts: many\n", "{} line 2: max_restarts: many is not a whole number; give 0 or more"),
+        ("script: t.py\nrole: [a, b]\n", "{} line 2: role: [a, b] is not a single value; give one word"),
+        ("script: t.py\nstandalone: maybe\n", "{} line 2: standalone: maybe is neither on nor off; give 1 or 0"),
+        ("role: a\nrole: b\n", "{} line 2: role says again what {} line 1 says; keep one"),
+        (
+            "stop-grace: 1\nshutdown_timeout: 2\n",
+            "{} line 2: shutdown_timeout says again what {} line 1 says; keep"
+            " one",
+        ),
+        ("script: a.py\nmodule: b\n", "{} names a script (a.py) and a module (b); keep one of them"),
+        ("module: true\n", "{} line 1: module is true; it is the name of the module to run"),
+        ("args: [a]\n", "{} line 1: args belong to a program; add script or module"),
+        ("script: a.py\nargs: --lr 1\n", "{} line 2: args is '--lr 1'; give a list, as in [--lr, 0.1]"),
+        (
+            "script: a.py\nargs: [[a]]\n",
+            "{} line 2: args holds a list or mapping inside another; write plain words"
+            " there",
+        ),
+        ("- a\n", "{} is not a mapping of options; write one `name: value` per line"),
+        ("role: [a\nrun-id: b\n", "{} line 2 is not YAML: did not find expected ',' or ']'"),
+    ],
+)  # fmt: skip
+def test_a_mistake_in_the_file_is_one_sentence_with_its_line(text: str, sentence: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError) as caught:
+        options_with(text, tmp_path)
+
+    path = str(tmp_path / "job.yaml")
+    expected = sentence.replace("{}", path)
+    if "not YAML" in expected:
+        expected = expected.partition(" is not YAML")[0]
+        assert str(caught.value).startswith(f"{expected} is not YAML: ")
+    else:
+        assert str(caught.value) == expected
+
+
+def test_a_missing_file_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"^--config .*/none\.yaml does not exist$"):
+        parse(["--config", str(tmp_path / "none.yaml"), "t.py"], {})
+
+    with pytest.raises(UsageError, match=r"cannot be read: Is a directory$"):
+        parse(["--config", str(tmp_path), "t.py"], {})
+
+
+def test_a_switch_of_the_command_line_that_contradicts_the_files_program_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"^-m asks for a module and .* names a script \(t\.py\)"):
+        options_with("script: t.py\n", tmp_path, "-m")
+
+    assert options_with("script: prog\nno-python: 1\n", tmp_path).kind is ProgramKind.COMMAND
+
+
+def test_a_key_without_a_value_is_not_given_and_a_quoted_null_is_a_word(tmp_path: Path) -> None:
+    options = options_with("log-dir: null\nmaster-addr: ~\nmax-restarts:\nrole: 'null'\n", tmp_path, "t.py")
+
+    assert options.given.keys() == {"config", "role"}
+    assert options.role == "null"
+
+
+def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
+    assert options_with("# nothing\n", tmp_path, "t.py").given.keys() == {"config"}

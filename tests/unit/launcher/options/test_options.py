@@ -1,0 +1,618 @@
+"""parse and agent_config: what a command line means, held against torchrun's parser where the meaning is torchrun's."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from elaunch.agent.config import AgentConfig, NumaBinding, StreamChoice, Streams
+from elaunch.launcher.agent_config import DEFAULT_PRELOAD, RANK_VARIABLES, agent_config
+from elaunch.launcher.options.help import help_text, markdown
+from elaunch.launcher.options.options import HelpRequested, Options, UsageError, parse
+from elaunch.launcher.options.secret_file import read_secret
+from elaunch.launcher.options.table import TABLE, Group
+from elaunch.launcher.preflight import check_log_dir, check_program
+from elaunch.launcher.resources import HostResources
+from elaunch.launcher.store.plan import plan
+from elaunch.rendezvous.types import ProgramKind
+from tests.harness import REPOSITORY
+
+GPU_HOST = HostResources(cpus=128, cores=64, gpus=8, python="/usr/bin/python3")
+CPU_HOST = HostResources(cpus=16, cores=8, gpus=0, python="/usr/bin/python3")
+
+
+def options_of(*argv: str, **environ: str) -> Options:
+    options = parse(argv, environ)
+    assert not isinstance(options, HelpRequested)
+    return options
+
+
+def config_of(*argv: str, host: HostResources = CPU_HOST, **environ: str) -> AgentConfig:
+    options = options_of(*argv, **environ)
+    planned = plan(options, environ, read_secret)
+    return agent_config(dataclasses.replace(options, run_id=options.run_id or "fresh"), planned, environ, host)
+
+
+def sentence_of(*argv: str, host: HostResources = CPU_HOST, **environ: str) -> str:
+    with pytest.raises(UsageError) as caught:
+        config_of(*argv, host=host, **environ)
+    return str(caught.value)
+
+
+# --- forms of the command
+
+
+@pytest.mark.parametrize(
+    ("argv", "kind", "target", "args"),
+    [
+        (["train.py", "--nnodes", "9"], ProgramKind.SCRIPT, "train.py", ("--nnodes", "9")),
+        (["run", "train.py", "-m"], ProgramKind.SCRIPT, "train.py", ("-m",)),
+        (["run", "--nproc", "2", "run"], ProgramKind.SCRIPT, "run", ()),
+        (["run"], ProgramKind.SCRIPT, "run", ()),
+        (["-m", "pkg.mod", "-r", "3"], ProgramKind.MODULE, "pkg.mod", ("-r", "3")),
+        (["--module", "--nproc=2", "pkg.mod"], ProgramKind.MODULE, "pkg.mod", ()),
+        (["--no_python", "bash", "-c", "x"], ProgramKind.COMMAND, "bash", ("-c", "x")),
+        (["--run-path", "/a/t.py", "b"], ProgramKind.SCRIPT, "/a/t.py", ("b",)),
+        (["--run-path", "--no-python", "/a/t.py"], ProgramKind.SCRIPT, "/a/t.py", ()),
+    ],
+)
+def test_the_program_and_its_arguments_are_found(
+    argv: list[str], kind: ProgramKind, target: str, args: tuple[str, ...]
+) -> None:
+    options = options_of(*argv)
+
+    assert (options.kind, options.target, options.args) == (kind, target, args)
+
+
+def test_help_and_version_are_texts_and_not_jobs() -> None:
+    assert parse(["--version"], {}) == HelpRequested("elaunch 0.1.0")
+    assert parse(["run", "--nproc", "2", "-h"], {}) == HelpRequested(help_text())
+    assert options_of("t.py", "--help").args == ("--help",)
+
+
+def test_help_has_one_line_of_at_most_100_columns_for_each_option() -> None:
+    lines = help_text().splitlines()
+
+    assert max(len(line) for line in lines) <= 100
+    for code in (0, 1, 2, 3, "128 + N"):
+        assert f" {code} " in " ".join(lines[-2:])
+    for spec in TABLE:
+        own = [line for line in lines if line.startswith("  -") and f"--{spec.name} " in f"{line} "]
+        assert len(own) == 1, spec.name
+        assert spec.help in own[0]
+        assert spec.default_text in own[0]
+    assert [line[:-1] for line in lines if line[:-1] in {group.value for group in Group}] == [g.value for g in Group]
+
+
+# --- one table
+
+
+def test_the_page_of_options_is_the_table() -> None:
+    assert (REPOSITORY / "docs/options.md").read_text() == markdown()
+
+
+def test_options_has_a_field_for_each_row_of_the_table() -> None:
+    fields = {field.name for field in dataclasses.fields(Options)}
+
+    others = {"kind", "target", "args", "given", "typed", "exported"}
+    assert {spec.dest for spec in TABLE} - {"help", "version"} == fields - others
+
+
+def test_every_option_of_torchrun_is_accepted_with_its_own_value_and_default_or_a_said_difference() -> None:
+    from torch.distributed.run import parse_args
+
+    theirs = parse_args(["t.py"])  # type: ignore[no-untyped-call]
+    ours = options_of("t.py")
+    names = {spec.peer: spec for spec in TABLE if spec.peer and spec.peer != "help"}
+
+    assert {name.replace("-", "_") for name in names} == set(vars(theirs)) - {
+        "training_script",
+        "training_script_args",
+    }
+    for name, spec in names.items():
+        value = getattr(theirs, name.replace("-", "_"))
+        if value == getattr(ours, spec.dest) or spec.differs or spec.no_effect:
+            continue
+        # The same meaning in another type: the text that torchrun keeps is what ours was made of.
+        default = spec.convert(value) if isinstance(value, str) else tuple(value)
+        assert default == getattr(ours, spec.dest), name
+
+
+def test_importing_the_options_imports_neither_torch_nor_yaml_nor_asyncio() -> None:
+    code = (
+        "import sys; from elaunch.launcher import options, jobspec, resources, program;"
+        "options.parse(['t.py'], {}); print(sorted({'torch', 'yaml', 'asyncio', 'numpy'} & set(sys.modules)))"
+    )
+
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    assert done.stdout == "[]\n"
+
+
+# --- the environment
+
+
+@pytest.mark.parametrize(("value", "expected"), [("1", True), ("0", False), ("true", True), ("False", False)])
+def test_a_switch_is_read_from_its_variable(value: str, expected: bool) -> None:
+    assert options_of("t.py", PET_STANDALONE=value).standalone is expected
+
+
+def test_every_option_is_read_from_its_variable_and_the_command_line_wins() -> None:
+    options = options_of("--nproc_per_node", "4", "t.py", PET_NPROC_PER_NODE="2", PET_RDZV_ID="job-1", PET_NNODES="1:1")
+
+    assert (options.nproc_per_node, options.run_id, options.nnodes) == (4, "job-1", (1, 1))
+    for spec in TABLE:
+        assert spec.variables[0] == f"PET_{spec.name.upper().replace('-', '_')}"
+
+
+def test_an_empty_variable_is_no_value() -> None:
+    assert options_of("t.py", PET_MAX_RESTARTS="", PET_STANDALONE="").max_restarts == 3
+
+
+def test_a_wrong_variable_is_named_with_its_value() -> None:
+    assert sentence_of("t.py", PET_MAX_RESTARTS="x") == "PET_MAX_RESTARTS=x is not a whole number; give 0 or more"
+
+
+def test_the_shutdown_timeout_comes_from_the_option_its_variables_or_is_30_s() -> None:
+    assert config_of("t.py").times.stop_grace_s == 30
+    assert config_of("t.py", TORCH_ELASTIC_SHUTDOWN_TIMEOUT="7").times.stop_grace_s == 7
+    assert config_of("t.py", TORCH_ELASTIC_SHUTDOWN_TIMEOUT="7", PET_SHUTDOWN_TIMEOUT="8").times.stop_grace_s == 8
+    assert config_of("--shutdown-timeout", "0", "t.py", TORCH_ELASTIC_SHUTDOWN_TIMEOUT="7").times.stop_grace_s == 0
+    assert sentence_of("--stop-grace", "-1", "t.py") == "--stop-grace -1 is negative; give 0 or more seconds"
+
+
+# --- values
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        (
+            ["--nnodes", "4:2"],
+            "--nnodes 4:2 is no range: nodes_min (4) is larger than nodes_max (2); use"
+            " --nnodes MIN:MAX with MIN <= MAX",
+        ),
+        (
+            ["--nnodes", "2:3:4"],
+            "--nnodes 2:3:4 is neither a number of nodes nor a range; use --nnodes N or"
+            " --nnodes MIN:MAX",
+        ),
+        (["--nnodes", "0"], "--nnodes 0 asks for no node; a job needs at least 1"),
+        (["--rdzv-backend", "zookeeper"], "--rdzv-backend zookeeper is not one of static, c10d, etcd, etcd-v2"),
+        (["--rdzv-endpoint", "a:b"], "--rdzv-endpoint a:b is no endpoint; use HOST:PORT, [IPV6]:PORT or"
+            " https://HOST:PORT, several separated by commas"),
+        (["--node-rank", "1"], "--node-rank 1 is out of range: a job of one node has node rank 0 only"),
+        (
+            ["--nproc", "xpu"],
+            "--nproc-per-node xpu is not something that can be counted here; use gpu, cpu or"
+            " auto, or give a number",
+        ),
+        (["--nproc", "0"], "--nproc-per-node 0 is out of range; give 1 or more"),
+        (["--nproc", "gpu"], "--nproc-per-node gpu finds no GPU that this process may use; use cpu, or give a number"),
+        (["--max-restarts", "-1"], "--max-restarts -1 is out of range; give 0 or more"),
+        (["--restart-window", "0"], "--restart-window 0 is not a length of time; give more than 0 seconds"),
+        (["--failure-grace", "nan"], "--failure-grace nan is not a number of seconds; give 0 or more"),
+        (["-r", "4"], "--redirects 4 is no choice of streams; use 0, 1, 2 or 3, or LOCAL_RANK:VALUE,… as in 0:3,12:1"),
+        (
+            ["-t", "0:3,x"],
+            "--tee 0:3,x is no choice of streams; use 0, 1, 2 or 3, or LOCAL_RANK:VALUE,… as"
+            " in 0:3,12:1",
+        ),
+        (["--ranks-filter", "a"], "--ranks-filter a is not a list of ranks; use 0,1,2"),
+        (["--start-method", "magic"], "--start-method magic is not one of spawn, fork, forkserver"),
+        (["--numa-binding", "x"], "--numa-binding x is not one of node, socket, exclusive, core-complex"),
+        (["--master-port", "70000"], "--master-port 70000 is out of range; give a number from 0 to 65535"),
+        (
+            ["--port-range", "9:3"],
+            "--port-range 9:3 is not a range of ports; use FIRST:LAST with 1 <= FIRST <="
+            " LAST <= 65535",
+        ),
+        (["--rdzv-conf", "a"], "--rdzv-conf a is not a list of settings; use KEY=VALUE,KEY=VALUE"),
+        (
+            ["--signals-to-handle", "SIGTERM,SIGUSER1"],
+            "--signals-to-handle SIGTERM,SIGUSER1 names SIGUSER1, and there is no such signal; did you mean SIGUSR1?"
+            " usual are SIGTERM, SIGINT, SIGHUP, SIGQUIT, SIGUSR1 and SIGUSR2",
+        ),
+        (
+            ["--signals-to-handle", "zzz"],
+            "--signals-to-handle zzz names zzz, and there is no such signal; usual are SIGTERM, SIGINT, SIGHUP,"
+            " SIGQUIT, SIGUSR1 and SIGUSR2",
+        ),
+        (
+            ["--signals-to-handle", "SIGKILL"],
+            "--signals-to-handle SIGKILL names SIGKILL, and no process can handle that; leave it out",
+        ),
+        (["-m", "--no-python"], "--module contradicts --no-python: a module always runs in Python; drop one of them"),
+        (["--preload", "a", "--no-preload"], "--preload a contradicts --no-preload: drop one of them"),
+    ],
+)  # fmt: skip
+def test_a_wrong_request_is_one_sentence_with_its_values_and_the_way_out(argv: list[str], sentence: str) -> None:
+    assert sentence_of(*argv, "t.py") == sentence
+
+
+def test_no_program_is_a_sentence_that_names_help() -> None:
+    assert (
+        sentence_of("--nproc", "2") == "no script to run; use elaunch [options] script.py args…, or see elaunch --help"
+    )
+
+
+def test_of_two_contradicting_options_the_stronger_source_stays() -> None:
+    assert config_of("--port-range", "5:6", "t.py", PET_MASTER_PORT="29500").master_ports == (5, 6)
+    assert config_of("--no-python", "prog", PET_MODULE="1").spec.program.kind is ProgramKind.COMMAND
+
+
+@pytest.mark.parametrize("text", ["0", "1", "2", "3", "0:3", "0:3,1:0,2:1,3:2"])
+def test_streams_mean_what_they_mean_to_torchrun(text: str) -> None:
+    from torch.distributed.elastic.multiprocessing.api import Std, to_map
+
+    theirs = to_map(Std.from_str(text), 8)
+    ours = options_of("-r", text, "t.py").redirects
+
+    assert {rank: int(std) for rank, std in theirs.items()} == {rank: int(ours.of(rank)) for rank in range(8)}
+
+
+def test_streams_of_ranks_from_ten_on_can_be_chosen() -> None:
+    tee = options_of("-t", "0:3,12:1", "t.py").tee
+
+    assert (tee.of(0), tee.of(1), tee.of(12)) == (Streams.BOTH, Streams.NONE, Streams.OUT)
+
+
+def test_two_commas_in_a_filter_are_one_literal_comma() -> None:
+    options = options_of("--duplicate_stdout_filters", "loss: 1,,5,step 2", "t.py")
+
+    assert options.duplicate_stdout_filters == ("loss: 1,5", "step 2")
+
+
+# --- the job
+
+
+@pytest.mark.parametrize(
+    ("asked", "host", "slots"),
+    [
+        ([], GPU_HOST, 8),
+        ([], CPU_HOST, 1),
+        (["--nproc-per-node", "3"], GPU_HOST, 3),
+        (["--nproc-per-node", "gpu"], GPU_HOST, 8),
+        (["--nproc-per-node", "cpu"], GPU_HOST, 128),
+        (["--nproc-per-node", "auto"], GPU_HOST, 8),
+        (["--nproc-per-node", "auto"], CPU_HOST, 16),
+    ],
+)
+def test_workers_are_counted_by_what_was_asked_for(asked: list[str], host: HostResources, slots: int) -> None:
+    assert config_of(*asked, "t.py", host=host).slots == slots
+
+
+def test_several_workers_share_the_cores_as_threads() -> None:
+    config = config_of("t.py", host=GPU_HOST)
+
+    assert config.environment["OMP_NUM_THREADS"] == "8"
+    assert config_of("--nproc", "100", "t.py").environment["OMP_NUM_THREADS"] == "1"
+
+
+def test_a_chosen_number_of_threads_is_kept_and_a_single_worker_gets_all_cores() -> None:
+    assert config_of("t.py", host=GPU_HOST, OMP_NUM_THREADS="5").environment["OMP_NUM_THREADS"] == "5"
+    assert config_of("--nproc", "1", "t.py", host=GPU_HOST).environment["OMP_NUM_THREADS"] == "64"
+
+
+def test_workers_inherit_the_environment_without_the_variables_of_an_outer_launcher() -> None:
+    outer = dict.fromkeys(RANK_VARIABLES, "9") | {"A": "b", "CUDA_VISIBLE_DEVICES": "3"}
+    options = dataclasses.replace(options_of("t.py"), run_id="x")
+
+    environment = agent_config(options, plan(options, {}, read_secret), outer, CPU_HOST).environment
+
+    assert not RANK_VARIABLES & set(environment)
+    assert (environment["A"], environment["CUDA_VISIBLE_DEVICES"]) == ("b", "3")
+    assert environment["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "1"
+    kept = config_of("t.py", TORCH_NCCL_ASYNC_ERROR_HANDLING="3").environment
+    assert kept["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "3"
+
+
+def test_a_given_master_port_is_the_port_and_none_is_a_fresh_one() -> None:
+    assert config_of("t.py").master_ports == ()
+    assert config_of("--master-port", "0", "t.py").master_ports == ()
+    assert config_of("--standalone", "--master_port", "29511", "t.py").master_ports == (29511,)
+    assert config_of("--port-range", "5000:5002", "t.py").master_ports == (5000, 5001, 5002)
+
+
+def test_the_master_address_is_the_given_one_without_brackets() -> None:
+    assert config_of("t.py").master_addr == "127.0.0.1"
+    assert config_of("--master-addr", "[::1]", "t.py").master_addr == "::1"
+    assert config_of("--local-addr", "10.0.0.7", "t.py").master_addr == "10.0.0.7"
+
+
+def test_a_static_endpoint_is_the_master_as_in_torchrun() -> None:
+    static = config_of("--rdzv-endpoint", "node-a:29400", "t.py")
+    c10d = config_of("--rdzv-backend", "c10d", "--rdzv-endpoint", "node-a:29400", "t.py")
+
+    assert (static.master_addr, static.master_ports) == ("node-a", (29400,))
+    assert (c10d.master_addr, c10d.master_ports) == ("127.0.0.1", ())
+
+
+def test_a_standalone_job_has_a_name_of_its_own() -> None:
+    assert options_of("--rdzv-id", "x", "t.py").run_id == "x"
+    assert options_of("--rdzv-id", "x", "--standalone", "t.py").run_id is None
+    assert options_of("t.py").run_id is None
+
+
+def test_several_nodes_have_their_number_and_their_ranks() -> None:
+    config = config_of("--nnodes", "2:4", "--rdzv-endpoint", "node-a:2379", "t.py")
+    static = config_of("--nnodes", "4", "--node-rank", "3", "--master-addr", "node-a", "--local-addr", "b", "t.py")
+
+    assert (config.spec.nodes_min, config.spec.nodes_max, config.node_rank) == (2, 4, -1)
+    assert (static.node_rank, static.master_addr) == (3, "b")
+    first = config_of("--nnodes", "4", "--node-rank", "0", "--master-addr", "node-a", "--local-addr", "b", "t.py")
+    assert first.master_addr == "node-a"
+
+
+def test_the_jobs_secret_is_not_for_its_workers() -> None:
+    config = config_of("--nnodes", "2", "--rdzv-endpoint", "a", "t.py", ELAUNCH_TOKEN="hush")
+
+    assert "ELAUNCH_TOKEN" not in config.environment
+    assert "hush" not in repr(config)
+
+
+def test_a_filter_may_name_ranks_of_other_nodes() -> None:
+    output = config_of("--ranks-filter", "9", "--nnodes", "2", "--rdzv-endpoint", "a", "t.py").output
+
+    assert output.console_ranks == frozenset({9})
+
+
+def test_a_job_without_a_name_is_refused() -> None:
+    with pytest.raises(ValueError, match="run_id"):
+        agent_config(options_of("t.py"), plan(options_of("t.py"), {}, read_secret), {}, CPU_HOST)
+
+
+def test_another_interpreter_runs_the_script_and_preloads_nothing() -> None:
+    own = config_of("t.py")
+    other = config_of("t.py", PYTHON_EXEC="/opt/python")
+
+    assert (own.spec.program.interpreter, own.preload) == (CPU_HOST.python, DEFAULT_PRELOAD)
+    assert (other.spec.program.interpreter, other.preload) == ("/opt/python", None)
+    assert any("PYTHON_EXEC=/opt/python" in note for note in other.notes)
+
+
+def test_preloading_follows_the_options() -> None:
+    assert config_of("--preload", "numpy,torch", "t.py").preload == ("numpy", "torch")
+    assert config_of("--no-preload", "t.py").preload is None
+    assert config_of("--no-python", "prog").preload is None
+
+
+def test_signals_are_numbers() -> None:
+    config = config_of("--signals-to-handle", "SIGTERM,SIGUSR1,SIGTERM,SIGCLD", "t.py")
+
+    assert config.signals == (signal.SIGTERM, signal.SIGUSR1, signal.SIGCHLD)
+    assert config_of("t.py").signals == (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+
+
+def test_a_log_directory_alone_tees_everything() -> None:
+    assert config_of("--log-dir", "logs", "t.py").output.tee == StreamChoice(Streams.BOTH)
+    assert config_of("--log-dir", "logs", "-r", "1", "t.py").output.tee == StreamChoice()
+    assert config_of("t.py").output.tee == StreamChoice()
+    null = config_of("--log-dir", "/dev/null", "t.py").output
+    assert (null.log_dir, null.tee) == (None, StreamChoice())
+
+
+def test_the_console_is_limited_by_local_and_by_global_ranks() -> None:
+    output = config_of("--local-ranks-filter", "0,1", "--ranks_filter", "8", "--nproc-per-node", "9", "t.py").output
+
+    assert (output.console_local_ranks, output.console_ranks) == (frozenset({0, 1}), frozenset({8}))
+    assert config_of("--local-ranks-filter", "", "t.py").output.console_local_ranks is None
+
+
+def test_the_line_prefix_comes_from_torchruns_variable() -> None:
+    config = config_of("t.py", TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE="[${rank}]")
+
+    assert config.output.prefix_template == "[${rank}]"
+
+
+def test_virtual_local_rank_needs_a_visible_gpu_for_each_worker() -> None:
+    sentence = sentence_of("--virtual-local-rank", "--nproc", "4", "t.py", CUDA_VISIBLE_DEVICES="0,1")
+
+    assert sentence == (
+        "--virtual-local-rank needs a GPU for each of 4 workers and CUDA_VISIBLE_DEVICES=0,1 names 2;"
+        " use --nproc-per-node 2"
+    )
+    assert config_of("--virtual-local-rank", "--nproc", "2", "t.py", CUDA_VISIBLE_DEVICES="0,1").virtual_local_rank
+
+
+def test_the_other_settings_reach_the_agent() -> None:
+    limits = ("--max-restarts", "9", "--restart-window", "60", "--failure-grace", "1.5", "--hang-timeout", "90")
+
+    config = config_of(*limits, "--role", "r", "--numa-binding", "core-complex", "t.py", "a")
+
+    assert (config.spec.max_restarts, config.spec.restart_window_s, config.times.failure_grace_s) == (9, 60.0, 1.5)
+    assert config.times.hang_timeout_s == 90.0
+    assert (config.role, config.numa_binding) == ("r", NumaBinding.CORE_COMPLEX)
+    assert config.spec.program.argv == (CPU_HOST.python, "-u", "t.py", "a")
+
+
+# --- notes
+
+
+def test_defaults_that_differ_from_torchruns_are_one_note() -> None:
+    assert config_of("t.py", host=GPU_HOST).notes == (
+        "8 workers, one per GPU; OMP_NUM_THREADS=8; max_restarts is 3 (torchrun's is 0, a plain launch)",
+    )
+
+
+def test_a_fully_chosen_job_says_nothing() -> None:
+    config = config_of("--nproc", "2", "--max-restarts", "0", "--standalone", "t.py", OMP_NUM_THREADS="1")
+
+    assert config.notes == ()
+
+
+def test_options_without_effect_are_one_note() -> None:
+    chosen = ("--nproc", "1", "--max-restarts", "0")
+    ignored = ("--monitor-interval", "5", "--logs-specs", "x", "--rdzv-backend", "c10d", "--rdzv-conf", "a=b")
+
+    assert config_of(*chosen, *ignored, "t.py", OMP_NUM_THREADS="1").notes == (
+        "without effect here: --rdzv-backend, --rdzv-conf (one node needs no rendezvous);"
+        " --monitor-interval (exits are events, nothing is polled); --logs-specs (there are no log plug-ins)",
+    )
+
+
+def test_output_that_is_kept_nowhere_is_said() -> None:
+    notes = config_of("--nproc", "1", "--max-restarts", "0", "-r", "0:3", "t.py", OMP_NUM_THREADS="1").notes
+
+    assert notes == ("--redirects without --log-dir: that output is kept nowhere; add --log-dir DIR to keep it",)
+
+
+# --- what must be there on the host
+
+
+def test_a_missing_script_is_named_with_its_directory_and_a_near_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "trian.py").touch()
+
+    with pytest.raises(UsageError) as caught:
+        check_program(options_of("train.py"), {})
+
+    assert str(caught.value) == f"train.py does not exist in {tmp_path}; did you mean trian.py?"
+    with pytest.raises(UsageError, match=r"src/x\.py does not exist in .* \(there is no directory src\)$"):
+        check_program(options_of("src/x.py"), {})
+
+
+def test_a_script_a_directory_with_main_and_a_command_on_path_can_start(tmp_path: Path) -> None:
+    package = tmp_path / "app"
+    package.mkdir()
+
+    with pytest.raises(UsageError, match=r"is a directory without __main__\.py"):
+        check_program(options_of(str(package)), {})
+    (package / "__main__.py").touch()
+    check_program(options_of(str(package)), {})
+    check_program(options_of(str(package / "__main__.py")), {})
+    check_program(options_of("-m", "json.no_matter"), {})
+    check_program(options_of("--no-python", "sh"), {})
+
+
+def test_a_command_that_is_not_there_and_a_file_as_module_are_sentences(tmp_path: Path) -> None:
+    script = tmp_path / "t.py"
+    script.touch()
+
+    with pytest.raises(UsageError, match="the command no-such-command is not an executable file on PATH"):
+        check_program(options_of("--no-python", "no-such-command"), {})
+    with pytest.raises(UsageError, match=r"-m takes a module's name and .* is a file; leave -m out"):
+        check_program(options_of("-m", str(script)), {})
+
+
+def test_a_module_that_is_nowhere_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "trainer_of_mine.py").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
+
+    typo = rf"^-m trainer_of_mime\.a: there is no module trainer_of_mime in {tmp_path} nor in .*'s path; did you mean"
+    with pytest.raises(UsageError, match=rf"{typo} -m trainer_of_mine\.a\?$"):
+        check_program(options_of("-m", "trainer_of_mime.a"), {})
+    with pytest.raises(UsageError, match=r"; start elaunch in its folder, or set PYTHONPATH$"):
+        check_program(options_of("-m", "zzz"), {})
+    for found in ("trainer_of_mine", "sys", "json.tool", "elaunch.trainer", "torch.nothing"):
+        check_program(options_of("-m", found), {})
+    # Others that may find the module: another interpreter, and preloaded modules.
+    check_program(options_of("-m", "zzz"), {"PYTHON_EXEC": sys.executable})
+    check_program(options_of("--preload", "json", "-m", "zzz"), {})
+
+
+@pytest.mark.parametrize("name", ["/nonexist", "/", "no-such-python", __file__])
+def test_a_python_exec_that_cannot_run_is_a_sentence(name: str, tmp_path: Path) -> None:
+    script = tmp_path / "t.py"
+    script.touch()
+
+    for program in (str(script),), ("-m", "no.matter"):
+        with pytest.raises(UsageError, match=f"^PYTHON_EXEC={name} is not an executable file.*; .*unset the variable$"):
+            check_program(options_of(*program), {"PYTHON_EXEC": name})
+
+    check_program(options_of("--no-python", "sh"), {"PYTHON_EXEC": name})
+    for python in "", "sh", sys.executable:
+        check_program(options_of(str(script)), {"PYTHON_EXEC": python})
+
+
+@pytest.mark.parametrize("kind", [(), ("-m",), ("--no-python",)])
+def test_an_empty_name_is_said_to_be_empty(kind: tuple[str, ...]) -> None:
+    with pytest.raises(UsageError, match=r"^the (script|module|command)'s name is empty, .* not set; give"):
+        check_program(options_of(*kind, ""), {})
+
+
+def test_an_empty_log_directory_is_not_taken_for_none() -> None:
+    with pytest.raises(UsageError, match=r"^--log-dir is empty; name a directory, or /dev/null to keep nothing$"):
+        options_of("--log-dir", "", "t.py")
+
+
+def test_a_script_without_read_permission_is_a_sentence() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        script = Path(folder) / "t.py"
+        script.touch(mode=0)
+
+        said = said_as_nobody(lambda: check_program(options_of(str(script)), {}))
+
+    assert "cannot be read by user" in said
+
+
+def test_a_folder_that_may_not_be_entered_is_a_sentence() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        said = [
+            said_as_nobody(lambda: check_program(options_of(f"{folder}/t.py"), {})),
+            said_as_nobody(lambda: check_log_dir(options_of("--log-dir", f"{folder}/logs/deep", "t.py"))),
+        ]
+
+    assert all("Permission denied" in sentence for sentence in said)
+
+
+def said_as_nobody(check: Callable[[], None]) -> str:
+    """What `check` complains of in a process that is not root's, who may read everything."""
+    ours, theirs = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        if os.geteuid() == 0:
+            os.setuid(65534)
+        try:
+            check()
+        except UsageError as error:
+            os.write(theirs, str(error).encode())
+        os._exit(0)
+    os.close(theirs)
+    os.waitpid(pid, 0)
+    with os.fdopen(ours) as pipe:
+        return pipe.read()
+
+
+def test_a_file_is_no_log_directory(tmp_path: Path) -> None:
+    taken = tmp_path / "logs"
+    taken.touch()
+
+    with pytest.raises(UsageError, match=r"^--log-dir .*/logs is a file; name a directory"):
+        check_log_dir(options_of("--log-dir", str(taken), "t.py"))
+    with pytest.raises(UsageError, match=r"lies below .*/logs, which is a file"):
+        check_log_dir(options_of("--log-dir", str(taken / "deep" / "er"), "t.py"))
+    check_log_dir(options_of("--log-dir", str(tmp_path / "new" / "deep"), "t.py"))
+    check_log_dir(options_of("--log-dir", "/dev/null", "t.py"))
+
+
+@pytest.mark.parametrize("option", ["--local-ranks-filter", "--ranks-filter"])
+def test_a_filter_that_no_rank_passes_is_a_sentence(option: str) -> None:
+    with pytest.raises(UsageError, match=rf"{option} 2,9 leaves nobody to be seen: the ranks are 0 to 1"):
+        config_of(option, "2,9", "--nproc-per-node", "2", "t.py")
+    assert config_of(option, "1,9", "--nproc-per-node", "2", "t.py").slots == 2
+
+
+@pytest.mark.parametrize(("option", "longest"), [("--run-id", 255), ("--rdzv-id", 255), ("--role", 64)])
+def test_a_name_that_is_part_of_keys_has_a_longest_length(option: str, longest: int) -> None:
+    parse([option, "é" * (longest // 2), "train.py"], {})
+    with pytest.raises(UsageError, match=rf"is too long \({longest + 1} bytes\); give at most {longest}") as raised:
+        parse([option, "x" * (longest + 1), "train.py"], {})
+    assert len(str(raised.value)) < 300
+
+
+def test_a_name_in_another_encoding_is_refused_in_a_sentence() -> None:
+    with pytest.raises(UsageError, match="has characters that cannot be shown"):
+        parse(["--run-id", "job\udcff", "train.py"], {})

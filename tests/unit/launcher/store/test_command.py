@@ -1,0 +1,177 @@
+"""`elaunch store`, run as a user does."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import signal
+import socket
+import subprocess
+from pathlib import Path
+
+import psutil
+import pytest
+
+from elaunch.launcher.errors import UsageError
+from elaunch.launcher.store.command import HELP, announcement, parse
+from elaunch.launcher.store.join_command import Telling
+from elaunch.launcher.store.keyring import Keyring
+from elaunch.rendezvous.access import Access
+from elaunch.rendezvous.endpoint import Endpoint
+from elaunch.rendezvous.etcd.discovery import FoundStore
+from elaunch.rendezvous.store import Put, Txn
+from tests.harness import COMMAND, Job, environment, finished, wait_for
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("argv", "endpoint", "port"),
+    [
+        ([], None, 2379),
+        (["--listen", ":29400"], None, 29400),
+        (["--listen=0.0.0.0:7"], None, 7),
+        (["--listen", "*:7"], None, 7),
+        (["--listen", "[::]:7"], None, 7),
+        (["--listen", "host0"], Endpoint("host0", 2379), 2379),
+        (["--listen", "[fd00::1]:7"], Endpoint("fd00::1", 7), 7),
+    ],
+)
+def test_where_it_listens_is_an_endpoint_or_a_port_of_all_addresses(
+    argv: list[str], endpoint: Endpoint | None, port: int
+) -> None:
+    request = parse(argv, {})
+
+    assert (request.endpoint, request.port) == (endpoint, port)
+
+
+def test_the_token_is_in_a_file_or_the_variable(tmp_path: Path) -> None:
+    path = tmp_path / "to_ken"
+    path.write_text("from the file\n".replace(" ", "-"))
+
+    assert parse([], {}).token == ""
+    assert parse([], {"ELAUNCH_TOKEN": "from-variable"}).token == "from-variable"
+    for word in ("--token-file", "--token_file"):
+        assert parse([word, str(path)], {"ELAUNCH_TOKEN": "from-variable"}).token == "from-the-file"
+        assert parse([f"{word}={path}"], {}).token == "from-the-file"
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        (["train.py"], "store takes no program, and train.py looks like one; a script called store is started with"),
+        (["--token", "x"], "--token would show the job's secret to everybody; set ELAUNCH_TOKEN, or give --token-file"),
+        (["--listen", "a:b"], "--listen a:b is no endpoint; use HOST:PORT"),
+        (["--listen", "a:1,b:2"], "--listen a:1,b:2 is no HOST:PORT of this host; give one"),
+        (["--listen", "https://a:1"], "--listen https://a:1 is no HOST:PORT of this host"),
+        (["--lisen", "a:1"], "see elaunch store --help"),
+        (["--listen"], "see elaunch store --help"),
+    ],
+)
+def test_a_wrong_request_is_one_sentence(argv: list[str], sentence: str) -> None:
+    with pytest.raises(UsageError) as raised:
+        parse(argv, {})
+
+    assert sentence in str(raised.value)
+
+
+def test_a_made_token_is_shown_to_a_terminal_alone() -> None:
+    place = Endpoint("host0", 2379)
+    terminal, log = (Telling("made", "/home/me/token", "", is_terminal=is_terminal) for is_terminal in (True, False))
+
+    assert "type: ELAUNCH_TOKEN=made elaunch --nnodes 2 --rdzv-endpoint host0:2379" in announcement(place, terminal)[0]
+    assert "made" not in " ".join(announcement(place, log))
+    assert "its token is in /home/me/token, which only you can read" in announcement(place, log)[1]
+    assert "with ELAUNCH_TOKEN set to the same token" in announcement(place, None)[0]
+
+
+def test_a_store_whose_token_nobody_could_learn_is_not_served(tmp_path: Path) -> None:
+    job = finished(tmp_path, "store", "--listen", "127.0.0.1:0", env={"HOME": "/proc"})
+
+    assert job.code == 2
+    assert "stderr is no terminal, and no file can be kept in ~/.elaunch/stores (" in job.stderr
+    assert "give all nodes the same token: export ELAUNCH_TOKEN=$(openssl rand -hex 16)" in job.stderr
+
+
+def test_at_a_terminal_the_token_is_in_the_line(tmp_path: Path) -> None:
+    ours, theirs = pty.openpty()
+    command = [*COMMAND, "store", "--listen", "0.0.0.0:0"]
+    with subprocess.Popen(command, env=environment({"HOME": str(tmp_path)}), stderr=theirs, text=True) as store:
+        os.close(theirs)
+        said = b""
+        while b"Ctrl-C ends it" not in said:
+            said += os.read(ours, 4096)
+        kept = list((tmp_path / ".elaunch" / "stores").iterdir())
+        store.terminate()
+    os.close(ours)
+
+    assert len(kept) == 1
+    assert re.search(rb"ELAUNCH_TOKEN=[0-9a-f]{32} elaunch --nnodes 2 ", said)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_store_in_the_foreground_serves_its_user_until_ctrl_c(tmp_path: Path) -> None:
+    with Job(tmp_path, "store", "--listen", "127.0.0.1:0") as job:
+        line = job.wait_for_output(r"type: elaunch --nnodes 2 --rdzv-endpoint 127\.0\.0\.1:(\d+) ")
+        store = FoundStore(Endpoint("127.0.0.1", int(line[1])), "", Access(), 5.0, keyring=Keyring())
+        store.check()
+        assert store.commit(Txn((), (Put("/a", "1"),))).held
+        store.close()
+
+        job.signal(signal.SIGINT)
+
+        assert job.wait() == 0
+    assert re.search(r"^elaunch: the store ends, by SIGINT$", job.stderr, re.MULTILINE)
+    assert "nothing is left when it is started again; a cluster of etcd outlives any host" in job.stderr
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", int(line[1])), timeout=5).close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_store_that_was_told_to_outlive_its_terminal_does(tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # As nohup does; the child inherits it.
+    try:
+        job = Job(tmp_path, "store", "--listen", "127.0.0.1:0")
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    with job:
+        job.wait_for_output("Ctrl-C ends it")
+
+        job.signal(signal.SIGHUP)
+        job.signal(signal.SIGTERM)
+
+        assert job.wait() == 0
+    assert "the store ends, by SIGTERM" in job.stderr
+
+
+def test_a_server_that_is_killed_ends_the_command_with_a_sentence(tmp_path: Path) -> None:
+    with Job(tmp_path, "store", "--listen", "127.0.0.1:0") as job:
+        job.wait_for_output("serving a store at")
+        server = wait_for(lambda: psutil.Process(job.process.pid).children(), "the server")[0]
+
+        server.kill()
+
+        assert job.wait() == 3
+    assert "the store's server ended by itself, with exit code -9" in job.stderr
+
+
+def test_a_taken_port_is_a_sentence(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        job = finished(tmp_path, "store", "--listen", f"127.0.0.1:{port}")
+
+    assert job.code == 2
+    assert f"something listens at 127.0.0.1:{port} already; choose another port with --listen HOST:PORT" in job.stderr
+
+
+def test_help_is_a_text_and_a_script_called_store_is_started_by_its_path(tmp_path: Path) -> None:
+    (tmp_path / "store").write_text("print('the script')")
+    (tmp_path / "store").chmod(0o755)
+
+    assert finished(tmp_path, "store", "--help").stdout == HELP
+    assert "the script" in finished(tmp_path, "--nproc-per-node", "1", "--no-preload", "./store").stdout
+    assert max(len(line) for line in HELP.splitlines()) <= 100

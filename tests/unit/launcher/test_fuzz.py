@@ -1,0 +1,367 @@
+"""Whatever is typed, exported, written in a job file or set by a scheduler gives a plan, or one sentence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from elaunch.agent.guardian.guardian import JOB_VARIABLES, Kin
+from elaunch.launcher.agent_config import agent_config
+from elaunch.launcher.cluster.cluster import Cluster, line
+from elaunch.launcher.cluster.detect import SCHEDULERS, detect
+from elaunch.launcher.cluster.fill_in import concerning, settle
+from elaunch.launcher.cluster.hostlist import HOSTS_MAX, expand
+from elaunch.launcher.errors import SiteError, UsageError
+from elaunch.launcher.options import values
+from elaunch.launcher.options.endpoints import endpoints
+from elaunch.launcher.options.job_file import JobFile
+from elaunch.launcher.options.job_file import parse as parse_file
+from elaunch.launcher.options.job_file import read as read_file
+from elaunch.launcher.options.options import HelpRequested, Options, parse
+from elaunch.launcher.options.rdzv_conf import SETTINGS, understand
+from elaunch.launcher.options.small_file import read_small
+from elaunch.launcher.options.table import TABLE
+from elaunch.launcher.resources import HostResources
+from elaunch.launcher.store.join_command import invitation
+from elaunch.launcher.store.plan import plan
+from elaunch.rendezvous.rules.snapshot import Keys
+from elaunch.rendezvous.types import Terms
+from tests.fuzzing import NESTED, NUMBERS, TEXTS, WORDS, bounded
+
+HOST = HostResources(cpus=8, cores=4, gpus=0, python="/usr/bin/python3")
+ODD = st.sampled_from(
+    [
+        "", " ", ":", ",", "=", "-", "--", "\n", "a\nb", "a=1,b=2", "1:2", "2:1", "1:" + "9" * 30, "9" * 5000,
+        "[::1]:5", "[", "a:99999", "http://", "https://a:1,http://b:2", "0:3,1:1", "SIGTERM", "auto", "gpu", "1e308",
+        "1e400", "-1", "inf", "\udcff", "join_timeout=1", "keep_alive_interval=1e308",
+        "lease_ttl=" + "9" * 400, "a" * 9000,
+    ]
+)  # fmt: skip
+VALUE = ODD | WORDS | NUMBERS
+
+
+@st.composite
+def options(draw: st.DrawFn) -> list[str]:
+    """An option as people type it, whole or cut, with a value or none."""
+    spec = draw(st.sampled_from(TABLE))
+    name = draw(st.sampled_from(spec.names))
+    name = name[: draw(st.integers(1, len(name)))] if draw(st.integers(0, 4)) == 0 else name
+    if spec.short and draw(st.integers(0, 3)) == 0:
+        return [f"-{spec.short}{draw(VALUE)}"]
+    match 0 if spec.is_switch else draw(st.integers(0, 2)):
+        case 0:
+            return [f"--{name}"]
+        case 1:
+            return [f"--{name}={draw(VALUE)}"]
+        case _:
+            return [f"--{name}", draw(VALUE)]
+
+
+VARIABLES = sorted({name for spec in TABLE for name in spec.variables} | {
+    "ELAUNCH_TOKEN", "ELAUNCH_ENDPOINT", "ETCDCTL_ENDPOINTS", "ETCDCTL_USER", "ETCDCTL_PASSWORD", "ETCDCTL_CACERT",
+    "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "PYTHON_EXEC",
+})  # fmt: skip
+ARGV = st.builds(
+    lambda several, rest: [word for each in several for word in each] + rest,
+    st.lists(options(), max_size=5),
+    st.sampled_from([["train.py"], ["-m", "pkg"], ["--", "-x"], [], ["run", "train.py"]]) | st.lists(WORDS, max_size=3),
+)
+ENVIRON = st.dictionaries(st.sampled_from(VARIABLES), VALUE, max_size=3)
+
+
+def no_file(path: str) -> JobFile:
+    raise UsageError(f"--config {path} does not exist")
+
+
+def planned(options: Options, environ: dict[str, str], cluster: Cluster | None = None) -> None:
+    """All that is decided of a command line before anything is started."""
+    if cluster:
+        cluster = concerning(options, cluster, environ)
+        options = settle(options, cluster)
+    found = plan(options, environ, lambda path: "0123456789abcdef", cluster)
+    if options.run_id is None:
+        from dataclasses import replace
+
+        options = replace(options, run_id="none")
+    config = agent_config(options, found, environ, HOST)
+    assert Keys(config.spec.run_id).root.isascii()
+    if not found.plan.is_alone and found.plan.endpoints:
+        for said in invitation(options, found.plan, "token"):
+            assert "\n" not in said
+
+
+@given(ARGV, ENVIRON)
+def test_a_command_line_is_a_plan_or_a_sentence(argv: list[str], environ: dict[str, str]) -> None:
+    with bounded():
+        try:
+            options = parse(argv, environ, no_file)
+            if not isinstance(options, HelpRequested):
+                planned(options, environ)
+        except (UsageError, SiteError) as error:
+            assert str(error)  # noqa: PT017
+
+
+CONVERTERS = (
+    values.text, values.name, values.switch, values.whole, values.port, values.port_range, values.seconds,
+    values.positive_seconds, values.nodes, values.workers, values.numa_binding, values.directory, values.streams,
+    values.names, values.phrases, values.ranks, values.key_values, values.node_rank, endpoints,
+)  # fmt: skip
+
+
+@given(
+    st.sampled_from(CONVERTERS),
+    VALUE | TEXTS | st.lists(VALUE | TEXTS, max_size=3) | st.dictionaries(VALUE | TEXTS, VALUE | TEXTS, max_size=3),
+)
+def test_a_value_is_converted_or_told_what_it_is_not(convert: values.Convert, raw: values.Raw) -> None:
+    with bounded():
+        try:
+            convert(raw)
+        except ValueError as error:
+            assert str(error)[:1].islower()  # noqa: PT017
+
+
+KEYS = st.sampled_from([name for setting in SETTINGS for name in setting.names]) | WORDS
+
+
+@given(st.dictionaries(KEYS, VALUE, max_size=4))
+@example({"keep_alive_interval": "1e308", "keep_alive_max_attempt": "9" * 18})
+@example({"lease_ttl": "9" * 400})
+def test_settings_of_the_rendezvous_are_understood_or_a_sentence(conf: dict[str, str]) -> None:
+    with bounded():
+        try:
+            understand(conf)
+        except UsageError as error:
+            assert str(error).startswith("--rdzv-conf")  # noqa: PT017
+
+
+YAML = st.lists(
+    st.sampled_from(
+        [
+            "nnodes: 2\n", "script: t.py\n", "args: [--lr, 0.1]\n", "module: true\n", "- ", "? ", ": ", "{",
+            "}", "[", "]", "\n",
+            "&a ", "*a", "!!int ", "!!python/object:os.system ", "%YAML 1." + "9" * 5000 + "\n---\n", '"\\UFFFFFFFF"',
+            '"\\0"', '"\\ud800"', "'", '"', "|\n", ">\n", "\t", "  ", "#", "a", "rdzv-conf: ", "<<: *a\n",
+            "---\n", "...\n", "\ufeff",
+            "\x85", "\0", "run-id: ", "null", "~", "env: ", "token: x\n",
+        ]
+    )
+    | TEXTS,
+    max_size=10,
+).map("".join)  # fmt: skip
+
+
+@given(YAML)
+@example(NESTED[:5000])
+@example("&a [*a]")
+@example("&a {*a : 1}")
+def test_a_job_file_is_options_or_a_sentence(text: str) -> None:
+    with bounded(cpu_s=5.0):
+        try:
+            found = parse_file(text, "job.yaml")
+            planned_or_help = parse(["--config", "job.yaml", "t.py"], {}, lambda _: found)
+            if isinstance(planned_or_help, Options):
+                planned(planned_or_help, {})
+        except (UsageError, SiteError) as error:
+            assert str(error)  # noqa: PT017
+
+
+SCHEDULER_VARIABLES = {
+    "slurm": (
+        "SLURM_JOB_ID", "SLURM_JOBID", "SLURM_STEP_ID", "SLURM_STEPID", "SLURM_PROCID", "SLURM_HET_SIZE",
+        "SLURM_NODEID",
+        "SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES", "SLURM_STEP_NODELIST", "SLURM_NODELIST",
+        "SLURM_JOB_NODELIST", "SLURM_RESTART_COUNT", "SLURM_LOCALID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID",
+        "SLURM_CLUSTER_NAME", "SLURM_STEP_TASKS_PER_NODE", "SLURM_GPUS_ON_NODE", "SLURM_STEP_GPUS",
+        "SLURM_GPUS_PER_NODE",
+        "SLURM_TRES_PER_TASK", "SLURM_GPUS_PER_TASK", "SLURM_GPUS", "CUDA_VISIBLE_DEVICES",
+    ),
+    "mpi": (
+        "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE",
+        "OMPI_MCA_orte_num_nodes", "PMI_RANK", "PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE", "MPI_LOCALRANKID",
+        "MPI_LOCALNRANKS", "PMIX_RANK", "PMIX_NAMESPACE", "MASTER_ADDR", "SLURM_JOB_NODELIST", "PBS_NODEFILE",
+        "PALS_APID",
+        "LSB_MCPU_HOSTS", "LSB_HOSTS",
+    ),
+    "lsf": (
+        "LSB_JOBID", "LSB_JOBINDEX", "LSB_MCPU_HOSTS", "LSB_HOSTS", "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_LOCAL_RANK",
+        "JSM_NAMESPACE_LOCAL_SIZE",
+    ),
+    "pbs": ("PBS_JOBID", "PBS_NODEFILE", "PBS_TASKNUM"),
+    "kubernetes": (
+        "JOB_COMPLETION_INDEX", "KUBERNETES_SERVICE_HOST", "PET_MASTER_ADDR", "PET_RDZV_ENDPOINT", "PET_NNODES",
+        "PET_NODE_RANK", "MASTER_ADDR", "LWS_LEADER_ADDRESS", "LWS_GROUP_SIZE", "LWS_WORKER_INDEX",
+    ),
+}  # fmt: skip
+LISTS = st.lists(
+    st.sampled_from(
+        [
+            "n", "node", "[0-3]", "[", "]", "[0-99999999999]", "[0-99999]", "[000-099,5]", "[5-1]", "[1-]", ",", "-",
+            "x" * 200, "[" + "0" * 5000 + "1-2]", "[" + "0-99999," * 50 + "1]", "\u0663",
+        ]
+    ),
+    max_size=8,
+).map("".join)  # fmt: skip
+COUNTS = st.sampled_from(
+    ["1", "2", "2(x3),1", "2(x999999999)", "999999999(x999999999)", "0", "1(x0)", "gpu:a100:2", "a100:2"]
+)
+SAID = (
+    VALUE | LISTS | COUNTS | st.sampled_from(["host0 2 host1 2", "host0 host0 host1", "x-0.x.team.svc", "12[3].server"])
+)
+
+
+@st.composite
+def environments(draw: st.DrawFn) -> tuple[str, dict[str, str]]:
+    """A scheduler, and all its variables that are drawn, most with a small number."""
+    name = draw(st.sampled_from(sorted(SCHEDULERS)))
+    wanted = draw(st.sets(st.sampled_from(SCHEDULER_VARIABLES[name])))
+    return name, {
+        variable: draw(SAID) if draw(st.integers(0, 3)) == 0 else draw(st.sampled_from(["0", "1", "2", "4"]))
+        for variable in sorted(wanted)
+    }
+
+
+@given(environments(), WORDS | st.sampled_from(["host1", "x-1", "lws-0-1"]), TEXTS | st.just("host0\nhost1\n"))
+def test_what_a_scheduler_says_is_a_cluster_or_a_sentence(
+    said: tuple[str, dict[str, str]], hostname: str, file: str
+) -> None:
+    name, environ = said
+    with bounded():
+        try:
+            found = detect(name, environ, hostname, lambda _: file)
+            assert found
+            assert "\n" not in (found.run_id or "")
+            assert line(found)
+            options = parse(["t.py"], environ, no_file)
+            assert isinstance(options, Options)
+            planned(options, environ, found)
+        except (UsageError, SiteError) as error:
+            assert str(error)  # noqa: PT017
+
+
+@given(LISTS)
+@example("n" + "[0-99999]" * 20_000)
+@example("n[" + "0-99999," * 10_000 + "1]")
+@example("n[0-99999999999]")
+@example("n[" + "0" * 100_000 + "1-99999]")
+@example("x" * 100_000 + "[0-99999]")
+def test_a_list_of_hosts_is_no_longer_than_an_allocation(text: str) -> None:
+    with bounded(memory_bytes=128 << 20):
+        try:
+            found = expand(text)
+        except ValueError:
+            return
+        assert 0 < len(found) <= HOSTS_MAX
+
+
+# What fuzzing and reading found, by name.
+
+
+@pytest.mark.parametrize(
+    ("conf", "words"),
+    [
+        ({"keep_alive_interval": "1e308"}, "longer than 1000000000 seconds"),
+        ({"keep_alive_interval": "1e9", "keep_alive_max_attempt": "9" * 18}, "seconds; give less"),
+        ({"lease_ttl": "9" * 400}, "not a number of seconds"),
+        ({"lease_ttl": "9" * 18}, "longer than 1000000000 seconds"),
+    ],
+)
+def test_a_lease_of_ages_is_a_sentence(conf: dict[str, str], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        understand(conf)
+
+
+@pytest.mark.parametrize(
+    "argv", [["--nnodes", "1:" + "9" * 15], ["--nproc-per-node", "9" * 11], ["--stop-grace", "1e300"]]
+)
+def test_a_number_that_nobody_means_is_a_sentence(argv: list[str]) -> None:
+    with pytest.raises(UsageError, match=r"more nodes|more workers|longer than"):
+        parse([*argv, "t.py"], {}, no_file)
+
+
+@pytest.mark.parametrize("run_id", ["a\nb", "\udcff", "a\x1b[2J", "a\0b"])
+def test_a_jobs_name_can_be_shown(run_id: str) -> None:
+    with pytest.raises(UsageError, match="cannot be shown"):
+        parse(["--run-id", run_id, "t.py"], {}, no_file)
+
+
+@pytest.mark.parametrize("variable", ["SLURM_CLUSTER_NAME", "SLURM_ARRAY_TASK_ID"])
+def test_a_name_that_a_scheduler_gives_can_be_shown(variable: str) -> None:
+    environ = {"SLURM_JOB_ID": "7", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1", variable: "x\nelaunch: done"}
+
+    with pytest.raises(UsageError, match="cannot be the name of the job"):
+        detect("slurm", environ, "host", lambda _: "")
+
+
+def test_no_node_of_mpi_is_not_a_job_of_none() -> None:
+    names = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
+
+    with pytest.raises(UsageError, match="0 is no number of nodes"):
+        detect("mpi", dict.fromkeys(names, "0"), "host", lambda _: "")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "nnodes: " + NESTED, "a: " + "{b: " * 20_000, "a: " + "[" * 999, "- " * 30_000, "? " * 30_000,
+        'role: "\\UFFFFFFFF"', "%YAML 1." + "9" * 5000 + "\n---\nnnodes: 2\n",
+        'args: ["a\\0b"]\nscript: t.py\n', 'script: "\\ud800.py"\n', "? [a, b]\n: c\n", "role: x\0y\n",
+        "a: &a0 [x]\n" + "".join(f"b{i}: &a{i + 1} [{', '.join([f'*a{i}'] * 9)}]\n" for i in range(20)),
+        "? &a [x]\n: 1\n" + "? &b [" + ", ".join(["*a"] * 9) + "]\n: 1\n",
+        "nnodes: 2 # " + "x" * (1 << 20),
+    ],
+    ids=lambda text: text[:15].strip(),
+)  # fmt: skip
+def test_a_hostile_job_file_is_a_sentence_in_a_moment(text: str) -> None:
+    with bounded(), pytest.raises(UsageError, match=r"job\.yaml") as caught:
+        parse_file(text, "job.yaml")
+
+    assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize("path", ["/dev/zero", "/dev", "/nowhere", "a\0b"])
+def test_a_job_file_that_is_no_file_is_a_sentence(path: str) -> None:
+    with bounded(), pytest.raises(UsageError, match="--config"):
+        read_file(path)
+
+
+def test_a_file_that_a_scheduler_names_is_not_waited_for(tmp_path: Path) -> None:
+    import os
+
+    os.mkfifo(tmp_path / "pipe")
+
+    with pytest.raises(OSError, match="not a regular file"):
+        read_small(str(tmp_path / "pipe"))
+
+
+@pytest.mark.parametrize("token", ["0123456789abcdef\udce9", "0123456789abcdef\n1", "0123456789abcdef\x00"])
+def test_a_token_that_nobody_can_type_is_a_sentence(token: str) -> None:
+    options = parse(["--nnodes", "2", "--rdzv-endpoint", "a", "t.py"], {}, no_file)
+    assert isinstance(options, Options)
+
+    with pytest.raises(UsageError, match="token in ELAUNCH_TOKEN has characters"):
+        plan(options, {"ELAUNCH_TOKEN": token}, lambda _: "")
+
+
+def test_a_terms_number_of_nodes_is_what_a_command_line_may_ask_for() -> None:
+    asked = values.nodes(f"1:{values.NODES_MAX}")
+
+    assert Terms(*asked).nodes_max == values.NODES_MAX
+
+
+@given(st.dictionaries(st.sampled_from(JOB_VARIABLES), VALUE))
+@example({"OAR_JOB_ID": "1\n2"})
+@example(dict.fromkeys(JOB_VARIABLES, "\udcff" * 100_000))
+def test_a_guardian_knows_its_job_by_whatever_a_scheduler_calls_it(jobs: dict[str, str]) -> None:
+    with bounded():
+        kin = Kin.of_this_process("c0ffee00c0ffee00", jobs)
+        words = kin.text()
+        read = Kin.read(words)
+
+    assert vars(read) == vars(kin)
+    # An argument of a program, whatever the locale.
+    assert words.isascii()
+    assert len(words) < 100_000
+    assert "\0" not in words

@@ -1,0 +1,140 @@
+"""rendezvous.memory keeps the store's contract, and what else an agent alone on its node relies on."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from elaunch.rendezvous.engine.memory_store import MemoryStore
+from elaunch.rendezvous.store import Absent, Changes, Delete, Put, Txn, Update, View
+from tests.unit.rendezvous.store_contract import LONG_TTL_S, ROOT, StoreContract, Told, new_lease, put, values
+
+A, B = f"{ROOT}a", f"{ROOT}b"
+
+
+class TestMemoryStore(StoreContract):
+    @pytest.fixture
+    def store(self) -> MemoryStore:
+        return MemoryStore()
+
+    @pytest.fixture
+    def compact(self, store: MemoryStore) -> Callable[[int], None]:
+        def forget(revision: int) -> None:
+            store.engine.compact(revision)
+
+        return forget
+
+    @pytest.fixture
+    def elapse(self, store: MemoryStore) -> Callable[[float], None]:
+        now_s = 0.0
+
+        def passed(seconds: float) -> None:
+            nonlocal now_s
+            now_s += seconds
+            store.advance(now_s)
+
+        return passed
+
+
+def test_two_memory_stores_share_nothing() -> None:
+    one, other = MemoryStore(), MemoryStore()
+
+    put(one, A)
+
+    assert not other.read(ROOT).entries
+
+
+def test_watches_are_told_before_the_call_that_writes_returns() -> None:
+    store, told = MemoryStore(), Told()
+    store.watch(ROOT, store.read(ROOT).revision, told)
+    lease = new_lease(store)
+    counts = []
+
+    store.commit(Txn((), (Put(A, "1", lease),)))
+    counts.append(len(told.updates))
+    store.revoke(lease)
+    counts.append(len(told.updates))
+    store.commit(Txn((), (Put(A, "2", new_lease(store)),)))
+    store.advance(LONG_TTL_S)
+    counts.append(len(told.updates))
+
+    assert counts == [1, 2, 4]
+
+
+def test_without_advance_no_lease_ends() -> None:
+    store = MemoryStore()
+    put(store, A, "1", new_lease(store))
+
+    store.advance(LONG_TTL_S - 1)
+
+    assert values(store) == {A: "1"}
+
+
+def test_each_lease_that_ends_has_a_revision_of_its_own_the_earliest_first() -> None:
+    store, told = MemoryStore(), Told()
+    for key, ttl_s in ((A, 9), (B, 3)):
+        put(store, key, "1", new_lease(store, ttl_s))
+    before = store.read(ROOT).revision
+    store.watch(ROOT, before, told)
+
+    store.advance(100)
+
+    assert told.values_until(before + 2) == [(before + 1, {B: None}), (before + 2, {A: None})]
+
+
+def test_what_is_told_may_write_and_every_watch_still_hears_each_revision_in_order() -> None:
+    store, second = MemoryStore(), Told()
+    before = store.read(ROOT).revision
+    first: list[Update] = []
+
+    def answer(update: Update) -> None:
+        first.append(update)
+        store.commit(Txn((Absent(B),), (Put(B, "answer"),)))
+
+    store.watch(ROOT, before, answer)
+    store.watch(ROOT, before, second)
+
+    put(store, A, "question")
+
+    assert second.values_until(before + 2) == [(before + 1, {A: "question"}), (before + 2, {B: "answer"})]
+    assert first == second.updates
+
+
+def test_a_watch_may_be_closed_by_what_it_tells() -> None:
+    store, told = MemoryStore(), Told()
+
+    def once(update: Update) -> None:
+        told(update)
+        watch.close()
+
+    watch = store.watch(ROOT, store.read(ROOT).revision, once)
+    put(store, A, "1")
+    put(store, A, "2")
+
+    assert len(told.updates) == 1
+
+
+def test_the_history_is_bounded_and_a_watch_from_before_it_is_told_a_view() -> None:
+    store, told = MemoryStore(), Told()
+    for turn in range(12_000):
+        store.commit(Txn((), (Put(A, str(turn)),) if turn % 2 else (Delete(A), Put(B, str(turn)))))
+
+    store.watch(ROOT, 1, told)
+    recent = Told()
+    store.watch(ROOT, store.read(ROOT).revision - 10_000, recent)
+
+    assert isinstance(told.updates[0], View)
+    assert len(told.updates) == 1
+    assert len(recent.updates) == 10_000
+    assert isinstance(recent.updates[0], Changes)
+
+
+def test_an_agent_alone_on_its_node_imports_no_server() -> None:
+    program = "import sys, elaunch.rendezvous.engine.memory_store; print(*sys.modules)"
+
+    loaded = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, check=True).stdout
+
+    assert not {"asyncio", "ssl", "http", "socket", "cryptography", "json"} & set(loaded.split())

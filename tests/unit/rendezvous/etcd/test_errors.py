@@ -1,0 +1,233 @@
+"""rendezvous.refusals: each answer by which an etcd refuses means wait, say, trim or end; every row of both tables."""
+
+from __future__ import annotations
+
+import re
+import ssl
+
+import pytest
+
+from elaunch.rendezvous.access import Access
+from elaunch.rendezvous.endpoint import Endpoint, Login, Tls
+from elaunch.rendezvous.etcd.errors import BY_CODE, BY_TEXT, Kind, cancelled, explain, judge
+from elaunch.rendezvous.etcd.store import EtcdStore
+from elaunch.rendezvous.etcd.transport import Json, Refused
+from elaunch.rendezvous.store import Denied, LeaseGone, Put, Rejected, StoreError, TimedOut, TooLarge, Txn, Unavailable
+from tests.harness import REPOSITORY
+
+ETCD = Endpoint("etcd-a", 2379)
+USER = Access(login=Login("train", "secret"))
+# What etcd 3.4 to 3.6 and gRPC say, word for word, with gRPC's code, and which error that is for the caller.
+ANSWERS = [
+    (8, "etcdserver: mvcc: database space exceeded", Rejected),
+    (15, "etcdserver: corrupt cluster", Rejected),
+    (8, "etcdserver: too many requests", Unavailable),
+    (3, "etcdserver: request is too large", TooLarge),
+    (8, "grpc: received message larger than max (3145841 vs. 2097152)", TooLarge),
+    (8, "trying to send message larger than max (3145841 vs. 2147483647)", TooLarge),
+    (13, "grpc: received message length 9437184 exceeding the max size 4194304", TooLarge),
+    (11, "HTTP status 413: ''", TooLarge),
+    (3, "etcdserver: too many operations in txn request", Denied),
+    (11, "etcdserver: too large lease TTL", Denied),
+    (11, "etcdserver: mvcc: required revision has been compacted", Unavailable),
+    (11, "etcdserver: mvcc: required revision is a future revision", Unavailable),
+    (9, "etcdserver: not leader", Unavailable),
+    (9, "etcdserver: cluster has a downgrade job in progress", Unavailable),
+    (9, "etcdserver: authentication is not enabled", Denied),
+    (9, "etcdserver: user name not found", Denied),
+    (9, "etcdserver: lease already exists", Rejected),
+    (5, "etcdserver: requested lease not found", LeaseGone),
+    (5, "etcdserver: member not found", Rejected),
+    (3, "etcdserver: authentication failed, invalid user ID or password", Denied),
+    (3, "etcdserver: duplicate key given in txn request", Denied),
+    (3, "etcdserver: user name is empty", Denied),
+    (3, "CommonName of client sending a request against gateway will be ignored and not used as expected", Denied),
+    (3, "etcdserver: revision of auth store is old", Unavailable),
+    (16, "etcdserver: invalid auth token", Unavailable),
+    (16, "HTTP status 401: ''", Denied),
+    (7, "etcdserver: permission denied", Denied),
+    (7, "HTTP status 403: ''", Denied),
+    (12, "unknown service etcdserverpb.Lease", Denied),
+    (
+        14,
+        'connection error: desc = "transport: authentication handshake failed: remote error: bad certificate"',
+        Denied,
+    ),
+    *(
+        (14, f"etcdserver: {text}", Unavailable)
+        for text in ("no leader", "leader changed", "not capable", "server stopped", "request timed out")
+    ),
+    (14, "etcdserver: request timed out, possibly due to previous leader failure", Unavailable),
+    (14, "etcdserver: unhealthy cluster", Unavailable),
+    (14, "etcdserver: rpc not supported for learner", Unavailable),
+    (14, "etcdserver: cluster version not found during downgrade", Unavailable),
+    (1, "context canceled", Unavailable),
+    (1, "stopped", Unavailable),
+    (2, "context deadline exceeded", Unavailable),
+    (2, "raft: stopped", Rejected),
+    (4, "context deadline exceeded", Unavailable),
+    (4, "late", Unavailable),
+    (6, "already there", Rejected),
+    (8, "quota of something", Rejected),
+    (9, "some precondition", Denied),
+    (10, "aborted", Unavailable),
+    (13, "internal", Rejected),
+    (15, "lost", Rejected),
+    (99, "a code that nobody knows", Rejected),
+]
+# What an error is to the agent: see agent.errands and agent.absence.
+ACTIONS = {Unavailable: "wait", Rejected: "say", TooLarge: "trim", Denied: "end"}
+
+
+@pytest.mark.parametrize(("code", "text", "error"), ANSWERS)
+def test_each_answer_means_one_error(code: int, text: str, error: type[StoreError]) -> None:
+    told = explain(Refused(code, text), ETCD, USER)
+
+    assert type(told) is error
+    assert str(told).startswith("etcd-a:2379")
+
+
+def test_every_row_of_both_tables_is_visited() -> None:
+    texts = [text for _, text, _ in ANSWERS]
+    codes = {code for code, text, _ in ANSWERS if not any(words in text for words in BY_TEXT)}
+
+    assert [words for words in BY_TEXT if not any(words in text for text in texts)] == []
+    assert set(BY_CODE) == set(range(1, 17))
+    assert set(BY_CODE) - codes == set()
+
+
+def test_a_full_etcd_is_told_with_its_alarm_and_the_three_commands_that_mend_it() -> None:
+    told = str(explain(Refused(8, "etcdserver: mvcc: database space exceeded"), ETCD, Access()))
+
+    for words in ("NOSPACE", "etcdctl compact", "etcdctl defrag", "etcdctl alarm disarm", "--quota-backend-bytes"):
+        assert words in told
+
+
+def test_a_full_store_of_our_own_is_not_mended_by_etcds_commands() -> None:
+    access = Access(tls=ssl.create_default_context(), bearer="x")
+
+    told = explain(Refused(8, "etcdserver: mvcc: database space exceeded"), ETCD, access)
+
+    assert type(told) is Rejected
+    assert "the served store is full" in str(told)
+    assert "etcdctl" not in str(told)
+
+
+def test_a_denial_names_the_user_and_the_way_out() -> None:
+    access = Access(login=Login("train", "secret"), prefix="/teams/nlp/")
+
+    told = explain(Refused(7, "etcdserver: permission denied"), ETCD, access)
+
+    assert "user 'train' may not use these keys" in str(told)
+    assert "readwrite on the prefix /teams/nlp/" in str(told)
+    assert "secret" not in str(told)
+
+
+def test_without_a_user_what_is_missing_is_the_user() -> None:
+    told = explain(Refused(7, "etcdserver: permission denied"), ETCD, Access())
+
+    assert isinstance(told, Denied)
+    assert "none is given" in str(told)
+
+
+def test_without_a_user_a_token_that_is_refused_is_final() -> None:
+    told = explain(Refused(16, "etcdserver: invalid auth token"), ETCD, Access())
+
+    assert isinstance(told, Denied)
+    assert "ELAUNCH_TOKEN" in str(told)
+
+
+def test_what_the_gateways_own_connection_says_gets_a_hint() -> None:
+    told = str(explain(Refused(14, "connection closed before server preface received"), ETCD, Access(tls=Tls())))
+
+    assert "clientAuth" in told
+
+
+def test_braces_in_an_etcds_words_are_only_words() -> None:
+    assert "{user} {0} {" in str(explain(Refused(2, "{user} {0} {"), ETCD, USER))
+
+
+# --- several members
+
+
+class Members:
+    """A carrier whose members answer each in its way."""
+
+    def __init__(self, *errors: Exception) -> None:
+        self.errors = {f"h{number}": error for number, error in enumerate(errors)}
+        self.asked: list[str] = []
+
+    def call(self, endpoint: Endpoint, *_: object) -> Json:
+        self.asked.append(endpoint.host)
+        raise self.errors[endpoint.host]
+
+    def close(self) -> None: ...
+
+
+def refusal(*errors: Exception) -> tuple[StoreError, list[str]]:
+    carrier = Members(*errors)
+    store = EtcdStore([Endpoint(host, 2379) for host in carrier.errors], carrier=carrier)  # type: ignore[arg-type]
+    with pytest.raises(StoreError) as raised:
+        store.commit(Txn((), (Put("/x", "y"),)))
+    return raised.value, carrier.asked
+
+
+FULL = Refused(8, "etcdserver: mvcc: database space exceeded")
+AWAY = Unavailable("h2:2379 refuses connections: nobody listens there")
+DENIED = Refused(12, "unknown method")
+
+
+def late(host: str) -> TimedOut:
+    return TimedOut(f"no answer from {host}:2379 within 0.5 s")
+
+
+def test_a_cluster_of_which_all_members_are_slow_is_slow() -> None:
+    error, _ = refusal(late("h0"), late("h1"), late("h2"))
+
+    assert type(error) is TimedOut
+    assert str(error) == "; ".join(f"no answer from h{number}:2379 within 0.5 s" for number in range(3))
+
+
+def test_a_full_cluster_with_a_member_down_refuses_and_says_so_once() -> None:
+    error, asked = refusal(FULL, FULL, AWAY)
+
+    assert type(error) is Rejected
+    assert str(error).startswith("h0:2379, h1:2379: etcd is full (alarm NOSPACE)")
+    assert str(error).endswith("; h2:2379 refuses connections: nobody listens there")
+    assert asked == ["h0", "h1", "h2"]
+
+
+def test_a_denial_is_final_only_where_every_member_denies() -> None:
+    assert type(refusal(DENIED, DENIED, DENIED)[0]) is Denied
+    assert type(refusal(DENIED, AWAY, DENIED)[0]) is Rejected
+
+
+def test_what_is_too_large_for_one_member_is_not_sent_to_the_others() -> None:
+    error, asked = refusal(Refused(3, "etcdserver: request is too large"), FULL, FULL)
+
+    assert type(error) is TooLarge
+    assert asked == ["h0"]
+
+
+@pytest.mark.parametrize(
+    ("reason", "kind"),
+    [
+        ("rpc error: code = Unauthenticated desc = etcdserver: invalid auth token", Kind.LOGIN),
+        ("rpc error: code = PermissionDenied desc = etcdserver: permission denied", Kind.DENY),
+        ("etcdserver: permission denied", Kind.DENY),
+        ("rpc error: code = InvalidArgument desc = watch", Kind.DENY),
+        ("etcdserver: no leader", Kind.WAIT),
+        ("", Kind.WAIT),
+    ],
+)
+def test_why_a_watch_was_ended_is_judged_alike(reason: str, kind: Kind) -> None:
+    assert judge(cancelled(reason)) is kind
+
+
+def test_the_operators_page_shows_both_tables() -> None:
+    page = (REPOSITORY / "docs" / "operations.md").read_text()
+    section = page.partition("## What the store may answer")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (.+?) \| (.+?) \| (wait|say|trim|end)\b", section, re.MULTILINE)
+    shown = {int(code): action for codes, _, action in rows for code in re.findall(r"\d+", codes)}
+
+    assert shown == {code: ACTIONS[type(explain(Refused(code, "some words"), ETCD, Access()))] for code in BY_CODE}

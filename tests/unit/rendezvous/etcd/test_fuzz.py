@@ -1,0 +1,275 @@
+"""What a server answers, whoever it is: HTTP taken apart as it comes, and etcd's answers."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from base64 import b64encode
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from elaunch.rendezvous.access import Access
+from elaunch.rendezvous.endpoint import Endpoint, Login
+from elaunch.rendezvous.etcd import json_codec
+from elaunch.rendezvous.etcd.json_transport import GatewayCarrier
+from elaunch.rendezvous.etcd.store import EtcdStore
+from elaunch.rendezvous.etcd.transport import Json, Rpc, Stream
+from elaunch.rendezvous.http.resolve import resolve
+from elaunch.rendezvous.http.response import Garbled, Reply
+from elaunch.rendezvous.store import Put, Rejected, StoreError, Txn, Unavailable, View
+from tests.fuzzing import NESTED, PLAIN, VALUES, bounded
+
+ENDPOINT = Endpoint("127.0.0.1", 1)
+KV = {
+    "key": b64encode(b"/elaunch/job/ctl/leader").decode(),
+    "create_revision": "3",
+    "mod_revision": "5",
+    "value": "YQ==",
+}
+ANSWER: Json = {
+    "header": {"cluster_id": "7", "revision": "9"}, "kvs": [KV], "succeeded": True, "TTL": "3",
+    "events": [{"kv": KV}, {"type": "DELETE", "kv": KV}], "token": "abc", "version": "3.5.1",
+}  # fmt: skip
+
+HEADS = st.lists(
+    st.sampled_from(
+        [
+            b"HTTP/1.1 200 OK\r\n", b"HTTP/1.0 200\r\n", b"HTTP/1.1 100 Continue\r\n\r\n",
+            b"HTTP/1.1 \xb2\xb2\xb2 x\r\n",
+            b"HTTP/1.1 000 x\r\n", b"HTTP/1.1 204 \r\n", b"Content-Length: 5\r\n", b"Content-Length: \xb2\r\n",
+            b"Content-Length: " + b"9" * 5000 + b"\r\n", b"Content-Length: -1\r\n", b"Transfer-Encoding: chunked\r\n",
+            b"Connection: close\r\n", b"\r\n", b"5\r\nhello\r\n", b"0\r\n\r\n", b"ffffffffffffffffff\r\n",
+            b"hello", b"x",
+            b"5;a=b\r\n", b"-1\r\n", b"0\r\nTrailer: x\r\n\r\n",
+        ]
+    )
+    | st.binary(max_size=8),
+    max_size=8,
+).map(b"".join)  # fmt: skip
+
+
+def fed(pieces: list[bytes]) -> tuple[bytes, int, bool]:
+    """The body of an answer that comes in these pieces, its status, and whether it is finished or garbled."""
+    reply, body = Reply(), b""
+    try:
+        for piece in pieces:
+            body += reply.feed(piece)
+        reply.end()
+    except Garbled:
+        return b"", 0, False
+    return body, reply.status, True
+
+
+@given(HEADS, st.lists(st.integers(0, 200), max_size=6))
+def test_an_answer_is_the_same_in_whatever_pieces_it_comes(data: bytes, cuts: list[int]) -> None:
+    ends = sorted({min(cut, len(data)) for cut in cuts} | {len(data)})
+    pieces = [data[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
+
+    with bounded():
+        assert fed(pieces) == fed([data]) == fed([bytes([byte]) for byte in data])
+
+
+class Answering:
+    """A carrier whose server answers every call with the same."""
+
+    def __init__(self, answer: Json) -> None:
+        self.answer = answer
+
+    def version(self, endpoint: Endpoint, token: str, deadline_s: float) -> str:
+        return str(self.answer.get("version"))
+
+    def call(self, endpoint: Endpoint, rpc: Rpc, request: Json, token: str, deadline_s: float) -> Json:
+        return self.answer
+
+    def stream(self, endpoint: Endpoint, rpc: Rpc, request: Json, token: str, deadline_s: float) -> Stream:
+        raise Unavailable("no stream here")
+
+    def close(self) -> None:
+        pass
+
+
+ANSWERS = (
+    st.dictionaries(st.sampled_from(sorted(ANSWER)), VALUES, max_size=4).map(lambda changed: {**ANSWER, **changed})
+    | st.dictionaries(st.sampled_from(sorted(KV)), PLAIN).map(lambda kv: {**ANSWER, "kvs": [{**KV, **kv}]})
+    | st.dictionaries(st.sampled_from(sorted(KV)), PLAIN).map(lambda kv: {**ANSWER, "events": [{"kv": {**KV, **kv}}]})
+)
+
+
+@given(ANSWERS)
+def test_whatever_an_etcd_answers_is_an_answer_or_the_stores_own_error(answer: Json) -> None:
+    store = EtcdStore([ENDPOINT], Access(login=Login("user", "password"), plainly=True), carrier=Answering(answer))
+    calls = (
+        store.check,
+        lambda: store.read("/elaunch/"),
+        lambda: store.commit(Txn((), (Put("k", "v"),))),
+        lambda: store.grant(1, 3),
+        lambda: store.keep_alive(1),
+        lambda: store.revoke(1),
+    )
+    with bounded():
+        for call in calls:
+            try:
+                found = call()
+            except StoreError as error:
+                assert str(error)[:1]  # noqa: PT017
+            else:
+                assert not isinstance(found, float) or found < 2**64
+
+
+@given(ANSWERS)
+def test_what_a_watch_is_told_is_changes_or_one_of_four_errors(answer: Json) -> None:
+    with bounded():
+        try:
+            json_codec.revision(answer), json_codec.cluster(answer), json_codec.compacted(answer)
+            json_codec.changes(answer, 0)
+        except (AttributeError, KeyError, TypeError, ValueError):
+            return
+
+
+class Server:
+    """A server on loopback that answers every request with the same bytes, and hangs up."""
+
+    def __init__(self) -> None:
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.endpoint = Endpoint("127.0.0.1", self.listener.getsockname()[1])
+        self.answer = b""
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                asking, _ = self.listener.accept()
+            except OSError:
+                return
+            with asking:
+                try:
+                    asking.recv(65536)
+                    asking.sendall(self.answer)
+                except OSError:
+                    continue
+
+
+@pytest.fixture(scope="module")
+def server() -> Any:
+    found = Server()
+    yield found
+    found.listener.shutdown(socket.SHUT_RDWR)
+    found.listener.close()
+
+
+BODIES = (
+    VALUES.map(lambda value: json.dumps(value).encode())
+    | st.builds(
+        lambda name, value, code: json.dumps({name: value, "code": code, "grpc_code": code}).encode(),
+        st.sampled_from(["error", "message", "result", "etcdserver", "version"]),
+        VALUES,
+        PLAIN,
+    )
+    | st.sampled_from([NESTED.encode(), b'{"error":' * 20_000, b"\xff\xfe", b"", b"[]", b'{"error":{"grpc_code":"x"}}'])
+    | st.binary(max_size=50)
+)
+
+
+@given(body=BODIES, status=st.sampled_from([200, 400, 401, 403, 404, 405, 500, 502, 503]))
+def test_whatever_a_server_answers_is_json_or_the_stores_own_error(server: Server, body: bytes, status: int) -> None:
+    server.answer = b"HTTP/1.1 %d x\r\nContent-Length: %d\r\nConnection: close\r\n\r\n" % (status, len(body)) + body
+    store = EtcdStore([server.endpoint], deadline_s=5, carrier=GatewayCarrier())
+    for call in (store.check, lambda: store.read("/elaunch/"), lambda: store.keep_alive(1)):
+        with bounded():
+            try:
+                call()
+            except StoreError:
+                continue
+    store.close()
+
+
+@given(HEADS | st.binary(max_size=100))
+@example(b"HTTP/1.1 100 \r\n\r\n" * 3000)
+def test_whatever_bytes_a_server_sends_are_an_answer_or_the_stores_own_error(data: bytes) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        reply = Reply()
+        with bounded():
+            try:
+                reply.feed(data)
+                reply.end()
+            except Garbled as error:
+                assert str(error)  # noqa: PT017
+
+
+# What fuzzing and reading found, by name.
+
+
+def test_thousands_of_interim_answers_are_skipped() -> None:
+    reply = Reply()
+
+    body = reply.feed(b"HTTP/1.1 100 \r\n\r\n" * 3000 + b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
+
+    assert (body, reply.status, reply.finished) == (b"ok", 200, True)
+
+
+@pytest.mark.parametrize("status", [b"\xb2\xb2\xb2", b"000", b"2", b"20", b"2000", b"-10", b"900"])
+def test_a_status_of_other_digits_is_no_answer(status: bytes) -> None:
+    with pytest.raises(Garbled, match="does not speak HTTP"):
+        Reply().feed(b"HTTP/1.1 " + status + b" OK\r\n\r\n")
+
+
+@pytest.mark.parametrize("length", [b"\xb2", b"9" * 5000, b"-1", b"0x5", b"1_0"])
+def test_a_length_of_other_digits_is_garbled(length: bytes) -> None:
+    with pytest.raises(Garbled, match="Content-Length"):
+        Reply().feed(b"HTTP/1.1 200 OK\r\nContent-Length: " + length + b"\r\n\r\n")
+
+
+@pytest.mark.parametrize(
+    "changed", [{"TTL": "nan"}, {"TTL": 1e999}, {"TTL": True}, {"TTL": "9" * 5000}, {"TTL": 1.5}, {"TTL": 10**400}]
+)
+def test_a_lease_of_no_number_is_not_kept(changed: Json) -> None:
+    store = EtcdStore([ENDPOINT], carrier=Answering({**ANSWER, **changed}))
+
+    with pytest.raises(Rejected, match="cannot be understood"):
+        store.keep_alive(1)
+
+
+def test_a_transaction_has_held_only_where_the_answer_says_true() -> None:
+    store = EtcdStore([ENDPOINT], carrier=Answering({**ANSWER, "succeeded": "false"}))
+
+    assert not store.commit(Txn((), (Put("k", "v"),))).held
+
+
+def test_an_answer_nested_as_deep_as_can_be_read_is_a_sentence() -> None:
+    deep: Any = []
+    for _ in range(900):
+        deep = [deep]
+    store = EtcdStore([ENDPOINT], carrier=Answering({**ANSWER, "kvs": deep}))
+
+    with pytest.raises(Rejected, match="cannot be understood"):
+        store.read("/elaunch/")
+
+
+@pytest.mark.parametrize("token", ["a\nHost: b", "\u20ac", 7, ["x"], "a b"])
+def test_a_token_that_is_no_header_is_not_taken(token: object) -> None:
+    access = Access(login=Login("user", "password"), plainly=True)
+    store = EtcdStore([ENDPOINT], access, carrier=Answering({**ANSWER, "token": token}))
+
+    with pytest.raises(Unavailable, match="no token"):
+        store.read("/elaunch/")
+
+
+@pytest.mark.parametrize("host", ["a..b", "x" * 300, "\ud800", "a\0b", "\u65e5" * 80])
+def test_a_name_that_no_host_has_is_not_found(host: str) -> None:
+    with pytest.raises(OSError, match=r"no name of a host|not known|resolver"):
+        resolve(host, 2379, 5.0)
+
+
+def test_a_view_of_what_is_no_base64_is_a_value_error() -> None:
+    with pytest.raises(ValueError, match=r"padding|base64"):
+        json_codec.view({**ANSWER, "kvs": [{**KV, "value": "YQ"}]})
+
+
+def test_the_answers_of_this_file_are_understood() -> None:
+    assert isinstance(json_codec.view(ANSWER), View)
+    assert json_codec.changes(ANSWER, 0)

@@ -1,0 +1,298 @@
+"""rendezvous.leading: the leader's rules while a generation runs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from elaunch.rendezvous.codec import encode
+from elaunch.rendezvous.rules.leading import Reign, lead
+from elaunch.rendezvous.rules.snapshot import Snapshot
+from elaunch.rendezvous.store import Put
+from elaunch.rendezvous.types import FailureKind, OpenKind, Outcome, OutcomeKind, Terms
+from tests.unit.agent.job_world import KEYS, TERMS, TIMES, A, B, C, D, World, running
+
+
+def kind_of(world: World) -> OpenKind:
+    generation = world.snapshot.generation
+    assert generation
+    return generation.kind
+
+
+def cause_of(world: World) -> str:
+    generation = world.snapshot.generation
+    assert generation
+    return generation.cause
+
+
+def admit(world: World) -> None:
+    """Nodes wait for a seat; let the leader gather them."""
+    assert world.look().wake_s == world.now_s + TIMES.join_gather_s
+    world.now_s += TIMES.join_gather_s
+    assert world.lead()
+
+
+def test_nothing_happens_while_all_is_well() -> None:
+    led = running(A, B, C).look()
+
+    assert (led.txn, led.wake_s, led.waiting) == (None, None, "")
+
+
+# --- success
+
+
+def test_all_done_ends_the_job_in_success() -> None:
+    world = running(A, B)
+
+    world.finish(A)
+    one = world.lead()
+    world.finish(B)
+    both = world.lead()
+
+    ended = world.snapshot.ended
+    assert (one, both) == (False, True)
+    assert ended
+    assert (ended.kind, ended.exit_code, ended.failure) == (OutcomeKind.SUCCEEDED, 0, None)
+    assert ended.reason == "every worker exited with 0"
+
+
+def test_a_job_ends_once() -> None:
+    world = running(A, terms=Terms())
+    world.finish(A)
+    late = world.look().txn
+    world.lead()
+
+    assert late
+    assert not world.commit(late)
+    assert world.look().txn is None
+    assert not world.join(B)
+
+
+def test_success_is_not_written_over_a_failure_that_opened_a_generation_meanwhile() -> None:
+    world = running(A, terms=Terms())
+    world.finish(A)
+    late = world.look().txn
+    world.fail(FailureKind.SIGNAL)
+
+    assert late
+    assert not world.commit(late)
+
+
+def test_success_is_written_by_who_leads_still() -> None:
+    world = running(A, B)
+    world.finish(A, B)
+    late = world.look().txn
+    world.lose(A)
+    world.elect(B)
+
+    assert late
+    assert not world.commit(late)
+    assert world.lead()
+
+
+def test_spares_have_no_part_in_success() -> None:
+    world = running(A, terms=Terms())
+    world.join(B)
+    world.finish(A)
+
+    assert world.lead()
+
+
+# --- loss
+
+
+def test_a_seated_node_whose_lease_ended_is_lost() -> None:
+    world = running(A, B, C)
+    world.lose(B, C)
+
+    assert world.lead()
+
+    assert (world.number, kind_of(world)) == (1, OpenKind.LOSS)
+    assert cause_of(world) == "host-b, host-c were lost: no sign of life from the elaunch that ran there"
+
+
+def test_a_spare_that_is_lost_is_no_loss() -> None:
+    world = running(A, B, terms=replace(TERMS, nodes_max=2))
+    world.join(C)
+    world.lose(C)
+
+    assert world.look().txn is None
+
+
+def test_a_finished_nodes_death_restarts_nobody() -> None:
+    world = running(A, B)
+    world.finish(B)
+    world.lose(B)
+
+    assert world.look().txn is None
+    world.finish(A)
+    assert world.lead()
+    assert world.snapshot.ended
+
+
+def test_who_was_cut_off_itself_declares_nobody_lost_at_once() -> None:
+    world = running(A, B)
+    world.lossless_until_s = world.now_s + TIMES.amnesty_s
+    world.lose(B)
+
+    early = world.look()
+    world.now_s += TIMES.amnesty_s
+
+    assert (early.txn, early.wake_s) == (None, world.lossless_until_s)
+    assert world.lead()
+    assert kind_of(world) is OpenKind.LOSS
+
+
+# --- join
+
+
+def test_nodes_that_come_together_join_in_one_generation() -> None:
+    world = running(A)
+    world.join(C)
+    first = world.look()
+    world.now_s += TIMES.join_gather_s / 2
+    world.join(B)
+    second = world.look()
+    world.now_s = first.wake_s or 0.0
+
+    assert world.lead()
+
+    assert (first.txn, second.txn, second.wake_s) == (None, None, first.wake_s)
+    assert (kind_of(world), cause_of(world)) == (OpenKind.JOIN, "host-b, host-c join")
+
+
+def test_a_full_table_lets_nobody_in() -> None:
+    world = running(A, B, C)
+    world.join(D)
+
+    assert (world.look().txn, world.look().wake_s) == (None, None)
+
+
+def test_only_as_many_are_named_as_there_are_seats() -> None:
+    world = running(A, B)
+    world.join(C, D)
+
+    admit(world)
+
+    assert cause_of(world) == "host-c joins"
+
+
+def test_nobody_joins_once_a_node_is_done() -> None:
+    world = running(A, B)
+    world.finish(B)
+    world.join(C)
+
+    assert (world.look().txn, world.look().wake_s) == (None, None)
+
+
+def test_with_max_restarts_0_latecomers_stay_spares() -> None:
+    world = running(A, terms=replace(TERMS, max_restarts=0))
+    world.join(B)
+
+    assert (world.look().txn, world.look().wake_s) == (None, None)
+
+
+def test_a_node_that_is_a_member_but_not_ready_opens_nothing() -> None:
+    world = running(A)
+    world.write(Put(KEYS.member(B.node_id), encode(B)))
+
+    assert (world.look().txn, world.look().wake_s) == (None, None)
+
+
+def test_a_node_that_was_ready_and_is_gone_opens_nothing() -> None:
+    world = running(A)
+    world.join(B)
+    world.evict(B)
+
+    assert (world.look().txn, world.look().wake_s) == (None, None)
+
+
+def test_a_loss_goes_before_a_join() -> None:
+    world = running(A, B)
+    world.join(C)
+    world.lose(B)
+
+    assert world.lead()
+    assert kind_of(world) is OpenKind.LOSS
+
+
+def test_nodes_that_come_and_go_cost_the_others_less_and_less_often() -> None:
+    world = running(A)
+    waited_s = []
+
+    for _ in range(9):
+        world.join(B)
+        since_s = world.now_s
+        wake_s = world.look().wake_s
+        assert wake_s is not None
+        waited_s.append(round(wake_s - since_s, 3))
+        world.now_s = wake_s
+        assert world.lead()
+        world.run(A, B)
+        world.lose(B)
+        world.lead()
+        world.run(A)
+
+    assert waited_s[:5] == [0.1, 1.0, 2.0, 4.0, 8.0]
+    assert waited_s[-2:] == [60.0, 60.0]
+
+
+def test_after_a_quiet_time_a_newcomer_is_let_in_soon_again() -> None:
+    world = running(A, B, terms=replace(TERMS, nodes_max=9))
+    for who, then in ((C, (A, B, C)), (D, (A, B, C, D))):
+        world.join(who)
+        world.now_s = world.look().wake_s or 0.0
+        world.lead()
+        world.run(*then)
+    assert world.reign.join_interval_s == 2.0
+    world.lose(D)
+    world.lead()
+    world.run(A, B, C)
+    world.now_s += 100
+
+    world.join(D)
+    admit(world)
+
+    assert world.reign.join_interval_s == TIMES.join_backoff_min_s
+
+
+def test_a_join_is_opened_only_over_a_table() -> None:
+    world = running(A)
+    world.join(B)
+    world.look()
+    world.now_s += TIMES.join_gather_s
+    late = world.look().txn
+    world.fail(FailureKind.SIGNAL)
+
+    assert late
+    assert not world.commit(late)
+
+
+# --- nothing to lead
+
+
+def test_nothing_is_written_after_the_end() -> None:
+    world = running(A, B)
+    world.write(Put(KEYS.ended, encode(Outcome(OutcomeKind.FAILED, "cancelled", 0, 0, 3))))
+    world.lose(B)
+
+    assert world.look().txn is None
+
+
+def test_nothing_is_written_where_there_is_no_job() -> None:
+    assert lead(Snapshot(KEYS, 5, whole=True), Reign(), TIMES, 0.0, 0.0, 0.0).txn is None
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_what_a_leader_waits_for_while_one_forms_is_forgotten_when_it_runs(joined: bool) -> None:
+    world = running(A)
+    if joined:
+        world.join(B)
+        world.look()
+        assert world.reign.ready_since_s is not None
+        world.lose(B)
+
+    world.look()
+
+    assert world.reign.ready_since_s is None

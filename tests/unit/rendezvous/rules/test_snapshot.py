@@ -1,0 +1,319 @@
+"""rendezvous.snapshot: a job's keys, and what they say."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from elaunch.rendezvous.codec import encode
+from elaunch.rendezvous.engine.memory_store import MemoryStore
+from elaunch.rendezvous.rules.snapshot import Keys, Snapshot, SnapshotReader
+from elaunch.rendezvous.rules.table_codec import encode_table
+from elaunch.rendezvous.store import Absent, Op, Put, Txn, Unchanged
+from elaunch.rendezvous.types import (
+    Failure,
+    FailureKind,
+    Generation,
+    Joined,
+    Node,
+    OpenKind,
+    Outcome,
+    OutcomeKind,
+    RankTable,
+    Terms,
+)
+
+KEYS = Keys("job")
+TERMS = Terms(2, 4, command="train.py", digest="0123")
+NODE = Node("a", "host-a", "10.0.0.1", 8)
+
+
+def failure(node_id: str, message: str) -> Failure:
+    return Failure(FailureKind.EXIT_CODE, 0, node_id, node_id, 0, 0, 1, 1, message)
+
+
+def table(generation: int) -> RankTable:
+    return RankTable(generation, (), "host-a", 1, f"table {generation}")
+
+
+def read(store: MemoryStore) -> Snapshot:
+    return SnapshotReader(KEYS).read(store.read(KEYS.root), whole=True)
+
+
+def write(store: MemoryStore, *ops: Op) -> None:
+    store.commit(Txn((), ops))
+
+
+def store_with(puts: dict[str, str]) -> MemoryStore:
+    store = MemoryStore()
+    write(store, *(Put(key, value) for key, value in puts.items()))
+    return store
+
+
+def test_no_keys_say_nothing() -> None:
+    assert read(MemoryStore()) == Snapshot(KEYS, revision=1, whole=True)
+
+
+def test_every_key_of_the_protocol_is_read() -> None:
+    ended = Outcome(OutcomeKind.SUCCEEDED, "done", 1, 0, 3)
+    store = store_with(
+        {
+            KEYS.spec: encode(TERMS),
+            KEYS.generation: encode(Generation(1, OpenKind.FAIL, "rank 0 failed")),
+            KEYS.leader: "a",
+            KEYS.ended: encode(ended),
+            KEYS.member("a"): encode(NODE),
+            KEYS.joined(1, "a"): encode(Joined("a", 29500)),
+            KEYS.failure(0, "a"): encode(failure("a", "x")),
+            KEYS.done(1, "a"): "",
+            KEYS.table(1): encode_table(table(1)),
+        }
+    )
+
+    snapshot = read(store)
+
+    assert snapshot.terms == TERMS
+    assert snapshot.generation == Generation(1, OpenKind.FAIL, "rank 0 failed")
+    assert (snapshot.leader, snapshot.ended) == ("a", ended)
+    assert snapshot.members == {"a": NODE}
+    assert snapshot.joined == {1: {"a": Joined("a", 29500)}}
+    assert snapshot.failures == {0: (failure("a", "x"),)}
+    assert snapshot.done == {1: frozenset({"a"})}
+    assert snapshot.tables == {1: table(1)}
+    assert (snapshot.revision, snapshot.whole) == (store.read(KEYS.root).revision, True)
+    assert snapshot.generation_revision == snapshot.leader_revision == snapshot.revision
+
+
+def test_a_followers_snapshot_says_that_it_is_not_whole() -> None:
+    store = store_with({KEYS.leader: "a", KEYS.member("a"): encode(NODE)})
+
+    snapshot = SnapshotReader(KEYS).read(store.read(KEYS.control), whole=False)
+
+    assert (snapshot.whole, snapshot.leader, snapshot.members) == (False, "a", {})
+
+
+def test_all_that_a_follower_needs_stands_under_the_control_keys() -> None:
+    names = (KEYS.spec, KEYS.generation, KEYS.leader, KEYS.ended, KEYS.table(3))
+
+    assert all(name.startswith(KEYS.control) for name in names)
+    assert not any(
+        key.startswith(KEYS.control) for key in (KEYS.members, KEYS.joined(1), KEYS.failure(1), KEYS.done(1))
+    )
+
+
+def test_failures_stand_in_the_order_in_which_they_were_first_recorded() -> None:
+    store = MemoryStore()
+    for node_id in ("z", "a", "m"):
+        write(store, Put(KEYS.failure(0, node_id), encode(failure(node_id, "short"))))
+    write(store, Put(KEYS.failure(0, "z"), encode(failure("z", "with its output"))))
+
+    messages = [(f.node_id, f.message) for f in read(store).failures[0]]
+
+    assert messages == [("z", "with its output"), ("a", "short"), ("m", "short")]
+
+
+def test_the_newest_table_is_the_one_of_the_highest_generation() -> None:
+    store = store_with({KEYS.table(g): encode_table(table(g)) for g in (9, 10, 2)})
+
+    newest = read(store).table
+
+    assert newest
+    assert newest.generation == 10
+
+
+def test_the_current_table_is_the_newest_generations_or_none_while_that_forms() -> None:
+    store = store_with({KEYS.table(3): encode_table(table(3))})
+
+    tables = []
+    for number in (3, 4):
+        write(store, Put(KEYS.generation, encode(Generation(number, OpenKind.FAIL, ""))))
+        tables.append((read(store).current_table, read(store).table))
+
+    assert tables == [(table(3), table(3)), (None, table(3))]
+
+
+def test_keys_of_higher_generations_sort_later() -> None:
+    names = [KEYS.table(9), KEYS.table(10), KEYS.table(999), KEYS.table(1000)]
+
+    assert names == sorted(names)
+
+
+def test_the_generation_guard_fails_once_a_generation_was_opened() -> None:
+    store = store_with({KEYS.generation: encode(Generation(0, OpenKind.START, ""))})
+    snapshot = read(store)
+
+    before = store.commit(Txn((snapshot.gen_guard,), (Put(KEYS.leader, "a"),))).held
+    write(store, Put(KEYS.generation, encode(Generation(1, OpenKind.FAIL, ""))))
+    after = store.commit(Txn((snapshot.gen_guard,), (Put(KEYS.leader, "b"),))).held
+
+    assert (before, after) == (True, False)
+    assert isinstance(snapshot.gen_guard, Unchanged)
+
+
+def test_without_a_generation_the_guard_is_that_there_is_none() -> None:
+    assert read(MemoryStore()).gen_guard == Absent(KEYS.generation)
+
+
+def test_the_live_guard_fails_once_the_job_has_ended() -> None:
+    store = MemoryStore()
+    guard = read(store).live_guard
+
+    before = store.commit(Txn((guard,), (Put(KEYS.ended, "x"),))).held
+    after = store.commit(Txn((guard,), (Put(KEYS.leader, "b"),))).held
+
+    assert (before, after) == (True, False)
+    assert guard == Absent(KEYS.ended)
+
+
+def test_the_leader_guard_fails_once_another_leads_though_it_be_the_same_node_again() -> None:
+    store = store_with({KEYS.leader: "a"})
+    guard = read(store).leader_guard
+
+    before = store.commit(Txn((guard,), (Put(KEYS.spec, "x"),))).held
+    write(store, Put(KEYS.leader, "a"))
+    after = store.commit(Txn((guard,), (Put(KEYS.spec, "y"),))).held
+
+    assert (before, after) == (True, False)
+
+
+def test_another_jobs_keys_are_not_read() -> None:
+    store = store_with({Keys("job-2").leader: "b", Keys("jo").leader: "c", f"{KEYS.root}job/ctl/leader": "d"})
+
+    snapshot = read(store)
+
+    assert snapshot == Snapshot(KEYS, revision=snapshot.revision, whole=True)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "what"),
+    [
+        (KEYS.member("a"), '{"node_id":"a"}', "not a Node"),
+        (KEYS.joined(3, "a"), "{}", "not a Joined"),
+        (KEYS.table(3), "{}", "not a rank table"),
+        (KEYS.spec, "null", "not a Terms"),
+        (KEYS.generation, "7", "not a Generation"),
+        (KEYS.ended, "yes", "not a Outcome"),
+    ],
+)
+def test_a_record_that_is_none_is_refused_with_its_key_and_its_value(key: str, value: str, what: str) -> None:
+    store = store_with({KEYS.leader: "a", key: value})
+
+    with pytest.raises(ValueError, match=what) as caught:
+        read(store)
+
+    assert str(caught.value).startswith(f"{key} in the store is {what}")
+    assert value in str(caught.value)
+
+
+@pytest.mark.parametrize("key", [f"{KEYS.root}joined/x/a", f"{KEYS.root}done/-/a", f"{KEYS.control}table/new"])
+def test_a_key_whose_generation_is_no_number_is_refused(key: str) -> None:
+    with pytest.raises(ValueError, match="is no number") as caught:
+        read(store_with({key: ""}))
+
+    assert str(caught.value).startswith(f"{key} in the store is not a generation's")
+
+
+@pytest.mark.parametrize(
+    ("key", "good"),
+    [
+        (KEYS.generation, encode(Generation(3, OpenKind.FAIL, "rank 0 failed"))),
+        (KEYS.table(3), encode_table(table(3))),
+        (KEYS.member("a"), encode(NODE)),
+        (KEYS.failure(3, "a"), encode(failure("a", "x"))),
+    ],
+)
+def test_of_a_record_that_somebody_wrote_over_the_last_good_one_stands_and_a_sentence_says_so_once(
+    key: str, good: str
+) -> None:
+    store, reader = store_with({key: good}), SnapshotReader(KEYS)
+    before = reader.read(store.read(KEYS.root), whole=True)
+    write(store, Put(key, "scribbled"))
+
+    first, second = (reader.read(store.read(KEYS.root), whole=True) for _ in range(2))
+
+    for field in ("generation", "tables", "members", "failures"):
+        assert getattr(first, field) == getattr(second, field) == getattr(before, field)
+    assert len(first.unreadable) == 1
+    assert first.unreadable[0].startswith(f"{key} in the store is not a ")
+    assert "scribbled" in first.unreadable[0]
+    assert second.unreadable == ()
+
+
+def test_over_a_generation_that_somebody_wrote_over_another_can_be_opened() -> None:
+    store, reader = store_with({KEYS.generation: encode(Generation(3, OpenKind.FAIL, ""))}), SnapshotReader(KEYS)
+    reader.read(store.read(KEYS.root), whole=True)
+    write(store, Put(KEYS.generation, "scribbled"))
+
+    guard = reader.read(store.read(KEYS.root), whole=True).gen_guard
+
+    assert store.commit(Txn((guard,), (Put(KEYS.generation, encode(Generation(4, OpenKind.FAIL, ""))),))).held
+
+
+def test_a_failure_that_nobody_can_read_is_done_without() -> None:
+    store = store_with({KEYS.failure(3, "a"): "[]", KEYS.failure(3, "b"): encode(failure("b", "x"))})
+    reader = SnapshotReader(KEYS)
+
+    first, second = (reader.read(store.read(KEYS.root), whole=True) for _ in range(2))
+
+    assert first.failures == second.failures == {3: (failure("b", "x"),)}
+    assert [sentence.partition(" (")[0] for sentence in first.unreadable] == [
+        f"{KEYS.failure(3, 'a')} in the store is not a Failure: '[]'"
+    ]
+    assert second.unreadable == ()
+
+
+def test_keys_of_a_later_version_are_passed_over() -> None:
+    store = store_with({f"{KEYS.root}ctl/colour": "red", f"{KEYS.root}hints/a/b": "x"})
+
+    snapshot = read(store)
+
+    assert snapshot == Snapshot(KEYS, revision=snapshot.revision, whole=True)
+
+
+def test_a_record_that_has_not_changed_is_decoded_once() -> None:
+    store = store_with({KEYS.member("a"): encode(NODE), KEYS.member("b"): encode(replace(NODE, node_id="b"))})
+    reader = SnapshotReader(KEYS)
+    first = reader.read(store.read(KEYS.root), whole=True)
+    write(store, Put(KEYS.member("b"), encode(replace(NODE, node_id="b"))))
+
+    second = reader.read(store.read(KEYS.root), whole=True)
+
+    assert second.members["a"] is first.members["a"]
+    assert second.members["b"] is not first.members["b"]
+    assert second.members == first.members
+
+
+def test_a_record_that_was_written_again_is_read_anew() -> None:
+    store = store_with({KEYS.leader: "a"})
+    reader = SnapshotReader(KEYS)
+    reader.read(store.read(KEYS.root), whole=True)
+    write(store, Put(KEYS.leader, "b"))
+
+    assert reader.read(store.read(KEYS.root), whole=True).leader == "b"
+
+
+def test_a_reader_forgets_what_is_gone() -> None:
+    store = store_with({KEYS.member("a"): encode(NODE)})
+    reader = SnapshotReader(KEYS)
+    view = store.read(KEYS.root)
+    whole = reader.read(view, whole=True)
+
+    empty = reader.read(MemoryStore().read(KEYS.root), whole=True)
+
+    assert (len(whole.members), empty.members) == (1, {})
+    assert reader.read(view, whole=True).members["a"] is not whole.members["a"]
+
+
+def test_a_job_of_the_same_name_has_other_keys_under_another_prefix() -> None:
+    ours, theirs = Keys("job", "/teams/vision/"), Keys("job", "/teams/nlp/")
+    store = store_with({ours.leader: "a", theirs.leader: "b", KEYS.leader: "c"})
+
+    read = SnapshotReader(ours).read(store.read(ours.root), whole=True)
+
+    assert read.leader == "a"
+    assert ours.leader == "/teams/vision/job/ctl/leader"
+
+
+def test_no_jobs_keys_lie_among_those_of_another() -> None:
+    assert not Keys("a/b").root.startswith(Keys("a").root)

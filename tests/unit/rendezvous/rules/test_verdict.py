@@ -1,0 +1,198 @@
+"""rendezvous.verdict: why a generation failed, and whether another one is worth starting."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import pytest
+
+from elaunch.rendezvous.rules.verdict import BARREN_MAX, GiveUp, Restart, identical, judge, verdict
+from elaunch.rendezvous.types import Failure, FailureKind, Terms
+
+TERMS = Terms(max_restarts=3)
+RAISED = Failure(
+    FailureKind.EXCEPTION,
+    generation=1,
+    node_id="a",
+    host="a",
+    rank=0,
+    local_rank=0,
+    pid=100,
+    code=1,
+    message="raised ValueError: bad batch 17 at 0x7f00",
+    exception="ValueError",
+    frame="train.py:3 in f",
+    progressed=False,
+)
+KILLED = replace(RAISED, kind=FailureKind.SIGNAL, code=-9, message="was killed by SIGKILL", exception="", frame="")
+PEER = replace(RAISED, kind=FailureKind.PEER_LOST, message="raised RuntimeError: Connection closed by peer", rank=3)
+
+
+def decide(
+    failures: Mapping[int, Sequence[Failure]],
+    *,
+    terms: Terms = TERMS,
+    spent: int | None = 0,
+    barren: int = 0,
+    progressed: bool = False,
+) -> Restart | GiveUp:
+    return judge(terms, failures, max(failures), spent, barren, progressed)
+
+
+def test_the_first_failure_is_the_verdict() -> None:
+    assert verdict([RAISED, KILLED]) is RAISED
+
+
+def test_a_lost_peer_never_wins_over_a_failure_of_ones_own() -> None:
+    assert verdict([PEER, KILLED, RAISED]) is KILLED
+
+
+def test_where_all_only_lost_peers_the_first_says_so() -> None:
+    later = replace(PEER, rank=4)
+
+    assert verdict([PEER, later]) is PEER
+
+
+def test_a_failure_is_worth_a_restart_while_the_budget_lasts() -> None:
+    *worth, spent = [decide({1: [KILLED]}, spent=spent) for spent in range(4)]
+
+    assert worth == [Restart("restart 1 of 3"), Restart("restart 2 of 3"), Restart("restart 3 of 3, the last one")]
+    assert isinstance(spent, GiveUp)
+    assert "3 restarts" in spent.reason
+
+
+def test_what_the_budget_is_not_charged_for_is_worth_another_try_when_it_is_spent() -> None:
+    assert isinstance(decide({1: [KILLED]}, spent=None), Restart)
+    assert isinstance(decide({1: [KILLED]}, spent=None, barren=BARREN_MAX), Restart)
+
+
+@pytest.mark.parametrize("kind", [FailureKind.STARTUP, FailureKind.DEBUGGER])
+def test_what_would_end_the_same_way_is_not_tried_again_though_nobody_charges_it(kind: FailureKind) -> None:
+    assert isinstance(decide({1: [replace(RAISED, kind=kind)]}, spent=None), GiveUp)
+
+
+def test_the_window_of_the_budget_is_named() -> None:
+    terms = replace(TERMS, restart_window_s=60.0)
+
+    decision = decide({1: [KILLED]}, terms=terms, spent=3)
+
+    assert isinstance(decision, GiveUp)
+    assert "within 60 s" in decision.reason
+
+
+def test_a_plain_launch_gives_up_at_the_first_failure() -> None:
+    terms = replace(TERMS, max_restarts=0)
+
+    decision = decide({0: [KILLED]}, terms=terms)
+
+    assert isinstance(decision, GiveUp)
+    assert "max_restarts is 0" in decision.reason
+
+
+def test_a_start_up_failure_is_not_tried_again_unless_the_job_ever_got_further() -> None:
+    startup = replace(RAISED, kind=FailureKind.STARTUP)
+
+    never, once = decide({0: [startup]}), decide({0: [startup]}, progressed=True)
+
+    assert isinstance(never, GiveUp)
+    assert "never got past its start" in never.reason
+    assert isinstance(once, Restart)
+
+
+def test_the_same_error_twice_without_progress_is_not_tried_a_third_time() -> None:
+    again = replace(RAISED, generation=2, rank=1, pid=200, message="raised ValueError: bad batch 18 at 0x7fff")
+
+    decision = decide({1: [RAISED], 2: [again]})
+
+    assert isinstance(decision, GiveUp)
+    assert "the same way twice" in decision.reason
+
+
+def test_the_same_error_after_progress_is_tried_again() -> None:
+    again = replace(RAISED, generation=2, progressed=True)
+
+    assert isinstance(decide({1: [RAISED], 2: [again]}), Restart)
+
+
+@pytest.mark.parametrize(("barren", "kind"), [(0, Restart), (2, GiveUp)])
+def test_where_nobody_knows_of_the_ranks_own_progress_its_generation_tells(
+    barren: int, kind: type[Restart] | type[GiveUp]
+) -> None:
+    again = replace(RAISED, generation=2, progressed=None)
+
+    assert isinstance(decide({1: [RAISED], 2: [again]}, barren=barren), kind)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        replace(RAISED, exception="KeyError"),
+        replace(RAISED, frame="train.py:4 in f"),
+        replace(RAISED, message="raised ValueError: bad word"),
+        replace(RAISED, code=2),
+        replace(RAISED, kind=FailureKind.EXIT_CODE),
+    ],
+    ids=["type", "place", "message", "code", "kind"],
+)
+def test_another_error_is_not_the_same_one(other: Failure) -> None:
+    assert not identical(RAISED, other)
+    assert isinstance(decide({1: [RAISED], 2: [other]}), Restart)
+
+
+def test_a_debugger_that_was_left_is_not_started_again_however_far_the_job_was() -> None:
+    left = replace(RAISED, kind=FailureKind.DEBUGGER, progressed=True)
+
+    decision = decide({1: [PEER, left]}, progressed=True)
+
+    assert isinstance(decision, GiveUp)
+    assert "debugger was quit" in decision.reason
+    assert "at a terminal" in decision.reason
+
+
+FROM_OUTSIDE = [kind for kind in FailureKind if not kind.counts_as_identical and kind is not FailureKind.DEBUGGER]
+
+
+@pytest.mark.parametrize("kind", FROM_OUTSIDE)
+def test_what_came_from_outside_never_counts_as_the_same_twice(kind: FailureKind) -> None:
+    failure = replace(RAISED, kind=kind)
+
+    assert not identical(failure, failure)
+    assert isinstance(decide({1: [failure], 2: [failure]}, progressed=True), Restart)
+
+
+def test_the_gpus_memory_may_run_out_in_the_same_way_but_the_kernels_kill_never_counts() -> None:
+    raised = replace(RAISED, kind=FailureKind.OUT_OF_MEMORY)
+    killed = replace(raised, code=-9)
+
+    assert identical(raised, raised)
+    assert not identical(killed, killed)
+
+
+def test_only_the_generation_before_is_compared() -> None:
+    assert isinstance(decide({0: [RAISED], 1: [KILLED], 2: [RAISED]}), Restart)
+
+
+def test_verdicts_are_compared_not_the_lost_peers_that_were_recorded_first() -> None:
+    decision = decide({1: [PEER, RAISED], 2: [replace(PEER, message="broken pipe"), RAISED]})
+
+    assert isinstance(decision, GiveUp)
+
+
+def test_ten_generations_without_progress_end_a_job_whatever_its_budget() -> None:
+    terms = replace(TERMS, max_restarts=1000)
+
+    last, over = (
+        decide({9: [KILLED]}, terms=terms, barren=BARREN_MAX - 1),
+        decide({9: [KILLED]}, terms=terms, barren=10),
+    )
+
+    assert isinstance(last, Restart)
+    assert isinstance(over, GiveUp)
+    assert "10 generations" in over.reason
+
+
+def test_what_a_lost_nodes_peers_say_each_time_is_not_the_same_error_twice() -> None:
+    exited = replace(RAISED, kind=FailureKind.EXIT_CODE, exception="", frame="", message="exited with code 1")
+
+    assert isinstance(decide({0: [exited], 1: [exited]}, spent=None), Restart)

@@ -1,0 +1,513 @@
+"""The served store's process and its server: who gets in, what is bounded, when it ends."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import time
+from base64 import b64encode
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from elaunch.rendezvous.secret import Secret
+from elaunch.rendezvous.server import server, unauthenticated
+from elaunch.rendezvous.server.connected_client import OUTGOING_BYTES_MAX
+from elaunch.rendezvous.server.server import Server
+from tests.harness import wait_for
+from tests.served import TOKEN, Gateway, ServerProcess, bound_socket, thread_serving
+
+OTHER_TOKEN = "another token for tests"
+
+
+def text(data: bytes) -> str:
+    return b64encode(data).decode()
+
+
+def put(gateway: Gateway, key: bytes, value: bytes = b"", lease: int = 0) -> int:
+    """Its revision."""
+    status, answer = gateway.call("/v3/kv/put", {"key": text(key), "value": text(value), "lease": lease})
+    assert status == 200, answer
+    return int(answer["header"]["revision"])
+
+
+def keys(gateway: Gateway) -> int:
+    """How many there are."""
+    _, answer = gateway.call("/v3/kv/range", {"key": text(b"\0"), "range_end": text(b"\0"), "count_only": True})
+    return int(answer.get("count", 0))
+
+
+EVERYTHING = {"key": text(b"\0"), "range_end": text(b"\0"), "start_revision": "2"}
+
+
+@pytest.fixture(scope="module")
+def secret() -> Secret:
+    return Secret(TOKEN)
+
+
+@pytest.fixture
+def process(secret: Secret) -> Iterator[ServerProcess]:
+    with ServerProcess() as process:
+        yield process
+
+
+def client(process: ServerProcess, secret: Secret) -> Gateway:
+    return Gateway(process.host, process.port, secret)
+
+
+@pytest.fixture
+def served() -> Iterator[tuple[Server, int]]:
+    """A server in this process, open to anybody."""
+    with thread_serving() as both:
+        yield both
+
+
+# Who gets in.
+
+
+def test_the_process_says_that_it_is_ready_and_serves_who_has_the_token(process: ServerProcess, secret: Secret) -> None:
+    assert process.said == b"ready\n"
+
+    gateway = client(process, secret)
+    put(gateway, b"key")
+
+    assert keys(gateway) == 1
+    assert gateway.call("/health", "", "GET") == (200, {"health": "true"})
+    assert gateway.call("/version", "", "GET")[1]["etcdserver"].startswith("3.4.")
+    assert gateway.call("/v3/maintenance/status")[0] == 200
+
+
+def test_it_serves_ipv6(secret: Secret) -> None:
+    with ServerProcess(host="::1") as process:
+        assert keys(client(process, secret)) == 0
+
+
+def test_a_client_with_another_token_refuses_to_speak_with_the_server(process: ServerProcess) -> None:
+    with pytest.raises(ssl.SSLCertVerificationError):
+        client(process, Secret(OTHER_TOKEN)).call("/health", "", "GET")
+
+
+@pytest.mark.parametrize("authorization", [None, "", "Bearer", f"Bearer {Secret(OTHER_TOKEN).bearer}", "Bearer é"])
+@pytest.mark.parametrize("path", ["/v3/kv/range", "/v3/watch", "/version", "/nowhere"])
+def test_who_does_not_show_the_bearer_is_told_nothing(
+    served_with_secret: Gateway, authorization: Any, path: str
+) -> None:
+    gateway = served_with_secret
+    gateway.headers = {} if authorization is None else {"Authorization": authorization}
+
+    status, answer = gateway.call(path, {"key": text(b"key")})
+
+    message = "etcdserver: invalid auth token"
+    assert (status, answer) == (401, {"error": message, "code": 16, "message": message})
+
+
+@pytest.fixture
+def served_with_secret(secret: Secret) -> Iterator[Gateway]:
+    with thread_serving(secret) as (_, port):
+        gateway = Gateway("127.0.0.1", port, secret)
+        yield gateway
+        gateway.close()
+
+
+def test_nothing_that_a_stranger_sends_after_the_headers_is_waited_for(secret: Secret) -> None:
+    with thread_serving(secret) as (_, port), tls_connected(port, secret) as stranger:
+        stranger.sendall(b"POST /v3/kv/put HTTP/1.1\r\nContent-Length: 1000\r\n\r\n")
+
+        assert read_all(stranger).startswith(b"HTTP/1.1 401 ")
+
+
+@pytest.mark.parametrize("count", [1, 10_000])
+def test_the_first_request_without_the_bearer_is_the_last_of_its_connection(secret: Secret, count: int) -> None:
+    with thread_serving(secret) as (server, port), tls_connected(port, secret) as stranger:
+        with suppress(OSError):
+            stranger.sendall(b"GET /health HTTP/1.1\r\n\r\n" * count)
+
+        assert read_all(stranger).count(b"HTTP/1.1 401 ") == 1
+        assert not any(client.is_known for client in server._clients)
+
+
+def test_a_client_that_shows_another_bearer_later_is_closed_too(secret: Secret) -> None:
+    head = b"GET /health HTTP/1.1\r\nAuthorization: Bearer %b\r\n\r\n"
+    with thread_serving(secret) as (_, port), tls_connected(port, secret) as stranger:
+        stranger.sendall(head % secret.bearer.encode() + head % b"another")
+
+        assert re.findall(rb"HTTP/1.1 (\d+)", read_all(stranger)) == [b"200", b"401"]
+
+
+def tls_connected(port: int, secret: Secret) -> ssl.SSLSocket:
+    plain = socket.create_connection(("127.0.0.1", port), timeout=60)
+    return secret.client_context().wrap_socket(plain)
+
+
+def read_all(connection: socket.socket) -> bytes:
+    """All until the server ends it."""
+    pieces = []
+    with suppress(ConnectionResetError, ssl.SSLEOFError):
+        while piece := connection.recv(1 << 16):
+            pieces.append(piece)
+    return b"".join(pieces)
+
+
+def test_who_speaks_no_tls_gets_no_answer_and_does_not_disturb(process: ServerProcess, secret: Secret) -> None:
+    with socket.create_connection((process.host, process.port)) as plain:
+        plain.sendall(b"GET /health HTTP/1.1\r\n\r\n")
+        plain.settimeout(30)
+        # An alert of TLS at most.
+        with suppress(ConnectionResetError):
+            assert b"HTTP" not in plain.recv(1000)
+
+    assert keys(client(process, secret)) == 0
+
+
+def test_the_token_is_in_no_place_that_others_can_read(process: ServerProcess) -> None:
+    proc = Path(f"/proc/{process.process.pid}")
+
+    assert TOKEN.encode() not in (proc / "cmdline").read_bytes()
+    assert TOKEN.encode() not in (proc / "environ").read_bytes()
+
+
+def test_a_short_token_is_refused_with_a_sentence() -> None:
+    with bound_socket() as listener:
+        run = subprocess.run(
+            [sys.executable, "-m", "elaunch.rendezvous.server", "--fd", str(listener.fileno())],
+            input="short\n",
+            capture_output=True,
+            text=True,
+            pass_fds=[listener.fileno()],
+        )
+
+    assert run.returncode == 2
+    assert run.stdout == ""
+    assert run.stderr.startswith("elaunch's store: the job's token has 5 characters")
+    assert run.stderr.count("\n") == 1
+
+
+# When it ends.
+
+
+def test_it_ends_when_the_other_end_of_stdin_is_closed(process: ServerProcess) -> None:
+    assert process.process.stdin
+
+    process.process.stdin.close()
+
+    assert process.process.wait(60) == 0
+
+
+def test_signals_that_a_scheduler_sends_to_all_of_a_job_do_not_end_it(process: ServerProcess, secret: Secret) -> None:
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        process.process.send_signal(signum)
+
+    assert keys(client(process, secret)) == 0
+    assert process.process.poll() is None
+
+
+def test_its_end_ends_watches(served: tuple[Server, int]) -> None:
+    server, port = served
+    watch = Gateway("127.0.0.1", port).watch(EVERYTHING)
+
+    server.stop()
+
+    with suppress(ConnectionError, http.client.IncompleteRead):
+        assert watch.next() == {}
+
+
+# Time.
+
+
+def test_a_lease_ends_by_itself_and_a_watch_is_told(process: ServerProcess, secret: Secret) -> None:
+    gateway = client(process, secret)
+    gateway.call("/v3/lease/grant", {"ID": 7, "TTL": 2})
+    revision = put(gateway, b"key", lease=7)
+    watch = gateway.watch(EVERYTHING)
+
+    # Nobody asks anything meanwhile: only the server's own timer can end it.
+    events = watch.events_until(revision + 1)
+
+    assert [event.get("type") for event in events] == [None, "DELETE"]
+    assert gateway.call("/v3/lease/keepalive", {"ID": 7})[1]["result"].get("TTL") is None
+
+
+def test_a_lease_granted_after_a_quiet_time_has_its_whole_time(served: tuple[Server, int]) -> None:
+    _, port = served
+    gateway = Gateway("127.0.0.1", port)
+    # Shorter than the server's own rest, so that nothing has told it the time since.
+    quiet_s = time.monotonic() + 0.8
+    assert keys(gateway) == 0
+    wait_for(lambda: time.monotonic() > quiet_s, "a quiet time")
+    started_s = time.monotonic()
+
+    gateway.call("/v3/lease/grant", {"ID": 7, "TTL": 2})
+    revision = put(gateway, b"key", lease=7)
+    gateway.watch(EVERYTHING).events_until(revision + 1)
+
+    assert time.monotonic() - started_s > 1.99
+
+
+def test_leases_do_not_run_while_the_server_is_stopped(process: ServerProcess, secret: Secret) -> None:
+    gateway = client(process, secret)
+    gateway.call("/v3/lease/grant", {"ID": 7, "TTL": 4})
+    put(gateway, b"key", lease=7)
+
+    process.process.send_signal(signal.SIGSTOP)
+    stopped_until_s = time.monotonic() + 5
+    wait_for(lambda: time.monotonic() > stopped_until_s, "more than the lease's time")
+    process.process.send_signal(signal.SIGCONT)
+
+    assert gateway.call("/v3/lease/keepalive", {"ID": 7})[1]["result"]["TTL"] == "4"
+    assert keys(gateway) == 1
+
+
+# What is bounded.
+
+
+def test_who_reads_slowly_delays_nobody_is_told_all_in_the_end_and_little_waits_for_it(
+    served: tuple[Server, int],
+) -> None:
+    server, port = served
+    gateway = Gateway("127.0.0.1", port)
+    slow, quick = gateway.watch(EVERYTHING), gateway.watch(EVERYTHING)
+    writes, size = 100, 200_000
+    first = put(gateway, b"key", b"x" * size)
+
+    for _ in range(writes - 1):
+        revision = put(gateway, b"key", b"x" * size)
+        # The quick one has it at once, though the slow one has taken nothing.
+        assert quick.events_until(revision)[-1]["kv"]["mod_revision"] == str(revision)
+    waiting = max(len(other.connection.outgoing) for other in server._clients)
+
+    told = [int(event["kv"]["mod_revision"]) for event in slow.events_until(revision)]
+    assert told == list(range(first, revision + 1))
+    assert waiting < OUTGOING_BYTES_MAX + 2 * size
+
+
+def test_who_reads_too_slowly_for_the_history_is_told_that_it_is_compacted(served: tuple[Server, int]) -> None:
+    _, port = served
+    gateway = Gateway("127.0.0.1", port)
+    slow = gateway.watch(EVERYTHING)
+    # More than fits into the buffers of both sides.
+    for _ in range(100):
+        revision = put(gateway, b"key", b"x" * 200_000)
+
+    gateway.call("/v3/kv/compaction", {"revision": revision})
+
+    *events, last = slow.events_until(revision)
+    assert 0 < len(events) < 100
+    assert (last["canceled"], last["compact_revision"]) == (True, str(revision))
+
+
+def test_who_does_not_read_answers_is_not_asked_for_more(served: tuple[Server, int]) -> None:
+    server, port = served
+    gateway = Gateway("127.0.0.1", port)
+    put(gateway, b"key", b"x" * 500_000)
+    body = json.dumps({"key": text(b"key")}).encode()
+    request = b"POST /v3/kv/range HTTP/1.1\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+
+    with socket.create_connection(("127.0.0.1", port)) as rude:
+        rude.sendall(request * 200)
+        assert rude.recv(1) == b"H"
+        assert keys(gateway) == 1
+        waiting = max(len(other.connection.outgoing) for other in server._clients)
+
+    assert waiting < OUTGOING_BYTES_MAX + 800_000
+
+
+def test_a_request_that_is_too_large_is_refused(served: tuple[Server, int]) -> None:
+    _, port = served
+
+    with socket.create_connection(("127.0.0.1", port)) as connection:
+        connection.sendall(b"POST /v3/kv/put HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % (server.REQUEST_BYTES_MAX + 1))
+        connection.shutdown(socket.SHUT_WR)
+        answer = connection.makefile("rb").read()
+
+    assert answer.startswith(b"HTTP/1.1 413 ")
+
+
+def test_silent_connections_are_closed_and_watches_are_not(
+    served: tuple[Server, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, port = served
+    monkeypatch.setattr(server, "IDLE_S", 0.1)
+    monkeypatch.setattr(unauthenticated, "FIRST_REQUEST_S", 0.1)
+    gateway = Gateway("127.0.0.1", port)
+    watch = gateway.watch(EVERYTHING)
+
+    for first in (b"", b"GET /health HTTP/1.1\r\n\r\n", b"GET /health"):
+        with socket.create_connection(("127.0.0.1", port)) as silent:
+            silent.sendall(first)
+            silent.makefile("rb").read()
+    revision = put(Gateway("127.0.0.1", port), b"key")
+
+    assert len(watch.events_until(revision)) == 1
+
+
+def test_connections_beyond_the_most_are_turned_away_with_a_line_and_let_in_later(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    def let_in() -> bool:
+        try:
+            return keys(Gateway("127.0.0.1", port)) == 0
+        except (ConnectionError, http.client.RemoteDisconnected):
+            return False
+
+    with thread_serving(slots=2) as (_, port):
+        first, second = Gateway("127.0.0.1", port), Gateway("127.0.0.1", port)
+        assert keys(first) == keys(second) == 0
+
+        assert not any(let_in() for _ in range(3))
+        first.close()
+
+        wait_for(let_in, "a free place")
+    said = capfd.readouterr().err
+    assert said.count("\n") == 1
+    assert "agents take all 2 places for connections, and further connections are refused; raise the limit" in said
+
+
+def test_a_process_without_descriptors_serves_on_and_accepts_again_when_it_has_some(secret: Secret) -> None:
+    with ServerProcess() as process:
+        spare = 8
+        server = psutil.Process(process.process.pid)
+        server.rlimit(psutil.RLIMIT_NOFILE, (server.num_fds() + spare, server.num_fds() + spare))
+        gateway = client(process, secret)
+        assert keys(gateway) == 0
+
+        crowd = [socket.create_connection((process.host, process.port)) for _ in range(spare + 4)]
+        wait_for(lambda: server.num_fds() >= server.rlimit(psutil.RLIMIT_NOFILE)[0], "no descriptor left")
+        assert keys(gateway) == 0
+        # The oldest of the crowd goes.
+        assert keys(client(process, secret)) == 0
+        for each in crowd:
+            each.close()
+
+        assert keys(client(process, secret)) == 0
+
+
+# HTTP.
+
+
+def test_requests_sent_together_are_answered_in_order(served: tuple[Server, int]) -> None:
+    _, port = served
+    paths = ["/health", "/version", "/nowhere", "/health"]
+
+    with socket.create_connection(("127.0.0.1", port)) as connection:
+        requests = "".join(f"GET {path} HTTP/1.1\r\n\r\n" for path in paths[:-1])
+        connection.sendall(f"{requests}GET {paths[-1]} HTTP/1.0\r\n\r\n".encode())
+        answers = connection.makefile("rb").read()
+
+    assert re.findall(rb"HTTP/1.1 (\d+)", answers) == [b"200", b"200", b"404", b"200"]
+    assert answers.index(b"etcdserver") < answers.index(b"Not Found")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status", "message"),
+    [
+        ("POST", "/v3/kv/range", "{", 400, "not JSON"),
+        ("POST", "/v3/kv/range", "[" * 100_000, 400, "not JSON"),
+        ("POST", "/v3/kv/range", "[]", 400, "the request is no JSON object"),
+        ("POST", "/v3/kv/range", b"\xff", 400, "not JSON"),
+        ("POST", "/v3/kv/range", '{"key":"a"}', 400, "illegal base64 data in key of the request"),
+        ("POST", "/v3/kv/range", '{"key":5}', 400, "illegal base64 data in key of the request"),
+        ("POST", "/v3/kv/range", '{"key":"YQ==","limit":1.5}', 400, "limit of the request is no 64-bit number"),
+        ("POST", "/v3/kv/range", '{"key":"YQ==","limit":true}', 400, "limit of the request is no 64-bit number"),
+        ("POST", "/v3/kv/range", '{"key":"YQ==","limit":"9223372036854775808"}', 400, "limit of the request is no"),
+        ("POST", "/v3/kv/range", '{"key":"YQ==","keys_only":1}', 400, "keys_only of the request is neither true"),
+        ("POST", "/v3/kv/range", '{"key":"YQ==","sort_order":1}', 501, "elaunch's store does not do sort_order"),
+        ("POST", "/v3/kv/txn", '{"success":{}}', 400, "success of the request is no JSON array"),
+        ("POST", "/v3/kv/txn", '{"compare":[{"target":"NAME"}]}', 400, "target of compare has no such value"),
+        ("POST", "/v3/kv/txn", '{"success":[{"request_txn":{}}]}', 501, "elaunch's store does not do request_txn"),
+        ("POST", "/v3/kv/txn", '{"success":[{}]}', 400, "etcdserver: key not found"),
+        ("POST", "/v3/watch", '{"create_request":{"key":"YQ==","prev_kv":true}}', 501, "elaunch's store does not do"),
+    ],
+)
+def test_what_cannot_be_done_is_said(
+    served: tuple[Server, int], method: str, path: str, body: Any, status: int, message: str
+) -> None:
+    _, port = served
+    gateway = Gateway("127.0.0.1", port)
+
+    answered, answer = gateway.call(path, body, method)
+
+    assert answered == status
+    assert answer["message"].startswith(message)
+    assert gateway.call("/health", "", "GET")[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [("GET", "/v3/kv/range", 405), ("GET", "/v3/watch", 405), ("POST", "/v3/kv/nothing", 404), ("GET", "/", 404)],
+)
+def test_what_is_not_there_is_not_found(served: tuple[Server, int], method: str, path: str, status: int) -> None:
+    _, port = served
+
+    assert Gateway("127.0.0.1", port).call(path, "", method)[0] == status
+
+
+def test_a_fault_of_the_server_fails_one_request(
+    served: tuple[Server, int], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    server, port = served
+    gateway = Gateway("127.0.0.1", port)
+    monkeypatch.setattr(server.engine, "put", None)
+
+    status, answer = gateway.call("/v3/kv/put", {"key": text(b"key")})
+
+    assert (status, answer["code"]) == (500, 13)
+    assert "TypeError" in capfd.readouterr().err
+    assert keys(gateway) == 0
+
+
+def test_a_watch_whose_client_goes_away_is_forgotten(served: tuple[Server, int]) -> None:
+    server, port = served
+    gateway = Gateway("127.0.0.1", port)
+    watch = gateway.watch(EVERYTHING)
+
+    watch.close()
+
+    wait_for(lambda: not server._watchers._watching, "the watch to be forgotten")
+    put(gateway, b"key")
+
+
+def test_hundreds_of_clients_are_served_at_once(served: tuple[Server, int]) -> None:
+    _, port = served
+    gateway = Gateway("127.0.0.1", port)
+    watches = [gateway.watch(EVERYTHING) for _ in range(300)]
+
+    revision = put(gateway, b"key", b"x" * 1000)
+
+    assert all(len(watch.events_until(revision)) == 1 for watch in watches)
+
+
+@pytest.mark.slow
+def test_a_thousand_agents_with_two_connections_each_are_served(process: ServerProcess, secret: Secret) -> None:
+    agents = [client(process, secret) for _ in range(1024)]
+    for number, agent in enumerate(agents, 1):
+        agent.call("/v3/lease/grant", {"ID": number, "TTL": 600})
+        revision = put(agent, b"members/%d" % number, b"x" * 100, lease=number)
+    watches = [agent.watch({"key": text(b"ctl"), "start_revision": str(revision)}) for agent in agents]
+    memory = psutil.Process(process.process.pid).memory_info().rss
+
+    sealed = put(agents[0], b"ctl", b"x" * 12_000)
+
+    assert all(len(watch.events_until(sealed)) == 1 for watch in watches)
+    assert keys(agents[-1]) == 1025
+    # 256 KiB for each connection, as asyncio's TLS has it, would be 512 MiB.
+    assert memory < 200 << 20
+
+
+def test_nothing_is_left_open(secret: Secret) -> None:
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    with thread_serving(secret) as (_, port):
+        gateway = Gateway("127.0.0.1", port, secret)
+        keys(gateway)
+        gateway.close()
+
+    assert len(list(Path("/proc/self/fd").iterdir())) == before

@@ -1,0 +1,686 @@
+"""What every store must do, whoever keeps the keys: `class TestX(StoreContract)` with a few fixtures runs it all.
+
+`store` is empty under ROOT, and nobody else writes to it. `compact` forgets the store's history before a revision.
+`elapse` makes time pass for leases. A watch may tell late where the store is elsewhere, and leases may end late.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+
+import pytest
+
+from elaunch.rendezvous.store import (
+    Absent,
+    Answer,
+    Changes,
+    Delete,
+    Empty,
+    Entry,
+    LeaseGone,
+    NoneNewer,
+    Present,
+    Put,
+    Store,
+    Txn,
+    Unchanged,
+    Update,
+    View,
+)
+from tests.harness import wait_for
+from tests.unit.rendezvous.engine.store_model import Model, random_txn
+
+ROOT = "/elaunch/contract/"
+A, B, C, D = (f"{ROOT}{name}" for name in "abcd")
+# The shortest that every store gives.
+TTL_S = 2.0
+LONG_TTL_S = 60.0
+
+
+def put(store: Store, key: str, value: str = "x", lease: int = 0) -> Entry:
+    assert store.commit(Txn((), (Put(key, value, lease),))).held
+    return store.read(key).entries[key]
+
+
+def new_lease(store: Store, ttl_s: float = LONG_TTL_S) -> int:
+    """A lease under an id that no other test has drawn."""
+    lease = random.SystemRandom().randrange(1, 2**63)
+    store.grant(lease, ttl_s)
+    return lease
+
+
+def values(store: Store, *prefixes: str) -> dict[str, str]:
+    return {key: entry.value for key, entry in store.read(*(prefixes or (ROOT,))).entries.items()}
+
+
+class Told:
+    """What a watch told, in the order of telling."""
+
+    def __init__(self) -> None:
+        self.updates: list[Update] = []
+
+    def __call__(self, update: Update) -> None:
+        self.updates.append(update)
+
+    def all_until(self, revision: int) -> list[Changes | View]:
+        """Everything told, once `revision` was told of. Waits for it."""
+
+        def found() -> bool:
+            return any(isinstance(update, (Changes, View)) and update.revision >= revision for update in self.updates)
+
+        wait_for(found, f"word of revision {revision}; told so far: {self.updates}")
+        assert all(isinstance(update, (Changes, View)) for update in self.updates), self.updates
+        return [update for update in self.updates if isinstance(update, (Changes, View))]
+
+    def values_until(self, revision: int) -> list[tuple[int, dict[str, str | None]]]:
+        """The same, without what the revisions say about each entry."""
+        return [
+            (update.revision, {key: entry.value if entry else None for key, entry in update.entries.items()})
+            for update in self.all_until(revision)
+        ]
+
+
+def replayed(view: View, updates: list[Changes | View]) -> dict[str, Entry]:
+    """What a view has become by what was told since, which must be in order."""
+    entries = dict(view.entries)
+    revision = view.revision
+    for update in updates:
+        assert update.revision > revision
+        revision = update.revision
+        if isinstance(update, View):
+            entries.clear()
+        for key, entry in update.entries.items():
+            entries.pop(key, None)
+            if entry:
+                entries[key] = entry
+    return entries
+
+
+class StoreContract:
+    """Facts about a `Store`."""
+
+    @pytest.fixture
+    def compact(self) -> Callable[[int], None]:
+        raise NotImplementedError
+
+    @pytest.fixture
+    def elapse(self) -> Callable[[float], None]:
+        def passed(seconds: float) -> None:
+            end_s = time.monotonic() + seconds
+            wait_for(lambda: time.monotonic() >= end_s, f"{seconds} s to pass")
+
+        return passed
+
+    # Reading.
+
+    def test_an_empty_prefix_has_no_entries(self, store: Store) -> None:
+        assert dict(store.read(ROOT).entries) == {}
+
+    def test_what_was_put_is_read(self, store: Store) -> None:
+        store.commit(Txn((), (Put(A, "1"), Put(B, ""))))
+
+        assert values(store) == {A: "1", B: ""}
+
+    def test_text_comes_back_as_it_went_in(self, store: Store) -> None:
+        text = 'é 🏖 "quoted" \n\t\0 \\ ' + "x" * 10_000
+
+        assert put(store, A, text).value == text
+
+    def test_a_key_may_be_any_text(self, store: Store) -> None:
+        key = f'{ROOT}é 🏖 "\n\\'
+
+        put(store, key, "1")
+
+        assert values(store) == {key: "1"}
+        assert values(store, key) == {key: "1"}
+
+    def test_a_read_holds_only_keys_with_its_prefix_in_order(self, store: Store) -> None:
+        for name in ("t/10", "t/9", "u", "t", "t/"):
+            put(store, f"{ROOT}{name}")
+
+        assert list(store.read(f"{ROOT}t/").entries) == [f"{ROOT}t/", f"{ROOT}t/10", f"{ROOT}t/9"]
+
+    def test_a_read_of_several_prefixes_is_one_view_in_the_order_of_keys(self, store: Store) -> None:
+        for name in ("z/1", "a/1", "m/1", "a/2"):
+            put(store, f"{ROOT}{name}")
+
+        view = store.read(f"{ROOT}z/", f"{ROOT}a/", f"{ROOT}nothing/")
+
+        assert list(view.entries) == [f"{ROOT}a/1", f"{ROOT}a/2", f"{ROOT}z/1"]
+        assert view.revision == store.read(ROOT).revision
+
+    def test_a_read_of_overlapping_prefixes_has_each_key_once(self, store: Store) -> None:
+        put(store, f"{ROOT}a/1")
+
+        assert list(store.read(f"{ROOT}a/", ROOT, f"{ROOT}a/1").entries) == [f"{ROOT}a/1"]
+
+    def test_a_view_does_not_change_with_the_store(self, store: Store) -> None:
+        put(store, A, "1")
+
+        view = store.read(ROOT)
+        store.commit(Txn((), (Put(A, "2"), Put(B, "3"))))
+
+        assert {key: entry.value for key, entry in view.entries.items()} == {A: "1"}
+
+    # Revisions.
+
+    def test_a_repeated_put_keeps_the_create_revision(self, store: Store) -> None:
+        first = put(store, A, "1")
+
+        second = put(store, A, "1")
+
+        assert first.create_revision == first.mod_revision
+        assert second.create_revision == first.create_revision
+        assert second.mod_revision > first.mod_revision
+
+    def test_a_key_that_was_deleted_is_created_anew(self, store: Store) -> None:
+        first = put(store, A, "1")
+        store.commit(Txn((), (Delete(A),)))
+
+        second = put(store, A, "2")
+
+        assert second.create_revision == second.mod_revision > first.mod_revision
+
+    def test_all_writes_of_a_transaction_have_one_revision_which_is_the_stores(self, store: Store) -> None:
+        put(store, C, "old")
+        before = store.read(ROOT).revision
+
+        answer = store.commit(Txn((), (Put(A, "1"), Put(B, "2"), Delete(C))))
+
+        view = store.read(ROOT)
+        assert answer == Answer(True, before + 1)
+        assert view.revision == before + 1
+        assert {entry.mod_revision for entry in view.entries.values()} == {before + 1}
+        assert list(view.entries) == [A, B]
+
+    def test_the_order_of_creation_is_the_order_of_revisions(self, store: Store) -> None:
+        revisions = [put(store, key).create_revision for key in (C, A, B)]
+
+        assert revisions == sorted(set(revisions))
+
+    def test_a_transaction_that_writes_nothing_moves_no_revision(self, store: Store) -> None:
+        put(store, A, "1")
+        before = store.read(ROOT)
+
+        answers = [store.commit(txn) for txn in (Txn(()), Txn((), (Delete(B),)), Txn((Absent(B),)), Txn((Absent(A),)))]
+
+        assert [answer.held for answer in answers] == [True, True, True, False]
+        assert {answer.revision for answer in answers} == {before.revision}
+        assert store.read(ROOT) == before
+
+    # Guards.
+
+    def test_a_create_if_absent_has_one_winner(self, store: Store) -> None:
+        won = [store.commit(Txn((Absent(A),), (Put(A, name),))).held for name in ("first", "second")]
+
+        assert won == [True, False]
+        assert values(store) == {A: "first"}
+
+    def test_absent_and_present_are_opposites_before_and_after_a_key_lived(self, store: Store) -> None:
+        def held() -> tuple[bool, bool]:
+            return store.commit(Txn((Absent(A),))).held, store.commit(Txn((Present(A),))).held
+
+        never = held()
+        put(store, A)
+        alive = held()
+        store.commit(Txn((), (Delete(A),)))
+
+        assert (never, alive, held()) == ((True, False), (False, True), (True, False))
+
+    def test_a_key_guard_looks_at_no_longer_key(self, store: Store) -> None:
+        put(store, f"{A}/longer")
+
+        assert store.commit(Txn((Absent(A),))).held
+
+    def test_an_unchanged_guard_holds_until_the_next_write_even_of_the_same_value(self, store: Store) -> None:
+        first = put(store, A, "1")
+
+        held = store.commit(Txn((Unchanged(A, first.mod_revision),), (Put(B, "x"),))).held
+        put(store, A, "1")
+        held_later = store.commit(Txn((Unchanged(A, first.mod_revision),), (Put(C, "x"),))).held
+
+        assert (held, held_later) == (True, False)
+        assert list(store.read(ROOT).entries) == [A, B]
+
+    def test_an_unchanged_guard_does_not_hold_for_a_key_that_is_gone_or_was_made_again(self, store: Store) -> None:
+        first = put(store, A, "1")
+        guard = Unchanged(A, first.mod_revision)
+
+        store.commit(Txn((), (Delete(A),)))
+        gone = store.commit(Txn((guard,))).held
+        put(store, A, "1")
+        again = store.commit(Txn((guard,))).held
+
+        assert (gone, again) == (False, False)
+
+    def test_an_empty_guard_holds_where_no_key_has_the_prefix(self, store: Store) -> None:
+        guard = Empty(f"{ROOT}m/")
+        put(store, f"{ROOT}m")
+        put(store, f"{ROOT}n/1")
+
+        before = store.commit(Txn((guard,))).held
+        put(store, f"{ROOT}m/1")
+        occupied = store.commit(Txn((guard,))).held
+        store.commit(Txn((), (Delete(f"{ROOT}m/1"),)))
+        emptied = store.commit(Txn((guard,))).held
+
+        assert (before, occupied, emptied) == (True, False, True)
+
+    def test_a_none_newer_guard_sees_a_new_key(self, store: Store) -> None:
+        put(store, f"{ROOT}m/1")
+        read = store.read(ROOT).revision
+
+        before = store.commit(Txn((NoneNewer(f"{ROOT}m/", read),))).held
+        put(store, f"{ROOT}m/2")
+
+        assert (before, store.commit(Txn((NoneNewer(f"{ROOT}m/", read),))).held) == (True, False)
+
+    def test_a_none_newer_guard_sees_a_key_written_again(self, store: Store) -> None:
+        put(store, f"{ROOT}m/1")
+        put(store, f"{ROOT}m/2")
+        read = store.read(ROOT).revision
+
+        put(store, f"{ROOT}m/1")
+
+        assert not store.commit(Txn((NoneNewer(f"{ROOT}m/", read),))).held
+
+    def test_a_none_newer_guard_sees_neither_deletions_nor_other_keys(self, store: Store) -> None:
+        put(store, f"{ROOT}m/1")
+        put(store, f"{ROOT}m/2")
+        read = store.read(ROOT).revision
+
+        put(store, f"{ROOT}n/1")
+        store.commit(Txn((), (Delete(f"{ROOT}m/1"),)))
+        one_left = store.commit(Txn((NoneNewer(f"{ROOT}m/", read),))).held
+        store.commit(Txn((), (Delete(f"{ROOT}m/2"),)))
+
+        assert (one_left, store.commit(Txn((NoneNewer(f"{ROOT}m/", read),))).held) == (True, True)
+
+    def test_a_guard_looks_at_the_store_before_the_transactions_own_writes(self, store: Store) -> None:
+        assert store.commit(Txn((Absent(A), Empty(ROOT)), (Put(A, "1"),))).held
+
+    # Branches.
+
+    def test_where_the_guards_hold_only_the_first_branch_is_done(self, store: Store) -> None:
+        answer = store.commit(Txn((Absent(A),), (Put(B, "then"),), (Put(C, "otherwise"),)))
+
+        assert answer == Answer(True, store.read(ROOT).revision)
+        assert values(store) == {B: "then"}
+
+    def test_where_one_guard_fails_only_the_other_branch_is_done(self, store: Store) -> None:
+        put(store, A, "1")
+        before = store.read(ROOT).revision
+
+        answer = store.commit(Txn((Absent(B), Absent(A)), (Put(B, "then"),), (Put(B, "otherwise"), Delete(A))))
+
+        assert answer == Answer(False, before + 1)
+        assert values(store) == {B: "otherwise"}
+
+    def test_a_refused_transaction_writes_nothing_at_all(self, store: Store) -> None:
+        put(store, A, "1")
+        before = store.read(ROOT)
+
+        answer = store.commit(Txn((Absent(B), Absent(A)), (Put(B, "x"), Put(C, "y"), Delete(A))))
+
+        assert answer == Answer(False, before.revision)
+        assert store.read(ROOT) == before
+
+    def test_a_range_is_deleted_from_its_key_to_before_its_end(self, store: Store) -> None:
+        for key in (A, f"{A}/1", B, C, D):
+            put(store, key)
+
+        store.commit(Txn((), (Delete(A, C), Put(f"{C}/new", "x"))))
+
+        assert list(store.read(ROOT).entries) == [C, f"{C}/new", D]
+
+    def test_a_deleted_range_may_hold_no_key(self, store: Store) -> None:
+        put(store, D)
+        before = store.read(ROOT)
+
+        assert store.commit(Txn((), (Delete(A, C),))) == Answer(True, before.revision)
+        assert store.read(ROOT) == before
+
+    # Leases.
+
+    def test_a_key_says_on_which_lease_it_stands(self, store: Store) -> None:
+        lease = new_lease(store)
+
+        assert put(store, A, "1", lease).lease == lease
+        assert put(store, B, "1").lease == 0
+
+    def test_granting_a_lease_again_changes_nothing(self, store: Store) -> None:
+        lease = new_lease(store, LONG_TTL_S)
+        put(store, A, "1", lease)
+        before = store.read(ROOT)
+
+        store.grant(lease, 10 * LONG_TTL_S)
+
+        assert store.read(ROOT) == before
+        assert LONG_TTL_S - 1 <= store.keep_alive(lease) <= LONG_TTL_S
+
+    def test_a_lease_kept_alive_has_its_whole_time(self, store: Store) -> None:
+        assert LONG_TTL_S - 1 <= store.keep_alive(new_lease(store)) <= LONG_TTL_S
+
+    def test_a_lease_that_never_was_or_was_revoked_has_no_time(self, store: Store) -> None:
+        lease = new_lease(store)
+        store.revoke(lease)
+
+        assert store.keep_alive(lease) == 0.0
+        assert store.keep_alive(random.SystemRandom().randrange(1, 2**63)) == 0.0
+
+    def test_revoking_a_lease_deletes_its_keys_at_one_revision(self, store: Store) -> None:
+        lease, other = new_lease(store), new_lease(store)
+        store.commit(Txn((), (Put(A, "1", lease), Put(B, "1", lease), Put(C, "1", other), Put(D, "1"))))
+        before = store.read(ROOT).revision
+        told = Told()
+        watch = store.watch(ROOT, before, told)
+
+        store.revoke(lease)
+
+        assert list(store.read(ROOT).entries) == [C, D]
+        assert told.values_until(before + 1) == [(before + 1, {A: None, B: None})]
+        watch.close()
+
+    def test_revoking_an_ended_lease_or_one_without_keys_writes_nothing(self, store: Store) -> None:
+        lease = new_lease(store)
+        before = store.read(ROOT).revision
+
+        store.revoke(lease)
+        store.revoke(lease)
+
+        assert store.read(ROOT).revision == before
+
+    def test_a_key_put_again_leaves_its_old_lease(self, store: Store) -> None:
+        lease, other = new_lease(store), new_lease(store)
+        store.commit(Txn((), (Put(A, "1", lease), Put(B, "1", lease), Put(C, "1", lease))))
+
+        store.commit(Txn((), (Put(A, "2"), Put(B, "2", other), Delete(C))))
+        put(store, C, "2")
+        store.revoke(lease)
+
+        assert values(store) == {A: "2", B: "2", C: "2"}
+        store.revoke(other)
+        assert values(store) == {A: "2", C: "2"}
+
+    def test_a_put_with_an_ended_lease_fails_the_whole_transaction(self, store: Store) -> None:
+        lease = new_lease(store)
+        store.revoke(lease)
+        put(store, A, "1")
+        before = store.read(ROOT)
+
+        with pytest.raises(LeaseGone):
+            store.commit(Txn((), (Delete(A), Put(B, "1"), Put(C, "1", lease))))
+
+        assert store.read(ROOT) == before
+
+    def test_an_ended_lease_in_the_other_branch_does_not_matter(self, store: Store) -> None:
+        lease = new_lease(store)
+        store.revoke(lease)
+
+        assert store.commit(Txn((), (Put(A, "1"),), (Put(B, "1", lease),))).held
+        assert values(store) == {A: "1"}
+
+    def test_a_lease_that_ends_takes_its_keys_at_one_revision_and_watches_are_told(
+        self, store: Store, elapse: Callable[[float], None]
+    ) -> None:
+        lease = new_lease(store, TTL_S)
+        store.commit(Txn((), (Put(A, "1", lease), Put(B, "1", lease), Put(C, "1"))))
+        before = store.read(ROOT).revision
+        told = Told()
+        watch = store.watch(ROOT, before, told)
+
+        elapse(TTL_S)
+
+        assert told.values_until(before + 1) == [(before + 1, {A: None, B: None})]
+        assert list(store.read(ROOT).entries) == [C]
+        assert store.keep_alive(lease) == 0.0
+        with pytest.raises(LeaseGone):
+            put(store, A, "2", lease)
+        watch.close()
+
+    def test_a_lease_that_is_kept_alive_outlives_its_time(self, store: Store, elapse: Callable[[float], None]) -> None:
+        # Long beside the pauses between its renewals, which a busy machine may stretch.
+        kept_ttl_s = 2 * TTL_S
+        kept, left = new_lease(store, kept_ttl_s), new_lease(store, TTL_S)
+        store.commit(Txn((), (Put(A, "1", kept), Put(B, "1", left))))
+
+        for _ in range(6):
+            elapse(kept_ttl_s / 5)
+            assert kept_ttl_s / 2 <= store.keep_alive(kept) <= kept_ttl_s
+        wait_for(lambda: store.keep_alive(kept) and B not in values(store), "the end of the lease that nobody kept")
+
+        assert values(store) == {A: "1"}
+
+    # Watches.
+
+    def test_a_watch_tells_puts_repeated_puts_and_deletes_each_once_and_in_order(self, store: Store) -> None:
+        before = store.read(ROOT).revision
+        told = Told()
+        watch = store.watch(ROOT, before, told)
+
+        for op in (Put(A, "1"), Put(A, "1"), Delete(A), Put(A, "2")):
+            store.commit(Txn((), (op,)))
+
+        assert told.values_until(before + 4) == [
+            (before + 1, {A: "1"}),
+            (before + 2, {A: "1"}),
+            (before + 3, {A: None}),
+            (before + 4, {A: "2"}),
+        ]
+        watch.close()
+
+    def test_a_watch_tells_the_whole_entry(self, store: Store) -> None:
+        lease = new_lease(store)
+        before = store.read(ROOT).revision
+        told = Told()
+        watch = store.watch(ROOT, before, told)
+
+        put(store, A, "1")
+        entry = put(store, A, "2", lease)
+
+        assert told.all_until(before + 2)[1] == Changes(before + 2, {A: entry})
+        assert (entry.create_revision, entry.mod_revision, entry.lease) == (before + 1, before + 2, lease)
+        watch.close()
+
+    def test_a_watch_tells_all_keys_of_one_revision_at_once(self, store: Store) -> None:
+        put(store, C, "old")
+        before = store.read(ROOT).revision
+        told = Told()
+        watch = store.watch(ROOT, before, told)
+
+        store.commit(Txn((), (Put(B, "2"), Delete(C), Put(A, "1"))))
+
+        assert told.values_until(before + 1) == [(before + 1, {A: "1", B: "2", C: None})]
+        watch.close()
+
+    def test_a_watch_from_the_past_tells_what_happened_since_and_then_what_happens(self, store: Store) -> None:
+        put(store, A, "before")
+        since = store.read(ROOT).revision
+        store.commit(Txn((), (Put(A, "1"), Put(B, "1"))))
+        store.commit(Txn((), (Delete(A),)))
+        told = Told()
+
+        watch = store.watch(ROOT, since, told)
+        put(store, B, "2")
+
+        assert told.values_until(since + 3) == [
+            (since + 1, {A: "1", B: "1"}),
+            (since + 2, {A: None}),
+            (since + 3, {B: "2"}),
+        ]
+        watch.close()
+
+    def test_a_watch_from_before_everything_tells_up_to_the_present(self, store: Store) -> None:
+        told = Told()
+        watch = store.watch(ROOT, 0, told)
+        now = store.commit(Txn((), (Put(A, "1"), Put(B, "1")))).revision
+        told.all_until(now)
+
+        last = store.commit(Txn((), (Put(A, "2"), Delete(B)))).revision
+
+        assert told.values_until(last)[-1] == (last, {A: "2", B: None})
+        watch.close()
+
+    def test_a_watch_is_not_told_of_other_keys_refusals_or_nothing(self, store: Store) -> None:
+        put(store, A, "1")
+        before = store.read(ROOT).revision
+        told = Told()
+        watch = store.watch(f"{ROOT}ctl/", before, told)
+
+        store.commit(Txn((), (Put(B, "1"), Put(f"{ROOT}ctl", "1"), Put(f"{ROOT}ctm", "1"))))
+        store.commit(Txn((Absent(A),), (Put(f"{ROOT}ctl/x", "1"),)))
+        store.commit(Txn((), (Delete(f"{ROOT}ctl/x"),)))
+        last = store.commit(Txn((), (Put(B, "2"), Put(f"{ROOT}ctl/end", "1")))).revision
+
+        assert told.values_until(last) == [(last, {f"{ROOT}ctl/end": "1"})]
+        watch.close()
+
+    def test_what_a_watch_tells_can_be_read(self, store: Store) -> None:
+        before = store.read(ROOT).revision
+        told = Told()
+        watch = store.watch(ROOT, before, told)
+
+        for turn in range(10):
+            revision = store.commit(Txn((), (Put(A, str(turn)),))).revision
+            told.all_until(revision)
+            assert store.read(ROOT).revision >= revision
+        watch.close()
+
+    def test_every_watch_is_told(self, store: Store) -> None:
+        before = store.read(ROOT).revision
+        everything, one = Told(), Told()
+        watches = [store.watch(ROOT, before, everything), store.watch(A, before, one)]
+
+        store.commit(Txn((), (Put(A, "1"), Put(B, "2"))))
+
+        assert everything.values_until(before + 1) == [(before + 1, {A: "1", B: "2"})]
+        assert one.values_until(before + 1) == [(before + 1, {A: "1"})]
+        for watch in watches:
+            watch.close()
+
+    def test_a_closed_watch_tells_nothing_more(self, store: Store) -> None:
+        before = store.read(ROOT).revision
+        closed, other = Told(), Told()
+        watch = store.watch(ROOT, before, closed)
+        put(store, A, "1")
+        told_before = closed.values_until(before + 1)
+
+        watch.close()
+        watch.close()
+        still = store.watch(ROOT, before, other)
+        put(store, A, "2")
+
+        assert len(other.values_until(before + 2)) == 2
+        assert closed.values_until(before + 1) == told_before
+        still.close()
+
+    def test_a_watch_from_before_the_compaction_tells_a_view_and_then_changes(
+        self, store: Store, compact: Callable[[int], None]
+    ) -> None:
+        long_ago = put(store, A, "1").mod_revision
+        put(store, B, "gone")
+        store.commit(Txn((), (Delete(B), Put(f"{ROOT}c/1", "c"))))
+        now = put(store, A, "2").mod_revision
+        compact(now)
+        told = Told()
+
+        watch = store.watch(ROOT, long_ago, told)
+        first = told.all_until(now)
+        put(store, B, "new")
+
+        assert isinstance(first[0], View)
+        assert told.values_until(now + 1) == [(now, {A: "2", f"{ROOT}c/1": "c"}), (now + 1, {B: "new"})]
+        watch.close()
+
+    def test_a_watch_from_now_tells_what_is_there_and_has_begun_then(self, store: Store) -> None:
+        put(store, A, "before")
+        told = Told()
+
+        watch = store.watch(ROOT, None, told)
+        watch.begun()
+        assert told.updates == [store.read(ROOT)]
+        put(store, D, "1")
+        now = put(store, A, "after")
+
+        first, *changes = told.all_until(now.mod_revision)
+        assert isinstance(first, View)
+        assert replayed(first, changes) == store.read(ROOT).entries
+        watch.close()
+
+    def test_a_watch_from_now_of_nothing_tells_that_it_is_nothing(self, store: Store) -> None:
+        told = Told()
+
+        watch = store.watch(f"{ROOT}nobody/", None, told)
+        watch.begun()
+
+        assert told.updates == [View(store.read(ROOT).revision, {})]
+        watch.close()
+
+    def test_a_compaction_does_not_disturb_a_watch_that_has_been_told_all(
+        self, store: Store, compact: Callable[[int], None]
+    ) -> None:
+        before = store.read(ROOT).revision
+        told = Told()
+        watch = store.watch(ROOT, before, told)
+        for turn in range(3):
+            put(store, A, str(turn))
+        told.all_until(before + 3)
+
+        compact(before + 3)
+        put(store, A, "after")
+
+        assert [update.revision for update in told.all_until(before + 4)] == [before + n for n in (1, 2, 3, 4)]
+        watch.close()
+
+    def test_a_compaction_leaves_what_can_be_read(self, store: Store, compact: Callable[[int], None]) -> None:
+        put(store, A, "1")
+        put(store, B, "gone")
+        store.commit(Txn((), (Delete(B), Put(A, "2"))))
+        view = store.read(ROOT)
+
+        compact(view.revision)
+
+        assert store.read(ROOT) == view
+        assert store.commit(Txn((Unchanged(A, view.entries[A].mod_revision), Absent(B)))).held
+
+    # All of it at random.
+
+    @pytest.mark.parametrize("seed", range(10))
+    def test_random_transactions_do_what_a_plain_model_does(self, store: Store, seed: int) -> None:
+        rng = random.Random(seed)
+        model = Model(store.read(ROOT).revision)
+        keys = [f"{ROOT}{name}" for name in ("a", "a/1", "a/2", "b", "b/1", "c")]
+        prefixes = [ROOT, f"{ROOT}a", f"{ROOT}a/", f"{ROOT}b"]
+
+        for turn in range(60):
+            txn = random_txn(rng, model, keys, prefixes, str(turn))
+
+            answer = store.commit(txn)
+
+            assert answer == model.commit(txn), f"seed {seed}, turn {turn}, {txn}"
+            assert store.read(ROOT) == model.read(ROOT), f"seed {seed}, turn {turn}, {txn}"
+
+    @pytest.mark.parametrize("seed", range(5))
+    def test_a_watch_from_any_revision_tells_what_a_plain_model_wrote_since(self, store: Store, seed: int) -> None:
+        rng = random.Random(seed)
+        model = Model(store.read(ROOT).revision)
+        keys = [f"{ROOT}{name}" for name in ("a", "a/1", "a/2", "b", "b/1", "c")]
+        prefixes = [ROOT, f"{ROOT}a", f"{ROOT}a/", f"{ROOT}b"]
+        open_watches = []
+
+        for turn in range(60):
+            if turn % 10 == 0:
+                prefix, after, told = rng.choice(prefixes), rng.randint(model.first, model.revision), Told()
+                open_watches.append((prefix, after, told, store.watch(prefix, after, told)))
+            txn = random_txn(rng, model, keys, prefixes, str(turn))
+            store.commit(txn)
+            model.commit(txn)
+        last = Txn((), tuple(Put(f"{prefix}end", "") for prefix in prefixes if prefix != f"{ROOT}a"))
+        store.commit(last)
+        model.commit(last)
+
+        for prefix, after, told, watch in open_watches:
+            assert told.all_until(model.revision) == model.changes(prefix, after), f"seed {seed}, {prefix} from {after}"
+            watch.close()

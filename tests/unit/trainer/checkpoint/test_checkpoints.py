@@ -1,0 +1,807 @@
+"""Checkpoints of one process: whole or passed over, the newest by generation and step; files of older formats."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import pickle
+import re
+import shutil
+import signal
+import struct
+import threading
+from collections import Counter, OrderedDict
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint import metadata as records
+
+from elaunch.trainer.checkpoint import catalog as folders
+from elaunch.trainer.checkpoint import checkpoints, dcp, writing
+from elaunch.trainer.checkpoint.checkpoints import Checkpoints, Mark, load_plain, marks, tensors_sha256
+from elaunch.trainer.checkpoint.loading import Unreadable
+from elaunch.trainer.files import sweep, write_durably
+from elaunch.trainer.state.tree import PerRank, flatten
+
+
+def state_of(step: int) -> dict[str, Any]:
+    momentum = {"state": {0: {"exp_avg": torch.full((3,), 0.5)}}, "param_groups": [{"lr": 0.1, "betas": (0.9, 0.95)}]}
+    return {"step": step, "loss": 2.5, "model": {"w": torch.full((50, 40), float(step))}, "optimizer": momentum}
+
+
+def save(folder: Path, generation: int, step: int, state: dict[str, Any] | None = None, **options: Any) -> Path:
+    Checkpoints(folder, generation=generation, say=pytest.fail, **options).save(step, state or state_of(step))
+    return folder / Mark(generation, step).folder_name
+
+
+def newest_step(folder: Path, said: list[str] | None = None) -> int:
+    state: dict[str, Any] = {}
+    Checkpoints(folder, generation=0, say=pytest.fail if said is None else said.append).load_newest(state)
+    return int(state.get("step", 0))
+
+
+def test_what_was_saved_comes_back_in_place_and_in_kind(tmp_path: Path) -> None:
+    extra = {
+        "tuple": (1, None, "a"),
+        "counter": Counter({30: 1}),
+        "ordered": OrderedDict(a=torch.tensor(7)),
+        "bytes": b"\0",
+        "nested": [{"t": torch.tensor([True])}, torch.tensor(3.5, dtype=torch.bfloat16)],
+        "empty": torch.empty(0, 4),
+        "view": torch.arange(12.0).reshape(3, 4).t(),
+        "inf": float("inf"),
+    }
+    save(tmp_path, 0, 7, {**state_of(7), "extra": extra})
+    weights = torch.zeros(50, 40)
+    state = {"model": {"w": weights}}
+
+    mark = Checkpoints(tmp_path, generation=0, say=pytest.fail).load_newest(state)
+
+    assert mark == Mark(0, 7)
+    assert state["model"]["w"] is weights
+    assert torch.equal(weights, torch.full((50, 40), 7.0))
+    loaded: Any = state
+    assert loaded["optimizer"]["param_groups"] == [{"lr": 0.1, "betas": (0.9, 0.95)}]
+    assert torch.equal(loaded["optimizer"]["state"][0]["exp_avg"], torch.full((3,), 0.5))
+    assert (loaded["step"], loaded["loss"]) == (7, 2.5)
+    back = loaded["extra"]
+    assert {key: back[key] for key in ("tuple", "counter", "bytes", "inf")} == {
+        key: extra[key] for key in ("tuple", "counter", "bytes", "inf")
+    }
+    assert type(back["counter"]) is Counter
+    for key in ("empty", "view"):
+        assert torch.equal(back[key], extra[key])
+    assert torch.equal(back["ordered"]["a"], torch.tensor(7))
+    assert torch.equal(back["nested"][0]["t"], torch.tensor([True]))
+    assert torch.equal(back["nested"][1], torch.tensor(3.5, dtype=torch.bfloat16))
+    assert back["nested"][1].dtype == torch.bfloat16
+
+
+def test_a_half_precision_checkpoint_is_loaded_into_a_float_model(tmp_path: Path) -> None:
+    save(tmp_path, 0, 1, {"w": torch.ones(3, dtype=torch.bfloat16)})
+    state = {"w": torch.zeros(3)}
+
+    Checkpoints(tmp_path, generation=0).load_newest(state)
+
+    assert state["w"].tolist() == [1.0, 1.0, 1.0]
+    assert state["w"].dtype == torch.float32
+
+
+def test_torchs_own_tools_read_a_checkpoint(tmp_path: Path) -> None:
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    folder = save(tmp_path / "c", 0, 7)
+
+    dcp_to_torch_save(folder, tmp_path / "one.pt")
+
+    held = torch.load(tmp_path / "one.pt", weights_only=True)
+    assert torch.equal(held["model"]["w"], torch.full((50, 40), 7.0))
+    assert torch.load(folder / "plain.pt", weights_only=True)["plain"]["step"] == 7
+
+
+def test_an_empty_or_missing_folder_has_no_checkpoint_and_changes_nothing(tmp_path: Path) -> None:
+    for folder in (tmp_path, tmp_path / "missing"):
+        checkpoints = Checkpoints(folder, generation=0, say=pytest.fail)
+        state = {"w": torch.ones(2)}
+
+        assert checkpoints.newest() is None
+        assert checkpoints.load_newest(state) is None
+        assert list(state) == ["w"]
+    assert not (tmp_path / "missing").exists()
+
+
+def test_only_as_many_as_wanted_stay(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, generation=0, keep=3, say=pytest.fail)
+    for step in range(1, 6):
+        checkpoints.save_async(step, state_of(step))
+    checkpoints.wait()
+
+    assert marks(tmp_path) == [Mark(0, 3), Mark(0, 4), Mark(0, 5)]
+    assert checkpoints.newest() == Mark(0, 5)
+
+
+def test_a_newer_generation_wins_over_a_stale_groups_later_step(tmp_path: Path) -> None:
+    stale = Checkpoints(tmp_path, generation=1, say=pytest.fail)
+    save(tmp_path, 2, 50)
+    stale.save(90, state_of(90))
+
+    assert newest_step(tmp_path) == 50
+
+
+def test_a_job_started_anew_saves_under_a_generation_that_wins(tmp_path: Path) -> None:
+    save(tmp_path, 5, 50)
+
+    Checkpoints(tmp_path, generation=0, say=pytest.fail).save(51, state_of(51))
+
+    assert newest_step(tmp_path) == 51
+    assert marks(tmp_path) == [Mark(5, 50), Mark(5, 51)]
+
+
+def test_a_step_that_is_computed_again_replaces_its_checkpoint(tmp_path: Path) -> None:
+    save(tmp_path, 0, 1)
+    save(tmp_path, 0, 1, {"step": 1, "again": True})
+
+    state: dict[str, Any] = {}
+    Checkpoints(tmp_path, generation=0, say=pytest.fail).load_newest(state)
+    assert state == {"step": 1, "again": True}
+    assert [path.name for path in tmp_path.iterdir()] == [Mark(0, 1).folder_name]
+
+
+@pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata", "plain.pt", "manifest.json"])
+@pytest.mark.parametrize("left", [None, 0, 100])
+def test_a_torn_newest_is_named_and_the_one_before_used(tmp_path: Path, file: str, left: int | None) -> None:
+    save(tmp_path, 0, 1)
+    torn = save(tmp_path, 0, 2)
+    if left is None:
+        (torn / file).unlink()
+    else:
+        os.truncate(torn / file, left)
+    said: list[str] = []
+
+    assert newest_step(tmp_path, said) == 1
+    assert len(said) == 1
+    assert f"skipping {torn}: it is torn or corrupt" in said[0]
+    # Out of the way: neither counted among the newest nor complained about again.
+    assert marks(tmp_path) == [Mark(0, 1)]
+    assert torn.with_name(torn.name + ".corrupt").is_dir()
+
+
+def test_a_flipped_bit_in_a_tensor_is_seen(tmp_path: Path) -> None:
+    save(tmp_path, 0, 1)
+    flipped = save(tmp_path, 0, 2) / "__0_0.distcp"
+    content = bytearray(flipped.read_bytes())
+    content[content.index(struct.pack("<f", 2.0) * 100) + 40] ^= 1
+    flipped.write_bytes(content)
+    said: list[str] = []
+
+    assert newest_step(tmp_path, said) == 1
+    assert "has the CRC-32" in said[0]
+
+
+def test_a_checkpoint_under_another_steps_name_is_passed_over(tmp_path: Path) -> None:
+    path = save(tmp_path, 0, 1)
+    path.rename(tmp_path / Mark(0, 9).folder_name)
+    said: list[str] = []
+
+    assert newest_step(tmp_path, said) == 0
+    assert f"is that of {Mark(0, 1).folder_name}" in said[0]
+
+
+class Bomb:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (Path.touch, (self.path,))
+
+
+@pytest.mark.parametrize("file", [".metadata", "plain.pt", "__0_0.distcp"])
+def test_a_checkpoint_cannot_run_code(tmp_path: Path, file: str) -> None:
+    folder = save(tmp_path / "c", 0, 1)
+    content = pickle.dumps(Bomb(tmp_path / "ran"))
+    if file == "plain.pt":
+        torch.save({"plain": Bomb(tmp_path / "ran")}, folder / file)
+    else:
+        (folder / file).write_bytes(content)
+    # Whoever plants it also makes the sums right.
+    seal_again(folder)
+
+    with pytest.raises(Unreadable):
+        newest_step(tmp_path / "c", [])
+
+    assert not (tmp_path / "ran").exists()
+
+
+class Attribute:
+    """Pickled as Python 3.11.2 pickles an enum's member."""
+
+    def __init__(self, owner: object, name: str) -> None:
+        self.owner, self.name = owner, name
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (getattr, (self.owner, self.name))
+
+
+def test_an_enum_is_read_from_a_checkpoint_of_any_python() -> None:
+    enum = records._MEM_FORMAT_ENCODING
+    member = enum.TORCH_CONTIGUOUS_FORMAT
+
+    for written in (member, Attribute(enum, member.name)):
+        assert dcp.loads(pickle.dumps(written)) is member
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (records.Metadata, "__init__"),
+        (records._MEM_FORMAT_ENCODING, "__class__"),
+        (records._MEM_FORMAT_ENCODING, "mro"),
+        (Attribute(records._MEM_FORMAT_ENCODING, "TORCH_CONTIGUOUS_FORMAT"), "value"),
+    ],
+    ids=["a function", "a class", "a method", "of a member"],
+)
+def test_no_other_attribute_is_read_from_a_checkpoint(owner: object, name: str) -> None:
+    with pytest.raises(pickle.UnpicklingError, match="no member of an enum"):
+        dcp.loads(pickle.dumps(Attribute(owner, name)))
+
+
+def seal_again(folder: Path) -> None:
+    """Make the manifest that of what is in the folder now."""
+    manifest = folders.read_manifest(folder)
+    files = {name: folders.sums(folder / name) for name in manifest.files}
+    folders.seal(folder, folders.Manifest(manifest.mark, manifest.world_size, files))
+
+
+def fails(monkeypatch: pytest.MonkeyPatch, error: Exception, *paths: Path) -> None:
+    """Have the reading of these folders fail."""
+    real = folders.sums
+
+    def sums(path: Path) -> tuple[int, int]:
+        if path.parent in paths:
+            raise error
+        return real(path)
+
+    monkeypatch.setattr(folders, "sums", sums)
+
+
+NO_PROOF = [
+    *(OSError(number, os.strerror(number)) for number in (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EACCES)),
+    RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+    ImportError("libtorch_cpu.so: cannot map"),
+]
+
+
+@pytest.mark.parametrize("error", NO_PROOF, ids=str)
+def test_what_cannot_be_read_now_is_passed_over_and_keeps_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    save(tmp_path, 0, 1)
+    newest = save(tmp_path, 0, 2)
+    fails(monkeypatch, error, newest)
+    said: list[str] = []
+
+    assert newest_step(tmp_path, said) == 1
+
+    assert said == [f"skipping {newest}: it cannot be read ({error}); trying the one before it"]
+    monkeypatch.undo()
+    assert newest_step(tmp_path) == 2
+
+
+def test_a_newer_releases_checkpoint_keeps_its_name(tmp_path: Path) -> None:
+    folder = save(tmp_path, 0, 1)
+    (folder / "manifest.json").write_text(json.dumps({"format": 2, "parts": []}))
+
+    with pytest.raises(Unreadable, match=r"cannot be read \(its format is 2, this release reads 1\)"):
+        newest_step(tmp_path, [])
+
+    assert marks(tmp_path) == [Mark(0, 1)]
+
+
+def test_metadata_of_another_torch_version_is_no_proof(tmp_path: Path) -> None:
+    folder = save(tmp_path, 0, 1)
+    metadata = (folder / ".metadata").read_bytes()
+    (folder / ".metadata").write_bytes(metadata.replace(b"TensorProperties", b"TensorPropertieZ"))
+    seal_again(folder)
+
+    with pytest.raises(Unreadable, match="TensorPropertieZ"):
+        newest_step(tmp_path, [])
+
+    assert marks(tmp_path) == [Mark(0, 1)]
+
+
+def test_a_device_that_fails_is_not_the_checkpoints_fault(tmp_path: Path) -> None:
+    save(tmp_path, 0, 1)
+    # Whatever is copied into it raises a RuntimeError.
+    state = {"model": {"w": torch.zeros(1).expand(50, 40)}}
+
+    with pytest.raises(Unreadable, match="unsupported operation"):
+        Checkpoints(tmp_path, generation=0, say=lambda _: None).load_newest(state)
+
+    assert marks(tmp_path) == [Mark(0, 1)]
+
+
+def test_nothing_begins_anew_while_a_checkpoint_may_be_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = [save(tmp_path, 0, 1), save(tmp_path, 0, 2)]
+    fails(monkeypatch, OSError(errno.ESTALE, "Stale file handle"), *paths)
+    state = {"w": torch.ones(2)}
+
+    with pytest.raises(Unreadable, match=f"{paths[1]} cannot be read .*Stale file handle.*does not begin anew"):
+        Checkpoints(tmp_path, generation=0, say=lambda _: None).load_newest(state)
+
+    assert list(state) == ["w"]
+    assert marks(tmp_path) == [Mark(0, 1), Mark(0, 2)]
+
+
+def test_newer_ones_that_could_not_be_read_do_not_cost_the_one_just_written(tmp_path: Path) -> None:
+    # Another process, which can read them, has gone on from an older one.
+    for step in (7, 8, 9):
+        save(tmp_path, 0, step)
+
+    save(tmp_path, 0, 5)
+
+    assert Mark(0, 5) in marks(tmp_path)
+
+
+def test_a_writer_killed_while_it_replaces_a_checkpoint_leaves_one_of_that_name(tmp_path: Path) -> None:
+    first = save(tmp_path, 0, 1)
+    making = folders.hidden(tmp_path, Mark(0, 1), "ab")
+    shutil.copytree(first, making)
+    child = os.fork()
+    if child == 0:
+        real = Path.rename
+
+        def rename(self: Path, target: Path) -> Path:
+            if self == making:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(self, target)
+
+        Path.rename = rename  # type: ignore[assignment, method-assign]
+        folders.publish(making, Mark(0, 1))
+        os._exit(1)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+    assert not first.exists()
+
+    assert newest_step(tmp_path) == 1
+
+    assert [path.name for path in tmp_path.iterdir()] == [first.name]
+
+
+def test_a_checkpoint_that_cannot_be_replaced_keeps_its_name(tmp_path: Path) -> None:
+    save(tmp_path, 0, 1)
+
+    # The first of the two renames succeeds, the second finds nothing to rename.
+    with pytest.raises(FileNotFoundError):
+        folders.publish(folders.hidden(tmp_path, Mark(0, 1), "ab"), Mark(0, 1))
+
+    # At once, not at the next start.
+    assert marks(tmp_path) == [Mark(0, 1)]
+    assert newest_step(tmp_path) == 1
+
+
+def test_a_checkpoint_without_its_name_counts_for_the_fence_and_outlives_a_disk_that_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = save(tmp_path, 5, 1)
+    replaced = path.rename(path.with_name(f".{path.name}.4711.replaced"))
+
+    def broken(self: Path, target: Path) -> Path:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", broken)
+        Checkpoints(tmp_path, generation=9, say=pytest.fail)
+    assert replaced.exists()
+
+    save(tmp_path, 0, 2)
+
+    assert marks(tmp_path) == [Mark(5, 1), Mark(5, 2)]
+
+
+@pytest.mark.parametrize(
+    ("state", "reason"),
+    [
+        ({"w": torch.zeros(2, 3)}, r"holds w of shape \(3,\), not \(2, 3\)"),
+        ({"w": torch.zeros(3), "v": torch.zeros(1)}, "lacks v; it is of another model or optimizer"),
+    ],
+)
+def test_another_models_checkpoint_is_refused_and_left_where_it_is(
+    tmp_path: Path, state: dict[str, Any], reason: str
+) -> None:
+    save(tmp_path, 0, 1, {"w": torch.ones(3)})
+
+    with pytest.raises(ValueError, match=reason):
+        Checkpoints(tmp_path, generation=0, say=pytest.fail).load_newest(state)
+
+    assert marks(tmp_path) == [Mark(0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("state", "reason"),
+    [
+        ({"extra": {"when": Bomb(Path())}}, "extra.when is a Bomb; what is kept of a state is tensors and plain"),
+        ({"a": {(1, 2): 3}}, r"a has the key \(1, 2\); keys are strings or integers"),
+        ({"a": PerRank(x={"n": 1})}, "a.x.n is a int; what is kept of a state is tensors"),
+    ],
+)
+def test_what_could_not_be_read_back_is_refused_at_once(tmp_path: Path, state: dict[str, Any], reason: str) -> None:
+    with pytest.raises(TypeError, match=reason):
+        Checkpoints(tmp_path, generation=0, say=pytest.fail).save_async(1, state)
+
+
+def test_two_tensors_of_one_name_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"two tensors of the state are called a\.b"):
+        flatten({"a": {"b": torch.ones(1)}, "a.b": torch.ones(1)})
+
+
+def test_what_changes_after_save_async_is_not_in_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changed = threading.Event()
+    real = writing.dcp.write
+    monkeypatch.setattr(writing.dcp, "write", lambda *given: changed.wait(10) and real(*given))
+    weights = torch.ones(3)
+    checkpoints = Checkpoints(tmp_path, generation=0, say=pytest.fail)
+
+    checkpoints.save_async(1, {"w": weights})
+    weights.zero_()
+    changed.set()
+    checkpoints.wait()
+
+    checkpoints.load_newest({"w": weights})
+    assert weights.tolist() == [1, 1, 1]
+
+
+def test_a_second_checkpoint_waits_for_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    go = threading.Event()
+    real = writing.publish
+
+    def publish(folder: Path, mark: Mark) -> Path:
+        go.wait(10)
+        events.append(f"published {mark.step}")
+        return real(folder, mark)
+
+    monkeypatch.setattr(writing, "publish", publish)
+    checkpoints = Checkpoints(tmp_path, generation=0, say=pytest.fail)
+
+    checkpoints.save_async(1, state_of(1))
+    events.append("training")
+    go.set()
+    checkpoints.save_async(2, state_of(2))
+    events.append("training on")
+    checkpoints.wait()
+
+    assert events.index("training") < events.index("published 1") < events.index("training on")
+    assert events[-1] == "published 2" or events[-2:] == ["published 2", "training on"]
+
+
+def test_a_checkpoint_that_takes_most_of_the_time_between_two_is_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoints, "_SLOW_S", 0.1)
+    real = writing.publish
+    late = threading.Event()
+    monkeypatch.setattr(writing, "publish", lambda *given: late.wait(0.2) or real(*given))
+    said: list[str] = []
+    made = Checkpoints(tmp_path, generation=0, say=said.append)
+
+    for step in range(1, 5):
+        made.save_async(step, state_of(step))
+    made.wait()
+
+    assert len(said) == 1
+    assert said[0].startswith("the checkpoint of step 2 (0.0 MB) took 0.")
+    assert "with more steps between two it costs less" in said[0]
+    assert made.last is not None
+    assert made.last.mark == Mark(0, 4)
+    assert made.last.took_s >= 0.2
+
+
+def test_a_write_that_fails_leaves_the_older_ones_and_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    checkpoints = Checkpoints(tmp_path, generation=0, say=said.append)
+    checkpoints.save(1, state_of(1))
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", full)
+        checkpoints.save(2, state_of(2))
+    assert re.fullmatch(
+        r"the checkpoint of step 2 could not be written: No space left on device"
+        rf" \([\d,.]+ MB are free, it takes \d\.\d MB\); the newest one in {tmp_path} is of step 1",
+        "".join(said),
+    )
+    assert [path.name for path in tmp_path.iterdir()] == [Mark(0, 1).folder_name]
+
+    checkpoints.save(3, state_of(3))
+    assert marks(tmp_path) == [Mark(0, 1), Mark(0, 3)]
+    assert said[1:] == ["the checkpoint of step 3 is written"]
+
+
+def test_the_folder_of_a_failed_checkpoint_goes_when_no_rank_writes_in_it_any_more(tmp_path: Path) -> None:
+    folder = tmp_path / "hidden"
+    folder.mkdir()
+    plan = dcp.plan({"weight": torch.zeros(2)}, {"weight": ("weight",)}, None)
+    nothing = dcp.Staging()
+
+    order = writing.Order(Mark(0, 1), folder, plan, nothing, plain=b"", rank=0, ranks=3, keep=1)
+    failed = writing.Writing(order, lambda size: None)
+    assert failed.own_part()
+    write_durably(folder / "part-00001", b"")
+    (folder / "__2_0.distcp").write_bytes(b"more")
+    write_durably(folder / "part-00002", pickle.dumps(dcp.Part([], {})))
+    failed.wait()
+
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_part_that_could_not_be_announced_stays_for_rank_0_may_have_seen_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "hidden"
+    folder.mkdir()
+    state = {"weight": torch.ones(2)}
+    plan = dcp.plan(state, {"weight": ("weight",)}, None)
+    # As where a group has shared the writing out.
+    plan = replace(plan, items=replace(plan.items, storage_data=type(plan.items.storage_data)("__1_")))
+    staging = dcp.Staging()
+    staging.copy(plan.items, state)
+    announced = []
+
+    def durably(path: Path, content: bytes) -> None:
+        if content and path.name == "part-00001":
+            announced.append(path)
+            raise OSError(28, "No space left on device")
+        write_durably(path, content)
+
+    monkeypatch.setattr(writing, "write_durably", durably)
+    order = writing.Order(Mark(0, 1), folder, plan, staging, plain=b"", rank=1, ranks=2, keep=1)
+    part = writing.Writing(order, lambda size: None)
+
+    assert part.own_part() == "No space left on device"
+    assert announced
+    assert {path.name for path in folder.iterdir()} == {"part-00001", "__1_0.distcp"}
+    assert (folder / "part-00001").read_bytes() == b""
+
+
+def test_a_file_whose_folder_is_renamed_at_once_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "hidden"
+    folder.mkdir()
+    replace = Path.replace
+
+    def and_rename(self: Path, target: Path) -> None:
+        replace(self, target)
+        folder.rename(tmp_path / "named")
+
+    monkeypatch.setattr(Path, "replace", and_rename)
+    write_durably(folder / "part", b"content")
+
+    assert (tmp_path / "named" / "part").read_bytes() == b"content"
+
+
+def test_a_directory_that_cannot_be_made_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    said: list[str] = []
+
+    Checkpoints(tmp_path / "file" / "c", generation=0, say=said.append).save(1, state_of(1))
+
+    assert said == [
+        f"the checkpoint of step 1 could not be written: Not a directory; there is none in {tmp_path / 'file' / 'c'}"
+    ]
+
+
+def test_everything_is_durable_before_it_has_its_name_and_the_name_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    real_fsync, real_rename = os.fsync, Path.rename
+
+    def fsync(descriptor: int) -> None:
+        size = os.fstat(descriptor).st_size
+        target = Path(f"/proc/self/fd/{descriptor}").readlink()
+        events.append("folder" if target == tmp_path else target.name)
+        assert size, target
+        real_fsync(descriptor)
+
+    def rename(self: Path, target: Path) -> Path:
+        events.append(f"rename to {target.name}")
+        return real_rename(self, target)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(Path, "rename", rename)
+    save(tmp_path, 0, 1)
+
+    named = events.index(f"rename to {Mark(0, 1).folder_name}")
+    hidden = next(name for name in events if name.endswith(".writing"))
+    assert {"__0_0.distcp", ".metadata.tmp"} <= set(events[:named])
+    assert any("plain.pt" in name for name in events[:named])
+    assert any("manifest.json" in name for name in events[:named])
+    # The names of the files in it as well.
+    assert events.index("rename to .metadata") < max(i for i, e in enumerate(events[:named]) if e == hidden)
+    assert events[named + 1 :] == ["folder"]
+
+
+def test_what_killed_writers_left_is_swept_but_not_a_newer_groups(tmp_path: Path) -> None:
+    save(tmp_path, 1, 1)
+    for generation in (1, 2):
+        folder = folders.hidden(tmp_path, Mark(generation, 2), "ab")
+        folder.mkdir()
+        (folder / "half").write_text("half")
+
+    Checkpoints(tmp_path, generation=1)
+
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        ".generation-0002-step-00000002.ab.writing",
+        Mark(1, 1).folder_name,
+    ]
+
+
+def test_a_single_file_of_an_earlier_release_is_loaded_and_ordered_among_folders(tmp_path: Path) -> None:
+    old = {"step": 7, "loss": 2.5, "model": {"w": torch.full((3,), 7.0)}, "optimizer": {"state": {0: torch.ones(1)}}}
+    tensors = [torch.full((3,), 7.0), torch.ones(1)]
+    save(tmp_path, 0, 9)
+    torch.save({**old, "sha256": tensors_sha256(tensors)}, tmp_path / Mark(1, 7).file_name)
+    weights = torch.zeros(3)
+    state: dict[str, Any] = {"model": {"w": weights}}
+
+    mark = Checkpoints(tmp_path, generation=0, say=pytest.fail).load_newest(state)
+
+    assert mark == Mark(1, 7)
+    assert weights.tolist() == [7, 7, 7]
+    assert state["model"]["w"] is weights
+    assert list(state) == ["step", "loss", "model", "optimizer"]
+    save(tmp_path, 1, 8)
+    assert newest_step(tmp_path) == 8
+
+
+@pytest.mark.parametrize("fault", ["torn", "sum", "step", "code"])
+def test_a_broken_single_file_is_passed_over(tmp_path: Path, fault: str) -> None:
+    save(tmp_path, 0, 1)
+    path = tmp_path / Mark(0, 2).file_name
+    held: dict[str, Any] = {"step": 2, "w": torch.ones(3), "sha256": tensors_sha256([torch.ones(3)])}
+    match fault:
+        case "sum":
+            held["w"] = torch.zeros(3)
+        case "step":
+            held["step"] = 3
+        case "code":
+            held["bomb"] = Bomb(tmp_path / "ran")
+    torch.save(held, path)
+    if fault == "torn":
+        os.truncate(path, 500)
+    said: list[str] = []
+
+    assert newest_step(tmp_path, said) == 1
+    assert f"skipping {path}: it is torn or corrupt" in said[0]
+    assert path.with_name(path.name + ".corrupt").exists()
+    assert not (tmp_path / "ran").exists()
+
+
+def network() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+
+
+def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+    model(torch.randn(4, 3)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("prefix", ["", "module.", "module._orig_mod.", "_orig_mod."])
+@pytest.mark.parametrize("key", [None, "model", "model_state_dict", "state_dict"])
+def test_a_state_dict_of_a_torchrun_script_is_loaded(tmp_path: Path, key: str | None, prefix: str) -> None:
+    model, optimizer = trained()
+    weights = {prefix + name: tensor for name, tensor in model.state_dict().items()}
+    rest = {"epoch": 3, "optimizer": optimizer.state_dict()}
+    torch.save(weights if key is None else {key: weights, **rest}, tmp_path / "old.pt")
+    new = network()
+    theirs = torch.optim.AdamW(new.parameters())
+
+    left = load_plain(tmp_path / "old.pt", new, None if key is None else theirs)
+
+    assert tensors_sha256(new.state_dict().values()) == tensors_sha256(model.state_dict().values())
+    if key is not None:
+        assert left == {"epoch": 3}
+        assert theirs.param_groups[0]["lr"] == 0.5
+        assert torch.equal(theirs.state_dict()["state"][0]["exp_avg"], optimizer.state_dict()["state"][0]["exp_avg"])
+
+
+def test_a_plain_file_that_does_not_fit_is_one_sentence_and_changes_nothing(tmp_path: Path) -> None:
+    weights = network().state_dict()
+    del weights["0.bias"]
+    weights["2.weight"] = torch.ones(1, 5)
+    weights["3.bias"] = torch.ones(1)
+    torch.save({"model": weights}, tmp_path / "old.pt")
+    model = network()
+    before = tensors_sha256(model.state_dict().values())
+
+    with pytest.raises(ValueError, match="does not fit") as refusal:
+        load_plain(tmp_path / "old.pt", model)
+
+    assert str(refusal.value) == (
+        f"{tmp_path / 'old.pt'} does not fit the model: it lacks 0.bias; it has, and the model has not, 3.bias; "
+        "it has another shape of 2.weight ((1, 5), not (1, 4))"
+    )
+    assert tensors_sha256(model.state_dict().values()) == before
+
+
+@pytest.mark.parametrize(
+    ("content", "with_optimizer", "reason"),
+    [
+        ({"epoch": 3}, False, "holds no model: its keys are epoch"),
+        ([1], False, "holds a list, not a dictionary"),
+        ({"model": network().state_dict()}, True, "holds no optimizer's state; leave the optimizer out"),
+        ({"model": Bomb(Path("ran"))}, False, "holds more than tensors and plain values"),
+    ],
+)
+def test_a_plain_file_of_another_kind_is_one_sentence(
+    tmp_path: Path, content: object, with_optimizer: bool, reason: str
+) -> None:
+    torch.save(content, tmp_path / "old.pt")
+    model, optimizer = trained()
+
+    with pytest.raises(ValueError, match=reason):
+        load_plain(tmp_path / "old.pt", model, optimizer if with_optimizer else None)
+
+
+def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_bytes(b"old")
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_durably(tmp_path / "file", b"new")
+
+    assert (tmp_path / "file").read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [tmp_path / "file"]
+
+
+def test_the_content_is_durable_before_it_has_its_name_and_the_name_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[tuple[str, bool]] = []
+    real_fsync = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        target = Path(f"/proc/self/fd/{descriptor}").readlink()
+        synced.append(("folder" if target == tmp_path else "content", (tmp_path / "file").exists()))
+        real_fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    write_durably(tmp_path / "file", b"new")
+
+    assert synced == [("content", False), ("folder", True)]
+
+
+def test_what_a_killed_writer_left_is_ignored_and_swept(tmp_path: Path) -> None:
+    save(tmp_path, 0, 1)
+    (tmp_path / f".{Mark(0, 2).file_name}.4711.tmp").write_bytes(b"half")
+
+    assert newest_step(tmp_path) == 1
+    sweep(tmp_path)
+
+    assert [path.name for path in tmp_path.iterdir()] == [Mark(0, 1).folder_name]
+
+
+def test_the_digest_is_over_raw_bytes_in_order() -> None:
+    tensors = [torch.tensor([[1.5, -2.0], [0.25, 8.0]]).t(), torch.tensor([3], dtype=torch.int64), torch.empty(0)]
+
+    raw = struct.pack("<4f", 1.5, 0.25, -2.0, 8.0) + struct.pack("<q", 3)
+    assert tensors_sha256(tensors) == hashlib.sha256(raw).hexdigest()
+    assert tensors_sha256(reversed(tensors)) != hashlib.sha256(raw).hexdigest()

@@ -1,0 +1,179 @@
+"""The trainer's options: what is refused, and what makes two runs the same run."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from elaunch.trainer.gpt.config import TrainConfig, UsageError, parse
+from elaunch.trainer.gpt.corpus import Corpus
+from elaunch.trainer.gpt.run_directory import RunDirectory
+from elaunch.trainer.ranks.place import Place
+
+TWO = Place(rank=0, world_size=2, launched=True)
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        (["--global-batch", "8", "--micro-batch", "3"], "--micro-batch (3); use --micro-batch 2 or --global-batch 9"),
+        (["--global-batch", "3", "--micro-batch", "3"], "too few for 2 workers; use --micro-batch 1 or at most 1"),
+        (["--global-batch", "1", "--micro-batch", "1"], "too few for 2 workers; use --global-batch 2 or at most 1"),
+        (["--global-batch", "1"], "too few for 2 workers; use --global-batch 2 or at most 1"),
+        (["--micro-batch", "5"], "by --micro-batch (5); use --micro-batch 4 or --global-batch 25"),
+        (["--width", "30", "--heads", "4"], "--width (30) is not divisible by --heads (4); use --width 32"),
+        (["--steps", "0"], "--steps"),
+        (["--steps", "many"], "'many'"),
+        (["--stepz", "3"], "--stepz"),
+        (["--dropout", "1"], "--dropout"),
+        (["stray"], "stray"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_meant_is_one_sentence_with_its_values(argv: list[str], sentence: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse(argv, TWO)
+
+    assert sentence in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_options_become_the_configuration() -> None:
+    batch = ["--global-batch", "4", "--micro-batch", "2"]
+    config = parse(["--steps", "9", "--lr", "0.5", "--out", "there", "--bf16", "--ledger", *batch], TWO)
+
+    assert config == TrainConfig(
+        steps=9, learning_rate=0.5, out=Path("there"), bf16=True, ledger=True, global_batch=4, micro_batch=2
+    )
+
+
+@pytest.mark.parametrize("batch", [2, 3, 7, 8, 9, 16, 21, 24, 25, 32, 100])
+def test_a_global_batch_alone_is_cut_so_that_it_fits(batch: int) -> None:
+    config = parse(["--global-batch", str(batch)], TWO)
+
+    assert config
+    many, rest = divmod(batch, config.micro_batch)
+    assert rest == 0
+    assert many >= min(batch, 8)
+    # A run stays the same run with more or fewer workers.
+    assert all(
+        parse(["--global-batch", str(batch)], replace(TWO, world_size=world_size)) == config
+        for world_size in range(1, min(many, 8) + 1)
+    )
+
+
+def test_the_default_batch_said_aloud_is_the_default_run() -> None:
+    assert parse(["--global-batch", "24"], TWO) == parse([], TWO) == TrainConfig()
+
+
+@pytest.mark.parametrize("world_size", range(1, 9))
+def test_any_number_of_workers_up_to_that_of_micro_batches_may_share_a_batch(world_size: int) -> None:
+    TrainConfig().check(world_size)
+
+
+def test_help_is_printed_by_rank_0_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert parse(["--help"], Place(rank=1, world_size=2, launched=True)) is None
+    assert capsys.readouterr().out == ""
+
+    assert parse(["--help"], TWO) is None
+    assert "--checkpoint-every" in capsys.readouterr().out
+
+
+def test_checking_the_request_does_not_import_torch() -> None:
+    code = "import sys, elaunch.trainer.__main__; sys.exit('torch' in sys.modules)"
+
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_without_out_the_same_options_find_the_same_directory() -> None:
+    assert TrainConfig().out_path == TrainConfig(checkpoint_every=3, ledger=True).out_path
+    assert TrainConfig().out_path != TrainConfig(seed=1).out_path
+    assert TrainConfig().out_path.parent == Path("runs")
+
+
+def test_the_environment_says_where_we_are() -> None:
+    assert Place.from_environ({}) == Place(launched=False)
+    torchrun = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "TORCHELASTIC_RESTART_COUNT": "2"}
+    assert Place.from_environ(torchrun) == Place(3, 1, 4, generation=2, restarts=2, launched=True)
+    assert Place.from_environ({**torchrun, "ELAUNCH_GENERATION": "5"}).generation == 5
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> tuple[RunDirectory, TrainConfig, Corpus]:
+    (tmp_path / "text").write_bytes(bytes(range(256)) * 20)
+    config = TrainConfig(data=tmp_path / "text", context=16, out=tmp_path / "out")
+    return RunDirectory(config.out_path), config, Corpus.open(config)
+
+
+def test_a_directory_takes_its_own_run_again(run: tuple[RunDirectory, TrainConfig, Corpus]) -> None:
+    directory, config, corpus = run
+    directory.claim(config, corpus)
+
+    directory.claim(replace(config, checkpoint_every=3), corpus)
+
+    assert "checkpoint_every: 3" in (directory.path / "config.yaml").read_text()
+
+
+def test_a_directory_refuses_another_configuration(run: tuple[RunDirectory, TrainConfig, Corpus]) -> None:
+    directory, config, corpus = run
+    directory.claim(config, corpus)
+    before = (directory.path / "config.yaml").read_text()
+
+    with pytest.raises(
+        UsageError, match=r"holds a run with seed 0, width 128, not seed 5, width 64; give another --out"
+    ):
+        directory.claim(replace(config, width=64, seed=5), corpus)
+
+    assert (directory.path / "config.yaml").read_text() == before
+
+
+def test_a_directory_refuses_another_text(run: tuple[RunDirectory, TrainConfig, Corpus], tmp_path: Path) -> None:
+    directory, config, corpus = run
+    directory.claim(config, corpus)
+    (tmp_path / "text").write_bytes(bytes(range(256)) * 30)
+
+    with pytest.raises(
+        UsageError, match=r"holds a run with corpus 1 files, 5120 bytes.* not corpus 1 files, 7680 bytes"
+    ):
+        directory.claim(config, Corpus.open(config))
+
+
+@pytest.mark.parametrize("content", ["a: [", "just text", "\0"])
+def test_a_broken_config_yaml_is_one_sentence(run: tuple[RunDirectory, TrainConfig, Corpus], content: str) -> None:
+    directory, config, corpus = run
+    directory.claim(config, corpus)
+    (directory.path / "config.yaml").write_text(content)
+
+    with pytest.raises(UsageError, match=r"config\.yaml .*give another --out"):
+        directory.claim(config, corpus)
+
+
+def test_checkpoints_of_nobody_are_not_taken_over(run: tuple[RunDirectory, TrainConfig, Corpus]) -> None:
+    directory, config, corpus = run
+    directory.checkpoints.mkdir(parents=True)
+    (directory.checkpoints / "generation-0000-step-00000001.pt").touch()
+
+    with pytest.raises(UsageError, match=r"holds checkpoints but no config\.yaml"):
+        directory.claim(config, corpus)
+
+
+def test_an_out_that_cannot_be_a_directory_is_one_sentence(
+    run: tuple[RunDirectory, TrainConfig, Corpus], tmp_path: Path
+) -> None:
+    _, config, corpus = run
+
+    with pytest.raises(UsageError, match=r"--out .*/text cannot be used"):
+        RunDirectory(tmp_path / "text").claim(config, corpus)
+
+
+def test_a_run_is_complete_once_its_result_is_written(run: tuple[RunDirectory, TrainConfig, Corpus]) -> None:
+    directory, config, corpus = run
+    directory.claim(config, corpus)
+    assert not directory.is_complete
+
+    directory.write_result({"steps": 3, "loss": 1.25})
+
+    assert directory.is_complete

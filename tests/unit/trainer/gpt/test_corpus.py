@@ -1,0 +1,177 @@
+"""Text over many files: listed at the start, read only where asked."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from elaunch.trainer.gpt import corpus as module
+from elaunch.trainer.gpt.batches import Batches
+from elaunch.trainer.gpt.config import TrainConfig, UsageError
+from elaunch.trainer.gpt.corpus import Corpus
+from elaunch.trainer.ranks.place import Place
+
+CPU = torch.device("cpu")
+
+
+def write_files(folder: Path, sizes: dict[str, int]) -> None:
+    for name, size in sizes.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(bytes((i * 7 + len(name)) % 251 for i in range(size)))
+
+
+def open_files() -> int:
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
+def config_for(folder: Path | None, context: int = 8, global_batch: int = 4) -> TrainConfig:
+    return TrainConfig(data=folder, context=context, global_batch=global_batch, micro_batch=2)
+
+
+def read_step(batches: Batches, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return batches.read(sample for micro in batches.order.microbatches(step) for sample in micro)
+
+
+def test_opening_a_corpus_opens_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_files(tmp_path, {"a": 500, "sub/b": 500})
+    opened: list[str] = []
+    real_open = os.open
+    monkeypatch.setattr(os, "open", lambda path, *rest: opened.append(str(path)) or real_open(path, *rest))
+
+    corpus = Corpus.open(config_for(tmp_path))
+
+    assert opened == []
+    corpus.read(0, 1)
+    assert len(opened) == 1
+
+
+def test_a_file_far_larger_than_memory_is_no_burden(tmp_path: Path) -> None:
+    with (tmp_path / "huge").open("wb") as file:
+        file.truncate(1 << 40)
+
+    batches = Batches(config_for(tmp_path), Corpus.open(config_for(tmp_path)), Place(), CPU)
+    inputs, targets = read_step(batches, 12345)
+
+    assert batches.order.size is not None
+    assert batches.order.size > 1 << 36
+    assert inputs.shape == targets.shape == (4, 8)
+
+
+def test_a_read_across_files_is_a_slice_of_all_of_them(tmp_path: Path) -> None:
+    write_files(tmp_path, {"a": 100, "b": 3, "c": 50, "sub/d": 200, "sub/e": 1})
+    corpus = Corpus.open(config_for(tmp_path))
+    whole = b"".join((tmp_path / file.name).read_bytes() for file in corpus.files)
+
+    for start, length in [(0, 354), (0, 1), (353, 1), (90, 120), (99, 2), (100, 3)]:
+        assert corpus.read(start, length) == whole[start : start + length]
+
+
+def test_no_more_than_a_few_files_are_open_at_once(tmp_path: Path) -> None:
+    write_files(tmp_path, {f"f{number:03d}": 10 for number in range(100)})
+    before = open_files()
+    corpus = Corpus.open(config_for(tmp_path))
+
+    corpus.read(0, corpus.size)
+
+    assert open_files() - before == module.OPEN_FILES_MAX
+    corpus.close()
+    assert open_files() == before
+
+
+def test_held_out_text_is_never_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_files(tmp_path, {"a": 3000, "b": 2000})
+    config = config_for(tmp_path)
+    corpus = Corpus.open(config)
+    batches = Batches(config, corpus, Place(), CPU)
+    spans: list[tuple[int, int]] = []
+    real_read = corpus.read
+    monkeypatch.setattr(corpus, "read", lambda start, n: spans.append((start, start + n)) or real_read(start, n))
+
+    epoch = [read_step(batches, step) for step in range(1, batches.order.steps(1) + 1)]
+    trained = {byte for start, end in spans for byte in range(start, end)}
+    spans.clear()
+    held_out = batches.held_out()
+    evaluated = {byte for start, end in spans for byte in range(start, end)}
+
+    assert epoch
+    assert held_out
+    assert trained.isdisjoint(evaluated)
+    assert max(evaluated) < corpus.size
+
+
+def test_targets_are_the_inputs_one_byte_on(tmp_path: Path) -> None:
+    write_files(tmp_path, {"a": 3000})
+    config = config_for(tmp_path)
+
+    inputs, targets = read_step(Batches(config, Corpus.open(config), Place(), CPU), 1)
+
+    assert torch.equal(inputs[:, 1:], targets[:, :-1])
+    assert inputs.dtype == torch.int64
+
+
+def test_without_data_the_text_is_pythons_own_sources() -> None:
+    corpus = Corpus.open(config_for(None))
+
+    names = {file.name for file in corpus.files}
+    assert "argparse.py" in names
+    assert not any(name.startswith(("site-packages", "test/")) for name in names)
+    assert all(name.endswith(".py") for name in names)
+
+
+def test_the_order_of_files_does_not_depend_on_the_file_system(tmp_path: Path) -> None:
+    names = {f"f{number}": 100 for number in range(20)}
+    write_files(tmp_path / "one", names)
+    write_files(tmp_path / "two", dict(reversed(names.items())))
+
+    one, two = Corpus.open(config_for(tmp_path / "one")), Corpus.open(config_for(tmp_path / "two"))
+
+    assert one.files == two.files
+    assert one.summary == two.summary
+
+
+def test_a_folder_with_very_many_files_is_used_in_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "FILES_MAX", 5)
+    write_files(tmp_path, {f"f{number}": 100 for number in range(9)})
+
+    corpus = Corpus.open(config_for(tmp_path))
+
+    assert corpus.truncated
+    assert sorted(file.name for file in corpus.files) == ["f0", "f1", "f2", "f3", "f4"]
+
+
+def test_a_single_file_and_linked_files_count_and_hidden_ones_do_not(tmp_path: Path) -> None:
+    write_files(tmp_path, {"one": 600, ".hidden": 600})
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "link").symlink_to(tmp_path / "one")
+    (tmp_path / "folder" / "circle").symlink_to(tmp_path)
+
+    assert Corpus.open(config_for(tmp_path / "one")).read(0, 3) == (tmp_path / "one").read_bytes()[:3]
+    assert {file.name for file in Corpus.open(config_for(tmp_path)).files} == {"one", "folder/link"}
+
+
+def test_missing_data_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"--data .*/nowhere does not exist; give"):
+        Corpus.open(config_for(tmp_path / "nowhere"))
+
+
+@pytest.mark.parametrize("size", [0, 100])
+def test_too_little_text_is_refused_with_the_least_that_works(tmp_path: Path, size: int) -> None:
+    write_files(tmp_path, {"a": size})
+
+    with pytest.raises(UsageError, match=rf", {size} bytes\) is too short; .*--context 8 need at least 181 bytes"):
+        Corpus.open(config_for(tmp_path))
+
+    write_files(tmp_path, {"a": 181})
+    assert Corpus.open(config_for(tmp_path)).size == 181
+
+
+def test_a_file_that_shrank_is_named(tmp_path: Path) -> None:
+    write_files(tmp_path, {"a": 500})
+    corpus = Corpus.open(config_for(tmp_path))
+    (tmp_path / "a").write_bytes(b"short")
+
+    with pytest.raises(UsageError, match="a has become shorter than the 500 bytes"):
+        corpus.read(400, 10)

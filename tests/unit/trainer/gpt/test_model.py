@@ -1,0 +1,128 @@
+"""The model, the schedule, and the wish to stop."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from elaunch.trainer.gpt.config import TrainConfig
+from elaunch.trainer.gpt.model import GPT
+from elaunch.trainer.keeper.stop import StopRequest
+from elaunch.trainer.train import learning_rate
+
+
+def tiny() -> GPT:
+    torch.manual_seed(0)
+    return GPT(layers=2, heads=2, width=16, context=8, dropout=0.0)
+
+
+def test_a_position_sees_no_later_byte() -> None:
+    gpt = tiny()
+    bytes_BT = torch.randint(0, 256, (1, 8))
+    changed_BT = bytes_BT.clone()
+    changed_BT[0, 5] = (changed_BT[0, 5] + 1) % 256
+
+    difference_T = (gpt.logits(bytes_BT) - gpt.logits(changed_BT)).abs().amax(-1)[0]
+
+    assert difference_T[:5].max() == 0
+    assert difference_T[5:].min() > 0
+
+
+def test_an_untrained_model_knows_nothing() -> None:
+    bytes_BT = torch.randint(0, 256, (8, 9))
+
+    loss = tiny()(bytes_BT[:, :-1], bytes_BT[:, 1:]).item()
+
+    assert loss == pytest.approx(math.log(256), abs=0.2)
+
+
+def test_writing_is_the_same_for_the_same_seed_and_longer_than_the_context() -> None:
+    gpt = tiny()
+
+    text = gpt.write(b"\n", 30, seed=1)
+
+    assert len(text) == 30
+    assert gpt.write(b"\n", 30, seed=1) == text
+    assert gpt.write(b"\n", 30, seed=2) != text
+
+
+def test_the_learning_rate_warms_up_and_falls_to_a_tenth() -> None:
+    config = TrainConfig(steps=100, learning_rate=1.0)
+
+    rates = [learning_rate(config, step) for step in range(1, 101)]
+
+    assert rates[0] == pytest.approx(0.1)
+    assert max(rates) == rates[9] == 1.0
+    assert rates[-1] == pytest.approx(0.1)
+    assert rates[9:] == sorted(rates[9:], reverse=True)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 9])
+def test_a_short_run_has_rates_too(steps: int) -> None:
+    config = TrainConfig(steps=steps)
+
+    assert all(0 < learning_rate(config, step) <= config.learning_rate for step in range(1, steps + 1))
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_the_first_signal_is_noted_its_echo_too_and_a_later_one_ends_the_process(signum: signal.Signals) -> None:
+    ended: list[int] = []
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    now_s = 100.0
+    try:
+        with contextlib.suppress(SystemExit), StopRequest(clock_s=lambda: now_s, end=ended.append) as request:
+            os.kill(os.getpid(), signum)
+            noted = request.signum
+            now_s += 0.9
+            os.kill(os.getpid(), signal.SIGTERM)
+            echoed = list(ended)
+            now_s += 0.2
+            os.kill(os.getpid(), signum)
+            raise SystemExit
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    assert noted == signum
+    assert request.signum == signum
+    assert echoed == []
+    assert ended == [signum]
+
+
+RAISES = """
+import signal
+from elaunch.trainer.keeper.stop import StopRequest
+with StopRequest():
+    signal.raise_signal(signal.SIGTERM)
+    raise ValueError("asked for by the test")
+"""
+
+
+def test_a_signal_that_nobody_handles_does_not_hide_an_exception() -> None:
+    ended = subprocess.run([sys.executable, "-c", RAISES], capture_output=True, text=True)
+
+    assert ended.returncode == 1
+    assert "ValueError: asked for by the test" in ended.stderr
+
+
+@pytest.mark.parametrize("error", [None, ValueError])
+def test_a_signal_that_was_noted_and_not_obeyed_is_the_programs_afterwards(error: type[Exception] | None) -> None:
+    handled: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda signum, _: handled.append(signum))
+    try:
+        with contextlib.suppress(ValueError), StopRequest():
+            signal.raise_signal(signal.SIGTERM)
+            assert handled == []
+            if error:
+                raise error
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+    assert handled == [signal.SIGTERM]

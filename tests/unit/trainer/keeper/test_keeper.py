@@ -1,0 +1,537 @@
+"""The keeper in one process: what it restores, and what it refuses."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import os
+import random
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from elaunch.trainer import link
+from elaunch.trainer.checkpoint import catalog
+from elaunch.trainer.checkpoint.checkpoints import Checkpoints
+from elaunch.trainer.keeper import keeper
+from elaunch.trainer.keeper.copies import Copies
+from elaunch.trainer.keeper.keeper import Keeper, NotDurable
+from elaunch.trainer.memory.replicated import Records
+from elaunch.trainer.state.version import Version
+from tests.harness import wait_for
+
+
+@pytest.fixture(autouse=True)
+def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The job's memory on this node; nobody is at the other end of the link."""
+    folder = tmp_path / "memory"
+    folder.mkdir()
+    monkeypatch.setenv("ELAUNCH_MEMORY", str(folder))
+    monkeypatch.delenv("ELAUNCH_LINK", raising=False)
+    monkeypatch.setenv("ELAUNCH_GENERATION", "0")
+    link._open_link.cache_clear()
+    return folder
+
+
+class Job:
+    """A small training that is made anew for each generation."""
+
+    def __init__(self, **options: Any) -> None:
+        torch.manual_seed(1)
+        self.model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 1))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        self.scheduler = torch.optim.lr_scheduler.MultiStepLR(self.optimizer, [3, 6])
+        self.extra: dict[str, Any] = {"losses": []}
+        self.said: list[str] = []
+        self.keeper = Keeper(
+            self.model,
+            self.optimizer,
+            scheduler=self.scheduler,
+            extra=self.extra,
+            warm_up=lambda: self.model(torch.zeros(2, 4)).sum().backward(),
+            **{"snapshot_every": 1, "say": self.said.append, **options},
+        )
+
+    def train(self, steps: int, at: dict[int, Callable[[], object]] | None = None) -> list[float]:
+        with self.keeper:
+            # As a DataLoader's iterator does at every start.
+            torch.empty((), dtype=torch.int64).random_()
+            for step in self.keeper.steps(steps):
+                inputs = torch.randn(8, 4) + random.random() + float(np.random.rand())
+                loss = self.model(inputs).pow(2).mean()
+                loss.backward()
+                if at and step in at:
+                    at[step]()
+                with self.keeper.commit():
+                    self.optimizer.step()
+                    self.scheduler.step()
+                    self.optimizer.zero_grad()
+                    self.extra["losses"].append(loss.item())
+        return list(self.extra["losses"])
+
+    def state(self) -> bytes:
+        content = io.BytesIO()
+        torch.save([self.model.state_dict(), self.optimizer.state_dict(), self.scheduler.state_dict()], content)
+        return content.getvalue()
+
+
+def fail() -> None:
+    raise RuntimeError("Connection reset by peer")
+
+
+def seeded() -> None:
+    random.seed(5)
+    np.random.seed(5)
+
+
+@pytest.mark.parametrize("snapshot_every", [1, 1000])
+def test_a_failure_in_the_middle_of_a_step_repeats_only_that(
+    monkeypatch: pytest.MonkeyPatch, memory: Path, snapshot_every: int
+) -> None:
+    monkeypatch.delenv("ELAUNCH_MEMORY")
+    seeded()
+    calm = Job()
+    losses = calm.train(10)
+    monkeypatch.setenv("ELAUNCH_MEMORY", str(memory))
+
+    seeded()
+    with pytest.raises(RuntimeError, match="reset by peer"):
+        Job(snapshot_every=snapshot_every).train(10, {5: fail})
+    monkeypatch.setenv("ELAUNCH_GENERATION", "1")
+    random.seed(77)
+    np.random.seed(77)
+    resumed = Job(snapshot_every=snapshot_every)
+
+    assert resumed.train(10) == losses
+    assert resumed.state() == calm.state()
+    assert resumed.said == ["restored step 4 from memory (of generation 0); 0 steps are repeated"]
+
+
+def test_an_optimizer_step_that_fails_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(snapshot_every=1000)
+    real = job.optimizer.step
+    calls: list[int] = []
+
+    def step(*_: Any) -> None:
+        calls.append(1)
+        if len(calls) == 4:
+            with torch.no_grad():
+                job.model[0].weight.add_(1)
+            fail()
+        real()
+
+    job.optimizer.step = step  # type: ignore[method-assign, assignment]
+    with pytest.raises(RuntimeError):
+        job.train(10)
+
+    monkeypatch.setenv("ELAUNCH_GENERATION", "1")
+    resumed = Job()
+    with resumed.keeper:
+        # The copy before; what this worker has is neither step 3 nor step 4.
+        assert resumed.keeper.step == 1
+        assert not torch.equal(resumed.model[0].weight, job.model[0].weight)
+
+
+def test_a_training_that_is_over_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    losses = Job(snapshot_every=1000).train(7)
+
+    monkeypatch.setenv("ELAUNCH_GENERATION", "1")
+
+    assert Job().train(7) == losses
+
+
+def test_two_trainings_of_one_program_are_told_apart_by_name() -> None:
+    Job(name="first").train(4)
+
+    second = Job(name="second")
+
+    with second.keeper:
+        assert second.keeper.step == 0
+
+
+class Feedback:
+    """The state of a hook."""
+
+    def __init__(self) -> None:
+        self.seen = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.seen = state["seen"]
+
+
+def test_survivors_that_differ_by_a_step_do_not_cost_the_hook_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    for generation, fails_in in enumerate((9, 8, 8)):
+        monkeypatch.setenv("ELAUNCH_GENERATION", str(generation))
+        job = Job(snapshot_every=6, hook_state=Feedback())
+        with pytest.raises(RuntimeError, match="reset by peer"):
+            job.train(10, {fails_in: fail})
+        # So do two others of this node, which have come further.
+        for step in (fails_in, fails_in + 1):
+            job.keeper._copies.save_replicated(Version(generation, step))
+
+        # Snapshots after step 1 and 7.
+        if generation:
+            assert job.said[0].startswith("restored step 7 from memory (of generation 0); ")
+            assert "anew" not in job.said[0]
+
+
+def test_what_other_nodes_ranks_had_of_given_up_steps_is_not_found_again(
+    memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Job()
+    with pytest.raises(RuntimeError, match="reset by peer"):
+        job.train(10, {5: fail})
+    mirrored = Records(memory, "training", job.keeper._training.layout(), 3)
+    for step in (3, 6):
+        mirrored.keep(Version(0, step), {})
+
+    monkeypatch.setenv("ELAUNCH_GENERATION", "1")
+    Job().train(5)
+
+    assert [header.version for header, *_ in mirrored.versions()] == [Version(0, 3)]
+
+
+def test_a_state_that_cannot_be_kept_is_refused_when_the_keeper_is_entered() -> None:
+    job = Job()
+    job.extra["path"] = Path("of a file")
+
+    with pytest.raises(TypeError, match=r"the state of extra cannot be kept: .*of a file.* cannot be kept"), job.keeper:
+        pytest.fail("it was entered")
+
+
+def test_it_is_refused_without_a_memory_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("ELAUNCH_MEMORY")
+    for value, directory in (Path("of a file"), None), ({(1, 2): 3}, tmp_path / "c"):
+        job = Job(checkpoints=directory)
+        job.extra["value"] = value
+
+        with pytest.raises(TypeError, match=r"of a file.* cannot be kept|the key \(1, 2\)"), job.keeper:
+            pytest.fail("it was entered")
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    """A group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("group")
+def test_it_is_refused_of_a_state_in_parts_too() -> None:
+    model = fully_shard(nn.Linear(4, 1), mesh=init_device_mesh("cpu", (1,)))
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    with (
+        pytest.raises(TypeError, match=r"the state of extra cannot be kept: .*of a file"),
+        Keeper(model, optimizer, extra={"path": Path("of a file")}),
+    ):
+        pytest.fail("it was entered")
+
+
+def test_a_hook_state_that_becomes_one_that_cannot_be_kept_is_said_once_and_training_goes_on() -> None:
+    hook = Feedback()
+    job = Job(hook_state=hook)
+
+    losses = job.train(5, {2: lambda: setattr(hook, "seen", Path("of a file"))})
+
+    assert len(losses) == 5
+    assert len(job.said) == 1
+    assert job.said[0].startswith("rank 0 keeps no snapshots of its own state: PosixPath('of a file') of type ")
+
+
+def test_a_state_that_becomes_one_that_cannot_be_kept_is_said_once_and_training_goes_on() -> None:
+    job = Job(checkpoints=None)
+
+    losses = job.train(5, {2: lambda: job.extra.update(path=Path("of a file"))})
+
+    assert len(losses) == 5
+    assert [text for text in job.said if "kept" in text] == job.said
+    assert len(job.said) == 1
+    assert job.said[0].startswith("the state is not copied to memory any more: ")
+
+
+def test_an_unreadable_checkpoint_does_not_cost_what_is_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Job(checkpoints=tmp_path / "c")
+    with pytest.raises(RuntimeError, match="reset by peer"):
+        job.train(5, {4: fail})
+    monkeypatch.setenv("ELAUNCH_GENERATION", "1")
+    newer = Checkpoints(tmp_path / "c", generation=0, say=pytest.fail)
+    newer.save(9, {"model": {}})
+
+    def sums(path: Path) -> tuple[int, int]:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(catalog, "sums", sums)
+    again = Job(checkpoints=tmp_path / "c")
+
+    assert len(again.train(5)) == 5
+    assert any("there is an older state in memory, which is taken" in text for text in again.said)
+    assert "restored step 3 from memory (of generation 0); 0 steps are repeated" in again.said
+
+
+def test_an_end_that_is_not_on_the_disk_is_no_success_and_the_next_start_tries_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeper, "_AGAIN_S", (1,))
+    (tmp_path / "file").write_text("")
+    directory = tmp_path / "file" / "c"
+    job = Job(checkpoints=directory)
+    with pytest.raises(NotDurable, match="the end of the training is not on the disk: the checkpoint of step 5 could "):
+        job.train(5)
+    failed = f"the checkpoint of step 5 could not be written: Not a directory; there is none in {directory}"
+    assert job.said == [
+        f"checkpoints cannot be written to {directory}: {tmp_path / 'file'} is no directory;"
+        " until they can, there are none",
+        failed,
+        "it is the last one: it is tried again for 1 s",
+    ]
+    (tmp_path / "file").unlink()
+    monkeypatch.setenv("ELAUNCH_GENERATION", "1")
+    again = Job(checkpoints=tmp_path / "file" / "c")
+
+    assert again.train(5) == job.extra["losses"]
+
+    assert again.said == ["restored step 5 from memory (of generation 0); 0 steps are repeated"]
+    assert [mark.step for mark in catalog.marks(tmp_path / "file" / "c")] == [5]
+
+
+def test_a_last_checkpoint_that_fails_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocking = tmp_path / "file"
+    blocking.write_text("")
+    # One that is not the last fails as well, and is not tried again.
+    job = Job(checkpoints=blocking / "c", checkpoint_every=5)
+    monkeypatch.setattr(link, "phase", lambda _: blocking.unlink(missing_ok=True))
+
+    job.train(6)
+
+    assert [text for text in job.said if "it is the last" in text] == ["it is the last one: it is tried again for 60 s"]
+    assert [mark.step for mark in catalog.marks(blocking / "c")] == [6]
+
+
+def test_a_checkpoint_that_failed_is_told_before_the_next_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(checkpoints=tmp_path / "c", checkpoint_every=2)
+    told: list[str] = []
+    fsync = os.fsync
+
+    def fail(_: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    def is_over() -> None:
+        wait_for(lambda: not any(thread.name == "checkpoint" for thread in threading.enumerate()), "the failure")
+        monkeypatch.setattr(os, "fsync", fsync)
+
+    job.train(4, {2: lambda: monkeypatch.setattr(os, "fsync", fail), 3: is_over, 4: lambda: told.extend(job.said)})
+
+    assert told == [
+        f"the checkpoint of step 2 could not be written: Input/output error; there is none in {tmp_path / 'c'}"
+    ]
+    assert job.said[1:] == ["the checkpoint of step 4 is written"]
+
+
+def test_an_end_after_a_break_is_written_though_its_checkpoint_had_failed_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocking = tmp_path / "file"
+    blocking.write_text("")
+    job = Job(checkpoints=blocking / "c", checkpoint_every=2)
+    monkeypatch.setattr(link, "phase", lambda _: blocking.unlink(missing_ok=True))
+    with job.keeper:
+        for step in job.keeper.steps(5):
+            if step == 3:
+                break
+            with job.keeper.commit():
+                pass
+
+    assert [mark.step for mark in catalog.marks(blocking / "c")] == [2]
+
+
+def test_a_stop_while_the_last_checkpoint_is_tried_again_is_a_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    job = Job(checkpoints=tmp_path / "file" / "c")
+    monkeypatch.setattr(link, "phase", lambda _: signal.raise_signal(signal.SIGTERM))
+
+    with pytest.raises(SystemExit) as ended:
+        job.train(3)
+
+    assert ended.value.code == 143
+    assert job.said[-1] == (
+        "stopped after step 3, as it was told to leave; there is no checkpoint, and the same command begins anew"
+    )
+
+
+def test_a_keeper_whose_end_is_not_on_the_disk_does_not_keep_another_from_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeper, "_AGAIN_S", ())
+    (tmp_path / "file").write_text("")
+    one, other = Job(name="one", checkpoints=tmp_path / "one"), Job(name="other", checkpoints=tmp_path / "file" / "c")
+
+    def train() -> None:
+        with one.keeper, other.keeper:
+            for _ in zip(one.keeper.steps(2), other.keeper.steps(2), strict=True):
+                with one.keeper.commit(), other.keeper.commit():
+                    pass
+
+    with pytest.raises(NotDurable):
+        train()
+
+    assert [mark.step for mark in catalog.marks(tmp_path / "one")] == [2]
+
+
+def test_a_directory_that_cannot_be_read_any_more_costs_checkpoints_and_a_stop_is_a_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Job(checkpoints=tmp_path / "c", checkpoint_every=2)
+
+    def stale(*_: object, **__: object) -> None:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    def lose() -> None:
+        monkeypatch.setattr(Path, "mkdir", stale)
+        monkeypatch.setattr(Path, "iterdir", stale)
+
+    with pytest.raises(SystemExit) as ended:
+        job.train(9, {3: lose, 6: lambda: signal.raise_signal(signal.SIGTERM)})
+
+    assert ended.value.code == 143
+    failed = f"could not be written: Stale file handle; {tmp_path / 'c'} cannot be read: Stale file handle"
+    assert job.said == [
+        f"the checkpoint of step 4 {failed}",
+        f"the checkpoint of step 6 {failed}",
+        "stopped after step 6, as it was told to leave",
+    ]
+
+
+def test_a_stop_without_its_checkpoint_says_what_the_same_command_goes_on_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Job(checkpoints=tmp_path / "c", checkpoint_every=2)
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(SystemExit):
+        job.train(9, {3: lambda: monkeypatch.setattr(Path, "mkdir", full), 4: lambda: signal.raise_signal(15)})
+
+    assert job.said[-1].endswith("; the same command goes on from the checkpoint of step 2")
+
+
+def test_a_step_without_commit_is_refused() -> None:
+    job = Job()
+
+    with pytest.raises(RuntimeError, match=r"step 1 ended without keeper\.commit\(\)"), job.keeper:
+        for _ in job.keeper.steps(2):
+            pass
+
+
+@pytest.mark.parametrize("options", [{"stop_every": 0}, {"snapshot_every": -1}, {"name": "a/b"}, {"hook_state": 3}])
+def test_what_cannot_be_meant_is_refused_with_the_value(options: dict[str, Any]) -> None:
+    with pytest.raises((ValueError, TypeError), match=r"is (0|-1|'a/b'|a int)"):
+        Job(**options)
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGUSR1, 143), (signal.SIGINT, 130)])
+def test_a_signal_ends_the_step_first(tmp_path: Path, signum: signal.Signals, code: int) -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)]
+    job = Job(checkpoints=tmp_path / "checkpoints")
+
+    with pytest.raises(SystemExit) as ended:
+        job.train(10, {3: lambda: signal.raise_signal(signum)})
+
+    assert ended.value.code == code
+    assert job.keeper.step == 3
+    assert job.said[-1].startswith("stopped after step 3, as it was")
+    assert list((tmp_path / "checkpoints").glob("generation-*-step-00000003"))
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)] == before
+
+
+def test_a_signal_during_the_last_step_ends_the_program_after_it(tmp_path: Path) -> None:
+    job = Job(checkpoints=tmp_path / "checkpoints")
+
+    with pytest.raises(SystemExit) as ended:
+        job.train(3, {3: lambda: signal.raise_signal(signal.SIGTERM)})
+
+    assert ended.value.code == 143
+    assert job.said[-1].startswith("stopped after step 3, as it was told to leave")
+
+
+def test_a_signal_after_the_last_step_is_the_programs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    handled: list[object] = []
+    monkeypatch.setattr(Copies, "wait", lambda _: signal.raise_signal(signal.SIGTERM))
+    before = signal.signal(signal.SIGTERM, lambda signum, _: handled.append(signum))
+    try:
+        Job().train(3)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+    assert handled == [signal.SIGTERM]
+
+
+def test_a_stop_for_one_of_two_keepers_makes_the_state_of_the_other_durable_too(tmp_path: Path) -> None:
+    one, other = (Job(name=name, checkpoints=tmp_path / name) for name in ("one", "other"))
+
+    with contextlib.suppress(SystemExit), one.keeper, other.keeper:
+        for _ in zip(other.keeper.steps(9), one.keeper.steps(9), strict=True):
+            for job in (one, other):
+                with job.keeper.commit():
+                    job.optimizer.step()
+            if one.keeper.step == 4:
+                signal.raise_signal(signal.SIGTERM)
+
+    for name in ("one", "other"):
+        assert list((tmp_path / name).glob("generation-*-step-00000004")), name
+
+
+def test_where_there_is_no_room_for_what_is_a_ranks_own_its_steps_are_counted_still(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def no_room(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    job = Job(snapshot_every=4)
+    with monkeypatch.context() as patch:
+        patch.setattr(Records, "stage", no_room)
+        # Dead on the spot: nothing is rescued.
+        patch.setattr(Keeper, "_rescue", lambda _: None)
+        with pytest.raises(RuntimeError):
+            job.train(10, {8: fail})
+
+    monkeypatch.setenv("ELAUNCH_GENERATION", "1")
+    resumed = Job()
+    with resumed.keeper:
+        assert (resumed.keeper.step, resumed.keeper.repeated) == (5, 2)
+    assert job.said == ["rank 0 keeps no buffers and random states in memory: No space left on device"]
+
+
+def test_snapshots_stay_as_far_apart_as_they_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[int] = []
+    snapshot = Copies.snapshot
+
+    def count(copies: Copies, version: Any) -> None:
+        taken.append(version.step)
+        snapshot(copies, version)
+
+    monkeypatch.setattr(Copies, "snapshot", count)
+    Job(snapshot_every=4).train(10)
+
+    # One after the first step, and one at the end.
+    assert taken == [1, 5, 9, 10]

@@ -1,0 +1,160 @@
+"""What a keeper says to its agent, which is the test: who saves is given the time, and nobody waits for who cannot."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from elaunch.trainer.keeper.keeper import Keeper
+from tests.harness import wait_for
+from tests.unit.trainer.test_link import linked, said, tell
+
+
+@pytest.fixture
+def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
+    """Its end of the link."""
+    monkeypatch.setenv("ELAUNCH_MEMORY", str(tmp_path))
+    monkeypatch.setenv("ELAUNCH_GENERATION", "0")
+    with linked(monkeypatch) as ours:
+        yield ours
+
+
+class Extra:
+    """A state that does something when it is copied."""
+
+    def __init__(self) -> None:
+        self.copied: Callable[[], object] = lambda: None
+
+    def state_dict(self) -> dict[str, int]:
+        self.copied()
+        return {}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        pass
+
+
+def nothing() -> None:
+    pass
+
+
+def fail() -> None:
+    raise ValueError("asked for by the test")
+
+
+class Training:
+    """One of a process alone, and what it has said to its agent."""
+
+    def __init__(self, agent: socket.socket) -> None:
+        model = torch.nn.Linear(2, 1)
+        self.extra, self.agent = Extra(), agent
+        # One after the first step.
+        self.keeper = Keeper(model, torch.optim.SGD(model.parameters()), extra=self.extra, snapshot_every=1_000_000)
+        self._said: list[dict[str, object]] = []
+
+    def train(
+        self,
+        begun: Callable[[], object] = nothing,
+        completing: Callable[[], object] = nothing,
+        done: Callable[[], object] = nothing,
+    ) -> None:
+        """Until something ends it. The callbacks are called in the third step."""
+        with self.keeper:
+            for step in self.keeper.steps(1_000_000):
+                now = step == 3
+                (begun if now else nothing)()
+                with self.keeper.commit():
+                    (completing if now else nothing)()
+                (done if now else nothing)()
+
+    @property
+    def words(self) -> list[object]:
+        self._said += [row for row in said(self.agent) if row["event"] != "progress"]
+        return [row["event"] for row in self._said]
+
+    def saved(self) -> object:
+        """The step that it calls saved, once it does."""
+        wait_for(lambda: "saved" in self.words, "the answer", 5)
+        return self._said[-1]["step"]
+
+    def lose_a_peer(self) -> None:
+        tell(self.agent, event="peer_failed", generation=0)
+
+
+def test_at_a_stop_it_says_that_it_saves_before_it_does(agent: socket.socket) -> None:
+    training = Training(agent)
+    before: list[list[object]] = []
+
+    def stop() -> None:
+        training.extra.copied = lambda: before.append(training.words)
+        tell(agent, event="stop_at_step_boundary", reason="join")
+
+    with pytest.raises(SystemExit):
+        training.train(begun=stop)
+
+    assert before[0] == ["listens", "stopped", "saving"]
+
+
+def test_while_it_completes_a_step_after_a_failure_it_says_that_it_saves(agent: socket.socket) -> None:
+    training = Training(agent)
+    words: list[list[object]] = []
+    steps: list[object] = []
+
+    def lose_a_peer() -> None:
+        training.lose_a_peer()
+        wait_for(lambda: "saving" in training.words, "the word", 5)
+        words.append(training.words)
+
+    def end() -> None:
+        steps.append(training.saved())
+        fail()
+
+    with pytest.raises(ValueError, match="asked for"):
+        training.train(completing=lose_a_peer, done=end)
+
+    assert words == [["listens", "saving"]]
+    assert steps == [3]
+
+
+def test_a_state_that_cannot_be_saved_after_a_failure_keeps_nobody_waiting(
+    agent: socket.socket, capfd: pytest.CaptureFixture[str]
+) -> None:
+    training = Training(agent)
+    steps: list[object] = []
+
+    def refuse() -> None:
+        raise RuntimeError("no state today")
+
+    def lose_a_peer() -> None:
+        training.extra.copied = refuse
+        training.lose_a_peer()
+        steps.append(training.saved())
+        fail()
+
+    # The error of the program is the one that counts.
+    with pytest.raises(ValueError, match="asked for"):
+        training.train(begun=lose_a_peer)
+
+    assert steps == [0]
+    assert "no state today" in capfd.readouterr().err
+
+
+def test_who_fails_during_a_stop_does_not_ask_for_the_signal_that_would_hide_it(
+    agent: socket.socket, capfd: pytest.CaptureFixture[str]
+) -> None:
+    training = Training(agent)
+
+    def fail_at_a_stop() -> None:
+        tell(agent, event="stop_at_step_boundary", reason="join")
+        # It answers one after the other.
+        tell(agent, event="stacks")
+        wait_for(lambda: "what this worker's threads" in capfd.readouterr().err, "the request is heard")
+        fail()
+
+    with pytest.raises(ValueError, match="asked for"):
+        training.train(begun=fail_at_a_stop)
+
+    assert training.words.count("listens") == 1

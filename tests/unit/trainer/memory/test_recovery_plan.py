@@ -1,0 +1,223 @@
+"""Which state a new group goes on from, decided from what the memories of its nodes hold."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+
+from elaunch.trainer.memory.recovery_plan import Decision, Holding, Inventory, Record, Source, decide, sentence
+from elaunch.trainer.state.version import Version
+
+ROOM = 1 << 30
+
+
+def node(
+    name: str,
+    *ranks: int,
+    holds: tuple[tuple[int, int, int], ...] = (),
+    records: tuple[tuple[int, int, int, bool], ...] = (),
+    completed: tuple[int, int] | None = None,
+    free: int = ROOM,
+) -> list[Inventory]:
+    """The inventories of a node's ranks; `holds` has (generation, step, checksum), `records` (rank, …, full)."""
+    speaker = Inventory(
+        rank=ranks[0],
+        node=name,
+        speaks=True,
+        holdings=tuple(Holding(Version(g, s), checksum, 100) for g, s, checksum in holds),
+        records=tuple(Record(rank, Version(g, s), full) for rank, g, s, full in records),
+        completed=None if completed is None else Version(*completed),
+        free=free,
+    )
+    return [speaker, *(Inventory(rank, name, speaks=False) for rank in ranks[1:])]
+
+
+def decided(*nodes: list[Inventory], large: bool = False) -> Decision:
+    decision = decide([inventory for its in nodes for inventory in its], large=large)
+    assert decision is not None
+    return decision
+
+
+def own(*ranks: int, generation: int = 0, step: int, full: bool = False) -> tuple[tuple[int, int, int, bool], ...]:
+    return tuple((rank, generation, step, full) for rank in ranks)
+
+
+def test_nobody_has_any() -> None:
+    assert decide([*node("a", 0, 1), *node("b", 2, completed=(0, 5))]) is None
+    assert decide([Inventory(0, "", speaks=False)]) is None
+
+
+def test_the_newest_step_that_any_rank_completed_wins() -> None:
+    decision = decided(node("a", 0, holds=((0, 56, 1),)), node("b", 1, holds=((0, 57, 2), (0, 40, 3))))
+
+    assert (decision.version, decision.source, decision.receivers) == (Version(0, 57), 1, (0,))
+
+
+def test_a_stale_generations_larger_step_loses() -> None:
+    decision = decided(node("a", 0, holds=((1, 90, 1),)), node("b", 1, holds=((2, 50, 2),)))
+
+    assert decision.version == Version(2, 50)
+    assert decision.receivers == (0,)
+
+
+def test_a_torn_slot_is_not_listed_and_its_node_gets_the_state() -> None:
+    decision = decided(node("a", 0, 1, holds=((0, 57, 1),)), node("b", 2, 3))
+
+    assert (decision.source, decision.receivers) == (0, (2,))
+    assert sentence(decision).startswith(
+        "restored step 57 from memory (of generation 0; sent to rank 2 from rank 0); 0 steps are repeated"
+    )
+
+
+def test_two_replaced_nodes_get_it_from_the_one_that_has_it() -> None:
+    decision = decided(node("new1", 0, 1), node("old", 2, 3, holds=((3, 9, 1),)), node("new2", 4))
+
+    assert (decision.source, decision.receivers, decision.private) == (2, (0, 4), ())
+
+
+def test_who_has_no_memory_or_no_room_gets_it_rank_by_rank() -> None:
+    none = [Inventory(0, "", speaks=False), Inventory(1, "", speaks=False)]
+    decision = decided(none, node("old", 2, holds=((0, 5, 1),)), node("small", 3, 4, free=99))
+
+    assert decision.receivers == (0, 1, 3, 4)
+    assert decision.private == (0, 1, 3, 4)
+
+
+def test_different_states_of_the_same_step_the_lowest_rank_wins_and_it_is_said() -> None:
+    others = [node("c", 2, holds=((0, 5, 8),)), node("d", 3, holds=((0, 5, 7),))]
+    decision = decided(node("a", 0), node("b", 1, holds=((0, 5, 7),)), *others)
+
+    assert (decision.source, decision.receivers, decision.differing) == (1, (0, 2), (2,))
+    assert "rank 2 held a different state of that step" in sentence(decision)
+
+
+def test_all_workers_killed_at_once_repeats_the_steps_since_the_snapshot() -> None:
+    decision = decided(node("a", 0, 1, holds=((0, 50, 1), (0, 40, 1)), completed=(0, 57), records=own(0, 1, step=50)))
+
+    assert decision.repeated == 7
+    assert sentence(decision) == "restored step 50 from memory (of generation 0); 7 steps are repeated"
+
+
+def test_steps_that_an_older_generation_gave_up_are_not_counted_again() -> None:
+    decision = decided(node("a", 0, holds=((0, 50, 1),), completed=(1, 51), records=own(0, step=50)))
+
+    assert sentence(decision).endswith("; 1 step is repeated")
+
+
+def test_each_rank_continues_its_own_record_from_its_own_node_if_it_can() -> None:
+    decision = decided(
+        node("a", 0, 1, holds=((0, 5, 1),), records=(*own(0, 1, step=5), *own(3, step=5))),
+        node("b", 2, 3, holds=((0, 5, 1),), records=(*own(2, 3, step=5), *own(3, step=6))),
+    )
+
+    sources = {rank: (source.of_rank, source.holder) for rank, source in decision.records.items()}
+    assert sources == {0: (0, 0), 1: (1, 0), 2: (2, 2), 3: (3, 2)}
+    assert decision.receivers == ()
+
+
+def test_a_rank_that_moved_to_another_node_gets_its_record_from_the_old_one() -> None:
+    old = node("a", 0, holds=((0, 5, 1),), records=own(0, 1, step=5))
+    decision = decided(old, node("b", 1, holds=((0, 5, 1),), records=own(2, step=5)))
+
+    assert decision.records[1] == Source(1, 0, Version(0, 5))
+
+
+def test_a_lost_record_is_made_up_for_by_the_lowest_ranks_buffers_and_it_is_said() -> None:
+    decision = decided(node("new", 0), node("old", 1, holds=((0, 5, 1),), records=own(1, 2, step=5)))
+
+    assert decision.records == {0: Source(1, 1, Version(0, 5)), 1: Source(1, 1, Version(0, 5))}
+    assert sentence(decision).endswith("; the random state of rank 0 is lost and new")
+
+
+def test_a_lost_nodes_random_states_are_those_that_its_neighbour_has_of_the_last_snapshot() -> None:
+    mirrored = own(1, step=4, full=True)
+    decision = decided(node("new", 1), node("old", 0, holds=((0, 5, 1),), records=(*own(0, step=5), *mirrored)))
+
+    assert decision.older == {1: Source(1, 0, Version(0, 4))}
+    assert sentence(decision).endswith("; the random state of rank 1 is that of step 4")
+
+
+def test_a_lost_nodes_hook_state_goes_on_from_the_last_snapshot() -> None:
+    new = node("new", 1)
+    old = node("old", 0, holds=((0, 57, 1), (0, 50, 2)), records=(*own(0, 1, step=50, full=True), *own(0, step=57)))
+
+    decision = decided(new, old, large=True)
+
+    assert (decision.version, decision.reset, decision.older) == (Version(0, 50), False, {})
+    assert decision.records[1] == Source(1, 0, Version(0, 50))
+
+
+def test_without_any_record_that_is_said() -> None:
+    said = sentence(decided(node("a", 0, holds=((0, 5, 1),))))
+
+    assert said.endswith("; buffers are lost and new; the random state of rank 0 is lost and new")
+
+
+def test_without_any_record_of_the_step_random_states_are_those_of_an_earlier_one() -> None:
+    decision = decided(node("a", 0, 1, holds=((0, 5, 1),), records=own(0, step=4)))
+
+    assert decision.older == {0: Source(0, 0, Version(0, 4))}
+    assert sentence(decision).endswith(
+        "; buffers are lost and new; the random state of rank 0 is that of step 4; "
+        "the random state of rank 1 is lost and new"
+    )
+
+
+def test_a_random_state_from_before_the_group_had_another_size_is_not_taken() -> None:
+    # Four ranks in generation 0, three in generation 1, four again now.
+    records = (*own(0, 1, 2, generation=1, step=9), *own(3, step=5, full=True))
+    decision = decided(node("a", 0, 1, holds=((1, 9, 1),), records=records), node("b", 2), node("c", 3))
+
+    assert (decision.older, decision.without_random_state) == ({}, (3,))
+
+
+def test_a_large_part_takes_the_newest_step_of_which_every_record_is_there() -> None:
+    a = node("a", 0, 1, holds=((0, 57, 1), (0, 50, 2)), records=(*own(0, step=57), *own(0, 1, step=50, full=True)))
+    b = node("b", 2, holds=((0, 50, 2),), records=own(2, step=50, full=True), completed=(0, 57))
+
+    decision = decided(a, b, large=True)
+
+    assert (decision.version, decision.reset, decision.repeated) == (Version(0, 50), False, 7)
+
+
+@pytest.mark.parametrize("ranks", [(0, 1, 2), (0, 1)])
+def test_a_large_part_that_is_lost_or_of_another_group_size_begins_anew(ranks: tuple[int, ...]) -> None:
+    records = own(0, step=50, full=True) if len(ranks) == 2 else own(0, 1, step=50, full=True)
+    decision = decided(node("a", *ranks, holds=((0, 57, 1), (0, 50, 2)), records=records), large=True)
+
+    assert (decision.version, decision.reset) == (Version(0, 57), True)
+    assert "the state of the communication hook begins anew" in sentence(decision)
+
+
+def test_every_rank_decides_the_same_whatever_is_there() -> None:
+    dice = random.Random(6)
+    for _ in range(500):
+        inventories: list[Inventory] = []
+        for name in range(dice.randint(1, 4)):
+            ranks = range(len(inventories), len(inventories) + dice.randint(1, 3))
+            copies = dice.randint(0, 2)
+            holds = tuple((dice.randint(0, 2), dice.randint(1, 3), dice.randint(0, 1)) for _ in range(copies))
+            inventories += node(str(name), *ranks, holds=holds, free=dice.choice([0, ROOM]))
+
+        decision = decide(inventories)
+
+        held = {h.version for i in inventories for h in i.holdings}
+        if not held:
+            assert decision is None
+            continue
+        assert decision is not None
+        assert decision.version == max(held)
+        source = inventories[decision.source]
+        checksum = next(h.checksum for h in source.holdings if h.version == decision.version)
+        # Who gets nothing has it, or shares the memory of one that has or gets it.
+        served = {inventories[rank].node for rank in decision.receivers}
+        for inventory in inventories:
+            has = any((h.version, h.checksum) == (decision.version, checksum) for h in inventory.holdings)
+            speaker = next(i for i in inventories if i.node == inventory.node and i.speaks)
+            node_has = any((h.version, h.checksum) == (decision.version, checksum) for h in speaker.holdings)
+            assert inventory.node in served or node_has
+            assert not (has and inventory.rank in decision.receivers)
+        assert decision.source not in decision.receivers
+        assert dataclasses.replace(decision) == decide(inventories)

@@ -1,0 +1,356 @@
+"""Copies of the training state in files that outlive the workers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from elaunch.trainer.memory import replicated
+from elaunch.trainer.memory.replicated import Memory, NoRoom, Records, completed_in, verified_records_in
+from elaunch.trainer.state.version import Version
+from tests.harness import wait_for
+
+LAYOUT = b"sixteen bytes ok"
+SHM = Path("/dev/shm")
+
+
+def state_of(step: int, size: int = 5000) -> dict[str, Any]:
+    return {"w": torch.full((size,), float(step)), "step": step}
+
+
+def saved(memory: Memory, generation: int, step: int) -> Version:
+    return replicated.save(Version(generation, step), lambda: state_of(step))
+
+
+def versions(memory: Memory) -> list[Version]:
+    return [holding.version for holding in replicated.verified(all_of_them=True, say=pytest.fail)]
+
+
+def contents(memory: Memory) -> list[float]:
+    return [slot.read(header)["w"][7].item() for header, slot in replicated.pair.versions()]
+
+
+@pytest.fixture
+def shm() -> Iterator[Path]:
+    folder = SHM / f"elaunch-test-{os.getpid()}"
+    folder.mkdir()
+    yield folder
+    for path in folder.iterdir():
+        path.unlink()
+    folder.rmdir()
+
+
+def test_the_newest_two_stay(tmp_path: Path) -> None:
+    replicated = Memory(tmp_path, "m", LAYOUT)
+
+    for step in (1, 2, 3):
+        assert saved(replicated, 0, step) == Version(0, step)
+
+    assert versions(replicated) == [Version(0, 3), Version(0, 2)]
+    assert contents(replicated) == [3.0, 2.0]
+
+
+def test_who_comes_with_the_same_or_an_older_step_is_done_at_once(tmp_path: Path) -> None:
+    saved(Memory(tmp_path, "m", LAYOUT), 0, 57)
+
+    other = Memory(tmp_path, "m", LAYOUT)
+    assert other.save(Version(0, 57), lambda: pytest.fail("not to be copied")) == Version(0, 57)
+    assert other.save(Version(0, 56), lambda: pytest.fail("not to be copied")) == Version(0, 57)
+    assert saved(other, 1, 56) == Version(1, 56)
+    assert versions(other) == [Version(1, 56), Version(0, 57)]
+
+
+def test_another_trainings_leftovers_are_overwritten_and_not_read(tmp_path: Path) -> None:
+    saved(Memory(tmp_path, "m", b"another training"), 5, 90)
+
+    replicated = Memory(tmp_path, "m", LAYOUT)
+
+    assert versions(replicated) == []
+    assert saved(replicated, 0, 1) == Version(0, 1)
+    assert versions(replicated) == [Version(0, 1)]
+
+
+def test_a_corrupt_copy_is_named_and_the_one_before_it_counts(tmp_path: Path) -> None:
+    replicated = Memory(tmp_path, "m", LAYOUT)
+    saved(replicated, 0, 1)
+    saved(replicated, 0, 2)
+    header, slot = replicated.pair.versions()[0]
+    with slot.path.open("r+b") as file:
+        file.seek(header.length - 9000)
+        byte = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte[0] ^ 1]))
+    said: list[str] = []
+
+    found = Memory(tmp_path, "m", LAYOUT).verified(all_of_them=False, say=said.append)
+
+    assert [holding.version for holding in found] == [Version(0, 1)]
+    assert said == [f"skipping the copy of step 2 in {slot.path}: its checksum is wrong"]
+    # It is not found again, and is the next to be overwritten.
+    assert versions(replicated) == [Version(0, 1)]
+    saved(replicated, 0, 3)
+    assert versions(replicated) == [Version(0, 3), Version(0, 1)]
+
+
+def test_a_state_that_grows_finds_room(tmp_path: Path) -> None:
+    replicated, reader = Memory(tmp_path, "m", LAYOUT), Memory(tmp_path, "m", LAYOUT)
+    for step, size in enumerate([10, 100_000, 50, 400_000]):
+        replicated.save(Version(0, step), lambda step=step, size=size: state_of(step, size))  # type: ignore[misc]
+        assert versions(reader)[0] == Version(0, step)
+        assert contents(reader)[0] == step
+
+
+def test_it_takes_two_copies_and_no_more(tmp_path: Path) -> None:
+    replicated = Memory(tmp_path, "m", LAYOUT)
+    state = {"w": torch.zeros(1_000_000)}
+
+    for step in range(5):
+        replicated.save(Version(0, step), lambda: state)
+
+    taken = sum(path.stat().st_blocks * 512 for path in tmp_path.iterdir())
+    assert 8_000_000 <= taken <= 8_000_000 + 4 * 8192
+
+
+def test_too_little_room_is_one_sentence_with_both_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full:
+        f_bavail, f_frsize = 5, 1_000_000
+
+    monkeypatch.setattr(os, "statvfs", lambda path: Full)
+    replicated = Memory(tmp_path, "m", LAYOUT)
+
+    with pytest.raises(NoRoom, match=r"has 5.0 MB free and this node's copies of the training state take 8.0 MB"):
+        replicated.save(Version(0, 1), lambda: {"w": torch.zeros(1_000_000)})
+
+    assert not list(tmp_path.glob("*state*"))
+
+
+def test_the_second_copy_cannot_fail_for_lack_of_room_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    replicated = Memory(tmp_path, "m", LAYOUT)
+    saved(replicated, 0, 1)
+
+    monkeypatch.setattr(os, "posix_fallocate", lambda *_: pytest.fail("it should have been taken before"))
+
+    assert saved(replicated, 0, 2) == Version(0, 2)
+
+
+# A worker that says when half of a copy is in the slot, and then waits to be killed.
+WRITER = """
+import sys, torch
+from pathlib import Path
+from elaunch.trainer.memory.recovery_plan import Version
+from elaunch.trainer.memory.replicated import Memory, copy_on_host
+
+def half(targets, sources):
+    copy_on_host([targets[0][:50_000]], [sources[0][:50_000]])
+    print("half", flush=True)
+    sys.stdin.read()
+
+memory = Memory(Path(sys.argv[1]), "m", b"sixteen bytes ok")
+for step in (1, 2):
+    memory.save(Version(0, step), lambda: {"w": torch.full((100_000,), float(step))})
+memory.save(Version(0, 3), lambda: {"w": torch.full((100_000,), 3.0)}, half)
+"""
+
+
+def test_a_writer_killed_in_the_middle_leaves_the_other_copy_and_no_lock(shm: Path) -> None:
+    replicated = Memory(shm, "m", LAYOUT)
+    command = [sys.executable, "-c", WRITER, str(shm)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as writer:
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == "half\n"
+        # The fault struck: half of the slot that step 1 was in is step 3's.
+        torn = next(slot for slot in replicated.pair.slots if slot.header() is None)
+        region = torn.region()
+        raw = region[len(region) - 400_000 :].view(torch.float32)
+        assert {1.0, 3.0} <= set(raw[100:-100].tolist())
+
+        writer.send_signal(signal.SIGKILL)
+
+    # This would wait for ever, had the dead one kept the lock.
+    assert replicated.save(Version(0, 2), lambda: pytest.fail("not to be copied")) == Version(0, 2)
+    assert versions(replicated) == [Version(0, 2)]
+    assert contents(replicated) == [2.0]
+    assert replicated.save(Version(0, 4), lambda: state_of(4, 100_000)) == Version(0, 4)
+    assert versions(replicated) == [Version(0, 4), Version(0, 2)]
+
+
+def test_a_writer_waits_for_another_one_and_then_has_nothing_to_do(shm: Path) -> None:
+    replicated = Memory(shm, "m", LAYOUT)
+    code = WRITER.replace("sys.stdin.read()", "sys.stdin.read(); copy_on_host(targets, sources)")
+    command = [sys.executable, "-c", code, str(shm)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as writer:
+        assert writer.stdout is not None
+        assert writer.stdin is not None
+        assert writer.stdout.readline() == "half\n"
+        reading, writing = os.pipe()
+        child = os.fork()
+        if child == 0:
+            # Or the writer's input never ends.
+            os.close(writer.stdin.fileno())
+            os.write(writing, b"w")
+            found = replicated.save(Version(0, 3), lambda: os._exit(2))
+            os._exit(0 if found == Version(0, 3) else 1)
+        assert os.read(reading, 1) == b"w"
+        descriptors = Path(f"/proc/{child}/fd")
+        wait_for(lambda: any(os.readlink(fd) == f"{shm}/m.lock" for fd in descriptors.iterdir()), "that it waits")  # noqa: PTH115
+
+        writer.stdin.close()
+
+        assert os.waitpid(child, 0)[1] == 0
+        os.close(reading)
+        os.close(writing)
+    assert versions(replicated) == [Version(0, 3), Version(0, 2)]
+
+
+def test_a_stopped_writer_keeps_nobody_for_ever(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replicated, "_LOCK_S", 0.3)
+    found = Memory(shm, "m", LAYOUT)
+    command = [sys.executable, "-c", WRITER, str(shm)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as writer:
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == "half\n"
+        writer.send_signal(signal.SIGSTOP)
+        begun_s = time.monotonic()
+
+        with pytest.raises(TimeoutError, match=r"of this node has held the lock for 0\.3 s; is it stopped"):
+            saved(found, 0, 9)
+
+        assert time.monotonic() - begun_s < 1
+        writer.kill()
+    assert saved(found, 0, 9) == Version(0, 9)
+
+
+def test_survivors_that_differ_by_a_step_leave_the_snapshot_that_is_to_stay(tmp_path: Path) -> None:
+    replicated = Memory(tmp_path, "m", LAYOUT)
+    saved(replicated, 0, 45)
+    saved(replicated, 0, 50)
+
+    for step in (57, 58, 59):
+        replicated.save(Version(0, step), lambda step=step: state_of(step), spare=[Version(0, 50)])  # type: ignore[misc]
+
+    assert versions(replicated) == [Version(0, 59), Version(0, 50)]
+    assert contents(replicated) == [59.0, 50.0]
+
+
+def test_where_both_copies_are_to_stay_nothing_is_written(tmp_path: Path) -> None:
+    replicated = Memory(tmp_path, "m", LAYOUT)
+    saved(replicated, 0, 45)
+    saved(replicated, 0, 50)
+
+    spare = [Version(0, 50), Version(0, 45)]
+    assert replicated.save(Version(0, 57), lambda: pytest.fail("not to be copied"), spare=spare) == Version(0, 50)
+
+    assert versions(replicated) == [Version(0, 50), Version(0, 45)]
+
+
+def test_given_up_steps_are_not_found_again(tmp_path: Path) -> None:
+    replicated, records = Memory(tmp_path, "m", LAYOUT), Records(tmp_path, "m", LAYOUT, 0)
+    saved(replicated, 0, 50)
+    saved(replicated, 0, 57)
+    records.keep(Version(0, 50), {"large": 1})
+    records.stage(Version(0, 57), {})
+    records.stage(Version(0, 58), {})
+
+    replicated.drop_newer(Version(0, 50))
+    records.drop_newer(Version(0, 50))
+
+    assert versions(replicated) == [Version(0, 50)]
+    assert [header.version for header, _, _ in records.versions()] == [Version(0, 50)]
+    # The next failure overwrites what was given up, not what all have.
+    saved(replicated, 1, 53)
+    assert versions(replicated) == [Version(1, 53), Version(0, 50)]
+
+
+def test_a_ranks_record_of_this_step_and_of_the_next_are_both_there(tmp_path: Path) -> None:
+    records = Records(tmp_path, "m", LAYOUT, 3)
+    for step in range(1, 8):
+        records.stage(Version(0, step), {"random": step})
+    records.keep(Version(0, 2), {"random": 2, "hook": torch.ones(3)})
+    records.done(Version(0, 6))
+
+    assert records.find(Version(0, 6)) == {"random": 6}
+    assert records.find(Version(0, 7)) == {"random": 7}
+    assert records.find(Version(0, 5)) is None
+    assert records.find(Version(0, 2))["hook"].tolist() == [1, 1, 1]
+    found = verified_records_in(tmp_path, "m", LAYOUT)
+    assert {(p.rank, p.version.step, p.full) for p in found} == {(3, 6, False), (3, 7, False), (3, 2, True)}
+    assert completed_in(tmp_path, "m", LAYOUT) == Version(0, 6)
+
+
+def test_two_trainings_of_one_program_do_not_meet(tmp_path: Path) -> None:
+    generator, critic = Memory(tmp_path, "generator", LAYOUT), Memory(tmp_path, "critic", LAYOUT)
+    saved(generator, 0, 5)
+
+    assert versions(critic) == []
+    assert saved(critic, 0, 3) == Version(0, 3)
+    assert versions(generator) == [Version(0, 5)]
+
+
+def test_a_name_that_is_like_anothers_file_is_a_training_of_its_own(tmp_path: Path) -> None:
+    names = ["a", "a-done-0", "a-rank-0", "a-state", "a-lock", "a-parts"]
+    for step, name in enumerate(names):
+        Memory(tmp_path, name, LAYOUT).save(Version(0, step), lambda step=step: state_of(step))  # type: ignore[misc]
+        for rank in range(step + 1):
+            records = Records(tmp_path, name, LAYOUT, rank)
+            records.stage(Version(0, step), {})
+            records.done(Version(0, step))
+
+    for step, name in enumerate(names):
+        assert versions(Memory(tmp_path, name, LAYOUT)) == [Version(0, step)]
+        assert [r.rank for r in verified_records_in(tmp_path, name, LAYOUT)] == list(range(step + 1))
+        assert completed_in(tmp_path, name, LAYOUT) == Version(0, step)
+
+
+def test_nodes_are_told_apart_by_their_memory(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    (tmp_path / "link").symlink_to("a")
+
+    nodes = [Memory(tmp_path / name, "m", LAYOUT).node for name in ("a", "link", "b")]
+
+    assert nodes[0] == nodes[1] != nodes[2]
+
+
+def test_files_are_for_their_owner_alone(tmp_path: Path) -> None:
+    saved(Memory(tmp_path, "m", LAYOUT), 0, 1)
+
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o600}
+
+
+def test_copies_go_where_the_caller_says(tmp_path: Path) -> None:
+    copied: list[int] = []
+
+    def copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        copied.append(len(sources))
+        replicated.copy_on_host(targets, sources)
+
+    Memory(tmp_path, "m", LAYOUT).save(Version(0, 1), lambda: state_of(1), copy)
+
+    assert copied == [1]
+
+
+@pytest.mark.parametrize("offset", [0, 8, 16])
+def test_a_completed_step_with_a_flipped_bit_is_not_believed(tmp_path: Path, offset: int) -> None:
+    Records(tmp_path, "m", LAYOUT, 0).done(Version(0, 6))
+    path = tmp_path / "m.done-0"
+    content = bytearray(path.read_bytes())
+    content[offset] ^= 1
+    path.write_bytes(content)
+
+    assert completed_in(tmp_path, "m", LAYOUT) is None
+
+
+def test_a_completed_step_of_an_older_release_is_not_believed(tmp_path: Path) -> None:
+    (tmp_path / "m.done-0").write_bytes(struct.pack("<qq", 0, 6))
+
+    assert completed_in(tmp_path, "m", LAYOUT) is None

@@ -1,0 +1,148 @@
+"""State as one region of bytes: what went in comes out; what is torn, corrupt or foreign is not taken for it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import pickle
+from collections import Counter, OrderedDict
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from elaunch.trainer.state import packing
+from elaunch.trainer.state.packing import NotPlain, checksum, header_of, is_intact, pack, seal, tear, unpack, views
+from elaunch.trainer.state.version import Version
+
+LAYOUT = b"sixteen bytes ok"
+
+
+def region_with(state: object) -> Tensor:
+    packed = pack(state)
+    region = torch.zeros(packed.length, dtype=torch.uint8)
+    if packed.tensors:
+        torch._foreach_copy_(views(region, packed), packed.tensors)
+    seal(region, LAYOUT, Version(2, 7), packed)
+    return region
+
+
+def test_what_went_in_comes_out_with_its_types() -> None:
+    weights = torch.randn(3, 5)
+    state = {
+        "model": OrderedDict(
+            a=weights, t=weights.t(), half=torch.ones(3, dtype=torch.bfloat16), none=torch.empty(0, 4)
+        ),
+        "plain": [1, 2.5, math.inf, "x", None, True, (1, b"bytes"), {3: "integer key"}, {1, 2}, 1j],
+        "milestones": Counter({30: 1}),
+        "scalar": torch.tensor(5),
+        "shape": torch.Size([2, 3]),
+    }
+
+    region = region_with(state)
+    header = header_of(region)
+    assert header is not None
+    back = unpack(region, header)
+
+    assert header.version == Version(2, 7)
+    assert is_intact(region, header)
+    assert back["plain"] == state["plain"]
+    assert type(back["model"]) is OrderedDict
+    assert type(back["milestones"]) is Counter
+    assert back["milestones"] == state["milestones"]
+    assert back["shape"] == torch.Size([2, 3])
+    for name, tensor in state["model"].items():  # type: ignore[union-attr]
+        assert torch.equal(back["model"][name], tensor)
+        assert back["model"][name].dtype == tensor.dtype
+    assert back["scalar"].item() == 5
+
+
+def test_tied_weights_are_kept_once() -> None:
+    weights = torch.randn(1000, 1000)
+
+    assert pack({"a": weights, "b": weights.detach()}).length == pack({"a": weights}).length
+    # Same storage, another view of it: not the same.
+    assert pack({"a": weights, "b": weights.t()}).length > 1.9 * pack({"a": weights}).length
+
+
+@pytest.mark.parametrize(
+    "value", [object(), print, Path("x"), torch.nn.Linear(1, 1), torch.ones(2).to_sparse(), lambda: None]
+)
+def test_what_cannot_be_kept_is_refused_by_name(value: object) -> None:
+    with pytest.raises(NotPlain, match="cannot be kept"):
+        pack({"a": value})
+
+
+def test_a_region_without_its_mark_is_nothing() -> None:
+    region = region_with({"a": torch.ones(3)})
+
+    tear(region)
+
+    assert header_of(region) is None
+    assert header_of(region, marked=False) is not None
+
+
+@pytest.mark.parametrize("where", ["skeleton", "tensor"])
+def test_one_flipped_bit_is_seen(where: str) -> None:
+    region = region_with({"a": torch.ones(5000)})
+    header = header_of(region)
+    assert header is not None
+
+    region[packing.PAGE + (5 if where == "skeleton" else header.skeleton_room + 9000)] ^= 4
+
+    assert header_of(region) == header
+    assert not is_intact(region, header)
+
+
+def test_a_damaged_header_is_nothing() -> None:
+    for offset in range(len(packing.MARK), 80):
+        region = region_with({"a": torch.ones(3)})
+        region[offset] ^= 1
+        assert header_of(region) is None, offset
+
+
+def test_a_region_that_was_cut_short_is_nothing() -> None:
+    region = region_with({"a": torch.ones(5000)})
+
+    assert header_of(region[: packing.PAGE - 1]) is None
+    assert header_of(region[:-1]) is None
+    assert header_of(torch.empty(0, dtype=torch.uint8)) is None
+
+
+def test_the_checksum_sees_stale_missing_and_exchanged_pages() -> None:
+    data = torch.randint(0, 256, (8 * 4096,), dtype=torch.uint8)
+    original = checksum(data)
+    page = data[:4096].clone()
+
+    stale = data.clone()
+    stale[4096:8192] = 0
+    exchanged = data.clone()
+    exchanged[:4096], exchanged[4096:8192] = data[4096:8192], page
+    assert checksum(data.clone()) == original
+    assert checksum(stale) != original
+    assert checksum(exchanged) != original
+    assert checksum(data[:-4096]) != original
+
+
+def test_reading_a_skeleton_runs_no_code(tmp_path: Path) -> None:
+    class Bomb:
+        def __reduce__(self) -> tuple[object, ...]:
+            return (Path.touch, (tmp_path / "ran",))
+
+    for evil in (pickle.dumps(Bomb()), pickle.dumps(Bomb(), protocol=0)):
+        packed = packing.Packed(evil, [], [], 0)
+        region = torch.zeros(packed.length, dtype=torch.uint8)
+        header = seal(region, LAYOUT, Version(0, 1), packed)
+        with pytest.raises(pickle.UnpicklingError, match="is not a plain value"):
+            unpack(region, header)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_tensor_that_lies_outside_is_refused() -> None:
+    region = region_with({"a": torch.ones(2000)})
+    header = header_of(region)
+    assert header is not None
+
+    with pytest.raises(ValueError, match="lies outside"):
+        unpack(region, dataclasses.replace(header, data_length=4096))

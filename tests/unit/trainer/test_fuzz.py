@@ -1,0 +1,246 @@
+"""Files that the trainer reads back (ledgers, metrics, manifests, layouts, skeletons): foreign ones are refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from elaunch.rendezvous import codec
+from elaunch.trainer.checkpoint.catalog import MANIFEST, Corrupt, read_manifest, verify
+from elaunch.trainer.data.order import Order
+from elaunch.trainer.files import parse_json
+from elaunch.trainer.gpt.config import UsageError
+from elaunch.trainer.gpt.metrics import Metrics
+from elaunch.trainer.gpt.run_directory import RunDirectory
+from elaunch.trainer.ledger.audit import Verdict, verdict
+from elaunch.trainer.ledger.ledger import FORMAT, Ledger
+from elaunch.trainer.memory.shard_file import Held, Layout, Torn
+from elaunch.trainer.state.packing import PAGE, Header, header_of, is_intact, pack, seal, unpack, views
+from elaunch.trainer.state.version import Version
+from tests.fuzzing import NESTED, NUMBERS, TEXTS, VALUES, bounded, json_texts
+
+ORDER = Order(8, global_batch=4, micro_batch=2)
+HEADER = json.dumps(
+    {"ledger": FORMAT, "generation": 0, "rank": 0, "world_size": 1, "after": 0, "order": dataclasses.asdict(ORDER)}
+)
+ROWS = (json.dumps({"step": 1, "micro": 0, "samples": [0, 1]}), json.dumps({"done": 1}))
+
+
+@given(st.binary(max_size=200) | TEXTS | st.sampled_from([NESTED, "9" * 100_000, "NaN", b"\xff"]))
+def test_a_json_text_is_a_value_or_a_value_error(text: str | bytes) -> None:
+    with bounded():
+        try:
+            parse_json(text)
+        except ValueError:
+            return
+
+
+@given(st.binary(max_size=200) | TEXTS | json_texts(HEADER) | NUMBERS)
+@example("1e999")
+@example("[-1e999]")
+@example("9" * 21)
+@example("9" * 20)
+@example("-" + "9" * 20)
+@example("Infinity")
+@example("\ufeff1")
+@example("\xa01 \n")
+@example(b" {} ")
+@example(NESTED)
+def test_the_trainer_takes_for_json_what_the_other_rooms_do(text: str | bytes) -> None:
+    assert value_or_why(parse_json, text) == value_or_why(codec.parse_json, text)
+
+
+def value_or_why(parse: Callable[[str | bytes], Any], text: str | bytes) -> tuple[Any, str]:
+    try:
+        return parse(text), ""
+    except ValueError as error:
+        return None, str(error)
+
+
+@given(json_texts(HEADER), st.lists(json_texts(ROWS[0]) | json_texts(ROWS[1]), max_size=4))
+def test_a_ledger_has_a_verdict_whatever_its_lines_are(header: str, rows: list[str]) -> None:
+    with bounded():
+        found = verdict([[f"{line}\n" for line in (header, *rows)]])
+
+    assert isinstance(found, Verdict)
+    assert len(found.text) < 2000
+
+
+LINE = json.dumps(
+    {"step": 3, "loss": 1.0, "tokens": 8, "seconds": 0.1, "world_size": 1, "generation": 0, "steps_lost": 2}
+)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> pytest.TempPathFactory:
+    return tmp_path_factory
+
+
+@given(rows=st.lists(json_texts(LINE), max_size=3))
+def test_metrics_go_on_behind_the_last_line_that_is_one(
+    tmp_path_factory: pytest.TempPathFactory, rows: list[str]
+) -> None:
+    path = tmp_path_factory.mktemp("metrics") / "metrics.jsonl"
+    path.write_bytes("\n".join([LINE, *rows, ""]).encode(errors="surrogatepass"))
+    with bounded():
+        Metrics(path, 3).close()
+
+
+LAYOUT = json.dumps({"length": 64, "chunks": [["w", ["w"], "float32", [4, 4], [0, 0], [4, 4], 0]]})
+ROW = st.tuples(TEXTS, VALUES, st.sampled_from(["float32", "nn", "Tensor", "int8"]) | TEXTS, *[VALUES] * 4).map(list)
+
+
+@given(json_texts(LAYOUT) | st.lists(ROW, max_size=2).map(lambda rows: json.dumps({"length": 64, "chunks": rows})))
+def test_a_layout_is_one_or_torn(text: str) -> None:
+    with bounded():
+        try:
+            layout = Layout.loads(text.encode(errors="surrogatepass"))
+        except Torn:
+            return
+        data = torch.zeros(min(layout.length, 1 << 20), dtype=torch.uint8)
+        for chunk in layout.chunks:
+            assert chunk.end <= layout.length
+            if layout.length <= data.numel() and chunk.begin % 64 == 0:
+                chunk.view(data)
+
+
+STATE = {"w": torch.arange(6.0).view(2, 3), "step": 3, "more": [1, ("a", None), {"b": 2.5}]}
+
+
+def sealed() -> torch.Tensor:
+    """A region that holds STATE."""
+    packed = pack(STATE)
+    region = torch.zeros(packed.length, dtype=torch.uint8)
+    for view, tensor in zip(views(region, packed), packed.tensors, strict=True):
+        view.copy_(tensor)
+    seal(region, b"l" * 16, Version(1, 2), packed)
+    return region
+
+
+@given(st.lists(st.tuples(st.integers(0, 400), st.integers(0, 255)), min_size=1, max_size=4), st.booleans())
+def test_a_scribbled_skeleton_is_a_state_or_none_of_ours(changes: list[tuple[int, int]], in_header: bool) -> None:
+    region = sealed()
+    whole = header_of(region)
+    assert whole
+    for at, byte in changes:
+        region[(0 if in_header else PAGE) + at] = byte
+    with bounded():
+        header = header_of(region) or whole
+        is_intact(region, header)
+        try:
+            unpack(region, header)
+        except (pickle.UnpicklingError, ValueError):
+            return
+
+
+@given(st.binary(max_size=120), st.binary(max_size=120))
+def test_any_bytes_as_a_skeleton_are_a_state_or_none_of_ours(first: bytes, second: bytes) -> None:
+    skeleton = b"\x80\x04" + first + b"." + second
+    region = torch.zeros(3 * PAGE, dtype=torch.uint8)
+    region[PAGE : PAGE + len(skeleton)] = torch.frombuffer(bytearray(skeleton), dtype=torch.uint8)
+    with bounded():
+        try:
+            unpack(region, Header(b"l" * 16, Version(1, 2), len(skeleton), PAGE, PAGE, 0, 0))
+        except (pickle.UnpicklingError, ValueError):
+            return
+
+
+MANIFEST_TEXT = json.dumps(
+    {"format": 1, "generation": 1, "step": 2, "world_size": 1, "files": {"plain.pt": [3, 7], "a": [0, 0]}}
+)
+
+
+@given(text=json_texts(MANIFEST_TEXT))
+def test_a_manifest_is_one_or_corrupt(folders: pytest.TempPathFactory, text: str) -> None:
+    folder = folders.mktemp("manifest") / "generation-0001-step-00000002"
+    folder.mkdir()
+    (folder / MANIFEST).write_bytes(text.encode(errors="surrogatepass"))
+    with bounded():
+        try:
+            found = read_manifest(folder)
+            verify(folder, found, found.files)
+        except ValueError as error:
+            assert isinstance(error, Corrupt) or "its format is" in str(error)  # noqa: PT017
+
+
+# What fuzzing and reading found, by name.
+
+
+def test_a_ledger_of_60_kb_of_brackets_cannot_be_read() -> None:
+    assert "cannot be read" in verdict([[f"{HEADER}\n", f"{NESTED}\n"]]).text
+
+
+def test_a_ledgers_file_of_brackets_is_another_runs(tmp_path: Path) -> None:
+    (tmp_path / "generation-0000-rank-00001.jsonl").write_text("[]\n")
+
+    with pytest.raises(FileExistsError):
+        Ledger(tmp_path, ORDER, rank=0, world_size=2, generation=0, after=0)
+
+
+def test_metrics_that_count_no_number_are_none(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step":1,"steps_lost":"x"}\n{"step":1e999}\n')
+
+    Metrics(tmp_path / "metrics.jsonl", 3).close()
+
+    assert (tmp_path / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        ["w", ["w"], "nn", [1], [0], [1], 0], ["w", ["w"], "float32", [1], [0], [2**62], 0],
+        ["w", ["w"], "float32", [1], [0]],
+        ["w", ["w"], "float32", [-1], [0], [-1], 0], ["w", ["w"], "float32", [True], [0], [1], 0], "w", [NESTED] * 7,
+        ["w", ["w"], "float32", [1, 1], [0], [1], 0],
+    ],
+    ids=lambda row: str(row)[:20],
+)  # fmt: skip
+def test_a_layout_of_what_is_no_tensor_is_torn(row: Any) -> None:
+    with pytest.raises(Torn, match="its layout"):
+        Layout.loads(json.dumps({"length": 64, "chunks": [row]}).encode())
+
+
+def test_a_skeleton_that_nests_for_ever_is_none_of_ours() -> None:
+    skeleton = b"\x80\x04" + b"]" * 2000 + b"a" * 1999 + b"."
+    region = torch.zeros(3 * PAGE, dtype=torch.uint8)
+    region[PAGE : PAGE + len(skeleton)] = torch.frombuffer(bytearray(skeleton), dtype=torch.uint8)
+
+    assert unpack(region, Header(b"l" * 16, Version(1, 2), len(skeleton), PAGE, PAGE, 0, 0))
+
+
+@pytest.mark.parametrize("content", ["[" * 2000, "a: 2024-99-99\n", "a: " + "9" * 5000, "\x00", "7"])
+def test_a_run_directory_with_a_broken_configuration_is_a_sentence(tmp_path: Path, content: str) -> None:
+    (tmp_path / "config.yaml").write_text(content)
+
+    with pytest.raises(UsageError, match=r"config\.yaml"):
+        RunDirectory(tmp_path)._held()
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"generation": None}, {"step": "2"}, {"world_size": True}, {"files": {"../a": [0, 0]}}, {"files": {"a": [0]}}],
+    ids=str,
+)
+def test_a_manifest_of_another_shape_is_corrupt(tmp_path: Path, changed: dict[str, object]) -> None:
+    folder = tmp_path / "generation-0001-step-00000002"
+    folder.mkdir()
+    (folder / MANIFEST).write_text(json.dumps({**json.loads(MANIFEST_TEXT), **changed}))
+
+    with pytest.raises(Corrupt, match="missing or torn"):
+        read_manifest(folder)
+
+
+def test_a_piece_of_any_bytes_is_torn(tmp_path: Path) -> None:
+    for content in (b"", b"elaunch1", b"elaunch1" + b"\xff" * 500, b"\0" * 500):
+        (tmp_path / "piece").write_bytes(content)
+        with pytest.raises(Torn):
+            Held(tmp_path / "piece")

@@ -1,0 +1,1 @@
+"""Durable checkpoints in a folder: written, sealed, found and loaded."""

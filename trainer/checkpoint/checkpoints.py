@@ -1,0 +1,258 @@
+"""Durable checkpoints, written while training goes on; the newest whole one by (generation, step) wins.
+
+    checkpoints = Checkpoints("runs/x/checkpoints", generation=generation)
+    mark = checkpoints.load_newest(state)       # in place; None where there is none
+    checkpoints.save_async(step, state)         # every now and then
+    checkpoints.wait()                          # before the process ends
+
+All ranks call all of these, in the same order. A *replicated* state (DDP: the same on every rank) is written by rank 0
+alone, and read by it alone and sent to the others: nobody else need see the directory, and no other rank's death can
+tear a checkpoint. A *sharded* one (FSDP, ZeRO-1) is written and read by all, in a directory that all see.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from elaunch.trainer.checkpoint.catalog import Mark, fencing_generation, hidden, marks, restore_replaced, sweep_hidden
+from elaunch.trainer.checkpoint.loading import load_from_all, load_from_rank_0
+from elaunch.trainer.checkpoint.single_file import load_plain
+from elaunch.trainer.ranks.agreement import Ranks
+from elaunch.trainer.state.tree import State, Tree, flatten, pack, tensors_sha256
+
+if TYPE_CHECKING:
+    # torch.distributed.checkpoint takes a while to import; a start that finds no checkpoint does without.
+    from elaunch.trainer.checkpoint.dcp import Plan, Staging
+    from elaunch.trainer.checkpoint.writing import Writing
+
+__all__ = ["KEPT", "Checkpoints", "Mark", "Written", "load_plain", "marks", "tensors_sha256"]
+
+KEPT = 3
+# A checkpoint that takes a larger share of the time between two is worth a sentence, if it takes a while at all.
+BUDGET = 0.5
+_SLOW_S = 1.0
+
+
+@dataclass(frozen=True)
+class Written:
+    """The newest checkpoint that became durable.
+
+    `size` in bytes, of all ranks; `took_s` from `save_async` to durable; `waited_s` is what training stood still for:
+    the end of the one before, agreement, and the copy.
+    """
+
+    mark: Mark
+    size: int
+    took_s: float
+    waited_s: float
+
+
+class Checkpoints:
+    """The checkpoints of one job in `directory`, which rank 0 makes.
+
+    `generation` is the job's (`ELAUNCH_GENERATION`, else the restart count). `say` is given sentences, on rank 0.
+    `group` is one that moves host memory, by default the job's own or a new gloo group. `last` is the newest that
+    became durable in this process's time, and `failure` what was said of the newest begun if that failed, both on rank
+    0. At most one is in the making: `save_async` waits for the one before.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        *,
+        generation: int,
+        keep: int = KEPT,
+        say: Callable[[str], None] = print,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        if keep < 1:
+            raise ValueError(f"keep is {keep}; at least 1 checkpoint must be kept")
+        self.directory = Path(directory)
+        self.last: Written | None = None
+        self.failure = ""
+        self._said = ""
+        self._size = 0
+        self._keep, self._say = keep, say
+        self._ranks = Ranks(group)
+        self._fence = generation
+        self._plan: tuple[list[str], Plan] | None = None
+        self._staging: Staging | None = None
+        self._writing: Writing | None = None
+        self._begun_s = 0.0
+        self._slow_said = False
+        if self._ranks.leads:
+            restore_replaced(self.directory)
+            self._fence = fencing_generation(self.directory, generation)
+            sweep_hidden(self.directory, self._fence)
+
+    def newest(self) -> Mark | None:
+        """The newest one, whole or not, as rank 0 sees the directory; None without any."""
+        seen = marks(self.directory) if self._ranks.leads else []
+        return self._ranks.from_rank_0(seen[-1] if seen else None)
+
+    def load_newest(self, state: State) -> Mark | None:
+        """Put the newest whole checkpoint into `state`: its mark, or None where there is none, and nothing is changed.
+
+        Tensors of `state` are filled in place, DTensors with this rank's part of them, at whatever world size they were
+        saved; what the checkpoint has and `state` lacks is added, tensors in host memory. A torn or corrupt checkpoint
+        is named, renamed and passed over. No code of a file is run. Raises ValueError where `state` has a tensor that
+        the checkpoint lacks, or of another shape.
+        """
+        load = load_from_all if flatten(state).is_sharded else load_from_rank_0
+        return load(self.directory, state, self._ranks, self._say)
+
+    def save_async(self, step: int, state: State) -> None:
+        """Begin a checkpoint of `state` after `step`; on return it may be changed.
+
+        What goes wrong on the disk is said, never raised; the older checkpoints are untouched then. Raises TypeError
+        for what a checkpoint cannot hold, and ValueError where ranks of a sharded state do not see the directory.
+        """
+        begun_s = time.monotonic()
+        parts = flatten(state)
+        if not parts.is_sharded and not self._ranks.leads:
+            return
+        from elaunch.trainer.checkpoint import dcp, writing
+
+        self._settle()
+        self.failure = ""
+        self._size = 0 if parts.is_sharded else sum(tensor.nbytes for tensor in parts.tensors.values())
+        mark, folder = self._begin(step, parts)
+        if folder is None:
+            return
+        plan = self._planned(parts)
+        self._staging = self._staging or dcp.Staging()
+        self._staging.copy(plan.items, parts.tensors)
+
+        interval_s, self._begun_s = begun_s - self._begun_s if self._begun_s else 0.0, begun_s
+        waited_s = time.monotonic() - begun_s
+        order = writing.Order(
+            mark=mark,
+            folder=folder,
+            plan=plan,
+            staging=self._staging,
+            plain=pack(parts) if self._ranks.leads else b"",
+            rank=self._ranks.rank if parts.is_sharded else 0,
+            ranks=self._ranks.world_size if parts.is_sharded else 1,
+            keep=self._keep,
+        )
+
+        def published(size: int) -> None:
+            self.last = Written(mark, size, time.monotonic() - begun_s, waited_s)
+            if self._said:
+                self._said = ""
+                self._say(f"the checkpoint of step {step} is written")
+            self._judge(self.last, interval_s)
+
+        self._writing = writing.Writing(order, published)
+
+    def save(self, step: int, state: State) -> None:
+        """As `save_async`, and wait until it is durable, or has failed, which is said."""
+        self.save_async(step, state)
+        self.wait()
+
+    def look(self) -> None:
+        """Say what has failed as soon as that is known; not collective, so of a replicated state alone."""
+        if self._writing is not None and self._writing.order.ranks == 1 and self._writing.is_over:
+            self._settle()
+
+    def wait(self) -> None:
+        """Until nothing is in the making any more; all ranks call it before they end."""
+        self._settle()
+
+    def _settle(self) -> None:
+        """End the checkpoint in the making."""
+        writing, self._writing = self._writing, None
+        if writing is None:
+            return
+        failures = [writing.own_part()]
+        if writing.order.ranks > 1:
+            failures = self._ranks.from_all(failures[0])
+            if any(failures):
+                writing.give_up()
+        writing.wait()
+        # Rank 0 may have failed after its part.
+        failures[0] = failures[0] or writing.failure
+        if any(failures) and self._ranks.leads:
+            reason = "; ".join(f"rank {r}: {why}" if r else why for r, why in enumerate(failures) if why)
+            self._failed(writing.order.mark.step, reason)
+
+    def _failed(self, step: int, reason: str) -> None:
+        try:
+            there = marks(self.directory)
+            if there:
+                newest = f"the newest one in {self.directory} is of step {there[-1].step}"
+            else:
+                newest = f"there is none in {self.directory}"
+        except OSError as error:
+            newest = f"{self.directory} cannot be read: {error.strerror or error}"
+        self.failure = f"the checkpoint of step {step} could not be written: {reason}{self._room(reason)}; {newest}"
+        # One that is tried again fails for the same reason mostly.
+        if self.failure != self._said:
+            self._said = self.failure
+            self._say(self.failure)
+
+    def _room(self, reason: str) -> str:
+        """The numbers, where the disk is full."""
+        if not self._size or os.strerror(errno.ENOSPC) not in reason:
+            return ""
+        try:
+            there = os.statvfs(self.directory)
+        except OSError:
+            return ""
+        return f" ({there.f_bavail * there.f_frsize / 1e6:,.1f} MB are free, it takes {self._size / 1e6:,.1f} MB)"
+
+    def _begin(self, step: int, parts: Tree) -> tuple[Mark, Path | None]:
+        """Make the hidden folder on rank 0 and tell the others which; None where that failed."""
+        mark = Mark(self._fence, step)
+        folder = hidden(self.directory, mark, secrets.token_hex(4))
+        failure = ""
+        if self._ranks.leads:
+            try:
+                folder.mkdir(parents=True)
+            except OSError as error:
+                failure = error.strerror or str(error)
+        if parts.is_sharded:
+            mark, name, failure = self._ranks.from_rank_0((mark, folder.name, failure))
+            folder = self.directory / name
+        if failure:
+            if self._ranks.leads:
+                self._failed(step, failure)
+            return mark, None
+        if not folder.is_dir():
+            raise ValueError(
+                f"rank {self._ranks.rank} does not see {self.directory}, which rank 0 writes to; the checkpoints of a "
+                "sharded state need a directory that all ranks share"
+            )
+        return mark, folder
+
+    def _planned(self, parts: Tree) -> Plan:
+        """Who writes what; made again only when the layout of the state has changed on some rank."""
+        from elaunch.trainer.checkpoint import dcp
+
+        layouts = [parts.signature()]
+        if parts.is_sharded:
+            layouts = self._ranks.from_all(layouts[0])
+        if self._plan is None or self._plan[0] != layouts:
+            group = self._ranks.group if parts.is_sharded else None
+            self._plan = layouts, dcp.plan(parts.tensors, parts.paths, group)
+        return self._plan[1]
+
+    def _judge(self, written: Written, interval_s: float) -> None:
+        """Say once that checkpoints take too long for how often they are asked for."""
+        if self._slow_said or not interval_s or written.took_s <= max(_SLOW_S, BUDGET * interval_s):
+            return
+        self._slow_said = True
+        self._say(
+            f"the checkpoint of step {written.mark.step} ({written.size / 1e6:,.1f} MB) took {written.took_s:.2f} s, "
+            f"{written.took_s / interval_s:.0%} of the {interval_s:.2f} s since the one before; training stood still "
+            f"for {written.waited_s:.2f} s of it; with more steps between two it costs less"
+        )

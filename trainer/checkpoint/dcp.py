@@ -1,0 +1,285 @@
+"""The parts of `torch.distributed.checkpoint` (DCP) that a checkpoint consists of, without its collectives.
+
+DCP's own `save` and `load` agree between ranks by collectives in whatever thread they run, which no other thread may
+disturb and in which a survivor of a failure waits for minutes. Here its planners, its writer and its reader are called
+one by one; who agrees with whom, and when, is the caller's. The files are DCP's, readable with its tools.
+
+DCP trusts what it reads: `.metadata` is a pickle. Here it is one that can make DCP's records and nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import pickle
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import IO, Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint import metadata as records
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    create_default_local_save_plan,
+)
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+
+from elaunch.trainer.state import tree
+
+_ALLOWED = {
+    *(("torch.distributed.checkpoint.metadata", name) for name in (*records.__all__, "_MEM_FORMAT_ENCODING")),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.distributed.checkpoint.storage", "WriteResult"),
+    ("torch.serialization", "_get_layout"),
+    ("torch", "Size"),
+    ("pathlib", "PosixPath"),
+    ("pathlib._local", "PosixPath"),
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which tensors this rank writes; `metadata` (rank 0's, None elsewhere) says where all of them are."""
+
+    items: SavePlan
+    metadata: records.Metadata | None
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one rank has written: DCP's account of it, and length and CRC-32 of each file by name."""
+
+    results: list[WriteResult]
+    files: dict[str, tuple[int, int]]
+
+
+def plan(tensors: Mapping[str, Tensor], paths: Mapping[str, tree.Path], group: dist.ProcessGroup | None) -> Plan:
+    """Share the writing out: among `group`, whose ranks all call this, or with None to this process alone.
+
+    What several ranks have, one of them writes.
+    """
+    planner = DefaultSavePlanner()
+    leads = group is None or dist.get_rank(group) == 0
+    planner.set_up_planner(dict(tensors), is_coordinator=leads)
+    # DCP's converters make a nested dictionary of the tensors with this.
+    planner.mappings = {name: tuple(map(str, path)) for name, path in paths.items()}
+    local = planner.create_local_plan()
+    plans = [local]
+    if group is not None:
+        gathered: list[Any] | None = [None] * dist.get_world_size(group) if leads else None
+        dist.gather_object(local, gathered, group=group, dst=dist.get_global_rank(group, 0))
+        plans = gathered or []
+    metadata = None
+    shares: list[Any] | None = None
+    if leads:
+        shares, metadata = planner.create_global_plan(plans)
+        shares = FileSystemWriter("unused").prepare_global_plan(shares)
+    if group is None:
+        return Plan(cast(list[SavePlan], shares)[0], metadata)
+    mine: list[Any] = [None]
+    dist.scatter_object_list(mine, shares, group=group, src=dist.get_global_rank(group, 0))
+    return Plan(mine[0], metadata)
+
+
+class Staging:
+    """Copies in host memory of the tensors to be written; the memory is used again by the next checkpoint."""
+
+    def __init__(self) -> None:
+        self._copies: dict[records.MetadataIndex, Tensor] = {}
+
+    def copy(self, items: SavePlan, tensors: Mapping[str, Tensor]) -> None:
+        """Copy what `items` lists; on return the originals may change. Tensors of a GPU are copied by its queue."""
+        planner = DefaultSavePlanner(flatten_state_dict=False)
+        planner.set_up_planner(dict(tensors))
+        kept = self._copies
+        self._copies = {}
+        devices = set()
+        for item in items.items:
+            original = planner.lookup_object(item.index).detach()
+            copy = kept.get(item.index)
+            if copy is None or copy.shape != original.shape or copy.dtype != original.dtype:
+                copy = torch.empty(original.shape, dtype=original.dtype, pin_memory=original.is_cuda)
+            copy.copy_(original, non_blocking=original.is_cuda)
+            self._copies[item.index] = copy
+            if original.is_cuda:
+                devices.add(original.device)
+        for device in devices:
+            torch.cuda.current_stream(device).synchronize()
+
+    # SavePlanner's way for a writer to get at the data.
+    def resolve_data(self, item: WriteItem) -> Tensor:
+        return self._copies[item.index]
+
+
+def write(folder: Path, items: SavePlan, staging: Staging) -> Part:
+    """Write this rank's tensors durably to files in `folder`.
+
+    Raises OSError, also where torch has made something else of the one that a full disk raises.
+    """
+    disk = _Disk()
+    try:
+        writer = _writer(folder, disk)
+        results = writer.write_data(items, staging).wait()  # type: ignore[arg-type]
+    except Exception:
+        if disk.error is not None:
+            raise disk.error from None
+        raise
+    return Part(results, disk.files)
+
+
+def finish(folder: Path, metadata: records.Metadata, parts: Sequence[Part]) -> Part:
+    """Write `.metadata`, which says where everything is; on rank 0, when all `parts` are there."""
+    disk = _Disk()
+    _writer(folder, disk).finish(metadata, [part.results for part in parts])
+    # It is written under another name first.
+    return Part([], {name.removesuffix(".tmp"): seal for name, seal in disk.files.items()})
+
+
+def read(folder: Path, targets: Mapping[str, Tensor]) -> None:
+    """Fill `targets`, DTensors too, from the checkpoint in `folder`, however many ranks have written it."""
+    reader = _Reader(folder)
+    metadata = reader.read_metadata()
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=True)
+    planner.set_up_planner(dict(targets), metadata)
+    items = planner.finish_plan(planner.create_local_plan())
+    reader.set_up_storage_reader(metadata, is_coordinator=False)
+    reader.read_data(items, planner).wait()
+
+
+def read_kinds(folder: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """Size and type of each tensor in the checkpoint by its name."""
+    found = {}
+    for name, entry in _Reader(folder).read_metadata().state_dict_metadata.items():
+        if isinstance(entry, records.TensorStorageMetadata):
+            found[name] = (entry.size, entry.properties.dtype)
+    return found
+
+
+def read_paths(folder: Path) -> dict[str, tree.Path]:
+    """The path of each tensor in the checkpoint by its name, all keys as strings."""
+    paths: dict[str, tree.Path] = _Reader(folder).read_metadata().planner_data
+    return paths
+
+
+def local_chunks(tensors: Mapping[str, Tensor]) -> list[tuple[Tensor, WriteItem]]:
+    """The parts of `tensors` that this rank holds, each with DCP's description of it (offsets and sizes)."""
+    planner = DefaultSavePlanner(flatten_state_dict=False)
+    planner.set_up_planner(dict(tensors))
+    items = create_default_local_save_plan(planner.state_dict, False).items
+    return [(planner.lookup_object(item.index).detach(), item) for item in items]
+
+
+def fill(target: Tensor, name: str, whole: Tensor) -> None:
+    """Copy `whole` into `target`, or of a DTensor the part that is here."""
+    if not tree.is_shard(target):
+        target.detach().copy_(whole)
+        return
+    for part, item in local_chunks({name: target}):
+        assert item.tensor_data is not None
+        chunk = item.tensor_data.chunk
+        source = whole
+        for dimension, (offset, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
+            source = source.narrow(dimension, offset, size)
+        part.copy_(source)
+
+
+def loads(content: bytes) -> Any:
+    """Read a pickle of DCP's records; raises pickle.UnpicklingError at the first thing that is something else."""
+    return _Unpickler(io.BytesIO(content)).load()
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _ALLOWED or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+            return super().find_class(module, name)
+        if (module, name) == (Part.__module__, Part.__name__):
+            return Part
+        if (module, name) == ("builtins", "getattr"):
+            return _member
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which has no place in a checkpoint")
+
+
+def _member(kind: object, name: str) -> Enum:
+    """By which Python 3.11.0 to 3.11.3 pickle an enum's member, with `getattr` itself; of nothing else is it read."""
+    if isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__:
+        return kind[name]
+    raise pickle.UnpicklingError(f"it names {name!r} of {kind!r}, which is no member of an enum")
+
+
+class _Reader(FileSystemReader):
+    def read_metadata(self, *args: Any, **kwargs: Any) -> records.Metadata:
+        metadata: records.Metadata = loads((Path(self.path) / ".metadata").read_bytes())
+        return metadata
+
+
+@dataclass
+class _Disk(FileSystem):
+    """Files that are synced when they are closed, with their length and CRC-32; the first OSError is kept."""
+
+    files: dict[str, tuple[int, int]] = field(default_factory=dict)
+    error: OSError | None = None
+
+    @contextlib.contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        with Path(path).open(mode) as file:
+            stream = _Summing(file, self)
+            yield stream
+            # DCP syncs what it has not flushed yet: of `.metadata` nothing at all.
+            try:
+                file.flush()
+                os.fsync(file.fileno())
+            except OSError as error:
+                self.error = error
+                raise
+        self.files[Path(path).name] = (stream.length, stream.crc)
+
+
+class _Summing:
+    """A file that is written from beginning to end, and sums what it is given."""
+
+    def __init__(self, file: IO[bytes], disk: _Disk) -> None:
+        self._file, self._disk = file, disk
+        self.length = self.crc = 0
+
+    def write(self, content: bytes | memoryview) -> int:
+        self.crc = zlib.crc32(content, self.crc)
+        try:
+            written = self._file.write(content)
+        except OSError as error:
+            self._disk.error = error
+            raise
+        self.length += written
+        return written
+
+    def tell(self) -> int:
+        return self.length
+
+    def flush(self) -> None:
+        try:
+            self._file.flush()
+        except OSError as error:
+            self._disk.error = error
+            raise
+
+    def fileno(self) -> int:
+        return self._file.fileno()
+
+    def close(self) -> None:
+        """`_Disk` closes it."""
+
+
+def _writer(folder: Path, disk: _Disk) -> FileSystemWriter:
+    # No copying ahead: what it writes is in host memory already. The files are synced by `_Disk`.
+    writer = FileSystemWriter(folder, sync_files=False, per_thread_copy_ahead=0)
+    writer.fs = disk
+    writer.set_up_storage_writer(is_coordinator=True)
+    return writer

@@ -1,0 +1,287 @@
+"""Loading the newest whole checkpoint: all ranks get the same one, whatever each of them sees of the disk."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from elaunch.trainer.checkpoint import single_file
+from elaunch.trainer.checkpoint.catalog import PLAIN, Corrupt, Manifest, Mark, found, read_manifest, set_aside, verify
+from elaunch.trainer.ranks.agreement import Ranks
+from elaunch.trainer.state.tree import Path as Place
+from elaunch.trainer.state.tree import PerRank, State, Tree, flatten, is_shard, rebuild, some, unpack
+
+Kinds = dict[str, tuple[torch.Size, torch.dtype]]
+
+
+class Unreadable(RuntimeError):
+    """There are checkpoints, none could be read, and none of those has proved to be corrupt."""
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """A checkpoint in host memory; `kinds` are the sizes and types of its tensors."""
+
+    plain: Any
+    paths: dict[str, Place]
+    tensors: dict[str, Tensor]
+
+    @property
+    def kinds(self) -> Kinds:
+        return {name: (tensor.shape, tensor.dtype) for name, tensor in self.tensors.items()}
+
+
+def load_from_rank_0(directory: Path, state: State, ranks: Ranks, say: Callable[[str], None]) -> Mark | None:
+    """Rank 0 reads and sends; see `Checkpoints.load_newest`."""
+    mark, path, whole = None, None, None
+    unread: list[str] = []
+    for candidate in _newest_first(directory) if ranks.leads else ():
+        with _passing_over(candidate[1], say, unread):
+            whole = _read(candidate[1], flatten(state).tensors)
+            mark, path = candidate
+            break
+    _require_read(unread if whole is None else [], ranks)
+    return _send(mark, path, whole, state, ranks)
+
+
+def load_from_all(directory: Path, state: State, ranks: Ranks, say: Callable[[str], None]) -> Mark | None:
+    """Every rank reads its part; see `Checkpoints.load_newest`."""
+    candidates = iter(_newest_first(directory)) if ranks.leads else iter(())
+    unread: list[str] = []
+    while True:
+        # Only rank 0's list counts: another's view of a network's file system may be old.
+        offer = _offer(candidates, say, unread) if ranks.leads else _Offer()
+        mark, path, manifest = ranks.from_rank_0((offer.mark, offer.path, offer.manifest))
+        if mark is None or path is None or manifest is None:
+            _require_read(unread if offer.whole is None else [], ranks)
+            return _send(offer.mark, offer.path, offer.whole, state, ranks)
+        path = directory / path.name
+        problems = ranks.from_all(_problem(path, manifest, ranks))
+        if unseen := [rank for rank, problem in enumerate(problems) if isinstance(problem, _Unseen)]:
+            raise ValueError(
+                f"rank {unseen[0]} does not see {path}, which rank 0 found; the checkpoints of a sharded state need a "
+                "directory that all ranks share"
+            )
+        found_wrong = [problem for problem in problems if problem is not None]
+        if not found_wrong:
+            _read_share(path, state)
+            return mark
+        # One rank's proof is enough, whatever the others could not read.
+        worst = next((problem for problem in found_wrong if isinstance(problem, Corrupt)), found_wrong[0])
+        if ranks.leads:
+            with _passing_over(path, say, unread):
+                raise worst
+
+
+@dataclass(frozen=True)
+class _Offer:
+    """Rank 0's next candidate: with the manifest of a folder, or the content of a single file; empty at the end."""
+
+    mark: Mark | None = None
+    path: Path | None = None
+    manifest: Manifest | None = None
+    whole: _Whole | None = None
+
+
+def _offer(candidates: Iterator[tuple[Mark, Path]], say: Callable[[str], None], unread: list[str]) -> _Offer:
+    for mark, path in candidates:
+        with _passing_over(path, say, unread):
+            if path.is_dir():
+                return _Offer(mark, path, manifest=read_manifest(path))
+            return _Offer(mark, path, whole=_read(path, {}))
+    return _Offer()
+
+
+class _Unseen(Exception):
+    """There is no such folder for this rank."""
+
+
+def _problem(path: Path, manifest: Manifest, ranks: Ranks) -> Exception | None:
+    """What is wrong with this rank's share of the files, if anything."""
+    if not path.is_dir():
+        return _Unseen()
+    try:
+        verify(path, manifest, sorted(manifest.files)[ranks.rank :: ranks.world_size])
+    except (Corrupt, OSError) as error:
+        return error
+    return None
+
+
+def _read(path: Path, targets: Mapping[str, Tensor]) -> _Whole:
+    """All of a checkpoint, verified; raises Corrupt, and whatever torch raises where it cannot read what is whole.
+
+    The tensors that fit are put into `targets`, which saves a copy: of a folder only, and once it is verified.
+    """
+    if not path.is_dir():
+        mark = Mark.of(path)
+        assert mark is not None
+        held = flatten(single_file.read(path, mark.step))
+        return _Whole(held.plain, held.paths, held.tensors)
+    from elaunch.trainer.checkpoint import dcp
+
+    manifest = read_manifest(path)
+    verify(path, manifest, manifest.files)
+    plain, paths, _ = unpack((path / PLAIN).read_bytes())
+    kinds = dcp.read_kinds(path)
+    tensors = {name: _empty(kinds[name]) for name in paths}
+    tensors |= {n: t for n, t in targets.items() if n in tensors and (t.shape, t.dtype) == kinds[n]}
+    dcp.read(path, tensors)
+    return _Whole(plain, paths, tensors)
+
+
+def _send(mark: Mark | None, path: Path | None, whole: _Whole | None, state: State, ranks: Ranks) -> Mark | None:
+    """Put what rank 0 has read into everybody's state."""
+    head: Any = (mark, path, whole.plain, whole.paths, whole.kinds) if whole else None
+    head = ranks.from_rank_0(head)
+    if head is None:
+        return None
+    found_mark: Mark
+    found_mark, path, plain, paths, kinds = head
+    target = flatten(state)
+    _require(target, kinds, str(path))
+    tensors: dict[str, Tensor] = {}
+    for name, (size, dtype) in kinds.items():
+        if whole is not None:
+            tensors[name] = _sendable(whole.tensors[name])
+        else:
+            there = target.tensors.get(name)
+            if there is None or is_shard(there) or there.dtype != dtype or _sendable(there) is not there:
+                there = torch.empty(size, dtype=dtype)
+            tensors[name] = there
+    ranks.fill_from_rank_0(list(tensors.values()))
+    leaves: dict[Place, object] = {}
+    for name, tensor in tensors.items():
+        there = target.tensors.get(name)
+        leaves[paths[name]] = tensor if there is None else _filled(there, name, tensor)
+    _put(state, plain, leaves)
+    return found_mark
+
+
+def _sendable(tensor: Tensor) -> Tensor:
+    """The tensor as a process group for host memory takes it: itself, if it can be."""
+    return tensor.cpu().contiguous()
+
+
+def _read_share(path: Path, state: State) -> None:
+    """Put this rank's part of a verified checkpoint into its state."""
+    from elaunch.trainer.checkpoint import dcp
+
+    share = Share(state, (path / PLAIN).read_bytes(), dcp.read_kinds(path), dcp.read_paths(path), str(path))
+    dcp.read(path, share.tensors)
+    share.put()
+
+
+class Share:
+    """What this rank needs of a saved state: `tensors` are to be filled, by name, and then `put` changes the state.
+
+    `packed` are the saved plain values, `kinds` and `places` sizes, types and paths of all saved tensors, and `source`
+    is named in errors. Raises ValueError as `Checkpoints.load_newest` does.
+    """
+
+    def __init__(self, state: State, packed: bytes, kinds: Kinds, places: Mapping[str, Place], source: str) -> None:
+        self._state = state
+        self._plain, paths, roots = unpack(packed)
+        target = flatten(state)
+        _require(target, kinds, source)
+        self.tensors = {name: target.tensors[name] for name in target.common()}
+        self.tensors |= {name: _empty(kinds[name]) for name in paths if name not in self.tensors}
+        self._leaves: dict[Place, object] = {
+            paths.get(name, target.paths.get(name, ())): tensor for name, tensor in self.tensors.items()
+        }
+        for root in roots:
+            owned = target.per_rank.get(root, PerRank())
+            depth = len(root)
+            mine: dict[Place, Tensor] = {}
+            for name, place in places.items():
+                keys = tuple(map(str, place))
+                if keys[:depth] == tuple(map(str, root)) and keys[depth] in owned:
+                    mine[keys[depth:]] = self.tensors[name] = _empty(kinds[name])
+            self._leaves[root] = _nest(owned, mine)
+
+    def put(self) -> None:
+        """Change the state, when all tensors are filled."""
+        _put(self._state, self._plain, self._leaves)
+
+
+def _empty(kind: tuple[torch.Size, torch.dtype]) -> Tensor:
+    return torch.empty(kind[0], dtype=kind[1])
+
+
+def _nest(owned: PerRank, tensors: dict[Place, Tensor]) -> PerRank:
+    """A PerRank of these tensors; a name that was held and has nothing in the checkpoint has nothing."""
+    nest = PerRank({name: {} for name in owned})
+    for place, tensor in tensors.items():
+        level: Any = nest
+        for key in place[:-1]:
+            level = level.setdefault(key, {})
+        level[place[-1]] = tensor
+    return nest
+
+
+def _require(target: Tree, kinds: Kinds, source: str) -> None:
+    """Raise ValueError where the checkpoint cannot fill the state's tensors."""
+    common = target.common()
+    if missing := [name for name in common if name not in kinds]:
+        raise ValueError(f"{source} lacks {some(missing)}; it is of another model or optimizer")
+    for name in common:
+        if kinds[name][0] != target.tensors[name].shape:
+            held, wanted = tuple(kinds[name][0]), tuple(target.tensors[name].shape)
+            raise ValueError(
+                f"{source} holds {name} of shape {held}, not {wanted}; it is of another model or optimizer"
+            )
+
+
+def _filled(target: Tensor, name: str, whole: Tensor) -> Tensor:
+    if is_shard(target):
+        from elaunch.trainer.checkpoint import dcp
+
+        dcp.fill(target, name, whole)
+    elif target is not whole:
+        target.detach().copy_(whole)
+    return target
+
+
+def _put(state: State, plain: Any, leaves: dict[Place, object]) -> None:
+    loaded = rebuild(plain, leaves)
+    state.clear()
+    state.update(loaded)
+
+
+def _newest_first(directory: Path) -> list[tuple[Mark, Path]]:
+    return list(reversed(found(directory)))
+
+
+@contextlib.contextmanager
+def _passing_over(path: Path, say: Callable[[str], None], unread: list[str]) -> Iterator[None]:
+    """Go on where a checkpoint is of no use: renamed where its bytes prove to be wrong, else noted in `unread`."""
+    try:
+        yield
+    except MemoryError:
+        # Nothing is wrong with the checkpoint, and there is no more room for the one before.
+        raise
+    except Corrupt as error:
+        say(f"skipping {path}: it is torn or corrupt ({_reason(error)}); trying the one before it")
+        set_aside(path)
+    # The disk's, the network's, the device's or this release's trouble: the bytes may be right.
+    except Exception as error:
+        unread.append(f"{path} cannot be read ({_reason(error)})")
+        say(f"skipping {path}: it cannot be read ({_reason(error)}); trying the one before it")
+
+
+def _require_read(unread: list[str], ranks: Ranks) -> None:
+    """Raise Unreadable on all ranks where rank 0 has passed over what may be whole, and found nothing else."""
+    if told := ranks.from_rank_0(unread):
+        raise Unreadable(
+            f"{told[0]}, and there is no older checkpoint to go on from; training does not begin anew while there is "
+            "one that may be whole: start again when it can be read, or move it away"
+        )
+
+
+def _reason(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -1,0 +1,159 @@
+"""One checkpoint in the making: written, sealed and published by a thread while training goes on.
+
+The ranks meet in the files alone. A rank whose part is on the disk leaves `part-RRRRR` beside it; rank 0 waits for all
+others' and then writes the rest. No collective is used here: it would have to be kept apart from training's, and a rank
+whose peer has died would sit in it for minutes. When a rank dies, the folder stays without its final name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import shutil
+import threading
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from elaunch.trainer.checkpoint import dcp
+from elaunch.trainer.checkpoint.catalog import PLAIN, Manifest, Mark, keep_newest, publish, seal
+from elaunch.trainer.files import write_durably
+
+# How often rank 0 looks for the others' parts.
+_POLL_S = 0.01
+
+
+@dataclass(frozen=True)
+class Order:
+    """What is to be written. `plain` is the packed rest of the state; `ranks` share the work, `folder` is hidden."""
+
+    mark: Mark
+    folder: Path
+    plan: dcp.Plan
+    staging: dcp.Staging
+    plain: bytes
+    rank: int
+    ranks: int
+    keep: int
+
+
+class Writing:
+    """Begins at once. `on_published` is called in the thread, with the checkpoint's size in bytes, on rank 0.
+
+    `failure` says why there will be no checkpoint, empty as far as this rank knows.
+    """
+
+    def __init__(self, order: Order, on_published: Callable[[int], None]) -> None:
+        self.order = order
+        self.failure = ""
+        self._on_published = on_published
+        self._part_done = threading.Event()
+        self._given_up = threading.Event()
+        # A daemon: a process that is on its way out with an exception does not wait for the disk.
+        self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def own_part(self) -> str:
+        """Wait until this rank has written its part, or failed: then the reason, else empty."""
+        self._part_done.wait()
+        return self.failure
+
+    def give_up(self) -> None:
+        """The part of another rank will never come."""
+        self._given_up.set()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether this rank has nothing left to do for it."""
+        return not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Until this rank has nothing left to do for it."""
+        self._thread.join()
+
+    def _run(self) -> None:
+        order = self.order
+        part = self._write_part()
+        self._part_done.set()
+        if order.rank:
+            return
+        try:
+            parts = self._all_parts(part)
+            if parts:
+                size = self._seal_and_publish(parts)
+        # The edge of the thread; torch makes a RuntimeError of many things that a disk can do.
+        except Exception as error:
+            self.failure = _reason(error)
+            parts = []
+        if parts:
+            # Old ones that stay cost room, and are tried again after the next.
+            with contextlib.suppress(OSError):
+                keep_newest(order.folder.parent, order.keep, order.mark)
+            self._on_published(size)
+        else:
+            shutil.rmtree(order.folder, ignore_errors=True)
+
+    def _write_part(self) -> dcp.Part | None:
+        order = self.order
+        try:
+            part = dcp.write(order.folder, order.plan.items, order.staging)
+        except Exception as error:
+            self.failure = _reason(error)
+            with contextlib.suppress(OSError):
+                for path in order.folder.glob(f"__{order.rank}_*"):
+                    path.unlink()
+            part = None
+        if order.rank:
+            try:
+                self._say(pickle.dumps(part) if part else b"")
+            except Exception as error:
+                # What was written stays: rank 0 may have seen that it is there.
+                self.failure = self.failure or _reason(error)
+        return part
+
+    def _say(self, words: bytes) -> None:
+        """To rank 0: this rank's part, or empty where there is none, or it would wait for what never comes."""
+        order = self.order
+        try:
+            write_durably(_part_path(order.folder, order.rank), words)
+        except OSError:
+            # A disk that is full may have room for this.
+            write_durably(_part_path(order.folder, order.rank), b"")
+            raise
+
+    def _all_parts(self, own: dcp.Part | None) -> list[dcp.Part]:
+        """Everybody's part by rank, empty where one has failed; when nobody writes in the folder any more."""
+        parts = {0: own}
+        while len(parts) < self.order.ranks:
+            for rank in range(1, self.order.ranks):
+                path = _part_path(self.order.folder, rank)
+                if rank not in parts and path.exists():
+                    content = path.read_bytes()
+                    parts[rank] = dcp.loads(content) if content else None
+                    path.unlink()
+            if len(parts) < self.order.ranks and self._given_up.wait(_POLL_S):
+                return []
+        whole = [part for _, part in sorted(parts.items()) if part is not None]
+        return whole if len(whole) == self.order.ranks else []
+
+    def _seal_and_publish(self, parts: list[dcp.Part]) -> int:
+        order = self.order
+        assert order.plan.metadata is not None
+        files: dict[str, tuple[int, int]] = {PLAIN: (len(order.plain), zlib.crc32(order.plain))}
+        write_durably(order.folder / PLAIN, order.plain)
+        for part in (*parts, dcp.finish(order.folder, order.plan.metadata, parts)):
+            files.update(part.files)
+        seal(order.folder, Manifest(order.mark, order.ranks, files))
+        publish(order.folder, order.mark)
+        return sum(length for length, _ in files.values())
+
+
+def _part_path(folder: Path, rank: int) -> Path:
+    return folder / f"part-{rank:05d}"
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -1,0 +1,1 @@
+"""Which samples a step trains on, and who computes them."""

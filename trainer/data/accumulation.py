@@ -1,0 +1,59 @@
+"""Gradient accumulation over a rank's micro-batches: the optimizer sees the same gradient at any world size."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from elaunch.trainer.data.order import Micro, Order
+
+
+def accumulate(
+    model: nn.Module, order: Order, step: int, rank: int | None = None, world_size: int | None = None
+) -> Iterator[Micro]:
+    """This rank's micro-batches of `step`, one after the other, for forward and backward of each in the loop's body:
+
+        for micro in accumulate(model, order, step):
+            (loss(model(inputs), targets) * micro.weight).backward()
+
+    `loss` must be a mean over the micro-batch's samples. torch's generators, CPU's and CUDA's, are seeded with the
+    micro-batch's key, so dropout masks do not depend on the world size. Only the last backward sums gradients over the
+    ranks: DDP's and FSDP's `no_sync()`, or FSDP2's `set_requires_gradient_sync`. Without `rank` and `world_size` the
+    process group says them; a process without one is alone. Raises ValueError where FSDP's ranks would run different
+    numbers of forward passes, and so wait for each other for ever.
+    """
+    if rank is None or world_size is None:
+        grouped = dist.is_available() and dist.is_initialized()
+        rank, world_size = (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
+    if _is_sharded(model) and not order.even and order.micro_batches % world_size:
+        raise ValueError(
+            f"{world_size} workers cannot share {order.micro_batches} micro-batches evenly, and each forward pass of "
+            "FSDP needs all of them; give Order even=True"
+        )
+    for micro in order.parts(step, rank, world_size):
+        torch.manual_seed(micro.key)
+        with contextlib.nullcontext() if micro.is_last else _without_sync(model):
+            yield micro
+
+
+@contextlib.contextmanager
+def _without_sync(model: Any) -> Iterator[None]:
+    if hasattr(model, "set_requires_gradient_sync"):
+        model.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            model.set_requires_gradient_sync(True)
+    else:
+        with model.no_sync() if hasattr(model, "no_sync") else contextlib.nullcontext():
+            yield
+
+
+def _is_sharded(model: nn.Module) -> bool:
+    # FSDP2's modules have the method; the class of the first FSDP is not worth the import of all of it.
+    return hasattr(model, "set_requires_gradient_sync") or type(model).__name__ == "FullyShardedDataParallel"

@@ -1,0 +1,157 @@
+"""What torch's DataLoader needs besides `Order.batches`: streams that are read by index, and seeded datasets."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol, TypeVar, cast
+
+import torch
+from torch.utils.data import Dataset, IterableDataset, default_collate, get_worker_info
+
+from elaunch.trainer.data.order import BatchSampler, Order, Samples
+
+Sample = TypeVar("Sample")
+
+
+class Sized(Protocol):
+    """A map-style dataset."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+class Stream(IterableDataset[Any]):
+    """One rank's micro-batches out of a stream, for `DataLoader(stream, batch_size=None, num_workers=…)`.
+
+    `source` is any iterable that gives the same samples in the same order each time it is iterated; sample i of an
+    epoch is its i-th item. Each DataLoader worker reads its own part of the rank's micro-batches, and the loader hands
+    them out in their order, so the number of workers changes nothing. What a process does not need is read and thrown
+    away, unless `source` has `seek(index)`: then that is called before `iter(source)`, which begins at that sample.
+    If it has `set_epoch(epoch)`, that is called first. `collate` makes a batch of a list of samples.
+
+    With a `block` in `order` a process holds, of each block, the samples that it needs. Nothing else is buffered, and
+    nothing of it is state: the position is the last complete step, `after`.
+    """
+
+    def __init__(
+        self,
+        source: Iterable[Sample],
+        order: Order,
+        rank: int,
+        world_size: int,
+        *,
+        after: int = 0,
+        until: int | None = None,
+        collate: Callable[[list[Sample]], Any] = default_collate,
+    ) -> None:
+        if order.shuffle and order.block is None:
+            raise ValueError("a stream cannot be shuffled as a whole; give Order block=N, or shuffle=False")
+        if order.tail == "short":
+            raise ValueError('a stream cannot have tail="short"; use "carry" or "drop"')
+        self._source, self._order, self._collate = source, order, collate
+        self._batches: BatchSampler = order.batches(rank, world_size, after=after, until=until)
+
+    def __iter__(self) -> Iterator[Any]:
+        worker = get_worker_info()
+        first, stride = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        # DataLoader takes its batches from the workers in turn.
+        mine = itertools.islice(self._batches.places(), first, None, stride)
+        spans, again = itertools.tee(self._order.loaded(step, micro) for step, micro in mine)
+        samples = self._read(itertools.chain.from_iterable(spans))
+        for span in again:
+            yield self._collate(list(itertools.islice(samples, len(span))))
+
+    def _read(self, positions: Iterator[int]) -> Iterator[Any]:
+        """The samples at those ascending positions; of each block all at once, since it is read in its own order."""
+        reader = _Reader(self._source, self._order.size)
+        for (epoch, _), block in itertools.groupby(positions, key=self._block_of):
+            ids = [self._order.sample(position) for position in block]
+            held = {index: reader.read(epoch, index) for index in sorted(ids)}
+            for index in ids:
+                yield held.pop(index)
+
+    def _block_of(self, position: int) -> tuple[int, int]:
+        """Epoch and block; where nothing is shuffled each sample is its own block."""
+        size = self._order.size
+        epoch, index = (0, position) if size is None else divmod(position, size)
+        return epoch, index // (self._order.block or 1)
+
+
+class _Reader:
+    """Reads samples of `source` by epoch and index, both ascending."""
+
+    def __init__(self, source: Iterable[Any], size: int | None) -> None:
+        self._source, self._size = source, size
+        self._items: Iterator[Any] = iter(())
+        self._epoch, self._next = -1, 0
+
+    def read(self, epoch: int, index: int) -> Any:
+        """Sample `index` of `epoch`; raises RuntimeError where the source has ended before it."""
+        can_seek = hasattr(self._source, "seek")
+        if epoch != self._epoch or (can_seek and index != self._next):
+            self._begin(epoch, index if can_seek else 0)
+        for item in self._items:
+            self._next += 1
+            if self._next > index:
+                return item
+        told = "it has no size" if self._size is None else f"its size is said to be {self._size}"
+        raise RuntimeError(
+            f"the stream ended after {self._next} samples, and {told}; give Order(size={self._next}), and it is read "
+            "again for each epoch"
+        )
+
+    def _begin(self, epoch: int, index: int) -> None:
+        if epoch != self._epoch and hasattr(self._source, "set_epoch"):
+            self._source.set_epoch(epoch)
+        if hasattr(self._source, "seek"):
+            self._source.seek(index)
+        self._items, self._epoch, self._next = iter(self._source), epoch, index
+
+
+class Seeded(Dataset[Any]):
+    """A map-style dataset whose own randomness (augmentation) is the same at any world size and after any restart.
+
+    While a micro-batch of `Order.batches` is read, `random`, numpy's global generator (where numpy is imported) and
+    torch's CPU generator are seeded with that micro-batch's key; afterwards they are what they were.
+    """
+
+    def __init__(self, dataset: Sized) -> None:
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._dataset[index]
+
+    def __getitems__(self, ids: list[int]) -> list[Any]:
+        """What DataLoader calls, with one batch of ids."""
+        if not isinstance(ids, Samples):
+            raise TypeError("Seeded needs the keys of Order.batches(); give them to DataLoader as batch_sampler")
+        with _seeded(ids.key):
+            if hasattr(self._dataset, "__getitems__"):
+                return cast("list[Any]", self._dataset.__getitems__(ids))
+            return [self._dataset[index] for index in ids]
+
+
+@contextlib.contextmanager
+def _seeded(key: int) -> Iterator[None]:
+    numpy = sys.modules.get("numpy")
+    before = random.getstate(), torch.default_generator.get_state(), numpy.random.get_state() if numpy else None
+    random.seed(key)
+    torch.default_generator.manual_seed(key)
+    if numpy:
+        # It takes 32 bits at a time.
+        numpy.random.seed([key & 0xFFFFFFFF, key >> 32])
+    try:
+        yield
+    finally:
+        random.setstate(before[0])
+        torch.default_generator.set_state(before[1])
+        if numpy:
+            numpy.random.set_state(before[2])

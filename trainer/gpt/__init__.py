@@ -1,0 +1,1 @@
+"""The bundled example: a small GPT over bytes."""

@@ -1,0 +1,147 @@
+"""Text as one long row of bytes over many files, of which only what is asked for is ever read."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sysconfig
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import accumulate, islice
+from pathlib import Path
+
+from elaunch.trainer.gpt.config import TrainConfig, UsageError
+
+# Asking a network file system for one size takes up to half a millisecond, and every start asks for all of them.
+FILES_MAX = 20_000
+OPEN_FILES_MAX = 32
+HELD_OUT_SHARE = 0.05
+
+# Not the standard library's own text: what the site installed, and tests, which some distributions leave out.
+_NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
+
+
+@dataclass(frozen=True)
+class File:
+    """A file below the corpus's root: its relative path, and its size in bytes when the corpus was listed."""
+
+    name: str
+    size: int
+
+
+class Corpus:
+    """The files below `root` joined end to end, in an order that depends on their names alone.
+
+    The order is that of the names' hashes, so that the tail, which is held out, is drawn from everywhere. Opening a
+    corpus lists names and sizes and opens no file.
+    """
+
+    def __init__(self, root: Path, files: list[File], truncated: bool = False) -> None:
+        self.root = root
+        self.files = sorted(files, key=lambda file: hashlib.sha256(os.fsencode(file.name)).digest())
+        self.truncated = truncated
+        self._ends = list(accumulate(file.size for file in self.files))
+        self._descriptors: OrderedDict[int, int] = OrderedDict()
+
+    @classmethod
+    def open(cls, config: TrainConfig) -> Corpus:
+        """List the text that `config` asks for; raise UsageError where it is missing or too short to train on."""
+        root = config.data if config.data is not None else Path(sysconfig.get_path("stdlib"))
+        if not root.exists():
+            raise UsageError(f"--data {root} does not exist; give a directory with text files")
+        found = _own_sources(root) if config.data is None else _walk(root, lambda name: not name.startswith("."))
+        try:
+            listed = list(islice((file for file in found if file.size), FILES_MAX + 1))
+        except OSError as error:
+            raise UsageError(
+                f"cannot list {error.filename}: {error.strerror}; give --data a readable directory"
+            ) from error
+        corpus = cls(root, listed[:FILES_MAX], truncated=len(listed) > FILES_MAX)
+        wanted = 2 * (config.context + 1)
+        if corpus.held_out_start < wanted or corpus.size - corpus.held_out_start < config.context + 1:
+            least = max(wanted, int((config.context + 1) / HELD_OUT_SHARE) + 1)
+            raise UsageError(
+                f"the text below {root} ({len(corpus.files)} files, {corpus.size} bytes) is too short; windows of "
+                f"--context {config.context} need at least {least} bytes, so give --data more text"
+            )
+        return corpus
+
+    @property
+    def size(self) -> int:
+        """Bytes in all."""
+        return self._ends[-1] if self._ends else 0
+
+    @property
+    def held_out_start(self) -> int:
+        """Where the held-out tail begins; training reads only what lies before."""
+        return self.size - int(self.size * HELD_OUT_SHARE)
+
+    @property
+    def digest(self) -> str:
+        """A fingerprint of the names and sizes: 15 hex digits, so that it fits a signed 64-bit integer."""
+        rows = "".join(f"{file.size} {file.name}\0" for file in self.files)
+        return hashlib.sha256(os.fsencode(rows)).hexdigest()[:15]
+
+    @property
+    def summary(self) -> str:
+        """What two runs must agree on, for people to compare: `612 files, 12345678 bytes, 0123456789abcde`."""
+        return f"{len(self.files)} files, {self.size} bytes, {self.digest}"
+
+    def read(self, start: int, length: int) -> bytes:
+        """The `length` bytes from offset `start`, across file borders; raises UsageError where a file has changed."""
+        parts = []
+        index = bisect_right(self._ends, start)
+        while length > 0:
+            offset = start - (self._ends[index] - self.files[index].size)
+            part = self._read_file(index, offset, min(length, self.files[index].size - offset))
+            parts.append(part)
+            start, length, index = start + len(part), length - len(part), index + 1
+        return b"".join(parts)
+
+    def close(self) -> None:
+        """Close the files that are open; a later read opens them again."""
+        while self._descriptors:
+            os.close(self._descriptors.popitem()[1])
+
+    def _read_file(self, index: int, offset: int, length: int) -> bytes:
+        path = self._path(index)
+        try:
+            part = os.pread(self._descriptor(index), length, offset)
+        except OSError as error:
+            raise UsageError(f"cannot read {path}: {error.strerror}; make it readable or leave it out") from error
+        if len(part) < length:
+            raise UsageError(f"{path} has become shorter than the {self.files[index].size} bytes it had at the start")
+        return part
+
+    def _descriptor(self, index: int) -> int:
+        if index not in self._descriptors:
+            if len(self._descriptors) >= OPEN_FILES_MAX:
+                os.close(self._descriptors.popitem(last=False)[1])
+            self._descriptors[index] = os.open(self._path(index), os.O_RDONLY | os.O_CLOEXEC)
+        self._descriptors.move_to_end(index)
+        return self._descriptors[index]
+
+    def _path(self, index: int) -> Path:
+        return self.root / self.files[index].name
+
+
+def _own_sources(root: Path) -> Iterator[File]:
+    return (file for file in _walk(root, lambda name: name not in _NOT_LIBRARY) if file.name.endswith(".py"))
+
+
+def _walk(root: Path, wanted: Callable[[str], bool]) -> Iterator[File]:
+    """The regular files below `root` by name. Links to files count; links to directories could lead in circles."""
+    if root.is_file():
+        yield File("", root.stat().st_size)
+        return
+    pending = [""]
+    while pending:
+        inside = pending.pop()
+        with os.scandir(root / inside) as entries:
+            rows = sorted((entry for entry in entries if wanted(entry.name)), key=lambda entry: entry.name)
+        for entry in rows:
+            if entry.is_file():
+                yield File(str(Path(inside) / entry.name), entry.stat().st_size)
+        pending.extend(str(Path(inside) / row.name) for row in reversed(rows) if row.is_dir(follow_symlinks=False))

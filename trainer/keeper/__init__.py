@@ -1,0 +1,1 @@
+"""Keeps the state of a training, so that a failure costs no step."""

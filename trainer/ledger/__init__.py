@@ -1,0 +1,1 @@
+"""The record of which rank computed which samples, and the check that each was computed once."""

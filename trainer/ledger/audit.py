@@ -1,0 +1,279 @@
+"""Whether a ledger proves that every sample was trained on exactly once: a pure function of its lines.
+
+A file of the ledger is what one rank did in one generation: a header that says after which step it began, a line per
+micro-batch before the optimizer's step, and a line when that step is done. What counts of a generation is what the
+later ones built on: the steps up to the one that they began after; of the last generation, the steps that are done.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from elaunch.trainer.data.order import Order
+from elaunch.trainer.files import parse_json
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`text` is one sentence. `steps` and `samples` are what counts, or counted until the first violation.
+
+    `lost_steps` were done and then thrown away by a restart; `repeated_steps` of them were computed again.
+    """
+
+    ok: bool
+    text: str
+    steps: int = 0
+    samples: int = 0
+    lost_steps: int = 0
+    repeated_steps: int = 0
+
+
+def verdict(files: Iterable[Iterable[str]], *, steps: int | None = None) -> Verdict:
+    """Judge a ledger by the lines of its files, in any order of files; `steps` is how many there must be, if known.
+
+    A file is read once, from its beginning to its end, so a file object will do. Memory: one bit per sample of an
+    epoch, and one step of every rank.
+    """
+    tally = _Tally()
+    try:
+        sessions = [session for lines in files if (session := _open(lines)) is not None]
+        if not sessions:
+            return Verdict(False, "the ledger holds no steps")
+        order = _common_order(sessions)
+        tally.begin(order, min(sessions, key=lambda session: session.generation).after)
+        _judge(sessions, order, tally)
+        if steps is not None and tally.last != steps:
+            raise _Violation(f"the last step that counts is {tally.last}, not {steps}")
+    except _Violation as violation:
+        return tally.verdict(False, f"not exactly once: {violation}")
+    return tally.verdict(True, tally.sentence())
+
+
+class _Violation(Exception):
+    """What the ledger shows and must not."""
+
+
+class _Row(NamedTuple):
+    """One micro-batch of one step; `micro` is -1 where the line says that the step is done."""
+
+    step: int
+    micro: int
+    samples: list[int]
+    rank: int
+
+
+@dataclass(frozen=True)
+class _Session:
+    """What one rank did in one generation, which began after step `after`."""
+
+    generation: int
+    rank: int
+    after: int
+    order: Order
+    rows: Iterator[_Row]
+
+
+@dataclass
+class _Tally:
+    """What counts so far. `last` is the newest step that does."""
+
+    last: int = 0
+    first: int = 0
+    samples: int = 0
+    generations: int = 0
+    lost: list[int] = field(default_factory=list)
+    repeated: int = 0
+    once: _Once = field(init=False)
+
+    def begin(self, order: Order, after: int) -> None:
+        self.first = self.last = after
+        self.once = _Once(order)
+
+    def count(self, step: int, micros: dict[int, _Row]) -> None:
+        for micro in sorted(micros):
+            self.once.take(step, micro, micros[micro].samples)
+            self.samples += len(micros[micro].samples)
+        self.repeated += self.lost.count(step)
+        self.last = step
+
+    def verdict(self, ok: bool, text: str) -> Verdict:
+        return Verdict(ok, text, self.last - self.first, self.samples, len(self.lost), self.repeated)
+
+    def sentence(self) -> str:
+        steps = f"steps {self.first + 1} to {self.last}" if self.last > self.first else "no steps"
+        again = f"; {self.repeated} steps that were done were lost and computed again" if self.repeated else ""
+        return (
+            f"exactly once: {steps} in {self.generations} generation{'s' * (self.generations != 1)}, {self.samples} "
+            f"samples, none missing and none twice within an epoch{again}"
+        )
+
+
+class _Once:
+    """Raises at the second visit of a sample in one epoch; in an endless stream, in one block."""
+
+    def __init__(self, order: Order) -> None:
+        self._order = order
+        self._length = order.size if order.size is not None else order.block or 1
+        self._number, self._missing = -1, 0
+        self._seen = bytearray()
+
+    def take(self, step: int, micro: int, samples: list[int]) -> None:
+        for position, sample in zip(self._order.span(step, micro), samples, strict=True):
+            number, before = divmod(position, self._length)
+            if number != self._number:
+                if self._missing and self._order.tail != "drop":
+                    raise _Violation(f"epoch {self._number} ended in step {step} with {self._missing} samples missing")
+                self._number, self._missing = number, self._length - before
+                self._seen = bytearray(self._length // 8 + 1)
+            index = sample - (number * self._length if self._order.size is None else 0)
+            if not 0 <= index < self._length:
+                raise _Violation(f"sample {sample} in step {step} does not exist there")
+            byte, bit = index >> 3, 1 << (index & 7)
+            if self._seen[byte] & bit:
+                raise _Violation(f"sample {sample} comes twice in epoch {number}, the second time in step {step}")
+            self._seen[byte] |= bit
+            self._missing -= 1
+
+
+def _judge(sessions: list[_Session], order: Order, tally: _Tally) -> None:
+    """Go through all generations from the oldest to the newest, step by step."""
+    ordered = sorted(sessions, key=lambda session: session.generation)
+    generations = [(number, list(group)) for number, group in itertools.groupby(ordered, key=lambda s: s.generation)]
+    afters = [_after(number, group) for number, group in generations]
+    tally.generations = len(generations)
+    for place, (number, group) in enumerate(generations):
+        kept_until = min(afters[place + 1 :], default=None)
+        # Where a later one went back to before this one's beginning, nothing of this one counts.
+        if (kept_until is None or afters[place] <= kept_until) and afters[place] > tally.last:
+            raise _Violation(
+                f"generation {number} began after step {afters[place]}, but steps from {tally.last + 1} on are nowhere"
+            )
+        _judge_generation(number, group, order, tally, afters[place], kept_until)
+
+
+def _judge_generation(
+    number: int, group: list[_Session], order: Order, tally: _Tally, after: int, kept_until: int | None
+) -> None:
+    undone: int | None = None
+    merged = heapq.merge(*(session.rows for session in group), key=lambda row: row.step)
+    for step, rows in itertools.groupby(merged, key=lambda row: row.step):
+        micros, done = _step(number, step, rows, order)
+        if step <= after:
+            raise _Violation(f"generation {number} began after step {after} and computed step {step} again")
+        if kept_until is not None and step > kept_until:
+            if done:
+                tally.lost.append(step)
+            continue
+        if undone is not None:
+            raise _Violation(f"step {step} was computed in generation {number}, but step {undone} never done")
+        if kept_until is None and not done:
+            undone = step
+            continue
+        if step != tally.last + 1:
+            raise _Violation(f"step {tally.last + 1} is missing; generation {number} went on with step {step}")
+        missing = [micro for micro in range(order.micro_batches) if micro not in micros]
+        if missing:
+            raise _Violation(f"micro-batch {missing[0]} of step {step} was computed by nobody")
+        tally.count(step, micros)
+
+
+def _step(number: int, step: int, rows: Iterable[_Row], order: Order) -> tuple[dict[int, _Row], bool]:
+    """The rows of one step by micro-batch, and whether any rank has done it."""
+    micros: dict[int, _Row] = {}
+    done = False
+    for row in rows:
+        if row.micro < 0:
+            done = True
+            continue
+        if row.micro >= order.micro_batches:
+            raise _Violation(f"step {step} has a micro-batch {row.micro}; there are {order.micro_batches}")
+        if row.micro in micros:
+            raise _Violation(
+                f"micro-batch {row.micro} of step {step} was computed twice in generation {number}, by ranks "
+                f"{micros[row.micro].rank} and {row.rank}"
+            )
+        due = list(order.samples(step, row.micro))
+        if row.samples != due:
+            raise _Violation(
+                f"micro-batch {row.micro} of step {step} had samples {_shown(row.samples)} in generation {number}, "
+                f"not {_shown(due)}"
+            )
+        micros[row.micro] = row
+    return micros, done
+
+
+def _after(number: int, group: list[_Session]) -> int:
+    afters = sorted({session.after for session in group})
+    if len(afters) > 1:
+        raise _Violation(f"the ranks of generation {number} began after different steps, {afters[0]} and {afters[-1]}")
+    return afters[0]
+
+
+def _common_order(sessions: list[_Session]) -> Order:
+    first = sessions[0]
+    for session in sessions:
+        if session.order != first.order:
+            raise _Violation(
+                f"rank {session.rank} of generation {session.generation} had {session.order}, and rank {first.rank} "
+                f"of generation {first.generation} {first.order}"
+            )
+    return first.order
+
+
+def _open(lines: Iterable[str]) -> _Session | None:
+    """A file's header, with its rows yet to be read; None where its rank was ended before it could write one."""
+    reading = iter(lines)
+    first = next(reading, "")
+    if not first.endswith("\n"):
+        return None
+    header = _parsed(first, "its first line")
+    try:
+        if header["ledger"] != FORMAT:
+            raise _Violation(f"it has format {header['ledger']}, and only format {FORMAT} is known here")
+        order = Order(**header["order"])
+        generation, rank, after = int(header["generation"]), int(header["rank"]), int(header["after"])
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise _Violation(f"a file begins with {first.strip()[:80]!r}, which is no ledger's header") from error
+    return _Session(generation, rank, after, order, _rows(reading, generation, rank))
+
+
+def _rows(lines: Iterator[str], generation: int, rank: int) -> Iterator[_Row]:
+    where = f"a line of rank {rank} in generation {generation}"
+    newest = 0
+    for line in lines:
+        # Half a line is what a killed rank wrote last.
+        if not line.endswith("\n"):
+            return
+        record = _parsed(line, where)
+        try:
+            row = (
+                _Row(int(record["done"]), -1, [], rank)
+                if "done" in record
+                else _Row(int(record["step"]), int(record["micro"]), list(record["samples"]), rank)
+            )
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise _Violation(f"{where} is no ledger's: {line.strip()[:80]!r}") from error
+        if row.step < newest:
+            raise _Violation(f"rank {rank} went back from step {newest} to step {row.step} in generation {generation}")
+        newest = row.step
+        yield row
+
+
+def _parsed(line: str, where: str) -> dict[str, Any]:
+    try:
+        record = parse_json(line)
+    except ValueError as error:
+        raise _Violation(f"{where} cannot be read: {line.strip()[:80]!r}") from error
+    if not isinstance(record, dict):
+        raise _Violation(f"{where} is no record: {line.strip()[:80]!r}")
+    return record
+
+
+def _shown(samples: list[int]) -> str:
+    return f"{samples[:8]}".replace("]", ", …]") if len(samples) > 8 else f"{samples}"

@@ -1,0 +1,132 @@
+"""The ledger: which rank computed which samples in which step."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from elaunch.trainer.data.order import Micro, Order
+from elaunch.trainer.files import parse_json
+from elaunch.trainer.ledger.audit import FORMAT, Verdict, verdict
+
+_NAME = re.compile(r"generation-(\d+)-rank-(\d+)\.jsonl")
+
+
+class Ledger:
+    """One rank's file of one generation in `folder`, which all ranks share.
+
+    `after` is the step that the generation went on after (`Keeper.step`). One write of some hundred bytes goes to the
+    file per micro-batch, and one per step; nothing is synced: what a killed process wrote is there, what a machine that
+    lost its power wrote may not be. Raises OSError where the file cannot be made, or another run
+    has written under this generation or a later one.
+    """
+
+    def __init__(
+        self, folder: str | Path, order: Order, *, rank: int, world_size: int, generation: int, after: int
+    ) -> None:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        self.path = _path(folder, generation, rank)
+        group = {"generation": generation, "rank": rank, "world_size": world_size, "after": after}
+        header = {"ledger": FORMAT, **group, "order": dataclasses.asdict(order)}
+        _require_unused(self.path, header)
+        try:
+            self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        except FileExistsError:
+            raise _used(self.path) from None
+        self._end = 0
+        self._append(header)
+
+    def record(self, step: int, micro: Micro) -> None:
+        """Note that this rank computes `micro` of `step`: before its backward, whose gradients others may then have.
+
+        Raises OSError with the file as it was before (a full disk leaves no half line); the verdict misses the step.
+        """
+        if micro.number < 0:
+            return
+        self._append({"step": step, "micro": micro.number, "samples": micro.samples})
+
+    def commit(self, step: int) -> None:
+        """Note that `step` is done, once the optimizer has stepped; raises OSError as `record` does."""
+        self._append({"done": step})
+
+    def close(self) -> None:
+        """Close the file; a second call does nothing."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+        self._descriptor = -1
+
+    def __enter__(self) -> Ledger:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _append(self, record: dict[str, object]) -> None:
+        content = json.dumps(record, separators=(",", ":")).encode() + b"\n"
+        written = os.pwrite(self._descriptor, content, self._end)
+        if written < len(content):
+            os.ftruncate(self._descriptor, self._end)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self.path)
+        self._end += written
+
+
+def _path(folder: str | Path, generation: int, rank: int) -> Path:
+    return Path(folder) / f"generation-{generation:04d}-rank-{rank:05d}.jsonl"
+
+
+def _require_unused(path: Path, header: dict[str, Any]) -> None:
+    """Raise FileExistsError where another run has written under this generation or a later one.
+
+    Rank 0 looks at all files, the others at rank 0's: there may be thousands of each.
+    """
+    folder, generation = path.parent, header["generation"]
+    others = [_path(folder, generation, 0)]
+    if header["rank"] == 0:
+        if next_generation(folder) > generation + 1:
+            raise _used(folder)
+        others = sorted(folder.glob(f"generation-{generation:04d}-rank-*.jsonl"))
+    for other in others:
+        # A file that is just being made by a peer has no line yet.
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            with other.open() as file:
+                found = parse_json(file.readline())
+            ours = {**json.loads(json.dumps(header)), "rank": None}
+            if not isinstance(found, dict) or {**found, "rank": None} != ours:
+                raise _used(other)
+
+
+def _used(path: Path) -> FileExistsError:
+    way_out = "an earlier run has written it; take next_generation(folder), or another folder"
+    return FileExistsError(errno.EEXIST, way_out, path)
+
+
+def next_generation(folder: str | Path, generation: int = 0) -> int:
+    """The generation to write under: the group's own, or more where an earlier run has left as many in `folder`.
+
+    For one rank to ask, before any writes, and to tell the others.
+    """
+    names = [path.name for path in Path(folder).glob("generation-*.jsonl")]
+    return max([generation, *(int(match[1]) + 1 for name in names if (match := _NAME.fullmatch(name)))])
+
+
+def judge(folder: str | Path, *, steps: int | None = None) -> Verdict:
+    """The verdict on all that is in `folder`; raises OSError where it cannot be read."""
+    return verdict([_lines(path) for path in sorted(Path(folder).iterdir()) if _NAME.fullmatch(path.name)], steps=steps)
+
+
+def _lines(path: Path) -> Iterator[str]:
+    """The file's lines. It is closed after the first: all headers are read before any file is read on."""
+    with path.open("rb") as file:
+        header = file.readline()
+    yield header.decode(errors="replace")
+    with path.open("rb") as file:
+        file.seek(len(header))
+        for line in file:
+            yield line.decode(errors="replace")

@@ -1,0 +1,1 @@
+"""Training state in the nodes' memory, which outlives the workers."""

@@ -1,0 +1,52 @@
+"""Copies off the GPU while the training's own stream may be stuck in a collective. Not run on a GPU yet."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from elaunch.trainer.memory.replicated import copy_on_host
+
+
+class HostCopies:
+    """State that is in host memory: it is what the program last made it."""
+
+    def before_commit(self) -> None:
+        """Nothing to wait for."""
+
+    def after_commit(self) -> None:
+        """Nothing to remember."""
+
+    copy = staticmethod(copy_on_host)
+
+
+class GpuCopies:
+    """State on `device`, which runs behind the program."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._committed: Any = None
+
+    def before_commit(self) -> None:
+        """Wait until the gradients are really there.
+
+        Otherwise the host's part of the state (step counters, learning rate) would be ahead of the device's whenever a
+        collective never ends.
+        """
+        torch.cuda.current_stream(self._device).record_event().synchronize()
+
+    def after_commit(self) -> None:
+        """Remember where in the stream the new state is complete: before the next collective."""
+        self._committed = torch.cuda.current_stream(self._device).record_event()
+
+    def copy(self, targets: list[Tensor], sources: list[Tensor]) -> None:
+        """Copy on a stream of its own, which waits for the last commit and for no collective."""
+        with torch.cuda.stream(self._stream):
+            if self._committed is not None:
+                self._stream.wait_event(self._committed)
+            if targets:
+                torch._foreach_copy_(targets, sources, non_blocking=True)
+        self._stream.synchronize()

@@ -1,0 +1,1 @@
+"""What a training consists of: models, optimizers, random generators, as bytes and back."""

@@ -1,0 +1,121 @@
+"""The state of a model and its optimizer in the form that checkpoints and snapshots take, for DDP, FSDP and ZeRO-1.
+
+DDP's and a single process's are plain state_dicts, the same on every rank. Of FSDP's (`fully_shard`, or FSDP1) each
+rank has its part of each tensor, by parameter name. Of a ZeroRedundancyOptimizer's each rank has the state of the
+parameters that it updates, a PerRank by parameter name. All of them can be loaded at another world size.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from elaunch.trainer.state.tree import PerRank, State, is_shard
+
+Found = TypeVar("Found")
+
+
+def state_of(model: nn.Module, optimizer: Optimizer) -> State:
+    """`{"model": …, "optimizer": …}` after at least one step; the tensors are the live ones, not copies."""
+    if _is_zero(optimizer):
+        return {"model": unwrap(model).state_dict(), "optimizer": _zero_state(unwrap(model), optimizer)}
+    if is_sharded(model):
+        from torch.distributed.checkpoint.state_dict import get_state_dict
+
+        weights, moments = get_state_dict(model, optimizer)
+        return {"model": weights, "optimizer": moments}
+    return {"model": unwrap(model).state_dict(), "optimizer": optimizer.state_dict()}
+
+
+def restore(
+    load: Callable[[State], Found | None], model: nn.Module, optimizer: Optimizer, rest: State | None = None
+) -> Found | None:
+    """Load model and optimizer with `load` (`Checkpoints.load_newest`, say) and return what that found.
+
+    What else the state holds is put into `rest`. To be called before the first step, by all ranks. Where `load` finds
+    nothing (None), nothing is changed.
+    """
+    was_fresh = not optimizer.state
+    # For a sharded model this makes an optimizer's state that can be filled: a step of length 0.
+    state = {**(rest or {}), **state_of(model, optimizer)}
+    found = load(state)
+    if found is None:
+        if was_fresh:
+            optimizer.state.clear()
+        return None
+    _put(model, optimizer, state.pop("model"), state.pop("optimizer"))
+    if rest is not None:
+        rest.clear()
+        rest.update(state)
+    return found
+
+
+def is_in_parts(model: nn.Module, optimizer: Any) -> bool:
+    """Whether each rank has a part of the state only: of the model (FSDP) or of the optimizer's (ZeRO-1)."""
+    return is_sharded(model) or _is_zero(optimizer)
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether each rank has a part of the model only."""
+    fsdp1 = sys.modules.get("torch.distributed.fsdp")
+    wrapped = fsdp1 is not None and any(isinstance(m, fsdp1.FullyShardedDataParallel) for m in model.modules())
+    return wrapped or any(is_shard(parameter) for parameter in model.parameters())
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The user's module, out of DistributedDataParallel and torch.compile."""
+    while True:
+        wraps = type(model).__name__ in ("DistributedDataParallel", "OptimizedModule")
+        inner = getattr(model, "module", getattr(model, "_orig_mod", None))
+        if not wraps or not isinstance(inner, nn.Module):
+            return model
+        model = inner
+
+
+def _put(model: nn.Module, optimizer: Optimizer, weights: Any, moments: Any) -> None:
+    if _is_zero(optimizer):
+        unwrap(model).load_state_dict(weights)
+        _put_zero(unwrap(model), optimizer, moments)
+    elif is_sharded(model):
+        from torch.distributed.checkpoint.state_dict import set_state_dict
+
+        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
+    else:
+        unwrap(model).load_state_dict(weights)
+        optimizer.load_state_dict(moments)
+
+
+def _is_zero(optimizer: Any) -> bool:
+    module = sys.modules.get("torch.distributed.optim")
+    zero = getattr(module, "ZeroRedundancyOptimizer", None)
+    return zero is not None and isinstance(optimizer, zero)
+
+
+def _zero_state(model: nn.Module, zero: Any) -> State:
+    """The hyperparameters, and the state of those parameters that this rank updates."""
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in zero.param_groups]
+    return {"param_groups": groups, "state": PerRank(_zero_moments(model, zero))}
+
+
+def _zero_moments(model: nn.Module, zero: Any) -> dict[str, dict[str, Tensor]]:
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    local = [parameter for group in zero.optim.param_groups for parameter in group["params"]]
+    held = zero.optim.state
+    return {
+        names[id(parameter)]: {key: v for key, v in held.get(parameter, {}).items() if v is not None}
+        for parameter in local
+    }
+
+
+def _put_zero(model: nn.Module, zero: Any, moments: State) -> None:
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    local = [names[id(parameter)] for group in zero.optim.param_groups for parameter in group["params"]]
+    saved = {index: moments["state"][name] for index, name in enumerate(local) if moments["state"].get(name)}
+    # Through the local optimizer, which puts each value where it belongs: a step count stays in host memory.
+    zero.optim.load_state_dict({**zero.optim.state_dict(), "state": saved})
+    for group, values in zip(zero.param_groups, moments["param_groups"], strict=True):
+        group.update(values)

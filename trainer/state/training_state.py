@@ -1,0 +1,179 @@
+"""The objects of a training run whose state is kept, and that state as nested dictionaries."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from elaunch.trainer.state import rng_state
+from elaunch.trainer.state.hook_state import HookState
+from elaunch.trainer.state.model_state import is_in_parts, restore, state_of, unwrap
+from elaunch.trainer.state.packing import NotPlain, pack
+from elaunch.trainer.state.tree import flatten
+
+State = dict[str, Any]
+Found = TypeVar("Found")
+
+
+class Training:
+    """Model, optimizer and whatever else has a state.
+
+    *Replicated* state is the same on every rank. What is a rank's *own* are its buffers (DDP broadcasts rank 0's at
+    each forward pass), the states of its random generators, and, large, the state of a communication hook. With FSDP
+    and ZeRO-1 the state `is_in_parts`: no rank has all of it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Any,
+        scheduler: Any = None,
+        scaler: Any = None,
+        extra: Any = None,
+        hook_state: Any = None,
+    ) -> None:
+        self._wrapped = model
+        self.model = unwrap(model)
+        self._optimizers = _several(optimizer)
+        self._rest = {"scheduler": scheduler, "scaler": scaler, "extra": extra, "optimizers": self._optimizers[1:]}
+        self._hook = None if hook_state is None else HookState(hook_state)
+        self.is_in_parts = any(is_in_parts(model, one) for one in self._optimizers)
+        first = next((p for p in self.model.parameters()), None)
+        self.device = torch.device("cpu") if first is None else first.device
+        self._buffers = [
+            (f"{prefix}.{short}".lstrip("."), owner, short)
+            for prefix, owner in self.model.named_modules()
+            for short, buffer in owner._buffers.items()
+            if buffer is not None and short not in owner._non_persistent_buffers_set
+        ]
+
+    @property
+    def has_large(self) -> bool:
+        """Whether a rank's own state has a large part."""
+        return self._hook is not None
+
+    def layout(self) -> bytes:
+        """A digest of what the state is made of: the model's names and shapes, the kinds of the other parts."""
+        digest = hashlib.sha256()
+        for name, value in [*self.model.named_parameters(), *self.model.named_buffers()]:
+            # The shape of a part depends on how many there are.
+            digest.update(repr((name, value.dtype, () if self.is_in_parts else tuple(value.shape))).encode())
+        for name, part in [*self._rest.items(), ("optimizer", self._optimizers)]:
+            digest.update(repr((name, [type(one).__qualname__ for one in _several(part)])).encode())
+        return digest.digest()[:16]
+
+    def replicated(self) -> State:
+        """The replicated state; its tensors are those that training changes."""
+        buffers = {name for name, _, _ in self._buffers}
+        model = {name: value for name, value in self.model.state_dict().items() if name not in buffers}
+        return {"model": model, "optimizer": [one.state_dict() for one in self._optimizers[:1]], **self.rest()}
+
+    def rest(self) -> State:
+        """The part of the state that is neither the model's nor the first optimizer's."""
+        return {name: [_state_of(one) for one in _several(part)] for name, part in self._rest.items()}
+
+    def own(self, *, large: bool = False) -> State:
+        """What is this rank's own, now; its tensors are those that training changes, but for the random states."""
+        state: State = {"buffers": self.buffers(), "random": rng_state.capture(self.device)}
+        if large and self._hook is not None:
+            state["hook"] = self._hook.state_dict()
+        return state
+
+    def require_plain(self, *, durably: bool) -> None:
+        """Raise TypeError, with the name of the part, where what is to be kept has something that cannot be.
+
+        `durably` asks for what checkpoints take, too.
+        """
+        parts = self.rest() if self.is_in_parts else self.replicated()
+        for name, part in {**parts, **self.own(large=True)}.items():
+            try:
+                pack(part)
+            except NotPlain as error:
+                raise TypeError(f"the state of {name} cannot be kept: {error}") from None
+        if durably:
+            flatten(self.rest())
+
+    def buffers(self) -> dict[str, Tensor]:
+        """The model's buffers that its `state_dict` has."""
+        return {name: value for name, owner, short in self._buffers if (value := owner._buffers[short]) is not None}
+
+    def load_replicated(self, state: State) -> None:
+        """Take over a replicated state; it is copied."""
+        self.model.load_state_dict({**state["model"], **self.buffers()})
+        for one, its in zip(self._optimizers[:1], state["optimizer"], strict=True):
+            one.load_state_dict(cloned(its))
+        self._load_rest(cloned({name: state[name] for name in self._rest}))
+
+    def load_own(self, state: State, *, only_buffers: bool = False) -> None:
+        """Take over a rank's own state; it is copied. `only_buffers` where it was another rank's."""
+        with torch.no_grad():
+            for name, buffer in self.buffers().items():
+                if name in state["buffers"]:
+                    buffer.copy_(state["buffers"][name])
+        if not only_buffers:
+            rng_state.apply(state["random"], self.device)
+            if self._hook is not None and "hook" in state:
+                self._hook.load_state_dict(cloned(state["hook"], self.device))
+
+    def load_random(self, state: State) -> None:
+        """Take over the random states alone."""
+        rng_state.apply(state["random"], self.device)
+
+    def whole(self, random: Sequence[State] = ()) -> State:
+        """All of the state as checkpoints take it: of a state in parts this rank's, and all ranks' random states."""
+        return {**state_of(self._wrapped, self._optimizers[0]), **self.rest(), "random": list(random)}
+
+    def load_whole(self, load: Callable[[State], Found | None], rank: int, world_size: int) -> Found | None:
+        """Have `load` fill what `whole` gives, and take it over; what `load` found."""
+        rest: State = {}
+        found = restore(load, self._wrapped, self._optimizers[0], rest)
+        if found is not None:
+            self._load_rest(rest)
+            random = rest.get("random", ())
+            if len(random) == world_size:
+                rng_state.apply(random[rank], self.device)
+        return found
+
+    def _load_rest(self, state: State) -> None:
+        """Take over what is there: a checkpoint of an earlier release has the model and the optimizer alone."""
+        for name, part in self._rest.items():
+            if name in state:
+                for one, its in zip(_several(part), state[name], strict=True):
+                    _load(one, its)
+
+
+def cloned(value: Any, device: torch.device | None = None) -> Any:
+    """The same nest of dictionaries, lists and tuples with copies of its tensors, on `device` if it is given."""
+    if isinstance(value, Tensor):
+        return value.detach().to(device, copy=True)
+    if isinstance(value, dict):
+        copy = value.copy()
+        for key, item in value.items():
+            copy[key] = cloned(item, device)
+        return copy
+    if type(value) in (list, tuple):
+        return type(value)(cloned(item, device) for item in value)
+    return value
+
+
+def _several(part: Any) -> Sequence[Any]:
+    """A part may be one object, several, or none."""
+    if part is None:
+        return ()
+    return part if isinstance(part, list | tuple) else (part,)
+
+
+def _state_of(part: Any) -> Any:
+    return part.state_dict() if hasattr(part, "state_dict") else part
+
+
+def _load(part: Any, state: Any) -> None:
+    if hasattr(part, "load_state_dict"):
+        part.load_state_dict(state)
+    else:
+        part.clear()
+        part.update(state)
