@@ -122,7 +122,7 @@ def in_a_host(*addresses: str, code: str) -> str:
 
 # On every host, and nowhere else: as /etc/hosts of Debian has a host's own name.
 _OWN_NAME = (
-    "from elaunch.launcher import reach; real = reach.resolve; "
+    "from elaunch.launcher.network import reach; real = reach.resolve; "
     "reach.resolve = lambda host, *rest: real('127.0.1.1' if host == 'host0' else host, *rest); "
 )
 
