@@ -14,7 +14,7 @@ from functools import partial
 from elaunch.agent.core.events import Committed, Leased, LeaseLost, Looked, StoreEvent, StoreLost, Tag, WatchRefused
 from elaunch.agent.session.retry_queue import Errands
 from elaunch.rendezvous.codec import decode
-from elaunch.rendezvous.rules.entering import run_lease
+from elaunch.rendezvous.rules.entering import claim_start, run_lease
 from elaunch.rendezvous.rules.snapshot import Keys, SnapshotReader
 from elaunch.rendezvous.rules.trimming import size, trimmed
 from elaunch.rendezvous.store import (
@@ -104,6 +104,8 @@ class Dealings:
         self._run_renewal_due_s = 0.0
         # A lease for a run's keys on which the run may not stand.
         self._begun_for_run = 0
+        # The lease of the run whose start was claimed last, while the answer is not known.
+        self._claimed_for = 0
         self._is_closed = False
 
     def look(self) -> Looked | StoreLost:
@@ -253,33 +255,42 @@ class Dealings:
             raise
 
     def _commit_with_run_lease(self, txn: Txn, tag: Tag | None) -> Answer:
-        """Commit. The agent whose transaction would start a run, its guards held, begins a lease for the run's keys."""
+        """Commit. One of the agents that start a run at once claims the start, and grants the lease for its keys."""
         lease = run_lease(self._keys, txn)
-        try:
-            answer = self._commit_as(tag, txn)
-        except LeaseGone:
-            if not lease:
-                raise
-            # Noted first: the answer may be lost.
-            self._begun_for_run = lease
-            self._store.grant(lease, self._times.keys_ttl_s)
-            answer = self._commit_again(tag, txn, lease)
-        if lease and lease == self._begun_for_run:
-            self._end_unless_used(lease, is_used=answer.held)
-        return answer
-
-    def _commit_again(self, tag: Tag | None, txn: Txn, lease: int) -> Answer:
-        try:
+        if not lease:
             return self._commit_as(tag, txn)
+        if lease != self._begun_for_run:
+            claim = self._claim(txn, tag, lease)
+            if not claim.held:
+                return claim
+            # Noted first: answers may be lost.
+            self._begun_for_run = lease
+        self._store.grant(lease, self._times.keys_ttl_s)
+        try:
+            answer = self._commit_small(txn)
         except LeaseGone:
             # It is this node's own that has ended.
             self._end_unless_used(lease, is_used=False)
             raise
+        self._end_unless_used(lease, is_used=answer.held)
+        return answer
+
+    def _claim(self, txn: Txn, tag: Tag | None, lease: int) -> Answer:
+        """Claim the start of a run; held too where an earlier answer to the same claim was lost."""
+        is_again, self._claimed_for = self._claimed_for == lease, lease
+        claim = claim_start(self._keys, txn)
+        answer = self._commit_as(tag, claim)
+        if is_again and not answer.held:
+            (mine,) = (op for op in claim.then if isinstance(op, Put))
+            found = self._store.read(mine.key).entries.get(mine.key)
+            answer = replace(answer, held=found is not None and found.lease == mine.lease)
+        self._claimed_for = 0
+        return answer
 
     def _end_unless_used(self, lease: int, *, is_used: bool) -> None:
-        """End the lease that was begun for a run that another agent has started meanwhile.
+        """End the lease that was begun for a run that did not start.
 
-        A start of one's own may have been done, and its answer lost: then the run stands on it.
+        It may have started, and the answer was lost: then the run stands on it.
         """
         if not is_used:
             spec = self._store.read(self._keys.spec).entries.get(self._keys.spec)
