@@ -255,28 +255,27 @@ class Dealings:
             raise
 
     def _commit_with_run_lease(self, txn: Txn, tag: Tag | None) -> Answer:
-        """Commit. One of the agents that start a run at once claims the start, and grants the lease for its keys."""
+        """Commit. The agent whose transaction would start a run, its guards held, begins a lease for the run's keys."""
         lease = run_lease(self._keys, txn)
-        if not lease:
-            return self._commit_as(tag, txn)
-        if lease != self._begun_for_run:
+        if tag is Tag.FIRST_RUN and lease != self._begun_for_run:
             claim = self._claim(txn, tag, lease)
             if not claim.held:
                 return claim
-            # Noted first: answers may be lost.
-            self._begun_for_run = lease
-        self._store.grant(lease, self._times.keys_ttl_s)
         try:
-            answer = self._commit_small(txn)
+            answer = self._commit_as(tag, txn)
         except LeaseGone:
-            # It is this node's own that has ended.
-            self._end_unless_used(lease, is_used=False)
-            raise
-        self._end_unless_used(lease, is_used=answer.held)
+            if not lease:
+                raise
+            # Noted first: the answer may be lost.
+            self._begun_for_run = lease
+            self._store.grant(lease, self._times.keys_ttl_s)
+            answer = self._commit_again(tag, txn, lease)
+        if lease and lease == self._begun_for_run:
+            self._end_unless_used(lease, is_used=answer.held)
         return answer
 
-    def _claim(self, txn: Txn, tag: Tag | None, lease: int) -> Answer:
-        """Claim the start of a run; held too where an earlier answer to the same claim was lost."""
+    def _claim(self, txn: Txn, tag: Tag, lease: int) -> Answer:
+        """Claim the start of a job's first run; held too where an earlier answer to the same claim was lost."""
         is_again, self._claimed_for = self._claimed_for == lease, lease
         claim = claim_start(self._keys, txn)
         answer = self._commit_as(tag, claim)
@@ -287,10 +286,18 @@ class Dealings:
         self._claimed_for = 0
         return answer
 
-    def _end_unless_used(self, lease: int, *, is_used: bool) -> None:
-        """End the lease that was begun for a run that did not start.
+    def _commit_again(self, tag: Tag | None, txn: Txn, lease: int) -> Answer:
+        try:
+            return self._commit_as(tag, txn)
+        except LeaseGone:
+            # It is this node's own that has ended.
+            self._end_unless_used(lease, is_used=False)
+            raise
 
-        It may have started, and the answer was lost: then the run stands on it.
+    def _end_unless_used(self, lease: int, *, is_used: bool) -> None:
+        """End the lease that was begun for a run that another agent has started meanwhile.
+
+        A start of one's own may have been done, and its answer lost: then the run stands on it.
         """
         if not is_used:
             spec = self._store.read(self._keys.spec).entries.get(self._keys.spec)

@@ -17,8 +17,7 @@ def start_run(snapshot: Snapshot, terms: Terms, me: Node, lease: int) -> Txn:
     """The first agent's transaction: this job's first run, or a new one on an id whose members are all gone.
 
     Numbers go on where the last run's ended: whatever still carries one of those is older than all that is to come.
-    The run's keys stand on a lease of their own, `run_lease`. The agent that commits this transaction grants it, after
-    `claim_start`.
+    The run's keys stand on a lease of their own, `run_lease`. The agent that commits this transaction grants it.
     """
     keys = snapshot.keys
     number = snapshot.generation.number + 1 if snapshot.generation else 0
@@ -40,10 +39,10 @@ def start_run(snapshot: Snapshot, terms: Terms, me: Node, lease: int) -> Txn:
 
 
 def claim_start(keys: Keys, start: Txn) -> Txn:
-    """Claims the start that `start` makes, on the node's own lease; it holds for one node at a time.
+    """Claims the start of a job's first run, which `start` makes; it holds for one node at a time.
 
-    Many nodes of a new job start its run at once, and each would grant a lease for it. The claim ends with the start,
-    or with the node's lease.
+    Many nodes of a new job start its run at once, and each would grant a lease for it. The claim stands on the node's
+    own lease. It ends with that, or with the start.
     """
     mine = next(op for op in start.then if isinstance(op, Put) and op.key == keys.leader)
     return Txn((*start.guards, Absent(keys.starter)), (Put(keys.starter, mine.value, mine.lease),))
