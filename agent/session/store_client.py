@@ -104,8 +104,6 @@ class Dealings:
         self._run_renewal_due_s = 0.0
         # A lease for a run's keys on which the run may not stand.
         self._begun_for_run = 0
-        # The lease of the run whose start was claimed last, while the answer is not known.
-        self._claimed_for = 0
         self._is_closed = False
 
     def look(self) -> Looked | StoreLost:
@@ -258,7 +256,7 @@ class Dealings:
         """Commit. The agent whose transaction would start a run, its guards held, begins a lease for the run's keys."""
         lease = run_lease(self._keys, txn)
         if tag is Tag.FIRST_RUN and lease != self._begun_for_run:
-            claim = self._claim(txn, tag, lease)
+            claim = self._claim(txn, tag)
             if not claim.held:
                 return claim
         try:
@@ -274,17 +272,15 @@ class Dealings:
             self._end_unless_used(lease, is_used=answer.held)
         return answer
 
-    def _claim(self, txn: Txn, tag: Tag, lease: int) -> Answer:
-        """Claim the start of a job's first run; held too where an earlier answer to the same claim was lost."""
-        is_again, self._claimed_for = self._claimed_for == lease, lease
+    def _claim(self, txn: Txn, tag: Tag) -> Answer:
+        """Claim the start of a job's first run. A claim that was sent twice is refused the second time, and held."""
         claim = claim_start(self._keys, txn)
         answer = self._commit_as(tag, claim)
-        if is_again and not answer.held:
-            (mine,) = (op for op in claim.then if isinstance(op, Put))
-            found = self._store.read(mine.key).entries.get(mine.key)
-            answer = replace(answer, held=found is not None and found.lease == mine.lease)
-        self._claimed_for = 0
-        return answer
+        if answer.held:
+            return answer
+        (mine,) = (op for op in claim.then if isinstance(op, Put))
+        found = self._store.read(mine.key).entries.get(mine.key)
+        return replace(answer, held=found is not None and found.lease == mine.lease)
 
     def _commit_again(self, tag: Tag | None, txn: Txn, lease: int) -> Answer:
         try:
