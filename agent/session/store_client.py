@@ -14,7 +14,7 @@ from functools import partial
 from elaunch.agent.core.events import Committed, Leased, LeaseLost, Looked, StoreEvent, StoreLost, Tag, WatchRefused
 from elaunch.agent.session.retry_queue import Errands
 from elaunch.rendezvous.codec import decode
-from elaunch.rendezvous.rules.entering import run_lease
+from elaunch.rendezvous.rules.entering import claim_start, run_lease
 from elaunch.rendezvous.rules.snapshot import Keys, SnapshotReader
 from elaunch.rendezvous.rules.trimming import size, trimmed
 from elaunch.rendezvous.store import (
@@ -255,6 +255,10 @@ class Dealings:
     def _commit_with_run_lease(self, txn: Txn, tag: Tag | None) -> Answer:
         """Commit. The agent whose transaction would start a run, its guards held, begins a lease for the run's keys."""
         lease = run_lease(self._keys, txn)
+        if tag is Tag.FIRST_RUN and lease != self._begun_for_run:
+            claim = self._claim(txn, tag)
+            if not claim.held:
+                return claim
         try:
             answer = self._commit_as(tag, txn)
         except LeaseGone:
@@ -267,6 +271,16 @@ class Dealings:
         if lease and lease == self._begun_for_run:
             self._end_unless_used(lease, is_used=answer.held)
         return answer
+
+    def _claim(self, txn: Txn, tag: Tag) -> Answer:
+        """Claim the start of a job's first run. A claim that was sent twice is refused the second time, and held."""
+        claim = claim_start(self._keys, txn)
+        answer = self._commit_as(tag, claim)
+        if answer.held:
+            return answer
+        (mine,) = (op for op in claim.then if isinstance(op, Put))
+        found = self._store.read(mine.key).entries.get(mine.key)
+        return replace(answer, held=found is not None and found.lease == mine.lease)
 
     def _commit_again(self, tag: Tag | None, txn: Txn, lease: int) -> Answer:
         try:

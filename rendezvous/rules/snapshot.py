@@ -56,6 +56,11 @@ class Keys:
         return f"{self.control}leader"
 
     @property
+    def starter(self) -> str:
+        """The node that starts a run at this moment. Nobody watches the key, and it is gone when the run is there."""
+        return f"{self.root}starter"
+
+    @property
     def ended(self) -> str:
         return f"{self.control}ended"
 
