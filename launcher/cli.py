@@ -64,6 +64,10 @@ def _main() -> int:
     from elaunch.launcher.options.options import HelpRequested, parse
     from elaunch.launcher.resources import as_started
 
+    if "_ELAUNCH_COMPLETE" in os.environ:
+        from elaunch.launcher.completion import answer
+
+        return answer(os.environ["_ELAUNCH_COMPLETE"])
     try:
         if sys.argv[1:2] == ["store"]:
             from elaunch.launcher.store.command import main as store

@@ -5,7 +5,7 @@ set -eu
 PATH=$PATH:/usr/sbin:/sbin
 
 missing() {
-    for pair in etcd:etcd-server etcdctl:etcd-client nft:nftables ip:iproute2 openssl:openssl \
+    for pair in etcd:etcd-server etcdctl:etcd-client nft:nftables ip:iproute2 openssl:openssl zsh:zsh \
         slurmctld:slurmctld slurmd:slurmd srun:slurm-client munged:munge; do
         command -v "${pair%%:*}" >/dev/null || printf '%s ' "${pair#*:}"
     done

@@ -143,18 +143,28 @@ def workers(raw: Raw) -> int | str:
     raise ValueError("is not something that can be counted here; use gpu, cpu or auto, or give a number")
 
 
-def one_of(*names: str) -> Convert:
-    def convert(raw: Raw) -> str:
+class OneOf:
+    """Converts one of a few words; `words` are what a shell may complete."""
+
+    def __init__(self, *words: str) -> None:
+        self.words = words
+
+    def __call__(self, raw: Raw) -> str:
         word = text(raw)
-        if word not in names:
-            raise ValueError(f"is not one of {', '.join(names)}")
+        if word not in self.words:
+            raise ValueError(f"is not one of {', '.join(self.words)}")
         return word
 
-    return convert
+
+def one_of(*words: str) -> OneOf:
+    return OneOf(*words)
+
+
+NUMA_MODES = one_of(*(mode.value for mode in NumaBinding))
 
 
 def numa_binding(raw: Raw) -> NumaBinding:
-    return NumaBinding(one_of(*(mode.value for mode in NumaBinding))(raw))
+    return NumaBinding(NUMA_MODES(raw))
 
 
 def directory(raw: Raw) -> Path | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import psutil
@@ -20,9 +19,9 @@ PAGE = REPOSITORY / "docs" / "trainer.md"
 def kept(folder: Path, heading: str = "Keeping the state") -> Path:
     """The script that a section of the page begins with, as a file."""
     section = PAGE.read_text().split(f"## {heading}\n", 1)[1]
-    block = re.match(r"\n((?:    .*\n|\n)+)", section)
+    block = re.match(r"\n```python\n(.*?)^```$", section, re.DOTALL | re.MULTILINE)
     assert block
-    return script(folder, textwrap.dedent(block[1]), "kept.py")
+    return script(folder, block[1], "kept.py")
 
 
 def test_a_killed_worker_costs_no_step(tmp_path: Path) -> None:
