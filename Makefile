@@ -9,7 +9,7 @@ TORCH := torch==2.13.0
 # short name: sockets are made in the tests' own, and their paths have 107 characters.
 JOBS ?= 3
 
-.PHONY: demo test test-slow control-plane tools bench lint clean
+.PHONY: demo test test-slow control-plane tools bench docs lint clean
 
 demo: $(VENV)/.installed  ## Train a small language model on this machine's own Python sources, on 2 workers
 	rm -rf runs/demo
@@ -32,6 +32,9 @@ N ?= 20
 bench: $(VENV)/.installed-dev  ## Measure beside torchrun; all sections make docs/performance.md anew; ARGS="--only start --workers 1,2"
 	$(BIN)/python -m bench --samples $(N) $(ARGS)
 
+docs: $(VENV)/.installed-dev  ## The documentation as a site in site/; a broken link ends it
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -40,7 +43,7 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/lint-imports
 
 clean:
-	rm -rf $(VENV) build dist src/elaunch.egg-info
+	rm -rf $(VENV) build dist site src/elaunch.egg-info
 
 # torch first: left to the dependency resolver, a newer one with gigabytes of CUDA would come. numpy, or torch warns.
 $(VENV)/.installed: pyproject.toml
@@ -50,5 +53,5 @@ $(VENV)/.installed: pyproject.toml
 	touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
-	$(BIN)/pip install --quiet --editable '.[dev]'
+	$(BIN)/pip install --quiet --editable '.[dev,docs]'
 	touch $@

@@ -35,8 +35,12 @@ an address was not there, or this node does not know how the job ended, 128 + N 
 _PAGE_HEAD = """\
 # Options
 
-Made from `launcher/options/table.py` by `python -m elaunch.launcher.options.help > docs/options.md`; a test holds
-the two equal.
+This page lists every option, its default, its variables, and what torchrun does with it. A terminal shows the same
+list, but shorter:
+
+```sh
+elaunch --help
+```
 
 Each long option can be written with `_` for `-` and shortened while it stays unambiguous. Each is also read from the
 variables named here and, under its own name, from the job file of `--config`. The command line wins over variables,
@@ -47,7 +51,11 @@ A script called `-` is read from stdin, once, and given to every worker of every
 
 `elaunch store` as the first words is the command that serves a store ([several nodes](operations.md)), `elaunch submit`
 the one that hands a job to [Slurm](slurm.md) or [Kubernetes](kubernetes.md); scripts of these names are started with
-`elaunch ./store`. So it is with `run` before a program, which changes nothing."""
+`elaunch ./store`. So it is with `run` before a program, which changes nothing. [A shell completes](shell.md)
+all of them.
+
+This page is made from `launcher/options/table.py` by `python -m elaunch.launcher.options.help > docs/options.md`; a
+test holds the two equal."""
 _SETTINGS_HEAD = """\
 ## Settings of the rendezvous
 
