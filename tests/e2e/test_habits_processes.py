@@ -113,7 +113,7 @@ print(json.dumps({
     "fds": sorted(int(fd) for fd in os.listdir("/proc/self/fd")),
 }))
 """
-# What torchrun sets too, and what docs/architecture.md lists as ours.
+# What torchrun sets too, and what docs/variables.md lists as ours.
 DOCUMENTED = re.compile(
     "(LOCAL_|GROUP_|ROLE_|GROUP_WORLD_|LOCAL_WORLD_|ROLE_WORLD_)?(RANK|SIZE|NAME|WORLD_SIZE)|MASTER_(ADDR|PORT)"
     "|TORCHELASTIC_.*|TORCH_NCCL_ASYNC_ERROR_HANDLING|ELAUNCH_(GENERATION|LINK|MARKER|MEMORY)"

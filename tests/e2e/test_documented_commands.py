@@ -1,0 +1,264 @@
+"""Every command of README.md and docs/*.md is run: here, or by the test that its entry names.
+
+A command without an entry in one of the tables below fails, and so does an entry whose command is in no page.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.documents import PAGES, PROGRAMS, blocks, fences
+from tests.etcd import Etcd, binary
+from tests.harness import REPOSITORY, Job, environment, script
+
+TRAIN = """
+import os, pathlib, sys, time
+print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], flush=True)
+while pathlib.Path("hold").exists():
+    time.sleep(0.05)
+"""
+
+# Run as they stand, in a folder with train.py and script.py; the words that their output has.
+HERE = {
+    "elaunch train.py": "rank 0 of 1",
+    'elaunch train.py; echo "exit code $?"': "exit code 0",
+    "elaunch --nproc-per-node 8 train.py": "rank 7 of 8",
+    "elaunch --nproc-per-node 2 train.py": "rank 1 of 2",
+    "elaunch --nproc-per-node 3 script.py": "rank 2 of 3",
+    "elaunch --no-preload --nproc-per-node 2 train.py": "rank 1 of 2",
+    "elaunch --max-restarts 0 --nproc-per-node 1 train.py": "rank 0 of 1",
+    "elaunch --max-restarts 0 --nproc-per-node 2 train.py": "rank 1 of 2",
+    "elaunch --hang-timeout 120 --nproc-per-node 2 train.py": "rank 1 of 2",
+    "elaunch --nproc-per-node 2 --log-dir logs train.py": "the workers' output is in",
+    "cat logs/*/timeline.jsonl": '"event": "sealed"',
+    "elaunch --nproc-per-node 1 --no-python env": "MASTER_ADDR=127.0.0.1",
+    "elaunch --help": "Exit codes:",
+    "(umask 077; openssl rand -hex 16 > ~/job.token)": "",
+    "_ELAUNCH_COMPLETE=bash_source elaunch > ~/.elaunch-completion.bash": "",
+}
+# The same with --dry-run: nothing is handed to a scheduler.
+DRY = {
+    "elaunch submit slurm --nodes 4 --gpus 8 --time 24:00:00 train.py": "#SBATCH --nodes=4",
+    "elaunch submit slurm --nodes 2 --gpus 8 --time 24:00:00 train.py": "#SBATCH --nodes=2",
+    "elaunch submit slurm --nodes 3:4 --gpus 8 --partition h100 --account me train.py": "#SBATCH --nodes=3-4",
+    "elaunch submit slurm --nodes 4 --gpus 8 --time 24:00:00 --dry-run train.py --lr 0.1": "train.py --lr 0.1",
+    "elaunch submit k8s --nodes 4 --gpus 8 --image you/train:1 train.py": "image: you/train:1",
+    "elaunch submit k8s --image registry/you/train:1 --nodes 2 --gpus 8 train.py --lr 3e-4": "completions: 2",
+    "elaunch submit k8s --writable-image --image registry/you/train:1 train.py": "readOnlyRootFilesystem: false",
+    "elaunch submit k8s --image registry/you/train@sha256:… train.py": "image: registry/you/train@sha256:",
+}
+# Run against an etcd of the test's own, a block in one shell.
+ETCD = {
+    "etcdctl endpoint status --cluster --write-out=table": "IS LEADER",
+    "etcdctl alarm list": "",
+    "revision=$(etcdctl endpoint status --write-out=json"
+    " | grep -o '\"revision\":[0-9]*' | head -n 1 | cut -d: -f2)": "",
+    "etcdctl compact $revision": "compacted revision",
+    "etcdctl defrag --cluster": "Finished defragmenting",
+    "etcdctl alarm disarm": "",
+    "etcdctl get --prefix --keys-only /elaunch/night/": "/elaunch/night/ctl/spec",
+    "etcdctl get --prefix /elaunch/night/": "/elaunch/night/ctl/spec",
+    "etcdctl role add vision": "Role vision created",
+    "etcdctl role grant-permission vision readwrite /teams/vision/ --prefix=true": "Role vision updated",
+    "etcdctl user add vision": "User vision created",
+    "etcdctl user grant-role vision vision": "Role vision is granted to user vision",
+}
+# Run by another test.
+ELSEWHERE = {
+    "pip install .": "test_every_module_is_in_the_wheel_and_can_be_imported_from_it",
+    'ps -efww --forest | grep -A 5 "[e]launch"': "test_a_running_jobs_processes_are_shown",
+    "elaunch --nproc-per-node 2 -m elaunch.trainer --out runs/first": "test_the_first_training_of_the_documentation",
+    "python -m elaunch.trainer.ledger runs/x/ledger --steps 400": (
+        "test_the_command_says_one_sentence_and_exits_with_the_verdict"
+    ),
+    "elaunch --nnodes 2 --rdzv-endpoint node0:2379 train.py": (
+        "test_two_lines_start_a_job_on_two_nodes_and_nothing_is_left_of_it"
+    ),
+    "elaunch --nnodes 2 --nproc-per-node 1 --rdzv-endpoint localhost:2379 train.py": (
+        "test_two_terminals_of_one_host_need_no_token"
+    ),
+    "elaunch --nnodes 2 --rdzv-endpoint node0:2379 --token-file ~/job.token train.py": (
+        "test_a_log_gets_the_name_of_the_tokens_file_and_not_the_token"
+    ),
+    "elaunch --nnodes 2:4 --run-id night --rdzv-endpoint etcd-a:2379,etcd-b:2379,etcd-c:2379 train.py": (
+        "test_a_killed_etcd_leader_costs_nothing"
+    ),
+    "elaunch --nnodes 2 --rdzv-endpoint https://a:2379,b:2379,c:2379"
+    " --rdzv-conf user=vision,password_file=FILE,etcd_prefix=/teams/vision train.py": (
+        "test_jobs_of_one_name_under_two_prefixes_do_not_meet_and_neither_team_reads_the_others_keys"
+    ),
+    "srun --nodes=4 --ntasks-per-node=1 elaunch train.py": (
+        "test_srun_elaunch_needs_no_flag_and_ranks_follow_the_nodes"
+    ),
+    "srun --nodes=2 --ntasks-per-node=1 elaunch train.py": (
+        "test_srun_elaunch_needs_no_flag_and_ranks_follow_the_nodes"
+    ),
+    "cp deploy/slurm/train.sbatch .": "test_the_script_that_is_shipped_is_the_one_that_submit_writes",
+    "sbatch train.sbatch": "test_submit_writes_and_submits_what_runs",
+    "env -u ELAUNCH_MARKER sbatch upload.sbatch": ("test_a_job_that_a_worker_hands_in_outlives_that_workers_restart"),
+    "deploy/k8s/etcd/certificates.sh NAMESPACE": (
+        "test_an_elastic_job_over_the_etcd_outlives_its_first_pod_and_a_member"
+    ),
+    "kubectl apply --namespace NAMESPACE -k deploy/k8s/etcd": "test_the_server_takes_the_manifests",
+    'eval "$(_ELAUNCH_COMPLETE=bash_source elaunch)"': ("test_a_tab_in_a_real_shell_completes_an_option_and_its_value"),
+    'eval "$(_ELAUNCH_COMPLETE=zsh_source elaunch)"': "test_a_tab_in_a_real_shell_completes_an_option_and_its_value",
+    "man -l docs/elaunch.1": "test_groff_renders_it_without_a_warning_and_with_every_option_and_exit_code",
+    "python -m elaunch.launcher.options.man > docs/elaunch.1": "test_the_page_is_the_one_that_the_table_makes",
+    "make bench": "test_a_whole_run_prints_its_tables_and_makes_the_page",
+    'make bench N=5 ARGS="--only restart --workers 2"': "test_a_part_prints_its_tables_and_leaves_the_page",
+    'make bench N=8 ARGS="--only scale --agents 64,1024"': "test_what_agents_ask_is_what_etcd_has_seen",
+    'make bench ARGS="--only state-restart,state-cost,state-ettr"': (
+        "test_a_restart_with_the_keeper_loses_nothing_and_has_all_stages"
+    ),
+    ".venv/bin/python -m pytest tests/sim": "test_a_job_that_was_killed_goes_on_while_its_keys_are_there",
+}
+NEEDS_CLUSTER = "needs a Kubernetes cluster with a registry"
+NEEDS_DOCKER = "needs Docker; hadolint checks the Dockerfile"
+NEEDS_GPU = "needs a GPU"
+# Run by nobody, with the reason.
+NOBODY = {
+    "make demo": "makes a .venv from the package registry; its training is the one of docs/trainer.md",
+    "make test": "is what runs this",
+    'make bench ARGS="--only nodes-restart,nodes-loss,scale"': "takes an hour, as root",
+    ".venv/bin/python -m bench --render runs/bench/A.json runs/bench/B.json": "needs the samples of two long runs",
+    ".venv/bin/python -m bench --only start,restart --workers 1": NEEDS_GPU,
+    ".venv/bin/python -m pytest tests/e2e/test_accelerator.py -rP": NEEDS_GPU,
+    "$EDITOR train.sbatch": "is for a person",
+    "docker build -f deploy/docker/Dockerfile -t you/elaunch .": NEEDS_DOCKER,
+    'docker run --rm --gpus all --shm-size 16g -v "$PWD":/workspace you/elaunch train.py': NEEDS_DOCKER,
+    'docker run --rm --network host -e ELAUNCH_TOKEN -v "$PWD":/workspace you/elaunch --nnodes 2'
+    " --rdzv-endpoint node0:2379 train.py": NEEDS_DOCKER,
+    "docker build -t registry/you/train:1 . && docker push registry/you/train:1": NEEDS_DOCKER,
+    "kubectl logs --follow --prefix --selector job-name=train": NEEDS_CLUSTER,
+    "kubectl create secret generic elaunch-token --from-literal=token=$(openssl rand -hex 16)": NEEDS_CLUSTER,
+    "kubectl label namespace NAME elaunch-etcd-client=true": NEEDS_CLUSTER,
+    "kubectl label namespace NAME elaunch-etcd-metrics=true": NEEDS_CLUSTER,
+    "mpirun --map-by ppr:1:node -x MASTER_ADDR=node0 elaunch train.py": "needs Open MPI; its variables are played",
+    'blaunch -z "$(tr " " "\\n" <<<"$LSB_HOSTS" | sort -u | xargs)" elaunch train.py': (
+        "needs LSF; its variables are played"
+    ),
+    'cp "$PBS_NODEFILE" "$PBS_O_WORKDIR/nodes.$PBS_JOBID"': "needs PBS; its variables are played",
+    'pbsdsh -u -- env PBS_NODEFILE="$PBS_O_WORKDIR/nodes.$PBS_JOBID"'
+    ' "$(command -v elaunch)" "$PBS_O_WORKDIR/train.py"': "needs PBS; its variables are played",
+    "systemd-run --user --collect ./upload.sh": "needs a user's systemd; another cgroup is played",
+    "echo ./upload.sh | env -u ELAUNCH_MARKER at now": "needs atd; another cgroup is played",
+}
+TABLES = (HERE, DRY, ETCD, ELSEWHERE, NOBODY)
+
+
+def test_every_command_has_an_entry_and_every_entry_a_command() -> None:
+    documented = {command for block in blocks() for command in block.commands}
+    entered = [command for table in TABLES for command in table]
+
+    assert sorted(documented - set(entered)) == []
+    assert sorted(set(entered) - documented) == []
+    assert len(entered) == len(set(entered))
+
+
+def test_commands_stand_in_fences_that_say_so() -> None:
+    for path in PAGES:
+        for language, text in fences(path.read_text()):
+            if language not in ("sh", "console"):
+                assert not [line for line in text.splitlines() if line.startswith(tuple(f"{p} " for p in PROGRAMS))]
+        outside = re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
+        assert not re.findall(rf"^    (?:\$ )?(?:{'|'.join(map(re.escape, PROGRAMS))}) .*$", outside, re.MULTILINE)
+
+
+def test_each_test_that_is_named_is_there() -> None:
+    there = {name for path in (REPOSITORY / "tests").rglob("test_*.py") for name in _tests(path)}
+
+    assert sorted(set(ELSEWHERE.values()) - there) == []
+
+
+def _tests(path: Path) -> list[str]:
+    return re.findall(r"^def (test_\w+)", path.read_text(), re.MULTILINE)
+
+
+def _parts(table: dict[str, str]) -> list[tuple[str, ...]]:
+    """The commands of each block that are in the table, once each: what one shell runs."""
+    return list(dict.fromkeys(part for block in blocks() if (part := tuple(c for c in block.commands if c in table))))
+
+
+def shell(folder: Path, commands: tuple[str, ...], env: dict[str, str] | None = None, typed: str = "") -> str:
+    """What the commands print, run one after the other by bash in `folder`, which is also the home."""
+    script(folder, TRAIN)
+    script(folder, TRAIN, "script.py")
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    # Interpreters that import nothing start sooner; preloading is other tests' matter.
+    settings = {"PATH": path, "HOME": str(folder), "PET_NO_PRELOAD": "1", **(env or {})}
+    ended = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", "\n".join(commands)],
+        cwd=folder,
+        env=environment(settings),
+        input=typed,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=60,
+    )
+    assert ended.returncode == 0, ended.stdout
+    return ended.stdout
+
+
+@pytest.mark.parametrize("commands", _parts(HERE), ids=" && ".join)
+def test_a_command_does_what_the_page_says(tmp_path: Path, commands: tuple[str, ...]) -> None:
+    output = shell(tmp_path, commands)
+
+    for command in commands:
+        assert HERE[command] in output
+
+
+def test_what_is_submitted_is_shown_by_a_dry_run(tmp_path: Path) -> None:
+    for command, words in DRY.items():
+        shown = command if "--dry-run" in command else command.replace("train.py", "--dry-run train.py")
+        # A digest is too long for a page.
+        assert words in shell(tmp_path, (shown.replace("sha256:…", f"sha256:{'0' * 64}"),)), command
+
+
+def test_the_commands_for_an_etcd_work_on_one(tmp_path: Path) -> None:
+    with Etcd() as etcd:
+        settings = {
+            "ETCDCTL_ENDPOINTS": etcd.endpoints,
+            "PATH": f"{Path(binary('3.5', 'etcdctl')).parent}:/usr/bin:/bin",
+        }
+        job = ("--nnodes", "1:2", "--rdzv-conf", "last_call_timeout=0.1", "--run-id", "night", "--rdzv-endpoint")
+        with Job(tmp_path, *job, etcd.endpoints, "--no-preload", str(script(tmp_path, TRAIN))) as night:
+            assert night.wait() == 0, night.output
+        for commands in _parts(ETCD):
+            output = shell(tmp_path, commands, settings, typed="secret\nsecret\n")
+            for command in commands:
+                assert ETCD[command] in output, output
+
+
+def test_a_running_jobs_processes_are_shown(tmp_path: Path) -> None:
+    (tmp_path / "hold").touch()
+    with Job(tmp_path, "--no-preload", "--nproc-per-node", "2", str(script(tmp_path, TRAIN))) as job:
+        job.wait_for_output("rank 1 of 2")
+
+        shown = shell(tmp_path, ('ps -efww --forest | grep -A 5 "[e]launch"',))
+
+        (tmp_path / "hold").unlink()
+        assert job.wait() == 0
+    assert "guardian" in shown
+
+
+def test_a_job_file_of_the_documentation_is_read(tmp_path: Path) -> None:
+    (text,) = [text for language, text in fences((REPOSITORY / "docs" / "nodes.md").read_text()) if language == "yaml"]
+    (tmp_path / "job.yaml").write_text(text.replace("nnodes: 2", "nnodes: 1").replace("node0", "localhost"))
+
+    assert "rank 0 of 1" in shell(tmp_path, ("elaunch --config job.yaml",))
+
+
+@pytest.mark.slow
+def test_the_first_training_of_the_documentation(tmp_path: Path) -> None:
+    """Slow: half a minute on two cores that are free."""
+    with Job(tmp_path, "--nproc-per-node", "2", "-m", "elaunch.trainer", "--out", "runs/first") as job:
+        assert job.wait(300) == 0, job.output
+
+    assert (tmp_path / "runs" / "first" / "result.json").exists()
