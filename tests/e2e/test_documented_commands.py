@@ -259,6 +259,18 @@ def test_a_job_file_of_the_documentation_is_read(tmp_path: Path) -> None:
 def test_the_first_training_of_the_documentation(tmp_path: Path) -> None:
     """Slow: half a minute on two cores that are free."""
     with Job(tmp_path, "--nproc-per-node", "2", "-m", "elaunch.trainer", "--out", "runs/first") as job:
-        assert job.wait(300) == 0, job.output
+        assert job.wait(900) == 0, job.output
 
     assert (tmp_path / "runs" / "first" / "result.json").exists()
+
+
+@pytest.mark.slow
+def test_the_picture_of_the_readme_is_recorded_anew(tmp_path: Path) -> None:
+    """Slow: a whole job with torch, whose picture is made by hand now and then."""
+    pytest.importorskip("pyte", reason="pyte is not installed: pip install '.[docs]'")
+    picture = tmp_path / "lost-rank.svg"
+
+    subprocess.run([sys.executable, "docs/record/record.py", str(picture)], cwd=REPOSITORY, check=True, timeout=120)
+
+    assert "killed by SIGKILL in generation 0" in picture.read_text()
+    assert "goes on after step" in picture.read_text()
