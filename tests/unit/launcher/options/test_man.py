@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 
 import pytest
 
+from elaunch.launcher.options.help import help_text
 from elaunch.launcher.options.man import EXIT_CODES, manual, roff
 from elaunch.launcher.options.table import TABLE
 from tests.harness import REPOSITORY
@@ -16,6 +18,14 @@ PAGE = REPOSITORY / "docs" / "elaunch.1"
 
 def test_the_page_is_the_one_that_the_table_makes() -> None:
     assert PAGE.read_text() == manual()
+
+
+def test_help_and_the_page_of_exit_codes_have_every_code() -> None:
+    page = (REPOSITORY / "docs" / "exit-codes.md").read_text()
+
+    for code, _ in EXIT_CODES:
+        assert re.search(rf"[:, \n]{re.escape(code)}\s", help_text())
+        assert f"\n| {code} |" in page
 
 
 def test_it_is_ascii_and_what_looks_like_a_request_is_text() -> None:
