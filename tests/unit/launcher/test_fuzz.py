@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from elaunch.agent.guardian.guardian import JOB_VARIABLES, Kin
 from elaunch.launcher.agent_config import agent_config
 from elaunch.launcher.cluster.cluster import Cluster, line
-from elaunch.launcher.cluster.detect import SCHEDULERS, detect
+from elaunch.launcher.cluster.schedulers.registry import SCHEDULERS, detect
 from elaunch.launcher.cluster.fill_in import concerning, settle
-from elaunch.launcher.cluster.hostlist import HOSTS_MAX, expand
+from elaunch.launcher.cluster.schedulers.hostlist import HOSTS_MAX, expand
 from elaunch.launcher.errors import SiteError, UsageError
 from elaunch.launcher.options import values
 from elaunch.launcher.options.endpoints import endpoints

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from elaunch.launcher.agent_config import agent_config
-from elaunch.launcher.cluster import detect as detecting
+from elaunch.launcher.cluster.schedulers import registry
 from elaunch.launcher.cluster.cluster import Cluster, line, port_of
 from elaunch.launcher.cluster.fill_in import concerning, settle
-from elaunch.launcher.cluster.hostlist import expand
+from elaunch.launcher.cluster.schedulers.hostlist import expand
 from elaunch.launcher.errors import UsageError
 from elaunch.launcher.options.options import HelpRequested, Options, parse
 from elaunch.launcher.resources import HostResources
@@ -50,7 +50,7 @@ def no_file(path: str) -> str:
 def detect(
     choice: str = "auto", hostname: str = "here", files: dict[str, str] | None = None, **environ: str
 ) -> Cluster:
-    found = detecting.detect(choice, environ, hostname, (files or {}).__getitem__ if files else no_file)
+    found = registry.detect(choice, environ, hostname, (files or {}).__getitem__ if files else no_file)
     assert found
     return found
 
@@ -289,8 +289,8 @@ def test_a_task_of_pbs_that_knows_no_nodes_is_no_job_of_its_own() -> None:
 
 
 def test_nobody_said_anything() -> None:
-    assert detecting.detect("auto", {"HOME": "/root"}, "here", no_file) is None
-    assert detecting.detect("none", SLURM, "here", no_file) is None
+    assert registry.detect("auto", {"HOME": "/root"}, "here", no_file) is None
+    assert registry.detect("none", SLURM, "here", no_file) is None
     with pytest.raises(UsageError, match="--scheduler lsf finds none of its variables"):
         detect("lsf", **SLURM)
 

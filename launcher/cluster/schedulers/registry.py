@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from elaunch.launcher.cluster import kubernetes, lsf, mpi, pbs, slurm
+from elaunch.launcher.cluster.schedulers import kubernetes, lsf, mpi, pbs, slurm
 from elaunch.launcher.cluster.cluster import Cluster, Detect, check
 from elaunch.launcher.errors import UsageError
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 
 from elaunch.launcher.cluster.cluster import Cluster, number, port_of, used
-from elaunch.launcher.cluster.hostlist import of_slurm
+from elaunch.launcher.cluster.schedulers.hostlist import of_slurm
 
 # Above are the steps that are no steps: a batch script's, an interactive shell's.
 _STEP_MAX = 0xFFFF_FFF0
