@@ -107,8 +107,7 @@ def _check_own_gpus(options: Options, host: HostResources, cluster: Cluster | No
         return
     raise UsageError(
         f"{cluster.scheduler} gave this node {cluster.gpus} GPUs, and each of its {cluster.tasks} tasks sees only its"
-        f" own, here {own}; start one task on each node with all of them (srun --ntasks-per-node=1"
-        f" --gpus-per-node={cluster.gpus} elaunch …), or add --gpu-bind=none to srun"
+        f" own, here {own}; {cluster.gpus_way_out}"
     )
 
 
@@ -133,11 +132,11 @@ def _signals(options: Options, cluster: Cluster | None) -> tuple[tuple[int, ...]
 
 
 def _ignored(options: Options, cluster: Cluster | None, notices: tuple[int, ...]) -> tuple[int, ...]:
-    """The signals that workers ignore. Slurm may send a notice to all processes; no other scheduler is known to do so.
+    """The signals that workers ignore: a notice that the scheduler may send to all processes.
 
     A command ignores none: a shell, and what it starts, could not undo that.
     """
-    return notices if cluster and cluster.scheduler == "Slurm" and options.kind is not ProgramKind.COMMAND else ()
+    return notices if cluster and cluster.signals_workers and options.kind is not ProgramKind.COMMAND else ()
 
 
 def _of_the_scheduler(options: Options, cluster: Cluster | None, slots: int, host: HostResources) -> tuple[str, ...]:
@@ -150,7 +149,7 @@ def _of_the_scheduler(options: Options, cluster: Cluster | None, slots: int, hos
             " job of all of them set PET_NNODES to their number"
         )
     if slots > host.cores:
-        more = "; more are asked for with --cpus-per-task" if cluster.scheduler == "Slurm" else ""
+        more = f"; more are asked for with {cluster.cores_option}" if cluster.cores_option else ""
         notes.append(
             f"{slots} workers share the {_plural(host.cores, 'CPU core')} that this node's agent may use{more}"
         )

@@ -168,8 +168,8 @@ def _prepared(
 
 def _cluster(options: Options, environ: Mapping[str, str]) -> Cluster | None:
     """What a scheduler says about this process; nothing where its user wants to hear nothing. Raises UsageError."""
-    from elaunch.launcher.cluster.schedulers.registry import detect
     from elaunch.launcher.cluster.head_address import reachable
+    from elaunch.launcher.cluster.schedulers.registry import detect
     from elaunch.launcher.options.small_file import read_small
 
     if options.standalone:
