@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Mapping
+from dataclasses import replace
 
 from elaunch.agent.config import AgentConfig, OutputPlan, StreamChoice, Streams
 from elaunch.agent.environment import RANK_VARIABLES
@@ -56,6 +57,7 @@ def agent_config(options: Options, planned: Planned, environ: Mapping[str, str],
         ),
         slots=slots,
         environment=environment,
+        worker_env=worker_env(options, signals),
         role=options.role,
         output=output_plan(options, environ),
         times=planned.plan.times,
@@ -168,6 +170,21 @@ def worker_environment(environ: Mapping[str, str], slots: int, cores: int) -> tu
     threads = max(1, cores // slots)
     environment["OMP_NUM_THREADS"] = str(threads)
     return environment, threads
+
+
+def worker_env(options: Options, signals: tuple[int, ...]) -> dict[str, str]:
+    """The variables that options set for every worker; an option for the workers is a row of the table and one here."""
+    return {
+        "TORCHELASTIC_RUN_ID": options.run_id or "",
+        "TORCHELASTIC_MAX_RESTARTS": str(options.max_restarts),
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(signal.Signals(number).name for number in signals),
+    }
+
+
+def with_network(config: AgentConfig, network: Mapping[str, str]) -> AgentConfig:
+    """`config` with variables that say which network workers use; the user's own come first."""
+    missing = {name: value for name, value in network.items() if name not in config.environment}
+    return replace(config, worker_env={**missing, **config.worker_env})
 
 
 def output_plan(options: Options, environ: Mapping[str, str]) -> OutputPlan:

@@ -210,13 +210,14 @@ def _outcome(
 
     from elaunch.agent.loop import Loop
     from elaunch.agent.workers.master_port import NoPort
+    from elaunch.launcher.agent_config import with_network
     from elaunch.launcher.errors import UsageError
     from elaunch.launcher.store.connect import reach
 
     reached = reach(options, planned, pump.say)
     try:
         return Loop(
-            replace(config, master_addr=reached.address, network=reached.network),
+            with_network(replace(config, master_addr=reached.address), reached.network),
             reached.store,
             server,
             guard,
