@@ -22,7 +22,7 @@ class HeadQuery:
     """A command of the scheduler's that tells where the head is, for a head without a name or with one of its own.
 
     `answer` takes what the command prints: the head's name or address, None where it says nothing of it. `unanswered`
-    is a sentence for the log where the head stays unknown.
+    is the error of a job of several nodes whose head stays unknown.
     """
 
     command: tuple[str, ...]

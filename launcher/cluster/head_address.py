@@ -22,8 +22,7 @@ def reachable(cluster: Cluster) -> Cluster:
         with suppress(NoAddress):
             addresses(cluster.head)
             return cluster
-    head = _asked(query) or cluster.head
-    return replace(cluster, head=head, note=cluster.note if head else query.unanswered)
+    return replace(cluster, head=_asked(query) or cluster.head)
 
 
 def _asked(query: HeadQuery) -> str | None:

@@ -74,7 +74,7 @@ def test_a_job_within_a_batch_job_has_the_names_of_both(flux: Flux) -> None:
 def test_tasks_that_do_not_find_flux_say_so(flux: Flux) -> None:
     output = flux.call("flux", "run", "-N2", "--env=PATH=/usr/bin:/bin", *COMMAND, *PLAIN, code=2)
 
-    assert "2 needs a place where the nodes meet" in output
+    assert "flux must be on the PATH of the job's tasks" in output
 
 
 def test_its_notice_reaches_workers_that_have_a_handler(flux: Flux) -> None:

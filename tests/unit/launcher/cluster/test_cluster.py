@@ -300,6 +300,21 @@ def test_what_is_no_number_of_a_job_of_flux_is_a_sentence() -> None:
         detect(**{**FLUX, "FLUX_JOB_ID": "a\nb", "FLUX_JOB_ID_PATH": ""})
 
 
+def test_where_flux_does_not_tell_the_head_the_user_has_to() -> None:
+    several, one = (
+        detect(**FLUX),
+        detect(**{**FLUX, "FLUX_JOB_NNODES": "1", "FLUX_JOB_SIZE": "1", "FLUX_TASK_RANK": "0"}),
+    )
+
+    with pytest.raises(UsageError, match=r"flux must be on the PATH of the job's tasks, or give --rdzv-endpoint"):
+        concerning(options_of(), several, {})
+    assert concerning(options_of("--rdzv-endpoint", "node0:2379"), several, {}) == several
+    assert concerning(options_of(), several, {"ELAUNCH_ENDPOINT": "etcd:2379"}) == several
+    assert concerning(options_of("--nnodes", "1"), several, {}) == several
+    assert concerning(options_of(), one, {}) == one
+    assert concerning(options_of(), replace(several, head="node0"), {}).head == "node0"
+
+
 def test_flux_is_nearer_than_the_slurm_that_it_runs_in_and_mpirun_is_nearer_than_both() -> None:
     assert detect(**SLURM, **FLUX).scheduler == "Flux"
     assert detect(**SLURM, **FLUX, **OMPI).scheduler == "Open MPI"

@@ -342,15 +342,11 @@ def test_a_head_whose_name_is_no_hosts_has_the_address_that_slurm_knows(
 
 
 @pytest.mark.parametrize(
-    ("script", "head", "note"),
-    [
-        ("""echo '{"execution": {"nodelist": ["node[3-4]"]}}'""", "node3", ""),
-        ("exit 1", None, "flux job info does not tell the hosts of this job"),
-        (None, None, "flux must be on the PATH of the job's tasks, or give --rdzv-endpoint"),
-    ],
+    ("script", "head"),
+    [("""echo '{"execution": {"nodelist": ["node[3-4]"]}}'""", "node3"), ("exit 1", None), (None, None)],
 )
 def test_the_head_of_a_job_of_flux_is_asked_of_flux(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str | None, head: str | None, note: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str | None, head: str | None
 ) -> None:
     if script:
         (tmp_path / "flux").write_text(f"#!/bin/sh\n[ \"$*\" = 'job info f1 R' ] && {script}\n")
@@ -360,7 +356,4 @@ def test_the_head_of_a_job_of_flux_is_asked_of_flux(
 
     cluster = detect("flux", task, "here", lambda _: "")
     assert cluster
-    found = reachable(cluster)
-
-    assert found.head == head
-    assert note in found.note
+    assert reachable(cluster).head == head
