@@ -68,11 +68,11 @@ _TIMES = Times()
 class AgentConfig:
     """One agent's settings. `environment` is what workers inherit, without the rank variables.
 
+    `worker_env` are variables that each worker gets over these, whatever its rank: what options and the network say.
     `store_prefix` is what all keys of the job in the store begin with.
     `master_ports` is empty for a fresh port per generation; else the ports that may be used, in order of preference.
     `preload` are the modules that the fork server imports; None execs every worker as a fresh interpreter.
     `master_addr` is where the other nodes reach this one; `node_rank` and `topology` as in `Node`.
-    `network` are variables for the workers that say which network to use; the user's own go first.
     `notices` are those of `signals` by which a scheduler tells that a job's end is near: workers with a handler for
     them get them, others get SIGTERM. With `has_named_signals` the user has named them, and all workers get them.
     `ignored` are signals that the scheduler may send to workers too; workers ignore them from their start.
@@ -82,6 +82,7 @@ class AgentConfig:
     spec: JobSpec
     slots: int
     environment: Mapping[str, str]
+    worker_env: Mapping[str, str] = field(default_factory=dict)
     role: str = "default"
     output: OutputPlan = OutputPlan()
     times: Times = _TIMES
@@ -97,5 +98,4 @@ class AgentConfig:
     master_ports: tuple[int, ...] = ()
     numa_binding: NumaBinding | None = None
     virtual_local_rank: bool = False
-    network: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()

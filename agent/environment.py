@@ -43,15 +43,11 @@ def rank_variables(
     group_rank: int,
     local_rank: int,
     *,
-    run_id: str,
-    max_restarts: int,
     agent_store: bool,
     error_file: str,
     memory: str,
-    signals: tuple[str, ...],
-    inherited: Mapping[str, str],
 ) -> dict[str, str]:
-    """What is set for one worker on top of the inherited environment.
+    """What is set for one worker on top of what all get: `environment` and `worker_env` of the agent's configuration.
 
     `agent_store` says that the worker store of MASTER_ADDR:MASTER_PORT has a process of its own, so that rank 0
     connects to it instead of hosting it. `memory` is a folder of the job's on this host, which outlives workers, or
@@ -76,12 +72,8 @@ def rank_variables(
         "MASTER_ADDR": table.master_addr,
         "MASTER_PORT": str(table.master_port),
         "TORCHELASTIC_RESTART_COUNT": str(table.restarts),
-        "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
-        "TORCHELASTIC_RUN_ID": run_id,
         "TORCHELASTIC_USE_AGENT_STORE": str(agent_store),
         "TORCHELASTIC_ERROR_FILE": error_file,
-        "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(signals),
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": inherited.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
         "ELAUNCH_GENERATION": str(table.generation),
         **({"ELAUNCH_MEMORY": memory} if memory else {}),
     }

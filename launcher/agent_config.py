@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Mapping
+from dataclasses import replace
 
 from elaunch.agent.config import AgentConfig, OutputPlan, StreamChoice, Streams
 from elaunch.agent.environment import RANK_VARIABLES
@@ -56,6 +57,7 @@ def agent_config(options: Options, planned: Planned, environ: Mapping[str, str],
         ),
         slots=slots,
         environment=environment,
+        worker_env=worker_env(options, signals),
         role=options.role,
         output=output_plan(options, environ),
         times=planned.plan.times,
@@ -107,8 +109,7 @@ def _check_own_gpus(options: Options, host: HostResources, cluster: Cluster | No
         return
     raise UsageError(
         f"{cluster.scheduler} gave this node {cluster.gpus} GPUs, and each of its {cluster.tasks} tasks sees only its"
-        f" own, here {own}; start one task on each node with all of them (srun --ntasks-per-node=1"
-        f" --gpus-per-node={cluster.gpus} elaunch …), or add --gpu-bind=none to srun"
+        f" own, here {own}; {cluster.gpus_way_out}"
     )
 
 
@@ -133,11 +134,11 @@ def _signals(options: Options, cluster: Cluster | None) -> tuple[tuple[int, ...]
 
 
 def _ignored(options: Options, cluster: Cluster | None, notices: tuple[int, ...]) -> tuple[int, ...]:
-    """The signals that workers ignore. Slurm may send a notice to all processes; no other scheduler is known to do so.
+    """The signals that workers ignore: a notice that the scheduler may send to all processes.
 
     A command ignores none: a shell, and what it starts, could not undo that.
     """
-    return notices if cluster and cluster.scheduler == "Slurm" and options.kind is not ProgramKind.COMMAND else ()
+    return notices if cluster and cluster.signals_workers and options.kind is not ProgramKind.COMMAND else ()
 
 
 def _of_the_scheduler(options: Options, cluster: Cluster | None, slots: int, host: HostResources) -> tuple[str, ...]:
@@ -150,7 +151,7 @@ def _of_the_scheduler(options: Options, cluster: Cluster | None, slots: int, hos
             " job of all of them set PET_NNODES to their number"
         )
     if slots > host.cores:
-        more = "; more are asked for with --cpus-per-task" if cluster.scheduler == "Slurm" else ""
+        more = f"; more are asked for with {cluster.cores_option}" if cluster.cores_option else ""
         notes.append(
             f"{slots} workers share the {_plural(host.cores, 'CPU core')} that this node's agent may use{more}"
         )
@@ -169,6 +170,21 @@ def worker_environment(environ: Mapping[str, str], slots: int, cores: int) -> tu
     threads = max(1, cores // slots)
     environment["OMP_NUM_THREADS"] = str(threads)
     return environment, threads
+
+
+def worker_env(options: Options, signals: tuple[int, ...]) -> dict[str, str]:
+    """The variables that options set for every worker; an option for the workers is a row of the table and one here."""
+    return {
+        "TORCHELASTIC_RUN_ID": options.run_id or "",
+        "TORCHELASTIC_MAX_RESTARTS": str(options.max_restarts),
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(signal.Signals(number).name for number in signals),
+    }
+
+
+def with_network(config: AgentConfig, network: Mapping[str, str]) -> AgentConfig:
+    """`config` with variables that say which network workers use; the user's own come first."""
+    missing = {name: value for name, value in network.items() if name not in config.environment}
+    return replace(config, worker_env={**missing, **config.worker_env})
 
 
 def output_plan(options: Options, environ: Mapping[str, str]) -> OutputPlan:

@@ -172,8 +172,8 @@ def _prepared(
 
 def _cluster(options: Options, environ: Mapping[str, str]) -> Cluster | None:
     """What a scheduler says about this process; nothing where its user wants to hear nothing. Raises UsageError."""
-    from elaunch.launcher.cluster.detect import detect
     from elaunch.launcher.cluster.head_address import reachable
+    from elaunch.launcher.cluster.schedulers.registry import detect
     from elaunch.launcher.options.small_file import read_small
 
     if options.standalone:
@@ -214,13 +214,14 @@ def _outcome(
 
     from elaunch.agent.loop import Loop
     from elaunch.agent.workers.master_port import NoPort
+    from elaunch.launcher.agent_config import with_network
     from elaunch.launcher.errors import UsageError
     from elaunch.launcher.store.connect import reach
 
     reached = reach(options, planned, pump.say)
     try:
         return Loop(
-            replace(config, master_addr=reached.address, network=reached.network),
+            with_network(replace(config, master_addr=reached.address), reached.network),
             reached.store,
             server,
             guard,

@@ -25,7 +25,7 @@ DEADLINE_S = 60.0
 # Ours; the schedulers' that tests may run under; pytest's, another one in each test; torch's, where a test has
 # imported it.
 _NOT_FOR_JOBS = (
-    *("ELAUNCH_", "PET_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI_", "LSB_", "PBS_", "JOB_COMPLETION_"),
+    *("ELAUNCH_", "PET_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI_", "LSB_", "PBS_", "FLUX_", "JOB_COMPLETION_"),
     *("OMP_NUM_THREADS", "PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"),
 )
 COMMAND = (sys.executable, "-m", "elaunch")

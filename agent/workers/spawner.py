@@ -163,18 +163,13 @@ class Workers:
             group.table,
             group.group_rank,
             local_rank,
-            run_id=config.spec.run_id,
-            max_restarts=config.spec.max_restarts,
             agent_store=self.has_store,
             error_file=str(folder / "error.json") if folder else "",
             memory=str(self._run_dir.memory.folder or ""),
-            signals=tuple(signal.Signals(signum).name for signum in config.signals),
-            inherited=config.environment,
         )
         if config.virtual_local_rank:
             env |= environment.one_gpu(config.environment, local_rank)
-        network = {name: value for name, value in config.network.items() if name not in config.environment}
-        return {**env, **network, "ELAUNCH_LINK": "3"}
+        return {**config.worker_env, **env, "ELAUNCH_LINK": "3"}
 
     def _cpus(self, local_rank: int) -> list[int] | None:
         if not self._config.numa_binding or not self._topology:

@@ -18,6 +18,19 @@ _SHOWN_MAX = 200
 
 
 @dataclass(frozen=True)
+class HeadQuery:
+    """A command of the scheduler's that tells where the head is, for a head without a name or with one of its own.
+
+    `answer` takes what the command prints: the head's name or address, None where it says nothing of it. `unanswered`
+    is the error of a job of several nodes whose head stays unknown.
+    """
+
+    command: tuple[str, ...]
+    answer: Callable[[str], str | None]
+    unanswered: str = ""
+
+
+@dataclass(frozen=True)
 class Cluster:
     """What one scheduler says; None is what it leaves open, and the command line or the host has to say.
 
@@ -30,6 +43,11 @@ class Cluster:
 
     `task` is this process's place among those that the scheduler started for the job on this node, of which there are
     `tasks`: only task 0 is an agent. `sources` are the variables that said all this. `note` is a sentence for the log.
+
+    The last fields are what this scheduler can do. `is_of_pods`: pods share neither munge nor a home, a secret reaches
+    all of them by Kubernetes alone, and the head's name may be a service's. `signals_workers`: a notice of the job's
+    end may go to all processes, workers too. `head_query` is asked where `head` alone leads nowhere. `cores_option`
+    asks for more cores for an agent; `gpus_way_out` is how to give one agent all GPUs of its node.
     """
 
     scheduler: str
@@ -46,11 +64,11 @@ class Cluster:
     tasks: int = 1
     sources: tuple[str, ...] = ()
     note: str = ""
-
-    @property
-    def is_of_pods(self) -> bool:
-        """Pods share neither munge nor a home: a secret reaches all of them by Kubernetes alone."""
-        return self.scheduler.startswith("Kubernetes")
+    is_of_pods: bool = False
+    signals_workers: bool = False
+    head_query: HeadQuery | None = None
+    cores_option: str = ""
+    gpus_way_out: str = ""
 
 
 # Asks nothing but its arguments: the environment, this host's name, and what reads a small text file (OSError where

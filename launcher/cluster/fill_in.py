@@ -24,8 +24,14 @@ def settle(options: Options, cluster: Cluster) -> Options:
 
 def concerning(options: Options, cluster: Cluster, environ: Mapping[str, str]) -> Cluster:
     """What of `cluster` is about this job: one with more nodes than were started here, who meet at a place that they
-    were told, is wider than the scheduler knows (a step or an allocation for each node), and has its own name."""
+    were told, is wider than the scheduler knows (a step or an allocation for each node), and has its own name.
+
+    Raises UsageError for several nodes whose head the scheduler was asked for, and did not tell.
+    """
     is_told = {"rdzv_endpoint", "master_addr"} & set(options.given) or any(environ.get(name) for name in PLACES)
+    nodes_max = (options.nnodes if "nnodes" in options.given else cluster.nodes or options.nnodes)[1]
+    if not is_told and nodes_max > 1 and cluster.head is None and cluster.head_query:
+        raise UsageError(cluster.head_query.unanswered)
     if not is_told or cluster.nodes is None or cluster.tasks > 1 or options.nnodes[1] <= cluster.nodes[1]:
         return cluster
     note = f"this job has more nodes than {cluster.scheduler} started here; they meet where they were told to"

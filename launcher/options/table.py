@@ -73,6 +73,13 @@ def _accepted(name: str, metavar: str, why: str, convert: values.Convert = value
     return OptionSpec(name, Group.ACCEPTED, metavar, why, convert, peer=name, differs="has an effect", no_effect=why)
 
 
+def _scheduler(raw: values.Raw) -> object:
+    # Imported here: only a command line with this option pays for reading the schedulers' modules.
+    from elaunch.launcher.cluster.schedulers.registry import SCHEDULERS
+
+    return values.one_of("auto", "none", *SCHEDULERS)(raw)
+
+
 _SIZE = (
     OptionSpec(
         "nnodes", Group.SIZE, "MIN:MAX", "nodes, a number or a range", values.nodes,
@@ -196,7 +203,7 @@ _RENDEZVOUS = (
     ),
     OptionSpec(
         "scheduler", Group.RENDEZVOUS, "NAME", "whose word fills in the rest: auto, none, a name",
-        values.one_of("auto", "none", "mpi", "slurm", "lsf", "pbs", "kubernetes"), default="auto", default_text="auto",
+        _scheduler, default="auto", default_text="auto",
     ),
     OptionSpec(
         "token-file", Group.RENDEZVOUS, "FILE", "holds the job's secret", default_text="ELAUNCH_TOKEN, else made",

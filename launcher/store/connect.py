@@ -163,8 +163,8 @@ def _check_head(options: Options, planned: Planned) -> None:
     cluster = planned.cluster
     if not (planned.at_its_head and planned.plan.is_head and cluster) or understand(options.rdzv_conf).is_host:
         return
-    # Of pods the head may be named by a service, which is no host's address.
-    if cluster.scheduler.startswith("Kubernetes"):
+    # Pods may know their head by the name of a service, which is no host's address.
+    if cluster.is_of_pods:
         return
     with suppress(NoAddress):
         if cluster.head and whose(cluster.head) is Whose.ANOTHERS:

@@ -25,7 +25,6 @@ def variables(
     local_rank: int = 1,
     *,
     agent_store: bool = True,
-    inherited: dict[str, str] | None = None,
     table: RankTable = TABLE,
     memory: str = "/dev/shm/mine",
 ) -> dict[str, str]:
@@ -33,13 +32,9 @@ def variables(
         table,
         group_rank,
         local_rank,
-        run_id="job",
-        max_restarts=3,
         agent_store=agent_store,
         error_file="/run/error.json",
         memory=memory,
-        signals=("SIGTERM", "SIGINT"),
-        inherited=inherited or {},
     )
 
 
@@ -57,12 +52,8 @@ def test_a_worker_gets_torchruns_variables_and_its_generation() -> None:
         "MASTER_ADDR": "host-a",
         "MASTER_PORT": "29511",
         "TORCHELASTIC_RESTART_COUNT": "2",
-        "TORCHELASTIC_MAX_RESTARTS": "3",
-        "TORCHELASTIC_RUN_ID": "job",
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_ERROR_FILE": "/run/error.json",
-        "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT",
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
         "ELAUNCH_GENERATION": "4",
         "ELAUNCH_MEMORY": "/dev/shm/mine",
     }
@@ -88,18 +79,8 @@ def test_the_ranks_of_a_role_are_counted_over_its_own_nodes() -> None:
     assert [last[name] for name in names] == ["trainer", "4", "5", "5", "6"]
 
 
-def test_the_error_handling_that_the_user_chose_for_nccl_stays() -> None:
-    inherited = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"}
-
-    assert variables(inherited=inherited)["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "3"
-
-
 def test_without_a_worker_store_of_its_own_rank_0_hosts_it() -> None:
     assert variables(agent_store=False)["TORCHELASTIC_USE_AGENT_STORE"] == "False"
-
-
-def test_what_is_inherited_is_not_repeated() -> None:
-    assert "HOME" not in variables(inherited={"HOME": "/home/u"})
 
 
 @pytest.mark.parametrize(
@@ -135,7 +116,8 @@ def test_a_job_that_a_worker_hands_in_inherits_nothing_of_the_workers_job() -> N
         "ELAUNCH_TOKEN": "0123456789abcdef",
     }
     named = {"PET_RUN_ID": "job", "PET_NNODES": "4", "PET_RDZV_ENDPOINT": "node0", "ELAUNCH_MARKER": "c0ffee"}
-    worker = {**users, **named, **variables(), "ELAUNCH_LINK": "3"}
+    of_all = dict.fromkeys(("TORCHELASTIC_RUN_ID", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_SIGNALS_TO_HANDLE"), "x")
+    worker = {**users, "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", **named, **of_all, **variables(), "ELAUNCH_LINK": "3"}
 
     inherited = outside(worker)
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from elaunch.agent.guardian.guardian import JOB_VARIABLES, Kin
 from elaunch.launcher.agent_config import agent_config
 from elaunch.launcher.cluster.cluster import Cluster, line
-from elaunch.launcher.cluster.detect import SCHEDULERS, detect
 from elaunch.launcher.cluster.fill_in import concerning, settle
-from elaunch.launcher.cluster.hostlist import HOSTS_MAX, expand
+from elaunch.launcher.cluster.schedulers.hostlist import HOSTS_MAX, expand
+from elaunch.launcher.cluster.schedulers.registry import SCHEDULERS, detect
 from elaunch.launcher.errors import SiteError, UsageError
 from elaunch.launcher.options import values
 from elaunch.launcher.options.endpoints import endpoints
@@ -184,6 +184,9 @@ SCHEDULER_VARIABLES = {
         "MPI_LOCALNRANKS", "PMIX_RANK", "PMIX_NAMESPACE", "MASTER_ADDR", "SLURM_JOB_NODELIST", "PBS_NODEFILE",
         "PALS_APID",
         "LSB_MCPU_HOSTS", "LSB_HOSTS",
+    ),
+    "flux": (
+        "FLUX_JOB_ID", "FLUX_JOB_ID_PATH", "FLUX_TASK_RANK", "FLUX_JOB_NNODES", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID",
     ),
     "lsf": (
         "LSB_JOBID", "LSB_JOBINDEX", "LSB_MCPU_HOSTS", "LSB_HOSTS", "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_LOCAL_RANK",

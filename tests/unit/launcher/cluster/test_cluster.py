@@ -7,15 +7,16 @@ from dataclasses import replace
 import pytest
 
 from elaunch.launcher.agent_config import agent_config
-from elaunch.launcher.cluster import detect as detecting
-from elaunch.launcher.cluster.cluster import Cluster, line, port_of
+from elaunch.launcher.cluster.cluster import Cluster, line, port_of, port_of_name
 from elaunch.launcher.cluster.fill_in import concerning, settle
-from elaunch.launcher.cluster.hostlist import expand
+from elaunch.launcher.cluster.schedulers import registry
+from elaunch.launcher.cluster.schedulers.hostlist import expand
 from elaunch.launcher.errors import UsageError
 from elaunch.launcher.options.options import HelpRequested, Options, parse
 from elaunch.launcher.resources import HostResources
 from elaunch.launcher.store.plan import Planned, plan
 from elaunch.rendezvous.endpoint import Endpoint
+from tests.harness import REPOSITORY
 
 # What a task of `srun -N4 --ntasks-per-node=2` was seen to have (Slurm 22.05).
 SLURM = {
@@ -31,6 +32,17 @@ SLURM = {
     "SLURM_STEP_NODELIST": "node[0-3]",
     "SLURM_STEP_NUM_NODES": "4",
     "SLURM_STEP_TASKS_PER_NODE": "2(x4)",
+}
+# What a task of `flux run -N4 --tasks-per-node=1` was seen to have (flux-core 0.88.0).
+FLUX = {
+    "FLUX_JOB_ID": "ƒEjrGHTb",
+    "FLUX_JOB_ID_PATH": "/ƒEjrGHTb",
+    "FLUX_JOB_NNODES": "4",
+    "FLUX_JOB_SIZE": "4",
+    "FLUX_TASK_LOCAL_ID": "0",
+    "FLUX_TASK_RANK": "2",
+    "PMI_RANK": "2",
+    "PMI_SIZE": "4",
 }
 OMPI = {
     "OMPI_COMM_WORLD_RANK": "4",
@@ -50,7 +62,7 @@ def no_file(path: str) -> str:
 def detect(
     choice: str = "auto", hostname: str = "here", files: dict[str, str] | None = None, **environ: str
 ) -> Cluster:
-    found = detecting.detect(choice, environ, hostname, (files or {}).__getitem__ if files else no_file)
+    found = registry.detect(choice, environ, hostname, (files or {}).__getitem__ if files else no_file)
     assert found
     return found
 
@@ -99,7 +111,9 @@ def test_what_is_no_list_of_hosts_is_refused(text: str) -> None:
 
 
 def test_a_task_of_srun_knows_its_job() -> None:
-    assert of_slurm() == Cluster(
+    found = of_slurm()
+
+    assert found == Cluster(
         "Slurm",
         nodes=(4, 4),
         node_index=1,
@@ -110,7 +124,13 @@ def test_a_task_of_srun_knows_its_job() -> None:
         task=1,
         tasks=2,
         sources=("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_STEP_NODELIST", "SLURM_NODEID"),
+        signals_workers=True,
+        head_query=found.head_query,
+        cores_option="--cpus-per-task",
+        gpus_way_out=found.gpus_way_out,
     )
+    assert found.head_query
+    assert found.head_query.command == ("scontrol", "--oneliner", "show", "node", "node0")
 
 
 def test_what_was_detected_is_one_line() -> None:
@@ -211,6 +231,101 @@ def test_variables_that_make_no_sense_are_a_sentence(changes: dict[str, str]) ->
         of_slurm(**changes)
 
 
+# --- Flux
+
+
+def test_a_task_of_flux_run_knows_its_job_and_asks_for_the_head() -> None:
+    found = detect(**FLUX)
+
+    assert (found.scheduler, found.nodes, found.node_index, found.head) == ("Flux", (4, 4), 2, None)
+    assert (found.run_id, found.head_port) == ("flux-EjrGHTb", port_of_name("flux-EjrGHTb"))
+    assert (found.workers, found.task, found.tasks) == (None, 0, 1)
+    assert found.head_query
+    assert found.head_query.command == ("flux", "job", "info", "ƒEjrGHTb", "R")
+    assert detect(**{**FLUX, "FLUX_JOB_NNODES": "1", "FLUX_JOB_SIZE": "1", "FLUX_TASK_RANK": "0"}).head_query is None
+
+
+@pytest.mark.parametrize(
+    ("said", "head"),
+    [
+        ('{"version": 1, "execution": {"R_lite": [], "nodelist": ["node[3-6]"]}}', "node3"),
+        ('{"version": 1, "execution": {"R_lite": [], "nodelist": ["b", "a"]}}', "b"),
+        ('{"version": 1, "execution": {"nodelist": []}}', None),
+        ('{"version": 1, "execution": {"nodelist": ["n["]}}', None),
+        ("", None),
+    ],
+)
+def test_the_head_is_the_first_host_of_a_jobs_resources(said: str, head: str | None) -> None:
+    query = detect(**FLUX).head_query
+
+    assert query
+    assert query.answer(said) == head
+
+
+@pytest.mark.parametrize(("rank", "index"), [("0", 0), ("2", None)])
+def test_of_several_tasks_of_flux_on_a_node_one_is_the_agent(rank: str, index: int | None) -> None:
+    several = {"FLUX_JOB_NNODES": "2", "FLUX_TASK_RANK": rank}
+
+    found = [detect(**{**FLUX, **several, "FLUX_TASK_LOCAL_ID": task}) for task in ("0", "1")]
+
+    assert [(cluster.workers, cluster.task, cluster.tasks) for cluster in found] == [(2, 0, 2), (2, 1, 2)]
+    assert found[0].node_index == index
+
+
+@pytest.mark.parametrize("uneven", [{"FLUX_JOB_SIZE": "6"}, {"FLUX_JOB_SIZE": "8", "FLUX_TASK_LOCAL_ID": "2"}])
+def test_tasks_that_nodes_do_not_share_evenly_are_a_sentence(uneven: dict[str, str]) -> None:
+    with pytest.raises(UsageError, match=r"FLUX_JOB_SIZE=.* not shared evenly .*--tasks-per-node=1"):
+        detect(**{**FLUX, **uneven})
+
+
+@pytest.mark.parametrize(
+    ("job", "path", "run_id"),
+    [
+        ("ƒEjrGHTb", "", "flux-EjrGHTb"),
+        ("fEjrGHTb", "/fEjrGHTb", "flux-EjrGHTb"),
+        # A locale that is not UTF-8.
+        ("\udcc6\udc92EjrGHTb", "", "flux-EjrGHTb"),
+        # In a batch job.
+        ("ƒDCB6RV", "/ƒD2e73NP/ƒDCB6RV", "flux-D2e73NP-DCB6RV"),
+        ("ƒf2", "", "flux-f2"),
+        ("ff2", "", "flux-f2"),
+    ],
+)
+def test_a_job_of_flux_has_its_number_without_the_letter_that_few_can_type(job: str, path: str, run_id: str) -> None:
+    assert detect(**{**FLUX, "FLUX_JOB_ID": job, "FLUX_JOB_ID_PATH": path}).run_id == run_id
+
+
+def test_what_is_no_number_of_a_job_of_flux_is_a_sentence() -> None:
+    with pytest.raises(UsageError, match=r"FLUX_JOB_ID=.* is no number of a job; .*--scheduler none"):
+        detect(**{**FLUX, "FLUX_JOB_ID": "a\nb", "FLUX_JOB_ID_PATH": ""})
+
+
+def test_where_flux_does_not_tell_the_head_the_user_has_to() -> None:
+    several, one = (
+        detect(**FLUX),
+        detect(**{**FLUX, "FLUX_JOB_NNODES": "1", "FLUX_JOB_SIZE": "1", "FLUX_TASK_RANK": "0"}),
+    )
+
+    with pytest.raises(UsageError, match=r"flux must be on the PATH of the job's tasks, or give --rdzv-endpoint"):
+        concerning(options_of(), several, {})
+    assert concerning(options_of("--rdzv-endpoint", "node0:2379"), several, {}) == several
+    assert concerning(options_of(), several, {"ELAUNCH_ENDPOINT": "etcd:2379"}) == several
+    assert concerning(options_of("--nnodes", "1"), several, {}) == several
+    assert concerning(options_of(), one, {}) == one
+    assert concerning(options_of(), replace(several, head="node0"), {}).head == "node0"
+
+
+def test_flux_is_nearer_than_the_slurm_that_it_runs_in_and_mpirun_is_nearer_than_both() -> None:
+    assert detect(**SLURM, **FLUX).scheduler == "Flux"
+    assert detect(**SLURM, **FLUX, **OMPI).scheduler == "Open MPI"
+    # Flux's plug-in for PMIx.
+    assert detect(**FLUX, PMIX_RANK="2", PMIX_NAMESPACE="x").scheduler == "Flux"
+
+
+def test_the_script_of_a_batch_job_of_flux_is_no_task() -> None:
+    assert registry.detect("auto", {"FLUX_URI": "local:///run/flux/local"}, "here", no_file) is None
+
+
 # --- the others
 
 
@@ -288,9 +403,19 @@ def test_a_task_of_pbs_that_knows_no_nodes_is_no_job_of_its_own() -> None:
         detect(PBS_JOBID="12.server", PBS_TASKNUM="3", PBS_NODEFILE="/aux/12")
 
 
+def test_each_scheduler_can_be_named_and_is_on_its_page() -> None:
+    page = (REPOSITORY / "docs" / "mpi.md").read_text()
+
+    for name in registry.SCHEDULERS:
+        assert options_of("--scheduler", name).scheduler == name
+        assert f"`{name}`" in page
+    with pytest.raises(UsageError, match=f"is not one of auto, none, {', '.join(registry.SCHEDULERS)}"):
+        options_of("--scheduler", "slrum")
+
+
 def test_nobody_said_anything() -> None:
-    assert detecting.detect("auto", {"HOME": "/root"}, "here", no_file) is None
-    assert detecting.detect("none", SLURM, "here", no_file) is None
+    assert registry.detect("auto", {"HOME": "/root"}, "here", no_file) is None
+    assert registry.detect("none", SLURM, "here", no_file) is None
     with pytest.raises(UsageError, match="--scheduler lsf finds none of its variables"):
         detect("lsf", **SLURM)
 
@@ -390,8 +515,9 @@ def test_workers_that_share_the_one_cpu_of_a_task_are_told() -> None:
     [
         # A shell could not undo it.
         (of_slurm(), ("--no-python",), (10,), ()),
-        # Of mpirun each process gets it from its own.
+        # Of mpirun each process gets it from its own; Flux signals the agent's process group alone.
         (detect(**OMPI, MASTER_ADDR="host9"), (), (10,), ()),
+        (replace(detect(**FLUX), head="host9"), (), (10,), ()),
         (of_slurm(), ("--signals-to-handle", "SIGTERM,SIGUSR1"), (10,), ()),
         (of_slurm(), ("--signals-to-handle", "SIGTERM,SIGUSR2,SIGUSR1"), (12, 10), ()),
     ],

@@ -7,7 +7,7 @@ import pytest
 from elaunch.launcher.agent_config import agent_config
 from elaunch.launcher.cluster.cluster import Cluster
 from elaunch.launcher.cluster.fill_in import settle
-from elaunch.launcher.cluster.kubernetes import HOSTS, detect
+from elaunch.launcher.cluster.schedulers.kubernetes import HOSTS, detect
 from elaunch.launcher.errors import UsageError
 from elaunch.launcher.store.plan import plan
 from tests.unit.launcher.cluster.test_cluster import CPU_HOST, no_file, options_of, planned

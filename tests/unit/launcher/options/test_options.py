@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from elaunch.agent.config import AgentConfig, NumaBinding, StreamChoice, Streams
-from elaunch.launcher.agent_config import DEFAULT_PRELOAD, RANK_VARIABLES, agent_config
+from elaunch.launcher.agent_config import DEFAULT_PRELOAD, RANK_VARIABLES, agent_config, with_network
 from elaunch.launcher.options.help import help_text, markdown
 from elaunch.launcher.options.options import HelpRequested, Options, UsageError, parse
 from elaunch.launcher.options.secret_file import read_secret
@@ -314,6 +314,18 @@ def test_workers_inherit_the_environment_without_the_variables_of_an_outer_launc
     assert environment["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "1"
     kept = config_of("t.py", TORCH_NCCL_ASYNC_ERROR_HANDLING="3").environment
     assert kept["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "3"
+
+
+def test_what_options_and_the_network_set_for_all_workers_is_one_map() -> None:
+    config = config_of("--run-id", "a", "--max-restarts", "5", "t.py", GLOO_SOCKET_IFNAME="mine")
+
+    assert config.worker_env == {
+        "TORCHELASTIC_RUN_ID": "a",
+        "TORCHELASTIC_MAX_RESTARTS": "5",
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
+    }
+    found = with_network(config, {"GLOO_SOCKET_IFNAME": "eth0", "OTHER": "x"}).worker_env
+    assert found == {**config.worker_env, "OTHER": "x"}
 
 
 def test_a_given_master_port_is_the_port_and_none_is_a_fresh_one() -> None:

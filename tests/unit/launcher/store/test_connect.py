@@ -56,13 +56,14 @@ def test_who_says_that_this_is_the_host_is_believed() -> None:
     assert is_served_by("--master-addr", ANOTHERS, "--node-rank", "0", "--rdzv-conf", "is_host=1")
 
 
-@pytest.mark.parametrize(("scheduler", "is_refused"), [("Open MPI", True), ("Kubernetes Job", False)])
-def test_a_head_that_is_not_where_node_0_is_is_a_sentence(scheduler: str, is_refused: bool) -> None:
-    cluster = Cluster(scheduler, (2, 2), node_index=0, head=ANOTHERS, head_port=free_ports(1)[0], run_id="mpi-1")
+@pytest.mark.parametrize(("scheduler", "is_of_pods"), [("Open MPI", False), ("Kubernetes Job", True)])
+def test_a_head_that_is_not_where_node_0_is_is_a_sentence(scheduler: str, is_of_pods: bool) -> None:
+    port = free_ports(1)[0]
+    cluster = Cluster(scheduler, (2, 2), 0, head=ANOTHERS, head_port=port, run_id="mpi-1", is_of_pods=is_of_pods)
     options, planned = at_its_head(cluster)
 
     refusal = pytest.raises(UsageError, match=f"is said to be {ANOTHERS}, .*-x MASTER_ADDR=")
-    with refusal if is_refused else nullcontext():
+    with nullcontext() if is_of_pods else refusal:
         reach(options, planned, print).close()
 
 

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.launcher.cluster.cluster import Cluster
 from elaunch.launcher.cluster.head_address import reachable
 from elaunch.launcher.cluster.home_key import token_at_home
+from elaunch.launcher.cluster.schedulers.registry import detect
 from elaunch.launcher.errors import SiteError
 from elaunch.launcher.store import munge, token_handover
 from elaunch.launcher.store.token_handover import AnotherJob, Meeting, Offer, fetch
@@ -334,4 +334,26 @@ def test_a_head_whose_name_is_no_hosts_has_the_address_that_slurm_knows(
     (tmp_path / "scontrol").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
 
-    assert reachable(Cluster("Slurm", head=head)).head == found
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_NODES": "2"}
+    cluster = detect("slurm", {**slurm, "SLURM_STEP_NODELIST": head}, "here", lambda _: "")
+
+    assert cluster
+    assert reachable(cluster).head == found
+
+
+@pytest.mark.parametrize(
+    ("script", "head"),
+    [("""echo '{"execution": {"nodelist": ["node[3-4]"]}}'""", "node3"), ("exit 1", None), (None, None)],
+)
+def test_the_head_of_a_job_of_flux_is_asked_of_flux(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str | None, head: str | None
+) -> None:
+    if script:
+        (tmp_path / "flux").write_text(f"#!/bin/sh\n[ \"$*\" = 'job info f1 R' ] && {script}\n")
+        (tmp_path / "flux").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin" if script else str(tmp_path))
+    task = {"FLUX_JOB_ID": "f1", "FLUX_TASK_RANK": "0", "FLUX_JOB_SIZE": "2", "FLUX_JOB_NNODES": "2"}
+
+    cluster = detect("flux", task, "here", lambda _: "")
+    assert cluster
+    assert reachable(cluster).head == head

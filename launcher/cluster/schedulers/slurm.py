@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
-from elaunch.launcher.cluster.cluster import Cluster, number, port_of, used
-from elaunch.launcher.cluster.hostlist import of_slurm
+from elaunch.launcher.cluster.cluster import Cluster, HeadQuery, number, port_of, used
+from elaunch.launcher.cluster.schedulers.hostlist import of_slurm
 
 # Above are the steps that are no steps: a batch script's, an interactive shell's.
 _STEP_MAX = 0xFFFF_FFF0
 # Of each step of a job its own port, and of each job in a row.
 _STEPS_APART = 7
+_SLURM = Cluster("Slurm", signals_workers=True, cores_option="--cpus-per-task")
 
 
 def detect(environ: Mapping[str, str], hostname: str, read: Callable[[str], str]) -> Cluster | None:
@@ -35,11 +37,12 @@ def detect(environ: Mapping[str, str], hostname: str, read: Callable[[str], str]
     tasks = _tasks_here(environ, index)
     gpus = gpus_here(environ, nodes, tasks)
     hosts = of_slurm(environ, "SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST")
-    return Cluster(
-        "Slurm",
+    head = next(iter(hosts), None) if nodes > 1 else None
+    return replace(
+        _SLURM,
         nodes=(nodes, nodes),
         node_index=index,
-        head=next(iter(hosts), None) if nodes > 1 else None,
+        head=head,
         head_port=port_of(job * _STEPS_APART + step),
         workers=gpus or (tasks if tasks > 1 else None),
         gpus=gpus,
@@ -49,7 +52,18 @@ def detect(environ: Mapping[str, str], hostname: str, read: Callable[[str], str]
         task=number(environ, "SLURM_LOCALID") or 0,
         tasks=tasks,
         sources=used(environ, "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_STEP_NODELIST", "SLURM_NODEID"),
+        head_query=HeadQuery(("scontrol", "--oneliner", "show", "node", head), _node_address) if head else None,
+        gpus_way_out=(
+            f"start one task on each node with all of them (srun --ntasks-per-node=1 --gpus-per-node={gpus} elaunch …),"
+            " or add --gpu-bind=none to srun"
+        ),
     )
+
+
+def _node_address(said: str) -> str | None:
+    """The address in what `scontrol show node` prints: a node's name in Slurm need be no host's."""
+    found = re.search(r"\bNodeAddr=(\S+)", said)
+    return found[1] if found else None
 
 
 def _job_name(environ: Mapping[str, str], job: int) -> str:
@@ -65,7 +79,7 @@ def _shell(environ: Mapping[str, str], job: int, name: str) -> Cluster:
         if nodes > 1
         else ""
     )
-    return Cluster("Slurm", run_id=name, sources=used(environ, "SLURM_JOB_ID"), note=note)
+    return replace(_SLURM, run_id=name, sources=used(environ, "SLURM_JOB_ID"), note=note)
 
 
 def _is_of_another_job(environ: Mapping[str, str]) -> bool:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from elaunch.launcher.cluster import kubernetes, lsf, mpi, pbs, slurm
 from elaunch.launcher.cluster.cluster import Cluster, Detect, check
+from elaunch.launcher.cluster.schedulers import flux, kubernetes, lsf, mpi, pbs, slurm
 from elaunch.launcher.errors import UsageError
 
-# The innermost first: mpirun runs inside of an allocation, and a Slurm's nodes may be pods.
+# The innermost first: mpirun runs inside of an allocation, Flux too, and a Slurm's nodes may be pods.
 SCHEDULERS: Mapping[str, Detect] = {
     "mpi": mpi.detect,
+    "flux": flux.detect,
     "slurm": slurm.detect,
     "lsf": lsf.detect,
     "pbs": pbs.detect,

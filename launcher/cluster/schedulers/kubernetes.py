@@ -41,7 +41,7 @@ def detect(environ: Mapping[str, str], hostname: str, read: Callable[[str], str]
 
 def _cluster(kind: str, index: int, named: tuple[str | None, str | None], sources: tuple[str, ...]) -> Cluster:
     head, run_id = named
-    return Cluster(kind, node_index=index, head=head, run_id=run_id, sources=sources)
+    return Cluster(kind, node_index=index, head=head, run_id=run_id, sources=sources, is_of_pods=True)
 
 
 def _of_operator(environ: Mapping[str, str]) -> Cluster:
@@ -52,6 +52,7 @@ def _of_operator(environ: Mapping[str, str]) -> Cluster:
         nodes=_nodes(nodes) if nodes else None,
         node_index=number(environ, "PET_NODE_RANK"),
         sources=used(environ, "PET_NNODES", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_RDZV_ENDPOINT"),
+        is_of_pods=True,
     )
 
 
@@ -79,6 +80,7 @@ def _of_leader_worker_set(environ: Mapping[str, str], hostname: str) -> Cluster:
         head=head,
         run_id=_run_id(leader, domain),
         sources=used(environ, "LWS_LEADER_ADDRESS", "LWS_GROUP_SIZE", "LWS_WORKER_INDEX"),
+        is_of_pods=True,
     )
 
 

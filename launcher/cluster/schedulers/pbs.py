@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from elaunch.launcher.cluster.cluster import Cluster, number, port_of_name, used
-from elaunch.launcher.cluster.hostlist import of_lines, place_of
+from elaunch.launcher.cluster.schedulers.hostlist import of_lines, place_of
 
 
 def detect(environ: Mapping[str, str], hostname: str, read: Callable[[str], str]) -> Cluster | None:

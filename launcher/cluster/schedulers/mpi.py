@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from elaunch.launcher.cluster.cluster import Cluster, number, port_of_name, used
-from elaunch.launcher.cluster.hostlist import of_lines, of_lsf, of_slurm
+from elaunch.launcher.cluster.schedulers.hostlist import of_lines, of_lsf, of_slurm
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,9 @@ def detect(environ: Mapping[str, str], hostname: str, read: Callable[[str], str]
 
 
 def _of_pmix(environ: Mapping[str, str]) -> Cluster | None:
-    """A launcher that sets PMIx's variables only, as `prun`. Those of `srun --mpi=pmix` are beside Slurm's own."""
+    """A launcher that sets PMIx's variables only, as `prun`. Slurm and Flux set their own beside these."""
     rank = number(environ, "PMIX_RANK")
-    if rank is None or "SLURM_STEP_ID" in environ or "SLURM_STEPID" in environ:
+    if rank is None or not environ.keys().isdisjoint(("SLURM_STEP_ID", "SLURM_STEPID", "FLUX_TASK_RANK")):
         return None
     if rank > 0:
         raise ValueError(

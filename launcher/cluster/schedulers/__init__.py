@@ -1,0 +1,1 @@
+"""What each scheduler says in its variables: one module for each scheduler, and the registry of them all."""
