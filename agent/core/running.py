@@ -167,15 +167,16 @@ def _exited_while_stopping(agent: Agent, stopping: Stopping, event: WorkerExited
         stopping = replace(stopping, others=(*stopping.others, event.failure))
         return go_on_stopping(agent, stopping)
     generation = agent.snapshot.generation
-    if stopping.then and not stopping.is_broken and event.local_rank not in stopping.words.stopped:
+    is_asked = not (stopping.is_broken or stopping.killed)
+    if stopping.then and is_asked and event.local_rank not in stopping.words.stopped:
         # Whoever was asked to stop after a step waits for this one in vain.
         return stop_broken(agent, stopping)
     if stopping.then or generation is None or not _is_own_doing(event.failure):
         return go_on_stopping(agent, stopping)
     stopping = replace(stopping, failure=event.failure)
     actions = (Commit(entering.fail(agent.snapshot, agent.me, event.failure)), Say(event.failure.sentence))
-    if generation.kind.is_urgent:
-        # Another node spoke first; it may have told of nothing but this end.
+    if stopping.killed or generation.kind.is_urgent:
+        # The others have SIGKILL; or another node spoke first, and may have told of nothing but this end.
         return go_on_stopping(agent, stopping, actions)
     # It was to stop for a join or a leave; now its peers wait for it in vain, and must be told to hurry.
     return stop_broken(agent, stopping.hurried(now_s, agent.times.failure_grace_s), actions)

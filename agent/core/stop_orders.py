@@ -153,7 +153,7 @@ def stopped(agent: Agent, event: WorkerStopped, now_s: float) -> Agent:
             return replace(agent, phase=replace(running, words=_with_stopped(words, event.local_rank)))
         case Stopping(table=table, words=words) as stopping if table.generation == event.generation:
             stopping = replace(stopping, words=_with_stopped(words, event.local_rank))
-            if stopping.boundary_until_s is not None and not stopping.on_the_way:
+            if stopping.live and stopping.boundary_until_s is not None and not stopping.on_the_way:
                 # From here on they only save.
                 stopping = replace(stopping, boundary_until_s=None).hurried(now_s, agent.times.stop_grace_s)
             return replace(agent, phase=stopping)

@@ -90,6 +90,8 @@ def _asked_to_stop(agent: Agent, event: Signalled, now_s: float) -> Step:
             stopping = replace(stopping, then=outcome)
             if not live:
                 return replace(agent, phase=replace(stopping, kill_at_s=now_s + LAST_WORDS_S)), farewell
+            if stopping.killed:
+                return replace(agent, phase=stopping), farewell
             stopping = stopping.hurried(now_s, agent.times.stop_grace_s)
             return stop_at_boundary(agent, stopping, reason, event.signum, farewell)
         case Stopping(then=None, done=True, summons=summons) as stopping if not summons or event.signum == SIGINT:

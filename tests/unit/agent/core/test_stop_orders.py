@@ -741,3 +741,14 @@ def test_a_node_that_leaves_has_the_others_stop_after_the_same_step() -> None:
     assert tell(LEAVE, 0, 1, 2) in second.all_acted
     assert isinstance(second.agent.phase, Stopping)
     assert not [action for action in second.all_acted if isinstance(action, SignalWorkers)]
+
+
+def test_killed_workers_are_told_of_no_failure() -> None:
+    driver = started()
+    listening(driver)
+    for _ in range(2):
+        driver.happen(Signalled(INT, "SIGINT"))
+
+    told = driver.exits(0, 1, FailureKind.EXCEPTION)
+
+    assert told == []

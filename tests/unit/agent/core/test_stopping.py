@@ -102,6 +102,22 @@ def test_a_fork_server_that_does_not_report_killed_workers_is_replaced() -> None
     assert [f.kind for f in driver.snapshot.failures[0]] == [FailureKind.EXIT_CODE]
 
 
+def test_killed_workers_get_no_other_signal_when_the_node_is_asked_to_leave() -> None:
+    driver = started()
+    driver.exits(1, 3)
+    driver.now_s += FAILURE_GRACE_S
+    driver.happen(Tick())
+
+    leaving = driver.happen(Signalled(TERM, "SIGTERM"))
+
+    assert leaving == []
+    assert {type(action) for action in driver.acted} == {Commit}
+    driver.exits(0, -KILL, FailureKind.SIGNAL)
+    driver.exits(2, -KILL, FailureKind.SIGNAL)
+    driver.happen(cleared(0))
+    assert driver.outcome.exit_code == 128 + TERM
+
+
 # --- signals
 
 
