@@ -12,28 +12,24 @@ from dataclasses import replace
 from functools import partial
 
 from elaunch.agent.config import AgentConfig
-from elaunch.agent.core.events import (
+from elaunch.agent.core.actions import (
     Action,
     Clear,
-    Cleared,
     Commit,
-    Committed,
-    Event,
     Exit,
     Join,
-    OwnStoreLost,
     Renew,
     ReplaceForkServer,
     Say,
     SignalWorkers,
     Spawn,
-    Tag,
     TakeStacks,
     TellWorkers,
-    Tick,
     Widen,
 )
-from elaunch.agent.core.state import Agent, Exited, Running, Stopping
+from elaunch.agent.core.events import Cleared, Committed, Event, OwnStoreLost, Tag, Tick
+from elaunch.agent.core.phases import Clearing, Exited, Running, Stopping
+from elaunch.agent.core.state import Agent
 from elaunch.agent.core.step import deadline_s, step
 from elaunch.agent.forkserver.client import ForkServer
 from elaunch.agent.guardian.client import Guard
@@ -260,7 +256,7 @@ class Loop:
 
     @property
     def _is_ending(self) -> bool:
-        return isinstance(self._agent.phase, Stopping) and self._agent.phase.then is not None
+        return isinstance(self._agent.phase, (Stopping, Clearing)) and self._agent.phase.then is not None
 
     @property
     def _group_now(self) -> Group:

@@ -20,23 +20,8 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 
 from bench.counting import Counting, Tally
-from elaunch.agent.core.events import (
-    Action,
-    Clear,
-    Cleared,
-    Commit,
-    Committed,
-    Event,
-    Join,
-    Renew,
-    Say,
-    SignalWorkers,
-    Spawn,
-    Tag,
-    Tick,
-    Widen,
-    WorkerExited,
-)
+from elaunch.agent.core.actions import Action, Clear, Commit, Join, Renew, Say, SignalWorkers, Spawn, Widen
+from elaunch.agent.core.events import Cleared, Committed, Event, Tag, Tick, WorkerExited
 from elaunch.agent.core.state import Agent
 from elaunch.agent.core.step import deadline_s, step
 from elaunch.agent.inbox import LookAgain

@@ -1,4 +1,4 @@
-"""What can happen to an agent, and what it can do about it."""
+"""What can happen to an agent."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-from elaunch.agent.core.messages import Message
 from elaunch.rendezvous.rules.snapshot import Snapshot
-from elaunch.rendezvous.store import Txn
-from elaunch.rendezvous.types import Failure, Outcome, RankTable
+from elaunch.rendezvous.types import Failure
 
 
 class Tag(Enum):
@@ -219,107 +217,3 @@ StoreEvent = Looked | Leased | LeaseLost | Committed | StoreAway | StoreRefuses 
 LinkEvent = WorkerRaised | WorkerListens | WorkerSaving | WorkerSaved | WorkerStopped
 WorkerEvent = LinkEvent | WorkerExited | Reported | WorkersHung | ServiceLost | Cleared
 Event = StoreEvent | OwnStoreLost | WorkerEvent | Signalled | Tick
-
-
-@dataclass(frozen=True)
-class Commit:
-    """Write to the store, after all that was written before; a tagged one is answered by `Committed`.
-
-    An untagged one needs no answer: the next look shows what happened.
-    """
-
-    txn: Txn
-    tag: Tag | None = None
-
-
-@dataclass(frozen=True)
-class Join:
-    """Reserve a port and put this node's `joined` key for the newest generation; answered by `Committed`.
-
-    `is_member` as in `entering.join`.
-    """
-
-    lease: int
-    is_member: bool
-    progressed: bool
-
-
-@dataclass(frozen=True)
-class Renew:
-    """Let go of the lease, if there is one, and begin another; answered by `Leased`."""
-
-
-@dataclass(frozen=True)
-class Widen:
-    """Look at all keys of the job from now on, not only at those under `ctl/`."""
-
-
-@dataclass(frozen=True)
-class Spawn:
-    """Start this node's workers."""
-
-    table: RankTable
-    group_rank: int
-
-
-@dataclass(frozen=True)
-class SignalWorkers:
-    """Signal the workers of these local ranks."""
-
-    generation: int
-    local_ranks: frozenset[int]
-    signum: int
-
-
-@dataclass(frozen=True)
-class TellWorkers:
-    """Say it to the workers of these local ranks, which listen on their links."""
-
-    generation: int
-    local_ranks: frozenset[int]
-    message: Message
-
-
-@dataclass(frozen=True)
-class TakeStacks:
-    """Have the workers of these local ranks show in the log what they are doing; answered by `WorkersHung`.
-
-    Those in `listening` do so themselves. `quiet_s` is how long they have reported nothing.
-    """
-
-    generation: int
-    local_ranks: frozenset[int]
-    listening: frozenset[int]
-    quiet_s: float
-
-
-@dataclass(frozen=True)
-class Clear:
-    """End what is left of a generation on this node and collect its output; answered by `Cleared`."""
-
-    generation: int
-
-
-@dataclass(frozen=True)
-class ReplaceForkServer:
-    """End a fork server that does not answer, and its workers; answered by `ServiceLost`."""
-
-    generation: int
-
-
-@dataclass(frozen=True)
-class Say:
-    """One sentence for the log."""
-
-    text: str
-
-
-@dataclass(frozen=True)
-class Exit:
-    """The agent's work is done."""
-
-    outcome: Outcome
-
-
-ToWorkers = SignalWorkers | TellWorkers | TakeStacks
-Action = Commit | Join | Renew | Widen | Spawn | ToWorkers | Clear | ReplaceForkServer | Say | Exit

@@ -4,31 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from elaunch.agent.core.events import (
-    Action,
-    Commit,
-    Committed,
-    Join,
-    Leased,
-    LeaseLost,
-    Renew,
-    Say,
-    Tag,
-    Widen,
-)
-from elaunch.agent.core.state import (
-    WORTH_A_WORD_S,
-    Agent,
-    Exited,
-    Finished,
-    Joining,
-    Misfit,
-    Phase,
-    Running,
-    Step,
-    Waiting,
-    exit_with,
-)
+from elaunch.agent.core.actions import Action, Commit, Join, Renew, Say, Widen
+from elaunch.agent.core.events import Committed, Leased, LeaseLost, Tag
+from elaunch.agent.core.phases import Finished, Joining, Phase, Running
+from elaunch.agent.core.state import WORTH_A_WORD_S, Agent, Misfit, Step, Waiting, exit_with
 from elaunch.rendezvous.rules.entering import become_leader, return_as_member, start_run, still_member
 from elaunch.rendezvous.rules.leading import lead
 from elaunch.rendezvous.types import Outcome, OutcomeKind, RankTable, Terms, host_of
@@ -64,8 +43,63 @@ def attend(agent: Agent, now_s: float) -> Step:
     return _lead(agent, now_s)
 
 
-def answered(agent: Agent, event: Committed) -> Agent:
-    """Take the store's answer."""
+def committed(agent: Agent, _phase: Phase, event: Committed, _now_s: float) -> Step:
+    """Take the store's answer to what this node wrote."""
+    return _answered(agent, event), ()
+
+
+def leased(agent: Agent, _phase: Phase, event: Leased, _now_s: float) -> Step:
+    """Take the new lease; a node with workers comes back by it as the same node."""
+    return agent.as_member(lease=event.lease, next_id=event.node_id), ()
+
+
+def lease_lost(agent: Agent, _phase: Phase, event: LeaseLost, now_s: float) -> Step:
+    """Begin another lease; nobody is declared lost for a while, as others may have been cut off, too."""
+    if event.lease != agent.membership.lease:
+        return agent, ()
+    agent = agent.as_member(lease=0, is_member=False, evicted=False)
+    agent = replace(agent, lossless_until_s=now_s + agent.times.amnesty_s)
+    return (agent, ()) if agent.is_going else (agent, (Renew(),))
+
+
+def with_own_id(agent: Agent) -> Agent:
+    """Without workers and keys the node comes back as a new one."""
+    member = agent.membership
+    if member.is_member or not member.next_id:
+        return agent
+    return replace(agent.as_member(next_id=""), me=replace(agent.me, node_id=member.next_id))
+
+
+def join_again(agent: Agent, ran: int) -> Agent:
+    """Back to joining, after the workers of generation `ran` are gone."""
+    return with_own_id(replace(agent, phase=Joining(ran=ran)))
+
+
+def belongs_to_run(agent: Agent) -> bool:
+    """Whether the run in the store is this node's.
+
+    The last look may still be the old run's, if this node has just started one over it.
+    """
+    return agent.membership.belongs and agent.snapshot.revision >= agent.membership.answered
+
+
+def loss_of_keys(agent: Agent) -> Outcome | None:
+    """How it ends if the job's keys were there and are gone."""
+    if agent.snapshot.generation is not None or agent.table_seen[0] < 0:
+        return None
+    why = f"the keys of job {agent.spec.run_id!r} are gone from the store"
+    return agent.outcome(OutcomeKind.UNKNOWN, why)
+
+
+def say_wait(agent: Agent, now_s: float) -> Step:
+    """Say what is waited for, where that takes long."""
+    waiting = agent.waiting
+    if waiting.due_s is None or now_s < waiting.due_s:
+        return agent, ()
+    return replace(agent, waiting=replace(waiting, due_s=None, said_s=now_s)), (Say(f"waiting for {waiting.text}"),)
+
+
+def _answered(agent: Agent, event: Committed) -> Agent:
     member = agent.membership
     if event.tag is not member.in_flight:
         return agent
@@ -90,46 +124,6 @@ def answered(agent: Agent, event: Committed) -> Agent:
         case Tag.STANDING:
             return agent.as_member(outvoted=False, evicted=not event.held and member.is_member)
     return agent
-
-
-def leased(agent: Agent, event: Leased) -> Agent:
-    agent = agent.as_member(lease=event.lease, next_id=event.node_id)
-    return adopt(agent) if isinstance(agent.phase, Joining) else agent
-
-
-def lease_lost(agent: Agent, event: LeaseLost, now_s: float) -> Step:
-    """Whoever finds its lease ended begins another; whether as the same node is the generation's to say.
-
-    It was cut off or stood still, and the others may have been with it: it waits for their return.
-    """
-    if event.lease != agent.membership.lease or isinstance(agent.phase, Exited):
-        return agent, ()
-    agent = agent.as_member(lease=0, is_member=False, evicted=False)
-    agent = replace(agent, lossless_until_s=now_s + agent.times.amnesty_s)
-    if isinstance(agent.phase, Joining):
-        agent = replace(agent, phase=replace(agent.phase, asked=-1))
-    return (agent, ()) if agent.is_going else (agent, (Renew(),))
-
-
-def adopt(agent: Agent) -> Agent:
-    """Without workers and keys the node comes back as a new one."""
-    member = agent.membership
-    if member.is_member or not member.next_id:
-        return agent
-    return replace(agent.as_member(next_id=""), me=replace(agent.me, node_id=member.next_id))
-
-
-def joining(agent: Agent, ran: int) -> Agent:
-    """Back to joining, after the workers of generation `ran` are gone."""
-    return adopt(replace(agent, phase=Joining(ran=ran)))
-
-
-def tick_waiting(agent: Agent, now_s: float) -> Step:
-    """Say what is waited for, where that takes long."""
-    waiting = agent.waiting
-    if waiting.due_s is None or now_s < waiting.due_s:
-        return agent, ()
-    return replace(agent, waiting=replace(waiting, due_s=None, said_s=now_s)), (Say(f"waiting for {waiting.text}"),)
 
 
 def _enter(agent: Agent, now_s: float) -> Step:

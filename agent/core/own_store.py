@@ -9,21 +9,25 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from elaunch.agent.core.events import OwnStoreLost, Say
-from elaunch.agent.core.state import Agent, Finished, Joining, Running, Step, Stopping, exit_with
+from elaunch.agent.core.actions import Say
+from elaunch.agent.core.events import OwnStoreLost
+from elaunch.agent.core.phases import Clearing, Finished, Joining, Running, Stopping, WorkersStopped
+from elaunch.agent.core.state import Agent, Step, exit_with
 from elaunch.rendezvous.types import OutcomeKind, RankTable
 
 
-def own_store_lost(agent: Agent, event: OwnStoreLost) -> Step:
-    # This store is not away for a time but gone: lines about its absence end here.
-    reach = replace(agent.reach, failing_since_s=None, unsaid_until_s=None, is_said=False)
-    agent, actions = without_own_store(replace(agent, store_gone=event.why, reach=reach))
-    if isinstance(agent.phase, (Running, Stopping)):
-        return agent, (Say(f"{event.why}; the workers go on, but none can be restarted, and no node can join"),)
-    return agent, actions
+def lost_with_workers(agent: Agent, _phase: Running | Stopping | Clearing, event: OwnStoreLost, _now_s: float) -> Step:
+    """Go on: the workers need no store. This node's part of the job ends with them."""
+    said = Say(f"{event.why}; the workers go on, but none can be restarted, and no node can join")
+    return _without_store(agent, event), (said,)
 
 
-def without_own_store(agent: Agent) -> Step:
+def lost_without_workers(agent: Agent, _phase: Joining | Finished, event: OwnStoreLost, _now_s: float) -> Step:
+    """Exit: nothing more can be done here without the store."""
+    return end_if_store_is_gone(_without_store(agent, event))
+
+
+def end_if_store_is_gone(agent: Agent) -> Step:
     """End this node's part of the job if its own store is gone and none of its workers runs."""
     if not agent.store_gone:
         return agent, ()
@@ -41,12 +45,19 @@ def without_own_store(agent: Agent) -> Step:
     return exit_with(agent, agent.outcome(OutcomeKind.UNKNOWN, f"{agent.store_gone}; {why}"))
 
 
-def last_failure(agent: Agent, stopping: Stopping) -> Stopping:
+def last_if_store_is_gone(agent: Agent, clearing: Clearing) -> Clearing:
     """The stop as the last one if it follows a failure: without the store nothing can be restarted."""
-    if not agent.store_gone or stopping.then or not stopping.failure:
-        return stopping
+    failures = clearing.ended.failures if isinstance(clearing.ended, WorkersStopped) else ()
+    if not agent.store_gone or clearing.then or not failures:
+        return clearing
     why = f"{agent.store_gone}, so nothing can be restarted"
-    return replace(stopping, then=agent.outcome(OutcomeKind.FAILED, why, failure=stopping.failure))
+    return replace(clearing, then=agent.outcome(OutcomeKind.FAILED, why, failure=failures[0]))
+
+
+def _without_store(agent: Agent, event: OwnStoreLost) -> Agent:
+    """This store is not away for a time but gone: lines about its absence end here."""
+    reach = replace(agent.reach, failing_since_s=None, unsaid_until_s=None, is_said=False)
+    return replace(agent, store_gone=event.why, reach=reach)
 
 
 def _not_done(agent: Agent, table: RankTable) -> list[str]:

@@ -1,60 +1,221 @@
-"""What an agent makes of the things that happen to its workers."""
+"""Phase RUNNING: this node's workers run."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from elaunch.agent.core.actions import Action, Commit, Say, SignalWorkers, TakeStacks
 from elaunch.agent.core.events import (
-    Commit,
+    Looked,
     Reported,
-    Say,
     ServiceLost,
-    SignalWorkers,
-    TakeStacks,
+    Signalled,
+    StoreLost,
+    Tick,
     WorkerExited,
+    WorkerListens,
     WorkerRaised,
+    WorkerSaving,
     WorkersHung,
+    WorkerStopped,
 )
-from elaunch.agent.core.state import Agent, Held, Phase, Running, Step, Stopping
-from elaunch.agent.core.stop_orders import SIGINT, SIGKILL, SIGTERM, stop_broken
-from elaunch.agent.core.stopping import LAST_WORDS_S, go_on_stopping, goodbye
+from elaunch.agent.core.leaving import goodbye, interrupted, say_goodbye, take_signal
+from elaunch.agent.core.membership import loss_of_keys
+from elaunch.agent.core.messages import StopReason
+from elaunch.agent.core.phases import Clearing, HeldEnd, Running, Stopping, WorkersDone
+from elaunch.agent.core.signals import SIGHUP, SIGINT, SIGKILL, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2
+from elaunch.agent.core.state import Agent, Step
+from elaunch.agent.core.stop_orders import NOTICE_S, clear_up, ranks, stop_at_boundary, stop_broken, wishes_of
+from elaunch.agent.core.stopping import STOPPED_CODES
+from elaunch.agent.core.store_outage import say_waits
 from elaunch.rendezvous.rules import entering
-from elaunch.rendezvous.types import Failure, FailureKind, OutcomeKind
+from elaunch.rendezvous.types import Failure, FailureKind, Generation, OpenKind, Outcome, OutcomeKind
 
 # Schedulers signal the agent and its workers together; a worker that died so is no failure if our signal comes too.
 HOLD_S = 0.1
-# HUP, INT, QUIT, USR1, USR2, TERM: those that somebody sends on purpose.
-ASKING = (1, 2, 3, 10, 12, 15)
+# Those that somebody sends on purpose.
+ASKING = (SIGHUP, SIGINT, SIGQUIT, SIGUSR1, SIGUSR2, SIGTERM)
 # All ranks of a job stop after the same step, also those whose agent has not yet heard why.
 STOPPED_HOLD_S = 2.0
-STOPPED_CODES = (0, 128 + SIGTERM, 128 + SIGINT)
 
 
-def worker_exited(agent: Agent, event: WorkerExited, now_s: float) -> Step:
-    match agent.phase:
-        case Running(table=table) as running if table.generation == event.generation:
-            return _exited_while_running(agent, running, event, now_s)
-        case Stopping(table=table) as stopping if table.generation == event.generation:
-            if event.local_rank in stopping.live:
-                return _exited_while_stopping(agent, stopping, event, now_s)
+def looked(agent: Agent, running: Running, _event: Looked, now_s: float) -> Step:
+    """Stop the workers if a newer generation was opened or the job has ended."""
+    generation, ended, lost = agent.snapshot.generation, agent.snapshot.ended, loss_of_keys(agent)
+    if lost:
+        return _end_with_store(agent, running, lost, now_s)
+    if generation is None:
+        return agent, ()
+    if ended:
+        return _stop_with_job(agent, running, ended, now_s)
+    if generation.number > running.table.generation:
+        return _make_way(agent, running, generation, now_s)
     return agent, ()
 
 
-def _exited_while_running(agent: Agent, running: Running, event: WorkerExited, now_s: float) -> Step:
+def store_lost(agent: Agent, running: Running, event: StoreLost, now_s: float) -> Step:
+    """Stop the workers with time to save, then exit."""
+    return _end_with_store(agent, running, agent.outcome(OutcomeKind.UNKNOWN, event.why), now_s)
+
+
+def worker_exited(agent: Agent, running: Running, event: WorkerExited, now_s: float) -> Step:
+    """After a failure stop the others and open the next generation; after the last exit with 0 clear up."""
     rest, failure = _without(running, event.local_rank), event.failure
     if event.local_rank in running.words.stopped and event.code in STOPPED_CODES:
         if failure is None and rest.live:
             return replace(agent, phase=rest), ()
-        held = running.held or Held(failure, now_s + STOPPED_HOLD_S, is_stop=True)
+        held = running.held or HeldEnd(failure, now_s + STOPPED_HOLD_S, is_stop=True)
         return replace(agent, phase=replace(rest, held=held)), ()
     if failure is None:
         if rest.live or running.held:
             return replace(agent, phase=rest), ()
-        return go_on_stopping(agent, Stopping(running.table, rest.live, now_s, done=True))
+        return clear_up(agent, Clearing(running.table, now_s, WorkersDone()))
     if -event.code in ASKING and not (running.held and running.held.is_stop):
-        held = running.held or Held(failure, now_s + HOLD_S)
+        held = running.held or HeldEnd(failure, now_s + HOLD_S)
         return replace(agent, phase=replace(rest, held=held)), ()
     return _fail(agent, rest, _cause(running, failure), now_s)
+
+
+def worker_raised(agent: Agent, running: Running, event: WorkerRaised, now_s: float) -> Step:
+    """Give it time to end by itself, then SIGKILL."""
+    if event.local_rank not in running.live:
+        return agent, ()
+    leaving = (event.local_rank, now_s + agent.times.stop_grace_s)
+    return replace(agent, phase=replace(running, leaving_s=(*running.leaving_s, leaving))), ()
+
+
+def worker_listens(agent: Agent, running: Running, event: WorkerListens, _now_s: float) -> Step:
+    """Note what it wants to be told."""
+    return replace(agent, phase=replace(running, words=wishes_of(running.words, event))), ()
+
+
+def worker_saving(agent: Agent, running: Running, event: WorkerSaving, _now_s: float) -> Step:
+    """Note that it saves: it may have seen a peer's failure before this agent heard of it."""
+    words = replace(running.words, saving=running.words.saving | {event.local_rank})
+    return replace(agent, phase=replace(running, words=words)), ()
+
+
+def worker_stopped(agent: Agent, running: Running, event: WorkerStopped, _now_s: float) -> Step:
+    """Note that it has come to the step boundary: its agent may hear later why all ranks stop there."""
+    words = replace(running.words, stopped=running.words.stopped | {event.local_rank})
+    return replace(agent, phase=replace(running, words=words)), ()
+
+
+def reported(agent: Agent, running: Running, event: Reported, now_s: float) -> Step:
+    """Take the workers' stacks if none of them has reported anything for the hang timeout."""
+    quiet = running.quiet.after(event.reports, now_s)
+    limit_s = agent.times.hang_timeout_s
+    awaited = running.live & event.reporting and not (running.held or running.leaving_s)
+    if quiet.is_over or not limit_s or quiet.quiet_s < limit_s or not awaited:
+        return replace(agent, phase=replace(running, quiet=quiet)), ()
+    agent = replace(agent, phase=replace(running, quiet=replace(quiet, is_over=True)))
+    hearing = running.live & running.words.hearing
+    return agent, (TakeStacks(running.table.generation, running.live, hearing, quiet.quiet_s),)
+
+
+def workers_hung(agent: Agent, running: Running, event: WorkersHung, now_s: float) -> Step:
+    """Count it as a failure like any other: their stacks are taken."""
+    return _fail(agent, running, _cause(running, event.failure), now_s)
+
+
+def service_lost(agent: Agent, running: Running, event: ServiceLost, now_s: float) -> Step:
+    """Count it as a failure: stop the workers, if they did not go with it."""
+    rest = replace(running, live=frozenset()) if event.workers_too else running
+    return _fail(agent, rest, _cause(running, event.failure), now_s)
+
+
+def signalled(agent: Agent, running: Running, event: Signalled, now_s: float) -> Step:
+    """Tell the other nodes, pass the signal on to the workers, and exit after the stop."""
+    agent, unheard = take_signal(agent, event)
+    outcome = interrupted(agent, event)
+    agent, farewell = say_goodbye(agent, outcome)
+    said = Say(_farewell_text(agent, event, len(running.live)))
+    reason = StopReason.INTERRUPT if event.signum == SIGINT else StopReason.LEAVE
+    agent, actions = _stop_for(agent, running, outcome, reason, event.signum, now_s, *farewell, said)
+    return agent, (*actions, *unheard)
+
+
+def tick(agent: Agent, running: Running, _event: Tick, now_s: float) -> Step:
+    """Count an end that was held as what it is; kill workers that raised an exception and did not end."""
+    agent, said = say_waits(agent, now_s)
+    held = running.held
+    if held and now_s >= held.until_s:
+        if held.failure:
+            agent, actions = _fail(agent, running, held.failure, now_s)
+        else:
+            agent, actions = clear_up(agent, Clearing(running.table, now_s, WorkersDone()))
+    else:
+        agent, actions = _kill_late(agent, running, now_s)
+    return agent, (*said, *actions)
+
+
+def due_s(running: Running) -> float | None:
+    """When an end is held no longer, or a worker that raised an exception has had its time."""
+    held_s = [running.held.until_s] if running.held else []
+    return min([*held_s, *(until_s for _, until_s in running.leaving_s)], default=None)
+
+
+def _kill_late(agent: Agent, running: Running, now_s: float) -> Step:
+    late = frozenset(rank for rank, until_s in running.leaving_s if now_s >= until_s)
+    if not late:
+        return agent, ()
+    # Seen with torch: the last reference to a process group waits for a thread that waits for the GIL.
+    rest = tuple((rank, until_s) for rank, until_s in running.leaving_s if rank not in late)
+    grace_s = agent.times.stop_grace_s
+    text = f"local rank {ranks(late)} raised an exception and did not end within {grace_s:g} s; SIGKILL"
+    actions = (Say(text), SignalWorkers(running.table.generation, late, SIGKILL))
+    return replace(agent, phase=replace(running, leaving_s=rest)), actions
+
+
+def _stop_for(
+    agent: Agent, running: Running, outcome: Outcome, reason: StopReason, signum: int, now_s: float, *actions: Action
+) -> Step:
+    """Stop with time to save, and exit with `outcome`."""
+    stopping = replace(Stopping.of(running, now_s, agent.times.stop_grace_s), then=outcome)
+    return stop_at_boundary(agent, stopping, reason, signum, actions)
+
+
+def _end_with_store(agent: Agent, running: Running, outcome: Outcome, now_s: float) -> Step:
+    said = Say(f"stopping: {outcome.reason}")
+    return _stop_for(agent, running, outcome, StopReason.LEAVE, SIGTERM, now_s, said)
+
+
+def _stop_with_job(agent: Agent, running: Running, ended: Outcome, now_s: float) -> Step:
+    is_person = ended.kind is OutcomeKind.INTERRUPTED
+    grace_s = agent.times.stop_grace_s if is_person else agent.times.failure_grace_s
+    signum, at_s = _signal_for(agent, agent.snapshot.generation, running, now_s)
+    # The time to save begins when they are told.
+    stopping = replace(Stopping.of(running, now_s, grace_s + (NOTICE_S if at_s else 0.0)), then=ended)
+    reason = StopReason.INTERRUPT if is_person else StopReason.LEAVE
+    said = Say(f"stopping: the job has ended: {ended.reason}")
+    return stop_at_boundary(agent, stopping, reason, signum, (said,), notice_at_s=at_s)
+
+
+def _make_way(agent: Agent, running: Running, generation: Generation, now_s: float) -> Step:
+    """Stop this node's workers for a newer generation: at once where the group is broken, else after a step."""
+    times, said = agent.times, (Say(f"stopping: {generation.cause}"),)
+    if generation.kind.is_urgent:
+        return stop_broken(agent, Stopping.of(running, now_s, times.failure_grace_s), said)
+    reason = StopReason.JOIN if generation.kind is OpenKind.JOIN else StopReason.LEAVE
+    is_awaited = bool((running.live & running.words.to_stop) - running.words.stopped)
+    wait_s = times.boundary_wait_s if is_awaited else 0.0
+    stopping = Stopping.of(running, now_s, wait_s + times.stop_grace_s)
+    signum, at_s = _signal_for(agent, generation, running, now_s)
+    return stop_at_boundary(agent, stopping, reason, signum, said, until_s=now_s + wait_s, notice_at_s=at_s)
+
+
+def _signal_for(
+    agent: Agent, generation: Generation | None, running: Running, now_s: float
+) -> tuple[int, float | None]:
+    """What ends workers that do not listen, and when: SIGTERM now, or a notice by which another node leaves.
+
+    A scheduler sends that to all nodes, and each hears of the first one's leave before the slowest has its own; where
+    the program has a handler for the notice, SIGTERM would end it unsaved. One sent to all processes of this node, too,
+    is not to be doubled: so its own is waited for.
+    """
+    if generation and generation.number > running.table.generation and generation.signum in agent.notices:
+        return generation.signum, now_s + NOTICE_S
+    return SIGTERM, None
 
 
 def _cause(running: Running, failure: Failure) -> Failure:
@@ -63,87 +224,20 @@ def _cause(running: Running, failure: Failure) -> Failure:
     return held.failure if held and held.failure and not held.is_stop else failure
 
 
-def raised(agent: Agent, event: WorkerRaised, now_s: float) -> Agent:
-    match agent.phase:
-        case Running(table=table, live=live) as running if table.generation == event.generation:
-            if event.local_rank in live:
-                leaving = (event.local_rank, now_s + agent.times.stop_grace_s)
-                return replace(agent, phase=replace(running, leaving_s=(*running.leaving_s, leaving)))
-    return agent
-
-
-def reported(agent: Agent, event: Reported, now_s: float) -> Step:
-    """Another look at the links: whether workers that report hang."""
-    match agent.phase:
-        case Running(table=table, quiet=quiet) as running if table.generation == event.generation:
-            quiet = quiet.after(event.reports, now_s)
-            limit_s = agent.times.hang_timeout_s
-            awaited = running.live & event.reporting and not (running.held or running.leaving_s)
-            if quiet.is_over or not limit_s or quiet.quiet_s < limit_s or not awaited:
-                return replace(agent, phase=replace(running, quiet=quiet)), ()
-            agent = replace(agent, phase=replace(running, quiet=replace(quiet, is_over=True)))
-            hearing = running.live & running.words.hearing
-            return agent, (TakeStacks(table.generation, running.live, hearing, quiet.quiet_s),)
-    return agent, ()
-
-
-def hung(agent: Agent, event: WorkersHung, now_s: float) -> Step:
-    """The stacks of workers that hang are taken: from here on it is a failure like any other."""
-    match agent.phase:
-        case Running(table=table) as running if table.generation == event.generation:
-            return _fail(agent, running, _cause(running, event.failure), now_s)
-    return agent, ()
-
-
-def service_lost(agent: Agent, event: ServiceLost, now_s: float) -> Step:
-    match agent.phase:
-        case Running(table=table) as running if table.generation == event.generation:
-            rest = replace(running, live=frozenset()) if event.workers_too else running
-            return _fail(agent, rest, _cause(running, event.failure), now_s)
-        case Stopping(table=table, live=live) as stopping if table.generation == event.generation:
-            if event.workers_too and live:
-                return go_on_stopping(agent, replace(stopping, live=frozenset()))
-    return agent, ()
-
-
-def running_deadline_s(phase: Phase) -> float | None:
-    match phase:
-        case Running(held=held, leaving_s=leaving_s) if held or leaving_s:
-            return min([*([held.until_s] if held else []), *(until_s for _, until_s in leaving_s)])
-    return None
-
-
-def tick_running(agent: Agent, running: Running, now_s: float) -> Step:
-    held = running.held
-    if held and now_s >= held.until_s:
-        if held.failure:
-            return _fail(agent, running, held.failure, now_s)
-        return go_on_stopping(agent, Stopping(running.table, running.live, now_s, done=True))
-    late = frozenset(rank for rank, until_s in running.leaving_s if now_s >= until_s)
-    if not late:
-        return agent, ()
-    # Seen with torch: the last reference to a process group waits for a thread that waits for the GIL.
-    rest = tuple((rank, until_s) for rank, until_s in running.leaving_s if rank not in late)
-    ranks = ", ".join(str(rank) for rank in sorted(late))
-    text = f"local rank {ranks} raised an exception and did not end within {agent.times.stop_grace_s:g} s; SIGKILL"
-    actions = (Say(text), SignalWorkers(running.table.generation, late, SIGKILL))
-    return replace(agent, phase=replace(running, leaving_s=rest)), actions
-
-
 def _without(running: Running, local_rank: int) -> Running:
     leaving_s = tuple((rank, until_s) for rank, until_s in running.leaving_s if rank != local_rank)
     return replace(running, live=running.live - {local_rank}, leaving_s=leaving_s)
 
 
 def _fail(agent: Agent, running: Running, failure: Failure, now_s: float) -> Step:
-    """Open the next generation together with the failure that is its cause, then stop who lives."""
+    """Open the next generation together with the failure that is its cause, then stop the workers that live."""
     live = running.live
     if failure.kind is FailureKind.STARTUP and running.is_first and running.table.progressed:
         return _bow_out(agent, running, failure, now_s)
     which = "worker" if failure.local_rank in live else "other"
     stopped = f"; stopping {len(live)} {which}{'s' if len(live) > 1 else ''}" if live else ""
     actions = (Commit(entering.fail(agent.snapshot, agent.me, failure)), Say(failure.sentence + stopped))
-    stopping = replace(Stopping.of(running, now_s, agent.times.failure_grace_s), failure=failure)
+    stopping = replace(Stopping.of(running, now_s, agent.times.failure_grace_s), failures=(failure,))
     return stop_broken(agent, stopping, actions)
 
 
@@ -157,46 +251,8 @@ def _bow_out(agent: Agent, running: Running, failure: Failure, now_s: float) -> 
     return agent.as_member(is_member=False), actions
 
 
-def _exited_while_stopping(agent: Agent, stopping: Stopping, event: WorkerExited, now_s: float) -> Step:
-    stopping = replace(stopping, live=stopping.live - {event.local_rank})
-    if stopping.then and not stopping.live:
-        stopping = replace(stopping, kill_at_s=min(stopping.kill_at_s, now_s + LAST_WORDS_S))
-    if not event.failure or _by_us(event, event.failure, stopping):
-        return go_on_stopping(agent, stopping)
-    if stopping.failure:
-        stopping = replace(stopping, others=(*stopping.others, event.failure))
-        return go_on_stopping(agent, stopping)
-    generation = agent.snapshot.generation
-    is_asked = not (stopping.is_broken or stopping.killed)
-    if stopping.then and is_asked and event.local_rank not in stopping.words.stopped:
-        # Whoever was asked to stop after a step waits for this one in vain.
-        return stop_broken(agent, stopping)
-    if stopping.then or generation is None or not _is_own_doing(event.failure):
-        return go_on_stopping(agent, stopping)
-    stopping = replace(stopping, failure=event.failure)
-    actions = (Commit(entering.fail(agent.snapshot, agent.me, event.failure)), Say(event.failure.sentence))
-    if stopping.killed or generation.kind.is_urgent:
-        # The others have SIGKILL; or another node spoke first, and may have told of nothing but this end.
-        return go_on_stopping(agent, stopping, actions)
-    # It was to stop for a join or a leave; now its peers wait for it in vain, and must be told to hurry.
-    return stop_broken(agent, stopping.hurried(now_s, agent.times.failure_grace_s), actions)
-
-
-def _by_us(event: WorkerExited, failure: Failure, stopping: Stopping) -> bool:
-    """Whether a worker that ended while we were stopping ended of the signal that it got.
-
-    One whose program had raised was on its way out: the signal found it there.
-    """
-    if failure.kind not in (FailureKind.SIGNAL, FailureKind.EXIT_CODE):
-        return False
-    is_killed = stopping.killed or event.local_rank in stopping.spent
-    has_stopped = event.local_rank in stopping.words.stopped and event.code in STOPPED_CODES
-    # By another node's notice, if not by SIGTERM.
-    signum = stopping.notice or SIGTERM
-    is_asked = event.code in (-SIGTERM, 128 + SIGTERM, -signum, 128 + signum)
-    return has_stopped or is_asked or (event.code == -SIGKILL and is_killed)
-
-
-def _is_own_doing(failure: Failure) -> bool:
-    """Whether no peer's end can be behind it; of a bare exit code nobody can say."""
-    return failure.kind not in (FailureKind.PEER_LOST, FailureKind.EXIT_CODE)
+def _farewell_text(agent: Agent, event: Signalled, live: int) -> str:
+    workers = "1 worker" if live == 1 else f"{live} workers"
+    again = "; Ctrl-C again kills now" if event.signum == SIGINT else ""
+    part = "leaving the job, " if agent.spec.nodes_max > 1 and event.signum != SIGINT else ""
+    return f"{event.name}: {part}stopping {workers}, SIGKILL in {agent.times.stop_grace_s:g} s{again}"

@@ -5,155 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from elaunch.agent.core.events import Action, Exit, Signalled, Tag
-from elaunch.agent.core.hang import Quiet
+from elaunch.agent.core.actions import Action, Exit
+from elaunch.agent.core.events import Tag
+from elaunch.agent.core.phases import NOT_JOINED, Clearing, Exited, Phase, Stopping
 from elaunch.rendezvous.rules.leading import Reign
 from elaunch.rendezvous.rules.snapshot import Snapshot
 from elaunch.rendezvous.times import Times
-from elaunch.rendezvous.types import Failure, JobSpec, Node, Outcome, OutcomeKind, RankTable
+from elaunch.rendezvous.types import Failure, JobSpec, Node, Outcome, OutcomeKind
 
 # What lasts shorter than this is no wait.
 WORTH_A_WORD_S = 2.0
-
-
-@dataclass(frozen=True)
-class Joining:
-    """No workers run; `asked` is the newest generation that this node has joined.
-
-    `ran` is the newest that it has run. The store may be slow to tell that another was opened, and the old table, which
-    still stands then, must not start workers again. `spare_of` is the newest generation that had no seat for it.
-    """
-
-    asked: int = -1
-    ran: int = -1
-    spare_of: int = -1
-
-
-@dataclass(frozen=True)
-class Words:
-    """What a generation's workers have said on their links, by local rank.
-
-    Those in `to_stop` want to be told there when to stop, those in `to_failure` that a peer failed; those in `hearing`
-    have listened to something, so that a thread of theirs hears what they are told. Those in `stopped` have come to the
-    step boundary at which all ranks stop, those in `saving` save after a failure.
-    """
-
-    hearing: frozenset[int] = frozenset()
-    to_stop: frozenset[int] = frozenset()
-    to_failure: frozenset[int] = frozenset()
-    stopped: frozenset[int] = frozenset()
-    saving: frozenset[int] = frozenset()
-
-
-@dataclass(frozen=True)
-class Held:
-    """An end that may turn out to be somebody's wish: until `until_s` this agent may hear of that.
-
-    `failure` is what it is otherwise, None where the last worker exited with 0. `is_stop` says that the worker had
-    stopped at a step boundary, as all ranks of the job did; else the scheduler may have signalled it.
-    """
-
-    failure: Failure | None
-    until_s: float
-    is_stop: bool = False
-
-
-SILENT = Words()
-NOT_QUIET = Quiet()
-
-
-@dataclass(frozen=True)
-class Running:
-    """The workers of `live` run; `held` is the end of one that waits to be understood.
-
-    `leaving_s` holds until when each worker whose program raised an exception may take its time to end. `is_first` says
-    that this agent ran no generation before. `quiet` is how long nothing was reported.
-    """
-
-    table: RankTable
-    live: frozenset[int]
-    leaving_s: tuple[tuple[int, float], ...] = ()
-    held: Held | None = None
-    is_first: bool = True
-    words: Words = SILENT
-    quiet: Quiet = NOT_QUIET
-
-
-@dataclass(frozen=True)
-class Stopping:
-    """The workers of `live` are told to end, at the latest by SIGKILL at `kill_at_s`, `grace_s` after they were told.
-
-    `failure` is this node's first failure of the generation, `others` are those that came while it was stopping and
-    were not its doing. `then` is the outcome that the agent exits with afterwards, None where it goes on. `done` says
-    that all workers exited with 0, `killed` that SIGKILL was sent. `summons` is a signal that came when they were done:
-    it is obeyed once that is recorded.
-
-    Those in `signalled` got `signum`, which asks them to end; the others were told on their links, and get it if they
-    listen no more. They were asked to stop at a step boundary, for which they are given until `boundary_until_s` where
-    that is set; or, where the group `is_broken`, to save. `spent` were killed alone: as soon as they had, or while
-    others save. `notice` is a scheduler's that another node had first: until `notice_at_s`, where that is set, those in
-    `signalled` have not got it, and do with this node's own, or then.
-    """
-
-    table: RankTable
-    live: frozenset[int]
-    kill_at_s: float
-    grace_s: float = 0.0
-    failure: Failure | None = None
-    then: Outcome | None = None
-    done: bool = False
-    killed: bool = False
-    others: tuple[Failure, ...] = ()
-    summons: Signalled | None = None
-    words: Words = SILENT
-    signalled: frozenset[int] = frozenset()
-    signum: int = 0
-    notice: int = 0
-    notice_at_s: float | None = None
-    boundary_until_s: float | None = None
-    is_broken: bool = False
-    spent: frozenset[int] = frozenset()
-
-    @classmethod
-    def of(cls, running: Running, now_s: float, grace_s: float) -> Stopping:
-        """What becomes of running workers, of whom none has been told yet."""
-        return cls(running.table, running.live, now_s + grace_s, grace_s, words=running.words)
-
-    @property
-    def reached(self) -> frozenset[int]:
-        """Who of those in `signalled` has got the signal."""
-        return self.signalled if self.notice_at_s is None else frozenset()
-
-    @property
-    def on_the_way(self) -> frozenset[int]:
-        """Who was asked to stop at a step boundary, and has not come to it yet."""
-        return self.live - self.signalled - self.words.stopped
-
-    @property
-    def saving(self) -> frozenset[int]:
-        """Who is saving after a failure."""
-        return (self.live & self.words.saving) - self.signalled - self.spent if self.is_broken else frozenset()
-
-    def hurried(self, now_s: float, grace_s: float) -> Stopping:
-        """With no more time than that from now on."""
-        return self if self.kill_at_s <= now_s + grace_s else replace(self, kill_at_s=now_s + grace_s, grace_s=grace_s)
-
-
-@dataclass(frozen=True)
-class Finished:
-    """All workers of this node exited with 0; it stays until the job has ended."""
-
-    table: RankTable
-
-
-@dataclass(frozen=True)
-class Exited:
-    """Nothing more to do."""
-
-    outcome: Outcome
-
-
-Phase = Joining | Running | Stopping | Finished | Exited
 
 
 @dataclass(frozen=True)
@@ -260,7 +121,7 @@ class Agent:
     times: Times
     snapshot: Snapshot
     notices: tuple[int, ...] = ()
-    phase: Phase = Joining()
+    phase: Phase = NOT_JOINED
     membership: Membership = NOT_YET
     reach: Reach = UNTRIED
     reign: Reign = FRESH_REIGN
@@ -275,7 +136,10 @@ class Agent:
     @property
     def is_going(self) -> bool:
         """Whether it is on its way out, so that it takes part in nothing more."""
-        return isinstance(self.phase, Exited) or (isinstance(self.phase, Stopping) and self.phase.then is not None)
+        match self.phase:
+            case Exited() | Stopping(then=Outcome()) | Clearing(then=Outcome()):
+                return True
+        return False
 
     @property
     def leads(self) -> bool:

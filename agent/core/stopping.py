@@ -1,251 +1,243 @@
-"""How an agent stops its workers: signals, deadlines, clearing up, and what comes after."""
+"""Phase STOPPING: workers are to end, and some still run."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
 
+from elaunch.agent.core.actions import Commit, ReplaceForkServer, Say, SignalWorkers
+from elaunch.agent.core.clearing import LAST_WORDS_S
 from elaunch.agent.core.events import (
-    Action,
-    Clear,
-    Cleared,
-    Commit,
-    ReplaceForkServer,
-    Say,
+    Looked,
+    ServiceLost,
     Signalled,
-    SignalWorkers,
+    StoreLost,
+    Tick,
+    WorkerExited,
+    WorkerListens,
+    WorkerSaved,
+    WorkerSaving,
+    WorkerStopped,
 )
-from elaunch.agent.core.failures import with_tail
-from elaunch.agent.core.membership import joining
+from elaunch.agent.core.leaving import end_of_own_run, interrupted, say_goodbye, take_signal
 from elaunch.agent.core.messages import StopReason
-from elaunch.agent.core.state import Agent, Finished, Joining, Phase, Running, Step, Stopping, exit_with
+from elaunch.agent.core.phases import AtBoundary, Broken, Killing, Noticed, Stopping
+from elaunch.agent.core.signals import SHELL_BASE, SIGINT, SIGKILL, SIGTERM
+from elaunch.agent.core.state import Agent, Step
 from elaunch.agent.core.stop_orders import (
-    SIGINT,
-    SIGKILL,
+    go_on_stopping,
     pass_notice_on,
     past_boundary,
     past_grace_of_failure,
     ranks,
-    stop_at_boundary,
+    stop_broken,
+    stop_otherwise,
+    wishes_of,
 )
+from elaunch.agent.core.store_outage import say_waits
 from elaunch.rendezvous.rules import entering
-from elaunch.rendezvous.rules.verdict import verdict
-from elaunch.rendezvous.types import Outcome, OutcomeKind
+from elaunch.rendezvous.types import Failure, FailureKind, OutcomeKind
 
 # SIGKILL needs no consent: a worker that is not gone by then is one whose fork server no longer says so.
 KILL_WAIT_S = 5.0
-# After a stop's last worker, its output may take so long to be read by whoever reads it.
-LAST_WORDS_S = 2.0
-_UNHEARD = "so the other nodes may not hear of it: press Ctrl-C there too"
+# Of a worker that has stopped at a step boundary: it was asked to, so that is no failure.
+STOPPED_CODES = (0, SHELL_BASE + SIGTERM, SHELL_BASE + SIGINT)
 
 
-def go_on_stopping(agent: Agent, stopping: Stopping, actions: tuple[Action, ...] = ()) -> Step:
-    """Wait for whoever lives, or clear up after the last one."""
-    agent = replace(agent, phase=stopping)
-    return agent, (actions if stopping.live else (*actions, Clear(stopping.table.generation)))
-
-
-def stop_for(
-    agent: Agent, running: Running, outcome: Outcome, reason: StopReason, signum: int, now_s: float, *actions: Action
-) -> Step:
-    """Stop with time to save, and exit with `outcome`."""
-    stopping = replace(Stopping.of(running, now_s, agent.times.stop_grace_s), then=outcome)
-    return stop_at_boundary(agent, stopping, reason, signum, actions)
-
-
-def signalled(agent: Agent, event: Signalled, now_s: float) -> Step:
-    """SIGINT ends the job, any other signal this node's part in it; a second SIGINT waits for nobody."""
-    if event.signum != SIGINT:
-        return _asked_to_stop(agent, event, now_s)
-    match agent.phase:
-        case Stopping() as stopping if agent.is_interrupted:
-            return _hurry_out(agent, stopping, now_s)
-    is_away = agent.reach.failing_since_s is not None or agent.store_gone
-    is_cut_off = is_away and agent.membership.belongs and not agent.snapshot.ended
-    agent, actions = _asked_to_stop(replace(agent, is_interrupted=True), event, now_s)
-    said = Say(f"the store {agent.reach.trouble.value}, {_UNHEARD}")
-    return agent, (*actions, said) if is_cut_off and agent.spec.nodes_max > 1 else actions
-
-
-def _hurry_out(agent: Agent, stopping: Stopping, now_s: float) -> Step:
-    """A person's second word."""
-    if stopping.live and not stopping.killed:
-        return _kill(agent, stopping, now_s, Say("SIGINT again: killing the workers now"))
-    if not stopping.live and stopping.then:
-        # Only output is left, and whoever reads it does not.
-        return exit_with(agent, stopping.then)
-    return agent, ()
-
-
-def _asked_to_stop(agent: Agent, event: Signalled, now_s: float) -> Step:
-    outcome = _interrupted(agent, event)
-    reason = StopReason.INTERRUPT if event.signum == SIGINT else StopReason.LEAVE
-    match agent.phase:
-        case Running(live=live) as running:
-            agent, farewell = _say_goodbye(agent, outcome)
-            said = Say(_farewell_text(agent, event, len(live)))
-            return stop_for(agent, running, outcome, reason, event.signum, now_s, *farewell, said)
-        case Stopping(then=None, done=False, live=live) as stopping:
-            agent, farewell = _say_goodbye(agent, outcome)
-            stopping = replace(stopping, then=outcome)
-            if not live:
-                return replace(agent, phase=replace(stopping, kill_at_s=now_s + LAST_WORDS_S)), farewell
-            if stopping.killed:
-                return replace(agent, phase=stopping), farewell
-            stopping = stopping.hurried(now_s, agent.times.stop_grace_s)
-            return stop_at_boundary(agent, stopping, reason, event.signum, farewell)
-        case Stopping(then=None, done=True, summons=summons) as stopping if not summons or event.signum == SIGINT:
-            return replace(agent, phase=replace(stopping, summons=event, kill_at_s=now_s + LAST_WORDS_S)), ()
-        case Stopping(then=Outcome(), notice_at_s=float(), live=live) as stopping if live and event.signum != SIGINT:
-            # The job ends of what another node was told, and now this one is.
-            return pass_notice_on(agent, replace(stopping, signum=event.signum))
-        case Stopping(then=Outcome() as then) as stopping if event.signum == SIGINT:
-            # For something else, as the end that the same Ctrl-C has brought on another node a moment ago.
-            agent, farewell = _end_of_own_run(agent, stopping, outcome)
-            if not stopping.live:
-                agent, more = exit_with(agent, then)
-                return agent, (*farewell, *more)
-            ends = "the whole job ends; " if farewell and agent.spec.nodes_max > 1 else ""
-            left_s = max(0, math.ceil(stopping.kill_at_s - now_s))
-            text = f"{event.name}: {ends}stopping already, SIGKILL in {left_s} s; Ctrl-C again kills now"
-            return agent, farewell if stopping.killed else (*farewell, Say(text))
-        case Joining() | Finished():
-            agent, farewell = _say_goodbye(agent, outcome)
-            agent, more = exit_with(agent, outcome)
-            return agent, (*farewell, *more)
-    return agent, ()
-
-
-def stopping_deadline_s(phase: Phase) -> float | None:
-    match phase:
-        case Stopping(live=live, then=then, summons=summons, kill_at_s=kill_at_s) if live or then or summons:
-            sooner = [at_s for at_s in (phase.boundary_until_s, phase.notice_at_s) if live and at_s is not None]
-            return min([kill_at_s, *sooner])
-    return None
-
-
-def tick_stopping(agent: Agent, stopping: Stopping, now_s: float) -> Step:
-    if stopping.live and stopping.notice_at_s is not None and now_s >= stopping.notice_at_s:
-        return pass_notice_on(agent, stopping)
-    if stopping.live and stopping.boundary_until_s is not None and now_s >= stopping.boundary_until_s:
-        return past_boundary(agent, stopping, now_s)
-    if now_s < stopping.kill_at_s:
+def looked(agent: Agent, stopping: Stopping, _: Looked, now_s: float) -> Step:
+    """Hurry where a newer generation was opened for a failure or a loss: no step will end any more."""
+    generation = agent.snapshot.generation
+    if generation is None or generation.number <= stopping.table.generation:
         return agent, ()
-    if not stopping.live:
-        # Only output is left, and whoever reads it does not.
-        if stopping.summons:
-            agent, actions = _go_on(agent, stopping)
-            agent, more = _asked_to_stop(agent, stopping.summons, now_s)
-            return agent, (*actions, *more)
-        return exit_with(agent, stopping.then) if stopping.then else (agent, ())
-    if stopping.killed:
-        return replace(agent, phase=replace(stopping, kill_at_s=now_s + KILL_WAIT_S)), (
-            Say(
-                f"local rank {ranks(stopping.live)} did not end {KILL_WAIT_S:g} s after SIGKILL;"
-                " replacing the fork server"
-            ),
-            ReplaceForkServer(stopping.table.generation),
-        )
-    if not stopping.saving:
-        said = Say(f"local rank {ranks(stopping.live)} still ran after {stopping.grace_s:g} s; SIGKILL")
-        return _kill(agent, stopping, now_s, said)
-    until_s = stopping.kill_at_s - stopping.grace_s + agent.times.stop_grace_s
-    if now_s < until_s:
-        return past_grace_of_failure(agent, stopping, until_s)
-    late = f"local rank {ranks(stopping.saving)} was still saving {stopping.grace_s:g} s after the failure; SIGKILL"
-    return _kill(agent, stopping, now_s, Say(late))
+    if not generation.kind.is_urgent or isinstance(stopping.mode, Killing):
+        return agent, ()
+    if stopping.then is None:
+        stopping = stopping.hurried(now_s, agent.times.failure_grace_s)
+    if isinstance(stopping.mode, Broken):
+        return replace(agent, phase=stopping), ()
+    return stop_broken(agent, stopping)
 
 
-def cleared(agent: Agent, stopping: Stopping, event: Cleared, now_s: float) -> Step:
-    """No process of the generation is left: complete the record of its failure, then exit, be done or join again."""
-    agent = replace(agent, progressed=event.progressed)
-    actions: tuple[Action, ...] = ()
-    then = stopping.then
-    if stopping.failure or (then and then.failure):
-        agent, actions, then = _complete(agent, stopping, event, then)
-    if then:
-        agent, more = exit_with(agent, then)
-        return agent, (*actions, *more)
-    agent, more = _go_on(agent, stopping)
-    actions = (*actions, *more)
-    # A node alone has ended well with that, whatever signal came meanwhile.
-    if stopping.summons and agent.spec.nodes_max > 1:
-        agent, more = _asked_to_stop(agent, stopping.summons, now_s)
-        actions = (*actions, *more)
-    return agent, actions
+def store_lost(agent: Agent, stopping: Stopping, event: StoreLost, _: float) -> Step:
+    """Exit after the stop, as the store is gone for good."""
+    outcome = stopping.then or agent.outcome(OutcomeKind.UNKNOWN, event.why)
+    return replace(agent, phase=replace(stopping, then=outcome)), ()
 
 
-def _go_on(agent: Agent, stopping: Stopping) -> Step:
-    """Be done, or join again."""
-    newest, number = agent.snapshot.generation, stopping.table.generation
-    if stopping.done and newest and newest.number == number:
-        done = Commit(entering.is_done(agent.snapshot, agent.me, number))
-        return replace(agent, phase=Finished(stopping.table)), (done,)
-    return joining(agent, number), ()
+def worker_exited(agent: Agent, stopping: Stopping, event: WorkerExited, now_s: float) -> Step:
+    """Count it; judge whether the stop ended it or a failure of its own; clear up after the last one."""
+    if event.local_rank not in stopping.live:
+        return agent, ()
+    is_killing, failure = isinstance(stopping.mode, Killing), event.failure
+    stopping = replace(stopping, live=stopping.live - {event.local_rank})
+    if stopping.then and not stopping.live:
+        stopping = replace(stopping, due_s=min(stopping.due_s, now_s + LAST_WORDS_S))
+    if not failure or _is_by_us(event, failure, stopping):
+        return go_on_stopping(agent, stopping)
+    if stopping.failures:
+        return go_on_stopping(agent, replace(stopping, failures=(*stopping.failures, failure)))
+    is_asked = isinstance(stopping.mode, (AtBoundary, Noticed))
+    if stopping.then and is_asked and event.local_rank not in stopping.words.stopped:
+        # Those that were asked to stop after a step wait for this one in vain.
+        return stop_broken(agent, stopping)
+    generation = agent.snapshot.generation
+    if stopping.then or generation is None or not _is_own_doing(failure):
+        return go_on_stopping(agent, stopping)
+    stopping = replace(stopping, failures=(failure,))
+    actions = (Commit(entering.fail(agent.snapshot, agent.me, failure)), Say(failure.sentence))
+    if is_killing or generation.kind.is_urgent:
+        # The others have SIGKILL; or another node spoke first, and may have told of nothing but this end.
+        return go_on_stopping(agent, stopping, actions)
+    # It was to stop for a join or a leave; now its peers wait for it in vain, and must be told to hurry.
+    return stop_broken(agent, stopping.hurried(now_s, agent.times.failure_grace_s), actions)
 
 
-def _complete(
-    agent: Agent, stopping: Stopping, event: Cleared, then: Outcome | None
-) -> tuple[Agent, tuple[Action, ...], Outcome | None]:
-    """Whether an exit was only a word about a lost peer may show in the output, which is here now."""
-    mine = agent.me.node_id
-    if not stopping.failure:
-        # The outcome of a node that bows out alone.
-        if then and then.failure and then.failure.node_id == mine:
-            whole = with_tail(then.failure, event.tails.get(then.failure.local_rank, ""), event.reached_store)
-            then = replace(then, failure=whole)
-        return agent, (), then
-    failures = (stopping.failure, *stopping.others)
-    whole = verdict([with_tail(f, event.tails.get(f.local_rank, ""), event.reached_store) for f in failures])
-    actions: tuple[Action, ...] = tuple(map(Commit, entering.complete(agent.snapshot, agent.me, whole)))
-    if whole.local_rank != stopping.failure.local_rank:
-        # A worker that dies while it writes to a disk is gone later than its peers notice and give up.
-        actions = (*actions, Say(f"the cause: {whole.sentence}"))
-    if then and then.failure == stopping.failure:
-        then = replace(then, failure=whole)
-    return agent, actions, then
+def worker_listens(agent: Agent, stopping: Stopping, event: WorkerListens, _: float) -> Step:
+    """Note what it wants to be told; if it was told what it wants no more, it gets the signal after all."""
+    words, mode = wishes_of(stopping.words, event), stopping.mode
+    stopping = replace(stopping, words=words)
+    rank = stopping.live & {event.local_rank}
+    now: frozenset[int] = frozenset()
+    match mode:
+        case AtBoundary(signalled=signalled):
+            now = rank - words.to_stop - words.stopped - signalled
+            mode = replace(mode, signalled=signalled | now)
+        case Noticed(waiting=waiting):
+            mode = replace(mode, waiting=waiting | (rank - words.to_stop - words.stopped))
+        case Broken(signalled=signalled, spent=spent):
+            now = rank - words.to_failure - words.stopped - signalled - spent
+            mode = replace(mode, signalled=signalled | now)
+        case Killing():
+            return replace(agent, phase=stopping), ()
+    agent = replace(agent, phase=replace(stopping, mode=mode))
+    return agent, (SignalWorkers(event.generation, now, mode.signum),) if now else ()
+
+
+def worker_saving(agent: Agent, stopping: Stopping, event: WorkerSaving, _: float) -> Step:
+    """Give it the stop's whole grace, also in a broken group: the next generation goes on from that."""
+    words = replace(stopping.words, saving=stopping.words.saving | {event.local_rank})
+    return replace(agent, phase=replace(stopping, words=words)), ()
+
+
+def worker_saved(agent: Agent, stopping: Stopping, event: WorkerSaved, _: float) -> Step:
+    """Kill it if the group is broken: nothing of it is needed any more."""
+    mode = stopping.mode
+    if not isinstance(mode, Broken):
+        return agent, ()
+    told = (stopping.live & stopping.words.to_failure) - stopping.words.stopped - mode.spent
+    if event.local_rank not in told:
+        return agent, ()
+    spent = frozenset({event.local_rank})
+    agent = replace(agent, phase=replace(stopping, mode=replace(mode, spent=mode.spent | spent)))
+    return agent, (SignalWorkers(event.generation, spent, SIGKILL),)
+
+
+def worker_stopped(agent: Agent, stopping: Stopping, event: WorkerStopped, now_s: float) -> Step:
+    """Note that it has come to the step boundary; after the last one the time to save begins."""
+    words, mode = stopping.words, stopping.mode
+    stopping = replace(stopping, words=replace(words, stopped=words.stopped | {event.local_rank}))
+    if isinstance(mode, (AtBoundary, Noticed)) and mode.until_s is not None and not stopping.on_the_way:
+        # From here on they only save.
+        stopping = replace(stopping, mode=replace(mode, until_s=None)).hurried(now_s, agent.times.stop_grace_s)
+    return replace(agent, phase=stopping), ()
+
+
+def service_lost(agent: Agent, stopping: Stopping, event: ServiceLost, _: float) -> Step:
+    """Clear up, if the workers went with it."""
+    return go_on_stopping(agent, replace(stopping, live=frozenset())) if event.workers_too else (agent, ())
+
+
+def signalled(agent: Agent, stopping: Stopping, event: Signalled, now_s: float) -> Step:
+    """Leave the job, or end it for all nodes (SIGINT), after the stop; a second SIGINT kills the workers now."""
+    if event.signum == SIGINT and agent.is_interrupted:
+        said = Say("SIGINT again: killing the workers now")
+        return (agent, ()) if isinstance(stopping.mode, Killing) else _kill(agent, stopping, now_s, said)
+    agent, unheard = take_signal(agent, event)
+    if stopping.then is None:
+        agent, actions = _leave_after(agent, stopping, event, now_s)
+    elif isinstance(stopping.mode, Noticed) and event.signum != SIGINT:
+        # The job ends of what another node was told, and now this one is.
+        agent, actions = pass_notice_on(agent, stopping, stopping.mode, event.signum)
+    elif event.signum == SIGINT:
+        agent, actions = _end_too(agent, stopping, event, now_s)
+    else:
+        return agent, ()
+    return agent, (*actions, *unheard)
+
+
+def tick(agent: Agent, stopping: Stopping, _: Tick, now_s: float) -> Step:
+    """Act where a time is over: a notice's, a step boundary's, the grace; SIGKILL, then another fork server."""
+    agent, said = say_waits(agent, now_s)
+    agent, actions = _hasten(agent, stopping, now_s)
+    return agent, (*said, *actions)
+
+
+def _hasten(agent: Agent, stopping: Stopping, now_s: float) -> Step:
+    mode, live = stopping.mode, ranks(stopping.live)
+    match mode:
+        case Noticed(at_s=at_s) if now_s >= at_s:
+            return pass_notice_on(agent, stopping, mode, mode.signum)
+        case AtBoundary(until_s=until_s) if until_s is not None and now_s >= until_s:
+            return past_boundary(agent, stopping, mode, now_s)
+        case _ if now_s < stopping.due_s:
+            return agent, ()
+        case Killing():
+            text = f"local rank {live} did not end {KILL_WAIT_S:g} s after SIGKILL; replacing the fork server"
+            agent = replace(agent, phase=replace(stopping, due_s=now_s + KILL_WAIT_S))
+            return agent, (Say(text), ReplaceForkServer(stopping.table.generation))
+        case Broken() if stopping.saving:
+            until_s = stopping.due_s - stopping.grace_s + agent.times.stop_grace_s
+            if now_s < until_s:
+                return past_grace_of_failure(agent, stopping, mode, until_s)
+            saving = f"local rank {ranks(stopping.saving)} was still saving"
+            late = Say(f"{saving} {stopping.grace_s:g} s after the failure; SIGKILL")
+            return _kill(agent, stopping, now_s, late)
+    return _kill(agent, stopping, now_s, Say(f"local rank {live} still ran after {stopping.grace_s:g} s; SIGKILL"))
+
+
+def _leave_after(agent: Agent, stopping: Stopping, event: Signalled, now_s: float) -> Step:
+    """The stop of a generation becomes that of this node, or of the job."""
+    outcome = interrupted(agent, event)
+    agent, farewell = say_goodbye(agent, outcome)
+    stopping = replace(stopping, then=outcome)
+    if isinstance(stopping.mode, Killing):
+        return replace(agent, phase=stopping), farewell
+    reason = StopReason.INTERRUPT if event.signum == SIGINT else StopReason.LEAVE
+    stopping = stopping.hurried(now_s, agent.times.stop_grace_s)
+    return stop_otherwise(agent, stopping, reason, event.signum, farewell)
+
+
+def _end_too(agent: Agent, stopping: Stopping, event: Signalled, now_s: float) -> Step:
+    """SIGINT to a stop for something else, as the end that the same Ctrl-C has brought on another node a moment ago."""
+    agent, farewell = end_of_own_run(agent, stopping.table.generation, interrupted(agent, event))
+    if isinstance(stopping.mode, Killing):
+        return agent, farewell
+    ends = "the whole job ends; " if farewell and agent.spec.nodes_max > 1 else ""
+    left_s = max(0, math.ceil(stopping.due_s - now_s))
+    text = f"{event.name}: {ends}stopping already, SIGKILL in {left_s} s; Ctrl-C again kills now"
+    return agent, (*farewell, Say(text))
 
 
 def _kill(agent: Agent, stopping: Stopping, now_s: float, said: Say) -> Step:
-    stopping = replace(stopping, killed=True, boundary_until_s=None, notice_at_s=None, kill_at_s=now_s + KILL_WAIT_S)
+    stopping = replace(stopping, mode=Killing(stopping.mode.notice), due_s=now_s + KILL_WAIT_S)
     return replace(agent, phase=stopping), (said, SignalWorkers(stopping.table.generation, stopping.live, SIGKILL))
 
 
-def _say_goodbye(agent: Agent, outcome: Outcome) -> tuple[Agent, tuple[Action, ...]]:
-    """Tell the others before touching a worker: SIGINT is a person's and ends the job; else only this node goes."""
-    snapshot = agent.snapshot
-    if snapshot.generation is None or snapshot.ended:
-        return agent, ()
-    if outcome.signum == SIGINT and agent.membership.belongs:
-        return agent, (Commit(entering.end(snapshot, outcome)),)
-    table = snapshot.current_table
-    is_seated = table is not None and table.group_rank(agent.me.node_id) is not None
-    opens = is_seated and not isinstance(agent.phase, Finished)
-    return agent.as_member(is_member=False), goodbye(agent, opens=opens, why=outcome.reason, signum=outcome.signum)
+def _is_by_us(event: WorkerExited, failure: Failure, stopping: Stopping) -> bool:
+    """Whether a worker that ended while we were stopping ended of the signal that it got.
+
+    One whose program had raised was on its way out: the signal found it there.
+    """
+    if failure.kind not in (FailureKind.SIGNAL, FailureKind.EXIT_CODE):
+        return False
+    is_killed = isinstance(stopping.mode, Killing) or event.local_rank in stopping.spent
+    has_stopped = event.local_rank in stopping.words.stopped and event.code in STOPPED_CODES
+    # By another node's notice, if not by SIGTERM.
+    signum = stopping.mode.notice or SIGTERM
+    is_asked = event.code in (-SIGTERM, SHELL_BASE + SIGTERM, -signum, SHELL_BASE + signum)
+    return has_stopped or is_asked or (event.code == -SIGKILL and is_killed)
 
 
-def _end_of_own_run(agent: Agent, stopping: Stopping, outcome: Outcome) -> tuple[Agent, tuple[Action, ...]]:
-    """The end of the job for all, unless those that this node leaves have ended it, and others begun another."""
-    newest = agent.snapshot.generation
-    if newest and newest.number > stopping.table.generation + 1:
-        return agent, ()
-    return _say_goodbye(agent, outcome)
-
-
-def goodbye(agent: Agent, *, opens: bool, why: str, signum: int = 0) -> tuple[Action, ...]:
-    """This node goes, and says so; where it leads, others may do so at once."""
-    snapshot = agent.snapshot
-    left: tuple[Action, ...] = (Commit(entering.leave(snapshot, agent.me, opens=opens, why=why, signum=signum)),)
-    return (*left, Commit(entering.abdicate(snapshot))) if snapshot.leader == agent.me.node_id else left
-
-
-def _farewell_text(agent: Agent, event: Signalled, live: int) -> str:
-    workers = "1 worker" if live == 1 else f"{live} workers"
-    again = "; Ctrl-C again kills now" if event.signum == SIGINT else ""
-    part = "leaving the job, " if agent.spec.nodes_max > 1 and event.signum != SIGINT else ""
-    return f"{event.name}: {part}stopping {workers}, SIGKILL in {agent.times.stop_grace_s:g} s{again}"
-
-
-def _interrupted(agent: Agent, event: Signalled) -> Outcome:
-    where = f" by {agent.me.host}" if agent.spec.nodes_max > 1 else ""
-    return agent.outcome(OutcomeKind.INTERRUPTED, f"{event.name} was received{where}", signum=event.signum)
+def _is_own_doing(failure: Failure) -> bool:
+    """Whether no peer's end can be behind it; of a bare exit code nobody can say."""
+    return failure.kind not in (FailureKind.PEER_LOST, FailureKind.EXIT_CODE)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from elaunch.agent.core.events import Action, Say, StoreAway, StoreRefuses
-from elaunch.agent.core.state import WORTH_A_WORD_S, Agent, Finished, Joining, Reach, Step, Trouble, exit_with
+from elaunch.agent.core.actions import Action, Say
+from elaunch.agent.core.events import StoreAway, StoreBack, StoreRefuses, Tick, WatchRefused
+from elaunch.agent.core.membership import say_wait
+from elaunch.agent.core.phases import Finished, Joining, Phase
+from elaunch.agent.core.state import WORTH_A_WORD_S, Agent, Reach, Step, Trouble, exit_with
 from elaunch.rendezvous.types import OutcomeKind
 
 # A refusal seldom passes by itself. One that passes within this time is not worth a line.
@@ -16,8 +19,10 @@ SAY_ANEW_S = 5.0
 STILL_AWAY_S = 60.0
 
 
-def store_failed(agent: Agent, event: StoreAway | StoreRefuses, now_s: float) -> Agent:
-    """Take note of a request that failed."""
+def store_failed(agent: Agent, _phase: Phase, event: StoreAway | StoreRefuses, now_s: float) -> Step:
+    """Note that the store fails; say so if it lasts."""
+    if agent.store_gone:
+        return agent, ()
     reach, trouble = agent.reach, _trouble(event)
     is_heads = isinstance(event, StoreAway) and event.is_heads
     is_new = reach.failing_since_s is None or trouble is not reach.trouble
@@ -29,12 +34,19 @@ def store_failed(agent: Agent, event: StoreAway | StoreRefuses, now_s: float) ->
         due_s = max(now_s + word_s, reach.said_s + SAY_ANEW_S) if reach.is_said else now_s + word_s
         unsaid_s = due_s if reach.unsaid_until_s is None else min(due_s, reach.unsaid_until_s)
         reach = replace(reach, unsaid_until_s=unsaid_s)
-    return replace(agent, reach=reach)
+    return replace(agent, reach=reach), ()
 
 
-def store_back(agent: Agent, now_s: float) -> Step:
-    """Leases of others may have ended for the reason for which this agent was cut off: it waits for their return.
+def watch_refused(agent: Agent, _phase: Phase, event: WatchRefused, _now_s: float) -> Step:
+    """Say that changes are found by reading."""
+    every_s = f"{agent.times.lease_ttl_s:g} s"
+    return agent, (Say(f"the store refuses to tell of changes: {event.why}; they are read every {every_s}"),)
 
+
+def store_back(agent: Agent, _phase: Phase, _event: StoreBack, now_s: float) -> Step:
+    """Say how long the store failed; after a long time nobody is declared lost for a while.
+
+    Leases of others may have ended for the reason for which this agent was cut off: it waits for their return.
     Not after moments in which no lease can have ended: they may recur, and would hide a loss for ever.
     """
     reach = agent.reach
@@ -62,23 +74,29 @@ def gives_up_at_s(agent: Agent) -> float | None:
     return since_s + (times.store_timeout_s if is_gone else times.join_timeout_s)
 
 
-def tick_away(agent: Agent, now_s: float) -> Step:
-    """Say what is wrong with the store; give up if it lasts too long."""
-    actions: tuple[Action, ...] = ()
-    reach = agent.reach
-    if reach.unsaid_until_s is not None and now_s >= reach.unsaid_until_s:
-        actions = (*actions, Say(_words(agent, now_s)))
-        reach = replace(reach, unsaid_until_s=now_s + STILL_AWAY_S, is_said=True, said_s=now_s)
-        agent = replace(agent, reach=reach)
+def tick(agent: Agent, _phase: Joining | Finished, _event: Tick, now_s: float) -> Step:
+    """Say what is waited for; give up on a store that fails for too long."""
+    agent, actions = say_waits(agent, now_s)
     give_up_s = gives_up_at_s(agent)
-    if give_up_s is not None and reach.failing_since_s is not None and now_s >= give_up_s:
-        reason = _unknown(agent, now_s - reach.failing_since_s)
+    if give_up_s is not None and agent.reach.failing_since_s is not None and now_s >= give_up_s:
+        reason = _unknown(agent, now_s - agent.reach.failing_since_s)
         agent, more = exit_with(agent, agent.outcome(OutcomeKind.UNKNOWN, reason))
         return agent, (*actions, *more)
     return agent, actions
 
 
-def without_workers(agent: Agent, now_s: float) -> Agent:
+def say_waits(agent: Agent, now_s: float) -> Step:
+    """Say what is waited for where that takes long, and what is wrong with the store."""
+    agent, actions = say_wait(agent, now_s)
+    reach = agent.reach
+    if reach.unsaid_until_s is not None and now_s >= reach.unsaid_until_s:
+        actions = (*actions, Say(_words(agent, now_s)))
+        reach = replace(reach, unsaid_until_s=now_s + STILL_AWAY_S, is_said=True, said_s=now_s)
+        agent = replace(agent, reach=reach)
+    return agent, actions
+
+
+def note_idle(agent: Agent, now_s: float) -> Agent:
     """Note that this node has no workers any more. The last line, that the workers go on, is out of date: say it anew.
 
     The time to give up is counted from here, since nothing waited for the store before.

@@ -10,12 +10,11 @@ from functools import partial
 from elaunch.agent import linux
 from elaunch.agent.config import AgentConfig
 from elaunch.agent.core import hang
+from elaunch.agent.core.actions import TakeStacks, TellWorkers
 from elaunch.agent.core.events import (
     Event,
     LinkEvent,
     Reported,
-    TakeStacks,
-    TellWorkers,
     WorkerListens,
     WorkerSaved,
     WorkerSaving,

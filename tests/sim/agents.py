@@ -11,32 +11,35 @@ from functools import partial
 from signal import Signals
 from typing import TYPE_CHECKING
 
-from elaunch.agent.core.events import (
+from elaunch.agent.core.actions import (
     Action,
     Clear,
-    Cleared,
     Commit,
-    Event,
     Exit,
     Join,
-    LinkEvent,
     Renew,
     ReplaceForkServer,
     Say,
-    ServiceLost,
-    Signalled,
     SignalWorkers,
     Spawn,
-    Tag,
     TakeStacks,
     TellWorkers,
-    Tick,
     Widen,
+)
+from elaunch.agent.core.events import (
+    Cleared,
+    Event,
+    LinkEvent,
+    ServiceLost,
+    Signalled,
+    Tag,
+    Tick,
     WorkerExited,
     WorkerRaised,
     WorkersHung,
 )
-from elaunch.agent.core.state import Agent, Exited, Running
+from elaunch.agent.core.phases import Exited, Running
+from elaunch.agent.core.state import Agent
 from elaunch.agent.core.step import deadline_s, step
 from elaunch.agent.inbox import LookAgain
 from elaunch.agent.session.retry_queue import Errand, Errands

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from elaunch.agent.core.events import Cleared, Event, ServiceLost, WorkerExited, WorkerRaised
-from elaunch.agent.core.state import Agent, Exited, Finished, Joining, Running, Stopping
+from elaunch.agent.core.phases import Clearing, Exited, Finished, Joining, Running, Stopping
+from elaunch.agent.core.state import Agent
 from elaunch.rendezvous.codec import decode
 from elaunch.rendezvous.rules.table_codec import decode_table
 from elaunch.rendezvous.store import Changes, Entry, NoneNewer, Put, Txn, Update
@@ -393,7 +394,7 @@ class Checks:
                 self._require(ranks <= live, "group", f"{process.name} forgot {ranks - live} of {table.generation}")
                 strangers = [w for w in living if w.generation != table.generation]
                 self._require(not strangers, "group", f"{strangers} run beside {table.generation}")
-            case Joining() | Finished() | Exited():
+            case Joining() | Clearing() | Finished() | Exited():
                 self._require(not living, "group", f"{process.name} is {agent.phase} while {living} run")
 
     def heeded(self, process: AgentProcess, signum: int) -> None:

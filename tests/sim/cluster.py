@@ -13,18 +13,8 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 
-from elaunch.agent.core.events import (
-    Clear,
-    Cleared,
-    Commit,
-    Join,
-    Looked,
-    ServiceLost,
-    SignalWorkers,
-    Spawn,
-    TellWorkers,
-    WorkerExited,
-)
+from elaunch.agent.core.actions import Clear, Commit, Join, SignalWorkers, Spawn, TellWorkers
+from elaunch.agent.core.events import Cleared, Looked, ServiceLost, WorkerExited
 from elaunch.rendezvous.engine.memory_store import MemoryStore
 from elaunch.rendezvous.store import Answer, Delete, Put, Txn
 from elaunch.rendezvous.types import FailureKind, JobSpec, Program, ProgramKind, RankTable

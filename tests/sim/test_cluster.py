@@ -11,17 +11,8 @@ from functools import cache
 
 import pytest
 
-from elaunch.agent.core.events import (
-    Commit,
-    LeaseLost,
-    ReplaceForkServer,
-    Tag,
-    TellWorkers,
-    Widen,
-    WorkerSaved,
-    WorkersHung,
-    WorkerStopped,
-)
+from elaunch.agent.core.actions import Commit, ReplaceForkServer, TellWorkers, Widen
+from elaunch.agent.core.events import LeaseLost, Tag, WorkerSaved, WorkersHung, WorkerStopped
 from elaunch.agent.core.messages import StopAtStepBoundary, StopReason
 from elaunch.rendezvous.store import Delete
 from elaunch.rendezvous.types import OpenKind

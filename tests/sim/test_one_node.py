@@ -15,29 +15,32 @@ from signal import SIGUSR1
 
 import pytest
 
-from elaunch.agent.core.events import (
+from elaunch.agent.core.actions import (
     Action,
     Clear,
-    Cleared,
     Commit,
-    Committed,
-    Event,
     Exit,
     Join,
-    Leased,
-    Looked,
     Renew,
     ReplaceForkServer,
     Say,
-    ServiceLost,
-    Signalled,
     SignalWorkers,
     Spawn,
+)
+from elaunch.agent.core.events import (
+    Cleared,
+    Committed,
+    Event,
+    Leased,
+    Looked,
+    ServiceLost,
+    Signalled,
     Tag,
     Tick,
     WorkerExited,
 )
-from elaunch.agent.core.state import Agent, Exited, Running, Stopping
+from elaunch.agent.core.phases import Clearing, Exited, Running, Stopping, WorkersDone
+from elaunch.agent.core.state import Agent
 from elaunch.agent.core.step import deadline_s, step
 from elaunch.agent.core.stopping import KILL_WAIT_S
 from elaunch.rendezvous.engine.memory_store import MemoryStore
@@ -215,7 +218,8 @@ class World:
         self.signals.append(signum)
         # Only where all workers have ended well already is it too late to interrupt.
         phase = self.agent.phase
-        self.interrupted |= not (isinstance(phase, Exited) or (isinstance(phase, Stopping) and phase.done))
+        is_done = isinstance(phase, Clearing) and isinstance(phase.ended, WorkersDone)
+        self.interrupted |= not (isinstance(phase, Exited) or is_done)
         # The scheduler may signal the workers too, before or after the agent.
         if self.rng.random() < 0.3:
             for worker in self.living:
@@ -367,6 +371,8 @@ class World:
         if isinstance(self.agent.phase, (Running, Stopping)):
             live = {worker.local_rank for worker in self.living if worker.generation == self.generation}
             assert live <= self.agent.phase.live, "the agent forgot a worker that runs"
+        if isinstance(self.agent.phase, Clearing):
+            assert not self.living, "workers run while the agent clears up after them"
 
     def check_end(self) -> None:
         assert isinstance(self.agent.phase, Exited)

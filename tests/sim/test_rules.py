@@ -29,7 +29,7 @@ from typing import Any
 import pytest
 
 from elaunch.agent.core import membership
-from elaunch.agent.core.state import Finished
+from elaunch.agent.core.phases import Finished
 from elaunch.agent.session.store_client import Dealings
 from elaunch.rendezvous.rules import entering, forming, leading
 from elaunch.rendezvous.store import Absent, Txn

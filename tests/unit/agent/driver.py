@@ -6,25 +6,21 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import replace
 
+from elaunch.agent.core.actions import Action, Commit, Join, Renew, Say, Widen
 from elaunch.agent.core.events import (
-    Action,
     Cleared,
-    Commit,
     Committed,
     Event,
-    Join,
     Leased,
     LeaseLost,
     Looked,
-    Renew,
-    Say,
     ServiceLost,
     Tag,
     Tick,
-    Widen,
     WorkerExited,
 )
-from elaunch.agent.core.state import Agent, Exited, Running, Stopping
+from elaunch.agent.core.phases import Clearing, Exited, Running, Stopping
+from elaunch.agent.core.state import Agent
 from elaunch.agent.core.step import step
 from elaunch.rendezvous.codec import encode
 from elaunch.rendezvous.engine.memory_store import MemoryStore
@@ -158,7 +154,7 @@ class Driver:
     def exits(self, local_rank: int, code: int, kind: FailureKind = FailureKind.EXIT_CODE) -> list[Action]:
         """A worker of the current generation ends."""
         phase = self.agent.phase
-        assert isinstance(phase, (Running, Stopping))
+        assert isinstance(phase, (Running, Stopping, Clearing))
         return self.happen(exited(phase.table.generation, local_rank, code, kind))
 
     def lose_lease(self) -> list[Action]:

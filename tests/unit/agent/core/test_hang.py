@@ -6,15 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from elaunch.agent.core.events import (
-    Reported,
-    Signalled,
-    SignalWorkers,
-    TakeStacks,
-    TellWorkers,
-    WorkerListens,
-    WorkersHung,
-)
+from elaunch.agent.core.actions import SignalWorkers, TakeStacks, TellWorkers
+from elaunch.agent.core.events import Reported, Signalled, WorkerListens, WorkersHung
 from elaunch.agent.core.hang import LOOK_S_MAX, Quiet, Standing, who_hangs
 from elaunch.agent.core.messages import PeerFailed
 from elaunch.rendezvous.types import FailureKind

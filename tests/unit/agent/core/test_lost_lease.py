@@ -6,16 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from elaunch.agent.core.events import (
-    Join,
-    LeaseLost,
-    Looked,
-    Renew,
-    Signalled,
-    SignalWorkers,
-    Tag,
-)
-from elaunch.agent.core.state import Finished, Running
+from elaunch.agent.core.actions import Join, Renew, SignalWorkers
+from elaunch.agent.core.events import LeaseLost, Looked, Signalled, Tag
+from elaunch.agent.core.phases import Finished, Running
 from elaunch.rendezvous.types import OpenKind
 from tests.unit.agent.driver import (
     ALL,

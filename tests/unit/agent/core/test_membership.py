@@ -6,21 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from elaunch.agent.core.events import (
-    Action,
-    Committed,
-    Exit,
-    Join,
-    Renew,
-    Say,
-    Signalled,
-    Spawn,
-    Tag,
-    Tick,
-    Widen,
-)
+from elaunch.agent.core.actions import Action, Exit, Join, Renew, Say, Spawn, Widen
+from elaunch.agent.core.events import Committed, Signalled, Tag, Tick
 from elaunch.agent.core.membership import DEAD_SLACK_S
-from elaunch.agent.core.state import Exited, Joining, Running
+from elaunch.agent.core.phases import Exited, Joining, Running
 from elaunch.agent.core.step import deadline_s
 from elaunch.rendezvous.codec import encode
 from elaunch.rendezvous.store import Delete, Put

@@ -8,7 +8,7 @@ import pytest
 
 from elaunch.agent.core.events import StoreAway, StoreBack, StoreRefuses, Tag, Tick
 from elaunch.agent.core.membership import RUNS_REFUSED_MAX
-from elaunch.agent.core.state import Joining, Running
+from elaunch.agent.core.phases import Joining, Running
 from elaunch.agent.core.step import deadline_s
 from elaunch.rendezvous.codec import encode
 from elaunch.rendezvous.store import Delete, Put

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from elaunch.agent.core.events import StoreAway, StoreBack, Tick
 from elaunch.agent.core.membership import RUNS_REFUSED_MAX
-from elaunch.agent.core.state import Joining
+from elaunch.agent.core.phases import Joining
 from elaunch.agent.core.step import deadline_s
 from elaunch.rendezvous.codec import encode
 from elaunch.rendezvous.store import Delete, Put

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from elaunch.agent.core.events import Cleared, Exit, OwnStoreLost, Signalled, StoreAway, StoreBack, Tick
-from elaunch.agent.core.state import Finished, Running
+from elaunch.agent.core.actions import Exit
+from elaunch.agent.core.events import Cleared, OwnStoreLost, Signalled, StoreAway, StoreBack, Tick
+from elaunch.agent.core.phases import Finished, Running
 from elaunch.agent.core.step import deadline_s
 from elaunch.rendezvous.types import FailureKind, OutcomeKind
 from tests.unit.agent.driver import INT, SPEC, TWO, Driver, ends, pair, settle, started

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from elaunch.agent.core.events import Clear, Cleared, Commit, Exit, Signalled, SignalWorkers, Tick, WorkerRaised
+from elaunch.agent.core.actions import Clear, Commit, Exit, SignalWorkers
+from elaunch.agent.core.events import Cleared, Signalled, Tick, WorkerRaised
+from elaunch.agent.core.phases import Running, Stopping
 from elaunch.agent.core.running import HOLD_S
-from elaunch.agent.core.state import Running, Stopping
 from elaunch.agent.core.step import deadline_s
 from elaunch.rendezvous.codec import encode
 from elaunch.rendezvous.rules.table_codec import encode_table, seats_of
@@ -242,7 +243,7 @@ def test_a_sibling_that_our_own_sigterm_ended_is_not_blamed(code: int) -> None:
     driver.exits(1, code)
 
     assert isinstance(driver.agent.phase, Stopping)
-    assert driver.agent.phase.others == ()
+    assert len(driver.agent.phase.failures) == 1
 
 
 def test_a_sibling_that_had_raised_when_our_sigterm_ended_it_is_the_cause() -> None:
@@ -264,7 +265,7 @@ def test_a_sibling_that_ends_well_meanwhile_is_no_failure() -> None:
     driver.exits(1, 0)
 
     assert isinstance(driver.agent.phase, Stopping)
-    assert driver.agent.phase.others == ()
+    assert len(driver.agent.phase.failures) == 1
 
 
 @pytest.mark.parametrize("signum", [INT, TERM])

@@ -6,23 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from elaunch.agent.core.events import (
-    Clear,
-    Commit,
-    Event,
-    Exit,
-    Join,
-    Looked,
-    Say,
-    Signalled,
-    SignalWorkers,
-    Spawn,
-    StoreLost,
-    StoreRefuses,
-    Tag,
-    Tick,
-)
-from elaunch.agent.core.state import Agent, Exited, Finished, Joining, Running, Stopping
+from elaunch.agent.core.actions import Clear, Commit, Exit, Join, Say, SignalWorkers, Spawn
+from elaunch.agent.core.events import Event, Looked, Signalled, StoreLost, StoreRefuses, Tag, Tick
+from elaunch.agent.core.phases import Exited, Finished, Joining, Running, Stopping
+from elaunch.agent.core.state import Agent
 from elaunch.agent.core.step import deadline_s, step
 from elaunch.rendezvous.codec import encode
 from elaunch.rendezvous.rules.table_codec import encode_table, seats_of

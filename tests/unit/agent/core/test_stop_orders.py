@@ -6,24 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from elaunch.agent.core.events import (
-    Action,
-    Clear,
-    Signalled,
-    SignalWorkers,
-    TellWorkers,
-    Tick,
-    WorkerListens,
-    WorkerSaved,
-    WorkerSaving,
-    WorkerStopped,
-)
+from elaunch.agent.core.actions import Action, Clear, SignalWorkers, TellWorkers
+from elaunch.agent.core.clearing import LAST_WORDS_S
+from elaunch.agent.core.events import Signalled, Tick, WorkerListens, WorkerSaved, WorkerSaving, WorkerStopped
 from elaunch.agent.core.messages import PeerFailed, StopAtStepBoundary, StopReason
+from elaunch.agent.core.phases import Finished, Joining, Running, Stopping
 from elaunch.agent.core.running import HOLD_S, STOPPED_HOLD_S
-from elaunch.agent.core.state import Finished, Joining, Running, Stopping
 from elaunch.agent.core.step import deadline_s
 from elaunch.agent.core.stop_orders import NOTICE_S
-from elaunch.agent.core.stopping import LAST_WORDS_S
 from elaunch.rendezvous.codec import encode
 from elaunch.rendezvous.store import Put
 from elaunch.rendezvous.types import FailureKind, OpenKind, Outcome, OutcomeKind
@@ -590,7 +580,7 @@ def test_who_ends_of_the_notice_after_the_group_broke_has_not_failed() -> None:
     driver.exits(1, -10, FailureKind.SIGNAL)
 
     assert isinstance(driver.agent.phase, Stopping)
-    assert driver.agent.phase.failure is None
+    assert driver.agent.phase.failures == ()
 
 
 def test_a_node_that_is_told_while_the_job_ends_of_anothers_notice_tells_its_workers() -> None:

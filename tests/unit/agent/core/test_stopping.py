@@ -6,22 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from elaunch.agent.core.events import (
-    Clear,
-    Cleared,
-    Commit,
-    Exit,
-    Join,
-    ReplaceForkServer,
-    Signalled,
-    SignalWorkers,
-    Spawn,
-    StoreAway,
-    Tick,
-)
-from elaunch.agent.core.state import Finished
+from elaunch.agent.core.actions import Clear, Commit, Exit, Join, ReplaceForkServer, SignalWorkers, Spawn
+from elaunch.agent.core.clearing import LAST_WORDS_S
+from elaunch.agent.core.events import Cleared, Signalled, StoreAway, Tick
+from elaunch.agent.core.phases import Finished
 from elaunch.agent.core.step import deadline_s
-from elaunch.agent.core.stopping import KILL_WAIT_S, LAST_WORDS_S
+from elaunch.agent.core.stopping import KILL_WAIT_S
 from elaunch.rendezvous.codec import encode
 from elaunch.rendezvous.store import Put
 from elaunch.rendezvous.types import FailureKind, OpenKind, Outcome, OutcomeKind

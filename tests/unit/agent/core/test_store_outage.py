@@ -6,17 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from elaunch.agent.core.events import (
-    Exit,
-    LeaseLost,
-    SignalWorkers,
-    StoreAway,
-    StoreBack,
-    StoreRefuses,
-    Tick,
-)
+from elaunch.agent.core.actions import Exit, SignalWorkers
+from elaunch.agent.core.events import LeaseLost, StoreAway, StoreBack, StoreRefuses, Tick
 from elaunch.agent.core.membership import SAY_AGAIN_S
-from elaunch.agent.core.state import WORTH_A_WORD_S, Joining, Running
+from elaunch.agent.core.phases import Joining, Running
+from elaunch.agent.core.state import WORTH_A_WORD_S
 from elaunch.agent.core.step import deadline_s
 from elaunch.agent.core.store_outage import REFUSAL_WORTH_A_WORD_S
 from elaunch.rendezvous.types import OpenKind, OutcomeKind

@@ -1,0 +1,124 @@
+"""Phase CLEARING: no worker runs any more; what is left of the generation is ended, and its output collected."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from elaunch.agent.core.actions import Action, Commit, Say
+from elaunch.agent.core.events import Cleared, Looked, Signalled, StoreLost, Tick
+from elaunch.agent.core.failures import with_tail
+from elaunch.agent.core.leaving import end_of_own_run, interrupted, leave, say_goodbye, take_signal
+from elaunch.agent.core.membership import join_again
+from elaunch.agent.core.own_store import end_if_store_is_gone, last_if_store_is_gone
+from elaunch.agent.core.phases import Clearing, Finished, WorkersDone, WorkersStopped
+from elaunch.agent.core.signals import SIGINT
+from elaunch.agent.core.state import Agent, Step, exit_with
+from elaunch.agent.core.store_outage import note_idle, say_waits
+from elaunch.rendezvous.rules import entering
+from elaunch.rendezvous.rules.verdict import verdict
+from elaunch.rendezvous.types import Failure, Outcome, OutcomeKind
+
+# After a stop's last worker, its output may take so long to be read by whoever reads it.
+LAST_WORDS_S = 2.0
+
+
+def looked(agent: Agent, _clearing: Clearing, _event: Looked, _now_s: float) -> Step:
+    """Wait: a newer generation is joined when all is cleared."""
+    return agent, ()
+
+
+def store_lost(agent: Agent, clearing: Clearing, event: StoreLost, _: float) -> Step:
+    """Exit when all is cleared, as the store is gone for good."""
+    outcome = clearing.then or agent.outcome(OutcomeKind.UNKNOWN, event.why)
+    return replace(agent, phase=replace(clearing, then=outcome)), ()
+
+
+def signalled(agent: Agent, clearing: Clearing, event: Signalled, now_s: float) -> Step:
+    """Leave the job, or end it for all nodes (SIGINT), when all is cleared, or soon; a second SIGINT exits now."""
+    if event.signum == SIGINT and agent.is_interrupted:
+        # Only output is left, and whoever reads it does not.
+        return exit_with(agent, clearing.then) if clearing.then else (agent, ())
+    agent, unheard = take_signal(agent, event)
+    actions: tuple[Action, ...] = ()
+    is_sigint, until_s = event.signum == SIGINT, now_s + LAST_WORDS_S
+    match clearing:
+        case Clearing(then=None, ended=WorkersStopped()):
+            outcome = interrupted(agent, event)
+            agent, actions = say_goodbye(agent, outcome)
+            agent = replace(agent, phase=replace(clearing, then=outcome, until_s=until_s))
+        case Clearing(then=None, ended=WorkersDone(summons=summons)) if not summons or is_sigint:
+            agent = replace(agent, phase=replace(clearing, ended=WorkersDone(event), until_s=until_s))
+        case Clearing(then=Outcome() as then) if is_sigint:
+            agent, actions = end_of_own_run(agent, clearing.table.generation, interrupted(agent, event))
+            agent, more = exit_with(agent, then)
+            actions = (*actions, *more)
+    return agent, (*actions, *unheard)
+
+
+def tick(agent: Agent, clearing: Clearing, _: Tick, now_s: float) -> Step:
+    """Wait no longer for output, where the agent is to exit."""
+    agent, said = say_waits(agent, now_s)
+    agent, actions = _past_last_words(agent, clearing) if now_s >= clearing.until_s else (agent, ())
+    return agent, (*said, *actions)
+
+
+def cleared(agent: Agent, clearing: Clearing, event: Cleared, now_s: float) -> Step:
+    """Complete the record of the failure; then exit, be finished, or join the newest generation."""
+    clearing = last_if_store_is_gone(agent, clearing)
+    agent = replace(agent, progressed=event.progressed)
+    agent, actions, then = _complete(agent, clearing, event)
+    if then:
+        agent, more = exit_with(agent, then)
+    else:
+        agent, more = _go_on(agent, clearing)
+        # A node alone has ended well with that, whatever signal came meanwhile.
+        if isinstance(clearing.ended, WorkersDone) and clearing.ended.summons and agent.spec.nodes_max > 1:
+            agent, left = leave(agent, clearing.ended.summons)
+            more = (*more, *left)
+    agent, last = end_if_store_is_gone(note_idle(agent, now_s))
+    return agent, (*actions, *more, *last)
+
+
+def due_s(clearing: Clearing) -> float | None:
+    """When output is waited for no longer, if it ever is."""
+    is_summoned = isinstance(clearing.ended, WorkersDone) and clearing.ended.summons
+    return clearing.until_s if clearing.then or is_summoned else None
+
+
+def _past_last_words(agent: Agent, clearing: Clearing) -> Step:
+    """Only output is left, and whoever reads it does not."""
+    if isinstance(clearing.ended, WorkersDone) and clearing.ended.summons:
+        agent, actions = _go_on(agent, clearing)
+        agent, more = leave(agent, clearing.ended.summons)
+        return agent, (*actions, *more)
+    return exit_with(agent, clearing.then) if clearing.then else (agent, ())
+
+
+def _go_on(agent: Agent, clearing: Clearing) -> Step:
+    """Be finished, or join again."""
+    newest, number = agent.snapshot.generation, clearing.table.generation
+    if isinstance(clearing.ended, WorkersDone) and newest and newest.number == number:
+        done = Commit(entering.is_done(agent.snapshot, agent.me, number))
+        return replace(agent, phase=Finished(clearing.table)), (done,)
+    return join_again(agent, number), ()
+
+
+def _complete(agent: Agent, clearing: Clearing, event: Cleared) -> tuple[Agent, tuple[Action, ...], Outcome | None]:
+    """Whether an exit was only a word about a lost peer may show in the output, which is here now."""
+    then, failures = clearing.then, clearing.ended.failures if isinstance(clearing.ended, WorkersStopped) else ()
+
+    def whole_of(failure: Failure) -> Failure:
+        return with_tail(failure, event.tails.get(failure.local_rank, ""), event.reached_store)
+
+    if not failures:
+        # The outcome of a node that bows out alone.
+        if then and then.failure and then.failure.node_id == agent.me.node_id:
+            then = replace(then, failure=whole_of(then.failure))
+        return agent, (), then
+    first = failures[0]
+    cause = verdict([whole_of(failure) for failure in failures])
+    actions: tuple[Action, ...] = tuple(map(Commit, entering.complete(agent.snapshot, agent.me, cause)))
+    if cause.local_rank != first.local_rank:
+        # A worker that dies while it writes to a disk is gone later than its peers notice and give up.
+        actions = (*actions, Say(f"the cause: {cause.sentence}"))
+    return agent, actions, replace(then, failure=cause) if then and then.failure == first else then

@@ -1,0 +1,29 @@
+"""Phase FINISHED: all workers of this node exited with 0; it stays until the job has ended."""
+
+from __future__ import annotations
+
+from elaunch.agent.core.actions import Say
+from elaunch.agent.core.events import Looked, StoreLost
+from elaunch.agent.core.membership import belongs_to_run, join_again, loss_of_keys
+from elaunch.agent.core.phases import Finished
+from elaunch.agent.core.state import Agent, Step, exit_with
+from elaunch.rendezvous.types import OutcomeKind
+
+
+def looked(agent: Agent, finished: Finished, _event: Looked, _now_s: float) -> Step:
+    """Join again where a newer generation was opened; exit if the job has ended."""
+    snapshot, generation, lost = agent.snapshot, agent.snapshot.generation, loss_of_keys(agent)
+    if lost:
+        return exit_with(agent, lost)
+    if generation is None:
+        return agent, ()
+    if snapshot.ended and belongs_to_run(agent):
+        return exit_with(agent, snapshot.ended)
+    if generation.number <= finished.table.generation:
+        return agent, ()
+    return join_again(agent, finished.table.generation), (Say(f"running again: {generation.cause}"),)
+
+
+def store_lost(agent: Agent, _finished: Finished, event: StoreLost, _now_s: float) -> Step:
+    """Exit: how the job ends is not known here."""
+    return exit_with(agent, agent.outcome(OutcomeKind.UNKNOWN, event.why))

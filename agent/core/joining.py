@@ -1,0 +1,86 @@
+"""Phase JOINING: no worker runs; the node enters the job, joins its generations, and waits for a seat."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from elaunch.agent.core.actions import Say, Spawn
+from elaunch.agent.core.events import Leased, LeaseLost, Looked, StoreLost, StoreRefuses
+from elaunch.agent.core.membership import belongs_to_run, lease_lost, leased, loss_of_keys, with_own_id
+from elaunch.agent.core.phases import Joining, Running
+from elaunch.agent.core.state import Agent, Step, exit_with
+from elaunch.agent.core.store_outage import store_failed
+from elaunch.rendezvous.types import OutcomeKind, RankTable, host_of
+
+
+def looked(agent: Agent, joining: Joining, _event: Looked, _now_s: float) -> Step:
+    """Start workers if the newest table seats this node, else wait as a spare; exit if the job has ended."""
+    snapshot, lost = agent.snapshot, loss_of_keys(agent)
+    if lost:
+        return exit_with(agent, lost)
+    if snapshot.generation is None:
+        return agent, ()
+    if snapshot.ended and belongs_to_run(agent):
+        return exit_with(agent, snapshot.ended)
+    if joining.asked == snapshot.generation.number > joining.ran and agent.membership.is_member:
+        return _take_seat(agent, snapshot.current_table, joining)
+    return agent, ()
+
+
+def begin_with_lease(agent: Agent, joining: Joining, event: Leased, now_s: float) -> Step:
+    """Take the new lease; a node whose keys are gone comes back by it as a new one."""
+    agent, actions = leased(agent, joining, event, now_s)
+    return with_own_id(agent), actions
+
+
+def lose_lease(agent: Agent, joining: Joining, event: LeaseLost, now_s: float) -> Step:
+    """Begin another lease, and join anew; nobody is declared lost for a while, as others may have been cut off, too."""
+    if event.lease == agent.membership.lease:
+        agent = replace(agent, phase=replace(joining, asked=-1))
+    return lease_lost(agent, joining, event, now_s)
+
+
+def store_refuses(agent: Agent, joining: Joining, event: StoreRefuses, now_s: float) -> Step:
+    """Exit if this node was never let in, for then something is wrong with its settings; else note the refusal."""
+    if event.is_denied and not agent.membership.has_entered and not agent.store_gone:
+        # Rejected on first contact means misconfiguration, not a lost job.
+        return exit_with(agent, agent.outcome(OutcomeKind.REFUSED, event.why))
+    return store_failed(agent, joining, event, now_s)
+
+
+def store_lost(agent: Agent, _joining: Joining, event: StoreLost, _now_s: float) -> Step:
+    """Exit: how the job ends is not known here."""
+    return exit_with(agent, agent.outcome(OutcomeKind.UNKNOWN, event.why))
+
+
+def _take_seat(agent: Agent, table: RankTable | None, joining: Joining) -> Step:
+    """Start this node's workers, if the newest generation has a table that seats it."""
+    if table is None:
+        return agent, ()
+    group_rank = table.group_rank(agent.me.node_id)
+    if group_rank is None:
+        if joining.spare_of == table.generation:
+            return agent, ()
+        said = Say(f"generation {table.generation} runs without this node: {_why_seatless(agent, table)}")
+        return replace(agent, phase=replace(joining, spare_of=table.generation)), (said,)
+    workers = "1 worker" if table.world_size == 1 else f"{table.world_size} workers"
+    nodes = "" if len(table.seats) == 1 else f" on {len(table.seats)} nodes"
+    started = Say(f"generation {table.generation}: {workers}{nodes} ({table.reason})")
+    running = Running(table, frozenset(range(table.seats[group_rank].slots)), is_first=joining.ran < 0)
+    crowded = _crowded(agent.me.host, table) if running.is_first else ()
+    return replace(agent, phase=running), (started, *crowded, Spawn(table, group_rank))
+
+
+def _crowded(host: str, table: RankTable) -> tuple[Say, ...]:
+    """A word of several agents on one host, which is rarely meant: their workers share its accelerators."""
+    agents = sum(host_of(seat.node_id) == host for seat in table.seats)
+    return (Say(f"{agents} agents of this job run on {host}; was one meant for another host?"),) if agents > 1 else ()
+
+
+def _why_seatless(agent: Agent, table: RankTable) -> str:
+    if len(table.seats) < agent.spec.nodes_max:
+        # It came while that one was formed, or it was cut off: those that run make room at their next step boundary.
+        again = agent.spec.max_restarts > 0
+        return "it came too late; " + ("waiting for the next" if again else "with max_restarts 0 there is no other")
+    seats = "1 seat is" if len(table.seats) == 1 else f"{len(table.seats)} seats are"
+    return f"its {seats} taken; waiting as a spare"
