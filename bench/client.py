@@ -20,8 +20,7 @@ PREFIX = "/elaunch/bench/"
 def main(address: str, transport: str = "gateway") -> None:
     memory_mb, began_s = resident_mb(), time.perf_counter()
     # What importing them costs is measured, too.
-    from elaunch.rendezvous.access import Access
-    from elaunch.rendezvous.endpoint import Endpoint
+    from elaunch.rendezvous.endpoint import Access, Endpoint
     from elaunch.rendezvous.etcd.store import EtcdStore
     from elaunch.rendezvous.store import Changes, Put, Txn, Update, View
 

@@ -17,8 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from elaunch.rendezvous.access import Access
-from elaunch.rendezvous.endpoint import Endpoint
+from elaunch.rendezvous.endpoint import Access, Endpoint
 from elaunch.rendezvous.etcd.json_transport import GatewayCarrier
 from elaunch.rendezvous.etcd.store import EtcdStore
 from tests.certificates import Certificates

@@ -159,8 +159,7 @@ class _Watch:
 def _error_of(refused: Refused) -> StoreError:
     """The error that a client of etcd would raise for the same refusal."""
     # Imported here, since a job on one node starts sooner without these modules.
-    from elaunch.rendezvous.access import Access
-    from elaunch.rendezvous.endpoint import Endpoint
+    from elaunch.rendezvous.endpoint import Access, Endpoint
     from elaunch.rendezvous.etcd import errors, transport
 
     return errors.explain(transport.Refused(refused.code, refused.message), Endpoint("memory", 0), Access())

@@ -7,8 +7,7 @@ import ssl
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
-from elaunch.rendezvous.access import Access
-from elaunch.rendezvous.endpoint import Endpoint
+from elaunch.rendezvous.endpoint import Access, Endpoint
 from elaunch.rendezvous.etcd.store import EtcdStore
 from elaunch.rendezvous.http.client import Deadline
 from elaunch.rendezvous.http.dial import dial

@@ -9,8 +9,7 @@ from __future__ import annotations
 from enum import Enum, auto
 from typing import NamedTuple
 
-from elaunch.rendezvous.access import Access
-from elaunch.rendezvous.endpoint import Endpoint
+from elaunch.rendezvous.endpoint import Access, Endpoint
 from elaunch.rendezvous.etcd.transport import Refused
 from elaunch.rendezvous.store import Denied, HistoryLost, LeaseGone, Rejected, StoreError, TooLarge, Unavailable
 

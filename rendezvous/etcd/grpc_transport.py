@@ -14,8 +14,7 @@ import threading
 from contextlib import suppress
 from typing import Any
 
-from elaunch.rendezvous.access import Access
-from elaunch.rendezvous.endpoint import Endpoint, Tls
+from elaunch.rendezvous.endpoint import Access, Endpoint, Tls
 from elaunch.rendezvous.etcd.grpc_messages import load
 from elaunch.rendezvous.etcd.transport import Json, Refused, Rpc
 from elaunch.rendezvous.store import Denied, StoreError, TimedOut, Unavailable

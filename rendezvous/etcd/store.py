@@ -8,9 +8,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
-from elaunch.rendezvous.access import Access
 from elaunch.rendezvous.codec import shown
-from elaunch.rendezvous.endpoint import Endpoint
+from elaunch.rendezvous.endpoint import Access, Endpoint
 from elaunch.rendezvous.etcd import json_codec
 from elaunch.rendezvous.etcd.errors import Kind, explain, history_lost, judge
 from elaunch.rendezvous.etcd.json_transport import GatewayCarrier

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from elaunch.launcher.store.keyring import Kept
-from elaunch.rendezvous.access import Access
-from elaunch.rendezvous.endpoint import Endpoint, Login, Tls
+from elaunch.rendezvous.endpoint import Access, Endpoint, Login, Tls
 from elaunch.rendezvous.etcd.grpc_transport import GrpcCarrier
 from elaunch.rendezvous.etcd.store import EtcdStore
 from elaunch.rendezvous.etcd.transport import Carrier

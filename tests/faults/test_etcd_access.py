@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.rendezvous.access import Access
-from elaunch.rendezvous.endpoint import Endpoint, Login, Tls
+from elaunch.rendezvous.endpoint import Access, Endpoint, Login, Tls
 from elaunch.rendezvous.etcd.json_transport import GatewayCarrier
 from elaunch.rendezvous.etcd.store import EtcdStore
 from elaunch.rendezvous.etcd.transport import GatewayOff, Json, Rpc

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.rendezvous.access import Access
-from elaunch.rendezvous.endpoint import Endpoint, Login, Tls
+from elaunch.rendezvous.endpoint import Access, Endpoint, Login, Tls
 from elaunch.rendezvous.etcd.grpc_transport import GrpcCarrier
 from elaunch.rendezvous.etcd.store import EtcdStore
 from elaunch.rendezvous.etcd.transport import Json, Rpc
@@ -139,7 +138,7 @@ def test_without_the_package_the_way_out_is_said() -> None:
     program = """
 import sys
 sys.modules["etcd3"] = None
-from elaunch.rendezvous.access import Access
+from elaunch.rendezvous.endpoint import Access
 from elaunch.rendezvous.etcd.store import EtcdStore
 from elaunch.rendezvous.etcd.grpc_transport import GrpcCarrier
 from elaunch.rendezvous.endpoint import Endpoint

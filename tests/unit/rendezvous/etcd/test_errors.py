@@ -7,8 +7,7 @@ import ssl
 
 import pytest
 
-from elaunch.rendezvous.access import Access
-from elaunch.rendezvous.endpoint import Endpoint, Login, Tls
+from elaunch.rendezvous.endpoint import Access, Endpoint, Login, Tls
 from elaunch.rendezvous.etcd.errors import BY_CODE, BY_TEXT, Kind, cancelled, explain, judge
 from elaunch.rendezvous.etcd.store import EtcdStore
 from elaunch.rendezvous.etcd.transport import Json, Refused

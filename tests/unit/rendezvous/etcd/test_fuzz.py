@@ -12,8 +12,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from elaunch.rendezvous.access import Access
-from elaunch.rendezvous.endpoint import Endpoint, Login
+from elaunch.rendezvous.endpoint import Access, Endpoint, Login
 from elaunch.rendezvous.etcd import json_codec
 from elaunch.rendezvous.etcd.json_transport import GatewayCarrier
 from elaunch.rendezvous.etcd.store import EtcdStore

@@ -7,8 +7,7 @@ from contextlib import closing
 
 import pytest
 
-from elaunch.rendezvous.access import Access
-from elaunch.rendezvous.endpoint import Endpoint
+from elaunch.rendezvous.endpoint import Access, Endpoint
 from elaunch.rendezvous.etcd import grpc_transport
 from elaunch.rendezvous.etcd import store as etcd_module
 from elaunch.rendezvous.etcd.json_codec import range_end

@@ -1,0 +1,58 @@
+"""What the command line says about the rendezvous."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from elaunch.rendezvous.endpoint import PREFIX, Endpoint, Login, Tls, Transport
+from elaunch.rendezvous.times import Times
+
+
+class Serving(Enum):
+    """What the head starts where nothing listens at the endpoint."""
+
+    NOTHING = "nothing"
+    MEMORY = "memory"
+    ETCD = "etcd"
+
+
+@dataclass(frozen=True)
+class RendezvousPlan:
+    """What the command line says about the rendezvous; without endpoints this node is alone and needs no server.
+
+    `token` is the job's secret, empty where nobody gave one. It and `login` are used where the store asks for them.
+    `plainly` says that http:// was typed: the user means an etcd without TLS, and a login may be sent to it.
+    `is_head` says whether this node serves the store where none listens; None is to be found out by the endpoint's
+    address. With `node_rank` the ranks follow it (static rendezvous), and so does the head. `master_addr` is the
+    job's MASTER_ADDR, as given; None is the first node's own. `local_addr` is this node's; None is the one that it
+    uses toward the endpoint. The job's keys begin with `prefix`, which starts and ends with a slash.
+    """
+
+    times: Times = field(default_factory=Times)
+    endpoints: tuple[Endpoint, ...] = ()
+    tls: Tls | None = None
+    plainly: bool = False
+    login: Login | None = None
+    prefix: str = PREFIX
+    token: str = field(default="", repr=False)
+    transport: Transport = Transport.GATEWAY
+    serving: Serving = Serving.NOTHING
+    is_head: bool | None = None
+    node_rank: int | None = None
+    master_addr: str | None = None
+    local_addr: str | None = None
+
+    @property
+    def own_addr(self) -> str | None:
+        """Where the others reach this node, as far as the command line says so.
+
+        MASTER_ADDR is that of the node of rank 0; in a job of one node that is always this one.
+        """
+        is_first = self.is_alone or self.node_rank == 0
+        return (self.master_addr if is_first else None) or self.local_addr
+
+    @property
+    def is_alone(self) -> bool:
+        """One node with its store in its own memory."""
+        return not self.endpoints
