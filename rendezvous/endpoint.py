@@ -17,9 +17,9 @@ PREFIX = "/elaunch/"
 
 
 class Transport(Enum):
-    """How a store's server is spoken to."""
+    """The wire protocol toward the store."""
 
-    GATEWAY = "gateway"  # etcd's JSON over HTTP; our own server knows nothing else
+    GATEWAY = "gateway"  # etcd's JSON over HTTP, the only one of elaunch's own server
     GRPC = "grpc"  # needs elaunch[etcd3]
 
 
@@ -36,7 +36,7 @@ class Endpoint:
 
 @dataclass(frozen=True)
 class Tls:
-    """Files of certificates for a real etcd that speaks https; without `ca` the system's authorities are trusted."""
+    """Certificate files for a real etcd with https. Without `ca` the system's certificate authorities are trusted."""
 
     ca: str | None = None
     certificate: str | None = None
@@ -72,7 +72,7 @@ class Access:
             raise ValueError("a bearer goes only to the store whose certificate is made from the same token")
 
     def check_login(self, endpoint: Endpoint) -> None:
-        """Call this before the login is sent. Raises Denied if it would be readable on the way."""
+        """Call this before the login is sent. Raises Denied if the login would be sent unencrypted."""
         if self.login and self.tls is None and not self.plainly:
             raise Denied(
                 f"the store at {endpoint} is reached without TLS, so the password of etcd's user {self.login.user} is"
@@ -81,6 +81,6 @@ class Access:
 
 
 def how_to_send(*endpoints: object) -> str:
-    """What to type so that a password is sent to these endpoints."""
+    """The way out for the user: how to type these endpoints so that a password is sent to them."""
     safely, plainly = (",".join(f"{scheme}://{each}" for each in endpoints) for scheme in ("https", "http"))
     return f"type {safely}, or type {plainly} to send it unencrypted"

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from elaunch.trainer.gpt.config import UsageError, parse
 from elaunch.trainer.gpt.corpus import Corpus
 from elaunch.trainer.gpt.run_directory import RunDirectory
-from elaunch.trainer.ranks.place import Place
+from elaunch.trainer.ranks.place import RankInfo
 
 # Longer than a launcher needs to see that rank 0 ended and to stop the others.
 REFUSAL_GRACE_S = 3.0
@@ -20,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Parse `argv` (default: the process's own), train, and return the exit code."""
     # Until there is a step to finish, Ctrl-C ends the process at once and without a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    place = Place.from_environ(os.environ)
+    place = RankInfo.from_environ(os.environ)
     try:
         config = parse(sys.argv[1:] if argv is None else argv, place)
         if config is None:
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-def _refuse(error: UsageError, place: Place) -> int:
+def _refuse(error: UsageError, place: RankInfo) -> int:
     """Rank 0 speaks for all, and must be the first to exit: a launcher ends the others once one has failed."""
     if place.leads:
         print(error, file=sys.stderr, flush=True)

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 from elaunch.trainer.files import parse_json
 
 Word = TypeVar("Word")
-Answer = TypeVar("Answer")
+Answered = TypeVar("Answered")
 
 # The agent looks once a second; a line for each of a thousand steps would only fill the socket.
 _PAUSE_S = 0.05
@@ -335,7 +335,7 @@ class _Boundary:
         return bool(asked.item())
 
 
-def _tried(callback: Callable[[Word], Answer], word: Word) -> Answer | None:
+def _tried(callback: Callable[[Word], Answered], word: Word) -> Answered | None:
     """What the callback returns; its error is its own, and the next one may be the one that saves the state."""
     try:
         return callback(word)

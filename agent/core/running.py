@@ -18,7 +18,7 @@ from elaunch.agent.core.events import (
 from elaunch.agent.core.state import Agent, Held, Phase, Running, Step, Stopping
 from elaunch.agent.core.stop_orders import SIGINT, SIGKILL, SIGTERM, stop_broken
 from elaunch.agent.core.stopping import LAST_WORDS_S, go_on_stopping, goodbye
-from elaunch.rendezvous.rules import entering
+from elaunch.rendezvous.rules import transactions
 from elaunch.rendezvous.types import Failure, FailureKind, OutcomeKind
 
 # Schedulers signal the agent and its workers together; a worker that died so is no failure if our signal comes too.
@@ -142,7 +142,7 @@ def _fail(agent: Agent, running: Running, failure: Failure, now_s: float) -> Ste
         return _bow_out(agent, running, failure, now_s)
     which = "worker" if failure.local_rank in live else "other"
     stopped = f"; stopping {len(live)} {which}{'s' if len(live) > 1 else ''}" if live else ""
-    actions = (Commit(entering.fail(agent.snapshot, agent.me, failure)), Say(failure.sentence + stopped))
+    actions = (Commit(transactions.fail(agent.snapshot, agent.me, failure)), Say(failure.sentence + stopped))
     stopping = replace(Stopping.of(running, now_s, agent.times.failure_grace_s), failure=failure)
     return stop_broken(agent, stopping, actions)
 
@@ -173,7 +173,7 @@ def _exited_while_stopping(agent: Agent, stopping: Stopping, event: WorkerExited
     if stopping.then or generation is None or not _is_own_doing(event.failure):
         return go_on_stopping(agent, stopping)
     stopping = replace(stopping, failure=event.failure)
-    actions = (Commit(entering.fail(agent.snapshot, agent.me, event.failure)), Say(event.failure.sentence))
+    actions = (Commit(transactions.fail(agent.snapshot, agent.me, event.failure)), Say(event.failure.sentence))
     if generation.kind.is_urgent:
         # Another node spoke first; it may have told of nothing but this end.
         return go_on_stopping(agent, stopping, actions)

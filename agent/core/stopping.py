@@ -28,8 +28,8 @@ from elaunch.agent.core.stop_orders import (
     ranks,
     stop_at_boundary,
 )
-from elaunch.rendezvous.rules import entering
-from elaunch.rendezvous.rules.verdict import verdict
+from elaunch.rendezvous.rules import transactions
+from elaunch.rendezvous.rules.verdict import decisive_failure
 from elaunch.rendezvous.types import Outcome, OutcomeKind
 
 # SIGKILL needs no consent: a worker that is not gone by then is one whose fork server no longer says so.
@@ -177,7 +177,7 @@ def _go_on(agent: Agent, stopping: Stopping) -> Step:
     """Be done, or join again."""
     newest, number = agent.snapshot.generation, stopping.table.generation
     if stopping.done and newest and newest.number == number:
-        done = Commit(entering.is_done(agent.snapshot, agent.me, number))
+        done = Commit(transactions.report_done(agent.snapshot, agent.me, number))
         return replace(agent, phase=Finished(stopping.table)), (done,)
     return joining(agent, number), ()
 
@@ -194,8 +194,8 @@ def _complete(
             then = replace(then, failure=whole)
         return agent, (), then
     failures = (stopping.failure, *stopping.others)
-    whole = verdict([with_tail(f, event.tails.get(f.local_rank, ""), event.reached_store) for f in failures])
-    actions: tuple[Action, ...] = tuple(map(Commit, entering.complete(agent.snapshot, agent.me, whole)))
+    whole = decisive_failure([with_tail(f, event.tails.get(f.local_rank, ""), event.reached_store) for f in failures])
+    actions: tuple[Action, ...] = tuple(map(Commit, transactions.complete(agent.snapshot, agent.me, whole)))
     if whole.local_rank != stopping.failure.local_rank:
         # A worker that dies while it writes to a disk is gone later than its peers notice and give up.
         actions = (*actions, Say(f"the cause: {whole.sentence}"))
@@ -215,7 +215,7 @@ def _say_goodbye(agent: Agent, outcome: Outcome) -> tuple[Agent, tuple[Action, .
     if snapshot.generation is None or snapshot.ended:
         return agent, ()
     if outcome.signum == SIGINT and agent.membership.belongs:
-        return agent, (Commit(entering.end(snapshot, outcome)),)
+        return agent, (Commit(transactions.end_job(snapshot, outcome)),)
     table = snapshot.current_table
     is_seated = table is not None and table.group_rank(agent.me.node_id) is not None
     opens = is_seated and not isinstance(agent.phase, Finished)
@@ -233,8 +233,8 @@ def _end_of_own_run(agent: Agent, stopping: Stopping, outcome: Outcome) -> tuple
 def goodbye(agent: Agent, *, opens: bool, why: str, signum: int = 0) -> tuple[Action, ...]:
     """This node goes, and says so; where it leads, others may do so at once."""
     snapshot = agent.snapshot
-    left: tuple[Action, ...] = (Commit(entering.leave(snapshot, agent.me, opens=opens, why=why, signum=signum)),)
-    return (*left, Commit(entering.abdicate(snapshot))) if snapshot.leader == agent.me.node_id else left
+    left: tuple[Action, ...] = (Commit(transactions.leave(snapshot, agent.me, opens=opens, why=why, signum=signum)),)
+    return (*left, Commit(transactions.resign(snapshot))) if snapshot.leader == agent.me.node_id else left
 
 
 def _farewell_text(agent: Agent, event: Signalled, live: int) -> str:

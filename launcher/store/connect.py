@@ -207,12 +207,12 @@ def store_of(plan: RendezvousPlan, say: Callable[[str], None]) -> Store:
 
 
 def _over_grpc(plan: RendezvousPlan, access: Access) -> Store:
-    from elaunch.rendezvous.etcd.grpc_transport import GrpcCarrier
+    from elaunch.rendezvous.etcd.grpc_transport import GrpcTransport
     from elaunch.rendezvous.etcd.store import EtcdStore
     from elaunch.rendezvous.store import Denied
 
     try:
-        return EtcdStore(plan.endpoints, access, plan.times.call_deadline_s, GrpcCarrier(access))
+        return EtcdStore(plan.endpoints, access, plan.times.call_deadline_s, GrpcTransport(access))
     except Denied as error:
         raise UsageError(str(error)) from None
 

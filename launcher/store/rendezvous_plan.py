@@ -10,7 +10,7 @@ from elaunch.rendezvous.times import Times
 
 
 class Serving(Enum):
-    """What the head starts where nothing listens at the endpoint."""
+    """The store that the head starts if nothing listens at the endpoint."""
 
     NOTHING = "nothing"
     MEMORY = "memory"
@@ -19,14 +19,15 @@ class Serving(Enum):
 
 @dataclass(frozen=True)
 class RendezvousPlan:
-    """What the command line says about the rendezvous; without endpoints this node is alone and needs no server.
+    """What the command line says about the rendezvous. Without endpoints this node is alone and needs no server.
 
-    `token` is the job's secret, empty where nobody gave one. It and `login` are used where the store asks for them.
+    `token` is the job's secret, empty if nobody gave one; `token` and `login` are used if the store asks for them.
     `plainly` says that http:// was typed: the user means an etcd without TLS, and a login may be sent to it.
-    `is_head` says whether this node serves the store where none listens; None is to be found out by the endpoint's
-    address. With `node_rank` the ranks follow it (static rendezvous), and so does the head. `master_addr` is the
-    job's MASTER_ADDR, as given; None is the first node's own. `local_addr` is this node's; None is the one that it
-    uses toward the endpoint. The job's keys begin with `prefix`, which starts and ends with a slash.
+    `is_head` says whether this node serves the store if none listens; None means that the endpoint's address decides.
+    With `node_rank` (static rendezvous) it decides the ranks, and which node is the head. `master_addr` is the job's
+    MASTER_ADDR as given; None means the first node's own address. `local_addr` is this node's address; None means the
+    address that this node uses toward the endpoint. The job's keys begin with `prefix`, which starts and ends with a
+    slash.
     """
 
     times: Times = field(default_factory=Times)
@@ -45,9 +46,9 @@ class RendezvousPlan:
 
     @property
     def own_addr(self) -> str | None:
-        """Where the others reach this node, as far as the command line says so.
+        """The address at which other nodes reach this node, if the command line says one.
 
-        MASTER_ADDR is that of the node of rank 0; in a job of one node that is always this one.
+        MASTER_ADDR is the address of the node of rank 0; in a job of one node that is always this node.
         """
         is_first = self.is_alone or self.node_rank == 0
         return (self.master_addr if is_first else None) or self.local_addr

@@ -1,6 +1,6 @@
-"""How many bytes a request has as protocol buffers (api/etcdserverpb/rpc.proto).
+"""The size of a request in bytes as protocol buffers (api/etcdserverpb/rpc.proto).
 
-etcd refuses a request that is too large by this size.
+etcd applies its limits to this size.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from elaunch.rendezvous.engine.requests import (
 # etcd's --max-request-bytes, and the larger limit of its gRPC.
 REQUEST_BYTES_MAX = 3 << 19
 MESSAGE_BYTES_MAX = REQUEST_BYTES_MAX + (512 << 10)
-# What etcd's log adds to a request: the member's own number for it, and lengths.
+# etcd's log adds this to a request: the member's own number for it, and lengths.
 LOG_BYTES = 18
 
 

@@ -1,4 +1,4 @@
-"""What went wrong on a connection, in words."""
+"""Errors of a connection as sentences for the user."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from elaunch.rendezvous.endpoint import Endpoint
 from elaunch.rendezvous.http.response import Garbled, NotHttp
 from elaunch.rendezvous.store import Denied, StoreError, TimedOut, Unavailable
 
-# The client's certificate did not please: OpenSSL's names of the alerts.
+# OpenSSL's names of the alerts by which a server rejects the client's certificate.
 _CLIENT_ALERTS = ("CERTIFICATE_REQUIRED", "BAD_CERTIFICATE", "UNKNOWN_CA", "CERTIFICATE_UNKNOWN", "CERTIFICATE_EXPIRED")
 
 
-def explain(error: OSError | Garbled, endpoint: Endpoint, waited: str, hint: str) -> StoreError:
-    """The sentence for `error`; `waited` is how long the answer was waited for ("0.5 s", "" is for ever), `hint`
-    what to check where the server is not to be trusted.
+def connection_error(error: OSError | Garbled, endpoint: Endpoint, waited: str, hint: str) -> StoreError:
+    """The store's error for `error`, as a sentence.
+
+    `waited` is the deadline that passed ("0.5 s"; "" is without one). `hint` tells the user what to check if the server
+    is not trusted.
     """
     match error:
         case NotHttp():

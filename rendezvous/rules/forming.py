@@ -10,12 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from elaunch.rendezvous.endpoint import PREFIX
-from elaunch.rendezvous.rules.opening import hosts, open_loss, was_lost
-from elaunch.rendezvous.rules.pruning import ending, outdated
 from elaunch.rendezvous.rules.snapshot import Snapshot
-from elaunch.rendezvous.rules.table_codec import encode_table, seats_of
-from elaunch.rendezvous.rules.verdict import BARREN_MAX, GiveUp, judge, verdict
-from elaunch.rendezvous.store import Absent, Delete, NoneNewer, Txn
+from elaunch.rendezvous.rules.table_codec import seats_of
+from elaunch.rendezvous.rules.transactions import end_unformed, evict, hosts, loss_of, open_loss, seal_table
+from elaunch.rendezvous.rules.verdict import BARREN_MAX, GiveUp, decisive_failure, judge
+from elaunch.rendezvous.store import Txn
 from elaunch.rendezvous.times import Times
 from elaunch.rendezvous.types import (
     Failure,
@@ -88,12 +87,12 @@ def form(
             # Peers that stop at a step boundary would wait in a collective for a node that will never come.
             return Formed(formation, open_loss(snapshot, lost))
     if missing := [node_id for node_id in survivors if node_id not in joined]:
-        return _await_survivors(snapshot, generation, formation, times, now_s, missing, is_awaited=bool(joined))
+        return _await_survivors(snapshot, formation, times, now_s, missing, is_awaited=bool(joined))
     if formation.gathered_s is None:
         formation = replace(formation, gathered_s=now_s)
     decision = _decide(snapshot, terms, generation, before, joined, table_age_s)
     if isinstance(decision, Outcome):
-        return Formed(formation, _end(snapshot, decision, generation))
+        return Formed(formation, end_unformed(snapshot, decision))
     if waiting := _await_ready(snapshot, terms, before, joined, formation, times, now_s):
         return waiting
     return _seal_or_wait(snapshot, terms, generation, decision, joined, survivors, formation, times, now_s)
@@ -127,7 +126,6 @@ class _GoOn:
 
 def _await_survivors(
     snapshot: Snapshot,
-    generation: Generation,
     formation: Formation,
     times: Times,
     now_s: float,
@@ -142,15 +140,8 @@ def _await_survivors(
         their = "its" if len(missing) == 1 else "their"
         wake_s = due_s if is_awaited else None
         return Formed(formation, wake_s=wake_s, waiting=f"{hosts(missing)} to stop {their} workers")
-    keys, evicted = snapshot.keys, missing[0]
-    # It neither stops nor goes: a process that no signal ends.
-    guards = (
-        snapshot.gen_guard,
-        snapshot.live_guard,
-        snapshot.leader_guard,
-        Absent(keys.joined(generation.number, evicted)),
-    )
-    return Formed(formation, Txn(guards, (Delete(keys.member(evicted)),)))
+    # This node neither stops nor leaves: some process of it survives every signal.
+    return Formed(formation, evict(snapshot, missing[0]))
 
 
 def _decide(
@@ -172,11 +163,11 @@ def _decide(
     gone = [s.node_id for s in before.seats if s.node_id not in snapshot.members]
     is_counted = generation.kind is OpenKind.FAIL and not gone
     spent = counted_restarts(terms, before, table_age_s) if is_counted else None
-    reason = was_lost(gone) if gone and generation.kind is OpenKind.FAIL else generation.cause
+    reason = loss_of(gone) if gone and generation.kind is OpenKind.FAIL else generation.cause
     if failures:
         decision = judge(terms, snapshot.failures, before.generation, spent, barren, progressed)
         if isinstance(decision, GiveUp):
-            return _failed(before, terms, decision.reason, verdict(failures))
+            return _failed(before, terms, decision.reason, decisive_failure(failures))
         if is_counted:
             reason = decision.reason
     if terms.max_restarts == 0:
@@ -242,7 +233,7 @@ def _seal_or_wait(
     seated = set(survivors)
     newcomers = sorted((snapshot.members[n] for n in joined if n not in seated), key=_place)
     nodes = [*(snapshot.members[n] for n in survivors), *newcomers][: terms.nodes_max]
-    return Formed(formation, _seal(snapshot, generation, decision, nodes, joined))
+    return Formed(formation, seal_table(snapshot, _table(generation, decision, nodes, joined)))
 
 
 def _await_min(
@@ -272,14 +263,12 @@ def _await_min(
         table.restarts if table else 0,
         terms.max_restarts,
     )
-    return Formed(formation, _end(snapshot, outcome, generation))
+    return Formed(formation, end_unformed(snapshot, outcome))
 
 
-def _seal(
-    snapshot: Snapshot, generation: Generation, decision: _GoOn, nodes: list[Node], joined: Mapping[str, Joined]
-) -> Txn:
-    keys, first = snapshot.keys, nodes[0]
-    table = RankTable(
+def _table(generation: Generation, decision: _GoOn, nodes: list[Node], joined: Mapping[str, Joined]) -> RankTable:
+    first = nodes[0]
+    return RankTable(
         generation=generation.number,
         seats=seats_of([(node.node_id, node.slots, node.role) for node in nodes]),
         master_addr=first.address,
@@ -290,27 +279,6 @@ def _seal(
         barren=decision.barren,
         progressed=decision.progressed,
     )
-    guards = (
-        snapshot.gen_guard,
-        snapshot.live_guard,
-        snapshot.leader_guard,
-        Absent(keys.table(generation.number)),
-        NoneNewer(keys.joined(generation.number), snapshot.revision),
-    )
-    sealed = snapshot.put(keys.table(generation.number), encode_table(table))
-    return Txn(guards, (sealed, *outdated(snapshot, generation.number)))
-
-
-def _end(snapshot: Snapshot, outcome: Outcome, generation: Generation) -> Txn:
-    keys = snapshot.keys
-    guards = (
-        snapshot.gen_guard,
-        snapshot.live_guard,
-        snapshot.leader_guard,
-        Absent(keys.table(generation.number)),
-        NoneNewer(keys.members, snapshot.revision),
-    )
-    return Txn(guards, ending(snapshot, outcome))
 
 
 def _place(node: Node) -> tuple[int, int, str, list[str | int], str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from elaunch.rendezvous.codec import encode
 from elaunch.rendezvous.rules.snapshot import Snapshot
-from elaunch.rendezvous.rules.verdict import verdict
+from elaunch.rendezvous.rules.verdict import decisive_failure
 from elaunch.rendezvous.store import Delete, Op
 from elaunch.rendezvous.types import Outcome
 
@@ -52,14 +52,14 @@ def ending(snapshot: Snapshot, outcome: Outcome) -> tuple[Op, ...]:
     start, end = f"{keys.root}failures/", f"{keys.root}failures0"
     if snapshot.failures:
         first = min(snapshot.failures)
-        is_said = outcome.failure == verdict(snapshot.failures[first])
+        is_said = outcome.failure == decisive_failure(snapshot.failures[first])
         ops += (Delete(start, end),) if is_said else _all_but(_judged(snapshot, first), start, end)
     return tuple(ops)
 
 
 def _judged(snapshot: Snapshot, number: int) -> str:
     """The key of the failure by which the generation was judged."""
-    return snapshot.keys.failure(number, verdict(snapshot.failures[number]).node_id)
+    return snapshot.keys.failure(number, decisive_failure(snapshot.failures[number]).node_id)
 
 
 def _all_but(key: str, start: str, end: str) -> tuple[Op, ...]:

@@ -15,7 +15,7 @@ from elaunch.rendezvous.codec import Record, decode
 from elaunch.rendezvous.endpoint import PREFIX
 from elaunch.rendezvous.rules.credible import check, check_generation_of_key
 from elaunch.rendezvous.rules.table_codec import decode_table
-from elaunch.rendezvous.store import Absent, Entry, Put, Unchanged, View
+from elaunch.rendezvous.store import Absent, KeyEntry, Put, Unchanged, View
 from elaunch.rendezvous.types import Failure, Generation, Joined, Node, Outcome, RankTable, Terms
 
 Belonging = TypeVar("Belonging", Node, Joined)
@@ -147,7 +147,7 @@ class SnapshotReader:
     def __init__(self, keys: Keys) -> None:
         self._keys = keys
         # What was read of each key: its entry, the record in it, and the key in parts.
-        self._known: dict[str, tuple[Entry, Any, list[str]]] = {}
+        self._known: dict[str, tuple[KeyEntry, Any, list[str]]] = {}
 
     def read(self, view: View, *, whole: bool) -> Snapshot:
         """What the keys of `view` say.
@@ -206,7 +206,7 @@ class SnapshotReader:
             **fields,
         )
 
-    def _record(self, key: str, entry: Entry, parts: list[str], unreadable: list[str]) -> Any:
+    def _record(self, key: str, entry: KeyEntry, parts: list[str], unreadable: list[str]) -> Any:
         """What an entry says; None for a failure that nobody can read."""
         known = self._known.get(key)
         try:

@@ -21,17 +21,17 @@ def trimmed(txn: Txn, bytes_max: int) -> Txn | None:
 
     None if nothing is left to cut. Guards, keys and numbers stay as they are.
     """
-    before = size(txn)
+    before = content_bytes(txn)
     wanted = min(bytes_max, before - 1)
     shortest = txn
     for text_bytes in _TEXT_BYTES:
         shortest = _with_texts(txn, text_bytes)
-        if size(shortest) <= wanted:
+        if content_bytes(shortest) <= wanted:
             return shortest
-    return shortest if size(shortest) < before else None
+    return shortest if content_bytes(shortest) < before else None
 
 
-def size(txn: Txn) -> int:
+def content_bytes(txn: Txn) -> int:
     """Bytes of the transaction's keys and values. The wire adds a few bytes for each."""
     guards = sum(len(getattr(guard, "key", getattr(guard, "prefix", "")).encode()) for guard in txn.guards)
     return guards + sum(len(word.encode()) for op in (*txn.then, *txn.otherwise) for word in _words(op))

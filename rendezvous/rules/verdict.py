@@ -26,7 +26,7 @@ class GiveUp:
     reason: str
 
 
-def verdict(failures: Sequence[Failure]) -> Failure:
+def decisive_failure(failures: Sequence[Failure]) -> Failure:
     """The failure that a generation is judged by: the first recorded one that no peer's death explains."""
     primary = (f for f in failures if f.kind is not FailureKind.PEER_LOST)
     return next(primary, failures[0])
@@ -56,7 +56,7 @@ def judge(
     `spent` counts the restarts that the budget holds against the job, None where this one is not charged to it;
     `barren` the generations in a row that made no progress; `progressed` says whether any of the job ever made some.
     """
-    failure = verdict(failures[generation])
+    failure = decisive_failure(failures[generation])
     before = failures.get(generation - 1)
     if failure.kind is FailureKind.DEBUGGER:
         return GiveUp(
@@ -70,7 +70,7 @@ def judge(
         return Restart("")
     # Of a rank that nobody knows of, its generation tells.
     has_progressed = barren == 0 if failure.progressed is None else failure.progressed
-    if before and not has_progressed and identical(failure, verdict(before)):
+    if before and not has_progressed and identical(failure, decisive_failure(before)):
         return GiveUp("it failed the same way twice in a row without progress, so another try would end the same way")
     if spent >= terms.max_restarts:
         return GiveUp(_budget(terms))

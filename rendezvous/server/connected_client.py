@@ -6,20 +6,22 @@ import math
 import selectors
 
 from elaunch.rendezvous.http.request import RequestReader, chunk
-from elaunch.rendezvous.server.connection import READ_BYTES_MAX, STRANGERS_READ_BYTES_MAX, Connection
+from elaunch.rendezvous.server.connection import READ_BYTES_MAX, UNAUTHENTICATED_READ_BYTES_MAX, Connection
 from elaunch.rendezvous.server.watchers import Watcher
 
 # With this much waiting to be sent on its connection, a watch gets no more changes until some of it is sent.
 OUTGOING_BYTES_MAX = 1 << 20
 
 
-class Client:
+class ConnectedClient:
     """One client. Its requests are answered in order; a watch is the last one.
 
     `dirty` are all clients of the server for which something waits to be sent. This one adds itself.
     """
 
-    def __init__(self, connection: Connection, address: str, reader: RequestReader, dirty: dict[Client, None]) -> None:
+    def __init__(
+        self, connection: Connection, address: str, reader: RequestReader, dirty: dict[ConnectedClient, None]
+    ) -> None:
         self.connection = connection
         self.address = address
         self.reader = reader
@@ -59,7 +61,7 @@ class Client:
 
     def read(self) -> None:
         """Read what has arrived, and drop it if no request is expected. Raises Closed."""
-        data = self.connection.read(READ_BYTES_MAX if self.is_known else STRANGERS_READ_BYTES_MAX)
+        data = self.connection.read(READ_BYTES_MAX if self.is_known else UNAUTHENTICATED_READ_BYTES_MAX)
         if self.is_answered:
             self.reader.feed(data)
 

@@ -9,7 +9,7 @@ import ssl
 _READ_BYTES = 64 << 10
 # Reading more from one connection at a time would starve the others. From a stranger one record of TLS is read.
 READ_BYTES_MAX = 8 * _READ_BYTES
-STRANGERS_READ_BYTES_MAX = 16 << 10
+UNAUTHENTICATED_READ_BYTES_MAX = 16 << 10
 # A peer that is gone without a word is given up after about this long, also while nothing is sent.
 _DEAD_AFTER_S = 20
 

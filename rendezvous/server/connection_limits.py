@@ -29,6 +29,6 @@ def slots(descriptors: int, agents: int = 0) -> int:
     return max(min(descriptors - OWN_DESCRIPTORS, max(CONNECTIONS_MAX, slots_for(agents))), 1)
 
 
-def strangers_max(slots: int, known: int) -> int:
+def unauthenticated_max(slots: int, known: int) -> int:
     """How many strangers there may be: a quarter of all slots, and no more than the `known` connections leave."""
     return min(max(slots // 4, 1), slots - known)

@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 from elaunch.rendezvous.codec import parse_first_json
 from elaunch.rendezvous.engine.mvcc import KeyValue, Refused
 from elaunch.rendezvous.engine.requests import (
-    Answer,
     Compare,
     DeleteAnswer,
     DeleteRequest,
+    OpAnswer,
     PutAnswer,
     PutRequest,
     RangeAnswer,
@@ -221,7 +221,7 @@ def _operation(fields: Fields) -> Request:
     return request
 
 
-def _response(answer: Answer) -> Json:
+def _response(answer: OpAnswer) -> Json:
     header = {"header": {"revision": str(answer.revision)}}
     match answer:
         case PutAnswer():

@@ -22,11 +22,11 @@ from functools import partial
 
 from elaunch.rendezvous.engine.engine import Engine
 from elaunch.rendezvous.engine.mvcc import Refused
-from elaunch.rendezvous.http.request import BadRequest, HttpRequest, RequestReader, chunk, stream_head, whole
+from elaunch.rendezvous.http.request import BadRequest, HttpRequest, RequestReader, chunk, http_response, stream_head
 from elaunch.rendezvous.secret import Secret
-from elaunch.rendezvous.server.connected_client import Client
+from elaunch.rendezvous.server.connected_client import ConnectedClient
 from elaunch.rendezvous.server.connection import Closed, Connection
-from elaunch.rendezvous.server.connection_limits import CONNECTIONS_MAX, strangers_max
+from elaunch.rendezvous.server.connection_limits import CONNECTIONS_MAX, unauthenticated_max
 from elaunch.rendezvous.server.routes import (
     EXHAUSTED,
     INTERNAL,
@@ -36,8 +36,8 @@ from elaunch.rendezvous.server.routes import (
     WatchRequest,
     error_reply,
 )
-from elaunch.rendezvous.server.unauthenticated import CROWD_S, PER_ADDRESS, Strangers
-from elaunch.rendezvous.server.watchers import Keys, Watchers
+from elaunch.rendezvous.server.unauthenticated import CROWD_S, PER_ADDRESS, UnauthenticatedConnections
+from elaunch.rendezvous.server.watchers import KeyRange, Watchers
 
 BACKLOG = 4096
 # The largest request that etcd's gRPC takes, 2 MiB, as base64 in JSON. No body is read from a stranger.
@@ -75,10 +75,10 @@ class Server:
         self._listeners = listeners
         self._selector = selectors.DefaultSelector()
         self._slots = slots
-        self._clients: dict[Client, None] = {}
-        self._strangers: Strangers[Client] = Strangers()
-        self._dirty: dict[Client, None] = {}
-        self._unfinished: dict[Client, None] = {}
+        self._clients: dict[ConnectedClient, None] = {}
+        self._strangers: UnauthenticatedConnections[ConnectedClient] = UnauthenticatedConnections()
+        self._dirty: dict[ConnectedClient, None] = {}
+        self._unfinished: dict[ConnectedClient, None] = {}
         self._quiet_until_s: dict[str, float] = {}
         self._now_s = time.monotonic()
         self._waker, self._woken = socket.socketpair()
@@ -177,7 +177,7 @@ class Server:
 
     def _make_room(self) -> bool:
         """Close strangers if there are too many of them; whether there is room for one more connection."""
-        room = strangers_max(self._slots, len(self._clients) - len(self._strangers))
+        room = unauthenticated_max(self._slots, len(self._clients) - len(self._strangers))
         while len(self._strangers) >= room and (stranger := self._strangers.first_to_go()):
             who = ", ".join(f"{address} has {count}" for address, count in self._strangers.crowds())
             self._say(
@@ -195,12 +195,12 @@ class Server:
         return room > 0
 
     def _begin(self, connection: Connection, address: str) -> None:
-        client = Client(connection, address, RequestReader(self._admit), self._dirty)
+        client = ConnectedClient(connection, address, RequestReader(self._admit), self._dirty)
         self._clients[client] = None
         self._strangers.add(client, address, self._now_s)
         self._selector.register(connection.socket, client.registered, partial(self._serve, client))
 
-    def _serve(self, client: Client) -> None:
+    def _serve(self, client: ConnectedClient) -> None:
         """Read, answer and write: data has arrived, there is room to send, or requests are left to answer."""
         if client not in self._clients:
             return
@@ -212,7 +212,7 @@ class Server:
         except Closed:
             self._close(client)
 
-    def _answer(self, client: Client) -> None:
+    def _answer(self, client: ConnectedClient) -> None:
         """Answer as many requests as one turn may take."""
         client.has_more = False
         try:
@@ -226,10 +226,10 @@ class Server:
         except BadRequest as bad:
             client.lingers = True
             client.deadline_s = self._now_s + LINGER_S
-            client.put(whole(bad.status, bad.body, closes=True))
+            client.put(http_response(bad.status, bad.body, closes=True))
         client.has_more = client.is_answered
 
-    def _do(self, client: Client, request: HttpRequest) -> None:
+    def _do(self, client: ConnectedClient, request: HttpRequest) -> None:
         """Do a request. Its client has shown the secret, or `_admit` would have refused it."""
         client.is_known = True
         client.deadline_s = self._now_s + IDLE_S
@@ -239,9 +239,9 @@ class Server:
         if isinstance(answer, WatchRequest):
             client.closes = False
             client.put(stream_head() + chunk(self._routes.created()))
-            client.watcher = self._watchers.add(Keys(answer.key, answer.end), answer.start_revision, client)
+            client.watcher = self._watchers.add(KeyRange(answer.key, answer.end), answer.start_revision, client)
             return
-        client.put(whole(answer.status, answer.body, request.closes))
+        client.put(http_response(answer.status, answer.body, request.closes))
 
     def _routed(self, request: HttpRequest) -> Reply | WatchRequest:
         try:
@@ -275,7 +275,7 @@ class Server:
             except Closed:
                 self._close(client)
 
-    def _write(self, client: Client) -> None:
+    def _write(self, client: ConnectedClient) -> None:
         self._dirty.pop(client, None)
         client.write(self._now_s)
         while client.watcher and client.watcher.behind and client.has_room():
@@ -306,7 +306,7 @@ class Server:
             self._close(client)
         self._accept_again()
 
-    def _close(self, client: Client) -> None:
+    def _close(self, client: ConnectedClient) -> None:
         if client in self._clients:
             del self._clients[client]
             self._strangers.discard(client)
@@ -337,7 +337,7 @@ def _is_awaited(listener: socket.socket) -> bool:
     return bool(poll.poll(0))
 
 
-def _is_over(client: Client, now_s: float) -> bool:
+def _is_over(client: ConnectedClient, now_s: float) -> bool:
     if client.is_stalled(now_s - STALLED_S):
         return True
     waits = client.watcher or (client.connection.outgoing and not client.lingers)

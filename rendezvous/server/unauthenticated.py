@@ -13,16 +13,16 @@ PER_ADDRESS = 16
 # address, as behind a NAT or in containers of one host. By default an agent's call waits for 2 s at most.
 CROWD_S = 5.0
 
-Who = TypeVar("Who")
+Client = TypeVar("Client")
 
 
-class Strangers(Generic[Who]):
+class UnauthenticatedConnections(Generic[Client]):
     """All strangers. Times are those of the caller's clock."""
 
     def __init__(self) -> None:
-        self._came: dict[Who, tuple[str, float]] = {}
+        self._came: dict[Client, tuple[str, float]] = {}
         # The strangers of each address, the oldest first.
-        self._from: dict[str, dict[Who, None]] = {}
+        self._from: dict[str, dict[Client, None]] = {}
         # The addresses by their number of strangers, so `first_to_go` costs the same however many there are.
         self._with: dict[int, dict[str, None]] = {}
         self._most = 0
@@ -30,17 +30,17 @@ class Strangers(Generic[Who]):
     def __len__(self) -> int:
         return len(self._came)
 
-    def __contains__(self, who: Who) -> bool:
+    def __contains__(self, who: Client) -> bool:
         return who in self._came
 
-    def add(self, who: Who, address: str, since: float) -> None:
+    def add(self, who: Client, address: str, since: float) -> None:
         self._came[who] = address, since
         its = self._from.setdefault(address, {})
         its[who] = None
         self._move(address, len(its) - 1, len(its))
         self._most = max(self._most, len(its))
 
-    def discard(self, who: Who) -> None:
+    def discard(self, who: Client) -> None:
         """Forget a stranger; one that is not there is no error."""
         if who not in self._came:
             return
@@ -53,13 +53,13 @@ class Strangers(Generic[Who]):
         if self._most not in self._with:
             self._most -= 1
 
-    def first_to_go(self) -> Who | None:
+    def first_to_go(self) -> Client | None:
         """The oldest stranger of the address that has the most, so that one address does not push out the others."""
         if not self._came:
             return None
         return next(iter(self._from[next(iter(self._with[self._most]))]))
 
-    def overdue(self, now_s: float) -> list[Who]:
+    def overdue(self, now_s: float) -> list[Client]:
         """The strangers whose time is over: `CROWD_S` for those beyond `PER_ADDRESS`, `FIRST_REQUEST_S` for all."""
         return [who for its in self._from.values() for who in self._overdue(its, now_s)]
 
@@ -68,7 +68,7 @@ class Strangers(Generic[Who]):
         by_count = ((count, address) for count in sorted(self._with, reverse=True) for address in self._with[count])
         return [(address, count) for count, address in islice(by_count, count_max)]
 
-    def _overdue(self, its: Iterable[Who], now_s: float) -> Iterable[Who]:
+    def _overdue(self, its: Iterable[Client], now_s: float) -> Iterable[Client]:
         its = list(its)
         beyond = len(its) - PER_ADDRESS
         for place, who in enumerate(its):

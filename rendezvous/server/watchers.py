@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from elaunch.rendezvous.engine.engine import Engine
-from elaunch.rendezvous.engine.mvcc import UNBOUNDED, Compacted, KeyValue, Written, within
+from elaunch.rendezvous.engine.mvcc import UNBOUNDED, Compacted, KeyValue, WrittenRevision, within
 
 # What one reading of the history may give to a watcher that is behind.
 _BATCH_REVISIONS = 1000
@@ -32,7 +32,7 @@ class Lines(Protocol):
     def compacted(self, revision: int) -> bytes: ...
 
 
-class Keys(NamedTuple):
+class KeyRange(NamedTuple):
     """A range of keys that is watched."""
 
     key: bytes
@@ -42,7 +42,7 @@ class Keys(NamedTuple):
 class Watcher:
     """`next_revision` is the first that it may be told of; one that is `behind` is told nothing new meanwhile."""
 
-    def __init__(self, keys: Keys, next_revision: int, outlet: Outlet) -> None:
+    def __init__(self, keys: KeyRange, next_revision: int, outlet: Outlet) -> None:
         self.keys = keys
         self.next_revision = next_revision
         self.outlet = outlet
@@ -55,9 +55,9 @@ class Watchers:
     def __init__(self, engine: Engine, lines: Lines) -> None:
         self._engine = engine
         self._lines = lines
-        self._watching: dict[Keys, set[Watcher]] = {}
+        self._watching: dict[KeyRange, set[Watcher]] = {}
 
-    def add(self, keys: Keys, start_revision: int, outlet: Outlet) -> Watcher:
+    def add(self, keys: KeyRange, start_revision: int, outlet: Outlet) -> Watcher:
         """Begin to watch from `start_revision`, 0 for now; what has been since is sent at once, if there is room."""
         watcher = Watcher(keys, start_revision or self._engine.revision + 1, outlet)
         self._watching.setdefault(keys, set()).add(watcher)
@@ -72,7 +72,7 @@ class Watchers:
         if not same:
             self._watching.pop(watcher.keys, None)
 
-    def told(self, written: Written) -> None:
+    def told(self, written: WrittenRevision) -> None:
         for keys, watchers in self._watching.items():
             events = [event for event in written.events if within(event.key, *keys)]
             if not events:
@@ -101,7 +101,7 @@ class Watchers:
                 self._send_some(watcher, history)
             watcher.behind = bool(history) and watcher.next_revision <= self._engine.revision
 
-    def _send_some(self, watcher: Watcher, history: Sequence[Written]) -> None:
+    def _send_some(self, watcher: Watcher, history: Sequence[WrittenRevision]) -> None:
         # While a thousand agents join, each begins a watch some hundreds of revisions in the past: this is the loop
         # that counts.
         key, end = watcher.keys

@@ -14,9 +14,9 @@ import pytest
 
 from elaunch.launcher.store.keyring import Kept
 from elaunch.rendezvous.endpoint import Access, Endpoint, Login, Tls
-from elaunch.rendezvous.etcd.grpc_transport import GrpcCarrier
+from elaunch.rendezvous.etcd.grpc_transport import GrpcTransport
 from elaunch.rendezvous.etcd.store import EtcdStore
-from elaunch.rendezvous.etcd.transport import Carrier
+from elaunch.rendezvous.etcd.transport import RpcTransport
 from elaunch.rendezvous.secret import Secret
 from elaunch.rendezvous.store import Denied
 from tests.certificates import Certificates
@@ -144,12 +144,12 @@ def test_a_password_is_sent_where_http_was_typed_and_a_line_says_so_once(
     assert PASSWORD not in job.output
 
 
-@pytest.mark.parametrize("carrier", ["gateway", "grpc"])
+@pytest.mark.parametrize("transport", ["gateway", "grpc"])
 def test_no_client_of_an_etcd_sends_a_password_that_it_was_not_told_to_send_plainly(
-    listener: Eavesdropper, carrier: str
+    listener: Eavesdropper, transport: str
 ) -> None:
     access = Access(login=Login("me", PASSWORD))
-    by: Carrier | None = GrpcCarrier(access) if carrier == "grpc" else None
+    by: RpcTransport | None = GrpcTransport(access) if transport == "grpc" else None
     with closing(EtcdStore([Endpoint("127.0.0.1", listener.port)], access, 5, by)) as store:
         for call in (store.check, store.read, lambda: store.grant(1, 5)):
             with pytest.raises(Denied, match="the password of etcd's user me is not sent; type https://"):

@@ -10,7 +10,7 @@ from elaunch.agent.core.events import Cleared, Event, ServiceLost, WorkerExited,
 from elaunch.agent.core.state import Agent, Exited, Finished, Joining, Running, Stopping
 from elaunch.rendezvous.codec import decode
 from elaunch.rendezvous.rules.table_codec import decode_table
-from elaunch.rendezvous.store import Changes, Entry, NoneNewer, Put, Txn, Update
+from elaunch.rendezvous.store import Changes, KeyEntry, NoneNewer, Put, Txn, Update
 from elaunch.rendezvous.types import (
     Failure,
     Generation,
@@ -120,7 +120,7 @@ class Checks:
             if not entry:
                 self._delete(parts[key], update.revision)
 
-    def _ctl(self, parts: list[str], entry: Entry, update: Changes) -> None:
+    def _ctl(self, parts: list[str], entry: KeyEntry, update: Changes) -> None:
         match parts:
             case ["ctl", "generation"]:
                 self._open(decode(Generation, entry.value), update)
@@ -289,7 +289,7 @@ class Checks:
         owner = self._owners.get(self.leader)
         self._require(owner is self.writer[0], "leader", f"{self.writer[0].name} writes {what}; {self.leader} leads")
 
-    def _put(self, parts: list[str], entry: Entry) -> None:
+    def _put(self, parts: list[str], entry: KeyEntry) -> None:
         assert self.writer
         process, g = self.writer[0], self.generation.number if self.generation else -1
         match parts:

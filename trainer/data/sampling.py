@@ -68,7 +68,7 @@ class Stream(IterableDataset[Any]):
 
     def _read(self, positions: Iterator[int]) -> Iterator[Any]:
         """The samples at those ascending positions; of each block all at once, since it is read in its own order."""
-        reader = _Reader(self._source, self._order.size)
+        reader = _StreamReader(self._source, self._order.size)
         for (epoch, _), block in itertools.groupby(positions, key=self._block_of):
             ids = [self._order.sample(position) for position in block]
             held = {index: reader.read(epoch, index) for index in sorted(ids)}
@@ -82,7 +82,7 @@ class Stream(IterableDataset[Any]):
         return epoch, index // (self._order.block or 1)
 
 
-class _Reader:
+class _StreamReader:
     """Reads samples of `source` by epoch and index, both ascending."""
 
     def __init__(self, source: Iterable[Any], size: int | None) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from elaunch.trainer.data.order import Order
 from elaunch.trainer.gpt.config import TrainConfig
 from elaunch.trainer.gpt.corpus import Corpus
-from elaunch.trainer.ranks.place import Place
+from elaunch.trainer.ranks.place import RankInfo
 
 HELD_OUT_WINDOWS_MAX = 96
 
@@ -21,7 +21,7 @@ class Batches:
     Inputs and targets are (windows, context) int64 on `device`, values 0..255. `order` says which windows when.
     """
 
-    def __init__(self, config: TrainConfig, corpus: Corpus, place: Place, device: torch.device) -> None:
+    def __init__(self, config: TrainConfig, corpus: Corpus, place: RankInfo, device: torch.device) -> None:
         self._corpus, self._place, self._device = corpus, place, device
         self._window = config.context + 1
         self.order = Order(

@@ -18,7 +18,7 @@ from elaunch.trainer.gpt.run_directory import RunDirectory
 from elaunch.trainer.keeper.keeper import Keeper
 from elaunch.trainer.ledger.ledger import Ledger, next_generation
 from elaunch.trainer.ranks import process_group
-from elaunch.trainer.ranks.place import Place
+from elaunch.trainer.ranks.place import RankInfo
 
 
 class Recorder:
@@ -31,7 +31,7 @@ class Recorder:
     """
 
     def __init__(
-        self, config: TrainConfig, place: Place, run: RunDirectory, progress: Progress, device: torch.device
+        self, config: TrainConfig, place: RankInfo, run: RunDirectory, progress: Progress, device: torch.device
     ) -> None:
         self._config, self._place, self._run, self._progress = config, place, run, progress
         self._device = device

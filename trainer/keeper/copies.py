@@ -14,10 +14,10 @@ from elaunch.trainer.checkpoint.loading import Unreadable
 from elaunch.trainer.memory.device_copy import GpuCopies, HostCopies
 from elaunch.trainer.memory.mirror import Mirror
 from elaunch.trainer.memory.recovery_plan import repeated, sentence
-from elaunch.trainer.memory.replicated import Memory, NoRoom
-from elaunch.trainer.memory.restore import Shelf, agree, restore_own, take_over
+from elaunch.trainer.memory.replicated import NoRoom, ReplicatedMemory
+from elaunch.trainer.memory.restore import NodeMemory, agree, restore_own, take_over
 from elaunch.trainer.ranks.peers import Peers
-from elaunch.trainer.ranks.place import Place
+from elaunch.trainer.ranks.place import RankInfo
 from elaunch.trainer.state import rng_state
 from elaunch.trainer.state.packing import NotPlain
 from elaunch.trainer.state.training_state import Training
@@ -39,7 +39,7 @@ class Copies:
         self,
         training: Training,
         peers: Peers,
-        place: Place,
+        place: RankInfo,
         *,
         folder: str,
         directory: Path | None,
@@ -52,7 +52,7 @@ class Copies:
         self._shelf = None
         if folder:
             layout, speaks = training.layout(), place.local_rank == 0
-            self._shelf = Shelf(Memory(Path(folder), name, layout), name, layout, speaks, say)
+            self._shelf = NodeMemory(ReplicatedMemory(Path(folder), name, layout), name, layout, speaks, say)
         self._parts: ShardedMemory | None = None
         if training.is_in_parts and all(peers.from_all(bool(folder))):
             parts = Path(folder, f"{name}.parts")

@@ -33,7 +33,7 @@ from elaunch.trainer.keeper.copies import Copies
 from elaunch.trainer.keeper.pace import Pace
 from elaunch.trainer.keeper.stop import SIGNALS, StopRequest
 from elaunch.trainer.ranks.peers import Peers
-from elaunch.trainer.ranks.place import Place
+from elaunch.trainer.ranks.place import RankInfo
 from elaunch.trainer.state import rng_state
 from elaunch.trainer.state.training_state import Training, cloned
 from elaunch.trainer.state.version import Version
@@ -99,7 +99,7 @@ class Keeper:
         self._directory = None if checkpoints is None else Path(checkpoints)
         self._checkpoint_every, self._snapshot_every, self._stop_every = checkpoint_every, snapshot_every, stop_every
         self._warm_up, self._name, self._say = warm_up, name, say or _to_stderr
-        self._place = Place.from_environ(os.environ)
+        self._place = RankInfo.from_environ(os.environ)
         self._pid = os.getpid()
         # Held while the state changes or is copied.
         self._lock = threading.Lock()

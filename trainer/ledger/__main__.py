@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from elaunch.trainer.ledger.audit import Verdict
-from elaunch.trainer.ledger.ledger import judge
+from elaunch.trainer.ledger.ledger import audit_folder
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,7 +38,7 @@ def _command(folder: Path, steps: int | None) -> Verdict:
     Checked is what counts, which is what the next generation built on: no step missing, every micro-batch of a step by
     one rank, no sample twice in an epoch, and all of them those that the order asks for.
     """
-    return judge(folder, steps=steps)
+    return audit_folder(folder, steps=steps)
 
 
 if __name__ == "__main__":

@@ -116,7 +116,7 @@ def next_generation(folder: str | Path, generation: int = 0) -> int:
     return max([generation, *(int(match[1]) + 1 for name in names if (match := _NAME.fullmatch(name)))])
 
 
-def judge(folder: str | Path, *, steps: int | None = None) -> Verdict:
+def audit_folder(folder: str | Path, *, steps: int | None = None) -> Verdict:
     """The verdict on all that is in `folder`; raises OSError where it cannot be read."""
     return verdict([_lines(path) for path in sorted(Path(folder).iterdir()) if _NAME.fullmatch(path.name)], steps=steps)
 

@@ -63,8 +63,8 @@ class Decision:
     source: int
     receivers: tuple[int, ...] = ()
     private: tuple[int, ...] = ()
-    records: dict[int, Source] = field(default_factory=dict)
-    older: dict[int, Source] = field(default_factory=dict)
+    records: dict[int, RecordSource] = field(default_factory=dict)
+    older: dict[int, RecordSource] = field(default_factory=dict)
     without_random_state: tuple[int, ...] = ()
     repeated: int = 0
     differing: tuple[int, ...] = ()
@@ -72,7 +72,7 @@ class Decision:
 
 
 @dataclass(frozen=True)
-class Source:
+class RecordSource:
     """A record of the older group's rank `of_rank`, in the memory that `holder`, a rank of the new one, speaks for."""
 
     of_rank: int
@@ -159,16 +159,18 @@ def _all_full(inventories: Sequence[Inventory], version: Version, ranks: Sequenc
     return there == set(ranks)
 
 
-def sources(inventories: Sequence[Inventory], version: Version) -> dict[int, Source]:
+def sources(inventories: Sequence[Inventory], version: Version) -> dict[int, RecordSource]:
     """For each new rank a record of that version: its own, from its own node if that has it; else the lowest rank's."""
     holders = _holders(inventories, version)
     if not holders:
         return {}
     of_rank = {i.rank: i.rank if i.rank in holders else min(holders) for i in inventories}
-    return {rank: Source(its, _nearest(inventories, rank, holders[its]), version) for rank, its in of_rank.items()}
+    return {
+        rank: RecordSource(its, _nearest(inventories, rank, holders[its]), version) for rank, its in of_rank.items()
+    }
 
 
-def _older(inventories: Sequence[Inventory], version: Version, ranks: Sequence[int]) -> dict[int, Source]:
+def _older(inventories: Sequence[Inventory], version: Version, ranks: Sequence[int]) -> dict[int, RecordSource]:
     """Of each of `ranks` its own newest record from before `version`, if there is one of that generation.
 
     In an earlier one the rank may have been another's, in a group of another size.
@@ -179,7 +181,7 @@ def _older(inventories: Sequence[Inventory], version: Version, ranks: Sequence[i
     for rank in ranks:
         if versions := [record.version for record in earlier if record.rank == rank]:
             newest = max(versions)
-            found[rank] = Source(rank, _nearest(inventories, rank, _holders(inventories, newest)[rank]), newest)
+            found[rank] = RecordSource(rank, _nearest(inventories, rank, _holders(inventories, newest)[rank]), newest)
     return found
 
 

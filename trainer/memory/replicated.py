@@ -31,11 +31,11 @@ from elaunch.trainer.memory.recovery_plan import Holding, Record
 from elaunch.trainer.state.packing import (
     Header,
     Packed,
+    finish_region,
     header_of,
     is_intact,
     mark,
     pack,
-    seal,
     tear,
     unpack,
     views,
@@ -119,7 +119,7 @@ class Slot:
             region.zero_()
             self._shape = shape
         copy(views(region, packed), packed.tensors)
-        return seal(region, self._layout, version, packed)
+        return finish_region(region, self._layout, version, packed)
 
     def is_intact(self, header: Header) -> bool:
         """Whether the content is what it was when it was sealed."""
@@ -167,7 +167,7 @@ class Pair:
         return next(iter((*torn, *oldest_first, *self.slots)))
 
 
-class Memory:
+class ReplicatedMemory:
     """This node's copies of the replicated state; one worker at a time writes, and the kernel frees it when it dies.
 
     `layout` is the digest of the state's names and shapes: what was left by another state is overwritten, not read.

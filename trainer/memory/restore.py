@@ -9,8 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from elaunch.trainer.memory.recovery_plan import Decision, Inventory, Source, decide, sources
-from elaunch.trainer.memory.replicated import Memory, Records, Slot, completed_in, records_in, verified_records_in
+from elaunch.trainer.memory.recovery_plan import Decision, Inventory, RecordSource, decide, sources
+from elaunch.trainer.memory.replicated import (
+    Records,
+    ReplicatedMemory,
+    Slot,
+    completed_in,
+    records_in,
+    verified_records_in,
+)
 from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.state.packing import Header, header_of, is_intact, unpack
 from elaunch.trainer.state.training_state import Training
@@ -22,13 +29,13 @@ class Incomplete(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Shelf:
+class NodeMemory:
     """This node's memory for one training.
 
     `speaks` is true of one rank a node, which lists and fills the memory for all. `say` is told what was found torn.
     """
 
-    memory: Memory
+    memory: ReplicatedMemory
     name: str
     layout: bytes
     speaks: bool
@@ -52,14 +59,14 @@ class Shelf:
         return completed_in(self.memory.folder, self.name, self.layout)
 
 
-def agree(shelf: Shelf | None, peers: Peers, *, large: bool) -> tuple[Decision | None, list[Inventory]]:
+def agree(shelf: NodeMemory | None, peers: Peers, *, large: bool) -> tuple[Decision | None, list[Inventory]]:
     """What all ranks go on from; None where no memory has anything. Collective."""
     inventories = _inventories(shelf, peers, large=large)
     return decide(inventories, large=large), inventories
 
 
 def take_over(
-    decision: Decision, inventories: list[Inventory], shelf: Shelf | None, peers: Peers, training: Training
+    decision: Decision, inventories: list[Inventory], shelf: NodeMemory | None, peers: Peers, training: Training
 ) -> None:
     """Bring the decided state to whoever lacks it, and put it into the training's objects. Collective."""
     received = _replicated_travels(decision, inventories, shelf, peers)
@@ -80,7 +87,7 @@ def take_over(
     _drop_newer(decision.version, shelf, peers)
 
 
-def restore_own(version: Version, shelf: Shelf, peers: Peers, training: Training) -> bool:
+def restore_own(version: Version, shelf: NodeMemory, peers: Peers, training: Training) -> bool:
     """Put this rank's record of `version` into the objects, from whichever node has it: whether one has. Collective."""
     inventories = _inventories(shelf, peers, large=False)
     records = {rank: its for rank, its in sources(inventories, version).items() if its.of_rank == rank}
@@ -91,7 +98,7 @@ def restore_own(version: Version, shelf: Shelf, peers: Peers, training: Training
     return own is not None
 
 
-def _drop_newer(version: Version, shelf: Shelf | None, peers: Peers) -> None:
+def _drop_newer(version: Version, shelf: NodeMemory | None, peers: Peers) -> None:
     """Have what is given up torn, of all ranks: it must not be found the next time, nor outlive what counts."""
     if shelf is not None and shelf.speaks:
         for records in records_in(shelf.memory.folder, shelf.name, shelf.layout):
@@ -101,14 +108,14 @@ def _drop_newer(version: Version, shelf: Shelf | None, peers: Peers) -> None:
     peers.from_all(None)
 
 
-def _inventories(shelf: Shelf | None, peers: Peers, *, large: bool) -> list[Inventory]:
+def _inventories(shelf: NodeMemory | None, peers: Peers, *, large: bool) -> list[Inventory]:
     """By rank what its node's memory has."""
     mine = Inventory(peers.rank, "", speaks=False) if shelf is None else shelf.inventory(peers.rank, large=large)
     return peers.from_all(mine)
 
 
 def _replicated_travels(
-    decision: Decision, inventories: list[Inventory], shelf: Shelf | None, peers: Peers
+    decision: Decision, inventories: list[Inventory], shelf: NodeMemory | None, peers: Peers
 ) -> tuple[Tensor, Header] | None:
     """Send the state to whoever lacks it: into its node's memory; without one, into its own, which is returned."""
     image = None
@@ -128,7 +135,9 @@ def _replicated_travels(
     return image
 
 
-def _brought(records: Mapping[int, Source], inventories: list[Inventory], shelf: Shelf | None, peers: Peers) -> Any:
+def _brought(
+    records: Mapping[int, RecordSource], inventories: list[Inventory], shelf: NodeMemory | None, peers: Peers
+) -> Any:
     """The state that `records` has for this rank, as views of memory; None where it has none. Collective."""
     sent = _records_travel(records, inventories, shelf, peers)
     if sent is not None:
@@ -144,7 +153,7 @@ def _brought(records: Mapping[int, Source], inventories: list[Inventory], shelf:
 
 
 def _records_travel(
-    records: Mapping[int, Source], inventories: list[Inventory], shelf: Shelf | None, peers: Peers
+    records: Mapping[int, RecordSource], inventories: list[Inventory], shelf: NodeMemory | None, peers: Peers
 ) -> tuple[Tensor, Header] | None:
     """Send the ranks' own states that lie in another node's memory than their rank; what this rank got."""
     image = None
@@ -163,7 +172,7 @@ def _records_travel(
     return image
 
 
-def _found(shelf: Shelf, decision: Decision, inventories: list[Inventory]) -> tuple[Header, Slot]:
+def _found(shelf: NodeMemory, decision: Decision, inventories: list[Inventory]) -> tuple[Header, Slot]:
     held = inventories[decision.source].holdings
     checksum = next(holding.checksum for holding in held if holding.version == decision.version)
     found = shelf.memory.find(decision.version, checksum)
@@ -172,7 +181,7 @@ def _found(shelf: Shelf, decision: Decision, inventories: list[Inventory]) -> tu
     return found
 
 
-def _record(shelf: Shelf, source: Source) -> tuple[Tensor, Header]:
+def _record(shelf: NodeMemory, source: RecordSource) -> tuple[Tensor, Header]:
     for header, slot, _ in shelf.records(source.of_rank).versions():
         if header.version == source.version and slot.is_intact(header):
             return slot.raw(header.length), header
@@ -180,7 +189,7 @@ def _record(shelf: Shelf, source: Source) -> tuple[Tensor, Header]:
     raise Incomplete(f"rank {source.of_rank}'s own state of step {step} is gone from {folder}")
 
 
-def _receive_into(memory: Memory, decision: Decision, peers: Peers) -> None:
+def _receive_into(memory: ReplicatedMemory, decision: Decision, peers: Peers) -> None:
     """Receive into a slot of this node; it is torn until all is there and has proved to be whole."""
     with memory.locked():
         for header, slot in memory.pair.versions():

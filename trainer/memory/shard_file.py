@@ -243,7 +243,7 @@ class Received:
         _put(self._bytes, 0, MARK)
 
 
-class Held:
+class StoredPiece:
     """A whole piece in a file. `checked` says that all of it has been read before.
 
     `data_sum` is `sum_of` the tensors' bytes. Raises OSError, and Torn if the piece is not whole.

@@ -13,14 +13,14 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from elaunch.trainer.checkpoint.loading import Share
 from elaunch.trainer.memory.shard_choice import Choice
-from elaunch.trainer.memory.shard_file import Chunk, Held, Layout, Torn, sum_of
+from elaunch.trainer.memory.shard_file import Chunk, Layout, StoredPiece, Torn, sum_of
 from elaunch.trainer.ranks.agreement import Ranks
 from elaunch.trainer.state.tree import State
 
 Box = tuple[str, tuple[int, ...]]
 
 
-def load(choice: Choice, mine: Mapping[int, Held], state: State, ranks: Ranks) -> None:
+def load(choice: Choice, mine: Mapping[int, StoredPiece], state: State, ranks: Ranks) -> None:
     """Put the snapshot `choice` into everybody's state; `mine` are the pieces of it on this node, by their rank.
 
     All ranks call it. What its node does not have, a rank gets from the lowest one whose node has it.
@@ -47,7 +47,7 @@ def load(choice: Choice, mine: Mapping[int, Held], state: State, ranks: Ranks) -
     share.put()
 
 
-def _layouts(choice: Choice, mine: Mapping[int, Held], ranks: Ranks) -> tuple[list[Layout], bytes, list[int]]:
+def _layouts(choice: Choice, mine: Mapping[int, StoredPiece], ranks: Ranks) -> tuple[list[Layout], bytes, list[int]]:
     """The layouts of all pieces by rank, the plain values (from rank 0's piece), and the sums of the tensors' bytes."""
     own = {rank: h for rank, h in mine.items() if choice.holders[rank][0] == ranks.rank}
     told = ranks.from_all({rank: (h.layout_json, h.plain if rank == 0 else b"", h.data_sum) for rank, h in own.items()})
@@ -98,7 +98,7 @@ def _exchange(
     wanted: Mapping[int, list[tuple[ReadItem, Chunk]]],
     layouts: Sequence[Layout],
     sums: Sequence[int],
-    mine: Mapping[int, Held],
+    mine: Mapping[int, StoredPiece],
     ranks: Ranks,
     planner: DefaultLoadPlanner,
 ) -> None:

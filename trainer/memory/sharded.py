@@ -30,7 +30,7 @@ from torch import Tensor
 
 from elaunch.trainer.memory import shard_load
 from elaunch.trainer.memory.shard_choice import Choice, Piece, choose, mirrors
-from elaunch.trainer.memory.shard_file import Held, Layout, PieceFile, Received, Torn, lay_out, live
+from elaunch.trainer.memory.shard_file import Layout, PieceFile, Received, StoredPiece, Torn, lay_out, live
 from elaunch.trainer.ranks.agreement import Ranks
 from elaunch.trainer.state.tree import State, Tree, flatten, pack
 
@@ -100,7 +100,7 @@ class ShardedMemory:
         found = self._chosen if self._has_looked else self.newest()
         self._has_looked = False
         if self._choice is not None:
-            mine = {p.rank: Held(path, checked=True) for path, p in self._found.items() if self._is_chosen(p)}
+            mine = {p.rank: StoredPiece(path, checked=True) for path, p in self._found.items() if self._is_chosen(p)}
             shard_load.load(self._choice, mine, state, self._ranks)
         self._forget_others()
         return found
@@ -266,7 +266,7 @@ class ShardedMemory:
         whole = {}
         for path in paths[mates.index(self._ranks.rank) :: len(mates)]:
             with contextlib.suppress(Torn, OSError):
-                whole[path] = Held(path).piece
+                whole[path] = StoredPiece(path).piece
         return whole
 
     @property

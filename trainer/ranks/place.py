@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Place:
+class RankInfo:
     """This worker's rank among `world_size` workers, and how often the group has been started.
 
     `launched` is False where no launcher set `RANK`: a single process that needs no address to meet anybody.
@@ -21,7 +21,7 @@ class Place:
     launched: bool = False
 
     @classmethod
-    def from_environ(cls, environ: Mapping[str, str]) -> Place:
+    def from_environ(cls, environ: Mapping[str, str]) -> RankInfo:
         """Read torchrun's variables and `ELAUNCH_GENERATION`, which without elaunch is the restart count."""
         restarts = int(environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         generation = int(environ.get("ELAUNCH_GENERATION", restarts))

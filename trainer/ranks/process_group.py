@@ -11,10 +11,10 @@ import torch
 import torch._dynamo
 import torch.distributed as dist
 
-from elaunch.trainer.ranks.place import Place
+from elaunch.trainer.ranks.place import RankInfo
 
 
-def join(place: Place) -> torch.device:
+def join(place: RankInfo) -> torch.device:
     """Meet the other ranks and return this one's device: NCCL and `cuda:<local_rank>` with GPUs, gloo on CPUs without.
 
     A process that nobody launched is a group of one, which needs no address.

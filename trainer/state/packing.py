@@ -102,7 +102,7 @@ def views(region: Tensor, packed: Packed) -> list[Tensor]:
     ]
 
 
-def seal(region: Tensor, layout: bytes, version: Version, packed: Packed) -> Header:
+def finish_region(region: Tensor, layout: bytes, version: Version, packed: Packed) -> Header:
     """Write skeleton and header around the tensors' bytes, which are there already, and at last the mark."""
     start = PAGE + packed.skeleton_room
     header = Header(
@@ -170,7 +170,7 @@ def unpack(region: Tensor, header: Header) -> Any:
     start = PAGE + header.skeleton_room
     skeleton = io.BytesIO(_get(region, PAGE, header.skeleton_length))
     try:
-        return _Unpickler(skeleton, region[start : start + header.data_length]).load()
+        return _StateUnpickler(skeleton, region[start : start + header.data_length]).load()
     except _NOT_OURS as error:
         why = f"{type(error).__name__}: {str(error)[:200]}"
         raise pickle.UnpicklingError(f"the skeleton cannot be read ({why})") from error
@@ -229,7 +229,7 @@ class _Pickler(pickle.Pickler):
         )
 
 
-class _Unpickler(pickle.Unpickler):
+class _StateUnpickler(pickle.Unpickler):
     """Reads what `_Pickler` wrote: plain values, and views of `data`."""
 
     def __init__(self, file: io.BytesIO, data: Tensor) -> None:

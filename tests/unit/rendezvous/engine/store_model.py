@@ -11,8 +11,8 @@ from elaunch.rendezvous.store import (
     Changes,
     Delete,
     Empty,
-    Entry,
     Guard,
+    KeyEntry,
     NoneNewer,
     Op,
     Present,
@@ -28,7 +28,7 @@ class Model:
 
     def __init__(self, revision: int) -> None:
         self.first = self.revision = revision
-        self.entries: dict[str, Entry] = {}
+        self.entries: dict[str, KeyEntry] = {}
         self._written: list[Changes] = []
 
     def read(self, prefix: str) -> View:
@@ -37,12 +37,12 @@ class Model:
     def commit(self, txn: Txn) -> Answer:
         held = all(self._holds(guard) for guard in txn.guards)
         revision = self.revision + 1
-        written: dict[str, Entry | None] = {}
+        written: dict[str, KeyEntry | None] = {}
         for op in txn.then if held else txn.otherwise:
             match op:
                 case Put(key, value, lease):
                     old = self.entries.get(key)
-                    entry = Entry(value, old.create_revision if old else revision, revision, lease)
+                    entry = KeyEntry(value, old.create_revision if old else revision, revision, lease)
                     self.entries[key] = written[key] = entry
                 case Delete(key, end):
                     for gone in [k for k in self.entries if (key <= k < end if end else k == key)]:
