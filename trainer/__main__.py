@@ -12,7 +12,7 @@ from elaunch.trainer.gpt.corpus import Corpus
 from elaunch.trainer.gpt.run_directory import RunDirectory
 from elaunch.trainer.ranks.place import RankInfo
 
-# Longer than a launcher needs to see that rank 0 ended and to stop the others.
+# Longer than a launcher needs to notice that rank 0 has ended, and to stop the others.
 REFUSAL_GRACE_S = 3.0
 
 
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     # The trainer does without numpy; torch alone would mention that it is missing.
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
-    # Only now: a wrong option is answered in 0.1 s, not after the seconds that importing torch takes.
+    # Imported late: a wrong option is reported within 0.1 s, while importing torch takes seconds.
     from elaunch.trainer.train import train
 
     try:
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _refuse(error: UsageError, place: RankInfo) -> int:
-    """Rank 0 speaks for all, and must be the first to exit: a launcher ends the others once one has failed."""
+    """Only rank 0 prints the error. It must exit first: a launcher ends the other ranks once one has failed."""
     if place.leads:
         print(error, file=sys.stderr, flush=True)
     else:

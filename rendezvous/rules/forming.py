@@ -1,4 +1,4 @@
-"""How the leader forms a generation: who is waited for, who gets which ranks, or why the job ends instead.
+"""How the leader forms a generation: it waits for nodes, gives them ranks, or ends the job instead.
 
 The rules and their numbers are those of docs/protocol.md.
 """
@@ -31,9 +31,10 @@ from elaunch.rendezvous.types import (
 
 @dataclass(frozen=True)
 class Formation:
-    """What the leader has seen of one forming generation, on its own clock: when it saw it first, when the survivors
-    had all joined, when there were enough nodes; None where that is not yet so. Nobody is evicted before
-    `patient_until_s`.
+    """When the leader saw what of one forming generation, on its own clock.
+
+    `since_s`: it saw the generation first. `gathered_s`: all survivors had joined. `enough_s`: there were enough nodes.
+    None means not yet. No node is evicted before `patient_until_s`.
     """
 
     generation: int = -1
@@ -43,7 +44,7 @@ class Formation:
     patient_until_s: float = 0.0
 
     def after_absence(self, away_s: float, patient_until_s: float) -> Formation:
-        """The leader was cut off from the store for so long, and so were the others, perhaps: nobody could join."""
+        """The leader was cut off from the store for `away_s`. The other nodes may have been too, so none could join."""
         return replace(self, since_s=self.since_s + away_s, patient_until_s=patient_until_s)
 
 
@@ -52,7 +53,7 @@ NO_FORMATION = Formation()
 
 @dataclass(frozen=True)
 class Formed:
-    """The next transaction, if it is time for one; else when to look again, and what is waited for."""
+    """The next transaction if it is time for one; else when to look again, and what the leader waits for."""
 
     formation: Formation
     txn: Txn | None = None
@@ -72,8 +73,8 @@ def form(
 ) -> Formed:
     """What the leader of a forming generation does next.
 
-    `table_age_s` is how long ago it saw the newest table first; it matters where the budget has a window. Before
-    `lossless_until_s` it does without nobody that may come back, as in `lead`.
+    `table_age_s` is the time since it first saw the newest table; it matters if the budget has a window. Before
+    `lossless_until_s` it waits for every node that may come back, as in `lead`.
     """
     if formation.generation != generation.number:
         formation = Formation(generation.number, now_s)
@@ -84,7 +85,7 @@ def form(
         if now_s < lossless_until_s and len(joined) < terms.nodes_max:
             return Formed(formation, wake_s=lossless_until_s, waiting=f"{hosts(lost)} to come back")
         if not generation.kind.is_urgent:
-            # Peers that stop at a step boundary would wait in a collective for a node that will never come.
+            # Other workers may be on their way to a step boundary; they would wait in a collective for the lost node.
             return Formed(formation, open_loss(snapshot, lost))
     if missing := [node_id for node_id in survivors if node_id not in joined]:
         return _await_survivors(snapshot, formation, times, now_s, missing, is_awaited=bool(joined))
@@ -99,7 +100,7 @@ def form(
 
 
 def _lost(snapshot: Snapshot, before: RankTable, generation: Generation) -> list[str]:
-    """Nodes of the last table whose lease has ended, save who left and who was done."""
+    """Nodes of the last table whose lease has ended, without those that left or were done."""
     done = snapshot.done.get(before.generation, frozenset())
     gone = (s.node_id for s in before.seats if s.node_id not in snapshot.members and s.node_id not in done)
     left = generation.node_id if generation.kind is OpenKind.LEAVE else ""
@@ -107,7 +108,7 @@ def _lost(snapshot: Snapshot, before: RankTable, generation: Generation) -> list
 
 
 def counted_restarts(terms: Terms, table: RankTable, age_s: float) -> int:
-    """How many restarts the budget holds against the job `age_s` seconds after `table` was sealed."""
+    """How many restarts count against the budget `age_s` seconds after `table` was sealed."""
     if terms.restart_window_s is None:
         return table.restarts
     return sum(restart_age_s + age_s < terms.restart_window_s for restart_age_s in table.restart_ages_s)
@@ -115,7 +116,7 @@ def counted_restarts(terms: Terms, table: RankTable, age_s: float) -> int:
 
 @dataclass(frozen=True)
 class _GoOn:
-    """The job goes on; what the next table takes over from the one before."""
+    """The job goes on. The fields are what the next table takes over from the last one."""
 
     reason: str
     restarts: int = 0
@@ -133,10 +134,10 @@ def _await_survivors(
     *,
     is_awaited: bool,
 ) -> Formed:
-    """Rules 1 and 8: every survivor's old workers are stopped before anybody runs its ranks again."""
+    """Rules 1 and 8: no rank runs again before every survivor has stopped its old workers."""
     due_s = max(formation.since_s + times.form_deadline_s, formation.patient_until_s)
     if now_s < due_s or not is_awaited:
-        # Alone, a node may take its time: the output of its workers waits for whoever reads it.
+        # If no other node waits, there is no deadline: its workers may block on output that nobody reads yet.
         their = "its" if len(missing) == 1 else "their"
         wake_s = due_s if is_awaited else None
         return Formed(formation, wake_s=wake_s, waiting=f"{hosts(missing)} to stop {their} workers")
@@ -152,14 +153,14 @@ def _decide(
     joined: Mapping[str, Joined],
     table_age_s: float,
 ) -> _GoOn | Outcome:
-    """Rules 3, 4 and 9: whether the job goes on, and whether that is charged to its budget."""
+    """Rules 3, 4 and 9: whether the job goes on, and whether the restart is charged to its budget."""
     if before is None:
         return _GoOn(generation.cause)
     failures = snapshot.failures.get(before.generation, ())
     now_progressed = any(f.progressed for f in failures) or any(j.progressed for j in joined.values())
     progressed = before.progressed or now_progressed
     barren = 0 if now_progressed else before.barren + 1
-    # A lost node's peers fail at once, and its lease ends later: their failures are its doing.
+    # When a node is lost, its peers fail at once and its lease ends later: the loss caused their failures.
     gone = [s.node_id for s in before.seats if s.node_id not in snapshot.members]
     is_counted = generation.kind is OpenKind.FAIL and not gone
     spent = counted_restarts(terms, before, table_age_s) if is_counted else None
@@ -193,7 +194,7 @@ def _await_ready(
     times: Times,
     now_s: float,
 ) -> Formed | None:
-    """Rule 2: with free seats, those who were ready a generation ago will be so again in a moment."""
+    """Rule 2: with free seats, wait for nodes that were ready a generation ago: they will be ready again soon."""
     if before is None or len(joined) >= terms.nodes_max or formation.gathered_s is None:
         return None
     due_s = formation.gathered_s + times.spare_wait_s
@@ -218,7 +219,7 @@ def _seal_or_wait(
     now_s: float,
 ) -> Formed:
     """Rules 5, 6 and 7."""
-    # The survivors are among them.
+    # This includes the survivors.
     here = min(len(joined), terms.nodes_max)
     if here < terms.nodes_min:
         return _await_min(snapshot, terms, generation, formation, times, now_s, here)
@@ -246,7 +247,7 @@ def _await_min(
     here: int,
 ) -> Formed:
     due_s = formation.since_s + times.join_timeout_s
-    # A node of this job with another prefix waits too, and neither sees the other: so the line names the prefix.
+    # Nodes of this job with different prefixes cannot see each other, so the line names the prefix.
     prefix = snapshot.keys.prefix
     where = "" if prefix == PREFIX else f" under etcd_prefix={prefix}"
     if now_s < due_s:
@@ -282,7 +283,7 @@ def _table(generation: Generation, decision: _GoOn, nodes: list[Node], joined: M
 
 
 def _place(node: Node) -> tuple[int, int, str, list[str | int], str]:
-    """The order of newcomers: as asked for, then neighbours side by side, then host-2 before host-10."""
+    """The sort key of newcomers: requested rank, then topology, then host names with host-2 before host-10."""
     words = re.split(r"(\d+)", node.host)
     natural: list[str | int] = [int(word) if word.isdigit() else word for word in words]
     return (node.node_rank < 0, node.node_rank, node.topology, natural, node.node_id)

@@ -1,4 +1,4 @@
-"""The leader's rules while a generation runs: success, loss, late joiners; and what it remembers on its own clock."""
+"""The leader's rules while a generation runs: success, lost nodes, late joiners; and the leader's volatile state."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from elaunch.rendezvous.types import Outcome, OutcomeKind, RankTable, Terms
 
 @dataclass(frozen=True)
 class LeaderState:
-    """What a leader remembers between two looks, on its own monotonic clock.
+    """What a leader remembers between two calls of `lead`, on its own monotonic clock.
 
-    `formation` is of the generation that forms. Nodes without a seat have been ready since `ready_since_s`; the last
-    generation opened for such nodes was opened at `joined_at_s`, and the next one may be `join_interval_s` later.
+    `formation` belongs to the generation that forms. Nodes without a seat have been ready since `ready_since_s`. The
+    last generation for such nodes was opened at `joined_at_s`; the next one may be opened `join_interval_s` later.
     """
 
     formation: Formation = NO_FORMATION
@@ -28,7 +28,7 @@ class LeaderState:
 
 @dataclass(frozen=True)
 class Lead:
-    """What a leader writes now, when it wants to look again without being told of anything, and what it waits for."""
+    """What a leader writes now, when it looks again even if nothing changes, and what it waits for."""
 
     leader_state: LeaderState
     txn: Txn | None = None
@@ -44,10 +44,10 @@ def lead(
     table_age_s: float,
     lossless_until_s: float,
 ) -> Lead:
-    """What the leader does next; the caller leads, and its snapshot is whole.
+    """What the leader does next. The caller must be the leader, and its snapshot whole.
 
-    `table_age_s` is how long ago it saw the newest table first. Before `lossless_until_s` nobody is declared lost: who
-    was itself cut off cannot tell who else was.
+    `table_age_s` is the time since it first saw the newest table. Before `lossless_until_s` it declares no node lost: a
+    leader that was cut off itself cannot tell which nodes were cut off too.
     """
     if snapshot.ended or snapshot.generation is None or snapshot.terms is None:
         return Lead(leader_state)
@@ -82,7 +82,7 @@ def _succeeded(table: RankTable, terms: Terms) -> Outcome:
 
 
 def _lost(snapshot: Snapshot, table: RankTable, done: frozenset[str]) -> list[str]:
-    """Seated nodes whose lease has ended and that are not done: a finished node's death restarts nobody."""
+    """Seated nodes whose lease has ended before they were done. The death of a finished node restarts nothing."""
     return [s.node_id for s in table.seats if s.node_id not in snapshot.members and s.node_id not in done]
 
 
@@ -95,7 +95,7 @@ def _admit(
     times: Times,
     now_s: float,
 ) -> Lead:
-    """Open a generation for nodes that wait for a free seat; never once a node is done."""
+    """Open a generation for nodes that wait for a free seat, but not once a node is done."""
     seated = {seat.node_id for seat in table.seats}
     ready = [n for n in snapshot.joined.get(table.generation, {}) if n in snapshot.members and n not in seated]
     free = terms.nodes_max - len(table.seats)
@@ -112,7 +112,7 @@ def _admit(
 
 
 def _after_join(leader_state: LeaderState, times: Times, now_s: float) -> LeaderState:
-    """Where joiners come and go, each costs the others a start: the interval grows while they come soon again."""
+    """Each newcomer costs all nodes a restart, so the interval grows while newcomers arrive soon after each other."""
     lasted_s = None if leader_state.joined_at_s is None else now_s - leader_state.joined_at_s
     if lasted_s is None or lasted_s > 2 * leader_state.join_interval_s:
         interval_s = times.join_backoff_min_s

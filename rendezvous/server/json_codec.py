@@ -1,6 +1,6 @@
-"""JSON as etcd v3's gateway reads and writes it, for the side that answers.
+"""JSON as etcd v3's gateway reads and writes it, for the server.
 
-Bytes are base64, 64-bit numbers are strings, and fields that are zero are left out.
+Bytes are base64, 64-bit numbers are strings, and zero fields are left out.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _INVALID, _UNIMPLEMENTED = 3, 12
 
 
 class Fields:
-    """The fields of one object of a request. All methods raise Refused where the object is not as it should be."""
+    """The fields of one object in a request. Every method raises Refused if the object is not valid."""
 
     def __init__(self, value: object, what: str) -> None:
         if not isinstance(value, dict):
@@ -57,7 +57,7 @@ class Fields:
     def get_int(self, name: str) -> int:
         value = self._fields.pop(name, 0)
         try:
-            # int() would take a float, and true.
+            # int() would accept a float, and true.
             number = int(value) if type(value) in (int, str) else None
         except ValueError:
             number = None
@@ -88,7 +88,7 @@ class Fields:
         return [Fields(item, name) for item in value]
 
     def done(self) -> None:
-        """All fields have been taken. etcd ignores those that it does not know; here they may be etcd's own."""
+        """Raises Refused if a field is left. etcd ignores unknown fields, but here etcd may know such a field."""
         if self._fields:
             raise Refused(_UNIMPLEMENTED, f"elaunch's store does not do {', '.join(self._fields)} of {self._what}")
 
@@ -162,7 +162,7 @@ def txn_answer(answer: TxnAnswer) -> Json:
 
 
 def events_json(events: Sequence[KeyValue]) -> list[Json]:
-    """What a watch tells."""
+    """The events of a watch's answer."""
     return [{"kv": kv_json(kv)} if kv.version else {"type": "DELETE", "kv": kv_json(kv)} for kv in events]
 
 
@@ -183,7 +183,7 @@ def lease_json(lease: int, ttl_s: int, granted_ttl_s: int, keys: Sequence[bytes]
 
 def nonzero(**fields: Any) -> Json:
     """The fields that are not zero, numbers as strings."""
-    # A bool is an int too, and stays what it is.
+    # A bool is an int too, but stays a bool.
     return {name: str(value) if type(value) is int else value for name, value in fields.items() if value}
 
 

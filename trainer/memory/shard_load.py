@@ -1,4 +1,4 @@
-"""Putting a snapshot together from the pieces that the nodes hold, cut to the world size of now."""
+"""Assembles a snapshot from the pieces that the nodes hold, cut to the present world size."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ Box = tuple[str, tuple[int, ...]]
 
 
 def load(choice: Choice, mine: Mapping[int, StoredPiece], state: State, ranks: Ranks) -> None:
-    """Put the snapshot `choice` into everybody's state; `mine` are the pieces of it on this node, by their rank.
+    """Load the snapshot `choice` into every rank's state. `mine` are its pieces on this node, by their rank.
 
-    All ranks call it. What its node does not have, a rank gets from the lowest one whose node has it.
+    Collective. A rank gets a piece that its node lacks from the lowest rank whose node has it.
     """
     layouts, packed, sums = _layouts(choice, mine, ranks)
     everything = [chunk for layout in layouts for chunk in layout.chunks]
@@ -57,7 +57,7 @@ def _layouts(choice: Choice, mine: Mapping[int, StoredPiece], ranks: Ranks) -> t
 
 
 def _metadata(chunks: Sequence[Chunk]) -> records.Metadata:
-    """DCP's description of the tensors; a box that several pieces have is there once."""
+    """DCP's description of the tensors. A box that several pieces contain is listed once."""
     boxes: dict[str, dict[tuple[int, ...], Chunk]] = {}
     for chunk in chunks:
         boxes.setdefault(chunk.name, {})[chunk.offsets] = chunk
@@ -79,7 +79,7 @@ def _metadata(chunks: Sequence[Chunk]) -> records.Metadata:
 def _by_piece(
     reads: Sequence[ReadItem], layouts: Sequence[Layout], near: Sequence[int]
 ) -> dict[int, list[tuple[ReadItem, Chunk]]]:
-    """From which piece to read what; those `near`, which this rank holds, before others."""
+    """What to read from which piece. Pieces in `near`, which this node holds, come before others."""
     where: dict[Box, tuple[int, Chunk]] = {}
     for rank in [*(rank for rank in range(len(layouts)) if rank not in near), *near]:
         for chunk in layouts[rank].chunks:
@@ -102,9 +102,9 @@ def _exchange(
     ranks: Ranks,
     planner: DefaultLoadPlanner,
 ) -> None:
-    """Send and receive whole pieces, one after the other in an order that all ranks follow.
+    """Send and receive whole pieces one after the other, in the same order on all ranks.
 
-    Raises Torn if a piece arrives changed. This start has failed then; the next one may succeed.
+    Raises Torn if a piece arrives changed. Then this start has failed, and the next one may succeed.
     """
     needs = ranks.from_all(sorted(piece for piece in wanted if piece not in mine))
     for piece in range(len(layouts)):
