@@ -11,7 +11,7 @@ from functools import cache
 from types import UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
-Record = TypeVar("Record")
+Decoded = TypeVar("Decoded")
 
 # A message shows this many characters of an unreadable text or value.
 _SHOWN_MAX = 200
@@ -47,7 +47,7 @@ def parse_first_json(text: str | bytes) -> Any:
     return _parsed(text, _ANY, whole=False)
 
 
-def decode(kind: type[Record], text: str) -> Record:
+def decode(kind: type[Decoded], text: str) -> Decoded:
     """The record of class `kind` that `encode` wrote. Unknown fields are ignored, since a newer release may write them.
 
     Raises ValueError if the text is no such record.

@@ -77,7 +77,7 @@ class NoneNewer:
     revision: int
 
 
-Guard = Absent | Present | Unchanged | Empty | NoneNewer
+TxnGuard = Absent | Present | Unchanged | Empty | NoneNewer
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class Txn:
     One list of operations may write each key only once.
     """
 
-    guards: tuple[Guard, ...]
+    guards: tuple[TxnGuard, ...]
     then: tuple[Op, ...] = ()
     otherwise: tuple[Op, ...] = ()
 

@@ -108,7 +108,7 @@ def should_stop(every: int = 1) -> bool:
     integer, MAX, over a gloo group that the first such call creates). Without a process group this process decides
     alone. When it returns True it has called `stopped`: save the state, and exit with code 143.
     """
-    return _boundary().is_reached(every)
+    return _boundary().check(every)
 
 
 def _line(**said: object) -> bytes:
@@ -312,7 +312,7 @@ class _Boundary:
         self._gloo: Any = None
         listen(on_stop=self._ask)
 
-    def is_reached(self, every: int) -> bool:
+    def check(self, every: int) -> bool:
         self._calls += 1
         if not self._is_reached and self._calls % every == 0 and self._any_asked():
             self._is_reached = True

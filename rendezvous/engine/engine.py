@@ -18,11 +18,11 @@ from elaunch.rendezvous.engine.requests import (
     DeleteAnswer,
     DeleteRequest,
     OpAnswer,
+    OpRequest,
     PutAnswer,
     PutRequest,
     RangeAnswer,
     RangeRequest,
-    Request,
     Result,
     Target,
     TxnAnswer,
@@ -169,7 +169,7 @@ class Engine:
         for lease in self._leases.due(self._now_s):
             self.revoke(lease)
 
-    def _do(self, request: Request) -> OpAnswer:
+    def _do(self, request: OpRequest) -> OpAnswer:
         match request:
             case RangeRequest():
                 return self._range(request)
@@ -272,7 +272,7 @@ def _check_logged(size: int) -> None:
         raise Refused(3, "etcdserver: request is too large")
 
 
-def _check(request: Request | Compare) -> None:
+def _check(request: OpRequest | Compare) -> None:
     if not request.key:
         raise Refused(3, "etcdserver: key is not provided")
 
@@ -286,7 +286,7 @@ def _check_txn(request: TxnRequest) -> None:
         _check_written_once(branch)
 
 
-def _check_written_once(branch: Sequence[Request]) -> None:
+def _check_written_once(branch: Sequence[OpRequest]) -> None:
     puts = [op.key for op in branch if isinstance(op, PutRequest)]
     # As in etcd, a range without an end is not checked.
     deletes = [op for op in branch if isinstance(op, DeleteRequest) and op.end != UNBOUNDED]

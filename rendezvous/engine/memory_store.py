@@ -12,9 +12,9 @@ from elaunch.rendezvous.engine.mvcc import UNBOUNDED, Compacted, KeyValue, Refus
 from elaunch.rendezvous.engine.requests import (
     Compare,
     DeleteRequest,
+    OpRequest,
     PutRequest,
     RangeRequest,
-    Request,
     Result,
     Target,
     TxnRequest,
@@ -25,7 +25,6 @@ from elaunch.rendezvous.store import (
     Changes,
     Delete,
     Empty,
-    Guard,
     KeyEntry,
     LeaseGone,
     NoneNewer,
@@ -34,6 +33,7 @@ from elaunch.rendezvous.store import (
     Put,
     StoreError,
     Txn,
+    TxnGuard,
     Unchanged,
     Update,
     View,
@@ -173,7 +173,7 @@ def _entry(kv: KeyValue) -> KeyEntry:
     return KeyEntry(kv.value.decode(), kv.create_revision, kv.mod_revision, kv.lease)
 
 
-def _compare(guard: Guard) -> Compare:
+def _compare(guard: TxnGuard) -> Compare:
     match guard:
         case Absent(key):
             return Compare(Target.CREATE, Result.EQUAL, key.encode(), b"", 0)
@@ -187,11 +187,11 @@ def _compare(guard: Guard) -> Compare:
             return Compare(Target.MOD, Result.LESS, *_range(prefix), revision + 1)
 
 
-def _requests(ops: Iterable[Op]) -> tuple[Request, ...]:
+def _requests(ops: Iterable[Op]) -> tuple[OpRequest, ...]:
     return tuple(map(_request, ops))
 
 
-def _request(op: Op) -> Request:
+def _request(op: Op) -> OpRequest:
     match op:
         case Put(key, value, lease):
             return PutRequest(key.encode(), value.encode(), lease)

@@ -8,9 +8,9 @@ from __future__ import annotations
 from elaunch.rendezvous.engine.requests import (
     Compare,
     DeleteRequest,
+    OpRequest,
     PutRequest,
     RangeRequest,
-    Request,
     Target,
     TxnRequest,
 )
@@ -27,7 +27,7 @@ def txn_bytes(txn: TxnRequest) -> int:
     return compared + sum(_message(_message(request_bytes(each))) for each in (*txn.success, *txn.failure))
 
 
-def request_bytes(request: Request) -> int:
+def request_bytes(request: OpRequest) -> int:
     match request:
         case PutRequest():
             return _put_bytes(request)

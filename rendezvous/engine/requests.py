@@ -35,7 +35,7 @@ class DeleteRequest(NamedTuple):
     prev_kv: bool = False
 
 
-Request = RangeRequest | PutRequest | DeleteRequest
+OpRequest = RangeRequest | PutRequest | DeleteRequest
 
 
 class Target(IntEnum):
@@ -69,8 +69,8 @@ class Compare(NamedTuple):
 
 class TxnRequest(NamedTuple):
     compare: tuple[Compare, ...] = ()
-    success: tuple[Request, ...] = ()
-    failure: tuple[Request, ...] = ()
+    success: tuple[OpRequest, ...] = ()
+    failure: tuple[OpRequest, ...] = ()
 
 
 class RangeAnswer(NamedTuple):

@@ -95,21 +95,21 @@ class FoundStore:
         """The etcd without TLS at the endpoint. Raises Denied if a store with a token is expected there."""
         if self._secret and self._expects_ours:
             raise Denied(
-                f"what listens at {self._endpoint} does not know the job's token, and is somebody's etcd or worse;"
-                " if it is the one that you mean, unset ELAUNCH_TOKEN or add --rdzv-backend etcd"
+                f"what listens at {self._endpoint} does not know the job's token: it is an etcd, or poses as the job's"
+                " store; if you mean this etcd, unset ELAUNCH_TOKEN or add --rdzv-backend etcd"
             )
         if place := self._keyring.place_of(self._endpoint) if self._keyring else "":
             raise Denied(
                 f"{place} says that your elaunch serves a store with a token at {self._endpoint}, but what answers"
-                " there speaks without TLS: somebody may be in between; if you mean an etcd that is there now, type"
+                " there speaks without TLS: somebody may intercept the connection; if an etcd is there now, type"
                 f" http://{self._endpoint}"
             )
         self._plainly.check_login(self._endpoint)
         if self._secret or self._expects_ours:
             self._say(
-                f"the store at {self._endpoint} is an etcd without TLS: whoever can reach it may read and change the"
-                f" job{', in spite of the token' if self._secret else ''}; if you mean this etcd, type --rdzv-endpoint"
-                f" http://{self._endpoint}"
+                f"the store at {self._endpoint} is an etcd without TLS: anybody who can reach it can read and"
+                f" change the job{', in spite of the token' if self._secret else ''}; if you mean this etcd, type"
+                f" --rdzv-endpoint http://{self._endpoint}"
             )
         return self._store_by(self._plainly)
 
@@ -166,8 +166,8 @@ class FoundStore:
 
     def _begun_anew(self) -> HistoryLost:
         return HistoryLost(
-            f"the job's store on {self._endpoint.host} was started anew, and knows nothing of this job any more;"
-            " start elaunch here again to take part in the new one"
+            f"the job's store on {self._endpoint.host} was restarted and has lost this job;"
+            " start elaunch here again to join the new one"
         )
 
     @property

@@ -134,7 +134,7 @@ def explain(error: EtcdError, endpoint: Endpoint, access: Access) -> StoreError:
         case Kind.LEASE_GONE:
             return LeaseGone(f"{endpoint}: the lease has ended")
         case Kind.TRIM:
-            return TooLarge(f"{endpoint} takes no request of that size: {error.text}")
+            return TooLarge(f"{endpoint} refuses a request of that size: {error.text}")
         case Kind.SAY | Kind.LEASE_THERE:
             # Only the store that elaunch serves gets a bearer, and that store has no alarm.
             is_ours = bool(access.bearer) and sentence == BY_TEXT[_FULL].sentence

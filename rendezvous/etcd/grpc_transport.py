@@ -199,7 +199,7 @@ def explained(error: Any, endpoint: Endpoint, deadline_s: float) -> StoreError |
     if "andshake failed" in text and "WRONG_VERSION_NUMBER" in text:
         return Denied(f"{endpoint} does not speak TLS; use http://{endpoint}")
     if "andshake failed" in text and "certificate" in text.lower():
-        return Denied(f"{endpoint}: its certificate is not to be trusted; is the CA the right one?")
+        return Denied(f"{endpoint}: its certificate is not trusted; is the CA the right one?")
     if "Connection refused" in text:
         return Unavailable(f"{endpoint} refuses connections: nobody listens there")
     return Unavailable(f"{endpoint} cannot be reached: {text}")

@@ -16,13 +16,13 @@ from elaunch.rendezvous.store import (
     Changes,
     Delete,
     Empty,
-    Guard,
     KeyEntry,
     NoneNewer,
     Op,
     Present,
     Put,
     Txn,
+    TxnGuard,
     Unchanged,
     View,
 )
@@ -138,7 +138,7 @@ def _range(prefix: str) -> Json:
     return {"key": _base64(_raw(prefix) or b"\0"), "range_end": _base64(range_end(prefix))}
 
 
-def _compare(guard: Guard) -> Json:
+def _compare(guard: TxnGuard) -> Json:
     match guard:
         case Absent(key):
             return {"key": _key(key), "target": "CREATE", "result": "EQUAL", "create_revision": "0"}

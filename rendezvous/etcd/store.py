@@ -191,7 +191,7 @@ class EtcdStore:
                 self._history.check(endpoint, answer, floor)
                 return parse(answer)
             except (AttributeError, KeyError, TypeError, ValueError) as error:
-                raise Rejected(f"{endpoint} answers what cannot be understood: {shown(answer)}") from error
+                raise Rejected(f"{endpoint} sent an answer that cannot be understood: {shown(answer)}") from error
 
         try:
             return self._try_each(ask, timed_out)[1]
@@ -287,7 +287,7 @@ class _Token:
                 token = answer.get("token", "")
                 # The token goes into a header of every request.
                 if not isinstance(token, str) or not re.fullmatch(r"[!-~]*", token):
-                    raise Unavailable(f"{endpoint} answers a login with what is no token: {shown(token)}")
+                    raise Unavailable(f"{endpoint} answered a login with something that is no token: {shown(token)}")
                 self._token = token
             return self._token
 

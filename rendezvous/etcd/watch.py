@@ -190,7 +190,7 @@ class EtcdWatch:
                 raise _Compacted if compacted else cancelled(str(answer.get("cancel_reason", "")))
             told = json_codec.changes(answer, self._after or 0)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise Unavailable(f"{endpoint} tells what cannot be understood: {shown(answer)}") from error
+            raise Unavailable(f"{endpoint} sent an event that cannot be understood: {shown(answer)}") from error
         for changes in told:
             self._after = changes.revision
             self._say(changes)

@@ -9,7 +9,7 @@ import socket
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from elaunch.rendezvous.http.resolve import Address
+from elaunch.rendezvous.http.resolve import HostAddress
 
 # The kernel repeats a lost SYN after a second, which may be longer than the deadline.
 _AGAIN_S = 0.2
@@ -19,7 +19,7 @@ _GONE_MS = 5000
 _IDLE_S, _ASK_EVERY_S = 2, 1
 
 
-def dial(addresses: Sequence[Address], left: Callable[[], float]) -> socket.socket:
+def dial(addresses: Sequence[HostAddress], left: Callable[[], float]) -> socket.socket:
     """The first connection that one of these addresses accepts. `left` returns the remaining seconds, or raises.
 
     The next address is tried if one has refused, or is silent for a moment; earlier tries go on meanwhile (RFC 8305).
@@ -27,7 +27,7 @@ def dial(addresses: Sequence[Address], left: Callable[[], float]) -> socket.sock
     Raises the first OSError if all have failed.
     """
     untried = deque(dict.fromkeys(addresses))
-    tries: dict[int, tuple[socket.socket, Address]] = {}
+    tries: dict[int, tuple[socket.socket, HostAddress]] = {}
     errors: list[OSError] = []
     poll = select.poll()
     try:
@@ -65,7 +65,7 @@ def dial(addresses: Sequence[Address], left: Callable[[], float]) -> socket.sock
             tried.close()
 
 
-def _begin(address: Address) -> socket.socket:
+def _begin(address: HostAddress) -> socket.socket:
     family, place = address
     made = socket.socket(family, socket.SOCK_STREAM)
     made.setblocking(False)

@@ -32,7 +32,7 @@ def connection_error(error: OSError | Garbled, endpoint: Endpoint, waited: str, 
             return Unavailable(f"the name {endpoint.host} cannot be resolved: {error.strerror}")
         case TimeoutError():
             if not waited:
-                return Unavailable(f"{endpoint} is gone: its host does not acknowledge what the kernel sends")
+                return Unavailable(f"{endpoint} is gone: its host does not acknowledge what was sent")
             return TimedOut(f"no answer from {endpoint} within {waited}")
         case ConnectionRefusedError():
             return Unavailable(f"{endpoint} refuses connections: nobody listens there")
@@ -44,7 +44,7 @@ def connection_error(error: OSError | Garbled, endpoint: Endpoint, waited: str, 
 
 def _tls(error: ssl.SSLError, endpoint: Endpoint, hint: str) -> StoreError:
     if isinstance(error, ssl.SSLCertVerificationError):
-        return Denied(f"{endpoint}: its certificate is not to be trusted: {error.verify_message}; {hint}")
+        return Denied(f"{endpoint}: its certificate is not trusted: {error.verify_message}; {hint}")
     reason = error.reason or ""
     if "WRONG_VERSION_NUMBER" in reason or "HTTP_REQUEST" in reason or "RECORD_LAYER_FAILURE" in reason:
         return Denied(f"{endpoint} does not speak TLS; use http://{endpoint}")

@@ -7,7 +7,7 @@ import threading
 from functools import lru_cache
 from typing import Any
 
-Address = tuple[socket.AddressFamily, tuple[Any, ...]]
+HostAddress = tuple[socket.AddressFamily, tuple[Any, ...]]
 
 
 class _Lookup(threading.Thread):
@@ -25,12 +25,12 @@ class _Lookup(threading.Thread):
             self.error = error
 
 
-_known: dict[tuple[str, int], list[Address]] = {}
+_known: dict[tuple[str, int], list[HostAddress]] = {}
 _pending: dict[tuple[str, int], _Lookup] = {}
 _lock = threading.Lock()
 
 
-def resolve(host: str, port: int, wait_s: float) -> list[Address]:
+def resolve(host: str, port: int, wait_s: float) -> list[HostAddress]:
     """The stream addresses of `host`. If the resolver does not answer in time: the result of an earlier call.
 
     Raises socket.gaierror if there is no such result either.
@@ -49,7 +49,7 @@ def resolve(host: str, port: int, wait_s: float) -> list[Address]:
 
 
 @lru_cache
-def _numeric(host: str, port: int) -> list[Address]:
+def _numeric(host: str, port: int) -> list[HostAddress]:
     """The addresses if `host` is a numeric address; empty if it is a name."""
     try:
         return _lookup(host, port, socket.AI_NUMERICHOST)
@@ -57,7 +57,7 @@ def _numeric(host: str, port: int) -> list[Address]:
         return []
 
 
-def _lookup(host: str, port: int, flags: int = 0) -> list[Address]:
+def _lookup(host: str, port: int, flags: int = 0) -> list[HostAddress]:
     # Python encodes a str as IDNA first, and loading its tables takes 3 ms.
     name = host.encode() if host.isascii() else host
     try:

@@ -81,7 +81,7 @@ def form(
     before = snapshot.table
     joined = {n: j for n, j in snapshot.joined.get(generation.number, {}).items() if n in snapshot.members}
     survivors = [s.node_id for s in before.seats if s.node_id in snapshot.members] if before else []
-    if lost := _lost(snapshot, before, generation) if before else []:
+    if lost := _lost_since(snapshot, before, generation) if before else []:
         if now_s < lossless_until_s and len(joined) < terms.nodes_max:
             return Formed(formation, wake_s=lossless_until_s, waiting=f"{hosts(lost)} to come back")
         if not generation.kind.is_urgent:
@@ -99,7 +99,7 @@ def form(
     return _seal_or_wait(snapshot, terms, generation, decision, joined, survivors, formation, times, now_s)
 
 
-def _lost(snapshot: Snapshot, before: RankTable, generation: Generation) -> list[str]:
+def _lost_since(snapshot: Snapshot, before: RankTable, generation: Generation) -> list[str]:
     """Nodes of the last table whose lease has ended, without those that left or were done."""
     done = snapshot.done.get(before.generation, frozenset())
     gone = (s.node_id for s in before.seats if s.node_id not in snapshot.members and s.node_id not in done)

@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any, TypeVar
 from urllib.parse import quote
 
-from elaunch.rendezvous.codec import Record, decode
+from elaunch.rendezvous.codec import Decoded, decode
 from elaunch.rendezvous.endpoint import PREFIX
 from elaunch.rendezvous.rules.credible import check, check_generation_of_key
 from elaunch.rendezvous.rules.table_codec import decode_table
@@ -247,7 +247,7 @@ def _decoder(parts: list[str]) -> Callable[[str], Any]:
             return lambda text: text
 
 
-def _credible(kind: type[Record], text: str) -> Record:
+def _credible(kind: type[Decoded], text: str) -> Decoded:
     record = decode(kind, text)
     try:
         check(record)  # type: ignore[arg-type]

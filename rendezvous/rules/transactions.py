@@ -12,7 +12,7 @@ from elaunch.rendezvous.codec import encode
 from elaunch.rendezvous.rules.pruning import ending, outdated
 from elaunch.rendezvous.rules.snapshot import Keys, Snapshot
 from elaunch.rendezvous.rules.table_codec import encode_table
-from elaunch.rendezvous.store import Absent, Delete, Empty, Guard, NoneNewer, Op, Present, Put, Txn
+from elaunch.rendezvous.store import Absent, Delete, Empty, NoneNewer, Op, Present, Put, Txn, TxnGuard
 from elaunch.rendezvous.types import (
     Failure,
     FailureKind,
@@ -221,7 +221,7 @@ def open_loss(snapshot: Snapshot, lost: list[str]) -> Txn:
     else:
         cause = loss_of(lost)
     opened = Generation(generation.number + 1, OpenKind.LOSS, cause)
-    absences: list[Guard] = []
+    absences: list[TxnGuard] = []
     for node_id in lost[:_LOST_GUARDED]:
         absences += [Absent(keys.member(node_id)), Absent(keys.done(table.generation, node_id))]
     return _open(snapshot, opened, tuple(absences))
@@ -288,10 +288,10 @@ def hosts(node_ids: list[str]) -> str:
     return shown if len(names) <= _NAMES_SHOWN else f"{shown} and {len(names) - _NAMES_SHOWN} more"
 
 
-def _open(snapshot: Snapshot, opened: Generation, guards: tuple[Guard, ...]) -> Txn:
+def _open(snapshot: Snapshot, opened: Generation, guards: tuple[TxnGuard, ...]) -> Txn:
     return Txn((*_leader_guards(snapshot), *guards), (snapshot.put(snapshot.keys.generation, encode(opened)),))
 
 
-def _leader_guards(snapshot: Snapshot) -> tuple[Guard, ...]:
+def _leader_guards(snapshot: Snapshot) -> tuple[TxnGuard, ...]:
     """No newer generation, the job has not ended, and this node still leads."""
     return snapshot.gen_guard, snapshot.live_guard, snapshot.leader_guard

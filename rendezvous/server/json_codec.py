@@ -18,11 +18,11 @@ from elaunch.rendezvous.engine.requests import (
     DeleteAnswer,
     DeleteRequest,
     OpAnswer,
+    OpRequest,
     PutAnswer,
     PutRequest,
     RangeAnswer,
     RangeRequest,
-    Request,
     Result,
     Target,
     TxnAnswer,
@@ -30,7 +30,7 @@ from elaunch.rendezvous.engine.requests import (
 )
 
 Json = dict[str, Any]
-Enum = TypeVar("Enum", bound=IntEnum)
+EnumType = TypeVar("EnumType", bound=IntEnum)
 
 _INVALID, _UNIMPLEMENTED = 3, 12
 
@@ -71,7 +71,7 @@ class Fields:
             raise Refused(_INVALID, f"{name} of {self._what} is neither true nor false")
         return value
 
-    def get_enum(self, name: str, kind: type[Enum]) -> Enum:
+    def get_enum(self, name: str, kind: type[EnumType]) -> EnumType:
         value = self._fields.pop(name, 0)
         try:
             return kind[value] if isinstance(value, str) else kind(value)
@@ -206,9 +206,9 @@ def _compare(fields: Fields) -> Compare:
     return Compare(target, result, key, end, operand)
 
 
-def _operation(fields: Fields) -> Request:
+def _operation(fields: Fields) -> OpRequest:
     if "request_put" in fields:
-        request: Request = put_request(fields.get_object("request_put"))
+        request: OpRequest = put_request(fields.get_object("request_put"))
     elif "request_range" in fields:
         request = range_request(fields.get_object("request_range"))
     elif "request_delete_range" in fields:

@@ -167,7 +167,7 @@ def test_a_server_that_the_authority_does_not_know_gets_no_password(tmp_path: Pa
         closing(Eavesdropper(Certificates(theirs))) as listener,
         closing(EtcdStore([Endpoint("127.0.0.1", listener.port)], access, 5)) as store,
     ):
-        with pytest.raises(Denied, match="not to be trusted"):
+        with pytest.raises(Denied, match="not trusted"):
             store.check()
 
         assert listener.heard == b""
@@ -193,7 +193,10 @@ def test_who_answers_plainly_where_a_token_was_given_is_refused(
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("--rdzv-endpoint {} --rdzv-backend etcd", "is an etcd without TLS: whoever can reach it may read and change"),
+        (
+            "--rdzv-endpoint {} --rdzv-backend etcd",
+            "is an etcd without TLS: anybody who can reach it can read and change",
+        ),
         ("--rdzv-endpoint http://{}", "the token is not used: http:// means an etcd without TLS"),
         ("--rdzv-endpoint {},{}", "the token is not used: several endpoints are an etcd cluster's"),
     ],
@@ -255,7 +258,7 @@ def test_under_a_scheduler_a_plain_answer_is_refused_by_the_head_and_said_by_the
             assert job.wait() == 2
             assert "an etcd without TLS listens there, which lets anybody in; if you mean that etcd" in job.stderr
         else:
-            job.wait_for_output("is an etcd without TLS: whoever can reach it may read and change the job")
+            job.wait_for_output("is an etcd without TLS: anybody who can reach it can read and change the job")
 
 
 @pytest.mark.parametrize("tls", [None, Tls()])

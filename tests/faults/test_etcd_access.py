@@ -108,7 +108,7 @@ def test_a_user_where_there_are_none_is_said() -> None:
 def test_an_authority_that_did_not_sign_the_certificate_is_said(secured: Etcd, tmp_path: Path) -> None:
     other = Certificates(tmp_path)
 
-    assert "not to be trusted" in denial(secured, Access(files(other)))
+    assert "not trusted" in denial(secured, Access(files(other)))
 
 
 def test_a_certificate_for_another_host_is_said(tmp_path: Path) -> None:

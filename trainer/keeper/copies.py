@@ -239,7 +239,7 @@ class Copies:
         except OSError:
             return ""
         if not there:
-            return "; there is no checkpoint, and the same command begins anew"
+            return "; there is no checkpoint, so the same command starts over"
         newest = there[-1].step
         return f"; the same command goes on from {'there' if newest == step else f'the checkpoint of step {newest}'}"
 

@@ -137,7 +137,7 @@ def sentence(decision: Decision) -> str:
     if decision.without_random_state:
         text += f"; the random state of {_ranks(decision.without_random_state)} is lost and new"
     if decision.reset:
-        text += "; the state of the communication hook begins anew"
+        text += "; the communication hook starts with a new state"
     return text
 
 

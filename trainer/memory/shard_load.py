@@ -116,7 +116,7 @@ def _exchange(
                 data = torch.empty(layouts[piece].length, dtype=torch.uint8)
                 dist.recv(data, dist.get_global_rank(ranks.group, holder), ranks.group)  # type: ignore[arg-type]
                 if sum_of(data) != sums[piece]:
-                    raise Torn(f"rank {piece}'s part of the snapshot has come changed from rank {holder}")
+                    raise Torn(f"rank {piece}'s part of the snapshot arrived damaged from rank {holder}")
                 _fill(planner, wanted[piece], layouts[piece], data)
 
 

@@ -250,7 +250,7 @@ class ShardedMemory:
             try:
                 held.accept(replace(piece, rank=source))
             except Torn as error:
-                torn = Torn(f"what rank {source} sent has come changed: {error}")
+                torn = Torn(f"the part that rank {source} sent arrived damaged: {error}")
         if sending is not None:
             sending.wait()
         if torn:

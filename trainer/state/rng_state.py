@@ -5,12 +5,11 @@ from __future__ import annotations
 import random
 import sys
 from array import array
-from typing import Any
 
 import torch
 from torch import Tensor
 
-State = dict[str, Any]
+from elaunch.trainer.state.tree import State
 
 
 def capture(device: torch.device) -> State:

@@ -13,9 +13,8 @@ from elaunch.trainer.state import rng_state
 from elaunch.trainer.state.hook_state import HookState
 from elaunch.trainer.state.model_state import is_in_parts, restore, state_of, unwrap
 from elaunch.trainer.state.packing import NotPlain, pack
-from elaunch.trainer.state.tree import flatten
+from elaunch.trainer.state.tree import State, flatten
 
-State = dict[str, Any]
 Found = TypeVar("Found")
 
 

@@ -11,13 +11,13 @@ from elaunch.rendezvous.store import (
     Changes,
     Delete,
     Empty,
-    Guard,
     KeyEntry,
     NoneNewer,
     Op,
     Present,
     Put,
     Txn,
+    TxnGuard,
     Unchanged,
     View,
 )
@@ -62,7 +62,7 @@ class Model:
         ]
         return [changes for changes in since if changes.entries]
 
-    def _holds(self, guard: Guard) -> bool:
+    def _holds(self, guard: TxnGuard) -> bool:
         match guard:
             case Absent(key):
                 return key not in self.entries
@@ -85,13 +85,13 @@ def random_txn(rng: random.Random, model: Model, keys: Sequence[str], prefixes: 
     )
 
 
-def _guard(rng: random.Random, model: Model, keys: Sequence[str], prefixes: Sequence[str]) -> Guard:
+def _guard(rng: random.Random, model: Model, keys: Sequence[str], prefixes: Sequence[str]) -> TxnGuard:
     key, prefix = rng.choice(keys), rng.choice(prefixes)
     # Revisions of late, so that about half of these hold.
     revision = max(model.revision - rng.randint(0, 3), model.first)
     entry = model.entries.get(key)
     mod_revision = entry.mod_revision if entry and rng.random() < 0.7 else revision
-    guards: list[Guard] = [
+    guards: list[TxnGuard] = [
         Absent(key),
         Present(key),
         Unchanged(key, mod_revision),

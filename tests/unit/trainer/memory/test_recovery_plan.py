@@ -188,7 +188,7 @@ def test_a_large_part_that_is_lost_or_of_another_group_size_begins_anew(ranks: t
     decision = decided(node("a", *ranks, holds=((0, 57, 1), (0, 50, 2)), records=records), large=True)
 
     assert (decision.version, decision.reset) == (Version(0, 57), True)
-    assert "the state of the communication hook begins anew" in sentence(decision)
+    assert "the communication hook starts with a new state" in sentence(decision)
 
 
 def test_every_rank_decides_the_same_whatever_is_there() -> None:
