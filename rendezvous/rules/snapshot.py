@@ -57,7 +57,7 @@ class Keys:
 
     @property
     def starter(self) -> str:
-        """The node that starts a run at this moment. Nobody watches the key, and it is gone when the run is there."""
+        """The node that is starting the first run. No node watches this key; it is deleted when the run has started."""
         return f"{self.root}starter"
 
     @property

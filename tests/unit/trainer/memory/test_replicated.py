@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from elaunch.trainer.memory import replicated
-from elaunch.trainer.memory.replicated import ReplicatedMemory, NoRoom, Records, completed_in, verified_records_in
+from elaunch.trainer.memory.replicated import NoRoom, Records, ReplicatedMemory, completed_in, verified_records_in
 from elaunch.trainer.state.version import Version
 from tests.harness import wait_for
 
