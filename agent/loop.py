@@ -44,8 +44,8 @@ from elaunch.agent.workers.group import Group
 from elaunch.agent.workers.link_monitor import Hearing
 from elaunch.agent.workers.master_port import reserve
 from elaunch.agent.workers.spawner import Workers, signal_name
-from elaunch.rendezvous.rules.entering import end, join
 from elaunch.rendezvous.rules.snapshot import Keys, Snapshot
+from elaunch.rendezvous.rules.transactions import end_job, join
 from elaunch.rendezvous.store import Store
 from elaunch.rendezvous.types import Failure, FailureKind, Joined, Node, Outcome, OutcomeKind, RankTable
 
@@ -136,7 +136,7 @@ class Loop:
             return
         why = f"{self._agent.me.host}, which served the job's store, has ended its part: {outcome.reason}"
         told = replace(outcome, kind=OutcomeKind.UNKNOWN, reason=why, failure=None)
-        self._session.commit(end(snapshot, told), None)
+        self._session.commit(end_job(snapshot, told), None)
 
     def _live(self) -> Outcome:
         while not isinstance(self._agent.phase, Exited):

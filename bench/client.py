@@ -20,18 +20,17 @@ PREFIX = "/elaunch/bench/"
 def main(address: str, transport: str = "gateway") -> None:
     memory_mb, began_s = resident_mb(), time.perf_counter()
     # What importing them costs is measured, too.
-    from elaunch.rendezvous.access import Access
-    from elaunch.rendezvous.endpoint import Endpoint
+    from elaunch.rendezvous.endpoint import Access, Endpoint
     from elaunch.rendezvous.etcd.store import EtcdStore
     from elaunch.rendezvous.store import Changes, Put, Txn, Update, View
 
     host, _, port = address.rpartition(":")
-    carrier = None
+    transport = None
     if transport == "grpc":
-        from elaunch.rendezvous.etcd.grpc_transport import GrpcCarrier
+        from elaunch.rendezvous.etcd.grpc_transport import GrpcTransport
 
-        carrier = GrpcCarrier(Access())
-    store = EtcdStore([Endpoint(host.strip("[]"), int(port))], deadline_s=10, carrier=carrier)
+        transport = GrpcTransport(Access())
+    store = EtcdStore([Endpoint(host.strip("[]"), int(port))], deadline_s=10, transport=transport)
 
     def write() -> int:
         return store.commit(Txn((), (Put(f"{PREFIX}key", "x" * 200),))).revision

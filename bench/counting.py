@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from elaunch.rendezvous.endpoint import Endpoint
-from elaunch.rendezvous.etcd.transport import Carrier, Json, Rpc, Stream
+from elaunch.rendezvous.etcd.transport import AnswerStream, Json, Rpc, RpcTransport
 
 TOLD = "told"
 # Transactions that write nothing: what an agent sees is compared with what is there, each lease time.
@@ -28,7 +28,7 @@ class Traffic:
 
 
 class Tally:
-    """What all carriers of one process have carried since the last look."""
+    """What all transports of one process have carried since the last look."""
 
     def __init__(self) -> None:
         # References only: sizes are worked out when nobody's time is measured. Appending needs no lock.
@@ -49,35 +49,35 @@ class Tally:
 
 
 class Counting:
-    """A `Carrier` that notes what another one carries."""
+    """A `RpcTransport` that notes what another one carries."""
 
-    def __init__(self, carrier: Carrier, tally: Tally) -> None:
-        self._carrier = carrier
+    def __init__(self, transport: RpcTransport, tally: Tally) -> None:
+        self._transport = transport
         self._tally = tally
 
     def version(self, endpoint: Endpoint, token: str, deadline_s: float) -> str:
-        version = self._carrier.version(endpoint, token, deadline_s)
+        version = self._transport.version(endpoint, token, deadline_s)
         self._tally.note(Rpc.STATUS.value, {}, {"version": version})
         return version
 
     def call(self, endpoint: Endpoint, rpc: Rpc, request: Json, token: str, deadline_s: float) -> Json:
         answer: Json = {}
         try:
-            answer = self._carrier.call(endpoint, rpc, request, token, deadline_s)
+            answer = self._transport.call(endpoint, rpc, request, token, deadline_s)
         finally:
             self._tally.note(COMPARED if rpc is Rpc.TXN and not _writes(request) else rpc.value, request, answer)
         return answer
 
-    def stream(self, endpoint: Endpoint, rpc: Rpc, request: Json, token: str, deadline_s: float) -> Stream:
+    def stream(self, endpoint: Endpoint, rpc: Rpc, request: Json, token: str, deadline_s: float) -> AnswerStream:
         self._tally.note(rpc.value, request, {})
-        return _CountingStream(self._carrier.stream(endpoint, rpc, request, token, deadline_s), self._tally)
+        return _CountingStream(self._transport.stream(endpoint, rpc, request, token, deadline_s), self._tally)
 
     def close(self) -> None:
-        self._carrier.close()
+        self._transport.close()
 
 
 class _CountingStream:
-    def __init__(self, stream: Stream, tally: Tally) -> None:
+    def __init__(self, stream: AnswerStream, tally: Tally) -> None:
         self._stream = stream
         self._tally = tally
 

@@ -27,10 +27,10 @@ from elaunch.agent.core.step import deadline_s, step
 from elaunch.agent.inbox import LookAgain
 from elaunch.agent.session.session import Session
 from elaunch.rendezvous.endpoint import Endpoint
-from elaunch.rendezvous.etcd.json_transport import GatewayCarrier
+from elaunch.rendezvous.etcd.json_transport import JsonTransport
 from elaunch.rendezvous.etcd.store import EtcdStore
-from elaunch.rendezvous.rules.entering import join
 from elaunch.rendezvous.rules.snapshot import Keys, Snapshot
+from elaunch.rendezvous.rules.transactions import join
 from elaunch.rendezvous.times import Times
 from elaunch.rendezvous.types import Failure, FailureKind, JobSpec, Joined, Node, Program, ProgramKind, RankTable
 
@@ -75,7 +75,7 @@ class Crowd:
         keys, times, host = Keys(run_id), Times(), f"node{number}"
         spec = JobSpec(run_id, Program(ProgramKind.SCRIPT, "train.py"), nodes, nodes)
         node = Node("", host, f"10.0.{number // 256}.{number % 256}", SLOTS)
-        store = EtcdStore([endpoint], carrier=Counting(GatewayCarrier(), self.tally))
+        store = EtcdStore([endpoint], transport=Counting(JsonTransport(), self.tally))
         post = partial(self._post, index)
         session = Session(store, keys, host, times, post, partial(post, LookAgain()), is_remote=True)
         return Member(Agent(node, spec, times, Snapshot(keys), progressed=True), session)

@@ -1,1 +1,1 @@
-"""Who is in a generation, which ranks they have: pure rules over a store interface."""
+"""The rendezvous: the nodes of a generation and their ranks, as pure rules over a store interface; and the stores."""

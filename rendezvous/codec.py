@@ -1,4 +1,4 @@
-"""Records as JSON text, the form in which they stand in the store."""
+"""Records as JSON text, the form in which the store holds them."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from functools import cache
 from types import UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
-Record = TypeVar("Record")
+Decoded = TypeVar("Decoded")
 
-# A message shows this many characters of a text or a value that is no record.
+# A message shows this many characters of an unreadable text or value.
 _SHOWN_MAX = 200
 # A record's whole numbers are generations, ranks, ports, pids and exit codes.
 _INT_END = 1 << 63
 
 
 def shown(value: object) -> str:
-    """`value` for a message, as Python writes it, cut. Never raises, however deep the value is."""
+    """`repr(value)` for a message, cut to a readable length. Never raises, even if the value is nested deeply."""
     try:
         text = repr(value)
     except RecursionError:
@@ -34,7 +34,7 @@ def encode(record: Any) -> str:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The JSON value in `text`, which somebody else may have written.
+    """The JSON value in `text`, which need not come from elaunch.
 
     Raises ValueError, and nothing else, for a text that is not JSON, is nested too deeply for Python, is too large for
     its memory, or holds a number that fits neither 64 bits nor a float (NaN and Infinity are not JSON).
@@ -47,10 +47,10 @@ def parse_first_json(text: str | bytes) -> Any:
     return _parsed(text, _ANY, whole=False)
 
 
-def decode(kind: type[Record], text: str) -> Record:
-    """The record of class `kind` that `encode` wrote; unknown fields are ignored, so that newer writers can be read.
+def decode(kind: type[Decoded], text: str) -> Decoded:
+    """The record of class `kind` that `encode` wrote. Unknown fields are ignored, since a newer release may write them.
 
-    Raises ValueError where the text is no such record.
+    Raises ValueError if the text is no such record.
     """
     try:
         return _build(kind, _parsed(text, _RECORD))  # type: ignore[no-any-return]
@@ -79,7 +79,7 @@ def _no_constant(word: str) -> Any:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The fields; each name only once, or two readers could see two values. Raises ValueError."""
+    """The object's fields. Raises ValueError if a name stands twice: two readers could see two values."""
     fields = dict(pairs)
     if len(fields) < len(pairs):
         raise ValueError("a name is there twice")
@@ -101,7 +101,7 @@ def _fraction(digits: str) -> float:
 
 # Digits of a 64-bit number, with its sign.
 _DIGITS_MAX = 20
-# Made once: a leader reads thousands of small records. Their numbers are checked where their types are.
+# Made once: a leader reads thousands of small records. `_build` checks the numbers of a record with their types.
 _ANY = json.JSONDecoder(parse_int=_whole_number, parse_float=_fraction, parse_constant=_no_constant)
 _RECORD = json.JSONDecoder(parse_constant=_no_constant, object_pairs_hook=_unique)
 
@@ -118,7 +118,7 @@ def _hints(kind: type) -> dict[str, Any]:
 
 
 def _build(kind: Any, value: Any) -> Any:
-    # Strings and numbers, which are most of all, first.
+    # Strings and numbers first: most values are these.
     if type(value) is kind:
         return _checked(value)
     if get_origin(kind) in (Union, UnionType):
@@ -133,7 +133,7 @@ def _build(kind: Any, value: Any) -> Any:
             raise TypeError(f"{shown(value)} is no {kind.__name__}")
         hints = _hints(kind)
         return kind(**{name: _build(hint, value[name]) for name, hint in hints.items() if name in value})
-    # Python takes true for 1.
+    # In Python true == 1, so an enum of numbers would accept true.
     if isinstance(kind, type) and issubclass(kind, Enum) and isinstance(value, str):
         return kind(value)
     if kind is float and type(value) is int:
@@ -142,7 +142,7 @@ def _build(kind: Any, value: Any) -> Any:
 
 
 def _checked(value: Any) -> Any:
-    """The value itself. Raises ValueError for a number that no record has: later sums of it could overflow."""
+    """The value itself. Raises ValueError for a number that no record holds: sums of such numbers could overflow."""
     if type(value) is int and not -_INT_END <= value < _INT_END:
         raise ValueError("a number has more than 64 bits")
     if type(value) is float and not math.isfinite(value):

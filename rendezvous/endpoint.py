@@ -1,29 +1,26 @@
-"""How one node takes part in the rendezvous: where the store is, who serves it, what is fixed beforehand."""
+"""Where a store listens, how it is spoken to, and which credentials a client shows."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TYPE_CHECKING
 
-from elaunch.rendezvous.times import Times
+from elaunch.rendezvous.store import Denied
+
+if TYPE_CHECKING:
+    # Importing ssl takes ten milliseconds, and only TLS needs it.
+    import ssl
 
 # The keys of a job begin with this unless etcd_prefix is given.
 PREFIX = "/elaunch/"
 
 
 class Transport(Enum):
-    """How a store's server is spoken to."""
+    """The wire protocol toward the store."""
 
-    GATEWAY = "gateway"  # etcd's JSON over HTTP; our own server knows nothing else
+    GATEWAY = "gateway"  # etcd's JSON over HTTP, the only one of elaunch's own server
     GRPC = "grpc"  # needs elaunch[etcd3]
-
-
-class Serving(Enum):
-    """What the head starts where nothing listens at the endpoint."""
-
-    NOTHING = "nothing"
-    MEMORY = "memory"
-    ETCD = "etcd"
 
 
 @dataclass(frozen=True)
@@ -39,7 +36,7 @@ class Endpoint:
 
 @dataclass(frozen=True)
 class Tls:
-    """Files of certificates for a real etcd that speaks https; without `ca` the system's authorities are trusted."""
+    """Certificate files for a real etcd with https. Without `ca` the system's certificate authorities are trusted."""
 
     ca: str | None = None
     certificate: str | None = None
@@ -55,41 +52,35 @@ class Login:
 
 
 @dataclass(frozen=True)
-class RendezvousPlan:
-    """What the command line says about the rendezvous; without endpoints this node is alone and needs no server.
+class Access:
+    """What a client shows to a store.
 
-    `token` is the job's secret, empty where nobody gave one. It and `login` are used where the store asks for them.
-    `plainly` says that http:// was typed: the user means an etcd without TLS, and a login may be sent to it.
-    `is_head` says whether this node serves the store where none listens; None is to be found out by the endpoint's
-    address. With `node_rank` the ranks follow it (static rendezvous), and so does the head. `master_addr` is the
-    job's MASTER_ADDR, as given; None is the first node's own. `local_addr` is this node's; None is the one that it
-    uses toward the endpoint. The job's keys begin with `prefix`, which starts and ends with a slash.
+    Without `tls` the connection is not encrypted. An SSLContext is the one made from the job's token, for elaunch's own
+    served store. `login` is a user of etcd; `bearer` is what the served store asks for. `plainly` says that http:// was
+    typed, so the login may be sent without TLS. The job's keys begin with `prefix`; only messages about permissions use
+    it. Raises ValueError for a bearer without the SSLContext made from the same token.
     """
 
-    times: Times = field(default_factory=Times)
-    endpoints: tuple[Endpoint, ...] = ()
-    tls: Tls | None = None
-    plainly: bool = False
+    tls: Tls | ssl.SSLContext | None = None
     login: Login | None = None
+    bearer: str = field(default="", repr=False)
+    plainly: bool = False
     prefix: str = PREFIX
-    token: str = field(default="", repr=False)
-    transport: Transport = Transport.GATEWAY
-    serving: Serving = Serving.NOTHING
-    is_head: bool | None = None
-    node_rank: int | None = None
-    master_addr: str | None = None
-    local_addr: str | None = None
 
-    @property
-    def own_addr(self) -> str | None:
-        """Where the others reach this node, as far as the command line says so.
+    def __post_init__(self) -> None:
+        if self.bearer and (self.tls is None or isinstance(self.tls, Tls)):
+            raise ValueError("a bearer goes only to the store whose certificate is made from the same token")
 
-        MASTER_ADDR is that of the node of rank 0; in a job of one node that is always this one.
-        """
-        is_first = self.is_alone or self.node_rank == 0
-        return (self.master_addr if is_first else None) or self.local_addr
+    def check_login(self, endpoint: Endpoint) -> None:
+        """Call this before the login is sent. Raises Denied if the login would be sent unencrypted."""
+        if self.login and self.tls is None and not self.plainly:
+            raise Denied(
+                f"the store at {endpoint} is reached without TLS, so the password of etcd's user {self.login.user} is"
+                f" not sent; {how_to_send(endpoint)}"
+            )
 
-    @property
-    def is_alone(self) -> bool:
-        """One node with its store in its own memory."""
-        return not self.endpoints
+
+def how_to_send(*endpoints: object) -> str:
+    """The way out for the user: how to type these endpoints so that a password is sent to them."""
+    safely, plainly = (",".join(f"{scheme}://{each}" for each in endpoints) for scheme in ("https", "http"))
+    return f"type {safely}, or type {plainly} to send it unencrypted"

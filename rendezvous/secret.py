@@ -1,8 +1,8 @@
-"""What both sides of the served store make of the job's token: proof of who they are, and a channel nobody else reads.
+"""Authentication and encryption between a client and the served store, both derived from the job's token.
 
-Both derive one Ed25519 key from the token, and from it the very same self-signed certificate: the server shows it, and
-the client trusts it alone. The client then sends a second value derived from the token. So whoever has the token is
-trusted wholly, and may also play the server.
+Both sides derive one Ed25519 key from the token, and from that key the same self-signed certificate. The server shows
+the certificate, and the client trusts no other. The client then sends a second value derived from the token. So every
+holder of the token is trusted completely, and could also pose as the server.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 TOKEN_CHARACTERS_MIN = 16
-# Anybody who can connect sees the certificate and may try tokens against it at home: each try costs this much
-# (RFC 7914): 60 ms and 32 MB. A token that we make needs no such help.
+# Anybody who can connect sees the certificate, and can try tokens against it offline. Scrypt (RFC 7914) makes each try
+# cost 60 ms and 32 MB. A token that elaunch generates is strong enough without that.
 _SCRYPT_N, _SCRYPT_R, _SCRYPT_P = 2**15, 8, 1
 _SALT = b"elaunch: the store's certificate and bearer, 1"
-# Fixed, or the two sides would not make the same certificate. The key is as old as its token; no clock need be right.
+# Constants, so that both sides make the same certificate. Its validity must not depend on any clock.
 _SERIAL = 1
 _NOT_BEFORE = datetime.datetime(1970, 1, 1)
 _NOT_AFTER = datetime.datetime(9999, 12, 31, 23, 59, 59)
@@ -41,7 +41,7 @@ def fingerprint(certificate: bytes) -> str:
 
 
 class Secret:
-    """What a token stands for. Raises ValueError, with a sentence, for one that is too short."""
+    """Everything that is derived from a token. Raises ValueError, with a sentence, if the token is too short."""
 
     def __init__(self, token: str) -> None:
         if len(token) < TOKEN_CHARACTERS_MIN:
@@ -53,17 +53,17 @@ class Secret:
 
     @cached_property
     def bearer(self) -> str:
-        """What a client shows, as `Authorization: Bearer …`, inside of TLS only."""
+        """The value that a client sends as `Authorization: Bearer …`, only inside TLS."""
         return self._derive(b"bearer").hex()
 
     @cached_property
     def certificate(self) -> str:
-        """The server's, in PEM; both sides make it themselves."""
+        """The server's certificate, in PEM. Each side makes it from the token."""
         from cryptography import x509
         from cryptography.hazmat.primitives.serialization import Encoding
         from cryptography.x509.oid import NameOID
 
-        # Without extensions there is nothing that two versions of the package may write differently.
+        # No extensions: two versions of the package might write them differently.
         name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "elaunch store")])
         builder = x509.CertificateBuilder(name, name, self._key.public_key(), _SERIAL, _NOT_BEFORE, _NOT_AFTER)
         return builder.sign(self._key, None).public_bytes(Encoding.PEM).decode()
@@ -90,12 +90,12 @@ class Secret:
         return context
 
     def client_context(self) -> ssl.SSLContext:
-        """TLS for the side that connects: only a server with the same token will do, whatever its host is called.
+        """TLS for the side that connects. It accepts only a server with the same token; the host name does not matter.
 
-        It shows the same certificate to a server that asks: an etcd that the head started knows its clients by it.
+        It shows the same certificate to a server that asks: an etcd that the head started recognises its clients by it.
         """
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        # Our server speaks 1.3; an etcd 3.5 that the head started may know nothing above this.
+        # Our server speaks TLS 1.3; an etcd 3.5 that the head started may know only 1.2.
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.check_hostname = False
         context.verify_mode = ssl.CERT_REQUIRED
@@ -104,7 +104,7 @@ class Secret:
         return context
 
     def _show(self, context: ssl.SSLContext) -> None:
-        # ssl reads keys from files only: this one is in memory, and gone with its descriptor.
+        # ssl reads keys from files only. This file is in memory and disappears with its descriptor.
         fd = os.memfd_create("elaunch-store-key", os.MFD_CLOEXEC)
         try:
             os.write(fd, f"{self.key}{self.certificate}".encode())

@@ -1,7 +1,7 @@
-"""The store that a rendezvous stands on: leases, guarded transactions, ranged reads, watches from a revision.
+"""The store behind a rendezvous: leases, guarded transactions, range reads, watches from a revision.
 
-The semantics are etcd v3's, cut down to what the protocol uses, so that memory and etcd can be held equal by one
-contract test-suite. All calls block until they are answered, at the longest for the store's call deadline.
+The semantics are the part of etcd v3's that the protocol uses. One contract test suite checks that the store in memory
+and etcd behave alike. Every call blocks until it is answered, or until the store's call deadline.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Protocol
 
 
 @dataclass(frozen=True)
-class Entry:
-    """One key's value. Revisions count the store's writes; `create_revision` is kept by a repeated put.
+class KeyEntry:
+    """One key's value. Revisions count the store's writes; a repeated put keeps `create_revision`.
 
-    `lease` is the lease at whose end the key goes away, 0 where it stays.
+    The key is deleted when the lease `lease` ends; 0 means no lease.
     """
 
     value: str
@@ -29,15 +29,15 @@ class View:
     """What one or more prefixes held at one revision; keys are whole (with the prefix) and in order."""
 
     revision: int
-    entries: Mapping[str, Entry]
+    entries: Mapping[str, KeyEntry]
 
 
 @dataclass(frozen=True)
 class Changes:
-    """All that one revision wrote under a watched prefix: new entries, and None for a key that went away."""
+    """Everything that one revision wrote under a watched prefix: new entries, and None for a deleted key."""
 
     revision: int
-    entries: Mapping[str, Entry | None]
+    entries: Mapping[str, KeyEntry | None]
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Present:
 
 @dataclass(frozen=True)
 class Unchanged:
-    """Guard: the key's last write is the one that was read."""
+    """Guard: the key was not written since `mod_revision`."""
 
     key: str
     mod_revision: int
@@ -71,18 +71,18 @@ class Empty:
 
 @dataclass(frozen=True)
 class NoneNewer:
-    """Guard: no key that starts with `prefix` was written after `revision`; deletions are not seen."""
+    """Guard: no key that starts with `prefix` was written after `revision`. It does not notice deletions."""
 
     prefix: str
     revision: int
 
 
-Guard = Absent | Present | Unchanged | Empty | NoneNewer
+TxnGuard = Absent | Present | Unchanged | Empty | NoneNewer
 
 
 @dataclass(frozen=True)
 class Put:
-    """Write a key; with a lease, it goes away when that ends. An ended lease fails the whole transaction."""
+    """Write a key. The key is deleted when its lease ends; if the lease has ended, the whole transaction fails."""
 
     key: str
     value: str
@@ -91,7 +91,7 @@ class Put:
 
 @dataclass(frozen=True)
 class Delete:
-    """Delete a key, or all keys from it to before `end`; absent ones are no error."""
+    """Delete one key, or all keys from `key` up to but without `end`. A missing key is no error."""
 
     key: str
     end: str = ""
@@ -102,12 +102,12 @@ Op = Put | Delete
 
 @dataclass(frozen=True)
 class Txn:
-    """All or nothing, at one revision: `then` where every guard holds, else `otherwise`.
+    """All or nothing, at one revision: `then` if every guard holds, else `otherwise`.
 
-    No key may be written twice by one list of operations.
+    One list of operations may write each key only once.
     """
 
-    guards: tuple[Guard, ...]
+    guards: tuple[TxnGuard, ...]
     then: tuple[Op, ...] = ()
     otherwise: tuple[Op, ...] = ()
 
@@ -116,8 +116,8 @@ class Txn:
 class Answer:
     """Whether the guards held, and the store's revision afterwards.
 
-    Where an answer was lost on the way and the transaction was sent again, `held` is the last answer's: False may then
-    mean that the first one happened.
+    If an answer was lost and the transaction was sent again, `held` comes from the last answer. False may then mean
+    that the first transaction was committed.
     """
 
     held: bool
@@ -125,7 +125,7 @@ class Answer:
 
 
 class StoreError(Exception):
-    """Why a store did not do as it was asked: one sentence, without a full stop."""
+    """Why a store did not do what it was asked: one sentence, without a full stop."""
 
 
 class Unavailable(StoreError):
@@ -133,26 +133,26 @@ class Unavailable(StoreError):
 
 
 class HeadAway(Unavailable):
-    """The store lives with a node of the job, and nobody answers there: it is likely to have ended with that node."""
+    """A node of the job serves the store, and it does not answer: the store has probably ended with that node."""
 
 
 class Rejected(StoreError):
-    """The store answers, but does not do as asked: try again, and tell the user, who may have to act."""
+    """The store answers, but refuses the request: try again, and tell the user, who may have to act."""
 
 
 class TimedOut(Unavailable):
-    """Nobody answered within the deadline: the member may be hung, with its connections open."""
+    """Nobody answered within the deadline: the member may hang with its connections open."""
 
 
 class Denied(Rejected):
-    """Waiting alone does not help: the secret is wrong, a permission is missing, or a version, or the gateway.
+    """Waiting does not help: a wrong secret, a missing permission, an old version, or no gateway.
 
-    An agent that is not part of the job yet ends. An agent of the job keeps its workers, as after any rejection.
+    An agent that has not joined the job yet ends. An agent of the job keeps its workers, as after any rejection.
     """
 
 
 class TooLarge(Rejected):
-    """The request has more bytes than the store takes; a smaller one may succeed."""
+    """The request is larger than the store accepts; a smaller one may succeed."""
 
 
 class LeaseGone(StoreError):
@@ -160,39 +160,39 @@ class LeaseGone(StoreError):
 
 
 class HistoryLost(StoreError):
-    """The store is not the one that it was: its revisions went back, or it is another cluster."""
+    """This is not the store that it was: its revision went back, or it is another cluster."""
 
 
 @dataclass(frozen=True)
-class Deaf:
-    """The store refuses a watch, which is tried again and again; `why` is a sentence without a full stop."""
+class WatchBlocked:
+    """The store refuses a watch, and the watch keeps trying. `why` is a sentence without a full stop."""
 
     why: str
 
 
-Update = Changes | View | Deaf | StoreError
+Update = Changes | View | WatchBlocked | StoreError
 
 
 class Watch(Protocol):
-    """Word of what changes under a prefix."""
+    """A running watch on one prefix."""
 
     def begun(self) -> None:
-        """Wait until it tells what happens, its first `View` included; raises StoreError where it could not begin.
+        """Wait until the watch has started and has delivered its first `View`.
 
-        It is closed then.
+        Raises StoreError if the watch could not start; it is closed then.
         """
         ...
 
     def close(self) -> None:
-        """Nothing is told after this returns, save what is being told."""
+        """Stop. After this returns no update is delivered, except one whose delivery has begun."""
         ...
 
 
 class Store(Protocol):
-    """What a rendezvous asks of its store. Every method may raise Unavailable, Denied or HistoryLost."""
+    """The calls that a rendezvous makes. Every method may raise Unavailable, Denied or HistoryLost."""
 
     def check(self) -> str:
-        """The server's version. Raises Denied where it is none that can hold a job: too old, a part switched off."""
+        """The server's version. Raises Denied if it cannot serve a job: too old, or a needed part is switched off."""
         ...
 
     def read(self, *prefixes: str) -> View:
@@ -200,31 +200,31 @@ class Store(Protocol):
         ...
 
     def commit(self, txn: Txn) -> Answer:
-        """Do the transaction, or its other branch. Raises LeaseGone, having written nothing."""
+        """Run the transaction: `then` or `otherwise`. If it raises LeaseGone, nothing was written."""
         ...
 
     def grant(self, lease: int, ttl_s: float) -> None:
-        """Begin a lease under an id that the caller drew (1 … 2**63 - 1); granting it again changes nothing."""
+        """Create a lease with an id that the caller chose (1 … 2**63 - 1). Granting it again changes nothing."""
         ...
 
     def keep_alive(self, lease: int) -> float:
-        """Begin the lease's time anew; the seconds that it has now, 0 where it has ended."""
+        """Renew the lease. Returns the seconds that it now has, 0 if it has ended."""
         ...
 
     def revoke(self, lease: int) -> None:
-        """End the lease and delete its keys; one that has ended is no error."""
+        """End the lease and delete its keys. A lease that has ended is no error."""
         ...
 
     def watch(self, prefix: str, after: int | None, tell: Callable[[Update], None]) -> Watch:
-        """Tell what changes under `prefix` after revision `after`: each revision once, in order, from any thread.
+        """Call `tell` with what changes under `prefix` after revision `after`: each revision once, in order.
 
-        For None that begins with a `View` of what is there. Elsewhere one stands for all changes up to its revision,
-        where the store no longer has them one by one. A StoreError (Denied, HistoryLost) ends the watch; after
-        Unavailable, and after any other Rejected, the watch tries again by itself. For a Rejected it tells `Deaf` once.
-        `tell` must return at once.
+        With `after` None the first update is a `View` of what is there. A later `View` replaces all changes up to its
+        revision: the store no longer has them one by one. A StoreError (Denied, HistoryLost) ends the watch. After
+        Unavailable and after any other Rejected the watch tries again by itself; a Rejected is reported once, as
+        `WatchBlocked`. `tell` is called from any thread and must return at once.
         """
         ...
 
     def close(self) -> None:
-        """Let go of connections and watches; leases are kept."""
+        """Close connections and watches. Leases keep running."""
         ...

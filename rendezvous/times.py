@@ -1,6 +1,6 @@
-"""The protocol's times, and what must hold between them.
+"""The protocol's times, and the inequalities that must hold between them.
 
-All are durations on one host's monotonic clock. docs/protocol.md gives the history behind each inequality.
+All times are durations on one host's monotonic clock. docs/protocol.md tells why each inequality is needed.
 """
 
 from __future__ import annotations
@@ -8,32 +8,32 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-# etcd's own: no lease is shorter, and a leader change takes a little longer than this.
+# etcd's shortest lease. A change of etcd's leader takes a little longer than this.
 LEASE_TTL_MIN_S = 2
-# A lease may end this long after its time: etcd looks twice a second.
+# A lease may end this much late: etcd checks its leases twice a second.
 LEASE_SLACK_S = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
 class Times:
-    """How long everything waits. `Times.for_lease(ttl)` scales what hangs on the lease time.
+    """All times of the protocol. `Times.for_lease(ttl)` scales those that depend on the lease time.
 
-    lease_ttl_s           a silent node is lost after this long; whole seconds, etcd counts no others
+    lease_ttl_s           a silent node is lost after this long; whole seconds, as etcd counts
     keepalive_s           from one renewal of the lease to the next
-    call_deadline_s       for one call to one endpoint of the store, connecting included
+    call_deadline_s       for one call to one endpoint of the store, including the connection
     backoff_max_s         between two tries to reach the store
-    spare_wait_s          a table with free seats waits for those who were ready before it, at most this long
-    last_call_s           a first generation below nodes_max waits for more nodes, counted from nodes_min on
-    nodes_expected        … but no longer than until so many are here, as a scheduler started them; 0 is unknown
-    join_timeout_s        below nodes_min for this long ends the job; so does a store away for it, after the last worker
-    store_timeout_s       the head's store away for this long is gone for good
-    join_gather_s         nodes that come within this time come together, in one generation
+    spare_wait_s          a table with free seats waits this long for nodes that were ready a generation before
+    last_call_s           once nodes_min are here, a first generation below nodes_max waits this long for more nodes
+    nodes_expected        … or until this many are here, the number that a scheduler started; 0 is unknown
+    join_timeout_s        fewer than nodes_min for this long end the job; so does an unreachable store without workers
+    store_timeout_s       the head's store is given up after it was unreachable for this long
+    join_gather_s         nodes that arrive within this time join together, in one generation
     join_backoff_min_s    between two generations opened for newcomers, at first
     join_backoff_max_s    … and at most, while such generations stay short
     failure_grace_s       from a failure of the group to SIGKILL
     stop_grace_s          from a signal to the job to SIGKILL, and from a failure for workers that are saving
-    boundary_wait_s       workers that are asked to stop at a step boundary have this long, at most
-    hang_timeout_s        workers that have reported and then report nothing for so long hang; 0 is never
+    boundary_wait_s       the longest time that workers have to stop at a step boundary
+    hang_timeout_s        workers hang that reported once and then were silent for this long; 0 switches this off
     keys_ttl_s            a job's keys stay in the store this long after its end, or after its last agent was killed
     """
 
@@ -67,10 +67,10 @@ class Times:
         store_timeout_s: float | None = None,
         keys_ttl_s: float | None = None,
     ) -> Times:
-        """Times in which all that was not chosen fits what was.
+        """Times with the given values; all others are chosen so that every inequality can hold.
 
-        Renewals and call deadlines keep their share of the lease time; a backoff grows no longer than its default, or
-        a store that comes back would be found late.
+        Renewals and call deadlines keep their share of the lease time. The backoff never grows beyond its default:
+        otherwise a store that comes back would be noticed late.
         """
         scale = lease_ttl_s / cls.lease_ttl_s
         fitted = cls(
@@ -92,32 +92,32 @@ class Times:
 
     @property
     def longest_stop_s(self) -> float:
-        """The longest that an agent in good health needs to stop its workers."""
+        """The longest time that a healthy agent needs to stop its workers."""
         return self.boundary_wait_s + max(self.stop_grace_s, self.failure_grace_s) + 2.0
 
     @property
     def form_deadline_s(self) -> float:
-        """A seated node that has neither joined nor gone after this long is evicted."""
+        """A seated node that has neither joined nor left after this long is evicted."""
         return self.longest_stop_s + self.lease_ttl_s + 2.0
 
     @property
     def join_timeout_min_s(self) -> float:
-        """The shortest join_timeout in whole seconds that the other times leave room for."""
+        """The shortest join_timeout, in whole seconds, that the other times allow."""
         return math.floor(max(self.form_deadline_s + 2 * self.lease_ttl_s, self.last_call_s)) + 1.0
 
     @property
     def keys_ttl_min_s(self) -> float:
-        """The shortest keys_ttl with which a dead leader's successor still renews the run's lease in time."""
+        """The shortest keys_ttl with which the successor of a dead leader still renews the run's lease in time."""
         return 4.0 * self.lease_ttl_s
 
     @property
     def shortest_loss_s(self) -> float:
-        """No lease that is renewed in time ends in an absence of the store that is shorter than this."""
+        """If the store is unreachable for less than this, no lease ends that was renewed in time before."""
         return self.lease_ttl_s - 2 * (self.keepalive_s + self.call_deadline_s)
 
     @property
-    def amnesty_s(self) -> float:
-        """A leader that was cut off itself declares nobody lost for this long after its return."""
+    def return_grace_s(self) -> float:
+        """After a leader was cut off from the store, it declares no node lost for this long."""
         return self.lease_ttl_s + LEASE_SLACK_S
 
     def violations(self) -> tuple[str, ...]:

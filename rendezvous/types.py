@@ -1,7 +1,6 @@
-"""The values that flow from the command line to the exit code.
+"""The records of a job, from the command line to the exit code.
 
-    argv → Options → JobSpec → Node → Joined → Quorum → RankTable → Assignment → Spawn → WorkerExited → Failure
-         → Restart | GiveUp → Outcome → exit code
+    JobSpec → Node → Joined → RankTable → Failure → Generation … → Outcome → exit code
 
 All are frozen. Durations end in `_s`; wall-clock times (`*_at`) are for people only and decide nothing. Records that
 go to the store are `Bounded`: no text of a user or a program can make a transaction too large for the store.
@@ -19,7 +18,7 @@ from elaunch.rendezvous.limits import Bounded, keep_ends, keep_head, keep_tail
 
 _RANDOM_DIGITS = 8
 
-# Names that the command line gives. Longer ones are refused there: a cut name could be that of another job.
+# Names that the command line gives. It refuses longer ones: a cut name could be the name of another job.
 ROLE_BYTES_MAX = 64
 RUN_ID_BYTES_MAX = 255
 # DNS has no longer host names, and Linux takes 64 bytes.
@@ -31,7 +30,7 @@ _Reason = Annotated[str, keep_head(4 << 10)]
 _Cause = Annotated[str, keep_head(1 << 10)]
 # Linux takes no longer paths.
 _Path = Annotated[str, keep_head(4 << 10)]
-# Limits of a failure record in full, and of a brief one, whose generation has another record in full.
+# Limits of a full failure record, and of a brief one: one record of each generation is full.
 TRACEBACK, TAIL = keep_ends(32 << 10), keep_tail(8 << 10)
 _BRIEF_TRACEBACK, _BRIEF_TAIL = keep_ends(2 << 10), keep_tail(1 << 10)
 
@@ -53,9 +52,9 @@ class ProgramKind(Enum):
 class Program:
     """What every worker runs.
 
-    `target` is a path, a module name or a command, as typed. `interpreter` runs scripts and modules; it is this
-    process's own unless `PYTHON_EXEC` names another. `${local_rank}` in `args` is replaced for each worker. A script
-    called `-` comes on stdin.
+    `target` is a path, a module name or a command, as typed. `interpreter` runs scripts and modules: the interpreter of
+    this process, unless `PYTHON_EXEC` names another one. `${local_rank}` in `args` is replaced for each worker. The
+    script `-` is read from stdin.
     """
 
     kind: ProgramKind
@@ -66,7 +65,7 @@ class Program:
 
     @property
     def is_on_stdin(self) -> bool:
-        """Whether the script is what the workers read on stdin."""
+        """Whether the workers read the script from stdin."""
         return self.kind is ProgramKind.SCRIPT and self.target == "-"
 
     @property
@@ -84,11 +83,11 @@ class Program:
 
 @dataclass(frozen=True)
 class Terms(Bounded):
-    """What all nodes of a job must agree on; the first one's stand in the store.
+    """What all nodes of a job must agree on. The store holds the terms of the first node.
 
-    `max_restarts` 0 is a plain launch. The budget is the job's, not a node's: `max_restarts` over its whole life, or,
-    with `restart_window_s`, within any window of that length (Erlang/OTP's intensity and period). `command` is for
-    people, `digest` tells whether two commands are the same.
+    `max_restarts` 0 is a plain launch. The budget belongs to the job, not to a node: `max_restarts` over the job's
+    whole life or, with `restart_window_s`, within any window of that length (Erlang/OTP's intensity and period).
+    `command` is for people; two commands are the same if their `digest` is equal.
     """
 
     nodes_min: int = 1
@@ -102,7 +101,7 @@ class Terms(Bounded):
 
 @dataclass(frozen=True)
 class JobSpec:
-    """One agent's word on the job: its name, the program and what all nodes must agree on."""
+    """The job as one agent was told it: its name, the program, and what all nodes must agree on."""
 
     run_id: str
     program: Program
@@ -113,7 +112,7 @@ class JobSpec:
 
     @property
     def terms(self) -> Terms:
-        """What is compared between nodes. Interpreters may differ: each host has its own."""
+        """What nodes compare. Interpreters may differ: each host has its own."""
         program = self.program
         words = [program.kind.value, program.target, *program.args]
         digest = hashlib.sha256("\0".join(words).encode(errors="surrogateescape")).hexdigest()[:16]
@@ -126,11 +125,11 @@ class JobSpec:
 
 @dataclass(frozen=True)
 class Node(Bounded):
-    """One incarnation of one agent. `node_id` is the host name and 8 random hex digits.
+    """One agent process as a node of the job. `node_id` is the host name and 8 random hex digits.
 
-    `address` is one at which the other nodes reach it. `process` names the agent's process beyond its host's life:
-    who finds it in a predecessor's record can tell whether that is dead. `node_rank` is the place that its user asked
-    for, -1 where he did not; nodes of one `topology` are seated side by side.
+    The other nodes reach it at `address`. `process` identifies the agent's process even after its host was restarted: a
+    later agent that finds this record can tell whether the process is dead. `node_rank` is the rank that the user asked
+    for, -1 if none; nodes of one `topology` get neighbouring ranks.
     """
 
     node_id: _NodeId
@@ -145,10 +144,10 @@ class Node(Bounded):
 
 @dataclass(frozen=True)
 class Joined(Bounded):
-    """A node's word that its old workers are stopped and that it can run the generation.
+    """A node states that its old workers are stopped and that it can run the generation.
 
-    `port` is a reserved listening port on `address`: the worker store's, if the node becomes the first in the table.
-    `progressed` says that a worker of the generation that it ran before made progress.
+    `port` is a port that the node has reserved on its `address`: the worker store listens there if the node becomes the
+    first in the table. `progressed` says that a worker of this node made progress in the generation that ran before.
     """
 
     node_id: _NodeId
@@ -172,11 +171,11 @@ class Seat(NamedTuple):
 
 @dataclass(frozen=True)
 class RankTable(Bounded):
-    """Who has which ranks in one generation; sealed by the leader, at most one per generation.
+    """The ranks of all nodes in one generation. The leader seals it, at most one per generation.
 
-    `restarts` counts the job's counted restarts so far; `restart_ages_s` says how long before the seal those were that
-    a budget with a window still counts. `barren` counts the generations in a row, this one included, that began after
-    one without progress; `progressed` says whether any before this one made some.
+    `restarts` counts the restarts charged to the budget so far. If the budget has a window, `restart_ages_s` holds, for
+    each restart still in the window, how long before the seal it was. `barren` counts the generations in a row, this
+    one included, that began after one without progress. `progressed` says whether any earlier generation made progress.
     """
 
     generation: int
@@ -194,7 +193,7 @@ class RankTable(Bounded):
         return self.seats[-1].first_rank + self.seats[-1].slots if self.seats else 0
 
     def group_rank(self, node_id: str) -> int | None:
-        """The node's index in the table, or None where it has no seat."""
+        """The node's index in the table, or None if it has no seat."""
         return next((i for i, seat in enumerate(self.seats) if seat.node_id == node_id), None)
 
 
@@ -209,16 +208,16 @@ class OpenKind(Enum):
 
     @property
     def is_urgent(self) -> bool:
-        """Whether the group is broken already, so that waiting for its workers saves nothing."""
+        """Whether the group is broken already, so that it is pointless to let its workers finish their step."""
         return self in (OpenKind.FAIL, OpenKind.LOSS)
 
 
 @dataclass(frozen=True)
 class Generation(Bounded):
-    """The one number that every key, event, log line and worker environment of a group's (re)start carries.
+    """One start or restart of the group. Every key, event, log line and worker environment carries its `number`.
 
-    `cause` is the end of a sentence; `node_id` is the node that opened it by failing or leaving, `signum` the signal
-    that it leaves by.
+    `cause` is the end of a sentence. If a node opened the generation because it failed or left, `node_id` names that
+    node, and `signum` is the signal that made it leave.
     """
 
     number: int
@@ -229,7 +228,7 @@ class Generation(Bounded):
 
 
 class FailureKind(Enum):
-    """What ended a worker, as far as it can be told from outside."""
+    """What ended a worker, as far as its agent can tell."""
 
     EXCEPTION = "exception"
     EXIT_CODE = "exit code"
@@ -245,21 +244,21 @@ class FailureKind(Enum):
 
     @property
     def counts_as_identical(self) -> bool:
-        """Whether the same failure twice in a row may mean that a third try is pointless."""
+        """Whether the same failure twice in a row can mean that a third try is pointless."""
         return self in (FailureKind.EXCEPTION, FailureKind.EXIT_CODE, FailureKind.OUT_OF_MEMORY)
 
 
 @dataclass(frozen=True)
 class Failure(Bounded):
-    """How one worker (or what serves the workers) failed first on a node in one generation.
+    """The first failure on a node in one generation: of a worker, or of a server that the workers need.
 
-    `code` is the exit status as Python reports it: the exit code, or minus the signal's number; None where no worker
-    exited. `rank` is -1 where no worker is to blame. `exception`, `frame` and `message` describe the uncaught exception
-    (`frame` is its innermost frame in the user's code, `file:line in function`). `progressed` says
-    whether the rank had reported a step or made its process group; None where nobody can tell. `is_cut` says that the
-    message or the traceback was too long. All of it is in `error_file` and `log_path`, on the worker's host.
+    `code` is the exit status as Python reports it: the exit code, or minus the signal's number; None if no worker
+    exited. `rank` is -1 if no worker caused the failure. `exception`, `frame` and `message` describe the uncaught
+    exception (`frame` is its innermost frame in the user's code, `file:line in function`). `progressed` says whether
+    the rank had reported a step or created its process group; None if that is unknown. `is_cut` says that the message
+    or the traceback was too long; their full text is in `error_file` and `log_path`, on the worker's host.
 
-    A whole record is less than 64 kB of JSON.
+    A full record is less than 64 kB of JSON.
     """
 
     kind: FailureKind
@@ -289,18 +288,18 @@ class Failure(Bounded):
 
     @property
     def opening(self) -> Failure:
-        """The short record with which a generation is opened: without traceback and output."""
+        """The short record that opens a generation: without traceback and output."""
         return replace(self, traceback="", tail="")
 
     @property
     def brief(self) -> Failure:
-        """The brief record, for a generation that has another record in full."""
+        """The brief record, for a generation in which another node's record is the full one."""
         traceback, tail = _BRIEF_TRACEBACK.of(self.traceback), _BRIEF_TAIL.of(self.tail)
         return replace(self, traceback=traceback, tail=tail, is_cut=self.is_cut or traceback != self.traceback)
 
     @property
     def sentence(self) -> str:
-        """Who failed and how, without a full stop."""
+        """Which rank failed and how, without a full stop."""
         if self.rank < 0:
             return f"{self.message} on {self.host} in generation {self.generation}"
         who = f"rank {self.rank} (local rank {self.local_rank} on {self.host}, pid {self.pid})"
@@ -314,12 +313,12 @@ class OutcomeKind(Enum):
     FAILED = "failed"
     INTERRUPTED = "interrupted"
     REFUSED = "refused"  # This node does not fit the job.
-    UNKNOWN = "unknown"  # The store cannot be asked.
+    UNKNOWN = "unknown"  # The store is unreachable.
 
 
 @dataclass(frozen=True)
 class Outcome(Bounded):
-    """The end: of the job, written once and the same for all agents; or of one agent's part in it.
+    """The end of the job, written once and equal for all agents; or the end of one agent's part in the job.
 
     `signum` is set for INTERRUPTED only.
     """

@@ -17,9 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from elaunch.rendezvous.access import Access
-from elaunch.rendezvous.endpoint import Endpoint
-from elaunch.rendezvous.etcd.json_transport import GatewayCarrier
+from elaunch.rendezvous.endpoint import Access, Endpoint
+from elaunch.rendezvous.etcd.json_transport import JsonTransport
 from elaunch.rendezvous.etcd.store import EtcdStore
 from tests.certificates import Certificates
 from tests.harness import wait_for
@@ -49,10 +48,10 @@ def client(
     """A store that speaks as told, and changes its mind for nothing."""
     access = access or Access()
     if transport == "grpc":
-        from elaunch.rendezvous.etcd.grpc_transport import GrpcCarrier
+        from elaunch.rendezvous.etcd.grpc_transport import GrpcTransport
 
-        return EtcdStore(endpoints, access, deadline_s, GrpcCarrier(access))
-    return EtcdStore(endpoints, access, deadline_s, GatewayCarrier(access.tls, access.bearer))
+        return EtcdStore(endpoints, access, deadline_s, GrpcTransport(access))
+    return EtcdStore(endpoints, access, deadline_s, JsonTransport(access.tls, access.bearer))
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:

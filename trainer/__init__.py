@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from elaunch.trainer.state.model_state import restore as restore
     from elaunch.trainer.state.model_state import state_of as state_of
 
-# Imported when they are asked for: `elaunch.trainer.link` must not cost the import of torch.
+# Each is imported when it is first used: `elaunch.trainer.link` must not import torch.
 _HOMES = {
     "Checkpoints": "checkpoint.checkpoints",
     "Keeper": "keeper.keeper",

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from elaunch.trainer.gpt.config import UsageError, parse
 from elaunch.trainer.gpt.corpus import Corpus
 from elaunch.trainer.gpt.run_directory import RunDirectory
-from elaunch.trainer.ranks.place import Place
+from elaunch.trainer.ranks.place import RankInfo
 
-# Longer than a launcher needs to see that rank 0 ended and to stop the others.
+# Longer than a launcher needs to notice that rank 0 has ended, and to stop the others.
 REFUSAL_GRACE_S = 3.0
 
 
@@ -20,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Parse `argv` (default: the process's own), train, and return the exit code."""
     # Until there is a step to finish, Ctrl-C ends the process at once and without a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    place = Place.from_environ(os.environ)
+    place = RankInfo.from_environ(os.environ)
     try:
         config = parse(sys.argv[1:] if argv is None else argv, place)
         if config is None:
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     # The trainer does without numpy; torch alone would mention that it is missing.
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
-    # Only now: a wrong option is answered in 0.1 s, not after the seconds that importing torch takes.
+    # Imported late: a wrong option is reported within 0.1 s, while importing torch takes seconds.
     from elaunch.trainer.train import train
 
     try:
@@ -44,8 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-def _refuse(error: UsageError, place: Place) -> int:
-    """Rank 0 speaks for all, and must be the first to exit: a launcher ends the others once one has failed."""
+def _refuse(error: UsageError, place: RankInfo) -> int:
+    """Only rank 0 prints the error. It must exit first: a launcher ends the other ranks once one has failed."""
     if place.leads:
         print(error, file=sys.stderr, flush=True)
     else:

@@ -1,4 +1,4 @@
-"""Files that are whole or not there, also after a power cut, and the reader of JSON files."""
+"""Durable files, which are complete or absent even after a power cut; and the reader of JSON files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def write_durably(path: Path, content: bytes) -> None:
     hidden temporary file behind, which `sweep` removes.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}{TEMPORARY_SUFFIX}")
-    # Opened first: who waits for the file may rename its directory as soon as it is there.
+    # The directory is opened first: another process may rename it as soon as the file is there.
     with _synced(path.parent):
         try:
             with temporary.open("wb") as file:
@@ -35,10 +35,10 @@ def write_durably(path: Path, content: bytes) -> None:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value in a JSON text that somebody else may have written; bytes are UTF-8. Raises ValueError for other text.
+    """The value in a JSON text from outside; bytes are UTF-8. Raises ValueError if the text is not valid JSON.
 
-    The rules are those of the other rooms' reader (`rendezvous/codec.py`), which this room does not import: nothing
-    nested too deeply for Python, no NaN and no Infinity, no number that 64 bits or a float cannot hold.
+    The rules are those of `rendezvous/codec.py`, which this room does not import: nothing nested too deeply for Python,
+    no NaN and no Infinity, no number that fits neither 64 bits nor a float.
     """
     try:
         return _DECODER.decode((text.decode() if isinstance(text, bytes) else text).strip())
@@ -65,7 +65,7 @@ def _fraction(digits: str) -> float:
     return number
 
 
-# A 64-bit number has so many, with its sign.
+# The digits of a 64-bit number, with its sign.
 _DIGITS_MAX = 20
 _DECODER = json.JSONDecoder(parse_int=_whole_number, parse_float=_fraction, parse_constant=_no_constant)
 
@@ -78,7 +78,7 @@ def sync_directory(directory: Path) -> None:
 
 @contextlib.contextmanager
 def _synced(directory: Path) -> Iterator[None]:
-    """Make the names in `directory` durable when the body has succeeded, whatever its own name is by then."""
+    """Make the names in `directory` durable when the body has succeeded, even if it renames `directory`."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         yield
@@ -88,6 +88,6 @@ def _synced(directory: Path) -> Iterator[None]:
 
 
 def sweep(directory: Path) -> None:
-    """Remove what killed writers left behind."""
+    """Remove the temporary files of killed writers."""
     for temporary in directory.glob(f".*{TEMPORARY_SUFFIX}"):
         temporary.unlink(missing_ok=True)

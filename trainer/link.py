@@ -1,8 +1,8 @@
-"""The worker's line to its agent, for any training script: what it reports, and what it is told.
+"""The worker's link to its agent, for any training script: it reports steps, and hears requests to stop.
 
-The agent leaves one end of a socket pair in the worker and its number in `ELAUNCH_LINK`; JSON lines go over it.
-Without the variable nothing happens, so that a script needs no condition around a call. Nothing here imports torch,
-but for `should_stop`, whose callers have it.
+The agent leaves one end of a socket pair in the worker, with its descriptor number in `ELAUNCH_LINK`; both sides send
+JSON lines. Without the variable every call does nothing, so a script needs no condition around it. Only `should_stop`
+imports torch, which its callers have imported already.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from typing import Any, TypeVar
 from elaunch.trainer.files import parse_json
 
 Word = TypeVar("Word")
-Answer = TypeVar("Answer")
+Answered = TypeVar("Answered")
 
-# The agent looks once a second; a line for each of a thousand steps would only fill the socket.
+# The agent reads once a second, so a line for each of a thousand steps would only fill the socket.
 _PAUSE_S = 0.05
-# What must arrive waits so long for an agent that does not read.
+# A message that must arrive waits this long for an agent that does not read.
 _SURELY_S = 1.0
 _PHASE_CHARS_MAX = 100
 _READ_BYTES = 4096
@@ -38,44 +38,44 @@ _STDERR = 2
 
 
 def report(step: int) -> None:
-    """Say that optimizer step `step` is complete; call it after each one, from one thread.
+    """Report that optimizer step `step` is complete. Call it after each step, from one thread.
 
-    Never waits and never raises. A step that comes too soon after the one that was said last is left out.
+    Never waits and never raises. A step that follows too soon after the last reported one is left out.
     """
     _open_link().send_step(step, time.monotonic())
 
 
 def phase(name: str) -> None:
-    """Say what the work is now ("evaluating"): a sign of life where no step ends for long (`--hang-timeout`).
+    """Report what the work is now ("evaluating"): a sign of life while no step ends (`--hang-timeout`).
 
-    Never waits and never raises. To be called where the work changes, not in an inner loop.
+    Never waits and never raises. Call it when the work changes, not in an inner loop.
     """
     _open_link().send(_line(event="phase", name=name[:_PHASE_CHARS_MAX]))
 
 
 def saving(step: int) -> None:
-    """Say that `step` is being saved: after a peer's failure there is time for it until `--stop-grace` is over.
+    """Report that `step` is being saved. After a peer's failure this process then has `--stop-grace` to finish.
 
-    Who does not say so has `--failure-grace`, also at a stop during which a peer fails. May be called from any thread;
+    Without this call it has only `--failure-grace`, also if a peer fails during a stop. Call it from any thread; it
     waits for a busy agent, a second at most.
     """
     _open_link().send_surely(_line(event="saving", step=step))
 
 
 def saved(step: int) -> None:
-    """Say, after a peer's failure, that all of this process up to `step` is kept elsewhere: the agent kills it then.
+    """Report, after a peer's failure, that the state up to `step` is saved. The agent then kills this process.
 
-    The answer to `on_peer_failed`, to be given each time, also by who had saved before; it counts once every `rescue`
-    has returned. May be called from any thread; waits for a busy agent, a second at most.
+    This answers `on_peer_failed`. Give the answer each time, even if the state was saved before; it counts once every
+    `rescue` has returned. Call it from any thread; it waits for a busy agent, a second at most.
     """
     _open_link().answer(step)
 
 
 def stopped(step: int) -> None:
-    """Say that this process has stopped after `step`, as all ranks do, and is about to save what it must and to exit.
+    """Report that this process, like all ranks, has stopped after `step`, and will now save its state and exit.
 
-    With it, the exit (code 143, 130 or 0) is no failure and not the end of the job, whether this agent had asked for it
-    or a peer's agent had. May be called from any thread; waits for a busy agent, a second at most.
+    After this call its exit (code 143, 130 or 0) is neither a failure nor the end of the job, whether this agent asked
+    for the stop or another node's agent. Call it from any thread; it waits for a busy agent, a second at most.
     """
     _open_link().send_surely(_line(event="stopped", step=step))
 
@@ -86,29 +86,29 @@ def listen(
     *,
     rescue: Callable[[int], int] | None = None,
 ) -> Listener:
-    """Have the agent say when to stop, instead of sending SIGTERM; the callbacks run in one daemon thread.
+    """Let the agent ask for a stop by a callback instead of SIGTERM. Callbacks run in one daemon thread.
 
-    `on_stop(reason)` is to see to it that all ranks stop after the same step (`should_stop` does), call `stopped` and
-    exit with code 143. `reason` is "join" (nodes come, training goes on at once), "leave" (this node or another goes)
-    or "interrupt" (the job ends); another may follow. `on_peer_failed(generation)` is to save what this process alone
-    holds and call `saved`: the group is broken, and the main thread may be stuck in a collective for minutes. Who
-    takes no `on_peer_failed` gets SIGTERM then.
+    `on_stop(reason)` must make all ranks stop after the same step (`should_stop` does that), call `stopped` and exit
+    with code 143. `reason` is "join" (nodes come, training goes on at once), "leave" (this or another node leaves) or
+    "interrupt" (the job ends); a second reason may follow. `on_peer_failed(generation)` must save what only this
+    process holds, and call `saved`: the group is broken, and the main thread may be stuck in a collective for minutes.
+    Without `on_peer_failed` the process gets SIGTERM after a peer's failure.
 
-    `rescue(generation)` is for one of several parts of a program that know nothing of each other: it saves what is its
-    own and returns the step. They are called before any `on_peer_failed`; where there is none, the lowest step is the
-    answer, 0 of one that raises. Closing what `listen` returns takes all of it back.
+    `rescue(generation)` is for parts of a program that know nothing of each other: each saves its own state and returns
+    the step. All of them run before any `on_peer_failed`. Without an `on_peer_failed`, the lowest step is the answer; a
+    `rescue` that raises counts as step 0. Close the returned listener to take its callbacks back.
     """
     return _open_link().listen(Listener(_open_link(), on_stop, on_peer_failed, rescue))
 
 
 def should_stop(every: int = 1) -> bool:
-    """Whether all ranks are to stop now: True on every rank at the same step, once any rank's agent has asked for it.
+    """Whether all ranks must stop now. True on every rank at the same step, once any rank's agent has asked for it.
 
-    Collective: every rank calls it once a step, with the same `every`, and at each so many-th call they ask each other
-    (one integer, MAX over a gloo group of their own, made by the first of these calls). Without a process group the
-    answer is this process's own. When it says True it has said `stopped`: save what is needed, and exit with code 143.
+    Collective: every rank calls it once a step, with the same `every`. Each `every`-th call is an all-reduce (one
+    integer, MAX, over a gloo group that the first such call creates). Without a process group this process decides
+    alone. When it returns True it has called `stopped`: save the state, and exit with code 143.
     """
-    return _boundary().is_reached(every)
+    return _boundary().check(every)
 
 
 def _line(**said: object) -> bytes:
@@ -117,7 +117,7 @@ def _line(**said: object) -> bytes:
 
 @dataclass(eq=False)
 class Listener:
-    """Who listens, until `close` or the end of a `with` block; made by `listen`."""
+    """Registered callbacks, until `close` or the end of a `with` block; made by `listen`."""
 
     link: _Link
     on_stop: Callable[[str], None] | None
@@ -125,13 +125,13 @@ class Listener:
     rescue: Callable[[int], int] | None
 
     def close(self) -> None:
-        """Listen no more: if nobody else does, the agent sends a signal instead from now on."""
+        """Stop listening. If no other listener is left, the agent sends a signal from now on."""
         self.link.forget(self)
 
     def drop(self) -> None:
-        """Listen no more, as an exception ends the program: a signal from the agent would hide that.
+        """Stop listening because an exception ends the program. A signal from the agent would hide that exception.
 
-        So the agent is not told before it asks for a stop again.
+        So the agent is told only if it asks for a stop again.
         """
         self.link.forget(self, is_said=False)
 
@@ -143,16 +143,16 @@ class Listener:
 
 
 class _Link:
-    """One end of a stream socket on which whole lines are sent or dropped, or no socket at all.
+    """One end of a stream socket, or no socket at all. Each line is sent whole or dropped.
 
-    `step` is the newest that was to be reported.
+    `step` is the newest step that was passed to `send_step`, sent or not.
     """
 
     def __init__(self, end: socket.socket | None) -> None:
         self.step = -1
         self._end = end
         self._listeners: list[Listener] = []
-        # Whether the group has failed and all there was to rescue is rescued.
+        # Whether the group has failed and every `rescue` has returned.
         self._is_rescued = False
         self._lock = threading.Lock()
         self._rest = b""
@@ -166,12 +166,12 @@ class _Link:
             self.send(_line(event="progress", step=step))
 
     def send(self, line: bytes) -> None:
-        """Send what fits now, or drop it."""
+        """Send the line if the socket has room now, else drop it."""
         if not self._lock.acquire(blocking=False):
-            # Another thread has something to say that must arrive, and may wait.
+            # Another thread sends a line that must arrive, and may be waiting.
             return
         try:
-            # A line that went out in part must be finished first, or the agent would read two lines as one.
+            # The rest of a partly sent line goes first, or the agent would read two lines as one.
             if self._push():
                 self._rest = line
                 self._push(is_whole=True)
@@ -179,9 +179,9 @@ class _Link:
             self._lock.release()
 
     def send_surely(self, line: bytes, wait_s: float = _SURELY_S) -> None:
-        """Send it, though the agent may have to make room first."""
+        """Send the line, and wait if the agent must make room first."""
         end_s = time.monotonic() + wait_s
-        # With a limit: it may be this very thread that has the lock, and a signal handler that calls.
+        # With a limit: this may be a signal handler in the thread that holds the lock.
         if not self._lock.acquire(timeout=wait_s):
             return
         try:
@@ -194,7 +194,7 @@ class _Link:
             self._lock.release()
 
     def listen(self, listener: Listener) -> Listener:
-        """Say what is listened to; hear it from now on."""
+        """Tell the agent which messages have a listener, and receive them from now on."""
         self._listeners.append(listener)
         self._say_to_what()
         if self._thread is None and self._end is not None:
@@ -203,7 +203,7 @@ class _Link:
         return listener
 
     def forget(self, listener: Listener, *, is_said: bool = True) -> None:
-        """The thread stays: what the agent said before it knew is still answered."""
+        """Remove a listener. The thread goes on: it still answers what the agent sent before it knew."""
         if listener not in self._listeners:
             return
         self._listeners.remove(listener)
@@ -211,7 +211,7 @@ class _Link:
             self._say_to_what()
 
     def answer(self, step: int) -> None:
-        """The script has saved; before all else is rescued that is too soon, and it will be asked again."""
+        """The script has saved its state. Dropped while a `rescue` still runs: the script is asked again after it."""
         if self._is_rescued or not any(listener.rescue for listener in self._listeners):
             self.send_surely(_line(event="saved", step=step))
 
@@ -222,12 +222,12 @@ class _Link:
         self._end = None
 
     def abandon(self) -> None:
-        """In a forked child: the link is its parent's, and so was whoever held the lock."""
+        """In a forked child: the link belongs to the parent, and so does the thread that may hold the lock."""
         self._lock = threading.Lock()
         self.close()
 
     def _push(self, is_whole: bool = False) -> bool:
-        """Send what fits of `_rest`; whether all of it is out. A whole line of which nothing fitted is dropped."""
+        """Send as much of `_rest` as fits. Returns whether all of it is sent. A line is dropped if none of it fits."""
         if not self._rest or self._end is None:
             self._rest = b""
             return self._end is not None
@@ -238,7 +238,7 @@ class _Link:
                 self._rest = b""
             return False
         except OSError:
-            # Not closed: the thread that listens reads from it, and finds out as well.
+            # The socket stays open: the listening thread reads from it and notices the error too.
             self._rest = b""
             return False
         self._rest = self._rest[sent:]
@@ -251,7 +251,7 @@ class _Link:
             self.send_surely(_line(event="listens", stop=stop, peer_failed=peer_failed))
 
     def _hear(self) -> None:
-        """The thread of `listen`: until the agent hangs up."""
+        """The thread of `listen`; it ends when the agent closes the link."""
         for message in self._messages():
             match message:
                 case {"event": "stop_at_step_boundary", "reason": str(reason)}:
@@ -267,7 +267,7 @@ class _Link:
         for on_stop in asked:
             _tried(on_stop, reason)
         if not asked:
-            # Whoever heard it was dropped, and the program goes on without: it is to get the signal.
+            # The listener was dropped, but the program still runs. It must get the signal instead.
             self._say_to_what()
 
     def _peer_failed(self, generation: int) -> None:
@@ -278,8 +278,8 @@ class _Link:
         for on_peer_failed in scripts:
             _tried(on_peer_failed, generation)
         if not scripts:
-            # Who listened once and does so no more has nothing left to save. Nor has a rescue that failed: of it
-            # nothing is kept, and nobody is to wait for it.
+            # A process whose listeners are closed has nothing left to save. A rescue that failed has saved nothing, and
+            # the agent must not wait for it.
             self.answer(min((step or 0 for step in steps), default=max(self.step, 0)))
 
     def _messages(self) -> Iterator[dict[str, Any]]:
@@ -292,7 +292,7 @@ class _Link:
             if not data:
                 return
             *lines, rest = (rest + data).split(b"\n")
-            # No message is as long as this.
+            # No message is longer than this.
             rest = rest[-_LINE_BYTES_MAX:]
             for line in lines:
                 with contextlib.suppress(ValueError):
@@ -302,7 +302,7 @@ class _Link:
 
 
 class _Boundary:
-    """What `should_stop` remembers between two calls."""
+    """The state of `should_stop` between two calls."""
 
     def __init__(self) -> None:
         self._calls = 0
@@ -312,7 +312,7 @@ class _Boundary:
         self._gloo: Any = None
         listen(on_stop=self._ask)
 
-    def is_reached(self, every: int) -> bool:
+    def check(self, every: int) -> bool:
         self._calls += 1
         if not self._is_reached and self._calls % every == 0 and self._any_asked():
             self._is_reached = True
@@ -335,8 +335,8 @@ class _Boundary:
         return bool(asked.item())
 
 
-def _tried(callback: Callable[[Word], Answer], word: Word) -> Answer | None:
-    """What the callback returns; its error is its own, and the next one may be the one that saves the state."""
+def _tried(callback: Callable[[Word], Answered], word: Word) -> Answered | None:
+    """The callback's result. An error is printed, not raised: the next callback may be the one that saves the state."""
     try:
         return callback(word)
     except Exception:
@@ -346,7 +346,7 @@ def _tried(callback: Callable[[Word], Answer], word: Word) -> Answer | None:
 
 @functools.cache
 def _open_link() -> _Link:
-    # Taken out: a program that this process starts would find a number there that means nothing to it.
+    # The variable is removed: in a program that this process starts, the number would mean nothing.
     link = _Link(_inherited(os.environ.pop("ELAUNCH_LINK", "")))
     os.register_at_fork(after_in_child=link.abandon)
     return link
@@ -358,7 +358,7 @@ def _boundary() -> _Boundary:
 
 
 def _inherited(number: str) -> socket.socket | None:
-    """The socket with that descriptor number, close-on-exec from now on; None where there is no such socket."""
+    """The socket with that descriptor number, set to close on exec; None if there is no such socket."""
     try:
         end = socket.socket(fileno=int(number))
     except (ValueError, OSError):

@@ -27,15 +27,15 @@ from elaunch.trainer.gpt.progress import Progress, printable
 from elaunch.trainer.gpt.recorder import Recorder
 from elaunch.trainer.gpt.run_directory import RunDirectory
 from elaunch.trainer.keeper.keeper import Keeper
-from elaunch.trainer.ledger.ledger import judge
+from elaunch.trainer.ledger.ledger import audit_folder
 from elaunch.trainer.ranks import process_group
-from elaunch.trainer.ranks.place import Place
+from elaunch.trainer.ranks.place import RankInfo
 
 SAMPLE_BYTES = 240
 GRADIENT_NORM_MAX = 1.0
 
 
-def train(config: TrainConfig, corpus: Corpus, place: Place, run: RunDirectory) -> int:
+def train(config: TrainConfig, corpus: Corpus, place: RankInfo, run: RunDirectory) -> int:
     """Run or resume the training that `run` holds; the exit code: 0, or 128 + n where signal n stopped it early.
 
     Called by every rank with the same arguments but `place`. Raises UsageError where the ranks see different texts.
@@ -51,7 +51,7 @@ def train(config: TrainConfig, corpus: Corpus, place: Place, run: RunDirectory) 
     return exit_code
 
 
-def steps(config: TrainConfig, corpus: Corpus, place: Place, run: RunDirectory, device: torch.device) -> None:
+def steps(config: TrainConfig, corpus: Corpus, place: RankInfo, run: RunDirectory, device: torch.device) -> None:
     """All that happens between joining the group and leaving it."""
     tokens = config.global_batch * config.context
     progress = Progress(sys.stderr, steps=config.steps, tokens_per_step=tokens, speaks=place.leads)
@@ -102,7 +102,7 @@ def steps(config: TrainConfig, corpus: Corpus, place: Place, run: RunDirectory, 
         finish(run, config, place, gpt, recorder, held_out, progress)
 
 
-def require_same_text(corpus: Corpus, place: Place, device: torch.device) -> None:
+def require_same_text(corpus: Corpus, place: RankInfo, device: torch.device) -> None:
     """Raise UsageError on a rank whose text is not rank 0's: the nodes may have different Pythons or disks."""
     theirs = process_group.from_rank_0(corpus.summary.encode(), device).decode()
     if corpus.summary != theirs:
@@ -149,7 +149,7 @@ def held_out_loss(gpt: GPT, batches: Batches, device: torch.device) -> float:
 def finish(
     run: RunDirectory,
     config: TrainConfig,
-    place: Place,
+    place: RankInfo,
     gpt: GPT,
     recorder: Recorder,
     held_out: float,
@@ -159,7 +159,7 @@ def finish(
     sample, loss = gpt.write(b"\n", SAMPLE_BYTES, seed=config.seed), recorder.loss
     progress.say(f"done: {config.steps} steps, loss {loss:.3f}, held-out loss {held_out:.3f} nats per byte; {run.path}")
     print(f"--- a sample of what it writes ---\n{printable(sample)}\n---", flush=True)
-    ledger = judge(run.ledger, steps=config.steps).text if config.ledger else None
+    ledger = audit_folder(run.ledger, steps=config.steps).text if config.ledger else None
     if ledger is not None:
         progress.say(f"ledger: {ledger}")
     run.write_result(
@@ -179,7 +179,7 @@ def finish(
     )
 
 
-def opening(config: TrainConfig, corpus: Corpus, place: Place, gpt: GPT, run: RunDirectory, step: int) -> str:
+def opening(config: TrainConfig, corpus: Corpus, place: RankInfo, gpt: GPT, run: RunDirectory, step: int) -> str:
     """What is about to happen, in one sentence."""
     parameters = sum(parameter.numel() for parameter in gpt.parameters())
     many = config.global_batch // config.micro_batch

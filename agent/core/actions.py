@@ -25,7 +25,7 @@ class Commit:
 class Join:
     """Reserve a port and put this node's `joined` key for the newest generation; answered by `Committed`.
 
-    `is_member` as in `entering.join`.
+    `is_member` as in `transactions.join`.
     """
 
     lease: int

@@ -14,8 +14,8 @@ from elaunch.agent.core.phases import Clearing, Finished, WorkersDone, WorkersSt
 from elaunch.agent.core.signals import SIGINT
 from elaunch.agent.core.state import Agent, Step, exit_with
 from elaunch.agent.core.store_outage import note_idle, say_waits
-from elaunch.rendezvous.rules import entering
-from elaunch.rendezvous.rules.verdict import verdict
+from elaunch.rendezvous.rules import transactions
+from elaunch.rendezvous.rules.verdict import decisive_failure
 from elaunch.rendezvous.types import Failure, Outcome, OutcomeKind
 
 # After a stop's last worker, its output may take so long to be read by whoever reads it.
@@ -98,7 +98,7 @@ def _go_on(agent: Agent, clearing: Clearing) -> Step:
     """Be finished, or join again."""
     newest, number = agent.snapshot.generation, clearing.table.generation
     if isinstance(clearing.ended, WorkersDone) and newest and newest.number == number:
-        done = Commit(entering.is_done(agent.snapshot, agent.me, number))
+        done = Commit(transactions.report_done(agent.snapshot, agent.me, number))
         return replace(agent, phase=Finished(clearing.table)), (done,)
     return join_again(agent, number), ()
 
@@ -116,8 +116,8 @@ def _complete(agent: Agent, clearing: Clearing, event: Cleared) -> tuple[Agent, 
             then = replace(then, failure=whole_of(then.failure))
         return agent, (), then
     first = failures[0]
-    cause = verdict([whole_of(failure) for failure in failures])
-    actions: tuple[Action, ...] = tuple(map(Commit, entering.complete(agent.snapshot, agent.me, cause)))
+    cause = decisive_failure([whole_of(failure) for failure in failures])
+    actions: tuple[Action, ...] = tuple(map(Commit, transactions.complete(agent.snapshot, agent.me, cause)))
     if cause.local_rank != first.local_rank:
         # A worker that dies while it writes to a disk is gone later than its peers notice and give up.
         actions = (*actions, Say(f"the cause: {cause.sentence}"))

@@ -9,7 +9,7 @@ from elaunch.agent.core.events import Signalled
 from elaunch.agent.core.phases import Finished, Joining
 from elaunch.agent.core.signals import SIGINT
 from elaunch.agent.core.state import Agent, Step, exit_with
-from elaunch.rendezvous.rules import entering
+from elaunch.rendezvous.rules import transactions
 from elaunch.rendezvous.types import Outcome, OutcomeKind
 
 _UNHEARD = "so the other nodes may not hear of it: press Ctrl-C there too"
@@ -51,7 +51,7 @@ def say_goodbye(agent: Agent, outcome: Outcome) -> Step:
     if snapshot.generation is None or snapshot.ended:
         return agent, ()
     if outcome.signum == SIGINT and agent.membership.belongs:
-        return agent, (Commit(entering.end(snapshot, outcome)),)
+        return agent, (Commit(transactions.end_job(snapshot, outcome)),)
     table = snapshot.current_table
     is_seated = table is not None and table.group_rank(agent.me.node_id) is not None
     opens = is_seated and not isinstance(agent.phase, Finished)
@@ -69,5 +69,5 @@ def end_of_own_run(agent: Agent, generation: int, outcome: Outcome) -> Step:
 def goodbye(agent: Agent, *, opens: bool, why: str, signum: int = 0) -> tuple[Action, ...]:
     """This node goes, and says so; where it leads, others may do so at once."""
     snapshot = agent.snapshot
-    left: tuple[Action, ...] = (Commit(entering.leave(snapshot, agent.me, opens=opens, why=why, signum=signum)),)
-    return (*left, Commit(entering.abdicate(snapshot))) if snapshot.leader == agent.me.node_id else left
+    left: tuple[Action, ...] = (Commit(transactions.leave(snapshot, agent.me, opens=opens, why=why, signum=signum)),)
+    return (*left, Commit(transactions.resign(snapshot))) if snapshot.leader == agent.me.node_id else left

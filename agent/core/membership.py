@@ -8,8 +8,8 @@ from elaunch.agent.core.actions import Action, Commit, Join, Renew, Say, Widen
 from elaunch.agent.core.events import Committed, Leased, LeaseLost, Tag
 from elaunch.agent.core.phases import Finished, Joining, Phase, Running
 from elaunch.agent.core.state import WORTH_A_WORD_S, Agent, Misfit, Step, Waiting, exit_with
-from elaunch.rendezvous.rules.entering import become_leader, return_as_member, start_run, still_member
 from elaunch.rendezvous.rules.leading import lead
+from elaunch.rendezvous.rules.transactions import become_leader, confirm_membership, return_as_member, start_run
 from elaunch.rendezvous.types import Outcome, OutcomeKind, RankTable, Terms, host_of
 
 # Whoever waits is not told of what more often than this.
@@ -58,7 +58,7 @@ def lease_lost(agent: Agent, _phase: Phase, event: LeaseLost, now_s: float) -> S
     if event.lease != agent.membership.lease:
         return agent, ()
     agent = agent.as_member(lease=0, is_member=False, evicted=False)
-    agent = replace(agent, lossless_until_s=now_s + agent.times.amnesty_s)
+    agent = replace(agent, lossless_until_s=now_s + agent.times.return_grace_s)
     return (agent, ()) if agent.is_going else (agent, (Renew(),))
 
 
@@ -155,7 +155,7 @@ def _start_run(agent: Agent, now_s: float) -> Step:
     was_away = agent.reach.failing_since_s is not None or now_s < agent.lossless_until_s
     if snapshot.generation and not snapshot.ended and was_away:
         # Those who run it may have been away as this agent was, their leases ended, and are back in a moment.
-        return replace(agent, lead_at_s=now_s + agent.times.amnesty_s), ()
+        return replace(agent, lead_at_s=now_s + agent.times.return_grace_s), ()
     if snapshot.generation is None and member.runs_refused:
         # Their leases end, of which the narrow view does not tell; or they have none.
         if now_s < member.run_again_s:
@@ -233,7 +233,7 @@ def _lead(agent: Agent, now_s: float) -> Step:
     if not snapshot.leader:
         if member.outvoted:
             # Nobody leads, and yet it may not: its member key is gone, or who led then has gone since.
-            standing = still_member(snapshot, agent.me)
+            standing = confirm_membership(snapshot, agent.me)
             return agent.as_member(in_flight=Tag.STANDING), (Commit(standing, Tag.STANDING),)
         election = become_leader(snapshot, agent.me, member.lease)
         return agent.as_member(in_flight=Tag.ELECT), (Commit(election, Tag.ELECT),)
@@ -250,9 +250,9 @@ def _lead(agent: Agent, now_s: float) -> Step:
     if not snapshot.whole:
         return (agent, ()) if member.widened else (agent.as_member(widened=True), (Widen(),))
     table_age_s = now_s - agent.table_seen[1]
-    led = lead(snapshot, agent.reign, agent.times, now_s, table_age_s, agent.lossless_until_s)
+    led = lead(snapshot, agent.leader_state, agent.times, now_s, table_age_s, agent.lossless_until_s)
     waiting = _waiting_for(agent.phase, led.waiting)
-    agent = _wait(replace(agent, reign=led.reign, lead_at_s=led.wake_s), waiting, now_s)
+    agent = _wait(replace(agent, leader_state=led.leader_state, lead_at_s=led.wake_s), waiting, now_s)
     if led.txn is None:
         return agent, ()
     return agent.as_member(in_flight=Tag.LEAD), (Commit(led.txn, Tag.LEAD),)

@@ -28,7 +28,7 @@ from elaunch.agent.core.state import Agent, Step
 from elaunch.agent.core.stop_orders import NOTICE_S, clear_up, ranks, stop_at_boundary, stop_broken, wishes_of
 from elaunch.agent.core.stopping import STOPPED_CODES
 from elaunch.agent.core.store_outage import say_waits
-from elaunch.rendezvous.rules import entering
+from elaunch.rendezvous.rules import transactions
 from elaunch.rendezvous.types import Failure, FailureKind, Generation, OpenKind, Outcome, OutcomeKind
 
 # Schedulers signal the agent and its workers together; a worker that died so is no failure if our signal comes too.
@@ -236,7 +236,7 @@ def _fail(agent: Agent, running: Running, failure: Failure, now_s: float) -> Ste
         return _bow_out(agent, running, failure, now_s)
     which = "worker" if failure.local_rank in live else "other"
     stopped = f"; stopping {len(live)} {which}{'s' if len(live) > 1 else ''}" if live else ""
-    actions = (Commit(entering.fail(agent.snapshot, agent.me, failure)), Say(failure.sentence + stopped))
+    actions = (Commit(transactions.fail(agent.snapshot, agent.me, failure)), Say(failure.sentence + stopped))
     stopping = replace(Stopping.of(running, now_s, agent.times.failure_grace_s), failures=(failure,))
     return stop_broken(agent, stopping, actions)
 

@@ -8,7 +8,7 @@ from enum import Enum
 from elaunch.agent.core.actions import Action, Exit
 from elaunch.agent.core.events import Tag
 from elaunch.agent.core.phases import NOT_JOINED, Clearing, Exited, Phase, Stopping
-from elaunch.rendezvous.rules.leading import Reign
+from elaunch.rendezvous.rules.leading import LeaderState
 from elaunch.rendezvous.rules.snapshot import Snapshot
 from elaunch.rendezvous.times import Times
 from elaunch.rendezvous.types import Failure, JobSpec, Node, Outcome, OutcomeKind
@@ -100,7 +100,7 @@ class Waiting:
 
 NOT_YET = Membership()
 UNTRIED = Reach()
-FRESH_REIGN = Reign()
+FRESH_LEADER_STATE = LeaderState()
 NO_WAIT = Waiting()
 
 
@@ -124,7 +124,7 @@ class Agent:
     phase: Phase = NOT_JOINED
     membership: Membership = NOT_YET
     reach: Reach = UNTRIED
-    reign: Reign = FRESH_REIGN
+    leader_state: LeaderState = FRESH_LEADER_STATE
     lead_at_s: float | None = None
     lossless_until_s: float = 0.0
     waiting: Waiting = NO_WAIT

@@ -35,7 +35,7 @@ from elaunch.agent.core.stop_orders import (
     wishes_of,
 )
 from elaunch.agent.core.store_outage import say_waits
-from elaunch.rendezvous.rules import entering
+from elaunch.rendezvous.rules import transactions
 from elaunch.rendezvous.types import Failure, FailureKind, OutcomeKind
 
 # SIGKILL needs no consent: a worker that is not gone by then is one whose fork server no longer says so.
@@ -84,7 +84,7 @@ def worker_exited(agent: Agent, stopping: Stopping, event: WorkerExited, now_s: 
     if stopping.then or generation is None or not _is_own_doing(failure):
         return go_on_stopping(agent, stopping)
     stopping = replace(stopping, failures=(failure,))
-    actions = (Commit(entering.fail(agent.snapshot, agent.me, failure)), Say(failure.sentence))
+    actions = (Commit(transactions.fail(agent.snapshot, agent.me, failure)), Say(failure.sentence))
     if is_killing or generation.kind.is_urgent:
         # The others have SIGKILL; or another node spoke first, and may have told of nothing but this end.
         return go_on_stopping(agent, stopping, actions)

@@ -58,10 +58,10 @@ def store_back(agent: Agent, _phase: Phase, _event: StoreBack, now_s: float) -> 
     agent = replace(agent, reach=Reach(ever=True, said_s=reach.said_s), lead_at_s=now_s)
     if away_s < agent.times.shortest_loss_s:
         return agent, said
-    lossless_until_s = now_s + agent.times.amnesty_s
-    formation = agent.reign.formation.after_absence(away_s, lossless_until_s)
-    reign = replace(agent.reign, formation=formation)
-    return replace(agent, lossless_until_s=lossless_until_s, reign=reign), said
+    lossless_until_s = now_s + agent.times.return_grace_s
+    formation = agent.leader_state.formation.after_absence(away_s, lossless_until_s)
+    leader_state = replace(agent.leader_state, formation=formation)
+    return replace(agent, lossless_until_s=lossless_until_s, leader_state=leader_state), said
 
 
 def gives_up_at_s(agent: Agent) -> float | None:

@@ -14,13 +14,12 @@ from functools import partial
 from elaunch.agent.core.events import Committed, Leased, LeaseLost, Looked, StoreEvent, StoreLost, Tag, WatchRefused
 from elaunch.agent.session.retry_queue import Errands
 from elaunch.rendezvous.codec import decode
-from elaunch.rendezvous.rules.entering import claim_start, run_lease
 from elaunch.rendezvous.rules.snapshot import Keys, SnapshotReader
-from elaunch.rendezvous.rules.trimming import size, trimmed
+from elaunch.rendezvous.rules.transactions import claim_start, run_lease
+from elaunch.rendezvous.rules.trimming import content_bytes, trimmed
 from elaunch.rendezvous.store import (
     Answer,
     Changes,
-    Deaf,
     Empty,
     HistoryLost,
     LeaseGone,
@@ -37,6 +36,7 @@ from elaunch.rendezvous.store import (
     Update,
     View,
     Watch,
+    WatchBlocked,
 )
 from elaunch.rendezvous.times import Times
 from elaunch.rendezvous.types import Node
@@ -338,7 +338,7 @@ class Dealings:
             try:
                 return self._store.commit(txn)
             except TooLarge:
-                smaller = trimmed(txn, size(txn) // 2)
+                smaller = trimmed(txn, content_bytes(txn) // 2)
                 if smaller is None:
                     raise
                 txn = smaller
@@ -407,7 +407,7 @@ class Dealings:
                     is_news = self._put(replace(view, revision=revision, entries=entries))
                 if is_news:
                     self._look_again()
-            case Deaf(why):
+            case WatchBlocked(why):
                 # The first watch reports its own failure to its caller. Each later one is refused too: say it once.
                 if self._view is not None and not self._is_deaf_said:
                     self._post(WatchRefused(why))

@@ -19,7 +19,8 @@ from elaunch.launcher.store.head import Bound, StoreProcess, listen, listen_ever
 from elaunch.launcher.store.join_command import Telling
 from elaunch.launcher.store.open_files import agents_served
 from elaunch.launcher.store.plan import ETCD_PORT
-from elaunch.rendezvous.endpoint import Endpoint, Serving
+from elaunch.launcher.store.rendezvous_plan import Serving
+from elaunch.rendezvous.endpoint import Endpoint
 
 HELP = """\
 Usage: elaunch store [--listen HOST:PORT] [--token-file FILE]

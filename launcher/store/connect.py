@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from elaunch.launcher.errors import SiteError, UsageError
-from elaunch.rendezvous.endpoint import RendezvousPlan, Serving, Transport
+from elaunch.launcher.store.rendezvous_plan import RendezvousPlan, Serving
+from elaunch.rendezvous.endpoint import Access, Transport
 from elaunch.rendezvous.engine.memory_store import MemoryStore
 from elaunch.rendezvous.store import Store
 
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from elaunch.launcher.store.head import StoreProcess
     from elaunch.launcher.store.plan import Planned
     from elaunch.launcher.store.token_handover import Meeting, Offer
-    from elaunch.rendezvous.access import Access
 
 # A name may be known to a cluster's resolver some time after the host is up.
 _ADDRESS_WAIT_S = 60.0
@@ -181,7 +181,6 @@ def store_of(plan: RendezvousPlan, say: Callable[[str], None]) -> Store:
 
     Raises UsageError for a token that is too short and a transport that is not installed.
     """
-    from elaunch.rendezvous.access import Access
     from elaunch.rendezvous.etcd.store import EtcdStore
 
     deadline_s = plan.times.call_deadline_s
@@ -208,12 +207,12 @@ def store_of(plan: RendezvousPlan, say: Callable[[str], None]) -> Store:
 
 
 def _over_grpc(plan: RendezvousPlan, access: Access) -> Store:
-    from elaunch.rendezvous.etcd.grpc_transport import GrpcCarrier
+    from elaunch.rendezvous.etcd.grpc_transport import GrpcTransport
     from elaunch.rendezvous.etcd.store import EtcdStore
     from elaunch.rendezvous.store import Denied
 
     try:
-        return EtcdStore(plan.endpoints, access, plan.times.call_deadline_s, GrpcCarrier(access))
+        return EtcdStore(plan.endpoints, access, plan.times.call_deadline_s, GrpcTransport(access))
     except Denied as error:
         raise UsageError(str(error)) from None
 

@@ -23,7 +23,8 @@ from elaunch.launcher.errors import SiteError, UsageError
 from elaunch.launcher.network.reach import NoAddress, Whose, addresses, is_address, is_loopback, is_meant_locally, whose
 from elaunch.launcher.store.keyring import Kept
 from elaunch.launcher.store.open_files import check_descriptors
-from elaunch.rendezvous.endpoint import Endpoint, RendezvousPlan, Serving
+from elaunch.launcher.store.rendezvous_plan import RendezvousPlan, Serving
+from elaunch.rendezvous.endpoint import Endpoint
 from elaunch.rendezvous.secret import Secret, new_token
 
 _START_S = 30.0

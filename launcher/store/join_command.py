@@ -14,7 +14,8 @@ from elaunch.launcher.options.table import TABLE, OptionSpec
 from elaunch.launcher.options.values import switch
 from elaunch.launcher.store.keyring import STORES
 from elaunch.launcher.store.plan import MASTER_PORT
-from elaunch.rendezvous.endpoint import Endpoint, RendezvousPlan, Serving
+from elaunch.launcher.store.rendezvous_plan import RendezvousPlan, Serving
+from elaunch.rendezvous.endpoint import Endpoint
 
 # Each node has its own.
 _OWN = ("node-rank", "local-addr")

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from elaunch.launcher.errors import UsageError
 from elaunch.launcher.options.endpoints import Address
 from elaunch.launcher.options.rdzv_conf import Conf
-from elaunch.rendezvous.access import how_to_send
-from elaunch.rendezvous.endpoint import Login, RendezvousPlan, Serving
+from elaunch.launcher.store.rendezvous_plan import RendezvousPlan, Serving
+from elaunch.rendezvous.endpoint import Login, how_to_send
 
 
 def login(conf: Conf, environ: Mapping[str, str], read_secret: Callable[[str], str]) -> Login | None:

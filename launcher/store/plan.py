@@ -13,7 +13,8 @@ from elaunch.launcher.options.rdzv_conf import Conf, understand
 from elaunch.launcher.options.shell_words import joined
 from elaunch.launcher.options.values import PORT_MAX
 from elaunch.launcher.store.login import check_login, login, sent_plainly
-from elaunch.rendezvous.endpoint import Endpoint, RendezvousPlan, Serving, Tls, Transport
+from elaunch.launcher.store.rendezvous_plan import RendezvousPlan, Serving
+from elaunch.rendezvous.endpoint import Endpoint, Tls, Transport
 from elaunch.rendezvous.times import Times
 
 # torchrun's static rendezvous has its store on MASTER_PORT; here that port is the workers' own.

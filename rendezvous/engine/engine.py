@@ -1,11 +1,11 @@
-"""etcd v3's answers in memory: the part of its API that a rendezvous uses, without a network and without a clock."""
+"""etcd v3 in memory: the part of its API that a rendezvous uses, without a network and without a clock."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
 from elaunch.rendezvous.engine.leases import LeaseNotFound, Leases
-from elaunch.rendezvous.engine.mvcc import UNBOUNDED, Keys, KeyValue, Refused, Written, within
+from elaunch.rendezvous.engine.mvcc import UNBOUNDED, KeySpace, KeyValue, Refused, WrittenRevision, within
 from elaunch.rendezvous.engine.request_sizes import (
     LOG_BYTES,
     MESSAGE_BYTES_MAX,
@@ -14,15 +14,15 @@ from elaunch.rendezvous.engine.request_sizes import (
     txn_bytes,
 )
 from elaunch.rendezvous.engine.requests import (
-    Answer,
     Compare,
     DeleteAnswer,
     DeleteRequest,
+    OpAnswer,
+    OpRequest,
     PutAnswer,
     PutRequest,
     RangeAnswer,
     RangeRequest,
-    Request,
     Result,
     Target,
     TxnAnswer,
@@ -32,21 +32,20 @@ from elaunch.rendezvous.engine.requests import (
 OPS_MAX = 128
 HISTORY_REVISIONS = 10_000
 HISTORY_BYTES = 64 << 20
-# Memory of all keys, their history and the leases. This process runs on the head, whose memory the workers need.
+# Memory of all keys, their history and the leases. This process runs on the head, where the workers need the memory.
 QUOTA_BYTES = 256 << 20
 _LEASE_BYTES = 1024
-# etcd's, at its default election time-out.
+# etcd's minimum at its default election timeout.
 TTL_MIN_S = 2
 
 
 class Engine:
     """One etcd's keys and leases.
 
-    Every method that takes a request may raise `Refused`, having changed nothing. Leases end in `end_leases`, never
-    else. The last `history_revisions`
-    or so can be read and watched, fewer where they hold more than `history_bytes`. A put or a
-    grant that would take more than `quota_bytes` of memory is refused. There is room again as soon as something is
-    deleted; a real etcd would have to be compacted, and its alarm disarmed.
+    Every method that takes a request may raise `Refused`; then it has changed nothing. Leases end only in `end_leases`.
+    About the last `history_revisions` revisions can be read and watched, fewer if they hold more than `history_bytes`.
+    A put or a grant that would take more than `quota_bytes` of memory is refused. Deleting a key makes room at once; a
+    real etcd must be compacted first, and its alarm disarmed.
     """
 
     def __init__(
@@ -57,11 +56,11 @@ class Engine:
         quota_bytes: int = QUOTA_BYTES,
         ttl_min_s: int = TTL_MIN_S,
     ) -> None:
-        self._told: Callable[[Written], None] = lambda written: None
+        self._told: Callable[[WrittenRevision], None] = lambda written: None
         self._history_revisions = history_revisions
         self._history_bytes = history_bytes
         self._quota_bytes = quota_bytes
-        self._keys = Keys()
+        self._keys = KeySpace()
         self._leases = Leases(ttl_min_s)
         self._now_s = 0.0
 
@@ -69,8 +68,8 @@ class Engine:
     def revision(self) -> int:
         return self._keys.revision
 
-    def listen(self, told: Callable[[Written], None]) -> None:
-        """From now on, tell `told` of each revision that is written, before what wrote it is answered."""
+    def listen(self, told: Callable[[WrittenRevision], None]) -> None:
+        """From now on, call `told` with each new revision, before the write that made it is answered."""
         self._told = told
 
     def range(self, request: RangeRequest) -> RangeAnswer:
@@ -100,7 +99,7 @@ class Engine:
         return answer
 
     def txn(self, request: TxnRequest) -> TxnAnswer:
-        """One branch, at one revision: `success` where every comparison is true."""
+        """Run one branch, at one revision: `success` if every comparison is true, else `failure`."""
         size = txn_bytes(request)
         _check_message(size)
         ops = (*request.success, *request.failure)
@@ -111,7 +110,7 @@ class Engine:
             _check_logged(size)
         succeeded = all(map(self._is_true, request.compare))
         branch = request.success if succeeded else request.failure
-        # In etcd's order; and before anything is written, for that would let one more revision pass.
+        # In etcd's order, and before anything is written: a write would make one more revision readable.
         for op in branch:
             if isinstance(op, PutRequest):
                 self._check_lease(op)
@@ -123,28 +122,28 @@ class Engine:
         return TxnAnswer(self.revision, succeeded, answers)
 
     def compact(self, revision: int) -> int:
-        """Forget what was before `revision`; the store's revision."""
+        """Forget the history before `revision`. Returns the store's revision."""
         self._keys.compact(revision)
         return self.revision
 
-    def since(self, revision: int, revisions_max: int) -> Sequence[Written]:
-        """What was written at `revision` and after, in order, at most `revisions_max` of them.
+    def since(self, revision: int, revisions_max: int) -> Sequence[WrittenRevision]:
+        """At most `revisions_max` revisions in order, beginning with `revision`.
 
-        Raises Compacted where the history no longer has it.
+        Raises Compacted if the history no longer has them.
         """
         return self._keys.since(revision, revisions_max)
 
     def grant(self, lease: int, ttl_s: int) -> tuple[int, int]:
-        """Begin a lease, of the engine's choice where `lease` is 0; its id and its time in seconds."""
+        """Create a lease; the engine chooses the id if `lease` is 0. Returns the id and the time to live in seconds."""
         self._check_room(_LEASE_BYTES)
         return self._leases.grant(lease, ttl_s, self._now_s)
 
     def keep_alive(self, lease: int) -> int:
-        """Begin the lease's time anew: the seconds that it has now, 0 where it has ended."""
+        """Renew the lease. Returns the seconds that it now has, 0 if it has ended."""
         return self._leases.renew(lease, self._now_s) if lease in self._leases else 0
 
     def time_to_live(self, lease: int) -> tuple[int, int, Sequence[bytes]]:
-        """The whole seconds that a lease still has, those it was granted, its keys; (-1, 0, ()) for one that ended."""
+        """A lease's remaining whole seconds, its granted seconds and its keys; (-1, 0, ()) if it has ended."""
         if lease not in self._leases:
             return -1, 0, ()
         found = self._leases.find(lease)
@@ -162,15 +161,15 @@ class Engine:
         return self._leases.soonest_s
 
     def tell_time(self, now_s: float) -> None:
-        """It is `now_s`, on some clock of the caller's that never goes back; nothing ends yet."""
+        """Set the time to `now_s`, on a clock of the caller that never goes back. No lease ends yet."""
         self._now_s = now_s
 
     def end_leases(self) -> None:
-        """Leases whose time is over end, each at its own revision."""
+        """End the leases whose time is over, each at its own revision."""
         for lease in self._leases.due(self._now_s):
             self.revoke(lease)
 
-    def _do(self, request: Request) -> Answer:
+    def _do(self, request: OpRequest) -> OpAnswer:
         match request:
             case RangeRequest():
                 return self._range(request)
@@ -208,14 +207,14 @@ class Engine:
             return
         self._told(written)
         kept = self._keys.history_length
-        # Somewhat late, so that it is not done at every write.
+        # With ten percent of slack, so that not every write compacts.
         if kept > self._history_revisions + self._history_revisions // 10:
             self._keys.compact(self.revision - self._history_revisions)
         elif kept > 1 and self._keys.history_bytes > self._history_bytes:
             self._keys.compact(self.revision - kept // 2)
 
     def _check_room(self, size: int) -> None:
-        # History goes before a write is refused. A watch of lost history is told so, and reads again.
+        # History is dropped before a write is refused. A watch that loses its history is told so, and reads again.
         while self._is_full(size) and (kept := self._keys.history_length) > 1:
             self._keys.compact(self.revision - (kept - 1) // 2)
         if self._is_full(size):
@@ -231,7 +230,7 @@ class Engine:
     def _is_true(self, compare: Compare) -> bool:
         kvs = self._keys.range(compare.key, compare.end)
         if not kvs:
-            # A missing key has no value to compare, not even to differ from; all its numbers are 0.
+            # A missing key has no value, so no comparison of its value is true. All its numbers are 0.
             return compare.target is not Target.VALUE and _compares(compare, 0)
         return all(_compares(compare, _subject(compare.target, kv)) for kv in kvs)
 
@@ -263,7 +262,7 @@ def _compares(compare: Compare, subject: bytes | int) -> bool:
 
 
 def _check_message(size: int) -> None:
-    """Raises Refused in the words of etcd's gRPC, which has the same code for this and for a full store."""
+    """Raises Refused with the text of etcd's gRPC. The code is the same as for a full store."""
     if size > MESSAGE_BYTES_MAX:
         raise Refused(8, f"grpc: received message larger than max ({size} vs. {MESSAGE_BYTES_MAX})")
 
@@ -273,7 +272,7 @@ def _check_logged(size: int) -> None:
         raise Refused(3, "etcdserver: request is too large")
 
 
-def _check(request: Request | Compare) -> None:
+def _check(request: OpRequest | Compare) -> None:
     if not request.key:
         raise Refused(3, "etcdserver: key is not provided")
 
@@ -287,9 +286,9 @@ def _check_txn(request: TxnRequest) -> None:
         _check_written_once(branch)
 
 
-def _check_written_once(branch: Sequence[Request]) -> None:
+def _check_written_once(branch: Sequence[OpRequest]) -> None:
     puts = [op.key for op in branch if isinstance(op, PutRequest)]
-    # A range without an end is not looked at: that is etcd's own way.
+    # As in etcd, a range without an end is not checked.
     deletes = [op for op in branch if isinstance(op, DeleteRequest) and op.end != UNBOUNDED]
     if len(set(puts)) < len(puts) or any(within(key, op.key, op.end) for key in puts for op in deletes):
         raise Refused(3, "etcdserver: duplicate key given in txn request")

@@ -26,7 +26,7 @@ class LeaseExists(Refused):
 
 
 class Lease:
-    """`ends_s` is on the clock that its owner tells; `keys` go away with it."""
+    """One lease. `ends_s` is on the caller's clock; `keys` are deleted when the lease ends."""
 
     def __init__(self, ttl_s: int, ends_s: float) -> None:
         self.ttl_s = ttl_s
@@ -35,13 +35,13 @@ class Lease:
 
 
 class Leases:
-    """All that have not ended. None ends by itself: the owner asks which are `due`."""
+    """All leases that have not ended. None ends by itself: the caller asks which are `due`, and ends them."""
 
     def __init__(self, ttl_min_s: int) -> None:
         self._ttl_min_s = ttl_min_s
         self._leases: dict[int, Lease] = {}
         self._numbers = itertools.count(1)
-        # No lease ends before this, though it may be that none ends then: asking costs nothing until then.
+        # No lease ends before this time, so `due` returns at once until then.
         self.soonest_s = math.inf
 
     def __len__(self) -> int:
@@ -58,7 +58,7 @@ class Leases:
             raise LeaseNotFound from None
 
     def grant(self, lease: int, ttl_s: int, now_s: float) -> tuple[int, int]:
-        """Begin a lease; its id, which is chosen here where it is 0, and its time, which may be longer than asked."""
+        """Create a lease; 0 lets this method choose the id. Returns id and time, which may be longer than requested."""
         if ttl_s > TTL_MAX_S:
             raise Refused(11, "etcdserver: too large lease TTL")
         if lease in self._leases:
@@ -70,26 +70,26 @@ class Leases:
         return lease, ttl_s
 
     def renew(self, lease: int, now_s: float) -> int:
-        """Begin its time anew; how much that is. Raises LeaseNotFound."""
+        """Renew a lease. Returns its seconds. Raises LeaseNotFound."""
         found = self.find(lease)
         found.ends_s = now_s + found.ttl_s
         return found.ttl_s
 
     def end(self, lease: int) -> list[bytes]:
-        """End it; the keys to delete, in order. Raises LeaseNotFound."""
+        """End a lease. Returns the keys to delete, in order. Raises LeaseNotFound."""
         keys = self.find(lease).keys
         del self._leases[lease]
         return sorted(keys)
 
     def move(self, key: bytes, old: int, new: int) -> None:
-        """The key stands on lease `new` from now on; 0 is none."""
+        """Attach the key to lease `new` instead of `old`; 0 is none."""
         if old in self._leases:
             self._leases[old].keys.discard(key)
         if new:
             self._leases[new].keys.add(key)
 
     def due(self, now_s: float) -> list[int]:
-        """Those whose time is over, the longest over first."""
+        """The leases whose time is over, in the order in which it ran out."""
         if now_s < self.soonest_s:
             return []
         due = sorted((lease.ends_s, number) for number, lease in self._leases.items() if lease.ends_s <= now_s)

@@ -1,4 +1,4 @@
-"""The store in this process's memory: for jobs on one node, whose agent is the only client, and for simulations."""
+"""The store in this process's memory: for jobs on one node, where the agent is the only client, and for simulations."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from contextlib import suppress
 
 from elaunch.rendezvous.engine.engine import Engine
 from elaunch.rendezvous.engine.leases import LeaseExists, LeaseNotFound
-from elaunch.rendezvous.engine.mvcc import UNBOUNDED, Compacted, KeyValue, Refused, Written, prefix_end, within
+from elaunch.rendezvous.engine.mvcc import UNBOUNDED, Compacted, KeyValue, Refused, WrittenRevision, prefix_end, within
 from elaunch.rendezvous.engine.requests import (
     Compare,
     DeleteRequest,
+    OpRequest,
     PutRequest,
     RangeRequest,
-    Request,
     Result,
     Target,
     TxnRequest,
@@ -25,8 +25,7 @@ from elaunch.rendezvous.store import (
     Changes,
     Delete,
     Empty,
-    Entry,
-    Guard,
+    KeyEntry,
     LeaseGone,
     NoneNewer,
     Op,
@@ -34,6 +33,7 @@ from elaunch.rendezvous.store import (
     Put,
     StoreError,
     Txn,
+    TxnGuard,
     Unchanged,
     Update,
     View,
@@ -43,10 +43,10 @@ _BATCH_REVISIONS = 100
 
 
 class MemoryStore:
-    """A `Store` for one thread; it lives and dies with its process.
+    """A `Store` for one thread; it ends with its process.
 
-    Watches are told before the call that writes returns, each of all that it missed and in order, also where what is
-    told writes in its turn. Leases end in `advance` only. `engine` may be looked at, and compacted; not written.
+    A call that writes updates all watches before it returns. Each watch gets every update in order, even if a watch's
+    `tell` writes again. Leases end only in `advance`. Callers may read and compact `engine`, but not write to it.
     """
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ class MemoryStore:
         except LeaseNotFound:
             raise LeaseGone("the lease of a put has ended") from None
         except Refused as refused:
-            raise _error_of(refused) from None
+            raise _store_error(refused) from None
         self._tell()
         return Answer(answer.succeeded, answer.revision)
 
@@ -88,7 +88,7 @@ class MemoryStore:
         self._tell()
 
     def watch(self, prefix: str, after: int | None, tell: Callable[[Update], None]) -> _Watch:
-        # Nothing is written at revision 1, with which a store begins.
+        # A store begins at revision 1, at which nothing is written.
         watch = _Watch(prefix, max(after or 0, 1) + 1, tell)
         if after is None:
             watch.view(self.read(prefix))
@@ -101,14 +101,14 @@ class MemoryStore:
             watch.close()
 
     def advance(self, now_s: float) -> None:
-        """It is `now_s`, on the caller's clock: leases whose time is over end."""
+        """Set the time to `now_s`, on the caller's clock, and end the leases whose time is over."""
         self.engine.tell_time(now_s)
         self.engine.end_leases()
         self._tell()
 
     def _tell(self) -> None:
         if self._telling:
-            # A watch that is being told wrote something: the loop below, further up the stack, goes on to it.
+            # The `tell` of some watch wrote something. The loop below, further up the stack, will deliver it.
             return
         self._telling = True
         try:
@@ -128,7 +128,7 @@ class MemoryStore:
 
 
 class _Watch:
-    """One watch, and the first revision that it has not been told of."""
+    """One watch, and the first revision that it has not delivered."""
 
     def __init__(self, prefix: str, next_revision: int, tell: Callable[[Update], None]) -> None:
         self.prefix = prefix
@@ -143,7 +143,7 @@ class _Watch:
     def close(self) -> None:
         self.closed = True
 
-    def told(self, written: Written) -> None:
+    def told(self, written: WrittenRevision) -> None:
         self.next_revision = written.revision + 1
         events = [event for event in written.events if within(event.key, *self._range)]
         if events and not self.closed:
@@ -156,25 +156,24 @@ class _Watch:
             self._tell(view)
 
 
-def _error_of(refused: Refused) -> StoreError:
+def _store_error(refused: Refused) -> StoreError:
     """The error that a client of etcd would raise for the same refusal."""
-    # Imported here, since a job on one node starts sooner without these modules.
-    from elaunch.rendezvous.access import Access
-    from elaunch.rendezvous.endpoint import Endpoint
+    # Imported here: without these modules a job on one node starts sooner.
+    from elaunch.rendezvous.endpoint import Access, Endpoint
     from elaunch.rendezvous.etcd import errors, transport
 
-    return errors.explain(transport.Refused(refused.code, refused.message), Endpoint("memory", 0), Access())
+    return errors.explain(transport.EtcdError(refused.code, refused.message), Endpoint("memory", 0), Access())
 
 
 def _range(prefix: str) -> tuple[bytes, bytes]:
     return (prefix.encode(), prefix_end(prefix.encode())) if prefix else (UNBOUNDED, UNBOUNDED)
 
 
-def _entry(kv: KeyValue) -> Entry:
-    return Entry(kv.value.decode(), kv.create_revision, kv.mod_revision, kv.lease)
+def _entry(kv: KeyValue) -> KeyEntry:
+    return KeyEntry(kv.value.decode(), kv.create_revision, kv.mod_revision, kv.lease)
 
 
-def _compare(guard: Guard) -> Compare:
+def _compare(guard: TxnGuard) -> Compare:
     match guard:
         case Absent(key):
             return Compare(Target.CREATE, Result.EQUAL, key.encode(), b"", 0)
@@ -188,11 +187,11 @@ def _compare(guard: Guard) -> Compare:
             return Compare(Target.MOD, Result.LESS, *_range(prefix), revision + 1)
 
 
-def _requests(ops: Iterable[Op]) -> tuple[Request, ...]:
+def _requests(ops: Iterable[Op]) -> tuple[OpRequest, ...]:
     return tuple(map(_request, ops))
 
 
-def _request(op: Op) -> Request:
+def _request(op: Op) -> OpRequest:
     match op:
         case Put(key, value, lease):
             return PutRequest(key.encode(), value.encode(), lease)

@@ -1,4 +1,4 @@
-"""Keys and values in memory together with their past: what each revision wrote, as etcd v3 keeps it."""
+"""Keys and values in memory with their history: what each revision wrote, as etcd v3 keeps it (MVCC)."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 # A range's `end` that means "to the last key", as in etcd's API.
 UNBOUNDED = b"\0"
-# Memory of one version of a key, beside the key and the value: measured, and rounded up.
+# Memory of one version of a key, without the key and the value: measured, and rounded up.
 _VERSION_BYTES = 512
 
 
 class Refused(Exception):
-    """A request that is not done, in etcd's words; `code` is gRPC's status code."""
+    """The engine refuses a request, with etcd's text; `code` is gRPC's status code."""
 
     def __init__(self, code: int, message: str) -> None:
         super().__init__(message)
@@ -22,7 +22,7 @@ class Refused(Exception):
 
 
 class Compacted(Refused):
-    """The revision that was asked for is forgotten; `revision` is the first that is not."""
+    """The requested revision is forgotten; `revision` is the first that is kept."""
 
     def __init__(self, revision: int) -> None:
         super().__init__(11, "etcdserver: mvcc: required revision has been compacted")
@@ -40,15 +40,15 @@ class KeyValue(NamedTuple):
     lease: int
 
 
-class Written(NamedTuple):
-    """All that one revision wrote, in the order in which it was asked for."""
+class WrittenRevision(NamedTuple):
+    """Everything that one revision wrote, in the order of the request."""
 
     revision: int
     events: tuple[KeyValue, ...]
 
 
 def within(key: bytes, start: bytes, end: bytes) -> bool:
-    """Whether `key` is in the range: `start` alone where `end` is empty, else from `start` to before `end`."""
+    """Whether `key` is in the range: only `start` if `end` is empty, else from `start` up to but without `end`."""
     if not end:
         return key == start
     return key >= start and (end == UNBOUNDED or key < end)
@@ -60,7 +60,7 @@ def prefix_end(prefix: bytes) -> bytes:
     return stem[:-1] + bytes([stem[-1] + 1]) if stem else UNBOUNDED
 
 
-class Keys:
+class KeySpace:
     """The versions of all keys since the last compaction.
 
     Writes since the last `seal` are one transaction: they have the next revision, and reads see them at once.
@@ -75,12 +75,12 @@ class Keys:
         self.held_bytes = 0
         self._versions: dict[bytes, list[KeyValue]] = {}
         self._index: list[bytes] = []
-        self._history: list[Written] = []
+        self._history: list[WrittenRevision] = []
         self._open: list[KeyValue] = []
 
     @property
     def open_revision(self) -> int:
-        """The revision that a read inside of the transaction sees: the next one once something was written."""
+        """The revision that a read inside the transaction sees: the next one, once something was written."""
         return self.revision + 1 if self._open else self.revision
 
     @property
@@ -101,7 +101,7 @@ class Keys:
             raise Compacted(self.compacted)
 
     def range(self, start: bytes, end: bytes = b"", revision: int = 0) -> list[KeyValue]:
-        """The keys of a range in order, now or as they were at `revision`, which was checked."""
+        """The keys of a range in order, as they are now or were at `revision`. Call `check(revision)` before."""
         if revision <= 0 or revision >= self.open_revision:
             found = [self._versions[key][-1] for key in self._between(start, end)]
         else:
@@ -109,7 +109,7 @@ class Keys:
         return [kv for kv in found if kv.version]
 
     def put(self, key: bytes, value: bytes, lease: int) -> KeyValue | None:
-        """Write a key; what it was before."""
+        """Write a key. Returns what it was before."""
         old = self.get(key)
         revision = self.revision + 1
         created, version = (old.create_revision, old.version + 1) if old else (revision, 1)
@@ -117,32 +117,32 @@ class Keys:
         return old
 
     def delete(self, start: bytes, end: bytes = b"") -> list[KeyValue]:
-        """Delete a range; what was there."""
+        """Delete a range. Returns what was there."""
         gone = self.range(start, end)
         for old in gone:
             self._write(KeyValue(old.key, b"", 0, self.revision + 1, 0, 0))
         return gone
 
-    def seal(self) -> Written | None:
-        """End the transaction: what it wrote, or None."""
+    def seal(self) -> WrittenRevision | None:
+        """End the transaction. Returns what it wrote, or None."""
         if not self._open:
             return None
         self.revision += 1
-        written = Written(self.revision, tuple(self._open))
+        written = WrittenRevision(self.revision, tuple(self._open))
         self._open.clear()
         self._history.append(written)
         self.history_bytes += _size(written)
         return written
 
-    def since(self, revision: int, count_max: int) -> Sequence[Written]:
-        """What was written at `revision` and after, at most `count_max` revisions. Raises Compacted."""
+    def since(self, revision: int, count_max: int) -> Sequence[WrittenRevision]:
+        """At most `count_max` revisions in order, beginning with `revision`. Raises Compacted."""
         if revision < self.compacted:
             raise Compacted(self.compacted)
         first = max(revision - self._first, 0)
         return self._history[first : first + count_max]
 
     def compact(self, revision: int) -> None:
-        """Forget what was before `revision`. Raises Refused where that is forgotten already, or not yet written."""
+        """Forget the history before `revision`. Raises Refused if it is forgotten already, or not yet written."""
         if revision <= self.compacted:
             raise Compacted(self.compacted)
         if revision > self.revision:
@@ -150,10 +150,10 @@ class Keys:
         past = self._history[: max(revision + 1 - self._first, 0)]
         self.compacted = revision
         for key in {event.key for written in past for event in written.events}:
-            # The last compaction may have pruned a key that its own revision deleted, which is still in the past.
+            # The last compaction pruned keys that its own revision deleted; that revision is still in the history.
             if key in self._versions:
                 self._prune(key)
-        # What `revision` itself wrote is still told to watches.
+        # Watches can still begin at `revision` itself.
         forgotten = [written for written in past if written.revision < revision]
         del self._history[: len(forgotten)]
         self.history_bytes -= sum(map(_size, forgotten))
@@ -200,5 +200,5 @@ def _held(kv: KeyValue) -> int:
     return len(kv.key) + len(kv.value) + _VERSION_BYTES
 
 
-def _size(written: Written) -> int:
+def _size(written: WrittenRevision) -> int:
     return sum(len(event.key) + len(event.value) for event in written.events)

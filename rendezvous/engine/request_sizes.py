@@ -1,6 +1,6 @@
-"""How many bytes a request has as protocol buffers (api/etcdserverpb/rpc.proto).
+"""The size of a request in bytes as protocol buffers (api/etcdserverpb/rpc.proto).
 
-etcd refuses a request that is too large by this size.
+etcd applies its limits to this size.
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ from __future__ import annotations
 from elaunch.rendezvous.engine.requests import (
     Compare,
     DeleteRequest,
+    OpRequest,
     PutRequest,
     RangeRequest,
-    Request,
     Target,
     TxnRequest,
 )
@@ -18,7 +18,7 @@ from elaunch.rendezvous.engine.requests import (
 # etcd's --max-request-bytes, and the larger limit of its gRPC.
 REQUEST_BYTES_MAX = 3 << 19
 MESSAGE_BYTES_MAX = REQUEST_BYTES_MAX + (512 << 10)
-# What etcd's log adds to a request: the member's own number for it, and lengths.
+# etcd's log adds this to a request: the member's own number for it, and lengths.
 LOG_BYTES = 18
 
 
@@ -27,7 +27,7 @@ def txn_bytes(txn: TxnRequest) -> int:
     return compared + sum(_message(_message(request_bytes(each))) for each in (*txn.success, *txn.failure))
 
 
-def request_bytes(request: Request) -> int:
+def request_bytes(request: OpRequest) -> int:
     match request:
         case PutRequest():
             return _put_bytes(request)

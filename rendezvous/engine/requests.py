@@ -1,6 +1,6 @@
 """The requests of etcd v3 that a rendezvous uses, and their answers."""
 
-# Named tuples, since a job on one node pays for their making at its start: a data class takes four times as long.
+# Named tuples: defining a data class takes four times as long, and every job on one node pays for that at its start.
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from elaunch.rendezvous.engine.mvcc import KeyValue
 
 
 class RangeRequest(NamedTuple):
-    """Keys from `key` to before `end`, or `key` alone where `end` is empty; `revision` 0 is now."""
+    """Read the keys from `key` up to but without `end`, or only `key` if `end` is empty; `revision` 0 is now."""
 
     key: bytes
     end: bytes = b""
@@ -35,11 +35,11 @@ class DeleteRequest(NamedTuple):
     prev_kv: bool = False
 
 
-Request = RangeRequest | PutRequest | DeleteRequest
+OpRequest = RangeRequest | PutRequest | DeleteRequest
 
 
 class Target(IntEnum):
-    """What of a key is compared; the numbers are etcd's."""
+    """The property of a key that is compared; the numbers are etcd's."""
 
     VERSION = 0
     CREATE = 1
@@ -49,7 +49,7 @@ class Target(IntEnum):
 
 
 class Result(IntEnum):
-    """What the comparison must give; the numbers are etcd's."""
+    """The result that the comparison must have; the numbers are etcd's."""
 
     EQUAL = 0
     GREATER = 1
@@ -69,12 +69,12 @@ class Compare(NamedTuple):
 
 class TxnRequest(NamedTuple):
     compare: tuple[Compare, ...] = ()
-    success: tuple[Request, ...] = ()
-    failure: tuple[Request, ...] = ()
+    success: tuple[OpRequest, ...] = ()
+    failure: tuple[OpRequest, ...] = ()
 
 
 class RangeAnswer(NamedTuple):
-    """`total` counts the whole range, `more` says whether `limit` left some out."""
+    """`total` counts the whole range; `more` says whether `limit` left some keys out."""
 
     revision: int
     kvs: Sequence[KeyValue]
@@ -93,10 +93,10 @@ class DeleteAnswer(NamedTuple):
     prev_kvs: Sequence[KeyValue]
 
 
-Answer = RangeAnswer | PutAnswer | DeleteAnswer
+OpAnswer = RangeAnswer | PutAnswer | DeleteAnswer
 
 
 class TxnAnswer(NamedTuple):
     revision: int
     succeeded: bool
-    answers: tuple[Answer, ...]
+    answers: tuple[OpAnswer, ...]

@@ -1,4 +1,4 @@
-"""What listens at an endpoint, somebody's etcd or the job's own served store: found out when it is reached."""
+"""Finds out which store listens at an endpoint: somebody's etcd, or the job's own served store."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import ssl
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
-from elaunch.rendezvous.access import Access
-from elaunch.rendezvous.endpoint import Endpoint
+from elaunch.rendezvous.endpoint import Access, Endpoint
 from elaunch.rendezvous.etcd.store import EtcdStore
 from elaunch.rendezvous.http.client import Deadline
 from elaunch.rendezvous.http.dial import dial
@@ -28,30 +27,30 @@ from elaunch.rendezvous.store import (
     Watch,
 )
 
-# A prefix that nobody writes.
+# A prefix under which nobody writes.
 _NOTHING = "/elaunch-nothing/"
 
 Told = TypeVar("Told")
 
 
-class Keyring(Protocol):
-    """This user's tokens of stores that elaunch serves now."""
+class TokenLookup(Protocol):
+    """Looks up this user's tokens of the stores that elaunch serves now."""
 
     def token_for(self, certificate: bytes) -> str:
-        """The token that a certificate (DER) was made from, or empty."""
+        """The token from which a certificate (DER) was made, or empty."""
         ...
 
     def place_of(self, endpoint: Endpoint) -> str:
-        """The file that says that a store with a token is served there, or empty."""
+        """The file that says that a store with a token is served at `endpoint`, or empty."""
         ...
 
 
 class FoundStore:
-    """A `Store` at `endpoint`: the job's own, spoken to by TLS with its token, or else an etcd, spoken to plainly.
+    """A `Store` at `endpoint`: the job's own store over TLS with its token, or else an etcd without TLS.
 
-    `token` is empty where nobody gave one; `keyring` may have one then. The first `check` that reaches the store shows
-    which one it is. `expects_ours` says that nobody has named an etcd: then a server that does not know the given token
-    is refused. An etcd without TLS that the user may not expect is named in a line to `say`.
+    The first `check` that reaches the store finds out which one it is. `token` is empty if nobody gave one; `keyring`
+    may know one then. `expects_ours` says that the user has not named an etcd: then a server that does not know the
+    given token is refused. `say` gets a line that names an etcd without TLS which the user may not expect.
     """
 
     def __init__(
@@ -62,7 +61,7 @@ class FoundStore:
         deadline_s: float,
         *,
         expects_ours: bool = False,
-        keyring: Keyring | None = None,
+        keyring: TokenLookup | None = None,
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
         self._endpoint = endpoint
@@ -93,29 +92,29 @@ class FoundStore:
         return Secret(token)
 
     def _in_the_clear(self) -> Store:
-        """The etcd without TLS that answers there. Raises Denied where a store with a token is expected."""
+        """The etcd without TLS at the endpoint. Raises Denied if a store with a token is expected there."""
         if self._secret and self._expects_ours:
             raise Denied(
-                f"what listens at {self._endpoint} does not know the job's token, and is somebody's etcd or worse;"
-                " if it is the one that you mean, unset ELAUNCH_TOKEN or add --rdzv-backend etcd"
+                f"what listens at {self._endpoint} does not know the job's token: it is an etcd, or poses as the job's"
+                " store; if you mean this etcd, unset ELAUNCH_TOKEN or add --rdzv-backend etcd"
             )
         if place := self._keyring.place_of(self._endpoint) if self._keyring else "":
             raise Denied(
                 f"{place} says that your elaunch serves a store with a token at {self._endpoint}, but what answers"
-                " there speaks without TLS: somebody may be in between; if you mean an etcd that is there now, type"
+                " there speaks without TLS: somebody may intercept the connection; if an etcd is there now, type"
                 f" http://{self._endpoint}"
             )
         self._plainly.check_login(self._endpoint)
         if self._secret or self._expects_ours:
             self._say(
-                f"the store at {self._endpoint} is an etcd without TLS: whoever can reach it may read and change the"
-                f" job{', in spite of the token' if self._secret else ''}; if you mean this etcd, type --rdzv-endpoint"
-                f" http://{self._endpoint}"
+                f"the store at {self._endpoint} is an etcd without TLS: anybody who can reach it can read and"
+                f" change the job{', in spite of the token' if self._secret else ''}; if you mean this etcd, type"
+                f" --rdzv-endpoint http://{self._endpoint}"
             )
         return self._store_by(self._plainly)
 
     def _proven(self, secret: Secret) -> Store:
-        """The job's own: our server, or an etcd that a head started, which takes a bearer for a login of its own."""
+        """The job's own store: our server, or an etcd that a head started, which would take the bearer for a login."""
         tls = secret.client_context()
         ours = self._store_by(Access(tls=tls, bearer=secret.bearer))
         try:
@@ -167,8 +166,8 @@ class FoundStore:
 
     def _begun_anew(self) -> HistoryLost:
         return HistoryLost(
-            f"the job's store on {self._endpoint.host} was started anew, and knows nothing of this job any more;"
-            " start elaunch here again to take part in the new one"
+            f"the job's store on {self._endpoint.host} was restarted and has lost this job;"
+            " start elaunch here again to join the new one"
         )
 
     @property
@@ -179,10 +178,10 @@ class FoundStore:
 
 
 def _certificate_at(endpoint: Endpoint, secret: Secret | None, deadline_s: float) -> bytes | None:
-    """The certificate (DER) of the server there, proven to be that of `secret`; None for a server without TLS.
+    """The certificate (DER) of the server there; None for a server without TLS.
 
-    An etcd with certificates of its own has https:// in its endpoint. Raises Unavailable if nothing listens, Denied if
-    the token is not that store's.
+    With `secret`, the server has proven that it has the same token. An etcd with its own certificates never gets here,
+    since its endpoint is typed with https://. Raises Unavailable if nothing listens, Denied if the token is wrong.
     """
     context = secret.client_context() if secret else _trusting()
     try:
@@ -196,9 +195,9 @@ def _certificate_at(endpoint: Endpoint, secret: Secret | None, deadline_s: float
                 ) from None
             except (ssl.SSLError, ConnectionError, TimeoutError) as error:
                 if secret is None and "CERTIFICATE" in (getattr(error, "reason", None) or ""):
-                    # It speaks TLS, and wants to see the certificate that the token stands for.
+                    # The server speaks TLS, and asks for the certificate that is derived from the token.
                     raise _wants_token(endpoint) from None
-                # An etcd without TLS ends the connection or waits for more, and so may our own in a bad moment.
+                # An etcd without TLS closes the connection or waits for more. Our own server may do so under load.
                 if speaks_http(endpoint, deadline_s):
                     return None
                 raise
@@ -215,14 +214,14 @@ def _wants_token(endpoint: Endpoint) -> Denied:
 
 
 def speaks_http(endpoint: Endpoint, deadline_s: float) -> bool:
-    """Whether what listens there answers without TLS, as an etcd does. Raises OSError."""
+    """Whether the server there answers plain HTTP, as an etcd without TLS does. Raises OSError."""
     with _connected(endpoint, deadline_s) as plain:
         plain.sendall(f"GET /version HTTP/1.1\r\nHost: {endpoint}\r\nConnection: close\r\n\r\n".encode())
         return plain.recv(16).startswith(b"HTTP/")
 
 
 def _connected(endpoint: Endpoint, deadline_s: float) -> socket.socket:
-    # A resolver that is slow takes none of the time to connect.
+    # The time that the resolver takes does not count as time to connect.
     plain = dial(resolve(endpoint.host, endpoint.port, deadline_s), Deadline(deadline_s).left)
     plain.settimeout(deadline_s)
     return plain
@@ -236,7 +235,7 @@ def _trusting() -> ssl.SSLContext:
 
 
 class _FoundWatch:
-    """A watch that says why it could not begin as the store's other calls do."""
+    """A watch whose `begun` raises the same errors as the store's other calls."""
 
     def __init__(self, ask: Callable[[Callable[[Store], None]], None], watch: Watch) -> None:
         self._ask = ask

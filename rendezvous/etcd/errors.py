@@ -1,6 +1,6 @@
-"""What an etcd's error means to a client: who has to act, in words.
+"""How a client reacts to an error of etcd, and the sentence for the user.
 
-The tables below are the whole rule. docs/operations.md shows them to users, and a test visits every row.
+The tables below are the whole rule. docs/operations.md shows them to users, and a test covers every row.
 Codes are gRPC's; texts are those of etcd 3.4 to 3.6 (its `rpctypes/error.go`).
 """
 
@@ -9,9 +9,8 @@ from __future__ import annotations
 from enum import Enum, auto
 from typing import NamedTuple
 
-from elaunch.rendezvous.access import Access
-from elaunch.rendezvous.endpoint import Endpoint
-from elaunch.rendezvous.etcd.transport import Refused
+from elaunch.rendezvous.endpoint import Access, Endpoint
+from elaunch.rendezvous.etcd.transport import EtcdError
 from elaunch.rendezvous.store import Denied, HistoryLost, LeaseGone, Rejected, StoreError, TooLarge, Unavailable
 
 CANCELLED, UNKNOWN, INVALID, DEADLINE, NOT_FOUND, EXISTS, PERMISSION, EXHAUSTED = range(1, 9)
@@ -21,11 +20,11 @@ PRECONDITION, ABORTED, OUT_OF_RANGE, UNIMPLEMENTED, INTERNAL, UNAVAILABLE, DATA_
 class Kind(Enum):
     """What to do about an error."""
 
-    WAIT = auto()  # It passes by itself: ask again, elsewhere too.
+    WAIT = auto()  # The error passes by itself: ask again, also other members.
     SAY = auto()  # Ask again, and tell the user at once: somebody may have to act.
-    TRIM = auto()  # Ask for less.
-    DENY = auto()  # Waiting does not help: ends an agent that is not part of the job yet; as SAY for others.
-    LOGIN = auto()  # The token ran out: get another one.
+    TRIM = auto()  # Send a smaller request.
+    DENY = auto()  # Waiting does not help. An agent that has not joined the job yet ends; others treat it as SAY.
+    LOGIN = auto()  # The token has expired: get another one.
     LEASE_GONE = auto()
     LEASE_THERE = auto()
 
@@ -47,7 +46,7 @@ _OURS_IS_FULL = (
     "the served store is full and takes no writes: it holds 256 MiB at most, and something that has the token fills it;"
     " end that, and delete its keys"
 )
-# By etcd's own text, which says more than the code. The first row whose words are in the text counts.
+# By etcd's own text, which says more than the code. The first row whose words are in the text decides.
 BY_TEXT: dict[str, Rule] = {
     "requested lease not found": Rule(Kind.LEASE_GONE),
     "lease already exists": Rule(Kind.LEASE_THERE, "the lease is there already"),
@@ -93,7 +92,7 @@ BY_TEXT: dict[str, Rule] = {
     ),
     "revision of auth store is old": Rule(Kind.LOGIN, "etcd's users have changed"),
     "not leader": Rule(Kind.WAIT),
-    # etcd without a leader answers so when a lease is asked for, with the code for "unknown".
+    # An etcd without a leader answers so to a request for a lease, with the code for "unknown".
     "context deadline exceeded": Rule(Kind.WAIT),
     "context canceled": Rule(Kind.WAIT),
     "downgrade job in progress": Rule(Kind.WAIT),
@@ -118,16 +117,16 @@ BY_CODE: dict[int, Rule] = {
     UNAUTHENTICATED: Rule(Kind.DENY, "etcd does not know this client"),
 }
 _UNHEARD_OF = Rule(Kind.SAY, "etcd refuses")
-# Through the gateway, who sends no user may pass for the gateway's own certificate.
+# A request without a user through the gateway may count as the user of the gateway's own certificate.
 _NO_USER = ("user name is empty", "permission denied")
 
 
-def judge(error: Refused) -> Kind:
-    """What kind of error it is."""
+def kind_of(error: EtcdError) -> Kind:
+    """What to do about this error."""
     return _rule(error).kind
 
 
-def explain(error: Refused, endpoint: Endpoint, access: Access) -> StoreError:
+def explain(error: EtcdError, endpoint: Endpoint, access: Access) -> StoreError:
     """The error for the caller, as a sentence."""
     kind, sentence = _rule(error)
     user = access.login.user if access.login else ""
@@ -135,15 +134,15 @@ def explain(error: Refused, endpoint: Endpoint, access: Access) -> StoreError:
         case Kind.LEASE_GONE:
             return LeaseGone(f"{endpoint}: the lease has ended")
         case Kind.TRIM:
-            return TooLarge(f"{endpoint} takes no request of that size: {error.text}")
+            return TooLarge(f"{endpoint} refuses a request of that size: {error.text}")
         case Kind.SAY | Kind.LEASE_THERE:
-            # A bearer is shown to the store that elaunch serves alone, which has no alarm.
+            # Only the store that elaunch serves gets a bearer, and that store has no alarm.
             is_ours = bool(access.bearer) and sentence == BY_TEXT[_FULL].sentence
             return Rejected(f"{endpoint}: {_OURS_IS_FULL if is_ours else sentence}")
-        # With a user, a new token was refused: this member has not heard of it yet.
+        # A LOGIN with a user: even a new token was refused, because this member does not know it yet.
         case Kind.WAIT | Kind.LOGIN if kind is Kind.WAIT or user:
-            # A text that is not etcd's own is about the gateway's connection: 3.5 says "bad certificate", 3.4 says
-            # other things.
+            # A text that is not etcd's own is about the gateway's connection to its server. etcd 3.5 says "bad
+            # certificate"; 3.4 says other things.
             is_gateways = access.tls and not error.text.startswith("etcdserver:")
             hint = f"; if it goes on: {_OWN_SERVER}" if is_gateways else ""
             return Unavailable(f"{endpoint} answers: {error.text}{hint}")
@@ -152,26 +151,26 @@ def explain(error: Refused, endpoint: Endpoint, access: Access) -> StoreError:
     return Denied(f"{endpoint}: {sentence.replace('{user}', repr(user)).replace('{prefix}', access.prefix)}")
 
 
-def cancelled(reason: str) -> Refused:
-    """Why a watch was ended by the server: 3.4 and 3.5 wrap gRPC's code in words."""
+def cancelled(reason: str) -> EtcdError:
+    """The error for which the server ended a watch. etcd 3.4 and 3.5 write gRPC's code as words into `reason`."""
     if "Unauthenticated" in reason:
-        return Refused(UNAUTHENTICATED, reason)
+        return EtcdError(UNAUTHENTICATED, reason)
     if "permission denied" in reason:
-        return Refused(PERMISSION, reason)
+        return EtcdError(PERMISSION, reason)
     if "InvalidArgument" in reason:
-        return Refused(INVALID, reason)
-    return Refused(UNAVAILABLE, reason or "the watch was ended")
+        return EtcdError(INVALID, reason)
+    return EtcdError(UNAVAILABLE, reason or "the watch was ended")
 
 
 def history_lost(endpoint: Endpoint, was: str, now: str) -> HistoryLost:
-    """The store behind `endpoint` is not the one that it was."""
+    """The error for a store behind `endpoint` that is no longer the same store."""
     return HistoryLost(
         f"{endpoint}: the store has lost its history ({was} before, {now} now); it was wiped, restored from a backup, "
         "or is another cluster"
     )
 
 
-def _rule(error: Refused) -> Rule:
+def _rule(error: EtcdError) -> Rule:
     if by_text := next((rule for words, rule in BY_TEXT.items() if words in error.text), None):
         return by_text
     kind, sentence = BY_CODE.get(error.code, _UNHEARD_OF)

@@ -1,8 +1,8 @@
-"""etcd3 0.12 as a Python package beside any protobuf: its messages in a descriptor pool that nobody else sees.
+"""Loads the package etcd3 0.12 with any version of protobuf, with its messages in a private descriptor pool.
 
-Its own generated modules are of 2018 and do not load with protobuf 4 and later; they also enter `kv.proto` and
-`rpc.proto` into the pool that all of a process share, where another etcd client has the same names. But each holds its
-descriptor as bytes, and those every protobuf still takes.
+The package's generated modules are from 2018 and do not load with protobuf 4 or later. They also register `kv.proto`
+and `rpc.proto` in the pool that the whole process shares, where another etcd client may use the same names. But each
+module holds its descriptor as bytes, and every version of protobuf accepts those.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _ABSENT = "--rdzv-conf transport=grpc needs the package etcd3: pip install 'elau
 
 @cache
 def load() -> ModuleType:
-    """The package `etcd3`, whose `etcdrpc` holds messages and stubs. Raises Denied where it cannot be had."""
+    """The package `etcd3`; its `etcdrpc` holds messages and stubs. Raises Denied if it cannot be loaded."""
     if loaded := sys.modules.get("etcd3"):
-        # Somebody else has got it to load, with a protobuf old enough.
+        # Another part of the process has loaded it already, with an old protobuf.
         return loaded
     try:
         spec = importlib.util.find_spec("etcd3")
@@ -56,19 +56,19 @@ def load() -> ModuleType:
 
 
 def _import_grpc_quietly() -> None:
-    """gRPC says on stderr what its callers get as errors; it reads when it is loaded whether to."""
+    """Keep gRPC from printing errors to stderr that its callers get anyway; it reads the variable when it is loaded."""
     said = os.environ.get(_VERBOSITY)
     os.environ[_VERBOSITY] = said or "NONE"
     try:
         importlib.import_module("grpc")
     finally:
-        # It is not for the workers.
+        # Workers must not inherit the variable.
         if said is None:
             del os.environ[_VERBOSITY]
 
 
 def _messages(folder: Path) -> dict[str, Any]:
-    """The classes of all messages, by name, in a pool of their own."""
+    """The classes of all messages, by name, in a private pool."""
     pool_module: Any = importlib.import_module("google.protobuf.descriptor_pool")
     factory: Any = importlib.import_module("google.protobuf.message_factory")
     descriptors: Any = importlib.import_module("google.protobuf.descriptor_pb2")
@@ -80,7 +80,7 @@ def _messages(folder: Path) -> dict[str, Any]:
         file = descriptors.FileDescriptorProto.FromString(raw)
         for message in file.message_type:
             descriptor = pool.FindMessageTypeByName(f"{file.package}.{message.name}")
-            # protobuf 3.20 and early 4 have the first of the two only.
+            # protobuf 3.20 and early 4.x have no GetMessageClass.
             found[message.name] = (
                 factory.GetMessageClass(descriptor)
                 if hasattr(factory, "GetMessageClass")
@@ -90,7 +90,7 @@ def _messages(folder: Path) -> dict[str, Any]:
 
 
 def _descriptor(source: str) -> bytes:
-    """The serialized descriptor that a generated module holds."""
+    """The serialized descriptor in the source of a generated module."""
     literal = re.search(r"serialized_pb=_b\(('(?:[^'\\]|\\.)*')\)", source)
     if not literal:
         raise ValueError("no descriptor in its generated modules")
@@ -98,7 +98,7 @@ def _descriptor(source: str) -> bytes:
 
 
 def _put_in_place(messages: dict[str, Any], package: Path) -> None:
-    """Make `etcd3.etcdrpc` of `messages` and of the package's own stubs, before the package asks for it."""
+    """Build `etcd3.etcdrpc` from `messages` and the package's own stubs, before the package imports it."""
     rpc = ModuleType("etcd3.etcdrpc")
     rpc.__path__ = [str(package / "etcdrpc")]
     generated = ModuleType("etcd3.etcdrpc.rpc_pb2")
@@ -109,5 +109,5 @@ def _put_in_place(messages: dict[str, Any], package: Path) -> None:
     sys.modules.update({"etcd3": parent, "etcd3.etcdrpc": rpc, "etcd3.etcdrpc.rpc_pb2": generated})
     stubs = importlib.import_module("etcd3.etcdrpc.rpc_pb2_grpc")
     vars(rpc).update({name: stub for name, stub in vars(stubs).items() if name.endswith("Stub")})
-    # The package itself is to be imported yet, and its client finds `etcdrpc` in place.
+    # The package itself is imported later; its client then finds this `etcdrpc`.
     del sys.modules["etcd3"]

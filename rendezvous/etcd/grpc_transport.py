@@ -1,9 +1,9 @@
-"""Requests over gRPC, on the channel, credentials and calls of the package etcd3: where there is no JSON gateway.
+"""Requests over gRPC, for an etcd without a JSON gateway. It uses the channel, credentials and calls of package etcd3.
 
-What that package has beyond these is not used: its watcher spins while a server is away and never resumes, its lock
-does not work with today's tenacity, and its client knows one endpoint and a token that it never renews.
+The rest of that package is not used: its watcher spins while a server is unreachable and never resumes, its lock does
+not work with today's tenacity, and its client knows one endpoint and one token that it never renews.
 
-A process with an open channel may not fork without exec: gRPC's threads do not come along.
+A process with an open channel must not fork without exec: the child would lack gRPC's threads.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ import threading
 from contextlib import suppress
 from typing import Any
 
-from elaunch.rendezvous.access import Access
-from elaunch.rendezvous.endpoint import Endpoint, Tls
+from elaunch.rendezvous.endpoint import Access, Endpoint, Tls
 from elaunch.rendezvous.etcd.grpc_messages import load
-from elaunch.rendezvous.etcd.transport import Json, Refused, Rpc
+from elaunch.rendezvous.etcd.transport import EtcdError, Json, Rpc
 from elaunch.rendezvous.store import Denied, StoreError, TimedOut, Unavailable
 
 # Service, method and request of each call, in etcd's rpc.proto.
@@ -32,11 +31,11 @@ _CALLS = {
     Rpc.STATUS: ("Maintenance", "Status", "StatusRequest"),
 }
 _OPTIONS = (
-    # Left to itself, gRPC tries again after 1 to 120 s.
+    # By default gRPC tries again after 1 to 120 s.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 500),
     ("grpc.max_reconnect_backoff_ms", 500),
-    # A host that went away without a word is noticed after 7 s; etcd takes pings faster than 5 s for an attack.
+    # A host that disappeared is noticed after 7 s. etcd treats pings faster than every 5 s as an attack.
     ("grpc.keepalive_time_ms", 5000),
     ("grpc.keepalive_timeout_ms", 2000),
     ("grpc.http2.ping_timeout_ms", 3000),
@@ -46,8 +45,8 @@ _OPTIONS = (
 _CANCELLED, _DEADLINE, _UNAVAILABLE = 1, 4, 14
 
 
-class GrpcCarrier:
-    """A `Carrier`; raises Denied where the package is absent or the access is one that gRPC cannot have."""
+class GrpcTransport:
+    """An `RpcTransport`. Raises Denied without the package, and for the store that elaunch serves."""
 
     def __init__(self, access: Access) -> None:
         if access.bearer or isinstance(access.tls, ssl.SSLContext):
@@ -94,7 +93,7 @@ class GrpcCarrier:
 
     def next_of(self, stream: Any, endpoint: Endpoint, deadline_s: float | None) -> Json:
         """The next answer of a stream, as JSON. Raises StopIteration at its end."""
-        # Ended in time by somebody else: gRPC has a deadline for all of a stream alone.
+        # A timer ends the wait: gRPC only knows a deadline for a whole stream.
         timer = threading.Timer(deadline_s, stream.cancel) if deadline_s is not None else None
         if timer:
             timer.daemon = True
@@ -129,7 +128,7 @@ class GrpcCarrier:
         host = f"[{endpoint.host}]" if ":" in endpoint.host else endpoint.host
         files: dict[str, str | None] = {}
         if isinstance(self._tls, Tls):
-            # Without a CA that client would speak plainly.
+            # Without a CA the package's client would use no TLS.
             ca = self._tls.ca or ssl.get_default_verify_paths().cafile
             if not ca:
                 raise Denied(f"{endpoint}: transport=grpc needs the file of the CA; give ca_cert in --rdzv-conf")
@@ -141,7 +140,7 @@ class GrpcCarrier:
 
 
 class _Asked:
-    """What a stream asks: one request, and then nothing for as long as it is open."""
+    """The request side of a stream: one request, and then nothing until the stream ends."""
 
     def __init__(self, message: Any) -> None:
         self._messages = [message]
@@ -161,17 +160,17 @@ class _Asked:
 
 
 class GrpcStream:
-    """Answers of one call, one by one."""
+    """The answers of one call, one by one."""
 
-    def __init__(self, carrier: GrpcCarrier, endpoint: Endpoint, call: Any, asked: _Asked) -> None:
-        self._carrier = carrier
+    def __init__(self, transport: GrpcTransport, endpoint: Endpoint, call: Any, asked: _Asked) -> None:
+        self._transport = transport
         self._endpoint = endpoint
         self._call = call
         self._asked = asked
 
     def next(self, deadline_s: float | None) -> Json:
         try:
-            return self._carrier.next_of(self._call, self._endpoint, deadline_s)
+            return self._transport.next_of(self._call, self._endpoint, deadline_s)
         except StopIteration:
             raise Unavailable(f"{self._endpoint} ended the stream") from None
 
@@ -188,11 +187,11 @@ def _metadata(token: str) -> tuple[tuple[str, str], ...]:
     return (("token", token),) if token else ()
 
 
-def explained(error: Any, endpoint: Endpoint, deadline_s: float) -> StoreError | Refused:
-    """gRPC's error: etcd's own answer, or what went wrong on the way, as a sentence."""
+def explained(error: Any, endpoint: Endpoint, deadline_s: float) -> StoreError | EtcdError:
+    """The store's error for gRPC's: etcd's own answer, or a sentence about the connection."""
     code, text = error.code().value[0], error.details() or ""
     if text.startswith("etcdserver:") or code not in (_CANCELLED, _DEADLINE, _UNAVAILABLE):
-        return Refused(code, text)
+        return EtcdError(code, text)
     if code == _DEADLINE:
         return TimedOut(f"no answer from {endpoint} within {deadline_s:.3g} s")
     if code == _CANCELLED:
@@ -200,7 +199,7 @@ def explained(error: Any, endpoint: Endpoint, deadline_s: float) -> StoreError |
     if "andshake failed" in text and "WRONG_VERSION_NUMBER" in text:
         return Denied(f"{endpoint} does not speak TLS; use http://{endpoint}")
     if "andshake failed" in text and "certificate" in text.lower():
-        return Denied(f"{endpoint}: its certificate is not to be trusted; is the CA the right one?")
+        return Denied(f"{endpoint}: its certificate is not trusted; is the CA the right one?")
     if "Connection refused" in text:
         return Unavailable(f"{endpoint} refuses connections: nobody listens there")
     return Unavailable(f"{endpoint} cannot be reached: {text}")

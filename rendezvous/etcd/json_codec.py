@@ -16,13 +16,13 @@ from elaunch.rendezvous.store import (
     Changes,
     Delete,
     Empty,
-    Entry,
-    Guard,
+    KeyEntry,
     NoneNewer,
     Op,
     Present,
     Put,
     Txn,
+    TxnGuard,
     Unchanged,
     View,
 )
@@ -39,10 +39,10 @@ def range_end(prefix: str) -> bytes:
 
 
 def read(prefix: str | None, at: int = 0) -> Json:
-    """All keys under a prefix as of revision `at`, 0 for now, agreed upon by the members; none, for the revision alone.
+    """A linearizable read of all keys under a prefix at revision `at`; 0 is now. None reads only the revision.
 
-    Never several in one transaction: of one that only reads, an etcd before 3.5.5 panics when the client has left
-    (etcd 14110), so that clients who give up a slow server would end it.
+    Never put several reads into one transaction: an etcd before 3.5.5 panics on a read-only transaction whose client
+    has left (etcd 14110), so clients that give up on a slow server would crash it.
     """
     if prefix is None:
         return _NOTHING
@@ -50,23 +50,23 @@ def read(prefix: str | None, at: int = 0) -> Json:
 
 
 def view(answer: Json) -> View:
-    """What `read` brought."""
+    """The `View` in the answer to `read`."""
     return View(revision(answer), {_text(kv.get("key", "")): _entry(kv) for kv in answer.get("kvs", ())})
 
 
 def commit(txn: Txn) -> Json:
-    """A transaction."""
+    """The request for a transaction."""
     then, otherwise = [_op(op) for op in txn.then], [_op(op) for op in txn.otherwise]
     if not then and not otherwise:
-        # etcd answers a transaction without any operation from the member at hand, which may be behind.
+        # A member of etcd answers a transaction without operations by itself, and this member may be behind.
         then = otherwise = [{"request_range": _count(txn)}]
     return {"compare": [_compare(guard) for guard in txn.guards], "success": then, "failure": otherwise}
 
 
 def _count(txn: Txn) -> Json:
-    """A read that looks at no value, so it cannot be what a transaction panics of (see `read`).
+    """A read that returns no values, so it does not trigger the panic that `read` describes.
 
-    It counts what a guard compares: a user who has a role for a prefix may read nothing else.
+    It counts the keys that a guard compares: a user may have a role for one prefix only, and may read nothing else.
     """
     for guard in txn.guards:
         name = guard.prefix if isinstance(guard, (Empty, NoneNewer)) else guard.key
@@ -76,30 +76,30 @@ def _count(txn: Txn) -> Json:
 
 
 def committed(answer: Json) -> Answer:
-    """What became of a transaction."""
+    """The result of a transaction."""
     return Answer(answer.get("succeeded") is True, revision(answer))
 
 
 def grant(lease: int, ttl_s: float) -> Json:
-    """etcd's leases last whole seconds."""
+    """The request for a lease. etcd's leases last whole seconds."""
     return {"ID": str(lease), "TTL": str(ceil(ttl_s))}
 
 
 def lease(lease: int) -> Json:
-    """A lease to be kept alive or revoked."""
+    """The request that keeps a lease alive, or revokes it."""
     return {"ID": str(lease)}
 
 
 def seconds_left(answer: Json) -> float:
-    """What a keep-alive brought; 0 where the lease has ended."""
+    """The seconds in the answer to a keep-alive; 0 if the lease has ended."""
     return float(_number(answer.get("TTL", 0)))
 
 
 def watch(prefix: str, after: int | None) -> Json:
-    """A watch that tells what `after` wrote, again, and all that came later; or, for None, what comes from now on.
+    """The request for a watch that repeats revision `after` and then reports all later ones; None begins now.
 
-    From `after` itself, not from the revision behind it: etcd lets a watch begin at the very revision that was
-    compacted, and what that one deleted is then never told. So it says "compacted" in time.
+    It begins at `after` itself, not at the next revision: etcd lets a watch begin exactly at the compacted revision,
+    but never reports what that revision deleted. A request from one revision earlier gets "compacted" instead.
     """
     if after is None:
         return {"create_request": _range(prefix)}
@@ -107,10 +107,10 @@ def watch(prefix: str, after: int | None) -> Json:
 
 
 def changes(answer: Json, after: int) -> list[Changes]:
-    """What a watch's answer tells beyond `after`, revision by revision; etcd never splits one over two answers.
+    """The changes after revision `after` in a watch's answer, one for each revision. An answer holds whole revisions.
 
-    All functions here that read answers raise AttributeError, KeyError, TypeError or ValueError if etcd did not write
-    the answer.
+    Every function here that reads an answer may raise AttributeError, KeyError, TypeError or ValueError: the answer is
+    then not etcd's.
     """
     events = (event for event in answer.get("events", ()) if _written_at(event) > after)
     return [
@@ -120,7 +120,7 @@ def changes(answer: Json, after: int) -> list[Changes]:
 
 
 def compacted(answer: Json) -> bool:
-    """Whether the watch was ended because its revisions are compacted away."""
+    """Whether etcd ended the watch because its revisions were compacted."""
     return _number(answer.get("compact_revision", 0)) > 0
 
 
@@ -130,7 +130,7 @@ def revision(answer: Json) -> int:
 
 
 def cluster(answer: Json) -> str:
-    """Which cluster answered; "" where the answer does not say."""
+    """The id of the cluster that answered; "" if the answer does not say."""
     return str(answer.get("header", {}).get("cluster_id", ""))
 
 
@@ -138,7 +138,7 @@ def _range(prefix: str) -> Json:
     return {"key": _base64(_raw(prefix) or b"\0"), "range_end": _base64(range_end(prefix))}
 
 
-def _compare(guard: Guard) -> Json:
+def _compare(guard: TxnGuard) -> Json:
     match guard:
         case Absent(key):
             return {"key": _key(key), "target": "CREATE", "result": "EQUAL", "create_revision": "0"}
@@ -147,7 +147,7 @@ def _compare(guard: Guard) -> Json:
         case Unchanged(key, mod_revision):
             return {"key": _key(key), "target": "MOD", "result": "EQUAL", "mod_revision": str(mod_revision)}
         case Empty(prefix):
-            # On a range the comparison must hold for every key there is, and none was created at 0.
+            # On a range the comparison must hold for every key, and no key was created at revision 0.
             return {**_range(prefix), "target": "CREATE", "result": "EQUAL", "create_revision": "0"}
         case NoneNewer(prefix, newest):
             return {**_range(prefix), "target": "MOD", "result": "LESS", "mod_revision": str(newest + 1)}
@@ -164,8 +164,8 @@ def _op(op: Op) -> Json:
             return {"request_delete_range": {"key": _key(key), "range_end": _key(end)}}
 
 
-def _entry(kv: Json) -> Entry:
-    return Entry(
+def _entry(kv: Json) -> KeyEntry:
+    return KeyEntry(
         _text(kv.get("value", "")),
         _number(kv["create_revision"]),
         _number(kv["mod_revision"]),
@@ -173,7 +173,7 @@ def _entry(kv: Json) -> Entry:
     )
 
 
-def _event(event: Json) -> Entry | None:
+def _event(event: Json) -> KeyEntry | None:
     return None if event.get("type") == "DELETE" else _entry(event["kv"])
 
 
@@ -191,7 +191,7 @@ def _number(value: Any) -> int:
     raise ValueError(f"{shown(value)} is no 64-bit number")
 
 
-# What others wrote may be no UTF-8: kept as it is, so that the record's reader can refuse it.
+# Values of other writers may not be UTF-8. They are kept as they are, so that the record's reader can refuse them.
 def _raw(text: str) -> bytes:
     return text.encode("utf-8", "surrogateescape")
 

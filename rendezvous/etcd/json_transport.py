@@ -1,4 +1,4 @@
-"""Requests over etcd's JSON gateway: `POST /v3/…`, standard library only."""
+"""Requests over etcd's JSON gateway: `POST /v3/…`, with the standard library only."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 
 from elaunch.rendezvous.codec import parse_json, shown
 from elaunch.rendezvous.endpoint import Endpoint, Tls
-from elaunch.rendezvous.etcd.transport import GatewayOff, Json, Refused, Rpc
-from elaunch.rendezvous.http.client import Client, Connection, Deadline
+from elaunch.rendezvous.etcd.transport import EtcdError, GatewayOff, Json, Rpc
+from elaunch.rendezvous.http.client import ClientConnection, Deadline, HttpClient
 from elaunch.rendezvous.store import Denied, Rejected, StoreError, Unavailable
 
 if TYPE_CHECKING:
     import ssl
 
-# A watch tells one transaction a line: 1.5 MiB, in base64.
+# A line of a watch holds one transaction: 1.5 MiB, in base64.
 _LINE_BYTES_MAX = 1 << 23
 # Characters of an error's text, which goes to the log.
 _TEXT_MAX = 1000
@@ -23,9 +23,9 @@ _GATEWAY_OFF = (
     "the JSON gateway of {} is off; start etcd with --enable-grpc-gateway=true, or pip install 'elaunch[etcd3]' and "
     "use --rdzv-conf transport=grpc"
 )
-# It was elsewhere then.
+# These versions had the gateway at another path, or none.
 _BEFORE_THE_GATEWAY = ("2.", "3.0.", "3.1.", "3.2.", "3.3.")
-# gRPC's codes: try again, elsewhere; and what an HTTP status without one stands for.
+# gRPC's code for "unavailable", its highest code, and the codes for HTTP statuses that come without one.
 _UNAVAILABLE = 14
 _CODE_MAX = 16
 _NO_SUCH_PAGE = (404, 405, 410)
@@ -33,11 +33,11 @@ _CODES = {400: 3, 401: 16, 403: 7, 405: 12, 413: 11}
 _TOO_MANY_REQUESTS = 429
 
 
-class GatewayCarrier:
-    """A `Carrier` over HTTP/1.1. With a `bearer` it stands for the token of every request."""
+class JsonTransport:
+    """An `RpcTransport` over HTTP/1.1. A `bearer` replaces the token of every request."""
 
     def __init__(self, tls: Tls | ssl.SSLContext | None = None, bearer: str = "") -> None:
-        self._client = Client(tls)
+        self._client = HttpClient(tls)
         self._bearer = f"Bearer {bearer}" if bearer else ""
 
     def version(self, endpoint: Endpoint, token: str, deadline_s: float) -> str:
@@ -48,7 +48,7 @@ class GatewayCarrier:
             if scheme := self._client.other_scheme(endpoint, deadline_s):
                 raise Denied(f"{endpoint} answers to {scheme} alone; use {scheme}://{endpoint}") from None
             raise
-        # What knows no such page, or no POST at all, may be an old etcd, one without its gateway, or none.
+        # A server without this page or without POST may be an old etcd, an etcd without its gateway, or no etcd.
         found = {} if status in (*_NO_SUCH_PAGE, 501) else _parsed(endpoint, status, body)
         return str(found.get("version") or self._version_without_gateway(endpoint, headers, deadline_s))
 
@@ -56,10 +56,10 @@ class GatewayCarrier:
         status, body = self._client.ask(
             endpoint, "POST", f"/v3/{rpc.value}", self._headers(token), _body(request), deadline_s
         )
-        # A stream's answers are lines.
+        # The answers of a stream are lines; take the first.
         return _parsed(endpoint, status, body.partition(b"\n")[0])
 
-    def stream(self, endpoint: Endpoint, rpc: Rpc, request: Json, token: str, deadline_s: float) -> GatewayStream:
+    def stream(self, endpoint: Endpoint, rpc: Rpc, request: Json, token: str, deadline_s: float) -> JsonStream:
         deadline = Deadline(deadline_s)
         connection = self._client.open(endpoint, deadline)
         headers = {**self._headers(token), "Grpc-Metadata-hasleader": "true"}
@@ -70,13 +70,13 @@ class GatewayCarrier:
         except BaseException:
             connection.close()
             raise
-        return GatewayStream(endpoint, connection)
+        return JsonStream(endpoint, connection)
 
     def close(self) -> None:
         self._client.close()
 
     def _version_without_gateway(self, endpoint: Endpoint, headers: dict[str, str], deadline_s: float) -> str:
-        """Of an etcd that is too old to have one. Raises GatewayOff for others, Denied for what is no etcd."""
+        """The version of an etcd that is too old. Raises GatewayOff for a newer one, Denied for another server."""
         status, body = self._client.ask(endpoint, "GET", "/version", headers, b"", deadline_s)
         version = str(_version_of(endpoint, status, body)["etcdserver"])
         if not version.startswith(_BEFORE_THE_GATEWAY):
@@ -87,10 +87,10 @@ class GatewayCarrier:
         return {"Content-Type": "application/json", "Authorization": self._bearer or token}
 
 
-class GatewayStream:
-    """Answers as lines of JSON; a large one's line end may come in a piece of its own."""
+class JsonStream:
+    """Answers as lines of JSON. The line end of a large answer may arrive as a piece of its own."""
 
-    def __init__(self, endpoint: Endpoint, connection: Connection) -> None:
+    def __init__(self, endpoint: Endpoint, connection: ClientConnection) -> None:
         self._endpoint = endpoint
         self._connection = connection
         self._lines: deque[bytes] = deque()
@@ -126,14 +126,14 @@ def _body(request: Json) -> bytes:
 
 
 def _version_of(endpoint: Endpoint, status: int, body: bytes) -> Json:
-    """Every etcd answers /version, with its gateway off too. Raises Denied for a server that is none."""
+    """The answer to /version: every etcd gives it, even without the gateway. Raises Denied for another server."""
     try:
         answer = parse_json(body)
     except ValueError:
         answer = None
     if status == 200 and isinstance(answer, dict) and "etcdserver" in answer:
         return answer
-    # A proxy in front of an etcd may be in trouble, or want to know who asks.
+    # Other statuses may come from a proxy in front of an etcd: it fails, or asks for a login.
     if status < 400 or status in _NO_SUCH_PAGE:
         said = body[:80].decode(errors="replace").strip()
         raise Denied(
@@ -151,7 +151,7 @@ def _parsed(endpoint: Endpoint, status: int, body: bytes) -> Json:
     if not isinstance(answer, dict):
         raise _by_status(endpoint, status, body, "and no JSON")
     error = answer.get("error")
-    # A stream's error is an object of its own.
+    # In a stream an error is a JSON object.
     if isinstance(error, dict):
         code, said = error.get("grpc_code") or error.get("code"), error.get("message", error)
     elif error is not None or status != 200:
@@ -160,9 +160,9 @@ def _parsed(endpoint: Endpoint, status: int, body: bytes) -> Json:
         result = answer.get("result", answer)
         return result if isinstance(result, dict) else answer
     if type(code) is int and 0 < code <= _CODE_MAX:
-        raise Refused(code, _text(said))
+        raise EtcdError(code, _text(said))
     if status == 200:
-        raise Refused(_UNAVAILABLE, _text(said))
+        raise EtcdError(_UNAVAILABLE, _text(said))
     raise _by_status(endpoint, status, body, "and no code of etcd's")
 
 
@@ -170,13 +170,13 @@ def _text(value: object) -> str:
     return value[:_TEXT_MAX] if isinstance(value, str) else shown(value)
 
 
-def _by_status(endpoint: Endpoint, status: int, body: bytes, lacking: str) -> StoreError | Refused:
-    """What an answer means that is not etcd's own: a proxy's page, or its JSON."""
+def _by_status(endpoint: Endpoint, status: int, body: bytes, lacking: str) -> StoreError | EtcdError:
+    """The error for an answer that is not etcd's: the page of a proxy, or its JSON."""
     said = " ".join(body[:200].decode(errors="replace").split())[:80]
     if status == 404:
         return GatewayOff(_GATEWAY_OFF.format(endpoint))
     if status in _CODES:
-        return Refused(_CODES[status], f"HTTP status {status}: {said!r}")
+        return EtcdError(_CODES[status], f"HTTP status {status}: {said!r}")
     what = f"{endpoint} answers with HTTP status {status} {lacking}: {said!r}"
     if status == _TOO_MANY_REQUESTS:
         return Unavailable(what)

@@ -1,4 +1,4 @@
-"""The store on etcd v3: several members, of which one that answers will do."""
+"""The store on etcd v3. It has several members, and one that answers is enough."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
-from elaunch.rendezvous.access import Access
 from elaunch.rendezvous.codec import shown
-from elaunch.rendezvous.endpoint import Endpoint
+from elaunch.rendezvous.endpoint import Access, Endpoint
 from elaunch.rendezvous.etcd import json_codec
-from elaunch.rendezvous.etcd.errors import Kind, explain, history_lost, judge
-from elaunch.rendezvous.etcd.json_transport import GatewayCarrier
-from elaunch.rendezvous.etcd.transport import Carrier, GatewayOff, Json, Refused, Rpc, Stream
+from elaunch.rendezvous.etcd.errors import Kind, explain, history_lost, kind_of
+from elaunch.rendezvous.etcd.json_transport import JsonTransport
+from elaunch.rendezvous.etcd.transport import AnswerStream, EtcdError, GatewayOff, Json, Rpc, RpcTransport
 from elaunch.rendezvous.etcd.watch import EtcdWatch
 from elaunch.rendezvous.store import (
     Answer,
@@ -31,7 +30,7 @@ from elaunch.rendezvous.store import (
 )
 
 VERSION_MIN = (3, 4)
-# A password costs a server 60 ms of a core, and after a restart of the server everybody sends one.
+# Checking a password takes a server 60 ms of a core, and after a restart of the server every client sends one.
 _LOGIN_S = 5.0
 
 Parsed = TypeVar("Parsed")
@@ -40,9 +39,9 @@ Parsed = TypeVar("Parsed")
 class EtcdStore:
     """A `Store` whose calls may come from several threads. Nothing is sent before the first call.
 
-    A call asks the member that answered last, then each other once, and waits `deadline_s` for each; twice as long for
-    the only one: to give up sooner would make a slow one begin again. Without a `carrier` it speaks to the JSON
-    gateway, or by gRPC where `check` finds that off and the package etcd3 is there.
+    A call asks the member that answered last, then each other member once, and waits `deadline_s` for each. With only
+    one member it waits twice as long: to ask a slow server again would make it slower. Without a `transport` it uses
+    the JSON gateway, or gRPC if `check` finds the gateway off and the package etcd3 installed.
     """
 
     def __init__(
@@ -50,39 +49,39 @@ class EtcdStore:
         endpoints: Sequence[Endpoint],
         access: Access | None = None,
         deadline_s: float = 0.5,
-        carrier: Carrier | None = None,
+        transport: RpcTransport | None = None,
     ) -> None:
         access = access or Access()
         self._endpoints = tuple(endpoints)
         self._deadline_s = deadline_s if len(self._endpoints) > 1 else 2 * deadline_s
         self._access = access
-        self._may_change = carrier is None
-        self._use(carrier or GatewayCarrier(access.tls, access.bearer))
+        self._may_change = transport is None
+        self._use(transport or JsonTransport(access.tls, access.bearer))
         self._history = _History()
         self._current = 0
         self._watches: set[EtcdWatch] = set()
 
     def check(self) -> str:
-        """The version of the first member that answers. Raises Denied where it is too old or takes no such calls."""
+        """The version of the first member that answers. Raises Denied if it is too old, or lacks the transport."""
         try:
             return self._version()
         except GatewayOff as error:
             if not self._may_change:
                 raise
-            from elaunch.rendezvous.etcd.grpc_transport import GrpcCarrier
+            from elaunch.rendezvous.etcd.grpc_transport import GrpcTransport
 
             try:
-                carrier = GrpcCarrier(self._access)
+                transport = GrpcTransport(self._access)
             except Denied:
                 raise error from None
-        by_gateway = self._carrier
-        self._use(carrier)
+        by_gateway = self._transport
+        self._use(transport)
         try:
             version = self._version()
         except StoreError:
-            # One 404 of a proxy is no reason to use gRPC for good.
+            # A proxy may have sent a single 404, and that is no reason to stay with gRPC.
             self._use(by_gateway)
-            carrier.close()
+            transport.close()
             raise
         self._may_change = False
         by_gateway.close()
@@ -109,7 +108,7 @@ class EtcdStore:
             Rpc.KEEP_ALIVE,
             json_codec.lease(lease),
             json_codec.seconds_left,
-            # Without another member there is nowhere to go, and a slow one is not asked for all watches anew.
+            # With one member there is nowhere to move watches to, and restarting them would slow that member more.
             timed_out=self._move_watches if len(self._endpoints) > 1 else None,
             passing=Kind.LEASE_GONE,
         )
@@ -129,20 +128,20 @@ class EtcdStore:
             watch.hang_up()
         for watch in watches:
             watch.close()
-        self._carrier.close()
+        self._transport.close()
 
     @property
     def members(self) -> int:
-        """For a watch: how many there are."""
+        """For a watch: the number of members."""
         return len(self._endpoints)
 
-    def open(self, request: Json, attempt: int) -> tuple[Endpoint, Stream]:
+    def open(self, request: Json, attempt: int) -> tuple[Endpoint, AnswerStream]:
         """For a watch: a stream from the member that answers calls, or from the `attempt`-th after it."""
         endpoint = self._endpoints[(self._current + attempt) % len(self._endpoints)]
 
-        def ask(token: str) -> Stream:
-            # After a restart everybody comes at once.
-            return self._carrier.stream(endpoint, Rpc.WATCH, request, token, 2 * self._deadline_s)
+        def ask(token: str) -> AnswerStream:
+            # Twice the deadline: after a restart of etcd all clients come at once.
+            return self._transport.stream(endpoint, Rpc.WATCH, request, token, 2 * self._deadline_s)
 
         return endpoint, self._with_token(endpoint, ask)
 
@@ -154,13 +153,13 @@ class EtcdStore:
         """For a watch: it has ended."""
         self._watches.discard(watch)
 
-    def _use(self, carrier: Carrier) -> None:
-        self._carrier = carrier
-        self._token = _Token(carrier, self._access, max(_LOGIN_S, self._deadline_s))
+    def _use(self, transport: RpcTransport) -> None:
+        self._transport = transport
+        self._token = _Token(transport, self._access, max(_LOGIN_S, self._deadline_s))
 
     def _version(self) -> str:
         def ask(endpoint: Endpoint, token: str) -> str:
-            return self._carrier.version(endpoint, token, self._deadline_s)
+            return self._transport.version(endpoint, token, self._deadline_s)
 
         endpoint, version = self._try_each(ask)
         numbers = tuple(int(part) for part in version.split(".")[:2] if re.fullmatch("[0-9]{1,9}", part))
@@ -178,21 +177,21 @@ class EtcdStore:
         passing: Kind | None = None,
     ) -> Parsed:
         self._history.raise_lost()
-        # What any earlier answer said; answers to calls that run at the same time may come in any order.
+        # The newest revision before this call. Concurrent calls may be answered in any order.
         floor = self._history.revision if rpc in (Rpc.RANGE, Rpc.TXN) else 0
 
         def ask(endpoint: Endpoint, token: str) -> Parsed:
             try:
-                answer = self._carrier.call(endpoint, rpc, request, token, self._deadline_s)
-            except Refused as error:
-                if judge(error) is not passing:
+                answer = self._transport.call(endpoint, rpc, request, token, self._deadline_s)
+            except EtcdError as error:
+                if kind_of(error) is not passing:
                     raise
                 answer = {}
             try:
                 self._history.check(endpoint, answer, floor)
                 return parse(answer)
             except (AttributeError, KeyError, TypeError, ValueError) as error:
-                raise Rejected(f"{endpoint} answers what cannot be understood: {shown(answer)}") from error
+                raise Rejected(f"{endpoint} sent an answer that cannot be understood: {shown(answer)}") from error
 
         try:
             return self._try_each(ask, timed_out)[1]
@@ -229,11 +228,11 @@ class EtcdStore:
             token = self._token.get(endpoint)
             try:
                 return ask(token)
-            except Refused as error:
-                if judge(error) is not Kind.LOGIN or not self._access.login:
+            except EtcdError as error:
+                if kind_of(error) is not Kind.LOGIN or not self._access.login:
                     raise
                 return ask(self._token.renew(endpoint, token))
-        except Refused as error:
+        except EtcdError as error:
             raise explain(error, endpoint, self._access) from error
 
     def _move_watches(self, endpoint: Endpoint) -> None:
@@ -242,7 +241,7 @@ class EtcdStore:
 
 
 def _of_all(errors: Sequence[tuple[Endpoint, StoreError]]) -> StoreError:
-    """What it means that every member failed so; what several of them say is said once."""
+    """One error for the errors of all members; a reason that several members gave is named once."""
     if len(errors) == 1:
         return errors[0][1]
     members: dict[str, list[str]] = {}
@@ -263,10 +262,10 @@ def _of_all(errors: Sequence[tuple[Endpoint, StoreError]]) -> StoreError:
 
 
 class _Token:
-    """The token that stands for a user and a password: got when first needed, and when the last one was refused."""
+    """The token that etcd gives for a user and password: requested when needed first, and when the last was refused."""
 
-    def __init__(self, carrier: Carrier, access: Access, deadline_s: float) -> None:
-        self._carrier = carrier
+    def __init__(self, transport: RpcTransport, access: Access, deadline_s: float) -> None:
+        self._transport = transport
         self._access = access
         self._login = access.login
         self._deadline_s = deadline_s
@@ -274,27 +273,27 @@ class _Token:
         self._token = ""
 
     def get(self, endpoint: Endpoint) -> str:
-        """The token; "" without a user. Raises Refused, and Denied if the password must not be sent."""
+        """The token; "" without a user. Raises EtcdError, and Denied if the password must not be sent."""
         return self._token if self._token or not self._login else self.renew(endpoint, "")
 
     def renew(self, endpoint: Endpoint, old: str) -> str:
-        """Another token than `old`, which was refused. Raises Refused and Denied."""
+        """A new token in place of `old`, which was refused. Raises EtcdError and Denied."""
         with self._lock:
             # Another thread may have been faster.
             if self._token == old and self._login:
                 self._access.check_login(endpoint)
                 request = {"name": self._login.user, "password": self._login.password}
-                answer = self._carrier.call(endpoint, Rpc.AUTHENTICATE, request, "", self._deadline_s)
+                answer = self._transport.call(endpoint, Rpc.AUTHENTICATE, request, "", self._deadline_s)
                 token = answer.get("token", "")
                 # The token goes into a header of every request.
                 if not isinstance(token, str) or not re.fullmatch(r"[!-~]*", token):
-                    raise Unavailable(f"{endpoint} answers a login with what is no token: {shown(token)}")
+                    raise Unavailable(f"{endpoint} answered a login with something that is no token: {shown(token)}")
                 self._token = token
             return self._token
 
 
 class _History:
-    """What the store has said of itself: it is one cluster, and its revision never goes back."""
+    """Checks that all answers come from one cluster, and that its revision never goes back."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -303,12 +302,12 @@ class _History:
         self.revision = 0
 
     def raise_lost(self) -> None:
-        """Raise HistoryLost where it was found before."""
+        """Raise HistoryLost if an earlier answer showed it."""
         if self._lost:
             raise self._lost
 
     def check(self, endpoint: Endpoint, answer: Json, floor: int = 0) -> None:
-        """Take note of an answer, whose revision may not be below `floor`. Raises HistoryLost."""
+        """Check one answer; its revision must not be below `floor`. Raises HistoryLost."""
         revision, cluster = json_codec.revision(answer), json_codec.cluster(answer)
         with self._lock:
             self._cluster = self._cluster or cluster

@@ -1,7 +1,7 @@
-"""What carries requests to one member of the store: JSON over HTTP, or gRPC. Requests and answers are etcd's JSON form.
+"""The interface of a transport, which sends requests to one member of the store: JSON over HTTP, or gRPC.
 
-That form is the protocol buffers' own JSON mapping (int64 as text, bytes in base64), so one writer and one reader of
-it serve both.
+Requests and answers have etcd's JSON form: the JSON mapping of protocol buffers (int64 as text, bytes in base64). So
+both transports share one writer and one reader.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Json = dict[str, Any]
 
 
 class Rpc(Enum):
-    """The calls that are made; the value is the gateway's path below /v3/."""
+    """The calls; the value is the gateway's path below /v3/."""
 
     RANGE = "kv/range"
     TXN = "kv/txn"
@@ -29,10 +29,10 @@ class Rpc(Enum):
 
 
 class GatewayOff(Denied):
-    """It is an etcd, but does not serve the JSON gateway: another transport may do."""
+    """This etcd does not serve the JSON gateway; another transport may work."""
 
 
-class Refused(Exception):
+class EtcdError(Exception):
     """The member answered with an error: gRPC's code and etcd's text."""
 
     def __init__(self, code: int, text: str) -> None:
@@ -41,40 +41,40 @@ class Refused(Exception):
         self.text = text
 
 
-class Stream(Protocol):
-    """Answers that come one by one. One thread reads and closes; any may hang up."""
+class AnswerStream(Protocol):
+    """Answers that arrive one by one. One thread reads and closes; any thread may hang up."""
 
     def next(self, deadline_s: float | None) -> Json:
-        """The next answer, waiting for ever without a deadline. Raises Unavailable at the end, and Refused."""
+        """The next answer; without a deadline it waits forever. Raises Unavailable at the end, and EtcdError."""
         ...
 
     def hang_up(self) -> None:
-        """Whoever waits in `next` gets Unavailable at once."""
+        """End the stream: a thread that waits in `next` gets Unavailable at once."""
         ...
 
     def close(self) -> None:
-        """Let go of it."""
+        """Release the stream's resources."""
         ...
 
 
-class Carrier(Protocol):
-    """Calls may come from several threads. `token` is what Authorization carries, "" for nothing.
+class RpcTransport(Protocol):
+    """Sends requests to members; safe for several threads. `token` goes into the Authorization header, unless "".
 
-    Every method may raise Unavailable (TimedOut where the deadline passed), Denied and Refused.
+    Every method may raise Unavailable (TimedOut if the deadline passed), Denied and EtcdError.
     """
 
     def version(self, endpoint: Endpoint, token: str, deadline_s: float) -> str:
-        """The server's version ("3.5.1"), where it takes calls of this transport. Raises GatewayOff."""
+        """The server's version ("3.5.1"). Raises GatewayOff if it does not take calls of this transport."""
         ...
 
     def call(self, endpoint: Endpoint, rpc: Rpc, request: Json, token: str, deadline_s: float) -> Json:
-        """Ask once; of a stream, the first answer. The deadline is for all of it: name, connection, TLS, answer."""
+        """Ask once; for a stream, return its first answer. The deadline covers name, connection, TLS and answer."""
         ...
 
-    def stream(self, endpoint: Endpoint, rpc: Rpc, request: Json, token: str, deadline_s: float) -> Stream:
-        """Send the request and leave the answers to the stream. It ends when the member loses its leader."""
+    def stream(self, endpoint: Endpoint, rpc: Rpc, request: Json, token: str, deadline_s: float) -> AnswerStream:
+        """Send the request and return the stream of answers. It ends when the member loses its leader."""
         ...
 
     def close(self) -> None:
-        """Let go of connections; streams are their readers'."""
+        """Close the connections. Streams belong to their readers and stay open."""
         ...

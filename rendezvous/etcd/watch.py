@@ -1,4 +1,4 @@
-"""A watch on etcd that gets over what can be got over, in a thread and on a connection of its own."""
+"""A watch on etcd, in its own thread and on its own connection. It resumes after every error that can pass."""
 
 from __future__ import annotations
 
@@ -12,94 +12,94 @@ from typing import Protocol
 from elaunch.rendezvous.codec import shown
 from elaunch.rendezvous.endpoint import Endpoint
 from elaunch.rendezvous.etcd import json_codec
-from elaunch.rendezvous.etcd.errors import Kind, cancelled, judge
-from elaunch.rendezvous.etcd.transport import Json, Refused, Stream
-from elaunch.rendezvous.store import Deaf, Denied, Rejected, StoreError, Unavailable, Update, View
+from elaunch.rendezvous.etcd.errors import Kind, cancelled, kind_of
+from elaunch.rendezvous.etcd.transport import AnswerStream, EtcdError, Json
+from elaunch.rendezvous.store import Denied, Rejected, StoreError, Unavailable, Update, View, WatchBlocked
 
 BACKOFF_MAX_S = 0.5
 _BACKOFF_MIN_S = 0.02
-# The member has taken the request; until it says that the watch has begun.
+# From sending the request until the member confirms that the watch has begun.
 _BEGUN_S = 2.0
-# A stream that ends sooner, and told nothing, counts as one that could not be had.
+# A stream that ends sooner without any update counts as a failed attempt.
 _SETTLED_S = 1.0
 _JOIN_S = 0.2
 
 
-class Source(Protocol):
-    """The store, as a watch sees it."""
+class WatchSource(Protocol):
+    """The calls that a watch makes to its store."""
 
     @property
     def members(self) -> int:
-        """How many there are."""
+        """The number of members."""
         ...
 
-    def open(self, request: Json, attempt: int) -> tuple[Endpoint, Stream]:
-        """A watch's stream from one member, another one at each attempt. Raises StoreError."""
+    def open(self, request: Json, attempt: int) -> tuple[Endpoint, AnswerStream]:
+        """A watch's stream from one member; each `attempt` asks another member. Raises StoreError."""
         ...
 
     def read(self, *prefixes: str) -> View:
-        """From any member. Raises StoreError: Denied where no member would do."""
+        """Read from any member. Raises StoreError: Denied if every member refuses."""
         ...
 
     def heard(self, endpoint: Endpoint, answer: Json) -> None:
-        """Take note of what a watch was answered. Raises HistoryLost."""
+        """Check an answer to a watch. Raises HistoryLost."""
         ...
 
     def forget(self, watch: EtcdWatch) -> None:
-        """It has ended."""
+        """The watch has ended."""
         ...
 
 
 class EtcdWatch:
-    """A `Watch`. After any break it goes on behind the last revision that it told."""
+    """A `Watch`. After any interruption it continues behind the last revision that it delivered."""
 
-    def __init__(self, source: Source, prefix: str, after: int | None, tell: Callable[[Update], None]) -> None:
+    def __init__(self, source: WatchSource, prefix: str, after: int | None, tell: Callable[[Update], None]) -> None:
         self._source = source
         self._prefix = prefix
-        # None before anything was told: then it begins now.
+        # None until something was delivered: the watch then begins now.
         self._after = after
         self._tell = tell
         self._lock = threading.Lock()
-        self._stream: tuple[Endpoint, Stream] | None = None
+        self._stream: tuple[Endpoint, AnswerStream] | None = None
         self._closed = threading.Event()
         self._error: StoreError | None = None
         self._begun_s = math.inf
-        self._is_deaf = False
+        self._is_blocked = False
         self._tried = threading.Event()
         self._why_not: StoreError | None = None
         self._thread = threading.Thread(target=self._run, name=f"watch {prefix}", daemon=True)
 
     def start(self) -> None:
-        """Begin to tell."""
+        """Start the thread that delivers updates."""
         self._thread.start()
 
     def begun(self) -> None:
-        """Wait until it tells what happens, each member having been tried once; raises why none lets it begin."""
+        """Wait until the watch has begun. Raises the reason if every member was tried once and none lets it begin."""
         self._tried.wait()
         if self._why_not:
             self.close()
             raise self._why_not
 
     def close(self) -> None:
-        """Nothing is told after this returns, save what is being told."""
+        """Stop. After this returns no update is delivered, except one whose delivery has begun."""
         self.hang_up()
-        # It may be closed before it is started, by another thread.
+        # Another thread may close the watch before it is started.
         if threading.current_thread() is not self._thread and self._thread.is_alive():
             self._thread.join(_JOIN_S)
 
     def hang_up(self) -> None:
-        """Close it, and wait for nothing."""
+        """Close the watch without waiting for its thread."""
         self._closed.set()
         self._answer(Unavailable("the watch was closed"))
         self._interrupt()
 
     def fail(self, error: StoreError) -> None:
-        """Tell `error` as the last thing."""
+        """Deliver `error` as the last update."""
         self._error = error
         self._interrupt()
 
     def leave(self, endpoint: Endpoint) -> None:
-        """Go elsewhere if it listens to `endpoint`, which does not answer: an idle watch cannot see that."""
+        """Move to another member if the watch is on `endpoint`, which hangs: an idle watch cannot notice that."""
         with self._lock:
             if self._stream and self._stream[0] == endpoint:
                 self._stream[1].hang_up()
@@ -126,11 +126,11 @@ class EtcdWatch:
                 failures = 0 if was_good else failures + 1
                 if failures >= self._source.members + isinstance(error, _TokenOld):
                     self._answer(Denied(str(error)) if isinstance(error, _TokenOld) else error)
-                    self._say_deaf(error)
+                    self._say_blocked(error)
             except StoreError as error:
                 self._error = self._error or error
             except Exception as error:
-                # A fault of ours: somebody waits for this thread.
+                # A bug in this client. The error must be reported: a caller may wait in `begun`.
                 self._error = Denied(f"the store's client failed ({type(error).__name__}: {error})")
             if failures and not self._over():
                 wait_s = min(BACKOFF_MAX_S, _BACKOFF_MIN_S * 2 ** min(failures, 10))
@@ -141,22 +141,22 @@ class EtcdWatch:
         self._source.forget(self)
 
     def _answer(self, why_not: StoreError | None) -> None:
-        """To whoever waits until it has begun; the first answer stands."""
+        """Wake the callers of `begun`. Only the first call counts."""
         if not self._tried.is_set():
             self._why_not = why_not
             self._tried.set()
 
     def _once(self, failures: int) -> None:
-        """Follow one stream to its end; returns where another is to be had at once."""
+        """Follow one stream to its end. If this returns without an error, the next stream is opened at once."""
         try:
             self._follow(failures)
-        except (Denied, Refused) as error:
-            if isinstance(error, Refused) and judge(error) is Kind.WAIT:
+        except (Denied, EtcdError) as error:
+            if isinstance(error, EtcdError) and kind_of(error) is Kind.WAIT:
                 raise Unavailable(str(error)) from error
-            if isinstance(error, Refused) and judge(error) not in (Kind.DENY, Kind.LOGIN):
+            if isinstance(error, EtcdError) and kind_of(error) not in (Kind.DENY, Kind.LOGIN):
                 raise Rejected(str(error)) from error
-            # It may be this member's fault alone, or a token too old, of which a watch only says "permission denied":
-            # what no member would let us read is denied indeed.
+            # Perhaps only this member is wrong, or the token is too old, for which a watch says "permission denied".
+            # A read asks all members: it raises Denied if none of them allows it.
             self._source.read(self._prefix)
             raise _TokenOld(str(error)) from error
         except _Compacted:
@@ -169,12 +169,12 @@ class EtcdWatch:
             with self._lock:
                 self._stream = endpoint, stream
             self._take(endpoint, stream.next(_BEGUN_S))
-            # A watch that begins in the past waits up to 0.1 s for etcd to bring it up to the present; one that begins
-            # now tells at once, and what was before is read then.
+            # etcd takes up to 0.1 s to start a watch in the past. A watch from now on starts at once, so the present
+            # state is read after it has started.
             if self._after is None:
                 self._say_all()
             self._answer(None)
-            self._begun_s, self._is_deaf = time.monotonic(), False
+            self._begun_s, self._is_blocked = time.monotonic(), False
             while not self._over():
                 self._take(endpoint, stream.next(None))
         finally:
@@ -190,16 +190,16 @@ class EtcdWatch:
                 raise _Compacted if compacted else cancelled(str(answer.get("cancel_reason", "")))
             told = json_codec.changes(answer, self._after or 0)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise Unavailable(f"{endpoint} tells what cannot be understood: {shown(answer)}") from error
+            raise Unavailable(f"{endpoint} sent an event that cannot be understood: {shown(answer)}") from error
         for changes in told:
             self._after = changes.revision
             self._say(changes)
 
-    def _say_deaf(self, error: StoreError) -> None:
-        """Tell `Deaf` once; not while the store is away, since calls report that too."""
-        if isinstance(error, (Rejected, _TokenOld)) and not self._is_deaf:
-            self._is_deaf = True
-            self._say(Deaf(str(error)))
+    def _say_blocked(self, error: StoreError) -> None:
+        """Deliver `WatchBlocked` once. Not while the store is unreachable: other calls report that."""
+        if isinstance(error, (Rejected, _TokenOld)) and not self._is_blocked:
+            self._is_blocked = True
+            self._say(WatchBlocked(str(error)))
 
     def _say_all(self) -> None:
         view = self._source.read(self._prefix)
@@ -212,11 +212,11 @@ class EtcdWatch:
 
 
 class _TokenOld(Unavailable):
-    """A member denied what it then let us read: once more, with the token that the read has brought.
+    """A member denied the watch but allowed a read: the watch tries again with the token that the read brought.
 
-    If the watch is denied then too, the member lets us read but not watch. A first watch reports that.
+    If the watch is denied again, the member allows reads but no watches. The first watch reports that.
     """
 
 
 class _Compacted(Exception):
-    """The store no longer has all revisions one by one."""
+    """The store no longer has every revision that the watch missed."""

@@ -1,4 +1,4 @@
-"""HTTP/1.1 over a socket, with a deadline for the whole of a call."""
+"""HTTP/1.1 over a socket, with one deadline for a whole call."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING
 from elaunch.rendezvous.endpoint import Endpoint, Tls
 from elaunch.rendezvous.http.dial import dial
 from elaunch.rendezvous.http.resolve import resolve
-from elaunch.rendezvous.http.response import Garbled, Reply, request
+from elaunch.rendezvous.http.response import Garbled, ResponseReader, request
 from elaunch.rendezvous.store import Denied, StoreError, TimedOut, Unavailable
 
 if TYPE_CHECKING:
     import ssl
 
-# The keys of a job of 4096 nodes that all failed are 24 MB; a hostile answer costs 25 times its bytes to parse.
+# The keys of a job with 4096 failed nodes are 24 MB. To parse a hostile answer takes 25 times its bytes of memory.
 ANSWER_BYTES_MAX = 1 << 25
 _RECEIVE_BYTES = 1 << 16
 _IDLE_CONNECTIONS_MAX = 4
@@ -29,23 +29,24 @@ _MOMENT_S = 0.001
 
 
 class Deadline:
-    """A point in time; `left` says how far off it is."""
+    """A point in time; `left` says how many seconds remain."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._end_s = time.monotonic() + seconds
 
     def left(self) -> float:
-        """Seconds. Raises TimeoutError when there are none."""
+        """The remaining seconds. Raises TimeoutError if there are none."""
         left_s = self._end_s - time.monotonic()
         if left_s <= 0:
             raise TimeoutError("timed out")
         return left_s
 
     def left_to_read(self) -> float:
-        """The same, and a moment for what has arrived already, if this thread was kept waiting for its processor.
+        """The remaining seconds, and after the deadline a moment to read what has arrived already.
 
-        Raises TimeoutError when twice the time has passed.
+        The answer may be here while this thread had to wait for a processor. Raises TimeoutError once twice the time
+        has passed.
         """
         left_s = self._end_s - time.monotonic()
         if left_s <= -self._seconds:
@@ -58,28 +59,31 @@ class Deadline:
 
 @dataclass(frozen=True)
 class Trust:
-    """How servers are known by TLS, which is not spoken without `context`; `hint` says what to check if one is not."""
+    """How a client recognises its servers by TLS. Without `context` there is no TLS.
+
+    `hint` tells the user what to check if a server's certificate is not trusted.
+    """
 
     context: ssl.SSLContext | None = None
     hint: str = ""
 
 
-class Connection:
-    """One connection to a server, for one request at a time. Raises Unavailable or Denied, as everything here."""
+class ClientConnection:
+    """One connection to a server, for one request at a time. Every method may raise Unavailable or Denied."""
 
     def __init__(self, endpoint: Endpoint, trust: Trust, deadline: Deadline) -> None:
         self._endpoint = endpoint
         self._trust = trust
-        self._reply = Reply()
+        self._reply = ResponseReader()
         self._pid = os.getpid()
         self._body: deque[bytes] = deque()
         with self._explained(deadline):
             self._socket = _connect(endpoint, trust.context, deadline)
 
-    def ask(self, method: str, path: str, headers: dict[str, str], body: bytes, deadline: Deadline) -> Reply:
-        """Send a request and read the head of its answer; `piece` has the body."""
+    def ask(self, method: str, path: str, headers: dict[str, str], body: bytes, deadline: Deadline) -> ResponseReader:
+        """Send a request and read the head of its answer; read the body with `piece`."""
         data = request(method, str(self._endpoint), path, headers, body)
-        self._reply = Reply()
+        self._reply = ResponseReader()
         self._body.clear()
         with self._explained(deadline):
             self._socket.settimeout(deadline.left())
@@ -89,8 +93,7 @@ class Connection:
         return self._reply
 
     def piece(self, deadline: Deadline | None) -> bytes:
-        """More of the body, however long that takes without a deadline; b"" at its end."""
-
+        """The next piece of the body; b"" at its end. Without a deadline it waits forever."""
         with self._explained(deadline):
             while not self._body:
                 if self._reply.finished:
@@ -109,7 +112,7 @@ class Connection:
         return b"".join(pieces)
 
     def usable(self) -> bool:
-        """Whether another request may be sent: the last answer has ended, this process opened it, and it is silent."""
+        """Whether another request may be sent: this process opened it, the last answer is complete, no data waits."""
         if not self._reply.reusable or not self._reply.finished or self._pid != os.getpid():
             return False
         poll = select.poll()
@@ -117,8 +120,8 @@ class Connection:
         return not poll.poll(0)
 
     def hang_up(self) -> None:
-        """End the connection under whoever waits on it; from any thread. It is still to be closed."""
-        # The socket's own method: TLS's would first forget its state under the reader.
+        """End the connection, from any thread; a thread that reads from it wakes up. `close` must still be called."""
+        # The plain socket's method: the TLS socket's method would first drop the TLS state that the reader uses.
         with suppress(OSError):
             socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
@@ -138,21 +141,21 @@ class Connection:
         try:
             yield
         except (OSError, Garbled) as error:
-            # It imports ssl, which without TLS only an error is worth.
-            from elaunch.rendezvous.http.errors import explain
+            # This module imports ssl, which costs time; without TLS only an error needs it.
+            from elaunch.rendezvous.http.errors import connection_error
 
-            raise explain(error, self._endpoint, str(deadline or ""), self._trust.hint) from error
+            raise connection_error(error, self._endpoint, str(deadline or ""), self._trust.hint) from error
 
 
-class Client:
-    """Requests to several servers; connections are kept for the next one. Calls may come from several threads."""
+class HttpClient:
+    """Requests to several servers, over connections that are kept and used again. Safe for several threads."""
 
     def __init__(self, tls: Tls | ssl.SSLContext | None = None) -> None:
         if isinstance(tls, Tls):
             self._trust = Trust(context(tls), "is the CA the right one?")
         else:
             self._trust = Trust(tls, "is ELAUNCH_TOKEN that of the elaunch that runs there?")
-        self._idle: defaultdict[Endpoint, deque[Connection]] = defaultdict(deque)
+        self._idle: defaultdict[Endpoint, deque[ClientConnection]] = defaultdict(deque)
 
     def ask(
         self, endpoint: Endpoint, method: str, path: str, headers: dict[str, str], body: bytes, deadline_s: float
@@ -161,18 +164,18 @@ class Client:
         deadline = Deadline(deadline_s)
         idle = self._idle[endpoint]
         kept = _take(idle)
-        connection = kept or Connection(endpoint, self._trust, deadline)
+        connection = kept or ClientConnection(endpoint, self._trust, deadline)
         try:
             try:
                 reply = connection.ask(method, path, headers, body, deadline)
             except TimedOut:
                 raise
             except Unavailable:
-                # The server may have closed the kept one as the request was under way.
+                # The server may have closed the kept connection while the request was on its way.
                 if not kept:
                     raise
                 connection.close()
-                connection = Connection(endpoint, self._trust, deadline)
+                connection = ClientConnection(endpoint, self._trust, deadline)
                 reply = connection.ask(method, path, headers, body, deadline)
             answer = reply.status, connection.body(deadline)
         except BaseException:
@@ -184,15 +187,15 @@ class Client:
             connection.close()
         return answer
 
-    def open(self, endpoint: Endpoint, deadline: Deadline) -> Connection:
-        """A connection of the caller's own, for an answer that goes on."""
-        return Connection(endpoint, self._trust, deadline)
+    def open(self, endpoint: Endpoint, deadline: Deadline) -> ClientConnection:
+        """A new connection that belongs to the caller, for an answer without an end."""
+        return ClientConnection(endpoint, self._trust, deadline)
 
     def other_scheme(self, endpoint: Endpoint, deadline_s: float) -> str:
-        """`http` or `https`, where the server would answer to that, and not to what was tried; else ""."""
+        """The scheme, `http` or `https`, that the server answers if it is not the one in use; else ""."""
         deadline = Deadline(deadline_s)
         if self._trust.context:
-            with suppress(StoreError), closing(Connection(endpoint, Trust(), deadline)) as plain:
+            with suppress(StoreError), closing(ClientConnection(endpoint, Trust(), deadline)) as plain:
                 plain.ask("GET", "/version", {}, b"", deadline)
                 return "http"
             return ""
@@ -202,20 +205,20 @@ class Client:
             with closing(_connect(endpoint, ssl._create_unverified_context(), deadline)):
                 return "https"
         except ssl.SSLError as error:
-            # It speaks TLS, and refuses us by it.
+            # A TLS alert: the server speaks TLS, and refuses this client.
             return "https" if "ALERT" in (error.reason or "") else ""
         except OSError:
             return ""
 
     def close(self) -> None:
-        """Close what is kept."""
+        """Close the kept connections."""
         for idle in list(self._idle.values()):
             while connection := _take(idle):
                 connection.close()
 
 
 def context(tls: Tls) -> ssl.SSLContext:
-    """A client's TLS context. Raises Denied where a file is missing or wrong."""
+    """A client's TLS context. Raises Denied if a file is missing or wrong."""
     import ssl
 
     try:
@@ -228,7 +231,7 @@ def context(tls: Tls) -> ssl.SSLContext:
     return made
 
 
-def _take(idle: deque[Connection]) -> Connection | None:
+def _take(idle: deque[ClientConnection]) -> ClientConnection | None:
     while idle:
         try:
             connection = idle.pop()

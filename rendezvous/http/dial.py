@@ -9,25 +9,25 @@ import socket
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from elaunch.rendezvous.http.resolve import Address
+from elaunch.rendezvous.http.resolve import HostAddress
 
-# The kernel asks again after a second at first, which may be all the time that there is.
+# The kernel repeats a lost SYN after a second, which may be longer than the deadline.
 _AGAIN_S = 0.2
-# A connection whose other end is gone for good is given up after this long: what was sent is not acknowledged, or the
-# kernel's own questions on an idle one are not answered.
+# A connection to a host that disappeared is given up after this long: sent data is not acknowledged, or keepalive
+# probes on an idle connection are not answered.
 _GONE_MS = 5000
 _IDLE_S, _ASK_EVERY_S = 2, 1
 
 
-def dial(addresses: Sequence[Address], left: Callable[[], float]) -> socket.socket:
-    """The first connection that one of these addresses takes; `left` says how many seconds there are still, or raises.
+def dial(addresses: Sequence[HostAddress], left: Callable[[], float]) -> socket.socket:
+    """The first connection that one of these addresses accepts. `left` returns the remaining seconds, or raises.
 
-    The next is tried when one has refused, or is silent for a moment, while those before are still waited for
-    (RFC 8305); when all are silent they are asked again. So a lost packet costs a moment. The socket does not block.
-    Raises the first OSError when all have failed.
+    The next address is tried if one has refused, or is silent for a moment; earlier tries go on meanwhile (RFC 8305).
+    If all addresses are silent, they are tried again, so a lost packet costs only a moment. The socket does not block.
+    Raises the first OSError if all have failed.
     """
     untried = deque(dict.fromkeys(addresses))
-    tries: dict[int, tuple[socket.socket, Address]] = {}
+    tries: dict[int, tuple[socket.socket, HostAddress]] = {}
     errors: list[OSError] = []
     poll = select.poll()
     try:
@@ -41,7 +41,7 @@ def dial(addresses: Sequence[Address], left: Callable[[], float]) -> socket.sock
                     continue
                 tries[begun.fileno()] = begun, address
                 poll.register(begun, select.POLLOUT)
-            # All must have been tried in time.
+            # The remaining time must be enough to try every address.
             ready = poll.poll(1000 * min(_AGAIN_S, left() / (len(untried) + 1)))
             failed: set[int] = set()
             for fd, _ in ready:
@@ -52,7 +52,7 @@ def dial(addresses: Sequence[Address], left: Callable[[], float]) -> socket.sock
                 errors.append(OSError(code, os.strerror(code)))
                 failed.add(fd)
                 if code == errno.ECONNREFUSED:
-                    # So are those that the same host has not heard.
+                    # Nobody listens there, so other tries of the same address fail too.
                     failed.update(other for other, (_, its) in tries.items() if its == address)
             for fd in failed:
                 poll.unregister(fd)
@@ -65,7 +65,7 @@ def dial(addresses: Sequence[Address], left: Callable[[], float]) -> socket.sock
             tried.close()
 
 
-def _begin(address: Address) -> socket.socket:
+def _begin(address: HostAddress) -> socket.socket:
     family, place = address
     made = socket.socket(family, socket.SOCK_STREAM)
     made.setblocking(False)

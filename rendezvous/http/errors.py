@@ -1,4 +1,4 @@
-"""What went wrong on a connection, in words."""
+"""Errors of a connection as sentences for the user."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from elaunch.rendezvous.endpoint import Endpoint
 from elaunch.rendezvous.http.response import Garbled, NotHttp
 from elaunch.rendezvous.store import Denied, StoreError, TimedOut, Unavailable
 
-# The client's certificate did not please: OpenSSL's names of the alerts.
+# OpenSSL's names of the alerts by which a server rejects the client's certificate.
 _CLIENT_ALERTS = ("CERTIFICATE_REQUIRED", "BAD_CERTIFICATE", "UNKNOWN_CA", "CERTIFICATE_UNKNOWN", "CERTIFICATE_EXPIRED")
 
 
-def explain(error: OSError | Garbled, endpoint: Endpoint, waited: str, hint: str) -> StoreError:
-    """The sentence for `error`; `waited` is how long the answer was waited for ("0.5 s", "" is for ever), `hint`
-    what to check where the server is not to be trusted.
+def connection_error(error: OSError | Garbled, endpoint: Endpoint, waited: str, hint: str) -> StoreError:
+    """The store's error for `error`, as a sentence.
+
+    `waited` is the deadline that passed ("0.5 s"; "" is without one). `hint` tells the user what to check if the server
+    is not trusted.
     """
     match error:
         case NotHttp():
@@ -30,7 +32,7 @@ def explain(error: OSError | Garbled, endpoint: Endpoint, waited: str, hint: str
             return Unavailable(f"the name {endpoint.host} cannot be resolved: {error.strerror}")
         case TimeoutError():
             if not waited:
-                return Unavailable(f"{endpoint} is gone: its host does not acknowledge what the kernel sends")
+                return Unavailable(f"{endpoint} is gone: its host does not acknowledge what was sent")
             return TimedOut(f"no answer from {endpoint} within {waited}")
         case ConnectionRefusedError():
             return Unavailable(f"{endpoint} refuses connections: nobody listens there")
@@ -42,7 +44,7 @@ def explain(error: OSError | Garbled, endpoint: Endpoint, waited: str, hint: str
 
 def _tls(error: ssl.SSLError, endpoint: Endpoint, hint: str) -> StoreError:
     if isinstance(error, ssl.SSLCertVerificationError):
-        return Denied(f"{endpoint}: its certificate is not to be trusted: {error.verify_message}; {hint}")
+        return Denied(f"{endpoint}: its certificate is not trusted: {error.verify_message}; {hint}")
     reason = error.reason or ""
     if "WRONG_VERSION_NUMBER" in reason or "HTTP_REQUEST" in reason or "RECORD_LAYER_FAILURE" in reason:
         return Denied(f"{endpoint} does not speak TLS; use http://{endpoint}")

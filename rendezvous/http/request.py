@@ -1,6 +1,6 @@
-"""HTTP/1.1 for the side that answers: bytes in, requests out, without a socket (RFC 9112, cut down).
+"""HTTP/1.1 for the server: bytes in, requests out, without a socket (a part of RFC 9112).
 
-Bodies have a Content-Length; answers are whole, or a stream in chunks.
+A request's body has a Content-Length. An answer is sent whole, or as a stream of chunks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _END = b"\r\n\r\n"
 
 
 class HttpRequest(NamedTuple):
-    """`headers` have lower-case names. `closes`: the client wants no further request to follow on the connection."""
+    """`headers` have lower-case names. `closes` says that the client sends no further request on the connection."""
 
     method: str
     path: str
@@ -24,9 +24,9 @@ class HttpRequest(NamedTuple):
 
 
 class BadRequest(Exception):
-    """The client sent no request, or one that is refused; its connection cannot be used any further.
+    """The client sent no HTTP request, or one that is refused. Its connection cannot be used any further.
 
-    `body` is the answer's body.
+    `body` is the body of the answer.
     """
 
     def __init__(self, status: int, body: str | bytes) -> None:
@@ -36,10 +36,10 @@ class BadRequest(Exception):
 
 
 class RequestReader:
-    """Puts requests together from what arrives.
+    """Assembles requests from the bytes that arrive.
 
-    `admit` is called with each request's headers and its body's length before the body is read. It raises BadRequest
-    for a request that is refused.
+    `admit` is called with each request's headers and its body's length, before the body is read. It raises BadRequest
+    to refuse the request.
     """
 
     def __init__(self, admit: Callable[[Mapping[str, str], int], None]) -> None:
@@ -99,15 +99,15 @@ def _body_length(headers: Mapping[str, str]) -> int:
     return int(text[:19])
 
 
-def whole(status: int, body: bytes, closes: bool = False) -> bytes:
-    """An answer; `closes` tells the client that none will follow."""
+def http_response(status: int, body: bytes, closes: bool = False) -> bytes:
+    """A whole answer; `closes` tells the client that the server closes the connection."""
     kind = "application/json" if body.startswith(b"{") else "text/plain; charset=utf-8"
     head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n"
     return (head + ("Connection: close\r\n" if closes else "") + "\r\n").encode() + body
 
 
 def stream_head() -> bytes:
-    """The start of an answer in chunks."""
+    """The head of an answer in chunks."""
     return b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 

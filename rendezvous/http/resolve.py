@@ -1,4 +1,4 @@
-"""Addresses of a host name, within a deadline: the system's resolver has none."""
+"""Addresses of a host name, within a deadline. The system's resolver has no deadline, so it runs in a thread."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import threading
 from functools import lru_cache
 from typing import Any
 
-Address = tuple[socket.AddressFamily, tuple[Any, ...]]
+HostAddress = tuple[socket.AddressFamily, tuple[Any, ...]]
 
 
 class _Lookup(threading.Thread):
-    """One question to the resolver, which may hang in it for as long as it likes."""
+    """One call of the resolver. It may hang without harm."""
 
     def __init__(self, host: str, port: int) -> None:
         super().__init__(name=f"resolve {host}", daemon=True)
@@ -25,15 +25,15 @@ class _Lookup(threading.Thread):
             self.error = error
 
 
-_known: dict[tuple[str, int], list[Address]] = {}
+_known: dict[tuple[str, int], list[HostAddress]] = {}
 _pending: dict[tuple[str, int], _Lookup] = {}
 _lock = threading.Lock()
 
 
-def resolve(host: str, port: int, wait_s: float) -> list[Address]:
-    """The stream addresses of `host`; those of an earlier call where the resolver does not answer in time.
+def resolve(host: str, port: int, wait_s: float) -> list[HostAddress]:
+    """The stream addresses of `host`. If the resolver does not answer in time: the result of an earlier call.
 
-    Raises socket.gaierror where there are none.
+    Raises socket.gaierror if there is no such result either.
     """
     if numeric := _numeric(host, port):
         return numeric
@@ -49,20 +49,20 @@ def resolve(host: str, port: int, wait_s: float) -> list[Address]:
 
 
 @lru_cache
-def _numeric(host: str, port: int) -> list[Address]:
-    """Of what is an address already; none of a name."""
+def _numeric(host: str, port: int) -> list[HostAddress]:
+    """The addresses if `host` is a numeric address; empty if it is a name."""
     try:
         return _lookup(host, port, socket.AI_NUMERICHOST)
     except OSError:
         return []
 
 
-def _lookup(host: str, port: int, flags: int = 0) -> list[Address]:
-    # As text it would first be made IDNA, whose tables take 3 ms to load.
+def _lookup(host: str, port: int, flags: int = 0) -> list[HostAddress]:
+    # Python encodes a str as IDNA first, and loading its tables takes 3 ms.
     name = host.encode() if host.isascii() else host
     try:
         found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM, flags=flags)
     except ValueError:
-        # Names that IDNA has no form for (an empty label, a lone surrogate), and names with a NUL.
+        # IDNA cannot encode some names (an empty label, a lone surrogate); others contain a NUL.
         raise socket.gaierror(socket.EAI_NONAME, f"{host!r} is no name of a host") from None
     return [(family, address) for family, _, _, _, address in found]

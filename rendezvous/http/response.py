@@ -1,4 +1,4 @@
-"""HTTP/1.1 answers, taken apart as they arrive (RFC 9112): no socket, no clock."""
+"""HTTP/1.1 answers, parsed as they arrive (RFC 9112): no socket, no clock."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ _SIZE_DIGITS_MAX = 16
 
 
 class Garbled(Exception):
-    """What came is no HTTP answer, or ends too early; a sentence without its subject."""
+    """The data is no HTTP answer, or ends too early. The message is a sentence without its subject."""
 
 
 class NotHttp(Garbled):
-    """It begins like no HTTP answer; `start` is how."""
+    """The data does not begin like an HTTP answer; `start` is its beginning."""
 
     def __init__(self, start: bytes) -> None:
         super().__init__(f"does not speak HTTP: {start[:40]!r}")
         self.start = start
 
 
-class Reply:
-    """One answer to a POST or GET. `feed` it what arrives; it gives back what belongs to the body.
+class ResponseReader:
+    """Reads one answer to a POST or GET. Pass what arrives to `feed`; it returns the parts of the body.
 
-    `status` is 0 until the head is complete; `finished` says that the body is; `reusable` that another request may
-    follow on the connection then.
+    `status` is 0 until the head is complete. `finished` says that the body is complete, and `reusable` that another
+    request may then follow on the connection.
     """
 
     def __init__(self) -> None:
@@ -37,14 +37,14 @@ class Reply:
         self.finished = False
         self.reusable = False
         self._rest = b""
-        # Bytes that the body, or the chunk at hand with its line end, still has; None where the connection's end is the
-        # body's.
+        # Remaining bytes of the body, or of the current chunk with its line end. None: the body ends with the
+        # connection.
         self._left: int | None = 0
         self._chunked = False
         self._trailers = False
 
     def feed(self, data: bytes) -> bytes:
-        """The next piece of the body, b"" where none has come yet. Raises Garbled."""
+        """The next piece of the body, b"" if none has arrived yet. Raises Garbled."""
         self._rest += data
         while not self.status:
             if self._head() is False:
@@ -58,7 +58,7 @@ class Reply:
         return body
 
     def end(self) -> None:
-        """The connection has ended. Raises Garbled where that is too early."""
+        """The connection has ended. Raises Garbled if the answer is incomplete."""
         if self.finished:
             return
         if not self.status:
@@ -68,7 +68,7 @@ class Reply:
         self.finished = True
 
     def _head(self) -> bool | None:
-        """Whether the head is complete; None for the head of an interim answer, after which another head comes."""
+        """Whether the head is complete. None after the head of an interim answer: another head follows."""
         end = self._rest.find(b"\r\n\r\n")
         if end < 0:
             if not b"HTTP/1.".startswith(self._rest[:7]):
@@ -132,7 +132,7 @@ class Reply:
 
     def _finish(self, finished: bool) -> None:
         self.finished = finished
-        # Nobody asked for more: whatever it is, the connection is of no use any more.
+        # Data after the answer belongs to no request, so the connection cannot be used again.
         self.reusable = self.reusable and not (finished and self._rest)
 
 
@@ -144,7 +144,7 @@ def _size(line: bytes) -> int:
 
 
 def request(method: str, host: str, path: str, headers: dict[str, str], body: bytes) -> bytes:
-    """A request with a body of known length. Raises ValueError for a header that would be two."""
+    """A request with its body. Raises ValueError if a header contains a line break."""
     lines = [f"{method} {path} HTTP/1.1", f"Host: {host}", f"Content-Length: {len(body)}"]
     lines += [f"{name}: {value}" for name, value in headers.items() if value]
     if any("\r" in line or "\n" in line for line in lines):

@@ -1,7 +1,7 @@
-"""Whether a record of the store can be true: its numbers are in range, its names are possible; pure.
+"""Checks that a record in the store is credible: its numbers are in range and its names are possible. Pure.
 
-Somebody else may have written the record. Everything that is built on it (ranks, ports, exit codes, names of keys) is
-checked here once, so that no reader has to. Every function raises ValueError with the end of a sentence.
+Anybody with access to the store may have written the record. Ranks, ports, exit codes and keys are derived from it, so
+it is checked here once, and no reader has to. Every function raises ValueError with the end of a sentence.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from collections.abc import Iterable, Sequence
 from elaunch.rendezvous.types import Failure, Generation, Joined, Node, Outcome, RankTable, Terms
 
 GENERATION_DIGITS = 10
-# Far below what a key has room for: the next number can always be written.
+# Far below the largest number that fits into a key, so the next number always fits too.
 _GENERATION_END = 10 ** (GENERATION_DIGITS - 1)
 _PORT_MAX = 65535
 _SIGNAL_MAX = 64
-# More workers than any host runs. Their sum over all nodes is still a possible rank.
+# More workers than any host runs. The sum over all nodes still fits into a rank.
 SLOTS_MAX = 1 << 16
-# The end of the year 9999, the last one that Python's datetime knows.
+# The end of the year 9999, the last year of Python's datetime.
 _TIME_END_S = 253_402_300_800.0
 
 
 def check_generation_of_key(digits: str) -> None:
-    """Raises ValueError unless this is a generation as `Keys` writes it in a key's name."""
+    """Raises ValueError unless `digits` is a generation as `Keys` writes it into a key."""
     if not re.fullmatch(rf"[0-9]{{{GENERATION_DIGITS}}}", digits):
         raise ValueError(f"not a generation's: {digits[:40]!r} is no number of {GENERATION_DIGITS} digits")
 
 
 def check(record: Node | Joined | Failure | Terms | Generation | Outcome) -> None:
-    """Raises ValueError for a record that cannot be true."""
+    """Raises ValueError for a record that is not credible."""
     match record:
         case Node():
             _check_node_id(record.node_id)
@@ -60,7 +60,7 @@ def check(record: Node | Joined | Failure | Terms | Generation | Outcome) -> Non
 
 
 def check_table(table: RankTable) -> None:
-    """Raises ValueError for a table that no leader seals; `check_seats` checks its seats."""
+    """Raises ValueError for a table that no leader would seal; `check_seats` checks its seats."""
     _in_range("generation", table.generation, 0, _GENERATION_END - 1)
     _in_range("master_port", table.master_port, 0, _PORT_MAX)
     _in_range("restarts", table.restarts, 0, None)
@@ -70,17 +70,17 @@ def check_table(table: RankTable) -> None:
 
 
 def check_seats(node_ids: Sequence[str], slots: Iterable[int]) -> None:
-    """Raises ValueError for seats that no leader gives; `slots` are the different numbers of slots."""
+    """Raises ValueError for seats that no leader would give; `slots` holds each number of slots once."""
     for number in slots:
         _in_range("slots", number, 1, SLOTS_MAX)
     if len(set(node_ids)) < len(node_ids):
         raise ValueError("a node has two seats")
-    # All names in one check, since every agent reads the names of all nodes.
+    # All names in one check: every agent reads the names of all nodes, so this must be fast.
     _check_node_id("".join(node_ids) or "nobody")
 
 
 def _check_node_id(node_id: str) -> None:
-    # A slash would make another key, a blank two names in a rank table; UTF-8 cannot encode a lone surrogate.
+    # A slash would name another key, and a blank separates names in a rank table. UTF-8 has no lone surrogates.
     if not node_id or not node_id.isprintable() or "/" in node_id or " " in node_id:
         raise ValueError(f"{node_id[:40]!r} is no name of a node")
 

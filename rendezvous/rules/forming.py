@@ -1,4 +1,4 @@
-"""How the leader forms a generation: who is waited for, who gets which ranks, or why the job ends instead.
+"""How the leader forms a generation: it waits for nodes, gives them ranks, or ends the job instead.
 
 The rules and their numbers are those of docs/protocol.md.
 """
@@ -10,12 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from elaunch.rendezvous.endpoint import PREFIX
-from elaunch.rendezvous.rules.opening import hosts, open_loss, was_lost
-from elaunch.rendezvous.rules.pruning import ending, outdated
 from elaunch.rendezvous.rules.snapshot import Snapshot
-from elaunch.rendezvous.rules.table_codec import encode_table, seats_of
-from elaunch.rendezvous.rules.verdict import BARREN_MAX, GiveUp, judge, verdict
-from elaunch.rendezvous.store import Absent, Delete, NoneNewer, Txn
+from elaunch.rendezvous.rules.table_codec import seats_of
+from elaunch.rendezvous.rules.transactions import end_unformed, evict, hosts, loss_of, open_loss, seal_table
+from elaunch.rendezvous.rules.verdict import BARREN_MAX, GiveUp, decisive_failure, judge
+from elaunch.rendezvous.store import Txn
 from elaunch.rendezvous.times import Times
 from elaunch.rendezvous.types import (
     Failure,
@@ -32,9 +31,10 @@ from elaunch.rendezvous.types import (
 
 @dataclass(frozen=True)
 class Formation:
-    """What the leader has seen of one forming generation, on its own clock: when it saw it first, when the survivors
-    had all joined, when there were enough nodes; None where that is not yet so. Nobody is evicted before
-    `patient_until_s`.
+    """When the leader saw what of one forming generation, on its own clock.
+
+    `since_s`: it saw the generation first. `gathered_s`: all survivors had joined. `enough_s`: there were enough nodes.
+    None means not yet. No node is evicted before `patient_until_s`.
     """
 
     generation: int = -1
@@ -44,7 +44,7 @@ class Formation:
     patient_until_s: float = 0.0
 
     def after_absence(self, away_s: float, patient_until_s: float) -> Formation:
-        """The leader was cut off from the store for so long, and so were the others, perhaps: nobody could join."""
+        """The leader was cut off from the store for `away_s`. The other nodes may have been too, so none could join."""
         return replace(self, since_s=self.since_s + away_s, patient_until_s=patient_until_s)
 
 
@@ -53,7 +53,7 @@ NO_FORMATION = Formation()
 
 @dataclass(frozen=True)
 class Formed:
-    """The next transaction, if it is time for one; else when to look again, and what is waited for."""
+    """The next transaction if it is time for one; else when to look again, and what the leader waits for."""
 
     formation: Formation
     txn: Txn | None = None
@@ -73,34 +73,34 @@ def form(
 ) -> Formed:
     """What the leader of a forming generation does next.
 
-    `table_age_s` is how long ago it saw the newest table first; it matters where the budget has a window. Before
-    `lossless_until_s` it does without nobody that may come back, as in `lead`.
+    `table_age_s` is the time since it first saw the newest table; it matters if the budget has a window. Before
+    `lossless_until_s` it waits for every node that may come back, as in `lead`.
     """
     if formation.generation != generation.number:
         formation = Formation(generation.number, now_s)
     before = snapshot.table
     joined = {n: j for n, j in snapshot.joined.get(generation.number, {}).items() if n in snapshot.members}
     survivors = [s.node_id for s in before.seats if s.node_id in snapshot.members] if before else []
-    if lost := _lost(snapshot, before, generation) if before else []:
+    if lost := _lost_since(snapshot, before, generation) if before else []:
         if now_s < lossless_until_s and len(joined) < terms.nodes_max:
             return Formed(formation, wake_s=lossless_until_s, waiting=f"{hosts(lost)} to come back")
         if not generation.kind.is_urgent:
-            # Peers that stop at a step boundary would wait in a collective for a node that will never come.
+            # Other workers may be on their way to a step boundary; they would wait in a collective for the lost node.
             return Formed(formation, open_loss(snapshot, lost))
     if missing := [node_id for node_id in survivors if node_id not in joined]:
-        return _await_survivors(snapshot, generation, formation, times, now_s, missing, is_awaited=bool(joined))
+        return _await_survivors(snapshot, formation, times, now_s, missing, is_awaited=bool(joined))
     if formation.gathered_s is None:
         formation = replace(formation, gathered_s=now_s)
     decision = _decide(snapshot, terms, generation, before, joined, table_age_s)
     if isinstance(decision, Outcome):
-        return Formed(formation, _end(snapshot, decision, generation))
+        return Formed(formation, end_unformed(snapshot, decision))
     if waiting := _await_ready(snapshot, terms, before, joined, formation, times, now_s):
         return waiting
     return _seal_or_wait(snapshot, terms, generation, decision, joined, survivors, formation, times, now_s)
 
 
-def _lost(snapshot: Snapshot, before: RankTable, generation: Generation) -> list[str]:
-    """Nodes of the last table whose lease has ended, save who left and who was done."""
+def _lost_since(snapshot: Snapshot, before: RankTable, generation: Generation) -> list[str]:
+    """Nodes of the last table whose lease has ended, without those that left or were done."""
     done = snapshot.done.get(before.generation, frozenset())
     gone = (s.node_id for s in before.seats if s.node_id not in snapshot.members and s.node_id not in done)
     left = generation.node_id if generation.kind is OpenKind.LEAVE else ""
@@ -108,7 +108,7 @@ def _lost(snapshot: Snapshot, before: RankTable, generation: Generation) -> list
 
 
 def counted_restarts(terms: Terms, table: RankTable, age_s: float) -> int:
-    """How many restarts the budget holds against the job `age_s` seconds after `table` was sealed."""
+    """How many restarts count against the budget `age_s` seconds after `table` was sealed."""
     if terms.restart_window_s is None:
         return table.restarts
     return sum(restart_age_s + age_s < terms.restart_window_s for restart_age_s in table.restart_ages_s)
@@ -116,7 +116,7 @@ def counted_restarts(terms: Terms, table: RankTable, age_s: float) -> int:
 
 @dataclass(frozen=True)
 class _GoOn:
-    """The job goes on; what the next table takes over from the one before."""
+    """The job goes on. The fields are what the next table takes over from the last one."""
 
     reason: str
     restarts: int = 0
@@ -127,7 +127,6 @@ class _GoOn:
 
 def _await_survivors(
     snapshot: Snapshot,
-    generation: Generation,
     formation: Formation,
     times: Times,
     now_s: float,
@@ -135,22 +134,15 @@ def _await_survivors(
     *,
     is_awaited: bool,
 ) -> Formed:
-    """Rules 1 and 8: every survivor's old workers are stopped before anybody runs its ranks again."""
+    """Rules 1 and 8: no rank runs again before every survivor has stopped its old workers."""
     due_s = max(formation.since_s + times.form_deadline_s, formation.patient_until_s)
     if now_s < due_s or not is_awaited:
-        # Alone, a node may take its time: the output of its workers waits for whoever reads it.
+        # If no other node waits, there is no deadline: its workers may block on output that nobody reads yet.
         their = "its" if len(missing) == 1 else "their"
         wake_s = due_s if is_awaited else None
         return Formed(formation, wake_s=wake_s, waiting=f"{hosts(missing)} to stop {their} workers")
-    keys, evicted = snapshot.keys, missing[0]
-    # It neither stops nor goes: a process that no signal ends.
-    guards = (
-        snapshot.gen_guard,
-        snapshot.live_guard,
-        snapshot.leader_guard,
-        Absent(keys.joined(generation.number, evicted)),
-    )
-    return Formed(formation, Txn(guards, (Delete(keys.member(evicted)),)))
+    # This node neither stops nor leaves: some process of it survives every signal.
+    return Formed(formation, evict(snapshot, missing[0]))
 
 
 def _decide(
@@ -161,22 +153,22 @@ def _decide(
     joined: Mapping[str, Joined],
     table_age_s: float,
 ) -> _GoOn | Outcome:
-    """Rules 3, 4 and 9: whether the job goes on, and whether that is charged to its budget."""
+    """Rules 3, 4 and 9: whether the job goes on, and whether the restart is charged to its budget."""
     if before is None:
         return _GoOn(generation.cause)
     failures = snapshot.failures.get(before.generation, ())
     now_progressed = any(f.progressed for f in failures) or any(j.progressed for j in joined.values())
     progressed = before.progressed or now_progressed
     barren = 0 if now_progressed else before.barren + 1
-    # A lost node's peers fail at once, and its lease ends later: their failures are its doing.
+    # When a node is lost, its peers fail at once and its lease ends later: the loss caused their failures.
     gone = [s.node_id for s in before.seats if s.node_id not in snapshot.members]
     is_counted = generation.kind is OpenKind.FAIL and not gone
     spent = counted_restarts(terms, before, table_age_s) if is_counted else None
-    reason = was_lost(gone) if gone and generation.kind is OpenKind.FAIL else generation.cause
+    reason = loss_of(gone) if gone and generation.kind is OpenKind.FAIL else generation.cause
     if failures:
         decision = judge(terms, snapshot.failures, before.generation, spent, barren, progressed)
         if isinstance(decision, GiveUp):
-            return _failed(before, terms, decision.reason, verdict(failures))
+            return _failed(before, terms, decision.reason, decisive_failure(failures))
         if is_counted:
             reason = decision.reason
     if terms.max_restarts == 0:
@@ -202,7 +194,7 @@ def _await_ready(
     times: Times,
     now_s: float,
 ) -> Formed | None:
-    """Rule 2: with free seats, those who were ready a generation ago will be so again in a moment."""
+    """Rule 2: with free seats, wait for nodes that were ready a generation ago: they will be ready again soon."""
     if before is None or len(joined) >= terms.nodes_max or formation.gathered_s is None:
         return None
     due_s = formation.gathered_s + times.spare_wait_s
@@ -227,7 +219,7 @@ def _seal_or_wait(
     now_s: float,
 ) -> Formed:
     """Rules 5, 6 and 7."""
-    # The survivors are among them.
+    # This includes the survivors.
     here = min(len(joined), terms.nodes_max)
     if here < terms.nodes_min:
         return _await_min(snapshot, terms, generation, formation, times, now_s, here)
@@ -242,7 +234,7 @@ def _seal_or_wait(
     seated = set(survivors)
     newcomers = sorted((snapshot.members[n] for n in joined if n not in seated), key=_place)
     nodes = [*(snapshot.members[n] for n in survivors), *newcomers][: terms.nodes_max]
-    return Formed(formation, _seal(snapshot, generation, decision, nodes, joined))
+    return Formed(formation, seal_table(snapshot, _table(generation, decision, nodes, joined)))
 
 
 def _await_min(
@@ -255,7 +247,7 @@ def _await_min(
     here: int,
 ) -> Formed:
     due_s = formation.since_s + times.join_timeout_s
-    # A node of this job with another prefix waits too, and neither sees the other: so the line names the prefix.
+    # Nodes of this job with different prefixes cannot see each other, so the line names the prefix.
     prefix = snapshot.keys.prefix
     where = "" if prefix == PREFIX else f" under etcd_prefix={prefix}"
     if now_s < due_s:
@@ -272,14 +264,12 @@ def _await_min(
         table.restarts if table else 0,
         terms.max_restarts,
     )
-    return Formed(formation, _end(snapshot, outcome, generation))
+    return Formed(formation, end_unformed(snapshot, outcome))
 
 
-def _seal(
-    snapshot: Snapshot, generation: Generation, decision: _GoOn, nodes: list[Node], joined: Mapping[str, Joined]
-) -> Txn:
-    keys, first = snapshot.keys, nodes[0]
-    table = RankTable(
+def _table(generation: Generation, decision: _GoOn, nodes: list[Node], joined: Mapping[str, Joined]) -> RankTable:
+    first = nodes[0]
+    return RankTable(
         generation=generation.number,
         seats=seats_of([(node.node_id, node.slots, node.role) for node in nodes]),
         master_addr=first.address,
@@ -290,31 +280,10 @@ def _seal(
         barren=decision.barren,
         progressed=decision.progressed,
     )
-    guards = (
-        snapshot.gen_guard,
-        snapshot.live_guard,
-        snapshot.leader_guard,
-        Absent(keys.table(generation.number)),
-        NoneNewer(keys.joined(generation.number), snapshot.revision),
-    )
-    sealed = snapshot.put(keys.table(generation.number), encode_table(table))
-    return Txn(guards, (sealed, *outdated(snapshot, generation.number)))
-
-
-def _end(snapshot: Snapshot, outcome: Outcome, generation: Generation) -> Txn:
-    keys = snapshot.keys
-    guards = (
-        snapshot.gen_guard,
-        snapshot.live_guard,
-        snapshot.leader_guard,
-        Absent(keys.table(generation.number)),
-        NoneNewer(keys.members, snapshot.revision),
-    )
-    return Txn(guards, ending(snapshot, outcome))
 
 
 def _place(node: Node) -> tuple[int, int, str, list[str | int], str]:
-    """The order of newcomers: as asked for, then neighbours side by side, then host-2 before host-10."""
+    """The sort key of newcomers: requested rank, then topology, then host names with host-2 before host-10."""
     words = re.split(r"(\d+)", node.host)
     natural: list[str | int] = [int(word) if word.isdigit() else word for word in words]
     return (node.node_rank < 0, node.node_rank, node.topology, natural, node.node_id)

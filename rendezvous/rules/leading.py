@@ -1,24 +1,23 @@
-"""The leader's rules while a generation runs: success, loss, late joiners; and what it remembers on its own clock."""
+"""The leader's rules while a generation runs: success, lost nodes, late joiners; and the leader's volatile state."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
 from elaunch.rendezvous.rules.forming import NO_FORMATION, Formation, form
-from elaunch.rendezvous.rules.opening import open_join, open_loss
-from elaunch.rendezvous.rules.pruning import ending
 from elaunch.rendezvous.rules.snapshot import Snapshot
+from elaunch.rendezvous.rules.transactions import open_join, open_loss, succeed
 from elaunch.rendezvous.store import Txn
 from elaunch.rendezvous.times import Times
 from elaunch.rendezvous.types import Outcome, OutcomeKind, RankTable, Terms
 
 
 @dataclass(frozen=True)
-class Reign:
-    """What a leader remembers between two looks, on its own monotonic clock.
+class LeaderState:
+    """What a leader remembers between two calls of `lead`, on its own monotonic clock.
 
-    `formation` is of the generation that forms. Nodes without a seat have been ready since `ready_since_s`; the last
-    generation opened for such nodes was opened at `joined_at_s`, and the next one may be `join_interval_s` later.
+    `formation` belongs to the generation that forms. Nodes without a seat have been ready since `ready_since_s`. The
+    last generation for such nodes was opened at `joined_at_s`; the next one may be opened `join_interval_s` later.
     """
 
     formation: Formation = NO_FORMATION
@@ -29,85 +28,94 @@ class Reign:
 
 @dataclass(frozen=True)
 class Lead:
-    """What a leader writes now, when it wants to look again without being told of anything, and what it waits for."""
+    """What a leader writes now, when it looks again even if nothing changes, and what it waits for."""
 
-    reign: Reign
+    leader_state: LeaderState
     txn: Txn | None = None
     wake_s: float | None = None
     waiting: str = ""
 
 
 def lead(
-    snapshot: Snapshot, reign: Reign, times: Times, now_s: float, table_age_s: float, lossless_until_s: float
+    snapshot: Snapshot,
+    leader_state: LeaderState,
+    times: Times,
+    now_s: float,
+    table_age_s: float,
+    lossless_until_s: float,
 ) -> Lead:
-    """What the leader does next; the caller leads, and its snapshot is whole.
+    """What the leader does next. The caller must be the leader, and its snapshot whole.
 
-    `table_age_s` is how long ago it saw the newest table first. Before `lossless_until_s` nobody is declared lost: who
-    was itself cut off cannot tell who else was.
+    `table_age_s` is the time since it first saw the newest table. Before `lossless_until_s` it declares no node lost: a
+    leader that was cut off itself cannot tell which nodes were cut off too.
     """
     if snapshot.ended or snapshot.generation is None or snapshot.terms is None:
-        return Lead(reign)
+        return Lead(leader_state)
     table = snapshot.current_table
     if table is None:
         formed = form(
             snapshot,
             snapshot.terms,
             snapshot.generation,
-            reign.formation,
+            leader_state.formation,
             times,
             now_s,
             table_age_s,
             lossless_until_s,
         )
-        reign = replace(reign, formation=formed.formation, ready_since_s=None)
-        return Lead(reign, formed.txn, formed.wake_s, formed.waiting)
+        leader_state = replace(leader_state, formation=formed.formation, ready_since_s=None)
+        return Lead(leader_state, formed.txn, formed.wake_s, formed.waiting)
     done = snapshot.done.get(table.generation, frozenset())
     if all(seat.node_id in done for seat in table.seats):
-        return Lead(reign, _succeed(snapshot, table, snapshot.terms))
+        return Lead(leader_state, succeed(snapshot, _succeeded(table, snapshot.terms)))
     lost = _lost(snapshot, table, done)
     if lost:
         if now_s < lossless_until_s:
-            return Lead(reign, wake_s=lossless_until_s)
-        return Lead(reign, open_loss(snapshot, lost))
-    return _admit(snapshot, snapshot.terms, table, done, reign, times, now_s)
+            return Lead(leader_state, wake_s=lossless_until_s)
+        return Lead(leader_state, open_loss(snapshot, lost))
+    return _admit(snapshot, snapshot.terms, table, done, leader_state, times, now_s)
 
 
-def _succeed(snapshot: Snapshot, table: RankTable, terms: Terms) -> Txn:
+def _succeeded(table: RankTable, terms: Terms) -> Outcome:
     reason = "every worker exited with 0"
-    outcome = Outcome(OutcomeKind.SUCCEEDED, reason, table.generation, table.restarts, terms.max_restarts)
-    guards = (snapshot.gen_guard, snapshot.live_guard, snapshot.leader_guard)
-    return Txn(guards, ending(snapshot, outcome))
+    return Outcome(OutcomeKind.SUCCEEDED, reason, table.generation, table.restarts, terms.max_restarts)
 
 
 def _lost(snapshot: Snapshot, table: RankTable, done: frozenset[str]) -> list[str]:
-    """Seated nodes whose lease has ended and that are not done: a finished node's death restarts nobody."""
+    """Seated nodes whose lease has ended before they were done. The death of a finished node restarts nothing."""
     return [s.node_id for s in table.seats if s.node_id not in snapshot.members and s.node_id not in done]
 
 
 def _admit(
-    snapshot: Snapshot, terms: Terms, table: RankTable, done: frozenset[str], reign: Reign, times: Times, now_s: float
+    snapshot: Snapshot,
+    terms: Terms,
+    table: RankTable,
+    done: frozenset[str],
+    leader_state: LeaderState,
+    times: Times,
+    now_s: float,
 ) -> Lead:
-    """Open a generation for nodes that wait for a free seat; never once a node is done."""
+    """Open a generation for nodes that wait for a free seat, but not once a node is done."""
     seated = {seat.node_id for seat in table.seats}
     ready = [n for n in snapshot.joined.get(table.generation, {}) if n in snapshot.members and n not in seated]
     free = terms.nodes_max - len(table.seats)
     if not ready or free <= 0 or done or terms.max_restarts == 0:
-        return Lead(replace(reign, ready_since_s=None))
-    since_s = now_s if reign.ready_since_s is None else reign.ready_since_s
+        return Lead(replace(leader_state, ready_since_s=None))
+    since_s = now_s if leader_state.ready_since_s is None else leader_state.ready_since_s
     due_s = since_s + times.join_gather_s
-    if reign.joined_at_s is not None:
-        due_s = max(due_s, reign.joined_at_s + reign.join_interval_s)
-    reign = replace(reign, ready_since_s=since_s)
+    if leader_state.joined_at_s is not None:
+        due_s = max(due_s, leader_state.joined_at_s + leader_state.join_interval_s)
+    leader_state = replace(leader_state, ready_since_s=since_s)
     if now_s < due_s:
-        return Lead(reign, wake_s=due_s)
-    return Lead(_after_join(reign, times, now_s), open_join(snapshot, sorted(ready)[:free]))
+        return Lead(leader_state, wake_s=due_s)
+    return Lead(_after_join(leader_state, times, now_s), open_join(snapshot, sorted(ready)[:free]))
 
 
-def _after_join(reign: Reign, times: Times, now_s: float) -> Reign:
-    """Where joiners come and go, each costs the others a start: the interval grows while they come soon again."""
-    lasted_s = None if reign.joined_at_s is None else now_s - reign.joined_at_s
-    if lasted_s is None or lasted_s > 2 * reign.join_interval_s:
+def _after_join(leader_state: LeaderState, times: Times, now_s: float) -> LeaderState:
+    """Each newcomer costs all nodes a restart, so the interval grows while newcomers arrive soon after each other."""
+    lasted_s = None if leader_state.joined_at_s is None else now_s - leader_state.joined_at_s
+    if lasted_s is None or lasted_s > 2 * leader_state.join_interval_s:
         interval_s = times.join_backoff_min_s
     else:
-        interval_s = min(2 * reign.join_interval_s, times.join_backoff_max_s)
-    return replace(reign, ready_since_s=None, joined_at_s=now_s, join_interval_s=interval_s)
+        interval_s = min(2 * leader_state.join_interval_s, times.join_backoff_max_s)
+    return replace(leader_state, ready_since_s=None, joined_at_s=now_s, join_interval_s=interval_s)

@@ -1,24 +1,24 @@
-"""Which of a job's keys nobody needs any more: while it runs, and at its end."""
+"""Deletes the keys of a job that nobody needs any more: while the job runs, and at its end."""
 
 from __future__ import annotations
 
 from elaunch.rendezvous.codec import encode
 from elaunch.rendezvous.rules.snapshot import Snapshot
-from elaunch.rendezvous.rules.verdict import verdict
+from elaunch.rendezvous.rules.verdict import decisive_failure
 from elaunch.rendezvous.store import Delete, Op
 from elaunch.rendezvous.types import Outcome
 
-# Generations whose failure is kept while the job runs, besides the first one.
+# While the job runs, the failures of this many generations are kept, besides the first failed one.
 FAILURES_KEPT = 20
-# A transaction holds at most 128 operations, so one seal tidies at most this many generations.
+# A transaction holds at most 128 operations, so one seal tidies up at most this many generations.
 _TIDIED_MAX = 40
 
 
 def outdated(snapshot: Snapshot, sealed: int) -> tuple[Op, ...]:
-    """Deletes what nobody needs once generation `sealed` has its table: as ranges, however many nodes there are.
+    """Deletes what nobody needs once generation `sealed` has its table, as ranges, however many nodes.
 
-    The failure by which a generation was judged stays, for the first failed generation and the last ones: the first
-    says how the trouble began, the last ones say what it became.
+    The decisive failure stays for the first failed generation and for the last ones: the first shows how the trouble
+    began, the last ones show what it became.
     """
     keys = snapshot.keys
     deletes: list[Op] = [
@@ -38,9 +38,9 @@ def outdated(snapshot: Snapshot, sealed: int) -> tuple[Op, ...]:
 
 
 def ending(snapshot: Snapshot, outcome: Outcome) -> tuple[Op, ...]:
-    """Writes the outcome and deletes the rest. Terms, the last table and the first failure stay, to be read later.
+    """Writes the outcome and deletes the rest. Terms, the last table and the first failure stay for later readers.
 
-    An agent that does not see the failures leaves them to the run's lease.
+    An agent that does not see the failures leaves them: they are deleted when the run's lease ends.
     """
     keys = snapshot.keys
     ops: list[Op] = [
@@ -52,14 +52,14 @@ def ending(snapshot: Snapshot, outcome: Outcome) -> tuple[Op, ...]:
     start, end = f"{keys.root}failures/", f"{keys.root}failures0"
     if snapshot.failures:
         first = min(snapshot.failures)
-        is_said = outcome.failure == verdict(snapshot.failures[first])
+        is_said = outcome.failure == decisive_failure(snapshot.failures[first])
         ops += (Delete(start, end),) if is_said else _all_but(_judged(snapshot, first), start, end)
     return tuple(ops)
 
 
 def _judged(snapshot: Snapshot, number: int) -> str:
-    """The key of the failure by which the generation was judged."""
-    return snapshot.keys.failure(number, verdict(snapshot.failures[number]).node_id)
+    """The key of the generation's decisive failure."""
+    return snapshot.keys.failure(number, decisive_failure(snapshot.failures[number]).node_id)
 
 
 def _all_but(key: str, start: str, end: str) -> tuple[Op, ...]:

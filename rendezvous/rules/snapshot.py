@@ -1,6 +1,6 @@
-"""A job's keys, and what they say at one moment.
+"""A job's keys in the store, and the state that they hold at one revision.
 
-Keys stand under `<prefix><run_id>/`; generations are padded to ten digits, or `table/10` would sort before `table/9`.
+Keys begin with `<prefix><run_id>/`. Generations are padded to ten digits: else `table/10` would sort before `table/9`.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from functools import cached_property
 from typing import Any, TypeVar
 from urllib.parse import quote
 
-from elaunch.rendezvous.codec import Record, decode
+from elaunch.rendezvous.codec import Decoded, decode
 from elaunch.rendezvous.endpoint import PREFIX
 from elaunch.rendezvous.rules.credible import check, check_generation_of_key
 from elaunch.rendezvous.rules.table_codec import decode_table
-from elaunch.rendezvous.store import Absent, Entry, Put, Unchanged, View
+from elaunch.rendezvous.store import Absent, KeyEntry, Put, Unchanged, View
 from elaunch.rendezvous.types import Failure, Generation, Joined, Node, Outcome, RankTable, Terms
 
 Belonging = TypeVar("Belonging", Node, Joined)
@@ -30,12 +30,12 @@ class Keys:
 
     @cached_property
     def root(self) -> str:
-        # A slash would put one job's keys among those of another.
+        # A slash in the run id would put one job's keys among those of another job.
         return f"{self.prefix}{quote(self.run_id, safe='')}/"
 
     @cached_property
     def control(self) -> str:
-        """What every node watches; the leader watches `root`."""
+        """The prefix that every node watches; the leader watches `root`."""
         return f"{self.root}ctl/"
 
     @cached_property
@@ -44,7 +44,7 @@ class Keys:
 
     @property
     def spec(self) -> str:
-        # Under ctl/, so that the one watch that every node has tells of it.
+        # Under ctl/, so that the one watch of every node covers it.
         return f"{self.control}spec"
 
     @property
@@ -57,7 +57,7 @@ class Keys:
 
     @property
     def starter(self) -> str:
-        """The node that starts a run at this moment. Nobody watches the key, and it is gone when the run is there."""
+        """The node that is starting the first run. No node watches this key; it is deleted when the run has started."""
         return f"{self.root}starter"
 
     @property
@@ -74,7 +74,7 @@ class Keys:
         return f"{self.root}failures/{generation:010}/{node_id}"
 
     def detailed(self, generation: int, node_id: str = "") -> str:
-        """The key that says that this node's failure record is the generation's record in full."""
+        """The key that marks this node's failure record as the full record of the generation."""
         return f"{self.root}detailed/{generation:010}/{node_id}"
 
     def done(self, generation: int, node_id: str = "") -> str:
@@ -86,10 +86,10 @@ class Keys:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Everything that a decision may look at, as it was at `revision`.
+    """The state on which decisions are based, as it was at `revision`.
 
-    A follower's holds what stands under `ctl/`; only a `whole` one has members, joined, failures (in the order in which
-    they were recorded) and done. `unreadable` are sentences on records that were found to be none just now.
+    A follower's snapshot holds what is under `ctl/`. Only a `whole` snapshot has members, joined, failures (in the
+    order in which they were recorded) and done. `unreadable` holds sentences about records that could not be read.
     """
 
     keys: Keys
@@ -116,7 +116,7 @@ class Snapshot:
 
     @property
     def current_table(self) -> RankTable | None:
-        """The newest generation's table, or None while that forms."""
+        """The newest generation's table, or None while that generation forms."""
         return self.tables.get(self.generation.number) if self.generation else None
 
     @property
@@ -137,23 +137,23 @@ class Snapshot:
         return Unchanged(self.keys.leader, self.leader_revision)
 
     def put(self, key: str, value: str) -> Put:
-        """A write of a key that belongs to the run, and not to a node: it stands on the run's lease."""
+        """Write a key that belongs to the run, not to a node: it is attached to the run's lease."""
         return Put(key, value, self.lease)
 
 
 class SnapshotReader:
-    """Turns views of one job's keys into snapshots; a record that has not changed is decoded once."""
+    """Turns views of one job's keys into snapshots. A record that has not changed is decoded only once."""
 
     def __init__(self, keys: Keys) -> None:
         self._keys = keys
-        # What was read of each key: its entry, the record in it, and the key in parts.
-        self._known: dict[str, tuple[Entry, Any, list[str]]] = {}
+        # For each key: its entry, the decoded record, and the parts of the key.
+        self._known: dict[str, tuple[KeyEntry, Any, list[str]]] = {}
 
     def read(self, view: View, *, whole: bool) -> Snapshot:
-        """What the keys of `view` say.
+        """The snapshot for `view`.
 
-        Somebody may have written over a record: the last good one stands. Where there was none, that of a failure is
-        left out; any other raises ValueError, naming the key.
+        If somebody has overwritten a record with something unreadable, the last readable record counts. Without one, an
+        unreadable failure is left out, and any other unreadable record raises ValueError with the name of the key.
         """
         keys, known = self._keys, {}
         unreadable: list[str] = []
@@ -165,7 +165,7 @@ class SnapshotReader:
         tables: dict[int, RankTable] = {}
         for key, entry in view.entries.items():
             before = self._known.get(key)
-            # A leader of many looks often, and nearly all is as it was.
+            # The leader of many nodes reads often, and few entries have changed.
             if before is None or (before[0] is not entry and before[0] != entry):
                 parts = key[len(keys.root) :].split("/")
                 record = self._record(key, entry, parts, unreadable)
@@ -206,8 +206,8 @@ class SnapshotReader:
             **fields,
         )
 
-    def _record(self, key: str, entry: Entry, parts: list[str], unreadable: list[str]) -> Any:
-        """What an entry says; None for a failure that nobody can read."""
+    def _record(self, key: str, entry: KeyEntry, parts: list[str], unreadable: list[str]) -> Any:
+        """The record in an entry; None for an unreadable failure."""
         known = self._known.get(key)
         try:
             _check_number(parts)
@@ -221,7 +221,7 @@ class SnapshotReader:
 
 
 def _check_number(parts: list[str]) -> None:
-    """Raises ValueError where a key that carries a generation carries none."""
+    """Raises ValueError if a key that must contain a generation does not."""
     match parts:
         case ["joined" | "failures" | "detailed" | "done", number, _] | ["ctl", "table", number]:
             check_generation_of_key(number)
@@ -247,7 +247,7 @@ def _decoder(parts: list[str]) -> Callable[[str], Any]:
             return lambda text: text
 
 
-def _credible(kind: type[Record], text: str) -> Record:
+def _credible(kind: type[Decoded], text: str) -> Decoded:
     record = decode(kind, text)
     try:
         check(record)  # type: ignore[arg-type]

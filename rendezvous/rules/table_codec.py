@@ -1,4 +1,4 @@
-"""A rank table as compact text: it goes to every node, so its size counts N times."""
+"""A rank table as compact text. The store sends it to every node, so its size counts N times."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from elaunch.rendezvous.codec import decode_fields, parse_json
 from elaunch.rendezvous.rules.credible import check_seats, check_table
 from elaunch.rendezvous.types import RankTable, Seat
 
-# The store writes it out for every node: from here on it takes longer to send than to pack.
+# Above this size it takes longer to send a table to every node than to compress it once.
 _LARGE = 4000
 _PACKED = "zlib:"
-# A thousand bytes for each of 16,000 nodes. Without a limit a few kilobytes could unpack to gigabytes.
+# A thousand bytes for each of 16,000 nodes. Without a limit, a few kilobytes could decompress to gigabytes.
 UNPACKED_BYTES_MAX = 16 << 20
 
 
 def encode_table(table: RankTable) -> str:
-    """About 20 bytes a node: its id, and runs of equal slots and roles. First ranks follow from the slots.
+    """JSON with about 20 bytes a node: its id, and runs of equal slots and roles. First ranks follow from the slots.
 
-    JSON, and of a large job `zlib:` and that in base64, about 11 bytes a node.
+    The table of a large job is compressed: `zlib:` and then base64, about 11 bytes a node.
     """
     record = {
         "generation": table.generation,
@@ -43,7 +43,7 @@ def encode_table(table: RankTable) -> str:
 
 
 def decode_table(text: str) -> RankTable:
-    """What `encode_table` wrote. Raises ValueError where the text is no table."""
+    """The table that `encode_table` wrote. Raises ValueError if the text is no table."""
     try:
         table = _table(parse_json(_unpacked(text) if text.startswith(_PACKED) else text))
         check_table(table)
@@ -83,9 +83,9 @@ def seats_of(nodes: list[tuple[str, int, str]]) -> tuple[Seat, ...]:
 def _seats(nodes: list[str], slots: list[int], roles: list[str]) -> tuple[Seat, ...]:
     if not len(nodes) == len(slots) == len(roles):
         raise ValueError(f"{len(nodes)} nodes, {len(slots)} with slots and {len(roles)} with a role")
-    # One more of these than nodes: the sum of all.
+    # `first_ranks` has one item more than nodes: the sum of all slots.
     first_ranks = accumulate(slots, initial=0)
-    # Every agent makes one for each node; Seat's own constructor, which is Python, would take five times as long.
+    # Every agent makes a Seat for each node. Seat's own constructor is Python code and takes five times as long.
     make = partial(tuple.__new__, Seat)
     return tuple(map(make, zip(nodes, slots, first_ranks, roles, strict=False)))
 
@@ -95,7 +95,7 @@ def _runs(words: list[str]) -> list[list[str | int]]:
 
 
 def _unrun(runs: list[tuple[str, int]], nodes: int) -> list[str]:
-    """One word for each node. Raises ValueError first: a run of a few bytes could stand for more words than fit."""
+    """One word for each node. The sum is checked first: a run of a few bytes could expand to more than memory holds."""
     if any(type(word) is not str or type(times) is not int or times < 0 for word, times in runs):
         raise TypeError("a run is no word with a number")
     if sum(times for _, times in runs) != nodes:

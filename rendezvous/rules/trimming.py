@@ -1,4 +1,4 @@
-"""Cuts the texts of a transaction that the store finds too large, so that its keys and numbers still get there."""
+"""Cuts the texts of a transaction that is too large for the store, so that its keys and numbers can be written."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from elaunch.rendezvous.rules.table_codec import decode_table, encode_table
 from elaunch.rendezvous.store import Op, Put, Txn
 from elaunch.rendezvous.types import Failure, Generation, Outcome, Terms
 
-# What is left of each text, try by try. A traceback or an output of a few words is useless, so none is kept then.
+# The size of each text, try by try. A traceback or output of a few words is useless, so it is dropped then.
 _TEXT_BYTES = (16 << 10, 4 << 10, 1 << 10, 256, 64)
 _STORY_BYTES_MIN = 1 << 10
 
 
 def trimmed(txn: Txn, bytes_max: int) -> Txn | None:
-    """The same transaction with shorter texts: at most `bytes_max` if possible, and in any case shorter than before.
+    """The same transaction with shorter texts: `bytes_max` at most if possible, but always shorter than before.
 
-    None if nothing is left to cut. Guards, keys and numbers stay as they are.
+    None if no text is left to cut. Guards, keys and numbers do not change.
     """
-    before = size(txn)
+    before = content_bytes(txn)
     wanted = min(bytes_max, before - 1)
     shortest = txn
     for text_bytes in _TEXT_BYTES:
         shortest = _with_texts(txn, text_bytes)
-        if size(shortest) <= wanted:
+        if content_bytes(shortest) <= wanted:
             return shortest
-    return shortest if size(shortest) < before else None
+    return shortest if content_bytes(shortest) < before else None
 
 
-def size(txn: Txn) -> int:
-    """Bytes of the transaction's keys and values. The wire adds a few bytes for each."""
+def content_bytes(txn: Txn) -> int:
+    """Bytes of the transaction's keys and values. The wire format adds a few bytes for each."""
     guards = sum(len(getattr(guard, "key", getattr(guard, "prefix", "")).encode()) for guard in txn.guards)
     return guards + sum(len(word.encode()) for op in (*txn.then, *txn.otherwise) for word in _words(op))
 
@@ -53,7 +53,7 @@ def _shortened(op: Op, text_bytes: int) -> Op:
     try:
         value = shorten(op.value, text_bytes)
     except ValueError:
-        # The value is no record of the key's kind, so nobody can tell what may be cut.
+        # The value is no record of the key's kind, so it is unknown what may be cut.
         return op
     return replace(op, value=value) if len(value) < len(op.value) else op
 

@@ -1,4 +1,4 @@
-"""Why a generation failed, and whether another one is worth starting."""
+"""Decides why a generation failed, and whether another one is worth starting."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ class Restart:
 
 @dataclass(frozen=True)
 class GiveUp:
-    """It is not; `reason` is the end of a sentence that begins with the failure."""
+    """Another generation is not worth starting. `reason` ends a sentence that begins with the failure."""
 
     reason: str
 
 
-def verdict(failures: Sequence[Failure]) -> Failure:
-    """The failure that a generation is judged by: the first recorded one that no peer's death explains."""
+def decisive_failure(failures: Sequence[Failure]) -> Failure:
+    """The failure by which a generation is judged: the first in the record that no peer's death explains."""
     primary = (f for f in failures if f.kind is not FailureKind.PEER_LOST)
     return next(primary, failures[0])
 
 
 def identical(one: Failure, other: Failure) -> bool:
-    """Whether two failures are the same error in the same place, numbers and addresses aside."""
+    """Whether two failures are the same error in the same place; numbers and addresses may differ."""
     return (
         one.kind.counts_as_identical
         and one.kind is other.kind
@@ -53,10 +53,10 @@ def judge(
 ) -> Restart | GiveUp:
     """Whether the job goes on after `generation`, whose records are in `failures`.
 
-    `spent` counts the restarts that the budget holds against the job, None where this one is not charged to it;
-    `barren` the generations in a row that made no progress; `progressed` says whether any of the job ever made some.
+    `spent` counts the restarts already charged to the budget; None if this one is not charged. `barren` counts the
+    generations in a row without progress. `progressed` says whether any generation of the job ever made progress.
     """
-    failure = verdict(failures[generation])
+    failure = decisive_failure(failures[generation])
     before = failures.get(generation - 1)
     if failure.kind is FailureKind.DEBUGGER:
         return GiveUp(
@@ -66,11 +66,11 @@ def judge(
     if failure.kind is FailureKind.STARTUP and not progressed:
         return GiveUp("it never got past its start, so another try would end the same way")
     if spent is None:
-        # A lost node's peers fail alike each time that one is lost.
+        # Whenever a node is lost, its peers fail in the same way. That says nothing about the next try.
         return Restart("")
-    # Of a rank that nobody knows of, its generation tells.
+    # If it is unknown whether the rank made progress, its generation's progress decides.
     has_progressed = barren == 0 if failure.progressed is None else failure.progressed
-    if before and not has_progressed and identical(failure, verdict(before)):
+    if before and not has_progressed and identical(failure, decisive_failure(before)):
         return GiveUp("it failed the same way twice in a row without progress, so another try would end the same way")
     if spent >= terms.max_restarts:
         return GiveUp(_budget(terms))

@@ -1,4 +1,4 @@
-"""The served store's process: it is given bound sockets and the job's token, and ends with who started it."""
+"""The process of the served store. It inherits bound sockets and the job's token, and ends with its parent."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from elaunch.rendezvous.server.server import Server
 
 
 def main(argv: Sequence[str]) -> int:
-    """`--fd N` for each bound socket; the token is a line on stdin, whose end is the end. Says "ready" when it is.
+    """Serve until stdin ends. `--fd N` names each bound socket; the first line of stdin is the token.
 
-    `--agents N` is how many agents there will be at most, 0 if nobody knows.
+    `--agents N` is the largest number of agents that will come, 0 if unknown. Prints "ready" when it accepts clients.
     """
-    # A terminal's Ctrl-C and a scheduler's signals to all of a job's processes are for the agent, which needs its store
-    # until it has ended the job.
+    # A terminal's Ctrl-C and a scheduler's signals reach all processes of the job, but only the agent must react: it
+    # needs its store until it has ended the job.
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(signum, signal.SIG_IGN)
     parser = argparse.ArgumentParser(prog="elaunch.rendezvous.server")
-    parser.add_argument("--fd", type=int, action="append", required=True, help="an inherited socket, bound already")
+    parser.add_argument("--fd", type=int, action="append", required=True, help="an inherited, bound socket")
     parser.add_argument("--agents", type=int, default=0)
     options = parser.parse_args(argv)
     try:
@@ -44,14 +44,14 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _raised_limit() -> int:
-    """The limit of open files, raised as far as the host allows."""
+    """Raise the limit of open files as far as the host allows, and return it."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     return sys.maxsize if hard == resource.RLIM_INFINITY else hard
 
 
 def _read_line(fd: int) -> str:
-    """The first line of `fd`, or all of it; nothing that follows a line is taken."""
+    """The first line of `fd`, or everything if there is no line end. Reads nothing beyond the line."""
     text = b""
     while (byte := os.read(fd, 1)) not in (b"", b"\n"):
         text += byte

@@ -1,4 +1,4 @@
-"""One connection of a server that never waits: with or without TLS, reading what is there and writing what fits."""
+"""One non-blocking connection of a server, with or without TLS: it reads what is there and writes what fits."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ import socket
 import ssl
 
 _READ_BYTES = 64 << 10
-# Reading more from one connection at a time would starve the others. From a stranger one record of TLS is read.
+# To read more from one connection at a time would starve the others. Without authentication, one TLS record is read.
 READ_BYTES_MAX = 8 * _READ_BYTES
-STRANGERS_READ_BYTES_MAX = 16 << 10
-# A peer that is gone without a word is given up after about this long, also while nothing is sent.
+UNAUTHENTICATED_READ_BYTES_MAX = 16 << 10
+# The connection to a host that disappeared is closed after about this long, also while nothing is sent.
 _DEAD_AFTER_S = 20
 
 
 class Closed(Exception):
-    """The peer is gone, or never spoke TLS."""
+    """The peer has closed the connection, or never spoke TLS."""
 
 
 class Connection:
-    """An accepted socket. Where nothing can be read or written at once, `events` says what to wait for."""
+    """An accepted socket. If nothing can be read or written at once, `events` says what to wait for."""
 
     def __init__(self, accepted: socket.socket, tls: ssl.SSLContext | None) -> None:
         accepted.setblocking(False)
@@ -34,11 +34,11 @@ class Connection:
 
     @property
     def events(self) -> int:
-        """What to wait for, in `selectors`' terms."""
+        """The events to wait for, as the module `selectors` names them."""
         return self._wants | (selectors.EVENT_WRITE if self.outgoing else 0)
 
     def read(self, bytes_max: int = READ_BYTES_MAX) -> bytes:
-        """What has arrived, about `bytes_max` at most; b"" for nothing yet.
+        """The data that has arrived, about `bytes_max` at most; b"" if there is none yet.
 
         Raises Closed at the end of the stream.
         """
@@ -47,7 +47,7 @@ class Connection:
         try:
             if not self._shaken_hands:
                 self._shake_hands()
-            # What TLS holds decrypted is not seen by any selector: it is taken out in any case.
+            # No selector sees the data that TLS holds decrypted, so all of it is read here.
             while size < bytes_max or self._is_pending():
                 piece = self.socket.recv(min(_READ_BYTES, bytes_max))
                 if not piece:
@@ -66,7 +66,7 @@ class Connection:
         return b"".join(pieces)
 
     def write(self) -> int:
-        """Send as much of `outgoing` as the connection takes; how many bytes that was. Raises Closed."""
+        """Send as much of `outgoing` as the connection takes. Returns the number of bytes. Raises Closed."""
         before = len(self.outgoing)
         try:
             while self.outgoing:

@@ -1,17 +1,17 @@
-"""How many connections a served store may hold: what its agents need, and what is left to strangers."""
+"""How many connections a served store may hold: those of its agents, and unauthenticated ones."""
 
 from __future__ import annotations
 
 # One for calls, one for the watch, and one for an overlap: the next watch, or a read by the watch itself.
 CONNECTIONS_PER_AGENT = 3
-# The server's own: the listeners, the selector, pipes to its parent, a source file while it prints a traceback.
+# Descriptors of the server itself: listeners, selector, pipes to its parent, a source file for a traceback.
 OWN_DESCRIPTORS = 16
 # A limit of memory, for hosts without a limit of descriptors. A job with more agents gets more slots.
 CONNECTIONS_MAX = 16_384
 
 
 def slots_for(agents: int) -> int:
-    """How many slots this many agents need: for each three of an agent's connections, one more for a stranger."""
+    """The slots that so many agents need: three for each agent, and one more for an unauthenticated connection."""
     return (CONNECTIONS_PER_AGENT + 1) * agents
 
 
@@ -25,10 +25,10 @@ def descriptors_for(agents: int) -> int:
 
 
 def slots(descriptors: int, agents: int = 0) -> int:
-    """How many connections may be open at a limit of open files; `agents` is 0 if nobody knows how many come."""
+    """How many connections may be open, given the limit of open files; `agents` is 0 if their number is unknown."""
     return max(min(descriptors - OWN_DESCRIPTORS, max(CONNECTIONS_MAX, slots_for(agents))), 1)
 
 
-def strangers_max(slots: int, known: int) -> int:
-    """How many strangers there may be: a quarter of all slots, and no more than the `known` connections leave."""
+def unauthenticated_max(slots: int, known: int) -> int:
+    """How many unauthenticated connections may be open: a quarter of all slots, if `known` ones leave that many."""
     return min(max(slots // 4, 1), slots - known)

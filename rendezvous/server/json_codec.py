@@ -1,6 +1,6 @@
-"""JSON as etcd v3's gateway reads and writes it, for the side that answers.
+"""JSON as etcd v3's gateway reads and writes it, for the server.
 
-Bytes are base64, 64-bit numbers are strings, and fields that are zero are left out.
+Bytes are base64, 64-bit numbers are strings, and zero fields are left out.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from typing import Any, TypeVar
 from elaunch.rendezvous.codec import parse_first_json
 from elaunch.rendezvous.engine.mvcc import KeyValue, Refused
 from elaunch.rendezvous.engine.requests import (
-    Answer,
     Compare,
     DeleteAnswer,
     DeleteRequest,
+    OpAnswer,
+    OpRequest,
     PutAnswer,
     PutRequest,
     RangeAnswer,
     RangeRequest,
-    Request,
     Result,
     Target,
     TxnAnswer,
@@ -30,13 +30,13 @@ from elaunch.rendezvous.engine.requests import (
 )
 
 Json = dict[str, Any]
-Enum = TypeVar("Enum", bound=IntEnum)
+EnumType = TypeVar("EnumType", bound=IntEnum)
 
 _INVALID, _UNIMPLEMENTED = 3, 12
 
 
 class Fields:
-    """The fields of one object of a request. All methods raise Refused where the object is not as it should be."""
+    """The fields of one object in a request. Every method raises Refused if the object is not valid."""
 
     def __init__(self, value: object, what: str) -> None:
         if not isinstance(value, dict):
@@ -57,7 +57,7 @@ class Fields:
     def get_int(self, name: str) -> int:
         value = self._fields.pop(name, 0)
         try:
-            # int() would take a float, and true.
+            # int() would accept a float, and true.
             number = int(value) if type(value) in (int, str) else None
         except ValueError:
             number = None
@@ -71,7 +71,7 @@ class Fields:
             raise Refused(_INVALID, f"{name} of {self._what} is neither true nor false")
         return value
 
-    def get_enum(self, name: str, kind: type[Enum]) -> Enum:
+    def get_enum(self, name: str, kind: type[EnumType]) -> EnumType:
         value = self._fields.pop(name, 0)
         try:
             return kind[value] if isinstance(value, str) else kind(value)
@@ -88,7 +88,7 @@ class Fields:
         return [Fields(item, name) for item in value]
 
     def done(self) -> None:
-        """All fields have been taken. etcd ignores those that it does not know; here they may be etcd's own."""
+        """Raises Refused if a field is left. etcd ignores unknown fields, but here etcd may know such a field."""
         if self._fields:
             raise Refused(_UNIMPLEMENTED, f"elaunch's store does not do {', '.join(self._fields)} of {self._what}")
 
@@ -162,7 +162,7 @@ def txn_answer(answer: TxnAnswer) -> Json:
 
 
 def events_json(events: Sequence[KeyValue]) -> list[Json]:
-    """What a watch tells."""
+    """The events of a watch's answer."""
     return [{"kv": kv_json(kv)} if kv.version else {"type": "DELETE", "kv": kv_json(kv)} for kv in events]
 
 
@@ -183,7 +183,7 @@ def lease_json(lease: int, ttl_s: int, granted_ttl_s: int, keys: Sequence[bytes]
 
 def nonzero(**fields: Any) -> Json:
     """The fields that are not zero, numbers as strings."""
-    # A bool is an int too, and stays what it is.
+    # A bool is an int too, but stays a bool.
     return {name: str(value) if type(value) is int else value for name, value in fields.items() if value}
 
 
@@ -206,9 +206,9 @@ def _compare(fields: Fields) -> Compare:
     return Compare(target, result, key, end, operand)
 
 
-def _operation(fields: Fields) -> Request:
+def _operation(fields: Fields) -> OpRequest:
     if "request_put" in fields:
-        request: Request = put_request(fields.get_object("request_put"))
+        request: OpRequest = put_request(fields.get_object("request_put"))
     elif "request_range" in fields:
         request = range_request(fields.get_object("request_range"))
     elif "request_delete_range" in fields:
@@ -221,7 +221,7 @@ def _operation(fields: Fields) -> Request:
     return request
 
 
-def _response(answer: Answer) -> Json:
+def _response(answer: OpAnswer) -> Json:
     header = {"header": {"revision": str(answer.revision)}}
     match answer:
         case PutAnswer():

@@ -1,4 +1,4 @@
-"""Which request of etcd v3's JSON gateway does what to the engine, and what is answered."""
+"""Maps the requests of etcd v3's JSON gateway to calls of the engine, and their results to answers."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from elaunch.rendezvous.server.json_codec import (
     write_json,
 )
 
-# The version of etcd whose ways these are: clients look at it.
+# The version of etcd that this server imitates. Clients read it.
 ETCD_VERSION = "3.4.0"
 EXHAUSTED, INTERNAL, UNAUTHENTICATED = 8, 13, 16
-# HTTP's status for gRPC's, as the gateway has them.
+# The HTTP status for each gRPC status, as in etcd's gateway.
 _STATUS = {3: 400, 5: 404, EXHAUSTED: 429, 9: 400, 11: 400, 12: 501, INTERNAL: 500, UNAUTHENTICATED: 401}
 
 
 class Reply(NamedTuple):
-    """An answer, whole."""
+    """A whole answer."""
 
     status: int
     body: bytes
 
 
 class WatchRequest(NamedTuple):
-    """A watch to begin; `start_revision` 0 is from now on."""
+    """A request for a watch; `start_revision` 0 means from now on."""
 
     key: bytes
     end: bytes
@@ -47,7 +47,7 @@ class WatchRequest(NamedTuple):
 
 
 class Routes:
-    """Answers requests. `cluster_id` and `member_id` are drawn by the caller, new for every new engine."""
+    """Answers requests. The caller draws a new `cluster_id` and `member_id` for every new engine."""
 
     def __init__(self, engine: Engine, cluster_id: int, member_id: int) -> None:
         self._engine = engine
@@ -71,7 +71,7 @@ class Routes:
         self._handlers = handlers
 
     def answer(self, method: str, path: str, body: bytes) -> Reply | WatchRequest:
-        """What to answer, the request done; a watch is the caller's to begin."""
+        """Run the request and return its answer. The caller must start a watch itself."""
         if (method, path) == ("GET", "/version"):
             return Reply(200, write_json({"etcdserver": ETCD_VERSION, "etcdcluster": ETCD_VERSION, "elaunch": True}))
         if (method, path) == ("GET", "/health"):
@@ -94,11 +94,11 @@ class Routes:
         return self._line({"header": self._header(self._engine.revision), "created": True})
 
     def events(self, revision: int, events: Sequence[KeyValue]) -> bytes:
-        """A line of a watch: what happened, as of `revision`."""
+        """A line of a watch: events up to `revision`."""
         return self._line({"header": self._header(revision), "events": events_json(events)})
 
     def compacted(self, revision: int) -> bytes:
-        """The last line of a watch whose past is forgotten."""
+        """The last line of a watch whose next revisions are compacted."""
         return self._line({"header": self._header(0), "canceled": True, "compact_revision": str(revision)})
 
     def _watch(self, request: WatchRequest) -> Reply | WatchRequest:
@@ -133,7 +133,7 @@ class Routes:
         return self._answered(txn_answer(answer), answer.revision)
 
     def _compact(self, fields: Fields) -> Json:
-        # All compactions are physical here: nothing is forgotten later.
+        # Every compaction here is physical: it is complete when it is answered.
         fields.get_bool("physical")
         revision = fields.get_int("revision")
         fields.done()
@@ -174,10 +174,10 @@ def error_reply(refused: Refused) -> Reply:
 
 def _watch_request(fields: Fields) -> WatchRequest:
     create = fields.get_object("create_request")
-    # etcd tells of its progress every ten minutes; whoever asks must do without for longer anyway.
+    # etcd sends progress notifications only every ten minutes, so a client cannot depend on them.
     create.get_bool("progress_notify")
     key, end, start_revision = create.get_bytes("key"), create.get_bytes("range_end"), create.get_int("start_revision")
     create.done()
     fields.done()
-    # The smallest key, as etcd has it.
+    # An empty key is the smallest key, as in etcd.
     return WatchRequest(key or UNBOUNDED, end, start_revision)

@@ -1,6 +1,6 @@
-"""The store served to the other nodes, where the user has no etcd: the engine behind a part of etcd's JSON gateway.
+"""The store that a job serves to its nodes, if the user has no etcd: the engine behind a part of etcd's JSON gateway.
 
-One thread and a selector, no asyncio: its TLS keeps 256 KiB for every connection, and each agent has two.
+One thread and a selector. asyncio's TLS would keep 256 KiB for every connection, and each agent has two.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from functools import partial
 
 from elaunch.rendezvous.engine.engine import Engine
 from elaunch.rendezvous.engine.mvcc import Refused
-from elaunch.rendezvous.http.request import BadRequest, HttpRequest, RequestReader, chunk, stream_head, whole
+from elaunch.rendezvous.http.request import BadRequest, HttpRequest, RequestReader, chunk, http_response, stream_head
 from elaunch.rendezvous.secret import Secret
-from elaunch.rendezvous.server.connected_client import Client
+from elaunch.rendezvous.server.connected_client import ConnectedClient
 from elaunch.rendezvous.server.connection import Closed, Connection
-from elaunch.rendezvous.server.connection_limits import CONNECTIONS_MAX, strangers_max
+from elaunch.rendezvous.server.connection_limits import CONNECTIONS_MAX, unauthenticated_max
 from elaunch.rendezvous.server.routes import (
     EXHAUSTED,
     INTERNAL,
@@ -36,33 +36,34 @@ from elaunch.rendezvous.server.routes import (
     WatchRequest,
     error_reply,
 )
-from elaunch.rendezvous.server.unauthenticated import CROWD_S, PER_ADDRESS, Strangers
-from elaunch.rendezvous.server.watchers import Keys, Watchers
+from elaunch.rendezvous.server.unauthenticated import CROWD_S, PER_ADDRESS, UnauthenticatedConnections
+from elaunch.rendezvous.server.watchers import KeyRange, Watchers
 
 BACKLOG = 4096
-# The largest request that etcd's gRPC takes, 2 MiB, as base64 in JSON. No body is read from a stranger.
+# etcd's gRPC accepts requests up to 2 MiB; this is that size as base64 in JSON.
 REQUEST_BYTES_MAX = 3 << 20
 # Agents write every second; only watches are silent for longer.
 IDLE_S = 60.0
-# A client that takes nothing of what waits for it is gone, or will ask again.
+# A client that reads nothing for this long is gone, or will connect again.
 STALLED_S = 20.0
-# For a client to read why its request was refused, when it still sends.
+# A client whose request was refused has this long to read the reason.
 LINGER_S = 3.0
-# Leases do not run while this process does not, as when its machine was suspended: nobody could renew them.
+# While this process does not run (its machine is suspended), no lease can be renewed, so no lease's time runs.
 STALL_S = 1.5
 # Between two lines about the same thing.
 QUIET_S = 60.0
 _TICK_S = 1.0
-# Limits of one turn of the loop: a crowd, or a client that sends many requests at once, must not delay the others.
+# Limits of one turn of the loop: neither many clients nor one client with many requests may delay the others.
 _ACCEPTED_AT_ONCE = 64
 _ANSWERED_AT_ONCE = 16
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class Server:
-    """Serves one engine on `listeners`, bound already, until it is stopped. Without a secret, to anybody.
+    """Serves one engine on `listeners`, which are bound already, until it is stopped.
 
-    `slots` is how many connections may be open. Those that have not shown the secret yet are strangers.
+    Without a secret it serves anybody. `slots` is how many connections may be open. A connection is unauthenticated
+    until a complete request on it has carried the secret.
     """
 
     def __init__(self, listeners: Sequence[socket.socket], secret: Secret | None, slots: int = CONNECTIONS_MAX) -> None:
@@ -75,15 +76,15 @@ class Server:
         self._listeners = listeners
         self._selector = selectors.DefaultSelector()
         self._slots = slots
-        self._clients: dict[Client, None] = {}
-        self._strangers: Strangers[Client] = Strangers()
-        self._dirty: dict[Client, None] = {}
-        self._unfinished: dict[Client, None] = {}
+        self._clients: dict[ConnectedClient, None] = {}
+        self._unauthenticated: UnauthenticatedConnections[ConnectedClient] = UnauthenticatedConnections()
+        self._dirty: dict[ConnectedClient, None] = {}
+        self._unfinished: dict[ConnectedClient, None] = {}
         self._quiet_until_s: dict[str, float] = {}
         self._now_s = time.monotonic()
         self._waker, self._woken = socket.socketpair()
         self._stopping = False
-        # From here on nobody who connects is turned away.
+        # From here on every connection is accepted.
         for listener in listeners:
             listener.setblocking(False)
             listener.listen(BACKLOG)
@@ -102,13 +103,13 @@ class Server:
                 each.close()
 
     def stop(self) -> None:
-        """End `run`; from any thread, or from a signal handler."""
+        """End `run`, from any thread or from a signal handler."""
         self._stopping = True
         with suppress(OSError):
             self._waker.send(b"\0")
 
     def stop_at_end_of(self, fd: int) -> None:
-        """End `run` when nobody holds the other end of `fd` (a pipe or socket) any more."""
+        """End `run` when the other end of `fd` (a pipe or socket) is closed."""
 
         def readable() -> None:
             if not _read_some(fd):
@@ -131,7 +132,7 @@ class Server:
                 self._serve(client)
             for key, _ in ready:
                 key.data()
-            # After what has arrived: a renewal may have waited while this process did not run.
+            # After the requests: a renewal may have waited while this process did not run.
             self.engine.end_leases()
             self._flush()
             if now_s - swept_s >= _TICK_S:
@@ -158,10 +159,10 @@ class Server:
                 if error.errno in _NO_ROOM and not _is_awaited(listener):
                     return
                 self._say("descriptors", f"no connection can be accepted until another one ends: {error.strerror}")
-                if error.errno in _NO_ROOM and (stranger := self._strangers.first_to_go()):
-                    self._close(stranger)
+                if error.errno in _NO_ROOM and (first := self._unauthenticated.first_to_go()):
+                    self._close(first)
                     continue
-                # The waiting ones are accepted at the next sweep, when some connection may have ended.
+                # Waiting connections are accepted at the next sweep: other connections may have ended by then.
                 self._selector.unregister(listener)
                 return
             if not self._make_room():
@@ -176,16 +177,16 @@ class Server:
             self._begin(connection, str(place[0]).removeprefix("::ffff:") if place else "this host")
 
     def _make_room(self) -> bool:
-        """Close strangers if there are too many of them; whether there is room for one more connection."""
-        room = strangers_max(self._slots, len(self._clients) - len(self._strangers))
-        while len(self._strangers) >= room and (stranger := self._strangers.first_to_go()):
-            who = ", ".join(f"{address} has {count}" for address, count in self._strangers.crowds())
+        """Close unauthenticated connections if there are too many. Returns whether one more connection fits."""
+        room = unauthenticated_max(self._slots, len(self._clients) - len(self._unauthenticated))
+        while len(self._unauthenticated) >= room and (first := self._unauthenticated.first_to_go()):
+            who = ", ".join(f"{address} has {count}" for address, count in self._unauthenticated.crowds())
             self._say(
-                "strangers",
+                "unauthenticated",
                 f"all {room} places for connections that have not shown the job's token are taken ({who}); each new one"
                 " closes the oldest one of the address that has the most",
             )
-            self._close(stranger)
+            self._close(first)
         if room <= 0:
             self._say(
                 "slots",
@@ -195,13 +196,13 @@ class Server:
         return room > 0
 
     def _begin(self, connection: Connection, address: str) -> None:
-        client = Client(connection, address, RequestReader(self._admit), self._dirty)
+        client = ConnectedClient(connection, address, RequestReader(self._admit), self._dirty)
         self._clients[client] = None
-        self._strangers.add(client, address, self._now_s)
+        self._unauthenticated.add(client, address, self._now_s)
         self._selector.register(connection.socket, client.registered, partial(self._serve, client))
 
-    def _serve(self, client: Client) -> None:
-        """Read, answer and write: data has arrived, there is room to send, or requests are left to answer."""
+    def _serve(self, client: ConnectedClient) -> None:
+        """Read, answer and write. Called if data has arrived, data can be sent, or requests are still unanswered."""
         if client not in self._clients:
             return
         try:
@@ -212,8 +213,8 @@ class Server:
         except Closed:
             self._close(client)
 
-    def _answer(self, client: Client) -> None:
-        """Answer as many requests as one turn may take."""
+    def _answer(self, client: ConnectedClient) -> None:
+        """Answer requests, up to the limit of one turn."""
         client.has_more = False
         try:
             for _ in range(_ANSWERED_AT_ONCE):
@@ -226,38 +227,38 @@ class Server:
         except BadRequest as bad:
             client.lingers = True
             client.deadline_s = self._now_s + LINGER_S
-            client.put(whole(bad.status, bad.body, closes=True))
+            client.put(http_response(bad.status, bad.body, closes=True))
         client.has_more = client.is_answered
 
-    def _do(self, client: Client, request: HttpRequest) -> None:
-        """Do a request. Its client has shown the secret, or `_admit` would have refused it."""
+    def _do(self, client: ConnectedClient, request: HttpRequest) -> None:
+        """Run one request. Its client is authenticated: else `_admit` would have refused the request."""
         client.is_known = True
         client.deadline_s = self._now_s + IDLE_S
-        self._strangers.discard(client)
+        self._unauthenticated.discard(client)
         client.closes = request.closes
         answer = self._routed(request)
         if isinstance(answer, WatchRequest):
             client.closes = False
             client.put(stream_head() + chunk(self._routes.created()))
-            client.watcher = self._watchers.add(Keys(answer.key, answer.end), answer.start_revision, client)
+            client.watcher = self._watchers.add(KeyRange(answer.key, answer.end), answer.start_revision, client)
             return
-        client.put(whole(answer.status, answer.body, request.closes))
+        client.put(http_response(answer.status, answer.body, request.closes))
 
     def _routed(self, request: HttpRequest) -> Reply | WatchRequest:
         try:
             return self._routes.answer(request.method, request.path, request.body)
         except Exception:
-            # A fault of ours: one request fails, the others' store goes on.
+            # A bug in this server: this request fails, and the store goes on for all others.
             traceback.print_exc()
             return error_reply(Refused(INTERNAL, "the store failed; its own output says why"))
 
     def _admit(self, headers: Mapping[str, str], body_bytes: int) -> None:
-        """Refuse a request by its headers, before its body is read. Raises BadRequest."""
+        """Raises BadRequest to refuse a request by its headers, before its body is read."""
         if not self._is_authorized(headers):
             reply = error_reply(Refused(UNAUTHENTICATED, "etcdserver: invalid auth token"))
             raise BadRequest(reply.status, reply.body)
         if body_bytes > REQUEST_BYTES_MAX:
-            # These are etcd's words. etcd counts the bytes of another form of the request, which is not read here.
+            # etcd's own text. etcd counts the bytes as protocol buffers; this request has not been parsed.
             words = f"grpc: received message larger than max ({body_bytes} vs. {REQUEST_BYTES_MAX})"
             raise BadRequest(413, error_reply(Refused(EXHAUSTED, words)).body)
 
@@ -275,7 +276,7 @@ class Server:
             except Closed:
                 self._close(client)
 
-    def _write(self, client: Client) -> None:
+    def _write(self, client: ConnectedClient) -> None:
         self._dirty.pop(client, None)
         client.write(self._now_s)
         while client.watcher and client.watcher.behind and client.has_room():
@@ -290,26 +291,26 @@ class Server:
             self._selector.modify(client.connection.socket, client.events, partial(self._serve, client))
 
     def _sweep(self) -> None:
-        """Close the clients that take too long, and accept connections again if there was no room."""
+        """Close clients whose time is over, and accept connections again."""
         now_s = self._now_s
-        overdue = self._strangers.overdue(now_s)
-        for address, count in self._strangers.crowds(1) if overdue else ():
+        overdue = self._unauthenticated.overdue(now_s)
+        for address, count in self._unauthenticated.crowds(1) if overdue else ():
             if count > PER_ADDRESS:
                 self._say(
                     "crowd",
                     f"{address} has {count} connections that have not shown the job's token; only {PER_ADDRESS} may be"
                     f" older than {CROWD_S:g} s",
                 )
-        for stranger in overdue:
-            self._close(stranger)
+        for client in overdue:
+            self._close(client)
         for client in [client for client in self._clients if _is_over(client, now_s)]:
             self._close(client)
         self._accept_again()
 
-    def _close(self, client: Client) -> None:
+    def _close(self, client: ConnectedClient) -> None:
         if client in self._clients:
             del self._clients[client]
-            self._strangers.discard(client)
+            self._unauthenticated.discard(client)
             self._dirty.pop(client, None)
             self._unfinished.pop(client, None)
             if client.watcher:
@@ -318,11 +319,11 @@ class Server:
             client.connection.close()
 
     def _say(self, about: str, sentence: str) -> None:
-        """Write a line to stderr, at most one in `QUIET_S` about the same thing."""
+        """Write a line to stderr, at most one in `QUIET_S` seconds about the same thing."""
         if self._now_s < self._quiet_until_s.get(about, 0.0):
             return
         self._quiet_until_s[about] = self._now_s + QUIET_S
-        # Never wait for the reader of stderr: it may be gone.
+        # Never block on stderr: its reader may be gone.
         poll = select.poll()
         with suppress(OSError, ValueError):
             poll.register(sys.stderr, select.POLLOUT)
@@ -331,13 +332,13 @@ class Server:
 
 
 def _is_awaited(listener: socket.socket) -> bool:
-    """Whether a connection waits: without a free descriptor accept() fails in either case."""
+    """Whether a connection waits. Without a free descriptor accept() fails even if none does."""
     poll = select.poll()
     poll.register(listener, select.POLLIN)
     return bool(poll.poll(0))
 
 
-def _is_over(client: Client, now_s: float) -> bool:
+def _is_over(client: ConnectedClient, now_s: float) -> bool:
     if client.is_stalled(now_s - STALLED_S):
         return True
     waits = client.watcher or (client.connection.outgoing and not client.lingers)

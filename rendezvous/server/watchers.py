@@ -1,6 +1,6 @@
-"""Who watches what in a served store: each revision is written out once for all who watch the same keys.
+"""The watches of a served store. Each revision is serialized once for all watches of the same keys.
 
-A watcher whose outlet is full falls behind alone: it reads on from the history when there is room again.
+A watch whose outlet is full falls behind alone: when there is room again, it continues from the history.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from elaunch.rendezvous.engine.engine import Engine
-from elaunch.rendezvous.engine.mvcc import UNBOUNDED, Compacted, KeyValue, Written, within
+from elaunch.rendezvous.engine.mvcc import UNBOUNDED, Compacted, KeyValue, WrittenRevision, within
 
-# What one reading of the history may give to a watcher that is behind.
+# Limits of one read from the history for a watch that is behind.
 _BATCH_REVISIONS = 1000
 _BATCH_BYTES = 256 << 10
 
 
 class Outlet(Protocol):
-    """Where a watcher's lines go."""
+    """The connection to which a watch sends its lines."""
 
     def has_room(self) -> bool: ...
 
@@ -25,14 +25,14 @@ class Outlet(Protocol):
 
 
 class Lines(Protocol):
-    """How what happened is written."""
+    """Serializes events as lines."""
 
     def events(self, revision: int, events: Sequence[KeyValue]) -> bytes: ...
 
     def compacted(self, revision: int) -> bytes: ...
 
 
-class Keys(NamedTuple):
+class KeyRange(NamedTuple):
     """A range of keys that is watched."""
 
     key: bytes
@@ -40,9 +40,9 @@ class Keys(NamedTuple):
 
 
 class Watcher:
-    """`next_revision` is the first that it may be told of; one that is `behind` is told nothing new meanwhile."""
+    """One watch. `next_revision` is the next that it must send. While it is `behind`, it gets no new events."""
 
-    def __init__(self, keys: Keys, next_revision: int, outlet: Outlet) -> None:
+    def __init__(self, keys: KeyRange, next_revision: int, outlet: Outlet) -> None:
         self.keys = keys
         self.next_revision = next_revision
         self.outlet = outlet
@@ -50,15 +50,15 @@ class Watcher:
 
 
 class Watchers:
-    """All of them. `told` is the engine's listener; `catch_up` is called whenever an outlet has room again."""
+    """All watches. `told` is the engine's listener. Call `catch_up` whenever an outlet has room again."""
 
     def __init__(self, engine: Engine, lines: Lines) -> None:
         self._engine = engine
         self._lines = lines
-        self._watching: dict[Keys, set[Watcher]] = {}
+        self._watching: dict[KeyRange, set[Watcher]] = {}
 
-    def add(self, keys: Keys, start_revision: int, outlet: Outlet) -> Watcher:
-        """Begin to watch from `start_revision`, 0 for now; what has been since is sent at once, if there is room."""
+    def add(self, keys: KeyRange, start_revision: int, outlet: Outlet) -> Watcher:
+        """Begin a watch at `start_revision`, 0 for now. Events since then are sent at once, if there is room."""
         watcher = Watcher(keys, start_revision or self._engine.revision + 1, outlet)
         self._watching.setdefault(keys, set()).add(watcher)
         watcher.behind = True
@@ -66,13 +66,13 @@ class Watchers:
         return watcher
 
     def remove(self, watcher: Watcher) -> None:
-        """It is told nothing more; one that has gone already is no error."""
+        """End a watch. One that has ended already is no error."""
         same = self._watching.get(watcher.keys, set())
         same.discard(watcher)
         if not same:
             self._watching.pop(watcher.keys, None)
 
-    def told(self, written: Written) -> None:
+    def told(self, written: WrittenRevision) -> None:
         for keys, watchers in self._watching.items():
             events = [event for event in written.events if within(event.key, *keys)]
             if not events:
@@ -88,7 +88,7 @@ class Watchers:
                     watcher.behind = True
 
     def catch_up(self, watcher: Watcher) -> None:
-        """Send what a watcher that is behind has missed, until it has missed nothing or its outlet is full."""
+        """Send the events that a watch has missed, until it is up to date or its outlet is full."""
         while watcher.behind and watcher.outlet.has_room():
             try:
                 history = self._engine.since(watcher.next_revision, _BATCH_REVISIONS)
@@ -101,9 +101,9 @@ class Watchers:
                 self._send_some(watcher, history)
             watcher.behind = bool(history) and watcher.next_revision <= self._engine.revision
 
-    def _send_some(self, watcher: Watcher, history: Sequence[Written]) -> None:
-        # While a thousand agents join, each begins a watch some hundreds of revisions in the past: this is the loop
-        # that counts.
+    def _send_some(self, watcher: Watcher, history: Sequence[WrittenRevision]) -> None:
+        # While a thousand agents join, each begins a watch some hundreds of revisions in the past. Then this loop takes
+        # most of the server's time.
         key, end = watcher.keys
         bounded = end != UNBOUNDED
         events: list[KeyValue] = []
@@ -113,7 +113,7 @@ class Watchers:
                 if (key <= event.key and (not bounded or event.key < end)) if end else event.key == key:
                     events.append(event)
                     size += len(event.value)
-            # Never a part of a revision: who watches could not tell.
+            # Never send a part of a revision: the client would take it for the whole.
             if size > _BATCH_BYTES:
                 break
         watcher.next_revision = written.revision + 1

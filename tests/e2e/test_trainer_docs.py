@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from elaunch.trainer.ledger.ledger import judge
+from elaunch.trainer.ledger.ledger import audit_folder
 from tests.harness import REPOSITORY, Job, environment, script
 
 PAGE = REPOSITORY / "docs" / "trainer.md"
@@ -70,7 +70,7 @@ def killed(folder: Path, victim: int) -> Job:
     """The same, with its samples judged."""
     job = whole(folder, victim)
     assert re.search(r"restored step \d+ from memory \(of generation 0\); 0 steps are repeated", job.output)
-    found = judge(folder / "ledger", steps=300)
+    found = audit_folder(folder / "ledger", steps=300)
     assert found.ok, found.text
     assert (found.samples, found.lost_steps) == (300 * 32, 0)
     return job
@@ -99,4 +99,4 @@ def test_the_whole_script_runs_under_torchrun(tmp_path: Path) -> None:
 
     assert ended.returncode == 0, ended.stderr
     assert "step 300: loss" in ended.stdout
-    assert judge(tmp_path / "ledger", steps=300).ok
+    assert audit_folder(tmp_path / "ledger", steps=300).ok

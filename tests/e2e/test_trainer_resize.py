@@ -8,7 +8,7 @@ from typing import Any, TypedDict
 
 import pytest
 
-from elaunch.trainer.ledger.ledger import judge
+from elaunch.trainer.ledger.ledger import audit_folder
 from tests.harness import finished, records, script, slow
 
 # Trains steps after+1…until of a small network, and leaves in the folder: the state, a loss per step, a mask per
@@ -104,7 +104,7 @@ def train(
             said = json.loads(line)
             found["losses"][said["step"]] = said["loss"]
             found["masks"] |= {(said["step"], int(micro)): mask for micro, mask in said["masks"].items()}
-    assert judge(folder / out / "ledger", steps=ends[-1]).ok
+    assert audit_folder(folder / out / "ledger", steps=ends[-1]).ok
     return found
 
 

@@ -26,7 +26,7 @@ from typing import Any
 
 from elaunch.rendezvous.endpoint import Endpoint
 from elaunch.rendezvous.etcd.transport import Rpc
-from elaunch.rendezvous.http.response import Reply
+from elaunch.rendezvous.http.response import ResponseReader
 from tests.etcd import Etcd
 from tests.faults.answers import LAST_CHUNK, NO_LEADER, Answer, Fault, chunk, fits
 from tests.harness import wait_for
@@ -335,7 +335,7 @@ class _Server:
 
     def answer(self, request: Request) -> tuple[bytes, int]:
         """The whole answer as it came, and its status."""
-        upstream, reply, raw = self.ask(request), Reply(), b""
+        upstream, reply, raw = self.ask(request), ResponseReader(), b""
         while not reply.finished:
             data = upstream.recv(_RECEIVE_BYTES)
             if not data:

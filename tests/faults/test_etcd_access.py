@@ -12,12 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.rendezvous.access import Access
-from elaunch.rendezvous.endpoint import Endpoint, Login, Tls
-from elaunch.rendezvous.etcd.json_transport import GatewayCarrier
+from elaunch.rendezvous.endpoint import Access, Endpoint, Login, Tls
+from elaunch.rendezvous.etcd.json_transport import JsonTransport
 from elaunch.rendezvous.etcd.store import EtcdStore
 from elaunch.rendezvous.etcd.transport import GatewayOff, Json, Rpc
-from elaunch.rendezvous.http.client import Connection, Deadline, Trust
+from elaunch.rendezvous.http.client import ClientConnection, Deadline, Trust
 from elaunch.rendezvous.store import Absent, Denied, Put, Rejected, StoreError, TimedOut, Txn, Unavailable, Update
 from tests.certificates import Certificates
 from tests.etcd import VERSIONS, Etcd, client, free_ports
@@ -109,7 +108,7 @@ def test_a_user_where_there_are_none_is_said() -> None:
 def test_an_authority_that_did_not_sign_the_certificate_is_said(secured: Etcd, tmp_path: Path) -> None:
     other = Certificates(tmp_path)
 
-    assert "not to be trusted" in denial(secured, Access(files(other)))
+    assert "not trusted" in denial(secured, Access(files(other)))
 
 
 def test_a_certificate_for_another_host_is_said(tmp_path: Path) -> None:
@@ -173,7 +172,7 @@ def test_the_gateway_is_off_in_3_4_with_a_configuration_file_and_the_client_says
             store.read(KEY)
 
 
-class CountingCarrier(GatewayCarrier):
+class CountingTransport(JsonTransport):
     """The real one, which counts the passwords sent."""
 
     logins = 0
@@ -186,23 +185,23 @@ class CountingCarrier(GatewayCarrier):
 @pytest.mark.parametrize("version", [slow("3.4"), "3.5"])
 def test_a_token_that_has_run_out_is_renewed_for_calls_and_for_a_watch_that_is_opened_again(version: str) -> None:
     told: list[Update] = []
-    carrier = CountingCarrier()
+    transport = CountingTransport()
     # Time passes in there.
     nobody = threading.Event()
     with (
         Etcd(version, users={LOGIN.user: LOGIN.password}, options=["--auth-token-ttl=1"]) as etcd,
         relay(etcd.addresses[0]) as way,
-        closing(EtcdStore([way.endpoint], Access(login=LOGIN, plainly=True), 10, carrier)) as store,
+        closing(EtcdStore([way.endpoint], Access(login=LOGIN, plainly=True), 10, transport)) as store,
     ):
         store.watch(KEY, store.read(KEY).revision, told.append)
         store.commit(Txn((), (Put(KEY, "1"),)))
         wait_for(lambda: len(told) == 1, "word of the first write")
-        assert carrier.logins == 1
+        assert transport.logins == 1
 
         nobody.wait(3)
         way.cut()
         way.restore()
-        wait_for(lambda: carrier.logins == 2, "the watch's new token")
+        wait_for(lambda: transport.logins == 2, "the watch's new token")
         etcd.ctl("put", KEY, "2")
         wait_for(lambda: len(told) == 2, "word of the second write")
 
@@ -213,12 +212,12 @@ def test_a_token_that_has_run_out_is_renewed_for_calls_and_for_a_watch_that_is_o
         for thread in threads:
             thread.join()
         assert store.commit(Txn((Absent(f"{KEY}y"),), (Put(f"{KEY}y", "2"),))).held
-        assert carrier.logins == 3
+        assert transport.logins == 3
 
         nobody.wait(3)
         store.watch(KEY, None, told.append).begun()
         assert told[-1] == store.read(KEY)
-        assert carrier.logins == 4
+        assert transport.logins == 4
 
 
 def refusal(listener: Listener) -> str:
@@ -286,7 +285,7 @@ def test_an_answer_that_arrived_in_time_is_taken_by_a_thread_that_is_late(late_s
         sent.set()
 
     with Listener(serve) as listener:
-        connection = Connection(listener.endpoint, Trust(), Deadline(10))
+        connection = ClientConnection(listener.endpoint, Trust(), Deadline(10))
         connection.ask("POST", "/", {}, b"{}", Deadline(10))
         assert sent.wait(10)
         deadline = Deadline(10)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from elaunch.rendezvous.etcd.json_codec import range_end
-from elaunch.rendezvous.etcd.json_transport import GatewayCarrier, GatewayStream
+from elaunch.rendezvous.etcd.json_transport import JsonStream, JsonTransport
 from elaunch.rendezvous.etcd.store import EtcdStore
 from elaunch.rendezvous.store import Delete, HistoryLost, Put, Txn, Unavailable, Update
 from tests.etcd import VERSIONS, Etcd, Member, client
@@ -163,22 +163,22 @@ def test_the_end_of_all_members_is_outlived(etcd: Etcd, store: EtcdStore, fresh:
 
 
 def test_a_watch_leaves_a_member_that_has_no_leader(etcd: Etcd) -> None:
-    class Counting(GatewayCarrier):
+    class Counting(JsonTransport):
         opened = 0
 
-        def stream(self, *args: Any) -> GatewayStream:
+        def stream(self, *args: Any) -> JsonStream:
             self.opened += 1
             return super().stream(*args)
 
-    carrier = Counting()
-    with closing(EtcdStore(etcd.addresses[:1], carrier=carrier)) as store:
+    transport = Counting()
+    with closing(EtcdStore(etcd.addresses[:1], transport=transport)) as store:
         store.watch(PREFIX, store.read(PREFIX).revision, lambda _: None)
-        wait_for(lambda: carrier.opened == 1, "the watch")
+        wait_for(lambda: transport.opened == 1, "the watch")
 
         for member in etcd.members[1:]:
             member.stop()
 
-        wait_for(lambda: carrier.opened > 1, "another attempt")
+        wait_for(lambda: transport.opened > 1, "another attempt")
 
 
 @pytest.mark.parametrize("version", VERSIONS)

@@ -1,4 +1,4 @@
-"""The gRPC carrier: where the gateway cannot be used, and what it says when it cannot either."""
+"""The gRPC transport: where the gateway cannot be used, and what it says when it cannot either."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.rendezvous.access import Access
-from elaunch.rendezvous.endpoint import Endpoint, Login, Tls
-from elaunch.rendezvous.etcd.grpc_transport import GrpcCarrier
+from elaunch.rendezvous.endpoint import Access, Endpoint, Login, Tls
+from elaunch.rendezvous.etcd.grpc_transport import GrpcTransport
 from elaunch.rendezvous.etcd.store import EtcdStore
 from elaunch.rendezvous.etcd.transport import Json, Rpc
 from elaunch.rendezvous.secret import Secret
@@ -67,7 +66,7 @@ def test_what_tls_and_users_refuse_is_said(tmp_path: Path) -> None:
 
         assert "the password of user 'agent' is wrong" in denial(etcd, Access(tls, Login("agent", "wrong")))
         assert "asks for a user and a password" in denial(etcd, Access(tls))
-        assert "not to be trusted" in denial(etcd, Access(files(other), LOGIN))
+        assert "not trusted" in denial(etcd, Access(files(other), LOGIN))
 
 
 def test_keys_that_a_user_may_not_use_are_denied_to_calls_and_watches() -> None:
@@ -87,7 +86,7 @@ def test_keys_that_a_user_may_not_use_are_denied_to_calls_and_watches() -> None:
 
 @pytest.mark.parametrize("version", ["3.4", slow("3.5")])
 def test_a_token_that_has_run_out_is_renewed_for_calls_and_for_a_watch_that_is_opened_again(version: str) -> None:
-    class Counting(GrpcCarrier):
+    class Counting(GrpcTransport):
         logins = 0
 
         def call(self, endpoint: Endpoint, rpc: Rpc, request: Json, token: str, deadline_s: float) -> Json:
@@ -96,13 +95,13 @@ def test_a_token_that_has_run_out_is_renewed_for_calls_and_for_a_watch_that_is_o
 
     told: list[Update] = []
     access = Access(login=LOGIN, plainly=True)
-    carrier = Counting(access)
+    transport = Counting(access)
     # Time passes in there.
     nobody = threading.Event()
     with (
         Etcd(version, users={LOGIN.user: LOGIN.password}, options=["--auth-token-ttl=1"]) as etcd,
         relay(etcd.addresses[0]) as way,
-        closing(EtcdStore([way.endpoint], access, 10, carrier)) as store,
+        closing(EtcdStore([way.endpoint], access, 10, transport)) as store,
     ):
         store.watch(KEY, store.read(KEY).revision, told.append)
         store.commit(Txn((), (Put(KEY, "1"),)))
@@ -111,13 +110,13 @@ def test_a_token_that_has_run_out_is_renewed_for_calls_and_for_a_watch_that_is_o
         nobody.wait(3)
         way.cut()
         way.restore()
-        wait_for(lambda: carrier.logins == 2, "the watch's new token")
+        wait_for(lambda: transport.logins == 2, "the watch's new token")
         etcd.ctl("put", KEY, "2")
         wait_for(lambda: len(told) == 2, "word of the second write")
 
         nobody.wait(3)
         store.read(KEY)
-        assert carrier.logins == 3
+        assert transport.logins == 3
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -139,12 +138,12 @@ def test_without_the_package_the_way_out_is_said() -> None:
     program = """
 import sys
 sys.modules["etcd3"] = None
-from elaunch.rendezvous.access import Access
+from elaunch.rendezvous.endpoint import Access
 from elaunch.rendezvous.etcd.store import EtcdStore
-from elaunch.rendezvous.etcd.grpc_transport import GrpcCarrier
+from elaunch.rendezvous.etcd.grpc_transport import GrpcTransport
 from elaunch.rendezvous.endpoint import Endpoint
 from elaunch.rendezvous.store import Denied
-for call in (lambda: GrpcCarrier(Access()), EtcdStore([Endpoint("127.0.0.1", int(sys.argv[1]))]).check):
+for call in (lambda: GrpcTransport(Access()), EtcdStore([Endpoint("127.0.0.1", int(sys.argv[1]))]).check):
     try:
         call()
     except Denied as error:
@@ -164,7 +163,7 @@ def test_the_served_store_is_said_to_know_no_grpc() -> None:
     secret = Secret("a token for tests only")
 
     with pytest.raises(Denied, match="knows no gRPC"):
-        GrpcCarrier(Access(secret.client_context(), bearer=secret.bearer))
+        GrpcTransport(Access(secret.client_context(), bearer=secret.bearer))
 
 
 def test_what_is_not_there_hangs_or_is_no_etcd_is_said() -> None:

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.rendezvous.access import Access
-from elaunch.rendezvous.endpoint import Login, Tls
+from elaunch.rendezvous.endpoint import Access, Login, Tls
 from elaunch.rendezvous.etcd.store import EtcdStore
 from elaunch.rendezvous.store import Denied, Put, Txn
 from tests.certificates import Certificates

@@ -16,7 +16,7 @@ import pytest
 
 from elaunch.rendezvous.etcd import watch as watching_module
 from elaunch.rendezvous.etcd.store import EtcdStore
-from elaunch.rendezvous.store import Changes, Delete, Entry, Put, Txn, Unavailable, Update, View
+from elaunch.rendezvous.store import Changes, Delete, KeyEntry, Put, Txn, Unavailable, Update, View
 from tests.etcd import TRANSPORTS, VERSIONS, Etcd, client
 from tests.harness import wait_for
 from tests.relay import Listener, relay, silent
@@ -74,7 +74,7 @@ class Told:
 
     def __init__(self) -> None:
         self.updates: list[Update] = []
-        self.entries: dict[str, Entry] = {}
+        self.entries: dict[str, KeyEntry] = {}
         self.revision = 0
 
     def __call__(self, update: Update) -> None:

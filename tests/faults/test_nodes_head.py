@@ -151,6 +151,6 @@ def test_a_head_that_is_started_again_has_no_history_and_the_others_end(tmp_path
 
         for index in (1, 2):
             assert cluster.agents[index].wait() == 3
-            assert "was started anew" in cluster.agents[index].stderr
+            assert "was restarted and has lost this job" in cluster.agents[index].stderr
             cluster.assert_nothing_is_left(cluster.nodes[index])
         assert not any(is_alive(first.pid(rank)) for rank in range(3))

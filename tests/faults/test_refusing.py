@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import pytest
 
 from elaunch.rendezvous.endpoint import Endpoint
-from elaunch.rendezvous.etcd.json_transport import GatewayCarrier
+from elaunch.rendezvous.etcd.json_transport import JsonTransport
 from elaunch.rendezvous.etcd.store import EtcdStore
-from elaunch.rendezvous.etcd.transport import Refused, Rpc
+from elaunch.rendezvous.etcd.transport import EtcdError, Rpc
 from elaunch.rendezvous.store import Changes, Put, Rejected, StoreError, TimedOut, Txn, Unavailable, Update
 from tests.etcd import Etcd, client
 from tests.faults.answers import (
@@ -56,11 +56,11 @@ def put(store: EtcdStore, key: str, value: str = "x") -> None:
 def test_an_error_has_the_form_that_a_real_gateway_gives_it(version: str) -> None:
     too_large = {"success": [{"request_put": {"key": "YQ==", "value": "AAAA" * 600_000}}]}
     with Etcd(version) as etcd, Refusing(etcd) as proxy:
-        carrier = GatewayCarrier()
+        transport = JsonTransport()
 
         def refused(endpoint: Endpoint) -> tuple[int, str]:
-            with pytest.raises(Refused) as error:
-                carrier.call(endpoint, Rpc.TXN, too_large, "", 10)
+            with pytest.raises(EtcdError) as error:
+                transport.call(endpoint, Rpc.TXN, too_large, "", 10)
             return error.value.code, error.value.text
 
         real = refused(etcd.addresses[0])
@@ -68,21 +68,21 @@ def test_an_error_has_the_form_that_a_real_gateway_gives_it(version: str) -> Non
         proxy.refuse(Rpc.TXN, TOO_LARGE, times=1)
         assert refused(proxy.endpoint) == real == (TOO_LARGE.code, TOO_LARGE.text)
         assert len(proxy.struck) == 1
-        carrier.close()
+        transport.close()
 
 
 @pytest.mark.parametrize("rpc", REQUESTS)
 def test_every_error_of_etcd_is_read_as_its_code_and_text(proxy: Refusing, rpc: Rpc) -> None:
-    carrier = GatewayCarrier()
+    transport = JsonTransport()
     for answer in GRPC_ERRORS:
         rule = proxy.refuse(rpc, answer, times=1)
 
-        with pytest.raises(Refused) as error:
-            carrier.call(proxy.endpoint, rpc, REQUESTS[rpc], "", 5)
+        with pytest.raises(EtcdError) as error:
+            transport.call(proxy.endpoint, rpc, REQUESTS[rpc], "", 5)
 
         assert (error.value.code, error.value.text) == (answer.code, answer.text)
         assert rule.left == 0
-    carrier.close()
+    transport.close()
 
 
 @pytest.mark.parametrize("answer", [each for each in ALL if fits(each, Rpc.TXN)], ids=str)
@@ -172,13 +172,13 @@ def test_the_dice_of_a_seed_are_the_same_again(etcd: Etcd) -> None:
     for _ in range(2):
         with Refusing(etcd) as proxy:
             proxy.chaos(4711, 0.5, GRPC_ERRORS)
-            carrier = GatewayCarrier()
+            transport = JsonTransport()
             for _ in range(50):
                 try:
-                    carrier.call(proxy.endpoint, Rpc.RANGE, {"key": "YQ=="}, "", 5)
-                except Refused:
+                    transport.call(proxy.endpoint, Rpc.RANGE, {"key": "YQ=="}, "", 5)
+                except EtcdError:
                     continue
-            carrier.close()
+            transport.close()
             thrown.append([str(s.answer) for s in proxy.struck])
     assert thrown[0] == thrown[1]
     assert 10 < len(thrown[0]) < 40

@@ -254,7 +254,7 @@ def test_a_part_that_arrives_garbled_is_said(nodes: Nodes) -> None:
     said = [answer["said"] for answer in nodes.run(2, "fsdp2", "train", "1", "garble", "1", "save")]
 
     assert said[0] == []
-    assert "what rank 0 sent has come changed: its checksum is wrong" in said[1][0]
+    assert "the part that rank 0 sent arrived damaged: its checksum is wrong" in said[1][0]
 
 
 def test_a_part_that_a_node_lacks_and_that_arrives_garbled_is_not_loaded(nodes: Nodes) -> None:
@@ -265,4 +265,4 @@ def test_a_part_that_a_node_lacks_and_that_arrives_garbled_is_not_loaded(nodes: 
         ended = ranks.end_of(1)
 
     assert ended.code == 1
-    assert "rank 1's part of the snapshot has come changed from rank 0" in ended.err
+    assert "rank 1's part of the snapshot arrived damaged from rank 0" in ended.err

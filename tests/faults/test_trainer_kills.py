@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from elaunch.trainer.ledger.ledger import judge
+from elaunch.trainer.ledger.ledger import audit_folder
 from tests.harness import Job, wait_for
 
 SHAPE = ["--steps", "60", "--global-batch", "6", "--checkpoint-every", "1", "--layers", "1", "--width", "16"]
@@ -79,7 +79,7 @@ def test_random_kills_end_with_the_parameters_and_losses_of_the_unfailed_run(
     assert (stormy["steps_lost"], stormy["steps_repeated"], stormy["samples_seen"]) == (0, 0, 60 * 6)
     assert stormy["params_sha256"] == calm["params_sha256"]
     assert losses(tmp_path / "stormy") == losses(tmp_path / "calm")
-    assert judge(tmp_path / "stormy" / "ledger", steps=60).text == stormy["ledger"]
+    assert audit_folder(tmp_path / "stormy" / "ledger", steps=60).text == stormy["ledger"]
     assert stormy["ledger"].startswith("exactly once: steps 1 to 60 in ")
 
 

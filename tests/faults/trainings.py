@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from elaunch.trainer.ledger.ledger import judge
+from elaunch.trainer.ledger.ledger import audit_folder
 from tests.faults.processes import Watched
 from tests.harness import DEADLINE_S as WAIT_S
 from tests.harness import wait_for
@@ -90,7 +90,7 @@ class Training:
         result = self.result
         assert (result["steps_lost"], result["steps_repeated"]) == (lost, lost)
         assert result["samples_seen"] == steps * BATCH
-        verdict = judge(self.out / "ledger", steps=steps)
+        verdict = audit_folder(self.out / "ledger", steps=steps)
         assert verdict.ok, verdict.text
         assert verdict.lost_steps == lost
         assert result["ledger"] == verdict.text

@@ -44,8 +44,8 @@ from elaunch.agent.core.step import deadline_s, step
 from elaunch.agent.inbox import LookAgain
 from elaunch.agent.session.retry_queue import Errand, Errands
 from elaunch.agent.session.store_client import Dealings
-from elaunch.rendezvous.rules.entering import join
 from elaunch.rendezvous.rules.snapshot import Keys, Snapshot
+from elaunch.rendezvous.rules.transactions import join
 from elaunch.rendezvous.store import StoreError
 from elaunch.rendezvous.types import Failure, FailureKind, JobSpec, Joined, Node, Outcome, RankTable
 from tests.sim.groups import KILL, USR1, Worker

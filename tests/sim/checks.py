@@ -11,7 +11,7 @@ from elaunch.agent.core.phases import Clearing, Exited, Finished, Joining, Runni
 from elaunch.agent.core.state import Agent
 from elaunch.rendezvous.codec import decode
 from elaunch.rendezvous.rules.table_codec import decode_table
-from elaunch.rendezvous.store import Changes, Entry, NoneNewer, Put, Txn, Update
+from elaunch.rendezvous.store import Changes, KeyEntry, NoneNewer, Put, Txn, Update
 from elaunch.rendezvous.types import (
     Failure,
     Generation,
@@ -121,7 +121,7 @@ class Checks:
             if not entry:
                 self._delete(parts[key], update.revision)
 
-    def _ctl(self, parts: list[str], entry: Entry, update: Changes) -> None:
+    def _ctl(self, parts: list[str], entry: KeyEntry, update: Changes) -> None:
         match parts:
             case ["ctl", "generation"]:
                 self._open(decode(Generation, entry.value), update)
@@ -290,7 +290,7 @@ class Checks:
         owner = self._owners.get(self.leader)
         self._require(owner is self.writer[0], "leader", f"{self.writer[0].name} writes {what}; {self.leader} leads")
 
-    def _put(self, parts: list[str], entry: Entry) -> None:
+    def _put(self, parts: list[str], entry: KeyEntry) -> None:
         assert self.writer
         process, g = self.writer[0], self.generation.number if self.generation else -1
         match parts:

@@ -44,8 +44,8 @@ from elaunch.agent.core.state import Agent
 from elaunch.agent.core.step import deadline_s, step
 from elaunch.agent.core.stopping import KILL_WAIT_S
 from elaunch.rendezvous.engine.memory_store import MemoryStore
-from elaunch.rendezvous.rules.entering import join
 from elaunch.rendezvous.rules.snapshot import Keys, Snapshot, SnapshotReader
+from elaunch.rendezvous.rules.transactions import join
 from elaunch.rendezvous.store import Put, Txn
 from elaunch.rendezvous.times import Times
 from elaunch.rendezvous.types import (

@@ -31,7 +31,7 @@ import pytest
 from elaunch.agent.core import membership
 from elaunch.agent.core.phases import Finished
 from elaunch.agent.session.store_client import Dealings
-from elaunch.rendezvous.rules import entering, forming, leading
+from elaunch.rendezvous.rules import forming, leading, transactions
 from elaunch.rendezvous.store import Absent, Txn
 from elaunch.rendezvous.times import Times
 from elaunch.rendezvous.types import OpenKind, OutcomeKind
@@ -229,13 +229,13 @@ def not_read_again(patch: pytest.MonkeyPatch) -> None:
 
 def return_unguarded(patch: pytest.MonkeyPatch) -> None:
     def off(*args: Any) -> Txn:
-        return replace(entering.return_as_member(*args), guards=())
+        return replace(transactions.return_as_member(*args), guards=())
 
     patch.setattr(membership, "return_as_member", off)
 
 
-def no_amnesty(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Times, "amnesty_s", property(lambda _: 0.0))
+def no_return_grace(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Times, "return_grace_s", property(lambda _: 0.0))
 
 
 def run_not_renewed(patch: pytest.MonkeyPatch) -> None:
@@ -246,8 +246,8 @@ def all_in_full(patch: pytest.MonkeyPatch) -> None:
     def off(*args: Any) -> tuple[Txn, ...]:
         return tuple(replace(txn, guards=txn.guards[:1]) for txn in complete(*args))
 
-    complete = entering.complete
-    patch.setattr(entering, "complete", off)
+    complete = transactions.complete
+    patch.setattr(transactions, "complete", off)
 
 
 def begun_leases_left(patch: pytest.MonkeyPatch) -> None:
@@ -275,7 +275,7 @@ HUNTS = [
     Hunt(lease_kept_by_itself, wedged, "liveness"),
     Hunt(not_read_again, deaf, "liveness"),
     Hunt(return_unguarded, just_back, "stale"),
-    Hunt(no_amnesty, away_ending, "outage"),
+    Hunt(no_return_grace, away_ending, "outage"),
     Hunt(run_not_renewed, lasting, "exit code"),
     Hunt(all_in_full, failing_together, "detail"),
     Hunt(begun_leases_left, starting_together, "unused lease"),

@@ -1,1 +1,1 @@
-"""Which samples a step trains on, and who computes them."""
+"""Which samples a step trains on, and which rank computes them."""

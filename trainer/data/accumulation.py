@@ -21,11 +21,11 @@ def accumulate(
         for micro in accumulate(model, order, step):
             (loss(model(inputs), targets) * micro.weight).backward()
 
-    `loss` must be a mean over the micro-batch's samples. torch's generators, CPU's and CUDA's, are seeded with the
+    `loss` must be a mean over the micro-batch's samples. torch's generators on CPU and CUDA are seeded with the
     micro-batch's key, so dropout masks do not depend on the world size. Only the last backward sums gradients over the
-    ranks: DDP's and FSDP's `no_sync()`, or FSDP2's `set_requires_gradient_sync`. Without `rank` and `world_size` the
-    process group says them; a process without one is alone. Raises ValueError where FSDP's ranks would run different
-    numbers of forward passes, and so wait for each other for ever.
+    ranks: it uses `no_sync()` of DDP and FSDP, or `set_requires_gradient_sync` of FSDP2. `rank` and `world_size`
+    default to those of the process group; without a group the process is alone. Raises ValueError if the ranks of FSDP
+    would run different numbers of forward passes, since they would wait for each other forever.
     """
     if rank is None or world_size is None:
         grouped = dist.is_available() and dist.is_initialized()
@@ -55,5 +55,5 @@ def _without_sync(model: Any) -> Iterator[None]:
 
 
 def _is_sharded(model: nn.Module) -> bool:
-    # FSDP2's modules have the method; the class of the first FSDP is not worth the import of all of it.
+    # FSDP2's modules have the method. FSDP1 is recognised by name, since importing it would take long.
     return hasattr(model, "set_requires_gradient_sync") or type(model).__name__ == "FullyShardedDataParallel"

@@ -1,7 +1,7 @@
-"""Which samples a step trains on, and who computes them: a pure function of the seed, the step and the world size.
+"""Which samples a step trains on, and which rank computes them. A pure function of seed, step and world size.
 
-The unit is the micro-batch. A step is made of the same M micro-batches whatever the world size; ranks only share them
-out. So neither a restart nor another world size moves, loses or repeats a sample.
+The unit is the micro-batch. A step consists of the same M micro-batches at any world size; the ranks only divide them.
+So neither a restart nor another world size moves, loses or repeats a sample.
 
 An epoch's order is a pseudo-random permutation that is computed per index, in constant memory: a Feistel network over
 the next even number of bits, walked until it lands inside (Black and Rogaway, "Ciphers with Arbitrary Finite Domains",
@@ -27,10 +27,10 @@ Tail: TypeAlias = Literal["carry", "drop", "short"]
 class Micro:
     """A micro-batch as one rank computes it.
 
-    `number` is its place in the step, 0…M-1, or -1 where it only fills up (`Order.even`). `samples` are the ids in its
-    order; none where it fills up, or where a short last step has fewer samples than micro-batches. `weight` is what its
-    mean loss is multiplied with. `key` seeds all that is random in it. `is_last` says that it is the rank's last of the
-    step: its backward is the one that sums gradients over ranks.
+    `number` is its index in the step, 0…M-1, or -1 for a filler (`Order.even`). `samples` are the ids in order; empty
+    for a filler, and in a short last step with fewer samples than micro-batches. Multiply its mean loss by `weight`.
+    `key` seeds everything random in it. `is_last` marks the rank's last micro-batch of the step: only its backward sums
+    gradients over the ranks.
     """
 
     number: int
@@ -45,13 +45,13 @@ class Order:
     """The order of a job's data: `size` samples per epoch, or None for a stream that does not end.
 
     Steps count from 1, and each trains on `global_batch` samples in M = `global_batch / micro_batch` micro-batches.
-    Every sample is drawn once per epoch. `shuffle` mixes the whole epoch, or, with `block`, each `block` consecutive
-    samples among themselves: what streams need, and files that are read faster in their own order. `tail` says what
-    happens where `global_batch` does not divide `size`: the step goes on into the next epoch ("carry": every step has
-    `global_batch` samples), the rest is left out, another rest in each epoch ("drop"), or the last step is smaller
-    ("short"). `even` gives all ranks the same number of forward passes, the surplus ones with weight 0: what models
-    need whose forward pass is collective (FSDP, SyncBatchNorm) where the world size does not divide M. An object costs
-    a few hundred bytes, and any step is computed at once. Raises ValueError with one sentence for what cannot be meant.
+    Every sample is drawn once per epoch. `shuffle` mixes the whole epoch or, with `block`, each `block` consecutive
+    samples: for streams, and for files that are read faster in their own order. `tail` says what happens if
+    `global_batch` does not divide `size`. "carry": the step continues into the next epoch, so every step has
+    `global_batch` samples. "drop": the rest is left out, another rest in each epoch. "short": the last step is smaller.
+    `even` gives all ranks the same number of forward passes, the surplus ones with weight 0. Models with a collective
+    forward pass (FSDP, SyncBatchNorm) need it if the world size does not divide M. An object takes a few hundred bytes,
+    and any step is computed at once. Raises ValueError with one sentence for values that contradict each other.
     """
 
     size: int | None
@@ -69,20 +69,20 @@ class Order:
 
     @property
     def micro_batches(self) -> int:
-        """M, the number of micro-batches of a step, the same for the job's whole life: no more ranks than that."""
+        """M, the number of micro-batches of a step: constant for the job's whole life, and the largest world size."""
         return self.global_batch // self.micro_batch
 
     def span(self, step: int, micro: int | None = None) -> range:
-        """The positions of `step`, or of one of its micro-batches, in the row of all epochs one behind the other.
+        """The positions of `step`, or of one of its micro-batches, in the sequence of all epochs.
 
-        Position p is the sample number `p % size` of epoch `p // size` as it is drawn.
+        Position p is sample number `p % size`, in drawing order, of epoch `p // size`.
         """
         first, count = self._first(step), self._count(step)
         if micro is None:
             return range(first, first + count)
         if not 0 <= micro < self.micro_batches:
             raise ValueError(f"micro-batch {micro} is not one of a step's {self.micro_batches}, which count from 0")
-        # Exactly `micro_batch` each, but in a short last step, whose samples are spread evenly.
+        # Exactly `micro_batch` samples each, except in a short last step, which spreads its samples evenly.
         return range(*(first + count * number // self.micro_batches for number in (micro, micro + 1)))
 
     def sample(self, position: int) -> int:
@@ -102,12 +102,15 @@ class Order:
         return tuple(self.sample(position) for position in self.span(step, micro))
 
     def microbatches(self, step: int) -> list[list[int]]:
-        """The ids of all M micro-batches of `step`, whoever computes them."""
+        """The ids of all M micro-batches of `step`, of all ranks."""
         return [list(self.samples(step, micro)) for micro in range(self.micro_batches)]
 
     def share(self, rank: int, world_size: int) -> range:
-        """The numbers of the micro-batches that `rank` computes in every step: contiguous, and as many as any other
-        rank's or one less. Raises ValueError where there are more ranks than micro-batches."""
+        """The numbers of the micro-batches that `rank` computes in every step.
+
+        They are contiguous, and the numbers of two ranks differ by at most one. Raises ValueError if there are more
+        ranks than micro-batches.
+        """
         many = self.micro_batches
         if world_size > many:
             raise ValueError(
@@ -120,10 +123,11 @@ class Order:
         return range(many * rank // world_size, many * (rank + 1) // world_size)
 
     def weight(self, world_size: int, *, step: int | None = None, micro: int | None = None) -> float:
-        """What a micro-batch's mean loss is multiplied with before backward.
+        """The factor for a micro-batch's mean loss before backward.
 
-        Every rank sums the gradients of its share, and the mean over ranks, which DDP and FSDP take, is then that of
-        the loss's mean over all the step's samples. With tail "short" the weight depends on step and micro-batch.
+        Every rank sums the gradients of its share, and DDP and FSDP take the mean over ranks. With these weights the
+        result is the gradient of the mean loss over all samples of the step. With tail "short" the weight depends on
+        step and micro-batch.
         """
         if self.tail != "short":
             return world_size / self.micro_batches
@@ -132,11 +136,11 @@ class Order:
         return world_size * len(self.span(step, micro)) / self._count(step)
 
     def key(self, step: int, micro: int) -> int:
-        """64 bits that seed all that is random in a micro-batch (dropout), the same at any world size."""
+        """64 bits that seed everything random in a micro-batch (dropout), the same at any world size."""
         return key_of(self.seed, step, micro)
 
     def parts(self, step: int, rank: int, world_size: int) -> list[Micro]:
-        """All that `rank` needs to compute its share of `step`, in order."""
+        """The micro-batches of `step` that `rank` computes, in order."""
         places = self._places(rank, world_size)
         return [
             Micro(
@@ -154,15 +158,15 @@ class Order:
         return BatchSampler(self, self._places(rank, world_size), after, until)
 
     def loaded(self, step: int, micro: int) -> range:
-        """The positions of what is loaded for a micro-batch: its own, or one of the step's last where it has none.
+        """The positions that are loaded for a micro-batch: its own, or one of the step's last if it has none.
 
-        Something must be computed, or the ranks would not meet in their collectives; the weight of 0 takes it out.
+        Every rank must compute something to meet the others in their collectives; the weight 0 removes its effect.
         """
         own = self.span(step, micro) if micro >= 0 else range(0)
         return own or self.span(step, self.micro_batches - 1)[:1]
 
     def steps(self, epochs: int) -> int:
-        """The number of the step with which that many epochs are complete."""
+        """The step that completes so many epochs."""
         size = self._finite("epochs")
         per_epoch = self._steps_per_epoch(size)
         return -(-epochs * size // self.global_batch) if per_epoch is None else epochs * per_epoch
@@ -172,7 +176,7 @@ class Order:
         return self._first(step) // self._finite("epochs")
 
     def _places(self, rank: int, world_size: int) -> tuple[int, ...]:
-        """The numbers of the micro-batches that `rank` computes, with -1 for each that only fills up."""
+        """The numbers of the micro-batches that `rank` computes, with -1 for each filler."""
         share = self.share(rank, world_size)
         most = -(-self.micro_batches // world_size) if self.even else 0
         return (*share, *[-1] * (most - len(share)))
@@ -192,7 +196,7 @@ class Order:
         return min(self.global_batch, self.size - self._first(step) % self.size)
 
     def _steps_per_epoch(self, size: int) -> int | None:
-        """None where epochs do not begin with a step."""
+        """Steps of one epoch; None if epochs do not begin with a step."""
         if self.tail == "carry":
             return None
         return size // self.global_batch if self.tail == "drop" else -(-size // self.global_batch)
@@ -204,9 +208,9 @@ class Order:
 
 
 class Samples(list[int]):
-    """The ids of one micro-batch, which know which one they are.
+    """The ids of one micro-batch, with its step, number and key (`Order.key`).
 
-    `key` is the micro-batch's (`Order.key`). DataLoader hands the object as it is to a dataset's `__getitems__`.
+    DataLoader passes this object unchanged to a dataset's `__getitems__`.
     """
 
     def __init__(self, ids: tuple[int, ...], step: int, micro: int, key: int) -> None:
@@ -215,11 +219,11 @@ class Samples(list[int]):
 
 
 class BatchSampler:
-    """The micro-batches with the numbers `micros` of every step behind `after`, up to `until` (None: without end).
+    """The micro-batches with the numbers `micros` of every step after `after`, up to `until` (None: without end).
 
-    What DataLoader's workers have prefetched when the process ends is nowhere written down and need not be: the next
-    process begins behind the last complete step, wherever this one's prefetching had got to. Each iteration begins
-    there anew, so take one iterator for the whole run.
+    What DataLoader's workers have prefetched need not be saved: the next process begins after the last complete step,
+    however far this process had prefetched. Every new iterator begins there again, so use one iterator for the whole
+    run.
     """
 
     def __init__(self, order: Order, micros: tuple[int, ...], after: int, until: int | None) -> None:
@@ -245,12 +249,12 @@ class BatchSampler:
 
 @functools.lru_cache(maxsize=64)
 def key_of(*parts: int) -> int:
-    """A 64-bit key that differs wherever any part differs; the same in every process and release of Python."""
+    """A 64-bit key that differs if any part differs; the same in every process and release of Python."""
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "big")
 
 
 def permuted(index: int, count: int, key: int) -> int:
-    """Where `index` stands in the permutation of [0, count) that `key` names."""
+    """The position of `index` in the permutation of [0, count) that `key` selects."""
     half_bits = max(1, ((count - 1).bit_length() + 1) // 2)
     while True:
         index = _feistel(index, half_bits, key)

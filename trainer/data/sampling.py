@@ -1,4 +1,4 @@
-"""What torch's DataLoader needs besides `Order.batches`: streams that are read by index, and seeded datasets."""
+"""Datasets for torch's DataLoader, beside `Order.batches`: streams that are read by index, and seeded datasets."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ class Sized(Protocol):
 
 
 class Stream(IterableDataset[Any]):
-    """One rank's micro-batches out of a stream, for `DataLoader(stream, batch_size=None, num_workers=…)`.
+    """One rank's micro-batches from a stream, for `DataLoader(stream, batch_size=None, num_workers=…)`.
 
-    `source` is any iterable that gives the same samples in the same order each time it is iterated; sample i of an
-    epoch is its i-th item. Each DataLoader worker reads its own part of the rank's micro-batches, and the loader hands
-    them out in their order, so the number of workers changes nothing. What a process does not need is read and thrown
-    away, unless `source` has `seek(index)`: then that is called before `iter(source)`, which begins at that sample.
-    If it has `set_epoch(epoch)`, that is called first. `collate` makes a batch of a list of samples.
+    `source` is any iterable with the same samples in the same order at each iteration; sample i of an epoch is its i-th
+    item. Each DataLoader worker reads its own part of the rank's micro-batches, and the loader returns them in order,
+    so the number of workers changes nothing. Samples that a process does not need are read and dropped, unless `source`
+    has `seek(index)`: that is called before `iter(source)`, which must then begin at that sample. If `source` has
+    `set_epoch(epoch)`, that is called first. `collate` makes a batch from a list of samples.
 
-    With a `block` in `order` a process holds, of each block, the samples that it needs. Nothing else is buffered, and
-    nothing of it is state: the position is the last complete step, `after`.
+    With a `block` in `order`, a process buffers the samples that it needs from one block. Nothing else is buffered, and
+    no position is saved: the position is the last complete step, `after`.
     """
 
     def __init__(
@@ -67,8 +67,8 @@ class Stream(IterableDataset[Any]):
             yield self._collate(list(itertools.islice(samples, len(span))))
 
     def _read(self, positions: Iterator[int]) -> Iterator[Any]:
-        """The samples at those ascending positions; of each block all at once, since it is read in its own order."""
-        reader = _Reader(self._source, self._order.size)
+        """The samples at these ascending positions. All samples of a block are read together, in the source's order."""
+        reader = _StreamReader(self._source, self._order.size)
         for (epoch, _), block in itertools.groupby(positions, key=self._block_of):
             ids = [self._order.sample(position) for position in block]
             held = {index: reader.read(epoch, index) for index in sorted(ids)}
@@ -76,14 +76,14 @@ class Stream(IterableDataset[Any]):
                 yield held.pop(index)
 
     def _block_of(self, position: int) -> tuple[int, int]:
-        """Epoch and block; where nothing is shuffled each sample is its own block."""
+        """Epoch and block of a position. Without shuffling each sample is its own block."""
         size = self._order.size
         epoch, index = (0, position) if size is None else divmod(position, size)
         return epoch, index // (self._order.block or 1)
 
 
-class _Reader:
-    """Reads samples of `source` by epoch and index, both ascending."""
+class _StreamReader:
+    """Reads samples of `source` by epoch and index, which must ascend."""
 
     def __init__(self, source: Iterable[Any], size: int | None) -> None:
         self._source, self._size = source, size
@@ -91,7 +91,7 @@ class _Reader:
         self._epoch, self._next = -1, 0
 
     def read(self, epoch: int, index: int) -> Any:
-        """Sample `index` of `epoch`; raises RuntimeError where the source has ended before it."""
+        """Sample `index` of `epoch`. Raises RuntimeError if the source ends before it."""
         can_seek = hasattr(self._source, "seek")
         if epoch != self._epoch or (can_seek and index != self._next):
             self._begin(epoch, index if can_seek else 0)
@@ -116,8 +116,8 @@ class _Reader:
 class Seeded(Dataset[Any]):
     """A map-style dataset whose own randomness (augmentation) is the same at any world size and after any restart.
 
-    While a micro-batch of `Order.batches` is read, `random`, numpy's global generator (where numpy is imported) and
-    torch's CPU generator are seeded with that micro-batch's key; afterwards they are what they were.
+    While a micro-batch of `Order.batches` is read, `random`, numpy's global generator (if numpy is imported) and
+    torch's CPU generator are seeded with the micro-batch's key. Afterwards their states are restored.
     """
 
     def __init__(self, dataset: Sized) -> None:
@@ -130,7 +130,7 @@ class Seeded(Dataset[Any]):
         return self._dataset[index]
 
     def __getitems__(self, ids: list[int]) -> list[Any]:
-        """What DataLoader calls, with one batch of ids."""
+        """DataLoader calls this with the ids of one batch."""
         if not isinstance(ids, Samples):
             raise TypeError("Seeded needs the keys of Order.batches(); give them to DataLoader as batch_sampler")
         with _seeded(ids.key):
@@ -146,7 +146,7 @@ def _seeded(key: int) -> Iterator[None]:
     random.seed(key)
     torch.default_generator.manual_seed(key)
     if numpy:
-        # It takes 32 bits at a time.
+        # numpy takes seeds as numbers of 32 bits.
         numpy.random.seed([key & 0xFFFFFFFF, key >> 32])
     try:
         yield

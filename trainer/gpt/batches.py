@@ -1,4 +1,4 @@
-"""Windows of text as tensors: those of a micro-batch, and the held-out ones."""
+"""Windows of text as tensors: those of a micro-batch, and those held out for validation."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from torch import Tensor
 from elaunch.trainer.data.order import Order
 from elaunch.trainer.gpt.config import TrainConfig
 from elaunch.trainer.gpt.corpus import Corpus
-from elaunch.trainer.ranks.place import Place
+from elaunch.trainer.ranks.place import RankInfo
 
 HELD_OUT_WINDOWS_MAX = 96
 
 
 class Batches:
-    """Cuts the corpus into windows of `context + 1` bytes that share none: `context` inputs, and targets one byte on.
+    """Cuts the corpus into disjoint windows of `context + 1` bytes: `context` inputs, and targets one byte further.
 
-    Inputs and targets are (windows, context) int64 on `device`, values 0..255. `order` says which windows when.
+    Inputs and targets are (windows, context) int64 on `device`, values 0..255. `order` says which windows come when.
     """
 
-    def __init__(self, config: TrainConfig, corpus: Corpus, place: Place, device: torch.device) -> None:
+    def __init__(self, config: TrainConfig, corpus: Corpus, place: RankInfo, device: torch.device) -> None:
         self._corpus, self._place, self._device = corpus, place, device
         self._window = config.context + 1
         self.order = Order(
@@ -36,7 +36,7 @@ class Batches:
         return self._read([number * self._window for number in windows])
 
     def held_out(self) -> list[tuple[Tensor, Tensor]]:
-        """This rank's part of the held-out windows, one at a time; spread evenly, the same for every run."""
+        """This rank's part of the held-out windows, one by one. They are spread evenly, and the same for every run."""
         start = self._corpus.held_out_start
         there = (self._corpus.size - start) // self._window
         used = min(there, HELD_OUT_WINDOWS_MAX)

@@ -13,7 +13,7 @@ from typing import TypeAlias
 import click
 
 from elaunch.trainer.data.order import fitting_micro_batch
-from elaunch.trainer.ranks.place import Place
+from elaunch.trainer.ranks.place import RankInfo
 
 Plain: TypeAlias = int | float | bool | str | None
 
@@ -92,7 +92,7 @@ class TrainConfig:
             )
 
 
-def parse(argv: Sequence[str], place: Place) -> TrainConfig | None:
+def parse(argv: Sequence[str], place: RankInfo) -> TrainConfig | None:
     """The configuration that the command line asks for; None where it asked for help, which rank 0 has then printed.
 
     Raises UsageError with one sentence for anything that cannot be meant.

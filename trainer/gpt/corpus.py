@@ -1,4 +1,4 @@
-"""Text as one long row of bytes over many files, of which only what is asked for is ever read."""
+"""Text from many files as one long sequence of bytes. Only the requested bytes are read."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from pathlib import Path
 
 from elaunch.trainer.gpt.config import TrainConfig, UsageError
 
-# Asking a network file system for one size takes up to half a millisecond, and every start asks for all of them.
+# A network file system needs up to half a millisecond for the size of a file, and every start asks for all sizes.
 FILES_MAX = 20_000
 OPEN_FILES_MAX = 32
 HELD_OUT_SHARE = 0.05
 
-# Not the standard library's own text: what the site installed, and tests, which some distributions leave out.
+# Not the standard library's own text: installed packages, and tests, which some distributions leave out.
 _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 
 
@@ -32,10 +32,10 @@ class File:
 
 
 class Corpus:
-    """The files below `root` joined end to end, in an order that depends on their names alone.
+    """The files below `root` joined end to end, in an order that depends only on their names.
 
-    The order is that of the names' hashes, so that the tail, which is held out, is drawn from everywhere. Opening a
-    corpus lists names and sizes and opens no file.
+    They are ordered by the hashes of their names, so that the held-out tail is a sample of all files. Opening a corpus
+    lists names and sizes, and opens no file.
     """
 
     def __init__(self, root: Path, files: list[File], truncated: bool = False) -> None:
@@ -47,7 +47,7 @@ class Corpus:
 
     @classmethod
     def open(cls, config: TrainConfig) -> Corpus:
-        """List the text that `config` asks for; raise UsageError where it is missing or too short to train on."""
+        """List the text that `config` names. Raises UsageError if it is missing or too short to train on."""
         root = config.data if config.data is not None else Path(sysconfig.get_path("stdlib"))
         if not root.exists():
             raise UsageError(f"--data {root} does not exist; give a directory with text files")
@@ -75,7 +75,7 @@ class Corpus:
 
     @property
     def held_out_start(self) -> int:
-        """Where the held-out tail begins; training reads only what lies before."""
+        """Where the held-out tail begins; training reads only the bytes before it."""
         return self.size - int(self.size * HELD_OUT_SHARE)
 
     @property
@@ -86,11 +86,11 @@ class Corpus:
 
     @property
     def summary(self) -> str:
-        """What two runs must agree on, for people to compare: `612 files, 12345678 bytes, 0123456789abcde`."""
+        """What two runs must have in common, readable: `612 files, 12345678 bytes, 0123456789abcde`."""
         return f"{len(self.files)} files, {self.size} bytes, {self.digest}"
 
     def read(self, start: int, length: int) -> bytes:
-        """The `length` bytes from offset `start`, across file borders; raises UsageError where a file has changed."""
+        """The `length` bytes from offset `start`, across file borders. Raises UsageError if a file has changed."""
         parts = []
         index = bisect_right(self._ends, start)
         while length > 0:
@@ -101,7 +101,7 @@ class Corpus:
         return b"".join(parts)
 
     def close(self) -> None:
-        """Close the files that are open; a later read opens them again."""
+        """Close all open files; a later read opens them again."""
         while self._descriptors:
             os.close(self._descriptors.popitem()[1])
 

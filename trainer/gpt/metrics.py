@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: one JSON line per optimizer step, in the order of the steps, each step once."""
+"""`metrics.jsonl`: one JSON line per optimizer step, in order, each step once."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any, TypedDict
 
 
 class Line(TypedDict):
-    """`loss` is the mean over the global batch, nats per byte; `tokens` are this step's alone.
+    """`loss` is the mean over the global batch, in nats per byte; `tokens` counts this step only.
 
-    `seconds` since the step before, mean over the ranks.
+    `seconds` is the time since the last step, as the mean over the ranks.
     """
 
     step: int
@@ -25,26 +25,26 @@ class Line(TypedDict):
 
 
 class Metrics:
-    """The file, to be continued after the line of `restored_step`; `line` is that line, should it be missing there.
+    """The file, continued after the line of `restored_step`. `line` is that line, in case the file lacks it.
 
-    What lies behind it was done and is lost: the next line takes its place. `done` is the newest step that is known to
-    have been done; of the file's own lines it is known anyway. `steps_lost` counts such steps since the run began, each
-    time that they are lost; every line has it, so that the count survives the process.
+    Later lines belong to steps that were done and are lost: new lines overwrite them. `done` is the newest step that is
+    known to be done, besides those in the file. `steps_lost` counts all lost steps since the run began; a step that is
+    lost twice counts twice. Every line contains the count, so that it survives the process.
     """
 
     def __init__(self, path: Path, restored_step: int, *, line: Line | None = None, done: int = 0) -> None:
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         rows = _Rows(path, restored_step)
         self._end = rows.end
-        # Counted again by the next start if this one ends before its first line.
+        # If this process ends before its first line, the next start counts these steps again.
         self.steps_lost = rows.steps_lost + max(0, max(rows.newest, done) - restored_step)
         if line is not None and rows.kept < restored_step == line["step"]:
-            # Rank 0 was killed before it could write it.
+            # Rank 0 was killed before it could write this line.
             with contextlib.suppress(OSError):
                 self.append(line)
 
     def append(self, line: Line) -> None:
-        """Add one line; raises OSError with the file as it was before (a full disk leaves no half line)."""
+        """Add one line. If it raises OSError, the file is as before: a full disk leaves no half line."""
         content = json.dumps({**line, "steps_lost": self.steps_lost}).encode() + b"\n"
         written = os.pwrite(self._descriptor, content, self._end)
         if written < len(content):
@@ -56,7 +56,7 @@ class Metrics:
             os.ftruncate(self._descriptor, self._end)
 
     def sync(self) -> None:
-        """Make all lines durable: before a checkpoint makes a restart skip their steps."""
+        """Make all lines durable. Call it before a checkpoint: a restart from there never writes these lines again."""
         os.fsync(self._descriptor)
 
     def close(self) -> None:
@@ -64,9 +64,9 @@ class Metrics:
 
 
 class _Rows:
-    """What a file of lines says: `end` is the offset behind the last one up to `restored_step`, `kept` its step.
+    """The content of a metrics file. `kept` is its last step up to `restored_step`, `end` the offset behind that line.
 
-    `newest` is the step of the last whole line, `steps_lost` what that one has counted.
+    `newest` is the step of the last whole line, and `steps_lost` the count in that line.
     """
 
     def __init__(self, path: Path, restored_step: int) -> None:
@@ -84,9 +84,9 @@ class _Rows:
 
 
 def _record(row: bytes) -> dict[str, Any] | None:
-    """The row's values; None where it is half a row, or no metrics line."""
+    """The row's values; None for half a row, or for a line that is not from here."""
     try:
-        # A loss may be NaN here.
+        # Not `parse_json`: a loss may be NaN.
         record = json.loads(row)
         int(record["step"]), int(record.get("steps_lost", 0))
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):

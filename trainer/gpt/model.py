@@ -1,9 +1,9 @@
 """The model: a decoder-only transformer over bytes, in the shape of GPT-2.
 
-Pre-norm blocks, learned positions, GELU, tied embeddings, residual projections started smaller by the square root of
-their number (Radford et al., "Language Models are Unsupervised Multitask Learners", 2019; nanoGPT is the method's
-best-known short form). Letters in names say a tensor's axes: B batch, T time, W width, V vocabulary, H heads, D width
-per head.
+Pre-norm blocks, learned positions, GELU, tied embeddings, and residual projections whose initial weights are divided by
+the square root of their number (Radford et al., "Language Models are Unsupervised Multitask Learners", 2019; nanoGPT is
+the best-known short implementation). Letters in names are a tensor's axes: B batch, T time, W width, V vocabulary, H
+heads, D width per head.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then a feed-forward layer of four times the width; each adds to what it was given."""
+    """Attention, then a feed-forward layer of four times the width; each adds to its input."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def write(self, prompt: bytes, length: int, *, seed: int, temperature: float = 0.8) -> bytes:
-        """`length` bytes that follow `prompt` (not empty), drawn one after the other; the same for the same seed.
+        """`length` bytes that follow `prompt` (not empty), sampled one by one; the same seed gives the same bytes.
 
         Leaves the model in evaluation mode.
         """

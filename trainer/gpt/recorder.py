@@ -1,4 +1,4 @@
-"""What is left behind while training goes on: rank 0's line per step, and every rank's ledger."""
+"""Writes the records of a run during training: rank 0's line per step, and every rank's ledger."""
 
 from __future__ import annotations
 
@@ -18,20 +18,19 @@ from elaunch.trainer.gpt.run_directory import RunDirectory
 from elaunch.trainer.keeper.keeper import Keeper
 from elaunch.trainer.ledger.ledger import Ledger, next_generation
 from elaunch.trainer.ranks import process_group
-from elaunch.trainer.ranks.place import Place
+from elaunch.trainer.ranks.place import RankInfo
 
 
 class Recorder:
-    """Writes what this rank has to write, so that the loop needs no condition: without a ledger only rank 0.
+    """Writes this rank's records, so that the loop needs no condition. Without a ledger only rank 0 writes.
 
-    `state` belongs to the training's: the samples that its steps have seen, and the newest step's line, so that the
-    line is not lost with a rank 0 that could not write it any more. Use it as a context manager once the state is
-    restored: `begin` first. A disk that takes nothing more does not end the training: one sentence per file that misses
-    something.
+    `state` is part of the training's state: the number of samples seen, and the newest step's line, so that the line is
+    not lost if rank 0 dies before it can write it. Use the recorder as a context manager once the state is restored;
+    call `begin` first. A full disk does not end the training: one sentence is printed for each incomplete file.
     """
 
     def __init__(
-        self, config: TrainConfig, place: Place, run: RunDirectory, progress: Progress, device: torch.device
+        self, config: TrainConfig, place: RankInfo, run: RunDirectory, progress: Progress, device: torch.device
     ) -> None:
         self._config, self._place, self._run, self._progress = config, place, run, progress
         self._device = device
@@ -43,17 +42,17 @@ class Recorder:
 
     @property
     def loss(self) -> float:
-        """The newest step's; of a checkpoint that was made without it, not a number."""
+        """The newest step's loss; NaN after a checkpoint that was made without it."""
         line = self.state["line"]
         return float(line["loss"]) if line else math.nan
 
     @property
     def steps_lost(self) -> int:
-        """The steps that were done and lost since the run began; known to rank 0."""
+        """The number of completed steps that were lost since the run began; only on rank 0."""
         return self._metrics.steps_lost if self._metrics is not None else 0
 
     def begin(self, keeper: Keeper, order: Order) -> Recorder:
-        """Open the files, to go on after what the keeper has restored. Collective."""
+        """Open the files and continue after the step that the keeper has restored. Collective."""
         if self._place.leads:
             line: Line | None = self.state["line"]
             done = keeper.step + keeper.repeated
@@ -69,7 +68,7 @@ class Recorder:
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
         if self._metrics is not None:
-            # Not after a failure: the keeper has a step to save, and the page cache outlives this process.
+            # Not after a failure: the keeper must save a step first, and the page cache outlives this process.
             if kind is None or issubclass(kind, SystemExit):
                 self._sync()
             self._metrics.close()
@@ -77,7 +76,7 @@ class Recorder:
             self._ledger.close()
 
     def computes(self, step: int, micro: Micro) -> None:
-        """Note that this rank computes the gradient of `micro`: before any rank can have added it up."""
+        """Note that this rank computes the gradient of `micro`. Call it before the gradients are summed."""
         if self._ledger is None:
             return
         try:
@@ -86,7 +85,7 @@ class Recorder:
             self._give_up_ledger(step, error)
 
     def mean_loss(self, share_loss: float) -> float:
-        """The step's loss from every rank's weighted part of it, `Micro.weight` times its losses. Collective."""
+        """The step's loss. Each rank passes its part: its losses times `Micro.weight`. Collective."""
         now_s = time.monotonic()
         passed_s, self._marked_s = now_s - self._marked_s, now_s
         summed = process_group.sum_over_ranks([share_loss / self._place.world_size, passed_s], self._device)
@@ -94,7 +93,7 @@ class Recorder:
         return summed[0]
 
     def keep(self, step: int, loss: float) -> None:
-        """Within the step's commit: whoever goes on after it has its line, and knows the samples seen."""
+        """Store the step's line and the samples seen in `state`. Call it within the step's commit."""
         self.state["samples_seen"] += self._config.global_batch
         self.state["line"] = Line(
             step=step,
@@ -106,7 +105,7 @@ class Recorder:
         )
 
     def step_done(self, step: int) -> None:
-        """Write that `step` is done."""
+        """Write to all files that `step` is done."""
         if self._ledger is not None:
             try:
                 self._ledger.commit(step)
@@ -121,7 +120,7 @@ class Recorder:
         except OSError as error:
             self._say_lines_lost(step, error)
         if step % self._config.checkpoint_every == 0:
-            # First the lines: a restart from the checkpoint that follows never computes their steps again.
+            # The lines first: a restart from the checkpoint that follows never writes them again.
             self._sync()
 
     def _sync(self) -> None:
@@ -138,7 +137,7 @@ class Recorder:
         self._lines_lost = True
 
     def _open_ledger(self, order: Order, step: int) -> Ledger | None:
-        """This rank's file, under a generation that no earlier start has used; None where none is wanted."""
+        """This rank's file, under a generation that no earlier start has used; None without --ledger."""
         if not self._config.ledger:
             return None
         folder, place = self._run.ledger, self._place
@@ -161,5 +160,5 @@ class Recorder:
         self._say_ledger_ends(step, error)
 
     def _say_ledger_ends(self, step: int, error: OSError) -> None:
-        # Its gap will not close again: the verdict can only be that steps are missing.
+        # The gap stays: the verdict can only be that steps are missing.
         print(f"rank {self._place.rank}: the ledger ends in step {step}: {error.strerror}", file=sys.stderr, flush=True)

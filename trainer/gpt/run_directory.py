@@ -1,4 +1,4 @@
-"""The run directory: whose run it holds, and its result."""
+"""The run directory: the run to which it belongs, and its result."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ from elaunch.trainer.gpt.corpus import Corpus
 
 
 class RunDirectory:
-    """`config.yaml`, `metrics.jsonl`, `checkpoints/` and, once the run is complete, `result.json`, by rank 0 alone;
-    `ledger/` by all ranks."""
+    """The files of one run.
+
+    Rank 0 alone writes `config.yaml`, `metrics.jsonl`, `checkpoints/` and, once the run is complete, `result.json`. All
+    ranks write `ledger/`.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -25,7 +28,7 @@ class RunDirectory:
         self._result = path / "result.json"
 
     def claim(self, config: TrainConfig, corpus: Corpus) -> None:
-        """Make the directory this run's; raise UsageError where it holds another run or cannot be written."""
+        """Make the directory this run's. Raises UsageError if it holds another run or cannot be written."""
         wanted: dict[str, Plain] = {**config.identity, "corpus": corpus.summary}
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
@@ -35,7 +38,7 @@ class RunDirectory:
             sweep(self.path)
             sweep(self.checkpoints)
             record = {**wanted, "checkpoint_every": config.checkpoint_every}
-            # Nothing is written by a restart, which must not fail where the disk has become full.
+            # A restart writes nothing here: it must not fail if the disk is full by then.
             if record != held:
                 write_durably(self._config, yaml.safe_dump(record, sort_keys=False).encode())
         except OSError as error:
@@ -45,7 +48,7 @@ class RunDirectory:
 
     @property
     def is_complete(self) -> bool:
-        """Whether a run has reached its last step here and left its result."""
+        """Whether the run has reached its last step and written its result."""
         return self._result.exists()
 
     def write_result(self, result: dict[str, Plain]) -> None:
@@ -53,7 +56,7 @@ class RunDirectory:
         write_durably(self._result, json.dumps(result, indent=2).encode() + b"\n")
 
     def _held(self) -> dict[str, Plain] | None:
-        """The run that the directory was made for, or None where it is new."""
+        """The configuration of the run in this directory, or None if the directory is new."""
         try:
             held = yaml.safe_load(self._config.read_text())
         except FileNotFoundError:
@@ -69,7 +72,7 @@ class RunDirectory:
         return held
 
     def _compare(self, held: dict[str, Plain], wanted: dict[str, Plain]) -> None:
-        # Where the text lies may change (another mount); what it is may not, and `corpus` says that.
+        # The text may have another path (another mount), but it must be the same text; `corpus` is its digest.
         differing = [key for key in wanted if key != "data" and held.get(key) != wanted[key]]
         if differing:
             then = ", ".join(f"{key} {held.get(key)}" for key in differing)

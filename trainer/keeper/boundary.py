@@ -1,4 +1,4 @@
-"""Wishes to stop, noted whenever they come and obeyed by all ranks at the same step."""
+"""Requests to stop: noted when they arrive, and obeyed by all ranks after the same step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from elaunch.trainer.ranks.peers import Peers
 
 
 class Wish(IntEnum):
-    """Why to stop; of several wishes the greatest counts."""
+    """The reason for a stop. If several arrive, the greatest counts."""
 
     NONE = 0
     JOIN = 1
@@ -19,12 +19,12 @@ class Wish(IntEnum):
 
     @property
     def exit_code(self) -> int:
-        """What a script exits with that stopped for this."""
+        """The exit code of a script that stopped for this reason."""
         return 130 if self is Wish.INTERRUPT else 143
 
     @property
     def reason(self) -> str:
-        """In words."""
+        """The reason as the end of a sentence."""
         return {
             Wish.NONE: "for no reason",
             Wish.JOIN: "for nodes that join",
@@ -34,7 +34,7 @@ class Wish(IntEnum):
 
 
 class Stopped(SystemExit):
-    """All ranks have stopped after the same step, for `wish`: the script is unwound."""
+    """All ranks have stopped after the same step, because of `wish`. The exception ends the script."""
 
     def __init__(self, wish: Wish) -> None:
         super().__init__(wish.exit_code)
@@ -42,19 +42,19 @@ class Stopped(SystemExit):
 
 
 class Boundary:
-    """Collects this rank's wishes, from signals and from its agent; `agreed` makes them everybody's."""
+    """Collects the requests to this rank, from signals and from its agent; `agreed` combines those of all ranks."""
 
     def __init__(self, peers: Peers, signals: StopRequest) -> None:
         self._peers, self._signals = peers, signals
         self._told = Wish.NONE
 
     def tell(self, reason: str) -> None:
-        """The agent asks for a stop ("join", "leave", "interrupt"); from any thread."""
+        """The agent asks for a stop ("join", "leave", "interrupt"). Call this from any thread."""
         wish = {"join": Wish.JOIN, "interrupt": Wish.INTERRUPT}.get(reason, Wish.LEAVE)
         self._told = max(self._told, wish)
 
     def agreed(self, *, wants_snapshot: bool) -> tuple[Wish, bool]:
-        """Why all ranks stop now, and whether all want a snapshot now; the same answer everywhere."""
+        """Why all ranks stop now, and whether all of them want a snapshot now. Collective: every rank gets the same."""
         wish, refused = self._peers.largest([max(self._told, self._noted()), not wants_snapshot])
         return Wish(wish), not refused
 

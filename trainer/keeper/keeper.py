@@ -1,4 +1,4 @@
-"""Keeps the state of a training, so that a failure costs no step: in any script, around its loop.
+"""Keeps the state of a training so that a failure costs no step. Any script can use it, around its loop.
 
 with Keeper(model, optimizer, scheduler=scheduler, warm_up=one_dummy_backward) as keeper:
     for step in keeper.steps(10_000):
@@ -33,7 +33,7 @@ from elaunch.trainer.keeper.copies import Copies
 from elaunch.trainer.keeper.pace import Pace
 from elaunch.trainer.keeper.stop import SIGNALS, StopRequest
 from elaunch.trainer.ranks.peers import Peers
-from elaunch.trainer.ranks.place import Place
+from elaunch.trainer.ranks.place import RankInfo
 from elaunch.trainer.state import rng_state
 from elaunch.trainer.state.training_state import Training, cloned
 from elaunch.trainer.state.version import Version
@@ -42,33 +42,34 @@ from elaunch.trainer.state.version import Version
 _WARM_UPS = 2
 # The agent kills a worker as soon as all of it is saved, and that takes up to `--stop-grace`.
 _END_S = 30.0
-# A step that another worker has completed is a matter of milliseconds here, or will not arrive at all.
+# If another worker has completed a step, this worker completes it within milliseconds or never.
 _ARRIVAL_S = 0.3
 _LOOK_S = 0.001
-# How long after a last checkpoint that failed it is tried again, each time.
+# Seconds before each new try of a last checkpoint that failed.
 _AGAIN_S = (1, 2, 4, 8, *(5,) * 9)
 
 
 class NotDurable(OSError):
-    """All steps are done, and the last checkpoint could not be written, however often it was tried; on all ranks."""
+    """All steps are done, but every try to write the last checkpoint failed. Raised on all ranks."""
 
 
 class Keeper:
-    """The state of one training: restored on entry, kept while `steps` runs, saved by who survives a failure.
+    """The state of one training: restored on entry, kept while `steps` runs, saved by the survivors of a failure.
 
     `model` may be wrapped in DDP. `scheduler`, `scaler` and `extra` are kept too: objects with `state_dict` and
-    `load_state_dict`, lists of them, or for `extra` a dictionary of tensors and plain values; all of them the same on
-    every rank, and changed only within `commit`. `hook_state` is the state of a communication hook (PowerSGD's), of
-    which every rank has its own. Of FSDP's and ZeRO-1's state each rank keeps its part.
+    `load_state_dict`, lists of them, or for `extra` a dictionary of tensors and plain values. They must be the same on
+    every rank, and change only within `commit`. `hook_state` is the state of a communication hook (PowerSGD's), which
+    each rank has for itself. Of FSDP's and ZeRO-1's state each rank keeps its part.
 
-    `checkpoints` is the directory of durable checkpoints: one every `checkpoint_every` steps, at a stop and at the
-    end. `snapshot_every` is the number of steps between copies in memory; None measures what one costs and stays under
-    1 % of the time. All ranks look every `stop_every` steps whether to stop. `warm_up` does one forward and backward
-    pass on anything of the right shape; without it a resumed run of three or more workers is not bit for bit the
-    unfailed one. `name` tells several trainings of one program apart. `say` takes sentences for people.
+    `checkpoints` is the directory of durable checkpoints: one is written every `checkpoint_every` steps, at a stop and
+    at the end. `snapshot_every` is the number of steps between copies in memory; None measures the cost of a copy and
+    keeps it under 1 % of the time. Every `stop_every` steps all ranks check whether to stop. `warm_up` does one forward
+    and backward pass on any data of the right shape; without it, a resumed run of three or more workers is not bit for
+    bit equal to a run without failures. `name` tells several trainings of one program apart. `say` takes sentences for
+    people.
 
-    Made and entered by all ranks, after `init_process_group` (without which it keeps a single process). Leaving it
-    raises NotDurable where the last checkpoint cannot be written for a minute.
+    All ranks create and enter it, after `init_process_group`; without a process group it keeps a single process.
+    Leaving it raises NotDurable if the last checkpoint cannot be written for a minute.
     """
 
     def __init__(
@@ -99,12 +100,12 @@ class Keeper:
         self._directory = None if checkpoints is None else Path(checkpoints)
         self._checkpoint_every, self._snapshot_every, self._stop_every = checkpoint_every, snapshot_every, stop_every
         self._warm_up, self._name, self._say = warm_up, name, say or _to_stderr
-        self._place = Place.from_environ(os.environ)
+        self._place = RankInfo.from_environ(os.environ)
         self._pid = os.getpid()
         # Held while the state changes or is copied.
         self._lock = threading.Lock()
         self._version = Version(self._place.generation, 0)
-        # Whether the state is that of `_version`: neither half restored nor half changed.
+        # Whether the state is exactly that of `_version`: neither half restored nor half changed.
         self._is_whole = False
         self._is_sealed = False
         self._has_stopped = False
@@ -112,17 +113,17 @@ class Keeper:
 
     @property
     def step(self) -> int:
-        """The last step that is complete, 0 before the first."""
+        """The last complete step, 0 before the first."""
         return self._version.step
 
     @property
     def snapshot_every(self) -> int:
-        """Steps between two snapshots: as given, or as measured so far by the first rank of this node."""
+        """Steps between two snapshots: as given, or as the first rank of this node has measured so far."""
         return self._pace.every
 
     @property
     def repeated(self) -> int:
-        """How many steps before now were done and lost: those that workers of this job's memory had completed."""
+        """How many steps were lost and are repeated: workers had completed them, as this job's memory says."""
         return self._copies.repeated
 
     def __enter__(self) -> Keeper:
@@ -159,10 +160,10 @@ class Keeper:
         self._stack.__exit__(kind, error, where)
 
     def steps(self, total: int) -> Iterator[int]:
-        """The steps that are left, up to `total`; each must be committed. Ends the process where a stop is asked for.
+        """The remaining steps, up to `total`; each must be committed. Ends the process if a stop is requested.
 
-        The loop after a restore begins with the random states that the step before it ended with: what was drawn since
-        the Keeper was entered (a DataLoader draws its seed) is drawn again.
+        After a restore the loop begins with the random states at the end of the restored step. Random numbers that were
+        drawn since the Keeper was entered (a DataLoader draws its seed) are drawn again.
         """
         if self.step == self._restored_step:
             rng_state.apply(self._random, self._training.device)
@@ -177,14 +178,14 @@ class Keeper:
                     f"step {step} ended without keeper.commit(); wrap optimizer.step() in it, and where a step is to "
                     "change nothing, commit nothing: with keeper.commit(): pass"
                 )
-        # Asked for during the last step, a stop comes after it as after any other.
+        # A stop may have been requested during the last step.
         self._stop_if_asked(wants_snapshot=False)
 
     @contextlib.contextmanager
     def commit(self) -> Iterator[None]:
-        """Everything that changes the state at a step's end happens within, and no collective of your own does.
+        """Everything that changes the state at the end of a step goes into this block, but no collective of yours.
 
-        On a GPU it waits first until the gradients are there.
+        On a GPU it first waits until the gradients are complete.
         """
         self._copies.gpu.before_commit()
         with self._lock:
@@ -193,19 +194,19 @@ class Keeper:
                 yield
                 self._copies.gpu.after_commit()
                 version = Version(self._place.generation, self.step + 1)
-                # Mostly it is there since the forward pass; unless something has been drawn meanwhile.
+                # The forward pass has stored this already, unless random numbers were drawn since.
                 self._copies.put_down(version, unless_same=True)
                 self._version = version
                 self._is_whole = True
                 self._copies.done(version)
                 link.report(version.step)
                 return
-        # A peer has failed, what is kept is without this step, and the agent is about to kill this process.
+        # A peer has failed. The saved state does not include this step, and the agent will kill this process.
         time.sleep(_END_S)
         raise SystemExit(Wish.LEAVE.exit_code)
 
     def _warm(self) -> None:
-        """Have DDP sum gradients in its final order, and leave no other trace."""
+        """Make DDP sum gradients in its final order. Everything else is restored."""
         before = cloned(self._training.own(large=True))
         for _ in range(_WARM_UPS if self._warm_up else 0):
             self._warm_up()  # type: ignore[misc]
@@ -213,12 +214,12 @@ class Keeper:
         self._training.load_own(before)
 
     def _after_forward(self, module: nn.Module, inputs: object, outputs: object) -> None:
-        """This rank's buffers and random states are those of the next step, if it gets that far."""
+        """Store this rank's buffers and random states: they belong to the next step, if that step completes."""
         if module.training and os.getpid() == self._pid:
             self._copies.put_down(Version(self._place.generation, self.step + 1))
 
     def _look_around(self) -> None:
-        """Between two steps: does anybody want to stop, is it time for a copy?"""
+        """Between two steps: stop if a rank must stop, and make the copies that are due."""
         now_s = time.monotonic()
         if self.step > self._looked_at_step:
             self._pace.step_took((now_s - self._looked_at_s) / (self.step - self._looked_at_step))
@@ -233,26 +234,26 @@ class Keeper:
         self._looked_at_s, self._looked_at_step = time.monotonic(), self.step
 
     def _stop_if_asked(self, *, wants_snapshot: bool) -> bool:
-        """All ranks are here: stop, if any of them is to; else whether all want a snapshot."""
+        """Collective: stop if any rank must stop; else return whether all ranks want a snapshot."""
         wish, snapshot = self._boundary.agreed(wants_snapshot=wants_snapshot)
         if wish:
             self._stop(wish)
         return snapshot
 
     def _snapshot(self) -> None:
-        """Between two steps; nobody else copies or changes the state meanwhile."""
+        """Take a snapshot between two steps. No other thread copies or changes the state meanwhile."""
         if self._training.is_in_parts:
-            # A collective, in which nobody may hold the lock.
+            # This is a collective, so the lock must be free.
             self._copies.snapshot(self._version)
             return
-        # That may wait for a node that has died, and whoever saves the state then is not to wait too.
+        # Outside the lock: this may wait for a dead node, and the thread that saves the state then needs the lock.
         self._copies.before_snapshot()
         with self._lock:
             if self._is_whole and not self._is_sealed:
                 self._copies.snapshot(self._version)
 
     def _put_away(self, *, durably: bool) -> None:
-        """At the end or a stop: a snapshot without which no rank goes on, as its maker may be killed; a checkpoint."""
+        """At a stop or the end: a snapshot, and a checkpoint. No rank goes on before the snapshot is complete."""
         self._snapshot()
         with self._lock:
             if self._is_whole and not self._training.is_in_parts:
@@ -266,20 +267,20 @@ class Keeper:
     ) -> None:
         try:
             match error:
-                # Another keeper's end that is not on the disk is an end, at the same place on all ranks.
+                # NotDurable of another keeper: its training has ended, on all ranks at the same place.
                 case None | NotDurable():
-                    # The training is over, the program is not: if it fails now, nothing is repeated.
+                    # The training is over, but the program goes on. If it fails later, no step is repeated.
                     self._put_away(durably=True)
                     self._require_durable()
                 case Stopped():
                     if not self._has_stopped:
-                        # Another keeper of this program has, on all ranks at the same place.
+                        # Another keeper of this program has stopped, on all ranks at the same place.
                         self._put_away(durably=error.wish is not Wish.JOIN)
                 case _:
                     try:
                         self._rescue()
                     except Exception:
-                        # What has failed is the program's, and that is on its way up.
+                        # The program's own error is being raised, and must not be replaced by this one.
                         traceback.print_exc()
         finally:
             self._peers.part()
@@ -287,7 +288,7 @@ class Keeper:
                 self._is_whole = False
 
     def _require_durable(self) -> None:
-        """Try a last checkpoint that failed again for a while: what is in memory only ends with the job. Collective."""
+        """Retry a failed last checkpoint for a while: a state that is only in memory ends with the job. Collective."""
         for again_s in _AGAIN_S:
             if not self._copies.failure():
                 return
@@ -311,13 +312,13 @@ class Keeper:
             self._listener.drop()
 
     def _rescue(self) -> None:
-        """The group has failed: save the last complete step, unless another worker of this node has; change no more.
+        """The group has failed: save the last complete step unless another worker of this node has, and seal the state.
 
-        Of a state in parts the others' are missing: there is nothing to save.
+        If the state is in parts, the parts of other ranks are missing, and there is nothing to save.
         """
         if self._training.is_in_parts:
             return
-        # Before there is the lock: a large state takes long to be copied, and a step that is being completed is kept.
+        # Before the lock is taken: copying a large state takes long, and a step that is being completed is still kept.
         link.saving(self.step)
         with self._lock:
             self._is_sealed = True
@@ -325,15 +326,15 @@ class Keeper:
                 self._copies.save_replicated(self._version)
 
     def _peer_failed(self, generation: int) -> int:
-        """In the link's thread: the main one may be stuck in a collective for minutes. The step that is saved."""
+        """Save the state in the link's thread: the main thread may be stuck in a collective. Returns the saved step."""
         self._catch_up()
         self._rescue()
         return self.step
 
     def _catch_up(self) -> None:
-        """Another worker of this node has completed the step that is on its way here: let it arrive, if it can.
+        """If another worker of this node has completed the next step, give this worker a moment to complete it too.
 
-        That one may be dead, and it were a step lost.
+        The other worker may be dead, and then its step would be lost.
         """
         end_s = time.monotonic() + _ARRIVAL_S
         while self._is_behind() and time.monotonic() < end_s:
@@ -344,10 +345,10 @@ class Keeper:
         return newest is not None and newest > max(self._version, Version(self._place.generation, 0))
 
     def _stop(self, wish: Wish) -> None:
-        """All ranks are here, after the same step."""
+        """Stop. All ranks call this after the same step."""
         link.stopped(self.step)
         if not self._training.is_in_parts:
-            # So there is time for it though a peer may fail meanwhile; without that one parts are of no use.
+            # This gives time to save even if a peer fails meanwhile. Parts would be useless without that peer's.
             link.saving(self.step)
         self._put_away(durably=wish is not Wish.JOIN)
         self._has_stopped = True
@@ -358,7 +359,7 @@ class Keeper:
 
 
 def _free_signals() -> list[signal.Signals]:
-    """Those that ask for a stop; SIGUSR1, which schedulers send some time before they kill, if nobody else takes it."""
+    """The signals that ask for a stop. SIGUSR1 is one, which schedulers send before they kill, if it has no handler."""
     if threading.current_thread() is not threading.main_thread():
         return []
     free = signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL

@@ -1,11 +1,11 @@
-"""How often a snapshot is taken: as often as it costs no more than a given share of the time. Pure."""
+"""How often a snapshot is taken: as often as possible at a given share of the time. Pure."""
 
 from __future__ import annotations
 
 import math
 
 SHARE = 0.01
-# Weight of the newest measurement in an average.
+# The weight of the newest measurement in an average.
 _NEWEST = 0.2
 
 
@@ -13,17 +13,17 @@ class Pace:
     """Decides after which steps this node wants a snapshot; `every` fixes their distance, None measures it."""
 
     def __init__(self, every: int | None, step: int) -> None:
-        """Begin after `step`, of which there is a copy already if it is not 0."""
+        """Begin after `step`. If it is not 0, a copy of it exists already."""
         self._every = every
         self._last = step
         self._step_s = 0.0
         self._snapshot_s = 0.0
-        # What a first snapshot costs is known only afterwards; without one, all would be lost with the workers.
+        # The first snapshot is always due: its cost is unknown until then, and without it a failure loses everything.
         self._none_yet = step == 0
 
     @property
     def every(self) -> int:
-        """Steps between two snapshots, as far as it is known now."""
+        """Steps between two snapshots, by the measurements so far."""
         if self._every is not None:
             return self._every
         if not self._snapshot_s or not self._step_s:
@@ -31,19 +31,19 @@ class Pace:
         return max(1, math.ceil(self._snapshot_s / (SHARE * self._step_s)))
 
     def step_took(self, step_s: float) -> None:
-        """A step took so long, without what a snapshot took."""
+        """Record the duration of a step, without its snapshot."""
         self._step_s = _average(self._step_s, step_s)
 
     def is_due(self, step: int) -> bool:
-        """Whether there is to be a snapshot of `step`."""
+        """Whether a snapshot of `step` is due."""
         if step <= self._last:
             return False
         return (self._none_yet and step > 0) or step - self._last >= self.every
 
     def snapshot_took(self, step: int, snapshot_s: float) -> None:
-        """The snapshot of `step` stopped the training for so long."""
+        """Record how long the snapshot of `step` stopped the training."""
         self._last = step
-        # The first one also takes the memory from the kernel, which the others do not.
+        # The first snapshot also allocates the memory; later ones do not.
         self._snapshot_s = snapshot_s if self._none_yet else _average(self._snapshot_s, snapshot_s)
         self._none_yet = False
 

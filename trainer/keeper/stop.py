@@ -1,4 +1,4 @@
-"""Signals as a wish to stop after the current step; the second one ends the process at once."""
+"""Signals that ask for a stop after the current step. The second signal ends the process at once."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from types import FrameType, TracebackType
 from typing import Any
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-# A scheduler signals every process of a job, and the agent passes its own signal on: that is one wish, told twice.
+# A scheduler signals every process of a job, and the agent forwards its own signal: one request may arrive twice.
 _SAME_WISH_S = 1.0
 
 
 class StopRequest:
     """Within the `with` block the first signal is only noted, in `signum` (0 until then).
 
-    Each rank may be told at another step, so nobody acts on its own note: the ranks add theirs up and stop together, by
-    SystemExit. Where the block ends otherwise, the signal is sent again, to whoever handles it then; after an exception
-    not where it would end the process, which is to tell of that. `clock_s` and `end` are the time (monotonic) and the
-    way a later signal ends the process.
+    Each rank may get the signal in another step, so no rank acts alone: the ranks combine their notes and stop
+    together, by SystemExit. If the block ends in another way, the signal is raised again for the handler that is active
+    then. After an exception it is raised only if a Python handler gets it: otherwise it would end the process before
+    the exception is reported. `clock_s` is the time (monotonic); `end` is how a later signal ends the process.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class StopRequest:
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
         for number, handler in self._before:
-            # None: it was none of Python's.
+            # None: the handler was not installed by Python.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         if not self.signum or isinstance(error, SystemExit):
             return
@@ -54,7 +54,7 @@ class StopRequest:
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
         if os.getpid() != self._pid:
-            # A child that was forked with our handlers, and is asked to end.
+            # A forked child has inherited this handler, and the signal asks the child to end.
             self._end_at_once(signum)
             return
         now_s = self._clock_s()

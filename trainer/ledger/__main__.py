@@ -9,11 +9,11 @@ from pathlib import Path
 import click
 
 from elaunch.trainer.ledger.audit import Verdict
-from elaunch.trainer.ledger.ledger import judge
+from elaunch.trainer.ledger.ledger import audit_folder
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the verdict in one sentence; 0 where every sample came exactly once, 1 where not, 2 for a wrong request."""
+    """Print the verdict in one sentence. 0 if each sample came exactly once, 1 if not, 2 for a wrong request."""
     try:
         found = _command.main(argv, prog_name="python -m elaunch.trainer.ledger", standalone_mode=False)
     except click.ClickException as error:
@@ -35,10 +35,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _command(folder: Path, steps: int | None) -> Verdict:
     """Prove from the ledger in FOLDER that every sample was trained on exactly once per epoch.
 
-    Checked is what counts, which is what the next generation built on: no step missing, every micro-batch of a step by
-    one rank, no sample twice in an epoch, and all of them those that the order asks for.
+    Only steps that the next generation built on count. Of these no step may be missing, one rank must have computed
+    each micro-batch, no sample may come twice in an epoch, and all samples must be those that the order asks for.
     """
-    return judge(folder, steps=steps)
+    return audit_folder(folder, steps=steps)
 
 
 if __name__ == "__main__":

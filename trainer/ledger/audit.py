@@ -1,8 +1,9 @@
-"""Whether a ledger proves that every sample was trained on exactly once: a pure function of its lines.
+"""Decides whether a ledger proves that every sample was trained on exactly once. A pure function of its lines.
 
-A file of the ledger is what one rank did in one generation: a header that says after which step it began, a line per
-micro-batch before the optimizer's step, and a line when that step is done. What counts of a generation is what the
-later ones built on: the steps up to the one that they began after; of the last generation, the steps that are done.
+A file of the ledger records one rank in one generation: a header with the step after which it began, a line for each
+micro-batch before the optimizer's step, and a line when that step is done. Of each generation only those steps count on
+which later generations were built: the steps up to the one after which they began. Of the last generation the steps
+that are done count.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Verdict:
-    """`text` is one sentence. `steps` and `samples` are what counts, or counted until the first violation.
+    """The result; `text` is one sentence. `steps` and `samples` are those that count, up to the first violation.
 
-    `lost_steps` were done and then thrown away by a restart; `repeated_steps` of them were computed again.
+    `lost_steps` steps were done and then lost by a restart; `repeated_steps` of them were computed again.
     """
 
     ok: bool
@@ -35,10 +36,10 @@ class Verdict:
 
 
 def verdict(files: Iterable[Iterable[str]], *, steps: int | None = None) -> Verdict:
-    """Judge a ledger by the lines of its files, in any order of files; `steps` is how many there must be, if known.
+    """The verdict on a ledger, from the lines of its files in any order. `steps` is the required number, if known.
 
-    A file is read once, from its beginning to its end, so a file object will do. Memory: one bit per sample of an
-    epoch, and one step of every rank.
+    Each file is read once, from beginning to end, so a file object is enough. It needs memory for one bit per sample of
+    an epoch, and for one step of every rank.
     """
     tally = _Tally()
     try:
@@ -56,11 +57,11 @@ def verdict(files: Iterable[Iterable[str]], *, steps: int | None = None) -> Verd
 
 
 class _Violation(Exception):
-    """What the ledger shows and must not."""
+    """The ledger shows something that must not be."""
 
 
 class _Row(NamedTuple):
-    """One micro-batch of one step; `micro` is -1 where the line says that the step is done."""
+    """One micro-batch of one step; `micro` is -1 if the line says that the step is done."""
 
     step: int
     micro: int
@@ -70,7 +71,7 @@ class _Row(NamedTuple):
 
 @dataclass(frozen=True)
 class _Session:
-    """What one rank did in one generation, which began after step `after`."""
+    """The record of one rank in one generation, which began after step `after`."""
 
     generation: int
     rank: int
@@ -81,7 +82,7 @@ class _Session:
 
 @dataclass
 class _Tally:
-    """What counts so far. `last` is the newest step that does."""
+    """What counts so far; `last` is the newest step that counts."""
 
     last: int = 0
     first: int = 0
@@ -115,7 +116,7 @@ class _Tally:
 
 
 class _Once:
-    """Raises at the second visit of a sample in one epoch; in an endless stream, in one block."""
+    """Raises _Violation if a sample comes twice in one epoch; in an endless stream, in one block."""
 
     def __init__(self, order: Order) -> None:
         self._order = order
@@ -142,14 +143,14 @@ class _Once:
 
 
 def _judge(sessions: list[_Session], order: Order, tally: _Tally) -> None:
-    """Go through all generations from the oldest to the newest, step by step."""
+    """Check all generations from the oldest to the newest, step by step."""
     ordered = sorted(sessions, key=lambda session: session.generation)
     generations = [(number, list(group)) for number, group in itertools.groupby(ordered, key=lambda s: s.generation)]
     afters = [_after(number, group) for number, group in generations]
     tally.generations = len(generations)
     for place, (number, group) in enumerate(generations):
         kept_until = min(afters[place + 1 :], default=None)
-        # Where a later one went back to before this one's beginning, nothing of this one counts.
+        # If a later generation went back to before this one's beginning, nothing of this one counts.
         if (kept_until is None or afters[place] <= kept_until) and afters[place] > tally.last:
             raise _Violation(
                 f"generation {number} began after step {afters[place]}, but steps from {tally.last + 1} on are nowhere"
@@ -184,7 +185,7 @@ def _judge_generation(
 
 
 def _step(number: int, step: int, rows: Iterable[_Row], order: Order) -> tuple[dict[int, _Row], bool]:
-    """The rows of one step by micro-batch, and whether any rank has done it."""
+    """The rows of one step by micro-batch, and whether any rank has completed the step."""
     micros: dict[int, _Row] = {}
     done = False
     for row in rows:
@@ -227,7 +228,7 @@ def _common_order(sessions: list[_Session]) -> Order:
 
 
 def _open(lines: Iterable[str]) -> _Session | None:
-    """A file's header, with its rows yet to be read; None where its rank was ended before it could write one."""
+    """A file's header, with its rows still unread; None if its rank was killed before it could write the header."""
     reading = iter(lines)
     first = next(reading, "")
     if not first.endswith("\n"):
@@ -247,7 +248,7 @@ def _rows(lines: Iterator[str], generation: int, rank: int) -> Iterator[_Row]:
     where = f"a line of rank {rank} in generation {generation}"
     newest = 0
     for line in lines:
-        # Half a line is what a killed rank wrote last.
+        # A killed rank may leave half a line at the end.
         if not line.endswith("\n"):
             return
         record = _parsed(line, where)

@@ -1,4 +1,4 @@
-"""The ledger: which rank computed which samples in which step."""
+"""The ledger: a record of which rank computed which samples in which step."""
 
 from __future__ import annotations
 
@@ -22,10 +22,9 @@ _NAME = re.compile(r"generation-(\d+)-rank-(\d+)\.jsonl")
 class Ledger:
     """One rank's file of one generation in `folder`, which all ranks share.
 
-    `after` is the step that the generation went on after (`Keeper.step`). One write of some hundred bytes goes to the
-    file per micro-batch, and one per step; nothing is synced: what a killed process wrote is there, what a machine that
-    lost its power wrote may not be. Raises OSError where the file cannot be made, or another run
-    has written under this generation or a later one.
+    The generation continues after step `after` (`Keeper.step`). Each micro-batch and each step writes a line of some
+    hundred bytes. Nothing is synced: the lines of a killed process are kept, but a power cut may lose lines. Raises
+    OSError if the file cannot be created, or if another run has written under this generation or a later one.
     """
 
     def __init__(
@@ -44,16 +43,16 @@ class Ledger:
         self._append(header)
 
     def record(self, step: int, micro: Micro) -> None:
-        """Note that this rank computes `micro` of `step`: before its backward, whose gradients others may then have.
+        """Note that this rank computes `micro` of `step`. Call it before backward, which gives others the gradients.
 
-        Raises OSError with the file as it was before (a full disk leaves no half line); the verdict misses the step.
+        If it raises OSError, the file is as before (a full disk leaves no half line), and the verdict misses the step.
         """
         if micro.number < 0:
             return
         self._append({"step": step, "micro": micro.number, "samples": micro.samples})
 
     def commit(self, step: int) -> None:
-        """Note that `step` is done, once the optimizer has stepped; raises OSError as `record` does."""
+        """Note that `step` is done. Call it after the optimizer's step. Raises OSError as `record` does."""
         self._append({"done": step})
 
     def close(self) -> None:
@@ -82,9 +81,9 @@ def _path(folder: str | Path, generation: int, rank: int) -> Path:
 
 
 def _require_unused(path: Path, header: dict[str, Any]) -> None:
-    """Raise FileExistsError where another run has written under this generation or a later one.
+    """Raise FileExistsError if another run has written under this generation or a later one.
 
-    Rank 0 looks at all files, the others at rank 0's: there may be thousands of each.
+    Rank 0 checks all files, other ranks check only rank 0's: there may be thousands of ranks and files.
     """
     folder, generation = path.parent, header["generation"]
     others = [_path(folder, generation, 0)]
@@ -93,7 +92,7 @@ def _require_unused(path: Path, header: dict[str, Any]) -> None:
             raise _used(folder)
         others = sorted(folder.glob(f"generation-{generation:04d}-rank-*.jsonl"))
     for other in others:
-        # A file that is just being made by a peer has no line yet.
+        # A file that a peer is just creating has no line yet.
         with contextlib.suppress(FileNotFoundError, ValueError):
             with other.open() as file:
                 found = parse_json(file.readline())
@@ -108,21 +107,21 @@ def _used(path: Path) -> FileExistsError:
 
 
 def next_generation(folder: str | Path, generation: int = 0) -> int:
-    """The generation to write under: the group's own, or more where an earlier run has left as many in `folder`.
+    """The generation to write under: the group's own, or a greater one that no earlier run has used in `folder`.
 
-    For one rank to ask, before any writes, and to tell the others.
+    One rank asks before any rank writes, and tells the others.
     """
     names = [path.name for path in Path(folder).glob("generation-*.jsonl")]
     return max([generation, *(int(match[1]) + 1 for name in names if (match := _NAME.fullmatch(name)))])
 
 
-def judge(folder: str | Path, *, steps: int | None = None) -> Verdict:
-    """The verdict on all that is in `folder`; raises OSError where it cannot be read."""
+def audit_folder(folder: str | Path, *, steps: int | None = None) -> Verdict:
+    """The verdict on the ledger in `folder`. Raises OSError if it cannot be read."""
     return verdict([_lines(path) for path in sorted(Path(folder).iterdir()) if _NAME.fullmatch(path.name)], steps=steps)
 
 
 def _lines(path: Path) -> Iterator[str]:
-    """The file's lines. It is closed after the first: all headers are read before any file is read on."""
+    """The file's lines. The file is closed after the first line: all headers are read before any further line."""
     with path.open("rb") as file:
         header = file.readline()
     yield header.decode(errors="replace")

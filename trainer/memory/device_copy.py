@@ -1,4 +1,4 @@
-"""Copies off the GPU while the training's own stream may be stuck in a collective. Not run on a GPU yet."""
+"""Copies from the GPU, even while the training's own stream is stuck in a collective. Not run on a GPU yet."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from elaunch.trainer.memory.replicated import copy_on_host
 
 
 class HostCopies:
-    """State that is in host memory: it is what the program last made it."""
+    """State in host memory: it is always up to date."""
 
     def before_commit(self) -> None:
         """Nothing to wait for."""
@@ -23,7 +23,7 @@ class HostCopies:
 
 
 class GpuCopies:
-    """State on `device`, which runs behind the program."""
+    """State on `device`, which executes asynchronously."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -31,19 +31,19 @@ class GpuCopies:
         self._committed: Any = None
 
     def before_commit(self) -> None:
-        """Wait until the gradients are really there.
+        """Wait until the gradients are complete.
 
-        Otherwise the host's part of the state (step counters, learning rate) would be ahead of the device's whenever a
-        collective never ends.
+        Otherwise, when a collective never ends, the state on the host (step counters, learning rate) would be ahead of
+        the state on the device.
         """
         torch.cuda.current_stream(self._device).record_event().synchronize()
 
     def after_commit(self) -> None:
-        """Remember where in the stream the new state is complete: before the next collective."""
+        """Remember the point in the stream at which the new state is complete, before the next collective."""
         self._committed = torch.cuda.current_stream(self._device).record_event()
 
     def copy(self, targets: list[Tensor], sources: list[Tensor]) -> None:
-        """Copy on a stream of its own, which waits for the last commit and for no collective."""
+        """Copy on a separate stream, which waits for the last commit but for no collective."""
         with torch.cuda.stream(self._stream):
             if self._committed is not None:
                 self._stream.wait_event(self._committed)

@@ -1,4 +1,4 @@
-"""What is a rank's alone, on a second node: sent by a thread while training goes on."""
+"""Copies each rank's own state to a second node, in a thread, while training goes on."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from elaunch.trainer.state.version import Version
 
 
 class Mirror:
-    """Puts this rank's records into the next node's memory, and those of the node before into this one's.
+    """Sends this rank's records to the next node's memory, and receives those of the node before.
 
-    `nodes` names each rank's node, more than one. Made by all ranks together, which then call `exchange` in the same
-    order. `records` gives a rank's in this node's memory; `say` is told once what a record had no room for.
+    `nodes` names each rank's node; there is more than one. All ranks create it together, and then call `exchange` in
+    the same order. `records` returns a rank's records in this node's memory. `say` gets one sentence if there is no
+    room for a record.
     """
 
     def __init__(
@@ -28,25 +29,25 @@ class Mirror:
         found = mirrors(nodes)
         self._mirror = found[peers.rank]
         self._sources = {rank: records(rank) for rank, mirror in enumerate(found) if mirror == peers.rank}
-        # A group of its own: nobody may come between the messages of another thread.
+        # A separate group: messages of other threads must not mix with these.
         self._peers = Peers(dist.new_group(backend="gloo"))
         self._say = say
         self._thread: threading.Thread | None = None
         self._has_arrived = True
 
     def exchange(self, record: Tensor | None, spare: Collection[Version]) -> None:
-        """Begin to send `record`, a region that stays as it is until the next call, and to receive the others'.
+        """Begin to send `record` and to receive other ranks' records. The region must not change until the next call.
 
-        None is sent where there is none. What was received of a version in `spare` is not written over.
+        Pass None if there is no record. A received record of a version in `spare` is not overwritten.
         """
         self.wait()
         self._has_arrived = False
-        # A daemon: a process that is on its way out does not wait for its peers.
+        # A daemon thread: a process that ends does not wait for its peers.
         self._thread = threading.Thread(target=self._run, args=(record, spare), name="mirror", daemon=True)
         self._thread.start()
 
     def wait(self) -> bool:
-        """Until the last exchange is over; whether all that was sent to this rank is in its node's memory."""
+        """Wait for the last exchange. Returns whether every record sent to this rank is in its node's memory."""
         if self._thread is not None:
             self._thread.join()
         return self._has_arrived
@@ -60,7 +61,7 @@ class Mirror:
                 work.wait()
             self._has_arrived = all(received)
         except RuntimeError:
-            # A peer has died, as all will see: it is the group that fails.
+            # A peer has died. The group fails, and every rank will notice it.
             return
 
     def _receive(self, rank: int, records: Records, spare: Collection[Version]) -> bool:
@@ -74,7 +75,7 @@ class Mirror:
             region = slot.raw(length)
         except OSError as error:
             self._say(f"rank {rank}'s own state cannot be kept on a second node: {error.strerror}")
-            # Its sender waits until somebody has it.
+            # The sender waits until the record is received.
             self._peers.receive(torch.empty(length, dtype=torch.uint8), rank)
             return False
         self._peers.receive(region, rank)

@@ -1,4 +1,4 @@
-"""Which state a new group goes on from, and who gets it from whom: pure decisions over what memories hold."""
+"""Decides from which state a new group continues, and which rank sends it to which. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from elaunch.trainer.state.version import Version
 
 @dataclass(frozen=True)
 class Holding:
-    """A whole copy of the replicated state, `length` bytes; equal states have equal checksums."""
+    """A whole copy of the replicated state, of `length` bytes. Equal states have equal checksums."""
 
     version: Version
     checksum: int
@@ -19,9 +19,9 @@ class Holding:
 
 @dataclass(frozen=True)
 class Record:
-    """What belonged to one rank of an older group alone: its buffers and random states.
+    """The own state of one rank of an older group: its buffers and random states.
 
-    `full` says that it has the large part too (the state of a communication hook), where there is one.
+    `full` says that it also has the large part, if there is one (the state of a communication hook).
     """
 
     rank: int
@@ -31,11 +31,10 @@ class Record:
 
 @dataclass(frozen=True)
 class Inventory:
-    """What rank `rank` of the new group has to say of its node's memory.
+    """What rank `rank` of the new group reports about its node's memory.
 
-    `node` tells memories apart and is empty where there is none. Only one rank a node, which `speaks`, lists what is in
-    it, whole and verified, and how many bytes are free. `completed` is the newest step that any worker of the node
-    completed.
+    `node` identifies the memory; it is empty without one. Only one rank of each node `speaks`: it lists the whole,
+    verified copies and the free bytes. `completed` is the newest step that any worker of the node has completed.
     """
 
     rank: int
@@ -49,22 +48,23 @@ class Inventory:
 
 @dataclass(frozen=True)
 class Decision:
-    """Where the new group goes on, and what must travel for that.
+    """From which version the new group continues, and what must be sent for that.
 
-    `source` has the state in its memory; each rank of `receivers` gets it from there, into its node's memory or, those
-    of `private`, into their own. `records` says whose record each new rank continues (its own rank's of the older
-    group, or where that is lost the lowest one's, for the buffers only) and which rank sends or has it; `older`, whose
-    own one is there of an earlier step alone, for the random state; `without_random_state` have neither. `repeated`
-    counts the steps that were done and are done again. `differing` are the ranks whose node holds another state under
-    the same version.
+    Rank `source` has the state in its memory. Each rank of `receivers` gets it from there: into its node's memory, or
+    into its own if it is in `private`. `records` holds, for each new rank, the record that it continues, and the rank
+    that sends or has it: the record of the same rank in the older group or, if that is lost, of the lowest rank (then
+    only its buffers are used). `older` holds ranks whose own record exists only for an earlier step; its random state
+    is used. `without_random_state` are the ranks without either. `repeated` counts completed steps that are repeated.
+    `differing` are the ranks whose node holds another state under the same version. `reset` says that the large parts
+    of records begin anew.
     """
 
     version: Version
     source: int
     receivers: tuple[int, ...] = ()
     private: tuple[int, ...] = ()
-    records: dict[int, Source] = field(default_factory=dict)
-    older: dict[int, Source] = field(default_factory=dict)
+    records: dict[int, RecordSource] = field(default_factory=dict)
+    older: dict[int, RecordSource] = field(default_factory=dict)
     without_random_state: tuple[int, ...] = ()
     repeated: int = 0
     differing: tuple[int, ...] = ()
@@ -72,8 +72,8 @@ class Decision:
 
 
 @dataclass(frozen=True)
-class Source:
-    """A record of the older group's rank `of_rank`, in the memory that `holder`, a rank of the new one, speaks for."""
+class RecordSource:
+    """Where a record of the older group's rank `of_rank` is: in the memory of new rank `holder`'s node."""
 
     of_rank: int
     holder: int
@@ -81,11 +81,12 @@ class Source:
 
 
 def decide(inventories: Sequence[Inventory], *, large: bool = False) -> Decision | None:
-    """The newest state that can be continued, or None where no memory holds any.
+    """The newest state that can be continued, or None if no memory holds one.
 
-    `inventories` has one of each rank of the new group. `large` says that records have a large part, without which a
-    rank cannot go on exactly: then it is the newest step of which every rank's full record is there. Where no such step
-    is left, or the group has another size, the newest state is taken and the large parts begin anew (`reset`).
+    `inventories` has one entry for each rank of the new group. `large` says that records have a large part, without
+    which a rank cannot continue exactly. Then the newest step is taken for which every rank's full record exists. If no
+    such step is left, or the group has another size, the newest state is taken and the large parts begin anew
+    (`reset`).
     """
     held: dict[Version, list[tuple[int, Holding]]] = {}
     for inventory in inventories:
@@ -120,7 +121,7 @@ def decide(inventories: Sequence[Inventory], *, large: bool = False) -> Decision
 
 
 def sentence(decision: Decision) -> str:
-    """What was restored, from where, and what it costs."""
+    """What was restored, from where, and how many steps are repeated."""
     version = decision.version
     origin = f"of generation {version.generation}"
     if decision.receivers:
@@ -136,7 +137,7 @@ def sentence(decision: Decision) -> str:
     if decision.without_random_state:
         text += f"; the random state of {_ranks(decision.without_random_state)} is lost and new"
     if decision.reset:
-        text += "; the state of the communication hook begins anew"
+        text += "; the communication hook starts with a new state"
     return text
 
 
@@ -159,19 +160,21 @@ def _all_full(inventories: Sequence[Inventory], version: Version, ranks: Sequenc
     return there == set(ranks)
 
 
-def sources(inventories: Sequence[Inventory], version: Version) -> dict[int, Source]:
-    """For each new rank a record of that version: its own, from its own node if that has it; else the lowest rank's."""
+def sources(inventories: Sequence[Inventory], version: Version) -> dict[int, RecordSource]:
+    """For each new rank a record of that version: its own, if possible from its own node; else the lowest rank's."""
     holders = _holders(inventories, version)
     if not holders:
         return {}
     of_rank = {i.rank: i.rank if i.rank in holders else min(holders) for i in inventories}
-    return {rank: Source(its, _nearest(inventories, rank, holders[its]), version) for rank, its in of_rank.items()}
+    return {
+        rank: RecordSource(its, _nearest(inventories, rank, holders[its]), version) for rank, its in of_rank.items()
+    }
 
 
-def _older(inventories: Sequence[Inventory], version: Version, ranks: Sequence[int]) -> dict[int, Source]:
-    """Of each of `ranks` its own newest record from before `version`, if there is one of that generation.
+def _older(inventories: Sequence[Inventory], version: Version, ranks: Sequence[int]) -> dict[int, RecordSource]:
+    """For each of `ranks` its own newest record before `version`, if there is one of the same generation.
 
-    In an earlier one the rank may have been another's, in a group of another size.
+    In an earlier generation the group may have had another size, and the rank another share.
     """
     first = Version(version.generation, 0)
     earlier = [r for i in inventories for r in i.records if first <= r.version < version]
@@ -179,12 +182,12 @@ def _older(inventories: Sequence[Inventory], version: Version, ranks: Sequence[i
     for rank in ranks:
         if versions := [record.version for record in earlier if record.rank == rank]:
             newest = max(versions)
-            found[rank] = Source(rank, _nearest(inventories, rank, _holders(inventories, newest)[rank]), newest)
+            found[rank] = RecordSource(rank, _nearest(inventories, rank, _holders(inventories, newest)[rank]), newest)
     return found
 
 
 def _holders(inventories: Sequence[Inventory], version: Version) -> dict[int, list[int]]:
-    """By the record's rank, which ranks' memories have one of that version."""
+    """For each rank with a record of that version: the ranks whose node's memory holds it."""
     holders: dict[int, list[int]] = {}
     for inventory in inventories:
         for record in inventory.records:

@@ -1,12 +1,12 @@
-"""Training state in host memory that outlives the workers: files of the folder that the agent names in ELAUNCH_MEMORY.
+"""Training state in host memory that outlives the workers: files in the folder that ELAUNCH_MEMORY names.
 
     NAME.state-0, NAME.state-1     the replicated state, twice per node: one is whole while the other is written
-    NAME.rank-R-0, NAME.rank-R-1   what is rank R's alone (buffers, random states), after even and after odd steps
+    NAME.rank-R-0, NAME.rank-R-1   rank R's own state (buffers, random states), after even and after odd steps
     NAME.rank-R-2, NAME.rank-R-3   the same and R's large part, of the newest two snapshots
     NAME.done-R                    the newest step that rank R completed
 
-One format for all (packing), and no order of writes that a SIGKILL could turn into something that looks whole. A name
-has no dot: no training's files are taken for another's.
+All files have one format (`packing`). A SIGKILL at any point of a write leaves no file that looks whole but is not. A
+NAME contains no dot, so that the files of one training are never taken for another's.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from elaunch.trainer.memory.recovery_plan import Holding, Record
 from elaunch.trainer.state.packing import (
     Header,
     Packed,
+    finish_region,
     header_of,
     is_intact,
     mark,
     pack,
-    seal,
     tear,
     unpack,
     views,
@@ -44,16 +44,16 @@ from elaunch.trainer.state.version import Version
 
 Copy = Callable[[list[Tensor], list[Tensor]], None]
 
-# How long to wait for another worker of the node. After a failure the agent kills one that is stopped when
-# --failure-grace is over (2 s), which frees the lock; who waits has said that it saves, and has --stop-grace (30 s).
-# A first copy, whose pages the kernel clears, takes 2 s per GB.
+# How long to wait for another worker of the node. After a failure the agent kills a stopped worker when --failure-grace
+# (2 s) is over, and that frees the lock. The waiting worker has reported that it saves, so it has --stop-grace (30 s).
+# A first copy takes 2 s per GB, since the kernel clears its pages.
 _LOCK_S = 20.0
 _LOCK_S_PER_BYTE = 4e-9
 _LOCK_POLL_S = 0.001
 
 
 class NoRoom(Exception):
-    """The file system of the memory is too small: `needed` bytes for this node's copies, `free` ones there."""
+    """The memory's file system is too small: this node's copies need `needed` bytes, and `free` bytes are there."""
 
     def __init__(self, folder: Path, needed: int, free: int) -> None:
         self.needed, self.free = needed, free
@@ -71,7 +71,7 @@ def copy_on_host(targets: list[Tensor], sources: list[Tensor]) -> None:
 
 
 class Slot:
-    """A file with one region of `packing`, mapped; it only grows, and its pages are there before they are written."""
+    """A mapped file with one region of `packing`. It only grows; its pages are allocated before they are written."""
 
     def __init__(self, path: Path, layout: bytes) -> None:
         self.path = path
@@ -88,7 +88,7 @@ class Slot:
             return 0
 
     def header(self) -> Header | None:
-        """The header of what is in it, or None where it is torn or was made for another state."""
+        """The header of the state in the file; None if the file is torn or was made for another state."""
         header = header_of(self.region())
         return header if header is not None and header.layout == self._layout else None
 
@@ -100,7 +100,7 @@ class Slot:
         return self._region
 
     def grow(self, size: int) -> None:
-        """Make the file at least that long; raises OSError where there is no room, rather than a SIGBUS later."""
+        """Make the file at least `size` bytes long. Raises OSError without room, instead of a SIGBUS later."""
         if self.size < size:
             descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
@@ -109,37 +109,37 @@ class Slot:
                 os.close(descriptor)
 
     def write(self, version: Version, packed: Packed, copy: Copy = copy_on_host) -> Header:
-        """Put a state in; at any moment before the end the slot is torn, at the end it is whole."""
+        """Write a state. The slot is torn until everything is written."""
         self.grow(packed.length)
         region = self.region()
         tear(region)
         shape = (packed.skeleton_room, [(tensor.dtype, tensor.shape) for tensor in packed.tensors])
         if shape != self._shape:
-            # What lies between the tensors is under the checksum too.
+            # The checksum also covers the gaps between the tensors.
             region.zero_()
             self._shape = shape
         copy(views(region, packed), packed.tensors)
-        return seal(region, self._layout, version, packed)
+        return finish_region(region, self._layout, version, packed)
 
     def is_intact(self, header: Header) -> bool:
-        """Whether the content is what it was when it was sealed."""
+        """Whether the content has not changed since `write`."""
         return is_intact(self.region(), header)
 
     def read(self, header: Header) -> Any:
-        """The state as views of the memory: copy what is kept."""
+        """The state as views of the memory. Copy what you keep."""
         return unpack(self.region(), header)
 
     def raw(self, length: int) -> Tensor:
-        """The first `length` bytes of the file, to be sent, or received into after `tear`."""
+        """The first `length` bytes of the file, to send them, or to receive into them after `tear`."""
         return self.region()[:length]
 
     def discard(self) -> None:
-        """Declare it torn."""
+        """Declare the slot torn."""
         if self.size:
             tear(self.region())
 
     def accept(self) -> Header | None:
-        """Declare whole what was received, if it is."""
+        """Declare the received content whole, if it is. Returns its header, else None."""
         region = self.region()
         header = header_of(region, marked=False)
         if header is None or header.layout != self._layout or not is_intact(region, header):
@@ -149,28 +149,28 @@ class Slot:
 
 
 class Pair:
-    """Two slots of which one is whole while the other is written."""
+    """Two slots: one is whole while the other is written."""
 
     def __init__(self, path: Path, layout: bytes, numbers: tuple[int, int] = (0, 1)) -> None:
         self.slots = tuple(Slot(path.with_name(f"{path.name}-{number}"), layout) for number in numbers)
 
     def versions(self) -> list[tuple[Header, Slot]]:
-        """The whole ones, newest first; their content is not verified."""
+        """The whole slots, newest first. Their content is not verified."""
         found = [(header, slot) for slot in self.slots if (header := slot.header()) is not None]
         return sorted(found, key=lambda pair: pair[0].version, reverse=True)
 
     def older(self, spare: Collection[Version] = ()) -> Slot:
-        """The one to write next: where it can be, none of those in `spare`."""
+        """The slot to write next; if possible none with a version in `spare`."""
         whole = self.versions()
         torn = [slot for slot in self.slots if all(slot is not other for _, other in whole)]
         oldest_first = [slot for header, slot in reversed(whole) if header.version not in spare]
         return next(iter((*torn, *oldest_first, *self.slots)))
 
 
-class Memory:
-    """This node's copies of the replicated state; one worker at a time writes, and the kernel frees it when it dies.
+class ReplicatedMemory:
+    """This node's copies of the replicated state. One worker at a time writes; if it dies, the kernel frees its lock.
 
-    `layout` is the digest of the state's names and shapes: what was left by another state is overwritten, not read.
+    `layout` is the digest of the state's names and shapes: copies of another state are overwritten, not read.
     """
 
     def __init__(self, folder: Path, name: str, layout: bytes) -> None:
@@ -180,14 +180,14 @@ class Memory:
 
     @property
     def node(self) -> str:
-        """The same for all who share this memory, another one for everybody else."""
+        """An identifier of this memory: equal for all processes that share it, and for no other."""
         found = self.folder.stat()
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}-{found.st_dev}-{found.st_ino}"
 
     @property
     def free(self) -> int:
-        """Bytes that a copy could take: what is free, and what the slot has that is written next."""
+        """Bytes available for a copy: the free bytes, and those of the slot that is written next."""
         found = os.statvfs(self.folder)
         return found.f_bavail * found.f_frsize + self.pair.older().size
 
@@ -198,10 +198,10 @@ class Memory:
         copy: Copy = copy_on_host,
         spare: Collection[Version] = (),
     ) -> Version:
-        """Have `version` or a newer one in memory; the newest one there. Raises NoRoom, OSError, NotPlain.
+        """Store `version` unless it or a newer one is in memory. Returns the newest one there.
 
-        Waits for another worker of the node that is writing: it may be writing the same. The copies of `spare` stay,
-        whoever comes here with whatever newer step: if they leave no slot, nothing is written.
+        Waits while another worker of the node writes: it may be writing the same version. Copies in `spare` are never
+        overwritten; if they leave no slot, nothing is written. Raises NoRoom, OSError, NotPlain.
         """
         with self.locked():
             whole = [header.version for header, _ in self.pair.versions()]
@@ -213,7 +213,7 @@ class Memory:
             return self.pair.older(spare).write(version, packed, copy).version
 
     def verified(self, *, all_of_them: bool, say: Callable[[str], None]) -> list[Holding]:
-        """What is really whole: the newest one that is, or all. Others are named, and declared torn."""
+        """The newest verified copy, or all of them. Damaged copies are reported by `say` and declared torn."""
         found = []
         for header, slot in self.pair.versions():
             if slot.is_intact(header):
@@ -232,7 +232,7 @@ class Memory:
         )
 
     def drop_newer(self, version: Version) -> None:
-        """Declare torn what was computed after `version` and is given up: it must not be taken for newest again."""
+        """Declare copies newer than `version` torn: those steps are given up, and must not be found again."""
         with self.locked():
             for header, slot in self.pair.versions():
                 if header.version > version:
@@ -240,9 +240,9 @@ class Memory:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the node's lock: a POSIX one, which forked children do not inherit and a SIGKILL releases.
+        """Hold the node's lock: a POSIX lock, which forked children do not inherit and a SIGKILL releases.
 
-        Raises TimeoutError where another worker keeps it for longer than a copy takes: it may be stopped.
+        Raises TimeoutError if another worker holds it for longer than a copy takes: that worker may be stopped.
         """
         descriptor = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -258,7 +258,7 @@ class Memory:
                 fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return
             except (BlockingIOError, PermissionError):
-                # Whoever writes the first copy has yet to give it its size.
+                # Read the size each time: the writer of the first copy may not have set it yet.
                 limit_s = _LOCK_S + _LOCK_S_PER_BYTE * max(slot.size for slot in self.pair.slots)
                 if time.monotonic() - begun_s > limit_s:
                     reason = f"another worker of this node has held the lock for {limit_s:.1f} s; is it stopped?"
@@ -266,7 +266,7 @@ class Memory:
             time.sleep(_LOCK_POLL_S)
 
     def _reserve(self, length: int) -> None:
-        """Take the room of both copies at once, so that the second one cannot fail later."""
+        """Allocate both copies at once, so that the second one cannot fail later."""
         needed = sum(max(0, length - slot.size) for slot in self.pair.slots)
         if not needed:
             return
@@ -279,7 +279,7 @@ class Memory:
 
 
 class Records:
-    """What is rank `rank`'s alone, and how far it is: written by that rank, read by whoever comes after it."""
+    """The own state of rank `rank`, and its newest completed step. That rank writes them; its successors read them."""
 
     def __init__(self, folder: Path, name: str, layout: bytes, rank: int) -> None:
         self.rank = rank
@@ -289,11 +289,11 @@ class Records:
         self._done = Slot(folder / f"{name}.done-{rank}", layout)
 
     def stage(self, version: Version, state: object) -> None:
-        """Put down what will belong to `version` once its step is completed; the one before stays."""
+        """Store the own state that belongs to `version` once its step completes. The one before stays."""
         self._staged.slots[version.step % 2].write(version, pack(state))
 
     def keep(self, version: Version, state: object, spare: Collection[Version] = ()) -> Tensor:
-        """The same for a snapshot, which stays until the next but one, or while it is in `spare`; its region."""
+        """Store the own state of a snapshot; the last two and those in `spare` stay. Returns its region."""
         slot = self.kept.older(spare)
         return slot.raw(slot.write(version, pack(state)).length)
 
@@ -315,12 +315,12 @@ class Records:
         return Version(*_DONE.unpack(numbers)) if zlib.crc32(numbers).to_bytes(4, "little") == crc else None
 
     def versions(self) -> list[tuple[Header, Slot, bool]]:
-        """What is here, and whether it has the large part; not verified."""
+        """All records here, each with whether it has the large part. Not verified."""
         staged = [(header, slot, False) for header, slot in self._staged.versions()]
         return [(header, slot, True) for header, slot in self.kept.versions()] + staged
 
     def find(self, version: Version) -> Any:
-        """This rank's state of that version as views of the memory, with the large part if that is here; else None."""
+        """This rank's own state of that version as views of the memory, if possible with the large part; else None."""
         for header, slot, _ in self.versions():
             if header.version == version and slot.is_intact(header):
                 with contextlib.suppress(pickle.UnpicklingError, ValueError):
@@ -328,14 +328,14 @@ class Records:
         return None
 
     def drop_newer(self, version: Version) -> None:
-        """Declare torn what belongs to steps that are given up."""
+        """Declare records newer than `version` torn: those steps are given up."""
         for header, slot, _ in self.versions():
             if header.version > version:
                 slot.discard()
 
 
 def records_in(folder: Path, name: str, layout: bytes) -> list[Records]:
-    """Those of all ranks that a node's memory knows, its own and those that it mirrors."""
+    """The records of all ranks in a node's memory: its own ranks and those that it mirrors."""
     kinds = (path.name.removeprefix(f"{name}.").split("-") for path in folder.glob(f"{name}.*-*"))
     ranks = sorted({int(numbers[0]) for kind, *numbers in kinds if kind in ("rank", "done")})
     return [Records(folder, name, layout, rank) for rank in ranks]
@@ -362,7 +362,7 @@ _DONE_BYTES = _DONE.size + 4
 
 
 def _mapped(path: Path) -> Tensor:
-    """The file's bytes, shared with whoever maps it; none where there is no file."""
+    """The file's bytes, shared with every process that maps it; empty if there is no file."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""The start of a group: what the nodes' memories hold is compared, travels where it is missing, and is taken over."""
+"""Restores a group from its nodes' memories: compares what they hold, sends what is missing, and loads it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from elaunch.trainer.memory.recovery_plan import Decision, Inventory, Source, decide, sources
-from elaunch.trainer.memory.replicated import Memory, Records, Slot, completed_in, records_in, verified_records_in
+from elaunch.trainer.memory.recovery_plan import Decision, Inventory, RecordSource, decide, sources
+from elaunch.trainer.memory.replicated import (
+    Records,
+    ReplicatedMemory,
+    Slot,
+    completed_in,
+    records_in,
+    verified_records_in,
+)
 from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.state.packing import Header, header_of, is_intact, unpack
 from elaunch.trainer.state.training_state import Training
@@ -18,17 +25,18 @@ from elaunch.trainer.state.version import Version
 
 
 class Incomplete(RuntimeError):
-    """What another rank sent did not arrive as it was: this start has failed, and the next may do better."""
+    """A copy from another rank is missing or damaged: this start has failed, and the next may succeed."""
 
 
 @dataclass(frozen=True)
-class Shelf:
+class NodeMemory:
     """This node's memory for one training.
 
-    `speaks` is true of one rank a node, which lists and fills the memory for all. `say` is told what was found torn.
+    `speaks` is True for one rank of each node, which lists and fills the memory for all. `say` gets a sentence for each
+    torn copy.
     """
 
-    memory: Memory
+    memory: ReplicatedMemory
     name: str
     layout: bytes
     speaks: bool
@@ -38,7 +46,7 @@ class Shelf:
         return Records(self.memory.folder, self.name, self.layout, rank)
 
     def inventory(self, rank: int, *, large: bool) -> Inventory:
-        """What is in this memory, verified; called by all ranks of the node."""
+        """The verified content of this memory. All ranks of the node call it."""
         if not self.speaks:
             return Inventory(rank, self.memory.node, speaks=False)
         holdings = self.memory.verified(all_of_them=large, say=self.say)
@@ -48,112 +56,118 @@ class Shelf:
         )
 
     def completed(self) -> Version | None:
-        """The newest step that any worker of this node has completed, those that are dead included."""
+        """The newest step that any worker of this node has completed, dead workers included."""
         return completed_in(self.memory.folder, self.name, self.layout)
 
 
-def agree(shelf: Shelf | None, peers: Peers, *, large: bool) -> tuple[Decision | None, list[Inventory]]:
-    """What all ranks go on from; None where no memory has anything. Collective."""
-    inventories = _inventories(shelf, peers, large=large)
+def agree(node_memory: NodeMemory | None, peers: Peers, *, large: bool) -> tuple[Decision | None, list[Inventory]]:
+    """The state from which all ranks continue; None if no memory has one. Collective."""
+    inventories = _inventories(node_memory, peers, large=large)
     return decide(inventories, large=large), inventories
 
 
 def take_over(
-    decision: Decision, inventories: list[Inventory], shelf: Shelf | None, peers: Peers, training: Training
+    decision: Decision, inventories: list[Inventory], node_memory: NodeMemory | None, peers: Peers, training: Training
 ) -> None:
-    """Bring the decided state to whoever lacks it, and put it into the training's objects. Collective."""
-    received = _replicated_travels(decision, inventories, shelf, peers)
+    """Send the decided state to the ranks that lack it, and load it into the training's objects. Collective."""
+    received = _replicated_travels(decision, inventories, node_memory, peers)
     if received is not None:
         state = unpack(*received)
     else:
-        assert shelf is not None
-        header, slot = _found(shelf, decision, inventories)
+        assert node_memory is not None
+        header, slot = _found(node_memory, decision, inventories)
         state = slot.read(header)
     training.load_replicated(state)
 
-    own = _brought(decision.records, inventories, shelf, peers)
+    own = _brought(decision.records, inventories, node_memory, peers)
     if own is not None:
         training.load_own(own, only_buffers=decision.records[peers.rank].of_rank != peers.rank)
-    older = _brought(decision.older, inventories, shelf, peers)
+    older = _brought(decision.older, inventories, node_memory, peers)
     if older is not None:
         training.load_random(older)
-    _drop_newer(decision.version, shelf, peers)
+    _drop_newer(decision.version, node_memory, peers)
 
 
-def restore_own(version: Version, shelf: Shelf, peers: Peers, training: Training) -> bool:
-    """Put this rank's record of `version` into the objects, from whichever node has it: whether one has. Collective."""
-    inventories = _inventories(shelf, peers, large=False)
+def restore_own(version: Version, node_memory: NodeMemory, peers: Peers, training: Training) -> bool:
+    """Load this rank's record of `version` from a node that has it. Returns whether one has. Collective."""
+    inventories = _inventories(node_memory, peers, large=False)
     records = {rank: its for rank, its in sources(inventories, version).items() if its.of_rank == rank}
-    own = _brought(records, inventories, shelf, peers)
+    own = _brought(records, inventories, node_memory, peers)
     if own is not None:
         training.load_own(own)
-    _drop_newer(version, shelf, peers)
+    _drop_newer(version, node_memory, peers)
     return own is not None
 
 
-def _drop_newer(version: Version, shelf: Shelf | None, peers: Peers) -> None:
-    """Have what is given up torn, of all ranks: it must not be found the next time, nor outlive what counts."""
-    if shelf is not None and shelf.speaks:
-        for records in records_in(shelf.memory.folder, shelf.name, shelf.layout):
+def _drop_newer(version: Version, node_memory: NodeMemory | None, peers: Peers) -> None:
+    """Tear the copies and records of all ranks that are newer than `version`: no later start may find them."""
+    if node_memory is not None and node_memory.speaks:
+        for records in records_in(node_memory.memory.folder, node_memory.name, node_memory.layout):
             records.drop_newer(version)
-        shelf.memory.drop_newer(version)
-    # Before anybody has a newer one of this generation.
+        node_memory.memory.drop_newer(version)
+    # Wait for all ranks before one of them stores a newer copy of this generation.
     peers.from_all(None)
 
 
-def _inventories(shelf: Shelf | None, peers: Peers, *, large: bool) -> list[Inventory]:
-    """By rank what its node's memory has."""
-    mine = Inventory(peers.rank, "", speaks=False) if shelf is None else shelf.inventory(peers.rank, large=large)
+def _inventories(node_memory: NodeMemory | None, peers: Peers, *, large: bool) -> list[Inventory]:
+    """The inventories of all ranks, by rank."""
+    mine = (
+        Inventory(peers.rank, "", speaks=False)
+        if node_memory is None
+        else node_memory.inventory(peers.rank, large=large)
+    )
     return peers.from_all(mine)
 
 
 def _replicated_travels(
-    decision: Decision, inventories: list[Inventory], shelf: Shelf | None, peers: Peers
+    decision: Decision, inventories: list[Inventory], node_memory: NodeMemory | None, peers: Peers
 ) -> tuple[Tensor, Header] | None:
-    """Send the state to whoever lacks it: into its node's memory; without one, into its own, which is returned."""
+    """Send the state to the ranks that lack it. Returns it if this rank got it into its own memory, not its node's."""
     image = None
     for receiver in decision.receivers:
         if peers.rank == decision.source:
-            assert shelf is not None
-            header, slot = _found(shelf, decision, inventories)
+            assert node_memory is not None
+            header, slot = _found(node_memory, decision, inventories)
             peers.send(slot.raw(header.length), receiver)
         elif peers.rank == receiver:
-            if shelf is None or receiver in decision.private:
+            if node_memory is None or receiver in decision.private:
                 image = _receive(peers, decision.source)
             else:
-                _receive_into(shelf.memory, decision, peers)
+                _receive_into(node_memory.memory, decision, peers)
     if decision.receivers:
-        # The others of a receiver's node must not look before it is there.
+        # Other ranks of a receiver's node must not look before the state is there.
         peers.from_all(None)
     return image
 
 
-def _brought(records: Mapping[int, Source], inventories: list[Inventory], shelf: Shelf | None, peers: Peers) -> Any:
-    """The state that `records` has for this rank, as views of memory; None where it has none. Collective."""
-    sent = _records_travel(records, inventories, shelf, peers)
+def _brought(
+    records: Mapping[int, RecordSource], inventories: list[Inventory], node_memory: NodeMemory | None, peers: Peers
+) -> Any:
+    """The state that `records` has for this rank, as views of memory; None if it has none. Collective."""
+    sent = _records_travel(records, inventories, node_memory, peers)
     if sent is not None:
         return unpack(*sent)
     source = records.get(peers.rank)
     if source is None:
         return None
-    assert shelf is not None
-    own = shelf.records(source.of_rank).find(source.version)
+    assert node_memory is not None
+    own = node_memory.records(source.of_rank).find(source.version)
     if own is None:
         raise Incomplete(f"rank {source.of_rank}'s own state of step {source.version.step} is gone")
     return own
 
 
 def _records_travel(
-    records: Mapping[int, Source], inventories: list[Inventory], shelf: Shelf | None, peers: Peers
+    records: Mapping[int, RecordSource], inventories: list[Inventory], node_memory: NodeMemory | None, peers: Peers
 ) -> tuple[Tensor, Header] | None:
-    """Send the ranks' own states that lie in another node's memory than their rank; what this rank got."""
+    """Send each record to its rank if that rank is on another node. Returns the one that this rank got."""
     image = None
     for rank, source in sorted(records.items()):
         if inventories[rank].node and inventories[rank].node == inventories[source.holder].node:
             continue
         if peers.rank == source.holder:
-            assert shelf is not None
-            found = _record(shelf, source)
+            assert node_memory is not None
+            found = _record(node_memory, source)
             if rank == peers.rank:
                 image = found
             else:
@@ -163,25 +177,25 @@ def _records_travel(
     return image
 
 
-def _found(shelf: Shelf, decision: Decision, inventories: list[Inventory]) -> tuple[Header, Slot]:
+def _found(node_memory: NodeMemory, decision: Decision, inventories: list[Inventory]) -> tuple[Header, Slot]:
     held = inventories[decision.source].holdings
     checksum = next(holding.checksum for holding in held if holding.version == decision.version)
-    found = shelf.memory.find(decision.version, checksum)
+    found = node_memory.memory.find(decision.version, checksum)
     if found is None:
-        raise Incomplete(f"the copy of step {decision.version.step} is gone from {shelf.memory.folder}")
+        raise Incomplete(f"the copy of step {decision.version.step} is gone from {node_memory.memory.folder}")
     return found
 
 
-def _record(shelf: Shelf, source: Source) -> tuple[Tensor, Header]:
-    for header, slot, _ in shelf.records(source.of_rank).versions():
+def _record(node_memory: NodeMemory, source: RecordSource) -> tuple[Tensor, Header]:
+    for header, slot, _ in node_memory.records(source.of_rank).versions():
         if header.version == source.version and slot.is_intact(header):
             return slot.raw(header.length), header
-    step, folder = source.version.step, shelf.memory.folder
+    step, folder = source.version.step, node_memory.memory.folder
     raise Incomplete(f"rank {source.of_rank}'s own state of step {step} is gone from {folder}")
 
 
-def _receive_into(memory: Memory, decision: Decision, peers: Peers) -> None:
-    """Receive into a slot of this node; it is torn until all is there and has proved to be whole."""
+def _receive_into(memory: ReplicatedMemory, decision: Decision, peers: Peers) -> None:
+    """Receive into a slot of this node. The slot is torn until all of it has arrived and is verified."""
     with memory.locked():
         for header, slot in memory.pair.versions():
             if header.version == decision.version:

@@ -1,4 +1,4 @@
-"""Which snapshot of a sharded state can be put together from what the living nodes hold."""
+"""Chooses the snapshot of a sharded state that can be assembled from what the living nodes hold."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, order=True)
 class Piece:
-    """One rank's part of the snapshot of (generation, step), of a job that had `world_size` ranks then."""
+    """One rank's part of the snapshot of (generation, step), when the job had `world_size` ranks."""
 
     generation: int
     step: int
@@ -18,7 +18,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Choice:
-    """The snapshot to load; `holders` are the ranks now whose node has each piece, by the piece's rank."""
+    """The snapshot to load. `holders` has, for each piece by its rank, the present ranks whose node holds it."""
 
     generation: int
     step: int
@@ -26,9 +26,9 @@ class Choice:
 
 
 def choose(inventories: Sequence[Sequence[Piece]]) -> Choice | None:
-    """The newest complete snapshot by (generation, step); None without any.
+    """The newest complete snapshot by (generation, step); None if there is none.
 
-    `inventories` has, by rank now, the whole pieces on that rank's node.
+    `inventories` has, for each present rank, the whole pieces on that rank's node.
     """
     holders: dict[tuple[int, int, int], dict[int, list[int]]] = {}
     for holder, pieces in enumerate(inventories):
@@ -44,7 +44,7 @@ def choose(inventories: Sequence[Sequence[Piece]]) -> Choice | None:
 
 
 def mirrors(nodes: Sequence[str]) -> list[int | None]:
-    """For each rank the one that keeps a second copy of its piece: on the next node, or None where there is no other.
+    """For each rank the rank on the next node that keeps a second copy of its piece; None if there is only one node.
 
     `nodes` names each rank's node. The nodes are a ring, in the order of their lowest ranks.
     """

@@ -3,10 +3,10 @@
     0     8        128      128 + layout        …                      a multiple of 64
     mark  numbers  layout   plain values        (room for longer ones)  tensors, each at a multiple of 64
 
-The mark is written last and erased first: a file without it is torn. It also names the format, so that another
-release's file is refused. The numbers have a CRC of their own, and hold the checksums of the rest. The layout, in
-JSON, says which part of which tensor is where; it is made once, so that a snapshot is one copy per tensor. A reader
-checks everything.
+The mark is written last and erased first: a file without it is torn. The mark also names the format, so that a file of
+another release is refused. The numbers have their own CRC, and contain the checksums of the rest. The layout, in JSON,
+says which part of which tensor is where; it is made once, so that a snapshot is one copy per tensor. A reader checks
+everything.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ _ALIGNMENT = 64
 
 
 class Torn(ValueError):
-    """A file that is no whole piece; says why."""
+    """The file is no whole piece; the message says why."""
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A part of the tensor `name`, which has `size`: the box at `offsets` with `sizes`; its bytes begin at `begin`."""
+    """A part of the tensor `name` of shape `size`: the box at `offsets` with `sizes`. Its bytes begin at `begin`."""
 
     name: str
     path: tree.Path
@@ -57,12 +57,12 @@ class Chunk:
     begin: int
 
     def view(self, data: Tensor) -> Tensor:
-        """The part, in the bytes of a piece's tensors."""
+        """This part as a view of `data`, the bytes of a piece's tensors."""
         return data[self.begin : self.end].view(self.dtype).view(self.sizes)
 
     @property
     def end(self) -> int:
-        """Where its bytes end."""
+        """The end of its bytes."""
         return self.begin + math.prod(self.sizes) * self.dtype.itemsize
 
 
@@ -82,7 +82,7 @@ def _count(value: object) -> int:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where what is, and how many bytes all tensors take."""
+    """The places of all parts, and the number of bytes of all tensors."""
 
     chunks: tuple[Chunk, ...]
     length: int
@@ -96,7 +96,7 @@ class Layout:
 
     @classmethod
     def loads(cls, content: bytes) -> Layout:
-        """Raises Torn for what `dumps` did not write."""
+        """The layout that `dumps` wrote. Raises Torn for other content."""
         try:
             record = parse_json(content)
             layout = cls(tuple(_chunk(*row) for row in record["chunks"]), _count(record["length"]))
@@ -108,7 +108,7 @@ class Layout:
 
 
 def lay_out(parts: tree.Tree) -> tuple[Layout, list[Tensor]]:
-    """A layout for what this rank has of the state, and its tensors in the layout's order, the live ones."""
+    """A layout for this rank's part of the state, and its live tensors in the layout's order."""
     chunks, tensors, begin = [], [], 0
     for local, item in dcp.local_chunks(parts.tensors):
         assert item.tensor_data is not None
@@ -123,7 +123,7 @@ def lay_out(parts: tree.Tree) -> tuple[Layout, list[Tensor]]:
 
 
 def live(parts: tree.Tree) -> list[Tensor]:
-    """The tensors of `lay_out` once more, for a state of the same signature; hundreds of times as fast."""
+    """The tensors of `lay_out` for a state of the same signature, hundreds of times faster."""
     return [local for tensor in parts.tensors.values() for local in tree.local_parts(tensor) if local.numel()]
 
 
@@ -161,9 +161,9 @@ class _Numbers:
 
 
 class PieceFile:
-    """A piece in the making: room for `layout` at `path`, allocated at once; raises OSError where there is none.
+    """A piece that is being written: room for `layout` at `path`, allocated at once. Raises OSError without room.
 
-    Its memory is this process's and whoever maps the file, until it is unlinked and everybody has closed it.
+    Its memory is shared with every process that maps the file. It is freed when the file is unlinked and closed by all.
     """
 
     def __init__(self, path: Path, layout: Layout, plain_length: int) -> None:
@@ -183,11 +183,11 @@ class PieceFile:
         return len(plain) <= self._room
 
     def erase(self) -> None:
-        """From here on it is torn."""
+        """Declare the piece torn."""
         self._bytes[:_HEAD_BYTES] = 0
 
     def copy(self, tensors: Sequence[Tensor]) -> None:
-        """Copy the tensors, in the layout's order; on return they may change."""
+        """Copy the tensors, in the layout's order. They may change after this returns."""
         with torch.no_grad():
             for view, tensor in zip(self._views, tensors, strict=True):
                 view.copy_(tensor, non_blocking=tensor.is_cuda)
@@ -195,7 +195,7 @@ class PieceFile:
             torch.cuda.current_stream(device).synchronize()
 
     def complete(self, piece: Piece, plain: bytes) -> None:
-        """Write all but the mark around the copied tensors."""
+        """Write everything around the copied tensors, except the mark."""
         head = self._head + plain
         numbers = _Numbers(
             generation=piece.generation,
@@ -213,16 +213,16 @@ class PieceFile:
         _put(self._bytes, len(MARK), numbers.pack())
 
     def mark(self) -> None:
-        """It is whole now."""
+        """Declare the piece whole."""
         _put(self._bytes, 0, MARK)
 
     def body(self) -> Tensor:
-        """All bytes after the mark, to be sent as they are."""
+        """All bytes after the mark, in the form in which they are sent."""
         return self._bytes[len(MARK) :]
 
 
 class Received:
-    """A piece that arrives from another node: `body` is where its bytes go. Raises OSError where there is no room."""
+    """A piece that is received from another node into `body`. Raises OSError if there is no room."""
 
     def __init__(self, path: Path, length: int) -> None:
         self.path, self.length = path, length
@@ -243,8 +243,8 @@ class Received:
         _put(self._bytes, 0, MARK)
 
 
-class Held:
-    """A whole piece in a file. `checked` says that all of it has been read before.
+class StoredPiece:
+    """A whole piece in a file. `checked` says that its checksums have been verified before.
 
     `data_sum` is `sum_of` the tensors' bytes. Raises OSError, and Torn if the piece is not whole.
     """
@@ -255,7 +255,7 @@ class Held:
             size = os.fstat(file.fileno()).st_size
             if size < _HEAD_BYTES:
                 raise Torn("it is cut off")
-            # Copy on write: torch wants memory that it may write to.
+            # Copy on write: torch needs writable memory.
             shared = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY)
         raw = torch.frombuffer(shared, dtype=torch.uint8)
         mark = bytes(shared[: len(MARK)])
@@ -280,7 +280,7 @@ def sum_of(data: Tensor) -> int:
 
 
 def _numbers(raw: Tensor) -> _Numbers:
-    """The numbers in a file; raises Torn if they cannot be true."""
+    """The numbers in a file. Raises Torn if they contradict each other."""
     numbers = _Numbers.unpack(_get(raw, len(MARK), _HEAD_BYTES))
     if numbers.head_end > numbers.data_begin or numbers.data_begin + numbers.data_length != raw.numel():
         raise Torn("its lengths do not add up")
@@ -295,7 +295,7 @@ def _check(raw: Tensor, numbers: _Numbers) -> None:
 
 
 def _mapped(path: Path, length: int) -> Tensor:
-    """A new file of `length` bytes that are really there, so that no later write ends in SIGBUS; raises OSError."""
+    """A new file of `length` allocated bytes, so that no later write ends in SIGBUS. Raises OSError."""
     path.unlink(missing_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:

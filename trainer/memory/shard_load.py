@@ -1,4 +1,4 @@
-"""Putting a snapshot together from the pieces that the nodes hold, cut to the world size of now."""
+"""Assembles a snapshot from the pieces that the nodes hold, cut to the present world size."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from elaunch.trainer.checkpoint.loading import Share
 from elaunch.trainer.memory.shard_choice import Choice
-from elaunch.trainer.memory.shard_file import Chunk, Held, Layout, Torn, sum_of
+from elaunch.trainer.memory.shard_file import Chunk, Layout, StoredPiece, Torn, sum_of
 from elaunch.trainer.ranks.agreement import Ranks
 from elaunch.trainer.state.tree import State
 
 Box = tuple[str, tuple[int, ...]]
 
 
-def load(choice: Choice, mine: Mapping[int, Held], state: State, ranks: Ranks) -> None:
-    """Put the snapshot `choice` into everybody's state; `mine` are the pieces of it on this node, by their rank.
+def load(choice: Choice, mine: Mapping[int, StoredPiece], state: State, ranks: Ranks) -> None:
+    """Load the snapshot `choice` into every rank's state. `mine` are its pieces on this node, by their rank.
 
-    All ranks call it. What its node does not have, a rank gets from the lowest one whose node has it.
+    Collective. A rank gets a piece that its node lacks from the lowest rank whose node has it.
     """
     layouts, packed, sums = _layouts(choice, mine, ranks)
     everything = [chunk for layout in layouts for chunk in layout.chunks]
@@ -47,7 +47,7 @@ def load(choice: Choice, mine: Mapping[int, Held], state: State, ranks: Ranks) -
     share.put()
 
 
-def _layouts(choice: Choice, mine: Mapping[int, Held], ranks: Ranks) -> tuple[list[Layout], bytes, list[int]]:
+def _layouts(choice: Choice, mine: Mapping[int, StoredPiece], ranks: Ranks) -> tuple[list[Layout], bytes, list[int]]:
     """The layouts of all pieces by rank, the plain values (from rank 0's piece), and the sums of the tensors' bytes."""
     own = {rank: h for rank, h in mine.items() if choice.holders[rank][0] == ranks.rank}
     told = ranks.from_all({rank: (h.layout_json, h.plain if rank == 0 else b"", h.data_sum) for rank, h in own.items()})
@@ -57,7 +57,7 @@ def _layouts(choice: Choice, mine: Mapping[int, Held], ranks: Ranks) -> tuple[li
 
 
 def _metadata(chunks: Sequence[Chunk]) -> records.Metadata:
-    """DCP's description of the tensors; a box that several pieces have is there once."""
+    """DCP's description of the tensors. A box that several pieces contain is listed once."""
     boxes: dict[str, dict[tuple[int, ...], Chunk]] = {}
     for chunk in chunks:
         boxes.setdefault(chunk.name, {})[chunk.offsets] = chunk
@@ -79,7 +79,7 @@ def _metadata(chunks: Sequence[Chunk]) -> records.Metadata:
 def _by_piece(
     reads: Sequence[ReadItem], layouts: Sequence[Layout], near: Sequence[int]
 ) -> dict[int, list[tuple[ReadItem, Chunk]]]:
-    """From which piece to read what; those `near`, which this rank holds, before others."""
+    """What to read from which piece. Pieces in `near`, which this node holds, come before others."""
     where: dict[Box, tuple[int, Chunk]] = {}
     for rank in [*(rank for rank in range(len(layouts)) if rank not in near), *near]:
         for chunk in layouts[rank].chunks:
@@ -98,13 +98,13 @@ def _exchange(
     wanted: Mapping[int, list[tuple[ReadItem, Chunk]]],
     layouts: Sequence[Layout],
     sums: Sequence[int],
-    mine: Mapping[int, Held],
+    mine: Mapping[int, StoredPiece],
     ranks: Ranks,
     planner: DefaultLoadPlanner,
 ) -> None:
-    """Send and receive whole pieces, one after the other in an order that all ranks follow.
+    """Send and receive whole pieces one after the other, in the same order on all ranks.
 
-    Raises Torn if a piece arrives changed. This start has failed then; the next one may succeed.
+    Raises Torn if a piece arrives changed. Then this start has failed, and the next one may succeed.
     """
     needs = ranks.from_all(sorted(piece for piece in wanted if piece not in mine))
     for piece in range(len(layouts)):
@@ -116,7 +116,7 @@ def _exchange(
                 data = torch.empty(layouts[piece].length, dtype=torch.uint8)
                 dist.recv(data, dist.get_global_rank(ranks.group, holder), ranks.group)  # type: ignore[arg-type]
                 if sum_of(data) != sums[piece]:
-                    raise Torn(f"rank {piece}'s part of the snapshot has come changed from rank {holder}")
+                    raise Torn(f"rank {piece}'s part of the snapshot arrived damaged from rank {holder}")
                 _fill(planner, wanted[piece], layouts[piece], data)
 
 

@@ -1,16 +1,16 @@
-"""Snapshots of a sharded state in the memory of the nodes, each part on two of them.
+"""Snapshots of a sharded state in the memory of the nodes. Two nodes hold each part.
 
     memory = ShardedMemory(folder, say=say, generation=generation)
-    found = restore(memory.load, model, optimizer, rest)   # (generation, step), or None where nothing is complete
+    found = restore(memory.load, model, optimizer, rest)   # (generation, step), or None if nothing is complete
     memory.save(step, {**rest, **state_of(model, optimizer)})   # every k steps
 
-All ranks call all of these, in the same order. Each rank copies what it has of the state to a file in `folder`, which
-belongs to the node and outlives the workers; a thread then sends it to the next node. Two versions are kept, since a
-failure may strike before every rank has the newer one: the older is overwritten when all have said that the newer is
-whole on both nodes. A lost node loses nothing then, nor do workers, however many. At the next start the ranks
-put together what the nodes hold, send each other what a node lacks, and cut it to the new world size.
+All ranks call all of these, in the same order. Each rank copies its part of the state to a file in `folder`, which
+belongs to the node and outlives the workers; a thread then sends the file to the next node. Two versions are kept,
+since a failure may happen before every rank has the newer one. The older is overwritten only when all ranks agree that
+the newer is whole on both nodes. So neither a lost node nor any number of lost workers loses a snapshot. At the next
+start the ranks assemble what the nodes hold, send each other what a node lacks, and cut it to the new world size.
 
-A node holds twice its ranks' part of the state, and twice that of the node before it.
+A node holds twice the part of its own ranks, and twice the part of the node before it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch import Tensor
 
 from elaunch.trainer.memory import shard_load
 from elaunch.trainer.memory.shard_choice import Choice, Piece, choose, mirrors
-from elaunch.trainer.memory.shard_file import Held, Layout, PieceFile, Received, Torn, lay_out, live
+from elaunch.trainer.memory.shard_file import Layout, PieceFile, Received, StoredPiece, Torn, lay_out, live
 from elaunch.trainer.ranks.agreement import Ranks
 from elaunch.trainer.state.tree import State, Tree, flatten, pack
 
@@ -38,10 +38,10 @@ _VERSIONS = 2
 
 
 class ShardedMemory:
-    """The snapshots of one job in `folder`, a directory on shared memory that the ranks of a node have in common.
+    """The snapshots of one job in `folder`, a directory in shared memory that all ranks of a node use.
 
-    `generation` is the job's. `group` is one that moves host memory, by default the job's own or a new gloo group.
-    `say` is given sentences. `cost_s` is how long the last `save` kept training waiting.
+    `generation` is the job's. `group` must move host memory; the default is the job's own group or a new gloo group.
+    `say` gets sentences for people. `cost_s` is how long the last `save` stopped the training.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class ShardedMemory:
         self._nodes, self._nonce = [node for node, _ in told], told[0][1]
         self._mirrors = mirrors(self._nodes)
         self._sources = [rank for rank, mirror in enumerate(self._mirrors) if mirror == self._ranks.rank]
-        # The mirroring thread has a group to itself: nobody may come between its messages.
+        # The mirroring thread has its own group: messages of other threads must not mix with its messages.
         apart = any(mirror is not None for mirror in self._mirrors)
         self._mirror_group = dist.new_group(backend="gloo") if apart else None
         self._files: dict[int, PieceFile] = {}
@@ -77,9 +77,9 @@ class ShardedMemory:
         self._outdated: list[Path] = []
 
     def newest(self) -> tuple[int, int] | None:
-        """(generation, step) of the newest snapshot that the living nodes have all of; None without any.
+        """(generation, step) of the newest snapshot that is complete on the living nodes; None if there is none.
 
-        Reads and checks what this node holds, shared between its ranks.
+        The ranks of a node share the work of reading and checking its pieces. Collective.
         """
         told = self._ranks.from_all(self._whole_pieces())
         on_node: dict[str, dict[Path, Piece]] = {node: {} for node in self._nodes}
@@ -91,25 +91,25 @@ class ShardedMemory:
         return self._chosen
 
     def load(self, state: State) -> tuple[int, int] | None:
-        """Put the newest complete snapshot into `state`, as `Checkpoints.load_newest` does: (generation, step).
+        """Load the newest complete snapshot into `state`, as `Checkpoints.load_newest` does: (generation, step).
 
-        What was received from elsewhere is on one node less until the next `save`, which therefore belongs right after
-        the restart. All other snapshots in the folder are deleted.
+        Pieces that came from other nodes lack one copy until the next `save`, so call `save` right after the restart.
+        All other snapshots in the folder are deleted.
         """
-        # Who has asked for the newest has had all of it checked.
+        # `newest` has checked all pieces already.
         found = self._chosen if self._has_looked else self.newest()
         self._has_looked = False
         if self._choice is not None:
-            mine = {p.rank: Held(path, checked=True) for path, p in self._found.items() if self._is_chosen(p)}
+            mine = {p.rank: StoredPiece(path, checked=True) for path, p in self._found.items() if self._is_chosen(p)}
             shard_load.load(self._choice, mine, state, self._ranks)
         self._forget_others()
         return found
 
     def save(self, step: int, state: State) -> None:
-        """Copy this rank's part of the state after `step`; on return it may be changed.
+        """Copy this rank's part of the state after `step`. The state may change after this returns.
 
-        Waits until every rank's part of the one before is whole on both nodes. Where the memory does not suffice there
-        are no more snapshots, and a sentence. Raises TypeError for what a state cannot hold.
+        First waits until every rank's part of the last snapshot is whole on both nodes. If the memory is too small, it
+        says so and makes no more snapshots. Raises TypeError for a value that a state cannot hold.
         """
         begun_s = time.monotonic()
         if self._off:
@@ -132,7 +132,7 @@ class ShardedMemory:
         file.copy(tensors)
         piece = Piece(self._generation, step, self._ranks.world_size, self._ranks.rank)
         turn, self._turn = self._turn, (self._turn + 1) % _VERSIONS
-        # A daemon: a process that is on its way out does not wait for its peers.
+        # A daemon thread: a process that ends does not wait for its peers.
         self._mirroring = threading.Thread(
             target=self._complete, args=(file, piece, plain, turn), name="snapshot", daemon=True
         )
@@ -140,7 +140,7 @@ class ShardedMemory:
         self.cost_s = time.monotonic() - begun_s
 
     def _laid_out(self, parts: Tree) -> tuple[Layout, list[Tensor]]:
-        """The layout of before, where the state still has it; DCP's planning takes 0.1 ms per tensor."""
+        """The last layout if it still fits the state, else a new one: DCP's planning takes 0.1 ms per tensor."""
         signature = parts.signature()
         if self._layout is not None and signature == self._signature:
             return self._layout, live(parts)
@@ -148,13 +148,13 @@ class ShardedMemory:
         return lay_out(parts)
 
     def wait(self) -> bool:
-        """Until the last snapshot is whole on every node; False where it is not, and the one before stays."""
+        """Wait until the last snapshot is whole on every node. False if that failed; the snapshot before it stays."""
         return self._settle()
 
     def _settle(self) -> bool:
-        """Agree that the last snapshot is whole everywhere; then the one before and those of old may go.
+        """Agree whether the last snapshot is whole everywhere. If it is, older ones may be overwritten or deleted.
 
-        One that is not is what the next is written over, and the one before stays.
+        If not, the next snapshot overwrites the failed one, and the snapshot before it stays.
         """
         if self._mirroring is None:
             return True
@@ -173,7 +173,7 @@ class ShardedMemory:
         return not troubled
 
     def _any(self, fact: bool) -> bool:
-        """Whether `fact` is true on some rank."""
+        """Whether `fact` is True on any rank. Collective."""
         if self._ranks.group is None:
             return fact
         flag = torch.tensor([fact], dtype=torch.uint8)
@@ -181,9 +181,9 @@ class ShardedMemory:
         return bool(flag.item())
 
     def _allocated(self, layout: Layout, plain_length: int) -> PieceFile | None:
-        """Room for a version, this rank's part and the mirrors that it keeps; None, for good, where some rank has none.
+        """Allocate a version: this rank's part, and the mirrors that it keeps. None, for good, if a rank has no room.
 
-        Found out here and not when a mirror arrives: its sender would wait for ever.
+        This is checked here and not when a mirror arrives: its sender would wait forever.
         """
         problem = self._try(lambda: self._allocate_own(layout, plain_length))
         file = self._files.get(self._turn)
@@ -206,7 +206,7 @@ class ShardedMemory:
         return None
 
     def _try(self, allocate: Callable[[], None]) -> str:
-        """Why it does not succeed; empty where it does."""
+        """Why `allocate` fails; empty if it succeeds."""
         try:
             allocate()
         except OSError as error:
@@ -215,7 +215,7 @@ class ShardedMemory:
         return ""
 
     def _allocate_own(self, layout: Layout, plain_length: int) -> None:
-        # First let go of the old one: nobody holds its memory then.
+        # Release the old one first, so that its memory is free.
         self._files.pop(self._turn, None)
         self._files[self._turn] = PieceFile(self._path(self._turn, self._ranks.rank), layout, plain_length)
 
@@ -228,18 +228,18 @@ class ShardedMemory:
             self._received[self._turn, source] = held
 
     def _complete(self, file: PieceFile, piece: Piece, plain: bytes, turn: int) -> None:
-        """In the thread: make the piece whole, and send it to the next node while others are received."""
+        """The thread: complete the piece, and send it to the next node while other pieces are received."""
         try:
             file.complete(piece, plain)
             file.mark()
             if self._mirror_group is not None:
                 self._exchange(file, piece, turn)
-        # The edge of the thread: a peer that has died.
+        # The outermost frame of the thread. Usually a peer has died.
         except Exception as error:
             self._trouble = str(error).splitlines()[0] if str(error) else type(error).__name__
 
     def _exchange(self, file: PieceFile, piece: Piece, turn: int) -> None:
-        """Send the piece, and receive others' pieces. Raises Torn at the end if one of these has come changed."""
+        """Send the piece, and receive pieces of other ranks. Raises Torn at the end if one of them arrived changed."""
         mirror = self._mirrors[self._ranks.rank]
         sending = None if mirror is None else dist.isend(file.body(), mirror, self._mirror_group)
         torn = None
@@ -250,7 +250,7 @@ class ShardedMemory:
             try:
                 held.accept(replace(piece, rank=source))
             except Torn as error:
-                torn = Torn(f"what rank {source} sent has come changed: {error}")
+                torn = Torn(f"the part that rank {source} sent arrived damaged: {error}")
         if sending is not None:
             sending.wait()
         if torn:
@@ -260,13 +260,13 @@ class ShardedMemory:
         return self.folder / f"piece-{self._generation}-{self._nonce}-{turn}-{rank}"
 
     def _whole_pieces(self) -> dict[Path, Piece]:
-        """This rank's share of the node's files, without the torn ones."""
+        """The whole pieces in this rank's share of the node's files."""
         mates = [rank for rank, node in enumerate(self._nodes) if node == self._nodes[self._ranks.rank]]
         paths = sorted(self.folder.glob("piece-*"))
         whole = {}
         for path in paths[mates.index(self._ranks.rank) :: len(mates)]:
             with contextlib.suppress(Torn, OSError):
-                whole[path] = Held(path).piece
+                whole[path] = StoredPiece(path).piece
         return whole
 
     @property
@@ -277,8 +277,8 @@ class ShardedMemory:
         return (piece.generation, piece.step) == self._chosen
 
     def _forget_others(self) -> None:
-        """Delete on this node what is not of the chosen snapshot, and that too as soon as there is a newer one."""
-        # Nobody may look for files while they are being deleted.
+        """Delete all pieces on this node but those of the chosen snapshot; they go once there is a newer one."""
+        # Wait for all ranks: none may look for files while they are being deleted.
         self._ranks.from_all(None)
         if self._nodes.index(self._nodes[self._ranks.rank]) != self._ranks.rank:
             return
@@ -291,7 +291,7 @@ class ShardedMemory:
 
 
 def _node(folder: Path) -> str:
-    """A name that the ranks of one node share, and no others: made by the first of them."""
+    """A name shared by the ranks of one node only. The first of them creates it."""
     path = folder / "node"
     own = folder / f".node.{os.getpid()}.{secrets.token_hex(4)}"
     own.write_text(secrets.token_hex(8))

@@ -1,1 +1,1 @@
-"""The ranks of a group, and what they tell each other."""
+"""The ranks of a group, and what they exchange."""

@@ -1,4 +1,4 @@
-"""The ranks of a job as those who agree: plain values and host-memory tensors, sent over a group that takes them."""
+"""Collectives on plain values and on tensors in host memory, over a process group that supports them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _BUCKET_BYTES = 4 << 20
 
 
 class Ranks:
-    """This process among the ranks of `group`; without a process group, the only one.
+    """This process among the ranks of `group`. Without a process group it is the only rank.
 
-    With `group` None the job's own is taken where it moves host memory (gloo), else one is made, by all ranks together.
-    All methods are collectives, for the thread that trains.
+    With `group` None the job's own group is used if it moves host memory (gloo); else all ranks create a gloo group
+    together. All methods are collectives. Call them only from the training thread.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -37,7 +37,7 @@ class Ranks:
         return self.rank == 0
 
     def from_rank_0(self, value: Value | None) -> Value:
-        """Rank 0's value, on every rank; what the others pass is ignored."""
+        """Rank 0's value, on every rank; the values of other ranks are ignored."""
         values = [value]
         if self.group is not None:
             dist.broadcast_object_list(values, src=dist.get_global_rank(self.group, 0), group=self.group)
@@ -45,7 +45,7 @@ class Ranks:
         return found  # type: ignore[no-any-return]
 
     def from_all(self, value: Value) -> list[Value]:
-        """Everybody's value, by rank."""
+        """The values of all ranks, by rank."""
         if self.group is None:
             return [value]
         values: list[Any] = [None] * self.world_size
@@ -53,9 +53,9 @@ class Ranks:
         return values
 
     def fill_from_rank_0(self, tensors: Sequence[Tensor]) -> None:
-        """Give these tensors, contiguous and in host memory, rank 0's values; all ranks pass the same sizes and types.
+        """Fill these tensors with rank 0's values. They are contiguous, in host memory, and alike on all ranks.
 
-        Large ones are sent from where they are to where they go, small ones together.
+        Large tensors are sent without a copy, small ones together in one bucket.
         """
         if self.group is None:
             return

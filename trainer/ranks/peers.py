@@ -1,4 +1,4 @@
-"""What the ranks of a group tell each other besides gradients: small numbers to agree on, and copies of the state."""
+"""What ranks exchange besides gradients: small numbers to agree on, and copies of the state."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from elaunch.trainer.ranks.agreement import Ranks
 from elaunch.trainer.state.packing import MARK
 
 _CHUNK_BYTES = 64 << 20
-# More than gloo has threads, which are two.
+# More than the number of gloo's threads, which is two.
 _HELD = 8
 
 
 class Peers(Ranks):
-    """All ranks, over gloo whatever backend the gradients take; a process without a group has none to send to.
+    """All ranks, over gloo, also if gradients use another backend. A process without a group has no peer.
 
-    `from_all` and `largest` are called by all ranks; a `send` meets a `length_from` and a `receive`.
+    All ranks call `from_all` and `largest` together. For each `send` the receiver calls `length_from` and `receive`.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -40,38 +40,38 @@ class Peers(Ranks):
         return [int(value) for value in found.tolist()]
 
     def part(self) -> None:
-        """The program may end at once, if the last collective was `largest`.
+        """After this the program may end at once, if the last collective was `largest`.
 
-        gloo's threads may still have the newest ones in their hands then. The last to have one needs the interpreter to
-        let go of its tensor, and aborts the process where Python ends meanwhile (pytorch #190489). So this side never
-        lets go of them.
+        gloo's threads may still hold the newest operations. The last holder of an operation needs the interpreter to
+        release its tensor, and aborts the process if Python ends meanwhile (pytorch #190489). So this side leaks a
+        reference to each of them.
         """
         for work in self._newest:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(work))
         self._newest.clear()
 
     def begin_send(self, region: Tensor, rank: int) -> list[dist.Work]:
-        """Begin to send a region of `packing` without its mark; it is sent when all of these have been waited for."""
+        """Begin to send a region of `packing` without its mark. It is sent when every returned operation is done."""
         parts = [torch.tensor([region.numel()]), *_chunks(region)]
         return [work for part in parts if (work := dist.isend(part, rank, self.group)) is not None]
 
     def send(self, region: Tensor, rank: int) -> None:
-        """The same, to its end."""
+        """Send a region of `packing` without its mark, and wait until it is sent."""
         for work in self.begin_send(region, rank):
             work.wait()
 
     def length_from(self, rank: int) -> int:
-        """How many bytes `receive` will get."""
+        """The number of bytes that `receive` will get."""
         length = torch.zeros(1, dtype=torch.int64)
         dist.recv(length, rank, self.group)
         return int(length.item())
 
     def receive(self, region: Tensor, rank: int) -> None:
-        """Receive all but the mark into `region`, which has the length that `length_from` said."""
+        """Receive everything but the mark into `region`, whose length is what `length_from` returned."""
         for chunk in _chunks(region):
             dist.recv(chunk, rank, self.group)
 
 
 def _chunks(region: Tensor) -> Sequence[Tensor]:
-    # Of nothing torch makes one empty chunk.
+    # torch.split would make one empty chunk of an empty region.
     return torch.split(region[len(MARK) :], _CHUNK_BYTES) if region.numel() else ()

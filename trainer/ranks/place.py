@@ -1,4 +1,4 @@
-"""Where this process stands in the group, as its launcher says in the environment."""
+"""This process's rank in the group, as its launcher says in the environment."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Place:
-    """This worker's rank among `world_size` workers, and how often the group has been started.
+class RankInfo:
+    """This worker's rank among `world_size` workers, and how often the group was restarted.
 
-    `launched` is False where no launcher set `RANK`: a single process that needs no address to meet anybody.
+    `launched` is False if no launcher set `RANK`: a single process, which needs no address to meet others.
     """
 
     rank: int = 0
@@ -21,8 +21,8 @@ class Place:
     launched: bool = False
 
     @classmethod
-    def from_environ(cls, environ: Mapping[str, str]) -> Place:
-        """Read torchrun's variables and `ELAUNCH_GENERATION`, which without elaunch is the restart count."""
+    def from_environ(cls, environ: Mapping[str, str]) -> RankInfo:
+        """Read torchrun's variables and `ELAUNCH_GENERATION`. Without elaunch the generation is the restart count."""
         restarts = int(environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         generation = int(environ.get("ELAUNCH_GENERATION", restarts))
         if "RANK" not in environ:
@@ -38,5 +38,5 @@ class Place:
 
     @property
     def leads(self) -> bool:
-        """Whether this is rank 0, which alone writes files and speaks."""
+        """Whether this is rank 0: only that rank writes files and prints."""
         return self.rank == 0

@@ -1,4 +1,4 @@
-"""The process group: joining and leaving it, and what the ranks tell each other besides the gradients."""
+"""The process group: how to join and leave it, and collectives on small values."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from collections.abc import Sequence
 
 import torch
 
-# DDP and optimizers import it anyway; imported while a group exists, it keeps that group alive for ever (see `leave`).
+# DDP and optimizers import it anyway. If it is first imported while a group exists, it keeps that group alive.
 import torch._dynamo
 import torch.distributed as dist
 
-from elaunch.trainer.ranks.place import Place
+from elaunch.trainer.ranks.place import RankInfo
 
 
-def join(place: Place) -> torch.device:
-    """Meet the other ranks and return this one's device: NCCL and `cuda:<local_rank>` with GPUs, gloo on CPUs without.
+def join(place: RankInfo) -> torch.device:
+    """Meet the other ranks. Returns this rank's device.
 
-    A process that nobody launched is a group of one, which needs no address.
+    With GPUs it is `cuda:<local_rank>` with NCCL, without GPUs the CPU with gloo. A process without a launcher is a
+    group of one, which needs no address.
     """
     device = torch.device("cuda", place.local_rank) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
@@ -31,10 +32,10 @@ def join(place: Place) -> torch.device:
 
 
 def leave(device: torch.device) -> None:
-    """Wait until every rank is here, then part; to be called when nothing refers to the group's models any more.
+    """Wait until every rank is here, then destroy the group. Call it when nothing refers to the group's models.
 
-    Only then are the group's threads gone that let go of tensors. One that does so while Python ends aborts the process
-    (pytorch #190489): with three workers on two cores, one run in seven. `Peers.part` is for who cannot wait for that.
+    Only then are the group's threads gone. A thread that releases a tensor while Python ends aborts the process
+    (pytorch #190489): with three workers on two cores, one run in seven. `Peers.part` is for a caller that cannot wait.
     """
     sum_over_ranks([0.0], device)
     gc.collect()
@@ -42,14 +43,14 @@ def leave(device: torch.device) -> None:
 
 
 def sum_over_ranks(values: Sequence[float], device: torch.device) -> list[float]:
-    """The element-wise sum over all ranks, in float64; everybody gets the same bits."""
+    """The element-wise sum over all ranks, in float64. Every rank gets the same bits."""
     summed = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(summed)
     return [float(value) for value in summed.tolist()]
 
 
 def from_rank_0(content: bytes, device: torch.device) -> bytearray:
-    """Rank 0's `content`, on every rank; what the others pass is ignored."""
+    """Rank 0's `content`, on every rank; the content of other ranks is ignored."""
     length = torch.tensor([len(content)], dtype=torch.int64, device=device)
     dist.broadcast(length, src=0)
     received = bytearray(content) if dist.get_rank() == 0 else bytearray(int(length.item()))

@@ -1,1 +1,1 @@
-"""What a training consists of: models, optimizers, random generators, as bytes and back."""
+"""The state of a training: models, optimizers and random generators, as bytes and back."""

@@ -1,10 +1,10 @@
-"""The state of a DDP communication hook, which every rank has its own of: PowerSGD's error feedback and factors."""
+"""The state of a DDP communication hook, different on every rank: PowerSGD's error feedback and factors."""
 
 from __future__ import annotations
 
 from typing import Any
 
-# All of torch's PowerSGDState that changes while it trains, but its random generator.
+# The attributes of torch's PowerSGDState that change during training, except its random generator.
 _CHANGING = (
     "error_dict",
     "p_memory_dict",
@@ -17,7 +17,7 @@ _CHANGING = (
 
 
 class HookState:
-    """A hook's state as plain values and tensors: its own `state_dict`, or what is known of PowerSGD's."""
+    """A hook's state as plain values and tensors: its own `state_dict`, or the attributes of PowerSGD's state."""
 
     def __init__(self, hook_state: Any) -> None:
         self._hook_state = hook_state
@@ -29,7 +29,7 @@ class HookState:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """The state now, not copied."""
+        """The present state, not copied."""
         if self._is_own:
             state: dict[str, Any] = self._hook_state.state_dict()
             return state
@@ -38,7 +38,7 @@ class HookState:
         return {**state, "rng": (name, keys.tobytes(), *rest)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a state that belongs to nobody else."""
+        """Load a state. It is not copied, so the caller must not use it afterwards."""
         if self._is_own:
             self._hook_state.load_state_dict(state)
             return

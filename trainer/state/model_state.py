@@ -1,8 +1,8 @@
-"""The state of a model and its optimizer in the form that checkpoints and snapshots take, for DDP, FSDP and ZeRO-1.
+"""The state of a model and its optimizer, in the form of checkpoints and snapshots, for DDP, FSDP and ZeRO-1.
 
-DDP's and a single process's are plain state_dicts, the same on every rank. Of FSDP's (`fully_shard`, or FSDP1) each
-rank has its part of each tensor, by parameter name. Of a ZeroRedundancyOptimizer's each rank has the state of the
-parameters that it updates, a PerRank by parameter name. All of them can be loaded at another world size.
+With DDP and in a single process these are plain state_dicts, the same on every rank. With FSDP (`fully_shard`, or
+FSDP1) each rank has its part of each tensor, by parameter name. With a ZeroRedundancyOptimizer each rank has the state
+of the parameters that it updates: a PerRank, by parameter name. All of them can be loaded at another world size.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ def state_of(model: nn.Module, optimizer: Optimizer) -> State:
 def restore(
     load: Callable[[State], Found | None], model: nn.Module, optimizer: Optimizer, rest: State | None = None
 ) -> Found | None:
-    """Load model and optimizer with `load` (`Checkpoints.load_newest`, say) and return what that found.
+    """Load model and optimizer with `load` (for example `Checkpoints.load_newest`). Returns what `load` found.
 
-    What else the state holds is put into `rest`. To be called before the first step, by all ranks. Where `load` finds
-    nothing (None), nothing is changed.
+    Everything else in the state goes into `rest`. All ranks call it before the first step. If `load` finds nothing
+    (None), nothing changes.
     """
     was_fresh = not optimizer.state
-    # For a sharded model this makes an optimizer's state that can be filled: a step of length 0.
+    # For a sharded model `state_of` creates an optimizer state to fill, by a step of length 0.
     state = {**(rest or {}), **state_of(model, optimizer)}
     found = load(state)
     if found is None:
@@ -55,19 +55,19 @@ def restore(
 
 
 def is_in_parts(model: nn.Module, optimizer: Any) -> bool:
-    """Whether each rank has a part of the state only: of the model (FSDP) or of the optimizer's (ZeRO-1)."""
+    """Whether each rank has only a part of the state: of the model (FSDP) or of the optimizer (ZeRO-1)."""
     return is_sharded(model) or _is_zero(optimizer)
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether each rank has a part of the model only."""
+    """Whether each rank has only a part of the model."""
     fsdp1 = sys.modules.get("torch.distributed.fsdp")
     wrapped = fsdp1 is not None and any(isinstance(m, fsdp1.FullyShardedDataParallel) for m in model.modules())
     return wrapped or any(is_shard(parameter) for parameter in model.parameters())
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The user's module, out of DistributedDataParallel and torch.compile."""
+    """The user's module, without the wrappers of DistributedDataParallel and torch.compile."""
     while True:
         wraps = type(model).__name__ in ("DistributedDataParallel", "OptimizedModule")
         inner = getattr(model, "module", getattr(model, "_orig_mod", None))
@@ -96,7 +96,7 @@ def _is_zero(optimizer: Any) -> bool:
 
 
 def _zero_state(model: nn.Module, zero: Any) -> State:
-    """The hyperparameters, and the state of those parameters that this rank updates."""
+    """The hyperparameters, and the state of the parameters that this rank updates."""
     groups = [{key: value for key, value in group.items() if key != "params"} for group in zero.param_groups]
     return {"param_groups": groups, "state": PerRank(_zero_moments(model, zero))}
 
@@ -115,7 +115,7 @@ def _put_zero(model: nn.Module, zero: Any, moments: State) -> None:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     local = [names[id(parameter)] for group in zero.optim.param_groups for parameter in group["params"]]
     saved = {index: moments["state"][name] for index, name in enumerate(local) if moments["state"].get(name)}
-    # Through the local optimizer, which puts each value where it belongs: a step count stays in host memory.
+    # The local optimizer loads each value onto the right device: a step count stays in host memory.
     zero.optim.load_state_dict({**zero.optim.state_dict(), "state": saved})
     for group, values in zip(zero.param_groups, moments["param_groups"], strict=True):
         group.update(values)

@@ -4,7 +4,7 @@
     mark  header      skeleton (a pickle)         tensors, each at a multiple of 64
 
 The mark is written last: a region without it is torn. The skeleton is a pickle in which a tensor is a reference (its
-type, shape and offset), and is read without running code. Whoever reads trusts nothing: lengths, checksums, types.
+type, shape and offset); reading it runs no code. A reader checks everything: lengths, checksums, types.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ _PLAIN: dict[tuple[str, str], Any] = {
 }
 
 
-# Errors of pickle, besides its own, for wrong bytes, and errors of torch for impossible shapes.
+# Errors that pickle raises for wrong bytes besides its own, and errors of torch for impossible shapes.
 _NOT_OURS = (AttributeError, EOFError, LookupError, MemoryError, OverflowError, RuntimeError, TypeError)
 
 
 class NotPlain(TypeError):
-    """A value that cannot be kept: it is neither a tensor nor made of plain values."""
+    """A value that cannot be kept: it is neither a tensor nor a plain value."""
 
 
 @dataclass(frozen=True)
 class Header:
-    """What a whole region says of itself.
+    """The description of a whole region.
 
-    `layout` is the digest of the state that it was made for, `checksum` is over the tensors' bytes alone: holders of
-    the same state have the same.
+    `layout` is the digest of the state for which the region was made. `checksum` covers only the tensors' bytes: it is
+    equal for all holders of the same state.
     """
 
     layout: bytes
@@ -67,7 +67,7 @@ class Header:
 
 @dataclass(frozen=True)
 class Packed:
-    """A state taken apart: `skeleton` refers to `tensors`, which are to lie at `offsets` of a region's data."""
+    """A disassembled state: `skeleton` refers to `tensors`, which belong at `offsets` in a region's data."""
 
     skeleton: bytes
     tensors: list[Tensor]
@@ -76,17 +76,17 @@ class Packed:
 
     @property
     def length(self) -> int:
-        """Bytes of the region that it needs."""
+        """Bytes of the region that this state needs."""
         return PAGE + self.skeleton_room + self.data_length
 
     @property
     def skeleton_room(self) -> int:
-        """More than it takes now: numbers in it grow, and the tensors should stay where they are."""
+        """Bytes reserved for the skeleton. It may grow (numbers in it do) without moving the tensors."""
         return _up(len(self.skeleton) + len(self.skeleton) // 8 + 256, PAGE)
 
 
 def pack(state: object) -> Packed:
-    """Take `state` apart: dictionaries, lists and tuples of dense tensors and plain values; raises NotPlain."""
+    """Disassemble `state`: dictionaries, lists and tuples of dense tensors and plain values. Raises NotPlain."""
     content = io.BytesIO()
     pickler = _Pickler(content)
     pickler.dump(state)
@@ -102,8 +102,8 @@ def views(region: Tensor, packed: Packed) -> list[Tensor]:
     ]
 
 
-def seal(region: Tensor, layout: bytes, version: Version, packed: Packed) -> Header:
-    """Write skeleton and header around the tensors' bytes, which are there already, and at last the mark."""
+def finish_region(region: Tensor, layout: bytes, version: Version, packed: Packed) -> Header:
+    """Write skeleton, header and at last the mark around the tensors' bytes, which are in the region already."""
     start = PAGE + packed.skeleton_room
     header = Header(
         layout=layout,
@@ -136,14 +136,14 @@ def mark(region: Tensor) -> None:
 
 
 def tear(region: Tensor) -> None:
-    """Take the mark away, before anything else is changed."""
+    """Erase the mark. Call this before anything else is changed."""
     _put(region, 0, bytes(len(MARK)))
 
 
 def header_of(region: Tensor, *, marked: bool = True) -> Header | None:
-    """The header, or None where the region is torn, too short or nothing of ours.
+    """The header, or None if the region is torn, too short or not in this format.
 
-    `marked` False asks for the header of a region that was copied without its mark.
+    With `marked` False the region may lack its mark, because it was copied without it.
     """
     if region.numel() < PAGE:
         return None
@@ -157,7 +157,7 @@ def header_of(region: Tensor, *, marked: bool = True) -> Header | None:
 
 
 def is_intact(region: Tensor, header: Header) -> bool:
-    """Whether skeleton and tensors are what they were when the region was sealed."""
+    """Whether skeleton and tensors have not changed since `finish_region`."""
     start = PAGE + header.skeleton_room
     return (
         zlib.crc32(_get(region, PAGE, header.skeleton_length)) == header.skeleton_crc
@@ -166,11 +166,11 @@ def is_intact(region: Tensor, header: Header) -> bool:
 
 
 def unpack(region: Tensor, header: Header) -> Any:
-    """The state, its tensors views of `region`; raises UnpicklingError or ValueError where it is not ours."""
+    """The state, with tensors that are views of `region`. Raises UnpicklingError or ValueError if it is not valid."""
     start = PAGE + header.skeleton_room
     skeleton = io.BytesIO(_get(region, PAGE, header.skeleton_length))
     try:
-        return _Unpickler(skeleton, region[start : start + header.data_length]).load()
+        return _StateUnpickler(skeleton, region[start : start + header.data_length]).load()
     except _NOT_OURS as error:
         why = f"{type(error).__name__}: {str(error)[:200]}"
         raise pickle.UnpicklingError(f"the skeleton cannot be read ({why})") from error
@@ -179,8 +179,8 @@ def unpack(region: Tensor, header: Header) -> Any:
 def checksum(data: Tensor) -> int:
     """A checksum of uint8 `data`, whose length is a multiple of 4096: CRC-32 over the sums of its pages.
 
-    About as fast as memory is read. It sees any page that is stale, missing or in another place, and any changed word;
-    two words that changed places within a page it does not see.
+    It runs at about the speed of memory. It detects every page that is stale, missing or in another place, and every
+    changed word, but not two words of one page that changed places.
     """
     if not data.numel():
         return 0
@@ -191,7 +191,7 @@ def checksum(data: Tensor) -> int:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles all but tensors, for which it finds places one after the other."""
+    """Pickles everything except tensors, which it places one after the other."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=5)
@@ -229,7 +229,7 @@ class _Pickler(pickle.Pickler):
         )
 
 
-class _Unpickler(pickle.Unpickler):
+class _StateUnpickler(pickle.Unpickler):
     """Reads what `_Pickler` wrote: plain values, and views of `data`."""
 
     def __init__(self, file: io.BytesIO, data: Tensor) -> None:

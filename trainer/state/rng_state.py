@@ -1,21 +1,20 @@
-"""The states of the random generators that a training step draws from: Python's, numpy's, torch's on CPU and GPU."""
+"""The states of all random generators of a training step: Python's, numpy's, torch's on CPU and GPU."""
 
 from __future__ import annotations
 
 import random
 import sys
 from array import array
-from typing import Any
 
 import torch
 from torch import Tensor
 
-State = dict[str, Any]
+from elaunch.trainer.state.tree import State
 
 
 def capture(device: torch.device) -> State:
-    """The generators' states now, as plain values and tensors; numpy's only where the program has imported it."""
-    # As bytes: hundreds of numbers take ten times as long to write down.
+    """The present states of the generators, as plain values and tensors; numpy's only if numpy is imported."""
+    # As bytes, since hundreds of numbers take ten times as long to store.
     version, numbers, gauss = random.getstate()
     state: State = {"python": (version, array("I", numbers).tobytes(), gauss), "torch": torch.get_rng_state()}
     if device.type == "cuda":
@@ -28,7 +27,7 @@ def capture(device: torch.device) -> State:
 
 
 def apply(state: State, device: torch.device) -> None:
-    """Set the generators to the states that `capture` saw."""
+    """Set the generators to the states that `capture` returned."""
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(array("I", numbers)), gauss))
     torch.set_rng_state(state["torch"].clone())
@@ -42,7 +41,7 @@ def apply(state: State, device: torch.device) -> None:
 
 
 def same(one: State, other: State) -> bool:
-    """Whether nobody has drawn between the two."""
+    """Whether nothing was drawn between the two captures."""
     return one.keys() == other.keys() and all(
         torch.equal(value, other[name]) if isinstance(value, Tensor) else value == other[name]
         for name, value in one.items()

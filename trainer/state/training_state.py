@@ -1,4 +1,4 @@
-"""The objects of a training run whose state is kept, and that state as nested dictionaries."""
+"""The objects of a training whose state is kept, and that state as nested dictionaries."""
 
 from __future__ import annotations
 
@@ -13,17 +13,16 @@ from elaunch.trainer.state import rng_state
 from elaunch.trainer.state.hook_state import HookState
 from elaunch.trainer.state.model_state import is_in_parts, restore, state_of, unwrap
 from elaunch.trainer.state.packing import NotPlain, pack
-from elaunch.trainer.state.tree import flatten
+from elaunch.trainer.state.tree import State, flatten
 
-State = dict[str, Any]
 Found = TypeVar("Found")
 
 
 class Training:
-    """Model, optimizer and whatever else has a state.
+    """Model, optimizer and every other object with a state.
 
-    *Replicated* state is the same on every rank. What is a rank's *own* are its buffers (DDP broadcasts rank 0's at
-    each forward pass), the states of its random generators, and, large, the state of a communication hook. With FSDP
+    *Replicated* state is the same on every rank. A rank's *own* state is its buffers (DDP broadcasts rank 0's at each
+    forward pass), the states of its random generators, and a large part: the state of a communication hook. With FSDP
     and ZeRO-1 the state `is_in_parts`: no rank has all of it.
     """
 
@@ -57,17 +56,17 @@ class Training:
         return self._hook is not None
 
     def layout(self) -> bytes:
-        """A digest of what the state is made of: the model's names and shapes, the kinds of the other parts."""
+        """A digest of the state's structure: names and shapes of the model, classes of the other parts."""
         digest = hashlib.sha256()
         for name, value in [*self.model.named_parameters(), *self.model.named_buffers()]:
-            # The shape of a part depends on how many there are.
+            # The shape of a part depends on the world size.
             digest.update(repr((name, value.dtype, () if self.is_in_parts else tuple(value.shape))).encode())
         for name, part in [*self._rest.items(), ("optimizer", self._optimizers)]:
             digest.update(repr((name, [type(one).__qualname__ for one in _several(part)])).encode())
         return digest.digest()[:16]
 
     def replicated(self) -> State:
-        """The replicated state; its tensors are those that training changes."""
+        """The replicated state, with the live tensors that training changes."""
         buffers = {name for name, _, _ in self._buffers}
         model = {name: value for name, value in self.model.state_dict().items() if name not in buffers}
         return {"model": model, "optimizer": [one.state_dict() for one in self._optimizers[:1]], **self.rest()}
@@ -77,16 +76,16 @@ class Training:
         return {name: [_state_of(one) for one in _several(part)] for name, part in self._rest.items()}
 
     def own(self, *, large: bool = False) -> State:
-        """What is this rank's own, now; its tensors are those that training changes, but for the random states."""
+        """This rank's own present state. Its tensors are the live ones, except the random states."""
         state: State = {"buffers": self.buffers(), "random": rng_state.capture(self.device)}
         if large and self._hook is not None:
             state["hook"] = self._hook.state_dict()
         return state
 
     def require_plain(self, *, durably: bool) -> None:
-        """Raise TypeError, with the name of the part, where what is to be kept has something that cannot be.
+        """Raise TypeError with the name of the part if some value of the state cannot be kept.
 
-        `durably` asks for what checkpoints take, too.
+        With `durably` it must also fit into checkpoints.
         """
         parts = self.rest() if self.is_in_parts else self.replicated()
         for name, part in {**parts, **self.own(large=True)}.items():
@@ -98,18 +97,18 @@ class Training:
             flatten(self.rest())
 
     def buffers(self) -> dict[str, Tensor]:
-        """The model's buffers that its `state_dict` has."""
+        """The buffers in the model's `state_dict`."""
         return {name: value for name, owner, short in self._buffers if (value := owner._buffers[short]) is not None}
 
     def load_replicated(self, state: State) -> None:
-        """Take over a replicated state; it is copied."""
+        """Load a replicated state; it is copied."""
         self.model.load_state_dict({**state["model"], **self.buffers()})
         for one, its in zip(self._optimizers[:1], state["optimizer"], strict=True):
             one.load_state_dict(cloned(its))
         self._load_rest(cloned({name: state[name] for name in self._rest}))
 
     def load_own(self, state: State, *, only_buffers: bool = False) -> None:
-        """Take over a rank's own state; it is copied. `only_buffers` where it was another rank's."""
+        """Load a rank's own state; it is copied. Pass `only_buffers` if it was another rank's."""
         with torch.no_grad():
             for name, buffer in self.buffers().items():
                 if name in state["buffers"]:
@@ -120,15 +119,15 @@ class Training:
                 self._hook.load_state_dict(cloned(state["hook"], self.device))
 
     def load_random(self, state: State) -> None:
-        """Take over the random states alone."""
+        """Load only the random states."""
         rng_state.apply(state["random"], self.device)
 
     def whole(self, random: Sequence[State] = ()) -> State:
-        """All of the state as checkpoints take it: of a state in parts this rank's, and all ranks' random states."""
+        """The whole state for a checkpoint, with `random` of all ranks. If it is in parts, only this rank's part."""
         return {**state_of(self._wrapped, self._optimizers[0]), **self.rest(), "random": list(random)}
 
     def load_whole(self, load: Callable[[State], Found | None], rank: int, world_size: int) -> Found | None:
-        """Have `load` fill what `whole` gives, and take it over; what `load` found."""
+        """Let `load` fill the state that `whole` returns, and load it. Returns what `load` found."""
         rest: State = {}
         found = restore(load, self._wrapped, self._optimizers[0], rest)
         if found is not None:
@@ -139,7 +138,7 @@ class Training:
         return found
 
     def _load_rest(self, state: State) -> None:
-        """Take over what is there: a checkpoint of an earlier release has the model and the optimizer alone."""
+        """Load the parts that exist: a checkpoint of an earlier release has only model and optimizer."""
         for name, part in self._rest.items():
             if name in state:
                 for one, its in zip(_several(part), state[name], strict=True):
@@ -147,7 +146,7 @@ class Training:
 
 
 def cloned(value: Any, device: torch.device | None = None) -> Any:
-    """The same nest of dictionaries, lists and tuples with copies of its tensors, on `device` if it is given."""
+    """A copy of nested dictionaries, lists and tuples with their tensors, on `device` if it is given."""
     if isinstance(value, Tensor):
         return value.detach().to(device, copy=True)
     if isinstance(value, dict):

@@ -16,24 +16,25 @@ from torch import Tensor
 State = dict[str, Any]
 Path = tuple[str | int, ...]
 
-# What torch.load(weights_only=True) reads back. Exact types: numpy's float64 is a float, and is not among them.
+# The types that torch.load(weights_only=True) reads back. Exact types: numpy's float64 is a float, but not one of them.
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, Counter)
 
 
 class PerRank(dict[str, Any]):
-    """Nested tensors of which every rank has others, by the name of what owns them: a part of the optimizer, say.
+    """Nested tensors that differ between ranks, by the name of their owner; for example the state of a parameter.
 
-    The first level decides what is a rank's own when a state is loaded: whatever was saved below a name that the rank
-    holds now, by whichever rank that was. There are tensors below and nothing else.
+    When a state is loaded, a rank gets everything that any rank has saved under a name that it holds now. Below the
+    names there are only tensors.
     """
 
 
 @dataclass(frozen=True)
 class Tree:
-    """A state taken apart.
+    """A disassembled state.
 
-    `tensors` has every tensor by name, its path joined with dots, and `paths` their paths. `plain` is the nest of
-    dictionaries, lists and tuples with None where a tensor or a PerRank was; `per_rank` has the paths of the latter.
+    `tensors` has every tensor by name, which is its path joined with dots; `paths` has the paths. `plain` is the nest
+    of dictionaries, lists and tuples, with None in place of each tensor and PerRank. `per_rank` has the PerRanks by
+    path.
     """
 
     tensors: dict[str, Tensor]
@@ -43,28 +44,28 @@ class Tree:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether it takes more than one rank to have all of it. The same answer on every rank."""
+        """Whether no single rank has all of it. The answer is the same on every rank."""
         return bool(self.per_rank) or any(map(is_shard, self.tensors.values()))
 
     def common(self) -> dict[str, Path]:
-        """The paths of the tensors that every rank has, if in part only: all but those of a PerRank."""
+        """The paths of the tensors of which every rank has at least a part: all except those in a PerRank."""
         return {name: path for name, path in self.paths.items() if self.owner(path) is None}
 
     def signature(self) -> str:
-        """What a plan for the state depends on: names, shapes and types, and how DTensors are spread."""
+        """A digest of what a plan depends on: names, shapes, types, and how DTensors are distributed."""
         digest = hashlib.sha256()
         for name, tensor in self.tensors.items():
             digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {getattr(tensor, 'placements', '')}\n".encode())
         return digest.hexdigest()
 
     def owner(self, path: Path) -> Path | None:
-        """The path of the owner's name, for a path in a PerRank."""
+        """For a path in a PerRank: the path of the owner's name."""
         inside = (root for root in self.per_rank if path[: len(root)] == root)
         return next((path[: len(root) + 1] for root in inside), None)
 
 
 def is_shard(tensor: Tensor) -> bool:
-    """Whether it is a DTensor, or FSDP1's ShardedTensor; what nobody has imported, nobody has made one with."""
+    """Whether it is a DTensor or FSDP1's ShardedTensor. If the module is not imported, no such tensor exists."""
     for module, kind in (
         ("torch.distributed.tensor", "DTensor"),
         ("torch.distributed._shard.sharded_tensor", "ShardedTensor"),
@@ -75,7 +76,7 @@ def is_shard(tensor: Tensor) -> bool:
 
 
 def local_parts(tensor: Tensor) -> list[Tensor]:
-    """What this rank holds of a tensor; all of it, where it is none that is spread over ranks."""
+    """This rank's part of a tensor; the whole tensor if it is not distributed."""
     if not is_shard(tensor):
         return [tensor.detach()]
     spread: Any = tensor
@@ -83,10 +84,10 @@ def local_parts(tensor: Tensor) -> list[Tensor]:
 
 
 def flatten(state: Mapping[str, Any]) -> Tree:
-    """Take `state` apart; its tensors are the same objects.
+    """Disassemble `state`. The tensors are the same objects.
 
-    Raises TypeError for a value that is neither a tensor nor plain, or is in a PerRank and no tensor, ValueError for
-    two tensors of one name.
+    Raises TypeError for a value that is neither a tensor nor plain, and for a value in a PerRank that is no tensor;
+    ValueError for two tensors of one name.
     """
     tree = Tree({}, {}, None, {})
 
@@ -123,7 +124,7 @@ def rebuild(plain: Any, leaves: Mapping[Path, object]) -> Any:
     def build(value: Any, path: Path) -> Any:
         if path in leaves:
             return leaves[path]
-        # Not a Counter, which is a leaf.
+        # The exact type: a Counter is a leaf.
         if type(value) is dict:
             return {key: build(item, (*path, key)) for key, item in value.items()}
         if type(value) in (list, tuple):
@@ -171,7 +172,7 @@ def tensors_sha256(tensors: Iterable[Tensor]) -> str:
 
 
 def some(names: Iterable[str], count: int = 3) -> str:
-    """The first few of `names`, and how many there are more, for a sentence."""
+    """The first few of `names` and the number of the others, for a sentence."""
     names = list(names)
     return ", ".join(names[:count]) + (f" and {len(names) - count} more" if len(names) > count else "")
 

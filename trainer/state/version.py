@@ -1,4 +1,4 @@
-"""Which state of a training: the one name for it in memories, checkpoints and on the way between ranks."""
+"""The version of a training's state, in memories, in checkpoints and between ranks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, order=True)
 class Version:
-    """Which state: the one after `step`, computed in `generation`. A newer generation's wins over any step."""
+    """The state after `step`, computed in `generation`. A newer generation wins over any step."""
 
     generation: int
     step: int

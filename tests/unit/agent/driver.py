@@ -24,9 +24,9 @@ from elaunch.agent.core.state import Agent
 from elaunch.agent.core.step import step
 from elaunch.rendezvous.codec import encode
 from elaunch.rendezvous.engine.memory_store import MemoryStore
-from elaunch.rendezvous.rules.entering import join
 from elaunch.rendezvous.rules.snapshot import Keys, Snapshot, SnapshotReader
-from elaunch.rendezvous.store import Entry, LeaseGone, Op, Put, Txn
+from elaunch.rendezvous.rules.transactions import join
+from elaunch.rendezvous.store import KeyEntry, LeaseGone, Op, Put, Txn
 from elaunch.rendezvous.times import Times
 from elaunch.rendezvous.types import (
     Failure,
@@ -84,7 +84,7 @@ class Driver:
         self.incarnations = 0
         self._scope = KEYS.control if remote else KEYS.root
         self._reader = SnapshotReader(KEYS)
-        self._seen: Mapping[str, Entry] | None = None
+        self._seen: Mapping[str, KeyEntry] | None = None
 
     @property
     def snapshot(self) -> Snapshot:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from elaunch.rendezvous.engine.memory_store import MemoryStore
-from elaunch.rendezvous.rules import entering
-from elaunch.rendezvous.rules.leading import Lead, Reign, lead
+from elaunch.rendezvous.rules import transactions
+from elaunch.rendezvous.rules.leading import Lead, LeaderState, lead
 from elaunch.rendezvous.rules.snapshot import Keys, Snapshot, SnapshotReader
 from elaunch.rendezvous.store import Delete, LeaseGone, Op, Txn
 from elaunch.rendezvous.times import Times
@@ -28,7 +28,7 @@ A, B, C, D = (node(letter, slots) for slots, letter in enumerate("abcd", start=1
 
 def begin_run_lease(store: MemoryStore, txn: Txn) -> None:
     """What the dealings do for a transaction that starts a run."""
-    if lease := entering.run_lease(KEYS, txn):
+    if lease := transactions.run_lease(KEYS, txn):
         store.grant(lease, TIMES.keys_ttl_s)
 
 
@@ -40,7 +40,7 @@ class World:
         self.times = times
         self.terms = terms
         self.now_s = 100.0
-        self.reign = Reign()
+        self.leader_state = LeaderState()
         self.lossless_until_s = 0.0
         self.table_seen: tuple[int, float] = (-1, 0.0)
         self._leases: dict[str, int] = {}
@@ -89,7 +89,7 @@ class World:
     # What nodes do.
 
     def start(self, who: Node) -> bool:
-        txn = entering.start_run(self.snapshot, self.terms, who, self.lease(who))
+        txn = transactions.start_run(self.snapshot, self.terms, who, self.lease(who))
         begin_run_lease(self.store, txn)
         return self.commit(txn)
 
@@ -99,7 +99,7 @@ class World:
         for who in nodes:
             is_member = who.node_id in self.snapshot.members
             joined = Joined(who.node_id, PORT + who.slots, progressed)
-            held &= self.commit(entering.join(self.snapshot, who, joined, self.lease(who), is_member=is_member))
+            held &= self.commit(transactions.join(self.snapshot, who, joined, self.lease(who), is_member=is_member))
         return held
 
     def fail(self, *kinds: FailureKind, progressed: bool = True, nodes: tuple[Node, ...] = (A, B, C)) -> None:
@@ -108,17 +108,17 @@ class World:
         for rank, (kind, who) in enumerate(zip(kinds, nodes, strict=False)):
             message = f"{kind.value} {'x' * g}"
             failed = Failure(kind, g, who.node_id, who.host, rank, 0, 1, 1, message, progressed=progressed)
-            self.commit(entering.fail(self.snapshot, who, failed))
+            self.commit(transactions.fail(self.snapshot, who, failed))
 
     def leave(self, who: Node) -> None:
         """As after SIGTERM."""
         table = self.snapshot.current_table
         opens = table is not None and table.group_rank(who.node_id) is not None
-        self.commit(entering.leave(self.snapshot, who, opens=opens, why="SIGTERM was received"))
+        self.commit(transactions.leave(self.snapshot, who, opens=opens, why="SIGTERM was received"))
 
     def finish(self, *nodes: Node) -> None:
         for who in nodes:
-            self.commit(entering.is_done(self.snapshot, who, self.number))
+            self.commit(transactions.report_done(self.snapshot, who, self.number))
 
     def lose(self, *nodes: Node) -> None:
         """Their leases end."""
@@ -131,11 +131,11 @@ class World:
     def elect(self, who: Node) -> bool:
         """A new leader remembers nothing."""
         try:
-            elected = self.commit(entering.become_leader(self.snapshot, who, self.lease(who)))
+            elected = self.commit(transactions.become_leader(self.snapshot, who, self.lease(who)))
         except LeaseGone:
             return False
         if elected:
-            self.reign, self.table_seen = Reign(), (-1, 0.0)
+            self.leader_state, self.table_seen = LeaderState(), (-1, 0.0)
         return elected
 
     # What the leader does.
@@ -146,8 +146,8 @@ class World:
         if snapshot.table and snapshot.table.generation != self.table_seen[0]:
             self.table_seen = (snapshot.table.generation, self.now_s)
         table_age_s = self.now_s - self.table_seen[1]
-        led = lead(snapshot, self.reign, self.times, self.now_s, table_age_s, self.lossless_until_s)
-        self.reign = led.reign
+        led = lead(snapshot, self.leader_state, self.times, self.now_s, table_age_s, self.lossless_until_s)
+        self.leader_state = led.leader_state
         return led
 
     def lead(self) -> bool:

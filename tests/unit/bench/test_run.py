@@ -140,11 +140,11 @@ def test_what_is_counted_at_the_client_is_what_was_carried() -> None:
             return {"header": {"revision": "7"}}
 
     tally = Tally()
-    carrier = Counting(Canned(), tally)  # type: ignore[arg-type]
+    transport = Counting(Canned(), tally)  # type: ignore[arg-type]
     written = {"success": [{"request_put": {}}], "failure": []}
-    carrier.call(Endpoint("h", 1), Rpc.TXN, written, "", 1.0)
-    carrier.call(Endpoint("h", 1), Rpc.TXN, json_codec.commit(Txn(())), "", 1.0)
-    carrier.call(Endpoint("h", 1), Rpc.KEEP_ALIVE, {}, "", 1.0)
+    transport.call(Endpoint("h", 1), Rpc.TXN, written, "", 1.0)
+    transport.call(Endpoint("h", 1), Rpc.TXN, json_codec.commit(Txn(())), "", 1.0)
+    transport.call(Endpoint("h", 1), Rpc.KEEP_ALIVE, {}, "", 1.0)
 
     first, second = tally.take(), tally.take()
 

@@ -18,7 +18,7 @@ from elaunch.rendezvous.store import (
     Changes,
     Delete,
     Empty,
-    Entry,
+    KeyEntry,
     LeaseGone,
     NoneNewer,
     Present,
@@ -39,7 +39,7 @@ TTL_S = 2.0
 LONG_TTL_S = 60.0
 
 
-def put(store: Store, key: str, value: str = "x", lease: int = 0) -> Entry:
+def put(store: Store, key: str, value: str = "x", lease: int = 0) -> KeyEntry:
     assert store.commit(Txn((), (Put(key, value, lease),))).held
     return store.read(key).entries[key]
 
@@ -82,7 +82,7 @@ class Told:
         ]
 
 
-def replayed(view: View, updates: list[Changes | View]) -> dict[str, Entry]:
+def replayed(view: View, updates: list[Changes | View]) -> dict[str, KeyEntry]:
     """What a view has become by what was told since, which must be in order."""
     entries = dict(view.entries)
     revision = view.revision

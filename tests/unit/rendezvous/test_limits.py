@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from elaunch.rendezvous.codec import decode, encode
-from elaunch.rendezvous.limits import Limit, keep_ends, keep_head, keep_tail, size
+from elaunch.rendezvous.limits import Limit, json_bytes, keep_ends, keep_head, keep_tail
 from elaunch.rendezvous.rules.table_codec import encode_table, seats_of
 from elaunch.rendezvous.types import (
     Failure,
@@ -115,7 +115,7 @@ def test_a_text_fits_once_it_was_cut_whatever_the_limit(limit: type[Limit], char
     for text in (character * 2000, f"a{character}\n" * 700):
         cut = limit(bytes_max).of(text)  # type: ignore[call-arg]
 
-        assert size(cut) <= bytes_max
+        assert json_bytes(cut) <= bytes_max
         assert limit(bytes_max).of(cut) == cut  # type: ignore[call-arg]
 
 

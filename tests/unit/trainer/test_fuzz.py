@@ -23,8 +23,8 @@ from elaunch.trainer.gpt.metrics import Metrics
 from elaunch.trainer.gpt.run_directory import RunDirectory
 from elaunch.trainer.ledger.audit import Verdict, verdict
 from elaunch.trainer.ledger.ledger import FORMAT, Ledger
-from elaunch.trainer.memory.shard_file import Held, Layout, Torn
-from elaunch.trainer.state.packing import PAGE, Header, header_of, is_intact, pack, seal, unpack, views
+from elaunch.trainer.memory.shard_file import Layout, StoredPiece, Torn
+from elaunch.trainer.state.packing import PAGE, Header, finish_region, header_of, is_intact, pack, unpack, views
 from elaunch.trainer.state.version import Version
 from tests.fuzzing import NESTED, NUMBERS, TEXTS, VALUES, bounded, json_texts
 
@@ -122,7 +122,7 @@ def sealed() -> torch.Tensor:
     region = torch.zeros(packed.length, dtype=torch.uint8)
     for view, tensor in zip(views(region, packed), packed.tensors, strict=True):
         view.copy_(tensor)
-    seal(region, b"l" * 16, Version(1, 2), packed)
+    finish_region(region, b"l" * 16, Version(1, 2), packed)
     return region
 
 
@@ -243,4 +243,4 @@ def test_a_piece_of_any_bytes_is_torn(tmp_path: Path) -> None:
     for content in (b"", b"elaunch1", b"elaunch1" + b"\xff" * 500, b"\0" * 500):
         (tmp_path / "piece").write_bytes(content)
         with pytest.raises(Torn):
-            Held(tmp_path / "piece")
+            StoredPiece(tmp_path / "piece")

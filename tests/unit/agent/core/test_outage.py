@@ -73,7 +73,7 @@ def test_a_newcomer_starts_a_run_over_one_whose_members_do_not_come_back() -> No
 
     due_s = deadline_s(newcomer.agent)
     assert due_s is not None
-    newcomer.now_s = max(newcomer.now_s, due_s) + TIMES.amnesty_s
+    newcomer.now_s = max(newcomer.now_s, due_s) + TIMES.return_grace_s
     newcomer.happen(Tick())
     newcomer.settle()
 

@@ -143,11 +143,11 @@ def test_a_leader_that_was_cut_off_declares_nobody_lost_before_the_others_could_
 
     early = first.settle()
     due_s = deadline_s(first.agent)
-    first.now_s += TIMES.amnesty_s
+    first.now_s += TIMES.return_grace_s
     late = first.happen(Tick()) + first.settle()
 
     assert early == []
-    assert due_s == START_S + 20 + TIMES.amnesty_s
+    assert due_s == START_S + 20 + TIMES.return_grace_s
     assert late == [SignalWorkers(0, ALL, TERM)]
     assert first.snapshot.generation
     assert first.snapshot.generation.kind is OpenKind.LOSS

@@ -12,16 +12,15 @@ from elaunch.agent.session.retry_queue import Errands
 from elaunch.agent.session.store_client import Dealings
 from elaunch.rendezvous.codec import decode, encode
 from elaunch.rendezvous.engine.engine import OPS_MAX
-from elaunch.rendezvous.rules.entering import run_lease, start_run
 from elaunch.rendezvous.rules.snapshot import Keys, Snapshot
+from elaunch.rendezvous.rules.transactions import run_lease, start_run
 from elaunch.rendezvous.store import (
     Absent,
     Changes,
-    Deaf,
     Delete,
     Denied,
-    Entry,
     HistoryLost,
+    KeyEntry,
     LeaseGone,
     Op,
     Put,
@@ -31,6 +30,7 @@ from elaunch.rendezvous.store import (
     Txn,
     Unavailable,
     View,
+    WatchBlocked,
 )
 from elaunch.rendezvous.times import Times
 from elaunch.rendezvous.types import Generation, Node, OpenKind, Terms
@@ -332,7 +332,7 @@ def test_nothing_is_lost_between_the_read_and_the_watch() -> None:
 def test_a_watch_that_began_anew_from_a_view_is_followed() -> None:
     bench = Bench().begun()
     assert number(bench.snapshot) is None
-    generation = Entry(encode(Generation(8, OpenKind.FAIL, "x")), 90, 90)
+    generation = KeyEntry(encode(Generation(8, OpenKind.FAIL, "x")), 90, 90)
 
     bench.dealings._told(bench.dealings._epoch, View(100, {KEYS.generation: generation}))
     seen = bench.snapshot
@@ -345,7 +345,7 @@ def test_looks_never_go_back() -> None:
     bench.open(1)
     revision = bench.open(2)
     epoch = bench.dealings._epoch
-    stale = Entry(encode(Generation(1, OpenKind.FAIL, "x")), 2, 2)
+    stale = KeyEntry(encode(Generation(1, OpenKind.FAIL, "x")), 2, 2)
 
     bench.dealings._told(epoch, Changes(revision - 1, {KEYS.generation: stale}))
     bench.dealings._told(epoch, View(revision - 1, {KEYS.generation: stale}))
@@ -424,7 +424,7 @@ def test_what_the_narrower_watch_still_tells_is_not_taken_for_everything() -> No
     revision = bench.snapshot.revision
 
     bench.dealings._told(old_epoch, View(revision + 5, {}))
-    bench.dealings._told(old_epoch, Changes(revision + 5, {KEYS.leader: Entry("x", 9, 9)}))
+    bench.dealings._told(old_epoch, Changes(revision + 5, {KEYS.leader: KeyEntry("x", 9, 9)}))
     bench.dealings._told(old_epoch, HistoryLost("the old watch's"))
 
     assert bench.looks_due == 0
@@ -499,12 +499,12 @@ def test_a_watch_that_is_denied_ends_no_training_and_is_begun_again_with_the_nex
 def test_a_watch_that_is_refused_is_said_once_whatever_takes_its_place() -> None:
     bench = Bench().begun()
     for _ in range(2):
-        bench.dealings._told(bench.dealings._epoch, Deaf("HTTP status 502"))
+        bench.dealings._told(bench.dealings._epoch, WatchBlocked("HTTP status 502"))
         bench.dealings.read_again()
     once = [event for event in bench.events if isinstance(event, WatchRefused)]
 
     bench.dealings._told(bench.dealings._epoch, Changes(99, {}))
-    bench.dealings._told(bench.dealings._epoch, Deaf("HTTP status 502"))
+    bench.dealings._told(bench.dealings._epoch, WatchBlocked("HTTP status 502"))
 
     assert once == [WatchRefused("HTTP status 502")]
     assert bench.events.count(WatchRefused("HTTP status 502")) == 2, "it had told something meanwhile"
@@ -513,7 +513,7 @@ def test_a_watch_that_is_refused_is_said_once_whatever_takes_its_place() -> None
 def test_why_a_first_watch_is_refused_is_for_whoever_waits_for_it() -> None:
     bench = Bench()
 
-    bench.dealings._told(bench.dealings._epoch, Deaf("HTTP status 502"))
+    bench.dealings._told(bench.dealings._epoch, WatchBlocked("HTTP status 502"))
 
     assert bench.events == []
 

@@ -14,7 +14,7 @@ import pytest
 from elaunch.launcher.network import reach
 from elaunch.launcher.network.reach import NoAddress, Whose, can_be_bound, own_address, routable_addresses, whose
 from elaunch.rendezvous.endpoint import Endpoint
-from elaunch.rendezvous.http.resolve import Address
+from elaunch.rendezvous.http.resolve import HostAddress
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
     known: dict[str, list[str]] = {}
     resolve = reach.resolve
 
-    def told(host: str, port: int, wait_s: float) -> list[Address]:
+    def told(host: str, port: int, wait_s: float) -> list[HostAddress]:
         return [found for address in known.get(host, [host]) for found in resolve(address, port, wait_s)]
 
     monkeypatch.setattr(reach, "resolve", told)

@@ -17,8 +17,7 @@ from elaunch.launcher.errors import UsageError
 from elaunch.launcher.store.command import HELP, announcement, parse
 from elaunch.launcher.store.join_command import Telling
 from elaunch.launcher.store.keyring import Keyring
-from elaunch.rendezvous.access import Access
-from elaunch.rendezvous.endpoint import Endpoint
+from elaunch.rendezvous.endpoint import Access, Endpoint
 from elaunch.rendezvous.etcd.discovery import FoundStore
 from elaunch.rendezvous.store import Put, Txn
 from tests.harness import COMMAND, Job, environment, finished, wait_for

@@ -22,8 +22,8 @@ import pytest
 from elaunch.launcher.errors import SiteError, UsageError
 from elaunch.launcher.network import reach
 from elaunch.launcher.store.head import StoreProcess, listen, listen_everywhere, serve, take_the_head
-from elaunch.rendezvous.access import Access
-from elaunch.rendezvous.endpoint import Endpoint, RendezvousPlan, Serving
+from elaunch.launcher.store.rendezvous_plan import RendezvousPlan, Serving
+from elaunch.rendezvous.endpoint import Access, Endpoint
 from elaunch.rendezvous.etcd.discovery import FoundStore
 from elaunch.rendezvous.secret import Secret
 from elaunch.rendezvous.store import Absent, Denied, Put, Txn, Unavailable
@@ -45,7 +45,7 @@ CALL_S = 5.0
 SERVE = """
 import sys
 from elaunch.launcher.store.head import *
-from elaunch.rendezvous.endpoint import Serving
+from elaunch.launcher.store.rendezvous_plan import Serving
 endpoint = Endpoint("127.0.0.1", int(sys.argv[1]))
 process = serve(listen(endpoint), Serving(sys.argv[2]), endpoint, "")
 print(process.pid, flush=True)

@@ -10,7 +10,7 @@ from elaunch.launcher.errors import UsageError
 from elaunch.launcher.options.options import HelpRequested, Options, parse
 from elaunch.launcher.store.join_command import Telling, invitation, line_for_others
 from elaunch.launcher.store.plan import plan
-from elaunch.rendezvous.endpoint import RendezvousPlan
+from elaunch.launcher.store.rendezvous_plan import RendezvousPlan
 
 KEPT = "/home/me/.elaunch/stores/0123456789abcdef0123456789abcdef"
 TERMINAL = Telling("made-token", KEPT, "", is_terminal=True)

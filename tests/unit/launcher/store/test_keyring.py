@@ -236,7 +236,8 @@ def test_the_stores_process_removes_it_when_its_agent_is_killed(home: Path) -> N
     code = """
 import os, sys, time
 from elaunch.launcher.store.head import listen, serve
-from elaunch.rendezvous.endpoint import Endpoint, Serving
+from elaunch.launcher.store.rendezvous_plan import Serving
+from elaunch.rendezvous.endpoint import Endpoint
 place = Endpoint("127.0.0.1", int(sys.argv[1]))
 process = serve(listen(place), Serving.MEMORY, place, "")
 print(process.kept, flush=True)

@@ -11,13 +11,13 @@ from elaunch.rendezvous.store import (
     Changes,
     Delete,
     Empty,
-    Entry,
-    Guard,
+    KeyEntry,
     NoneNewer,
     Op,
     Present,
     Put,
     Txn,
+    TxnGuard,
     Unchanged,
     View,
 )
@@ -28,7 +28,7 @@ class Model:
 
     def __init__(self, revision: int) -> None:
         self.first = self.revision = revision
-        self.entries: dict[str, Entry] = {}
+        self.entries: dict[str, KeyEntry] = {}
         self._written: list[Changes] = []
 
     def read(self, prefix: str) -> View:
@@ -37,12 +37,12 @@ class Model:
     def commit(self, txn: Txn) -> Answer:
         held = all(self._holds(guard) for guard in txn.guards)
         revision = self.revision + 1
-        written: dict[str, Entry | None] = {}
+        written: dict[str, KeyEntry | None] = {}
         for op in txn.then if held else txn.otherwise:
             match op:
                 case Put(key, value, lease):
                     old = self.entries.get(key)
-                    entry = Entry(value, old.create_revision if old else revision, revision, lease)
+                    entry = KeyEntry(value, old.create_revision if old else revision, revision, lease)
                     self.entries[key] = written[key] = entry
                 case Delete(key, end):
                     for gone in [k for k in self.entries if (key <= k < end if end else k == key)]:
@@ -62,7 +62,7 @@ class Model:
         ]
         return [changes for changes in since if changes.entries]
 
-    def _holds(self, guard: Guard) -> bool:
+    def _holds(self, guard: TxnGuard) -> bool:
         match guard:
             case Absent(key):
                 return key not in self.entries
@@ -85,13 +85,13 @@ def random_txn(rng: random.Random, model: Model, keys: Sequence[str], prefixes: 
     )
 
 
-def _guard(rng: random.Random, model: Model, keys: Sequence[str], prefixes: Sequence[str]) -> Guard:
+def _guard(rng: random.Random, model: Model, keys: Sequence[str], prefixes: Sequence[str]) -> TxnGuard:
     key, prefix = rng.choice(keys), rng.choice(prefixes)
     # Revisions of late, so that about half of these hold.
     revision = max(model.revision - rng.randint(0, 3), model.first)
     entry = model.entries.get(key)
     mod_revision = entry.mod_revision if entry and rng.random() < 0.7 else revision
-    guards: list[Guard] = [
+    guards: list[TxnGuard] = [
         Absent(key),
         Present(key),
         Unchanged(key, mod_revision),

@@ -8,7 +8,7 @@ import pytest
 
 from elaunch.rendezvous.engine.engine import Engine
 from elaunch.rendezvous.engine.leases import LeaseNotFound
-from elaunch.rendezvous.engine.mvcc import UNBOUNDED, Compacted, Refused, Written, prefix_end
+from elaunch.rendezvous.engine.mvcc import UNBOUNDED, Compacted, Refused, WrittenRevision, prefix_end
 from elaunch.rendezvous.engine.requests import DeleteRequest, PutRequest, RangeRequest, TxnRequest
 
 ALL = RangeRequest(UNBOUNDED, UNBOUNDED)
@@ -88,7 +88,7 @@ def test_what_the_revision_of_the_compaction_itself_wrote_is_still_told() -> Non
 
 
 def test_each_revision_is_told_once_as_soon_as_it_is_written() -> None:
-    engine, told = Engine(), list[Written]()
+    engine, told = Engine(), list[WrittenRevision]()
     engine.listen(told.append)
 
     engine.txn(TxnRequest(success=(PutRequest(b"b"), PutRequest(b"a"), RangeRequest(b"a"))))
@@ -103,7 +103,7 @@ def test_each_revision_is_told_once_as_soon_as_it_is_written() -> None:
 
 
 def test_a_refused_transaction_leaves_no_trace() -> None:
-    engine, told = Engine(), list[Written]()
+    engine, told = Engine(), list[WrittenRevision]()
     engine.listen(told.append)
 
     for bad in (PutRequest(b"b", lease=5), RangeRequest(b"b", revision=9)):

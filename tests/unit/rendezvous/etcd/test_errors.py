@@ -7,11 +7,10 @@ import ssl
 
 import pytest
 
-from elaunch.rendezvous.access import Access
-from elaunch.rendezvous.endpoint import Endpoint, Login, Tls
-from elaunch.rendezvous.etcd.errors import BY_CODE, BY_TEXT, Kind, cancelled, explain, judge
+from elaunch.rendezvous.endpoint import Access, Endpoint, Login, Tls
+from elaunch.rendezvous.etcd.errors import BY_CODE, BY_TEXT, Kind, cancelled, explain, kind_of
 from elaunch.rendezvous.etcd.store import EtcdStore
-from elaunch.rendezvous.etcd.transport import Json, Refused
+from elaunch.rendezvous.etcd.transport import EtcdError, Json
 from elaunch.rendezvous.store import Denied, LeaseGone, Put, Rejected, StoreError, TimedOut, TooLarge, Txn, Unavailable
 from tests.harness import REPOSITORY
 
@@ -81,7 +80,7 @@ ACTIONS = {Unavailable: "wait", Rejected: "say", TooLarge: "trim", Denied: "end"
 
 @pytest.mark.parametrize(("code", "text", "error"), ANSWERS)
 def test_each_answer_means_one_error(code: int, text: str, error: type[StoreError]) -> None:
-    told = explain(Refused(code, text), ETCD, USER)
+    told = explain(EtcdError(code, text), ETCD, USER)
 
     assert type(told) is error
     assert str(told).startswith("etcd-a:2379")
@@ -97,7 +96,7 @@ def test_every_row_of_both_tables_is_visited() -> None:
 
 
 def test_a_full_etcd_is_told_with_its_alarm_and_the_three_commands_that_mend_it() -> None:
-    told = str(explain(Refused(8, "etcdserver: mvcc: database space exceeded"), ETCD, Access()))
+    told = str(explain(EtcdError(8, "etcdserver: mvcc: database space exceeded"), ETCD, Access()))
 
     for words in ("NOSPACE", "etcdctl compact", "etcdctl defrag", "etcdctl alarm disarm", "--quota-backend-bytes"):
         assert words in told
@@ -106,7 +105,7 @@ def test_a_full_etcd_is_told_with_its_alarm_and_the_three_commands_that_mend_it(
 def test_a_full_store_of_our_own_is_not_mended_by_etcds_commands() -> None:
     access = Access(tls=ssl.create_default_context(), bearer="x")
 
-    told = explain(Refused(8, "etcdserver: mvcc: database space exceeded"), ETCD, access)
+    told = explain(EtcdError(8, "etcdserver: mvcc: database space exceeded"), ETCD, access)
 
     assert type(told) is Rejected
     assert "the served store is full" in str(told)
@@ -116,7 +115,7 @@ def test_a_full_store_of_our_own_is_not_mended_by_etcds_commands() -> None:
 def test_a_denial_names_the_user_and_the_way_out() -> None:
     access = Access(login=Login("train", "secret"), prefix="/teams/nlp/")
 
-    told = explain(Refused(7, "etcdserver: permission denied"), ETCD, access)
+    told = explain(EtcdError(7, "etcdserver: permission denied"), ETCD, access)
 
     assert "user 'train' may not use these keys" in str(told)
     assert "readwrite on the prefix /teams/nlp/" in str(told)
@@ -124,34 +123,34 @@ def test_a_denial_names_the_user_and_the_way_out() -> None:
 
 
 def test_without_a_user_what_is_missing_is_the_user() -> None:
-    told = explain(Refused(7, "etcdserver: permission denied"), ETCD, Access())
+    told = explain(EtcdError(7, "etcdserver: permission denied"), ETCD, Access())
 
     assert isinstance(told, Denied)
     assert "none is given" in str(told)
 
 
 def test_without_a_user_a_token_that_is_refused_is_final() -> None:
-    told = explain(Refused(16, "etcdserver: invalid auth token"), ETCD, Access())
+    told = explain(EtcdError(16, "etcdserver: invalid auth token"), ETCD, Access())
 
     assert isinstance(told, Denied)
     assert "ELAUNCH_TOKEN" in str(told)
 
 
 def test_what_the_gateways_own_connection_says_gets_a_hint() -> None:
-    told = str(explain(Refused(14, "connection closed before server preface received"), ETCD, Access(tls=Tls())))
+    told = str(explain(EtcdError(14, "connection closed before server preface received"), ETCD, Access(tls=Tls())))
 
     assert "clientAuth" in told
 
 
 def test_braces_in_an_etcds_words_are_only_words() -> None:
-    assert "{user} {0} {" in str(explain(Refused(2, "{user} {0} {"), ETCD, USER))
+    assert "{user} {0} {" in str(explain(EtcdError(2, "{user} {0} {"), ETCD, USER))
 
 
 # --- several members
 
 
 class Members:
-    """A carrier whose members answer each in its way."""
+    """A transport whose members answer each in its way."""
 
     def __init__(self, *errors: Exception) -> None:
         self.errors = {f"h{number}": error for number, error in enumerate(errors)}
@@ -165,16 +164,16 @@ class Members:
 
 
 def refusal(*errors: Exception) -> tuple[StoreError, list[str]]:
-    carrier = Members(*errors)
-    store = EtcdStore([Endpoint(host, 2379) for host in carrier.errors], carrier=carrier)  # type: ignore[arg-type]
+    transport = Members(*errors)
+    store = EtcdStore([Endpoint(host, 2379) for host in transport.errors], transport=transport)  # type: ignore[arg-type]
     with pytest.raises(StoreError) as raised:
         store.commit(Txn((), (Put("/x", "y"),)))
-    return raised.value, carrier.asked
+    return raised.value, transport.asked
 
 
-FULL = Refused(8, "etcdserver: mvcc: database space exceeded")
+FULL = EtcdError(8, "etcdserver: mvcc: database space exceeded")
 AWAY = Unavailable("h2:2379 refuses connections: nobody listens there")
-DENIED = Refused(12, "unknown method")
+DENIED = EtcdError(12, "unknown method")
 
 
 def late(host: str) -> TimedOut:
@@ -203,7 +202,7 @@ def test_a_denial_is_final_only_where_every_member_denies() -> None:
 
 
 def test_what_is_too_large_for_one_member_is_not_sent_to_the_others() -> None:
-    error, asked = refusal(Refused(3, "etcdserver: request is too large"), FULL, FULL)
+    error, asked = refusal(EtcdError(3, "etcdserver: request is too large"), FULL, FULL)
 
     assert type(error) is TooLarge
     assert asked == ["h0"]
@@ -221,7 +220,7 @@ def test_what_is_too_large_for_one_member_is_not_sent_to_the_others() -> None:
     ],
 )
 def test_why_a_watch_was_ended_is_judged_alike(reason: str, kind: Kind) -> None:
-    assert judge(cancelled(reason)) is kind
+    assert kind_of(cancelled(reason)) is kind
 
 
 def test_the_operators_page_shows_both_tables() -> None:
@@ -230,4 +229,4 @@ def test_the_operators_page_shows_both_tables() -> None:
     rows = re.findall(r"^\| (.+?) \| (.+?) \| (wait|say|trim|end)\b", section, re.MULTILINE)
     shown = {int(code): action for codes, _, action in rows for code in re.findall(r"\d+", codes)}
 
-    assert shown == {code: ACTIONS[type(explain(Refused(code, "some words"), ETCD, Access()))] for code in BY_CODE}
+    assert shown == {code: ACTIONS[type(explain(EtcdError(code, "some words"), ETCD, Access()))] for code in BY_CODE}

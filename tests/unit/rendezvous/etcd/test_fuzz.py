@@ -12,14 +12,13 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from elaunch.rendezvous.access import Access
-from elaunch.rendezvous.endpoint import Endpoint, Login
+from elaunch.rendezvous.endpoint import Access, Endpoint, Login
 from elaunch.rendezvous.etcd import json_codec
-from elaunch.rendezvous.etcd.json_transport import GatewayCarrier
+from elaunch.rendezvous.etcd.json_transport import JsonTransport
 from elaunch.rendezvous.etcd.store import EtcdStore
-from elaunch.rendezvous.etcd.transport import Json, Rpc, Stream
+from elaunch.rendezvous.etcd.transport import AnswerStream, Json, Rpc
 from elaunch.rendezvous.http.resolve import resolve
-from elaunch.rendezvous.http.response import Garbled, Reply
+from elaunch.rendezvous.http.response import Garbled, ResponseReader
 from elaunch.rendezvous.store import Put, Rejected, StoreError, Txn, Unavailable, View
 from tests.fuzzing import NESTED, PLAIN, VALUES, bounded
 
@@ -54,7 +53,7 @@ HEADS = st.lists(
 
 def fed(pieces: list[bytes]) -> tuple[bytes, int, bool]:
     """The body of an answer that comes in these pieces, its status, and whether it is finished or garbled."""
-    reply, body = Reply(), b""
+    reply, body = ResponseReader(), b""
     try:
         for piece in pieces:
             body += reply.feed(piece)
@@ -74,7 +73,7 @@ def test_an_answer_is_the_same_in_whatever_pieces_it_comes(data: bytes, cuts: li
 
 
 class Answering:
-    """A carrier whose server answers every call with the same."""
+    """A transport whose server answers every call with the same."""
 
     def __init__(self, answer: Json) -> None:
         self.answer = answer
@@ -85,7 +84,7 @@ class Answering:
     def call(self, endpoint: Endpoint, rpc: Rpc, request: Json, token: str, deadline_s: float) -> Json:
         return self.answer
 
-    def stream(self, endpoint: Endpoint, rpc: Rpc, request: Json, token: str, deadline_s: float) -> Stream:
+    def stream(self, endpoint: Endpoint, rpc: Rpc, request: Json, token: str, deadline_s: float) -> AnswerStream:
         raise Unavailable("no stream here")
 
     def close(self) -> None:
@@ -101,7 +100,7 @@ ANSWERS = (
 
 @given(ANSWERS)
 def test_whatever_an_etcd_answers_is_an_answer_or_the_stores_own_error(answer: Json) -> None:
-    store = EtcdStore([ENDPOINT], Access(login=Login("user", "password"), plainly=True), carrier=Answering(answer))
+    store = EtcdStore([ENDPOINT], Access(login=Login("user", "password"), plainly=True), transport=Answering(answer))
     calls = (
         store.check,
         lambda: store.read("/elaunch/"),
@@ -177,7 +176,7 @@ BODIES = (
 @given(body=BODIES, status=st.sampled_from([200, 400, 401, 403, 404, 405, 500, 502, 503]))
 def test_whatever_a_server_answers_is_json_or_the_stores_own_error(server: Server, body: bytes, status: int) -> None:
     server.answer = b"HTTP/1.1 %d x\r\nContent-Length: %d\r\nConnection: close\r\n\r\n" % (status, len(body)) + body
-    store = EtcdStore([server.endpoint], deadline_s=5, carrier=GatewayCarrier())
+    store = EtcdStore([server.endpoint], deadline_s=5, transport=JsonTransport())
     for call in (store.check, lambda: store.read("/elaunch/"), lambda: store.keep_alive(1)):
         with bounded():
             try:
@@ -192,7 +191,7 @@ def test_whatever_a_server_answers_is_json_or_the_stores_own_error(server: Serve
 def test_whatever_bytes_a_server_sends_are_an_answer_or_the_stores_own_error(data: bytes) -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        reply = Reply()
+        reply = ResponseReader()
         with bounded():
             try:
                 reply.feed(data)
@@ -205,7 +204,7 @@ def test_whatever_bytes_a_server_sends_are_an_answer_or_the_stores_own_error(dat
 
 
 def test_thousands_of_interim_answers_are_skipped() -> None:
-    reply = Reply()
+    reply = ResponseReader()
 
     body = reply.feed(b"HTTP/1.1 100 \r\n\r\n" * 3000 + b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
 
@@ -215,27 +214,27 @@ def test_thousands_of_interim_answers_are_skipped() -> None:
 @pytest.mark.parametrize("status", [b"\xb2\xb2\xb2", b"000", b"2", b"20", b"2000", b"-10", b"900"])
 def test_a_status_of_other_digits_is_no_answer(status: bytes) -> None:
     with pytest.raises(Garbled, match="does not speak HTTP"):
-        Reply().feed(b"HTTP/1.1 " + status + b" OK\r\n\r\n")
+        ResponseReader().feed(b"HTTP/1.1 " + status + b" OK\r\n\r\n")
 
 
 @pytest.mark.parametrize("length", [b"\xb2", b"9" * 5000, b"-1", b"0x5", b"1_0"])
 def test_a_length_of_other_digits_is_garbled(length: bytes) -> None:
     with pytest.raises(Garbled, match="Content-Length"):
-        Reply().feed(b"HTTP/1.1 200 OK\r\nContent-Length: " + length + b"\r\n\r\n")
+        ResponseReader().feed(b"HTTP/1.1 200 OK\r\nContent-Length: " + length + b"\r\n\r\n")
 
 
 @pytest.mark.parametrize(
     "changed", [{"TTL": "nan"}, {"TTL": 1e999}, {"TTL": True}, {"TTL": "9" * 5000}, {"TTL": 1.5}, {"TTL": 10**400}]
 )
 def test_a_lease_of_no_number_is_not_kept(changed: Json) -> None:
-    store = EtcdStore([ENDPOINT], carrier=Answering({**ANSWER, **changed}))
+    store = EtcdStore([ENDPOINT], transport=Answering({**ANSWER, **changed}))
 
     with pytest.raises(Rejected, match="cannot be understood"):
         store.keep_alive(1)
 
 
 def test_a_transaction_has_held_only_where_the_answer_says_true() -> None:
-    store = EtcdStore([ENDPOINT], carrier=Answering({**ANSWER, "succeeded": "false"}))
+    store = EtcdStore([ENDPOINT], transport=Answering({**ANSWER, "succeeded": "false"}))
 
     assert not store.commit(Txn((), (Put("k", "v"),))).held
 
@@ -244,7 +243,7 @@ def test_an_answer_nested_as_deep_as_can_be_read_is_a_sentence() -> None:
     deep: Any = []
     for _ in range(900):
         deep = [deep]
-    store = EtcdStore([ENDPOINT], carrier=Answering({**ANSWER, "kvs": deep}))
+    store = EtcdStore([ENDPOINT], transport=Answering({**ANSWER, "kvs": deep}))
 
     with pytest.raises(Rejected, match="cannot be understood"):
         store.read("/elaunch/")
@@ -253,7 +252,7 @@ def test_an_answer_nested_as_deep_as_can_be_read_is_a_sentence() -> None:
 @pytest.mark.parametrize("token", ["a\nHost: b", "\u20ac", 7, ["x"], "a b"])
 def test_a_token_that_is_no_header_is_not_taken(token: object) -> None:
     access = Access(login=Login("user", "password"), plainly=True)
-    store = EtcdStore([ENDPOINT], access, carrier=Answering({**ANSWER, "token": token}))
+    store = EtcdStore([ENDPOINT], access, transport=Answering({**ANSWER, "token": token}))
 
     with pytest.raises(Unavailable, match="no token"):
         store.read("/elaunch/")

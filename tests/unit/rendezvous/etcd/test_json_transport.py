@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from elaunch.rendezvous.endpoint import Endpoint
-from elaunch.rendezvous.etcd.json_transport import GatewayCarrier
+from elaunch.rendezvous.etcd.json_transport import JsonTransport
 from elaunch.rendezvous.etcd.store import EtcdStore
 from elaunch.rendezvous.etcd.transport import GatewayOff
 from elaunch.rendezvous.store import Denied, Rejected, StoreError, TooLarge, Unavailable
@@ -48,8 +48,8 @@ def web_server(status: int, version: bytes, *, posts: bool = False) -> Iterator[
 
 
 def ask(endpoint: Endpoint) -> None:
-    with closing(GatewayCarrier()) as carrier:
-        carrier.version(endpoint, "", 10)
+    with closing(JsonTransport()) as transport:
+        transport.version(endpoint, "", 10)
 
 
 @pytest.mark.parametrize(

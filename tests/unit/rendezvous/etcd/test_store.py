@@ -7,12 +7,11 @@ from contextlib import closing
 
 import pytest
 
-from elaunch.rendezvous.access import Access
-from elaunch.rendezvous.endpoint import Endpoint
+from elaunch.rendezvous.endpoint import Access, Endpoint
 from elaunch.rendezvous.etcd import grpc_transport
 from elaunch.rendezvous.etcd import store as etcd_module
 from elaunch.rendezvous.etcd.json_codec import range_end
-from elaunch.rendezvous.etcd.json_transport import GatewayCarrier
+from elaunch.rendezvous.etcd.json_transport import JsonTransport
 from elaunch.rendezvous.etcd.store import EtcdStore
 from elaunch.rendezvous.etcd.transport import GatewayOff, Json, Rpc
 from elaunch.rendezvous.secret import Secret
@@ -112,7 +111,7 @@ def test_without_tls_the_served_store_is_said_to_speak_https(served: ServerProce
 
 
 class Member:
-    """A carrier to a member that says of each request for its version what it is told to."""
+    """A transport to a member that says of each request for its version what it is told to."""
 
     def __init__(self, *answers: str | StoreError) -> None:
         self._answers = list(answers)
@@ -130,8 +129,8 @@ class Member:
 
 def by(gateway: Member, grpc: Member, monkeypatch: pytest.MonkeyPatch) -> EtcdStore:
     """A store that speaks to its only member by these."""
-    monkeypatch.setattr(etcd_module, "GatewayCarrier", lambda *_: gateway)
-    monkeypatch.setattr(grpc_transport, "GrpcCarrier", lambda _: grpc)
+    monkeypatch.setattr(etcd_module, "JsonTransport", lambda *_: gateway)
+    monkeypatch.setattr(grpc_transport, "GrpcTransport", lambda _: grpc)
     return EtcdStore([Endpoint("etcd-a", 2379)])
 
 
@@ -156,7 +155,7 @@ def test_where_the_gateway_is_off_and_grpc_answers_that_is_spoken_for_good(monke
     assert (grpc.is_closed, gateway.is_closed) == (False, True)
 
 
-class Asked(GatewayCarrier):
+class Asked(JsonTransport):
     """Notes which calls are made."""
 
     def __init__(self) -> None:
@@ -170,14 +169,14 @@ class Asked(GatewayCarrier):
 
 def test_several_prefixes_are_read_at_one_revision_and_in_no_transaction(etcd: Etcd) -> None:
     # An etcd before 3.5.5 panics when a client gives up a transaction that only reads.
-    carrier = Asked()
-    with closing(EtcdStore(etcd.addresses, deadline_s=DEADLINE_S, carrier=carrier)) as store:
+    transport = Asked()
+    with closing(EtcdStore(etcd.addresses, deadline_s=DEADLINE_S, transport=transport)) as store:
         emptied(store)
         there = store.commit(Txn((), tuple(Put(f"{ROOT}{name}", "1") for name in ("b/1", "a/1", "c/1")))).revision
-        carrier.rpcs.clear()
+        transport.rpcs.clear()
 
         view = store.read(f"{ROOT}b/", f"{ROOT}a/", ROOT)
 
         assert list(view.entries) == [f"{ROOT}{name}" for name in ("a/1", "b/1", "c/1")]
         assert view.revision == there
-        assert carrier.rpcs == [Rpc.RANGE] * 3
+        assert transport.rpcs == [Rpc.RANGE] * 3

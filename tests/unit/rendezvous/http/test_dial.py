@@ -14,13 +14,13 @@ import pytest
 
 from elaunch.rendezvous.http.client import Deadline
 from elaunch.rendezvous.http.dial import dial
-from elaunch.rendezvous.http.resolve import Address
+from elaunch.rendezvous.http.resolve import HostAddress
 from tests.harness import DEADLINE_S, wait_for
 
 # The kernel's numbers of a connection that is asked for and not answered, and of who listens (net/tcp_states.h).
 SYN_SENT, LISTEN = "02", "0A"
 # A broadcast address is none for a connection: refused by this kernel itself, at once.
-NOWHERE: Address = (socket.AF_INET, ("255.255.255.255", 9))
+NOWHERE: HostAddress = (socket.AF_INET, ("255.255.255.255", 9))
 
 
 class Listener:
@@ -28,7 +28,7 @@ class Listener:
 
     def __init__(self, host: str = "127.0.0.1") -> None:
         self.socket = socket.create_server((host, 0), backlog=0)
-        self.address: Address = (socket.AF_INET, self.socket.getsockname())
+        self.address: HostAddress = (socket.AF_INET, self.socket.getsockname())
         self._waiting: list[socket.socket] = []
 
     def fall_silent(self) -> None:
@@ -66,7 +66,7 @@ def listeners() -> Iterator[list[Listener]]:
 
 
 @pytest.fixture
-def refusing() -> Iterator[list[Address]]:
+def refusing() -> Iterator[list[HostAddress]]:
     """Ports that are nobody else's, and where nobody listens."""
     with socket.socket() as one, socket.socket() as other:
         for each in (one, other):
@@ -85,13 +85,13 @@ def test_who_listens_is_connected(listeners: list[Listener]) -> None:
 
 
 def test_after_one_that_refuses_and_one_that_is_not_to_be_reached_the_next_is_taken(
-    listeners: list[Listener], refusing: list[Address]
+    listeners: list[Listener], refusing: list[HostAddress]
 ) -> None:
     with dial([*refusing, NOWHERE, listeners[0].address], Deadline(DEADLINE_S).left) as connected:
         assert connected.getpeername() == listeners[0].address[1]
 
 
-def test_when_all_refuse_the_first_ones_error_is_told(refusing: list[Address]) -> None:
+def test_when_all_refuse_the_first_ones_error_is_told(refusing: list[HostAddress]) -> None:
     before = descriptors()
 
     with pytest.raises(ConnectionRefusedError) as caught:
@@ -150,7 +150,7 @@ def test_who_is_silent_is_asked_again_by_another_socket(listeners: list[Listener
 def test_all_are_tried_however_little_time_there_is(listeners: list[Listener]) -> None:
     silent, other = Listener("0.0.0.0"), listeners[0]
     silent.fall_silent()
-    everywhere: list[Address] = [(socket.AF_INET, (f"127.0.0.{i}", silent.address[1][1])) for i in range(1, 31)]
+    everywhere: list[HostAddress] = [(socket.AF_INET, (f"127.0.0.{i}", silent.address[1][1])) for i in range(1, 31)]
     deadline = Deadline(5)
 
     def left() -> float:

@@ -15,8 +15,8 @@ from elaunch.rendezvous.http.request import (
     HttpRequest,
     RequestReader,
     chunk,
+    http_response,
     stream_head,
-    whole,
 )
 
 BODY_BYTES_MAX = 1000
@@ -119,7 +119,7 @@ def parsed(data: bytes) -> Any:
 
 @pytest.mark.parametrize(("body", "kind"), [(b'{"a":1}', "application/json"), (b"No\n", "text/plain; charset=utf-8")])
 def test_an_answer_is_read_by_a_client(body: bytes, kind: str) -> None:
-    response = parsed(whole(404, body))
+    response = parsed(http_response(404, body))
 
     assert (response.status, response.reason, response.read()) == (404, "Not Found", body)
     assert response.headers["Content-Type"] == kind
@@ -127,7 +127,7 @@ def test_an_answer_is_read_by_a_client(body: bytes, kind: str) -> None:
 
 
 def test_the_last_answer_says_so() -> None:
-    assert parsed(whole(400, b"", closes=True)).will_close
+    assert parsed(http_response(400, b"", closes=True)).will_close
 
 
 def test_a_stream_is_read_by_a_client_line_by_line() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elaunch.rendezvous.http.response import Garbled, NotHttp, Reply, request
+from elaunch.rendezvous.http.response import Garbled, NotHttp, ResponseReader, request
 
 LENGTH = b'HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 7\r\n\r\n{"a":1}'
 CHUNKED = (
@@ -14,8 +14,8 @@ CHUNKED = (
 CHUNKED_BODY = b'{"a":1}\r\n2345678'
 
 
-def fed(data: bytes, size: int) -> tuple[Reply, bytes]:
-    reply = Reply()
+def fed(data: bytes, size: int) -> tuple[ResponseReader, bytes]:
+    reply = ResponseReader()
     pieces = [reply.feed(data[i : i + size]) for i in range(0, len(data), size)]
     return reply, b"".join(pieces)
 
@@ -60,7 +60,7 @@ def test_an_interim_answer_is_passed_over() -> None:
 @pytest.mark.parametrize("data", [b"SSH-2.0-OpenSSH_9.2\r\n", b"\x15\x03\x01\x00\x02", b"HTTP/2 200\r\n\r\n"])
 def test_what_is_no_http_is_seen_at_once(data: bytes) -> None:
     with pytest.raises(NotHttp):
-        Reply().feed(data)
+        ResponseReader().feed(data)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_what_is_no_http_is_seen_at_once(data: bytes) -> None:
 )
 def test_nonsense_is_refused_and_does_not_fill_memory(data: bytes) -> None:
     with pytest.raises(Garbled):
-        Reply().feed(data)
+        ResponseReader().feed(data)
 
 
 def test_a_header_cannot_smuggle_in_another() -> None:

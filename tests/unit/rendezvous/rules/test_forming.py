@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 
 from elaunch.rendezvous.codec import encode
-from elaunch.rendezvous.rules import entering
+from elaunch.rendezvous.rules import transactions
 from elaunch.rendezvous.rules.pruning import FAILURES_KEPT
 from elaunch.rendezvous.rules.snapshot import SnapshotReader
 from elaunch.rendezvous.rules.table_codec import encode_table, seats_of
-from elaunch.rendezvous.rules.verdict import verdict
+from elaunch.rendezvous.rules.verdict import decisive_failure
 from elaunch.rendezvous.store import Put
 from elaunch.rendezvous.types import (
     FailureKind,
@@ -146,7 +146,7 @@ def test_the_first_failures_and_the_last_ones_are_kept() -> None:
 def test_of_a_generation_in_which_many_failed_the_failure_that_it_was_judged_by_stays() -> None:
     world = running(A, B, C)
     world.fail(FailureKind.PEER_LOST, SIGNAL, FailureKind.EXCEPTION)
-    judged = verdict(world.snapshot.failures[0])
+    judged = decisive_failure(world.snapshot.failures[0])
     assert len(world.snapshot.failures[0]) == 3
 
     world.run(A, B, C)
@@ -174,8 +174,8 @@ def test_a_record_that_came_after_the_next_table_goes_with_the_one_after_that() 
     before = world.snapshot
     world.fail(SIGNAL)
     world.run(A, B, C)
-    late = replace(verdict(world.snapshot.failures[0]), node_id=C.node_id)
-    world.commit(entering.complete(before, C, late)[0])
+    late = replace(decisive_failure(world.snapshot.failures[0]), node_id=C.node_id)
+    world.commit(transactions.complete(before, C, late)[0])
     assert len(world.snapshot.failures[0]) == 2
 
     world.fail(SIGNAL)
@@ -194,9 +194,9 @@ def test_at_the_end_what_somebody_may_still_read_stays_and_nothing_else(kind: Ou
         world.fail(SIGNAL, SIGNAL, nodes=(A, B))
         world.run(A, B)
     world.finish(A)
-    first = verdict(world.snapshot.failures[0])
+    first = decisive_failure(world.snapshot.failures[0])
 
-    world.commit(entering.end(world.snapshot, Outcome(kind, "", 3, 3, 3)))
+    world.commit(transactions.end_job(world.snapshot, Outcome(kind, "", 3, 3, 3)))
 
     left = world.store.read(KEYS.root).entries
     members = {KEYS.member(A.node_id), KEYS.member(B.node_id), KEYS.leader}
@@ -221,7 +221,7 @@ def test_who_ends_the_job_without_having_seen_its_failures_leaves_them_to_the_ru
     world.fail(SIGNAL, SIGNAL, nodes=(A, B))
     narrow = SnapshotReader(KEYS).read(world.store.read(KEYS.control), whole=False)
 
-    world.commit(entering.end(narrow, Outcome(OutcomeKind.INTERRUPTED, "", 1, 1, 3, signum=2)))
+    world.commit(transactions.end_job(narrow, Outcome(OutcomeKind.INTERRUPTED, "", 1, 1, 3, signum=2)))
 
     left = world.store.read(KEYS.failure(0)).entries
     assert [entry.lease for entry in left.values()] == [world.snapshot.lease] * 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from elaunch.rendezvous.rules import entering
+from elaunch.rendezvous.rules import transactions
 from elaunch.rendezvous.rules.leading import lead
 from elaunch.rendezvous.rules.snapshot import Keys
 from elaunch.rendezvous.store import Put
@@ -100,7 +100,7 @@ def test_who_was_cut_off_itself_seals_no_table_before_the_others_could_come_back
     first, second = node("y"), node("z")
     world.join(first)
     world.elect(first)
-    world.lossless_until_s = world.now_s + TIMES.amnesty_s
+    world.lossless_until_s = world.now_s + TIMES.return_grace_s
 
     early = world.look()
     world.join(second)
@@ -117,7 +117,7 @@ def test_where_as_many_are_there_as_there_are_seats_nobody_is_waited_for() -> No
     first, second = node("y"), node("z")
     world.join(first, second)
     world.elect(first)
-    world.lossless_until_s = world.now_s + TIMES.amnesty_s
+    world.lossless_until_s = world.now_s + TIMES.return_grace_s
 
     assert world.seal() == "yz"
 
@@ -126,7 +126,7 @@ def test_who_was_cut_off_itself_hurries_nobody_that_stops_to_save() -> None:
     world = running(A, B, C)
     world.leave(B)
     world.lose(C)
-    world.lossless_until_s = world.now_s + TIMES.amnesty_s
+    world.lossless_until_s = world.now_s + TIMES.return_grace_s
 
     early = world.look()
     world.now_s = world.lossless_until_s
@@ -141,7 +141,7 @@ def test_neither_who_left_nor_who_was_done_is_waited_for_to_come_back() -> None:
     world.finish(C)
     world.lose(C)
     world.leave(B)
-    world.lossless_until_s = world.now_s + TIMES.amnesty_s
+    world.lossless_until_s = world.now_s + TIMES.return_grace_s
     world.join(A)
 
     assert world.seal() == "a"
@@ -256,8 +256,8 @@ def test_who_waits_under_a_prefix_names_it_since_a_node_with_another_never_comes
     world.join(A)
     elsewhere = replace(world.snapshot, keys=Keys("job", "/teams/nlp/"))
 
-    waits = lead(elsewhere, world.reign, TIMES, 100.0, 0.0, 0.0)
-    over = lead(elsewhere, waits.reign, TIMES, 100.0 + TIMES.join_timeout_s, 0.0, 0.0)
+    waits = lead(elsewhere, world.leader_state, TIMES, 100.0, 0.0, 0.0)
+    over = lead(elsewhere, waits.leader_state, TIMES, 100.0 + TIMES.join_timeout_s, 0.0, 0.0)
 
     assert waits.waiting == "nodes: 1 of 2 is here under etcd_prefix=/teams/nlp/ (gives up after 600 s)"
     assert over.txn
@@ -386,7 +386,7 @@ def test_an_evicted_node_is_refused_under_its_old_name_and_comes_back_under_a_ne
     world.look()
     world.now_s += TIMES.form_deadline_s
     world.lead()
-    late = world.commit(entering.join(before, B, Joined(B.node_id, 1), world.lease(B), is_member=True))
+    late = world.commit(transactions.join(before, B, Joined(B.node_id, 1), world.lease(B), is_member=True))
     again = node("e", 2)
 
     assert not late

@@ -15,10 +15,10 @@ from elaunch.agent.core.events import Looked, Tick
 from elaunch.agent.core.step import step
 from elaunch.rendezvous.codec import decode, encode, parse_json
 from elaunch.rendezvous.rules.credible import SLOTS_MAX
-from elaunch.rendezvous.rules.leading import Reign, lead
+from elaunch.rendezvous.rules.leading import LeaderState, lead
 from elaunch.rendezvous.rules.snapshot import Keys, Snapshot, SnapshotReader
 from elaunch.rendezvous.rules.table_codec import UNPACKED_BYTES_MAX, decode_table, encode_table, seats_of
-from elaunch.rendezvous.store import Entry, View
+from elaunch.rendezvous.store import KeyEntry, View
 from elaunch.rendezvous.times import Times
 from elaunch.rendezvous.types import (
     Failure,
@@ -53,8 +53,8 @@ RECORDS = {
 PLAIN_KEYS = {KEYS.leader: "a-1", KEYS.done(1, "a-1"): ""}
 
 
-def entry(value: str) -> Entry:
-    return Entry(value, 1, 2, 0)
+def entry(value: str) -> KeyEntry:
+    return KeyEntry(value, 1, 2, 0)
 
 
 @st.composite
@@ -96,8 +96,8 @@ def snapshot_of(view: View) -> Snapshot | None:
 def test_a_leader_decides_on_whatever_can_be_read(view: View, now_s: float) -> None:
     if snapshot := snapshot_of(view):
         with bounded():
-            led = lead(snapshot, Reign(), Times(), now_s, 0.0, 0.0)
-            lead(snapshot, led.reign, Times(), now_s + 1e6, 0.0, 0.0)
+            led = lead(snapshot, LeaderState(), Times(), now_s, 0.0, 0.0)
+            lead(snapshot, led.leader_state, Times(), now_s + 1e6, 0.0, 0.0)
 
 
 @given(st.lists(views(), min_size=1, max_size=3))

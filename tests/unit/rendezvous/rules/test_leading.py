@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from elaunch.rendezvous.codec import encode
-from elaunch.rendezvous.rules.leading import Reign, lead
+from elaunch.rendezvous.rules.leading import LeaderState, lead
 from elaunch.rendezvous.rules.snapshot import Snapshot
 from elaunch.rendezvous.store import Put
 from elaunch.rendezvous.types import FailureKind, OpenKind, Outcome, OutcomeKind, Terms
@@ -133,11 +133,11 @@ def test_a_finished_nodes_death_restarts_nobody() -> None:
 
 def test_who_was_cut_off_itself_declares_nobody_lost_at_once() -> None:
     world = running(A, B)
-    world.lossless_until_s = world.now_s + TIMES.amnesty_s
+    world.lossless_until_s = world.now_s + TIMES.return_grace_s
     world.lose(B)
 
     early = world.look()
-    world.now_s += TIMES.amnesty_s
+    world.now_s += TIMES.return_grace_s
 
     assert (early.txn, early.wake_s) == (None, world.lossless_until_s)
     assert world.lead()
@@ -245,7 +245,7 @@ def test_after_a_quiet_time_a_newcomer_is_let_in_soon_again() -> None:
         world.now_s = world.look().wake_s or 0.0
         world.lead()
         world.run(*then)
-    assert world.reign.join_interval_s == 2.0
+    assert world.leader_state.join_interval_s == 2.0
     world.lose(D)
     world.lead()
     world.run(A, B, C)
@@ -254,7 +254,7 @@ def test_after_a_quiet_time_a_newcomer_is_let_in_soon_again() -> None:
     world.join(D)
     admit(world)
 
-    assert world.reign.join_interval_s == TIMES.join_backoff_min_s
+    assert world.leader_state.join_interval_s == TIMES.join_backoff_min_s
 
 
 def test_a_join_is_opened_only_over_a_table() -> None:
@@ -281,7 +281,7 @@ def test_nothing_is_written_after_the_end() -> None:
 
 
 def test_nothing_is_written_where_there_is_no_job() -> None:
-    assert lead(Snapshot(KEYS, 5, whole=True), Reign(), TIMES, 0.0, 0.0, 0.0).txn is None
+    assert lead(Snapshot(KEYS, 5, whole=True), LeaderState(), TIMES, 0.0, 0.0, 0.0).txn is None
 
 
 @pytest.mark.parametrize("joined", [False, True])
@@ -290,9 +290,9 @@ def test_what_a_leader_waits_for_while_one_forms_is_forgotten_when_it_runs(joine
     if joined:
         world.join(B)
         world.look()
-        assert world.reign.ready_since_s is not None
+        assert world.leader_state.ready_since_s is not None
         world.lose(B)
 
     world.look()
 
-    assert world.reign.ready_since_s is None
+    assert world.leader_state.ready_since_s is None

@@ -13,13 +13,13 @@ from dataclasses import replace
 
 import pytest
 
-from elaunch.rendezvous.rules import entering
-from elaunch.rendezvous.rules.leading import Reign, lead
-from elaunch.rendezvous.rules.opening import open_loss
+from elaunch.rendezvous.rules import transactions
+from elaunch.rendezvous.rules.leading import LeaderState, lead
 from elaunch.rendezvous.rules.pruning import FAILURES_KEPT
 from elaunch.rendezvous.rules.snapshot import Keys, Snapshot
 from elaunch.rendezvous.rules.table_codec import decode_table, seats_of
-from elaunch.rendezvous.rules.trimming import size
+from elaunch.rendezvous.rules.transactions import open_loss
+from elaunch.rendezvous.rules.trimming import content_bytes
 from elaunch.rendezvous.store import Absent, Delete, Put, StoreError, Txn
 from elaunch.rendezvous.types import (
     RUN_ID_BYTES_MAX,
@@ -97,8 +97,8 @@ def snapshot(kind: OpenKind = OpenKind.FAIL, *, forming: bool = True, gone: bool
 
 
 def led(seen: Snapshot) -> Txn:
-    first = lead(seen, Reign(), TIMES, NOW_S, 0.0, 0.0)
-    txn = first.txn or lead(seen, first.reign, TIMES, LATER_S, 0.0, 0.0).txn
+    first = lead(seen, LeaderState(), TIMES, NOW_S, 0.0, 0.0)
+    txn = first.txn or lead(seen, first.leader_state, TIMES, LATER_S, 0.0, 0.0).txn
     assert txn
     return txn
 
@@ -138,12 +138,12 @@ MADE = {
     "the budget is spent": lambda: led(given_up()),
     "too few are left": lambda: led(too_few()),
     "all are done": lambda: led(all_done()),
-    "a run is started over the old one": lambda: entering.start_run(snapshot(), TERMS, ME, 1),
-    "a node joins": lambda: entering.join(snapshot(), ME, Joined(ME.node_id, 1), 1, is_member=False),
-    "a node fails": lambda: entering.fail(snapshot(forming=False), ME, ONE),
-    "a node's record is completed": lambda: max(entering.complete(snapshot(), ME, ONE), key=size),
-    "a node leaves": lambda: entering.leave(snapshot(forming=False), ME, opens=True, why=LONG),
-    "a person ends the job": lambda: entering.end(snapshot(), ENDED),
+    "a run is started over the old one": lambda: transactions.start_run(snapshot(), TERMS, ME, 1),
+    "a node joins": lambda: transactions.join(snapshot(), ME, Joined(ME.node_id, 1), 1, is_member=False),
+    "a node fails": lambda: transactions.fail(snapshot(forming=False), ME, ONE),
+    "a node's record is completed": lambda: max(transactions.complete(snapshot(), ME, ONE), key=content_bytes),
+    "a node leaves": lambda: transactions.leave(snapshot(forming=False), ME, opens=True, why=LONG),
+    "a person ends the job": lambda: transactions.end_job(snapshot(), ENDED),
 }
 
 
@@ -158,12 +158,12 @@ def test_a_transaction_of_4096_nodes_is_one_that_etcd_takes(what: str, made: dic
 
     lists = len(txn.guards), len(txn.then), len(txn.otherwise)
     assert max(lists) <= LIST_MAX, lists
-    assert size(txn) + ENTRY_BYTES * sum(lists) <= REQUEST_BYTES_MAX
+    assert content_bytes(txn) + ENTRY_BYTES * sum(lists) <= REQUEST_BYTES_MAX
 
 
 @pytest.mark.parametrize("what", [what for what in MADE if what != "a table of all is sealed"])
 def test_only_a_table_grows_with_the_job_and_nothing_with_what_programs_say(what: str, made: dict[str, Txn]) -> None:
-    assert size(made[what]) <= 256 << 10
+    assert content_bytes(made[what]) <= 256 << 10
 
 
 def test_the_table_of_all_has_them_all(made: dict[str, Txn]) -> None:

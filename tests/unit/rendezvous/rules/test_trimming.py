@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from elaunch.rendezvous.codec import decode, encode
-from elaunch.rendezvous.rules import entering
+from elaunch.rendezvous.rules import transactions
 from elaunch.rendezvous.rules.snapshot import Snapshot
 from elaunch.rendezvous.rules.table_codec import decode_table, encode_table
-from elaunch.rendezvous.rules.trimming import size, trimmed
+from elaunch.rendezvous.rules.trimming import content_bytes, trimmed
 from elaunch.rendezvous.store import Put, Txn
 from elaunch.rendezvous.types import Failure, FailureKind, Outcome, OutcomeKind, Terms
 from tests.unit.agent.job_world import KEYS, A, B, running
@@ -23,16 +23,16 @@ FAILED = Failure(
 ENDED = Outcome(OutcomeKind.FAILED, TEXT, 0, 0, 3, FAILED)
 
 
-def transactions() -> dict[str, Txn]:
+def with_texts() -> dict[str, Txn]:
     """Every kind that carries a text."""
     world = running(A, B)
     before = world.snapshot
     made = {
-        "fail": entering.fail(before, B, FAILED),
-        "complete": entering.complete(before, B, FAILED)[-1],
-        "end": entering.end(before, ENDED),
-        "leave": entering.leave(before, B, opens=True, why=TEXT),
-        "start": entering.start_run(Snapshot(KEYS), Terms(command=TEXT), A, 1),
+        "fail": transactions.fail(before, B, FAILED),
+        "complete": transactions.complete(before, B, FAILED)[-1],
+        "end": transactions.end_job(before, ENDED),
+        "leave": transactions.leave(before, B, opens=True, why=TEXT),
+        "start": transactions.start_run(Snapshot(KEYS), Terms(command=TEXT), A, 1),
     }
     world.fail(FailureKind.SIGNAL)
     world.join(A, B)
@@ -46,13 +46,13 @@ def transactions() -> dict[str, Txn]:
 
 @pytest.mark.parametrize("what", ["fail", "complete", "end", "leave", "start", "seal"])
 def test_each_time_it_is_shorter_until_there_is_nothing_to_cut(what: str) -> None:
-    txn: Txn | None = transactions()[what]
+    txn: Txn | None = with_texts()[what]
     assert txn
     kept = txn.guards, [op.key for op in (*txn.then, *txn.otherwise)]
 
     sizes = []
     while txn is not None:
-        sizes.append(size(txn))
+        sizes.append(content_bytes(txn))
         assert (txn.guards, [op.key for op in (*txn.then, *txn.otherwise)]) == kept
         txn = trimmed(txn, 1 << 20)
 
@@ -62,12 +62,12 @@ def test_each_time_it_is_shorter_until_there_is_nothing_to_cut(what: str) -> Non
 
 
 def test_it_is_as_short_as_was_asked_for_and_keeps_what_it_can() -> None:
-    complete = transactions()["complete"]
+    complete = with_texts()["complete"]
 
     shorter = trimmed(complete, 12 << 10)
 
     assert shorter
-    assert (4 << 10) < size(shorter) <= 12 << 10
+    assert (4 << 10) < content_bytes(shorter) <= 12 << 10
     (record,) = (op for op in shorter.then if isinstance(op, Put))
     failure = decode(Failure, record.value)
     assert failure.traceback.startswith("line 0\n")
@@ -76,7 +76,7 @@ def test_it_is_as_short_as_was_asked_for_and_keeps_what_it_can() -> None:
 
 
 def test_who_failed_and_how_is_never_cut_away() -> None:
-    shortest = transactions()["fail"]
+    shortest = with_texts()["fail"]
     while shorter := trimmed(shortest, 1):
         shortest = shorter
 
@@ -89,13 +89,13 @@ def test_who_failed_and_how_is_never_cut_away() -> None:
 def test_where_no_text_can_be_cut_there_is_no_shorter_one() -> None:
     world = running(A, B)
 
-    assert trimmed(entering.is_done(world.snapshot, B, 0), 10) is None
+    assert trimmed(transactions.report_done(world.snapshot, B, 0), 10) is None
     assert trimmed(Txn(()), 10) is None
     assert trimmed(Txn((), (Put(KEYS.failure(0, "x"), "no record" * 1000),)), 10) is None
 
 
 def test_a_text_that_was_trimmed_is_read_again() -> None:
-    end = transactions()["end"]
+    end = with_texts()["end"]
 
     shorter = trimmed(end, 3 << 10)
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from elaunch.rendezvous.rules.verdict import BARREN_MAX, GiveUp, Restart, identical, judge, verdict
+from elaunch.rendezvous.rules.verdict import BARREN_MAX, GiveUp, Restart, decisive_failure, identical, judge
 from elaunch.rendezvous.types import Failure, FailureKind, Terms
 
 TERMS = Terms(max_restarts=3)
@@ -41,17 +41,17 @@ def decide(
 
 
 def test_the_first_failure_is_the_verdict() -> None:
-    assert verdict([RAISED, KILLED]) is RAISED
+    assert decisive_failure([RAISED, KILLED]) is RAISED
 
 
 def test_a_lost_peer_never_wins_over_a_failure_of_ones_own() -> None:
-    assert verdict([PEER, KILLED, RAISED]) is KILLED
+    assert decisive_failure([PEER, KILLED, RAISED]) is KILLED
 
 
 def test_where_all_only_lost_peers_the_first_says_so() -> None:
     later = replace(PEER, rank=4)
 
-    assert verdict([PEER, later]) is PEER
+    assert decisive_failure([PEER, later]) is PEER
 
 
 def test_a_failure_is_worth_a_restart_while_the_budget_lasts() -> None:

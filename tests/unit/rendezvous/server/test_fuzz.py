@@ -12,7 +12,7 @@ import pytest
 
 from elaunch.rendezvous.engine.engine import Engine
 from elaunch.rendezvous.http.request import BadRequest, RequestReader
-from elaunch.rendezvous.http.response import Garbled, Reply
+from elaunch.rendezvous.http.response import Garbled, ResponseReader
 from elaunch.rendezvous.server.routes import Routes
 
 TEXTS = [
@@ -109,7 +109,7 @@ def requests(data: bytes) -> None:
 
 
 def answers(data: bytes) -> None:
-    reply = Reply()
+    reply = ResponseReader()
     with suppress(Garbled):
         for place in range(0, len(data), 7):
             reply.feed(data[place : place + 7])

@@ -1,4 +1,4 @@
-"""rendezvous.strangers and rendezvous.slots: which stranger is closed first, and how many there may be."""
+"""server.unauthenticated and server.connection_limits: which connection is closed first, and how many may be open."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from elaunch.rendezvous.server.connection_limits import (
     descriptors_for,
     slots,
     slots_for,
-    strangers_max,
+    unauthenticated_max,
 )
-from elaunch.rendezvous.server.unauthenticated import CROWD_S, FIRST_REQUEST_S, PER_ADDRESS, Strangers
+from elaunch.rendezvous.server.unauthenticated import CROWD_S, FIRST_REQUEST_S, PER_ADDRESS, UnauthenticatedConnections
 
 
-def strangers(*counts: tuple[str, int]) -> Strangers[str]:
-    """This many strangers of each address, each a second younger than the one before."""
-    made: Strangers[str] = Strangers()
+def unauthenticated(*counts: tuple[str, int]) -> UnauthenticatedConnections[str]:
+    """So many connections of each address, each a second younger than the one before."""
+    made: UnauthenticatedConnections[str] = UnauthenticatedConnections()
     for address, count in counts:
         for number in range(count):
             made.add(f"{address}-{number}", address, float(number))
@@ -27,7 +27,7 @@ def strangers(*counts: tuple[str, int]) -> Strangers[str]:
 
 
 def test_the_first_to_go_is_the_oldest_of_the_address_that_has_the_most() -> None:
-    them = strangers(("quiet", 2), ("loud", 5), ("other", 4))
+    them = unauthenticated(("quiet", 2), ("loud", 5), ("other", 4))
     gone = []
 
     while (one := them.first_to_go()) and len(gone) < 5:
@@ -41,7 +41,7 @@ def test_the_first_to_go_is_the_oldest_of_the_address_that_has_the_most() -> Non
 
 
 def test_one_of_a_quiet_address_outlives_any_number_of_a_loud_one() -> None:
-    them = strangers(("quiet", 1), ("loud", 10))
+    them = unauthenticated(("quiet", 1), ("loud", 10))
 
     for number in range(1000):
         one = them.first_to_go()
@@ -54,7 +54,7 @@ def test_one_of_a_quiet_address_outlives_any_number_of_a_loud_one() -> None:
 
 
 def test_all_have_their_time_and_those_beyond_what_an_address_may_have_less() -> None:
-    crowd: Strangers[int] = Strangers()
+    crowd: UnauthenticatedConnections[int] = UnauthenticatedConnections()
     for number in range(PER_ADDRESS + 3):
         crowd.add(number, "here", 100.0)
     crowd.add(-1, "there", 100.0)
@@ -67,7 +67,7 @@ def test_all_have_their_time_and_those_beyond_what_an_address_may_have_less() ->
 @pytest.mark.parametrize("seed", range(20))
 def test_they_are_counted_right_whatever_happens(seed: int) -> None:
     rng = random.Random(seed)
-    them: Strangers[int] = Strangers()
+    them: UnauthenticatedConnections[int] = UnauthenticatedConnections()
     model: dict[int, str] = {}
 
     for number in range(300):
@@ -96,10 +96,10 @@ def test_a_limit_of_open_files_that_is_enough_for_so_many_agents_is(agents: int)
 
     assert found == slots_for(agents)
     assert agents_for(found) == agents
-    # All agents may be strangers at the same time. Strangers keep their places when all other connections are known.
-    assert strangers_max(found, 0) == agents
-    assert strangers_max(found, 3 * agents) == agents
-    assert strangers_max(found, found) == 0
+    # All agents may be unauthenticated at the same time, and stay so while all other connections are authenticated.
+    assert unauthenticated_max(found, 0) == agents
+    assert unauthenticated_max(found, 3 * agents) == agents
+    assert unauthenticated_max(found, found) == 0
 
 
 def test_memory_is_bounded_where_open_files_are_not() -> None:

@@ -12,9 +12,9 @@ import pytest
 from elaunch.trainer.gpt.config import TrainConfig, UsageError, parse
 from elaunch.trainer.gpt.corpus import Corpus
 from elaunch.trainer.gpt.run_directory import RunDirectory
-from elaunch.trainer.ranks.place import Place
+from elaunch.trainer.ranks.place import RankInfo
 
-TWO = Place(rank=0, world_size=2, launched=True)
+TWO = RankInfo(rank=0, world_size=2, launched=True)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_any_number_of_workers_up_to_that_of_micro_batches_may_share_a_batch(wor
 
 
 def test_help_is_printed_by_rank_0_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    assert parse(["--help"], Place(rank=1, world_size=2, launched=True)) is None
+    assert parse(["--help"], RankInfo(rank=1, world_size=2, launched=True)) is None
     assert capsys.readouterr().out == ""
 
     assert parse(["--help"], TWO) is None
@@ -95,10 +95,10 @@ def test_without_out_the_same_options_find_the_same_directory() -> None:
 
 
 def test_the_environment_says_where_we_are() -> None:
-    assert Place.from_environ({}) == Place(launched=False)
+    assert RankInfo.from_environ({}) == RankInfo(launched=False)
     torchrun = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "TORCHELASTIC_RESTART_COUNT": "2"}
-    assert Place.from_environ(torchrun) == Place(3, 1, 4, generation=2, restarts=2, launched=True)
-    assert Place.from_environ({**torchrun, "ELAUNCH_GENERATION": "5"}).generation == 5
+    assert RankInfo.from_environ(torchrun) == RankInfo(3, 1, 4, generation=2, restarts=2, launched=True)
+    assert RankInfo.from_environ({**torchrun, "ELAUNCH_GENERATION": "5"}).generation == 5
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from elaunch.trainer.gpt import corpus as module
 from elaunch.trainer.gpt.batches import Batches
 from elaunch.trainer.gpt.config import TrainConfig, UsageError
 from elaunch.trainer.gpt.corpus import Corpus
-from elaunch.trainer.ranks.place import Place
+from elaunch.trainer.ranks.place import RankInfo
 
 CPU = torch.device("cpu")
 
@@ -52,7 +52,7 @@ def test_a_file_far_larger_than_memory_is_no_burden(tmp_path: Path) -> None:
     with (tmp_path / "huge").open("wb") as file:
         file.truncate(1 << 40)
 
-    batches = Batches(config_for(tmp_path), Corpus.open(config_for(tmp_path)), Place(), CPU)
+    batches = Batches(config_for(tmp_path), Corpus.open(config_for(tmp_path)), RankInfo(), CPU)
     inputs, targets = read_step(batches, 12345)
 
     assert batches.order.size is not None
@@ -85,7 +85,7 @@ def test_held_out_text_is_never_trained_on(tmp_path: Path, monkeypatch: pytest.M
     write_files(tmp_path, {"a": 3000, "b": 2000})
     config = config_for(tmp_path)
     corpus = Corpus.open(config)
-    batches = Batches(config, corpus, Place(), CPU)
+    batches = Batches(config, corpus, RankInfo(), CPU)
     spans: list[tuple[int, int]] = []
     real_read = corpus.read
     monkeypatch.setattr(corpus, "read", lambda start, n: spans.append((start, start + n)) or real_read(start, n))
@@ -106,7 +106,7 @@ def test_targets_are_the_inputs_one_byte_on(tmp_path: Path) -> None:
     write_files(tmp_path, {"a": 3000})
     config = config_for(tmp_path)
 
-    inputs, targets = read_step(Batches(config, Corpus.open(config), Place(), CPU), 1)
+    inputs, targets = read_step(Batches(config, Corpus.open(config), RankInfo(), CPU), 1)
 
     assert torch.equal(inputs[:, 1:], targets[:, :-1])
     assert inputs.dtype == torch.int64

@@ -374,7 +374,7 @@ def test_a_stop_while_the_last_checkpoint_is_tried_again_is_a_stop(
 
     assert ended.value.code == 143
     assert job.said[-1] == (
-        "stopped after step 3, as it was told to leave; there is no checkpoint, and the same command begins anew"
+        "stopped after step 3, as it was told to leave; there is no checkpoint, so the same command starts over"
     )
 
 

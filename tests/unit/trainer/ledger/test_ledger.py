@@ -15,7 +15,7 @@ import pytest
 from elaunch.trainer.data.order import Order
 from elaunch.trainer.ledger.__main__ import main
 from elaunch.trainer.ledger.audit import Verdict, verdict
-from elaunch.trainer.ledger.ledger import Ledger, judge, next_generation
+from elaunch.trainer.ledger.ledger import Ledger, audit_folder, next_generation
 
 ORDER = Order(50, seed=7, global_batch=12, micro_batch=2)
 Record = dict[str, Any]
@@ -78,7 +78,7 @@ def at(files: Files, generation: int, step: int, micro: int | None = None) -> tu
 def test_a_run_with_failures_and_resizes_is_proved(tmp_path: Path) -> None:
     stormy(tmp_path)
 
-    found = judge(tmp_path, steps=14)
+    found = audit_folder(tmp_path, steps=14)
 
     assert found == Verdict(
         True,
@@ -117,7 +117,7 @@ def test_any_honest_history_is_proved(tmp_path: Path, seed: int) -> None:
         lost += sum(step > after for step in reached)
         reached = [*(step for step in reached if step <= after), *range(after + 1, until + 1)]
 
-    found = judge(tmp_path)
+    found = audit_folder(tmp_path)
 
     assert found.ok, (seed, found.text)
     assert found.steps == (reached[-1] if reached else 0)
@@ -253,7 +253,7 @@ def test_an_order_that_repeats_samples_is_found_though_everybody_keeps_to_it(
     monkeypatch.setattr(Order, "sample", Wrong.sample)
     work(tmp_path, 0, 2, 0, 5)
 
-    found = judge(tmp_path)
+    found = audit_folder(tmp_path)
 
     assert not found.ok
     assert "sample 0 comes twice in epoch 0, the second time in step 5" in found.text
@@ -265,14 +265,14 @@ def test_an_order_that_passes_samples_over_is_found_though_everybody_keeps_to_it
     monkeypatch.setattr(Order, "_first", lambda order, step: (step - 1) * order.global_batch + (step > 2))
     work(tmp_path, 0, 2, 0, 6)
 
-    assert judge(tmp_path).text == "not exactly once: epoch 0 ended in step 5 with 1 samples missing"
+    assert audit_folder(tmp_path).text == "not exactly once: epoch 0 ended in step 5 with 1 samples missing"
 
 
 def test_what_was_in_flight_when_the_run_ended_does_not_count(tmp_path: Path) -> None:
     work(tmp_path, 0, 3, 0, 4, killed=1)
 
-    assert judge(tmp_path).steps == 4
-    assert not judge(tmp_path, steps=5).ok
+    assert audit_folder(tmp_path).steps == 4
+    assert not audit_folder(tmp_path, steps=5).ok
 
 
 def test_a_step_that_was_done_and_saved_counts_though_no_rank_lived_to_say_so(tmp_path: Path) -> None:
@@ -282,7 +282,7 @@ def test_a_step_that_was_done_and_saved_counts_though_no_rank_lived_to_say_so(tm
                 ledger.record(1, micro)
     work(tmp_path, 1, 3, 1, 2)
 
-    assert judge(tmp_path, steps=2).ok
+    assert audit_folder(tmp_path, steps=2).ok
 
 
 def test_a_torn_last_line_is_what_a_killed_rank_leaves(tmp_path: Path) -> None:
@@ -293,13 +293,13 @@ def test_a_torn_last_line_is_what_a_killed_rank_leaves(tmp_path: Path) -> None:
     (tmp_path / "generation-0001-rank-00000.jsonl").write_text('{"led')
     work(tmp_path, 2, 1, 3, 4)
 
-    assert judge(tmp_path, steps=4).ok
+    assert audit_folder(tmp_path, steps=4).ok
 
 
 def test_a_ledger_may_begin_in_the_middle_of_a_run(tmp_path: Path) -> None:
     work(tmp_path, 0, 2, 6, 9)
 
-    assert judge(tmp_path).text.startswith("exactly once: steps 7 to 9 in 1 generation, 36 samples")
+    assert audit_folder(tmp_path).text.startswith("exactly once: steps 7 to 9 in 1 generation, 36 samples")
 
 
 def test_a_full_disk_leaves_no_half_line_and_the_gap_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -318,7 +318,7 @@ def test_a_full_disk_leaves_no_half_line_and_the_gap_is_seen(tmp_path: Path, mon
         ledger.record(1, micro)
     ledger.commit(1)
     ledger.close()
-    assert judge(tmp_path).text == "not exactly once: micro-batch 1 of step 1 was computed by nobody"
+    assert audit_folder(tmp_path).text == "not exactly once: micro-batch 1 of step 1 was computed by nobody"
 
 
 def test_no_run_writes_over_an_earlier_ones_ledger(tmp_path: Path) -> None:
@@ -329,7 +329,7 @@ def test_no_run_writes_over_an_earlier_ones_ledger(tmp_path: Path) -> None:
         work(tmp_path, 2, 2, 1, 2)
     assert next_generation(tmp_path, 0) == next_generation(tmp_path, 3) == 3
     work(tmp_path, 3, 2, 1, 2)
-    assert judge(tmp_path, steps=2).ok
+    assert audit_folder(tmp_path, steps=2).ok
 
 
 @pytest.mark.parametrize(
@@ -383,7 +383,7 @@ def test_what_is_no_ledger_is_said_and_not_believed(tmp_path: Path, line: str, p
     rows[place] = line
     path.write_text("\n".join(rows) + "\n")
 
-    found = judge(tmp_path)
+    found = audit_folder(tmp_path)
 
     assert not found.ok
     assert "\n" not in found.text
@@ -398,7 +398,7 @@ def test_hundreds_of_generations_need_no_more_open_files_than_one(
     used = sum(1 for _ in Path("/proc/self/fd").iterdir())
     resource.setrlimit(resource.RLIMIT_NOFILE, (used + 20, hard))
     try:
-        found = judge(tmp_path, steps=60)
+        found = audit_folder(tmp_path, steps=60)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from elaunch.trainer.memory.recovery_plan import Decision, Holding, Inventory, Record, Source, decide, sentence
+from elaunch.trainer.memory.recovery_plan import Decision, Holding, Inventory, Record, RecordSource, decide, sentence
 from elaunch.trainer.state.version import Version
 
 ROOM = 1 << 30
@@ -121,13 +121,13 @@ def test_a_rank_that_moved_to_another_node_gets_its_record_from_the_old_one() ->
     old = node("a", 0, holds=((0, 5, 1),), records=own(0, 1, step=5))
     decision = decided(old, node("b", 1, holds=((0, 5, 1),), records=own(2, step=5)))
 
-    assert decision.records[1] == Source(1, 0, Version(0, 5))
+    assert decision.records[1] == RecordSource(1, 0, Version(0, 5))
 
 
 def test_a_lost_record_is_made_up_for_by_the_lowest_ranks_buffers_and_it_is_said() -> None:
     decision = decided(node("new", 0), node("old", 1, holds=((0, 5, 1),), records=own(1, 2, step=5)))
 
-    assert decision.records == {0: Source(1, 1, Version(0, 5)), 1: Source(1, 1, Version(0, 5))}
+    assert decision.records == {0: RecordSource(1, 1, Version(0, 5)), 1: RecordSource(1, 1, Version(0, 5))}
     assert sentence(decision).endswith("; the random state of rank 0 is lost and new")
 
 
@@ -135,7 +135,7 @@ def test_a_lost_nodes_random_states_are_those_that_its_neighbour_has_of_the_last
     mirrored = own(1, step=4, full=True)
     decision = decided(node("new", 1), node("old", 0, holds=((0, 5, 1),), records=(*own(0, step=5), *mirrored)))
 
-    assert decision.older == {1: Source(1, 0, Version(0, 4))}
+    assert decision.older == {1: RecordSource(1, 0, Version(0, 4))}
     assert sentence(decision).endswith("; the random state of rank 1 is that of step 4")
 
 
@@ -146,7 +146,7 @@ def test_a_lost_nodes_hook_state_goes_on_from_the_last_snapshot() -> None:
     decision = decided(new, old, large=True)
 
     assert (decision.version, decision.reset, decision.older) == (Version(0, 50), False, {})
-    assert decision.records[1] == Source(1, 0, Version(0, 50))
+    assert decision.records[1] == RecordSource(1, 0, Version(0, 50))
 
 
 def test_without_any_record_that_is_said() -> None:
@@ -158,7 +158,7 @@ def test_without_any_record_that_is_said() -> None:
 def test_without_any_record_of_the_step_random_states_are_those_of_an_earlier_one() -> None:
     decision = decided(node("a", 0, 1, holds=((0, 5, 1),), records=own(0, step=4)))
 
-    assert decision.older == {0: Source(0, 0, Version(0, 4))}
+    assert decision.older == {0: RecordSource(0, 0, Version(0, 4))}
     assert sentence(decision).endswith(
         "; buffers are lost and new; the random state of rank 0 is that of step 4; "
         "the random state of rank 1 is lost and new"
@@ -188,7 +188,7 @@ def test_a_large_part_that_is_lost_or_of_another_group_size_begins_anew(ranks: t
     decision = decided(node("a", *ranks, holds=((0, 57, 1), (0, 50, 2)), records=records), large=True)
 
     assert (decision.version, decision.reset) == (Version(0, 57), True)
-    assert "the state of the communication hook begins anew" in sentence(decision)
+    assert "the communication hook starts with a new state" in sentence(decision)
 
 
 def test_every_rank_decides_the_same_whatever_is_there() -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from elaunch.trainer.memory import replicated
-from elaunch.trainer.memory.replicated import Memory, NoRoom, Records, completed_in, verified_records_in
+from elaunch.trainer.memory.replicated import NoRoom, Records, ReplicatedMemory, completed_in, verified_records_in
 from elaunch.trainer.state.version import Version
 from tests.harness import wait_for
 
@@ -27,15 +27,15 @@ def state_of(step: int, size: int = 5000) -> dict[str, Any]:
     return {"w": torch.full((size,), float(step)), "step": step}
 
 
-def saved(memory: Memory, generation: int, step: int) -> Version:
+def saved(memory: ReplicatedMemory, generation: int, step: int) -> Version:
     return memory.save(Version(generation, step), lambda: state_of(step))
 
 
-def versions(memory: Memory) -> list[Version]:
+def versions(memory: ReplicatedMemory) -> list[Version]:
     return [holding.version for holding in memory.verified(all_of_them=True, say=pytest.fail)]
 
 
-def contents(memory: Memory) -> list[float]:
+def contents(memory: ReplicatedMemory) -> list[float]:
     return [slot.read(header)["w"][7].item() for header, slot in memory.pair.versions()]
 
 
@@ -50,7 +50,7 @@ def shm() -> Iterator[Path]:
 
 
 def test_the_newest_two_stay(tmp_path: Path) -> None:
-    memory = Memory(tmp_path, "m", LAYOUT)
+    memory = ReplicatedMemory(tmp_path, "m", LAYOUT)
 
     for step in (1, 2, 3):
         assert saved(memory, 0, step) == Version(0, step)
@@ -60,9 +60,9 @@ def test_the_newest_two_stay(tmp_path: Path) -> None:
 
 
 def test_who_comes_with_the_same_or_an_older_step_is_done_at_once(tmp_path: Path) -> None:
-    saved(Memory(tmp_path, "m", LAYOUT), 0, 57)
+    saved(ReplicatedMemory(tmp_path, "m", LAYOUT), 0, 57)
 
-    other = Memory(tmp_path, "m", LAYOUT)
+    other = ReplicatedMemory(tmp_path, "m", LAYOUT)
     assert other.save(Version(0, 57), lambda: pytest.fail("not to be copied")) == Version(0, 57)
     assert other.save(Version(0, 56), lambda: pytest.fail("not to be copied")) == Version(0, 57)
     assert saved(other, 1, 56) == Version(1, 56)
@@ -70,9 +70,9 @@ def test_who_comes_with_the_same_or_an_older_step_is_done_at_once(tmp_path: Path
 
 
 def test_another_trainings_leftovers_are_overwritten_and_not_read(tmp_path: Path) -> None:
-    saved(Memory(tmp_path, "m", b"another training"), 5, 90)
+    saved(ReplicatedMemory(tmp_path, "m", b"another training"), 5, 90)
 
-    memory = Memory(tmp_path, "m", LAYOUT)
+    memory = ReplicatedMemory(tmp_path, "m", LAYOUT)
 
     assert versions(memory) == []
     assert saved(memory, 0, 1) == Version(0, 1)
@@ -80,7 +80,7 @@ def test_another_trainings_leftovers_are_overwritten_and_not_read(tmp_path: Path
 
 
 def test_a_corrupt_copy_is_named_and_the_one_before_it_counts(tmp_path: Path) -> None:
-    memory = Memory(tmp_path, "m", LAYOUT)
+    memory = ReplicatedMemory(tmp_path, "m", LAYOUT)
     saved(memory, 0, 1)
     saved(memory, 0, 2)
     header, slot = memory.pair.versions()[0]
@@ -91,7 +91,7 @@ def test_a_corrupt_copy_is_named_and_the_one_before_it_counts(tmp_path: Path) ->
         file.write(bytes([byte[0] ^ 1]))
     said: list[str] = []
 
-    found = Memory(tmp_path, "m", LAYOUT).verified(all_of_them=False, say=said.append)
+    found = ReplicatedMemory(tmp_path, "m", LAYOUT).verified(all_of_them=False, say=said.append)
 
     assert [holding.version for holding in found] == [Version(0, 1)]
     assert said == [f"skipping the copy of step 2 in {slot.path}: its checksum is wrong"]
@@ -102,7 +102,7 @@ def test_a_corrupt_copy_is_named_and_the_one_before_it_counts(tmp_path: Path) ->
 
 
 def test_a_state_that_grows_finds_room(tmp_path: Path) -> None:
-    memory, reader = Memory(tmp_path, "m", LAYOUT), Memory(tmp_path, "m", LAYOUT)
+    memory, reader = ReplicatedMemory(tmp_path, "m", LAYOUT), ReplicatedMemory(tmp_path, "m", LAYOUT)
     for step, size in enumerate([10, 100_000, 50, 400_000]):
         memory.save(Version(0, step), lambda step=step, size=size: state_of(step, size))  # type: ignore[misc]
         assert versions(reader)[0] == Version(0, step)
@@ -110,7 +110,7 @@ def test_a_state_that_grows_finds_room(tmp_path: Path) -> None:
 
 
 def test_it_takes_two_copies_and_no_more(tmp_path: Path) -> None:
-    memory = Memory(tmp_path, "m", LAYOUT)
+    memory = ReplicatedMemory(tmp_path, "m", LAYOUT)
     state = {"w": torch.zeros(1_000_000)}
 
     for step in range(5):
@@ -125,7 +125,7 @@ def test_too_little_room_is_one_sentence_with_both_numbers(tmp_path: Path, monke
         f_bavail, f_frsize = 5, 1_000_000
 
     monkeypatch.setattr(os, "statvfs", lambda path: Full)
-    memory = Memory(tmp_path, "m", LAYOUT)
+    memory = ReplicatedMemory(tmp_path, "m", LAYOUT)
 
     with pytest.raises(NoRoom, match=r"has 5.0 MB free and this node's copies of the training state take 8.0 MB"):
         memory.save(Version(0, 1), lambda: {"w": torch.zeros(1_000_000)})
@@ -134,7 +134,7 @@ def test_too_little_room_is_one_sentence_with_both_numbers(tmp_path: Path, monke
 
 
 def test_the_second_copy_cannot_fail_for_lack_of_room_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    memory = Memory(tmp_path, "m", LAYOUT)
+    memory = ReplicatedMemory(tmp_path, "m", LAYOUT)
     saved(memory, 0, 1)
 
     monkeypatch.setattr(os, "posix_fallocate", lambda *_: pytest.fail("it should have been taken before"))
@@ -147,14 +147,14 @@ WRITER = """
 import sys, torch
 from pathlib import Path
 from elaunch.trainer.memory.recovery_plan import Version
-from elaunch.trainer.memory.replicated import Memory, copy_on_host
+from elaunch.trainer.memory.replicated import ReplicatedMemory, copy_on_host
 
 def half(targets, sources):
     copy_on_host([targets[0][:50_000]], [sources[0][:50_000]])
     print("half", flush=True)
     sys.stdin.read()
 
-memory = Memory(Path(sys.argv[1]), "m", b"sixteen bytes ok")
+memory = ReplicatedMemory(Path(sys.argv[1]), "m", b"sixteen bytes ok")
 for step in (1, 2):
     memory.save(Version(0, step), lambda: {"w": torch.full((100_000,), float(step))})
 memory.save(Version(0, 3), lambda: {"w": torch.full((100_000,), 3.0)}, half)
@@ -162,7 +162,7 @@ memory.save(Version(0, 3), lambda: {"w": torch.full((100_000,), 3.0)}, half)
 
 
 def test_a_writer_killed_in_the_middle_leaves_the_other_copy_and_no_lock(shm: Path) -> None:
-    memory = Memory(shm, "m", LAYOUT)
+    memory = ReplicatedMemory(shm, "m", LAYOUT)
     command = [sys.executable, "-c", WRITER, str(shm)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as writer:
         assert writer.stdout is not None
@@ -184,7 +184,7 @@ def test_a_writer_killed_in_the_middle_leaves_the_other_copy_and_no_lock(shm: Pa
 
 
 def test_a_writer_waits_for_another_one_and_then_has_nothing_to_do(shm: Path) -> None:
-    memory = Memory(shm, "m", LAYOUT)
+    memory = ReplicatedMemory(shm, "m", LAYOUT)
     code = WRITER.replace("sys.stdin.read()", "sys.stdin.read(); copy_on_host(targets, sources)")
     command = [sys.executable, "-c", code, str(shm)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as writer:
@@ -213,7 +213,7 @@ def test_a_writer_waits_for_another_one_and_then_has_nothing_to_do(shm: Path) ->
 
 def test_a_stopped_writer_keeps_nobody_for_ever(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replicated, "_LOCK_S", 0.3)
-    found = Memory(shm, "m", LAYOUT)
+    found = ReplicatedMemory(shm, "m", LAYOUT)
     command = [sys.executable, "-c", WRITER, str(shm)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as writer:
         assert writer.stdout is not None
@@ -229,7 +229,7 @@ def test_a_stopped_writer_keeps_nobody_for_ever(shm: Path, monkeypatch: pytest.M
 
 
 def test_survivors_that_differ_by_a_step_leave_the_snapshot_that_is_to_stay(tmp_path: Path) -> None:
-    memory = Memory(tmp_path, "m", LAYOUT)
+    memory = ReplicatedMemory(tmp_path, "m", LAYOUT)
     saved(memory, 0, 45)
     saved(memory, 0, 50)
 
@@ -241,7 +241,7 @@ def test_survivors_that_differ_by_a_step_leave_the_snapshot_that_is_to_stay(tmp_
 
 
 def test_where_both_copies_are_to_stay_nothing_is_written(tmp_path: Path) -> None:
-    memory = Memory(tmp_path, "m", LAYOUT)
+    memory = ReplicatedMemory(tmp_path, "m", LAYOUT)
     saved(memory, 0, 45)
     saved(memory, 0, 50)
 
@@ -252,7 +252,7 @@ def test_where_both_copies_are_to_stay_nothing_is_written(tmp_path: Path) -> Non
 
 
 def test_given_up_steps_are_not_found_again(tmp_path: Path) -> None:
-    memory, records = Memory(tmp_path, "m", LAYOUT), Records(tmp_path, "m", LAYOUT, 0)
+    memory, records = ReplicatedMemory(tmp_path, "m", LAYOUT), Records(tmp_path, "m", LAYOUT, 0)
     saved(memory, 0, 50)
     saved(memory, 0, 57)
     records.keep(Version(0, 50), {"large": 1})
@@ -286,7 +286,7 @@ def test_a_ranks_record_of_this_step_and_of_the_next_are_both_there(tmp_path: Pa
 
 
 def test_two_trainings_of_one_program_do_not_meet(tmp_path: Path) -> None:
-    generator, critic = Memory(tmp_path, "generator", LAYOUT), Memory(tmp_path, "critic", LAYOUT)
+    generator, critic = ReplicatedMemory(tmp_path, "generator", LAYOUT), ReplicatedMemory(tmp_path, "critic", LAYOUT)
     saved(generator, 0, 5)
 
     assert versions(critic) == []
@@ -297,14 +297,14 @@ def test_two_trainings_of_one_program_do_not_meet(tmp_path: Path) -> None:
 def test_a_name_that_is_like_anothers_file_is_a_training_of_its_own(tmp_path: Path) -> None:
     names = ["a", "a-done-0", "a-rank-0", "a-state", "a-lock", "a-parts"]
     for step, name in enumerate(names):
-        Memory(tmp_path, name, LAYOUT).save(Version(0, step), lambda step=step: state_of(step))  # type: ignore[misc]
+        ReplicatedMemory(tmp_path, name, LAYOUT).save(Version(0, step), lambda step=step: state_of(step))  # type: ignore[misc]
         for rank in range(step + 1):
             records = Records(tmp_path, name, LAYOUT, rank)
             records.stage(Version(0, step), {})
             records.done(Version(0, step))
 
     for step, name in enumerate(names):
-        assert versions(Memory(tmp_path, name, LAYOUT)) == [Version(0, step)]
+        assert versions(ReplicatedMemory(tmp_path, name, LAYOUT)) == [Version(0, step)]
         assert [r.rank for r in verified_records_in(tmp_path, name, LAYOUT)] == list(range(step + 1))
         assert completed_in(tmp_path, name, LAYOUT) == Version(0, step)
 
@@ -314,13 +314,13 @@ def test_nodes_are_told_apart_by_their_memory(tmp_path: Path) -> None:
     (tmp_path / "b").mkdir()
     (tmp_path / "link").symlink_to("a")
 
-    nodes = [Memory(tmp_path / name, "m", LAYOUT).node for name in ("a", "link", "b")]
+    nodes = [ReplicatedMemory(tmp_path / name, "m", LAYOUT).node for name in ("a", "link", "b")]
 
     assert nodes[0] == nodes[1] != nodes[2]
 
 
 def test_files_are_for_their_owner_alone(tmp_path: Path) -> None:
-    saved(Memory(tmp_path, "m", LAYOUT), 0, 1)
+    saved(ReplicatedMemory(tmp_path, "m", LAYOUT), 0, 1)
 
     assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o600}
 
@@ -332,7 +332,7 @@ def test_copies_go_where_the_caller_says(tmp_path: Path) -> None:
         copied.append(len(sources))
         replicated.copy_on_host(targets, sources)
 
-    Memory(tmp_path, "m", LAYOUT).save(Version(0, 1), lambda: state_of(1), copy)
+    ReplicatedMemory(tmp_path, "m", LAYOUT).save(Version(0, 1), lambda: state_of(1), copy)
 
     assert copied == [1]
 

@@ -9,7 +9,7 @@ import torch
 
 from elaunch.trainer.memory import shard_file
 from elaunch.trainer.memory.shard_choice import Piece
-from elaunch.trainer.memory.shard_file import MARK, Held, PieceFile, Received, Torn
+from elaunch.trainer.memory.shard_file import MARK, PieceFile, Received, StoredPiece, Torn
 from elaunch.trainer.memory.sharded import ShardedMemory
 
 
@@ -57,7 +57,7 @@ def a_piece(folder: Path) -> Path:
     memory.save(1, {"w": torch.full((8,), 7.0), "n": 5})
     memory.wait()
     (path,) = folder.glob("piece-*")
-    assert Held(path).piece == Piece(3, 1, 1, 0)
+    assert StoredPiece(path).piece == Piece(3, 1, 1, 0)
     return path
 
 
@@ -75,7 +75,7 @@ def test_a_flipped_bit_in_what_a_piece_says_of_itself_is_seen(tmp_path: Path, of
     flip(path, offset)
 
     with pytest.raises(Torn):
-        Held(path, checked=checked)
+        StoredPiece(path, checked=checked)
 
 
 def test_a_piece_of_an_older_release_is_refused_by_its_format(tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ def test_a_piece_of_an_older_release_is_refused_by_its_format(tmp_path: Path) ->
     path.write_bytes(b"elaunch1" + content[len(MARK) :])
 
     with pytest.raises(Torn, match="format of an older release"):
-        Held(path)
+        StoredPiece(path)
     assert ShardedMemory(tmp_path, generation=4).newest() is None
 
 
@@ -100,7 +100,7 @@ def test_what_arrived_with_a_flipped_bit_is_never_marked(tmp_path: Path, offset:
         received.accept(Piece(3, 1, 1, 0))
 
     with pytest.raises(Torn, match="not finished"):
-        Held(tmp_path / "received")
+        StoredPiece(tmp_path / "received")
 
 
 def test_what_arrived_is_taken_for_the_piece_that_was_to_come_and_no_other(tmp_path: Path) -> None:
@@ -112,4 +112,4 @@ def test_what_arrived_is_taken_for_the_piece_that_was_to_come_and_no_other(tmp_p
         received.accept(Piece(3, 2, 1, 0))
     received.accept(Piece(3, 1, 1, 0))
 
-    assert Held(tmp_path / "received").piece == Piece(3, 1, 1, 0)
+    assert StoredPiece(tmp_path / "received").piece == Piece(3, 1, 1, 0)

@@ -13,7 +13,17 @@ import torch
 from torch import Tensor
 
 from elaunch.trainer.state import packing
-from elaunch.trainer.state.packing import NotPlain, checksum, header_of, is_intact, pack, seal, tear, unpack, views
+from elaunch.trainer.state.packing import (
+    NotPlain,
+    checksum,
+    finish_region,
+    header_of,
+    is_intact,
+    pack,
+    tear,
+    unpack,
+    views,
+)
 from elaunch.trainer.state.version import Version
 
 LAYOUT = b"sixteen bytes ok"
@@ -24,7 +34,7 @@ def region_with(state: object) -> Tensor:
     region = torch.zeros(packed.length, dtype=torch.uint8)
     if packed.tensors:
         torch._foreach_copy_(views(region, packed), packed.tensors)
-    seal(region, LAYOUT, Version(2, 7), packed)
+    finish_region(region, LAYOUT, Version(2, 7), packed)
     return region
 
 
@@ -133,7 +143,7 @@ def test_reading_a_skeleton_runs_no_code(tmp_path: Path) -> None:
     for evil in (pickle.dumps(Bomb()), pickle.dumps(Bomb(), protocol=0)):
         packed = packing.Packed(evil, [], [], 0)
         region = torch.zeros(packed.length, dtype=torch.uint8)
-        header = seal(region, LAYOUT, Version(0, 1), packed)
+        header = finish_region(region, LAYOUT, Version(0, 1), packed)
         with pytest.raises(pickle.UnpicklingError, match="is not a plain value"):
             unpack(region, header)
     assert not (tmp_path / "ran").exists()

@@ -1,11 +1,11 @@
-"""rendezvous.opening: the leader's transactions that open a generation, and what they say."""
+"""rendezvous.rules.transactions: how the leader opens a generation, and the cause that it gives."""
 
 from __future__ import annotations
 
 import pytest
 
 from elaunch.rendezvous.codec import encode
-from elaunch.rendezvous.rules.opening import hosts, open_join, open_loss
+from elaunch.rendezvous.rules.transactions import hosts, open_join, open_loss
 from elaunch.rendezvous.store import Put
 from elaunch.rendezvous.types import FailureKind, Generation, Node, OpenKind, Terms
 from tests.unit.agent.job_world import KEYS, A, B, C, World, node, running

@@ -1,4 +1,4 @@
-"""Strangers at the served store: whatever they send or do not send, a client with the token gets in."""
+"""Unauthenticated connections to the served store: whatever they send, a client with the token gets in."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.served import TOKEN, Gateway, ServerProcess, thread_serving
 
 OPEN_FILES = 60
 # 16 of them are the server's own.
-STRANGERS = (OPEN_FILES - 16) // 4
+UNAUTHENTICATED = (OPEN_FILES - 16) // 4
 EVERYTHING = {"key": b64encode(b"\0").decode(), "range_end": b64encode(b"\0").decode()}
 
 
@@ -40,7 +40,7 @@ def connected(port: int, host: str = "127.0.0.1") -> socket.socket:
 
 @contextmanager
 def crowd(port: int, count: int) -> Iterator[list[socket.socket]]:
-    """So many strangers of one byte each, from one address."""
+    """Unauthenticated connections from one address, each of which has sent one byte."""
     with ExitStack() as stack:
         them = [stack.enter_context(connected(port)) for _ in range(count)]
         for one in them:
@@ -74,7 +74,7 @@ def is_open(connection: socket.socket) -> bool:
         return False
 
 
-def test_strangers_of_a_byte_each_do_not_shut_an_agent_out_and_a_line_says_who_they_are(
+def test_connections_of_one_byte_each_do_not_shut_an_agent_out_and_a_line_names_their_addresses(
     tmp_path: Path, secret: Secret
 ) -> None:
     told = tmp_path / "stderr"
@@ -86,19 +86,21 @@ def test_strangers_of_a_byte_each_do_not_shut_an_agent_out_and_a_line_says_who_t
             descriptors = psutil.Process(process.process.pid).num_fds() - own
 
     assert took_s < 5
-    assert 0 < still <= STRANGERS
-    assert descriptors <= STRANGERS + 1
+    assert 0 < still <= UNAUTHENTICATED
+    assert descriptors <= UNAUTHENTICATED + 1
     lines = told.read_text().splitlines()
     assert len(lines) == 1
-    assert lines[0].startswith(f"elaunch's store: all {STRANGERS} places for connections that have not shown the job's")
-    assert f"(127.0.0.1 has {STRANGERS})" in lines[0]
+    assert lines[0].startswith(
+        f"elaunch's store: all {UNAUTHENTICATED} places for connections that have not shown the job's"
+    )
+    assert f"(127.0.0.1 has {UNAUTHENTICATED})" in lines[0]
 
 
 def test_a_slow_agent_of_another_address_is_not_pushed_out_by_a_crowd(secret: Secret) -> None:
     with (
         ServerProcess(open_files=OPEN_FILES) as process,
         connected(process.port, "127.0.0.2") as slow,
-        crowd(process.port, 3 * STRANGERS),
+        crowd(process.port, 3 * UNAUTHENTICATED),
     ):
         gets_in(process.port, secret)
 
@@ -107,9 +109,9 @@ def test_a_slow_agent_of_another_address_is_not_pushed_out_by_a_crowd(secret: Se
             assert agent.recv(12) == b"HTTP/1.1 200"
 
 
-def test_agents_that_are_known_are_not_closed_for_strangers(secret: Secret) -> None:
+def test_authenticated_agents_are_not_closed_for_unauthenticated_connections(secret: Secret) -> None:
     with ServerProcess(open_files=OPEN_FILES) as process:
-        agents = [Gateway("127.0.0.1", process.port, secret) for _ in range(3 * STRANGERS)]
+        agents = [Gateway("127.0.0.1", process.port, secret) for _ in range(3 * UNAUTHENTICATED)]
         sockets = []
         for agent in agents:
             assert agent.call("/health", "", "GET")[0] == 200
@@ -133,16 +135,18 @@ def test_a_job_whose_agents_all_start_behind_one_address_gets_in_at_the_first_tr
     agents, context = 64, secret.client_context()
     with thread_serving(secret, slots_for(agents)) as (server, port), ExitStack() as stack:
         plain = [connected(port) for _ in range(agents)]
-        wait_for(lambda: len(server._strangers) == agents, "all are strangers at the same time")
+        wait_for(lambda: len(server._unauthenticated) == agents, "all are unauthenticated at the same time")
 
         for one in plain:
             agent = stack.enter_context(context.wrap_socket(one))
             agent.sendall(health(secret))
             assert agent.recv(12) == b"HTTP/1.1 200"
-        assert len(server._strangers) == 0
+        assert len(server._unauthenticated) == 0
 
 
-def test_one_address_may_hold_few_strangers_for_long(secret: Secret, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_address_may_hold_few_unauthenticated_connections_for_long(
+    secret: Secret, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(unauthenticated, "CROWD_S", 0.2)
     with (
         thread_serving(secret) as (_, port),
@@ -155,57 +159,57 @@ def test_one_address_may_hold_few_strangers_for_long(secret: Secret, monkeypatch
         assert is_open(other)
 
 
-def drip(stranger: socket.socket) -> None:
+def drip(client: socket.socket) -> None:
     """A byte of a header that never ends."""
-    stranger.send(b"x")
+    client.send(b"x")
 
 
-def silence(stranger: socket.socket) -> None:
+def silence(client: socket.socket) -> None:
     pass
 
 
 @pytest.mark.parametrize("does", [drip, silence])
 @pytest.mark.parametrize("with_tls", [False, True], ids=["before TLS", "after TLS"])
-def test_no_byte_buys_a_stranger_time(
+def test_no_byte_buys_an_unauthenticated_connection_time(
     secret: Secret, monkeypatch: pytest.MonkeyPatch, does: Callable[[socket.socket], None], with_tls: bool
 ) -> None:
     monkeypatch.setattr(unauthenticated, "FIRST_REQUEST_S", 1.0)
     with thread_serving(secret if with_tls else None) as (_, port), connected(port) as plain:
-        stranger: socket.socket = secret.client_context().wrap_socket(plain) if with_tls else plain
-        assert until_closed(stranger, does, 20) < 10
+        client: socket.socket = secret.client_context().wrap_socket(plain) if with_tls else plain
+        assert until_closed(client, does, 20) < 10
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("does", [drip, silence])
 @pytest.mark.parametrize("begins", ["in the handshake", "in the headers", "in an authorised body"])
-def test_a_stranger_has_twenty_seconds_in_all(
+def test_an_unauthenticated_connection_has_twenty_seconds_in_all(
     secret: Secret, begins: str, does: Callable[[socket.socket], None]
 ) -> None:
     with ServerProcess() as process:
         began_s = time.monotonic()
-        stranger: socket.socket = connected(process.port)
+        client: socket.socket = connected(process.port)
         if begins == "in the handshake":
             # A record of a handshake, whose length is told and never comes.
-            stranger.sendall(b"\x16\x03\x01\x40\x00")
+            client.sendall(b"\x16\x03\x01\x40\x00")
         else:
-            stranger = secret.client_context().wrap_socket(stranger)
-            stranger.sendall(b"POST /v3/kv/put HTTP/1.1\r\nX: ")
+            client = secret.client_context().wrap_socket(client)
+            client.sendall(b"POST /v3/kv/put HTTP/1.1\r\nX: ")
         if begins == "in an authorised body":
-            stranger.sendall(f"x\r\nContent-Length: 9999\r\nAuthorization: Bearer {secret.bearer}\r\n\r\n".encode())
-        with stranger:
-            until_closed(stranger, does, 40)
+            client.sendall(f"x\r\nContent-Length: 9999\r\nAuthorization: Bearer {secret.bearer}\r\n\r\n".encode())
+        with client:
+            until_closed(client, does, 40)
 
         assert 19 < time.monotonic() - began_s < 26
 
 
-def until_closed(stranger: socket.socket, does: Callable[[socket.socket], None], deadline_s: float) -> float:
+def until_closed(client: socket.socket, does: Callable[[socket.socket], None], deadline_s: float) -> float:
     """How long the server leaves it open while it does something again and again."""
     began_s = time.monotonic()
-    stranger.settimeout(0.2)
+    client.settimeout(0.2)
     while time.monotonic() - began_s < deadline_s:
         try:
-            does(stranger)
-            if not stranger.recv(1000):
+            does(client)
+            if not client.recv(1000):
                 break
         except TimeoutError:
             continue
@@ -214,7 +218,9 @@ def until_closed(stranger: socket.socket, does: Callable[[socket.socket], None],
     return time.monotonic() - began_s
 
 
-def test_three_strangers_that_pipeline_get_an_answer_each_connection_and_delay_nobody(secret: Secret) -> None:
+def test_three_clients_without_the_token_that_pipeline_get_an_answer_each_connection_and_delay_nobody(
+    secret: Secret,
+) -> None:
     over = threading.Event()
     answers: list[bytes] = []
     requests = b"GET /health HTTP/1.1\r\n\r\n" * 1000
@@ -222,18 +228,18 @@ def test_three_strangers_that_pipeline_get_an_answer_each_connection_and_delay_n
 
     def pipeline(port: int) -> None:
         while not over.is_set():
-            with suppress(OSError), context.wrap_socket(connected(port)) as stranger:
+            with suppress(OSError), context.wrap_socket(connected(port)) as client:
                 # It does not read while it writes: what does not fit is not sent.
-                stranger.settimeout(1)
+                client.settimeout(1)
                 with suppress(OSError):
-                    stranger.sendall(requests)
-                answers.append(read_all(stranger))
+                    client.sendall(requests)
+                answers.append(read_all(client))
 
     with ServerProcess() as process:
         threads = [threading.Thread(target=pipeline, args=(process.port,)) for _ in range(3)]
         for thread in threads:
             thread.start()
-        wait_for(lambda: len(answers) >= 6, "strangers to be answered")
+        wait_for(lambda: len(answers) >= 6, "the answers")
         took_s = [gets_in(process.port, secret) for _ in range(10)]
         over.set()
         for thread in threads:

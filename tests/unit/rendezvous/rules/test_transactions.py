@@ -1,4 +1,4 @@
-"""rendezvous.entering: a node's own transactions, on a memory store."""
+"""rendezvous.rules.transactions: what a node writes about itself, on a memory store."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 
 from elaunch.rendezvous.codec import encode
 from elaunch.rendezvous.engine.memory_store import MemoryStore
-from elaunch.rendezvous.rules import entering
+from elaunch.rendezvous.rules import transactions
 from elaunch.rendezvous.rules.snapshot import Snapshot, SnapshotReader
-from elaunch.rendezvous.rules.verdict import verdict
+from elaunch.rendezvous.rules.verdict import decisive_failure
 from elaunch.rendezvous.store import Delete, LeaseGone, Put, Txn
 from elaunch.rendezvous.types import (
     Failure,
@@ -45,7 +45,7 @@ def test_the_first_agent_starts_a_run_and_leads_it() -> None:
 
 def test_a_run_is_started_once() -> None:
     world = World()
-    late = entering.start_run(Snapshot(KEYS), TERMS, B, world.lease(B))
+    late = transactions.start_run(Snapshot(KEYS), TERMS, B, world.lease(B))
 
     assert not world.commit(late)
     assert world.snapshot.leader == A.node_id
@@ -77,7 +77,7 @@ def test_of_two_agents_that_come_to_an_old_run_one_starts_the_new_one() -> None:
     world = running(A)
     world.lose(A)
     snapshot = world.snapshot
-    both = [entering.start_run(snapshot, TERMS, who, world.lease(who)) for who in (B, C)]
+    both = [transactions.start_run(snapshot, TERMS, who, world.lease(who)) for who in (B, C)]
 
     begin_run_lease(world.store, both[0])
     assert [world.commit(txn) for txn in both] == [True, False]
@@ -86,7 +86,7 @@ def test_of_two_agents_that_come_to_an_old_run_one_starts_the_new_one() -> None:
 def test_who_would_start_a_run_that_was_started_and_left_meanwhile_looks_again_first() -> None:
     world = running(A)
     world.lose(A)
-    late = entering.start_run(world.snapshot, TERMS, C, world.lease(C))
+    late = transactions.start_run(world.snapshot, TERMS, C, world.lease(C))
     assert world.start(B)
     world.lose(B)
 
@@ -118,7 +118,7 @@ def test_the_keys_of_a_member_end_with_its_lease() -> None:
 
 def test_a_word_for_an_old_generation_is_refused() -> None:
     world = running(A, B)
-    old = entering.join(world.snapshot, A, Joined(A.node_id, 1), world.lease(A), is_member=True)
+    old = transactions.join(world.snapshot, A, Joined(A.node_id, 1), world.lease(A), is_member=True)
     world.fail(FailureKind.SIGNAL)
 
     assert not world.commit(old)
@@ -129,14 +129,14 @@ def test_nobody_joins_a_job_that_has_ended() -> None:
     snapshot = world.snapshot
     world.write(Put(KEYS.ended, encode(INTERRUPTED)))
 
-    assert not world.commit(entering.join(snapshot, B, Joined(B.node_id, 1), world.lease(B), is_member=False))
+    assert not world.commit(transactions.join(snapshot, B, Joined(B.node_id, 1), world.lease(B), is_member=False))
 
 
 def test_a_member_whose_key_is_gone_is_refused_and_not_made_a_member_again() -> None:
     world = forming(A, B)
     world.evict(B)
 
-    held = world.commit(entering.join(world.snapshot, B, Joined(B.node_id, 1), world.lease(B), is_member=True))
+    held = world.commit(transactions.join(world.snapshot, B, Joined(B.node_id, 1), world.lease(B), is_member=True))
 
     assert not held
     assert B.node_id not in world.snapshot.members
@@ -147,10 +147,10 @@ def test_a_node_whose_lease_ended_comes_back_while_its_generation_is_the_newest(
     snapshot = world.snapshot
     world.lose(B)
 
-    assert world.commit(entering.return_as_member(snapshot, B, world.lease(B)))
+    assert world.commit(transactions.return_as_member(snapshot, B, world.lease(B)))
     assert world.snapshot.members[B.node_id] == B
     world.fail(FailureKind.SIGNAL)
-    assert not world.commit(entering.return_as_member(snapshot, B, world.lease(B)))
+    assert not world.commit(transactions.return_as_member(snapshot, B, world.lease(B)))
 
 
 def test_nothing_is_written_with_a_lease_that_has_ended() -> None:
@@ -160,14 +160,14 @@ def test_nothing_is_written_with_a_lease_that_has_ended() -> None:
     before = world.store.read(KEYS.root)
 
     with pytest.raises(LeaseGone):
-        world.commit(entering.join(world.snapshot, B, Joined(B.node_id, 1), lease, is_member=False))
+        world.commit(transactions.join(world.snapshot, B, Joined(B.node_id, 1), lease, is_member=False))
 
     assert world.store.read(KEYS.root) == before
 
 
 def test_a_node_that_is_done_says_so_of_the_generation_that_it_ran() -> None:
     world = running(A, B)
-    late = entering.is_done(world.snapshot, B, 0)
+    late = transactions.report_done(world.snapshot, B, 0)
     world.finish(A)
 
     assert world.snapshot.done == {0: frozenset({A.node_id})}
@@ -215,7 +215,7 @@ def generation_of(world: World) -> Generation:
 def test_a_failure_opens_the_next_generation_and_is_its_cause() -> None:
     world = running(A, B)
 
-    assert world.commit(entering.fail(world.snapshot, B, FAILED))
+    assert world.commit(transactions.fail(world.snapshot, B, FAILED))
 
     assert generation_of(world) == Generation(1, OpenKind.FAIL, FAILED.sentence, B.node_id)
     assert world.snapshot.failures == {0: (FAILED,)}
@@ -226,7 +226,7 @@ def test_the_later_of_two_failures_is_recorded_and_opens_nothing() -> None:
     snapshot = world.snapshot
     mine = replace(FAILED, node_id=A.node_id)
 
-    held = [world.commit(entering.fail(snapshot, who, f)) for who, f in ((B, FAILED), (A, mine))]
+    held = [world.commit(transactions.fail(snapshot, who, f)) for who, f in ((B, FAILED), (A, mine))]
 
     assert held == [True, False]
     assert generation_of(world).number == 1
@@ -238,7 +238,7 @@ def test_a_failure_over_a_generation_that_was_to_let_workers_save_opens_another(
     world = running(A, B)
     world.write(Put(KEYS.generation, encode(Generation(1, kind, "host-c joins"))))
 
-    world.commit(entering.fail(world.snapshot, B, FAILED))
+    world.commit(transactions.fail(world.snapshot, B, FAILED))
 
     assert generation_of(world) == Generation(2, OpenKind.FAIL, FAILED.sentence, B.node_id)
     assert set(world.snapshot.failures) == {0}
@@ -250,7 +250,7 @@ def test_a_failure_over_a_generation_that_is_urgent_already_is_recorded_only(kin
     opened = Generation(1, kind, "rank 9 failed")
     world.write(Put(KEYS.generation, encode(opened)))
 
-    world.commit(entering.fail(world.snapshot, B, FAILED))
+    world.commit(transactions.fail(world.snapshot, B, FAILED))
 
     assert generation_of(world) == opened
     assert world.snapshot.failures == {0: (FAILED,)}
@@ -262,7 +262,7 @@ def test_a_failure_in_a_group_that_others_have_followed_is_recorded_only(opened:
     world = running(A, B)
     world.write(Put(KEYS.generation, encode(opened)))
 
-    world.commit(entering.fail(world.snapshot, B, FAILED))
+    world.commit(transactions.fail(world.snapshot, B, FAILED))
 
     assert generation_of(world) == opened
     assert world.snapshot.failures == ({} if opened.kind is OpenKind.START else {0: (FAILED,)}), "nor in another run's"
@@ -273,17 +273,17 @@ def test_a_failure_after_the_end_opens_nothing() -> None:
     snapshot = world.snapshot
     world.write(Put(KEYS.ended, encode(INTERRUPTED)))
 
-    assert not world.commit(entering.fail(snapshot, B, FAILED))
+    assert not world.commit(transactions.fail(snapshot, B, FAILED))
     assert generation_of(world).number == 0
 
 
 def test_a_completed_record_keeps_its_place_in_the_order() -> None:
     world = running(A, B)
-    world.commit(entering.fail(world.snapshot, B, FAILED))
-    world.commit(entering.fail(world.snapshot, A, replace(FAILED, node_id=A.node_id)))
+    world.commit(transactions.fail(world.snapshot, B, FAILED))
+    world.commit(transactions.fail(world.snapshot, A, replace(FAILED, node_id=A.node_id)))
     whole = replace(FAILED, tail="its last words")
 
-    assert [world.commit(txn) for txn in entering.complete(world.snapshot, B, whole)] == [True]
+    assert [world.commit(txn) for txn in transactions.complete(world.snapshot, B, whole)] == [True]
 
     assert [f.node_id for f in world.snapshot.failures[0]] == [B.node_id, A.node_id]
     assert world.snapshot.failures[0][0] == whole
@@ -293,7 +293,7 @@ LONG = replace(FAILED, kind=FailureKind.EXCEPTION, traceback="a line\n" * 9000, 
 
 
 def complete(world: World, who: Node, failure: Failure = LONG, seen: Snapshot | None = None) -> None:
-    for txn in entering.complete(seen or world.snapshot, who, replace(failure, node_id=who.node_id)):
+    for txn in transactions.complete(seen or world.snapshot, who, replace(failure, node_id=who.node_id)):
         world.commit(txn)
 
 
@@ -304,7 +304,7 @@ def in_full(world: World) -> list[str]:
 def test_the_transaction_that_opens_a_generation_carries_no_traceback_and_no_output() -> None:
     world = running(A, B)
 
-    world.commit(entering.fail(world.snapshot, B, LONG))
+    world.commit(transactions.fail(world.snapshot, B, LONG))
 
     assert world.snapshot.failures[0] == (replace(LONG, traceback="", tail=""),)
 
@@ -313,36 +313,36 @@ def test_of_many_that_fail_the_one_that_opened_the_generation_is_recorded_in_ful
     world = running(A, B, C)
     seen = world.snapshot
     for who in (B, A, C):
-        world.commit(entering.fail(seen, who, replace(LONG, node_id=who.node_id)))
+        world.commit(transactions.fail(seen, who, replace(LONG, node_id=who.node_id)))
 
     for who in (C, A, B):
         complete(world, who)
 
     assert [f.node_id for f in world.snapshot.failures[0]] == [B.node_id, A.node_id, C.node_id]
     assert in_full(world) == [B.node_id]
-    assert verdict(world.snapshot.failures[0]) == replace(LONG, node_id=B.node_id)
+    assert decisive_failure(world.snapshot.failures[0]) == replace(LONG, node_id=B.node_id)
 
 
 @pytest.mark.parametrize("kind_at_first", [FailureKind.PEER_LOST, FailureKind.EXIT_CODE])
 def test_where_a_peers_end_explains_the_opener_another_ones_record_is_in_full(kind_at_first: FailureKind) -> None:
     world = running(A, B, C)
-    world.commit(entering.fail(world.snapshot, A, replace(FAILED, kind=kind_at_first, node_id=A.node_id)))
+    world.commit(transactions.fail(world.snapshot, A, replace(FAILED, kind=kind_at_first, node_id=A.node_id)))
     for who in (B, C):
-        world.commit(entering.fail(world.snapshot, who, replace(LONG, node_id=who.node_id)))
+        world.commit(transactions.fail(world.snapshot, who, replace(LONG, node_id=who.node_id)))
 
     complete(world, A, replace(LONG, kind=FailureKind.PEER_LOST))
     complete(world, B)
     complete(world, C)
 
     assert in_full(world) == [B.node_id]
-    assert verdict(world.snapshot.failures[0]) == replace(LONG, node_id=B.node_id)
+    assert decisive_failure(world.snapshot.failures[0]) == replace(LONG, node_id=B.node_id)
 
 
 def test_a_record_that_comes_after_its_generation_was_judged_is_brief() -> None:
     """History (seed 3454): a node that was cut off clears up when the others have had the next table for a while."""
     world = running(A, B, C)
     before = world.snapshot
-    world.commit(entering.fail(before, A, replace(LONG, node_id=A.node_id)))
+    world.commit(transactions.fail(before, A, replace(LONG, node_id=A.node_id)))
     complete(world, A)
     world.run(A, B, C)
 
@@ -353,8 +353,8 @@ def test_a_record_that_comes_after_its_generation_was_judged_is_brief() -> None:
 
 def test_a_brief_record_still_shows_both_ends_of_its_traceback_and_the_last_output() -> None:
     world = running(A, B)
-    world.commit(entering.fail(world.snapshot, A, replace(LONG, node_id=A.node_id)))
-    world.commit(entering.fail(world.snapshot, B, LONG))
+    world.commit(transactions.fail(world.snapshot, A, replace(LONG, node_id=A.node_id)))
+    world.commit(transactions.fail(world.snapshot, B, LONG))
 
     complete(world, B)
 
@@ -371,7 +371,7 @@ def test_many_nodes_that_fail_at_once_leave_a_known_number_of_bytes_each() -> No
     world = running(A)
     seen = world.snapshot
     for who in nodes:
-        world.commit(entering.fail(seen, who, replace(LONG, node_id=who.node_id)))
+        world.commit(transactions.fail(seen, who, replace(LONG, node_id=who.node_id)))
 
     for who in nodes:
         complete(world, who, seen=seen)
@@ -404,7 +404,7 @@ def test_a_seated_node_that_leaves_says_so_instead_of_being_timed_out(who: Node)
 def test_a_leader_that_goes_leaves_the_lead_to_others() -> None:
     world = running(A, B)
 
-    world.commit(entering.abdicate(world.snapshot))
+    world.commit(transactions.resign(world.snapshot))
 
     assert world.snapshot.leader == ""
 
@@ -412,10 +412,10 @@ def test_a_leader_that_goes_leaves_the_lead_to_others() -> None:
 def test_who_no_longer_leads_takes_the_lead_from_nobody() -> None:
     world = running(A, B)
     old = world.snapshot
-    world.commit(entering.abdicate(old))
-    world.commit(entering.become_leader(world.snapshot, B, 0))
+    world.commit(transactions.resign(old))
+    world.commit(transactions.become_leader(world.snapshot, B, 0))
 
-    world.commit(entering.abdicate(old))
+    world.commit(transactions.resign(old))
 
     assert world.snapshot.leader == B.node_id
 
@@ -425,7 +425,7 @@ def test_who_leaves_as_another_opens_is_gone_all_the_same() -> None:
     snapshot = world.snapshot
     world.fail(FailureKind.SIGNAL)
 
-    world.commit(entering.leave(snapshot, B, opens=True, why="SIGTERM was received"))
+    world.commit(transactions.leave(snapshot, B, opens=True, why="SIGTERM was received"))
 
     assert generation_of(world).kind is OpenKind.FAIL
     assert B.node_id not in world.snapshot.members
@@ -452,7 +452,7 @@ def test_a_spare_that_leaves_opens_nothing() -> None:
 
 def test_a_person_ends_a_job_whatever_is_formed_meanwhile() -> None:
     world = running(A, B)
-    end = entering.end(world.snapshot, INTERRUPTED)
+    end = transactions.end_job(world.snapshot, INTERRUPTED)
     world.fail(FailureKind.SIGNAL)
 
     assert world.commit(end)
@@ -461,23 +461,23 @@ def test_a_person_ends_a_job_whatever_is_formed_meanwhile() -> None:
 
 def test_a_job_is_not_ended_twice() -> None:
     world = running(A)
-    world.commit(entering.end(world.snapshot, INTERRUPTED))
+    world.commit(transactions.end_job(world.snapshot, INTERRUPTED))
     other = replace(INTERRUPTED, reason="SIGINT was received by host-b")
 
-    assert not world.commit(entering.end(world.snapshot, other))
+    assert not world.commit(transactions.end_job(world.snapshot, other))
     assert world.snapshot.ended == INTERRUPTED
 
 
 JOINED = Joined(B.node_id, 1)
 OF_B: dict[str, Callable[[Snapshot, int], Txn]] = {
-    "join": lambda seen, lease: entering.join(seen, B, JOINED, lease, is_member=False),
-    "join as a member": lambda seen, lease: entering.join(seen, B, JOINED, lease, is_member=True),
-    "return": lambda seen, lease: entering.return_as_member(seen, B, lease),
-    "lead": lambda seen, lease: entering.become_leader(seen, B, lease),
-    "done": lambda seen, lease: entering.is_done(seen, B, 0),
-    "fail": lambda seen, lease: entering.fail(seen, B, FAILED),
-    "complete": lambda seen, lease: entering.complete(seen, B, replace(FAILED, tail="last words"))[0],
-    "end": lambda seen, lease: entering.end(seen, INTERRUPTED),
+    "join": lambda seen, lease: transactions.join(seen, B, JOINED, lease, is_member=False),
+    "join as a member": lambda seen, lease: transactions.join(seen, B, JOINED, lease, is_member=True),
+    "return": lambda seen, lease: transactions.return_as_member(seen, B, lease),
+    "lead": lambda seen, lease: transactions.become_leader(seen, B, lease),
+    "done": lambda seen, lease: transactions.report_done(seen, B, 0),
+    "fail": lambda seen, lease: transactions.fail(seen, B, FAILED),
+    "complete": lambda seen, lease: transactions.complete(seen, B, replace(FAILED, tail="last words"))[0],
+    "end": lambda seen, lease: transactions.end_job(seen, INTERRUPTED),
 }
 
 
@@ -506,7 +506,7 @@ def test_once_the_generation_moved_a_node_writes_nothing_for_the_one_before(what
 
 def test_once_the_job_has_ended_who_leaves_opens_nothing() -> None:
     world = running(A, B)
-    leave = entering.leave(world.snapshot, B, opens=True, why="SIGTERM was received")
+    leave = transactions.leave(world.snapshot, B, opens=True, why="SIGTERM was received")
     world.write(Put(KEYS.ended, encode(INTERRUPTED)))
 
     world.commit(leave)
@@ -518,11 +518,11 @@ def test_once_the_job_has_ended_who_leaves_opens_nothing() -> None:
 def test_every_key_of_a_run_stands_on_a_nodes_lease_or_on_the_runs() -> None:
     world = running(A, B)
     world.finish(A)
-    world.commit(entering.fail(world.snapshot, B, LONG))
+    world.commit(transactions.fail(world.snapshot, B, LONG))
     complete(world, B)
     world.run(A, B)
     world.leave(B)
-    world.commit(entering.end(world.snapshot, INTERRUPTED))
+    world.commit(transactions.end_job(world.snapshot, INTERRUPTED))
 
     leases = {key: entry.lease for key, entry in world.store.read(KEYS.root).entries.items()}
     assert set(leases.values()) == {world.snapshot.lease, world.lease(A)}
@@ -534,7 +534,7 @@ def test_a_start_of_a_run_means_one_lease_that_no_other_start_means_and_nobody_c
     first = world.snapshot.lease
 
     def meant(snapshot: Snapshot, who: Node, lease: int) -> int:
-        return entering.run_lease(KEYS, entering.start_run(snapshot, TERMS, who, lease))
+        return transactions.run_lease(KEYS, transactions.start_run(snapshot, TERMS, who, lease))
 
     again = meant(Snapshot(KEYS), A, world.lease(A))
     # By another node, on another lease, and of another run; and what follows from the job's name alone.
@@ -545,7 +545,7 @@ def test_a_start_of_a_run_means_one_lease_that_no_other_start_means_and_nobody_c
 
     assert again == first
     assert len({0, first, *others}) == 6
-    assert entering.run_lease(KEYS, entering.is_done(world.snapshot, B, 0)) == 0
+    assert transactions.run_lease(KEYS, transactions.report_done(world.snapshot, B, 0)) == 0
     assert 0 < first < 1 << 63
 
 
@@ -573,15 +573,15 @@ def test_every_transaction_of_a_node_may_be_sent_twice() -> None:
         again = store.read(KEYS.root).entries
         assert {key: entry.value for key, entry in again.items()} == {key: entry.value for key, entry in once.items()}
 
-    start = entering.start_run(read(), Terms(), A, 7)
+    start = transactions.start_run(read(), Terms(), A, 7)
     begin_run_lease(store, start)
     twice(start)
-    twice(entering.join(read(), A, Joined(A.node_id, 1), 7, is_member=True))
-    twice(entering.fail(read(), A, replace(FAILED, node_id=A.node_id)))
-    for txn in entering.complete(read(), A, replace(LONG, node_id=A.node_id)):
+    twice(transactions.join(read(), A, Joined(A.node_id, 1), 7, is_member=True))
+    twice(transactions.fail(read(), A, replace(FAILED, node_id=A.node_id)))
+    for txn in transactions.complete(read(), A, replace(LONG, node_id=A.node_id)):
         twice(txn)
     store.commit(Txn((), (Delete(KEYS.leader),)))
-    twice(entering.become_leader(read(), A, 7))
-    twice(entering.return_as_member(read(), A, 7))
-    twice(entering.leave(read(), A, opens=True, why="SIGTERM was received"))
-    twice(entering.end(read(), INTERRUPTED))
+    twice(transactions.become_leader(read(), A, 7))
+    twice(transactions.return_as_member(read(), A, 7))
+    twice(transactions.leave(read(), A, opens=True, why="SIGTERM was received"))
+    twice(transactions.end_job(read(), INTERRUPTED))

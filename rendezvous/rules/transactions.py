@@ -1,0 +1,297 @@
+"""Every transaction of the protocol as data: its guards, what it writes if they hold, what it writes if they do not.
+
+The upper half is what any node may write about itself; the lower half is what only the leader writes.
+docs/protocol.md has the table of transactions.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+from elaunch.rendezvous.codec import encode
+from elaunch.rendezvous.rules.pruning import ending, outdated
+from elaunch.rendezvous.rules.snapshot import Keys, Snapshot
+from elaunch.rendezvous.rules.table_codec import encode_table
+from elaunch.rendezvous.store import Absent, Delete, Empty, NoneNewer, Op, Present, Put, Txn, TxnGuard
+from elaunch.rendezvous.types import (
+    Failure,
+    FailureKind,
+    Generation,
+    Joined,
+    Node,
+    OpenKind,
+    Outcome,
+    RankTable,
+    Terms,
+    host_of,
+)
+
+_RUN_PARTS = ("joined", "failures", "detailed", "done")
+_NAMES_SHOWN = 3
+# Each lost node needs two guards; etcd takes 128 in one transaction.
+_LOST_GUARDED = 50
+
+
+def start_run(snapshot: Snapshot, terms: Terms, me: Node, lease: int) -> Txn:
+    """Start this job's first run, or a new run on an id whose members are all gone.
+
+    Generation numbers continue where the last run's ended: a record with one of those numbers is older than every
+    record of the new run. The run's keys stand on a lease of their own, `run_lease`. The agent that commits this
+    transaction grants that lease.
+    """
+    keys = snapshot.keys
+    number = snapshot.generation.number + 1 if snapshot.generation else 0
+    run = _new_run_lease(keys, number, me.node_id, lease)
+    return Txn(
+        (snapshot.gen_guard, Empty(keys.members)),
+        (
+            *(Delete(f"{keys.root}{part}/", f"{keys.root}{part}0") for part in _RUN_PARTS),
+            Delete(keys.table(0), keys.table(number)),
+            Delete(keys.ended),
+            Put(keys.spec, encode(terms), run),
+            Put(keys.generation, encode(Generation(number, OpenKind.START, "the job starts")), run),
+            Put(keys.leader, me.node_id, lease),
+            Put(keys.member(me.node_id), encode(me), lease),
+            Delete(keys.starter),
+        ),
+        (Delete(keys.starter),),
+    )
+
+
+def claim_start(keys: Keys, start: Txn) -> Txn:
+    """Claim the start of a job's first run, which `start` makes. Only one node at a time holds the claim.
+
+    Many nodes of a new job start its run at once, and without a claim each would grant a lease for it. The claim stands
+    on the node's own lease. It ends with that lease, or with the start.
+    """
+    mine = next(op for op in start.then if isinstance(op, Put) and op.key == keys.leader)
+    return Txn((*start.guards, Absent(keys.starter)), (Put(keys.starter, mine.value, mine.lease),))
+
+
+def run_lease(keys: Keys, txn: Txn) -> int:
+    """The lease that a `start_run` needs beside the node's own; 0 for any other transaction."""
+    return next((op.lease for op in txn.then if isinstance(op, Put) and op.key == keys.spec), 0)
+
+
+def _new_run_lease(keys: Keys, number: int, node_id: str, lease: int) -> int:
+    """The run's lease id. It is the same each time this node tries to start this run, even after a lost answer.
+
+    Nobody else can guess the id before the run exists. If somebody else could create that lease first, it might end
+    while the job runs.
+    """
+    drawn = hashlib.sha256(f"{keys.root}{number}/{node_id}/{lease}".encode()).digest()
+    return int.from_bytes(drawn[:8], "big") >> 1 or 1
+
+
+def join(snapshot: Snapshot, me: Node, joined: Joined, lease: int, *, is_member: bool) -> Txn:
+    """Record that this node can run the newest generation; a node's first join also makes it a member.
+
+    A member whose key is gone was evicted: its join is refused, and it comes back as a new node.
+    """
+    assert snapshot.generation
+    keys = snapshot.keys
+    puts = (Put(keys.joined(snapshot.generation.number, me.node_id), encode(joined), lease),)
+    if is_member:
+        return Txn((snapshot.gen_guard, snapshot.live_guard, Present(keys.member(me.node_id))), puts)
+    return Txn((snapshot.gen_guard, snapshot.live_guard), (*puts, Put(keys.member(me.node_id), encode(me), lease)))
+
+
+def return_as_member(snapshot: Snapshot, me: Node, lease: int) -> Txn:
+    """Restore the membership of a node whose lease ended, if no generation was opened meanwhile."""
+    return Txn((snapshot.gen_guard, snapshot.live_guard), (Put(snapshot.keys.member(me.node_id), encode(me), lease),))
+
+
+def confirm_membership(snapshot: Snapshot, me: Node) -> Txn:
+    """Write nothing; the guard holds while this node's member key exists, which a follower's watch does not cover."""
+    return Txn((Present(snapshot.keys.member(me.node_id)),))
+
+
+def become_leader(snapshot: Snapshot, me: Node, lease: int) -> Txn:
+    """Take the lead if there is no leader."""
+    keys = snapshot.keys
+    return Txn(
+        (Absent(keys.leader), snapshot.live_guard, Present(keys.member(me.node_id))),
+        (Put(keys.leader, me.node_id, lease),),
+    )
+
+
+def report_done(snapshot: Snapshot, me: Node, generation: int) -> Txn:
+    """Record that all workers of this node exited with 0."""
+    return Txn(
+        (snapshot.gen_guard, snapshot.live_guard), (snapshot.put(snapshot.keys.done(generation, me.node_id), ""),)
+    )
+
+
+def fail(snapshot: Snapshot, me: Node, failure: Failure) -> Txn:
+    """Open the next generation and record the failure that caused it; if one is open already, write the record only.
+
+    `complete` adds traceback and output later, so no program's text makes this transaction large. Unless the death of a
+    peer explains the failure, it is the generation's decisive failure, and its record becomes the full one.
+    """
+    keys, newest, failed_in = snapshot.keys, snapshot.generation, failure.generation
+    record = snapshot.put(keys.failure(failed_in, me.node_id), encode(failure.opening))
+    number = failed_in + 1
+    if newest and newest.number > failed_in:
+        # After JOIN and LEAVE the other nodes wait until this node's workers end well, so a failure must be announced.
+        # If the newest generation is not the next one, other nodes have sealed a table since, perhaps in another run.
+        is_hurried = newest.kind in (OpenKind.JOIN, OpenKind.LEAVE) and newest.number == failed_in + 1
+        if not is_hurried:
+            return Txn(()) if _is_of_another_run(snapshot, failure) else Txn((snapshot.live_guard,), (record,))
+        number = newest.number + 1
+    opened = snapshot.put(keys.generation, encode(Generation(number, OpenKind.FAIL, failure.sentence, me.node_id)))
+    writes: list[Op] = [opened, record]
+    if failure.kind is not FailureKind.PEER_LOST:
+        writes.append(snapshot.put(keys.detailed(failed_in, me.node_id), ""))
+    return Txn((snapshot.gen_guard, snapshot.live_guard), tuple(writes), (record,))
+
+
+def complete(snapshot: Snapshot, me: Node, failure: Failure) -> tuple[Txn, ...]:
+    """Rewrite a failure's record once its log tail, its traceback and its final kind are known.
+
+    One record of each generation is full: the record of the node that opened the next generation, else the first one
+    that no peer's death explains. The others are brief, since a thousand nodes may fail at once. Nothing is written if
+    another run has begun: that run is not judged by this failure.
+    """
+    if _is_of_another_run(snapshot, failure):
+        return ()
+    keys, live, g = snapshot.keys, snapshot.live_guard, failure.generation
+    key, mine = keys.failure(g, me.node_id), keys.detailed(g, me.node_id)
+    brief = snapshot.put(key, encode(failure.brief))
+    if failure.kind is FailureKind.PEER_LOST:
+        # At first the failure may not have looked like the death of a peer.
+        return (Txn((live,), (brief, Delete(mine))),)
+    full = snapshot.put(key, encode(failure))
+    if full == brief:
+        return (Txn((live,), (full,)),)
+    # If the generation's table is gone, the generation has been judged already. If an answer is lost and a transaction
+    # is sent again, the second one changes nothing.
+    return (
+        Txn((live,), (brief,)),
+        Txn((live, Present(keys.table(g)), Empty(keys.detailed(g))), (snapshot.put(mine, ""),)),
+        Txn((live, Present(mine)), (full,)),
+    )
+
+
+def _is_of_another_run(snapshot: Snapshot, failure: Failure) -> bool:
+    newest = snapshot.generation
+    return newest is not None and newest.kind is OpenKind.START and newest.number > failure.generation
+
+
+def leave(snapshot: Snapshot, me: Node, *, opens: bool, why: str, signum: int = 0) -> Txn:
+    """Leave the job at once, so that the other nodes need not wait until this node's lease ends.
+
+    `opens` says that a generation is opened: this node has a seat, and the others must go on without it. `signum` tells
+    them the signal that made it leave: a scheduler may send that signal to all nodes, one after the other.
+    """
+    keys, generation = snapshot.keys, snapshot.generation
+    number = generation.number if generation else 0
+    own: tuple[Op, ...] = (Delete(keys.member(me.node_id)), Delete(keys.joined(number, me.node_id)))
+    if not opens or generation is None:
+        return Txn((), own)
+    opened = Generation(number + 1, OpenKind.LEAVE, f"{me.host} leaves ({why})", me.node_id, signum)
+    guards = (snapshot.gen_guard, snapshot.live_guard)
+    return Txn(guards, (snapshot.put(keys.generation, encode(opened)), *own), own)
+
+
+def resign(snapshot: Snapshot) -> Txn:
+    """Give up the lead, so that another node can take it at once. Nothing happens if another node leads already."""
+    return Txn((snapshot.leader_guard,), (Delete(snapshot.keys.leader),))
+
+
+def end_job(snapshot: Snapshot, outcome: Outcome) -> Txn:
+    """End the job because its user asked for it. This needs no guard on what is being formed: the user's word wins."""
+    return Txn((snapshot.live_guard,), ending(snapshot, outcome))
+
+
+# --- Only the leader writes what follows.
+
+
+def open_loss(snapshot: Snapshot, lost: list[str]) -> Txn:
+    """Open a generation without these seated nodes, whose leases have ended.
+
+    Two absences are guarded for each node: a member key that exists again belongs to a live node, and a node that is
+    done is not missed. If very many nodes are lost, only some of them are guarded: one lost node is enough to open a
+    generation, and the leader that forms it looks at all nodes.
+    """
+    keys, table, generation = snapshot.keys, snapshot.table, snapshot.generation
+    assert table
+    assert generation
+    if generation.kind is OpenKind.LEAVE and generation.number > table.generation:
+        cause = f"{generation.cause}; {hosts(lost)} left too, or {'was' if len(lost) == 1 else 'were'} lost"
+    else:
+        cause = loss_of(lost)
+    opened = Generation(generation.number + 1, OpenKind.LOSS, cause)
+    absences: list[TxnGuard] = []
+    for node_id in lost[:_LOST_GUARDED]:
+        absences += [Absent(keys.member(node_id)), Absent(keys.done(table.generation, node_id))]
+    return _open(snapshot, opened, tuple(absences))
+
+
+def open_join(snapshot: Snapshot, ready: list[str]) -> Txn:
+    """Open a generation that seats the nodes in `ready`; never once a node is done, since it would run again."""
+    generation = snapshot.generation
+    assert generation
+    cause = f"{hosts(ready)} join{'s' if len(ready) == 1 else ''}"
+    opened = Generation(generation.number + 1, OpenKind.JOIN, cause)
+    keys, number = snapshot.keys, generation.number
+    # A transaction holds 128 guards and writes, so only one newcomer is guarded; one is enough to open a generation.
+    there = Present(keys.joined(number, ready[0]))
+    return _open(snapshot, opened, (there, Present(keys.table(number)), Empty(keys.done(number))))
+
+
+def evict(snapshot: Snapshot, node_id: str) -> Txn:
+    """Remove a member that has not joined the forming generation."""
+    assert snapshot.generation
+    keys = snapshot.keys
+    not_joined = Absent(keys.joined(snapshot.generation.number, node_id))
+    return Txn((*_leader_guards(snapshot), not_joined), (Delete(keys.member(node_id)),))
+
+
+def seal_table(snapshot: Snapshot, table: RankTable) -> Txn:
+    """Write the forming generation's table. It fails if any node has joined since the snapshot."""
+    keys = snapshot.keys
+    guards = (
+        *_leader_guards(snapshot),
+        Absent(keys.table(table.generation)),
+        NoneNewer(keys.joined(table.generation), snapshot.revision),
+    )
+    sealed = snapshot.put(keys.table(table.generation), encode_table(table))
+    return Txn(guards, (sealed, *outdated(snapshot, table.generation)))
+
+
+def end_unformed(snapshot: Snapshot, outcome: Outcome) -> Txn:
+    """End the job instead of forming its newest generation. It fails if any node has come since the snapshot."""
+    assert snapshot.generation
+    keys = snapshot.keys
+    guards = (
+        *_leader_guards(snapshot),
+        Absent(keys.table(snapshot.generation.number)),
+        NoneNewer(keys.members, snapshot.revision),
+    )
+    return Txn(guards, ending(snapshot, outcome))
+
+
+def succeed(snapshot: Snapshot, outcome: Outcome) -> Txn:
+    """End a job whose nodes are all done."""
+    return Txn(_leader_guards(snapshot), ending(snapshot, outcome))
+
+
+def loss_of(lost: list[str]) -> str:
+    """The cause of a generation that is opened because these nodes' leases ended."""
+    return f"{hosts(lost)} {'was' if len(lost) == 1 else 'were'} lost: no sign of life from the elaunch that ran there"
+
+
+def hosts(node_ids: list[str]) -> str:
+    """The names of these nodes' hosts, for people."""
+    names = sorted({host_of(node_id) for node_id in node_ids})
+    shown = ", ".join(names[:_NAMES_SHOWN])
+    return shown if len(names) <= _NAMES_SHOWN else f"{shown} and {len(names) - _NAMES_SHOWN} more"
+
+
+def _open(snapshot: Snapshot, opened: Generation, guards: tuple[TxnGuard, ...]) -> Txn:
+    return Txn((*_leader_guards(snapshot), *guards), (snapshot.put(snapshot.keys.generation, encode(opened)),))
+
+
+def _leader_guards(snapshot: Snapshot) -> tuple[TxnGuard, ...]:
+    """No newer generation, the job has not ended, and this node still leads."""
+    return snapshot.gen_guard, snapshot.live_guard, snapshot.leader_guard
