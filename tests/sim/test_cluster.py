@@ -20,7 +20,7 @@ from tests.sim.agents import KEYS
 from tests.sim.cluster import simulate
 from tests.sim.plans import OTHER_TIMES, TIMES, Strike, draw
 
-FAST_SEEDS, SLOW_SEEDS = range(200), range(200, 10_300)
+FAST_SEEDS, SLOW_SEEDS = range(300), range(300, 10_300)
 
 
 @cache
