@@ -19,7 +19,7 @@ demo: $(VENV)/.installed  ## Train a small language model on this machine's own 
 	$(BIN)/elaunch --nproc-per-node 2 -m elaunch.trainer --out runs/demo
 
 check: $(VENV)/.installed-dev lint  ## The inner loop: linters, types, import rules, the simulation, the unit tests without a server
-	$(call PYTEST,-q -n $$(nproc) -m "not slow and not servers" tests/unit tests/sim)
+	$(call PYTEST,-q -n $$(nproc) -m "not slow and not servers" tests/sim tests/unit)
 
 test: $(VENV)/.installed-dev tools lint  ## Everything but the slow tests
 	$(call PYTEST,-n $(JOBS))
@@ -44,8 +44,7 @@ docs: $(VENV)/.installed-dev  ## The documentation as a site in site/; a broken 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	cd src && ../$(BIN)/mypy --config-file ../pyproject.toml
-	$(BIN)/mypy --config-file pyproject.toml -p bench
+	MYPYPATH=src $(BIN)/mypy --config-file pyproject.toml -p elaunch -p bench
 	$(BIN)/lint-imports
 
 clean:
