@@ -5,18 +5,24 @@ BIN := $(VENV)/bin
 # The pin is for this repository's own set-up only; users choose any torch >= 2.6.
 TORCH := torch==2.13.0
 
-# Tests at a time: most wait for leases to end and processes to start, so more than there are cores. In a folder with a
-# short name: sockets are made in the tests' own, and their paths have 107 characters.
-JOBS ?= 3
+# Tests at a time: most wait for leases to end and processes to start, so more than there are cores.
+JOBS ?= $(shell echo $$(($$(nproc) + 6)))
+# The folder has a short name: tests make sockets in it, and a socket's path has at most 107 characters. A file of tests
+# stays on one worker, since its tests share servers and recorded runs.
+PYTEST = folder=$$(mktemp -d /tmp/t.XXXX) && $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder \
+	--basetemp=$$folder/t $(1); code=$$?; rm -rf $$folder; exit $$code
 
-.PHONY: demo test test-slow control-plane tools bench docs lint clean
+.PHONY: demo check test test-slow control-plane tools bench docs lint clean
 
 demo: $(VENV)/.installed  ## Train a small language model on this machine's own Python sources, on 2 workers
 	rm -rf runs/demo
 	$(BIN)/elaunch --nproc-per-node 2 -m elaunch.trainer --out runs/demo
 
+check: $(VENV)/.installed-dev lint  ## The inner loop: linters, types, import rules, the simulation, the unit tests without a server
+	$(call PYTEST,-q -n $$(nproc) -m "not slow and not servers" tests/sim tests/unit)
+
 test: $(VENV)/.installed-dev tools lint  ## Everything but the slow tests
-	folder=$$(mktemp -d /tmp/t.XXXX) && $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --basetemp=$$folder/t; code=$$?; rm -rf $$folder; exit $$code
+	$(call PYTEST,-n $(JOBS))
 
 test-slow: $(VENV)/.installed-dev tools  ## The slow tests: long simulations, many kills
 	$(BIN)/python -m pytest -m slow
@@ -38,8 +44,7 @@ docs: $(VENV)/.installed-dev  ## The documentation as a site in site/; a broken 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	cd src && ../$(BIN)/mypy --config-file ../pyproject.toml
-	$(BIN)/mypy --config-file pyproject.toml -p bench
+	MYPYPATH=src $(BIN)/mypy --config-file pyproject.toml -p elaunch -p bench
 	$(BIN)/lint-imports
 
 clean:

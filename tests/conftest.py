@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +14,23 @@ import pytest
 for signum in (signal.SIGHUP, signal.SIGQUIT):
     signal.signal(signum, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# A test starts up to a dozen interpreters. Without caches each of them compiles all that it imports.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+
+# What starts an etcd, the served store, a whole job.
+_SERVERS = {"Etcd", "ServerProcess", "Job"}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests of modules that start servers or jobs: `make check` leaves them to `make test`."""
+    for item in items:
+        if isinstance(item, pytest.Function) and not _SERVERS.isdisjoint(vars(item.module)):
+            item.add_marker("servers")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -35,7 +35,7 @@ inputs = torch.randn(211, 6)
 data = TensorDataset(inputs, inputs.square().sum(1, keepdim=True).sqrt() + 0.1 * torch.randn(211, 1))
 net = nn.Sequential(nn.Linear(6, 24), nn.Tanh(), nn.Dropout(asked["dropout"]), nn.Linear(24, 1))
 model = DistributedDataParallel(net)
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
 if after:
     kept = torch.load(out / "state.pt", weights_only=True)
     net.load_state_dict(kept["model"]), optimizer.load_state_dict(kept["optimizer"])
@@ -115,14 +115,14 @@ def train(
 def test_a_run_resized_from_4_to_3_and_back_has_the_losses_of_one_that_was_not(
     tmp_path: Path, order: dict[str, Any]
 ) -> None:
-    calm = train(tmp_path, [4], [240], dropout=0.2, **order)
-    resized = train(tmp_path, [4, 3, 4], [77, 161, 240], dropout=0.2, num_workers=2, **order)
+    calm = train(tmp_path, [4], [90], dropout=0.2, **order)
+    resized = train(tmp_path, [4, 3, 4], [29, 61, 90], dropout=0.2, num_workers=2, **order)
 
-    assert sorted(calm["losses"]) == sorted(resized["losses"]) == list(range(1, 241))
+    assert sorted(calm["losses"]) == sorted(resized["losses"]) == list(range(1, 91))
     worst = max(abs(resized["losses"][step] - loss) / loss for step, loss in calm["losses"].items())
     print(f"largest relative difference of a loss: {worst:.2g}")
     assert worst < 1e-5
-    assert calm["losses"][240] < 0.5 * calm["losses"][1]
+    assert calm["losses"][90] < 0.5 * calm["losses"][1]
     assert resized["masks"] == calm["masks"]
     assert any(mask for mask in calm["masks"].values())
 

@@ -2,102 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.harness import Job, slow, wait_for
-
-KEPT = Path(__file__).with_name("kept.py")
-STEPS = 40
-RESTORED = r"restored step (\d+) from memory \(of generation (\d+)(.*?)\); (\d+) steps? (?:is|are) repeated"
-
-
-class Run:
-    """One training by `kept.py` with what its workers recorded; `asks` are pairs of a moment and its place."""
-
-    def __init__(
-        self,
-        folder: Path,
-        workers: int,
-        *options: str,
-        asks: Iterable[str] = (),
-        steps: int = STEPS,
-        launch: Iterable[str] = (),
-    ) -> None:
-        folder.mkdir()
-        self.folder = folder
-        for ask in asks:
-            (folder / ask).touch()
-        words = ["--nproc-per-node", str(workers), "--max-restarts", "30", *launch, str(KEPT), str(folder), str(steps)]
-        self.job = Job(folder, *words, *options, env={"OMP_NUM_THREADS": "1"})
-
-    def __enter__(self) -> Run:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.job.__exit__()
-
-    def ended(self) -> Run:
-        assert self.job.wait(240) == 0, self.job.output
-        return self
-
-    @property
-    def records(self) -> list[dict[str, Any]]:
-        path = self.folder / "records"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-    def of(self, event: str, **fields: object) -> list[dict[str, Any]]:
-        return [r for r in self.records if r["event"] == event and fields.items() <= r.items()]
-
-    @property
-    def losses(self) -> dict[tuple[int, int], str]:
-        """The bits of each rank's loss of each step; fails if one was computed twice with another outcome."""
-        found: dict[tuple[int, int], str] = {}
-        for r in self.of("done"):
-            assert found.setdefault((r["rank"], r["step"]), r["loss"]) == r["loss"], r
-        return found
-
-    @property
-    def ends(self) -> dict[int, tuple[str, str]]:
-        """What each rank ended with: model, optimizer, scheduler and extra; its own random state and error feedback."""
-        return {r["rank"]: (r["state"], r["own"]) for r in self.of("end")}
-
-    def newest_done(self, generation: int) -> int:
-        """The newest step that a worker of that generation has recorded as done."""
-        done = [*self.of("done", generation=generation), *self.of("began", generation=generation)]
-        return max(r["step"] for r in done)
-
-    def began(self, generation: int) -> int:
-        (step,) = {r["step"] for r in self.of("began", generation=generation)}
-        return int(step)
-
-
-@pytest.fixture(scope="module")
-def calm(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, str], Run]:
-    """The runs that nothing happened to, by workers and options; made when they are first asked for."""
-    folder = tmp_path_factory.mktemp("calm")
-
-    class Calm(dict[tuple[int, str], Run]):
-        def __missing__(self, key: tuple[int, str]) -> Run:
-            workers, options = key
-            with Run(folder / str(len(self)), workers, *options.split()) as run:
-                self[key] = run.ended()
-            assert "restored" not in run.job.output
-            return run
-
-    return Calm()
-
-
-def assert_same(stormy: Run, calm: Run) -> None:
-    assert stormy.ends == calm.ends
-    assert calm.losses.items() >= stormy.losses.items()
-    # The killed ones lack lines of steps that the others had completed; nobody else does.
-    assert {step for _, step in stormy.losses} == set(range(1, STEPS + 1))
+from tests.faults.keeper_runs import RESTORED, Calm, Run, assert_same
+from tests.harness import slow, wait_for
 
 
 def kills(run: Run) -> list[tuple[int, str, int, int]]:
@@ -105,9 +17,7 @@ def kills(run: Run) -> list[tuple[int, str, int, int]]:
 
 
 @pytest.mark.parametrize("workers", [slow(2), 3, slow(4)])
-def test_a_kill_at_any_moment_loses_no_step_and_changes_no_bit(
-    tmp_path: Path, calm: dict[tuple[int, str], Run], workers: int
-) -> None:
+def test_a_kill_at_any_moment_loses_no_step_and_changes_no_bit(tmp_path: Path, calm: Calm, workers: int) -> None:
     last = workers - 1
     plan: Sequence[tuple[str, int, int]] = [
         ("forward", 1, last),
@@ -140,13 +50,11 @@ def test_a_kill_at_any_moment_loses_no_step_and_changes_no_bit(
     for generation in range(1, len(plan) + 1):
         if stormy.of("began", generation=generation) and stormy.of("began", generation=generation - 1):
             assert stormy.began(generation) >= stormy.newest_done(generation - 1)
-    assert_same(stormy, calm[workers, "snapshot_every=1"])
+    assert_same(stormy, calm(workers))
 
 
 @pytest.mark.parametrize("workers", [2, slow(4)])
-def test_all_but_one_are_killed_and_the_last_one_saves(
-    tmp_path: Path, calm: dict[tuple[int, str], Run], workers: int
-) -> None:
+def test_all_but_one_are_killed_and_the_last_one_saves(tmp_path: Path, calm: Calm, workers: int) -> None:
     asks = [f"together-0-7-{rank}" for rank in range(1, workers)]
     asks += [f"together-1-12-{rank}" for rank in range(workers - 1)]
 
@@ -156,11 +64,11 @@ def test_all_but_one_are_killed_and_the_last_one_saves(
     assert len(kills(stormy)) == 2 * (workers - 1)
     assert (stormy.began(1), stormy.began(2)) == (6, 11)
     assert [steps for *_, steps in re.findall(RESTORED, stormy.job.output)] == ["0", "0"]
-    assert_same(stormy, calm[workers, "snapshot_every=1"])
+    assert_same(stormy, calm(workers))
 
 
 def test_all_workers_killed_at_once_repeat_the_steps_since_the_snapshot_and_it_is_said(
-    tmp_path: Path, calm: dict[tuple[int, str], Run]
+    tmp_path: Path, calm: Calm
 ) -> None:
     asks = [f"together-{generation}-{step}-{rank}" for generation, step in ((0, 20), (1, 20)) for rank in range(3)]
 
@@ -171,12 +79,10 @@ def test_all_workers_killed_at_once_repeat_the_steps_since_the_snapshot_and_it_i
     # Snapshots after step 1, 9 and 17.
     assert [stormy.began(1), stormy.began(2)] == [17, 17]
     assert "restored step 17 from memory (of generation 0); 2 steps are repeated" in stormy.job.output
-    assert_same(stormy, calm[3, "snapshot_every=1"])
+    assert_same(stormy, calm(3))
 
 
-def test_survivors_killed_while_they_save_leave_the_snapshot_before(
-    tmp_path: Path, calm: dict[tuple[int, str], Run]
-) -> None:
+def test_survivors_killed_while_they_save_leave_the_snapshot_before(tmp_path: Path, calm: Calm) -> None:
     # Rank 2 dies in step 15; 0 and 1 both die in the middle of saving step 14.
     with Run(
         tmp_path / "stormy", 3, "snapshot_every=6", asks=["forward-0-15-2", "copy-0-14-0", "copy-0-14-1"]
@@ -186,23 +92,19 @@ def test_survivors_killed_while_they_save_leave_the_snapshot_before(
     assert {moment for _, moment, _, _ in kills(stormy)} == {"forward", "copy"}
     assert stormy.began(1) == 13
     assert "1 step is repeated" in stormy.job.output
-    assert_same(stormy, calm[3, "snapshot_every=1"])
+    assert_same(stormy, calm(3))
 
 
-def test_a_survivor_killed_while_it_saves_is_made_up_for_by_another(
-    tmp_path: Path, calm: dict[tuple[int, str], Run]
-) -> None:
+def test_a_survivor_killed_while_it_saves_is_made_up_for_by_another(tmp_path: Path, calm: Calm) -> None:
     with Run(tmp_path / "stormy", 3, "snapshot_every=6", asks=["forward-0-15-2", "copy-0-14-0"]) as stormy:
         stormy.ended()
 
     # Rank 1 saved it before, or after it was dead.
     assert stormy.began(1) == 14
-    assert_same(stormy, calm[3, "snapshot_every=1"])
+    assert_same(stormy, calm(3))
 
 
-def test_a_worker_frozen_in_the_middle_of_a_copy_costs_no_step(
-    tmp_path: Path, calm: dict[tuple[int, str], Run]
-) -> None:
+def test_a_worker_frozen_in_the_middle_of_a_copy_costs_no_step(tmp_path: Path, calm: Calm) -> None:
     # Snapshots after step 1, 7, 13. Until the frozen one is killed it has the lock.
     launch = ["--hang-timeout", "2"]
     with Run(tmp_path / "stormy", 3, "snapshot_every=6", asks=["freeze-0-13-0"], launch=launch) as stormy:
@@ -211,10 +113,10 @@ def test_a_worker_frozen_in_the_middle_of_a_copy_costs_no_step(
     assert [r["rank"] for r in stormy.of("frozen")] == [0]
     assert stormy.began(1) == 13
     assert "restored step 13 from memory (of generation 0); 0 steps are repeated" in stormy.job.output
-    assert_same(stormy, calm[3, "snapshot_every=1"])
+    assert_same(stormy, calm(3))
 
 
-def test_a_corrupt_copy_is_skipped_and_said(tmp_path: Path, calm: dict[tuple[int, str], Run]) -> None:
+def test_a_corrupt_copy_is_skipped_and_said(tmp_path: Path, calm: Calm) -> None:
     # All die in step 20; before it, a byte of the newest copy is changed.
     asks = ["hold-0-20-0", *(f"together-0-20-{rank}" for rank in range(2))]
     with Run(tmp_path / "stormy", 2, "snapshot_every=6", asks=asks) as stormy:
@@ -235,4 +137,4 @@ def test_a_corrupt_copy_is_skipped_and_said(tmp_path: Path, calm: dict[tuple[int
     assert f"skipping the copy of step 19 in {newest}: its checksum is wrong" in stormy.job.output
     assert stormy.began(1) == 13
     assert "6 steps are repeated" in stormy.job.output
-    assert_same(stormy, calm[2, "snapshot_every=1"])
+    assert_same(stormy, calm(2))

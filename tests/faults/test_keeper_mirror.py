@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.test_keeper_kills import KEPT, Run
+from tests.faults.keeper_runs import KEPT, Recorded
 from tests.harness import slow, wait_for
 from tests.ranks import Nursery, Ranks, nursery
 
@@ -29,12 +29,13 @@ def memories() -> Iterator[list[Path]]:
         yield [Path(one), Path(other)]
 
 
-class Nodes(Run):
+class Nodes(Recorded):
     """A training by `kept.py` on nodes that are this one, with a worker and a memory each."""
 
     def __init__(self, folder: Path, nursery: Nursery, memories: list[Path], *options: str) -> None:
+        super().__init__(folder)
         folder.mkdir()
-        self.folder, self.nursery, self.memories, self.options = folder, nursery, memories, options
+        self.nursery, self.memories, self.options = nursery, memories, options
 
     def generation(self, number: int, asks: Iterable[str] = ()) -> list[int]:
         """Exit codes by rank."""

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.cluster import Cluster
-from tests.faults.test_keeper_kills import KEPT, Run, assert_same
+from tests.faults.keeper_runs import KEPT, Calm, Recorded, assert_same
 from tests.harness import wait_for
 from tests.nodes import needs_nodes
 
@@ -19,11 +19,12 @@ pytestmark = needs_nodes
 TOKEN = {"ELAUNCH_TOKEN": "the token of this test", "OMP_NUM_THREADS": "1"}
 
 
-class Nodes(Run):
+class Nodes(Recorded):
     """A training by `kept.py` on the nodes of a cluster, one worker each."""
 
     def __init__(self, folder: Path, nodes: Cluster) -> None:
-        self.folder, self.cluster = folder, nodes
+        super().__init__(folder)
+        self.cluster = nodes
 
     def start(self, *indices: int, nnodes: str, steps: int = 40, options: tuple[str, ...] = ()) -> None:
         words = ["--nnodes", nnodes, "--rdzv-endpoint", self.cluster.endpoints, "--max-restarts", "9", str(KEPT)]
@@ -52,7 +53,7 @@ def nodes(tmp_path: Path) -> Iterator[Nodes]:
 
 
 def test_a_node_whose_only_worker_died_gets_the_step_from_a_peer_and_its_own_part_from_its_memory(
-    tmp_path: Path, nodes: Nodes
+    nodes: Nodes, calm: Calm
 ) -> None:
     (nodes.folder / "forward-0-20-1").touch()
     nodes.start(0, 1, nnodes="2")
@@ -61,8 +62,7 @@ def test_a_node_whose_only_worker_died_gets_the_step_from_a_peer_and_its_own_par
     assert nodes.of("killed", step=20, rank=1)
     assert "restored step 19 from memory (of generation 0; sent to rank 1 from rank 0); 0 steps" in nodes.output()
     assert "lost" not in nodes.output()
-    with Run(tmp_path / "calm", 2, "snapshot_every=1000") as calm:
-        assert_same(nodes, calm.ended())
+    assert_same(nodes, calm(2))
 
 
 def test_a_replaced_node_gets_the_state_from_a_peer(nodes: Nodes) -> None:

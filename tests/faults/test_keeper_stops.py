@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from elaunch.trainer.checkpoint.catalog import marks
-from tests.faults.test_keeper_kills import KEPT, RESTORED, Run, assert_same
+from tests.faults.keeper_runs import KEPT, RESTORED, Calm, Run, assert_same
 from tests.harness import Job, environment, slow, wait_for
 
 SINGLE_THREAD = {"OMP_NUM_THREADS": "1"}
@@ -30,7 +30,7 @@ def again(run: Run, workers: int, *options: str) -> Run:
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), slow(signal.SIGINT, 130)])
 def test_a_stopped_job_goes_on_from_its_checkpoint_bit_for_bit(
-    tmp_path: Path, signum: signal.Signals, code: int
+    tmp_path: Path, calm: Calm, signum: signal.Signals, code: int
 ) -> None:
     options = ("snapshot_every=7", f"checkpoints={tmp_path / 'checkpoints'}")
     with Run(tmp_path / "stopped", 3, *options, asks=["hold-0-20-1"]) as run:
@@ -49,12 +49,11 @@ def test_a_stopped_job_goes_on_from_its_checkpoint_bit_for_bit(
 
     assert "restored step 20 from the checkpoint in" in run.job.output
     assert [mark.step for mark in marks(tmp_path / "checkpoints")] == [20, 40]
-    with Run(tmp_path / "calm", 3, "snapshot_every=7") as calm:
-        assert_same(run, calm.ended())
+    assert_same(run, calm(3))
 
 
 @pytest.mark.slow
-def test_the_newest_of_memory_and_disk_is_taken(tmp_path: Path) -> None:
+def test_the_newest_of_memory_and_disk_is_taken(tmp_path: Path, calm: Calm) -> None:
     # All die in step 20: the newest copy in memory is of step 17, the newest checkpoint of step 15.
     options = ("snapshot_every=8", f"checkpoints={tmp_path / 'checkpoints'}", "checkpoint_every=5")
     asks = [f"together-0-20-{rank}" for rank in range(3)] + ["forward-1-30-2"]
@@ -64,11 +63,12 @@ def test_the_newest_of_memory_and_disk_is_taken(tmp_path: Path) -> None:
 
     assert re.search(r"restored step 17 from memory \(of generation 0\); 2 steps are repeated", run.job.output)
     assert re.search(r"restored step 29 from memory .*; 0 steps are repeated", run.job.output)
-    with Run(tmp_path / "calm", 3, "snapshot_every=8") as calm:
-        assert_same(run, calm.ended())
+    assert_same(run, calm(3))
 
 
-def test_without_any_copy_in_memory_the_checkpoint_is_taken_and_what_is_repeated_is_said(tmp_path: Path) -> None:
+def test_without_any_copy_in_memory_the_checkpoint_is_taken_and_what_is_repeated_is_said(
+    tmp_path: Path, calm: Calm
+) -> None:
     options = ("snapshot_every=100", f"checkpoints={tmp_path / 'checkpoints'}", "checkpoint_every=6")
     asks = [f"together-0-20-{rank}" for rank in range(2)]
 
@@ -81,12 +81,13 @@ def test_without_any_copy_in_memory_the_checkpoint_is_taken_and_what_is_repeated
     )
     assert found, run.job.output
     assert int(found[1]) + int(found[2]) == 19
-    with Run(tmp_path / "calm", 2, "snapshot_every=8") as calm:
-        assert_same(run, calm.ended())
+    assert_same(run, calm(2))
 
 
 @pytest.mark.parametrize(("every", "began"), [(1, 19), slow(6, 19)])
-def test_error_feedback_goes_back_to_where_every_piece_of_it_is(tmp_path: Path, every: int, began: int) -> None:
+def test_error_feedback_goes_back_to_where_every_piece_of_it_is(
+    tmp_path: Path, calm: Calm, every: int, began: int
+) -> None:
     options = (f"snapshot_every={every}", "hook=powersgd")
     with Run(tmp_path / "run", 3, *options, asks=["backward-0-22-1" if every == 6 else "backward-0-20-1"]) as run:
         run.ended()
@@ -95,8 +96,7 @@ def test_error_feedback_goes_back_to_where_every_piece_of_it_is(tmp_path: Path, 
     assert run.began(1) == began
     ((*_, repeated),) = re.findall(RESTORED, run.job.output)
     assert int(repeated) == (2 if every == 6 else 0)
-    with Run(tmp_path / "calm", 3, *options) as calm:
-        assert_same(run, calm.ended())
+    assert_same(run, calm(3, hook="powersgd"))
 
 
 @pytest.mark.slow

@@ -98,16 +98,16 @@ def test_two_nodes_lost_at_once_are_one_new_generation_of_the_others(tmp_path: P
 
 
 def test_a_failure_with_no_restart_left_ends_all_agents_with_the_same_first_failure(tmp_path: Path) -> None:
-    with Cluster(tmp_path, 3) as cluster:
-        cluster.start(0, 1, 2, nnodes="3", options=("--max-restarts", "1"))
-        first = cluster.meeting(3)
+    with Cluster(tmp_path, 2) as cluster:
+        cluster.start(0, 1, nnodes="2", options=("--max-restarts", "1"))
+        first = cluster.meeting(2)
         os.kill(first.pid(0), signal.SIGKILL)
-        second = cluster.meeting(3, after=first)
+        second = cluster.meeting(2, after=first)
 
-        cluster.ask("exit 7", generation=second.generation, rank=2)
+        cluster.ask("exit 7", generation=second.generation, rank=1)
 
-        cluster.ended({0: 1, 1: 1, 2: 1})
-        words = rf"rank 2 \(local rank 0 on {second.hosts[2]}, pid {second.pid(2)}\) exited with code 7 in generation 1"
+        cluster.ended({0: 1, 1: 1})
+        words = rf"rank 1 \(local rank 0 on {second.hosts[1]}, pid {second.pid(1)}\) exited with code 7 in generation 1"
         for agent in cluster.agents.values():
             assert re.search(rf"^{words}\.$", agent.stderr, re.MULTILINE), agent.stderr
             assert "1 of 1 restarts used" in agent.stderr
@@ -295,14 +295,14 @@ def test_sigterm_to_one_agent_is_said_and_the_others_go_on_at_once(tmp_path: Pat
 
 
 def test_sigterm_to_all_agents_ends_the_job(tmp_path: Path) -> None:
-    with Cluster(tmp_path, 3) as cluster:
-        cluster.start(0, 1, 2, nnodes="3")
-        cluster.meeting(3)
+    with Cluster(tmp_path, 2) as cluster:
+        cluster.start(0, 1, nnodes="2")
+        cluster.meeting(2)
 
         for agent in cluster.agents.values():
             agent.signal(signal.SIGTERM)
 
-        cluster.ended(dict.fromkeys((0, 1, 2), 128 + signal.SIGTERM))
+        cluster.ended(dict.fromkeys((0, 1), 128 + signal.SIGTERM))
 
 
 @pytest.mark.slow

@@ -311,6 +311,6 @@ def test_without_the_rule_the_simulator_finds_what_it_is_for(hunt: Hunt, monkeyp
 
 @pytest.mark.parametrize("hunt", HUNTS, ids=lambda hunt: hunt.switch.__name__)
 def test_with_the_rule_nothing_is_found_in_the_same_worlds(hunt: Hunt) -> None:
-    found = [rule for rule, _ in zip(lives(hunt), range(40), strict=False) if rule]
+    found = [rule for rule, _ in zip(lives(hunt), range(25), strict=False) if rule]
 
     assert not found

@@ -1,4 +1,4 @@
-"""launcher.cluster.companion: how the tasks beside an agent wait for its end."""
+"""launcher.cluster.other_tasks: how the tasks beside an agent wait for its end."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -76,26 +75,20 @@ def test_a_second_agent_of_a_long_name_says_that_it_cannot_be_waited_for_and_goe
     cluster = Cluster("Slurm", run_id=f"{os.getpid()}-{'x' * 200}", tasks=2)
     sentences: list[str] = []
     begun_s = time.monotonic()
-    other = threading.Thread(target=wait_for_agent_here, args=(cluster,))
-    with seen_by_others(cluster, sentences.append):
-        other.start()
+    with socket.socket(socket.AF_UNIX) as other:
         with seen_by_others(cluster, sentences.append):
-            pass
+            other.connect(_address(cluster))
+            with seen_by_others(cluster, sentences.append):
+                pass
 
-    other.join()
+        # Its end is a reset where it was not let in yet.
+        with suppress(ConnectionError):
+            assert other.recv(1) == b""
     assert sentences == [
         "the other 1 tasks of this node cannot wait for this agent, and may end before it (Address already in use: is"
         " there another agent of this job?)"
     ]
     assert time.monotonic() - begun_s < 4
-
-
-def wait_for_agent_here(cluster: Cluster) -> None:
-    with socket.socket(socket.AF_UNIX) as stream:
-        stream.connect(_address(cluster))
-        # Its end is a reset where it was not let in yet.
-        with suppress(ConnectionError):
-            assert stream.recv(1) == b""
 
 
 def connected() -> list[str]:

@@ -92,7 +92,7 @@ def test_what_was_prefetched_when_a_run_was_cut_off_is_neither_lost_nor_repeated
     trained: list[int] = []
     after = 0
     # Each part ends with batches in flight, one of them in the middle of a step, and the next has another world size.
-    for world_size, steps, extra in ((4, 2, 1), (3, 3, 0), (1, 1, 4), (6, 19, 0)):
+    for world_size, steps, extra in ((4, 2, 1), (2, 3, 0), (1, 1, 4), (3, 19, 0)):
         for rank in range(world_size):
             batches = ORDER.batches(rank, world_size, after=after)
             loader = DataLoader(Numbers(), batch_sampler=batches, **workers)
@@ -130,7 +130,7 @@ def test_a_stream_is_read_as_the_order_says_by_any_number_of_workers(
 def test_a_stream_fills_up_where_ranks_are_to_be_even(workers: dict[str, Any]) -> None:
     order = Order(31, block=7, global_batch=12, micro_batch=2, even=True)
 
-    for rank in range(4):
+    for rank in (0, 3):
         loader: DataLoader[Any] = DataLoader(
             Stream(Counting(31), order, rank, 4, after=5, until=14), batch_size=None, **workers
         )

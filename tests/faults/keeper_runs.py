@@ -1,0 +1,115 @@
+"""Trainings by kept.py, with what their workers recorded, and those that nothing happened to."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from tests.harness import Job
+
+KEPT = Path(__file__).with_name("kept.py")
+STEPS = 40
+RESTORED = r"restored step (\d+) from memory \(of generation (\d+)(.*?)\); (\d+) steps? (?:is|are) repeated"
+
+
+class Recorded:
+    """What the workers of a training have recorded in `folder`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    @property
+    def records(self) -> list[dict[str, Any]]:
+        path = self.folder / "records"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def of(self, event: str, **fields: object) -> list[dict[str, Any]]:
+        return [r for r in self.records if r["event"] == event and fields.items() <= r.items()]
+
+    @property
+    def losses(self) -> dict[tuple[int, int], str]:
+        """The bits of each rank's loss of each step; fails if one was computed twice with another outcome."""
+        found: dict[tuple[int, int], str] = {}
+        for r in self.of("done"):
+            assert found.setdefault((r["rank"], r["step"]), r["loss"]) == r["loss"], r
+        return found
+
+    @property
+    def ends(self) -> dict[int, tuple[str, str]]:
+        """What each rank ended with: model, optimizer, scheduler and extra; its own random state and error feedback."""
+        return {r["rank"]: (r["state"], r["own"]) for r in self.of("end")}
+
+    def newest_done(self, generation: int) -> int:
+        """The newest step that a worker of that generation has recorded as done."""
+        done = [*self.of("done", generation=generation), *self.of("began", generation=generation)]
+        return max(r["step"] for r in done)
+
+    def began(self, generation: int) -> int:
+        (step,) = {r["step"] for r in self.of("began", generation=generation)}
+        return int(step)
+
+
+class Run(Recorded):
+    """One training by `kept.py` with what its workers recorded; `asks` are pairs of a moment and its place."""
+
+    def __init__(
+        self,
+        folder: Path,
+        workers: int,
+        *options: str,
+        asks: Iterable[str] = (),
+        steps: int = STEPS,
+        launch: Iterable[str] = (),
+    ) -> None:
+        super().__init__(folder)
+        folder.mkdir()
+        for ask in asks:
+            (folder / ask).touch()
+        words = ["--nproc-per-node", str(workers), "--max-restarts", "30", *launch, str(KEPT), str(folder), str(steps)]
+        self.job = Job(folder, *words, *options, env={"OMP_NUM_THREADS": "1"})
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.job.__exit__()
+
+    def ended(self) -> Run:
+        assert self.job.wait(240) == 0, self.job.output
+        return self
+
+
+class Calm:
+    """The runs that nothing happened to, made when they are first asked for; all test processes share `folder`.
+
+    How often snapshots are taken changes nothing that a run leaves.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        folder.mkdir(exist_ok=True)
+
+    def __call__(self, workers: int, hook: str = "") -> Recorded:
+        name = f"{workers}-{hook or 'plain'}"
+        with (self._folder / f"{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not (self._folder / name).exists():
+                partial = self._folder / f"{name}.part"
+                shutil.rmtree(partial, ignore_errors=True)
+                hooks = (f"hook={hook}",) if hook else ()
+                with Run(partial, workers, "snapshot_every=1", *hooks) as run:
+                    run.ended()
+                assert "restored" not in run.job.output
+                partial.rename(self._folder / name)
+        return Recorded(self._folder / name)
+
+
+def assert_same(stormy: Recorded, calm: Recorded) -> None:
+    assert stormy.ends == calm.ends
+    assert calm.losses.items() >= stormy.losses.items()
+    # The killed ones lack lines of steps that the others had completed; nobody else does.
+    assert {step for _, step in stormy.losses} == set(range(1, STEPS + 1))
