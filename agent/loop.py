@@ -41,6 +41,7 @@ from elaunch.agent.inbox import Inbox, LookAgain
 from elaunch.agent.output.pump import Pump
 from elaunch.agent.output.run_dir import RunDir
 from elaunch.agent.output.timeline import NO_GENERATION, Timeline
+from elaunch.agent.session.job_store import JobStore, LocalHost
 from elaunch.agent.session.process_identity import this_process
 from elaunch.agent.session.session import Session
 from elaunch.agent.workers.fork_servers import Servers
@@ -88,10 +89,8 @@ class Loop:
         self._timeline = Timeline(run_dir.logs, run_dir.warn, pump.do)
         host, keys = socket.gethostname(), Keys(config.spec.run_id, config.store_prefix)
         self._workers = Workers(config, host, pump, run_dir)
-        look_again = partial(self._inbox.post, LookAgain())
-        self._session = Session(
-            store, keys, host, config.times, self._inbox.post, look_again, is_remote=store_is_remote
-        )
+        job_store = JobStore(store, keys, store_is_remote)
+        self._session = Session(job_store, LocalHost(host), config.times, self._inbox.post)
         # The session names each incarnation of this node.
         node = Node("", host, config.master_addr, config.slots, this_process(), config.role, config.node_rank)
         me = replace(node, topology=config.topology)

@@ -40,6 +40,7 @@ from elaunch.agent.core.events import (
 from elaunch.agent.core.state import Agent
 from elaunch.agent.core.step import deadline_s, step
 from elaunch.agent.inbox import LookAgain
+from elaunch.agent.session.job_store import JobStore, LocalHost
 from elaunch.agent.session.session import Session
 from elaunch.rendezvous.endpoint import Endpoint
 from elaunch.rendezvous.etcd.json_transport import GatewayCarrier
@@ -92,7 +93,7 @@ class Crowd:
         node = Node("", host, f"10.0.{number // 256}.{number % 256}", SLOTS)
         store = EtcdStore([endpoint], carrier=Counting(GatewayCarrier(), self.tally))
         post = partial(self._post, index)
-        session = Session(store, keys, host, times, post, partial(post, LookAgain()), is_remote=True)
+        session = Session(JobStore(store, keys, is_remote=True), LocalHost(host), times, post)
         return Member(Agent(node, spec, times, Snapshot(keys), progressed=True), session)
 
     def do(self, what: Callable[[], None]) -> None:

@@ -16,7 +16,7 @@ SLOW_BACKOFF_MAX_S = 3.0
 # Whoever wants to go tries its last words as often as that: one lost packet must not cost its peers a lease time.
 LAST_TRIES = 3
 
-Errand = Callable[[], None]
+Request = Callable[[], None]
 
 
 class _Lane(Enum):
@@ -26,7 +26,7 @@ class _Lane(Enum):
     QUEUE = auto()
 
 
-class Errands:
+class RetryQueue:
     """A queue that keeps its order, and a renewal that goes before all that waits.
 
     Orders may come from any thread, `do_next` is called by one. `uniform` draws a number between two. Each failed try
@@ -35,7 +35,7 @@ class Errands:
 
     def __init__(
         self,
-        renew: Errand,
+        renew: Request,
         post: Callable[[StoreEvent], None],
         backoff_max_s: float,
         uniform: Callable[[float, float], float],
@@ -44,12 +44,12 @@ class Errands:
         self._post = post
         self._backoff_max_s = backoff_max_s
         self._uniform = uniform
-        self._queue: deque[Errand] = deque()
+        self._queue: deque[Request] = deque()
         self._renewal_wanted = False
         self._was_reached = False
         # The error of each lane whose last try failed.
         self._failing: dict[_Lane, Unavailable | Rejected] = {}
-        # Tries in a row that failed, of the queue's first errand.
+        # Tries in a row that failed, of the queue's first request.
         self._failed_tries = 0
         self._turn = _Lane.RENEWAL
         self._is_ending = False
@@ -58,10 +58,10 @@ class Errands:
     def has_any(self) -> bool:
         return bool(self._queue) or self._renewal_wanted
 
-    def order(self, errand: Errand) -> None:
-        self._queue.append(errand)
+    def add(self, request: Request) -> None:
+        self._queue.append(request)
 
-    def order_renewal(self) -> None:
+    def add_renewal(self) -> None:
         self._renewal_wanted = True
 
     def end(self) -> None:
