@@ -13,7 +13,7 @@ from elaunch.agent.guardian.cgroup import JobCgroup
 from elaunch.agent.guardian.guardian import VARIABLE, Kin, clean_up, sweep
 
 
-class Guard:
+class GuardianClient:
     """Starts the guardian; from then on this process may die at any moment and nothing of the job stays.
 
     `run_dirs` are removed at the end, whichever of them exist by then. The job's processes carry
@@ -24,16 +24,16 @@ class Guard:
         self.marker = secrets.token_hex(8)
         self._kin = Kin.of_this_process(self.marker, inherited)
         self.cgroup = JobCgroup(f"elaunch-{self.marker}")
-        self.renewals = 0
+        self.restarts = 0
         self._run_dirs = run_dirs
         self._fd, self._process = self._start()
         self.cgroup.make()
 
-    def renew(self) -> None:
+    def restart(self) -> None:
         """Replace a guardian that was killed. Raises OSError where that fails."""
         os.close(self._fd)
         self._process.wait()
-        self.renewals += 1
+        self.restarts += 1
         self._fd, self._process = self._start()
 
     def _start(self) -> tuple[int, subprocess.Popen[bytes]]:

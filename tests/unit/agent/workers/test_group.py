@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from elaunch.agent.workers.group import LASTING_S, Group
+from elaunch.agent.workers.group import LASTING_S, WorkerGroup
 from elaunch.agent.workers.link import Link
 from elaunch.rendezvous.rules.table_codec import seats_of
 from elaunch.rendezvous.types import RankTable
@@ -14,12 +14,12 @@ from elaunch.rendezvous.types import RankTable
 TABLE = RankTable(4, seats_of([("a-00000001", 2, "default"), ("b-00000001", 2, "default")]), "10.0.0.1", 1, "a start")
 
 
-def group(*links: tuple[int, bool | None], reached_store: bool | None) -> Group:
+def group(*links: tuple[int, bool | None], reached_store: bool | None) -> WorkerGroup:
     """One with links that said this of their newest step and of their process group."""
     made = {n: Link(0, n, socket.socket(), step, reached_store=reached) for n, (step, reached) in enumerate(links)}
     for link in made.values():
         link.socket.close()
-    return Group(TABLE, 1, links=made, reached_store=reached_store)
+    return WorkerGroup(TABLE, 1, links=made, reached_store=reached_store)
 
 
 @pytest.mark.parametrize(
