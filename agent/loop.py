@@ -45,9 +45,9 @@ from elaunch.rendezvous.rules.snapshot import Snapshot
 from elaunch.rendezvous.types import Failure, FailureKind, Joined, Node, Outcome, OutcomeKind
 
 _GUARDIANS_MAX = 20
-# For the store to hear the last words; whoever waits for the prompt does not wait for it longer.
+# The store has this time to take the last writes; the user, who waits for the prompt, waits no longer.
 _FAREWELL_S = 2.0
-# Where the store ends with this agent, for the others to read how the job ended.
+# A store that ends with this agent stays this long, so that the other agents read how the job ended.
 _OUTLAST_S = 3.0
 # epoll refuses a wait of more than 24 days.
 _WAIT_MAX_S = 86_400.0
@@ -98,7 +98,7 @@ class Loop:
         return outcome
 
     def _take_leave(self, outcome: Outcome) -> None:
-        """A store that this host serves ends with its agent: the others are told, or they would wait for it in vain."""
+        """If this host serves the store, tell the other agents that it ends now: they would wait for it in vain."""
         snapshot = self._agent.snapshot
         if self._served_pid is None or snapshot.ended or snapshot.generation is None:
             return
@@ -129,7 +129,7 @@ class Loop:
             self._act(action)
 
     def _note(self, event: Event, known: Snapshot) -> None:
-        """On the timeline: this node hears of a new generation; the store has this node's word for it."""
+        """Stamp on the timeline that this node hears of a new generation, and that the store has its `joined` key."""
         opened = self._agent.snapshot.generation
         if opened is None:
             return
@@ -172,7 +172,7 @@ class Loop:
             case TakeStacks():
                 self._workers.take_stacks(action)
             case Clear(generation):
-                # The lease is kept meanwhile: this loop lives.
+                # Clearing may take seconds, and the lease must be renewed meanwhile: this loop lives.
                 self._workers.clear(generation, lambda: self._session.tick(time.monotonic()))
             case ReplaceForkServer(generation):
                 self._workers.replace_fork_server(generation)

@@ -64,7 +64,7 @@ def begin(config: AgentConfig) -> Iterator[AgentRun]:
                 say(line)
             yield agent
         except BaseException:
-            # What was said before an error is written before it.
+            # The pump's lines come before the error's text.
             pump.close(timeout_s=_LAST_WORDS_S)
             raise
 

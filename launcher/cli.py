@@ -1,7 +1,7 @@
 """The command `elaunch`: parse, begin the agent, reach the store, run the agent, report, exit.
 
 The order is for speed: the agent begins as soon as the options are known, since its fork server's import of torch is
-what the user waits for. What is needed later is imported beside it.
+what the user waits for. All that is needed later is imported meanwhile.
 """
 
 from __future__ import annotations

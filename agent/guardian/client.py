@@ -74,9 +74,9 @@ class GuardianClient:
         return {**inherited, VARIABLE: f"{above},{self.marker}" if above else self.marker}
 
     def end_generation(self, generation: int, fork_server: int, meanwhile: Callable[[], None]) -> None:
-        """End every process of a generation, whoever its parent is now, but not the fork server (a pid).
+        """End every process of a generation, even if its parent is another one now, but not the fork server (a pid).
 
-        One that no signal ends (it waits for a disk) is waited for, for seconds: `meanwhile` is called then.
+        A process that no signal ends (it waits for a disk) may take seconds: `meanwhile` is called then.
         """
         sweep(self._kin, (fork_server,), meanwhile)
         self.cgroup.end(generation, meanwhile)

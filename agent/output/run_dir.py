@@ -45,8 +45,8 @@ class MemoryFolder(NamedTuple):
 class RunDir:
     """Folders of one run, one per generation and rank: `attempt_<generation>/<rank>/` (torchrun's tree).
 
-    No generation reuses another's, so no restart deletes or overwrites a file. What cannot be made is gone without,
-    but for the log folder itself.
+    No generation reuses another's, so no restart deletes or overwrites a file. A folder that cannot be made is
+    done without, except the log folder itself.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class RunDir:
     ) -> None:
         """`private` are the places for a private folder, the first that works; fresh `private_places` without.
 
-        Raises OSError where `log_dir` can hold nothing: who asks for files should not learn at the end that none are.
+        Raises OSError if `log_dir` can hold nothing: its user must not learn only at the end that there are no files.
         """
         self._warn = warn
         self._private_places = private or private_places()

@@ -10,10 +10,10 @@ from elaunch.agent.core.events import StoreAway, StoreBack, StoreEvent, StoreLos
 from elaunch.rendezvous.store import Denied, HeadAway, HistoryLost, Rejected, TimedOut, Unavailable
 
 FIRST_BACKOFF_S = 0.02
-# A store that is there and does not answer in time has too much to do, with all of a large job's nodes at once. Who has
-# no lease yet can wait; the others must come back sooner than theirs end.
+# A store that is there and does not answer in time has too much to do: all nodes of a large job ask at once. An agent
+# without a lease can wait; one with a lease must be back before the lease ends.
 SLOW_BACKOFF_MAX_S = 3.0
-# Whoever wants to go tries its last words as often as that: one lost packet must not cost its peers a lease time.
+# An agent that is leaving tries its last requests this often: one lost packet must not cost its peers a lease time.
 LAST_TRIES = 3
 
 Request = Callable[[], None]
@@ -65,7 +65,7 @@ class RetryQueue:
         self._renewal_wanted = True
 
     def end(self) -> None:
-        """From now on only what waits is done: a lease that is about to be given back needs no renewal."""
+        """From now on the queue goes first: a lease that is about to be given back needs no renewal."""
         self._is_ending = True
 
     @property
@@ -75,7 +75,7 @@ class RetryQueue:
 
     @property
     def is_over(self) -> bool:
-        """Whether whoever wants to go need not wait for what is left."""
+        """Whether an agent that is leaving need not wait for the rest of the queue."""
         is_denied = isinstance(self._failing.get(_Lane.QUEUE), Denied)
         return self._failed_tries >= LAST_TRIES or is_denied or not self._queue
 

@@ -1,4 +1,4 @@
-"""The agent's session with its store: what it orders is done by a thread of its own, and tried until it is done.
+"""The agent's session with its store: a thread makes the requests, and repeats each until the store has done it.
 
 Nothing is decided here. What the store says becomes events; what it does not answer is tried again.
 """
@@ -90,7 +90,7 @@ class Session:
         self._client.close()
         self._store.close()
 
-    # The session's own thread, or, for a store in this process, whoever calls.
+    # Called by the session's own thread; for a store in this process, by the loop.
 
     def _do(self, request: Request) -> None:
         if not self._thread:

@@ -1,4 +1,4 @@
-"""What an agent asks of its store, and which events the answers become: its lease, the run's lease, its writes.
+"""Makes an agent's requests to its store (lease, the run's lease, writes) and turns the answers into events.
 
 Nothing is decided here, and nothing waits: the session has the thread that does, and repeats what fails.
 """
@@ -23,7 +23,7 @@ from elaunch.rendezvous.types import Node
 
 # Renewals of the run's lease in each of its times to live.
 _RUN_RENEWALS = 4
-# What a node does before it is a member, and with others in sight.
+# A node's transactions before it is a member, when others are in sight.
 _ENTERING = (Tag.RUN, Tag.JOIN)
 
 
@@ -78,8 +78,8 @@ class StoreClient:
 
     def begin(self) -> None:
         """A first look, word of what changes from then on, and a lease."""
-        # Tried again, it goes on where it was: a store that is slow for many is not asked everything anew. The lease
-        # comes last, or it would have to be renewed meanwhile.
+        # A repeated `begin` goes on where it was, so that a slow store is not asked everything again. The lease comes
+        # last, or it would have to be renewed meanwhile.
         self._view.begin()
         if not self._lease:
             self._grant()
@@ -131,7 +131,7 @@ class StoreClient:
             return
         self._is_alone |= answer.held and tag in (Tag.FIRST_RUN, *_ENTERING)
         if not answer.held and tag is not Tag.FIRST_RUN:
-            # Why, the watch may never say: it does not tell of keys that other nodes have. (Of a first run it does.)
+            # The watch may never tell why: it does not cover other nodes' keys. (It does cover a first run's.)
             self._view.refresh()
         self._post(Committed(tag, answer.held, answer.revision))
 
@@ -211,11 +211,11 @@ class StoreClient:
         return self._commit_small(txn)
 
     def _commit_alone(self, txn: Txn, tag: Tag) -> Answer:
-        """Enter the job, once no agent's lease that was this one's last life's stands there any more.
+        """Enter the job after ending the lease of this agent's last life, if that lease is still there.
 
-        One that was started again within a lease time ends that lease first, and decides anew: a run whose only member
-        was itself is none. Most have none, and many come at once: that this host has no member is a guard, and only
-        where that may be why it is refused is looked who there is.
+        An agent that was started again within a lease time ends that lease first, and decides anew: a run whose only
+        member was itself is no run. Most agents have no such lease, and many come at once. So "this host has no
+        member" is a guard of the transaction, and the members are read only if that guard may have refused it.
         """
         of_host = f"{self._keys.members}{self._host.name}-"
         answer = self._commit_small(replace(txn, guards=(*txn.guards, Empty(of_host))))
@@ -225,7 +225,7 @@ class StoreClient:
         dead = [entry.lease for entry in others if entry.lease and self._is_dead_member(entry.value)]
         for lease in dead:
             self._store.revoke(lease)
-        # A run stands or falls with the job's members; a join was decided on with the dead one in sight.
+        # A start of a run can be decided again without the dead member; a join was decided with that member in sight.
         is_refused_for_good = bool(dead) and tag is not Tag.RUN
         return self._commit_small(txn) if others and not is_refused_for_good else answer
 

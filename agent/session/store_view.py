@@ -1,4 +1,4 @@
-"""What an agent sees of its job's keys: a view that a watch keeps up, and that a read repairs.
+"""Keeps an agent's view of its job's keys: a watch keeps it up to date, and a read repairs it.
 
 Nothing is decided here. A change of the view posts `LookAgain`; `look` then reads the keys of the newest view.
 """
@@ -54,7 +54,7 @@ class StoreView:
         self._is_deaf_said = False
         # The revision behind which a read found what the watch has not told yet.
         self._untold: int | None = None
-        # What is read and watched: the control keys, or, for a leader, all.
+        # The prefix that is read and watched: the control keys; all keys for a leader.
         self._scope = self._keys.control if job_store.is_remote else self._keys.root
         self._is_whole = False
         self._is_dirty = False
@@ -89,7 +89,7 @@ class StoreView:
         """Begin the watch, and with it a first view, unless it has begun."""
         if self._watch is not None:
             return
-        # A store that lets this be seen is asked nothing more: many agents come at once. Of another, `check` says why.
+        # Many agents come at once, so a store that allows the watch is asked nothing more. Otherwise `check` says why.
         try:
             self._begin_watch()
         except TimedOut:
@@ -120,7 +120,7 @@ class StoreView:
         return True
 
     def read_again(self) -> None:
-        """Find what the watch did not tell; one that has not told by the next time what was found is replaced."""
+        """Find what the watch did not tell. A watch that has not told it by the next read is replaced."""
         is_deaf = self._watch is None or self._has_watch_ended or self._untold is not None
         if is_deaf or not self._is_as_seen():
             view = self._read_beside()
@@ -148,7 +148,7 @@ class StoreView:
         """Watch `scope` from now on, or beside what was read of it at revision `after`."""
         with self._view_lock:
             self._scope = scope
-            # What the watch until now still has to tell may be of a smaller one.
+            # Updates that the old watch has still to tell may be of a narrower scope.
             self._epoch += 1
             self._untold = None
             self._has_watch_ended = False
@@ -163,7 +163,7 @@ class StoreView:
     def _is_as_seen(self) -> bool:
         """Whether all keys are as the view has them, which is shown as the newest then.
 
-        A few bytes instead of the rank table, which is as long as there are nodes, for each of them.
+        This costs a few bytes. A read would bring each node the rank table, which grows with the number of nodes.
         """
         with self._view_lock:
             # While a wider watch begins, the view is still the narrow one's.
@@ -208,7 +208,7 @@ class StoreView:
                 self._reread_due_s = 0.0
 
     def _heard(self, epoch: int, revision: int) -> None:
-        """The watch is not deaf."""
+        """Note that the watch tells."""
         self._is_deaf_said = False
         with self._view_lock:
             if epoch == self._epoch and self._untold is not None and revision > self._untold:
@@ -233,7 +233,7 @@ class StoreView:
             self._post(LookAgain())
 
     def _put(self, view: View) -> bool:
-        """Keep the view; whether nobody has been told to look since the last one was looked at."""
+        """Keep the view; whether nobody has been told to look since the last look."""
         self._view = view
         is_news, self._is_dirty = not self._is_dirty, True
         return is_news

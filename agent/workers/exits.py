@@ -1,4 +1,4 @@
-"""What a worker's exit means: its error file, its link, the kernel's word and its exit code, as one event."""
+"""Reads what a worker leaves at its exit (exit code, error file, link, kernel log) and makes one event of it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ExitReader:
         self._oom = OutOfMemoryWatch()
 
     def exited(self, group: WorkerGroup, local_rank: int, pid: int, code: int) -> WorkerExited:
-        """What an exit means; `code` is as in `Failure`."""
+        """The event of a worker's exit; `code` is as in `Failure`."""
         link = group.links.get(local_rank)
         if link:
             link.read()

@@ -1,4 +1,4 @@
-"""What the fork server says becomes events, and one that is lost or silent is replaced."""
+"""Turns what the fork server says into events, and replaces a fork server that is lost or silent."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from elaunch.agent.workers.reporter import Reporter
 from elaunch.rendezvous.types import FailureKind
 
 _FORK_S = 0.05
-# Imports that take longer than this are worth a word to whoever waits.
+# An import that takes longer than this is worth a line in the log: the user waits for it.
 _PATIENCE_S = 4.0
 
 
 class ForkServerMonitor:
-    """Reads what `server` says of the current generation's processes. It is told and asked by the agent's loop only."""
+    """Reads what `server` says of the current generation's processes. Only the agent's loop calls it."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class ForkServerMonitor:
             self.replace(self._current.generation, "did not answer when a worker was gone")
 
     def check(self) -> None:
-        """A link ended, as it does when its worker dies: is the fork server there to tell us of that?"""
+        """A link has ended, as at a worker's death: ask whether the fork server is there to report that death."""
         with suppress(OSError):
             self._server.ping()
             # It may have many workers to fork before it comes to answering.
@@ -79,7 +79,7 @@ class ForkServerMonitor:
         self._lost(generation, "the fork server was stopped", FailureKind.TEMPLATE_LOST)
 
     def watch_store(self, group: WorkerGroup) -> None:
-        """Hear the generation's worker store, if it is this node's."""
+        """Read the control socket of the generation's worker store, if this node has that store."""
         if group.store:
             self._selector.register(group.store, selectors.EVENT_READ, partial(self._read_store, group))
 
@@ -89,7 +89,7 @@ class ForkServerMonitor:
                 self._selector.unregister(group.store)
 
     def _read_store(self, group: WorkerGroup) -> None:
-        """Take the word of the worker store, which has one to say; that it ended is the fork server's news."""
+        """Read the one thing that the worker store says of itself; its exit is the fork server's to report."""
         self.unwatch_store(group)
         if group.store and group.store.read():
             self._timeline.stamp(group.generation, "store_ready")
@@ -171,6 +171,6 @@ class ForkServerMonitor:
         self._lost(generation, f"the fork server {how}", FailureKind.TEMPLATE_LOST)
 
     def _lost(self, generation: int, message: str, kind: FailureKind) -> None:
-        """Tell that the fork server is gone, and all workers with it, or that only the worker store is."""
+        """Post that the fork server and all workers are gone (TEMPLATE_LOST), or the worker store (other kinds)."""
         failure = self._reporter.node_failure(kind, generation, message)
         self._reporter.post(ServiceLost(generation, failure, workers_too=kind is FailureKind.TEMPLATE_LOST))

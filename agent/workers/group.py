@@ -12,7 +12,7 @@ from elaunch.agent.workers.link import Link
 from elaunch.agent.workers.store_control import StoreControl
 from elaunch.rendezvous.types import RankTable
 
-# Of a program that neither reports steps nor has a process group nobody else can say whether it came to anything.
+# A program that ran this long counts as progress, even if it neither reports steps nor makes a process group.
 LASTING_S = 600.0
 
 
@@ -56,7 +56,7 @@ class WorkerGroup:
 
     @property
     def lasted(self) -> bool:
-        """Whether it ran for so long that it must have done something, also where its program tells us nothing."""
+        """Whether the workers ran so long that they must have done something, even if the program reports nothing."""
         return time.monotonic() - self.started_s >= LASTING_S
 
     @property
@@ -73,7 +73,7 @@ class WorkerGroup:
 
 
 class CurrentGroup:
-    """The one owner of the generation that this node runs, or ran last. `Workers` begins it; others only ask."""
+    """The one owner of the generation that this node runs, or ran last. Only `Workers` calls `begin`."""
 
     def __init__(self) -> None:
         self._group: WorkerGroup | None = None
@@ -93,5 +93,5 @@ class CurrentGroup:
         return self._group.generation if self._group else NO_GENERATION
 
     def of(self, generation: object) -> WorkerGroup | None:
-        """The workers, if that is their generation: news of another one changes nothing."""
+        """The workers of that generation, if it is the current one: news of another generation changes nothing."""
         return self._group if self._group and self._group.generation == generation else None

@@ -1,4 +1,4 @@
-"""What this node's workers say on their links becomes events; what they are told goes out on them."""
+"""Turns what workers say on their links into events, and sends on the links what workers are told."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class LinkMonitor:
     """Reads the links of the current generation's workers; `fileno` is readable when `read_ready` has something.
 
     What workers say is kept until `take_news` hands it out: it must not queue behind what the agent decides with it.
-    Without `hang_timeout_s` nobody counts reports. `on_hang_up` is called when a link has ended.
+    Reports are counted only with a `hang_timeout_s`. `on_hang_up` is called when a link has ended.
     """
 
     def __init__(
@@ -76,12 +76,12 @@ class LinkMonitor:
             self._links.drop(link)
 
     def read_ready(self) -> None:
-        """Read what is worth being woken for."""
+        """Read the links that woke the loop."""
         for link in self._links.ready():
             self._news += self._read(link)
 
     def tick(self, now_s: float) -> None:
-        """Once a second: what the workers have said, and whether they still report."""
+        """Once a second, read all links, and count the reports."""
         if not (due := self._links.due(now_s)):
             return
         for link in due:
@@ -117,7 +117,7 @@ class LinkMonitor:
             self._links.tell(self._current.group.links[local_rank], order.message)
 
     def take_stacks(self, order: TakeStacks) -> None:
-        """Those that listen write theirs to the log; the others are looked into, which takes a moment."""
+        """Have workers that listen write their stacks to the log; py-spy looks into the others, in a thread."""
         group, generation = self._current.group, order.generation
         self._timeline.stamp(generation, "hung", quiet_s=round(order.quiet_s))
         self.tell(TellWorkers(generation, order.listening, ShowStacks()))
@@ -140,7 +140,7 @@ class LinkMonitor:
         stacks.look_into(pids, self._reporter.say, partial(self._reporter.post, WorkersHung(generation, failure)))
 
     def _read(self, link: Link) -> list[LinkEvent]:
-        """What the worker has said that the agent's core is to know; its notes are said at once."""
+        """Read one link: the events for the agent's core. A note goes to the log at once."""
         if not link.read():
             self._links.drop(link)
             self._on_hang_up()
@@ -161,7 +161,7 @@ class LinkMonitor:
         return news
 
     def _say_once(self, key: str, text: str) -> None:
-        """Once, whichever workers and generations have cause for it."""
+        """Say it once in the agent's life, even if many workers and generations have cause for it."""
         if key not in self._said:
             self._said.add(key)
             self._reporter.say(text)

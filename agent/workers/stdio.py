@@ -1,4 +1,4 @@
-"""Which file descriptors a worker gets as its standard streams, and where what it writes then goes."""
+"""Makes a worker's standard streams, and routes its output to console and files."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class StoreControl:
         return None
 
     def last_error(self) -> str:
-        """What a store that has ended had to say, in words; empty where it said nothing."""
+        """The error that an ended store had reported, in words; empty if it had reported none."""
         with self._socket:
             self.read()
         return f"failed: {self._error}" if self._error else ""

@@ -21,9 +21,10 @@ from elaunch.rendezvous.types import RankTable
 
 
 class Workers:
-    """Carries out what the agent decides about its workers. What is seen of them goes to `reporter`, and to `news`.
+    """Carries out what the agent decides about its workers.
 
-    The agent's loop calls all methods, and waits for `selector`.
+    What workers say on their links is kept for `take_news`; all else goes to `reporter`. The agent's loop calls all
+    methods, and waits for `selector`.
     """
 
     def __init__(self, services: Services, reporter: Reporter, selector: selectors.BaseSelector) -> None:
@@ -54,7 +55,7 @@ class Workers:
         self._monitor.tick(now_s, is_quiet=is_quiet)
 
     def read_links(self) -> None:
-        """Take what workers have said until now: how they are stopped depends on it."""
+        """Read all links now: how workers are stopped depends on what they have said."""
         self._links.read_all()
 
     def take_news(self) -> Iterator[LinkEvent | Reported]:
@@ -72,12 +73,12 @@ class Workers:
         group = WorkerGroup(table, group_rank, self._guardian.cgroup.generation(generation))
         self._current.begin(group)
         if group_rank != 0 or not self._spawner.has_store:
-            # No store of this node takes it over: rank 0 binds it, or nobody here.
+            # No worker store of this node takes the port: rank 0 binds one, here or on another node.
             self._port.close()
         try:
             self._spawner.start(group, self._port.listener)
         except (BrokenPipeError, ConnectionResetError):
-            # The fork server is gone; its socket says so as well, and that is where it is handled.
+            # The fork server is gone. The monitor reads the same from its socket, and handles it there.
             return
         except OSError as error:
             self._monitor.replace(generation, f"could not be given the workers: {error.strerror}")
@@ -89,7 +90,7 @@ class Workers:
         self._monitor.watch_store(group)
 
     def signal(self, order: SignalWorkers, *, is_ending: bool) -> None:
-        """Signal workers; where the agent is ending and none can have started yet, end the fork server instead."""
+        """Signal workers. If the agent is ending and the fork server still imports, no worker runs: end that server."""
         stage = "killing" if order.signum == signal.SIGKILL else "stopping"
         name, count = signal_name(-order.signum), len(order.local_ranks)
         self._timeline.stamp(order.generation, stage, signal=name, workers=count)
