@@ -1,4 +1,4 @@
-"""agent.streams: from a worker's pipe to the console and the file, with real file descriptors."""
+"""agent.output.streams: from a worker's pipe to the console and the file, with real file descriptors."""
 
 from __future__ import annotations
 

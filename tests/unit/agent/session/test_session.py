@@ -1,4 +1,4 @@
-"""agent.session: what is ordered is done by a thread of its own, in order, until the store has done it."""
+"""agent.session.session: what is ordered is done by a thread of its own, in order, until the store has done it."""
 
 from __future__ import annotations
 

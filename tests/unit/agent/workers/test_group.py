@@ -1,4 +1,4 @@
-"""agent.group: whether a node's workers made progress, from what their links and their store say."""
+"""agent.workers.group: whether a node's workers made progress, from what their links and their store say."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import socket
 
 import pytest
 
-from elaunch.agent.workers.group import LASTING_S, WorkerGroup
+from elaunch.agent.output.timeline import NO_GENERATION
+from elaunch.agent.workers.group import LASTING_S, CurrentGroup, WorkerGroup
 from elaunch.agent.workers.link import Link
 from elaunch.rendezvous.rules.table_codec import seats_of
 from elaunch.rendezvous.types import RankTable
@@ -62,3 +63,17 @@ def test_a_group_that_ran_for_long_has_done_something_also_where_nobody_says_so(
 def test_a_group_knows_its_node_as_the_table_does() -> None:
     assert group(reached_store=False).node_id == "b-00000001"
     assert [group(reached_store=False).rank(n) for n in (0, 1)] == [2, 3]
+
+
+def test_news_of_another_generation_than_the_current_one_finds_no_workers() -> None:
+    current = CurrentGroup()
+    before = (current.generation, current.of(TABLE.generation))
+    now = group(reached_store=None)
+
+    current.begin(now)
+
+    assert before == (NO_GENERATION, None)
+    assert current.generation == TABLE.generation
+    assert current.of(TABLE.generation) is now
+    assert current.of(TABLE.generation - 1) is None
+    assert current.of(None) is None
