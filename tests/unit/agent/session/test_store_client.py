@@ -55,7 +55,7 @@ class Bench:
         self.dead: set[str] = set()
         self.client = StoreClient(
             JobStore(self.store, KEYS, remote),
-            LocalHost("node-a", random.Random(seed).getrandbits, self.dead.__contains__, lambda: self.now_s),
+            LocalHost("node-a", random.Random(seed).getrandbits, lambda name: name in self.dead, lambda: self.now_s),
             times,
             self._post,
         )
