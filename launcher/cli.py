@@ -147,7 +147,7 @@ def _prepared(
 
 
 def _cluster(options: Options, environ: Mapping[str, str]) -> Cluster | None:
-    """What a scheduler says about this process; nothing where its user wants to hear nothing. Raises UsageError."""
+    """What a scheduler says about this process; None if there is none, or its user wants none. Raises UsageError."""
     from elaunch.launcher.cluster.head_address import reachable
     from elaunch.launcher.cluster.schedulers.registry import detect
     from elaunch.launcher.options.small_file import read_small
