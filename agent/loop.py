@@ -1,17 +1,14 @@
-"""The agent: one inbox, one loop, and the hands that carry out what `core.step` decides."""
+"""The agent's loop: every event goes from the inbox through `core.step`, and what is decided there is carried out."""
 
 from __future__ import annotations
 
 import os
 import selectors
-import signal
 import socket
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
-from elaunch.agent.config import AgentConfig
 from elaunch.agent.core.actions import (
     Action,
     Clear,
@@ -27,32 +24,27 @@ from elaunch.agent.core.actions import (
     TellWorkers,
     Widen,
 )
-from elaunch.agent.core.events import Cleared, Committed, Event, OwnStoreLost, Tag, Tick
+from elaunch.agent.core.events import Committed, Event, OwnStoreLost, Tag, Tick
 from elaunch.agent.core.phases import Clearing, Exited, Running, Stopping
 from elaunch.agent.core.state import Agent
 from elaunch.agent.core.step import deadline_s, step
-from elaunch.agent.forkserver.client import ForkServer
-from elaunch.agent.guardian.client import Guard
 from elaunch.agent.inbox import Inbox, LookAgain
-from elaunch.agent.output.pump import Pump
-from elaunch.agent.output.run_dir import RunDir
 from elaunch.agent.output.timeline import NO_GENERATION, Timeline
+from elaunch.agent.services import Services
+from elaunch.agent.session.job_store import JobStore, LocalHost
 from elaunch.agent.session.process_identity import this_process
 from elaunch.agent.session.session import Session
-from elaunch.agent.workers.fork_servers import Servers
-from elaunch.agent.workers.group import Group
-from elaunch.agent.workers.link_monitor import Hearing
-from elaunch.agent.workers.master_port import reserve
-from elaunch.agent.workers.spawner import Workers, signal_name
-from elaunch.rendezvous.rules.snapshot import Keys, Snapshot
+from elaunch.agent.workers.exits import signal_name
+from elaunch.agent.workers.reporter import Reporter
+from elaunch.agent.workers.workers import Workers
+from elaunch.rendezvous.rules.snapshot import Snapshot
 from elaunch.rendezvous.rules.transactions import end_job, join
-from elaunch.rendezvous.store import Store
-from elaunch.rendezvous.types import Failure, FailureKind, Joined, Node, Outcome, OutcomeKind, RankTable
+from elaunch.rendezvous.types import Failure, FailureKind, Joined, Node, Outcome, OutcomeKind
 
 _GUARDIANS_MAX = 20
-# For the store to hear the last words; whoever waits for the prompt does not wait for it longer.
+# The store has this time to take the last writes; the user, who waits for the prompt, waits no longer.
 _FAREWELL_S = 2.0
-# Where the store ends with this agent, for the others to read how the job ended.
+# A store that ends with this agent stays this long, so that the other agents read how the job ended.
 _OUTLAST_S = 3.0
 # epoll refuses a wait of more than 24 days.
 _WAIT_MAX_S = 86_400.0
@@ -61,53 +53,27 @@ _WAIT_MAX_S = 86_400.0
 class Loop:
     """One agent's life, from joining to its outcome.
 
-    `server` was started by the caller, before the heavier imports, with `guard.environment(config.environment)`.
+    `served_pid` is the process by which this agent serves the job's store, if it does.
     """
 
-    def __init__(
-        self,
-        config: AgentConfig,
-        store: Store,
-        server: ForkServer,
-        guard: Guard,
-        pump: Pump,
-        run_dir: RunDir,
-        *,
-        store_is_remote: bool = False,
-        served_pid: int | None = None,
-    ) -> None:
+    def __init__(self, services: Services, job_store: JobStore, served_pid: int | None = None) -> None:
+        config, run_dir, pump = services.config, services.run_dir, services.pump
         self._config = config
         self._served_pid = served_pid
-        self._guard = guard
+        self._guardian = services.guardian
+        self._fork_server = services.fork_server
         self._pump = pump
         self._inbox = Inbox()
         self._timeline = Timeline(run_dir.logs, run_dir.warn, pump.do)
-        host, keys = socket.gethostname(), Keys(config.spec.run_id, config.store_prefix)
-        self._workers = Workers(config, host, pump, run_dir)
-        look_again = partial(self._inbox.post, LookAgain())
-        self._session = Session(
-            store, keys, host, config.times, self._inbox.post, look_again, is_remote=store_is_remote
-        )
+        host = socket.gethostname()
+        self._session = Session(job_store, LocalHost(host), config.times, self._inbox.post)
         # The session names each incarnation of this node.
         node = Node("", host, config.master_addr, config.slots, this_process(), config.role, config.node_rank)
         me = replace(node, topology=config.topology)
-        self._agent = Agent(me, config.spec, config.times, Snapshot(keys), config.notices)
+        self._agent = Agent(me, config.spec, config.times, Snapshot(job_store.keys), config.notices)
         self._selector = selectors.DefaultSelector()
-        self._listener: socket.socket | None = None
-        self._servers = Servers(
-            server,
-            config,
-            guard,
-            self._workers,
-            self._timeline,
-            self._selector,
-            self._inbox.post,
-            pump.say,
-            self._blameless,
-        )
-        self._hearing = Hearing(
-            config, run_dir, self._servers, self._timeline, self._inbox.post, pump.say, self._blameless
-        )
+        reporter = Reporter(self._inbox.post, pump.say, self._timeline, self._node_failure)
+        self._workers = Workers(services, reporter, self._selector)
 
     def run(self) -> Outcome:
         """Live until the outcome is known; all workers are gone then."""
@@ -115,7 +81,6 @@ class Loop:
         self._inbox.catch(self._config.signals)
         for fd in self._inbox.fds:
             self._selector.register(fd, selectors.EVENT_READ)
-        self._selector.register(self._hearing, selectors.EVENT_READ, self._hearing.hear)
         self._watch_guardian()
         if self._served_pid is not None:
             self._watch_store_process(self._served_pid)
@@ -124,13 +89,13 @@ class Loop:
             outcome = self._live()
             self._take_leave(outcome)
         finally:
-            self._servers.now.stop()
+            self._fork_server.stop()
             self._session.close(_FAREWELL_S, _OUTLAST_S if self._served_pid is not None else 0.0)
         self._inbox.release()
         return outcome
 
     def _take_leave(self, outcome: Outcome) -> None:
-        """A store that this host serves ends with its agent: the others are told, or they would wait for it in vain."""
+        """If this host serves the store, tell the other agents that it ends now: they would wait for it in vain."""
         snapshot = self._agent.snapshot
         if self._served_pid is None or snapshot.ended or snapshot.generation is None:
             return
@@ -147,8 +112,8 @@ class Loop:
                 event = self._session.look()
             if event and isinstance(self._agent.phase, Running):
                 # How workers are stopped depends on what they have said.
-                self._hearing.listen_now()
-            for said in self._hearing.news():
+                self._workers.read_links()
+            for said in self._workers.take_news():
                 self._take(said)
             if event:
                 self._take(event)
@@ -161,7 +126,7 @@ class Loop:
             self._act(action)
 
     def _note(self, event: Event, known: Snapshot) -> None:
-        """On the timeline: this node hears of a new generation; the store has this node's word for it."""
+        """Stamp on the timeline that this node hears of a new generation, and that the store has its `joined` key."""
         opened = self._agent.snapshot.generation
         if opened is None:
             return
@@ -172,7 +137,7 @@ class Loop:
 
     def _wait(self) -> None:
         due_s = deadline_s(self._agent)
-        timers_s = (due_s, self._servers.due_s, self._hearing.due_s, self._session.due_s)
+        timers_s = (due_s, self._workers.due_s, self._session.due_s)
         wanted_s = [at_s for at_s in timers_s if at_s is not None]
         timeout_s = max(0.0, min(min(wanted_s) - time.monotonic(), _WAIT_MAX_S)) if wanted_s else None
         ready = self._selector.select(timeout_s)
@@ -181,10 +146,9 @@ class Loop:
                 key.data()
         now_s = time.monotonic()
         self._session.tick(now_s)
-        self._hearing.tick(now_s)
         if due_s is not None and now_s >= due_s:
             self._inbox.post(Tick())
-        self._servers.tick(now_s, is_quiet=not ready)
+        self._workers.tick(now_s, is_quiet=not ready)
 
     def _act(self, action: Action) -> None:
         match action:
@@ -197,89 +161,34 @@ class Loop:
             case Widen():
                 self._session.widen()
             case Spawn(table, group_rank):
-                self._spawn(table, group_rank)
-            case SignalWorkers(generation, local_ranks, signum):
-                stage = "killing" if signum == signal.SIGKILL else "stopping"
-                self._timeline.stamp(generation, stage, signal=signal_name(-signum), workers=len(local_ranks))
-                if self._is_ending and not self._servers.is_ready:
-                    self._servers.abandon_import(generation)
-                else:
-                    self._signal(local_ranks, signum)
+                self._workers.spawn(table, group_rank)
+            case SignalWorkers():
+                self._workers.signal(action, is_ending=self._is_ending)
             case TellWorkers():
-                self._hearing.tell(action)
+                self._workers.tell(action)
             case TakeStacks():
-                self._hearing.take_stacks(action)
+                self._workers.take_stacks(action)
             case Clear(generation):
-                self._clear(generation)
+                # Clearing may take seconds, and the lease must be renewed meanwhile: this loop lives.
+                self._workers.clear(generation, lambda: self._session.tick(time.monotonic()))
             case ReplaceForkServer(generation):
-                self._servers.replace(generation, "did not answer")
+                self._workers.replace_fork_server(generation)
             case Say(text):
                 self._pump.say(text)
             case Exit(outcome):
                 self._timeline.stamp(outcome.generation, "ended", outcome=outcome.kind.value, code=outcome.exit_code)
 
     def _join(self, order: Join) -> None:
-        self._listener = self._listener or reserve(self._config)
         me = self._agent.me
-        joined = Joined(me.node_id, self._listener.getsockname()[1], order.progressed)
+        joined = Joined(me.node_id, self._workers.reserve_port(), order.progressed)
         txn = join(self._agent.snapshot, me, joined, order.lease, is_member=order.is_member)
         self._session.commit(txn, Tag.JOIN)
-
-    def _spawn(self, table: RankTable, group_rank: int) -> None:
-        self._timeline.stamp(table.generation, "sealed", world_size=table.world_size)
-        group = Group(table, group_rank, self._guard.cgroup.generation(table.generation))
-        self._servers.group = group
-        try:
-            self._workers.start(self._servers.now, group, self._listener)
-        except (BrokenPipeError, ConnectionResetError):
-            # The fork server is gone; its socket says so as well, and that is where it is handled.
-            return
-        except OSError as error:
-            self._servers.replace(table.generation, f"could not be given the workers: {error.strerror}")
-            return
-        finally:
-            # The one port that was asked for stays ours: nobody can take it between two generations.
-            if self._listener and not (len(self._config.master_ports) == 1 and self._workers.has_store):
-                self._listener.close()
-                self._listener = None
-        self._timeline.stamp(table.generation, "ordered")
-        self._hearing.begin(group)
-        if group.store:
-            self._selector.register(group.store, selectors.EVENT_READ, partial(self._servers.hear_store, group))
-
-    def _signal(self, local_ranks: frozenset[int], signum: int) -> None:
-        for local_rank in local_ranks:
-            try:
-                self._workers.signal(self._servers.now, self._group_now, local_rank, signum)
-            except OSError:
-                return
 
     @property
     def _is_ending(self) -> bool:
         return isinstance(self._agent.phase, (Stopping, Clearing)) and self._agent.phase.then is not None
 
-    @property
-    def _group_now(self) -> Group:
-        assert self._servers.group is not None
-        return self._servers.group
-
-    def _clear(self, generation: int) -> None:
-        self._timeline.stamp(generation, "stopped")
-        group = self._group_now
-        self._servers.unwatch_store(group)
-        self._workers.close_store(group)
-        self._hearing.end(group)
-        # The lease is kept meanwhile: this loop lives.
-        self._guard.end_generation(generation, self._servers.now.pid, lambda: self._session.tick(time.monotonic()))
-        reached, progressed = group.reached_store, group.progressed or group.lasted
-
-        def drained(tails: dict[int, str]) -> None:
-            self._timeline.stamp(generation, "cleared")
-            self._inbox.post(Cleared(generation, tails, reached, progressed))
-
-        self._pump.drain(generation, drained)
-
-    def _blameless(self, kind: FailureKind, generation: int, message: str) -> Failure:
+    def _node_failure(self, kind: FailureKind, generation: int, message: str) -> Failure:
         me = self._agent.me
         return Failure(kind, generation, me.node_id, me.host, -1, -1, -1, None, message, failed_at=time.time())
 
@@ -305,14 +214,14 @@ class Loop:
 
     def _watch_guardian(self) -> None:
         def gone() -> None:
-            if self._guard.renewals == _GUARDIANS_MAX:
+            if self._guardian.restarts == _GUARDIANS_MAX:
                 self._pump.say("the guardian keeps ending; going on without one: kill -9 may leave processes behind")
                 return
             self._pump.say("the guardian was killed; starting another")
-            self._guard.renew()
+            self._guardian.restart()
             self._watch_guardian()
 
-        self._at_end_of(self._guard.pid, gone)
+        self._at_end_of(self._guardian.pid, gone)
 
 
 def _how_it_ended(pid: int) -> str:

@@ -25,6 +25,7 @@ from elaunch.agent.core.events import Cleared, Committed, Event, Tag, Tick, Work
 from elaunch.agent.core.state import Agent
 from elaunch.agent.core.step import deadline_s, step
 from elaunch.agent.inbox import LookAgain
+from elaunch.agent.session.job_store import JobStore, LocalHost
 from elaunch.agent.session.session import Session
 from elaunch.rendezvous.endpoint import Endpoint
 from elaunch.rendezvous.etcd.json_transport import JsonTransport
@@ -77,7 +78,7 @@ class Crowd:
         node = Node("", host, f"10.0.{number // 256}.{number % 256}", SLOTS)
         store = EtcdStore([endpoint], transport=Counting(JsonTransport(), self.tally))
         post = partial(self._post, index)
-        session = Session(store, keys, host, times, post, partial(post, LookAgain()), is_remote=True)
+        session = Session(JobStore(store, keys, is_remote=True), LocalHost(host), times, post)
         return Member(Agent(node, spec, times, Snapshot(keys), progressed=True), session)
 
     def do(self, what: Callable[[], None]) -> None:

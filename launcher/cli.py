@@ -1,7 +1,7 @@
-"""The command `elaunch`: parse, start the fork server, run the agent, report, exit.
+"""The command `elaunch`: parse, begin the agent, reach the store, run the agent, report, exit.
 
-The order is for speed: the fork server's import of torch is what the user waits for, so it starts as soon as the
-options are known, and the agent's own modules are imported beside it.
+The order is for speed: the agent begins as soon as the options are known, since its fork server's import of torch is
+what the user waits for. All that is needed later is imported meanwhile.
 """
 
 from __future__ import annotations
@@ -9,22 +9,16 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
     from elaunch.agent.config import AgentConfig
-    from elaunch.agent.forkserver.client import ForkServer
-    from elaunch.agent.guardian.client import Guard
-    from elaunch.agent.output.pump import Pump
-    from elaunch.agent.output.run_dir import RunDir
+    from elaunch.agent.run import AgentRun
     from elaunch.launcher.cluster.cluster import Cluster
     from elaunch.launcher.options.options import Options
     from elaunch.launcher.store.plan import Planned
     from elaunch.rendezvous.types import Outcome
-
-_LAST_WORDS_S = 2.0
 
 
 def main() -> NoReturn:
@@ -106,38 +100,20 @@ def run(options: Options, environ: Mapping[str, str]) -> int:
 def _run_agent(options: Options, environ: Mapping[str, str], cluster: Cluster | None) -> int:
     options, planned, config = _prepared(options, environ, cluster)
 
-    from elaunch.agent.forkserver.client import ForkServer
-    from elaunch.agent.guardian.client import Guard
-    from elaunch.agent.output.run_dir import memory_places, private_places
+    from elaunch.agent.run import CannotRun, begin
+    from elaunch.launcher.errors import UsageError
 
-    # Before anything is made that somebody would have to remove.
-    places = private_places()
-    with ExitStack() as cleanup:
-        guard = Guard((*places, *memory_places(places)), config.environment)
-        cleanup.callback(guard.finish)
-        troubles: list[str] = []
-        say = troubles.append
-        # Folders are made until the end; from the pump's start on its console has the word.
-        run_dir = _run_dir(config, lambda trouble: say(trouble), places)
-        environment = guard.environment(config.environment)
-        server = ForkServer(config.spec.program, config.preload, environment, config.ignored)
-        # Also after the loop, which ends its last one: that makes no difference then.
-        cleanup.callback(server.stop)
+    try:
+        with begin(config) as agent:
+            # From here on the fork server imports torch on another core.
+            from elaunch.launcher.report import report, write_error_file
 
-        # From here on the fork server imports torch on another core.
-        from elaunch.agent.output.pump import Pump
-        from elaunch.launcher.report import report, write_error_file
-
-        pump = Pump()
-        pump.start()
-        cleanup.enter_context(_closed_on_error(pump))
-        say = pump.say
-        for line in (*config.notes, *troubles):
-            say(line)
-        outcome = _outcome(options, planned, config, server, guard, pump, run_dir)
-        pump.write_report(report(outcome, config.spec, run_dir.logs, run_dir.is_incomplete))
-        write_error_file(outcome, environ.get("TORCHELASTIC_ERROR_FILE"))
-        _take_last_words(pump, outcome)
+            outcome = _outcome(options, planned, config, agent)
+            agent.write_report(report(outcome, config.spec, agent.logs, agent.is_log_incomplete))
+            write_error_file(outcome, environ.get("TORCHELASTIC_ERROR_FILE"))
+            agent.finish_output(outcome)
+    except CannotRun as error:
+        raise UsageError(str(error)) from error
     return outcome.exit_code
 
 
@@ -171,7 +147,7 @@ def _prepared(
 
 
 def _cluster(options: Options, environ: Mapping[str, str]) -> Cluster | None:
-    """What a scheduler says about this process; nothing where its user wants to hear nothing. Raises UsageError."""
+    """What a scheduler says about this process; None if there is none, or its user wants none. Raises UsageError."""
     from elaunch.launcher.cluster.head_address import reachable
     from elaunch.launcher.cluster.schedulers.registry import detect
     from elaunch.launcher.options.small_file import read_small
@@ -186,71 +162,20 @@ def _say(line: str) -> None:
     print(f"elaunch: {line}", file=sys.stderr)
 
 
-def _run_dir(config: AgentConfig, warn: Callable[[str], None], places: tuple[str, ...]) -> RunDir:
-    from elaunch.agent.output.run_dir import RunDir
-    from elaunch.launcher.errors import UsageError
-
-    # Nodes may share a disk: whose folder it is shows in its name.
-    node = f"_{socket.gethostname()}" if config.spec.nodes_max > 1 else ""
-    try:
-        return RunDir(config.output.log_dir, f"{config.spec.run_id}{node}", warn, places)
-    except OSError as error:
-        raise UsageError(
-            f"--log-dir {config.output.log_dir}: no folder can be made in it ({error.strerror}); choose another"
-        ) from error
-
-
-def _outcome(
-    options: Options,
-    planned: Planned,
-    config: AgentConfig,
-    server: ForkServer,
-    guard: Guard,
-    pump: Pump,
-    run_dir: RunDir,
-) -> Outcome:
-    """Take part in the job until its outcome is known. Raises UsageError and SiteError."""
+def _outcome(options: Options, planned: Planned, config: AgentConfig, agent: AgentRun) -> Outcome:
+    """Take part in the job until its outcome is known. Raises UsageError, SiteError and CannotRun."""
     from dataclasses import replace
 
-    from elaunch.agent.loop import Loop
-    from elaunch.agent.workers.master_port import NoPort
     from elaunch.launcher.agent_config import with_network
-    from elaunch.launcher.errors import UsageError
     from elaunch.launcher.store.connect import reach
 
-    reached = reach(options, planned, pump.say)
+    reached = reach(options, planned, agent.say)
     try:
-        return Loop(
+        return agent.run(
             with_network(replace(config, master_addr=reached.address), reached.network),
             reached.store,
-            server,
-            guard,
-            pump,
-            run_dir,
-            store_is_remote=reached.is_remote,
+            is_remote=reached.is_remote,
             served_pid=reached.served.pid if reached.served else None,
-        ).run()
-    except NoPort as error:
-        raise UsageError(str(error)) from error
+        )
     finally:
         reached.close()
-
-
-@contextmanager
-def _closed_on_error(pump: Pump) -> Iterator[None]:
-    """What was said before an error is written before it; without one the job's own end closes the pump."""
-    try:
-        yield
-    except BaseException:
-        pump.close(timeout_s=_LAST_WORDS_S)
-        raise
-
-
-def _take_last_words(pump: Pump, outcome: Outcome) -> None:
-    """No word of the workers is lost to a slow reader; but whoever stops a job wants it to end."""
-    from elaunch.rendezvous.types import OutcomeKind
-
-    if not pump.close(timeout_s=_LAST_WORDS_S if outcome.kind is OutcomeKind.INTERRUPTED else None):
-        os.set_blocking(2, False)
-        with suppress(OSError):
-            os.write(2, b"elaunch: stopped; not all output was taken by the console or its reader\n")

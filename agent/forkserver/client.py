@@ -1,10 +1,11 @@
-"""The agent's end of the fork server (see template.py)."""
+"""The agent's end of the fork server (see server.py)."""
 
 from __future__ import annotations
 
 import os
 import select
 import signal
+import socket
 import subprocess
 from collections.abc import Mapping
 from contextlib import suppress
@@ -30,9 +31,9 @@ class Home:
 
 
 class ForkServer:
-    """A template process and the socket to it.
+    """The fork server of one agent: a process and the socket to it. `restart` replaces both.
 
-    Start it as early as possible: it imports while the agent does its own work. Orders that come before it is ready
+    Make it as early as possible: it imports while the agent does its own work. Orders that come before it is ready
     wait in the socket. `fileno` is readable when `receive` has news.
     """
 
@@ -43,12 +44,28 @@ class ForkServer:
         environment: Mapping[str, str],
         ignored: tuple[int, ...] = (),
     ) -> None:
-        self._socket, theirs = wire.pair()
-        boot = Boot(os.getpid(), theirs.fileno(), program, preload, environment.get("PYTHONPATH"), ignored)
+        self._program = program
+        self._environment = environment
+        self._ignored = ignored
+        self.preload = preload
+        self._socket, self._process = self._start()
+
+    def restart(self) -> None:
+        """Start another after `stop` or `lost`; it imports what `preload` names now. Raises OSError."""
+        self._socket, self._process = self._start()
+
+    def preload_nothing(self) -> None:
+        """From the next `restart` on each worker is a fresh interpreter."""
+        self.preload = None
+
+    def _start(self) -> tuple[socket.socket, subprocess.Popen[bytes]]:
+        environment, preload = self._environment, self.preload
+        ours, theirs = wire.pair()
+        boot = Boot(os.getpid(), theirs.fileno(), self._program, preload, environment.get("PYTHONPATH"), self._ignored)
         boot_fd = boot.memfd()
         try:
-            self._process = subprocess.Popen(
-                bare_command(boot_fd) if preload is None else program.argv,
+            process = subprocess.Popen(
+                bare_command(boot_fd) if preload is None else self._program.argv,
                 env=dict(environment) if preload is None else pausing(environment, boot_fd),
                 stdin=subprocess.DEVNULL,
                 # Where a sitecustomize or a preloaded module prints: nothing is lost, and no pipeline gets it as data.
@@ -59,7 +76,8 @@ class ForkServer:
         finally:
             os.close(boot_fd)
             theirs.close()
-        self._socket.setblocking(False)
+        ours.setblocking(False)
+        return ours, process
 
     @property
     def pid(self) -> int:
@@ -69,7 +87,7 @@ class ForkServer:
         return self._socket.fileno()
 
     def spawn(self, home: Home, local_rank: int, env: dict[str, str], cpus: list[int] | None, fds: Fds) -> None:
-        """Order a worker; `fds` become its 0, 1, 2 and 3. Raises OSError where the template is gone."""
+        """Order a worker; `fds` become its 0, 1, 2 and 3. Raises OSError where the fork server is gone."""
         self._order("worker", home, local_rank, {"local_rank": local_rank, "env": env, "cpus": cpus}, fds)
 
     def spawn_store(self, home: Home, host: str, port: int, fds: Fds) -> None:
@@ -84,8 +102,8 @@ class ForkServer:
         """Signal a worker, or its process group, if it still lives."""
         self._send({"op": "signal", "key": local_rank, "generation": generation, "signum": int(signum), "group": group})
 
-    def ask(self) -> None:
-        """Have the template say that it is "here"."""
+    def ping(self) -> None:
+        """Have the fork server say that it is "here"."""
         self._send({"op": "ask"})
 
     def _send(self, order: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
@@ -97,18 +115,18 @@ class ForkServer:
             wire.send(self._socket, order, fds)
 
     def receive(self) -> dict[str, Any] | None:
-        """The next piece of news, or None where the template is gone. Raises BlockingIOError where there is none."""
+        """The next piece of news, or None where the fork server is gone. Raises BlockingIOError where there is none."""
         packet = wire.receive(self._socket)
         return packet[0] if packet else None
 
     def stop(self) -> None:
-        """End the template and, by the kernel, all its children."""
+        """End the fork server and, by the kernel, all its children."""
         self._process.kill()
         self._process.wait()
         self._socket.close()
 
     def lost(self) -> str:
-        """How a template that is gone ended, in words."""
+        """How a fork server that is gone ended, in words."""
         self._socket.close()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(1)

@@ -13,7 +13,7 @@ from elaunch.agent.guardian.cgroup import JobCgroup
 from elaunch.agent.guardian.guardian import VARIABLE, Kin, clean_up, sweep
 
 
-class Guard:
+class GuardianClient:
     """Starts the guardian; from then on this process may die at any moment and nothing of the job stays.
 
     `run_dirs` are removed at the end, whichever of them exist by then. The job's processes carry
@@ -24,16 +24,16 @@ class Guard:
         self.marker = secrets.token_hex(8)
         self._kin = Kin.of_this_process(self.marker, inherited)
         self.cgroup = JobCgroup(f"elaunch-{self.marker}")
-        self.renewals = 0
+        self.restarts = 0
         self._run_dirs = run_dirs
         self._fd, self._process = self._start()
         self.cgroup.make()
 
-    def renew(self) -> None:
+    def restart(self) -> None:
         """Replace a guardian that was killed. Raises OSError where that fails."""
         os.close(self._fd)
         self._process.wait()
-        self.renewals += 1
+        self.restarts += 1
         self._fd, self._process = self._start()
 
     def _start(self) -> tuple[int, subprocess.Popen[bytes]]:
@@ -74,9 +74,9 @@ class Guard:
         return {**inherited, VARIABLE: f"{above},{self.marker}" if above else self.marker}
 
     def end_generation(self, generation: int, fork_server: int, meanwhile: Callable[[], None]) -> None:
-        """End every process of a generation, whoever its parent is now, but not the fork server (a pid).
+        """End every process of a generation, even if its parent is another one now, but not the fork server (a pid).
 
-        One that no signal ends (it waits for a disk) is waited for, for seconds: `meanwhile` is called then.
+        A process that no signal ends (it waits for a disk) may take seconds: `meanwhile` is called then.
         """
         sweep(self._kin, (fork_server,), meanwhile)
         self.cgroup.end(generation, meanwhile)

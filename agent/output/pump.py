@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 
-from elaunch.agent.output.streams import Console, Stream
+from elaunch.agent.output.streams import Console, WorkerStream
 
 _READ_BYTES = 256 << 10
 
@@ -33,7 +33,7 @@ class Pump:
         self._wake_r, self._wake_w = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._wake_r, selectors.EVENT_READ)
-        self._streams: list[Stream] = []
+        self._streams: list[WorkerStream] = []
         self._tails: dict[int, dict[int, str]] = {}
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="elaunch-output", daemon=True)
@@ -49,7 +49,7 @@ class Pump:
         """Write `text` to stderr as it is."""
         self.do(lambda: self.stderr.write(text.encode(errors="backslashreplace"), None))
 
-    def add(self, stream: Stream) -> None:
+    def add(self, stream: WorkerStream) -> None:
         """Move what comes through `stream` from now on."""
         self.do(lambda: self._add(stream))
 
@@ -82,7 +82,7 @@ class Pump:
             due = [s.flush_at_s for s in self._streams if s.flush_at_s is not None]
             timeout_s = max(0.0, min(due) - time.monotonic()) if due else None
             for key, _ in self._selector.select(timeout_s):
-                if isinstance(key.fileobj, Stream):
+                if isinstance(key.fileobj, WorkerStream):
                     self._read(key.fileobj)
             self._work()
             now_s = time.monotonic()
@@ -102,11 +102,11 @@ class Pump:
                     # The agent waits for this thread; one bad piece of work must not end it.
                     self.stderr.write(traceback.format_exc().encode(errors="backslashreplace"), None)
 
-    def _add(self, stream: Stream) -> None:
+    def _add(self, stream: WorkerStream) -> None:
         self._streams.append(stream)
         self._selector.register(stream, selectors.EVENT_READ)
 
-    def _read(self, stream: Stream) -> int:
+    def _read(self, stream: WorkerStream) -> int:
         """Pass one piece on; its bytes, 0 where nothing waits."""
         try:
             data = os.read(stream.fd, _READ_BYTES)
@@ -120,7 +120,7 @@ class Pump:
             self._finish(stream)
         return len(data)
 
-    def _finish(self, stream: Stream) -> None:
+    def _finish(self, stream: WorkerStream) -> None:
         self._selector.unregister(stream)
         self._streams.remove(stream)
         stream.close()

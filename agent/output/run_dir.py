@@ -35,7 +35,7 @@ def memory_places(private: tuple[str, ...]) -> tuple[str, ...]:
     return (f"{SHARED_MEMORY}/{name}_memory", *(f"{place}_memory" for place in private if SHARED_MEMORY not in place))
 
 
-class Memory(NamedTuple):
+class MemoryFolder(NamedTuple):
     """A private folder, in shared memory unless `trouble` says why not; none where none can be made."""
 
     folder: Path | None
@@ -45,8 +45,8 @@ class Memory(NamedTuple):
 class RunDir:
     """Folders of one run, one per generation and rank: `attempt_<generation>/<rank>/` (torchrun's tree).
 
-    No generation reuses another's, so no restart deletes or overwrites a file. What cannot be made is gone without,
-    but for the log folder itself.
+    No generation reuses another's, so no restart deletes or overwrites a file. A folder that cannot be made is
+    done without, except the log folder itself.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class RunDir:
     ) -> None:
         """`private` are the places for a private folder, the first that works; fresh `private_places` without.
 
-        Raises OSError where `log_dir` can hold nothing: who asks for files should not learn at the end that none are.
+        Raises OSError if `log_dir` can hold nothing: its user must not learn only at the end that there are no files.
         """
         self._warn = warn
         self._private_places = private or private_places()
@@ -80,7 +80,7 @@ class RunDir:
         return self.logs or self.private
 
     @cached_property
-    def memory(self) -> Memory:
+    def memory(self) -> MemoryFolder:
         """The folder for what workers keep beyond their own lives; made when it is first asked for."""
         return _make_memory(memory_places(self._private_places))
 
@@ -148,7 +148,7 @@ def _claim(folder: Path) -> None:
             making.rename(folder / CLAIM)
 
 
-def _make_memory(places: tuple[str, ...]) -> Memory:
+def _make_memory(places: tuple[str, ...]) -> MemoryFolder:
     """In the first of these that can be made."""
     trouble = ""
     for place in places:
@@ -157,5 +157,6 @@ def _make_memory(places: tuple[str, ...]) -> Memory:
         except OSError as error:
             trouble = trouble or f"there is no shared memory to be had ({place}: {error.strerror})"
             continue
-        return Memory(folder, trouble and f"{trouble}; what workers keep for the next generation goes to {folder}")
-    return Memory(None, f"{trouble}, nor a temporary folder; workers keep nothing for the next generation")
+        elsewhere = trouble and f"{trouble}; what workers keep for the next generation goes to {folder}"
+        return MemoryFolder(folder, elsewhere)
+    return MemoryFolder(None, f"{trouble}, nor a temporary folder; workers keep nothing for the next generation")

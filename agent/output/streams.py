@@ -6,6 +6,7 @@ import os
 import select
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from elaunch.agent.output.lines import LineSplitter, prefixed
 
@@ -25,9 +26,9 @@ class Console:
     def __init__(self, fd: int, warn: Callable[[str], None]) -> None:
         self._fd = fd
         self._warn = warn
-        self._open_line_of: Stream | None = None
+        self._open_line_of: WorkerStream | None = None
 
-    def write(self, data: bytes, writer: Stream | None, prefix: bytes = b"") -> None:
+    def write(self, data: bytes, writer: WorkerStream | None, prefix: bytes = b"") -> None:
         """Write `data`, each line with `prefix`; a line that `writer` left open goes on, another's is ended first."""
         if not data or self._fd < 0:
             return
@@ -76,40 +77,36 @@ class LogFile:
         self._warn(f"{self._path} cannot be written ({error.strerror}); training goes on without this log file")
 
 
-class Stream:
-    """A pipe from a worker: everything that it wrote goes to `console` (with `prefix`) and `file`, and its end is kept.
+@dataclass(frozen=True)
+class Route:
+    """Where a worker's stream goes: all of it to `console`, each line with `prefix`, and to `file`.
 
-    With `file_first` the console gets only what the file does not take.
-    `fd` is the pipe's reading end, not blocking; it and the files are owned and closed here. Lines with one of
-    `needles` are also copied to `needle_file`. `whole_lines` holds partial lines back, where others write there too.
+    With `file_first` the console gets only what the file does not take. Lines with one of `needles` are also copied to
+    `needle_file`. `whole_lines` holds partial lines back, where others write there too.
     """
 
-    def __init__(
-        self,
-        fd: int,
-        *,
-        generation: int,
-        local_rank: int,
-        keep_tail: bool,
-        console: Console | None,
-        whole_lines: bool = False,
-        prefix: bytes = b"",
-        file: LogFile | None = None,
-        file_first: bool = False,
-        needles: tuple[bytes, ...] = (),
-        needle_file: LogFile | None = None,
-    ) -> None:
+    console: Console | None
+    prefix: bytes = b""
+    whole_lines: bool = False
+    file: LogFile | None = None
+    file_first: bool = False
+    needles: tuple[bytes, ...] = ()
+    needle_file: LogFile | None = None
+
+
+class WorkerStream:
+    """A pipe from a worker: everything that it wrote goes along `route`, and, with `keep_tail`, its end is kept.
+
+    `fd` is the pipe's reading end, not blocking; it and the route's files are owned and closed here.
+    """
+
+    def __init__(self, fd: int, generation: int, local_rank: int, route: Route, *, keep_tail: bool) -> None:
         self.fd = fd
         self.generation = generation
         self.local_rank = local_rank
         self.flush_at_s: float | None = None
-        self._console = console
-        self._prefix = prefix
-        self._whole_lines = whole_lines or bool(prefix or needles)
-        self._file = file
-        self._file_first = file_first
-        self._needles = needles
-        self._needle_file = needle_file
+        self._route = route
+        self._whole_lines = route.whole_lines or bool(route.prefix or route.needles)
         self._splitter = LineSplitter()
         self._keep_tail = keep_tail
         self._tail: deque[bytes] = deque()
@@ -122,8 +119,8 @@ class Stream:
         """Pass `data` on: whole lines at once, a partial one when its end comes or `flush_at_s` has passed."""
         if self._keep_tail:
             self._remember(data)
-        left = self._file.write(data) if self._file else data
-        if self._file_first:
+        left = self._route.file.write(data) if self._route.file else data
+        if self._route.file_first:
             data = left
             if not data:
                 return
@@ -147,16 +144,17 @@ class Stream:
     def close(self) -> None:
         self.flush()
         os.close(self.fd)
-        for file in (self._file, self._needle_file):
+        for file in (self._route.file, self._route.needle_file):
             if file:
                 file.close()
 
     def _show(self, data: bytes) -> None:
-        if self._needle_file and self._needles:
+        route = self._route
+        if route.needle_file and route.needles:
             lines = data.splitlines(keepends=True)
-            self._needle_file.write(b"".join(line for line in lines if any(n in line for n in self._needles)))
-        if self._console:
-            self._console.write(data, self, self._prefix)
+            route.needle_file.write(b"".join(line for line in lines if any(n in line for n in route.needles)))
+        if route.console:
+            route.console.write(data, self, route.prefix)
 
     def _remember(self, data: bytes) -> None:
         self._tail.append(data[-TAIL_BYTES_MAX:])

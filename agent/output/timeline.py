@@ -1,4 +1,4 @@
-"""When each stage of a generation happened, as JSON lines for whoever asks where a restart's time went."""
+"""Writes when each stage of a generation happened, as JSON lines: they tell where a restart's time went."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from elaunch.agent.output.streams import LogFile
 
 NAME = "timeline.jsonl"
-# What happens before the first table, or between two.
+# The generation of events before the first rank table.
 NO_GENERATION = -1
 
 

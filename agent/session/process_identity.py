@@ -1,4 +1,4 @@
-"""Who this agent is among the processes of its host, so that a successor can tell whether it is dead."""
+"""Names this agent's process on its host, so that a successor can tell whether that process is dead."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def this_process() -> str:
 def is_dead_here(process: str) -> bool:
     """Whether `process` (from `this_process`) was on this boot of this host, in this pid namespace, and is gone.
 
-    Of a process elsewhere nobody here can tell.
+    For a process elsewhere the answer is no: nobody here can tell.
     """
     place, _, rest = process.rpartition(":")
     place, _, pid = place.rpartition(":")

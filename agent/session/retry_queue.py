@@ -10,13 +10,13 @@ from elaunch.agent.core.events import StoreAway, StoreBack, StoreEvent, StoreLos
 from elaunch.rendezvous.store import Denied, HeadAway, HistoryLost, Rejected, TimedOut, Unavailable
 
 FIRST_BACKOFF_S = 0.02
-# A store that is there and does not answer in time has too much to do, with all of a large job's nodes at once. Who has
-# no lease yet can wait; the others must come back sooner than theirs end.
+# A store that is there and does not answer in time has too much to do: all nodes of a large job ask at once. An agent
+# without a lease can wait; one with a lease must be back before the lease ends.
 SLOW_BACKOFF_MAX_S = 3.0
-# Whoever wants to go tries its last words as often as that: one lost packet must not cost its peers a lease time.
+# An agent that is leaving tries its last requests this often: one lost packet must not cost its peers a lease time.
 LAST_TRIES = 3
 
-Errand = Callable[[], None]
+Request = Callable[[], None]
 
 
 class _Lane(Enum):
@@ -26,7 +26,7 @@ class _Lane(Enum):
     QUEUE = auto()
 
 
-class Errands:
+class RetryQueue:
     """A queue that keeps its order, and a renewal that goes before all that waits.
 
     Orders may come from any thread, `do_next` is called by one. `uniform` draws a number between two. Each failed try
@@ -35,7 +35,7 @@ class Errands:
 
     def __init__(
         self,
-        renew: Errand,
+        renew: Request,
         post: Callable[[StoreEvent], None],
         backoff_max_s: float,
         uniform: Callable[[float, float], float],
@@ -44,12 +44,12 @@ class Errands:
         self._post = post
         self._backoff_max_s = backoff_max_s
         self._uniform = uniform
-        self._queue: deque[Errand] = deque()
+        self._queue: deque[Request] = deque()
         self._renewal_wanted = False
         self._was_reached = False
         # The error of each lane whose last try failed.
         self._failing: dict[_Lane, Unavailable | Rejected] = {}
-        # Tries in a row that failed, of the queue's first errand.
+        # Tries in a row that failed, of the queue's first request.
         self._failed_tries = 0
         self._turn = _Lane.RENEWAL
         self._is_ending = False
@@ -58,14 +58,14 @@ class Errands:
     def has_any(self) -> bool:
         return bool(self._queue) or self._renewal_wanted
 
-    def order(self, errand: Errand) -> None:
-        self._queue.append(errand)
+    def add(self, request: Request) -> None:
+        self._queue.append(request)
 
-    def order_renewal(self) -> None:
+    def add_renewal(self) -> None:
         self._renewal_wanted = True
 
     def end(self) -> None:
-        """From now on only what waits is done: a lease that is about to be given back needs no renewal."""
+        """From now on the queue goes first: a lease that is about to be given back needs no renewal."""
         self._is_ending = True
 
     @property
@@ -75,7 +75,7 @@ class Errands:
 
     @property
     def is_over(self) -> bool:
-        """Whether whoever wants to go need not wait for what is left."""
+        """Whether an agent that is leaving need not wait for the rest of the queue."""
         is_denied = isinstance(self._failing.get(_Lane.QUEUE), Denied)
         return self._failed_tries >= LAST_TRIES or is_denied or not self._queue
 

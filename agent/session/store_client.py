@@ -1,128 +1,67 @@
-"""What an agent asks of its store, and which events the answers become: its lease, its view of the keys, its writes.
+"""Makes an agent's requests to its store (lease, the run's lease, writes) and turns the answers into events.
 
-Nothing is decided here, and nothing waits: the thread that does so, and its tries, are the session's.
+Nothing is decided here, and nothing waits: the session has the thread that does, and repeats what fails.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 
-from elaunch.agent.core.events import Committed, Leased, LeaseLost, Looked, StoreEvent, StoreLost, Tag, WatchRefused
-from elaunch.agent.session.retry_queue import Errands
+from elaunch.agent.core.events import Committed, Leased, LeaseLost, Looked, StoreEvent, StoreLost, Tag
+from elaunch.agent.inbox import LookAgain
+from elaunch.agent.session.job_store import JobStore, LocalHost
+from elaunch.agent.session.retry_queue import RetryQueue
+from elaunch.agent.session.store_view import StoreView
 from elaunch.rendezvous.codec import decode
-from elaunch.rendezvous.rules.snapshot import Keys, SnapshotReader
 from elaunch.rendezvous.rules.transactions import claim_start, run_lease
 from elaunch.rendezvous.rules.trimming import content_bytes, trimmed
-from elaunch.rendezvous.store import (
-    Answer,
-    Changes,
-    Empty,
-    HistoryLost,
-    LeaseGone,
-    NoneNewer,
-    Present,
-    Put,
-    Rejected,
-    Store,
-    StoreError,
-    TimedOut,
-    TooLarge,
-    Txn,
-    Unavailable,
-    Update,
-    View,
-    Watch,
-    WatchBlocked,
-)
+from elaunch.rendezvous.store import Answer, Empty, LeaseGone, Put, Rejected, TooLarge, Txn
 from elaunch.rendezvous.times import Times
 from elaunch.rendezvous.types import Node
 
-# A transaction of more operations than 128 is refused; a leader, who sees all keys, reads them.
-_COMPARED_MAX = 100
 # Renewals of the run's lease in each of its times to live.
 _RUN_RENEWALS = 4
-# What a node does before it is a member, and with others in sight.
+# A node's transactions before it is a member, when others are in sight.
 _ENTERING = (Tag.RUN, Tag.JOIN)
 
 
-class Dealings:
-    """One agent's dealings with its store.
+class StoreClient:
+    """One agent's requests to its store, and its view of it.
 
-    What asks the store may raise what the store raises, and can then be done again from its start. `post` takes
-    events, from any thread; `look_again` is called, from any thread, when `look()` has something new. `draw` gives that
-    many random bits, `now` the monotonic time; `is_dead` says whether an agent's process is known to be gone.
-    `is_remote` stores keep leases only for those that renew them, and look narrowly at first.
+    Methods that ask the store raise what the store raises, and can then be called again with the same arguments.
+    `post` takes events, from any thread.
     """
 
     def __init__(
-        self,
-        store: Store,
-        keys: Keys,
-        host: str,
-        times: Times,
-        post: Callable[[StoreEvent], None],
-        look_again: Callable[[], None],
-        *,
-        draw: Callable[[int], int],
-        is_dead: Callable[[str], bool],
-        now: Callable[[], float],
-        is_remote: bool,
+        self, job_store: JobStore, host: LocalHost, times: Times, post: Callable[[StoreEvent | LookAgain], None]
     ) -> None:
-        self._store = store
-        self._keys = keys
+        self._store = job_store.store
+        self._keys = job_store.keys
+        self._is_remote = job_store.is_remote
         self._host = host
         self._times = times
         self._post = post
-        self._look_again = look_again
-        self._draw = draw
-        self._is_dead = is_dead
-        self._now = now
-        self._is_remote = is_remote
-        self._reader = SnapshotReader(keys)
-        self._view: View | None = None
-        self._view_lock = threading.Lock()
-        self._watch: Watch | None = None
-        self._has_watch_ended = False
-        self._is_deaf_said = False
-        # The revision behind which a read found what the watch has not told yet.
-        self._untold: int | None = None
-        # What is read and watched: the control keys, or, for a leader, all.
-        self._scope = keys.control if is_remote else keys.root
-        self._is_whole = False
-        self._is_dirty = False
-        self._epoch = 0
+        self._view = StoreView(job_store, post, times.lease_ttl_s)
         self._lease = 0
         # Whether no other life of this agent has a lease.
         self._is_alone = False
         self._renewal_due_s: float | None = None
-        self._reread_due_s = 0.0
-        self._is_reread_ordered = False
         self._run_renewal_due_s = 0.0
         # A lease for a run's keys on which the run may not stand.
         self._begun_for_run = 0
-        self._is_closed = False
 
     def look(self) -> Looked | StoreLost:
         """What the keys say now."""
-        with self._view_lock:
-            self._is_dirty = False
-            view, is_whole = self._view, self._is_whole
-        assert view is not None
-        try:
-            return Looked(self._reader.read(view, whole=is_whole))
-        except ValueError as error:
-            return StoreLost(str(error))
+        return self._view.look()
 
     @property
     def due_s(self) -> float | None:
         """When `tick` is due, on the monotonic clock."""
         return self._renewal_due_s
 
-    def tick(self, now_s: float, errands: Errands) -> bool:
+    def tick(self, now_s: float, requests: RetryQueue) -> bool:
         """Order a renewal of the lease, if it is time: only a loop that lives keeps it. Once a lease time, a read too.
 
         A watch can be deaf; what it did not tell is then found here.
@@ -132,19 +71,16 @@ class Dealings:
         if due_s is None or now_s < due_s:
             return False
         self._renewal_due_s = now_s + self._times.keepalive_s
-        errands.order_renewal()
-        if now_s >= self._reread_due_s and not self._is_reread_ordered:
-            self._reread_due_s = now_s + self._times.lease_ttl_s
-            self._is_reread_ordered = True
-            errands.order(self.read_again)
+        requests.add_renewal()
+        if self._view.take_due_read(now_s):
+            requests.add(self._view.read_again)
         return True
 
     def begin(self) -> None:
         """A first look, word of what changes from then on, and a lease."""
-        # Tried again, it goes on where it was: a store that is slow for many is not asked everything anew. The lease
-        # comes last, or it would have to be renewed meanwhile.
-        if self._watch is None:
-            self._look_first()
+        # A repeated `begin` goes on where it was, so that a slow store is not asked everything again. The lease comes
+        # last, or it would have to be renewed meanwhile.
+        self._view.begin()
         if not self._lease:
             self._grant()
 
@@ -163,7 +99,7 @@ class Dealings:
         lease = self._lease
         if lease and self._store.keep_alive(lease) <= 0:
             self._lose_lease(lease)
-        if self._scope == self._keys.root and self._now() >= self._run_renewal_due_s:
+        if self._view.is_of_all_keys and self._host.now() >= self._run_renewal_due_s:
             self.renew_run()
 
     def renew_run(self) -> None:
@@ -175,7 +111,7 @@ class Dealings:
         lease = self._run_lease
         # The agent that granted the lease may have another `keys_ttl` than this one: the store's answer counts.
         left_s = self._store.keep_alive(lease) if lease else 0.0
-        self._run_renewal_due_s = self._now() + (left_s or self._times.keys_ttl_s) / _RUN_RENEWALS
+        self._run_renewal_due_s = self._host.now() + (left_s or self._times.keys_ttl_s) / _RUN_RENEWALS
 
     def commit(self, txn: Txn, tag: Tag | None) -> None:
         try:
@@ -195,24 +131,13 @@ class Dealings:
             return
         self._is_alone |= answer.held and tag in (Tag.FIRST_RUN, *_ENTERING)
         if not answer.held and tag is not Tag.FIRST_RUN:
-            # Why, the watch may never say: it does not tell of keys that other nodes have. (Of a first run it does.)
-            self._show(self._read_beside())
+            # The watch may never tell why: it does not cover other nodes' keys. (It does cover a first run's.)
+            self._view.refresh()
         self._post(Committed(tag, answer.held, answer.revision))
 
-    def read_again(self) -> None:
-        """Find what the watch did not tell; one that has not told by the next time what was found is replaced."""
-        is_deaf = self._watch is None or self._has_watch_ended or self._untold is not None
-        if is_deaf or not self._is_as_seen():
-            view = self._read_beside()
-            self._show(view)
-            if is_deaf:
-                self._follow(self._scope, view.revision)
-        self._is_reread_ordered = False
-
     def widen(self) -> None:
-        """Look at all of the job's keys from now on: the watch's first word is what is there."""
-        # Not waited for: this thread has a lease to renew.
-        self._follow(self._keys.root, None)
+        """Look at all of the job's keys from now on."""
+        self._view.widen()
 
     def give_back(self) -> None:
         """End this node's lease, and with it its keys. The leader renews the run's lease for the last time."""
@@ -220,7 +145,7 @@ class Dealings:
             self._store.revoke(self._lease)
         if self._begun_for_run:
             self._end_unless_used(self._begun_for_run, is_used=False)
-        if self._scope == self._keys.root:
+        if self._view.is_of_all_keys:
             self.renew_run()
 
     def has_others(self) -> bool:
@@ -229,28 +154,7 @@ class Dealings:
 
     def close(self) -> None:
         """Stop watching, also where another thread begins to."""
-        self._is_closed = True
-        if watch := self._watch:
-            watch.close()
-
-    def _look_first(self) -> None:
-        """A store that lets this be seen is asked nothing more: many come at once. Of another, `check` says why."""
-        try:
-            self._begin_watch()
-        except TimedOut:
-            raise
-        except (Rejected, Unavailable):
-            self._store.check()
-            self._begin_watch()
-
-    def _begin_watch(self) -> None:
-        self._follow(self._scope, None)
-        assert self._watch
-        try:
-            self._watch.begun()
-        except StoreError:
-            self._watch = None
-            raise
+        self._view.close()
 
     def _commit_with_run_lease(self, txn: Txn, tag: Tag | None) -> Answer:
         """Commit. The agent whose transaction would start a run, its guards held, begins a lease for the run's keys."""
@@ -307,13 +211,13 @@ class Dealings:
         return self._commit_small(txn)
 
     def _commit_alone(self, txn: Txn, tag: Tag) -> Answer:
-        """Enter the job, once no agent's lease that was this one's last life's stands there any more.
+        """Enter the job after ending the lease of this agent's last life, if that lease is still there.
 
-        One that was started again within a lease time ends that lease first, and decides anew: a run whose only member
-        was itself is none. Most have none, and many come at once: that this host has no member is a guard, and only
-        where that may be why it is refused is looked who there is.
+        An agent that was started again within a lease time ends that lease first, and decides anew: a run whose only
+        member was itself is no run. Most agents have no such lease, and many come at once. So "this host has no
+        member" is a guard of the transaction, and the members are read only if that guard may have refused it.
         """
-        of_host = f"{self._keys.members}{self._host}-"
+        of_host = f"{self._keys.members}{self._host.name}-"
         answer = self._commit_small(replace(txn, guards=(*txn.guards, Empty(of_host))))
         if answer.held:
             return answer
@@ -321,16 +225,14 @@ class Dealings:
         dead = [entry.lease for entry in others if entry.lease and self._is_dead_member(entry.value)]
         for lease in dead:
             self._store.revoke(lease)
-        # A run stands or falls with the job's members; a join was decided on with the dead one in sight.
+        # A start of a run can be decided again without the dead member; a join was decided with that member in sight.
         is_refused_for_good = bool(dead) and tag is not Tag.RUN
         return self._commit_small(txn) if others and not is_refused_for_good else answer
 
     @property
     def _run_lease(self) -> int:
         """The lease on which the run's keys stand; 0 where there is no run, or one of an older elaunch."""
-        with self._view_lock:
-            spec = self._view.entries.get(self._keys.spec) if self._view else None
-        return spec.lease if spec else 0
+        return self._view.lease_of(self._keys.spec)
 
     def _commit_small(self, txn: Txn) -> Answer:
         """Commit. If the store says that the transaction is too large, cut its texts until it fits."""
@@ -344,13 +246,13 @@ class Dealings:
                 txn = smaller
 
     def _grant(self) -> None:
-        lease = self._draw(62) + 1
+        lease = self._host.draw(62) + 1
         self._store.grant(lease, self._times.lease_ttl_s)
         self._lease = lease
         if self._is_remote:
-            self._renewal_due_s = self._now() + self._times.keepalive_s
-            self._reread_due_s = self._now() + self._times.lease_ttl_s
-        self._post(Leased(lease, f"{self._host}-{self._draw(32):08x}"))
+            self._renewal_due_s = self._host.now() + self._times.keepalive_s
+            self._view.put_off_read(self._host.now())
+        self._post(Leased(lease, f"{self._host.name}-{self._host.draw(32):08x}"))
 
     def _lose_lease(self, lease: int) -> None:
         if lease and lease == self._lease:
@@ -358,101 +260,7 @@ class Dealings:
             self._renewal_due_s = None
             self._post(LeaseLost(lease))
 
-    def _follow(self, scope: str, after: int | None) -> None:
-        """Watch `scope` from now on, or beside what was read of it at revision `after`."""
-        with self._view_lock:
-            self._scope = scope
-            # What the watch until now still has to tell may be of a smaller one.
-            self._epoch += 1
-            self._untold = None
-            self._has_watch_ended = False
-            tell = partial(self._told, self._epoch)
-        if self._watch:
-            self._watch.close()
-            self._watch = None
-        if self._is_closed:
-            raise Unavailable("the store is let go of")
-        self._watch = self._store.watch(scope, after, tell)
-
-    def _is_as_seen(self) -> bool:
-        """Whether all keys are as the view has them, which is shown as the newest then.
-
-        A few bytes instead of the rank table, which is as long as there are nodes, for each of them.
-        """
-        with self._view_lock:
-            # While a wider watch begins, the view is still the narrow one's.
-            view = self._view if self._is_whole == (self._scope == self._keys.root) else None
-        if view is None or len(view.entries) > _COMPARED_MAX:
-            return False
-        # No write to any key is newer, and none of them was deleted.
-        there = tuple(Present(key) for key in view.entries)
-        answer = self._store.commit(Txn((NoneNewer(self._scope, view.revision), *there)))
-        if answer.held:
-            self._show(replace(view, revision=answer.revision))
-        return answer.held
-
-    def _told(self, epoch: int, update: Update) -> None:
-        match update:
-            case View(revision):
-                self._heard(epoch, revision)
-                self._show(update, epoch)
-            case Changes(revision, changed):
-                self._heard(epoch, revision)
-                with self._view_lock:
-                    view = self._view
-                    if epoch != self._epoch or view is None or revision <= view.revision:
-                        return
-                    entries = {key: entry for key, entry in view.entries.items() if key not in changed}
-                    entries |= {key: entry for key, entry in changed.items() if entry is not None}
-                    is_news = self._put(replace(view, revision=revision, entries=entries))
-                if is_news:
-                    self._look_again()
-            case WatchBlocked(why):
-                # The first watch reports its own failure to its caller. Each later one is refused too: say it once.
-                if self._view is not None and not self._is_deaf_said:
-                    self._post(WatchRefused(why))
-                self._is_deaf_said = True
-            case HistoryLost():
-                # The first watch reports its own failure to its caller.
-                if epoch == self._epoch and self._view is not None:
-                    self._post(StoreLost(str(update)))
-            case StoreError():
-                # The next read finds the changes, and begins another watch, or is refused too.
-                self._has_watch_ended |= epoch == self._epoch
-                self._reread_due_s = 0.0
-
-    def _heard(self, epoch: int, revision: int) -> None:
-        """The watch is not deaf."""
-        self._is_deaf_said = False
-        with self._view_lock:
-            if epoch == self._epoch and self._untold is not None and revision > self._untold:
-                self._untold = None
-
-    def _read_beside(self) -> View:
-        """A read beside the watch, which may only be a little late."""
-        view = self._store.read(self._scope)
-        with self._view_lock:
-            known = self._view
-            if known and view.revision > known.revision and view.entries != known.entries and self._untold is None:
-                self._untold = known.revision
-        return view
-
-    def _show(self, view: View, epoch: int | None = None) -> None:
-        with self._view_lock:
-            if epoch not in (None, self._epoch) or (self._view and view.revision < self._view.revision):
-                return
-            self._is_whole = self._scope == self._keys.root
-            is_news = self._put(view)
-        if is_news:
-            self._look_again()
-
-    def _put(self, view: View) -> bool:
-        """Keep the view; whether nobody has been told to look since the last one was looked at."""
-        self._view = view
-        is_news, self._is_dirty = not self._is_dirty, True
-        return is_news
-
     def _is_dead_member(self, member: str) -> bool:
         with suppress(ValueError):
-            return self._is_dead(decode(Node, member).process)
+            return self._host.is_dead(decode(Node, member).process)
         return False

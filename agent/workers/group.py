@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-import socket
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from elaunch.agent.forkserver.client import Home
+from elaunch.agent.output.timeline import NO_GENERATION
 from elaunch.agent.workers.link import Link
+from elaunch.agent.workers.store_control import StoreControl
 from elaunch.rendezvous.types import RankTable
 
-# Of a program that neither reports steps nor has a process group nobody else can say whether it came to anything.
+# A program that ran this long counts as progress, even if it neither reports steps nor makes a process group.
 LASTING_S = 600.0
 
 
 @dataclass
-class Group:
+class WorkerGroup:
     """This node's workers of one generation, by local rank; `cgroup` is the folder of theirs, or empty.
 
-    `store` is the agent's end of its worker store's control socket; `store_up` and `store_error` are what came there.
-    `reached_store` says whether a rank had used it, None where it was on another node, or is not known yet.
+    `store` controls its worker store, where that is on this node and has not ended. `reached_store` says whether a
+    rank had used it, None where it was on another node, or is not known yet.
     """
 
     table: RankTable
@@ -30,9 +31,7 @@ class Group:
     pids: dict[int, int] = field(default_factory=dict)
     error_files: dict[int, Path] = field(default_factory=dict)
     log_files: dict[int, str] = field(default_factory=dict)
-    store: socket.socket | None = None
-    store_up: bool = False
-    store_error: str = ""
+    store: StoreControl | None = None
     reached_store: bool | None = None
     started_s: float = field(default_factory=time.monotonic)
 
@@ -57,7 +56,7 @@ class Group:
 
     @property
     def lasted(self) -> bool:
-        """Whether it ran for so long that it must have done something, also where its program tells us nothing."""
+        """Whether the workers ran so long that they must have done something, even if the program reports nothing."""
         return time.monotonic() - self.started_s >= LASTING_S
 
     @property
@@ -71,3 +70,28 @@ class Group:
 
     def rank(self, local_rank: int) -> int:
         return self.table.seats[self.group_rank].first_rank + local_rank
+
+
+class CurrentGroup:
+    """The one owner of the generation that this node runs, or ran last. Only `Workers` calls `begin`."""
+
+    def __init__(self) -> None:
+        self._group: WorkerGroup | None = None
+
+    def begin(self, group: WorkerGroup) -> None:
+        self._group = group
+
+    @property
+    def group(self) -> WorkerGroup:
+        """The workers; not to be asked for before the first `begin`."""
+        assert self._group is not None
+        return self._group
+
+    @property
+    def generation(self) -> int:
+        """Its number; NO_GENERATION before the first."""
+        return self._group.generation if self._group else NO_GENERATION
+
+    def of(self, generation: object) -> WorkerGroup | None:
+        """The workers of that generation, if it is the current one: news of another generation changes nothing."""
+        return self._group if self._group and self._group.generation == generation else None

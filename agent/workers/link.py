@@ -50,7 +50,7 @@ class Link:
         return self.socket.fileno()
 
     def read(self) -> bool:
-        """Take what has come; whether the worker is still there. What is no message is dropped."""
+        """Read what has come; whether the worker is still there. A line that is no message is dropped."""
         try:
             data = self.socket.recv(_LINK_BYTES_MAX)
         except BlockingIOError:

@@ -1,4 +1,4 @@
-"""One agent's talk with its workers: what they say on their links becomes events, what they are told goes out."""
+"""Turns what workers say on their links into events, and sends on the links what workers are told."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from dataclasses import replace
 from functools import partial
 
 from elaunch.agent import linux
-from elaunch.agent.config import AgentConfig
 from elaunch.agent.core import hang
 from elaunch.agent.core.actions import TakeStacks, TellWorkers
 from elaunch.agent.core.events import (
-    Event,
     LinkEvent,
     Reported,
     WorkerListens,
@@ -23,38 +21,34 @@ from elaunch.agent.core.events import (
 )
 from elaunch.agent.core.messages import ShowStacks
 from elaunch.agent.output.run_dir import RunDir
-from elaunch.agent.output.timeline import Timeline
 from elaunch.agent.workers import stacks
-from elaunch.agent.workers.fork_servers import Servers
-from elaunch.agent.workers.group import Group
+from elaunch.agent.workers.group import CurrentGroup, WorkerGroup
 from elaunch.agent.workers.link import Link, Links
-from elaunch.rendezvous.types import Failure, FailureKind
+from elaunch.agent.workers.reporter import Reporter
+from elaunch.rendezvous.types import FailureKind
 
 
-class Hearing:
-    """Hears the generation that is in the hands of `servers`; `fileno` is readable when `hear` has something.
+class LinkMonitor:
+    """Reads the links of the current generation's workers; `fileno` is readable when `read_ready` has something.
 
-    What workers say is kept until `news` hands it out: it must not queue behind what the agent decides with it. `post`
-    takes what other threads find, `say` sentences for the log; `blameless` makes a failure that is no rank's.
+    What workers say is kept until `take_news` hands it out: it must not queue behind what the agent decides with it.
+    Reports are counted only with a `hang_timeout_s`. `on_hang_up` is called when a link has ended.
     """
 
     def __init__(
         self,
-        config: AgentConfig,
+        current: CurrentGroup,
+        reporter: Reporter,
         run_dir: RunDir,
-        servers: Servers,
-        timeline: Timeline,
-        post: Callable[[Event], None],
-        say: Callable[[str], None],
-        blameless: Callable[[FailureKind, int, str], Failure],
+        hang_timeout_s: float,
+        on_hang_up: Callable[[], None],
     ) -> None:
-        self._hang_timeout_s = config.times.hang_timeout_s
+        self._current = current
+        self._reporter = reporter
+        self._timeline = reporter.timeline
         self._run_dir = run_dir
-        self._servers = servers
-        self._timeline = timeline
-        self._post = post
-        self._say = say
-        self._blameless = blameless
+        self._hang_timeout_s = hang_timeout_s
+        self._on_hang_up = on_hang_up
         self._links = Links()
         self._news: deque[LinkEvent | Reported] = deque()
         # When this generation's workers were first looked at.
@@ -69,32 +63,33 @@ class Hearing:
         """When `tick` is due, on the monotonic clock."""
         return self._links.due_s
 
-    def begin(self, group: Group) -> None:
-        """Hear these workers from now on."""
+    def begin(self, group: WorkerGroup) -> None:
+        """Read these workers' links from now on."""
         self._begun_s = None
         for link in group.links.values():
             self._links.add(link)
 
-    def end(self, group: Group) -> None:
-        """Hang up."""
+    def end(self, group: WorkerGroup) -> None:
+        """Close these workers' links."""
         for link in group.links.values():
             self._links.drop(link)
 
-    def hear(self) -> None:
-        """Read what is worth being woken for."""
+    def read_ready(self) -> None:
+        """Read the links that woke the loop."""
         for link in self._links.ready():
             self._news += self._read(link)
 
     def tick(self, now_s: float) -> None:
-        """Once a second: what the workers have said, and whether they still report."""
+        """Once a second, read all links, and count the reports."""
         if not (due := self._links.due(now_s)):
             return
         for link in due:
             self._news += self._read(link)
         if self._hang_timeout_s:
-            links = self._group.links
+            group = self._current.group
+            links = group.links
             reporting = frozenset(rank for rank, link in links.items() if link.reports)
-            self._news.append(Reported(self._group.generation, sum(link.reports for link in links.values()), reporting))
+            self._news.append(Reported(group.generation, sum(link.reports for link in links.values()), reporting))
             self._begun_s = self._begun_s or now_s
             if not reporting and now_s - self._begun_s > self._hang_timeout_s:
                 self._say_once(
@@ -103,12 +98,12 @@ class Hearing:
                     " elaunch.trainer.link",
                 )
 
-    def listen_now(self) -> None:
+    def read_all(self) -> None:
         """Read every link, whether or not its worker is worth being woken for."""
         for link in self._links.open:
             self._news += self._read(link)
 
-    def news(self) -> Iterator[LinkEvent | Reported]:
+    def take_news(self) -> Iterator[LinkEvent | Reported]:
         """What workers have said, each word once and in the order of each worker."""
         while self._news:
             yield self._news.popleft()
@@ -118,11 +113,11 @@ class Hearing:
         word = type(order.message).__name__
         self._timeline.stamp(order.generation, "told", message=word, workers=len(order.local_ranks))
         for local_rank in order.local_ranks:
-            self._links.tell(self._group.links[local_rank], order.message)
+            self._links.tell(self._current.group.links[local_rank], order.message)
 
     def take_stacks(self, order: TakeStacks) -> None:
-        """Those that listen write theirs to the log; the others are looked into, which takes a moment."""
-        group, generation = self._group, order.generation
+        """Have workers that listen write their stacks to the log; py-spy looks into the others, in a thread."""
+        group, generation = self._current.group, order.generation
         self._timeline.stamp(generation, "hung", quiet_s=round(order.quiet_s))
         self.tell(TellWorkers(generation, order.listening, ShowStacks()))
         links = {rank: link for rank, link in group.links.items() if rank in order.local_ranks and link.reports}
@@ -132,7 +127,7 @@ class Hearing:
         }
         local_rank, message = hang.who_hangs(standings, order.quiet_s)
         failure = replace(
-            self._blameless(FailureKind.HANG, generation, message),
+            self._reporter.node_failure(FailureKind.HANG, generation, message),
             rank=group.rank(local_rank),
             local_rank=local_rank,
             pid=group.pids.get(local_rank, -1),
@@ -141,19 +136,14 @@ class Hearing:
         )
         mute = order.local_ranks - order.listening
         pids = {group.rank(rank): pid for rank, pid in group.pids.items() if rank in mute}
-        stacks.look_into(pids, self._say, partial(self._post, WorkersHung(generation, failure)))
-
-    @property
-    def _group(self) -> Group:
-        assert self._servers.group is not None
-        return self._servers.group
+        stacks.look_into(pids, self._reporter.say, partial(self._reporter.post, WorkersHung(generation, failure)))
 
     def _read(self, link: Link) -> list[LinkEvent]:
-        """What the worker has said that the agent's core is to know; its notes are said at once."""
+        """Read one link: the events for the agent's core. A note goes to the log at once."""
         if not link.read():
             self._links.drop(link)
-            self._servers.ask()
-        rank = self._group.rank(link.local_rank)
+            self._on_hang_up()
+        rank = self._current.group.rank(link.local_rank)
         for text in link.take_notes():
             self._say_once(text, f"rank {rank}: {text}")
         news = link.take_news()
@@ -170,7 +160,7 @@ class Hearing:
         return news
 
     def _say_once(self, key: str, text: str) -> None:
-        """Once, whichever workers and generations have cause for it."""
+        """Say it once in the agent's life, even if many workers and generations have cause for it."""
         if key not in self._said:
             self._said.add(key)
-            self._say(text)
+            self._reporter.say(text)

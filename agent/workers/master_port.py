@@ -14,6 +14,35 @@ class NoPort(Exception):
     """The worker store cannot be reached where it was wanted; the message says why, and the way out."""
 
 
+class MasterPort:
+    """The port of this node's next worker store, by the socket that listens on it."""
+
+    def __init__(self, config: AgentConfig) -> None:
+        self._config = config
+        self._listener: socket.socket | None = None
+
+    def reserve(self) -> int:
+        """The port: the one that is reserved already, or another. Raises NoPort."""
+        self._listener = self._listener or reserve(self._config)
+        return int(self._listener.getsockname()[1])
+
+    @property
+    def listener(self) -> socket.socket | None:
+        """The socket, for a worker store to take over."""
+        return self._listener
+
+    def release(self) -> None:
+        """A worker store has the socket now. The one port that was asked for stays reserved between two generations."""
+        if len(self._config.master_ports) != 1:
+            self.close()
+
+    def close(self) -> None:
+        """Let another process bind the port."""
+        if self._listener:
+            self._listener.close()
+        self._listener = None
+
+
 def reserve(config: AgentConfig) -> socket.socket:
     """A socket that listens on one of the config's master ports, or on a free one; nobody else can get it meanwhile.
 

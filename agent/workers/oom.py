@@ -1,4 +1,4 @@
-"""What the kernel says of a process that it killed."""
+"""Finds out whether the kernel killed a process for lack of memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What workers are doing that hang, for the log: py-spy, where it is installed, looks into those that do not say so."""
+"""Logs what hanging workers are doing: py-spy, if it is installed, looks into those that do not listen on the link."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which file descriptors a worker gets as its standard streams, and where what it writes then goes."""
+"""Makes a worker's standard streams, and routes its output to console and files."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from string import Template
 from elaunch.agent.config import AgentConfig, Streams
 from elaunch.agent.output.pump import Pump
 from elaunch.agent.output.run_dir import RunDir
-from elaunch.agent.output.streams import LogFile, Stream
-from elaunch.agent.workers.group import Group
+from elaunch.agent.output.streams import LogFile, Route, WorkerStream
+from elaunch.agent.workers.group import WorkerGroup
 
 
-class Outputs:
+class Stdio:
     """Makes the pipes from workers to the pump."""
 
     def __init__(self, config: AgentConfig, pump: Pump, run_dir: RunDir) -> None:
@@ -23,7 +23,7 @@ class Outputs:
         self._pump = pump
         self._run_dir = run_dir
 
-    def standard_fds(self, group: Group, local_rank: int) -> tuple[int, int, int]:
+    def standard_fds(self, group: WorkerGroup, local_rank: int) -> tuple[int, int, int]:
         """The worker's fds 0, 1 and 2; the caller closes them once the worker has them."""
         return self._stdin(local_rank), *self._out_and_err(group, local_rank)
 
@@ -39,7 +39,7 @@ class Outputs:
                 return os.dup(0)
         return os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
 
-    def _out_and_err(self, group: Group, local_rank: int) -> tuple[int, int]:
+    def _out_and_err(self, group: WorkerGroup, local_rank: int) -> tuple[int, int]:
         planned = self._plan.redirects.of(local_rank) | self._plan.tee.of(local_rank)
         if group.table.world_size == 1 and not planned and self._on_console(group, local_rank):
             if os.isatty(2):
@@ -52,7 +52,7 @@ class Outputs:
             return both, os.dup(both)
         return self._pipe(group, local_rank, Streams.OUT), self._pipe(group, local_rank, Streams.ERR)
 
-    def _pipe(self, group: Group, local_rank: int, which: Streams) -> int:
+    def _pipe(self, group: WorkerGroup, local_rank: int, which: Streams) -> int:
         """A new pipe's writing end; the pump has the other."""
         plan, out = self._plan, which is Streams.OUT
         redirected, teed = bool(plan.redirects.of(local_rank) & which), bool(plan.tee.of(local_rank) & which)
@@ -64,24 +64,19 @@ class Outputs:
         needles = plan.duplicate_stdout_filters if out else plan.duplicate_stderr_filters
         ours, theirs = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(ours, False)
-        self._pump.add(
-            Stream(
-                ours,
-                generation=group.generation,
-                local_rank=local_rank,
-                keep_tail=not out,
-                console=console,
-                whole_lines=group.slots > 1,
-                prefix=self._prefix(group, local_rank),
-                file=file,
-                file_first=in_file_only,
-                needles=tuple(needle.encode() for needle in needles) if needle_file and teed else (),
-                needle_file=needle_file if teed else None,
-            )
+        route = Route(
+            console,
+            self._prefix(group, local_rank),
+            whole_lines=group.slots > 1,
+            file=file,
+            file_first=in_file_only,
+            needles=tuple(needle.encode() for needle in needles) if needle_file and teed else (),
+            needle_file=needle_file if teed else None,
         )
+        self._pump.add(WorkerStream(ours, group.generation, local_rank, route, keep_tail=not out))
         return theirs
 
-    def _files(self, group: Group, local_rank: int, which: Streams) -> tuple[LogFile | None, LogFile | None]:
+    def _files(self, group: WorkerGroup, local_rank: int, which: Streams) -> tuple[LogFile | None, LogFile | None]:
         """The stream's own file, and the generation's file of lines that were asked for by word."""
         folder = self._run_dir.rank(group.generation, group.rank(local_rank)) if self._run_dir.logs else None
         if folder is None:
@@ -95,12 +90,12 @@ class Outputs:
         needle_file = LogFile(str(folder.parent / f"filtered_{name}.log"), self._run_dir.warn) if wanted else None
         return LogFile(path, self._run_dir.warn), needle_file
 
-    def _prefix(self, group: Group, local_rank: int) -> bytes:
+    def _prefix(self, group: WorkerGroup, local_rank: int) -> bytes:
         if self._plan.prefix_template is None:
             return b"" if group.table.world_size == 1 else f"[{group.rank(local_rank)}] ".encode()
         names = {"role_name": self._role, "rank": str(group.rank(local_rank)), "local_rank": str(local_rank)}
         return Template(self._plan.prefix_template).safe_substitute(names).encode()
 
-    def _on_console(self, group: Group, local_rank: int) -> bool:
+    def _on_console(self, group: WorkerGroup, local_rank: int) -> bool:
         local, ranks = self._plan.console_local_ranks, self._plan.console_ranks
         return (local is None or local_rank in local) and (ranks is None or group.rank(local_rank) in ranks)

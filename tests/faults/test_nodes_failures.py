@@ -38,6 +38,19 @@ def test_a_worker_killed_on_one_node_restarts_the_workers_of_all(tmp_path: Path)
         cluster.end()
 
 
+def test_nodes_that_were_all_given_one_master_port_come_back_after_a_failure(tmp_path: Path) -> None:
+    with Cluster(tmp_path, 2) as cluster:
+        cluster.start(0, 1, nnodes="2", options=("--master-port", "29511"))
+        first = cluster.meeting(2)
+
+        os.kill(first.pid(0), signal.SIGKILL)
+
+        second = cluster.meeting(2, after=first)
+        assert second.generation == first.generation + 1
+        assert second.hosts == first.hosts
+        cluster.end()
+
+
 def test_two_workers_that_fail_at_once_are_one_restart(tmp_path: Path) -> None:
     with Cluster(tmp_path, 2) as cluster:
         cluster.start(0, 1, nnodes="2", options=("--max-restarts", "1"))

@@ -1,4 +1,4 @@
-"""Hosts, and the agent processes on them: the product's own core, dealings and errands, and a loop in virtual time."""
+"""Hosts, and the agent processes on them: the product's own core and session, and a loop in virtual time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import random
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from signal import Signals
 from typing import TYPE_CHECKING
 
@@ -42,8 +41,9 @@ from elaunch.agent.core.phases import Exited, Running
 from elaunch.agent.core.state import Agent
 from elaunch.agent.core.step import deadline_s, step
 from elaunch.agent.inbox import LookAgain
-from elaunch.agent.session.retry_queue import Errand, Errands
-from elaunch.agent.session.store_client import Dealings
+from elaunch.agent.session.job_store import JobStore, LocalHost
+from elaunch.agent.session.retry_queue import Request, RetryQueue
+from elaunch.agent.session.store_client import StoreClient
 from elaunch.rendezvous.rules.snapshot import Keys, Snapshot
 from elaunch.rendezvous.rules.transactions import join
 from elaunch.rendezvous.store import StoreError
@@ -117,11 +117,13 @@ class AgentProcess:
         self.line = Line(world, self)
         self._inbox: deque[Event | LookAgain] = deque()
         self._said: deque[LinkEvent] = deque()
-        self.dealings = Dealings(
-            self.line, KEYS, host.name, times, self.hear, partial(self.hear, LookAgain()),
-            draw=self.rng.getrandbits, is_dead=host.is_dead, now=host.now_s, is_remote=True,
-        )  # fmt: skip
-        self._errands = Errands(self.dealings.renew, self.hear, times.backoff_max_s, self.rng.uniform)
+        self.client = StoreClient(
+            JobStore(self.line, KEYS, is_remote=True),
+            LocalHost(host.name, self.rng.getrandbits, host.is_dead, host.now_s),
+            times,
+            self.hear,
+        )
+        self._requests = RetryQueue(self.client.renew, self.hear, times.backoff_max_s, self.rng.uniform)
         me = Node("", host.name, f"10.0.0.{number}", plan.slots, self.name, node_rank=plan.node_rank)
         self.agent = Agent(me, self.spec, times, Snapshot(KEYS), (USR1,))
         self.started_s = world.now_s
@@ -160,7 +162,7 @@ class AgentProcess:
 
     def begin(self) -> None:
         self.world.log(self.name, "starts")
-        self._order(self.dealings.begin)
+        self._order(self.client.begin)
 
     # What happens to it.
 
@@ -242,7 +244,7 @@ class AgentProcess:
             return
         if self._inbox:
             event = self._inbox.popleft()
-            self._happen(self.dealings.look() if isinstance(event, LookAgain) else event)
+            self._happen(self.client.look() if isinstance(event, LookAgain) else event)
         if self._inbox or self._said:
             self._turn_soon()
         else:
@@ -251,7 +253,7 @@ class AgentProcess:
     def _set_timer(self) -> None:
         self._timer += 1
         timer = self._timer
-        timers_s = (deadline_s(self.agent), self.dealings.due_s)
+        timers_s = (deadline_s(self.agent), self.client.due_s)
         due_s = min((at_s for at_s in timers_s if at_s is not None), default=None)
         if due_s is not None and self.is_alive and not isinstance(self.agent.phase, Exited):
             in_s = max(0.0, self.host.when(due_s) - self.world.now_s) + LATE_S
@@ -261,7 +263,7 @@ class AgentProcess:
         if timer != self._timer or self.holds(lambda: self._ring(timer), is_loop=True):
             return
         now_s = self.host.now_s()
-        if self.dealings.tick(now_s, self._errands):
+        if self.client.tick(now_s, self._requests):
             self._work_soon()
         due_s = deadline_s(self.agent)
         if due_s is not None and now_s >= due_s:
@@ -289,16 +291,16 @@ class AgentProcess:
     def _act(self, action: Action) -> None:
         match action:
             case Commit(txn, tag):
-                self._order(lambda: self.dealings.commit(txn, tag))
+                self._order(lambda: self.client.commit(txn, tag))
             case Join(lease, is_member, progressed):
                 me, snapshot = self.agent.me, self.agent.snapshot
                 joined = Joined(me.node_id, self.rng.randint(1024, 65535), progressed)
                 txn = join(snapshot, me, joined, lease, is_member=is_member)
-                self._order(lambda: self.dealings.commit(txn, Tag.JOIN))
+                self._order(lambda: self.client.commit(txn, Tag.JOIN))
             case Renew():
-                self._order(self.dealings.new_lease)
+                self._order(self.client.new_lease)
             case Widen():
-                self._order(self.dealings.widen)
+                self._order(self.client.widen)
             case Spawn(table, group_rank):
                 self._spawn(table, group_rank)
             case SignalWorkers(generation, local_ranks, signum):
@@ -361,7 +363,7 @@ class AgentProcess:
             self.succeeded_s = self.world.now_s
         self.world.checks.exiting(self, outcome)
         self._is_closing = True
-        self._errands.end()
+        self._requests.end()
         self.world.later(FAREWELL_S, self._die)
         self._work_soon()
 
@@ -374,8 +376,8 @@ class AgentProcess:
 
     # Its session's thread.
 
-    def _order(self, errand: Errand) -> None:
-        self._errands.order(errand)
+    def _order(self, request: Request) -> None:
+        self._requests.add(request)
         self._work_soon()
 
     def _work_soon(self) -> None:
@@ -386,7 +388,7 @@ class AgentProcess:
     def _work(self) -> None:
         if self.holds(self._work):
             return
-        if self._errands.has_any and not self.line.is_up:
+        if self._requests.has_any and not self.line.is_up:
             # Found out when the call's time is over.
             self.world.later(self.world.plan.times.call_deadline_s, self._attempt)
         else:
@@ -396,22 +398,22 @@ class AgentProcess:
         if self.holds(self._attempt):
             return
         try:
-            if self._is_closing and self._errands.is_over:
+            if self._is_closing and self._requests.is_over:
                 self._say_farewell()
                 return
-            self._pause_s = self._errands.do_next(self._pause_s)
+            self._pause_s = self._requests.do_next(self._pause_s)
         except Gone:
             return
         self._is_working = False
-        if self._errands.has_any or self._is_closing:
+        if self._requests.has_any or self._is_closing:
             self._is_working = True
             waited_s, self.line.waited_s = self.line.waited_s, 0.0
             pause_s = 0.0 if self._is_closing else self._pause_s
             self.world.later(pause_s + waited_s + self.rng.uniform(0, self.world.call_s), self._work)
 
     def _say_farewell(self) -> None:
-        if not self._errands.is_away:
+        if not self._requests.is_away:
             with suppress(StoreError):
-                self.dealings.give_back()
+                self.client.give_back()
                 self.has_given_back = True
         self._die()

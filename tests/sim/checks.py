@@ -97,7 +97,7 @@ class Checks:
     # The store.
 
     def granted(self, process: AgentProcess, lease: int, ttl_s: float) -> None:
-        if ttl_s == process.dealings._times.keys_ttl_s:
+        if ttl_s == process.client._times.keys_ttl_s:
             self._begun_for_runs.setdefault(lease, process)
 
     def _told(self, update: Update) -> None:

@@ -1,6 +1,6 @@
 """Whole clusters in virtual time: many agents, one store, and everything that can go wrong between them.
 
-The decisions are the product's own, and so are the dealings with the store; threads, processes, networks and clocks
+The decisions are the product's own, and so is the client of the store; threads, processes, networks and clocks
 are simulated. A seed is one world: `simulate(draw(seed))` lives it, checks every write and every step, and raises
 `Violation` with the world and its history. One seed alone, with its whole history: `python -m tests.sim.cluster SEED`.
 """

@@ -41,7 +41,7 @@ class Line:
         self._world = world
         self._process = process
         self._watches: list[WatchLine] = []
-        # How long the calls of the last errand took beyond the usual.
+        # How long the calls of the last request took beyond the usual.
         self.waited_s = 0.0
         self.down_since_s: float | None = None
         self.up_since_s: float | None = None

@@ -30,7 +30,8 @@ import pytest
 
 from elaunch.agent.core import membership
 from elaunch.agent.core.phases import Finished
-from elaunch.agent.session.store_client import Dealings
+from elaunch.agent.session.store_client import StoreClient
+from elaunch.agent.session.store_view import StoreView
 from elaunch.rendezvous.rules import forming, leading, transactions
 from elaunch.rendezvous.store import Absent, Txn
 from elaunch.rendezvous.times import Times
@@ -209,7 +210,7 @@ def finished_leave(patch: pytest.MonkeyPatch) -> None:
 
 def lease_kept_by_itself(patch: pytest.MonkeyPatch) -> None:
     def off(process: AgentProcess, timer: int) -> None:
-        if process.is_wedged and process.is_alive and process.dealings.tick(process.host.now_s(), process._errands):
+        if process.is_wedged and process.is_alive and process.client.tick(process.host.now_s(), process._requests):
             process._work_soon()
             process.world.later(0.8, lambda: off(process, timer))
         ring(process, timer)
@@ -219,12 +220,7 @@ def lease_kept_by_itself(patch: pytest.MonkeyPatch) -> None:
 
 
 def not_read_again(patch: pytest.MonkeyPatch) -> None:
-    def off(dealings: Dealings, now_s: float, errands: Any) -> bool:
-        dealings._reread_due_s = now_s + 1
-        return tick(dealings, now_s, errands)
-
-    tick = Dealings.tick
-    patch.setattr(Dealings, "tick", off)
+    patch.setattr(StoreView, "take_due_read", lambda *_: False)
 
 
 def return_unguarded(patch: pytest.MonkeyPatch) -> None:
@@ -239,7 +235,7 @@ def no_return_grace(patch: pytest.MonkeyPatch) -> None:
 
 
 def run_not_renewed(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Dealings, "renew_run", lambda _: None)
+    patch.setattr(StoreClient, "renew_run", lambda _: None)
 
 
 def all_in_full(patch: pytest.MonkeyPatch) -> None:
@@ -251,7 +247,7 @@ def all_in_full(patch: pytest.MonkeyPatch) -> None:
 
 
 def begun_leases_left(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Dealings, "_end_unless_used", lambda *_, **__: None)
+    patch.setattr(StoreClient, "_end_unless_used", lambda *_, **__: None)
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ A, B, C, D = (node(letter, slots) for slots, letter in enumerate("abcd", start=1
 
 
 def begin_run_lease(store: MemoryStore, txn: Txn) -> None:
-    """What the dealings do for a transaction that starts a run."""
+    """What the store's client does for a transaction that starts a run."""
     if lease := transactions.run_lease(KEYS, txn):
         store.grant(lease, TIMES.keys_ttl_s)
 

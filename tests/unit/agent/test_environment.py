@@ -1,4 +1,4 @@
-"""agent.environ: a worker's environment, with torchrun's names and meanings."""
+"""agent.environment: a worker's environment, with torchrun's names and meanings."""
 
 from __future__ import annotations
 

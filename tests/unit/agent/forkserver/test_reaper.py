@@ -1,4 +1,4 @@
-"""agent.children: when the end of which process is told, with real processes."""
+"""agent.forkserver.reaper: when the end of which process is told, with real processes."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from elaunch.agent.guardian import guardian
-from elaunch.agent.guardian.client import Guard
+from elaunch.agent.guardian.client import GuardianClient
 from elaunch.agent.guardian.guardian import JOB_VARIABLES, VARIABLE, Kin, living, sweep
 from tests.harness import wait_for
 
@@ -225,7 +225,7 @@ def test_a_process_of_another_job_of_the_scheduler_survives(nursery: Nursery, va
 
 @pytest.mark.parametrize("job", ["1\n2", "a=1\n\nb", "\udcff", "9" * 100_000, '"]', "\x85\r"])
 def test_a_job_is_ended_by_its_guardian_whatever_the_schedulers_id_is(nursery: Nursery, job: str) -> None:
-    guard = Guard((), {"OAR_JOB_ID": job})
+    guard = GuardianClient((), {"OAR_JOB_ID": job})
     mine = nursery.pid(READY, markers=guard.marker, OAR_JOB_ID=job)
     other = nursery.pid(READY, markers=guard.marker, OAR_JOB_ID="13")
     os.close(guard._fd)

@@ -1,4 +1,4 @@
-"""agent.lines: whole lines out of a byte stream, and prefixes before them."""
+"""agent.output.lines: whole lines out of a byte stream, and prefixes before them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""agent.rundir: where a run keeps its files."""
+"""agent.output.run_dir: where a run keeps its files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""agent.streams: from a worker's pipe to the console and the file, with real file descriptors."""
+"""agent.output.streams: from a worker's pipe to the console and the file, with real file descriptors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.agent.output.streams import PARTIAL_LINE_WAIT_S, TAIL_BYTES_MAX, Console, LogFile, Stream, write_all
+from elaunch.agent.output.streams import (
+    PARTIAL_LINE_WAIT_S,
+    TAIL_BYTES_MAX,
+    Console,
+    LogFile,
+    Route,
+    WorkerStream,
+    write_all,
+)
 
 
 class Screen:
@@ -55,21 +63,11 @@ def stream(
     file_first: bool = False,
     needles: tuple[bytes, ...] = (),
     needle_file: LogFile | None = None,
-) -> Stream:
+) -> WorkerStream:
     read_fd, write_fd = os.pipe()
     os.close(write_fd)
-    return Stream(
-        read_fd,
-        generation=0,
-        local_rank=local_rank,
-        keep_tail=keep_tail,
-        console=console,
-        prefix=prefix,
-        file=file,
-        file_first=file_first,
-        needles=needles,
-        needle_file=needle_file,
-    )
+    route = Route(console, prefix, file=file, file_first=file_first, needles=needles, needle_file=needle_file)
+    return WorkerStream(read_fd, 0, local_rank, route, keep_tail=keep_tail)
 
 
 def test_whole_lines_are_shown_at_once_with_their_ranks_prefix(screen: Screen) -> None:

@@ -1,4 +1,4 @@
-"""agent.timeline: when each stage happened."""
+"""agent.output.timeline: when each stage happened."""
 
 from __future__ import annotations
 

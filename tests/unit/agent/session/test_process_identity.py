@@ -1,4 +1,4 @@
-"""agent.identity: a successor can tell whether an agent of the same host is dead, and of no other."""
+"""agent.session.process_identity: a successor can tell whether an agent of the same host is dead, and of no other."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""agent.errands: what is to be asked of the store keeps its order, and is tried until it is answered."""
+"""agent.session.retry_queue: what is to be asked of the store keeps its order, and is tried until it is answered."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from elaunch.agent.core.events import StoreAway, StoreBack, StoreEvent, StoreLost, StoreRefuses
-from elaunch.agent.session.retry_queue import FIRST_BACKOFF_S, LAST_TRIES, Errands
+from elaunch.agent.session.retry_queue import FIRST_BACKOFF_S, LAST_TRIES, RetryQueue
 from elaunch.rendezvous.store import Denied, HeadAway, HistoryLost, Rejected, StoreError, TimedOut, Unavailable
 
 BACKOFF_MAX_S = 0.5
@@ -13,7 +13,7 @@ AWAY = Unavailable("no route")
 
 
 class Bench:
-    """A queue whose errands fail as they are told; `done` are those that did not."""
+    """A queue whose requests fail as they are told; `done` are those that did not."""
 
     def __init__(self) -> None:
         self.done: list[str] = []
@@ -21,9 +21,9 @@ class Bench:
         self.events: list[StoreEvent] = []
         self.failing: dict[str, list[StoreError]] = {}
         self.drawn: list[tuple[float, float]] = []
-        self.errands = Errands(self.errand("renewal"), self.events.append, BACKOFF_MAX_S, self._uniform)
+        self.requests = RetryQueue(self.request("renewal"), self.events.append, BACKOFF_MAX_S, self._uniform)
 
-    def errand(self, name: str, *failing: StoreError) -> Callable[[], None]:
+    def request(self, name: str, *failing: StoreError) -> Callable[[], None]:
         self.failing[name] = list(failing)
 
         def run() -> None:
@@ -37,8 +37,8 @@ class Bench:
     def run(self) -> list[float]:
         """Do all that there is; the pauses."""
         pauses_s = [0.0]
-        while self.errands.has_any:
-            pauses_s.append(self.errands.do_next(pauses_s[-1]))
+        while self.requests.has_any:
+            pauses_s.append(self.requests.do_next(pauses_s[-1]))
         return pauses_s[1:]
 
     def _uniform(self, low: float, high: float) -> float:
@@ -46,11 +46,11 @@ class Bench:
         return high
 
 
-def test_errands_keep_their_order_though_the_first_must_be_tried_again() -> None:
+def test_requests_keep_their_order_though_the_first_must_be_tried_again() -> None:
     bench = Bench()
-    bench.errands.order(bench.errand("first", AWAY, AWAY))
-    bench.errands.order(bench.errand("second", AWAY))
-    bench.errands.order(bench.errand("third"))
+    bench.requests.add(bench.request("first", AWAY, AWAY))
+    bench.requests.add(bench.request("second", AWAY))
+    bench.requests.add(bench.request("third"))
 
     bench.run()
 
@@ -61,9 +61,9 @@ def test_errands_keep_their_order_though_the_first_must_be_tried_again() -> None
 def test_a_renewal_goes_before_what_waits_and_stays_wanted_until_it_is_done() -> None:
     bench = Bench()
     bench.failing["renewal"] = [AWAY]
-    bench.errands.order(bench.errand("first"))
-    bench.errands.order_renewal()
-    bench.errands.order_renewal()
+    bench.requests.add(bench.request("first"))
+    bench.requests.add_renewal()
+    bench.requests.add_renewal()
 
     bench.run()
 
@@ -72,8 +72,8 @@ def test_a_renewal_goes_before_what_waits_and_stays_wanted_until_it_is_done() ->
 
 def test_that_the_store_is_away_is_told_at_each_try_and_that_it_is_back_once() -> None:
     bench = Bench()
-    bench.errands.order(bench.errand("first", AWAY, Unavailable("timed out")))
-    bench.errands.order(bench.errand("second"))
+    bench.requests.add(bench.request("first", AWAY, Unavailable("timed out")))
+    bench.requests.add(bench.request("second"))
 
     bench.run()
 
@@ -83,7 +83,7 @@ def test_that_the_store_is_away_is_told_at_each_try_and_that_it_is_back_once() -
 def test_the_first_answer_ever_is_told() -> None:
     bench = Bench()
     for name in ("first", "second"):
-        bench.errands.order(bench.errand(name))
+        bench.requests.add(bench.request(name))
 
     bench.run()
 
@@ -92,8 +92,8 @@ def test_the_first_answer_ever_is_told() -> None:
 
 def test_pauses_grow_to_their_longest_and_begin_anew_after_an_answer() -> None:
     bench = Bench()
-    bench.errands.order(bench.errand("first", *[AWAY] * 8))
-    bench.errands.order(bench.errand("second", AWAY))
+    bench.requests.add(bench.request("first", *[AWAY] * 8))
+    bench.requests.add(bench.request("second", AWAY))
 
     pauses_s = bench.run()
 
@@ -105,8 +105,8 @@ def test_pauses_grow_to_their_longest_and_begin_anew_after_an_answer() -> None:
 
 def test_a_lost_history_is_told_and_does_not_hold_up_the_rest() -> None:
     bench = Bench()
-    bench.errands.order(bench.errand("first", HistoryLost("another cluster answers")))
-    bench.errands.order(bench.errand("second"))
+    bench.requests.add(bench.request("first", HistoryLost("another cluster answers")))
+    bench.requests.add(bench.request("second"))
 
     bench.run()
 
@@ -117,7 +117,7 @@ def test_a_lost_history_is_told_and_does_not_hold_up_the_rest() -> None:
 def test_away_too_slow_and_refused_are_told_apart() -> None:
     bench = Bench()
     errors = AWAY, TimedOut("no answer"), Rejected("etcd is full"), Denied("no permission")
-    bench.errands.order(bench.errand("first", *errors))
+    bench.requests.add(bench.request("first", *errors))
 
     bench.run()
 
@@ -134,7 +134,7 @@ def test_a_head_that_answers_too_late_is_slow_not_away() -> None:
     bench = Bench()
     error = HeadAway("the job's store is silent: no answer")
     error.__cause__ = TimedOut("no answer")
-    bench.errands.order(bench.errand("first", error))
+    bench.requests.add(bench.request("first", error))
 
     bench.run()
 
@@ -143,8 +143,8 @@ def test_a_head_that_answers_too_late_is_slow_not_away() -> None:
 
 def test_what_is_refused_keeps_its_place_and_is_asked_again_without_haste() -> None:
     bench = Bench()
-    bench.errands.order(bench.errand("first", Rejected("etcd is full"), Denied("no permission")))
-    bench.errands.order(bench.errand("second"))
+    bench.requests.add(bench.request("first", Rejected("etcd is full"), Denied("no permission")))
+    bench.requests.add(bench.request("second"))
 
     pauses_s = bench.run()
 
@@ -152,14 +152,14 @@ def test_what_is_refused_keeps_its_place_and_is_asked_again_without_haste() -> N
     assert pauses_s == [BACKOFF_MAX_S, BACKOFF_MAX_S, 0.0, 0.0]
 
 
-def test_renewals_that_succeed_do_not_hide_an_errand_that_never_does() -> None:
+def test_renewals_that_succeed_do_not_hide_a_request_that_never_does() -> None:
     """Else nothing would be in the log: each renewal would restart the time after which the trouble is worth a line."""
     bench = Bench()
-    bench.errands.order(bench.errand("first", *[Rejected("etcd is full")] * 3))
+    bench.requests.add(bench.request("first", *[Rejected("etcd is full")] * 3))
     for _ in range(3):
-        bench.errands.do_next(0.0)
-        bench.errands.order_renewal()
-        bench.errands.do_next(0.0)
+        bench.requests.do_next(0.0)
+        bench.requests.add_renewal()
+        bench.requests.do_next(0.0)
     refused = list(bench.events)
 
     bench.run()
@@ -172,9 +172,9 @@ def test_renewals_that_succeed_do_not_hide_an_errand_that_never_does() -> None:
 def test_a_renewal_that_is_refused_lets_what_waits_have_its_turn() -> None:
     bench = Bench()
     bench.failing["renewal"] = [Rejected("HTTP status 502")] * 2
-    bench.errands.order_renewal()
+    bench.requests.add_renewal()
     for name in ("first", "second"):
-        bench.errands.order(bench.errand(name))
+        bench.requests.add(bench.request(name))
 
     bench.run()
 
@@ -184,61 +184,61 @@ def test_a_renewal_that_is_refused_lets_what_waits_have_its_turn() -> None:
 
 def test_last_words_that_are_denied_are_not_said_three_times() -> None:
     bench = Bench()
-    bench.errands.order(bench.errand("first", Denied("no permission"), Denied("no permission")))
+    bench.requests.add(bench.request("first", Denied("no permission"), Denied("no permission")))
 
-    bench.errands.do_next(0.0)
+    bench.requests.do_next(0.0)
 
-    assert bench.errands.is_over
-    assert not bench.errands.is_away
+    assert bench.requests.is_over
+    assert not bench.requests.is_away
 
 
 def test_whoever_wants_to_go_waits_for_what_is_left_unless_the_store_is_away() -> None:
     bench = Bench()
-    over = [bench.errands.is_over]
-    bench.errands.order(bench.errand("first", *[AWAY] * LAST_TRIES))
-    over.append(bench.errands.is_over)
+    over = [bench.requests.is_over]
+    bench.requests.add(bench.request("first", *[AWAY] * LAST_TRIES))
+    over.append(bench.requests.is_over)
     for _ in range(LAST_TRIES):
-        bench.errands.do_next(0.0)
-        over.append(bench.errands.is_over)
+        bench.requests.do_next(0.0)
+        over.append(bench.requests.is_over)
 
     assert over == [True, False, *[False] * (LAST_TRIES - 1), True]
-    assert bench.errands.is_away
+    assert bench.requests.is_away
 
 
 def test_last_words_are_said_where_only_renewals_are_refused() -> None:
     bench = Bench()
     bench.failing["renewal"] = [Rejected("HTTP status 502")] * 10
-    bench.errands.order_renewal()
+    bench.requests.add_renewal()
     for _ in range(2 * LAST_TRIES):
-        bench.errands.do_next(BACKOFF_MAX_S)
+        bench.requests.do_next(BACKOFF_MAX_S)
 
-    bench.errands.order(bench.errand("goodbye"))
-    bench.errands.end()
-    over = bench.errands.is_over
-    bench.errands.do_next(BACKOFF_MAX_S)
+    bench.requests.add(bench.request("goodbye"))
+    bench.requests.end()
+    over = bench.requests.is_over
+    bench.requests.do_next(BACKOFF_MAX_S)
 
     assert not over
     assert bench.done == ["goodbye"]
-    assert bench.errands.is_over
+    assert bench.requests.is_over
 
 
 def test_at_the_end_a_renewal_of_an_absent_store_does_not_hold_up_the_last_words() -> None:
     bench = Bench()
     bench.failing["renewal"] = [AWAY] * 10
-    bench.errands.order_renewal()
-    bench.errands.order(bench.errand("goodbye", *[AWAY] * LAST_TRIES))
-    bench.errands.do_next(0.0)
+    bench.requests.add_renewal()
+    bench.requests.add(bench.request("goodbye", *[AWAY] * LAST_TRIES))
+    bench.requests.do_next(0.0)
 
-    bench.errands.end()
+    bench.requests.end()
     for _ in range(LAST_TRIES):
-        bench.errands.do_next(0.0)
+        bench.requests.do_next(0.0)
 
     assert bench.tried == ["renewal", *["goodbye"] * LAST_TRIES]
-    assert bench.errands.is_over
+    assert bench.requests.is_over
 
 
-def test_without_errands_nothing_is_done() -> None:
+def test_without_requests_nothing_is_done() -> None:
     bench = Bench()
 
-    assert bench.errands.do_next(0.0) == 0.0
+    assert bench.requests.do_next(0.0) == 0.0
     assert (bench.tried, bench.events) == ([], [])

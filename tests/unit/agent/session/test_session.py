@@ -1,4 +1,4 @@
-"""agent.session: what is ordered is done by a thread of its own, in order, until the store has done it."""
+"""agent.session.session: what is ordered is done by a thread of its own, in order, until the store has done it."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ from elaunch.agent.core.events import (
     StoreRefuses,
     Tag,
 )
+from elaunch.agent.inbox import LookAgain
+from elaunch.agent.session.job_store import JobStore, LocalHost
 from elaunch.agent.session.session import Session
 from elaunch.rendezvous.rules.snapshot import Keys
 from elaunch.rendezvous.store import Absent, Answer, Delete, Denied, Put, Txn, Unavailable
@@ -42,9 +44,7 @@ class Bench:
         self.store = store or FlakyStore()
         self.events: list[StoreEvent] = []
         self.looks_due = 0
-        self.session = Session(
-            self.store, KEYS, "node-a", TIMES, self.events.append, self._look_again, is_remote=remote
-        )
+        self.session = Session(JobStore(self.store, KEYS, remote), LocalHost("node-a"), TIMES, self._post)
 
     @property
     def lease(self) -> int:
@@ -69,8 +69,11 @@ class Bench:
         by_age = sorted(entries, key=lambda key: entries[key].create_revision)
         return [int(key.rpartition("/")[2]) for key in by_age]
 
-    def _look_again(self) -> None:
-        self.looks_due += 1
+    def _post(self, event: StoreEvent | LookAgain) -> None:
+        if isinstance(event, LookAgain):
+            self.looks_due += 1
+        else:
+            self.events.append(event)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""agent.dealings: what an agent asks of its store, and which events the answers become."""
+"""agent.session.store_client: what an agent asks of its store, and which events the answers become."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from dataclasses import replace
 import pytest
 
 from elaunch.agent.core.events import Committed, Leased, LeaseLost, Looked, StoreEvent, StoreLost, Tag, WatchRefused
-from elaunch.agent.session.retry_queue import Errands
-from elaunch.agent.session.store_client import Dealings
+from elaunch.agent.inbox import LookAgain
+from elaunch.agent.session.job_store import JobStore, LocalHost
+from elaunch.agent.session.retry_queue import RetryQueue
+from elaunch.agent.session.store_client import StoreClient
 from elaunch.rendezvous.codec import decode, encode
 from elaunch.rendezvous.engine.engine import OPS_MAX
 from elaunch.rendezvous.rules.snapshot import Keys, Snapshot
@@ -43,7 +45,7 @@ AWAY = Unavailable("10.0.0.9:2379 refuses connections")
 
 
 class Bench:
-    """Dealings with a store that fails as it is told; what came of them."""
+    """A client with a store that fails as it is told; what came of it."""
 
     def __init__(self, *, remote: bool = True, times: Times = TIMES, seed: int = 1) -> None:
         self.store = FlakyStore()
@@ -51,22 +53,17 @@ class Bench:
         self.looks_due = 0
         self.now_s = 100.0
         self.dead: set[str] = set()
-        self.dealings = Dealings(
-            self.store,
-            KEYS,
-            "node-a",
+        self.client = StoreClient(
+            JobStore(self.store, KEYS, remote),
+            LocalHost("node-a", random.Random(seed).getrandbits, lambda name: name in self.dead, lambda: self.now_s),
             times,
-            self.events.append,
-            self._look_again,
-            draw=random.Random(seed).getrandbits,
-            is_dead=lambda process: process in self.dead,
-            now=lambda: self.now_s,
-            is_remote=remote,
+            self._post,
         )
-        self.errands = Errands(self.dealings.renew, self.events.append, TIMES.backoff_max_s, lambda low, high: high)
+        self.view = self.client._view
+        self.requests = RetryQueue(self.client.renew, self.events.append, TIMES.backoff_max_s, lambda low, high: high)
 
     def begun(self) -> Bench:
-        self.dealings.begin()
+        self.client.begin()
         return self
 
     @property
@@ -74,7 +71,7 @@ class Bench:
         """What the agent sees at its next look, that it was told to take."""
         assert self.looks_due, "nobody was told to look"
         self.looks_due = 0
-        looked = self.dealings.look()
+        looked = self.client.look()
         assert isinstance(looked, Looked), looked
         return looked.snapshot
 
@@ -93,8 +90,11 @@ class Bench:
         """With this node's lease."""
         return Txn((), (Put(key, "mine", self.leased[-1].lease),))
 
-    def _look_again(self) -> None:
-        self.looks_due += 1
+    def _post(self, event: StoreEvent | LookAgain) -> None:
+        if isinstance(event, LookAgain):
+            self.looks_due += 1
+        else:
+            self.events.append(event)
 
 
 def number(snapshot: Snapshot) -> int | None:
@@ -123,7 +123,7 @@ def test_a_store_that_does_not_take_the_first_read_is_asked_why(why: StoreError)
     bench.store.fail("check", Denied("a:1 is etcd 3.2; elaunch needs 3.4 or later"))
 
     with pytest.raises(Denied, match=r"etcd 3\.2"):
-        bench.dealings.begin()
+        bench.client.begin()
 
 
 def test_a_store_that_can_be_reached_in_another_way_is_looked_at_so() -> None:
@@ -153,8 +153,8 @@ def test_a_beginning_that_broke_off_is_made_again_from_its_start(method: str) ->
     bench.store.fail(method, AWAY)
 
     with pytest.raises(Unavailable):
-        bench.dealings.begin()
-    bench.dealings.begin()
+        bench.client.begin()
+    bench.client.begin()
 
     assert number(bench.snapshot) == 3
     bench.write(Put(KEYS.leader, "x"))
@@ -165,27 +165,27 @@ def test_a_beginning_that_broke_off_is_made_again_from_its_start(method: str) ->
 def test_why_a_first_watch_cannot_begin_is_for_whoever_waits_for_it() -> None:
     bench = Bench()
 
-    bench.dealings._told(bench.dealings._epoch, Denied("permission denied"))
+    bench.view._told(bench.view._epoch, Denied("permission denied"))
 
     assert bench.events == []
 
 
 def test_nothing_begins_after_the_end() -> None:
     bench = Bench()
-    bench.dealings.close()
+    bench.client.close()
 
     with pytest.raises(Unavailable):
-        bench.dealings.begin()
+        bench.client.begin()
 
     assert (bench.store.calls["watch"], bench.store.calls["grant"]) == (0, 0)
 
 
 def test_who_started_the_run_has_its_own_key_only_on_this_host() -> None:
     bench = Bench().begun()
-    bench.dealings.commit(bench.put(KEYS.member("node-a-00000001")), Tag.FIRST_RUN)
+    bench.client.commit(bench.put(KEYS.member("node-a-00000001")), Tag.FIRST_RUN)
     asked = bench.store.calls.total()
 
-    bench.dealings.commit(bench.put(KEYS.joined(0, "node-a-00000001")), Tag.JOIN)
+    bench.client.commit(bench.put(KEYS.joined(0, "node-a-00000001")), Tag.JOIN)
 
     assert bench.store.calls.total() == asked + 1
 
@@ -195,7 +195,7 @@ def test_an_entry_that_is_refused_for_another_reason_is_not_repeated() -> None:
     bench.write(Put(KEYS.leader, "x"))
     commits = bench.store.calls["commit"]
 
-    bench.dealings.commit(Txn((Absent(KEYS.leader),), bench.put(KEYS.done(0, "me")).then), Tag.JOIN)
+    bench.client.commit(Txn((Absent(KEYS.leader),), bench.put(KEYS.done(0, "me")).then), Tag.JOIN)
 
     assert bench.store.calls["commit"] == commits + 1
 
@@ -217,7 +217,7 @@ def with_last_life() -> Bench:
 def test_a_run_is_begun_once_the_lease_of_the_agents_last_life_is_ended() -> None:
     bench = with_last_life()
 
-    bench.dealings.commit(Txn((Absent(KEYS.leader),), bench.put(KEYS.done(0, "me")).then), Tag.RUN)
+    bench.client.commit(Txn((Absent(KEYS.leader),), bench.put(KEYS.done(0, "me")).then), Tag.RUN)
 
     assert bench.events[-1] == Committed(Tag.RUN, True, bench.store.memory.read().revision)
     assert bench.store.memory.keep_alive(5) == 0
@@ -228,9 +228,9 @@ def test_a_join_that_was_decided_with_the_agents_last_life_in_sight_is_decided_a
     bench = with_last_life()
     entry = bench.put(KEYS.member("me"))
 
-    bench.dealings.commit(entry, Tag.JOIN)
+    bench.client.commit(entry, Tag.JOIN)
     refused, leader = bench.events[-1], bench.snapshot.leader
-    bench.dealings.commit(entry, Tag.JOIN)
+    bench.client.commit(entry, Tag.JOIN)
 
     assert isinstance(refused, Committed)
     assert (refused.held, leader) == (False, "")
@@ -245,7 +245,7 @@ def test_the_lease_of_an_agent_that_lives_or_of_another_host_is_left_alone() -> 
         bench.write(Put(KEYS.member(other.node_id), encode(other), lease))
     bench.dead = {"dead"}
 
-    bench.dealings.commit(bench.put(KEYS.done(0, "me")), Tag.JOIN)
+    bench.client.commit(bench.put(KEYS.done(0, "me")), Tag.JOIN)
 
     assert [bench.store.memory.keep_alive(lease) for lease in (5, 6, 7)] == [3, 3, 3]
     assert bench.events[-1] == Committed(Tag.JOIN, True, bench.store.memory.read().revision)
@@ -256,7 +256,7 @@ def test_a_record_that_is_no_member_is_left_alone() -> None:
     bench.store.memory.grant(5, 3)
     bench.write(Put(KEYS.member("node-a-00000009"), "garbage", 5))
 
-    bench.dealings.commit(bench.put(KEYS.done(0, "me")), Tag.JOIN)
+    bench.client.commit(bench.put(KEYS.done(0, "me")), Tag.JOIN)
 
     assert bench.store.memory.keep_alive(5)
 
@@ -269,7 +269,7 @@ def test_a_host_that_has_no_other_member_is_not_asked_who_that_is_and_no_host_tw
     reads = bench.store.calls["read"]
 
     for generation in range(2):
-        bench.dealings.commit(bench.put(KEYS.joined(generation, "me")), Tag.JOIN)
+        bench.client.commit(bench.put(KEYS.joined(generation, "me")), Tag.JOIN)
 
     assert bench.store.calls["read"] == reads + (not was_alone)
     assert bench.store.calls["commit"] == 2 + (not was_alone)
@@ -282,9 +282,9 @@ def test_an_entry_that_broke_off_is_made_again(breaks_at: str) -> None:
     entry = bench.put(KEYS.member("me"))
 
     with pytest.raises(Unavailable):
-        bench.dealings.commit(entry, Tag.JOIN)
+        bench.client.commit(entry, Tag.JOIN)
     for _ in range(2):
-        bench.dealings.commit(entry, Tag.JOIN)
+        bench.client.commit(entry, Tag.JOIN)
 
     assert bench.events[-1] == Committed(Tag.JOIN, True, bench.store.memory.read().revision)
     assert bench.store.memory.keep_alive(5) == 0
@@ -334,7 +334,7 @@ def test_a_watch_that_began_anew_from_a_view_is_followed() -> None:
     assert number(bench.snapshot) is None
     generation = KeyEntry(encode(Generation(8, OpenKind.FAIL, "x")), 90, 90)
 
-    bench.dealings._told(bench.dealings._epoch, View(100, {KEYS.generation: generation}))
+    bench.view._told(bench.view._epoch, View(100, {KEYS.generation: generation}))
     seen = bench.snapshot
 
     assert (number(seen), seen.revision, seen.generation_revision) == (8, 100, 90)
@@ -344,11 +344,11 @@ def test_looks_never_go_back() -> None:
     bench = Bench().begun()
     bench.open(1)
     revision = bench.open(2)
-    epoch = bench.dealings._epoch
+    epoch = bench.view._epoch
     stale = KeyEntry(encode(Generation(1, OpenKind.FAIL, "x")), 2, 2)
 
-    bench.dealings._told(epoch, Changes(revision - 1, {KEYS.generation: stale}))
-    bench.dealings._told(epoch, View(revision - 1, {KEYS.generation: stale}))
+    bench.view._told(epoch, Changes(revision - 1, {KEYS.generation: stale}))
+    bench.view._told(epoch, View(revision - 1, {KEYS.generation: stale}))
 
     assert number(bench.snapshot) == 2
 
@@ -360,7 +360,7 @@ def test_what_a_watch_did_not_tell_is_found_by_reading_again() -> None:
     assert number(bench.snapshot) is None
 
     bench.store.deaf = False
-    bench.dealings.read_again()
+    bench.view.read_again()
 
     assert number(bench.snapshot) == 4
     bench.open(5)
@@ -373,7 +373,7 @@ def test_reading_again_what_is_known_leaves_the_watch_alone() -> None:
     assert number(bench.snapshot) == 4
     revision = bench.write(Put("/elaunch/other/ctl/leader", "x"))
 
-    bench.dealings.read_again()
+    bench.view.read_again()
 
     assert bench.store.calls["watch"] == 1
     assert bench.snapshot.revision == revision, "a look that is as new as it can be"
@@ -381,12 +381,12 @@ def test_reading_again_what_is_known_leaves_the_watch_alone() -> None:
 
 def test_more_keys_than_one_transaction_may_compare_are_read() -> None:
     bench = Bench().begun()
-    bench.dealings.widen()
+    bench.client.widen()
     bench.write(*(Put(KEYS.done(0, f"host-{n}"), "") for n in range(OPS_MAX)))
     assert len(bench.snapshot.done[0]) == OPS_MAX
     reads = bench.store.calls["read"]
 
-    bench.dealings.read_again()
+    bench.view.read_again()
 
     assert bench.store.calls["read"] == reads + 1
     assert bench.store.calls["watch"] == 2
@@ -397,7 +397,7 @@ def test_a_look_at_everything_begins_with_what_is_there() -> None:
     bench.write(Put(KEYS.member(NODE.node_id), encode(NODE)))
     narrow = bench.snapshot
 
-    bench.dealings.widen()
+    bench.client.widen()
     wide = bench.snapshot
     bench.write(Put(KEYS.done(0, NODE.node_id), ""))
 
@@ -411,21 +411,21 @@ def test_a_look_at_everything_does_not_wait_for_its_watch_to_begin() -> None:
     bench = Bench().begun()
     begun = bench.store.calls["begun"]
 
-    bench.dealings.widen()
+    bench.client.widen()
 
     assert (begun, bench.store.calls["begun"]) == (1, 1)
 
 
 def test_what_the_narrower_watch_still_tells_is_not_taken_for_everything() -> None:
     bench = Bench().begun()
-    old_epoch = bench.dealings._epoch
+    old_epoch = bench.view._epoch
     bench.write(Put(KEYS.member(NODE.node_id), encode(NODE)))
-    bench.dealings.widen()
+    bench.client.widen()
     revision = bench.snapshot.revision
 
-    bench.dealings._told(old_epoch, View(revision + 5, {}))
-    bench.dealings._told(old_epoch, Changes(revision + 5, {KEYS.leader: KeyEntry("x", 9, 9)}))
-    bench.dealings._told(old_epoch, HistoryLost("the old watch's"))
+    bench.view._told(old_epoch, View(revision + 5, {}))
+    bench.view._told(old_epoch, Changes(revision + 5, {KEYS.leader: KeyEntry("x", 9, 9)}))
+    bench.view._told(old_epoch, HistoryLost("the old watch's"))
 
     assert bench.looks_due == 0
     assert not [event for event in bench.events if isinstance(event, StoreLost)]
@@ -435,9 +435,9 @@ def test_a_look_at_everything_that_broke_off_is_taken_again() -> None:
     bench = Bench().begun()
     bench.store.fail("watch", AWAY)
     with pytest.raises(Unavailable):
-        bench.dealings.widen()
+        bench.client.widen()
 
-    bench.dealings.widen()
+    bench.client.widen()
     bench.write(Put(KEYS.member(NODE.node_id), encode(NODE)))
 
     assert set(bench.snapshot.members) == {NODE.node_id}
@@ -447,14 +447,14 @@ def test_a_look_is_whole_only_when_everything_was_read() -> None:
     bench = Bench().begun()
     bench.write(Put(KEYS.member(NODE.node_id), encode(NODE)))
     # The narrow view is as new as what it has not.
-    bench.dealings.read_again()
+    bench.view.read_again()
     narrow = bench.snapshot
     bench.store.deaf = True
-    bench.dealings.widen()
+    bench.client.widen()
     reads = bench.store.calls["read"]
 
-    still = bench.dealings.look()
-    bench.dealings.read_again()
+    still = bench.client.look()
+    bench.view.read_again()
     wide = bench.snapshot
 
     assert isinstance(still, Looked)
@@ -463,11 +463,11 @@ def test_a_look_is_whole_only_when_everything_was_read() -> None:
     assert (wide.whole, set(wide.members)) == (True, {NODE.node_id})
 
 
-def test_a_record_that_is_none_ends_the_dealings_with_its_key() -> None:
+def test_a_record_that_is_none_ends_the_session_with_its_key() -> None:
     bench = Bench().begun()
     bench.write(Put(KEYS.generation, "garbage"))
 
-    lost = bench.dealings.look()
+    lost = bench.client.look()
 
     assert isinstance(lost, StoreLost)
     assert lost.why.startswith(f"{KEYS.generation} in the store is not a Generation: 'garbage'")
@@ -476,7 +476,7 @@ def test_a_record_that_is_none_ends_the_dealings_with_its_key() -> None:
 def test_what_ends_a_watch_is_told() -> None:
     bench = Bench().begun()
 
-    bench.dealings._told(bench.dealings._epoch, HistoryLost("the store's revision went back from 9 to 3"))
+    bench.view._told(bench.view._epoch, HistoryLost("the store's revision went back from 9 to 3"))
 
     assert bench.events[-1] == StoreLost("the store's revision went back from 9 to 3")
 
@@ -485,12 +485,12 @@ def test_a_watch_that_is_denied_ends_no_training_and_is_begun_again_with_the_nex
     bench = Bench().begun()
     watches = bench.store.calls["watch"]
 
-    bench.dealings._told(bench.dealings._epoch, Denied("permission denied"))
+    bench.view._told(bench.view._epoch, Denied("permission denied"))
     told = list(bench.events)
     bench.store.fail("read", Denied("permission denied"))
     with pytest.raises(Denied):
-        bench.dealings.read_again()
-    bench.dealings.read_again()
+        bench.view.read_again()
+    bench.view.read_again()
 
     assert not any(isinstance(event, StoreLost) for event in told)
     assert bench.store.calls["watch"] == watches + 1
@@ -499,12 +499,12 @@ def test_a_watch_that_is_denied_ends_no_training_and_is_begun_again_with_the_nex
 def test_a_watch_that_is_refused_is_said_once_whatever_takes_its_place() -> None:
     bench = Bench().begun()
     for _ in range(2):
-        bench.dealings._told(bench.dealings._epoch, WatchBlocked("HTTP status 502"))
-        bench.dealings.read_again()
+        bench.view._told(bench.view._epoch, WatchBlocked("HTTP status 502"))
+        bench.view.read_again()
     once = [event for event in bench.events if isinstance(event, WatchRefused)]
 
-    bench.dealings._told(bench.dealings._epoch, Changes(99, {}))
-    bench.dealings._told(bench.dealings._epoch, WatchBlocked("HTTP status 502"))
+    bench.view._told(bench.view._epoch, Changes(99, {}))
+    bench.view._told(bench.view._epoch, WatchBlocked("HTTP status 502"))
 
     assert once == [WatchRefused("HTTP status 502")]
     assert bench.events.count(WatchRefused("HTTP status 502")) == 2, "it had told something meanwhile"
@@ -513,7 +513,7 @@ def test_a_watch_that_is_refused_is_said_once_whatever_takes_its_place() -> None
 def test_why_a_first_watch_is_refused_is_for_whoever_waits_for_it() -> None:
     bench = Bench()
 
-    bench.dealings._told(bench.dealings._epoch, WatchBlocked("HTTP status 502"))
+    bench.view._told(bench.view._epoch, WatchBlocked("HTTP status 502"))
 
     assert bench.events == []
 
@@ -524,20 +524,20 @@ def test_the_runs_lease_is_renewed_by_its_leader_though_the_store_takes_no_write
     bench.store.memory.advance(bench.now_s)
     bench.begun()
     own = bench.leased[-1]
-    bench.dealings.commit(start_run(bench.snapshot, Terms(), replace(NODE, node_id=own.node_id), own.lease), Tag.RUN)
-    bench.dealings.widen()
+    bench.client.commit(start_run(bench.snapshot, Terms(), replace(NODE, node_id=own.node_id), own.lease), Tag.RUN)
+    bench.client.widen()
 
     def full() -> None:
         raise Rejected("etcd is full")
 
-    bench.errands.order(full)
+    bench.requests.add(full)
     end_s = bench.now_s + 2 * times.keys_ttl_s
     while bench.now_s < end_s:
         bench.now_s += times.keepalive_s
         bench.store.memory.advance(bench.now_s)
-        bench.dealings.tick(bench.now_s, bench.errands)
+        bench.client.tick(bench.now_s, bench.requests)
         for _ in range(4):
-            bench.errands.do_next(0.5)
+            bench.requests.do_next(0.5)
 
     assert {KEYS.leader, KEYS.spec, KEYS.generation} <= set(bench.store.memory.read(KEYS.root).entries)
 
@@ -551,7 +551,7 @@ def test_a_transaction_that_is_too_large_is_sent_again_with_shorter_texts(tag: T
     value = encode(Generation(1, OpenKind.FAIL, "x" * 500))
     bench.store.fail("commit", TooLarge("413"))
 
-    bench.dealings.commit(Txn((), (Put(KEYS.generation, value),)), tag)
+    bench.client.commit(Txn((), (Put(KEYS.generation, value),)), tag)
 
     written = bench.store.memory.read(KEYS.generation).entries[KEYS.generation].value
     assert len(written) < len(value) // 2
@@ -563,13 +563,13 @@ def test_an_opening_that_the_store_says_has_no_lease_is_told_and_kept() -> None:
     bench = Bench().begun()
     own = bench.leased[-1]
     run = start_run(bench.snapshot, Terms(), replace(NODE, node_id=own.node_id), own.lease)
-    bench.dealings.commit(run, Tag.RUN)
+    bench.client.commit(run, Tag.RUN)
     opening = Txn((), (bench.snapshot.put(KEYS.generation, encode(Generation(1, OpenKind.FAIL, "x"))),))
     bench.store.fail("commit", LeaseGone("the lease has ended"))
 
     with pytest.raises(Rejected, match="the lease has ended, and the job's keys stand on it"):
-        bench.dealings.commit(opening, None)
-    bench.dealings.commit(opening, None)
+        bench.client.commit(opening, None)
+    bench.client.commit(opening, None)
 
     written = bench.store.memory.read(KEYS.generation).entries[KEYS.generation].value
     assert not any(isinstance(event, LeaseLost) for event in bench.events)
@@ -581,14 +581,14 @@ def test_a_transaction_without_texts_that_is_too_large_is_told_and_kept() -> Non
     bench.store.fail("commit", *[TooLarge("413")] * 2)
 
     with pytest.raises(TooLarge):
-        bench.dealings.commit(Txn((), (Put(KEYS.leader, "x" * 500),)), Tag.LEAD)
+        bench.client.commit(Txn((), (Put(KEYS.leader, "x" * 500),)), Tag.LEAD)
 
 
 def test_a_transaction_with_a_tag_is_answered_and_one_without_is_not() -> None:
     bench = Bench().begun()
 
-    bench.dealings.commit(bench.put(KEYS.leader), None)
-    bench.dealings.commit(bench.put(KEYS.leader), Tag.ELECT)
+    bench.client.commit(bench.put(KEYS.leader), None)
+    bench.client.commit(bench.put(KEYS.leader), Tag.ELECT)
 
     revision = bench.store.memory.read().revision
     assert bench.events[1:] == [Committed(Tag.ELECT, True, revision)]
@@ -600,9 +600,9 @@ def test_before_a_refusal_is_told_its_reason_can_be_seen() -> None:
     bench.write(Put(KEYS.leader, "x"))
     seen: list[str] = []
     post = bench.events.append
-    bench.dealings._post = lambda event: (seen.append(bench.snapshot.leader), post(event))[1]
+    bench.client._post = lambda event: (seen.append(bench.snapshot.leader), post(event))[1]
 
-    bench.dealings.commit(Txn((Absent(KEYS.leader),), (Put(KEYS.leader, "mine"),)), Tag.ELECT)
+    bench.client.commit(Txn((Absent(KEYS.leader),), (Put(KEYS.leader, "mine"),)), Tag.ELECT)
 
     assert seen == ["x"]
     assert bench.events[-1] == Committed(Tag.ELECT, False, bench.store.memory.read().revision)
@@ -614,19 +614,19 @@ def test_a_write_with_a_lease_that_has_ended_is_refused_and_the_lease_lost(tag: 
     lease = bench.leased[0].lease
     bench.store.memory.revoke(lease)
 
-    bench.dealings.commit(bench.put(KEYS.member("x")), tag)
+    bench.client.commit(bench.put(KEYS.member("x")), tag)
 
     refused = [Committed(tag, False, 0)] if tag else []
     assert bench.events[1:] == [*refused, LeaseLost(lease)]
-    assert bench.dealings.due_s is None
+    assert bench.client.due_s is None
 
 
 def test_a_write_with_an_older_lease_is_refused_and_the_present_one_is_kept() -> None:
     bench = Bench().begun()
     late = bench.put(KEYS.member("x"))
-    bench.dealings.new_lease()
+    bench.client.new_lease()
 
-    bench.dealings.commit(late, Tag.JOIN)
+    bench.client.commit(late, Tag.JOIN)
 
     assert bench.events[-1] == Committed(Tag.JOIN, False, 0)
     assert not [event for event in bench.events if isinstance(event, LeaseLost)]
@@ -640,10 +640,10 @@ def test_a_lease_is_renewed_each_keepalive_and_once_a_lease_time_what_is_seen_is
     compared = bench.store.calls["commit"]
 
     for _ in range(12):
-        bench.now_s = bench.dealings.due_s or 0.0
-        assert bench.dealings.tick(bench.now_s, bench.errands)
-        while bench.errands.has_any:
-            bench.errands.do_next(0.0)
+        bench.now_s = bench.client.due_s or 0.0
+        assert bench.client.tick(bench.now_s, bench.requests)
+        while bench.requests.has_any:
+            bench.requests.do_next(0.0)
 
     took_s = bench.now_s - 100.0
     assert bench.store.calls["keep_alive"] == 12 == round(took_s / TIMES.keepalive_s)
@@ -656,13 +656,13 @@ def test_a_store_that_is_away_for_long_is_compared_once_when_it_is_back() -> Non
     bench.store.fail("commit", *[AWAY] * 1000)
     for _ in range(1000):
         bench.now_s += TIMES.lease_ttl_s
-        bench.dealings.tick(bench.now_s, bench.errands)
-        bench.errands.do_next(0.0)
+        bench.client.tick(bench.now_s, bench.requests)
+        bench.requests.do_next(0.0)
     tries = bench.store.calls["commit"]
 
     bench.store.errors.clear()
-    while bench.errands.has_any:
-        bench.errands.do_next(0.0)
+    while bench.requests.has_any:
+        bench.requests.do_next(0.0)
 
     assert bench.store.calls["commit"] - tries == 1
 
@@ -670,16 +670,16 @@ def test_a_store_that_is_away_for_long_is_compared_once_when_it_is_back() -> Non
 def test_nothing_is_renewed_before_its_time() -> None:
     bench = Bench().begun()
 
-    assert bench.dealings.due_s == bench.now_s + TIMES.keepalive_s
-    assert not bench.dealings.tick(bench.now_s + TIMES.keepalive_s - 0.01, bench.errands)
-    assert not bench.errands.has_any
+    assert bench.client.due_s == bench.now_s + TIMES.keepalive_s
+    assert not bench.client.tick(bench.now_s + TIMES.keepalive_s - 0.01, bench.requests)
+    assert not bench.requests.has_any
 
 
 def test_a_store_in_this_process_keeps_its_leases_by_itself() -> None:
     bench = Bench(remote=False).begun()
 
-    assert bench.dealings.due_s is None
-    assert not bench.dealings.tick(bench.now_s + 1000, bench.errands)
+    assert bench.client.due_s is None
+    assert not bench.client.tick(bench.now_s + 1000, bench.requests)
 
 
 def test_a_lease_that_has_ended_is_found_by_its_renewal_and_told_once() -> None:
@@ -687,23 +687,23 @@ def test_a_lease_that_has_ended_is_found_by_its_renewal_and_told_once() -> None:
     lease = bench.leased[0].lease
     bench.store.memory.revoke(lease)
 
-    bench.dealings.renew()
-    bench.dealings.renew()
+    bench.client.renew()
+    bench.client.renew()
 
     assert bench.events[1:] == [LeaseLost(lease)]
-    assert bench.dealings.due_s is None
+    assert bench.client.due_s is None
 
 
 def test_another_lease_means_another_name_and_the_old_one_is_given_back() -> None:
     bench = Bench().begun()
 
-    bench.dealings.new_lease()
+    bench.client.new_lease()
 
     first, second = bench.leased
     assert first.lease != second.lease
     assert first.node_id != second.node_id
     assert bench.store.memory.keep_alive(first.lease) == 0
-    assert bench.dealings.due_s == bench.now_s + TIMES.keepalive_s
+    assert bench.client.due_s == bench.now_s + TIMES.keepalive_s
 
 
 @pytest.mark.parametrize("method", ["revoke", "grant"])
@@ -711,9 +711,9 @@ def test_another_lease_is_asked_for_until_there_is_one(method: str) -> None:
     bench = Bench().begun()
     bench.store.lose(method, AWAY)
     with pytest.raises(Unavailable):
-        bench.dealings.new_lease()
+        bench.client.new_lease()
 
-    bench.dealings.new_lease()
+    bench.client.new_lease()
 
     assert len(bench.leased) == 2
     assert bench.store.memory.keep_alive(bench.leased[1].lease)
@@ -721,12 +721,12 @@ def test_another_lease_is_asked_for_until_there_is_one(method: str) -> None:
 
 def test_at_the_end_the_lease_is_given_back_and_the_keys_go_with_it() -> None:
     bench = Bench().begun()
-    bench.dealings.commit(bench.put(KEYS.member("x")), None)
-    with_me = bench.dealings.has_others()
+    bench.client.commit(bench.put(KEYS.member("x")), None)
+    with_me = bench.client.has_others()
 
-    bench.dealings.give_back()
+    bench.client.give_back()
 
-    assert (with_me, bench.dealings.has_others()) == (True, False)
+    assert (with_me, bench.client.has_others()) == (True, False)
     assert bench.store.memory.keep_alive(bench.leased[0].lease) == 0
 
 
@@ -734,7 +734,7 @@ def test_after_the_end_nothing_is_told() -> None:
     bench = Bench().begun()
     assert number(bench.snapshot) is None
 
-    bench.dealings.close()
+    bench.client.close()
     bench.open(1)
 
     assert bench.looks_due == 0
@@ -744,12 +744,12 @@ def test_after_the_end_nothing_is_told() -> None:
 
 
 def started(*, remote: bool = True) -> tuple[Bench, int]:
-    """The run is started by these dealings; its lease."""
+    """The run is started by this client; its lease."""
     bench = Bench(remote=remote)
     bench.store.memory.advance(bench.now_s)
     snapshot, own = bench.begun().snapshot, bench.leased[-1]
     me = replace(NODE, node_id=own.node_id, host="node-a")
-    bench.dealings.commit(start_run(snapshot, Terms(), me, own.lease), Tag.FIRST_RUN)
+    bench.client.commit(start_run(snapshot, Terms(), me, own.lease), Tag.FIRST_RUN)
     return bench, bench.store.memory.read(KEYS.spec).entries[KEYS.spec].lease
 
 
@@ -769,7 +769,7 @@ def test_who_comes_too_late_to_start_a_run_begins_no_lease() -> None:
     bench.open(3)
     asked = bench.store.calls["grant"]
 
-    bench.dealings.commit(start_run(nothing, Terms(), replace(NODE, node_id=own.node_id), own.lease), Tag.FIRST_RUN)
+    bench.client.commit(start_run(nothing, Terms(), replace(NODE, node_id=own.node_id), own.lease), Tag.FIRST_RUN)
 
     assert isinstance(bench.events[-1], Committed)
     assert not bench.events[-1].held
@@ -783,8 +783,8 @@ def test_a_start_whose_answers_were_lost_is_made_again_with_the_same_lease() -> 
     bench.store.lose("grant", AWAY)
 
     with pytest.raises(Unavailable):
-        bench.dealings.commit(txn, Tag.FIRST_RUN)
-    bench.dealings.commit(txn, Tag.FIRST_RUN)
+        bench.client.commit(txn, Tag.FIRST_RUN)
+    bench.client.commit(txn, Tag.FIRST_RUN)
 
     assert bench.store.memory.read(KEYS.spec).entries[KEYS.spec].lease == run_lease(KEYS, txn)
     assert bench.leased == [own]
@@ -796,7 +796,7 @@ def test_who_starts_a_run_after_its_own_lease_has_ended_hears_of_that_and_leaves
     bench.store.memory.revoke(own.lease)
     txn = start_run(bench.snapshot, Terms(), replace(NODE, node_id=own.node_id), own.lease)
 
-    bench.dealings.commit(txn, Tag.RUN)
+    bench.client.commit(txn, Tag.RUN)
 
     assert bench.events[-2:] == [Committed(Tag.RUN, False, 0), LeaseLost(own.lease)]
     assert not bench.store.memory.read(KEYS.root).entries
@@ -815,11 +815,11 @@ def test_of_two_agents_that_start_a_later_run_at_once_one_lease_is_left() -> Non
     # The second one has found that its lease is missing, and has begun it, when the first one starts the run.
     benches[1].store.lose("grant", AWAY)
     with pytest.raises(Unavailable):
-        benches[1].dealings.commit(txns[1], Tag.RUN)
+        benches[1].client.commit(txns[1], Tag.RUN)
     assert memory.keep_alive(second)
-    benches[0].dealings.commit(txns[0], Tag.RUN)
+    benches[0].client.commit(txns[0], Tag.RUN)
 
-    benches[1].dealings.commit(txns[1], Tag.RUN)
+    benches[1].client.commit(txns[1], Tag.RUN)
 
     assert (memory.keep_alive(first), memory.keep_alive(second)) == (TIMES.keys_ttl_s, 0)
     assert memory.read(KEYS.spec).entries[KEYS.spec].lease == first
@@ -837,14 +837,14 @@ def test_of_two_agents_that_start_the_first_run_at_once_one_grants_a_lease_for_i
     # The second one has claimed the start, and its lease is there, when the first one tries.
     benches[1].store.lose("grant", AWAY)
     with pytest.raises(Unavailable):
-        benches[1].dealings.commit(txns[1], Tag.FIRST_RUN)
+        benches[1].client.commit(txns[1], Tag.FIRST_RUN)
     assert memory.keep_alive(second)
 
-    benches[0].dealings.commit(txns[0], Tag.FIRST_RUN)
+    benches[0].client.commit(txns[0], Tag.FIRST_RUN)
 
     assert not benches[0].events[-1].held
     assert memory.keep_alive(first) == 0
-    benches[1].dealings.commit(txns[1], Tag.FIRST_RUN)
+    benches[1].client.commit(txns[1], Tag.FIRST_RUN)
     assert benches[1].events[-1].held
     assert memory.read(KEYS.spec).entries[KEYS.spec].lease == second
     assert KEYS.starter not in memory.read(KEYS.starter).entries
@@ -856,10 +856,10 @@ def test_a_claim_whose_answer_was_lost_is_this_nodes_own_when_it_tries_again() -
     txn = start_run(bench.snapshot, Terms(), replace(NODE, node_id=own.node_id), own.lease)
     bench.store.lose("commit", AWAY)
     with pytest.raises(Unavailable):
-        bench.dealings.commit(txn, Tag.FIRST_RUN)
+        bench.client.commit(txn, Tag.FIRST_RUN)
     assert KEYS.starter in bench.store.memory.read(KEYS.starter).entries
 
-    bench.dealings.commit(txn, Tag.FIRST_RUN)
+    bench.client.commit(txn, Tag.FIRST_RUN)
 
     assert bench.events[-1].held
     assert KEYS.spec in bench.store.memory.read(KEYS.spec).entries
@@ -874,10 +874,10 @@ def test_the_claim_of_a_node_that_died_before_its_start_ends_with_its_lease() ->
         txns.append(start_run(bench.snapshot, Terms(), replace(NODE, node_id=own.node_id), own.lease))
     benches[1].store.lose("grant", AWAY)
     with pytest.raises(Unavailable):
-        benches[1].dealings.commit(txns[1], Tag.FIRST_RUN)
+        benches[1].client.commit(txns[1], Tag.FIRST_RUN)
     memory.revoke(benches[1].leased[-1].lease)
 
-    benches[0].dealings.commit(txns[0], Tag.FIRST_RUN)
+    benches[0].client.commit(txns[0], Tag.FIRST_RUN)
 
     assert benches[0].events[-1].held
 
@@ -888,9 +888,9 @@ def test_who_ends_before_it_could_start_a_run_ends_the_lease_that_it_began_for_i
     txn = start_run(bench.snapshot, Terms(), replace(NODE, node_id=own.node_id), own.lease)
     bench.store.lose("grant", AWAY)
     with pytest.raises(Unavailable):
-        bench.dealings.commit(txn, Tag.FIRST_RUN)
+        bench.client.commit(txn, Tag.FIRST_RUN)
 
-    bench.dealings.give_back()
+    bench.client.give_back()
 
     assert bench.store.memory.keep_alive(run_lease(KEYS, txn)) == 0
 
@@ -903,24 +903,24 @@ def test_a_start_that_was_done_and_whose_answer_was_lost_keeps_its_lease(tag: Ta
     for lost in ("grant", "commit"):
         bench.store.lose(lost, AWAY)
         with pytest.raises(Unavailable):
-            bench.dealings.commit(txn, tag)
+            bench.client.commit(txn, tag)
     assert KEYS.spec in bench.store.memory.read(KEYS.spec).entries
 
-    bench.dealings.commit(txn, tag)
+    bench.client.commit(txn, tag)
 
     assert bench.store.memory.keep_alive(run_lease(KEYS, txn)) == TIMES.keys_ttl_s
     assert KEYS.spec in bench.store.memory.read(KEYS.spec).entries
 
 
 def live(bench: Bench, seconds: float) -> None:
-    """Time passes for the dealings and their store; what is due is done."""
+    """Time passes for the client and its store; what is due is done."""
     end_s = bench.now_s + seconds
     while bench.now_s < end_s:
         bench.now_s += TIMES.keepalive_s
         bench.store.memory.advance(bench.now_s)
-        bench.dealings.tick(bench.now_s, bench.errands)
-        while bench.errands.has_any:
-            bench.errands.do_next(0.0)
+        bench.client.tick(bench.now_s, bench.requests)
+        while bench.requests.has_any:
+            bench.requests.do_next(0.0)
 
 
 def test_the_leader_keeps_the_runs_keys_and_whoever_follows_does_not() -> None:
@@ -929,12 +929,12 @@ def test_the_leader_keeps_the_runs_keys_and_whoever_follows_does_not() -> None:
     bench.store.memory.advance(bench.now_s)
     bench.begun()
     own = bench.leased[-1]
-    bench.dealings.commit(start_run(bench.snapshot, Terms(), replace(NODE, node_id=own.node_id), own.lease), Tag.RUN)
-    bench.dealings.widen()
+    bench.client.commit(start_run(bench.snapshot, Terms(), replace(NODE, node_id=own.node_id), own.lease), Tag.RUN)
+    bench.client.widen()
 
     live(bench, 5 * times.keys_ttl_s)
     kept = set(bench.store.memory.read(KEYS.control).entries)
-    bench.dealings._scope = KEYS.control
+    bench.view._scope = KEYS.control
     live(bench, 1.5 * times.keys_ttl_s)
 
     assert {KEYS.spec, KEYS.generation, KEYS.leader} == kept
@@ -946,7 +946,7 @@ def test_the_runs_lease_is_renewed_by_the_time_that_it_has_whatever_this_node_wo
     bench.store.memory.revoke(lease)
     bench.store.memory.grant(lease, 20)
     bench.write(Put(KEYS.spec, encode(Terms()), lease))
-    bench.dealings.widen()
+    bench.client.widen()
 
     live(bench, 60.0)
 
@@ -955,10 +955,10 @@ def test_the_runs_lease_is_renewed_by_the_time_that_it_has_whatever_this_node_wo
 
 def test_a_leader_that_goes_begins_the_time_that_is_left_to_the_keys() -> None:
     bench, _ = started()
-    bench.dealings.widen()
+    bench.client.widen()
     bench.store.memory.advance(bench.now_s + TIMES.keys_ttl_s / 2)
 
-    bench.dealings.give_back()
+    bench.client.give_back()
 
     bench.store.memory.advance(bench.now_s + 1.4 * TIMES.keys_ttl_s)
     assert set(bench.store.memory.read(KEYS.root).entries) == {KEYS.spec, KEYS.generation}

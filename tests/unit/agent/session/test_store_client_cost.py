@@ -1,4 +1,4 @@
-"""agent.dealings and agent.errands with a store that is slow, away, or tells late: what it is asked, how often."""
+"""The store's client and its queue, with a store that is slow, away, or tells late: what it is asked, how often."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from collections.abc import Callable
 import pytest
 
 from elaunch.agent.core.events import Leased, Looked, StoreEvent
-from elaunch.agent.session.retry_queue import SLOW_BACKOFF_MAX_S, Errands
-from elaunch.agent.session.store_client import Dealings
+from elaunch.agent.inbox import LookAgain
+from elaunch.agent.session.job_store import JobStore, LocalHost
+from elaunch.agent.session.retry_queue import SLOW_BACKOFF_MAX_S, RetryQueue
+from elaunch.agent.session.store_client import StoreClient
 from elaunch.rendezvous.codec import encode
 from elaunch.rendezvous.engine.memory_store import MemoryStore
 from elaunch.rendezvous.rules.snapshot import Keys
@@ -72,28 +74,26 @@ class FarStore(MemoryStore):
 
 
 class Agent:
-    """Dealings with a far store, and what became of them."""
+    """A client with a far store, and what became of it."""
 
     def __init__(self, store: FarStore) -> None:
         self.now_s = 100.0
         self.posted: list[StoreEvent] = []
-        self.dealings = Dealings(
-            store,
-            KEYS,
-            "host",
+        self.client = StoreClient(
+            JobStore(store, KEYS, is_remote=True),
+            LocalHost("host", draw=lambda _: 4711, is_dead=lambda _: False, now=lambda: self.now_s),
             TIMES,
-            self.posted.append,
-            lambda: None,
-            draw=lambda _: 4711,
-            is_dead=lambda _: False,
-            now=lambda: self.now_s,
-            is_remote=True,
+            self._post,
         )
-        self.errands = Errands(self.dealings.renew, self.posted.append, TIMES.backoff_max_s, lambda low, _: low)
+        self.requests = RetryQueue(self.client.renew, self.posted.append, TIMES.backoff_max_s, lambda low, _: low)
+
+    def _post(self, event: StoreEvent | LookAgain) -> None:
+        if not isinstance(event, LookAgain):
+            self.posted.append(event)
 
     def generation(self) -> int:
         """The newest one that this agent knows of."""
-        looked = self.dealings.look()
+        looked = self.client.look()
         assert isinstance(looked, Looked)
         assert looked.snapshot.generation
         return looked.snapshot.generation.number
@@ -103,8 +103,8 @@ class Agent:
         end_s = self.now_s + seconds
         while self.now_s < end_s:
             self.now_s += 0.1
-            self.dealings.tick(self.now_s, self.errands)
-            while self.errands.has_any and not self.errands.do_next(0.0):
+            self.client.tick(self.now_s, self.requests)
+            while self.requests.has_any and not self.requests.do_next(0.0):
                 pass
 
 
@@ -123,7 +123,7 @@ def store() -> FarStore:
 @pytest.fixture
 def agent(store: FarStore) -> Agent:
     agent = Agent(store)
-    agent.dealings.begin()
+    agent.client.begin()
     store.asked.clear()
     return agent
 
@@ -133,10 +133,10 @@ def test_a_beginning_that_is_tried_again_goes_on_where_it_was(store: FarStore, f
     agent = Agent(store)
     store.away = {fails_at}
     with pytest.raises(Unavailable):
-        agent.dealings.begin()
+        agent.client.begin()
 
     store.away = set()
-    agent.dealings.begin()
+    agent.client.begin()
 
     # The one that fails is tried again when it is known that nothing else is wrong.
     assert store.asked["watch"] == (3 if fails_at == "watch" else 1)
@@ -149,10 +149,10 @@ def test_a_beginning_takes_the_lease_last_so_that_none_is_renewed_meanwhile(stor
     agent = Agent(store)
     store.away = {"watch"}
     with pytest.raises(Unavailable):
-        agent.dealings.begin()
+        agent.client.begin()
 
     assert store.asked["grant"] == 0
-    assert agent.dealings.due_s is None
+    assert agent.client.due_s is None
 
 
 def test_while_nothing_changes_nothing_is_read(store: FarStore, agent: Agent) -> None:
@@ -176,7 +176,7 @@ def test_a_key_that_is_gone_is_found_too(store: FarStore, agent: Agent) -> None:
     store.lose()
     agent.live(TIMES.lease_ttl_s + TIMES.keepalive_s)
 
-    looked = agent.dealings.look()
+    looked = agent.client.look()
     assert isinstance(looked, Looked)
     assert looked.snapshot.leader == ""
 
@@ -224,18 +224,18 @@ def test_reads_do_not_pile_up_while_the_store_is_away(store: FarStore, agent: Ag
 def test_only_who_has_nothing_to_lose_leaves_a_slow_store_alone_for_long(
     error: Unavailable, was_reached: bool, longest_s: float
 ) -> None:
-    errands = Errands(lambda: None, lambda _: None, TIMES.backoff_max_s, lambda _, high: high)
+    requests = RetryQueue(lambda: None, lambda _: None, TIMES.backoff_max_s, lambda _, high: high)
     if was_reached:
-        errands.order_renewal()
-        errands.do_next(0.0)
+        requests.add_renewal()
+        requests.do_next(0.0)
 
     def fail() -> None:
         raise error
 
-    errands.order(fail)
+    requests.add(fail)
     pauses_s = [0.0]
     for _ in range(20):
-        pauses_s.append(errands.do_next(pauses_s[-1]))
+        pauses_s.append(requests.do_next(pauses_s[-1]))
 
     assert pauses_s == sorted(pauses_s)
     assert pauses_s[-1] == longest_s

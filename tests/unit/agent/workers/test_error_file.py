@@ -1,4 +1,4 @@
-"""agent.errorfile: whatever a program leaves at its error file's path, the agent neither waits nor fills its memory."""
+"""agent.workers.error_file: the agent waits for nothing in an error file's place, and fills no memory with it."""
 
 from __future__ import annotations
 

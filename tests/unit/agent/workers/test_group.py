@@ -1,4 +1,4 @@
-"""agent.group: whether a node's workers made progress, from what their links and their store say."""
+"""agent.workers.group: whether a node's workers made progress, from what their links and their store say."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import socket
 
 import pytest
 
-from elaunch.agent.workers.group import LASTING_S, Group
+from elaunch.agent.output.timeline import NO_GENERATION
+from elaunch.agent.workers.group import LASTING_S, CurrentGroup, WorkerGroup
 from elaunch.agent.workers.link import Link
 from elaunch.rendezvous.rules.table_codec import seats_of
 from elaunch.rendezvous.types import RankTable
@@ -14,12 +15,12 @@ from elaunch.rendezvous.types import RankTable
 TABLE = RankTable(4, seats_of([("a-00000001", 2, "default"), ("b-00000001", 2, "default")]), "10.0.0.1", 1, "a start")
 
 
-def group(*links: tuple[int, bool | None], reached_store: bool | None) -> Group:
+def group(*links: tuple[int, bool | None], reached_store: bool | None) -> WorkerGroup:
     """One with links that said this of their newest step and of their process group."""
     made = {n: Link(0, n, socket.socket(), step, reached_store=reached) for n, (step, reached) in enumerate(links)}
     for link in made.values():
         link.socket.close()
-    return Group(TABLE, 1, links=made, reached_store=reached_store)
+    return WorkerGroup(TABLE, 1, links=made, reached_store=reached_store)
 
 
 @pytest.mark.parametrize(
@@ -62,3 +63,17 @@ def test_a_group_that_ran_for_long_has_done_something_also_where_nobody_says_so(
 def test_a_group_knows_its_node_as_the_table_does() -> None:
     assert group(reached_store=False).node_id == "b-00000001"
     assert [group(reached_store=False).rank(n) for n in (0, 1)] == [2, 3]
+
+
+def test_news_of_another_generation_than_the_current_one_finds_no_workers() -> None:
+    current = CurrentGroup()
+    before = (current.generation, current.of(TABLE.generation))
+    now = group(reached_store=None)
+
+    current.begin(now)
+
+    assert before == (NO_GENERATION, None)
+    assert current.generation == TABLE.generation
+    assert current.of(TABLE.generation) is now
+    assert current.of(TABLE.generation - 1) is None
+    assert current.of(None) is None

@@ -13,17 +13,19 @@ from typing import Any
 import pytest
 
 from elaunch.agent.core.events import Event, WorkerListens
+from elaunch.agent.workers.group import CurrentGroup
 from elaunch.agent.workers.link import Link
-from elaunch.agent.workers.link_monitor import Hearing
+from elaunch.agent.workers.link_monitor import LinkMonitor
+from elaunch.agent.workers.reporter import Reporter
 
 GENERATION = 4
 
 
 @dataclass
 class Talk:
-    """A worker's end of its link and the agent's `Hearing`; `posted` is what went into the agent's inbox."""
+    """A worker's end of its link and the agent's `LinkMonitor`; `posted` is what went into the agent's inbox."""
 
-    hearing: Hearing
+    monitor: LinkMonitor
     worker: socket.socket
     posted: list[Event] = field(default_factory=list)
 
@@ -36,31 +38,34 @@ def talk() -> Iterator[Talk]:
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
     group: Any = SimpleNamespace(links={0: Link(GENERATION, 0, ours)}, generation=GENERATION, rank=lambda rank: rank)
-    others: Any = SimpleNamespace(group=group, ask=lambda: None, memory=SimpleNamespace(trouble=""))
-    config: Any = SimpleNamespace(times=SimpleNamespace(hang_timeout_s=0.0))
+    run_dir: Any = SimpleNamespace(memory=SimpleNamespace(trouble=""))
+    others: Any = SimpleNamespace()
     posted: list[Event] = []
-    hearing = Hearing(config, others, others, others, posted.append, lambda _: None, others)
-    hearing.begin(group)
+    current = CurrentGroup()
+    current.begin(group)
+    reporter = Reporter(posted.append, lambda _: None, others, others)
+    monitor = LinkMonitor(current, reporter, run_dir, 0.0, lambda: None)
+    monitor.begin(group)
     with ours, theirs:
-        yield Talk(hearing, theirs, posted)
+        yield Talk(monitor, theirs, posted)
 
 
 def test_what_the_look_of_each_second_reads_does_not_queue_behind_what_waits_in_the_inbox(talk: Talk) -> None:
     """Else the agent signals a worker that has asked to be told on its link."""
     talk.says(event="listens", stop=True, peer_failed=False)
 
-    talk.hearing.tick(time.monotonic() + 2)
-    talk.hearing.listen_now()
+    talk.monitor.tick(time.monotonic() + 2)
+    talk.monitor.read_all()
 
-    assert list(talk.hearing.news()) == [WorkerListens(GENERATION, 0, to_stop=True, to_failure=False)]
+    assert list(talk.monitor.take_news()) == [WorkerListens(GENERATION, 0, to_stop=True, to_failure=False)]
     assert not talk.posted
 
 
 def test_a_word_is_handed_out_once(talk: Talk) -> None:
     talk.says(event="listens", stop=True, peer_failed=True)
-    talk.hearing.listen_now()
-    assert len(list(talk.hearing.news())) == 1
+    talk.monitor.read_all()
+    assert len(list(talk.monitor.take_news())) == 1
 
-    talk.hearing.listen_now()
+    talk.monitor.read_all()
 
-    assert not list(talk.hearing.news())
+    assert not list(talk.monitor.take_news())

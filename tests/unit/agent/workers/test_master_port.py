@@ -1,4 +1,4 @@
-"""agent.port: the worker store's port, with real sockets."""
+"""agent.workers.master_port: the worker store's port, with real sockets."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from elaunch.agent.config import AgentConfig
-from elaunch.agent.workers.master_port import NoPort, reserve
+from elaunch.agent.workers.master_port import MasterPort, NoPort, reserve
 from elaunch.rendezvous.types import JobSpec, Program, ProgramKind
 
 SPEC = JobSpec("job", Program(ProgramKind.SCRIPT, "train.py"))
@@ -141,3 +141,54 @@ def test_a_name_that_is_loopback_to_this_host_alone_is_reached_at_every_address(
         pass
     with reserve(config(addr="me")) as listener:
         assert listener.getsockname()[0] == "127.0.1.1"
+
+
+def is_taken(port: int) -> bool:
+    try:
+        reserve(config(port)).close()
+    except NoPort:
+        return True
+    return False
+
+
+def test_a_port_is_reserved_once_until_it_is_used() -> None:
+    port = MasterPort(config())
+
+    assert port.reserve() == port.reserve()
+    port.close()
+
+
+def test_the_one_port_that_was_asked_for_stays_reserved_between_two_generations() -> None:
+    wanted = free_port()
+    port = MasterPort(config(wanted))
+    port.reserve()
+
+    port.release()
+
+    assert is_taken(wanted)
+    assert port.reserve() == wanted
+    port.close()
+
+
+def test_a_port_of_our_own_choice_is_another_in_each_generation() -> None:
+    port = MasterPort(config())
+    first = port.reserve()
+
+    port.release()
+
+    assert not is_taken(first)
+    assert port.listener is None
+
+
+def test_a_port_that_no_worker_store_took_over_can_be_reserved_again() -> None:
+    wanted = free_port()
+    port = MasterPort(config(wanted))
+    port.reserve()
+
+    port.close()
+    port.release()
+
+    assert not is_taken(wanted)
+    assert port.reserve() == wanted
+    assert is_taken(wanted)
+    port.close()

@@ -1,0 +1,131 @@
+"""The agent's front door: the launcher begins an agent early, and runs it when it has the job's store.
+
+Importing this module is cheap, and the order in `begin` is for speed: what the user waits for is the fork server's
+import of torch, so that starts first, and the agent's own modules are imported beside it.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from elaunch.agent.forkserver.client import ForkServer
+from elaunch.agent.guardian.client import GuardianClient
+from elaunch.agent.output.run_dir import RunDir, memory_places, private_places
+
+if TYPE_CHECKING:
+    from elaunch.agent.config import AgentConfig
+    from elaunch.agent.services import Services
+    from elaunch.rendezvous.store import Store
+    from elaunch.rendezvous.types import Outcome
+
+_LAST_WORDS_S = 2.0
+
+
+class CannotRun(Exception):
+    """The agent cannot run as it was asked to; the message says why, and the way out."""
+
+
+@contextmanager
+def begin(config: AgentConfig) -> Iterator[AgentRun]:
+    """Start the guardian and the fork server, and end both after the `with`. Raises CannotRun and OSError.
+
+    Whatever is raised, no process and no private folder of the agent is left.
+    """
+    # Before anything is made that somebody would have to remove.
+    places = private_places()
+    with ExitStack() as cleanup:
+        guardian = GuardianClient((*places, *memory_places(places)), config.environment)
+        cleanup.callback(guardian.finish)
+        troubles: list[str] = []
+        say = troubles.append
+        # Folders are made until the end; from the pump's start on its console has the word.
+        run_dir = _run_dir(config, lambda trouble: say(trouble), places)
+        environment = guardian.environment(config.environment)
+        fork_server = ForkServer(config.spec.program, config.preload, environment, config.ignored)
+        # Also after the loop, which stops it: that makes no difference then.
+        cleanup.callback(fork_server.stop)
+
+        # From here on the fork server imports torch on another core.
+        from elaunch.agent.output.pump import Pump
+        from elaunch.agent.services import Services
+
+        pump = Pump()
+        pump.start()
+        say = pump.say
+        agent = AgentRun(Services(config, guardian, fork_server, pump, run_dir))
+        try:
+            for line in (*config.notes, *troubles):
+                say(line)
+            yield agent
+        except BaseException:
+            # The pump's lines come before the error's text.
+            pump.close(timeout_s=_LAST_WORDS_S)
+            raise
+
+
+class AgentRun:
+    """An agent that has begun: its fork server imports."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    @property
+    def logs(self) -> Path | None:
+        """The run's folder in the user's log folder, if there is one."""
+        return self._services.run_dir.logs
+
+    @property
+    def is_log_incomplete(self) -> bool:
+        """Whether something could not be written that belongs into the run's folder."""
+        return self._services.run_dir.is_incomplete
+
+    def say(self, line: str) -> None:
+        """Write one line of elaunch's own to stderr."""
+        self._services.pump.say(line)
+
+    def run(self, config: AgentConfig, store: Store, *, is_remote: bool, served_pid: int | None) -> Outcome:
+        """Take part in the job until its outcome is known; all workers are gone then. Raises CannotRun.
+
+        `config` is that of `begin`, now with this node's address and network. `is_remote` says that `store` is in
+        another process; `served_pid` is that process where this agent's launcher has started it.
+        """
+        from elaunch.agent.loop import Loop
+        from elaunch.agent.session.job_store import JobStore
+        from elaunch.agent.workers.master_port import NoPort
+        from elaunch.rendezvous.rules.snapshot import Keys
+
+        job_store = JobStore(store, Keys(config.spec.run_id, config.store_prefix), is_remote)
+        try:
+            return Loop(replace(self._services, config=config), job_store, served_pid).run()
+        except NoPort as error:
+            raise CannotRun(str(error)) from error
+
+    def write_report(self, text: str) -> None:
+        """Write `text` to stderr as it is, after all that the workers wrote."""
+        self._services.pump.write_report(text)
+
+    def finish_output(self, outcome: Outcome) -> None:
+        """Wait until all output is written; after an interruption not for long, since the user wants the prompt."""
+        from elaunch.rendezvous.types import OutcomeKind
+
+        if not self._services.pump.close(timeout_s=_LAST_WORDS_S if outcome.kind is OutcomeKind.INTERRUPTED else None):
+            os.set_blocking(2, False)
+            with suppress(OSError):
+                os.write(2, b"elaunch: stopped; not all output was taken by the console or its reader\n")
+
+
+def _run_dir(config: AgentConfig, warn: Callable[[str], None], places: tuple[str, ...]) -> RunDir:
+    # Nodes may share a disk: whose folder it is shows in its name.
+    node = f"_{socket.gethostname()}" if config.spec.nodes_max > 1 else ""
+    try:
+        return RunDir(config.output.log_dir, f"{config.spec.run_id}{node}", warn, places)
+    except OSError as error:
+        raise CannotRun(
+            f"--log-dir {config.output.log_dir}: no folder can be made in it ({error.strerror}); choose another"
+        ) from error

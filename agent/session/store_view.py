@@ -1,0 +1,239 @@
+"""Keeps an agent's view of its job's keys: a watch keeps it up to date, and a read repairs it.
+
+Nothing is decided here. A change of the view posts `LookAgain`; `look` then reads the keys of the newest view.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+from elaunch.agent.core.events import Looked, StoreEvent, StoreLost, WatchRefused
+from elaunch.agent.inbox import LookAgain
+from elaunch.agent.session.job_store import JobStore
+from elaunch.rendezvous.rules.snapshot import SnapshotReader
+from elaunch.rendezvous.store import (
+    Changes,
+    HistoryLost,
+    NoneNewer,
+    Present,
+    Rejected,
+    StoreError,
+    TimedOut,
+    Txn,
+    Unavailable,
+    Update,
+    View,
+    Watch,
+    WatchBlocked,
+)
+
+# A transaction of more operations than 128 is refused; a leader, who sees all keys, reads them.
+_COMPARED_MAX = 100
+
+
+class StoreView:
+    """One agent's view of its job's keys.
+
+    Methods that ask the store raise what the store raises, and can then be called again. `post` takes events, from any
+    thread. `reread_s` is the time between two reads that repair the view.
+    """
+
+    def __init__(self, job_store: JobStore, post: Callable[[StoreEvent | LookAgain], None], reread_s: float) -> None:
+        self._store = job_store.store
+        self._keys = job_store.keys
+        self._post = post
+        self._reread_s = reread_s
+        self._reader = SnapshotReader(self._keys)
+        self._view: View | None = None
+        self._view_lock = threading.Lock()
+        self._watch: Watch | None = None
+        self._has_watch_ended = False
+        self._is_deaf_said = False
+        # The revision behind which a read found what the watch has not told yet.
+        self._untold: int | None = None
+        # The prefix that is read and watched: the control keys; all keys for a leader.
+        self._scope = self._keys.control if job_store.is_remote else self._keys.root
+        self._is_whole = False
+        self._is_dirty = False
+        self._epoch = 0
+        self._reread_due_s = 0.0
+        self._is_reread_ordered = False
+        self._is_closed = False
+
+    def look(self) -> Looked | StoreLost:
+        """What the keys say now."""
+        with self._view_lock:
+            self._is_dirty = False
+            view, is_whole = self._view, self._is_whole
+        assert view is not None
+        try:
+            return Looked(self._reader.read(view, whole=is_whole))
+        except ValueError as error:
+            return StoreLost(str(error))
+
+    @property
+    def is_of_all_keys(self) -> bool:
+        """Whether all of the job's keys are watched, as a leader has it, or are about to be."""
+        return self._scope == self._keys.root
+
+    def lease_of(self, key: str) -> int:
+        """The lease of that key; 0 where there is no such key, or it has none."""
+        with self._view_lock:
+            entry = self._view.entries.get(key) if self._view else None
+        return entry.lease if entry else 0
+
+    def begin(self) -> None:
+        """Begin the watch, and with it a first view, unless it has begun."""
+        if self._watch is not None:
+            return
+        # Many agents come at once, so a store that allows the watch is asked nothing more. Otherwise `check` says why.
+        try:
+            self._begin_watch()
+        except TimedOut:
+            raise
+        except (Rejected, Unavailable):
+            self._store.check()
+            self._begin_watch()
+
+    def widen(self) -> None:
+        """Look at all of the job's keys from now on: the watch's first word is what is there."""
+        # Not waited for: this thread has a lease to renew.
+        self._follow(self._keys.root, None)
+
+    def refresh(self) -> None:
+        """Read the keys once, beside the watch."""
+        self._show(self._read_beside())
+
+    def put_off_read(self, now_s: float) -> None:
+        """The view is new: the next repairing read is due in `reread_s`."""
+        self._reread_due_s = now_s + self._reread_s
+
+    def take_due_read(self, now_s: float) -> bool:
+        """Whether `read_again` is to be called now; if so, it is due again in `reread_s`."""
+        if now_s < self._reread_due_s or self._is_reread_ordered:
+            return False
+        self._reread_due_s = now_s + self._reread_s
+        self._is_reread_ordered = True
+        return True
+
+    def read_again(self) -> None:
+        """Find what the watch did not tell. A watch that has not told it by the next read is replaced."""
+        is_deaf = self._watch is None or self._has_watch_ended or self._untold is not None
+        if is_deaf or not self._is_as_seen():
+            view = self._read_beside()
+            self._show(view)
+            if is_deaf:
+                self._follow(self._scope, view.revision)
+        self._is_reread_ordered = False
+
+    def close(self) -> None:
+        """Stop watching, also where another thread begins to."""
+        self._is_closed = True
+        if watch := self._watch:
+            watch.close()
+
+    def _begin_watch(self) -> None:
+        self._follow(self._scope, None)
+        assert self._watch
+        try:
+            self._watch.begun()
+        except StoreError:
+            self._watch = None
+            raise
+
+    def _follow(self, scope: str, after: int | None) -> None:
+        """Watch `scope` from now on, or beside what was read of it at revision `after`."""
+        with self._view_lock:
+            self._scope = scope
+            # Updates that the old watch has still to tell may be of a narrower scope.
+            self._epoch += 1
+            self._untold = None
+            self._has_watch_ended = False
+            tell = partial(self._told, self._epoch)
+        if self._watch:
+            self._watch.close()
+            self._watch = None
+        if self._is_closed:
+            raise Unavailable("the store is let go of")
+        self._watch = self._store.watch(scope, after, tell)
+
+    def _is_as_seen(self) -> bool:
+        """Whether all keys are as the view has them, which is shown as the newest then.
+
+        This costs a few bytes. A read would bring each node the rank table, which grows with the number of nodes.
+        """
+        with self._view_lock:
+            # While a wider watch begins, the view is still the narrow one's.
+            view = self._view if self._is_whole == (self._scope == self._keys.root) else None
+        if view is None or len(view.entries) > _COMPARED_MAX:
+            return False
+        # No write to any key is newer, and none of them was deleted.
+        there = tuple(Present(key) for key in view.entries)
+        answer = self._store.commit(Txn((NoneNewer(self._scope, view.revision), *there)))
+        if answer.held:
+            self._show(replace(view, revision=answer.revision))
+        return answer.held
+
+    def _told(self, epoch: int, update: Update) -> None:
+        match update:
+            case View(revision):
+                self._heard(epoch, revision)
+                self._show(update, epoch)
+            case Changes(revision, changed):
+                self._heard(epoch, revision)
+                with self._view_lock:
+                    view = self._view
+                    if epoch != self._epoch or view is None or revision <= view.revision:
+                        return
+                    entries = {key: entry for key, entry in view.entries.items() if key not in changed}
+                    entries |= {key: entry for key, entry in changed.items() if entry is not None}
+                    is_news = self._put(replace(view, revision=revision, entries=entries))
+                if is_news:
+                    self._post(LookAgain())
+            case WatchBlocked(why):
+                # The first watch reports its own failure to its caller. Each later one is refused too: say it once.
+                if self._view is not None and not self._is_deaf_said:
+                    self._post(WatchRefused(why))
+                self._is_deaf_said = True
+            case HistoryLost():
+                # The first watch reports its own failure to its caller.
+                if epoch == self._epoch and self._view is not None:
+                    self._post(StoreLost(str(update)))
+            case StoreError():
+                # The next read finds the changes, and begins another watch, or is refused too.
+                self._has_watch_ended |= epoch == self._epoch
+                self._reread_due_s = 0.0
+
+    def _heard(self, epoch: int, revision: int) -> None:
+        """Note that the watch tells."""
+        self._is_deaf_said = False
+        with self._view_lock:
+            if epoch == self._epoch and self._untold is not None and revision > self._untold:
+                self._untold = None
+
+    def _read_beside(self) -> View:
+        """A read beside the watch, which may only be a little late."""
+        view = self._store.read(self._scope)
+        with self._view_lock:
+            known = self._view
+            if known and view.revision > known.revision and view.entries != known.entries and self._untold is None:
+                self._untold = known.revision
+        return view
+
+    def _show(self, view: View, epoch: int | None = None) -> None:
+        with self._view_lock:
+            if epoch not in (None, self._epoch) or (self._view and view.revision < self._view.revision):
+                return
+            self._is_whole = self._scope == self._keys.root
+            is_news = self._put(view)
+        if is_news:
+            self._post(LookAgain())
+
+    def _put(self, view: View) -> bool:
+        """Keep the view; whether nobody has been told to look since the last look."""
+        self._view = view
+        is_news, self._is_dirty = not self._is_dirty, True
+        return is_news

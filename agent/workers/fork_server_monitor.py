@@ -1,0 +1,176 @@
+"""Turns what the fork server says into events, and replaces a fork server that is lost or silent."""
+
+from __future__ import annotations
+
+import selectors
+import time
+from contextlib import suppress
+from functools import partial
+
+from elaunch.agent.core.events import ServiceLost, WorkerExited
+from elaunch.agent.core.stopping import KILL_WAIT_S
+from elaunch.agent.forkserver.client import ForkServer
+from elaunch.agent.workers.exits import ExitReader, signal_name
+from elaunch.agent.workers.group import CurrentGroup, WorkerGroup
+from elaunch.agent.workers.reporter import Reporter
+from elaunch.rendezvous.types import FailureKind
+
+_FORK_S = 0.05
+# An import that takes longer than this is worth a line in the log: the user waits for it.
+_PATIENCE_S = 4.0
+
+
+class ForkServerMonitor:
+    """Reads what `server` says of the current generation's processes. Only the agent's loop calls it."""
+
+    def __init__(
+        self,
+        server: ForkServer,
+        current: CurrentGroup,
+        exits: ExitReader,
+        reporter: Reporter,
+        selector: selectors.BaseSelector,
+    ) -> None:
+        self.is_ready = False
+        self._server = server
+        self._current = current
+        self._exits = exits
+        self._reporter = reporter
+        self._timeline = reporter.timeline
+        self._selector = selector
+        self._answer_due_s: float | None = None
+        self._patience_until_s = time.monotonic() + _PATIENCE_S if server.preload else None
+        self._selector.register(server, selectors.EVENT_READ, self._read)
+
+    @property
+    def due_s(self) -> float | None:
+        """When `tick` is due, on the monotonic clock."""
+        timers_s = [at_s for at_s in (self._answer_due_s, self._patience_until_s) if at_s is not None]
+        return min(timers_s, default=None)
+
+    def tick(self, now_s: float, *, is_quiet: bool) -> None:
+        """Say that an import takes long; replace a server that is silent, when nothing else is heard."""
+        if self._patience_until_s is not None and now_s >= self._patience_until_s:
+            self._patience_until_s = None
+            self._reporter.say(f"importing {', '.join(self._server.preload or ())} once for all workers …")
+        if self._answer_due_s is not None and now_s >= self._answer_due_s and is_quiet:
+            self.replace(self._current.generation, "did not answer when a worker was gone")
+
+    def check(self) -> None:
+        """A link has ended, as at a worker's death: ask whether the fork server is there to report that death."""
+        with suppress(OSError):
+            self._server.ping()
+            # It may have many workers to fork before it comes to answering.
+            wait_s = KILL_WAIT_S + _FORK_S * self._current.group.slots
+            self._answer_due_s = self._answer_due_s or time.monotonic() + wait_s
+
+    def replace(self, generation: int, how: str) -> None:
+        """End the fork server and its workers, and start another."""
+        self._selector.unregister(self._server)
+        self._server.stop()
+        self._restart(generation, how)
+
+    def abandon_import(self, generation: int) -> None:
+        """End a fork server that still imports: no worker is there yet, so none has anything to save."""
+        if self._server.fileno() < 0:
+            return
+        self._selector.unregister(self._server)
+        self._server.stop()
+        self._lost(generation, "the fork server was stopped", FailureKind.TEMPLATE_LOST)
+
+    def watch_store(self, group: WorkerGroup) -> None:
+        """Read the control socket of the generation's worker store, if this node has that store."""
+        if group.store:
+            self._selector.register(group.store, selectors.EVENT_READ, partial(self._read_store, group))
+
+    def unwatch_store(self, group: WorkerGroup) -> None:
+        if group.store:
+            with suppress(KeyError):
+                self._selector.unregister(group.store)
+
+    def _read_store(self, group: WorkerGroup) -> None:
+        """Read the one thing that the worker store says of itself; its exit is the fork server's to report."""
+        self.unwatch_store(group)
+        if group.store and group.store.read():
+            self._timeline.stamp(group.generation, "store_ready")
+
+    def _read(self) -> None:
+        try:
+            news = self._server.receive()
+        except BlockingIOError:
+            return
+        if news is None:
+            self._selector.unregister(self._server)
+            how = self._server.lost()
+            if not self.is_ready and self._server.preload is not None:
+                self._reporter.say("the fork server ended while it imported; each worker starts as a fresh interpreter")
+                self._server.preload_nothing()
+            self._restart(self._current.generation, how)
+            return
+        if self._answer_due_s is not None:
+            self._answer_due_s = time.monotonic() + KILL_WAIT_S
+        group = self._current.of(news.get("generation"))
+        match news["event"]:
+            case "ready":
+                self._ready(news["reason"])
+            case "here":
+                self._answer_due_s = None
+            case "forked" if group:
+                self._stamp_process(group, "forked", news)
+                if news["key"] != "store":
+                    group.pids[int(news["key"])] = int(news["pid"])
+            case "unstarted" if group:
+                self._unstarted(group, news["key"], news["why"])
+            case "exited" if group:
+                self._exited(group, news)
+
+    def _ready(self, reason: str) -> None:
+        self.is_ready = True
+        self._patience_until_s = None
+        self._timeline.stamp(self._current.generation, "fork_server_ready", pid=self._server.pid)
+        if reason:
+            self._server.preload_nothing()
+            self._reporter.say(f"each worker starts as a fresh interpreter, which is slower: {reason}")
+
+    def _stamp_process(self, group: WorkerGroup, event: str, news: dict[str, int | str]) -> None:
+        """A stage of one process: `event` of a worker, with its ranks, or `store_<event>`."""
+        fields: dict[str, int | str] = {name: value for name, value in news.items() if name in ("pid", "code")}
+        if news["key"] == "store":
+            self._timeline.stamp(group.generation, f"store_{event}", **fields)
+        else:
+            local_rank = int(news["key"])
+            self._timeline.stamp(group.generation, event, rank=group.rank(local_rank), local_rank=local_rank, **fields)
+
+    def _exited(self, group: WorkerGroup, news: dict[str, int | str]) -> None:
+        self._stamp_process(group, "exited", news)
+        pid, code = int(news["pid"]), int(news["code"])
+        if news["key"] != "store":
+            self._reporter.post(self._exits.exited(group, int(news["key"]), pid, code))
+        elif group.store:
+            self.unwatch_store(group)
+            error, group.store = group.store.last_error(), None
+            how = error or (f"was killed by {signal_name(code)}" if code < 0 else f"exited with code {code}")
+            self._lost(group.generation, f"the worker store {how}", FailureKind.STORE_LOST)
+
+    def _unstarted(self, group: WorkerGroup, key: int | str, why: str) -> None:
+        """The fork server could not fork: no memory, or too many processes."""
+        what = "the worker store" if key == "store" else f"the worker of local rank {key}"
+        message = f"{what} could not be started ({why})"
+        if key == "store":
+            self._lost(group.generation, message, FailureKind.SPAWN)
+        else:
+            failure = self._reporter.node_failure(FailureKind.SPAWN, group.generation, message)
+            self._reporter.post(WorkerExited(group.generation, int(key), 1, failure))
+
+    def _restart(self, generation: int, how: str) -> None:
+        """Start another fork server for the next generation; the workers of this one died with theirs."""
+        self.is_ready = False
+        self._answer_due_s = None
+        self._server.restart()
+        self._selector.register(self._server, selectors.EVENT_READ, self._read)
+        self._lost(generation, f"the fork server {how}", FailureKind.TEMPLATE_LOST)
+
+    def _lost(self, generation: int, message: str, kind: FailureKind) -> None:
+        """Post that the fork server and all workers are gone (TEMPLATE_LOST), or the worker store (other kinds)."""
+        failure = self._reporter.node_failure(kind, generation, message)
+        self._reporter.post(ServiceLost(generation, failure, workers_too=kind is FailureKind.TEMPLATE_LOST))
