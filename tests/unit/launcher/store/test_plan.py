@@ -121,7 +121,7 @@ def test_the_endpoint_may_come_from_variables_of_ours_and_etcdctls() -> None:
 def test_no_place_to_meet_is_a_sentence_with_the_line_to_type() -> None:
     assert sentence_of("--nnodes", "2:4", "--log-dir", "my logs") == (
         "--nnodes 2:4 needs the address of a store where the nodes meet; type on every node, with the name of one node,"
-        " or of an etcd, as HOST: elaunch --rdzv-endpoint HOST:2379 --nnodes 2:4 --log-dir 'my logs' t.py"
+        " or of an etcd as HOST: elaunch --rdzv-endpoint HOST:2379 --nnodes 2:4 --log-dir 'my logs' t.py"
     )
     assert "elaunch --master-addr HOST --nnodes 2 --node-rank 1 t.py" in sentence_of(*TWO, "--node-rank", "1")
     # etcdctl's variable is not c10d's, which would serve a store on that port.
