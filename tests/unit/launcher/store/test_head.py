@@ -294,7 +294,7 @@ def test_a_name_of_several_hosts_has_no_head_and_that_is_said(monkeypatch: pytes
     said: list[str] = []
 
     assert serve_if_head(plan(Endpoint("round-robin", free_ports(1)[0])), said.append) is None
-    assert "round-robin means several hosts" in said[0]
+    assert "round-robin is the name of several hosts" in said[0]
 
 
 def test_a_name_that_others_know_by_another_address_is_served_at_all_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
