@@ -103,7 +103,7 @@ def test_at_a_terminal_the_token_is_in_the_line(tmp_path: Path) -> None:
     with subprocess.Popen(command, env=environment({"HOME": str(tmp_path)}), stderr=theirs, text=True) as store:
         os.close(theirs)
         said = b""
-        while b"Ctrl-C ends it" not in said:
+        while b"Ctrl-C ends the store" not in said:
             said += os.read(ours, 4096)
         kept = list((tmp_path / ".elaunch" / "stores").iterdir())
         store.terminate()
@@ -139,7 +139,7 @@ def test_a_store_that_was_told_to_outlive_its_terminal_does(tmp_path: Path) -> N
     finally:
         signal.signal(signal.SIGHUP, before)
     with job:
-        job.wait_for_output("Ctrl-C ends it")
+        job.wait_for_output("Ctrl-C ends the store")
 
         job.signal(signal.SIGHUP)
         job.signal(signal.SIGTERM)
