@@ -1,4 +1,4 @@
-"""Whether what the options name is there on this host: the program, and a place for its output."""
+"""Checks on this host, before the job starts: the program can start, and there is a place for its output."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from elaunch.rendezvous.types import ProgramKind
 
 
 def check_program(options: Options, environ: Mapping[str, str]) -> None:
-    """Raises UsageError for a program that cannot start here."""
+    """Raises UsageError if the program cannot start on this host."""
     try:
         _check_program(options)
         if options.kind is not ProgramKind.COMMAND:
@@ -29,13 +29,15 @@ def check_program(options: Options, environ: Mapping[str, str]) -> None:
 
 def _check_program(options: Options) -> None:
     if not options.target:
-        raise UsageError(f"the {options.kind.value}'s name is empty, as from a variable that is not set; give its name")
+        raise UsageError(
+            f"the name of the {options.kind.value} is empty (perhaps a shell variable is not set); give its name"
+        )
     match options.kind:
         case ProgramKind.SCRIPT:
             check_script(options.target)
         case ProgramKind.MODULE:
             if Path(options.target).is_file():
-                raise UsageError(f"-m takes a module's name and {options.target} is a file; leave -m out")
+                raise UsageError(f"-m takes the name of a module, and {options.target} is a file; leave -m out")
         case ProgramKind.COMMAND:
             if shutil.which(options.target) is None:
                 raise UsageError(
@@ -46,9 +48,9 @@ def _check_program(options: Options) -> None:
 
 
 def _check_module(name: str) -> None:
-    """Raises UsageError if this interpreter finds no module of the first part of the name. Nothing is imported.
+    """Raises UsageError if this interpreter finds no module with the first part of the name. Nothing is imported.
 
-    Only the package itself knows which modules are below that name.
+    The further parts are not checked: only the package itself knows its modules.
     """
     flags = sys.flags
     if flags.isolated or flags.no_site or flags.no_user_site or flags.ignore_environment:
@@ -77,7 +79,7 @@ def _check_interpreter(interpreter: str | None) -> None:
 
 
 def take_program_from_stdin() -> None:
-    """Read all of stdin and put a file with the same text in its place, which can be opened again and again."""
+    """Read all of stdin, and replace it by a file with the same text, which every worker can read."""
     fd = os.memfd_create("stdin")
     with open(fd, "wb", closefd=False) as text, open(0, "rb", closefd=False) as stdin:
         shutil.copyfileobj(stdin, text)
@@ -86,7 +88,7 @@ def take_program_from_stdin() -> None:
 
 
 def check_log_dir(options: Options) -> None:
-    """Raises UsageError for a --log-dir that can never hold files."""
+    """Raises UsageError if --log-dir cannot hold files."""
     if options.log_dir is None:
         return
     try:
@@ -109,16 +111,18 @@ def _check_log_dir(log_dir: Path) -> None:
 
 
 def check_open_files(workers: int) -> None:
-    """Raises UsageError where this process may not open what that many workers need: pipes, a link, log files each."""
+    """Raises UsageError if the limit of open files is too low for that many workers: pipes, a link, log files each."""
     needed = 5 * workers + 64
     allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if allowed != resource.RLIM_INFINITY and allowed < needed:
         count = "1 worker needs" if workers == 1 else f"{workers} workers need"
-        raise UsageError(f"{count} {needed} open files and the limit (ulimit -n) is {allowed}; ulimit -n {needed}")
+        raise UsageError(
+            f"{count} {needed} open files, and the limit (ulimit -n) is {allowed}; raise it: ulimit -n {needed}"
+        )
 
 
 def check_script(target: str) -> None:
-    """Raises UsageError where no script of that name can be read again and again, OSError where one may not look."""
+    """Raises UsageError if `target` is no script that every worker can read; OSError if its folder cannot be read."""
     if target == "-":
         if os.isatty(0):
             raise UsageError("- reads the script from stdin, which is the terminal; give its path, or pipe it in")
@@ -132,7 +136,7 @@ def check_script(target: str) -> None:
         raise UsageError(f"{target} does not exist in {Path.cwd()}{_hint(script)}")
     if not script.is_file():
         raise UsageError(
-            f"{target} is no file that can be read again at a restart; save the script, or use - for stdin"
+            f"{target} is not a regular file, so a restart could not read it again; save the script, or use - for stdin"
         )
     if not os.access(script, os.R_OK):
         raise UsageError(f"{target} cannot be read by user {os.geteuid()}; change its permissions")

@@ -1,4 +1,4 @@
-"""What the user reads at the end: who failed first, how, and what to look at."""
+"""The report at the end of a run: which rank failed first, how, and where to look."""
 
 from __future__ import annotations
 
@@ -15,15 +15,18 @@ from elaunch.rendezvous.codec import parse_json
 from elaunch.rendezvous.types import Failure, FailureKind, JobSpec, Outcome, OutcomeKind, ProgramKind
 
 _TAIL_LINES = 20
-# Lines of a traceback that are shown from each end. A longer one comes from a recursion, or its message is a list.
+# Lines that are shown from each end of a traceback. A longer one comes from a recursion, or has a long message.
 _TRACEBACK_LINES = 60
 _LINE_CHARACTERS = 1000
 _HEAVY, _LIGHT = "=" * 72, "-" * 72
 
 
 def report(outcome: Outcome, spec: JobSpec, logs: Path | None, is_incomplete: bool = False) -> str:
-    """The last words of a run; nothing for a plain success. `is_incomplete` says that `logs` lack something."""
-    lacks = ", incomplete: not all could be written" if is_incomplete else ""
+    """The text at the end of a run; empty after a success without restarts or logs.
+
+    `is_incomplete` says that part of the output is missing in `logs`.
+    """
+    lacks = ", incomplete: some of it could not be written" if is_incomplete else ""
     where = f"elaunch: the workers' output is in {logs}{lacks}\n" if logs else ""
     match outcome.kind:
         case OutcomeKind.SUCCEEDED:
@@ -40,12 +43,16 @@ def report(outcome: Outcome, spec: JobSpec, logs: Path | None, is_incomplete: bo
 
 
 def write_error_file(outcome: Outcome, path: str | None) -> None:
-    """Hand the first failure on to whoever launched us, as torch's `@record` does: its record with `errorCode`."""
+    """Write the first failure to `path` for the program that started elaunch: the failure's record with `errorCode`.
+
+    The format is that of torch's `@record`.
+    """
     failure = outcome.failure
     if not path or failure is None:
         return
     text = ""
-    # Another agent wrote the path: here it may be a pipe. JSON that can be read may be nested too deeply to be written.
+    # The path comes from another agent: on this host it may be a pipe. JSON that was read may be nested too deeply
+    # to be written.
     with suppress(OSError, ValueError, TypeError, RecursionError):
         if failure.error_file and (record := read_error_file(failure.error_file)):
             text = _record_with_code(dict(parse_json(record)), failure)
@@ -69,9 +76,9 @@ def _record_with_code(record: dict[str, object], failure: Failure) -> str:
 
 
 def _failed(outcome: Outcome, spec: JobSpec, logs: Path | None, lacks: str) -> str:
-    """torchrun's box, which scripts look for by its words, with the story on top."""
+    """torchrun's box, whose words scripts search for, with the reason of the end above it."""
     failure = outcome.failure
-    if failure and _never_was_a_program(failure, spec):
+    if failure and _is_missing_module(failure, spec):
         return (
             f"elaunch: {spec.program.target} FAILED on {failure.host}: Python cannot run it with -m"
             f" ({failure.message.removeprefix(f'raised {failure.exception}: ')}); give the name of a module that can be"
@@ -104,8 +111,8 @@ def _failed(outcome: Outcome, spec: JobSpec, logs: Path | None, lacks: str) -> s
     return "\n".join([*lines, _HEAVY, ""])
 
 
-def _never_was_a_program(failure: Failure, spec: JobSpec) -> bool:
-    """Whether `python -m` has found nothing to run, and said so in one line. A program's import has a frame."""
+def _is_missing_module(failure: Failure, spec: JobSpec) -> bool:
+    """Whether `python -m` found no module to run. An import that fails inside the program has a frame."""
     is_missing = failure.kind is FailureKind.STARTUP and failure.exception == "ModuleNotFoundError"
     return spec.program.kind is ProgramKind.MODULE and is_missing and not failure.frame
 
@@ -121,15 +128,15 @@ def _exit_code(failure: Failure) -> str:
 
 
 def _tail(failure: Failure) -> list[str]:
-    """The end of stderr, without the traceback that is shown already."""
+    """The end of stderr, without the traceback that the report shows above."""
     text = failure.tail
     if failure.traceback:
-        # The lines before what Python printed of it say what led there.
+        # The lines before the traceback tell what happened before the failure.
         start = chain_start(text)
         if start < 0:
             start = text.rfind(failure.traceback)
         text = text[:start] if start >= 0 else text
-    # Of a progress bar, its last state.
+    # Keep only the last state of a progress bar.
     lines = [line.rstrip("\r").rpartition("\r")[2] for line in text.rstrip().split("\n")]
     return [line for line in lines if line][-_TAIL_LINES:]
 
@@ -138,7 +145,7 @@ def _indented(text: str) -> list[str]:
     lines = text.rstrip().splitlines()
     hidden = lines[_TRACEBACK_LINES:-_TRACEBACK_LINES]
     if hidden:
-        # Keep a line among them that says that something was left out there before.
+        # Keep lines which say that text was left out before.
         said = [line for line in hidden if line.startswith("… ") and line.endswith(" …")]
         middle = f"… {len(hidden) - len(said)} lines are not shown here …"
         lines = [*lines[:_TRACEBACK_LINES], middle, *said, *lines[-_TRACEBACK_LINES:]]
@@ -152,7 +159,7 @@ def _shown(line: str) -> str:
 
 
 def _in_full(failure: Failure, logs: Path | None) -> str:
-    """Where all of a message or traceback is that was too long for the store: only on the failed worker's node."""
+    """Where the whole message or traceback is, if it was too long for the store: only on the failed worker's node."""
     if logs and (kept := failure.error_file or failure.log_path):
         return f"{kept} on {failure.host}"
     return f"in the output of elaunch on {failure.host}; --log-dir FOLDER keeps it in a file"

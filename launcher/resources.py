@@ -1,4 +1,4 @@
-"""What this machine offers to this process: CPUs, physical cores, GPUs; looked up once, without torch."""
+"""The CPUs, physical cores and GPUs that this process may use. They are read once, without torch."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from elaunch.agent.workers.gpus import read_gpus, visible
 
 @dataclass(frozen=True)
 class HostResources:
-    """`cpus` are logical CPUs of this process's affinity, `cores` the physical ones within its CPU quota.
+    """The resources of this host.
 
-    `python` is this process's interpreter, `python_options` are those that it was started with and workers inherit.
+    `cpus` counts the logical CPUs in this process's affinity, `cores` the physical cores within its CPU quota.
+    `python` is this process's interpreter. `python_options` are its options that workers inherit.
     """
 
     cpus: int
@@ -26,7 +27,7 @@ class HostResources:
 
 
 def detect(environ: Mapping[str, str], root: Path = Path("/")) -> HostResources:
-    """Look at the machine. `environ` holds the variables that hide GPUs."""
+    """Read the host's resources. Variables in `environ` may hide GPUs."""
     allowed = os.sched_getaffinity(0)
     return HostResources(
         cpus=len(allowed),
@@ -38,7 +39,7 @@ def detect(environ: Mapping[str, str], root: Path = Path("/")) -> HostResources:
 
 
 def as_started(environ: Mapping[str, str]) -> dict[str, str]:
-    """`environ` with the LC_CTYPE that this process was started with; in a C locale Python sets its own (PEP 538)."""
+    """`environ` with the LC_CTYPE that this process was started with. In a C locale Python changes it (PEP 538)."""
     found = {name: value for name, value in environ.items() if name != "LC_CTYPE"}
     for entry in Path("/proc/self/environ").read_bytes().split(b"\0"):
         if entry.startswith(b"LC_CTYPE="):
@@ -47,16 +48,17 @@ def as_started(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def interpreter_options(words: Sequence[str]) -> tuple[str, ...]:
-    """What workers take over of an interpreter's command line: -W, -X, -O, -B and -b.
+    """The options in an interpreter's command line that workers inherit: -W, -X, -O, -B and -b.
 
-    Not what keeps it apart from its user (-E, -I, -P, -s, -S): installers write that into the first line of a command.
+    Options that isolate the interpreter (-E, -I, -P, -s, -S) are not inherited: installers write them into the first
+    line of a command.
     """
     kept: list[str] = []
     rest = list(words)
     while rest and rest[0].startswith("-") and rest[0] not in ("-", "--"):
         word = rest.pop(0)
         if word.startswith("--"):
-            # --check-hash-based-pycs MODE, the only long one that a program can follow.
+            # --check-hash-based-pycs MODE is the only long option that a program can follow.
             del rest[:1]
             continue
         letters = word[1:]
@@ -73,17 +75,17 @@ def interpreter_options(words: Sequence[str]) -> tuple[str, ...]:
 
 
 def physical_cores(allowed: Iterable[int], siblings: Mapping[int, str]) -> int:
-    """How many cores the CPUs in `allowed` lie on; `siblings` names each CPU's core, the same for both its threads."""
+    """The number of cores of the CPUs in `allowed`. `siblings` names each CPU's core, the same for its threads."""
     return len({siblings.get(cpu, str(cpu)) for cpu in allowed})
 
 
 def within_quota(cores: int, quota_cpus: float | None) -> int:
-    """At least one core, and no more than the container is paid for."""
+    """At least one core, and no more than the container's quota."""
     return max(1, cores if quota_cpus is None else min(cores, int(quota_cpus)))
 
 
 def read_quota_cpus(root: Path = Path("/")) -> float | None:
-    """The tightest CPU limit of this process's cgroup (v1 or v2) or one above it; None without one."""
+    """The lowest CPU limit of this process's cgroup (v1 or v2) and those above it; None without a limit."""
     limits: list[float] = []
     for line in _text(root / "proc/self/cgroup").splitlines():
         controllers, _, path = line.partition(":")[2].partition(":")
@@ -92,7 +94,7 @@ def read_quota_cpus(root: Path = Path("/")) -> float | None:
         mounts = ("cpu", "cpu,cpuacct", "cpuacct,cpu") if controllers else ("", "unified")
         for mount in mounts:
             base = root / "sys/fs/cgroup" / mount
-            # Where the container does not see its own path, its mount's root is its group.
+            # If the container does not see its own path, the root of its mount is its cgroup.
             own = base / path.lstrip("/")
             folders = [own, *own.parents] if path else [base]
             limits += [
@@ -106,7 +108,7 @@ def read_quota_cpus(root: Path = Path("/")) -> float | None:
 
 
 def _v2_limit(folder: Path) -> float | None:
-    """`cpu.max` is "QUOTA PERIOD", in microseconds, or "max PERIOD"."""
+    """The limit in `cpu.max`: "QUOTA PERIOD" in microseconds, or "max PERIOD" without a limit."""
     words = _text(folder / "cpu.max").split()
     if len(words) != 2 or words[0] == "max":
         return None
@@ -114,7 +116,7 @@ def _v2_limit(folder: Path) -> float | None:
 
 
 def _v1_limit(folder: Path) -> float | None:
-    """A quota of -1 is no limit."""
+    """The limit of a v1 cgroup. A quota of -1 means no limit."""
     quota, period = _text(folder / "cpu.cfs_quota_us"), _text(folder / "cpu.cfs_period_us")
     if not quota or not period or int(quota) <= 0:
         return None

@@ -1,7 +1,8 @@
-"""The network interface that gloo has to be told of, on a host that does not know itself by an address of the network.
+"""Finds the network interface for gloo on a host whose own name does not lead to an address that other nodes reach.
 
 gloo takes the first address of the host's own name that it can bind (torch/csrc/distributed/c10d/ProcessGroupGloo.cpp).
-Debian's installer makes that 127.0.1.1, and where the name is unknown it is 127.0.0.1: no other node reaches either.
+Debian's installer gives that name the address 127.0.1.1. If the name is unknown, gloo uses 127.0.0.1. No other node
+reaches either.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ from elaunch.launcher.network.interfaces import by_interface
 from elaunch.launcher.network.reach import NoAddress, addresses, can_be_bound, is_loopback
 
 VARIABLE = "GLOO_SOCKET_IFNAME"
-# The worker asks the same resolver the same, and waits for it.
+# gloo in the worker asks the same resolver the same question, and waits for the answer.
 _RESOLVE_S = 1.0
 
 
 def gloo_interface(address: str) -> tuple[str, str] | None:
-    """The interface that has `address`, this host's toward the other nodes, and why gloo would not find it by itself.
+    """The interface of `address`, at which other nodes reach this host, and why gloo would not find it.
 
-    None where it would, or where the others are on this host, too.
+    None if gloo finds it, or if all nodes are on this host.
     """
     if is_loopback(address):
         return None
@@ -32,12 +33,14 @@ def gloo_interface(address: str) -> tuple[str, str] | None:
     if own and not is_loopback(own):
         return None
     interface = interface_of(address)
-    why = f"this host's name, {name}, means {own} to itself" if own else f"nobody here knows this host's name, {name}"
+    why = (
+        f"this host resolves its own name, {name}, to {own}" if own else f"this host's own name, {name}, has no address"
+    )
     return (interface, why) if interface else None
 
 
 def interface_of(address: str) -> str | None:
-    """The name of the network interface that has `address`, an IPv4 or IPv6 one."""
+    """The name of the network interface that has `address` (IPv4 or IPv6); None if none has it."""
     plain, _, scope = address.partition("%")
     wanted = ipaddress.ip_address(plain)
     return scope or next((name for name, found in by_interface() if found == wanted), None)

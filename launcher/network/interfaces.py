@@ -11,21 +11,21 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeAlias
 
-Address: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
+IpAddress: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 _SIOCGIFCONF = 0x8912
-# struct ifreq on 64 bits: a name of 16 bytes, then a socket address with the four bytes of IPv4 at 4.
+# struct ifreq on 64 bits: a name of 16 bytes, then a socket address, whose bytes 4 to 7 are the IPv4 address.
 _IFREQ_BYTES, _IFNAME_BYTES, _IPV4_AT = 40, 16, 20
 _INTERFACES_MAX = 1024
 
 
-def by_interface() -> Iterator[tuple[str, Address]]:
-    """Each interface's name with each of its addresses; the IPv4 ones first."""
+def by_interface() -> Iterator[tuple[str, IpAddress]]:
+    """Pairs of an interface's name and one of its addresses. The IPv4 addresses come first."""
     yield from _ipv4()
     yield from _ipv6()
 
 
-def _ipv4() -> Iterator[tuple[str, Address]]:
+def _ipv4() -> Iterator[tuple[str, IpAddress]]:
     room = array.array("B", bytes(_IFREQ_BYTES * _INTERFACES_MAX))
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         place, size = room.buffer_info()
@@ -34,11 +34,11 @@ def _ipv4() -> Iterator[tuple[str, Address]]:
     for start in range(0, filled, _IFREQ_BYTES):
         entry = room[start : start + _IFREQ_BYTES].tobytes()
         name = entry[:_IFNAME_BYTES].partition(b"\0")[0].decode()
-        # A second address may have a label of its own, eth0:1.
+        # A second address may have its own label, for example eth0:1.
         yield name.partition(":")[0], ipaddress.IPv4Address(entry[_IPV4_AT : _IPV4_AT + 4])
 
 
-def _ipv6(table: Path = Path("/proc/net/if_inet6")) -> Iterator[tuple[str, Address]]:
+def _ipv6(table: Path = Path("/proc/net/if_inet6")) -> Iterator[tuple[str, IpAddress]]:
     """Columns: address, interface, prefix length, scope, flags, name."""
     try:
         rows = [line.split() for line in table.read_text().splitlines()]

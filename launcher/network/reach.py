@@ -1,6 +1,6 @@
-"""Which address of this host the other nodes reach, and whether a name means this host.
+"""Finds the address at which other nodes reach this host, and whether a name means this host.
 
-Nothing is taken from the host's own name: it may be known to nobody else, or to itself as 127.0.1.1.
+The host's own name is not used: other hosts may not know it, and this host may resolve it to 127.0.1.1.
 """
 
 from __future__ import annotations
@@ -17,37 +17,37 @@ from elaunch.rendezvous.http.resolve import resolve
 
 RESOLVE_S = 5.0
 
-# Documentation's own (RFC 5737, RFC 3849): nobody has them, so they are reached by the default route if at all.
+# Addresses for documentation (RFC 5737, RFC 3849). No host has them, so only the default route can lead to them.
 _ELSEWHERE = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
 
 
 class NoAddress(Exception):
-    """An address is not to be had now; the message says why. A name may be known a moment later."""
+    """No address was found. The message says why. A later try may succeed."""
 
 
 class AddressUnclear(Exception):
-    """A person has to say which address it is; the message says how."""
+    """Several addresses are possible, and the user has to choose. The message says how."""
 
 
-class Whose(Enum):
+class Owner(Enum):
     """The host that a name means."""
 
-    OURS = "this host"
-    ANOTHERS = "another host"
-    SEVERAL = "several hosts, this one among them"
+    THIS_HOST = "this host"
+    OTHER_HOST = "another host"
+    SEVERAL_HOSTS = "several hosts, this one among them"
 
 
-def whose(host: str, wait_s: float = RESOLVE_S) -> Whose:
-    """Whether `host` means this host: all its addresses can be bound here. Raises NoAddress.
+def owner_of(host: str, wait_s: float = RESOLVE_S) -> Owner:
+    """The host that `host` means. It is this host if all its addresses can be bound here. Raises NoAddress.
 
-    A name with addresses of several hosts (round robin) is nobody's: two of them would each serve a store.
+    A name with addresses of several hosts (round robin) belongs to no single host: two hosts would each serve a store.
     """
     ours = {can_be_bound(address) for address in addresses(host, wait_s)}
-    return Whose.SEVERAL if len(ours) > 1 else Whose.OURS if True in ours else Whose.ANOTHERS
+    return Owner.SEVERAL_HOSTS if len(ours) > 1 else Owner.THIS_HOST if True in ours else Owner.OTHER_HOST
 
 
 def addresses(host: str, wait_s: float = RESOLVE_S) -> list[str]:
-    """The addresses that `host` stands for, the preferred first. Raises NoAddress."""
+    """The addresses of `host`, the preferred one first. Raises NoAddress."""
     try:
         found = resolve(host, 0, wait_s)
     except (OSError, UnicodeError) as error:
@@ -57,7 +57,7 @@ def addresses(host: str, wait_s: float = RESOLVE_S) -> list[str]:
 
 
 def can_be_bound(address: str) -> bool:
-    """Whether `address` is one of this host's."""
+    """Whether `address` is an address of this host."""
     try:
         family, _, _, _, place = socket.getaddrinfo(address, 0, type=socket.SOCK_DGRAM, flags=socket.AI_NUMERICHOST)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -68,9 +68,10 @@ def can_be_bound(address: str) -> bool:
 
 
 def own_address(endpoints: Sequence[Endpoint], wait_s: float = RESOLVE_S) -> str:
-    """The address of this host that reaches the first of `endpoints` that can be reached.
+    """The address of this host from which the kernel would reach `endpoints`: the first one that has a route.
 
-    Raises NoAddress, and AddressUnclear on a host that knows itself by a loopback address only and has several others.
+    Raises NoAddress. Raises AddressUnclear if an endpoint's name is a loopback address here, and this host has several
+    other addresses.
     """
     troubles: list[str] = []
     for endpoint in endpoints:
@@ -79,7 +80,7 @@ def own_address(endpoints: Sequence[Endpoint], wait_s: float = RESOLVE_S) -> str
         except NoAddress as error:
             troubles.append(str(error))
             continue
-        # By name this host may know itself as 127.0.1.1 only, and the others know it as something else.
+        # This host may resolve its own name to 127.0.1.1 only. Other nodes know another address.
         if all(is_loopback(address) for address in found) and not is_meant_locally(endpoint.host):
             return _routable(endpoint.host) or found[0]
         for address in found:
@@ -94,31 +95,31 @@ def is_loopback(address: str) -> bool:
 
 
 def routable_addresses() -> list[str]:
-    """This host's addresses that others may know: the default route's, else one of each interface that is up."""
+    """This host's addresses that other nodes may know: the default route's, else one of each interface that is up."""
     found = [source for _, elsewhere in _ELSEWHERE if (source := _source(elsewhere)) and not is_loopback(source)]
-    # Of two kinds, the older is understood everywhere.
+    # IPv4 comes first: every network understands it.
     return found[:1] or _of_interfaces()
 
 
 def _routable(host: str) -> str | None:
-    """The one address that others may know; none where there is no network, and so nobody else."""
+    """The address that other nodes may know; None if this host has no network. Raises AddressUnclear."""
     found = routable_addresses()
     if len(found) > 1:
         raise AddressUnclear(
-            f"{host} is a loopback address here, and this host has several others ({', '.join(found)});"
-            " say which one the other nodes reach with --local-addr"
+            f"{host} is a loopback address here, and this host has several other addresses ({', '.join(found)});"
+            " say with --local-addr which one the other nodes reach"
         )
     return found[0] if found else None
 
 
 def is_meant_locally(host: str) -> bool:
-    """Whether whoever wrote `host` meant loopback: then all nodes are agents of one host."""
+    """Whether `host` is written as loopback. If it is, all agents of the job are on one host."""
     is_named = host == "localhost" or host.endswith(".localhost")
     return is_named or (is_address(host) and is_loopback(host))
 
 
 def is_address(host: str) -> bool:
-    """Whether `host` is an address, and no name."""
+    """Whether `host` is an address and not a name."""
     try:
         ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
@@ -127,7 +128,7 @@ def is_address(host: str) -> bool:
 
 
 def _source(address: str) -> str | None:
-    """The address that the kernel would send from; nothing is sent."""
+    """The address from which the kernel would send to `address`; None without a route. Nothing is sent."""
     try:
         family, _, _, _, place = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM, flags=socket.AI_NUMERICHOST)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -138,7 +139,7 @@ def _source(address: str) -> str | None:
 
 
 def _text(place: tuple[object, ...]) -> str:
-    """The address of a socket address; a link-local one keeps the interface that it is valid on."""
+    """The host part of a socket address. A link-local one keeps the interface on which it is valid."""
     address = str(place[0])
     if len(place) == 4 and place[3] and "%" not in address:
         with suppress(OSError):
@@ -147,7 +148,7 @@ def _text(place: tuple[object, ...]) -> str:
 
 
 def _of_interfaces() -> list[str]:
-    """The first address of each interface that others may know; IPv6 ones where there is no other."""
+    """The first address of each interface that other nodes may know: IPv4 addresses, else IPv6 ones."""
     old: dict[str, str] = {}
     new: dict[str, str] = {}
     for name, address in by_interface():

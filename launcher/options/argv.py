@@ -1,7 +1,7 @@
-"""The command line as argparse would read it, in one canonical spelling: pure, and the only place that knows dashes.
+"""Reads the command line as argparse would, and writes it in one canonical spelling. Pure.
 
-click parses what comes out. It knows neither abbreviations (`--nproc 2`) nor underscores nor `-r=3`, all of which
-torchrun's argparse accepts.
+click parses the canonical spelling. click itself accepts neither abbreviations (`--nproc 2`) nor underscores nor
+`-r=3`; torchrun's argparse accepts them all.
 """
 
 from __future__ import annotations
@@ -16,44 +16,44 @@ from elaunch.launcher.options.table import TABLE, OptionSpec
 _SHORT = {spec.short: spec for spec in TABLE if spec.short}
 _LONG = {name: spec for spec in TABLE for name in spec.names}
 
-# Command lines are everybody's to read (/proc, ps); so are job files, more often than not.
-TOKEN_IS_SECRET = "{} would show the job's secret to everybody; set ELAUNCH_TOKEN, or give --token-file FILE"
+# Every user of the host can read a command line (/proc, ps), and often also a job file.
+TOKEN_IS_SECRET = "{} would show the job's token to everybody; set ELAUNCH_TOKEN, or give --token-file FILE"
 
 
 @dataclass(frozen=True)
-class Words:
-    """A command line, taken apart: our options with their values, and the program with its arguments."""
+class CommandLine:
+    """A command line in its parts: elaunch's options with their values, and the program with its arguments."""
 
     options: tuple[tuple[OptionSpec, str], ...]
     program: tuple[str, ...]
 
     @property
     def canonical(self) -> list[str]:
-        """The same command line for a parser in which every option is called `--name=value`."""
+        """The same command line in the canonical spelling: each option as `--name=value`."""
         return [f"--{spec.name}={value}" for spec, value in self.options] + ["--", *self.program]
 
     def last(self, name: str) -> str | None:
-        """The value that counts for an option, None if it is not there."""
+        """The last value of an option, which is the one that counts; None if the option is not given."""
         return next((value for spec, value in reversed(self.options) if spec.name == name), None)
 
 
-def normalise(argv: Sequence[str]) -> Words:
-    """Read `argv` up to the program; what follows it is the program's own, flags included."""
+def normalise(argv: Sequence[str]) -> CommandLine:
+    """Read `argv` up to the program. All words after the program are its arguments. Raises UsageError."""
     options: list[tuple[OptionSpec, str]] = []
     rest = list(argv)
     while rest:
         word = rest[0]
         if word == "--":
-            return Words(tuple(options), tuple(rest[1:]))
+            return CommandLine(tuple(options), tuple(rest[1:]))
         if word == "-" or not word.startswith("-"):
             break
         del rest[0]
         options += _long(word, rest) if word.startswith("--") else _short(word, rest)
-    return Words(tuple(options), tuple(rest))
+    return CommandLine(tuple(options), tuple(rest))
 
 
 def _long(word: str, rest: list[str]) -> list[tuple[OptionSpec, str]]:
-    """`--name`, `--name value` and `--name=value`; takes the value off `rest`."""
+    """Read `--name`, `--name value` or `--name=value`. A value in the next word is taken off `rest`."""
     typed, equals, value = word[2:].partition("=")
     spec = find(typed)
     if spec.is_switch:
@@ -64,7 +64,7 @@ def _long(word: str, rest: list[str]) -> list[tuple[OptionSpec, str]]:
 
 
 def _short(word: str, rest: list[str]) -> list[tuple[OptionSpec, str]]:
-    """`-r 3`, `-r3`, `-r=3`, and switches in front in the same word: `-mr3`."""
+    """Read `-r 3`, `-r3` or `-r=3`. Switches may come before it in the same word: `-mr3`."""
     found: list[tuple[OptionSpec, str]] = []
     letters = word[1:]
     while letters:
@@ -81,7 +81,7 @@ def _short(word: str, rest: list[str]) -> list[tuple[OptionSpec, str]]:
 
 
 def _take(typed: str, spec: OptionSpec, rest: list[str]) -> str:
-    """The next word as a value. As in argparse, a negative number is one and another option is not."""
+    """Take the next word as a value. As in argparse, a negative number is a value, and another option is not."""
     if not rest or _looks_like_option(rest[0]):
         raise UsageError(f"{typed} needs a value ({spec.metavar}: {spec.help})")
     return rest.pop(0)
@@ -92,9 +92,9 @@ def _looks_like_option(word: str) -> bool:
 
 
 def find(typed: str) -> OptionSpec:
-    """The option that `typed` names, in full or by an abbreviation that fits one option only.
+    """The option that `typed` names, in full or by an unambiguous abbreviation. Raises UsageError.
 
-    torchrun's names come first: a name that only we have makes none of its abbreviations ambiguous.
+    torchrun's names come first, so that its abbreviations stay unambiguous beside elaunch's own names.
     """
     name = typed.replace("_", "-")
     if name == "token":

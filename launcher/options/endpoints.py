@@ -1,4 +1,4 @@
-"""Endpoints as they are typed: `host0`, `host0:2379`, `[::1]:2379`, `https://a:2379,https://b:2379`."""
+"""Endpoints as a user types them: `host0`, `host0:2379`, `[::1]:2379`, `https://a:2379,https://b:2379`."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from dataclasses import dataclass
 
 from elaunch.launcher.options.values import PORT_MAX, Raw, names
 
-# Variables that say where the store is, the first one first.
+# Variables with the store's address. The first one that is set wins.
 PLACES = ("ELAUNCH_ENDPOINT", "ETCDCTL_ENDPOINTS")
 _HOW = "use HOST:PORT, [IPV6]:PORT or https://HOST:PORT, several separated by commas"
-# Below are the system's own, where neither an etcd nor a head listens.
+# Ports below this one belong to the system: neither an etcd nor a head listens there.
 _PORT_MIN = 1024
 
 
 @dataclass(frozen=True)
 class Address:
-    """One endpoint. `scheme` is http, https or empty, `port` None where it was left out; `host` has no brackets."""
+    """One endpoint. `scheme` is http, https or empty. `port` is None if it was left out. `host` has no brackets."""
 
     scheme: str
     host: str
@@ -30,16 +30,16 @@ class Address:
 
 
 def endpoints(raw: Raw) -> tuple[Address, ...]:
-    """A comma list of endpoints, for a table of options; the empty one is none."""
+    """Converts a comma list of endpoints; an empty list has none. Raises ValueError as the functions of `values` do."""
     return tuple(_address(word) for word in names(raw))
 
 
 def _address(word: str) -> Address:
     scheme, separator, rest = word.rpartition("://")
     if separator and scheme not in ("http", "https"):
-        raise ValueError(f"has the scheme {scheme}, and only http and https are spoken; {_HOW}")
+        raise ValueError(f"has the scheme {scheme}, and elaunch knows only http and https; {_HOW}")
     rest = rest.removesuffix("/")
-    # A bare IPv6 address cannot have a port; it has two colons together, or seven.
+    # An IPv6 address without brackets cannot have a port. It has "::" in it, or seven colons.
     bare = re.fullmatch(r"(?=.*::|(?:[^:]*:){7})[0-9A-Fa-f:.]+(%[\w.-]+)?", rest)
     found = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]+(?:%[\w.-]+)?)\]|([\w.-]+))(?::([0-9]{1,5}))?", rest)
     if bare:
@@ -49,19 +49,19 @@ def _address(word: str) -> Address:
         raise ValueError(f"is no endpoint; {_HOW}")
     port = int(found[3]) if found[3] else None
     if port is not None and port > PORT_MAX:
-        raise ValueError(f"has the port {port}, and the last one is {PORT_MAX}")
+        raise ValueError(f"has the port {port}, and the last port is {PORT_MAX}")
     return Address(scheme, found[1] or found[2], port)
 
 
 def _check_brackets(bare: str) -> None:
-    """Raises ValueError for an IPv6 address whose last group was likely meant as a port: `fd00::7:2379`."""
+    """Raises ValueError for an IPv6 address whose last group is probably meant as a port: `fd00::7:2379`."""
     host, _, last = bare.rpartition(":")
     if re.fullmatch(r"[0-9]{4,5}", last) and _PORT_MIN <= int(last) <= PORT_MAX:
         try:
             ipaddress.IPv6Address(host)
         except ValueError:
-            # Without its last group it is no address any more (`fd00::2379`): then that was no port.
+            # Without its last group it is no address (`fd00::2379`), so the group is not a port.
             return
         raise ValueError(
-            f"may be an address, or one with a port; use brackets: [{host}]:{last} for a port, [{bare}] without one"
+            f"may have a port at its end, or not; use brackets: [{host}]:{last} for a port, [{bare}] without one"
         )

@@ -1,4 +1,4 @@
-"""`elaunch --help` and docs/options.md, both from the table of options."""
+"""Makes the text of `elaunch --help` and of docs/options.md from the table of options."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Examples:
   elaunch train.py --lr 0.1                           one worker per GPU, up to 3 restarts
   elaunch --nproc-per-node 4 --log-dir logs train.py  4 workers, output on the console and in logs
   elaunch --config job.yaml --max-restarts 0          options from a file; any failure ends the job
-  elaunch --nnodes 2 --rdzv-endpoint node0:2379 train.py  on node0; prints the line for the other
+  elaunch --nnodes 2 --rdzv-endpoint node0:2379 train.py  on node0; it prints the line for the other
 """
 
 _FOOT = """\
@@ -42,24 +42,23 @@ list, but shorter:
 elaunch --help
 ```
 
-Each long option can be written with `_` for `-` and shortened while it stays unambiguous. Each is also read from the
-variables named here and, under its own name, from the job file of `--config`. The command line wins over variables,
-variables over the file, the file over the default. The last column says where torchrun's meaning differs.
+A long option can be written with `_` for `-`, and shortened while it stays unambiguous. elaunch also reads it from the
+variables named here, and under its own name from the job file of `--config`. The command line wins over variables,
+variables over the file, and the file over the default. The last column says where torchrun's meaning differs.
 
-A script called `-` is read from stdin, once, and given to every worker of every generation. The options `-W`,
-`-X`, `-O`, `-B` and `-b` of an interpreter that runs elaunch (`python -X dev -m elaunch …`) are the workers' too.
+elaunch reads a script called `-` once from stdin, and gives it to every worker of every generation. Workers inherit the
+interpreter's options `-W`, `-X`, `-O`, `-B` and `-b` (`python -X dev -m elaunch …`).
 
-`elaunch store` as the first words is the command that serves a store ([several nodes](operations.md)), `elaunch submit`
-the one that hands a job to [Slurm](slurm.md) or [Kubernetes](kubernetes.md); scripts of these names are started with
-`elaunch ./store`. So it is with `run` before a program, which changes nothing. [A shell completes](shell.md)
-all of them.
+`elaunch store` serves a store ([several nodes](operations.md)). `elaunch submit` submits a job to [Slurm](slurm.md) or
+[Kubernetes](kubernetes.md). `elaunch run train.py` is the same as `elaunch train.py`. Start a script with one of these
+names by its path: `elaunch ./store`. [A shell completes](shell.md) all of them.
 
-This page is made from `launcher/options/table.py` by `python -m elaunch.launcher.options.help > docs/options.md`; a
-test holds the two equal."""
+`python -m elaunch.launcher.options.help > docs/options.md` makes this page from `launcher/options/table.py`. A test
+checks that both are equal."""
 _SETTINGS_HEAD = """\
 ## Settings of the rendezvous
 
-Keys of `--rdzv-conf`, for jobs of several nodes; one node ignores them. A key that is not here is refused."""
+Keys of `--rdzv-conf`, for jobs of several nodes. A job on one node ignores them. elaunch refuses other keys."""
 _COLUMNS = ("| option | meaning | default | variables | torchrun |", "|---|---|---|---|---|")
 
 
@@ -100,7 +99,7 @@ def markdown() -> str:
 
 def _setting_row(setting: Setting) -> str:
     names = ", ".join(f"`{name}`" for name in setting.names)
-    meaning = f"without effect: {setting.no_effect}" if setting.no_effect else setting.help
+    meaning = f"no effect: {setting.no_effect}" if setting.no_effect else setting.help
     return f"| {names} | {meaning} | {setting.differs or 'the same'} |"
 
 

@@ -1,7 +1,7 @@
 """The job file: a YAML mapping of options, with the program as `script` or `module` and `args`.
 
-Scalars are read as they are written: YAML 1.1 would make 64 of `1:4` and False of `no`. The option's own converter
-checks them, as it does a word of the command line.
+Scalars stay text: YAML 1.1 would read `1:4` as 64 and `no` as False. The option's converter checks them, as it checks a
+word of the command line.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 _PROGRAM_KEYS = ("script", "module", "args")
 _NOT_IN_A_FILE = ("config", "help", "version", "module")
 _OPTIONS = {name: spec for spec in TABLE if spec.name not in _NOT_IN_A_FILE for name in spec.names}
-# PyYAML reads any text of this size in a moment. A megabyte of brackets would take it minutes.
+# PyYAML reads any text of this size in well under a second. A megabyte of brackets would take minutes.
 _CHARACTERS_MAX = 1 << 16
 _BRACKETS_MAX = 1000
 _NULLS = ("", "~", "null", "Null", "NULL")
 
 
 @dataclass(frozen=True)
-class Entry:
-    """One value, and where it stands in the file."""
+class FileValue:
+    """One value, with its key and its place in the file (`where`, for messages)."""
 
     raw: Raw
     key: str
@@ -39,16 +39,16 @@ class Entry:
 
 @dataclass(frozen=True)
 class JobFile:
-    """What a job file says: options by their dest, and the program if it names one."""
+    """The content of a job file: options by their dest, and the program if the file names one."""
 
-    options: Mapping[str, Entry]
+    options: Mapping[str, FileValue]
     script: str | None = None
     module: str | None = None
     args: tuple[str, ...] = ()
 
 
 def read(path: str) -> JobFile:
-    """Raises UsageError for a file that cannot be read or understood."""
+    """The job file at `path`. Raises UsageError if it cannot be read or understood."""
     try:
         text = read_small(path, may_be_pipe=True)
     except FileNotFoundError:
@@ -59,16 +59,16 @@ def read(path: str) -> JobFile:
 
 
 def parse(text: str, name: str) -> JobFile:
-    """The job file in `text`; `name` is what messages call it."""
+    """The job file in `text`. Messages call it `name`. Raises UsageError."""
     entries = _entries(text, name)
     script, module, args = (entries.pop(key, None) for key in _PROGRAM_KEYS)
     if script and module:
         raise UsageError(f"{name} names a script ({script.raw}) and a module ({module.raw}); keep one of them")
     if args and not (script or module):
-        raise UsageError(f"{args.where}: args belong to a program; add script or module")
+        raise UsageError(f"{args.where}: args need a program; add script or module")
     if module and module.raw in ("true", "false"):
-        raise UsageError(f"{module.where}: module is {module.raw}; it is the name of the module to run")
-    options: dict[str, Entry] = {}
+        raise UsageError(f"{module.where}: module is {module.raw}; give the name of the module to run")
+    options: dict[str, FileValue] = {}
     for key, entry in entries.items():
         spec = _OPTIONS.get(key)
         if key == "token":
@@ -78,14 +78,14 @@ def parse(text: str, name: str) -> JobFile:
             hint = f"did you mean {near}?" if near else "elaunch --help lists the options"
             raise UsageError(f"{entry.where}: {entry.key} is no option of elaunch; {hint}")
         if spec.dest in options:
-            raise UsageError(f"{entry.where}: {entry.key} says again what {options[spec.dest].where} says; keep one")
+            raise UsageError(f"{entry.where}: {entry.key} repeats the option of {options[spec.dest].where}; keep one")
         options[spec.dest] = entry
     return JobFile(options, _word(script), _word(module), _words(args))
 
 
-def _entries(text: str, name: str) -> dict[str, Entry]:
-    """The file's top level, keys spelt with dashes; keys without a value are left out."""
-    import yaml  # Only where there is a job file: it costs as much as all else here.
+def _entries(text: str, name: str) -> dict[str, FileValue]:
+    """The file's top level. Keys are spelt with dashes. Keys without a value are left out."""
+    import yaml  # Only if there is a job file: the import takes as long as all other imports of the launcher.
 
     if len(text) > _CHARACTERS_MAX:
         raise UsageError(f"{name} has more than {_CHARACTERS_MAX} characters; a job file is a page of options")
@@ -105,23 +105,23 @@ def _entries(text: str, name: str) -> dict[str, Entry]:
         return {}
     if not isinstance(root, yaml.MappingNode):
         raise UsageError(f"{name} is not a mapping of options; write one `name: value` per line")
-    entries: dict[str, Entry] = {}
+    entries: dict[str, FileValue] = {}
     for key_node, value_node in root.value:
         where = f"{name} line {key_node.start_mark.line + 1}"
         written = _scalar(key_node, where)
         key = written.replace("_", "-")
         if key in entries:
-            raise UsageError(f"{where}: {written} says again what {entries[key].where} says; keep one")
+            raise UsageError(f"{where}: {written} repeats the key of {entries[key].where}; keep one")
         raw = _raw(value_node, f"{where}: {written}")
         if raw is not None:
-            entries[key] = Entry(raw, written, where)
+            entries[key] = FileValue(raw, written, where)
     return entries
 
 
 def _raw(node: yaml.Node, where: str) -> Raw | None:
     value: Any = node.value
     if isinstance(value, str):
-        # A plain scalar has no style; a quoted "null" is a word.
+        # A plain scalar has no style. A quoted "null" is a word and not a null.
         return None if not getattr(node, "style", None) and value in _NULLS else _plain(value, where)
     if value and isinstance(value[0], tuple):
         return {_scalar(key, where): _scalar(item, where) for key, item in value}
@@ -135,13 +135,13 @@ def _scalar(node: yaml.Node, where: str) -> str:
 
 
 def _plain(word: str, where: str) -> str:
-    """The word itself. Raises UsageError for a character that no command line and no file name can hold."""
+    """The word unchanged. Raises UsageError for a character that no command line and no file name can hold."""
     if "\0" in word or any("\ud800" <= character <= "\udfff" for character in word):
         raise UsageError(f"{where} has a character that no command line can hold: {word[:100]!r}")
     return word
 
 
-def _word(entry: Entry | None) -> str | None:
+def _word(entry: FileValue | None) -> str | None:
     if entry is None:
         return None
     if not isinstance(entry.raw, str):
@@ -149,7 +149,7 @@ def _word(entry: Entry | None) -> str | None:
     return entry.raw
 
 
-def _words(entry: Entry | None) -> tuple[str, ...]:
+def _words(entry: FileValue | None) -> tuple[str, ...]:
     if entry is None:
         return ()
     if not isinstance(entry.raw, list):

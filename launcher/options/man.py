@@ -98,7 +98,7 @@ def _entry(name: str, text: str) -> list[str]:
 
 
 def _meaning(setting: Setting) -> str:
-    return f"without effect: {setting.no_effect}" if setting.no_effect else setting.help
+    return f"no effect: {setting.no_effect}" if setting.no_effect else setting.help
 
 
 if __name__ == "__main__":

@@ -147,7 +147,7 @@ _VALUED = tuple(spec for spec in TABLE if spec.name not in ("help", "version"))
 
 
 def _collect(
-    words: command_line.Words, environ: Mapping[str, str], job_file: JobFile
+    words: command_line.CommandLine, environ: Mapping[str, str], job_file: JobFile
 ) -> tuple[dict[str, _Given], tuple[str, ...]]:
     """Let click pick each option's value from the command line, the environment and the job file."""
     fallback: dict[str, _Given] = {}

@@ -1,4 +1,4 @@
-"""The keys of --rdzv-conf: those of torchrun's backends, and ours."""
+"""The keys of --rdzv-conf: those of torchrun's backends, and elaunch's own."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from elaunch.rendezvous.endpoint import PREFIX, Transport
 
 @dataclass(frozen=True)
 class Setting:
-    """One key. `aliases` are other backends' names of it; the rest is as in an OptionSpec."""
+    """One key. `aliases` are other backends' names for it. The other fields are as in an OptionSpec."""
 
     name: str
     help: str
@@ -37,7 +37,7 @@ def _attempts(raw: values.Raw) -> int:
 
 
 def _prefix(raw: values.Raw) -> str:
-    """`/teams/vision/`, with any slashes that were typed, so that all nodes of a job use the same keys."""
+    """Normalises a prefix to the form `/teams/vision/`, so that all nodes of a job use the same keys."""
     word = values.text(raw)
     if not word.isprintable():
         raise ValueError(f"holds a character that cannot be printed; {_PREFIX_HOW}")
@@ -48,7 +48,7 @@ def _prefix(raw: values.Raw) -> str:
         raise ValueError(f"has . or .. between its slashes, and etcd has no folders; {_PREFIX_HOW}")
     prefix = f"/{'/'.join(names)}/"
     if len(prefix.encode()) > _PREFIX_BYTES_MAX:
-        raise ValueError(f"is longer than {_PREFIX_BYTES_MAX} bytes, and each key of the job begins with it")
+        raise ValueError(f"is longer than {_PREFIX_BYTES_MAX} bytes, and is part of each key of the job; shorten it")
     return prefix
 
 
@@ -59,21 +59,21 @@ _OURS = "not in torchrun"
 
 SETTINGS: tuple[Setting, ...] = (
     Setting(
-        "join_timeout", "seconds below the least number of nodes until the job ends [600]", values.positive_seconds,
+        "join_timeout", "seconds with too few nodes until the job ends [600]", values.positive_seconds,
         ("timeout",), differs="timeout: c10d ignores it",
     ),
     Setting(
-        "last_call_timeout", "seconds that a range of nodes waits for more at the first start [2]", values.seconds,
-        differs="default 30, at every start",
+        "last_call_timeout", "with a range of nodes, seconds to wait for more nodes at the first start [2]",
+        values.seconds, differs="default 30, at every start",
     ),
-    Setting("lease_ttl", "whole seconds of silence until a node is lost [3]", _lease, differs=_OURS),
+    Setting("lease_ttl", "whole seconds without contact until a node is lost [3]", _lease, differs=_OURS),
     Setting(
-        "keep_alive_interval", "seconds; times the next it is lease_ttl [5]", values.positive_seconds,
-        differs="a silent node is dropped, and nobody is told",
+        "keep_alive_interval", "seconds; lease_ttl is this times keep_alive_max_attempt [5]", values.positive_seconds,
+        differs="a silent node is dropped without a message",
     ),
-    Setting("keep_alive_max_attempt", "a number; see the one before [3]", _attempts),
+    Setting("keep_alive_max_attempt", "a number; see keep_alive_interval [3]", _attempts),
     Setting(
-        "store_timeout", "seconds until a head that is away is given up [60]", values.positive_seconds,
+        "store_timeout", "seconds without the head's store until the job is given up [60]", values.positive_seconds,
         differs=_OURS,
     ),
     Setting(
@@ -81,31 +81,34 @@ SETTINGS: tuple[Setting, ...] = (
         values.positive_seconds, differs=_OURS,
     ),
     Setting(
-        "is_host", "1: this node serves the store where none listens; 0: it does not [by the endpoint's address]",
+        "is_host", "1: this node serves the store if none listens; 0: it does not [from the endpoint's address]",
         values.switch, differs="c10d only",
     ),
     Setting("transport", "gateway (JSON over HTTP) or grpc [gateway]", values.one_of("gateway", "grpc"), differs=_OURS),
-    Setting("protocol", "http or https, where the endpoint does not say", values.one_of("http", "https")),
-    Setting("cacert", "file of the authority behind etcd's certificate [ETCDCTL_CACERT]", aliases=("ca_cert",)),
-    Setting("cert", "file of this node's certificate for etcd [ETCDCTL_CERT]", aliases=("ssl_cert",)),
-    Setting("key", "file of its private key [ETCDCTL_KEY]", aliases=("ssl_cert_key",)),
+    Setting("protocol", "http or https, if the endpoint has neither", values.one_of("http", "https")),
+    Setting("cacert", "file with the CA certificate for etcd [ETCDCTL_CACERT]", aliases=("ca_cert",)),
+    Setting("cert", "file with this node's certificate for etcd [ETCDCTL_CERT]", aliases=("ssl_cert",)),
+    Setting("key", "file with the certificate's private key [ETCDCTL_KEY]", aliases=("ssl_cert_key",)),
     Setting("user", "a user of etcd [ETCDCTL_USER]", differs=_OURS),
     Setting("password_file", "file with the user's password [ETCDCTL_PASSWORD]", differs=_OURS),
     Setting(
-        "etcd_prefix", f"what all keys of the job begin with; the same on all nodes [{PREFIX}]", _prefix,
+        "etcd_prefix", f"prefix of all keys of the job; the same on all nodes [{PREFIX}]", _prefix,
         differs="default /torchelastic/p2p",
     ),
     Setting(
         "store_type", "", values.one_of("tcp", "file"), differs="has an effect",
-        no_effect="the store is found out at the endpoint",
+        no_effect="elaunch finds out which store listens at the endpoint",
     ),
     Setting(
-        "close_timeout", "", values.seconds, differs="has an effect", no_effect="a rendezvous is closed by one write",
+        "close_timeout", "", values.seconds, differs="has an effect", no_effect="one write closes a rendezvous",
     ),
-    Setting("heartbeat_timeout", "", values.seconds, differs="has an effect", no_effect="lease_ttl says it all"),
+    Setting(
+        "heartbeat_timeout", "", values.seconds, differs="has an effect",
+        no_effect="lease_ttl decides when a node is lost",
+    ),
     Setting(
         "read_timeout", "", values.seconds, differs="a single read of the store",
-        no_effect="each request has a deadline of its own and is made again",
+        no_effect="each request has its own deadline and is repeated",
     ),
 )  # fmt: skip
 
@@ -116,13 +119,13 @@ _SECRETS = {
 }
 _SWITCHES = {"t": "1", "y": "1", "f": "0", "n": "0"}
 
-# torchrun's c10d backend: dead after 3 missed beats, one each 5 s.
+# torchrun's c10d backend: a node is dead after 3 missed heartbeats, one every 5 s.
 _INTERVAL_S, _ATTEMPTS = 5.0, 3
 
 
 @dataclass(frozen=True)
 class Conf:
-    """What --rdzv-conf says; None is what it leaves open. `ignored` are keys that change nothing, with why."""
+    """The settings in --rdzv-conf; None if not given. `ignored` are keys without effect, with reasons."""
 
     join_timeout_s: float | None = None
     last_call_s: float | None = None
@@ -143,14 +146,14 @@ class Conf:
 
 
 def understand(conf: Mapping[str, str]) -> Conf:
-    """The settings in `conf`. Raises UsageError for a key that nobody knows, and for a wrong value."""
+    """The settings in `conf`. Raises UsageError for an unknown key and for a wrong value."""
     found: dict[str, str] = {}
     ignored: list[tuple[str, str]] = []
     checked: dict[str, object] = {}
     for key, value in conf.items():
         setting = _setting(key)
         if setting.name in found:
-            raise UsageError(f"--rdzv-conf {key}={value} says again what {found[setting.name]} says; keep one of them")
+            raise UsageError(f"--rdzv-conf {key}={value} repeats {found[setting.name]}; keep one of them")
         found[setting.name] = f"{key}={value}"
         if setting.no_effect:
             ignored.append((f"--rdzv-conf {key}", setting.no_effect))
@@ -167,7 +170,7 @@ def _setting(key: str) -> Setting:
     if key in _KNOWN:
         return _KNOWN[key]
     if way_out := _SECRETS.get(key):
-        raise UsageError(f"--rdzv-conf {key} would show a secret to everybody on this host; {way_out}")
+        raise UsageError(f"--rdzv-conf {key} would show a secret to every user of this host; {way_out}")
     near = nearest(key, _KNOWN)
     hint = f"did you mean {near}?" if near else f"known are {', '.join(_KNOWN)}"
     raise UsageError(f"--rdzv-conf {key} is no setting of the rendezvous; {hint}")
@@ -200,7 +203,7 @@ def _conf(checked: Mapping[str, object], words: Mapping[str, str], ignored: tupl
     return Conf(
         join_timeout_s=number("join_timeout"),
         last_call_s=number("last_call_timeout"),
-        # Up: a node is never lost sooner than was asked for.
+        # Rounded up: a node must not be lost earlier than the user asked for.
         lease_ttl_s=None if ttl_s is None else math.ceil(ttl_s),
         keepalive_s=interval_s,
         store_timeout_s=number("store_timeout"),

@@ -11,13 +11,13 @@ from pathlib import Path
 from elaunch.launcher.errors import UsageError
 from elaunch.launcher.options.small_file import read_small
 
-# What elaunch keeps for a user; if nodes share the home, for all of these nodes.
+# The folder in which elaunch keeps a user's secrets. Nodes that share the home share it.
 FOLDER = "~/.elaunch"
 TOKEN_LINE = "export ELAUNCH_TOKEN=$(openssl rand -hex 16)"
 
 
 def read_secret(path: str) -> str:
-    """The first line of `path`, without spaces around it; `~` is the user's folder. Raises UsageError.
+    """The first line of `path`, without spaces around it. `~` means the user's home. Raises UsageError.
 
     All further lines must be comments, which begin with `#`.
     """
@@ -26,7 +26,7 @@ def read_secret(path: str) -> str:
     except (OSError, UnicodeDecodeError, RuntimeError) as error:
         raise UsageError(f"the secret in {path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     if not secret:
-        raise UsageError(f"{path} is empty and should hold a secret; write one into it, readable by you alone")
+        raise UsageError(f"{path} is empty and should hold a secret; write one into it, and let only yourself read it")
     others = [line for line in rest.splitlines() if line.strip() and not line.startswith("#")]
     if len(secret.split()) > 1 or others:
         raise UsageError(f"{path} should hold one secret and holds several words; name another file")
@@ -35,9 +35,9 @@ def read_secret(path: str) -> str:
 
 @contextmanager
 def private_folder(path: str, *, make: bool = False) -> Iterator[int]:
-    """A descriptor of a folder that no other user can look into. Raises OSError if there is none.
+    """A descriptor of a folder that only this user can open. Raises OSError if there is no such folder.
 
-    Files that are opened by the descriptor are in this folder, even if another folder takes its name meanwhile.
+    Files that are opened through the descriptor are in this folder, even if another folder gets its name meanwhile.
     """
     try:
         folder = Path(path).expanduser()
@@ -57,7 +57,7 @@ def private_folder(path: str, *, make: bool = False) -> Iterator[int]:
 
 
 def open_own(path: str | Path, folder: int | None = None) -> int:
-    """A descriptor of a file that only this user can read and write, and that is no link. Raises OSError."""
+    """A descriptor of a file that only this user can read and write, and that is not a link. Raises OSError."""
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
     found = os.fstat(fd)
     if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077:
@@ -67,6 +67,6 @@ def open_own(path: str | Path, folder: int | None = None) -> int:
 
 
 def read_own(path: str | Path, bytes_max: int, folder: int | None = None) -> bytes:
-    """At most `bytes_max` of a file that only this user can read and write. Raises OSError."""
+    """The first `bytes_max` bytes of a file that only this user can read and write. Raises OSError."""
     with open(open_own(path, folder), "rb") as file:
         return file.read(bytes_max)

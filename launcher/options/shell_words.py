@@ -13,8 +13,8 @@ _ESCAPES = {b"\n": "\\n", b"\r": "\\r", b"\t": "\\t", b"'": "\\'", b"\\": "\\\\"
 def quoted(word: str) -> str:
     """`word` as one word of bash, on one line.
 
-    bash alone would take a line break in quotes; sbatch and logs would see two lines. So control characters, and bytes
-    that are not UTF-8, are written as bash's $'…'.
+    bash accepts a line break in quotes, but sbatch and logs would see two lines. So control characters, and bytes that
+    are not UTF-8, are written in bash's form $'…'.
     """
     if word.isprintable():
         return shlex.quote(word)
@@ -30,7 +30,7 @@ def quoted(word: str) -> str:
 
 
 def joined(words: Iterable[str]) -> str:
-    """A command line."""
+    """The words as a command line of bash."""
     return " ".join(quoted(word) for word in words)
 
 

@@ -1,4 +1,4 @@
-"""Reads text files whose path somebody else has chosen: the path may be anything."""
+"""Reads text files safely: a path from elsewhere may lead to a pipe, a device or a huge file."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ BYTES_MAX = 16 << 20
 
 
 def read_small(path: str, *, may_be_pipe: bool = False) -> str:
-    """The text in a file. Raises OSError, also if it is no file or too large, and UnicodeDecodeError, a ValueError.
+    """The text in a file. Raises OSError, also if it is no regular file or too large, and UnicodeDecodeError.
 
-    `may_be_pipe` is for a path that the user typed, which may be `--config <(make-it)`.
+    With `may_be_pipe` it may also be a pipe, as in `--config <(make-it)`.
     """
-    # Without O_NONBLOCK, opening a pipe waits until somebody writes to it.
+    # Without O_NONBLOCK, `open` of a pipe waits until a program writes to it.
     flags = 0 if may_be_pipe else os.O_NONBLOCK
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)

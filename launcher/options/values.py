@@ -1,7 +1,7 @@
-"""Option values: from what was typed, exported or written in a file to a checked value.
+"""Converts an option's value from the command line, a variable or a file, and checks it.
 
-Every function takes a `Raw` and raises ValueError with the rest of a sentence that begins with the option and its
-value: `--max-restarts many` … `is not a whole number; give 0 or more`.
+Every function takes a `Raw`. It raises ValueError with the second half of a message. The first half is the option and
+its value: `--max-restarts many` … `is not a whole number; give 0 or more`.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ Raw = str | list[str] | dict[str, str]
 Convert = Callable[[Raw], object]
 
 PORT_MAX = 65535
-# More nodes than any job has, and few enough to notice a mistyped number.
+# More nodes than any job has. A larger number is a typing error.
 NODES_MAX = 1_000_000
 WORKERS_MAX = SLOTS_MAX
-# Thirty years, which all clocks and timers can count.
+# Thirty years. All clocks and timers can count this far.
 SECONDS_MAX = 1e9
 _DIGITS_MAX = 18
 
@@ -33,7 +33,7 @@ def text(raw: Raw) -> str:
 
 
 def name(bytes_max: int) -> Convert:
-    """Converts a name that is shown, and that is part of keys, paths and the workers' environment."""
+    """A converter for a name that is part of messages, keys, paths and the workers' environment."""
 
     def convert(raw: Raw) -> str:
         word = text(raw)
@@ -72,7 +72,7 @@ def node_rank(raw: Raw) -> int:
 
 
 def port(raw: Raw) -> int:
-    """0 is any free port."""
+    """A port; 0 means any free port."""
     return whole(raw, high=PORT_MAX)
 
 
@@ -131,7 +131,7 @@ def nodes(raw: Raw) -> tuple[int, int]:
 
 
 def workers(raw: Raw) -> int | str:
-    """A number of workers, or the name of what is counted on the host."""
+    """A number of workers, or the name of the resource that is counted on the host: gpu, cpu or auto."""
     word = text(raw)
     if word in ("gpu", "cpu", "auto"):
         return word
@@ -140,7 +140,7 @@ def workers(raw: Raw) -> int | str:
         if number > WORKERS_MAX:
             raise ValueError(f"is more workers than {WORKERS_MAX}; give fewer")
         return number
-    raise ValueError("is not something that can be counted here; use gpu, cpu or auto, or give a number")
+    raise ValueError("is neither a number nor a known resource; use gpu, cpu or auto, or give a number")
 
 
 class OneOf:
@@ -168,7 +168,7 @@ def numa_binding(raw: Raw) -> NumaBinding:
 
 
 def directory(raw: Raw) -> Path | None:
-    """`/dev/null` is no directory; nor is the empty string, which nobody means."""
+    """A directory; None for `/dev/null`. An empty string is an error, since it is likely a mistake."""
     word = text(raw)
     if not word:
         raise ValueError("is empty; name a directory, or /dev/null to keep nothing")
@@ -176,12 +176,12 @@ def directory(raw: Raw) -> Path | None:
 
 
 def streams(raw: Raw) -> StreamChoice:
-    """`V`, or `RANK:V,RANK:V` for some local ranks only; V is 0 none, 1 stdout, 2 stderr, 3 both."""
+    """`V`, or `RANK:V,RANK:V` for some local ranks only. V is 0 for none, 1 stdout, 2 stderr, 3 both."""
     word = ",".join(f"{rank}:{value}" for rank, value in raw.items()) if isinstance(raw, dict) else text(raw)
     if re.fullmatch(r"[0-3]", word):
         return StreamChoice(Streams(int(word)))
     if not re.fullmatch(r"[0-9]{1,9}:[0-3](,[0-9]{1,9}:[0-3])*", word):
-        raise ValueError("is no choice of streams; use 0, 1, 2 or 3, or LOCAL_RANK:VALUE,… as in 0:3,12:1")
+        raise ValueError("does not choose streams; use 0, 1, 2 or 3, or LOCAL_RANK:VALUE,… as in 0:3,12:1")
     pairs = [pair.split(":") for pair in word.split(",")]
     return StreamChoice(Streams.NONE, {int(rank): Streams(int(value)) for rank, value in pairs})
 
@@ -203,7 +203,7 @@ def phrases(raw: Raw) -> tuple[str, ...]:
 
 
 def ranks(raw: Raw) -> frozenset[int] | None:
-    """A comma list of ranks; the empty one is all ranks."""
+    """A comma list of ranks. None, from an empty list, means all ranks."""
     items = names(raw)
     if not all(re.fullmatch("[0-9]{1,9}", item) for item in items):
         raise ValueError("is not a list of ranks; use 0,1,2")
@@ -213,7 +213,7 @@ def ranks(raw: Raw) -> frozenset[int] | None:
 def key_values(raw: Raw) -> Mapping[str, str]:
     """`k=v,k=v`, split at the first `=`.
 
-    Quotes around all of it are removed: they were meant for a shell, but no shell reads a list of arguments in YAML.
+    Quotes around the whole text are removed. They were meant for a shell, but no shell reads arguments in YAML.
     """
     if isinstance(raw, dict):
         return dict(raw)

@@ -16,10 +16,10 @@ from elaunch.launcher.options.argv import TOKEN_IS_SECRET
 from elaunch.launcher.options.endpoints import endpoints
 from elaunch.launcher.options.secret_file import read_secret
 from elaunch.launcher.store.head import Bound, StoreProcess, listen, listen_everywhere, serve
-from elaunch.launcher.store.join_command import Telling
+from elaunch.launcher.store.join_command import NewToken
 from elaunch.launcher.store.open_files import agents_served
-from elaunch.launcher.store.plan import ETCD_PORT
 from elaunch.launcher.store.rendezvous_plan import Serving
+from elaunch.launcher.store.store_address import ETCD_PORT
 from elaunch.rendezvous.endpoint import Endpoint
 
 HELP = """\
@@ -27,12 +27,13 @@ Usage: elaunch store [--listen HOST:PORT] [--token-file FILE]
 
 Serve a store for jobs of several nodes until Ctrl-C. Jobs that share it need different --run-ids.
 
-  --listen HOST:PORT  where; without a host on all addresses [port 2379]
-  --token-file FILE   holds the secret that every job must know [ELAUNCH_TOKEN, else made]
+  --listen HOST:PORT  its address; without HOST all addresses of this host [port 2379]
+  --token-file FILE   holds the token that every job must know [ELAUNCH_TOKEN, else a new token]
 
-It is as safe as this host: jobs end when it does, and started again it remembers nothing.
-A cluster of etcd is better wherever there is one: --rdzv-endpoint a:2379,b:2379,c:2379.
-A script called store is started with elaunch ./store.
+The store is in this host's memory: it ends with the host, and then all its jobs end.
+A store that is started again is empty. An etcd cluster outlives a host:
+--rdzv-endpoint a:2379,b:2379,c:2379.
+Start a script called store with elaunch ./store.
 """
 
 _ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -40,7 +41,10 @@ _ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @dataclass(frozen=True)
 class StoreRequest:
-    """What to serve. Without an endpoint it is `port` of all addresses; `token` is empty for a new one."""
+    """The store to serve. Without an endpoint it listens at `port` on all addresses.
+
+    An empty `token` means a new one.
+    """
 
     endpoint: Endpoint | None
     port: int
@@ -48,7 +52,7 @@ class StoreRequest:
 
 
 def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Serve until a signal comes; the exit code. Raises UsageError and SiteError."""
+    """Serve until a signal comes. Returns the exit code. Raises UsageError and SiteError."""
     if any(word in ("-h", "--help") for word in argv):
         print(HELP, end="")
         return 0
@@ -60,8 +64,8 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     server = serve(bound, Serving.MEMORY, place, request.token)
     try:
         ends = _take_signals()
-        telling = Telling(server.token, server.kept, server.trouble, is_terminal=os.isatty(2))
-        for line in announcement(place, None if request.token else telling):
+        new_token = NewToken(server.token, server.kept, server.trouble, is_terminal=os.isatty(2))
+        for line in announcement(place, None if request.token else new_token):
             print(f"elaunch: {line}", file=sys.stderr, flush=True)
         return _wait(server, ends)
     finally:
@@ -69,13 +73,13 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
 
 
 def parse(argv: Sequence[str], environ: Mapping[str, str]) -> StoreRequest:
-    """Raises UsageError; reads the file that --token-file names."""
+    """The request in `argv` and the variables. Reads the file that --token-file names. Raises UsageError."""
     command = click.Command(
         "elaunch store",
         params=[click.Option(["--listen"]), click.Option(["--token-file"]), click.Argument(["rest"], nargs=-1)],
         add_help_option=False,
     )
-    # An underscore in a name, as everywhere; a value keeps its own.
+    # An option's name may have underscores, as everywhere. The value keeps its underscores.
     words = [word.replace("_", "-", 1) if word.startswith("--token_file") else word for word in argv]
     if any(word.partition("=")[0] == "--token" for word in words):
         raise UsageError(TOKEN_IS_SECRET.format("--token"))
@@ -85,7 +89,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> StoreRequest:
         raise UsageError(f"store: {error.format_message().rstrip('.')}; see elaunch store --help") from None
     if given["rest"]:
         raise UsageError(
-            f"store takes no program, and {given['rest'][0]} looks like one; a script called store is started with"
+            f"store takes no program, and {given['rest'][0]} looks like one; start a script called store with"
             " elaunch ./store"
         )
     token = environ.get("ELAUNCH_TOKEN", "").strip()
@@ -100,7 +104,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> StoreRequest:
 
 
 def _place(listen_at: str | None) -> tuple[Endpoint | None, int]:
-    """`HOST:PORT`, `HOST`, `:PORT`; no host, `0.0.0.0`, `::` and `*` are all addresses."""
+    """Reads `HOST:PORT`, `HOST` or `:PORT`. An empty host, `0.0.0.0`, `::` and `*` mean all addresses."""
     if not listen_at:
         return None, ETCD_PORT
     host, separator, port = listen_at.rpartition(":")
@@ -111,7 +115,7 @@ def _place(listen_at: str | None) -> tuple[Endpoint | None, int]:
     except ValueError as error:
         raise UsageError(f"--listen {listen_at} {error}") from None
     if len(found) != 1 or found[0].scheme:
-        raise UsageError(f"--listen {listen_at} is no HOST:PORT of this host; give one")
+        raise UsageError(f"--listen {listen_at} is not one HOST:PORT of this host; give one")
     number = ETCD_PORT if found[0].port is None else found[0].port
     return (None if found[0].host in ("0.0.0.0", "::") else Endpoint(found[0].host, number)), number
 
@@ -120,32 +124,33 @@ def _bound(request: StoreRequest) -> Bound:
     bound = listen(request.endpoint, exactly=True) if request.endpoint else listen_everywhere(request.port)
     if bound is None:
         where = request.endpoint or f"port {request.port}"
-        raise UsageError(f"something listens at {where} already; choose another port with --listen HOST:PORT")
+        raise UsageError(f"another program listens at {where} already; choose another port with --listen HOST:PORT")
     return bound
 
 
-def announcement(place: Endpoint, telling: Telling | None) -> tuple[str, ...]:
-    """What a person has to know: the line to type, and what this store does not give.
+def announcement(place: Endpoint, new_token: NewToken | None) -> tuple[str, ...]:
+    """What the user must know: the line to type, and the limits of this store.
 
-    Without `telling` the token was given, and is not shown. Raises UsageError if nobody could learn the token.
+    `new_token` is None if the user gave the token, which is then not shown. Raises UsageError if nobody could learn the
+    new token.
     """
     command = f"elaunch --nnodes 2 --rdzv-endpoint {place} --run-id NAME train.py"
-    token = telling.shown(place) if telling else ""
-    same = "" if telling else "   (with ELAUNCH_TOKEN set to the same token)"
+    token = new_token.text_to_type(place) if new_token else ""
+    same = "" if new_token else "   (with ELAUNCH_TOKEN set to the same token)"
     line = f"ELAUNCH_TOKEN={token} {command}" if token else f"{command}{same}"
     return (
         f"serving a store at {place}; on every node of a job type: {line}",
-        *(telling.way(place) if telling else ()),
-        "it lives in this host's memory: jobs end when it does, and nothing is left when it is started again;"
-        " a cluster of etcd outlives any host. Ctrl-C ends it",
-        f"this host's limit of open files lets it serve {agents_served()} nodes at a time",
+        *(new_token.hints(place) if new_token else ()),
+        "the store is in this host's memory: jobs end when it ends, and a store that is started again is empty;"
+        " an etcd cluster outlives any host. Ctrl-C ends the store",
+        f"this host's limit of open files allows {agents_served()} nodes at a time",
     )
 
 
 def _take_signals() -> tuple[signal.Signals, ...]:
-    """From now on signals are waited for, and interrupt nothing; those that end it.
+    """Block the signals that end the store, so that they interrupt nothing, and return them for `sigwait`.
 
-    One that is ignored stays so (nohup): blocked, it would be waited for like the others.
+    A signal that is ignored (nohup) stays ignored: if it were blocked, `sigwait` would return it.
     """
     ends = tuple(signum for signum in _ENDS if signal.getsignal(signum) is not signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, (*ends, signal.SIGCHLD))
@@ -156,6 +161,6 @@ def _wait(server: StoreProcess, ends: Sequence[signal.Signals]) -> int:
     while server.exit_code() is None:
         signum = signal.sigwait((*ends, signal.SIGCHLD))
         if signum in ends:
-            print(f"elaunch: the store ends, by {signal.Signals(signum).name}", file=sys.stderr)
+            print(f"elaunch: the store ends, because of {signal.Signals(signum).name}", file=sys.stderr)
             return 0
     raise SiteError(f"the store's server ended by itself, with exit code {server.exit_code()}")

@@ -1,4 +1,4 @@
-"""The plan of a rendezvous to the store that the agent uses, and to the address at which others reach this node."""
+"""Connects a node to the job's store as the plan says, and finds the address at which other nodes reach this node."""
 
 from __future__ import annotations
 
@@ -22,17 +22,18 @@ if TYPE_CHECKING:
     from elaunch.launcher.store.plan import Planned
     from elaunch.launcher.store.token_handover import Meeting, Offer
 
-# A name may be known to a cluster's resolver some time after the host is up.
+# A cluster's resolver may learn a host's name some time after the host is up.
 _ADDRESS_WAIT_S = 60.0
 _ADDRESS_PAUSE_S = 0.5
 
 
 @dataclass(frozen=True)
 class Reached:
-    """The store, and where this node is: `address` is what the others reach, `network` what tells the workers so.
+    """The store, and this node's place in the network.
 
-    `is_remote` says that it is in another process; `served` is that process, where it is this agent's, and `offer` its
-    secret, for the nodes that the same scheduler started.
+    `is_remote` is true if the store is in another process. `address` is this node's address for the other nodes, and
+    `network` holds variables that tell the workers so. `served` is the store's process if this agent started it.
+    `offer` sends the store's token to the nodes that the same scheduler started.
     """
 
     store: Store
@@ -43,7 +44,7 @@ class Reached:
     offer: Offer | None = None
 
     def close(self) -> None:
-        """End what was started for the others."""
+        """Stop what was started for the other nodes."""
         if self.offer:
             self.offer.close()
         if self.served:
@@ -51,40 +52,50 @@ class Reached:
 
 
 def reach(options: Options, planned: Planned, say: Callable[[str], None]) -> Reached:
-    """What the plan names; its store is served first where this node is the head. Nothing is sent to it yet.
+    """The store that the plan names. If this node is the head, its store is started first. Nothing is sent to it yet.
 
     Raises UsageError and SiteError.
     """
     plan = planned.plan
     if plan.is_alone:
         return Reached(MemoryStore(), is_remote=False, address=plan.own_addr or "127.0.0.1")
-    _check_first(options, plan)
-    _check_head(options, planned)
+    _check_node_rank_0(options, plan)
+    _check_head_host(options, planned)
     address = plan.own_addr or _own_address(planned, say)
-    from elaunch.launcher.store.head import take_the_head
+    from elaunch.launcher.store.head import serve_if_head
 
     if planned.hands_over:
-        plan = _settled(options, planned, say)
-    served, offer = take_the_head(plan, say, options.nnodes), None
+        plan = _settle_head(options, planned, say)
+    served, offer = serve_if_head(plan, say, options.nnodes), None
     try:
         if served:
-            offer = _welcome(options, planned, served, say)
+            offer = _tell_others(options, planned, served, say)
             plan = replace(plan, token=served.token)
         elif planned.hands_over:
             plan = replace(plan, token=_secret_of_head(_meeting(options, planned), plan, say))
-        return Reached(store_of(plan, say), True, address, _network(_number(address, planned, say), say), served, offer)
+        return Reached(
+            store_of(plan, say),
+            True,
+            address,
+            _gloo_variables(_numeric_address(address, planned, say), say),
+            served,
+            offer,
+        )
     except BaseException:
         Reached(MemoryStore(), True, served=served, offer=offer).close()
         raise
 
 
-def _welcome(options: Options, planned: Planned, served: StoreProcess, say: Callable[[str], None]) -> Offer | None:
-    """Tell the others of the store that is served here: people by a line to type, a scheduler's tasks by themselves."""
-    from elaunch.launcher.store.join_command import Telling, about, invitation
+def _tell_others(options: Options, planned: Planned, served: StoreProcess, say: Callable[[str], None]) -> Offer | None:
+    """Tell the other nodes of the store that this node serves.
+
+    A person gets a line to type. A scheduler's tasks ask the offer that is returned.
+    """
+    from elaunch.launcher.store.join_command import NewToken, about, invitation
 
     if not planned.hands_over:
-        telling = Telling(served.token, served.kept, served.trouble, is_terminal=os.isatty(2))
-        for line in invitation(options, planned.plan, telling):
+        new_token = NewToken(served.token, served.kept, served.trouble, is_terminal=os.isatty(2))
+        for line in invitation(options, planned.plan, new_token):
             say(line)
         return None
     say(about(planned.plan))
@@ -93,39 +104,39 @@ def _welcome(options: Options, planned: Planned, served: StoreProcess, say: Call
     return Offer(_meeting(options, planned), served.token)
 
 
-def _settled(options: Options, planned: Planned, say: Callable[[str], None]) -> RendezvousPlan:
-    """The plan, with whether this node is the head; that of a head with a token which its user's nodes make too."""
+def _settle_head(options: Options, planned: Planned, say: Callable[[str], None]) -> RendezvousPlan:
+    """Decide whether this node is the head. The plan of a head gets a token that nodes with the same home also make."""
     from elaunch.launcher.cluster.home_key import token_at_home
-    from elaunch.launcher.store.head import is_the_head
+    from elaunch.launcher.store.head import decide_head
 
-    is_head = is_the_head(planned.plan, say)
+    is_head = decide_head(planned.plan, say)
     token = token_at_home(_meeting(options, planned).name, make=True) if is_head else ""
     return replace(planned.plan, is_head=is_head, token=token)
 
 
 def _secret_of_head(meeting: Meeting, plan: RendezvousPlan, say: Callable[[str], None]) -> str:
-    """The token of the store that another node serves; empty if an etcd listens there, which the client tells the user.
+    """The token of the store that another node serves; empty if an etcd listens there. The client warns of an etcd.
 
     Raises SiteError, and UsageError if an etcd without TLS listens where this node was to serve the store.
     """
-    from elaunch.launcher.store.token_handover import fetch, taken
+    from elaunch.launcher.store.token_handover import fetch, port_taken_error
 
     endpoint = plan.endpoints[0]
-    # A scheduler has one head: what has the head's port on the head itself is no store of this job.
+    # A scheduler names one head, and this is it: a program that has the head's port already is no store of this job.
     if plan.is_head and not meeting.may_be_etcd:
-        raise taken(endpoint, endpoint)
+        raise port_taken_error(endpoint, endpoint)
     token = fetch(meeting, plan.times.join_timeout_s, say)
     if plan.is_head and not token:
         raise UsageError(
             f"this node was to serve the job's store at {endpoint}, but an etcd without TLS listens there,"
-            " which lets anybody in; if you mean that etcd, type on all nodes --rdzv-endpoint"
+            " and anybody can connect to it; if you mean that etcd, type on all nodes --rdzv-endpoint"
             f" http://{endpoint}; else choose a free port: --rdzv-endpoint {endpoint.host}:PORT"
         )
     return token
 
 
 def _meeting(options: Options, planned: Planned) -> Meeting:
-    """Its name is the scheduler's: of one with --run-id there may be several."""
+    """Where this job's nodes meet. The name has the scheduler's job id: several jobs may have the same --run-id."""
     from elaunch.launcher.store.token_handover import Meeting
 
     cluster, endpoint = planned.cluster, planned.plan.endpoints[0]
@@ -134,30 +145,33 @@ def _meeting(options: Options, planned: Planned) -> Meeting:
     return Meeting(endpoint, name, may_be_etcd=not planned.at_its_head)
 
 
-def _check_first(options: Options, plan: RendezvousPlan) -> None:
-    """Raises UsageError where node rank 0 is asked for on a host that is not the master's, and nobody says it is.
+def _check_node_rank_0(options: Options, plan: RendezvousPlan) -> None:
+    """Raises UsageError if this node has rank 0, but MASTER_ADDR is another host, and is_host=1 is not given.
 
-    Two hosts that both think so (the same command on each) would be two jobs, or one that waits in vain.
+    Two hosts with node rank 0 (the same command on each) would be two jobs, or one job that waits in vain.
     """
-    from elaunch.launcher.network.reach import NoAddress, Whose, whose
+    from elaunch.launcher.network.reach import NoAddress, Owner, owner_of
     from elaunch.launcher.options.rdzv_conf import understand
 
     if plan.node_rank != 0 or not plan.master_addr or understand(options.rdzv_conf).is_host:
         return
-    # A name that is not known yet may be this host's.
+    # A name without an address yet may belong to this host.
     with suppress(NoAddress):
-        if whose(plan.master_addr) is Whose.ANOTHERS:
+        if owner_of(plan.master_addr) is Owner.OTHER_HOST:
             others = {2: "1", 3: "1 or 2"}.get(options.nnodes[1], f"1 to {options.nnodes[1] - 1}")
             raise UsageError(
-                f"node rank 0 is that of the master's host, and {plan.master_addr} is no address of this one; on this"
-                f" node use --node-rank {others}, or, where {plan.master_addr} leads here all the same (a balancer),"
+                f"node rank 0 belongs to the master's host, and {plan.master_addr} is no address of this host; on this"
+                f" node use --node-rank {others}, or, if {plan.master_addr} leads here through a balancer,"
                 " --rdzv-conf is_host=1"
             )
 
 
-def _check_head(options: Options, planned: Planned) -> None:
-    """Raises UsageError where the scheduler's head is not the host that its node 0 runs on: the others go there."""
-    from elaunch.launcher.network.reach import NoAddress, Whose, whose
+def _check_head_host(options: Options, planned: Planned) -> None:
+    """Raises UsageError if the scheduler's node 0 runs here, but the head that it names is another host.
+
+    The other nodes connect to the named head.
+    """
+    from elaunch.launcher.network.reach import NoAddress, Owner, owner_of
     from elaunch.launcher.options.rdzv_conf import understand
 
     cluster = planned.cluster
@@ -167,19 +181,19 @@ def _check_head(options: Options, planned: Planned) -> None:
     if cluster.is_of_pods:
         return
     with suppress(NoAddress):
-        if cluster.head and whose(cluster.head) is Whose.ANOTHERS:
+        if cluster.head and owner_of(cluster.head) is Owner.OTHER_HOST:
             here = socket.gethostname()
             raise UsageError(
-                f"the head of this job is said to be {cluster.head}, which is no address of this host, {here}, and"
-                f" {cluster.scheduler} runs its node 0 here; tell all nodes: --rdzv-endpoint {here}:PORT, or, for"
+                f"the head of this job is {cluster.head}, which is no address of this host, {here}, but"
+                f" {cluster.scheduler} runs node 0 here; give all nodes: --rdzv-endpoint {here}:PORT, or, for"
                 f" mpirun, -x MASTER_ADDR={here}"
             )
 
 
 def store_of(plan: RendezvousPlan, say: Callable[[str], None]) -> Store:
-    """The store at the plan's endpoints; nothing is sent to it yet.
+    """The client of the store at the plan's endpoints. Nothing is sent yet.
 
-    Raises UsageError for a token that is too short and a transport that is not installed.
+    Raises UsageError if the token is too short, or the transport is not installed.
     """
     from elaunch.rendezvous.etcd.store import EtcdStore
 
@@ -189,7 +203,7 @@ def store_of(plan: RendezvousPlan, say: Callable[[str], None]) -> Store:
         return _over_grpc(plan, access)
     if plan.tls or plan.plainly or len(plan.endpoints) > 1:
         return EtcdStore(plan.endpoints, access, deadline_s)
-    from elaunch.launcher.store.keyring import Keyring
+    from elaunch.launcher.store.keyring import KeptTokens
     from elaunch.rendezvous.etcd.discovery import FoundStore
 
     try:
@@ -199,7 +213,7 @@ def store_of(plan: RendezvousPlan, say: Callable[[str], None]) -> Store:
             access,
             deadline_s,
             expects_ours=plan.serving is not Serving.NOTHING,
-            keyring=Keyring(),
+            keyring=KeptTokens(),
             say=say,
         )
     except ValueError as error:
@@ -217,8 +231,8 @@ def _over_grpc(plan: RendezvousPlan, access: Access) -> Store:
         raise UsageError(str(error)) from None
 
 
-def _number(address: str, planned: Planned, say: Callable[[str], None]) -> str:
-    """The address behind a name that the command line gives this node."""
+def _numeric_address(address: str, planned: Planned, say: Callable[[str], None]) -> str:
+    """This node's address as a number. The command line may have given a name."""
     from elaunch.launcher.network.reach import NoAddress, addresses, is_address, is_loopback
 
     if is_address(address):
@@ -229,7 +243,7 @@ def _number(address: str, planned: Planned, say: Callable[[str], None]) -> str:
     return _own_address(planned, say)
 
 
-def _network(address: str, say: Callable[[str], None]) -> dict[str, str]:
+def _gloo_variables(address: str, say: Callable[[str], None]) -> dict[str, str]:
     from elaunch.launcher.network.gloo import VARIABLE, gloo_interface
 
     found = gloo_interface(address) if VARIABLE not in os.environ else None
@@ -244,7 +258,7 @@ def _own_address(planned: Planned, say: Callable[[str], None]) -> str:
     from elaunch.launcher.network.reach import AddressUnclear, NoAddress, own_address
 
     plan = planned.plan
-    # The name may be that of a node whose agent is still to be started, as by Kubernetes.
+    # The name may belong to a node that the scheduler has not started yet, as a pod.
     patience_s = plan.times.join_timeout_s if planned.cluster else _ADDRESS_WAIT_S
     end_s = time.monotonic() + min(patience_s, plan.times.join_timeout_s)
     is_said = False

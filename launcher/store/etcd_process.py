@@ -1,8 +1,8 @@
-"""A process that runs the job's own etcd, and leaves nothing of it: `--store etcd`.
+"""A process that runs the job's own etcd and removes all its files at the end: `--store etcd`.
 
-Its arguments are etcd's path, where it listens, and an empty folder, which is removed; the token is a line on stdin,
-whose end is the end. Says "ready".
-The token's certificate is the server's, and the only one that it takes from a client: no user can be forgotten.
+Its arguments are etcd's path, the endpoint, and an empty folder, which is removed at the end. The token is a line on
+stdin. The end of stdin ends the process. It prints "ready" when etcd answers.
+The certificate that is made from the token is the server's, and etcd accepts no other certificate from a client.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _LAST_WORDS_BYTES = 2048
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run etcd until stdin ends, or it ends by itself."""
+    """Run etcd until stdin ends, or etcd ends by itself. Returns the exit code."""
     etcd, place, folder = argv[0], argv[1], Path(argv[2])
     secret = Secret(sys.stdin.readline().strip())
-    # A scheduler signals every process of a job; etcd itself, which heeds SIGTERM, cannot be kept from it.
+    # A scheduler signals every process of a job. This process ignores that. etcd cannot be kept from it, and ends.
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(signum, signal.SIG_IGN)
     try:
@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def command(etcd: str, place: str, folder: Path) -> list[str]:
-    """etcd's command line: one member, at `place`, that talks to itself on a port that nobody else can use."""
+    """etcd's command line: one member, which serves clients at `place`. Its peer port is on loopback only."""
     peer = f"https://127.0.0.1:{_free_port()}"
     flags = {
         "name": "elaunch",
@@ -68,7 +68,7 @@ def command(etcd: str, place: str, folder: Path) -> list[str]:
         "listen-peer-urls": peer,
         "initial-advertise-peer-urls": peer,
         "initial-cluster": f"elaunch={peer}",
-        # An election of one: the defaults only make the start slower.
+        # One member elects itself: the default times only make its start slower.
         "heartbeat-interval": 10,
         "election-timeout": 50,
         "logger": "zap",
@@ -82,7 +82,7 @@ def command(etcd: str, place: str, folder: Path) -> list[str]:
 
 
 def _keep(process: subprocess.Popen[bytes], secret: Secret, place: str) -> int:
-    """Say when it is ready, and wait for the end of stdin, or its own: then its last words are shown."""
+    """Print "ready" when etcd answers, then wait until stdin or etcd ends. If etcd ends, show its last output."""
     assert process.stderr
     log = process.stderr.fileno()
     is_ready, said, sources = False, b"", [0, log]

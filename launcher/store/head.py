@@ -1,6 +1,6 @@
 """The job's own store: a server process beside the head's agent, which ends with it.
 
-Two servers cannot be: the port is the lock, and whoever finds it taken is a client of what listens there.
+There is only one server: the port is the lock. A node that finds the port taken is a client of what listens there.
 """
 
 from __future__ import annotations
@@ -20,8 +20,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from elaunch.launcher.errors import SiteError, UsageError
-from elaunch.launcher.network.reach import NoAddress, Whose, addresses, is_address, is_loopback, is_meant_locally, whose
-from elaunch.launcher.store.keyring import Kept
+from elaunch.launcher.network.reach import (
+    NoAddress,
+    Owner,
+    addresses,
+    is_address,
+    is_loopback,
+    is_meant_locally,
+    owner_of,
+)
+from elaunch.launcher.store.keyring import KeptToken
 from elaunch.launcher.store.open_files import check_descriptors
 from elaunch.launcher.store.rendezvous_plan import RendezvousPlan, Serving
 from elaunch.rendezvous.endpoint import Endpoint
@@ -31,18 +39,18 @@ _START_S = 30.0
 _STOP_S = 5.0
 _BACKLOG = 1024
 
-# The folder of elaunch comes last, and that of the job not at all: a user's `ssl.py` is not ours.
+# The folder of elaunch comes last in the path. The job's folder is not in it: a user's `ssl.py` must not be imported.
 _START = (
     "import runpy, sys; root, title, module = sys.argv[1:4]; del sys.argv[1:4]; "
     "sys.path = [*(p for p in sys.path if p), root]; "
     "from elaunch.agent.linux import set_command_line; set_command_line((title,), 'elaunch-rdzv')\n"
-    "from elaunch.launcher.store.keyring import forgotten_at_the_end\n"
-    "with forgotten_at_the_end(): runpy.run_module(module, run_name='__main__', alter_sys=True)"
+    "from elaunch.launcher.store.keyring import token_removed_at_exit\n"
+    "with token_removed_at_exit(): runpy.run_module(module, run_name='__main__', alter_sys=True)"
 )
 
 
 class StoreProcess:
-    """The store's server: a child that ends with this process, at the latest when the kernel closes its stdin.
+    """The store's server: a child process that ends with this process, at the latest when the kernel closes its stdin.
 
     `title` is what `ps` shows of it, `token` the secret that its clients need. With `keep_for`, the
     store's endpoint, the token is kept in a file for this user's other agents: `kept` names the file, or `trouble` says
@@ -64,22 +72,22 @@ class StoreProcess:
         self.token = token
         self.trouble = ""
         self._folder = folder
-        self._kept: Kept | None = None
+        self._kept: KeptToken | None = None
         self._process = subprocess.Popen(
             [sys.executable, "-c", _START, root, title, module, *args],
             env=environ,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             pass_fds=fds,
-            # A Ctrl-C is for the agent, which needs its store until the job has ended.
+            # Ctrl-C must not reach the server: the agent needs its store until the job has ended.
             start_new_session=True,
             cwd="/",
         )
         assert self._process.stdin
         if keep_for:
-            # The server is starting meanwhile. It answers nobody before it has the token.
+            # The server starts meanwhile. It answers no client before it has the token.
             try:
-                self._kept = Kept(token, keep_for)
+                self._kept = KeptToken(token, keep_for)
             except OSError as error:
                 self.trouble = error.strerror or str(error)
         # A pipe's room is larger than any token.
@@ -89,7 +97,7 @@ class StoreProcess:
 
     @property
     def kept(self) -> str:
-        """The file with the token, or empty."""
+        """The path of the file with the token, or empty."""
         return self._kept.path if self._kept else ""
 
     @property
@@ -97,7 +105,7 @@ class StoreProcess:
         return self._process.pid
 
     def wait_until_ready(self, deadline_s: float = _START_S) -> bool:
-        """Whether it serves; False where it has ended instead, or does not come to it in time."""
+        """True when the server serves; False if it has ended, or is not ready within `deadline_s` seconds."""
         assert self._process.stdout
         fd = self._process.stdout.fileno()
         said, end_s = b"", time.monotonic() + deadline_s
@@ -111,11 +119,11 @@ class StoreProcess:
         return True
 
     def exit_code(self) -> int | None:
-        """None while it runs."""
+        """The server's exit code; None while it runs."""
         return self._process.poll()
 
     def stop(self) -> None:
-        """End it."""
+        """End the server, and remove its files."""
         if self._kept:
             self._kept.remove()
             self._kept = None
@@ -134,21 +142,21 @@ class StoreProcess:
 
 @dataclass(frozen=True)
 class Bound:
-    """A socket that listens, and the address that it was bound to; `everywhere` says that it is all addresses."""
+    """A socket that listens. `everywhere` is true if it listens on all addresses of this host."""
 
     listener: socket.socket
     everywhere: bool
 
 
-def take_the_head(
+def serve_if_head(
     plan: RendezvousPlan, say: Callable[[str], None], nodes: tuple[int, int] = (1, 1)
 ) -> StoreProcess | None:
-    """Serve the job's store, where the plan says so and nothing listens at the endpoint; else None.
+    """Start the job's store if this node is the head and nothing listens at the endpoint; else return None.
 
     `nodes` are the least and the largest number of the job's nodes. Raises UsageError if the store cannot be served as
-    asked, SiteError if its server does not start.
+    asked, and SiteError if its server does not start.
     """
-    if plan.serving is Serving.NOTHING or not is_the_head(plan, say):
+    if plan.serving is Serving.NOTHING or not decide_head(plan, say):
         return None
     endpoint = plan.endpoints[0]
     bound = listen(endpoint)
@@ -164,9 +172,10 @@ def take_the_head(
 
 
 def serve(bound: Bound, serving: Serving, endpoint: Endpoint, token: str, agents: int = 0) -> StoreProcess:
-    """Start the server on `bound`, which is closed here.
+    """Start the server on `bound`. The socket is closed in this process.
 
-    An empty `token` means a new one, which is kept in a file. `agents` is 0 if nobody knows how many come.
+    An empty `token` means a new token, which is kept in a file. `agents` is the number of agents that will connect,
+    0 if it is not known.
     """
     keep_for = None if token else endpoint
     token = token or new_token()
@@ -181,7 +190,7 @@ def serve(bound: Bound, serving: Serving, endpoint: Endpoint, token: str, agents
             if etcd is None:
                 raise UsageError("--store etcd finds no etcd on the PATH; install one, or leave --store out")
             place = Endpoint("::" if bound.everywhere else listener.getsockname()[0], listener.getsockname()[1])
-            # It can take no socket over; where somebody else is faster, it ends and says so.
+            # etcd cannot take over a socket. If another program is faster to take the port, etcd ends and says so.
             listener.close()
             folder = tempfile.mkdtemp(prefix="elaunch-etcd-")
             args = (str(Path(etcd).absolute()), str(place), folder)
@@ -200,16 +209,17 @@ def serve(bound: Bound, serving: Serving, endpoint: Endpoint, token: str, agents
             )
     if not process.wait_until_ready():
         process.stop()
-        raise SiteError(f"the job's store could not be started at {endpoint}; what its server says is above")
+        raise SiteError(f"the job's store did not start at {endpoint}; its server's message is above")
     return process
 
 
 def listen(endpoint: Endpoint, *, exactly: bool = False) -> Bound | None:
-    """A socket that listens at `endpoint` on this host; None where somebody listens there already.
+    """A socket that listens at `endpoint` on this host; None if another program listens there already.
 
-    An address is taken as it is, and so is a name with one address that others can reach. Of any other name the
-    others may know other addresses than this host does: then it is all of them. With `exactly` a host that is not
-    this one is a UsageError; else the caller knows better, as behind a balancer, and again it is all addresses.
+    It listens on one address if the host is an address, or a name with one address that other nodes can reach. For any
+    other name the other nodes may know other addresses than this host does, so it listens on all addresses. With
+    `exactly`, a host that is not this one is a UsageError. Without it the host may be that of a balancer, and the
+    socket listens on all addresses.
     """
     try:
         found = addresses(endpoint.host)
@@ -225,12 +235,14 @@ def listen(endpoint: Endpoint, *, exactly: bool = False) -> Bound | None:
             if error.errno == errno.EADDRINUSE:
                 return None
             if exactly or error.errno != errno.EADDRNOTAVAIL:
-                raise UsageError(f"nothing can be served at {endpoint}: {_why(error)}; choose another place") from None
+                raise UsageError(
+                    f"nothing can be served at {endpoint}: {_why(error)}; choose another endpoint"
+                ) from None
     return listen_everywhere(endpoint.port)
 
 
 def listen_everywhere(port: int) -> Bound | None:
-    """A socket that listens at `port` of all addresses; None where somebody listens there already."""
+    """A socket that listens at `port` on all addresses; None if another program listens there already."""
     try:
         if socket.has_dualstack_ipv6():
             listener = socket.create_server(("", port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True)
@@ -239,7 +251,7 @@ def listen_everywhere(port: int) -> Bound | None:
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             return None
-        raise UsageError(f"nothing can be served at port {port}: {_why(error)}; choose another one") from None
+        raise UsageError(f"nothing can be served at port {port}: {_why(error)}; choose another port") from None
     return Bound(listener, everywhere=True)
 
 
@@ -249,22 +261,25 @@ def _listener(address: str, port: int) -> socket.socket:
 
 
 def _why(error: OSError) -> str:
-    # Not strerror: create_server tells its arguments in there.
+    # Not error.strerror: create_server adds its arguments to it.
     return os.strerror(error.errno) if error.errno else str(error)
 
 
-def is_the_head(plan: RendezvousPlan, say: Callable[[str], None]) -> bool:
-    """Whether this node serves the job's store: the plan says so, or the endpoint is this host's."""
+def decide_head(plan: RendezvousPlan, say: Callable[[str], None]) -> bool:
+    """Decide whether this node is the head: the plan says so, or the endpoint is an address of this host.
+
+    Tells the user if the endpoint's name means several hosts, which makes none of them the head.
+    """
     if plan.is_head is not None:
         return plan.is_head
     host = plan.endpoints[0].host
     try:
-        found = whose(host)
+        found = owner_of(host)
     except NoAddress:
         return False
-    if found is Whose.SEVERAL:
+    if found is Owner.SEVERAL_HOSTS:
         say(
-            f"{host} means several hosts, and none of them serves the store by itself; add --rdzv-conf is_host=1 on"
-            " one, or give the endpoint by a name of one host"
+            f"{host} is the name of several hosts, so none of them serves the store; add --rdzv-conf is_host=1 on one"
+            " of them, or use a name of one host in the endpoint"
         )
-    return found is Whose.OURS
+    return found is Owner.THIS_HOST

@@ -1,8 +1,8 @@
-"""The tokens of stores that this user's agents serve, in `~/.elaunch/stores`: nodes that share the home find them.
+"""The tokens of the stores that this user's agents serve, in `~/.elaunch/stores`. Nodes that share the home find them.
 
-A token's file is named by the fingerprint of the token's certificate. The store shows that certificate to everybody who
-connects, so the file is found however the endpoint is spelled, and a file that was left behind disturbs no other store.
-The file is there before the store answers anybody, and is removed when the store ends.
+The name of a token's file is the fingerprint of the token's certificate. A store shows it to every client. So a
+client finds the file however the endpoint is spelled, and a file that was left behind cannot affect another store.
+The file exists before the store answers any client, and is removed when the store ends.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _BYTES_MAX = 4096
 _TRIES = 5
 
 
-class Kept:
-    """One token's file, locked as long as this process lives."""
+class KeptToken:
+    """The file of one token. It is locked as long as this process lives."""
 
     def __init__(self, token: str, endpoint: Endpoint) -> None:
         """Raises OSError if this user has no home, or nothing can be written there."""
@@ -41,7 +41,7 @@ class Kept:
         )
         name = fingerprint(Secret(token).der)
         self.path = str(Path(STORES).expanduser() / name)
-        self._fd = _written(name, text)
+        self._fd = _write(name, text)
 
     def remove(self) -> None:
         # Close first: a shared disk keeps a removed file that is still open.
@@ -49,8 +49,8 @@ class Kept:
         remove(self.path)
 
 
-class Keyring:
-    """The tokens that are kept for this user. Files that another user could have put there are ignored."""
+class KeptTokens:
+    """The kept tokens of this user. Files that another user could have written are ignored."""
 
     def token_for(self, certificate: bytes) -> str:
         """The token that a certificate (DER) was made from, or empty."""
@@ -59,9 +59,9 @@ class Keyring:
         return ""
 
     def place_of(self, endpoint: Endpoint) -> str:
-        """A file that says that this user's elaunch serves a store there, or empty.
+        """The file of a store that this user's elaunch serves at `endpoint`, or empty.
 
-        A loopback address is another place on each host, and in each of its containers.
+        A loopback address names a different endpoint on each host, and in each container.
         """
         here = {f"# at {endpoint}"}
         if is_meant_locally(endpoint.host):
@@ -75,8 +75,11 @@ class Keyring:
 
 
 @contextmanager
-def forgotten_at_the_end() -> Iterator[None]:
-    """For the store's process: remove the file that the first line on stdin names, however the agent ends."""
+def token_removed_at_exit() -> Iterator[None]:
+    """For the store's process: read a path from the first line on stdin, and remove that file at the end.
+
+    The file is removed even if the agent is killed.
+    """
     path = b""
     while (byte := os.read(0, 1)) not in (b"", b"\n"):
         path += byte
@@ -88,7 +91,7 @@ def forgotten_at_the_end() -> Iterator[None]:
 
 
 def remove(path: str) -> None:
-    """Remove a kept token, and its folders if they are empty."""
+    """Remove a token's file, and its folders if they are empty."""
     with suppress(OSError):
         Path(path).unlink()
     with suppress(OSError):
@@ -96,24 +99,24 @@ def remove(path: str) -> None:
         Path(path).parent.parent.rmdir()
 
 
-def _written(name: str, text: str) -> int:
-    """A descriptor of the new, locked file, which gets its name when it is whole. Raises OSError."""
+def _write(name: str, text: str) -> int:
+    """Write a new, locked file and return its descriptor. The file gets its name when it is whole. Raises OSError."""
     for tries_left in reversed(range(_TRIES)):
         try:
             with private_folder(STORES, make=True) as folder:
                 _remove_abandoned(folder)
-                return _written_in(folder, name, text)
+                return _write_in(folder, name, text)
         except FileNotFoundError:
             if not tries_left:
                 raise
     raise AssertionError
 
 
-def _written_in(folder: int, name: str, text: str) -> int:
+def _write_in(folder: int, name: str, text: str) -> int:
     draft = secrets.token_hex(16)
     fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=folder)
     try:
-        # On a disk without locks a file that is left behind stays.
+        # On a disk without locks, a file that is left behind is never removed.
         with suppress(OSError):
             fcntl.flock(fd, fcntl.LOCK_EX)
         os.write(fd, text.encode())
@@ -127,12 +130,12 @@ def _written_in(folder: int, name: str, text: str) -> int:
 
 
 def _remove_abandoned(folder: int) -> None:
-    """Remove files of this host's agents that were killed together with their stores. Other hosts' files stay."""
+    """Remove the files of this host's agents that were killed together with their stores. Other hosts' files stay."""
     for name in _names(folder):
         with suppress(OSError):
             fd = open_own(name, folder)
             try:
-                # An error where its agent lives.
+                # Raises OSError if the file's agent lives.
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if _is_of_this_host(_lines(os.read(fd, _BYTES_MAX))):
                     os.unlink(name, dir_fd=folder)
@@ -141,9 +144,9 @@ def _remove_abandoned(folder: int) -> None:
 
 
 def _is_of_this_host(lines: list[str]) -> bool:
-    """Whether an agent of this host wrote that, or of a container on it, or of this host before it was started again.
+    """Whether an agent on this host wrote the file, also in a container, or before the host was started again.
 
-    A disk that hosts share may keep each one's locks to itself: an agent of another host may live.
+    On a disk that hosts share, a lock may be visible on one host only. So an agent of another host may live.
     """
     host = socket.gethostname()
     return f"# boot {_boot()}" in lines or (f"# host {host}" in lines and host.partition(".")[0] != "localhost")
@@ -162,7 +165,7 @@ def _boot() -> str:
 
 
 def _network() -> str:
-    """The same for all processes on this host that share its loopback address."""
+    """The network namespace: processes in the same one share a loopback address."""
     with suppress(OSError):
         return os.readlink("/proc/self/ns/net")  # noqa: PTH115
     return ""

@@ -1,4 +1,4 @@
-"""munge, by which a cluster's daemons prove who a user is: a text that only the same user on its hosts can read."""
+"""Calls munge, the authentication service of a cluster. Only the same user can read a credential, on its hosts."""
 
 from __future__ import annotations
 
@@ -8,17 +8,20 @@ import shutil
 import subprocess
 
 _CALL_S = 10.0
-# unmunge's exit code for a credential that was read on this host before: there is nothing new in it.
+# unmunge's exit code for a credential that was read on this host before. Its text is still good.
 _REPLAYED = 17
 
 
 class MungeFailed(Exception):
-    """There is no munge here, or it refuses; the message says why."""
+    """munge is not installed, or it refuses. The message says why."""
 
 
 def seal(text: str) -> str:
-    """`text` as a credential that this user alone can open, on any host with the same munge key, for some minutes."""
-    # Through stdin: a command line is everybody's to read.
+    """`text` as a credential, which only this user can open, on any host with the same munge key, for some minutes.
+
+    Raises MungeFailed.
+    """
+    # Through stdin: every user can read a command line.
     return _call(["munge", "--restrict-uid", str(os.geteuid())], text).strip()
 
 
@@ -28,7 +31,7 @@ def unseal(credential: str) -> str:
     head, _, text = told.partition("\n\n")
     maker = re.search(r"^UID:.*\((\d+)\)$", head, re.MULTILINE)
     if not maker or int(maker[1]) != os.geteuid():
-        raise MungeFailed("the credential is another user's")
+        raise MungeFailed("the credential belongs to another user")
     return text
 
 

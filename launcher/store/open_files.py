@@ -1,4 +1,4 @@
-"""Whether this host's limit of open files is high enough for a served store and all its agents."""
+"""Checks that this host's limit of open files is high enough for a store and all its agents."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from elaunch.rendezvous.server.connection_limits import agents_for, descriptors_
 
 
 def check_descriptors(nodes: tuple[int, int], say: Callable[[str], None]) -> None:
-    """Call this before the head serves a job of `nodes`, least and most. Raises UsageError if the least do not fit."""
+    """Check the limit for a job of `nodes`, least and most. Raises UsageError if it is too low for the least.
+
+    Call it before the head serves the store.
+    """
     least, most = nodes
     limit = hard_limit()
     served = agents_for(slots(limit, most))
@@ -25,11 +28,11 @@ def check_descriptors(nodes: tuple[int, int], say: Callable[[str], None]) -> Non
 
 
 def agents_served() -> int:
-    """How many agents a store on this host can serve, if nobody knows how many will come."""
+    """The number of agents that a store on this host can serve, if the job's size is not known."""
     return agents_for(slots(hard_limit()))
 
 
 def hard_limit() -> int:
-    """How many files a process of this user may open here."""
+    """The number of files that a process of this user may open at a time on this host."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return sys.maxsize if hard == resource.RLIM_INFINITY else hard

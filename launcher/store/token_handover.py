@@ -1,8 +1,8 @@
-"""How the secret of a head's store reaches the nodes that the same scheduler started: from a shared home, or by munge.
+"""Brings the token of a head's store to the nodes that the same scheduler started: from a shared home, or by munge.
 
-The head tells whoever connects to the port after the store's which job it serves, by what its token can be known, and
-the token sealed with munge for its own user. So a node whose home has the same key knows that it has made the same
-token, another node opens the seal, and to others all this means nothing.
+The head listens on the port after the store's. It sends every client the name of its job, a fingerprint of its token,
+and the token in a munge credential that only the same user can open. A node whose home has the same key makes the same
+token, and recognises it by the fingerprint. Another node opens the credential. Nobody else can use these answers.
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ from elaunch.rendezvous.http.client import Deadline
 from elaunch.rendezvous.http.dial import dial
 from elaunch.rendezvous.http.resolve import resolve
 
-# A credential lives for 300 s, unless the site says otherwise.
+# A credential is made again after this time. munge's own limit is 300 s, unless the site changes it.
 _SEALED_S = 60.0
 _CALL_S = 2.0
-# For all that a head says, the look-up of its name included. The head may have to ask munge first.
+# The limit for the whole answer of a head, with the look-up of its name. The head may have to call munge first.
 _EXCHANGE_S = 5.0
 _PAUSE_S, _PAUSE_MAX_S = 0.1, 2.0
-# Until a waiting node says what it waits for; a shared disk may show a new file that much later.
+# A node that waits longer tells the user why. A shared disk may show a new file that much later.
 _PATIENCE_S = 60.0
-# A head offers the secret of its store at once.
+# A head offers its token as soon as its store listens.
 _SETTLE_S = 5.0
-# Far more than a head says, and still little memory.
+# Much more than a head sends, and still little memory.
 _BYTES_MAX = 64 << 10
 _SHOWN_CHARACTERS = 100
 
-_NO_HEAD = "what listens there is no head of a job"
+_NO_HEAD = "the program that listens there is no head of a job"
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where a job's nodes meet: the endpoint, and a name that no other job of this user has, nor another life of it.
+    """Where a job's nodes meet. `name` belongs to one run of one job of this user.
 
-    `may_be_etcd`: somebody typed the endpoint, and may mean an etcd.
+    `may_be_etcd` is true if somebody typed the endpoint, and so may mean an etcd.
     """
 
     endpoint: Endpoint
@@ -61,17 +61,17 @@ class Meeting:
 
     @property
     def port(self) -> Endpoint:
-        """Where the head tells of its token: the next port; before the last there is another."""
+        """The endpoint of the handover: the next port, or the port before if the store has the last one."""
         port = self.endpoint.port
         return Endpoint(self.endpoint.host, port + 1 if port < PORT_MAX else port - 1)
 
 
 class AnotherJob(SiteError):
-    """The head of another job is where this one's should be."""
+    """The head of another job listens at this job's endpoint."""
 
 
 class Offer:
-    """The head's side, until `close`. Raises UsageError where its port cannot be had."""
+    """The head's side, until `close`. Raises UsageError or SiteError if its port is not available."""
 
     def __init__(self, meeting: Meeting, token: str) -> None:
         self._meeting = meeting
@@ -80,13 +80,13 @@ class Offer:
         self._is_closed = threading.Event()
         bound = listen(meeting.port)
         if bound is None:
-            raise taken(meeting.endpoint, meeting.port)
+            raise port_taken_error(meeting.endpoint, meeting.port)
         self._listener = bound.listener
         threading.Thread(target=self._serve, name="elaunch-handover", daemon=True).start()
 
     def close(self) -> None:
         self._is_closed.set()
-        # A thread in accept() is woken by this, and not by closing.
+        # `shutdown` wakes a thread in accept(). `close` alone does not.
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -97,17 +97,17 @@ class Offer:
             try:
                 asking, _ = self._listener.accept()
             except OSError:
-                # As without a free descriptor: that passes.
+                # For example no free descriptor: that passes.
                 self._is_closed.wait(_PAUSE_S)
                 continue
             with asking, suppress(OSError):
-                # All of it fits into the kernel's buffer. So the head waits for no asker, and a slow one delays nobody.
+                # The answer fits into the kernel's buffer, so a slow client does not delay the head.
                 asking.setblocking(False)
                 asking.sendall(f"{hello}\n".encode())
                 asking.sendall(self._credential().encode())
 
     def _credential(self) -> str:
-        """The same for all who ask within a minute; empty where munge does not work here, which may pass sooner."""
+        """The credential, the same for all clients within a minute. If munge fails, it is empty for a few seconds."""
         now_s = time.monotonic()
         if self._sealed is None or now_s > self._sealed[0]:
             try:
@@ -118,10 +118,9 @@ class Offer:
 
 
 def fetch(meeting: Meeting, wait_s: float, say: Callable[[str], None]) -> str:
-    """The head's token; empty where an etcd listens at the endpoint instead. Raises SiteError.
+    """Ask the head for its token, for up to `wait_s` seconds. Empty if an etcd listens at the endpoint instead.
 
-    Nothing that comes here is trusted further than it goes: a wrong token opens no store. The caller
-    tells the user that an etcd listens there.
+    A wrong token does no harm: it opens no store. The caller tells the user if an etcd listens there. Raises SiteError.
     """
     begun_s = time.monotonic()
     listens_s: float | None = None
@@ -135,7 +134,7 @@ def fetch(meeting: Meeting, wait_s: float, say: Callable[[str], None]) -> str:
         try:
             return _ask(meeting)
         except MungeFailed as error:
-            trouble = f"no key in ~/.elaunch here is the head's, and munge does not work: {error}"
+            trouble = f"no key in ~/.elaunch on this node is the head's key, and munge does not work: {error}"
         except OSError as error:
             trouble, patience_s = f"{meeting.port}: {error.strerror or error}", _SETTLE_S
             listens = _listens(meeting.endpoint)
@@ -143,27 +142,27 @@ def fetch(meeting: Meeting, wait_s: float, say: Callable[[str], None]) -> str:
         listens_s = (listens_s or now_s) if listens else None
         if now_s - begun_s > wait_s or (listens_s and now_s - listens_s > patience_s):
             raise SiteError(
-                f"the secret of the job's store did not come from {meeting.endpoint.host} ({trouble}); give all nodes"
-                f" the same one, as in a job's script, before srun: {TOKEN_LINE}"
+                f"the token of the job's store did not come from {meeting.endpoint.host} ({trouble}); give all nodes"
+                f" the same token, for example in the job's script before srun: {TOKEN_LINE}"
             )
         if now_s - begun_s > _PATIENCE_S and not is_said:
             say(f"still waiting for {meeting.endpoint.host}: {trouble}")
             is_said = True
-        # Many nodes, one head: not all at the same moment.
+        # Many nodes ask one head: spread them over time.
         time.sleep(pause_s * random.uniform(0.5, 1))
         pause_s = min(1.5 * pause_s, _PAUSE_MAX_S)
 
 
-def taken(endpoint: Endpoint, port: Endpoint) -> SiteError:
-    """What a head says that finds one of its two ports taken."""
+def port_taken_error(endpoint: Endpoint, port: Endpoint) -> SiteError:
+    """The error of a head that finds one of its two ports taken."""
     return SiteError(
-        f"port {port.port}, at which this node was to serve the job's store, is taken by another program;"
-        f" choose a free one, with the next: --rdzv-endpoint {endpoint.host}:PORT"
+        f"another program has port {port.port}, at which this node was to serve the job's store;"
+        f" choose a free port whose next port is free too: --rdzv-endpoint {endpoint.host}:PORT"
     )
 
 
 def _is_etcd(endpoint: Endpoint) -> bool:
-    """Whether what listens there speaks without TLS."""
+    """Whether a server without TLS listens at `endpoint`."""
     try:
         return speaks_http(endpoint, _CALL_S)
     except OSError:
@@ -183,10 +182,10 @@ def _connected(place: Endpoint, deadline: Deadline) -> socket.socket:
 
 
 def _ask(meeting: Meeting) -> str:
-    """The token. Raises AnotherJob, OSError, and MungeFailed where the head has said nothing that helps here."""
+    """The head's token. Raises AnotherJob, OSError, and MungeFailed if this node cannot read the token."""
     place, deadline = meeting.port, Deadline(_EXCHANGE_S)
     with _connected(place, deadline) as stream:
-        words = _Words(stream, deadline)
+        words = _HeadReader(stream, deadline)
         name, fingerprint = _pair(words.line())
         if name != meeting.name:
             raise _another(meeting, name)
@@ -195,16 +194,16 @@ def _ask(meeting: Meeting) -> str:
             return token
         credential = words.rest()
     if not credential:
-        raise MungeFailed(f"{place.host} has none")
-    # Whoever sits at the port can pass on what another job's head has told him.
+        raise MungeFailed(f"{place.host} sent no credential")
+    # A stranger at the port could pass on the credential of another job's head.
     name, token = _pair(unseal(credential))
     if name != meeting.name:
         raise _another(meeting, name)
     return token
 
 
-class _Words:
-    """Reads what a head says, until `deadline` at the latest, however slowly it comes. Raises OSError."""
+class _HeadReader:
+    """Reads a head's answer, until `deadline` at the latest. Raises OSError, also if the answer comes too slowly."""
 
     def __init__(self, stream: socket.socket, deadline: Deadline) -> None:
         self._stream = stream
@@ -223,12 +222,12 @@ class _Words:
         return self._heard.decode(errors="replace")
 
     def _hear(self) -> bool:
-        """Read some more; False at the end."""
+        """Read some more. Returns False at the end of the answer."""
         try:
             self._stream.settimeout(self._deadline.left())
             piece = self._stream.recv(_BYTES_MAX)
         except TimeoutError:
-            raise TimeoutError(f"what listens there did not say all within {self._deadline}") from None
+            raise TimeoutError(f"the program that listens there gave no whole answer within {self._deadline}") from None
         self._heard += piece
         if len(self._heard) > _BYTES_MAX:
             raise ConnectionError(_NO_HEAD)
@@ -243,7 +242,7 @@ def _another(meeting: Meeting, name: str) -> AnotherJob:
 
 
 def _pair(line: str) -> tuple[str, str]:
-    """Raises ConnectionError for what no head says."""
+    """Reads a pair of strings. Raises ConnectionError if the line is no answer of a head."""
     try:
         words = parse_json(line)
     except ValueError:

@@ -1,4 +1,4 @@
-"""The words of `elaunch submit …`: the submission's own options among those of elaunch, in front of the program."""
+"""Reads the command line of `elaunch submit …`: the submission's options, elaunch's options, and the program."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from elaunch.launcher.options import argv as command_line
 
 @dataclass(frozen=True)
 class Flag:
-    """One option of a submission; `metavar` is empty for a switch, `many` says that it may be given again."""
+    """One option of a submission. `metavar` is empty for a switch. With `many` the option may be repeated."""
 
     name: str
     metavar: str
@@ -21,7 +21,7 @@ class Flag:
 
 @dataclass(frozen=True)
 class Submission:
-    """`given` has the values of the submission's options by name, `command` is all that is elaunch's to read."""
+    """`given` holds the values of the submission's options by name. `command` is the rest: elaunch's command line."""
 
     given: Mapping[str, tuple[str, ...]]
     command: tuple[str, ...]
@@ -31,7 +31,7 @@ class Submission:
 
 
 def take(argv: Sequence[str], flags: Sequence[Flag]) -> Submission:
-    """Raises UsageError, also for what elaunch itself would refuse to read."""
+    """Take the submission's options out of `argv`. Raises UsageError, also if elaunch could not read the rest."""
     known = {flag.name: flag for flag in flags}
     given: dict[str, list[str]] = {}
     kept: list[str] = []
@@ -59,7 +59,7 @@ def take(argv: Sequence[str], flags: Sequence[Flag]) -> Submission:
 
 
 def _of_elaunch(rest: Sequence[str], known: Mapping[str, Flag]) -> Sequence[str]:
-    """How much of the front of `rest` is one of elaunch's options with its value."""
+    """The words at the front of `rest` that are one of elaunch's options with its value. Raises UsageError."""
     name = rest[0].lstrip("-").partition("=")[0].replace("_", "-")
     words = rest[:1]
     try:
@@ -72,13 +72,13 @@ def _of_elaunch(rest: Sequence[str], known: Mapping[str, Flag]) -> Sequence[str]
     else:
         assert read.options
     if meant := [flag for flag in known if rest[0].startswith("--") and flag.startswith(name)]:
-        # To elaunch it is short for an option that nobody thinks of here: --node for --node-rank.
-        raise UsageError(f"--{name} is not known here; did you mean --{meant[0]}?")
+        # elaunch would take it as short for its own option, which is not meant: --node for --node-rank.
+        raise UsageError(f"--{name} is no option of this command; did you mean --{meant[0]}?")
     return words
 
 
 def help_text(usage: str, flags: Sequence[Flag], end: str) -> str:
-    """What `--help` prints."""
+    """The text of `--help`."""
     names = {flag.name: f"--{flag.name} {flag.metavar}".rstrip() for flag in flags}
     width = max(map(len, names.values()))
     lines = (f"  {names[flag.name]:{width}}  {flag.help}" for flag in flags)

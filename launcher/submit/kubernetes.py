@@ -1,4 +1,4 @@
-"""`elaunch submit k8s`: an indexed Job of elaunch nodes, with what it needs."""
+"""`elaunch submit k8s`: makes an indexed Job of elaunch nodes, and the objects that it needs."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from elaunch.launcher.submit.manifests import Object, PodJob, companions, job, l
 from elaunch.rendezvous.secret import new_token
 
 FLAGS = (
-    Flag("image", "IMAGE", "has elaunch and the program (deploy/docker/Dockerfile); needed"),
-    Flag("name", "NAME", "of the Job [the program's]"),
-    Flag("namespace", "NAME", "where [kubectl's]"),
-    Flag("nodes", "MIN:MAX", "pods, a number or a range [1]"),
-    Flag("gpus", "N", "per pod [0]"),
-    Flag("gpu-resource", "NAME", "what the cluster calls them [nvidia.com/gpu]"),
-    Flag("cpus", "N", "per pod, asked for"),
-    Flag("memory", "SIZE", "per pod, as 64Gi; asked for, and the limit"),
-    Flag("shm", "SIZE", "of /dev/shm, part of the memory [1Gi; 16Gi with GPUs; half of --memory at most]"),
-    Flag("grace", "SECONDS", "for the workers to save when the pod is to leave [45]"),
+    Flag("image", "IMAGE", "holds elaunch and the program (deploy/docker/Dockerfile); required"),
+    Flag("name", "NAME", "name of the Job [the program's name]"),
+    Flag("namespace", "NAME", "namespace of the Job [kubectl's]"),
+    Flag("nodes", "MIN:MAX", "number of pods, or a range [1]"),
+    Flag("gpus", "N", "GPUs per pod [0]"),
+    Flag("gpu-resource", "NAME", "the cluster's name for GPUs [nvidia.com/gpu]"),
+    Flag("cpus", "N", "CPUs per pod: the request"),
+    Flag("memory", "SIZE", "memory per pod, like 64Gi: the request and the limit"),
+    Flag("shm", "SIZE", "size of /dev/shm, part of the memory [1Gi; 16Gi with GPUs; at most half of --memory]"),
+    Flag("grace", "SECONDS", "time for the workers to save before their pod ends [45]"),
     Flag("etcd", "A:2379,B:2379", "the store; without it the first pod serves one and must not be lost"),
-    Flag("etcd-secret", "NAME", "a Secret with ca.crt, tls.crt and tls.key for it"),
+    Flag("etcd-secret", "NAME", "a Secret with ca.crt, tls.crt and tls.key for the etcd"),
     Flag("token-secret", "NAME", "a Secret with the token of the first pod's store [a new one]"),
-    Flag("claim", "NAME:/PATH", "a PersistentVolumeClaim and its place; may be given again", many=True),
-    Flag("env", "NAME=VALUE", "a variable; may be given again", many=True),
+    Flag("claim", "NAME:/PATH", "a PersistentVolumeClaim and its mount path; may be repeated", many=True),
+    Flag("env", "NAME=VALUE", "an environment variable; may be repeated", many=True),
     Flag("writable-image", "", "let the program write into the image's folders, not only /tmp, /dev/shm and claims"),
     Flag("no-network-policy", "", "let pods of other jobs connect to this job's pods"),
     Flag("dry-run", "", "only print the manifests"),
@@ -48,24 +48,24 @@ FLAGS = (
 _USAGE = """\
 Usage: elaunch submit k8s --image IMAGE [options] [elaunch options] train.py args…
 
-Make a Job of pods that run `elaunch train.py args…`; the program is the image's.
+Create a Job whose pods run `elaunch train.py args…`. The image holds the program.
 """
-_END = "Needs kubectl, set up for the cluster (Kubernetes 1.29 or newer). docs/kubernetes.md has more.\n"
+_END = "Needs kubectl, set up for the cluster (Kubernetes 1.29 or newer). See docs/kubernetes.md.\n"
 
-# A name of a host has 63 letters; what is left is for the submission's own: `name-1f2e3d`.
+# A host name has at most 63 characters. The rest is for the submission's suffix: `name-1f2e3d`.
 _NAME_MAX = 52
 
-# Options of elaunch that the pods have from elsewhere.
+# Options of elaunch whose values the pods get in another way.
 _NOT_HERE = {
     "nnodes": "follows from the number of pods; use --nodes instead",
-    "node-rank": "is each pod's own index; leave it out",
-    "standalone": "is for one node that meets nobody; use --nodes 1",
-    "stop-grace": "follows from what the pods are given; use --grace instead",
+    "node-rank": "is the pod's index; leave it out",
+    "standalone": "is for a job on one node; use --nodes 1",
+    "stop-grace": "follows from the pods' grace period; use --grace instead",
 }
 
 
 def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
-    """The exit code. Raises UsageError and SiteError."""
+    """Submit the job, or print its manifests. Returns the exit code. Raises UsageError and SiteError."""
     submission = take(["--help" if word == "-h" else word for word in argv[:1]] + list(argv[1:]), FLAGS)
     if "help" in submission.given:
         print(help_text(_USAGE, FLAGS, _END), end="")
@@ -80,19 +80,19 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
         if namespace:
             made = [{**each, "metadata": {**each["metadata"], "namespace": namespace}} for each in made]
         sys.stdout.flush()
-        sys.stdout.buffer.write(written(made).encode())
+        sys.stdout.buffer.write(as_yaml(made).encode())
         return 0
     where = ["--namespace", namespace] if namespace else []
-    _hand_in(asked, token, where)
+    _create(asked, token, where)
     for line in _announcement(asked, where):
         print(f"elaunch: {line}", file=sys.stderr)
     return 0
 
 
 def understand(submission: Submission, suffix: str = "") -> PodJob:
-    """`suffix` is this submission's alone. Elaunch's own words are checked as elaunch will. Raises UsageError."""
+    """The job that is asked for. `suffix` is unique to this submission. Raises UsageError, also if elaunch would."""
     if not submission.last("image"):
-        raise UsageError("--image is missing: it has elaunch and the program; see deploy/docker/Dockerfile")
+        raise UsageError("--image is missing: the image holds elaunch and the program; see deploy/docker/Dockerfile")
     _check_text(submission)
     words = command_line.normalise(submission.command)
     nodes = _checked(submission, "nodes", values.nodes, "1")
@@ -102,8 +102,8 @@ def understand(submission: Submission, suffix: str = "") -> PodJob:
     memory, shm = _quantity(submission, "memory"), _quantity(submission, "shm")
     if memory and shm and _bytes(shm) > _bytes(memory):
         raise UsageError(
-            f"--shm {shm} is more than --memory {memory}, and it is a part of that; ask for more memory, or for a"
-            " smaller /dev/shm"
+            f"--shm {shm} is more than --memory {memory}, and /dev/shm is part of the memory; ask for more memory, or"
+            " for a smaller /dev/shm"
         )
     shm = shm or _default_shm("1Gi" if gpus == "0" else "16Gi", memory)
     name = _name(submission, words)
@@ -130,7 +130,7 @@ def understand(submission: Submission, suffix: str = "") -> PodJob:
     )
 
 
-# As the API server checks these names (RFC 1123). An image's name is only checked to be one word.
+# The API server checks these names in the same way (RFC 1123). An image's name is only checked to be one word.
 _LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 _SUBDOMAIN = re.compile(r"(?=.{1,253}$)[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
 _QUALIFIED = re.compile(r"([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-\w.]*[A-Za-z0-9])?", re.ASCII)
@@ -149,52 +149,52 @@ def _check_text(submission: Submission) -> None:
     """Raises UsageError for text that a manifest cannot hold, or that would mean something else there."""
     for word in (*submission.command, *(value for several in submission.given.values() for value in several)):
         if re.search(r"[\ud800-\udfff]", word):
-            raise UsageError(f"{word!r} is not UTF-8, as a manifest must be; put it into a file of the image")
+            raise UsageError(f"{word!r} is not UTF-8, and a manifest must be; put it into a file of the image")
     for flag, pattern, what in _NAMES:
         if (given := submission.last(flag)) and not pattern.fullmatch(given):
-            raise UsageError(f"--{flag} {given!r} is no name of {what}")
+            raise UsageError(f"--{flag} {given!r} is not the name of {what}")
     for text in submission.given.get("env", ()):
         name = text.partition("=")[0]
         if name and not _VARIABLE.fullmatch(name):
-            raise UsageError(f"--env {name!r} is no name of a variable; use letters, digits and _ - .")
+            raise UsageError(f"--env {name!r} is not the name of a variable; use letters, digits and _ - .")
     for text in submission.given.get("claim", ()):
         name = text.partition(":")[0]
-        # The name is also that of a volume, which may have no dots.
+        # The volume has the same name, and a volume's name must not have dots.
         if name and not _LABEL.fullmatch(name):
-            raise UsageError(f"--claim {name!r} is no name of a claim here: 1 to 63 small letters, digits and dashes")
+            raise UsageError(
+                f"--claim {name!r} is not the name of a claim; use 1 to 63 small letters, digits and dashes"
+            )
 
 
 def _check_command(
-    command: Sequence[str], words: command_line.Words, nodes: tuple[int, int], variables: Mapping[str, str]
+    command: Sequence[str], words: command_line.CommandLine, nodes: tuple[int, int], variables: Mapping[str, str]
 ) -> None:
-    """Raises UsageError for what every pod would end with exit code 2 for, once it has found a place."""
+    """Raises UsageError for a command with which every pod would end with exit code 2 after it is scheduled."""
     for name, why in _NOT_HERE.items():
         variable = f"PET_{name.upper().replace('-', '_')}"
         if variable in variables:
             raise UsageError(f"--env {variable}={variables[variable]}: it {why}")
         if words.last(name):
             raise UsageError(f"--{name} {why}")
-    # A job file is the image's, as the program is.
+    # A job file is in the image, like the program. It is not read here.
     checked = parse(command, {"PET_NNODES": f"{nodes[0]}:{nodes[1]}", **variables}, lambda _: JobFile({}))
     if isinstance(checked, HelpRequested):
         raise UsageError("submit k8s takes a program: elaunch submit k8s --image IMAGE train.py")
     rdzv_conf.understand(checked.rdzv_conf)
     if checked.target == "-":
-        raise UsageError("- is a program on stdin, and pods have none; name a file of the image")
+        raise UsageError("- means a program on stdin, and pods have no stdin; name a file of the image")
 
 
 def _etcd(submission: Submission) -> str:
-    """The endpoints, as the pods are told them: who has certificates means https."""
+    """The endpoints for the pods, with https:// if there is a Secret with certificates. Raises UsageError."""
     text, secret = submission.last("etcd"), submission.last("etcd-secret")
     found = _checked(submission, "etcd", endpoints, "")
     if not secret:
         return text
     if not found:
-        raise UsageError(f"--etcd-secret {secret} is for an etcd; say where that is with --etcd HOST:PORT")
+        raise UsageError(f"--etcd-secret {secret} is for an etcd; give its address with --etcd HOST:PORT")
     if any(address.scheme == "http" for address in found):
-        raise UsageError(
-            f"--etcd {text} is spoken to without TLS, and --etcd-secret {secret} is for that; use https://"
-        )
+        raise UsageError(f"--etcd {text} means no TLS, and --etcd-secret {secret} is for TLS; use https://")
     return ",".join(str(replace(address, scheme="https")) for address in found)
 
 
@@ -209,12 +209,12 @@ def _checked(submission: Submission, name: str, convert: values.Convert, default
 def _quantity(submission: Submission, name: str) -> str:
     text = submission.last(name)
     if text and not re.fullmatch(r"[0-9]{1,15}(\.[0-9]{1,9})?(m|[kMGTP]i?|Ki)?", text):
-        raise UsageError(f"--{name} {text} is no quantity of Kubernetes; give one like 8, 500m or 64Gi")
+        raise UsageError(f"--{name} {text} is not a quantity of Kubernetes; give one like 8, 500m or 64Gi")
     return text
 
 
 def _default_shm(most: str, memory: str) -> str:
-    """As much as is usual, and half of the memory at most: what is in /dev/shm is taken from it."""
+    """The size of /dev/shm: `most`, or half of the memory if that is less, since /dev/shm takes from the memory."""
     if not memory or 2 * _bytes(most) <= _bytes(memory):
         return most
     return f"{int(_bytes(memory)) >> 21}Mi"
@@ -229,14 +229,14 @@ def _bytes(quantity: str) -> float:
     return number * float(1024 if unit.endswith("i") else 1000) ** power
 
 
-def _name(submission: Submission, words: command_line.Words) -> str:
-    """The Job's name: letters, digits and dashes, as names of hosts."""
+def _name(submission: Submission, words: command_line.CommandLine) -> str:
+    """The Job's name: letters, digits and dashes, like a host name."""
     given = submission.last("name")
     if given:
         if len(given) > _NAME_MAX or not re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", given):
             raise UsageError(
-                f"--name {given} is no name of a host; use up to {_NAME_MAX} small letters, digits and dashes,"
-                " a letter first"
+                f"--name {given} is not a host name; use up to {_NAME_MAX} small letters, digits and dashes,"
+                " with a letter first"
             )
         return given
     program = words.program[0]
@@ -252,36 +252,36 @@ def _pair(text: str, separator: str, flag: str, metavar: str) -> tuple[str, str]
     return name, value
 
 
-def written(made: Sequence[Object]) -> str:
-    """As YAML, for `kubectl create -f -`."""
+def as_yaml(made: Sequence[Object]) -> str:
+    """The objects as YAML, for `kubectl create -f -`."""
     return "".join(f"---\n{yaml.safe_dump(each, sort_keys=False)}" for each in made)
 
 
-def _hand_in(asked: PodJob, token: str, where: Sequence[str]) -> None:
-    """The Job first, since the rest is to end with it; its pods last. Nothing that was there before is changed."""
+def _create(asked: PodJob, token: str, where: Sequence[str]) -> None:
+    """Create the Job, suspended, then the objects that it owns, then its pods. Existing objects are not changed."""
     made = job(asked)
-    uid = _kubectl("create", written([suspended(made)]), *where, "--output=jsonpath={.metadata.uid}")
+    uid = _kubectl("create", as_yaml([suspended(made)]), *where, "--output=jsonpath={.metadata.uid}")
     try:
-        _kubectl("create", written(owned(companions(asked, token), made, uid)), *where)
-        _kubectl("patch", written([made]), *where, "--type=merge", '--patch={"spec":{"suspend":false}}')
+        _kubectl("create", as_yaml(owned(companions(asked, token), made, uid)), *where)
+        _kubectl("patch", as_yaml([made]), *where, "--type=merge", '--patch={"spec":{"suspend":false}}')
     except (SiteError, KeyboardInterrupt):
-        _kubectl("delete", written([made]), *where)
+        _kubectl("delete", as_yaml([made]), *where)
         raise
 
 
 def _kubectl(verb: str, text: str, *options: str) -> str:
-    """What kubectl prints; its complaints are the user's to see."""
+    """Run kubectl and return its output. Its errors go to the user's terminal."""
     kubectl = shutil.which("kubectl")
     if kubectl is None:
         raise UsageError(
-            "submit k8s finds no kubectl on the PATH; install it, or print the manifests with --dry-run and hand them"
-            " in where it is: kubectl create -f FILE"
+            "submit k8s finds no kubectl on the PATH; install it, or print the manifests with --dry-run and create"
+            " them on a host that has it: kubectl create -f FILE"
         )
     done = subprocess.run(
         [kubectl, verb, *options, "--filename=-"], input=text, stdout=subprocess.PIPE, encoding="utf-8"
     )
     if done.returncode:
-        raise SiteError(f"kubectl {verb} failed with exit code {done.returncode}; what it says is above")
+        raise SiteError(f"kubectl {verb} failed with exit code {done.returncode}; its message is above")
     return done.stdout
 
 
@@ -290,13 +290,13 @@ def _announcement(asked: PodJob, where: Sequence[str]) -> tuple[str, ...]:
     selector = ",".join(f"{name}={value}" for name, value in labels(asked.instance).items())
     count = ":".join(str(number) for number in dict.fromkeys(asked.nodes))
     lines = [
-        f"job {asked.name} is handed in, {count} {'pod' if count == '1' else 'pods'};"
+        f"job {asked.name} is submitted, {count} {'pod' if count == '1' else 'pods'};"
         f" its output: {kubectl} logs --follow --prefix --selector {selector};"
         f" its end: {kubectl} delete job {asked.name}"
     ]
     if asked.has_token:
         lines.append(
-            "its first pod serves the store: if it is lost, the job begins anew; a cluster of etcd outlives any pod"
-            " (deploy/k8s/etcd, --etcd)"
+            "its first pod serves the store: if that pod is lost, the job starts again; an etcd cluster outlives any"
+            " pod (deploy/k8s/etcd, --etcd)"
         )
     return tuple(lines)

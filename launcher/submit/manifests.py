@@ -1,4 +1,4 @@
-"""The objects of a Kubernetes job as data: what deploy/k8s has for kustomize, made for one command line."""
+"""The objects of a Kubernetes job as data: those of deploy/k8s, made for one command line."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 Object = dict[str, Any]
 
-# From the workers' end at the latest to that of the pod: their logs, and the word to the other nodes.
+# Seconds between the workers' end and the pod's end: for their logs, and to tell the other nodes.
 _LEAVE_S = 15
 _FOLDER = "/etc/elaunch/etcd"
 _CONTAINER = "elaunch"
@@ -15,14 +15,15 @@ _CONTAINER = "elaunch"
 
 @dataclass(frozen=True)
 class PodJob:
-    """What to run, where, and with how much.
+    """The job to run, and its resources.
 
-    `instance` sets this submission apart from an earlier one of the same `name`, whose pods may not have ended yet: it
-    is the pods' label, and the name of what goes with the Job.
-    `nodes` is the least and the largest number of pods. `gpus`, `cpus` and `memory` are one pod's, empty where nothing
-    is asked for. `etcd` are endpoints; without any the first pod serves the store to whoever knows the token in the
-    Secret `token_secret`. `claims` are volumes with their places, `variables` the container's further ones. With
-    `is_closed` only the job's own pods can connect to its pods; `is_writable` says whether the image can be written.
+    `instance` distinguishes this submission from an earlier one of the same `name`, whose pods may still run. It is the
+    pods' label, and the name of the objects beside the Job.
+    `nodes` is the least and the largest number of pods. `gpus`, `cpus` and `memory` are one pod's, empty if not given.
+    `etcd` holds endpoints. If it is empty, the first pod serves the store, and clients need the token in the Secret
+    `token_secret`. `claims` are volumes with their mount paths. `variables` are further variables of the container.
+    With `is_closed`, only the job's own pods can connect to its pods. `is_writable` says whether the program can write
+    into the image's folders.
     """
 
     name: str
@@ -54,7 +55,7 @@ class PodJob:
 
 
 def job(asked: PodJob) -> Object:
-    """The Job. Its pods are numbered; see deploy/k8s/base/job.yaml for why each setting is what it is."""
+    """The Job, with indexed pods. deploy/k8s/base/job.yaml has the reason for each setting."""
     count = asked.nodes[1]
     spec: Object = {
         "completionMode": "Indexed",
@@ -80,12 +81,12 @@ def job(asked: PodJob) -> Object:
 
 
 def suspended(job: Object) -> Object:
-    """`job`, for which no pod is made yet."""
+    """`job` in the suspended state, in which it has no pods."""
     return {**job, "spec": {"suspend": True, **job["spec"]}}
 
 
 def companions(asked: PodJob, token: str = "") -> list[Object]:
-    """The objects beside the Job: pods' service, network policy, limit for drains, a Secret for `token`."""
+    """The objects beside the Job: a Service, a NetworkPolicy, a PodDisruptionBudget, and a Secret for `token`."""
     made: list[Object] = []
     if token:
         secret = {"metadata": _metadata(asked, asked.token_secret), "stringData": {"token": token}}
@@ -110,7 +111,7 @@ def companions(asked: PodJob, token: str = "") -> list[Object]:
 
 
 def owned(made: list[Object], owner: Object, uid: str) -> list[Object]:
-    """`made`, to be deleted with their owner."""
+    """The objects in `made` with an owner: Kubernetes deletes them together with it."""
     reference = {
         "apiVersion": owner["apiVersion"], "kind": owner["kind"], "name": owner["metadata"]["name"], "uid": uid,
     }  # fmt: skip
@@ -118,7 +119,7 @@ def owned(made: list[Object], owner: Object, uid: str) -> list[Object]:
 
 
 def literal(text: str) -> str:
-    """`text` written so that the container gets it as it is: Kubernetes would replace $(NAME) by a variable's value."""
+    """`text` escaped for a manifest: Kubernetes would replace $(NAME) by a variable's value."""
     return text.replace("$", "$$")
 
 
@@ -152,7 +153,7 @@ def _pod(asked: PodJob) -> Object:
             *([{"name": "etcd", "secret": _secret_files(asked.etcd_secret)}] if asked.etcd_secret else []),
             *([{"name": "tmp", "emptyDir": {}}] if _has_own_tmp(asked) else []),
             {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": asked.shm}},
-            # Volumes are named by number: a claim's name may be shm, or too long for a volume.
+            # A number names a volume: a claim's name may be shm, or too long for a volume.
             *(
                 {"name": f"claim-{i}", "persistentVolumeClaim": {"claimName": name}}
                 for i, (name, _) in enumerate(asked.claims)
@@ -207,13 +208,13 @@ def _variables(asked: PodJob) -> list[Object]:
         names = {"CACERT": "ca.crt", "CERT": "tls.crt", "KEY": "tls.key"}
         values |= {f"ETCDCTL_{name}": f"{_FOLDER}/{file}" for name, file in names.items()}
     if not asked.is_writable and "HOME" not in dict(asked.variables):
-        # Libraries keep caches at home, and the image's folders are read-only.
+        # Libraries write caches into HOME, and the image's folders are read-only.
         values["HOME"] = "/tmp"
     uid = {"fieldRef": {"fieldPath": "metadata.labels['batch.kubernetes.io/controller-uid']"}}
     token = {"secretKeyRef": {"name": asked.token_secret, "key": "token"}}
     return [
         *({"name": name, "value": literal(value)} for name, value in values.items()),
-        # A Job that is made again under its old name is another job.
+        # A Job that is created again under the same name is another job.
         {"name": "PET_RUN_ID", "valueFrom": uid},
         {"name": "PET_STOP_GRACE", "value": str(asked.stop_grace_s)},
         *([{"name": "ELAUNCH_TOKEN", "valueFrom": token}] if asked.has_token else []),

@@ -1,4 +1,4 @@
-"""`elaunch submit slurm`: the batch script of a job, shown or handed to `sbatch`."""
+"""`elaunch submit slurm`: writes the batch script of a job, and shows it or submits it with `sbatch`."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ from elaunch.launcher.submit.flags import Flag, Submission, help_text, take
 from elaunch.rendezvous.types import ProgramKind
 
 FLAGS = (
-    Flag("nodes", "MIN:MAX", "a number, or a range: the job goes on with what is left of it [1]"),
-    Flag("gpus", "N", "on each node, and a worker for each [what the node has]"),
-    Flag("cpus", "N", "on each node [the whole node, for this job alone]"),
-    Flag("time", "LIMIT", "as sbatch takes it: minutes, HH:MM:SS, DAYS-HH [the partition's]"),
-    Flag("partition", "NAME", "where [the site's]"),
-    Flag("account", "NAME", "who pays [the user's]"),
-    Flag("qos", "NAME", "a quality of service [the user's]"),
-    Flag("name", "NAME", "of the job [the program's]"),
-    Flag("output", "FILE", "where its output goes [NAME-JOB.out]"),
-    Flag("notice", "SECONDS", "before its time is over: workers save, and it is queued again [60]"),
-    Flag("requeue", "", "queue it again then, and after a lost node [so it is]"),
-    Flag("no-requeue", "", "do not"),
-    Flag("sbatch", "OPTION", "any other of sbatch, as --sbatch=--constraint=h100; may be given again", many=True),
+    Flag("nodes", "MIN:MAX", "number of nodes, or a range: the job goes on while MIN nodes are left [1]"),
+    Flag("gpus", "N", "GPUs per node, with one worker for each [all GPUs of the node]"),
+    Flag("cpus", "N", "CPUs per node [the whole node, exclusively]"),
+    Flag("time", "LIMIT", "time limit in sbatch's formats: minutes, HH:MM:SS, DAYS-HH [the partition's]"),
+    Flag("partition", "NAME", "partition of the job [the site's]"),
+    Flag("account", "NAME", "account that is charged [the user's]"),
+    Flag("qos", "NAME", "quality of service [the user's]"),
+    Flag("name", "NAME", "name of the job [the program's name]"),
+    Flag("output", "FILE", "file for the job's output [NAME-JOB.out]"),
+    Flag("notice", "SECONDS", "this long before the time limit, workers save and the job is requeued [60]"),
+    Flag("requeue", "", "requeue the job at its time limit and after a lost node [the default]"),
+    Flag("no-requeue", "", "do not requeue the job"),
+    Flag("sbatch", "OPTION", "another option of sbatch, like --sbatch=--constraint=h100; may be repeated", many=True),
     Flag("dry-run", "", "show the script, submit nothing"),
     Flag("help", "", "show this text"),
 )
 _USAGE = """\
 Usage: elaunch submit slurm [options] [elaunch options] train.py args…
 
-Write a batch script that starts elaunch on every node of a Slurm job, and hand it to sbatch.
+Write a batch script that starts elaunch on every node of a Slurm job, and submit it with sbatch.
 """
-_END = "Needs sbatch. docs/slurm.md has more.\n"
+_END = "Needs sbatch. See docs/slurm.md.\n"
 
 _CALL_S = 60.0
 
@@ -51,10 +51,10 @@ Checked = TypeVar("Checked")
 
 @dataclass(frozen=True)
 class Request:
-    """A job for Slurm. `words` is elaunch's command line, from its options on; None leaves it to the site.
+    """A job for Slurm. `words` is elaunch's command line after its name. A field that is None is left to the site.
 
-    `site` and `more` are options of sbatch; those of `more` are the user's own, who has the last word. `program` is the
-    script, if it is one, and is looked for where sbatch is called.
+    `site` and `more` are options of sbatch. Those in `more` come from the user and stand last, so they win. `program`
+    is the script's path, empty for a module or command. It must exist where sbatch is called.
     """
 
     words: tuple[str, ...]
@@ -71,7 +71,7 @@ class Request:
 
 
 def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Show the script or submit it; the exit code. Raises UsageError and SiteError."""
+    """Show the script or submit it. Returns the exit code. Raises UsageError and SiteError."""
     submission = take(["--help" if word == "-h" else word for word in argv[:1]] + list(argv[1:]), FLAGS)
     if "help" in submission.given:
         print(help_text(_USAGE, FLAGS, _END), end="")
@@ -83,13 +83,13 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
         sys.stdout.flush()
         sys.stdout.buffer.write(os.fsencode(text))
         return 0
-    _look_for(request)
+    _check_submittable(request)
     print(f"submitted as job {_submit(text, environ)}; squeue shows it, scancel ends it")
     return 0
 
 
 def understand(submission: Submission, environ: Mapping[str, str]) -> Request:
-    """What is asked for; elaunch's own words are checked as elaunch will. Raises UsageError."""
+    """The job that is asked for. Raises UsageError, also if elaunch would refuse its command line."""
     given, words = submission.given, submission.command
     if {"requeue", "no-requeue"} <= given.keys():
         raise UsageError("--requeue contradicts --no-requeue; drop one of them")
@@ -97,7 +97,7 @@ def understand(submission: Submission, environ: Mapping[str, str]) -> Request:
         for value in several:
             if not is_one_line(value) or not _is_text(value):
                 raise UsageError(
-                    f"--{name} {value!r} has a line break or another control character, or is no UTF-8; an option of"
+                    f"--{name} {value!r} has a line break or another control character, or is not UTF-8; an option of"
                     " sbatch is one line of text"
                 )
     checked = parse(words, environ)
@@ -125,9 +125,11 @@ def understand(submission: Submission, environ: Mapping[str, str]) -> Request:
 
 
 def _check(options: Options, nodes: tuple[int, int]) -> None:
-    """Raises UsageError for what each of the nodes would refuse, or what would make each a job of its own."""
+    """Raises UsageError for options that every node would refuse, or that would make every node a separate job."""
     if options.kind is ProgramKind.SCRIPT and options.target == "-":
-        raise UsageError("a batch job has no stdin for the program (-); put it into a file that the nodes see")
+        raise UsageError(
+            "a batch job has no stdin for the program (-); put the program into a file that all nodes can read"
+        )
     for dest in ("standalone", "node_rank"):
         if nodes[1] > 1 and dest in options.given:
             raise UsageError(f"--{dest.replace('_', '-')} is the same on all nodes of --nodes {nodes[1]}; leave it out")
@@ -139,18 +141,18 @@ def _check(options: Options, nodes: tuple[int, int]) -> None:
 
 
 def _is_text(value: str) -> bool:
-    """Whether the value was UTF-8: Python keeps other bytes as lone surrogates."""
+    """Whether the value was UTF-8. Python keeps other bytes as lone surrogates."""
     return not re.search(r"[\ud800-\udfff]", value)
 
 
 def _name(options: Options) -> str:
-    """The job's name: the program's, without characters that could break the script's line."""
+    """The job's name: the program's name without characters that could break the script's line."""
     made = options.target if options.kind is ProgramKind.MODULE else Path(options.target).stem
     return "".join(character if character.isalnum() or character in "._+-" else "_" for character in made) or "elaunch"
 
 
 def script(request: Request, elaunch: str = "elaunch") -> str:
-    """The batch script; `elaunch` is how that is called on the nodes."""
+    """The batch script. `elaunch` is the command that starts elaunch on the nodes."""
     least, most = request.nodes
     is_elastic = least < most
     lines = [
@@ -167,7 +169,7 @@ def script(request: Request, elaunch: str = "elaunch") -> str:
         f"--output={request.output}",
         *request.more,
     ]
-    # srun takes no CPUs over from the job (Slurm 22.05 and later), and must not end all for one node.
+    # srun does not inherit the job's CPUs (Slurm 22.05 and later). It must not end all tasks if one node fails.
     cpus = f" --cpus-per-task={request.cpus}" if request.cpus else ""
     kill = " --no-kill" if is_elastic else ""
     again = (
@@ -186,7 +188,7 @@ def script(request: Request, elaunch: str = "elaunch") -> str:
 
 
 def _quoted(option: str) -> str:
-    """An option of sbatch as it reads its lines: words end at blanks, # begins a comment, a backslash escapes."""
+    """An option quoted as sbatch reads its lines: words end at blanks, # begins a comment, a backslash escapes."""
     found = re.fullmatch(r"(--?[\w-]+(?:=| +))(.*)", option)
     name, value = (found[1], found[2]) if found else ("", option)
     if re.fullmatch(r"[^\s#'\"\\]+", value):
@@ -206,22 +208,22 @@ def _checked(name: str, value: str, convert: Callable[[values.Raw], Checked]) ->
         raise UsageError(f"--{name} {value} {error}") from None
 
 
-def _look_for(request: Request) -> None:
-    """What would come to nothing is told now, not when the job's turn has come. Raises UsageError."""
+def _check_submittable(request: Request) -> None:
+    """Raises UsageError for a job that cannot work, before it waits in the queue."""
     if shutil.which("sbatch") is None:
         raise UsageError(
-            "no sbatch on the PATH: this host hands nothing in to Slurm; log in to one that does, or add --dry-run"
+            "no sbatch on the PATH: this host cannot submit jobs to Slurm; log in to a host that can, or add --dry-run"
         )
     is_elsewhere = any(re.match(r"--chdir\b|-D", option) for option in request.more)
     if request.program and not is_elsewhere:
         try:
             check_script(request.program)
         except (UsageError, OSError) as error:
-            raise UsageError(f"{error}; where only the nodes see it: --dry-run, and hand that to sbatch") from None
+            raise UsageError(f"{error}; if only the nodes see it, use --dry-run and sbatch") from None
 
 
 def _submit(text: str, environ: Mapping[str, str]) -> str:
-    """Hand the script to sbatch, which gives the job `environ`. Returns the job's number."""
+    """Submit the script with sbatch, which gives the job `environ`. Returns the job's number. Raises SiteError."""
     command = [shutil.which("sbatch") or "sbatch", "--parsable"]
     try:
         done = subprocess.run(command, env=environ, input=os.fsencode(text), capture_output=True, timeout=_CALL_S)
@@ -230,6 +232,6 @@ def _submit(text: str, environ: Mapping[str, str]) -> str:
     told, complained = (stream.decode(errors="replace").strip() for stream in (done.stdout, done.stderr))
     if done.returncode:
         said = re.sub(r"^sbatch: (error: )?", "", complained, flags=re.MULTILINE).replace("\n", "; ")
-        raise SiteError(f"sbatch did not take the job: {said}")
-    # With several clusters it is NUMBER;CLUSTER.
+        raise SiteError(f"sbatch refused the job: {said}")
+    # With several clusters the output is NUMBER;CLUSTER.
     return told.partition(";")[0]

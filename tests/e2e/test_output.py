@@ -577,7 +577,9 @@ for stream in sys.stdout, sys.stderr:
                 on_console = "".join(re.findall(rf"^\[{rank}\] (.*\n)", shown, re.MULTILINE))
                 assert kept + on_console == "".join(f"line {i} {'x' * 50}\n" for i in range(2000))
         assert "No space left on device" in job.stderr
-        assert job.stderr.endswith(f"elaunch: the workers' output is in {run}, incomplete: not all could be written\n")
+        assert job.stderr.endswith(
+            f"elaunch: the workers' output is in {run}, incomplete: some of it could not be written\n"
+        )
 
     def test_a_failure_is_reported_with_its_traceback_all_the_same(
         self, small_disk: Callable[[str], Path], tmp_path: Path

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.launcher.store.keyring import Kept
+from elaunch.launcher.store.keyring import KeptToken
 from elaunch.rendezvous.endpoint import Access, Endpoint, Login, Tls
 from elaunch.rendezvous.etcd.grpc_transport import GrpcTransport
 from elaunch.rendezvous.etcd.store import EtcdStore
@@ -198,7 +198,7 @@ def test_who_answers_plainly_where_a_token_was_given_is_refused(
             "is an etcd without TLS: anybody who can reach it can read and change",
         ),
         ("--rdzv-endpoint http://{}", "the token is not used: http:// means an etcd without TLS"),
-        ("--rdzv-endpoint {},{}", "the token is not used: several endpoints are an etcd cluster's"),
+        ("--rdzv-endpoint {},{}", "the token is not used: several endpoints mean an etcd cluster"),
     ],
 )
 def test_a_token_that_an_etcd_does_not_know_is_not_sent_and_a_line_says_that_it_protects_nothing(
@@ -227,7 +227,7 @@ def test_who_answers_plainly_where_this_users_own_store_is_known_to_be_is_refuse
     tmp_path: Path, listener: Eavesdropper, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    kept = Kept(TOKEN, Endpoint("127.0.0.1", listener.port))
+    kept = KeptToken(TOKEN, Endpoint("127.0.0.1", listener.port))
 
     job = told(tmp_path, listener, "--rdzv-endpoint {}", {})
     kept.remove()
@@ -256,7 +256,7 @@ def test_under_a_scheduler_a_plain_answer_is_refused_by_the_head_and_said_by_the
     with Job(tmp_path, *argv, env={"HOME": str(tmp_path), **SLURM, "SLURM_NODEID": node}) as job:
         if node == "0":
             assert job.wait() == 2
-            assert "an etcd without TLS listens there, which lets anybody in; if you mean that etcd" in job.stderr
+            assert "an etcd without TLS listens there, and anybody can connect to it; if you mean" in job.stderr
         else:
             job.wait_for_output("is an etcd without TLS: anybody who can reach it can read and change the job")
 

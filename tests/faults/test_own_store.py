@@ -76,7 +76,7 @@ class Two:
 
     def join(self, head: Watched, index: int = 1) -> Watched:
         """Do on another node what a head has said."""
-        said = head.wait_for_output(r"^elaunch: its token is in (/.*), which only you can read: ")[1]
+        said = head.wait_for_output(r"^elaunch: the store's token is in (/.*), which only you can read: ")[1]
         copied = Path(shutil.copy(said, self.folder / "copied"))
         return self.type_line(index, line_of(head), token_file=copied)
 

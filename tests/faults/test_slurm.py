@@ -154,9 +154,7 @@ def test_submit_writes_and_submits_what_runs(slurm: Slurm) -> None:
     output = Batch(slurm, number).wait()
     assert shown.startswith("#!/bin/bash\n#SBATCH --job-name=sh\n#SBATCH --nodes=2-3\n")
     assert [rank for rank, *_ in places(output)] in ([0, 1], [0, 1, 2])
-    assert slurm.call(*submit, "--partition", "none", *PLAIN, code=3).startswith(
-        "elaunch: sbatch did not take the job: "
-    )
+    assert slurm.call(*submit, "--partition", "none", *PLAIN, code=3).startswith("elaunch: sbatch refused the job: ")
 
 
 @pytest.mark.parametrize("how", ["sbatch", "elaunch submit"])

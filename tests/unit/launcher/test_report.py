@@ -183,7 +183,7 @@ def test_kept_output_that_lacks_something_is_said_to(kind: OutcomeKind) -> None:
 
     lacking, whole = (report(outcome, SPEC, Path("/logs/job_1"), is_incomplete) for is_incomplete in (True, False))
 
-    assert "/logs/job_1, incomplete: not all could be written\n" in lacking
+    assert "/logs/job_1, incomplete: some of it could not be written\n" in lacking
     assert "incomplete" not in whole
 
 

@@ -535,5 +535,5 @@ def test_workers_ignore_a_notice_only_where_a_scheduler_sends_it_to_them_too(
 
 
 def test_a_transport_of_etcds_needs_one_that_somebody_named() -> None:
-    with pytest.raises(UsageError, match="needs a place where the nodes meet"):
+    with pytest.raises(UsageError, match="needs the address of a store where the nodes meet"):
         planned(of_slurm(), "--rdzv-conf", "transport=grpc")

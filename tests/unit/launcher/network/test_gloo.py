@@ -37,11 +37,11 @@ def test_the_interface_of_an_address_is_found() -> None:
 def test_a_host_that_knows_itself_as_loopback_needs_to_be_told(own_addresses: list[str]) -> None:
     own_addresses += ["127.0.1.1", "10.0.0.1"]
 
-    assert gloo_interface("10.0.0.1") == ("eth1", "this host's name, node-a, means 127.0.1.1 to itself")
+    assert gloo_interface("10.0.0.1") == ("eth1", "this host resolves its own name, node-a, to 127.0.1.1")
 
 
 def test_a_host_whose_name_is_unknown_needs_to_be_told(own_addresses: list[str]) -> None:
-    assert gloo_interface("10.0.0.1") == ("eth1", "nobody here knows this host's name, node-a")
+    assert gloo_interface("10.0.0.1") == ("eth1", "this host's own name, node-a, has no address")
 
 
 def test_an_address_that_is_another_hosts_is_passed_over_as_gloo_does(

@@ -12,7 +12,7 @@ import threading
 import pytest
 
 from elaunch.launcher.network import reach
-from elaunch.launcher.network.reach import NoAddress, Whose, can_be_bound, own_address, routable_addresses, whose
+from elaunch.launcher.network.reach import NoAddress, Owner, can_be_bound, own_address, owner_of, routable_addresses
 from elaunch.rendezvous.endpoint import Endpoint
 from elaunch.rendezvous.http.resolve import HostAddress
 
@@ -70,9 +70,9 @@ def test_a_resolver_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.M
 def test_a_name_is_ours_if_all_its_addresses_can_be_bound_here(names: dict[str, list[str]]) -> None:
     names.update(me=["127.0.0.1", "::1"], they=["192.0.2.77"], all=["127.0.0.1", "192.0.2.77"])
 
-    assert whose("me") is Whose.OURS
-    assert whose("they") is Whose.ANOTHERS
-    assert whose("all") is Whose.SEVERAL
+    assert owner_of("me") is Owner.THIS_HOST
+    assert owner_of("they") is Owner.OTHER_HOST
+    assert owner_of("all") is Owner.SEVERAL_HOSTS
 
 
 def test_an_address_of_this_host_can_be_bound_and_no_other() -> None:
@@ -128,20 +128,20 @@ _OWN_NAME = (
 
 
 def test_without_a_default_route_the_only_interface_has_the_address() -> None:
-    code = _OWN_NAME + "print(own_address([Endpoint('host0', 9)]), whose('host0').name)"
+    code = _OWN_NAME + "print(own_address([Endpoint('host0', 9)]), owner_of('host0').name)"
 
-    assert in_a_host("10.9.8.7/24", code=code) == "10.9.8.7 OURS"
-    assert in_a_host("fd00:9::7/64", code=code) == "fd00:9::7 OURS"
+    assert in_a_host("10.9.8.7/24", code=code) == "10.9.8.7 THIS_HOST"
+    assert in_a_host("fd00:9::7/64", code=code) == "fd00:9::7 THIS_HOST"
     # Nobody else can be there.
-    assert in_a_host(code=code) == "127.0.1.1 OURS"
+    assert in_a_host(code=code) == "127.0.1.1 THIS_HOST"
 
 
 def test_of_several_interfaces_none_is_guessed() -> None:
     code = _OWN_NAME + ("\ntry: own_address([Endpoint('host0', 9)])\nexcept AddressUnclear as error: print(error)")
 
     assert in_a_host("10.9.8.7/24", "10.9.9.7/24", code=code) == (
-        "host0 is a loopback address here, and this host has several others (10.9.8.7, 10.9.9.7);"
-        " say which one the other nodes reach with --local-addr"
+        "host0 is a loopback address here, and this host has several other addresses (10.9.8.7, 10.9.9.7);"
+        " say with --local-addr which one the other nodes reach"
     )
 
 

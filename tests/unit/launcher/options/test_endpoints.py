@@ -43,14 +43,14 @@ def test_several_endpoints_are_separated_by_commas_and_none_is_none() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("a:70000", "has the port 70000, and the last one is 65535"),
+        ("a:70000", "has the port 70000, and the last port is 65535"),
         ("a:b", "is no endpoint; use HOST:PORT"),
         ("a:1:2", "is no endpoint"),
         ("::1]:2379", "is no endpoint"),
         ("/tmp/file", "is no endpoint"),
         ("a b:1", "is no endpoint"),
         ("https://a/v2/keys", "is no endpoint"),
-        ("unix:///tmp/s", "has the scheme unix, and only http and https are spoken"),
+        ("unix:///tmp/s", "has the scheme unix, and elaunch knows only http and https"),
         ("etcd://a:1", "has the scheme etcd"),
         (":2379", "is no endpoint"),
     ],

@@ -91,15 +91,15 @@ def test_every_option_but_the_few_that_make_no_sense_can_stand_in_a_file() -> No
         ("script: t.py\nmax_restarts: many\n", "{} line 2: max_restarts: many is not a whole number; give 0 or more"),
         ("script: t.py\nrole: [a, b]\n", "{} line 2: role: [a, b] is not a single value; give one word"),
         ("script: t.py\nstandalone: maybe\n", "{} line 2: standalone: maybe is neither on nor off; give 1 or 0"),
-        ("role: a\nrole: b\n", "{} line 2: role says again what {} line 1 says; keep one"),
+        ("role: a\nrole: b\n", "{} line 2: role repeats the key of {} line 1; keep one"),
         (
             "stop-grace: 1\nshutdown_timeout: 2\n",
-            "{} line 2: shutdown_timeout says again what {} line 1 says; keep"
+            "{} line 2: shutdown_timeout repeats the option of {} line 1; keep"
             " one",
         ),
         ("script: a.py\nmodule: b\n", "{} names a script (a.py) and a module (b); keep one of them"),
-        ("module: true\n", "{} line 1: module is true; it is the name of the module to run"),
-        ("args: [a]\n", "{} line 1: args belong to a program; add script or module"),
+        ("module: true\n", "{} line 1: module is true; give the name of the module to run"),
+        ("args: [a]\n", "{} line 1: args need a program; add script or module"),
         ("script: a.py\nargs: --lr 1\n", "{} line 2: args is '--lr 1'; give a list, as in [--lr, 0.1]"),
         (
             "script: a.py\nargs: [[a]]\n",

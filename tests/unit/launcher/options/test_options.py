@@ -193,7 +193,7 @@ def test_the_shutdown_timeout_comes_from_the_option_its_variables_or_is_30_s() -
         (["--node-rank", "1"], "--node-rank 1 is out of range: a job of one node has node rank 0 only"),
         (
             ["--nproc", "xpu"],
-            "--nproc-per-node xpu is not something that can be counted here; use gpu, cpu or"
+            "--nproc-per-node xpu is neither a number nor a known resource; use gpu, cpu or"
             " auto, or give a number",
         ),
         (["--nproc", "0"], "--nproc-per-node 0 is out of range; give 1 or more"),
@@ -201,10 +201,10 @@ def test_the_shutdown_timeout_comes_from_the_option_its_variables_or_is_30_s() -
         (["--max-restarts", "-1"], "--max-restarts -1 is out of range; give 0 or more"),
         (["--restart-window", "0"], "--restart-window 0 is not a length of time; give more than 0 seconds"),
         (["--failure-grace", "nan"], "--failure-grace nan is not a number of seconds; give 0 or more"),
-        (["-r", "4"], "--redirects 4 is no choice of streams; use 0, 1, 2 or 3, or LOCAL_RANK:VALUE,… as in 0:3,12:1"),
+        (["-r", "4"], "--redirects 4 does not choose streams; use 0, 1, 2 or 3, or LOCAL_RANK:VALUE,… as in 0:3,12:1"),
         (
             ["-t", "0:3,x"],
-            "--tee 0:3,x is no choice of streams; use 0, 1, 2 or 3, or LOCAL_RANK:VALUE,… as"
+            "--tee 0:3,x does not choose streams; use 0, 1, 2 or 3, or LOCAL_RANK:VALUE,… as"
             " in 0:3,12:1",
         ),
         (["--ranks-filter", "a"], "--ranks-filter a is not a list of ranks; use 0,1,2"),
@@ -220,16 +220,16 @@ def test_the_shutdown_timeout_comes_from_the_option_its_variables_or_is_30_s() -
         (
             ["--signals-to-handle", "SIGTERM,SIGUSER1"],
             "--signals-to-handle SIGTERM,SIGUSER1 names SIGUSER1, and there is no such signal; did you mean SIGUSR1?"
-            " usual are SIGTERM, SIGINT, SIGHUP, SIGQUIT, SIGUSR1 and SIGUSR2",
+            " the usual ones are SIGTERM, SIGINT, SIGHUP, SIGQUIT, SIGUSR1 and SIGUSR2",
         ),
         (
             ["--signals-to-handle", "zzz"],
-            "--signals-to-handle zzz names zzz, and there is no such signal; usual are SIGTERM, SIGINT, SIGHUP,"
-            " SIGQUIT, SIGUSR1 and SIGUSR2",
+            "--signals-to-handle zzz names zzz, and there is no such signal; the usual ones are SIGTERM, SIGINT,"
+            " SIGHUP, SIGQUIT, SIGUSR1 and SIGUSR2",
         ),
         (
             ["--signals-to-handle", "SIGKILL"],
-            "--signals-to-handle SIGKILL names SIGKILL, and no process can handle that; leave it out",
+            "--signals-to-handle SIGKILL names SIGKILL, which no process can handle; leave it out",
         ),
         (["-m", "--no-python"], "--module contradicts --no-python: a module always runs in Python; drop one of them"),
         (["--preload", "a", "--no-preload"], "--preload a contradicts --no-preload: drop one of them"),
@@ -514,7 +514,7 @@ def test_a_command_that_is_not_there_and_a_file_as_module_are_sentences(tmp_path
 
     with pytest.raises(UsageError, match="the command no-such-command is not an executable file on PATH"):
         check_program(options_of("--no-python", "no-such-command"), {})
-    with pytest.raises(UsageError, match=r"-m takes a module's name and .* is a file; leave -m out"):
+    with pytest.raises(UsageError, match=r"-m takes the name of a module, and .* is a file; leave -m out"):
         check_program(options_of("-m", str(script)), {})
 
 
@@ -551,7 +551,7 @@ def test_a_python_exec_that_cannot_run_is_a_sentence(name: str, tmp_path: Path) 
 
 @pytest.mark.parametrize("kind", [(), ("-m",), ("--no-python",)])
 def test_an_empty_name_is_said_to_be_empty(kind: tuple[str, ...]) -> None:
-    with pytest.raises(UsageError, match=r"^the (script|module|command)'s name is empty, .* not set; give"):
+    with pytest.raises(UsageError, match=r"^the name of the (script|module|command) is empty .* not set\); give"):
         check_program(options_of(*kind, ""), {})
 
 

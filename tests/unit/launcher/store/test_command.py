@@ -15,8 +15,8 @@ import pytest
 
 from elaunch.launcher.errors import UsageError
 from elaunch.launcher.store.command import HELP, announcement, parse
-from elaunch.launcher.store.join_command import Telling
-from elaunch.launcher.store.keyring import Keyring
+from elaunch.launcher.store.join_command import NewToken
+from elaunch.launcher.store.keyring import KeptTokens
 from elaunch.rendezvous.endpoint import Access, Endpoint
 from elaunch.rendezvous.etcd.discovery import FoundStore
 from elaunch.rendezvous.store import Put, Txn
@@ -62,11 +62,11 @@ def test_the_token_is_in_a_file_or_the_variable(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("argv", "sentence"),
     [
-        (["train.py"], "store takes no program, and train.py looks like one; a script called store is started with"),
-        (["--token", "x"], "--token would show the job's secret to everybody; set ELAUNCH_TOKEN, or give --token-file"),
+        (["train.py"], "store takes no program, and train.py looks like one; start a script called store with"),
+        (["--token", "x"], "--token would show the job's token to everybody; set ELAUNCH_TOKEN, or give --token-file"),
         (["--listen", "a:b"], "--listen a:b is no endpoint; use HOST:PORT"),
-        (["--listen", "a:1,b:2"], "--listen a:1,b:2 is no HOST:PORT of this host; give one"),
-        (["--listen", "https://a:1"], "--listen https://a:1 is no HOST:PORT of this host"),
+        (["--listen", "a:1,b:2"], "--listen a:1,b:2 is not one HOST:PORT of this host; give one"),
+        (["--listen", "https://a:1"], "--listen https://a:1 is not one HOST:PORT of this host"),
         (["--lisen", "a:1"], "see elaunch store --help"),
         (["--listen"], "see elaunch store --help"),
     ],
@@ -80,11 +80,11 @@ def test_a_wrong_request_is_one_sentence(argv: list[str], sentence: str) -> None
 
 def test_a_made_token_is_shown_to_a_terminal_alone() -> None:
     place = Endpoint("host0", 2379)
-    terminal, log = (Telling("made", "/home/me/token", "", is_terminal=is_terminal) for is_terminal in (True, False))
+    terminal, log = (NewToken("made", "/home/me/token", "", is_terminal=is_terminal) for is_terminal in (True, False))
 
     assert "type: ELAUNCH_TOKEN=made elaunch --nnodes 2 --rdzv-endpoint host0:2379" in announcement(place, terminal)[0]
     assert "made" not in " ".join(announcement(place, log))
-    assert "its token is in /home/me/token, which only you can read" in announcement(place, log)[1]
+    assert "the store's token is in /home/me/token, which only you can read" in announcement(place, log)[1]
     assert "with ELAUNCH_TOKEN set to the same token" in announcement(place, None)[0]
 
 
@@ -92,7 +92,7 @@ def test_a_store_whose_token_nobody_could_learn_is_not_served(tmp_path: Path) ->
     job = finished(tmp_path, "store", "--listen", "127.0.0.1:0", env={"HOME": "/proc"})
 
     assert job.code == 2
-    assert "stderr is no terminal, and no file can be kept in ~/.elaunch/stores (" in job.stderr
+    assert "stderr is no terminal, and no file can be written in ~/.elaunch/stores (" in job.stderr
     assert "give all nodes the same token: export ELAUNCH_TOKEN=$(openssl rand -hex 16)" in job.stderr
 
 
@@ -102,7 +102,7 @@ def test_at_a_terminal_the_token_is_in_the_line(tmp_path: Path) -> None:
     with subprocess.Popen(command, env=environment({"HOME": str(tmp_path)}), stderr=theirs, text=True) as store:
         os.close(theirs)
         said = b""
-        while b"Ctrl-C ends it" not in said:
+        while b"Ctrl-C ends the store" not in said:
             said += os.read(ours, 4096)
         kept = list((tmp_path / ".elaunch" / "stores").iterdir())
         store.terminate()
@@ -116,7 +116,7 @@ def test_at_a_terminal_the_token_is_in_the_line(tmp_path: Path) -> None:
 def test_a_store_in_the_foreground_serves_its_user_until_ctrl_c(tmp_path: Path) -> None:
     with Job(tmp_path, "store", "--listen", "127.0.0.1:0") as job:
         line = job.wait_for_output(r"type: elaunch --nnodes 2 --rdzv-endpoint 127\.0\.0\.1:(\d+) ")
-        store = FoundStore(Endpoint("127.0.0.1", int(line[1])), "", Access(), 5.0, keyring=Keyring())
+        store = FoundStore(Endpoint("127.0.0.1", int(line[1])), "", Access(), 5.0, keyring=KeptTokens())
         store.check()
         assert store.commit(Txn((), (Put("/a", "1"),))).held
         store.close()
@@ -124,8 +124,8 @@ def test_a_store_in_the_foreground_serves_its_user_until_ctrl_c(tmp_path: Path) 
         job.signal(signal.SIGINT)
 
         assert job.wait() == 0
-    assert re.search(r"^elaunch: the store ends, by SIGINT$", job.stderr, re.MULTILINE)
-    assert "nothing is left when it is started again; a cluster of etcd outlives any host" in job.stderr
+    assert re.search(r"^elaunch: the store ends, because of SIGINT$", job.stderr, re.MULTILINE)
+    assert "a store that is started again is empty; an etcd cluster outlives any host" in job.stderr
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", int(line[1])), timeout=5).close()
     assert list(tmp_path.iterdir()) == []
@@ -138,13 +138,13 @@ def test_a_store_that_was_told_to_outlive_its_terminal_does(tmp_path: Path) -> N
     finally:
         signal.signal(signal.SIGHUP, before)
     with job:
-        job.wait_for_output("Ctrl-C ends it")
+        job.wait_for_output("Ctrl-C ends the store")
 
         job.signal(signal.SIGHUP)
         job.signal(signal.SIGTERM)
 
         assert job.wait() == 0
-    assert "the store ends, by SIGTERM" in job.stderr
+    assert "the store ends, because of SIGTERM" in job.stderr
 
 
 def test_a_server_that_is_killed_ends_the_command_with_a_sentence(tmp_path: Path) -> None:
@@ -164,7 +164,10 @@ def test_a_taken_port_is_a_sentence(tmp_path: Path) -> None:
         job = finished(tmp_path, "store", "--listen", f"127.0.0.1:{port}")
 
     assert job.code == 2
-    assert f"something listens at 127.0.0.1:{port} already; choose another port with --listen HOST:PORT" in job.stderr
+    assert (
+        f"another program listens at 127.0.0.1:{port} already; choose another port with --listen HOST:PORT"
+        in job.stderr
+    )
 
 
 def test_help_is_a_text_and_a_script_called_store_is_started_by_its_path(tmp_path: Path) -> None:

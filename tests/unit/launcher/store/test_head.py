@@ -21,7 +21,7 @@ import pytest
 
 from elaunch.launcher.errors import SiteError, UsageError
 from elaunch.launcher.network import reach
-from elaunch.launcher.store.head import StoreProcess, listen, listen_everywhere, serve, take_the_head
+from elaunch.launcher.store.head import StoreProcess, listen, listen_everywhere, serve, serve_if_head
 from elaunch.launcher.store.rendezvous_plan import RendezvousPlan, Serving
 from elaunch.rendezvous.endpoint import Access, Endpoint
 from elaunch.rendezvous.etcd.discovery import FoundStore
@@ -224,7 +224,7 @@ def test_a_server_that_does_not_start_is_a_sentence(monkeypatch: pytest.MonkeyPa
     bound = listen(endpoint)
     assert bound
 
-    with pytest.raises(SiteError, match=rf"could not be started at {endpoint}"):
+    with pytest.raises(SiteError, match=rf"did not start at {endpoint}"):
         serve(bound, Serving.ETCD, endpoint, "")
 
 
@@ -253,7 +253,7 @@ def no_words(line: str) -> None:
 
 
 def test_the_host_of_the_endpoint_serves_the_store() -> None:
-    process = take_the_head(plan(place()), no_words)
+    process = serve_if_head(plan(place()), no_words)
 
     assert process
     process.stop()
@@ -263,20 +263,20 @@ def test_what_listens_already_is_left_alone() -> None:
     endpoint = place()
 
     with socket.create_server((endpoint.host, endpoint.port)):
-        assert take_the_head(plan(endpoint), no_words) is None
+        assert serve_if_head(plan(endpoint), no_words) is None
 
 
 @pytest.mark.parametrize(
     "changes", [{"serving": Serving.NOTHING}, {"is_head": False}, {"endpoints": (Endpoint("192.0.2.77", 2379),)}]
 )
 def test_who_is_not_the_head_serves_nothing(changes: dict[str, object]) -> None:
-    assert take_the_head(plan(place(), **changes), no_words) is None
+    assert serve_if_head(plan(place(), **changes), no_words) is None
 
 
 def test_a_node_that_is_told_to_be_the_head_serves_at_a_name_that_is_a_balancers() -> None:
     endpoint = Endpoint("192.0.2.77", free_ports(1)[0])
 
-    process = take_the_head(plan(endpoint, is_head=True), no_words)
+    process = serve_if_head(plan(endpoint, is_head=True), no_words)
 
     assert process
     client(Endpoint("127.0.0.1", endpoint.port), process.token).check()
@@ -293,8 +293,8 @@ def test_a_name_of_several_hosts_has_no_head_and_that_is_said(monkeypatch: pytes
     )
     said: list[str] = []
 
-    assert take_the_head(plan(Endpoint("round-robin", free_ports(1)[0])), said.append) is None
-    assert "round-robin means several hosts" in said[0]
+    assert serve_if_head(plan(Endpoint("round-robin", free_ports(1)[0])), said.append) is None
+    assert "round-robin is the name of several hosts" in said[0]
 
 
 def test_a_name_that_others_know_by_another_address_is_served_at_all_addresses(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,13 +8,13 @@ import pytest
 
 from elaunch.launcher.errors import UsageError
 from elaunch.launcher.options.options import HelpRequested, Options, parse
-from elaunch.launcher.store.join_command import Telling, invitation, line_for_others
+from elaunch.launcher.store.join_command import NewToken, invitation, line_for_others
 from elaunch.launcher.store.plan import plan
 from elaunch.launcher.store.rendezvous_plan import RendezvousPlan
 
 KEPT = "/home/me/.elaunch/stores/0123456789abcdef0123456789abcdef"
-TERMINAL = Telling("made-token", KEPT, "", is_terminal=True)
-LOG = Telling("made-token", KEPT, "", is_terminal=False)
+TERMINAL = NewToken("made-token", KEPT, "", is_terminal=True)
+LOG = NewToken("made-token", KEPT, "", is_terminal=False)
 
 
 def asked(*argv: str, **environ: str) -> tuple[Options, RendezvousPlan]:
@@ -145,13 +145,15 @@ def test_a_log_gets_the_name_of_the_tokens_file_and_not_the_token() -> None:
     said = invitation(*asked("--nnodes", "2", "--rdzv-endpoint", "host0:5", "t.py"), LOG)
 
     assert said[1] == "on the other node type: elaunch --nnodes 2 --rdzv-endpoint host0:5 t.py"
-    assert said[2].startswith(f"its token is in {KEPT}, which only you can read: nodes that share this home find it")
+    assert said[2].startswith(
+        f"the store's token is in {KEPT}, which only you can read: nodes that share this home find it"
+    )
     assert said[2].endswith("copy the file, and add --token-file FILE to the line")
     assert "made-token" not in "".join(said) + repr(LOG)
 
 
 @pytest.mark.parametrize("telling", [TERMINAL, LOG])
-def test_another_agent_of_the_same_host_needs_no_token(telling: Telling) -> None:
+def test_another_agent_of_the_same_host_needs_no_token(telling: NewToken) -> None:
     said = invitation(*asked("--nnodes", "2", "--rdzv-endpoint", "localhost:5", "t.py"), telling)
 
     assert said[1:] == ("on the other node type: elaunch --nnodes 2 --rdzv-endpoint localhost:5 t.py",)
@@ -162,17 +164,19 @@ def test_a_token_that_no_file_can_keep_is_for_a_terminal_or_for_nobody(host: str
     found = asked("--nnodes", "2", "--rdzv-endpoint", f"{host}:5", "t.py")
 
     assert (
-        "ELAUNCH_TOKEN=made " in invitation(*found, Telling("made", "", "Read-only file system", is_terminal=True))[1]
+        "ELAUNCH_TOKEN=made " in invitation(*found, NewToken("made", "", "Read-only file system", is_terminal=True))[1]
     )
     with pytest.raises(UsageError, match=r"~/.elaunch/stores \(Read-only file system\); give all nodes the same token"):
-        invitation(*found, Telling("made", "", "Read-only file system", is_terminal=False))
+        invitation(*found, NewToken("made", "", "Read-only file system", is_terminal=False))
 
 
 def test_what_the_store_does_not_give_is_said_with_what_does() -> None:
     memory = invitation(*asked("--nnodes", "3", "--rdzv-endpoint", "a:5", "t.py"), LOG)
     etcd = invitation(*asked("--nnodes", "3", "--rdzv-endpoint", "a:5", "--store", "etcd", "t.py"), LOG)
 
-    assert memory[0].startswith("this host serves the job's store at a:5 from its memory: it ends with this host's")
+    assert memory[0].startswith(
+        "this host serves the job's store at a:5 from its memory: store and job end with this host's"
+    )
     assert memory[0].endswith("--rdzv-endpoint of an etcd cluster")
     assert "from an etcd of its own" in etcd[0]
     assert memory[1].startswith("on each other node type: ")

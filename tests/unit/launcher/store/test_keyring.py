@@ -13,7 +13,7 @@ import pytest
 
 from elaunch.launcher.options.secret_file import private_folder, read_own, read_secret
 from elaunch.launcher.store import keyring
-from elaunch.launcher.store.keyring import Kept, Keyring
+from elaunch.launcher.store.keyring import KeptToken, KeptTokens
 from elaunch.rendezvous.endpoint import Endpoint
 from elaunch.rendezvous.secret import Secret, fingerprint
 from tests.etcd import free_ports
@@ -28,9 +28,9 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give fi
 
 KEEP = """
 import os, signal, sys
-from elaunch.launcher.store.keyring import Kept
+from elaunch.launcher.store.keyring import KeptToken
 from elaunch.rendezvous.endpoint import Endpoint
-kept = Kept(sys.argv[1], Endpoint("host0", 2379))
+kept = KeptToken(sys.argv[1], Endpoint("host0", 2379))
 print(kept.path, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -44,27 +44,27 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_kept_token_is_found_by_the_stores_certificate_and_nothing_is_left_of_it(home: Path) -> None:
     before = os.umask(0)
-    kept = Kept(TOKEN, PLACE)
+    kept = KeptToken(TOKEN, PLACE)
     os.umask(before)
 
     assert Path(kept.path).stat().st_mode & 0o777 == 0o600
     assert Path(kept.path).parent.stat().st_mode & 0o777 == 0o700
-    assert Keyring().token_for(DER) == TOKEN
-    assert Keyring().place_of(PLACE) == f"~/.elaunch/stores/{fingerprint(DER)}"
+    assert KeptTokens().token_for(DER) == TOKEN
+    assert KeptTokens().place_of(PLACE) == f"~/.elaunch/stores/{fingerprint(DER)}"
     # What the line for a node without this home says: --token-file with a copy of it.
     assert read_secret(kept.path) == TOKEN
 
     kept.remove()
-    assert Keyring().token_for(DER) == Keyring().place_of(PLACE) == ""
+    assert KeptTokens().token_for(DER) == KeptTokens().place_of(PLACE) == ""
     assert list(home.iterdir()) == []
 
 
 def test_stores_have_files_of_their_own(home: Path) -> None:
-    kept = [Kept(TOKEN, PLACE), Kept("another token than that", PLACE)]
+    kept = [KeptToken(TOKEN, PLACE), KeptToken("another token than that", PLACE)]
 
-    assert Keyring().token_for(Secret("another token than that").der) == "another token than that"
+    assert KeptTokens().token_for(Secret("another token than that").der) == "another token than that"
     kept[1].remove()
-    assert Keyring().token_for(DER) == TOKEN
+    assert KeptTokens().token_for(DER) == TOKEN
     kept[0].remove()
     assert list(home.iterdir()) == []
 
@@ -113,21 +113,21 @@ def as_another_users_folder(path: Path) -> None:
     ],
 )
 def test_what_others_could_have_put_there_is_not_believed(spoilt: Callable[[Path], None]) -> None:
-    kept = Kept(TOKEN, PLACE)
+    kept = KeptToken(TOKEN, PLACE)
 
     spoilt(Path(kept.path))
 
-    assert Keyring().token_for(DER) == Keyring().place_of(PLACE) == ""
+    assert KeptTokens().token_for(DER) == KeptTokens().place_of(PLACE) == ""
     kept.remove()
 
 
 def test_what_a_killed_agent_left_goes_with_the_next_token_and_a_living_ones_stays() -> None:
-    lives = Kept(TOKEN, PLACE)
+    lives = KeptToken(TOKEN, PLACE)
     command = [sys.executable, "-c", KEEP, "the token of a dead agent"]
     left = Path(subprocess.run(command, env=environment(), capture_output=True, text=True).stdout.strip())
     assert left.exists()
 
-    after = Kept("the token of the next agent", PLACE)
+    after = KeptToken("the token of the next agent", PLACE)
 
     assert not left.exists()
     assert Path(lives.path).exists()
@@ -139,7 +139,7 @@ def left_by(host: str, boot: str, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The file of an agent that died with its host."""
     with monkeypatch.context() as there:
         be(host, boot, there)
-        kept = Kept("the token of a dead agent", PLACE)
+        kept = KeptToken("the token of a dead agent", PLACE)
     os.close(kept._fd)
     return Path(kept.path)
 
@@ -165,7 +165,7 @@ def test_what_a_host_left_goes_with_the_next_token_there_and_what_another_left_i
     left = left_by(host, boot, monkeypatch)
     be("host-a", "boot-1", monkeypatch)
 
-    Kept(TOKEN, PLACE).remove()
+    KeptToken(TOKEN, PLACE).remove()
 
     assert left.exists() is not is_removed
 
@@ -175,17 +175,17 @@ def test_hosts_that_all_are_called_localhost_are_not_one_host(host: str, monkeyp
     left = left_by(host, "boot-0", monkeypatch)
     be(host, "boot-1", monkeypatch)
 
-    Kept(TOKEN, PLACE).remove()
+    KeptToken(TOKEN, PLACE).remove()
 
     assert left.exists()
 
 
 def test_what_lives_stays_also_where_its_host_seems_to_have_been_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
     be("host-a", "boot-0", monkeypatch)
-    lives = Kept("the token of a living agent", PLACE)
+    lives = KeptToken("the token of a living agent", PLACE)
     be("host-a", "boot-1", monkeypatch)
 
-    Kept(TOKEN, PLACE).remove()
+    KeptToken(TOKEN, PLACE).remove()
 
     assert Path(lives.path).exists()
     lives.remove()
@@ -195,11 +195,11 @@ def test_what_lives_stays_also_where_its_host_seems_to_have_been_started_again(m
 def test_a_store_at_a_loopback_address_is_at_that_of_its_own_host(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
     place = Endpoint(host, 29400)
     be("host-a", "boot-1", monkeypatch)
-    kept = Kept(TOKEN, place)
-    found = [Keyring().place_of(place)]
+    kept = KeptToken(TOKEN, place)
+    found = [KeptTokens().place_of(place)]
     for boot, network in (("boot-2", "net:[1]"), ("boot-1", "net:[2]")):
         be("host-a", boot, monkeypatch, network)
-        found.append(Keyring().place_of(place))
+        found.append(KeptTokens().place_of(place))
 
     assert found == [f"~/.elaunch/stores/{fingerprint(DER)}", "", ""]
     kept.remove()
@@ -207,10 +207,10 @@ def test_a_store_at_a_loopback_address_is_at_that_of_its_own_host(host: str, mon
 
 def test_a_store_at_an_address_that_all_hosts_know_is_found_from_each(monkeypatch: pytest.MonkeyPatch) -> None:
     be("host-a", "boot-1", monkeypatch)
-    kept = Kept(TOKEN, PLACE)
+    kept = KeptToken(TOKEN, PLACE)
     be("host-b", "boot-2", monkeypatch, "net:[2]")
 
-    assert Keyring().place_of(PLACE)
+    assert KeptTokens().place_of(PLACE)
     kept.remove()
 
 
@@ -218,12 +218,12 @@ def test_without_a_home_nothing_is_kept_or_found(monkeypatch: pytest.MonkeyPatch
     for home in ("/proc", "/nowhere"):
         monkeypatch.setenv("HOME", home)
         with pytest.raises(OSError, match=r"No such file|not permitted|denied|Read-only"):
-            Kept(TOKEN, PLACE)
-        assert Keyring().token_for(DER) == ""
+            KeptToken(TOKEN, PLACE)
+        assert KeptTokens().token_for(DER) == ""
 
 
 def test_a_folder_that_is_swapped_meanwhile_is_not_the_one_that_is_read(home: Path) -> None:
-    kept = Kept(TOKEN, PLACE)
+    kept = KeptToken(TOKEN, PLACE)
     with private_folder("~/.elaunch/stores") as folder:
         (home / ".elaunch" / "stores").rename(home / "away")
         (home / ".elaunch" / "stores").mkdir(0o700)

@@ -64,7 +64,7 @@ def test_the_command_is_refused_before_anything_runs(tmp_path: Path) -> None:
 
 def test_a_store_for_a_team_says_how_many_nodes_it_can_serve(tmp_path: Path) -> None:
     with under(70, tmp_path, "store", "--listen", "127.0.0.1:0") as job:
-        job.wait_for_output("this host's limit of open files lets it serve 13 nodes at a time")
+        job.wait_for_output("this host's limit of open files allows 13 nodes at a time")
 
 
 def under(open_files: int, folder: Path, *args: str) -> Job:

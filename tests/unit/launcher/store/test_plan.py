@@ -116,17 +116,17 @@ def test_the_endpoint_may_come_from_variables_of_ours_and_etcdctls() -> None:
     found = planned(*TWO, ETCDCTL_ENDPOINTS="https://a:1,https://b:2")
     assert found.plan.endpoints == (Endpoint("a", 1), Endpoint("b", 2))
     assert found.plan.tls == Tls()
-    assert "the store is that of ETCDCTL_ENDPOINTS: https://a:1,https://b:2" in found.notes
+    assert "the store's address comes from ETCDCTL_ENDPOINTS: https://a:1,https://b:2" in found.notes
 
 
 def test_no_place_to_meet_is_a_sentence_with_the_line_to_type() -> None:
     assert sentence_of("--nnodes", "2:4", "--log-dir", "my logs") == (
-        "--nnodes 2:4 needs a place where the nodes meet; type on each of them, with the name of one of them,"
-        " or of an etcd, as HOST: elaunch --rdzv-endpoint HOST:2379 --nnodes 2:4 --log-dir 'my logs' t.py"
+        "--nnodes 2:4 needs the address of a store where the nodes meet; type on every node, with the name of one node,"
+        " or of an etcd as HOST: elaunch --rdzv-endpoint HOST:2379 --nnodes 2:4 --log-dir 'my logs' t.py"
     )
     assert "elaunch --master-addr HOST --nnodes 2 --node-rank 1 t.py" in sentence_of(*TWO, "--node-rank", "1")
     # etcdctl's variable is not c10d's, which would serve a store on that port.
-    assert "needs a place" in sentence_of(*TWO, "--rdzv-backend", "c10d", ETCDCTL_ENDPOINTS="a:1")
+    assert "needs the address of a store" in sentence_of(*TWO, "--rdzv-backend", "c10d", ETCDCTL_ENDPOINTS="a:1")
 
 
 # --- static
@@ -149,7 +149,7 @@ def test_node_rank_0_is_the_head_of_a_static_job() -> None:
     assert (found.plan.is_head, found.plan.node_rank) == (True, 0)
     assert found.plan.endpoints == (Endpoint("fd00::1", 29501),)
     assert found.plan.master_addr == "fd00::1"
-    assert found.notes == ("this is node rank 0, since no --node-rank says otherwise",)
+    assert found.notes == ("this node has rank 0, since no --node-rank is given",)
     assert planned(*TWO, "--master-addr", "a", "--node-rank", "0").notes == ()
 
 
@@ -181,7 +181,7 @@ def test_a_rank_out_of_range_is_refused_where_ranks_are_given() -> None:
 def test_the_last_port_leaves_none_for_the_store() -> None:
     sentence = sentence_of(*TWO, "--node-rank", "0", "--master-addr", "a", "--master-port", "65535")
 
-    assert sentence.startswith("the job's store would be on the port after --master-port 65535, and there is none")
+    assert sentence.startswith("the job's store uses the port after --master-port 65535, and there is no such port")
 
 
 # --- who serves
@@ -197,7 +197,7 @@ def test_the_store_that_is_served_can_be_chosen(kind: str, serving: Serving) -> 
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (("--rdzv-endpoint", "a:1,b:1"), "the endpoints a:1,b:1 are a cluster's"),
+        (("--rdzv-endpoint", "a:1,b:1"), "the endpoints a:1,b:1 are an etcd cluster"),
         (("--rdzv-endpoint", "https://a:1"), "https://a:1 speaks https with certificates"),
         (("--rdzv-endpoint", "a:1", "--rdzv-backend", "etcd"), "--rdzv-backend etcd means an etcd that runs already"),
     ],
@@ -231,7 +231,7 @@ def test_the_token_comes_from_the_typed_file_then_the_variable_then_another_file
 @pytest.mark.parametrize("word", ["--token", "--token=abc"])
 def test_a_token_on_the_command_line_is_refused(word: str) -> None:
     assert sentence_of(*TWO, word, "abc") == (
-        "--token would show the job's secret to everybody; set ELAUNCH_TOKEN, or give --token-file FILE"
+        "--token would show the job's token to everybody; set ELAUNCH_TOKEN, or give --token-file FILE"
     )
 
 
@@ -309,7 +309,7 @@ def test_nothing_is_served_at_an_http_endpoint() -> None:
     ("conf", "sentence"),
     [
         ("user=me", "etcd's user me has no password; add --rdzv-conf password_file=FILE or ETCDCTL_PASSWORD"),
-        ("password_file=f", "--rdzv-conf password_file=f is nobody's; add user=NAME"),
+        ("password_file=f", "--rdzv-conf password_file=f has no user; add user=NAME"),
         (
             "user=me:pw",
             "--rdzv-conf user shows a password to everybody on this host; put it in a file and give password_file,"
@@ -317,7 +317,7 @@ def test_nothing_is_served_at_an_http_endpoint() -> None:
         ),
         (
             "password=pw",
-            "--rdzv-conf password would show a secret to everybody on this host; put it in a file and give"
+            "--rdzv-conf password would show a secret to every user of this host; put it in a file and give"
             " password_file, or set ETCDCTL_PASSWORD",
         ),
     ],
@@ -364,10 +364,10 @@ def test_certificates_of_etcdctl_are_for_https_endpoints() -> None:
     ("endpoint", "conf", "words"),
     [
         ("http://a", "protocol=https", "--rdzv-conf protocol=https contradicts the endpoint http://a"),
-        ("http://a", "cacert=f", "--rdzv-conf cacert is for https and the endpoint is http://a; use https://"),
-        ("a", "key=k", "--rdzv-conf key=k is the key of no certificate; add cert=FILE"),
+        ("http://a", "cacert=f", "--rdzv-conf cacert needs https, and the endpoint is http://a; use https://"),
+        ("a", "key=k", "--rdzv-conf key=k has no certificate beside it; add cert=FILE"),
         ("http://a,https://b", "protocol=http", "--rdzv-endpoint mixes http and https"),
-        ("a:0", "protocol=http", "--rdzv-endpoint a:0 lets the system choose a port"),
+        ("a:0", "protocol=http", "--rdzv-endpoint a:0: with port 0 the system chooses the port"),
     ],
 )
 def test_an_endpoint_and_settings_that_do_not_fit_are_refused(endpoint: str, conf: str, words: str) -> None:
@@ -448,9 +448,9 @@ def test_a_join_timeout_that_holds_is_taken_without_a_word() -> None:
 @pytest.mark.parametrize(
     ("argv", "why"),
     [
-        (("--rdzv-endpoint", "a,b,c"), "several endpoints are an etcd cluster's"),
-        (("--rdzv-endpoint", "https://a"), "https is spoken by an etcd"),
-        (("--rdzv-endpoint", "a", "--rdzv-conf", "transport=grpc"), "grpc is spoken by an etcd only"),
+        (("--rdzv-endpoint", "a,b,c"), "several endpoints mean an etcd cluster"),
+        (("--rdzv-endpoint", "https://a"), "https means an etcd"),
+        (("--rdzv-endpoint", "a", "--rdzv-conf", "transport=grpc"), "only an etcd speaks gRPC"),
     ],
 )
 def test_a_token_that_the_store_does_not_know_is_said_to_be_unused(argv: tuple[str, ...], why: str) -> None:
@@ -472,7 +472,7 @@ def test_a_token_for_one_endpoint_is_used_without_a_word() -> None:
 def test_torchruns_kinds_of_store_are_taken_and_said_to_mean_nothing(kind: str) -> None:
     found = planned(*TWO, "--rdzv-endpoint", "a", "--rdzv-conf", f"store_type={kind}")
 
-    assert found.ignored == (("--rdzv-conf store_type", "the store is found out at the endpoint"),)
+    assert found.ignored == (("--rdzv-conf store_type", "elaunch finds out which store listens at the endpoint"),)
 
 
 @pytest.mark.parametrize(
@@ -481,7 +481,7 @@ def test_torchruns_kinds_of_store_are_taken_and_said_to_mean_nothing(kind: str) 
         ("keep_alive_interval=0.2", "etcd's shortest"),
         ("lease_ttl=1", "--rdzv-conf lease_ttl=1 is out of range; give 2 or more"),
         ("lease_ttl=3,keep_alive_interval=1", "keep_alive_interval=1 contradicts lease_ttl=3"),
-        ("join_timeout=9,timeout=8", "--rdzv-conf timeout=8 says again what join_timeout=9 says"),
+        ("join_timeout=9,timeout=8", "--rdzv-conf timeout=8 repeats join_timeout=9"),
         ("join_timeout=soon", "--rdzv-conf join_timeout=soon is not a number of seconds"),
         ("is_host=maybe", "--rdzv-conf is_host=maybe is neither on nor off"),
         ("transport=http3", "--rdzv-conf transport=http3 is not one of gateway, grpc"),
@@ -547,7 +547,7 @@ def test_the_transport_can_be_grpc_and_then_nothing_is_served() -> None:
     found = plan_of(*TWO, "--rdzv-endpoint", "a", "--rdzv-conf", "transport=grpc")
 
     assert (found.transport, found.serving) == (Transport.GRPC, Serving.NOTHING)
-    assert "not spoken to over grpc" in sentence_of(
+    assert "does not speak gRPC" in sentence_of(
         *TWO, "--rdzv-endpoint", "a", "--rdzv-conf", "transport=grpc", "--store", "memory"
     )
 
@@ -557,7 +557,7 @@ def test_a_job_without_a_name_on_somebodys_store_is_told_what_it_is_called() -> 
     unnamed = planned(*TWO, "--rdzv-endpoint", "a", "--rdzv-backend", "etcd")
 
     assert named.notes == ()
-    assert unnamed.notes == ("the job is called none; on a store for several jobs give each its own --run-id",)
+    assert unnamed.notes == ("the job's name is none; if several jobs share the store, give each its own --run-id",)
     assert planned(*TWO, "--rdzv-endpoint", "a").notes == ()
 
 

@@ -92,7 +92,7 @@ def test_another_users_credential_is_refused(
     with_munge(tmp_path)
     monkeypatch.setenv("MAKER", "4711")
 
-    with pytest.raises(SiteError, match="the credential is another user's"):
+    with pytest.raises(SiteError, match="the credential belongs to another user"):
         fetch(meeting, 0, said)
 
 
@@ -222,7 +222,10 @@ def test_who_drips_words_holds_a_node_no_longer_than_one_exchange_may_take(
                     return
 
     begun_s = time.monotonic()
-    with impostor(meeting, drip), pytest.raises(SiteError, match=r"what listens there did not say all within 0\.5 s"):
+    with (
+        impostor(meeting, drip),
+        pytest.raises(SiteError, match=r"the program that listens there gave no whole answer within 0\.5 s"),
+    ):
         fetch(replace(meeting, may_be_etcd=False), 600, said)
 
     assert time.monotonic() - begun_s < 5
@@ -246,7 +249,7 @@ def test_words_that_no_head_says_are_a_sentence(meeting: Meeting, words: bytes) 
         fetch(replace(meeting, may_be_etcd=False), 600, said)
 
     # If unread data resets the connection, the message says that instead.
-    assert "what listens there is no head of a job" in str(caught.value) or "reset" in str(caught.value)
+    assert "the program that listens there is no head of a job" in str(caught.value) or "reset" in str(caught.value)
     assert len(str(caught.value)) < 500
 
 
@@ -294,7 +297,10 @@ def test_where_nothing_works_there_is_a_line_to_type(tmp_path: Path, meeting: Me
     with pytest.raises(SiteError) as caught:
         fetch(meeting, 60, said)
 
-    assert "no key in ~/.elaunch here is the head's, and munge does not work: 127.0.0.1 has none" in str(caught.value)
+    assert (
+        "no key in ~/.elaunch on this node is the head's key, and munge does not work: 127.0.0.1 sent no credential"
+        in str(caught.value)
+    )
     assert str(caught.value).endswith("before srun: export ELAUNCH_TOKEN=$(openssl rand -hex 16)")
 
 

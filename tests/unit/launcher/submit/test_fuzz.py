@@ -121,7 +121,7 @@ def test_a_pod_calls_elaunch_with_the_very_words(arguments: list[str], variable:
         assert "UTF-8" in str(error)  # noqa: PT017
         return
 
-    made: Any = yaml.safe_load(kubernetes.written([job(asked)]))
+    made: Any = yaml.safe_load(kubernetes.as_yaml([job(asked)]))
 
     container = made["spec"]["template"]["spec"]["containers"][0]
     secrets = {"PET_NNODES": "2", "ELAUNCH_TOKEN": "secret"}

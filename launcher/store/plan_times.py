@@ -1,0 +1,60 @@
+"""Computes the rendezvous's times from the options and the settings of --rdzv-conf."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from elaunch.launcher.cluster.cluster import Cluster
+from elaunch.launcher.errors import UsageError
+from elaunch.launcher.options.options import Options
+from elaunch.launcher.options.rdzv_conf import Conf
+from elaunch.rendezvous.times import Times
+
+
+def make_times(options: Options, conf: Conf, cluster: Cluster | None) -> Times:
+    """The times of a job of several nodes. Raises UsageError if they contradict each other."""
+    times = Times.for_lease(
+        Times.lease_ttl_s if conf.lease_ttl_s is None else conf.lease_ttl_s,
+        failure_grace_s=options.failure_grace,
+        stop_grace_s=options.stop_grace,
+        last_call_s=Times.last_call_s if conf.last_call_s is None else conf.last_call_s,
+        join_timeout_s=conf.join_timeout_s,
+        store_timeout_s=conf.store_timeout_s,
+        keys_ttl_s=conf.keys_ttl_s,
+    )
+    if conf.keepalive_s is not None:
+        times = replace(times, keepalive_s=min(times.keepalive_s, conf.keepalive_s))
+    if cluster and cluster.nodes and cluster.nodes[0] == cluster.nodes[1]:
+        times = replace(times, nodes_expected=cluster.nodes[1])
+    try:
+        times.check()
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    return with_hang_timeout(options, times)
+
+
+def with_hang_timeout(options: Options, times: Times) -> Times:
+    return replace(times, hang_timeout_s=options.hang_timeout)
+
+
+def raise_join_timeout(options: Options, conf: Conf) -> tuple[Conf, tuple[str, ...]]:
+    """`conf` with a join_timeout that is safe, and a note if it had to be raised.
+
+    torchrun accepts shorter ones.
+    """
+    if conf.join_timeout_s is None:
+        return conf, ()
+    others = Times.for_lease(
+        Times.lease_ttl_s if conf.lease_ttl_s is None else conf.lease_ttl_s,
+        failure_grace_s=options.failure_grace,
+        stop_grace_s=options.stop_grace,
+        last_call_s=Times.last_call_s if conf.last_call_s is None else conf.last_call_s,
+    )
+    shortest_s = others.join_timeout_min_s
+    if conf.join_timeout_s >= shortest_s:
+        return conf, ()
+    note = (
+        f"join_timeout is {shortest_s:g} s instead of {conf.join_timeout_s:g} s: a node may need that time to stop its"
+        f" workers (--stop-grace {options.stop_grace:g}) and to wait for more nodes"
+    )
+    return replace(conf, join_timeout_s=shortest_s), (note,)
