@@ -137,8 +137,8 @@ def failing_together(rng: random.Random, seed: int) -> Plan:
 
 
 def starting_together(_: random.Random, seed: int) -> Plan:
-    """All agents come to a job that nobody has started."""
-    return plan(seed, 4, [], call_s=0.2, watch_s=0.2)
+    """All agents come at once to a job that has ended, to run it again."""
+    return plan(seed, 4, [], call_s=0.2, watch_s=0.2, work_s=2.0, again=True)
 
 
 # How each rule is switched off.

@@ -199,7 +199,7 @@ def test_a_dollar_of_an_argument_is_no_variable_of_the_pods() -> None:
 def test_what_is_no_name_in_kubernetes_is_a_sentence(flag: str, value: str) -> None:
     image = [] if flag == "image" else ["--image=i"]
 
-    with pytest.raises(UsageError, match=f"--{flag} .* is no name of"):
+    with pytest.raises(UsageError, match=f"--{flag} .* is not the name of"):
         kubernetes.understand(take((*image, f"--{flag}={value}", "t.py"), kubernetes.FLAGS))
 
 
