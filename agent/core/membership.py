@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from elaunch.agent.core.actions import Action, Commit, Join, Renew, Say, Widen
 from elaunch.agent.core.events import Committed, Leased, LeaseLost, Tag
-from elaunch.agent.core.phases import Finished, Joining, Phase, Running
+from elaunch.agent.core.phases import Exited, Finished, Joining, Phase, Running
 from elaunch.agent.core.state import WORTH_A_WORD_S, Agent, Misfit, Step, Waiting, exit_with
 from elaunch.rendezvous.rules.leading import lead
 from elaunch.rendezvous.rules.transactions import become_leader, confirm_membership, return_as_member, start_run
@@ -14,6 +14,8 @@ from elaunch.rendezvous.types import Outcome, OutcomeKind, RankTable, Terms, hos
 
 # Whoever waits is not told of what more often than this.
 SAY_AGAIN_S = 5.0
+# A lease that ends early is told of again after this time.
+ENDS_EARLY_AGAIN_S = 30.0
 # One a lease time: by then any lease has ended, also if the store was away for the first of them.
 RUNS_REFUSED_MAX = 4
 # etcd ends a lease a little late.
@@ -48,9 +50,9 @@ def committed(agent: Agent, _phase: Phase, event: Committed, _now_s: float) -> S
     return _answered(agent, event), ()
 
 
-def leased(agent: Agent, _phase: Phase, event: Leased, _now_s: float) -> Step:
+def leased(agent: Agent, _phase: Phase, event: Leased, now_s: float) -> Step:
     """Take the new lease; a node with workers comes back by it as the same node."""
-    return agent.as_member(lease=event.lease, next_id=event.node_id), ()
+    return agent.as_member(lease=event.lease, next_id=event.node_id, leased_s=now_s), ()
 
 
 def lease_lost(agent: Agent, _phase: Phase, event: LeaseLost, now_s: float) -> Step:
@@ -59,7 +61,33 @@ def lease_lost(agent: Agent, _phase: Phase, event: LeaseLost, now_s: float) -> S
         return agent, ()
     agent = agent.as_member(lease=0, is_member=False, evicted=False)
     agent = replace(agent, lossless_until_s=now_s + agent.times.return_grace_s)
-    return (agent, ()) if agent.is_going else (agent, (Renew(),))
+    if agent.is_going:
+        return agent, ()
+    agent, actions = _note_early_end(agent, now_s)
+    return agent, actions if isinstance(agent.phase, Exited) else (*actions, Renew())
+
+
+def _note_early_end(agent: Agent, now_s: float) -> Step:
+    """Say that a lease has ended before its time. A node without workers gives up if each new one does so, too.
+
+    A lease can only end early if another client ends it, or if the store or a proxy does not tell the truth.
+    """
+    member, times = agent.membership, agent.times
+    lasted_s = now_s - member.leased_s
+    if lasted_s > times.lease_ttl_s / 2:
+        return agent.as_member(ends_early_since_s=None), ()
+    since_s = now_s if member.ends_early_since_s is None else member.ends_early_since_s
+    agent = agent.as_member(ends_early_since_s=since_s)
+    why = (
+        f"the store says that this node's lease has ended {lasted_s:.1f} s after it began, though it holds for"
+        f" {times.lease_ttl_s:g} s: another client of the store ends it, or a proxy answers in the store's place"
+    )
+    if now_s - since_s >= times.join_timeout_s and isinstance(agent.phase, (Joining, Finished)):
+        reason = f"{why}; so it was for {now_s - since_s:.0f} s"
+        return exit_with(agent, agent.outcome(OutcomeKind.UNKNOWN, reason))
+    if now_s - member.ends_early_said_s < ENDS_EARLY_AGAIN_S:
+        return agent, ()
+    return agent.as_member(ends_early_said_s=now_s), (Say(f"{why}; beginning another lease"),)
 
 
 def with_own_id(agent: Agent) -> Agent:

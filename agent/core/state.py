@@ -43,6 +43,8 @@ class Membership:
     could not start, since the job had members. The next try is at `run_again_s`, when their leases may have ended.
     `misfit` is there where the job in the store is another one.
     `has_entered` says that this node was a member once, so the store's address and login are right.
+    The lease began at `leased_s`. Leases have ended too soon since `ends_early_since_s`, None while they last; the log
+    said so at `ends_early_said_s`.
     """
 
     lease: int = 0
@@ -59,6 +61,9 @@ class Membership:
     run_again_s: float = float("-inf")
     misfit: Misfit | None = None
     has_entered: bool = False
+    leased_s: float = float("-inf")
+    ends_early_since_s: float | None = None
+    ends_early_said_s: float = float("-inf")
 
 
 class Trouble(Enum):

@@ -268,6 +268,7 @@ def _end_is_said(each: Watching) -> dict[str, str]:
     last = [line for _, line in each.hearing.lines if line][-3:]
     if "Traceback" in agent.stderr:
         return {"a traceback": f"node {each.node}"}
-    if code == 0 or (code in (2, 3) and any(_TROUBLE.search(line) for line in last)) or (code == 1 and last):
+    # An agent that may go on slowly runs still.
+    if code in (0, None) or (code in (2, 3) and any(_TROUBLE.search(line) for line in last)) or (code == 1 and last):
         return {}
     return {f"exit code {code} without a reason": f"node {each.node}: {last}"}

@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from elaunch.agent.core.actions import Join, Renew, SignalWorkers
-from elaunch.agent.core.events import LeaseLost, Looked, Signalled, Tag
+from elaunch.agent.core.actions import Action, Exit, Join, Renew, Say, SignalWorkers
+from elaunch.agent.core.events import Leased, LeaseLost, Looked, Signalled, Tag
 from elaunch.agent.core.phases import Finished, Running
-from elaunch.rendezvous.types import OpenKind
+from elaunch.agent.core.step import step
+from elaunch.rendezvous.types import OpenKind, OutcomeKind
 from tests.unit.agent.driver import (
     ALL,
     INT,
@@ -165,3 +166,50 @@ def test_a_leader_whose_lease_ended_leads_no_more_until_it_is_elected_again() ->
     assert second.snapshot.leader == second.node_id
     assert not first.agent.leads
     assert second.agent.leads
+
+
+def end_leases_early(driver: Driver, times: int) -> list[Action]:
+    """The store ends each of so many leases 0.9 s after it has begun; what the agent does."""
+    actions: list[Action] = []
+    for lease in range(1000, 1000 + times):
+        for event in (Leased(lease, f"a-{lease}"), LeaseLost(lease)):
+            driver.agent, more = step(driver.agent, event, driver.now_s)
+            actions += more
+            driver.now_s += 0.9 * isinstance(event, Leased)
+    return actions
+
+
+def test_leases_that_end_before_their_time_are_told_of_and_not_each_time() -> None:
+    first, _ = pair()
+
+    said = [action.text for action in end_leases_early(first, 30) if isinstance(action, Say)]
+
+    assert said[0] == (
+        "the store says that this node's lease has ended 0.9 s after it began, though it holds for 3 s: another client"
+        " of the store ends it, or a proxy answers in the store's place; beginning another lease"
+    )
+    assert len(said) == 1
+    assert isinstance(first.agent.phase, Running)
+
+
+def test_a_node_without_workers_gives_up_if_no_lease_lasts_for_join_timeout() -> None:
+    driver = Driver()
+
+    actions = end_leases_early(driver, int(driver.agent.times.join_timeout_s / 0.9) + 2)
+
+    (exits,) = [action for action in actions if isinstance(action, Exit)]
+    assert exits.outcome.kind is OutcomeKind.UNKNOWN
+    assert "or a proxy answers in the store's place; so it was for 600 s" in exits.outcome.reason
+
+
+def test_a_lease_that_lasted_begins_the_time_to_give_up_anew() -> None:
+    driver = Driver()
+    many = int(driver.agent.times.join_timeout_s / 0.9) - 5
+    end_leases_early(driver, many)
+    for event in (Leased(7, "a-7"), LeaseLost(7)):
+        driver.agent, _ = step(driver.agent, event, driver.now_s)
+        driver.now_s += 100
+
+    actions = end_leases_early(driver, many)
+
+    assert not [action for action in actions if isinstance(action, Exit)]
