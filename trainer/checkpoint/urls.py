@@ -49,9 +49,9 @@ class Url:
         """Another's message, without this URL's secrets."""
         text = text.replace(self.text, str(self))
         rest = self.text.partition("://")[2]
-        user, at, _ = rest.partition("/")[0].rpartition("@")
-        secrets = [user, *user.split(":")[1:], rest.partition("?")[2]] if at else [rest.partition("?")[2]]
-        for secret in filter(None, secrets):
+        user, _, _ = rest.partition("/")[0].rpartition("@")
+        _, colon, password = user.partition(":")
+        for secret in filter(None, (user if colon else "", password, rest.partition("?")[2])):
             text = text.replace(secret, "***")
         return text
 
