@@ -86,20 +86,7 @@ def test_the_command_for_an_object_store_works_and_goes_on_from_there(tmp_path: 
     section = PAGE.read_text().split("### In an object store\n", 1)[1]
     words = section.strip().splitlines()[0].split()
     assert words[0] == "elaunch"
-    size = [
-        "--steps",
-        "20",
-        "--layers",
-        "1",
-        "--width",
-        "16",
-        "--heads",
-        "2",
-        "--context",
-        "16",
-        "--checkpoint-every",
-        "10",
-    ]
+    size = ["--steps", "20", "--layers", "1", "--width", "16", "--heads", "2", "--checkpoint-every", "10"]
 
     with s3_server() as s3:
         env = {**s3.env, "OMP_NUM_THREADS": "1"}
