@@ -142,18 +142,22 @@ class ObjectStorage:
     def __init__(self, url: Url) -> None:
         self._url = url
         self._attempt = 0
-        self._recalled: list[tuple[Mark, Folder]] = []
+        self._recalled: list[tuple[Mark, Folder]] | None = None
 
     def __str__(self) -> str:
         return str(self._url)
 
     def found(self) -> list[tuple[Mark, Folder]]:
-        whole = [(mark, folder) for mark, folder in self._attempts() if folder.present([MANIFEST])]
+        whole: list[tuple[Mark, Folder]] = [
+            (mark, folder) for mark, folder in self._attempts() if folder.present([MANIFEST])
+        ]
         self._recalled = list(whole)
-        return self._recalled
+        return list(whole)
 
     def recalled(self) -> list[tuple[Mark, Folder]]:
-        # A store that does not answer is waited for by nobody who only wants to say so.
+        # Nobody who only wants to say so waits for a store that does not answer.
+        if self._recalled is None:
+            raise StorageError(None, "it has not answered yet", str(self))
         return self._recalled
 
     def folder(self, name: str) -> ObjectFolder:

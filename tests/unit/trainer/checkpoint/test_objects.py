@@ -284,9 +284,12 @@ def test_an_outage_at_the_start_begins_nothing_anew(monkeypatch: pytest.MonkeyPa
 
     with monkeypatch.context() as patched:
         patched.setattr(MemoryFileSystem, "ls", away)
-        checkpoints = opened(url)
+        said: list[str] = []
+        checkpoints = opened(url, say=said.append)
         with pytest.raises(Unreadable, match=r"does not answer .*training does not begin anew"):
             checkpoints.load_newest({})
+        checkpoints.save(2, state_of(2))
+    assert said[-1].endswith(f"; {url} cannot be read: it has not answered yet")
     # The generations that are there are asked for again.
     checkpoints.save(2, state_of(2))
     assert marks_at(url) == [Mark(5, 1), Mark(5, 2)]
