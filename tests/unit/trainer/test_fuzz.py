@@ -223,7 +223,7 @@ def test_a_run_directory_with_a_broken_configuration_is_a_sentence(tmp_path: Pat
     (tmp_path / "config.yaml").write_text(content)
 
     with pytest.raises(UsageError, match=r"config\.yaml"):
-        RunDirectory(tmp_path)._held()
+        RunDirectory(tmp_path)._held(None)
 
 
 @pytest.mark.parametrize(
