@@ -61,12 +61,12 @@ class Keeper:
     every rank, and change only within `commit`. `hook_state` is the state of a communication hook (PowerSGD's), which
     each rank has for itself. Of FSDP's and ZeRO-1's state each rank keeps its part.
 
-    `checkpoints` is the directory, or URL, of durable checkpoints: one is written every `checkpoint_every` steps, at
-    a stop and at the end. `snapshot_every` is the number of steps between copies in memory; None measures the cost of a copy and
-    keeps it under 1 % of the time. Every `stop_every` steps all ranks check whether to stop. `warm_up` does one forward
-    and backward pass on any data of the right shape; without it, a resumed run of three or more workers is not bit for
-    bit equal to a run without failures. `name` tells several trainings of one program apart. `say` takes sentences for
-    people.
+    `checkpoints` is the directory, or URL, of durable checkpoints: one is written every `checkpoint_every` steps, at a
+    stop and at the end. `snapshot_every` is the number of steps between copies in memory; None measures the cost of a
+    copy and keeps it under 1 % of the time. Every `stop_every` steps all ranks check whether to stop. `warm_up` does
+    one forward and backward pass on any data of the right shape; without it, a resumed run of three or more workers is
+    not bit for bit equal to a run without failures. `name` tells several trainings of one program apart. `say` takes
+    sentences for people.
 
     All ranks create and enter it, after `init_process_group`; without a process group it keeps a single process.
     Leaving it raises NotDurable if the last checkpoint cannot be written for a minute.
