@@ -26,9 +26,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if config is None:
             return 0
         corpus = Corpus.open(config)
-        run = RunDirectory(config.out_path)
+        run = RunDirectory(config.out_path, config.checkpoints)
         if place.leads:
-            run.claim(config, corpus)
+            run.claim(config, corpus, again=place.generation > 0)
     except UsageError as error:
         return _refuse(error, place)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from elaunch.trainer.ledger.ledger import audit_folder
 from tests.harness import REPOSITORY, Job, environment, script
+from tests.s3 import s3_server
 
 PAGE = REPOSITORY / "docs" / "trainer.md"
 
@@ -78,6 +80,24 @@ def killed(folder: Path, victim: int) -> Job:
 
 def test_the_whole_script_loses_no_sample_by_a_kill(tmp_path: Path) -> None:
     assert "[0] step 300: loss" in killed(tmp_path / "killed", 0).stdout
+
+
+def test_the_command_for_an_object_store_works_and_goes_on_from_there(tmp_path: Path) -> None:
+    section = PAGE.read_text().split("### In an object store\n", 1)[1]
+    words = section.strip().splitlines()[0].split()
+    assert words[0] == "elaunch"
+    size = ["--steps", "20", "--layers", "1", "--width", "16", "--heads", "2", "--checkpoint-every", "10"]
+
+    with s3_server() as s3:
+        env = {**s3.env, "OMP_NUM_THREADS": "1"}
+        with Job(tmp_path, *words[1:], *size, env=env) as job:
+            assert job.wait() == 0, job.output
+        assert any(key.endswith("manifest.json") for key in s3.keys("first/generation-0000-step-00000020"))
+        shutil.rmtree(tmp_path / "runs")
+        with Job(tmp_path, *words[1:], *size, env=env) as again:
+            assert again.wait() == 0, again.output
+
+    assert "restored step 20 from the checkpoint in s3://bucket/first" in again.output
 
 
 @pytest.mark.slow

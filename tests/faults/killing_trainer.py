@@ -37,7 +37,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from elaunch.trainer import train
 from elaunch.trainer.__main__ import main
-from elaunch.trainer.checkpoint import catalog
+from elaunch.trainer.checkpoint import catalog, local
 from elaunch.trainer.gpt.recorder import Recorder
 from elaunch.trainer.gpt.run_directory import RunDirectory
 from elaunch.trainer.keeper.boundary import Boundary
@@ -97,8 +97,8 @@ def plant() -> None:
     before(train, "held_out_loss", "evaluating", lambda *_: 0)
     before(RunDirectory, "write_result", "result", lambda *_: 0)
     before(Recorder, "mean_loss", "loss", lambda *_: now())
-    before(catalog, "publish", "publish", lambda folder, mark: mark.step)
-    before(catalog, "sync_directory", "published", lambda folder: newest_published(folder))
+    before(local, "publish", "publish", lambda folder, mark: mark.step)
+    before(local, "sync_directory", "published", lambda folder: newest_published(folder))
     build, copy, tell = train.build, HostCopies.copy, Boundary.tell
 
     def told(boundary: Boundary, reason: str) -> None:

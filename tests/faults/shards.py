@@ -25,7 +25,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +34,10 @@ import torch._dynamo
 import torch.distributed as dist
 from torch import nn
 
-from elaunch.trainer.checkpoint import catalog, dcp, writing
+from elaunch.trainer.checkpoint import catalog, dcp, local
 from elaunch.trainer.checkpoint.checkpoints import Checkpoints, Mark
+from elaunch.trainer.checkpoint.local import LocalFolder, LocalStorage
+from elaunch.trainer.checkpoint.objects import ObjectFolder, ObjectStorage
 from elaunch.trainer.memory.shard_file import PieceFile
 from elaunch.trainer.memory.sharded import ShardedMemory
 from elaunch.trainer.state import model_state
@@ -114,21 +116,39 @@ def whole(value: torch.Tensor) -> torch.Tensor:
 
 def at(moment: str, rank: int) -> None:
     """Be killed by SIGKILL there: `write` (in the middle of the first file), `part` (written, before it is told),
-    `manifest` (before it), `publish` (before the rename), `discard` (half of an old checkpoint is deleted);
+    `manifest` (before it), `publish` (before the rename, or the manifest of objects), `discard` (half of an old
+    checkpoint is deleted);
     of a snapshot `copy` (some tensors are copied), `unmarked` (all but the mark is there), `unsent`."""
     if rank != RANK:
         return
+
+    write, remove = ObjectFolder.write, ObjectFolder.remove
 
     def die(*_: object, **__: object) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     def halfway(self: Any, content: Any) -> int:
-        os.write(self.fileno(), bytes(content)[: len(content) // 2])
+        self._file.write(bytes(content)[: len(content) // 2])
+        self._file.flush()
         die()
         return 0
 
     def empty(path: Path, *_: object, **__: object) -> None:
         (path / catalog.MANIFEST).unlink()
+        die()
+
+    def unmarked(self: ObjectFolder, name: str, content: bytes) -> None:
+        if name == catalog.MANIFEST:
+            die()
+        write(self, name, content)
+
+    def begun(self: ObjectFolder, name: str, content: bytes) -> None:
+        if name != "begun":
+            die()
+        write(self, name, content)
+
+    def and_die(self: ObjectFolder, names: Iterable[str]) -> None:
+        remove(self, names)
         die()
 
     def partly(self: Any, tensors: Any) -> None:
@@ -140,11 +160,13 @@ def at(moment: str, rank: int) -> None:
         case "write":
             dcp._Summing.write = halfway  # type: ignore[method-assign]
         case "part":
-            writing.write_durably = die  # type: ignore[attr-defined, assignment]
+            LocalFolder.write = die  # type: ignore[assignment, method-assign]
+            ObjectFolder.write = begun  # type: ignore[method-assign]
         case "manifest":
-            writing.seal = die  # type: ignore[attr-defined, assignment]
+            LocalStorage.publish = ObjectStorage.publish = die  # type: ignore[assignment, method-assign]
         case "publish":
-            writing.publish = die  # type: ignore[attr-defined, assignment]
+            local.publish = die  # type: ignore[assignment]
+            ObjectFolder.write = unmarked  # type: ignore[method-assign]
         case "copy":
             PieceFile.copy = partly  # type: ignore[method-assign]
         case "unmarked":
@@ -152,7 +174,8 @@ def at(moment: str, rank: int) -> None:
         case "unsent":
             ShardedMemory._exchange = die  # type: ignore[assignment, method-assign]
         case "discard":
-            catalog.shutil.rmtree = empty  # type: ignore[attr-defined, assignment]
+            local.shutil.rmtree = empty  # type: ignore[attr-defined, assignment]
+            ObjectFolder.remove = and_die  # type: ignore[method-assign]
 
 
 def garble() -> None:
@@ -189,7 +212,9 @@ def main() -> None:
     done = {"step": 0}
     store: Any
     if STORE == "disk":
-        store = Checkpoints(FOLDER / "checkpoints", generation=GENERATION, say=said.append, keep=2)
+        store = Checkpoints(
+            os.environ.get("CHECKPOINTS", FOLDER / "checkpoints"), generation=GENERATION, say=said.append, keep=2
+        )
         load = store.load_newest
     else:
         store = ShardedMemory(os.environ["ELAUNCH_MEMORY"], say=said.append, generation=GENERATION)

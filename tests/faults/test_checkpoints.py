@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,10 @@ from typing import Any
 import pytest
 
 from elaunch.trainer.checkpoint.catalog import Mark, marks
-from tests.harness import wait_for
+from elaunch.trainer.checkpoint.checkpoints import Checkpoints
+from tests.harness import environment, slow, wait_for
 from tests.ranks import Ended, Nursery, Ranks, nursery
+from tests.s3 import S3, s3_server
 
 SCRIPT = Path(__file__).with_name("shards.py")
 
@@ -22,15 +25,23 @@ def _nursery() -> Iterator[Nursery]:
         yield held
 
 
-class Group:
-    """Groups of ranks one after the other, on the checkpoints in one folder."""
+@pytest.fixture(scope="module", name="s3")
+def _s3() -> Iterator[S3]:
+    with s3_server() as server:
+        yield server
 
-    def __init__(self, nursery: Nursery, folder: Path) -> None:
-        self.nursery, self.folder = nursery, folder
+
+class Group:
+    """Groups of ranks one after the other, on the checkpoints in one folder, or below one URL of `s3`."""
+
+    def __init__(self, nursery: Nursery, folder: Path, s3: S3 | None = None) -> None:
+        self.nursery, self.folder, self.s3 = nursery, folder, s3
         self.checkpoints = folder / "checkpoints"
+        self.url = f"s3://bucket/{folder.name}"
+        self.env = {} if s3 is None else {**s3.env, "CHECKPOINTS": self.url}
 
     def begin(self, world_size: int, kind: str, *actions: str, generation: int = 0, **options: Any) -> Ranks:
-        env = {"FOLDER": str(self.folder), "ELAUNCH_GENERATION": str(generation)}
+        env = {"FOLDER": str(self.folder), "ELAUNCH_GENERATION": str(generation), **self.env}
         return Ranks(self.nursery, world_size, SCRIPT, kind, "disk", *actions, env=env, **options)
 
     def run(self, world_size: int, kind: str, *actions: str, generation: int = 0) -> list[Any]:
@@ -48,16 +59,34 @@ class Group:
         return ended
 
     @property
+    def marks(self) -> list[Mark]:
+        return marks(self.url if self.s3 else self.checkpoints)
+
+    @property
     def hidden(self) -> list[str]:
+        """What is begun and not published."""
+        if self.s3:
+            keys = self.s3.keys(f"{self.folder.name}/")
+            begun = {key.rpartition("/")[0] for key in keys}
+            return [folder for folder in begun if f"{folder}/manifest.json" not in keys]
         return [path.name for path in self.checkpoints.iterdir() if path.name.startswith(".")]
 
 
 @pytest.fixture
-def group(nursery: Nursery, tmp_path: Path) -> Group:
-    return Group(nursery, tmp_path)
+def group(request: pytest.FixtureRequest, nursery: Nursery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Group:
+    if getattr(request, "param", "folder") == "folder":
+        return Group(nursery, tmp_path)
+    s3: S3 = request.getfixturevalue("s3")
+    for name, value in s3.env.items():
+        monkeypatch.setenv(name, value)
+    return Group(nursery, tmp_path, s3)
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2", "fsdp1", "zero"])
+@pytest.mark.parametrize(
+    ("group", "kind"),
+    [*(("folder", kind) for kind in ("ddp", "fsdp2", "fsdp1", "zero")), slow("s3", "ddp"), ("s3", "fsdp2")],
+    indirect=["group"],
+)
 def test_what_four_ranks_saved_is_loaded_by_three_two_and_one(group: Group, kind: str) -> None:
     saved = group.run(4, kind, "train", "3", "save")[0]
 
@@ -83,12 +112,17 @@ def test_the_weights_of_a_sharded_model_are_loaded_by_one_that_is_not_and_the_ot
 
 
 @pytest.mark.parametrize(
-    ("kind", "victim", "moment"),
+    ("group", "kind", "victim", "moment"),
     [
-        *(("ddp", 0, moment) for moment in ("write", "manifest", "publish")),
-        *(("fsdp2", 0, moment) for moment in ("write", "part", "manifest", "publish")),
-        *(("fsdp2", 1, moment) for moment in ("write", "part")),
+        *(("folder", "ddp", 0, moment) for moment in ("write", "manifest", "publish")),
+        *(("folder", "fsdp2", 0, moment) for moment in ("write", "part", "manifest", "publish")),
+        *(("folder", "fsdp2", 1, moment) for moment in ("write", "part")),
+        ("s3", "ddp", 0, "publish"),
+        slow("s3", "fsdp2", 0, "manifest"),
+        slow("s3", "fsdp2", 0, "publish"),
+        ("s3", "fsdp2", 1, "part"),
     ],
+    indirect=["group"],
 )
 def test_a_rank_killed_while_a_checkpoint_is_made_leaves_the_one_before(
     group: Group, kind: str, victim: int, moment: str
@@ -97,7 +131,7 @@ def test_a_rank_killed_while_a_checkpoint_is_made_leaves_the_one_before(
 
     group.struck(2, kind, victim, "load", "train", "1", "die", moment, str(victim), "save")
 
-    assert marks(group.checkpoints) == [Mark(0, 2)]
+    assert group.marks == [Mark(0, 2)]
     assert len(group.hidden) == 1
     loaded = group.run(2, kind, "load", generation=1)[0]
     assert (loaded["loaded"], loaded["digest"]) == ([0, 2], whole["digest"])
@@ -105,10 +139,11 @@ def test_a_rank_killed_while_a_checkpoint_is_made_leaves_the_one_before(
     assert group.hidden == []
 
 
+@pytest.mark.parametrize("group", ["folder", "s3"], indirect=True)
 def test_a_rank_killed_while_an_old_checkpoint_is_deleted_leaves_the_newest(group: Group) -> None:
     group.struck(1, "ddp", 0, *("train", "1", "save") * 2, "die", "discard", "0", "train", "1", "save")
 
-    assert marks(group.checkpoints) == [Mark(0, 2), Mark(0, 3)]
+    assert group.marks == [Mark(0, 2), Mark(0, 3)]
     loaded = group.run(1, "ddp", "load", generation=1)[0]
     assert (loaded["loaded"], loaded["said"]) == ([0, 3], [])
     assert group.hidden == []
@@ -133,7 +168,9 @@ def test_a_corrupt_newest_is_named_and_set_aside_and_the_one_before_loaded(group
     assert marks(group.checkpoints) == [Mark(0, 2)]
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+@pytest.mark.parametrize(
+    ("group", "kind"), [("folder", "ddp"), ("folder", "fsdp2"), ("s3", "fsdp2")], indirect=["group"]
+)
 def test_what_a_stale_group_still_writes_is_never_the_newest(group: Group, kind: str) -> None:
     group.run(2, kind, "train", "1", "save", generation=1)
     with group.begin(2, kind, "load", "train", "5", "touch", "ready", "await", "go", "save", generation=1) as stale:
@@ -143,7 +180,7 @@ def test_what_a_stale_group_still_writes_is_never_the_newest(group: Group, kind:
         stale.answers()
 
     assert group.run(2, kind, "load", generation=3)[0]["loaded"] == [2, 2]
-    assert marks(group.checkpoints) == [Mark(1, 6), Mark(2, 2)]
+    assert group.marks == [Mark(1, 6), Mark(2, 2)]
 
 
 def test_training_goes_on_while_a_checkpoint_is_written(group: Group) -> None:
@@ -236,3 +273,44 @@ def test_the_newest_that_are_to_be_kept_are_kept(group: Group) -> None:
 
     assert marks(group.checkpoints) == [Mark(0, 4), Mark(0, 5)]
     assert sorted(path.name for path in group.checkpoints.iterdir()) == [Mark(0, 4).folder_name, Mark(0, 5).folder_name]
+
+
+# 32 MB in twenty tensors, the second time slowly.
+UPLOADER = """
+import sys, time, torch
+from elaunch.trainer.checkpoint import dcp
+from elaunch.trainer.checkpoint.checkpoints import Checkpoints
+
+def state(step):
+    return {"step": step, "w": {str(i): torch.full((400_000,), float(step)) for i in range(20)}}
+
+checkpoints = Checkpoints(sys.argv[1], generation=0)
+checkpoints.save(1, state(1))
+write = dcp._Summing.write
+
+def slowly(self, content):
+    time.sleep(0.1)
+    return write(self, content)
+
+dcp._Summing.write = slowly
+checkpoints.save(2, state(2))
+"""
+
+
+@pytest.mark.parametrize("group", ["s3"], indirect=True)
+def test_a_writer_killed_in_the_middle_of_an_upload_leaves_the_newest_whole_one(group: Group) -> None:
+    assert group.s3
+    command = [sys.executable, "-c", UPLOADER, group.url]
+    with subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True) as writer:
+        wait_for(lambda: group.marks, "the first checkpoint", 120)
+        wait_for(lambda: group.s3 and group.s3.parts_uploaded(group.folder.name) >= 2, "half of the second", 120)
+        writer.kill()
+    assert group.marks == [Mark(0, 1)]
+
+    state: dict[str, Any] = {}
+    said: list[str] = []
+    found = Checkpoints(group.url, generation=1, say=said.append).load_newest(state)
+
+    assert (found, said) == (Mark(0, 1), [])
+    assert all(bool((tensor == 1.0).all()) for tensor in state["w"].values())
+    assert group.hidden == []

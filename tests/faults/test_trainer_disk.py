@@ -117,7 +117,7 @@ def test_a_corrupt_newest_checkpoint_costs_the_steps_since_the_one_before_and_th
         run.job.assert_nothing_is_left(killed_at_s)
         run.assert_no_memory_is_left()
         run.release("forward-0-33-0")
-        newest = found(run.out / "checkpoints")[-1][1]
+        newest = run.out / "checkpoints" / found(run.out / "checkpoints")[-1][1].name
         with next(newest.glob("*.distcp")).open("r+b") as file:
             file.seek(500)
             file.write(b"corrupt")

@@ -12,20 +12,22 @@ tear a checkpoint. A *sharded* one (FSDP, ZeRO-1) is written and read by all, in
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from elaunch.trainer.checkpoint.catalog import Mark, fencing_generation, hidden, marks, restore_replaced, sweep_hidden
+from elaunch.trainer.checkpoint.catalog import Mark, fencing_generation, marks
 from elaunch.trainer.checkpoint.loading import load_from_all, load_from_rank_0
 from elaunch.trainer.checkpoint.single_file import load_plain
+from elaunch.trainer.checkpoint.storage import Folder, Where, storage_at
+from elaunch.trainer.checkpoint.urls import StorageError
 from elaunch.trainer.ranks.agreement import Ranks
 from elaunch.trainer.state.tree import State, Tree, flatten, pack, tensors_sha256
 
@@ -57,7 +59,7 @@ class Written:
 
 
 class Checkpoints:
-    """The checkpoints of one job in `directory`, which rank 0 makes.
+    """The checkpoints of one job in `directory`, which rank 0 makes, or below a URL (`s3://bucket/run`).
 
     `generation` is the job's (`ELAUNCH_GENERATION`, else the restart count). `say` is given sentences, on rank 0.
     `group` is one that moves host memory, by default the job's own or a new gloo group. `last` is the newest that
@@ -67,7 +69,7 @@ class Checkpoints:
 
     def __init__(
         self,
-        directory: str | Path,
+        directory: Where,
         *,
         generation: int,
         keep: int = KEPT,
@@ -76,7 +78,7 @@ class Checkpoints:
     ) -> None:
         if keep < 1:
             raise ValueError(f"keep is {keep}; at least 1 checkpoint must be kept")
-        self.directory = Path(directory)
+        self.storage = storage_at(directory)
         self.last: Written | None = None
         self.failure = ""
         self._said = ""
@@ -89,14 +91,22 @@ class Checkpoints:
         self._writing: Writing | None = None
         self._begun_s = 0.0
         self._slow_said = False
+        self._is_seen = self._is_prepared = False
         if self._ranks.leads:
-            restore_replaced(self.directory)
-            self._fence = fencing_generation(self.directory, generation)
-            sweep_hidden(self.directory, self._fence)
+            # Where it does not answer, the first save asks again; whoever loads is told.
+            with contextlib.suppress(StorageError):
+                self._prepare()
+
+    def _prepare(self) -> None:
+        """Look around before the first save, on rank 0; raises OSError."""
+        self.storage.restore()
+        self._fence = fencing_generation(self.storage, self._fence)
+        self.storage.sweep(self._fence)
+        self._is_prepared = True
 
     def newest(self) -> Mark | None:
         """The newest one, whole or not, as rank 0 sees the directory; None without any."""
-        seen = marks(self.directory) if self._ranks.leads else []
+        seen = marks(self.storage) if self._ranks.leads else []
         return self._ranks.from_rank_0(seen[-1] if seen else None)
 
     def load_newest(self, state: State) -> Mark | None:
@@ -108,7 +118,7 @@ class Checkpoints:
         the checkpoint lacks, or of another shape.
         """
         load = load_from_all if flatten(state).is_sharded else load_from_rank_0
-        return load(self.directory, state, self._ranks, self._say)
+        return load(self.storage, state, self._ranks, self._say)
 
     def save_async(self, step: int, state: State) -> None:
         """Begin a checkpoint of `state` after `step`; on return it may be changed.
@@ -136,6 +146,7 @@ class Checkpoints:
         waited_s = time.monotonic() - begun_s
         order = writing.Order(
             mark=mark,
+            storage=self.storage,
             folder=folder,
             plan=plan,
             staging=self._staging,
@@ -187,13 +198,13 @@ class Checkpoints:
 
     def _failed(self, step: int, reason: str) -> None:
         try:
-            there = marks(self.directory)
+            there = self.storage.recalled()
             if there:
-                newest = f"the newest one in {self.directory} is of step {there[-1].step}"
+                newest = f"the newest one in {self.storage} is of step {there[-1][0].step}"
             else:
-                newest = f"there is none in {self.directory}"
+                newest = f"there is none in {self.storage}"
         except OSError as error:
-            newest = f"{self.directory} cannot be read: {error.strerror or error}"
+            newest = f"{self.storage} cannot be read: {error.strerror or error}"
         self.failure = f"the checkpoint of step {step} could not be written: {reason}{self._room(reason)}; {newest}"
         # One that is tried again fails for the same reason mostly.
         if self.failure != self._said:
@@ -204,34 +215,37 @@ class Checkpoints:
         """The numbers, where the disk is full."""
         if not self._size or os.strerror(errno.ENOSPC) not in reason:
             return ""
-        try:
-            there = os.statvfs(self.directory)
-        except OSError:
+        free = self.storage.free_bytes()
+        if free is None:
             return ""
-        return f" ({there.f_bavail * there.f_frsize / 1e6:,.1f} MB are free, it takes {self._size / 1e6:,.1f} MB)"
+        return f" ({free / 1e6:,.1f} MB are free, it takes {self._size / 1e6:,.1f} MB)"
 
-    def _begin(self, step: int, parts: Tree) -> tuple[Mark, Path | None]:
-        """Make the hidden folder on rank 0 and tell the others which; None where that failed."""
-        mark = Mark(self._fence, step)
-        folder = hidden(self.directory, mark, secrets.token_hex(4))
-        failure = ""
+    def _begin(self, step: int, parts: Tree) -> tuple[Mark, Folder | None]:
+        """Begin the checkpoint's folder on rank 0 and tell the others which; None where that failed."""
+        name = failure = ""
+        shown = parts.is_sharded and not self._is_seen
         if self._ranks.leads:
             try:
-                folder.mkdir(parents=True)
+                if not self._is_prepared:
+                    self._prepare()
+                name = self.storage.begin(Mark(self._fence, step), secrets.token_hex(4), shared=shown).name
             except OSError as error:
                 failure = error.strerror or str(error)
+        mark = Mark(self._fence, step)
         if parts.is_sharded:
-            mark, name, failure = self._ranks.from_rank_0((mark, folder.name, failure))
-            folder = self.directory / name
+            mark, name, failure = self._ranks.from_rank_0((mark, name, failure))
         if failure:
             if self._ranks.leads:
                 self._failed(step, failure)
             return mark, None
-        if not folder.is_dir():
+        folder = self.storage.folder(name)
+        if shown and not folder.is_there():
             raise ValueError(
-                f"rank {self._ranks.rank} does not see {self.directory}, which rank 0 writes to; the checkpoints of a "
+                f"rank {self._ranks.rank} does not see {self.storage}, which rank 0 writes to; the checkpoints of a "
                 "sharded state need a directory that all ranks share"
             )
+        # Over a network one look is enough, it keeps training waiting.
+        self._is_seen = self._is_seen or (shown and folder.is_remote)
         return mark, folder
 
     def _planned(self, parts: Tree) -> Plan:

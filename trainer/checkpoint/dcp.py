@@ -15,9 +15,8 @@ import os
 import pickle
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
-from pathlib import Path
 from typing import IO, Any, cast
 
 import torch
@@ -30,9 +29,11 @@ from torch.distributed.checkpoint.default_planner import (
     create_default_local_save_plan,
 )
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
+from elaunch.trainer.checkpoint.storage import Folder
 from elaunch.trainer.state import tree
 
 _ALLOWED = {
@@ -120,14 +121,14 @@ class Staging:
         return self._copies[item.index]
 
 
-def write(folder: Path, items: SavePlan, staging: Staging) -> Part:
+def write(folder: Folder, items: SavePlan, staging: Staging) -> Part:
     """Write this rank's tensors durably to files in `folder`.
 
     Raises OSError, also where torch has made something else of the one that a full disk raises.
     """
-    disk = _Disk()
+    disk = _Files(folder)
     try:
-        writer = _writer(folder, disk)
+        writer = _writer(disk)
         results = writer.write_data(items, staging).wait()  # type: ignore[arg-type]
     except Exception:
         if disk.error is not None:
@@ -136,15 +137,15 @@ def write(folder: Path, items: SavePlan, staging: Staging) -> Part:
     return Part(results, disk.files)
 
 
-def finish(folder: Path, metadata: records.Metadata, parts: Sequence[Part]) -> Part:
+def finish(folder: Folder, metadata: records.Metadata, parts: Sequence[Part]) -> Part:
     """Write `.metadata`, which says where everything is; on rank 0, when all `parts` are there."""
-    disk = _Disk()
-    _writer(folder, disk).finish(metadata, [part.results for part in parts])
+    disk = _Files(folder)
+    _writer(disk).finish(metadata, [part.results for part in parts])
     # It is written under another name first.
     return Part([], {name.removesuffix(".tmp"): seal for name, seal in disk.files.items()})
 
 
-def read(folder: Path, targets: Mapping[str, Tensor]) -> None:
+def read(folder: Folder, targets: Mapping[str, Tensor]) -> None:
     """Fill `targets`, DTensors too, from the checkpoint in `folder`, however many ranks have written it."""
     reader = _Reader(folder)
     metadata = reader.read_metadata()
@@ -155,7 +156,7 @@ def read(folder: Path, targets: Mapping[str, Tensor]) -> None:
     reader.read_data(items, planner).wait()
 
 
-def read_kinds(folder: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
+def read_kinds(folder: Folder) -> dict[str, tuple[torch.Size, torch.dtype]]:
     """Size and type of each tensor in the checkpoint by its name."""
     found = {}
     for name, entry in _Reader(folder).read_metadata().state_dict_metadata.items():
@@ -164,7 +165,7 @@ def read_kinds(folder: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
     return found
 
 
-def read_paths(folder: Path) -> dict[str, tree.Path]:
+def read_paths(folder: Folder) -> dict[str, tree.Path]:
     """The path of each tensor in the checkpoint by its name, all keys as strings."""
     paths: dict[str, tree.Path] = _Reader(folder).read_metadata().planner_data
     return paths
@@ -216,37 +217,73 @@ def _member(kind: object, name: str) -> Enum:
 
 
 class _Reader(FileSystemReader):
+    def __init__(self, folder: Folder) -> None:
+        super().__init__("unused")
+        self._folder = folder
+        self.fs = _Files(folder)
+
     def read_metadata(self, *args: Any, **kwargs: Any) -> records.Metadata:
-        metadata: records.Metadata = loads((Path(self.path) / ".metadata").read_bytes())
+        metadata: records.Metadata = loads(self._folder.read(".metadata"))
         return metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        if self._folder.is_remote:
+            # From the beginning of each file to its end: what is read ahead is what comes next.
+            places = self.storage_data
+            items = sorted(
+                plan.items,
+                key=lambda item: (places[item.storage_index].relative_path, places[item.storage_index].offset),
+            )
+            plan = replace(plan, items=items)
+        return super().read_data(plan, planner)
+
+    def _slice_file(self, file: IO[bytes], sinfo: Any) -> IO[bytes]:
+        if not self._folder.is_remote:
+            return super()._slice_file(file, sinfo)
+        # torch reads a tensor's end first, then its beginning: once over the network is enough.
+        file.seek(sinfo.offset)
+        return io.BytesIO(file.read(sinfo.length))
 
 
 @dataclass
-class _Disk(FileSystem):
-    """Files that are synced when they are closed, with their length and CRC-32; the first OSError is kept."""
+class _Files(FileSystem):
+    """The files of a folder, by name, with length and CRC-32 of those that are written; the first OSError is kept."""
 
+    folder: Folder
     files: dict[str, tuple[int, int]] = field(default_factory=dict)
     error: OSError | None = None
 
+    def concat_path(self, path: str | os.PathLike[str], suffix: str) -> str:
+        return suffix
+
     @contextlib.contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
-        with Path(path).open(mode) as file:
-            stream = _Summing(file, self)
-            yield stream
-            # DCP syncs what it has not flushed yet: of `.metadata` nothing at all.
-            try:
-                file.flush()
-                os.fsync(file.fileno())
-            except OSError as error:
-                self.error = error
-                raise
-        self.files[Path(path).name] = (stream.length, stream.crc)
+        name = os.fspath(path)
+        if mode == "rb":
+            with self.folder.open(name) as file:
+                yield file
+            return
+        try:
+            with self.folder.create(name) as file:
+                stream = _Summing(file, self)
+                yield stream
+        except OSError as error:
+            self.error = error
+            raise
+        self.files[name] = (stream.length, stream.crc)
+
+    def exists(self, path: str | os.PathLike[str]) -> bool:
+        """It never is: nobody has written here before."""
+        return False
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        self.folder.rename(os.fspath(path), os.fspath(new_path))
 
 
 class _Summing:
     """A file that is written from beginning to end, and sums what it is given."""
 
-    def __init__(self, file: IO[bytes], disk: _Disk) -> None:
+    def __init__(self, file: IO[bytes], disk: _Files) -> None:
         self._file, self._disk = file, disk
         self.length = self.crc = 0
 
@@ -274,12 +311,14 @@ class _Summing:
         return self._file.fileno()
 
     def close(self) -> None:
-        """`_Disk` closes it."""
+        """`_Files` closes it."""
 
 
-def _writer(folder: Path, disk: _Disk) -> FileSystemWriter:
-    # No copying ahead: what it writes is in host memory already. The files are synced by `_Disk`.
-    writer = FileSystemWriter(folder, sync_files=False, per_thread_copy_ahead=0)
+def _writer(disk: _Files) -> FileSystemWriter:
+    # No copying ahead: what it writes is in host memory already. The files are synced by the folder.
+    writer = FileSystemWriter("unused", sync_files=False, per_thread_copy_ahead=0)
     writer.fs = disk
+    # It is noted in `.metadata`.
+    writer.path = str(disk.folder)
     writer.set_up_storage_writer(is_coordinator=True)
     return writer

@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from elaunch.trainer.checkpoint import single_file
-from elaunch.trainer.checkpoint.catalog import PLAIN, Corrupt, Manifest, Mark, found, read_manifest, set_aside, verify
+from elaunch.trainer.checkpoint.catalog import PLAIN, Corrupt, Manifest, Mark, found, read_manifest, verify
+from elaunch.trainer.checkpoint.storage import Folder, Storage
+from elaunch.trainer.checkpoint.urls import StorageError
 from elaunch.trainer.ranks.agreement import Ranks
 from elaunch.trainer.state.tree import Path as Place
 from elaunch.trainer.state.tree import PerRank, State, Tree, flatten, is_shard, rebuild, some, unpack
@@ -37,45 +38,46 @@ class _Whole:
         return {name: (tensor.shape, tensor.dtype) for name, tensor in self.tensors.items()}
 
 
-def load_from_rank_0(directory: Path, state: State, ranks: Ranks, say: Callable[[str], None]) -> Mark | None:
+def load_from_rank_0(storage: Storage, state: State, ranks: Ranks, say: Callable[[str], None]) -> Mark | None:
     """Rank 0 reads and sends; see `Checkpoints.load_newest`."""
-    mark, path, whole = None, None, None
+    mark, source, whole = None, "", None
     unread: list[str] = []
-    for candidate in _newest_first(directory) if ranks.leads else ():
-        with _passing_over(candidate[1], say, unread):
-            whole = _read(candidate[1], flatten(state).tensors)
-            mark, path = candidate
+    for candidate, folder in _newest_first(storage, unread) if ranks.leads else ():
+        with _passing_over(storage, folder, say, unread):
+            whole = _read(candidate, folder, flatten(state).tensors)
+            mark, source = candidate, str(folder)
             break
     _require_read(unread if whole is None else [], ranks)
-    return _send(mark, path, whole, state, ranks)
+    return _send(mark, source, whole, state, ranks)
 
 
-def load_from_all(directory: Path, state: State, ranks: Ranks, say: Callable[[str], None]) -> Mark | None:
+def load_from_all(storage: Storage, state: State, ranks: Ranks, say: Callable[[str], None]) -> Mark | None:
     """Every rank reads its part; see `Checkpoints.load_newest`."""
-    candidates = iter(_newest_first(directory)) if ranks.leads else iter(())
     unread: list[str] = []
+    candidates = iter(_newest_first(storage, unread) if ranks.leads else ())
     while True:
         # Only rank 0's list counts: another's view of a network's file system may be old.
-        offer = _offer(candidates, say, unread) if ranks.leads else _Offer()
-        mark, path, manifest = ranks.from_rank_0((offer.mark, offer.path, offer.manifest))
-        if mark is None or path is None or manifest is None:
+        offer = _offer(storage, candidates, say, unread) if ranks.leads else _Offer()
+        name = offer.folder.name if offer.folder else ""
+        mark, name, manifest = ranks.from_rank_0((offer.mark, name, offer.manifest))
+        if mark is None or manifest is None:
             _require_read(unread if offer.whole is None else [], ranks)
-            return _send(offer.mark, offer.path, offer.whole, state, ranks)
-        path = directory / path.name
-        problems = ranks.from_all(_problem(path, manifest, ranks))
+            return _send(offer.mark, str(offer.folder), offer.whole, state, ranks)
+        folder = storage.folder(name)
+        problems = ranks.from_all(_problem(folder, manifest, ranks))
         if unseen := [rank for rank, problem in enumerate(problems) if isinstance(problem, _Unseen)]:
             raise ValueError(
-                f"rank {unseen[0]} does not see {path}, which rank 0 found; the checkpoints of a sharded state need a "
-                "directory that all ranks share"
+                f"rank {unseen[0]} does not see {folder}, which rank 0 found; the checkpoints of a sharded state need "
+                "a directory that all ranks share"
             )
         found_wrong = [problem for problem in problems if problem is not None]
         if not found_wrong:
-            _read_share(path, state)
+            _read_share(folder, state)
             return mark
         # One rank's proof is enough, whatever the others could not read.
         worst = next((problem for problem in found_wrong if isinstance(problem, Corrupt)), found_wrong[0])
         if ranks.leads:
-            with _passing_over(path, say, unread):
+            with _passing_over(storage, folder, say, unread):
                 raise worst
 
 
@@ -84,17 +86,19 @@ class _Offer:
     """Rank 0's next candidate: with the manifest of a folder, or the content of a single file; empty at the end."""
 
     mark: Mark | None = None
-    path: Path | None = None
+    folder: Folder | None = None
     manifest: Manifest | None = None
     whole: _Whole | None = None
 
 
-def _offer(candidates: Iterator[tuple[Mark, Path]], say: Callable[[str], None], unread: list[str]) -> _Offer:
-    for mark, path in candidates:
-        with _passing_over(path, say, unread):
-            if path.is_dir():
-                return _Offer(mark, path, manifest=read_manifest(path))
-            return _Offer(mark, path, whole=_read(path, {}))
+def _offer(
+    storage: Storage, candidates: Iterator[tuple[Mark, Folder]], say: Callable[[str], None], unread: list[str]
+) -> _Offer:
+    for mark, folder in candidates:
+        with _passing_over(storage, folder, say, unread):
+            if folder.single is None:
+                return _Offer(mark, folder, manifest=read_manifest(folder))
+            return _Offer(mark, folder, whole=_read(mark, folder, {}))
     return _Offer()
 
 
@@ -102,49 +106,47 @@ class _Unseen(Exception):
     """There is no such folder for this rank."""
 
 
-def _problem(path: Path, manifest: Manifest, ranks: Ranks) -> Exception | None:
+def _problem(folder: Folder, manifest: Manifest, ranks: Ranks) -> Exception | None:
     """What is wrong with this rank's share of the files, if anything."""
-    if not path.is_dir():
-        return _Unseen()
     try:
-        verify(path, manifest, sorted(manifest.files)[ranks.rank :: ranks.world_size])
+        if not folder.is_there():
+            return _Unseen()
+        verify(folder, manifest, sorted(manifest.files)[ranks.rank :: ranks.world_size])
     except (Corrupt, OSError) as error:
         return error
     return None
 
 
-def _read(path: Path, targets: Mapping[str, Tensor]) -> _Whole:
+def _read(mark: Mark, folder: Folder, targets: Mapping[str, Tensor]) -> _Whole:
     """All of a checkpoint, verified; raises Corrupt, and whatever torch raises where it cannot read what is whole.
 
     The tensors that fit are put into `targets`, which saves a copy: of a folder only, and once it is verified.
     """
-    if not path.is_dir():
-        mark = Mark.of(path)
-        assert mark is not None
-        held = flatten(single_file.read(path, mark.step))
+    if folder.single is not None:
+        held = flatten(single_file.read(folder.single, mark.step))
         return _Whole(held.plain, held.paths, held.tensors)
     from elaunch.trainer.checkpoint import dcp
 
-    manifest = read_manifest(path)
-    verify(path, manifest, manifest.files)
-    plain, paths, _ = unpack((path / PLAIN).read_bytes())
-    kinds = dcp.read_kinds(path)
+    manifest = read_manifest(folder)
+    verify(folder, manifest, manifest.files)
+    plain, paths, _ = unpack(folder.read(PLAIN))
+    kinds = dcp.read_kinds(folder)
     tensors = {name: _empty(kinds[name]) for name in paths}
     tensors |= {n: t for n, t in targets.items() if n in tensors and (t.shape, t.dtype) == kinds[n]}
-    dcp.read(path, tensors)
+    dcp.read(folder, tensors)
     return _Whole(plain, paths, tensors)
 
 
-def _send(mark: Mark | None, path: Path | None, whole: _Whole | None, state: State, ranks: Ranks) -> Mark | None:
+def _send(mark: Mark | None, source: str, whole: _Whole | None, state: State, ranks: Ranks) -> Mark | None:
     """Put what rank 0 has read into everybody's state."""
-    head: Any = (mark, path, whole.plain, whole.paths, whole.kinds) if whole else None
+    head: Any = (mark, source, whole.plain, whole.paths, whole.kinds) if whole else None
     head = ranks.from_rank_0(head)
     if head is None:
         return None
     found_mark: Mark
-    found_mark, path, plain, paths, kinds = head
+    found_mark, source, plain, paths, kinds = head
     target = flatten(state)
-    _require(target, kinds, str(path))
+    _require(target, kinds, source)
     tensors: dict[str, Tensor] = {}
     for name, (size, dtype) in kinds.items():
         if whole is not None:
@@ -168,12 +170,12 @@ def _sendable(tensor: Tensor) -> Tensor:
     return tensor.cpu().contiguous()
 
 
-def _read_share(path: Path, state: State) -> None:
+def _read_share(folder: Folder, state: State) -> None:
     """Put this rank's part of a verified checkpoint into its state."""
     from elaunch.trainer.checkpoint import dcp
 
-    share = Share(state, (path / PLAIN).read_bytes(), dcp.read_kinds(path), dcp.read_paths(path), str(path))
-    dcp.read(path, share.tensors)
+    share = Share(state, folder.read(PLAIN), dcp.read_kinds(folder), dcp.read_paths(folder), str(folder))
+    dcp.read(folder, share.tensors)
     share.put()
 
 
@@ -253,12 +255,16 @@ def _put(state: State, plain: Any, leaves: dict[Place, object]) -> None:
     state.update(loaded)
 
 
-def _newest_first(directory: Path) -> list[tuple[Mark, Path]]:
-    return list(reversed(found(directory)))
+def _newest_first(storage: Storage, unread: list[str]) -> list[tuple[Mark, Folder]]:
+    try:
+        return list(reversed(found(storage)))
+    except StorageError as error:
+        unread.append(f"{error.filename} cannot be read ({error.strerror})")
+        return []
 
 
 @contextlib.contextmanager
-def _passing_over(path: Path, say: Callable[[str], None], unread: list[str]) -> Iterator[None]:
+def _passing_over(storage: Storage, folder: Folder, say: Callable[[str], None], unread: list[str]) -> Iterator[None]:
     """Go on where a checkpoint is of no use: renamed where its bytes prove to be wrong, else noted in `unread`."""
     try:
         yield
@@ -266,12 +272,12 @@ def _passing_over(path: Path, say: Callable[[str], None], unread: list[str]) -> 
         # Nothing is wrong with the checkpoint, and there is no more room for the one before.
         raise
     except Corrupt as error:
-        say(f"skipping {path}: it is torn or corrupt ({_reason(error)}); trying the one before it")
-        set_aside(path)
+        say(f"skipping {folder}: it is torn or corrupt ({_reason(error)}); trying the one before it")
+        storage.set_aside(folder)
     # The disk's, the network's, the device's or this release's trouble: the bytes may be right.
     except Exception as error:
-        unread.append(f"{path} cannot be read ({_reason(error)})")
-        say(f"skipping {path}: it cannot be read ({_reason(error)}); trying the one before it")
+        unread.append(f"{folder} cannot be read ({_reason(error)})")
+        say(f"skipping {folder}: it cannot be read ({_reason(error)}); trying the one before it")
 
 
 def _require_read(unread: list[str], ranks: Ranks) -> None:

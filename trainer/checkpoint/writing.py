@@ -2,34 +2,30 @@
 
 The ranks meet in the files alone. A rank whose part is on the disk leaves `part-RRRRR` beside it; rank 0 waits for all
 others' and then writes the rest. No collective is used here: it would have to be kept apart from training's, and a rank
-whose peer has died would sit in it for minutes. When a rank dies, the folder stays without its final name.
+whose peer has died would sit in it for minutes. When a rank dies, the checkpoint stays unpublished.
 """
 
 from __future__ import annotations
 
 import contextlib
 import pickle
-import shutil
 import threading
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from elaunch.trainer.checkpoint import dcp
-from elaunch.trainer.checkpoint.catalog import PLAIN, Manifest, Mark, keep_newest, publish, seal
-from elaunch.trainer.files import write_durably
-
-# How often rank 0 looks for the others' parts.
-_POLL_S = 0.01
+from elaunch.trainer.checkpoint.catalog import PLAIN, Manifest, Mark, keep_newest
+from elaunch.trainer.checkpoint.storage import Folder, Storage
 
 
 @dataclass(frozen=True)
 class Order:
-    """What is to be written. `plain` is the packed rest of the state; `ranks` share the work, `folder` is hidden."""
+    """What is to be written. `plain` is the packed rest of the state; `folder` is unpublished, `ranks` share it."""
 
     mark: Mark
-    folder: Path
+    storage: Storage
+    folder: Folder
     plan: dcp.Plan
     staging: dcp.Staging
     plain: bytes
@@ -89,10 +85,10 @@ class Writing:
         if parts:
             # Old ones that stay cost room, and are tried again after the next.
             with contextlib.suppress(OSError):
-                keep_newest(order.folder.parent, order.keep, order.mark)
+                keep_newest(order.storage, order.keep, order.mark)
             self._on_published(size)
         else:
-            shutil.rmtree(order.folder, ignore_errors=True)
+            order.storage.abandon(order.folder)
 
     def _write_part(self) -> dcp.Part | None:
         order = self.order
@@ -101,8 +97,7 @@ class Writing:
         except Exception as error:
             self.failure = _reason(error)
             with contextlib.suppress(OSError):
-                for path in order.folder.glob(f"__{order.rank}_*"):
-                    path.unlink()
+                order.folder.remove(name for name in order.folder.names() if name.startswith(f"__{order.rank}_"))
             part = None
         if order.rank:
             try:
@@ -116,41 +111,41 @@ class Writing:
         """To rank 0: this rank's part, or empty where there is none, or it would wait for what never comes."""
         order = self.order
         try:
-            write_durably(_part_path(order.folder, order.rank), words)
+            order.folder.write(_part_name(order.rank), words)
         except OSError:
             # A disk that is full may have room for this.
-            write_durably(_part_path(order.folder, order.rank), b"")
+            order.folder.write(_part_name(order.rank), b"")
             raise
 
     def _all_parts(self, own: dcp.Part | None) -> list[dcp.Part]:
         """Everybody's part by rank, empty where one has failed; when nobody writes in the folder any more."""
+        order = self.order
         parts = {0: own}
-        while len(parts) < self.order.ranks:
-            for rank in range(1, self.order.ranks):
-                path = _part_path(self.order.folder, rank)
-                if rank not in parts and path.exists():
-                    content = path.read_bytes()
-                    parts[rank] = dcp.loads(content) if content else None
-                    path.unlink()
-            if len(parts) < self.order.ranks and self._given_up.wait(_POLL_S):
+        missing = {_part_name(rank): rank for rank in range(1, order.ranks)}
+        while missing:
+            told = order.folder.present(missing)
+            for name in told:
+                content = order.folder.read(name)
+                parts[missing.pop(name)] = dcp.loads(content) if content else None
+            order.folder.remove(told)
+            if missing and self._given_up.wait(order.storage.poll_s):
                 return []
         whole = [part for _, part in sorted(parts.items()) if part is not None]
-        return whole if len(whole) == self.order.ranks else []
+        return whole if len(whole) == order.ranks else []
 
     def _seal_and_publish(self, parts: list[dcp.Part]) -> int:
         order = self.order
         assert order.plan.metadata is not None
         files: dict[str, tuple[int, int]] = {PLAIN: (len(order.plain), zlib.crc32(order.plain))}
-        write_durably(order.folder / PLAIN, order.plain)
+        order.folder.write(PLAIN, order.plain)
         for part in (*parts, dcp.finish(order.folder, order.plan.metadata, parts)):
             files.update(part.files)
-        seal(order.folder, Manifest(order.mark, order.ranks, files))
-        publish(order.folder, order.mark)
+        order.storage.publish(order.folder, Manifest(order.mark, order.ranks, files))
         return sum(length for length, _ in files.values())
 
 
-def _part_path(folder: Path, rank: int) -> Path:
-    return folder / f"part-{rank:05d}"
+def _part_name(rank: int) -> str:
+    return f"part-{rank:05d}"
 
 
 def _reason(error: Exception) -> str:

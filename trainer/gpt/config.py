@@ -12,6 +12,7 @@ from typing import TypeAlias
 
 import click
 
+from elaunch.trainer.checkpoint.storage import storage_at
 from elaunch.trainer.data.order import fitting_micro_batch
 from elaunch.trainer.ranks.place import RankInfo
 
@@ -28,7 +29,8 @@ class TrainConfig:
 
     `global_batch` counts windows of `context` bytes per optimizer step, over all workers, and `micro_batch` those of
     one forward pass. `learning_rate` is the peak. `snapshot_every` is None where the measured cost decides, `out` and
-    `data` where the user left the choice to us (see `out_path` and `Corpus.open`).
+    `data` where the user left the choice to us (see `out_path` and `Corpus.open`). `checkpoints` is a folder or a URL,
+    None the run directory's own.
     """
 
     steps: int = 400
@@ -39,6 +41,7 @@ class TrainConfig:
     snapshot_every: int | None = None
     out: Path | None = None
     data: Path | None = None
+    checkpoints: str | None = None
     layers: int = 4
     heads: int = 4
     width: int = 128
@@ -51,7 +54,7 @@ class TrainConfig:
     @property
     def identity(self) -> dict[str, Plain]:
         """The options that change what is computed. A run directory holds one such set; the others may vary."""
-        free = ("out", "checkpoint_every", "snapshot_every", "ledger")
+        free = ("out", "checkpoints", "checkpoint_every", "snapshot_every", "ledger")
         plain = {**asdict(self), "data": None if self.data is None else str(self.data.absolute())}
         return {key: value for key, value in plain.items() if key not in free}
 
@@ -71,6 +74,11 @@ class TrainConfig:
                 f"use --width {_next_multiple(self.width, self.heads)} or another number of heads"
             )
         self._check_batch(world_size)
+        if self.checkpoints is not None:
+            try:
+                storage_at(self.checkpoints)
+            except ValueError as error:
+                raise UsageError(f"--checkpoints: {error}") from error
 
     def _check_batch(self, world_size: int) -> None:
         batch, micro = self.global_batch, self.micro_batch
@@ -174,6 +182,12 @@ _COUNT = click.IntRange(min=1)
     metavar="DIR",
     help="Run directory; the same command with the same DIR goes on where it was. On several nodes: a "
     "shared one.  [default: runs/<name made from the options>]",
+)
+@click.option(
+    "--checkpoints",
+    metavar="DIR|URL",
+    help="Where the checkpoints go: a folder, or a URL that fsspec reaches, as s3://bucket/run.  "
+    "[default: checkpoints in --out]",
 )
 @click.option(
     "--data",

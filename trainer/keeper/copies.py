@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from elaunch.trainer.checkpoint.catalog import marks, unwritable
+from elaunch.trainer.checkpoint.catalog import marks
 from elaunch.trainer.checkpoint.checkpoints import Checkpoints
 from elaunch.trainer.checkpoint.loading import Unreadable
+from elaunch.trainer.checkpoint.storage import Storage
+from elaunch.trainer.checkpoint.urls import StorageError
 from elaunch.trainer.memory.device_copy import GpuCopies, HostCopies
 from elaunch.trainer.memory.mirror import Mirror
 from elaunch.trainer.memory.recovery_plan import repeated, sentence
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class Copies:
-    """Keeps the state of `training`. `folder` is the node's memory; `directory`, if any, holds the checkpoints.
+    """Keeps the state of `training`. `folder` is the node's memory; `storage`, if any, holds the checkpoints.
 
     All ranks create it together. `save_replicated`, `put_down` and `done` are local to a rank; all other methods are
     collective.
@@ -42,11 +43,11 @@ class Copies:
         place: RankInfo,
         *,
         folder: str,
-        directory: Path | None,
+        storage: Storage | None,
         name: str,
         say: Callable[[str], None],
     ) -> None:
-        training.require_plain(durably=directory is not None)
+        training.require_plain(durably=storage is not None)
         self._training, self._peers, self._place, self._say = training, peers, place, say
         self.gpu = GpuCopies(training.device) if training.device.type == "cuda" else HostCopies()
         self._node_memory = None
@@ -70,11 +71,11 @@ class Copies:
         self._full: Version | None = None
         self._is_kept = True
         self._said: set[str] = set()
-        self._directory, self._checkpoints, self._checkpointed = directory, None, -1
-        if directory is not None:
-            self._checkpoints = Checkpoints(directory, generation=place.generation, say=say, group=peers.group)
-            if peers.leads and (why := unwritable(directory)):
-                say(f"checkpoints cannot be written to {directory}: {why}; until they can, there are none")
+        self._storage, self._checkpoints, self._checkpointed = storage, None, -1
+        if storage is not None:
+            self._checkpoints = Checkpoints(storage, generation=place.generation, say=say, group=peers.group)
+            if peers.leads and (why := storage.unwritable()):
+                say(f"checkpoints cannot be written to {storage}: {why}; until they can, there are none")
         self._put: tuple[object, dict[str, Any]] = (None, {})
         # How many completed steps `restore` has lost.
         self.repeated = 0
@@ -232,10 +233,10 @@ class Copies:
 
     def where_to_go_on(self, step: int) -> str:
         """From where the same command continues after a stop at `step`, as the rest of a sentence. Only on rank 0."""
-        if self._directory is None:
+        if self._storage is None:
             return ""
         try:
-            there = marks(self._directory)
+            there = [mark for mark, _ in self._storage.recalled()]
         except OSError:
             return ""
         if not there:
@@ -279,10 +280,20 @@ class Copies:
         return Mirror(self._peers, nodes, node_memory.records, self._say_once)
 
     def _restore_from_disk(self, *, newer_than: int, done: int) -> Version | None:
-        if self._checkpoints is None or self._directory is None:
+        if self._checkpoints is None or self._storage is None:
             return None
-        newest = max((mark.step for mark in marks(self._directory)), default=-1) if self._peers.leads else -1
-        if self._peers.from_rank_0(newest) <= newer_than:
+        newest, unreached = -1, ""
+        if self._peers.leads:
+            try:
+                newest = max((mark.step for mark in marks(self._storage)), default=-1)
+            except StorageError as error:
+                unreached = f"the checkpoints in {error.filename} cannot be reached: {error.strerror}"
+        newest, unreached = self._peers.from_rank_0((newest, unreached))
+        if unreached and newer_than < 0:
+            raise Unreadable(f"{unreached}; training does not begin anew while there may be some")
+        if unreached:
+            self._tell(f"{unreached}; there is a state in memory, which is taken")
+        if newest <= newer_than:
             return None
         try:
             mark = self._training.load_whole(self._checkpoints.load_newest, self._peers.rank, self._peers.world_size)
@@ -297,7 +308,7 @@ class Copies:
         self.repeated = max(0, done - mark.step)
         # After another job no worker's memory is left, so the number of lost steps is unknown.
         lost = f"; {repeated(self.repeated)}" if done else ""
-        self._tell(f"restored step {mark.step} from the checkpoint in {os.fspath(self._directory)}{lost}")
+        self._tell(f"restored step {mark.step} from the checkpoint in {self._storage}{lost}")
         self._checkpointed = mark.step
         return Version(self._place.generation, mark.step)
 

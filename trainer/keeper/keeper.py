@@ -21,13 +21,13 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from torch import nn
 
 from elaunch.trainer import link
+from elaunch.trainer.checkpoint.storage import storage_at
 from elaunch.trainer.keeper.boundary import Boundary, Stopped, Wish
 from elaunch.trainer.keeper.copies import Copies
 from elaunch.trainer.keeper.pace import Pace
@@ -61,12 +61,12 @@ class Keeper:
     every rank, and change only within `commit`. `hook_state` is the state of a communication hook (PowerSGD's), which
     each rank has for itself. Of FSDP's and ZeRO-1's state each rank keeps its part.
 
-    `checkpoints` is the directory of durable checkpoints: one is written every `checkpoint_every` steps, at a stop and
-    at the end. `snapshot_every` is the number of steps between copies in memory; None measures the cost of a copy and
-    keeps it under 1 % of the time. Every `stop_every` steps all ranks check whether to stop. `warm_up` does one forward
-    and backward pass on any data of the right shape; without it, a resumed run of three or more workers is not bit for
-    bit equal to a run without failures. `name` tells several trainings of one program apart. `say` takes sentences for
-    people.
+    `checkpoints` is the directory, or URL, of durable checkpoints: one is written every `checkpoint_every` steps, at a
+    stop and at the end. `snapshot_every` is the number of steps between copies in memory; None measures the cost of a
+    copy and keeps it under 1 % of the time. Every `stop_every` steps all ranks check whether to stop. `warm_up` does
+    one forward and backward pass on any data of the right shape; without it, a resumed run of three or more workers is
+    not bit for bit equal to a run without failures. `name` tells several trainings of one program apart. `say` takes
+    sentences for people.
 
     All ranks create and enter it, after `init_process_group`; without a process group it keeps a single process.
     Leaving it raises NotDurable if the last checkpoint cannot be written for a minute.
@@ -97,7 +97,7 @@ class Keeper:
             raise ValueError(f"name is {name!r}; it is part of a file's name: letters, digits, _ and -")
         self._model = model
         self._training = Training(model, optimizer, scheduler, scaler, extra, hook_state)
-        self._directory = None if checkpoints is None else Path(checkpoints)
+        self._storage = None if checkpoints is None else storage_at(checkpoints)
         self._checkpoint_every, self._snapshot_every, self._stop_every = checkpoint_every, snapshot_every, stop_every
         self._warm_up, self._name, self._say = warm_up, name, say or _to_stderr
         self._place = RankInfo.from_environ(os.environ)
@@ -137,7 +137,7 @@ class Keeper:
                 self._peers,
                 self._place,
                 folder=os.environ.get("ELAUNCH_MEMORY", ""),
-                directory=self._directory,
+                storage=self._storage,
                 name=self._name,
                 say=self._say,
             )

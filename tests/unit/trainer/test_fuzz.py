@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from elaunch.rendezvous import codec
 from elaunch.trainer.checkpoint.catalog import MANIFEST, Corrupt, read_manifest, verify
+from elaunch.trainer.checkpoint.local import LocalFolder
 from elaunch.trainer.data.order import Order
 from elaunch.trainer.files import parse_json
 from elaunch.trainer.gpt.config import UsageError
@@ -166,8 +167,8 @@ def test_a_manifest_is_one_or_corrupt(folders: pytest.TempPathFactory, text: str
     (folder / MANIFEST).write_bytes(text.encode(errors="surrogatepass"))
     with bounded():
         try:
-            found = read_manifest(folder)
-            verify(folder, found, found.files)
+            found = read_manifest(LocalFolder(folder))
+            verify(LocalFolder(folder), found, found.files)
         except ValueError as error:
             assert isinstance(error, Corrupt) or "its format is" in str(error)  # noqa: PT017
 
@@ -222,7 +223,7 @@ def test_a_run_directory_with_a_broken_configuration_is_a_sentence(tmp_path: Pat
     (tmp_path / "config.yaml").write_text(content)
 
     with pytest.raises(UsageError, match=r"config\.yaml"):
-        RunDirectory(tmp_path)._held()
+        RunDirectory(tmp_path)._held(None)
 
 
 @pytest.mark.parametrize(
@@ -236,7 +237,7 @@ def test_a_manifest_of_another_shape_is_corrupt(tmp_path: Path, changed: dict[st
     (folder / MANIFEST).write_text(json.dumps({**json.loads(MANIFEST_TEXT), **changed}))
 
     with pytest.raises(Corrupt, match="missing or torn"):
-        read_manifest(folder)
+        read_manifest(LocalFolder(folder))
 
 
 def test_a_piece_of_any_bytes_is_torn(tmp_path: Path) -> None:

@@ -22,10 +22,10 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint import metadata as records
 
-from elaunch.trainer.checkpoint import catalog as folders
-from elaunch.trainer.checkpoint import checkpoints, dcp, writing
+from elaunch.trainer.checkpoint import catalog, checkpoints, dcp, local, writing
 from elaunch.trainer.checkpoint.checkpoints import Checkpoints, Mark, load_plain, marks, tensors_sha256
 from elaunch.trainer.checkpoint.loading import Unreadable
+from elaunch.trainer.checkpoint.local import LocalFolder, LocalStorage
 from elaunch.trainer.files import sweep, write_durably
 from elaunch.trainer.state.tree import PerRank, flatten
 
@@ -253,21 +253,22 @@ def test_no_other_attribute_is_read_from_a_checkpoint(owner: object, name: str) 
 
 def seal_again(folder: Path) -> None:
     """Make the manifest that of what is in the folder now."""
-    manifest = folders.read_manifest(folder)
-    files = {name: folders.sums(folder / name) for name in manifest.files}
-    folders.seal(folder, folders.Manifest(manifest.mark, manifest.world_size, files))
+    held = LocalFolder(folder)
+    manifest = catalog.read_manifest(held)
+    files = {name: held.sums(name) for name in manifest.files}
+    held.write(catalog.MANIFEST, replace(manifest, files=files).to_bytes())
 
 
 def fails(monkeypatch: pytest.MonkeyPatch, error: Exception, *paths: Path) -> None:
     """Have the reading of these folders fail."""
-    real = folders.sums
+    real = LocalFolder.sums
 
-    def sums(path: Path) -> tuple[int, int]:
-        if path.parent in paths:
+    def sums(self: LocalFolder, name: str) -> tuple[int, int]:
+        if self.path in paths:
             raise error
-        return real(path)
+        return real(self, name)
 
-    monkeypatch.setattr(folders, "sums", sums)
+    monkeypatch.setattr(LocalFolder, "sums", sums)
 
 
 NO_PROOF = [
@@ -350,7 +351,7 @@ def test_newer_ones_that_could_not_be_read_do_not_cost_the_one_just_written(tmp_
 
 def test_a_writer_killed_while_it_replaces_a_checkpoint_leaves_one_of_that_name(tmp_path: Path) -> None:
     first = save(tmp_path, 0, 1)
-    making = folders.hidden(tmp_path, Mark(0, 1), "ab")
+    making = local.hidden(tmp_path, Mark(0, 1), "ab")
     shutil.copytree(first, making)
     child = os.fork()
     if child == 0:
@@ -362,7 +363,7 @@ def test_a_writer_killed_while_it_replaces_a_checkpoint_leaves_one_of_that_name(
             return real(self, target)
 
         Path.rename = rename  # type: ignore[assignment, method-assign]
-        folders.publish(making, Mark(0, 1))
+        local.publish(making, Mark(0, 1))
         os._exit(1)
     assert os.waitpid(child, 0)[1] == signal.SIGKILL
     assert not first.exists()
@@ -377,7 +378,7 @@ def test_a_checkpoint_that_cannot_be_replaced_keeps_its_name(tmp_path: Path) -> 
 
     # The first of the two renames succeeds, the second finds nothing to rename.
     with pytest.raises(FileNotFoundError):
-        folders.publish(folders.hidden(tmp_path, Mark(0, 1), "ab"), Mark(0, 1))
+        local.publish(local.hidden(tmp_path, Mark(0, 1), "ab"), Mark(0, 1))
 
     # At once, not at the next start.
     assert marks(tmp_path) == [Mark(0, 1)]
@@ -460,14 +461,14 @@ def test_what_changes_after_save_async_is_not_in_the_checkpoint(
 def test_a_second_checkpoint_waits_for_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
     go = threading.Event()
-    real = writing.publish
+    real = local.publish
 
     def publish(folder: Path, mark: Mark) -> Path:
         go.wait(10)
         events.append(f"published {mark.step}")
         return real(folder, mark)
 
-    monkeypatch.setattr(writing, "publish", publish)
+    monkeypatch.setattr(local, "publish", publish)
     checkpoints = Checkpoints(tmp_path, generation=0, say=pytest.fail)
 
     checkpoints.save_async(1, state_of(1))
@@ -485,9 +486,9 @@ def test_a_checkpoint_that_takes_most_of_the_time_between_two_is_said_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checkpoints, "_SLOW_S", 0.1)
-    real = writing.publish
+    real = local.publish
     late = threading.Event()
-    monkeypatch.setattr(writing, "publish", lambda *given: late.wait(0.2) or real(*given))
+    monkeypatch.setattr(local, "publish", lambda *given: late.wait(0.2) or real(*given))
     said: list[str] = []
     made = Checkpoints(tmp_path, generation=0, say=said.append)
 
@@ -534,7 +535,8 @@ def test_the_folder_of_a_failed_checkpoint_goes_when_no_rank_writes_in_it_any_mo
     plan = dcp.plan({"weight": torch.zeros(2)}, {"weight": ("weight",)}, None)
     nothing = dcp.Staging()
 
-    order = writing.Order(Mark(0, 1), folder, plan, nothing, plain=b"", rank=0, ranks=3, keep=1)
+    places = LocalStorage(tmp_path), LocalFolder(folder)
+    order = writing.Order(Mark(0, 1), *places, plan, nothing, plain=b"", rank=0, ranks=3, keep=1)
     failed = writing.Writing(order, lambda size: None)
     assert failed.own_part()
     write_durably(folder / "part-00001", b"")
@@ -564,8 +566,9 @@ def test_a_part_that_could_not_be_announced_stays_for_rank_0_may_have_seen_it(
             raise OSError(28, "No space left on device")
         write_durably(path, content)
 
-    monkeypatch.setattr(writing, "write_durably", durably)
-    order = writing.Order(Mark(0, 1), folder, plan, staging, plain=b"", rank=1, ranks=2, keep=1)
+    monkeypatch.setattr(local, "write_durably", durably)
+    places = LocalStorage(tmp_path), LocalFolder(folder)
+    order = writing.Order(Mark(0, 1), *places, plan, staging, plain=b"", rank=1, ranks=2, keep=1)
     part = writing.Writing(order, lambda size: None)
 
     assert part.own_part() == "No space left on device"
@@ -634,7 +637,7 @@ def test_everything_is_durable_before_it_has_its_name_and_the_name_after(
 def test_what_killed_writers_left_is_swept_but_not_a_newer_groups(tmp_path: Path) -> None:
     save(tmp_path, 1, 1)
     for generation in (1, 2):
-        folder = folders.hidden(tmp_path, Mark(generation, 2), "ab")
+        folder = local.hidden(tmp_path, Mark(generation, 2), "ab")
         folder.mkdir()
         (folder / "half").write_text("half")
 

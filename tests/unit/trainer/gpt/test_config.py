@@ -31,6 +31,8 @@ TWO = RankInfo(rank=0, world_size=2, launched=True)
         (["--stepz", "3"], "--stepz"),
         (["--dropout", "1"], "--dropout"),
         (["stray"], "stray"),
+        (["--checkpoints", "s33://bucket/run"], "s33://bucket/run begins with s33://, which fsspec does not know"),
+        (["--checkpoints", "gs://bucket/run"], "gs:// needs the package gcsfs: pip install gcsfs"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_meant_is_one_sentence_with_its_values(argv: list[str], sentence: str) -> None:
@@ -167,6 +169,50 @@ def test_an_out_that_cannot_be_a_directory_is_one_sentence(
 
     with pytest.raises(UsageError, match=r"--out .*/text cannot be used"):
         RunDirectory(tmp_path / "text").claim(config, corpus)
+
+
+@pytest.mark.parametrize("place", ["memory://bucket/{}", "file://{}/there", "{}/there"])
+def test_checkpoints_elsewhere_are_one_runs_and_say_whose(
+    run: tuple[RunDirectory, TrainConfig, Corpus], tmp_path: Path, place: str
+) -> None:
+    _, config, corpus = run
+    place = place.format(tmp_path)
+    config = replace(config, checkpoints=place)
+
+    # On another machine nothing is left of --out.
+    for out in ("one", "other"):
+        RunDirectory(tmp_path / out, place).claim(config, corpus)
+    with pytest.raises(UsageError, match=r"--checkpoints .* holds a run with seed 0, not seed 5; give another --check"):
+        RunDirectory(tmp_path / "third", place).claim(replace(config, seed=5), corpus)
+
+
+def test_checkpoints_elsewhere_of_nobody_are_not_taken_over(
+    run: tuple[RunDirectory, TrainConfig, Corpus], tmp_path: Path
+) -> None:
+    _, config, corpus = run
+    place = tmp_path / "there"
+    (place / "generation-0000-step-00000001").mkdir(parents=True)
+
+    with pytest.raises(UsageError, match=r"--checkpoints .*/there holds checkpoints but no config\.yaml"):
+        RunDirectory(tmp_path / "out", str(place)).claim(replace(config, checkpoints=str(place)), corpus)
+
+
+def test_checkpoints_elsewhere_that_cannot_be_reached_stop_a_start_but_no_restart(
+    run: tuple[RunDirectory, TrainConfig, Corpus], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    def away(*_: object, **__: object) -> None:
+        raise ConnectionError("connection refused")
+
+    monkeypatch.setattr(MemoryFileSystem, "cat_file", away)
+    _, config, corpus = run
+    place = "memory://bucket/away"
+    directory = RunDirectory(tmp_path / "out", place)
+
+    with pytest.raises(UsageError, match=r"--checkpoints memory://bucket/away cannot be used \(it does not answer"):
+        directory.claim(replace(config, checkpoints=place), corpus)
+    directory.claim(replace(config, checkpoints=place), corpus, again=True)
 
 
 def test_a_run_is_complete_once_its_result_is_written(run: tuple[RunDirectory, TrainConfig, Corpus]) -> None:

@@ -24,6 +24,7 @@ from torch.distributed.fsdp import fully_shard
 from elaunch.trainer import link
 from elaunch.trainer.checkpoint import catalog
 from elaunch.trainer.checkpoint.checkpoints import Checkpoints
+from elaunch.trainer.checkpoint.local import LocalFolder
 from elaunch.trainer.keeper import keeper
 from elaunch.trainer.keeper.copies import Copies
 from elaunch.trainer.keeper.keeper import Keeper, NotDurable
@@ -275,10 +276,10 @@ def test_an_unreadable_checkpoint_does_not_cost_what_is_in_memory(
     newer = Checkpoints(tmp_path / "c", generation=0, say=pytest.fail)
     newer.save(9, {"model": {}})
 
-    def sums(path: Path) -> tuple[int, int]:
+    def sums(self: LocalFolder, name: str) -> tuple[int, int]:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(catalog, "sums", sums)
+    monkeypatch.setattr(LocalFolder, "sums", sums)
     again = Job(checkpoints=tmp_path / "c")
 
     assert len(again.train(5)) == 5

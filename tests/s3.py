@@ -1,0 +1,94 @@
+"""An S3-compatible server, moto's, as a process of its own on loopback; what is in it is read without fsspec."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import boto3
+from botocore.config import Config
+
+from tests.harness import DEADLINE_S, environment, wait_for
+
+
+class S3:
+    """One server with the bucket `bucket`. `env` is what its clients need."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, "-m", "moto.server", "--host", "127.0.0.1", "--port", "0"]
+        self._process = subprocess.Popen(
+            command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        )
+        self._said: list[str] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        found = wait_for(lambda: re.search(r"Running on (http://\S+)", "".join(self._said)), "moto's server", 90)
+        self.env = {
+            "AWS_ENDPOINT_URL": found[1],
+            "AWS_ACCESS_KEY_ID": "a-key",
+            "AWS_SECRET_ACCESS_KEY": "a-secret",
+            "AWS_DEFAULT_REGION": "us-east-1",
+            # Parts of 5 MiB, the least that S3 takes.
+            "FSSPEC_S3": '{"default_block_size": 5242880}',
+        }
+        self.client: Any = boto3.client(
+            "s3",
+            endpoint_url=found[1],
+            aws_access_key_id="a-key",
+            aws_secret_access_key="a-secret",
+            region_name="us-east-1",
+            config=Config(retries={"max_attempts": 1}),
+        )
+        self.client.create_bucket(Bucket="bucket")
+
+    def keys(self, prefix: str = "") -> list[str]:
+        """What is in the bucket, in order."""
+        pages = self.client.get_paginator("list_objects_v2").paginate(Bucket="bucket", Prefix=prefix)
+        return [each["Key"] for page in pages for each in page.get("Contents", [])]
+
+    def get(self, key: str) -> bytes:
+        content: bytes = self.client.get_object(Bucket="bucket", Key=key)["Body"].read()
+        return content
+
+    def put(self, key: str, content: bytes) -> None:
+        self.client.put_object(Bucket="bucket", Key=key, Body=content)
+
+    def delete(self, *keys: str) -> None:
+        for key in keys:
+            self.client.delete_object(Bucket="bucket", Key=key)
+
+    def parts_uploaded(self, prefix: str) -> int:
+        """The parts of uploads that are not complete."""
+        uploads = self.client.list_multipart_uploads(Bucket="bucket").get("Uploads", [])
+        return sum(
+            len(self.client.list_parts(Bucket="bucket", Key=each["Key"], UploadId=each["UploadId"]).get("Parts", []))
+            for each in uploads
+            if each["Key"].startswith(prefix)
+        )
+
+    def close(self) -> None:
+        self._process.terminate()
+        self._process.wait(DEADLINE_S)
+        self._reader.join(DEADLINE_S)
+        assert self._process.stderr is not None
+        self._process.stderr.close()
+        self.client.close()
+
+    def _read(self) -> None:
+        assert self._process.stderr is not None
+        for line in self._process.stderr:
+            self._said.append(line)
+
+
+@contextlib.contextmanager
+def s3_server() -> Iterator[S3]:
+    server = S3()
+    try:
+        yield server
+    finally:
+        server.close()

@@ -1,0 +1,403 @@
+"""Checkpoints behind a URL: whole or not loaded, without any rename; on fsspec's file systems and a real S3 server."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path, PurePath
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+import torch.distributed.checkpoint as torch_dcp
+from fsspec.implementations.memory import MemoryFileSystem
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
+
+from elaunch.trainer.checkpoint.catalog import MANIFEST, Corrupt, Mark, marks, read_manifest
+from elaunch.trainer.checkpoint.checkpoints import Checkpoints
+from elaunch.trainer.checkpoint.loading import Unreadable
+from elaunch.trainer.checkpoint.objects import ObjectFolder, ObjectStorage
+from elaunch.trainer.checkpoint.urls import StorageError, Url, parse, plain_errors
+from tests.harness import environment
+from tests.s3 import S3, s3_server
+
+
+@pytest.fixture(scope="module", name="s3")
+def _s3() -> Iterator[S3]:
+    with s3_server() as server:
+        yield server
+    # They know that server's address.
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
+
+
+@pytest.fixture(params=["memory", "file", "s3"])
+def url(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Url:
+    """A place of its own in each kind of store; `file` is fsspec's, which a path does not lead to."""
+    name = secrets.token_hex(4)
+    if request.param == "s3":
+        for variable, value in request.getfixturevalue("s3").env.items():
+            monkeypatch.setenv(variable, value)
+    places = {"memory": f"memory://bucket/{name}", "file": f"file://{tmp_path}/run", "s3": f"s3://bucket/{name}"}
+    return Url(request.param, places[request.param])
+
+
+def state_of(step: int) -> dict[str, Any]:
+    return {"step": step, "model": {"w": torch.full((50, 40), float(step)), "b": torch.arange(7.0)}}
+
+
+def opened(url: Url, generation: int = 0, say: Callable[[str], None] = pytest.fail, **options: Any) -> Checkpoints:
+    """As the job's next start has it: nothing that this process has listed before is known to it."""
+    return Checkpoints(ObjectStorage(url), generation=generation, say=say, **options)
+
+
+def saved(url: Url, generation: int, step: int) -> str:
+    """The path of the checkpoint in its file system."""
+    checkpoints = opened(url, generation)
+    checkpoints.save(step, state_of(step))
+    folder = checkpoints.storage.found()[-1][1]
+    return f"{fsspec.core.url_to_fs(url.text)[1]}/{folder.name}"
+
+
+def loaded(url: Url, say: Callable[[str], None] = pytest.fail) -> int:
+    state: dict[str, Any] = {"model": {"w": torch.zeros(50, 40)}}
+    if opened(url, say=say).load_newest(state) is None:
+        return 0
+    assert torch.equal(state["model"]["w"], torch.full((50, 40), float(state["step"])))
+    return int(state["step"])
+
+
+def system(url: Url) -> Any:
+    return fsspec.core.url_to_fs(url.text)[0]
+
+
+def marks_at(url: Url) -> list[Mark]:
+    return marks(ObjectStorage(url))
+
+
+def folders(url: Url) -> list[str]:
+    """All that was begun, whole or not."""
+    return sorted(name for name in ObjectStorage(url).listed("") if name.startswith("generation-"))
+
+
+def test_what_was_saved_comes_back_and_torch_reads_it_too(url: Url) -> None:
+    path = saved(url, 0, 7)
+
+    assert loaded(url) == 7
+    state = {"model": {"w": torch.zeros(50, 40), "b": torch.zeros(7)}}
+    with pytest.warns(UserWarning, match="assuming the intent is to load in a single process"):
+        torch_dcp.load(state, storage_reader=FsspecReader(system(url).unstrip_protocol(path)))
+    assert torch.equal(state["model"]["w"], torch.full((50, 40), 7.0))
+    assert torch.equal(state["model"]["b"], torch.arange(7.0))
+
+
+def test_an_empty_place_has_no_checkpoint(url: Url) -> None:
+    assert opened(url).newest() is None
+    assert loaded(url) == 0
+    assert folders(url) == []
+
+
+def test_only_as_many_as_wanted_stay_and_the_newest_wins(url: Url) -> None:
+    # One that is slow says so.
+    checkpoints = opened(url, say=print, keep=2)
+    for step in (1, 2, 3, 4):
+        checkpoints.save_async(step, state_of(step))
+    checkpoints.wait()
+
+    assert marks_at(url) == [Mark(0, 3), Mark(0, 4)]
+    assert len(folders(url)) == 2
+    assert loaded(url) == 4
+
+
+def test_one_without_its_manifest_is_never_loaded_and_is_swept_by_the_next_start(url: Url) -> None:
+    saved(url, 1, 1)
+    torn = saved(url, 1, 2)
+    system(url).rm_file(f"{torn}/{MANIFEST}")
+    storage = ObjectStorage(url)
+    begun_by_a_newer_group = storage.begin(Mark(2, 3), "ab", shared=False)
+    begun_by_a_newer_group.write("__0_0.distcp", b"half")
+
+    assert marks_at(url) == [Mark(1, 1)]
+    assert loaded(url) == 1
+    assert PurePath(torn).name not in folders(url)
+    assert begun_by_a_newer_group.name in folders(url)
+
+
+TORN = [(file, how) for file in ("__0_0.distcp", ".metadata", "plain.pt", MANIFEST) for how in ("short", "flipped")]
+
+
+@pytest.mark.parametrize(("file", "how"), [*TORN, ("__0_0.distcp", "missing"), (".metadata", "missing")])
+def test_a_torn_or_changed_part_is_named_and_the_one_before_loaded(url: Url, file: str, how: str) -> None:
+    saved(url, 0, 1)
+    path = f"{saved(url, 0, 2)}/{file}"
+    content = bytearray(system(url).cat_file(path))
+    content[len(content) // 2] ^= 0x81
+    match how:
+        case "missing":
+            system(url).rm_file(path)
+        case "short":
+            system(url).pipe_file(path, bytes(content[: len(content) // 2]))
+        case "flipped":
+            system(url).pipe_file(path, bytes(content))
+    said: list[str] = []
+
+    assert loaded(url, said.append) == 1
+
+    assert len(said) == 1
+    assert "is torn or corrupt" in said[0]
+    # Kept for people, and neither counted nor complained about again.
+    assert marks_at(url) == [Mark(0, 1)]
+    assert loaded(url) == 1
+    assert PurePath(path).parent.name in folders(url)
+
+
+def test_a_stale_groups_late_writer_is_never_the_newest(url: Url) -> None:
+    stale = opened(url, 1)
+    saved(url, 2, 50)
+
+    stale.save(90, state_of(90))
+
+    assert loaded(url) == 50
+
+
+def test_two_writers_of_one_mark_do_not_touch_each_others_objects(url: Url) -> None:
+    one, other = opened(url, 1), opened(url, 1)
+
+    one.save(5, state_of(5))
+    other.save(5, {**state_of(5), "whose": "other"})
+
+    assert len(folders(url)) == 2
+    for folder in (ObjectFolder(ObjectStorage(url), name) for name in folders(url)):
+        held = json.loads(folder.read(MANIFEST))["files"]
+        assert {name: list(folder.sums(name)) for name in held} == held
+    assert loaded(url) == 5
+
+
+def test_a_step_that_is_computed_again_replaces_its_checkpoint(url: Url) -> None:
+    saved(url, 0, 1)
+    opened(url).save(1, {**state_of(1), "again": True})
+
+    state: dict[str, Any] = {}
+    opened(url).load_newest(state)
+    assert state["again"] is True
+    assert len(folders(url)) == 1
+
+
+def test_a_late_writer_whose_parts_were_swept_publishes_nothing(url: Url) -> None:
+    saved(url, 1, 1)
+    said: list[str] = []
+    late = opened(url, 1, said.append)
+    publish, storage = late.storage.publish, late.storage
+
+    def after_a_start(folder: Any, manifest: Any) -> None:
+        opened(url, 2)
+        publish(folder, manifest)
+
+    storage.publish = after_a_start  # type: ignore[method-assign]
+    late.save(2, state_of(2))
+
+    assert len(said) == 1
+    assert "could not be written: " in said[0]
+    assert "is not there after" in said[0]
+    assert marks_at(url) == [Mark(1, 1)]
+    assert loaded(url) == 1
+
+
+def test_an_old_one_loses_its_manifest_first(url: Url, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved(url, 0, 1)
+    remove = ObjectFolder.remove
+
+    def interrupted(self: ObjectFolder, names: Iterable[str]) -> None:
+        remove(self, names)
+        raise OSError("killed here")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ObjectFolder, "remove", interrupted)
+        opened(url, keep=1).save(2, state_of(2))
+    assert marks_at(url) == [Mark(0, 2)]
+    assert len(folders(url)) == 2
+
+    opened(url)
+    assert len(folders(url)) == 1
+
+
+def test_what_others_write_and_delete_is_seen_in_spite_of_fsspecs_cache(
+    s3: S3, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable, value in s3.env.items():
+        monkeypatch.setenv(variable, value)
+    name = secrets.token_hex(4)
+    url = Url("s3", f"s3://bucket/{name}")
+    saved(url, 0, 1)
+    storage = ObjectStorage(url)
+    assert marks(storage) == [Mark(0, 1)]
+    assert storage.system.ls(f"bucket/{name}")
+
+    for key in s3.keys(name):
+        s3.put(key.replace("step-00000001", "step-00000002"), s3.get(key))
+
+    assert marks(storage) == [Mark(0, 1), Mark(0, 2)]
+    # Of other bytes than it says: another's mark.
+    copied = storage.found()[-1][1]
+    with pytest.raises(Corrupt, match="is that of"):
+        read_manifest(copied)
+    s3.delete(*s3.keys(f"{name}/generation-0000-step-00000002"))
+    assert marks(storage) == [Mark(0, 1)]
+
+
+def test_an_outage_costs_a_checkpoint_and_a_sentence_and_the_next_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    url = Url("memory", f"memory://bucket/{secrets.token_hex(4)}")
+    said: list[str] = []
+    checkpoints = opened(url, say=said.append)
+    checkpoints.save(1, state_of(1))
+
+    def away(*_: object, **__: object) -> None:
+        raise ConnectionError("connection refused")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(MemoryFileSystem, "pipe_file", away)
+        for step in (2, 3):
+            checkpoints.save(step, state_of(step))
+    checkpoints.save(4, state_of(4))
+
+    assert said == [
+        *(
+            f"the checkpoint of step {step} could not be written: it does not answer (connection refused); check the "
+            f"network and the endpoint; the newest one in {url} is of step 1"
+            for step in (2, 3)
+        ),
+        "the checkpoint of step 4 is written",
+    ]
+    assert marks_at(url) == [Mark(0, 1), Mark(0, 4)]
+
+
+def test_an_outage_at_the_start_begins_nothing_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    url = Url("memory", f"memory://bucket/{secrets.token_hex(4)}")
+    saved(url, 5, 1)
+
+    def away(*_: object, **__: object) -> None:
+        raise ConnectionError("connection refused")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(MemoryFileSystem, "ls", away)
+        said: list[str] = []
+        checkpoints = opened(url, say=said.append)
+        with pytest.raises(Unreadable, match=r"does not answer .*training does not begin anew"):
+            checkpoints.load_newest({})
+        checkpoints.save(2, state_of(2))
+    assert said[-1].endswith(f"; {url} cannot be read: it has not answered yet")
+    # The generations that are there are asked for again.
+    checkpoints.save(2, state_of(2))
+    assert marks_at(url) == [Mark(5, 1), Mark(5, 2)]
+
+
+def test_a_store_that_only_fails_to_answer_has_nothing_swept(monkeypatch: pytest.MonkeyPatch) -> None:
+    url = Url("memory", f"memory://bucket/{secrets.token_hex(4)}")
+    saved(url, 0, 1)
+
+    def away(*_: object, **__: object) -> None:
+        raise ConnectionError("connection refused")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(MemoryFileSystem, "info", away)
+        ObjectStorage(url).sweep(9)
+
+    assert loaded(url) == 1
+
+
+def test_a_bucket_that_is_missing_is_said(s3: S3, monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable, value in s3.env.items():
+        monkeypatch.setenv(variable, value)
+    said: list[str] = []
+    checkpoints = Checkpoints("s3://nobody/run", generation=0, say=said.append)
+
+    assert checkpoints.storage.unwritable() == "The specified bucket does not exist"
+    checkpoints.save(1, state_of(1))
+
+    assert said == [
+        "the checkpoint of step 1 could not be written: The specified bucket does not exist; there is none in "
+        "s3://nobody/run"
+    ]
+    assert [each["Name"] for each in s3.client.list_buckets()["Buckets"]] == ["bucket"]
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("s33://bucket/run", "begins with s33://, which fsspec does not know; did you mean s3://?"),
+        ("quux://bucket/run", "which fsspec does not know; s3://bucket/folder is one that is known"),
+        ("s3://", "names no bucket; write s3://bucket/folder"),
+        ("s3:/bucket/run", "has one slash .*; give the text s3://bucket/run"),
+        ("simplecache::s3://bucket/run", "chained URL"),
+        ("file://run", "no absolute path; write file:///folder"),
+        ("gs://bucket/run", "gs:// needs the package gcsfs: pip install gcsfs"),
+    ],
+)
+def test_a_url_that_cannot_be_meant_is_one_sentence(text: str, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence) as refused:
+        Checkpoints(text, generation=0)
+
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("text", ["runs/x", "/runs/x", "runs/s3:/x", "a::b", "", "file:///runs/x", "local:///runs/x"])
+def test_a_path_is_a_path(text: str) -> None:
+    assert parse(text) == Path(text.partition("://")[2] or text)
+
+
+@pytest.mark.parametrize(
+    ("error", "sentence"),
+    [
+        (PermissionError("The key is wrong."), "access is denied (The key is wrong); check the credentials"),
+        (NotImplementedError(), "memory:// cannot be written to"),
+        (ConnectionResetError(104, "Connection reset by peer"), "it does not answer (Connection reset by peer)"),
+        (type("NoCredentialsError", (Exception,), {})("Unable to locate credentials"), "AWS_ACCESS_KEY_ID"),
+        (type("EndpointConnectionError", (Exception,), {})("Could not connect"), "check the network"),
+        (RuntimeError("no\nlonger"), "no"),
+    ],
+)
+def test_what_a_file_system_raises_is_one_sentence(error: Exception, sentence: str) -> None:
+    with pytest.raises(StorageError) as raised, plain_errors(Url("memory", "memory://bucket/run")):
+        raise error
+
+    assert sentence in (raised.value.strerror or "")
+    assert str(raised.value).startswith("memory://bucket/run: ")
+    assert "\n" not in str(raised.value)
+
+
+def test_secrets_in_a_url_are_printed_nowhere() -> None:
+    text = "memory://me:hunter2@bucket/run?token=hunter3"
+    url = Url("memory", text)
+    said: list[str] = []
+
+    assert str(url) == "memory://***@bucket/run?***"
+    assert "hunter" not in repr(url)
+    with pytest.raises(StorageError) as raised, plain_errors(url):
+        raise ValueError(f"me:hunter2 at {text} with token=hunter3 and hunter2")
+    said.append(str(raised.value))
+    checkpoints = opened(url, say=said.append)
+    checkpoints.save(1, state_of(1))
+    folder = checkpoints.storage.found()[0][1]
+    said += [str(folder), str(checkpoints.storage)]
+    said += [folder.read(name).decode("latin-1") for name in folder.names()]
+    assert not [each for each in said if "hunter" in each]
+
+
+def test_a_folder_costs_no_import_of_fsspec(tmp_path: Path) -> None:
+    script = """
+import sys, torch
+from elaunch.trainer import Checkpoints
+checkpoints = Checkpoints(sys.argv[1], generation=0)
+checkpoints.save(1, {"w": torch.ones(3)})
+assert checkpoints.load_newest({}) is not None
+print([name for name in ("fsspec", "elaunch.trainer.checkpoint.objects") if name in sys.modules])
+"""
+    command = [sys.executable, "-c", script, os.fspath(tmp_path / "c")]
+
+    ended = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120)
+
+    assert ended.stdout == "[]\n", ended.stderr

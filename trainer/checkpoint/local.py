@@ -1,0 +1,218 @@
+"""Checkpoints in a folder of a file system: made under a hidden name, synced, and renamed.
+
+A checkpoint is a folder `generation-GGGG-step-SSSSSSSS`, made under a hidden name and renamed when all of it is on the
+disk. Its `manifest.json` lists the other files with lengths and CRC-32. Before folders there were single files, `….pt`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, cast
+
+from elaunch.trainer.checkpoint.manifest import MANIFEST, Manifest, Mark
+from elaunch.trainer.checkpoint.storage import Folder
+from elaunch.trainer.files import sync_directory, write_durably
+
+CORRUPT_SUFFIX = ".corrupt"
+_HIDDEN = re.compile(r"\.(generation-(\d+)-step-\d+)\.\w+\.(?:writing|old|replaced)")
+_REPLACED = ".replaced"
+_BLOCK_BYTES = 4 << 20
+
+
+@dataclass(frozen=True)
+class LocalFolder:
+    """A folder, or the single file of an earlier release."""
+
+    path: Path
+    is_remote = False
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def single(self) -> Path | None:
+        return None if self.path.is_dir() else self.path
+
+    def is_there(self) -> bool:
+        return self.path.is_dir()
+
+    def present(self, names: Iterable[str]) -> set[str]:
+        return {name for name in names if (self.path / name).exists()}
+
+    def names(self) -> list[str]:
+        return [path.name for path in self.path.iterdir()]
+
+    def read(self, name: str) -> bytes:
+        return (self.path / name).read_bytes()
+
+    def sums(self, name: str) -> tuple[int, int]:
+        length = crc = 0
+        with (self.path / name).open("rb") as file:
+            while block := file.read(_BLOCK_BYTES):
+                length += len(block)
+                crc = zlib.crc32(block, crc)
+        return length, crc
+
+    def open(self, name: str) -> IO[bytes]:
+        return (self.path / name).open("rb")
+
+    @contextlib.contextmanager
+    def create(self, name: str) -> Iterator[IO[bytes]]:
+        with (self.path / name).open("wb") as file:
+            yield file
+            # DCP syncs what it has not flushed yet: of `.metadata` nothing at all.
+            file.flush()
+            os.fsync(file.fileno())
+
+    def write(self, name: str, content: bytes) -> None:
+        write_durably(self.path / name, content)
+
+    def rename(self, name: str, new: str) -> None:
+        (self.path / name).rename(self.path / new)
+
+    def remove(self, names: Iterable[str]) -> None:
+        for name in names:
+            (self.path / name).unlink()
+
+
+class LocalStorage:
+    """The checkpoints in `directory`, which is made when the first one is written."""
+
+    poll_s = 0.01
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def __str__(self) -> str:
+        return str(self.directory)
+
+    def found(self) -> list[tuple[Mark, Folder]]:
+        try:
+            listed = sorted((mark, path) for path in self.directory.iterdir() if (mark := Mark.of(path)))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        return [(mark, LocalFolder(path)) for mark, path in listed]
+
+    def recalled(self) -> list[tuple[Mark, Folder]]:
+        return self.found()
+
+    def folder(self, name: str) -> LocalFolder:
+        return LocalFolder(self.directory / name)
+
+    def begin(self, mark: Mark, nonce: str, *, shared: bool) -> LocalFolder:
+        folder = hidden(self.directory, mark, nonce)
+        folder.mkdir(parents=True)
+        return LocalFolder(folder)
+
+    def publish(self, folder: Folder, manifest: Manifest) -> None:
+        folder.write(MANIFEST, manifest.to_bytes())
+        publish(_path(folder), manifest.mark)
+
+    def abandon(self, folder: Folder) -> None:
+        shutil.rmtree(_path(folder), ignore_errors=True)
+
+    def set_aside(self, folder: Folder) -> None:
+        with contextlib.suppress(OSError):
+            path = _path(folder)
+            target = path.with_name(path.name + CORRUPT_SUFFIX)
+            if target.is_dir():
+                shutil.rmtree(target)
+            path.rename(target)
+
+    def discard(self, folder: Folder) -> None:
+        path = _path(folder)
+        if path.is_dir():
+            # Killed in between, it leaves a hidden folder, never a half-empty one that looks whole.
+            old = path.with_name(f".{path.name}.{os.getpid()}.old")
+            path.rename(old)
+            shutil.rmtree(old)
+        else:
+            path.unlink()
+
+    def restore(self) -> None:
+        # The writer was killed before the one in their place had the name.
+        for path in self.directory.glob(f".generation-*{_REPLACED}"):
+            if (match := _HIDDEN.fullmatch(path.name)) and not path.with_name(match[1]).exists():
+                with contextlib.suppress(OSError):
+                    path.rename(path.with_name(match[1]))
+
+    def sweep(self, generation: int) -> None:
+        for path in self.directory.glob(".generation-*"):
+            match = _HIDDEN.fullmatch(path.name)
+            if match is None or int(match[2]) > generation:
+                continue
+            # One that could not have its name back is a checkpoint still.
+            if not path.name.endswith(_REPLACED) or path.with_name(match[1]).exists():
+                shutil.rmtree(path, ignore_errors=True)
+
+    def unwritable(self) -> str:
+        try:
+            there = next(path for path in _upwards(self.directory) if path.exists())
+        except OSError as error:
+            return error.strerror or str(error)
+        if not there.is_dir():
+            return f"{there} is no directory"
+        if not os.access(there, os.W_OK | os.X_OK):
+            return f"{there} is read-only, or another user's"
+        return ""
+
+    def free_bytes(self) -> int | None:
+        try:
+            there = os.statvfs(self.directory)
+        except OSError:
+            return None
+        return there.f_bavail * there.f_frsize
+
+    def read_note(self, name: str) -> bytes | None:
+        try:
+            return (self.directory / name).read_bytes()
+        except FileNotFoundError:
+            return None
+
+    def write_note(self, name: str, content: bytes) -> None:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        write_durably(self.directory / name, content)
+
+
+def hidden(directory: Path, mark: Mark, nonce: str) -> Path:
+    """Where to write the checkpoint `mark` until it is whole; `nonce` keeps two writers of one mark apart."""
+    return directory / f".{mark.folder_name}.{nonce}.writing"
+
+
+def publish(folder: Path, mark: Mark) -> Path:
+    """Give the sealed `folder` its final name, durably, in place of what may have it; raises OSError."""
+    final = folder.with_name(mark.folder_name)
+    replaced = None
+    if final.exists():
+        # Of the same generation and step: a job that was started anew and came this way again.
+        replaced = final.rename(final.with_name(f".{final.name}.{os.getpid()}{_REPLACED}"))
+    try:
+        folder.rename(final)
+    except OSError:
+        if replaced is not None:
+            with contextlib.suppress(OSError):
+                replaced.rename(final)
+        raise
+    sync_directory(final.parent)
+    if replaced is not None:
+        shutil.rmtree(replaced, ignore_errors=True)
+    return final
+
+
+def _path(folder: Folder) -> Path:
+    return cast(LocalFolder, folder).path
+
+
+def _upwards(directory: Path) -> tuple[Path, ...]:
+    return (directory.absolute(), *directory.absolute().parents)
