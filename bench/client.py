@@ -25,12 +25,12 @@ def main(address: str, transport: str = "gateway") -> None:
     from elaunch.rendezvous.store import Changes, Put, Txn, Update, View
 
     host, _, port = address.rpartition(":")
-    transport = None
+    carrier = None
     if transport == "grpc":
         from elaunch.rendezvous.etcd.grpc_transport import GrpcTransport
 
-        transport = GrpcTransport(Access())
-    store = EtcdStore([Endpoint(host.strip("[]"), int(port))], deadline_s=10, transport=transport)
+        carrier = GrpcTransport(Access())
+    store = EtcdStore([Endpoint(host.strip("[]"), int(port))], deadline_s=10, transport=carrier)
 
     def write() -> int:
         return store.commit(Txn((), (Put(f"{PREFIX}key", "x" * 200),))).revision
