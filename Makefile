@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 TORCH := torch==2.13.0
 
 # Tests at a time: most wait for leases to end and processes to start, so more than there are cores.
-JOBS ?= $(shell echo $$(($$(nproc) + 6)))
+JOBS ?= $(shell echo $$(($$(nproc) + 2)))
 # The folder has a short name: tests make sockets in it, and a socket's path has at most 107 characters. A file of tests
 # stays on one worker, since its tests share servers and recorded runs.
 PYTEST = folder=$$(mktemp -d /tmp/t.XXXX) && $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder \

@@ -21,8 +21,8 @@ sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
-# What starts an etcd, the served store, a whole job.
-_SERVERS = {"Etcd", "ServerProcess", "Job"}
+# What starts an etcd, the served store, a whole job, a server of S3.
+_SERVERS = {"Etcd", "ServerProcess", "Job", "S3"}
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -14,7 +14,20 @@ _FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _COMMENT = re.compile(r"\s{2,}# .*$")
 # What begins a command: where a line of another kind of text begins so, it is a command that nobody tests.
 PROGRAMS = (
-    *("elaunch", "make", "pip", "python", ".venv/bin/", "srun", "sbatch", "salloc", "kubectl", "docker", "mpirun"),
+    *(
+        "elaunch",
+        "make",
+        "pip",
+        "python",
+        ".venv/bin/",
+        "srun",
+        "sbatch",
+        "salloc",
+        "kubectl",
+        "docker",
+        "mpirun",
+        "flux",
+    ),
     *("etcdctl", "etcd", "systemd-run", "man", "eval", "curl", "torchrun", "cat", "cp", "export", "ssh", "sudo", "git"),
 )
 

@@ -76,8 +76,10 @@ def _note_early_end(agent: Agent, now_s: float) -> Step:
     lasted_s = now_s - member.leased_s
     if lasted_s > times.lease_ttl_s / 2:
         return agent.as_member(ends_early_since_s=None), ()
-    since_s = now_s if member.ends_early_since_s is None else member.ends_early_since_s
-    agent = agent.as_member(ends_early_since_s=since_s)
+    since_s = member.ends_early_since_s
+    if since_s is None:
+        # One may also be a host that slept, whose clock stood still.
+        return agent.as_member(ends_early_since_s=now_s), ()
     why = (
         f"the store says that this node's lease has ended {lasted_s:.1f} s after it began, though it holds for"
         f" {times.lease_ttl_s:g} s: another client of the store ends it, or a proxy answers in the store's place"
@@ -190,8 +192,9 @@ def _start_run(agent: Agent, now_s: float) -> Step:
             return replace(agent, lead_at_s=member.run_again_s), ()
         if member.runs_refused >= RUNS_REFUSED_MAX:
             reason = (
-                f"the store holds members of job {agent.spec.run_id!r} but no generation, which is no job;"
-                f" delete its keys, all that begin with {snapshot.keys.root}, or choose another --run-id"
+                f"job {agent.spec.run_id!r} did not start: the store holds members of it, or a node that has claimed"
+                " its start, but no generation; if no node of it runs, delete its keys, all that begin with"
+                f" {snapshot.keys.root}, or choose another --run-id"
             )
             return exit_with(agent, agent.outcome(OutcomeKind.UNKNOWN, reason))
     run = start_run(snapshot, agent.spec.terms, agent.me, member.lease)

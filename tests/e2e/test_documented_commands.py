@@ -71,6 +71,10 @@ ETCD = {
 }
 # Run by another test.
 ELSEWHERE = {
+    "elaunch --nproc-per-node 2 -m elaunch.trainer --out runs/s3 --checkpoints s3://bucket/first": (
+        "test_the_command_for_an_object_store_works_and_goes_on_from_there"
+    ),
+    "flux run -N 4 elaunch train.py": "test_flux_run_elaunch_needs_no_flag_and_ranks_follow_the_nodes",
     "pip install .": "test_every_module_is_in_the_wheel_and_can_be_imported_from_it",
     'ps -efww --forest | grep -A 5 "[e]launch"': "test_a_running_jobs_processes_are_shown",
     "elaunch --nproc-per-node 2 -m elaunch.trainer --out runs/first": "test_the_first_training_of_the_documentation",
@@ -143,6 +147,7 @@ NOBODY = {
     'blaunch -z "$(tr " " "\\n" <<<"$LSB_HOSTS" | sort -u | xargs)" elaunch train.py': (
         "needs LSF; its variables are played"
     ),
+    "flux run -N 4 -g 8 -o exit-timeout=none elaunch --nnodes 2:4 train.py": NEEDS_GPU,
     'cp "$PBS_NODEFILE" "$PBS_O_WORKDIR/nodes.$PBS_JOBID"': "needs PBS; its variables are played",
     'pbsdsh -u -- env PBS_NODEFILE="$PBS_O_WORKDIR/nodes.$PBS_JOBID"'
     ' "$(command -v elaunch)" "$PBS_O_WORKDIR/train.py"': "needs PBS; its variables are played",

@@ -25,7 +25,8 @@ TRAINER = ["-m", "elaunch.trainer"]
 TORCHRUN = ["-m", "torch.distributed.run", "--max-restarts", "3", "--monitor-interval", "0.1", "--nproc-per-node"]
 # Without the switch torchrun 2.13 reads the last group's keys again after a restart, and hangs.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-DEADLINE_S = 60
+# Only a hang lasts so long.
+DEADLINE_S = 240
 
 Start = Callable[..., "subprocess.Popen[str]"]
 

@@ -21,12 +21,19 @@ pytestmark = needs_nodes
 PYTHON = (sys.executable, "-I", "-S", "-u", "-c")
 
 CONNECTS = """
-import socket, sys
-try:
-    socket.create_connection((sys.argv[1], 4711), timeout=float(sys.argv[2])).close()
-    print("reached")
-except OSError as error:
-    print(error)
+import socket, sys, time
+end_s = time.monotonic() + float(sys.argv[2])
+said = "no time"
+while (left_s := end_s - time.monotonic()) > 0:
+    try:
+        socket.create_connection((sys.argv[1], 4711), timeout=left_s).close()
+        said = "reached"
+        break
+    except OSError as error:
+        # A neighbour that was looked for in vain a moment ago is unreachable at once.
+        said = error
+        time.sleep(0.02)
+print(said)
 """
 
 LISTENS = """

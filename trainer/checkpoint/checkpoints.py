@@ -239,7 +239,12 @@ class Checkpoints:
                 self._failed(step, failure)
             return mark, None
         folder = self.storage.folder(name)
-        if shown and not folder.is_there():
+        try:
+            is_there = not shown or folder.is_there()
+        except OSError:
+            # Who writes there says what is wrong; the next save looks again.
+            return mark, folder
+        if not is_there:
             raise ValueError(
                 f"rank {self._ranks.rank} does not see {self.storage}, which rank 0 writes to; the checkpoints of a "
                 "sharded state need a directory that all ranks share"

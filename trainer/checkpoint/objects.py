@@ -177,11 +177,12 @@ class ObjectStorage:
                 there = "is not there" if size is None else f"has {size} bytes there"
                 why = f"{name} {there} after {length} were written; another start may have cleaned it up"
                 raise StorageError(None, why, str(self))
-        before = [each for mark, each in self._attempts() if mark == manifest.mark and each.attempt < mine.attempt]
         mine.write(MANIFEST, manifest.to_bytes())
-        for each in before:
-            # The same step, computed again by a job that was started anew.
-            self.abandon(each)
+        # The same step, computed again by a job that was started anew. What cannot be listed now goes with its step.
+        with contextlib.suppress(OSError):
+            for mark, each in self._attempts():
+                if mark == manifest.mark and each.attempt < mine.attempt:
+                    self.abandon(each)
 
     def abandon(self, folder: Folder) -> None:
         with contextlib.suppress(OSError):

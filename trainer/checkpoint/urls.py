@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 # What `pathlib.Path` makes of a URL.
@@ -50,9 +51,9 @@ class Url:
         text = text.replace(self.text, str(self))
         rest = self.text.partition("://")[2]
         user, _, _ = rest.partition("/")[0].rpartition("@")
-        _, colon, password = user.partition(":")
-        for secret in filter(None, (user if colon else "", password, rest.partition("?")[2])):
-            text = text.replace(secret, "***")
+        # A user without a password is often a token. A library may name a secret as it is written or as it is meant.
+        for secret in filter(None, (user, user.partition(":")[2], rest.partition("?")[2])):
+            text = text.replace(secret, "***").replace(unquote(secret), "***")
         return text
 
 
@@ -78,6 +79,8 @@ def parse(text: str) -> Path | Url:
         close = difflib.get_close_matches(scheme, known, n=1)
         hint = f"did you mean {close[0]}://?" if close else "s3://bucket/folder is one that is known"
         raise ValueError(f"{url} begins with {scheme}://, which fsspec does not know; {hint}")
+    if found := re.search(r"[*\[\]]", rest):
+        raise ValueError(f"{url} has a {found[0]}, which fsspec reads as a pattern; take a name without * [ ]")
     if not rest.strip("/"):
         raise ValueError(f"{text} names no bucket; write {scheme}://bucket/folder")
     if package := _missing_package(scheme):
@@ -99,7 +102,7 @@ def plain_errors(url: Url) -> Iterator[None]:
     """Whatever a file system raises becomes StorageError, or FileNotFoundError where it is that."""
     try:
         yield
-    except StorageError:
+    except (StorageError, MemoryError):
         raise
     except FileNotFoundError as error:
         raise FileNotFoundError(errno.ENOENT, _words(error, url), str(url)) from None
@@ -130,9 +133,8 @@ def _words(error: Exception, url: Url) -> str:
 def _refuse_one_slash(text: str) -> None:
     match = _ONE_SLASH.fullmatch(text)
     if match and not os.path.lexists(f"{match[1]}:") and match[1].lower() in (*_FILES, *_known()):
-        raise ValueError(
-            f"{match[1]}:/ has one slash (pathlib.Path makes one of two); give the text {match[1]}://{match[2]}"
-        )
+        meant = Url(match[1], f"{match[1]}://{match[2]}")
+        raise ValueError(f"{match[1]}:/ has one slash (pathlib.Path makes one of two); give the text {meant}")
 
 
 def _known() -> list[str]:

@@ -18,6 +18,9 @@ from elaunch.trainer.checkpoint import dcp
 from elaunch.trainer.checkpoint.catalog import PLAIN, Manifest, Mark, keep_newest
 from elaunch.trainer.checkpoint.storage import Folder, Storage
 
+# A look over a network may fail; so many in a row are no accident.
+_FAILED_LOOKS_MAX = 10
+
 
 @dataclass(frozen=True)
 class Order:
@@ -122,10 +125,17 @@ class Writing:
         order = self.order
         parts = {0: own}
         missing = {_part_name(rank): rank for rank in range(1, order.ranks)}
+        failed_looks = 0
         while missing:
-            told = order.folder.present(missing)
-            for name in told:
-                content = order.folder.read(name)
+            told: dict[str, bytes] = {}
+            try:
+                told = {name: order.folder.read(name) for name in order.folder.present(missing)}
+                failed_looks = 0
+            except OSError:
+                failed_looks += 1
+                if failed_looks == _FAILED_LOOKS_MAX:
+                    raise
+            for name, content in told.items():
                 parts[missing.pop(name)] = dcp.loads(content) if content else None
             order.folder.remove(told)
             if missing and self._given_up.wait(order.storage.poll_s):

@@ -195,7 +195,7 @@ def test_leases_that_end_before_their_time_are_told_of_and_not_each_time() -> No
 def test_a_node_without_workers_gives_up_if_no_lease_lasts_for_join_timeout() -> None:
     driver = Driver()
 
-    actions = end_leases_early(driver, int(driver.agent.times.join_timeout_s / 0.9) + 2)
+    actions = end_leases_early(driver, int(driver.agent.times.join_timeout_s / 0.9) + 3)
 
     (exits,) = [action for action in actions if isinstance(action, Exit)]
     assert exits.outcome.kind is OutcomeKind.UNKNOWN

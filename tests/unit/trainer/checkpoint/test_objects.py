@@ -334,6 +334,8 @@ def test_a_bucket_that_is_missing_is_said(s3: S3, monkeypatch: pytest.MonkeyPatc
         ("s3:/bucket/run", "has one slash .*; give the text s3://bucket/run"),
         ("simplecache::s3://bucket/run", "chained URL"),
         ("file://run", "no absolute path; write file:///folder"),
+        ("memory://bucket/run[1]", "has a \\[, which fsspec reads as a pattern; take a name without"),
+        ("s3:/bucket/run?token=x", r"give the text s3://bucket/run\?\*\*\*$"),
         ("gs://bucket/run", "gs:// needs the package gcsfs: pip install gcsfs"),
     ],
 )
@@ -385,6 +387,34 @@ def test_secrets_in_a_url_are_printed_nowhere() -> None:
     said += [str(folder), str(checkpoints.storage)]
     said += [folder.read(name).decode("latin-1") for name in folder.names()]
     assert not [each for each in said if "hunter" in each]
+
+
+@pytest.mark.parametrize(("where", "named"), [("TOKEN99@bucket", "TOKEN99"), ("me:p%40w@bucket", "p@w")])
+def test_a_secret_that_a_library_names_otherwise_is_not_printed(where: str, named: str) -> None:
+    with pytest.raises(StorageError) as raised, plain_errors(Url("memory", f"memory://{where}/run")):
+        raise ValueError(f"login of {named} refused")
+
+    assert raised.value.strerror == "login of *** refused"
+
+
+def test_too_little_memory_is_not_taken_for_a_storage_that_fails() -> None:
+    with pytest.raises(MemoryError), plain_errors(Url("memory", "memory://bucket/run")):
+        raise MemoryError
+
+
+def test_a_listing_that_fails_after_the_manifest_costs_no_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    url = Url("memory", f"memory://bucket/{secrets.token_hex(4)}")
+    checkpoints = opened(url)
+    checkpoints.save(1, state_of(1))
+
+    def unlisted(self: ObjectStorage) -> Any:
+        raise StorageError(None, "it does not answer", str(self))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ObjectStorage, "_attempts", unlisted)
+        checkpoints.save(2, state_of(2))
+
+    assert loaded(url) == 2
 
 
 def test_a_folder_costs_no_import_of_fsspec(tmp_path: Path) -> None:
