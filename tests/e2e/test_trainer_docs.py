@@ -84,7 +84,7 @@ def test_the_whole_script_loses_no_sample_by_a_kill(tmp_path: Path) -> None:
 
 def test_the_command_for_an_object_store_works_and_goes_on_from_there(tmp_path: Path) -> None:
     section = PAGE.read_text().split("### In an object store\n", 1)[1]
-    words = section.strip().splitlines()[0].split()
+    words = section.split("```sh\n", 1)[1].splitlines()[0].split()
     assert words[0] == "elaunch"
     size = ["--steps", "20", "--layers", "1", "--width", "16", "--heads", "2", "--checkpoint-every", "10"]
 
