@@ -7,7 +7,7 @@ import time
 import warnings
 from collections.abc import Sequence
 
-from elaunch.trainer.gpt.config import UsageError, parse
+from elaunch.trainer.gpt.config import ConfigError, parse
 from elaunch.trainer.gpt.corpus import Corpus
 from elaunch.trainer.gpt.run_directory import RunDirectory
 from elaunch.trainer.ranks.place import RankInfo
@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         run = RunDirectory(config.out_path, config.checkpoints)
         if place.leads:
             run.claim(config, corpus, again=place.generation > 0)
-    except UsageError as error:
+    except ConfigError as error:
         return _refuse(error, place)
 
     # The trainer does without numpy; torch alone would mention that it is missing.
@@ -39,12 +39,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     try:
         return train(config, corpus, place, run)
-    except UsageError as error:
+    except ConfigError as error:
         print(f"rank {place.rank}: {error}", file=sys.stderr, flush=True)
         return 2
 
 
-def _refuse(error: UsageError, place: RankInfo) -> int:
+def _refuse(error: ConfigError, place: RankInfo) -> int:
     """Only rank 0 prints the error. It must exit first: a launcher ends the other ranks once one has failed."""
     if place.leads:
         print(error, file=sys.stderr, flush=True)

@@ -20,7 +20,7 @@ from elaunch.trainer import link
 from elaunch.trainer.checkpoint.checkpoints import tensors_sha256
 from elaunch.trainer.data.accumulation import accumulate
 from elaunch.trainer.gpt.batches import Batches
-from elaunch.trainer.gpt.config import TrainConfig, UsageError
+from elaunch.trainer.gpt.config import ConfigError, TrainConfig
 from elaunch.trainer.gpt.corpus import Corpus
 from elaunch.trainer.gpt.model import GPT
 from elaunch.trainer.gpt.progress import Progress, printable
@@ -38,7 +38,7 @@ GRADIENT_NORM_MAX = 1.0
 def train(config: TrainConfig, corpus: Corpus, place: RankInfo, run: RunDirectory) -> int:
     """Run or resume the training that `run` holds; the exit code: 0, or 128 + n where signal n stopped it early.
 
-    Called by every rank with the same arguments but `place`. Raises UsageError where the ranks see different texts.
+    Called by every rank with the same arguments but `place`. Raises ConfigError where the ranks see different texts.
     """
     device = process_group.join(place)
     exit_code = 0
@@ -103,10 +103,10 @@ def steps(config: TrainConfig, corpus: Corpus, place: RankInfo, run: RunDirector
 
 
 def require_same_text(corpus: Corpus, place: RankInfo, device: torch.device) -> None:
-    """Raise UsageError on a rank whose text is not rank 0's: the nodes may have different Pythons or disks."""
+    """Raise ConfigError on a rank whose text is not rank 0's: the nodes may have different Pythons or disks."""
     theirs = process_group.from_rank_0(corpus.summary.encode(), device).decode()
     if corpus.summary != theirs:
-        raise UsageError(
+        raise ConfigError(
             f"the text below {corpus.root} ({corpus.summary}) is not rank 0's ({theirs}); give all the same --data"
         )
 

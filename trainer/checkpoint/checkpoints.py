@@ -144,7 +144,7 @@ class Checkpoints:
 
         interval_s, self._begun_s = begun_s - self._begun_s if self._begun_s else 0.0, begun_s
         waited_s = time.monotonic() - begun_s
-        order = writing.Order(
+        order = writing.WriteOrder(
             mark=mark,
             storage=self.storage,
             folder=folder,

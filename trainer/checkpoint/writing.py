@@ -23,7 +23,7 @@ _FAILED_LOOKS_MAX = 10
 
 
 @dataclass(frozen=True)
-class Order:
+class WriteOrder:
     """What is to be written. `plain` is the packed rest of the state; `folder` is unpublished, `ranks` share it."""
 
     mark: Mark
@@ -43,7 +43,7 @@ class Writing:
     `failure` says why there will be no checkpoint, empty as far as this rank knows.
     """
 
-    def __init__(self, order: Order, on_published: Callable[[int], None]) -> None:
+    def __init__(self, order: WriteOrder, on_published: Callable[[int], None]) -> None:
         self.order = order
         self.failure = ""
         self._on_published = on_published

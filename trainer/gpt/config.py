@@ -19,7 +19,7 @@ from elaunch.trainer.ranks.place import RankInfo
 Plain: TypeAlias = int | float | bool | str | None
 
 
-class UsageError(Exception):
+class ConfigError(Exception):
     """The user's request cannot be done as asked: one sentence with the values and the way out, exit code 2."""
 
 
@@ -67,9 +67,9 @@ class TrainConfig:
         return Path("runs") / f"gpt-{self.layers}x{self.width}-{digest[:8]}"
 
     def check(self, world_size: int) -> None:
-        """Raise UsageError where the options contradict each other or the number of workers."""
+        """Raise ConfigError where the options contradict each other or the number of workers."""
         if self.width % self.heads:
-            raise UsageError(
+            raise ConfigError(
                 f"--width ({self.width}) is not divisible by --heads ({self.heads}); "
                 f"use --width {_next_multiple(self.width, self.heads)} or another number of heads"
             )
@@ -78,12 +78,12 @@ class TrainConfig:
             try:
                 storage_at(self.checkpoints)
             except ValueError as error:
-                raise UsageError(f"--checkpoints: {error}") from error
+                raise ConfigError(f"--checkpoints: {error}") from error
 
     def _check_batch(self, world_size: int) -> None:
         batch, micro = self.global_batch, self.micro_batch
         if batch % micro:
-            raise UsageError(
+            raise ConfigError(
                 f"--global-batch ({batch}) is not divisible by --micro-batch ({micro}); use --micro-batch "
                 f"{fitting_micro_batch(batch, micro)} or --global-batch {_next_multiple(batch, micro)}"
             )
@@ -94,7 +94,7 @@ class TrainConfig:
                 if batch >= world_size
                 else f"--global-batch {micro * world_size}"
             )
-            raise UsageError(
+            raise ConfigError(
                 f"--global-batch {batch} with --micro-batch {micro} makes {many} micro-batch{'es' * (many > 1)}, too "
                 f"few for {world_size} workers; use {fitting} or at most {many} worker{'s' * (many > 1)}"
             )
@@ -103,14 +103,14 @@ class TrainConfig:
 def parse(argv: Sequence[str], place: RankInfo) -> TrainConfig | None:
     """The configuration that the command line asks for; None where it asked for help, which rank 0 has then printed.
 
-    Raises UsageError with one sentence for anything that cannot be meant.
+    Raises ConfigError with one sentence for anything that cannot be meant.
     """
     try:
         with _printing(place.leads):
             config = _command.main(list(argv), prog_name="elaunch -m elaunch.trainer", standalone_mode=False)
     except click.ClickException as error:
         sentence = error.format_message().rstrip(".")
-        raise UsageError(f"{sentence}; see elaunch -m elaunch.trainer --help") from error
+        raise ConfigError(f"{sentence}; see elaunch -m elaunch.trainer --help") from error
     if not isinstance(config, TrainConfig):
         return None
     config.check(place.world_size)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import accumulate, islice
 from pathlib import Path
 
-from elaunch.trainer.gpt.config import TrainConfig, UsageError
+from elaunch.trainer.gpt.config import ConfigError, TrainConfig
 
 # A network file system needs up to half a millisecond for the size of a file, and every start asks for all sizes.
 FILES_MAX = 20_000
@@ -47,22 +47,22 @@ class Corpus:
 
     @classmethod
     def open(cls, config: TrainConfig) -> Corpus:
-        """List the text that `config` names. Raises UsageError if it is missing or too short to train on."""
+        """List the text that `config` names. Raises ConfigError if it is missing or too short to train on."""
         root = config.data if config.data is not None else Path(sysconfig.get_path("stdlib"))
         if not root.exists():
-            raise UsageError(f"--data {root} does not exist; give a directory with text files")
+            raise ConfigError(f"--data {root} does not exist; give a directory with text files")
         found = _own_sources(root) if config.data is None else _walk(root, lambda name: not name.startswith("."))
         try:
             listed = list(islice((file for file in found if file.size), FILES_MAX + 1))
         except OSError as error:
-            raise UsageError(
+            raise ConfigError(
                 f"cannot list {error.filename}: {error.strerror}; give --data a readable directory"
             ) from error
         corpus = cls(root, listed[:FILES_MAX], truncated=len(listed) > FILES_MAX)
         wanted = 2 * (config.context + 1)
         if corpus.held_out_start < wanted or corpus.size - corpus.held_out_start < config.context + 1:
             least = max(wanted, int((config.context + 1) / HELD_OUT_SHARE) + 1)
-            raise UsageError(
+            raise ConfigError(
                 f"the text below {root} ({len(corpus.files)} files, {corpus.size} bytes) is too short; windows of "
                 f"--context {config.context} need at least {least} bytes, so give --data more text"
             )
@@ -90,7 +90,7 @@ class Corpus:
         return f"{len(self.files)} files, {self.size} bytes, {self.digest}"
 
     def read(self, start: int, length: int) -> bytes:
-        """The `length` bytes from offset `start`, across file borders. Raises UsageError if a file has changed."""
+        """The `length` bytes from offset `start`, across file borders. Raises ConfigError if a file has changed."""
         parts = []
         index = bisect_right(self._ends, start)
         while length > 0:
@@ -110,9 +110,9 @@ class Corpus:
         try:
             part = os.pread(self._descriptor(index), length, offset)
         except OSError as error:
-            raise UsageError(f"cannot read {path}: {error.strerror}; make it readable or leave it out") from error
+            raise ConfigError(f"cannot read {path}: {error.strerror}; make it readable or leave it out") from error
         if len(part) < length:
-            raise UsageError(f"{path} has become shorter than the {self.files[index].size} bytes it had at the start")
+            raise ConfigError(f"{path} has become shorter than the {self.files[index].size} bytes it had at the start")
         return part
 
     def _descriptor(self, index: int) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from elaunch.trainer.data.order import Micro, Order
-from elaunch.trainer.gpt.config import TrainConfig, UsageError
+from elaunch.trainer.gpt.config import ConfigError, TrainConfig
 from elaunch.trainer.gpt.metrics import Line, Metrics
 from elaunch.trainer.gpt.progress import Progress
 from elaunch.trainer.gpt.run_directory import RunDirectory
@@ -149,7 +149,7 @@ class Recorder:
             )
         except OSError as error:
             if step == 0:
-                raise UsageError(f"--ledger cannot be kept in {folder}: {error.strerror}; leave it out") from error
+                raise ConfigError(f"--ledger cannot be kept in {folder}: {error.strerror}; leave it out") from error
             self._say_ledger_ends(step + 1, error)
             return None
 

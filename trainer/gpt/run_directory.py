@@ -9,7 +9,7 @@ import yaml
 
 from elaunch.trainer.checkpoint.storage import Storage, storage_at
 from elaunch.trainer.files import sweep, write_durably
-from elaunch.trainer.gpt.config import Plain, TrainConfig, UsageError
+from elaunch.trainer.gpt.config import ConfigError, Plain, TrainConfig
 from elaunch.trainer.gpt.corpus import Corpus
 
 
@@ -29,7 +29,7 @@ class RunDirectory:
         self._result = path / "result.json"
 
     def claim(self, config: TrainConfig, corpus: Corpus, *, again: bool = False) -> None:
-        """Make the directory this run's. Raises UsageError if it holds another run or cannot be written.
+        """Make the directory this run's. Raises ConfigError if it holds another run or cannot be written.
 
         `again`: this is a restart, which must not fail because checkpoints elsewhere cannot be reached now.
         """
@@ -48,7 +48,7 @@ class RunDirectory:
             if record != held:
                 write_durably(self._config, yaml.safe_dump(record, sort_keys=False).encode())
         except OSError as error:
-            raise UsageError(
+            raise ConfigError(
                 f"--out {self.path} cannot be used ({error.strerror}: {error.filename}); give one that can be written"
             ) from error
         if config.checkpoints is not None and not again:
@@ -69,12 +69,12 @@ class RunDirectory:
             text = self._config.read_text()
         except FileNotFoundError:
             if checkpoints is not None and any(checkpoints.iterdir()):
-                raise UsageError(
+                raise ConfigError(
                     f"--out {self.path} holds checkpoints but no config.yaml; give another --out"
                 ) from None
             return None
         except ValueError as error:
-            raise UsageError(f"{self._config} cannot be read as YAML; mend it or give another --out") from error
+            raise ConfigError(f"{self._config} cannot be read as YAML; mend it or give another --out") from error
         return _parsed(text, str(self._config), "--out")
 
 
@@ -86,14 +86,14 @@ def _claim_elsewhere(storage: Storage, record: dict[str, Plain], wanted: dict[st
             held = _parsed(text, f"{storage}/config.yaml", "--checkpoints")
             _compare(f"--checkpoints {storage}", held, wanted)
         elif storage.found():
-            raise UsageError(
+            raise ConfigError(
                 f"--checkpoints {storage} holds checkpoints but no config.yaml; give another place for this run's"
             )
         else:
             storage.write_note("config.yaml", yaml.safe_dump(record, sort_keys=False).encode())
     except OSError as error:
         reason = error.strerror or str(error)
-        raise UsageError(
+        raise ConfigError(
             f"--checkpoints {storage} cannot be used ({reason}); give a place that is there and can be written"
         ) from error
 
@@ -102,9 +102,9 @@ def _parsed(text: str | bytes, source: str, option: str) -> dict[str, Plain]:
     try:
         held = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
-        raise UsageError(f"{source} cannot be read as YAML; mend it or give another {option}") from error
+        raise ConfigError(f"{source} cannot be read as YAML; mend it or give another {option}") from error
     if not isinstance(held, dict):
-        raise UsageError(f"{source} holds no configuration; give another {option}")
+        raise ConfigError(f"{source} holds no configuration; give another {option}")
     return held
 
 
@@ -114,6 +114,6 @@ def _compare(place: str, held: dict[str, Plain], wanted: dict[str, Plain]) -> No
     if differing:
         then = ", ".join(f"{key} {held.get(key)}" for key in differing)
         now = ", ".join(f"{key} {wanted[key]}" for key in differing)
-        raise UsageError(
+        raise ConfigError(
             f"{place} holds a run with {then}, not {now}; give another {place.split()[0]}, or the options of that run"
         )

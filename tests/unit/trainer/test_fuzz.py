@@ -19,7 +19,7 @@ from elaunch.trainer.checkpoint.catalog import MANIFEST, Corrupt, read_manifest,
 from elaunch.trainer.checkpoint.local import LocalFolder
 from elaunch.trainer.data.order import Order
 from elaunch.trainer.files import parse_json
-from elaunch.trainer.gpt.config import UsageError
+from elaunch.trainer.gpt.config import ConfigError
 from elaunch.trainer.gpt.metrics import Metrics
 from elaunch.trainer.gpt.run_directory import RunDirectory
 from elaunch.trainer.ledger.audit import Verdict, verdict
@@ -222,7 +222,7 @@ def test_a_skeleton_that_nests_for_ever_is_none_of_ours() -> None:
 def test_a_run_directory_with_a_broken_configuration_is_a_sentence(tmp_path: Path, content: str) -> None:
     (tmp_path / "config.yaml").write_text(content)
 
-    with pytest.raises(UsageError, match=r"config\.yaml"):
+    with pytest.raises(ConfigError, match=r"config\.yaml"):
         RunDirectory(tmp_path)._held(None)
 
 

@@ -536,7 +536,7 @@ def test_the_folder_of_a_failed_checkpoint_goes_when_no_rank_writes_in_it_any_mo
     nothing = dcp.Staging()
 
     places = LocalStorage(tmp_path), LocalFolder(folder)
-    order = writing.Order(Mark(0, 1), *places, plan, nothing, plain=b"", rank=0, ranks=3, keep=1)
+    order = writing.WriteOrder(Mark(0, 1), *places, plan, nothing, plain=b"", rank=0, ranks=3, keep=1)
     failed = writing.Writing(order, lambda size: None)
     assert failed.own_part()
     write_durably(folder / "part-00001", b"")
@@ -568,7 +568,7 @@ def test_a_part_that_could_not_be_announced_stays_for_rank_0_may_have_seen_it(
 
     monkeypatch.setattr(local, "write_durably", durably)
     places = LocalStorage(tmp_path), LocalFolder(folder)
-    order = writing.Order(Mark(0, 1), *places, plan, staging, plain=b"", rank=1, ranks=2, keep=1)
+    order = writing.WriteOrder(Mark(0, 1), *places, plan, staging, plain=b"", rank=1, ranks=2, keep=1)
     part = writing.Writing(order, lambda size: None)
 
     assert part.own_part() == "No space left on device"

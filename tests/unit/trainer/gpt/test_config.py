@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.trainer.gpt.config import TrainConfig, UsageError, parse
+from elaunch.trainer.gpt.config import ConfigError, TrainConfig, parse
 from elaunch.trainer.gpt.corpus import Corpus
 from elaunch.trainer.gpt.run_directory import RunDirectory
 from elaunch.trainer.ranks.place import RankInfo
@@ -36,7 +36,7 @@ TWO = RankInfo(rank=0, world_size=2, launched=True)
     ],
 )  # fmt: skip
 def test_what_cannot_be_meant_is_one_sentence_with_its_values(argv: list[str], sentence: str) -> None:
-    with pytest.raises(UsageError) as caught:
+    with pytest.raises(ConfigError) as caught:
         parse(argv, TWO)
 
     assert sentence in str(caught.value)
@@ -125,7 +125,7 @@ def test_a_directory_refuses_another_configuration(run: tuple[RunDirectory, Trai
     before = (directory.path / "config.yaml").read_text()
 
     with pytest.raises(
-        UsageError, match=r"holds a run with seed 0, width 128, not seed 5, width 64; give another --out"
+        ConfigError, match=r"holds a run with seed 0, width 128, not seed 5, width 64; give another --out"
     ):
         directory.claim(replace(config, width=64, seed=5), corpus)
 
@@ -138,7 +138,7 @@ def test_a_directory_refuses_another_text(run: tuple[RunDirectory, TrainConfig, 
     (tmp_path / "text").write_bytes(bytes(range(256)) * 30)
 
     with pytest.raises(
-        UsageError, match=r"holds a run with corpus 1 files, 5120 bytes.* not corpus 1 files, 7680 bytes"
+        ConfigError, match=r"holds a run with corpus 1 files, 5120 bytes.* not corpus 1 files, 7680 bytes"
     ):
         directory.claim(config, Corpus.open(config))
 
@@ -149,7 +149,7 @@ def test_a_broken_config_yaml_is_one_sentence(run: tuple[RunDirectory, TrainConf
     directory.claim(config, corpus)
     (directory.path / "config.yaml").write_text(content)
 
-    with pytest.raises(UsageError, match=r"config\.yaml .*give another --out"):
+    with pytest.raises(ConfigError, match=r"config\.yaml .*give another --out"):
         directory.claim(config, corpus)
 
 
@@ -158,7 +158,7 @@ def test_checkpoints_of_nobody_are_not_taken_over(run: tuple[RunDirectory, Train
     directory.checkpoints.mkdir(parents=True)
     (directory.checkpoints / "generation-0000-step-00000001.pt").touch()
 
-    with pytest.raises(UsageError, match=r"holds checkpoints but no config\.yaml"):
+    with pytest.raises(ConfigError, match=r"holds checkpoints but no config\.yaml"):
         directory.claim(config, corpus)
 
 
@@ -167,7 +167,7 @@ def test_an_out_that_cannot_be_a_directory_is_one_sentence(
 ) -> None:
     _, config, corpus = run
 
-    with pytest.raises(UsageError, match=r"--out .*/text cannot be used"):
+    with pytest.raises(ConfigError, match=r"--out .*/text cannot be used"):
         RunDirectory(tmp_path / "text").claim(config, corpus)
 
 
@@ -182,7 +182,9 @@ def test_checkpoints_elsewhere_are_one_runs_and_say_whose(
     # On another machine nothing is left of --out.
     for out in ("one", "other"):
         RunDirectory(tmp_path / out, place).claim(config, corpus)
-    with pytest.raises(UsageError, match=r"--checkpoints .* holds a run with seed 0, not seed 5; give another --check"):
+    with pytest.raises(
+        ConfigError, match=r"--checkpoints .* holds a run with seed 0, not seed 5; give another --check"
+    ):
         RunDirectory(tmp_path / "third", place).claim(replace(config, seed=5), corpus)
 
 
@@ -193,7 +195,7 @@ def test_checkpoints_elsewhere_of_nobody_are_not_taken_over(
     place = tmp_path / "there"
     (place / "generation-0000-step-00000001").mkdir(parents=True)
 
-    with pytest.raises(UsageError, match=r"--checkpoints .*/there holds checkpoints but no config\.yaml"):
+    with pytest.raises(ConfigError, match=r"--checkpoints .*/there holds checkpoints but no config\.yaml"):
         RunDirectory(tmp_path / "out", str(place)).claim(replace(config, checkpoints=str(place)), corpus)
 
 
@@ -210,7 +212,7 @@ def test_checkpoints_elsewhere_that_cannot_be_reached_stop_a_start_but_no_restar
     place = "memory://bucket/away"
     directory = RunDirectory(tmp_path / "out", place)
 
-    with pytest.raises(UsageError, match=r"--checkpoints memory://bucket/away cannot be used \(it does not answer"):
+    with pytest.raises(ConfigError, match=r"--checkpoints memory://bucket/away cannot be used \(it does not answer"):
         directory.claim(replace(config, checkpoints=place), corpus)
     directory.claim(replace(config, checkpoints=place), corpus, again=True)
 

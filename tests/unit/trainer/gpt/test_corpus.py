@@ -10,7 +10,7 @@ import torch
 
 from elaunch.trainer.gpt import corpus as module
 from elaunch.trainer.gpt.batches import Batches
-from elaunch.trainer.gpt.config import TrainConfig, UsageError
+from elaunch.trainer.gpt.config import ConfigError, TrainConfig
 from elaunch.trainer.gpt.corpus import Corpus
 from elaunch.trainer.ranks.place import RankInfo
 
@@ -153,7 +153,7 @@ def test_a_single_file_and_linked_files_count_and_hidden_ones_do_not(tmp_path: P
 
 
 def test_missing_data_is_one_sentence(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"--data .*/nowhere does not exist; give"):
+    with pytest.raises(ConfigError, match=r"--data .*/nowhere does not exist; give"):
         Corpus.open(config_for(tmp_path / "nowhere"))
 
 
@@ -161,7 +161,7 @@ def test_missing_data_is_one_sentence(tmp_path: Path) -> None:
 def test_too_little_text_is_refused_with_the_least_that_works(tmp_path: Path, size: int) -> None:
     write_files(tmp_path, {"a": size})
 
-    with pytest.raises(UsageError, match=rf", {size} bytes\) is too short; .*--context 8 need at least 181 bytes"):
+    with pytest.raises(ConfigError, match=rf", {size} bytes\) is too short; .*--context 8 need at least 181 bytes"):
         Corpus.open(config_for(tmp_path))
 
     write_files(tmp_path, {"a": 181})
@@ -173,5 +173,5 @@ def test_a_file_that_shrank_is_named(tmp_path: Path) -> None:
     corpus = Corpus.open(config_for(tmp_path))
     (tmp_path / "a").write_bytes(b"short")
 
-    with pytest.raises(UsageError, match="a has become shorter than the 500 bytes"):
+    with pytest.raises(ConfigError, match="a has become shorter than the 500 bytes"):
         corpus.read(400, 10)
