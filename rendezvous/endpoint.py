@@ -6,8 +6,6 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from elaunch.rendezvous.store import Denied
-
 if TYPE_CHECKING:
     # Importing ssl takes ten milliseconds, and only TLS needs it.
     import ssl
@@ -74,6 +72,9 @@ class Access:
     def check_login(self, endpoint: Endpoint) -> None:
         """Call this before the login is sent. Raises Denied if the login would be sent unencrypted."""
         if self.login and self.tls is None and not self.plainly:
+            # Imported here: the options need this module, and the command starts sooner without the store's.
+            from elaunch.rendezvous.store import Denied
+
             raise Denied(
                 f"the store at {endpoint} is reached without TLS, so the password of etcd's user {self.login.user} is"
                 f" not sent; {how_to_send(endpoint)}"
