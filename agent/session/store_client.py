@@ -51,6 +51,8 @@ class StoreClient:
         self._run_renewal_due_s = 0.0
         # A lease for a run's keys on which the run may not stand.
         self._begun_for_run = 0
+        # Whether the last transaction was refused since another agent has claimed the start of the run.
+        self._is_claimed = False
 
     def look(self) -> Looked | StoreLost:
         """What the keys say now."""
@@ -114,6 +116,7 @@ class StoreClient:
         self._run_renewal_due_s = self._host.now() + (left_s or self._times.keys_ttl_s) / _RUN_RENEWALS
 
     def commit(self, txn: Txn, tag: Tag | None) -> None:
+        self._is_claimed = False
         try:
             answer = self._commit_with_run_lease(txn, tag)
         except LeaseGone as error:
@@ -133,7 +136,7 @@ class StoreClient:
         if not answer.held and tag is not Tag.FIRST_RUN:
             # The watch may never tell why: it does not cover other nodes' keys. (It does cover a first run's.)
             self._view.refresh()
-        self._post(Committed(tag, answer.held, answer.revision))
+        self._post(Committed(tag, answer.held, answer.revision, is_claimed=self._is_claimed))
 
     def widen(self) -> None:
         """Look at all of the job's keys from now on."""
@@ -184,7 +187,9 @@ class StoreClient:
             return answer
         (mine,) = (op for op in claim.then if isinstance(op, Put))
         found = self._store.read(mine.key).entries.get(mine.key)
-        return replace(answer, held=found is not None and found.lease == mine.lease)
+        is_mine = found is not None and found.lease == mine.lease
+        self._is_claimed = found is not None and not is_mine
+        return replace(answer, held=is_mine)
 
     def _commit_again(self, tag: Tag | None, txn: Txn, lease: int) -> Answer:
         try:

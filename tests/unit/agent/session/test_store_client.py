@@ -842,7 +842,9 @@ def test_of_two_agents_that_start_the_first_run_at_once_one_grants_a_lease_for_i
 
     benches[0].client.commit(txns[0], Tag.FIRST_RUN)
 
-    assert not benches[0].events[-1].held
+    refused = benches[0].events[-1]
+    assert isinstance(refused, Committed)
+    assert (refused.held, refused.is_claimed) == (False, True)
     assert memory.keep_alive(first) == 0
     benches[1].client.commit(txns[1], Tag.FIRST_RUN)
     assert benches[1].events[-1].held
