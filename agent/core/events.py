@@ -48,14 +48,12 @@ class LeaseLost:
 class Committed:
     """The store's answer to a `Commit` with a tag; `held` as in `store.Answer`.
 
-    `revision` is 0 where nothing came of it, since the lease of a put had ended. `is_claimed` says that another node
-    has claimed the start of the run.
+    `revision` is 0 where nothing came of it, since the lease of a put had ended.
     """
 
     tag: Tag
     held: bool
     revision: int
-    is_claimed: bool = False
 
 
 @dataclass(frozen=True)

@@ -142,10 +142,7 @@ def _answered(agent: Agent, event: Committed) -> Agent:
             return agent.as_member(belongs=True, is_member=member.lease != 0, has_entered=True)
         case Tag.FIRST_RUN | Tag.RUN if event.revision:
             # The run that stands is the one to join, unless this node does not fit it.
-            refused = member.runs_refused + (not event.is_claimed)
-            return agent.as_member(
-                belongs=member.misfit is None, runs_refused=refused, is_start_claimed=event.is_claimed
-            )
+            return agent.as_member(belongs=member.misfit is None, runs_refused=member.runs_refused + 1)
         case Tag.JOIN if event.held:
             return agent.as_member(belongs=True, is_member=member.lease != 0, has_entered=True)
         case Tag.JOIN:
@@ -189,7 +186,7 @@ def _start_run(agent: Agent, now_s: float) -> Step:
     if snapshot.generation and not snapshot.ended and was_away:
         # Those who run it may have been away as this agent was, their leases ended, and are back in a moment.
         return replace(agent, lead_at_s=now_s + agent.times.return_grace_s), ()
-    if snapshot.generation is None and (member.runs_refused or member.is_start_claimed):
+    if snapshot.generation is None and member.runs_refused:
         # Their leases end, of which the narrow view does not tell; or they have none.
         if now_s < member.run_again_s:
             return replace(agent, lead_at_s=member.run_again_s), ()

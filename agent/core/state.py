@@ -40,8 +40,7 @@ class Membership:
     transaction whose answer is awaited, and nothing is decided from a snapshot older than `answered`, the revision of
     the last answer. `refused` says that the last join was, `outvoted` that the last try to lead was, `evicted` that
     this node's member key is gone, `widened` that all keys are looked at. `runs_refused` counts the runs that it
-    could not start, since the job had members; `is_start_claimed` says that another node is about to start it. The
-    next try is at `run_again_s`, when their leases may have ended.
+    could not start, since the job had members. The next try is at `run_again_s`, when their leases may have ended.
     `misfit` is there where the job in the store is another one.
     `has_entered` says that this node was a member once, so the store's address and login are right.
     The lease began at `leased_s`. Leases have ended too soon since `ends_early_since_s`, None while they last; the log
@@ -59,7 +58,6 @@ class Membership:
     evicted: bool = False
     widened: bool = False
     runs_refused: int = 0
-    is_start_claimed: bool = False
     run_again_s: float = float("-inf")
     misfit: Misfit | None = None
     has_entered: bool = False

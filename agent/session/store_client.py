@@ -15,7 +15,7 @@ from elaunch.agent.session.job_store import JobStore, LocalHost
 from elaunch.agent.session.retry_queue import RetryQueue
 from elaunch.agent.session.store_view import StoreView
 from elaunch.rendezvous.codec import decode
-from elaunch.rendezvous.rules.transactions import claim_start, run_lease
+from elaunch.rendezvous.rules.transactions import run_lease
 from elaunch.rendezvous.rules.trimming import content_bytes, trimmed
 from elaunch.rendezvous.store import Answer, Empty, LeaseGone, Put, Rejected, TooLarge, Txn
 from elaunch.rendezvous.times import Times
@@ -51,8 +51,6 @@ class StoreClient:
         self._run_renewal_due_s = 0.0
         # A lease for a run's keys on which the run may not stand.
         self._begun_for_run = 0
-        # Whether the last transaction was refused since another agent has claimed the start of the run.
-        self._is_claimed = False
 
     def look(self) -> Looked | StoreLost:
         """What the keys say now."""
@@ -116,7 +114,6 @@ class StoreClient:
         self._run_renewal_due_s = self._host.now() + (left_s or self._times.keys_ttl_s) / _RUN_RENEWALS
 
     def commit(self, txn: Txn, tag: Tag | None) -> None:
-        self._is_claimed = False
         try:
             answer = self._commit_with_run_lease(txn, tag)
         except LeaseGone as error:
@@ -136,7 +133,7 @@ class StoreClient:
         if not answer.held and tag is not Tag.FIRST_RUN:
             # The watch may never tell why: it does not cover other nodes' keys. (It does cover a first run's.)
             self._view.refresh()
-        self._post(Committed(tag, answer.held, answer.revision, is_claimed=self._is_claimed))
+        self._post(Committed(tag, answer.held, answer.revision))
 
     def widen(self) -> None:
         """Look at all of the job's keys from now on."""
@@ -162,10 +159,6 @@ class StoreClient:
     def _commit_with_run_lease(self, txn: Txn, tag: Tag | None) -> Answer:
         """Commit. The agent whose transaction would start a run, its guards held, begins a lease for the run's keys."""
         lease = run_lease(self._keys, txn)
-        if tag is Tag.FIRST_RUN and lease != self._begun_for_run:
-            claim = self._claim(txn, tag)
-            if not claim.held:
-                return claim
         try:
             answer = self._commit_as(tag, txn)
         except LeaseGone:
@@ -178,18 +171,6 @@ class StoreClient:
         if lease and lease == self._begun_for_run:
             self._end_unless_used(lease, is_used=answer.held)
         return answer
-
-    def _claim(self, txn: Txn, tag: Tag) -> Answer:
-        """Claim the start of a job's first run. A claim that was sent twice is refused the second time, and held."""
-        claim = claim_start(self._keys, txn)
-        answer = self._commit_as(tag, claim)
-        if answer.held:
-            return answer
-        (mine,) = (op for op in claim.then if isinstance(op, Put))
-        found = self._store.read(mine.key).entries.get(mine.key)
-        is_mine = found is not None and found.lease == mine.lease
-        self._is_claimed = found is not None and not is_mine
-        return replace(answer, held=is_mine)
 
     def _commit_again(self, tag: Tag | None, txn: Txn, lease: int) -> Answer:
         try:

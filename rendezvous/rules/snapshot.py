@@ -56,11 +56,6 @@ class Keys:
         return f"{self.control}leader"
 
     @property
-    def starter(self) -> str:
-        """The node that is starting the first run. No node watches this key; it is deleted when the run has started."""
-        return f"{self.root}starter"
-
-    @property
     def ended(self) -> str:
         return f"{self.control}ended"
 

@@ -52,20 +52,8 @@ def start_run(snapshot: Snapshot, terms: Terms, me: Node, lease: int) -> Txn:
             Put(keys.generation, encode(Generation(number, OpenKind.START, "the job starts")), run),
             Put(keys.leader, me.node_id, lease),
             Put(keys.member(me.node_id), encode(me), lease),
-            Delete(keys.starter),
         ),
-        (Delete(keys.starter),),
     )
-
-
-def claim_start(keys: Keys, start: Txn) -> Txn:
-    """Claim the start of a job's first run, which `start` makes. Only one node at a time holds the claim.
-
-    Many nodes of a new job start its run at once, and without a claim each would grant a lease for it. The claim stands
-    on the node's own lease. It ends with that lease, or with the start.
-    """
-    mine = next(op for op in start.then if isinstance(op, Put) and op.key == keys.leader)
-    return Txn((*start.guards, Absent(keys.starter)), (Put(keys.starter, mine.value, mine.lease),))
 
 
 def run_lease(keys: Keys, txn: Txn) -> int:
