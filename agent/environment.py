@@ -47,7 +47,9 @@ def rank_variables(
     error_file: str,
     memory: str,
 ) -> dict[str, str]:
-    """What is set for one worker on top of what all get: `environment` and `worker_env` of the agent's configuration.
+    """The variables of one worker, on top of those of all workers.
+
+    All workers get `environment` and `worker_env` of the agent's configuration.
 
     `agent_store` says that the worker store of MASTER_ADDR:MASTER_PORT has a process of its own, so that rank 0
     connects to it instead of hosting it. `memory` is a folder of the job's on this host, which outlives workers, or

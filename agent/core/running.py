@@ -219,7 +219,7 @@ def _signal_for(
 
 
 def _cause(running: Running, failure: Failure) -> Failure:
-    """Of a failure and what is held, the one that came first; who stopped at a step boundary has not failed."""
+    """The first cause: a held failure, else this one. A held stop at a step boundary is no failure."""
     held = running.held
     return held.failure if held and held.failure and not held.is_stop else failure
 

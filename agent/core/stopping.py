@@ -40,7 +40,7 @@ from elaunch.rendezvous.types import Failure, FailureKind, OutcomeKind
 
 # SIGKILL needs no consent: a worker that is not gone by then is one whose fork server no longer says so.
 KILL_WAIT_S = 5.0
-# Of a worker that has stopped at a step boundary: it was asked to, so that is no failure.
+# A worker that was asked to stop at a step boundary exits with one of these: no failure.
 STOPPED_CODES = (0, SHELL_BASE + SIGTERM, SHELL_BASE + SIGINT)
 
 

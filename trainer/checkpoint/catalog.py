@@ -1,4 +1,4 @@
-"""What is in a run's storage: which checkpoint is the newest, which is whole, which may go."""
+"""The checkpoints in a run's storage: which is the newest, which is whole, which may go."""
 
 from __future__ import annotations
 

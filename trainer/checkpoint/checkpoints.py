@@ -242,7 +242,7 @@ class Checkpoints:
         try:
             is_there = not shown or folder.is_there()
         except OSError:
-            # Who writes there says what is wrong; the next save looks again.
+            # The write that follows reports what is wrong. The next save looks again.
             return mark, folder
         if not is_there:
             raise ValueError(

@@ -195,7 +195,7 @@ def publish(folder: Path, mark: Mark) -> Path:
     final = folder.with_name(mark.folder_name)
     replaced = None
     if final.exists():
-        # Of the same generation and step: a job that was started anew and came this way again.
+        # The same generation and step: the job was started anew, and reached this step again.
         replaced = final.rename(final.with_name(f".{final.name}.{os.getpid()}{_REPLACED}"))
     try:
         folder.rename(final)

@@ -24,7 +24,7 @@ _FAILED_LOOKS_MAX = 10
 
 @dataclass(frozen=True)
 class WriteOrder:
-    """What is to be written. `plain` is the packed rest of the state; `folder` is unpublished, `ranks` share it."""
+    """One checkpoint to write. `plain` is the packed rest of the state; `folder` is unpublished, `ranks` share it."""
 
     mark: Mark
     storage: Storage

@@ -121,7 +121,7 @@ def decide(inventories: Sequence[Inventory], *, large: bool = False) -> Decision
 
 
 def sentence(decision: Decision) -> str:
-    """What was restored, from where, and how many steps are repeated."""
+    """One sentence: the restored state, its source, and how many steps are repeated."""
     version = decision.version
     origin = f"of generation {version.generation}"
     if decision.receivers:
