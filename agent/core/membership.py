@@ -7,9 +7,15 @@ from dataclasses import replace
 from elaunch.agent.core.actions import Action, Commit, Join, Renew, Say, Widen
 from elaunch.agent.core.events import Committed, Leased, LeaseLost, Tag
 from elaunch.agent.core.phases import Exited, Finished, Joining, Phase, Running
-from elaunch.agent.core.state import WORTH_A_WORD_S, Agent, Misfit, Step, Waiting, exit_with
+from elaunch.agent.core.state import WORTH_A_WORD_S, Agent, Claim, Misfit, Step, Waiting, exit_with
 from elaunch.rendezvous.rules.leading import lead
-from elaunch.rendezvous.rules.transactions import become_leader, confirm_membership, return_as_member, start_run
+from elaunch.rendezvous.rules.transactions import (
+    become_leader,
+    claim_start,
+    confirm_membership,
+    return_as_member,
+    start_run,
+)
 from elaunch.rendezvous.types import Outcome, OutcomeKind, RankTable, Terms, host_of
 
 # Whoever waits is not told of what more often than this.
@@ -59,7 +65,7 @@ def lease_lost(agent: Agent, _phase: Phase, event: LeaseLost, now_s: float) -> S
     """Begin another lease; nobody is declared lost for a while, as others may have been cut off, too."""
     if event.lease != agent.membership.lease:
         return agent, ()
-    agent = agent.as_member(lease=0, is_member=False, evicted=False)
+    agent = agent.as_member(lease=0, is_member=False, evicted=False, claim=Claim.UNTRIED)
     agent = replace(agent, lossless_until_s=now_s + agent.times.return_grace_s)
     if agent.is_going:
         return agent, ()
@@ -134,15 +140,20 @@ def _answered(agent: Agent, event: Committed) -> Agent:
     if event.tag is not member.in_flight:
         return agent
     agent = agent.as_member(in_flight=None)
-    # After a refusal all is read again, but after that of a first run: many at once have it, and the run is in sight.
-    if event.tag in _IN_SIGHT if event.held else event.tag is not Tag.FIRST_RUN:
+    # After a refusal all is read again, but after that of a first run, which is in sight.
+    if event.tag in _IN_SIGHT if event.held else not event.tag.is_of_first_run:
         agent = agent.as_member(answered=max(member.answered, event.revision))
     match event.tag:
+        case Tag.CLAIM if event.revision:
+            # The run whose start another node has claimed is the one to join.
+            claim = Claim.HELD if event.held else Claim.REFUSED
+            return agent.as_member(belongs=not event.held and member.misfit is None, claim=claim)
         case Tag.FIRST_RUN | Tag.RUN if event.held:
             return agent.as_member(belongs=True, is_member=member.lease != 0, has_entered=True)
         case Tag.FIRST_RUN | Tag.RUN if event.revision:
             # The run that stands is the one to join, unless this node does not fit it.
-            return agent.as_member(belongs=member.misfit is None, runs_refused=member.runs_refused + 1)
+            refused = member.runs_refused + 1
+            return agent.as_member(belongs=member.misfit is None, runs_refused=refused, claim=Claim.REFUSED)
         case Tag.JOIN if event.held:
             return agent.as_member(belongs=True, is_member=member.lease != 0, has_entered=True)
         case Tag.JOIN:
@@ -186,9 +197,13 @@ def _start_run(agent: Agent, now_s: float) -> Step:
     if snapshot.generation and not snapshot.ended and was_away:
         # Those who run it may have been away as this agent was, their leases ended, and are back in a moment.
         return replace(agent, lead_at_s=now_s + agent.times.return_grace_s), ()
-    if snapshot.generation is None and member.runs_refused:
-        # Their leases end, of which the narrow view does not tell; or they have none.
-        if now_s < member.run_again_s:
+    if snapshot.generation is None:
+        # Who sees all keys before it is a member has a store of its own.
+        if member.claim is Claim.UNTRIED and not snapshot.whole:
+            return _claim_start(agent, now_s)
+        # The node that starts the run may die first. The leases of members that are left end; or they have none.
+        is_to_wait = member.runs_refused or member.claim is Claim.REFUSED
+        if is_to_wait and now_s < member.run_again_s:
             return replace(agent, lead_at_s=member.run_again_s), ()
         if member.runs_refused >= RUNS_REFUSED_MAX:
             reason = (
@@ -197,10 +212,22 @@ def _start_run(agent: Agent, now_s: float) -> Step:
             )
             return exit_with(agent, agent.outcome(OutcomeKind.UNKNOWN, reason))
     run = start_run(snapshot, agent.spec.terms, agent.me, member.lease)
-    tag = Tag.RUN if snapshot.generation else Tag.FIRST_RUN
+    is_contested = snapshot.generation or member.claim is Claim.REFUSED
+    tag = Tag.RUN if is_contested else Tag.FIRST_RUN
     again_s = now_s + agent.times.lease_ttl_s
     agent = replace(agent.as_member(in_flight=tag, run_again_s=again_s), lead_at_s=again_s)
     return agent, (Commit(run, tag),)
+
+
+def _claim_start(agent: Agent, now_s: float) -> Step:
+    """Many nodes of a new job come at once: one starts its run, and the others wait a moment for it.
+
+    A run that has not begun by then is started without a claim, by whichever node is first.
+    """
+    again_s = now_s + agent.times.lease_ttl_s / 2
+    claim = claim_start(agent.snapshot, agent.me, agent.membership.lease)
+    agent = replace(agent.as_member(in_flight=Tag.CLAIM, run_again_s=again_s), lead_at_s=again_s)
+    return agent, (Commit(claim, Tag.CLAIM),)
 
 
 def _misfit(agent: Agent, refusal: Outcome, now_s: float) -> Step:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from enum import Enum
+from enum import Enum, auto
 
 from elaunch.agent.core.actions import Action, Exit
 from elaunch.agent.core.events import Tag
@@ -31,6 +31,14 @@ class Misfit:
     is_said: bool = False
 
 
+class Claim(Enum):
+    """A node's claim to start the job's first run; `REFUSED` by another node's, or by a run."""
+
+    UNTRIED = auto()
+    HELD = auto()
+    REFUSED = auto()
+
+
 @dataclass(frozen=True)
 class Membership:
     """What this node is to the job's other nodes.
@@ -41,6 +49,7 @@ class Membership:
     the last answer. `refused` says that the last join was, `outvoted` that the last try to lead was, `evicted` that
     this node's member key is gone, `widened` that all keys are looked at. `runs_refused` counts the runs that it
     could not start, since the job had members. The next try is at `run_again_s`, when their leases may have ended.
+    `claim` says whether this node may start the job's first run before all others.
     `misfit` is there where the job in the store is another one.
     `has_entered` says that this node was a member once, so the store's address and login are right.
     The lease began at `leased_s`. Leases have ended too soon since `ends_early_since_s`, None while they last; the log
@@ -59,6 +68,7 @@ class Membership:
     widened: bool = False
     runs_refused: int = 0
     run_again_s: float = float("-inf")
+    claim: Claim = Claim.UNTRIED
     misfit: Misfit | None = None
     has_entered: bool = False
     leased_s: float = float("-inf")

@@ -130,7 +130,7 @@ class StoreClient:
         if tag is None:
             return
         self._is_alone |= answer.held and tag in (Tag.FIRST_RUN, *_ENTERING)
-        if not answer.held and tag is not Tag.FIRST_RUN:
+        if not answer.held and not tag.is_of_first_run:
             # The watch may never tell why: it does not cover other nodes' keys. (It does cover a first run's.)
             self._view.refresh()
         self._post(Committed(tag, answer.held, answer.revision))
@@ -159,18 +159,24 @@ class StoreClient:
     def _commit_with_run_lease(self, txn: Txn, tag: Tag | None) -> Answer:
         """Commit. The agent whose transaction would start a run, its guards held, begins a lease for the run's keys."""
         lease = run_lease(self._keys, txn)
+        if tag is Tag.FIRST_RUN and lease != self._begun_for_run:
+            # The claim's guards were those of the start.
+            self._begin_for_run(lease)
         try:
             answer = self._commit_as(tag, txn)
         except LeaseGone:
             if not lease:
                 raise
-            # Noted first: the answer may be lost.
-            self._begun_for_run = lease
-            self._store.grant(lease, self._times.keys_ttl_s)
+            self._begin_for_run(lease)
             answer = self._commit_again(tag, txn, lease)
         if lease and lease == self._begun_for_run:
             self._end_unless_used(lease, is_used=answer.held)
         return answer
+
+    def _begin_for_run(self, lease: int) -> None:
+        # Noted first: the answer may be lost.
+        self._begun_for_run = lease
+        self._store.grant(lease, self._times.keys_ttl_s)
 
     def _commit_again(self, tag: Tag | None, txn: Txn, lease: int) -> Answer:
         try:

@@ -56,6 +56,11 @@ class Keys:
         return f"{self.control}leader"
 
     @property
+    def starter(self) -> str:
+        """The node that has claimed the start of the first run. No node looks at this key."""
+        return f"{self.root}starter"
+
+    @property
     def ended(self) -> str:
         return f"{self.control}ended"
 

@@ -32,6 +32,16 @@ _NAMES_SHOWN = 3
 _LOST_GUARDED = 50
 
 
+def claim_start(snapshot: Snapshot, me: Node, lease: int) -> Txn:
+    """Claim the start of this job's first run. Nothing depends on a claim: `start_run` has guards of its own.
+
+    Many nodes of a new job come at once. Those whose claim is refused leave it to one node to grant the run's lease.
+    """
+    keys = snapshot.keys
+    guards = (snapshot.gen_guard, Empty(keys.members), Absent(keys.starter))
+    return Txn(guards, (Put(keys.starter, me.node_id, lease),))
+
+
 def start_run(snapshot: Snapshot, terms: Terms, me: Node, lease: int) -> Txn:
     """Start this job's first run, or a new run on an id whose members are all gone.
 
@@ -48,6 +58,7 @@ def start_run(snapshot: Snapshot, terms: Terms, me: Node, lease: int) -> Txn:
             *(Delete(f"{keys.root}{part}/", f"{keys.root}{part}0") for part in _RUN_PARTS),
             Delete(keys.table(0), keys.table(number)),
             Delete(keys.ended),
+            Delete(keys.starter),
             Put(keys.spec, encode(terms), run),
             Put(keys.generation, encode(Generation(number, OpenKind.START, "the job starts")), run),
             Put(keys.leader, me.node_id, lease),
@@ -113,8 +124,8 @@ def report_done(snapshot: Snapshot, me: Node, generation: int) -> Txn:
 def fail(snapshot: Snapshot, me: Node, failure: Failure) -> Txn:
     """Open the next generation and record the failure that caused it; if one is open already, write the record only.
 
-    `complete` adds traceback and output later, so no program's text makes this transaction large. Unless the death of a
-    peer explains the failure, it is the generation's decisive failure, and its record becomes the full one.
+    `complete` adds traceback and output later, so no program's text makes this transaction large. The first failure of a
+    generation is its decisive one, unless the death of a peer explains it, and its record becomes the full one.
     """
     keys, newest, failed_in = snapshot.keys, snapshot.generation, failure.generation
     record = snapshot.put(keys.failure(failed_in, me.node_id), encode(failure.opening))
@@ -128,7 +139,9 @@ def fail(snapshot: Snapshot, me: Node, failure: Failure) -> Txn:
         number = newest.number + 1
     opened = snapshot.put(keys.generation, encode(Generation(number, OpenKind.FAIL, failure.sentence, me.node_id)))
     writes: list[Op] = [opened, record]
-    if failure.kind is not FailureKind.PEER_LOST:
+    # After a JOIN or LEAVE another node may have recorded a failure of this generation already.
+    is_first = number == failed_in + 1
+    if is_first and failure.kind is not FailureKind.PEER_LOST:
         writes.append(snapshot.put(keys.detailed(failed_in, me.node_id), ""))
     return Txn((snapshot.gen_guard, snapshot.live_guard), tuple(writes), (record,))
 

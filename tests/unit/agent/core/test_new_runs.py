@@ -13,7 +13,7 @@ from elaunch.agent.core.step import deadline_s
 from elaunch.rendezvous.codec import encode
 from elaunch.rendezvous.store import Delete, Put
 from elaunch.rendezvous.types import Generation, OpenKind, Outcome, OutcomeKind
-from tests.unit.agent.driver import KEYS, TIMES, TWO, Driver, pair, tags
+from tests.unit.agent.driver import KEYS, START_S, TIMES, TWO, Driver, pair, tags
 
 STRANGER = KEYS.member("node-x-1")
 
@@ -22,6 +22,8 @@ def vacant() -> Driver:
     driver = Driver(remote=True)
     driver.write(Put(STRANGER, "{}"))
     driver.begin().settle()
+    # The claim of the start is refused, and then the start.
+    at_next_deadline(driver)
     return driver
 
 
@@ -74,6 +76,8 @@ def test_who_has_entered_a_run_by_any_way_outlasts_that_the_store_denies_it(
     # Its own lease's answer, then a look at what there is.
     driver.answer()
     driver.look()
+    if tags(driver) == [Tag.CLAIM]:
+        driver.answer()
     assert tags(driver) == [by]
     driver.answer()
 
@@ -126,6 +130,65 @@ def test_who_loses_its_lease_before_it_could_start_a_run_does_not_end_with_the_l
     driver.look()
 
     assert isinstance(driver.agent.phase, Joining)
+
+
+def claimed() -> tuple[Driver, Driver]:
+    """Two nodes of a new job. The first has claimed the start and does not know it yet; the second was refused."""
+    first = Driver(TWO, remote=True).begin()
+    second = Driver(TWO, host="node-b", store=first.store, remote=True).begin()
+    for driver in (first, second):
+        driver.answer()
+        driver.look()
+        assert tags(driver) == [Tag.CLAIM]
+    second.answer()
+    return first, second
+
+
+def test_of_two_nodes_that_come_at_once_one_starts_the_run_and_the_other_joins_it() -> None:
+    first, second = claimed()
+    first.answer()
+    assert (tags(first), tags(second)) == ([Tag.FIRST_RUN], [])
+
+    second.look()
+
+    assert tags(second) == [Tag.JOIN]
+    assert KEYS.starter not in first.store.read(KEYS.root).entries
+
+
+def test_a_run_whose_claimant_never_starts_it_is_started_by_another_node() -> None:
+    first, second = claimed()
+    second.look()
+    assert tags(second) == []
+
+    at_next_deadline(second)
+
+    assert second.now_s == START_S + TIMES.lease_ttl_s / 2
+    assert second.node_id in second.snapshot.members
+    # The claimant was only slow: its start is refused, and it joins.
+    first.settle()
+    assert [first.node_id in first.snapshot.joined[0], first.snapshot.leader] == [True, second.node_id]
+
+
+def test_who_does_not_know_that_its_own_claim_held_starts_the_run_a_moment_later() -> None:
+    driver = Driver(remote=True).begin()
+    driver.write(Put(KEYS.starter, "node-a-00000001", driver.lease))
+    driver.settle()
+    assert not driver.snapshot.members
+
+    at_next_deadline(driver)
+
+    assert driver.node_id in driver.snapshot.members
+
+
+def test_a_run_that_came_and_went_while_it_was_awaited_is_not_run_again() -> None:
+    _, second = claimed()
+    ended = Outcome(OutcomeKind.SUCCEEDED, "every worker exited with 0", 0, 0, 3)
+    second.write(Put(KEYS.generation, encode(Generation(0, OpenKind.START, "the job starts"))))
+    second.write(Put(KEYS.ended, encode(ended)))
+
+    second.look()
+
+    assert second.outcome == ended
 
 
 def test_who_may_not_start_a_run_tries_again_only_after_a_lease_time() -> None:

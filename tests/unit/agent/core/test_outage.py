@@ -87,6 +87,9 @@ def test_a_store_that_comes_and_goes_does_not_make_a_newcomer_give_up_a_run_that
     other = Node("node-b-1", "node-b", "10.0.0.2", 1)
     newcomer.write(Put(KEYS.member(other.node_id), encode(other)))
     newcomer.begin().settle()
+    newcomer.now_s = newcomer.agent.membership.run_again_s
+    newcomer.happen(Tick())
+    newcomer.settle()
     refused = newcomer.agent.membership.runs_refused
 
     for _ in range(2 * RUNS_REFUSED_MAX):

@@ -769,11 +769,22 @@ def test_who_comes_too_late_to_start_a_run_begins_no_lease() -> None:
     bench.open(3)
     asked = bench.store.calls["grant"]
 
-    bench.client.commit(start_run(nothing, Terms(), replace(NODE, node_id=own.node_id), own.lease), Tag.FIRST_RUN)
+    bench.client.commit(start_run(nothing, Terms(), replace(NODE, node_id=own.node_id), own.lease), Tag.RUN)
 
     assert isinstance(bench.events[-1], Committed)
     assert not bench.events[-1].held
     assert bench.store.calls["grant"] == asked
+
+
+def test_who_has_claimed_the_start_begins_the_lease_without_asking_first() -> None:
+    bench = Bench().begun()
+    own = bench.leased[-1]
+    txn = start_run(bench.snapshot, Terms(), replace(NODE, node_id=own.node_id), own.lease)
+    before = bench.store.calls.copy()
+
+    bench.client.commit(txn, Tag.FIRST_RUN)
+
+    assert bench.store.calls - before == {"grant": 1, "commit": 1}
 
 
 def test_a_start_whose_answers_were_lost_is_made_again_with_the_same_lease() -> None:

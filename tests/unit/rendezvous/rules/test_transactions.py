@@ -323,6 +323,22 @@ def test_of_many_that_fail_the_one_that_opened_the_generation_is_recorded_in_ful
     assert decisive_failure(world.snapshot.failures[0]) == replace(LONG, node_id=B.node_id)
 
 
+@pytest.mark.parametrize("kind", [OpenKind.JOIN, OpenKind.LEAVE])
+def test_a_failure_that_is_hurried_after_another_ones_record_is_recorded_in_brief(kind: OpenKind) -> None:
+    """History (seed 8421): one failure was refused by a join; another one opened over the join, and both were full."""
+    world = running(A, B, C)
+    before = world.snapshot
+    world.write(Put(KEYS.generation, encode(Generation(1, kind, "host-d joins"))))
+    world.commit(transactions.fail(before, A, replace(LONG, node_id=A.node_id)))
+    complete(world, A)
+
+    world.commit(transactions.fail(world.snapshot, B, replace(LONG, node_id=B.node_id)))
+    complete(world, B)
+
+    assert generation_of(world).number == 2
+    assert in_full(world) == [A.node_id]
+
+
 @pytest.mark.parametrize("kind_at_first", [FailureKind.PEER_LOST, FailureKind.EXIT_CODE])
 def test_where_a_peers_end_explains_the_opener_another_ones_record_is_in_full(kind_at_first: FailureKind) -> None:
     world = running(A, B, C)
