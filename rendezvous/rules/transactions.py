@@ -124,8 +124,8 @@ def report_done(snapshot: Snapshot, me: Node, generation: int) -> Txn:
 def fail(snapshot: Snapshot, me: Node, failure: Failure) -> Txn:
     """Open the next generation and record the failure that caused it; if one is open already, write the record only.
 
-    `complete` adds traceback and output later, so no program's text makes this transaction large. The first failure of a
-    generation is its decisive one, unless the death of a peer explains it, and its record becomes the full one.
+    `complete` adds traceback and output later, so no program's text makes this transaction large. A generation's first
+    failure is its decisive one, unless the death of a peer explains it, and its record becomes the full one.
     """
     keys, newest, failed_in = snapshot.keys, snapshot.generation, failure.generation
     record = snapshot.put(keys.failure(failed_in, me.node_id), encode(failure.opening))
