@@ -145,9 +145,7 @@ def _answered(agent: Agent, event: Committed) -> Agent:
         agent = agent.as_member(answered=max(member.answered, event.revision))
     match event.tag:
         case Tag.CLAIM if event.revision:
-            # The run whose start another node has claimed is the one to join.
-            claim = Claim.HELD if event.held else Claim.REFUSED
-            return agent.as_member(belongs=not event.held and member.misfit is None, claim=claim)
+            return _with_claim(agent, Claim.HELD if event.held else Claim.REFUSED)
         case Tag.FIRST_RUN | Tag.RUN if event.held:
             return agent.as_member(belongs=True, is_member=member.lease != 0, has_entered=True)
         case Tag.FIRST_RUN | Tag.RUN if event.revision:
@@ -225,9 +223,16 @@ def _claim_start(agent: Agent, now_s: float) -> Step:
     A run that has not begun by then is started without a claim, by whichever node is first.
     """
     again_s = now_s + agent.times.lease_ttl_s / 2
+    agent = replace(agent.as_member(run_again_s=again_s), lead_at_s=again_s)
+    if agent.snapshot.starter:
+        return _with_claim(agent, Claim.REFUSED), ()
     claim = claim_start(agent.snapshot, agent.me, agent.membership.lease)
-    agent = replace(agent.as_member(in_flight=Tag.CLAIM, run_again_s=again_s), lead_at_s=again_s)
-    return agent, (Commit(claim, Tag.CLAIM),)
+    return agent.as_member(in_flight=Tag.CLAIM), (Commit(claim, Tag.CLAIM),)
+
+
+def _with_claim(agent: Agent, claim: Claim) -> Agent:
+    """The run whose start another node has claimed is the one to join, unless this node does not fit it."""
+    return agent.as_member(claim=claim, belongs=claim is Claim.REFUSED and agent.membership.misfit is None)
 
 
 def _misfit(agent: Agent, refusal: Outcome, now_s: float) -> Step:

@@ -57,8 +57,8 @@ class Keys:
 
     @property
     def starter(self) -> str:
-        """The node that has claimed the start of the first run. No node looks at this key."""
-        return f"{self.root}starter"
+        """The node that has claimed the start of the first run."""
+        return f"{self.control}starter"
 
     @property
     def ended(self) -> str:
@@ -89,7 +89,7 @@ class Snapshot:
     """The state on which decisions are based, as it was at `revision`.
 
     A follower's snapshot holds what is under `ctl/`. Only a `whole` snapshot has members, joined, failures (in the
-    order in which they were recorded) and done. `unreadable` holds sentences about records that could not be read.
+    order in which they were recorded) and done. `starter` has claimed the start of the first run. `unreadable` holds sentences about records that could not be read.
     """
 
     keys: Keys
@@ -99,6 +99,7 @@ class Snapshot:
     lease: int = 0
     generation: Generation | None = None
     generation_revision: int = 0
+    starter: str = ""
     leader: str = ""
     leader_revision: int = 0
     ended: Outcome | None = None
@@ -188,6 +189,8 @@ class SnapshotReader:
                     fields |= {"terms": record, "lease": entry.lease}
                 case ["ctl", "generation"]:
                     fields |= {"generation": record, "generation_revision": entry.mod_revision}
+                case ["ctl", "starter"]:
+                    fields |= {"starter": record}
                 case ["ctl", "leader"]:
                     fields |= {"leader": record, "leader_revision": entry.mod_revision}
                 case ["ctl", "ended"]:

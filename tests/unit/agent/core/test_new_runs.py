@@ -138,7 +138,9 @@ def claimed() -> tuple[Driver, Driver]:
     second = Driver(TWO, host="node-b", store=first.store, remote=True).begin()
     for driver in (first, second):
         driver.answer()
-        driver.look()
+    nothing = second.looked
+    for driver in (first, second):
+        driver.happen(nothing)
         assert tags(driver) == [Tag.CLAIM]
     second.answer()
     return first, second
@@ -167,6 +169,19 @@ def test_a_run_whose_claimant_never_starts_it_is_started_by_another_node() -> No
     # The claimant was only slow: its start is refused, and it joins.
     first.settle()
     assert [first.node_id in first.snapshot.joined[0], first.snapshot.leader] == [True, second.node_id]
+
+
+def test_who_sees_a_claim_writes_none_and_joins_the_run_that_follows() -> None:
+    driver = Driver(remote=True)
+    driver.write(Put(KEYS.starter, "node-x-1"))
+    driver.begin().answer()
+
+    driver.look()
+
+    assert (tags(driver), deadline_s(driver.agent)) == ([], driver.now_s + TIMES.lease_ttl_s / 2)
+    driver.write(Put(KEYS.generation, encode(Generation(0, OpenKind.START, "the job starts"))))
+    driver.look()
+    assert tags(driver) == [Tag.JOIN]
 
 
 def test_who_does_not_know_that_its_own_claim_held_starts_the_run_a_moment_later() -> None:
