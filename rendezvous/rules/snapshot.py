@@ -89,7 +89,8 @@ class Snapshot:
     """The state on which decisions are based, as it was at `revision`.
 
     A follower's snapshot holds what is under `ctl/`. Only a `whole` snapshot has members, joined, failures (in the
-    order in which they were recorded) and done. `starter` has claimed the start of the first run. `unreadable` holds sentences about records that could not be read.
+    order in which they were recorded) and done. `starter` has claimed the start of the first run. `unreadable`
+    holds sentences about records that could not be read.
     """
 
     keys: Keys
