@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import Enum, IntFlag
 from pathlib import Path
 
+from elaunch.records import dataclass
 from elaunch.rendezvous.endpoint import PREFIX
 from elaunch.rendezvous.times import Times
 from elaunch.rendezvous.types import JobSpec

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from elaunch.agent.config import AgentConfig
 from elaunch.agent.forkserver.client import ForkServer
 from elaunch.agent.guardian.client import GuardianClient
 from elaunch.agent.output.pump import Pump
 from elaunch.agent.output.run_dir import RunDir
+from elaunch.records import dataclass
 
 
 @dataclass(frozen=True)

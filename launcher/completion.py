@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import click
@@ -17,6 +16,7 @@ from click.shell_completion import BashComplete, CompletionItem, FishComplete, S
 from elaunch.launcher.options.table import TABLE
 from elaunch.launcher.options.values import NUMA_MODES, OneOf
 from elaunch.launcher.submit import kubernetes, slurm
+from elaunch.records import dataclass
 
 COMMANDS = {
     "run": "start a job; may be left out",

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from elaunch.agent.workers.gpus import read_gpus, visible
+from elaunch.records import dataclass
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from typing import get_type_hints
+
+from elaunch.records import dataclass
 
 _CUT = "…"
 # Bytes of one character in JSON: an escaped pair of surrogates.

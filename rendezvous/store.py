@@ -7,8 +7,9 @@ and etcd behave alike. Every call blocks until it is answered, or until the stor
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Protocol
+
+from elaunch.records import dataclass
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import hashlib
 import shlex
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import Enum
 from typing import Annotated, NamedTuple
 
+from elaunch.records import dataclass
 from elaunch.rendezvous.limits import Bounded, keep_ends, keep_head, keep_tail
 
 _RANDOM_DIGITS = 8

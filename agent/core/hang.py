@@ -7,7 +7,9 @@ anything for `hang_timeout_s`; one that never reports, since only another does, 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
+
+from elaunch.records import dataclass
 
 # Links are looked at once a second. What passes beyond this between two looks has passed without this agent: it was
 # stopped, and so were its workers, perhaps.

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from elaunch.agent.core.events import Signalled
 from elaunch.agent.core.hang import Quiet
+from elaunch.records import dataclass
 from elaunch.rendezvous.types import Failure, Outcome, RankTable
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, get_args
 
 from elaunch.agent.core import clearing, finished, joining, leaving, membership, own_store, running, stopping
@@ -41,6 +40,7 @@ from elaunch.agent.core.events import (
 )
 from elaunch.agent.core.phases import Clearing, Exited, Finished, Joining, Mode, Phase, Running, Stopping
 from elaunch.agent.core.state import Agent, Step
+from elaunch.records import dataclass
 
 P = TypeVar("P")
 E = TypeVar("E")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
+from elaunch.records import dataclass
 from elaunch.rendezvous.codec import decode, encode
 from elaunch.rendezvous.types import Program
 

@@ -9,11 +9,11 @@ import socket
 import subprocess
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 from elaunch.agent.forkserver import wire
 from elaunch.agent.forkserver.boot import Boot, bare_command, pausing
+from elaunch.records import dataclass
 from elaunch.rendezvous.types import Program
 
 _ORDER_WAIT_S = 60.0

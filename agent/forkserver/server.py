@@ -13,7 +13,7 @@ import selectors
 import signal
 import socket
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from elaunch.agent.forkserver import wire
@@ -21,6 +21,7 @@ from elaunch.agent.forkserver.boot import Boot, bare_command
 from elaunch.agent.forkserver.preload import Preloaded, Unfaithful, preload
 from elaunch.agent.forkserver.reaper import Children
 from elaunch.agent.linux import die_with_parent, set_command_line
+from elaunch.records import dataclass
 
 if TYPE_CHECKING:
     from elaunch.agent.forkserver.hidden_modules import Gate

@@ -6,9 +6,9 @@ import os
 import select
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from elaunch.agent.output.lines import LineSplitter, prefixed
+from elaunch.records import dataclass
 
 TAIL_BYTES_MAX = 64 << 10
 PARTIAL_LINE_WAIT_S = 0.1

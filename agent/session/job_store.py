@@ -5,9 +5,9 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from elaunch.agent.session.process_identity import is_dead_here
+from elaunch.records import dataclass
 from elaunch.rendezvous.rules.snapshot import Keys
 from elaunch.rendezvous.store import Store
 

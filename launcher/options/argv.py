@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from elaunch.launcher.errors import UsageError, nearest
 from elaunch.launcher.options.table import TABLE, OptionSpec
+from elaunch.records import dataclass
 
 _SHORT = {spec.short: spec for spec in TABLE if spec.short}
 _LONG = {name: spec for spec in TABLE for name in spec.names}

@@ -7,7 +7,6 @@ word of the command line.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from elaunch.launcher.errors import UsageError, nearest
@@ -15,6 +14,7 @@ from elaunch.launcher.options.argv import TOKEN_IS_SECRET
 from elaunch.launcher.options.small_file import read_small
 from elaunch.launcher.options.table import TABLE
 from elaunch.launcher.options.values import Raw
+from elaunch.records import dataclass
 
 if TYPE_CHECKING:
     import yaml

@@ -6,7 +6,6 @@ Precedence: command line, then `PET_<NAME>` variables (torchrun's), then the job
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from elaunch.launcher.options.endpoints import Address
 from elaunch.launcher.options.job_file import JobFile
 from elaunch.launcher.options.table import TABLE, OptionSpec
 from elaunch.launcher.options.values import Raw
+from elaunch.records import dataclass
 from elaunch.rendezvous.types import ProgramKind
 
 

@@ -6,7 +6,6 @@ import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import click
 
@@ -20,6 +19,7 @@ from elaunch.launcher.store.join_command import NewToken
 from elaunch.launcher.store.open_files import agents_served
 from elaunch.launcher.store.rendezvous_plan import Serving
 from elaunch.launcher.store.store_address import ETCD_PORT
+from elaunch.records import dataclass
 from elaunch.rendezvous.endpoint import Endpoint
 
 HELP = """\

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from elaunch.launcher.cluster.cluster import Cluster
 from elaunch.launcher.errors import UsageError
@@ -22,6 +22,7 @@ from elaunch.launcher.store.store_address import (
     require_head,
     static_master,
 )
+from elaunch.records import dataclass
 from elaunch.rendezvous.endpoint import Tls, Transport
 from elaunch.rendezvous.times import Times
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import Enum
 
+from elaunch.records import dataclass
 from elaunch.rendezvous.endpoint import PREFIX, Endpoint, Login, Tls, Transport
 from elaunch.rendezvous.times import Times
 

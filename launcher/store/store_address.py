@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from elaunch.launcher.errors import UsageError
 from elaunch.launcher.options.endpoints import PLACES, Address, endpoints
@@ -11,6 +10,7 @@ from elaunch.launcher.options.options import Options
 from elaunch.launcher.options.rdzv_conf import Conf
 from elaunch.launcher.options.shell_words import joined
 from elaunch.launcher.options.values import PORT_MAX
+from elaunch.records import dataclass
 from elaunch.rendezvous.endpoint import Endpoint
 
 # torchrun's static rendezvous puts its store on MASTER_PORT. Here that port belongs to the workers.

@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 
 from elaunch.launcher.cluster.home_key import token_at_home
 from elaunch.launcher.errors import SiteError
@@ -24,6 +23,7 @@ from elaunch.launcher.options.secret_file import TOKEN_LINE
 from elaunch.launcher.options.values import PORT_MAX
 from elaunch.launcher.store.head import listen
 from elaunch.launcher.store.munge import MungeFailed, seal, unseal
+from elaunch.records import dataclass
 from elaunch.rendezvous.codec import parse_json
 from elaunch.rendezvous.endpoint import Endpoint
 from elaunch.rendezvous.etcd.discovery import speaks_http

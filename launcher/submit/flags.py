@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from elaunch.launcher.errors import UsageError, nearest
 from elaunch.launcher.options import argv as command_line
+from elaunch.records import dataclass
 
 
 @dataclass(frozen=True)

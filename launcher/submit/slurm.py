@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -18,6 +17,7 @@ from elaunch.launcher.options.options import HelpRequested, Options, parse
 from elaunch.launcher.options.shell_words import is_one_line, joined, quoted
 from elaunch.launcher.preflight import check_script
 from elaunch.launcher.submit.flags import Flag, Submission, help_text, take
+from elaunch.records import dataclass
 from elaunch.rendezvous.types import ProgramKind
 
 FLAGS = (

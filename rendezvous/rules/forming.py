@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from elaunch.records import dataclass
 from elaunch.rendezvous.endpoint import PREFIX
 from elaunch.rendezvous.rules.snapshot import Snapshot
 from elaunch.rendezvous.rules.table_codec import seats_of

@@ -6,7 +6,8 @@ import itertools
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+from elaunch.records import dataclass
 
 # A list of ranges is written in a few characters and read as many names.
 HOSTS_MAX = 100_000
