@@ -26,6 +26,8 @@ ENDS_EARLY_AGAIN_S = 30.0
 RUNS_REFUSED_MAX = 4
 # etcd ends a lease a little late.
 DEAD_SLACK_S = 1.0
+# Nodes that wait for a run try at so many moments.
+_SPREAD = 97
 # What a follower looks at has the revision of these when they held. The others write nothing there, and a watch says
 # nothing of what it is not of: their revision may be seen a lease time later.
 _IN_SIGHT = (Tag.FIRST_RUN, Tag.RUN, Tag.ELECT, Tag.LEAD)
@@ -116,7 +118,9 @@ def belongs_to_run(agent: Agent) -> bool:
 
     The last look may still be the old run's, if this node has just started one over it.
     """
-    return agent.membership.belongs and agent.snapshot.revision >= agent.membership.answered
+    member, snapshot = agent.membership, agent.snapshot
+    is_fit = member.has_entered or _mismatch(agent, snapshot.terms) is None
+    return member.belongs and snapshot.revision >= member.answered and is_fit
 
 
 def loss_of_keys(agent: Agent) -> Outcome | None:
@@ -172,7 +176,7 @@ def _enter(agent: Agent, now_s: float) -> Step:
             refusal = _mismatch(agent, snapshot.terms)
             if member.misfit and refusal:
                 return _misfit(agent, refusal, now_s)
-            if snapshot.generation is None or (snapshot.ended and not member.belongs):
+            if snapshot.generation is None or (snapshot.ended and not belongs_to_run(agent)):
                 return _start_run(agent, now_s)
             if snapshot.ended:
                 return agent, ()
@@ -190,17 +194,18 @@ def _enter(agent: Agent, now_s: float) -> Step:
 
 def _start_run(agent: Agent, now_s: float) -> Step:
     """Begin the job, unless it has members: without a generation, those are what is left of one that is gone."""
-    snapshot, member = agent.snapshot, agent.membership
+    snapshot, member, is_first = agent.snapshot, agent.membership, False
     was_away = agent.reach.failing_since_s is not None or now_s < agent.lossless_until_s
     if snapshot.generation and not snapshot.ended and was_away:
         # Those who run it may have been away as this agent was, their leases ended, and are back in a moment.
         return replace(agent, lead_at_s=now_s + agent.times.return_grace_s), ()
     if snapshot.generation is None:
-        # Who sees all keys before it is a member has a store of its own.
-        if member.claim is Claim.UNTRIED and not snapshot.whole:
+        # A node that sees all keys before it is a member has a store of its own.
+        is_first = snapshot.whole or _holds_claim(agent)
+        if member.claim is Claim.UNTRIED and not is_first:
             return _claim_start(agent, now_s)
         # The node that starts the run may die first. The leases of members that are left end; or they have none.
-        is_to_wait = member.runs_refused or member.claim is Claim.REFUSED
+        is_to_wait = member.runs_refused or not is_first
         if is_to_wait and now_s < member.run_again_s:
             return replace(agent, lead_at_s=member.run_again_s), ()
         if member.runs_refused >= RUNS_REFUSED_MAX:
@@ -210,8 +215,7 @@ def _start_run(agent: Agent, now_s: float) -> Step:
             )
             return exit_with(agent, agent.outcome(OutcomeKind.UNKNOWN, reason))
     run = start_run(snapshot, agent.spec.terms, agent.me, member.lease)
-    is_contested = snapshot.generation or member.claim is Claim.REFUSED
-    tag = Tag.RUN if is_contested else Tag.FIRST_RUN
+    tag = Tag.FIRST_RUN if is_first else Tag.RUN
     again_s = now_s + agent.times.lease_ttl_s
     agent = replace(agent.as_member(in_flight=tag, run_again_s=again_s), lead_at_s=again_s)
     return agent, (Commit(run, tag),)
@@ -222,7 +226,9 @@ def _claim_start(agent: Agent, now_s: float) -> Step:
 
     A run that has not begun by then is started without a claim, by whichever node is first.
     """
-    again_s = now_s + agent.times.lease_ttl_s / 2
+    # Not all at one moment: the first of them starts the run, and the others see it.
+    spread = sum(agent.me.node_id.encode()) % _SPREAD / _SPREAD
+    again_s = now_s + agent.times.lease_ttl_s * (1 + spread) / 2
     agent = replace(agent.as_member(run_again_s=again_s), lead_at_s=again_s)
     if agent.snapshot.starter:
         return _with_claim(agent, Claim.REFUSED), ()
@@ -232,7 +238,16 @@ def _claim_start(agent: Agent, now_s: float) -> Step:
 
 def _with_claim(agent: Agent, claim: Claim) -> Agent:
     """The run whose start another node has claimed is the one to join, unless this node does not fit it."""
-    return agent.as_member(claim=claim, belongs=claim is Claim.REFUSED and agent.membership.misfit is None)
+    if claim is Claim.HELD:
+        # The job has no members then.
+        return agent.as_member(claim=claim, belongs=False, runs_refused=0)
+    return agent.as_member(claim=claim, belongs=agent.membership.misfit is None)
+
+
+def _holds_claim(agent: Agent) -> bool:
+    """Whether this node may start the first run now. The answer to its claim may be lost: then the key tells."""
+    member, starter = agent.membership, agent.snapshot.starter
+    return member.claim is Claim.HELD or (starter == agent.me.node_id and not member.runs_refused)
 
 
 def _misfit(agent: Agent, refusal: Outcome, now_s: float) -> Step:

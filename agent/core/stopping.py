@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from elaunch.agent.core.actions import Commit, ReplaceForkServer, Say, SignalWorkers
+from elaunch.agent.core.actions import Action, Commit, ReplaceForkServer, Say, SignalWorkers
 from elaunch.agent.core.clearing import LAST_WORDS_S
 from elaunch.agent.core.events import (
     Looked,
@@ -84,11 +84,13 @@ def worker_exited(agent: Agent, stopping: Stopping, event: WorkerExited, now_s: 
     if stopping.then or generation is None or not _is_own_doing(failure):
         return go_on_stopping(agent, stopping)
     stopping = replace(stopping, failures=(failure,))
-    actions = (Commit(transactions.fail(agent.snapshot, agent.me, failure)), Say(failure.sentence))
+    failed = Commit(transactions.fail(agent.snapshot, agent.me, failure))
+    actions: tuple[Action, ...] = (failed, Say(failure.sentence))
     if is_killing or generation.kind.is_urgent:
         # The others have SIGKILL; or another node spoke first, and may have told of nothing but this end.
         return go_on_stopping(agent, stopping, actions)
     # It was to stop for a join or a leave; now its peers wait for it in vain, and must be told to hurry.
+    actions = (*actions, Commit(transactions.claim_full_record(agent.snapshot, agent.me, failure)))
     return stop_broken(agent, stopping.hurried(now_s, agent.times.failure_grace_s), actions)
 
 

@@ -124,8 +124,9 @@ def report_done(snapshot: Snapshot, me: Node, generation: int) -> Txn:
 def fail(snapshot: Snapshot, me: Node, failure: Failure) -> Txn:
     """Open the next generation and record the failure that caused it; if one is open already, write the record only.
 
-    `complete` adds traceback and output later, so no program's text makes this transaction large. A generation's first
-    failure is its decisive one, unless the death of a peer explains it, and its record becomes the full one.
+    `complete` adds traceback and output later, so no program's text makes this transaction large. The opener's record
+    becomes the full one, unless the death of a peer explains the failure. An opener over a JOIN or LEAVE must ask for
+    that by `claim_full_record`: another node may have recorded a failure of this generation already.
     """
     keys, newest, failed_in = snapshot.keys, snapshot.generation, failure.generation
     record = snapshot.put(keys.failure(failed_in, me.node_id), encode(failure.opening))
@@ -139,11 +140,19 @@ def fail(snapshot: Snapshot, me: Node, failure: Failure) -> Txn:
         number = newest.number + 1
     opened = snapshot.put(keys.generation, encode(Generation(number, OpenKind.FAIL, failure.sentence, me.node_id)))
     writes: list[Op] = [opened, record]
-    # After a JOIN or LEAVE another node may have recorded a failure of this generation already.
-    is_first = number == failed_in + 1
-    if is_first and failure.kind is not FailureKind.PEER_LOST:
+    if number == failed_in + 1 and failure.kind is not FailureKind.PEER_LOST:
         writes.append(snapshot.put(keys.detailed(failed_in, me.node_id), ""))
     return Txn((snapshot.gen_guard, snapshot.live_guard), tuple(writes), (record,))
+
+
+def claim_full_record(snapshot: Snapshot, me: Node, failure: Failure) -> Txn:
+    """Make this node's record the one of its generation that is full, unless another node's is that already.
+
+    If the generation's table is gone, the generation has been judged already.
+    """
+    keys, number = snapshot.keys, failure.generation
+    guards = (snapshot.live_guard, Present(keys.table(number)), Empty(keys.detailed(number)))
+    return Txn(guards, (snapshot.put(keys.detailed(number, me.node_id), ""),))
 
 
 def complete(snapshot: Snapshot, me: Node, failure: Failure) -> tuple[Txn, ...]:
@@ -164,13 +173,9 @@ def complete(snapshot: Snapshot, me: Node, failure: Failure) -> tuple[Txn, ...]:
     full = snapshot.put(key, encode(failure))
     if full == brief:
         return (Txn((live,), (full,)),)
-    # If the generation's table is gone, the generation has been judged already. If an answer is lost and a transaction
-    # is sent again, the second one changes nothing.
-    return (
-        Txn((live,), (brief,)),
-        Txn((live, Present(keys.table(g)), Empty(keys.detailed(g))), (snapshot.put(mine, ""),)),
-        Txn((live, Present(mine)), (full,)),
-    )
+    # If an answer is lost and a transaction is sent again, the second one changes nothing.
+    claim = claim_full_record(snapshot, me, failure)
+    return Txn((live,), (brief,)), claim, Txn((live, Present(mine)), (full,))
 
 
 def _is_of_another_run(snapshot: Snapshot, failure: Failure) -> bool:

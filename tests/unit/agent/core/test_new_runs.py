@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
-from elaunch.agent.core.events import StoreAway, StoreBack, StoreRefuses, Tag, Tick
+from elaunch.agent.core.events import Committed, StoreAway, StoreBack, StoreRefuses, Tag, Tick
 from elaunch.agent.core.membership import RUNS_REFUSED_MAX
 from elaunch.agent.core.phases import Joining, Running
 from elaunch.agent.core.step import deadline_s
 from elaunch.rendezvous.codec import encode
 from elaunch.rendezvous.store import Delete, Put
-from elaunch.rendezvous.types import Generation, OpenKind, Outcome, OutcomeKind
-from tests.unit.agent.driver import KEYS, START_S, TIMES, TWO, Driver, pair, tags
+from elaunch.rendezvous.types import Generation, OpenKind, Outcome, OutcomeKind, Program, ProgramKind
+from tests.unit.agent.driver import KEYS, SPEC, START_S, TIMES, TWO, Driver, pair, tags
 
 STRANGER = KEYS.member("node-x-1")
 
@@ -162,9 +163,13 @@ def test_a_run_whose_claimant_never_starts_it_is_started_by_another_node() -> No
     second.look()
     assert tags(second) == []
 
-    at_next_deadline(second)
+    second.now_s = second.agent.membership.run_again_s
+    second.happen(Tick())
 
-    assert second.now_s == START_S + TIMES.lease_ttl_s / 2
+    # As one of several that try now: only a start that nobody else has made begins a lease.
+    assert tags(second) == [Tag.RUN]
+    second.settle()
+    assert TIMES.lease_ttl_s / 2 <= second.now_s - START_S <= TIMES.lease_ttl_s
     assert second.node_id in second.snapshot.members
     # The claimant was only slow: its start is refused, and it joins.
     first.settle()
@@ -178,21 +183,70 @@ def test_who_sees_a_claim_writes_none_and_joins_the_run_that_follows() -> None:
 
     driver.look()
 
-    assert (tags(driver), deadline_s(driver.agent)) == ([], driver.now_s + TIMES.lease_ttl_s / 2)
+    assert tags(driver) == []
+    assert deadline_s(driver.agent) == driver.agent.membership.run_again_s > driver.now_s
     driver.write(Put(KEYS.generation, encode(Generation(0, OpenKind.START, "the job starts"))))
     driver.look()
     assert tags(driver) == [Tag.JOIN]
 
 
-def test_who_does_not_know_that_its_own_claim_held_starts_the_run_a_moment_later() -> None:
+def test_a_claim_whose_answer_was_lost_is_this_nodes_own_all_the_same() -> None:
     driver = Driver(remote=True).begin()
-    driver.write(Put(KEYS.starter, "node-a-00000001", driver.lease))
+    driver.answer()
+    driver.look()
+    assert tags(driver) == [Tag.CLAIM]
+    seen = driver.looked
+    driver.answers.clear()
+    # The claim was sent again, and its own key refused it.
+    driver.happen(Committed(Tag.CLAIM, False, driver.snapshot.revision))
+    assert tags(driver) == []
+
+    driver.happen(seen)
+
+    assert tags(driver) == [Tag.FIRST_RUN]
+
+
+def test_a_claim_that_holds_starts_the_run_at_once_though_runs_were_refused_before() -> None:
+    driver = vacant()
+    assert driver.agent.membership.runs_refused == 1
+    driver.write(Delete(STRANGER))
+
+    driver.lose_lease()
     driver.settle()
-    assert not driver.snapshot.members
+
+    assert driver.node_id in driver.snapshot.members
+
+
+def test_where_a_claim_is_refused_by_members_that_are_left_the_start_is_refused_as_well_and_counted() -> None:
+    driver = Driver(remote=True)
+    driver.write(Put(STRANGER, "{}"))
+    driver.begin().settle()
+    assert driver.agent.membership.runs_refused == 0
 
     at_next_deadline(driver)
 
-    assert driver.node_id in driver.snapshot.members
+    assert driver.agent.membership.runs_refused == 1
+
+
+def test_a_run_that_was_awaited_and_is_of_another_command_is_not_taken_for_this_nodes_own() -> None:
+    driver = Driver(remote=True)
+    driver.write(Put(KEYS.starter, "node-x-1"))
+    driver.begin().answer()
+    driver.look()
+    other = replace(SPEC, program=Program(ProgramKind.SCRIPT, "other.py")).terms
+    ended = Outcome(OutcomeKind.SUCCEEDED, "every worker exited with 0", 0, 0, 3)
+    driver.write(
+        Delete(KEYS.starter),
+        Put(KEYS.spec, encode(other)),
+        Put(KEYS.generation, encode(Generation(0, OpenKind.START, "the job starts"))),
+        Put(KEYS.ended, encode(ended)),
+    )
+
+    driver.look()
+
+    assert tags(driver) == [Tag.RUN]
+    driver.settle()
+    assert driver.snapshot.generation == Generation(1, OpenKind.START, "the job starts")
 
 
 def test_a_run_that_came_and_went_while_it_was_awaited_is_not_run_again() -> None:

@@ -433,9 +433,10 @@ def test_a_failure_names_the_generation_that_it_was_of_though_a_join_opened_anot
 
     driver.exits(0, 1, FailureKind.EXCEPTION)
 
-    (written,) = driver.commits
+    written, claim = driver.commits
     revision = driver.agent.snapshot.generation_revision
     assert Unchanged(KEYS.generation, revision) in written.guards
+    assert claim.then[0] == Put(KEYS.detailed(0, driver.node_id), "", driver.snapshot.lease)
     assert set(driver.snapshot.failures) == {0}
     assert encode(replace(failure(0, 0, 1, FailureKind.EXCEPTION), node_id=driver.node_id)) in {
         op.value for op in written.then if isinstance(op, Put)

@@ -15,7 +15,7 @@ from elaunch.agent.session.store_client import StoreClient
 from elaunch.rendezvous.codec import decode, encode
 from elaunch.rendezvous.engine.engine import OPS_MAX
 from elaunch.rendezvous.rules.snapshot import Keys, Snapshot
-from elaunch.rendezvous.rules.transactions import run_lease, start_run
+from elaunch.rendezvous.rules.transactions import claim_start, run_lease, start_run
 from elaunch.rendezvous.store import (
     Absent,
     Changes,
@@ -774,6 +774,18 @@ def test_who_comes_too_late_to_start_a_run_begins_no_lease() -> None:
     assert isinstance(bench.events[-1], Committed)
     assert not bench.events[-1].held
     assert bench.store.calls["grant"] == asked
+
+
+def test_a_claim_that_is_refused_costs_one_request() -> None:
+    bench = Bench().begun()
+    nothing, own = bench.snapshot, bench.leased[-1]
+    bench.open(3)
+    before = bench.store.calls.copy()
+
+    bench.client.commit(claim_start(nothing, replace(NODE, node_id=own.node_id), own.lease), Tag.CLAIM)
+
+    assert Committed(Tag.CLAIM, False, bench.store.memory.read("").revision) in bench.events
+    assert bench.store.calls - before == {"commit": 1}
 
 
 def test_who_has_claimed_the_start_begins_the_lease_without_asking_first() -> None:

@@ -339,6 +339,22 @@ def test_a_failure_that_is_hurried_after_another_ones_record_is_recorded_in_brie
     assert in_full(world) == [A.node_id]
 
 
+@pytest.mark.parametrize("kind", [OpenKind.JOIN, OpenKind.LEAVE])
+def test_a_failure_that_is_hurried_is_recorded_in_full_also_where_another_one_is_cleared_sooner(kind: OpenKind) -> None:
+    world = running(A, B, C)
+    world.write(Put(KEYS.generation, encode(Generation(1, kind, "host-d joins"))))
+    opener = replace(LONG, node_id=B.node_id)
+    world.commit(transactions.fail(world.snapshot, B, opener))
+    world.commit(transactions.claim_full_record(world.snapshot, B, opener))
+    world.commit(transactions.fail(world.snapshot, C, replace(LONG, node_id=C.node_id)))
+
+    complete(world, C)
+    complete(world, B)
+
+    assert in_full(world) == [B.node_id]
+    assert decisive_failure(world.snapshot.failures[0]) == opener
+
+
 @pytest.mark.parametrize("kind_at_first", [FailureKind.PEER_LOST, FailureKind.EXIT_CODE])
 def test_where_a_peers_end_explains_the_opener_another_ones_record_is_in_full(kind_at_first: FailureKind) -> None:
     world = running(A, B, C)
