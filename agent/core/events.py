@@ -46,9 +46,13 @@ class Leased:
 
 @dataclass(frozen=True)
 class LeaseLost:
-    """The lease ended, and with it this node's keys."""
+    """The store says that the lease has ended, and with it this node's keys.
+
+    `held_s` is the time since the store last said that it holds, in seconds.
+    """
 
     lease: int
+    held_s: float
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from elaunch.agent.core.actions import Action, Commit, Join, Renew, Say, Widen
 from elaunch.agent.core.events import Committed, Leased, LeaseLost, Tag
-from elaunch.agent.core.phases import Exited, Finished, Joining, Phase, Running
+from elaunch.agent.core.phases import Finished, Joining, Phase, Running
 from elaunch.agent.core.state import WORTH_A_WORD_S, Agent, Claim, Misfit, Step, Waiting, exit_with
 from elaunch.rendezvous.rules.leading import lead
 from elaunch.rendezvous.rules.transactions import (
@@ -24,6 +24,8 @@ SAY_AGAIN_S = 5.0
 ENDS_EARLY_AGAIN_S = 30.0
 # One a lease time: by then any lease has ended, also if the store was away for the first of them.
 RUNS_REFUSED_MAX = 4
+# A lease that ends when less than this part of its time has passed since the last renewal has ended early.
+_HONEST_PART = 0.8
 # etcd ends a lease a little late.
 DEAD_SLACK_S = 1.0
 # Nodes that wait for a run try at so many moments.
@@ -36,7 +38,9 @@ _IN_SIGHT = (Tag.FIRST_RUN, Tag.RUN, Tag.ELECT, Tag.LEAD)
 def attend(agent: Agent, now_s: float) -> Step:
     """What the node writes next on its own account or as the leader: one transaction at a time, from a fresh look."""
     member, snapshot = agent.membership, agent.snapshot
-    if agent.is_going or not member.lease or member.in_flight or not snapshot.revision:
+    if not agent.is_going and not member.lease:
+        return _renew_when_due(agent, now_s)
+    if agent.is_going or member.in_flight or not snapshot.revision:
         return agent, ()
     if snapshot.revision < member.answered:
         return agent, ()
@@ -58,9 +62,9 @@ def committed(agent: Agent, _phase: Phase, event: Committed, _now_s: float) -> S
     return _answered(agent, event), ()
 
 
-def leased(agent: Agent, _phase: Phase, event: Leased, now_s: float) -> Step:
+def leased(agent: Agent, _phase: Phase, event: Leased, _now_s: float) -> Step:
     """Take the new lease; a node with workers comes back by it as the same node."""
-    return agent.as_member(lease=event.lease, next_id=event.node_id, leased_s=now_s), ()
+    return agent.as_member(lease=event.lease, next_id=event.node_id), ()
 
 
 def lease_lost(agent: Agent, _phase: Phase, event: LeaseLost, now_s: float) -> Step:
@@ -68,36 +72,48 @@ def lease_lost(agent: Agent, _phase: Phase, event: LeaseLost, now_s: float) -> S
     if event.lease != agent.membership.lease:
         return agent, ()
     agent = agent.as_member(lease=0, is_member=False, evicted=False, claim=Claim.UNTRIED)
-    agent = replace(agent, lossless_until_s=now_s + agent.times.return_grace_s)
+    # A lease that ends again and again would hide each loss for ever.
+    if now_s >= agent.lossless_until_s + agent.times.return_grace_s:
+        agent = replace(agent, lossless_until_s=now_s + agent.times.return_grace_s)
     if agent.is_going:
         return agent, ()
-    agent, actions = _note_early_end(agent, now_s)
-    return agent, actions if isinstance(agent.phase, Exited) else (*actions, Renew())
+    if event.held_s > agent.times.lease_ttl_s * _HONEST_PART:
+        return agent.as_member(ends_early_since_s=None), (Renew(),)
+    return _lease_ended_early(agent, event.held_s, now_s)
 
 
-def _note_early_end(agent: Agent, now_s: float) -> Step:
+def _lease_ended_early(agent: Agent, held_s: float, now_s: float) -> Step:
     """Say that a lease has ended before its time. A node without workers gives up if each new one does so, too.
 
     A lease can only end early if another client ends it, or if the store or a proxy does not tell the truth.
     """
     member, times = agent.membership, agent.times
-    lasted_s = now_s - member.leased_s
-    if lasted_s > times.lease_ttl_s / 2:
-        return agent.as_member(ends_early_since_s=None), ()
+    is_again = now_s - member.ended_early_s < ENDS_EARLY_AGAIN_S
     since_s = member.ends_early_since_s
-    if since_s is None:
+    agent = agent.as_member(ended_early_s=now_s)
+    if since_s is None or not is_again:
         # One may also be a host that slept, whose clock stood still.
-        return agent.as_member(ends_early_since_s=now_s), ()
+        return agent.as_member(ends_early_since_s=now_s), (Renew(),)
     why = (
-        f"the store says that this node's lease has ended {lasted_s:.1f} s after it began, though it holds for"
-        f" {times.lease_ttl_s:g} s: another client of the store ends it, or a proxy answers in the store's place"
+        f"the store says that this node's lease has ended {held_s:.1f} s after the store renewed it, though it holds"
+        f" for {times.lease_ttl_s:g} s: another client of the store ends it, or a proxy answers in the store's place"
     )
     if now_s - since_s >= times.join_timeout_s and isinstance(agent.phase, (Joining, Finished)):
         reason = f"{why}; so it was for {now_s - since_s:.0f} s"
         return exit_with(agent, agent.outcome(OutcomeKind.UNKNOWN, reason))
+    # Leases that end at once would be as many requests as the store can answer.
+    agent = agent.as_member(renew_at_s=now_s + times.keepalive_s)
+    agent = replace(agent, lead_at_s=agent.membership.renew_at_s)
     if now_s - member.ends_early_said_s < ENDS_EARLY_AGAIN_S:
         return agent, ()
     return agent.as_member(ends_early_said_s=now_s), (Say(f"{why}; beginning another lease"),)
+
+
+def _renew_when_due(agent: Agent, now_s: float) -> Step:
+    due_s = agent.membership.renew_at_s
+    if due_s is None or now_s < due_s:
+        return (agent, ()) if due_s is None else (replace(agent, lead_at_s=due_s), ())
+    return agent.as_member(renew_at_s=None), (Renew(),)
 
 
 def with_own_id(agent: Agent) -> Agent:

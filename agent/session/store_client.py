@@ -45,6 +45,10 @@ class StoreClient:
         self._post = post
         self._view = StoreView(job_store, post, times.lease_ttl_s)
         self._lease = 0
+        # When the store last said, to a request of then, that the lease holds.
+        self._renewed_s = 0.0
+        # A lease of this node that the store called ended too soon; 0 for none.
+        self._ended_early = 0
         # Whether no other life of this agent has a lease.
         self._is_alone = False
         self._renewal_due_s: float | None = None
@@ -96,8 +100,10 @@ class StoreClient:
 
         Both are renewals: a store that takes no writes any more does these still.
         """
-        lease = self._lease
-        if lease and self._store.keep_alive(lease) <= 0:
+        lease, asked_s = self._lease, self._host.now()
+        if lease and self._store.keep_alive(lease) > 0:
+            self._renewed_s = asked_s
+        elif lease:
             self._lose_lease(lease)
         if self._view.is_of_all_keys and self._host.now() >= self._run_renewal_due_s:
             self.renew_run()
@@ -114,6 +120,8 @@ class StoreClient:
         self._run_renewal_due_s = self._host.now() + (left_s or self._times.keys_ttl_s) / _RUN_RENEWALS
 
     def commit(self, txn: Txn, tag: Tag | None) -> None:
+        if tag in _ENTERING or tag is Tag.CLAIM:
+            self._end_former_life()
         try:
             answer = self._commit_with_run_lease(txn, tag)
         except LeaseGone as error:
@@ -141,6 +149,7 @@ class StoreClient:
 
     def give_back(self) -> None:
         """End this node's lease, and with it its keys. The leader renews the run's lease for the last time."""
+        self._end_former_life()
         if self._lease:
             self._store.revoke(self._lease)
         if self._begun_for_run:
@@ -155,6 +164,12 @@ class StoreClient:
     def close(self) -> None:
         """Stop watching, also where another thread begins to."""
         self._view.close()
+
+    def _end_former_life(self) -> None:
+        """End the lease that the store called ended too soon: it may hold, with the member key of an old name."""
+        if self._ended_early:
+            self._store.revoke(self._ended_early)
+            self._ended_early = 0
 
     def _commit_with_run_lease(self, txn: Txn, tag: Tag | None) -> Answer:
         """Commit. The agent whose transaction would start a run, its guards held, begins a lease for the run's keys."""
@@ -238,9 +253,9 @@ class StoreClient:
                 txn = smaller
 
     def _grant(self) -> None:
-        lease = self._host.draw(62) + 1
+        lease, asked_s = self._host.draw(62) + 1, self._host.now()
         self._store.grant(lease, self._times.lease_ttl_s)
-        self._lease = lease
+        self._lease, self._renewed_s = lease, asked_s
         if self._is_remote:
             self._renewal_due_s = self._host.now() + self._times.keepalive_s
             self._view.put_off_read(self._host.now())
@@ -248,9 +263,10 @@ class StoreClient:
 
     def _lose_lease(self, lease: int) -> None:
         if lease and lease == self._lease:
-            self._lease = 0
+            held_s = self._host.now() - self._renewed_s
+            self._lease, self._ended_early = 0, lease if held_s < self._times.lease_ttl_s else 0
             self._renewal_due_s = None
-            self._post(LeaseLost(lease))
+            self._post(LeaseLost(lease, held_s))
 
     def _is_dead_member(self, member: str) -> bool:
         with suppress(ValueError):

@@ -161,7 +161,7 @@ class Driver:
         """The lease ends, and the agent hears of it."""
         lost, self.lease = self.lease, 0
         self.store.revoke(lost)
-        return self.happen(LeaseLost(lost))
+        return self.happen(LeaseLost(lost, TIMES.lease_ttl_s))
 
     def write(self, *ops: Op) -> None:
         """Somebody else's doing, unguarded."""
@@ -196,7 +196,7 @@ class Driver:
             if tag:
                 self.answers.append(Committed(tag, False, 0))
             if any(isinstance(op, Put) and op.lease == self.lease for op in txn.then):
-                self.answers.append(LeaseLost(self.lease))
+                self.answers.append(LeaseLost(self.lease, TIMES.lease_ttl_s))
                 self.lease = 0
             return
         if tag is None:

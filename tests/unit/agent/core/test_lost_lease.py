@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
 
 from elaunch.agent.core.actions import Action, Exit, Join, Renew, Say, SignalWorkers
-from elaunch.agent.core.events import Leased, LeaseLost, Looked, Signalled, Tag
+from elaunch.agent.core.events import Event, Leased, LeaseLost, Looked, Signalled, Tag, Tick
 from elaunch.agent.core.phases import Finished, Running
-from elaunch.agent.core.step import step
+from elaunch.agent.core.step import deadline_s, step
 from elaunch.rendezvous.types import OpenKind, OutcomeKind
 from tests.unit.agent.driver import (
     ALL,
     INT,
     TERM,
+    TIMES,
     TWO,
     Driver,
     ends,
@@ -152,7 +154,7 @@ def test_that_an_older_lease_ended_is_no_news() -> None:
     driver = started()
     before = driver.agent
 
-    assert driver.happen(LeaseLost(driver.lease + 1)) == []
+    assert driver.happen(LeaseLost(driver.lease + 1, 3.0)) == []
     assert driver.agent == before
 
 
@@ -168,48 +170,84 @@ def test_a_leader_whose_lease_ended_leads_no_more_until_it_is_elected_again() ->
     assert second.agent.leads
 
 
-def end_leases_early(driver: Driver, times: int) -> list[Action]:
-    """The store ends each of so many leases 0.9 s after it has begun; what the agent does."""
+def end_leases_early(driver: Driver, seconds: float, held_s: float = 1.6) -> tuple[list[Action], int]:
+    """For so long the store ends each lease so soon; what the agent does, and how many leases it has begun."""
     actions: list[Action] = []
-    for lease in range(1000, 1000 + times):
-        for event in (Leased(lease, f"a-{lease}"), LeaseLost(lease)):
-            driver.agent, more = step(driver.agent, event, driver.now_s)
-            actions += more
-            driver.now_s += 0.9 * isinstance(event, Leased)
-    return actions
+    end_s, leases, lease = driver.now_s + seconds, 0, 1000
+    happened: Event | None = Leased(lease, f"a-{lease}")
+    while happened and driver.now_s < end_s:
+        driver.agent, more = step(driver.agent, happened, driver.now_s)
+        actions += more
+        match happened:
+            case Leased():
+                leases += 1
+                driver.now_s += held_s
+                happened = LeaseLost(lease, 0.8)
+            case _ if any(isinstance(action, Renew) for action in more):
+                lease += 1
+                happened = Leased(lease, f"a-{lease}")
+            case _:
+                due_s = deadline_s(driver.agent)
+                driver.now_s, happened = due_s or 0.0, Tick() if due_s else None
+    return actions, leases
 
 
-def test_leases_that_end_before_their_time_are_told_of_and_not_each_time() -> None:
+@pytest.mark.parametrize("held_s", [0.0, 0.8, 1.6, 2.9])
+def test_leases_that_end_before_their_time_are_told_of_and_not_each_time(held_s: float) -> None:
     first, _ = pair()
 
-    said = [action.text for action in end_leases_early(first, 30) if isinstance(action, Say)]
+    actions, _ = end_leases_early(first, 25, held_s)
 
+    said = [action.text for action in actions if isinstance(action, Say)]
     assert said[0] == (
-        "the store says that this node's lease has ended 0.9 s after it began, though it holds for 3 s: another client"
-        " of the store ends it, or a proxy answers in the store's place; beginning another lease"
+        "the store says that this node's lease has ended 0.8 s after the store renewed it, though it holds for 3 s:"
+        " another client of the store ends it, or a proxy answers in the store's place; beginning another lease"
     )
     assert len(said) == 1
     assert isinstance(first.agent.phase, Running)
 
 
-def test_a_node_without_workers_gives_up_if_no_lease_lasts_for_join_timeout() -> None:
+def test_leases_that_end_at_once_are_not_begun_at_once() -> None:
     driver = Driver()
 
-    actions = end_leases_early(driver, int(driver.agent.times.join_timeout_s / 0.9) + 3)
+    _, leases = end_leases_early(driver, 60, 0.0)
+
+    assert leases <= 60 / TIMES.keepalive_s + 2
+
+
+@pytest.mark.parametrize("held_s", [0.0, 1.6, 2.9])
+def test_a_node_without_workers_gives_up_if_no_lease_lasts_for_join_timeout(held_s: float) -> None:
+    driver = Driver()
+
+    actions, _ = end_leases_early(driver, driver.agent.times.join_timeout_s + 10, held_s)
 
     (exits,) = [action for action in actions if isinstance(action, Exit)]
     assert exits.outcome.kind is OutcomeKind.UNKNOWN
-    assert "or a proxy answers in the store's place; so it was for 600 s" in exits.outcome.reason
+    assert re.search(r"or a proxy answers in the store's place; so it was for 60\d s", exits.outcome.reason)
 
 
 def test_a_lease_that_lasted_begins_the_time_to_give_up_anew() -> None:
     driver = Driver()
-    many = int(driver.agent.times.join_timeout_s / 0.9) - 5
-    end_leases_early(driver, many)
-    for event in (Leased(7, "a-7"), LeaseLost(7)):
+    many_s = driver.agent.times.join_timeout_s - 20
+    end_leases_early(driver, many_s)
+    for event in (Leased(7, "a-7"), LeaseLost(7, 3.0)):
         driver.agent, _ = step(driver.agent, event, driver.now_s)
         driver.now_s += 100
 
-    actions = end_leases_early(driver, many)
+    actions, _ = end_leases_early(driver, many_s)
 
     assert not [action for action in actions if isinstance(action, Exit)]
+
+
+def test_leases_that_end_again_and_again_do_not_hide_a_loss_for_ever() -> None:
+    first, _ = pair()
+    until_s = [first.agent.lossless_until_s]
+    hidden_s, step_s = 0.0, 0.1
+    for lease in range(1000, 1200):
+        for event in (Leased(lease, f"a-{lease}"), LeaseLost(lease, 0.8)):
+            first.agent, _ = step(first.agent, event, first.now_s)
+        until_s.append(first.agent.lossless_until_s)
+        hidden_s += step_s * (first.now_s < until_s[-1])
+        first.now_s += step_s
+
+    assert 0.3 < hidden_s / (200 * step_s) < 0.7

@@ -124,7 +124,7 @@ def test_who_lost_its_own_lease_declares_nobody_lost_before_the_others_could_com
     was_leader = first.agent.leads
     opened = first.snapshot.generation
 
-    second.happen(LeaseLost(second.lease))
+    second.happen(LeaseLost(second.lease, 3.0))
     settle(second, first)
 
     assert was_leader

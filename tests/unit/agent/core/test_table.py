@@ -79,7 +79,7 @@ def event_of(kind: type[Event], driver: Driver) -> Event:
         driver.looked,
         Committed(Tag.LEAD, True, driver.store.read(KEYS.root).revision),
         Leased(17, "node-b-00000017"),
-        LeaseLost(driver.agent.membership.lease),
+        LeaseLost(driver.agent.membership.lease, 3.0),
         StoreAway("it does not answer"),
         StoreRefuses("it is full"),
         WatchRefused("no role"),

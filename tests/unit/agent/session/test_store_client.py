@@ -617,7 +617,7 @@ def test_a_write_with_a_lease_that_has_ended_is_refused_and_the_lease_lost(tag: 
     bench.client.commit(bench.put(KEYS.member("x")), tag)
 
     refused = [Committed(tag, False, 0)] if tag else []
-    assert bench.events[1:] == [*refused, LeaseLost(lease)]
+    assert bench.events[1:] == [*refused, LeaseLost(lease, 0.0)]
     assert bench.client.due_s is None
 
 
@@ -690,7 +690,7 @@ def test_a_lease_that_has_ended_is_found_by_its_renewal_and_told_once() -> None:
     bench.client.renew()
     bench.client.renew()
 
-    assert bench.events[1:] == [LeaseLost(lease)]
+    assert bench.events[1:] == [LeaseLost(lease, 0.0)]
     assert bench.client.due_s is None
 
 
@@ -821,7 +821,7 @@ def test_who_starts_a_run_after_its_own_lease_has_ended_hears_of_that_and_leaves
 
     bench.client.commit(txn, Tag.RUN)
 
-    assert bench.events[-2:] == [Committed(Tag.RUN, False, 0), LeaseLost(own.lease)]
+    assert bench.events[-2:] == [Committed(Tag.RUN, False, 0), LeaseLost(own.lease, 0.0)]
     assert not bench.store.memory.read(KEYS.root).entries
     assert bench.store.memory.keep_alive(run_lease(KEYS, txn)) == 0
 
@@ -929,3 +929,31 @@ def test_a_leader_that_goes_begins_the_time_that_is_left_to_the_keys() -> None:
     assert set(bench.store.memory.read(KEYS.root).entries) == {KEYS.spec, KEYS.generation}
     bench.store.memory.advance(bench.now_s + 1.6 * TIMES.keys_ttl_s)
     assert not bench.store.memory.read(KEYS.root).entries
+
+
+@pytest.mark.parametrize(("renewed_s", "held_s"), [(0.0, 1.6), (0.8, 0.8)])
+def test_a_lease_that_the_store_wrongly_calls_ended_is_ended_before_this_node_enters_again(
+    renewed_s: float, held_s: float
+) -> None:
+    """History (a proxy that says "lease not found"): the node was seated twice, once under its former name."""
+    bench = Bench().begun()
+    first = bench.leased[-1]
+    bench.client.commit(bench.put(KEYS.member("node-a-00000001")), Tag.RETURN)
+    if renewed_s:
+        bench.now_s += renewed_s
+        bench.client.renew()
+    bench.now_s += held_s
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bench.store, "keep_alive", lambda _lease: 0.0)
+        bench.client.renew()
+
+    lost = bench.events[-1]
+    assert isinstance(lost, LeaseLost)
+    assert (lost.lease, lost.held_s) == (first.lease, pytest.approx(held_s))
+    bench.client.new_lease()
+    # It may still come back under the same name, on the new lease.
+    assert bench.store.memory.keep_alive(first.lease)
+    bench.client.commit(bench.put(KEYS.member("node-a-00000002")), Tag.JOIN)
+
+    assert not bench.store.memory.keep_alive(first.lease)
+    assert set(bench.store.memory.read(KEYS.members).entries) == {KEYS.member("node-a-00000002")}
