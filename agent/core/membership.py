@@ -223,6 +223,8 @@ def _start_run(agent: Agent, now_s: float) -> Step:
         # The node that starts the run may die first. The leases of members that are left end; or they have none.
         is_to_wait = member.runs_refused or not is_first
         if is_to_wait and now_s < member.run_again_s:
+            left = f"members that an earlier job {agent.spec.run_id!r} left in the store; their leases have to end"
+            agent = _wait(agent, left if member.runs_refused else "", now_s)
             return replace(agent, lead_at_s=member.run_again_s), ()
         if member.runs_refused >= RUNS_REFUSED_MAX:
             reason = (

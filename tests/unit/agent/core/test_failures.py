@@ -486,11 +486,12 @@ def test_of_a_long_output_without_a_traceback_the_end_is_kept() -> None:
 def test_words_in_which_a_pattern_begins_at_every_place_do_not_hold_the_agent() -> None:
     hostile = "peer " * 1_000_000
 
-    began_s = time.monotonic()
+    began_s = time.process_time()
     failure(1, record_of("RuntimeError", hostile, f"{FRAMES}RuntimeError: {hostile}"))
     failure(1, tail=hostile[: 64 << 10])
 
-    assert time.monotonic() - began_s < 1.0
+    # Quadratic work would be hours.
+    assert time.process_time() - began_s < 5.0
 
 
 @pytest.mark.parametrize("text", ["[" * 60_000, '{"message":' * 60_000])

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from elaunch.agent.core.actions import Say
 from elaunch.agent.core.events import Committed, StoreAway, StoreBack, StoreRefuses, Tag, Tick
 from elaunch.agent.core.membership import RUNS_REFUSED_MAX
 from elaunch.agent.core.phases import Joining, Running
@@ -29,10 +30,12 @@ def vacant() -> Driver:
 
 
 def at_next_deadline(driver: Driver) -> None:
-    due_s = deadline_s(driver.agent)
+    """What is due, and what is to be said until then."""
+    due_s = driver.agent.lead_at_s
     assert due_s is not None
-    driver.now_s = max(driver.now_s, due_s)
-    driver.happen(Tick())
+    while driver.now_s < due_s:
+        driver.now_s = min(due_s, deadline_s(driver.agent) or due_s)
+        driver.happen(Tick())
     driver.settle()
 
 
@@ -270,7 +273,7 @@ def test_who_may_not_start_a_run_tries_again_only_after_a_lease_time() -> None:
 
     assert not tried
     assert isinstance(driver.agent.phase, Joining)
-    assert deadline_s(driver.agent) == driver.now_s + TIMES.lease_ttl_s
+    assert driver.agent.lead_at_s == driver.now_s + TIMES.lease_ttl_s
 
 
 def test_a_store_that_comes_and_goes_does_not_make_it_try_sooner() -> None:
@@ -302,9 +305,12 @@ def test_a_run_starts_once_what_is_left_of_another_has_gone_with_its_lease() -> 
 def test_members_that_never_go_and_no_generation_are_no_job() -> None:
     driver = vacant()
 
-    for _ in range(5):
+    for _ in range(10):
         if isinstance(driver.agent.phase, Joining):
             at_next_deadline(driver)
+
+    said = [action.text for action in driver.all_acted if isinstance(action, Say)]
+    assert said[0].startswith("waiting for members that an earlier job 'job' left in the store")
 
     assert driver.outcome.kind is OutcomeKind.UNKNOWN
     assert "delete its keys, all that begin with /elaunch/job/" in driver.outcome.reason

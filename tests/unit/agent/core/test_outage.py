@@ -102,4 +102,4 @@ def test_a_store_that_comes_and_goes_does_not_make_a_newcomer_give_up_a_run_that
     assert refused == 1
     assert newcomer.agent.membership.runs_refused == 1
     assert isinstance(newcomer.agent.phase, Joining)
-    assert deadline_s(newcomer.agent) == newcomer.agent.membership.run_again_s
+    assert newcomer.agent.lead_at_s == newcomer.agent.membership.run_again_s
