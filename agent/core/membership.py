@@ -294,7 +294,7 @@ def _lead(agent: Agent, now_s: float) -> Step:
         return agent, ()
     if not snapshot.leader:
         if member.outvoted:
-            # Nobody leads, and yet it may not: its member key is gone, or who led then has gone since.
+            # There is no leader, yet this node could not become one: its member key is gone, or a leader came and went.
             standing = confirm_membership(snapshot, agent.me)
             return agent.as_member(in_flight=Tag.STANDING), (Commit(standing, Tag.STANDING),)
         election = become_leader(snapshot, agent.me, member.lease)

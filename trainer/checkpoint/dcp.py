@@ -273,7 +273,7 @@ class _Files(FileSystem):
         self.files[name] = (stream.length, stream.crc)
 
     def exists(self, path: str | os.PathLike[str]) -> bool:
-        """It never is: nobody has written here before."""
+        """Always False: the folder is new."""
         return False
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
