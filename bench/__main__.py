@@ -25,9 +25,9 @@ PAGE = ROOT / "docs" / "performance.md"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code: 0, 2 for a request that cannot be meant, 130 after Ctrl-C, 143 after SIGTERM."""
+    """Return the exit code: 0; 2 for a request that makes no sense; 130 after Ctrl-C; 143 after SIGTERM."""
     options = _parser().parse_args(argv)
-    # As Ctrl-C: jobs are ended and their folders removed.
+    # As after Ctrl-C: the bench ends its jobs and removes their folders.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     if options.render:
         return _render(options.render, options.page)
@@ -61,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--contenders", type=_names, default=tuple(ALL), metavar="NAME,…", help=", ".join(ALL))
     parser.add_argument("--only", type=_names, default=SECTIONS, metavar="SECTION,…", help=", ".join(SECTIONS))
-    parser.add_argument("--limit-s", type=float, default=40.0, metavar="S", help="time for one restart to return (40)")
+    parser.add_argument("--limit-s", type=float, default=40.0, metavar="S", help="time limit of one restart (40)")
     parser.add_argument(
         "--seed", type=int, metavar="N", help="which ranks are killed, and when (a random one, printed)"
     )
@@ -74,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
         nargs="+",
         metavar="FILE",
-        help="measure nothing; make the page from these samples, a later file's sections in place of an earlier one's",
+        help="measure nothing; make the page from these samples; a later file's sections replace an earlier file's",
     )
     return parser
 
@@ -82,11 +82,11 @@ def _parser() -> argparse.ArgumentParser:
 def _run(settings: Settings, out: Path, page: Path) -> int:
     about, in_words = machine.describe(), _in_words(settings)
     tasks, progress = plan(settings), Progress()
-    progress.say(f"seed {settings.seed}; samples go to {out}; Ctrl-C stops, and keeps what is there")
+    progress.say(f"seed {settings.seed}; samples go to {out}; Ctrl-C stops the run and keeps its samples")
     taken: list[Sample] = []
     stopped: int | None = None
     try:
-        progress.say("warming up: one job of each, not counted")
+        progress.say("warming up: one job of each contender, not counted")
         for contender in settings.contenders:
             first_line(contender)
         _take(tasks, taken, progress, lambda: samples.write(out, Run(about, in_words, tuple(taken))))
@@ -98,18 +98,18 @@ def _run(settings: Settings, out: Path, page: Path) -> int:
         progress.say("there are no samples")
         return stopped or 0
     print(render(combined([Run(about, in_words, tuple(taken))])), end="", flush=True)
-    # Whole parts of the page, or it would lose what is missing.
+    # Only whole parts of the page are replaced. Otherwise the page would lose its other sections.
     wanted = set(settings.sections)
     if stopped is None and all(wanted >= set(part) or not wanted & set(part) for part in PARTS):
         return _render([out], page)
     what = "a part only" if stopped is None else f"stopped after {len(taken)} samples"
-    progress.say(f"{what}: {page} is left as it is; this makes it from these samples, or name the other parts' too:")
+    progress.say(f"{what}: {page} stays as it is; this makes it (add the sample files of other sections):")
     progress.say(f"  {_render_command(out, page)}")
     return stopped or 0
 
 
 def _render_command(out: Path, page: Path) -> str:
-    """What to type here: the interpreter as it was typed, since the one on the PATH may be another."""
+    """The command to type here. The interpreter is the one that was typed; the one on the PATH may be another."""
     other_page = () if page == PAGE else ("--page", str(page))
     return shlex.join((sys.orig_argv[0], "-m", "bench", "--render", str(out), *other_page))
 
@@ -127,7 +127,7 @@ def _take(tasks: list[Task], taken: list[Sample], progress: Progress, keep: Call
                     progress.say(f"  {task.key}: {sample.why}")
                 keep()
         finally:
-            # A job that was left in the middle ends here, not when the collector comes by.
+            # An unfinished job ends here, not when the garbage collector finds it.
             if close := getattr(turn, "close", None):
                 close()
         estimate.took(task, time.monotonic() - started_s)

@@ -1,4 +1,4 @@
-"""How fast the workers' lines come through the launcher."""
+"""How many lines per second the launcher passes on from its workers."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _WHOLE = re.compile(rb"^(?:\[\d\] |\[default\d\]:)?chatty worker \d \.+$", re.MU
 
 
 def chatty(contender: Contender, lines: int = LINES) -> Sample:
-    """Two workers print `lines` lines of 80 characters each; from the first print to the last line at the reader."""
+    """Two workers print `lines` lines of 80 characters each. The time is from the first print to the last line read."""
     env = {"BENCH_LINES": str(lines)}
     with Job(contender, WORKERS, (str(SCRIPTS / "chatty.py"),), env=env, stdout=subprocess.PIPE) as job:
-        # Looked at afterwards: a reader that reads lines is slower than what it reads.
+        # The lines are counted afterwards: a reader that counts lines is slower than the launcher.
         blocks, last_s = [], 0.0
         while data := job.stdout.read1(_BLOCK_BYTES):  # type: ignore[attr-defined]
             blocks.append(data)

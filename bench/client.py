@@ -1,7 +1,7 @@
 """What one client of the store costs: `python -m bench.client HOST:PORT [gateway|grpc]` on an etcd of its own.
 
-Prints one line: the time from nothing to the first write's answer, the memory that it took, writes one by one, the time
-from a write's begin to a watch's word of it, and writes of 8 threads.
+Prints one line with five figures: the time from no client to the first write's answer; the memory that this took;
+single writes; the time from the start of a write until a watch reports it; writes of 8 threads.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PREFIX = "/elaunch/bench/"
 
 def main(address: str, transport: str = "gateway") -> None:
     memory_mb, began_s = resident_mb(), time.perf_counter()
-    # What importing them costs is measured, too.
+    # The cost of these imports is measured too.
     from elaunch.rendezvous.endpoint import Access, Endpoint
     from elaunch.rendezvous.etcd.store import EtcdStore
     from elaunch.rendezvous.store import Changes, Put, Txn, Update, View

@@ -1,11 +1,11 @@
-"""Who is measured: command lines and variables. The same scripts, the same number of threads for all."""
+"""The launchers that are measured: command lines and variables. All run the same scripts with as many threads."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-# A new store for each generation. Without it torchrun's workers may read what the generation before had written.
+# Each generation gets a new store. Otherwise torchrun's workers may read what the generation before had written.
 FRESH_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
 FORK_MODE = ("--run-path", "--start-method", "fork")
 LIMIT_TORCH = "limit: import torch"
@@ -26,12 +26,12 @@ class Contender:
         return self.program == "elaunch"
 
     def with_fresh_store(self) -> Contender:
-        """The same where each generation has a store of its own."""
+        """The same contender, but each generation has a store of its own."""
         name, value = FRESH_STORE.split("=")
         return Contender(f"{self.name}, {FRESH_STORE}", self.program, self.options, {**self.variables, name: value})
 
     def tee(self) -> Contender:
-        """The same with every worker's output through files."""
+        """The same contender, but every worker's output goes through files."""
         return Contender(f"{self.name} --tee 3", self.program, (*self.options, "--tee", "3"), self.variables)
 
     def command(self, workers: int, max_restarts: int) -> tuple[str, ...]:
@@ -44,11 +44,11 @@ ELAUNCH = Contender("elaunch", "elaunch")
 FRESH = Contender("elaunch --no-preload", "elaunch", ("--no-preload",))
 TORCHRUN = Contender("torchrun", "torchrun")
 TORCHRUN_FORK = Contender("torchrun --run-path --start-method fork", "torchrun", FORK_MODE)
-# By the names that the command line has for them.
+# Keys are the names on the bench's command line.
 ALL = {"elaunch": ELAUNCH, "no-preload": FRESH, "torchrun": TORCHRUN, "torchrun-fork": TORCHRUN_FORK}
 
 
 def environment(inherited: Mapping[str, str], contender: Contender, extra: Mapping[str, str]) -> dict[str, str]:
-    """What the launcher gets: `inherited` without what a launcher above it had set, one thread per worker."""
+    """The launcher's environment: `inherited` without the variables of a launcher above it; one thread per worker."""
     kept = {n: v for n, v in inherited.items() if not n.startswith(("ELAUNCH_", "PET_", "TORCHELASTIC_"))}
     return {**kept, "OMP_NUM_THREADS": "1", **contender.variables, **extra}

@@ -1,4 +1,4 @@
-"""What a store's client asks of its servers: how often, and how many bytes go either way."""
+"""Counts the requests of a store's client to its servers, and the bytes in both directions."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from elaunch.rendezvous.endpoint import Endpoint
 from elaunch.rendezvous.etcd.transport import AnswerStream, Json, Rpc, RpcTransport
 
 TOLD = "told"
-# Transactions that write nothing: what an agent sees is compared with what is there, each lease time.
+# Transactions that write nothing. With them an agent compares its view with the store, once per lease time.
 COMPARED = "compared"
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Requests by the path of their call, but for COMPARED ones.
+    """Requests by the path of their call; COMPARED ones have a key of their own.
 
-    `sent` and `received` are the bytes of their bodies and of what was told.
+    `sent` and `received` are the bytes of the requests' and answers' bodies and of a watch's messages.
     """
 
     requests: Mapping[str, int]
@@ -28,17 +28,17 @@ class Traffic:
 
 
 class Tally:
-    """What all transports of one process have carried since the last look."""
+    """Collects what all transports of one process carry."""
 
     def __init__(self) -> None:
-        # References only: sizes are worked out when nobody's time is measured. Appending needs no lock.
+        # Only references are kept. Sizes are computed later, when no time is measured. Appending needs no lock.
         self._carried: list[tuple[str, Json, Json]] = []
 
     def note(self, kind: str, request: Json, answer: Json) -> None:
         self._carried.append((kind, request, answer))
 
     def take(self) -> Traffic:
-        """Since the last time."""
+        """Return the traffic since the last call."""
         carried = self._carried[:]
         del self._carried[: len(carried)]
         return Traffic(
@@ -49,7 +49,7 @@ class Tally:
 
 
 class Counting:
-    """A `RpcTransport` that notes what another one carries."""
+    """A `RpcTransport` that wraps another one and counts what it carries."""
 
     def __init__(self, transport: RpcTransport, tally: Tally) -> None:
         self._transport = transport
@@ -98,5 +98,5 @@ def _writes(txn: Json) -> bool:
 
 
 def _size(body: Json) -> int:
-    # As the client writes it; etcd's own answers are as compact.
+    # This is how the client writes JSON. etcd's own answers are as compact.
     return len(json.dumps(body, separators=(",", ":"))) if body else 0

@@ -1,4 +1,4 @@
-"""Processes that are told what to do on stdin, a word a line, and answer with JSON on stdout."""
+"""Helper processes: each reads one order per line from stdin, and answers with JSON on stdout."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Words = dict[str, Any]
 class Crew:
     """One process for each list of arguments of `python -m module`; a context manager that ends them.
 
-    Each says something when it is ready: `greetings`. Who answers with a "trouble" has it for all of them.
+    Each process sends one message when it is ready: `greetings`. One answer with "trouble" is a failure of the crew.
     """
 
     def __init__(self, module: str, arguments: Sequence[Sequence[str]]) -> None:
@@ -61,7 +61,7 @@ class Crew:
             process.stdout.close()
 
     def order(self, word: str, *, first_only: bool = False) -> float:
-        """Tell all of them; the monotonic time just before."""
+        """Send an order to all processes, or the first only. Returns the monotonic time just before."""
         now_s = time.monotonic()
         for process in self.processes[: 1 if first_only else None]:
             assert process.stdin
@@ -70,21 +70,21 @@ class Crew:
         return now_s
 
     def hear(self, limit_s: float) -> list[Words]:
-        """One answer of each. Raises Trouble where one has none within `limit_s`, or says that it has trouble."""
+        """One answer of each process. Raises Trouble if one is later than `limit_s`, or answers with trouble."""
         end_s = time.monotonic() + limit_s
         answers = []
         for said in self._said:
             try:
                 answer = said.get(timeout=max(0.0, end_s - time.monotonic()))
             except queue.Empty:
-                raise Trouble(f"not all had answered within {limit_s:g} s") from None
+                raise Trouble(f"not all processes answered within {limit_s:g} s") from None
             if "trouble" in answer:
                 raise Trouble(str(answer["trouble"]))
             answers.append(answer)
         return answers
 
     def cpu_s(self) -> float:
-        """Of all of them, since their start."""
+        """The processor time of all processes, since their start."""
         return sum(cpu_s(process.pid) for process in self.processes)
 
     @staticmethod

@@ -1,7 +1,7 @@
-"""Many agents in one process, without workers: `python -m bench.crowd` is told on stdin what to do, and says what came.
+"""Many agents in one process, without workers: `python -m bench.crowd` reads orders from stdin and prints results.
 
-Each agent has the product's own client, session and core; only its hands are simulated: no worker takes any time.
-They share one loop, since in a job each has a processor of its own that waits.
+Each agent has the product's own client, session and core. Only its actions on workers are simulated, and take no time.
+The agents share one loop. In a real job each agent has a processor of its own, which mostly waits.
 """
 
 from __future__ import annotations
@@ -37,13 +37,14 @@ from elaunch.rendezvous.types import Failure, FailureKind, JobSpec, Joined, Node
 
 SLOTS = 8
 _PORT = 29500
-# Each thread that waits for the interpreter lock wakes up so often; with hundreds of them that is most of the work.
+# A thread that waits for the interpreter lock wakes up once in this time. With hundreds of threads, a shorter time
+# would make these wake-ups most of the work.
 _SWITCH_S = 0.05
 
 
 @dataclass
 class Milestones:
-    """When this process's agents got where in one generation: monotonic seconds, and how many have their ranks."""
+    """When this process's agents reached each stage of one generation (monotonic s). `seated` agents have ranks."""
 
     generation: int
     joined_s: float = 0.0
@@ -54,7 +55,7 @@ class Milestones:
 
 @dataclass
 class Member:
-    """One simulated agent; `due_s` is when it has its next timer in the crowd's heap."""
+    """One simulated agent. `due_s` is the time of its next timer in the crowd's heap."""
 
     agent: Agent
     session: Session
@@ -62,7 +63,7 @@ class Member:
 
 
 class Crowd:
-    """Agents `first` … `first + count - 1` of a job of `nodes`, all of which it takes."""
+    """Agents `first` … `first + count - 1` of a job that needs exactly `nodes` nodes."""
 
     def __init__(self, endpoint: Endpoint, run_id: str, nodes: int, first: int, count: int) -> None:
         self.tally = Tally()
@@ -82,7 +83,7 @@ class Crowd:
         return Member(Agent(node, spec, times, Snapshot(keys), progressed=True), session)
 
     def do(self, what: Callable[[], None]) -> None:
-        """In the loop's own thread, when its turn comes."""
+        """Let the loop's own thread call `what` when its turn comes."""
         self._inbox.put((-1, what))
 
     def open(self) -> None:
@@ -103,7 +104,7 @@ class Crowd:
         self._is_over = True
 
     def live(self) -> None:
-        """Until `end`."""
+        """Run the loop until `end` is called."""
         while not self._is_over:
             timeout_s = max(0.0, self._timers[0][0] - time.monotonic()) if self._timers else None
             try:
@@ -194,7 +195,7 @@ class Crowd:
 
 
 def tell(words: object) -> None:
-    """To the bench."""
+    """Send one message to the bench."""
     print(json.dumps(words), flush=True)
 
 
@@ -206,7 +207,8 @@ def main() -> None:
         parser.add_argument(name, type=int)
     asked = parser.parse_args()
     sys.setswitchinterval(_SWITCH_S)
-    # In a real job each agent has a process of its own, with few objects; those of a hundred are gone through for long.
+    # In a real job each agent has a process of its own, with few objects. Here a garbage collection would go through
+    # the objects of a hundred agents, and take long.
     gc.disable()
     crowd = Crowd(Endpoint(asked.host, asked.port), asked.run_id, asked.nodes, asked.first, asked.count)
     orders: dict[str, Callable[[], None]] = {

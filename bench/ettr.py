@@ -1,4 +1,4 @@
-"""How much of the time, and of the steps, counts in the end where a worker is killed every so often."""
+"""The share of the time, and of the steps, that counts in the end when workers are killed again and again."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bench.sides import WORKERS, Side, Trained
 
 SECTION = "state: failures"
 WINDOW_S = 120.0
-# One failure per so many seconds.
+# Seconds per failure.
 EVERY_S = (60, 30, 15)
 ETTR, COMMITTED, SPEED = "ETTR", "committed-step share", "steps per minute"
 _LOOK_S = 0.5
@@ -22,8 +22,8 @@ _LOOK_S = 0.5
 def windows(side: Side, every_s: int, count: int, rng: random.Random, window_s: float = WINDOW_S) -> Iterator[Sample]:
     """One job, `count` windows of `window_s`, each with a kill of a random rank per `every_s`; % and steps per minute.
 
-    In each stretch of `every_s` the kill comes at a random moment of its first half, so that a window has the whole of
-    what each of its failures costs. A job that dies is the last sample; one that hangs makes no more steps that count.
+    In each stretch of `every_s` the kill comes at a random moment of the first half. So a window has the whole cost of
+    each of its failures. If a job dies, that is the last sample. A job that hangs makes no more steps that count.
     """
     restarts_max = int(count * window_s / every_s) + 5
     try:
@@ -51,7 +51,7 @@ def _window(trained: Trained, every_s: int, window_s: float, rng: random.Random)
 
 
 def _sleep_until(trained: Trained, at_s: float) -> None:
-    """Nothing that would take time from the workers. Raises Trouble where the job ends meanwhile."""
+    """Sleep, and take no time from the workers. Raises Trouble if the job ends meanwhile."""
     while (left_s := at_s - time.monotonic()) > 0:
         code = trained.job.process.poll()
         if code is not None:
@@ -60,7 +60,7 @@ def _sleep_until(trained: Trained, at_s: float) -> None:
 
 
 def _kill(trained: Trained, until_s: float, rng: random.Random) -> None:
-    """Kill a random rank; one that is just being replaced is found a moment later."""
+    """Kill a random rank. If its process is just being replaced, try again a moment later."""
     while True:
         try:
             trained.kill(rng)

@@ -1,4 +1,4 @@
-"""A job on two nodes, which are network namespaces; a third one has the etcd."""
+"""A job on two nodes. The nodes are network namespaces; a third namespace has the etcd."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ RANKS = NODES * WORKERS_PER_NODE
 _ETCD_PORT = 2379
 _TORCHRUN_PORT = 29400
 _START_LIMIT_S = 120.0
-# Between two steps, as if an accelerator were at work.
+# The pause between two steps, as if an accelerator were at work.
 _STEP_S = 0.02
 
 
 class Fleet:
-    """A contender's launchers on both nodes, which train until they are ended; a context manager.
+    """A contender's launchers on both nodes. They train until the context manager ends them.
 
     `nnodes` is torchrun's MIN:MAX. elaunch's store is a real etcd, torchrun's the c10d store that its first node hosts.
     """
@@ -79,13 +79,13 @@ class Fleet:
         return parse(self._stamps.read_text()) if self._stamps.exists() else []
 
     def train(self) -> list[Stamp]:
-        """Wait until all ranks train for the first time; their stamps. Raises Trouble."""
+        """Wait until all ranks train for the first time. Returns their stamps. Raises Trouble."""
         return self._train(0.0, RANKS, _START_LIMIT_S, self.jobs, "all were training")
 
     def train_again(self, since_s: float, ranks: int, limit_s: float, jobs: Sequence[Job] | None = None) -> list[Stamp]:
-        """Wait until `ranks` processes that were born after `since_s` train; their stamps.
+        """Wait until `ranks` processes that were born after `since_s` train. Returns their stamps.
 
-        Raises Trouble, also where one of `jobs` ends, or of all.
+        Raises Trouble, also if one of `jobs` ends (without `jobs`: any job of the fleet).
         """
         return self._train(since_s, ranks, limit_s, self.jobs if jobs is None else jobs, "all were training again")
 
@@ -93,7 +93,7 @@ class Fleet:
         return wait_for(jobs, lambda: again(self.stamps(), since_s, ranks), what, limit_s)
 
     def close(self) -> None:
-        """End everything, and remove it."""
+        """End all jobs, the etcd and the nodes, and remove the folder."""
         for job in self.jobs:
             job.close()
         if self._etcd:

@@ -1,6 +1,6 @@
-"""torch's own rendezvous handlers, many in one process: `python -m bench.handlers` is told to join on stdin.
+"""Many of torch's own rendezvous handlers in one process: `python -m bench.handlers` joins at each line of stdin.
 
-`store PORT` hosts the TCPStore instead, as torchrun's first node does.
+With `store PORT` the process hosts the TCPStore instead, as torchrun's first node does.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ HOST = "127.0.0.1"
 
 
 def handler(port: int, nodes: int) -> DynamicRendezvousHandler:
-    """As torchrun makes it."""
+    """A handler as torchrun makes it."""
     parameters = RendezvousParameters(
         backend="c10d",
         endpoint=f"{HOST}:{port}",
@@ -37,7 +37,7 @@ def handler(port: int, nodes: int) -> DynamicRendezvousHandler:
 
 
 def join(handlers: list[DynamicRendezvousHandler], generation: int) -> None:
-    """All at once; say when the last one has its rank, or what went wrong."""
+    """All handlers join at once. Reports when the last one has its rank, or what went wrong."""
     errors: list[str] = []
 
     def one(each: DynamicRendezvousHandler) -> None:
@@ -55,7 +55,7 @@ def join(handlers: list[DynamicRendezvousHandler], generation: int) -> None:
 
 
 def tell(words: object) -> None:
-    """To the bench."""
+    """Send one message to the bench."""
     print(json.dumps(words), flush=True)
 
 
@@ -70,7 +70,7 @@ def main() -> None:
         store = TCPStore(HOST, asked.port, is_master=True, wait_for_workers=False)
         tell({"port": store.port})
         signal.pause()
-    # As for elaunch's agents: in a real job each has a process of its own.
+    # As for elaunch's agents: in a real job each handler has a process of its own.
     gc.disable()
     handlers = [handler(asked.port, asked.nodes) for _ in range(asked.count)]
     tell({"ready": asked.count})

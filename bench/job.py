@@ -1,4 +1,4 @@
-"""One run of a launcher: its start, its stamps, and an end that leaves nothing behind."""
+"""One run of a launcher: starts it, reads its stamps, and ends it so that nothing is left."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ _MARKER = "BENCH_JOB"
 
 
 class Trouble(Exception):
-    """A job did not do what was asked of it; the message says what, in a few words."""
+    """A job did not do what it was asked to do. The message says what, in a few words."""
 
 
 class Job:
-    """A launcher that runs `program` (script and arguments); a context manager, whose end kills all that is left.
+    """A launcher that runs `program` (script and arguments). At its end the context manager kills all that is left.
 
-    `started_s` is the monotonic time just before its process was made. stdout goes to `stdout`, or to a file, as
-    stderr does. `folder` is the job's own and is removed with it. `prefix` goes before the command and becomes it:
-    where it runs. Several launchers of one job share the file `stamps`.
+    `started_s` is the monotonic time just before the launcher's process was made. stdout goes to `stdout`, or, like
+    stderr, to a file. `folder` is the job's own and is removed with it. `prefix` stands before the command, and execs
+    it where it has to run. Several launchers of one job share the file `stamps`.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Job:
         self.stamps_path = stamps or self.folder / "stamps.jsonl"
         self._marker = secrets.token_hex(8)
         command = list(contender.command(workers, max_restarts))
-        # Both commands lie beside the interpreter that runs this.
+        # Both commands are in the folder of the interpreter that runs this code.
         command[0] = str(Path(sys.executable).with_name(command[0]))
         if timeline and contender.ours:
             command += ["--log-dir", str(self.folder / "logs")]
@@ -92,29 +92,29 @@ class Job:
         return self.process.stdout
 
     def stamps(self) -> list[Stamp]:
-        """What the workers have stamped so far."""
+        """The workers' stamps up to now."""
         with suppress(FileNotFoundError):
             return parse(self.stamps_path.read_text())
         return []
 
     def timeline(self) -> list[Stamp]:
-        """What elaunch's agent has stamped so far; nothing for others."""
+        """The stamps of elaunch's agent up to now. Other launchers have none."""
         return [stamp for path in self.folder.glob("logs/*/timeline.jsonl") for stamp in parse(path.read_text())]
 
     def wait_for(self, fact: Callable[[], Fact | None], what: str, limit_s: float) -> Fact:
-        """The first value of `fact()` that is not None. Raises Trouble where the job ends or the time is up."""
+        """The first value of `fact()` that is not None. Raises Trouble if the job ends or the time is over."""
         return wait_for([self], fact, what, limit_s)
 
     def close(self) -> None:
-        """Kill what is left, wait until nothing of it is there, and remove its folder."""
+        """Kill the processes that are left, wait until all are gone, and remove the folder."""
         try:
-            # The first look also finds elaunch's guardian, which does not carry the marker.
+            # The marker is not in the environment of elaunch's guardian. So the first look goes by parents too.
             left = {process.pid: process for process in (*self._family(), *self._marked())}
             guardians = {pid for pid, process in left.items() if _is_guardian(process)}
             end_s = time.monotonic() + _GONE_S
             while left and time.monotonic() < end_s:
                 for pid, process in left.items():
-                    # A guardian leaves by itself when its agent is gone; only a stuck one is killed.
+                    # A guardian ends by itself when its agent is gone. Only a guardian that is stuck is killed.
                     if pid not in guardians:
                         _kill(process)
                 with suppress(subprocess.TimeoutExpired):
@@ -147,18 +147,18 @@ class Job:
 
 
 def wait_for(jobs: Sequence[Job], fact: Callable[[], Fact | None], what: str, limit_s: float) -> Fact:
-    """The first value of `fact()` that is not None. Raises Trouble where one of `jobs` ends or the time is up."""
+    """The first value of `fact()` that is not None. Raises Trouble if one of `jobs` ends or the time is over."""
     end_s = time.monotonic() + limit_s
     while True:
         ended = [code for job in jobs if (code := job.process.poll()) is not None]
-        # What was stamped just before the end counts.
+        # A stamp that was made just before the end counts.
         found = fact()
         if found is not None:
             return found
         if ended:
             raise Trouble(f"the job ended with code {ended[0]} before {what}")
         if time.monotonic() > end_s:
-            raise Trouble(f"did not come so far within {limit_s:g} s that {what}")
+            raise Trouble(f"{limit_s:g} s passed before {what}")
         time.sleep(_LOOK_S)
 
 
@@ -170,12 +170,12 @@ def _is_guardian(process: psutil.Process) -> bool:
 
 def _lives(process: psutil.Process) -> bool:
     with suppress(psutil.Error):
-        # An orphan that nobody reaps is gone all the same.
+        # A zombie that no process reaps is gone too.
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     return False
 
 
 def _kill(process: psutil.Process) -> None:
-    # psutil looks whether the number still is that process's.
+    # psutil checks that the pid still belongs to this process.
     with suppress(psutil.Error):
         process.kill()

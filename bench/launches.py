@@ -1,4 +1,4 @@
-"""From the command to the first all-reduce and the first optimizer step, and what an import costs by itself."""
+"""Times from the command to the first all-reduce and the first optimizer step, and the time of a bare import."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _LIMIT_S = 120.0
 
 
 def start(contender: Contender, workers: int) -> Sample:
-    """One job of one optimizer step; the values (s) are the last rank's."""
+    """One job that makes one optimizer step. The values (s) are the last rank's."""
     program = (str(SCRIPTS / "train.py"),)
     with Job(contender, workers, program, env={"BENCH_STEPS": "1", "BENCH_STEP_S": "0"}, timeline=True) as job:
         try:
-            # What comes after, torch's own way out, is ended with the job.
+            # After the step torch shuts down. The job is ended then, without waiting for that.
             stepped_s = job.wait_for(
                 lambda: all_at_s(job.stamps(), 0, "step", workers), "all had made a step", _LIMIT_S
             )
@@ -41,7 +41,7 @@ def start(contender: Contender, workers: int) -> Sample:
 
 
 def bare_import(name: str) -> Sample:
-    """The limit: a bare interpreter that imports (s, from its start to the last import's end)."""
+    """The limit: a bare interpreter's imports (s, from its start to the end of the last import)."""
     modules = {LIMIT_TORCH: ("torch",), LIMIT_PRELOAD: DEFAULT_PRELOAD}[name]
     program = f"import {', '.join(modules)}, time; print(time.monotonic(), flush=True)"
     started_s = time.monotonic()
@@ -63,9 +63,9 @@ def bare_import(name: str) -> Sample:
 
 
 def first_line(contender: Contender) -> Sample:
-    """From the command to the first line of one worker that imports nothing (s), at the reader of the launcher."""
+    """Time (s) from the command until the first line of one worker, which imports nothing, has been read."""
     with Job(contender, 1, (str(SCRIPTS / "first_line.py"),), stdout=subprocess.PIPE) as job:
-        # A launcher that says nothing is ended with the job; one that hangs would be Ctrl-C's business.
+        # A launcher that ends without a line ends this loop. A launcher that hangs needs a person's Ctrl-C.
         for line in job.stdout:
             if b"first line" in line:
                 seconds = time.monotonic() - job.started_s

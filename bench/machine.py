@@ -1,4 +1,4 @@
-"""The machine in words, for whoever reads the numbers elsewhere."""
+"""A description of the machine, for people who read the figures elsewhere."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from elaunch import __version__
 
 
 def describe() -> dict[str, str]:
-    """Name and value of what the numbers depend on, as it is now."""
+    """Name and value of each fact that the figures depend on, as it is now."""
     model = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     memory = re.search(r"^MemTotal:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
     cpus = len(os.sched_getaffinity(0))

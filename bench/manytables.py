@@ -1,4 +1,4 @@
-"""What many agents cost: a row for each number of agents and each store."""
+"""Tables of what many agents cost: a row for each number of agents and each store."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _OURS = scale.ours("3.5")
 
 
 def rendezvous(results: Results, section: str, title: str, about: str) -> list[str]:
-    """Times, and what one round costs."""
+    """A table of times, and of what one round costs."""
     heads = (
         *("agents", "", "n", f"{scale.RANKS}: median s", "p95 s", "× elaunch", "sealed: median s"),
         *(scale.REQUESTS, scale.SEEN, scale.BYTES, f"{scale.AGENTS_CPU}, s", f"{scale.ETCD_CPU}, s"),
@@ -32,7 +32,7 @@ def rendezvous(results: Results, section: str, title: str, about: str) -> list[s
 
 
 def idle(results: Results, title: str, about: str) -> list[str]:
-    """What agents cost while they train."""
+    """A table of what agents cost while they train."""
     percent = "% of one CPU"
     heads = (
         *("agents", "", "n", "requests/s per agent", "seen by etcd", "bytes/s per agent"),

@@ -1,4 +1,4 @@
-"""What the ranks marked of a training that is killed now and then: how far it was, what it lost, what counted."""
+"""Reads the ranks' marks of a training whose workers are killed: steps done, steps lost, steps that counted."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from statistics import median
 from bench.stamps import Stamp, parse
 
 BEGUN, DONE, RESTORED, STARTED = "begun", "done", "restored", "script"
-# What a step's executions are told apart by: the generation and the step.
+# The generation and the step. They tell the executions of one step apart.
 Execution = tuple[int, int]
 
-# (what the tables call it, the agent's event, how many generations before the new one, whose time counts)
+# (name in the tables, the agent's event, how many generations before the new one, which of several times counts)
 _AGENT = (
     ("noticed", "exited", 1, min),
     ("survivors told", "told", 1, min),
@@ -22,7 +22,7 @@ _AGENT = (
     ("sealed", "sealed", 0, max),
     ("last fork", "forked", 0, max),
 )
-# (what the tables call it, the workers' event); the last one's time.
+# (name in the tables, the workers' event). The last worker's time counts.
 _WORKERS = (
     ("script's first line", STARTED),
     ("torch imported", "torch"),
@@ -35,10 +35,10 @@ STAGES = (*(name for name, *_ in _AGENT), *(name for name, _ in _WORKERS), FIRST
 
 @dataclass
 class History:
-    """All marks so far, for quick questions: there are thousands.
+    """All marks up to now, indexed, since there are thousands.
 
-    `begun` and `done` have for each execution of a step the time (s) of each rank, `marks` all else by generation and
-    event; the newest mark of a rank counts.
+    `begun` and `done` have the time (s) of each rank for each execution of a step. `marks` has all other marks by
+    generation and event. The newest mark of a rank counts.
     """
 
     begun: dict[Execution, dict[int, float]] = field(default_factory=dict)
@@ -47,7 +47,7 @@ class History:
     newest: dict[int, int] = field(default_factory=dict)
 
     def add(self, stamps: Iterable[Stamp]) -> None:
-        """Learn of these."""
+        """Take in these stamps."""
         for stamp in stamps:
             execution = (stamp.generation, stamp.step)
             if stamp.event == BEGUN:
@@ -59,7 +59,7 @@ class History:
                 self.marks.setdefault((stamp.generation, stamp.event), {})[stamp.rank] = stamp
 
     def pid(self, rank: int) -> int | None:
-        """The process that is or was a rank last; None where none has ever begun."""
+        """The newest process of a rank, or None if the rank has never begun."""
         started = [
             (generation, of[rank].pid)
             for (generation, event), of in self.marks.items()
@@ -68,29 +68,29 @@ class History:
         return max(started)[1] if started else None
 
     def all_done_s(self, generation: int, step: int, ranks: int) -> float | None:
-        """When the last of all ranks had done a step; None while one has not."""
+        """When the last of all ranks had done a step, or None while a rank has not."""
         times = self.done.get((generation, step), {})
         return max(times.values()) if len(times) == ranks else None
 
     def restored(self, generation: int) -> int | None:
-        """The step that a generation went on from; None before anyone has restored it."""
+        """The step that a generation went on from, or None before a rank has restored it."""
         of = self.marks.get((generation, RESTORED), {})
         return min(stamp.step for stamp in of.values()) if of else None
 
     def completed(self, generation: int) -> int:
-        """The last step that any rank had done before that generation, 0 where none had."""
+        """The last step that any rank had done before that generation, or 0."""
         return max((step for before, step in self.newest.items() if before < generation), default=0)
 
 
 class Tail:
-    """A growing file of stamps, of which each is read once."""
+    """Reads a growing file of stamps, each stamp once."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._offset = 0
 
     def read(self) -> list[Stamp]:
-        """The stamps since the last call; a line that is still being written comes with the next."""
+        """The stamps since the last call. A line that is still being written comes with the next call."""
         try:
             with self._path.open("rb") as file:
                 file.seek(self._offset)
@@ -116,7 +116,7 @@ def resumed(history: History, generation: int) -> Resumed | None:
     if restored is None:
         return None
     completed = history.completed(generation)
-    # Who is killed just after a step's end has not marked it, and it may be kept all the same.
+    # A rank that is killed just after a step's end has not marked the step. The step may be kept all the same.
     return Resumed(max(0, completed - restored), max(completed, restored) + 1)
 
 
@@ -125,7 +125,7 @@ def restart_stages(
 ) -> dict[str, float]:
     """Seconds from the kill at `since_s` to each stage of `generation`, which the kill opened, and of its workers.
 
-    What was not noted is left out. `agent` are elaunch's stamps; others' agents have none.
+    Stages without a stamp are left out. `agent` has the stamps of elaunch's agent; other launchers have none.
     """
     times = {}
     for name, event, back, first_or_last in _AGENT:
@@ -148,7 +148,7 @@ def restart_stages(
 
 @dataclass(frozen=True)
 class Work:
-    """What a stretch of time was worth: `counted` of `made` steps, `seconds` at the pace of undisturbed training."""
+    """What a stretch of time was worth. Of `made` steps, `counted` count; undisturbed, these take `seconds`."""
 
     seconds: float
     counted: int
@@ -156,10 +156,10 @@ class Work:
 
 
 def work(history: History, since_s: float, until_s: float) -> Work:
-    """The steps that ended between the two times; of several executions of a step the last one counts.
+    """The steps that ended between the two times. If a step was executed several times, the last execution counts.
 
-    The pace is the median time from the end of one step to that of the next in the same generation: what a failure, a
-    save or a snapshot takes is no part of it.
+    The pace is the median time from the end of one step to the end of the next in the same generation. So failures,
+    saves and snapshots do not change it.
     """
     ended = {key: max(times.values()) for key, times in history.done.items()}
     last: dict[int, int] = {}

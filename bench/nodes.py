@@ -1,4 +1,4 @@
-"""Failures of a job on two nodes → all reduce again: a worker is killed, a node is lost."""
+"""Time from a failure of a job on two nodes until all ranks reduce again: a worker is killed, or a node is lost."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from bench.stamps import Stamp, birth_stages, last_s, node_stages
 
 SECTION = "restart on two nodes"
 LOSS_SECTION = "loss of a node"
-# How long a launcher is given to notice that a node is gone; torchrun never does.
+# The time in which a launcher must notice that a node is gone. torchrun never does.
 LOSS_LIMIT_S = 30.0
-# So much longer than the start of training may pass before a kill: it must not keep step with a launcher's polling.
+# A kill comes a random time after the start of training, up to this. It must not keep step with a launcher's polling.
 _DELAY_S_MAX = 0.3
-# The second node: torchrun's store is on the first one.
+# The second node is lost: torchrun's store is on the first.
 _LOST = 1
 
 
 def restarts(contender: Contender, ranks: int, count: int, limit_s: float, rng: random.Random) -> Iterator[Sample]:
-    """One job that is killed a random rank `count` times; a sample for each.
+    """One job in which a random rank is killed `count` times. Yields a sample for each kill.
 
-    A restart that does not come back within `limit_s`, or a job that dies, is the last sample.
+    If a restart takes longer than `limit_s`, or the job dies, that is the last sample.
     """
     with Fleet(contender, str(NODES), max_restarts=count + 5) as fleet:
         try:
@@ -49,14 +49,14 @@ def _restart(fleet: Fleet, trained: list[Stamp], rank: int, limit_s: float) -> t
     except ProcessLookupError:
         raise Trouble(f"rank {rank} ended before it was killed") from None
     trained = fleet.train_again(killed_s, RANKS, limit_s)
-    # The agents' stamps name the workers' processes.
+    # Node A is the one whose agent's stamps name the killed process.
     of_nodes = sorted((job.timeline() for job in fleet.jobs), key=lambda stamps: all(s.pid != pid for s in stamps))
     sample = _sample(SECTION, fleet.contender, dict(zip("AB", of_nodes, strict=True)), trained, killed_s)
     return sample, trained
 
 
 def losses(contender: Contender, count: int, rng: random.Random) -> Iterator[Sample]:
-    """Jobs that may go on with one node, of which the other one loses its power; one each."""
+    """`count` jobs that may go on with one node. In each, the other node loses its power once."""
     for _ in range(count):
         with Fleet(contender, f"1:{NODES}", max_restarts=5) as fleet:
             try:

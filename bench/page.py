@@ -17,10 +17,10 @@ from bench.targets import verdicts
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 NODES_BEGIN, NODES_END = "<!-- bench:nodes:begin -->", "<!-- bench:nodes:end -->"
 STATE_BEGIN, STATE_END = "<!-- bench:state:begin -->", "<!-- bench:state:end -->"
-# The page has three parts, each made anew when there are samples for it: one node, and what is named here.
+# The page has three parts: one node, several nodes, the training's state. A part is made anew if it has samples.
 NODES_SECTIONS = (nodes.SECTION, nodes.LOSS_SECTION, scale.FIRST, scale.RESTART, scale.IDLE)
 STATE_SECTIONS = (staterestart.SECTION, statecost.SECTION, statecost.STEADY_SECTION, ettr.SECTION)
-# What a page is before anything was written to it.
+# A new page, before its first tables.
 EMPTY = (
     f"# Performance\n\nMeasured by `make bench`.\n\n{BEGIN}\n{END}\n\n"
     f"## Several nodes\n\n{NODES_BEGIN}\n{NODES_END}\n\n"
@@ -28,17 +28,21 @@ EMPTY = (
 )
 _MACHINE = ("CPUs", "memory", "kernel")
 _FIRST = (
-    "All agents start at once. Time from then until the first one has the table (sealed), and the last one.\n"
-    "Requests and bytes of bodies, both ways, are counted at the clients, but for what goes by the clock: a lease is\n"
-    "renewed each 0.8 s, and once per lease time, 3 s, an agent looks whether it sees all that is there. etcd's own\n"
-    "count has the looks, of which there are more the longer it takes. CPU is that of the whole round."
+    "All agents start at once. The times are from then until the first agent has the table (sealed), and until the\n"
+    "last one has it (all have ranks). Requests, and the bytes of bodies in both directions, are counted at the\n"
+    "clients, without requests by the clock: an agent renews its lease each 0.8 s, and once per lease time (3 s) it\n"
+    "looks whether it has seen all keys. etcd's own count includes these looks; a longer round has more of them. CPU\n"
+    "is that of the whole round."
 )
-_RESTART = "The same from the death of one worker: told, opened, all stopped, joined again, sealed, told."
-_IDLE = f"Medians of windows of {scale.IDLE_S:g} s, in which renewals and looks are due a whole number of times."
+_RESTART = (
+    "The same times, from the death of one worker. Its agent is told and opens a generation. All agents stop their\n"
+    "workers, join again, and are told of the sealed table."
+)
+_IDLE = f"Medians of windows of {scale.IDLE_S:g} s. A window has a whole number of renewals and of looks."
 
 
 def update(page: str, results: Results) -> str:
-    """`page` with every part made anew that has samples. Raises ValueError where it lacks such a part's markers."""
+    """`page` with each part that has samples made anew. Raises ValueError if the markers of such a part are missing."""
     for part in _parted(results):
         page = _replaced(page, part.begin, part.end, _text(part))
     return page
@@ -51,7 +55,7 @@ def render(results: Results) -> str:
 
 @dataclass(frozen=True)
 class _Part:
-    """A part of the page: its samples, what makes its tables of them, and its markers."""
+    """A part of the page: its samples, the function that makes its tables, and its markers."""
 
     results: Results
     make: Callable[[Results], list[str]]
@@ -84,12 +88,22 @@ def _text(part: _Part) -> str:
 
 def _one_node(results: Results) -> list[str]:
     return [
-        *timed(results, launches.SECTION, "Start", "from the command to the last rank's first …"),
+        *timed(
+            results,
+            launches.SECTION,
+            "Start",
+            "from the command to the last rank's first all-reduce or optimizer step.",
+        ),
         *stages(results, launches.SECTION, "the command"),
         *_limits(results),
-        *timed(results, restarts.SECTION, "Restart", "from SIGKILL of one worker to the last rank's first …"),
+        *timed(
+            results,
+            restarts.SECTION,
+            "Restart",
+            "from SIGKILL of one worker to the last rank's first all-reduce or optimizer step of the new generation.",
+        ),
         *stages(results, restarts.SECTION, "the kill"),
-        *timed(results, launches.LINE_SECTION, "First line", "from the command to one worker's … without torch"),
+        *timed(results, launches.LINE_SECTION, "First line", "from the command to one worker's first line. No torch."),
         *_steady(results, steady.SECTION, "While 2 workers train"),
         *_steady(results, steady.TRAINER_SECTION, "While 2 workers train with the bundled trainer"),
         *_rates(results),
@@ -102,14 +116,14 @@ def _nodes(results: Results) -> list[str]:
             results,
             nodes.SECTION,
             "Restart on two nodes",
-            "from SIGKILL of one worker, on node A, to the last rank's first … on A and B",
+            "from SIGKILL of one worker on node A to the last rank's first all-reduce or optimizer step on A and B.",
         ),
         *stages(results, nodes.SECTION, "the kill"),
         *timed(
             results,
             nodes.LOSS_SECTION,
             "Loss of a node",
-            "from the end of all that runs on it, its link included, to the first … of the ranks that are left",
+            "from the end of the node's processes and link to the other ranks' first all-reduce or optimizer step.",
         ),
         *stages(results, nodes.LOSS_SECTION, "the loss"),
         *rendezvous(results, scale.FIRST, "Many agents: first rendezvous", _FIRST),
@@ -123,7 +137,7 @@ def _state(results: Results) -> list[str]:
 
 
 def _about(results: Results) -> Iterator[str]:
-    """What all runs have in common, and of each run its sections and what sets it apart."""
+    """The facts that all runs share; then each run's sections, with the facts in which the run differs."""
     sections: dict[int, list[str]] = {}
     for section, run in results.runs.items():
         sections.setdefault(id(run), []).append(section)
@@ -141,7 +155,7 @@ def _about(results: Results) -> Iterator[str]:
         ]
         yield "The sections come from several runs:\n\n" + "\n".join(lines)
     if set(apart) & set(_MACHINE):
-        yield "**Not all of them on the same machine: compare within a section only.**"
+        yield "**The runs are from different machines. Compare figures within a section only.**"
 
 
 def _promises(results: Results) -> list[str]:
@@ -187,10 +201,10 @@ def _steady(results: Results, section: str, title: str) -> list[str]:
         rows.append(row)
     notes = [f"- {contender}: {failure}" for contender in contenders for failure in failures(taken[contender])]
     about = (
-        f"Median (p95) of n windows of {steady.WINDOW_S:g} s, one after the other in one job of each: "
-        "the p95 is of windows, not of jobs.\n"
-        "The contenders do not take turns here: a slow minute strikes one of them.\n"
-        "The launcher in all: the sum of its processes that are not workers."
+        f"Median (p95) of n windows of {steady.WINDOW_S:g} s, one after the other in one job of each contender. "
+        "So the p95 is of windows, not of jobs.\n"
+        "The contenders do not take turns here, so a slow minute affects only one of them.\n"
+        '"Launcher in all" is the sum of all its processes except the workers.'
     )
     return [f"### {title}\n\n{about}\n\n{table(('', *contenders), rows)}", *(["\n".join(notes)] if notes else [])]
 
@@ -201,7 +215,7 @@ def _rates(results: Results) -> list[str]:
     rows, notes = [], []
     for contender in results.contenders(section):
         values = results.values(section, contender, workers, name)
-        # The slow end of a rate is its low one.
+        # The slow samples of a rate are the low ones.
         slow = summarize([-value for value in values])
         summary = summarize(values)
         times = ratio(summary, ours)
@@ -218,6 +232,6 @@ def _rates(results: Results) -> list[str]:
     if not rows and not notes:
         return []
     about = f"{workers} workers print {chatty.LINES:,} lines of 80 characters each"
-    about += "; from the first print to the last line at the reader."
+    about += ". The time is from the first print to the last line that is read."
     heads = ("", "n", "median lines/s", "p5 lines/s", "× elaunch", "torn lines: median")
     return [f"### Chatty workers\n\n{about}\n\n{table(heads, rows)}", *(["\n".join(notes)] if notes else [])]

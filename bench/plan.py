@@ -1,4 +1,4 @@
-"""What is to be done, in which order: contenders take turns, so that a slow minute of the machine strikes all alike."""
+"""Plans what is measured, in which order. Contenders take turns, so that a slow minute affects all of them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from bench.sides import KEPT, SIDES, Side
 ONE_NODE_SECTIONS = ("start", "restart", "steady", "first-line", "lines")
 NODES_SECTIONS = ("nodes-restart", "nodes-loss", "scale")
 STATE_SECTIONS = ("state-restart", "state-cost", "state-ettr")
-# The parts of the page, of which each is made anew as a whole.
+# The parts of the page. Each part is made anew as a whole.
 PARTS = (ONE_NODE_SECTIONS, NODES_SECTIONS, STATE_SECTIONS)
 SECTIONS = tuple(section for part in PARTS for section in part)
-# So many restarts of one job before the next contender's turn: a job's start costs more than a restart.
+# Restarts of one job before the next contender's turn. There are several, since a job's start costs more.
 RESTARTS_PER_JOB = 5
-# A whole round of many agents, with its windows of training, counts as so many samples of the other kinds.
+# A round of many agents, with its windows of training, counts as this many samples of the other kinds.
 SAMPLES_PER_ROUND = 4
-# So does a window with failures, and a copy of a gigabyte.
+# The same for a window with failures, and for a copy of a gigabyte.
 SAMPLES_PER_WINDOW, SAMPLES_PER_GB = 10, 2
 
 
@@ -31,7 +31,7 @@ _Restart = Callable[[Contender, int, int, float, random.Random], Iterator[Sample
 
 @dataclass(frozen=True)
 class Settings:
-    """What the command line asked for: `samples` of each kind, the numbers of workers and of agents, the sections."""
+    """What the command line asked for. `samples` is the number of samples of each kind."""
 
     samples: int
     workers: tuple[int, ...]
@@ -44,7 +44,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Task:
-    """One turn. `key` is what takes about as long each time, `guess_s` how long before any was done."""
+    """One turn. Turns of one `key` take about the same time; before the first of them, `guess_s` is the estimate."""
 
     round: str
     key: str
@@ -53,7 +53,7 @@ class Task:
 
 
 def plan(settings: Settings) -> list[Task]:
-    """All turns of all sections that were asked for."""
+    """All turns of the sections that were asked for."""
     makers = {
         "start": _starts,
         "restart": _restarts,
@@ -71,12 +71,12 @@ def plan(settings: Settings) -> list[Task]:
 
 
 def chunks(samples: int, size: int) -> list[int]:
-    """`samples` in parts of `size`, the last one smaller."""
+    """`samples` in parts of `size`. The last part may be smaller."""
     return [min(size, samples - done) for done in range(0, samples, size)]
 
 
 def _slowness_s(contender: Contender, workers: int) -> float:
-    """About how long a contender takes to a first optimizer step on two cores; only for the first estimate."""
+    """Roughly the time from a contender's start to its first optimizer step on two cores. For estimates only."""
     if contender == ELAUNCH:
         return 2.5
     return 2 + (1.0 if contender.name == TORCHRUN_FORK.name else 1.8) * workers
@@ -98,16 +98,17 @@ def _starts(settings: Settings) -> Iterator[Task]:
 
 
 class _Restarts:
-    """Who still takes part: who failed too often does not, and another way is only tried where the usual one failed.
+    """Decides whether a contender takes its turn. One that failed too often takes no turn. One that stands in for
+    another takes a turn only if the other has failed.
 
-    `restart` is one job of a contender that is restarted so many times.
+    `restart` runs one job of a contender, with a given number of restarts.
     """
 
     def __init__(self, settings: Settings, restart: _Restart) -> None:
         self._settings = settings
         self._restart = restart
         self._failures: dict[tuple[str, int], int] = {}
-        # One source for all, so that the seed names the whole run's ranks and delays.
+        # One random source for all turns, so the seed decides all ranks and delays of the run.
         self._rng = random.Random(settings.seed)
 
     def turn(self, contender: Contender, workers: int, count: int, instead_of: Contender | None) -> Iterator[Sample]:
@@ -160,7 +161,7 @@ def _killed(
 
 
 def _losses(settings: Settings) -> Iterator[Task]:
-    # Who never notices takes the whole time limit each time, which need not be shown often.
+    # A launcher that never notices a loss takes the whole time limit each time. A few samples show that.
     rng, failed_most = random.Random(settings.seed), restarts.FAILURES_MAX
     for turn in range(settings.samples):
         for contender in _only(settings, ELAUNCH, TORCHRUN):

@@ -1,4 +1,4 @@
-"""How far a long run is, and about how long it still takes."""
+"""Shows how far a long run is, and estimates the time that is left."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from bench.plan import Task
 
 
 class Estimate:
-    """What is left: turns of a key take as long as those before, the others as long as was guessed."""
+    """Estimates the time that is left: from earlier turns of the same key, or else from the turn's own guess."""
 
     def __init__(self) -> None:
         self._took_s: dict[str, list[float]] = {}
 
     def took(self, task: Task, seconds: float) -> None:
-        """Learn from a turn."""
+        """Note how long a turn took."""
         self._took_s.setdefault(task.key, []).append(seconds)
 
     def of(self, tasks: Iterable[Task]) -> float:
@@ -25,7 +25,7 @@ class Estimate:
 
 
 def duration(seconds: float) -> str:
-    """In words, as rough as an estimate is."""
+    """A rough duration in words, for estimates."""
     if seconds < 90:
         return f"{max(1, round(seconds))} s"
     minutes = round(seconds / 60)
@@ -33,7 +33,7 @@ def duration(seconds: float) -> str:
 
 
 class Progress:
-    """A line per round, to stderr; on a terminal also what is being done now."""
+    """Prints a line per round to stderr. On a terminal it also shows the current turn."""
 
     def __init__(self) -> None:
         self._round = ""

@@ -1,4 +1,4 @@
-"""SIGKILL of one worker → all reduce again, and → all make an optimizer step again."""
+"""Times from SIGKILL of one worker until all ranks reduce again, and until all make an optimizer step again."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from bench.samples import Sample
 from bench.stamps import Stamp, all_at_s, at, restart_stages
 
 SECTION = "restart"
-# After so many restarts that failed, a contender is not asked again at that number of workers.
+# A contender that failed this many restarts at a number of workers takes no more turns at that number.
 FAILURES_MAX = 3
 _START_LIMIT_S = 120.0
 _STEP_S = 0.02
-# So much longer than the start of training may pass before a kill: it must not keep step with a launcher's polling.
+# A kill comes a random time after the start of training, up to this. It must not keep step with a launcher's polling.
 _DELAY_S_MAX = 0.3
 
 
 def restarts(contender: Contender, workers: int, count: int, limit_s: float, rng: random.Random) -> Iterator[Sample]:
-    """One job that is killed `count` times, a random rank each time; a sample for each.
+    """One job in which a random rank is killed `count` times. Yields a sample for each kill.
 
-    A restart that does not come back within `limit_s`, or a job that dies, is the last sample.
+    If a restart takes longer than `limit_s`, or the job dies, that is the last sample.
     """
     env = {"BENCH_STEPS": "0", "BENCH_STEP_S": str(_STEP_S)}
     program = (str(SCRIPTS / "train.py"),)

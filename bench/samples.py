@@ -1,4 +1,4 @@
-"""What was measured: one record per sample, kept as JSON."""
+"""The samples: one record per measurement, kept as JSON."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any
 class Sample:
     """One measurement of one contender.
 
-    `values` are named after what was measured; their unit is the section's. `stages` are times (s) since the start or
-    the kill. `why` says what went wrong where there is no value.
+    Keys of `values` name what was measured; the section decides the unit. `stages` are times (s) since the start or
+    the kill. If there is no value, `why` says what went wrong.
     """
 
     section: str
@@ -27,7 +27,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Run:
-    """One run: the machine and the settings in words, and all samples in the order in which they were taken."""
+    """One run: the machine and the settings in words, and all samples in the order of measurement."""
 
     machine: Mapping[str, str]
     settings: Mapping[str, str]
@@ -36,7 +36,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Results:
-    """What a page is made of: samples, and for each section the one run that all of its samples come from."""
+    """The content of a page: samples, and for each section the run of its samples. A section has one run only."""
 
     samples: tuple[Sample, ...]
     runs: Mapping[str, Run]
@@ -51,7 +51,7 @@ class Results:
         return [s for s in self.samples if (s.section, s.contender, s.workers) == wanted]
 
     def contenders(self, section: str) -> list[str]:
-        """Who took part in a section, in the order of appearance."""
+        """The contenders of a section, in the order of appearance."""
         return list(dict.fromkeys(s.contender for s in self.samples if s.section == section))
 
     def workers(self, section: str) -> list[int]:
@@ -60,31 +60,31 @@ class Results:
 
 
 def combined(runs: Iterable[Run]) -> Results:
-    """All sections of these runs; a section that several have is the last one's, whole."""
+    """All sections of these runs. If several runs have a section, the last run's section counts as a whole."""
     chosen = {sample.section: run for run in runs for sample in run.samples}
     samples = [s for section, run in chosen.items() for s in run.samples if s.section == section]
     return Results(tuple(samples), chosen)
 
 
 def subset(results: Results, is_wanted: Callable[[str], bool]) -> Results:
-    """The sections that are wanted, by name."""
+    """Only the sections whose name is wanted."""
     samples = tuple(s for s in results.samples if is_wanted(s.section))
     return Results(samples, {section: run for section, run in results.runs.items() if is_wanted(section)})
 
 
 def encode(run: Run) -> str:
-    """As JSON."""
+    """The run as JSON."""
     return json.dumps(asdict(run), indent=1)
 
 
 def decode(text: str) -> Run:
-    """What `encode` wrote. Raises ValueError, KeyError or TypeError for anything else."""
+    """The run that `encode` wrote. Raises ValueError, KeyError or TypeError for any other text."""
     fields: dict[str, Any] = json.loads(text)
     return Run(fields["machine"], fields["settings"], tuple(Sample(**sample) for sample in fields["samples"]))
 
 
 def write(path: Path, run: Run) -> None:
-    """Replace the file at once, so that a stopped run leaves a whole one."""
+    """Replace the file atomically, so that a stopped run leaves a complete file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_suffix(".tmp")
     fresh.write_text(encode(run))
@@ -92,6 +92,6 @@ def write(path: Path, run: Run) -> None:
 
 
 def failures(samples: Iterable[Sample]) -> list[str]:
-    """Each different way in which samples failed, with its count: "3 × died"."""
+    """Each different reason why samples failed, with its count: "3 × died"."""
     reasons = [s.why for s in samples if s.why]
     return [f"{reasons.count(reason)} × {reason}" for reason in dict.fromkeys(reasons)]

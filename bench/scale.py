@@ -1,4 +1,4 @@
-"""Many agents at once on one store: until all have their ranks, what that costs, and what training costs it."""
+"""Many agents at once on one store: the time until all have ranks, and the cost of that and of training."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ REQUESTS, SEEN, BYTES = "requests per agent", "seen by etcd, looks too", "bytes 
 AGENTS_CPU, ETCD_CPU = "CPU of all agents", "CPU of etcd"
 TORCH = "torchrun's c10d handler"
 VERSIONS = ("3.5", "3.4")
-# More of torch's handlers than this take minutes.
+# With more of torch's handlers, a round takes minutes.
 TORCH_MAX = 128
-# The agents of one process share its interpreter lock, as those of a job do not.
+# The agents of one process share its interpreter lock. The agents of a real job share none.
 _PROCESSES = 8
-# A whole number of renewals, which come each 0.8 s, and of comparisons, which come with each fourth of them.
+# A whole number of renewals (each 0.8 s) and of comparisons (with each fourth renewal).
 IDLE_S = 6.4
-# What came late in the rendezvous is made up for by then.
+# The time in which agents make up for what was late in the rendezvous.
 _SETTLED_S = 3.2
 _ANSWER_S = 20.0
-# etcd's own defaults; the tests' are quicker and cost more.
+# etcd's own defaults. The tests' values are shorter and cost more.
 _OPTIONS = ("--heartbeat-interval=100", "--election-timeout=1000")
 _STARTED = re.compile(r'^grpc_server_started_total\{.*grpc_method="(\w+)".*\} (\S+)$', re.MULTILINE)
 _RENEWAL = "LeaseKeepAlive"
@@ -39,12 +39,12 @@ _METHODS = ("Range", "Txn", "LeaseGrant", _RENEWAL, "LeaseRevoke", "Watch", "Sta
 
 
 def ours(version: str) -> str:
-    """What the tables call elaunch on that version of etcd."""
+    """The name in the tables of elaunch on that version of etcd."""
     return f"elaunch, etcd {version}"
 
 
 def rendezvous(version: str, agents: int, limit_s: float, idle_s: float = IDLE_S) -> Iterator[Sample]:
-    """`agents` agents without workers start at once, run for `idle_s`, and start again after one worker's death."""
+    """`agents` agents without workers start at once, run for `idle_s`, and restart when one worker has died."""
     name, section = ours(version), FIRST
     with Etcd(version, options=_OPTIONS) as etcd:
         host, port = etcd.addresses[0].host, str(etcd.addresses[0].port)
@@ -64,7 +64,7 @@ def rendezvous(version: str, agents: int, limit_s: float, idle_s: float = IDLE_S
 
 
 def torch_handlers(agents: int, limit_s: float) -> Iterator[Sample]:
-    """The same with the rendezvous that torchrun has: its handlers alone, without torchrun's polling around them."""
+    """The same with torchrun's rendezvous: only its handlers, without the polling of torchrun's agent."""
     section = FIRST
     try:
         with Crew("bench.handlers", [("store", "0")]) as host:
@@ -80,7 +80,7 @@ def torch_handlers(agents: int, limit_s: float) -> Iterator[Sample]:
 
 
 def _shares(agents: int) -> dict[int, int]:
-    """Of each process: its first agent, and how many it has."""
+    """The first agent of each process, and the process's number of agents."""
     limits = [agents * i // _PROCESSES for i in range(_PROCESSES + 1)]
     return {first: end - first for first, end in pairwise(limits) if end > first}
 
@@ -95,7 +95,7 @@ class _Round:
         self._agents = agents
 
     def seated(self, section: str, order: str, limit_s: float) -> Sample:
-        """From an order until all have their ranks."""
+        """Measure from an order until all agents have their ranks."""
         cpu_s, seen = self._cpu_s(), self._seen(renewals=False)
         ordered_s = self._crew.order(order, first_only=order == "fail")
         answers = self._crew.hear(limit_s)
@@ -110,7 +110,7 @@ class _Round:
         return Sample(section, self._name, self._agents, values)
 
     def idle(self, idle_s: float) -> Sample:
-        """A while of training, per second."""
+        """Measure a stretch of training, per second."""
         time.sleep(_SETTLED_S)
         self._counts()
         cpu_s, seen = self._cpu_s(), self._seen(renewals=True)
@@ -131,7 +131,7 @@ class _Round:
         return self._crew.cpu_s(), cpu_s(process.pid)
 
     def _traffic(self, seconds: float, seen_before: int, *, renewals: bool) -> dict[str, float]:
-        """Per agent; what is asked by the clock, as renewals are, is no part of a rendezvous."""
+        """The traffic per agent. Requests by the clock, such as renewals, are no part of a rendezvous."""
         seen = self._seen(renewals=renewals) - seen_before
         counts = self._counts()
         requests = sum(asked(count["requests"], renewals=renewals) for count in counts)
@@ -140,23 +140,23 @@ class _Round:
         return {REQUESTS: requests / share, SEEN: seen / share, BYTES: transferred / share}
 
     def _counts(self) -> list[dict[str, Any]]:
-        """What the processes of the agents have counted since the last time."""
+        """The counts of the agents' processes since the last call."""
         self._crew.order("count")
         return self._crew.hear(_ANSWER_S)
 
     def _seen(self, *, renewals: bool) -> int:
-        """How many of our kinds of calls etcd has begun to answer."""
+        """The number of calls of our kinds that etcd has begun to answer."""
         with urllib.request.urlopen(f"http://{self._etcd.members[0].endpoint}/metrics") as answer:
             return started(answer.read().decode(), renewals=renewals)
 
 
 def asked(requests: Mapping[str, int], *, renewals: bool) -> int:
-    """How many requests there were, with or without those by the clock: what a watch tells is not asked for."""
+    """The number of requests, with or without those by the clock. A watch's messages are no requests."""
     left_out = {TOLD} if renewals else {TOLD, COMPARED, Rpc.KEEP_ALIVE.value}
     return sum(count for kind, count in requests.items() if kind not in left_out)
 
 
 def started(metrics: str, *, renewals: bool) -> int:
-    """How many calls of the kinds that agents make an etcd has begun to answer, by its own metrics."""
+    """The number of calls that an etcd has begun to answer, by its own metrics. Only kinds that agents make count."""
     counted = set(_METHODS) - (set() if renewals else {_RENEWAL})
     return sum(int(float(count)) for method, count in _STARTED.findall(metrics) if method in counted)

@@ -1,4 +1,4 @@
-"""Who is measured on the training's state: elaunch with its Keeper, and the usual script under torchrun."""
+"""The two sides of the measures of a training's state: elaunch with its Keeper, and the usual script under torchrun."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from bench.contenders import ELAUNCH, TORCHRUN, Contender
 from bench.job import SCRIPTS, Fact, Job, Trouble
 from bench.marks import History, Tail
 
-# As many as the demo model's batch divides among, and twice as many as there are cores: a restart is crowded.
+# This number divides the demo model's batch. It is twice the number of cores, so workers compete in a restart.
 WORKERS = 4
 _START_LIMIT_S = 120.0
-# All have left behind what is special about the first steps.
+# After this step all ranks are past the first steps, which are special.
 _STEADY_STEPS = 5
 
 
 @dataclass(frozen=True)
 class Side:
-    """A launcher with a script that trains the same model; `name` is what the tables call both together."""
+    """A launcher with a script. All sides train the same model. `name` stands in the tables for both together."""
 
     name: str
     contender: Contender
@@ -34,7 +34,7 @@ KEPT = Side(ELAUNCH.name, ELAUNCH, "kept.py")
 
 
 def usual(save_every: int) -> Side:
-    """The usual script under torchrun, in its better case: with a store of its own for each generation."""
+    """The usual script under torchrun in torchrun's better case: each generation has a store of its own."""
     variables = {"BENCH_SAVE_EVERY": str(save_every)}
     return Side(f"torchrun, torch.save every {save_every}", TORCHRUN.with_fresh_store(), "usual.py", variables)
 
@@ -43,7 +43,7 @@ SIDES = (KEPT, usual(10), usual(50))
 
 
 class Trained:
-    """A side's job and what its workers have marked; a context manager that returns once all are training."""
+    """A side's job and its workers' marks. On entry the context manager waits until all are training."""
 
     def __init__(self, side: Side, *, max_restarts: int, workers: int = WORKERS) -> None:
         self.side, self.workers = side, workers
@@ -71,16 +71,16 @@ class Trained:
 
     @property
     def history(self) -> History:
-        """All marks up to now."""
+        """All marks up to now, freshly read."""
         self._history.add(self._tail.read())
         return self._history
 
     def wait_for(self, fact: Callable[[History], Fact | None], what: str, limit_s: float) -> Fact:
-        """The first value of `fact` of the marks that is not None. Raises Trouble where the job ends or time is up."""
+        """The first value of `fact(history)` that is not None. Raises Trouble if the job ends or the time is over."""
         return self.job.wait_for(lambda: fact(self.history), what, limit_s)
 
     def kill(self, rng: random.Random) -> float:
-        """SIGKILL a random rank's newest process; the time (s) just before. Raises Trouble where it is gone."""
+        """SIGKILL a random rank's newest process. Returns the time (s) just before. Raises Trouble if it is gone."""
         rank = rng.randrange(self.workers)
         pid = self.history.pid(rank)
         assert pid is not None

@@ -1,4 +1,4 @@
-"""What workers and agent noted about when they got where."""
+"""Stamps: workers and agent note the time when they reach a stage."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-# What scripts/train.py stamps, in its order; "training" follows after a few more steps.
+# The stamps of scripts/train.py, in order. "training" follows after a few more steps.
 WORKER_STAGES = ("script", "torch", "group", "all_reduce", "step")
 
-# (what the tables call it, the event, whose time counts)
+# (name in the tables, the event, which of several times counts)
 _RESTART = (
     ("detected", "exited", min),
     ("others told to stop", "stopping", min),
     ("all stopped", "stopped", max),
     ("cleared", "cleared", max),
 )
-# (what the tables call it, whose, how many generations before the new one, the event, whose time counts)
+# (name in the tables, the nodes, how many generations before the new one, the event, which of several times counts)
 _NODES = (
     ("noticed on A", "A", 1, "exited", min),
     ("A told of the new generation", "A", 0, "opened", min),
@@ -41,9 +41,9 @@ _WORKER_NAMES = {
 
 @dataclass(frozen=True)
 class Stamp:
-    """`event` happened in `rank`'s process `pid` at `monotonic_s`; `rank` is -1 for the agent's own.
+    """`event` happened in `rank`'s process `pid` at `monotonic_s`. `rank` is -1 in the agent's own stamps.
 
-    `step` is -1 where the event is none of an optimizer step.
+    `step` is -1 if the event belongs to no optimizer step.
     """
 
     generation: int
@@ -55,7 +55,7 @@ class Stamp:
 
 
 def parse(text: str) -> list[Stamp]:
-    """The stamps in JSON lines. A last line without its end is still being written and left out."""
+    """The stamps in JSON lines. A last line without its end is still being written. It is left out."""
     stamps = []
     for line in text.splitlines(keepends=True):
         if line.endswith("\n"):
@@ -73,7 +73,7 @@ def parse(text: str) -> list[Stamp]:
 
 
 def at(stamps: Iterable[Stamp], generation: int, event: str) -> dict[int, Stamp]:
-    """By rank, the first stamp of an event in a generation."""
+    """The first stamp of an event in a generation, by rank."""
     found: dict[int, Stamp] = {}
     for stamp in stamps:
         if (stamp.generation, stamp.event) == (generation, event):
@@ -82,15 +82,15 @@ def at(stamps: Iterable[Stamp], generation: int, event: str) -> dict[int, Stamp]
 
 
 def all_at_s(stamps: Iterable[Stamp], generation: int, event: str, workers: int) -> float | None:
-    """When the last of all ranks got there; None while one is missing."""
+    """When the last of all ranks stamped an event, or None while a rank is missing."""
     found = at(stamps, generation, event)
     return max(stamp.monotonic_s for stamp in found.values()) if len(found) == workers else None
 
 
 def again(stamps: Sequence[Stamp], since_s: float, ranks: int) -> list[Stamp] | None:
-    """The stamps of those processes that trained first after `since_s`, one for each rank; None while one is missing.
+    """The stamps of the processes that began to train after `since_s`, one for each rank; None while one is missing.
 
-    Not by generation: each of torchrun's nodes counts its own.
+    The generation's number does not help here: each of torchrun's nodes counts for itself.
     """
     newest: dict[int, Stamp] = {}
     for stamp in stamps:
@@ -101,14 +101,14 @@ def again(stamps: Sequence[Stamp], since_s: float, ranks: int) -> list[Stamp] | 
 
 
 def last_s(stamps: Iterable[Stamp], event: str) -> float:
-    """When the last one got there. Raises ValueError where nobody did."""
+    """When the last process stamped an event. Raises ValueError if no process did."""
     return max(stamp.monotonic_s for stamp in stamps if stamp.event == event)
 
 
 def node_stages(nodes: Mapping[str, Sequence[Stamp]], generation: int, since_s: float) -> dict[str, float]:
     """Seconds from `since_s` to the stages of several agents on their way to `generation`.
 
-    `nodes` are the agents' stamps: "A" has the worker that was killed, "B" is the other one. A node that is not there
+    `nodes` has the agents' stamps. Node "A" has the worker that was killed, "B" is the other node. A missing node
     has no stages.
     """
     stages = {}
@@ -127,10 +127,10 @@ def node_stages(nodes: Mapping[str, Sequence[Stamp]], generation: int, since_s: 
 def restart_stages(
     agent: Sequence[Stamp], workers: Sequence[Stamp], generation: int, count: int, since_s: float
 ) -> dict[str, float]:
-    """Seconds from the kill at `since_s` to each stage of `generation`, the one that the kill opened.
+    """Seconds from the kill at `since_s` to each stage of `generation`, which the kill opened.
 
-    What the agent did not stamp is left out: its first worker's exit is the detection, all others' are part of the
-    stop.
+    Stages that the agent did not stamp are left out. The first worker's exit is the detection. The exits of the other
+    workers are part of the stop.
     """
     stages = {}
     for name, event, first_or_last in _RESTART:
@@ -154,7 +154,7 @@ def start_stages(agent: Sequence[Stamp], workers: Sequence[Stamp], count: int, s
 def birth_stages(
     agent: Sequence[Stamp], workers: Sequence[Stamp], generation: int, count: int, since_s: float
 ) -> dict[str, float]:
-    """Seconds from `since_s` to the stages from a generation's table to its first optimizer step, of its last rank."""
+    """Seconds from `since_s` to each stage between a generation's table and its last rank's first optimizer step."""
     stages = {}
     for name, event, first_or_last in _BIRTH:
         times_s = [s.monotonic_s for s in agent if (s.generation, s.event) == (generation, event)]

@@ -1,4 +1,4 @@
-"""What the Keeper's copies in memory cost the training, beside torch.save's and DCP's of the same state."""
+"""The cost of the Keeper's copies in memory, beside copies of the same state by torch.save and DCP."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SECTION = "state: snapshot"
 STEADY_SECTION = "state: steady cost"
 SIZES_MB = (10, 100, 1000)
 WORKERS = 2
-# What the tables call the ways in which scripts/snapshots.py copies.
+# The names in the tables of the ways in which scripts/snapshots.py copies.
 KEEPER, SAVE, DCP = ELAUNCH.name, "torch.save", "DCP async_save"
 HELD, WHOLE, MEMORY = "training stands still", "whole after", "host memory"
 EVERY, STEP, SHARE = "k", "step", "share of the time at k"
@@ -29,14 +29,14 @@ _LIMIT_S = 1200.0
 
 @dataclass(frozen=True)
 class Note:
-    """A line of a script: what it measured in one way."""
+    """A line of a script: the values that it measured for one way of copying."""
 
     way: str
     values: Mapping[str, float]
 
 
 def copies(size_mb: int, count: int) -> Iterator[Sample]:
-    """One job of a model whose state has `size_mb` MB (10^6 bytes): `count` copies of each way."""
+    """One job of a model whose state has `size_mb` MB (10^6 bytes): `count` copies in each way."""
     shared = Path(tempfile.mkdtemp(prefix="bench_", dir=_SHARED))
     env = {"BENCH_STATE_BYTES": str(size_mb * 10**6), "BENCH_SAMPLES": str(count), "BENCH_SHARED": str(shared)}
     try:
@@ -56,7 +56,7 @@ def pairs(count: int) -> Iterator[Sample]:
 
 
 def snapshot_samples(size_mb: int, notes: Sequence[Note]) -> list[Sample]:
-    """What scripts/snapshots.py has measured: s, MB, and % of the training's time."""
+    """The values of scripts/snapshots.py: s, MB, and % of the training's time."""
     paced = next(note.values for note in notes if note.way == "paced")
     found = []
     for note in notes:
@@ -73,7 +73,7 @@ def snapshot_samples(size_mb: int, notes: Sequence[Note]) -> list[Sample]:
 
 
 def pair_samples(notes: Sequence[Note]) -> list[Sample]:
-    """What scripts/paired.py has measured: s and %."""
+    """The values of scripts/paired.py: s and %."""
     return [
         Sample(
             STEADY_SECTION,
@@ -103,7 +103,7 @@ def _notes(script: str, env: Mapping[str, str]) -> list[Note]:
 
 
 def read(text: str) -> list[Note]:
-    """The notes in JSON lines. A last line without its end is still being written and left out."""
+    """The notes in JSON lines. A last line without its end is still being written. It is left out."""
     return [
         Note(fields["way"], fields["values"])
         for line in text.splitlines(keepends=True)

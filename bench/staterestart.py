@@ -1,4 +1,4 @@
-"""SIGKILL of one worker → what is lost of its group's work, and when the first new step is done."""
+"""SIGKILL of one worker: the steps that its group loses, and the time until the first new step is done."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from bench.sides import WORKERS, Side, Trained
 
 SECTION = "state: restart"
 LOST = "steps lost"
-# The moment of a kill is spread over as many steps: the longest time between two saves.
+# Kills are spread over this many steps, the longest distance between two saves.
 _SPREAD_STEPS = 50
-# A step takes less, so that every moment of it may be the one.
+# A step takes less time than this, so a kill may strike at every moment of a step.
 _SPREAD_S = 0.2
 
 
 def restarts(side: Side, count: int, limit_s: float, rng: random.Random) -> Iterator[Sample]:
-    """One job that is killed a random rank `count` times; a sample for each.
+    """One job in which a random rank is killed `count` times. Yields a sample for each kill.
 
-    A restart that does not come back within `limit_s`, or a job that dies, is the last sample.
+    If a restart takes longer than `limit_s`, or the job dies, that is the last sample.
     """
     try:
         with Trained(side, max_restarts=count + 5) as trained:

@@ -13,22 +13,25 @@ from bench.tables import NOTHING, seconds, table, without_a_time
 
 _RESTART = f"""\
 {WORKERS} workers train the bundled model at its default size (a state of 10 MB). A random rank gets SIGKILL at a random
-moment. k is the last step that any rank had completed; steps lost are those up to k that had to be made again."""
-_STAGES = "Median seconds (p95) since the kill until the last rank is there; what a launcher does not say is left out."
+moment. k is the last step that any rank had completed. Steps lost are the steps up to k that had to be made again."""
+_STAGES = (
+    "Median seconds (p95) from the kill until the last rank has reached the stage. A dash: the launcher does not tell."
+)
 _COPIES = f"""\
-{statecost.WORKERS} workers, a stack of linear layers with AdamW; all copies go into shared memory. Host memory is what
-the ranks of the node need at the peak, an older copy included. k is what the Keeper chose, the share what it costs."""
+{statecost.WORKERS} workers train a stack of linear layers with AdamW. All copies go into shared memory. Host memory is
+the peak need of the node's ranks, an older copy included. k is the number of steps between two snapshots, as the Keeper
+chose it; the share is what the snapshots then cost."""
 _PAIRS = f"""\
-{statecost.WORKERS} workers train the bundled model, in turns with the Keeper and without it; each n is a pair of turns.
-All is in it: snapshots, the records of each step, the question whether to stop."""
+{statecost.WORKERS} workers train the bundled model, in turns with the Keeper and without it. Each n is a pair of turns.
+The cost includes snapshots, the records of each step, and the question whether to stop."""
 _WINDOWS = f"""\
-{WORKERS} workers, windows of {ettr.WINDOW_S:g} s. ETTR is the share of the time that the steps which count in the end
-take at the pace of undisturbed training, committed-step share the share of all steps made that do. Medians, and the
-lowest in brackets."""
+{WORKERS} workers, windows of {ettr.WINDOW_S:g} s. A step that is lost is made again, and counts once. ETTR is the
+time that the counted steps take at the pace of undisturbed training, as a share of the window. The committed-step share
+is the share of counted steps among all steps made. Figures are medians, with the lowest value in brackets."""
 
 
 def restarts_beside(results: Results) -> list[str]:
-    """Steps lost and time to the first new step of each side, and the stages beside each other."""
+    """Two tables: each side's lost steps and time to the first new step; then the stages of all sides."""
     section = staterestart.SECTION
     sides = results.contenders(section)
     if not sides:
@@ -52,7 +55,7 @@ def restarts_beside(results: Results) -> list[str]:
 
 
 def copies(results: Results) -> list[str]:
-    """A row per size and way."""
+    """A table with a row per size and way of copying."""
     section = statecost.SECTION
     heads = (
         *("state, MB", "", "n", f"{statecost.HELD}: median s", "p95 s", f"{statecost.WHOLE} s"),
@@ -81,7 +84,7 @@ def copies(results: Results) -> list[str]:
 
 
 def pairs(results: Results) -> list[str]:
-    """What the Keeper costs while nothing fails."""
+    """A table of the Keeper's cost while nothing fails."""
     section = statecost.STEADY_SECTION
     taken = [s for s in results.samples if s.section == section]
     if not taken:
@@ -104,7 +107,7 @@ def pairs(results: Results) -> list[str]:
 
 
 def windows(results: Results) -> list[str]:
-    """A row per frequency of failures and side."""
+    """A table with a row per frequency of failures and side."""
     section = ettr.SECTION
     heads = ("one failure per", "", "n", f"{ettr.ETTR}, %", f"{ettr.COMMITTED}, %", ettr.SPEED)
     rows, notes = [], []

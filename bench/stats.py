@@ -1,4 +1,4 @@
-"""What a list of samples says: median, 95th percentile, ratio."""
+"""Median, 95th percentile and ratio of samples."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Summary:
-    """Of `n` samples; `median` and `p95` are in their unit."""
+    """Median and 95th percentile of `n` samples, in the samples' unit."""
 
     n: int
     median: float
@@ -17,7 +17,7 @@ class Summary:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The value below which `share` (0 to 1) of `values` lie, linear between two. Raises ValueError if empty."""
+    """The value below which `share` (0 to 1) of `values` lie, interpolated. Raises ValueError if there are none."""
     if not values:
         raise ValueError("no values")
     ordered = sorted(values)
@@ -28,10 +28,10 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def summarize(values: Sequence[float]) -> Summary | None:
-    """None where there is no value."""
+    """The summary, or None if there is no value."""
     return Summary(len(values), statistics.median(values), percentile(values, 0.95)) if values else None
 
 
 def ratio(of: Summary | None, to: Summary | None) -> float | None:
-    """The ratio of two medians; None where one is missing or the second is 0."""
+    """The ratio of two medians, or None if one is missing or the second is 0."""
     return of.median / to.median if of and to and to.median else None

@@ -1,4 +1,4 @@
-"""What a launcher costs while two workers train: memory, CPU, wake-ups."""
+"""The cost of a launcher while two workers train: memory, CPU, wake-ups."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TRAINER_SECTION = "steady, bundled trainer"
 WORKERS = 2
 WINDOW_S = 1.0
 AGENT_RSS, AGENT_PSS, CPU, WAKE_UPS = "agent RSS", "agent PSS", "agent CPU", "agent wake-ups"
-# torchrun's agent hosts the workers' store and forks them itself; elaunch has processes of their own for both.
+# torchrun's agent hosts the workers' store, and forks the workers. elaunch has a process of its own for each task.
 ALL_CPU, ALL_WAKE_UPS, ALL_PSS = "launcher in all: CPU", "launcher in all: wake-ups", "launcher in all: PSS"
 GUARDIAN, FORK_SERVER, STORE, WORKER = "guardian PSS", "fork server PSS", "worker store PSS", "PSS per worker"
 WORKER_RSS = "RSS per worker"
@@ -32,7 +32,7 @@ _KIB_PER_MB = 1e6 / 1024
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one process in one window; `cpu` is in % of one CPU, `wake_ups` per second."""
+    """The cost of one process in one window. `cpu` is in % of one CPU, `wake_ups` per second."""
 
     cpu: float
     wake_ups: float
@@ -43,7 +43,8 @@ class Cost:
 def windows(contender: Contender, count: int, trainer: bool) -> Iterator[Sample]:
     """One job, `count` windows of a second while it trains. MB, % of one CPU, wake-ups per second.
 
-    `trainer`: the bundled trainer, whose workers report every step to elaunch; else a loop that reports nothing.
+    With `trainer` the bundled trainer runs, whose workers report every step to elaunch. Otherwise a loop runs that
+    reports nothing.
     """
     section = TRAINER_SECTION if trainer else SECTION
     program: tuple[str, ...] = (str(SCRIPTS / "train.py"),)
@@ -68,7 +69,7 @@ def _trains(job: Job, trainer: bool) -> bool | None:
 
 
 def _family(agent: int, ours: bool) -> dict[str, list[int]]:
-    """The pids by what they are. Raises Trouble where the number of workers is not the one asked for."""
+    """The pids by kind of process. Raises Trouble if the number of workers is not the wanted one."""
     found: dict[str, list[int]] = {}
     for child in psutil.Process(agent).children(recursive=True):
         title = " ".join(child.cmdline())
@@ -101,7 +102,7 @@ def _window(agent: int, family: Mapping[str, Sequence[int]]) -> dict[str, float]
 
 
 def summed(agent: Cost, family: Mapping[str, Sequence[Cost]]) -> dict[str, float]:
-    """A window's values: the agent's own, those of all of the launcher's processes together, means of each kind."""
+    """A window's values: the agent's, the sums over all processes of the launcher, the means of each kind."""
     launcher = [agent, *(cost for name, costs in family.items() if name != WORKER for cost in costs)]
     values = {
         AGENT_RSS: agent.rss_mb,
@@ -129,11 +130,11 @@ def memory_mb(pid: int) -> tuple[float, float]:
 
 
 def cpu_time_s(pid: int) -> float:
-    """Time on a CPU of all threads, from the scheduler, since /proc/*/stat counts in hundredths of a second only."""
+    """CPU time of all threads, as the scheduler counts it: /proc/*/stat counts only hundredths of a second."""
     return sum(int(path.read_text().split()[0]) for path in Path(f"/proc/{pid}/task").glob("*/schedstat")) / 1e9
 
 
 def voluntary_switches(pid: int) -> int:
-    """How often any of the threads has gone to sleep, which is how often it was woken."""
+    """How often the threads have gone to sleep. They were woken as often."""
     texts = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/status")]
     return sum(int(n) for text in texts for n in re.findall(r"^voluntary_ctxt_switches:\s+(\d+)", text, re.MULTILINE))

@@ -1,4 +1,4 @@
-"""Tables in Markdown, and those that several sections have in common."""
+"""Tables in Markdown, and the tables that several sections share."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ NOTHING = "–"
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table in Markdown whose columns also stand in line as they are; the first is text, the others are numbers."""
+    """A table in Markdown, also aligned as plain text. The first column is text, the others are numbers."""
     lines = (heads, *rows)
-    # A Markdown rule has three characters at least.
+    # The rule below a Markdown heading has at least three characters.
     widths = [max(3, *map(len, column)) for column in zip(*lines, strict=True)]
     rules = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
     aligned = [
@@ -25,12 +25,12 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def seconds(value: float) -> str:
-    """Three digits are more than the noise leaves."""
+    """Seconds with few digits: even three are more than the noise leaves."""
     return f"{value:.3f}" if value < 1 else f"{value:.2f}"
 
 
 def timed(results: Results, section: str, title: str, what: str) -> list[str]:
-    """A table per number of workers; a row per contender: its n, and of each value median, p95, ratio to elaunch."""
+    """A table per number of workers, a row per contender: n, then median, p95 and ratio to elaunch of each value."""
     parts = []
     for workers in results.workers(section):
         names = list(dict.fromkeys(n for s in results.samples if s.section == section for n in s.values))
@@ -55,8 +55,8 @@ def count(workers: int) -> str:
 
 
 def without_a_time(notes: Sequence[str]) -> list[str]:
-    """A paragraph about those samples that failed, if there are any."""
-    return ["Without a time:\n\n" + "\n".join(notes)] if notes else []
+    """A paragraph about the samples that failed, if there are any."""
+    return ["Samples that failed:\n\n" + "\n".join(notes)] if notes else []
 
 
 def cells(summary: Summary | None, ours: Summary | None, words: Callable[[float], str]) -> list[str]:
@@ -68,7 +68,7 @@ def cells(summary: Summary | None, ours: Summary | None, words: Callable[[float]
 
 
 def stages(results: Results, section: str, since: str) -> list[str]:
-    """elaunch's stages, a table per number of workers."""
+    """Tables of elaunch's stages, one per number of workers."""
     parts = []
     for workers in results.workers(section):
         taken = [s for s in results.of(section, ELAUNCH.name, workers) if s.stages]
@@ -80,7 +80,7 @@ def stages(results: Results, section: str, since: str) -> list[str]:
 
 
 def stage_rows(taken: Sequence[Sample]) -> list[tuple[str, ...]]:
-    """A row per stage, in the order of the medians; a sample without a stage is left out of that row and the next."""
+    """A row per stage, in the order of the medians. A sample without a stage is missing in that row and the next."""
     named: Mapping[str, list[float]] = {
         name: [s.stages[name] for s in taken if name in s.stages]
         for name in dict.fromkeys(n for s in taken for n in s.stages)

@@ -1,4 +1,4 @@
-"""What elaunch has promised, and whether these samples keep it."""
+"""The promises of elaunch, and whether samples keep them."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from bench.contenders import ELAUNCH, LIMIT_PRELOAD, TORCHRUN
 from bench.samples import Results, Sample
 from bench.stats import Summary, ratio, summarize
 
-# Start-up: the import of what is preloaded cannot be avoided; torchrun's workers each pay it.
+# Start-up: nobody can avoid the import of the preloaded modules. Each of torchrun's workers pays for it.
 LIMIT_RATIO_MAX = 1.3
 TORCHRUN_RATIO_MIN = 5.0
 RESTART_MEDIAN_S_MAX, RESTART_P95_S_MAX = 0.25, 0.5
 AGENT_RSS_MB_MAX, AGENT_CPU_MAX, AGENT_WAKE_UPS_MAX = 45.0, 0.2, 2.0
-# Several nodes: a crash on one, the loss of one (its lease, and a second), many agents that start at once.
+# Several nodes: a crash on one node, the loss of a node (its lease, and a second), many agents that start at once.
 CRASH_MEDIAN_S_MAX, LOSS_S_MAX = 0.3, 4.0
 RANKS_S_MAX = {64: 0.15, 1024: 2.0}
 SEALED_S_MAX = {1024: 3.0}
-# "Constant", where one agent more or less asks twice.
+# "Constant" allows that now and then an agent asks twice.
 REQUESTS_RATIO_MAX = 1.25
-# The training's state: what a failure loses, what keeping it costs (% of the time), what counts of the time (%).
+# The training's state: steps that a failure loses, the cost of copies (% of the time), the ETTR (%).
 STEPS_LOST_MAX, STEADY_COST_MAX = 0, 1.0
 ETTR_MIN = {60: 97.0, 15: 90.0}
 # With fewer samples a 95th percentile says little.
@@ -33,9 +33,9 @@ _NOTHING = "nothing"
 
 @dataclass(frozen=True)
 class Verdict:
-    """One promise: `what` was promised, the `target` and what was `measured` in words, and whether it was `kept`.
+    """One promise: `what` was promised, the `target` and the `measured` value in words, and whether it was `kept`.
 
-    `kept` is None where elaunch did its part and what it is compared with has no value.
+    `kept` is None if elaunch has a value, but the figure that it is compared with has none.
     """
 
     what: str
@@ -45,13 +45,13 @@ class Verdict:
 
 
 def verdicts(results: Results) -> list[Verdict]:
-    """All promises that these samples can speak on."""
+    """The verdicts on all promises that these samples can answer."""
     makers = (_start, _restart, _steady, _nodes, _many, _state)
     return [verdict for make in makers for verdict in make(results)]
 
 
 def counted(taken: Sequence[Sample]) -> str:
-    """How many samples have a value and how many failed: "n = 17 (fewer than 20), 3 of 20 failed"."""
+    """The number of samples with a value, and of those that failed: "n = 17 (fewer than 20), 3 of 20 failed"."""
     failed = sum(bool(s.why) for s in taken)
     n = len(taken) - failed
     few = f" (fewer than {N_MIN})" if n < N_MIN else ""
@@ -60,7 +60,7 @@ def counted(taken: Sequence[Sample]) -> str:
 
 def _start(results: Results) -> Iterator[Verdict]:
     everyone = results.workers(launches.SECTION)
-    # Two runs may have had two machines.
+    # Two runs may come from two machines.
     alike = results.runs.get(launches.LIMIT_SECTION) is results.runs.get(launches.SECTION)
     limit = results.of(launches.LIMIT_SECTION, LIMIT_PRELOAD, 0) if alike else []
     for workers in everyone:
@@ -168,7 +168,7 @@ def _state(results: Results) -> Iterator[Verdict]:
 def _percent(
     ours: Sequence[Sample], name: str, what: str, target: str, is_kept: Callable[[float], bool]
 ) -> Iterator[Verdict]:
-    """A promise of a median in %, where there are samples."""
+    """A promise of a median in %, if there are samples."""
     if ours:
         summary = _summary(ours, name)
         measured = f"{summary.median:.2f} %; {counted(ours)}" if summary else f"{_NOTHING}; {counted(ours)}"
@@ -176,7 +176,7 @@ def _percent(
 
 
 def _verdict(what: str, target: str, measured: str, ours: Sequence[Sample], kept: bool | None) -> Verdict:
-    # Whoever did not arrive has no time to be judged by: one that failed breaks the promise, whatever the others say.
+    # A failed sample has no time, so its median cannot show the failure. One failed sample breaks the promise.
     return Verdict(what, target, measured, False if any(s.why for s in ours) else kept)
 
 

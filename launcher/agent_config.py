@@ -26,14 +26,14 @@ _SECRETS = ("ELAUNCH_TOKEN",)
 # The signals by which schedulers announce the end of a job.
 _NOTICES = (signal.SIGUSR1, signal.SIGUSR2)
 
-# What torchrun puts before a line that --tee asked for; scripts look for it.
+# torchrun puts this before each line under --tee. Scripts look for it.
 _TEE_PREFIX = "[${role_name}${local_rank}]:"
 
 
 def agent_config(options: Options, planned: Planned, environ: Mapping[str, str], host: HostResources) -> AgentConfig:
     """The agent's settings. The caller has given the job a name (`options.run_id`). Raises UsageError.
 
-    Of several nodes each finds its `master_addr` out, where nobody gave it (`reach.own_address`).
+    If there are several nodes and no `master_addr` was given, each node finds its own (`reach.own_address`).
     """
     if options.run_id is None:
         raise ValueError("options.run_id is None: draw a fresh one first")
@@ -207,9 +207,9 @@ def output_plan(options: Options, environ: Mapping[str, str]) -> OutputPlan:
 
 
 def _master_ports(options: Options, planned: Planned) -> tuple[int, ...]:
-    """The ports that MASTER_PORT may be on this node; none is any.
+    """The ports that MASTER_PORT may be on this node. An empty tuple allows any port.
 
-    Of a static rendezvous the port is that of node rank 0: another node on the same host could not reserve it too.
+    In a static rendezvous only node rank 0 has the port: another node on the same host could not reserve it too.
     """
     if planned.plan.node_rank not in (None, 0):
         return ()

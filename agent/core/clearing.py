@@ -18,7 +18,7 @@ from elaunch.rendezvous.rules import transactions
 from elaunch.rendezvous.rules.verdict import decisive_failure
 from elaunch.rendezvous.types import Failure, Outcome, OutcomeKind
 
-# After a stop's last worker, its output may take so long to be read by whoever reads it.
+# After the last worker of a stop has ended, the reader of its output has this time.
 LAST_WORDS_S = 2.0
 
 
@@ -36,7 +36,7 @@ def store_lost(agent: Agent, clearing: Clearing, event: StoreLost, _: float) -> 
 def signalled(agent: Agent, clearing: Clearing, event: Signalled, now_s: float) -> Step:
     """Leave the job, or end it for all nodes (SIGINT), when all is cleared, or soon; a second SIGINT exits now."""
     if event.signum == SIGINT and agent.is_interrupted:
-        # Only output is left, and whoever reads it does not.
+        # Only output is left, and its reader does not read it.
         return exit_with(agent, clearing.then) if clearing.then else (agent, ())
     agent, unheard = take_signal(agent, event)
     actions: tuple[Action, ...] = ()
@@ -71,7 +71,7 @@ def cleared(agent: Agent, clearing: Clearing, event: Cleared, now_s: float) -> S
         agent, more = exit_with(agent, then)
     else:
         agent, more = _go_on(agent, clearing)
-        # A node alone has ended well with that, whatever signal came meanwhile.
+        # The job of a single node has ended well then, even if a signal came meanwhile.
         if isinstance(clearing.ended, WorkersDone) and clearing.ended.summons and agent.spec.nodes_max > 1:
             agent, left = leave(agent, clearing.ended.summons)
             more = (*more, *left)
@@ -80,13 +80,13 @@ def cleared(agent: Agent, clearing: Clearing, event: Cleared, now_s: float) -> S
 
 
 def due_s(clearing: Clearing) -> float | None:
-    """When output is waited for no longer, if it ever is."""
+    """When the agent stops waiting for output; None if it waits without a limit."""
     is_summoned = isinstance(clearing.ended, WorkersDone) and clearing.ended.summons
     return clearing.until_s if clearing.then or is_summoned else None
 
 
 def _past_last_words(agent: Agent, clearing: Clearing) -> Step:
-    """Only output is left, and whoever reads it does not."""
+    """Only output is left, and its reader does not read it."""
     if isinstance(clearing.ended, WorkersDone) and clearing.ended.summons:
         agent, actions = _go_on(agent, clearing)
         agent, more = leave(agent, clearing.ended.summons)

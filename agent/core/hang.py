@@ -26,7 +26,7 @@ class Quiet:
     is_over: bool = False
 
     def after(self, reports: int, now_s: float) -> Quiet:
-        """The same after another look; before the first report nobody is quiet."""
+        """The state after another look. Before the first report no time counts as quiet."""
         if reports > self.reports or not reports:
             return replace(self, reports=reports, looked_s=now_s, quiet_s=0.0)
         return replace(self, looked_s=now_s, quiet_s=self.quiet_s + min(now_s - self.looked_s, LOOK_S_MAX))

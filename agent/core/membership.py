@@ -18,25 +18,25 @@ from elaunch.rendezvous.rules.transactions import (
 )
 from elaunch.rendezvous.types import Outcome, OutcomeKind, RankTable, Terms, host_of
 
-# Whoever waits is not told of what more often than this.
+# The log says what a node waits for at most once in this time.
 SAY_AGAIN_S = 5.0
 # A lease that ends early is told of again after this time.
 ENDS_EARLY_AGAIN_S = 30.0
-# One a lease time: by then any lease has ended, also if the store was away for the first of them.
+# There is one try per lease time. After these tries any lease has ended, even if the store was away at the first try.
 RUNS_REFUSED_MAX = 4
 # A lease that ends when less than this part of its time has passed since the last renewal has ended early.
 _HONEST_PART = 0.8
 # etcd ends a lease a little late.
 DEAD_SLACK_S = 1.0
-# Nodes that wait for a run try at so many moments.
+# Nodes that wait for a run try at so many different moments.
 _SPREAD = 97
-# What a follower looks at has the revision of these when they held. The others write nothing there, and a watch says
-# nothing of what it is not of: their revision may be seen a lease time later.
+# If one of these transactions holds, it writes keys that a follower watches, so the follower sees its revision at once.
+# The other transactions write no such keys, so the follower may see their revision a lease time later.
 _IN_SIGHT = (Tag.FIRST_RUN, Tag.RUN, Tag.ELECT, Tag.LEAD)
 
 
 def attend(agent: Agent, now_s: float) -> Step:
-    """What the node writes next on its own account or as the leader: one transaction at a time, from a fresh look."""
+    """The next transaction of the node, for itself or as the leader: one at a time, decided from a fresh snapshot."""
     member, snapshot = agent.membership, agent.snapshot
     if not agent.is_going and not member.lease:
         return _renew_when_due(agent, now_s)
@@ -209,14 +209,14 @@ def _enter(agent: Agent, now_s: float) -> Step:
 
 
 def _start_run(agent: Agent, now_s: float) -> Step:
-    """Begin the job, unless it has members: without a generation, those are what is left of one that is gone."""
+    """Begin the job, unless it has members. Members without a generation are left over from a job that is gone."""
     snapshot, member, is_first = agent.snapshot, agent.membership, False
     was_away = agent.reach.failing_since_s is not None or now_s < agent.lossless_until_s
     if snapshot.generation and not snapshot.ended and was_away:
-        # Those who run it may have been away as this agent was, their leases ended, and are back in a moment.
+        # Nodes that run the job may have been cut off like this one. Their leases ended, and they may be back soon.
         return replace(agent, lead_at_s=now_s + agent.times.return_grace_s), ()
     if snapshot.generation is None:
-        # A node that sees all keys before it is a member has a store of its own.
+        # If an agent sees all keys before it is a member, it has a store of its own.
         is_first = snapshot.whole or _holds_claim(agent)
         if member.claim is Claim.UNTRIED and not is_first:
             return _claim_start(agent, now_s)
@@ -269,10 +269,10 @@ def _holds_claim(agent: Agent) -> bool:
 
 
 def _misfit(agent: Agent, refusal: Outcome, now_s: float) -> Step:
-    """Refused by a job that lives; one that was killed a moment ago, to be started again otherwise, is waited out.
+    """A job that lives refuses this node. If the job was killed a moment ago, the node waits until its leases end.
 
-    What a follower looks at does not tell whether a job has members still: a run of its own is tried now and then, and
-    a last time before it is refused.
+    A follower's snapshot does not show whether a job still has members. So the node tries now and then to start a run
+    of its own, and a last time before it accepts the refusal.
     """
     times, wait_s = agent.times, agent.times.lease_ttl_s + DEAD_SLACK_S
     said: tuple[Action, ...] = ()
@@ -327,7 +327,7 @@ def _lead(agent: Agent, now_s: float) -> Step:
         return agent, ()
     if not snapshot.leader:
         if member.outvoted:
-            # Nobody leads, and yet it may not: its member key is gone, or who led then has gone since.
+            # There is no leader, yet this node could not become one: its member key is gone, or a leader came and went.
             standing = confirm_membership(snapshot, agent.me)
             return agent.as_member(in_flight=Tag.STANDING), (Commit(standing, Tag.STANDING),)
         election = become_leader(snapshot, agent.me, member.lease)
@@ -340,7 +340,7 @@ def _lead(agent: Agent, now_s: float) -> Step:
         text = f"generation {snapshot.generation.number}; {leader}" if forming else ""
         return _wait(agent, _waiting_for(agent.phase, text), now_s), ()
     if agent.reach.failing_since_s is not None:
-        # What a leader decided from a view of long ago would be written on its return.
+        # A decision from an old snapshot would be written when the store is back.
         return agent, ()
     if not snapshot.whole:
         return (agent, ()) if member.widened else (agent.as_member(widened=True), (Widen(),))

@@ -17,7 +17,7 @@ class StopReason(Enum):
 
 @dataclass(frozen=True)
 class StopAtStepBoundary:
-    """All ranks are to stop after the same step; whoever has said `stopped` may take its time to save, and exits."""
+    """All ranks have to stop after the same step. A worker that said `stopped` may take its time to save and exit."""
 
     reason: StopReason
 

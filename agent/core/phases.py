@@ -156,7 +156,7 @@ class Stopping:
 
     @classmethod
     def of(cls, running: Running, now_s: float, grace_s: float) -> Stopping:
-        """What becomes of running workers, of whom none has been told yet."""
+        """The stop of running workers, before any of them has been told."""
         return cls(running.table, running.live, now_s + grace_s, grace_s, words=running.words)
 
     @property

@@ -14,7 +14,7 @@ from elaunch.rendezvous.rules.snapshot import Snapshot
 from elaunch.rendezvous.times import Times
 from elaunch.rendezvous.types import Failure, JobSpec, Node, Outcome, OutcomeKind
 
-# What lasts shorter than this is no wait.
+# A shorter wait is not worth a line in the log.
 WORTH_A_WORD_S = 2.0
 
 
@@ -108,7 +108,7 @@ class Reach:
 
 @dataclass(frozen=True)
 class Waiting:
-    """What everybody waits for, worth a word at `due_s`; None where it was said."""
+    """What the nodes wait for. The log says it at `due_s`; None means that it was said."""
 
     text: str = ""
     due_s: float | None = None

@@ -241,5 +241,5 @@ def _is_by_us(event: WorkerExited, failure: Failure, stopping: Stopping) -> bool
 
 
 def _is_own_doing(failure: Failure) -> bool:
-    """Whether no peer's end can be behind it; of a bare exit code nobody can say."""
+    """Whether no peer's end can be the cause. For a bare exit code this is unknown."""
     return failure.kind not in (FailureKind.PEER_LOST, FailureKind.EXIT_CODE)

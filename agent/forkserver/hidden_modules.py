@@ -26,13 +26,14 @@ from elaunch.agent.forkserver.replay_environment import replay
 class Gate(MetaPathFinder):
     """Hides torch, numpy and the packages that were asked for by name, and lets each in when it is imported.
 
-    What came with a name comes back with it; another package, numpy, also alone. Made once, before any fork.
+    The modules that came with a package come back with it. Another package, such as numpy, also comes back alone. The
+    gate is made once, before any fork.
     """
 
     def __init__(self, brought: Sequence[Brought]) -> None:
         packages = hidden_packages([each.name for each in brought])
         self._where = {n: each for each in brought for n in each.modules if n.partition(".")[0] in packages}
-        # Packages that bring all with them that came when they were preloaded.
+        # When the program imports one of these packages, all modules that came with its preload come back too.
         self._named = {each.name.partition(".")[0] for each in brought} | {"torch"}
         self._environment = dict(os.environ)
         self._link = 0

@@ -1,4 +1,4 @@
-"""The fork server's children: who they are, what they are told, and what is told of their ends."""
+"""The fork server's children: their names, the signals that they get, and the news of their ends."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ class Children:
         self._names[pid] = name
 
     def ended(self) -> Iterator[News]:
-        """What there is to tell: exits, in the order in which the kernel gives them."""
+        """The news of exits, in the kernel's order."""
         for pid, code in self._reap():
             if pid not in self._names:
-                # One that a preloaded module started.
+                # A preloaded module started this process.
                 continue
             generation, key = self._names.pop(pid)
             news = {"event": "exited", "generation": generation, "key": key, "pid": pid, "code": code}

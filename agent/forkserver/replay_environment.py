@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-# Read in C++ when torch or numpy is loaded, where nobody can see it from Python; those that have a call are below.
+# C++ code reads these when torch or numpy is loaded, and Python cannot see that. Those with a call are below.
 _IN_CPP = ("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "TORCH_CPP_LOG_LEVEL", "TORCH_SHOW_CPP_STACKTRACES")
 _THREADS = {"OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"}
 # Looks its variables up again whenever it needs them.

@@ -130,7 +130,7 @@ class Pump:
     def _drain(self, generation: int, drained: Callable[[dict[int, str]], None]) -> None:
         try:
             for stream in [s for s in self._streams if s.generation == generation]:
-                # All writers are dead, so what is left fits in the pipe; a stranger who has it must not hold us.
+                # All writers are dead, so the rest fits in the pipe. A stranger with the pipe open must not hold us up.
                 left = fcntl.fcntl(stream.fd, fcntl.F_GETPIPE_SZ)
                 while left > 0 and (taken := self._read(stream)):
                     left -= taken

@@ -122,7 +122,7 @@ class RunDir:
 
 
 def _make_private(place: str) -> Path:
-    # The name is nobody's to guess; where it exists all the same, it is not ours.
+    # Nobody can guess the name. If a folder of this name exists all the same, it is not ours.
     os.mkdir(place, 0o700)  # noqa: PTH102
     folder = Path(place).absolute()
     _claim(folder)
@@ -130,7 +130,7 @@ def _make_private(place: str) -> Path:
 
 
 def _claim(folder: Path) -> None:
-    """Lock a file in `folder` as long as this process lives: without it the folder is nobody's, and will be removed.
+    """Lock a file in `folder` as long as this process lives. A folder whose file is not locked will be removed.
 
     A disk without locks has no such file, and its folders are left alone. Children that are executed do not inherit it.
     """

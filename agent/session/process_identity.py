@@ -18,7 +18,7 @@ def this_process() -> str:
 def is_dead_here(process: str) -> bool:
     """Whether `process` (from `this_process`) was on this boot of this host, in this pid namespace, and is gone.
 
-    For a process elsewhere the answer is no: nobody here can tell.
+    For a process elsewhere the answer is no, since this host cannot tell.
     """
     place, _, rest = process.rpartition(":")
     place, _, pid = place.rpartition(":")

@@ -30,7 +30,7 @@ from elaunch.rendezvous.store import (
     WatchBlocked,
 )
 
-# A transaction of more operations than 128 is refused; a leader, who sees all keys, reads them.
+# etcd refuses a transaction of more than 128 operations. A leader sees all keys. If there are too many, it reads them.
 _COMPARED_MAX = 100
 
 
@@ -233,7 +233,7 @@ class StoreView:
             self._post(LookAgain())
 
     def _put(self, view: View) -> bool:
-        """Keep the view; whether nobody has been told to look since the last look."""
+        """Keep the view. Returns whether a look must be posted: none is pending."""
         self._view = view
         is_news, self._is_dirty = not self._is_dirty, True
         return is_news

@@ -31,8 +31,9 @@ from elaunch.rendezvous.types import FailureKind
 class LinkMonitor:
     """Reads the links of the current generation's workers; `fileno` is readable when `read_ready` has something.
 
-    What workers say is kept until `take_news` hands it out: it must not queue behind what the agent decides with it.
-    Reports are counted only with a `hang_timeout_s`. `on_hang_up` is called when a link has ended.
+    Messages of workers are kept until `take_news` returns them. They must not queue in the inbox behind the events
+    that the agent decides with their help. Reports are counted only with a `hang_timeout_s`. `on_hang_up` is called
+    when a link has ended.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What the scripts about the training state have in common: the bundled model at its default size, and their marks.
+"""Shared by the scripts about the training state: the bundled model at its default size, and the ranks' marks.
 
 Variables: BENCH_STAMPS, the file for the marks.
 """
@@ -9,7 +9,7 @@ import time
 from typing import Any
 
 RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-# torchrun's nodes count each for itself; on one node it is what elaunch's generation is.
+# Each of torchrun's nodes counts restarts for itself. On one node the count is the same as elaunch's generation.
 _GENERATION = int(os.environ.get("ELAUNCH_GENERATION") or os.environ["TORCHELASTIC_RESTART_COUNT"])
 _STAMPS_FD = os.open(os.environ["BENCH_STAMPS"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 _PID = os.getpid()
@@ -18,9 +18,9 @@ _GLOBAL_BATCH, _CONTEXT = 24, 64
 
 
 def mark(event: str, step: int = -1) -> None:
-    """Note that this rank is here now."""
+    """Note that this rank has reached `event` now."""
     fields = {"generation": _GENERATION, "event": event, "monotonic_s": time.monotonic(), "rank": RANK}
-    # One write to a file that is appended to: no line of another rank cuts it.
+    # One write to a file in append mode: no other rank's line can cut this one.
     os.write(_STAMPS_FD, json.dumps({**fields, "pid": _PID, "step": step}).encode() + b"\n")
 
 
@@ -35,7 +35,7 @@ def network() -> Any:
 
 
 def loss(model: Any, step: int) -> Any:
-    """The forward pass of this rank's part of a step's batch, which step and rank decide."""
+    """The forward pass of this rank's part of a step's batch. Step and rank decide the samples."""
     import torch
 
     source = torch.Generator().manual_seed(step * WORLD_SIZE + RANK)

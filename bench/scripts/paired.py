@@ -1,4 +1,4 @@
-"""The same training with the Keeper and without it, in turns: what a step takes.
+"""Measures a step's time: the same training with the Keeper and without it, in turns.
 
 Variables: BENCH_SAMPLES, the number of pairs; BENCH_COSTS, the file for what is measured, as JSON lines.
 """
@@ -15,7 +15,7 @@ from torch.optim import AdamW
 
 from elaunch.trainer import Keeper
 
-# Of each turn the first ones are not counted: a Keeper takes a snapshot first.
+# The first steps of each turn are not counted, since a Keeper begins with a snapshot.
 FRESH, COUNTED = 5, 40
 
 
@@ -55,7 +55,7 @@ model = DistributedDataParallel(demo.network())
 optimizer = AdamW(model.parameters(), lr=3e-4)
 plain(), kept()
 for number in range(int(os.environ["BENCH_SAMPLES"])):
-    # In changing order: neither has the better half of a slow stretch.
+    # The order changes, so that a slow stretch of the machine affects both alike.
     turns = (kept, plain) if number % 2 else (plain, kept)
     took_s = {turn.__name__: turn() for turn in turns}
     if demo.RANK == 0:

@@ -1,4 +1,4 @@
-"""What a copy of the training state costs: the Keeper's, torch.save's and DCP's async_save's, all into shared memory.
+"""Measures copies of the training state into shared memory: by the Keeper, torch.save and DCP's async_save.
 
 Variables: BENCH_STATE_BYTES, the size of parameters and AdamW's moments; BENCH_SAMPLES, copies of each way;
 BENCH_SHARED, an empty folder in shared memory; BENCH_COSTS, the file for what is measured, as JSON lines.
@@ -23,11 +23,11 @@ from torch.optim import AdamW
 from elaunch.trainer import Keeper
 
 LAYERS, BATCH = 24, 64
-# A parameter has two moments, and all three have four bytes.
+# A parameter and its two moments have four bytes each.
 BYTES_PER_PARAMETER = 12
 SAMPLES, SHARED = int(os.environ["BENCH_SAMPLES"]), Path(os.environ["BENCH_SHARED"])
 RANK = int(os.environ["RANK"])
-# The first copies take the memory from the kernel, which the others do not.
+# The first copies are slower: they take the memory from the kernel.
 FRESH = 3
 PACED_STEPS, PACED_S = 12, 3.0
 
@@ -39,7 +39,7 @@ def note(way: str, **values: float) -> None:
 
 
 def private_bytes() -> float:
-    """This node's private memory: all ranks' together."""
+    """The private memory of all ranks of this node together."""
     found = re.search(r"^RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
     assert found
     total = torch.tensor(float(found[1]) * 1024, dtype=torch.float64)
@@ -66,13 +66,13 @@ def by_the_keeper(model: nn.Module, optimizer: AdamW) -> None:
             with keeper.commit():
                 change(optimizer)
         memory = private_bytes() - before + shared_bytes(Path(os.environ["ELAUNCH_MEMORY"]))
-    # At the last call there is no step left, and nothing is copied.
+    # The last call finds no step left, and copies nothing.
     for seconds in held_s[FRESH:-1]:
         note("keeper", held_s=seconds, memory=memory)
 
 
 def paced(model: nn.Module, optimizer: AdamW) -> None:
-    """The number of steps between two snapshots that the Keeper chooses here, and what a step takes."""
+    """Notes how many steps the Keeper leaves between two snapshots, and the time of a step."""
     with Keeper(model, optimizer) as keeper:
         begun, started_s, in_steps_s = keeper.step, time.monotonic(), 0.0
         for step in keeper.steps(10**9):
@@ -121,7 +121,7 @@ def by_dcp(model: nn.Module, optimizer: AdamW) -> None:
         saving.result()
         dist.barrier()
         whole_s, memory = time.monotonic() - started_s, shared_bytes(SHARED)
-        # Only now: until it is whole, the one before is what there is.
+        # The older copy goes only now: until this one is complete, it is the only one.
         if RANK == 0:
             shutil.rmtree(SHARED / f"dcp-{number - 1}", ignore_errors=True)
         if number:

@@ -1,4 +1,4 @@
-"""What every launcher is given: a group, an all-reduce, a model, optimizer steps; each stage is stamped.
+"""The script that every launcher runs: a group, an all-reduce, a model, optimizer steps. It stamps each stage.
 
 Variables: BENCH_STAMPS, the file for the stamps; BENCH_STEPS, how many steps to make (0: until it is killed);
 BENCH_STEP_S, the pause between two steps, as if an accelerator were at work.
@@ -9,14 +9,14 @@ import os
 import time
 
 RANK = int(os.environ["RANK"])
-# torchrun's nodes count each for itself; on one node it is what elaunch's generation is.
+# Each of torchrun's nodes counts restarts for itself. On one node the count is the same as elaunch's generation.
 GENERATION = int(os.environ.get("ELAUNCH_GENERATION") or os.environ["TORCHELASTIC_RESTART_COUNT"])
 STAMPS_FD = os.open(os.environ["BENCH_STAMPS"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 
 
 def stamp(event: str) -> None:
     fields = {"generation": GENERATION, "event": event, "monotonic_s": time.monotonic(), "rank": RANK}
-    # One write to a file that is appended to: no line of another rank cuts it.
+    # One write to a file in append mode: no other rank's line can cut this one.
     os.write(STAMPS_FD, json.dumps({**fields, "pid": os.getpid()}).encode() + b"\n")
 
 

@@ -1,4 +1,4 @@
-"""The same training as the usual script has it: rank 0 saves every few steps, all load at the start.
+"""The same training as a usual script: rank 0 saves every few steps, and all ranks load at the start.
 
 Variables: BENCH_SAVE_EVERY, the number of steps between two saves. It ends when it is killed.
 """
@@ -38,6 +38,6 @@ while True:
     optimizer.zero_grad()
     demo.mark("done", step)
     if demo.RANK == 0 and step % save_every == 0:
-        # Renamed, or a kill in the middle would leave nothing to load.
+        # Written beside the old file and renamed: a kill in the middle leaves the old file.
         torch.save({"model": network.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, path + ".new")
         os.replace(path + ".new", path)  # noqa: PTH105

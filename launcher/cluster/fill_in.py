@@ -1,4 +1,4 @@
-"""What the command line leaves open, filled from what the scheduler says; where both speak, the command line wins."""
+"""Fills in options from the scheduler's facts, if the command line leaves them open. The command line wins."""
 
 from __future__ import annotations
 
@@ -23,10 +23,12 @@ def settle(options: Options, cluster: Cluster) -> Options:
 
 
 def concerning(options: Options, cluster: Cluster, environ: Mapping[str, str]) -> Cluster:
-    """What of `cluster` is about this job: one with more nodes than were started here, who meet at a place that they
-    were told, is wider than the scheduler knows (a step or an allocation for each node), and has its own name.
+    """The facts of `cluster` that are about this job.
 
-    Raises UsageError for several nodes whose head the scheduler was asked for, and did not tell.
+    A job may have more nodes than the scheduler started here, and be told where they meet. Then each node has a step or
+    an allocation of its own, and the scheduler does not know the job's size, head or name.
+
+    Raises UsageError if the job has several nodes and the scheduler does not tell the head when it is asked.
     """
     is_told = {"rdzv_endpoint", "master_addr"} & set(options.given) or any(environ.get(name) for name in PLACES)
     nodes_max = (options.nnodes if "nnodes" in options.given else cluster.nodes or options.nnodes)[1]

@@ -20,7 +20,7 @@ _TRIES = 5
 
 
 def token_at_home(name: str, *, make: bool = False) -> str:
-    """The token of the job of that name; empty where this user has no key here. `make` is for who may make one."""
+    """The token of the job of that name, or empty if this user has no key here. With `make`, make a missing key."""
     try:
         path = Path(FOLDER, "key").expanduser()
         if make:

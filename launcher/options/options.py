@@ -203,9 +203,9 @@ _EXCLUSIVE = (
 
 
 def _settle(fields: dict[str, Any], items: Mapping[str, _Given]) -> set[str]:
-    """Of two options that exclude each other the one from the stronger source stays; from one source it is an error.
+    """Of two options that exclude each other, keep the one from the stronger source. The same source is an error.
 
-    Returns those that did not stay. A standalone job gets a name of its own whatever is asked for, as in torchrun.
+    Returns the options that were not kept. A standalone job gets a name of its own in any case, as in torchrun.
     """
     defaults = {spec.dest: spec.default for spec in TABLE}
     lost: set[str] = set()
@@ -253,7 +253,7 @@ def _program(
 
 def _check_size(options: Options, items: Mapping[str, _Given]) -> None:
     nodes = options.nnodes[1]
-    # Where nodes find out who is first, torchrun takes no notice of a rank; one node has always been told.
+    # If nodes agree on ranks in the rendezvous, torchrun ignores --node-rank. With one node the rank is always checked.
     is_static = options.rdzv_backend == "static" or nodes == 1
     if not is_static or options.node_rank < nodes:
         return

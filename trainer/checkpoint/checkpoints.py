@@ -93,7 +93,7 @@ class Checkpoints:
         self._slow_said = False
         self._is_seen = self._is_prepared = False
         if self._ranks.leads:
-            # Where it does not answer, the first save asks again; whoever loads is told.
+            # If the storage does not answer, the first save asks again. A load reports the error.
             with contextlib.suppress(StorageError):
                 self._prepare()
 
@@ -123,8 +123,8 @@ class Checkpoints:
     def save_async(self, step: int, state: State) -> None:
         """Begin a checkpoint of `state` after `step`; on return it may be changed.
 
-        What goes wrong on the disk is said, never raised; the older checkpoints are untouched then. Raises TypeError
-        for what a checkpoint cannot hold, and ValueError where ranks of a sharded state do not see the directory.
+        Errors of the disk are reported, never raised. The older checkpoints are untouched then. Raises TypeError for
+        values that a checkpoint cannot hold, and ValueError if ranks of a sharded state do not see the directory.
         """
         begun_s = time.monotonic()
         parts = flatten(state)

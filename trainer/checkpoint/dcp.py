@@ -64,9 +64,9 @@ class Part:
 
 
 def plan(tensors: Mapping[str, Tensor], paths: Mapping[str, tree.Path], group: dist.ProcessGroup | None) -> Plan:
-    """Share the writing out: among `group`, whose ranks all call this, or with None to this process alone.
+    """Share the writing among the ranks of `group`, which all call this. With None this process writes everything.
 
-    What several ranks have, one of them writes.
+    If several ranks have the same data, one of them writes it.
     """
     planner = DefaultSavePlanner()
     leads = group is None or dist.get_rank(group) == 0
@@ -273,7 +273,7 @@ class _Files(FileSystem):
         self.files[name] = (stream.length, stream.crc)
 
     def exists(self, path: str | os.PathLike[str]) -> bool:
-        """It never is: nobody has written here before."""
+        """Always False: the folder is new."""
         return False
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:

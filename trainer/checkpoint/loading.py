@@ -118,7 +118,7 @@ def _problem(folder: Folder, manifest: Manifest, ranks: Ranks) -> Exception | No
 
 
 def _read(mark: Mark, folder: Folder, targets: Mapping[str, Tensor]) -> _Whole:
-    """All of a checkpoint, verified; raises Corrupt, and whatever torch raises where it cannot read what is whole.
+    """A whole checkpoint, verified. Raises Corrupt, or torch's own error if torch cannot read a whole checkpoint.
 
     The tensors that fit are put into `targets`, which saves a copy: of a folder only, and once it is verified.
     """

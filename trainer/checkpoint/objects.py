@@ -155,7 +155,7 @@ class ObjectStorage:
         return list(whole)
 
     def recalled(self) -> list[tuple[Mark, Folder]]:
-        # Nobody who only wants to say so waits for a store that does not answer.
+        # This list is only for a message, which must not wait for a store that does not answer.
         if self._recalled is None:
             raise StorageError(None, "it has not answered yet", str(self))
         return self._recalled

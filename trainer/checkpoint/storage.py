@@ -102,7 +102,7 @@ class Storage(Protocol):
         """Why nothing can be written; empty where it seems that it can."""
 
     def free_bytes(self) -> int | None:
-        """The room that is left; None where nobody says."""
+        """The free room in bytes, or None if the storage does not tell."""
 
     def read_note(self, name: str) -> bytes | None:
         """A small file beside the checkpoints; None where it is not there."""

@@ -111,7 +111,7 @@ class Writing:
         return part
 
     def _say(self, words: bytes) -> None:
-        """To rank 0: this rank's part, or empty where there is none, or it would wait for what never comes."""
+        """Send rank 0 this rank's part, or an empty one if there is none. Otherwise rank 0 would wait without end."""
         order = self.order
         try:
             order.folder.write(_part_name(order.rank), words)
@@ -121,7 +121,7 @@ class Writing:
             raise
 
     def _all_parts(self, own: dcp.Part | None) -> list[dcp.Part]:
-        """Everybody's part by rank, empty where one has failed; when nobody writes in the folder any more."""
+        """Every rank's part, in order; empty if one has failed. Returns when no rank writes in the folder any more."""
         order = self.order
         parts = {0: own}
         missing = {_part_name(rank): rank for rank in range(1, order.ranks)}

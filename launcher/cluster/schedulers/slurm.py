@@ -9,15 +9,15 @@ from dataclasses import replace
 from elaunch.launcher.cluster.cluster import Cluster, HeadQuery, number, port_of, used
 from elaunch.launcher.cluster.schedulers.hostlist import of_slurm
 
-# Above are the steps that are no steps: a batch script's, an interactive shell's.
+# Larger numbers stand for a batch script or an interactive shell. These are no real steps.
 _STEP_MAX = 0xFFFF_FFF0
-# Of each step of a job its own port, and of each job in a row.
+# Each step of a job gets a port of its own, and so does each of several consecutive jobs.
 _STEPS_APART = 7
 _SLURM = Cluster("Slurm", signals_workers=True, cores_option="--cpus-per-task")
 
 
 def detect(environ: Mapping[str, str], hostname: str, read: Callable[[str], str]) -> Cluster | None:
-    """What `srun` says to one of its tasks; in a job's shell only what it is called. Needs no `scontrol`."""
+    """What `srun` tells one of its tasks. In a job's shell only the job's name is known. Needs no `scontrol`."""
     job = number(environ, "SLURM_JOB_ID", "SLURM_JOBID")
     if job is None:
         return None
@@ -103,9 +103,9 @@ def _tasks_here(environ: Mapping[str, str], index: int) -> int:
 
 
 def gpus_here(environ: Mapping[str, str], nodes: int, tasks: int) -> int | None:
-    """How many GPUs this node was given; None where none was asked for.
+    """How many GPUs this node was given; None if the job asked for none.
 
-    What Slurm says of the node comes first; what was asked for, in any of its forms, is all that older ones say.
+    Slurm's own count for the node comes first. Older versions of Slurm show only the job's request, in several forms.
     """
     # None is an answer too: a step without GPUs in a job that has some.
     if (on_node := number(environ, "SLURM_GPUS_ON_NODE")) is not None:

@@ -107,7 +107,7 @@ def test_a_section_says_which_run_it_comes_from() -> None:
 
     assert "- date: 1\n- CPUs: 2\n" in text
     assert "- `start`: elaunch aaa; seed 1\n- `restart`: elaunch bbb; seed 2" in text
-    assert "same machine" not in text
+    assert "different machines" not in text
 
 
 def test_sections_of_two_machines_are_not_to_be_compared() -> None:
@@ -116,7 +116,7 @@ def test_sections_of_two_machines_are_not_to_be_compared() -> None:
 
     both = combined([one, other])
 
-    assert "**Not all of them on the same machine: compare within a section only.**" in render(both)
+    assert "**The runs are from different machines. Compare figures within a section only.**" in render(both)
     assert verdicts(both) == []
 
 
