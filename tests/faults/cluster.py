@@ -12,9 +12,10 @@ import psutil
 
 from tests.etcd import Etcd, Member
 from tests.faults.meetings import Meeting, Records
-from tests.faults.processes import Watched, described, is_alive
+from tests.faults.processes import LIGHT, Watched, described, is_alive
 from tests.harness import wait_for
 from tests.nodes import Node, Nodes
+from tests.standin import WITHOUT_TORCH
 
 REDUCER = Path(__file__).with_name("reducer.py")
 # torch alone: its optimizers are not used here, and every node imports for itself on the same two cores.
@@ -31,6 +32,10 @@ class Cluster:
 
     Use it as a context manager: all ends with it. `folder` is what all nodes see; workers and tests meet there.
     """
+
+    # What every node imports, and more of its environment.
+    _preload: tuple[str, ...] = PRELOAD
+    _environment: Mapping[str, str] = {}
 
     def __init__(
         self,
@@ -100,7 +105,7 @@ class Cluster:
     ) -> None:
         """Type the command on these nodes, each in a folder of its own; what runs by it is `agents[index]`."""
         words = ["--nnodes", nnodes, "--rdzv-endpoint", self.endpoints, "--rdzv-id", job]
-        words += ["--log-dir", str(self.logs), *PRELOAD, *options, str(program), str(self.folder)]
+        words += ["--log-dir", str(self.logs), *self._preload, *options, str(program), str(self.folder)]
         for i in indices:
             self.type(i, *words, env=env)
 
@@ -108,7 +113,8 @@ class Cluster:
         """Type exactly these words after the command's name."""
         home = self.folder / self.nodes[index].name
         home.mkdir(exist_ok=True)
-        self.agents[index] = Watched(home, *words, env=dict(env or {}), prefix=self.nodes[index].prefix)
+        variables = {**self._environment, **(env or {})}
+        self.agents[index] = Watched(home, *words, env=variables, prefix=self.nodes[index].prefix)
         self._all_agents.append(self.agents[index])
 
     def meeting(self, world_size: int, after: Meeting | None = None) -> Meeting:
@@ -212,3 +218,10 @@ class Cluster:
 
     def member_on(self, node: Node) -> Member:
         return next(m for m in self.etcd.members if m.endpoint.startswith(f"{node.ipv4}:"))
+
+
+class LightCluster(Cluster):
+    """A cluster whose nodes have a stand-in for torch: for what becomes of agents, nodes and the store."""
+
+    _preload = LIGHT
+    _environment = WITHOUT_TORCH

@@ -17,6 +17,7 @@ from tests.etcd import VERSIONS, Etcd
 from tests.faults.processes import LIGHT
 from tests.harness import DEADLINE_S, Job, slow, wait_for
 from tests.served import ServerProcess
+from tests.standin import WITHOUT_TORCH
 
 # A shell's arguments hold no such text: the program makes it. With `lines` it is what load_state_dict says.
 LOUD = """
@@ -67,7 +68,7 @@ def test_an_error_of_megabytes_costs_one_restart_and_is_told_in_a_report_that_ca
         words = ("--nnodes", "2", "--rdzv-endpoint", endpoint, *options, "--nproc-per-node", "1", "--max-restarts", "1")
         words += ("--log-dir", str(tmp_path / "logs"), "--preload", "json", "train.py", str(size), what, "2")
         # To files: the console would have all of it.
-        jobs = [stack.enter_context(Job(tmp_path, "--redirects", "3", *words)) for _ in range(2)]
+        jobs = [stack.enter_context(Job(tmp_path, "--redirects", "3", *words, env=WITHOUT_TORCH)) for _ in range(2)]
 
         assert [job.wait(DEADLINE_S) for job in jobs] == [1, 1]
 
@@ -91,7 +92,7 @@ def test_an_etcd_that_takes_small_requests_only_gets_shorter_texts_and_the_job_g
     with Etcd("3.5", options=("--max-request-bytes=4000",)) as etcd, ExitStack() as stack:
         words = ("--nnodes", "2", "--rdzv-endpoint", etcd.endpoints, "--nproc-per-node", "1", "--max-restarts", "1")
         words += (*LIGHT, "train.py", "60000", "lines", "1")
-        jobs = [stack.enter_context(Job(tmp_path, *words)) for _ in range(2)]
+        jobs = [stack.enter_context(Job(tmp_path, *words, env=WITHOUT_TORCH)) for _ in range(2)]
 
         assert [job.wait(DEADLINE_S) for job in jobs] == [0, 0], "\n".join(job.output for job in jobs)
 
@@ -123,7 +124,7 @@ def left(etcd: Etcd, name: str) -> dict[str, int]:
 def test_a_job_that_has_ended_leaves_its_outcome_and_few_bytes_under_a_lease_of_days(tmp_path: Path) -> None:
     with Etcd("3.4") as etcd, ExitStack() as stack:
         names = [f"small-{number}" for number in range(5)]
-        jobs = [stack.enter_context(Job(tmp_path, *job_words(etcd, name), FAILS_ONCE)) for name in names]
+        jobs = [stack.enter_context(Job(tmp_path, *job_words(etcd, name), FAILS_ONCE, env=WITHOUT_TORCH)) for name in names]
         assert [job.wait() for job in jobs] == [0] * 5, "\n".join(job.output for job in jobs)
 
         for name in names:
@@ -148,7 +149,7 @@ def test_of_jobs_whose_agents_were_all_killed_nothing_stays(tmp_path: Path) -> N
         jobs = []
         for name in names:
             words = job_words(etcd, name, "lease_ttl=2", "keys_ttl=8")
-            jobs.append(stack.enter_context(Job(tmp_path, *words, program)))
+            jobs.append(stack.enter_context(Job(tmp_path, *words, program, env=WITHOUT_TORCH)))
         for job in jobs:
             job.wait_for_output("^runs")
         for name in names:

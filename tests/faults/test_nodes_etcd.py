@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.cluster import Cluster
+from tests.faults.cluster import LightCluster
 from tests.faults.processes import is_alive
 from tests.harness import wait_for
 from tests.nodes import needs_nodes
@@ -20,7 +20,7 @@ THREE = (0, 1, 2)
 
 @pytest.mark.slow
 def test_a_node_lost_together_with_its_etcd_member_costs_what_a_node_costs(tmp_path: Path) -> None:
-    with Cluster(tmp_path, 3, members_on=THREE) as cluster:
+    with LightCluster(tmp_path, 3, members_on=THREE) as cluster:
         cluster.start(0, 1, 2, nnodes="2:3")
         first = cluster.meeting(3)
         # The worst of them: its member leads etcd.
@@ -35,7 +35,7 @@ def test_a_node_lost_together_with_its_etcd_member_costs_what_a_node_costs(tmp_p
 
 
 def test_a_killed_etcd_leader_costs_nothing(tmp_path: Path) -> None:
-    with Cluster(tmp_path, 3, members_on=THREE) as cluster:
+    with LightCluster(tmp_path, 3, members_on=THREE) as cluster:
         cluster.start(0, 1, nnodes="2")
         first = cluster.meeting(2)
         leader = cluster.etcd.leader()
@@ -53,7 +53,7 @@ def test_a_killed_etcd_leader_costs_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_worker_that_fails_while_etcd_has_no_leader_is_a_restart(tmp_path: Path) -> None:
-    with Cluster(tmp_path, 3, members_on=THREE) as cluster:
+    with LightCluster(tmp_path, 3, members_on=THREE) as cluster:
         cluster.start(0, 1, 2, nnodes="3")
         first = cluster.meeting(3)
 
@@ -67,7 +67,7 @@ def test_a_worker_that_fails_while_etcd_has_no_leader_is_a_restart(tmp_path: Pat
 
 
 def test_training_goes_on_while_all_of_etcd_is_away_and_no_generation_opens_when_it_is_back(tmp_path: Path) -> None:
-    with Cluster(tmp_path, 3, members_on=THREE) as cluster:
+    with LightCluster(tmp_path, 3, members_on=THREE) as cluster:
         cluster.start(0, 1, nnodes="1:2")
         meeting = cluster.meeting(2)
 
@@ -89,7 +89,7 @@ def test_training_goes_on_while_all_of_etcd_is_away_and_no_generation_opens_when
 
 @pytest.mark.slow
 def test_a_node_cut_off_with_its_own_etcd_member_is_given_up_and_comes_back(tmp_path: Path) -> None:
-    with Cluster(tmp_path, 3, members_on=THREE) as cluster:
+    with LightCluster(tmp_path, 3, members_on=THREE) as cluster:
         cluster.start(0, 1, 2, nnodes="2:3")
         first = cluster.meeting(3)
         # Worse than any other: its member has a leader's memory of all keys, and answers without asking anybody.
@@ -108,7 +108,7 @@ def test_a_node_cut_off_with_its_own_etcd_member_is_given_up_and_comes_back(tmp_
 
 
 def test_a_worker_that_fails_while_etcd_is_away_is_a_restart_when_it_is_back(tmp_path: Path) -> None:
-    with Cluster(tmp_path, 2) as cluster:
+    with LightCluster(tmp_path, 2) as cluster:
         cluster.start(0, 1, nnodes="2")
         first = cluster.meeting(2)
         (member,) = cluster.etcd.members
@@ -128,7 +128,7 @@ def test_a_worker_that_fails_while_etcd_is_away_is_a_restart_when_it_is_back(tmp
 
 @pytest.mark.slow
 def test_an_etcd_that_hangs_is_one_that_is_away(tmp_path: Path) -> None:
-    with Cluster(tmp_path, 2) as cluster:
+    with LightCluster(tmp_path, 2) as cluster:
         cluster.start(0, 1, nnodes="2")
         meeting = cluster.meeting(2)
         (member,) = cluster.etcd.members
@@ -146,7 +146,7 @@ def test_an_etcd_that_hangs_is_one_that_is_away(tmp_path: Path) -> None:
 
 
 def test_an_etcd_that_was_cut_off_from_everybody_until_all_leases_ended_costs_nothing(tmp_path: Path) -> None:
-    with Cluster(tmp_path, 2) as cluster:
+    with LightCluster(tmp_path, 2) as cluster:
         cluster.start(0, 1, nnodes="1:2")
         meeting = cluster.meeting(2)
 
@@ -163,7 +163,7 @@ def test_an_etcd_that_was_cut_off_from_everybody_until_all_leases_ended_costs_no
 
 
 def test_an_agent_that_finds_no_etcd_waits_for_it(tmp_path: Path) -> None:
-    with Cluster(tmp_path, 2) as cluster:
+    with LightCluster(tmp_path, 2) as cluster:
         (member,) = cluster.etcd.members
         member.kill()
         cluster.start(0, 1, nnodes="2")
@@ -177,7 +177,7 @@ def test_an_agent_that_finds_no_etcd_waits_for_it(tmp_path: Path) -> None:
 
 
 def test_an_etcd_that_has_lost_its_history_ends_the_job_with_a_sentence(tmp_path: Path) -> None:
-    with Cluster(tmp_path, 2) as cluster:
+    with LightCluster(tmp_path, 2) as cluster:
         cluster.start(0, 1, nnodes="2")
         meeting = cluster.meeting(2)
         (member,) = cluster.etcd.members

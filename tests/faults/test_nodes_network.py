@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.cluster import Cluster
+from tests.faults.cluster import Cluster, LightCluster
 from tests.faults.processes import is_alive
 from tests.harness import slow
 from tests.nodes import needs_nodes
@@ -18,7 +18,7 @@ pytestmark = needs_nodes
 
 @pytest.mark.parametrize(("off", "on"), [("link_down", "link_up"), slow("unplug", "plug_in")])
 def test_a_node_whose_link_was_off_stops_its_old_workers_and_joins_as_new(tmp_path: Path, off: str, on: str) -> None:
-    with Cluster(tmp_path, 3) as cluster:
+    with LightCluster(tmp_path, 3) as cluster:
         cluster.start(0, 1, 2, nnodes="2:3")
         first = cluster.meeting(3)
         victim = cluster.node(first.hosts[1])
@@ -40,7 +40,7 @@ def test_a_node_whose_link_was_off_stops_its_old_workers_and_joins_as_new(tmp_pa
 
 
 def test_the_job_goes_on_without_the_node_of_rank_0_from_another_address(tmp_path: Path) -> None:
-    with Cluster(tmp_path, 3) as cluster:
+    with LightCluster(tmp_path, 3) as cluster:
         cluster.start(0, 1, 2, nnodes="2:3")
         first = cluster.meeting(3)
         lost = cluster.node(first.hosts[0])
@@ -56,7 +56,7 @@ def test_the_job_goes_on_without_the_node_of_rank_0_from_another_address(tmp_pat
 
 @pytest.mark.slow
 def test_a_node_that_was_started_again_takes_part_again(tmp_path: Path) -> None:
-    with Cluster(tmp_path, 2) as cluster:
+    with LightCluster(tmp_path, 2) as cluster:
         cluster.start(0, 1, nnodes="2")
         first = cluster.meeting(2)
         node = cluster.node(first.hosts[0])
@@ -74,7 +74,7 @@ def test_a_node_that_was_started_again_takes_part_again(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_lost_packet_in_ten_is_no_lost_node(tmp_path: Path) -> None:
-    with Cluster(tmp_path, 2) as cluster:
+    with LightCluster(tmp_path, 2) as cluster:
         cluster.start(0, 1, nnodes="2")
         meeting = cluster.meeting(2)
 
@@ -91,7 +91,7 @@ def test_a_lost_packet_in_ten_is_no_lost_node(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_two_nodes_that_lose_packets_only_between_them_and_the_store_are_not_given_up(tmp_path: Path) -> None:
-    with Cluster(tmp_path, 2) as cluster:
+    with LightCluster(tmp_path, 2) as cluster:
         cluster.start(0, 1, nnodes="2")
         meeting = cluster.meeting(2)
 
@@ -103,7 +103,7 @@ def test_two_nodes_that_lose_packets_only_between_them_and_the_store_are_not_giv
 
 
 def test_a_node_that_is_cut_off_from_the_store_alone_is_replaced_by_a_generation_without_it(tmp_path: Path) -> None:
-    with Cluster(tmp_path, 3) as cluster:
+    with LightCluster(tmp_path, 3) as cluster:
         cluster.start(0, 1, 2, nnodes="2:3")
         first = cluster.meeting(3)
         victim = cluster.node(first.hosts[1])

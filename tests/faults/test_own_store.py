@@ -16,6 +16,7 @@ import pytest
 from tests.faults.processes import LIGHT, Watched
 from tests.harness import wait_for
 from tests.nodes import Node, Nodes, needs_nodes
+from tests.standin import WITHOUT_TORCH
 
 PORT = 2379
 ENDPOINT = f"node0:{PORT}"
@@ -63,7 +64,7 @@ class Two:
         home = self.folder / (user or f"home-{node.name}")
         home.mkdir(exist_ok=True)
         folder.mkdir()
-        env = {"HOME": str(home), **({"ELAUNCH_TOKEN": token} if token else {})}
+        env = {**WITHOUT_TORCH, "HOME": str(home), **({"ELAUNCH_TOKEN": token} if token else {})}
         agent = Watched(folder, *words, env=env, prefix=node.prefix)
         self._agents.append(agent)
         return agent
