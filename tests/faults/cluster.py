@@ -6,9 +6,12 @@ import copy
 import json
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
+import pytest
 
 from tests.etcd import Etcd, Member
 from tests.faults.meetings import Meeting, Records
@@ -213,7 +216,8 @@ class Cluster:
     def leader(self, job: str = "job") -> int:
         """The index of the node whose agent leads the job."""
         key = f"/elaunch/{job}/ctl/leader"
-        held = wait_for(lambda: self.etcd.ctl("get", "--print-value-only", key).strip().strip('"'), "a leader")
+        get = ("get", "--print-value-only", key)
+        held = wait_for(lambda: self.etcd.ctl(*get).strip().strip('"'), "a leader", every_s=0.1)
         return self.node(held.rpartition("-")[0]).index
 
     def member_on(self, node: Node) -> Member:
@@ -225,3 +229,57 @@ class LightCluster(Cluster):
 
     _preload = LIGHT
     _environment = WITHOUT_TORCH
+
+
+class Shared:
+    """A job without torch that one test after another hurts: to recover costs it less than a new job's start.
+
+    Where a test before has left less than the whole job, a new one is started. Use it as a context manager.
+    """
+
+    def __init__(
+        self,
+        folders: pytest.TempPathFactory,
+        agents: int,
+        *,
+        nodes: int | None = None,
+        members_on: Sequence[int] = (),
+        **start: Any,
+    ) -> None:
+        """Of `nodes` the first run `agents`, one each; `start` is what LightCluster.start is told of them."""
+        self._folders, self._agents, self._nodes = folders, agents, nodes or agents
+        self._members_on, self._start = members_on, start
+        self._now: LightCluster | None = None
+
+    def __enter__(self) -> Shared:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._close()
+
+    def job(self) -> tuple[LightCluster, Meeting]:
+        """The job, all of whose ranks are training, and their meeting."""
+        with suppress(AssertionError):
+            if self._now:
+                return self._now, self._training(self._now)
+        self._close()
+        self._now = LightCluster(self._folders.mktemp("job"), self._nodes, members_on=self._members_on)
+        self.start(*range(self._agents))
+        return self._now, self._now.meeting(self._agents)
+
+    def start(self, *indices: int) -> None:
+        """Type the job's command on these nodes, as at its beginning."""
+        assert self._now
+        self._now.start(*indices, **self._start)
+
+    def _close(self) -> None:
+        if self._now:
+            self._now.__exit__()
+        self._now = None
+
+    def _training(self, cluster: LightCluster) -> Meeting:
+        assert all(agent.process.poll() is None for agent in cluster.agents.values())
+        meeting = cluster.records.meeting(self._agents)
+        assert meeting
+        cluster.goes_on(meeting, 1)
+        return meeting

@@ -7,6 +7,7 @@ import re
 from base64 import b64decode
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -124,7 +125,9 @@ def left(etcd: Etcd, name: str) -> dict[str, int]:
 def test_a_job_that_has_ended_leaves_its_outcome_and_few_bytes_under_a_lease_of_days(tmp_path: Path) -> None:
     with Etcd("3.4") as etcd, ExitStack() as stack:
         names = [f"small-{number}" for number in range(5)]
-        jobs = [stack.enter_context(Job(tmp_path, *job_words(etcd, name), FAILS_ONCE, env=WITHOUT_TORCH)) for name in names]
+        jobs = [
+            stack.enter_context(Job(tmp_path, *job_words(etcd, name), FAILS_ONCE, env=WITHOUT_TORCH)) for name in names
+        ]
         assert [job.wait() for job in jobs] == [0] * 5, "\n".join(job.output for job in jobs)
 
         for name in names:
@@ -160,11 +163,10 @@ def test_of_jobs_whose_agents_were_all_killed_nothing_stays(tmp_path: Path) -> N
             job.process.kill()
 
         for name in names:
-            wait_for(
-                lambda name=name: len(left(etcd, name)) == KEYS_OF_THE_DEAD, "the leases of the dead have ended", 5
-            )
+            held = partial(left, etcd, name)
+            wait_for(lambda held=held: len(held()) == KEYS_OF_THE_DEAD, "the leases have ended", 5, every_s=0.1)
         for name in names:
-            wait_for(lambda name=name: not left(etcd, name), f"the keys of {name} are gone", 20)
+            wait_for(lambda name=name: not left(etcd, name), f"the keys of {name} are gone", 20, every_s=0.2)
         assert etcd.ctl("lease", "list").split() == ["found", "0", "leases"]
 
 

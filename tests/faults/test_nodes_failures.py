@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import re
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.faults.cluster import REDUCER, Cluster, LightCluster
+from tests.faults.cluster import REDUCER, Cluster, LightCluster, Shared
 from tests.faults.processes import is_alive
 from tests.harness import slow, wait_for
 from tests.nodes import needs_nodes
@@ -38,31 +39,89 @@ def test_a_worker_killed_on_one_node_restarts_the_workers_of_all(tmp_path: Path)
         cluster.end()
 
 
-def test_nodes_that_were_all_given_one_master_port_come_back_after_a_failure(tmp_path: Path) -> None:
-    with LightCluster(tmp_path, 2) as cluster:
-        cluster.start(0, 1, nnodes="2", options=("--master-port", "29511"))
-        first = cluster.meeting(2)
-
-        os.kill(first.pid(0), signal.SIGKILL)
-
-        second = cluster.meeting(2, after=first)
-        assert second.generation == first.generation + 1
-        assert second.hosts == first.hosts
-        cluster.end()
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
+    """A job of two nodes."""
+    options = ("--max-restarts", "100", "--master-port", "29511")
+    with Shared(tmp_path_factory, 2, nnodes="2", options=options) as shared:
+        yield shared
 
 
-def test_two_workers_that_fail_at_once_are_one_restart(tmp_path: Path) -> None:
-    with LightCluster(tmp_path, 2) as cluster:
-        cluster.start(0, 1, nnodes="2", options=("--max-restarts", "1"))
-        first = cluster.meeting(2)
+def test_nodes_that_were_all_given_one_master_port_come_back_after_a_failure(pair: Shared) -> None:
+    cluster, first = pair.job()
 
-        for rank in (0, 1):
-            os.kill(first.pid(rank), signal.SIGKILL)
+    os.kill(first.pid(0), signal.SIGKILL)
 
-        second = cluster.meeting(2, after=first)
-        assert second.generation == first.generation + 1
-        assert second.restarts == 1
-        cluster.end()
+    second = cluster.meeting(2, after=first)
+    assert second.generation == first.generation + 1
+    assert second.hosts == first.hosts
+    assert {r["master_port"] for r in cluster.records.of("started")} == {29511}
+    cluster.goes_on(second)
+
+
+def test_two_workers_that_fail_at_once_are_one_restart(pair: Shared) -> None:
+    cluster, first = pair.job()
+
+    for rank in (0, 1):
+        os.kill(first.pid(rank), signal.SIGKILL)
+
+    second = cluster.meeting(2, after=first)
+    assert second.generation == first.generation + 1
+    assert second.restarts == first.restarts + 1
+    cluster.goes_on(second)
+
+
+def test_a_fork_server_killed_on_one_node_restarts_the_workers_of_all(pair: Shared) -> None:
+    cluster, first = pair.job()
+    other = len(cluster.agents[0].stderr)
+
+    cluster.agents[1].fork_server().kill()
+
+    second = cluster.meeting(2, after=first)
+    assert second.generation == first.generation + 1
+    said = cluster.agents[0].stderr[other:]
+    assert "fork server was killed by SIGKILL" in said, "the other node says the cause, too"
+    cluster.goes_on(second)
+
+
+def test_a_failure_on_one_node_runs_the_nodes_again_that_were_done(pair: Shared) -> None:
+    cluster, first = pair.job()
+    generation = first.generation
+    cluster.ask("hang", moment="last", generation=generation, rank=1)
+    (cluster.folder / "end").touch()
+    wait_for(lambda: cluster.records.of("hang", generation), "rank 1 hangs at its end")
+    done = ("get", "--prefix", "--keys-only", f"/elaunch/job/done/{generation:010d}/")
+    wait_for(lambda: cluster.etcd.ctl(*done).strip(), "node 0 is done", every_s=0.1)
+    (cluster.folder / "end").unlink()
+
+    os.kill(first.pid(1), signal.SIGKILL)
+
+    second = cluster.meeting(2, after=first)
+    assert [r["rank"] for r in cluster.records.of("ended", generation)] == [0]
+    why = rf"running again: rank 1 .* was killed by SIGKILL in generation {generation}"
+    assert re.search(why, cluster.agents[cluster.node(first.hosts[0]).index].stderr), cluster.story()
+    assert second.restarts == first.restarts + 1
+    cluster.goes_on(second)
+
+
+def test_a_killed_agent_takes_its_workers_along_and_its_successor_takes_its_place(pair: Shared) -> None:
+    cluster, first = pair.job()
+    (rank,) = first.ranks_on(cluster.nodes[1])
+
+    killed_at_s = cluster.agents[1].kill_agent()
+
+    cluster.agents[1].assert_nothing_is_left(killed_at_s, [first.pid(rank)])
+    pair.start(1)
+    second = cluster.meeting(2, after=first)
+    assert second.restarts == first.restarts, "a lost node is nobody's failure"
+    assert second.hosts[0] == "node0", "the survivor has rank 0"
+    cluster.goes_on(second)
+
+
+def test_a_job_that_has_recovered_ends_well_on_all_nodes_and_leaves_nothing(pair: Shared) -> None:
+    cluster, _ = pair.job()
+
+    cluster.end()
 
 
 @pytest.mark.slow
@@ -79,19 +138,6 @@ def test_a_worker_and_another_node_that_fail_at_once_are_one_new_generation(tmp_
         assert second.generation == first.generation + 1
         assert second.hosts == first.hosts[:2]
         cluster.end(*({0, 1, 2} - {lost.index}))
-
-
-def test_a_fork_server_killed_on_one_node_restarts_the_workers_of_all(tmp_path: Path) -> None:
-    with LightCluster(tmp_path, 2) as cluster:
-        cluster.start(0, 1, nnodes="2")
-        first = cluster.meeting(2)
-
-        cluster.agents[1].fork_server().kill()
-
-        second = cluster.meeting(2, after=first)
-        assert second.generation == first.generation + 1
-        assert "fork server was killed by SIGKILL" in cluster.agents[0].stderr, "the other node says the cause, too"
-        cluster.end()
 
 
 @pytest.mark.slow
@@ -151,26 +197,6 @@ def test_with_max_restarts_0_a_lost_node_ends_the_job(tmp_path: Path) -> None:
         assert "node1" in cluster.agents[0].stderr
 
 
-def test_a_failure_on_one_node_runs_the_nodes_again_that_were_done(tmp_path: Path) -> None:
-    with LightCluster(tmp_path, 2) as cluster:
-        cluster.start(0, 1, nnodes="2")
-        first = cluster.meeting(2)
-        cluster.ask("hang", moment="last", generation=0, rank=1)
-        (tmp_path / "end").touch()
-        wait_for(lambda: cluster.records.of("hang"), "rank 1 hangs at its end")
-        done = f"/elaunch/job/done/{0:010d}/"
-        wait_for(lambda: cluster.etcd.ctl("get", "--prefix", "--keys-only", done).strip(), "node 0 is done")
-        (tmp_path / "end").unlink()
-
-        os.kill(first.pid(1), signal.SIGKILL)
-
-        second = cluster.meeting(2, after=first)
-        assert [r["rank"] for r in cluster.records.of("ended", 0)] == [0]
-        assert re.search(r"running again: rank 1 .* was killed by SIGKILL", cluster.agents[0].stderr)
-        assert second.restarts == 1
-        cluster.end()
-
-
 @pytest.mark.slow
 def test_a_library_that_one_node_lacks_ends_the_job_without_another_try(tmp_path: Path) -> None:
     with LightCluster(tmp_path, 2) as cluster:
@@ -186,22 +212,6 @@ def test_a_library_that_one_node_lacks_ends_the_job_without_another_try(tmp_path
             assert "ModuleNotFoundError: No module named 'of_node0'" in agent.stderr
             assert "host      : node1" in agent.stderr
             assert "generation 1" not in agent.stderr
-
-
-def test_a_killed_agent_takes_its_workers_along_and_its_successor_takes_its_place(tmp_path: Path) -> None:
-    with LightCluster(tmp_path, 2) as cluster:
-        cluster.start(0, 1, nnodes="2")
-        first = cluster.meeting(2)
-        rank = first.ranks_on(cluster.nodes[1])[0]
-
-        killed_at_s = cluster.agents[1].kill_agent()
-
-        cluster.agents[1].assert_nothing_is_left(killed_at_s, [first.pid(rank)])
-        cluster.start(1, nnodes="2")
-        second = cluster.meeting(2, after=first)
-        assert second.restarts == 0, "a lost node is nobody's failure"
-        assert second.hosts[0] == "node0", "the survivor has rank 0"
-        cluster.end()
 
 
 @pytest.mark.parametrize("leads", [True, slow(False)])

@@ -14,9 +14,7 @@ CONNECT_S = 60.0
 class TCPStore:
     """The master's; it serves in threads of this process until that ends."""
 
-    def __init__(
-        self, host: str, port: int, *, is_master: bool, wait_for_workers: bool, master_listen_fd: int
-    ) -> None:
+    def __init__(self, host: str, port: int, *, is_master: bool, wait_for_workers: bool, master_listen_fd: int) -> None:
         assert is_master
         assert not wait_for_workers
         self._keys: dict[str, str] = {}
