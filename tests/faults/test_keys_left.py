@@ -124,11 +124,11 @@ def left(etcd: Etcd, name: str) -> dict[str, int]:
 
 def test_a_job_that_has_ended_leaves_its_outcome_and_few_bytes_under_a_lease_of_days(tmp_path: Path) -> None:
     with Etcd("3.4") as etcd, ExitStack() as stack:
-        names = [f"small-{number}" for number in range(5)]
+        names = [f"small-{number}" for number in range(2)]
         jobs = [
             stack.enter_context(Job(tmp_path, *job_words(etcd, name), FAILS_ONCE, env=WITHOUT_TORCH)) for name in names
         ]
-        assert [job.wait() for job in jobs] == [0] * 5, "\n".join(job.output for job in jobs)
+        assert [job.wait() for job in jobs] == [0, 0], "\n".join(job.output for job in jobs)
 
         for name in names:
             keys = left(etcd, name)
@@ -138,7 +138,7 @@ def test_a_job_that_has_ended_leaves_its_outcome_and_few_bytes_under_a_lease_of_
             ended = etcd.ctl("get", "--print-value-only", f"/elaunch/{name}/ctl/ended")
             assert decode(Outcome, ended).kind is OutcomeKind.SUCCEEDED
         leases = etcd.ctl("lease", "list").split()[3:]
-        assert len(leases) == 5, "one for each job, and none of an agent"
+        assert len(leases) == 2, "one for each job, and none of an agent"
         week_s = 7 * 24 * 3600
         for lease in leases:
             told = json.loads(etcd.ctl("lease", "timetolive", lease, "-w", "json"))

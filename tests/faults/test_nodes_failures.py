@@ -413,10 +413,12 @@ def test_a_job_whose_agents_were_killed_begins_anew_when_they_are_started_otherw
 
 
 def test_two_jobs_on_one_etcd_do_not_notice_each_other(tmp_path: Path) -> None:
-    with LightCluster(tmp_path, 4) as one:
+    # A node each, which might be two: so each needs the etcd.
+    options = ("--nproc-per-node", "2", "--rdzv-conf", "last_call_timeout=0")
+    with LightCluster(tmp_path, 2) as one:
         other = one.sharing(tmp_path / "other")
-        one.start(0, 1, nnodes="2", job="one")
-        other.start(2, 3, nnodes="2", job="other")
+        one.start(0, nnodes="1:2", job="one", options=options)
+        other.start(1, nnodes="1:2", job="other", options=options)
         first, theirs = one.meeting(2), other.meeting(2)
 
         os.kill(first.pid(0), signal.SIGKILL)
