@@ -180,16 +180,24 @@ def test_two_terminals_of_one_host_need_no_token(two: Two, store: tuple[str, ...
     assert_both_succeed(two, head, other)
 
 
-def test_the_store_of_a_killed_head_ends_with_it_and_its_token_is_gone(two: Two) -> None:
-    head = two.type(0, *RECIPE, *two.program, user="home-of-both")
-    line_of(head)
-    assert len(servers(two.nodes[0])) == 1
-    assert list((two.folder / "home-of-both").iterdir())
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Two]:
+    """The nodes of a head that has served a store, with a token in its user's home, and was killed."""
+    with Two(tmp_path_factory.mktemp("killed")) as two:
+        head = two.type(0, *RECIPE, *two.program, user="home-of-both")
+        line_of(head)
+        assert len(servers(two.nodes[0])) == 1
+        assert list((two.folder / "home-of-both").iterdir())
+        head.signal(signal.SIGKILL)
+        yield two
 
-    head.signal(signal.SIGKILL)
 
-    wait_for(lambda: not servers(two.nodes[0]), "the end of the store")
-    wait_for(lambda: not list((two.folder / "home-of-both").iterdir()), "the end of the token's file")
+def test_a_killed_heads_token_is_gone_with_it(killed: Two) -> None:
+    wait_for(lambda: not list((killed.folder / "home-of-both").iterdir()), "the end of the token's file")
+
+
+def test_the_store_ends_with_the_heads_agent_however_that_ends(killed: Two) -> None:
+    wait_for(lambda: not servers(killed.nodes[0]), "the end of the store")
 
 
 def test_the_other_node_may_come_first(two: Two) -> None:
