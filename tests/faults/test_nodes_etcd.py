@@ -186,14 +186,23 @@ def test_an_agent_that_finds_no_etcd_waits_for_it(tmp_path: Path) -> None:
 
 def test_an_etcd_that_was_cut_off_from_everybody_until_all_leases_ended_costs_nothing(on_one_member: Shared) -> None:
     cluster, meeting = on_one_member.job()
-
-    cluster.nodes[2].unplug()
     members = ("get", "--prefix", "--keys-only", "/elaunch/job/members/")
-    wait_for(lambda: not cluster.etcd.ctl(*members).strip(), "all leases have ended", every_s=0.2)
+    late, on_etcd = cluster.nodes[1 - cluster.leader()], cluster.nodes[2]
+
+    def wait_for_members(count: int) -> None:
+        wait_for(lambda: len(cluster.etcd.ctl(*members).split()) == count, f"{count} members", every_s=0.1)
+
+    on_etcd.unplug()
+    wait_for_members(0)
 
     cluster.goes_on(meeting)
-    cluster.nodes[2].plug_in()
-    wait_for(lambda: len(cluster.etcd.ctl(*members).split()) == 2, "all are members again", every_s=0.2)
+    # Who leads is back first, and sees that the other node is no member.
+    cluster.nodes.cut(late, on_etcd)
+    on_etcd.plug_in()
+    wait_for_members(1)
+    cluster.goes_on(meeting)
+    cluster.nodes.heal()
+    wait_for_members(2)
     # Whoever was taken for lost would be by then.
     cluster.trains_for(meeting, 6)
 
