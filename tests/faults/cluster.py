@@ -278,7 +278,8 @@ class Shared:
         self._now = None
 
     def _training(self, cluster: LightCluster) -> Meeting:
-        assert all(agent.process.poll() is None for agent in cluster.agents.values())
+        there = [*cluster.agents.values(), *cluster.etcd.members]
+        assert all(each.process and each.process.poll() is None for each in there)
         meeting = cluster.records.meeting(self._agents)
         assert meeting
         cluster.goes_on(meeting, 1)

@@ -207,16 +207,32 @@ def test_an_etcd_that_was_cut_off_from_everybody_until_all_leases_ended_costs_no
     cluster.trains_for(meeting, 6)
 
 
-def test_an_etcd_that_has_lost_its_history_ends_the_job_with_a_sentence(on_one_member: Shared) -> None:
-    cluster, meeting = on_one_member.job()
-    (member,) = cluster.etcd.members
+# Workers that do not hear of each other's end.
+SLEEPER = """
+import os, pathlib, sys, time
+pathlib.Path(sys.argv[1], "pid-" + os.environ["RANK"]).write_text(str(os.getpid()))
+time.sleep(600)
+"""
 
-    member.kill()
-    cluster.nodes[2].power_off()
-    cluster.nodes[2].power_on()
-    member.start()
 
-    cluster.ended({0: 3, 1: 3})
-    assert not any(is_alive(meeting.pid(rank)) for rank in (0, 1))
-    for agent in cluster.agents.values():
-        assert "history" in agent.stderr, agent.stderr
+def test_an_etcd_that_has_lost_its_history_ends_the_job_with_a_sentence(tmp_path: Path) -> None:
+    program = tmp_path / "sleeper.py"
+    program.write_text(SLEEPER)
+    with LightCluster(tmp_path, 2) as cluster:
+        cluster.start(0, 1, nnodes="2", program=program)
+        pids = wait_for(lambda: len(found := pids_in(tmp_path)) == 2 and found, "both workers")
+        (member,) = cluster.etcd.members
+
+        member.kill()
+        cluster.nodes[2].power_off()
+        cluster.nodes[2].power_on()
+        member.start()
+
+        cluster.ended({0: 3, 1: 3})
+        assert not any(map(is_alive, pids))
+        for agent in cluster.agents.values():
+            assert "history" in agent.stderr, agent.stderr
+
+
+def pids_in(folder: Path) -> list[int]:
+    return [int(text) for path in folder.glob("pid-*") if (text := path.read_text())]
