@@ -234,7 +234,8 @@ class Etcd:
                     return living[ids.index(leaders.pop())]
             return None
 
-        return wait_for(agreed, "etcd has a leader")
+        # A process for each look.
+        return wait_for(agreed, "etcd has a leader", every_s=0.2)
 
     def _start(self, count: int) -> None:
         for attempt in range(3):

@@ -37,12 +37,12 @@ def slow(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-def wait_for(fact: Callable[[], Fact], what: str, deadline_s: float = DEADLINE_S) -> Fact:
-    """The first true value of `fact()`; fails with `what` when the deadline passes."""
+def wait_for(fact: Callable[[], Fact], what: str, deadline_s: float = DEADLINE_S, *, every_s: float = 0.005) -> Fact:
+    """The first true value of `fact()`; fails with `what` when the deadline passes. It is asked `every_s`."""
     end_s = time.monotonic() + deadline_s
     while not (found := fact()):
         assert time.monotonic() < end_s, f"not within {deadline_s:g} s: {what}"
-        time.sleep(0.005)
+        time.sleep(every_s)
     return found
 
 

@@ -6,15 +6,19 @@ import copy
 import json
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
+import pytest
 
 from tests.etcd import Etcd, Member
 from tests.faults.meetings import Meeting, Records
-from tests.faults.processes import Watched, described, is_alive
+from tests.faults.processes import LIGHT, Watched, described, is_alive
 from tests.harness import wait_for
 from tests.nodes import Node, Nodes
+from tests.standin import WITHOUT_TORCH
 
 REDUCER = Path(__file__).with_name("reducer.py")
 # torch alone: its optimizers are not used here, and every node imports for itself on the same two cores.
@@ -31,6 +35,10 @@ class Cluster:
 
     Use it as a context manager: all ends with it. `folder` is what all nodes see; workers and tests meet there.
     """
+
+    # What every node imports, and more of its environment.
+    _preload: tuple[str, ...] = PRELOAD
+    _environment: Mapping[str, str] = {}
 
     def __init__(
         self,
@@ -100,7 +108,7 @@ class Cluster:
     ) -> None:
         """Type the command on these nodes, each in a folder of its own; what runs by it is `agents[index]`."""
         words = ["--nnodes", nnodes, "--rdzv-endpoint", self.endpoints, "--rdzv-id", job]
-        words += ["--log-dir", str(self.logs), *PRELOAD, *options, str(program), str(self.folder)]
+        words += ["--log-dir", str(self.logs), *self._preload, *options, str(program), str(self.folder)]
         for i in indices:
             self.type(i, *words, env=env)
 
@@ -108,7 +116,8 @@ class Cluster:
         """Type exactly these words after the command's name."""
         home = self.folder / self.nodes[index].name
         home.mkdir(exist_ok=True)
-        self.agents[index] = Watched(home, *words, env=dict(env or {}), prefix=self.nodes[index].prefix)
+        variables = {**self._environment, **(env or {})}
+        self.agents[index] = Watched(home, *words, env=variables, prefix=self.nodes[index].prefix)
         self._all_agents.append(self.agents[index])
 
     def meeting(self, world_size: int, after: Meeting | None = None) -> Meeting:
@@ -207,8 +216,71 @@ class Cluster:
     def leader(self, job: str = "job") -> int:
         """The index of the node whose agent leads the job."""
         key = f"/elaunch/{job}/ctl/leader"
-        held = wait_for(lambda: self.etcd.ctl("get", "--print-value-only", key).strip().strip('"'), "a leader")
+        get = ("get", "--print-value-only", key)
+        held = wait_for(lambda: self.etcd.ctl(*get).strip().strip('"'), "a leader", every_s=0.1)
         return self.node(held.rpartition("-")[0]).index
 
     def member_on(self, node: Node) -> Member:
         return next(m for m in self.etcd.members if m.endpoint.startswith(f"{node.ipv4}:"))
+
+
+class LightCluster(Cluster):
+    """A cluster whose nodes have a stand-in for torch: for what becomes of agents, nodes and the store."""
+
+    _preload = LIGHT
+    _environment = WITHOUT_TORCH
+
+
+class Shared:
+    """A job without torch that one test after another hurts: to recover costs it less than a new job's start.
+
+    Where a test before has left less than the whole job, a new one is started. Use it as a context manager.
+    """
+
+    def __init__(
+        self,
+        folders: pytest.TempPathFactory,
+        agents: int,
+        *,
+        nodes: int | None = None,
+        members_on: Sequence[int] = (),
+        **start: Any,
+    ) -> None:
+        """Of `nodes` the first run `agents`, one each; `start` is what LightCluster.start is told of them."""
+        self._folders, self._agents, self._nodes = folders, agents, nodes or agents
+        self._members_on, self._start = members_on, start
+        self._now: LightCluster | None = None
+
+    def __enter__(self) -> Shared:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._close()
+
+    def job(self) -> tuple[LightCluster, Meeting]:
+        """The job, all of whose ranks are training, and their meeting."""
+        with suppress(AssertionError):
+            if self._now:
+                return self._now, self._training(self._now)
+        self._close()
+        self._now = LightCluster(self._folders.mktemp("job"), self._nodes, members_on=self._members_on)
+        self.start(*range(self._agents))
+        return self._now, self._now.meeting(self._agents)
+
+    def start(self, *indices: int) -> None:
+        """Type the job's command on these nodes, as at its beginning."""
+        assert self._now
+        self._now.start(*indices, **self._start)
+
+    def _close(self) -> None:
+        if self._now:
+            self._now.__exit__()
+        self._now = None
+
+    def _training(self, cluster: LightCluster) -> Meeting:
+        there = [*cluster.agents.values(), *cluster.etcd.members]
+        assert all(each.process and each.process.poll() is None for each in there)
+        meeting = cluster.records.meeting(self._agents)
+        assert meeting
+        cluster.goes_on(meeting, 1)
+        return meeting

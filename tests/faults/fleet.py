@@ -13,6 +13,7 @@ from pathlib import Path
 
 from tests.faults.processes import Watched, is_alive
 from tests.harness import wait_for
+from tests.standin import WITHOUT_TORCH
 
 LIVELY = Path(__file__).with_name("lively.py")
 OPTIONS = ("--nproc-per-node", "1", "--no-preload", "--max-restarts", "1000", "--rdzv-backend", "etcd")
@@ -39,7 +40,7 @@ class Fleet:
             home = folder / f"node{index}"
             home.mkdir()
             words = ("--nnodes", str(len(endpoints)), "--rdzv-endpoint", endpoint, "--rdzv-id", job)
-            env = {"LIVELY_NODE": str(index)}
+            env = {"LIVELY_NODE": str(index), **WITHOUT_TORCH}
             self.agents.append(Watched(home, *words, *OPTIONS, *options, str(LIVELY), str(folder), env=env))
 
     def __enter__(self) -> Fleet:

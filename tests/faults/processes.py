@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 
 from tests.harness import Job, wait_for
+from tests.standin import WITHOUT_TORCH
 
 TAG = "FAULT_TEST_JOB"
 # A light module in place of torch: the same way through the fork server, without the two seconds that torch takes.
@@ -136,6 +137,13 @@ class Watched(Job):
         words = (word for guardian in found for word in described(guardian).split())
         self._memory_dirs |= {Path(word) for word in words if word.endswith("_memory")}
         return found
+
+
+class Light(Watched):
+    """A watched job in which nothing imports torch: the fork server does not, nor does the worker store."""
+
+    def __init__(self, folder: Path, *args: str, env: dict[str, str] | None = None, **popen: object) -> None:
+        super().__init__(folder, *LIGHT, *args, env={**WITHOUT_TORCH, **(env or {})}, **popen)
 
 
 def is_alive(process: psutil.Process | int) -> bool:

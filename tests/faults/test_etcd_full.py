@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 from base64 import b64encode
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -40,34 +41,50 @@ def mend(etcd: Etcd) -> None:
     etcd.ctl("alarm", "disarm")
 
 
-@pytest.mark.parametrize("version", [slow(each) if each == "3.4" else each for each in VERSIONS])
-def test_a_full_etcd_is_said_with_the_way_out_and_the_job_goes_on_when_it_is_mended(
-    tmp_path: Path, version: str
-) -> None:
+@pytest.fixture(scope="module", params=[slow(each) if each == "3.4" else each for each in VERSIONS])
+def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Etcd, Fleet]]:
+    """A job that runs, on an etcd with little room."""
     with (
-        Etcd(version, options=(f"--quota-backend-bytes={QUOTA_BYTES}",)) as etcd,
-        Fleet(tmp_path / "job", [etcd.endpoints] * 2) as fleet,
+        Etcd(request.param, options=(f"--quota-backend-bytes={QUOTA_BYTES}",)) as etcd,
+        Fleet(tmp_path_factory.mktemp("full") / "job", [etcd.endpoints] * 2) as fleet,
     ):
-        fleet.run(0)
-        # A full 3.5 refuses reads in transactions too: it may be said before anything fails.
-        said = len(fleet.agents[1].stderr)
-        fill(etcd)
-        for node in (0, 1):
-            fleet.goes_on(node)
+        yield etcd, fleet
 
-        assert fleet.kill_worker(1)
 
-        fleet.says(1, WAY_OUT, SAID_S, after=said)
-        # The other node cannot be told of the failure: its worker is healthy, and goes on.
-        fleet.goes_on(0)
-        assert fleet.life(0).generation == 0, fleet.story()  # type: ignore[union-attr]
-        assert [agent.process.poll() for agent in fleet.agents] == [None, None], fleet.story()
+def test_a_full_etcd_is_said_with_the_way_out_and_the_job_goes_on_when_it_is_mended(job: tuple[Etcd, Fleet]) -> None:
+    etcd, fleet = job
+    fleet.run(0)
+    # A full 3.5 refuses reads in transactions too: it may be said before anything fails.
+    said = len(fleet.agents[1].stderr)
+    fill(etcd)
+    for node in (0, 1):
+        fleet.goes_on(node)
 
-        mend(etcd)
+    assert fleet.kill_worker(1)
 
-        fleet.run(1)
-        fleet.end()
-        assert [agent.wait() for agent in fleet.agents] == [0, 0], fleet.story()
+    fleet.says(1, WAY_OUT, SAID_S, after=said)
+    # The other node cannot be told of the failure: its worker is healthy, and goes on.
+    fleet.goes_on(0)
+    assert fleet.life(0).generation == 0, fleet.story()  # type: ignore[union-attr]
+    assert [agent.process.poll() for agent in fleet.agents] == [None, None], fleet.story()
+
+    mend(etcd)
+
+    fleet.run(1)
+
+
+def test_a_job_whose_workers_end_while_etcd_is_full_ends_well_when_it_is_mended(job: tuple[Etcd, Fleet]) -> None:
+    etcd, fleet = job
+    fleet.run(0)
+    said = [len(agent.stderr) for agent in fleet.agents]
+    fill(etcd)
+
+    fleet.end()
+
+    for node in (0, 1):
+        fleet.says(node, WAY_OUT, 10, after=said[node])
+    mend(etcd)
+    assert [agent.wait() for agent in fleet.agents] == [0, 0], fleet.story()
 
 
 def test_a_job_that_finds_a_full_etcd_says_so_and_starts_when_it_is_mended(tmp_path: Path) -> None:
@@ -82,22 +99,6 @@ def test_a_job_that_finds_a_full_etcd_says_so_and_starts_when_it_is_mended(tmp_p
             fleet.run(0)
             fleet.end()
             assert [agent.wait() for agent in fleet.agents] == [0, 0], fleet.story()
-
-
-def test_a_job_whose_workers_end_while_etcd_is_full_ends_well_when_it_is_mended(tmp_path: Path) -> None:
-    with (
-        Etcd("3.5", options=(f"--quota-backend-bytes={QUOTA_BYTES}",)) as etcd,
-        Fleet(tmp_path / "job", [etcd.endpoints] * 2) as fleet,
-    ):
-        fleet.run(0)
-        fill(etcd)
-
-        fleet.end()
-
-        for node in (0, 1):
-            fleet.says(node, WAY_OUT, 10)
-        mend(etcd)
-        assert [agent.wait() for agent in fleet.agents] == [0, 0], fleet.story()
 
 
 @pytest.mark.slow

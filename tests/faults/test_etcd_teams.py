@@ -15,7 +15,7 @@ from elaunch.rendezvous.etcd.store import EtcdStore
 from elaunch.rendezvous.store import Denied, Put, Txn
 from tests.certificates import Certificates
 from tests.etcd import Etcd
-from tests.faults.processes import LIGHT, Watched
+from tests.faults.processes import Light, Watched
 from tests.harness import REPOSITORY, wait_for
 
 TEAMS = ("vision", "nlp")
@@ -67,8 +67,8 @@ class Teams:
         }  # fmt: skip
         words = ("--nnodes", "2", "--run-id", "job", "--rdzv-endpoint", self.etcd.endpoints)
         settings = ",".join(f"{name}={value}" for name, value in conf.items())
-        program = (*LIGHT, "--nproc-per-node", "1", str(self.folder / "train.py"), str(self.end), *args)
-        with Watched(home, *words, "--rdzv-conf", settings, *program) as agent:
+        program = ("--nproc-per-node", "1", str(self.folder / "train.py"), str(self.end), *args)
+        with Light(home, *words, "--rdzv-conf", settings, *program) as agent:
             yield agent
 
     def store(self, team: str) -> EtcdStore:

@@ -11,8 +11,9 @@ import psutil
 import pytest
 
 from elaunch.agent.guardian.guardian import kill_cgroup
-from tests.faults.processes import CHILDREN, LIGHT, SAY, Watched, is_alive, library
+from tests.faults.processes import CHILDREN, LIGHT, SAY, Light, Watched, is_alive, library
 from tests.harness import script, wait_for
+from tests.standin import WITHOUT_TORCH
 
 WITH_CHILDREN = f"""{SAY}{CHILDREN}
 say("worker", os.getpid())
@@ -34,7 +35,7 @@ def said_pids(job: Watched, *names: str, each: int) -> list[int]:
 @pytest.mark.parametrize("how", [LIGHT, ("--no-preload",)], ids=["forked", "no-preload"])
 def test_children_of_workers_die_with_the_agent(tmp_path: Path, how: tuple[str, ...]) -> None:
     script(tmp_path, WITH_CHILDREN)
-    with Watched(tmp_path, *how, "--nproc-per-node", "2", "train.py") as job:
+    with Watched(tmp_path, *how, "--nproc-per-node", "2", "train.py", env=WITHOUT_TORCH) as job:
         pids = said_pids(job, *NAMES, each=2)
         assert job.run_dirs(), "there is no run directory to remove"
 
@@ -55,7 +56,7 @@ def test_a_command_and_what_it_started_die_with_the_agent(tmp_path: Path) -> Non
         """,
         "wrapper.sh",
     )
-    with Watched(tmp_path, "--no-python", "--nproc-per-node", "2", "bash", "wrapper.sh") as job:
+    with Watched(tmp_path, "--no-python", "--nproc-per-node", "2", "bash", "wrapper.sh", env=WITHOUT_TORCH) as job:
         pids = said_pids(job, *NAMES, each=2)
 
         killed_at_s = job.kill_agent()
@@ -79,7 +80,7 @@ for _ in batches:
     time.sleep(0.01)
 """,
     )
-    with Watched(tmp_path, "--nproc-per-node", "1", "train.py") as job:
+    with Watched(tmp_path, "--preload", "torch", "--nproc-per-node", "1", "train.py") as job:
         said_pids(job, "worker", each=1)
         pids = said_pids(job, "loader", each=2)
 
@@ -104,7 +105,7 @@ def test_a_fork_server_that_still_imports_dies_with_the_agent(tmp_path: Path) ->
 def test_workers_that_are_being_forked_die_with_the_agent(tmp_path: Path) -> None:
     workers = 64
     script(tmp_path, f"{SAY}{CHILDREN}\nwhile True: signal.pause()")
-    with Watched(tmp_path, *LIGHT, "--nproc-per-node", str(workers), "train.py") as job:
+    with Light(tmp_path, "--nproc-per-node", str(workers), "train.py") as job:
         children = Path(f"/proc/{job.fork_server().pid}/task/{job.fork_server().pid}/children")
         wait_for(children.read_text, "the first worker")
 
@@ -127,7 +128,7 @@ while True:
     time.sleep(600)
 """,
     )
-    with Watched(tmp_path, *LIGHT, "--nproc-per-node", "2", "--stop-grace", "600", "train.py") as job:
+    with Light(tmp_path, "--nproc-per-node", "2", "--stop-grace", "600", "train.py") as job:
         pids = said_pids(job, *NAMES, each=2)
         job.process.terminate()
         said_pids(job, "stopping", each=2)
@@ -141,7 +142,7 @@ def test_a_nested_job_dies_with_the_outer_agent(tmp_path: Path) -> None:
     script(tmp_path, WITH_CHILDREN, "inner.py")
     inner = [sys.executable, "-m", "elaunch", *LIGHT, "--nproc-per-node", "2", "inner.py"]
     script(tmp_path, f"{SAY}\nsubprocess.run({inner!r})", "outer.py")
-    with Watched(tmp_path, *LIGHT, "--nproc-per-node", "1", "outer.py") as job:
+    with Light(tmp_path, "--nproc-per-node", "1", "outer.py") as job:
         pids = said_pids(job, *NAMES, each=2)
         assert len(job.run_dirs()) == 2, "each agent should have a run directory"
         below = psutil.Process(job.process.pid).children(recursive=True)
@@ -155,11 +156,11 @@ def test_a_nested_job_dies_with_the_outer_agent(tmp_path: Path) -> None:
 
 def test_what_an_agent_killed_together_with_its_guardian_has_left_is_removed_by_the_next(tmp_path: Path) -> None:
     script(tmp_path, f"{SAY}\nsay('worker', os.getpid())\nwhile True: signal.pause()")
-    options = (*LIGHT, "--nproc-per-node", "1", "train.py")
-    with Watched(tmp_path, *options) as living:
+    options = ("--nproc-per-node", "1", "train.py")
+    with Light(tmp_path, *options) as living:
         said_pids(living, "worker", each=1)
         kept = [*living.run_dirs(), *living.memory_dirs()]
-        with Watched(tmp_path, *options) as killed:
+        with Light(tmp_path, *options) as killed:
             said_pids(killed, "worker", each=1)
             left = [path for path in (*killed.run_dirs(), *killed.memory_dirs()) if path not in kept]
             guardian = killed.guardian()
@@ -171,7 +172,7 @@ def test_what_an_agent_killed_together_with_its_guardian_has_left_is_removed_by_
             assert len(left) == len(kept) == 2
             assert all(path.exists() for path in left), "nobody was to remove it yet"
 
-            with Watched(tmp_path, *options) as following:
+            with Light(tmp_path, *options) as following:
                 said_pids(following, "worker", each=1)
                 wait_for(lambda: not any(path.exists() for path in left), "the removal")
 

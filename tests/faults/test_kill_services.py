@@ -10,8 +10,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.faults.processes import CHILDREN, LIGHT, SAY, Watched, is_alive, library
+from tests.faults.processes import CHILDREN, SAY, Light, Watched, is_alive, library
 from tests.harness import script, wait_for
+from tests.standin import WITHOUT_TORCH
 
 # Generation 0 waits to be hurt, the next ones succeed.
 WAITS_IN_GENERATION_0 = f"""{SAY}{CHILDREN}
@@ -24,7 +25,7 @@ print("succeeds in generation", GENERATION)
 
 def test_a_killed_fork_server_takes_its_workers_along_and_the_next_generation_has_another(tmp_path: Path) -> None:
     script(tmp_path, WAITS_IN_GENERATION_0)
-    with Watched(tmp_path, *LIGHT, "--nproc-per-node", "2", "train.py") as job:
+    with Light(tmp_path, "--nproc-per-node", "2", "train.py") as job:
         wait_for(lambda: len(job.pids("worker")) == 2, "both workers")
         old, first = job.fork_server(), job.pids("worker")
 
@@ -44,7 +45,7 @@ def test_a_killed_fork_server_takes_its_workers_along_and_the_next_generation_ha
 
 def test_restarted_workers_have_the_new_fork_server_as_parent(tmp_path: Path) -> None:
     script(tmp_path, f"{SAY}\nsay(f'generation {{GENERATION}} parent', os.getppid())\nsignal.pause()")
-    with Watched(tmp_path, *LIGHT, "--nproc-per-node", "1", "train.py") as job:
+    with Light(tmp_path, "--nproc-per-node", "1", "train.py") as job:
         old = wait_for(lambda: job.pids("generation 0 parent"), "the first worker's parent")[0]
         assert old == job.fork_server().pid
 
@@ -58,7 +59,7 @@ def test_restarted_workers_have_the_new_fork_server_as_parent(tmp_path: Path) ->
 @pytest.mark.parametrize("how", [("--no-preload", "train.py"), ("--no-python", sys.executable, "train.py")])
 def test_without_preloading_too_a_killed_fork_server_is_a_restart(tmp_path: Path, how: tuple[str, ...]) -> None:
     script(tmp_path, WAITS_IN_GENERATION_0)
-    with Watched(tmp_path, "--nproc-per-node", "2", *how) as job:
+    with Watched(tmp_path, "--nproc-per-node", "2", *how, env=WITHOUT_TORCH) as job:
         wait_for(lambda: len(job.pids("worker")) == 2, "both workers")
 
         job.fork_server().kill()
@@ -103,7 +104,7 @@ dist.destroy_process_group()
 print("reduced", int(total), "in generation", GENERATION)
 """,
     )
-    with Watched(tmp_path, "--nproc-per-node", "2", "train.py") as job:
+    with Watched(tmp_path, "--preload", "torch", "--nproc-per-node", "2", "train.py") as job:
         first = wait_for(lambda: len(found := job.pids("generation 0 worker")) == 2 and found, "both workers")
         store = job.child("elaunch: worker store")
 
@@ -119,7 +120,7 @@ print("reduced", int(total), "in generation", GENERATION)
 
 def test_a_killed_guardian_is_replaced_and_the_new_one_does_its_work(tmp_path: Path) -> None:
     script(tmp_path, f"{SAY}{CHILDREN}\nsay('worker', os.getpid())\nwhile True: signal.pause()")
-    with Watched(tmp_path, *LIGHT, "--nproc-per-node", "2", "train.py") as job:
+    with Light(tmp_path, "--nproc-per-node", "2", "train.py") as job:
         wait_for(lambda: len(job.pids("worker")) == 2, "both workers")
         pids = [pid for name in ("worker", "sleep", "setsid", "daemon") for pid in job.pids(name)]
         assert len(pids) == 8
@@ -136,7 +137,7 @@ def test_a_killed_guardian_is_replaced_and_the_new_one_does_its_work(tmp_path: P
 
 def test_a_stopped_fork_server_does_not_hide_a_dead_worker(tmp_path: Path) -> None:
     script(tmp_path, WAITS_IN_GENERATION_0)
-    with Watched(tmp_path, *LIGHT, "--nproc-per-node", "2", "--failure-grace", "0.5", "train.py") as job:
+    with Light(tmp_path, "--nproc-per-node", "2", "--failure-grace", "0.5", "train.py") as job:
         first = wait_for(lambda: len(found := job.pids("worker")) == 2 and found, "both workers")
         old = job.fork_server()
         old.send_signal(signal.SIGSTOP)
@@ -152,7 +153,7 @@ def test_a_stopped_fork_server_does_not_hide_a_dead_worker(tmp_path: Path) -> No
 
 def test_a_stopped_fork_server_does_not_keep_a_job_from_stopping(tmp_path: Path) -> None:
     script(tmp_path, WAITS_IN_GENERATION_0)
-    with Watched(tmp_path, *LIGHT, "--nproc-per-node", "2", "--stop-grace", "0.5", "train.py") as job:
+    with Light(tmp_path, "--nproc-per-node", "2", "--stop-grace", "0.5", "train.py") as job:
         wait_for(lambda: len(job.pids("worker")) == 2, "both workers")
         stopped = job.fork_server()
         stopped.send_signal(signal.SIGSTOP)

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+
+import pytest
 
 from tests.faults.cluster import Cluster
 from tests.faults.meetings import Meeting
 from tests.harness import wait_for
-from tests.nodes import needs_nodes
+from tests.nodes import Node, needs_nodes
 
 pytestmark = needs_nodes
 
@@ -35,57 +40,66 @@ def assert_stopped_together(cluster: Cluster, meeting: Meeting, reason: str) -> 
     return int(step)
 
 
-def assert_each_step_was_done_once(cluster: Cluster) -> None:
-    steps = [r["step"] for r in cluster.records.of("step") if r["rank"] == 0]
+@dataclass(frozen=True)
+class Job:
+    """One job, in whose first generation a node joins, in whose second one is preempted, and in whose third a node gets
+    a Ctrl-C, which ends it."""
+
+    cluster: Cluster
+    two_nodes: Meeting
+    three_nodes: Meeting
+    two_again: Meeting
+    preempted: Node
+    preempted_code: int
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
+    with Cluster(tmp_path_factory.mktemp("job"), 3) as cluster:
+        start = partial(cluster.start, nnodes="2:3", program=LISTENER, options=("--nproc-per-node", "2"))
+        start(0, 1)
+        two_nodes = cluster.meeting(4)
+        trained(cluster, two_nodes)
+
+        start(2)
+        three_nodes = cluster.meeting(6, after=two_nodes)
+        trained(cluster, three_nodes)
+
+        # Neither the first of the nodes nor the last.
+        preempted = cluster.node(three_nodes.hosts[2])
+        cluster.agents[preempted.index].signal(signal.SIGTERM)
+        code = cluster.agents[preempted.index].wait()
+        two_again = cluster.meeting(4, after=three_nodes)
+        cluster.assert_nothing_is_left(preempted)
+        trained(cluster, two_again)
+
+        cluster.agents[cluster.node(two_again.hosts[-1]).index].signal(signal.SIGINT)
+        cluster.ended(dict.fromkeys({0, 1, 2} - {preempted.index}, 130))
+        yield Job(cluster, two_nodes, three_nodes, two_again, preempted, code)
+
+
+def test_a_node_that_joins_has_all_ranks_of_two_agents_stop_after_the_same_step(job: Job) -> None:
+    assert_stopped_together(job.cluster, job.two_nodes, "join")
+
+    assert job.three_nodes.generation == job.two_nodes.generation + 1
+    assert job.three_nodes.restarts == 0
+
+
+def test_a_node_that_is_preempted_has_all_ranks_stop_and_the_others_go_on(job: Job) -> None:
+    assert_stopped_together(job.cluster, job.three_nodes, "leave")
+
+    assert job.preempted_code == 143
+    assert job.two_again.generation == job.three_nodes.generation + 1
+    assert job.two_again.restarts == 0
+    assert job.preempted.name not in job.two_again.hosts
+
+
+def test_ctrl_c_on_one_node_has_all_ranks_stop_after_the_same_step(job: Job) -> None:
+    assert_stopped_together(job.cluster, job.two_again, "interrupt")
+
+
+def test_nodes_that_come_and_go_cost_no_step_and_repeat_none(job: Job) -> None:
+    steps = [r["step"] for r in job.cluster.records.of("step") if r["rank"] == 0]
+
     assert steps == list(range(1, len(steps) + 1))
-
-
-def test_a_node_that_joins_has_all_ranks_of_two_agents_stop_after_the_same_step(tmp_path: Path) -> None:
-    with Cluster(tmp_path, 3) as cluster:
-        options = ("--nproc-per-node", "2")
-        cluster.start(0, 1, nnodes="2:3", program=LISTENER, options=options)
-        first = cluster.meeting(4)
-        trained(cluster, first)
-
-        cluster.start(2, nnodes="2:3", program=LISTENER, options=options)
-
-        second = cluster.meeting(6, after=first)
-        assert second.generation == first.generation + 1
-        assert second.restarts == 0
-        trained(cluster, second)
-        assert_stopped_together(cluster, first, "join")
-        cluster.end()
-        assert_each_step_was_done_once(cluster)
-        assert not [a.stderr for a in cluster.agents.values() if "came to no step boundary" in a.stderr]
-
-
-def test_a_node_that_is_preempted_has_all_ranks_stop_and_the_others_go_on(tmp_path: Path) -> None:
-    with Cluster(tmp_path, 3) as cluster:
-        cluster.start(0, 1, 2, nnodes="2:3", program=LISTENER)
-        first = cluster.meeting(3)
-        trained(cluster, first)
-        gone = cluster.node(first.hosts[1])
-
-        cluster.agents[gone.index].signal(signal.SIGTERM)
-
-        assert cluster.agents[gone.index].wait() == 143
-        second = cluster.meeting(2, after=first)
-        assert second.generation == first.generation + 1
-        assert second.restarts == 0
-        trained(cluster, second)
-        assert_stopped_together(cluster, first, "leave")
-        cluster.assert_nothing_is_left(gone)
-        cluster.end(*({0, 1, 2} - {gone.index}))
-        assert_each_step_was_done_once(cluster)
-
-
-def test_ctrl_c_on_one_node_has_all_ranks_stop_after_the_same_step(tmp_path: Path) -> None:
-    with Cluster(tmp_path, 2) as cluster:
-        cluster.start(0, 1, nnodes="2", program=LISTENER)
-        first = cluster.meeting(2)
-        trained(cluster, first)
-
-        cluster.agents[1].signal(signal.SIGINT)
-
-        cluster.ended({0: 130, 1: 130})
-        assert_stopped_together(cluster, first, "interrupt")
+    assert not [a.stderr for a in job.cluster.agents.values() if "came to no step boundary" in a.stderr]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.faults.cluster import Cluster
+from tests.faults.cluster import Cluster, LightCluster, Shared
 from tests.faults.processes import is_alive
 from tests.harness import wait_for
 from tests.nodes import needs_nodes
@@ -20,7 +21,7 @@ THREE = (0, 1, 2)
 
 @pytest.mark.slow
 def test_a_node_lost_together_with_its_etcd_member_costs_what_a_node_costs(tmp_path: Path) -> None:
-    with Cluster(tmp_path, 3, members_on=THREE) as cluster:
+    with LightCluster(tmp_path, 3, members_on=THREE) as cluster:
         cluster.start(0, 1, 2, nnodes="2:3")
         first = cluster.meeting(3)
         # The worst of them: its member leads etcd.
@@ -34,26 +35,73 @@ def test_a_node_lost_together_with_its_etcd_member_costs_what_a_node_costs(tmp_p
         cluster.end(*({0, 1, 2} - {lost.index}))
 
 
-def test_a_killed_etcd_leader_costs_nothing(tmp_path: Path) -> None:
-    with Cluster(tmp_path, 3, members_on=THREE) as cluster:
-        cluster.start(0, 1, nnodes="2")
-        first = cluster.meeting(2)
-        leader = cluster.etcd.leader()
+@pytest.fixture(scope="module")
+def on_three_members(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
+    """A job of two nodes whose etcd has three members."""
+    with Shared(tmp_path_factory, 2, nodes=3, members_on=THREE, nnodes="1:2") as shared:
+        yield shared
 
-        leader.kill()
 
-        cluster.trains_for(first, 8)
-        assert cluster.etcd.leader() is not leader
-        os.kill(first.pid(1), signal.SIGKILL)
-        second = cluster.meeting(2, after=first)
-        assert second.generation == first.generation + 1
-        assert second.restarts == 1
-        cluster.end()
+@pytest.fixture(scope="module")
+def on_one_member(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
+    """A job of two nodes, with an etcd on a third one."""
+    with Shared(tmp_path_factory, 2, nnodes="1:2") as shared:
+        yield shared
+
+
+class Ears:
+    """What the agents of a job say from now on."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._heard = {index: len(agent.stderr) for index, agent in cluster.agents.items()}
+
+    def wait_for(self, words: str) -> None:
+        """All agents say them."""
+        agents = self._cluster.agents
+        wait_for(lambda: all(words in agents[i].stderr[since:] for i, since in self._heard.items()), f"{words!r}")
+
+
+def test_a_killed_etcd_leader_costs_nothing(on_three_members: Shared) -> None:
+    cluster, first = on_three_members.job()
+    leader = cluster.etcd.leader()
+
+    leader.kill()
+
+    # Every lease would have ended twice.
+    cluster.trains_for(first, 7)
+    assert cluster.etcd.leader() is not leader
+    os.kill(first.pid(1), signal.SIGKILL)
+    second = cluster.meeting(2, after=first)
+    assert second.generation == first.generation + 1
+    assert second.restarts == first.restarts + 1
+    leader.revive()
+    cluster.goes_on(second)
+
+
+def test_training_goes_on_while_all_of_etcd_is_away_and_no_generation_opens_when_it_is_back(
+    on_three_members: Shared,
+) -> None:
+    cluster, meeting = on_three_members.job()
+    said = Ears(cluster)
+
+    for member in cluster.etcd.members:
+        member.kill()
+
+    # Every lease would have ended twice.
+    cluster.trains_for(meeting, 7)
+    said.wait_for("the store is away")
+    for member in cluster.etcd.members:
+        member.start()
+    said.wait_for("the store is back")
+    # Whoever was taken for lost would be by then.
+    cluster.trains_for(meeting, 7)
+    cluster.end()
 
 
 @pytest.mark.slow
 def test_a_worker_that_fails_while_etcd_has_no_leader_is_a_restart(tmp_path: Path) -> None:
-    with Cluster(tmp_path, 3, members_on=THREE) as cluster:
+    with LightCluster(tmp_path, 3, members_on=THREE) as cluster:
         cluster.start(0, 1, 2, nnodes="3")
         first = cluster.meeting(3)
 
@@ -66,30 +114,9 @@ def test_a_worker_that_fails_while_etcd_has_no_leader_is_a_restart(tmp_path: Pat
         cluster.end()
 
 
-def test_training_goes_on_while_all_of_etcd_is_away_and_no_generation_opens_when_it_is_back(tmp_path: Path) -> None:
-    with Cluster(tmp_path, 3, members_on=THREE) as cluster:
-        cluster.start(0, 1, nnodes="1:2")
-        meeting = cluster.meeting(2)
-
-        for member in cluster.etcd.members:
-            member.kill()
-
-        # Every lease would have ended three times.
-        cluster.trains_for(meeting, 10)
-        for agent in cluster.agents.values():
-            agent.wait_for_output("the store is away")
-        for member in cluster.etcd.members:
-            member.start()
-        for agent in cluster.agents.values():
-            agent.wait_for_output("the store is back")
-        # Whoever was taken for lost would be by then.
-        cluster.trains_for(meeting, 8)
-        cluster.end()
-
-
 @pytest.mark.slow
 def test_a_node_cut_off_with_its_own_etcd_member_is_given_up_and_comes_back(tmp_path: Path) -> None:
-    with Cluster(tmp_path, 3, members_on=THREE) as cluster:
+    with LightCluster(tmp_path, 3, members_on=THREE) as cluster:
         cluster.start(0, 1, 2, nnodes="2:3")
         first = cluster.meeting(3)
         # Worse than any other: its member has a leader's memory of all keys, and answers without asking anybody.
@@ -107,28 +134,9 @@ def test_a_node_cut_off_with_its_own_etcd_member_is_given_up_and_comes_back(tmp_
         cluster.end()
 
 
-def test_a_worker_that_fails_while_etcd_is_away_is_a_restart_when_it_is_back(tmp_path: Path) -> None:
-    with Cluster(tmp_path, 2) as cluster:
-        cluster.start(0, 1, nnodes="2")
-        first = cluster.meeting(2)
-        (member,) = cluster.etcd.members
-        member.kill()
-        cluster.trains_for(first, 5)
-
-        os.kill(first.pid(1), signal.SIGKILL)
-
-        index = cluster.node(first.hosts[1]).index
-        cluster.agents[index].wait_for_output("was killed by SIGKILL in generation 0")
-        assert not cluster.records.of("started", 1)
-        member.start()
-        second = cluster.meeting(2, after=first)
-        assert second.generation == first.generation + 1
-        cluster.end()
-
-
 @pytest.mark.slow
 def test_an_etcd_that_hangs_is_one_that_is_away(tmp_path: Path) -> None:
-    with Cluster(tmp_path, 2) as cluster:
+    with LightCluster(tmp_path, 2) as cluster:
         cluster.start(0, 1, nnodes="2")
         meeting = cluster.meeting(2)
         (member,) = cluster.etcd.members
@@ -145,25 +153,25 @@ def test_an_etcd_that_hangs_is_one_that_is_away(tmp_path: Path) -> None:
         cluster.end()
 
 
-def test_an_etcd_that_was_cut_off_from_everybody_until_all_leases_ended_costs_nothing(tmp_path: Path) -> None:
-    with Cluster(tmp_path, 2) as cluster:
-        cluster.start(0, 1, nnodes="1:2")
-        meeting = cluster.meeting(2)
+def test_a_worker_that_fails_while_etcd_is_away_is_a_restart_when_it_is_back(on_one_member: Shared) -> None:
+    cluster, first = on_one_member.job()
+    (member,) = cluster.etcd.members
+    member.kill()
+    cluster.trains_for(first, 5)
 
-        cluster.nodes[2].unplug()
-        members = ("get", "--prefix", "--keys-only", "/elaunch/job/members/")
-        wait_for(lambda: not cluster.etcd.ctl(*members).strip(), "all leases have ended")
+    os.kill(first.pid(1), signal.SIGKILL)
 
-        cluster.goes_on(meeting)
-        cluster.nodes[2].plug_in()
-        wait_for(lambda: len(cluster.etcd.ctl(*members).split()) == 2, "all are members again")
-        # Whoever was taken for lost would be by then.
-        cluster.trains_for(meeting, 6)
-        cluster.end()
+    index = cluster.node(first.hosts[1]).index
+    cluster.agents[index].wait_for_output(f"was killed by SIGKILL in generation {first.generation}")
+    assert not cluster.records.of("started", first.generation + 1)
+    member.start()
+    second = cluster.meeting(2, after=first)
+    assert second.generation == first.generation + 1
+    cluster.goes_on(second)
 
 
 def test_an_agent_that_finds_no_etcd_waits_for_it(tmp_path: Path) -> None:
-    with Cluster(tmp_path, 2) as cluster:
+    with LightCluster(tmp_path, 2) as cluster:
         (member,) = cluster.etcd.members
         member.kill()
         cluster.start(0, 1, nnodes="2")
@@ -176,10 +184,43 @@ def test_an_agent_that_finds_no_etcd_waits_for_it(tmp_path: Path) -> None:
         cluster.end()
 
 
+def test_an_etcd_that_was_cut_off_from_everybody_until_all_leases_ended_costs_nothing(on_one_member: Shared) -> None:
+    cluster, meeting = on_one_member.job()
+    members = ("get", "--prefix", "--keys-only", "/elaunch/job/members/")
+    late, on_etcd = cluster.nodes[1 - cluster.leader()], cluster.nodes[2]
+
+    def wait_for_members(count: int) -> None:
+        wait_for(lambda: len(cluster.etcd.ctl(*members).split()) == count, f"{count} members", every_s=0.1)
+
+    on_etcd.unplug()
+    wait_for_members(0)
+
+    cluster.goes_on(meeting)
+    # Who leads is back first, and sees that the other node is no member.
+    cluster.nodes.cut(late, on_etcd)
+    on_etcd.plug_in()
+    wait_for_members(1)
+    cluster.goes_on(meeting)
+    cluster.nodes.heal()
+    wait_for_members(2)
+    # Whoever was taken for lost would be by then.
+    cluster.trains_for(meeting, 6)
+
+
+# Workers that do not hear of each other's end.
+SLEEPER = """
+import os, pathlib, sys, time
+pathlib.Path(sys.argv[1], "pid-" + os.environ["RANK"]).write_text(str(os.getpid()))
+time.sleep(600)
+"""
+
+
 def test_an_etcd_that_has_lost_its_history_ends_the_job_with_a_sentence(tmp_path: Path) -> None:
-    with Cluster(tmp_path, 2) as cluster:
-        cluster.start(0, 1, nnodes="2")
-        meeting = cluster.meeting(2)
+    program = tmp_path / "sleeper.py"
+    program.write_text(SLEEPER)
+    with LightCluster(tmp_path, 2) as cluster:
+        cluster.start(0, 1, nnodes="2", program=program)
+        pids = wait_for(lambda: len(found := pids_in(tmp_path)) == 2 and found, "both workers")
         (member,) = cluster.etcd.members
 
         member.kill()
@@ -188,6 +229,10 @@ def test_an_etcd_that_has_lost_its_history_ends_the_job_with_a_sentence(tmp_path
         member.start()
 
         cluster.ended({0: 3, 1: 3})
-        assert not any(is_alive(meeting.pid(rank)) for rank in (0, 1))
+        assert not any(map(is_alive, pids))
         for agent in cluster.agents.values():
             assert "history" in agent.stderr, agent.stderr
+
+
+def pids_in(folder: Path) -> list[int]:
+    return [int(text) for path in folder.glob("pid-*") if (text := path.read_text())]

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import re
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.faults.cluster import REDUCER, Cluster
+from tests.faults.cluster import REDUCER, Cluster, LightCluster, Shared
 from tests.faults.processes import is_alive
 from tests.harness import slow, wait_for
 from tests.nodes import needs_nodes
@@ -38,36 +39,94 @@ def test_a_worker_killed_on_one_node_restarts_the_workers_of_all(tmp_path: Path)
         cluster.end()
 
 
-def test_nodes_that_were_all_given_one_master_port_come_back_after_a_failure(tmp_path: Path) -> None:
-    with Cluster(tmp_path, 2) as cluster:
-        cluster.start(0, 1, nnodes="2", options=("--master-port", "29511"))
-        first = cluster.meeting(2)
-
-        os.kill(first.pid(0), signal.SIGKILL)
-
-        second = cluster.meeting(2, after=first)
-        assert second.generation == first.generation + 1
-        assert second.hosts == first.hosts
-        cluster.end()
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
+    """A job of two nodes."""
+    options = ("--max-restarts", "100", "--master-port", "29511")
+    with Shared(tmp_path_factory, 2, nnodes="2", options=options) as shared:
+        yield shared
 
 
-def test_two_workers_that_fail_at_once_are_one_restart(tmp_path: Path) -> None:
-    with Cluster(tmp_path, 2) as cluster:
-        cluster.start(0, 1, nnodes="2", options=("--max-restarts", "1"))
-        first = cluster.meeting(2)
+def test_nodes_that_were_all_given_one_master_port_come_back_after_a_failure(pair: Shared) -> None:
+    cluster, first = pair.job()
 
-        for rank in (0, 1):
-            os.kill(first.pid(rank), signal.SIGKILL)
+    os.kill(first.pid(0), signal.SIGKILL)
 
-        second = cluster.meeting(2, after=first)
-        assert second.generation == first.generation + 1
-        assert second.restarts == 1
-        cluster.end()
+    second = cluster.meeting(2, after=first)
+    assert second.generation == first.generation + 1
+    assert second.hosts == first.hosts
+    assert {r["master_port"] for r in cluster.records.of("started")} == {29511}
+    cluster.goes_on(second)
+
+
+def test_two_workers_that_fail_at_once_are_one_restart(pair: Shared) -> None:
+    cluster, first = pair.job()
+
+    for rank in (0, 1):
+        os.kill(first.pid(rank), signal.SIGKILL)
+
+    second = cluster.meeting(2, after=first)
+    assert second.generation == first.generation + 1
+    assert second.restarts == first.restarts + 1
+    cluster.goes_on(second)
+
+
+def test_a_fork_server_killed_on_one_node_restarts_the_workers_of_all(pair: Shared) -> None:
+    cluster, first = pair.job()
+    other = len(cluster.agents[0].stderr)
+
+    cluster.agents[1].fork_server().kill()
+
+    second = cluster.meeting(2, after=first)
+    assert second.generation == first.generation + 1
+    said = cluster.agents[0].stderr[other:]
+    assert "fork server was killed by SIGKILL" in said, "the other node says the cause, too"
+    cluster.goes_on(second)
+
+
+def test_a_failure_on_one_node_runs_the_nodes_again_that_were_done(pair: Shared) -> None:
+    cluster, first = pair.job()
+    generation = first.generation
+    cluster.ask("hang", moment="last", generation=generation, rank=1)
+    (cluster.folder / "end").touch()
+    wait_for(lambda: cluster.records.of("hang", generation), "rank 1 hangs at its end")
+    done = ("get", "--prefix", "--keys-only", f"/elaunch/job/done/{generation:010d}/")
+    wait_for(lambda: cluster.etcd.ctl(*done).strip(), "node 0 is done", every_s=0.1)
+    (cluster.folder / "end").unlink()
+
+    os.kill(first.pid(1), signal.SIGKILL)
+
+    second = cluster.meeting(2, after=first)
+    assert [r["rank"] for r in cluster.records.of("ended", generation)] == [0]
+    why = rf"running again: rank 1 .* was killed by SIGKILL in generation {generation}"
+    assert re.search(why, cluster.agents[cluster.node(first.hosts[0]).index].stderr), cluster.story()
+    assert second.restarts == first.restarts + 1
+    cluster.goes_on(second)
+
+
+def test_a_killed_agent_takes_its_workers_along_and_its_successor_takes_its_place(pair: Shared) -> None:
+    cluster, first = pair.job()
+    (rank,) = first.ranks_on(cluster.nodes[1])
+
+    killed_at_s = cluster.agents[1].kill_agent()
+
+    cluster.agents[1].assert_nothing_is_left(killed_at_s, [first.pid(rank)])
+    pair.start(1)
+    second = cluster.meeting(2, after=first)
+    assert second.restarts == first.restarts, "a lost node is nobody's failure"
+    assert second.hosts[0] == "node0", "the survivor has rank 0"
+    cluster.goes_on(second)
+
+
+def test_a_job_that_has_recovered_ends_well_on_all_nodes_and_leaves_nothing(pair: Shared) -> None:
+    cluster, _ = pair.job()
+
+    cluster.end()
 
 
 @pytest.mark.slow
 def test_a_worker_and_another_node_that_fail_at_once_are_one_new_generation(tmp_path: Path) -> None:
-    with Cluster(tmp_path, 3) as cluster:
+    with LightCluster(tmp_path, 3) as cluster:
         cluster.start(0, 1, 2, nnodes="2:3")
         first = cluster.meeting(3)
         lost = cluster.node(first.hosts[2])
@@ -81,22 +140,9 @@ def test_a_worker_and_another_node_that_fail_at_once_are_one_new_generation(tmp_
         cluster.end(*({0, 1, 2} - {lost.index}))
 
 
-def test_a_fork_server_killed_on_one_node_restarts_the_workers_of_all(tmp_path: Path) -> None:
-    with Cluster(tmp_path, 2) as cluster:
-        cluster.start(0, 1, nnodes="2")
-        first = cluster.meeting(2)
-
-        cluster.agents[1].fork_server().kill()
-
-        second = cluster.meeting(2, after=first)
-        assert second.generation == first.generation + 1
-        assert "fork server was killed by SIGKILL" in cluster.agents[0].stderr, "the other node says the cause, too"
-        cluster.end()
-
-
 @pytest.mark.slow
 def test_two_nodes_lost_at_once_are_one_new_generation_of_the_others(tmp_path: Path) -> None:
-    with Cluster(tmp_path, 4) as cluster:
+    with LightCluster(tmp_path, 4) as cluster:
         cluster.start(0, 1, 2, 3, nnodes="2:4")
         first = cluster.meeting(4)
         lost = [cluster.node(first.hosts[rank]) for rank in (0, 2)]
@@ -111,7 +157,7 @@ def test_two_nodes_lost_at_once_are_one_new_generation_of_the_others(tmp_path: P
 
 
 def test_a_failure_with_no_restart_left_ends_all_agents_with_the_same_first_failure(tmp_path: Path) -> None:
-    with Cluster(tmp_path, 2) as cluster:
+    with LightCluster(tmp_path, 2) as cluster:
         cluster.start(0, 1, nnodes="2", options=("--max-restarts", "1"))
         first = cluster.meeting(2)
         os.kill(first.pid(0), signal.SIGKILL)
@@ -128,7 +174,7 @@ def test_a_failure_with_no_restart_left_ends_all_agents_with_the_same_first_fail
 
 @pytest.mark.parametrize("how", [slow("exit 7"), "kill"])
 def test_with_max_restarts_0_any_failure_ends_the_job_on_all_nodes(tmp_path: Path, how: str) -> None:
-    with Cluster(tmp_path, 2) as cluster:
+    with LightCluster(tmp_path, 2) as cluster:
         cluster.start(0, 1, nnodes="2", options=("--max-restarts", "0"))
         meeting = cluster.meeting(2)
 
@@ -141,7 +187,7 @@ def test_with_max_restarts_0_any_failure_ends_the_job_on_all_nodes(tmp_path: Pat
 
 
 def test_with_max_restarts_0_a_lost_node_ends_the_job(tmp_path: Path) -> None:
-    with Cluster(tmp_path, 2) as cluster:
+    with LightCluster(tmp_path, 2) as cluster:
         cluster.start(0, 1, nnodes="2", options=("--max-restarts", "0"))
         cluster.meeting(2)
 
@@ -151,29 +197,9 @@ def test_with_max_restarts_0_a_lost_node_ends_the_job(tmp_path: Path) -> None:
         assert "node1" in cluster.agents[0].stderr
 
 
-def test_a_failure_on_one_node_runs_the_nodes_again_that_were_done(tmp_path: Path) -> None:
-    with Cluster(tmp_path, 2) as cluster:
-        cluster.start(0, 1, nnodes="2")
-        first = cluster.meeting(2)
-        cluster.ask("hang", moment="last", generation=0, rank=1)
-        (tmp_path / "end").touch()
-        wait_for(lambda: cluster.records.of("hang"), "rank 1 hangs at its end")
-        done = f"/elaunch/job/done/{0:010d}/"
-        wait_for(lambda: cluster.etcd.ctl("get", "--prefix", "--keys-only", done).strip(), "node 0 is done")
-        (tmp_path / "end").unlink()
-
-        os.kill(first.pid(1), signal.SIGKILL)
-
-        second = cluster.meeting(2, after=first)
-        assert [r["rank"] for r in cluster.records.of("ended", 0)] == [0]
-        assert re.search(r"running again: rank 1 .* was killed by SIGKILL", cluster.agents[0].stderr)
-        assert second.restarts == 1
-        cluster.end()
-
-
 @pytest.mark.slow
 def test_a_library_that_one_node_lacks_ends_the_job_without_another_try(tmp_path: Path) -> None:
-    with Cluster(tmp_path, 2) as cluster:
+    with LightCluster(tmp_path, 2) as cluster:
         program = tmp_path / "train.py"
         program.write_text("import time, of_node0\ntime.sleep(600)\n")
         (tmp_path / "node0").mkdir()
@@ -188,25 +214,9 @@ def test_a_library_that_one_node_lacks_ends_the_job_without_another_try(tmp_path
             assert "generation 1" not in agent.stderr
 
 
-def test_a_killed_agent_takes_its_workers_along_and_its_successor_takes_its_place(tmp_path: Path) -> None:
-    with Cluster(tmp_path, 2) as cluster:
-        cluster.start(0, 1, nnodes="2")
-        first = cluster.meeting(2)
-        rank = first.ranks_on(cluster.nodes[1])[0]
-
-        killed_at_s = cluster.agents[1].kill_agent()
-
-        cluster.agents[1].assert_nothing_is_left(killed_at_s, [first.pid(rank)])
-        cluster.start(1, nnodes="2")
-        second = cluster.meeting(2, after=first)
-        assert second.restarts == 0, "a lost node is nobody's failure"
-        assert second.hosts[0] == "node0", "the survivor has rank 0"
-        cluster.end()
-
-
 @pytest.mark.parametrize("leads", [True, slow(False)])
 def test_a_killed_agents_node_is_given_up_and_the_others_go_on(tmp_path: Path, leads: bool) -> None:
-    with Cluster(tmp_path, 3) as cluster:
+    with LightCluster(tmp_path, 3) as cluster:
         cluster.start(0, 1, 2, nnodes="2:3")
         first = cluster.meeting(3)
         index = cluster.leader() if leads else (cluster.leader() + 1) % 3
@@ -222,17 +232,21 @@ def test_a_killed_agents_node_is_given_up_and_the_others_go_on(tmp_path: Path, l
 
 @pytest.mark.parametrize("leads", [slow(True), False])
 def test_an_agent_that_stops_for_longer_than_its_lease_comes_back_as_a_new_node(tmp_path: Path, leads: bool) -> None:
-    with Cluster(tmp_path, 2) as cluster:
+    with LightCluster(tmp_path, 2) as cluster:
         cluster.start(0, 1, nnodes="1:2")
         first = cluster.meeting(2)
         index = cluster.leader() if leads else 1 - cluster.leader()
-        (old_worker,) = (first.pid(rank) for rank in first.ranks_on(cluster.nodes[index]))
+        (rank,) = first.ranks_on(cluster.nodes[index])
+        old_worker = first.pid(rank)
+        # Its peer's end would be its own.
+        cluster.ask("hang", generation=0, rank=rank)
+        wait_for(lambda: cluster.records.of("hang"), "it hears nobody")
         cluster.agents[index].signal(signal.SIGSTOP)
 
         alone = cluster.meeting(1, after=first)
 
         assert alone.hosts == [f"node{1 - index}"]
-        assert is_alive(old_worker), "the worker of the stopped agent is gone; the test proves less than it says"
+        assert is_alive(old_worker)
         cluster.agents[index].signal(signal.SIGCONT)
         both = cluster.meeting(2, after=alone)
         assert both.hosts == [f"node{1 - index}", f"node{index}"]
@@ -244,7 +258,7 @@ def test_an_agent_that_stops_for_longer_than_its_lease_comes_back_as_a_new_node(
 
 @pytest.mark.slow
 def test_an_agent_that_stops_for_less_than_its_lease_costs_nothing(tmp_path: Path) -> None:
-    with Cluster(tmp_path, 2) as cluster:
+    with LightCluster(tmp_path, 2) as cluster:
         cluster.start(0, 1, nnodes="2", options=("--rdzv-conf", "lease_ttl=12"))
         meeting = cluster.meeting(2)
 
@@ -258,7 +272,7 @@ def test_an_agent_that_stops_for_less_than_its_lease_costs_nothing(tmp_path: Pat
 
 
 def test_a_node_that_is_killed_while_a_generation_forms_is_left_out(tmp_path: Path) -> None:
-    with Cluster(tmp_path, 3) as cluster:
+    with LightCluster(tmp_path, 3) as cluster:
         cluster.start(0, 1, 2, nnodes="2:3", options=("--failure-grace", "8"))
         first = cluster.meeting(3)
         # Its agent waits for it: so long the next generation cannot be sealed.
@@ -278,7 +292,7 @@ def test_a_node_that_is_killed_while_a_generation_forms_is_left_out(tmp_path: Pa
 
 @pytest.mark.slow
 def test_a_worker_that_fails_before_the_others_have_met_it_is_a_restart(tmp_path: Path) -> None:
-    with Cluster(tmp_path, 2) as cluster:
+    with LightCluster(tmp_path, 2) as cluster:
         cluster.ask("kill", moment="start", generation=0, rank=1)
         cluster.ask("kill", moment="start", generation=1, rank=0)
 
@@ -292,7 +306,7 @@ def test_a_worker_that_fails_before_the_others_have_met_it_is_a_restart(tmp_path
 
 
 def test_sigterm_to_one_agent_is_said_and_the_others_go_on_at_once(tmp_path: Path) -> None:
-    with Cluster(tmp_path, 3) as cluster:
+    with LightCluster(tmp_path, 3) as cluster:
         # No lease ends in this test: what is not said is not known.
         cluster.start(0, 1, 2, nnodes="2:3", options=("--rdzv-conf", "lease_ttl=600"))
         first = cluster.meeting(3)
@@ -308,7 +322,7 @@ def test_sigterm_to_one_agent_is_said_and_the_others_go_on_at_once(tmp_path: Pat
 
 
 def test_sigterm_to_all_agents_ends_the_job(tmp_path: Path) -> None:
-    with Cluster(tmp_path, 2) as cluster:
+    with LightCluster(tmp_path, 2) as cluster:
         cluster.start(0, 1, nnodes="2")
         cluster.meeting(2)
 
@@ -320,7 +334,7 @@ def test_sigterm_to_all_agents_ends_the_job(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_sigint_to_one_agent_ends_the_job_on_all_nodes(tmp_path: Path) -> None:
-    with Cluster(tmp_path, 2) as cluster:
+    with LightCluster(tmp_path, 2) as cluster:
         cluster.start(0, 1, nnodes="2")
         cluster.meeting(2)
 
@@ -349,7 +363,7 @@ def test_a_ctrl_c_that_every_agent_gets_lets_all_workers_save(tmp_path: Path) ->
     """As srun hands it on: that of one node may have ended the job when it arrives on another."""
     program = tmp_path / "saver.py"
     program.write_text(SAVER)
-    with Cluster(tmp_path, 2) as cluster:
+    with LightCluster(tmp_path, 2) as cluster:
         cluster.start(0, 1, nnodes="2", program=program)
         wait_for(lambda: len([*cluster.folder.glob("ready-*")]) == 2, "both workers")
 
@@ -363,7 +377,7 @@ def test_a_ctrl_c_that_every_agent_gets_lets_all_workers_save(tmp_path: Path) ->
 
 
 def test_a_node_with_another_command_is_refused_and_the_job_is_untouched(tmp_path: Path) -> None:
-    with Cluster(tmp_path, 3) as cluster:
+    with LightCluster(tmp_path, 3) as cluster:
         cluster.start(0, 1, nnodes="2:3")
         meeting = cluster.meeting(2)
         other = tmp_path / "other.py"
@@ -383,7 +397,7 @@ def test_a_node_with_another_command_is_refused_and_the_job_is_untouched(tmp_pat
 def test_a_job_whose_agents_were_killed_begins_anew_when_they_are_started_otherwise_at_once(tmp_path: Path) -> None:
     mended = tmp_path / "mended.py"
     mended.symlink_to(REDUCER)
-    with Cluster(tmp_path, 2) as cluster:
+    with LightCluster(tmp_path, 2) as cluster:
         cluster.start(0, 1, nnodes="2")
         first = cluster.meeting(2)
         for agent in cluster.agents.values():
@@ -399,10 +413,12 @@ def test_a_job_whose_agents_were_killed_begins_anew_when_they_are_started_otherw
 
 
 def test_two_jobs_on_one_etcd_do_not_notice_each_other(tmp_path: Path) -> None:
-    with Cluster(tmp_path, 4) as one:
+    # A node each, which might be two: so each needs the etcd.
+    options = ("--nproc-per-node", "2", "--rdzv-conf", "last_call_timeout=0")
+    with LightCluster(tmp_path, 2) as one:
         other = one.sharing(tmp_path / "other")
-        one.start(0, 1, nnodes="2", job="one")
-        other.start(2, 3, nnodes="2", job="other")
+        one.start(0, nnodes="1:2", job="one", options=options)
+        other.start(1, nnodes="1:2", job="other", options=options)
         first, theirs = one.meeting(2), other.meeting(2)
 
         os.kill(first.pid(0), signal.SIGKILL)

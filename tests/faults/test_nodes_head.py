@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.cluster import Cluster
+from tests.faults.cluster import LightCluster
 from tests.faults.processes import Watched, is_alive
 from tests.harness import slow
 from tests.nodes import needs_nodes
@@ -28,7 +28,7 @@ def test_a_new_user_types_one_line_here_and_the_line_that_it_prints_there(
     tmp_path: Path, own_name_is_loopback: bool
 ) -> None:
     home = {"HOME": str(tmp_path)}
-    with Cluster(tmp_path, 2, head=True, own_name_is_loopback=own_name_is_loopback) as cluster:
+    with LightCluster(tmp_path, 2, head=True, own_name_is_loopback=own_name_is_loopback) as cluster:
         cluster.start(0, nnodes="2", env=home)
         said = cluster.agents[0].wait_for_output(r"^elaunch: on the other node type: elaunch (.*)$")
 
@@ -42,7 +42,7 @@ def test_a_new_user_types_one_line_here_and_the_line_that_it_prints_there(
 
 @pytest.mark.parametrize("store", ["memory", slow("etcd")])
 def test_workers_of_nodes_that_know_the_token_meet_and_restart(tmp_path: Path, store: str) -> None:
-    with Cluster(tmp_path, 2, head=True) as cluster:
+    with LightCluster(tmp_path, 2, head=True) as cluster:
         cluster.start(0, 1, nnodes="2", options=("--store", store), env=TOKEN)
         first = cluster.meeting(2)
 
@@ -55,7 +55,7 @@ def test_workers_of_nodes_that_know_the_token_meet_and_restart(tmp_path: Path, s
 
 
 def test_a_node_without_the_token_is_refused_and_the_job_is_untouched(tmp_path: Path) -> None:
-    with Cluster(tmp_path, 3, head=True) as cluster:
+    with LightCluster(tmp_path, 3, head=True) as cluster:
         cluster.start(0, 1, nnodes="2:3", env=TOKEN)
         meeting = cluster.meeting(2)
 
@@ -69,7 +69,7 @@ def test_a_node_without_the_token_is_refused_and_the_job_is_untouched(tmp_path: 
 
 
 def test_the_others_end_when_the_heads_agent_is_killed_and_name_it(tmp_path: Path) -> None:
-    with Cluster(tmp_path, 2, head=True) as cluster:
+    with LightCluster(tmp_path, 2, head=True) as cluster:
         cluster.start(0, 1, nnodes="2", options=SHORT, env=TOKEN)
         cluster.meeting(2)
 
@@ -86,7 +86,7 @@ def kill_store(head: Watched) -> None:
 
 
 def test_a_killed_store_ends_no_training_and_is_waited_for_by_nobody_whose_workers_are_done(tmp_path: Path) -> None:
-    with Cluster(tmp_path, 2, head=True) as cluster:
+    with LightCluster(tmp_path, 2, head=True) as cluster:
         cluster.start(0, 1, nnodes="2", options=SHORT, env=TOKEN)
         meeting = cluster.meeting(2)
         head, other = cluster.agents[0], cluster.agents[1]
@@ -109,7 +109,7 @@ def test_a_killed_store_ends_no_training_and_is_waited_for_by_nobody_whose_worke
 
 @pytest.mark.parametrize(("how", "code"), [("end", 0), ("fail", 1)])
 def test_a_node_alone_ends_as_its_workers_do_when_its_store_was_killed(tmp_path: Path, how: str, code: int) -> None:
-    with Cluster(tmp_path, 1, head=True) as cluster:
+    with LightCluster(tmp_path, 1, head=True) as cluster:
         cluster.start(0, nnodes="1:2", options=("--rdzv-conf", "last_call_timeout=0"), env=TOKEN)
         meeting = cluster.meeting(1)
         head = cluster.agents[0]
@@ -129,7 +129,7 @@ def test_a_node_alone_ends_as_its_workers_do_when_its_store_was_killed(tmp_path:
 
 @pytest.mark.slow
 def test_a_lost_node_that_is_not_the_head_costs_what_a_node_costs(tmp_path: Path) -> None:
-    with Cluster(tmp_path, 3, head=True) as cluster:
+    with LightCluster(tmp_path, 3, head=True) as cluster:
         cluster.start(0, 1, 2, nnodes="2:3", env=TOKEN)
         first = cluster.meeting(3)
 
@@ -142,7 +142,7 @@ def test_a_lost_node_that_is_not_the_head_costs_what_a_node_costs(tmp_path: Path
 
 
 def test_a_head_that_is_started_again_has_no_history_and_the_others_end(tmp_path: Path) -> None:
-    with Cluster(tmp_path, 3, head=True) as cluster:
+    with LightCluster(tmp_path, 3, head=True) as cluster:
         cluster.start(0, 1, 2, nnodes="2:3", env=TOKEN)
         first = cluster.meeting(3)
 

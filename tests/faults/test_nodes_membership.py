@@ -8,15 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.cluster import Cluster
+from tests.faults.cluster import Cluster, LightCluster
 from tests.harness import wait_for
 from tests.nodes import needs_nodes
+from tests.standin import WITHOUT_TORCH
 
 pytestmark = needs_nodes
 
 
 def test_a_node_that_comes_late_gets_a_seat_in_a_new_generation(tmp_path: Path) -> None:
-    with Cluster(tmp_path, 2) as cluster:
+    with LightCluster(tmp_path, 2) as cluster:
         cluster.start(0, nnodes="1:2")
         alone = cluster.meeting(1)
 
@@ -30,7 +31,7 @@ def test_a_node_that_comes_late_gets_a_seat_in_a_new_generation(tmp_path: Path) 
 
 @pytest.mark.slow
 def test_a_node_that_comes_when_one_is_done_gets_no_seat(tmp_path: Path) -> None:
-    with Cluster(tmp_path, 3) as cluster:
+    with LightCluster(tmp_path, 3) as cluster:
         cluster.start(0, 1, nnodes="2:3")
         first = cluster.meeting(2)
         cluster.ask("hang", moment="last", generation=first.generation, rank=1)
@@ -48,7 +49,7 @@ def test_a_node_that_comes_when_one_is_done_gets_no_seat(tmp_path: Path) -> None
 
 
 def test_a_spare_takes_the_seat_of_a_lost_node(tmp_path: Path) -> None:
-    with Cluster(tmp_path, 3) as cluster:
+    with LightCluster(tmp_path, 3) as cluster:
         cluster.start(0, 1, nnodes="2")
         first = cluster.meeting(2)
         cluster.start(2, nnodes="2")
@@ -66,7 +67,7 @@ def test_a_spare_takes_the_seat_of_a_lost_node(tmp_path: Path) -> None:
 
 
 def test_a_spare_that_was_not_needed_ends_well_with_the_job(tmp_path: Path) -> None:
-    with Cluster(tmp_path, 3) as cluster:
+    with LightCluster(tmp_path, 3) as cluster:
         cluster.start(0, 1, nnodes="2")
         meeting = cluster.meeting(2)
         cluster.start(2, nnodes="2")
@@ -80,7 +81,7 @@ def test_a_spare_that_was_not_needed_ends_well_with_the_job(tmp_path: Path) -> N
 @pytest.mark.slow
 def test_a_job_below_its_smallest_size_ends_after_the_join_timeout(tmp_path: Path) -> None:
     options = ("--stop-grace", "1", "--rdzv-conf", "join_timeout=30")
-    with Cluster(tmp_path, 2) as cluster:
+    with LightCluster(tmp_path, 2) as cluster:
         cluster.start(0, 1, nnodes="2", options=options)
         first = cluster.meeting(2)
 
@@ -92,16 +93,17 @@ def test_a_job_below_its_smallest_size_ends_after_the_join_timeout(tmp_path: Pat
 
 
 def test_a_newcomer_that_lacks_a_library_leaves_and_the_job_goes_on(tmp_path: Path) -> None:
-    with Cluster(tmp_path, 2) as cluster:
+    with LightCluster(tmp_path, 2) as cluster:
         program = tmp_path / "train.py"
         reducer = Path(__file__).with_name("reducer.py")
         program.write_text(f"import of_node0, runpy\nrunpy.run_path({str(reducer)!r}, run_name='__main__')\n")
         (tmp_path / "node0").mkdir()
         (tmp_path / "node0" / "of_node0.py").touch()
-        cluster.start(0, nnodes="1:2", program=program, env={"PYTHONPATH": "."})
+        path = {"PYTHONPATH": os.pathsep.join((".", *WITHOUT_TORCH.values()))}
+        cluster.start(0, nnodes="1:2", program=program, env=path)
         first = cluster.meeting(1)
 
-        cluster.start(1, nnodes="1:2", program=program, env={"PYTHONPATH": "."})
+        cluster.start(1, nnodes="1:2", program=program, env=path)
 
         assert cluster.agents[1].wait() == 1
         assert "No module named 'of_node0'" in cluster.agents[1].stderr
@@ -112,18 +114,20 @@ def test_a_newcomer_that_lacks_a_library_leaves_and_the_job_goes_on(tmp_path: Pa
 
 
 def test_a_job_of_which_nothing_fails_stays_in_its_first_generation(tmp_path: Path) -> None:
-    _is_left_alone(tmp_path, 180)
+    # The shortest time for keys, so that the run's own lease is renewed several times, as the nodes' are.
+    _is_left_alone(LightCluster(tmp_path, 3, members_on=(0, 1, 2)), 14, "--rdzv-conf", "keys_ttl=12")
 
 
 @pytest.mark.slow
 def test_a_job_of_which_nothing_fails_for_an_hour_stays_in_its_first_generation(tmp_path: Path) -> None:
-    _is_left_alone(tmp_path, 3600)
+    _is_left_alone(Cluster(tmp_path, 3, members_on=(0, 1, 2)), 3600)
 
 
-def _is_left_alone(folder: Path, duration_s: float) -> None:
-    with Cluster(folder, 3, members_on=(0, 1, 2)) as cluster:
+def _is_left_alone(made: Cluster, duration_s: float, *options: str) -> None:
+    with made as cluster:
         # The cores are left to the tests beside it.
-        cluster.start(0, 1, 2, nnodes="2:3", options=("--nproc-per-node", "2"), env={"STEP_S": "0.2"})
+        options = ("--nproc-per-node", "2", *options)
+        cluster.start(0, 1, 2, nnodes="2:3", options=options, env={"STEP_S": "0.1"})
         meeting = cluster.meeting(6)
 
         cluster.trains_for(meeting, duration_s)

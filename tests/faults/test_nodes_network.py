@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.faults.cluster import Cluster
+from tests.faults.cluster import Cluster, LightCluster, Shared
 from tests.faults.processes import is_alive
 from tests.harness import slow
 from tests.nodes import needs_nodes
@@ -16,47 +17,66 @@ from tests.nodes import needs_nodes
 pytestmark = needs_nodes
 
 
+@pytest.fixture(scope="module")
+def trio(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
+    """A job of three nodes; the etcd is on a fourth one."""
+    with Shared(tmp_path_factory, 3, nnodes="2:3") as shared:
+        yield shared
+
+
 @pytest.mark.parametrize(("off", "on"), [("link_down", "link_up"), slow("unplug", "plug_in")])
-def test_a_node_whose_link_was_off_stops_its_old_workers_and_joins_as_new(tmp_path: Path, off: str, on: str) -> None:
-    with Cluster(tmp_path, 3) as cluster:
-        cluster.start(0, 1, 2, nnodes="2:3")
-        first = cluster.meeting(3)
-        victim = cluster.node(first.hosts[1])
-        old_worker = first.pid(1)
+def test_a_node_whose_link_was_off_stops_its_old_workers_and_joins_as_new(trio: Shared, off: str, on: str) -> None:
+    cluster, first = trio.job()
+    victim = cluster.node(first.hosts[1])
+    old_worker = first.pid(1)
 
-        getattr(victim, off)()
+    getattr(victim, off)()
 
-        second = cluster.meeting(2, after=first)
-        assert second.hosts == [first.hosts[0], first.hosts[2]]
-        assert second.restarts == 0
-        assert is_alive(old_worker), "nobody tells a cut-off node to stop"
-        getattr(victim, on)()
-        third = cluster.meeting(3, after=second)
-        assert third.hosts == [*second.hosts, victim.name], "survivors keep their order, newcomers are last"
-        assert third.restarts == 0
-        assert not is_alive(old_worker)
-        cluster.records.assert_ended_before(third, rank=2, generation=first.generation)
-        cluster.end()
+    second = cluster.meeting(2, after=first)
+    assert second.hosts == [first.hosts[0], first.hosts[2]]
+    assert second.restarts == 0
+    assert is_alive(old_worker), "nobody tells a cut-off node to stop"
+    getattr(victim, on)()
+    third = cluster.meeting(3, after=second)
+    assert third.hosts == [*second.hosts, victim.name], "survivors keep their order, newcomers are last"
+    assert third.restarts == 0
+    assert not is_alive(old_worker)
+    cluster.records.assert_ended_before(third, rank=2, generation=first.generation)
+    cluster.goes_on(third)
 
 
-def test_the_job_goes_on_without_the_node_of_rank_0_from_another_address(tmp_path: Path) -> None:
-    with Cluster(tmp_path, 3) as cluster:
-        cluster.start(0, 1, 2, nnodes="2:3")
-        first = cluster.meeting(3)
-        lost = cluster.node(first.hosts[0])
+def test_a_node_that_is_cut_off_from_the_store_alone_is_replaced_by_a_generation_without_it(trio: Shared) -> None:
+    cluster, first = trio.job()
+    victim = cluster.node(first.hosts[1])
 
-        lost.power_off()
+    cluster.nodes.cut(victim, cluster.nodes[3])
 
-        second = cluster.meeting(2, after=first)
-        assert second.hosts == first.hosts[1:]
-        assert second.master_addr != first.master_addr
-        assert second.restarts == 0
-        cluster.end(*({0, 1, 2} - {lost.index}))
+    second = cluster.meeting(2, after=first)
+    assert victim.name not in second.hosts
+    assert second.restarts == 0
+    cluster.nodes.heal()
+    third = cluster.meeting(3, after=second)
+    assert third.hosts == [*second.hosts, victim.name]
+    cluster.records.assert_ended_before(third, rank=2, generation=first.generation)
+    cluster.goes_on(third)
+
+
+def test_the_job_goes_on_without_the_node_of_rank_0_from_another_address_and_ends_well(trio: Shared) -> None:
+    cluster, first = trio.job()
+    lost = cluster.node(first.hosts[0])
+
+    lost.power_off()
+
+    second = cluster.meeting(2, after=first)
+    assert second.hosts == first.hosts[1:]
+    assert second.master_addr != first.master_addr
+    assert second.restarts == 0
+    cluster.end(*({0, 1, 2} - {lost.index}))
 
 
 @pytest.mark.slow
 def test_a_node_that_was_started_again_takes_part_again(tmp_path: Path) -> None:
-    with Cluster(tmp_path, 2) as cluster:
+    with LightCluster(tmp_path, 2) as cluster:
         cluster.start(0, 1, nnodes="2")
         first = cluster.meeting(2)
         node = cluster.node(first.hosts[0])
@@ -74,7 +94,7 @@ def test_a_node_that_was_started_again_takes_part_again(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_lost_packet_in_ten_is_no_lost_node(tmp_path: Path) -> None:
-    with Cluster(tmp_path, 2) as cluster:
+    with LightCluster(tmp_path, 2) as cluster:
         cluster.start(0, 1, nnodes="2")
         meeting = cluster.meeting(2)
 
@@ -91,7 +111,7 @@ def test_a_lost_packet_in_ten_is_no_lost_node(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_two_nodes_that_lose_packets_only_between_them_and_the_store_are_not_given_up(tmp_path: Path) -> None:
-    with Cluster(tmp_path, 2) as cluster:
+    with LightCluster(tmp_path, 2) as cluster:
         cluster.start(0, 1, nnodes="2")
         meeting = cluster.meeting(2)
 
@@ -99,24 +119,6 @@ def test_two_nodes_that_lose_packets_only_between_them_and_the_store_are_not_giv
 
         cluster.trains_for(meeting, 10)
         assert cluster.nodes.lost() > 20
-        cluster.end()
-
-
-def test_a_node_that_is_cut_off_from_the_store_alone_is_replaced_by_a_generation_without_it(tmp_path: Path) -> None:
-    with Cluster(tmp_path, 3) as cluster:
-        cluster.start(0, 1, 2, nnodes="2:3")
-        first = cluster.meeting(3)
-        victim = cluster.node(first.hosts[1])
-
-        cluster.nodes.cut(victim, cluster.nodes[3])
-
-        second = cluster.meeting(2, after=first)
-        assert victim.name not in second.hosts
-        assert second.restarts == 0
-        cluster.nodes.heal()
-        third = cluster.meeting(3, after=second)
-        assert third.hosts == [*second.hosts, victim.name]
-        cluster.records.assert_ended_before(third, rank=2, generation=first.generation)
         cluster.end()
 
 

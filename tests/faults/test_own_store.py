@@ -8,6 +8,7 @@ import shutil
 import signal
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -16,6 +17,7 @@ import pytest
 from tests.faults.processes import LIGHT, Watched
 from tests.harness import wait_for
 from tests.nodes import Node, Nodes, needs_nodes
+from tests.standin import WITHOUT_TORCH
 
 PORT = 2379
 ENDPOINT = f"node0:{PORT}"
@@ -63,7 +65,7 @@ class Two:
         home = self.folder / (user or f"home-{node.name}")
         home.mkdir(exist_ok=True)
         folder.mkdir()
-        env = {"HOME": str(home), **({"ELAUNCH_TOKEN": token} if token else {})}
+        env = {**WITHOUT_TORCH, "HOME": str(home), **({"ELAUNCH_TOKEN": token} if token else {})}
         agent = Watched(folder, *words, env=env, prefix=node.prefix)
         self._agents.append(agent)
         return agent
@@ -115,16 +117,44 @@ def assert_both_succeed(two: Two, head: Watched, other: Watched) -> None:
     assert two.nodes.processes() == []
 
 
-def test_two_lines_start_a_job_on_two_nodes_and_nothing_is_left_of_it(two: Two) -> None:
-    head = two.type(0, *RECIPE, *two.program)
-    other = two.join(head)
+@dataclass(frozen=True)
+class Met:
+    """A job that was started by two lines, while others who lacked its token had typed theirs; it has succeeded."""
 
-    assert_both_met(head, other, "10.77.0.1")
+    two: Two
+    head: Watched
+    other: Watched
+    without_token: Watched
+    with_a_wrong_one: Watched
 
-    assert "this host serves the job's store at node0:2379 from its memory" in head.stderr
-    assert (two.folder / "copied").read_text().split()[0] not in head.output + other.output
-    assert_both_succeed(two, head, other)
-    two.assert_homes_are_empty()
+
+@pytest.fixture(scope="module")
+def met(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Met]:
+    with Two(tmp_path_factory.mktemp("met")) as two:
+        head = two.type(0, *RECIPE, *two.program)
+        line_of(head)
+        none = two.type(1, *RECIPE, *two.program)
+        wrong = two.type(1, *RECIPE, *two.program, token="a token of some other job")
+        for refused in (none, wrong):
+            refused.wait()
+
+        other = two.join(head)
+        assert_both_met(head, other, "10.77.0.1")
+        assert_both_succeed(two, head, other)
+        yield Met(two, head, other, none, wrong)
+
+
+def test_two_lines_start_a_job_on_two_nodes_and_nothing_is_left_of_it(met: Met) -> None:
+    assert "this host serves the job's store at node0:2379 from its memory" in met.head.stderr
+    assert (met.two.folder / "copied").read_text().split()[0] not in met.head.output + met.other.output
+    met.two.assert_homes_are_empty()
+
+
+def test_a_node_without_the_token_is_told_so_and_a_wrong_one_too(met: Met) -> None:
+    assert met.without_token.code == 2
+    assert f"the store at {ENDPOINT} is a job's own and wants its token; type the line" in met.without_token.stderr
+    assert met.with_a_wrong_one.code == 2
+    assert f"the token here is not that of the store at {ENDPOINT}" in met.with_a_wrong_one.stderr
 
 
 def test_a_node_that_shares_the_home_needs_no_token(two: Two) -> None:
@@ -150,13 +180,24 @@ def test_two_terminals_of_one_host_need_no_token(two: Two, store: tuple[str, ...
     assert_both_succeed(two, head, other)
 
 
-def test_a_killed_heads_token_is_gone_with_it(two: Two) -> None:
-    head = two.type(0, *RECIPE, *two.program, user="home-of-both")
-    line_of(head)
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Two]:
+    """The nodes of a head that has served a store, with a token in its user's home, and was killed."""
+    with Two(tmp_path_factory.mktemp("killed")) as two:
+        head = two.type(0, *RECIPE, *two.program, user="home-of-both")
+        line_of(head)
+        assert len(servers(two.nodes[0])) == 1
+        assert list((two.folder / "home-of-both").iterdir())
+        head.signal(signal.SIGKILL)
+        yield two
 
-    head.signal(signal.SIGKILL)
 
-    wait_for(lambda: not list((two.folder / "home-of-both").iterdir()), "the end of the token's file")
+def test_a_killed_heads_token_is_gone_with_it(killed: Two) -> None:
+    wait_for(lambda: not list((killed.folder / "home-of-both").iterdir()), "the end of the token's file")
+
+
+def test_the_store_ends_with_the_heads_agent_however_that_ends(killed: Two) -> None:
+    wait_for(lambda: not servers(killed.nodes[0]), "the end of the store")
 
 
 def test_the_other_node_may_come_first(two: Two) -> None:
@@ -183,22 +224,6 @@ def test_the_head_may_serve_an_etcd_and_nothing_is_left_of_it(two: Two, tmp_path
     assert list(head.tmp.iterdir()) == []
 
 
-def test_a_node_without_the_token_is_told_so_and_a_wrong_one_too(two: Two) -> None:
-    head = two.type(0, *RECIPE, *two.program)
-    line_of(head)
-
-    none = two.type(1, *RECIPE, *two.program)
-    wrong = two.type(1, *RECIPE, *two.program, token="a token of some other job")
-
-    assert none.wait() == 2
-    assert f"the store at {ENDPOINT} is a job's own and wants its token; type the line" in none.stderr
-    assert wrong.wait() == 2
-    assert f"the token here is not that of the store at {ENDPOINT}" in wrong.stderr
-    other = two.join(head)
-    assert_both_met(head, other, "10.77.0.1")
-    assert_both_succeed(two, head, other)
-
-
 def test_static_lines_of_torchrun_give_ranks_by_node_and_the_master_as_it_was_given(two: Two) -> None:
     static = ("--nnodes", "2", "--master-addr", "node0", "--master-port", "29555")
     token = "a token known beforehand"
@@ -211,16 +236,6 @@ def test_static_lines_of_torchrun_give_ranks_by_node_and_the_master_as_it_was_gi
     other.wait_for_output(r"met 1 node0 2$")
 
     assert_both_succeed(two, head, other)
-
-
-def test_the_store_ends_with_the_heads_agent_however_that_ends(two: Two) -> None:
-    head = two.type(0, *RECIPE, *two.program)
-    line_of(head)
-    assert len(servers(two.nodes[0])) == 1
-
-    head.signal(signal.SIGKILL)
-
-    wait_for(lambda: not servers(two.nodes[0]), "the end of the store")
 
 
 def test_a_store_in_the_foreground_serves_the_jobs_of_a_team(two: Two) -> None:

@@ -19,6 +19,7 @@ from tests.harness import script, slow, wait_for
 from tests.manifests import K8S, Object, rendered, the
 from tests.nodes import Node, needs_nodes
 from tests.pods import NAMESPACE, JobPod, Pods
+from tests.standin import WITHOUT_TORCH
 
 pytestmark = needs_nodes
 
@@ -111,11 +112,12 @@ def test_the_pods_of_a_jobset_and_of_kubeflow_meet_and_come_back(tmp_path: Path,
     else:
         jobset = the("JobSet", rendered(kind))
     job = jobs_of_a_jobset(jobset)
-    program = (*PRELOAD, str(REDUCER), str(tmp_path))
+    program = (*LIGHT, str(REDUCER), str(tmp_path))
     with Pods(tmp_path, 3, TOKEN) as pods:
 
         def run(rank: int) -> JobPod:
-            return pods.run(job, rank, *program, env=kubeflows(rank) if kind == "kubeflow" else {})
+            more = kubeflows(rank) if kind == "kubeflow" else {}
+            return pods.run(job, rank, *program, env={**WITHOUT_TORCH, **more})
 
         head, other = run(0), run(1)
         first = pods.meeting(head, other)
@@ -132,12 +134,12 @@ def test_the_pods_of_a_jobset_and_of_kubeflow_meet_and_come_back(tmp_path: Path,
 def test_an_elastic_job_over_the_etcd_outlives_its_first_pod_and_a_member(tmp_path: Path) -> None:
     job = the("Job", rendered("overlays/elastic"))
     members = the("StatefulSet", rendered("etcd"))
-    program = (*PRELOAD, str(REDUCER), str(tmp_path))
+    program = (*LIGHT, str(REDUCER), str(tmp_path))
     with Pods(tmp_path, 8, etcd_secrets(tmp_path / "tls")) as pods:
         etcds = [pods.run_etcd(members, ordinal) for ordinal in range(3)]
         for each in etcds:
             pods.etcd_is_ready(each)
-        first_pod, *others = (pods.run(job, ordinal, *program) for ordinal in range(3))
+        first_pod, *others = (pods.run(job, ordinal, *program, env=WITHOUT_TORCH) for ordinal in range(3))
         first = pods.meeting(first_pod, *others)
 
         pods.lose(etcds[0])
@@ -147,7 +149,7 @@ def test_an_elastic_job_over_the_etcd_outlives_its_first_pod_and_a_member(tmp_pa
         pods.lose(first_pod)
 
         second = pods.meeting(*others, after=first)
-        again = pods.run(job, 0, *program)
+        again = pods.run(job, 0, *program, env=WITHOUT_TORCH)
         third = pods.meeting(*others, again, after=second)
         assert third.restarts == 0
         pods.ask("kill", generation=third.generation, rank=1)
@@ -165,7 +167,7 @@ def test_the_pods_of_a_cluster_with_ipv6_alone_meet_over_the_etcd_and_at_the_fir
         for each in etcds:
             pods.etcd_is_ready(each)
         for job in (elastic, plain):
-            both = [pods.run(job, ordinal, *program) for ordinal in (0, 1)]
+            both = [pods.run(job, ordinal, *program, env=WITHOUT_TORCH) for ordinal in (0, 1)]
 
             for pod in both:
                 pod.process.wait_for_output(rf"met at {re.escape(both[0].address)} \d+ of 2$")
@@ -179,7 +181,7 @@ def test_under_the_network_policies_a_job_meets_over_the_etcd_and_a_stranger_rea
     program = (*LIGHT, "--nproc-per-node", "1", str(script(tmp_path, MEET)), str(tmp_path / "end"))
     with Pods(tmp_path, 6, etcd_secrets(tmp_path / "tls")) as pods:
         etcds = [pods.run_etcd(members, ordinal) for ordinal in range(3)]
-        both = [pods.run(job, ordinal, *program) for ordinal in (0, 1)]
+        both = [pods.run(job, ordinal, *program, env=WITHOUT_TORCH) for ordinal in (0, 1)]
         stranger = pods.enforce(*policies)
         port, _ = (int(pod.process.wait_for_output(r"met at \S+ (\d+) of 2$")[1]) for pod in both)
 
@@ -199,7 +201,7 @@ def test_a_pod_whose_workers_do_not_end_is_gone_within_its_grace(tmp_path: Path)
     job = the("Job", rendered("base"))
     with Pods(tmp_path, 1, TOKEN) as pods:
         program = ("--preload", "json", str(script(tmp_path, STUBBORN)))
-        pod = pods.run(job, 0, *program, env={"PET_NNODES": "1", "PET_STOP_GRACE": "1"})
+        pod = pods.run(job, 0, *program, env={**WITHOUT_TORCH, "PET_NNODES": "1", "PET_STOP_GRACE": "1"})
         wait_for(lambda: pod.process.pids("worker"), "a worker")
 
         assert pods.delete(pod) == 143

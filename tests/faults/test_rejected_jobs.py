@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -26,65 +26,110 @@ SOME = (answers.PERMISSION_DENIED, answers.BAD_GATEWAY, answers.CORRUPT)
 ALL = tuple(answer for answer in answers.ALL if answer not in MEANINGFUL)
 
 
-def job(stack: ExitStack, folder: Path, *options: str) -> tuple[list[Refusing], Fleet]:
-    etcd = stack.enter_context(Etcd("3.5"))
-    proxies = [stack.enter_context(Refusing(etcd)) for _ in range(2)]
-    return proxies, stack.enter_context(Fleet(folder, [str(proxy.endpoint) for proxy in proxies], *options))
+class Job:
+    """A job of two nodes, each of which reaches the etcd by a proxy of its own; one test after another has it refused.
+
+    Where a test before has left less than the whole job, a new one is started. Use it as a context manager.
+    """
+
+    def __init__(self, folders: pytest.TempPathFactory) -> None:
+        self._folders = folders
+        self._stack = ExitStack()
+        self._now: tuple[list[Refusing], Fleet] | None = None
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def running(self) -> tuple[list[Refusing], Fleet, int]:
+        """The proxies, which refuse nothing, the agents, whose workers live, and their generation."""
+        if not self._is_whole():
+            self._stack.close()
+            etcd = self._stack.enter_context(Etcd("3.5"))
+            proxies = [self._stack.enter_context(Refusing(etcd)) for _ in range(2)]
+            fleet = Fleet(self._folders.mktemp("jobs") / "job", [str(proxy.endpoint) for proxy in proxies])
+            self._now = proxies, self._stack.enter_context(fleet)
+        assert self._now
+        proxies, fleet = self._now
+        fleet.run(0)
+        life = fleet.life(1)
+        assert life
+        return proxies, fleet, life.generation
+
+    def _is_whole(self) -> bool:
+        if not self._now:
+            return False
+        proxies, fleet = self._now
+        for proxy in proxies:
+            proxy.heal()
+        return all(agent.process.poll() is None for agent in fleet.agents) and all(map(fleet.is_alive, (0, 1)))
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
+    with Job(tmp_path_factory) as made:
+        yield made
 
 
 @pytest.mark.parametrize("table", [SOME, slow(ALL)], ids=["some", "all"])
 def test_a_running_job_trains_on_under_each_refusal_says_it_and_goes_on_when_it_is_mended(
-    tmp_path: Path, table: Iterable[Answer]
+    job: Job, table: Iterable[Answer]
 ) -> None:
-    with ExitStack() as stack:
-        proxies, fleet = job(stack, tmp_path / "job")
-        fleet.run(0)
-        for answer in table:
-            heard = len(fleet.agents[1].stderr)
-            rule = proxies[1].refuse(Rpc.TXN, answer)
-            fleet.says(1, AWAY, SAID_S, after=heard)
-            fleet.goes_on(1)
-            assert proxies[1].strikes(Rpc.TXN, answer), answer
+    proxies, fleet, generation = job.running()
 
-            rule.end()
-            proxies[1].heal()
-            fleet.says(1, BACK, SAID_S, after=heard)
-        fleet.end()
+    for answer in table:
+        heard = len(fleet.agents[1].stderr)
+        rule = proxies[1].refuse(Rpc.TXN, answer)
+        fleet.says(1, AWAY, SAID_S, after=heard)
+        fleet.goes_on(1)
+        assert proxies[1].strikes(Rpc.TXN, answer), answer
 
-        assert [agent.wait() for agent in fleet.agents] == [0, 0], fleet.story()
-        assert fleet.life(1).generation == 0, fleet.story()  # type: ignore[union-attr]
-
-
-def test_a_worker_that_fails_while_its_node_is_denied_is_started_again_when_the_node_is_let_in(tmp_path: Path) -> None:
-    with ExitStack() as stack:
-        proxies, fleet = job(stack, tmp_path / "job")
-        fleet.run(0)
-        proxies[1].refuse(Rpc.TXN, answers.PERMISSION_DENIED)
-        proxies[1].refuse(Rpc.WATCH, answers.PERMISSION_DENIED)
-
-        fleet.kill_worker(1)
-        fleet.says(1, r"the store refuses what this node asks: .* no worker can start before it does as asked", SAID_S)
+        rule.end()
         proxies[1].heal()
+        fleet.says(1, BACK, SAID_S, after=heard)
 
-        fleet.run(1)
-        fleet.end()
-        assert [agent.wait() for agent in fleet.agents] == [0, 0], fleet.story()
+    assert fleet.life(1).generation == generation, fleet.story()  # type: ignore[union-attr]
+    fleet.goes_on(1)
 
 
-def test_a_node_whose_watch_is_refused_says_so_once_and_hears_of_failures_by_asking(tmp_path: Path) -> None:
-    with ExitStack() as stack:
-        proxies, fleet = job(stack, tmp_path / "job")
-        fleet.run(0)
-        proxies[0].refuse(Rpc.WATCH, answers.BAD_GATEWAY)
-        proxies[0].cut_streams()
-        fleet.says(0, r"the store refuses to tell of changes: .*HTTP status 502.*; they are read every 3 s", SAID_S)
+def test_a_worker_that_fails_while_its_node_is_denied_is_started_again_when_the_node_is_let_in(job: Job) -> None:
+    proxies, fleet, generation = job.running()
+    heard = len(fleet.agents[1].stderr)
+    proxies[1].refuse(Rpc.TXN, answers.PERMISSION_DENIED)
+    proxies[1].refuse(Rpc.WATCH, answers.PERMISSION_DENIED)
 
-        fleet.kill_worker(1)
+    fleet.kill_worker(1)
+    said = r"the store refuses what this node asks: .* no worker can start before it does as asked"
+    fleet.says(1, said, SAID_S, after=heard)
+    proxies[1].heal()
 
-        fleet.run(1)
-        assert fleet.agents[0].stderr.count("refuses to tell of changes") == 1, fleet.story()
-        fleet.end()
-        assert [agent.wait() for agent in fleet.agents] == [0, 0], fleet.story()
+    fleet.run(generation + 1)
+    fleet.goes_on(1)
+
+
+def test_a_node_whose_watch_is_refused_says_so_once_and_hears_of_failures_by_asking(job: Job) -> None:
+    proxies, fleet, generation = job.running()
+    heard = len(fleet.agents[0].stderr)
+    proxies[0].refuse(Rpc.WATCH, answers.BAD_GATEWAY)
+    proxies[0].cut_streams()
+    said = r"the store refuses to tell of changes: .*HTTP status 502.*; they are read every 3 s"
+    fleet.says(0, said, SAID_S, after=heard)
+
+    fleet.kill_worker(1)
+
+    fleet.run(generation + 1)
+    assert fleet.agents[0].stderr[heard:].count("refuses to tell of changes") == 1, fleet.story()
+    fleet.goes_on(0)
+
+
+def test_a_job_that_was_refused_now_and_then_ends_well(job: Job) -> None:
+    _, fleet, _ = job.running()
+
+    fleet.end()
+
+    assert [agent.wait() for agent in fleet.agents] == [0, 0], fleet.story()
 
 
 @pytest.mark.parametrize(

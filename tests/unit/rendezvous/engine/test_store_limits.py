@@ -82,7 +82,7 @@ def test_what_is_too_large_is_refused_as_by_a_real_etcd(version: str) -> None:
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_a_full_store_refuses_as_a_real_etcd_does(version: str) -> None:
-    quota = 16 << 20
+    quota = 4 << 20
     with (
         Etcd(version, options=(f"--quota-backend-bytes={quota}",)) as etcd,
         thread_serving() as (server, port),
@@ -91,7 +91,7 @@ def test_a_full_store_refuses_as_a_real_etcd_does(version: str) -> None:
         server.engine._quota_bytes = quota
         full = (429, 8, SPACE)
         for gateway in (theirs, ours):
-            answers = [refusal(gateway, "/v3/kv/put", put(1_000_000, b"%d" % number)) for number in range(40)]
+            answers = [refusal(gateway, "/v3/kv/put", put(250_000, b"%d" % number)) for number in range(40)]
             assert {*answers} == {None, full}
         for path, body in (
             ("/v3/kv/put", put(1_000_000, b"new")),

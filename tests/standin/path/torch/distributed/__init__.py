@@ -1,0 +1,19 @@
+"""Of torch.distributed: a store, and one group whose ranks reduce integers over sockets."""
+
+from torch.distributed.distributed_c10d import (
+    ReduceOp,
+    all_reduce,
+    destroy_process_group,
+    init_process_group,
+    is_initialized,
+)
+from torch.distributed.tcp_store import TCPStore
+
+__all__ = [
+    "ReduceOp",
+    "TCPStore",
+    "all_reduce",
+    "destroy_process_group",
+    "init_process_group",
+    "is_initialized",
+]

@@ -1,0 +1,79 @@
+"""Keys that ranks tell each other, kept by the process that has the listening socket."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from contextlib import suppress
+
+CONNECT_S = 60.0
+
+
+class TCPStore:
+    """The master's; it serves in threads of this process until that ends."""
+
+    def __init__(self, host: str, port: int, *, is_master: bool, wait_for_workers: bool, master_listen_fd: int) -> None:
+        assert is_master
+        assert not wait_for_workers
+        self._keys: dict[str, str] = {}
+        self._changed = threading.Condition()
+        self._listener = socket.socket(fileno=master_listen_fd)
+        assert self._listener.getsockname()[1] == port, f"another port was given for {host}"
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def num_keys(self) -> int:
+        return len(self._keys)
+
+    def _serve(self) -> None:
+        while True:
+            client, _ = self._listener.accept()
+            threading.Thread(target=self._answer, args=(client,), daemon=True).start()
+
+    def _answer(self, client: socket.socket) -> None:
+        with suppress(OSError), client, client.makefile("rw") as stream:
+            for line in stream:
+                key, value = json.loads(line)
+                with self._changed:
+                    if value is not None:
+                        self._keys[key] = value
+                        self._changed.notify_all()
+                    self._changed.wait_for(lambda key=key: key in self._keys)
+                stream.write(json.dumps(self._keys[key]) + "\n")
+                stream.flush()
+
+
+class Client:
+    """A rank's connection to the store."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self._socket = connected(host, port)
+        self._stream = self._socket.makefile("rw")
+
+    def set(self, key: str, value: str) -> None:
+        self._asked(key, value)
+
+    def get(self, key: str) -> str:
+        """The key's value, once somebody has set it."""
+        return self._asked(key, None)
+
+    def _asked(self, key: str, value: str | None) -> str:
+        self._stream.write(json.dumps([key, value]) + "\n")
+        self._stream.flush()
+        line = self._stream.readline()
+        if not line:
+            raise RuntimeError("the store has closed the connection")
+        return str(json.loads(line))
+
+
+def connected(host: str, port: int) -> socket.socket:
+    """A connection, tried again for a while: a node may be late, or its link off."""
+    until_s = time.monotonic() + CONNECT_S
+    while True:
+        try:
+            return socket.create_connection((host, port))
+        except OSError:
+            if time.monotonic() > until_s:
+                raise
+            time.sleep(0.05)
