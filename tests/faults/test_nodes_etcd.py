@@ -234,5 +234,22 @@ def test_an_etcd_that_has_lost_its_history_ends_the_job_with_a_sentence(tmp_path
             assert "history" in agent.stderr, agent.stderr
 
 
+def test_a_history_that_is_lost_is_told_also_where_one_node_ends_before_the_other_knows(tmp_path: Path) -> None:
+    """The other node's workers fail with their peer. What they write then is refused, since the run's lease is gone."""
+    with LightCluster(tmp_path, 2) as cluster:
+        cluster.start(0, 1, nnodes="1:2")
+        cluster.meeting(2)
+        (member,) = cluster.etcd.members
+
+        member.kill()
+        cluster.nodes[2].power_off()
+        cluster.nodes[2].power_on()
+        member.start()
+
+        cluster.ended({0: 3, 1: 3})
+        for agent in cluster.agents.values():
+            assert "history" in agent.stderr, agent.stderr
+
+
 def pids_in(folder: Path) -> list[int]:
     return [int(text) for path in folder.glob("pid-*") if (text := path.read_text())]

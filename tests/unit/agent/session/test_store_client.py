@@ -576,6 +576,21 @@ def test_an_opening_that_the_store_says_has_no_lease_is_told_and_kept() -> None:
     assert decode(Generation, written).number == 1
 
 
+def test_an_opening_whose_lease_is_gone_since_the_store_lost_its_history_says_that() -> None:
+    bench = Bench().begun()
+    own = bench.leased[-1]
+    bench.client.commit(
+        start_run(bench.snapshot, Terms(), replace(NODE, node_id=own.node_id), own.lease),
+        Tag.RUN,
+    )
+    opening = Txn((), (bench.snapshot.put(KEYS.generation, encode(Generation(1, OpenKind.FAIL, "x"))),))
+    bench.store.fail("commit", LeaseGone("the lease has ended"))
+    bench.store.fail("read", HistoryLost("its revision went back"))
+
+    with pytest.raises(HistoryLost):
+        bench.client.commit(opening, None)
+
+
 def test_a_transaction_without_texts_that_is_too_large_is_told_and_kept() -> None:
     bench = Bench().begun()
     bench.store.fail("commit", *[TooLarge("413")] * 2)
