@@ -1,11 +1,13 @@
 """Forks ranks from one process that has imported torch: a group is there in 0.1 s. Run by tests/ranks.py.
 
-Each line of its input asks for one group: `{"script", "args", "envs", "folder"}`, an environment per rank. It answers
-with their pids, and later, for each that ends, with `{"pid", "code"}`. Output goes to FOLDER/out.RANK and err.RANK.
+Its arguments are modules that it imports too. Each line of its input asks for one group: `{"script", "args", "envs",
+"folder"}`, an environment per rank. It answers with their pids, and later, for each that ends, with `{"pid", "code"}`.
+Output goes to FOLDER/out.RANK and err.RANK.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import runpy
@@ -51,6 +53,8 @@ def tell(record: object) -> None:
 
 def main() -> None:
     torch.set_num_threads(1)
+    for name in sys.argv[1:]:
+        importlib.import_module(name)
     wake, woken = os.pipe()
     os.set_blocking(woken, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)

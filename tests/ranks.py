@@ -34,11 +34,11 @@ class Ended:
 
 
 class Nursery:
-    """One process that has imported torch and forks all ranks of a test module; see tests/nursery.py."""
+    """One process that has imported torch and `modules`, and forks all ranks of a test module; see tests/nursery.py."""
 
-    def __init__(self) -> None:
+    def __init__(self, *modules: str) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.nursery"],
+            [sys.executable, "-m", "tests.nursery", *modules],
             env=environment({"OMP_NUM_THREADS": "1"}),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -81,8 +81,8 @@ class Nursery:
 
 
 @contextlib.contextmanager
-def nursery() -> Iterator[Nursery]:
-    held = Nursery()
+def nursery(*modules: str) -> Iterator[Nursery]:
+    held = Nursery(*modules)
     try:
         yield held
     finally:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import boto3
+import fsspec
 from botocore.config import Config
 
 from tests.harness import DEADLINE_S, environment, wait_for
@@ -92,3 +93,5 @@ def s3_server() -> Iterator[S3]:
         yield server
     finally:
         server.close()
+        # This process's clients know that server's address, and the next one's tests would ask them.
+        fsspec.get_filesystem_class("s3").clear_instance_cache()

@@ -13,10 +13,11 @@ FOLDER/<moment>-<generation>-<step>-<rank> makes that rank kill itself with SIGK
     crash         not a kill: an exception before the forward pass
     hold          not a kill: wait there until the file is gone
     freeze        not a kill: stopped when half of a copy of that step is in memory
+    corrupt       not a kill: before the forward pass, a byte of the newest copy in this node's memory is changed
     mirror        not a kill: what comes from other nodes in the threads of snapshots is not received
 
 Each rank appends JSON lines to FOLDER/records: `began`, `done` (with the bits of its own loss of the step), `told` (to
-stop), `killed`, `held`, `end`.
+stop), `killed`, `held`, `frozen`, `corrupted`, `deaf`, `end`.
 """
 
 from __future__ import annotations
@@ -81,6 +82,21 @@ def together(step: int) -> None:
         time.sleep(0.001)
     for path in sorted(pids, reverse=True):
         os.kill(int(path.read_text()), signal.SIGKILL)
+
+
+def corrupt(step: int) -> None:
+    """Change a byte of the newest copy of the replicated state, if the test wants that."""
+    if not is_asked("corrupt", step):
+        return
+    copies = Path(os.environ["ELAUNCH_MEMORY"]).glob("training.state-?")
+    steps = {path: int.from_bytes(path.read_bytes()[32:40], "little") for path in copies}
+    newest = max(steps, key=lambda path: steps[path])
+    with newest.open("r+b") as file:
+        file.seek(-5000, 2)
+        byte = file.read(1)
+        file.seek(-1, 1)
+        file.write(bytes([byte[0] ^ 255]))
+    record("corrupted", step=step, path=str(newest), copies=sorted(steps.values()))
 
 
 def bits(value: float) -> str:
@@ -171,7 +187,7 @@ def main() -> None:
         plant(keeper, network, optimizer)
     moment("start", 0)
     with keeper:
-        record("began", step=keeper.step, memory=os.environ.get("ELAUNCH_MEMORY"))
+        record("began", step=keeper.step, repeated=keeper.repeated, memory=os.environ.get("ELAUNCH_MEMORY"))
         # As a DataLoader does, at every start.
         torch.empty((), dtype=torch.int64).random_()
         for step in keeper.steps(STEPS):
@@ -218,6 +234,7 @@ def train(step: int, keeper: Keeper, model: nn.Module, optimizer: Any, scheduler
     if is_asked("crash", step):
         (FOLDER / f"crash-{GENERATION}-{step}-{RANK}").unlink()
         raise ValueError(f"asked for by the test, in generation {GENERATION}")
+    corrupt(step)
     loss = (model(inputs).squeeze(1) - inputs.sum(1)).pow(2).mean()
     moment("forward", step)
     together(step)
