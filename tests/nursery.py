@@ -33,6 +33,7 @@ def become(script: str, args: list[str], env: dict[str, str], folder: str, rank:
         os.dup2(file, descriptor)
     os.environ.update(env)
     sys.argv = [script, *args]
+    sys.path.insert(0, os.path.dirname(script))  # noqa: PTH120
     code = 1
     try:
         runpy.run_path(script, run_name="__main__")

@@ -30,7 +30,12 @@ class Ended:
     @property
     def answer(self) -> Any:
         """Its last line of output, which is JSON."""
-        return json.loads(self.out.splitlines()[-1])
+        return self.notes[-1]
+
+    @property
+    def notes(self) -> list[Any]:
+        """All of them; that of a killed rank may have no last one."""
+        return [json.loads(line) for line in self.out.splitlines()]
 
 
 class Nursery:

@@ -6,14 +6,13 @@ import re
 import shutil
 import subprocess
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
 
 from elaunch.trainer.ledger.ledger import audit_folder
-from tests.harness import REPOSITORY, Job, environment, script, wait_for
+from tests.harness import REPOSITORY, Job, environment, script
 from tests.s3 import s3_server
 
 PAGE = REPOSITORY / "docs" / "trainer.md"
@@ -30,29 +29,20 @@ def kept(folder: Path, heading: str = "Keeping the state", *, steps: int) -> Pat
 
 
 def test_a_killed_worker_costs_no_step(tmp_path: Path) -> None:
-    path = kept(tmp_path, steps=250)
+    path = kept(tmp_path, steps=300)
 
     with Job(tmp_path, "--nproc-per-node", "3", str(path), env={"OMP_NUM_THREADS": "1"}) as job:
-        victim = wait_for(lambda: next(iter(training(job, path)), None), "a worker that trains")
         job.wait_for_output(r"step 50: loss")
+        workers = [p for p in psutil.Process(job.process.pid).children(recursive=True) if str(path) in p.cmdline()]
+        victim = next(p for p in workers if p.cmdline()[-1] == str(path) and p.num_threads() > 1)
         victim.kill()
         assert job.wait() == 0, job.output
 
     found = re.search(r"restored step (\d+) from memory \(of generation 0\); 0 steps are repeated", job.output)
     assert found, job.output
-    assert 50 <= int(found[1]) < 250
-    assert "step 250: loss" in job.output
-    assert list((tmp_path / "checkpoints").glob("generation-0001-step-00000250"))
-
-
-def training(job: Job, path: Path) -> list[psutil.Process]:
-    """The workers that are in their group, whose threads say so."""
-    found = []
-    for process in psutil.Process(job.process.pid).children(recursive=True):
-        with suppress(psutil.Error, IndexError):
-            if process.cmdline()[-1] == str(path) and process.num_threads() > 1:
-                found.append(process)
-    return found
+    assert 50 <= int(found[1]) < 300
+    assert "step 300: loss" in job.output
+    assert list((tmp_path / "checkpoints").glob("generation-0001-step-00000300"))
 
 
 def test_it_runs_under_torchrun(tmp_path: Path) -> None:
@@ -100,6 +90,7 @@ def test_the_command_for_an_object_store_works_and_goes_on_from_there(tmp_path: 
     words = section.split("```sh\n", 1)[1].splitlines()[0].split()
     assert words[0] == "elaunch"
     size = ["--steps", "20", "--layers", "1", "--width", "16", "--heads", "2", "--checkpoint-every", "10"]
+    size += ["--global-batch", "4", "--micro-batch", "2", "--context", "16"]
 
     with s3_server() as s3:
         env = {**s3.env, "OMP_NUM_THREADS": "1"}

@@ -17,7 +17,8 @@ FOLDER/<moment>-<generation>-<step>-<rank> makes that rank kill itself with SIGK
     mirror        not a kill: what comes from other nodes in the threads of snapshots is not received
 
 Each rank appends JSON lines to FOLDER/records: `began`, `done` (with the bits of its own loss of the step), `told` (to
-stop), `killed`, `held`, `frozen`, `corrupted`, `deaf`, `end`.
+stop), `killed`, `held`, `frozen`, `corrupted`, `deaf`, and, with digests of its state, `halfway` (after step 30) and
+`end`.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ from elaunch.trainer.memory.device_copy import HostCopies
 from elaunch.trainer.memory.replicated import copy_on_host
 
 FOLDER, STEPS = Path(sys.argv[1]), int(sys.argv[2])
+HALFWAY = 30
 OPTIONS = dict(word.split("=", 1) for word in sys.argv[3:])
 RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 GENERATION = int(os.environ["ELAUNCH_GENERATION"])
@@ -186,6 +188,13 @@ def main() -> None:
     if isinstance(optimizer, Interruptible):
         plant(keeper, network, optimizer)
     moment("start", 0)
+
+    def digests() -> dict[str, str]:
+        moments = getattr(optimizer, "optim", optimizer).state_dict()
+        replicated = digest(list(model.parameters()), moments, scheduler.state_dict(), extra)
+        own = digest(torch.get_rng_state(), hook_state.error_dict if hook_state else {})
+        return {"replicated": replicated, "state": digest(model.state_dict(), replicated), "own": own}
+
     with keeper:
         record("began", step=keeper.step, repeated=keeper.repeated, memory=os.environ.get("ELAUNCH_MEMORY"))
         # As a DataLoader does, at every start.
@@ -193,12 +202,11 @@ def main() -> None:
         for step in keeper.steps(STEPS):
             loss = train(step, keeper, model, optimizer, scheduler, extra)
             record("done", step=step, loss=bits(loss))
+            if step == HALFWAY:
+                record("halfway", **digests())
             moment("committed", step)
-        moments = getattr(optimizer, "optim", optimizer).state_dict()
-        replicated = digest(list(model.parameters()), moments, scheduler.state_dict(), extra)
-        state = digest(model.state_dict(), replicated)
-        own = digest(torch.get_rng_state(), hook_state.error_dict if hook_state else {})
-    record("end", step=keeper.step, replicated=replicated, state=state, own=own)
+        found = digests()
+    record("end", step=keeper.step, **found)
     dist.destroy_process_group()
 
 

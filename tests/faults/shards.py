@@ -15,9 +15,9 @@ FOLDER) or `memory` (snapshots in ELAUNCH_MEMORY). The actions are done in turn:
     touch NAME      rank 0 leaves a file in FOLDER
     await NAME      until there is such a file in FOLDER
     in NAME         from here on checkpoints are in that folder below the first
-    note            keep what it was told since the last note, where it is, and a digest of the whole state
+    note            print what it was told since the last note, where it is, and a digest of the whole state
 
-At the end each rank prints all `notes`, what a last one would say, and of DDP's or FSDP2's model alone a digest
+At the end each rank prints all `notes` again, what a last one would say, and of DDP's or FSDP2's model alone a digest
 (`weights`).
 """
 
@@ -274,6 +274,7 @@ def main() -> None:
                 load = store.load_newest
             case "note":
                 notes.append(noted())
+                print(json.dumps(notes[-1]), flush=True)
     if STORE == "disk":
         store.wait()
     answer = {**noted(), "notes": notes}

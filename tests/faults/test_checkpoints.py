@@ -14,17 +14,10 @@ import pytest
 from elaunch.trainer.checkpoint.catalog import Mark, marks
 from elaunch.trainer.checkpoint.checkpoints import Checkpoints
 from tests.harness import script, slow, wait_for
-from tests.ranks import Ended, Nursery, Ranks, nursery
+from tests.ranks import Ended, Nursery, Ranks
 from tests.s3 import S3, s3_server
 
 SCRIPT = Path(__file__).with_name("shards.py")
-
-
-@pytest.fixture(scope="module", name="nursery")
-def _nursery() -> Iterator[Nursery]:
-    # What every rank imports, and every rank with an object store.
-    with nursery("elaunch.trainer.checkpoint.objects", "elaunch.trainer.memory.sharded", "s3fs") as held:
-        yield held
 
 
 @pytest.fixture(scope="module", name="s3")
@@ -103,13 +96,12 @@ def saved(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Callabl
     return save
 
 
-def assert_loaded_by_three_two_and_one(group: Group, kind: str, saved: Any) -> None:
-    for world_size in (3, 2, 1):
-        loaded = group.run(world_size, kind, "load", generation=1)[0]
+def assert_is_loaded(group: Group, kind: str, saved: Any, world_size: int) -> None:
+    loaded = group.run(world_size, kind, "load", generation=1)[0]
 
-        assert (loaded["loaded"], loaded["step"]) == ([0, 3], 3)
-        assert loaded["digest"] == saved["digest"]
-        assert loaded["said"] == []
+    assert (loaded["loaded"], loaded["step"]) == ([0, 3], 3)
+    assert loaded["digest"] == saved["digest"]
+    assert loaded["said"] == []
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2", "fsdp1", "zero"])
@@ -118,12 +110,16 @@ def test_what_four_ranks_saved_is_loaded_by_three_two_and_one(
 ) -> None:
     group, answer = saved(kind)
 
-    assert_loaded_by_three_two_and_one(group, kind, answer)
+    for world_size in (3, 2, 1):
+        assert_is_loaded(group, kind, answer, world_size)
 
 
 @pytest.mark.parametrize(("group", "kind"), [slow("s3", "ddp"), ("s3", "fsdp2")], indirect=["group"])
-def test_what_four_ranks_saved_in_an_object_store_is_loaded_by_three_two_and_one(group: Group, kind: str) -> None:
-    assert_loaded_by_three_two_and_one(group, kind, group.run(4, kind, "train", "3", "save")[0])
+def test_what_three_ranks_saved_in_an_object_store_is_loaded_by_two_and_one(group: Group, kind: str) -> None:
+    answer = group.run(3, kind, "train", "3", "save")[0]
+
+    for world_size in (2, 1):
+        assert_is_loaded(group, kind, answer, world_size)
 
 
 @pytest.mark.parametrize(("kind", "other"), [("ddp", "fsdp2"), ("fsdp2", "ddp")])
@@ -176,17 +172,19 @@ def deaths(
                 patched.setenv(name, value)
             group = Group(nursery, tmp_path_factory.mktemp(f"{store}-{kind}"), s3)
             kind, planned = kind.removesuffix("-slow"), DEATHS[store, kind]
+            # DDP's second rank only waits: a client of the object store less.
+            size = 1 if (store, kind) == ("s3", "ddp") else 2
             places = {death: group.within("-".join(map(str, death))) for death in planned}
             actions = [word for place in places.values() for word in ("in", place.place, "save")]
-            whole = group.run(2, kind, "train", "2", *actions)[0]["digest"]
+            whole = group.run(size, kind, "train", "2", *actions)[0]["digest"]
 
             for (victim, moment), place in places.items():
-                place.struck(2, kind, victim, "load", "train", "1", "die", moment, str(victim), "save")
+                place.struck(size, kind, victim, "load", "train", "1", "die", moment, str(victim), "save")
 
             there = {death: (place.marks, place.hidden) for death, place in places.items()}
             # A step between two loads: what the one has loaded must not count as the other's.
             actions = [word for p in places.values() for word in ("in", p.place, "load", "note", "train", "1")]
-            notes = group.run(2, kind, *actions, generation=1)[0]["notes"]
+            notes = group.run(size, kind, *actions, generation=1)[0]["notes"]
             return {
                 death: Death(whole, *there[death], note, place.hidden)
                 for (death, place), note in zip(places.items(), notes, strict=True)

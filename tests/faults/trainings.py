@@ -13,6 +13,7 @@ from elaunch.trainer.ledger.ledger import audit_folder
 from tests.faults.processes import Watched
 from tests.harness import DEADLINE_S as WAIT_S
 from tests.harness import wait_for
+from tests.ranks import Nursery, Ranks
 
 PROGRAM = Path(__file__).with_name("killing_trainer.py")
 STEPS, BATCH = 40, 12
@@ -159,10 +160,13 @@ class OneNode(Training):
 
 
 class CalmTrainings:
-    """The runs that nothing happened to, made when they are first asked for; all test processes share `folder`."""
+    """The runs that nothing happened to, made when they are first asked for; all test processes share `folder`.
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    They have no agent and no memory: neither changes anything that a run leaves.
+    """
+
+    def __init__(self, nursery: Nursery, folder: Path) -> None:
+        self._nursery, self._folder = nursery, folder
         folder.mkdir(exist_ok=True)
 
     def __call__(self, workers: int, *options: str) -> Trained:
@@ -172,9 +176,11 @@ class CalmTrainings:
             if not place.exists():
                 partial = Path(f"{place}.part")
                 shutil.rmtree(partial, ignore_errors=True)
-                with OneNode(partial, workers, *options) as run:
-                    run.ended()
-                assert "restored" not in run.job.output
+                run = Training(partial)
+                words = run.words(*options)[1:]
+                with Ranks(self._nursery, workers, PROGRAM, *words, env={"ELAUNCH_GENERATION": "0"}) as ranks:
+                    ended = ranks.end()
+                assert [rank.code for rank in ended] == [0] * workers, ended
                 run.assert_complete()
                 partial.rename(place)
         return Trained(place)
