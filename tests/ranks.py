@@ -39,12 +39,15 @@ class Ended:
 
 
 class Nursery:
-    """One process that has imported torch and `modules`, and forks all ranks of a test module; see tests/nursery.py."""
+    """One process that has imported torch and `modules`, and forks all ranks of a test module; see tests/nursery.py.
 
-    def __init__(self, *modules: str) -> None:
+    `env` is what these modules need when they are imported.
+    """
+
+    def __init__(self, *modules: str, env: Mapping[str, str] | None = None) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.nursery", *modules],
-            env=environment({"OMP_NUM_THREADS": "1"}),
+            env=environment({"OMP_NUM_THREADS": "1", **(env or {})}),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -86,8 +89,8 @@ class Nursery:
 
 
 @contextlib.contextmanager
-def nursery(*modules: str) -> Iterator[Nursery]:
-    held = Nursery(*modules)
+def nursery(*modules: str, env: Mapping[str, str] | None = None) -> Iterator[Nursery]:
+    held = Nursery(*modules, env=env)
     try:
         yield held
     finally:

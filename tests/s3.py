@@ -16,6 +16,9 @@ from botocore.config import Config
 
 from tests.harness import DEADLINE_S, environment, wait_for
 
+# Parts of 5 MiB, the least that S3 takes. fsspec reads it when it is imported.
+FSSPEC = {"FSSPEC_S3": '{"default_block_size": 5242880}'}
+
 
 class S3:
     """One server with the bucket `bucket`. `env` is what its clients need."""
@@ -34,8 +37,7 @@ class S3:
             "AWS_ACCESS_KEY_ID": "a-key",
             "AWS_SECRET_ACCESS_KEY": "a-secret",
             "AWS_DEFAULT_REGION": "us-east-1",
-            # Parts of 5 MiB, the least that S3 takes.
-            "FSSPEC_S3": '{"default_block_size": 5242880}',
+            **FSSPEC,
         }
         self.client: Any = boto3.client(
             "s3",

@@ -31,7 +31,7 @@ def kept(folder: Path, heading: str = "Keeping the state", *, steps: int) -> Pat
 def test_a_killed_worker_costs_no_step(tmp_path: Path) -> None:
     path = kept(tmp_path, steps=300)
 
-    with Job(tmp_path, "--nproc-per-node", "3", str(path), env={"OMP_NUM_THREADS": "1"}) as job:
+    with Job(tmp_path, "--nproc-per-node", "2", str(path), env={"OMP_NUM_THREADS": "1"}) as job:
         job.wait_for_output(r"step 50: loss")
         workers = [p for p in psutil.Process(job.process.pid).children(recursive=True) if str(path) in p.cmdline()]
         victim = next(p for p in workers if p.cmdline()[-1] == str(path) and p.num_threads() > 1)

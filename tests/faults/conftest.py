@@ -11,6 +11,7 @@ import pytest
 from tests.faults.keeper_runs import Calm
 from tests.faults.trainings import CalmTrainings
 from tests.ranks import Nursery, nursery
+from tests.s3 import FSSPEC
 
 # What their ranks import.
 _MODULES = ("keeper.keeper", "memory.sharded", "checkpoint.objects", "train")
@@ -19,7 +20,7 @@ _MODULES = ("keeper.keeper", "memory.sharded", "checkpoint.objects", "train")
 @pytest.fixture(scope="session", name="nursery")
 def _nursery() -> Iterator[Nursery]:
     """What forks ranks for all files."""
-    with nursery(*(f"elaunch.trainer.{name}" for name in _MODULES), "s3fs") as held:
+    with nursery(*(f"elaunch.trainer.{name}" for name in _MODULES), "s3fs", env=FSSPEC) as held:
         yield held
 
 

@@ -12,8 +12,22 @@ from tests.faults.processes import SAY, Watched
 from tests.faults.test_link import timeline
 from tests.harness import script, slow
 
+# What is trained is no matter here: no optimizer of torch's, which would import its compiler.
+PRELOAD = ("--preload", "torch,torch.distributed")
+STILL = """
+class Still:
+    def step(self):
+        pass
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+"""
+
 # Of two trainings that know nothing of each other, the state of the second takes long to be saved.
-TWO = f"""{SAY}
+TWO = f"""{SAY}{STILL}
 import torch
 import torch.distributed as dist
 from elaunch.trainer import Keeper
@@ -29,9 +43,8 @@ class Slow:
         pass
 
 def kept(name, **options):
-    model = torch.nn.Linear(2, 1)
-    optimizer = torch.optim.AdamW(model.parameters())
-    return optimizer, Keeper(model, optimizer, name=name, snapshot_every=1000, **options)
+    optimizer = Still()
+    return optimizer, Keeper(torch.nn.Linear(2, 1), optimizer, name=name, snapshot_every=1000, **options)
 
 dist.init_process_group("gloo")
 (_, one), (_, other) = trainings = kept("one"), kept("other", extra=Slow())
@@ -55,7 +68,7 @@ dist.destroy_process_group()
 @pytest.mark.parametrize("stuck", ["pass", slow("time.sleep(600)")], ids=["raises", "stuck"])
 def test_two_keepers_are_both_given_the_time_that_they_need_to_save(tmp_path: Path, stuck: str) -> None:
     script(tmp_path, TWO.replace("STUCK", stuck))
-    with Watched(tmp_path, "--nproc-per-node", "2", "train.py", env={"OMP_NUM_THREADS": "1"}) as job:
+    with Watched(tmp_path, *PRELOAD, "--nproc-per-node", "2", "train.py", env={"OMP_NUM_THREADS": "1"}) as job:
         assert job.wait() == 0, job.output
 
     assert re.findall(r"began (\d+) (\d+)", job.stdout) == [("0", "0")] * 2 + [("5", "5")] * 2
@@ -66,7 +79,7 @@ def test_two_keepers_are_both_given_the_time_that_they_need_to_save(tmp_path: Pa
 @pytest.mark.slow
 def test_a_state_that_is_not_saved_within_the_stop_grace_is_said_and_the_last_copy_counts(tmp_path: Path) -> None:
     script(tmp_path, TWO.replace("STUCK", "time.sleep(600)"))
-    options = ("--failure-grace", "0.5", "--stop-grace", "1", "--nproc-per-node", "2")
+    options = (*PRELOAD, "--failure-grace", "0.5", "--stop-grace", "1", "--nproc-per-node", "2")
     with Watched(tmp_path, *options, "train.py", env={"OMP_NUM_THREADS": "1"}) as job:
         assert job.wait() == 0, job.output
 
@@ -77,7 +90,7 @@ def test_a_state_that_is_not_saved_within_the_stop_grace_is_said_and_the_last_co
 @pytest.mark.slow
 def test_a_state_that_cannot_be_saved_is_waited_for_by_nobody(tmp_path: Path) -> None:
     script(tmp_path, TWO.replace("STUCK", "time.sleep(600)").replace("time.sleep(3)", "raise RuntimeError('no state')"))
-    options = ("--failure-grace", "50", "--stop-grace", "50", "--nproc-per-node", "2")
+    options = (*PRELOAD, "--failure-grace", "50", "--stop-grace", "50", "--nproc-per-node", "2")
     with Watched(tmp_path, *options, "train.py", env={"OMP_NUM_THREADS": "1"}) as job:
         assert job.wait(40) == 0, job.output
 
@@ -86,7 +99,7 @@ def test_a_state_that_cannot_be_saved_is_waited_for_by_nobody(tmp_path: Path) ->
 
 
 # Ranks 0 and 2 are on one node, rank 1 on another, to which the network is silent; rank 2 dies.
-SILENT = f"""{SAY}
+SILENT = f"""{SAY}{STILL}
 memory = os.environ["ELAUNCH_MEMORY"] + f"/{{RANK % 2}}"
 os.makedirs(memory, exist_ok=True)
 os.environ |= {{"ELAUNCH_MEMORY": memory, "LOCAL_RANK": str(RANK // 2)}}
@@ -114,9 +127,8 @@ if GENERATION == 0 and RANK == 1:
 if GENERATION == 0 and RANK == 2:
     threading.Thread(target=die).start()
 dist.init_process_group("gloo")
-model = torch.nn.Linear(2, 1)
-optimizer = torch.optim.AdamW(model.parameters())
-with Keeper(model, optimizer, snapshot_every=2) as keeper:
+optimizer = Still()
+with Keeper(torch.nn.Linear(2, 1), optimizer, snapshot_every=2) as keeper:
     print(f"began {{keeper.step}}", flush=True)
     for step in keeper.steps(9):
         with keeper.commit():
@@ -127,7 +139,7 @@ dist.destroy_process_group()
 
 def test_who_waits_for_a_silent_node_saves_after_a_failure_all_the_same(tmp_path: Path) -> None:
     script(tmp_path, SILENT)
-    options = ("--log-dir", "logs", "--stop-grace", "10", "--nproc-per-node", "3")
+    options = (*PRELOAD, "--log-dir", "logs", "--stop-grace", "10", "--nproc-per-node", "3")
     with Watched(tmp_path, *options, "train.py", env={"OMP_NUM_THREADS": "1"}) as job:
         assert job.wait() == 0, job.output
 
@@ -138,13 +150,12 @@ def test_who_waits_for_a_silent_node_saves_after_a_failure_all_the_same(tmp_path
 
 
 # Rank 0 fails when it is to stop; rank 1's keeper has ended by then. Neither is in a process group.
-TOLD = f"""{SAY}
+TOLD = f"""{SAY}{STILL}
 import torch
 from elaunch.trainer import Keeper
 
 def kept(name):
-    model = torch.nn.Linear(2, 1)
-    return Keeper(model, torch.optim.AdamW(model.parameters()), name=name)
+    return Keeper(torch.nn.Linear(2, 1), Still(), name=name)
 
 def fails():
     try:
@@ -180,7 +191,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Watched:
     """That job, which got a SIGTERM."""
     folder = tmp_path_factory.mktemp("told")
     script(folder, TOLD)
-    with Watched(folder, "--nproc-per-node", "2", "train.py") as job:
+    with Watched(folder, *PRELOAD, "--nproc-per-node", "2", "train.py") as job:
         job.wait_for_output(r"^\[0\] trains")
         job.wait_for_output(r"^\[1\] evaluates")
         job.signal(signal.SIGTERM)

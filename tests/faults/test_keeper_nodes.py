@@ -84,7 +84,6 @@ def test_a_node_whose_only_worker_died_gets_the_step_from_a_peer_and_its_own_par
     assert mended.restored[0] == (
         "restored step 19 from memory (of generation 0; sent to rank 1 from rank 0); 0 steps are repeated"
     )
-    assert "lost" not in mended.output.partition("elaunch: generation 2:")[0]
     assert mended.run.halfway == calm(2).halfway
     before = {place: loss for place, loss in mended.run.losses.items() if place[1] < 33}
     assert before.items() <= calm(2).losses.items()

@@ -260,21 +260,20 @@ def test_a_newer_snapshot_replaces_the_old_one_only_when_it_is_whole_on_both_nod
     assert (loaded["loaded"], loaded["digest"]) == ([0, 2], saved["digest"])
 
 
-def test_a_part_that_arrives_garbled_on_the_second_node_does_not_count(nodes: Nodes) -> None:
-    actions = ("train", "1", "save", "train", "1", "garble", "1", "save", "die", "copy", "0", "train", "1", "begin")
-    with nodes.begin(2, "fsdp2", *actions) as ranks:
-        assert ranks.end_of(0).code == -9
+def test_a_part_that_arrives_garbled_on_the_second_node_does_not_count_and_is_said(nodes: Nodes) -> None:
+    actions = ("train", "1", "save", "train", "1", "garble", "1", "save", "note", "die", "copy", "0")
+    with nodes.begin(2, "fsdp2", *actions, "train", "1", "begin") as ranks:
+        ended = ranks.end_of(0)
+        assert ended.code == -9
+        ranks.kill([1])
+        said = [note["said"] for note in (*ended.notes, *ranks.end_of(1).notes)]
     nodes.lose(0)
 
     loaded = nodes.run(2, "fsdp2", "load", generation=1)[0]
 
     # Both ranks have overwritten the snapshot that did not count.
     assert loaded["loaded"] == [0, 1]
-
-
-def test_a_part_that_arrives_garbled_is_said(nodes: Nodes) -> None:
-    said = [answer["said"] for answer in nodes.run(2, "fsdp2", "train", "1", "garble", "1", "save")]
-
+    # And it was said, by the one that it arrived at.
     assert said[0] == []
     assert "the part that rank 0 sent arrived damaged: its checksum is wrong" in said[1][0]
 
