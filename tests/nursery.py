@@ -7,6 +7,7 @@ Output goes to FOLDER/out.RANK and err.RANK.
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import json
 import os
@@ -31,6 +32,8 @@ def become(script: str, args: list[str], env: dict[str, str], folder: str, rank:
     for name, descriptor in (("out", 1), ("err", 2)):
         file = os.open(f"{folder}/{name}.{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.dup2(file, descriptor)
+    # Before the tests' own deadline: what hangs says where.
+    faulthandler.dump_traceback_later(50, file=2)
     os.environ.update(env)
     sys.argv = [script, *args]
     sys.path.insert(0, os.path.dirname(script))  # noqa: PTH120

@@ -280,10 +280,9 @@ def main() -> None:
     answer = {**noted(), "notes": notes}
     if KIND in ("ddp", "fsdp2"):
         answer["weights"] = digest(model, None)
-    print(json.dumps(answer), flush=True)
     dist.barrier()
-    # Who frees a group waits for its threads, and these may wait for the interpreter (pytorch #190489).
-    os._exit(0)
+    dist.destroy_process_group()
+    print(json.dumps(answer), flush=True)
 
 
 def until(fact: Callable[[], bool]) -> None:
