@@ -1,11 +1,14 @@
 """Forks ranks from one process that has imported torch: a group is there in 0.1 s. Run by tests/ranks.py.
 
-Each line of its input asks for one group: `{"script", "args", "envs", "folder"}`, an environment per rank. It answers
-with their pids, and later, for each that ends, with `{"pid", "code"}`. Output goes to FOLDER/out.RANK and err.RANK.
+Its arguments are modules that it imports too. Each line of its input asks for one group: `{"script", "args", "envs",
+"folder"}`, an environment per rank. It answers with their pids, and later, for each that ends, with `{"pid", "code"}`.
+Output goes to FOLDER/out.RANK and err.RANK.
 """
 
 from __future__ import annotations
 
+import faulthandler
+import importlib
 import json
 import os
 import runpy
@@ -29,8 +32,11 @@ def become(script: str, args: list[str], env: dict[str, str], folder: str, rank:
     for name, descriptor in (("out", 1), ("err", 2)):
         file = os.open(f"{folder}/{name}.{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.dup2(file, descriptor)
+    # Before the tests' own deadline: what hangs says where.
+    faulthandler.dump_traceback_later(50, file=2)
     os.environ.update(env)
     sys.argv = [script, *args]
+    sys.path.insert(0, os.path.dirname(script))  # noqa: PTH120
     code = 1
     try:
         runpy.run_path(script, run_name="__main__")
@@ -51,6 +57,8 @@ def tell(record: object) -> None:
 
 def main() -> None:
     torch.set_num_threads(1)
+    for name in sys.argv[1:]:
+        importlib.import_module(name)
     wake, woken = os.pipe()
     os.set_blocking(woken, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)

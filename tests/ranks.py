@@ -30,16 +30,24 @@ class Ended:
     @property
     def answer(self) -> Any:
         """Its last line of output, which is JSON."""
-        return json.loads(self.out.splitlines()[-1])
+        return self.notes[-1]
+
+    @property
+    def notes(self) -> list[Any]:
+        """All of them; that of a killed rank may have no last one."""
+        return [json.loads(line) for line in self.out.splitlines()]
 
 
 class Nursery:
-    """One process that has imported torch and forks all ranks of a test module; see tests/nursery.py."""
+    """One process that has imported torch and `modules`, and forks all ranks of a test module; see tests/nursery.py.
 
-    def __init__(self) -> None:
+    `env` is what these modules need when they are imported.
+    """
+
+    def __init__(self, *modules: str, env: Mapping[str, str] | None = None) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.nursery"],
-            env=environment({"OMP_NUM_THREADS": "1"}),
+            [sys.executable, "-m", "tests.nursery", *modules],
+            env=environment({"OMP_NUM_THREADS": "1", **(env or {})}),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -81,8 +89,8 @@ class Nursery:
 
 
 @contextlib.contextmanager
-def nursery() -> Iterator[Nursery]:
-    held = Nursery()
+def nursery(*modules: str, env: Mapping[str, str] | None = None) -> Iterator[Nursery]:
+    held = Nursery(*modules, env=env)
     try:
         yield held
     finally:

@@ -11,9 +11,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import boto3
+import fsspec
 from botocore.config import Config
 
 from tests.harness import DEADLINE_S, environment, wait_for
+
+# Parts of 5 MiB, the least that S3 takes. fsspec reads it when it is imported.
+FSSPEC = {"FSSPEC_S3": '{"default_block_size": 5242880}'}
 
 
 class S3:
@@ -33,8 +37,7 @@ class S3:
             "AWS_ACCESS_KEY_ID": "a-key",
             "AWS_SECRET_ACCESS_KEY": "a-secret",
             "AWS_DEFAULT_REGION": "us-east-1",
-            # Parts of 5 MiB, the least that S3 takes.
-            "FSSPEC_S3": '{"default_block_size": 5242880}',
+            **FSSPEC,
         }
         self.client: Any = boto3.client(
             "s3",
@@ -92,3 +95,5 @@ def s3_server() -> Iterator[S3]:
         yield server
     finally:
         server.close()
+        # This process's clients know that server's address, and the next one's tests would ask them.
+        fsspec.get_filesystem_class("s3").clear_instance_cache()

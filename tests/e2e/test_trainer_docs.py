@@ -18,18 +18,20 @@ from tests.s3 import s3_server
 PAGE = REPOSITORY / "docs" / "trainer.md"
 
 
-def kept(folder: Path, heading: str = "Keeping the state") -> Path:
-    """The script that a section of the page begins with, as a file."""
+def kept(folder: Path, heading: str = "Keeping the state", *, steps: int) -> Path:
+    """The script that a section of the page begins with, as a file, for that number of steps in place of hundreds."""
     section = PAGE.read_text().split(f"## {heading}\n", 1)[1]
     block = re.match(r"\n```python\n(.*?)^```$", section, re.DOTALL | re.MULTILINE)
     assert block
-    return script(folder, block[1], "kept.py")
+    text, found = re.subn(r"keeper\.steps\(\d00\)", f"keeper.steps({steps})", block[1])
+    assert found == 1
+    return script(folder, text, "kept.py")
 
 
 def test_a_killed_worker_costs_no_step(tmp_path: Path) -> None:
-    path = kept(tmp_path)
+    path = kept(tmp_path, steps=300)
 
-    with Job(tmp_path, "--nproc-per-node", "3", str(path), env={"OMP_NUM_THREADS": "1"}) as job:
+    with Job(tmp_path, "--nproc-per-node", "2", str(path), env={"OMP_NUM_THREADS": "1"}) as job:
         job.wait_for_output(r"step 50: loss")
         workers = [p for p in psutil.Process(job.process.pid).children(recursive=True) if str(path) in p.cmdline()]
         victim = next(p for p in workers if p.cmdline()[-1] == str(path) and p.num_threads() > 1)
@@ -38,27 +40,28 @@ def test_a_killed_worker_costs_no_step(tmp_path: Path) -> None:
 
     found = re.search(r"restored step (\d+) from memory \(of generation 0\); 0 steps are repeated", job.output)
     assert found, job.output
-    assert 50 <= int(found[1]) < 400
-    assert "step 400: loss" in job.output
-    assert list((tmp_path / "checkpoints").glob("generation-0001-step-00000400"))
+    assert 50 <= int(found[1]) < 300
+    assert "step 300: loss" in job.output
+    assert list((tmp_path / "checkpoints").glob("generation-0001-step-00000300"))
 
 
 def test_it_runs_under_torchrun(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(kept(tmp_path))]
+    program = str(kept(tmp_path, steps=50))
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", program]
 
     ended = subprocess.run(
         command, cwd=tmp_path, env=environment({"OMP_NUM_THREADS": "1"}), capture_output=True, text=True, timeout=120
     )
 
     assert ended.returncode == 0, ended.stderr
-    assert "step 400: loss" in ended.stdout
+    assert "step 50: loss" in ended.stdout
 
 
-def whole(folder: Path, victim: int | None = None) -> Job:
-    """The page's whole script with 3 workers, ended; the `victim`th of them is killed after step 50."""
+def whole(folder: Path, victim: int | None = None, *, workers: int = 3, steps: int = 300) -> Job:
+    """The page's whole script, ended; the `victim`th of its workers is killed after step 50."""
     folder.mkdir()
-    path = kept(folder, "A whole script")
-    with Job(folder, "--nproc-per-node", "3", str(path), env={"OMP_NUM_THREADS": "1"}) as job:
+    path = kept(folder, "A whole script", steps=steps)
+    with Job(folder, "--nproc-per-node", str(workers), str(path), env={"OMP_NUM_THREADS": "1"}) as job:
         if victim is not None:
             job.wait_for_output(r"step 50: loss")
             # The fork server's children; the worker store is among them, the loaders' workers are not.
@@ -68,18 +71,18 @@ def whole(folder: Path, victim: int | None = None) -> Job:
     return job
 
 
-def killed(folder: Path, victim: int) -> Job:
+def killed(folder: Path, victim: int, *, workers: int = 3, steps: int = 300) -> Job:
     """The same, with its samples judged."""
-    job = whole(folder, victim)
+    job = whole(folder, victim, workers=workers, steps=steps)
     assert re.search(r"restored step \d+ from memory \(of generation 0\); 0 steps are repeated", job.output)
-    found = audit_folder(folder / "ledger", steps=300)
+    found = audit_folder(folder / "ledger", steps=steps)
     assert found.ok, found.text
-    assert (found.samples, found.lost_steps) == (300 * 32, 0)
+    assert (found.samples, found.lost_steps) == (steps * 32, 0)
     return job
 
 
 def test_the_whole_script_loses_no_sample_by_a_kill(tmp_path: Path) -> None:
-    assert "[0] step 300: loss" in killed(tmp_path / "killed", 0).stdout
+    assert "[0] step 150: loss" in killed(tmp_path / "killed", 0, workers=2, steps=150).stdout
 
 
 def test_the_command_for_an_object_store_works_and_goes_on_from_there(tmp_path: Path) -> None:
@@ -87,6 +90,7 @@ def test_the_command_for_an_object_store_works_and_goes_on_from_there(tmp_path: 
     words = section.split("```sh\n", 1)[1].splitlines()[0].split()
     assert words[0] == "elaunch"
     size = ["--steps", "20", "--layers", "1", "--width", "16", "--heads", "2", "--checkpoint-every", "10"]
+    size += ["--global-batch", "4", "--micro-batch", "2", "--context", "16"]
 
     with s3_server() as s3:
         env = {**s3.env, "OMP_NUM_THREADS": "1"}
@@ -111,7 +115,7 @@ def test_the_whole_script_loses_no_bit_by_a_kill(tmp_path: Path, victim: int) ->
 @pytest.mark.slow
 def test_the_whole_script_runs_under_torchrun(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    command.append(str(kept(tmp_path, "A whole script")))
+    command.append(str(kept(tmp_path, "A whole script", steps=300)))
 
     ended = subprocess.run(
         command, cwd=tmp_path, env=environment({"OMP_NUM_THREADS": "1"}), capture_output=True, text=True, timeout=120

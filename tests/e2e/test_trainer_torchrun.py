@@ -9,6 +9,8 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +33,16 @@ DEADLINE_S = 240
 Start = Callable[..., "subprocess.Popen[str]"]
 
 
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    """Start a Python in an empty folder; what is left of it and its children at the end is killed."""
+@contextmanager
+def starting(folder: Path) -> Iterator[Start]:
+    """Start a Python in a folder; what is left of it and its children at the end is killed."""
     started: list[subprocess.Popen[str]] = []
 
     def begin(*argv: str, **env: str) -> subprocess.Popen[str]:
         inherited = {k: v for k, v in os.environ.items() if not k.startswith(("ELAUNCH_", "TORCHELASTIC_", "PET_"))}
         process = subprocess.Popen(
             [sys.executable, *argv],
-            cwd=tmp_path,
+            cwd=folder,
             env={**inherited, **ENVIRONMENT, **env},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -55,6 +57,13 @@ def start(tmp_path: Path) -> Iterator[Start]:
             for child in (*psutil.Process(process.pid).children(recursive=True), process):
                 child.kill()
         process.communicate()
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Start a Python in an empty folder."""
+    with starting(tmp_path) as begin:
+        yield begin
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
@@ -111,43 +120,84 @@ def test_a_run_with_a_killed_worker_ends_bit_for_bit_like_the_unfailed_one(
     assert {line["generation"] for line in lines(tmp_path / "stormy")} == {0, 1}
 
 
-def test_a_process_that_nobody_launched_trains_alone_and_says_little(start: Start, tmp_path: Path) -> None:
-    code, out, errors = finish(start(*TRAINER, "--out", "run", *SHAPE))
+# Twice as `python -m elaunch.trainer`; what is between the two, and which threads the first has left, is said.
+ALONE = """
+import runpy, sys
+from pathlib import Path
 
+for turn in range(2):
+    try:
+        runpy.run_module("elaunch.trainer", run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        threads = [(path / "comm").read_text() for path in Path("/proc/self/task").iterdir()]
+        print("gloo's threads:", [name for name in threads if "gloo" in name])
+        print("exit code:", end.code, flush=True)
+        print("---", file=sys.stderr, flush=True)
+        Path(f"result-{turn}").write_text(str(Path("run/result.json").stat().st_mtime_ns))
+"""
+
+
+@dataclass(frozen=True)
+class Alone:
+    """What a process that nobody launched wrote while it trained `steps` steps in `folder`, on a machine without numpy,
+    and then was asked for the same again."""
+
+    folder: Path
+    steps: int
+    out: str
+    errors: str
+    errors_again: str
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
+    folder, steps = tmp_path_factory.mktemp("alone"), 20
+    (folder / "absent").mkdir()
+    (folder / "absent" / "numpy.py").write_text("raise ModuleNotFoundError('no numpy', name='numpy')")
+    with starting(folder) as start:
+        words = ("--out", "run", *SHAPE, "--steps", str(steps))
+        code, out, errors = finish(start("-c", ALONE, *words, PYTHONPATH=str(folder / "absent")))
     assert code == 0, errors
-    assert "a sample of what it writes" in out
-    assert "\r" not in errors
-    said = errors.splitlines()
-    assert said[0].startswith("training for 40 steps")
+    first, again, _ = errors.split("---\n")
+    return Alone(folder, steps, out, first, again)
+
+
+def test_a_process_that_nobody_launched_trains_alone_and_says_little(alone: Alone) -> None:
+    run = alone.folder / "run"
+
+    assert "exit code: 0\n" in alone.out
+    assert "a sample of what it writes" in alone.out
+    assert "\r" not in alone.errors
+    said = alone.errors.splitlines()
+    assert said[0].startswith(f"training for {alone.steps} steps")
     assert sum(line.startswith("step ") for line in said) == 11
     assert "held-out loss" in said[-1]
     assert len(said) == 13
-    answer = result(tmp_path / "run")
-    assert (answer["steps"], answer["restarts"], answer["world_size"]) == (40, 0, 1)
-    assert answer["loss"] == lines(tmp_path / "run")[-1]["loss"] < lines(tmp_path / "run")[0]["loss"]
+    answer = result(run)
+    assert (answer["steps"], answer["restarts"], answer["world_size"]) == (alone.steps, 0, 1)
+    assert answer["loss"] == lines(run)[-1]["loss"] < lines(run)[0]["loss"]
     keys = {"step", "loss", "tokens", "seconds", "world_size", "generation", "steps_lost"}
-    assert set(lines(tmp_path / "run")[0]) == keys
-    assert lines(tmp_path / "run")[0]["tokens"] == 6 * 16
-    assert [mark.step for mark in marks(tmp_path / "run" / "checkpoints")] == [38, 39, 40]
-
-    before = (tmp_path / "run" / "result.json").stat().st_mtime_ns
-    code, out, errors = finish(start(*TRAINER, "--out", "run", *SHAPE))
-
-    assert (code, out) == (0, "")
-    assert errors == "run is complete: 40 steps; remove it or give another --out to train again\n"
-    assert (tmp_path / "run" / "result.json").stat().st_mtime_ns == before
+    assert set(lines(run)[0]) == keys
+    assert lines(run)[0]["tokens"] == 6 * 16
+    assert [mark.step for mark in marks(run / "checkpoints")] == [alone.steps - 2, alone.steps - 1, alone.steps]
 
 
-def test_no_thread_of_the_process_group_outlives_the_training(start: Start) -> None:
+def test_a_run_that_is_complete_is_not_trained_again(alone: Alone) -> None:
+    told = f"run is complete: {alone.steps} steps; remove it or give another --out to train again\n"
+
+    assert alone.errors_again == told
+    assert alone.out.endswith("exit code: 0\ngloo's threads: []\nexit code: 0\n")
+    assert (alone.folder / "result-0").read_text() == (alone.folder / "result-1").read_text()
+
+
+def test_no_thread_of_the_process_group_outlives_the_training(alone: Alone) -> None:
     # Such a thread aborts, or hangs, the interpreter that ends under it (pytorch #190489).
-    code = (
-        "import sys; from pathlib import Path; from elaunch.trainer.__main__ import main; main(sys.argv[1:]); "
-        "print('threads:', [t for p in Path('/proc/self/task').iterdir() if 'gloo' in (t := (p / 'comm').read_text())])"
-    )
+    assert alone.out.count("gloo's threads: []\n") == 2, alone.out
 
-    _, out, errors = finish(start("-c", code, "--out", "run", *SHORT))
 
-    assert out.endswith("threads: []\n"), errors
+def test_the_trainer_does_without_numpy(alone: Alone) -> None:
+    assert "exit code: 0\n" in alone.out
+    assert "umPy" not in alone.errors + alone.errors_again
 
 
 @pytest.mark.slow
@@ -158,16 +208,6 @@ def test_a_run_without_out_is_found_again_by_the_same_command(start: Start, tmp_
 
     (run,) = (tmp_path / "runs").iterdir()
     assert again[2].startswith(f"runs/{run.name} is complete")
-
-
-def test_the_trainer_does_without_numpy(start: Start, tmp_path: Path) -> None:
-    (tmp_path / "absent").mkdir()
-    (tmp_path / "absent" / "numpy.py").write_text("raise ModuleNotFoundError('no numpy', name='numpy')")
-
-    code, _, errors = finish(start(*TRAINER, "--out", "run", *SHORT, PYTHONPATH=str(tmp_path / "absent")))
-
-    assert code == 0, errors
-    assert "umPy" not in errors
 
 
 @pytest.mark.parametrize(

@@ -3,14 +3,40 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.faults.keeper_runs import Calm
+from tests.faults.trainings import CalmTrainings
+from tests.ranks import Nursery, nursery
+from tests.s3 import FSSPEC
+
+# What their ranks import.
+_MODULES = ("keeper.keeper", "memory.sharded", "checkpoint.objects", "train")
+
+
+@pytest.fixture(scope="session", name="nursery")
+def _nursery() -> Iterator[Nursery]:
+    """What forks ranks for all files."""
+    with nursery(*(f"elaunch.trainer.{name}" for name in _MODULES), "s3fs", env=FSSPEC) as held:
+        yield held
 
 
 @pytest.fixture(scope="session")
-def calm(tmp_path_factory: pytest.TempPathFactory) -> Calm:
+def calm(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Calm:
     """The keeper's trainings that nothing happened to; a run of the tests makes each of them once."""
-    base = tmp_path_factory.getbasetemp()
-    return Calm((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "calm-keepers")
+    return Calm(nursery, shared(tmp_path_factory) / "calm-keepers")
+
+
+@pytest.fixture(scope="session")
+def calm_training(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> CalmTrainings:
+    """The same of the bundled trainer."""
+    return CalmTrainings(nursery, shared(tmp_path_factory) / "calm-trainings")
+
+
+def shared(factory: pytest.TempPathFactory) -> Path:
+    """A folder of all processes of a run of the tests."""
+    base = factory.getbasetemp()
+    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.harness import Job
+from tests.ranks import Nursery, Ranks
 
 KEPT = Path(__file__).with_name("kept.py")
 STEPS = 40
@@ -42,6 +43,11 @@ class Recorded:
     def ends(self) -> dict[int, tuple[str, str]]:
         """What each rank ended with: model, optimizer, scheduler and extra; its own random state and error feedback."""
         return {r["rank"]: (r["state"], r["own"]) for r in self.of("end")}
+
+    @property
+    def halfway(self) -> dict[int, tuple[str, str]]:
+        """The same after step 30."""
+        return {r["rank"]: (r["state"], r["own"]) for r in self.of("halfway")}
 
     def newest_done(self, generation: int) -> int:
         """The newest step that a worker of that generation has recorded as done."""
@@ -86,11 +92,11 @@ class Run(Recorded):
 class Calm:
     """The runs that nothing happened to, made when they are first asked for; all test processes share `folder`.
 
-    How often snapshots are taken changes nothing that a run leaves.
+    They have no agent and no memory: neither changes anything that a run leaves.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, nursery: Nursery, folder: Path) -> None:
+        self._nursery, self._folder = nursery, folder
         folder.mkdir(exist_ok=True)
 
     def __call__(self, workers: int, hook: str = "") -> Recorded:
@@ -100,10 +106,12 @@ class Calm:
             if not (self._folder / name).exists():
                 partial = self._folder / f"{name}.part"
                 shutil.rmtree(partial, ignore_errors=True)
+                partial.mkdir()
                 hooks = (f"hook={hook}",) if hook else ()
-                with Run(partial, workers, "snapshot_every=1", *hooks) as run:
-                    run.ended()
-                assert "restored" not in run.job.output
+                words = (str(partial), str(STEPS), *hooks)
+                with Ranks(self._nursery, workers, KEPT, *words, env={"ELAUNCH_GENERATION": "0"}) as ranks:
+                    ended = ranks.end()
+                assert [rank.code for rank in ended] == [0] * workers, ended
                 partial.rename(self._folder / name)
         return Recorded(self._folder / name)
 

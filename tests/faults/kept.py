@@ -13,10 +13,12 @@ FOLDER/<moment>-<generation>-<step>-<rank> makes that rank kill itself with SIGK
     crash         not a kill: an exception before the forward pass
     hold          not a kill: wait there until the file is gone
     freeze        not a kill: stopped when half of a copy of that step is in memory
+    corrupt       not a kill: before the forward pass, a byte of the newest copy in this node's memory is changed
     mirror        not a kill: what comes from other nodes in the threads of snapshots is not received
 
 Each rank appends JSON lines to FOLDER/records: `began`, `done` (with the bits of its own loss of the step), `told` (to
-stop), `killed`, `held`, `end`.
+stop), `killed`, `held`, `frozen`, `corrupted`, `deaf`, and, with digests of its state, `halfway` (after step 30) and
+`end`.
 """
 
 from __future__ import annotations
@@ -44,6 +46,7 @@ from elaunch.trainer.memory.device_copy import HostCopies
 from elaunch.trainer.memory.replicated import copy_on_host
 
 FOLDER, STEPS = Path(sys.argv[1]), int(sys.argv[2])
+HALFWAY = 30
 OPTIONS = dict(word.split("=", 1) for word in sys.argv[3:])
 RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 GENERATION = int(os.environ["ELAUNCH_GENERATION"])
@@ -81,6 +84,21 @@ def together(step: int) -> None:
         time.sleep(0.001)
     for path in sorted(pids, reverse=True):
         os.kill(int(path.read_text()), signal.SIGKILL)
+
+
+def corrupt(step: int) -> None:
+    """Change a byte of the newest copy of the replicated state, if the test wants that."""
+    if not is_asked("corrupt", step):
+        return
+    copies = Path(os.environ["ELAUNCH_MEMORY"]).glob("training.state-?")
+    steps = {path: int.from_bytes(path.read_bytes()[32:40], "little") for path in copies}
+    newest = max(steps, key=lambda path: steps[path])
+    with newest.open("r+b") as file:
+        file.seek(-5000, 2)
+        byte = file.read(1)
+        file.seek(-1, 1)
+        file.write(bytes([byte[0] ^ 255]))
+    record("corrupted", step=step, path=str(newest), copies=sorted(steps.values()))
 
 
 def bits(value: float) -> str:
@@ -170,19 +188,25 @@ def main() -> None:
     if isinstance(optimizer, Interruptible):
         plant(keeper, network, optimizer)
     moment("start", 0)
+
+    def digests() -> dict[str, str]:
+        moments = getattr(optimizer, "optim", optimizer).state_dict()
+        replicated = digest(list(model.parameters()), moments, scheduler.state_dict(), extra)
+        own = digest(torch.get_rng_state(), hook_state.error_dict if hook_state else {})
+        return {"replicated": replicated, "state": digest(model.state_dict(), replicated), "own": own}
+
     with keeper:
-        record("began", step=keeper.step, memory=os.environ.get("ELAUNCH_MEMORY"))
+        record("began", step=keeper.step, repeated=keeper.repeated, memory=os.environ.get("ELAUNCH_MEMORY"))
         # As a DataLoader does, at every start.
         torch.empty((), dtype=torch.int64).random_()
         for step in keeper.steps(STEPS):
             loss = train(step, keeper, model, optimizer, scheduler, extra)
             record("done", step=step, loss=bits(loss))
+            if step == HALFWAY:
+                record("halfway", **digests())
             moment("committed", step)
-        moments = getattr(optimizer, "optim", optimizer).state_dict()
-        replicated = digest(list(model.parameters()), moments, scheduler.state_dict(), extra)
-        state = digest(model.state_dict(), replicated)
-        own = digest(torch.get_rng_state(), hook_state.error_dict if hook_state else {})
-    record("end", step=keeper.step, replicated=replicated, state=state, own=own)
+        found = digests()
+    record("end", step=keeper.step, **found)
     dist.destroy_process_group()
 
 
@@ -218,6 +242,7 @@ def train(step: int, keeper: Keeper, model: nn.Module, optimizer: Any, scheduler
     if is_asked("crash", step):
         (FOLDER / f"crash-{GENERATION}-{step}-{RANK}").unlink()
         raise ValueError(f"asked for by the test, in generation {GENERATION}")
+    corrupt(step)
     loss = (model(inputs).squeeze(1) - inputs.sum(1)).pow(2).mean()
     moment("forward", step)
     together(step)

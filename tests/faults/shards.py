@@ -14,8 +14,11 @@ FOLDER) or `memory` (snapshots in ELAUNCH_MEMORY). The actions are done in turn:
     die MOMENT RANK that rank will kill itself at MOMENT (see `at`) of what follows
     touch NAME      rank 0 leaves a file in FOLDER
     await NAME      until there is such a file in FOLDER
+    in NAME         from here on checkpoints are in that folder below the first
+    note            print what it was told since the last note, where it is, and a digest of the whole state
 
-At the end each rank prints what it was told, where it is, and a digest of the whole state.
+At the end each rank prints all `notes` again, what a last one would say, and of DDP's or FSDP2's model alone a digest
+(`weights`).
 """
 
 from __future__ import annotations
@@ -81,8 +84,8 @@ def step(model: nn.Module, optimizer: Any, number: int) -> None:
 
 
 def digest(model: nn.Module, optimizer: Any) -> str:
-    """Over the whole state, the same for the same state however it is spread."""
-    if optimizer.state or KIND == "zero":
+    """Over the whole state, or the model's alone; the same for the same state however it is spread."""
+    if optimizer and (optimizer.state or KIND == "zero"):
         held = model_state.state_of(model, optimizer)
     else:
         held = {"model": model_state.unwrap(model).state_dict()}
@@ -90,7 +93,7 @@ def digest(model: nn.Module, optimizer: Any) -> str:
     for name, value in held["model"].items():
         pieces[name] = whole(value)
     moments = held["optimizer"]["state"] if "optimizer" in held else {}
-    if KIND == "zero":
+    if KIND == "zero" and optimizer:
         merged: list[Any] = [None] * WORLD_SIZE
         dist.all_gather_object(merged, dict(moments))
         moments = {name: each for part in merged for name, each in part.items()}
@@ -210,16 +213,21 @@ def main() -> None:
     model, optimizer = build()
     said: list[str] = []
     done = {"step": 0}
+    notes: list[dict[str, Any]] = []
+    loaded: Any = None
+
+    def noted() -> dict[str, Any]:
+        new = said[sum(len(note["said"]) for note in notes) :]
+        return {"said": new, "loaded": loaded, **done, "digest": digest(model, optimizer)}
+
     store: Any
     if STORE == "disk":
-        store = Checkpoints(
-            os.environ.get("CHECKPOINTS", FOLDER / "checkpoints"), generation=GENERATION, say=said.append, keep=2
-        )
+        place = os.environ.get("CHECKPOINTS", str(FOLDER / "checkpoints"))
+        store = Checkpoints(place, generation=GENERATION, say=said.append, keep=2)
         load = store.load_newest
     else:
         store = ShardedMemory(os.environ["ELAUNCH_MEMORY"], say=said.append, generation=GENERATION)
         load = store.load
-    loaded: Any = None
     actions = iter(ACTIONS)
     for action in actions:
         match action:
@@ -260,9 +268,18 @@ def main() -> None:
                     (FOLDER / name).touch()
             case "await":
                 until((FOLDER / next(actions)).exists)
+            case "in":
+                store.wait()
+                store = Checkpoints(f"{place}/{next(actions)}", generation=GENERATION, say=said.append, keep=2)
+                load = store.load_newest
+            case "note":
+                notes.append(noted())
+                print(json.dumps(notes[-1]), flush=True)
     if STORE == "disk":
         store.wait()
-    answer = {"said": said, "loaded": loaded, **done, "digest": digest(model, optimizer)}
+    answer = {**noted(), "notes": notes}
+    if KIND in ("ddp", "fsdp2"):
+        answer["weights"] = digest(model, None)
     dist.barrier()
     dist.destroy_process_group()
     print(json.dumps(answer), flush=True)

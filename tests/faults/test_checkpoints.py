@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +13,11 @@ import pytest
 
 from elaunch.trainer.checkpoint.catalog import Mark, marks
 from elaunch.trainer.checkpoint.checkpoints import Checkpoints
-from tests.harness import environment, slow, wait_for
-from tests.ranks import Ended, Nursery, Ranks, nursery
+from tests.harness import script, slow, wait_for
+from tests.ranks import Ended, Nursery, Ranks
 from tests.s3 import S3, s3_server
 
 SCRIPT = Path(__file__).with_name("shards.py")
-
-
-@pytest.fixture(scope="module", name="nursery")
-def _nursery() -> Iterator[Nursery]:
-    with nursery() as held:
-        yield held
 
 
 @pytest.fixture(scope="module", name="s3")
@@ -34,21 +29,28 @@ def _s3() -> Iterator[S3]:
 class Group:
     """Groups of ranks one after the other, on the checkpoints in one folder, or below one URL of `s3`."""
 
-    def __init__(self, nursery: Nursery, folder: Path, s3: S3 | None = None) -> None:
-        self.nursery, self.folder, self.s3 = nursery, folder, s3
-        self.checkpoints = folder / "checkpoints"
-        self.url = f"s3://bucket/{folder.name}"
-        self.env = {} if s3 is None else {**s3.env, "CHECKPOINTS": self.url}
+    def __init__(self, nursery: Nursery, folder: Path, s3: S3 | None = None, place: str = "") -> None:
+        self.nursery, self.folder, self.s3, self.place = nursery, folder, s3, place
+        self.checkpoints = folder / "checkpoints" / place
+        self.prefix = f"{folder.name}/{place}" if place else folder.name
+        self.url = f"s3://bucket/{self.prefix}"
+        self.env = (
+            {**s3.env, "CHECKPOINTS": self.url} if s3 else {"CHECKPOINTS": str(self.checkpoints)} if place else {}
+        )
+
+    def within(self, place: str) -> Group:
+        """The same with the checkpoints of that folder below the first."""
+        return Group(self.nursery, self.folder, self.s3, place)
 
     def begin(self, world_size: int, kind: str, *actions: str, generation: int = 0, **options: Any) -> Ranks:
         env = {"FOLDER": str(self.folder), "ELAUNCH_GENERATION": str(generation), **self.env}
         return Ranks(self.nursery, world_size, SCRIPT, kind, "disk", *actions, env=env, **options)
 
     def run(self, world_size: int, kind: str, *actions: str, generation: int = 0) -> list[Any]:
-        """The answers, all with the same digest."""
+        """The answers, all with the same digests."""
         with self.begin(world_size, kind, *actions, generation=generation) as ranks:
             answers = ranks.answers()
-        assert len({answer["digest"] for answer in answers}) == 1
+        assert len({(a["digest"], *(note["digest"] for note in a["notes"])) for a in answers}) == 1
         return answers
 
     def struck(self, world_size: int, kind: str, victim: int, *actions: str) -> Ended:
@@ -66,7 +68,7 @@ class Group:
     def hidden(self) -> list[str]:
         """What is begun and not published."""
         if self.s3:
-            keys = self.s3.keys(f"{self.folder.name}/")
+            keys = self.s3.keys(f"{self.prefix}/")
             begun = {key.rpartition("/")[0] for key in keys}
             return [folder for folder in begun if f"{folder}/manifest.json" not in keys]
         return [path.name for path in self.checkpoints.iterdir() if path.name.startswith(".")]
@@ -82,61 +84,133 @@ def group(request: pytest.FixtureRequest, nursery: Nursery, tmp_path: Path, monk
     return Group(nursery, tmp_path, s3)
 
 
-@pytest.mark.parametrize(
-    ("group", "kind"),
-    [*(("folder", kind) for kind in ("ddp", "fsdp2", "fsdp1", "zero")), slow("s3", "ddp"), ("s3", "fsdp2")],
-    indirect=["group"],
-)
-def test_what_four_ranks_saved_is_loaded_by_three_two_and_one(group: Group, kind: str) -> None:
-    saved = group.run(4, kind, "train", "3", "save")[0]
+@pytest.fixture(scope="module")
+def saved(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Group, Any]]:
+    """What four ranks of a kind leave on a disk after three steps, and say; saved once for all tests that load it."""
+
+    @functools.cache
+    def save(kind: str) -> tuple[Group, Any]:
+        group = Group(nursery, tmp_path_factory.mktemp(kind))
+        return group, group.run(4, kind, "train", "3", "save")[0]
+
+    return save
+
+
+def assert_is_loaded(group: Group, kind: str, saved: Any, world_size: int) -> None:
+    loaded = group.run(world_size, kind, "load", generation=1)[0]
+
+    assert (loaded["loaded"], loaded["step"]) == ([0, 3], 3)
+    assert loaded["digest"] == saved["digest"]
+    assert loaded["said"] == []
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2", "fsdp1", "zero"])
+def test_what_four_ranks_saved_is_loaded_by_three_two_and_one(
+    saved: Callable[[str], tuple[Group, Any]], kind: str
+) -> None:
+    group, answer = saved(kind)
 
     for world_size in (3, 2, 1):
-        loaded = group.run(world_size, kind, "load", generation=1)[0]
+        assert_is_loaded(group, kind, answer, world_size)
 
-        assert (loaded["loaded"], loaded["step"]) == ([0, 3], 3)
-        assert loaded["digest"] == saved["digest"]
-        assert loaded["said"] == []
+
+@pytest.mark.parametrize(("group", "kind"), [slow("s3", "ddp"), ("s3", "fsdp2")], indirect=["group"])
+def test_what_three_ranks_saved_in_an_object_store_is_loaded_by_two_and_one(group: Group, kind: str) -> None:
+    answer = group.run(3, kind, "train", "3", "save")[0]
+
+    for world_size in (2, 1):
+        assert_is_loaded(group, kind, answer, world_size)
 
 
 @pytest.mark.parametrize(("kind", "other"), [("ddp", "fsdp2"), ("fsdp2", "ddp")])
 def test_the_weights_of_a_sharded_model_are_loaded_by_one_that_is_not_and_the_other_way_round(
-    group: Group, kind: str, other: str
+    saved: Callable[[str], tuple[Group, Any]], kind: str, other: str
 ) -> None:
-    group.run(2, kind, "train", "3", "save")
-    weights = group.run(2, kind, "weights", generation=1)[0]
+    group, answer = saved(kind)
 
     loaded = group.run(3, other, "weights", generation=1)[0]
 
     assert loaded["loaded"] == [0, 3]
-    assert loaded["digest"] == weights["digest"]
+    assert loaded["digest"] == answer["weights"]
+
+
+# The victim, and the moment at which it is killed.
+DEATHS = {
+    ("folder", "ddp"): [(0, "write"), (0, "manifest"), (0, "publish")],
+    ("folder", "fsdp2"): [(0, "write"), (0, "part"), (0, "manifest"), (0, "publish"), (1, "write"), (1, "part")],
+    ("s3", "ddp"): [(0, "publish")],
+    ("s3", "fsdp2"): [(1, "part")],
+    ("s3", "fsdp2-slow"): [(0, "manifest"), (0, "publish")],
+}
+
+
+@dataclass(frozen=True)
+class Death:
+    """What was there after it, and what the next start found and left; `whole` is the digest of what was saved."""
+
+    whole: str
+    marks: list[Mark]
+    hidden: list[str]
+    found: Any
+    left: list[str]
+
+
+Deaths = dict[tuple[int, str], Death]
+
+
+@pytest.fixture(scope="module")
+def deaths(
+    request: pytest.FixtureRequest, nursery: Nursery, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[str, str], Deaths]]:
+    """A rank is killed at each of these moments, on checkpoints of its own; one group loads them all afterwards."""
+    with pytest.MonkeyPatch.context() as patched:
+
+        @functools.cache
+        def strike(store: str, kind: str) -> Deaths:
+            s3: S3 | None = request.getfixturevalue("s3") if store == "s3" else None
+            for name, value in (s3.env if s3 else {}).items():
+                patched.setenv(name, value)
+            group = Group(nursery, tmp_path_factory.mktemp(f"{store}-{kind}"), s3)
+            kind, planned = kind.removesuffix("-slow"), DEATHS[store, kind]
+            # DDP's second rank only waits: a client of the object store less.
+            size = 1 if (store, kind) == ("s3", "ddp") else 2
+            places = {death: group.within("-".join(map(str, death))) for death in planned}
+            actions = [word for place in places.values() for word in ("in", place.place, "save")]
+            whole = group.run(size, kind, "train", "2", *actions)[0]["digest"]
+
+            for (victim, moment), place in places.items():
+                place.struck(size, kind, victim, "load", "train", "1", "die", moment, str(victim), "save")
+
+            there = {death: (place.marks, place.hidden) for death, place in places.items()}
+            # A step between two loads: what the one has loaded must not count as the other's.
+            actions = [word for p in places.values() for word in ("in", p.place, "load", "note", "train", "1")]
+            notes = group.run(size, kind, *actions, generation=1)[0]["notes"]
+            return {
+                death: Death(whole, *there[death], note, place.hidden)
+                for (death, place), note in zip(places.items(), notes, strict=True)
+            }
+
+        yield strike
 
 
 @pytest.mark.parametrize(
-    ("group", "kind", "victim", "moment"),
+    ("store", "kind", "victim", "moment"),
     [
-        *(("folder", "ddp", 0, moment) for moment in ("write", "manifest", "publish")),
-        *(("folder", "fsdp2", 0, moment) for moment in ("write", "part", "manifest", "publish")),
-        *(("folder", "fsdp2", 1, moment) for moment in ("write", "part")),
-        ("s3", "ddp", 0, "publish"),
-        slow("s3", "fsdp2", 0, "manifest"),
-        slow("s3", "fsdp2", 0, "publish"),
-        ("s3", "fsdp2", 1, "part"),
+        (slow if kind.endswith("slow") else pytest.param)(store, kind, *death)
+        for (store, kind), planned in DEATHS.items()
+        for death in planned
     ],
-    indirect=["group"],
 )
 def test_a_rank_killed_while_a_checkpoint_is_made_leaves_the_one_before(
-    group: Group, kind: str, victim: int, moment: str
+    deaths: Callable[[str, str], Deaths], store: str, kind: str, victim: int, moment: str
 ) -> None:
-    whole = group.run(2, kind, "train", "2", "save")[0]
+    death = deaths(store, kind)[victim, moment]
 
-    group.struck(2, kind, victim, "load", "train", "1", "die", moment, str(victim), "save")
-
-    assert group.marks == [Mark(0, 2)]
-    assert len(group.hidden) == 1
-    loaded = group.run(2, kind, "load", generation=1)[0]
-    assert (loaded["loaded"], loaded["digest"]) == ([0, 2], whole["digest"])
-    assert loaded["said"] == []
-    assert group.hidden == []
+    assert death.marks == [Mark(0, 2)]
+    assert len(death.hidden) == 1
+    assert (death.found["loaded"], death.found["digest"]) == ([0, 2], death.whole)
+    assert death.found["said"] == []
+    assert death.left == []
 
 
 @pytest.mark.parametrize("group", ["folder", "s3"], indirect=True)
@@ -151,8 +225,7 @@ def test_a_rank_killed_while_an_old_checkpoint_is_deleted_leaves_the_newest(grou
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_a_corrupt_newest_is_named_and_set_aside_and_the_one_before_loaded(group: Group, kind: str) -> None:
-    before = group.run(3, kind, "train", "2", "save")[0]
-    group.run(3, kind, "load", "train", "1", "save")
+    (before,) = group.run(3, kind, "train", "2", "save", "note", "train", "1", "save")[0]["notes"]
     newest = group.checkpoints / Mark(0, 3).folder_name
     file = sorted(newest.glob("__*.distcp"))[-1]
     content = bytearray(file.read_bytes())
@@ -172,8 +245,8 @@ def test_a_corrupt_newest_is_named_and_set_aside_and_the_one_before_loaded(group
     ("group", "kind"), [("folder", "ddp"), ("folder", "fsdp2"), ("s3", "fsdp2")], indirect=["group"]
 )
 def test_what_a_stale_group_still_writes_is_never_the_newest(group: Group, kind: str) -> None:
-    group.run(2, kind, "train", "1", "save", generation=1)
-    with group.begin(2, kind, "load", "train", "5", "touch", "ready", "await", "go", "save", generation=1) as stale:
+    actions = ["train", "1", "save", "train", "5", "touch", "ready", "await", "go", "save"]
+    with group.begin(2, kind, *actions, generation=1) as stale:
         wait_for((group.folder / "ready").exists, "the stale group to be about to save")
         group.run(2, kind, "load", "train", "1", "save", generation=2)
         (group.folder / "go").touch()
@@ -184,15 +257,17 @@ def test_what_a_stale_group_still_writes_is_never_the_newest(group: Group, kind:
 
 
 def test_training_goes_on_while_a_checkpoint_is_written(group: Group) -> None:
-    with group.begin(2, "ddp", "train", "2", "hold", "begin", "train", "3", "touch", "trained", "await", "go") as ranks:
+    actions = ["train", "2", "note", "hold", "begin", "train", "3", "touch", "trained", "await", "go"]
+    with group.begin(2, "ddp", *actions) as ranks:
         # The disk takes nothing until the three steps are done: were they waited for, nobody would come here.
         wait_for((group.folder / "trained").exists, "three steps during the write")
         assert marks(group.checkpoints) == []
         (group.folder / "held").touch()
         (group.folder / "go").touch()
-        assert ranks.answers()[0]["step"] == 5
+        answer = ranks.answers()[0]
 
-    at_two = group.run(2, "ddp", "train", "2", generation=1)[0]
+    assert answer["step"] == 5
+    (at_two,) = answer["notes"]
     loaded = group.run(2, "ddp", "load", generation=1)[0]
     assert (loaded["loaded"], loaded["digest"]) == ([0, 2], at_two["digest"])
 
@@ -275,24 +350,27 @@ def test_the_newest_that_are_to_be_kept_are_kept(group: Group) -> None:
     assert sorted(path.name for path in group.checkpoints.iterdir()) == [Mark(0, 4).folder_name, Mark(0, 5).folder_name]
 
 
-# 32 MB in twenty tensors, the second time slowly.
+# 19 MB in twelve tensors, the second time only most of them.
 UPLOADER = """
-import sys, time, torch
+import os, signal, torch
 from elaunch.trainer.checkpoint import dcp
 from elaunch.trainer.checkpoint.checkpoints import Checkpoints
 
 def state(step):
-    return {"step": step, "w": {str(i): torch.full((400_000,), float(step)) for i in range(20)}}
+    return {"step": step, "w": {str(i): torch.full((400_000,), float(step)) for i in range(12)}}
 
-checkpoints = Checkpoints(sys.argv[1], generation=0)
+checkpoints = Checkpoints(os.environ["CHECKPOINTS"], generation=0)
 checkpoints.save(1, state(1))
-write = dcp._Summing.write
+write, written = dcp._Summing.write, []
 
-def slowly(self, content):
-    time.sleep(0.1)
+def mostly(self, content):
+    if sum(written) > 16_000_000:
+        open(os.environ["FOLDER"] + "/mostly", "w").close()
+        signal.pause()
+    written.append(len(content))
     return write(self, content)
 
-dcp._Summing.write = slowly
+dcp._Summing.write = mostly
 checkpoints.save(2, state(2))
 """
 
@@ -300,11 +378,12 @@ checkpoints.save(2, state(2))
 @pytest.mark.parametrize("group", ["s3"], indirect=True)
 def test_a_writer_killed_in_the_middle_of_an_upload_leaves_the_newest_whole_one(group: Group) -> None:
     assert group.s3
-    command = [sys.executable, "-c", UPLOADER, group.url]
-    with subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True) as writer:
-        wait_for(lambda: group.marks, "the first checkpoint", 120)
-        wait_for(lambda: group.s3 and group.s3.parts_uploaded(group.folder.name) >= 2, "half of the second", 120)
-        writer.kill()
+    env = {"FOLDER": str(group.folder), **group.env}
+    with Ranks(group.nursery, 1, script(group.folder, UPLOADER), env=env) as ranks:
+        wait_for((group.folder / "mostly").exists, "most of the second")
+        assert group.s3.parts_uploaded(group.prefix) >= 2
+        ranks.kill([0])
+        assert ranks.end_of(0).code == -9
     assert group.marks == [Mark(0, 1)]
 
     state: dict[str, Any] = {}

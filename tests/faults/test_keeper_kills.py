@@ -9,15 +9,17 @@ from pathlib import Path
 import pytest
 
 from tests.faults.keeper_runs import RESTORED, Calm, Run, assert_same
-from tests.harness import slow, wait_for
 
 
 def kills(run: Run) -> list[tuple[int, str, int, int]]:
     return [(r["generation"], r["moment"], r["step"], r["rank"]) for r in run.of("killed")]
 
 
-@pytest.mark.parametrize("workers", [slow(2), 3, slow(4)])
-def test_a_kill_at_any_moment_loses_no_step_and_changes_no_bit(tmp_path: Path, calm: Calm, workers: int) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [2, 3, 4])
+def test_kills_at_all_moments_lose_no_step_where_each_step_has_a_snapshot(
+    tmp_path: Path, calm: Calm, workers: int
+) -> None:
     last = workers - 1
     plan: Sequence[tuple[str, int, int]] = [
         ("forward", 1, last),
@@ -53,7 +55,8 @@ def test_a_kill_at_any_moment_loses_no_step_and_changes_no_bit(tmp_path: Path, c
     assert_same(stormy, calm(workers))
 
 
-@pytest.mark.parametrize("workers", [2, slow(4)])
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [2, 4])
 def test_all_but_one_are_killed_and_the_last_one_saves(tmp_path: Path, calm: Calm, workers: int) -> None:
     asks = [f"together-0-7-{rank}" for rank in range(1, workers)]
     asks += [f"together-1-12-{rank}" for rank in range(workers - 1)]
@@ -67,74 +70,123 @@ def test_all_but_one_are_killed_and_the_last_one_saves(tmp_path: Path, calm: Cal
     assert_same(stormy, calm(workers))
 
 
-def test_all_workers_killed_at_once_repeat_the_steps_since_the_snapshot_and_it_is_said(
-    tmp_path: Path, calm: Calm
-) -> None:
-    asks = [f"together-{generation}-{step}-{rank}" for generation, step in ((0, 20), (1, 20)) for rank in range(3)]
+# What strikes each generation of one job of three workers: first a moment, a step and a rank.
+MOMENTS = [
+    ("forward", 1, 2),
+    ("forward", 3, 0),
+    ("backward", 4, 0),
+    ("backward", 5, 2),
+    ("optimizer", 6, 0),
+    ("optimizer", 7, 2),
+    ("commit", 8, 0),
+    ("committed", 10, 2),
+    ("restore", 0, 0),
+    # Twice in a row, and before it has computed anything.
+    ("restore", 0, 2),
+    ("start", 0, 0),
+    ("copy", 14, 0),
+    ("crash", 15, 0),
+    ("forward", 16, 0),
+]
+TWO_SURVIVORS, ONE_SURVIVOR, FROZEN, ALL, ALL_AGAIN, CORRUPT, LAST_0, LAST_2 = range(len(MOMENTS), len(MOMENTS) + 8)
+# A generation takes a snapshot 4 steps after the one that it has restored.
+STORM = [
+    *(f"{moment}-{generation}-{step}-{rank}" for generation, (moment, step, rank) in enumerate(MOMENTS)),
+    # Rank 2 dies, and 0 and 1 in the middle of saving the step before.
+    *(f"{place}-{TWO_SURVIVORS}-{rest}" for place, rest in (("forward", "21-2"), ("copy", "20-0"), ("copy", "20-1"))),
+    *(f"forward-{ONE_SURVIVOR}-22-2", f"copy-{ONE_SURVIVOR}-21-0"),
+    # Until the frozen one is killed it has the lock.
+    f"freeze-{FROZEN}-25-0",
+    *(f"together-{generation}-32-{rank}" for generation in (ALL, ALL_AGAIN) for rank in range(3)),
+    *(f"corrupt-{CORRUPT}-35-0", *(f"together-{CORRUPT}-35-{rank}" for rank in range(3))),
+    *(f"together-{LAST_0}-32-{rank}" for rank in (1, 2)),
+    *(f"together-{LAST_2}-35-{rank}" for rank in (0, 1)),
+]
 
-    with Run(tmp_path / "stormy", 3, "snapshot_every=8", asks=asks) as stormy:
-        stormy.ended()
 
-    assert len(kills(stormy)) == 6
-    # Snapshots after step 1, 9 and 17.
-    assert [stormy.began(1), stormy.began(2)] == [17, 17]
-    assert "restored step 17 from memory (of generation 0); 2 steps are repeated" in stormy.job.output
-    assert_same(stormy, calm(3))
-
-
-def test_survivors_killed_while_they_save_leave_the_snapshot_before(tmp_path: Path, calm: Calm) -> None:
-    # Rank 2 dies in step 15; 0 and 1 both die in the middle of saving step 14.
-    with Run(
-        tmp_path / "stormy", 3, "snapshot_every=6", asks=["forward-0-15-2", "copy-0-14-0", "copy-0-14-1"]
-    ) as stormy:
-        stormy.ended()
-
-    assert {moment for _, moment, _, _ in kills(stormy)} == {"forward", "copy"}
-    assert stormy.began(1) == 13
-    assert "1 step is repeated" in stormy.job.output
-    assert_same(stormy, calm(3))
+@pytest.fixture(scope="module")
+def storm(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """That job, ended in whatever way."""
+    folder = tmp_path_factory.mktemp("storm") / "run"
+    with Run(folder, 3, "snapshot_every=4", asks=STORM, launch=["--hang-timeout", "3"]) as run:
+        run.job.wait(240)
+    return run
 
 
-def test_a_survivor_killed_while_it_saves_is_made_up_for_by_another(tmp_path: Path, calm: Calm) -> None:
-    with Run(tmp_path / "stormy", 3, "snapshot_every=6", asks=["forward-0-15-2", "copy-0-14-0"]) as stormy:
-        stormy.ended()
+def struck(run: Run, generation: int) -> set[tuple[str, int, int]]:
+    return {(moment, step, rank) for g, moment, step, rank in kills(run) if g == generation}
 
+
+def restored(run: Run, after: int) -> tuple[int, int]:
+    """The step that was restored after that generation, and how many are repeated."""
+    later = min((r["generation"] for r in run.of("began") if r["generation"] > after), default=-1)
+    found = {(r["step"], r["repeated"]) for r in run.of("began", generation=later)}
+    assert len(found) == 1, run.job.output
+    return found.pop()
+
+
+@pytest.mark.parametrize("generation", range(len(MOMENTS)), ids=["-".join(map(str, each)) for each in MOMENTS])
+def test_a_kill_at_any_moment_loses_no_step(storm: Run, generation: int) -> None:
+    moment, *_ = MOMENTS[generation]
+
+    if moment == "crash":
+        assert f"ValueError: asked for by the test, in generation {generation}" in storm.job.output
+    else:
+        assert struck(storm, generation) == {MOMENTS[generation]}
+    step, repeated = restored(storm, generation)
+    assert repeated == 0
+    # Where it had begun.
+    if storm.of("began", generation=generation):
+        assert step >= storm.newest_done(generation)
+
+
+def test_survivors_killed_while_they_save_leave_the_snapshot_before(storm: Run) -> None:
+    assert {moment for moment, _, _ in struck(storm, TWO_SURVIVORS)} == {"forward", "copy"}
+    assert restored(storm, TWO_SURVIVORS) == (19, 1)
+    said = f"restored step 19 from memory (of generation {TWO_SURVIVORS}); 1 step is repeated"
+    assert said in storm.job.output
+
+
+def test_a_survivor_killed_while_it_saves_is_made_up_for_by_another(storm: Run) -> None:
+    assert ("forward", 22, 2) in struck(storm, ONE_SURVIVOR)
     # Rank 1 saved it before, or after it was dead.
-    assert stormy.began(1) == 14
-    assert_same(stormy, calm(3))
+    assert restored(storm, ONE_SURVIVOR) == (21, 0)
 
 
-def test_a_worker_frozen_in_the_middle_of_a_copy_costs_no_step(tmp_path: Path, calm: Calm) -> None:
-    # Snapshots after step 1, 7, 13. Until the frozen one is killed it has the lock.
-    launch = ["--hang-timeout", "2"]
-    with Run(tmp_path / "stormy", 3, "snapshot_every=6", asks=["freeze-0-13-0"], launch=launch) as stormy:
-        stormy.ended()
-
-    assert [r["rank"] for r in stormy.of("frozen")] == [0]
-    assert stormy.began(1) == 13
-    assert "restored step 13 from memory (of generation 0); 0 steps are repeated" in stormy.job.output
-    assert_same(stormy, calm(3))
+def test_a_worker_frozen_in_the_middle_of_a_copy_costs_no_step(storm: Run) -> None:
+    assert [(r["generation"], r["rank"]) for r in storm.of("frozen")] == [(FROZEN, 0)]
+    assert restored(storm, FROZEN) == (25, 0)
+    assert f"restored step 25 from memory (of generation {FROZEN}); 0 steps are repeated" in storm.job.output
 
 
-def test_a_corrupt_copy_is_skipped_and_said(tmp_path: Path, calm: Calm) -> None:
-    # All die in step 20; before it, a byte of the newest copy is changed.
-    asks = ["hold-0-20-0", *(f"together-0-20-{rank}" for rank in range(2))]
-    with Run(tmp_path / "stormy", 2, "snapshot_every=6", asks=asks) as stormy:
-        wait_for(lambda: stormy.of("held"), "step 20")
-        memory = Path(stormy.of("began", rank=0)[0]["memory"])
-        steps = {path: int.from_bytes(path.read_bytes()[32:40], "little") for path in memory.glob("training.state-?")}
-        assert set(steps.values()) == {13, 19}
-        newest = max(steps, key=lambda path: steps[path])
-        with newest.open("r+b") as file:
-            file.seek(-5000, 2)
-            byte = file.read(1)
-            file.seek(-1, 1)
-            file.write(bytes([byte[0] ^ 255]))
+@pytest.mark.parametrize("generation", [ALL, ALL_AGAIN])
+def test_all_workers_killed_at_once_repeat_the_steps_since_the_snapshot_and_it_is_said(
+    storm: Run, generation: int
+) -> None:
+    assert struck(storm, generation) == {("together", 32, rank) for rank in range(3)}
+    # The snapshot after step 29; the next one would have been after step 33.
+    assert restored(storm, generation) == (29, 2)
+    assert storm.job.output.count(f"restored step 29 from memory (of generation {ALL}); 2 steps are repeated") == 2
 
-        (stormy.folder / "hold-0-20-0").unlink()
-        stormy.ended()
 
-    assert f"skipping the copy of step 19 in {newest}: its checksum is wrong" in stormy.job.output
-    assert stormy.began(1) == 13
-    assert "6 steps are repeated" in stormy.job.output
-    assert_same(stormy, calm(2))
+def test_a_corrupt_copy_is_skipped_and_said(storm: Run) -> None:
+    assert struck(storm, CORRUPT) == {("together", 35, rank) for rank in range(3)}
+    (corrupted,) = storm.of("corrupted", generation=CORRUPT)
+    assert corrupted["copies"] == [29, 33]
+    assert f"skipping the copy of step 33 in {corrupted['path']}: its checksum is wrong" in storm.job.output
+    assert restored(storm, CORRUPT) == (29, 5)
+    assert "5 steps are repeated" in storm.job.output
+
+
+@pytest.mark.parametrize(("generation", "step", "dead"), [(LAST_0, 32, (1, 2)), (LAST_2, 35, (0, 1))])
+def test_all_but_one_of_three_are_killed_and_the_last_one_saves(
+    storm: Run, generation: int, step: int, dead: tuple[int, ...]
+) -> None:
+    assert struck(storm, generation) == {("together", step, rank) for rank in dead}
+    assert restored(storm, generation) == (step - 1, 0)
+
+
+def test_after_all_of_these_the_end_is_that_of_the_unfailed_run(storm: Run, calm: Calm) -> None:
+    assert storm.job.code == 0, storm.job.output
+    assert max(r["generation"] for r in storm.of("began")) == LAST_2 + 1
+    assert_same(storm, calm(3))

@@ -12,10 +12,22 @@ from tests.faults.processes import SAY, Watched
 from tests.faults.test_link import timeline
 from tests.harness import script, slow
 
-TORCH = ("--preload", "torch")
+# What is trained is no matter here: no optimizer of torch's, which would import its compiler.
+PRELOAD = ("--preload", "torch,torch.distributed")
+STILL = """
+class Still:
+    def step(self):
+        pass
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+"""
 
 # Of two trainings that know nothing of each other, the state of the second takes long to be saved.
-TWO = f"""{SAY}
+TWO = f"""{SAY}{STILL}
 import torch
 import torch.distributed as dist
 from elaunch.trainer import Keeper
@@ -31,9 +43,8 @@ class Slow:
         pass
 
 def kept(name, **options):
-    model = torch.nn.Linear(2, 1)
-    optimizer = torch.optim.AdamW(model.parameters())
-    return optimizer, Keeper(model, optimizer, name=name, snapshot_every=1000, **options)
+    optimizer = Still()
+    return optimizer, Keeper(torch.nn.Linear(2, 1), optimizer, name=name, snapshot_every=1000, **options)
 
 dist.init_process_group("gloo")
 (_, one), (_, other) = trainings = kept("one"), kept("other", extra=Slow())
@@ -57,7 +68,7 @@ dist.destroy_process_group()
 @pytest.mark.parametrize("stuck", ["pass", slow("time.sleep(600)")], ids=["raises", "stuck"])
 def test_two_keepers_are_both_given_the_time_that_they_need_to_save(tmp_path: Path, stuck: str) -> None:
     script(tmp_path, TWO.replace("STUCK", stuck))
-    with Watched(tmp_path, *TORCH, "--nproc-per-node", "2", "train.py", env={"OMP_NUM_THREADS": "1"}) as job:
+    with Watched(tmp_path, *PRELOAD, "--nproc-per-node", "2", "train.py", env={"OMP_NUM_THREADS": "1"}) as job:
         assert job.wait() == 0, job.output
 
     assert re.findall(r"began (\d+) (\d+)", job.stdout) == [("0", "0")] * 2 + [("5", "5")] * 2
@@ -68,7 +79,7 @@ def test_two_keepers_are_both_given_the_time_that_they_need_to_save(tmp_path: Pa
 @pytest.mark.slow
 def test_a_state_that_is_not_saved_within_the_stop_grace_is_said_and_the_last_copy_counts(tmp_path: Path) -> None:
     script(tmp_path, TWO.replace("STUCK", "time.sleep(600)"))
-    options = (*TORCH, "--failure-grace", "0.5", "--stop-grace", "1", "--nproc-per-node", "2")
+    options = (*PRELOAD, "--failure-grace", "0.5", "--stop-grace", "1", "--nproc-per-node", "2")
     with Watched(tmp_path, *options, "train.py", env={"OMP_NUM_THREADS": "1"}) as job:
         assert job.wait() == 0, job.output
 
@@ -79,7 +90,7 @@ def test_a_state_that_is_not_saved_within_the_stop_grace_is_said_and_the_last_co
 @pytest.mark.slow
 def test_a_state_that_cannot_be_saved_is_waited_for_by_nobody(tmp_path: Path) -> None:
     script(tmp_path, TWO.replace("STUCK", "time.sleep(600)").replace("time.sleep(3)", "raise RuntimeError('no state')"))
-    options = (*TORCH, "--failure-grace", "50", "--stop-grace", "50", "--nproc-per-node", "2")
+    options = (*PRELOAD, "--failure-grace", "50", "--stop-grace", "50", "--nproc-per-node", "2")
     with Watched(tmp_path, *options, "train.py", env={"OMP_NUM_THREADS": "1"}) as job:
         assert job.wait(40) == 0, job.output
 
@@ -88,7 +99,7 @@ def test_a_state_that_cannot_be_saved_is_waited_for_by_nobody(tmp_path: Path) ->
 
 
 # Ranks 0 and 2 are on one node, rank 1 on another, to which the network is silent; rank 2 dies.
-SILENT = f"""{SAY}
+SILENT = f"""{SAY}{STILL}
 memory = os.environ["ELAUNCH_MEMORY"] + f"/{{RANK % 2}}"
 os.makedirs(memory, exist_ok=True)
 os.environ |= {{"ELAUNCH_MEMORY": memory, "LOCAL_RANK": str(RANK // 2)}}
@@ -116,9 +127,8 @@ if GENERATION == 0 and RANK == 1:
 if GENERATION == 0 and RANK == 2:
     threading.Thread(target=die).start()
 dist.init_process_group("gloo")
-model = torch.nn.Linear(2, 1)
-optimizer = torch.optim.AdamW(model.parameters())
-with Keeper(model, optimizer, snapshot_every=2) as keeper:
+optimizer = Still()
+with Keeper(torch.nn.Linear(2, 1), optimizer, snapshot_every=2) as keeper:
     print(f"began {{keeper.step}}", flush=True)
     for step in keeper.steps(9):
         with keeper.commit():
@@ -129,7 +139,7 @@ dist.destroy_process_group()
 
 def test_who_waits_for_a_silent_node_saves_after_a_failure_all_the_same(tmp_path: Path) -> None:
     script(tmp_path, SILENT)
-    options = (*TORCH, "--log-dir", "logs", "--stop-grace", "10", "--nproc-per-node", "3")
+    options = (*PRELOAD, "--log-dir", "logs", "--stop-grace", "10", "--nproc-per-node", "3")
     with Watched(tmp_path, *options, "train.py", env={"OMP_NUM_THREADS": "1"}) as job:
         assert job.wait() == 0, job.output
 
@@ -139,63 +149,62 @@ def test_who_waits_for_a_silent_node_saves_after_a_failure_all_the_same(tmp_path
     assert re.findall(r"began (\d+)", job.stdout) == ["0"] * 3 + ["3"] * 3
 
 
-FAILS = """
-import time
+# Rank 0 fails when it is to stop; rank 1's keeper has ended by then. Neither is in a process group.
+TOLD = f"""{SAY}{STILL}
 import torch
 from elaunch.trainer import Keeper
 
-model = torch.nn.Linear(2, 1)
-try:
-    with Keeper(model, torch.optim.AdamW(model.parameters())) as keeper:
-        for step in keeper.steps(9):
-            print("trains", flush=True)
-            while not keeper._boundary._told:
-                time.sleep(0.01)
-            raise ValueError("asked for by the test")
-finally:
-    # As long as it takes to let go of a GPU.
-    time.sleep(1)
+def kept(name):
+    return Keeper(torch.nn.Linear(2, 1), Still(), name=name)
+
+def fails():
+    try:
+        with kept("fails") as keeper:
+            for step in keeper.steps(9):
+                print("trains", flush=True)
+                while not keeper._boundary._told:
+                    time.sleep(0.01)
+                raise ValueError("asked for by the test")
+    finally:
+        # As long as it takes to let go of a GPU.
+        time.sleep(1)
+
+def ends():
+    def own(signum, frame):
+        print("handled by its own", flush=True)
+        sys.exit(143)
+
+    signal.signal(signal.SIGTERM, own)
+    with kept("ends") as keeper:
+        for step in keeper.steps(3):
+            with keeper.commit():
+                pass
+    print("evaluates", flush=True)
+    time.sleep(600)
+
+(fails, ends)[RANK]()
 """
 
 
-def test_the_exception_of_a_program_that_is_to_stop_is_told(tmp_path: Path) -> None:
-    script(tmp_path, FAILS)
-    with Watched(tmp_path, *TORCH, "train.py") as job:
-        job.wait_for_output("^trains")
-
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> Watched:
+    """That job, which got a SIGTERM."""
+    folder = tmp_path_factory.mktemp("told")
+    script(folder, TOLD)
+    with Watched(folder, *PRELOAD, "--nproc-per-node", "2", "train.py") as job:
+        job.wait_for_output(r"^\[0\] trains")
+        job.wait_for_output(r"^\[1\] evaluates")
         job.signal(signal.SIGTERM)
-
-        assert job.wait() == 143, job.output
-    assert "ValueError: asked for by the test" in job.stderr
-
-
-ENDS = """
-import os, signal, sys, time
-import torch
-from elaunch.trainer import Keeper
-
-def own(signum, frame):
-    print("handled by its own", flush=True)
-    sys.exit(143)
-
-signal.signal(signal.SIGTERM, own)
-model = torch.nn.Linear(2, 1)
-with Keeper(model, torch.optim.AdamW(model.parameters())) as keeper:
-    for step in keeper.steps(3):
-        with keeper.commit():
-            pass
-print("evaluates", flush=True)
-time.sleep(600)
-"""
+        job.wait()
+    return job
 
 
-def test_after_its_keeper_has_ended_a_program_gets_the_signals_itself(tmp_path: Path) -> None:
-    script(tmp_path, ENDS)
-    with Watched(tmp_path, *TORCH, "train.py") as job:
-        job.wait_for_output("^evaluates")
+def test_the_exception_of_a_program_that_is_to_stop_is_told(told: Watched) -> None:
+    assert told.code == 143, told.output
+    assert re.search(r"^\[0\] ValueError: asked for by the test", told.stderr, re.MULTILINE)
 
-        job.signal(signal.SIGTERM)
 
-        assert job.wait() == 143, job.output
-    assert "handled by its own" in job.stdout
-    assert "SIGKILL" not in job.stderr.replace("SIGKILL in 30 s", "")
+def test_after_its_keeper_has_ended_a_program_gets_the_signals_itself(told: Watched) -> None:
+    assert told.code == 143, told.output
+    assert re.findall(r"^\[1\] handled by its own", told.stdout, re.MULTILINE) == ["[1] handled by its own"]
+    assert "SIGKILL" not in told.stderr.replace("SIGKILL in 30 s", "")

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.faults.keeper_runs import KEPT, Recorded
 from tests.harness import slow, wait_for
-from tests.ranks import Nursery, Ranks, nursery
+from tests.ranks import Nursery, Ranks
 
 STEPS = 24
-
-
-@pytest.fixture(scope="module", name="nursery")
-def _nursery() -> Iterator[Nursery]:
-    with nursery() as held:
-        yield held
 
 
 @pytest.fixture
@@ -59,21 +54,32 @@ class Nodes(Recorded):
         shutil.rmtree(self.memories[node])
         self.memories[node].mkdir()
 
-    def calm(self, folder: Path) -> Nodes:
-        """The same training without any failure."""
-        memories = [memory / "calm" for memory in self.memories]
-        for memory in memories:
-            memory.mkdir()
-        calm = Nodes(folder, self.nursery, memories, *self.options)
-        assert calm.generation(0) == [0, 0], calm.said
-        return calm
+
+@pytest.fixture(scope="module")
+def calm(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Nodes]:
+    """The same training with that option, without any failure."""
+
+    @functools.cache
+    def run(option: str) -> Nodes:
+        with tempfile.TemporaryDirectory(dir="/dev/shm") as one, tempfile.TemporaryDirectory(dir="/dev/shm") as other:
+            folder = tmp_path_factory.mktemp("calm") / "run"
+            calm = Nodes(folder, nursery, [Path(one), Path(other)], "snapshot_every=5", option)
+            assert calm.generation(0) == [0, 0], calm.said
+            return calm
+
+    return run
 
 
 @pytest.mark.parametrize(
     ("option", "lost"), [("hook=powersgd", 1), ("stop_every=1", 0), ("shards=fsdp2", 1), slow("hook=powersgd", 0)]
 )
 def test_a_lost_nodes_own_state_is_that_of_the_last_snapshot_to_the_bit(
-    tmp_path: Path, nursery: Nursery, memories: list[Path], option: str, lost: int
+    tmp_path: Path,
+    nursery: Nursery,
+    memories: list[Path],
+    calm: Callable[[str], Nodes],
+    option: str,
+    lost: int,
 ) -> None:
     stormy = Nodes(tmp_path / "stormy", nursery, memories, "snapshot_every=5", option)
     # Snapshots after step 1, 6, 11, 16; all die in step 20.
@@ -91,11 +97,11 @@ def test_a_lost_nodes_own_state_is_that_of_the_last_snapshot_to_the_bit(
     assert "2 steps are repeated" in stormy.said
     assert "lost" not in stormy.said
     assert "anew" not in stormy.said
-    assert stormy.ends == stormy.calm(tmp_path / "calm").ends
+    assert stormy.ends == calm(option).ends
 
 
 def test_a_node_lost_before_its_snapshot_has_arrived_goes_back_to_the_one_before(
-    tmp_path: Path, nursery: Nursery, memories: list[Path]
+    tmp_path: Path, nursery: Nursery, memories: list[Path], calm: Callable[[str], Nodes]
 ) -> None:
     stormy = Nodes(tmp_path / "stormy", nursery, memories, "snapshot_every=5", "hook=powersgd")
     # Node 0 gets nothing of node 1's snapshot of step 11, and saves step 13 when node 1 is gone.
@@ -109,7 +115,7 @@ def test_a_node_lost_before_its_snapshot_has_arrived_goes_back_to_the_one_before
     assert stormy.began(1) == 6
     assert "lost" not in stormy.said
     assert "anew" not in stormy.said
-    assert stormy.ends == stormy.calm(tmp_path / "calm").ends
+    assert stormy.ends == calm("hook=powersgd").ends
 
 
 def test_records_are_kept_as_long_as_the_parts_that_they_belong_to(

@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from tests.faults.cluster import Cluster
-from tests.faults.keeper_runs import KEPT, Calm, Recorded, assert_same
+from tests.faults.keeper_runs import KEPT, Calm, Recorded
 from tests.harness import wait_for
 from tests.nodes import needs_nodes
 
@@ -44,42 +46,64 @@ class Nodes(Recorded):
         return "".join(agent.output for agent in self.cluster.agents.values())
 
 
-@pytest.fixture
-def nodes(tmp_path: Path) -> Iterator[Nodes]:
-    folder = tmp_path / "run"
-    folder.mkdir()
-    with Cluster(tmp_path, 3, head=True) as cluster:
-        yield Nodes(folder, cluster)
+@contextmanager
+def nodes_of(folder: Path, count: int) -> Iterator[Nodes]:
+    (folder / "run").mkdir()
+    with Cluster(folder, count, head=True) as cluster:
+        yield Nodes(folder / "run", cluster)
+
+
+@dataclass(frozen=True)
+class Mended:
+    """A training on two nodes, of which one lost its only worker in step 20, and was replaced in step 33."""
+
+    run: Recorded
+    output: str
+    restored: list[str]
+
+
+@pytest.fixture(scope="module")
+def mended(tmp_path_factory: pytest.TempPathFactory) -> Mended:
+    with nodes_of(tmp_path_factory.mktemp("mended"), 3) as nodes:
+        for name in ("forward-0-20-1", "hold-1-33-0"):
+            (nodes.folder / name).touch()
+        nodes.start(0, 1, nnodes="2")
+        nodes.wait_for("held")
+
+        nodes.cluster.agents.pop(1).kill_agent()
+        nodes.start(2, nnodes="2")
+        nodes.cluster.ended({0: 0, 2: 0})
+    output = nodes.output()
+    return Mended(nodes, output, re.findall(r"restored step .*", output))
 
 
 def test_a_node_whose_only_worker_died_gets_the_step_from_a_peer_and_its_own_part_from_its_memory(
-    nodes: Nodes, calm: Calm
+    mended: Mended, calm: Calm
 ) -> None:
-    (nodes.folder / "forward-0-20-1").touch()
-    nodes.start(0, 1, nnodes="2")
-    nodes.cluster.ended({0: 0, 1: 0})
-
-    assert nodes.of("killed", step=20, rank=1)
-    assert "restored step 19 from memory (of generation 0; sent to rank 1 from rank 0); 0 steps" in nodes.output()
-    assert "lost" not in nodes.output()
-    assert_same(nodes, calm(2))
-
-
-def test_a_replaced_node_gets_the_state_from_a_peer(nodes: Nodes) -> None:
-    (nodes.folder / "hold-0-20-0").touch()
-    nodes.start(0, 1, nnodes="2")
-    nodes.wait_for("held")
-
-    nodes.cluster.agents.pop(1).kill_agent()
-    nodes.start(2, nnodes="2")
-    nodes.cluster.ended({0: 0, 2: 0})
-
-    assert nodes.began(1) == 19
-    assert (
-        "restored step 19 from memory (of generation 0; sent to rank 1 from rank 0); 0 steps are repeated; "
-        "the random state of rank 1 is that of step 1\n" in nodes.output()
+    assert mended.run.of("killed", step=20, rank=1)
+    assert mended.restored[0] == (
+        "restored step 19 from memory (of generation 0; sent to rank 1 from rank 0); 0 steps are repeated"
     )
-    assert len({r["replicated"] for r in nodes.of("end")}) == 1
+    assert mended.run.halfway == calm(2).halfway
+    before = {place: loss for place, loss in mended.run.losses.items() if place[1] < 33}
+    assert before.items() <= calm(2).losses.items()
+    assert {step for _, step in before} == set(range(1, 33))
+
+
+def test_a_replaced_node_gets_the_state_from_a_peer(mended: Mended) -> None:
+    assert mended.run.began(2) == 32
+    # The new generation's first snapshot, of step 19, was on both nodes.
+    assert mended.restored[1] == (
+        "restored step 32 from memory (of generation 1; sent to rank 1 from rank 0); 0 steps are repeated; "
+        "the random state of rank 1 is that of step 19"
+    )
+    assert len({r["replicated"] for r in mended.run.of("end")}) == 1
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[Nodes]:
+    with nodes_of(tmp_path, 2) as found:
+        yield found
 
 
 def test_a_node_that_joins_interrupts_no_step_and_one_that_leaves_neither(nodes: Nodes) -> None:

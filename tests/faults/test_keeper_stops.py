@@ -8,7 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -28,28 +28,77 @@ def again(run: Run, workers: int, *options: str) -> Run:
     return run
 
 
-@pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), slow(signal.SIGINT, 130)])
-def test_a_stopped_job_goes_on_from_its_checkpoint_bit_for_bit(
-    tmp_path: Path, calm: Calm, signum: signal.Signals, code: int
-) -> None:
-    options = ("snapshot_every=7", f"checkpoints={tmp_path / 'checkpoints'}")
-    with Run(tmp_path / "stopped", 3, *options, asks=["hold-0-20-1"]) as run:
-        wait_for(lambda: run.of("held"), "step 20")
+@dataclass(frozen=True)
+class Stopped:
+    """How a job of two workers, which all died in step 20, ended when it was signalled in step 31: `told` and `done`
+    have the last step of each rank, `marks` the steps of the checkpoints. Then how the same command went on.
+    """
+
+    run: Run
+    code: int
+    output: str
+    done: dict[int, int]
+    marks: list[int]
+    output_again: str
+    marks_again: list[int]
+
+
+def stopped_by(signum: signal.Signals, folder: Path) -> Stopped:
+    # No copy in memory after that of step 1.
+    checkpoints = folder / "checkpoints"
+    options = ("snapshot_every=100", f"checkpoints={checkpoints}", "checkpoint_every=6")
+    with Run(folder / "run", 2, *options, asks=["together-0-20-0", "together-0-20-1", "hold-1-31-1"]) as run:
+        wait_for(lambda: run.of("held"), "step 31")
         run.job.signal(signum)
-        wait_for(lambda: len(run.of("told")) == 3, "all are told")
-        (run.folder / "hold-0-20-1").unlink()
-        assert run.job.wait() == code, run.job.output
+        wait_for(lambda: len(run.of("told")) == 2, "all are told")
+        (run.folder / "hold-1-31-1").unlink()
+        code, output = run.job.wait(), run.job.output
+    done, there = {r["rank"]: r["step"] for r in run.of("done")}, [mark.step for mark in marks(checkpoints)]
 
-    assert "stopped after step 20, as it was" in run.job.output
-    assert [mark.step for mark in marks(tmp_path / "checkpoints")] == [20]
-    assert {r["rank"]: r["step"] for r in run.of("done")} == {0: 20, 1: 20, 2: 20}
-
-    with again(run, 3, *options):
+    with again(run, 2, *options):
         run.ended()
 
-    assert "restored step 20 from the checkpoint in" in run.job.output
-    assert [mark.step for mark in marks(tmp_path / "checkpoints")] == [20, 40]
-    assert_same(run, calm(3))
+    return Stopped(run, code, output, done, there, run.job.output, [mark.step for mark in marks(checkpoints)])
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> Stopped:
+    return stopped_by(signal.SIGTERM, tmp_path_factory.mktemp("stopped"))
+
+
+def assert_goes_on(stopped: Stopped, calm: Calm) -> None:
+    assert "stopped after step 31, as it was" in stopped.output
+    assert stopped.marks == [24, 30, 31]
+    assert stopped.done == {0: 31, 1: 31}
+    assert "restored step 31 from the checkpoint in" in stopped.output_again
+    assert stopped.marks_again == [31, 36, 40]
+    assert_same(stopped.run, calm(2))
+
+
+def test_a_stopped_job_goes_on_from_its_checkpoint_bit_for_bit(stopped: Stopped, calm: Calm) -> None:
+    assert stopped.code == 143, stopped.output
+    assert_goes_on(stopped, calm)
+
+
+@pytest.mark.slow
+def test_so_does_an_interrupted_one(tmp_path: Path, calm: Calm) -> None:
+    interrupted = stopped_by(signal.SIGINT, tmp_path)
+
+    assert interrupted.code == 130, interrupted.output
+    assert_goes_on(interrupted, calm)
+
+
+def test_without_any_copy_in_memory_the_checkpoint_is_taken_and_what_is_repeated_is_said(
+    stopped: Stopped, calm: Calm
+) -> None:
+    assert len(stopped.run.of("killed", step=20)) == 2
+    # In memory there is step 1. The checkpoint of step 18 may be torn: then it is that of step 12.
+    found = re.search(
+        r"restored step (12|18) from the checkpoint in \S+; (\d) steps? (?:is|are) repeated", stopped.output
+    )
+    assert found, stopped.output
+    assert int(found[1]) + int(found[2]) == 19
+    assert_same(stopped.run, calm(2))
 
 
 @pytest.mark.slow
@@ -66,37 +115,19 @@ def test_the_newest_of_memory_and_disk_is_taken(tmp_path: Path, calm: Calm) -> N
     assert_same(run, calm(3))
 
 
-def test_without_any_copy_in_memory_the_checkpoint_is_taken_and_what_is_repeated_is_said(
-    tmp_path: Path, calm: Calm
-) -> None:
-    options = ("snapshot_every=100", f"checkpoints={tmp_path / 'checkpoints'}", "checkpoint_every=6")
-    asks = [f"together-0-20-{rank}" for rank in range(2)]
-
-    with Run(tmp_path / "run", 2, *options, asks=asks) as run:
-        run.ended()
-
-    # In memory there is step 1. The checkpoint of step 18 may be torn: then it is that of step 12.
-    found = re.search(
-        r"restored step (12|18) from the checkpoint in \S+; (\d) steps? (?:is|are) repeated", run.job.output
-    )
-    assert found, run.job.output
-    assert int(found[1]) + int(found[2]) == 19
-    assert_same(run, calm(2))
-
-
-@pytest.mark.parametrize(("every", "began"), [(1, 19), slow(6, 19)])
+@pytest.mark.parametrize(("workers", "every", "began"), [(2, 1, 19), slow(3, 1, 19), slow(3, 6, 19)])
 def test_error_feedback_goes_back_to_where_every_piece_of_it_is(
-    tmp_path: Path, calm: Calm, every: int, began: int
+    tmp_path: Path, calm: Calm, workers: int, every: int, began: int
 ) -> None:
     options = (f"snapshot_every={every}", "hook=powersgd")
-    with Run(tmp_path / "run", 3, *options, asks=["backward-0-22-1" if every == 6 else "backward-0-20-1"]) as run:
+    with Run(tmp_path / "run", workers, *options, asks=["backward-0-22-1" if every == 6 else "backward-0-20-1"]) as run:
         run.ended()
 
     # Every 6: snapshots after step 1, 7, 13, 19. A failed backward pass has changed the error feedback.
     assert run.began(1) == began
     ((*_, repeated),) = re.findall(RESTORED, run.job.output)
     assert int(repeated) == (2 if every == 6 else 0)
-    assert_same(run, calm(3, hook="powersgd"))
+    assert_same(run, calm(workers, hook="powersgd"))
 
 
 @pytest.mark.slow
@@ -134,19 +165,6 @@ def test_state_in_parts_goes_on_from_a_checkpoint_on_another_number_of_workers(t
     assert {r["step"] for r in run.of("end")} == {40}
 
 
-@pytest.fixture
-def small_memory(tmp_path: Path) -> Iterator[Path]:
-    """A file system in memory with room for little."""
-    folder = tmp_path / "shm"
-    folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", folder], capture_output=True)
-    if mounted.returncode:
-        pytest.skip("mounting takes root")
-    (folder / "memory").mkdir()
-    yield folder / "memory"
-    subprocess.run(["umount", folder], check=True)
-
-
 def alone(folder: Path, *options: str, **env: str) -> subprocess.CompletedProcess[str]:
     """One worker of `kept.py` without an agent."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
@@ -154,16 +172,6 @@ def alone(folder: Path, *options: str, **env: str) -> subprocess.CompletedProces
     command = [sys.executable, str(KEPT), str(folder), "40", *options]
     environ = environment({**SINGLE, "MASTER_PORT": port, **env})
     return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120)
-
-
-def test_too_little_memory_is_one_sentence_and_no_failure(tmp_path: Path, small_memory: Path) -> None:
-    ended = alone(tmp_path, "snapshot_every=1", ELAUNCH_MEMORY=str(small_memory))
-
-    assert ended.returncode == 0, ended.stderr
-    said = [line for line in ended.stderr.splitlines() if "MB" in line]
-    assert len(said) == 1
-    assert re.search(r"shm has 0\.\d+ MB free and this node's copies of the training state take 0\.\d+ MB", said[0])
-    assert "goes back to the last checkpoint" in said[0]
 
 
 @pytest.mark.slow

@@ -6,25 +6,27 @@ import os
 import re
 import subprocess
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from elaunch.trainer.checkpoint.catalog import found
-from tests.faults.trainings import STEPS, OneNode
+from tests.faults.trainings import GENTLE, STEPS, CalmTrainings, OneNode
 from tests.harness import wait_for
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
+@contextmanager
+def small_disk(folder: Path) -> Iterator[Path]:
     """A file system with room for a few checkpoints."""
-    folder = tmp_path / "disk"
     folder.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", folder], capture_output=True)
     if mounted.returncode:
         pytest.skip("mounting takes root")
-    yield folder
-    subprocess.run(["umount", folder], check=True)
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", folder], check=True)
 
 
 def fill(folder: Path) -> Path:
@@ -36,22 +38,37 @@ def fill(folder: Path) -> Path:
     return path
 
 
-def test_a_full_disk_costs_lines_and_checkpoints_but_no_step_even_when_a_worker_is_killed(
-    tmp_path: Path, small_disk: Path
-) -> None:
-    with OneNode(tmp_path / "calm", 2) as calm:
-        calm.ended()
+@pytest.fixture(scope="module")
+def full_twice(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OneNode]:
+    """A run whose disk is full while step 15 to 36 are done and a worker is killed, and again at its end."""
+    folder = tmp_path_factory.mktemp("full")
+    last = f"hold:forward-1-{STEPS}-0"
     # The whole run directory is on it; the ledger would have a gap that its verdict names.
-    asks = ["hold:forward-0-15-0", "forward-0-23-1", "hold:forward-1-38-0"]
+    asks = ["hold:forward-0-15-0", "forward-0-23-1", "hold:forward-1-36-0", last]
 
-    with OneNode(tmp_path / "run", 2, "--snapshot-every", "5", asks=asks, disk=small_disk) as run:
+    with (
+        small_disk(folder / "disk") as disk,
+        OneNode(folder / "run", 2, *GENTLE, "--snapshot-every", "5", asks=asks, disk=disk) as run,
+    ):
         run.wait_for("held", step=15)
-        filler = fill(small_disk)
+        filler = fill(disk)
         run.release("forward-0-15-0")
-        run.wait_for("held", step=38)
+        run.wait_for("held", step=36)
         filler.unlink()
-        run.release("forward-1-38-0")
+        run.release("forward-1-36-0")
+        run.wait_for("held", step=STEPS)
+        filler = fill(disk)
+        run.release(last.partition(":")[2])
+        wait_for(lambda: "it is the last one: it is tried again for 60 s" in run.job.output, "the failure")
+        filler.unlink()
         run.ended()
+        yield run
+
+
+def test_a_full_disk_costs_lines_and_checkpoints_but_no_step_even_when_a_worker_is_killed(
+    full_twice: OneNode, calm_training: CalmTrainings
+) -> None:
+    run, calm = full_twice, calm_training(2, *GENTLE)
 
     assert run.struck() == ["forward-0-23-1"]
     assert run.began(1) == 22
@@ -61,23 +78,17 @@ def test_a_full_disk_costs_lines_and_checkpoints_but_no_step_even_when_a_worker_
         run.job.output,
     )
     assert re.search(r"metrics\.jsonl misses steps from \d+ on: No space left on device", run.job.output)
-    assert [mark.step for mark, _ in found(run.out / "checkpoints")] == [10, 40]
+    assert [mark.step for mark, _ in found(run.out / "checkpoints")] == [10, STEPS]
     assert run.result["steps_lost"] == 0
     assert run.result["samples_seen"] == calm.result["samples_seen"]
     assert run.result["params_sha256"] == calm.result["params_sha256"]
     assert run.losses.items() <= calm.losses.items()
-    assert set(run.losses) >= {*range(1, 15), *range(38, STEPS + 1)}
+    assert set(run.losses) >= {*range(1, 15), *range(36, STEPS)}
     assert run.result["ledger"].startswith("not exactly once")
 
 
-def test_a_disk_that_is_full_at_the_end_is_waited_for(tmp_path: Path, small_disk: Path) -> None:
-    with OneNode(tmp_path / "run", 2, asks=[f"hold:forward-0-{STEPS}-0"], disk=small_disk) as run:
-        run.wait_for("held", step=STEPS)
-        filler = fill(small_disk)
-        run.release(f"forward-0-{STEPS}-0")
-        wait_for(lambda: "it is the last one: it is tried again for 60 s" in run.job.output, "the failure")
-        filler.unlink()
-        run.ended()
+def test_a_disk_that_is_full_at_the_end_is_waited_for(full_twice: OneNode) -> None:
+    run = full_twice
 
     assert f"the checkpoint of step {STEPS} could not be written: No space left on device" in run.job.output
     assert f"the checkpoint of step {STEPS} is written" in run.job.output
@@ -87,12 +98,15 @@ def test_a_disk_that_is_full_at_the_end_is_waited_for(tmp_path: Path, small_disk
 
 @pytest.mark.slow
 def test_a_disk_that_stays_full_at_the_end_is_a_failure_on_all_ranks_and_a_restart_makes_no_step_again(
-    tmp_path: Path, small_disk: Path
+    tmp_path: Path,
 ) -> None:
-    launch = "--max-restarts 1 --hang-timeout 10"
-    with OneNode(tmp_path / "run", 2, asks=[f"hold:forward-0-{STEPS}-0"], launch=launch, disk=small_disk) as run:
+    launch, asks = "--max-restarts 1 --hang-timeout 10", [f"hold:forward-0-{STEPS}-0"]
+    with (
+        small_disk(tmp_path / "disk") as disk,
+        OneNode(tmp_path / "run", 2, asks=asks, launch=launch, disk=disk) as run,
+    ):
         run.wait_for("held", step=STEPS)
-        filler = fill(small_disk)
+        filler = fill(disk)
         run.release(f"forward-0-{STEPS}-0")
         run.ended(1)
         filler.unlink()
@@ -106,10 +120,9 @@ def test_a_disk_that_stays_full_at_the_end_is_a_failure_on_all_ranks_and_a_resta
 
 
 @pytest.mark.slow
-def test_a_corrupt_newest_checkpoint_costs_the_steps_since_the_one_before_and_they_are_counted(tmp_path: Path) -> None:
-    with OneNode(tmp_path / "calm", 3) as calm:
-        calm.ended()
-
+def test_a_corrupt_newest_checkpoint_costs_the_steps_since_the_one_before_and_they_are_counted(
+    tmp_path: Path, calm_training: CalmTrainings
+) -> None:
     # The agent dies, and with it the workers and their memory.
     with OneNode(tmp_path / "run", 3, asks=["hold:forward-0-33-0"]) as run:
         run.wait_for("held")
@@ -130,4 +143,4 @@ def test_a_corrupt_newest_checkpoint_costs_the_steps_since_the_one_before_and_th
     assert "restored step 20 from the checkpoint" in run.job.output
     # Step 31 and 32 have no checkpoint, 21 to 30 had one.
     run.assert_complete(lost=12)
-    run.assert_same(calm)
+    run.assert_same(calm_training(3))

@@ -7,29 +7,53 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.trainings import RESTORED, OneNode
-from tests.harness import slow
+from tests.faults.trainings import DEADLINE_S, RESTORED, CalmTrainings, OneNode
+
+HUNG = r"rank {} \(.*\) hung: .* as its process is stopped \(by SIGSTOP"
+
+
+# What strikes each generation of one job of three workers that takes no snapshot after step 1: who survives saves.
+STORM = ["freeze:forward-0-7-2", "publish-1-20-0", "published-2-30-0", "evaluating-3-0-2", "result-4-0-0"]
 
 
 @pytest.fixture(scope="module")
-def calm(tmp_path_factory: pytest.TempPathFactory) -> dict[int, OneNode]:
-    """The runs that nothing happens to, by number of workers; made when they are first asked for."""
-    folder = tmp_path_factory.mktemp("calm")
-
-    class Calm(dict[int, OneNode]):
-        def __missing__(self, workers: int) -> OneNode:
-            with OneNode(folder / str(workers), workers) as run:
-                self[workers] = run.ended()
-            assert "restored" not in run.job.output
-            run.assert_complete()
-            return run
-
-    return Calm()
+def storm(tmp_path_factory: pytest.TempPathFactory) -> OneNode:
+    """That job, ended in whatever way."""
+    folder = tmp_path_factory.mktemp("storm") / "run"
+    with OneNode(folder, 3, "--snapshot-every", "100", asks=STORM, launch="--hang-timeout 3") as run:
+        run.job.wait(DEADLINE_S)
+        run.job.assert_nothing_is_left()
+        run.assert_no_memory_is_left()
+    return run
 
 
-@pytest.mark.parametrize(("workers", "first"), [(3, "publish"), *(slow(workers, "forward") for workers in (2, 3, 4))])
+def test_a_frozen_worker_is_found_and_costs_no_step(storm: OneNode) -> None:
+    assert storm.struck("frozen") == ["forward-0-7-2"]
+    assert re.search(HUNG.format(2), storm.job.output)
+    assert storm.began(1) == 6
+
+
+def test_a_kill_at_a_checkpoint_or_the_end_loses_no_step(storm: OneNode) -> None:
+    assert storm.struck() == STORM[1:]
+    restored = re.findall(RESTORED, storm.job.output)
+    assert len(restored) == len(STORM)
+    assert {repeated for *_, repeated in restored} == {"0"}
+
+
+def test_after_all_of_these_the_run_is_complete_and_its_end_that_of_the_unfailed_one(
+    storm: OneNode, calm_training: CalmTrainings
+) -> None:
+    assert storm.job.code == 0, storm.job.output
+    assert storm.result["restarts"] == len(STORM)
+    storm.assert_complete()
+    storm.assert_same(calm_training(3))
+
+
+# Of keepers all but the last four moments are tested in test_keeper_kills.py too, and these above.
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [2, 3, 4])
 def test_a_kill_at_any_moment_loses_no_step_and_changes_no_bit(
-    tmp_path: Path, calm: dict[int, OneNode], workers: int, first: str
+    tmp_path: Path, calm_training: CalmTrainings, workers: int
 ) -> None:
     last = workers - 1
     moments = [("forward", 1, last), ("forward", 3, 0), ("backward", 5, 0), ("backward", 6, last), ("loss", 7, last)]
@@ -37,8 +61,6 @@ def test_a_kill_at_any_moment_loses_no_step_and_changes_no_bit(
     # Twice in a row, and before it has computed anything.
     moments += [("restore", 0, 0), ("restore", 0, last), ("start", 0, 0)]
     moments += [("copy", 16, 0), ("publish", 20, 0), ("published", 30, 0), ("evaluating", 0, last), ("result", 0, 0)]
-    # Of keepers all but the last four are tested in test_keeper_kills.py too.
-    moments = moments[[moment for moment, _, _ in moments].index(first) :]
     asks = [f"{moment}-{generation}-{step}-{rank}" for generation, (moment, step, rank) in enumerate(moments)]
 
     with OneNode(tmp_path / "run", workers, "--snapshot-every", "1", asks=asks) as run:
@@ -50,11 +72,14 @@ def test_a_kill_at_any_moment_loses_no_step_and_changes_no_bit(
     assert {repeated for *_, repeated in restored} == {"0"}
     assert run.result["restarts"] == len(moments)
     run.assert_complete()
-    run.assert_same(calm[workers])
+    run.assert_same(calm_training(workers))
 
 
-@pytest.mark.parametrize("workers", [slow(2), slow(4)])
-def test_all_but_one_are_killed_and_the_last_one_saves(tmp_path: Path, calm: dict[int, OneNode], workers: int) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [2, 4])
+def test_all_but_one_are_killed_and_the_last_one_saves(
+    tmp_path: Path, calm_training: CalmTrainings, workers: int
+) -> None:
     asks = [f"together-0-7-{rank}" for rank in range(1, workers)]
     asks += [f"together-1-12-{rank}" for rank in range(workers - 1)]
 
@@ -64,12 +89,12 @@ def test_all_but_one_are_killed_and_the_last_one_saves(tmp_path: Path, calm: dic
     assert sorted(run.struck()) == sorted(asks)
     assert (run.began(1), run.began(2)) == (6, 11)
     run.assert_complete()
-    run.assert_same(calm[workers])
+    run.assert_same(calm_training(workers))
 
 
 @pytest.mark.slow
 def test_all_workers_killed_at_once_repeat_the_steps_since_the_snapshot_and_all_are_counted(
-    tmp_path: Path, calm: dict[int, OneNode]
+    tmp_path: Path, calm_training: CalmTrainings
 ) -> None:
     asks = [f"together-{generation}-20-{rank}" for generation in range(2) for rank in range(3)]
 
@@ -82,20 +107,20 @@ def test_all_workers_killed_at_once_repeat_the_steps_since_the_snapshot_and_all_
     assert "restored step 17 from memory (of generation 0); 2 steps are repeated" in run.job.output
     assert "4 steps that were done were lost and computed again" in run.result["ledger"]
     run.assert_complete(lost=4)
-    run.assert_same(calm[3])
+    run.assert_same(calm_training(3))
 
 
-@pytest.mark.parametrize(("moment", "rank"), [("forward", 2), slow("backward", 0)])
-def test_a_frozen_worker_is_found_and_costs_no_step(
-    tmp_path: Path, calm: dict[int, OneNode], moment: str, rank: int
+@pytest.mark.slow
+def test_rank_0_frozen_in_the_backward_pass_is_found_and_costs_no_step(
+    tmp_path: Path, calm_training: CalmTrainings
 ) -> None:
-    asks = [f"freeze:{moment}-0-7-{rank}"]
+    asks = ["freeze:backward-0-7-0"]
 
     with OneNode(tmp_path / "run", 3, "--snapshot-every", "100", asks=asks, launch="--hang-timeout 3") as run:
         run.ended()
 
-    assert run.struck("frozen") == [f"{moment}-0-7-{rank}"]
-    assert re.search(rf"rank {rank} \(.*\) hung: .* as its process is stopped \(by SIGSTOP", run.job.output)
+    assert run.struck("frozen") == ["backward-0-7-0"]
+    assert re.search(HUNG.format(0), run.job.output)
     assert run.began(1) == 6
     run.assert_complete()
-    run.assert_same(calm[3])
+    run.assert_same(calm_training(3))

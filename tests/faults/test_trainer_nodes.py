@@ -10,14 +10,11 @@ from pathlib import Path
 import pytest
 
 from tests.faults.cluster import Cluster
-from tests.faults.trainings import RESTORED, OneNode, Training
+from tests.faults.trainings import GENTLE, RESTORED, CalmTrainings, OneNode, Trained, Training
 from tests.harness import slow, wait_for
 from tests.nodes import needs_nodes
 
 pytestmark = needs_nodes
-
-# At the default rate training amplifies any rounding, and a resized run with it.
-GENTLE = ("--lr", "3e-4")
 
 
 class OnNodes(Training):
@@ -56,11 +53,10 @@ def nodes(tmp_path: Path) -> Iterator[OnNodes]:
         yield OnNodes(tmp_path / "run", cluster)
 
 
-@pytest.fixture(scope="module")
-def calm(tmp_path_factory: pytest.TempPathFactory) -> Training:
+@pytest.fixture
+def calm(calm_training: CalmTrainings) -> Trained:
     """Two workers that nothing happens to."""
-    with OneNode(tmp_path_factory.mktemp("calm") / "run", 2, *GENTLE) as run:
-        return run.ended()
+    return calm_training(2, *GENTLE)
 
 
 # In the last two cases rank 0 has done step 12, and waits in the next one. A copy is made when its step is done and it
@@ -75,7 +71,7 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Training:
     ],
 )
 def test_a_node_is_lost_another_joins_and_is_preempted(
-    nodes: OnNodes, calm: Training, moment: str, begins: list[int]
+    nodes: OnNodes, calm: Trained, moment: str, begins: list[int]
 ) -> None:
     names = [f"{moment}-0-12-1", f"{moment}-1-20-0", f"{moment}-2-30-0"]
     for name in names:
@@ -108,7 +104,7 @@ def test_a_node_is_lost_another_joins_and_is_preempted(
 
 
 @pytest.mark.slow
-def test_rank_0_is_lost_with_its_node_while_its_checkpoint_gets_its_name(nodes: OnNodes, calm: Training) -> None:
+def test_rank_0_is_lost_with_its_node_while_its_checkpoint_gets_its_name(nodes: OnNodes, calm: Trained) -> None:
     nodes.ask("hold:publish-0-20-0")
     nodes.ask("hold:forward-0-24-0")
 
@@ -128,7 +124,7 @@ def test_rank_0_is_lost_with_its_node_while_its_checkpoint_gets_its_name(nodes: 
 
 
 @pytest.mark.slow
-def test_a_node_that_has_just_joined_is_lost_while_it_receives_the_state(nodes: OnNodes, calm: Training) -> None:
+def test_a_node_that_has_just_joined_is_lost_while_it_receives_the_state(nodes: OnNodes, calm: Trained) -> None:
     for name in ("forward-0-20-0", "restore-1-0-1", "forward-2-22-0"):
         nodes.ask(f"hold:{name}")
 
@@ -149,7 +145,9 @@ def test_a_node_that_has_just_joined_is_lost_while_it_receives_the_state(nodes: 
 
 
 @pytest.mark.slow
-def test_all_workers_of_a_node_are_killed_and_get_the_state_from_the_other(tmp_path: Path, nodes: OnNodes) -> None:
+def test_all_workers_of_a_node_are_killed_and_get_the_state_from_the_other(
+    nodes: OnNodes, calm_training: CalmTrainings
+) -> None:
     for rank in (0, 1):
         nodes.ask(f"together-0-20-{rank}")
 
@@ -161,8 +159,7 @@ def test_all_workers_of_a_node_are_killed_and_get_the_state_from_the_other(tmp_p
     assert nodes.began(1) == 19
     assert "restored step 19 from memory (of generation 0; sent to rank 0 from rank 2); 0 steps" in nodes.output
     nodes.assert_complete()
-    with OneNode(tmp_path / "calm", 4) as calm:
-        nodes.assert_same(calm.ended())
+    nodes.assert_same(calm_training(4))
 
 
 @pytest.mark.slow

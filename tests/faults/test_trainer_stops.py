@@ -8,11 +8,8 @@ from pathlib import Path
 import pytest
 
 from elaunch.trainer.checkpoint.catalog import marks
-from tests.faults.trainings import OneNode
+from tests.faults.trainings import GENTLE, CalmTrainings, OneNode
 from tests.harness import wait_for
-
-# At the default rate training amplifies any rounding, and a resized run with it.
-GENTLE = ("--lr", "3e-4")
 
 
 def stop(run: OneNode, held: str, workers: int, signum: signal.Signals) -> None:
@@ -31,11 +28,8 @@ def stop(run: OneNode, held: str, workers: int, signum: signal.Signals) -> None:
 
 @pytest.mark.slow
 def test_a_run_that_is_stopped_twice_and_goes_on_with_3_and_4_workers_has_the_losses_of_one_that_was_not(
-    tmp_path: Path,
+    tmp_path: Path, calm_training: CalmTrainings
 ) -> None:
-    with OneNode(tmp_path / "calm", 4, *GENTLE) as calm:
-        calm.ended()
-
     # Each start counts its generations from 0.
     with OneNode(tmp_path / "run", 4, *GENTLE, asks=["hold:forward-0-13-0", "hold:backward-0-27-0"]) as run:
         stop(run, "forward-0-13-0", 4, signal.SIGTERM)
@@ -46,4 +40,4 @@ def test_a_run_that_is_stopped_twice_and_goes_on_with_3_and_4_workers_has_the_lo
 
     assert [line["world_size"] for line in run.lines] == [4] * 13 + [3] * 14 + [4] * 13
     run.assert_complete()
-    run.assert_close(calm)
+    run.assert_close(calm_training(4, *GENTLE))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -11,45 +13,25 @@ from elaunch.trainer.ledger.ledger import audit_folder
 from tests.faults.processes import Watched
 from tests.harness import DEADLINE_S as WAIT_S
 from tests.harness import wait_for
+from tests.ranks import Nursery, Ranks
 
 PROGRAM = Path(__file__).with_name("killing_trainer.py")
 STEPS, BATCH = 40, 12
-SHAPE = ["--steps", str(STEPS), "--global-batch", str(BATCH), "--micro-batch", "1", "--layers", "1", "--width", "16"]
+SHAPE = ["--steps", str(STEPS), "--global-batch", str(BATCH), "--micro-batch", "2", "--layers", "1", "--width", "16"]
 SHAPE += ["--heads", "2", "--context", "16", "--dropout", "0.1", "--seed", "5", "--checkpoint-every", "10", "--ledger"]
+# At the default rate training amplifies any rounding, and a resized run with it.
+GENTLE = ("--lr", "3e-4")
 RESTORED = r"restored step (\d+) from (memory|the checkpoint) .*; (\d+) steps? (?:is|are) repeated"
 DEADLINE_S = 240.0
 
 
-class Training:
-    """One run in `folder`, which all its workers see: what was asked for, what they recorded, what the run left."""
+class Trained:
+    """What one run in `folder`, which all its workers see, has recorded and left."""
 
-    def __init__(self, folder: Path, asks: Iterable[str] = (), disk: Path | None = None) -> None:
-        """`asks` are names of moments' files (moments.py); `hold:` or `freeze:` before one says what it does.
-
-        The run directory is on `disk`, if that is given.
-        """
+    def __init__(self, folder: Path, disk: Path | None = None) -> None:
+        """The run directory is on `disk`, if that is given."""
         self.folder = folder
         self.out = (disk or folder) / "out"
-        folder.mkdir()
-        (folder / "text.txt").write_text("".join(chr(97 + i * i % 26) for i in range(40_000)))
-        for ask in asks:
-            self.ask(ask)
-
-    def ask(self, ask: str) -> None:
-        what, _, name = ask.rpartition(":")
-        # No worker must see a file that does not say yet what it asks for.
-        partial = self.folder / f".{name}"
-        partial.write_text(what)
-        partial.rename(self.folder / name)
-
-    def release(self, name: str) -> None:
-        """Let the rank that is held there go on."""
-        (self.folder / name).unlink()
-
-    def words(self, *options: str) -> list[str]:
-        """The command from the program on."""
-        text = str(self.folder / "text.txt")
-        return [str(PROGRAM), str(self.folder), "--out", str(self.out), "--data", text, *SHAPE, *options]
 
     @property
     def records(self) -> list[dict[str, Any]]:
@@ -95,13 +77,13 @@ class Training:
         assert verdict.lost_steps == lost
         assert result["ledger"] == verdict.text
 
-    def assert_same(self, calm: Training) -> None:
+    def assert_same(self, calm: Trained) -> None:
         """Bit for bit the run that nothing happened to."""
         assert self.losses == calm.losses
         assert self.result["params_sha256"] == calm.result["params_sha256"]
         assert self.result["held_out_loss"] == calm.result["held_out_loss"]
 
-    def assert_close(self, calm: Training) -> None:
+    def assert_close(self, calm: Trained) -> None:
         """The losses of a run of another size: only the order of float sums differs."""
         worst = max(abs(loss - calm.losses[step]) / calm.losses[step] for step, loss in self.losses.items())
         print(f"largest relative difference of a loss: {worst:.2g}")
@@ -113,6 +95,34 @@ class Training:
         folders = {Path(r["memory"]) for r in self.of("began") if r["memory"]}
         assert folders
         assert not [folder for folder in folders if folder.exists()]
+
+
+class Training(Trained):
+    """One run: what is asked for, and what it left."""
+
+    def __init__(self, folder: Path, asks: Iterable[str] = (), disk: Path | None = None) -> None:
+        """`asks` are names of moments' files (moments.py); `hold:` or `freeze:` before one says what it does."""
+        super().__init__(folder, disk)
+        folder.mkdir()
+        (folder / "text.txt").write_text("".join(chr(97 + i * i % 26) for i in range(40_000)))
+        for ask in asks:
+            self.ask(ask)
+
+    def ask(self, ask: str) -> None:
+        what, _, name = ask.rpartition(":")
+        # No worker must see a file that does not say yet what it asks for.
+        partial = self.folder / f".{name}"
+        partial.write_text(what)
+        partial.rename(self.folder / name)
+
+    def release(self, name: str) -> None:
+        """Let the rank that is held there go on."""
+        (self.folder / name).unlink()
+
+    def words(self, *options: str) -> list[str]:
+        """The command from the program on."""
+        text = str(self.folder / "text.txt")
+        return [str(PROGRAM), str(self.folder), "--out", str(self.out), "--data", text, *SHAPE, *options]
 
 
 class OneNode(Training):
@@ -147,3 +157,30 @@ class OneNode(Training):
         self.job.assert_nothing_is_left()
         self.assert_no_memory_is_left()
         return self
+
+
+class CalmTrainings:
+    """The runs that nothing happened to, made when they are first asked for; all test processes share `folder`.
+
+    They have no agent and no memory: neither changes anything that a run leaves.
+    """
+
+    def __init__(self, nursery: Nursery, folder: Path) -> None:
+        self._nursery, self._folder = nursery, folder
+        folder.mkdir(exist_ok=True)
+
+    def __call__(self, workers: int, *options: str) -> Trained:
+        place = self._folder / "".join((str(workers), *options))
+        with Path(f"{place}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not place.exists():
+                partial = Path(f"{place}.part")
+                shutil.rmtree(partial, ignore_errors=True)
+                run = Training(partial)
+                words = run.words(*options)[1:]
+                with Ranks(self._nursery, workers, PROGRAM, *words, env={"ELAUNCH_GENERATION": "0"}) as ranks:
+                    ended = ranks.end()
+                assert [rank.code for rank in ended] == [0] * workers, ended
+                run.assert_complete()
+                partial.rename(place)
+        return Trained(place)

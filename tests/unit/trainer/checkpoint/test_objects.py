@@ -31,8 +31,6 @@ from tests.s3 import S3, s3_server
 def _s3() -> Iterator[S3]:
     with s3_server() as server:
         yield server
-    # They know that server's address.
-    fsspec.get_filesystem_class("s3").clear_instance_cache()
 
 
 @pytest.fixture(params=["memory", "file", "s3"])

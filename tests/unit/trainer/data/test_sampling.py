@@ -92,7 +92,7 @@ def test_what_was_prefetched_when_a_run_was_cut_off_is_neither_lost_nor_repeated
     trained: list[int] = []
     after = 0
     # Each part ends with batches in flight, one of them in the middle of a step, and the next has another world size.
-    for world_size, steps, extra in ((4, 2, 1), (2, 3, 0), (1, 1, 4), (3, 19, 0)):
+    for world_size, steps, extra in ((3, 2, 1), (1, 1, 4), (2, 22, 0)):
         for rank in range(world_size):
             batches = ORDER.batches(rank, world_size, after=after)
             loader = DataLoader(Numbers(), batch_sampler=batches, **workers)
@@ -200,8 +200,8 @@ def noise_by_place(world_size: int, workers: dict[str, Any], after: int = 0) -> 
 def test_augmentation_is_the_same_at_any_world_size_and_after_a_restart(workers: dict[str, Any]) -> None:
     alone = noise_by_place(1, {"num_workers": 0})
 
-    assert noise_by_place(4, workers) == alone
-    assert noise_by_place(3, workers, after=2) == {place: alone[place] for place in alone if place[0] > 2}
+    assert noise_by_place(3, workers) == alone
+    assert noise_by_place(2, workers, after=2) == {place: alone[place] for place in alone if place[0] > 2}
     assert len({row[1] for batch in alone.values() for row in batch}) == 4 * 12
 
 

@@ -7,7 +7,9 @@ import errno
 import io
 import os
 import random
+import re
 import signal
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -536,3 +538,30 @@ def test_snapshots_stay_as_far_apart_as_they_cost(monkeypatch: pytest.MonkeyPatc
 
     # One after the first step, and one at the end.
     assert taken == [1, 5, 9, 10]
+
+
+@pytest.fixture
+def small_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The job's memory is a file system with room for little."""
+    folder = tmp_path / "shm"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", folder], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("mounting takes root")
+    (folder / "memory").mkdir()
+    monkeypatch.setenv("ELAUNCH_MEMORY", str(folder / "memory"))
+    yield
+    # What was mapped there is let go of when nobody has it any more.
+    subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+@pytest.mark.usefixtures("small_memory")
+def test_too_little_memory_is_one_sentence_and_no_failure() -> None:
+    job = Job()
+    job.extra["ballast"] = torch.zeros(50_000)
+
+    assert len(job.train(10)) == 10
+
+    (said,) = job.said
+    assert re.search(r"shm has 0\.\d+ MB free and this node's copies of the training state take 0\.4\d* MB", said)
+    assert "goes back to the last checkpoint" in said

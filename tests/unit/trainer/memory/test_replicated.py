@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import struct
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,14 @@ import pytest
 import torch
 
 from elaunch.trainer.memory import replicated
-from elaunch.trainer.memory.replicated import NoRoom, Records, ReplicatedMemory, completed_in, verified_records_in
+from elaunch.trainer.memory.replicated import (
+    NoRoom,
+    Records,
+    ReplicatedMemory,
+    completed_in,
+    copy_on_host,
+    verified_records_in,
+)
 from elaunch.trainer.state.version import Version
 from tests.harness import wait_for
 
@@ -142,38 +147,70 @@ def test_the_second_copy_cannot_fail_for_lack_of_room_later(tmp_path: Path, monk
     assert saved(memory, 0, 2) == Version(0, 2)
 
 
-# A worker that says when half of a copy is in the slot, and then waits to be killed.
-WRITER = """
-import sys, torch
-from pathlib import Path
-from elaunch.trainer.memory.recovery_plan import Version
-from elaunch.trainer.memory.replicated import ReplicatedMemory, copy_on_host
+class Writer:
+    """A worker that copies steps 1 and 2, says when half of step 3 is in the slot, and then waits to be killed, or to
+    be let go on. Use it as a context manager."""
 
-def half(targets, sources):
-    copy_on_host([targets[0][:50_000]], [sources[0][:50_000]])
-    print("half", flush=True)
-    sys.stdin.read()
+    def __init__(self, folder: Path) -> None:
+        said, saying = os.pipe()
+        waiting, self._go = os.pipe()
+        self.pid = os.fork()
+        if not self.pid:
+            try:
+                os.close(self._go)
+                # The parent's threads are not here.
+                torch.set_num_threads(1)
+                self._write(folder, saying, waiting)
+            finally:
+                os._exit(0)
+        os.close(saying)
+        os.close(waiting)
+        assert os.read(said, 4) == b"half"
+        os.close(said)
 
-memory = ReplicatedMemory(Path(sys.argv[1]), "m", b"sixteen bytes ok")
-for step in (1, 2):
-    memory.save(Version(0, step), lambda: {"w": torch.full((100_000,), float(step))})
-memory.save(Version(0, 3), lambda: {"w": torch.full((100_000,), 3.0)}, half)
-"""
+    @staticmethod
+    def _write(folder: Path, saying: int, waiting: int) -> None:
+        def half(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+            copy_on_host([targets[0][:50_000]], [sources[0][:50_000]])
+            os.write(saying, b"half")
+            os.read(waiting, 1)
+            copy_on_host(targets, sources)
+
+        memory = ReplicatedMemory(folder, "m", LAYOUT)
+        for step in (1, 2, 3):
+            state = {"w": torch.full((100_000,), float(step))}
+            memory.save(Version(0, step), lambda state=state: state, half if step == 3 else copy_on_host)  # type: ignore[misc]
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+        self.go_on()
+
+    def kill(self) -> None:
+        if self.pid:
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+        self.pid = 0
+
+    def go_on(self) -> None:
+        """Its end of input; other processes may have that pipe too."""
+        if self._go >= 0:
+            os.close(self._go)
+        self._go = -1
 
 
 def test_a_writer_killed_in_the_middle_leaves_the_other_copy_and_no_lock(shm: Path) -> None:
     memory = ReplicatedMemory(shm, "m", LAYOUT)
-    command = [sys.executable, "-c", WRITER, str(shm)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as writer:
-        assert writer.stdout is not None
-        assert writer.stdout.readline() == "half\n"
+    with Writer(shm) as writer:
         # The fault struck: half of the slot that step 1 was in is step 3's.
         torn = next(slot for slot in memory.pair.slots if slot.header() is None)
         region = torn.region()
         raw = region[len(region) - 400_000 :].view(torch.float32)
         assert {1.0, 3.0} <= set(raw[100:-100].tolist())
 
-        writer.send_signal(signal.SIGKILL)
+        writer.kill()
 
     # This would wait for ever, had the dead one kept the lock.
     assert memory.save(Version(0, 2), lambda: pytest.fail("not to be copied")) == Version(0, 2)
@@ -185,17 +222,12 @@ def test_a_writer_killed_in_the_middle_leaves_the_other_copy_and_no_lock(shm: Pa
 
 def test_a_writer_waits_for_another_one_and_then_has_nothing_to_do(shm: Path) -> None:
     memory = ReplicatedMemory(shm, "m", LAYOUT)
-    code = WRITER.replace("sys.stdin.read()", "sys.stdin.read(); copy_on_host(targets, sources)")
-    command = [sys.executable, "-c", code, str(shm)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as writer:
-        assert writer.stdout is not None
-        assert writer.stdin is not None
-        assert writer.stdout.readline() == "half\n"
+    with Writer(shm) as writer:
         reading, writing = os.pipe()
         child = os.fork()
         if child == 0:
             # Or the writer's input never ends.
-            os.close(writer.stdin.fileno())
+            writer.go_on()
             os.write(writing, b"w")
             found = memory.save(Version(0, 3), lambda: os._exit(2))
             os._exit(0 if found == Version(0, 3) else 1)
@@ -203,7 +235,7 @@ def test_a_writer_waits_for_another_one_and_then_has_nothing_to_do(shm: Path) ->
         descriptors = Path(f"/proc/{child}/fd")
         wait_for(lambda: any(os.readlink(fd) == f"{shm}/m.lock" for fd in descriptors.iterdir()), "that it waits")  # noqa: PTH115
 
-        writer.stdin.close()
+        writer.go_on()
 
         assert os.waitpid(child, 0)[1] == 0
         os.close(reading)
@@ -214,17 +246,10 @@ def test_a_writer_waits_for_another_one_and_then_has_nothing_to_do(shm: Path) ->
 def test_a_stopped_writer_keeps_nobody_for_ever(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replicated, "_LOCK_S", 0.3)
     found = ReplicatedMemory(shm, "m", LAYOUT)
-    command = [sys.executable, "-c", WRITER, str(shm)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as writer:
-        assert writer.stdout is not None
-        assert writer.stdout.readline() == "half\n"
-        writer.send_signal(signal.SIGSTOP)
-        try:
-            with pytest.raises(TimeoutError, match=r"of this node has held the lock for 0\.3 s; is it stopped"):
-                saved(found, 0, 9)
-        finally:
-            # Or a failure above would wait for the stopped writer.
-            writer.kill()
+    with Writer(shm) as writer:
+        os.kill(writer.pid, signal.SIGSTOP)
+        with pytest.raises(TimeoutError, match=r"of this node has held the lock for 0\.3 s; is it stopped"):
+            saved(found, 0, 9)
     assert saved(found, 0, 9) == Version(0, 9)
 
 
