@@ -3,13 +3,32 @@
 Takes the facts of probe.py, which lies beside it, again and adds torch's and numpy's own.
 """
 
+import atexit
+import gc
 import os
 import sys
 import time
 
+# What is known to differ before the import; docs/fidelity.md lists it.
+DIFFERENCES = {
+    "finders": any("site-packages/torch" in path for path in sys.path_importer_cache),
+    "exit functions": atexit._ncallbacks(),
+    "frozen objects": gc.get_freeze_count(),
+    "memory": [int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")],
+    "CPU time": time.process_time(),
+    "hash": hash("a text"),
+    "address": id(sys.modules),
+    "first environment": "RANK=" in open("/proc/self/environ").read(),
+    "rank": "RANK" in os.environ,
+    "link": os.environ.get("ELAUNCH_LINK"),
+}
+START_S = time.perf_counter()
+
 import numpy
 import torch
 import torch.distributed
+
+DIFFERENCES["import took"] = time.perf_counter() - START_S
 
 import probe  # isort: skip
 import probe_process  # isort: skip
@@ -101,7 +120,9 @@ def blas_threads():
 
 
 def busy_threads(work, for_s=0.25):
-    """How many threads of this process worked, while `work` was called again and again."""
+    """How many threads of this process worked, while `work` was called again and again; of one rank at a time."""
+    if os.environ.get("RANK") == "1":
+        return None
     work()
     before = _ticks()
     until_s = time.monotonic() + for_s
@@ -157,12 +178,19 @@ def torch_compiler_settings():
     """After what `import torch` alone leaves: this import is another second for a fresh interpreter."""
     if "--compiler" not in sys.argv:
         return None
+    start_s = time.perf_counter()
     import torch._dynamo
+
+    DIFFERENCES["import took"] += time.perf_counter() - start_s
     import torch._inductor.config
 
     settings = {**torch._dynamo.config.get_config_copy(), **torch._inductor.config.get_config_copy()}
     sets = {name: sorted(value, key=str) for name, value in settings.items() if isinstance(value, (set, frozenset))}
     return {name: repr(value).split(" at 0x")[0] for name, value in {**settings, **sets}.items()}
+
+
+def differences():
+    return {**DIFFERENCES, "cache folder": "TORCHINDUCTOR_CACHE_DIR" in os.environ}
 
 
 @unlike
@@ -198,4 +226,4 @@ def dropout():
 if __name__ == "__main__":
     assert "torch" in sys.modules
     # What is drawn comes before what seeds.
-    probe.tell([*UNLIKE.values(), *probe_process.FACTS.values(), *probe.FACTS.values(), *FACTS.values()])
+    probe.tell([*UNLIKE.values(), *probe_process.FACTS.values(), *probe.FACTS.values(), *FACTS.values(), differences])
