@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from tests.e2e.fidelity.turns import Turns, taken
-from tests.e2e.habits import LIGHT, NO_PRELOAD, TORCH, Run, fresh, worker
+from tests.e2e.habits import LIGHT, NO_PRELOAD, Run, fresh, worker
 from tests.harness import Job, script, wait_for
 
 ADDRESS = re.compile(rb"(?<=0x)[0-9a-f]+|(?<=pid=)\d+")
@@ -338,45 +338,6 @@ def test_a_handler_that_a_script_installs_gets_the_jobs_sigterm(tmp_path: Path) 
 
     assert code == 128 + signal.SIGTERM
     assert "saved" in job.stdout
-
-
-# One job for what needs torch: each rank is another program.
-WITH_TORCH = """
-import os, sys
-def spawned(value):
-    import torch
-    torch.save(torch.tensor(value) + 1, f"spawned{value}")
-
-if __name__ == "__main__":
-    import torch
-    match os.environ["RANK"]:
-        case "0":
-            torch.ones(300, 300) @ torch.ones(300, 300)
-            if not os.fork():
-                os._exit(int((torch.ones(2) * 2).sum().item()))
-            print("forked", os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
-        case "1":
-            import torch.multiprocessing as mp
-            mp.set_start_method("spawn")
-            process = mp.Process(target=spawned, args=(41,))
-            process.start(); process.join()
-            print("spawned", process.exitcode, torch.load("spawned41").item(), flush=True)
-        case "2":
-            if "AGAIN" not in os.environ:
-                os.environ["AGAIN"] = "1"
-                os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
-            print("exec'd", torch.ones(3).sum().item(), flush=True)
-"""
-
-
-def test_with_torch_preloaded_a_script_may_fork_spawn_and_exec(tmp_path: Path) -> None:
-    script(tmp_path, WITH_TORCH)
-
-    run = worker(tmp_path, "train.py", how=(*TORCH, "--nproc-per-node", "3"))
-
-    assert run.code == 0, str(run)
-    assert not run.execed
-    assert sorted(run.out.decode().splitlines()) == ["[0] forked 4", "[1] spawned 0 42", "[2] exec'd 3.0"]
 
 
 def _alive(pid: int) -> bool:
