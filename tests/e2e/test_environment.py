@@ -291,29 +291,6 @@ class TestTorchrunsVariables:
         assert "PET_MAX_RESTARTS=many is not a whole number" in job.stderr
 
 
-def test_torch_sees_an_elastic_launch_whose_store_the_agent_hosts(tmp_path: Path) -> None:
-    script(
-        tmp_path,
-        """
-import json, os
-from datetime import timedelta
-import torch.distributed as dist
-
-# Rank 0 is a client of the store too: where the agent did not host it, nobody would.
-address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=30))
-store.set(f"rank {os.environ['RANK']}", "here")
-store.wait(["rank 0", "rank 1"])
-print("found", json.dumps({"elastic": dist.is_torchelastic_launched()}), flush=True)
-""",
-    )
-
-    job = finished(tmp_path, "--nproc-per-node", "2", "--max-restarts", "0", "train.py")
-
-    assert job.code == 0, job.output
-    assert records(job, "found") == [{"elastic": True}] * 2
-
-
 def _expected(rank: int, world: int) -> dict[str, str]:
     """torchrun's variables of one worker on the only node, as far as their values are known beforehand."""
     return {

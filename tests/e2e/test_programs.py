@@ -211,17 +211,6 @@ def test_what_cannot_work_to_the_end_is_refused_at_the_start(tmp_path: Path, opt
     assert job.stdout == ""
 
 
-def test_preloading_leaves_no_folder_in_the_temporary_one(tmp_path: Path) -> None:
-    temporary = tmp_path / "tmp"
-    temporary.mkdir()
-    script(tmp_path, "import torch\n")
-
-    job = finished(tmp_path, "train.py", env={"TMPDIR": str(temporary)})
-
-    assert job.code == 0, job.output
-    assert not list(temporary.iterdir())
-
-
 @pytest.mark.parametrize("form", ["train.py", "./train.py", "pkg/../train.py", "pkg", "./pkg", "pkg.zip"])
 def test_a_programs_paths_are_those_that_python_gives_it(tmp_path: Path, form: str) -> None:
     said = "import sys\nprint([sys.argv[0], sys.path[0], __file__, __spec__ and __spec__.name])\n"
