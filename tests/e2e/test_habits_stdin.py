@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e.fidelity.turns import Turns, taken
 from tests.e2e.habits import LIGHT, NO_PRELOAD, TORCH, fresh, same, worker
 from tests.harness import Job, wait_for
 
@@ -32,11 +33,29 @@ SCRIPTS = {
 }
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_a_script_on_stdin_runs_as_python_runs_it(tmp_path: Path, name: str) -> None:
-    (tmp_path / "helper.py").write_text("NAME = 'beside nobody'\n")
+# Of these the first or last bytes are the fact; the others stand in one script and have their turn.
+WHOLE = ("no newline at the end", "no text", "nothing", "syntax error", "long")
+IN_TURN = {name: text for name, text in SCRIPTS.items() if name not in WHOLE}
 
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_script_on_stdin_runs_as_python_runs_it(tmp_path: Path, name: str) -> None:
     same(tmp_path, "-", "--lr", "0.1", stdin=SCRIPTS[name].encode(), no_preload=True)
+
+
+@pytest.fixture(scope="module", params=[LIGHT, NO_PRELOAD], ids=["forked", "no-preload"])
+def turns(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Turns:
+    folder = tmp_path_factory.mktemp("turns").resolve()
+    (folder / "helper.py").write_text("NAME = 'beside nobody'\n")
+    return taken(folder, request.param, IN_TURN, "--lr", "0.1", by_stdin=True)
+
+
+@pytest.mark.parametrize("name", IN_TURN)
+def test_a_program_on_stdin_ends_as_pythons_does(turns: Turns, name: str) -> None:
+    ours, theirs = turns.both(name)
+
+    assert ours == theirs
+    assert "fresh interpreter" not in turns.said
 
 
 @pytest.mark.parametrize("how", [LIGHT, NO_PRELOAD], ids=["forked", "no-preload"])

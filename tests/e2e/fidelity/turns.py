@@ -7,6 +7,7 @@ that fail are the generations of another one, of a lone worker. Each is held aga
 from __future__ import annotations
 
 import json
+import os
 import textwrap
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -44,20 +45,30 @@ class Turns:
 
 
 def taken(
-    folder: Path, how: tuple[str, ...], programs: Mapping[str, str], *args: str, env: Mapping[str, str] | None = None
+    folder: Path,
+    how: tuple[str, ...],
+    programs: Mapping[str, str],
+    *args: str,
+    env: Mapping[str, str] | None = None,
+    by_stdin: bool = False,
 ) -> Turns:
-    """Run all programs of `folder`/train.py with these arguments, as workers and as fresh interpreters."""
+    """Run all programs with these arguments, as workers and as fresh interpreters.
+
+    The script is `folder`/train.py; with `by_stdin` nobody is told its name, but gets it from stdin.
+    """
     text = WHOSE + "".join(
         f"{'el' * (turn > 0)}if TURN == {turn}:  # {name}\n{textwrap.indent(program or 'pass', '    ')}\n"
         for turn, (name, program) in enumerate(programs.items())
     )
-    script(folder, text)
+    place = script(folder, text)
+    program, stdin = ("-", place) if by_stdin else ("train.py", Path(os.devnull))
     # Two threads, said for all: a launcher's own choice would be a difference that a fresh process must have.
     common = {"OMP_NUM_THREADS": "2", **(env or {})}
 
     with ThreadPoolExecutor(2) as pool:
         ends = pool.map(
-            lambda turn: fresh(folder, "train.py", *args, env={**common, "TURN": str(turn)}), range(len(programs))
+            lambda turn: fresh(folder, program, *args, env={**common, "TURN": str(turn)}, stdin=stdin),
+            range(len(programs)),
         )
         alone = dict(zip(programs, ends, strict=True))
     names = list(programs)
@@ -73,9 +84,8 @@ def taken(
             continue
         logs = folder / f"logs of {len(workers)}"
         order = {"TURNS": " ".join(str(names.index(name)) for name in group), **common}
-        with Job(
-            folder, *how, *options, "--log-dir", str(logs), "-r", "3", "train.py", *args, env=_own(folder, order)
-        ) as job:
+        words = (*how, *options, "--log-dir", str(logs), "-r", "3", program, *args)
+        with stdin.open("rb") as typed, Job(folder, *words, env=_own(folder, order), stdin=typed) as job:
             job.wait()
         said += job.output
         workers.update(_ends(logs, group))
