@@ -322,7 +322,9 @@ class TestBudget:
         assert "1 of 5 restarts used" in _report(job)
         assert "generation 2" not in job.stderr
 
-    @pytest.mark.parametrize("start", [(), pytest.param(EXEC, marks=pytest.mark.slow)], ids=["forked", "exec'd"])
+    @pytest.mark.parametrize(
+        "start", [("--preload", "torch"), pytest.param(EXEC, marks=pytest.mark.slow)], ids=["forked", "exec'd"]
+    )
     @pytest.mark.parametrize("end", [slow("pass"), "dist.destroy_process_group()"], ids=["left open", "destroyed"])
     def test_the_same_error_after_the_group_was_made_uses_the_whole_budget(
         self, start: tuple[str, ...], end: str, tmp_path: Path

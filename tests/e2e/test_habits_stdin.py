@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.fidelity.turns import Turns, taken
-from tests.e2e.habits import LIGHT, NO_PRELOAD, TORCH, fresh, same, worker
+from tests.e2e.habits import LIGHT, NO_PRELOAD, fresh, same, worker
 from tests.harness import Job, wait_for
 
 SCRIPTS = {
@@ -81,7 +81,7 @@ def test_every_worker_of_every_generation_has_the_whole_script(tmp_path: Path, h
 def test_with_torch_preloaded_a_script_on_stdin_runs_too(tmp_path: Path) -> None:
     text = b"import torch\nprint(torch.ones(2).sum().item(), torch.__name__)\n"
 
-    run = worker(tmp_path, "-", how=TORCH, stdin=text)
+    run = worker(tmp_path, "-", how=("--preload", "torch"), stdin=text)
 
     assert (run.code, run.out) == (0, b"2.0 torch\n"), str(run)
     assert not run.execed

@@ -87,7 +87,7 @@ if generation == "0":
     os.kill(os.getpid(), signal.SIGKILL)
 """,
         )
-        with Watched(tmp_path, "--nproc-per-node", "2", "train.py") as job:
+        with Watched(tmp_path, "--preload", "torch", "--nproc-per-node", "2", "train.py") as job:
             assert job.wait() == 0, job.output
 
         facts = [json.loads((tmp_path / f"{g}.{r}").read_text()) for g in range(2) for r in range(2)]
@@ -108,7 +108,9 @@ class TestFallback:
         assert len(told) == 1, job.output
         assert why in told[0]
 
-    @pytest.mark.parametrize("how", [(), LIGHT, ("--preload", "profile")], ids=["torch", "json", "profile"])
+    @pytest.mark.parametrize(
+        "how", [("--preload", "torch"), LIGHT, ("--preload", "profile")], ids=["torch", "json", "profile"]
+    )
     def test_a_file_that_would_shadow_a_preloaded_module_is_imported_as_without_us(
         self, tmp_path: Path, how: tuple[str, ...]
     ) -> None:

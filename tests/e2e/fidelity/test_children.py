@@ -169,7 +169,7 @@ def with_torch(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     options = ("--nproc-per-node", "4", "--max-restarts", "0", "--log-dir", "logs", "-r", "3")
 
     # Each program's own process has two threads.
-    job = finished(folder, *FORKED, *options, "train.py", "fork", "spawn", env={"OMP_NUM_THREADS": "2"})
+    job = finished(folder, "--preload", "torch", *options, "train.py", "fork", "spawn", env={"OMP_NUM_THREADS": "2"})
 
     assert job.code == 0, job.output
     assert "fresh interpreter" not in job.output

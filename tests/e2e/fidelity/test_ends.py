@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.fidelity.turns import Turns, taken
-from tests.e2e.fidelity.ways import EXECED, FORKED, LIGHT, End, fresh, share, worker
+from tests.e2e.fidelity.ways import EXECED, LIGHT, End, fresh, share, worker
 from tests.harness import script
 
 HELPERS = {
@@ -156,7 +156,7 @@ WHOLE_FILES = (
 )
 RUNS = {
     "light": lambda name: (LIGHT, ("train.py",), ENDS[name]),
-    "torch": lambda name: (FORKED, ("train.py",), TORCH_ENDS[name]),
+    "torch": lambda name: (("--preload", "torch"), ("train.py",), TORCH_ENDS[name]),
     "named": lambda name: (LIGHT, PROGRAMS[name]),
 }
 EXECED_ENDS = ("chained", "exit text", "SIGTERM")
