@@ -108,9 +108,7 @@ class TestFallback:
         assert len(told) == 1, job.output
         assert why in told[0]
 
-    @pytest.mark.parametrize(
-        "how", [("--preload", "torch"), LIGHT, ("--preload", "profile")], ids=["torch", "json", "profile"]
-    )
+    @pytest.mark.parametrize("how", [(), LIGHT, ("--preload", "profile")], ids=["torch", "json", "profile"])
     def test_a_file_that_would_shadow_a_preloaded_module_is_imported_as_without_us(
         self, tmp_path: Path, how: tuple[str, ...]
     ) -> None:

@@ -119,7 +119,7 @@ def blas_threads():
     return found
 
 
-def busy_threads(work, for_s=0.25):
+def busy_threads(work, for_s=0.15):
     """How many threads of this process worked, while `work` was called again and again; of one rank at a time."""
     if os.environ.get("RANK") == "1":
         return None
