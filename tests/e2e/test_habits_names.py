@@ -175,7 +175,10 @@ class TestLetters:
         )
         unset = {"LC_ALL": "", "LC_CTYPE": "", "PYTHONIOENCODING": ""}
 
-        same(tmp_path, os.fsencode(name), "ärgument", env={**unset, "WÖRD": "wört", **LOCALES[locale]}, no_preload=True)
+        # What Python makes of a locale at its start is the same for both ways: two of them show it.
+        twice = locale in ("C", "ascii")
+        env = {**unset, "WÖRD": "wört", **LOCALES[locale]}
+        same(tmp_path, os.fsencode(name), "ärgument", env=env, no_preload=twice)
 
     def test_a_name_that_is_no_text(self, tmp_path: Path) -> None:
         name = b"tr\xe4in \xff.py"

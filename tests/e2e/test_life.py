@@ -63,7 +63,7 @@ def world(request: pytest.FixtureRequest) -> int:
     return int(request.param)
 
 
-@pytest.fixture(scope="module", params=[slow(1), slow(4), 8])
+@pytest.fixture(scope="module", params=[slow(1), 4])
 def failing_world(request: pytest.FixtureRequest) -> int:
     """The number of workers of a job in which one fails."""
     return int(request.param)

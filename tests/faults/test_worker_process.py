@@ -139,7 +139,7 @@ class TestFallback:
 
         assert job.stdout.count("threads 1 False") == 2
 
-    @pytest.mark.parametrize("text", ["1 / 0", "raise SystemExit('no')", "import nosuch"], ids=str)
+    @pytest.mark.parametrize("text", ["1 / 0", "raise SystemExit('no')"], ids=str)
     def test_a_preloaded_module_that_fails(self, tmp_path: Path, text: str) -> None:
         env = library(tmp_path, "failing", text)
         script(tmp_path, "print('the script ran')")
@@ -149,8 +149,9 @@ class TestFallback:
 
         assert job.stdout.count("the script ran") == 2
 
-    @pytest.mark.parametrize("variable", ["RANK", "LOCAL_RANK"])
-    def test_a_sitecustomize_that_asks_for_a_workers_own_variable(self, tmp_path: Path, variable: str) -> None:
+    def test_a_sitecustomize_that_asks_for_a_workers_own_variable(self, tmp_path: Path) -> None:
+        """For LOCAL_RANK; the next one asks for RANK."""
+        variable = "LOCAL_RANK"
         env = library(tmp_path, "sitecustomize", f"import os, sys; sys.seen = os.environ.get({variable!r})")
         script(tmp_path, "import os, sys\nprint('seen', sys.seen == os.environ['RANK'])")
 
