@@ -113,16 +113,23 @@ def test_who_listens_for_stops_only_is_ended_by_sigterm_after_a_failure(
     assert not [e for e in second if e["event"] == "told"]
 
 
-STEPS = f"""{SAY}{MEET}
+# With arguments, all ranks are one group, and each step is a collective.
+STEPS = f"""{SAY}
 import sys
 from elaunch.trainer import link
 
 signal.signal(signal.SIGTERM, lambda *_: print("SIGTERM came", flush=True))
 signal.signal(signal.SIGINT, lambda *_: print("SIGINT came", flush=True))
 signal.signal(signal.SIGUSR1, lambda *_: print("SIGUSR1 came", flush=True))
+if sys.argv[1:]:
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
 step = 0
 while True:
-    meet(step)
+    if sys.argv[1:]:
+        dist.all_reduce(torch.ones(1))
     step += 1
     link.report(step)
     if link.should_stop(every=3):
@@ -134,30 +141,37 @@ while True:
 """
 
 
-@pytest.mark.parametrize(
-    ("signum", "options"),
-    [
-        (signal.SIGTERM, ()),
-        slow(signal.SIGINT, ()),
-        (signal.SIGUSR1, ("--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1")),
-    ],
-    ids=["TERM", "INT", "USR1"],
-)
-def test_all_ranks_stop_after_the_same_step_and_get_no_signal(
-    tmp_path: Path, signum: signal.Signals, options: tuple[str, ...]
-) -> None:
+def stopped_after(job: Watched, signum: signal.Signals) -> list[tuple[str, str]]:
+    """The ranks, and the steps that they stopped after, once the signal has ended the job; none of them got one."""
+    job.signal(signum)
+    assert job.wait() == 128 + signum, job.output
+    assert "came" not in job.stdout
+    stops = sorted(re.findall(r"rank (\d) stops after (\d+)", job.stdout))
+    assert all(int(step) % 3 == 0 for _, step in stops)
+    return stops
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, slow(signal.SIGINT)], ids=["TERM", "INT"])
+def test_all_ranks_stop_after_the_same_step_and_get_no_signal(tmp_path: Path, signum: signal.Signals) -> None:
     script(tmp_path, STEPS)
-    with Watched(tmp_path, *LIGHT, *options, "--nproc-per-node", "3", "train.py") as job:
+    with Watched(tmp_path, *TORCH, "--nproc-per-node", "3", "train.py", "as one") as job:
         wait_for(lambda: job.stdout.count("trains") == 3, "three ranks that train")
 
-        job.signal(signum)
+        stops = stopped_after(job, signum)
 
-        assert job.wait() == 128 + signum, job.output
-    stops = re.findall(r"rank (\d) stops after (\d+)", job.stdout)
-    assert sorted(rank for rank, _ in stops) == ["0", "1", "2"]
+    assert [rank for rank, _ in stops] == ["0", "1", "2"]
     assert len({step for _, step in stops}) == 1
-    assert int(stops[0][1]) % 3 == 0
-    assert "came" not in job.stdout
+
+
+def test_a_signal_that_the_user_names_stops_who_listens_and_is_not_passed_on(tmp_path: Path) -> None:
+    script(tmp_path, STEPS)
+    named = ("--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1")
+    with Watched(tmp_path, *LIGHT, *named, "--nproc-per-node", "2", "train.py") as job:
+        wait_for(lambda: job.stdout.count("trains") == 2, "two ranks that train, each for itself")
+
+        stops = stopped_after(job, signal.SIGUSR1)
+
+    assert [rank for rank, _ in stops] == ["0", "1"]
 
 
 def test_a_worker_that_comes_to_no_end_of_its_step_is_killed_after_the_stop_grace(tmp_path: Path) -> None:
