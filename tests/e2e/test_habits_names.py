@@ -135,13 +135,11 @@ class TestOtherFolders:
 
         same(tmp_path, "link.py")
 
-    def test_a_script_without_a_suffix_and_one_with_windows_line_ends(self, tmp_path: Path) -> None:
+    def test_a_script_without_a_suffix(self, tmp_path: Path) -> None:
+        """Bytes of all kinds at a script's start and at its lines' ends are in tests/e2e/fidelity/test_ends.py."""
         script(tmp_path, "#!/usr/bin/env python\n" + SAY, "train")
-        (tmp_path / "dos.py").write_bytes(b"\xef\xbb\xbfimport sys\r\nif True:\r\n    print('w\xc3\xb6rds')\r\n")
-        (tmp_path / "latin.py").write_bytes(b"# coding: latin-1\nprint(ascii('w\xf6rds'))\n")
 
-        for name in ("train", "dos.py", "latin.py"):
-            same(tmp_path, name)
+        same(tmp_path, "train")
 
 
 LOCALES = {

@@ -403,12 +403,13 @@ if generation != "2":
         assert str(run) in job.stderr
 
     def test_the_maps_of_redirects_and_tee_know_ranks_of_two_digits(self, tmp_path: Path) -> None:
+        """And lines of tee have torchrun's prefix."""
         script(tmp_path, SAY_WHO)
 
         job = finished(
             tmp_path,
             *(*LIGHT, "--nproc-per-node", "12", "--log-dir", "logs"),
-            *("-r", "11:1,2:3", "-t", "10:2", "train.py"),
+            *("-r", "11:1,2:3", "-t", "10:3", "train.py"),
         )
 
         (run,) = (tmp_path / "logs").iterdir()
@@ -416,19 +417,16 @@ if generation != "2":
         everything = {f"{name} {rank}" for name in ("out", "err") for rank in range(12)}
         assert job.code == 0, job.output
         assert said == everything - {"out 11", "out 2", "err 2"}
+        assert "[default10]:out 10" in job.stdout.splitlines()
+        assert "[default10]:err 10" in job.stderr.splitlines()
+        assert {"[0] out 0", "[9] out 9"} <= set(job.stdout.splitlines())
         assert {path: text for path, text in _tree(run).items() if text} == {
             "attempt_0/11/stdout.log": "out 11\n",
             "attempt_0/2/stdout.log": "out 2\n",
             "attempt_0/2/stderr.log": "err 2\n",
+            "attempt_0/10/stdout.log": "out 10\n",
             "attempt_0/10/stderr.log": "err 10\n",
         }
-
-    def test_lines_of_tee_have_torchruns_prefix(self, tmp_path: Path) -> None:
-        script(tmp_path, SAY_WHO)
-
-        job = finished(tmp_path, *LIGHT, "--nproc-per-node", "2", "--log-dir", "logs", "--tee", "3", "train.py")
-
-        assert sorted(job.stdout.splitlines()) == ["[default0]:out 0", "[default1]:out 1"]
 
     @pytest.mark.parametrize(("option", "ranks"), [("--local-ranks-filter", "0,2"), ("--ranks-filter", "2,7")])
     def test_filters_of_ranks_limit_the_console_and_not_the_files(

@@ -99,6 +99,39 @@ if generation == "0":
             assert (f["threads"], f["cuda"], f["bad_fork"], f["devices"]) == (1, False, False, [])
 
 
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Watched]:
+    """Two jobs that have ended, by the module that each has preloaded; a signal was blocked when they were started."""
+    found: dict[str, Watched] = {}
+    for name, text in MODULES.items():
+        folder = tmp_path_factory.mktemp(name)
+        env = library(folder, name, text)
+        script(folder, ABOUT_MODULES)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
+        try:
+            found[name] = Watched(
+                folder, "--preload", name, "--nproc-per-node", "2", "train.py", *[name] * (name == "told"), env=env
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        with found[name] as job:
+            assert job.wait() == 0, job.output
+    return found
+
+
+MODULES = {
+    "told": "import os; BY = os.getpid()",
+    "threaded": "import threading, time\nthreading.Thread(target=time.sleep, args=(600,), daemon=True).start()",
+}
+ABOUT_MODULES = """
+import os, signal, sys
+print("threads", len(os.listdir("/proc/self/task")), "threaded" in sys.modules)
+print("blocked", sorted(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, ()))))
+told = len(sys.argv) > 1 and __import__(sys.argv[1])
+print("forked", told and told.BY == os.getppid())
+"""
+
+
 class TestFallback:
     """Where forking would not be faithful, workers are fresh interpreters, and one sentence says why."""
 
@@ -123,21 +156,6 @@ class TestFallback:
             self.assert_fresh(job, str(folder / f"{name}.py"))
 
         assert job.stdout.count("the one beside the script") == 2
-
-    def test_a_preloaded_module_that_starts_a_thread(self, tmp_path: Path) -> None:
-        env = library(
-            tmp_path,
-            "threaded",
-            "import threading, time\nthreading.Thread(target=time.sleep, args=(600,), daemon=True).start()",
-        )
-        script(
-            tmp_path, "import os, sys\nprint('threads', len(os.listdir('/proc/self/task')), 'threaded' in sys.modules)"
-        )
-
-        with Watched(tmp_path, "--preload", "threaded", "--nproc-per-node", "2", "train.py", env=env) as job:
-            self.assert_fresh(job, "a preloaded module started a thread")
-
-        assert job.stdout.count("threads 1 False") == 2
 
     @pytest.mark.parametrize("text", ["1 / 0", "raise SystemExit('no')"], ids=str)
     def test_a_preloaded_module_that_fails(self, tmp_path: Path, text: str) -> None:
@@ -182,26 +200,20 @@ class TestFallback:
 
         assert "open True" in job.stdout
 
-    def test_signals_that_were_blocked_when_it_started_are_so_in_every_worker(self, tmp_path: Path) -> None:
-        env = library(
-            tmp_path,
-            "threaded",
-            "import threading, time\nthreading.Thread(target=time.sleep, args=(9,), daemon=True).start()",
-        )
-        script(
-            tmp_path, "import signal\nprint('blocked', sorted(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, ()))))"
-        )
+    def test_a_preloaded_module_that_starts_a_thread(self, jobs: dict[str, Watched]) -> None:
+        self.assert_fresh(jobs["threaded"], "a preloaded module started a thread")
 
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
-        try:
-            jobs = [Watched(tmp_path, "--preload", name, "train.py", env=env) for name in ("json", "threaded")]
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        assert jobs["threaded"].stdout.count("threads 1 False") == 2
 
-        for job in jobs:
-            with job:
-                assert job.wait() == 0, job.output
-            assert f"blocked [{int(signal.SIGUSR2)}]" in job.stdout
+    def test_without_a_reason_workers_are_forked(self, jobs: dict[str, Watched]) -> None:
+        assert jobs["told"].stdout.count("forked True") == 2
+        assert "fresh interpreter" not in jobs["told"].output
+
+    @pytest.mark.parametrize("name", ["told", "threaded"])
+    def test_signals_that_were_blocked_when_it_started_are_so_in_every_worker(
+        self, jobs: dict[str, Watched], name: str
+    ) -> None:
+        assert jobs[name].stdout.count(f"blocked [{int(signal.SIGUSR2)}]") == 2
 
     def test_a_module_that_is_not_there(self, tmp_path: Path) -> None:
         script(tmp_path, "print('the script ran')")
@@ -210,13 +222,3 @@ class TestFallback:
             self.assert_fresh(job, "importing nosuch failed: ModuleNotFoundError: No module named 'nosuch'")
 
         assert job.stdout.count("the script ran") == 2
-
-    def test_without_a_reason_workers_are_forked(self, tmp_path: Path) -> None:
-        env = library(tmp_path, "told", "import os; BY = os.getpid()")
-        script(tmp_path, "import os, told\nprint('forked', told.BY == os.getppid())")
-
-        with Watched(tmp_path, "--preload", "told", "--nproc-per-node", "2", "train.py", env=env) as job:
-            assert job.wait() == 0
-
-        assert job.stdout.count("forked True") == 2
-        assert "fresh interpreter" not in job.output
