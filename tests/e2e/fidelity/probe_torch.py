@@ -119,16 +119,19 @@ def blas_threads():
     return found
 
 
-def busy_threads(work, for_s=0.15):
-    """How many threads of this process worked, while `work` was called again and again; of one rank at a time."""
+def busy_threads(work, ticks_min=15):
+    """How many threads of this process worked, while `work` was called again and again; of one rank at a time.
+
+    By their own time, not the clock's: on a busy machine a process may wait for long.
+    """
     if os.environ.get("RANK") == "1":
         return None
     work()
     before = _ticks()
-    until_s = time.monotonic() + for_s
-    while time.monotonic() < until_s:
+    used = [0]
+    while max(used) < ticks_min:
         work()
-    used = [ticks - before.get(thread, 0) for thread, ticks in _ticks().items()]
+        used = [ticks - before.get(thread, 0) for thread, ticks in _ticks().items()]
     return sum(ticks > 0.2 * max(used) for ticks in used)
 
 
