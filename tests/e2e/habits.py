@@ -84,11 +84,13 @@ def same(
     wrap: Sequence[str] = (),
     forked: bool | None = True,
     no_preload: bool = False,
+    named: Path | None = None,
 ) -> Run:
     """Run the program fresh and as a forked worker, with `no_preload` in that way too.
 
     Fails unless exit code, stdout and stderr are the same; gives back the fresh one's.
-    `forked` says whether the preloading launch is expected to fork, None for either; a fallback is told in one line.
+    `forked` says whether the preloading launch is expected to fork, None for either; a fallback is told in one line,
+    which names the file `named`.
     """
     expected = fresh(folder, *args, env=env, python=python, stdin=stdin, wrap=wrap)
     for how in (LIGHT, NO_PRELOAD) if no_preload else (LIGHT,):
@@ -103,7 +105,24 @@ def same(
             assert re.search(rf"exitcode +: {expected.code}\b", str(run)), f"{how}: {run}\nfresh: {expected}"
         if how == LIGHT:
             assert len(run.execed) in {None: (0, 1), True: (0,), False: (1,)}[forked], str(run)
+            assert not named or all(str(named) in line for line in run.execed), str(run)
     return expected
+
+
+def same_twice(folder: Path, *args: str | bytes, env: Mapping[str, str] | None = None, forked: bool = True) -> Run:
+    """Run a program that fails in its generation 0 and ends well in its next one; its words must be the fresh ones'.
+
+    A fresh interpreter is told a generation. Gives back the worker's run.
+    """
+    generations = [fresh(folder, *args, env={**(env or {}), "ELAUNCH_GENERATION": str(number)}) for number in range(2)]
+    assert [each.code for each in generations] == [1, 0], generations
+    run = worker(folder, *args, how=(*LIGHT, "--max-restarts", "1"), env=env)
+    assert run.code == 0, str(run)
+    assert run.out == b"".join(each.out for each in generations), f"{run}\nfresh: {generations}"
+    assert run.err == b"".join(each.err for each in generations), f"{run}\nfresh: {generations}"
+    assert (not run.execed) is forked, str(run)
+    assert "1 of 1 restarts used" in run.said[-1]
+    return run
 
 
 def _without_addresses(text: bytes) -> bytes:

@@ -186,8 +186,9 @@ def _tests(path: Path) -> list[str]:
 
 
 def _parts(table: dict[str, str]) -> list[tuple[str, ...]]:
-    """The commands of each block that are in the table, once each: what one shell runs."""
-    return list(dict.fromkeys(part for block in blocks() if (part := tuple(c for c in block.commands if c in table))))
+    """The commands of each block that are in the table: what one shell runs; none that another one begins with."""
+    parts = dict.fromkeys(part for block in blocks() if (part := tuple(c for c in block.commands if c in table)))
+    return [part for part in parts if not any(part == other[: len(part)] for other in parts if other != part)]
 
 
 def shell(folder: Path, commands: tuple[str, ...], env: dict[str, str] | None = None, typed: str = "") -> str:

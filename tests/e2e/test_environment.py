@@ -33,14 +33,6 @@ Path(os.environ["RANK"]).write_text(json.dumps({"argv": sys.argv, **os.environ})
 """
 TWO_WORKERS = ("--nproc-per-node", "2", "--max-restarts", "2", "train.py", "--lr", "3")
 
-FAIL_TWICE = (
-    SAY_ENVIRONMENT
-    + """
-if os.environ["ELAUNCH_GENERATION"] != "2":
-    os.kill(os.getpid(), 9)
-"""
-)
-
 # What the two launchers cannot or should not agree on.
 DIFFERS = {
     "MASTER_ADDR": "torchrun gives a name, which clusters without DNS cannot resolve; we give the address",
@@ -105,70 +97,89 @@ class TestLikeTorchrun:
         assert ours["1"]["argv"] == ["train.py", "--lr", "3"]
 
 
-def test_at_five_workers_ranks_and_sizes_are_right(tmp_path: Path) -> None:
-    script(tmp_path, SAY_ENVIRONMENT)
+@pytest.fixture(scope="module")
+def five(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """A job of five workers; what its shell has, and arguments, of all kinds."""
+    folder = tmp_path_factory.mktemp("five")
+    script(folder, SAY_ENVIRONMENT)
+    above = {"RANK": "17", "WORLD_SIZE": "64", "MASTER_PORT": "1", "TORCHELASTIC_RESTART_COUNT": "9"}
+    users = {"WANDB_MODE": "offline", "NCCL_DEBUG": "INFO", "CUDA_VISIBLE_DEVICES": "3,5"}
+    options = ("--nproc-per-node", "5", "--max-restarts", "2")
+    arguments = ("--gpu=${local_rank}", "$HOME", "${other}", "5$$")
 
-    job = finished(tmp_path, *LIGHT, "--nproc-per-node", "5", "--max-restarts", "2", "train.py")
+    return finished(folder, *LIGHT, *options, "train.py", *arguments, env={**above, **users})
 
-    found = sorted(records(job, "found"), key=lambda worker: int(worker["RANK"]))
+
+@pytest.fixture(scope="module")
+def virtual(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """A job of two workers with a GPU each, and with the user's own choices."""
+    folder = tmp_path_factory.mktemp("virtual")
+    script(folder, SAY_ENVIRONMENT)
+    env = {"CUDA_VISIBLE_DEVICES": "3,5", "OMP_NUM_THREADS": "7", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"}
+
+    return finished(folder, *LIGHT, "--virtual-local-rank", "--nproc-per-node", "2", "train.py", env=env)
+
+
+@pytest.fixture(scope="module")
+def lone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Job, int]:
+    """A job of one worker with a range of two ports, and the first of them, which is in use."""
+    folder = tmp_path_factory.mktemp("lone")
+    script(folder, SAY_ENVIRONMENT)
+    first = _free_ports(2)[0]
+
+    with socket.create_server(("127.0.0.1", first)):
+        return finished(folder, *LIGHT, "--port-range", f"{first}:{first + 1}", "train.py"), first
+
+
+@pytest.fixture(scope="module")
+def by_variables(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """A job with torchrun's variables in place of options; one of them is on the command line too."""
+    folder = tmp_path_factory.mktemp("by_variables")
+    script(folder, SAY_ENVIRONMENT)
+    env = {"PET_NPROC_PER_NODE": "2", "PET_MAX_RESTARTS": "5", "PET_ROLE": "learner", "PET_RDZV_ID": "job-7"}
+
+    return finished(folder, *LIGHT, "--role", "actor", "train.py", env=env)
+
+
+def test_at_five_workers_ranks_and_sizes_are_right(five: Job) -> None:
+    found = sorted(records(five, "found"), key=lambda worker: int(worker["RANK"]))
+
+    assert len(found) == 5, five.output
     for rank, worker in enumerate(found):
         assert {name: worker[name] for name in _expected(0, 5)} == _expected(rank, 5)
         assert worker["MASTER_PORT"] == found[0]["MASTER_PORT"]
 
 
-def test_what_the_user_exported_is_inherited_and_a_launcher_above_does_not_shine_through(tmp_path: Path) -> None:
-    script(tmp_path, SAY_ENVIRONMENT)
-    above = {"RANK": "17", "WORLD_SIZE": "64", "MASTER_PORT": "1", "TORCHELASTIC_RESTART_COUNT": "9"}
+def test_what_the_user_exported_is_inherited_and_a_launcher_above_does_not_shine_through(five: Job) -> None:
+    first = min(records(five, "found"), key=lambda worker: int(worker["RANK"]))
 
-    job = finished(tmp_path, *LIGHT, "train.py", env={"WANDB_MODE": "offline", "NCCL_DEBUG": "INFO", **above})
-
-    (worker,) = records(job, "found")
-    assert (worker["WANDB_MODE"], worker["NCCL_DEBUG"]) == ("offline", "INFO")
-    assert (worker["RANK"], worker["WORLD_SIZE"], worker["TORCHELASTIC_RESTART_COUNT"]) == ("0", "1", "0")
-    assert worker["MASTER_PORT"] != "1"
+    assert (first["WANDB_MODE"], first["NCCL_DEBUG"]) == ("offline", "INFO")
+    assert (first["RANK"], first["WORLD_SIZE"], first["TORCHELASTIC_RESTART_COUNT"]) == ("0", "5", "0")
+    assert first["MASTER_PORT"] != "1"
 
 
-def test_nccls_error_handling_is_on_unless_the_user_says_otherwise(tmp_path: Path) -> None:
-    script(tmp_path, SAY_ENVIRONMENT)
-
-    by_default = finished(tmp_path, *LIGHT, "train.py")
-    asked = finished(tmp_path, *LIGHT, "train.py", env={"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"})
-
-    assert records(by_default, "found")[0]["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "1"
-    assert records(asked, "found")[0]["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "3"
+def test_nccls_error_handling_is_on_unless_the_user_says_otherwise(five: Job, virtual: Job) -> None:
+    assert {worker["TORCH_NCCL_ASYNC_ERROR_HANDLING"] for worker in records(five, "found")} == {"1"}
+    assert {worker["TORCH_NCCL_ASYNC_ERROR_HANDLING"] for worker in records(virtual, "found")} == {"3"}
 
 
 class TestThreads:
-    @pytest.mark.parametrize("workers", [1, 2, 3])
-    def test_the_workers_share_the_cores(self, workers: int, tmp_path: Path) -> None:
-        script(tmp_path, SAY_ENVIRONMENT)
-        share = max(1, detect(os.environ).cores // workers)
+    def test_the_workers_share_the_cores(self, lone: tuple[Job, int], by_variables: Job, five: Job) -> None:
+        for job, workers in ((lone[0], 1), (by_variables, 2), (five, 5)):
+            share = max(1, detect(os.environ).cores // workers)
 
-        job = finished(tmp_path, *LIGHT, "--nproc-per-node", str(workers), "train.py")
+            assert {worker["OMP_NUM_THREADS"] for worker in records(job, "found")} == {str(share)}
+            assert f"OMP_NUM_THREADS={share}" in job.stderr
 
-        assert {worker["OMP_NUM_THREADS"] for worker in records(job, "found")} == {str(share)}
-        assert f"OMP_NUM_THREADS={share}" in job.stderr
-
-    def test_the_users_choice_stays(self, tmp_path: Path) -> None:
-        script(tmp_path, SAY_ENVIRONMENT)
-
-        job = finished(tmp_path, *LIGHT, "--nproc-per-node", "2", "train.py", env={"OMP_NUM_THREADS": "7"})
-
-        assert {worker["OMP_NUM_THREADS"] for worker in records(job, "found")} == {"7"}
-        assert "OMP_NUM_THREADS" not in job.stderr
+    def test_the_users_choice_stays(self, virtual: Job) -> None:
+        assert {worker["OMP_NUM_THREADS"] for worker in records(virtual, "found")} == {"7"}
+        assert "OMP_NUM_THREADS" not in virtual.stderr
 
 
 class TestVirtualLocalRank:
-    def test_every_worker_is_local_rank_0_and_sees_the_gpu_that_is_its_own(self, tmp_path: Path) -> None:
-        script(tmp_path, SAY_ENVIRONMENT)
+    def test_every_worker_is_local_rank_0_and_sees_the_gpu_that_is_its_own(self, virtual: Job) -> None:
+        found = {worker["RANK"]: worker for worker in records(virtual, "found")}
 
-        job = finished(
-            tmp_path,
-            *(*LIGHT, "--virtual-local-rank", "--nproc-per-node", "2", "train.py"),
-            env={"CUDA_VISIBLE_DEVICES": "3,5"},
-        )
-
-        found = {worker["RANK"]: worker for worker in records(job, "found")}
         assert [found[rank]["LOCAL_RANK"] for rank in "01"] == ["0", "0"]
         assert [found[rank]["CUDA_VISIBLE_DEVICES"] for rank in "01"] == ["3", "5"]
 
@@ -184,48 +195,21 @@ class TestVirtualLocalRank:
         assert job.code == 2
         assert "CUDA_VISIBLE_DEVICES=3 names 1" in job.stderr
 
-    def test_without_it_the_visible_gpus_are_untouched(self, tmp_path: Path) -> None:
-        script(tmp_path, SAY_ENVIRONMENT)
+    def test_without_it_the_visible_gpus_are_untouched(self, five: Job) -> None:
+        found = {worker["RANK"]: worker for worker in records(five, "found")}
 
-        job = finished(tmp_path, *LIGHT, "--nproc-per-node", "2", "train.py", env={"CUDA_VISIBLE_DEVICES": "3,5"})
-
-        found = {worker["RANK"]: worker for worker in records(job, "found")}
-        assert [found[rank]["LOCAL_RANK"] for rank in "01"] == ["0", "1"]
+        assert [found[rank]["LOCAL_RANK"] for rank in "01234"] == ["0", "1", "2", "3", "4"]
         assert {worker["CUDA_VISIBLE_DEVICES"] for worker in found.values()} == {"3,5"}
 
 
-def test_local_rank_in_the_arguments_is_replaced_for_each_worker(tmp_path: Path) -> None:
-    script(tmp_path, SAY_ENVIRONMENT)
+def test_local_rank_in_the_arguments_is_replaced_for_each_worker(five: Job) -> None:
+    found = {worker["RANK"]: worker["argv"][1:] for worker in records(five, "found")}
 
-    job = finished(
-        tmp_path, *LIGHT, "--nproc-per-node", "2", "train.py", "--gpu=${local_rank}", "$HOME", "${other}", "5$$"
-    )
-
-    found = {worker["RANK"]: worker["argv"][1:] for worker in records(job, "found")}
-    assert found == {
-        "0": ["--gpu=0", "$HOME", "${other}", "5$"],
-        "1": ["--gpu=1", "$HOME", "${other}", "5$"],
-    }
+    assert found == {str(rank): [f"--gpu={rank}", "$HOME", "${other}", "5$"] for rank in range(5)}
 
 
 class TestPort:
-    def test_each_generation_has_a_fresh_one(self, tmp_path: Path) -> None:
-        script(tmp_path, FAIL_TWICE)
-
-        job = finished(tmp_path, *LIGHT, "--max-restarts", "2", "train.py")
-
-        ports = [worker["MASTER_PORT"] for worker in records(job, "found")]
-        assert job.code == 0, job.output
-        assert len(ports) == len(set(ports)) == 3
-
-    def test_the_users_port_is_every_generations(self, tmp_path: Path) -> None:
-        script(tmp_path, FAIL_TWICE)
-        port = _free_ports(1)[0]
-
-        job = finished(tmp_path, *LIGHT, "--max-restarts", "2", "--master-port", str(port), "train.py")
-
-        assert job.code == 0, job.output
-        assert [worker["MASTER_PORT"] for worker in records(job, "found")] == [str(port)] * 3
+    """What generations have is seen in test_life.py and test_programs.py."""
 
     def test_the_users_port_in_use_is_a_usage_error(self, tmp_path: Path) -> None:
         script(tmp_path, SAY_ENVIRONMENT)
@@ -238,12 +222,8 @@ class TestPort:
         assert f"port {port} is in use on 127.0.0.1" in job.stderr
         assert records(job, "found") == []
 
-    def test_a_range_gives_its_first_free_port(self, tmp_path: Path) -> None:
-        script(tmp_path, SAY_ENVIRONMENT)
-        first = _free_ports(2)[0]
-
-        with socket.create_server(("127.0.0.1", first)):
-            job = finished(tmp_path, *LIGHT, "--port-range", f"{first}:{first + 1}", "train.py")
+    def test_a_range_gives_its_first_free_port(self, lone: tuple[Job, int]) -> None:
+        job, first = lone
 
         assert job.code == 0, job.output
         assert records(job, "found")[0]["MASTER_PORT"] == str(first + 1)
@@ -260,27 +240,15 @@ class TestPort:
 
 
 class TestTorchrunsVariables:
-    def test_a_pet_variable_is_an_options_value(self, tmp_path: Path) -> None:
-        script(tmp_path, SAY_ENVIRONMENT)
+    def test_a_pet_variable_is_an_options_value(self, by_variables: Job) -> None:
+        found = records(by_variables, "found")
 
-        job = finished(
-            tmp_path,
-            *(*LIGHT, "train.py"),
-            env={"PET_NPROC_PER_NODE": "2", "PET_MAX_RESTARTS": "5", "PET_ROLE": "learner", "PET_RDZV_ID": "job-7"},
-        )
-
-        found = records(job, "found")
         assert [worker["WORLD_SIZE"] for worker in found] == ["2", "2"]
         assert {worker["TORCHELASTIC_MAX_RESTARTS"] for worker in found} == {"5"}
-        assert {worker["ROLE_NAME"] for worker in found} == {"learner"}
         assert {worker["TORCHELASTIC_RUN_ID"] for worker in found} == {"job-7"}
 
-    def test_the_command_line_wins_over_a_pet_variable(self, tmp_path: Path) -> None:
-        script(tmp_path, SAY_ENVIRONMENT)
-
-        job = finished(tmp_path, *LIGHT, "--nproc-per-node", "1", "train.py", env={"PET_NPROC_PER_NODE": "2"})
-
-        assert [worker["WORLD_SIZE"] for worker in records(job, "found")] == ["1"]
+    def test_the_command_line_wins_over_a_pet_variable(self, by_variables: Job) -> None:
+        assert {worker["ROLE_NAME"] for worker in records(by_variables, "found")} == {"actor"}
 
     def test_a_wrong_pet_variable_is_named_in_the_message(self, tmp_path: Path) -> None:
         script(tmp_path, SAY_ENVIRONMENT)
@@ -289,29 +257,6 @@ class TestTorchrunsVariables:
 
         assert job.code == 2
         assert "PET_MAX_RESTARTS=many is not a whole number" in job.stderr
-
-
-def test_torch_sees_an_elastic_launch_whose_store_the_agent_hosts(tmp_path: Path) -> None:
-    script(
-        tmp_path,
-        """
-import json, os
-from datetime import timedelta
-import torch.distributed as dist
-
-# Rank 0 is a client of the store too: where the agent did not host it, nobody would.
-address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=30))
-store.set(f"rank {os.environ['RANK']}", "here")
-store.wait(["rank 0", "rank 1"])
-print("found", json.dumps({"elastic": dist.is_torchelastic_launched()}), flush=True)
-""",
-    )
-
-    job = finished(tmp_path, "--nproc-per-node", "2", "--max-restarts", "0", "train.py")
-
-    assert job.code == 0, job.output
-    assert records(job, "found") == [{"elastic": True}] * 2
 
 
 def _expected(rank: int, world: int) -> dict[str, str]:

@@ -48,25 +48,84 @@ while True:
     signal.pause()
 """
 
-# Rank 0 says only that it lost its peer; the peer ends later, of what really went wrong.
+# Rank 0 says only that it lost its peer; the peer ends later, of what really went wrong. Each generation has a way.
 PEER_FIRST = """
-import os, signal, sys, time
+import os, signal, sys, threading, time
 from pathlib import Path
+
+WAY = sys.argv[1:][int(os.environ["ELAUNCH_GENERATION"])]
 
 
 def really(*_):
-    {cause}
+    match WAY:
+        case "exception":
+            raise ValueError("the real cause")
+        case "code":
+            sys.exit(9)
+        case "signal":
+            os.abort()
+        case "output":
+            raise KeyError("the real cause")
+        case "nobody":
+            # The peer is still there, and dies of our own SIGTERM.
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def linger():
+    threading.main_thread().join()
+    Path(WAY).touch()
+    time.sleep(60)
 
 
 if os.environ["RANK"] == "1":
+    if WAY == "lingers":
+        threading.Thread(target=linger).start()
+        raise ValueError("the cause that lingers")
     signal.signal(signal.SIGTERM, really)
-    Path("ready").touch()
+    Path(WAY).touch()
     while True:
         signal.pause()
-while not Path("ready").exists():
+while not Path(WAY).exists():
     time.sleep(0.01)
-{effect}
+if WAY == "output":
+    print("recv failed: Connection reset by peer", file=sys.stderr)
+    os._exit(1)
+raise RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:4711")
 """
+CAUSES = {
+    "exception": "raised ValueError: the real cause",
+    "code": "exited with code 9",
+    "signal": "was killed by SIGABRT",
+    "output": "raised KeyError: 'the real cause'",
+}
+# The last one is in the report.
+IN_TURN = {"forked": (*CAUSES, "nobody", "lingers"), "exec'd": (*CAUSES, "nobody")}
+
+
+# Leaves a record by torch's decorator, with or without a process group.
+RECORDS = """
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
+
+
+@record
+def main():
+    BEGIN
+    try:
+        raise KeyError("weights")
+    finally:
+        END
+
+
+main()
+"""
+
+
+def assert_record_was_read(job: Job) -> None:
+    (path,) = re.findall(r"^  error_file: (.*)$", _report(job), re.MULTILINE)
+    assert "raised KeyError: 'weights'" in _report(job)
+    assert json.loads(Path(path).read_text())["message"]["message"] == "KeyError: 'weights'"
 
 
 @pytest.fixture(scope="module")
@@ -172,18 +231,19 @@ class TestErrorFileOfTheAgent:
 class TestStartUp:
     """What can never run is not tried again."""
 
-    @BOTH
+    # Which exceptions are of this kind is tests/unit/agent/core/test_failures.py's matter.
     @pytest.mark.parametrize(
-        ("text", "error"),
+        ("start", "text", "error"),
         [
-            ("import torch_geometrics_x", "ModuleNotFoundError: No module named 'torch_geometrics_x'"),
-            ("from os import no_such_name", "ImportError: cannot import name 'no_such_name'"),
-            ("def train(:\n    pass", "SyntaxError: invalid syntax"),
+            (LIGHT, "import torch_geometrics_x", "ModuleNotFoundError: No module named 'torch_geometrics_x'"),
+            (LIGHT, "def train(:\n    pass", "SyntaxError: invalid syntax"),
+            (EXEC, "from os import no_such_name", "ImportError: cannot import name 'no_such_name'"),
+            (EXEC, "def train(:\n    pass", "SyntaxError: invalid syntax"),
         ],
-        ids=["no module", "no name", "syntax"],
+        ids=["no module-forked", "syntax-forked", "no name-exec'd", "syntax-exec'd"],
     )
     def test_a_script_that_python_cannot_load_is_not_restarted(
-        self, text: str, error: str, start: tuple[str, ...], tmp_path: Path
+        self, start: tuple[str, ...], text: str, error: str, tmp_path: Path
     ) -> None:
         script(tmp_path, text)
 
@@ -216,10 +276,9 @@ class TestStartUp:
         assert "generation 1" not in nowhere.stderr + below.stderr
         assert "=====" not in nowhere.stderr + below.stderr
 
-    @BOTH
-    @pytest.mark.parametrize("name", ["recipes", "recipes.first"])
+    @pytest.mark.parametrize(("start", "name"), [(LIGHT, "recipes"), (LIGHT, "recipes.first"), (EXEC, "recipes.first")])
     def test_an_import_that_fails_in_a_module_that_exists_keeps_its_traceback(
-        self, name: str, start: tuple[str, ...], tmp_path: Path
+        self, start: tuple[str, ...], name: str, tmp_path: Path
     ) -> None:
         (tmp_path / "recipes").mkdir()
         (tmp_path / "recipes" / "__init__.py").write_text("import nothing_of_that_name")
@@ -241,51 +300,63 @@ class TestStartUp:
         assert "generation 1" not in job.stderr
 
 
-class TestBudget:
-    @BOTH
-    def test_the_same_error_twice_without_progress_ends_the_job(self, start: tuple[str, ...], tmp_path: Path) -> None:
-        # Numbers and addresses differ from one process to the next.
-        script(tmp_path, "import os\nraise ValueError(f'worker {os.getpid()} at {id(os):#x} has no data')")
+# Leaves a torn record each time. Numbers and addresses of the error differ from one process to the next.
+TEARS = """
+import os
+from pathlib import Path
 
-        job = finished(tmp_path, *start, "--max-restarts", "5", "train.py")
+Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text('{"message": {"mess')
+if os.environ["ELAUNCH_GENERATION"] == "0":
+    os.kill(os.getpid(), 9)
+raise ValueError(f"worker {os.getpid()} after the torn record at {id(os):#x}")
+"""
+
+
+@pytest.fixture(scope="module", params=[LIGHT, EXEC], ids=["forked", "exec'd"])
+def torn(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Job, Path]:
+    """A job that is killed once and then fails as long as it may; and its folder."""
+    folder = tmp_path_factory.mktemp("torn")
+    script(folder, TEARS)
+    env = {"TORCHELASTIC_ERROR_FILE": str(folder / "e.json")}
+
+    return finished(folder, *request.param, "--max-restarts", "5", "train.py", env=env), folder
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """A job that is killed in each generation, within its window."""
+    folder = tmp_path_factory.mktemp("killed")
+    script(folder, "import os; os.kill(os.getpid(), 9)")
+
+    return finished(folder, *LIGHT, "--max-restarts", "3", "--restart-window", "300", "train.py")
+
+
+class TestBudget:
+    def test_the_same_error_twice_without_progress_ends_the_job(self, torn: tuple[Job, Path]) -> None:
+        job, _ = torn
 
         assert job.code == 1, job.output
         assert "failed the same way twice in a row without progress" in _report(job)
-        assert "1 of 5 restarts used" in _report(job)
-        assert "generation 2" not in job.stderr
+        assert "2 of 5 restarts used" in _report(job)
+        assert "generation 3" not in job.stderr
 
-    @pytest.mark.parametrize("start", [(), pytest.param(EXEC, marks=pytest.mark.slow)], ids=["forked", "exec'd"])
-    @pytest.mark.parametrize("end", [slow(""), "dist.destroy_process_group()"], ids=["left open", "destroyed"])
+    @pytest.mark.parametrize(
+        "start", [("--preload", "torch"), pytest.param(EXEC, marks=pytest.mark.slow)], ids=["forked", "exec'd"]
+    )
+    @pytest.mark.parametrize("end", [slow("pass"), "dist.destroy_process_group()"], ids=["left open", "destroyed"])
     def test_the_same_error_after_the_group_was_made_uses_the_whole_budget(
         self, start: tuple[str, ...], end: str, tmp_path: Path
     ) -> None:
-        script(
-            tmp_path,
-            f"""
-import torch.distributed as dist
+        """And torch's own record of it is read and kept."""
+        script(tmp_path, RECORDS.replace("BEGIN", "dist.init_process_group('gloo')").replace("END", end))
 
-dist.init_process_group("gloo")
-try:
-    raise ValueError("the loss is not a number")
-finally:
-    {end or "pass"}
-""",
-        )
-
-        job = finished(tmp_path, *start, "--max-restarts", "2", "train.py")
+        job = finished(tmp_path, *start, "--max-restarts", "2", "--log-dir", "logs", "train.py")
 
         assert job.code == 1, job.output
         assert "2 of 2 restarts used" in _report(job)
         assert "the same way" not in _report(job)
         assert "generation 2:" in job.stderr
-
-    def test_a_signal_again_and_again_uses_the_whole_budget(self, tmp_path: Path) -> None:
-        script(tmp_path, "import os; os.kill(os.getpid(), 9)")
-
-        job = finished(tmp_path, *LIGHT, "--max-restarts", "3", "train.py")
-
-        assert job.code == 1, job.output
-        assert "3 of 3 restarts used" in _report(job)
+        assert_record_was_read(job)
 
     def test_with_a_window_only_restarts_within_it_count(self, tmp_path: Path) -> None:
         # Each generation lives longer than the window before it fails.
@@ -305,134 +376,82 @@ if os.environ["ELAUNCH_GENERATION"] != "3":
         assert job.code == 0, job.output
         assert "generation 3:" in job.stderr
 
-    def test_too_many_restarts_within_the_window_end_the_job(self, tmp_path: Path) -> None:
-        script(tmp_path, "import os; os.kill(os.getpid(), 9)")
+    def test_a_signal_again_and_again_uses_the_whole_budget(self, killed: Job) -> None:
+        assert killed.code == 1, killed.output
+        assert "3 of 3 restarts used" in _report(killed)
 
-        job = finished(tmp_path, *LIGHT, "--max-restarts", "2", "--restart-window", "300", "train.py")
+    def test_too_many_restarts_within_the_window_end_the_job(self, killed: Job) -> None:
+        assert "within 300 s" in _report(killed)
+        assert "generation 4" not in killed.stderr
 
-        assert job.code == 1, job.output
-        assert "within 300 s" in _report(job)
-        assert "generation 3" not in job.stderr
+
+@pytest.fixture(scope="module", params=[("forked", LIGHT), ("exec'd", EXEC)], ids=["forked", "exec'd"])
+def peers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[tuple[str, ...], Job]:
+    """A job that fails in another way in each generation, and these ways in turn."""
+    folder = tmp_path_factory.mktemp("peers")
+    name, start = request.param
+    ways = IN_TURN[name]
+    script(folder, PEER_FIRST)
+    options = ("--nproc-per-node", "2", "--max-restarts", str(len(ways) - 1))
+
+    return ways, finished(folder, *start, *options, "train.py", *ways)
 
 
 class TestFirstCause:
     """A survivor's "connection reset by peer" is never what the job is said to have failed of."""
 
-    @BOTH
-    @pytest.mark.parametrize(
-        ("cause", "words"),
-        [
-            ("raise ValueError('the real cause')", "raised ValueError: the real cause"),
-            ("sys.exit(9)", "exited with code 9"),
-            ("os.abort()", "was killed by SIGABRT"),
-        ],
-        ids=["exception", "exit code", "signal"],
-    )
-    def test_an_exception_about_a_lost_peer_gives_way(
-        self, cause: str, words: str, start: tuple[str, ...], tmp_path: Path
+    @pytest.mark.parametrize("way", CAUSES)
+    def test_an_exception_or_a_word_about_a_lost_peer_gives_way(
+        self, way: str, peers: tuple[tuple[str, ...], Job]
     ) -> None:
-        effect = "raise RuntimeError('[gloo] Connection closed by peer [127.0.0.1]:4711')"
-        script(tmp_path, PEER_FIRST.format(cause=cause, effect=effect))
+        ways, job = peers
+        generation = ways.index(way)
 
-        job = finished(tmp_path, *start, "--nproc-per-node", "2", "--max-restarts", "0", "train.py")
+        first = rf"^elaunch: rank (\d) .* in generation {generation}; stopping 1 other"
+        cause = rf"^elaunch: the cause: rank 1 \(.*\) {CAUSES[way]} in generation {generation}$"
+        assert re.findall(first, job.stderr, re.MULTILINE) == ["0"], job.output
+        assert re.search(cause, job.stderr, re.MULTILINE), job.output
 
-        assert re.search(rf"^rank 1 .* {words} in generation 0\.$", _report(job), re.MULTILINE), job.output
+    def test_what_nobody_else_explains_is_reported_as_it_is(self, peers: tuple[tuple[str, ...], Job]) -> None:
+        ways, job = peers
+        generation = ways.index("nobody")
 
-    def test_a_word_about_a_lost_peer_in_the_output_gives_way(self, tmp_path: Path) -> None:
-        effect = "print('recv failed: Connection reset by peer', file=sys.stderr); os._exit(1)"
-        script(tmp_path, PEER_FIRST.format(cause="raise ValueError('the real cause')", effect=effect))
-
-        job = finished(tmp_path, *LIGHT, "--nproc-per-node", "2", "--max-restarts", "0", "train.py")
-
-        assert re.search(r"^rank 1 .* raised ValueError: the real cause", _report(job), re.MULTILINE), job.output
+        assert re.search(rf"^elaunch: rank 0 .* in generation {generation}; stopping", job.stderr, re.M), job.output
+        assert not re.search(rf"^elaunch: the cause: .* in generation {generation}$", job.stderr, re.MULTILINE)
+        lost = rf"rank 0 .* lost a peer \(RuntimeError: \[gloo\] Connection closed .*\) in generation {generation}"
+        # What a fresh interpreter raised is known from its output, and that is read for the report.
+        said = _report(job) if ways[-1] == "nobody" else job.stderr
+        assert re.search(lost, said), job.output
 
     def test_a_rank_that_had_raised_is_the_cause_though_our_sigterm_found_it_on_its_way_out(
-        self, tmp_path: Path
+        self, peers: tuple[tuple[str, ...], Job]
     ) -> None:
-        script(
-            tmp_path,
-            """
-import os, threading, time
-from pathlib import Path
+        ways, job = peers
 
-
-def linger():
-    threading.main_thread().join()
-    Path("over").touch()
-    time.sleep(60)
-
-
-if os.environ["RANK"] == "1":
-    threading.Thread(target=linger).start()
-    raise ValueError("the real cause")
-while not Path("over").exists():
-    time.sleep(0.01)
-raise RuntimeError("Connection reset by peer")
-""",
-        )
-
-        job = finished(tmp_path, *LIGHT, "--nproc-per-node", "2", "--max-restarts", "0", "train.py")
-
-        assert re.search(r"^rank 1 .* raised ValueError: the real cause", _report(job), re.MULTILINE), job.output
-        assert "-15 (pid" in _report(job), "it was our signal that ended it"
-
-    @BOTH
-    def test_what_nobody_else_explains_is_reported_as_it_is(self, start: tuple[str, ...], tmp_path: Path) -> None:
-        # The peer is still there, and dies of our own SIGTERM.
-        cause = "signal.signal(signal.SIGTERM, signal.SIG_DFL); os.kill(os.getpid(), signal.SIGTERM)"
-        script(tmp_path, PEER_FIRST.format(cause=cause, effect="raise RuntimeError('Connection reset by peer')"))
-
-        job = finished(tmp_path, *start, "--nproc-per-node", "2", "--max-restarts", "0", "train.py")
-
-        said = r"^rank 0 .* lost a peer \(RuntimeError: Connection reset by peer\)"
-        assert re.search(said, _report(job), re.MULTILINE), job.output
+        assert job.code == 1
+        assert f"{len(ways) - 1} of {len(ways) - 1} restarts used" in _report(job)
+        if ways[-1] == "lingers":
+            cause = r"^rank 1 .* raised ValueError: the cause that lingers in generation 5\.$"
+            assert re.search(cause, _report(job), re.MULTILINE), job.output
+            assert "-15 (pid" in _report(job), "it was our signal that ended it"
 
 
 class TestRecordDecorator:
-    @pytest.mark.parametrize("start", [(), EXEC], ids=["forked", "exec'd"])
-    def test_torchs_own_record_is_read_and_kept(self, start: tuple[str, ...], tmp_path: Path) -> None:
-        script(
-            tmp_path,
-            """
-from torch.distributed.elastic.multiprocessing.errors import record
+    def test_torchs_own_record_is_read_and_kept(self, tmp_path: Path) -> None:
+        """Of a fresh interpreter. A forked worker's is seen where one error uses the whole budget."""
+        script(tmp_path, RECORDS.replace("BEGIN", "pass").replace("END", "pass"))
 
+        job = finished(tmp_path, *EXEC, "--max-restarts", "0", "--log-dir", "logs", "train.py")
 
-@record
-def main():
-    raise KeyError("weights")
+        assert_record_was_read(job)
 
+    def test_a_torn_record_costs_nothing(self, torn: tuple[Job, Path]) -> None:
+        job, folder = torn
 
-main()
-""",
-        )
-
-        job = finished(tmp_path, *start, "--max-restarts", "0", "--log-dir", "logs", "train.py")
-
-        (path,) = re.findall(r"^  error_file: (.*)$", _report(job), re.MULTILINE)
-        assert "raised KeyError: 'weights'" in _report(job)
-        assert json.loads(Path(path).read_text())["message"]["message"] == "KeyError: 'weights'"
-
-    @BOTH
-    def test_a_torn_record_costs_nothing(self, start: tuple[str, ...], tmp_path: Path) -> None:
-        script(
-            tmp_path,
-            """
-import os
-from pathlib import Path
-
-Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text('{"message": {"mess')
-if os.environ["ELAUNCH_GENERATION"] == "0":
-    os.kill(os.getpid(), 9)
-raise ValueError("after the torn record")
-""",
-        )
-
-        job = finished(tmp_path, *start, "--max-restarts", "1", "train.py", env={"TORCHELASTIC_ERROR_FILE": "e.json"})
-
-        assert job.code == 1, job.output
+        assert re.search(r"was killed by SIGKILL in generation 0\b", job.stderr)
         assert "generation 1:" in job.stderr
-        assert "raised ValueError: after the torn record" in _report(job)
-        assert "ValueError" in json.loads((tmp_path / "e.json").read_text())["message"]["message"]
+        assert re.search(r"raised ValueError: worker \d+ after the torn record", _report(job))
+        assert "ValueError" in json.loads((folder / "e.json").read_text())["message"]["message"]
 
 
 class TestUsage:
@@ -496,20 +515,22 @@ assert sys.last_value is not None
 """
 
 
-def test_an_exception_that_a_console_has_dealt_with_is_not_why_the_program_ended(tmp_path: Path) -> None:
-    script(tmp_path, HANDLED + "sys.exit(3)\n")
-
-    job = finished(tmp_path, "--preload", "json", "--max-restarts", "0", "train.py")
-
-    assert job.code == 1
-    assert "exited with code 3 in generation 0" in _report(job)
-
-
-def test_a_program_that_has_dealt_with_an_exception_may_take_its_time_to_end(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def handled(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """A job whose worker has dealt with an exception: it exits with 3, and in the next generation takes its time."""
+    folder = tmp_path_factory.mktemp("handled")
     saves = "import threading, time\nthreading.Thread(target=lambda: (time.sleep(1.5), print('saved'))).start()\n"
-    script(tmp_path, HANDLED + saves)
+    exits = "import os\nif os.environ['ELAUNCH_GENERATION'] == '0': sys.exit(3)\n"
+    script(folder, HANDLED + exits + saves)
 
-    job = finished(tmp_path, "--preload", "json", "--max-restarts", "0", "--stop-grace", "0.2", "train.py")
+    return finished(folder, *LIGHT, "--max-restarts", "1", "--stop-grace", "0.2", "train.py")
 
-    assert job.code == 0, job.output
-    assert "saved" in job.stdout
+
+def test_an_exception_that_a_console_has_dealt_with_is_not_why_the_program_ended(handled: Job) -> None:
+    assert "exited with code 3 in generation 0" in handled.stderr
+    assert "raised" not in handled.stderr
+
+
+def test_a_program_that_has_dealt_with_an_exception_may_take_its_time_to_end(handled: Job) -> None:
+    assert handled.code == 0, handled.output
+    assert "saved" in handled.stdout

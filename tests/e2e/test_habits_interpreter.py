@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import shutil
@@ -27,6 +28,8 @@ print([f[:1] + f[2:3] for f in warnings.filters])
 print(sys.stdout.encoding, sys.stdout.errors, sys.stdout.write_through, sys.stderr.errors, sys.stdin.encoding)
 import os
 print({n: v for n, v in os.environ.items() if n.startswith("PYTHON")})
+import faulthandler
+print("faulthandler", faulthandler.is_enabled())
 import helper, shutil
 if helper.__cached__ and os.path.exists(helper.__cached__):
     print("bytecode", helper.__cached__)
@@ -63,22 +66,82 @@ VARIABLES = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-def test_the_interpreters_options_are_the_workers(tmp_path: Path, name: str) -> None:
-    script(tmp_path, "", "helper.py")
-    script(tmp_path, SAY)
+# Those that one interpreter can have at once, and what then shows that each was heeded.
+OPTIONS_AT_ONCE = (("-W", "-X utf8", "-X own", "-X int_max_str_digits"), ("-Wonce", "-X dev"), ("-W and -X",))
+VARIABLES_AT_ONCE = (
+    ("PYTHONDEVMODE", "PYTHONPYCACHEPREFIX", "PYTHONINSPECT", "PYTHONUTF8"),
+    ("PYTHONSAFEPATH",),
+    (
+        *("PYTHONWARNINGS", "PYTHONOPTIMIZE", "PYTHONDONTWRITEBYTECODE", "PYTHONUNBUFFERED", "PYTHONIOENCODING"),
+        *("PYTHONSTARTUP", "PYTHONNOUSERSITE", "PYTHONFAULTHANDLER", "PYTHONHASHSEED", "PYTHONBREAKPOINT"),
+    ),
+)
+SHOWN = {
+    "-W": "['error::UserWarning', 'ignore::DeprecationWarning']",
+    "-Wonce": "'once'",
+    "-X dev": "dev_mode=True",
+    "-X utf8": "utf8_mode=0",
+    "-X own": "('also', True)",
+    "-W and -X": "'error::DeprecationWarning'",
+    "-X int_max_str_digits": "int_max_str_digits=5000",
+    "PYTHONWARNINGS": "['default', 'error::FutureWarning']",
+    "PYTHONDEVMODE": "dev_mode=True",
+    "PYTHONOPTIMIZE": "optimize=1",
+    "PYTHONDONTWRITEBYTECODE": "dont_write_bytecode=1",
+    "PYTHONPYCACHEPREFIX": "bytecode caches/",
+    "PYTHONSAFEPATH": "safe_path=True",
+    "PYTHONIOENCODING": "iso8859-1 replace",
+    "PYTHONNOUSERSITE": "no_user_site=1",
+    "PYTHONFAULTHANDLER": "faulthandler True",
+    "PYTHONUTF8": "utf8_mode=1",
+    "PYTHONHASHSEED": "hash_randomization=1",
+}
 
-    same(tmp_path, "train.py", python=(sys.executable, *OPTIONS[name]), no_preload=True)
+
+class Heeded:
+    """What a program shows of its interpreter, the same in a fresh one and in workers; one run for all at once."""
+
+    def __init__(self, tmp_path_factory: pytest.TempPathFactory) -> None:
+        self._factory = tmp_path_factory
+        self.options = functools.cache(self._options)
+        self.variables = functools.cache(self._variables)
+
+    def _options(self, names: tuple[str, ...]) -> str:
+        python = (sys.executable, *(word for name in names for word in OPTIONS[name]))
+        return same(self._folder(), "train.py", python=python, no_preload=True).out.decode()
+
+    def _variables(self, names: tuple[str, ...]) -> str:
+        return same(self._folder(), "train.py", env={name: VARIABLES[name] for name in names}).out.decode("latin-1")
+
+    def _folder(self) -> Path:
+        folder = self._factory.mktemp("heeded")
+        script(folder, "", "helper.py")
+        script(folder, SAY)
+        script(folder, "print('startup ran')\n", "startup.py")
+        return folder
+
+
+@pytest.fixture(scope="module")
+def heeded(tmp_path_factory: pytest.TempPathFactory) -> Heeded:
+    return Heeded(tmp_path_factory)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_the_interpreters_options_are_the_workers(heeded: Heeded, name: str) -> None:
+    (at_once,) = [names for names in OPTIONS_AT_ONCE if name in names]
+
+    assert SHOWN[name] in heeded.options(at_once)
 
 
 @pytest.mark.parametrize("name", VARIABLES)
-def test_a_variable_for_python_has_its_effect(tmp_path: Path, name: str) -> None:
-    script(tmp_path, "", "helper.py")
-    script(tmp_path, SAY)
-    script(tmp_path, "print('startup ran')\n", "startup.py")
-    run = same(tmp_path, "train.py", env={name: VARIABLES[name]})
+def test_a_variable_for_python_has_its_effect(heeded: Heeded, name: str) -> None:
+    (at_once,) = [names for names in VARIABLES_AT_ONCE if name in names]
 
-    assert b"startup ran" not in run.out
+    shown = heeded.variables(at_once)
+
+    assert f"'{name}': '{VARIABLES[name]}'" in shown
+    assert SHOWN.get(name, "") in shown
+    assert "startup ran" not in shown
 
 
 def test_a_warning_that_the_user_made_an_error_is_one_in_a_worker_and_none_in_the_launcher(tmp_path: Path) -> None:
@@ -143,7 +206,7 @@ class TestSitecustomize:
         # The launcher is a Python program too; nothing else runs it.
         assert len(ran_in) <= 2
 
-    @pytest.mark.parametrize("text", ["raise ValueError('in the site')", "import nosuchmodule", "1 / 0"])
+    @pytest.mark.parametrize("text", ["raise ValueError('in the site')", "import nosuchmodule"])
     def test_one_that_raises_gets_pythons_own_message_and_the_job_goes_on(self, tmp_path: Path, text: str) -> None:
         env = _site(tmp_path, text)
         script(tmp_path, "import sys\nprint('ran', 'sitecustomize' in sys.modules)\n")

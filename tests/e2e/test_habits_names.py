@@ -9,23 +9,36 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.habits import NO_PRELOAD, TORCH, fresh, same, worker
+from tests.e2e.fidelity.turns import taken
+from tests.e2e.habits import LIGHT, NO_PRELOAD, fresh, same, same_twice, worker
 from tests.harness import script, slow
 
+# Nothing of it is used here.
+TORCH_ALONE = ("--preload", "torch")
 SAY = "import sys\nprint([sys.argv, sys.path, __file__, __name__, __package__, __spec__ and __spec__.name])\n"
 
 
 class TestShadows:
     """A module beside the script goes before an installed one of the same name, as in a fresh interpreter."""
 
-    # Loaded by every interpreter (types, os), by any preload (json), only by torch (profile), by nobody (wave).
-    @pytest.mark.parametrize("name", ["types", "os", "json", "profile", "wave", "signal", "socket", "encodings"])
+    # Loaded by every interpreter (types), by any preload (json), by the fork server itself.
+    @pytest.mark.parametrize("name", ["types", "json", "signal", "socket"])
     def test_a_standard_name_beside_the_script(self, tmp_path: Path, name: str) -> None:
         script(tmp_path, "MINE = True\n", f"{name}.py")
         script(tmp_path, f"import {name}\nprint(getattr({name}, 'MINE', False))\n")
 
         # Whether it is loaded before the script depends on what the fork server itself imports.
-        same(tmp_path, "train.py", forked=False if name == "json" else None)
+        same(tmp_path, "train.py", forked=False if name == "json" else None, named=tmp_path / f"{name}.py")
+
+    def test_standard_names_that_keep_nobody_from_forking(self, tmp_path: Path) -> None:
+        # Loaded by Python's own start (os, encodings), only by torch (profile), by nobody (wave).
+        names = ("os", "encodings", "profile", "wave")
+        for name in names:
+            script(tmp_path, "MINE = True\n", f"{name}.py")
+        said = "".join(f"import {name}\nprint(getattr({name}, 'MINE', False))\n" for name in names)
+        script(tmp_path, said)
+
+        same(tmp_path, "train.py", forked=None)
 
     @pytest.mark.parametrize("form", ["app", "app.zip"])
     def test_a_name_inside_a_folder_or_zip_that_is_run(self, tmp_path: Path, form: str) -> None:
@@ -47,15 +60,6 @@ class TestShadows:
 
         same(tmp_path, "beside/app", forked=True)
 
-    def test_the_line_names_the_file(self, tmp_path: Path) -> None:
-        script(tmp_path, "MINE = True\n", "json.py")
-        script(tmp_path, "import json\nprint(json.MINE)\n")
-
-        run = worker(tmp_path, "train.py")
-
-        assert run.out == b"True\n"
-        assert str(tmp_path / "json.py") in run.execed[0], str(run)
-
     @pytest.mark.parametrize("files", [("torch.py", "numpy/__init__.py"), slow(("torch/x.py", "numpy/data.txt"))])
     def test_names_that_only_torch_brings(self, tmp_path: Path, files: tuple[str, ...]) -> None:
         for file in files:
@@ -64,7 +68,7 @@ class TestShadows:
         script(tmp_path, "import numpy, torch\nprint(*[getattr(m, 'MINE', False) for m in (numpy, torch)])\n")
         expected = fresh(tmp_path, "train.py")
 
-        run = worker(tmp_path, "train.py", how=TORCH)
+        run = worker(tmp_path, "train.py", how=TORCH_ALONE)
 
         assert (run.code, run.out) == (0, expected.out), f"{run}\nfresh: {expected}"
         if b"True" in expected.out:
@@ -78,7 +82,7 @@ class TestShadows:
         script(tmp_path, "import torch\nprint(__name__, torch.__file__, hasattr(torch, 'Tensor'))\n", "torch.py")
 
         expected = fresh(tmp_path, "torch.py")
-        run = worker(tmp_path, "torch.py", how=TORCH)
+        run = worker(tmp_path, "torch.py", how=TORCH_ALONE)
 
         assert (run.code, run.out) == (0, expected.out), str(run)
         assert len(run.execed) == 1, str(run)
@@ -102,24 +106,26 @@ class TestShadows:
 
 
 class TestOtherFolders:
-    def test_chdir_before_importing_its_own_modules(self, tmp_path: Path) -> None:
-        (tmp_path / "src" / "lib").mkdir(parents=True)
-        script(tmp_path / "src", "WHERE = 'beside the script'\n", "beside.py")
-        script(tmp_path / "src" / "lib", "WHERE = 'below'\n", "below.py")
-        script(
-            tmp_path / "src",
-            "import os, sys\nos.chdir('/')\nimport beside\n"
+    def test_another_folder_or_none_while_it_runs(self, tmp_path: Path) -> None:
+        (tmp_path / "lib").mkdir()
+        script(tmp_path, "WHERE = 'beside the script'\n", "beside.py")
+        script(tmp_path / "lib", "WHERE = 'below'\n", "below.py")
+        programs = {
+            "chdir before importing its own modules": "import os, sys\nos.chdir('/')\nimport beside\n"
             "os.chdir(os.path.dirname(os.path.abspath(__file__)))\nsys.path.insert(0, 'lib')\nimport below\n"
             "os.chdir('lib'); sys.path.insert(0, ''); sys.path_importer_cache.clear()\n"
             "print(beside.WHERE, below.WHERE, below.__file__, os.getcwd(), os.environ.get('PWD') == os.getcwd())\n",
-        )
+            "a folder that is gone": "import os, shutil\n"
+            "gone = f'gone {os.getpid()}'\nos.mkdir(gone); os.chdir(gone); os.rmdir(f'../{gone}')\nimport wave\n",
+        }
 
-        same(tmp_path, "src/train.py")
+        turns = taken(tmp_path.resolve(), LIGHT, programs)
 
-    def test_a_folder_that_is_gone(self, tmp_path: Path) -> None:
-        script(tmp_path, "import os, shutil\nos.mkdir('gone'); os.chdir('gone'); os.rmdir('../gone')\nimport wave\n")
-
-        same(tmp_path, "train.py")
+        for name in programs:
+            ours, theirs = turns.both(name)
+            assert ours == theirs, name
+            assert ours.code == 0
+        assert "fresh interpreter" not in turns.said
 
     def test_a_link_to_the_script_finds_the_modules_beside_the_real_one(self, tmp_path: Path) -> None:
         (tmp_path / "real").mkdir()
@@ -129,13 +135,11 @@ class TestOtherFolders:
 
         same(tmp_path, "link.py")
 
-    def test_a_script_without_a_suffix_and_one_with_windows_line_ends(self, tmp_path: Path) -> None:
+    def test_a_script_without_a_suffix(self, tmp_path: Path) -> None:
+        """Bytes of all kinds at a script's start and at its lines' ends are in tests/e2e/fidelity/test_ends.py."""
         script(tmp_path, "#!/usr/bin/env python\n" + SAY, "train")
-        (tmp_path / "dos.py").write_bytes(b"\xef\xbb\xbfimport sys\r\nif True:\r\n    print('w\xc3\xb6rds')\r\n")
-        (tmp_path / "latin.py").write_bytes(b"# coding: latin-1\nprint(ascii('w\xf6rds'))\n")
 
-        for name in ("train", "dos.py", "latin.py"):
-            same(tmp_path, name)
+        same(tmp_path, "train")
 
 
 LOCALES = {
@@ -148,8 +152,8 @@ LOCALES = {
 
 class TestLetters:
     @pytest.mark.parametrize("locale", LOCALES)
-    @pytest.mark.parametrize("name", ["mein Ordner ü/träin.py", "日本/訓練 $x '\"\\.py"])
-    def test_spaces_and_letters_of_the_world_under_every_locale(self, tmp_path: Path, locale: str, name: str) -> None:
+    def test_spaces_and_letters_of_the_world_under_every_locale(self, tmp_path: Path, locale: str) -> None:
+        name = "mein Ordner ü 日本/träin 訓練 $x '\"\\.py"
         path = tmp_path / name
         path.parent.mkdir()
         # As bytes: the test's own locale is not the job's.
@@ -169,7 +173,10 @@ class TestLetters:
         )
         unset = {"LC_ALL": "", "LC_CTYPE": "", "PYTHONIOENCODING": ""}
 
-        same(tmp_path, os.fsencode(name), "ärgument", env={**unset, "WÖRD": "wört", **LOCALES[locale]}, no_preload=True)
+        # What Python makes of a locale at its start is the same for both ways: two of them show it.
+        twice = locale in ("C", "ascii")
+        env = {**unset, "WÖRD": "wört", **LOCALES[locale]}
+        same(tmp_path, os.fsencode(name), "ärgument", env=env, no_preload=twice)
 
     def test_a_name_that_is_no_text(self, tmp_path: Path) -> None:
         name = b"tr\xe4in \xff.py"
@@ -200,16 +207,15 @@ def _package(folder: Path) -> Path:
         package,
         SAY
         + "from parts import inner\nprint(inner.text(), inner.__file__, type(__loader__).__name__)\n"
-        + "if 'fail' in sys.argv: raise ValueError('from the archive')\n",
+        + "import os\nif os.environ.get('ELAUNCH_GENERATION') == '0': raise ValueError('from the archive')\n",
         "__main__.py",
     )
     return package
 
 
 class TestArchives:
-    @pytest.mark.parametrize("args", [("--lr", "0.1", "two words"), ("fail",)], ids=["ends", "fails"])
     @pytest.mark.parametrize("form", ["source", "app.pyz", "train-1.0.egg", "egg folder"])
-    def test_a_program_of_many_files_with_arguments(self, tmp_path: Path, form: str, args: tuple[str, ...]) -> None:
+    def test_a_program_of_many_files_with_arguments_fails_and_ends(self, tmp_path: Path, form: str) -> None:
         package = _package(tmp_path)
         match form:
             case "app.pyz":
@@ -226,7 +232,9 @@ class TestArchives:
                 (tmp_path / form / "EGG-INFO").mkdir()
                 (tmp_path / form / "EGG-INFO" / "PKG-INFO").write_text("Name: train\n")
 
-        same(tmp_path, form, *args)
+        run = same_twice(tmp_path, form, "--lr", "0.1", "two words")
+
+        assert b"from the archive" in run.err
 
     def test_modules_in_an_egg_on_pythonpath_and_on_sys_path(self, tmp_path: Path) -> None:
         for name in ("one", "two"):

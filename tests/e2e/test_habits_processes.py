@@ -6,15 +6,17 @@ import json
 import re
 import signal
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.e2e.habits import LIGHT, NO_PRELOAD, TORCH, fresh, same, worker
+from tests.e2e.fidelity.turns import Turns, taken
+from tests.e2e.habits import LIGHT, NO_PRELOAD, Run, fresh, worker
 from tests.harness import Job, script, wait_for
 
-BOTH = pytest.mark.parametrize("how", [LIGHT, NO_PRELOAD], ids=["forked", "no-preload"])
+ADDRESS = re.compile(rb"(?<=0x)[0-9a-f]+|(?<=pid=)\d+")
 
 FORKS = {
     "child exits 3": "if not os.fork(): sys.exit(3)\nprint('waited', os.waitstatus_to_exitcode(os.wait()[1]))",
@@ -36,37 +38,7 @@ FORKS = {
 }
 
 
-@pytest.mark.parametrize("name", FORKS)
-def test_what_a_script_forks_is_its_own(tmp_path: Path, name: str) -> None:
-    script(tmp_path, f"import atexit, os, sys, threading\nme = os.getpid()\n{FORKS[name]}\n")
-
-    same(tmp_path, "train.py")
-
-
-@BOTH
-def test_a_grandchild_that_is_alive_at_the_workers_end_neither_holds_the_job_nor_outlives_it(
-    tmp_path: Path, how: tuple[str, ...]
-) -> None:
-    script(
-        tmp_path,
-        "import os, subprocess\n"
-        "a = subprocess.Popen(['sleep', '600'], close_fds=False)\n"
-        "b = os.fork()\n"
-        "if not b:\n"
-        "    import signal\n"
-        "    signal.pause()\n"
-        "print(a.pid, b)\n",
-    )
-    began_s = time.monotonic()
-
-    run = worker(tmp_path, "train.py", how=how)
-
-    assert run.code == 0, str(run)
-    assert time.monotonic() - began_s < 10
-    pids = [int(word) for word in run.out.split()]
-    wait_for(lambda: not any(_alive(pid) for pid in pids), "the children's end", 5)
-
-
+OTHER = "import sys\nprint(sys.argv, sys.orig_argv, sys.path, sys.flags)"
 EXECS = {
     "another script": "os.execv(sys.executable, [sys.executable, '-u', 'other.py', 'an argument'])",
     "itself once": "print(len(sys.argv), sys.orig_argv[1:])\n"
@@ -81,21 +53,6 @@ EXECS = {
     "except FileNotFoundError as error: print(error)",
     "with an environment": "os.execve('/bin/sh', ['sh', '-c', 'echo $ONLY$HOME'], {'ONLY': 'this'})",
 }
-
-
-@pytest.mark.parametrize("name", EXECS)
-def test_a_script_that_execs_becomes_that(tmp_path: Path, name: str) -> None:
-    script(tmp_path, "import sys\nprint(sys.argv, sys.orig_argv, sys.path, sys.flags)", "other.py")
-    script(tmp_path, f"import os, sys\n{EXECS[name]}\n")
-    expected = fresh(tmp_path, "train.py", "one")
-
-    for how in (LIGHT, NO_PRELOAD):
-        run = worker(tmp_path, "train.py", "one", how=how)
-
-        assert (run.code, run.out) == (min(expected.code, 1), expected.out), str(run)
-        assert not run.execed
-        if expected.code:
-            assert re.search(rf"exitcode +: {expected.code}\b", str(run)), str(run)
 
 
 # All that a `python -c` below a worker can see of how it came to be.
@@ -120,7 +77,7 @@ DOCUMENTED = re.compile(
 )
 
 
-@pytest.mark.parametrize("pythonpath", [None, "", "one", "one::two", ":"], ids=repr)
+@pytest.mark.parametrize("pythonpath", [None, "", "one::two", ":"], ids=repr)
 def test_a_python_below_a_worker_sees_no_trace_of_us(tmp_path: Path, pythonpath: str | None) -> None:
     script(
         tmp_path,
@@ -147,8 +104,9 @@ def test_a_python_below_a_worker_sees_no_trace_of_us(tmp_path: Path, pythonpath:
                 assert mine[name] == theirs[name], (how, place, name)
 
 
-DAEMON = """
-import os, signal, sys, time
+# Each rank leaves something: children that are alive, a daemon beside it, its descriptors, itself as a daemon.
+LEAVES = """
+import os, signal, subprocess, sys, time
 def daemonise(work):
     pid = os.fork()
     if pid:
@@ -162,83 +120,126 @@ def daemonise(work):
     for _ in range(3): os.open(os.devnull, os.O_RDWR)
     work()
     os._exit(0)
+def tell(name):
+    with open(f"{HERE}/part {name}", "w") as file: file.write(str(os.getpid()))
+    os.rename(f"{HERE}/part {name}", f"{HERE}/{name}")
+def work():
+    tell("beside")
+    signal.pause()
+HERE = os.getcwd()
+if os.environ["RANK"] == "0":
+    a = subprocess.Popen(["sleep", "600"], close_fds=False)
+    b = os.fork()
+    if not b:
+        signal.pause()
+    print(a.pid, b)
+elif os.environ["RANK"] == "1":
+    daemonise(work)
+    while not os.path.exists("beside"): time.sleep(0.005)
+    print("the daemon is up")
+elif os.environ["RANK"] == "2":
+    os.closerange(0, 256)
+    for _ in range(3): os.open(os.devnull, os.O_RDWR)
+    mine = open("mine", "w")
+    mine.write(f"{mine.fileno()}"); mine.flush()
+else:
+    ready, up = os.pipe()
+    if os.fork():
+        os.close(up); os.read(ready, 1); os._exit(0)
+    os.setsid()
+    if os.fork(): os._exit(0)
+    tell("itself")
+    os.closerange(0, 256)
+    signal.pause()
 """
 
 
-@BOTH
-def test_a_daemon_with_no_descriptor_of_its_parents_works_beside_it_and_ends_with_the_job(
-    tmp_path: Path, how: tuple[str, ...]
-) -> None:
-    script(
-        tmp_path,
-        DAEMON + f"def work():\n"
-        f"    with open({str(tmp_path / 'part')!r}, 'w') as file: file.write(str(os.getpid()))\n"
-        f"    os.rename({str(tmp_path / 'part')!r}, {str(tmp_path / 'daemon')!r})\n"
-        "    signal.pause()\n"
-        "daemonise(work)\n"
-        "while not os.path.exists('daemon'): time.sleep(0.005)\n"
-        "print('the daemon is up')\n",
-    )
+@dataclass(frozen=True)
+class Left:
+    """What a job of four ranks, each of which ended well and left something, has said; and how long it took."""
 
-    run = worker(tmp_path, "train.py", how=how)
+    run: Run
+    folder: Path
+    took_s: float
 
-    assert (run.code, run.out) == (0, b"the daemon is up\n"), str(run)
-    pid = int((tmp_path / "daemon").read_text())
+    def lines(self, rank: int) -> list[str]:
+        return re.findall(rf"^\[{rank}\] (.*)$", self.run.out.decode(), re.MULTILINE)
+
+
+@pytest.fixture(scope="module", params=[LIGHT, NO_PRELOAD], ids=["forked", "no-preload"])
+def left(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Left:
+    folder = tmp_path_factory.mktemp("left")
+    script(folder, LEAVES)
+    began_s = time.monotonic()
+
+    run = worker(folder, "train.py", how=(*request.param, "--nproc-per-node", "4"))
+
+    assert run.code == 0, str(run)
+    return Left(run, folder, time.monotonic() - began_s)
+
+
+def test_a_grandchild_that_is_alive_at_the_workers_end_neither_holds_the_job_nor_outlives_it(left: Left) -> None:
+    (line,) = left.lines(0)
+
+    assert left.took_s < 10
+    wait_for(lambda: not any(_alive(int(pid)) for pid in line.split()), "the children's end", 5)
+
+
+def test_a_daemon_with_no_descriptor_of_its_parents_works_beside_it_and_ends_with_the_job(left: Left) -> None:
+    assert left.lines(1) == ["the daemon is up"], str(left.run)
+
+    pid = int((left.folder / "beside").read_text())
     wait_for(lambda: not _alive(pid), "the daemon's end", 5)
 
 
-@BOTH
-def test_a_worker_that_becomes_a_daemon_has_ended_well_and_leaves_nothing(tmp_path: Path, how: tuple[str, ...]) -> None:
-    script(
-        tmp_path,
-        "import os, signal, sys\n"
-        "ready, up = os.pipe()\n"
-        "if os.fork():\n    os.close(up); os.read(ready, 1); os._exit(0)\n"
-        "os.setsid()\n"
-        "if os.fork(): os._exit(0)\n"
-        f"with open({str(tmp_path / 'daemon')!r}, 'w') as file: file.write(str(os.getpid()))\n"
-        "os.closerange(0, 256)\n"
-        "signal.pause()\n",
-    )
+def test_a_worker_that_becomes_a_daemon_has_ended_well_and_leaves_nothing(left: Left) -> None:
+    assert left.lines(3) == [], str(left.run)
 
-    run = worker(tmp_path, "train.py", how=how)
-
-    assert (run.code, run.out) == (0, b""), str(run)
-    pid = int((tmp_path / "daemon").read_text())
+    pid = int((left.folder / "itself").read_text())
     wait_for(lambda: not _alive(pid), "the daemon's end", 5)
 
 
-@BOTH
-@pytest.mark.parametrize("code", [0, 7])
-def test_a_worker_may_close_every_descriptor_of_its_own(tmp_path: Path, how: tuple[str, ...], code: int) -> None:
-    script(
-        tmp_path,
-        "import os, sys\n"
-        "os.closerange(0, 256)\n"
-        "for _ in range(3): os.open(os.devnull, os.O_RDWR)\n"
-        "mine = open('mine', 'w')\n"
-        "mine.write(f'{mine.fileno()}'); mine.flush()\n"
-        f"sys.exit({code})\n",
-    )
+# Closes all descriptors before it fails; then only those above the standard ones, before it raises.
+CLOSES = """
+import os, sys
+if os.environ["ELAUNCH_GENERATION"] == "0":
+    os.closerange(0, 256)
+    for _ in range(3): os.open(os.devnull, os.O_RDWR)
+    mine = open("mine", "w")
+    mine.write(f"{mine.fileno()}"); mine.flush()
+    sys.exit(7)
+os.closerange(3, 256)
+kept = open("kept", "w")
+raise ValueError("after that")
+"""
 
-    run = worker(tmp_path, "train.py", how=how)
 
-    assert run.code == min(code, 1), str(run)
+@pytest.fixture(scope="module", params=[LIGHT, NO_PRELOAD], ids=["forked", "no-preload"])
+def closed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Path]:
+    folder = tmp_path_factory.mktemp("closed")
+    script(folder, CLOSES)
+    return worker(folder, "train.py", how=(*request.param, "--max-restarts", "1")), folder
+
+
+def test_a_worker_may_close_every_descriptor_of_its_own_and_end_well(left: Left) -> None:
     # Its descriptor 3 is a file of its own now: nothing of ours is ever written to it.
-    assert (tmp_path / "mine").read_text() == "3"
-    if code:
-        assert re.search(r"exitcode +: 7\b", str(run)), str(run)
+    assert (left.folder / "mine").read_text() == "3"
+    assert left.lines(2) == []
 
 
-@BOTH
-def test_a_worker_that_closes_the_link_and_fails_is_reported_as_ever(tmp_path: Path, how: tuple[str, ...]) -> None:
-    script(tmp_path, "import os\nos.closerange(3, 256)\nkept = open('kept', 'w')\nraise ValueError('after that')\n")
+def test_a_worker_may_close_every_descriptor_of_its_own_and_fail(closed: tuple[Run, Path]) -> None:
+    run, folder = closed
 
-    run = worker(tmp_path, "train.py", how=how)
+    assert (folder / "mine").read_text() == "3", str(run)
+    assert "exited with code 7 in generation 0" in str(run)
+
+
+def test_a_worker_that_closes_the_link_and_fails_is_reported_as_ever(closed: tuple[Run, Path]) -> None:
+    run, folder = closed
 
     assert run.code == 1
-    assert "raised ValueError: after that" in str(run)
-    assert (tmp_path / "kept").read_text() == ""
+    assert "raised ValueError: after that in generation 1" in str(run)
+    assert (folder / "kept").read_text() == ""
 
 
 HOOKS = {
@@ -253,7 +254,8 @@ HOOKS = {
     "faulthandler on a signal": "faulthandler.register(signal.SIGUSR1)\nos.kill(os.getpid(), signal.SIGUSR1)",
     "handlers at import": "signal.signal(signal.SIGALRM, lambda s, f: print('alarm in', f.f_code.co_name, f.f_back))\n"
     "signal.setitimer(signal.ITIMER_REAL, 0.01)\nsignal.pause()\nprint(signal.getsignal(signal.SIGTERM))",
-    "help": "parser = argparse.ArgumentParser(); parser.add_argument('--lr', type=float)\nparser.parse_args()",
+    "help": "sys.argv[1:] = ['--help']\n"
+    "parser = argparse.ArgumentParser(); parser.add_argument('--lr', type=float)\nparser.parse_args()",
     "recursion": "def f(n): return 1 + f(n + 1)\ntry: f(0)\nexcept RecursionError: print('deep enough')\n"
     "print(sys.getrecursionlimit())",
     "settrace": "sys.settrace(lambda *_: None); print(sys.gettrace() is not None)",
@@ -263,12 +265,51 @@ HOOKS = {
 }
 
 
-@pytest.mark.parametrize("name", HOOKS)
-def test_what_a_script_installs_in_the_interpreter_works(tmp_path: Path, name: str) -> None:
-    names = "argparse, faulthandler, os, signal, sys, threading, time, traceback"
-    script(tmp_path, f"import {names}\n{HOOKS[name]}\n")
+TURNS = {
+    **{name: f"import atexit, os, sys, threading\nme = os.getpid()\n{text}" for name, text in FORKS.items()},
+    **{name: f"import os, sys\n{text}" for name, text in EXECS.items()},
+    **{
+        name: f"import argparse, faulthandler, os, signal, sys, threading, time, traceback\n{text}"
+        for name, text in HOOKS.items()
+    },
+}
 
-    same(tmp_path, "train.py", *(["--help"] if name == "help" else []))
+
+@pytest.fixture(scope="module")
+def forked(tmp_path_factory: pytest.TempPathFactory) -> Turns:
+    folder = tmp_path_factory.mktemp("forked").resolve()
+    script(folder, OTHER, "other.py")
+    return taken(folder, LIGHT, TURNS, "one")
+
+
+@pytest.fixture(scope="module")
+def execed(tmp_path_factory: pytest.TempPathFactory) -> Turns:
+    folder = tmp_path_factory.mktemp("execed").resolve()
+    script(folder, OTHER, "other.py")
+    return taken(folder, NO_PRELOAD, {name: TURNS[name] for name in EXECS}, "one")
+
+
+@pytest.mark.parametrize("name", FORKS)
+def test_what_a_script_forks_is_its_own(forked: Turns, name: str) -> None:
+    assert_same(forked, name)
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_what_a_script_installs_in_the_interpreter_works(forked: Turns, name: str) -> None:
+    assert_same(forked, name)
+
+
+@pytest.mark.parametrize("way", ["forked", "execed"])
+@pytest.mark.parametrize("name", EXECS)
+def test_a_script_that_execs_becomes_that(forked: Turns, execed: Turns, name: str, way: str) -> None:
+    assert_same(forked if way == "forked" else execed, name)
+
+
+def assert_same(turns: Turns, name: str) -> None:
+    ours, theirs = turns.both(name)
+    assert (ours.code, ours.out) == (theirs.code, theirs.out)
+    assert ADDRESS.sub(b"", ours.err).decode() == ADDRESS.sub(b"", theirs.err).decode()
+    assert "fresh interpreter" not in turns.said
 
 
 def test_faulthandler_shows_the_scripts_frames_alone_when_it_crashes(tmp_path: Path) -> None:
@@ -297,45 +338,6 @@ def test_a_handler_that_a_script_installs_gets_the_jobs_sigterm(tmp_path: Path) 
 
     assert code == 128 + signal.SIGTERM
     assert "saved" in job.stdout
-
-
-# One job for what needs torch: each rank is another program.
-WITH_TORCH = """
-import os, sys
-def spawned(value):
-    import torch
-    torch.save(torch.tensor(value) + 1, f"spawned{value}")
-
-if __name__ == "__main__":
-    import torch
-    match os.environ["RANK"]:
-        case "0":
-            torch.ones(300, 300) @ torch.ones(300, 300)
-            if not os.fork():
-                os._exit(int((torch.ones(2) * 2).sum().item()))
-            print("forked", os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
-        case "1":
-            import torch.multiprocessing as mp
-            mp.set_start_method("spawn")
-            process = mp.Process(target=spawned, args=(41,))
-            process.start(); process.join()
-            print("spawned", process.exitcode, torch.load("spawned41").item(), flush=True)
-        case "2":
-            if "AGAIN" not in os.environ:
-                os.environ["AGAIN"] = "1"
-                os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
-            print("exec'd", torch.ones(3).sum().item(), flush=True)
-"""
-
-
-def test_with_torch_preloaded_a_script_may_fork_spawn_and_exec(tmp_path: Path) -> None:
-    script(tmp_path, WITH_TORCH)
-
-    run = worker(tmp_path, "train.py", how=(*TORCH, "--nproc-per-node", "3"))
-
-    assert run.code == 0, str(run)
-    assert not run.execed
-    assert sorted(run.out.decode().splitlines()) == ["[0] forked 4", "[1] spawned 0 42", "[2] exec'd 3.0"]
 
 
 def _alive(pid: int) -> bool:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.habits import LIGHT, NO_PRELOAD, TORCH, fresh, same, worker
+from tests.e2e.fidelity.turns import Turns, taken
+from tests.e2e.habits import LIGHT, NO_PRELOAD, fresh, same, worker
 from tests.harness import Job, wait_for
 
 SCRIPTS = {
@@ -32,11 +33,31 @@ SCRIPTS = {
 }
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_a_script_on_stdin_runs_as_python_runs_it(tmp_path: Path, name: str) -> None:
-    (tmp_path / "helper.py").write_text("NAME = 'beside nobody'\n")
+# Of these the first or last bytes are the fact; the others stand in one script and have their turn.
+WHOLE = ("no newline at the end", "no text", "nothing", "syntax error", "long")
+# With --no-preload it is Python itself that reads the bytes.
+TWICE = ("no text", "syntax error", "long")
+IN_TURN = {name: text for name, text in SCRIPTS.items() if name not in WHOLE}
 
-    same(tmp_path, "-", "--lr", "0.1", stdin=SCRIPTS[name].encode(), no_preload=True)
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_script_on_stdin_runs_as_python_runs_it(tmp_path: Path, name: str) -> None:
+    same(tmp_path, "-", "--lr", "0.1", stdin=SCRIPTS[name].encode(), no_preload=name in TWICE)
+
+
+@pytest.fixture(scope="module", params=[LIGHT, NO_PRELOAD], ids=["forked", "no-preload"])
+def turns(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Turns:
+    folder = tmp_path_factory.mktemp("turns").resolve()
+    (folder / "helper.py").write_text("NAME = 'beside nobody'\n")
+    return taken(folder, request.param, IN_TURN, "--lr", "0.1", by_stdin=True)
+
+
+@pytest.mark.parametrize("name", IN_TURN)
+def test_a_program_on_stdin_ends_as_pythons_does(turns: Turns, name: str) -> None:
+    ours, theirs = turns.both(name)
+
+    assert ours == theirs
+    assert "fresh interpreter" not in turns.said
 
 
 @pytest.mark.parametrize("how", [LIGHT, NO_PRELOAD], ids=["forked", "no-preload"])
@@ -62,7 +83,7 @@ def test_every_worker_of_every_generation_has_the_whole_script(tmp_path: Path, h
 def test_with_torch_preloaded_a_script_on_stdin_runs_too(tmp_path: Path) -> None:
     text = b"import torch\nprint(torch.ones(2).sum().item(), torch.__name__)\n"
 
-    run = worker(tmp_path, "-", how=TORCH, stdin=text)
+    run = worker(tmp_path, "-", how=("--preload", "torch"), stdin=text)
 
     assert (run.code, run.out) == (0, b"2.0 torch\n"), str(run)
     assert not run.execed

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.habits import LIGHT, NO_PRELOAD, TORCH, Run, fresh, worker
+from tests.e2e.habits import LIGHT, NO_PRELOAD, Run, fresh, worker
 from tests.harness import script
 
 PLACES = ("/var/tmp", "/dev/shm")
@@ -141,7 +141,7 @@ def test_with_torch_preloaded_too(tmp_path: Path) -> None:
     (tmp_path / ".tmp").mkdir()
     script(tmp_path, "import torch\nprint(torch.ones(2).sum().item())\n")
     place, wrap = unwritable(tmp_path / "place", "read-only", everywhere=True)
-    run = worker(tmp_path, "train.py", how=TORCH, env={"TMPDIR": place}, wrap=wrap)
+    run = worker(tmp_path, "train.py", how=("--preload", "torch"), env={"TMPDIR": place}, wrap=wrap)
 
     assert_ran_or_said(run, b"2.0\n")
 

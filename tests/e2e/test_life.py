@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -12,20 +13,25 @@ import pytest
 from elaunch import __version__
 from tests.harness import COMMAND, Job, environment, finished, records, script, slow
 
-WORLDS = (slow(1), 2, slow(4), 8)
 # A light module in place of torch: the same way through the fork server, without the second that torch takes.
 LIGHT = ("--preload", "json")
 
 ALL_REDUCE = """
 import json, os, signal, sys
+from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+# Rank 0 is a client of the store too: where the agent did not host it, nobody would.
+address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=30))
+store.set(f"rank {os.environ['RANK']}", "here")
+store.wait([f"rank {rank}" for rank in range(int(os.environ["WORLD_SIZE"]))])
 dist.init_process_group("gloo")
 total = torch.tensor([dist.get_rank() + 1])
 dist.all_reduce(total)
 names = ("ELAUNCH_GENERATION", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")
-said = {name: os.environ[name] for name in names}
+said = {name: os.environ[name] for name in names} | {"elastic": dist.is_torchelastic_launched()}
 print("reduced", json.dumps({"rank": dist.get_rank(), "total": int(total), "pid": os.getpid(), **said}))
 dist.barrier()
 if "kill" in sys.argv and said["ELAUNCH_GENERATION"] == "0":
@@ -51,37 +57,51 @@ print("argv", json.dumps({"argv": sys.argv, "name": __name__, "rank": os.environ
 """
 
 
-@pytest.fixture(scope="module", params=WORLDS)
+@pytest.fixture(scope="module", params=[slow(1), 2, slow(4)])
 def world(request: pytest.FixtureRequest) -> int:
-    """The number of workers."""
+    """The number of workers of a job in which nothing fails."""
+    return int(request.param)
+
+
+@pytest.fixture(scope="module", params=[slow(1), 4])
+def failing_world(request: pytest.FixtureRequest) -> int:
+    """The number of workers of a job in which one fails."""
     return int(request.param)
 
 
 @pytest.fixture(scope="module")
-def reduced(world: int, tmp_path_factory: pytest.TempPathFactory) -> Job:
-    """A job in which nothing fails."""
+def reduced_in(world: int, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where `reduced` runs; its temporary files go below it."""
     folder = tmp_path_factory.mktemp("reduced")
-    script(folder, ALL_REDUCE)
-
-    return finished(folder, "--nproc-per-node", str(world), "train.py")
+    (folder / "temporary").mkdir()
+    return folder
 
 
 @pytest.fixture(scope="module")
-def restarted(world: int, tmp_path_factory: pytest.TempPathFactory) -> Job:
+def reduced(world: int, reduced_in: Path) -> Job:
+    """A job in which nothing fails."""
+    script(reduced_in, ALL_REDUCE)
+    env = {"TMPDIR": str(reduced_in / "temporary")}
+
+    return finished(reduced_in, "--nproc-per-node", str(world), "--log-dir", "logs", "train.py", env=env)
+
+
+@pytest.fixture(scope="module")
+def restarted(failing_world: int, tmp_path_factory: pytest.TempPathFactory) -> Job:
     """A job whose last worker is killed after an all-reduce, while the others wait for it in the next one."""
     folder = tmp_path_factory.mktemp("restarted")
     script(folder, ALL_REDUCE)
 
-    return finished(folder, "--nproc-per-node", str(world), "--max-restarts", "1", "train.py", "kill")
+    return finished(folder, "--nproc-per-node", str(failing_world), "--max-restarts", "1", "train.py", "kill")
 
 
 @pytest.fixture(scope="module")
-def plain(world: int, tmp_path_factory: pytest.TempPathFactory) -> Job:
+def plain(failing_world: int, tmp_path_factory: pytest.TempPathFactory) -> Job:
     """A plain launch whose last worker exits with 3, while the others would wait for ever."""
     folder = tmp_path_factory.mktemp("plain")
     script(folder, ONE_FAILS)
 
-    return finished(folder, *LIGHT, "--nproc-per-node", str(world), "--max-restarts", "0", "train.py")
+    return finished(folder, *LIGHT, "--nproc-per-node", str(failing_world), "--max-restarts", "0", "train.py")
 
 
 class TestAllReduce:
@@ -98,13 +118,27 @@ class TestAllReduce:
     def test_a_job_that_does_not_fail_has_one_generation(self, reduced: Job) -> None:
         assert {worker["ELAUNCH_GENERATION"] for worker in records(reduced, "reduced")} == {"0"}
 
+    def test_torch_sees_an_elastic_launch_whose_store_the_agent_hosts(self, reduced: Job, world: int) -> None:
+        assert [worker["elastic"] for worker in records(reduced, "reduced")] == [True] * world
+
+    def test_the_worker_stores_first_word_is_on_the_timeline(self, reduced: Job, reduced_in: Path) -> None:
+        (path,) = reduced_in.glob("logs/*/timeline.jsonl")
+        events = [json.loads(line)["event"] for line in path.read_text().splitlines()]
+
+        assert events.count("store_ready") == 1, reduced.output
+        assert events.index("fork_server_ready") < events.index("store_ready") < events.index("exited")
+
+    def test_preloading_leaves_no_folder_in_the_temporary_one(self, reduced: Job, reduced_in: Path) -> None:
+        assert not list((reduced_in / "temporary").iterdir()), reduced.output
+
 
 class TestRestart:
     def test_the_job_goes_on_and_exits_with_0(self, restarted: Job) -> None:
         assert restarted.code == 0, restarted.output
         assert re.search(r"was killed by SIGKILL in generation 0", restarted.stderr)
 
-    def test_all_ranks_come_back_as_new_processes_and_reduce_again(self, restarted: Job, world: int) -> None:
+    def test_all_ranks_come_back_as_new_processes_and_reduce_again(self, restarted: Job, failing_world: int) -> None:
+        world = failing_world
         generations = _by_generation(restarted)
 
         assert list(generations) == ["0", "1"]
@@ -170,51 +204,77 @@ else:
     assert "generation 1" not in job.stderr
 
 
-@pytest.mark.parametrize(
-    ("dying", "words", "exit_code"),
-    [
-        ("os.kill(os.getpid(), signal.SIGKILL)", "was killed by SIGKILL", r"-9 \(pid: \d+\)  \(SIGKILL\)"),
-        ("ctypes.string_at(0)", "was killed by SIGSEGV", r"-11 \(pid: \d+\)  \(SIGSEGV\)"),
-        ("raise OSError('no such shard')", "raised OSError: no such shard", r"1 \(pid: \d+\)"),
-        ("sys.exit(41)", "exited with code 41", r"41 \(pid: \d+\)"),
-    ],
-    ids=["SIGKILL", "segfault", "exception", "exit code"],
-)
-def test_the_report_says_in_words_how_a_worker_ended(dying: str, words: str, exit_code: str, tmp_path: Path) -> None:
-    script(
-        tmp_path,
-        f"""
-import ctypes, os, signal, sys
+# By generation: how rank 1 ends, what is said of it, and its exit code in the report.
+DEATHS = {
+    "exception": ("raise OSError('no such shard')", "raised OSError: no such shard", "1", ""),
+    "exit code": ("sys.exit(41)", "exited with code 41", "41", ""),
+    "SIGKILL": ("os.kill(os.getpid(), signal.SIGKILL)", "was killed by SIGKILL", "-9", "  (SIGKILL)"),
+    "segfault": ("ctypes.string_at(0)", "was killed by SIGSEGV", "-11", "  (SIGSEGV)"),
+}
 
-if os.environ["RANK"] == "1":
-    print("dying pid", os.getpid())
-    {dying}
-signal.pause()
-""",
+
+@pytest.fixture(scope="module")
+def deaths(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """A job whose rank 1 ends in another way in each generation."""
+    folder = tmp_path_factory.mktemp("deaths")
+    cases = "".join(
+        f"    if os.environ['ELAUNCH_GENERATION'] == '{generation}': {dying}\n"
+        for generation, (dying, *_) in enumerate(DEATHS.values())
+    )
+    script(
+        folder,
+        "import ctypes, os, signal, sys\n"
+        f"if os.environ['RANK'] == '1':\n    print('dying pid', os.getpid(), flush=True)\n{cases}signal.pause()\n",
     )
 
-    job = finished(tmp_path, *LIGHT, "--nproc-per-node", "2", "--max-restarts", "0", "train.py")
+    return finished(folder, *LIGHT, "--nproc-per-node", "2", "--max-restarts", "3", "train.py")
 
-    (pid,) = job.pids("dying")
-    assert job.code == 1, job.output
-    assert re.search(rf"^rank 1 \(local rank 1 on \S+, pid {pid}\) {words} in generation 0\.$", job.stderr, re.M)
-    assert re.search(rf"^  exitcode  : {exit_code}$", job.stderr, re.MULTILINE)
+
+@pytest.mark.parametrize("name", DEATHS)
+def test_it_is_said_in_words_how_a_worker_ended(deaths: Job, name: str) -> None:
+    generation = list(DEATHS).index(name)
+    _, words, _, _ = DEATHS[name]
+
+    assert len(deaths.pids("dying")) == len(DEATHS), deaths.output
+    said = (
+        rf"rank 1 \(local rank 1 on \S+, pid {deaths.pids('dying')[generation]}\) {words} in generation {generation}\b"
+    )
+    assert re.search(said, deaths.stderr), deaths.stderr
+
+
+def test_the_report_says_so_too_and_has_the_exit_code(deaths: Job) -> None:
+    *_, (_, words, code, signal_name) = DEATHS.values()
+    pid = deaths.pids("dying")[-1]
+
+    assert deaths.code == 1, deaths.output
+    assert re.search(rf"^rank 1 \(local rank 1 on \S+, pid {pid}\) {words} in generation 3\.$", deaths.stderr, re.M)
+    assert re.search(rf"^  exitcode  : {code} \(pid: {pid}\){re.escape(signal_name)}$", deaths.stderr, re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def argued(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """A job with a word before its options, and arguments of the script's."""
+    folder = tmp_path_factory.mktemp("argued")
+    script(folder, SAY_ARGUMENTS)
+
+    return finished(folder, "run", *LIGHT, "train.py", "--nproc-per-node", "2", "-m", "--", "--version", "run")
 
 
 class TestProgram:
     """What can stand for the program on the command line."""
 
-    def test_arguments_after_the_script_are_the_scripts_even_those_that_look_like_ours(self, tmp_path: Path) -> None:
-        script(tmp_path, SAY_ARGUMENTS)
-
-        job = finished(tmp_path, *LIGHT, "train.py", "--nproc-per-node", "2", "-m", "--", "--version")
-
-        (said,) = records(job, "argv")
+    def test_arguments_after_the_script_are_the_scripts_even_those_that_look_like_ours(self, argued: Job) -> None:
+        (said,) = records(argued, "argv")
         assert said == {
-            "argv": ["train.py", "--nproc-per-node", "2", "-m", "--", "--version"],
+            "argv": ["train.py", "--nproc-per-node", "2", "-m", "--", "--version", "run"],
             "name": "__main__",
             "rank": "0",
         }
+
+    def test_run_before_the_program_is_a_word_of_the_command(self, argued: Job) -> None:
+        (said,) = records(argued, "argv")
+        assert argued.code == 0, argued.output
+        assert said["argv"][0] == "train.py"
 
     @pytest.mark.parametrize("preload", [LIGHT, ("--no-preload",)], ids=["forked", "exec'd"])
     def test_a_module_runs_as_python_dash_m_runs_it(self, preload: tuple[str, ...], tmp_path: Path) -> None:
@@ -245,29 +305,24 @@ class TestProgram:
         assert job.code == 1, job.output
         assert "exited with code 19" in job.stderr
 
-    def test_run_before_the_program_is_a_word_of_the_command(self, tmp_path: Path) -> None:
+    def test_the_command_and_python_dash_m_elaunch_are_the_same(self, tmp_path: Path) -> None:
         script(tmp_path, SAY_ARGUMENTS)
+        installed = str(Path(sys.executable).with_name("elaunch"))
 
-        job = finished(tmp_path, "run", *LIGHT, "train.py", "run")
-
-        (said,) = records(job, "argv")
-        assert job.code == 0, job.output
-        assert said["argv"] == ["train.py", "run"]
-
-    @pytest.mark.parametrize("command", [COMMAND, (str(Path(sys.executable).with_name("elaunch")),)], ids=["-m", "bin"])
-    def test_the_command_and_python_dash_m_elaunch_are_the_same(self, command: tuple[str, ...], tmp_path: Path) -> None:
-        script(tmp_path, SAY_ARGUMENTS)
-
+        # All other tests type `python -m elaunch`.
         done = subprocess.run(
-            [*command, *LIGHT, "train.py", "a"], cwd=tmp_path, env=environment(), capture_output=True, text=True
+            [installed, *LIGHT, "train.py", "a"], cwd=tmp_path, env=environment(), capture_output=True, text=True
         )
-        version = subprocess.run([*command, "--version"], capture_output=True, text=True)
+        versions = [
+            subprocess.run([*command, "--version"], capture_output=True, text=True)
+            for command in ([installed], COMMAND)
+        ]
 
         assert (done.returncode, done.stdout) == (
             0,
             'argv {"argv": ["train.py", "a"], "name": "__main__", "rank": "0"}\n',
         )
-        assert (version.returncode, version.stdout) == (0, f"elaunch {__version__}\n")
+        assert [(each.returncode, each.stdout) for each in versions] == [(0, f"elaunch {__version__}\n")] * 2
 
 
 def _by_generation(job: Job) -> dict[str, list[dict[str, object]]]:

@@ -34,7 +34,7 @@ print("err", os.environ["RANK"], file=sys.stderr)
 """
 
 LINES = 10_000
-CHATTY_BYTES_MIN = 200_000_000
+CHATTY_BYTES_MIN = 100_000_000
 
 # Scripts wait for the test by files.
 WAIT = """
@@ -56,16 +56,8 @@ def write(text):
 
 
 class TestLoneWorker:
-    def test_its_lines_have_no_prefix(self, tmp_path: Path) -> None:
-        script(tmp_path, SAY_WHO)
-
-        job = finished(tmp_path, *LIGHT, "train.py")
-
-        assert job.stdout == "out 0\n"
-        assert "\nerr 0\n" in job.stderr
-
-    def test_stdin_reaches_it(self, tmp_path: Path) -> None:
-        script(tmp_path, "import sys; print(sys.stdin.read().upper())")
+    def test_its_lines_have_no_prefix_and_stdin_reaches_it(self, tmp_path: Path) -> None:
+        script(tmp_path, SAY_WHO + "print(sys.stdin.read().upper())")
 
         with Job(tmp_path, *LIGHT, "train.py", stdin=subprocess.PIPE) as job:
             assert job.process.stdin
@@ -73,7 +65,8 @@ class TestLoneWorker:
             job.process.stdin.close()
             job.wait()
 
-        assert job.stdout == "FROM A PIPE\n"
+        assert job.stdout == "out 0\nFROM A PIPE\n"
+        assert "\nerr 0\n" in job.stderr
 
     def test_stdout_and_stderr_keep_their_order_where_both_go_to_one_file(self, tmp_path: Path) -> None:
         script(tmp_path, "import sys\nfor i in range(2000): print('line', i, file=(sys.stdout, sys.stderr)[i % 2])")
@@ -96,14 +89,30 @@ class TestLoneWorker:
         assert "terminals True True True" in terminal.text
 
 
+@pytest.fixture(scope="module")
+def several(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """Three workers, each of which says who it is and what it reads."""
+    folder = tmp_path_factory.mktemp("several")
+    script(folder, SAY_WHO + "print('read', repr(sys.stdin.read()))")
+
+    with Job(folder, *LIGHT, "--nproc-per-node", "3", "train.py", stdin=subprocess.PIPE) as job:
+        assert job.process.stdin
+        job.process.stdin.write(b"data")
+        job.process.stdin.close()
+        job.wait()
+    return job
+
+
 class TestPrefix:
-    def test_several_workers_lines_have_their_rank_in_front(self, tmp_path: Path) -> None:
-        script(tmp_path, SAY_WHO)
+    def test_several_workers_lines_have_their_rank_in_front(self, several: Job) -> None:
+        assert sorted(re.findall(r"^.*out .*$", several.stdout, re.MULTILINE)) == [f"[{r}] out {r}" for r in range(3)]
+        assert {f"[{rank}] err {rank}" for rank in range(3)} <= set(several.stderr.splitlines())
 
-        job = finished(tmp_path, *LIGHT, "--nproc-per-node", "3", "train.py")
+    def test_the_first_rank_has_stdin_and_the_others_read_its_end(self, several: Job) -> None:
+        read = re.findall(r"^.*read .*$", several.stdout, re.MULTILINE)
 
-        assert sorted(job.stdout.splitlines()) == [f"[{rank}] out {rank}" for rank in range(3)]
-        assert {f"[{rank}] err {rank}" for rank in range(3)} <= set(job.stderr.splitlines())
+        assert sorted(read) == ["[0] read 'data'", "[1] read ''", "[2] read ''"]
+        assert len(several.stdout.splitlines()) == 6
 
     def test_torchruns_template_is_followed(self, tmp_path: Path) -> None:
         script(tmp_path, SAY_WHO)
@@ -116,17 +125,6 @@ class TestPrefix:
         )
 
         assert sorted(job.stdout.splitlines()) == ["<actor 0/0> out 0", "<actor 1/1> out 1"]
-
-    def test_the_first_rank_has_stdin_and_the_others_read_its_end(self, tmp_path: Path) -> None:
-        script(tmp_path, "import os, sys; print('read', repr(sys.stdin.read()))")
-
-        with Job(tmp_path, *LIGHT, "--nproc-per-node", "2", "train.py", stdin=subprocess.PIPE) as job:
-            assert job.process.stdin
-            job.process.stdin.write(b"data")
-            job.process.stdin.close()
-            job.wait()
-
-        assert sorted(job.stdout.splitlines()) == ["[0] read 'data'", "[1] read ''"]
 
     @pytest.mark.parametrize("start", [LIGHT, ("--no-preload",)], ids=["forked", "exec'd"])
     def test_at_a_terminal_a_debugger_works_in_any_rank(self, start: tuple[str, ...], tmp_path: Path) -> None:
@@ -196,87 +194,75 @@ def test_under_load_every_line_arrives_once_whole_and_in_its_ranks_order(
     assert turns > 20, "the ranks wrote one after the other: this proves nothing"
 
 
-class TestPartialLines:
-    def test_they_are_shown_soon_and_completed_in_place(self, tmp_path: Path) -> None:
-        script(
-            tmp_path,
-            WAIT
-            + """
+PARTIAL = (
+    WAIT
+    + """
 if rank == 0:
     write("epoch 1 ...")
-    wait("shown")
+    wait("soon")
     write(" done\\n")
-wait("shown")
-""",
-        )
-
-        with Job(tmp_path, *LIGHT, "--nproc-per-node", "2", "train.py") as job:
-            wait_for(lambda: job.stdout == "[0] epoch 1 ...", "the partial line")
-            (tmp_path / "shown").touch()
-            job.wait()
-
-        assert job.stdout == "[0] epoch 1 ... done\n"
-
-    def test_another_ranks_line_does_not_run_into_one(self, tmp_path: Path) -> None:
-        script(
-            tmp_path,
-            WAIT
-            + """
-if rank == 0:
-    write("epoch 1 ...")
-    wait("other shown")
+    write("epoch 2 ...")
+    wait("other")
     write(" done\\n")
-else:
-    wait("shown")
-    write("meanwhile\\n")
-    wait("other shown")
-""",
-        )
-
-        with Job(tmp_path, *LIGHT, "--nproc-per-node", "2", "train.py") as job:
-            wait_for(lambda: job.stdout == "[0] epoch 1 ...", "the partial line")
-            (tmp_path / "shown").touch()
-            wait_for(lambda: "meanwhile\n" in job.stdout, "the other rank's line")
-            (tmp_path / "other shown").touch()
-            job.wait()
-
-        assert job.stdout == "[0] epoch 1 ...\n[1] meanwhile\n[0]  done\n"
-
-    def test_a_partial_last_line_is_not_lost(self, tmp_path: Path) -> None:
-        script(tmp_path, WAIT + "write(f'the end of {rank}')")
-
-        job = finished(tmp_path, *LIGHT, "--nproc-per-node", "2", "train.py")
-
-        assert sorted(job.stdout.split("\n")) == ["[0] the end of 0", "[1] the end of 1"]
-
-    def test_a_progress_bar_moves_in_place(self, tmp_path: Path) -> None:
-        script(
-            tmp_path,
-            WAIT
-            + """
-if rank == 0:
     for percent in 10, 20, 30:
         write(f"\\r{percent}%")
         wait(f"shown {percent}")
     write("\\r100%\\n")
-wait("shown 30")
-""",
-        )
+    write("x" * 3_000_000 + "\\n")
+    Path("long").touch()
+else:
+    wait("between")
+    write("meanwhile\\n")
+    wait("long")
+write(f"the end of {rank}")
+"""
+)
 
-        with Job(tmp_path, *LIGHT, "--nproc-per-node", "2", "train.py") as job:
-            for percent in (10, 20, 30):
-                wait_for(lambda p=percent: job.stdout.endswith(f"\r[0] {p}%"), f"{percent}%")  # type: ignore[misc]
-                (tmp_path / f"shown {percent}").touch()
-            job.wait()
 
-        assert job.stdout == "[0] \r[0] 10%\r[0] 20%\r[0] 30%\r[0] 100%\n"
+@pytest.fixture(scope="module")
+def partial(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What the console of two workers had got when, and at the end, each without what came before."""
+    folder = tmp_path_factory.mktemp("partial")
+    script(folder, PARTIAL)
+    seen: dict[str, str] = {}
+    with Job(folder, *LIGHT, "--nproc-per-node", "2", "train.py") as job:
 
-    def test_a_line_of_megabytes_arrives_whole(self, tmp_path: Path) -> None:
-        script(tmp_path, WAIT + "write('x' * 3_000_000 + '\\n' if rank == 0 else '')")
+        def shown(name: str, words: str, then: str) -> None:
+            before = sum(map(len, seen.values()))
+            wait_for(lambda: job.stdout.endswith(words), f"{words!r} on the console")
+            seen[name] = job.stdout[before:]
+            (folder / then).touch()
 
-        job = finished(tmp_path, *LIGHT, "--nproc-per-node", "2", "train.py")
+        shown("soon", "epoch 1 ...", then="soon")
+        shown("completed", "epoch 2 ...", then="between")
+        shown("between", "meanwhile\n", then="other")
+        for percent in (10, 20, 30):
+            shown(f"{percent}%", f"\r[0] {percent}%", then=f"shown {percent}")
+        assert job.wait() == 0, job.stderr
+        seen["rest"] = job.stdout[sum(map(len, seen.values())) :]
+    return seen
 
-        assert job.stdout == f"[0] {'x' * 3_000_000}\n"
+
+class TestPartialLines:
+    def test_they_are_shown_soon_and_completed_in_place(self, partial: dict[str, str]) -> None:
+        assert partial["soon"] == "[0] epoch 1 ..."
+        assert partial["completed"] == " done\n[0] epoch 2 ..."
+
+    def test_another_ranks_line_does_not_run_into_one(self, partial: dict[str, str]) -> None:
+        assert partial["between"] == "\n[1] meanwhile\n"
+        assert partial["10%"].startswith("[0]  done\n")
+
+    def test_a_progress_bar_moves_in_place(self, partial: dict[str, str]) -> None:
+        assert partial["10%"] + partial["20%"] + partial["30%"] == "[0]  done\n[0] \r[0] 10%\r[0] 20%\r[0] 30%"
+        assert partial["rest"].startswith("\r[0] 100%\n")
+
+    def test_a_line_of_megabytes_arrives_whole(self, partial: dict[str, str]) -> None:
+        _, long, *_ = partial["rest"].split("\n")
+
+        assert long == f"[0] {'x' * 3_000_000}"
+
+    def test_a_partial_last_line_is_not_lost(self, partial: dict[str, str]) -> None:
+        assert sorted(partial["rest"].split("\n")[2:]) == ["[0] the end of 0", "[1] the end of 1"]
 
 
 @pytest.fixture(scope="module")
@@ -417,12 +403,13 @@ if generation != "2":
         assert str(run) in job.stderr
 
     def test_the_maps_of_redirects_and_tee_know_ranks_of_two_digits(self, tmp_path: Path) -> None:
+        """And lines of tee have torchrun's prefix."""
         script(tmp_path, SAY_WHO)
 
         job = finished(
             tmp_path,
             *(*LIGHT, "--nproc-per-node", "12", "--log-dir", "logs"),
-            *("-r", "11:1,2:3", "-t", "10:2", "train.py"),
+            *("-r", "11:1,2:3", "-t", "10:3", "train.py"),
         )
 
         (run,) = (tmp_path / "logs").iterdir()
@@ -430,23 +417,18 @@ if generation != "2":
         everything = {f"{name} {rank}" for name in ("out", "err") for rank in range(12)}
         assert job.code == 0, job.output
         assert said == everything - {"out 11", "out 2", "err 2"}
+        shown = [f"[default{rank}]:out {rank}" for rank in range(12) if rank not in (2, 11)]
+        assert sorted(job.stdout.splitlines()) == sorted(shown)
+        assert "[default10]:err 10" in job.stderr.splitlines()
         assert {path: text for path, text in _tree(run).items() if text} == {
             "attempt_0/11/stdout.log": "out 11\n",
             "attempt_0/2/stdout.log": "out 2\n",
             "attempt_0/2/stderr.log": "err 2\n",
+            "attempt_0/10/stdout.log": "out 10\n",
             "attempt_0/10/stderr.log": "err 10\n",
         }
 
-    def test_lines_of_tee_have_torchruns_prefix(self, tmp_path: Path) -> None:
-        script(tmp_path, SAY_WHO)
-
-        job = finished(tmp_path, *LIGHT, "--nproc-per-node", "2", "--log-dir", "logs", "--tee", "3", "train.py")
-
-        assert sorted(job.stdout.splitlines()) == ["[default0]:out 0", "[default1]:out 1"]
-
-    @pytest.mark.parametrize(
-        ("option", "ranks"), [("--local-ranks-filter", "0,2"), ("--ranks-filter", "1"), ("--ranks-filter", "2,7")]
-    )
+    @pytest.mark.parametrize(("option", "ranks"), [("--local-ranks-filter", "0,2"), ("--ranks-filter", "2,7")])
     def test_filters_of_ranks_limit_the_console_and_not_the_files(
         self, option: str, ranks: str, tmp_path: Path
     ) -> None:
@@ -489,15 +471,22 @@ print("loss of words", file=sys.stderr)
 
 
 class TestNothingIsLeft:
-    @pytest.mark.parametrize("end", ["", "raise ValueError", "os.kill(os.getpid(), 9)"], ids=["0", "exception", "KILL"])
-    def test_without_a_log_dir_no_file_stays(self, end: str, tmp_path: Path) -> None:
+    # How each generation ends.
+    @pytest.mark.parametrize("ends", ["raise ValueError; os.kill(os.getpid(), 9); sys.exit(0)", "raise ValueError"])
+    def test_without_a_log_dir_no_file_stays(self, ends: str, tmp_path: Path) -> None:
         names = ("TORCHELASTIC_ERROR_FILE", "ELAUNCH_MEMORY")
-        script(tmp_path, f"import os\nfor name in {names}:\n    print(name, os.environ[name])\n{end}")
+        script(
+            tmp_path,
+            f"import os, sys\nfor name in {names}:\n    print(name, os.environ[name], flush=True)\n"
+            f"exec({ends.split('; ')}[int(os.environ['ELAUNCH_GENERATION'])])\n",
+        )
         temporary = tmp_path / "temporary"
         temporary.mkdir()
 
-        job = finished(tmp_path, *LIGHT, "--max-restarts", "1", "train.py", env={"TMPDIR": str(temporary)})
+        restarts = ("--max-restarts", str(ends.count(";")))
+        job = finished(tmp_path, *LIGHT, *restarts, "train.py", env={"TMPDIR": str(temporary)})
 
+        assert job.code == ("exit" not in ends), job.output
         used = {Path(path).parents[2].parent for path in re.findall(r"FILE (.*)", job.stdout)}
         (memory,) = {Path(path) for path in re.findall(r"MEMORY (.*)", job.stdout)}
         assert used == {temporary}

@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
 import psutil
@@ -18,62 +17,72 @@ from tests.harness import COMMAND, Job, environment, finished, script, wait_for
 LIGHT = ("--preload", "json", "--max-restarts", "0")
 
 
-def test_files_left_open_are_flushed_and_threads_may_write_after_the_last_line(tmp_path: Path) -> None:
-    script(
-        tmp_path,
-        "import threading, time\n"
-        "keep = [open(f'file{i}', 'w') for i in range(40)]\n"
-        "for file in keep: file.write('x' * 10)\n"
-        "late = open('late', 'w')\n"
-        "def write():\n"
-        "    threading.main_thread().join()\n"
-        "    late.write('late'); late.flush()\n"
-        "threading.Thread(target=write).start()\n",
-    )
+# Rank 0 leaves files open and a thread that writes; rank 1 forks a child that raises.
+LATE = """
+import os, threading, time
+if os.environ["RANK"] == "0":
+    keep = [open(f"file{i}", "w") for i in range(40)]
+    for file in keep: file.write("x" * 10)
+    late = open("late", "w")
+    def write():
+        threading.main_thread().join()
+        late.write("late"); late.flush()
+    threading.Thread(target=write).start()
+else:
+    pid = os.fork()
+    if pid == 0: raise ValueError("the child only")
+    print("child ended with", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
 
-    job = finished(tmp_path, *LIGHT, "train.py")
+
+@pytest.fixture(scope="module")
+def late(tmp_path_factory: pytest.TempPathFactory) -> tuple[Job, Path]:
+    """A job that ends well, and its folder."""
+    folder = tmp_path_factory.mktemp("late")
+    script(folder, LATE)
+    return finished(folder, *LIGHT, "--nproc-per-node", "2", "--log-dir", "logs", "train.py"), folder
+
+
+def test_files_left_open_are_flushed_and_threads_may_write_after_the_last_line(late: tuple[Job, Path]) -> None:
+    job, folder = late
 
     assert job.code == 0, job.output
-    assert {(tmp_path / f"file{i}").read_text() for i in range(40)} == {"x" * 10}
-    assert (tmp_path / "late").read_text() == "late"
+    assert {(folder / f"file{i}").read_text() for i in range(40)} == {"x" * 10}
+    assert (folder / "late").read_text() == "late"
 
 
-def test_a_message_that_is_no_text_is_reported_all_the_same(tmp_path: Path) -> None:
-    script(tmp_path, "raise ValueError('bad \\udcff name')\n")
-
-    job = finished(tmp_path, *LIGHT, "--nproc-per-node", "2", "train.py")
-
-    assert job.code == 1
-    assert r"raised ValueError: bad \udcff name in generation 0" in job.stderr
-
-
-def test_an_exception_whose_text_cannot_be_had_shows_no_frame_of_ours(tmp_path: Path) -> None:
-    script(
-        tmp_path,
-        "class Odd(Exception):\n    def __str__(self): raise RuntimeError('no text')\nraise Odd\n",
-    )
-
-    job = finished(tmp_path, *LIGHT, "train.py")
-
-    assert job.code == 1
-    assert "raised Odd" in job.stderr
-    assert "elaunch/agent" not in job.output
-
-
-def test_the_exception_of_a_child_that_the_program_forked_is_the_childs_alone(tmp_path: Path) -> None:
-    script(
-        tmp_path,
-        "import os\n"
-        "pid = os.fork()\n"
-        "if pid == 0: raise ValueError('the child only')\n"
-        "print('child ended with', os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))\n",
-    )
-
-    job = finished(tmp_path, *LIGHT, "--log-dir", "logs", "train.py")
+def test_the_exception_of_a_child_that_the_program_forked_is_the_childs_alone(late: tuple[Job, Path]) -> None:
+    job, folder = late
 
     assert job.code == 0, job.output
     assert "child ended with 1" in job.output
-    assert not list(tmp_path.glob("logs/*/*/*/error.json"))
+    assert not list(folder.glob("logs/*/*/*/error.json"))
+
+
+# An exception whose text cannot be had; then a message that is no text.
+ODD = """
+import os
+class Odd(Exception):
+    def __str__(self): raise RuntimeError("no text")
+raise Odd if os.environ["ELAUNCH_GENERATION"] == "0" else ValueError("bad \\udcff name")
+"""
+
+
+@pytest.fixture(scope="module")
+def odd(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    folder = tmp_path_factory.mktemp("odd")
+    script(folder, ODD)
+    return finished(folder, "--preload", "json", "--max-restarts", "1", "train.py")
+
+
+def test_a_message_that_is_no_text_is_reported_all_the_same(odd: Job) -> None:
+    assert odd.code == 1
+    assert r"raised ValueError: bad \udcff name in generation 1" in odd.stderr
+
+
+def test_an_exception_whose_text_cannot_be_had_shows_no_frame_of_ours(odd: Job) -> None:
+    assert "raised Odd" in odd.stderr
+    assert "elaunch/agent" not in odd.output
 
 
 def test_a_late_import_error_of_one_rank_is_a_start_up_failure_though_another_waits_at_the_store(
@@ -90,7 +99,7 @@ def test_a_late_import_error_of_one_rank_is_a_start_up_failure_though_another_wa
         "import nosuchmodule\n",
     )
 
-    with Job(tmp_path, "--nproc-per-node", "2", "train.py") as job:
+    with Job(tmp_path, "--preload", "torch", "--nproc-per-node", "2", "train.py") as job:
         job.wait_for_output("at the store")
         # The group's leader has connected by the time that its socket is there.
         store = job.child("elaunch: worker store")
@@ -211,25 +220,13 @@ def test_what_cannot_work_to_the_end_is_refused_at_the_start(tmp_path: Path, opt
     assert job.stdout == ""
 
 
-def test_preloading_leaves_no_folder_in_the_temporary_one(tmp_path: Path) -> None:
-    temporary = tmp_path / "tmp"
-    temporary.mkdir()
-    script(tmp_path, "import torch\n")
-
-    job = finished(tmp_path, "train.py", env={"TMPDIR": str(temporary)})
-
-    assert job.code == 0, job.output
-    assert not list(temporary.iterdir())
-
-
-@pytest.mark.parametrize("form", ["train.py", "./train.py", "pkg/../train.py", "pkg", "./pkg", "pkg.zip"])
+# The other forms are those of tests/e2e/fidelity/test_start.py.
+@pytest.mark.parametrize("form", ["./train.py", "./pkg"])
 def test_a_programs_paths_are_those_that_python_gives_it(tmp_path: Path, form: str) -> None:
     said = "import sys\nprint([sys.argv[0], sys.path[0], __file__, __spec__ and __spec__.name])\n"
     script(tmp_path, said)
     (tmp_path / "pkg").mkdir()
     script(tmp_path / "pkg", said, "__main__.py")
-    with zipfile.ZipFile(tmp_path / "pkg.zip", "w") as archive:
-        archive.writestr("__main__.py", said)
     fresh = subprocess.run(
         [sys.executable, "-u", form], cwd=tmp_path, env=environment(), capture_output=True, text=True
     )

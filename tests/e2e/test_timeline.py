@@ -51,17 +51,6 @@ def test_a_restart_leaves_its_stages_in_the_log_folder(tmp_path: Path) -> None:
     assert lines[-1]["outcome"] == "succeeded"
 
 
-def test_the_worker_stores_first_word_is_on_it(tmp_path: Path) -> None:
-    script(tmp_path, "import torch.distributed as dist; dist.init_process_group('gloo')")
-
-    job = finished(tmp_path, "--log-dir", "logs", "train.py")
-
-    assert job.code == 0, job.output
-    events = [line["event"] for line in _lines(tmp_path / "logs")]
-    assert events.count("store_ready") == 1
-    assert events.index("fork_server_ready") < events.index("store_ready") < events.index("exited")
-
-
 def test_without_a_log_folder_there_is_none(tmp_path: Path) -> None:
     script(tmp_path, "print('done')")
 

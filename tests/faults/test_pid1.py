@@ -74,11 +74,12 @@ def agent_of(job: Watched) -> psutil.Process:
     return agent
 
 
-def test_orphans_are_reaped(tmp_path: Path) -> None:
-    script(tmp_path, ORPHAN)
-    with container(tmp_path, "train.py") as job:
-        assert job.wait() == 0, job.output
+def test_orphans_are_reaped_and_the_jobs_failure_is_the_containers_exit_code(tmp_path: Path) -> None:
+    script(tmp_path, f"{ORPHAN}raise SystemExit(7)")
+    with container(tmp_path, "--max-restarts", "0", "train.py") as job:
+        assert job.wait() == 1, job.output
         assert "reaped" in job.stdout
+        assert "exited with code 7" in job.stderr
         job.assert_nothing_is_left()
 
 
@@ -124,13 +125,6 @@ def test_a_stop_that_comes_while_it_starts_is_heeded(tmp_path: Path) -> None:
         process_1(job).send_signal(signal.SIGTERM)
 
         assert job.wait(10) == 143, job.output
-        job.assert_nothing_is_left()
-
-
-def test_the_jobs_failure_is_the_containers_exit_code(tmp_path: Path) -> None:
-    script(tmp_path, "raise SystemExit(7)")
-    with container(tmp_path, "--max-restarts", "0", "train.py") as job:
-        assert job.wait() == 1, job.output
         job.assert_nothing_is_left()
 
 

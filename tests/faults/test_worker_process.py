@@ -87,7 +87,7 @@ if generation == "0":
     os.kill(os.getpid(), signal.SIGKILL)
 """,
         )
-        with Watched(tmp_path, "--nproc-per-node", "2", "train.py") as job:
+        with Watched(tmp_path, "--preload", "torch", "--nproc-per-node", "2", "train.py") as job:
             assert job.wait() == 0, job.output
 
         facts = [json.loads((tmp_path / f"{g}.{r}").read_text()) for g in range(2) for r in range(2)]
@@ -97,6 +97,39 @@ if generation == "0":
             assert len({f[source] for f in facts}) == 4, f"{source}: {[f[source] for f in facts]}"
         for f in facts:
             assert (f["threads"], f["cuda"], f["bad_fork"], f["devices"]) == (1, False, False, [])
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Watched]:
+    """Two jobs that have ended, by the module that each has preloaded; a signal was blocked when they were started."""
+    found: dict[str, Watched] = {}
+    for name, text in MODULES.items():
+        folder = tmp_path_factory.mktemp(name)
+        env = library(folder, name, text)
+        script(folder, ABOUT_MODULES)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
+        try:
+            found[name] = Watched(
+                folder, "--preload", name, "--nproc-per-node", "2", "train.py", *[name] * (name == "told"), env=env
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        with found[name] as job:
+            assert job.wait() == 0, job.output
+    return found
+
+
+MODULES = {
+    "told": "import os; BY = os.getpid()",
+    "threaded": "import threading, time\nthreading.Thread(target=time.sleep, args=(600,), daemon=True).start()",
+}
+ABOUT_MODULES = """
+import os, signal, sys
+print("threads", len(os.listdir("/proc/self/task")), "threaded" in sys.modules)
+print("blocked", sorted(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, ()))))
+told = len(sys.argv) > 1 and __import__(sys.argv[1])
+print("forked", told and told.BY == os.getppid())
+"""
 
 
 class TestFallback:
@@ -124,22 +157,7 @@ class TestFallback:
 
         assert job.stdout.count("the one beside the script") == 2
 
-    def test_a_preloaded_module_that_starts_a_thread(self, tmp_path: Path) -> None:
-        env = library(
-            tmp_path,
-            "threaded",
-            "import threading, time\nthreading.Thread(target=time.sleep, args=(600,), daemon=True).start()",
-        )
-        script(
-            tmp_path, "import os, sys\nprint('threads', len(os.listdir('/proc/self/task')), 'threaded' in sys.modules)"
-        )
-
-        with Watched(tmp_path, "--preload", "threaded", "--nproc-per-node", "2", "train.py", env=env) as job:
-            self.assert_fresh(job, "a preloaded module started a thread")
-
-        assert job.stdout.count("threads 1 False") == 2
-
-    @pytest.mark.parametrize("text", ["1 / 0", "raise SystemExit('no')", "import nosuch"], ids=str)
+    @pytest.mark.parametrize("text", ["1 / 0", "raise SystemExit('no')"], ids=str)
     def test_a_preloaded_module_that_fails(self, tmp_path: Path, text: str) -> None:
         env = library(tmp_path, "failing", text)
         script(tmp_path, "print('the script ran')")
@@ -149,8 +167,9 @@ class TestFallback:
 
         assert job.stdout.count("the script ran") == 2
 
-    @pytest.mark.parametrize("variable", ["RANK", "LOCAL_RANK"])
-    def test_a_sitecustomize_that_asks_for_a_workers_own_variable(self, tmp_path: Path, variable: str) -> None:
+    def test_a_sitecustomize_that_asks_for_a_workers_own_variable(self, tmp_path: Path) -> None:
+        """For LOCAL_RANK; the next one asks for RANK."""
+        variable = "LOCAL_RANK"
         env = library(tmp_path, "sitecustomize", f"import os, sys; sys.seen = os.environ.get({variable!r})")
         script(tmp_path, "import os, sys\nprint('seen', sys.seen == os.environ['RANK'])")
 
@@ -181,26 +200,20 @@ class TestFallback:
 
         assert "open True" in job.stdout
 
-    def test_signals_that_were_blocked_when_it_started_are_so_in_every_worker(self, tmp_path: Path) -> None:
-        env = library(
-            tmp_path,
-            "threaded",
-            "import threading, time\nthreading.Thread(target=time.sleep, args=(9,), daemon=True).start()",
-        )
-        script(
-            tmp_path, "import signal\nprint('blocked', sorted(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, ()))))"
-        )
+    def test_a_preloaded_module_that_starts_a_thread(self, jobs: dict[str, Watched]) -> None:
+        self.assert_fresh(jobs["threaded"], "a preloaded module started a thread")
 
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
-        try:
-            jobs = [Watched(tmp_path, "--preload", name, "train.py", env=env) for name in ("json", "threaded")]
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        assert jobs["threaded"].stdout.count("threads 1 False") == 2
 
-        for job in jobs:
-            with job:
-                assert job.wait() == 0, job.output
-            assert f"blocked [{int(signal.SIGUSR2)}]" in job.stdout
+    def test_without_a_reason_workers_are_forked(self, jobs: dict[str, Watched]) -> None:
+        assert jobs["told"].stdout.count("forked True") == 2
+        assert "fresh interpreter" not in jobs["told"].output
+
+    @pytest.mark.parametrize("name", ["told", "threaded"])
+    def test_signals_that_were_blocked_when_it_started_are_so_in_every_worker(
+        self, jobs: dict[str, Watched], name: str
+    ) -> None:
+        assert jobs[name].stdout.count(f"blocked [{int(signal.SIGUSR2)}]") == 2
 
     def test_a_module_that_is_not_there(self, tmp_path: Path) -> None:
         script(tmp_path, "print('the script ran')")
@@ -209,13 +222,3 @@ class TestFallback:
             self.assert_fresh(job, "importing nosuch failed: ModuleNotFoundError: No module named 'nosuch'")
 
         assert job.stdout.count("the script ran") == 2
-
-    def test_without_a_reason_workers_are_forked(self, tmp_path: Path) -> None:
-        env = library(tmp_path, "told", "import os; BY = os.getpid()")
-        script(tmp_path, "import os, told\nprint('forked', told.BY == os.getppid())")
-
-        with Watched(tmp_path, "--preload", "told", "--nproc-per-node", "2", "train.py", env=env) as job:
-            assert job.wait() == 0
-
-        assert job.stdout.count("forked True") == 2
-        assert "fresh interpreter" not in job.output

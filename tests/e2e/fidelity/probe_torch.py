@@ -3,13 +3,32 @@
 Takes the facts of probe.py, which lies beside it, again and adds torch's and numpy's own.
 """
 
+import atexit
+import gc
 import os
 import sys
 import time
 
+# What is known to differ before the import; docs/fidelity.md lists it.
+DIFFERENCES = {
+    "finders": any("site-packages/torch" in path for path in sys.path_importer_cache),
+    "exit functions": atexit._ncallbacks(),
+    "frozen objects": gc.get_freeze_count(),
+    "memory": [int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")],
+    "CPU time": time.process_time(),
+    "hash": hash("a text"),
+    "address": id(sys.modules),
+    "first environment": "RANK=" in open("/proc/self/environ").read(),
+    "rank": "RANK" in os.environ,
+    "link": os.environ.get("ELAUNCH_LINK"),
+}
+START_S = time.perf_counter()
+
 import numpy
 import torch
 import torch.distributed
+
+DIFFERENCES["import took"] = time.perf_counter() - START_S
 
 import probe  # isort: skip
 import probe_process  # isort: skip
@@ -100,14 +119,19 @@ def blas_threads():
     return found
 
 
-def busy_threads(work, for_s=0.25):
-    """How many threads of this process worked, while `work` was called again and again."""
+def busy_threads(work, ticks_min=15):
+    """How many threads of this process worked, while `work` was called again and again; of one rank at a time.
+
+    By their own time, not the clock's: on a busy machine a process may wait for long.
+    """
+    if os.environ.get("RANK") == "1":
+        return None
     work()
     before = _ticks()
-    until_s = time.monotonic() + for_s
-    while time.monotonic() < until_s:
+    used = [0]
+    while max(used) < ticks_min:
         work()
-    used = [ticks - before.get(thread, 0) for thread, ticks in _ticks().items()]
+        used = [ticks - before.get(thread, 0) for thread, ticks in _ticks().items()]
     return sum(ticks > 0.2 * max(used) for ticks in used)
 
 
@@ -157,12 +181,19 @@ def torch_compiler_settings():
     """After what `import torch` alone leaves: this import is another second for a fresh interpreter."""
     if "--compiler" not in sys.argv:
         return None
+    start_s = time.perf_counter()
     import torch._dynamo
+
+    DIFFERENCES["import took"] += time.perf_counter() - start_s
     import torch._inductor.config
 
     settings = {**torch._dynamo.config.get_config_copy(), **torch._inductor.config.get_config_copy()}
     sets = {name: sorted(value, key=str) for name, value in settings.items() if isinstance(value, (set, frozenset))}
     return {name: repr(value).split(" at 0x")[0] for name, value in {**settings, **sets}.items()}
+
+
+def differences():
+    return {**DIFFERENCES, "cache folder": "TORCHINDUCTOR_CACHE_DIR" in os.environ}
 
 
 @unlike
@@ -198,4 +229,4 @@ def dropout():
 if __name__ == "__main__":
     assert "torch" in sys.modules
     # What is drawn comes before what seeds.
-    probe.tell([*UNLIKE.values(), *probe_process.FACTS.values(), *probe.FACTS.values(), *FACTS.values()])
+    probe.tell([*UNLIKE.values(), *probe_process.FACTS.values(), *probe.FACTS.values(), *FACTS.values(), differences])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.fidelity.ways import EXECED, FORKED, LIGHT, fresh, share, without_launchers, worker
-from tests.harness import script, slow
+from tests.harness import finished, script, slow
 
 METHODS = ("fork", "spawn", "forkserver")
 
@@ -70,10 +70,15 @@ if __name__ == "__main__":
     print(json.dumps(found))
 """
 
-LOADERS = """
+# One job for what needs torch: each rank is another program.
+WITH_TORCH = """
 import json, os, sys
 import torch
+import torch.multiprocessing as mp
 from torch.utils.data import DataLoader, Dataset, get_worker_info
+
+# A spawned one imports torch anew.
+WORKERS = {None: 0, "spawn": 1}
 
 class Squares(Dataset):
     def __len__(self):
@@ -84,29 +89,35 @@ class Squares(Dataset):
 
 def loaded(method, **options):
     # Which squares, and by which process with how many threads.
-    workers = 2 if method else 0
+    workers = WORKERS.get(method, 2)
     loader = DataLoader(Squares(), batch_size=4, num_workers=workers, multiprocessing_context=method, shuffle=True,
                         generator=torch.Generator().manual_seed(3), **options)
     batches = [batch.tolist() for batch in loader]
     return [[[item[0] for item in batch] for batch in batches], [batch[0][1:] for batch in batches]]
 
-if __name__ == "__main__":
-    found = {str(method): loaded(method) for method in (None, *sys.argv[1:])}
-    found["persistent"] = loaded("fork", persistent_workers=True)
-    print(json.dumps(found))
-"""
-
-SPAWNED = """
-import json, os, torch
-import torch.multiprocessing as mp
-
 def square(index, shared):
     shared[index] = index + 7
 
 if __name__ == "__main__":
-    shared = torch.zeros(2).share_memory_()
-    mp.spawn(square, (shared,), nprocs=1)
-    print(json.dumps(shared.tolist()))
+    match os.environ["RANK"]:
+        case "0":
+            found = {str(method): loaded(method) for method in (None, *sys.argv[1:])}
+            found["persistent"] = loaded("fork", persistent_workers=True)
+            print(json.dumps(found))
+        case "1":
+            shared = torch.zeros(2).share_memory_()
+            mp.spawn(square, (shared,), nprocs=1)
+            print(json.dumps(shared.tolist()))
+        case "2":
+            torch.ones(300, 300) @ torch.ones(300, 300)
+            if not os.fork():
+                os._exit(int((torch.ones(2) * 2).sum().item()))
+            print(os.waitstatus_to_exitcode(os.wait()[1]))
+        case "3":
+            if "AGAIN" not in os.environ:
+                os.environ["AGAIN"] = "1"
+                os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+            print(torch.ones(3).sum().item())
 """
 
 COMPILED = """
@@ -150,26 +161,53 @@ def test_pools_processes_and_queues_of_every_kind_work_and_see_the_same(
     assert ours == theirs
 
 
-@pytest.mark.parametrize("methods", [("fork", "spawn"), slow(("forkserver",))], ids=" ".join)
-def test_data_loaders_of_every_kind_load_what_a_loop_loads_in_order_and_with_one_thread(
-    tmp_path: Path, methods: tuple[str, ...]
-) -> None:
-    script(tmp_path, LOADERS)
+@pytest.fixture(scope="module")
+def with_torch(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """What each rank of WITH_TORCH said; nobody said anything else."""
+    folder = tmp_path_factory.mktemp("torch")
+    script(folder, WITH_TORCH)
+    options = ("--nproc-per-node", "4", "--max-restarts", "0", "--log-dir", "logs", "-r", "3")
 
-    end = worker(tmp_path, FORKED, "train.py", *methods)
+    # Each program's own process has two threads.
+    job = finished(folder, "--preload", "torch", *options, "train.py", "fork", "spawn", env={"OMP_NUM_THREADS": "2"})
+
+    assert job.code == 0, job.output
+    assert "fresh interpreter" not in job.output
+    ranks = [next(folder.glob(f"logs/*/attempt_0/{rank}")) for rank in range(4)]
+    assert [(rank / "stderr.log").read_bytes() for rank in ranks] == [b""] * 4
+    return [json.loads((rank / "stdout.log").read_text()) for rank in ranks]
+
+
+def assert_loaded_in_order_and_with_one_thread(found: dict[str, Any], *methods: str) -> None:
+    alone, _ = found.pop("None")
+    second = {"spawn": 0}
+    assert found == {name: [alone, [[0, 1], [second.get(name, 1), 1]]] for name in (*methods, "persistent")}
+
+
+def test_data_loaders_load_what_a_loop_loads_in_order_and_with_one_thread(with_torch: list[Any]) -> None:
+    assert_loaded_in_order_and_with_one_thread(with_torch[0], "fork", "spawn")
+
+
+@pytest.mark.slow
+def test_data_loaders_of_a_fork_server_do_so_too(tmp_path: Path) -> None:
+    script(tmp_path, WITH_TORCH)
+
+    end = worker(tmp_path, FORKED, "train.py", "forkserver")
 
     assert (end.code, end.err) == (0, b""), end
-    found = json.loads(end.out)
-    alone, _ = found.pop("None")
-    assert found == {method: [alone, [[0, 1], [1, 1]]] for method in (*methods, "persistent")}
+    assert_loaded_in_order_and_with_one_thread(json.loads(end.out), "forkserver")
 
 
-def test_torchs_own_spawn_shares_tensors(tmp_path: Path) -> None:
-    script(tmp_path, SPAWNED)
+def test_torchs_own_spawn_shares_tensors(with_torch: list[Any]) -> None:
+    assert with_torch[1] == [7, 0]
 
-    end = worker(tmp_path, FORKED, "train.py")
 
-    assert (end.code, end.err, json.loads(end.out)) == (0, b"", [7, 0])
+def test_a_script_that_has_used_torch_may_fork(with_torch: list[Any]) -> None:
+    assert with_torch[2] == 4
+
+
+def test_a_script_that_has_imported_torch_may_exec_itself(with_torch: list[Any]) -> None:
+    assert with_torch[3] == 3.0
 
 
 @pytest.mark.slow

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 import sys
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.fidelity.ways import EXECED, FORKED, LIGHT, End, fresh, share, worker
+from tests.e2e.fidelity.turns import Turns, taken
+from tests.e2e.fidelity.ways import EXECED, LIGHT, End, fresh, share, worker
 from tests.harness import script
 
 HELPERS = {
@@ -149,53 +149,59 @@ PROGRAMS = {
 _ADDRESS = re.compile(rb"(?<=0x)[0-9a-f]+")
 
 
+# Whose first line or compilation is the fact has a file of its own, and so has the first one, as a user types it.
+WHOLE_FILES = (
+    *("plain", "syntax", "indentation", "null byte", "bytes", "future import", "empty", "BOM", "CRLF"),
+    "main's annotations",
+)
+RUNS = {
+    "light": lambda name: (LIGHT, ("train.py",), ENDS[name]),
+    "torch": lambda name: (("--preload", "torch"), ("train.py",), TORCH_ENDS[name]),
+    "named": lambda name: (LIGHT, PROGRAMS[name]),
+}
+EXECED_ENDS = ("chained", "exit text", "SIGTERM")
+
+
 class Ends:
-    """How each program ends both ways; they run four at a time, each in a folder of its own."""
+    """How each program ends both ways: in the turns of a few jobs, or in a job of its own."""
 
     def __init__(self, base: Path) -> None:
         self._base = base
-        self._pool = ThreadPoolExecutor(4)
-        self._numbers = itertools.count()
-        self._found: dict[tuple[str, str], Future[tuple[End, End]]] = {}
-
-    def start(self, kind: str, name: str, how: tuple[str, ...], args: tuple[str, ...], text: str = "") -> None:
-        self._found[kind, name] = self._pool.submit(self._both, how, args, text)
+        self._turns = {
+            "turn": self._taken("turns", LIGHT, [name for name in ENDS if name not in WHOLE_FILES]),
+            "execed": self._taken("execed", EXECED, EXECED_ENDS),
+        }
 
     def both(self, kind: str, name: str) -> tuple[End, End]:
         """The worker's end and the fresh interpreter's."""
-        return self._found[kind, name].result()
+        if kind in self._turns:
+            return self._turns[kind].both(name)
+        how, args, *text = RUNS[kind](name)
+        folder = self._folder(f"{kind} {name}")
+        encoding = "latin-1" if "latin-1" in "".join(text) else "utf-8"
+        (folder / "train.py").write_bytes("".join(text).encode(encoding))
+        return worker(folder, how, *args), fresh(folder, *args, env={"OMP_NUM_THREADS": share(1)})
 
-    def _both(self, how: tuple[str, ...], args: tuple[str, ...], text: str) -> tuple[End, End]:
-        folder = self._base / str(next(self._numbers))
+    def _taken(self, name: str, how: tuple[str, ...], programs: Iterable[str]) -> Turns:
+        return taken(self._folder(name), how, {name: ENDS[name] for name in programs})
+
+    def _folder(self, name: str) -> Path:
+        folder = self._base / name
         for path, content in HELPERS.items():
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
             (folder / path).write_text(content)
-        encoding = "latin-1" if "latin-1" in text else "utf-8"
-        (folder / "train.py").write_bytes(text.encode(encoding))
-        return worker(folder, how, *args), fresh(folder, *args, env={"OMP_NUM_THREADS": share(1)})
+        return folder
 
 
 @pytest.fixture(scope="module")
-def ends(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Ends:
-    found = Ends(tmp_path_factory.mktemp("ends").resolve())
-    for item in request.session.items:
-        params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
-        if item.path == request.path and "program" in params:
-            kind, name = params["program"]
-            found.start(kind, name, *RUNS[kind](name))
-    return found
+def ends(tmp_path_factory: pytest.TempPathFactory) -> Ends:
+    return Ends(tmp_path_factory.mktemp("ends").resolve())
 
 
-RUNS = {
-    "light": lambda name: (LIGHT, ("train.py",), ENDS[name]),
-    "torch": lambda name: (FORKED, ("train.py",), TORCH_ENDS[name]),
-    "execed": lambda name: (EXECED, ("train.py",), ENDS[name]),
-    "named": lambda name: (LIGHT, PROGRAMS[name]),
-}
 PARAMS = [
-    *(("light", name) for name in ENDS),
+    *(("light" if name in WHOLE_FILES else "turn", name) for name in ENDS),
     *(("torch", name) for name in TORCH_ENDS),
-    *(("execed", name) for name in ("chained", "exit text", "SIGTERM")),
+    *(("execed", name) for name in EXECED_ENDS),
     *(("named", name) for name in PROGRAMS),
 ]
 

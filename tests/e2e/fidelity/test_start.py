@@ -51,8 +51,7 @@ PYTHONS_OWN = {
 }
 VARIANTS = {
     "PYTHON variables": PYTHONS_OWN,
-    "C locale": {"LANG": "C", "LC_ALL": "", "LC_CTYPE": ""},
-    "own customize": {"PYTHONPATH": "customized"},
+    "C locale and own customize": {"LANG": "C", "LC_ALL": "", "LC_CTYPE": "", "PYTHONPATH": "customized"},
 }
 
 

@@ -42,6 +42,8 @@ class Seen:
         self.fresh = functools.cache(self._fresh)
 
     def _worker(self, how: tuple[str, ...], threads: str) -> list[dict[str, Any]]:
+        # The compiler is a second more.
+        how = how if threads == "by default" else ("--preload", "torch")
         return looks(self.folder, how, *_command(threads), env=THREADS[threads])
 
     def _fresh(self, threads: str) -> dict[str, Any]:
@@ -95,13 +97,14 @@ def test_the_libraries_have_as_many_threads_as_in_a_fresh_interpreter(seen: Seen
 @each_threads
 def test_more_than_one_thread_works_where_it_does_in_a_fresh_interpreter(seen: Seen, threads: str, name: str) -> None:
     # How many is settled by the libraries' own counts; here a pool of another one may still spin after its work.
-    for worker in seen.worker(FORKED, threads):
-        assert (worker[name] > 1) == (seen.fresh(threads)[name] > 1)
+    worker, _ = seen.worker(FORKED, threads)
+    assert (worker[name] > 1) == (seen.fresh(threads)[name] > 1)
 
 
 def test_more_than_one_thread_works_where_more_were_asked_for(seen: Seen) -> None:
-    for worker in seen.worker(FORKED, "OMP 2"):
-        assert worker["torch_threads"][0] == worker["threads_that_work_for_a_torch_matmul"] == 2
+    workers = seen.worker(FORKED, "OMP 2")
+    assert [worker["torch_threads"][0] for worker in workers] == [2, 2]
+    assert workers[0]["threads_that_work_for_a_torch_matmul"] == 2
 
 
 @pytest.mark.parametrize("name", _marked("unlike"))
@@ -111,3 +114,52 @@ def test_what_is_drawn_without_a_seed_differs_between_ranks_and_jobs(seen: Seen,
     drawn = [worker[name] for worker in (*workers, seen.fresh("by default"))]
 
     assert len({str(value) for value in drawn}) == len(drawn) == 5
+
+
+# --- What docs/fidelity.md says that differs is measured, so that a row that is no longer true is noticed.
+
+
+def _differences(seen: Seen) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """What two forked workers found, and a fresh interpreter."""
+    workers = seen.worker(FORKED, "by default")
+    return [worker["differences"] for worker in workers], seen.fresh("by default")["differences"]
+
+
+@pytest.mark.parametrize("name", ["hash", "address"])
+def test_all_workers_share(seen: Seen, name: str) -> None:
+    workers, fresh = _differences(seen)
+
+    assert workers[0][name] == workers[1][name] != fresh[name]
+
+
+def test_a_worker_has_looked_into_torchs_folders(seen: Seen) -> None:
+    workers, fresh = _differences(seen)
+
+    assert [worker["finders"] for worker in (*workers, fresh)] == [True, True, False]
+
+
+@pytest.mark.parametrize("name", ["exit functions", "frozen objects", "memory"])
+def test_a_worker_has_more(seen: Seen, name: str) -> None:
+    workers, fresh = _differences(seen)
+
+    assert min(worker[name] for worker in workers) > fresh[name]
+
+
+def test_the_import_is_over_before_it_begins(seen: Seen) -> None:
+    workers, fresh = _differences(seen)
+
+    assert max(worker["import took"] for worker in workers) < 0.1 * fresh["import took"]
+    assert not any(worker["cache folder"] for worker in workers)
+    assert fresh["cache folder"]
+
+
+def test_the_cpu_time_of_the_import_is_not_the_workers(seen: Seen) -> None:
+    workers, _ = _differences(seen)
+
+    assert max(worker["CPU time"] for worker in workers) < 0.5
+
+
+def test_the_rank_is_in_the_environment_but_not_in_the_one_that_ps_shows(seen: Seen) -> None:
+    workers, _ = _differences(seen)
+
+    assert all(worker["rank"] and worker["link"] and not worker["first environment"] for worker in workers)

@@ -50,9 +50,9 @@ def share(workers: int) -> str:
     return str(max(1, detect(environment()).cores // workers))
 
 
-def fresh(folder: Path, *args: str, env: Mapping[str, str] | None = None) -> End:
+def fresh(folder: Path, *args: str, env: Mapping[str, str] | None = None, stdin: str | Path = os.devnull) -> End:
     """A fresh interpreter, in a session of its own as a worker is."""
-    with open(os.devnull, "rb") as nothing:  # noqa: PTH123
+    with open(stdin, "rb") as nothing:  # noqa: PTH123
         found = subprocess.run(
             [sys.executable, "-u", *args],
             cwd=folder,

@@ -77,12 +77,26 @@ def client(endpoint: Endpoint, token: str) -> FoundStore:
     return FoundStore(endpoint, token, Access(), CALL_S)
 
 
-@KINDS
-def test_the_store_is_listed_among_processes_with_its_place(kind: Serving) -> None:
+@pytest.fixture(scope="module", params=KINDS.args[1])
+def running(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[StoreProcess, Endpoint]]:
+    """A store of each kind with a token from the shell, for those who only look."""
     endpoint = place()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
+        patch.setenv("ELAUNCH_TOKEN", TOKEN)
+        with served(request.param, endpoint, token=TOKEN) as process:
+            yield process, endpoint
 
-    with served(kind, endpoint) as process:
-        shown = psutil.Process(process.pid).cmdline()
+
+TOKEN = "the token of the job, from the variable"
+
+
+def test_the_store_is_listed_among_processes_with_its_place(running: tuple[StoreProcess, Endpoint]) -> None:
+    process, endpoint = running
+
+    shown = psutil.Process(process.pid).cmdline()
 
     assert " ".join(shown).rstrip() == f"elaunch: job store {endpoint}"
 
@@ -115,16 +129,14 @@ def test_each_kind_of_store_serves_leases_at_an_address_of_each_family(kind: Ser
         store.close()
 
 
-@KINDS
-def test_without_the_jobs_token_nobody_comes_in(kind: Serving) -> None:
-    endpoint = place()
+def test_without_the_jobs_token_nobody_comes_in(running: tuple[StoreProcess, Endpoint]) -> None:
+    _, endpoint = running
 
-    with served(kind, endpoint, token="the token of the job"):
-        with pytest.raises(Denied, match="wants its token"):
-            client(endpoint, "").check()
-        with pytest.raises(Denied, match="is not that of the store"):
-            client(endpoint, "the token of another").check()
-        client(endpoint, "the token of the job").check()
+    with pytest.raises(Denied, match="wants its token"):
+        client(endpoint, "").check()
+    with pytest.raises(Denied, match="is not that of the store"):
+        client(endpoint, "the token of another").check()
+    client(endpoint, TOKEN).check()
 
 
 def test_an_etcd_that_a_head_started_takes_no_client_without_the_certificate() -> None:
@@ -180,20 +192,19 @@ def test_a_server_that_is_killed_leaves_nothing_behind(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_ctrl_c_at_the_terminal_does_not_reach_the_server() -> None:
-    with served(Serving.MEMORY, place()) as process:
-        assert os.getsid(process.pid) != os.getsid(0)
-        assert process.exit_code() is None
+def test_a_ctrl_c_at_the_terminal_does_not_reach_the_server(running: tuple[StoreProcess, Endpoint]) -> None:
+    process, _ = running
+
+    assert os.getsid(process.pid) != os.getsid(0)
+    assert process.exit_code() is None
 
 
-def test_the_token_is_in_nobodys_sight(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ELAUNCH_TOKEN", "a token from the variable")
+def test_the_token_is_in_nobodys_sight(running: tuple[StoreProcess, Endpoint]) -> None:
+    process, _ = running
+    server = psutil.Process(process.pid)
 
-    with served(Serving.MEMORY, place(), token="a token from the variable") as process:
-        server = psutil.Process(process.pid)
-
-        assert "a token from the variable" not in " ".join(server.cmdline())
-        assert "ELAUNCH_TOKEN" not in server.environ()
+    assert TOKEN not in " ".join(server.cmdline())
+    assert "ELAUNCH_TOKEN" not in server.environ()
 
 
 def test_modules_beside_the_users_script_are_not_the_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

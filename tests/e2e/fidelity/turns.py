@@ -1,0 +1,112 @@
+"""Runs many programs by two launches: a launch costs a hundred times what a fork does.
+
+The programs stand in one script, each below a condition of its own. Those that end well are the ranks of one job; those
+that fail are the generations of another one, of a lone worker. Each is held against a fresh interpreter of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import textwrap
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.e2e.fidelity.ways import End, fresh
+from tests.harness import Job, environment, script
+
+# Whose turn it is. A lone worker's rank is 0, and so is the only generation of many ranks.
+# A program that failed before it had made progress would not be tried again; one that execs has said so already.
+WHOSE = """
+import os
+if "TURN" not in os.environ:
+    os.environ["TURN"] = os.environ["TURNS"].split()[int(os.environ["RANK"]) + int(os.environ["ELAUNCH_GENERATION"])]
+    os.write(int(os.environ["ELAUNCH_LINK"]), b'{"event": "progress", "step": %d}\\n' % int(os.environ["TURN"]))
+TURN = int(os.environ["TURN"])
+"""
+
+
+@dataclass(frozen=True)
+class Turns:
+    """What was seen of each program; `said` is what the two jobs said."""
+
+    fresh: Mapping[str, End]
+    worker: Mapping[str, End]
+    said: str
+
+    def both(self, name: str) -> tuple[End, End]:
+        """The worker's end and the fresh interpreter's."""
+        assert name in self.worker, (
+            f"{name!r} was never a worker's: one of those before it ended otherwise\n{self.said}"
+        )
+        return self.worker[name], self.fresh[name]
+
+
+def taken(
+    folder: Path,
+    how: tuple[str, ...],
+    programs: Mapping[str, str],
+    *args: str,
+    env: Mapping[str, str] | None = None,
+    by_stdin: bool = False,
+) -> Turns:
+    """Run all programs with these arguments, as workers and as fresh interpreters.
+
+    The script is `folder`/train.py; with `by_stdin` nobody is told its name, but gets it from stdin.
+    """
+    text = WHOSE + "".join(
+        f"{'el' * (turn > 0)}if TURN == {turn}:  # {name}\n{textwrap.indent(program or 'pass', '    ')}\n"
+        for turn, (name, program) in enumerate(programs.items())
+    )
+    place = script(folder, text)
+    program, stdin = ("-", place) if by_stdin else ("train.py", Path(os.devnull))
+    # Two threads, said for all: a launcher's own choice would be a difference that a fresh process must have.
+    common = {"OMP_NUM_THREADS": "2", **(env or {})}
+
+    with ThreadPoolExecutor(2) as pool:
+        ends = pool.map(
+            lambda turn: fresh(folder, program, *args, env={**common, "TURN": str(turn)}, stdin=stdin),
+            range(len(programs)),
+        )
+        alone = dict(zip(programs, ends, strict=True))
+    names = list(programs)
+    well = [name for name in names if alone[name].code == 0]
+    ill = [name for name in names if alone[name].code != 0]
+    workers: dict[str, End] = {}
+    said = ""
+    for group, options in (
+        (well, ("--nproc-per-node", str(len(well)), "--max-restarts", "0")),
+        (ill, ("--nproc-per-node", "1", "--max-restarts", str(len(ill) - 1))),
+    ):
+        if not group:
+            continue
+        logs = folder / f"logs of {len(workers)}"
+        order = {"TURNS": " ".join(str(names.index(name)) for name in group), **common}
+        words = (*how, *options, "--log-dir", str(logs), "-r", "3", program, *args)
+        with stdin.open("rb") as typed, Job(folder, *words, env=_own(folder, order), stdin=typed) as job:
+            job.wait()
+        said += job.output
+        workers.update(_ends(logs, group))
+    return Turns(alone, workers, said)
+
+
+def _ends(logs: Path, group: list[str]) -> dict[str, End]:
+    """How each worker of a job ended, by the log folder alone."""
+    (run,) = logs.iterdir()
+    found = {}
+    for line in (run / "timeline.jsonl").read_text().splitlines():
+        event = json.loads(line)
+        if event["event"] == "exited":
+            rank, generation = event["rank"], event["generation"]
+            kept = run / f"attempt_{generation}" / str(rank)
+            out, err = ((kept / f"{name}.log").read_bytes() for name in ("stdout", "stderr"))
+            found[group[rank + generation]] = End(event["code"], out, err)
+    return found
+
+
+def _own(folder: Path, env: Mapping[str, str]) -> dict[str, str]:
+    temporary = folder / "tmp"
+    temporary.mkdir(exist_ok=True)
+    return environment({"TMPDIR": str(temporary), **env})
