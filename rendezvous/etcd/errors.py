@@ -153,13 +153,14 @@ def explain(error: EtcdError, endpoint: Endpoint, access: Access) -> StoreError:
 
 def cancelled(reason: str) -> EtcdError:
     """The error for which the server ended a watch. etcd 3.4 and 3.5 write gRPC's code as words into `reason`."""
+    text = reason.rpartition(" desc = ")[2]
     if "Unauthenticated" in reason:
-        return EtcdError(UNAUTHENTICATED, reason)
+        return EtcdError(UNAUTHENTICATED, text)
     if "permission denied" in reason:
-        return EtcdError(PERMISSION, reason)
+        return EtcdError(PERMISSION, text)
     if "InvalidArgument" in reason:
-        return EtcdError(INVALID, reason)
-    return EtcdError(UNAVAILABLE, reason or "the watch was ended")
+        return EtcdError(INVALID, text)
+    return EtcdError(UNAVAILABLE, text or "the watch was ended")
 
 
 def history_lost(endpoint: Endpoint, was: str, now: str) -> HistoryLost:

@@ -149,6 +149,10 @@ class EtcdStore:
         """For a watch: take note of an answer. Raises HistoryLost."""
         self._history.check(endpoint, answer)
 
+    def explained(self, endpoint: Endpoint, error: EtcdError) -> StoreError:
+        """For a watch: the error that this member answered, as a sentence for people."""
+        return explain(error, endpoint, self._access)
+
     def forget(self, watch: EtcdWatch) -> None:
         """For a watch: it has ended."""
         self._watches.discard(watch)

@@ -45,6 +45,10 @@ class WatchSource(Protocol):
         """Check an answer to a watch. Raises HistoryLost."""
         ...
 
+    def explained(self, endpoint: Endpoint, error: EtcdError) -> StoreError:
+        """The error that this member answered, as a sentence for people."""
+        ...
+
     def forget(self, watch: EtcdWatch) -> None:
         """The watch has ended."""
         ...
@@ -150,10 +154,10 @@ class EtcdWatch:
         """Follow one stream to its end. If this returns without an error, the next stream is opened at once."""
         try:
             self._follow(failures)
-        except (Denied, EtcdError) as error:
-            if isinstance(error, EtcdError) and kind_of(error) is Kind.WAIT:
+        except (Denied, _Cancelled) as error:
+            if isinstance(error, _Cancelled) and error.kind is Kind.WAIT:
                 raise Unavailable(str(error)) from error
-            if isinstance(error, EtcdError) and kind_of(error) not in (Kind.DENY, Kind.LOGIN):
+            if isinstance(error, _Cancelled) and error.kind not in (Kind.DENY, Kind.LOGIN):
                 raise Rejected(str(error)) from error
             # Perhaps only this member is wrong, or the token is too old, for which a watch says "permission denied".
             # A read asks all members: it raises Denied if none of them allows it.
@@ -177,6 +181,8 @@ class EtcdWatch:
             self._begun_s, self._is_blocked = time.monotonic(), False
             while not self._over():
                 self._take(endpoint, stream.next(None))
+        except EtcdError as error:
+            raise _Cancelled(error, self._source.explained(endpoint, error)) from error
         finally:
             with self._lock:
                 self._stream = None
@@ -216,6 +222,14 @@ class _TokenOld(Unavailable):
 
     If the watch is denied again, the member allows reads but no watches. The first watch reports that.
     """
+
+
+class _Cancelled(Exception):
+    """A member ended the watch. The text is a sentence for people."""
+
+    def __init__(self, error: EtcdError, explained: StoreError) -> None:
+        super().__init__(str(explained))
+        self.kind = kind_of(error)
 
 
 class _Compacted(Exception):

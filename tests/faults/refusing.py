@@ -303,6 +303,9 @@ class Waiting:
         if request.rpc is not None:
             with self._lock:
                 self._since.pop(self._name(request), None)
+                if request.rpc is Rpc.WATCH:
+                    # The status is asked only to find out why a watch cannot begin.
+                    self._since = {name: tries for name, tries in self._since.items() if name[0] is not Rpc.STATUS}
 
     def now(self, patience_s: float) -> dict[tuple[Rpc, bytes], float]:
         """The time of the first failed try of each request that is still being tried."""

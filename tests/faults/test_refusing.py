@@ -21,6 +21,7 @@ from tests.faults.answers import (
     SPACE_EXCEEDED,
     TOO_LARGE,
     Fault,
+    GrpcError,
     fits,
 )
 from tests.faults.refusing import Refusing
@@ -148,6 +149,19 @@ def test_a_watch_that_is_ended_goes_on_where_it_was(store: EtcdStore, proxy: Ref
     wait_for(lambda: any(isinstance(each, Changes) for each in told), "word of the write")
     proxy.wait_until_struck(2, Rpc.WATCH)
     watch.close()
+
+
+@pytest.mark.parametrize("answer", [a for a in GRPC_ERRORS if a.code in (3, 7, 12, 16)], ids=str)
+def test_a_first_watch_that_is_denied_says_by_which_store_in_a_sentence(
+    store: EtcdStore, proxy: Refusing, answer: GrpcError
+) -> None:
+    proxy.refuse(Rpc.WATCH, answer)
+
+    with pytest.raises(StoreError) as denied:
+        store.watch("a", None, lambda _: None).begun()
+
+    assert str(proxy.endpoint) in str(denied.value)
+    assert "rpc error" not in str(denied.value)
 
 
 def test_a_deaf_watch_tells_nothing(store: EtcdStore, proxy: Refusing) -> None:
