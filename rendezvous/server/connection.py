@@ -19,18 +19,29 @@ class Closed(Exception):
 
 
 class Connection:
-    """An accepted socket. If nothing can be read or written at once, `events` says what to wait for."""
+    """An accepted socket. If nothing can be read or written at once, `events` says what to wait for.
+
+    Call `begin` before the first `read`: it gives the connection its TLS, which a connection that is never read is not
+    worth.
+    """
 
     def __init__(self, accepted: socket.socket, tls: ssl.SSLContext | None) -> None:
         accepted.setblocking(False)
         if accepted.family != socket.AF_UNIX:
             _tune(accepted)
         self.outgoing = bytearray()
+        self.socket = accepted
+        self._tls = tls
         self._shaken_hands = tls is None
         self._wants = selectors.EVENT_READ
-        self.socket = accepted
-        if tls:
-            self.socket = tls.wrap_socket(accepted, server_side=True, do_handshake_on_connect=False)
+
+    def begin(self) -> None:
+        """Make ready to read, with a new `socket` for the same descriptor. Raises Closed."""
+        if self._tls:
+            try:
+                self.socket = self._tls.wrap_socket(self.socket, server_side=True, do_handshake_on_connect=False)
+            except (OSError, ValueError) as error:
+                raise Closed from error
 
     @property
     def events(self) -> int:

@@ -24,6 +24,7 @@ from elaunch.rendezvous.engine.engine import Engine
 from elaunch.rendezvous.engine.mvcc import Refused
 from elaunch.rendezvous.http.request import BadRequest, HttpRequest, RequestReader, chunk, http_response, stream_head
 from elaunch.rendezvous.secret import Secret
+from elaunch.rendezvous.server.arrivals import WAY_OUT, Arrivals
 from elaunch.rendezvous.server.connected_client import ConnectedClient
 from elaunch.rendezvous.server.connection import Closed, Connection
 from elaunch.rendezvous.server.connection_limits import CONNECTIONS_MAX, unauthenticated_max
@@ -53,9 +54,11 @@ STALL_S = 1.5
 # Between two lines about the same thing.
 QUIET_S = 60.0
 _TICK_S = 1.0
-# Limits of one turn of the loop: neither many clients nor one client with many requests may delay the others.
-_ACCEPTED_AT_ONCE = 64
+# Limits of one turn of the loop: neither many clients nor one client with many requests may delay the others. More are
+# accepted than shake hands: they must not wait in the kernel's queue, where one address can be before all others.
+_ACCEPTED_AT_ONCE = 256
 _ANSWERED_AT_ONCE = 16
+_HANDSHAKES_S = 0.02
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
@@ -78,6 +81,8 @@ class Server:
         self._slots = slots
         self._clients: dict[ConnectedClient, None] = {}
         self._unauthenticated: UnauthenticatedConnections[ConnectedClient] = UnauthenticatedConnections()
+        # Of the unauthenticated ones, those whose first data waits to be read. The selector does not know them.
+        self._arrivals: Arrivals[ConnectedClient] = Arrivals()
         self._dirty: dict[ConnectedClient, None] = {}
         self._unfinished: dict[ConnectedClient, None] = {}
         self._quiet_until_s: dict[str, float] = {}
@@ -122,7 +127,7 @@ class Server:
         running_s = 0.0
         while not self._stopping:
             timeout_s = max(min(_TICK_S, self.engine.idle_until_s - running_s), 0.0)
-            ready = self._selector.select(0.0 if self._unfinished else timeout_s)
+            ready = self._selector.select(0.0 if self._unfinished or self._arrivals else timeout_s)
             now_s = self._now_s = time.monotonic()
             running_s += min(now_s - last_s, STALL_S)
             last_s = now_s
@@ -132,12 +137,13 @@ class Server:
                 self._serve(client)
             for key, _ in ready:
                 key.data()
+            self._welcome()
             # After the requests: a renewal may have waited while this process did not run.
             self.engine.end_leases()
             self._flush()
             if now_s - swept_s >= _TICK_S:
+                self._sweep(now_s - swept_s)
                 swept_s = now_s
-                self._sweep()
 
     def _wake_up(self) -> None:
         self._woken.recv(64)
@@ -184,7 +190,7 @@ class Server:
             self._say(
                 "unauthenticated",
                 f"all {room} places for connections that have not shown the job's token are taken ({who}); each new one"
-                " closes the oldest one of the address that has the most",
+                f" closes the oldest one of the address that has the most; {WAY_OUT}",
             )
             self._close(first)
         if room <= 0:
@@ -199,7 +205,30 @@ class Server:
         client = ConnectedClient(connection, address, RequestReader(self._admit), self._dirty)
         self._clients[client] = None
         self._unauthenticated.add(client, address, self._now_s)
-        self._selector.register(connection.socket, client.registered, partial(self._serve, client))
+        self._selector.register(connection.socket, client.registered, partial(self._arrive, client))
+
+    def _arrive(self, client: ConnectedClient) -> None:
+        """The first data of a client is here. It is read when the turn of the client's address comes."""
+        if client in self._clients:
+            self._selector.unregister(client.connection.socket)
+            client.registered = 0
+            self._arrivals.add(client, client.address, self._now_s)
+
+    def _welcome(self) -> None:
+        """Read the first data of clients that wait for it, up to the limit of one turn. At least one has its turn."""
+        until_s = time.monotonic() + _HANDSHAKES_S
+        while self._arrivals:
+            client = self._arrivals.next(self._now_s)
+            try:
+                client.connection.begin()
+            except Closed:
+                self._close(client)
+                continue
+            client.registered = client.events
+            self._selector.register(client.connection.socket, client.registered, partial(self._serve, client))
+            self._serve(client)
+            if time.monotonic() >= until_s:
+                break
 
     def _serve(self, client: ConnectedClient) -> None:
         """Read, answer and write. Called if data has arrived, data can be sent, or requests are still unanswered."""
@@ -234,7 +263,9 @@ class Server:
         """Run one request. Its client is authenticated: else `_admit` would have refused the request."""
         client.is_known = True
         client.deadline_s = self._now_s + IDLE_S
-        self._unauthenticated.discard(client)
+        if client in self._unauthenticated:
+            self._unauthenticated.discard(client)
+            self._arrivals.shown(client.address)
         client.closes = request.closes
         answer = self._routed(request)
         if isinstance(answer, WatchRequest):
@@ -290,9 +321,11 @@ class Server:
             client.registered = client.events
             self._selector.modify(client.connection.socket, client.events, partial(self._serve, client))
 
-    def _sweep(self) -> None:
-        """Close clients whose time is over, and accept connections again."""
+    def _sweep(self, interval_s: float) -> None:
+        """Close clients whose time is over, and accept connections again. The last sweep was `interval_s` ago."""
         now_s = self._now_s
+        if sentence := self._arrivals.tell_lag(now_s, interval_s):
+            self._say("lag", sentence)
         overdue = self._unauthenticated.overdue(now_s)
         for address, count in self._unauthenticated.crowds(1) if overdue else ():
             if count > PER_ADDRESS:
@@ -311,11 +344,13 @@ class Server:
         if client in self._clients:
             del self._clients[client]
             self._unauthenticated.discard(client)
+            self._arrivals.discard(client)
             self._dirty.pop(client, None)
             self._unfinished.pop(client, None)
             if client.watcher:
                 self._watchers.remove(client.watcher)
-            self._selector.unregister(client.connection.socket)
+            if client.registered:
+                self._selector.unregister(client.connection.socket)
             client.connection.close()
 
     def _say(self, about: str, sentence: str) -> None:
