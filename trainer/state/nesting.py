@@ -1,8 +1,8 @@
 """Refuses a file of torch.save whose values nest so deeply that reading it would end the process.
 
 `torch.load(weights_only=True)` runs no code, but it takes the hash of a tuple that is a key. Python computes that with
-a call for each tuple in the tuple and no limit: some 100,000 of them overflow the stack, and a few that each hold another
-one twice take for ever. The pickles in the file are read here first, without making anything of them.
+a call for each tuple in the tuple and no limit: some 100,000 of them overflow the stack, and a few, each of which holds
+another one twice, take for ever. The pickles in the file are read here first, without making anything of them.
 """
 
 from __future__ import annotations
