@@ -1,4 +1,4 @@
-"""Durable files, which are complete or absent even after a power cut; and the reader of JSON files."""
+"""Files: durable ones, complete or absent even after a power cut; ones that others may have put there; JSON."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import contextlib
 import json
 import math
 import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 TEMPORARY_SUFFIX = ".tmp"
 
@@ -32,6 +33,40 @@ def write_durably(path: Path, content: bytes) -> None:
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
             raise
+
+
+def open_regular(path: Path, *, follow: bool = False) -> IO[bytes]:
+    """Open a file that others may have put there; a symbolic link only with `follow`.
+
+    Raises OSError with a sentence where it is no regular file: a pipe would wait for its writer, a device has no end.
+    """
+    if not follow and path.is_symlink():
+        raise OSError(f"{path.name} is a symbolic link; put the file itself there")
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
+    descriptor = os.open(path, flags)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(f"{path.name} is no regular file")
+        return open(descriptor, "rb")  # noqa: PTH123
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def read_regular(path: Path, bytes_max: int, *, follow: bool = False) -> bytes:
+    """All of such a file. Raises OSError with a sentence where it has more than `bytes_max` bytes."""
+    with open_regular(path, follow=follow) as file:
+        require_size(path.name, os.fstat(file.fileno()).st_size, bytes_max)
+        # Somebody may write to it still.
+        content = file.read(bytes_max + 1)
+    require_size(path.name, len(content), bytes_max)
+    return content
+
+
+def require_size(name: str, size: int, bytes_max: int) -> None:
+    """Raise OSError with a sentence where a file has more bytes than one of its kind may have."""
+    if size > bytes_max:
+        raise OSError(f"{name} has {size:,} bytes, more than the {bytes_max:,} that one may have")
 
 
 def parse_json(text: str | bytes) -> Any:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import zlib
 from collections.abc import Iterable
 
-from elaunch.trainer.checkpoint.manifest import MANIFEST, PLAIN, Corrupt, Manifest, Mark
-from elaunch.trainer.checkpoint.storage import Folder, Storage, Where, storage_at
+from elaunch.trainer.checkpoint.manifest import MANIFEST, METADATA, PLAIN, Corrupt, Manifest, Mark
+from elaunch.trainer.checkpoint.storage import MANIFEST_BYTES_MAX, Folder, Storage, Where, storage_at
 
 __all__ = [
     "MANIFEST",
+    "METADATA",
     "PLAIN",
     "Corrupt",
     "Manifest",
@@ -19,6 +21,7 @@ __all__ = [
     "keep_newest",
     "marks",
     "read_manifest",
+    "read_verified",
     "verify",
 ]
 
@@ -48,7 +51,7 @@ def read_manifest(folder: Folder) -> Manifest:
     Raises Corrupt where it is missing, torn or another checkpoint's, ValueError where it is a newer release's, OSError.
     """
     try:
-        manifest = Manifest.from_bytes(folder.read(MANIFEST))
+        manifest = Manifest.from_bytes(folder.read(MANIFEST, MANIFEST_BYTES_MAX))
     except FileNotFoundError as error:
         raise Corrupt(f"its {MANIFEST} is missing or torn") from error
     # An object store has the attempt behind the mark.
@@ -60,15 +63,31 @@ def read_manifest(folder: Folder) -> Manifest:
 def verify(folder: Folder, manifest: Manifest, names: Iterable[str]) -> None:
     """Read these files of a checkpoint; raises Corrupt at the first that is not what the manifest says, OSError."""
     for name in names:
-        length, crc = manifest.files[name]
         try:
-            found_length, found_crc = folder.sums(name)
+            sums = folder.sums(name)
         except FileNotFoundError:
             raise Corrupt(f"{name} is missing") from None
-        if found_length != length:
-            raise Corrupt(f"{name} has {found_length} bytes, not {length}")
-        if found_crc != crc:
-            raise Corrupt(f"{name} has the CRC-32 {found_crc:08x}, not {crc:08x}")
+        _require_sums(manifest, name, sums)
+
+
+def read_verified(folder: Folder, manifest: Manifest, name: str, bytes_max: int) -> bytes:
+    """A file of a checkpoint, which is read once: what is verified is what is returned. Raises as `verify` does."""
+    if name not in manifest.files:
+        raise Corrupt(f"its {MANIFEST} has no {name}")
+    try:
+        content = folder.read(name, bytes_max)
+    except FileNotFoundError:
+        raise Corrupt(f"{name} is missing") from None
+    _require_sums(manifest, name, (len(content), zlib.crc32(content)))
+    return content
+
+
+def _require_sums(manifest: Manifest, name: str, sums: tuple[int, int]) -> None:
+    (length, crc), (found_length, found_crc) = manifest.files[name], sums
+    if found_length != length:
+        raise Corrupt(f"{name} has {found_length} bytes, not {length}")
+    if found_crc != crc:
+        raise Corrupt(f"{name} has the CRC-32 {found_crc:08x}, not {crc:08x}")
 
 
 def keep_newest(storage: Storage, count: int, published: Mark) -> None:

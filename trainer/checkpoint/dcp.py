@@ -4,7 +4,8 @@ DCP's own `save` and `load` agree between ranks by collectives in whatever threa
 disturb and in which a survivor of a failure waits for minutes. Here its planners, its writer and its reader are called
 one by one; who agrees with whom, and when, is the caller's. The files are DCP's, readable with its tools.
 
-DCP trusts what it reads: `.metadata` is a pickle. Here it is one that can make DCP's records and nothing else.
+DCP trusts what it reads: `.metadata` is a pickle. Here it is data, of which `dcp_records` makes DCP's records. It is
+read once, and what was read then says where everything is.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import pickle
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from typing import IO, Any, cast
 
 import torch
@@ -29,22 +29,28 @@ from torch.distributed.checkpoint.default_planner import (
     create_default_local_save_plan,
 )
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, WriteItem
-from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, WriteItem
 from torch.futures import Future
 
+from elaunch.trainer.checkpoint.dcp_records import Part, loads, read_metadata, read_part, require_files
 from elaunch.trainer.checkpoint.storage import Folder
 from elaunch.trainer.state import tree
+from elaunch.trainer.state.nesting import require_shallow
 
-_ALLOWED = {
-    *(("torch.distributed.checkpoint.metadata", name) for name in (*records.__all__, "_MEM_FORMAT_ENCODING")),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch.distributed.checkpoint.storage", "WriteResult"),
-    ("torch.serialization", "_get_layout"),
-    ("torch", "Size"),
-    ("pathlib", "PosixPath"),
-    ("pathlib._local", "PosixPath"),
-}
+__all__ = [
+    "Contents",
+    "Part",
+    "Plan",
+    "Staging",
+    "contents",
+    "fill",
+    "finish",
+    "loads",
+    "local_chunks",
+    "plan",
+    "read_part",
+    "write",
+]
 
 
 @dataclass(frozen=True)
@@ -53,14 +59,6 @@ class Plan:
 
     items: SavePlan
     metadata: records.Metadata | None
-
-
-@dataclass(frozen=True)
-class Part:
-    """What one rank has written: DCP's account of it, and length and CRC-32 of each file by name."""
-
-    results: list[WriteResult]
-    files: dict[str, tuple[int, int]]
 
 
 def plan(tensors: Mapping[str, Tensor], paths: Mapping[str, tree.Path], group: dist.ProcessGroup | None) -> Plan:
@@ -145,30 +143,47 @@ def finish(folder: Folder, metadata: records.Metadata, parts: Sequence[Part]) ->
     return Part([], {name.removesuffix(".tmp"): seal for name, seal in disk.files.items()})
 
 
-def read(folder: Folder, targets: Mapping[str, Tensor]) -> None:
-    """Fill `targets`, DTensors too, from the checkpoint in `folder`, however many ranks have written it."""
-    reader = _Reader(folder)
-    metadata = reader.read_metadata()
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=True)
-    planner.set_up_planner(dict(targets), metadata)
-    items = planner.finish_plan(planner.create_local_plan())
-    reader.set_up_storage_reader(metadata, is_coordinator=False)
-    reader.read_data(items, planner).wait()
+@dataclass(frozen=True)
+class Contents:
+    """What `.metadata` says of a checkpoint in `folder`: its tensors, and where they lie in its `files`."""
 
+    folder: Folder
+    metadata: records.Metadata
+    files: frozenset[str]
 
-def read_kinds(folder: Folder) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Size and type of each tensor in the checkpoint by its name."""
-    found = {}
-    for name, entry in _Reader(folder).read_metadata().state_dict_metadata.items():
-        if isinstance(entry, records.TensorStorageMetadata):
+    @property
+    def kinds(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
+        """Size and type of each tensor by its name."""
+        found = {}
+        for name, entry in self.metadata.state_dict_metadata.items():
+            assert isinstance(entry, records.TensorStorageMetadata)
             found[name] = (entry.size, entry.properties.dtype)
-    return found
+        return found
+
+    @property
+    def paths(self) -> dict[str, tree.Path]:
+        """The path of each tensor by its name, all keys as strings."""
+        paths: dict[str, tree.Path] = self.metadata.planner_data
+        return paths
+
+    def read(self, targets: Mapping[str, Tensor]) -> None:
+        """Fill `targets`, DTensors too, however many ranks have written the checkpoint."""
+        reader = _Reader(self.folder, self.files)
+        planner = _LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=True)
+        planner.set_up_planner(dict(targets), self.metadata)
+        items = planner.finish_plan(planner.create_local_plan())
+        reader.set_up_storage_reader(self.metadata, is_coordinator=False)
+        reader.read_data(items, planner).wait()
 
 
-def read_paths(folder: Folder) -> dict[str, tree.Path]:
-    """The path of each tensor in the checkpoint by its name, all keys as strings."""
-    paths: dict[str, tree.Path] = _Reader(folder).read_metadata().planner_data
-    return paths
+def contents(folder: Folder, metadata: bytes, lengths: Mapping[str, int]) -> Contents:
+    """What the bytes of `.metadata` say; `lengths` are those of all files in the folder by name.
+
+    Raises pickle.UnpicklingError.
+    """
+    found = read_metadata(metadata)
+    require_files(found, lengths)
+    return Contents(folder, found, frozenset(lengths))
 
 
 def local_chunks(tensors: Mapping[str, Tensor]) -> list[tuple[Tensor, WriteItem]]:
@@ -193,38 +208,21 @@ def fill(target: Tensor, name: str, whole: Tensor) -> None:
         part.copy_(source)
 
 
-def loads(content: bytes) -> Any:
-    """Read a pickle of DCP's records; raises pickle.UnpicklingError at the first thing that is something else."""
-    return _Unpickler(io.BytesIO(content)).load()
-
-
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _ALLOWED or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
-            return super().find_class(module, name)
-        if (module, name) == (Part.__module__, Part.__name__):
-            return Part
-        if (module, name) == ("builtins", "getattr"):
-            return _member
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which has no place in a checkpoint")
-
-
-def _member(kind: object, name: str) -> Enum:
-    """By which Python 3.11.0 to 3.11.3 pickle an enum's member, with `getattr` itself; of nothing else is it read."""
-    if isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__:
-        return kind[name]
-    raise pickle.UnpicklingError(f"it names {name!r} of {kind!r}, which is no member of an enum")
+class _LoadPlanner(DefaultLoadPlanner):
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """DCP's would unpickle them, whatever they are."""
+        raise pickle.UnpicklingError(f"{read_item.storage_index.fqn} is no tensor")
 
 
 class _Reader(FileSystemReader):
-    def __init__(self, folder: Folder) -> None:
+    def __init__(self, folder: Folder, files: frozenset[str]) -> None:
         super().__init__("unused")
         self._folder = folder
-        self.fs = _Files(folder)
+        self.fs = _Files(folder, readable=files)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> records.Metadata:
-        metadata: records.Metadata = loads(self._folder.read(".metadata"))
-        return metadata
+        """Torch's unpickles the file."""
+        raise NotImplementedError
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         if self._folder.is_remote:
@@ -238,11 +236,14 @@ class _Reader(FileSystemReader):
         return super().read_data(plan, planner)
 
     def _slice_file(self, file: IO[bytes], sinfo: Any) -> IO[bytes]:
-        if not self._folder.is_remote:
-            return super()._slice_file(file, sinfo)
-        # torch reads a tensor's end first, then its beginning: once over the network is enough.
-        file.seek(sinfo.offset)
-        return io.BytesIO(file.read(sinfo.length))
+        if self._folder.is_remote:
+            # torch reads a tensor's end first, then its beginning: once over the network is enough.
+            file.seek(sinfo.offset)
+            tensor: IO[bytes] = io.BytesIO(file.read(sinfo.length))
+        else:
+            tensor = super()._slice_file(file, sinfo)
+        require_shallow(tensor)
+        return tensor
 
 
 @dataclass
@@ -250,6 +251,7 @@ class _Files(FileSystem):
     """The files of a folder, by name, with length and CRC-32 of those that are written; the first OSError is kept."""
 
     folder: Folder
+    readable: frozenset[str] = frozenset()
     files: dict[str, tuple[int, int]] = field(default_factory=dict)
     error: OSError | None = None
 
@@ -260,6 +262,8 @@ class _Files(FileSystem):
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
         name = os.fspath(path)
         if mode == "rb":
+            if name not in self.readable:
+                raise pickle.UnpicklingError(f"{name!r:.200} is none of the checkpoint's files")
             with self.folder.open(name) as file:
                 yield file
             return

@@ -3,20 +3,35 @@
 from __future__ import annotations
 
 import contextlib
+import pickle
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from elaunch.trainer.checkpoint import single_file
-from elaunch.trainer.checkpoint.catalog import PLAIN, Corrupt, Manifest, Mark, found, read_manifest, verify
-from elaunch.trainer.checkpoint.storage import Folder, Storage
+from elaunch.trainer.checkpoint.catalog import (
+    METADATA,
+    PLAIN,
+    Corrupt,
+    Manifest,
+    Mark,
+    found,
+    read_manifest,
+    read_verified,
+    verify,
+)
+from elaunch.trainer.checkpoint.storage import METADATA_BYTES_MAX, PLAIN_BYTES_MAX, Folder, Storage
 from elaunch.trainer.checkpoint.urls import StorageError
 from elaunch.trainer.ranks.agreement import Ranks
 from elaunch.trainer.state.tree import Path as Place
 from elaunch.trainer.state.tree import PerRank, State, Tree, flatten, is_shard, rebuild, some, unpack
+
+if TYPE_CHECKING:
+    # torch.distributed.checkpoint takes a while to import; see `Checkpoints`.
+    from elaunch.trainer.checkpoint.dcp import Contents
 
 Kinds = dict[str, tuple[torch.Size, torch.dtype]]
 
@@ -64,15 +79,16 @@ def load_from_all(storage: Storage, state: State, ranks: Ranks, say: Callable[[s
             _require_read(unread if offer.whole is None else [], ranks)
             return _send(offer.mark, str(offer.folder), offer.whole, state, ranks)
         folder = storage.folder(name)
-        problems = ranks.from_all(_problem(folder, manifest, ranks))
+        opened, problem = _open_share(folder, manifest, ranks)
+        problems = ranks.from_all(problem)
         if unseen := [rank for rank, problem in enumerate(problems) if isinstance(problem, _Unseen)]:
             raise ValueError(
                 f"rank {unseen[0]} does not see {folder}, which rank 0 found; the checkpoints of a sharded state need "
                 "a directory that all ranks share"
             )
         found_wrong = [problem for problem in problems if problem is not None]
-        if not found_wrong:
-            _read_share(folder, state)
+        if opened is not None and not found_wrong:
+            _read_share(opened, state)
             return mark
         # One rank's proof is enough, whatever the others could not read.
         worst = next((problem for problem in found_wrong if isinstance(problem, Corrupt)), found_wrong[0])
@@ -106,15 +122,43 @@ class _Unseen(Exception):
     """There is no such folder for this rank."""
 
 
-def _problem(folder: Folder, manifest: Manifest, ranks: Ranks) -> Exception | None:
-    """What is wrong with this rank's share of the files, if anything."""
+@dataclass(frozen=True)
+class _Opened:
+    """A verified checkpoint: what `.metadata` says, and the packed plain values."""
+
+    contents: Contents
+    packed: bytes
+
+
+def _open(folder: Folder, manifest: Manifest) -> _Opened:
+    """Raises Corrupt, OSError, and pickle.UnpicklingError for what this release does not write."""
+    from elaunch.trainer.checkpoint import dcp
+
+    packed = read_verified(folder, manifest, PLAIN, PLAIN_BYTES_MAX)
+    metadata = read_verified(folder, manifest, METADATA, METADATA_BYTES_MAX)
+    lengths = {name: length for name, (length, _) in manifest.files.items()}
+    return _Opened(dcp.contents(folder, metadata, lengths), packed)
+
+
+def _tensor_files(manifest: Manifest) -> list[str]:
+    return sorted(name for name in manifest.files if name not in (PLAIN, METADATA))
+
+
+def _open_share(folder: Folder, manifest: Manifest, ranks: Ranks) -> tuple[_Opened | None, Exception | None]:
+    """The checkpoint, once this rank's share of the files is verified; or what is wrong with it."""
     try:
         if not folder.is_there():
-            return _Unseen()
-        verify(folder, manifest, sorted(manifest.files)[ranks.rank :: ranks.world_size])
-    except (Corrupt, OSError) as error:
-        return error
-    return None
+            return None, _Unseen()
+        verify(folder, manifest, _tensor_files(manifest)[ranks.rank :: ranks.world_size])
+        opened = _open(folder, manifest)
+        # What cannot be unpacked is passed over by all ranks, as what is torn.
+        unpack(opened.packed)
+    except (Corrupt, OSError, MemoryError) as error:
+        return None, error
+    except Exception as error:
+        # Another's exception may not survive the way to the other ranks.
+        return None, pickle.UnpicklingError(_reason(error))
+    return opened, None
 
 
 def _read(mark: Mark, folder: Folder, targets: Mapping[str, Tensor]) -> _Whole:
@@ -125,15 +169,14 @@ def _read(mark: Mark, folder: Folder, targets: Mapping[str, Tensor]) -> _Whole:
     if folder.single is not None:
         held = flatten(single_file.read(folder.single, mark.step))
         return _Whole(held.plain, held.paths, held.tensors)
-    from elaunch.trainer.checkpoint import dcp
-
     manifest = read_manifest(folder)
-    verify(folder, manifest, manifest.files)
-    plain, paths, _ = unpack(folder.read(PLAIN))
-    kinds = dcp.read_kinds(folder)
+    verify(folder, manifest, _tensor_files(manifest))
+    opened = _open(folder, manifest)
+    plain, paths, _ = unpack(opened.packed)
+    kinds = opened.contents.kinds
     tensors = {name: _empty(kinds[name]) for name in paths}
     tensors |= {n: t for n, t in targets.items() if n in tensors and (t.shape, t.dtype) == kinds[n]}
-    dcp.read(folder, tensors)
+    opened.contents.read(tensors)
     return _Whole(plain, paths, tensors)
 
 
@@ -170,12 +213,11 @@ def _sendable(tensor: Tensor) -> Tensor:
     return tensor.cpu().contiguous()
 
 
-def _read_share(folder: Folder, state: State) -> None:
+def _read_share(opened: _Opened, state: State) -> None:
     """Put this rank's part of a verified checkpoint into its state."""
-    from elaunch.trainer.checkpoint import dcp
-
-    share = Share(state, folder.read(PLAIN), dcp.read_kinds(folder), dcp.read_paths(folder), str(folder))
-    dcp.read(folder, share.tensors)
+    contents = opened.contents
+    share = Share(state, opened.packed, contents.kinds, contents.paths, str(contents.folder))
+    contents.read(share.tensors)
     share.put()
 
 

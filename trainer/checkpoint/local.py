@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import IO, cast
 
 from elaunch.trainer.checkpoint.manifest import MANIFEST, Manifest, Mark
-from elaunch.trainer.checkpoint.storage import Folder
-from elaunch.trainer.files import sync_directory, write_durably
+from elaunch.trainer.checkpoint.storage import METADATA_BYTES_MAX, NOTE_BYTES_MAX, Folder
+from elaunch.trainer.files import open_regular, read_regular, sync_directory, write_durably
 
 CORRUPT_SUFFIX = ".corrupt"
 _HIDDEN = re.compile(r"\.(generation-(\d+)-step-\d+)\.\w+\.(?:writing|old|replaced)")
@@ -53,19 +53,19 @@ class LocalFolder:
     def names(self) -> list[str]:
         return [path.name for path in self.path.iterdir()]
 
-    def read(self, name: str) -> bytes:
-        return (self.path / name).read_bytes()
+    def read(self, name: str, bytes_max: int = METADATA_BYTES_MAX) -> bytes:
+        return read_regular(self.path / name, bytes_max)
 
     def sums(self, name: str) -> tuple[int, int]:
         length = crc = 0
-        with (self.path / name).open("rb") as file:
+        with open_regular(self.path / name) as file:
             while block := file.read(_BLOCK_BYTES):
                 length += len(block)
                 crc = zlib.crc32(block, crc)
         return length, crc
 
     def open(self, name: str) -> IO[bytes]:
-        return (self.path / name).open("rb")
+        return open_regular(self.path / name)
 
     @contextlib.contextmanager
     def create(self, name: str) -> Iterator[IO[bytes]]:
@@ -176,7 +176,8 @@ class LocalStorage:
 
     def read_note(self, name: str) -> bytes | None:
         try:
-            return (self.directory / name).read_bytes()
+            # The user's own, and shared by runs perhaps.
+            return read_regular(self.directory / name, NOTE_BYTES_MAX, follow=True)
         except FileNotFoundError:
             return None
 

@@ -17,6 +17,8 @@ from elaunch.trainer.files import parse_json
 MANIFEST = "manifest.json"
 # The file that holds all of a state that is no tensor.
 PLAIN = "plain.pt"
+# DCP's account of where each tensor lies.
+METADATA = ".metadata"
 _FORMAT = 1
 _NAME = re.compile(r"generation-(\d+)-step-(\d+)(\.pt)?")
 
@@ -80,12 +82,17 @@ class Manifest:
         return manifest
 
 
+def is_file_name(name: str) -> bool:
+    """Whether it names a file in a folder, and nothing above or below it."""
+    return name not in ("", ".", "..") and "/" not in name and "\0" not in name
+
+
 def _manifest_of(record: dict[str, Any]) -> Manifest:
     """Raises KeyError, TypeError, AttributeError and ValueError."""
     mark = Mark(record["generation"], record["step"])
     files = {}
     for name, (length, crc) in record["files"].items():
-        if type(length) is not int or type(crc) is not int or PurePath(name).name != name:
+        if type(length) is not int or type(crc) is not int or not is_file_name(name):
             raise ValueError(f"{name!r} is no file with its length and CRC")
         files[name] = (length, crc)
     if any(type(number) is not int for number in (mark.generation, mark.step, record["world_size"])):

@@ -20,8 +20,9 @@ from pathlib import Path, PurePath
 from typing import IO, Any, cast
 
 from elaunch.trainer.checkpoint.manifest import MANIFEST, Manifest, Mark
-from elaunch.trainer.checkpoint.storage import Folder
+from elaunch.trainer.checkpoint.storage import MANIFEST_BYTES_MAX, METADATA_BYTES_MAX, NOTE_BYTES_MAX, Folder
 from elaunch.trainer.checkpoint.urls import StorageError, Url, connect, plain_errors
+from elaunch.trainer.files import require_size
 
 # Takes the manifest's place in what has proved to be corrupt.
 _SET_ASIDE = "manifest.corrupt.json"
@@ -70,16 +71,13 @@ class ObjectFolder:
 
     def size(self, name: str) -> int | None:
         """In bytes; None where it is not there, which nothing but the store's own word proves."""
-        with self._storage.errors():
-            self._storage.system.invalidate_cache()
-            try:
-                return int(self._storage.system.info(self._path(name))["size"])
-            except FileNotFoundError:
-                return None
+        try:
+            return self._storage.size(f"{self._name}/{name}")
+        except FileNotFoundError:
+            return None
 
-    def read(self, name: str) -> bytes:
-        with self._storage.errors():
-            return bytes(self._storage.system.cat_file(self._path(name)))
+    def read(self, name: str, bytes_max: int = METADATA_BYTES_MAX) -> bytes:
+        return self._storage.read(f"{self._name}/{name}", bytes_max)
 
     def sums(self, name: str) -> tuple[int, int]:
         length = crc = 0
@@ -190,7 +188,7 @@ class ObjectStorage:
 
     def set_aside(self, folder: Folder) -> None:
         with contextlib.suppress(OSError):
-            content = folder.read(MANIFEST) if folder.present([MANIFEST]) else b""
+            content = folder.read(MANIFEST, MANIFEST_BYTES_MAX) if folder.present([MANIFEST]) else b""
             folder.write(_SET_ASIDE, content)
             folder.remove([MANIFEST])
 
@@ -230,8 +228,7 @@ class ObjectStorage:
 
     def read_note(self, name: str) -> bytes | None:
         try:
-            with self.errors():
-                return bytes(self.system.cat_file(f"{self.root}/{name}"))
+            return self.read(name, NOTE_BYTES_MAX)
         except FileNotFoundError:
             return None
 
@@ -259,6 +256,22 @@ class ObjectStorage:
     def errors(self) -> contextlib.AbstractContextManager[None]:
         """Around all that fsspec does."""
         return plain_errors(self._url)
+
+    def size(self, name: str) -> int:
+        """Of an object below this URL, in bytes; raises FileNotFoundError."""
+        with self.errors():
+            self.system.invalidate_cache()
+            return int(self.system.info(f"{self.root}/{name}")["size"])
+
+    def read(self, name: str, bytes_max: int) -> bytes:
+        """All of an object below this URL; raises FileNotFoundError, and OSError where it is larger."""
+        size = self.size(name)
+        require_size(PurePath(name).name, size, bytes_max)
+        if not size:
+            return b""
+        # No more than that, were it another object by now.
+        with self.errors():
+            return bytes(self.system.cat_file(f"{self.root}/{name}", start=0, end=size))
 
     def listed(self, name: str) -> list[str]:
         """The names below this URL, or below one of its folders; none where there is nothing."""

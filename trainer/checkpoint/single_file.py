@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import zipfile
 from collections.abc import Mapping
@@ -13,7 +14,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from elaunch.trainer.checkpoint.catalog import Corrupt
+from elaunch.trainer.files import open_regular
 from elaunch.trainer.state.model_state import is_sharded, unwrap
+from elaunch.trainer.state.nesting import require_shallow, require_shallow_value
 from elaunch.trainer.state.tree import State, some, tensors_in, tensors_sha256
 
 _MODEL_KEYS = ("model", "model_state_dict", "state_dict", "module")
@@ -28,7 +31,9 @@ _ZIP_READER = "PytorchStreamReader"
 def read(path: Path, step: int) -> State:
     """The state in `generation-G-step-S.pt`; raises Corrupt where it is not whole, and what else torch raises."""
     try:
-        state: State = torch.load(path, map_location="cpu", weights_only=True)
+        state: State = _read_file(path)
+        if not isinstance(state, dict):
+            raise ValueError(f"it holds a {type(state).__name__}, not a dictionary")
         expected, held = state.pop("sha256"), state["step"]
     except _TORN as error:
         raise Corrupt(str(error)) from error
@@ -72,7 +77,7 @@ def load_plain(path: str | Path, model: nn.Module, optimizer: Optimizer | None =
 
 def _load(path: Path) -> Mapping[str, Any]:
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        content = _read_file(path)
     except pickle.UnpicklingError as error:
         raise ValueError(
             f"{path} holds more than tensors and plain values, or is torn ({str(error).splitlines()[0]}); "
@@ -80,6 +85,16 @@ def _load(path: Path) -> Mapping[str, Any]:
         ) from error
     if not isinstance(content, Mapping):
         raise ValueError(f"{path} holds a {type(content).__name__}, not a dictionary")
+    return content
+
+
+def _read_file(path: Path) -> Any:
+    """What torch.save has put there, a symbolic link too. Raises OSError where it is a pipe or a device."""
+    with open_regular(path, follow=True) as file:
+        require_shallow(file, old=True)
+        file.seek(0)
+        content = torch.load(file, map_location="cpu", weights_only=True)
+        require_shallow_value(content, 4 * os.fstat(file.fileno()).st_size)
     return content
 
 

@@ -14,6 +14,13 @@ from typing import IO, Protocol, TypeAlias
 
 from elaunch.trainer.checkpoint.manifest import Manifest, Mark
 
+# What is read as a whole may be no larger: whoever writes the folder would choose how much memory it takes. A line of
+# the manifest is about 60 bytes for each rank, DCP's metadata about 200 for each piece of a tensor.
+MANIFEST_BYTES_MAX = 64 << 20
+METADATA_BYTES_MAX = 1 << 30
+PLAIN_BYTES_MAX = 1 << 30
+NOTE_BYTES_MAX = 16 << 20
+
 
 class Folder(Protocol):
     """The files of one checkpoint. All methods raise OSError; `str()` of it is for people."""
@@ -39,8 +46,8 @@ class Folder(Protocol):
     def names(self) -> list[str]:
         """All files."""
 
-    def read(self, name: str) -> bytes:
-        """All of a file; raises FileNotFoundError."""
+    def read(self, name: str, bytes_max: int = METADATA_BYTES_MAX) -> bytes:
+        """All of a file; raises FileNotFoundError, and OSError with a sentence where it is larger."""
 
     def sums(self, name: str) -> tuple[int, int]:
         """Length in bytes and CRC-32 of a file; raises FileNotFoundError."""

@@ -15,8 +15,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from elaunch.trainer.checkpoint import dcp
-from elaunch.trainer.checkpoint.catalog import PLAIN, Manifest, Mark, keep_newest
-from elaunch.trainer.checkpoint.storage import Folder, Storage
+from elaunch.trainer.checkpoint.catalog import METADATA, PLAIN, Manifest, Mark, keep_newest
+from elaunch.trainer.checkpoint.storage import METADATA_BYTES_MAX, PLAIN_BYTES_MAX, Folder, Storage
+from elaunch.trainer.files import require_size
 
 # A look over a network may fail; so many in a row are no accident.
 _FAILED_LOOKS_MAX = 10
@@ -129,14 +130,14 @@ class Writing:
         while missing:
             told: dict[str, bytes] = {}
             try:
-                told = {name: order.folder.read(name) for name in order.folder.present(missing)}
+                told = {name: order.folder.read(name, METADATA_BYTES_MAX) for name in order.folder.present(missing)}
                 failed_looks = 0
             except OSError:
                 failed_looks += 1
                 if failed_looks == _FAILED_LOOKS_MAX:
                     raise
             for name, content in told.items():
-                parts[missing.pop(name)] = dcp.loads(content) if content else None
+                parts[missing.pop(name)] = dcp.read_part(content) if content else None
             order.folder.remove(told)
             if missing and self._given_up.wait(order.storage.poll_s):
                 return []
@@ -150,6 +151,9 @@ class Writing:
         order.folder.write(PLAIN, order.plain)
         for part in (*parts, dcp.finish(order.folder, order.plan.metadata, parts)):
             files.update(part.files)
+        # Nothing is published that no rank would read.
+        require_size(METADATA, files[METADATA][0], METADATA_BYTES_MAX)
+        require_size(PLAIN, files[PLAIN][0], PLAIN_BYTES_MAX)
         order.storage.publish(order.folder, Manifest(order.mark, order.ranks, files))
         return sum(length for length, _ in files.values())
 

@@ -245,9 +245,24 @@ class _StateUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         try:
-            return _PLAIN[module, name]
+            return _Maker(_PLAIN[module, name])
         except KeyError:
             raise pickle.UnpicklingError(f"{module}.{name} is not a plain value") from None
+
+
+class _Maker:
+    """Stands for a type while a skeleton is read: it makes values, and nothing can be set on it or on the type."""
+
+    __slots__ = ("_kind",)
+
+    def __init__(self, kind: Any) -> None:
+        self._kind = kind
+
+    def __call__(self, *args: Any) -> Any:
+        return self._kind(*args)
+
+    def __setstate__(self, state: object) -> None:
+        raise pickle.UnpicklingError("a type has no state")
 
 
 def _view(data: Tensor, dtype: torch.dtype, shape: tuple[int, ...], offset: int) -> Tensor:

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from elaunch.trainer.state.nesting import require_shallow, require_shallow_value
+
 State = dict[str, Any]
 Path = tuple[str | int, ...]
 
@@ -142,8 +144,15 @@ def pack(tree: Tree) -> bytes:
 
 
 def unpack(content: bytes | bytearray) -> tuple[Any, dict[str, Path], list[Path]]:
-    """What `pack` was given: plain values, paths of tensors by name, paths of PerRanks. Runs no code from it."""
-    held = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    """What `pack` was given: plain values, paths of tensors by name, paths of PerRanks. Runs no code from it.
+
+    Raises pickle.UnpicklingError, and what else torch raises, for what is nothing of the kind.
+    """
+    file = io.BytesIO(content)
+    require_shallow(file)
+    held = torch.load(file, map_location="cpu", weights_only=True)
+    # Each value takes a byte at least where it is not one that was there before.
+    require_shallow_value(held, 4 * len(content))
     return held["plain"], held["tensors"], held["per_rank"]
 
 

@@ -207,7 +207,7 @@ def test_checkpoints_elsewhere_that_cannot_be_reached_stop_a_start_but_no_restar
     def away(*_: object, **__: object) -> None:
         raise ConnectionError("connection refused")
 
-    monkeypatch.setattr(MemoryFileSystem, "cat_file", away)
+    monkeypatch.setattr(MemoryFileSystem, "info", away)
     _, config, corpus = run
     place = "memory://bucket/away"
     directory = RunDirectory(tmp_path / "out", place)

@@ -1,0 +1,138 @@
+"""Files of torch.save that nest too deeply are refused; all others are read. Skeletons give no type a state."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections import Counter, OrderedDict
+from typing import Any
+
+import pytest
+import torch
+
+from elaunch.trainer.state.nesting import DEPTH_MAX, require_shallow, require_shallow_value, scan
+from elaunch.trainer.state.packing import PAGE, Header, unpack
+from elaunch.trainer.state.tree import flatten, pack
+from elaunch.trainer.state.tree import unpack as unpack_plain
+from elaunch.trainer.state.version import Version
+from tests.fuzzing import bounded
+
+VALUES: list[Any] = [
+    None,
+    [1, -1, 1 << 40, 1.5, "text", b"bytes", True, 2 + 1j],
+    {"a": (1, (2, (3,))), 7: [[], {}, ()]},
+    {1, 2},
+    Counter({(1, 2): 3}),
+    OrderedDict(a=torch.ones(3)),
+    torch.Size([1, 2]),
+    torch.bfloat16,
+    torch.device("cpu"),
+    [(i, str(i)) for i in range(3000)],
+]
+
+
+def saved(value: object, **options: Any) -> io.BytesIO:
+    file = io.BytesIO()
+    torch.save(value, file, **options)
+    file.seek(0)
+    return file
+
+
+@pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
+def test_what_torch_saves_is_scanned_to_its_end(value: object) -> None:
+    file = saved([value] * 2)
+
+    content = torch._C.PyTorchFileReader(file).get_record("data.pkl")
+    file.seek(0)
+    require_shallow(file)
+
+    assert scan(content, 0) == len(content)
+    assert file.tell() == 0
+
+
+def test_a_file_of_torch_before_1_6_is_scanned_where_it_may_be_one(tmp_path: Any) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+
+    with (tmp_path / "old.pt").open("rb") as file:
+        require_shallow(file, old=True)
+        with pytest.raises(pickle.UnpicklingError, match=r"no file of torch\.save"):
+            require_shallow(file)
+
+
+def pair_of_pairs(depth: int) -> tuple[Any, ...]:
+    value: tuple[Any, ...] = ()
+    for _ in range(depth):
+        value = (value, value)
+    return value
+
+
+def in_tuples(depth: int) -> tuple[Any, ...]:
+    value: tuple[Any, ...] = ()
+    for _ in range(depth):
+        value = (value,)
+    return value
+
+
+def in_lists(depth: int) -> list[Any]:
+    value: list[Any] = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"\x80\x02" + b")" + b"\x85" * 3_000_000 + b".",
+        b"\x80\x02" + b"(" * 600 + b"t" * 600 + b".",
+        b"\x80\x02" + b")q\x00" + b"h\x00h\x00\x86q\x00" * 60 + b".",
+        b"\x80\x02)" + b"q\x000h\x00\x85" * 1000,
+        b"\x80\x02}X\xff\xff\xff\xff",
+        b"\x80\x02t.",
+        b"\x80\x02\x86.",
+        b"cno line",
+        b"",
+        b"\x93",
+    ],
+    ids=["tuples", "marked", "doubled", "by memory", "text", "no mark", "nothing", "line", "empty", "instruction"],
+)
+def test_a_pickle_that_nests_too_deeply_or_is_none_is_refused(content: bytes) -> None:
+    with bounded(cpu_s=20), pytest.raises(pickle.UnpicklingError):
+        scan(content, 0)
+
+
+@pytest.mark.parametrize("value", [pair_of_pairs(60), {"a": pair_of_pairs(60)}])
+def test_plain_values_that_are_in_too_many_places_are_refused(value: Any) -> None:
+    packed = saved({"plain": value, "tensors": {}, "per_rank": []}).getvalue()
+
+    with bounded(), pytest.raises(pickle.UnpicklingError, match="too many places"):
+        unpack_plain(packed)
+
+
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [(in_lists(DEPTH_MAX + 10), "nests"), (in_tuples(100_000), "nests"), ([[0] * 50] * 300, "too many places")],
+    ids=["lists", "tuples", "many"],
+)
+def test_values_that_nest_too_deeply_are_refused(value: Any, why: str) -> None:
+    with bounded(), pytest.raises(pickle.UnpicklingError, match=why):
+        require_shallow_value(value, 10_000)
+
+
+def test_what_a_state_may_nest_is_read() -> None:
+    state = {"a": in_lists(100), "b": in_tuples(100), "c": [{"d": [1.5] * 10_000}] * 50}
+
+    assert unpack_plain(pack(flatten(state)))[0] == state
+
+
+@pytest.mark.parametrize("name", [("collections", "Counter"), ("collections", "OrderedDict"), ("torch", "Size")])
+@pytest.mark.parametrize("state", [b"}X\x01\x00\x00\x00aK\x01s", b"N}X\x01\x00\x00\x00aK\x01s\x86"])
+def test_a_skeleton_gives_no_type_a_state(name: tuple[str, str], state: bytes) -> None:
+    skeleton = b"\x80\x02c" + "\n".join(name).encode() + b"\n" + state + b"b."
+    region = torch.zeros(3 * PAGE, dtype=torch.uint8)
+    region[PAGE : PAGE + len(skeleton)] = torch.frombuffer(bytearray(skeleton), dtype=torch.uint8)
+
+    with pytest.raises(pickle.UnpicklingError):
+        unpack(region, Header(b"l" * 16, Version(1, 2), len(skeleton), PAGE, PAGE, 0, 0))
+
+    assert not hasattr(Counter, "a")
