@@ -52,6 +52,8 @@ __all__ = [
     "write",
 ]
 
+_SMALL_BYTES = 1 << 20
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -236,8 +238,9 @@ class _Reader(FileSystemReader):
         return super().read_data(plan, planner)
 
     def _slice_file(self, file: IO[bytes], sinfo: Any) -> IO[bytes]:
-        if self._folder.is_remote:
-            # torch reads a tensor's end first, then its beginning: once over the network is enough.
+        if self._folder.is_remote or sinfo.length <= _SMALL_BYTES:
+            # torch reads a tensor's end first, then its beginning: once over the network is enough. Of a small one
+            # each look costs more than its bytes.
             file.seek(sinfo.offset)
             tensor: IO[bytes] = io.BytesIO(file.read(sinfo.length))
         else:
