@@ -10,7 +10,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +20,7 @@ from elaunch.rendezvous.endpoint import Access, Endpoint
 from elaunch.rendezvous.etcd.json_transport import JsonTransport
 from elaunch.rendezvous.etcd.store import EtcdStore
 from tests.certificates import Certificates
-from tests.harness import wait_for
+from tests.harness import free_ports, wait_for
 
 VERSIONS = ("3.4", "3.5")
 TRANSPORTS = ("gateway", "grpc")
@@ -52,19 +51,6 @@ def client(
 
         return EtcdStore(endpoints, access, deadline_s, GrpcTransport(access))
     return EtcdStore(endpoints, access, deadline_s, JsonTransport(access.tls, access.bearer))
-
-
-def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
-    """Ports that nobody had a moment ago."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sockets = [socket.socket(family) for _ in range(count)]
-    try:
-        for each in sockets:
-            each.bind((host, 0))
-        return [each.getsockname()[1] for each in sockets]
-    finally:
-        for each in sockets:
-            each.close()
 
 
 class Member:

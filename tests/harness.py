@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -211,3 +214,19 @@ def script(folder: Path, text: str, name: str = "train.py") -> Path:
     path = folder / name
     path.write_text(text)
     return path
+
+
+def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
+    """Ports that nobody had a moment ago, below those that the kernel gives to connections.
+
+    A client that tries such a port before its server listens could otherwise be connected to itself: the kernel may
+    choose that very port for the client's end.
+    """
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    found: list[int] = []
+    while len(found) < count:
+        port = random.SystemRandom().randrange(lowest // 3, lowest)
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe, suppress(OSError):
+            probe.bind((host, port))
+            found.append(port)
+    return found

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -16,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.harness import DEADLINE_S, environment, wait_for
+from tests.harness import DEADLINE_S, environment, free_ports, wait_for
 
 
 @dataclass(frozen=True)
@@ -112,8 +111,7 @@ class Ranks:
         env: Mapping[str, str] | None = None,
         envs: Mapping[int, Mapping[str, str]] | None = None,
     ) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = str(probe.getsockname()[1])
+        port = str(free_ports(1)[0])
         common = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **(env or {})}
         own = [{"RANK": str(rank), "LOCAL_RANK": str(rank), **(envs or {}).get(rank, {})} for rank in range(world_size)]
         self._nursery = nursery

@@ -128,7 +128,8 @@ class StoreClient:
             leases = {op.lease for op in (*txn.then, *txn.otherwise) if isinstance(op, Put)}
             if self._lease not in leases and self._run_lease in leases - {0}:
                 # If the opening of a generation were dropped, no node would notice, and this node would wait for ever.
-                # If the lease has really ended, its keys are gone, and the watch tells that.
+                # If the lease has really ended, or the store has lost its history, a read tells that.
+                self._view.refresh()
                 raise Rejected(f"{error}, and the job's keys stand on it") from error
             if tag:
                 self._post(Committed(tag, False, 0))

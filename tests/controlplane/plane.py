@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.etcd import Etcd, free_ports
-from tests.harness import wait_for
+from tests.etcd import Etcd
+from tests.harness import free_ports, wait_for
 from tests.manifests import Object, kubectl
 
 BINARIES = Path(os.environ.get("ELAUNCH_CONTROL_PLANE", Path.home() / ".cache" / "elaunch-control-plane")) / "bin"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import py_compile
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.harness import COMMAND, Job, environment, finished, script, wait_for
+from tests.harness import COMMAND, Job, environment, finished, free_ports, script, wait_for
 
 LIGHT = ("--preload", "json", "--max-restarts", "0")
 
@@ -153,8 +152,7 @@ def test_a_compiled_script_runs(tmp_path: Path) -> None:
 
 
 def test_a_port_that_was_asked_for_is_the_jobs_between_generations_too(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    (port,) = free_ports(1)
     script(
         tmp_path,
         "import os, time\n"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -18,7 +17,7 @@ import psutil
 import pytest
 
 from elaunch.trainer.checkpoint.checkpoints import marks
-from tests.harness import slow, wait_for
+from tests.harness import free_ports, slow, wait_for
 
 SHAPE = ["--steps", "40", "--global-batch", "6", "--checkpoint-every", "1", "--layers", "2", "--width", "32"]
 SHAPE += ["--heads", "2", "--context", "16", "--dropout", "0.1", "--seed", "5", "--micro-batch", "1"]
@@ -248,8 +247,7 @@ def test_of_several_workers_only_rank_0_refuses_and_exits_first(start: Start) ->
 def test_a_signal_to_one_worker_stops_all_at_the_same_step_with_a_checkpoint(
     start: Start, tmp_path: Path, signum: signal.Signals, told: int
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = str(probe.getsockname()[1])
+    port = str(free_ports(1)[0])
     environ = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     endless = [*SHAPE, "--steps", "1000000", "--checkpoint-every", "1000000"]
     ranks = [start(*TRAINER, "--out", "run", *endless, **environ, RANK=str(rank)) for rank in range(2)]

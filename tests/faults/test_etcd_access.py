@@ -19,8 +19,8 @@ from elaunch.rendezvous.etcd.transport import GatewayOff, Json, Rpc
 from elaunch.rendezvous.http.client import ClientConnection, Deadline, Trust
 from elaunch.rendezvous.store import Absent, Denied, Put, Rejected, StoreError, TimedOut, Txn, Unavailable, Update
 from tests.certificates import Certificates
-from tests.etcd import VERSIONS, Etcd, client, free_ports
-from tests.harness import slow, wait_for
+from tests.etcd import VERSIONS, Etcd, client
+from tests.harness import free_ports, slow, wait_for
 from tests.relay import Listener, relay, saying, silent
 
 KEY = "/elaunch/access/x"

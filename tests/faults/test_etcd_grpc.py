@@ -17,8 +17,8 @@ from elaunch.rendezvous.etcd.transport import Json, Rpc
 from elaunch.rendezvous.secret import Secret
 from elaunch.rendezvous.store import Denied, Put, Txn, Unavailable, Update
 from tests.certificates import Certificates
-from tests.etcd import VERSIONS, Etcd, client, free_ports
-from tests.harness import slow, wait_for
+from tests.etcd import VERSIONS, Etcd, client
+from tests.harness import free_ports, slow, wait_for
 from tests.relay import relay, saying, silent
 
 KEY = "/elaunch/access/x"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ import pytest
 
 from elaunch.trainer.checkpoint.catalog import marks
 from tests.faults.keeper_runs import KEPT, RESTORED, Calm, Run, assert_same
-from tests.harness import Job, environment, slow, wait_for
+from tests.harness import Job, environment, free_ports, slow, wait_for
 
 SINGLE_THREAD = {"OMP_NUM_THREADS": "1"}
 SINGLE = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "LOCAL_RANK": "0", "ELAUNCH_GENERATION": "0"}
@@ -167,8 +166,7 @@ def test_state_in_parts_goes_on_from_a_checkpoint_on_another_number_of_workers(t
 
 def alone(folder: Path, *options: str, **env: str) -> subprocess.CompletedProcess[str]:
     """One worker of `kept.py` without an agent."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = str(probe.getsockname()[1])
+    port = str(free_ports(1)[0])
     command = [sys.executable, str(KEPT), str(folder), "40", *options]
     environ = environment({**SINGLE, "MASTER_PORT": port, **env})
     return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120)

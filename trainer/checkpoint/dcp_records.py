@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.storage import WriteResult
 
 from elaunch.trainer.checkpoint.manifest import is_file_name
-from elaunch.trainer.checkpoint.record_pickle import Name, Record, parse
+from elaunch.trainer.checkpoint.record_pickle import Name, PickledRecord, parse
 
 _METADATA = records.__name__
 _ENCODINGS = {_METADATA: {records._MEM_FORMAT_ENCODING.__name__: records._MEM_FORMAT_ENCODING}}
@@ -39,7 +39,7 @@ class Part:
 def loads(content: bytes) -> Any:
     """The record that a pickle holds, or its enum's member; raises pickle.UnpicklingError for anything else."""
     value = parse(content)
-    if type(value) is not Record:
+    if type(value) is not PickledRecord:
         _refuse(value, "a record")
     return _fresh(value)
 
@@ -70,13 +70,13 @@ def require_files(metadata: records.Metadata, lengths: Mapping[str, int]) -> Non
 
 def _refuse(value: object, wanted: str) -> NoReturn:
     # Not its text: it may nest without end.
-    what = f"a {value.name}" if type(value) is Record else f"a {type(value).__name__}"
+    what = f"a {value.name}" if type(value) is PickledRecord else f"a {type(value).__name__}"
     raise pickle.UnpicklingError(f"it has {what} in place of {wanted}")
 
 
 def _as(kind: type, value: Any) -> Any:
     """The record of this kind that `value` stands for; made once, however often the pickle refers to it."""
-    if type(value) is not Record:
+    if type(value) is not PickledRecord:
         _refuse(value, f"a {kind.__name__}")
     # By what it is called, before anything is made of it: what is in it might be itself.
     if _maker(value)[0] is not kind:
@@ -84,20 +84,20 @@ def _as(kind: type, value: Any) -> Any:
     return _fresh(value)
 
 
-def _fresh(record: Record) -> Any:
+def _fresh(record: PickledRecord) -> Any:
     if record.made is None:
         record.made = _maker(record)[1](record)
     return record.made
 
 
-def _maker(record: Record) -> tuple[type, Callable[[Record], Any]]:
+def _maker(record: PickledRecord) -> tuple[type, Callable[[PickledRecord], Any]]:
     found = _MAKERS.get((record.name.module, record.name.name))
     if found is None:
         raise pickle.UnpicklingError(f"it names {record.name}, which has no place in a checkpoint")
     return found
 
 
-def _fields(record: Record, *names: str) -> list[Any]:
+def _fields(record: PickledRecord, *names: str) -> list[Any]:
     """These fields of a record, None where it has none."""
     if record.args:
         _refuse(record.args[0], f"a {record.name} without arguments")
@@ -108,7 +108,7 @@ def _fields(record: Record, *names: str) -> list[Any]:
     return [record.state.get(name) for name in names]
 
 
-def _call(record: Record) -> tuple[Any, ...]:
+def _call(record: PickledRecord) -> tuple[Any, ...]:
     """The arguments of a call."""
     if record.state is not None:
         raise pickle.UnpicklingError(f"it gives a state to a {record.name}")
@@ -145,7 +145,7 @@ def _flag(value: Any) -> bool:
     return value
 
 
-def _metadata(record: Record) -> records.Metadata:
+def _metadata(record: PickledRecord) -> records.Metadata:
     tensors, paths, places, _, version = _fields(
         record, "state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"
     )
@@ -167,7 +167,7 @@ def _path(value: Any) -> tuple[str | int, ...]:
     return value
 
 
-def _tensor(record: Record) -> records.TensorStorageMetadata:
+def _tensor(record: PickledRecord) -> records.TensorStorageMetadata:
     properties, size, chunks = _fields(record, "properties", "size", "chunks")
     whole = _as(torch.Size, size)
     parts = [_as(records.ChunkStorageMetadata, chunk) for chunk in _list(chunks, "a tensor's chunks")]
@@ -178,7 +178,7 @@ def _tensor(record: Record) -> records.TensorStorageMetadata:
     return records.TensorStorageMetadata(_as(records.TensorProperties, properties), whole, parts)
 
 
-def _properties(record: Record) -> records.TensorProperties:
+def _properties(record: PickledRecord) -> records.TensorProperties:
     state = record.state
     if record.args or type(state) is not tuple or len(state) != 5:
         _refuse(state, "a tensor's properties")
@@ -194,20 +194,20 @@ def _properties(record: Record) -> records.TensorProperties:
 
 
 def _enum(value: Any) -> Enum:
-    if type(value) is not Record or not issubclass(_maker(value)[0], Enum):
+    if type(value) is not PickledRecord or not issubclass(_maker(value)[0], Enum):
         _refuse(value, "a memory format")
     member: Enum = _fresh(value)
     return member
 
 
-def _chunk(record: Record) -> records.ChunkStorageMetadata:
+def _chunk(record: PickledRecord) -> records.ChunkStorageMetadata:
     offsets, sizes = (_as(torch.Size, field) for field in _fields(record, "offsets", "sizes"))
     if len(offsets) != len(sizes):
         raise pickle.UnpicklingError("it has a chunk whose offsets and sizes differ in number")
     return records.ChunkStorageMetadata(offsets, sizes)
 
 
-def _index(record: Record) -> records.MetadataIndex:
+def _index(record: PickledRecord) -> records.MetadataIndex:
     name, offset, index = _fields(record, "fqn", "offset", "index")
     return records.MetadataIndex(
         _text(name),
@@ -216,7 +216,7 @@ def _index(record: Record) -> records.MetadataIndex:
     )
 
 
-def _place(record: Record) -> _StorageInfo:
+def _place(record: PickledRecord) -> _StorageInfo:
     path, offset, length, transforms = _fields(record, "relative_path", "offset", "length", "transform_descriptors")
     if not is_file_name(_text(path)):
         raise pickle.UnpicklingError(f"it has {path!r:.200} in place of a file's name")
@@ -225,12 +225,12 @@ def _place(record: Record) -> _StorageInfo:
     return _StorageInfo(path, _count(offset), _count(length))
 
 
-def _result(record: Record) -> WriteResult:
+def _result(record: PickledRecord) -> WriteResult:
     index, size, place = _fields(record, "index", "size_in_bytes", "storage_data")
     return WriteResult(_as(records.MetadataIndex, index), _count(size), _as(_StorageInfo, place))
 
 
-def _part(record: Record) -> Part:
+def _part(record: PickledRecord) -> Part:
     results, files = _fields(record, "results", "files")
     seals = {}
     for name, seal in _items(files, "files by name"):
@@ -240,21 +240,21 @@ def _part(record: Record) -> Part:
     return Part([_as(WriteResult, result) for result in _list(results, "results")], seals)
 
 
-def _size(record: Record) -> torch.Size:
+def _size(record: PickledRecord) -> torch.Size:
     args = _call(record)
     if len(args) != 1 or type(args[0]) is not tuple or len(args[0]) > _DIMENSIONS_MAX:
         _refuse(args, "a shape")
     return torch.Size([_count(number) for number in args[0]])
 
 
-def _layout(record: Record) -> torch.layout:
+def _layout(record: PickledRecord) -> torch.layout:
     args = _call(record)
     if len(args) != 1 or _text(args[0]) not in _LAYOUTS:
         _refuse(args, "a layout of dense tensors")
     return _LAYOUTS[args[0]]
 
 
-def _encoding(record: Record) -> Enum:
+def _encoding(record: PickledRecord) -> Enum:
     kind = _ENCODINGS[record.name.module][record.name.name]
     args = _call(record)
     for member in kind:
@@ -263,7 +263,7 @@ def _encoding(record: Record) -> Enum:
     raise pickle.UnpicklingError(f"it has what is no member of {record.name}")
 
 
-def _member(record: Record) -> Enum:
+def _member(record: PickledRecord) -> Enum:
     """By which Python 3.11.0 to 3.11.3 pickle an enum's member, with `getattr` itself; of nothing else is it read."""
     args = _call(record)
     if len(args) == 2 and type(args[0]) is Name and type(args[1]) is str:
@@ -284,7 +284,7 @@ def _dtype(name: Any) -> torch.dtype:
 
 
 # What is made of each name, and by what.
-_MAKERS: dict[tuple[str, str], tuple[type, Callable[[Record], Any]]] = {
+_MAKERS: dict[tuple[str, str], tuple[type, Callable[[PickledRecord], Any]]] = {
     (_METADATA, "Metadata"): (records.Metadata, _metadata),
     (_METADATA, "TensorStorageMetadata"): (records.TensorStorageMetadata, _tensor),
     (_METADATA, "TensorProperties"): (records.TensorProperties, _properties),

@@ -3,7 +3,7 @@
 DCP's `.metadata` is a pickle, and whoever may write the folder may write any other in its place. The `pickle` module
 would let it set attributes of whatever it may name, so that a few harmless classes are enough to run code. This reader
 has the few instructions that a pickle of plain records needs (protocols 2 to 5). What it names becomes a `Name`, and
-what it makes becomes a `Record`; `dcp_records` copies the fields out, checks them, and makes torch's own of them.
+what it makes becomes a `PickledRecord`. `dcp_records` copies the fields out, checks them, and makes torch's records.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Name:
 
 
 @dataclass(eq=False, slots=True)
-class Record:
+class PickledRecord:
     """An instance of the class `name`; `args` are those that it was made of, and `state` is what it was given then.
 
     `made` is for the reader's use: what it has made of the record.
@@ -44,7 +44,7 @@ class Record:
 
 
 def parse(content: bytes) -> Any:
-    """The value that the pickle describes, with `Name` and `Record` in place of classes and instances.
+    """The value that the pickle describes, with `Name` and `PickledRecord` in place of classes and instances.
 
     Dictionaries have texts and records as keys. Raises pickle.UnpicklingError where it has anything else in it.
     """
@@ -201,7 +201,7 @@ def _appends(machine: _Machine) -> None:
 def _extend(target: Any, values: list[Any]) -> None:
     if type(target) is not list:
         _refuse(f"appends to a {type(target).__name__}")
-    if any(type(value) not in (str, Record) for value in values):
+    if any(type(value) not in (str, PickledRecord) for value in values):
         _refuse("has a list of what are neither texts nor records")
     target.extend(values)
 
@@ -220,7 +220,7 @@ def _update(target: Any, keys: list[Any], values: list[Any]) -> None:
     if type(target) is not dict:
         _refuse(f"sets items of a {type(target).__name__}")
     # The hash of a text or a record goes no deeper.
-    if any(type(key) not in (str, Record) for key in keys):
+    if any(type(key) not in (str, PickledRecord) for key in keys):
         _refuse("has a key that is neither a text nor a record")
     target.update(zip(keys, values, strict=True))
 
@@ -267,13 +267,13 @@ def _make(machine: _Machine) -> None:
         _refuse(f"calls a {type(name).__name__}")
     if type(args) is not tuple:
         _refuse(f"gives {name} a {type(args).__name__} for arguments")
-    machine.stack.append(Record(name, args))
+    machine.stack.append(PickledRecord(name, args))
 
 
 def _build(machine: _Machine) -> None:
     state = machine.stack.pop()
     record = machine.stack[-1]
-    if type(record) is not Record:
+    if type(record) is not PickledRecord:
         _refuse(f"gives a state to {record if type(record) is Name else type(record).__name__}")
     if record.state is not None:
         _refuse(f"gives a {record.name} two states")

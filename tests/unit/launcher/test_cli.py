@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from elaunch.launcher import cli
-from tests.etcd import free_ports
+from tests.harness import free_ports
 
 # The agent's loop is where all that a run starts is there.
 BROKEN = """

@@ -12,6 +12,7 @@ import pytest
 from elaunch.agent.config import AgentConfig
 from elaunch.agent.workers.master_port import MasterPort, NoPort, reserve
 from elaunch.rendezvous.types import JobSpec, Program, ProgramKind
+from tests.harness import free_ports
 
 SPEC = JobSpec("job", Program(ProgramKind.SCRIPT, "train.py"))
 
@@ -33,8 +34,7 @@ def taken() -> Iterator[list[int]]:
 
 
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return port_of(server)
+    return free_ports(1)[0]
 
 
 def test_without_a_wish_a_free_port_is_taken_a_fresh_one_each_time() -> None:

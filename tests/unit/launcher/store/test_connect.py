@@ -16,7 +16,7 @@ from elaunch.launcher.options.options import HelpRequested, Options, parse
 from elaunch.launcher.store import connect
 from elaunch.launcher.store.connect import Reached, reach
 from elaunch.launcher.store.plan import Planned, plan
-from tests.etcd import free_ports
+from tests.harness import free_ports
 
 # Documentation's own: no host has it.
 ANOTHERS = "192.0.2.1"

@@ -28,8 +28,8 @@ from elaunch.rendezvous.etcd.discovery import FoundStore
 from elaunch.rendezvous.secret import Secret
 from elaunch.rendezvous.store import Absent, Denied, Put, Txn, Unavailable
 from elaunch.rendezvous.times import Times
-from tests.etcd import QUICK, VERSIONS, Etcd, free_ports
-from tests.harness import wait_for
+from tests.etcd import QUICK, VERSIONS, Etcd
+from tests.harness import free_ports, wait_for
 
 KINDS = pytest.mark.parametrize(
     "kind",

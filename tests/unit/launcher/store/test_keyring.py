@@ -16,8 +16,7 @@ from elaunch.launcher.store import keyring
 from elaunch.launcher.store.keyring import KeptToken, KeptTokens
 from elaunch.rendezvous.endpoint import Endpoint
 from elaunch.rendezvous.secret import Secret, fingerprint
-from tests.etcd import free_ports
-from tests.harness import environment, wait_for
+from tests.harness import environment, free_ports, wait_for
 
 TOKEN = "0123456789abcdef0123456789abcdef"
 DER = Secret(TOKEN).der

@@ -9,8 +9,7 @@ import pytest
 
 from elaunch.launcher.errors import UsageError
 from elaunch.launcher.store.open_files import agents_served, check_descriptors
-from tests.etcd import free_ports
-from tests.harness import Job
+from tests.harness import Job, free_ports
 
 
 @pytest.fixture

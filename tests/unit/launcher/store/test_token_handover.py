@@ -22,7 +22,7 @@ from elaunch.launcher.errors import SiteError
 from elaunch.launcher.store import munge, token_handover
 from elaunch.launcher.store.token_handover import AnotherJob, Meeting, Offer, fetch
 from elaunch.rendezvous.endpoint import Endpoint
-from tests.etcd import free_ports
+from tests.harness import free_ports
 
 TOKEN = "0123456789abcdef0123456789abcdef"
 # As munge and unmunge were seen to speak, with a cipher that keeps nothing secret; $MAKER is whose credential it is.
