@@ -26,9 +26,13 @@ PLACE = 'echo "place $RANK $WORLD_SIZE $LOCAL_RANK $(hostname)"\n'
 PLAIN = ("--no-python", "sh", "place.sh")
 # A worker that has a handler for one signal, and waits.
 NOTICED = """\
-import os, signal, sys
+import os, signal, sys, time
 def noticed(signum, frame):
     print("noticed by", signal.Signals(signum).name, flush=True)
+    open(f"noticed.{os.environ['RANK']}", "w").close()
+    # The first to end would have the other one stopped, perhaps before Slurm has told its node.
+    while not all(os.path.exists(f"noticed.{rank}") for rank in "01"):
+        time.sleep(0.01)
     sys.exit(7)
 signal.signal(getattr(signal, sys.argv[1]), noticed)
 open(f"here.{os.environ['RANK']}", "w").close()
@@ -262,7 +266,7 @@ def test_a_job_that_is_told_of_its_end_saves_and_leaves(slurm: Slurm, how: tuple
 def test_a_program_that_knows_no_elaunch_gets_the_notice_that_it_has_a_handler_for(slurm: Slurm, name: str) -> None:
     (slurm.home / "notice.py").write_text(NOTICED)
     here = [slurm.home / f"here.{rank}" for rank in range(2)]
-    for path in here:
+    for path in (*here, *(slurm.home / f"noticed.{rank}" for rank in range(2))):
         path.unlink(missing_ok=True)
     job = batch_of(slurm, *COMMAND, "--no-preload", "notice.py", name)
     wait_for(lambda: all(path.exists() for path in here), "both workers wait")
