@@ -111,8 +111,10 @@ def _lease_ended_early(agent: Agent, held_s: float, now_s: float) -> Step:
 
 def _renew_when_due(agent: Agent, now_s: float) -> Step:
     due_s = agent.membership.renew_at_s
-    if due_s is None or now_s < due_s:
-        return (agent, ()) if due_s is None else (replace(agent, lead_at_s=due_s), ())
+    if due_s is None:
+        return agent, ()
+    if now_s < due_s:
+        return replace(agent, lead_at_s=due_s), ()
     return agent.as_member(renew_at_s=None), (Renew(),)
 
 

@@ -81,7 +81,7 @@ class Server:
         self._slots = slots
         self._clients: dict[ConnectedClient, None] = {}
         self._unauthenticated: UnauthenticatedConnections[ConnectedClient] = UnauthenticatedConnections()
-        # Of the unauthenticated ones, those whose first data waits to be read. The selector does not know them.
+        # Unauthenticated clients whose first data waits to be read. The selector does not know them.
         self._arrivals: Arrivals[ConnectedClient] = Arrivals()
         self._dirty: dict[ConnectedClient, None] = {}
         self._unfinished: dict[ConnectedClient, None] = {}

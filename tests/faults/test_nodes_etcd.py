@@ -221,12 +221,8 @@ def test_an_etcd_that_has_lost_its_history_ends_the_job_with_a_sentence(tmp_path
     with LightCluster(tmp_path, 2) as cluster:
         cluster.start(0, 1, nnodes="2", program=program)
         pids = wait_for(lambda: len(found := pids_in(tmp_path)) == 2 and found, "both workers")
-        (member,) = cluster.etcd.members
 
-        member.kill()
-        cluster.nodes[2].power_off()
-        cluster.nodes[2].power_on()
-        member.start()
+        lose_history(cluster)
 
         cluster.ended({0: 3, 1: 3})
         assert not any(map(is_alive, pids))
@@ -239,16 +235,21 @@ def test_a_history_that_is_lost_is_told_also_where_one_node_ends_before_the_othe
     with LightCluster(tmp_path, 2) as cluster:
         cluster.start(0, 1, nnodes="1:2")
         cluster.meeting(2)
-        (member,) = cluster.etcd.members
 
-        member.kill()
-        cluster.nodes[2].power_off()
-        cluster.nodes[2].power_on()
-        member.start()
+        lose_history(cluster)
 
         cluster.ended({0: 3, 1: 3})
         for agent in cluster.agents.values():
             assert "history" in agent.stderr, agent.stderr
+
+
+def lose_history(cluster: Cluster) -> None:
+    """The etcd's host loses its power, and its disk with it."""
+    (member,) = cluster.etcd.members
+    member.kill()
+    cluster.nodes[2].power_off()
+    cluster.nodes[2].power_on()
+    member.start()
 
 
 def pids_in(folder: Path) -> list[int]:

@@ -283,7 +283,7 @@ def _dtype(name: Any) -> torch.dtype:
     return found
 
 
-# What is made of each name, and by what.
+# For each name: the type of its record, and the function that makes it.
 _MAKERS: dict[tuple[str, str], tuple[type, Callable[[PickledRecord], Any]]] = {
     (_METADATA, "Metadata"): (records.Metadata, _metadata),
     (_METADATA, "TensorStorageMetadata"): (records.TensorStorageMetadata, _tensor),

@@ -258,7 +258,7 @@ class ObjectStorage:
         return plain_errors(self._url)
 
     def size(self, name: str) -> int:
-        """Of an object below this URL, in bytes; raises FileNotFoundError."""
+        """The size of an object below this URL, in bytes; raises FileNotFoundError."""
         with self.errors():
             self.system.invalidate_cache()
             return int(self.system.info(f"{self.root}/{name}")["size"])

@@ -14,8 +14,8 @@ from typing import IO, Protocol, TypeAlias
 
 from elaunch.trainer.checkpoint.manifest import Manifest, Mark
 
-# What is read as a whole may be no larger: whoever writes the folder would choose how much memory it takes. A line of
-# the manifest is about 60 bytes for each rank, DCP's metadata about 200 for each piece of a tensor.
+# Limits of files that are read as a whole. Without them the writer of a folder chooses how much memory a read takes.
+# A line of the manifest is about 60 bytes for each rank, DCP's metadata about 200 for each piece of a tensor.
 MANIFEST_BYTES_MAX = 64 << 20
 METADATA_BYTES_MAX = 1 << 30
 PLAIN_BYTES_MAX = 1 << 30

@@ -81,7 +81,7 @@ def scan(content: bytes | mmap.mmap, at: int) -> int:
 
 
 def _scan(content: bytes | mmap.mmap, at: int) -> int:
-    # What is on pickle's stack: of anything but a tuple it does not matter what it is.
+    # The values on pickle's stack. Only for a tuple does it matter what the value is.
     stack: list[_Tuple | None] = []
     marks: list[int] = []
     memo: dict[int, _Tuple | None] = {}
