@@ -48,11 +48,15 @@ class Traffic:
         self.wait_for_writes(5)
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, exception: type[BaseException] | None, *_: object) -> None:
         self._stop.set()
         for thread in self._threads:
             thread.join()
-        self._watch.close()
+        try:
+            if exception is None:
+                self.wait_until_told()
+        finally:
+            self._watch.close()
 
     def wait_for_writes(self, count: int) -> None:
         """`count` more writes have been answered, and told."""
@@ -67,8 +71,7 @@ class Traffic:
         wait_for(lambda: self._told_until() >= newest, f"word of revision {newest}; told until {self._told_until()}")
 
     def assert_nothing_was_lost_or_repeated(self, fresh: EtcdStore) -> None:
-        """What was told is what a new client's watch is told of the same time."""
-        self.wait_until_told()
+        """What was told is what a new client's watch is told of the same time; for when the traffic has ended."""
         history: list[Update] = []
         watch = fresh.watch(PREFIX, self.started, history.append)
         last = self._told_until()

@@ -24,7 +24,6 @@ stop), `killed`, `held`, `frozen`, `corrupted`, `deaf`, and, with digests of its
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import signal
 import struct
@@ -37,6 +36,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from moments import GENERATION, RANK, Moments
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -48,42 +48,9 @@ from elaunch.trainer.memory.replicated import copy_on_host
 FOLDER, STEPS = Path(sys.argv[1]), int(sys.argv[2])
 HALFWAY = 30
 OPTIONS = dict(word.split("=", 1) for word in sys.argv[3:])
-RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-GENERATION = int(os.environ["ELAUNCH_GENERATION"])
-
-
-def record(event: str, **fields: object) -> None:
-    line = json.dumps({"event": event, "generation": GENERATION, "rank": RANK, **fields})
-    with (FOLDER / "records").open("a") as file:
-        file.write(line + "\n")
-
-
-def is_asked(moment: str, step: int) -> bool:
-    return (FOLDER / f"{moment}-{GENERATION}-{step}-{RANK}").exists()
-
-
-def moment(name: str, step: int) -> None:
-    """Die here, if the test wants that."""
-    if is_asked(name, step):
-        record("killed", moment=name, step=step)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-def together(step: int) -> None:
-    """Die at the same moment as all others that the test has asked: the lowest rank kills them."""
-    asked = sorted(FOLDER.glob(f"together-{GENERATION}-{step}-*"))
-    if not is_asked("together", step):
-        return
-    record("killed", moment="together", step=step)
-    mine = FOLDER / f"pid-{GENERATION}-{step}-{RANK}"
-    mine.with_suffix(".part").write_text(str(os.getpid()))
-    mine.with_suffix(".part").rename(mine)
-    if min(int(path.name.rpartition("-")[2]) for path in asked) != RANK:
-        signal.pause()
-    while len(pids := list(FOLDER.glob(f"pid-{GENERATION}-{step}-?"))) < len(asked):
-        time.sleep(0.001)
-    for path in sorted(pids, reverse=True):
-        os.kill(int(path.read_text()), signal.SIGKILL)
+WORLD_SIZE = int(os.environ["WORLD_SIZE"])
+MOMENTS = Moments(FOLDER)
+record, is_asked, moment = MOMENTS.record, MOMENTS.is_asked, MOMENTS.strike
 
 
 def corrupt(step: int) -> None:
@@ -245,7 +212,7 @@ def train(step: int, keeper: Keeper, model: nn.Module, optimizer: Any, scheduler
     corrupt(step)
     loss = (model(inputs).squeeze(1) - inputs.sum(1)).pow(2).mean()
     moment("forward", step)
-    together(step)
+    MOMENTS.strike_together(step)
     loss.backward()
     with keeper.commit():
         optimizer.step()
