@@ -30,7 +30,6 @@ def become(child: Child) -> None:
         from elaunch.agent.forkserver import worker_store
 
         # Its signals stay blocked: it ends when the agent says so, or with its parent.
-        set_command_line(("elaunch: worker store",), "elaunch-store")
         worker_store.serve(child.order["host"], child.order["port"])
     if child.preloaded:
         restore_environment(child.preloaded.restore)

@@ -6,28 +6,40 @@ again.
 
 from __future__ import annotations
 
+import importlib
 import os
 import site
 import socket
 import sys
-from typing import NoReturn
+from pathlib import Path
+from typing import Any, NoReturn
 
 from elaunch.agent.forkserver import wire
+from elaunch.agent.forkserver.tcp_store import Unlike, tcp_store
+from elaunch.agent.linux import set_command_line
 
 LISTEN_FD = 3
 CONTROL_FD = 4
 
+# Without site, as a bare fork server is started; `serve` looks for installed packages itself.
+_ANEW = (
+    "import sys; there = [p for p in sys.path if p]; sys.path = [*there, sys.argv[1]]; "
+    "from elaunch.agent.forkserver import worker_store; sys.path = there; "
+    "worker_store.serve(sys.argv[2], int(sys.argv[3]), whole=True)"
+)
 
-def serve(host: str, port: int) -> NoReturn:
-    """Host the store until the agent asks for the number of its keys, or is gone."""
+
+def serve(host: str, port: int, *, whole: bool = False) -> NoReturn:
+    """Host the store until the agent asks for the number of its keys, or is gone; `whole` is by all of torch."""
+    set_command_line(("elaunch: worker store",), "elaunch-store")
     control = socket.socket(fileno=CONTROL_FD)
     try:
         if sys.flags.no_site:
             # A bare fork server has not looked for installed packages.
             site.main()
-        from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-        store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=LISTEN_FD)
+        store = _class(host, port, whole=whole)(
+            host, port, is_master=True, wait_for_workers=False, master_listen_fd=LISTEN_FD
+        )
     except Exception as error:
         wire.send(control, {"error": f"{type(error).__name__}: {error}"})
         os._exit(1)
@@ -36,3 +48,15 @@ def serve(host: str, port: int) -> NoReturn:
         wire.send(control, {"keys": store.num_keys()})
     # No Python or C++ destructor has anything to add.
     os._exit(0)
+
+
+def _class(host: str, port: int, *, whole: bool) -> Any:
+    if whole:
+        return importlib.import_module("torch.distributed").TCPStore
+    try:
+        return tcp_store()
+    except Unlike:
+        for fd in (LISTEN_FD, CONTROL_FD):
+            os.set_inheritable(fd, True)
+        root = str(Path(__file__).parents[3])
+        os.execv(sys.executable, [sys.executable, "-S", "-c", _ANEW, root, host, str(port)])
