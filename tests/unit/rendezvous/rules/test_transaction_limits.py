@@ -10,6 +10,7 @@ import string
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
@@ -60,8 +61,17 @@ def node(number: int) -> Node:
     return Node(node_id, host, host, 1 + number % 2, LONG, role, -1, LONG)
 
 
-ALL = {each.node_id: each for each in map(node, range(NODES))}
-ME = next(iter(ALL.values()))
+@cache
+def everyone() -> dict[str, Node]:
+    """All nodes of the job."""
+    return {each.node_id: each for each in map(node, range(NODES))}
+
+
+def me() -> Node:
+    """The leader, which also is the node that joins, fails and leaves."""
+    return next(iter(everyone().values()))
+
+
 TERMS = replace(JobSpec("job", Program(ProgramKind.SCRIPT, LONG)).terms, nodes_max=NODES, max_restarts=10**6)
 
 
@@ -70,14 +80,22 @@ def failure(of: Node, generation: int) -> Failure:
     return Failure(FailureKind.EXCEPTION, generation, of.node_id, of.host, 1, 1, 1, 1, *texts, progressed=True)
 
 
-ONE = failure(ME, G)
-# As many nodes, one of them with each failure; that they are alike but for their node costs nothing to make.
-MANY = tuple(replace(ONE.brief, node_id=node_id) for node_id in ALL)
+@cache
+def one() -> Failure:
+    return failure(me(), G)
+
+
+@cache
+def many() -> tuple[Failure, ...]:
+    """A failure of each node. They are alike but for their node: that is quick to make."""
+    return tuple(replace(one().brief, node_id=node_id) for node_id in everyone())
 
 
 def snapshot(kind: OpenKind = OpenKind.FAIL, *, forming: bool = True, gone: bool = False) -> Snapshot:
     """Of a job that has failed many times: generation G ran with all nodes, the next one forms."""
-    table = RankTable(G, seats_of([(n.node_id, n.slots, n.role) for n in ALL.values()]), LONG, 1, LONG, restarts=G)
+    table = RankTable(
+        G, seats_of([(n.node_id, n.slots, n.role) for n in everyone().values()]), LONG, 1, LONG, restarts=G
+    )
     number = G + 1 if forming else G
     return Snapshot(
         KEYS,
@@ -85,13 +103,13 @@ def snapshot(kind: OpenKind = OpenKind.FAIL, *, forming: bool = True, gone: bool
         whole=True,
         terms=TERMS,
         lease=1,
-        generation=Generation(number, kind, LONG, ME.node_id),
+        generation=Generation(number, kind, LONG, me().node_id),
         generation_revision=10**9,
-        leader=ME.node_id,
+        leader=me().node_id,
         leader_revision=10**9,
-        members={ME.node_id: ME} if gone else ALL,
-        joined={number: {node_id: Joined(node_id, 65535) for node_id in ALL}},
-        failures=dict.fromkeys(range(G + 1), MANY),
+        members={me().node_id: me()} if gone else everyone(),
+        joined={number: {node_id: Joined(node_id, 65535) for node_id in everyone()}},
+        failures=dict.fromkeys(range(G + 1), many()),
         tables={G: table},
     )
 
@@ -104,12 +122,12 @@ def led(seen: Snapshot) -> Txn:
 
 
 def all_done() -> Snapshot:
-    return replace(snapshot(forming=False), done={G: frozenset(ALL)})
+    return replace(snapshot(forming=False), done={G: frozenset(everyone())})
 
 
 def too_few() -> Snapshot:
     seen = snapshot(OpenKind.LEAVE, gone=True)
-    return replace(seen, terms=replace(TERMS, nodes_min=2), joined={G + 1: {ME.node_id: Joined(ME.node_id, 1)}})
+    return replace(seen, terms=replace(TERMS, nodes_min=2), joined={G + 1: {me().node_id: Joined(me().node_id, 1)}})
 
 
 def waiting() -> Snapshot:
@@ -124,26 +142,27 @@ def given_up() -> Snapshot:
 
 
 def slow() -> Snapshot:
-    return replace(snapshot(), joined={G + 1: {ME.node_id: Joined(ME.node_id, 1)}})
+    return replace(snapshot(), joined={G + 1: {me().node_id: Joined(me().node_id, 1)}})
 
 
-ENDED = Outcome(OutcomeKind.FAILED, LONG, G, 1, 1, ONE)
 MADE = {
     "a table of all is sealed": lambda: led(snapshot()),
     "all but one are lost while they run": lambda: led(snapshot(forming=False, gone=True)),
-    "all are lost at once": lambda: open_loss(snapshot(forming=False), list(ALL)),
+    "all are lost at once": lambda: open_loss(snapshot(forming=False), list(everyone())),
     "all but one are lost while they stop to save": lambda: led(snapshot(OpenKind.JOIN, gone=True)),
     "half of all wait to join": lambda: led(waiting()),
     "one of all is evicted": lambda: led(slow()),
     "the budget is spent": lambda: led(given_up()),
     "too few are left": lambda: led(too_few()),
     "all are done": lambda: led(all_done()),
-    "a run is started over the old one": lambda: transactions.start_run(snapshot(), TERMS, ME, 1),
-    "a node joins": lambda: transactions.join(snapshot(), ME, Joined(ME.node_id, 1), 1, is_member=False),
-    "a node fails": lambda: transactions.fail(snapshot(forming=False), ME, ONE),
-    "a node's record is completed": lambda: max(transactions.complete(snapshot(), ME, ONE), key=content_bytes),
-    "a node leaves": lambda: transactions.leave(snapshot(forming=False), ME, opens=True, why=LONG),
-    "a person ends the job": lambda: transactions.end_job(snapshot(), ENDED),
+    "a run is started over the old one": lambda: transactions.start_run(snapshot(), TERMS, me(), 1),
+    "a node joins": lambda: transactions.join(snapshot(), me(), Joined(me().node_id, 1), 1, is_member=False),
+    "a node fails": lambda: transactions.fail(snapshot(forming=False), me(), one()),
+    "a node's record is completed": lambda: max(transactions.complete(snapshot(), me(), one()), key=content_bytes),
+    "a node leaves": lambda: transactions.leave(snapshot(forming=False), me(), opens=True, why=LONG),
+    "a person ends the job": lambda: transactions.end_job(
+        snapshot(), Outcome(OutcomeKind.FAILED, LONG, G, 1, 1, one())
+    ),
 }
 
 
@@ -170,15 +189,15 @@ def test_the_table_of_all_has_them_all(made: dict[str, Txn]) -> None:
     sealed = made["a table of all is sealed"].then[0]
 
     assert isinstance(sealed, Put)
-    assert {seat.node_id for seat in decode_table(sealed.value).seats} == set(ALL)
+    assert {seat.node_id for seat in decode_table(sealed.value).seats} == set(everyone())
 
 
 def test_a_leader_that_finds_a_record_of_each_node_in_each_generation_tidies_them_all(made: dict[str, Txn]) -> None:
     seal = made["a table of all is sealed"]
 
     deletes = [op for op in seal.then if isinstance(op, Delete) and "/failures/" in op.key]
-    kept = [KEYS.failure(g, ME.node_id) for g in (0, *range(G - FAILURES_KEPT + 1, G + 1))]
-    gone = [KEYS.failure(g, node_id) for g in range(G + 1) for node_id in ALL]
+    kept = [KEYS.failure(g, me().node_id) for g in (0, *range(G - FAILURES_KEPT + 1, G + 1))]
+    gone = [KEYS.failure(g, node_id) for g in range(G + 1) for node_id in everyone()]
     assert [key for key in gone if not any(op.key <= key < op.end for op in deletes)] == sorted(kept)
 
 
