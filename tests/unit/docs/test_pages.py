@@ -45,6 +45,19 @@ def test_readme_is_short_and_its_figures_are_those_of_the_performance_page() -> 
     assert [figure for figure in figures if not re.search(rf"\| +{re.escape(figure)} \|", measured)] == []
 
 
+def test_the_table_of_the_timeline_has_each_event_that_the_agent_stamps() -> None:
+    stamped = {
+        event
+        for path in (REPOSITORY / "agent").rglob("*.py")
+        for event in re.findall(r"\.stamp\([^,\n]+, \"(\w+)\"", path.read_text())
+    }
+    rows = re.findall(r"^\| (`\w+`.*?) \|", (DOCS / "files.md").read_text(), re.MULTILINE)
+    listed = {event for row in rows for event in re.findall(r"`(\w+)`", row)}
+
+    assert len(stamped) >= 12
+    assert stamped <= listed
+
+
 def test_the_diagrams_are_what_the_script_draws() -> None:
     drawn = runpy.run_path(str(DOCS / "record" / "diagrams.py"))["PICTURES"]
 
