@@ -124,7 +124,7 @@ def used(environ: Mapping[str, str], *names: str) -> tuple[str, ...]:
 
 
 def port_of(job: int) -> int:
-    """A port for the store of the job with that number; jobs with near numbers get others. The port after it is free."""
+    """A port for the store of the job with that number. Jobs with near numbers get others; the next port stays free."""
     return _PORT_FIRST + 2 * (job % _PORT_PAIRS)
 
 
