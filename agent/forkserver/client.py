@@ -110,7 +110,7 @@ class ForkServer:
         try:
             wire.send(self._socket, order, fds)
         except BlockingIOError:
-            # While the fork server imports, the socket holds about 90 orders for workers. For more, wait until it reads.
+            # While the fork server imports, the socket holds orders for about 90 workers. Then wait until it reads.
             select.select([], [self._socket], [], _ORDER_WAIT_S)
             wire.send(self._socket, order, fds)
 
