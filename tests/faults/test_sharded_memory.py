@@ -67,7 +67,7 @@ Saved = Callable[[str], tuple[Nodes, Any]]
 
 @pytest.fixture(scope="module")
 def saved(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Saved]:
-    """Snapshots of step 3 and the answers of four ranks of a kind on two nodes; a note is of step 1. Tests copy them."""
+    """Snapshots of step 3 and answers of four ranks of a kind on two nodes; a note is of step 1. Tests use copies."""
     with ExitStack() as stack:
 
         @functools.cache
