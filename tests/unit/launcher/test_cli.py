@@ -1,4 +1,4 @@
-"""cli: what is left of a run that ends by an exception."""
+"""launcher.cli: what is left of a run that ends by an exception."""
 
 from __future__ import annotations
 

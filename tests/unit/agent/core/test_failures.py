@@ -1,4 +1,4 @@
-"""agent.failures: from a worker's remains to a failure in words."""
+"""agent.core.failures: from a worker's remains to a failure in words."""
 
 from __future__ import annotations
 

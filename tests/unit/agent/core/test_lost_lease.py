@@ -1,4 +1,4 @@
-"""agent.membership: a node whose lease has ended, in each of its phases."""
+"""agent.core.membership: a node whose lease has ended, in each of its phases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""agent.membership: the agent's part in the job's rendezvous, on a memory store that agents may share."""
+"""agent.core.membership: the agent's part in the job's rendezvous, on a memory store that agents may share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""agent.membership: who starts a run, on an id that is new, was used before, or is what is left of a job."""
+"""agent.core.membership: who starts a run, on an id that is new, was used before, or is what is left of a job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""agent.membership: what an agent makes of a store that was away, and of what it finds on its return."""
+"""agent.core.membership: what an agent makes of a store that was away, and of what it finds on its return."""
 
 from __future__ import annotations
 

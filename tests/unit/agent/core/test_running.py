@@ -1,4 +1,4 @@
-"""agent.running: what an agent makes of the things that happen to its workers."""
+"""agent.core.running: what an agent makes of the things that happen to its workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""agent.core: what an agent makes of the store's word. A memory store carries out its transactions."""
+"""agent.core.step: what an agent makes of the store's word. A memory store carries out its transactions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""agent.stopping: signals, deadlines, clearing up, and what comes after."""
+"""agent.core.stopping: signals, deadlines, clearing up, and what comes after."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""launcher.cluster.kubernetes: what the pods of each kind of set know of their job."""
+"""launcher.cluster.schedulers.kubernetes: what the pods of each kind of set know of their job."""
 
 from __future__ import annotations
 

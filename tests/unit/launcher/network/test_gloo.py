@@ -1,4 +1,4 @@
-"""interface: which network interface gloo is told of, and when."""
+"""launcher.network.gloo: which network interface gloo is told of, and when."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""reach: this host's address toward the others, and whether a name means this host."""
+"""launcher.network.reach: this host's address toward the others, and whether a name means this host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""head: the job's own store, with real server processes."""
+"""launcher.store.head: the job's own store, with real server processes."""
 
 from __future__ import annotations
 

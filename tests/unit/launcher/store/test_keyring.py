@@ -1,4 +1,4 @@
-"""keyring: the tokens that this user's agents keep for one another."""
+"""launcher.store.keyring: the tokens that this user's agents keep for one another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""launcher.cluster: how a head's secret reaches its nodes."""
+"""launcher.store.token_handover: how a head's secret reaches its nodes."""
 
 from __future__ import annotations
 

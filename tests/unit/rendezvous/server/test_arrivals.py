@@ -1,4 +1,4 @@
-"""server.arrivals: whose handshake is next, and when a lag is said."""
+"""rendezvous.server.arrivals: whose handshake is next, and when a lag is said."""
 
 from __future__ import annotations
 
