@@ -119,8 +119,8 @@ def test_a_run_with_a_killed_worker_ends_bit_for_bit_like_the_unfailed_one(
     assert {line["generation"] for line in lines(tmp_path / "stormy")} == {0, 1}
 
 
-# Runs `python -m elaunch.trainer` twice in one process. After each run it prints gloo's threads and the exit code, and a
-# mark on stderr.
+# Runs `python -m elaunch.trainer` twice in one process. After each run it prints gloo's threads and the exit code, and
+# marks the end of the run on stderr.
 ALONE = """
 import runpy, sys
 from pathlib import Path

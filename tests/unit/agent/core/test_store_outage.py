@@ -1,4 +1,4 @@
-"""agent.core.store_outage: the log lines about a store that is away and about long waits, and when the agent gives up."""
+"""agent.core.store_outage: log lines about a store that is away and about long waits, and when the agent gives up."""
 
 from __future__ import annotations
 
