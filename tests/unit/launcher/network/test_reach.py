@@ -96,7 +96,7 @@ _IN_A_HOST = (
 
 
 def in_a_host(*addresses: str, code: str) -> str:
-    """Run `code` in a network of its own with `addresses`, one per interface, and no default route. Returns its output."""
+    """Run `code` in a network of its own with `addresses`, one per interface, no default route. Returns its output."""
     if os.geteuid() != 0 or not shutil.which("ip") or not shutil.which("unshare"):
         pytest.skip("needs root, ip and unshare to make a network namespace")
     up = ["ip link set lo up"]
