@@ -36,7 +36,7 @@ class LineSplitter:
         return data[:end]
 
     def rest(self) -> bytes:
-        """The partial line, if its end shall not be waited for any longer."""
+        """The partial line, for a caller that no longer waits for the end of the line."""
         rest, self._rest = self._rest, b""
         return rest
 

@@ -19,7 +19,7 @@ PAGE = REPOSITORY / "docs" / "trainer.md"
 
 
 def kept(folder: Path, heading: str = "Keeping the state", *, steps: int) -> Path:
-    """Write the script at the begin of a section of the page to a file, with this number of steps."""
+    """Write the script at the beginning of a section of the page to a file, with this number of steps."""
     section = PAGE.read_text().split(f"## {heading}\n", 1)[1]
     block = re.match(r"\n```python\n(.*?)^```$", section, re.DOTALL | re.MULTILINE)
     assert block

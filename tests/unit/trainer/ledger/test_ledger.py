@@ -108,7 +108,7 @@ def test_any_honest_history_is_proved(tmp_path: Path, seed: int) -> None:
     lost = 0
     reached: list[int] = []
     for generation in range(dice.randint(1, 8)):
-        # Some generations go on where the last one stopped. Some go back, some of them to before its begin.
+        # Some generations go on where the last one stopped. Some go back, some of them to before its beginning.
         after = reached[-1] - dice.choice((0, 0, 1, 4)) if reached else 0
         after = max(after, 0)
         until = after + dice.randint(0, 6)
