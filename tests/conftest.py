@@ -1,4 +1,4 @@
-"""What holds for all tests."""
+"""Settings for all tests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-# Under nohup, or in a script's background (`make test &`), as some run a suite, every job would ignore these too.
+# A suite that runs under nohup, or in the background of a script (`make test &`), ignores these signals. Every job
+# that it starts would ignore them too.
 for signum in (signal.SIGHUP, signal.SIGQUIT):
     signal.signal(signum, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -21,7 +22,7 @@ sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
-# What starts an etcd, the served store, a whole job, a server of S3.
+# A module that imports one of these starts servers: an etcd, the served store, a whole job, a server of S3.
 _SERVERS = {"Etcd", "ServerProcess", "Job", "S3"}
 
 

@@ -1,4 +1,4 @@
-"""The commands of README.md and docs/*.md: what stands in a fence that says `sh` or `console`."""
+"""Reads the commands of README.md and docs/*.md: the lines in fences marked `sh` or `console`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PAGES = (REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md")))
 _FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 # A comment behind a command is set off by two blanks.
 _COMMENT = re.compile(r"\s{2,}# .*$")
-# What begins a command: where a line of another kind of text begins so, it is a command that nobody tests.
+# Words that begin a command. A line of another kind of fence that begins so would be a command that no test runs.
 PROGRAMS = (
     *(
         "elaunch",

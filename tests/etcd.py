@@ -1,7 +1,7 @@
-"""Real etcd for tests: one member or several, of two versions, with TLS and users where asked; nothing is left behind.
+"""Real etcd for tests: one member or several, of two versions, with TLS and users if asked. Nothing is left behind.
 
-The members end with the thread that started them (PR_SET_PDEATHSIG), so a killed test run leaves none; folders of such
-runs are removed by the next one.
+The members end with the thread that started them (PR_SET_PDEATHSIG), so a killed test run leaves none. The next run
+removes the folders of a killed run.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def binary(version: str, tool: str = "etcd") -> str:
 def client(
     endpoints: Sequence[Endpoint], transport: str = "gateway", access: Access | None = None, deadline_s: float = 0.5
 ) -> EtcdStore:
-    """A store that speaks as told, and changes its mind for nothing."""
+    """A store with the given transport, which it never changes."""
     access = access or Access()
     if transport == "grpc":
         from elaunch.rendezvous.etcd.grpc_transport import GrpcTransport
@@ -85,19 +85,19 @@ class Member:
         wait_for(ready, f"etcd {self.name} is ready")
 
     def kill(self) -> None:
-        """SIGKILL, reaped; a stopped one too."""
+        """Send SIGKILL, which also ends a stopped member, and reap the process."""
         if self.process:
             self.process.kill()
             self.process.wait()
 
     def terminate(self) -> None:
-        """SIGTERM, and wait for its end: how a rolling restart ends a member."""
+        """Send SIGTERM, as a rolling restart does, and wait for the member's end."""
         assert self.process
         self.process.terminate()
         self.process.wait()
 
     def stop(self) -> None:
-        """SIGSTOP: its sockets stay open, and nothing is answered; returns when it has stopped."""
+        """Send SIGSTOP, and wait until it has stopped. Its sockets stay open, and it answers nothing."""
         assert self.process
         self.process.send_signal(signal.SIGSTOP)
         status = Path(f"/proc/{self.process.pid}/stat")
@@ -108,7 +108,7 @@ class Member:
         self.process.send_signal(signal.SIGCONT)
 
     def revive(self) -> None:
-        """Have it run, whatever was done to it."""
+        """Make the member run again, whatever was done to it."""
         assert self.process
         if self.process.poll() is None:
             self.go_on()
@@ -186,11 +186,11 @@ class Etcd:
 
     @property
     def endpoints(self) -> str:
-        """What a user would give: the members' addresses, with https:// where that is needed."""
+        """The endpoints that a user would type: the members' addresses, with https:// if that is needed."""
         return ",".join(f"https://{member.endpoint}" if self.tls else member.endpoint for member in self.members)
 
     def ctl(self, *args: str, endpoints: str = "") -> str:
-        """What etcdctl prints, as root where there are users."""
+        """Run etcdctl, as root if there are users. Returns its output."""
         command = [*self._prefix(0), binary(self.version, "etcdctl"), f"--endpoints={endpoints or self.endpoints}"]
         if self.tls:
             command += [f"--cacert={self.tls.ca}", f"--cert={self.tls.client}", f"--key={self.tls.client_key}"]
@@ -220,7 +220,7 @@ class Etcd:
                     return living[ids.index(leaders.pop())]
             return None
 
-        # A process for each look.
+        # Each look starts a process, so look seldom.
         return wait_for(agreed, "etcd has a leader", every_s=0.2)
 
     def _start(self, count: int) -> None:
@@ -234,7 +234,7 @@ class Etcd:
                     member.wait_ready()
                 return
             except AssertionError as error:
-                # Somebody else has taken a port meanwhile.
+                # Another process has taken one of the ports meanwhile.
                 if attempt == 2 or self._ports or "address already in use" not in str(error):
                     raise
                 for member in self.members:

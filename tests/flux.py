@@ -1,7 +1,7 @@
 """A real Flux for tests: one broker on each of the nodes of tests/nodes.py, as on a cluster.
 
-Debian has no package of Flux: a flux-core that is on the PATH is used (https://flux-framework.org; built from source
-into a folder of its own it needs nothing else). Its configuration and its sockets are in `folder`.
+Debian has no package of Flux, so the tests use a flux-core on the PATH. (Build it from source into a folder of its own;
+https://flux-framework.org. It needs nothing else.) Its configuration and its sockets are in `folder`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ cores = "0-{last_core}"
 
 
 def missing() -> str:
-    """Why this machine cannot have one, or empty."""
+    """The reason why this machine cannot run Flux, or the empty string."""
     return nodes_missing() or ("" if shutil.which("flux") else "not installed: flux (flux-core, on the PATH)")
 
 
@@ -104,7 +104,7 @@ class Flux:
         wait_for(lambda: self.call(*free, code=None).strip() == str(self.count), "nodes that are free")
 
     def _broker(self, node: Node, rank: int) -> None:
-        # The second phase of the first broker is what people do: here nothing, until it is ended.
+        # The first broker's second phase runs the user's commands. Here it only waits until it is ended.
         command = ["flux", "broker", f"--config-path={self.folder / 'config'}", f"-Slocal-uri={self._uri(rank)}"]
         with (self.folder / "brokers.log").open("ab") as log:
             node.popen(

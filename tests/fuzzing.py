@@ -1,7 +1,7 @@
-"""What the fuzz tests share: how many examples, bounds on time and memory, and strategies of what others may send.
+"""Shared by the fuzz tests: the number of examples, bounds on time and memory, and strategies for input from others.
 
-As they stand they take seconds, and the same examples each time. `ELAUNCH_FUZZ_EXAMPLES=5000` throws new dice, and says
-at the end which example failed (`tests/unit/test_fuzz_long.py` runs all files so).
+By default the tests take seconds, and use the same examples each time. `ELAUNCH_FUZZ_EXAMPLES=5000` draws new examples,
+and says at the end which one failed (`tests/unit/test_fuzz_long.py` runs all files so).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def bounded(cpu_s: float = _CPU_S, memory_bytes: int = _MEMORY_BYTES) -> Iterato
 NESTED = "[" * 60_000
 # Any character, lone surrogates too.
 TEXTS = st.text(st.characters(), max_size=40)
-# What argv and the environment can hold: no NUL; bytes that are no UTF-8 as Python keeps them.
+# Any text that argv and the environment can hold: no NUL, and bytes that are not UTF-8 as Python's surrogates.
 WORDS = st.binary(max_size=30).map(lambda raw: os.fsdecode(raw.replace(b"\0", b"")))
 NUMBERS = st.sampled_from(
     ["-1", "0", "1", "007", "2.5", "1e5", "-0", "9" * 12, "9" * 30, "9" * 5000, "٣", "²", " 4 ", "0x10", "1_000", "nan"]

@@ -25,8 +25,8 @@ from elaunch.agent.guardian.guardian import VARIABLE
 Fact = TypeVar("Fact")
 # Generous: these machines are shared. A test that needs more has found a hang.
 DEADLINE_S = 60.0
-# Ours; the schedulers' that tests may run under; pytest's, another one in each test; torch's, where a test has
-# imported it.
+# elaunch's variables; those of schedulers under which tests may run; pytest's, which differs in each test; and torch's,
+# if a test has imported torch.
 _NOT_FOR_JOBS = (
     *("ELAUNCH_", "PET_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI_", "LSB_", "PBS_", "FLUX_", "JOB_COMPLETION_"),
     *("OMP_NUM_THREADS", "PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"),
@@ -36,12 +36,12 @@ REPOSITORY = Path(__file__).parents[1]
 
 
 def slow(*values: Any) -> Any:
-    """One set of parameters of a test that only the slow suite takes."""
+    """A set of a test's parameters that only the slow suite runs."""
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def wait_for(fact: Callable[[], Fact], what: str, deadline_s: float = DEADLINE_S, *, every_s: float = 0.005) -> Fact:
-    """The first true value of `fact()`; fails with `what` when the deadline passes. It is asked `every_s`."""
+    """The first true value of `fact()`, which is called every `every_s`. Fails with `what` after the deadline."""
     end_s = time.monotonic() + deadline_s
     while not (found := fact()):
         assert time.monotonic() < end_s, f"not within {deadline_s:g} s: {what}"
@@ -50,8 +50,8 @@ def wait_for(fact: Callable[[], Fact], what: str, deadline_s: float = DEADLINE_S
 
 
 def environment(env: Mapping[str, str] | None = None) -> dict[str, str]:
-    """This process's environment, without what a launcher above it sets for a job, and with `env`."""
-    # By name: pytest takes a variable away and sets it again while a test's threads ask for this.
+    """This process's environment with `env`, but without the variables that a launcher sets for a job."""
+    # Look up each name: pytest removes a variable and sets it again, while a test's threads may call this.
     found = {name: os.environ.get(name) for name in os.environ if not name.startswith(_NOT_FOR_JOBS)}
     return {**{name: value for name, value in found.items() if value is not None}, **(env or {})}
 
@@ -118,7 +118,7 @@ class Job:
         return "".join(text for name, text in self._pieces if name == "stderr")
 
     def stderr_from(self, piece: int) -> tuple[str, int]:
-        """Stderr from that piece of output on, and how many pieces there are now: for jobs that say much."""
+        """Stderr from that piece of output on, and the number of pieces now. For jobs with much output."""
         pieces = self._pieces[max(piece, 0) :]
         return "".join(text for name, text in pieces if name == "stderr"), max(piece, 0) + len(pieces)
 
@@ -181,7 +181,7 @@ class Job:
         return found
 
     def markers(self) -> set[str]:
-        """What the processes of this job's agent carry."""
+        """The markers that the processes of this job's agent carry."""
         return wait_for(lambda: set(self._seen_markers()), "a process with a marker")
 
     def _seen_markers(self) -> list[str]:
@@ -197,14 +197,14 @@ class Job:
 
 
 def finished(folder: Path, *args: str, env: Mapping[str, str] | None = None, **popen: object) -> Job:
-    """A job that was run to its end; its temporary files went to `folder`."""
+    """Run a job to its end. Its temporary files go to `folder`."""
     with Job(folder, *args, env={"TMPDIR": str(folder), **(env or {})}, **popen) as job:
         job.wait()
     return job
 
 
 def records(job: Job, word: str) -> list[dict[str, Any]]:
-    """What the workers printed to stdout as `word {json}`, in the order of arrival."""
+    """The objects that workers printed to stdout as `word {json}`, in the order of arrival."""
     found = re.findall(rf"^(?:\[\d+\] )?{word} (\{{.*\}})$", job.stdout, re.MULTILINE)
     return [json.loads(text) for text in found]
 

@@ -19,7 +19,7 @@ Object = dict[str, Any]
 
 
 def kubectl() -> str:
-    """The real one: it comes with the tests' Python packages."""
+    """The real kubectl, which comes with the tests' Python packages."""
     here = Path(sys.executable).parent
     found = shutil.which("kubectl", path=f"{here}{os.pathsep}{os.environ.get('PATH', os.defpath)}")
     assert found, "no kubectl; pip install --editable '.[dev]'"
@@ -28,7 +28,7 @@ def kubectl() -> str:
 
 @functools.cache
 def text(folder: str) -> str:
-    """What `kubectl apply -k` would send for a folder of deploy/k8s."""
+    """The text that `kubectl apply -k` would send for a folder of deploy/k8s."""
     done = subprocess.run([kubectl(), "kustomize", str(K8S / folder)], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert "deprecated" not in done.stderr, done.stderr
@@ -40,6 +40,6 @@ def rendered(folder: str) -> list[Object]:
 
 
 def the(kind: str, objects: list[Object]) -> Object:
-    """The one of that kind."""
+    """The only object of that kind."""
     (found,) = (each for each in objects if each["kind"] == kind)
     return found

@@ -1,8 +1,8 @@
 """Nodes for tests: network namespaces with addresses, host names and /dev/shm of their own, and faults between them.
 
-The namespaces have no names: each lives by its holder, a process that ends when the test's process does. What runs on
-a node is in the node's cgroup (and ends with the thread that started it). So two test runs cannot meet, and all that a
-killed run can leave, its cgroups and what is in them, is known by the pid in their names and removed by the next run.
+The namespaces have no names: each lives as long as its holder, a process that ends with the test's process. A process
+on a node is in the node's cgroup, and ends with the thread that started it. So two test runs cannot meet. A killed run
+can leave only cgroups and their processes. The next run finds them by the pid in their names and removes them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from elaunch.agent.guardian.guardian import kill_cgroup
 
 PREFIX = "elaunch-nodes"
 ON_NODE = Path(__file__).with_name("on_node.sh")
-# Whoever became root by `su` may lack these folders.
+# The PATH of a root shell from `su` may lack these folders.
 TOOLS = {**os.environ, "PATH": f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"}
 _numbers = itertools.count()
 
@@ -44,7 +44,7 @@ exec cat >/dev/null
 
 
 def missing() -> str:
-    """Why this machine cannot have nodes, or empty."""
+    """The reason why this machine cannot have nodes, or the empty string."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     absent = [
@@ -86,12 +86,12 @@ class Node:
 
     @property
     def port(self) -> str:
-        """Its port of the switch."""
+        """The node's port of the switch."""
         return f"to-{self.name}"
 
     @property
     def is_on(self) -> bool:
-        """Whether it has power."""
+        """Whether the node has power."""
         return self._holder is not None
 
     def popen(self, *command: str, **popen: object) -> subprocess.Popen[str]:
@@ -123,21 +123,21 @@ class Node:
         return [folder for folder in self.cgroup.iterdir() if folder.is_dir()]
 
     def link_down(self) -> None:
-        """Its network interface goes down: the node knows."""
+        """Set the node's network interface down. The node's kernel notices."""
         self._ip("link set eth0 down")
 
     def link_up(self) -> None:
         self._ip("link set eth0 up")
 
     def unplug(self) -> None:
-        """Its cable is taken off the switch: nobody is told."""
+        """Take the node's cable off the switch. No kernel notices."""
         self._switch.ip(f"link set {self.port} nomaster")
 
     def plug_in(self) -> None:
         self._switch.ip(f"link set {self.port} master br0")
 
     def power_off(self) -> None:
-        """All that runs on it is gone at once, and so is its memory; not one packet leaves any more."""
+        """End all processes of the node at once, and lose its memory. No further packet leaves it."""
         self._switch.ip(f"link del {self.port}")
         self._end()
 
@@ -148,7 +148,7 @@ class Node:
         self.connect()
 
     def shared_memory(self) -> list[str]:
-        """What elaunch has left in its /dev/shm."""
+        """The files that elaunch has left in the node's /dev/shm."""
         if not self._holder:
             return []
         return [str(path) for path in Path(f"/proc/{self._holder.pid}/root/dev/shm").glob("elaunch*")]
@@ -169,7 +169,7 @@ class Node:
         assert self._holder
         assert self._holder.stdout
         assert self._holder.stdout.readline() == "ready\n", "the node's namespaces could not be made"
-        # It keeps its hardware address when it is started again, as a machine does: the others remember that.
+        # A node that is started again keeps its hardware address, as a machine does: other nodes remember the address.
         peer = f"peer name eth0 address 02:00:00:00:00:{self.index + 1:02x} netns {self._holder.pid}"
         self._switch.ip(f"link add {self.port} type veth {peer}", f"link set {self.port} master br0 up")
         self._ip(
@@ -210,7 +210,7 @@ class Switch:
         )
         assert self._holder.stdout
         assert self._holder.stdout.readline() == "ready\n"
-        # With snooping, what the kernel has not yet heard asked for in multicast (neighbour discovery) may not pass.
+        # With snooping, the bridge may drop multicast (neighbour discovery) for groups that it has not seen joined.
         self.ip("link add br0 type bridge mcast_snooping 0", "link set br0 up")
 
     def ip(self, *lines: str) -> None:
@@ -218,7 +218,7 @@ class Switch:
         _ip(self._holder.pid, lines)
 
     def filter(self, rules: Sequence[str]) -> None:
-        """These nftables rules hold for what is passed on, and no others."""
+        """Replace the nftables rules for forwarded packets by these."""
         table = "table bridge faults"
         chain = ["type filter hook forward priority 0", *rules]
         lines = [table, f"delete {table}", f"{table} {{", "chain passed_on {", *chain, "}", "}", ""]
@@ -236,8 +236,8 @@ class Switch:
 class Nodes:
     """`count` nodes on one switch: node0 … with 10.77.0.1 …, fd77::1 …; use it as a context manager.
 
-    All know each other's names. With `own_name_is_loopback` a node's own name means 127.0.1.1 to itself, as a Debian
-    installation has it.
+    All know each other's names. With `own_name_is_loopback` a node resolves its own name to 127.0.1.1, as on a Debian
+    installation.
     """
 
     def __init__(self, count: int, *, own_name_is_loopback: bool = False) -> None:
@@ -281,7 +281,7 @@ class Nodes:
         return iter(self._nodes)
 
     def lose(self, percent: int, *of: Node) -> None:
-        """From now on so many of a hundred packets are lost, to and from each of these nodes or else anywhere."""
+        """From now on lose this percentage of packets, to and from each of these nodes, or everywhere without nodes."""
         ways = [f'{way} "{node.port}"' for node in of for way in ("iifname", "oifname")]
         self._add(*(f"{way} numgen random mod 100 < {percent} counter drop" for way in ways or [""]))
 
@@ -291,15 +291,15 @@ class Nodes:
         return self._switch.dropped()
 
     def cut(self, one: Node, other: Node) -> None:
-        """From now on nothing passes between these two; both still reach the others."""
+        """From now on no packet passes between these two nodes. Both still reach the others."""
         self._add(*(f'iifname "{a.port}" oifname "{b.port}" drop' for a, b in ((one, other), (other, one))))
 
     def refuse(self, *rules: str) -> None:
-        """From now on what these rules of nftables match is not passed on."""
+        """From now on drop packets that these nftables rules match."""
         self._add(*(f"{rule} counter drop" for rule in rules))
 
     def heal(self) -> None:
-        """End what `lose`, `cut` and `refuse` began."""
+        """End the effects of `lose`, `cut` and `refuse`."""
         self._rules.clear()
         self._add()
 
@@ -339,7 +339,7 @@ def hosts(count: int, loopback: int | None = None) -> str:
 
 
 def remove_leftovers() -> None:
-    """End what runs that were killed have left on their nodes."""
+    """End all processes that killed test runs have left on their nodes."""
     here = JobCgroup(PREFIX).path
     for folder in Path(here).parent.glob(f"{PREFIX}-*") if here else ():
         pid, born = folder.name.removeprefix(f"{PREFIX}-").split("-")[:2]
@@ -350,7 +350,7 @@ def remove_leftovers() -> None:
 
 
 def _born(process: psutil.Process) -> str:
-    """When the process was born, in the kernel's ticks: with its pid, this names it for ever."""
+    """The start time of the process in kernel ticks. Together with the pid it identifies the process for ever."""
     return Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[19]
 
 

@@ -1,8 +1,8 @@
-"""Forks ranks from one process that has imported torch: a group is there in 0.1 s. Run by tests/ranks.py.
+"""Forks ranks from one process that has imported torch: a group starts in 0.1 s. tests/ranks.py runs this script.
 
-Its arguments are modules that it imports too. Each line of its input asks for one group: `{"script", "args", "envs",
-"folder"}`, an environment per rank. It answers with their pids, and later, for each that ends, with `{"pid", "code"}`.
-Output goes to FOLDER/out.RANK and err.RANK.
+Its arguments name more modules to import. Each line of its input asks for one group: `{"script", "args", "envs",
+"folder"}`, with an environment per rank. It answers with the ranks' pids, and later with `{"pid", "code"}` for each
+rank that ends. Output goes to FOLDER/out.RANK and err.RANK.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ import torch.distributed.tensor
 
 
 def become(script: str, args: list[str], env: dict[str, str], folder: str, rank: int) -> None:
-    """In the child: what a fresh `python script args` would be."""
+    """In the child: become what a fresh `python script args` would be."""
     os.setpgid(0, 0)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for name, descriptor in (("out", 1), ("err", 2)):
         file = os.open(f"{folder}/{name}.{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.dup2(file, descriptor)
-    # Before the tests' own deadline: what hangs says where.
+    # A rank that hangs prints its stacks before the tests' own deadline.
     faulthandler.dump_traceback_later(50, file=2)
     os.environ.update(env)
     sys.argv = [script, *args]

@@ -1,10 +1,10 @@
-"""Pods for tests: what a cluster does with a manifest, on the nodes of tests/nodes.py.
+"""Pods for tests: does with a manifest what a cluster does, on the nodes of tests/nodes.py.
 
 A pod has a network, a host name, a pid namespace and a /dev/shm of its own. Its container is started from the manifest
 itself: command, variables, Secrets, claims, and the variables that Kubernetes adds. Names of services are in the
-pods' hosts files. A pod is deleted by SIGTERM to its process 1, and SIGKILL after its grace; the one that takes its
-place has its name and another address. Its image is this machine, read-only where the manifest says so; what a path of
-the manifest leads to, /tmp too, lies in the test's folder, which may be written.
+pods' hosts files. A pod is deleted by SIGTERM to its process 1, and SIGKILL after its grace. The pod that replaces it
+has the same name and another address. The image is this machine, read-only if the manifest says so. Volumes of the
+manifest, and /tmp, are folders in the test's own folder, which can be written.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ if [ -w "$2" ]; then echo "the image can be written" >&2; exit 1; fi
 shift 2
 exec "$@"
 """
-# Without capabilities and the way to any; as root all the same, or it could not enter the tests' folders.
+# The container has no capabilities and cannot gain any. It still runs as root, to be able to enter the tests' folders.
 RIGHTS = ("setpriv", "--inh-caps=-all", "--bounding-set=-all", "--no-new-privs")
-# What every container has of the cluster's services.
+# The variables of the cluster's services that every container has.
 SERVICES = {
     "ipv4": {"KUBERNETES_SERVICE_HOST": "10.96.0.1", "KUBERNETES_SERVICE_PORT": "443"},
     "ipv6": {"KUBERNETES_SERVICE_HOST": "fd00:96::1", "KUBERNETES_SERVICE_PORT": "443"},
 }
-# The others' addresses are taken from a pod: a cluster of one family has no others.
+# Commands that remove a pod's addresses of the other family, as in a cluster with one family only.
 ONLY = {
     "ipv4": "echo 1 >/proc/sys/net/ipv6/conf/all/disable_ipv6",
     "ipv6": "ip -4 address flush dev eth0",
@@ -67,12 +67,12 @@ class Pod:
         service = self.spec.get("subdomain") or owner["spec"].get("serviceName")
         domain = f"{service}.{NAMESPACE}.svc.cluster.local"
         parts = domain.split(".")
-        # As a resolver with the pod's search list finds it.
+        # All forms of the name that a resolver with the pod's search list finds.
         self.names = [f"{self.name}.{'.'.join(parts[:count])}" for count in (len(parts), 3, 2, 1)]
 
     @property
     def labels(self) -> Object:
-        """The variables, without those that Kubernetes adds."""
+        """The pod's labels, without those that Kubernetes adds."""
         return self.owner["spec"]["template"].get("metadata", {}).get("labels", {})
 
     @property
@@ -87,7 +87,7 @@ class JobPod(Pod):
 
     @property
     def first(self) -> psutil.Process:
-        """Process 1, as it is known outside."""
+        """Process 1 of the pod, by its pid outside of the pod."""
         return wait_for(lambda: next(iter(psutil.Process(self.process.process.pid).children()), None), "process 1")
 
 
@@ -125,9 +125,9 @@ class Pods:
     def run(
         self, owner: Object, ordinal: int, *args: str, env: Mapping[str, str] | None = None, node: Node | None = None
     ) -> JobPod:
-        """Start a pod of elaunch with these arguments instead of the manifest's; `env` is more of its variables.
+        """Start a pod of elaunch with these arguments instead of the manifest's. `env` are further variables.
 
-        It runs on `node`, else on one that had none yet.
+        The pod runs on `node`, or on a node that has had no pod yet.
         """
         pod = JobPod(owner, ordinal, node or self._free.pop(0), self._family)
         self._enter(pod)
@@ -171,13 +171,13 @@ class Pods:
             return pod.process.wait()
 
     def lose(self, pod: Pod) -> None:
-        """Its machine loses its power; nothing leaves it any more."""
+        """The pod's machine loses its power. No further packet leaves it."""
         pod.node.power_off()
 
     def enforce(self, *policies: Object) -> Node:
-        """From now on the network does as these policies say, between the pods of now; a place for a stranger.
+        """From now on the network obeys these policies between the present pods. Returns a node for a stranger.
 
-        A connection's first packet is not passed on.
+        The first packet of a connection that they forbid is dropped.
         """
         stranger = self._free.pop(0)
         pods = [*((pod.address, pod.labels) for pod in self._now.values()), (getattr(stranger, self._family), {})]
@@ -210,13 +210,13 @@ class Pods:
         assert not [r for r in self.records.of("started") if r["generation"] > meeting.generation], self.story()
 
     def ask(self, what: str, *, generation: int, rank: int) -> None:
-        """Have a rank fail: see reducer.py. (The pids that workers tell are those of their pods.)"""
+        """Have a rank fail: see reducer.py. (Workers tell the pids that they have inside of their pods.)"""
         partial = self.folder / ".asked"
         partial.write_text(what)
         partial.rename(self.folder / f"step-{generation}-{rank}")
 
     def end(self, *pods: JobPod) -> None:
-        """Let the training end; these end with 0, and nothing is left of them."""
+        """Let the training end. These pods must end with exit code 0, and leave nothing."""
         (self.folder / "end").touch()
         for pod in pods:
             assert pod.process.wait() == 0, self.story()
@@ -224,12 +224,12 @@ class Pods:
             assert not pod.node.shared_memory()
 
     def story(self) -> str:
-        """What the containers have said, for whoever must find out why a test failed."""
+        """The output of all containers, to find out why a test failed."""
         said = [f"--- {job.process.args}:\n{job.stderr}" for job in self._jobs]
         return "\n".join([*said, *(str(r) for r in self.records.of() if r["event"] != "step")])
 
     def _enter(self, pod: Pod) -> None:
-        """It has its name at its own place only, and all others learn that."""
+        """Give the pod's name to its own place only, and tell all other pods."""
         self._now[pod.name] = pod
         self._addresses[pod.name] = (pod.address, *pod.names)
         pod.node.run("sh", "-c", 'echo "$1" >/proc/sys/kernel/hostname', "_", pod.name)
@@ -240,7 +240,7 @@ class Pods:
                 each.node.run("sh", "-c", 'printf %s "$1" >/etc/hosts', "_", text)
 
     def _isolation(self, pod: Pod) -> tuple[str, ...]:
-        """What goes before the container's command."""
+        """The words before the container's command."""
         (container,) = pod.spec["containers"]
         read_only = ("sh", "-euc", READ_ONLY, "image", str(self.folder), str(K8S))
         is_read_only = container["securityContext"].get("readOnlyRootFilesystem")
@@ -295,7 +295,7 @@ class Pods:
     def _placed(self, text: str, places: Mapping[str, str]) -> str:
         if not places:
             return text
-        # At once: the folders may lie below another place.
+        # One replacement for all places: the folder of one place may contain the path of another.
         return re.sub(rf"(?<![\w/])({'|'.join(map(re.escape, places))})(?=/|$)", lambda found: places[found[1]], text)
 
 

@@ -19,7 +19,7 @@ def open_ports(policies: Sequence[Object], source: Object, target: Object) -> Se
 
 
 def _of_direction(policies: Sequence[Object], direction: str, peers: str, other: Object, own: Object) -> Sequence[int]:
-    """What the policies of the pod `own` let through from, or to, the pod `other`; all where it has none."""
+    """The ports that the policies of the pod `own` allow from, or to, the pod `other`. All ports without a policy."""
     specs = [each["spec"] for each in policies]
     ours = [spec for spec in specs if direction in spec["policyTypes"] and _selects(spec["podSelector"], own)]
     if not ours:

@@ -1,4 +1,4 @@
-"""Runs a script as the ranks of one gloo group, by hand: what a rank does at which moment is the test's to say."""
+"""Runs a script as the ranks of one gloo group. The test itself says what each rank does, and when."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ class Ended:
 
     @property
     def notes(self) -> list[Any]:
-        """All of them; that of a killed rank may have no last one."""
+        """All notes. The last line of a killed rank may be missing."""
         return [json.loads(line) for line in self.out.splitlines()]
 
 
 class Nursery:
     """One process that has imported torch and `modules`, and forks all ranks of a test module; see tests/nursery.py.
 
-    `env` is what these modules need when they are imported.
+    `env` are the variables that these modules need when they are imported.
     """
 
     def __init__(self, *modules: str, env: Mapping[str, str] | None = None) -> None:
@@ -99,7 +99,7 @@ def nursery(*modules: str, env: Mapping[str, str] | None = None) -> Iterator[Nur
 class Ranks:
     """`world_size` processes of `script`, with torchrun's variables; use it as a context manager.
 
-    `envs` has what a single rank's environment has beyond `env`.
+    `envs` holds further variables for single ranks, beside `env`.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class Ranks:
                     os.kill(self.pids[rank], signal.SIGKILL)
 
     def end_of(self, rank: int, deadline_s: float = DEADLINE_S) -> Ended:
-        """How one of them ended; fails where it does not."""
+        """Wait for one rank's end, and tell how it ended. Fails if it does not end."""
         pid = self.pids[rank]
         try:
             wait_for(lambda: self._nursery.code(pid) is not None, f"the end of rank {rank}", deadline_s)
@@ -149,7 +149,7 @@ class Ranks:
         return [self.end_of(rank) for rank in range(len(self.pids))]
 
     def answers(self) -> list[Any]:
-        """The answers of all ranks, which end well."""
+        """The answers of all ranks. Fails if one does not end with exit code 0."""
         ended = self.end()
         assert [rank.code for rank in ended] == [0] * len(ended), "\n".join(rank.err for rank in ended)
         return [rank.answer for rank in ended]

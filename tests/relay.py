@@ -11,9 +11,9 @@ from elaunch.rendezvous.endpoint import Endpoint
 
 
 class Listener:
-    """A server on a free port of loopback that does `serve` with every connection, in a thread of its own.
+    """A server on a free port of loopback that calls `serve` for every connection, each in a thread of its own.
 
-    While it is `shut`, new connections are ended at once.
+    While it is `shut`, it ends new connections at once.
     """
 
     def __init__(self, serve: Callable[[socket.socket], None]) -> None:
@@ -71,7 +71,7 @@ class Listener:
 
 
 def relay(target: Endpoint) -> Listener:
-    """A listener that hands everything on to `target`, both ways."""
+    """A listener that passes all data on to `target`, in both directions."""
 
     def serve(client: socket.socket) -> None:
         with socket.create_connection((target.host, target.port)) as server:
@@ -84,7 +84,7 @@ def relay(target: Endpoint) -> Listener:
 
 
 def silent() -> Listener:
-    """A listener that takes everything and never answers."""
+    """A listener that reads everything and never answers."""
 
     def serve(client: socket.socket) -> None:
         while client.recv(65536):

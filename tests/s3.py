@@ -1,4 +1,4 @@
-"""An S3-compatible server, moto's, as a process of its own on loopback; what is in it is read without fsspec."""
+"""An S3-compatible server (moto) in a process of its own on loopback. Tests read its contents without fsspec."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class S3:
         self.client.create_bucket(Bucket="bucket")
 
     def keys(self, prefix: str = "") -> list[str]:
-        """What is in the bucket, in order."""
+        """The keys in the bucket, sorted."""
         pages = self.client.get_paginator("list_objects_v2").paginate(Bucket="bucket", Prefix=prefix)
         return [each["Key"] for page in pages for each in page.get("Contents", [])]
 
@@ -66,7 +66,7 @@ class S3:
             self.client.delete_object(Bucket="bucket", Key=key)
 
     def parts_uploaded(self, prefix: str) -> int:
-        """The parts of uploads that are not complete."""
+        """The uploaded parts of multipart uploads that are not complete."""
         uploads = self.client.list_multipart_uploads(Bucket="bucket").get("Uploads", [])
         return sum(
             len(self.client.list_parts(Bucket="bucket", Key=each["Key"], UploadId=each["UploadId"]).get("Parts", []))
@@ -95,5 +95,5 @@ def s3_server() -> Iterator[S3]:
         yield server
     finally:
         server.close()
-        # This process's clients know that server's address, and the next one's tests would ask them.
+        # fsspec caches clients in this process. The next server's tests would use clients with this server's address.
         fsspec.get_filesystem_class("s3").clear_instance_cache()

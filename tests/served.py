@@ -29,7 +29,7 @@ def bound_socket(host: str = "127.0.0.1") -> socket.socket:
 
 @contextmanager
 def thread_serving(secret: Secret | None = None, slots: int = CONNECTIONS_MAX) -> Iterator[tuple[Server, int]]:
-    """A server in a thread, and its port on 127.0.0.1; by default without TLS and open to anybody."""
+    """Run a server in a thread. Yields it and its port on 127.0.0.1. Without a secret it uses no TLS and no token."""
     listener = bound_socket()
     port = listener.getsockname()[1]
     server = Server([listener], secret, slots)
@@ -82,7 +82,7 @@ class ServerProcess:
 
 
 class Gateway:
-    """A client that sends what it is told to, and gives back what was answered; for etcd and for the served store."""
+    """A client that sends any request and returns the answer as it is; for etcd and for the served store."""
 
     def __init__(self, host: str, port: int, secret: Secret | None = None) -> None:
         self._address = (host, port)
@@ -91,7 +91,7 @@ class Gateway:
         self._calls = self._connection()
 
     def call(self, path: str, body: Any = None, method: str = "POST") -> tuple[int, Any]:
-        """The status, and the JSON that was answered, or its text where it is none."""
+        """The status and the answer: its JSON, or its text if it is not JSON."""
         data = body if isinstance(body, (str, bytes)) else json.dumps({} if body is None else body)
         self._calls.request(method, path, data, self.headers)
         response = self._calls.getresponse()
@@ -131,9 +131,9 @@ class WatchStream:
         return result
 
     def events_until(self, revision: int) -> list[dict[str, Any]]:
-        """All events up to one of `revision`, which there will be, or until the watch is cancelled.
+        """All events up to `revision`, this included, or until the watch is cancelled. Waits for them.
 
-        What cancels it comes last.
+        The result that cancels the watch comes last.
         """
         events: list[dict[str, Any]] = []
         while not events or int(events[-1]["kv"]["mod_revision"]) < revision:

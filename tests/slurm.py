@@ -1,7 +1,7 @@
 """A real Slurm for tests: controller, daemons and munge on the nodes of tests/nodes.py, as on a cluster.
 
-Each node has a slurmd and a munge daemon of its own, all with one key; the last node is the one that people log in to,
-with the controller. Needs no systemd and touches nothing of an installed Slurm: its configuration is in `folder`.
+Each node has a slurmd and a munge daemon of its own, all with one key. The last node is the login node, with the
+controller. Slurm here needs no systemd and touches nothing of an installed Slurm: its configuration is in `folder`.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from tests.nodes import TOOLS, Node, Nodes, address4
 from tests.nodes import missing as nodes_missing
 
 _TOOLS = ("slurmctld", "slurmd", "srun", "sbatch", "scontrol", "scancel", "squeue", "sinfo", "munged", "unmunge")
-# What Debian's Slurm wants in cgroup.conf, though nothing here uses cgroups.
+# Debian's Slurm needs this in cgroup.conf, although nothing here uses cgroups.
 _CGROUP_V1 = "CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n"
 _CGROUP_V2 = "CgroupPlugin=cgroup/v2\nIgnoreSystemd=yes\n"
-# Its own /run: a daemon's socket there is the node's.
+# Each node has a /run of its own, so that a daemon's socket there belongs to the node.
 _MUNGED = 'mount -t tmpfs -o mode=755 tmpfs /run && mkdir -m 755 /run/munge && exec munged -F --force --key-file="$0"'
 
 _CONF = """\
@@ -61,7 +61,7 @@ PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 
 def missing() -> str:
-    """Why this machine cannot have one, or empty."""
+    """The reason why this machine cannot run Slurm, or the empty string."""
     absent = [name for name in _TOOLS if not shutil.which(name, path=TOOLS["PATH"])]
     return nodes_missing() or (f"not installed: {', '.join(absent)} (`make tools`)" if absent else "")
 
@@ -70,9 +70,9 @@ needs_slurm = pytest.mark.skipif(bool(_why := missing()), reason=_why or "Slurm 
 
 
 class Slurm:
-    """`count` nodes that compute, each with 8 CPUs, and one to log in to; use it as a context manager.
+    """`count` compute nodes with 8 CPUs each, and a login node. Use it as a context manager.
 
-    `folder` is what all of them see; what jobs write is below `home`, which is also their user's home.
+    All nodes see `folder`. Jobs write below `home`, which is also their user's home.
     """
 
     def __init__(self, folder: Path, count: int, *, slurmd_timeout_s: int = 30) -> None:
@@ -91,7 +91,7 @@ class Slurm:
 
     @property
     def login(self) -> Node:
-        """Where people type."""
+        """The login node."""
         return self.nodes[self.count]
 
     def __enter__(self) -> Slurm:
@@ -101,7 +101,7 @@ class Slurm:
         self.nodes.close()
 
     def call(self, *command: str, code: int | None = 0, env: Mapping[str, str] | None = None) -> str:
-        """What a command prints that is typed on the login node; stderr too. Fails if it exits with another code."""
+        """Run a command on the login node. Returns its stdout and stderr. Fails if it exits with another code."""
         done = subprocess.run(
             [*self.login.prefix, *command],
             cwd=self.home,
@@ -117,7 +117,7 @@ class Slurm:
 
     @contextmanager
     def srun(self, *words: str, env: Mapping[str, str] | None = None) -> Iterator[subprocess.Popen[str]]:
-        """A command that runs meanwhile, and has ended afterwards."""
+        """Run a command during this context, and wait for its end afterwards."""
         started = subprocess.Popen(
             [*self.login.prefix, "srun", *words],
             cwd=self.home,
@@ -135,7 +135,7 @@ class Slurm:
                 started.communicate()
 
     def sbatch(self, *words: str, env: Mapping[str, str] | None = None) -> Batch:
-        """A job that was handed in; its output goes to one file, in all its lives."""
+        """Submit a job. Its output goes to one file, also after a requeue."""
         return Batch(self, self.call("sbatch", "--parsable", *words, env=env).strip())
 
     def wait_idle(self) -> None:
@@ -164,7 +164,7 @@ class Slurm:
         for i in range(self.count):
             conf += f"NodeName=node{i} NodeAddr={address4(i)} CPUs=8 RealMemory=4000 Gres=gpu:2 State=UNKNOWN\n"
         (self.folder / "slurm.conf").write_text(conf)
-        # They have to be devices, and nobody uses them.
+        # The files have to be devices, but no program uses them.
         (self.folder / "gres.conf").write_text("Name=gpu File=/dev/null\nName=gpu File=/dev/zero\n")
         is_v2 = Path("/sys/fs/cgroup/cgroup.controllers").exists()
         (self.folder / "cgroup.conf").write_text(_CGROUP_V2 if is_v2 else _CGROUP_V1)
@@ -204,7 +204,7 @@ class Batch:
         return path.read_text(errors="replace") if path.exists() else ""
 
     def wait(self, state: str = "COMPLETED") -> str:
-        """Its output when it has come to that state."""
+        """Wait until the job is in that state. Returns its output."""
         ends = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"} - {state}
 
         def is_there() -> bool:
@@ -226,7 +226,7 @@ class Batch:
 
 
 def _path() -> str:
-    """elaunch's own interpreter first, as in a virtual environment that is active."""
+    """A PATH with elaunch's own interpreter first, as in an active virtual environment."""
     import sys
 
     return f"{Path(sys.executable).parent}:{TOOLS['PATH']}"

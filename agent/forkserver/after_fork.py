@@ -1,4 +1,4 @@
-"""Undoes in a forked process what a fork shares and a fresh process does not."""
+"""Renews the state that a forked process has from its parent and that a fresh process would not have."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from elaunch.agent.forkserver.preload import Preloaded
 
 
 def refresh(preloaded: Preloaded) -> None:
-    """New streams, random seeds and keys, a new `__main__`; what was remembered of the environment is forgotten."""
+    """Renew the streams, `__main__`, random seeds and keys, and forget values that come from the old environment."""
     _standard_streams()
     _main_module()
     if threading := sys.modules.get("threading"):
-        # Python's own renewal after a fork leaves it out (CPython, threading._after_fork).
+        # Python does not renew the main thread's native id after a fork (CPython, threading._after_fork).
         set_native_id = getattr(threading.main_thread(), "_set_native_id", None)
         if set_native_id:
             set_native_id()
@@ -25,20 +25,20 @@ def refresh(preloaded: Preloaded) -> None:
         process.current_process().authkey = os.urandom(32)
     tempfile: Any = sys.modules.get("tempfile")
     if tempfile:
-        # TMPDIR may be another by the time that the program asks.
+        # TMPDIR may have changed by the time that the program asks.
         tempfile.tempdir = None
     if random := preloaded.module("numpy.random"):
         random.seed()
     if torch := preloaded.module("torch"):
-        # The CPU's generator only: CUDA's are made when CUDA starts, with a seed of their own.
+        # Only the CPU's generator: CUDA's generators are made when CUDA starts, each with a seed of its own.
         torch.default_generator.seed()
 
 
 def set_threads(changed: Collection[str], modules: Collection[str]) -> None:
-    """Give torch and numpy's BLAS the threads that they would have, had they (those in `modules`) been loaded only now.
+    """Give torch and numpy's BLAS, if they are in `modules`, the thread counts that a fresh import would give them.
 
-    They were loaded with all CPUs in sight, of which this process may have some, and BLAS with one thread. They read
-    the variables only once; `changed` are those that are new since then.
+    Both were loaded in a process that may use all CPUs, and BLAS with one thread. This process may have fewer CPUs.
+    Both read the variables only when they are loaded. `changed` are the variables with another value since then.
     """
     cpus = len(os.sched_getaffinity(0))
     openmp = _number("OMP_NUM_THREADS") or cpus
@@ -69,7 +69,7 @@ def _set_openblas_threads(threads: int) -> None:
         try:
             loaded = ctypes.CDLL(library)
         except OSError:
-            # Replaced since it was loaded, or no library at all.
+            # The file was replaced after it was loaded, or is not a library.
             continue
         names = (f"{a}openblas_set_num_threads{b}" for a in ("scipy_", "") for b in ("64_", ""))
         if name := next((n for n in names if hasattr(loaded, n)), None):
@@ -77,10 +77,10 @@ def _set_openblas_threads(threads: int) -> None:
 
 
 def _main_module() -> None:
-    """A `__main__` as the one that Python made at its start, but known to the garbage collector.
+    """Make a `__main__` like the one that Python made at its start, but known to the garbage collector.
 
-    The one from before the fork is frozen, and what a program leaves in it would never be finalised: open files stay
-    unwritten.
+    The one from before the fork is frozen (`gc.freeze`). Objects that a program leaves in it would never be finalised,
+    and the data of open files would not be written.
     """
     main = ModuleType("__main__")
     vars(main).update(vars(sys.modules["__main__"]))

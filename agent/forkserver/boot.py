@@ -1,4 +1,4 @@
-"""What a fork server is told at its birth, and how one is started."""
+"""The agent's first message to a fork server, and the command line and environment that start one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from elaunch.rendezvous.types import Program
 BOOT_VARIABLE = "ELAUNCH_BOOT"
 HOOK_DIR = str(Path(__file__).with_name("hook"))
 
-# Without site: .pth files and customisations may do anything, and a process that only execs has no use for them.
+# Without site: .pth files and customisations may run any code, and a process that only execs does not need them.
 _BARE = (
     "import sys; there = [p for p in sys.path if p]; sys.path = [*there, sys.argv[2]]; "
     "from elaunch.agent.forkserver.server import bare; sys.path = there; bare(int(sys.argv[1]))"
@@ -23,11 +23,12 @@ _BARE = (
 
 @dataclass(frozen=True)
 class Boot:
-    """The agent's words to its fork server.
+    """The agent's first message to its fork server.
 
-    `preload` is None for exec, and `fallback` then the reason, where that was not asked for. `pythonpath` is the user's
-    PYTHONPATH. `ignored` are signals that workers ignore from their start. `mask` are the signals that were blocked
-    when the agent started it, where it has begun anew since.
+    `preload` names the modules to import. None means that each worker execs a fresh interpreter; `fallback` is then
+    the reason, unless the user asked for it. `pythonpath` is the user's PYTHONPATH. `ignored` are signals that workers
+    ignore from their start. `mask` is set in a fork server that has started anew: the signals that were blocked when
+    the agent started it.
     """
 
     agent_pid: int
@@ -40,7 +41,7 @@ class Boot:
     mask: tuple[int, ...] | None = None
 
     def memfd(self) -> int:
-        """A new descriptor to `read` it from, in this process or one that inherits it."""
+        """A new descriptor from which this process, or one that inherits it, can `read` the message."""
         fd = os.memfd_create("elaunch-boot", 0)
         os.write(fd, encode(self).encode())
         os.lseek(fd, 0, os.SEEK_SET)
@@ -48,7 +49,7 @@ class Boot:
 
     @classmethod
     def read(cls, fd: int) -> Boot:
-        """The words of `fd`, which is closed."""
+        """Read the message from `fd`, and close `fd`."""
         with open(fd) as file:
             return decode(cls, file.read())
 
@@ -59,7 +60,7 @@ def bare_command(boot_fd: int) -> list[str]:
 
 
 def pausing(environment: Mapping[str, str], boot_fd: int) -> dict[str, str]:
-    """`environment`, with what makes an interpreter stop at our sitecustomize (see paused.py)."""
+    """`environment` with the variables that make an interpreter stop in elaunch's sitecustomize (see pause.py)."""
     path = environment.get("PYTHONPATH")
     return {
         **environment,

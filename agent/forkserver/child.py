@@ -19,7 +19,7 @@ from elaunch.rendezvous.types import Program
 
 
 def become(child: Child) -> None:
-    """Take the place that `child` describes. Returns where Python itself is to start the program now."""
+    """Become the process that `child` describes. Returns only if Python itself is to start the program now."""
     die_with_parent(child.template_pid, signal.SIGKILL)
     os.setsid()
     signal.set_wakeup_fd(-1)
@@ -29,7 +29,7 @@ def become(child: Child) -> None:
     if child.order["op"] == "store":
         from elaunch.agent.forkserver import worker_store
 
-        # Its signals stay blocked: it ends when the agent says so, or with its parent.
+        # The store's signals stay blocked: it ends when the agent says so, or with its parent.
         worker_store.serve(child.order["host"], child.order["port"])
     if child.preloaded:
         restore_environment(child.preloaded.restore)
@@ -51,20 +51,20 @@ def become(child: Child) -> None:
     if child.gate:
         child.gate.stand(link)
     if signal.SIGINT in signal.sigpending() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        # It ends the process; it raises nothing in our frames.
+        # The pending SIGINT ends the process. It must not raise KeyboardInterrupt in elaunch's own frames.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, child.restore_mask)
 
 
 def _enter(cgroup: str) -> None:
-    """Move this process into the generation's cgroup. Where that fails, its environment's marker still tells."""
+    """Move this process into the generation's cgroup. If that fails, the marker in its environment still names it."""
     if cgroup:
         with suppress(OSError):
             Path(cgroup, "cgroup.procs").write_text("0")
 
 
 def _take_fds(fds: tuple[int, ...]) -> None:
-    """Make fds[0:3] the standard streams and keep what follows, as fds 3 and up; close everything else."""
+    """Make fds[0:3] the standard streams, and the rest of `fds` the fds from 3 on. Close all other descriptors."""
     high = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 64) for fd in fds]
     for fd, place in zip(high, range(len(fds)), strict=True):
         os.dup2(fd, place, inheritable=place < 3)
@@ -72,11 +72,11 @@ def _take_fds(fds: tuple[int, ...]) -> None:
 
 
 def _exec(program: Program, child: Child) -> NoReturn:
-    # Python ignored these two at its start; a fresh program finds the defaults.
+    # Python ignores these two signals from its start. A fresh program expects the defaults.
     for signum in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(signum, signal.SIG_DFL)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        # One that waited ends the process; it raises nothing in our frames.
+        # A pending SIGINT ends the process. It must not raise KeyboardInterrupt in elaunch's own frames.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     if len(child.fds) > 3:
         os.set_inheritable(3, True)

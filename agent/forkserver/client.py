@@ -24,7 +24,7 @@ Fds = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Home:
-    """Where a process belongs: its generation, and the cgroup folder of that one's processes, or empty."""
+    """Where a process belongs: its generation, and the folder of that generation's cgroup (empty without one)."""
 
     generation: int
     cgroup: str = ""
@@ -51,7 +51,7 @@ class ForkServer:
         self._socket, self._process = self._start()
 
     def restart(self) -> None:
-        """Start another after `stop` or `lost`; it imports what `preload` names now. Raises OSError."""
+        """Start another fork server after `stop` or `lost`. It imports what `preload` names now. Raises OSError."""
         self._socket, self._process = self._start()
 
     def preload_nothing(self) -> None:
@@ -68,7 +68,7 @@ class ForkServer:
                 bare_command(boot_fd) if preload is None else self._program.argv,
                 env=dict(environment) if preload is None else pausing(environment, boot_fd),
                 stdin=subprocess.DEVNULL,
-                # Where a sitecustomize or a preloaded module prints: nothing is lost, and no pipeline gets it as data.
+                # A sitecustomize or a preloaded module may print. On stderr no pipeline reads that as data.
                 stdout=2,
                 pass_fds=(boot_fd, theirs.fileno()),
                 start_new_session=True,
@@ -87,11 +87,11 @@ class ForkServer:
         return self._socket.fileno()
 
     def spawn(self, home: Home, local_rank: int, env: dict[str, str], cpus: list[int] | None, fds: Fds) -> None:
-        """Order a worker; `fds` become its 0, 1, 2 and 3. Raises OSError where the fork server is gone."""
+        """Order a worker. `fds` become its fds 0 to 3. Raises OSError if the fork server is gone."""
         self._order("worker", home, local_rank, {"local_rank": local_rank, "env": env, "cpus": cpus}, fds)
 
     def spawn_store(self, home: Home, host: str, port: int, fds: Fds) -> None:
-        """Order a worker store; `fds` become its 0 to 4, the listening socket the 3, its control socket the 4."""
+        """Order a worker store. `fds` become its fds 0 to 4: 3 is the listening socket, 4 its control socket."""
         self._order("store", home, "store", {"host": host, "port": port}, fds)
 
     def _order(self, op: str, home: Home, key: int | str, details: dict[str, Any], fds: Fds) -> None:
@@ -103,14 +103,14 @@ class ForkServer:
         self._send({"op": "signal", "key": local_rank, "generation": generation, "signum": int(signum), "group": group})
 
     def ping(self) -> None:
-        """Have the fork server say that it is "here"."""
+        """Ask the fork server for the answer "here"."""
         self._send({"op": "ask"})
 
     def _send(self, order: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
         try:
             wire.send(self._socket, order, fds)
         except BlockingIOError:
-            # Orders for about 90 workers fit while it imports; for more, wait until it has come to reading them.
+            # While the fork server imports, the socket holds orders for about 90 workers. Then wait until it reads.
             select.select([], [self._socket], [], _ORDER_WAIT_S)
             wire.send(self._socket, order, fds)
 
@@ -126,7 +126,7 @@ class ForkServer:
         self._socket.close()
 
     def lost(self) -> str:
-        """How a fork server that is gone ended, in words."""
+        """Words that say how a lost fork server has ended."""
         self._socket.close()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(1)

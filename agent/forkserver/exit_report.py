@@ -1,6 +1,6 @@
-"""A worker's last words to its agent: that its program is over, and of which exception.
+"""A worker's report to its agent that its program has ended, and whether by an exception.
 
-Python prints the exception and then still has a way to go, on which it can hang: threads, atexit, destructors.
+After Python prints the exception, it still joins threads, runs atexit calls and destroys objects. It can hang there.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ LINK_FD = 3
 
 
 def promise() -> int:
-    """Have them said when the program is over, before Python waits for its threads; the link, for `tell`."""
+    """Send the report when the program has ended, before Python joins its threads. Returns the link, for `tell`."""
     pid = os.getpid()
-    # The number may be given to another file later; a socket's inode is its own.
+    # The program may reuse the fd for another file. The inode identifies the socket.
     link = os.fstat(LINK_FD).st_ino
 
     def say() -> None:
-        # A child that the program forked comes through here too; its end is its own.
+        # A child that the program forked runs this too, but its end is not the worker's.
         if os.getpid() != pid:
             return
         error = _fatal()
@@ -34,21 +34,21 @@ def promise() -> int:
             _record(error)
         tell(link, {"event": "ended", "raised": error is not None, "reached_store": _reached_store()}, last=True)
 
-    # Said first of all that is registered with it; concurrent.futures has its place there for the same reason.
+    # These calls run before Python joins its threads, atexit's only afterwards. concurrent.futures uses them too.
     register: Any = getattr(threading, "_register_atexit", atexit.register)
     register(say)
     return link
 
 
 def tell(link: int, said: dict[str, Any], last: bool = False) -> None:
-    """Send a message on the link, the socket with that inode, if it is still there.
+    """Send a message on the link, the socket with that inode, if fd 3 is still that socket.
 
-    The agent looks now and then; the `last` message wakes it.
+    The agent reads the link from time to time. The `last` message wakes it.
     """
     with suppress(OSError):
         if os.fstat(LINK_FD).st_ino == link:
             with socket.socket(fileno=os.dup(LINK_FD)) as end:
-                # A full link is the agent's trouble; the program does not wait for it.
+                # The program must not wait for an agent that does not read.
                 with suppress(BlockingIOError):
                     end.send(b"\n" + json.dumps(said).encode() + b"\n", socket.MSG_DONTWAIT)
                 if last:
@@ -58,21 +58,21 @@ def tell(link: int, said: dict[str, Any], last: bool = False) -> None:
 def _fatal() -> BaseException | None:
     """The exception that ended the program, if one did.
 
-    Python leaves it in `sys.last_value`; but so do consoles, debuggers and pytest with those that they have dealt with.
-    A program's last one has come up through `__main__`, or through runpy above it.
+    Python leaves it in `sys.last_value`. Consoles, debuggers and pytest also leave exceptions there that they have
+    handled. The outermost frame of an exception that ended the program is in `__main__`, or in runpy above it.
     """
     error: BaseException | None = getattr(sys, "last_value", None)
     if error is None or error.__traceback__ is None:
         return None
     outermost = error.__traceback__.tb_frame
     file = outermost.f_code.co_filename
-    # What was typed into a console runs in `__main__` too, and has no file.
+    # Code that was typed into a console also runs in `__main__`, but has no file.
     is_main = outermost.f_globals is vars(sys.modules["__main__"]) and (file == "<stdin>" or file[:1] != "<")
     return error if is_main or file == "<frozen runpy>" or file.endswith(f"{os.sep}runpy.py") else None
 
 
 def _record(error: BaseException) -> None:
-    """Leave the exception in TORCHELASTIC_ERROR_FILE in the form of torch's `@record`, whose own record wins."""
+    """Write the exception to TORCHELASTIC_ERROR_FILE in the form of torch's `@record`, if `@record` has not done so."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
@@ -93,6 +93,6 @@ def _message(error: BaseException) -> str:
 
 
 def _reached_store() -> bool:
-    """Whether this process ever made its default process group, which starts with a visit to the worker store."""
+    """Whether this process ever made its default process group, for which it must have reached the worker store."""
     c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
     return c10d is not None and (c10d.is_initialized() or getattr(c10d, "_default_pg_init_method", None) is not None)

@@ -14,9 +14,9 @@ from elaunch.rendezvous.types import Program, ProgramKind
 
 
 def why_not(program: Program, loaded_at_start: Collection[str], looked_up: Collection[str], control_fd: int) -> str:
-    """Why workers must not be forked from here, or the empty string.
+    """The reason why workers must not be forked from this process, or the empty string.
 
-    `loaded_at_start` are the modules of a bare interpreter, `looked_up` the variables that were read since.
+    `loaded_at_start` are the modules of a bare interpreter. `looked_up` are the variables that were read since then.
     """
     if shadow := _shadow(program, loaded_at_start):
         return f"{shadow} has the name of a module that was preloaded"
@@ -26,7 +26,7 @@ def why_not(program: Program, loaded_at_start: Collection[str], looked_up: Colle
         return f"{what} looks up {own[0]}, which is another one in each worker"
     if len(os.listdir("/proc/self/task")) > 1:  # noqa: PTH208
         return f"{what} started a thread"
-    # A worker's descriptors are its own from 4 on: what somebody holds open, a GPU or a file, would be taken from him.
+    # A worker closes all descriptors from 4 on, so a preloaded module would lose its open file or GPU.
     if held := next((path for fd, path in _open_files().items() if fd not in {0, 1, 2, control_fd}), None):
         return f"{what} keeps {held} open"
     torch = sys.modules.get("torch")
@@ -39,19 +39,19 @@ def _open_files() -> dict[int, str]:
     """This process's open descriptors and what they refer to."""
     files: dict[int, str] = {}
     for name in os.listdir("/proc/self/fd"):  # noqa: PTH208
-        # The one that listed them is gone by now.
+        # The descriptor that listed the folder is closed by now.
         with suppress(OSError):
             files[int(name)] = os.readlink(f"/proc/self/fd/{name}")  # noqa: PTH115
     return files
 
 
 def _shadow(program: Program, loaded_at_start: Collection[str]) -> Path | None:
-    """A file that a fresh interpreter would import in place of what was preloaded, if any."""
+    """A file that a fresh interpreter would import in place of a preloaded module, if there is one."""
     loaded = {name for name in sys.modules if "." not in name} - set(loaded_at_start) - set(sys.builtin_module_names)
     suffixes = ["/", *importlib.machinery.all_suffixes()]
     place = _programs_place(program)
     for entry in _entries(place) if place else ():
-        # A folder that is no package is Python's last resort: a module elsewhere comes first.
+        # A folder without __init__.py does not count: Python prefers a module elsewhere.
         suffix = next((s for s in suffixes if entry.endswith(s)), None)
         if suffix and (name := entry.removesuffix(suffix)) in loaded:
             ours = getattr(sys.modules[name], "__file__", None)
@@ -61,7 +61,7 @@ def _shadow(program: Program, loaded_at_start: Collection[str]) -> Path | None:
 
 
 def _programs_place(program: Program) -> str:
-    """What Python will put first on `sys.path` when it runs the program: a folder or a zip file, or nothing."""
+    """The folder or zip file that Python will put first on `sys.path` for the program, or the empty string."""
     is_safe = getattr(sys.flags, "safe_path", False)
     if program.kind is ProgramKind.SCRIPT and not program.is_on_stdin:
         import zipfile
@@ -73,7 +73,7 @@ def _programs_place(program: Program) -> str:
 
 
 def _entries(place: str) -> Iterator[str]:
-    """The names of modules' files in a folder or zip file; those of packages end in a slash."""
+    """The names of the module files in a folder or zip file. A package's name ends in a slash."""
     import zipfile
 
     with suppress(OSError, zipfile.BadZipFile):

@@ -1,7 +1,8 @@
-"""What was preloaded stays out of sight until the program imports it, and then hears what the program has set.
+"""Hides preloaded modules until the program imports them, and then applies the variables that the program has set.
 
-Many variables are read when torch is imported. A script that sets one before its own `import torch` comes too late in
-a forked worker; so at that import the readers that can be asked to read again are asked, and the rest is said.
+Many variables are read when torch is imported. In a forked worker, torch is imported before the script sets them. So
+at the script's own `import torch`, the modules that can read their variables again do so. The log names the variables
+that come too late.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from elaunch.agent.forkserver.replay_environment import replay
 
 
 class Gate(MetaPathFinder):
-    """Hides torch, numpy and the packages that were asked for by name, and lets each in when it is imported.
+    """Hides torch, numpy and the packages that were preloaded by name, and puts each back when it is imported.
 
     The modules that came with a package come back with it. Another package, such as numpy, also comes back alone. The
     gate is made once, before any fork.
@@ -50,7 +51,7 @@ class Gate(MetaPathFinder):
         sys.meta_path.insert(0, self)
 
     def stand(self, link: int) -> None:
-        """Begin in a worker that has this link: what its environment is now, torch knows."""
+        """Begin in a worker that has this link. Only later changes of its environment are applied again."""
         self._environment = dict(os.environ)
         self._link = link
 
@@ -66,11 +67,11 @@ class Gate(MetaPathFinder):
         return spec
 
     def open(self, name: str) -> None:
-        """Let the module in, with all that came when its package was imported."""
+        """Put the module back, with all modules that came when its package was imported."""
         with self._lock:
             brought = self._where.get(name)
             if brought is None:
-                # Another thread has.
+                # Another thread has put it back.
                 return
             back = self._let_in(name, brought)
         changed = {n for n in {*self._environment, *os.environ} if self._environment.get(n) != os.environ.get(n)}
@@ -86,7 +87,7 @@ class Gate(MetaPathFinder):
             if each is brought and (whole or n.partition(".")[0] == package)
         }
         for known, module in back.items():
-            # What the program has put there itself stays: a stand-in, or None for "not to be imported".
+            # An entry that the program has made itself stays: a stand-in, or None, which forbids the import.
             sys.modules.setdefault(known, module)
             del self._where[known]
         if whole:
@@ -107,7 +108,7 @@ class Gate(MetaPathFinder):
 
 
 class _Handover(Loader):
-    """Loads a module by handing over the one that there is."""
+    """Loads a module by returning the one that was preloaded."""
 
     def __init__(self, gate: Gate, module: ModuleType) -> None:
         self._gate = gate
@@ -126,7 +127,7 @@ class _Handover(Loader):
 
 
 def _unbind(name: str, module: ModuleType) -> None:
-    """Take a module out of its package too, where the package imports it when it is first asked for."""
+    """Also delete a module's attribute in its package, if the package imports the module lazily."""
     package, _, child = name.rpartition(".")
     parent = sys.modules.get(package)
     if child in getattr(parent, "_lazy_modules", ()) and vars(parent).get(child) is module:
@@ -134,6 +135,6 @@ def _unbind(name: str, module: ModuleType) -> None:
 
 
 def _set_filters(filters: list[Any]) -> None:
-    # So that the modules that have warned before look at the filters again.
+    # After resetwarnings(), modules that have warned before check the filters again.
     warnings.resetwarnings()
     warnings.filters[:] = filters  # type: ignore[index]

@@ -1,7 +1,7 @@
 """A fork server that is the workers' own interpreter, paused just before it would run the program.
 
-What a worker is (command line, options, flags, `sys.path`) and what its program sees when it starts (`__main__`, its
-stack, tracebacks, exit codes) is so made by Python itself.
+So Python itself makes what a worker is (command line, options, flags, `sys.path`) and what its program sees when it
+starts (`__main__`, its stack, tracebacks, exit codes).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from elaunch.agent.forkserver.server import main
 
 
 def pause(loaded_at_start: Collection[str]) -> None:
-    """Be the fork server; this returns in a forked worker only, where nothing is left of the pause."""
+    """Be the fork server. Returns only in a forked worker, where nothing is left of the pause."""
     boot = Boot.read(int(os.environ.pop(BOOT_VARIABLE)))
     sys.path.remove(HOOK_DIR)
     sys.path_importer_cache.pop(HOOK_DIR, None)

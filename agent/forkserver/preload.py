@@ -1,4 +1,4 @@
-"""Imports what workers need into the process that will fork them, and keeps account of what that did."""
+"""Imports what workers need into the process that will fork them, and records what the imports changed."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from typing import Any
 from elaunch.agent.forkserver.boot import Boot
 from elaunch.agent.forkserver.fork_safety import why_not
 
-# Read when torch or numpy is imported, and wrong for a process that forks: BLAS would start its threads, torch would
-# open CUDA to see whether it is there. The children get the user's values back.
+# torch and numpy read these variables when they are imported. With other values BLAS would start its threads, and torch
+# would open CUDA to see whether it is there; a process that forks must do neither. The children get the user's values.
 _WHILE_IMPORTING = {"OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
 
 @dataclass
 class Brought:
-    """What came with the import of `name`, beyond what was there: modules, and warning filters in front of the others.
+    """What the import of `name` added: modules, and warning filters in front of the others.
 
-    `readers` has, for each variable that was looked up, the names of the modules that did so. `at_exit` are the calls
-    that hidden modules wanted at Python's end; they are not registered.
+    `readers` gives, for each variable that was looked up, the names of the modules that did so. `at_exit` are the calls
+    that hidden modules wanted at Python's end. They are not registered yet.
     """
 
     name: str
@@ -39,13 +39,13 @@ class Brought:
 
 @dataclass(frozen=True)
 class Preloaded:
-    """What importing has left; `restore` is what it changed in the environment, with the values from before."""
+    """The result of the imports. `restore` holds the variables that they changed, with the values from before."""
 
     restore: dict[str, str | None]
     brought: tuple[Brought, ...]
 
     def module(self, name: str) -> Any:
-        """A module that came, whether it is hidden now or not; None where there is none of that name."""
+        """The loaded module of that name, whether it is hidden now or not. None if there is none."""
         return next((each.modules[name] for each in self.brought if name in each.modules), sys.modules.get(name))
 
 
@@ -59,9 +59,9 @@ def hidden_packages(names: Collection[str]) -> set[str]:
 
 
 def preload(boot: Boot, loaded_at_start: Collection[str], customise: Callable[[], None]) -> Preloaded:
-    """Run the user's customisation of Python (`customise`), then import, with the garbage collector off from then on.
+    """Run the user's customisation of Python (`customise`), then import. The garbage collector is off from then on.
 
-    Raises Unfaithful where a forked worker would not be what a fresh interpreter is.
+    Raises Unfaithful if a forked worker would differ from a fresh interpreter.
     """
     assert boot.preload is not None
     custom = Brought("")
@@ -69,7 +69,7 @@ def preload(boot: Boot, loaded_at_start: Collection[str], customise: Callable[[]
         customise()
     before = dict(os.environ)
     os.environ.update(_WHILE_IMPORTING)
-    # All of it stays: looking for garbage would find none, and takes a third of the time.
+    # Imported objects stay: a garbage collection would find nothing, and takes a third of the time.
     gc.disable()
     hidden = hidden_packages(boot.preload)
     with _no_cache_folder():
@@ -77,7 +77,7 @@ def preload(boot: Boot, loaded_at_start: Collection[str], customise: Callable[[]
     looked_up = {variable for each in (custom, *brought) for variable in each.readers}
     if reason := why_not(boot.program, loaded_at_start, looked_up, boot.control_fd):
         raise Unfaithful(reason)
-    # Imports write variables too; after torch._dynamo's a script's own setdefault would come too late.
+    # Imports also set variables. After torch._dynamo's import a script's own setdefault would have no effect.
     changed = {name for name in {*before, *os.environ} if os.environ.get(name) != before.get(name)}
     return Preloaded({name: before.get(name) for name in changed}, brought)
 
@@ -97,7 +97,7 @@ def _import(name: str, hidden: Collection[str]) -> Brought:
 
 @contextmanager
 def _no_cache_folder() -> Iterator[None]:
-    """torch._inductor makes its cache's folder when it is imported; a program that never compiles would not have it."""
+    """Keep torch._inductor's import from making its cache folder: a program that never compiles would not have one."""
     makedirs: Any = os.makedirs
     is_on = True
 
@@ -122,14 +122,14 @@ def _recorded(brought: Brought, hidden: Collection[str]) -> Iterator[None]:
 
     def recorded_lookup(self: Any, name: str) -> str:
         frame = sys._getframe(1)
-        # The modules of the standard library read it on somebody's behalf.
+        # A module of the standard library reads a variable for its caller.
         while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in sys.stdlib_module_names:
             frame = frame.f_back
         brought.readers.setdefault(name, set()).add(frame.f_globals.get("__name__", ""))
         return lookup(self, name)  # type: ignore[no-any-return]
 
     def recorded_register(call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Callable[..., Any]:
-        # A module may have taken this one by name, and have it still when it is long over.
+        # A module may keep this function and call it after the recording has ended.
         if is_on and (getattr(call, "__module__", None) or "").partition(".")[0] in hidden:
             brought.at_exit.append((call, args, kwargs))
             return call

@@ -18,20 +18,20 @@ News = dict[str, Any]
 class Children:
     """The children of this process by pid. Each has a name: its generation, and its local rank or "store".
 
-    Only this process reaps them, so that a pid is a child's until `ended` has told of it, and a child's process group
-    is its own from its first line on.
+    Only this process reaps them, so a pid belongs to its child until `ended` has reported its exit. A child makes a
+    process group of its own when it starts.
     """
 
     def __init__(self) -> None:
         self._names: dict[int, Name] = {}
-        # Leaders of groups that were asked to end as a whole, and the news of those that have ended while their groups
-        # have not: a shell is gone at once, the program below it may be saving.
+        # `_asked` are leaders of process groups that were asked to end as a whole. `_held` is the news of leaders that
+        # ended before their groups: a shell ends at once, while the program that it started may be saving.
         self._asked: set[int] = set()
         self._held: dict[int, News] = {}
 
     @property
     def look_s(self) -> float | None:
-        """How soon `ended` wants to be asked again although no child ends."""
+        """After how many seconds `ended` must be called again although no child ends. None: it need not be."""
         return _GROUP_LOOK_S if self._held else None
 
     def add(self, pid: int, name: Name) -> None:
@@ -68,7 +68,7 @@ class Children:
                 if not group or not _signal_group(pid, signum):
                     os.kill(pid, signum)
         for pid in held:
-            # The number is the group's as long as it has members.
+            # The pid remains the group's number as long as the group has members.
             with suppress(PermissionError):
                 _signal_group(pid, signum)
 
@@ -81,7 +81,7 @@ class Children:
 
 
 def _signal_group(leader: int, signum: int) -> bool:
-    """Whether there was such a group. Raises PermissionError where all of it runs as another user (sudo)."""
+    """Signal a process group. Returns whether it exists. Raises PermissionError if it is all another user's (sudo)."""
     try:
         os.killpg(leader, signum)
     except ProcessLookupError:

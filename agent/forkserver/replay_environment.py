@@ -1,4 +1,4 @@
-"""Has torch read again what it reads from the environment only when it is imported."""
+"""Makes torch read again the environment variables that it reads only when it is imported."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-# C++ code reads these when torch or numpy is loaded, and Python cannot see that. Those with a call are below.
+# C++ code reads these when torch or numpy is loaded, unseen by Python. Most of them cannot be read again.
 _IN_CPP = ("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "TORCH_CPP_LOG_LEVEL", "TORCH_SHOW_CPP_STACKTRACES")
 _THREADS = {"OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"}
-# Looks its variables up again whenever it needs them.
+# This module looks its variables up again whenever it needs them.
 _ASKS_AGAIN = "torch._inductor.runtime.cache_dir_utils"
 _LOGGING = "torch._logging._internal"
-# Looks them up for the options of all configuration modules.
+# This module looks up the variables for the options of all configuration modules.
 _CONFIG = "torch.utils._config_module"
 
 
 def replay(
     changed: Collection[str], readers: Mapping[str, Collection[str]], modules: Mapping[str, ModuleType]
 ) -> set[str]:
-    """Apply the variables of `changed` to `modules`, which are imported now; returns those that come too late.
+    """Apply the variables in `changed` to `modules`, which the program imports now. Returns those that come too late.
 
-    `readers` are the modules that looked each one up when they were loaded. Thread counts are `fresh.set_threads`'s.
+    `readers` gives, for each variable, the modules that looked it up when they were loaded. The variables of thread
+    counts are left to `after_fork.set_threads`.
     """
     return {name for name in set(changed) - _THREADS if not _takes_effect(name, readers.get(name, ()), modules)}
 
@@ -44,7 +45,7 @@ def _takes_effect(name: str, readers: Collection[str], modules: Mapping[str, Mod
 
 
 def _reads_again(modules: Mapping[str, ModuleType], reader: str) -> bool:
-    """Have a module look its variables up again; whether it could be asked to."""
+    """Make a module look its variables up again. Returns whether that was possible."""
     module: Any = sys.modules.get(reader)
     if reader == _ASKS_AGAIN or module is None:
         return True
@@ -59,7 +60,7 @@ def _reads_again(modules: Mapping[str, ModuleType], reader: str) -> bool:
         for config in configs:
             _evaluate_again(config)
     except Exception:
-        # Another version of torch has other insides.
+        # Another version of torch may have other internals.
         return False
     return True
 
@@ -69,7 +70,7 @@ def _is_config(module: ModuleType) -> bool:
 
 
 def _evaluate_again(config: Any) -> None:
-    """Run a configuration module's own text once more, and take over what it comes to.
+    """Run a configuration module's code again, and take over its results.
 
     Torch computes its defaults there, many from the environment (torch/utils/_config_module.py).
     """

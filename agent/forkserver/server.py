@@ -1,8 +1,9 @@
 """The fork server: a single-threaded process that has imported what workers need and forks them from itself.
 
-Started by `forkserver.ForkServer` with the environment that the workers will have. It is their parent: it reaps them
-and tells the agent. It is an interpreter that was paused (`paused.py`); where forking that would not be faithful it
-starts anew as a bare one, forks a small process for each worker and has that exec a fresh interpreter.
+`client.ForkServer` starts it with the environment that the workers will have. It is the workers' parent: it reaps them
+and tells the agent. It is a paused interpreter (`pause.py`). If workers forked from it would differ from fresh
+interpreters, it starts anew without imports. It then forks a small process for each worker, which execs a fresh
+interpreter.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from elaunch.records import dataclass
 if TYPE_CHECKING:
     from elaunch.agent.forkserver.hidden_modules import Gate
 
-# An order of the agent's, the descriptors that came with it, and the pid of the fork server.
+# An order from the agent, the descriptors that came with it, and the pid of the fork server.
 Asked = tuple[dict[str, Any], tuple[int, ...], int]
 
 
 @dataclass(frozen=True)
 class Child:
-    """What a freshly forked process is to become. Without what was preloaded, it is to exec."""
+    """What a freshly forked process is to become. If `preloaded` is None, the process execs its program."""
 
     boot: Boot
     order: dict[str, Any]
@@ -44,14 +45,14 @@ class Child:
 
 
 def main(boot: Boot, loaded_at_start: Collection[str], customise: Callable[[], None]) -> None:
-    """Import and serve until the agent is gone; returns in a forked worker only, for its program to be run."""
+    """Import and serve until the agent is gone. Returns only in a forked worker, so that Python runs its program."""
     environment = dict(os.environ)
     mask, control = _settle(boot)
     try:
         preloaded = preload(boot, loaded_at_start, customise)
     except Unfaithful as reason:
         _start_anew(replace(boot, preload=None, fallback=str(reason), mask=tuple(mask)), environment)
-    # Loaded and made here: each worker would have to do the same.
+    # Before any fork: otherwise each worker would have to import and make the same itself.
     from elaunch.agent.forkserver import child
     from elaunch.agent.forkserver.hidden_modules import Gate
 
@@ -71,10 +72,10 @@ def bare(boot_fd: int) -> None:
 
 
 def _settle(boot: Boot) -> tuple[frozenset[int], socket.socket]:
-    """Take the fork server's place among processes; the signal mask from before, and the socket to the agent."""
+    """Set the fork server's signals, parent and name. Returns the earlier signal mask, and the socket to the agent."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     mask = frozenset(int(s) for s in before) if boot.mask is None else frozenset(boot.mask)
-    # A scheduler signals every process of a job. Blocked, not ignored: what a child inherits must be the defaults.
+    # A scheduler signals every process of a job. Signals are blocked, not ignored: a child must inherit the defaults.
     signal.pthread_sigmask(signal.SIG_BLOCK, set(signal.Signals) - {signal.SIGCHLD})
     for signum in boot.ignored:
         signal.signal(signum, signal.SIG_IGN)
@@ -86,25 +87,25 @@ def _settle(boot: Boot) -> tuple[frozenset[int], socket.socket]:
 
 
 def _start_anew(boot: Boot, environment: dict[str, str]) -> NoReturn:
-    """Become a bare fork server; nothing that was imported stays. The signals stay blocked meanwhile."""
+    """Exec a bare fork server, in which nothing is imported. The signals stay blocked meanwhile."""
     os.set_inheritable(boot.control_fd, True)
     command = bare_command(boot.memfd())
     os.execve(command[0], command, environment)
 
 
 def _serve(boot: Boot, control: socket.socket) -> Asked:
-    """Answer the agent until it is gone, and end. Returns in every child, with what it is to become."""
+    """Answer the agent until it is gone, then exit. Returns only in a child, with the order that made it."""
     _tell(control, {"event": "ready", "reason": boot.fallback})
     asked = _fork_as_asked(control)
     if asked is None:
         os._exit(0)
-    # Its number is the program's from here on; closing it as ours would close what has it by then.
+    # The program may reuse this fd from here on. If the socket object closed it, it would close the program's file.
     control.detach()
     return asked
 
 
 def _fork_as_asked(control: socket.socket) -> Asked | None:
-    """Fork, signal and reap; in every child its order, fds and parent, and None here when the agent is gone."""
+    """Fork, signal and reap. Returns its order, fds and parent in each child; None here when the agent is gone."""
     wake_r, wake_w = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake_w, warn_on_full_buffer=False)
@@ -150,5 +151,5 @@ def _tell(control: socket.socket, news: dict[str, Any]) -> None:
     try:
         wire.send(control, news)
     except (BrokenPipeError, ConnectionResetError):
-        # The agent is on its way out, and so are this process and its children.
+        # The agent is gone, so this process and its children end too.
         os._exit(1)

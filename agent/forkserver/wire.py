@@ -1,4 +1,4 @@
-"""What the agent and its fork server say to each other: one JSON object per packet, with file descriptors beside it."""
+"""Messages between the agent and its fork server: one JSON object per packet, with file descriptors beside it."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ def pair() -> tuple[socket.socket, socket.socket]:
 
 
 def send(end: socket.socket, message: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
-    """Send one packet; the fds are duplicated into the other process. Raises OSError where the other end is gone."""
+    """Send one packet. The fds are duplicated into the other process. Raises OSError if the other end is gone."""
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
     end.sendmsg([json.dumps(message).encode()], rights)
 
 
 def receive(end: socket.socket) -> tuple[dict[str, Any], tuple[int, ...]] | None:
-    """The next packet and its fds (close-on-exec); None if the peer is gone, or sends no message.
+    """The next packet and its fds (close-on-exec). None if the peer is gone, or sends something that is no message.
 
-    Raises BlockingIOError where `end` does not block and nothing waits.
+    Raises BlockingIOError if `end` does not block and no packet waits.
     """
     try:
         data, ancillary, _, _ = end.recvmsg(_PACKET_BYTES_MAX, socket.CMSG_SPACE(_FDS_MAX * 4), socket.MSG_CMSG_CLOEXEC)

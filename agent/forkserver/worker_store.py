@@ -1,7 +1,7 @@
 """The process behind MASTER_ADDR:MASTER_PORT: a TCPStore for one generation, on a socket that was bound before.
 
-Its own process, so that the death of rank 0 does not hide the real error, and no key of an older generation is read
-again.
+The store has a process of its own, so that the death of rank 0 does not hide the real error. Each generation has a new
+store, so that no key of an older generation is read again.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def serve(host: str, port: int, *, whole: bool = False) -> NoReturn:
     wire.send(control, {"up": True})
     if wire.receive(control):
         wire.send(control, {"keys": store.num_keys()})
-    # No Python or C++ destructor has anything to add.
+    # Python's and C++'s destructors have nothing left to do.
     os._exit(0)
 
 

@@ -1,7 +1,7 @@
 """A cgroup (v2) for each generation's processes, where this process may make one.
 
-It holds whatever a worker starts, also what has cleared or overwritten its environment, and ends it in one write. No
-controller is switched on: limits and accounting stay as they are.
+The cgroup holds every process that a worker starts, also one that has cleared or overwritten its environment. One write
+ends all of them. No controller is switched on: limits and accounting stay as they are.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from elaunch.agent.guardian.guardian import kill_cgroup
 
 
 class JobCgroup:
-    """The job's cgroup below this process's own; `path` is empty where none can be made, and then nothing is done."""
+    """The job's cgroup below this process's own. If none can be made, `path` is empty and the methods do nothing."""
 
     def __init__(self, name: str) -> None:
         own = _own_cgroup()
         self.path = str(own / name) if own else ""
 
     def make(self) -> None:
-        """Make it, now that somebody is there to remove it."""
+        """Make the cgroup. Call it once the guardian runs, which removes the cgroup."""
         path = Path(self.path)
         try:
             path.mkdir()

@@ -14,10 +14,10 @@ from elaunch.agent.guardian.guardian import VARIABLE, Kin, clean_up, sweep
 
 
 class GuardianClient:
-    """Starts the guardian; from then on this process may die at any moment and nothing of the job stays.
+    """Starts the guardian. From then on this process may die at any moment, and nothing of the job stays.
 
-    `run_dirs` are removed at the end, whichever of them exist by then. The job's processes carry
-    `marker` in their environment; `inherited` is the rest of it.
+    Those of `run_dirs` that exist at the end are removed. The job's processes have `marker` in their environment;
+    `inherited` is the rest of that environment.
     """
 
     def __init__(self, run_dirs: tuple[str, ...], inherited: Mapping[str, str]) -> None:
@@ -40,7 +40,7 @@ class GuardianClient:
         theirs, ours = os.pipe2(os.O_CLOEXEC)
         script = Path(__file__).with_name("guardian.py")
         try:
-            # Without the user's environment: neither its PYTHON* variables nor its markers are the guardian's.
+            # Without the user's environment: the guardian must have neither its PYTHON* variables nor its markers.
             process = subprocess.Popen(
                 [
                     sys.executable,
@@ -74,15 +74,15 @@ class GuardianClient:
         return {**inherited, VARIABLE: f"{above},{self.marker}" if above else self.marker}
 
     def end_generation(self, generation: int, fork_server: int, meanwhile: Callable[[], None]) -> None:
-        """End every process of a generation, even if its parent is another one now, but not the fork server (a pid).
+        """End every process of a generation, whoever its parent is now, except the fork server (a pid).
 
-        A process that no signal ends (it waits for a disk) may take seconds: `meanwhile` is called then.
+        A process that waits for a disk ends only seconds after its signal. `meanwhile` is called again and again then.
         """
         sweep(self._kin, (fork_server,), meanwhile)
         self.cgroup.end(generation, meanwhile)
 
     def finish(self) -> None:
-        """Let the guardian do its work, and wait for it; one that was killed leaves it to this process."""
+        """Let the guardian clean up, and wait for it. If the guardian was killed, this process cleans up."""
         os.close(self._fd)
         if self._process.wait() != 0:
             clean_up(self._kin, self.cgroup.path, self._run_dirs)

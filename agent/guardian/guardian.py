@@ -6,9 +6,9 @@ A process that a worker lets a service start may hold the marker too: `sbatch`, 
 environment. Such a process is spared. It is in another job of the scheduler, or in a cgroup in which no worker starts.
 
 Run as `python -S guardian.py KIN FD CGROUP RUN_DIR…` this file is the guardian, a process that outlives the agent
-for a moment: when the pipe FD ends, because the agent closed it or died, it ends all of these and removes the run
-directories. Before, it removes those of agents that were killed together with their guardians. Standard library only,
-so that it is small and starts without the package.
+for a moment: when the pipe FD ends, because the agent closed it or died, it ends all these processes and removes the
+run directories. Before that, it removes the run directories of agents that were killed together with their guardians.
+This file imports only the standard library, so that the guardian is small and starts without the package.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from pathlib import Path
 VARIABLE = "ELAUNCH_MARKER"
 # Each scheduler's id of a job, in the environment of that job's processes.
 JOB_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID", "COBALT_JOBID", "OAR_JOB_ID", "PJM_JOBID")
-# So many bytes of an id are compared: an id of a megabyte would fit into no argument of a program.
+# Only this many bytes of an id are compared: an id of a megabyte does not fit into an argument of a program.
 _ID_BYTES_MAX = 256
 # The names of the two cgroup hierarchies in /proc/PID/cgroup.
 _UNIFIED, _SYSTEMD = "", "name=systemd"
-# A process in an uninterruptible sleep cannot be ended; it is waited for no longer than this.
+# A process in an uninterruptible sleep cannot be ended. The sweep waits for it no longer than this.
 SWEEP_S_MAX = 5.0
-# How long a cgroup's processes may end by themselves: guardians of nested jobs, whose agents were swept before.
+# A cgroup's processes have this long to end by themselves: they are guardians of nested jobs, whose agents are dead.
 NESTED_S = 0.2
-# Processes that remove what others have left in /dev/shm, when those are gone: Python's multiprocessing and torch have
-# one each. They may do so for so long.
+# Helper processes of Python's multiprocessing and of torch. They remove what dead processes have left in /dev/shm, and
+# have CLEANERS_S for it.
 CLEANERS = (b"multiprocessing.resource_tracker", b"torch_shm_manager")
 CLEANERS_S = 0.5
-# A run directory, and the file in it that its agent holds locked as long as it lives: with the host's boot id in it,
-# since a disk that hosts share may keep each one's locks to itself.
+# A run directory, and the file in it that its agent keeps locked as long as it lives. The file holds the host's boot
+# id, since on a disk that hosts share one host may not see another host's locks.
 RUN_DIR = re.compile(r"elaunch_[0-9a-f]{16}(_memory)?")
 CLAIM = ".agent"
 
@@ -73,7 +73,7 @@ class Kin:
         return cls(*json.loads(text))
 
     def text(self) -> str:
-        """All of it for another process to `read`, as an argument: ASCII, whatever the scheduler's ids are."""
+        """The kin as text that another process can `read` from an argument. ASCII, whatever the scheduler's ids are."""
         return json.dumps((self.marker, self._jobs, self._cgroups, self._namespace))
 
     def has(self, pid: int) -> bool:
@@ -136,12 +136,12 @@ def _scope(cgroup: str, jobs: Iterable[str]) -> str:
 
 
 def _cgroups_of(pid: int | str) -> dict[str, str]:
-    """The process's cgroups, by hierarchy: of those in which schedulers and systemd give a job or a unit its place.
+    """The process's cgroups, by hierarchy, in the hierarchies where schedulers and systemd place jobs and units.
 
-    These are the hierarchy of cgroup v2, and systemd's own where v1 is in use.
+    These are the hierarchy of cgroup v2, and systemd's own if v1 is in use.
     """
     try:
-        # The kernel ends a line with a newline only, which no cgroup's name holds; `splitlines` knows other ends.
+        # The kernel ends a line only with a newline, which no cgroup's name has. `splitlines` would find other ends.
         lines = Path(f"/proc/{pid}/cgroup").read_bytes().decode(errors="surrogateescape").split("\n")
     except OSError:
         return {}
@@ -157,7 +157,7 @@ def _namespace_of(pid: int | str) -> str:
 
 
 def clean_up(kin: Kin, cgroup: str, run_dirs: Iterable[str]) -> None:
-    """Leave nothing of a job: its processes, its cgroup (a path, or empty), the run directories that there are."""
+    """End a job's processes, and remove its cgroup (a path, or empty) and those of its run directories that exist."""
     sweep(kin)
     if cgroup:
         kill_cgroup(cgroup)
@@ -166,10 +166,10 @@ def clean_up(kin: Kin, cgroup: str, run_dirs: Iterable[str]) -> None:
 
 
 def sweep(kin: Kin, spare: Collection[int] = (), meanwhile: Callable[[], None] = lambda: None) -> int:
-    """SIGKILL all of `kin` but those in `spare`, until none is left; how many were ended.
+    """SIGKILL all of `kin` but those in `spare`, until none is left. Returns how many were ended.
 
-    Those that clean up after the others are killed only if they do not end by themselves. `meanwhile` is called again
-    and again while there is something to wait for.
+    Helpers that clean up after other processes (`CLEANERS`) are killed only if they do not end by themselves.
+    `meanwhile` is called again and again while there is something to wait for.
     """
     ended: set[int] = set()
     start_s = now_s = time.monotonic()
@@ -195,7 +195,7 @@ def living(kin: Kin, spare: Collection[int] = ()) -> list[int]:
 def kill_cgroup(path: str, meanwhile: Callable[[], None] = lambda: None) -> None:
     """SIGKILL all processes of the cgroup (v2) at `path` and below, wait until they are gone, and remove it.
 
-    To be called after `sweep`: what a nested job's guardian has still to remove, only it knows.
+    Call it after `sweep`. The guardian of a nested job gets a little time first: only it knows what it has to remove.
     """
     with suppress(OSError):
         _wait_until_empty(path, NESTED_S, meanwhile)
@@ -227,7 +227,7 @@ def _kill(pid: int, kin: Kin) -> bool:
     except OSError:
         return False
     try:
-        # The number may have gone to a stranger since it was listed; the pidfd cannot.
+        # The pid may belong to a stranger since it was listed. The pidfd stands for one process: check that one.
         if not kin.has(pid):
             return False
         with suppress(OSError):
@@ -239,12 +239,12 @@ def _kill(pid: int, kin: Kin) -> bool:
 
 
 def boot_id() -> bytes:
-    """The same in all containers of a host until it is started again."""
+    """The host's boot id, which is the same in all its containers until the host starts again."""
     return Path("/proc/sys/kernel/random/boot_id").read_bytes()
 
 
 def remove_abandoned(run_dirs: Iterable[str]) -> None:
-    """Remove run directories of this user, where those in `run_dirs` are, whose agents are dead."""
+    """Remove this user's run directories whose agents are dead, from the folders in which `run_dirs` are."""
     for parent in {os.path.dirname(run_dir) for run_dir in run_dirs}:  # noqa: PTH120
         with suppress(OSError):
             names = [name for name in os.listdir(parent) if RUN_DIR.fullmatch(name)]  # noqa: PTH208
@@ -254,7 +254,7 @@ def remove_abandoned(run_dirs: Iterable[str]) -> None:
 
 def _remove_if_abandoned(folder: Path) -> None:
     with suppress(OSError):
-        # Kept open: others may rename folders in a shared temporary folder, so the name may soon mean another one.
+        # The folder stays open: in a shared temporary folder others may rename it, and put another in its place.
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             _remove_if_unlocked(folder, fd)
@@ -264,12 +264,12 @@ def _remove_if_abandoned(folder: Path) -> None:
 
 def _remove_if_unlocked(folder: Path, fd: int) -> None:
     found = os.fstat(fd)
-    # Only this user can have put anything into such a folder.
+    # Go on only with a folder in which nobody but this user can have put anything.
     if found.st_uid != os.geteuid() or found.st_mode & 0o077:
         return
     claim = os.open(CLAIM, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=fd)
     try:
-        # An error where its agent lives, or another guardian is at it.
+        # This fails if the folder's agent lives, or if another guardian removes the folder.
         fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if os.read(claim, 64) == boot_id():
             _empty(Path(f"/proc/self/fd/{fd}"))
@@ -291,10 +291,10 @@ def _empty(folder: Path) -> None:
 def main() -> None:
     """Wait for the agent's end, then clean up."""
     kin, fd, cgroup, run_dirs = Kin.read(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4:]
-    # A scheduler's signals go to all of a job's processes; this one leaves when its work is done.
+    # A scheduler signals all of a job's processes. The guardian ends only when its work is done.
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(signum, signal.SIG_IGN)
-    # Gigabytes take seconds: meanwhile the agent may die.
+    # In a thread, since removing gigabytes takes seconds, and the agent may die meanwhile.
     threading.Thread(target=remove_abandoned, args=(run_dirs,), daemon=True).start()
     while os.read(fd, 1):
         pass

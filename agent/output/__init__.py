@@ -1,1 +1,1 @@
-"""What workers write, and where it goes."""
+"""Moves the workers' output to the console and to files."""

@@ -1,4 +1,4 @@
-"""Whole lines out of a byte stream, each with its rank's prefix."""
+"""Makes whole lines of a byte stream, each with its rank's prefix."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LINE_BYTES_MAX = 1 << 20
 class LineSplitter:
     """Collects bytes and gives back whole lines; `\\r` ends a line too, so that progress bars move.
 
-    No byte is lost or changed: what `whole` and `rest` return is, joined, what was fed.
+    No byte is lost or changed: the results of `whole` and `rest`, joined, are the input.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class LineSplitter:
         data = self._rest + data
         end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
         if data.endswith(b"\r"):
-            # The \n of a \r\n may follow; without one, rest() gives the \r out in time.
+            # The \n of a \r\n may follow. If it does not, rest() returns the \r later.
             end = max(data.rfind(b"\n", 0, -1), data.rfind(b"\r", 0, -1)) + 1
         if not end and len(data) > LINE_BYTES_MAX:
             end = len(data)
@@ -36,13 +36,13 @@ class LineSplitter:
         return data[:end]
 
     def rest(self) -> bytes:
-        """The partial line, given up waiting for its end."""
+        """The partial line, for a caller that no longer waits for the end of the line."""
         rest, self._rest = self._rest, b""
         return rest
 
 
 def prefixed(lines: bytes, prefix: bytes, *, continued: bool) -> bytes:
-    """`lines` with `prefix` before each; `continued` says that the first goes on from what was printed before."""
+    """`lines` with `prefix` before each. `continued` says that the first line continues a line printed before."""
     if not prefix:
         return lines
     if b"\r" in lines:

@@ -21,7 +21,7 @@ _READ_BYTES = 256 << 10
 
 
 class Pump:
-    """All streams of one agent, and its own log lines, which go the same way to keep their order.
+    """Moves all streams of one agent, and the agent's own log lines, so that their order is kept.
 
     `stdout` and `stderr` are shared with the streams. Call `start` once; `close` waits until everything is written.
     """
@@ -61,7 +61,7 @@ class Pump:
         self.do(lambda: self._drain(generation, drained))
 
     def close(self, timeout_s: float | None = None) -> bool:
-        """Wait until all is written, at most `timeout_s`; whether it was."""
+        """Wait until all is written, at most `timeout_s`. Returns whether all was."""
 
         def stop() -> None:
             self._closing = True
@@ -71,7 +71,7 @@ class Pump:
         return not self._thread.is_alive()
 
     def do(self, work: Callable[[], object]) -> None:
-        """Have the pump's thread do `work` after all that it was given before; may be called from any thread."""
+        """Have the pump's thread do `work` after all earlier work. May be called from any thread."""
         self._todo.put(work)
         # A full pipe already holds a wake-up.
         with suppress(BlockingIOError):
@@ -107,7 +107,7 @@ class Pump:
         self._selector.register(stream, selectors.EVENT_READ)
 
     def _read(self, stream: WorkerStream) -> int:
-        """Pass one piece on; its bytes, 0 where nothing waits."""
+        """Pass one piece on. Returns its number of bytes, 0 if nothing waits."""
         try:
             data = os.read(stream.fd, _READ_BYTES)
         except BlockingIOError:
@@ -130,7 +130,7 @@ class Pump:
     def _drain(self, generation: int, drained: Callable[[dict[int, str]], None]) -> None:
         try:
             for stream in [s for s in self._streams if s.generation == generation]:
-                # All writers are dead, so the rest fits in the pipe. A stranger with the pipe open must not hold us up.
+                # All writers are dead, so what is left fits in the pipe. If another process still writes, stop there.
                 left = fcntl.fcntl(stream.fd, fcntl.F_GETPIPE_SZ)
                 while left > 0 and (taken := self._read(stream)):
                     left -= taken

@@ -25,7 +25,7 @@ def private_places() -> tuple[str, ...]:
     name = f"elaunch_{secrets.token_hex(8)}"
     chosen = (os.environ.get(variable) for variable in ("TMPDIR", "TEMP", "TMP"))
     folders = (*chosen, "/tmp", "/var/tmp", SHARED_MEMORY)
-    # Absolute: the guardian, which removes them, works elsewhere.
+    # The paths are absolute: the guardian, which removes the folders, has another working directory.
     return tuple(str(Path(folder, name).absolute()) for folder in folders if folder)
 
 
@@ -36,7 +36,7 @@ def memory_places(private: tuple[str, ...]) -> tuple[str, ...]:
 
 
 class MemoryFolder(NamedTuple):
-    """A private folder, in shared memory unless `trouble` says why not; none where none can be made."""
+    """A private folder, in shared memory unless `trouble` says why not. None if no folder can be made."""
 
     folder: Path | None
     trouble: str = ""
@@ -45,16 +45,16 @@ class MemoryFolder(NamedTuple):
 class RunDir:
     """Folders of one run, one per generation and rank: `attempt_<generation>/<rank>/` (torchrun's tree).
 
-    No generation reuses another's, so no restart deletes or overwrites a file. A folder that cannot be made is
-    done without, except the log folder itself.
+    No generation reuses another's folder, so no restart deletes or overwrites a file. The run goes on without a folder
+    that cannot be made, except the log folder itself.
     """
 
     def __init__(
         self, log_dir: Path | None, run_id: str, warn: Callable[[str], None], private: tuple[str, ...] = ()
     ) -> None:
-        """`private` are the places for a private folder, the first that works; fresh `private_places` without.
+        """`private` are places for a private folder: the first that works is used. Empty means `private_places()`.
 
-        Raises OSError if `log_dir` can hold nothing: its user must not learn only at the end that there are no files.
+        Raises OSError if `log_dir` cannot be written: the user must not learn at the end that there are no log files.
         """
         self._warn = warn
         self._private_places = private or private_places()
@@ -72,7 +72,7 @@ class RunDir:
 
     @property
     def is_incomplete(self) -> bool:
-        """Whether something could not be written that belongs here."""
+        """Whether something that belongs into these folders could not be written."""
         return self._warned
 
     @property
@@ -100,7 +100,7 @@ class RunDir:
                     shutil.rmtree(folder, ignore_errors=True)
 
     def warn(self, trouble: str) -> None:
-        """Say what cannot be written; once, since a full disk has the same for every stream of every rank."""
+        """Say what cannot be written. Only the first call says it: a full disk fails every stream of every rank."""
         if not self._warned:
             self._warned = True
             self._warn(f"{trouble}; more of the kind is not said again")
@@ -144,12 +144,12 @@ def _claim(folder: Path) -> None:
             os.close(descriptor)
             making.unlink()
         else:
-            # It has its name only when it is locked.
+            # The file gets its name only when it is locked.
             making.rename(folder / CLAIM)
 
 
 def _make_memory(places: tuple[str, ...]) -> MemoryFolder:
-    """In the first of these that can be made."""
+    """Make the memory folder in the first of `places` where that works."""
     trouble = ""
     for place in places:
         try:

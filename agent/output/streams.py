@@ -12,15 +12,16 @@ from elaunch.records import dataclass
 
 TAIL_BYTES_MAX = 64 << 10
 PARTIAL_LINE_WAIT_S = 0.1
-# Less what the umask takes away. Output may show paths, arguments and data, so only the user and the group may read.
+# The mode of log files, less what the umask takes away. Output may show paths, arguments and data, so others may not
+# read it.
 MODE = 0o640
 
 
 class Console:
     """One of this process's standard streams, shared by the ranks: no rank's line is cut by another's.
 
-    `warn` is told once if the reader is gone (`elaunch … | head`); later output of that stream is dropped then, since
-    training is worth more than its printing.
+    `warn` is called once if the reader is gone (`elaunch … | head`). Later output of that stream is dropped, so that
+    training goes on.
     """
 
     def __init__(self, fd: int, warn: Callable[[str], None]) -> None:
@@ -29,7 +30,7 @@ class Console:
         self._open_line_of: WorkerStream | None = None
 
     def write(self, data: bytes, writer: WorkerStream | None, prefix: bytes = b"") -> None:
-        """Write `data`, each line with `prefix`; a line that `writer` left open goes on, another's is ended first."""
+        """Write `data`, each line with `prefix`. An open line of `writer` goes on, one of another writer is ended."""
         if not data or self._fd < 0:
             return
         continued = writer is not None and self._open_line_of is writer
@@ -58,7 +59,7 @@ class LogFile:
             self._give_up(error)
 
     def write(self, data: bytes) -> bytes:
-        """Write `data`; what of it the file did not take."""
+        """Write `data`. Returns the part that the file did not take."""
         rest = memoryview(data)
         try:
             while rest and self._fd >= 0:
@@ -82,7 +83,7 @@ class Route:
     """Where a worker's stream goes: all of it to `console`, each line with `prefix`, and to `file`.
 
     With `file_first` the console gets only what the file does not take. Lines with one of `needles` are also copied to
-    `needle_file`. `whole_lines` holds partial lines back, where others write there too.
+    `needle_file`. With `whole_lines` partial lines are held back, since other workers write to the console too.
     """
 
     console: Console | None
@@ -95,9 +96,9 @@ class Route:
 
 
 class WorkerStream:
-    """A pipe from a worker: everything that it wrote goes along `route`, and, with `keep_tail`, its end is kept.
+    """A pipe from a worker. Everything that the worker wrote goes along `route`. With `keep_tail` its end is kept.
 
-    `fd` is the pipe's reading end, not blocking; it and the route's files are owned and closed here.
+    `fd` is the pipe's reading end, which does not block. This object closes it and the route's files.
     """
 
     def __init__(self, fd: int, generation: int, local_rank: int, route: Route, *, keep_tail: bool) -> None:
@@ -116,7 +117,7 @@ class WorkerStream:
         return self.fd
 
     def feed(self, data: bytes, now_s: float) -> None:
-        """Pass `data` on: whole lines at once, a partial one when its end comes or `flush_at_s` has passed."""
+        """Pass `data` on: whole lines at once, a partial line when its end comes or `flush_at_s` has passed."""
         if self._keep_tail:
             self._remember(data)
         left = self._route.file.write(data) if self._route.file else data
@@ -164,11 +165,11 @@ class WorkerStream:
 
 
 def write_all(fd: int, data: bytes) -> None:
-    """Write all of `data`, waiting where the reader is slow. Raises OSError where it is gone or the disk is full."""
+    """Write all of `data`, and wait for a slow reader. Raises OSError if the reader is gone or the disk is full."""
     rest = memoryview(data)
     while rest:
         try:
             rest = rest[os.write(fd, rest) :]
         except BlockingIOError:
-            # Somebody set our stdout to non-blocking; this thread has nothing else to do than wait.
+            # Another process has set the shared stdout to non-blocking. This thread can only wait.
             select.select([], [fd], [])

@@ -1,4 +1,4 @@
-"""Writes when each stage of a generation happened, as JSON lines: they tell where a restart's time went."""
+"""Writes the time of each stage of a generation as JSON lines, which show where a restart's time went."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ NO_GENERATION = -1
 class Timeline:
     """`timeline.jsonl` in `folder`; without a folder nothing is written.
 
-    `later` runs the writing elsewhere: a slow disk must not hold the agent's loop. `warn` is told of a disk error,
-    after which no more is written.
+    `later` runs the writing in another thread: a slow disk must not hold the agent's loop. `warn` is called for a disk
+    error, after which no more is written.
     """
 
     def __init__(
@@ -28,7 +28,7 @@ class Timeline:
         self._later = later
 
     def stamp(self, generation: int, event: str, **fields: int | str) -> None:
-        """Note that `event` happens now; may be called from any thread.
+        """Note that `event` happens now. May be called from any thread.
 
         `at` is the wall clock (s), for people; `monotonic_s` is CLOCK_MONOTONIC, which every process of a host shares.
         """

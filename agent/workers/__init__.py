@@ -1,1 +1,1 @@
-"""This node's workers: started, heard on their links, signalled."""
+"""Starts this node's workers, reads their links, and signals them."""

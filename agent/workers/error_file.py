@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import stat
 
-# Python's text of an exception is in the record twice. The agent's loop stands still while a record is read.
+# The record holds Python's text of the exception twice. The agent's loop waits while a record is read.
 BYTES_MAX = 32 << 20
 
 
 def read_error_file(path: str | os.PathLike[str]) -> str | None:
-    """The record in the file; "" if it is too large to be one, None if there is no regular file.
+    """The record in the file. "" if the file is too large to be a record, None if it is no regular file.
 
-    A pipe would wait for its writer, and a device has no end: neither is opened for reading.
+    A pipe would wait for its writer, and a device has no end: neither is read.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -24,7 +24,7 @@ def read_error_file(path: str | os.PathLike[str]) -> str | None:
             return None
         if found.st_size > BYTES_MAX:
             return ""
-        # The program may write to it still: no more than that is taken.
+        # The program may still write to the file, so the read has a limit too.
         with open(fd, "rb", closefd=False) as file:
             content = file.read(BYTES_MAX)
     except OSError:

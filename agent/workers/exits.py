@@ -14,7 +14,7 @@ from elaunch.agent.workers.oom import OutOfMemoryWatch
 
 
 class ExitReader:
-    """Reads what is left of workers on `host`. Make it before any worker starts: it counts the kernel's kills."""
+    """Reads what workers on `host` leave. Make it before any worker starts, since it counts the kernel's kills."""
 
     def __init__(self, host: str) -> None:
         self._host = host
@@ -44,7 +44,7 @@ class ExitReader:
 
 
 def signal_name(code: int) -> str:
-    """The name of the signal that an exit code of minus its number tells of."""
+    """The name of the signal whose number is minus `code`. Empty if `code` is not negative."""
     try:
         return signal.Signals(-code).name if code < 0 else ""
     except ValueError:

@@ -60,7 +60,7 @@ class ForkServerMonitor:
         """A link has ended, as at a worker's death: ask whether the fork server is there to report that death."""
         with suppress(OSError):
             self._server.ping()
-            # It may have many workers to fork before it comes to answering.
+            # The fork server may have many workers to fork before it answers.
             wait_s = KILL_WAIT_S + _FORK_S * self._current.group.slots
             self._answer_due_s = self._answer_due_s or time.monotonic() + wait_s
 
@@ -133,7 +133,7 @@ class ForkServerMonitor:
             self._reporter.say(f"each worker starts as a fresh interpreter, which is slower: {reason}")
 
     def _stamp_process(self, group: WorkerGroup, event: str, news: dict[str, int | str]) -> None:
-        """A stage of one process: `event` of a worker, with its ranks, or `store_<event>`."""
+        """Stamp a stage of one process: `event` with the ranks of a worker, or `store_<event>`."""
         fields: dict[str, int | str] = {name: value for name, value in news.items() if name in ("pid", "code")}
         if news["key"] == "store":
             self._timeline.stamp(group.generation, f"store_{event}", **fields)

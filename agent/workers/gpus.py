@@ -12,7 +12,7 @@ from elaunch.records import dataclass
 
 
 class Vendor(Enum):
-    """Whose variables narrow the choice down."""
+    """The vendor. Each vendor has its own variables that hide GPUs."""
 
     NVIDIA = "nvidia"
     AMD = "amd"
@@ -20,7 +20,7 @@ class Vendor(Enum):
 
 @dataclass(frozen=True)
 class Gpu:
-    """`uuid` is empty and `numa_node` is -1 where the driver does not say."""
+    """One GPU. `uuid` is empty and `numa_node` is -1 if the driver does not tell them."""
 
     vendor: Vendor
     uuid: str = ""
@@ -32,13 +32,13 @@ def visible(gpus: Sequence[Gpu], environ: Mapping[str, str]) -> tuple[Gpu, ...]:
     nvidia = [gpu for gpu in gpus if gpu.vendor is Vendor.NVIDIA]
     if nvidia:
         return _chosen(nvidia, environ.get("CUDA_VISIBLE_DEVICES"))
-    # ROCm's runtime counts first, HIP then counts what is left; HIP reads CUDA's variable where its own is missing.
+    # ROCm's runtime selects first, and HIP then selects from the rest. HIP reads CUDA's variable if its own is missing.
     amd = _chosen(gpus, environ.get("ROCR_VISIBLE_DEVICES"))
     return _chosen(amd, environ.get("HIP_VISIBLE_DEVICES", environ.get("CUDA_VISIBLE_DEVICES")))
 
 
 def _chosen(gpus: Sequence[Gpu], variable: str | None) -> tuple[Gpu, ...]:
-    """As CUDA reads the variable: the entries before the first invalid one; none if one is there twice."""
+    """The GPUs that CUDA would choose: the entries before the first invalid one, or none if an entry is there twice."""
     if variable is None:
         return tuple(gpus)
     found: list[int] = []
@@ -64,7 +64,7 @@ def _index(word: str, gpus: Sequence[Gpu]) -> int | None:
     matches = [i for i, gpu in enumerate(gpus) if gpu.uuid.startswith(word)]
     if len(matches) == 1:
         return matches[0]
-    # A driver that does not tell its UUIDs: the name can only be believed.
+    # This driver does not tell UUIDs, so the entry cannot be checked.
     return 0 if gpus and not any(gpu.uuid for gpu in gpus) else None
 
 
@@ -101,7 +101,7 @@ def _read_amd(root: Path, allowed: Callable[[Path], bool]) -> tuple[Gpu, ...]:
         facts = _facts(folder / "properties", " ")
         minor = facts.get("drm_render_minor", "0")
         render = f"renderD{minor}"
-        # CPUs are nodes too: they have no SIMD units. A GPU of another container has no render node here.
+        # CPUs are nodes too, but have no SIMD units. A GPU of another container has no render node here.
         if facts.get("simd_count", "0") == "0" or (minor != "0" and not allowed(root / "dev/dri" / render)):
             continue
         unique_id = int(facts.get("unique_id", "0") or 0)

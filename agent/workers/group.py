@@ -18,10 +18,10 @@ LASTING_S = 600.0
 
 @dataclass
 class WorkerGroup:
-    """This node's workers of one generation, by local rank; `cgroup` is the folder of theirs, or empty.
+    """This node's workers of one generation, by local rank. `cgroup` is the folder of their cgroup, or empty.
 
-    `store` controls its worker store, where that is on this node and has not ended. `reached_store` says whether a
-    rank had used it, None where it was on another node, or is not known yet.
+    `store` controls the generation's worker store, if that is on this node and has not ended. `reached_store` says
+    whether a rank has used that store. It is None if the store is on another node, or if that is not known yet.
     """
 
     table: RankTable
@@ -41,14 +41,15 @@ class WorkerGroup:
 
     @property
     def node_id(self) -> str:
-        """The node as the table knows it; it may have come back as another since."""
+        """This node's id in the table. The node may have come back with another id since then."""
         return self.table.seats[self.group_rank].node_id
 
     @property
     def progressed(self) -> bool:
-        """Whether a worker of this node reported a step or made its process group; else, whether any had a store.
+        """Whether a worker of this node reported a step or made its process group.
 
-        All make it together: where one says that it did not get there, that others wait at the store is no progress.
+        If no worker has told about its process group, a worker store that was used counts as progress. The ranks make
+        the group together: if one says that it did not, the others only wait at the store, and that is no progress.
         """
         links = self.links.values()
         known = [link.reached_store for link in links if link.reached_store is not None]
@@ -83,13 +84,13 @@ class CurrentGroup:
 
     @property
     def group(self) -> WorkerGroup:
-        """The workers; not to be asked for before the first `begin`."""
+        """The workers. Do not read it before the first `begin`."""
         assert self._group is not None
         return self._group
 
     @property
     def generation(self) -> int:
-        """Its number; NO_GENERATION before the first."""
+        """The number of the current generation. NO_GENERATION before the first `begin`."""
         return self._group.generation if self._group else NO_GENERATION
 
     def of(self, generation: object) -> WorkerGroup | None:

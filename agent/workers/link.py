@@ -1,8 +1,8 @@
-"""The agent's ends of its workers' links: what they say, and what they are told.
+"""The agent's ends of its workers' links: the messages from workers, and the messages to them.
 
-A worker that reports every step would wake the agent as often. So a word wakes it only where one is expected: on a
-link on which the agent has spoken. On the others an end does, of the worker or of its program; their words are read
-once a second, and before the agent decides anything that they may bear on.
+A worker that reports every step would wake the agent at every step. So messages wake the agent only on a link on which
+it has sent one itself, since it expects an answer there. The other links wake it only when the worker or its program
+ends. The agent reads them once a second, and before each decision that may depend on them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from elaunch.rendezvous.codec import parse_json
 
 _LOOK_S = 1.0
 _LINK_BYTES_MAX = 1 << 16
-# Characters of a note, which goes to the log, and of a phase's name, which goes into a failure's message.
+# The most characters of a note, which goes to the log, and of a phase's name, which goes into a failure's message.
 _TEXT_MAX = 2000
 _STEP_END = 1 << 63
 
@@ -29,9 +29,10 @@ _STEP_END = 1 << 63
 class Link:
     """The agent's end of one worker's link.
 
-    `step` is the newest that the worker reported, `phase` what it last said of its work, `reports` how many of both
-    there were. `raised` says that its program ended by an exception, and `reached_store`, None until its program ended,
-    that it had made its process group. `notes` are sentences for the log, `news` what the agent's core is to know.
+    `step` is the newest step that the worker reported, and `phase` the newest phase. `reports` counts the reports of
+    both. `raised` says that its program ended by an exception. `reached_store` says whether its program had made its
+    process group; it is None until the program has ended. `notes` are sentences for the log. `news` are events for the
+    agent's core.
     """
 
     generation: int
@@ -50,7 +51,7 @@ class Link:
         return self.socket.fileno()
 
     def read(self) -> bool:
-        """Read what has come; whether the worker is still there. A line that is no message is dropped."""
+        """Read what has come, and drop lines that are no messages. Returns whether the worker is still there."""
         try:
             data = self.socket.recv(_LINK_BYTES_MAX)
         except BlockingIOError:
@@ -65,7 +66,7 @@ class Link:
         return bool(data)
 
     def tell(self, message: Message) -> None:
-        """Say it, if the worker is there and reads."""
+        """Send the message, if the worker is there and reads."""
         with suppress(OSError):
             self.socket.send(line_of(message), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 
@@ -105,7 +106,7 @@ class Link:
 
 
 def _is_step(value: object) -> bool:
-    """Whether it is a step's number, or -1 for none. Python takes true for an int, and prints no huge int."""
+    """Whether it is a step's number, or -1 for none. In Python True is an int, and a huge int cannot be printed."""
     return type(value) is int and -1 <= value < _STEP_END
 
 
@@ -115,7 +116,7 @@ def _plain(text: str) -> str:
 
 
 def line_of(message: Message) -> bytes:
-    """The message as it goes over the link."""
+    """The message as one line of JSON, as the link carries it."""
     match message:
         case StopAtStepBoundary(reason):
             said: dict[str, object] = {"event": "stop_at_step_boundary", "reason": reason.value}
@@ -127,7 +128,7 @@ def line_of(message: Message) -> bytes:
 
 
 class Links:
-    """The open links of a generation; `fileno` is readable when one of them is to be read at once."""
+    """The open links of a generation. `fileno` is readable when one of them must be read at once."""
 
     def __init__(self) -> None:
         self._epoll = select.epoll()
@@ -150,13 +151,13 @@ class Links:
         link.socket.close()
 
     def tell(self, link: Link, message: Message) -> None:
-        """Say it; from now on what that worker says is heard at once."""
+        """Send the message. From now on messages of that worker wake the agent at once."""
         if link.fileno() in self._open:
             link.tell(message)
             self._epoll.modify(link, select.EPOLLRDHUP | select.EPOLLIN)
 
     def ready(self) -> list[Link]:
-        """Those that are to be read at once, and those that have ended, until they are dropped."""
+        """The links that must be read at once, and those that have ended and are not dropped yet."""
         return [self._open[fd] for fd, _ in self._epoll.poll(0)]
 
     @property
@@ -165,11 +166,11 @@ class Links:
 
     @property
     def due_s(self) -> float | None:
-        """When `due` will have some (monotonic)."""
+        """When `due` returns links again, on the monotonic clock. None without open links."""
         return self._look_at_s if self._open else None
 
     def due(self, now_s: float) -> list[Link]:
-        """Those that are to be read now, all of them at once."""
+        """All open links when the next look is due, else none."""
         if not self._open or now_s < self._look_at_s:
             return []
         self._look_at_s = now_s + _LOOK_S

@@ -1,4 +1,4 @@
-"""Turns what workers say on their links into events, and sends on the links what workers are told."""
+"""Turns the workers' messages on their links into events, and sends the agent's messages to workers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from elaunch.rendezvous.types import FailureKind
 
 
 class LinkMonitor:
-    """Reads the links of the current generation's workers; `fileno` is readable when `read_ready` has something.
+    """Reads the links of the current generation's workers. `fileno` is readable when `read_ready` has work to do.
 
     Messages of workers are kept until `take_news` returns them. They must not queue in the inbox behind the events
     that the agent decides with their help. Reports are counted only with a `hang_timeout_s`. `on_hang_up` is called
@@ -100,24 +100,24 @@ class LinkMonitor:
                 )
 
     def read_all(self) -> None:
-        """Read every link, whether or not its worker is worth being woken for."""
+        """Read every link now, also those whose messages do not wake the agent."""
         for link in self._links.open:
             self._news += self._read(link)
 
     def take_news(self) -> Iterator[LinkEvent | Reported]:
-        """What workers have said, each word once and in the order of each worker."""
+        """The messages of workers since the last call, in the order in which each worker sent them."""
         while self._news:
             yield self._news.popleft()
 
     def tell(self, order: TellWorkers) -> None:
-        """Say it to them; from now on they are heard at once."""
+        """Send the message to these workers. From now on their messages wake the agent at once."""
         word = type(order.message).__name__
         self._timeline.stamp(order.generation, "told", message=word, workers=len(order.local_ranks))
         for local_rank in order.local_ranks:
             self._links.tell(self._current.group.links[local_rank], order.message)
 
     def take_stacks(self, order: TakeStacks) -> None:
-        """Have workers that listen write their stacks to the log; py-spy looks into the others, in a thread."""
+        """Have workers that listen write their stacks to the log. For the others a thread runs py-spy."""
         group, generation = self._current.group, order.generation
         self._timeline.stamp(generation, "hung", quiet_s=round(order.quiet_s))
         self.tell(TellWorkers(generation, order.listening, ShowStacks()))
@@ -161,7 +161,7 @@ class LinkMonitor:
         return news
 
     def _say_once(self, key: str, text: str) -> None:
-        """Say it once in the agent's life, even if many workers and generations have cause for it."""
+        """Log `text` once per `key` in the agent's life, even if many workers and generations cause it."""
         if key not in self._said:
             self._said.add(key)
             self._reporter.say(text)

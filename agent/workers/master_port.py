@@ -11,18 +11,18 @@ _OWN_ADDRESS = "give one of this host's with --master-addr, or leave it out"
 
 
 class NoPort(Exception):
-    """The worker store cannot be reached where it was wanted; the message says why, and the way out."""
+    """The worker store cannot listen on the wanted address or port. The message says why, and the way out."""
 
 
 class MasterPort:
-    """The port of this node's next worker store, by the socket that listens on it."""
+    """The port of this node's next worker store, reserved by a socket that listens on it."""
 
     def __init__(self, config: AgentConfig) -> None:
         self._config = config
         self._listener: socket.socket | None = None
 
     def reserve(self) -> int:
-        """The port: the one that is reserved already, or another. Raises NoPort."""
+        """The reserved port. If none is reserved, reserve one. Raises NoPort."""
         self._listener = self._listener or reserve(self._config)
         return int(self._listener.getsockname()[1])
 
@@ -32,7 +32,7 @@ class MasterPort:
         return self._listener
 
     def release(self) -> None:
-        """A worker store has the socket now. The one port that was asked for stays reserved between two generations."""
+        """The worker store has the socket now: close it here. A single port that the user chose stays reserved."""
         if len(self._config.master_ports) != 1:
             self.close()
 
@@ -44,9 +44,9 @@ class MasterPort:
 
 
 def reserve(config: AgentConfig) -> socket.socket:
-    """A socket that listens on one of the config's master ports, or on a free one; nobody else can get it meanwhile.
+    """A socket that listens on one of the config's master ports, or on a free port. No other process can take the port.
 
-    Raises NoPort where the wanted ports are taken, or the address is not this host's.
+    Raises NoPort if the wanted ports are taken, or the address is not this host's.
     """
     try:
         family, _, _, _, address = socket.getaddrinfo(config.master_addr, None, type=socket.SOCK_STREAM)[0]
@@ -54,13 +54,13 @@ def reserve(config: AgentConfig) -> socket.socket:
         raise NoPort(f"the address {config.master_addr} is unknown ({error.strerror}); {_OWN_ADDRESS}") from error
     host = str(address[0])
     if _is_known_to_itself_only(config, host):
-        # Connections of either family; where there is no IPv6, of the one that there is.
+        # Listen for IPv6 and IPv4, or only for IPv4 on a host without IPv6.
         family, host = (socket.AF_INET6, "::") if socket.has_dualstack_ipv6() else (socket.AF_INET, "")
     for port in config.master_ports or (0,):
         listener = socket.socket(family, socket.SOCK_STREAM)
         if host == "::":
             listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        # A generation may follow on the same port while old connections linger.
+        # The next generation may use the same port while the kernel still keeps old connections.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind((host, port))

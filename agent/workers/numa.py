@@ -1,4 +1,4 @@
-"""Which CPUs a worker is bound to, near its GPU. The modes are torchrun's (torch/numa/binding.py), without numactl."""
+"""Chooses CPUs for a worker near its GPU. The modes are torchrun's (torch/numa/binding.py), without numactl."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Topology:
     """The host as this process may use it.
 
     `nodes` are the allowed CPUs of each NUMA node that has any. `packages`, `cores` and `caches` name each CPU's
-    socket, physical core and largest shared cache: the same name, the same one. `gpu_nodes` is each visible GPU's
-    node; where there is none, `slots` workers are dealt out to the nodes in turn.
+    socket, physical core and largest shared cache; CPUs with the same name share it. `gpu_nodes` is the NUMA node of
+    each visible GPU. Without GPUs, `slots` workers are assigned to the nodes in turn.
     """
 
     nodes: Mapping[int, frozenset[int]]
@@ -38,9 +38,9 @@ class Topology:
 
 
 def cpu_set(binding: NumaBinding, index: int, topology: Topology) -> frozenset[int]:
-    """The CPUs for the worker with local rank (and so GPU) `index`. Never empty: all CPUs where nothing is known.
+    """The CPUs for the worker with local rank (and so GPU) `index`. Never empty: all CPUs if nothing is known.
 
-    With more workers than GPUs the GPUs are shared in turn, and with them their CPUs.
+    If there are more workers than GPUs, workers share the GPUs in turn, and the CPUs with them.
     """
     if not topology.nodes:
         return topology.cpus
@@ -48,7 +48,7 @@ def cpu_set(binding: NumaBinding, index: int, topology: Topology) -> frozenset[i
     index %= len(places)
     node = places[index]
     cpus = topology.nodes.get(node, topology.cpus)
-    # Its turn among the workers of the same node.
+    # The worker's place among the workers of the same node.
     peers = [i for i, place in enumerate(places) if place == node]
     turn = peers.index(index)
     match binding:
@@ -59,7 +59,7 @@ def cpu_set(binding: NumaBinding, index: int, topology: Topology) -> frozenset[i
         case NumaBinding.EXCLUSIVE:
             return _share(_groups(cpus, topology.cores), turn, len(peers))
         case NumaBinding.CORE_COMPLEX:
-            # The largest first: some of a complex's CPUs may not be ours.
+            # The largest complex first: this process may be allowed only some CPUs of a complex.
             complexes = sorted(_groups(cpus, topology.caches), key=lambda group: (-len(group), min(group)))
             return complexes[turn % len(complexes)]
 
@@ -80,7 +80,7 @@ def _socket(cpus: frozenset[int], topology: Topology) -> frozenset[int]:
 
 
 def _groups(cpus: Iterable[int], names: Mapping[int, str]) -> list[frozenset[int]]:
-    """CPUs with the same name together, in the order of their lowest CPU; one without a name is alone."""
+    """Groups of CPUs with the same name, in the order of their lowest CPU. A CPU without a name is alone."""
     groups: dict[str, set[int]] = {}
     for cpu in sorted(cpus):
         groups.setdefault(names.get(cpu, f"cpu {cpu}"), set()).add(cpu)
@@ -88,7 +88,10 @@ def _groups(cpus: Iterable[int], names: Mapping[int, str]) -> list[frozenset[int
 
 
 def _share(cores: list[frozenset[int]], turn: int, peers: int) -> frozenset[int]:
-    """The cores in `peers` parts that differ by one at most, the larger ones first; where they are too few, shared."""
+    """The CPUs of part `turn`, if the cores are split into `peers` parts. With fewer cores than parts, parts share one.
+
+    The parts differ by one core at most, and the larger parts come first.
+    """
     if len(cores) < peers:
         return cores[turn % len(cores)]
     size, larger = divmod(len(cores), peers)
@@ -114,7 +117,7 @@ def read_topology(
         ours = ranges(_text(folder / "cpulist")) & cpus
         if ours:
             nodes[int(folder.name.removeprefix("node"))] = ours
-    # A kernel without NUMA has no such folder: one node, then.
+    # A kernel without NUMA has no such folder. All CPUs are one node then.
     nodes = nodes or {0: cpus}
     folders = {cpu: system / f"cpu/cpu{cpu}" for cpu in cpus}
     first = min(nodes)
@@ -123,7 +126,7 @@ def read_topology(
         packages=_named({cpu: _text(path / "topology/physical_package_id") for cpu, path in folders.items()}),
         cores=_named({cpu: _text(path / "topology/thread_siblings_list") for cpu, path in folders.items()}),
         caches=_named({cpu: _largest_cache(path / "cache") for cpu, path in folders.items()}),
-        # -1 is the driver's word for a host with one node.
+        # The driver says -1 on a host with one node.
         gpu_nodes=tuple(
             gpu.numa_node if gpu.numa_node >= 0 else first for gpu in visible(read_gpus(root, usable), environ)
         ),
@@ -132,7 +135,7 @@ def read_topology(
 
 
 def ranges(text: str) -> frozenset[int]:
-    """`0-2,4` as the kernel writes it."""
+    """The CPUs in a list in the kernel's form, like `0-2,4`."""
     pairs = (part.partition("-") for part in text.split(",") if part.strip())
     return frozenset(
         cpu for first, _, last in pairs for cpu in range(int(first), min(int(last or first), _CPU_MAX) + 1)
@@ -140,7 +143,7 @@ def ranges(text: str) -> frozenset[int]:
 
 
 def _largest_cache(folder: Path) -> str:
-    """The CPUs that share the highest level of cache, as the kernel writes them; instruction caches do not count."""
+    """The list of CPUs that share the highest level of cache, in the kernel's form. Instruction caches do not count."""
     found = [
         (int(_text(index / "level") or 0), _text(index / "shared_cpu_list"))
         for index in folder.glob("index*")

@@ -11,10 +11,10 @@ _KILLED = re.compile(r"[Kk]illed process (\d+)")
 
 
 class OutOfMemoryWatch:
-    """Tells a SIGKILL of the kernel's out-of-memory killer from anybody else's.
+    """Finds out whether a SIGKILL came from the kernel's out-of-memory killer.
 
-    Reads the kernel log where that is allowed, else this process's memory cgroup counters, whose state at construction
-    is the baseline (cgroup v2 `memory.events`, v1 `memory.oom_control`).
+    Reads the kernel log, if that is allowed, and the counters of this process's memory cgroup (v2 `memory.events`, v1
+    `memory.oom_control`). Kills from before this object was made do not count.
     """
 
     def __init__(self) -> None:
@@ -23,7 +23,7 @@ class OutOfMemoryWatch:
         self._log = _open_log()
 
     def word_on(self, pid: int) -> str:
-        """A few words if the kernel killed `pid` for memory, or may have; else the empty string."""
+        """A few words if the kernel killed `pid` for lack of memory, or may have done so. Else the empty string."""
         if any(int(m[1]) == pid for record in self._records() for m in [_KILLED.search(record)] if m):
             return "out of memory, says the kernel log"
         before, self._before = self._before, self._kills()
@@ -47,7 +47,7 @@ class OutOfMemoryWatch:
             try:
                 records.append(os.read(self._log, 8192).decode(errors="replace"))
             except BrokenPipeError:
-                # The ring was overwritten under us; the next read is at its oldest record.
+                # The kernel overwrote records before they were read. The next read begins at the oldest one left.
                 continue
             except OSError:
                 return records

@@ -1,4 +1,4 @@
-"""How what is seen of this node's workers is passed on."""
+"""Passes on what the agent learns about this node's workers."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class Spawner:
         self._topology = numa.read_topology(config.slots, config.environment) if config.numa_binding else None
         program = config.spec.program
         ours = program.kind is ProgramKind.COMMAND or program.interpreter == sys.executable
-        # The store's process is this interpreter's; another one's torch may speak another version of its protocol.
+        # The store runs in this interpreter. Another interpreter's torch may use another version of its protocol.
         self.has_store = ours and importlib.util.find_spec("torch") is not None
 
     def start(self, group: WorkerGroup, listener: socket.socket | None) -> None:
@@ -42,19 +42,21 @@ class Spawner:
             self._start_store(group, listener)
         for local_rank in range(group.slots):
             self._start_worker(group, local_rank)
-        # The last failure's files were there until now, in case that it had been the job's last.
+        # The files of the last failure were kept until now: the job might have ended with it.
         self._run_dir.forget_before(group.generation)
 
     def signal(self, group: WorkerGroup, local_rank: int, signum: int) -> None:
         """Signal one worker.
 
-        A Python program gets it alone, so that its data loaders outlive its last save; a command with its group, since
-        a shell does not pass on what it gets. A scheduler's notice is for who has a handler for it.
+        A Python program gets the signal alone, so that its data loaders live until its last save. A command gets it
+        with its process group, since a shell does not pass it on. A scheduler's notice goes only to a worker that has a
+        handler for it; another worker gets SIGTERM.
         """
         if signum in self._config.notices and not self._config.has_named_signals:
             pid = group.pids.get(local_rank, 0)
             if pid and catches(pid, signum):
-                # Some schedulers tell all processes: the fork server, which blocks it, and this worker too.
+                # Some schedulers signal all processes. If the notice is pending in the fork server, which blocks it,
+                # this worker has got it too.
                 if not is_pending(self._server.pid, signum):
                     self._server.signal(group.generation, local_rank, signum, group=False)
                 return

@@ -1,4 +1,4 @@
-"""Logs what hanging workers are doing: py-spy, if it is installed, looks into those that do not listen on the link."""
+"""Logs the stacks of hanging workers that do not listen on their link, with py-spy if it is installed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LOOK_S = 10.0
 
 
 def look_into(pids: Mapping[int, int], say: Callable[[str], None], done: Callable[[], None]) -> None:
-    """Write the stacks of these processes, by rank, to the log, and call `done`; both from a thread of its own."""
+    """Write the stacks of these processes to the log, then call `done`, both in a new thread. `pids` is by rank."""
     threading.Thread(target=_look, args=(pids, say, done), name="elaunch-stacks", daemon=True).start()
 
 

@@ -28,9 +28,9 @@ class Stdio:
         return self._stdin(local_rank), *self._out_and_err(group, local_rank)
 
     def _stdin(self, local_rank: int) -> int:
-        """A terminal is every worker's, so that a debugger works in any; data has one reader, the node's first worker.
+        """The worker's stdin. Every worker gets a terminal, so that a debugger works in any.
 
-        A program on stdin is everybody's, from its beginning.
+        Data goes only to local rank 0. If the program itself is on stdin, every worker reads it from its beginning.
         """
         if self._program_on_stdin:
             return os.open("/proc/self/fd/0", os.O_RDONLY | os.O_CLOEXEC)
@@ -43,17 +43,17 @@ class Stdio:
         planned = self._plan.redirects.of(local_rank) | self._plan.tee.of(local_rank)
         if group.table.world_size == 1 and not planned and self._on_console(group, local_rank):
             if os.isatty(2):
-                # A lone worker keeps its terminal: progress bars and debuggers work as without us.
+                # The only worker of a job keeps its terminal: progress bars and debuggers work as without elaunch.
                 return os.dup(1), os.dup(2)
             if not os.path.samestat(os.fstat(1), os.fstat(2)):
                 return os.dup(1), self._pipe(group, local_rank, Streams.ERR)
-            # One pipe for both keeps their order as it would be without us.
+            # One pipe for both streams keeps their order, as without elaunch.
             both = self._pipe(group, local_rank, Streams.ERR)
             return both, os.dup(both)
         return self._pipe(group, local_rank, Streams.OUT), self._pipe(group, local_rank, Streams.ERR)
 
     def _pipe(self, group: WorkerGroup, local_rank: int, which: Streams) -> int:
-        """A new pipe's writing end; the pump has the other."""
+        """The writing end of a new pipe, whose reading end the pump has."""
         plan, out = self._plan, which is Streams.OUT
         redirected, teed = bool(plan.redirects.of(local_rank) & which), bool(plan.tee.of(local_rank) & which)
         console = (self._pump.stdout if out else self._pump.stderr) if self._on_console(group, local_rank) else None
@@ -77,7 +77,7 @@ class Stdio:
         return theirs
 
     def _files(self, group: WorkerGroup, local_rank: int, which: Streams) -> tuple[LogFile | None, LogFile | None]:
-        """The stream's own file, and the generation's file of lines that were asked for by word."""
+        """The stream's own file, and the generation's file for lines that match a filter."""
         folder = self._run_dir.rank(group.generation, group.rank(local_rank)) if self._run_dir.logs else None
         if folder is None:
             return None, None

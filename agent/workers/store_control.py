@@ -12,7 +12,7 @@ _ANSWER_S = 0.5
 
 
 class StoreControl:
-    """A worker store says once that it is up, or why it is not; at its end it says whether a rank had used it."""
+    """The worker store reports once that it is up, or why it is not. At its end it reports whether a rank used it."""
 
     def __init__(self, control: socket.socket) -> None:
         self._socket = control
@@ -23,7 +23,7 @@ class StoreControl:
         return self._socket.fileno()
 
     def read(self) -> bool:
-        """Take what the store has said, if anything; whether it is up."""
+        """Read the store's report, if it has come. Returns whether the store is up."""
         if not self._is_up and not self._error:
             with suppress(OSError):
                 if news := wire.receive(self._socket):
@@ -32,7 +32,7 @@ class StoreControl:
         return self._is_up
 
     def end(self) -> bool | None:
-        """End the store; whether a rank had used it, None where the store never said that it was up."""
+        """End the store. Returns whether a rank has used it, or None if the store never reported that it was up."""
         with self._socket, suppress(OSError):
             if not self.read():
                 return None
@@ -43,7 +43,7 @@ class StoreControl:
         return None
 
     def last_error(self) -> str:
-        """The error that an ended store had reported, in words; empty if it had reported none."""
+        """The error that a store reported before it ended, in words. Empty if it reported none."""
         with self._socket:
             self.read()
         return f"failed: {self._error}" if self._error else ""

@@ -1,4 +1,4 @@
-"""This node's workers, of one generation at a time: started, heard, signalled and cleared away."""
+"""Starts, reads, signals and clears away this node's workers, one generation at a time."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from elaunch.rendezvous.types import RankTable
 class Workers:
     """Carries out what the agent decides about its workers.
 
-    What workers say on their links is kept for `take_news`; all else goes to `reporter`. The agent's loop calls all
-    methods, and waits for `selector`.
+    The workers' messages on their links are kept for `take_news`. All other events go to `reporter`. The agent's loop
+    calls all methods, and waits for `selector`.
     """
 
     def __init__(self, services: Services, reporter: Reporter, selector: selectors.BaseSelector) -> None:
@@ -51,16 +51,16 @@ class Workers:
         return min((at_s for at_s in timers_s if at_s is not None), default=None)
 
     def tick(self, now_s: float, *, is_quiet: bool) -> None:
-        """Do what is due; `is_quiet` says that no descriptor of the selector had anything to read."""
+        """Do what is due. `is_quiet` says that no descriptor of the selector had anything to read."""
         self._links.tick(now_s)
         self._monitor.tick(now_s, is_quiet=is_quiet)
 
     def read_links(self) -> None:
-        """Read all links now: how workers are stopped depends on what they have said."""
+        """Read all links now: how workers are stopped depends on their messages."""
         self._links.read_all()
 
     def take_news(self) -> Iterator[LinkEvent | Reported]:
-        """What workers have said, each word once and in the order of each worker."""
+        """The messages of workers since the last call, in the order in which each worker sent them."""
         return self._links.take_news()
 
     def reserve_port(self) -> int:
@@ -68,7 +68,7 @@ class Workers:
         return self._port.reserve()
 
     def spawn(self, table: RankTable, group_rank: int) -> None:
-        """Begin a generation: have the fork server start its workers, and its store where this node has rank 0."""
+        """Begin a generation: have the fork server start its workers, and its store if this node has rank 0."""
         generation = table.generation
         self._timeline.stamp(generation, "sealed", world_size=table.world_size)
         group = WorkerGroup(table, group_rank, self._guardian.cgroup.generation(generation))
@@ -105,11 +105,11 @@ class Workers:
                 return
 
     def tell(self, order: TellWorkers) -> None:
-        """Tell workers on their links."""
+        """Send workers a message on their links."""
         self._links.tell(order)
 
     def take_stacks(self, order: TakeStacks) -> None:
-        """Have it logged what workers are doing; posts `WorkersHung`."""
+        """Log what workers are doing. Posts `WorkersHung`."""
         self._links.take_stacks(order)
 
     def replace_fork_server(self, generation: int) -> None:

@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping
 from elaunch.launcher.options.values import NODES_MAX, WORKERS_MAX
 from elaunch.records import dataclass
 
-# Below what Linux gives to outgoing connections (32768 and up), above what services are known by.
+# Below the ports that Linux gives to outgoing connections (32768 and up), above those of well-known services.
 _PORT_FIRST, _PORT_PAIRS = 20_000, 5_000
-# int() would also take digits of other scripts, and fails at thousands of digits.
+# int() would also accept digits of other scripts, and fails at thousands of digits.
 _NUMBER = re.compile("[0-9]{1,18}")
 _NAME_MAX = 500
 _SHOWN_MAX = 200
@@ -19,10 +19,10 @@ _SHOWN_MAX = 200
 
 @dataclass(frozen=True)
 class HeadQuery:
-    """A command of the scheduler's that tells where the head is, for a head without a name or with one of its own.
+    """A scheduler's command that tells where the head is, if its name is unknown or only the scheduler can resolve it.
 
-    `answer` takes what the command prints: the head's name or address, None where it says nothing of it. `unanswered`
-    is the error of a job of several nodes whose head stays unknown.
+    `answer` finds the head's name or address in the command's output, or returns None. `unanswered` is the error
+    message for a job of several nodes whose head stays unknown.
     """
 
     command: tuple[str, ...]
@@ -32,22 +32,22 @@ class HeadQuery:
 
 @dataclass(frozen=True)
 class Cluster:
-    """What one scheduler says; None is what it leaves open, and the command line or the host has to say.
+    """One scheduler's facts. None means that the scheduler leaves it open: the command line or the host decides.
 
-    `scheduler` is its name for people. `nodes` is the least and the largest number of nodes, `node_index` this node's
-    place among them, from 0; node 0 is the head, and `head` its name or address as the other nodes reach it.
-    `head_port` is where its store listens; None is the usual port, where no two jobs can share a head. `workers` is
-    how many this node is to run, where that is not one for each of its GPUs, and `gpus` the number of GPUs that it
-    was given, of which this process alone may use `own_gpus`. `run_id` is the same on all nodes of a job, and in all
-    its lives; `restarts` counts those before this.
+    `scheduler` is its name for the log. `nodes` is the smallest and the largest number of nodes. `node_index` is this
+    node's index, from 0. Node 0 is the head, and `head` is its name or address for the other nodes. `head_port` is the
+    port of the head's store; None means the usual port, since no two jobs can share a head. `workers` is this node's
+    number of workers, if it is not one for each GPU. `gpus` is the number of GPUs that the node was given. This process
+    alone may use `own_gpus` of them. `run_id` is the same on all nodes of a job, and after each restart of the job by
+    the scheduler; `restarts` counts these.
 
-    `task` is this process's place among those that the scheduler started for the job on this node, of which there are
-    `tasks`: only task 0 is an agent. `sources` are the variables that said all this. `note` is a sentence for the log.
+    `task` is the index of this process among the `tasks` processes that the scheduler started for the job on this
+    node. Only task 0 is an agent. `sources` are the variables that gave these facts. `note` is a sentence for the log.
 
-    The last fields are what this scheduler can do. `is_of_pods`: pods share neither munge nor a home, a secret reaches
-    all of them by Kubernetes alone, and the head's name may be a service's. `signals_workers`: a notice of the job's
-    end may go to all processes, workers too. `head_query` is asked where `head` alone leads nowhere. `cores_option`
-    asks for more cores for an agent; `gpus_way_out` is how to give one agent all GPUs of its node.
+    The last fields describe the scheduler. `is_of_pods`: pods share neither munge nor a home, only Kubernetes can give
+    all of them a secret, and the head's name may be a service's. `signals_workers`: a notice of the job's end may go to
+    all processes, also to workers. `head_query` finds the head if the name in `head` cannot be resolved.
+    `cores_option` asks for more cores for an agent. `gpus_way_out` tells how to give one agent all GPUs of its node.
     """
 
     scheduler: str
@@ -71,8 +71,8 @@ class Cluster:
     gpus_way_out: str = ""
 
 
-# Asks nothing but its arguments: the environment, this host's name, and what reads a small text file (OSError where
-# it cannot). None where the scheduler did not start this process; ValueError for variables that make no sense.
+# A scheduler's detection. Its only inputs are the environment, this host's name, and a function that reads a small text
+# file (OSError if it cannot). None: the scheduler did not start this process. ValueError: its variables make no sense.
 Detect = Callable[[Mapping[str, str], str, Callable[[str], str]], Cluster | None]
 
 
@@ -94,7 +94,7 @@ def _range(nodes: tuple[int, int]) -> str:
 
 
 def line(cluster: Cluster) -> str:
-    """What was detected, as the log says it."""
+    """The facts as one line for the log."""
     nodes = _range(cluster.nodes) if cluster.nodes else ""
     parts = [
         f"job {cluster.run_id}" if cluster.run_id else "",
@@ -124,10 +124,10 @@ def used(environ: Mapping[str, str], *names: str) -> tuple[str, ...]:
 
 
 def port_of(job: int) -> int:
-    """A port for the store of a job with that number; jobs whose numbers are near have others. The next one is free."""
+    """A port for the store of the job with that number. Jobs with near numbers get others; the next port stays free."""
     return _PORT_FIRST + 2 * (job % _PORT_PAIRS)
 
 
 def port_of_name(run_id: str) -> int:
-    """The same for a job that has only a name."""
+    """A port for the store of a job that has only a name."""
     return port_of(zlib.crc32(run_id.encode(errors="surrogateescape")))

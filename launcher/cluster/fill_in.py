@@ -53,7 +53,10 @@ def _check_nodes(options: Options, cluster: Cluster) -> None:
 
 
 def _check_rank(options: Options, cluster: Cluster) -> None:
-    """A rank that a batch script expands is the script's own: the same on all nodes."""
+    """Raises UsageError for a node rank that contradicts the scheduler.
+
+    A variable in a batch script has the script's own value, which is the same on all nodes.
+    """
     index = cluster.node_index
     if index is None or "node_rank" not in options.given or options.node_rank == index:
         return

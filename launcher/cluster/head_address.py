@@ -1,4 +1,4 @@
-"""The head's address, where its name is one that only the scheduler knows."""
+"""Finds the head's address if only the scheduler can resolve the head's name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _CALL_S = 10.0
 
 
 def reachable(cluster: Cluster) -> Cluster:
-    """`cluster` with a head that has an address, as far as its scheduler tells: a node's name need be no host's."""
+    """`cluster` with a head that can be resolved, if the scheduler tells one. A node's name need not be a host name."""
     query = cluster.head_query
     if query is None:
         return cluster

@@ -1,6 +1,6 @@
-"""A key in the user's home, `~/.elaunch/key`: nodes that share the home make the same secret of a job's name with it.
+"""The key `~/.elaunch/key` in the user's home. Nodes that share the home derive a job's token from it and the name.
 
-It is made once and stays, so that no job can find what another has left.
+The key is made once and stays. No job leaves a token of its own in the home, which another job could find.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def token_at_home(name: str, *, make: bool = False) -> str:
 
 
 def _make(path: Path) -> None:
-    """Whole or not at all; the first of several wins, and nothing else stays."""
+    """Make the key file whole or not at all. If several agents make it, the first one's stays."""
     for _ in range(_TRIES):
         with suppress(FileNotFoundError):
             with suppress(OSError):

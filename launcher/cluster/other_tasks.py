@@ -1,9 +1,9 @@
-"""The tasks beside a node's agent, where a scheduler starts several: they stay until it has ended.
+"""The other tasks on an agent's node, if the scheduler starts several there: they wait until the agent has ended.
 
-The agent listens on a socket that has a name only within its host and is closed by the kernel at the latest. Whoever
-is connected to it learns the agent's end from the end of the stream; nothing is ever said on it. Any user of
-the host may connect to such a name, or take it first. So the name comes from the key in this user's home and cannot be
-guessed, and each side asks the kernel who is at the other.
+The agent listens on an abstract Unix socket, and the other tasks connect to it. The end of the stream tells them that
+the agent has ended: the kernel closes the socket if the agent does not. No data is ever sent. Any user of the host may
+connect to such a name, or take it first. So the name is derived from the key in this user's home and cannot be guessed,
+and each side asks the kernel for the user at the other end.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from contextlib import contextmanager
 from elaunch.launcher.cluster.cluster import Cluster
 from elaunch.launcher.cluster.home_key import token_at_home
 
-# The tasks start together; what one of them may need longer for is reading its modules from a slow disk.
+# The tasks start together, but one of them may take longer to read its modules from a slow disk.
 _APPEAR_S = 60.0
 _PAUSE_S = 0.1
-# An agent that ends at once, as for a wrong option, waits so long since its start for the others to see it.
+# An agent that ends at once, for example for a wrong option, waits until this long after its start for the others.
 _SEEN_S = 5.0
 # Connections that may wait to be accepted.
 _BACKLOG = 128
-# The scheduler tells all of a step's processes to stop: this one has nothing to stop, and must not end before the
-# agent, or the scheduler might take that for the end of the node (srun --kill-on-bad-exit, --wait).
+# The scheduler signals all processes of a step. A waiting task has nothing to stop. It must not end before the agent:
+# the scheduler might take that for the end of the node (srun --kill-on-bad-exit, --wait).
 _NOT_FOR_US = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 
 
 @contextmanager
 def seen_by_others(cluster: Cluster, say: Callable[[str], None]) -> Iterator[None]:
-    """In the agent, around all that it does: what the others of its node hold on to."""
+    """In the agent, around all its work: the other tasks of its node wait until this context ends."""
     begun_s = time.monotonic()
     address = _address(cluster)
     with socket.socket(socket.AF_UNIX) as listener:
@@ -57,7 +57,7 @@ def seen_by_others(cluster: Cluster, say: Callable[[str], None]) -> Iterator[Non
 
 
 def wait_for_agent(cluster: Cluster, say: Callable[[str], None], appear_s: float = _APPEAR_S) -> int:
-    """In the others: wait until the agent of this node has ended. 0: what became of the job is the agent's to say."""
+    """In the other tasks: wait until this node's agent has ended. Returns 0, as only the agent reports the result."""
     for signum in _NOT_FOR_US:
         signal.signal(signum, signal.SIG_IGN)
     address = _address(cluster)
@@ -110,7 +110,7 @@ class _Door:
             try:
                 stream, _ = self._listener.accept()
             except OSError:
-                # As when no descriptor is free: that passes.
+                # For example, no descriptor is free. Try again soon.
                 self._is_closed.wait(_PAUSE_S)
                 continue
             if _uid_behind(stream) != os.geteuid():
@@ -122,9 +122,9 @@ class _Door:
 
 
 def _address(cluster: Cluster) -> str:
-    """An abstract name, known within its host only: it needs no folder, nothing is left of it, and it is short.
+    """An abstract socket name. It is short, is known only on this host, needs no folder and leaves nothing behind.
 
-    Without a home the name can be guessed.
+    Without a key in the user's home the name can be guessed.
     """
     job = f"{cluster.run_id}.{cluster.restarts}"
     name = token_at_home(f"companions of {job}", make=True) or hashlib.sha256(job.encode()).hexdigest()[:32]
@@ -132,7 +132,7 @@ def _address(cluster: Cluster) -> str:
 
 
 def _whose(address: str) -> str:
-    """The user of a name that is taken, as far as the kernel tells."""
+    """Words for the user who has taken the name, as far as the kernel tells."""
     with socket.socket(socket.AF_UNIX) as stream:
         stream.settimeout(1.0)
         try:
@@ -155,5 +155,5 @@ def _read_to_end(stream: socket.socket) -> None:
         while stream.recv(64):
             pass
     except ConnectionError:
-        # Never accepted: that is how its end looks then.
+        # The agent ended before it accepted this connection.
         return

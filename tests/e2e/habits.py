@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tests.harness import DEADLINE_S, environment
 
-# A light module in place of torch: the same way through the fork server, without the two seconds that torch takes.
+# Preload a light module in place of torch: the fork server does the same, without the two seconds of importing torch.
 LIGHT = ("--preload", "json")
 NO_PRELOAD = ("--no-preload",)
 TORCH: tuple[str, ...] = ()
@@ -29,7 +29,7 @@ class Run:
 
     @property
     def execed(self) -> tuple[str, ...]:
-        """The lines that say that workers are fresh interpreters instead of forks."""
+        """The launcher's lines that say that workers are fresh interpreters instead of forks."""
         return tuple(line for line in self.said if "fresh interpreter" in line)
 
     def __str__(self) -> str:
@@ -62,7 +62,7 @@ def worker(
     wrap: Sequence[str] = (),
 ) -> Run:
     """The program as a worker of a plain launch; further options of elaunch go in `how`."""
-    # As the installed command does it: `-m elaunch` would put the current folder in front of the agent's own imports.
+    # Start elaunch as the installed command does: `-m elaunch` would put the current folder on the agent's import path.
     agent = [*python, "-c", "import sys; sys.path[:1] = []; from elaunch.launcher.cli import main; main()"]
     plain = () if "--max-restarts" in how else ("--max-restarts", "0")
     ended = _run(folder, [*wrap, *agent, *how, *plain, *args], env, stdin)
@@ -86,11 +86,10 @@ def same(
     no_preload: bool = False,
     named: Path | None = None,
 ) -> Run:
-    """Run the program fresh and as a forked worker, with `no_preload` in that way too.
+    """Run the program fresh and as a forked worker, with `no_preload` also in a worker that is not forked.
 
-    Fails unless exit code, stdout and stderr are the same; gives back the fresh one's.
-    `forked` says whether the preloading launch is expected to fork, None for either; a fallback is told in one line,
-    which names the file `named`.
+    Fails unless exit code, stdout and stderr are the same. Returns the fresh run. `forked` says whether the preloading
+    launch is expected to fork; None allows both. One line must report a fallback, and name the file `named`.
     """
     expected = fresh(folder, *args, env=env, python=python, stdin=stdin, wrap=wrap)
     for how in (LIGHT, NO_PRELOAD) if no_preload else (LIGHT,):
@@ -110,9 +109,9 @@ def same(
 
 
 def same_twice(folder: Path, *args: str | bytes, env: Mapping[str, str] | None = None, forked: bool = True) -> Run:
-    """Run a program that fails in its generation 0 and ends well in its next one; its words must be the fresh ones'.
+    """Run a program that fails in generation 0 and succeeds in the next one. Its output must be that of fresh runs.
 
-    A fresh interpreter is told a generation. Gives back the worker's run.
+    A fresh interpreter gets the generation as a variable. Returns the worker's run.
     """
     generations = [fresh(folder, *args, env={**(env or {}), "ELAUNCH_GENERATION": str(number)}) for number in range(2)]
     assert [each.code for each in generations] == [1, 0], generations
@@ -126,7 +125,7 @@ def same_twice(folder: Path, *args: str | bytes, env: Mapping[str, str] | None =
 
 
 def _without_addresses(text: bytes) -> bytes:
-    """And without the pid in Python's own warnings."""
+    """The text without addresses, and without the pid in Python's own warnings."""
     return re.sub(rb"\(pid=\d+\)", b"(pid)", re.sub(rb"\b0x[0-9a-f]{8,}", b"0x", text))
 
 
@@ -135,9 +134,9 @@ def _run(
 ) -> subprocess.CompletedProcess[bytes]:
     temporary = folder / ".tmp"
     temporary.mkdir(exist_ok=True)
-    # Two threads, said for all: a launcher's own choice would be the one difference that a fresh process must have.
+    # Set two threads for all: the number that the launcher chooses would differ from that of a fresh process.
     chosen = {"OMP_NUM_THREADS": "2", "TMPDIR": os.fspath(temporary), **(env or {})}
-    # What the tests' own Python was told is nothing that the job should hear.
+    # The job must not get the PYTHON variables of the tests' own interpreter.
     environ = {n: v for n, v in environment(chosen).items() if not n.startswith(("PYTHON", "PYTEST")) or n in chosen}
     return subprocess.run(
         command,

@@ -16,6 +16,6 @@ def test_what_agents_ask_is_what_etcd_has_seen(version: str) -> None:
     for sample in (first, restart):
         assert not sample.why
         assert 0 < sample.values[scale.SEALED] <= sample.values[scale.RANKS]
-        # A renewal may come between the two counts.
+        # A renewal of a lease may come between the two counts.
         assert sample.values[scale.REQUESTS] == pytest.approx(sample.values[scale.SEEN], abs=0.5)
         assert sample.values[scale.SEEN] > 1

@@ -1,4 +1,4 @@
-"""bench's sections about the training's state: each once and small, to see that it is measured rightly."""
+"""bench's sections about the training's state: each runs once with a small state, to see that it measures rightly."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_every_way_of_copying_is_measured() -> None:
     assert len(taken) == 6
     for sample in taken:
         assert sample.values[statecost.HELD] > 0
-        # Two copies of 2 MB, but for what is not the state's.
+        # Two copies of 2 MB, apart from bytes that do not belong to the state.
         assert sample.values[statecost.MEMORY] > 3.5
     assert all(sample.values[statecost.EVERY] >= 1 for sample in taken if sample.contender == statecost.KEEPER)
 

@@ -24,7 +24,7 @@ while pathlib.Path("hold").exists():
     time.sleep(0.05)
 """
 
-# Run as they stand, in a folder with train.py and script.py; the words that their output has.
+# Commands that run as they stand, in a folder with train.py and script.py, with words of their output.
 HERE = {
     "elaunch train.py": "rank 0 of 1",
     'elaunch train.py; echo "exit code $?"': "exit code 0",
@@ -42,7 +42,7 @@ HERE = {
     "(umask 077; openssl rand -hex 16 > ~/job.token)": "",
     "_ELAUNCH_COMPLETE=bash_source elaunch > ~/.elaunch-completion.bash": "",
 }
-# The same with --dry-run: nothing is handed to a scheduler.
+# Commands that run with --dry-run added, so that no scheduler gets a job.
 DRY = {
     "elaunch submit slurm --nodes 4 --gpus 8 --time 24:00:00 train.py": "#SBATCH --nodes=4",
     "elaunch submit slurm --nodes 2 --gpus 8 --time 24:00:00 train.py": "#SBATCH --nodes=2",
@@ -53,7 +53,7 @@ DRY = {
     "elaunch submit k8s --writable-image --image registry/you/train:1 train.py": "readOnlyRootFilesystem: false",
     "elaunch submit k8s --image registry/you/train@sha256:… train.py": "image: registry/you/train@sha256:",
 }
-# Run against an etcd of the test's own, a block in one shell.
+# Commands that run against an etcd of the test's own, each block in one shell.
 ETCD = {
     "etcdctl endpoint status --cluster --write-out=table": "IS LEADER",
     "etcdctl alarm list": "",
@@ -69,7 +69,7 @@ ETCD = {
     "etcdctl user add vision": "User vision created",
     "etcdctl user grant-role vision vision": "Role vision is granted to user vision",
 }
-# Run by another test.
+# Commands that another test runs.
 ELSEWHERE = {
     "elaunch --nproc-per-node 2 -m elaunch.trainer --out runs/s3 --checkpoints s3://bucket/first": (
         "test_the_command_for_an_object_store_works_and_goes_on_from_there"
@@ -125,7 +125,7 @@ ELSEWHERE = {
 NEEDS_CLUSTER = "needs a Kubernetes cluster with a registry"
 NEEDS_DOCKER = "needs Docker; hadolint checks the Dockerfile"
 NEEDS_GPU = "needs a GPU"
-# Run by nobody, with the reason.
+# Commands that no test runs, with the reason.
 NOBODY = {
     "make demo": "makes a .venv from the package registry; its training is the one of docs/trainer.md",
     "make test": "is what runs this",
@@ -186,17 +186,17 @@ def _tests(path: Path) -> list[str]:
 
 
 def _parts(table: dict[str, str]) -> list[tuple[str, ...]]:
-    """The commands of each block that are in the table: what one shell runs; none that another one begins with."""
+    """The commands of each block that are in the table, for one shell. A list that begins another list is left out."""
     parts = dict.fromkeys(part for block in blocks() if (part := tuple(c for c in block.commands if c in table)))
     return [part for part in parts if not any(part == other[: len(part)] for other in parts if other != part)]
 
 
 def shell(folder: Path, commands: tuple[str, ...], env: dict[str, str] | None = None, typed: str = "") -> str:
-    """What the commands print, run one after the other by bash in `folder`, which is also the home."""
+    """Run the commands by bash in `folder`, which is also the home. Returns their output."""
     script(folder, TRAIN)
     script(folder, TRAIN, "script.py")
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    # Interpreters that import nothing start sooner; preloading is other tests' matter.
+    # Interpreters that preload nothing start sooner. Other tests cover preloading.
     settings = {"PATH": path, "HOME": str(folder), "PET_NO_PRELOAD": "1", **(env or {})}
     ended = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", "\n".join(commands)],
@@ -263,7 +263,7 @@ def test_a_job_file_of_the_documentation_is_read(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_first_training_of_the_documentation(tmp_path: Path) -> None:
-    """Slow: half a minute on two cores that are free."""
+    """This test is slow: it takes half a minute on two idle cores."""
     with Job(tmp_path, "--nproc-per-node", "2", "-m", "elaunch.trainer", "--out", "runs/first") as job:
         assert job.wait(900) == 0, job.output
 
@@ -272,7 +272,7 @@ def test_the_first_training_of_the_documentation(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_picture_of_the_readme_is_recorded_anew(tmp_path: Path) -> None:
-    """Slow: a whole job with torch, whose picture is made by hand now and then."""
+    """This test is slow: it runs a whole job with torch. The picture itself is made by hand now and then."""
     pytest.importorskip("pyte", reason="pyte is not installed: pip install '.[docs]'")
     picture = tmp_path / "lost-rank.svg"
 

@@ -1,4 +1,4 @@
-"""What a worker finds in its environment, held against the real torchrun where that has an opinion."""
+"""The environment of a worker, compared with that of the real torchrun where torchrun sets the same variables."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 from elaunch.launcher.resources import detect
 from tests.harness import Job, environment, finished, records, script
 
-# A light module in place of torch: the same way through the fork server, without the second that torch takes.
+# Preload a light module in place of torch: the fork server does the same, without the second of importing torch.
 LIGHT = ("--preload", "json")
 
 SAY_ENVIRONMENT = """
@@ -33,7 +33,7 @@ Path(os.environ["RANK"]).write_text(json.dumps({"argv": sys.argv, **os.environ})
 """
 TWO_WORKERS = ("--nproc-per-node", "2", "--max-restarts", "2", "train.py", "--lr", "3")
 
-# What the two launchers cannot or should not agree on.
+# Variables in which the two launchers cannot or should not agree.
 DIFFERS = {
     "MASTER_ADDR": "torchrun gives a name, which clusters without DNS cannot resolve; we give the address",
     "MASTER_PORT": "a free one each time",
@@ -63,7 +63,7 @@ def torchrun(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
 
 @pytest.fixture(scope="module", params=[(), ("--no-preload",)], ids=["forked", "exec'd"])
 def ours(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """What our workers find, by rank; forked ones from a process that has imported all of torch."""
+    """The environment of elaunch's workers, by rank. They are forked from a process that has imported all of torch."""
     folder = tmp_path_factory.mktemp("ours")
     script(folder, KEEP_ENVIRONMENT)
 
@@ -99,7 +99,7 @@ class TestLikeTorchrun:
 
 @pytest.fixture(scope="module")
 def five(tmp_path_factory: pytest.TempPathFactory) -> Job:
-    """A job of five workers; what its shell has, and arguments, of all kinds."""
+    """A job of five workers, with variables of the shell and arguments of all kinds."""
     folder = tmp_path_factory.mktemp("five")
     script(folder, SAY_ENVIRONMENT)
     above = {"RANK": "17", "WORLD_SIZE": "64", "MASTER_PORT": "1", "TORCHELASTIC_RESTART_COUNT": "9"}
@@ -112,7 +112,7 @@ def five(tmp_path_factory: pytest.TempPathFactory) -> Job:
 
 @pytest.fixture(scope="module")
 def virtual(tmp_path_factory: pytest.TempPathFactory) -> Job:
-    """A job of two workers with a GPU each, and with the user's own choices."""
+    """A job of two workers with a GPU each, and with variables that the user chose."""
     folder = tmp_path_factory.mktemp("virtual")
     script(folder, SAY_ENVIRONMENT)
     env = {"CUDA_VISIBLE_DEVICES": "3,5", "OMP_NUM_THREADS": "7", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"}
@@ -209,7 +209,7 @@ def test_local_rank_in_the_arguments_is_replaced_for_each_worker(five: Job) -> N
 
 
 class TestPort:
-    """What generations have is seen in test_life.py and test_programs.py."""
+    """The port. test_life.py and test_programs.py test the ports of later generations."""
 
     def test_the_users_port_in_use_is_a_usage_error(self, tmp_path: Path) -> None:
         script(tmp_path, SAY_ENVIRONMENT)
@@ -279,7 +279,7 @@ def _expected(rank: int, world: int) -> dict[str, str]:
 
 
 def _kept(folder: Path) -> dict[str, dict[str, Any]]:
-    """What the workers of KEEP_ENVIRONMENT wrote, by rank."""
+    """The environments that the workers of KEEP_ENVIRONMENT wrote, by rank."""
     return {path.name: json.loads(path.read_text()) for path in folder.glob("[0-9]*")}
 
 

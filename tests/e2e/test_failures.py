@@ -1,4 +1,4 @@
-"""What a user reads, and what the job does, after a worker has failed."""
+"""The messages for the user, and the job's behaviour, after a worker has failed."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from tests.harness import Job, finished, script, slow
 
-# A light module in place of torch: the same way through the fork server, without the second that torch takes.
+# Preload a light module in place of torch: the fork server does the same, without the second of importing torch.
 LIGHT = ("--preload", "json")
 EXEC = ("--no-preload",)
 BOTH = pytest.mark.parametrize("start", [LIGHT, EXEC], ids=["forked", "exec'd"])
 
-# Rank 1 fails in each generation, with another error each; rank 0 dies of our SIGTERM, rank 2 answers it with an error.
+# Rank 1 fails in each generation with a different error. Rank 0 dies of the agent's SIGTERM, and rank 2 raises at it.
 THREE_RANKS = """
 import os, signal, sys, time
 from pathlib import Path
@@ -48,7 +48,8 @@ while True:
     signal.pause()
 """
 
-# Rank 0 says only that it lost its peer; the peer ends later, of what really went wrong. Each generation has a way.
+# Rank 0 fails first, and says only that it lost its peer. The peer ends later, by the real cause. Each generation has a
+# different cause.
 PEER_FIRST = """
 import os, signal, sys, threading, time
 from pathlib import Path
@@ -99,11 +100,11 @@ CAUSES = {
     "signal": "was killed by SIGABRT",
     "output": "raised KeyError: 'the real cause'",
 }
-# The last one is in the report.
+# The order of the generations. The report shows the last one.
 IN_TURN = {"forked": (*CAUSES, "nobody", "lingers"), "exec'd": (*CAUSES, "nobody")}
 
 
-# Leaves a record by torch's decorator, with or without a process group.
+# A program whose record is written by torch's decorator, with or without a process group.
 RECORDS = """
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -130,7 +131,7 @@ def assert_record_was_read(job: Job) -> None:
 
 @pytest.fixture(scope="module")
 def failed(tmp_path_factory: pytest.TempPathFactory) -> Job:
-    """A job of three ranks whose rank 1 fails twice, by errors that differ; its logs and error file are kept."""
+    """A job of three ranks whose rank 1 fails twice, by different errors. Its logs and its error file are kept."""
     folder = tmp_path_factory.mktemp("failed")
     script(folder, THREE_RANKS)
 
@@ -229,7 +230,7 @@ class TestErrorFileOfTheAgent:
 
 
 class TestStartUp:
-    """What can never run is not tried again."""
+    """A program that can never run is not started again."""
 
     # Which exceptions are of this kind is tests/unit/agent/core/test_failures.py's matter.
     @pytest.mark.parametrize(
@@ -262,7 +263,7 @@ class TestStartUp:
         below = finished(tmp_path, *start, "--nproc-per-node", "2", "--max-restarts", "3", "-m", "recipes.nothing")
 
         if start == LIGHT:
-            # What is preloaded could find it.
+            # A preloaded module could make the program importable, so it is tried again.
             assert nowhere.code == 1, nowhere.output
         else:
             assert nowhere.code == 2, nowhere.output
@@ -300,7 +301,7 @@ class TestStartUp:
         assert "generation 1" not in job.stderr
 
 
-# Leaves a torn record each time. Numbers and addresses of the error differ from one process to the next.
+# A program that leaves a torn record each time. Numbers and addresses in its error differ between processes.
 TEARS = """
 import os
 from pathlib import Path
@@ -314,7 +315,7 @@ raise ValueError(f"worker {os.getpid()} after the torn record at {id(os):#x}")
 
 @pytest.fixture(scope="module", params=[LIGHT, EXEC], ids=["forked", "exec'd"])
 def torn(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Job, Path]:
-    """A job that is killed once and then fails as long as it may; and its folder."""
+    """A job whose worker is killed once and then fails until the job gives up; and its folder."""
     folder = tmp_path_factory.mktemp("torn")
     script(folder, TEARS)
     env = {"TORCHELASTIC_ERROR_FILE": str(folder / "e.json")}
@@ -324,7 +325,7 @@ def torn(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> Job:
-    """A job that is killed in each generation, within its window."""
+    """A job whose worker is killed in each generation, within the restart window."""
     folder = tmp_path_factory.mktemp("killed")
     script(folder, "import os; os.kill(os.getpid(), 9)")
 
@@ -347,7 +348,7 @@ class TestBudget:
     def test_the_same_error_after_the_group_was_made_uses_the_whole_budget(
         self, start: tuple[str, ...], end: str, tmp_path: Path
     ) -> None:
-        """And torch's own record of it is read and kept."""
+        """Torch's own record of the error is read and kept, too."""
         script(tmp_path, RECORDS.replace("BEGIN", "dist.init_process_group('gloo')").replace("END", end))
 
         job = finished(tmp_path, *start, "--max-restarts", "2", "--log-dir", "logs", "train.py")
@@ -387,7 +388,7 @@ if os.environ["ELAUNCH_GENERATION"] != "3":
 
 @pytest.fixture(scope="module", params=[("forked", LIGHT), ("exec'd", EXEC)], ids=["forked", "exec'd"])
 def peers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[tuple[str, ...], Job]:
-    """A job that fails in another way in each generation, and these ways in turn."""
+    """The ways in which a job fails, one in each generation, and the job."""
     folder = tmp_path_factory.mktemp("peers")
     name, start = request.param
     ways = IN_TURN[name]
@@ -398,7 +399,7 @@ def peers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 class TestFirstCause:
-    """A survivor's "connection reset by peer" is never what the job is said to have failed of."""
+    """A survivor's "connection reset by peer" is never reported as the cause of the job's failure."""
 
     @pytest.mark.parametrize("way", CAUSES)
     def test_an_exception_or_a_word_about_a_lost_peer_gives_way(
@@ -419,7 +420,7 @@ class TestFirstCause:
         assert re.search(rf"^elaunch: rank 0 .* in generation {generation}; stopping", job.stderr, re.M), job.output
         assert not re.search(rf"^elaunch: the cause: .* in generation {generation}$", job.stderr, re.MULTILINE)
         lost = rf"rank 0 .* lost a peer \(RuntimeError: \[gloo\] Connection closed .*\) in generation {generation}"
-        # What a fresh interpreter raised is known from its output, and that is read for the report.
+        # A fresh interpreter's exception is known only from its output, which is read for the report.
         said = _report(job) if ways[-1] == "nobody" else job.stderr
         assert re.search(lost, said), job.output
 
@@ -438,7 +439,7 @@ class TestFirstCause:
 
 class TestRecordDecorator:
     def test_torchs_own_record_is_read_and_kept(self, tmp_path: Path) -> None:
-        """Of a fresh interpreter. A forked worker's is seen where one error uses the whole budget."""
+        """This tests a fresh interpreter. The test in which one error uses the whole budget has a forked worker."""
         script(tmp_path, RECORDS.replace("BEGIN", "pass").replace("END", "pass"))
 
         job = finished(tmp_path, *EXEC, "--max-restarts", "0", "--log-dir", "logs", "train.py")
@@ -482,7 +483,7 @@ class TestUsage:
 
 
 def _report(job: Job) -> str:
-    """What was printed between the two heavy lines."""
+    """The text between the two heavy lines."""
     found = re.search(r"^={40,}\n.*^={40,}\n", job.stderr, re.MULTILINE | re.DOTALL)
     assert found, job.output
     return found[0]
@@ -517,7 +518,7 @@ assert sys.last_value is not None
 
 @pytest.fixture(scope="module")
 def handled(tmp_path_factory: pytest.TempPathFactory) -> Job:
-    """A job whose worker has dealt with an exception: it exits with 3, and in the next generation takes its time."""
+    """A job whose worker has handled an exception: it exits with 3, and in the next generation ends slowly."""
     folder = tmp_path_factory.mktemp("handled")
     saves = "import threading, time\nthreading.Thread(target=lambda: (time.sleep(1.5), print('saved'))).start()\n"
     exits = "import os\nif os.environ['ELAUNCH_GENERATION'] == '0': sys.exit(3)\n"

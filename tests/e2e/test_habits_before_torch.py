@@ -1,6 +1,7 @@
-"""What a script sets in `os.environ` before its own `import torch` takes effect, or one line says that it does not.
+"""A variable that a script sets before its own `import torch` takes effect, or one line says that it does not.
 
-One job for each environment of the shell: every rank of it is another program, held against the same program alone.
+There is one job for each environment of the shell. Every rank runs a different program, which is compared with the same
+program in a fresh interpreter.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ asked += [inspect.getsourcefile(nn.Linear), "torch" in globals()]
 """
 
 SETS = {
-    # Several at once, each with a fact of its own: one import of torch tells about all of them.
+    # Each program sets several variables with separate effects: one import of torch shows all of them.
     "all of them": "as_asked(OMP_NUM_THREADS='1', MKL_NUM_THREADS='1', OPENBLAS_NUM_THREADS='1',"
     " TORCH_DISTRIBUTED_DEBUG='DETAIL', TORCH_LOGS='+dynamo', TORCHDYNAMO_SUPPRESS_ERRORS='1',"
     " TORCHINDUCTOR_MAX_AUTOTUNE='1', PYTORCH_JIT='0', CUDA_VISIBLE_DEVICES='7', TORCH_CPP_LOG_LEVEL='ERROR',"
@@ -86,7 +87,7 @@ SETS = {
     "forbids": "sys.modules['numpy'] = None\nimport torch\nfound(sys.modules['numpy'])\nsys.exit()",
 }
 QUIET = ("nothing", "what is there already")
-# Of the first generation there is only the last rank, which ends it.
+# In the first generation only the last rank runs its program, and ends the generation.
 UNSETS = {
     "gone again": "only_after_a_restart()\n"
     "for name in 'TORCH_DISTRIBUTED_DEBUG', 'TORCH_LOGS', 'TORCHDYNAMO_SUPPRESS_ERRORS', 'PYTORCH_JIT':\n"
@@ -110,7 +111,7 @@ SHELL = {
 def launched(
     folder: Path, programs: Mapping[str, str], env: Mapping[str, str], max_restarts: int = 0
 ) -> tuple[Run, dict[str, Any]]:
-    """Run all programs, one in each rank; what each found at last."""
+    """Run all programs, one in each rank. Returns the run, and the final facts of each program."""
     (folder / "mine").mkdir(exist_ok=True)
     script(
         folder / "mine",
@@ -122,7 +123,7 @@ def launched(
         + "".join(f"    {line}\n" for line in (text or "pass").splitlines())
         for rank, text in enumerate(programs.values())
     )
-    # These two imports take a second in a fresh interpreter.
+    # Import these two modules only where needed: they take a fresh interpreter a second.
     looks = [str(rank) for rank, text in enumerate(programs.values()) if "TORCHDYNAMO" in text]
     config = f"with_config = os.environ['RANK'] in {looks} and 'ALONE' not in os.environ\n"
     script(folder, PROGRAMS + config + branches + LOOK)
@@ -140,7 +141,7 @@ def launched(
 
 
 def alone(folder: Path, rank: int, env: Mapping[str, str]) -> Any:
-    """What the program of `rank` finds in a fresh interpreter, but for the settings of the compiler."""
+    """The facts that the program of `rank` finds in a fresh interpreter, without the compiler's settings."""
     return _alone(folder, rank, tuple(env.items()))
 
 
@@ -152,7 +153,7 @@ def _alone(folder: Path, rank: int, env: tuple[tuple[str, str], ...]) -> Any:
 
 
 def with_compiler(found: dict[str, Any], setting: bool) -> dict[str, Any]:
-    """With what these variables give a fresh interpreter, whose import of the compiler takes two seconds."""
+    """`found` with the compiler's settings of a fresh interpreter, where importing the compiler takes two seconds."""
     return {**found, "TORCHDYNAMO_SUPPRESS_ERRORS": setting, "TORCHINDUCTOR_MAX_AUTOTUNE": setting}
 
 
@@ -182,7 +183,7 @@ def test_what_a_script_sets_before_import_torch_has_its_effect_or_is_told(
     rank = list(SETS).index(name)
 
     expected = alone(folder, rank, {})
-    # Too late for torch is in time for its compiler, which torch imports when it is used.
+    # A variable that is too late for torch is in time for its compiler, which torch imports when it is first used.
     if name in ("all of them", "too late"):
         expected = with_compiler(expected, True)
 

@@ -1,4 +1,4 @@
-"""What the user told Python: options, PYTHON* variables, sitecustomize, .pth files, LD_PRELOAD, PYTHON_EXEC."""
+"""The user's settings for Python: options, PYTHON* variables, sitecustomize, .pth files, LD_PRELOAD, PYTHON_EXEC."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ VARIABLES = {
 }
 
 
-# Those that one interpreter can have at once, and what then shows that each was heeded.
+# Options and variables that one interpreter can have at once. SHOWN has the output that shows that each took effect.
 OPTIONS_AT_ONCE = (("-W", "-X utf8", "-X own", "-X int_max_str_digits"), ("-Wonce", "-X dev"), ("-W and -X",))
 VARIABLES_AT_ONCE = (
     ("PYTHONDEVMODE", "PYTHONPYCACHEPREFIX", "PYTHONINSPECT", "PYTHONUTF8"),
@@ -99,7 +99,7 @@ SHOWN = {
 
 
 class Heeded:
-    """What a program shows of its interpreter, the same in a fresh one and in workers; one run for all at once."""
+    """The settings that a program prints, which are the same in a fresh interpreter and in workers. Runs are shared."""
 
     def __init__(self, tmp_path_factory: pytest.TempPathFactory) -> None:
         self._factory = tmp_path_factory
@@ -161,7 +161,7 @@ def test_with_a_hash_seed_all_workers_have_the_fresh_interpreters_hashes(tmp_pat
     assert sorted(run.out.decode().splitlines()) == [f"[0] {expected}", f"[1] {expected}"]
 
 
-# Leaves one line per run of it, and marks the interpreter.
+# A .pth file or sitecustomize that leaves one line per run, and marks the interpreter.
 SITECUSTOMIZE = """
 import builtins, os, sys
 with open({log!r}, "a") as log:
@@ -203,7 +203,7 @@ class TestSitecustomize:
         for pid, fork_server in workers:
             assert pid not in ran_in
             assert ran_in.count(fork_server) == 1
-        # The launcher is a Python program too; nothing else runs it.
+        # The launcher is a Python program too, and runs it once. No other process runs it.
         assert len(ran_in) <= 2
 
     @pytest.mark.parametrize("text", ["raise ValueError('in the site')", "import nosuchmodule"])
@@ -292,7 +292,7 @@ class TestVirtualEnvironment:
 
         run = same(tmp_path, "train.py", env=base, python=(str(own_python),))
 
-        # How often site itself reads a .pth file is Python's affair; a worker has no more of it.
+        # Python decides how often site reads a .pth file. A worker must not read it more often.
         assert b" 1 by a .pth file set" in run.out, str(run)
         for isolated in ({"PYTHONNOUSERSITE": "1"}, {"HOME": "/nowhere"}):
             script(tmp_path, "import sys, site\nprint(sys.habit, site.ENABLE_USER_SITE, hasattr(sys, 'user_habit'))\n")
@@ -326,7 +326,7 @@ class TestVirtualEnvironment:
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bool]:
-    """A shared library to preload, and whether it is one of our own making."""
+    """A shared library to preload, and whether the test has compiled it itself."""
     folder = tmp_path_factory.mktemp("library")
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler:
@@ -334,7 +334,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bool]:
         path = folder / "libhabit.so"
         subprocess.run([compiler, "-shared", "-fPIC", "-o", path, folder / "habit.c"], check=True, timeout=60)
         return path, True
-    # Without a compiler any library that Python itself does not need shows that preloading takes place.
+    # Without a compiler, use any library that Python itself does not need: it shows that preloading works.
     import torch
 
     return next(iter(Path(torch.__file__).parent.glob("lib/libgomp*"))), False

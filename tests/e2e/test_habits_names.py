@@ -13,7 +13,7 @@ from tests.e2e.fidelity.turns import taken
 from tests.e2e.habits import LIGHT, NO_PRELOAD, fresh, same, same_twice, worker
 from tests.harness import script, slow
 
-# Nothing of it is used here.
+# The tests of this file do not use torch itself.
 TORCH_ALONE = ("--preload", "torch")
 SAY = "import sys\nprint([sys.argv, sys.path, __file__, __name__, __package__, __spec__ and __spec__.name])\n"
 
@@ -21,7 +21,7 @@ SAY = "import sys\nprint([sys.argv, sys.path, __file__, __name__, __package__, _
 class TestShadows:
     """A module beside the script goes before an installed one of the same name, as in a fresh interpreter."""
 
-    # Loaded by every interpreter (types), by any preload (json), by the fork server itself.
+    # Modules that every interpreter loads (types), that any preload loads (json), and that the fork server loads.
     @pytest.mark.parametrize("name", ["types", "json", "signal", "socket"])
     def test_a_standard_name_beside_the_script(self, tmp_path: Path, name: str) -> None:
         script(tmp_path, "MINE = True\n", f"{name}.py")
@@ -31,7 +31,7 @@ class TestShadows:
         same(tmp_path, "train.py", forked=False if name == "json" else None, named=tmp_path / f"{name}.py")
 
     def test_standard_names_that_keep_nobody_from_forking(self, tmp_path: Path) -> None:
-        # Loaded by Python's own start (os, encodings), only by torch (profile), by nobody (wave).
+        # Python loads some of these at its start (os, encodings), torch loads one (profile), and none loads wave.
         names = ("os", "encodings", "profile", "wave")
         for name in names:
             script(tmp_path, "MINE = True\n", f"{name}.py")
@@ -75,7 +75,7 @@ class TestShadows:
             assert len(run.execed) == 1, str(run)
             assert any(str(tmp_path / file.split("/")[0]) in run.execed[0] for file in files)
         else:
-            # A folder without __init__.py is no more than a last resort for Python: torch may still be forked.
+            # Python uses a folder without __init__.py only as a last resort, so workers may still be forked with torch.
             assert not run.execed, str(run)
 
     def test_a_script_called_torch_imports_itself_as_it_would_have(self, tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ class TestShadows:
         script(tmp_path / "second", "HELPS = 'second'\n", "helper.py")
         script(tmp_path / "mine", "import helper, wave, sys\nprint(wave.MINE, helper.HELPS, sys.path)\n")
 
-        # Python finds it in a fresh process and when it preloads: either way the user's is the one that is used.
+        # Python finds the user's module in a fresh process, and also when the fork server preloads.
         env = {"PYTHONPATH": os.pathsep.join(str(tmp_path / folder) for folder in ("first", "nowhere", "second"))}
         expected = fresh(tmp_path, "mine/train.py", env=env)
         assert b"on PYTHONPATH first" in expected.out
@@ -136,7 +136,7 @@ class TestOtherFolders:
         same(tmp_path, "link.py")
 
     def test_a_script_without_a_suffix(self, tmp_path: Path) -> None:
-        """Bytes of all kinds at a script's start and at its lines' ends are in tests/e2e/fidelity/test_ends.py."""
+        """tests/e2e/fidelity/test_ends.py has all kinds of bytes at a script's start and at the ends of its lines."""
         script(tmp_path, "#!/usr/bin/env python\n" + SAY, "train")
 
         same(tmp_path, "train")
@@ -156,7 +156,7 @@ class TestLetters:
         name = "mein Ordner ü 日本/träin 訓練 $x '\"\\.py"
         path = tmp_path / name
         path.parent.mkdir()
-        # As bytes: the test's own locale is not the job's.
+        # Write UTF-8, whatever the test's own locale is: the job has another one.
         path.with_name("hélper.py").write_text("HERE = __file__\n", encoding="utf-8")
         path.write_text(
             "import os, sys\n"
@@ -173,7 +173,7 @@ class TestLetters:
         )
         unset = {"LC_ALL": "", "LC_CTYPE": "", "PYTHONIOENCODING": ""}
 
-        # What Python makes of a locale at its start is the same for both ways: two of them show it.
+        # Python handles a locale at its start the same way in both kinds of workers. Two locales are enough to show it.
         twice = locale in ("C", "ascii")
         env = {**unset, "WÖRD": "wört", **LOCALES[locale]}
         same(tmp_path, os.fsencode(name), "ärgument", env=env, no_preload=twice)

@@ -55,7 +55,7 @@ EXECS = {
 }
 
 
-# All that a `python -c` below a worker can see of how it came to be.
+# Everything that a `python -c` started by a worker can see about its origin.
 LOOK = """
 import json, os, sys
 print(json.dumps({
@@ -70,7 +70,7 @@ print(json.dumps({
     "fds": sorted(int(fd) for fd in os.listdir("/proc/self/fd")),
 }))
 """
-# What torchrun sets too, and what docs/variables.md lists as ours.
+# The variables that torchrun also sets, and those that docs/variables.md lists as elaunch's own.
 DOCUMENTED = re.compile(
     "(LOCAL_|GROUP_|ROLE_|GROUP_WORLD_|LOCAL_WORLD_|ROLE_WORLD_)?(RANK|SIZE|NAME|WORLD_SIZE)|MASTER_(ADDR|PORT)"
     "|TORCHELASTIC_.*|TORCH_NCCL_ASYNC_ERROR_HANDLING|ELAUNCH_(GENERATION|LINK|MARKER|MEMORY)"
@@ -98,13 +98,13 @@ def test_a_python_below_a_worker_sees_no_trace_of_us(tmp_path: Path, pythonpath:
             assert [name for name in extra if not DOCUMENTED.fullmatch(name)] == [], str(run)
             for name, value in theirs["environment"].items():
                 assert mine["environment"].get(name) == value, name
-            # The link is the one descriptor of ours that is documented; what lists them has the next number.
+            # The link is elaunch's only descriptor, and documented. The fd that lists the folder has the next number.
             assert set(mine["fds"]) - set(theirs["fds"]) <= {3, 4}, (how, place)
             for name in mine.keys() - {"environment", "fds", *(["modules"] if place == 0 else [])}:
                 assert mine[name] == theirs[name], (how, place, name)
 
 
-# Each rank leaves something: children that are alive, a daemon beside it, its descriptors, itself as a daemon.
+# Each rank leaves or changes something: living children, a daemon, its descriptors, or itself as a daemon.
 LEAVES = """
 import os, signal, subprocess, sys, time
 def daemonise(work):
@@ -156,7 +156,7 @@ else:
 
 @dataclass(frozen=True)
 class Left:
-    """What a job of four ranks, each of which ended well and left something, has said; and how long it took."""
+    """The output and duration of a job of four ranks, each of which succeeded and left something."""
 
     run: Run
     folder: Path
@@ -199,7 +199,7 @@ def test_a_worker_that_becomes_a_daemon_has_ended_well_and_leaves_nothing(left: 
     wait_for(lambda: not _alive(pid), "the daemon's end", 5)
 
 
-# Closes all descriptors before it fails; then only those above the standard ones, before it raises.
+# The program closes all descriptors before it fails. Then it closes only those above 2, before it raises.
 CLOSES = """
 import os, sys
 if os.environ["ELAUNCH_GENERATION"] == "0":
@@ -222,7 +222,7 @@ def closed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def test_a_worker_may_close_every_descriptor_of_its_own_and_end_well(left: Left) -> None:
-    # Its descriptor 3 is a file of its own now: nothing of ours is ever written to it.
+    # The program's descriptor 3 is now a file of its own: elaunch must not write to it.
     assert (left.folder / "mine").read_text() == "3"
     assert left.lines(2) == []
 

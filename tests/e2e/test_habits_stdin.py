@@ -33,9 +33,9 @@ SCRIPTS = {
 }
 
 
-# Of these the first or last bytes are the fact; the others stand in one script and have their turn.
+# Scripts that are about their first or last bytes. The other scripts share one script, and run in turn.
 WHOLE = ("no newline at the end", "no text", "nothing", "syntax error", "long")
-# With --no-preload it is Python itself that reads the bytes.
+# These also run with --no-preload, where Python itself reads the bytes.
 TWICE = ("no text", "syntax error", "long")
 IN_TURN = {name: text for name, text in SCRIPTS.items() if name not in WHOLE}
 
@@ -134,7 +134,7 @@ def test_lines_of_data_are_read_one_by_one(tmp_path: Path) -> None:
 
 
 def _waiting(pipe: int) -> int:
-    """The number of bytes that nobody has read yet."""
+    """The number of bytes that wait to be read."""
     return int.from_bytes(fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)), sys.byteorder)
 
 

@@ -20,7 +20,7 @@ PLACES = ("/var/tmp", "/dev/shm")
 
 @cache
 def _namespace() -> tuple[str, ...] | None:
-    """The command that gives a program mounts of its own, None where this user may not have any."""
+    """The command that gives a program mounts of its own. None if this user may not mount."""
     for command in (("unshare", "-m"), ("unshare", "-rm")):
         probe = [*command, "sh", "-c", "mount -t tmpfs none /mnt"]
         if (
@@ -32,10 +32,10 @@ def _namespace() -> tuple[str, ...] | None:
 
 
 def unwritable(folder: Path, kind: str, *, everywhere: bool = False) -> tuple[str, Sequence[str]]:
-    """A place that cannot be written, and what to put before a command for it; with `everywhere` no other one can."""
+    """A folder that cannot be written, and the prefix of a command for it. With `everywhere` no other folder can."""
     command = _namespace()
     if command is None:
-        # In a container without the right to mount nobody can write here, root included; other places stay as they are.
+        # In a container without the right to mount, not even root can write here. Other folders can still be written.
         return "/proc/self", ()
     folder.mkdir(exist_ok=True)
     quoted = f"'{folder}'"
@@ -44,7 +44,7 @@ def unwritable(folder: Path, kind: str, *, everywhere: bool = False) -> tuple[st
     else:
         steps = [f"mount -t tmpfs -o size=64k none {quoted}", f"head -c 1m /dev/zero > {quoted}/fill 2>/dev/null; true"]
     if everywhere:
-        # Of the whole tree below /tmp a test's own folder is a part; it becomes read-only with it.
+        # A test's own folder is below /tmp. It becomes read-only too.
         steps += [f"mount -t tmpfs -o ro none {place}" for place in PLACES if Path(place).is_dir()]
         steps += [
             "mount --rbind /tmp /tmp",
@@ -57,7 +57,7 @@ def unwritable(folder: Path, kind: str, *, everywhere: bool = False) -> tuple[st
 KINDS = pytest.mark.parametrize("kind", ["read-only", "full"])
 
 
-# Python takes a folder for temporary files only if it could write a few bytes there.
+# Python uses a folder for temporary files only if it can write a few bytes there.
 UNUSABLE = """
 import os, tempfile
 try:
@@ -68,11 +68,11 @@ except FileNotFoundError:
 
 
 def assert_ran_or_said(run: Run, out: bytes) -> None:
-    """It ran, with at most one sentence of trouble; or it did not and one sentence says why and what to do."""
+    """The job ran, with at most one sentence of trouble; or it did not, and one sentence says why and what to do."""
     if run.code == 0:
         assert run.out == out, str(run)
         assert len([line for line in run.said if re.search("temporary folder|cannot be", line)]) <= 1, str(run)
-        # A preloaded module may itself ask for a temporary folder; then workers are fresh ones, and a line says so.
+        # A preloaded module may need a temporary folder. Then workers are fresh interpreters, and one line says so.
         assert len(run.execed) <= 1
     else:
         assert run.code == 2, str(run)

@@ -13,7 +13,7 @@ import pytest
 from elaunch import __version__
 from tests.harness import COMMAND, Job, environment, finished, records, script, slow
 
-# A light module in place of torch: the same way through the fork server, without the second that torch takes.
+# Preload a light module in place of torch: the fork server does the same, without the second of importing torch.
 LIGHT = ("--preload", "json")
 
 ALL_REDUCE = """
@@ -215,7 +215,7 @@ DEATHS = {
 
 @pytest.fixture(scope="module")
 def deaths(tmp_path_factory: pytest.TempPathFactory) -> Job:
-    """A job whose rank 1 ends in another way in each generation."""
+    """A job whose rank 1 ends in a different way in each generation."""
     folder = tmp_path_factory.mktemp("deaths")
     cases = "".join(
         f"    if os.environ['ELAUNCH_GENERATION'] == '{generation}': {dying}\n"
@@ -261,7 +261,7 @@ def argued(tmp_path_factory: pytest.TempPathFactory) -> Job:
 
 
 class TestProgram:
-    """What can stand for the program on the command line."""
+    """The forms of the program on the command line."""
 
     def test_arguments_after_the_script_are_the_scripts_even_those_that_look_like_ours(self, argued: Job) -> None:
         (said,) = records(argued, "argv")

@@ -1,4 +1,4 @@
-"""What the workers print, on its way to the console and to files."""
+"""The output of workers on its way to the console and to files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ import pytest
 
 from tests.harness import COMMAND, DEADLINE_S, Job, environment, finished, script, wait_for
 
-# A light module in place of torch: the same way through the fork server, without the second that torch takes.
+# Preload a light module in place of torch: the fork server does the same, without the second of importing torch.
 LIGHT = ("--preload", "json")
 
 SAY_WHO = """
@@ -36,7 +36,7 @@ print("err", os.environ["RANK"], file=sys.stderr)
 LINES = 10_000
 CHATTY_BYTES_MIN = 100_000_000
 
-# Scripts wait for the test by files.
+# Scripts wait until the test makes a file.
 WAIT = """
 import os, sys, time
 from pathlib import Path
@@ -91,7 +91,7 @@ class TestLoneWorker:
 
 @pytest.fixture(scope="module")
 def several(tmp_path_factory: pytest.TempPathFactory) -> Job:
-    """Three workers, each of which says who it is and what it reads."""
+    """Three workers, each of which prints its rank and what it reads."""
     folder = tmp_path_factory.mktemp("several")
     script(folder, SAY_WHO + "print('read', repr(sys.stdin.read()))")
 
@@ -153,7 +153,7 @@ class TestPrefix:
 
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """The lines of four workers that write as fast as they can, one of them in blocks that no pipe holds at once."""
+    """The lines of four workers that write as fast as they can. One of them writes blocks larger than a pipe."""
     folder = tmp_path_factory.mktemp("loaded")
     script(
         folder,
@@ -221,7 +221,7 @@ write(f"the end of {rank}")
 
 @pytest.fixture(scope="module")
 def partial(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What the console of two workers had got when, and at the end, each without what came before."""
+    """The new output of two workers on the console at each stage, and at the end."""
     folder = tmp_path_factory.mktemp("partial")
     script(folder, PARTIAL)
     seen: dict[str, str] = {}
@@ -267,7 +267,7 @@ class TestPartialLines:
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
-    """What became of a rank's output that never pauses until the test has seen the one line of another rank."""
+    """Results of a job in which one rank prints without a pause, until the test has seen another rank's only line."""
     folder = tmp_path_factory.mktemp("chatty")
     script(
         folder,
@@ -317,7 +317,7 @@ else:
                 was_asked = True
                 (folder / "speak").touch()
             if was_asked and not others:
-                # A slow terminal: the chatty rank's pipe is always full.
+                # Read slowly, like a slow terminal, so that the chatty rank's pipe is always full.
                 time.sleep(0.0001)
         code = process.wait()
 
@@ -352,7 +352,7 @@ class TestChattyRank:
 
 
 def test_what_a_worker_wrote_before_its_end_arrives_however_slow_the_reader(tmp_path: Path) -> None:
-    # Each worker fills its own pipe, so that all can end; the console's holds what one of them wrote.
+    # Each worker only fills its own pipe, so that all can end. The console's pipe holds the output of one worker.
     script(tmp_path, WAIT + "wait('go')\nos.write(1, b''.join(b'%099d\\n' % i for i in range(600)))")
     process = subprocess.Popen(
         [*COMMAND, *LIGHT, "--nproc-per-node", "4", "--max-restarts", "0", "train.py"],
@@ -403,7 +403,7 @@ if generation != "2":
         assert str(run) in job.stderr
 
     def test_the_maps_of_redirects_and_tee_know_ranks_of_two_digits(self, tmp_path: Path) -> None:
-        """And lines of tee have torchrun's prefix."""
+        """The lines that tee writes have torchrun's prefix, too."""
         script(tmp_path, SAY_WHO)
 
         job = finished(
@@ -498,7 +498,7 @@ class TestNothingIsLeft:
 class TestFullDisk:
     @pytest.fixture
     def small_disk(self, tmp_path: Path) -> Iterator[Callable[[str], Path]]:
-        """A disk of the given size, in mount's words."""
+        """A disk of the given size, in the form that mount takes."""
         mounted: list[Path] = []
 
         def mount(size: str) -> Path:
@@ -623,7 +623,7 @@ Path(f"trained {rank}").touch()
 
 @contextmanager
 def killed_at_deadline(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Both sides may wait for each other where something is broken; that ends at the deadline."""
+    """Kill the process at the deadline: if something is broken, it and the test may wait for each other."""
     timer = threading.Timer(DEADLINE_S, process.kill)
     timer.start()
     try:
@@ -634,7 +634,7 @@ def killed_at_deadline(process: subprocess.Popen[bytes]) -> Iterator[None]:
 
 
 class Terminal:
-    """A command on a terminal of its own, which is its controlling one; `text` is what the screen got."""
+    """A command with a controlling terminal of its own. `text` is what the terminal has shown."""
 
     def __init__(self, folder: Path, *args: str) -> None:
         self._main, follower = pty.openpty()

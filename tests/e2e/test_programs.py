@@ -1,4 +1,4 @@
-"""Programs with habits: what real scripts do that a launcher may trip over."""
+"""Habits of real scripts that a launcher may fail on."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_the_exception_of_a_child_that_the_program_forked_is_the_childs_alone(la
     assert not list(folder.glob("logs/*/*/*/error.json"))
 
 
-# An exception whose text cannot be had; then a message that is no text.
+# An exception whose str() fails, and an exception whose message is not valid Unicode.
 ODD = """
 import os
 class Odd(Exception):

@@ -44,7 +44,7 @@ def test_a_restart_leaves_its_stages_in_the_log_folder(tmp_path: Path) -> None:
     forked = {line["rank"]: line["pid"] for line in lines if line["event"] == "forked" and line["generation"] == 0}
     assert forked.keys() == {0, 1}
     assert forked[1] == dead["pid"]
-    # The store's process ends when it likes, also after the last word on its generation.
+    # The store's process may end at any time, also after the last event of its generation.
     second = [line["event"] for line in lines if line["generation"] == 1 and line["event"] != "store_exited"]
     assert second[:3] == ["opened", "joined", "sealed"]
     assert second[-3:] == ["stopped", "cleared", "ended"]

@@ -19,7 +19,7 @@ PAGE = REPOSITORY / "docs" / "trainer.md"
 
 
 def kept(folder: Path, heading: str = "Keeping the state", *, steps: int) -> Path:
-    """The script that a section of the page begins with, as a file, for that number of steps in place of hundreds."""
+    """Write the script at the beginning of a section of the page to a file, with this number of steps."""
     section = PAGE.read_text().split(f"## {heading}\n", 1)[1]
     block = re.match(r"\n```python\n(.*?)^```$", section, re.DOTALL | re.MULTILINE)
     assert block
@@ -58,13 +58,13 @@ def test_it_runs_under_torchrun(tmp_path: Path) -> None:
 
 
 def whole(folder: Path, victim: int | None = None, *, workers: int = 3, steps: int = 300) -> Job:
-    """The page's whole script, ended; the `victim`th of its workers is killed after step 50."""
+    """Run the page's whole script to its end. The worker with index `victim` is killed after step 50."""
     folder.mkdir()
     path = kept(folder, "A whole script", steps=steps)
     with Job(folder, "--nproc-per-node", str(workers), str(path), env={"OMP_NUM_THREADS": "1"}) as job:
         if victim is not None:
             job.wait_for_output(r"step 50: loss")
-            # The fork server's children; the worker store is among them, the loaders' workers are not.
+            # The fork server's children are the workers and the worker store, but not the processes of data loaders.
             workers = [p for p in job.child("elaunch: fork server").children() if str(path) in p.cmdline()]
             workers[victim].kill()
         assert job.wait() == 0, job.output
@@ -72,7 +72,7 @@ def whole(folder: Path, victim: int | None = None, *, workers: int = 3, steps: i
 
 
 def killed(folder: Path, victim: int, *, workers: int = 3, steps: int = 300) -> Job:
-    """The same, with its samples judged."""
+    """The whole script after a kill, with the verdict on its samples."""
     job = whole(folder, victim, workers=workers, steps=steps)
     assert re.search(r"restored step \d+ from memory \(of generation 0\); 0 steps are repeated", job.output)
     found = audit_folder(folder / "ledger", steps=steps)

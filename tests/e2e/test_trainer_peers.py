@@ -1,4 +1,4 @@
-"""What the ranks tell each other last."""
+"""The last messages between the ranks."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 
 from tests.harness import DEADLINE_S, environment, script
 
-# With that interval a thread that waits for the interpreter gets it only when the main one waits for something: what a
-# busy machine does once in thousands of runs. Without `part` one process in five is aborted, of these 16.
+# With this switch interval, a thread gets the interpreter only when the main thread waits for something. On a busy
+# machine that happens once in thousands of runs. Without `part`, one in five of these 16 processes is aborted.
 PAIRS = """
 import os, socket, sys
 import torch.distributed as dist

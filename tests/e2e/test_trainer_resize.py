@@ -11,9 +11,9 @@ import pytest
 from elaunch.trainer.ledger.ledger import audit_folder
 from tests.harness import Job, finished, records, script
 
-# Each part trains steps after+1…until of a small network on the first of the workers, in a group of their own, and
-# leaves in its folder: the state, a loss per step, a mask per micro-batch, and how far the last four gradients are from
-# those of one process on the whole batch.
+# Each part trains steps after+1…until of a small network on the first `world_size` workers, in a group of their own. It
+# leaves in its folder the state, a loss per step and a mask per micro-batch. It prints how far the last four gradients
+# are from those of one process on the whole batch.
 SCRIPT = """
 import copy, json, os, sys
 from pathlib import Path
@@ -89,7 +89,7 @@ os._exit(0)
 
 
 class Curve(TypedDict):
-    """What a run left: losses by step, masks by step and micro-batch, and the last gradients' distances."""
+    """The results of a run: losses by step, masks by step and micro-batch, and distances of the last gradients."""
 
     losses: dict[int, float]
     masks: dict[tuple[int, int], list[int]]
@@ -97,7 +97,7 @@ class Curve(TypedDict):
 
 
 class Plan:
-    """A run with each of these world sizes up to that step, one after the other."""
+    """A run with several world sizes, one after the other, each up to its step in `ends`."""
 
     def __init__(
         self, sizes: list[int], ends: list[int], *, dropout: float = 0.0, num_workers: int = 0, **order: Any
@@ -108,7 +108,7 @@ class Plan:
 
     @property
     def parts(self) -> list[dict[str, Any]]:
-        """What the workers are asked to do."""
+        """The parts of the run, as the workers' program takes them."""
         steps = zip(self.sizes, [0, *self.ends], self.ends, strict=False)
         return [
             {**self.asked, "generation": generation, "world_size": size, "after": after, "until": until}
@@ -117,7 +117,7 @@ class Plan:
 
 
 def train(folder: Path, *plans: Plan) -> list[Curve]:
-    """What these runs left; one job makes them all."""
+    """Run all plans in one job. Returns their results."""
     parts = [part for plan in plans for part in plan.parts]
     workers = str(max(part["world_size"] for part in parts))
     program = str(script(folder, SCRIPT))
@@ -155,7 +155,7 @@ def assert_the_same(calm: Curve, resized: Curve) -> None:
 
 
 def uneven(world_size: int, batch: int) -> Plan:
-    """Step 8 ends an epoch of 211 samples: of a global batch of 30 one sample is left for it, of 27 there are 22."""
+    """Step 8 ends an epoch of 211 samples. It gets 1 sample with a global batch of 30, and 22 with one of 27."""
     return Plan([world_size], [9], global_batch=batch, micro_batch=3, tail="short")
 
 
@@ -167,7 +167,7 @@ def assert_close(curve: Curve, world_size: int) -> None:
 
 @pytest.fixture(scope="module")
 def curves(tmp_path_factory: pytest.TempPathFactory) -> list[Curve]:
-    """8 micro-batches among 3 workers, and 10 among 3, leave remainders."""
+    """Results for 8 and for 10 micro-batches on 3 workers, which both leave a remainder."""
     folder = tmp_path_factory.mktemp("curves")
     return train(folder, *resized(global_batch=24, micro_batch=3), uneven(3, 30))
 
@@ -253,7 +253,7 @@ def test_sharded_models_get_the_same_gradient_with_even_ranks(sharded_on_3: Job)
 def test_so_do_those_of_two_workers(tmp_path: Path) -> None:
     job = sharded(tmp_path, 2)
 
-    # 8 micro-batches are even for them in both cases.
+    # With two workers, 8 micro-batches are shared evenly in both cases.
     assert job.code == 0, job.output
     assert_same_gradient(job, 2)
 

@@ -34,7 +34,7 @@ Start = Callable[..., "subprocess.Popen[str]"]
 
 @contextmanager
 def starting(folder: Path) -> Iterator[Start]:
-    """Start a Python in a folder; what is left of it and its children at the end is killed."""
+    """Start a Python in a folder. Kill what is left of it and its children at the end."""
     started: list[subprocess.Popen[str]] = []
 
     def begin(*argv: str, **env: str) -> subprocess.Popen[str]:
@@ -119,7 +119,8 @@ def test_a_run_with_a_killed_worker_ends_bit_for_bit_like_the_unfailed_one(
     assert {line["generation"] for line in lines(tmp_path / "stormy")} == {0, 1}
 
 
-# Twice as `python -m elaunch.trainer`; what is between the two, and which threads the first has left, is said.
+# Runs `python -m elaunch.trainer` twice in one process. After each run it prints gloo's threads and the exit code, and
+# marks the end of the run on stderr.
 ALONE = """
 import runpy, sys
 from pathlib import Path
@@ -138,8 +139,8 @@ for turn in range(2):
 
 @dataclass(frozen=True)
 class Alone:
-    """What a process that nobody launched wrote while it trained `steps` steps in `folder`, on a machine without numpy,
-    and then was asked for the same again."""
+    """The output of a process without a launcher and without numpy. It trained `steps` steps in `folder`, and then was
+    asked for the same again."""
 
     folder: Path
     steps: int
@@ -190,7 +191,7 @@ def test_a_run_that_is_complete_is_not_trained_again(alone: Alone) -> None:
 
 
 def test_no_thread_of_the_process_group_outlives_the_training(alone: Alone) -> None:
-    # Such a thread aborts, or hangs, the interpreter that ends under it (pytorch #190489).
+    # Such a thread aborts or hangs an interpreter that ends meanwhile (pytorch #190489).
     assert alone.out.count("gloo's threads: []\n") == 2, alone.out
 
 

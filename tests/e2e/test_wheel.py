@@ -1,4 +1,4 @@
-"""The wheel has every module: a folder that the build leaves out is missed only by users."""
+"""The wheel has every module. Otherwise only users would notice a folder that the build leaves out."""
 
 from __future__ import annotations
 

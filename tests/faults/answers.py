@@ -1,4 +1,4 @@
-"""What may come back in place of etcd's answer, as etcd 3.4 and 3.5 behind their JSON gateways really send it.
+"""Errors that may come in place of etcd's answer, as etcd 3.4 and 3.5 send them through their JSON gateways.
 
 The texts are etcd's own (api/v3rpc/rpctypes/error.go) and gRPC's. The forms were taken from both versions: a call's
 error is one JSON object with gRPC's code; of the two calls that are streams (watch, keep-alive) the error is an object
@@ -34,7 +34,7 @@ _STATUS = {
     15: 500,
     16: 401,
 }
-# What a watch says of these is told inside an answer with status 200.
+# A watch tells these errors inside of an answer with status 200.
 _CANCELS = {3: "InvalidArgument", 7: "PermissionDenied", 16: "Unauthenticated"}
 
 
@@ -73,7 +73,7 @@ class GrpcError:
 
 @dataclass(frozen=True)
 class Page:
-    """An answer without etcd's JSON, as a proxy or a balancer in front of etcd gives it."""
+    """An answer that is not etcd's JSON, as a proxy or a load balancer in front of etcd sends it."""
 
     status: int
     body: str
@@ -90,11 +90,11 @@ class Page:
 class Fault(Enum):
     """What a network, a proxy or a dying server does to an answer."""
 
-    # The request never comes to etcd.
+    # The request never reaches etcd.
     HANG = auto()
     RESET = auto()
     GARBAGE = auto()
-    # etcd does what was asked, and the client cannot know: a write that is tried again lands twice.
+    # etcd carries out the request, and the client cannot know. A write that is tried again is done twice.
     LOST = auto()
     UNANSWERED = auto()
     CUT = auto()
@@ -111,7 +111,7 @@ class Fault(Enum):
 Answer = GrpcError | Page | Fault
 OF_WATCHES = (Fault.STREAM_ENDS, Fault.STREAM_ERROR, Fault.STREAM_DEAF)
 
-# etcd is there, and cannot do it now.
+# etcd is there, but cannot carry out the request now.
 NO_LEADER = GrpcError(14, "etcdserver: no leader")
 LEADER_CHANGED = GrpcError(14, "etcdserver: leader changed")
 TIMED_OUT = GrpcError(14, "etcdserver: request timed out")
@@ -124,21 +124,21 @@ LEARNER = GrpcError(14, "etcdserver: rpc not supported for learner")
 TRANSPORT_CLOSING = GrpcError(14, "transport is closing")
 TOO_MANY_REQUESTS = GrpcError(8, "etcdserver: too many requests")
 CANCELED = GrpcError(1, "context canceled")
-# A lease is granted so while there is no leader: the code says "unknown".
+# etcd's answer to a grant while it has no leader: the code says "unknown".
 CONTEXT_DEADLINE = GrpcError(2, "context deadline exceeded")
 DEADLINE_EXCEEDED = GrpcError(4, "context deadline exceeded")
 NOT_LEADER = GrpcError(9, "etcdserver: not leader")
 ABORTED = GrpcError(10, "etcdserver: request aborted")
 INTERNAL = GrpcError(13, "stream terminated by RST_STREAM with error code: INTERNAL_ERROR")
-# Somebody has to do something first.
+# A person has to do something first.
 SPACE_EXCEEDED = GrpcError(8, "etcdserver: mvcc: database space exceeded")
 CORRUPT = GrpcError(15, "etcdserver: corrupt cluster")
-# The request is too much, as it is.
+# The request as it stands is too large.
 TOO_LARGE = GrpcError(3, "etcdserver: request is too large")
 TOO_LARGE_FOR_GRPC = GrpcError(8, "grpc: received message larger than max (3600008 vs. 2097152)")
 TOO_LARGE_OUT_OF_RANGE = GrpcError(11, "grpc: trying to send message larger than max (3600008 vs. 2097152)")
 TOO_MANY_OPERATIONS = GrpcError(3, "etcdserver: too many operations in txn request")
-# Waiting does not help.
+# Waiting does not help with these errors.
 PERMISSION_DENIED = GrpcError(7, "etcdserver: permission denied")
 INVALID_TOKEN = GrpcError(16, "etcdserver: invalid auth token")
 NO_USER = GrpcError(3, "etcdserver: user name is empty")
@@ -148,7 +148,7 @@ AUTH_NOT_ENABLED = GrpcError(9, "etcdserver: authentication is not enabled")
 DUPLICATE_KEY = GrpcError(3, "etcdserver: duplicate key given in txn request")
 UNKNOWN_METHOD = GrpcError(12, "unknown method Txn for service etcdserverpb.KV")
 ALREADY_EXISTS = GrpcError(6, "already exists")
-# They have a meaning in the protocol: a lease has ended, a revision is not there any more.
+# These have a meaning in the protocol: a lease has ended, or a revision was compacted.
 LEASE_NOT_FOUND = GrpcError(5, "etcdserver: requested lease not found")
 LEASE_EXISTS = GrpcError(9, "etcdserver: lease already exists")
 COMPACTED = GrpcError(11, "etcdserver: mvcc: required revision has been compacted")
@@ -171,7 +171,7 @@ OTHER_JSON = Page(200, '{"result": 7, "header": ["no"], "kvs": 1}', "application
 GRPC_ERRORS = tuple(value for value in globals().values() if isinstance(value, GrpcError))
 PAGES = tuple(value for value in globals().values() if isinstance(value, Page))
 ALL: tuple[Answer, ...] = (*GRPC_ERRORS, *PAGES, *Fault)
-# After which a job may well go on: whoever is struck by one of these in a thousand requests has not lost its store.
+# A job may go on after these: an agent that gets one in a thousand requests has not lost its store.
 MAY_PASS: tuple[Answer, ...] = (
     *(NO_LEADER, LEADER_CHANGED, TIMED_OUT, TIMED_OUT_LEADER_FAILED, TIMED_OUT_CONNECTION_LOST, SERVER_STOPPED),
     *(UNHEALTHY, TRANSPORT_CLOSING, TOO_MANY_REQUESTS, CANCELED, CONTEXT_DEADLINE, DEADLINE_EXCEEDED, ABORTED),

@@ -15,7 +15,7 @@ import psutil
 from tests.faults.processes import Watched, is_alive
 from tests.harness import wait_for
 
-# What is still on its way out (a closing pipe, a zombie) has a moment.
+# A closing pipe or a zombie gets this long to disappear.
 SETTLE_S = 5.0
 
 
@@ -33,7 +33,7 @@ def holdings(pid: int) -> Holdings:
     kinds: Counter[str] = Counter()
     for link in Path(f"/proc/{pid}/fd").iterdir():
         with suppress(FileNotFoundError):
-            # "socket:[4711]" and "pipe:[4711]" are of one kind each; a file is one of its own.
+            # All sockets ("socket:[4711]") are one kind, and all pipes. Each file is a kind of its own.
             kinds[re.sub(r":\[\d+\]$", "", str(link.readlink()))] += 1
     zombies = sum(_state(child) == "Z" for child in children(pid))
     return Holdings(tuple(sorted(kinds.items())), len(list(Path(f"/proc/{pid}/task").iterdir())), zombies)
@@ -83,7 +83,7 @@ class Census:
         self.memory_kib: list[tuple[int, int]] = []
 
     def count(self, workers: int, when: str) -> None:
-        """Fail if anything has grown. The job must be in the same state each time: all `workers` are training."""
+        """Count, and fail if anything has grown. The job must be in the same state each time: all `workers` train."""
         assert self._job.fork_server().pid == self._pids["fork server"], "the fork server is another one"
         if not self._first:
             wait_for(lambda: not any(h.zombies for h in self._holdings().values()), "zombies are reaped", SETTLE_S)
@@ -116,9 +116,9 @@ def _names(processes: Iterable[psutil.Process]) -> list[str]:
 
 
 def shared_memory_of(pids: Iterable[int]) -> list[str]:
-    """The names in /dev/shm that are ours: by our prefix, or made by one of `pids`.
+    """The names in /dev/shm that belong to elaunch: those with its prefix, and those made by one of `pids`.
 
-    Not the workers' memory, which other tests' jobs have too: `Watched.memory_dirs` tells of the one's own.
+    The workers' memory is left out, since other tests' jobs have one too. `Watched.memory_dirs` has this job's own.
     """
     wanted = {str(pid) for pid in pids}
     names = [path.name for path in Path("/dev/shm").iterdir()]

@@ -1,4 +1,4 @@
-"""A job on several nodes with a real etcd, and what the fault tests ask of it."""
+"""A job on several nodes with a real etcd, and the checks that fault tests make on it."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from tests.nodes import Node, Nodes
 from tests.standin import WITHOUT_TORCH
 
 REDUCER = Path(__file__).with_name("reducer.py")
-# torch alone: its optimizers are not used here, and every node imports for itself on the same two cores.
+# Only torch: its optimizers are not used here, and each node imports for itself, all on the same two cores.
 PRELOAD = ("--preload", "torch")
 PORT = 2379
-# After the last agent's end: guardians and their sweeps.
+# Time after the last agent's end for the guardians and their sweeps.
 GONE_S = 5.0
 
 
 class Cluster:
     """`count` nodes for agents, and an etcd: one member on a node of its own, or several on `members_on`.
 
-    With `head` there is none: node 0 is to serve the store.
+    With `head` there is no etcd: node 0 serves the store.
 
-    Use it as a context manager: all ends with it. `folder` is what all nodes see; workers and tests meet there.
+    Use it as a context manager, which ends everything. All nodes see `folder`; workers and tests exchange files there.
     """
 
-    # What every node imports, and more of its environment.
+    # The modules that every node preloads, and further variables of its environment.
     _preload: tuple[str, ...] = PRELOAD
     _environment: Mapping[str, str] = {}
 
@@ -106,7 +106,7 @@ class Cluster:
         program: Path = REDUCER,
         env: Mapping[str, str] | None = None,
     ) -> None:
-        """Type the command on these nodes, each in a folder of its own; what runs by it is `agents[index]`."""
+        """Type the command on these nodes, each in a folder of its own. The agent of node i is then `agents[i]`."""
         words = ["--nnodes", nnodes, "--rdzv-endpoint", self.endpoints, "--rdzv-id", job]
         words += ["--log-dir", str(self.logs), *self._preload, *options, str(program), str(self.folder)]
         for i in indices:
@@ -121,9 +121,9 @@ class Cluster:
         self._all_agents.append(self.agents[index])
 
     def meeting(self, world_size: int, after: Meeting | None = None) -> Meeting:
-        """The newest generation, once it has `world_size` ranks and all have met; `after` tells which is too old.
+        """Wait until a generation newer than `after` has `world_size` ranks and all have met. Returns it.
 
-        Fails unless they agree on all that they must.
+        Fails unless the ranks agree on all variables that must be the same.
         """
         oldest = after.generation + 1 if after else 0
         try:
@@ -151,24 +151,24 @@ class Cluster:
         wait_for(trained, f"generation {meeting.generation} goes on")
 
     def trains_for(self, meeting: Meeting, duration_s: float) -> None:
-        """Let that generation train for so long; fail if a newer one starts, or if it stands still."""
+        """Let that generation train for this long. Fail if a newer one starts, or if training stands still."""
         until_s = time.monotonic() + duration_s
         while time.monotonic() < until_s:
             self.goes_on(meeting)
 
     def ask(self, what: str, *, moment: str = "step", generation: int, rank: int) -> None:
-        """Have a rank fail at a moment: see reducer.py."""
+        """Make a rank fail at a moment: see reducer.py."""
         partial = self.folder / f".{moment}-{generation}-{rank}"
         partial.write_text(what)
         partial.rename(self.folder / f"{moment}-{generation}-{rank}")
 
     def end(self, *indices: int) -> None:
-        """Let the training end, which all these agents (else all that run) report with exit code 0; nothing is left."""
+        """Let the training end. These agents (else all that run) must end with exit code 0, and leave nothing."""
         (self.folder / "end").touch()
         self.ended(dict.fromkeys(indices or self.agents, 0))
 
     def ended(self, codes: Mapping[int, int]) -> None:
-        """These agents end with these exit codes, nothing is left on their nodes, and all logs are there."""
+        """Check that these agents end with these exit codes, leave nothing on their nodes, and all logs are there."""
         got = {i: self.agents[i].wait() for i in codes}
         assert got == codes, self.story()
         for i in codes:
@@ -176,7 +176,7 @@ class Cluster:
         self.assert_logs_of_all_generations()
 
     def assert_nothing_is_left(self, node: Node) -> None:
-        """No process (but etcd's), no cgroup and no run directory of ours is on the node."""
+        """No process (except etcd's), no cgroup and no run directory of elaunch is on the node."""
         index = node.index
 
         def left() -> list[str]:
@@ -190,7 +190,7 @@ class Cluster:
             raise AssertionError(f"left on {node}: {left()}\n{self.story()}") from None
 
     def assert_logs_of_all_generations(self) -> None:
-        """What every worker of every generation wrote is in the log folder."""
+        """The log folder has the output of every worker of every generation."""
         texts = [path.read_text() for path in self.logs.glob("*/attempt_*/*/stdout.log")]
         for each in self.records.of("started"):
             assert sum(json.dumps(each) in text for text in texts) == 1, f"not logged (once): {each}"
@@ -201,7 +201,7 @@ class Cluster:
         return [psutil.Process(pid) for pid in pids if is_alive(pid)]
 
     def story(self) -> str:
-        """What the agents have said, and the last records, for whoever must find out why a test failed."""
+        """The agents' output and the last records, to find out why a test failed."""
         parts = [f"--- agent on node{i} ({a.process.poll()}):\n{a.stderr}" for i, a in self.agents.items()]
         records = [
             f"{r['at_s']:.2f} generation {r['generation']} rank {r['rank']} on {r['host']}: {r['event']}"
@@ -225,16 +225,16 @@ class Cluster:
 
 
 class LightCluster(Cluster):
-    """A cluster whose nodes have a stand-in for torch: for what becomes of agents, nodes and the store."""
+    """A cluster whose nodes have a stand-in for torch, for tests of agents, nodes and the store."""
 
     _preload = LIGHT
     _environment = WITHOUT_TORCH
 
 
 class Shared:
-    """A job without torch that one test after another hurts: to recover costs it less than a new job's start.
+    """A job without torch on which one test after another causes a failure: a restart is cheaper than a new job.
 
-    Where a test before has left less than the whole job, a new one is started. Use it as a context manager.
+    If an earlier test has not left the whole job running, a new job is started. Use it as a context manager.
     """
 
     def __init__(
@@ -246,7 +246,7 @@ class Shared:
         members_on: Sequence[int] = (),
         **start: Any,
     ) -> None:
-        """Of `nodes` the first run `agents`, one each; `start` is what LightCluster.start is told of them."""
+        """The first `agents` of the `nodes` run an agent each. `start` are arguments of LightCluster.start for them."""
         self._folders, self._agents, self._nodes = folders, agents, nodes or agents
         self._members_on, self._start = members_on, start
         self._now: LightCluster | None = None
@@ -268,7 +268,7 @@ class Shared:
         return self._now, self._now.meeting(self._agents)
 
     def start(self, *indices: int) -> None:
-        """Type the job's command on these nodes, as at its beginning."""
+        """Type the job's command on these nodes, as at the job's start."""
         assert self._now
         self._now.start(*indices, **self._start)
 

@@ -1,4 +1,4 @@
-"""What the fault tests of several files share."""
+"""Fixtures that the fault tests of several files share."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from tests.faults.trainings import CalmTrainings
 from tests.ranks import Nursery, nursery
 from tests.s3 import FSSPEC
 
-# What their ranks import.
+# The modules that their ranks import.
 _MODULES = ("keeper.keeper", "memory.sharded", "checkpoint.objects", "train")
 
 
 @pytest.fixture(scope="session", name="nursery")
 def _nursery() -> Iterator[Nursery]:
-    """What forks ranks for all files."""
+    """The process that forks ranks for all files."""
     with nursery(*(f"elaunch.trainer.{name}" for name in _MODULES), "s3fs", env=FSSPEC) as held:
         yield held
 
 
 @pytest.fixture(scope="session")
 def calm(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Calm:
-    """The keeper's trainings that nothing happened to; a run of the tests makes each of them once."""
+    """The keeper's trainings without failures. A run of the tests makes each of them once."""
     return Calm(nursery, shared(tmp_path_factory) / "calm-keepers")
 
 
 @pytest.fixture(scope="session")
 def calm_training(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> CalmTrainings:
-    """The same of the bundled trainer."""
+    """The trainings of the bundled trainer without failures."""
     return CalmTrainings(nursery, shared(tmp_path_factory) / "calm-trainings")
 
 
 def shared(factory: pytest.TempPathFactory) -> Path:
-    """A folder of all processes of a run of the tests."""
+    """A folder that all processes of a test run share."""
     base = factory.getbasetemp()
     return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base

@@ -1,4 +1,4 @@
-"""What an agent does to its store, all the time, with the means to say afterwards what went wrong."""
+"""Asks of a store all the time what an agent asks of it, and tells afterwards what went wrong."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ Answered = TypeVar("Answered")
 class Traffic:
     """Writes, one by one, a watch on them, and a lease with a key, through one store; use it as a context manager.
 
-    `gaps_s` are the times between two writes that were answered, `told` what the watch told, `unavailable` the
-    sentences of calls that failed. The store is the caller's to close.
+    `gaps_s` are the times between two answered writes. `told` is what the watch reported. `unavailable` are the
+    messages of failed calls. The caller closes the store.
     """
 
     def __init__(self, store: EtcdStore, ttl_s: float = 5.0, *, keep_alive: bool = True) -> None:
@@ -59,19 +59,19 @@ class Traffic:
             self._watch.close()
 
     def wait_for_writes(self, count: int) -> None:
-        """`count` more writes have been answered, and told."""
+        """Wait until `count` more writes have been answered and the watch has reported them."""
         wanted = self.written + count
         wait_for(lambda: self.written >= wanted, f"{count} more writes")
         self.wait_until_told()
 
     def wait_until_told(self) -> None:
-        """The watch has told all that is written by now."""
+        """Wait until the watch has reported all writes up to now."""
         revision = self._now(lambda: self.store.read(PREFIX)).entries
         newest = max(entry.mod_revision for entry in revision.values())
         wait_for(lambda: self._told_until() >= newest, f"word of revision {newest}; told until {self._told_until()}")
 
     def assert_nothing_was_lost_or_repeated(self, fresh: EtcdStore) -> None:
-        """What was told is what a new client's watch is told of the same time; for when the traffic has ended."""
+        """Check that the watch reported the same as a new client's watch on the same history. The traffic has ended."""
         history: list[Update] = []
         watch = fresh.watch(PREFIX, self.started, history.append)
         last = self._told_until()
@@ -118,7 +118,7 @@ class Traffic:
                 self.unavailable.append(str(error))
 
     def _now(self, call: Callable[[], Answered]) -> Answered:
-        """The answer, however often it has to be asked for."""
+        """The answer to the call, which is made again until it succeeds."""
 
         def asked() -> tuple[Answered] | None:
             try:

@@ -1,4 +1,4 @@
-"""Agents of one job on this host, each with a store address of its own, whose workers only live (lively.py)."""
+"""Agents of one job on this host, each with a store address of its own. Their workers only count (lively.py)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OPTIONS = ("--nproc-per-node", "1", "--no-preload", "--max-restarts", "1000", "-
 
 @dataclass(frozen=True)
 class Life:
-    """What a worker has last said of itself."""
+    """The newest line that a worker has written about itself."""
 
     generation: int
     pid: int
@@ -51,7 +51,7 @@ class Fleet:
             agent.__exit__()
 
     def life(self, node: int) -> Life | None:
-        """What that node's worker has last written about itself, dead or alive; None before its first line."""
+        """The newest line of that node's worker, dead or alive. None before the first line."""
         with suppress(FileNotFoundError):
             return Life(*map(int, (self.folder / f"life-{node}").read_text().split()))
         return None
@@ -90,7 +90,7 @@ class Fleet:
         )
 
     def wait_for(self, fact: Callable[[], object], what: str, deadline_s: float = 60.0) -> None:
-        """Wait for a fact; a failure tells what the agents have said."""
+        """Wait for a fact. The failure message has the agents' output."""
         try:
             wait_for(fact, what, deadline_s)
         except AssertionError as error:
@@ -106,7 +106,7 @@ class Fleet:
         return True
 
     def end(self) -> None:
-        """Let the workers end well; those of later generations too."""
+        """Let the workers end with exit code 0, also those of later generations."""
         (self.folder / "end").touch()
 
     def story(self) -> str:
@@ -114,7 +114,7 @@ class Fleet:
 
 
 class Hearing:
-    """When an agent said what: `listen` often."""
+    """The agent's lines with their times. Call `listen` often."""
 
     def __init__(self, agent: Watched) -> None:
         self._agent = agent

@@ -1,4 +1,4 @@
-"""Trainings by kept.py, with what their workers recorded, and those that nothing happened to."""
+"""Trainings by kept.py with the records of their workers, and the same trainings without failures."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Recorded:
 
     @property
     def losses(self) -> dict[tuple[int, int], str]:
-        """The bits of each rank's loss of each step; fails if one was computed twice with another outcome."""
+        """The bits of each rank's loss of each step. Fails if a loss was computed twice with different results."""
         found: dict[tuple[int, int], str] = {}
         for r in self.of("done"):
             assert found.setdefault((r["rank"], r["step"]), r["loss"]) == r["loss"], r
@@ -41,12 +41,12 @@ class Recorded:
 
     @property
     def ends(self) -> dict[int, tuple[str, str]]:
-        """What each rank ended with: model, optimizer, scheduler and extra; its own random state and error feedback."""
+        """Each rank's state at the end: model, optimizer, scheduler, extra, its own random state and error feedback."""
         return {r["rank"]: (r["state"], r["own"]) for r in self.of("end")}
 
     @property
     def halfway(self) -> dict[int, tuple[str, str]]:
-        """The same after step 30."""
+        """Each rank's state after step 30."""
         return {r["rank"]: (r["state"], r["own"]) for r in self.of("halfway")}
 
     def newest_done(self, generation: int) -> int:
@@ -90,9 +90,9 @@ class Run(Recorded):
 
 
 class Calm:
-    """The runs that nothing happened to, made when they are first asked for; all test processes share `folder`.
+    """The runs without failures, each made when a test first needs it. All test processes share `folder`.
 
-    They have no agent and no memory: neither changes anything that a run leaves.
+    The runs have no agent and no memory: neither changes the result of a run.
     """
 
     def __init__(self, nursery: Nursery, folder: Path) -> None:
@@ -119,5 +119,5 @@ class Calm:
 def assert_same(stormy: Recorded, calm: Recorded) -> None:
     assert stormy.ends == calm.ends
     assert calm.losses.items() >= stormy.losses.items()
-    # The killed ones lack lines of steps that the others had completed; nobody else does.
+    # Only killed ranks lack lines of steps that the others had completed.
     assert {step for _, step in stormy.losses} == set(range(1, STEPS + 1))

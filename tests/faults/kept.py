@@ -1,4 +1,4 @@
-"""What the keeper's fault tests train: a network with BatchNorm and dropout, killed where the test asks for it.
+"""The training of the keeper's fault tests: a network with BatchNorm and dropout, killed where the test asks for it.
 
 Run as `kept.py FOLDER STEPS [OPTION=VALUE …]`, a folder that all workers see. Options are the Keeper's:
 `snapshot_every`, `checkpoints`, `checkpoint_every`; and `hook=powersgd`, `shards=fsdp2`, `shards=zero`. An empty file
@@ -14,7 +14,7 @@ FOLDER/<moment>-<generation>-<step>-<rank> makes that rank kill itself with SIGK
     hold          not a kill: wait there until the file is gone
     freeze        not a kill: stopped when half of a copy of that step is in memory
     corrupt       not a kill: before the forward pass, a byte of the newest copy in this node's memory is changed
-    mirror        not a kill: what comes from other nodes in the threads of snapshots is not received
+    mirror        not a kill: the threads that exchange snapshots do not receive what other nodes send
 
 Each rank appends JSON lines to FOLDER/records: `began`, `done` (with the bits of its own loss of the step), `told` (to
 stop), `killed`, `held`, `frozen`, `corrupted`, `deaf`, and, with digests of its state, `halfway` (after step 30) and
@@ -54,7 +54,7 @@ record, is_asked, moment = MOMENTS.record, MOMENTS.is_asked, MOMENTS.strike
 
 
 def corrupt(step: int) -> None:
-    """Change a byte of the newest copy of the replicated state, if the test wants that."""
+    """Change a byte of the newest copy of the replicated state, if the test asks for it."""
     if not is_asked("corrupt", step):
         return
     copies = Path(os.environ["ELAUNCH_MEMORY"]).glob("training.state-?")
@@ -164,7 +164,7 @@ def main() -> None:
 
     with keeper:
         record("began", step=keeper.step, repeated=keeper.repeated, memory=os.environ.get("ELAUNCH_MEMORY"))
-        # As a DataLoader does, at every start.
+        # A DataLoader also draws from the global generator at every start.
         torch.empty((), dtype=torch.int64).random_()
         for step in keeper.steps(STEPS):
             loss = train(step, keeper, model, optimizer, scheduler, extra)
@@ -191,8 +191,8 @@ def spread(network: Network) -> tuple[Any, Any]:
 
             model = DistributedDataParallel(network)
             return model, ZeroRedundancyOptimizer(network.parameters(), torch.optim.AdamW, lr=0.01)
-    # Small buckets: with one bucket nothing is regrouped, and nothing is proved. PowerSGD's all-reduces of several
-    # buckets meet in any order, which gloo does not survive.
+    # The buckets are small: with one bucket DDP regroups nothing, and the test proves nothing. PowerSGD has one bucket,
+    # since it reduces several buckets in any order, and gloo fails then.
     model = DistributedDataParallel(network, bucket_cap_mb=25 if "hook" in OPTIONS else 0.01)
     return model, Interruptible(network.parameters(), lr=0.01)
 
@@ -200,7 +200,7 @@ def spread(network: Network) -> tuple[Any, Any]:
 def train(step: int, keeper: Keeper, model: nn.Module, optimizer: Any, scheduler: Any, extra: dict[str, Any]) -> float:
     source = torch.Generator().manual_seed(1000 * step + RANK)
     inputs = torch.randn(8, 16, generator=source)
-    # Drawn from the state that must survive.
+    # This draws from the global generator, whose state must survive.
     inputs += 0.1 * torch.randn(8, 16)
     if is_asked("hold", step):
         record("held", step=step)
@@ -224,10 +224,10 @@ def train(step: int, keeper: Keeper, model: nn.Module, optimizer: Any, scheduler
 
 
 def plant(keeper: Keeper, network: Network, optimizer: Interruptible) -> None:
-    """Put the moments that lie inside of somebody else's code in place."""
+    """Install the moments that are inside of torch's or the keeper's code."""
     optimizer.step_now = lambda: keeper.step + 1
     parameters = list(network.parameters())
-    # The last layer's gradients come first; the others are still to come when this rank dies.
+    # The last layer's gradients come first, so this rank dies before the others have come.
     parameters[-1].register_post_accumulate_grad_hook(lambda _: moment("backward", keeper.step + 1))
 
     def copy(targets: list[Tensor], sources: list[Tensor]) -> None:
@@ -254,7 +254,7 @@ def plant(keeper: Keeper, network: Network, optimizer: Interruptible) -> None:
 
 
 def plant_in_threads(keeper: Keeper) -> None:
-    """Have `mirror` fail in the threads that exchange snapshots."""
+    """Make the threads that exchange snapshots fail at the moment `mirror`."""
     receive = dist.recv
 
     def recv(*given: Any, **named: Any) -> Any:

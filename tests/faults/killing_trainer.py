@@ -7,15 +7,15 @@ See moments.py for FOLDER. The moments of a step:
     loss          all gradients are summed, the loss is not
     optimizer     half of the parameters are new
     unwritten     the step is committed, its line is not written
-    committed     that too
+    committed     the step is committed, its line is written
     copy          half of a copy of that step is in memory
-    publish       the checkpoint of that step is on the disk, and has not its name yet
-    published     it has its name, and nothing more has happened
+    publish       the checkpoint of that step is on the disk, and does not have its name yet
+    published     the checkpoint has just got its name
 
 and with step 0:
 
     start         before the group is joined
-    restore       what memory or disk holds is agreed upon, and not in the model yet
+    restore       the ranks have agreed on the state to load, which is not in the model yet
     evaluating    after the last step
     result        before the result is written
 
@@ -61,7 +61,7 @@ def before(owner: Any, name: str, moment: str, step: Callable[..., int]) -> None
 
 
 class StruckKeeper(Keeper):
-    """A keeper that knows the moments around a commit; `entered` is the one that was, if any."""
+    """A keeper with the moments around a commit. `entered` is the keeper in use, if there is one."""
 
     entered: Keeper | None = None
 
@@ -84,7 +84,7 @@ class StruckKeeper(Keeper):
 
 
 def now() -> int:
-    """The step that is being computed; 0 while the keeper warms up and restores."""
+    """The step that is computed now. 0 while the keeper warms up and restores."""
     return StruckKeeper.entered.step + 1 if StruckKeeper.entered else 0
 
 
@@ -157,7 +157,7 @@ def plant_in_optimizer(optimizer: Any) -> None:
                 parameter.grad = None
             step()
             MOMENTS.strike("optimizer", now())
-            # Only held: the other half, too.
+            # The process was only held, not killed: copy the other half too.
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = None if parameter.grad is not None else gradient
         step()

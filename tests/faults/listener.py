@@ -1,8 +1,8 @@
-"""What the nodes train in tests of the link: counted steps over gloo, which stop together and lose none.
+"""The training in tests of the link: counted steps over gloo. The ranks stop together and lose no step.
 
-Run as `listener.py FOLDER`, as reducer.py, whose records and moments these are. A step is an all-reduce; its number is
-kept in the node's memory at a stop and at a failure, and the newest that any node has is where the next generation goes
-on. FOLDER/end ends all ranks at the same step.
+Run as `listener.py FOLDER`, with the records and moments of reducer.py. A step is an all-reduce. At a stop and at a
+failure the node's memory keeps the step's number. The next generation goes on from the newest number that any node has.
+The file FOLDER/end ends all ranks at the same step.
 """
 
 from __future__ import annotations

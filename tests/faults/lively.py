@@ -1,4 +1,4 @@
-"""A worker without torch that only counts steps: a test can follow a job by it, through a hundred restarts a minute.
+"""A worker without torch that only counts steps, so that a test can follow a job through a hundred restarts a minute.
 
 Run as `lively.py FOLDER`. A few times a second it writes its generation, its pid and a count to FOLDER/life-<node>, and
 reports the count as its step. FOLDER/end ends it well. The node is what the test has set as LIVELY_NODE.

@@ -1,4 +1,4 @@
-"""What the workers of the fault tests have recorded (reducer.py), and which generations have met."""
+"""Reads the records of the fault tests' workers (reducer.py), and finds the generations that have met."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Records:
         return self._known
 
     def of(self, event: str = "", generation: int | None = None, *, since: int = 0) -> list[Record]:
-        """Those of an event and a generation, from record number `since` on."""
+        """The records of an event and a generation, from record number `since` on."""
         records = self.all()[since:]
         return [r for r in records if event in ("", r["event"]) and generation in (None, r["generation"])]
 
@@ -78,7 +78,7 @@ class Records:
         return Meeting(newest, first) if whole else None
 
     def check(self, meeting: Meeting, addresses: Mapping[str, tuple[str, ...]]) -> None:
-        """All ranks agree on MASTER_ADDR, one of rank 0's node's `addresses`, and on all else that they must."""
+        """All ranks agree on what must be the same. MASTER_ADDR is one of the `addresses` of rank 0's node."""
         records = [meeting.records[rank] for rank in sorted(meeting.records)]
         assert [r["rank"] for r in records] == list(range(len(records)))
         for name in ("master_addr", "master_port", "world_size", "restarts"):
@@ -92,7 +92,7 @@ class Records:
         assert len(started) == len(records), f"more than one group in generation {meeting.generation}: {started}"
 
     def assert_ended_before(self, meeting: Meeting, *, rank: int, generation: int) -> None:
-        """Nothing of an old generation was recorded any more when that rank of a newer one began."""
+        """No record of an old generation comes after that rank of a newer generation began."""
         (began,) = (r for r in self.of("started", meeting.generation) if r["rank"] == rank)
         late = [r for r in self.of(generation=generation) if r["at_s"] > began["at_s"]]
         assert not late, f"generation {generation} ran on beside a newer one: {late}"

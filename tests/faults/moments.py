@@ -8,7 +8,7 @@ A file FOLDER/<moment>-<generation>-<step>-<rank> makes that rank do what it say
 
 An empty file FOLDER/together-<generation>-<step>-<rank> is a kill at once with all others that have such a file.
 
-What strikes is appended to FOLDER/records, a JSON line each: `killed`, `held` or `frozen`.
+Each moment that strikes is appended to FOLDER/records as a JSON line: `killed`, `held` or `frozen`.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class Moments:
             file.write(line + "\n")
 
     def is_asked(self, name: str, step: int) -> bool:
-        """Whether something is to strike there."""
+        """Whether the test asks for something at that moment."""
         return self._path(name, step).exists()
 
     def strike(self, name: str, step: int) -> None:
-        """Die here, or wait, if the test wants that."""
+        """Die, wait or stop here, if the test asks for it."""
         path = self._path(name, step)
         try:
             what = path.read_text()
@@ -59,7 +59,7 @@ class Moments:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def strike_together(self, step: int) -> None:
-        """Die at once with all others that are asked to: the lowest rank kills them when all are here."""
+        """Die together with all others that are asked to: the lowest rank kills them when all have come."""
         if not self.is_asked("together", step):
             return
         asked = {int(path.name.rpartition("-")[2]) for path in self._folder.glob(f"together-{GENERATION}-{step}-*")}

@@ -1,4 +1,4 @@
-"""What the fault tests ask of processes. They find them by a variable of their own, not by the product's marker."""
+"""Finds and checks processes for the fault tests, by a variable of their own and not by the product's marker."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.harness import Job, wait_for
 from tests.standin import WITHOUT_TORCH
 
 TAG = "FAULT_TEST_JOB"
-# A light module in place of torch: the same way through the fork server, without the two seconds that torch takes.
+# Preload a light module in place of torch: the fork server does the same, without the two seconds of torch's import.
 LIGHT = ("--preload", "json")
 GONE_S = 1.0
 
@@ -33,7 +33,7 @@ GENERATION = int(os.environ["ELAUNCH_GENERATION"])
 RANK = int(os.environ["RANK"])
 """
 
-# What a worker may leave behind: a child, one in a session of its own, one that is nobody's child any more.
+# Processes that a worker may leave: a child, a child in a session of its own, and an orphan.
 CHILDREN = """
 say("sleep", subprocess.Popen(["sleep", "600"]).pid)
 say("setsid", subprocess.Popen(["setsid", "sleep", "600"]).pid)
@@ -64,7 +64,7 @@ class Watched(Job):
         self.processes()
         self.process.kill()
         self.process.wait()
-        # The guardians have the job's cgroup to remove; what they should have ended and did not is the test's to end.
+        # The guardians must remove the job's cgroup first. The test itself ends what they should have ended.
         with suppress(AssertionError):
             wait_for(lambda: not any(is_alive(guardian) for guardian in self._guardians), "the guardians' end", 5)
         for path in self.memory_dirs():
@@ -84,7 +84,7 @@ class Watched(Job):
         return found
 
     def guardian(self) -> psutil.Process:
-        """The agent's guardian, whose environment tells nothing."""
+        """The agent's guardian, which does not have the tag in its environment."""
         return wait_for(lambda: next(iter(self._guardians_now(deep=False)), None), "a guardian")
 
     def fork_server(self) -> psutil.Process:
@@ -95,12 +95,12 @@ class Watched(Job):
         return list(self.tmp.glob("elaunch*"))
 
     def memory_dirs(self) -> list[Path]:
-        """The folders of what outlives workers (`ELAUNCH_MEMORY`), of all agents that were seen."""
+        """The memory folders that outlive workers (`ELAUNCH_MEMORY`), of all agents that were seen."""
         self._guardians_now()
         return [path for path in self._memory_dirs if path.exists()]
 
     def kill_agent(self) -> float:
-        """SIGKILL the agent; the time of it. What the job had is then known to `left`."""
+        """SIGKILL the agent. Returns the time. `left` then knows what the job had."""
         had = self.processes()
         assert self.process.poll() is None, f"it ended before the kill:\n{self.output}"
         assert had, "no process of the job is alive; the kill would prove nothing"
@@ -119,7 +119,7 @@ class Watched(Job):
             left += [str(path) for path in (*self.run_dirs(), *self.memory_dirs())]
             if not left:
                 return
-            # The verdict is that of the last look that began in time.
+            # The last look that began in time decides.
             assert looked_at_s < until_s, f"left after {GONE_S:g} s: {left}\n{self.output}"
             time.sleep(0.005)
 
@@ -133,7 +133,7 @@ class Watched(Job):
         except psutil.Error:
             return []
         found = [p for p in children if is_alive(p) and "guardian.py" in described(p)]
-        # What is not in the test's own temporary folder is known by the names that it is to remove.
+        # Folders outside of the test's own temporary folder are found by the names that the guardian has to remove.
         words = (word for guardian in found for word in described(guardian).split())
         self._memory_dirs |= {Path(word) for word in words if word.endswith("_memory")}
         return found
@@ -147,7 +147,7 @@ class Light(Watched):
 
 
 def is_alive(process: psutil.Process | int) -> bool:
-    """Whether it is there and no zombie: what nobody reaps, under a pid 1 that does not, is gone all the same."""
+    """Whether the process is there and no zombie. A dead orphan stays a zombie under a process 1 that does not reap."""
     try:
         process = psutil.Process(process) if isinstance(process, int) else process
         return process.is_running() and process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
@@ -163,7 +163,7 @@ def described(process: psutil.Process) -> str:
 
 
 def library(folder: Path, name: str, text: str) -> dict[str, str]:
-    """Install a module that can be preloaded; the environment that finds it."""
+    """Install a module that can be preloaded. Returns the environment that finds it."""
     place = folder / "lib"
     place.mkdir(exist_ok=True)
     (place / f"{name}.py").write_text(text)

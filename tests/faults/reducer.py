@@ -1,7 +1,7 @@
-"""What the nodes of the fault tests train: all-reduces over gloo, until all are told to end.
+"""The training of the fault tests on nodes: all-reduces over gloo, until all ranks are told to end.
 
-Run as `reducer.py FOLDER`, a folder that all nodes see. What happens is written as one JSON record a line to
-FOLDER/records and to stdout. A file FOLDER/end ends all ranks at the same step. A file called
+Run as `reducer.py FOLDER`, a folder that all nodes see. Each event is written as one line of JSON to FOLDER/records and
+to stdout. A file FOLDER/end ends all ranks at the same step. A file called
 FOLDER/<moment>-<generation>-<rank> makes that rank do what it says: `exit N`, `kill`, `raise`, `hang` or `deaf`
 (to SIGTERM as well). Moments are `start`, `joined`, `step`, and `last`, when all ranks have ended their loop.
 """
@@ -22,13 +22,13 @@ import torch.distributed as dist
 FOLDER = Path(sys.argv[1])
 RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 GENERATION = int(os.environ["ELAUNCH_GENERATION"])
-# A step is recorded this often: by it the tests see that training goes on.
+# A step is recorded this often, so that the tests see that training goes on.
 STEPS_PER_RECORD = 10
 STEP_S = float(os.environ.get("STEP_S", "0.02"))
 
 
 def record(event: str, **fields: object) -> None:
-    """Tell the test, whatever becomes of the agent meanwhile, and the log."""
+    """Write a record for the test, which does not depend on the agent, and for the log."""
     line = json.dumps(
         {
             "event": event,
@@ -52,7 +52,7 @@ def record(event: str, **fields: object) -> None:
 
 
 def moment(name: str) -> None:
-    """Fail here, if the test wants that."""
+    """Fail here, if the test asks for it."""
     path = FOLDER / f"{name}-{GENERATION}-{RANK}"
     if not path.exists():
         return
@@ -83,7 +83,7 @@ def main() -> None:
     moment("joined")
     step = 0
     while True:
-        # How many are here, and how many have seen the end.
+        # The number of ranks, and the number of ranks that have seen the end.
         here = torch.tensor([1, int((FOLDER / "end").exists())])
         dist.all_reduce(here)
         assert int(here[0]) == WORLD_SIZE

@@ -1,4 +1,4 @@
-"""A proxy between clients and one etcd. It hands requests on, and answers some of them itself, as a test tells it.
+"""A proxy between clients and one etcd. It passes requests on, and answers some of them itself, as a test tells it.
 
     with Etcd() as etcd, Refusing(etcd) as proxy:
         store = client([proxy.endpoint])
@@ -33,7 +33,7 @@ from tests.harness import wait_for
 from tests.relay import Listener
 
 _RPCS = {f"/v3/{rpc.value}": rpc for rpc in Rpc}
-# How a connection of HTTP/2 begins: gRPC, of which nothing is refused.
+# The first bytes of an HTTP/2 connection: gRPC. The proxy refuses none of its requests.
 HTTP2 = "HTTP/2"
 _DRIP_S = 0.05
 _LINGER_NOT = struct.pack("ii", 1, 0)
@@ -67,7 +67,7 @@ class Struck:
 
 @dataclass
 class Rule:
-    """A rule: which requests get which answer. `end` it, or let it end by itself."""
+    """A rule that gives some requests an answer. Call `end`, or let the rule end by itself."""
 
     rpcs: Collection[Rpc | None] | None
     answers: Mapping[Answer, float]
@@ -98,8 +98,8 @@ class Rule:
 class Refusing:
     """The proxy, on a port of loopback; use it as a context manager. The newest rule that fits a request is taken.
 
-    `struck` is what was answered instead of etcd, `seen` all requests. Threads ask in any order, so one seed gives
-    the same dice, and not the same history.
+    `struck` are the requests that it answered instead of etcd, `seen` all requests. Threads ask in any order, so the
+    same seed gives the same random numbers, but not the same history.
     """
 
     def __init__(self, etcd: Etcd, member: int = 0) -> None:
@@ -136,9 +136,9 @@ class Refusing:
         rate: float = 1.0,
         seed: int = 0,
     ) -> Rule:
-        """From now on answer so to requests of these kinds (None: all) that name a key under `prefix`.
+        """From now on give this answer to requests of these kinds (None: all) that name a key under `prefix`.
 
-        At most so many times, until the event is set, for so long, and to a share of them only, where that is said.
+        The other arguments limit the rule: a number of times, an event that ends it, a duration, a share of requests.
         """
         return self._add(rpcs, {answer: 1.0}, prefix, times, until, for_s, rate, seed)
 
@@ -150,7 +150,7 @@ class Refusing:
         rpcs: Rpc | Collection[Rpc | None] | None = None,
         for_s: float = float("inf"),
     ) -> Rule:
-        """From now on answer a share of all requests by dice; the table's values are weights."""
+        """From now on answer a random share of all requests. The table's values are weights."""
         weights = dict(table) if isinstance(table, Mapping) else dict.fromkeys(table, 1.0)
         return self._add(rpcs, weights, "", None, None, for_s, rate, seed)
 
@@ -164,7 +164,7 @@ class Refusing:
                 each.shutdown(socket.SHUT_RDWR)
 
     def cut_streams(self) -> None:
-        """End the watches that are handed on now; what begins another one is a request like any other."""
+        """End the watches that are passed on now. A request that begins another watch is treated like any request."""
         with self._lock:
             streams, self._streams = self._streams, []
         for each in streams:
@@ -176,7 +176,7 @@ class Refusing:
         return [s for s in list(self.struck) if rpc in (None, s.request.rpc) and answer in (None, s.answer)]
 
     def wait_until_struck(self, count: int = 1, rpc: Rpc | None = None, answer: Answer | None = None) -> None:
-        """That many requests have been answered so, since the beginning."""
+        """Wait until that many requests have got such an answer since the start."""
         wait_for(lambda: len(self.strikes(rpc, answer)) >= count, f"{count} times {answer or 'any answer'} to {rpc}")
 
     def _add(
@@ -275,17 +275,17 @@ class Refusing:
             _wait_for_end(client)
 
     def _hang(self, client: socket.socket) -> None:
-        """Say nothing more, until the client goes or all is healed."""
+        """Send nothing more until the client hangs up, or `heal` is called."""
         with self._lock:
             self._hung.append(client)
         _wait_for_end(client)
 
 
 class Waiting:
-    """Which requests a client makes again and again without a good answer; for a proxy that has one client.
+    """The requests that a client repeats without a good answer; for a proxy that has one client.
 
-    A request is known by its kind and its words: an errand that is tried again says the same. Of a grant the number
-    differs from try to try.
+    A request is identified by its kind and its body, which are the same in each try. A grant and a watch are identified
+    by their keys only, since a grant's number differs in each try.
     """
 
     def __init__(self) -> None:
@@ -316,7 +316,7 @@ class Waiting:
     def _name(self, request: Request) -> tuple[Rpc, bytes]:
         assert request.rpc is not None
         if request.rpc is Rpc.TXN and b"request_put" not in request.body and b"request_delete" not in request.body:
-            # A look whether anything has changed: whatever was seen meanwhile, the next one asks for that.
+            # A read that asks whether anything has changed. Its body differs in each try.
             return request.rpc, b"a look"
         is_same_by_keys = request.rpc in (Rpc.GRANT, Rpc.WATCH)
         return request.rpc, " ".join(request.keys).encode() if is_same_by_keys else request.body
@@ -353,7 +353,7 @@ class _Server:
 
 
 def _requests(client: socket.socket) -> Iterator[Request]:
-    """What the client asks, one by one, as HTTP/1.1 with a body of known length."""
+    """The client's requests, one by one, as HTTP/1.1 with a body of known length."""
     buffer = b""
     while True:
         while b"\r\n\r\n" not in buffer:
@@ -401,7 +401,7 @@ def _keys(value: Any) -> Iterator[str]:
 
 
 def _relay(client: socket.socket, upstream: socket.socket) -> None:
-    """Hand on what comes, until one of them ends."""
+    """Pass data on in both directions, until one end closes."""
     while True:
         ready, _, _ = select.select([client, upstream], [], [])
         for each in ready:
@@ -419,6 +419,6 @@ def _wait_for_end(client: socket.socket) -> None:
 def _drip(client: socket.socket, data: bytes) -> None:
     for i in range(len(data)):
         client.sendall(data[i : i + 1])
-        # The client may have given up; what it sends is nothing.
+        # The client may have given up and closed the connection.
         if select.select([client], [], [], _DRIP_S)[0]:
             return

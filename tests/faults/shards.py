@@ -1,23 +1,23 @@
-"""What the tests of checkpoints and sharded snapshots train: a small network on random numbers, by DDP, FSDP or ZeRO.
+"""The training for tests of checkpoints and sharded snapshots: a small network on random numbers (DDP, FSDP, ZeRO).
 
 Run as `shards.py KIND STORE ACTION…` by each rank. KIND is ddp, fsdp2, fsdp1 or zero. STORE is `disk` (checkpoints in
 FOLDER) or `memory` (snapshots in ELAUNCH_MEMORY). The actions are done in turn:
 
-    train N         N steps; what the gradients are depends on the step alone, so every world size computes the same
+    train N         N steps; the gradients depend only on the step, so every world size computes the same
     save            keep the state, and wait until it is kept
     begin           keep the state without waiting
     load            put the newest state into model and optimizer
-    weights         put the newest state's model into the model, and forget the optimizer's
+    weights         put the newest state's model into the model, and leave out the optimizer's state
     hold            from here on no checkpoint is written, and no snapshot sent, before FOLDER has a file `held`
     kill RANK       that rank kills itself
-    garble RANK     of what that rank receives next from another, one bit is changed
-    die MOMENT RANK that rank will kill itself at MOMENT (see `at`) of what follows
-    touch NAME      rank 0 leaves a file in FOLDER
-    await NAME      until there is such a file in FOLDER
-    in NAME         from here on checkpoints are in that folder below the first
-    note            print what it was told since the last note, where it is, and a digest of the whole state
+    garble RANK     change one bit in the next data that this rank receives from another rank
+    die MOMENT RANK that rank will kill itself at MOMENT (see `at`) of a later action
+    touch NAME      rank 0 makes that file in FOLDER
+    await NAME      wait until there is such a file in FOLDER
+    in NAME         from here on checkpoints are in the folder NAME below the first one
+    note            print the messages since the last note, the present step, and a digest of the whole state
 
-At the end each rank prints all `notes` again, what a last one would say, and of DDP's or FSDP2's model alone a digest
+At the end each rank prints all `notes` again and a last note. For DDP and FSDP2 it adds a digest of the model alone
 (`weights`).
 """
 
@@ -84,7 +84,7 @@ def step(model: nn.Module, optimizer: Any, number: int) -> None:
 
 
 def digest(model: nn.Module, optimizer: Any) -> str:
-    """Over the whole state, or the model's alone; the same for the same state however it is spread."""
+    """A digest of the whole state, or of the model alone. It does not depend on how the state is sharded."""
     if optimizer and (optimizer.state or KIND == "zero"):
         held = model_state.state_of(model, optimizer)
     else:
@@ -283,7 +283,7 @@ def main() -> None:
     dist.barrier()
     dist.destroy_process_group()
     print(json.dumps(answer), flush=True)
-    # A group that is let go of with this frame can hang: gloo's thread waits for the interpreter that waits for it.
+    # Leave without destructors: the group's destructor waits for gloo's thread, which can wait for the interpreter.
     os._exit(0)
 
 

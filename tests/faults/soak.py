@@ -1,8 +1,8 @@
-"""A job under random refusals of its store, and the oracle: it goes on, it ends, or it says why within seconds.
+"""A job whose store refuses requests at random, and the oracle: the job goes on, ends, or says why not within seconds.
 
-Each agent has a proxy of its own (refusing.py), which therefore knows what that agent asks in vain. An agent is silent
-if one and the same request has been tried for `SAID_S` without a good answer, and no line names the store's trouble;
-or if a job has no living worker on a node for `STANDING_S`, and nobody has said anything of the store or of nodes.
+Each agent has a proxy of its own (refusing.py), which knows the requests that the agent repeats in vain. An agent is
+silent if one request has been tried for `SAID_S` without a good answer, and no line names the store's trouble. It is
+also silent if a node has no living worker for `STANDING_S`, and no agent has said anything about the store or nodes.
 """
 
 from __future__ import annotations
@@ -21,24 +21,25 @@ from tests.faults.answers import ALL, MAY_PASS, Answer
 from tests.faults.fleet import Fleet, Hearing
 from tests.faults.refusing import Refusing
 
-# What is promised is 2 s; these machines are shared.
+# The promise is 2 s, but the tests' machines are shared.
 SAID_S = 5.5
 STANDING_S = 15.0
-# A line about the store holds for so long: a minute later there is another one.
+# A line about the store counts this long: a minute later the agent logs another one.
 LINE_HOLDS_S = 90.0
-# Tries of one errand are not further apart: a pause of 3 s before the store was ever reached, and a call's deadline.
+# The longest time between two tries of one request: a pause of 3 s while the store was never reached, and a call's
+# deadline.
 BETWEEN_TRIES_S = 5.0
-# With these, a store that stays away is given up in 26 s, the shortest that a --stop-grace of a second allows.
+# With these options an agent gives up a store that stays away in 26 s, the shortest time with a --stop-grace of 1 s.
 OPTIONS = ("--stop-grace", "1", "--rdzv-conf", "join_timeout=26")
-# The join timeout, the form deadline, two lease times: then the last agent has ended, whatever happens.
+# The join timeout, the form deadline, two lease times. By then the last agent has ended, whatever happens.
 ENDED_S = 26 + 19 + 7 + 20
 POLL_S = 0.1
 
-# By its name or by its address, which is a proxy's.
+# A line names the store by a word or by its address, which is a proxy's.
 _TROUBLE = re.compile(r"\b(store|etcd)\b|127\.0\.0\.1:\d", re.IGNORECASE)
 _OVER = re.compile(r"the store (is back|answers|does as asked)")
 _WAITING = re.compile(r"\b(store|etcd|waiting|waits|node)\b", re.IGNORECASE)
-# A write that is refused while leases are renewed is what a job hung on.
+# TXN comes most often: a job once hung on a write that was refused while its leases were renewed.
 _KINDS: tuple[Rpc | None, ...] = (None, None, Rpc.RANGE, *[Rpc.TXN] * 4, Rpc.GRANT, Rpc.KEEP_ALIVE, Rpc.WATCH)
 
 
@@ -51,9 +52,9 @@ class Phase:
     rate: float = 0.0
     rpc: Rpc | None = None
     node: int | None = None
-    # A worker that is killed so long after the phase has begun.
+    # The node whose worker is killed, and how long after the phase has begun.
     kill: tuple[int, float] | None = None
-    # It is over as soon as there are workers on all nodes.
+    # The phase is over as soon as there are workers on all nodes.
     until_running: bool = False
 
     def __str__(self) -> str:
@@ -106,7 +107,7 @@ def _phase(dice: random.Random, nodes: int) -> Phase:
 
 @dataclass
 class Watching:
-    """One agent under the oracle. `silences` are the silent states that were found, by what tells them apart."""
+    """One agent under the oracle. `silences` are the silent states that were found, by a name for each kind."""
 
     node: int
     fleet: Fleet
@@ -122,7 +123,7 @@ class Watching:
         if self.fleet.is_alive(self.node):
             self.lived_s = now_s
         for (rpc, body), since_s in self.proxy.waiting.now(BETWEEN_TRIES_S).items():
-            # A job does not need its watch: it reads what the watch would tell.
+            # A job does not need its watch: it also reads the changes that the watch would report.
             if rpc is not Rpc.WATCH and now_s - since_s > SAID_S and not self._has_said(since_s, now_s):
                 self._found(now_s, rpc.name, since_s, self._answers(rpc, since_s), body)
         standing_s = now_s - self.lived_s
@@ -203,7 +204,7 @@ class _Job:
         while not self._has_ended() and not self._found():
             self._look()
             if time.monotonic() > end_s and not plan.heals and plan.phases[-1].rate < 1:
-                # Some requests succeed, so each trouble is a new one: it goes on slowly, and says so.
+                # Some requests succeed, so each trouble is a new one. The job goes on slowly, and says so.
                 break
             if time.monotonic() > end_s:
                 running = [a.node for a in self._agents if self._fleet.agents[a.node].process.poll() is None]
@@ -268,7 +269,7 @@ def _end_is_said(each: Watching) -> dict[str, str]:
     last = [line for _, line in each.hearing.lines if line][-3:]
     if "Traceback" in agent.stderr:
         return {"a traceback": f"node {each.node}"}
-    # An agent that may go on slowly runs still.
+    # The code is None for an agent that still runs, because it may go on slowly.
     if code in (0, None) or (code in (2, 3) and any(_TROUBLE.search(line) for line in last)) or (code == 1 and last):
         return {}
     return {f"exit code {code} without a reason": f"node {each.node}: {last}"}

@@ -1,4 +1,4 @@
-"""Kills workers of a training run at random moments of their lives, and knows that each kill struck."""
+"""Kills workers of a training run at random moments, and checks that each kill struck."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.harness import wait_for
 BARREN_MAX = 5
 # From the group's start to its first step it takes about half a second.
 START_UP_S = 0.35
-# The stop of a group whose worker was killed takes some tens of milliseconds.
+# Stopping a group after a kill takes some tens of milliseconds.
 STOP_S = 0.04
 SECOND_KILL_SHARE = 0.3
 
@@ -46,7 +46,7 @@ class Kill:
 
 
 def seeded() -> random.Random:
-    """Dice whose seed is printed; ELAUNCH_TEST_SEED repeats a failure as far as the machine allows."""
+    """Random numbers whose seed is printed. ELAUNCH_TEST_SEED repeats a failure as far as the machine allows."""
     seed = int(os.environ.get("ELAUNCH_TEST_SEED", random.randrange(1 << 30)))
     print(f"ELAUNCH_TEST_SEED={seed}")
     return random.Random(seed)
@@ -67,7 +67,7 @@ class Storm:
         self._server = job.fork_server().pid
 
     def rage(self, generations: int, census: Census | None = None, census_every: int = 0) -> None:
-        """End `generations` generations, one after the other; `census` is taken at each `census_every`th."""
+        """End `generations` generations, one after the other. Take the `census` at each `census_every`th."""
         for generation in range(generations):
             counted = census is not None and generation % census_every == census_every - 1
             moment = Moment.TRAINING if counted else self._moment()
@@ -79,19 +79,19 @@ class Storm:
             self.strike(generation, moment)
 
     def strike(self, generation: int, moment: Moment) -> None:
-        """End one generation: kill a worker at `moment`, now and then another while the group is stopped."""
+        """End one generation: kill a worker at `moment`, and sometimes another while the group is stopped."""
         first = self._kill(generation, moment)
         struck = [first]
         siblings = set(self._newborn()) - {first}
         if self._dice.random() < SECOND_KILL_SHARE:
             time.sleep(self._dice.uniform(0, STOP_S))
-            # The next generation may run by then; its workers are not to be struck yet.
+            # The next generation may run already. Do not kill its workers yet.
             victims = sorted(siblings & set(self._newborn()))
             if victims and _kill(victim := self._dice.choice(victims)):
                 self.kills.append(Kill(generation, Moment.STOPPING, victim))
                 struck.append(victim)
         pids = "|".join(map(str, struck))
-        # The survivors may be sooner: a worker that is killed in an fsync is gone only after it.
+        # The survivors may fail first: a worker that is killed in an fsync ends only after the fsync.
         said = rf"^elaunch: (the cause: )?rank \d+ .*pid ({pids})\) was killed by SIGKILL in generation {generation}\b"
         self._await(said, generation)
 
@@ -106,14 +106,14 @@ class Storm:
         return moment
 
     def _kill(self, generation: int, moment: Moment) -> int:
-        """Kill a worker at `moment`; its pid."""
+        """Kill a worker at `moment`. Returns its pid."""
         while True:
             try:
                 pid = self._victim(moment)
             except AssertionError as error:
                 raise AssertionError(f"generation {generation}: {error}\n{self._job.output[-8000:]}") from None
             self.seen.update(children(self._server))
-            # One that was gone by then is no kill.
+            # A worker that had already ended does not count as a kill.
             if _kill(pid):
                 self.kills.append(Kill(generation, moment, pid))
                 return pid
@@ -141,16 +141,16 @@ class Storm:
         return [pid for pid in children(self._server) if "elaunch.trainer" in command(pid)]
 
     def _writer(self) -> int:
-        """Who is writing a checkpoint now, or 0."""
+        """The pid of the worker that is writing a checkpoint now, or 0."""
         for _ in range(100):
             if list((self._out / "checkpoints").glob(".generation-*.writing")):
-                # What an earlier generation left is gone before rank 0 opens the file of its lines.
+                # Rank 0 removes unfinished checkpoints of an earlier generation before it opens metrics.jsonl.
                 return next((pid for pid in self._named() if _has_open(pid, "metrics.jsonl")), 0)
             time.sleep(0.0003)
         return 0
 
     def _steps(self) -> int:
-        """How many steps metrics.jsonl holds now; a torn last line is none."""
+        """The number of steps in metrics.jsonl now. A torn last line does not count."""
         try:
             return (self._out / "metrics.jsonl").read_bytes().count(b"\n")
         except FileNotFoundError:
@@ -162,13 +162,13 @@ class Storm:
         wait_for(lambda: len(self._named()) == self._workers, "all workers")
 
     def _await(self, pattern: str, generation: int) -> None:
-        """Wait for a line of stderr; only what came since the last one is looked at."""
+        """Wait for a line of stderr. Looks only at output since the line that was found last."""
         compiled = re.compile(pattern, re.MULTILINE)
 
         def found() -> bool:
             ended = self.job.process.poll() is not None
             if ended:
-                # Its last words are read to the end.
+                # The job has ended: read its output to the end.
                 self.job.wait()
             text, end = self.job.stderr_from(self._read_to)
             if compiled.search(text):
@@ -190,7 +190,7 @@ def _has_open(pid: int, name: str) -> bool:
 
 
 def _kill(pid: int) -> bool:
-    """SIGKILL a living process; False where it is gone or a zombie."""
+    """SIGKILL a living process. Returns False if it is gone or a zombie."""
     try:
         pidfd = os.pidfd_open(pid)
     except ProcessLookupError:

@@ -41,10 +41,10 @@ def test_a_fork_server_killed_at_any_time_of_its_import_of_torch_costs_no_more_t
     tmp_path: Path, import_s: float
 ) -> None:
     script(tmp_path, MEETS)
-    # One: it is to import torch for itself.
+    # One worker, since after the kill each worker has to import torch for itself.
     with Watched(tmp_path, "--nproc-per-node", "1", "train.py") as job:
         pid = job.process.pid
-        # Before it has its own name it has its workers'.
+        # The fork server has its workers' command line until it sets its own.
         names = ("-u train.py", "elaunch: fork server")
         old = wait_for(lambda: next((c for c in children(pid) if command(c).endswith(names)), 0), "its start")
         time.sleep(import_s)
@@ -139,7 +139,7 @@ def test_workers_killed_while_the_job_is_stopped_by_a_signal_end_it_as_the_signa
         job.assert_nothing_is_left(pids=workers)
 
 
-# Two hundred processes that nobody's death ends, so that a sweep takes long enough to be hit.
+# Two hundred processes that end only by a sweep, which then takes long enough to be hit.
 MANY = f"""{SAY}
 for n in range(200):
     if os.fork() == 0:
@@ -168,7 +168,7 @@ def test_an_agent_killed_while_it_sweeps_a_generation_leaves_the_rest_to_its_gua
                 stack.callback(os.close, end)
                 ends.register(end, select.POLLIN)
             os.kill(worker, signal.SIGKILL)
-            # The kernel wakes this process at the first end: one that looks now and then may come after the last.
+            # The kernel wakes this process at the first end. A process that polls might come only after the last end.
             assert ends.poll(DEADLINE_S * 1000), "no sweep began"
 
         os.kill(job.process.pid, signal.SIGKILL)
@@ -187,7 +187,7 @@ while not os.path.exists("go"):
 
 
 def all_but_the_sweep(folder: Path, job: Watched) -> psutil.Process:
-    """Let the job end but for its guardian's work, which is stopped; the guardian."""
+    """Stop the guardian, and let the rest of the job end. Returns the guardian."""
     wait_for(lambda: job.pids("worker"), "the worker")
     guardian = job.guardian()
     guardian.suspend()
@@ -249,7 +249,7 @@ def test_when_agent_and_guardian_are_both_killed_the_kernel_still_ends_workers_a
         guardian.kill()
 
         wait_for(lambda: not any(is_alive(p) for p in [*workers, server.pid]), "workers and fork server end", 1)
-        # Nobody is left who could know of these; they are the test's to end.
+        # No process is left that knows of these, so the test ends them.
         strays = [pid for name in ("sleep", "setsid", "daemon") for pid in job.pids(name)]
         assert all(is_alive(pid) for pid in strays)
         for stray in strays:

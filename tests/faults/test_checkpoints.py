@@ -39,7 +39,7 @@ class Group:
         )
 
     def within(self, place: str) -> Group:
-        """The same with the checkpoints of that folder below the first."""
+        """The same group, with the checkpoints in that folder below the first one."""
         return Group(self.nursery, self.folder, self.s3, place)
 
     def begin(self, world_size: int, kind: str, *actions: str, generation: int = 0, **options: Any) -> Ranks:
@@ -47,14 +47,14 @@ class Group:
         return Ranks(self.nursery, world_size, SCRIPT, kind, "disk", *actions, env=env, **options)
 
     def run(self, world_size: int, kind: str, *actions: str, generation: int = 0) -> list[Any]:
-        """The answers, all with the same digests."""
+        """Run a group. Returns the ranks' answers, which must have the same digests."""
         with self.begin(world_size, kind, *actions, generation=generation) as ranks:
             answers = ranks.answers()
         assert len({(a["digest"], *(note["digest"] for note in a["notes"])) for a in answers}) == 1
         return answers
 
     def struck(self, world_size: int, kind: str, victim: int, *actions: str) -> Ended:
-        """A run of which one rank is killed by itself; the others are killed after it."""
+        """A run in which one rank kills itself. The test kills the others after it."""
         with self.begin(world_size, kind, *actions) as ranks:
             ended = ranks.end_of(victim)
         assert ended.code == -9, ended.err
@@ -66,7 +66,7 @@ class Group:
 
     @property
     def hidden(self) -> list[str]:
-        """What is begun and not published."""
+        """The checkpoints that were begun and not published."""
         if self.s3:
             keys = self.s3.keys(f"{self.prefix}/")
             begun = {key.rpartition("/")[0] for key in keys}
@@ -86,7 +86,7 @@ def group(request: pytest.FixtureRequest, nursery: Nursery, tmp_path: Path, monk
 
 @pytest.fixture(scope="module")
 def saved(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Group, Any]]:
-    """What four ranks of a kind leave on a disk after three steps, and say; saved once for all tests that load it."""
+    """The checkpoint and answers of four ranks of a kind after three steps. Saved once for all tests that load it."""
 
     @functools.cache
     def save(kind: str) -> tuple[Group, Any]:
@@ -146,7 +146,7 @@ DEATHS = {
 
 @dataclass(frozen=True)
 class Death:
-    """What was there after it, and what the next start found and left; `whole` is the digest of what was saved."""
+    """The files after the death, and what the next start found and left. `whole` is the digest of the saved state."""
 
     whole: str
     marks: list[Mark]
@@ -162,7 +162,7 @@ Deaths = dict[tuple[int, str], Death]
 def deaths(
     request: pytest.FixtureRequest, nursery: Nursery, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Callable[[str, str], Deaths]]:
-    """A rank is killed at each of these moments, on checkpoints of its own; one group loads them all afterwards."""
+    """A rank is killed at each of these moments, each time with other checkpoints. One group loads them all later."""
     with pytest.MonkeyPatch.context() as patched:
 
         @functools.cache
@@ -172,7 +172,7 @@ def deaths(
                 patched.setenv(name, value)
             group = Group(nursery, tmp_path_factory.mktemp(f"{store}-{kind}"), s3)
             kind, planned = kind.removesuffix("-slow"), DEATHS[store, kind]
-            # DDP's second rank only waits: a client of the object store less.
+            # One rank less is a client of the object store less: DDP's second rank would only wait.
             size = 1 if (store, kind) == ("s3", "ddp") else 2
             places = {death: group.within("-".join(map(str, death))) for death in planned}
             actions = [word for place in places.values() for word in ("in", place.place, "save")]
@@ -182,7 +182,7 @@ def deaths(
                 place.struck(size, kind, victim, "load", "train", "1", "die", moment, str(victim), "save")
 
             there = {death: (place.marks, place.hidden) for death, place in places.items()}
-            # A step between two loads: what the one has loaded must not count as the other's.
+            # A step between two loads changes the state, so that the first load does not count for the second.
             actions = [word for p in places.values() for word in ("in", p.place, "load", "note", "train", "1")]
             notes = group.run(size, kind, *actions, generation=1)[0]["notes"]
             return {
@@ -259,7 +259,7 @@ def test_what_a_stale_group_still_writes_is_never_the_newest(group: Group, kind:
 def test_training_goes_on_while_a_checkpoint_is_written(group: Group) -> None:
     actions = ["train", "2", "note", "hold", "begin", "train", "3", "touch", "trained", "await", "go"]
     with group.begin(2, "ddp", *actions) as ranks:
-        # The disk takes nothing until the three steps are done: were they waited for, nobody would come here.
+        # The disk takes nothing until the three steps are done. If steps waited for the write, the file would not come.
         wait_for((group.folder / "trained").exists, "three steps during the write")
         assert marks(group.checkpoints) == []
         (group.folder / "held").touch()
@@ -339,7 +339,7 @@ def test_a_sharded_state_in_a_directory_that_a_rank_does_not_see_is_refused(grou
     for rank in (*loading, saving):
         assert rank.code == 1
         assert "rank 1 does not see" in rank.err
-    # It is not the checkpoint's fault.
+    # The checkpoint is not to blame, and stays.
     assert marks(group.checkpoints) == [Mark(0, 1)]
 
 

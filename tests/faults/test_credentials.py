@@ -37,9 +37,9 @@ SLURM = {
 
 
 class Eavesdropper:
-    """Answers as an etcd without users or TLS would, whatever it is asked, and keeps what it was sent.
+    """Answers every request as an etcd without users or TLS would, and keeps the bytes that it receives.
 
-    With `certificates` it speaks TLS, by a certificate of its own, and keeps what it can decrypt.
+    With `certificates` it speaks TLS with a certificate of its own, and keeps the decrypted bytes.
     """
 
     def __init__(self, certificates: Certificates | None = None) -> None:
@@ -84,7 +84,7 @@ def listener() -> Iterator[Eavesdropper]:
 
 
 def told(folder: Path, listener: Eavesdropper, words: str, env: Mapping[str, str]) -> Job:
-    """A job that has ended by itself, or has sent a secret; `words` have {} for the endpoint."""
+    """Run a job until it ends or has sent a secret. {} in `words` stands for the endpoint."""
     (folder / "pw").write_text(f"{PASSWORD.replace(' ', '-')}\n")
     (folder / "token").write_text(f"{TOKEN.replace(' ', '-')}\n")
     (folder / "train.py").write_text("")
@@ -117,7 +117,7 @@ def given_away(listener: Eavesdropper) -> list[str]:
         ("", {**LOGIN, "ELAUNCH_ENDPOINT": "{}"}),
         ("", {**LOGIN, "ETCDCTL_ENDPOINTS": "{},{}"}),
         ("", {"PET_RDZV_ENDPOINT": "{}", "PET_RDZV_CONF": "user=me,password_file=pw"}),
-        # Under a scheduler, which hands a token over.
+        # Variables of a scheduler, under which the head hands a token over.
         ("--rdzv-endpoint {} --rdzv-conf is_host=0", {**LOGIN, **SLURM, "SLURM_NODEID": "1"}),
     ],
 )
@@ -250,7 +250,7 @@ def test_under_a_scheduler_a_plain_answer_is_refused_by_the_head_and_said_by_the
     tmp_path: Path, listener: Eavesdropper, node: str
 ) -> None:
     (tmp_path / "train.py").write_text("")
-    # The others' endpoint is no address of theirs; here there is but one host.
+    # For other nodes the endpoint is no address of their host. Here all nodes are on one host, so is_host says it.
     conf = ("--rdzv-conf", f"is_host={1 - int(node)}")
     argv = [*LIGHT, "--nproc-per-node", "1", "--rdzv-endpoint", listener.place, *conf, "train.py"]
     with Job(tmp_path, *argv, env={"HOME": str(tmp_path), **SLURM, "SLURM_NODEID": node}) as job:

@@ -21,12 +21,12 @@ from tests.harness import wait_for
 
 Calm = Callable[[int, int], Path]
 
-# A short form of each: -m slow -k short.
+# Each test has a short form: -m slow -k short.
 pytestmark = pytest.mark.slow
 
 SHAPE = ["--global-batch", "12", "--checkpoint-every", "4", "--layers", "1", "--width", "16", "--heads", "2"]
 SHAPE += ["--context", "16", "--dropout", "0.1", "--seed", "5", "--data", "text"]
-# The number of Python objects stays the same; what grows, a little and ever slower, is the holes between them.
+# The number of Python objects stays the same. Only the holes between them grow, a little and ever more slowly.
 AGENT_GROWTH_KIB_MAX = 2048
 FORK_SERVER_GROWTH_KIB_MAX = 512
 # From the command to the first steps it takes about two seconds.
@@ -103,12 +103,12 @@ def test_without_restarts_each_kill_ends_the_job_and_an_outer_loop_ends_with_the
     for start in range(starts):
         with train(tmp_path, "looped", workers, steps, "--max-restarts", "0") as job:
             storm = Storm(job, tmp_path / "looped", workers, dice)
-            # The short form has one that saves a checkpoint, and one that goes on from it.
+            # The short form has one run that saves a checkpoint, and one run that goes on from it.
             moment = dice.choice(moments) if start else Moment.SAVING
             wait_for(lambda job=job: job.run_dirs(), "the run directory")  # type: ignore[misc]
             job.wait_for_output(rf"^elaunch: generation 0: {workers} workers")
             if not start:
-                # The one that it saves before the strike, or there would be nothing to go on from.
+                # The first run must save a checkpoint before the kill, or the next run has nothing to go on from.
                 complete = (tmp_path / "looped" / "checkpoints").glob
                 wait_for(lambda glob=complete: list(glob("[!.]*")), "a checkpoint")  # type: ignore[misc]
             storm.strike(0, moment)
@@ -139,7 +139,7 @@ def test_agents_killed_at_random_moments_leave_nothing_and_the_run_goes_on_to_th
                 time.sleep(dice.uniform(0, AGENT_LIFE_S))
             else:
                 job.wait_for_output("^.0. step ")
-            # What it has is known to `job` before it dies.
+            # `job` learns the processes and folders of the agent before it dies.
             had = [process.pid for process in job.processes()]
             assert job.process.poll() is None, f"it ended before the kill:\n{job.output}"
 
@@ -171,7 +171,7 @@ def job_marker(job: Watched) -> str:
 
 
 def assert_no_trace(job: Watched, storm: Storm, private: list[str], marker: str) -> None:
-    """Nothing of the job is anywhere: process, shared memory, cgroup, or file in a temporary folder."""
+    """Check that no process, shared memory, cgroup or temporary file of the job is left."""
     assert len(private) == 1
     assert not alive(storm.seen)
     assert not list(job.tmp.iterdir())
@@ -182,7 +182,7 @@ def assert_no_trace(job: Watched, storm: Storm, private: list[str], marker: str)
 
 
 def assert_memory_is_flat(census: Census) -> None:
-    """The first tenth is for warming up: pools and caches that fill once."""
+    """Check that memory does not grow. The first tenth is for warming up: pools and caches fill once."""
     warm = census.memory_kib[len(census.memory_kib) // 10 :]
     agent_kib, server_kib = (last - first for first, last in zip(warm[0], warm[-1], strict=True))
     assert agent_kib <= AGENT_GROWTH_KIB_MAX, f"the agent grew by {agent_kib} KiB: {warm}"
@@ -207,7 +207,7 @@ def newest_checkpoint(out: Path) -> dict[str, Any]:
 
 
 def tensors(value: Any, name: str = "") -> dict[str, torch.Tensor]:
-    """All tensors of a checkpoint by their place in it."""
+    """All tensors of a checkpoint, by their path in it."""
     if isinstance(value, torch.Tensor):
         return {name: value}
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()

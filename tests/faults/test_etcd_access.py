@@ -1,4 +1,4 @@
-"""Who may come in, and what a client says when it may not: TLS, users, servers that are no etcd."""
+"""Access to etcd, and a client's messages when it is refused: TLS, users, servers that are no etcd."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ class CountingTransport(JsonTransport):
 def test_a_token_that_has_run_out_is_renewed_for_calls_and_for_a_watch_that_is_opened_again(version: str) -> None:
     told: list[Update] = []
     transport = CountingTransport()
-    # Time passes in there.
+    # Only time passes: no thread sets this event.
     nobody = threading.Event()
     with (
         Etcd(version, users={LOGIN.user: LOGIN.password}, options=["--auth-token-ttl=1"]) as etcd,

@@ -35,7 +35,7 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[Etcd]:
 
 @pytest.fixture
 def etcd(cluster: Etcd) -> Etcd:
-    """All members run, and nothing is left of the test before."""
+    """An etcd whose members all run, without keys of an earlier test."""
     for member in cluster.members:
         member.revive()
     cluster.leader()
@@ -101,7 +101,7 @@ def test_a_rolling_restart_loses_no_event_and_no_lease(etcd: Etcd, store: EtcdSt
 
 @by_both
 def test_a_member_that_hangs_is_left_by_calls_and_watches(etcd: Etcd, transport: str, fresh: EtcdStore) -> None:
-    # Not the leader: nothing but this connection suffers.
+    # This member is not the leader, so only this connection fails.
     member = next(member for member in etcd.members if member is not etcd.leader())
     with at_first(etcd, member, transport) as store, Traffic(store) as traffic:
         member.stop()

@@ -16,12 +16,12 @@ from tests.harness import slow
 
 QUOTA_BYTES = 4 << 20
 SAID_S = 5.0
-# One line with what is wrong, by etcd's own name, and the three things to do about it.
+# One line with etcd's own name of the trouble, and the three things to do about it.
 WAY_OUT = "^" + "".join(f"(?=.*{word})" for word in ("NOSPACE", "compact", "defrag", "disarm"))
 
 
 def fill(etcd: Etcd) -> None:
-    """Write until etcd has raised its alarm."""
+    """Write until etcd raises its alarm."""
     connection = http.client.HTTPConnection(etcd.members[0].endpoint, timeout=60)
     value = b64encode(b"x" * 500_000).decode()
     for _ in range(100):
@@ -34,7 +34,7 @@ def fill(etcd: Etcd) -> None:
 
 
 def mend(etcd: Etcd) -> None:
-    """What etcd's manual says to do."""
+    """Do what etcd's manual says about a full etcd."""
     status = json.loads(etcd.ctl("endpoint", "status", "-w", "json"))
     etcd.compact(status[0]["Status"]["header"]["revision"])
     etcd.ctl("defrag")
@@ -63,7 +63,7 @@ def test_a_full_etcd_is_said_with_the_way_out_and_the_job_goes_on_when_it_is_men
     assert fleet.kill_worker(1)
 
     fleet.says(1, WAY_OUT, SAID_S, after=said)
-    # The other node cannot be told of the failure: its worker is healthy, and goes on.
+    # The failure cannot be written, so the other node does not learn of it. Its worker is healthy and goes on.
     fleet.goes_on(0)
     assert fleet.life(0).generation == 0, fleet.story()  # type: ignore[union-attr]
     assert [agent.process.poll() for agent in fleet.agents] == [None, None], fleet.story()
@@ -103,7 +103,7 @@ def test_a_job_that_finds_a_full_etcd_says_so_and_starts_when_it_is_mended(tmp_p
 
 @pytest.mark.slow
 def test_a_job_on_an_etcd_that_stays_full_ends_at_its_deadline_with_the_reason(tmp_path: Path) -> None:
-    # The shortest join_timeout that a --stop-grace of a second leaves room for.
+    # The shortest join_timeout that a --stop-grace of a second allows.
     options = ("--stop-grace", "1", "--rdzv-conf", "join_timeout=26")
     with (
         Etcd("3.5", options=(f"--quota-backend-bytes={QUOTA_BYTES}",)) as etcd,

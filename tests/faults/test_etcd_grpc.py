@@ -1,4 +1,4 @@
-"""The gRPC transport: where the gateway cannot be used, and what it says when it cannot either."""
+"""The gRPC transport, for an etcd whose gateway cannot be used, and its messages when gRPC fails too."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_a_token_that_has_run_out_is_renewed_for_calls_and_for_a_watch_that_is_o
     told: list[Update] = []
     access = Access(login=LOGIN, plainly=True)
     transport = Counting(access)
-    # Time passes in there.
+    # Only time passes: no thread sets this event.
     nobody = threading.Event()
     with (
         Etcd(version, users={LOGIN.user: LOGIN.password}, options=["--auth-token-ttl=1"]) as etcd,

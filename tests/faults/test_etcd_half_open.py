@@ -1,4 +1,4 @@
-"""A watch whose server's host went away without a word."""
+"""A watch whose server's host has lost its power, so that the connection stays half open."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_an_idle_watch_notices_that_its_servers_host_was_switched_off(
         etcd.ctl("put", "/elaunch/before", "")
         assert watching.stdout.readline() == "/elaunch/before\n"
 
-        # The connection has no word to say, and its other end forgets it.
+        # No packet ends the connection, and its other end does not exist any more.
         host.power_off()
         etcd.members[0].kill()
         host.power_on()

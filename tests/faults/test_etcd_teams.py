@@ -19,7 +19,7 @@ from tests.faults.processes import Light, Watched
 from tests.harness import REPOSITORY, wait_for
 
 TEAMS = ("vision", "nlp")
-# What docs/operations.md has an administrator type for each team.
+# The commands that an administrator types for each team, from docs/operations.md.
 RECIPE = (
     "role add {team}",
     "role grant-permission {team} readwrite /teams/{team}/ --prefix=true",
@@ -38,7 +38,7 @@ while not pathlib.Path(sys.argv[1]).exists():
 
 
 class Teams:
-    """The etcd, and what a team's member types."""
+    """The etcd, and the options that a member of each team types."""
 
     def __init__(self, etcd: Etcd, certificates: Certificates, folder: Path) -> None:
         self.etcd, self.folder = etcd, folder

@@ -33,7 +33,7 @@ def etcd(request: pytest.FixtureRequest) -> Iterator[Etcd]:
 
 @pytest.fixture
 def way(etcd: Etcd) -> Iterator[Listener]:
-    """What the watching client goes through."""
+    """The relay between the watching client and etcd."""
     with relay(etcd.addresses[0]) as listener:
         yield listener
 
@@ -56,7 +56,7 @@ def put(store: EtcdStore, key: str, value: str = "") -> int:
 
 
 def in_thread(call: Callable[[], None]) -> Future[None]:
-    """Of a thread that nobody waits for."""
+    """Call it in a thread that the test does not wait for."""
     future: Future[None] = Future()
 
     def run() -> None:
@@ -70,7 +70,7 @@ def in_thread(call: Callable[[], None]) -> Future[None]:
 
 
 class Told:
-    """What a watch told, and what a reader who believes it holds for true."""
+    """The events of a watch, and the state that a reader derives from them."""
 
     def __init__(self) -> None:
         self.updates: list[Update] = []
@@ -324,7 +324,7 @@ def test_a_watch_that_was_good_does_not_hammer_a_store_that_is_away(
 def test_a_watch_from_now_misses_nothing_that_is_written_while_it_begins(
     etcd: Etcd, direct: EtcdStore, moment: str, side: str
 ) -> None:
-    """Whether it is written before or after the stream is opened, or before or after what is there is read."""
+    """A write may come before or after the stream opens, and before or after the first read."""
 
     class Interrupted(EtcdStore):
         pass

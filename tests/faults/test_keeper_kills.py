@@ -44,7 +44,7 @@ def test_kills_at_all_moments_lose_no_step_where_each_step_has_a_snapshot(
     with Run(tmp_path / "stormy", workers, "snapshot_every=1", asks=asks) as stormy:
         stormy.ended()
 
-    # Each of them really struck.
+    # Each moment of the plan really struck.
     struck = {(generation, moment, rank) for generation, moment, _, rank in kills(stormy)}
     assert struck == {(g, moment, rank) for g, (moment, _, rank) in enumerate(plan) if moment != "crash"}
     assert "ValueError: asked for by the test, in generation 12" in stormy.job.output
@@ -70,7 +70,7 @@ def test_all_but_one_are_killed_and_the_last_one_saves(tmp_path: Path, calm: Cal
     assert_same(stormy, calm(workers))
 
 
-# What strikes each generation of one job of three workers: first a moment, a step and a rank.
+# The kills in each generation of one job of three workers: a moment, a step and a rank.
 MOMENTS = [
     ("forward", 1, 2),
     ("forward", 3, 0),
@@ -89,13 +89,13 @@ MOMENTS = [
     ("forward", 16, 0),
 ]
 TWO_SURVIVORS, ONE_SURVIVOR, FROZEN, ALL, ALL_AGAIN, CORRUPT, LAST_0, LAST_2 = range(len(MOMENTS), len(MOMENTS) + 8)
-# A generation takes a snapshot 4 steps after the one that it has restored.
+# A generation takes its first snapshot 4 steps after the step that it has restored.
 STORM = [
     *(f"{moment}-{generation}-{step}-{rank}" for generation, (moment, step, rank) in enumerate(MOMENTS)),
-    # Rank 2 dies, and 0 and 1 in the middle of saving the step before.
+    # Rank 2 dies. Ranks 0 and 1 die while they save the step before.
     *(f"{place}-{TWO_SURVIVORS}-{rest}" for place, rest in (("forward", "21-2"), ("copy", "20-0"), ("copy", "20-1"))),
     *(f"forward-{ONE_SURVIVOR}-22-2", f"copy-{ONE_SURVIVOR}-21-0"),
-    # Until the frozen one is killed it has the lock.
+    # The frozen rank holds the lock until it is killed.
     f"freeze-{FROZEN}-25-0",
     *(f"together-{generation}-32-{rank}" for generation in (ALL, ALL_AGAIN) for rank in range(3)),
     *(f"corrupt-{CORRUPT}-35-0", *(f"together-{CORRUPT}-35-{rank}" for rank in range(3))),
@@ -106,7 +106,7 @@ STORM = [
 
 @pytest.fixture(scope="module")
 def storm(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """That job, ended in whatever way."""
+    """The job of STORM after its end, with whatever exit code."""
     folder = tmp_path_factory.mktemp("storm") / "run"
     with Run(folder, 3, "snapshot_every=4", asks=STORM, launch=["--hang-timeout", "3"]) as run:
         run.job.wait(240)
@@ -118,7 +118,7 @@ def struck(run: Run, generation: int) -> set[tuple[str, int, int]]:
 
 
 def restored(run: Run, after: int) -> tuple[int, int]:
-    """The step that was restored after that generation, and how many are repeated."""
+    """The step that was restored after that generation, and the number of repeated steps."""
     later = min((r["generation"] for r in run.of("began") if r["generation"] > after), default=-1)
     found = {(r["step"], r["repeated"]) for r in run.of("began", generation=later)}
     assert len(found) == 1, run.job.output
@@ -135,7 +135,7 @@ def test_a_kill_at_any_moment_loses_no_step(storm: Run, generation: int) -> None
         assert struck(storm, generation) == {MOMENTS[generation]}
     step, repeated = restored(storm, generation)
     assert repeated == 0
-    # Where it had begun.
+    # This holds only for a generation that had begun to train.
     if storm.of("began", generation=generation):
         assert step >= storm.newest_done(generation)
 
@@ -149,7 +149,7 @@ def test_survivors_killed_while_they_save_leave_the_snapshot_before(storm: Run) 
 
 def test_a_survivor_killed_while_it_saves_is_made_up_for_by_another(storm: Run) -> None:
     assert ("forward", 22, 2) in struck(storm, ONE_SURVIVOR)
-    # Rank 1 saved it before, or after it was dead.
+    # Rank 1 saved the step before or after rank 0 died.
     assert restored(storm, ONE_SURVIVOR) == (21, 0)
 
 
@@ -164,7 +164,7 @@ def test_all_workers_killed_at_once_repeat_the_steps_since_the_snapshot_and_it_i
     storm: Run, generation: int
 ) -> None:
     assert struck(storm, generation) == {("together", 32, rank) for rank in range(3)}
-    # The snapshot after step 29; the next one would have been after step 33.
+    # The newest snapshot is that after step 29. The next one would have been after step 33.
     assert restored(storm, generation) == (29, 2)
     assert storm.job.output.count(f"restored step 29 from memory (of generation {ALL}); 2 steps are repeated") == 2
 

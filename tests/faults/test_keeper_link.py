@@ -1,4 +1,4 @@
-"""What a keeper and its agent have to say to each other: large states, two keepers, the end."""
+"""The messages between a keeper and its agent: large states, two keepers, the end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.faults.processes import SAY, Watched
 from tests.faults.test_link import timeline
 from tests.harness import script, slow
 
-# What is trained is no matter here: no optimizer of torch's, which would import its compiler.
+# The trained model does not matter here. No optimizer of torch is used, since it would import torch's compiler.
 PRELOAD = ("--preload", "torch,torch.distributed")
 STILL = """
 class Still:
@@ -26,7 +26,7 @@ class Still:
         pass
 """
 
-# Of two trainings that know nothing of each other, the state of the second takes long to be saved.
+# Two trainings that know nothing of each other. Saving the state of the second takes long.
 TWO = f"""{SAY}{STILL}
 import torch
 import torch.distributed as dist
@@ -98,7 +98,7 @@ def test_a_state_that_cannot_be_saved_is_waited_for_by_nobody(tmp_path: Path) ->
     assert re.findall(r"began (\d+) (\d+)", job.stdout)[2:] == [("5", "1")] * 2
 
 
-# Ranks 0 and 2 are on one node, rank 1 on another, to which the network is silent; rank 2 dies.
+# Ranks 0 and 2 are on one node, rank 1 is on another. No packet gets between the two nodes. Rank 2 dies.
 SILENT = f"""{SAY}{STILL}
 memory = os.environ["ELAUNCH_MEMORY"] + f"/{{RANK % 2}}"
 os.makedirs(memory, exist_ok=True)
@@ -143,13 +143,13 @@ def test_who_waits_for_a_silent_node_saves_after_a_failure_all_the_same(tmp_path
     with Watched(tmp_path, *options, "train.py", env={"OMP_NUM_THREADS": "1"}) as job:
         assert job.wait() == 0, job.output
 
-    # There is a snapshot after step 1, on its way after step 3.
+    # One snapshot was taken after step 1. The snapshot after step 3 was not complete yet.
     saved = {e["rank"]: e["step"] for e in timeline(tmp_path / "logs") if e["event"] == "saved"}
     assert saved == {0: 3, 1: 3}
     assert re.findall(r"began (\d+)", job.stdout) == ["0"] * 3 + ["3"] * 3
 
 
-# Rank 0 fails when it is to stop; rank 1's keeper has ended by then. Neither is in a process group.
+# Rank 0 fails when it is told to stop. Rank 1's keeper has ended by then. Neither rank is in a process group.
 TOLD = f"""{SAY}{STILL}
 import torch
 from elaunch.trainer import Keeper
@@ -188,7 +188,7 @@ def ends():
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> Watched:
-    """That job, which got a SIGTERM."""
+    """The job of TOLD after a SIGTERM."""
     folder = tmp_path_factory.mktemp("told")
     script(folder, TOLD)
     with Watched(folder, *PRELOAD, "--nproc-per-node", "2", "train.py") as job:

@@ -1,4 +1,4 @@
-"""What is a rank's alone is in the memory of a second node: a lost node changes no bit of what follows a snapshot."""
+"""State that only one rank has is also in the memory of a second node: after a lost node training ends bit for bit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def memories() -> Iterator[list[Path]]:
 
 
 class Nodes(Recorded):
-    """A training by `kept.py` on nodes that are this one, with a worker and a memory each."""
+    """A training by `kept.py` on simulated nodes of this host, with a worker and a memory each."""
 
     def __init__(self, folder: Path, nursery: Nursery, memories: list[Path], *options: str) -> None:
         super().__init__(folder)
@@ -33,7 +33,7 @@ class Nodes(Recorded):
         self.nursery, self.memories, self.options = nursery, memories, options
 
     def generation(self, number: int, asks: Iterable[str] = ()) -> list[int]:
-        """Exit codes by rank."""
+        """Run a generation to its end. Returns the exit codes by rank."""
         with self.begun(number, asks) as ranks:
             return self.ends_of(ranks)
 
@@ -50,7 +50,7 @@ class Nodes(Recorded):
         return [rank.code for rank in ended]
 
     def lose(self, node: int) -> None:
-        """Its memory is gone, and another node is in its place."""
+        """Replace the node by another one, whose memory is empty."""
         shutil.rmtree(self.memories[node])
         self.memories[node].mkdir()
 
@@ -104,7 +104,7 @@ def test_a_node_lost_before_its_snapshot_has_arrived_goes_back_to_the_one_before
     tmp_path: Path, nursery: Nursery, memories: list[Path], calm: Callable[[str], Nodes]
 ) -> None:
     stormy = Nodes(tmp_path / "stormy", nursery, memories, "snapshot_every=5", "hook=powersgd")
-    # Node 0 gets nothing of node 1's snapshot of step 11, and saves step 13 when node 1 is gone.
+    # Node 0 receives nothing of node 1's snapshot of step 11. It saves step 13 when node 1 is gone.
     deaf = [f"mirror-0-{step}-0" for step in range(11, 14)]
     assert stormy.generation(0, [*deaf, "forward-0-14-1"]) == [1, -9]
     assert stormy.of("deaf")
@@ -122,7 +122,7 @@ def test_records_are_kept_as_long_as_the_parts_that_they_belong_to(
     tmp_path: Path, nursery: Nursery, memories: list[Path]
 ) -> None:
     stormy = Nodes(tmp_path / "stormy", nursery, memories, "snapshot_every=5", "shards=fsdp2")
-    # Neither node gets anything of the snapshots of step 11 and 16.
+    # Neither node receives the other's part of the snapshots of steps 11 and 16.
     deaf = [f"mirror-0-{step}-{rank}" for step in range(11, 21) for rank in (0, 1)]
     assert stormy.generation(0, [*deaf, "together-0-20-0", "together-0-20-1"]) == [-9, -9]
     stormy.lose(1)
@@ -139,7 +139,7 @@ def test_what_cannot_be_kept_for_another_node_keeps_nobody_waiting(
     run = Nodes(tmp_path / "run", nursery, memories, "snapshot_every=5")
     with run.begun(0, ["hold-0-4-0"]) as ranks:
         wait_for(lambda: run.of("held"), "step 4")
-        # Rank 0's second snapshot is to go there.
+        # A folder blocks the path to which rank 0's second snapshot would go.
         (memories[1] / "training.rank-0-3").mkdir()
         (run.folder / "hold-0-4-0").unlink()
 

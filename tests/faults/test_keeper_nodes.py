@@ -1,4 +1,4 @@
-"""The trainer's state on several nodes: who lacks it gets it from a peer, and nodes come and go between two steps."""
+"""The trainer's state on several nodes: a rank without it gets it from a peer; nodes come and go between steps."""
 
 from __future__ import annotations
 

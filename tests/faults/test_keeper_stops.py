@@ -1,4 +1,4 @@
-"""Stops at a step boundary, durable checkpoints, and the keeper where there is no elaunch or no memory."""
+"""Stops at a step boundary, durable checkpoints, and the keeper without elaunch or without memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SINGLE = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "LOCAL_RAN
 
 
 def again(run: Run, workers: int, *options: str) -> Run:
-    """The same command in the same folder once more."""
+    """Run the same command in the same folder once more."""
     words = ["--nproc-per-node", str(workers), "--max-restarts", "30", str(KEPT), str(run.folder), "40", *options]
     run.job = Job(run.folder, *words, env={"OMP_NUM_THREADS": "1"})
     return run
@@ -29,8 +29,9 @@ def again(run: Run, workers: int, *options: str) -> Run:
 
 @dataclass(frozen=True)
 class Stopped:
-    """How a job of two workers, which all died in step 20, ended when it was signalled in step 31: `told` and `done`
-    have the last step of each rank, `marks` the steps of the checkpoints. Then how the same command went on.
+    """A job of two workers that was signalled in step 31, after both had died in step 20; then the same command again.
+
+    `done` has the last step of each rank, `marks` the steps of the checkpoints.
     """
 
     run: Run
@@ -43,7 +44,7 @@ class Stopped:
 
 
 def stopped_by(signum: signal.Signals, folder: Path) -> Stopped:
-    # No copy in memory after that of step 1.
+    # The only copy in memory is that of step 1.
     checkpoints = folder / "checkpoints"
     options = ("snapshot_every=100", f"checkpoints={checkpoints}", "checkpoint_every=6")
     with Run(folder / "run", 2, *options, asks=["together-0-20-0", "together-0-20-1", "hold-1-31-1"]) as run:
@@ -91,7 +92,7 @@ def test_without_any_copy_in_memory_the_checkpoint_is_taken_and_what_is_repeated
     stopped: Stopped, calm: Calm
 ) -> None:
     assert len(stopped.run.of("killed", step=20)) == 2
-    # In memory there is step 1. The checkpoint of step 18 may be torn: then it is that of step 12.
+    # Memory has only step 1. The checkpoint of step 18 may be torn: then the one of step 12 is restored.
     found = re.search(
         r"restored step (12|18) from the checkpoint in \S+; (\d) steps? (?:is|are) repeated", stopped.output
     )
@@ -122,7 +123,8 @@ def test_error_feedback_goes_back_to_where_every_piece_of_it_is(
     with Run(tmp_path / "run", workers, *options, asks=["backward-0-22-1" if every == 6 else "backward-0-20-1"]) as run:
         run.ended()
 
-    # Every 6: snapshots after step 1, 7, 13, 19. A failed backward pass has changed the error feedback.
+    # With `every` = 6 there are snapshots after steps 1, 7, 13 and 19. A failed backward pass has changed the error
+    # feedback.
     assert run.began(1) == began
     ((*_, repeated),) = re.findall(RESTORED, run.job.output)
     assert int(repeated) == (2 if every == 6 else 0)
@@ -137,7 +139,8 @@ def test_state_in_parts_goes_back_to_the_snapshot_and_ends_the_same(tmp_path: Pa
     with Run(tmp_path / "run", 3, *options, asks=asks) as run:
         run.ended()
 
-    # Snapshots after step 1, 6, 11; and from there again after 16, 21. One more if all have said that it is whole.
+    # Snapshots are after steps 1, 6 and 11; from there again after 16 and 21. A newer one counts only if all ranks have
+    # confirmed that it is whole.
     assert (run.began(1), run.began(2)) == (11, 21)
     assert re.findall(r"step (\d+) from memory \(of generation (\d), in parts\); (\d)", run.job.output) == [
         ("11", "0", "2"),
@@ -189,7 +192,7 @@ def test_a_plain_python_process_resumes_from_its_checkpoints(tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_under_torchrun_a_restart_goes_on_from_the_checkpoint(tmp_path: Path) -> None:
-    # Without the switch torchrun 2.13 reads the last group's keys again after a restart, and hangs.
+    # Without this switch torchrun 2.13 reads the last group's keys again after a restart, and hangs.
     environ = environment(
         {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "ELAUNCH_GENERATION": "0"}
     )

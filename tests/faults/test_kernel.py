@@ -1,4 +1,4 @@
-"""What only the kernel knows: who was killed for memory, and which processes a generation really has."""
+"""Facts that only the kernel knows: which process was killed for memory, and which processes a generation has."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ time.sleep(1000)
 
 @pytest.fixture
 def tight_memory() -> Iterator[Path]:
-    """A memory cgroup of 150 MB, by its folder."""
+    """The folder of a memory cgroup with a limit of 150 MB."""
     for root, limit in (("/sys/fs/cgroup/memory", "memory.limit_in_bytes"), ("/sys/fs/cgroup", "memory.max")):
         folder = Path(root, f"elaunch-test-{secrets.token_hex(4)}")
         with suppress(OSError):

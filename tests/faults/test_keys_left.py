@@ -1,4 +1,4 @@
-"""What a job writes to a real store: however much its programs say, and what is left of it when it is over."""
+"""A job's keys in a real store: their size, however much the programs print, and the keys that stay after the end."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.harness import DEADLINE_S, Job, slow, wait_for
 from tests.served import ServerProcess
 from tests.standin import WITHOUT_TORCH
 
-# A shell's arguments hold no such text: the program makes it. With `lines` it is what load_state_dict says.
+# The program makes the text, which is too long for an argument. With `lines` it is the text of a load_state_dict error.
 LOUD = """
 import os, sys
 size, what, generations = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
@@ -31,11 +31,11 @@ if os.environ["RANK"] == "1" and int(os.environ["TORCHELASTIC_RESTART_COUNT"]) <
     raise RuntimeError("Error(s) in loading state_dict for Net: missing key(s)\\n" + "\\n".join(keys))
 """
 MB = 1_000_000
-# docs/operations.md: what a job with one small failure has in the store when it has ended.
+# Limits from docs/operations.md. First the keys of a job with one small failure, after its end.
 KEYS_AFTER_END, BYTES_AFTER_END = 5, 1300
-# … and while its agents live, one node, with the first failure behind it.
+# The keys of a job of one node while its agent lives, after the first failure.
 KEYS_OF_A_JOB, BYTES_OF_A_JOB = 7, 1700
-# … and when they were killed.
+# The keys of a job whose agents were killed.
 KEYS_OF_THE_DEAD = 4
 
 
@@ -83,12 +83,12 @@ def test_an_error_of_megabytes_costs_one_restart_and_is_told_in_a_report_that_ca
         assert max(map(len, job.output.splitlines())) < 4 << 10
         found = re.search(r"in full   : (\S+/error\.json) on ", report)
         assert found
-        # The other node of this test has this one's disk; the text is whole there.
+        # Both nodes of this test share a disk, where the whole text is.
         assert len(json.loads(Path(found[1]).read_text())["message"]["message"]) > size * 0.9
 
 
 def test_an_etcd_that_takes_small_requests_only_gets_shorter_texts_and_the_job_goes_on(tmp_path: Path) -> None:
-    """A site may set its own limit: what is too large for it is cut, never waited for."""
+    """A site may set its own limit. A text that is too large for it is cut, and nothing waits for the store."""
     (tmp_path / "train.py").write_text(LOUD)
     with Etcd("3.5", options=("--max-request-bytes=4000",)) as etcd, ExitStack() as stack:
         words = ("--nnodes", "2", "--rdzv-endpoint", etcd.endpoints, "--nproc-per-node", "1", "--max-restarts", "1")

@@ -1,4 +1,4 @@
-"""SIGKILL of the agent: whatever the job is doing then, no process and no file of it is left one second later."""
+"""SIGKILL of the agent: whatever the job is doing then, no process and no file of the job is left a second later."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_what_an_agent_killed_together_with_its_guardian_has_left_is_removed_by_
             left = [path for path in (*killed.run_dirs(), *killed.memory_dirs()) if path not in kept]
             guardian = killed.guardian()
             cgroups = [word for word in guardian.cmdline() if word.startswith("/sys/fs/cgroup/")]
-            # Or it would start another.
+            # Stop the agent first: it would start another guardian.
             killed.signal(signal.SIGSTOP)
             guardian.kill()
             killed.kill_agent()
@@ -177,6 +177,6 @@ def test_what_an_agent_killed_together_with_its_guardian_has_left_is_removed_by_
                 wait_for(lambda: not any(path.exists() for path in left), "the removal")
 
         assert all(path.exists() for path in kept), "its agent lives"
-    # Empty, and nobody's to find.
+    # No agent removes this empty cgroup any more.
     for cgroup in cgroups:
         kill_cgroup(cgroup)

@@ -1,4 +1,4 @@
-"""The link with real workers: who listens saves before it is ended, and all ranks stop after the same step."""
+"""The link with real workers: a worker that listens saves before its end, and all ranks stop after the same step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.nodes import needs_nodes
 
 TORCH = ("--preload", "torch")
 
-# In place of a collective, where that it is one of torch's is not the fact.
+# Replaces a collective in tests that are not about torch's collectives.
 MEET = """
 def meet(name):
     # All ranks of the generation come here before one goes on.
@@ -29,7 +29,7 @@ def meet(name):
         time.sleep(0.002)
 """
 
-# Rank 0 waits for rank 1 in a collective of the two, for which rank 1 never comes. No connection of theirs ends.
+# Rank 0 waits for rank 1 in a collective that rank 1 never enters. None of their connections ends.
 # In generation 0 the ranks listen for failures of others, in generation 1 for stops only.
 STUCK = f"""{SAY}
 import torch
@@ -68,7 +68,7 @@ def timeline(logs: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def stuck(tmp_path_factory: pytest.TempPathFactory) -> tuple[Watched, list[dict[str, Any]]]:
-    """A job that has come to its end, and its timeline."""
+    """The job of STUCK after its end, and its timeline."""
     folder = tmp_path_factory.mktemp("stuck")
     script(folder, STUCK)
     options = ("--log-dir", "logs", "--failure-grace", "50", "--nproc-per-node", "3")
@@ -95,7 +95,7 @@ def test_a_survivor_that_is_stuck_in_a_collective_saves_and_is_killed_at_once(
         assert told < saved < killing < exited, first
         assert first[saved]["step"] == 41
         assert first[exited]["code"] == -signal.SIGKILL
-    # SIGTERM would have ended them before.
+    # A SIGTERM would have ended the workers before they saved.
     assert not [e for e in first if e["event"] == "stopping"]
     assert "still ran after" not in job.stderr
     assert re.search(r"rank 2 .* was killed by SIGKILL in generation 0; stopping 2 others", job.stderr)
@@ -267,12 +267,12 @@ for step in range(1 << 30):
         job.wait_for_output("worker pid")
         worker = job.pids("worker")[0]
         os.kill(worker, signal.SIGSTOP)
-        # The agent reads what was reported before.
+        # Wait until the agent has read the earlier reports.
         time.sleep(1.2)
         job.signal(signal.SIGSTOP)
         time.sleep(5)
         job.signal(signal.SIGCONT)
-        # It looks before its worker goes on.
+        # The agent looks before its worker goes on.
         time.sleep(0.3)
         os.kill(worker, signal.SIGCONT)
         time.sleep(1.5)

@@ -22,13 +22,13 @@ STEPS = 10
 
 
 def trained(cluster: Cluster, meeting: Meeting) -> None:
-    """That generation has done some steps."""
+    """Wait until that generation has done some steps."""
     number = meeting.generation
     wait_for(lambda: len(cluster.records.of("step", number)) >= STEPS * len(meeting.records), "some steps")
 
 
 def assert_stopped_together(cluster: Cluster, meeting: Meeting, reason: str) -> int:
-    """All ranks of that generation were asked and stopped after the same step, the last that any did; that step."""
+    """Check that all ranks of that generation were asked and stopped after the same step, the last one. Returns it."""
     number, ranks = meeting.generation, sorted(meeting.records)
     stopped = cluster.records.of("stopped", number)
     assert sorted(r["rank"] for r in stopped) == ranks, cluster.story()
@@ -42,8 +42,8 @@ def assert_stopped_together(cluster: Cluster, meeting: Meeting, reason: str) -> 
 
 @dataclass(frozen=True)
 class Job:
-    """One job, in whose first generation a node joins, in whose second one is preempted, and in whose third a node gets
-    a Ctrl-C, which ends it."""
+    """One job of three generations: in the first a node joins, in the second a node is preempted, and in the third a
+    node gets a Ctrl-C, which ends the job."""
 
     cluster: Cluster
     two_nodes: Meeting
@@ -65,7 +65,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
         three_nodes = cluster.meeting(6, after=two_nodes)
         trained(cluster, three_nodes)
 
-        # Neither the first of the nodes nor the last.
+        # Preempt neither the first nor the last node.
         preempted = cluster.node(three_nodes.hosts[2])
         cluster.agents[preempted.index].signal(signal.SIGTERM)
         code = cluster.agents[preempted.index].wait()

@@ -24,7 +24,7 @@ def test_a_node_lost_together_with_its_etcd_member_costs_what_a_node_costs(tmp_p
     with LightCluster(tmp_path, 3, members_on=THREE) as cluster:
         cluster.start(0, 1, 2, nnodes="2:3")
         first = cluster.meeting(3)
-        # The worst of them: its member leads etcd.
+        # Lose the worst node: its member leads etcd.
         lost = next(node for node in cluster.nodes if cluster.member_on(node) is cluster.etcd.leader())
 
         lost.power_off()
@@ -50,14 +50,14 @@ def on_one_member(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
 
 
 class Ears:
-    """What the agents of a job say from now on."""
+    """The output of a job's agents from now on."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         self._heard = {index: len(agent.stderr) for index, agent in cluster.agents.items()}
 
     def wait_for(self, words: str) -> None:
-        """All agents say them."""
+        """Wait until all agents have printed these words."""
         agents = self._cluster.agents
         wait_for(lambda: all(words in agents[i].stderr[since:] for i, since in self._heard.items()), f"{words!r}")
 
@@ -68,7 +68,7 @@ def test_a_killed_etcd_leader_costs_nothing(on_three_members: Shared) -> None:
 
     leader.kill()
 
-    # Every lease would have ended twice.
+    # Train for twice the lease time, so that a lease that is not renewed would have ended.
     cluster.trains_for(first, 7)
     assert cluster.etcd.leader() is not leader
     os.kill(first.pid(1), signal.SIGKILL)
@@ -88,13 +88,13 @@ def test_training_goes_on_while_all_of_etcd_is_away_and_no_generation_opens_when
     for member in cluster.etcd.members:
         member.kill()
 
-    # Every lease would have ended twice.
+    # Train for twice the lease time, so that a lease that is not renewed would have ended.
     cluster.trains_for(meeting, 7)
     said.wait_for("the store is away")
     for member in cluster.etcd.members:
         member.start()
     said.wait_for("the store is back")
-    # Whoever was taken for lost would be by then.
+    # A node that is wrongly taken for lost would be declared lost within this time.
     cluster.trains_for(meeting, 7)
     cluster.end()
 
@@ -119,7 +119,7 @@ def test_a_node_cut_off_with_its_own_etcd_member_is_given_up_and_comes_back(tmp_
     with LightCluster(tmp_path, 3, members_on=THREE) as cluster:
         cluster.start(0, 1, 2, nnodes="2:3")
         first = cluster.meeting(3)
-        # Worse than any other: its member has a leader's memory of all keys, and answers without asking anybody.
+        # Cut off the leader's node, the worst case: the leader has all keys in memory, and answers without the others.
         victim = next(node for node in cluster.nodes if cluster.member_on(node) is cluster.etcd.leader())
 
         victim.unplug()
@@ -196,14 +196,14 @@ def test_an_etcd_that_was_cut_off_from_everybody_until_all_leases_ended_costs_no
     wait_for_members(0)
 
     cluster.goes_on(meeting)
-    # Who leads is back first, and sees that the other node is no member.
+    # The leading node is back first, and sees that the other node is no member.
     cluster.nodes.cut(late, on_etcd)
     on_etcd.plug_in()
     wait_for_members(1)
     cluster.goes_on(meeting)
     cluster.nodes.heal()
     wait_for_members(2)
-    # Whoever was taken for lost would be by then.
+    # A node that is wrongly taken for lost would be declared lost within this time.
     cluster.trains_for(meeting, 6)
 
 
@@ -231,7 +231,7 @@ def test_an_etcd_that_has_lost_its_history_ends_the_job_with_a_sentence(tmp_path
 
 
 def test_a_history_that_is_lost_is_told_also_where_one_node_ends_before_the_other_knows(tmp_path: Path) -> None:
-    """The other node's workers fail with their peer. What they write then is refused, since the run's lease is gone."""
+    """The other node's workers fail with their peer. The store refuses their failures: the run's lease is gone."""
     with LightCluster(tmp_path, 2) as cluster:
         cluster.start(0, 1, nnodes="1:2")
         cluster.meeting(2)

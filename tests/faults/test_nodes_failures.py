@@ -163,7 +163,7 @@ def test_a_failure_with_no_restart_left_ends_all_agents_with_the_same_first_fail
         os.kill(first.pid(0), signal.SIGKILL)
         second = cluster.meeting(2, after=first)
 
-        # An exit code alone may also be how a program takes its peer's end, where that is seen first.
+        # Rank 1 raises an exception. An exit code alone may also follow from a peer's end, if that is seen first.
         cluster.ask("raise", generation=second.generation, rank=1)
 
         cluster.ended({0: 1, 1: 1})
@@ -239,7 +239,7 @@ def test_an_agent_that_stops_for_longer_than_its_lease_comes_back_as_a_new_node(
         index = cluster.leader() if leads else 1 - cluster.leader()
         (rank,) = first.ranks_on(cluster.nodes[index])
         old_worker = first.pid(rank)
-        # Its peer's end would be its own.
+        # Without the hang the worker would end with its peer.
         cluster.ask("hang", generation=0, rank=rank)
         wait_for(lambda: cluster.records.of("hang"), "it hears nobody")
         cluster.agents[index].signal(signal.SIGSTOP)
@@ -264,7 +264,7 @@ def test_an_agent_that_stops_for_less_than_its_lease_costs_nothing(tmp_path: Pat
         meeting = cluster.meeting(2)
 
         cluster.agents[1].signal(signal.SIGSTOP)
-        # A renewal is missed.
+        # The stopped agent misses one renewal of its lease.
         cluster.trains_for(meeting, 4)
         cluster.agents[1].signal(signal.SIGCONT)
 
@@ -276,7 +276,7 @@ def test_a_node_that_is_killed_while_a_generation_forms_is_left_out(tmp_path: Pa
     with LightCluster(tmp_path, 3) as cluster:
         cluster.start(0, 1, 2, nnodes="2:3", options=("--failure-grace", "8"))
         first = cluster.meeting(3)
-        # Its agent waits for it: so long the next generation cannot be sealed.
+        # Rank 1 ignores SIGTERM, and its agent waits for it. Until then the next generation cannot be sealed.
         cluster.ask("deaf", generation=0, rank=1)
         wait_for(lambda: cluster.records.of("deaf"), "rank 1 is deaf")
         os.kill(first.pid(0), signal.SIGKILL)
@@ -308,7 +308,7 @@ def test_a_worker_that_fails_before_the_others_have_met_it_is_a_restart(tmp_path
 
 def test_sigterm_to_one_agent_is_said_and_the_others_go_on_at_once(tmp_path: Path) -> None:
     with LightCluster(tmp_path, 3) as cluster:
-        # No lease ends in this test: what is not said is not known.
+        # No lease ends in this test, so the other nodes learn of an end only if the agent says it.
         cluster.start(0, 1, 2, nnodes="2:3", options=("--rdzv-conf", "lease_ttl=600"))
         first = cluster.meeting(3)
 
@@ -361,7 +361,7 @@ while True:
 
 
 def test_a_ctrl_c_that_every_agent_gets_lets_all_workers_save(tmp_path: Path) -> None:
-    """As srun hands it on: that of one node may have ended the job when it arrives on another."""
+    """srun sends Ctrl-C to every node. The first one may have ended the job before it arrives on another node."""
     program = tmp_path / "saver.py"
     program.write_text(SAVER)
     with LightCluster(tmp_path, 2) as cluster:
@@ -414,7 +414,7 @@ def test_a_job_whose_agents_were_killed_begins_anew_when_they_are_started_otherw
 
 
 def test_two_jobs_on_one_etcd_do_not_notice_each_other(tmp_path: Path) -> None:
-    # A node each, which might be two: so each needs the etcd.
+    # Each job has one node and may have two, so each needs the etcd.
     options = ("--nproc-per-node", "2", "--rdzv-conf", "last_call_timeout=0")
     with LightCluster(tmp_path, 2) as one:
         other = one.sharing(tmp_path / "other")

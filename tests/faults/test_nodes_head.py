@@ -1,4 +1,4 @@
-"""No etcd at hand: the first node serves the store of a job on several nodes, and what becomes of that."""
+"""A job on several nodes without an etcd: the first node serves the store, and may fail."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.nodes import needs_nodes
 pytestmark = needs_nodes
 
 TOKEN = {"ELAUNCH_TOKEN": "the token of this test"}
-# The shortest that the lease time allows.
+# The shortest store_timeout that the lease time allows.
 SHORT = ("--rdzv-conf", "store_timeout=7")
 
 
@@ -103,7 +103,7 @@ def test_a_killed_store_ends_no_training_and_is_waited_for_by_nobody_whose_worke
         assert codes == [3, 3], cluster.story()
         assert "all exited with 0, and this node cannot know how the other node is doing; exit code 3" in head.stderr
         assert "this node's workers had all exited with 0" in other.stderr
-        # The other's store_timeout, which began at the kill; today's default is a minute.
+        # The other node's store_timeout began at the kill. Its default of a minute would take longer than this.
         assert took_s < 15
 
 

@@ -100,7 +100,7 @@ def test_a_lost_packet_in_ten_is_no_lost_node(tmp_path: Path) -> None:
 
         cluster.nodes.lose(10)
 
-        # Six lease times; each renewal is lost once in a while.
+        # Train for six lease times. Now and then a renewal is lost.
         cluster.trains_for(meeting, 20)
         assert cluster.nodes.lost() > 100
         os.kill(meeting.pid(1), signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Faults of all kinds at random on several nodes, thrown by a seed; then everything is mended, and the job must end."""
+"""Random faults of all kinds on several nodes, drawn from a seed. Then all are mended, and the job must end."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ pytestmark = needs_nodes
 
 AGENTS = 4
 NNODES = "2:4"
-# More than any storm spends: what is tested is that losses are not charged to it.
+# A budget that no storm uses up. The test checks that lost nodes are not charged to it.
 OPTIONS = ("--max-restarts", "1000")
-# Newcomers of a job that is never quiet wait longer and longer for their seat, up to a minute.
+# In a job that restarts all the time, newcomers wait longer and longer for a seat, up to a minute.
 MENDED_S = 180.0
 
 
@@ -129,7 +129,7 @@ class Storm:
         return mend
 
     def _pause(self) -> None:
-        # Shorter than a lease, about as long, or longer: chance decides.
+        # The duration is random: shorter than a lease, about as long, or longer.
         time.sleep(self._dice.uniform(0, 6))
 
     def _again(self, index: int) -> None:
@@ -140,7 +140,7 @@ class Storm:
 
 @contextmanager
 def printed(cluster: Cluster, seed: int) -> Iterator[None]:
-    """The seed and the story go with whatever fails."""
+    """Add the seed and the story to any failure."""
     try:
         yield
     except BaseException:
@@ -158,7 +158,7 @@ def blow(folder: Path, seed: int, duration_s: float) -> None:
             storm.strike(meeting)
             meeting = _met_again(cluster)
         assert sum(storm.struck.values()) > duration_s / 30, storm.struck
-        # Of each generation one group, and of each rank one worker.
+        # Each generation had one group, and each rank one worker in it.
         started = Counter((r["generation"], r["rank"]) for r in cluster.records.of("started"))
         assert not [place for place, count in started.items() if count > 1]
         assert meeting.restarts <= storm.struck["worker"], "a loss was charged to the budget"
@@ -167,7 +167,7 @@ def blow(folder: Path, seed: int, duration_s: float) -> None:
 
 
 def _met_again(cluster: Cluster) -> Meeting:
-    """All nodes are together again, and train."""
+    """Wait until all nodes train together again."""
     since = len(cluster.records.all())
 
     def trains() -> Meeting | None:

@@ -1,4 +1,4 @@
-"""The nodes that the fault tests run on: what they promise, and that nothing of them stays."""
+"""The nodes on which the fault tests run: they do what they promise, and leave nothing."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ while True:
     signal.pause()
 """
 
-# Says how many datagrams were waiting when it was asked.
+# A program that says how many datagrams were waiting when it was asked.
 COUNTS = """
 import socket, sys
 receiver = socket.socket(type=socket.SOCK_DGRAM)
@@ -71,7 +71,7 @@ for _ in range(1000):
     sender.sendto(b"packet", (sys.argv[1], 4711))
 """
 
-# One end of a connection on which nothing is ever said; prints how the other end's death looks.
+# One end of a connection without data. It prints how the other end's death looks.
 HEARS = """
 import socket, sys
 connection = socket.create_connection((sys.argv[1], 4711), timeout=10)
@@ -95,17 +95,17 @@ def started(node: Node, program: str, *args: str) -> subprocess.Popen[str]:
 
 
 def reaches(node: Node, where: str) -> bool:
-    """Whether a connection comes about; the deadline is one for success."""
+    """Whether a connection succeeds. The deadline is long: success is expected."""
     return node.run(*PYTHON, CONNECTS, where, "20") == "reached\n"
 
 
 def is_cut_off(node: Node, where: str) -> bool:
-    """Whether no connection comes about in a time in which it would."""
+    """Whether no connection succeeds within a time that is otherwise enough."""
     return node.run(*PYTHON, CONNECTS, where, "0.3") != "reached\n"
 
 
 def arrived(sender: Node, receiver: Node) -> int:
-    """How many of 1000 packets from one node to another arrive; both know each other's hardware address."""
+    """How many of 1000 packets from one node to another arrive. Both nodes already know the hardware addresses."""
     counting = started(receiver, COUNTS)
     sender.run(*PYTHON, SENDS, receiver.ipv4)
     return int(counting.communicate("now\n")[0])
@@ -241,7 +241,7 @@ def test_two_runs_at_once_do_not_meet() -> None:
 
         refused = ours[0].run(*PYTHON, CONNECTS, ours[1].ipv4, "20")
 
-        # Its own node 1 answers that nobody listens.
+        # The answer comes from node 1 of the same Nodes, on which nothing listens.
         assert "refused" in refused
         assert len(theirs[1].processes()) == 1
         assert not ours[1].processes()

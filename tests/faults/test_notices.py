@@ -1,4 +1,4 @@
-"""A scheduler's notice (SIGUSR1): whoever it reaches, workers are told once, in the way that they understand."""
+"""A scheduler's notice (SIGUSR1): whichever process gets it, workers are told once, in the way that they handle."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.faults.processes import LIGHT, SAY, Watched
 from tests.harness import script, slow, wait_for
 from tests.nodes import needs_nodes
 
-# In the shell of a job.
+# Variables of the shell of a Slurm job.
 SLURM = {"SLURM_JOB_ID": "7"}
 ON_SIGNAL = f"""{SAY}
 def told(signum, frame):
@@ -84,13 +84,13 @@ def test_who_names_the_signal_has_it_passed_on_as_it_is(tmp_path: Path) -> None:
 def test_a_node_that_hears_of_it_from_another_first_tells_its_workers_the_same(
     tmp_path: Path, name: str, max_restarts: str
 ) -> None:
-    """As in a large job, where the slowest node has the notice long after the first one's leave."""
+    """In a large job the slowest node gets the notice long after the first node has left."""
     program = tmp_path / "train.py"
     program.write_text(ON_SIGNAL)
     with Cluster(tmp_path, 2) as cluster:
         meet = ("--nnodes", "2", "--rdzv-endpoint", cluster.endpoints, "--rdzv-id", "job")
         for node in range(2):
-            # Not the cluster's own way, which preloads torch.
+            # cluster.start would preload torch, so type the command here.
             cluster.type(node, *meet, *LIGHT, "--max-restarts", max_restarts, str(program), name, env=SLURM)
         first, second = cluster.agents[0], cluster.agents[1]
         wait_for(lambda: first.pids("worker") and second.pids("worker"), "2 workers")

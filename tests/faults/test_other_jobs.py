@@ -1,4 +1,4 @@
-"""A process that a worker lets a service start has the agent's marker, and survives restarts and the job's end."""
+"""A process that a service starts for a worker has the agent's marker. It survives restarts and the job's end."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WAITS = f"""{SAY}{CHILDREN}
 say(f"generation {{GENERATION}} worker", os.getpid())
 signal.pause()
 """
-# As `systemd-run --scope` does: the same process, and its environment, in another cgroup.
+# Moves a child to another cgroup, with the same environment, as `systemd-run --scope` does.
 MOVES = f"""{SAY}{CHILDREN}
 moved = subprocess.Popen(["sh", "-c", 'echo 0 >"$0/cgroup.procs"; exec sleep 600', sys.argv[1]])
 say("moved", moved.pid)
@@ -43,7 +43,7 @@ def test_a_job_that_a_worker_has_handed_in_survives_its_agents_restarts_and_end(
     with Watched(tmp_path, *how, "--scheduler", "none", "train.py", env=env) as job:
         wait_for(lambda: job.pids("generation 0 worker"), "a worker")
         mine = [job.pids(name)[0] for name in OURS]
-        # As with sbatch: a daemon of the scheduler starts it, with the worker's environment.
+        # With sbatch, a daemon of the scheduler starts the job, with the worker's environment. The test does the same.
         inherited = psutil.Process(job.pids("sleep")[0]).environ()
         assert inherited[VARIABLE]
         with subprocess.Popen(["sleep", "600"], env={**inherited, "SLURM_JOB_ID": "13"}) as other:
@@ -62,7 +62,7 @@ def test_a_job_that_a_worker_has_handed_in_survives_its_agents_restarts_and_end(
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """A cgroup with two below it."""
+    """A cgroup with two child cgroups."""
     made = JobCgroup(f"elaunch-tests-{os.getpid()}")
     made.make()
     if not made.path:

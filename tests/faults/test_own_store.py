@@ -1,4 +1,4 @@
-"""Several nodes without an etcd: the head's own store, by the lines that a user types."""
+"""Several nodes without an etcd: the head serves the store, and the user types lines on each node."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ needs_etcd = pytest.mark.skipif(not shutil.which("etcd"), reason="no etcd on PAT
 
 
 class Two:
-    """Two nodes that know themselves by 127.0.1.1 only, as Debian installs them, and the agents on them."""
+    """Two nodes and the agents on them. A node resolves its own name only to 127.0.1.1, as Debian installs it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -71,13 +71,13 @@ class Two:
         return agent
 
     def type_line(self, index: int, line: str, *, user: str = "", token_file: Path | None = None) -> Watched:
-        """Type a line that elaunch printed, with what else it said where a node has a home of its own."""
+        """Type a line that elaunch printed, with the token file that a node with a home of its own needs."""
         command, *words = shlex.split(line)
         assert command == "elaunch"
         return self.type(index, *(("--token-file", str(token_file)) if token_file else ()), *words, user=user)
 
     def join(self, head: Watched, index: int = 1) -> Watched:
-        """Do on another node what a head has said."""
+        """Follow the head's instructions on another node: copy the token and type the line."""
         said = head.wait_for_output(r"^elaunch: the store's token is in (/.*), which only you can read: ")[1]
         copied = Path(shutil.copy(said, self.folder / "copied"))
         return self.type_line(index, line_of(head), token_file=copied)
@@ -119,7 +119,7 @@ def assert_both_succeed(two: Two, head: Watched, other: Watched) -> None:
 
 @dataclass(frozen=True)
 class Met:
-    """A job that was started by two lines, while others who lacked its token had typed theirs; it has succeeded."""
+    """A job that two lines started and that succeeded, while other users without its token had typed lines too."""
 
     two: Two
     head: Watched
@@ -182,7 +182,7 @@ def test_two_terminals_of_one_host_need_no_token(two: Two, store: tuple[str, ...
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Two]:
-    """The nodes of a head that has served a store, with a token in its user's home, and was killed."""
+    """Two nodes whose head was killed after it had served a store, with a token in its user's home."""
     with Two(tmp_path_factory.mktemp("killed")) as two:
         head = two.type(0, *RECIPE, *two.program, user="home-of-both")
         line_of(head)
@@ -227,7 +227,7 @@ def test_the_head_may_serve_an_etcd_and_nothing_is_left_of_it(two: Two, tmp_path
 def test_static_lines_of_torchrun_give_ranks_by_node_and_the_master_as_it_was_given(two: Two) -> None:
     static = ("--nnodes", "2", "--master-addr", "node0", "--master-port", "29555")
     token = "a token known beforehand"
-    # The later rank first: ranks do not follow the order of arrival.
+    # Start the later rank first: ranks do not follow the order of arrival.
     other = two.type(1, *static, "--node-rank", "1", *two.program, token=token)
     other.wait_for_output("the store is away|waiting for")
     head = two.type(0, *static, "--node-rank", "0", *two.program, token=token)

@@ -30,7 +30,7 @@ def _why() -> str:
 
 pytestmark = pytest.mark.skipif(bool(_why()), reason=f"pid namespaces: {_why()}")
 
-# An orphan that ends: who inherits it must reap it, or it stays in the process table as a zombie.
+# An orphan that ends. The process that inherits it must reap it, or it stays in the process table as a zombie.
 ORPHAN = f"""{SAY}
 from pathlib import Path
 
@@ -100,7 +100,7 @@ def test_a_signal_reaches_the_agent_once_and_its_exit_code_is_kept(
 
 
 def test_ctrl_c_at_the_containers_terminal_is_no_second_one(tmp_path: Path) -> None:
-    """The terminal tells process 1 and the agent; a second Ctrl-C would be "kill now"."""
+    """The terminal signals both process 1 and the agent. A second Ctrl-C would mean "kill now"."""
     script(tmp_path, SAVES)
     ours, theirs = os.openpty()
     terminal = {"stdin": theirs, "preexec_fn": lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0)}
@@ -143,7 +143,7 @@ def test_a_killed_agent_leaves_nothing_and_the_container_ends(tmp_path: Path) ->
 
 
 def test_the_images_health_check_sees_an_agent_that_is_stopped(tmp_path: Path) -> None:
-    """A daemon of the worker's is process 1's child, too, and stays awake."""
+    """A daemon that the worker started is also a child of process 1, and is not stopped."""
     script(tmp_path, f"{SAY}{CHILDREN}{SAVES}")
     with container(tmp_path, "train.py") as job:
         wait_for(lambda: job.pids("worker"), "a worker")

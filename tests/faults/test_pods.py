@@ -1,4 +1,4 @@
-"""The manifests of deploy/k8s, run in namespaces that play pods: Kubernetes' variables, names, ends and returns."""
+"""The manifests of deploy/k8s, run in namespaces in place of pods: Kubernetes' variables, names, ends and restarts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TOKEN = {"elaunch-token": {"token": "the token of this test"}}
 
 
 def etcd_secrets(folder: Path) -> Mapping[str, Mapping[str, str]]:
-    """What the documented command puts into the namespace."""
+    """The Secrets that the documented command puts into the namespace."""
     command = [str(K8S / "etcd" / "certificates.sh"), NAMESPACE, str(folder)]
     subprocess.run(command, check=True, env={**os.environ, "KUBECTL": ""}, capture_output=True)
 
@@ -47,7 +47,7 @@ def etcd_secrets(folder: Path) -> Mapping[str, Mapping[str, str]]:
 
 
 def connects(node: Node, address: str, port: int) -> bool:
-    """Whether a connection from there is taken within half a second."""
+    """Whether a connection from that node succeeds within half a second."""
     code = f"import socket; socket.create_connection(({address!r}, {port}), timeout=0.5)"
     return subprocess.run([*node.prefix, sys.executable, "-S", "-c", code], capture_output=True).returncode == 0
 
@@ -70,7 +70,7 @@ def test_a_jobs_pods_meet_without_a_flag_and_a_deleted_one_comes_back_with_anoth
 
 @pytest.mark.slow
 def test_a_job_whose_first_pod_is_deleted_begins_anew_in_new_pods(tmp_path: Path) -> None:
-    """Exit code 3 is none that ends the Job (podFailurePolicy): both places are filled again."""
+    """Exit code 3 does not end the Job (podFailurePolicy), so both pods are replaced."""
     job = the("Job", rendered("base"))
     program = (*PRELOAD, str(REDUCER), str(tmp_path))
     with Pods(tmp_path, 4, TOKEN) as pods:
@@ -79,7 +79,7 @@ def test_a_job_whose_first_pod_is_deleted_begins_anew_in_new_pods(tmp_path: Path
 
         assert pods.delete(head) == 143
         assert other.process.wait() == 3
-        # The one that waits for the head comes first: its name leads to nobody until the head has come back, too.
+        # Start the pod that waits for the head first: the head's name cannot be resolved until the head is back.
         again = pods.run(job, 1, *program)
         again.process.wait_for_output("elaunch:")
         first = pods.run(job, 0, *program)
@@ -100,7 +100,7 @@ def jobs_of_a_jobset(jobset: Object) -> Object:
 
 
 def kubeflows(rank: int) -> dict[str, str]:
-    """What Trainer v2 sets in the pods of a TrainJob called train (pkg/runtime/framework/plugins/torch)."""
+    """Variables that Trainer v2 sets in the pods of a TrainJob called train (pkg/runtime/framework/plugins/torch)."""
     numbers = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": str(rank)}
     return {**numbers, "PET_MASTER_ADDR": "train-node-0-0.train", "PET_MASTER_PORT": "29400"}
 
@@ -160,7 +160,7 @@ def test_an_elastic_job_over_the_etcd_outlives_its_first_pod_and_a_member(tmp_pa
 def test_the_pods_of_a_cluster_with_ipv6_alone_meet_over_the_etcd_and_at_the_first_pods_store(tmp_path: Path) -> None:
     members = the("StatefulSet", rendered("etcd"))
     elastic, plain = (the("Job", rendered(folder)) for folder in ("overlays/elastic", "base"))
-    # Light workers, which meet at MASTER_ADDR: what they compute is not the question.
+    # The workers only meet at MASTER_ADDR: what they compute does not matter here.
     program = (*LIGHT, "--nproc-per-node", "1", str(script(tmp_path, MEET)), str(tmp_path / "end"))
     with Pods(tmp_path, 7, {**etcd_secrets(tmp_path / "tls"), **TOKEN}, family="ipv6") as pods:
         etcds = [pods.run_etcd(members, ordinal) for ordinal in range(3)]

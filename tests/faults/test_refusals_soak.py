@@ -1,7 +1,7 @@
 """Refusals between agents and a real etcd: no state is silent, no job hangs (soak.py has the oracle).
 
-Each answer of the table by itself, and an hour of all of them at random. ELAUNCH_TEST_SOAK_S is how long that lasts,
-ELAUNCH_TEST_SEED throws the same dice again, ELAUNCH_TEST_SOAK_JOB that job alone.
+Tests each answer of the table by itself, and all of them at random for an hour. ELAUNCH_TEST_SOAK_S changes that time.
+ELAUNCH_TEST_SEED repeats a seed, and ELAUNCH_TEST_SOAK_JOB runs only that job of it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.faults import soak
 from tests.faults.answers import ALL, Answer, fits
 
 SOAK_S = float(os.environ.get("ELAUNCH_TEST_SOAK_S", "3600"))
-# They wait most of the time.
+# Jobs that run at the same time. They wait most of the time.
 AT_ONCE = 3
 
 

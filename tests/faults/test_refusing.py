@@ -1,4 +1,4 @@
-"""The fault proxy itself: what it answers is what etcd answers, and what it hands on is unchanged."""
+"""The fault proxy itself: its answers are those of a real etcd, and it passes requests on unchanged."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_every_error_of_etcd_is_read_as_its_code_and_text(proxy: Refusing, rpc: 
 @pytest.mark.parametrize("answer", [each for each in ALL if fits(each, Rpc.TXN)], ids=str)
 def test_no_answer_of_the_table_passes_for_a_good_one(store: EtcdStore, proxy: Refusing, answer: object) -> None:
     put(store, "/a")
-    # A kept connection that ends is tried once more by the client.
+    # If a kept connection ends, the client tries once more.
     proxy.refuse(Rpc.TXN, answer)  # type: ignore[arg-type]
 
     with pytest.raises(StoreError):

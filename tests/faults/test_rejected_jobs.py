@@ -16,20 +16,20 @@ from tests.faults.fleet import Fleet
 from tests.faults.refusing import Refusing
 from tests.harness import slow
 
-# An errand is worth a word after a second or two; a safety read that is refused comes up to a lease time later.
+# The agent logs a request's trouble after a second or two. A refused safety read may come up to a lease time later.
 SAID_S = 8.0
 AWAY = r"the store (is away|is too slow|refuses what this node asks): .*the workers go on"
 BACK = r"the store (is back|does as asked again) after"
-# They mean something to the protocol, or to nobody: the request is asked anew, or in another form, and is served.
+# Answers that the agent handles without a word: it repeats the request, or sends another one, which succeeds.
 MEANINGFUL = (answers.LEASE_NOT_FOUND, answers.LEASE_EXISTS, Fault.LOST, *answers.OF_WATCHES)
 SOME = (answers.PERMISSION_DENIED, answers.BAD_GATEWAY, answers.CORRUPT)
 ALL = tuple(answer for answer in answers.ALL if answer not in MEANINGFUL)
 
 
 class Job:
-    """A job of two nodes, each of which reaches the etcd by a proxy of its own; one test after another has it refused.
+    """A job of two nodes that reach the etcd each by its own proxy, at which one test after another refuses requests.
 
-    Where a test before has left less than the whole job, a new one is started. Use it as a context manager.
+    If an earlier test has not left the whole job running, a new job is started. Use it as a context manager.
     """
 
     def __init__(self, folders: pytest.TempPathFactory) -> None:
@@ -44,7 +44,7 @@ class Job:
         self._stack.close()
 
     def running(self) -> tuple[list[Refusing], Fleet, int]:
-        """The proxies, which refuse nothing, the agents, whose workers live, and their generation."""
+        """The proxies, which refuse nothing now, the agents, whose workers live, and their generation."""
         if not self._is_whole():
             self._stack.close()
             etcd = self._stack.enter_context(Etcd("3.5"))

@@ -14,7 +14,7 @@ from tests.harness import script, wait_for
 
 RESTARTS = 10
 
-# It reports a step, since ten generations without progress would end the job.
+# The worker reports a step, since ten generations without progress would end the job.
 CRASHES_ON_DEMAND = f"""{SAY}{CHILDREN}
 os.write(int(os.environ["ELAUNCH_LINK"]), b'{{"event": "progress", "step": %d}}\\n' % GENERATION)
 say(f"generation {{GENERATION}} worker", os.getpid())
@@ -52,7 +52,7 @@ def test_ten_restarts_leave_no_process_no_descriptor_no_thread_no_file(tmp_path:
             wait_for(lambda: not zombies_of(agent, template), "zombies are reaped", 2)
             wait_for(lambda: job.child("elaunch: worker store"), "the worker store")
             if counts:
-                # What is still on its way out (a closing pipe) has a moment.
+                # A closing pipe may still need a moment.
                 last = counts[-1]
                 wait_for(
                     lambda: (agent.num_fds(), agent.num_threads(), template.num_fds()) == last,  # noqa: B023
@@ -69,7 +69,7 @@ def test_ten_restarts_leave_no_process_no_descriptor_no_thread_no_file(tmp_path:
         job.assert_nothing_is_left(pids=older)
         assert not list(job.tmp.iterdir())
         made = {path.name for path in Path("/dev/shm").iterdir()} - shared_before
-        # Another test's job may have made its workers' memory; of this one's, assert_nothing_is_left has looked.
+        # Another test's job may have made a memory folder. assert_nothing_is_left has looked for this job's.
         ours = [name for name in made if not name.endswith("_memory")]
         assert not [name for name in ours if "elaunch" in name or any(str(pid) in name for pid in older)]
 

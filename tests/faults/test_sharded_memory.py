@@ -33,19 +33,19 @@ class Nodes:
         return Ranks(self.nursery, world_size, SCRIPT, kind, "memory", *actions, env=env, envs=envs)
 
     def run(self, world_size: int, kind: str, *actions: str, generation: int = 0) -> list[Any]:
-        """The answers, all with the same digest."""
+        """Run a group. Returns the ranks' answers, which must have the same digest."""
         with self.begin(world_size, kind, *actions, generation=generation) as ranks:
             answers = ranks.answers()
         assert len({answer["digest"] for answer in answers}) == 1
         return answers
 
     def lose(self, node: int) -> None:
-        """A new node takes its place."""
+        """Replace the node by a new one, whose memory is empty."""
         shutil.rmtree(self.memories[node])
         self.memories[node].mkdir()
 
     def take_over(self, other: Nodes) -> None:
-        """Have in memory what those nodes have."""
+        """Copy the memories of those nodes into these."""
         for memory, source in zip(self.memories, other.memories, strict=True):
             shutil.copytree(source, memory, dirs_exist_ok=True)
 
@@ -67,7 +67,7 @@ Saved = Callable[[str], tuple[Nodes, Any]]
 
 @pytest.fixture(scope="module")
 def saved(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Saved]:
-    """What four ranks of a kind on two nodes keep of step 3, and say; a note is of step 1. All tests have copies."""
+    """Snapshots of step 3 and answers of four ranks of a kind on two nodes; a note is of step 1. Tests use copies."""
     with ExitStack() as stack:
 
         @functools.cache
@@ -109,7 +109,7 @@ def test_a_lost_node_is_made_up_for_by_the_other(nodes: Nodes, saved: Saved, kin
     loaded = nodes.run(4, kind, "load", "save", generation=1)[0]
 
     assert (loaded["loaded"], loaded["digest"]) == ([0, 3], answer["digest"])
-    # And it may be the other one the next time.
+    # The next time the other node may be lost.
     nodes.lose(1 - lost)
     again = nodes.run(4, kind, "load", generation=2)[0]
     assert (again["loaded"], again["digest"]) == ([1, 3], answer["digest"])
@@ -237,7 +237,7 @@ def test_a_third_snapshot_waits_until_the_second_is_on_both_nodes(nodes: Nodes) 
     actions = ["train", "1", "save", "hold", "train", "1", "begin", "touch", "second", "train", "1", "begin"]
     with nodes.begin(2, "fsdp2", *actions, "touch", "third") as ranks:
         wait_for((nodes.folder / "second").exists, "the second snapshot to be begun")
-        # Nothing else could show that it does not come.
+        # Only waiting can show that the third snapshot does not begin.
         with pytest.raises(AssertionError):
             wait_for((nodes.folder / "third").exists, "the third", deadline_s=0.5)
         ranks.kill(range(2))
@@ -248,7 +248,7 @@ def test_a_third_snapshot_waits_until_the_second_is_on_both_nodes(nodes: Nodes) 
 
 def test_a_newer_snapshot_replaces_the_old_one_only_when_it_is_whole_on_both_nodes(nodes: Nodes) -> None:
     saved = nodes.run(2, "fsdp2", "train", "2", "save")[0]
-    # Rank 1 is killed before it has sent its part of the next two to the other node.
+    # Rank 1 is killed before it has sent its part of the next snapshot to the other node.
     actions = ["load", "train", "1", "die", "unsent", "1", "begin"]
     with nodes.begin(2, "fsdp2", *actions, generation=1) as ranks:
         assert ranks.end_of(1).code == -9
@@ -271,9 +271,9 @@ def test_a_part_that_arrives_garbled_on_the_second_node_does_not_count_and_is_sa
 
     loaded = nodes.run(2, "fsdp2", "load", generation=1)[0]
 
-    # Both ranks have overwritten the snapshot that did not count.
+    # Both ranks have overwritten the newer snapshot, which did not count.
     assert loaded["loaded"] == [0, 1]
-    # And it was said, by the one that it arrived at.
+    # The rank at which the part arrived has reported the damage.
     assert said[0] == []
     assert "the part that rank 0 sent arrived damaged: its checksum is wrong" in said[1][0]
 

@@ -1,4 +1,4 @@
-"""Signals to the job: who gets them, how long it may take, and with which exit code the command ends."""
+"""Signals to the job: which processes get them, how long a stop may take, and the exit code of the command."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import pytest
 from tests.faults.processes import LIGHT, SAY, TAG, Watched, is_alive, library
 from tests.harness import COMMAND, environment, script, wait_for
 
-# Says which signal came, "saves", and exits with 0.
+# A program that prints the signal that came, "saves", and exits with 0.
 SAVES = f"""{SAY}
 def save(signum, frame):
     print("saved on", signal.Signals(signum).name, flush=True)
@@ -55,7 +55,7 @@ def workers_up(job: Watched, count: int) -> list[int]:
 
 
 def assert_stopped(job: Watched, code: int, within_s: float = 10.0) -> None:
-    """The job was stopped, not restarted, and is gone."""
+    """Check that the job was stopped, not restarted, and is gone."""
     assert job.wait(within_s) == code
     assert "generation 1" not in job.output
     assert "FAILED" not in job.output
@@ -67,7 +67,7 @@ def assert_stopped(job: Watched, code: int, within_s: float = 10.0) -> None:
 def test_workers_get_the_signal_and_their_exit_0_does_not_hide_it(
     tmp_path: Path, how: tuple[str, ...], signum: signal.Signals, code: int
 ) -> None:
-    """The first has a handler; the other one has none, and ends at once however long the grace."""
+    """Rank 0 has a handler. Rank 1 has none, and ends at once, however long the grace period is."""
     script(tmp_path, ONE_SAVES)
     with Watched(tmp_path, *how, "--nproc-per-node", "2", "--stop-grace", "600", "train.py") as job:
         workers_up(job, 2)
@@ -113,7 +113,7 @@ def test_under_nohup_sighup_changes_nothing(tmp_path: Path) -> None:
     with Watched(tmp_path, *LIGHT, "--nproc-per-node", "2", "train.py", **ignore) as job:
         pids = workers_up(job, 2)
 
-        # A terminal that hangs up tells everybody.
+        # A terminal that hangs up signals every process.
         for pid in (*pids, job.fork_server().pid, job.guardian().pid, job.process.pid):
             os.kill(pid, signal.SIGHUP)
 
@@ -160,7 +160,7 @@ def test_workers_that_sigterm_ended_a_moment_before_the_agent_got_it_are_no_fail
 
         for pid in pids:
             os.kill(pid, signal.SIGTERM)
-        # Reaped, so that the agent is told of it at this moment; it waits 0.1 s for a signal of its own.
+        # When the workers are reaped, the agent has just been told of their ends. It waits 0.1 s for its own signal.
         wait_for(lambda: not any(psutil.pid_exists(pid) for pid in pids), "the workers' end")
         job.signal(signal.SIGTERM)
 
@@ -198,14 +198,14 @@ def test_a_signal_in_the_first_moments_leaves_nothing_and_no_traceback(tmp_path:
     script(tmp_path, PAUSES)
     for delay_s in (0.02, 0.05, 0.08, 0.11, 0.14, 0.17):
         with Watched(tmp_path, *LIGHT, "--nproc-per-node", "2", "train.py") as job:
-            # The delay is what is tried out: anything from the interpreter's start to running workers.
+            # The delay is what the test varies: from the interpreter's start to running workers.
             time.sleep(delay_s)
             job.processes()
 
             job.signal(signum)
 
             code = job.wait(10)
-            # On a slow machine it strikes Python before that comes to us, and Python has ends of its own for that.
+            # On a slow machine the signal may come before Python runs elaunch's code. Python then ends in its own way.
             is_before_us = "KeyboardInterrupt" in job.output and "/elaunch/" not in job.output
             assert code in (128 + signum, -signum) or is_before_us, job.output
             assert "elaunch/agent" not in job.output
@@ -253,7 +253,8 @@ def test_a_signal_after_the_last_worker_ended_neither_hangs_nor_leaves_anything(
 
             job.signal(signal.SIGTERM)
 
-            # 0: the work was done; 143: not known yet; -SIGTERM: the outcome was, and nothing more had to be done.
+            # 0: the work was done. 143: the outcome was not known yet. -SIGTERM: the outcome was known, and there was
+            # nothing left to do.
             codes.append(job.wait(10))
             job.assert_nothing_is_left()
     assert set(codes) <= {0, 143, -signal.SIGTERM}, codes
@@ -297,7 +298,7 @@ while True:
 
 
 def test_a_program_below_a_shell_wrapper_gets_the_signal_and_the_time_to_save(tmp_path: Path) -> None:
-    # The shell is gone at once; the save takes its time.
+    # The shell ends at once, and the save takes longer.
     script(
         tmp_path,
         SAVES.replace("    sys.exit(0)", "    time.sleep(0.5)\n    print('to the end', flush=True)\n    sys.exit(0)"),

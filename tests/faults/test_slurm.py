@@ -1,4 +1,4 @@
-"""Under a real Slurm: jobs without a rendezvous flag, and what schedulers do to them."""
+"""Jobs without a rendezvous flag under a real Slurm, and the ways in which the scheduler ends or restarts them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.slurm import Batch, Slurm, needs_slurm
 pytestmark = needs_slurm
 
 SBATCH = REPOSITORY / "deploy" / "slurm" / "train.sbatch"
-# What a worker prints, without torch: its place, and where it is.
+# A worker without torch that prints its ranks and its host.
 PLACE = 'echo "place $RANK $WORLD_SIZE $LOCAL_RANK $(hostname)"\n'
 PLAIN = ("--no-python", "sh", "place.sh")
 # A worker that has a handler for one signal, and waits.
@@ -39,7 +39,7 @@ open(f"here.{os.environ['RANK']}", "w").close()
 while True:
     signal.pause()
 """
-# A worker that hands in a job, by sbatch itself or by elaunch, and waits; the job says what it was given.
+# A worker that submits a job, by sbatch or by elaunch, and waits. The job prints its environment.
 HANDS_IN = """\
 import os, signal, subprocess, sys
 generation = os.environ["ELAUNCH_GENERATION"]
@@ -58,7 +58,7 @@ until [ -e all-end ]; do sleep 0.1; done
 echo "went on to its end"
 """
 SECRET = re.compile(r"\b[0-9a-f]{32}\b")
-# Their CPUs are enough for both jobs of an array.
+# Two nodes have enough CPUs for both jobs of an array.
 TWO = ("--nodes=2", "--ntasks-per-node=1", "--open-mode=append")
 
 
@@ -71,7 +71,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
 
 @pytest.fixture(autouse=True)
 def nothing_is_left(slurm: Slurm) -> Iterator[None]:
-    """After each test all nodes can be used again, and run nothing but their daemons."""
+    """After each test all nodes are idle, and run only their daemons."""
     yield
     slurm.call("scancel", "--user=root")
     slurm.wait_idle()
@@ -95,13 +95,13 @@ def places(output: str) -> list[tuple[int, int, int, str]]:
 
 
 def met(records: Records, ranks: int, after: Meeting | None = None) -> Meeting:
-    """The newest generation, when so many ranks have met in it."""
+    """The newest generation, when this number of ranks has met in it."""
     oldest = after.generation + 1 if after else 0
     return wait_for(lambda: records.meeting(ranks, oldest), f"{ranks} ranks to meet in generation {oldest}")
 
 
 def batch_of(slurm: Slurm, *command: str, options: tuple[str, ...] = TWO, after: str = "") -> Batch:
-    """A job whose script starts that with srun."""
+    """A job whose script starts the command with srun."""
     script = slurm.home / "job.sh"
     script.write_text(f"#!/bin/bash\nsrun --kill-on-bad-exit=0 {' '.join(command)}\n{after}")
     return slurm.sbatch(*options, "--output=%x-%j.out", str(script))
@@ -111,7 +111,7 @@ def batch_of(slurm: Slurm, *command: str, options: tuple[str, ...] = TWO, after:
 
 
 def test_srun_elaunch_needs_no_flag_and_ranks_follow_the_nodes(slurm: Slurm) -> None:
-    # A home that nobody can write to: the secret goes by munge.
+    # Nobody can write to this home, so the secret goes by munge.
     output = slurm.call("srun", "-N4", *COMMAND, *PLAIN, env={"HOME": "/proc"})
 
     assert places(output) == [(i, 4, 0, f"node{i}") for i in range(4)]
@@ -185,7 +185,7 @@ def test_a_job_that_a_worker_hands_in_outlives_that_workers_restart(slurm: Slurm
     if how == "sbatch":
         assert "ELAUNCH_MARKER=" in given
     else:
-        # Only its own agent's: one marker, and what that agent sets for its one worker.
+        # The job has only its own agent's variables: one marker, and those of its one worker.
         assert "," not in re.findall(r"^ELAUNCH_MARKER=(\S+)$", given, re.MULTILINE)[0]
         assert "TORCHELASTIC_RESTART_COUNT=0" in given
 
@@ -224,7 +224,7 @@ def test_the_very_words_arrive_through_sbatch_and_srun_whatever_they_are(slurm: 
     assert "NumNodes=1 " in fields
 
 
-# --- what befalls a job
+# --- what happens to a running job
 
 
 @pytest.mark.parametrize("store", ["the head's", slow("etcd")])
@@ -276,7 +276,7 @@ def test_a_program_that_knows_no_elaunch_gets_the_notice_that_it_has_a_handler_f
     output = job.wait("FAILED")
     assert output.count(f"noticed by {name}") == 2, output
     codes = dict(re.findall(r"task (\d): Exited with exit code (\d+)", output))
-    # The head's store ends with it, now and then before Slurm has told the other.
+    # The head's store ends with the head, sometimes before Slurm has signalled the other node.
     assert codes in ({"0": "138", "1": "138"}, {"0": "138", "1": "3"}), output
 
 
@@ -310,11 +310,11 @@ def test_a_job_that_is_queued_again_goes_on_from_where_it_was(slurm: Slurm, how:
 
     if not by_time:
         slurm.call("scontrol", "requeue", job.number)
-    # Slurm looks at the time now and then, and may be a minute early.
+    # Slurm checks the time limit only now and then, and may be a minute early.
     run.wait_for("told", rank=1, reason="leave", deadline_s=150)
     run.release("forward-0-3-0")
     job.wait("PENDING")
-    # Slurm waits for two minutes.
+    # Slurm would wait for two minutes before it starts a requeued job.
     slurm.call("scontrol", "update", f"job={job.number}", "StartTime=now")
 
     output = job.wait()
@@ -337,7 +337,7 @@ def test_a_job_survives_the_loss_of_a_node(slurm: Slurm, tmp_path: Path) -> None
 
     assert second.hosts == ["node0", "node2"]
     assert second.restarts == 0
-    # srun waits until Slurm too has noticed; then it ends as the others did.
+    # srun waits until Slurm has noticed the lost node too. Then it ends as the other tasks did.
     output = job.wait()
     assert "Node failure on node1" in output
     slurm.nodes[1].power_on()

@@ -1,4 +1,4 @@
-"""One address that floods the served store with connections: the agents of other addresses come in before it."""
+"""One address floods the served store with connections. Agents at other addresses are served before it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def secret() -> Secret:
 
 
 def first_words(context: ssl.SSLContext) -> bytes:
-    """What a client of TLS says first. It needs no token."""
+    """The first message of a TLS client. It needs no token."""
     said = ssl.MemoryBIO()
     with pytest.raises(ssl.SSLWantReadError):
         context.wrap_bio(ssl.MemoryBIO(), said).do_handshake()
@@ -35,7 +35,7 @@ def first_words(context: ssl.SSLContext) -> bytes:
 
 
 def connected(port: int, host: str, words: bytes) -> socket.socket:
-    """A connection from `host`, one of this host's loopback addresses, that has said `words`."""
+    """A connection from `host`, one of this host's loopback addresses, that has sent `words`."""
     connection = socket.create_connection(("127.0.0.1", port), timeout=60, source_address=(host, 0))
     connection.sendall(words)
     return connection
@@ -66,7 +66,7 @@ def test_an_agent_comes_in_before_the_strangers_of_one_address_that_came_before_
     monkeypatch.setattr(Connection, "read", noted)
     listener = bound_socket()
     port = listener.getsockname()[1]
-    # It listens, and serves nobody yet: all of them wait in the kernel's queue.
+    # The server listens, but does not serve yet: all connections wait in the kernel's queue.
     server = Server([listener], secret)
     with ExitStack() as stack:
         for _ in range(STRANGERS):
@@ -82,7 +82,7 @@ def test_an_agent_comes_in_before_the_strangers_of_one_address_that_came_before_
 def test_a_flood_of_first_words_is_said_with_its_address_and_keeps_no_agent_out(
     secret: Secret, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    # So that a slow server is not needed: one handshake in each turn, and each that waits is late.
+    # This replaces a slow server: it does one handshake in each turn, and every waiting connection counts as late.
     monkeypatch.setattr(server_module, "_HANDSHAKES_S", 0.0)
     monkeypatch.setattr(arrivals, "LAG_S", 0.0)
     words = first_words(secret.client_context())

@@ -23,7 +23,7 @@ from tests.harness import wait_for
 from tests.served import TOKEN, Gateway, ServerProcess, thread_serving
 
 OPEN_FILES = 60
-# 16 of them are the server's own.
+# The server itself uses 16 descriptors.
 UNAUTHENTICATED = (OPEN_FILES - 16) // 4
 EVERYTHING = {"key": b64encode(b"\0").decode(), "range_end": b64encode(b"\0").decode()}
 
@@ -50,7 +50,7 @@ def crowd(port: int, count: int) -> Iterator[list[socket.socket]]:
 
 
 def gets_in(port: int, secret: Secret) -> float:
-    """An agent's first request; how long it took. Fails where it is not answered."""
+    """Send an agent's first request. Returns how long it took. Fails if it is not answered."""
     began_s = time.monotonic()
     gateway = Gateway("127.0.0.1", port, secret)
     assert gateway.call("/health", "", "GET")[0] == 200
@@ -59,12 +59,12 @@ def gets_in(port: int, secret: Secret) -> float:
 
 
 def health(secret: Secret) -> bytes:
-    """A request that shows the secret."""
+    """A request that carries the secret."""
     return f"GET /health HTTP/1.1\r\nAuthorization: Bearer {secret.bearer}\r\n\r\n".encode()
 
 
 def is_open(connection: socket.socket) -> bool:
-    """Whether the server has not ended it."""
+    """Whether the server has not closed the connection."""
     connection.setblocking(False)
     try:
         return bool(connection.recv(1, socket.MSG_PEEK))
@@ -120,7 +120,7 @@ def test_authenticated_agents_are_not_closed_for_unauthenticated_connections(sec
         with crowd(process.port, OPEN_FILES):
             assert all(agent.call("/health", "", "GET")[0] == 200 for agent in agents)
 
-            # On the same connections: http.client would open another.
+            # The agents used the same connections: http.client would silently open another.
             assert [agent._calls.sock for agent in agents] == sockets
         for agent in agents:
             agent.close()
@@ -129,7 +129,7 @@ def test_authenticated_agents_are_not_closed_for_unauthenticated_connections(sec
 def test_a_job_whose_agents_all_start_behind_one_address_gets_in_at_the_first_try(
     secret: Secret, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Also on a slow machine.
+    # Long enough for a slow machine too.
     monkeypatch.setattr(unauthenticated, "CROWD_S", 60.0)
     monkeypatch.setattr(unauthenticated, "FIRST_REQUEST_S", 60.0)
     agents, context = 64, secret.client_context()
@@ -160,7 +160,7 @@ def test_one_address_may_hold_few_unauthenticated_connections_for_long(
 
 
 def drip(client: socket.socket) -> None:
-    """A byte of a header that never ends."""
+    """Send a byte of a header that never ends."""
     client.send(b"x")
 
 
@@ -189,7 +189,7 @@ def test_an_unauthenticated_connection_has_twenty_seconds_in_all(
         began_s = time.monotonic()
         client: socket.socket = connected(process.port)
         if begins == "in the handshake":
-            # A record of a handshake, whose length is told and never comes.
+            # The header of a handshake record, whose content never comes.
             client.sendall(b"\x16\x03\x01\x40\x00")
         else:
             client = secret.client_context().wrap_socket(client)
@@ -203,7 +203,7 @@ def test_an_unauthenticated_connection_has_twenty_seconds_in_all(
 
 
 def until_closed(client: socket.socket, does: Callable[[socket.socket], None], deadline_s: float) -> float:
-    """How long the server leaves it open while it does something again and again."""
+    """How long the server leaves the connection open, while the client does something again and again."""
     began_s = time.monotonic()
     client.settimeout(0.2)
     while time.monotonic() - began_s < deadline_s:
@@ -229,7 +229,7 @@ def test_three_clients_without_the_token_that_pipeline_get_an_answer_each_connec
     def pipeline(port: int) -> None:
         while not over.is_set():
             with suppress(OSError), context.wrap_socket(connected(port)) as client:
-                # It does not read while it writes: what does not fit is not sent.
+                # The client does not read while it writes. It does not send what does not fit.
                 client.settimeout(1)
                 with suppress(OSError):
                     client.sendall(requests)
@@ -268,7 +268,7 @@ def test_an_agent_that_sends_many_requests_together_does_not_delay_the_others(se
         eager.sendall(head.encode() + body)
         assert eager.recv(12) == b"HTTP/1.1 200"
 
-        # Both wait for a server that is stopped, so that it finds both at once.
+        # The server is stopped until both clients have sent, so that it finds both requests at once.
         process.process.send_signal(signal.SIGSTOP)
         eager.sendall((head.encode() + body) * count)
         answered: list[int] = []
@@ -284,12 +284,12 @@ def test_an_agent_that_sends_many_requests_together_does_not_delay_the_others(se
         process.process.send_signal(signal.SIGCONT)
         asking.join()
 
-    # After a few of the other client's requests, not after all.
+    # The answer came after a few of the eager client's requests, not after all.
     assert answered[0] < count // 2
 
 
 def unread(port: int) -> int:
-    """How many of the server's connections have something to be read."""
+    """The number of the server's connections with unread data."""
     found = 0
     for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
         words = line.split()

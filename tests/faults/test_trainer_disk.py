@@ -1,4 +1,4 @@
-"""The bundled trainer where the disk is full, or what is on it is not what was written."""
+"""The bundled trainer with a full disk, or with damaged files on the disk."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def small_disk(folder: Path) -> Iterator[Path]:
 
 
 def fill(folder: Path) -> Path:
-    """Leave not one byte; the file that takes them all."""
+    """Fill the disk to the last byte. Returns the file that fills it."""
     path = folder / "filler"
     there = os.statvfs(folder)
     path.write_bytes(bytes(there.f_bavail * there.f_frsize))
@@ -40,10 +40,10 @@ def fill(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def full_twice(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OneNode]:
-    """A run whose disk is full while step 15 to 36 are done and a worker is killed, and again at its end."""
+    """A run whose disk is full during steps 15 to 36, in which a worker is killed, and again at the end."""
     folder = tmp_path_factory.mktemp("full")
     last = f"hold:forward-1-{STEPS}-0"
-    # The whole run directory is on it; the ledger would have a gap that its verdict names.
+    # The whole run directory is on this disk. The ledger then has a gap, which its verdict names.
     asks = ["hold:forward-0-15-0", "forward-0-23-1", "hold:forward-1-36-0", last]
 
     with (
@@ -123,7 +123,7 @@ def test_a_disk_that_stays_full_at_the_end_is_a_failure_on_all_ranks_and_a_resta
 def test_a_corrupt_newest_checkpoint_costs_the_steps_since_the_one_before_and_they_are_counted(
     tmp_path: Path, calm_training: CalmTrainings
 ) -> None:
-    # The agent dies, and with it the workers and their memory.
+    # Kill the agent, so that the workers and their memory are gone too.
     with OneNode(tmp_path / "run", 3, asks=["hold:forward-0-33-0"]) as run:
         run.wait_for("held")
         killed_at_s = run.job.kill_agent()
@@ -141,6 +141,6 @@ def test_a_corrupt_newest_checkpoint_costs_the_steps_since_the_one_before_and_th
     assert newest.name == "generation-0000-step-00000030"
     assert f"skipping {newest}: it is torn or corrupt" in run.job.output
     assert "restored step 20 from the checkpoint" in run.job.output
-    # Step 31 and 32 have no checkpoint, 21 to 30 had one.
+    # Steps 31 and 32 had no checkpoint, and that of steps 21 to 30 is skipped.
     run.assert_complete(lost=12)
     run.assert_same(calm_training(3))

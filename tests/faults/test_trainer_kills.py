@@ -29,7 +29,7 @@ def result(out: Path) -> dict[str, Any]:
 
 
 def steps(out: Path) -> int:
-    """How many steps metrics.jsonl holds now; a torn last line is none."""
+    """The number of steps in metrics.jsonl now. A torn last line does not count."""
     try:
         return (out / "metrics.jsonl").read_bytes().count(b"\n")
     except FileNotFoundError:
@@ -37,7 +37,7 @@ def steps(out: Path) -> int:
 
 
 def workers_of(job: Job) -> list[psutil.Process]:
-    """The trainer's processes of the running generation; a fork server that just starts looks like one."""
+    """The trainer's processes of the running generation. A fork server that just starts looks like one of them."""
     found = []
     for process in psutil.Process(job.process.pid).children(recursive=True):
         try:
@@ -63,7 +63,7 @@ def test_random_kills_end_with_the_parameters_and_losses_of_the_unfailed_run(
     with train(tmp_path, "stormy", workers, "--max-restarts", str(kills)) as job:
         for generation in range(kills):
             job.wait_for_output(rf"^elaunch: generation {generation}:")
-            # Some right at the start, while the group forms or restores; most somewhere in the training.
+            # Some kills come right at the start, while the group forms or restores. Most come during the training.
             goal = steps(tmp_path / "stormy") + dice.choice([0, 0, 1, 2, 3])
             goal = min(goal, 58)
             wait_for(lambda goal=goal: steps(tmp_path / "stormy") >= goal, f"step {goal}")  # type: ignore[misc]
@@ -75,7 +75,7 @@ def test_random_kills_end_with_the_parameters_and_losses_of_the_unfailed_run(
     calm, stormy = result(tmp_path / "calm"), result(tmp_path / "stormy")
     assert stormy["restarts"] == kills
     assert calm["restarts"] == 0
-    # The other one or two had it all, each time.
+    # Each time the one or two surviving workers had the whole state.
     assert (stormy["steps_lost"], stormy["steps_repeated"], stormy["samples_seen"]) == (0, 0, 60 * 6)
     assert stormy["params_sha256"] == calm["params_sha256"]
     assert losses(tmp_path / "stormy") == losses(tmp_path / "calm")

@@ -1,4 +1,4 @@
-"""The bundled trainer, struck at whatever moment: no step lost while a worker lives, no sample twice, the same bits."""
+"""The bundled trainer, killed at any moment: no step is lost while a worker lives, no sample comes twice, same bits."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from tests.faults.trainings import DEADLINE_S, RESTORED, CalmTrainings, OneNode
 HUNG = r"rank {} \(.*\) hung: .* as its process is stopped \(by SIGSTOP"
 
 
-# What strikes each generation of one job of three workers that takes no snapshot after step 1: who survives saves.
+# The kills in each generation of one job of three workers. It takes no snapshot after step 1, so survivors must save.
 STORM = ["freeze:forward-0-7-2", "publish-1-20-0", "published-2-30-0", "evaluating-3-0-2", "result-4-0-0"]
 
 
 @pytest.fixture(scope="module")
 def storm(tmp_path_factory: pytest.TempPathFactory) -> OneNode:
-    """That job, ended in whatever way."""
+    """The job of STORM after its end, with whatever exit code."""
     folder = tmp_path_factory.mktemp("storm") / "run"
     with OneNode(folder, 3, "--snapshot-every", "100", asks=STORM, launch="--hang-timeout 3") as run:
         run.job.wait(DEADLINE_S)
@@ -49,7 +49,7 @@ def test_after_all_of_these_the_run_is_complete_and_its_end_that_of_the_unfailed
     storm.assert_same(calm_training(3))
 
 
-# Of keepers all but the last four moments are tested in test_keeper_kills.py too, and these above.
+# test_keeper_kills.py also tests all but the last four moments for keepers. The tests above cover those four.
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [2, 3, 4])
 def test_a_kill_at_any_moment_loses_no_step_and_changes_no_bit(
@@ -102,7 +102,7 @@ def test_all_workers_killed_at_once_repeat_the_steps_since_the_snapshot_and_all_
         run.ended()
 
     assert sorted(run.struck()) == sorted(asks)
-    # Snapshots after step 1, 9 and 17; what was lost twice counts twice.
+    # Snapshots are after steps 1, 9 and 17. A step that was lost twice counts twice.
     assert [run.began(1), run.began(2)] == [17, 17]
     assert "restored step 17 from memory (of generation 0); 2 steps are repeated" in run.job.output
     assert "4 steps that were done were lost and computed again" in run.result["ledger"]

@@ -1,4 +1,4 @@
-"""The bundled trainer on several nodes, lost, joining and preempted at awkward moments: no step is lost."""
+"""The bundled trainer on nodes that are lost, join and are preempted at awkward moments: no step is lost."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ def nodes(tmp_path: Path) -> Iterator[OnNodes]:
 
 @pytest.fixture
 def calm(calm_training: CalmTrainings) -> Trained:
-    """Two workers that nothing happens to."""
+    """A run of two workers without failures."""
     return calm_training(2, *GENTLE)
 
 
-# In the last two cases rank 0 has done step 12, and waits in the next one. A copy is made when its step is done and it
-# has been asked who wants to stop.
+# In the last two cases rank 0 has done step 12, and waits in the next step. A copy is made when its step is done, after
+# the ranks were asked whether one of them wants to stop.
 @pytest.mark.parametrize(
     ("moment", "begins"),
     [
@@ -119,7 +119,7 @@ def test_rank_0_is_lost_with_its_node_while_its_checkpoint_gets_its_name(nodes: 
     names = sorted(path.name for path in (nodes.out / "checkpoints").iterdir())
     assert names == ["generation-0000-step-00000010", *(f"generation-0001-step-000000{step}" for step in (30, 40))]
     nodes.assert_complete()
-    # Both are as large as before, and ranks keep no random state of their own.
+    # Both generations have the same size, and ranks keep no random state of their own, so the results are equal.
     nodes.assert_same(calm)
 
 

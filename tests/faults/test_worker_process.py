@@ -1,6 +1,6 @@
-"""Whose child a worker is, what generations do not share, and when it is not forked at all.
+"""A worker's process: its parent, what generations do not share, and when it is not forked at all.
 
-That it is what a fresh interpreter would have been is tested in tests/e2e/fidelity.
+tests/e2e/fidelity tests that a worker is what a fresh interpreter would be.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.harness import script
 FRESH = ("--no-preload",)
 WAYS = pytest.mark.parametrize("how", [LIGHT, FRESH], ids=["forked", "no-preload"])
 
-# Looks at itself before it does anything else; os and sys are there in every interpreter.
+# A program that looks at its process before it does anything else. Every interpreter has loaded os and sys already.
 LOOK = """
 import os
 open_fds = [int(fd) for fd in os.listdir("/proc/self/fd")]
@@ -59,7 +59,7 @@ class TestFacts:
                 assert facts["parent"] == job.fork_server().pid
                 assert facts["session"] == facts["group"] == facts["pid"]
                 assert facts["death_signal"] == 9
-                # 0, 1, 2, the link, and the one that lists them.
+                # Fds 0, 1 and 2, the link, and the fd that lists them.
                 assert sorted(facts["fds"]) == [0, 1, 2, 3, 4]
 
     def test_random_numbers_differ_between_ranks_and_generations_and_nothing_of_torch_was_started(
@@ -101,7 +101,7 @@ if generation == "0":
 
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Watched]:
-    """Two jobs that have ended, by the module that each has preloaded; a signal was blocked when they were started."""
+    """Two ended jobs, by the module that each has preloaded. A signal was blocked when they were started."""
     found: dict[str, Watched] = {}
     for name, text in MODULES.items():
         folder = tmp_path_factory.mktemp(name)
@@ -133,7 +133,7 @@ print("forked", told and told.BY == os.getppid())
 
 
 class TestFallback:
-    """Where forking would not be faithful, workers are fresh interpreters, and one sentence says why."""
+    """If a forked worker would differ, workers are fresh interpreters, and one sentence says why."""
 
     def assert_fresh(self, job: Watched, why: str) -> None:
         assert job.wait() == 0, job.output
@@ -146,7 +146,7 @@ class TestFallback:
         self, tmp_path: Path, how: tuple[str, ...]
     ) -> None:
         name = "json" if how == LIGHT else "profile"
-        # Below the current folder, which is in the search path of the agent of a test (python -m).
+        # The file is not in the current folder, which is on the search path of a test's agent (python -m).
         folder = tmp_path / "mine"
         folder.mkdir()
         script(folder, "MINE = 'the one beside the script'", f"{name}.py")
@@ -168,7 +168,7 @@ class TestFallback:
         assert job.stdout.count("the script ran") == 2
 
     def test_a_sitecustomize_that_asks_for_a_workers_own_variable(self, tmp_path: Path) -> None:
-        """For LOCAL_RANK; the next one asks for RANK."""
+        """This sitecustomize looks up LOCAL_RANK, that of the next test RANK."""
         variable = "LOCAL_RANK"
         env = library(tmp_path, "sitecustomize", f"import os, sys; sys.seen = os.environ.get({variable!r})")
         script(tmp_path, "import os, sys\nprint('seen', sys.seen == os.environ['RANK'])")
@@ -186,7 +186,7 @@ class TestFallback:
         with Watched(tmp_path, *LIGHT, "train.py", env=env) as job:
             self.assert_fresh(job, "looks up RANK")
 
-        # Once by the agent, which is a Python program too, and once by the worker; a fork server adds none.
+        # The agent, which is a Python program too, adds one, and the worker adds one. The fork server adds none.
         assert "count II\n" in job.stdout
 
     def test_a_file_that_python_was_started_with_stays_open(self, tmp_path: Path) -> None:

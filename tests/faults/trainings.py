@@ -1,4 +1,4 @@
-"""Runs of the bundled trainer that are struck at named moments, and what the tests ask of them afterwards."""
+"""Runs of the bundled trainer with failures at named moments, and the checks on their results."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ PROGRAM = Path(__file__).with_name("killing_trainer.py")
 STEPS, BATCH = 40, 12
 SHAPE = ["--steps", str(STEPS), "--global-batch", str(BATCH), "--micro-batch", "2", "--layers", "1", "--width", "16"]
 SHAPE += ["--heads", "2", "--context", "16", "--dropout", "0.1", "--seed", "5", "--checkpoint-every", "10", "--ledger"]
-# At the default rate training amplifies any rounding, and a resized run with it.
+# At the default learning rate training amplifies rounding differences, such as those of a resized run.
 GENTLE = ("--lr", "3e-4")
 RESTORED = r"restored step (\d+) from (memory|the checkpoint) .*; (\d+) steps? (?:is|are) repeated"
 DEADLINE_S = 240.0
 
 
 class Trained:
-    """What one run in `folder`, which all its workers see, has recorded and left."""
+    """The records and results of one run in `folder`, which all its workers see."""
 
     def __init__(self, folder: Path, disk: Path | None = None) -> None:
         """The run directory is on `disk`, if that is given."""
@@ -45,11 +45,11 @@ class Trained:
         wait_for(lambda: self.of(event, **fields), f"{event} {fields}", deadline_s)
 
     def struck(self, event: str = "killed") -> list[str]:
-        """The names of the moments' files that have struck, in order."""
+        """The files of the moments that have struck, in order."""
         return [f"{r['moment']}-{r['generation']}-{r['step']}-{r['rank']}" for r in self.of(event)]
 
     def began(self, generation: int) -> int:
-        """The step that a generation went on after."""
+        """The step after which that generation went on."""
         (step,) = {r["step"] for r in self.of("began", generation=generation)}
         return int(step)
 
@@ -67,7 +67,7 @@ class Trained:
         return {line["step"]: line["loss"] for line in self.lines}
 
     def assert_complete(self, *, lost: int = 0, steps: int = STEPS) -> None:
-        """Every step is there once, exactly `lost` of them were done twice, each sample was seen once."""
+        """Check that every step is there once, exactly `lost` steps were done twice, and each sample was seen once."""
         assert [line["step"] for line in self.lines] == list(range(1, steps + 1))
         result = self.result
         assert (result["steps_lost"], result["steps_repeated"]) == (lost, lost)
@@ -78,27 +78,27 @@ class Trained:
         assert result["ledger"] == verdict.text
 
     def assert_same(self, calm: Trained) -> None:
-        """Bit for bit the run that nothing happened to."""
+        """Check that the result is bit for bit that of the run without failures."""
         assert self.losses == calm.losses
         assert self.result["params_sha256"] == calm.result["params_sha256"]
         assert self.result["held_out_loss"] == calm.result["held_out_loss"]
 
     def assert_close(self, calm: Trained) -> None:
-        """The losses of a run of another size: only the order of float sums differs."""
+        """Compare the losses with those of a run of another size, in which only the order of float sums differs."""
         worst = max(abs(loss - calm.losses[step]) / calm.losses[step] for step, loss in self.losses.items())
         print(f"largest relative difference of a loss: {worst:.2g}")
         assert self.losses.keys() == calm.losses.keys()
         assert worst < 1e-5
 
     def assert_no_memory_is_left(self) -> None:
-        """What it had in shared memory is gone."""
+        """Check that the run has left nothing in shared memory."""
         folders = {Path(r["memory"]) for r in self.of("began") if r["memory"]}
         assert folders
         assert not [folder for folder in folders if folder.exists()]
 
 
 class Training(Trained):
-    """One run: what is asked for, and what it left."""
+    """One run with the moments that the test asks for, and its results."""
 
     def __init__(self, folder: Path, asks: Iterable[str] = (), disk: Path | None = None) -> None:
         """`asks` are names of moments' files (moments.py); `hold:` or `freeze:` before one says what it does."""
@@ -110,13 +110,13 @@ class Training(Trained):
 
     def ask(self, ask: str) -> None:
         what, _, name = ask.rpartition(":")
-        # No worker must see a file that does not say yet what it asks for.
+        # Make each file whole before it gets its name: a worker must not read a file that is still empty.
         partial = self.folder / f".{name}"
         partial.write_text(what)
         partial.rename(self.folder / name)
 
     def release(self, name: str) -> None:
-        """Let the rank that is held there go on."""
+        """Let the rank go on that is held at that moment."""
         (self.folder / name).unlink()
 
     def words(self, *options: str) -> list[str]:
@@ -152,7 +152,7 @@ class OneNode(Training):
         self.job.__exit__()
 
     def ended(self, code: int = 0) -> OneNode:
-        """Wait for its end; nothing of it is left."""
+        """Wait for the run's end. It must leave nothing."""
         assert self.job.wait(DEADLINE_S) == code, self.job.output
         self.job.assert_nothing_is_left()
         self.assert_no_memory_is_left()
@@ -160,9 +160,9 @@ class OneNode(Training):
 
 
 class CalmTrainings:
-    """The runs that nothing happened to, made when they are first asked for; all test processes share `folder`.
+    """The runs without failures, each made when a test first needs it. All test processes share `folder`.
 
-    They have no agent and no memory: neither changes anything that a run leaves.
+    The runs have no agent and no memory: neither changes the result of a run.
     """
 
     def __init__(self, nursery: Nursery, folder: Path) -> None:

@@ -58,12 +58,12 @@ if TYPE_CHECKING:
 KEYS = Keys("job")
 FAREWELL_S = 2.0
 LINK_LOOK_S = 1.0
-# A timer never fires early, whatever floats make of two clocks.
+# Added to each timer: it must not fire early because of rounding between two clocks.
 LATE_S = 1e-6
 
 
 class Host:
-    """One machine: its clock, its network, and whatever agent runs on it."""
+    """One machine: its clock, its network, and the agent that runs on it."""
 
     def __init__(self, world: World, plan: HostPlan) -> None:
         self.world = world
@@ -78,16 +78,16 @@ class Host:
 
     @property
     def is_silent(self) -> bool:
-        """Whether nobody hears when a process on it dies."""
+        """Whether no peer notices when a process on this host dies."""
         return self.is_off or self.is_cut
 
     @property
     def process(self) -> AgentProcess | None:
-        """The agent that runs here, if one does."""
+        """The agent that runs here, if there is one."""
         return self.processes[-1] if self.processes and self.processes[-1].is_alive else None
 
     def start(self) -> None:
-        """Start an agent, unless one is there."""
+        """Start an agent, unless one runs already."""
         if not self.process and not self.is_off:
             process = AgentProcess(self.world, self, len(self.processes))
             self.processes.append(process)
@@ -154,7 +154,7 @@ class AgentProcess:
         return [worker for worker in self.workers if worker.is_alive]
 
     def busy(self, what: str) -> int:
-        """How often it has done that in this second."""
+        """Count that the agent does `what`. Returns how often it has done so in this second."""
         second, times = self._busy.get(what, (0, 0))
         now = int(self.world.now_s)
         self._busy[what] = (now, times + 1 if now == second else 1)
@@ -164,14 +164,14 @@ class AgentProcess:
         self.world.log(self.name, "starts")
         self._order(self.client.begin)
 
-    # What happens to it.
+    # Events that come to the agent.
 
     def hear(self, event: Event | LookAgain) -> None:
         self._inbox.append(event)
         self._turn_soon()
 
     def report(self, event: WorkerExited | ServiceLost | WorkerRaised | WorkersHung | Cleared) -> None:
-        """Bring word of its workers: in time or late, once or twice, and sometimes old news again."""
+        """Bring the agent an event about its workers: in time or late, and sometimes a second time, much later."""
         world, rng = self.world, self.rng
         if not world.is_rough or rng.random() < 0.8:
             self.hear(event)
@@ -181,7 +181,7 @@ class AgentProcess:
             world.later(rng.uniform(0, 3), lambda: self.hear(event))
 
     def read(self, event: LinkEvent) -> None:
-        """A worker says something on its link: read before anything else is decided, and soon where that is awaited."""
+        """A worker sends a message on its link. The agent reads it before its next decision, and soon if it waits."""
         self._said.append(event)
         if isinstance(self.agent.phase, Running):
             self.world.later(LINK_LOOK_S, self._turn_soon)
@@ -193,7 +193,7 @@ class AgentProcess:
         self.hear(Signalled(signum, Signals(signum).name))
 
     def kill(self) -> None:
-        """SIGKILL: its workers die with it."""
+        """SIGKILL the agent. Its workers die with it."""
         if not self.is_alive:
             return
         self.is_alive = False
@@ -219,7 +219,7 @@ class AgentProcess:
             self.world.later(self.rng.uniform(0, 0.01), what)
 
     def holds(self, what: Callable[[], None], *, is_loop: bool = False) -> bool:
-        """Whether `what` cannot be done now; if it ever can, it will be."""
+        """Whether `what` cannot be done now. If the agent goes on later, `what` is done then."""
         if not self.is_alive:
             return True
         if self.is_stopped or (is_loop and self.is_wedged):
@@ -227,7 +227,7 @@ class AgentProcess:
             return True
         return False
 
-    # Its loop.
+    # The agent's loop.
 
     def _turn_soon(self) -> None:
         if not self._is_turning and self.is_alive:
@@ -319,7 +319,7 @@ class AgentProcess:
             case Say() | TakeStacks():
                 pass
 
-    # Its hands.
+    # The agent's actions.
 
     def _living_of(self, generation: int, local_ranks: frozenset[int]) -> list[Worker]:
         return [w for w in self.living if w.generation == generation and w.local_rank in local_ranks]
@@ -343,7 +343,7 @@ class AgentProcess:
             for worker in mine:
                 worker.is_alive = False
                 group.review()
-                # Nobody is left to say how it ended; its peers notice all the same.
+                # No process is left that could report the worker's end. Its peers notice all the same.
                 group.reset_peers(worker)
 
     def _clear(self, generation: int) -> None:
@@ -374,7 +374,7 @@ class AgentProcess:
         self.line.close()
         self.world.died(self)
 
-    # Its session's thread.
+    # The thread of the agent's session.
 
     def _order(self, request: Request) -> None:
         self._requests.add(request)
@@ -389,7 +389,7 @@ class AgentProcess:
         if self.holds(self._work):
             return
         if self._requests.has_any and not self.line.is_up:
-            # Found out when the call's time is over.
+            # The caller notices only when the call's deadline is over.
             self.world.later(self.world.plan.times.call_deadline_s, self._attempt)
         else:
             self._attempt()

@@ -1,4 +1,4 @@
-"""What must hold: after every write to the store, after every step of an agent, and at the end."""
+"""The checks after every write to the store, after every step of an agent, and at the end."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
     from tests.sim.cluster import World
 
 
-# Of one agent, in one second: a leader of many nodes has its busy moments.
+# Limits for one agent in one second. They are high, since a leader of many nodes has busy moments.
 STEPS_A_SECOND_MAX = 150
 CALLS_A_SECOND_MAX = 60
 
 
 class Violation(AssertionError):
-    """Something that must hold did not; `rule` names it in a word or two."""
+    """A check failed. `rule` names the check in a word or two."""
 
     def __init__(self, rule: str, text: str) -> None:
         super().__init__(f"{rule}: {text}")
@@ -46,7 +46,7 @@ class Violation(AssertionError):
 
 @dataclass
 class Run:
-    """One run of the job's id."""
+    """One run with the job's id."""
 
     terms: Terms
     first: int
@@ -72,7 +72,7 @@ class Checks:
         self._cleared: set[tuple[str, int]] = set()
         # The revision at which a node ceased to be a member.
         self._left: dict[str, int] = {}
-        # Who began which lease for the keys of a run, and on which of them a run stood.
+        # The agent that began each lease for a run's keys, and the leases that a run's keys were on.
         self._begun_for_runs: dict[int, AgentProcess] = {}
         self._stood_on: set[int] = set()
         self._have_joined: set[tuple[int, str]] = set()
@@ -109,7 +109,8 @@ class Checks:
             self._require(entry is None or entry.lease, "lease", f"{key} would never go away")
             if key == KEYS.spec and entry:
                 self._stood_on.add(entry.lease)
-        # What a transaction opens or seals is judged by what stood there before it, its deletions come last.
+        # A generation or table that a transaction writes is checked against the keys before that transaction. So its
+        # deletions come last.
         for key, entry in update.entries.items():
             if entry and parts[key][0] == "ctl":
                 self._ctl(parts[key], entry, update)
@@ -188,7 +189,7 @@ class Checks:
                 self._require(not done, "join", f"{opened}, but {done} are done")
 
     def _seal(self, table: RankTable, view: int) -> None:
-        """`view` is the revision that the leader looked at; who goes after that is found lost a moment later."""
+        """`view` is the revision that the leader looked at. A node that leaves later is found lost soon after."""
         world, run, g, before = self._world, self.run, table.generation, self.run.table
         nodes = [seat.node_id for seat in table.seats]
         world.log("store", f"table {g}: {nodes} restarts {table.restarts}: {table.reason}")
@@ -214,7 +215,7 @@ class Checks:
         run.table = self.tables[g] = self.standing[g] = table
 
     def _require_stopped(self, g: int) -> None:
-        """Whoever is a member runs nothing older than the table that is sealed."""
+        """No member runs workers that are older than the table that is sealed."""
         for process in self._world.alive:
             for worker in process.living:
                 is_old = worker.generation < g and process.node_of[worker.generation] in self.members
@@ -265,7 +266,7 @@ class Checks:
         if "nodes were here" in outcome.reason:
             here = len(self.joined.get(outcome.generation, {}))
             self._require(here < run.terms.nodes_min, "ended", f"{outcome}, but {here} are here")
-            # Another run's end may be heard of late.
+            # An agent may learn late of an earlier run's end.
             gone = [
                 p.name
                 for h in world.hosts
@@ -355,7 +356,7 @@ class Checks:
         self._require(g > max(process.node_of, default=-1), "group", f"{process.name} starts generation {g} again")
 
     def signalling(self, worker: Worker, signum: int) -> None:
-        """Who listens is told, and gets a signal only when its time is over, or when it has nothing more to do."""
+        """A worker that listens is told first. It gets a signal only after its time is over, or when it is done."""
         world, times, phase = self._world, self._world.plan.times, worker.process.agent.phase
         if not isinstance(phase, (Running, Stopping)) or worker.local_rank not in phase.words.to_failure:
             worker.was_signalled = True
@@ -363,7 +364,7 @@ class Checks:
             return
         patience_s = times.boundary_wait_s
         if signum == KILL:
-            # A signal to the agent, or the job's end, leaves less.
+            # A signal to the agent, or the job's end, leaves the worker less time.
             patience_s = min(patience_s, times.stop_grace_s, times.failure_grace_s)
         told = (worker.asked_s, patience_s), (worker.failed_s, times.failure_grace_s)
         # Clocks differ by some percent.
@@ -376,12 +377,12 @@ class Checks:
         self._cleared.add(ordered)
 
     def called(self, process: AgentProcess) -> None:
-        """A request of its is on its way to the store."""
+        """The agent sends a request to the store."""
         calls = process.busy("calls")
         self._require(calls <= CALLS_A_SECOND_MAX, "busy", f"{process.name} asks the store {calls} times a second")
 
     def stepped(self, process: AgentProcess, before: Agent, event: Event) -> None:
-        """After a step and all that it did."""
+        """The agent has made a step and carried out its actions."""
         steps = process.busy("steps")
         self._require(steps <= STEPS_A_SECOND_MAX, "busy", f"{process.name} takes {steps} steps a second")
         agent, living = process.agent, process.living
@@ -398,18 +399,18 @@ class Checks:
                 self._require(not living, "group", f"{process.name} is {agent.phase} while {living} run")
 
     def heeded(self, process: AgentProcess, signum: int) -> None:
-        """Whoever got a signal that long ago has gone, if it can do anything at all."""
+        """An agent that got a signal that long ago has ended, unless it is stopped or its loop hangs."""
         is_free = process.is_alive and not (process.is_stopped or process.is_wedged)
         self._require(not is_free or process.outcome, "signal", f"{process.name} did not heed signal {signum}")
 
     def exiting(self, process: AgentProcess, outcome: Outcome) -> None:
-        """Whether the agent's outcome is one that its history gives it."""
+        """The agent's outcome must follow from its history."""
         world = self._world
         world.log(process.name, f"exits with {outcome.exit_code}")
         if self.is_garbled or world.is_history_lost:
             return
-        # Who is slow to hear of its run's end may see the next one begin before it goes; who comes later may not
-        # take it for its own, if none of its members was left.
+        # An agent that learns late of its run's end may see the next run begin before it exits. An agent that comes
+        # later must not take an ended run for its own, if none of that run's members was left.
         ended = [run.ended for run in self.runs if run.last_member_s >= process.started_s]
         match outcome.kind:
             case OutcomeKind.SUCCEEDED:
@@ -427,7 +428,7 @@ class Checks:
                 self._require(is_long, "exit code", text)
 
     def finished(self) -> None:
-        """When every agent is gone, and the leases are over."""
+        """Every agent is gone, and all leases have ended."""
         if self.is_garbled or self._world.is_history_lost:
             return
         self._require(not self.members, "left behind", f"{list(self.members)}")
@@ -438,6 +439,6 @@ class Checks:
 
 
 def is_leaders(txn: Txn) -> bool:
-    """Whether only a leader, or who wants to be one, writes this."""
+    """Whether only a leader, or a node that wants to lead, writes this transaction."""
     keys = [op.key for op in txn.then if isinstance(op, Put)]
     return KEYS.leader in keys or any(getattr(guard, "key", "") == KEYS.leader for guard in txn.guards)

@@ -1,8 +1,8 @@
 """Whole clusters in virtual time: many agents, one store, and everything that can go wrong between them.
 
-The decisions are the product's own, and so is the client of the store; threads, processes, networks and clocks
-are simulated. A seed is one world: `simulate(draw(seed))` lives it, checks every write and every step, and raises
-`Violation` with the world and its history. One seed alone, with its whole history: `python -m tests.sim.cluster SEED`.
+The decisions are the product's own, and so is the client of the store. Threads, processes, networks and clocks are
+simulated. A seed is one world: `simulate(draw(seed))` runs it, checks every write and every step, and raises
+`Violation` with the world and its history. `python -m tests.sim.cluster SEED` runs one seed with its whole history.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from tests.sim.groups import INT, TERM, USR1, Group, Worker
 from tests.sim.plans import FOREVER_S, Fault, Plan, Strike, draw
 
 HISTORY_SHOWN = 600
-# From the last fault to the last agent's end.
+# The most time from the last fault to the last agent's end.
 LIFE_AFTER_S = 260.0
-# Stopping, killing, clearing up at its slowest, and a loop that stood still meanwhile.
+# The most time to obey a signal: for stopping, killing, the slowest clearing up, and a loop that stood still meanwhile.
 HEEDED_S = 70.0
 
 
 class World:
-    """One cluster and its life. Violations of the `ignored` rules are let pass."""
+    """One cluster and its life. Violations of the rules in `ignored` are not raised."""
 
     def __init__(self, plan: Plan, ignored: tuple[str, ...] = ()) -> None:
         self.plan = plan
         self.ignored = ignored
         self.rng = random.Random(plan.seed)
-        # By which a scheduler takes nodes away.
+        # The signal by which the scheduler takes nodes away.
         self.notice = USR1 if plan.seed % 3 == 1 else TERM
         self.now_s = 0.0
         self.store = MemoryStore()
@@ -71,7 +71,7 @@ class World:
         heapq.heappush(self._heap, (self.now_s + in_s, self._order, what))
 
     def pump_for(self, for_s: float) -> None:
-        """Let everybody else act for so long."""
+        """Let all others act for this long."""
         was_pumping, self.is_pumping = self.is_pumping, True
         until_s = self.now_s + for_s
         while self._heap and self._heap[0][0] <= until_s:
@@ -86,7 +86,7 @@ class World:
         what()
 
     def live(self) -> None:
-        """From the first agent's start to the last one's end."""
+        """Run from the first agent's start to the last one's end."""
         self._plan_all()
         self._live_on()
         self.now_s += self.plan.times.lease_ttl_s + 5.0
@@ -104,13 +104,13 @@ class World:
                     raise Violation("liveness", f"at {self.now_s:.0f} s there are still {phases}")
                 break
         for process in self.alive:
-            # A loop that never goes on has no end of its own.
+            # An agent whose loop never goes on cannot end by itself.
             assert process.is_lost, f"nothing will ever happen any more, and {process.name} is alive"
             process.kill()
         self._heap.clear()
 
     def _start_again(self) -> None:
-        """Somebody types the same once more: the job's id is used again."""
+        """The user types the same command once more: the job's id is used again."""
         if self.now_s <= max(host.start_s for host in self.plan.hosts) or self.checks.is_garbled:
             return
         self._times_again -= 1
@@ -163,7 +163,7 @@ class World:
     # The store.
 
     def advance_store(self) -> None:
-        """Leases end on the store's own clock, which stands still while it is away with them."""
+        """Advance the store's own clock, on which leases end. It stands still while the store is away."""
         if self._store_away_since_s is None:
             self.store.advance(max(0.0, self.now_s - self._store_frozen_s - self.plan.lease_slack_s))
 
@@ -186,7 +186,7 @@ class World:
         self.store.revoke(lease)
 
     def _strikes_leader(self, txn: Txn) -> bool | None:
-        """Whether its sender dies of this leader's write: True after it, False before it."""
+        """Whether the sender is killed at this leader's write: True after it, False before it, None not at all."""
         if not self._leader_kills or not is_leaders(txn):
             return None
         number, is_after = self._leader_kills[0]
@@ -405,7 +405,7 @@ def _ops(txn: Txn) -> str:
 
 
 def simulate(plan: Plan, ignored: tuple[str, ...] = ()) -> World:
-    """Live one world. Raises Violation with its seed, what it is like, and its history."""
+    """Run one world. Raises Violation with the seed, the world and its history."""
     world = World(plan, ignored)
     try:
         world.live()

@@ -1,4 +1,4 @@
-"""The workers of a whole cluster: what they run together, what one's end does to the others, how they obey signals."""
+"""The workers of a whole cluster: their common progress, the effect of one worker's end, and how they obey signals."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from tests.sim.cluster import World
 
 INT, KILL, USR1, TERM = 2, 9, 10, 15
-# A connection that is reset is noticed so soon.
+# A worker notices a reset connection after this time.
 PEER_LOST_S = (0.02, 0.2)
 PROGRESS_S = 0.5
 PEER_TAIL = "RuntimeError: Connection closed by peer [10.0.0.1]:4711\n"
-# More than a brief record has room for.
+# Longer than the text that a brief record can hold.
 OWN_TAIL = "".join(f"step {number}\n" for number in range(300))
 
 
@@ -39,7 +39,7 @@ class Manner(Enum):
 
 @dataclass(eq=False)
 class Worker:
-    """One process. `asked_s` and `failed_s` are when it was told to stop after a step, and of a failure."""
+    """One process. It was told at `asked_s` to stop after a step, and at `failed_s` of a failure."""
 
     process: AgentProcess
     generation: int
@@ -93,7 +93,7 @@ class Group:
         self.review()
 
     def review(self) -> None:
-        """Whether all ranks are here and reach each other: only then do they get on."""
+        """Start or stop the group's progress: it trains only if all ranks are here and reach each other."""
         world = self._world
         hosts = {worker.process.host.name: worker.process.host for worker in self.workers.values()}
         is_whole = len(self.workers) == self.table.world_size and all(w.is_alive for w in self.workers.values())
@@ -115,7 +115,7 @@ class Group:
             self.runs_since_s = None
             self._token += 1
             if world.plan.collective and not self.is_finished:
-                # A checkpoint holds most of it.
+                # A checkpoint keeps most of the progress.
                 world.trained_s += 0.9 * ran_s
 
     @property
@@ -132,9 +132,9 @@ class Group:
         is_own: bool = False,
         has_stopped: bool = False,
     ) -> None:
-        """A worker is gone; `is_own` says that its failure is its own, whatever becomes of that.
+        """A worker ends. `is_own` says that a failure is the worker's own, whatever follows from it.
 
-        One that `has_stopped` after a step, as all ranks have, leaves nobody waiting.
+        A worker that `has_stopped` after a step leaves no rank waiting, since all ranks stopped after that step.
         """
         if not worker.is_alive:
             return
@@ -155,7 +155,7 @@ class Group:
             return
         if signum == KILL:
             if worker.manner is Manner.STUCK:
-                # It runs no line of its program any more; but nobody is told.
+                # The process runs no more code, but its end is not reported yet.
                 world.later(rng.uniform(1, 40), lambda: self._report_late(worker))
                 worker.is_alive, worker.code = False, -KILL
                 self.review()
@@ -168,12 +168,12 @@ class Group:
         codes = {Manner.DIES: -signum, Manner.EXITS_1: 1}
         code = codes.get(worker.manner, 0)
         is_own = not by_agent
-        # The agent hears of the scheduler's signal before a worker has saved and gone.
+        # The agent gets the scheduler's signal before a worker has saved and ended.
         at_least_s = 0.4 if is_own and not code else 0.0
         world.later(at_least_s + rng.uniform(0, within_s), lambda: self.end(worker, code, is_own=is_own))
 
     def tell(self, worker: Worker, message: Message) -> None:
-        """A worker's agent says something on its link."""
+        """A worker's agent sends a message on the link."""
         world = self._world
         if not worker.is_alive:
             return
@@ -191,7 +191,7 @@ class Group:
                     world.later(world.rng.uniform(0, 0.3), lambda: self._save(worker))
 
     def hang(self) -> None:
-        """Its ranks wait for each other for ever; agents that watch over them find out."""
+        """The ranks wait for each other for ever. Agents that watch for a hang find out."""
         if self.is_finished or not self._world.plan.collective:
             return
         self.is_hung = True
@@ -216,7 +216,7 @@ class Group:
             worker.process.read(WorkerSaved(worker.generation, worker.local_rank, 1))
 
     def _come_to_boundary(self, token: int) -> None:
-        """All ranks that can still do a step together stop after the same one."""
+        """All ranks that can still do a step together stop after the same step."""
         if token == self._token and self.runs_since_s is not None and not self.is_finished:
             for worker in self.workers.values():
                 self._stop(worker)
@@ -233,7 +233,7 @@ class Group:
         if not worker.is_alive:
             return
         self.end(worker, code, has_stopped=True)
-        # Its agent hears too late of what it was for, or never.
+        # The agent may learn the reason of the stop too late, or never. The exit then counts as a failure.
         hold_s = 0.9 * STOPPED_HOLD_S
         if code:
             self._world.later(hold_s, lambda: self._count_if_unheard(worker))
@@ -267,7 +267,7 @@ class Group:
         self.end(worker, 1, FailureKind.STARTUP, is_own=True)
 
     def reset_peers(self, dead: Worker) -> None:
-        """Who waits for a dead peer in a collective fails, unless it is out of reach or blind."""
+        """Workers that wait for a dead peer in a collective fail, unless they are out of reach or blind."""
         world = self._world
         if dead.process.host.is_silent:
             return
@@ -282,7 +282,7 @@ class Group:
         if not worker.is_alive or self.is_finished:
             return
         if kind is FailureKind.EXIT_CODE:
-            # Only its last output tells what it was; that comes with `Cleared`.
+            # Only the worker's last output tells the cause. It comes with `Cleared`.
             worker.process.tails[worker.local_rank] = PEER_TAIL
         elif self._world.rng.random() < 0.2:
             worker.has_raised = True

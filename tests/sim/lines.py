@@ -1,4 +1,4 @@
-"""One agent's line to the store: it is slow, it loses and repeats, it is cut; what it carries is the real store's."""
+"""One agent's line to a real store in memory. The line may be slow or cut, and may lose or repeat requests."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 LATE_MAX_S = 4.0
-# An agent that has not been heard for a while tries again so seldom.
+# A store that is back for less than this may go unnoticed: an agent without an answer for a while tries only so often.
 NOTICED_S = 3.0
 
 
 class Gone(Exception):
-    """The process that called is dead; nothing of it goes on."""
+    """The process that made the call is dead, so the call does not return."""
 
 
 class Line:
@@ -41,7 +41,7 @@ class Line:
         self._world = world
         self._process = process
         self._watches: list[WatchLine] = []
-        # How long the calls of the last request took beyond the usual.
+        # The additional time that the calls of the last request took.
         self.waited_s = 0.0
         self.down_since_s: float | None = None
         self.up_since_s: float | None = None
@@ -90,13 +90,13 @@ class Line:
             watch.close()
 
     def resume(self) -> None:
-        """The line may be up again: watches go on where they were."""
+        """The line may be up again. Then watches go on where they were."""
         self.note()
         for watch in self._watches:
             watch.resume()
 
     def deafen(self) -> None:
-        """The watch of the moment tells nothing any more."""
+        """The present watches report nothing any more."""
         for watch in self._watches:
             watch.is_deaf = True
 
@@ -113,7 +113,7 @@ class Line:
         self.up_since_s = None
 
     def down_s(self) -> float:
-        """How long it has been down, but for moments that an agent may miss."""
+        """How long the line has been down. Moments in which it was up, and which an agent may miss, do not count."""
         self.note()
         return self._world.now_s - self.down_since_s if self.down_since_s is not None else 0.0
 
@@ -129,7 +129,8 @@ class Line:
             raise HistoryLost("the store lost its history")
         is_rough = world.is_rough
         if is_rough and plan.twice and again and rng.random() < plan.twice:
-            # It gave up waiting for this one, which arrives after all; or it arrived, and is repeated on its way.
+            # Either the caller stops waiting for this request, which arrives later. Or the request arrives, and is
+            # repeated on the way.
             world.later(rng.uniform(0, LATE_MAX_S), again)
             if rng.random() < 0.5:
                 self._time_out()
@@ -148,7 +149,7 @@ class Line:
         raise Unavailable("no answer came in time")
 
     def _travel(self) -> None:
-        """Time passes on the way, in which others act; only one call in the world is seen so closely at a time."""
+        """Let time pass during a call, in which others act. Only one call in the world does so at a time."""
         world = self._world
         if not world.is_pumping and world.rng.random() < world.plan.interleave:
             world.pump_for(world.rng.uniform(0, 2 * world.plan.call_s))
@@ -159,7 +160,7 @@ class Line:
 
 
 class WatchLine:
-    """Word of what changes: late, sometimes twice, and nothing at all where it is deaf."""
+    """A watch that reports changes late, and sometimes twice. A deaf watch reports nothing."""
 
     def __init__(self, world: World, process: AgentProcess, prefix: str, tell: Callable[[Update], None]) -> None:
         self._world = world
@@ -175,7 +176,7 @@ class WatchLine:
         self._watch = self._world.store.watch(self._prefix, after, self._changed)
 
     def begun(self) -> None:
-        """What is there is read when the watch has begun, by a call like any other."""
+        """Once the watch has begun, read the present keys by a call like any other."""
         try:
             view = self._process.line.read(self._prefix)
         except StoreError:
@@ -188,7 +189,7 @@ class WatchLine:
         self._watch.close()
 
     def resume(self) -> None:
-        """Reconnected: what was missed comes one by one, or, where the store has forgotten it, as a view."""
+        """Reconnect. Missed changes come one by one, or as one view if the store has compacted them."""
         if not self._pending or self.is_closed or not self._process.line.is_up:
             return
         if self._world.rng.random() < 0.2:
@@ -204,7 +205,7 @@ class WatchLine:
     def _order(self) -> None:
         world = self._world
         late_s = self._process.host.plan.behind_s + world.rng.uniform(0, world.watch_s)
-        # In order, whatever each one's delay.
+        # Updates arrive in order, although each has its own delay.
         self._arrives_s = max(self._arrives_s, world.now_s + late_s)
         world.later(self._arrives_s - world.now_s, self._deliver)
 

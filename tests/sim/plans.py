@@ -1,4 +1,4 @@
-"""What a seed stands for: a job, its nodes, how slow and lossy everything is, and what strikes when."""
+"""Draws the world of a seed: a job, its nodes, delays and losses, and faults with their times."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FOREVER_S = 1e9
 
 
 class Strike(Enum):
-    """What can go wrong, or be wanted, at a moment."""
+    """Faults, and actions of people and schedulers, that can happen at a moment."""
 
     KILL = "agent killed"
     KILL_AT = "agent killed at an action"
@@ -57,14 +57,14 @@ class Strike(Enum):
 
 
 FATAL = (Strike.GARBAGE, Strike.HISTORY)
-# Whose effects are over once these have been lifted.
+# Faults that last for a while. Their effects end when they end.
 LASTING = (Strike.STOP, Strike.WEDGE, Strike.CUT, Strike.STORELESS, Strike.AWAY, Strike.AWAY_ENDING, Strike.POWER)
 REFUSALS = (Strike.FULL, Strike.REFUSED)
 
 
 @dataclass(frozen=True)
 class Fault:
-    """`host` is an index, taken modulo their number; `number` counts actions or writes where it is about those."""
+    """A fault on one host. `host` is an index, modulo the number of hosts. `number` is that of an action or a write."""
 
     at_s: float
     what: Strike
@@ -74,7 +74,7 @@ class Fault:
 
 
 class Program(Enum):
-    """What the workers' program is like."""
+    """The behaviour of the workers' program."""
 
     GOOD = "works"
     UNSTARTABLE = "never starts"
@@ -84,10 +84,10 @@ class Program(Enum):
 
 @dataclass(frozen=True)
 class HostPlan:
-    """One host, and the agent that is started on it at `start_s`; its clock runs at `rate` from `clock_s`.
+    """One host, and the agent that is started on it at `start_s`. The host's clock runs at `rate` from `clock_s`.
 
-    `again_s` is how long after its agent's death another one is started there, or None. `behind_s` is how much later
-    than the others it hears of anything.
+    `again_s` is the time from the agent's death to the start of another one there, or None. `behind_s` is how much
+    later than other hosts it learns of anything.
     """
 
     name: str
@@ -104,13 +104,13 @@ class HostPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """One world. Until `heal_s` its lines lose and delay what they carry.
+    """One world. Until `heal_s` its lines to the store lose and delay messages.
 
-    `call_s` and `watch_s` are how long a call and a watch's word take at most, `lost` the share of answers that never
-    come, `twice` of requests that come again late. `work_s` is what the job needs to train in all. A `collective`
-    program blocks where a rank is missing, and fails where one dies. `peers_blind` is the share of workers that do not
-    notice. `obedient` workers die of SIGTERM at once; others have ways of their own. Where the program `listens`, its
-    workers are told on their links when to stop, and of failures.
+    `call_s` and `watch_s` are the longest times of a call and of a watch's report. `lost` is the share of answers that
+    never come, `twice` the share of requests that arrive again later. `work_s` is the training time that the job needs.
+    A `collective` program blocks if a rank is missing, and fails if one dies. `peers_blind` is the share of workers
+    that do not notice a peer's death. `obedient` workers die of SIGTERM at once; others react in other ways. If the
+    program `listens`, agents tell its workers on their links when to stop, and of failures.
     """
 
     seed: int
@@ -138,7 +138,7 @@ class Plan:
 
     @property
     def heal_s(self) -> float:
-        """After this nothing goes wrong any more."""
+        """The time after which nothing fails any more."""
         return max((fault.at_s + min(fault.lasts_s, 60.0) for fault in self.faults), default=0.0) + 0.5
 
     def __str__(self) -> str:
@@ -223,7 +223,7 @@ def _hosts(rng: random.Random, nodes: int) -> tuple[HostPlan, ...]:
 
 def _faults(rng: random.Random, nodes: int) -> tuple[Fault, ...]:
     number = rng.choice([0, 1, 2, 3, 5, 8, 12, 16, 25, 40])
-    # Some worlds know one kind of fault only, and much of it; some strike several times within moments.
+    # Some worlds have only one kind of fault, and many of it. Some have several faults within moments.
     theme = rng.choice([*_COMMON]) if rng.random() < 0.3 else None
     within_s = rng.choice([1.0, 10.0, 20.0, 60.0])
     begin_s = rng.choice([0.0, 0.0, 2.0, 6.0])

@@ -1,7 +1,7 @@
 """Whole clusters of agents in random worlds: safety after every write and step, liveness once all is well again.
 
-A seed that fails prints itself, its world and its history. One alone: `pytest tests/sim -k '[<seed>]'` for the fast
-ones, `python -m tests.sim.cluster <seed>` for any, with its whole history.
+A seed that fails prints itself, its world and its history. To run one seed alone: `pytest tests/sim -k '[<seed>]'` for
+the fast ones, `python -m tests.sim.cluster <seed>` for any seed, with its whole history.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FAST_SEEDS, SLOW_SEEDS = range(300), range(300, 10_300)
 
 @cache
 def life(seed: int) -> Counter[object]:
-    """Live a world; what came to pass in it, and how often."""
+    """Simulate the world of a seed. Returns what happened in it, and how often."""
     world = simulate(draw(seed))
     seen: Counter[object] = Counter(world.struck)
     seen.update(opened.kind for _, opened in world.checks.opened)
@@ -56,7 +56,7 @@ def test_the_same_seed_is_the_same_life() -> None:
 
 
 def test_the_random_lives_hold_what_they_promise() -> None:
-    """All that can go wrong does, and every end is reached."""
+    """Every kind of fault happens in some seed, and every kind of end is reached."""
     seen: Counter[object] = Counter()
     for seed in FAST_SEEDS:
         seen.update(life(seed))
@@ -64,7 +64,7 @@ def test_the_random_lives_hold_what_they_promise() -> None:
 
     assert not set(Strike) - set(seen)
     assert not set(OpenKind) - set(seen)
-    # Whose transaction is made by `Join`.
+    # `Join` makes the transaction with this tag, and is counted itself.
     assert not set(Tag) - {Tag.JOIN} - set(seen)
     assert {f"exit {code}" for code in (0, 1, 2, 3, 130, 143)} <= set(seen)
     assert {LeaseLost, ReplaceForkServer, Widen} <= set(seen)

@@ -1,4 +1,4 @@
-"""Worlds in which the product once failed; the simulator found each by a seed, here is what of it matters."""
+"""Worlds in which the product once failed. The simulator found each by a seed; each is cut down to what matters."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_a_job_that_was_killed_goes_on_while_its_keys_are_there(seed: int) -> No
 
     world = simulate(plan(seed, *kills, again=True, times=KEPT))
 
-    # An agent that comes within the lease time of dead agents goes on with their run.
+    # An agent that comes within the lease time of agents that died goes on with their run.
     assert [opened.number for _, opened in world.checks.opened] == [0, 1]
     assert world.checks.run.ended
 

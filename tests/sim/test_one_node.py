@@ -1,8 +1,8 @@
 """One agent in a random world and virtual time: the pure core on a memory store, everything around it simulated.
 
-Each seed is one job's life. Safety is asserted after every action, liveness at the end: once the world has run out of
-faults, the agent must exit, with the exit code that its history asks for. A seed that fails prints itself and its
-history; run it alone with `pytest tests/sim -k '[<seed>]'`.
+Each seed is one job's life. Safety is asserted after every action. Liveness is asserted at the end: once there are no
+more faults, the agent must exit, with the exit code that follows from the history. A seed that fails prints itself and
+its history. Run it alone with `pytest tests/sim -k '[<seed>]'`.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ STEPS_MAX = 5000
 STOP_GRACE_S = 5.0
 TIMES = Times(stop_grace_s=STOP_GRACE_S)
 LEASE = 17
-# An event reaches the agent so much later at most.
+# The largest delay of an event on its way to the agent.
 LATE_S = 1.0
 
 
@@ -96,7 +96,7 @@ class Worker:
 class World:
     """Everything around the agent: workers, fork server, clean-up, clock, the store's watch, and a person with signals.
 
-    Only `faults` many bad things happen by themselves; then every worker that is started exits with 0.
+    The number of random faults is `faults`. After them every worker that is started exits with 0.
     """
 
     def __init__(self, seed: int) -> None:
@@ -116,7 +116,7 @@ class World:
         self.order = 0
         self.faults = rng.choice([0, 1, 2, 3, 5, 20])
         self.people = rng.random() < 0.3
-        # A store in another process tells late; the looks still come in order.
+        # A store in another process reports changes late. The agent's looks still come in order.
         self.watch_delay_s = rng.choice([0.0, 0.0, 0.01, 3.0])
         self.looked_at_s = 0.0
         self.answered_at_s = 0.0
@@ -135,7 +135,7 @@ class World:
         self.store.grant(LEASE, TIMES.lease_ttl_s)
         self.store.watch(KEYS.root, 0, lambda update: self.watched())
 
-    # The world's own course.
+    # The main loop of the simulation.
 
     def live(self) -> bool:
         self.answer(Leased(LEASE, self.me.node_id))
@@ -167,7 +167,7 @@ class World:
         self.later(self.looked_at_s - self.now_s, "event", Looked(snapshot))
 
     def answer(self, event: Event) -> None:
-        """The store's answers come in order too, but not in step with the looks."""
+        """The store's answers also come in order, but with delays other than those of the looks."""
         delay_s = self.rng.uniform(0, self.watch_delay_s)
         self.answered_at_s = max(self.answered_at_s, self.now_s + delay_s)
         self.later(self.answered_at_s - self.now_s, "event", event)
@@ -216,7 +216,7 @@ class World:
     def on_signal(self, signum: object) -> None:
         assert isinstance(signum, int)
         self.signals.append(signum)
-        # Only where all workers have ended well already is it too late to interrupt.
+        # A signal comes too late only if all workers have already ended with exit code 0.
         phase = self.agent.phase
         is_done = isinstance(phase, Clearing) and isinstance(phase.ended, WorkersDone)
         self.interrupted |= not (isinstance(phase, Exited) or is_done)
@@ -228,7 +228,7 @@ class World:
         self.signal_later(self.rng.random() < 0.5)
 
     def on_worker(self, value: object) -> None:
-        """A worker comes to its natural end, or to an unnatural one."""
+        """A worker ends by itself, or by a fault."""
         worker, code = value  # type: ignore[misc]
         if worker.alive:
             self.end(worker, code)
@@ -262,7 +262,7 @@ class World:
         worker.alive, worker.code = False, code
         failure = None
         if code:
-            # What ends after the agent asked for it is no failure that a restart may be charged for.
+            # A worker that ends after the agent asked for it is no failure, so no restart may be charged for it.
             if worker.generation not in self.stopped_at_s:
                 self.real_failures.add(worker.generation)
             kind = self.rng.choice([FailureKind.EXIT_CODE, FailureKind.PEER_LOST]) if code > 0 else FailureKind.SIGNAL
@@ -292,7 +292,7 @@ class World:
         if worker.obedience in codes:
             self.later(self.rng.uniform(0, 3), "worker", (worker, codes[worker.obedience]))
 
-    # The agent and its hands.
+    # The agent's steps and actions.
 
     def happen(self, event: Event) -> tuple[Action, ...]:
         self.history.append(f"{self.now_s:8.3f} {self.short(event)}")
@@ -350,7 +350,7 @@ class World:
         if self.fault():
             self.later(rng.uniform(0, 10), "service", (generation, rng.random() < 0.5))
 
-    # What must hold after every action, and at the end.
+    # The checks after every action, and at the end.
 
     def check(self) -> None:
         view = self.store.read(KEYS.root)
@@ -445,7 +445,7 @@ def test_the_same_seed_is_the_same_life() -> None:
 
 
 def test_the_random_lives_hold_what_they_promise() -> None:
-    """The faults really strike, and every end is reached."""
+    """Every kind of fault happens in some seed, and every kind of end is reached."""
     worlds = [simulate(seed) for seed in FAST_SEEDS]
 
     said = "\n".join(line for world in worlds for line in world.history)

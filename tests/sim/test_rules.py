@@ -1,4 +1,4 @@
-"""Each rule of the protocol that gives its why is switched off here, and the simulator finds what it is there for.
+"""Switches off each rule of the protocol that states its reason. The simulator must then find what the rule prevents.
 
 rule that is off                                          what is found
 a loss is guarded by both absences                        "lost": a node that has come back is declared lost
@@ -16,7 +16,7 @@ the leader renews the run's lease                         "exit code": a job tha
 one failure record of a generation is in full             "detail": each of many nodes that fail writes a long one
 who starts a run too late ends the lease that it began    "unused lease": an empty one stays in the store for days
 
-The rules themselves are in docs/protocol.md. Every hunt takes the same worlds, and none is found with the rule on.
+The rules themselves are in docs/protocol.md. Each hunt runs the same worlds also with the rule on, and finds nothing.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ Switch = Callable[[pytest.MonkeyPatch], None]
 
 
 def plan(seed: int, nodes: int, faults: list[Fault], **changes: Any) -> Plan:
-    """A cluster of hosts that are all alike, and where nothing is lost but by `faults`."""
+    """A cluster of equal hosts, in which only `faults` go wrong."""
     hosts = tuple(HostPlan(f"host-{index}", 1) for index in range(nodes))
     quiet = Plan(seed, hosts, nodes, nodes, max_restarts=3, work_s=15.0, interleave=0.5, faults=tuple(faults))
     return replace(quiet, **changes)
 
 
-# The worlds that each rule is hunted in.
+# The worlds in which each rule is switched off.
 
 
 def coming_back(rng: random.Random, seed: int) -> Plan:
-    """Hosts are cut from the store for about a lease time, and come back, or are done meanwhile."""
+    """Hosts are cut from the store for about a lease time. They come back, or finish meanwhile."""
     cuts = [
         Fault(rng.uniform(2, 14), Strike.STORELESS, rng.randrange(3), rng.uniform(2.4, 4.5)),
         Fault(rng.uniform(2, 14), Strike.STORELESS, rng.randrange(3), rng.uniform(2.4, 4.5)),
@@ -72,20 +72,20 @@ def just_back(rng: random.Random, seed: int) -> Plan:
 
 
 def dying_done(rng: random.Random, seed: int) -> Plan:
-    """Agents die at any moment, also when their workers have ended well and others' have not."""
+    """Agents die at any moment, also when their own workers have succeeded and others still run."""
     kills = [Fault(rng.uniform(1, 8), Strike.KILL, rng.randrange(3)) for _ in range(2)]
     return plan(seed, 3, kills, work_s=8.0, collective=False)
 
 
 def slow_stops(rng: random.Random, seed: int) -> Plan:
-    """Workers fail, the others take their time to end, and spares wait."""
+    """Workers fail, the others are slow to end, and spares wait."""
     fails = [Fault(rng.uniform(1, 8), Strike.WORKER, rng.randrange(4)) for _ in range(3)]
     slow = [Fault(0.5, Strike.SLOW_CLEAR, rng.randrange(4), 4.0)]
     return plan(seed, 4, fails + slow, nodes_min=2, nodes_max=3, obedient=False, peers_blind=0.5)
 
 
 def late_spares(rng: random.Random, seed: int) -> Plan:
-    """Nothing goes wrong, but one node comes later than the others and hears of everything after them."""
+    """Nothing fails, but one node comes later than the others, and learns of everything after them."""
     hosts = tuple(HostPlan(f"host-{index}", 1) for index in range(2))
     late = HostPlan("host-2", 1, start_s=rng.uniform(3, 5), behind_s=rng.uniform(0.2, 0.6))
     return plan(seed, 3, [], hosts=(*hosts, late), nodes_min=1, work_s=200.0)
@@ -98,18 +98,18 @@ def losing_peers(rng: random.Random, seed: int) -> Plan:
 
 
 def finishing_early(rng: random.Random, seed: int) -> Plan:
-    """Some nodes' workers end well long before those of others, which fail."""
+    """Some nodes' workers succeed long before those of other nodes, which fail."""
     fails = [Fault(rng.uniform(4, 9), Strike.WORKER, rng.randrange(3)) for _ in range(2)]
     return plan(seed, 3, fails, work_s=9.0, collective=False)
 
 
 def wedged(rng: random.Random, seed: int) -> Plan:
-    """One agent's loop stands still for ever while its workers run on."""
+    """One agent's loop hangs for ever, while its workers run on."""
     return plan(seed, 3, [Fault(rng.uniform(0.1, 5), Strike.WEDGE, rng.randrange(3), FOREVER_S)], nodes_min=2)
 
 
 def deaf(rng: random.Random, seed: int) -> Plan:
-    """Watches fall silent, and something happens that they should have told."""
+    """Watches fall silent, and miss a change that they should report."""
     faults = [Fault(rng.uniform(0.1, 5), Strike.DEAF, rng.randrange(3)) for _ in range(3)]
     return plan(seed, 3, [*faults, Fault(rng.uniform(2, 6), Strike.WORKER, rng.randrange(3))])
 
@@ -118,26 +118,26 @@ def away_ending(rng: random.Random, seed: int) -> Plan:
     """The store is out of reach for longer than a lease, and nothing else goes wrong; another node waits to join."""
     hosts = [HostPlan(f"host-{index}", 1) for index in range(3)]
     hosts.append(HostPlan("host-3", 1, start_s=rng.uniform(5.0, 8.0)))
-    # Who comes within the last moments of it has not seen it, and may still begin a new run.
+    # A node that comes in the last moments of the absence does not notice it, and may still begin a new run.
     away = [Fault(4.0, Strike.AWAY_ENDING, lasts_s=rng.uniform(5, 12))]
     return plan(seed, 4, away, hosts=tuple(hosts), nodes_min=3, nodes_max=4, work_s=25.0, loop_s=0.1)
 
 
 def lasting(rng: random.Random, seed: int) -> Plan:
-    """The job runs for longer than its keys would stay without anybody, and leaders are lost."""
+    """The job runs for longer than its keys stay without an agent, and leaders are lost."""
     kills = [Fault(rng.uniform(2, 20), Strike.KILL, rng.randrange(3)) for _ in range(2)]
     return plan(seed, 3, kills, nodes_min=1, work_s=60.0, times=replace(TIMES, keys_ttl_s=TIMES.keys_ttl_min_s))
 
 
 def failing_together(rng: random.Random, seed: int) -> Plan:
-    """Workers of several nodes fail of their own at almost the same moment."""
+    """Workers of several nodes fail independently at almost the same moment."""
     at_s = rng.uniform(2, 5)
     fails = [Fault(at_s + rng.uniform(0, 0.2), Strike.WORKER, host) for host in range(4)]
     return plan(seed, 4, fails, call_s=0.1, watch_s=0.1, collective=False)
 
 
 def starting_together(_: random.Random, seed: int) -> Plan:
-    """All agents come at once to a job that has ended, to run it again."""
+    """All agents come at once to run a job again that has ended."""
     return plan(seed, 4, [], call_s=0.2, watch_s=0.2, work_s=2.0, again=True)
 
 
@@ -252,7 +252,7 @@ def begun_leases_left(patch: pytest.MonkeyPatch) -> None:
 
 @dataclass(frozen=True)
 class Hunt:
-    """Switched off by `switch`, a rule's absence is seen as a violation of `found`, in one of `worlds`."""
+    """`switch` turns a rule off. Then at least one of `worlds` must raise a violation of `found`."""
 
     switch: Switch
     worlds: Callable[[random.Random, int], Plan]
@@ -279,7 +279,7 @@ HUNTS = [
 
 
 def lives(hunt: Hunt) -> Iterator[str | None]:
-    """World after world: the rule that was violated in it."""
+    """Run one world after the other. Yields the rule that was violated in each."""
     for seed in range(WORLDS):
         world = hunt.worlds(random.Random(seed), seed)
         try:
@@ -291,7 +291,7 @@ def lives(hunt: Hunt) -> Iterator[str | None]:
 
 
 def is_unharmed(world: World) -> bool:
-    """Whether no more was opened than a failure and newcomers ask for, and nobody had to come back as a new node."""
+    """Whether generations were opened only for a failure and newcomers, and no node had to come back as a new one."""
     kinds = [opened.kind for _, opened in world.checks.opened][1:]
     fails = sum(fault.what is Strike.WORKER for fault in world.plan.faults)
     names = {node_id for table in world.checks.tables.values() for node_id in (s.node_id for s in table.seats)}

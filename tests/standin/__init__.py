@@ -1,4 +1,4 @@
-"""A stand-in for torch, for jobs in which torch is not what a test is about: its import costs a node two CPU seconds.
+"""A stand-in for torch, for tests that are not about torch: importing torch costs each node two CPU seconds.
 
 The agent starts the same processes: the worker store serves MASTER_ADDR:MASTER_PORT on the socket that it was given,
 and ranks meet over it. A rank whose peer is gone raises, and one whose peer is silent waits.
@@ -8,5 +8,5 @@ from __future__ import annotations
 
 from pathlib import Path
 
-# For the environment of elaunch.
+# The PYTHONPATH for elaunch's environment.
 WITHOUT_TORCH = {"PYTHONPATH": str(Path(__file__).with_name("path"))}

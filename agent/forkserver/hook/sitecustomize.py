@@ -1,4 +1,4 @@
-"""Where the workers' interpreter is held while it starts: it becomes the fork server here, and its children go on.
+"""Pauses the workers' interpreter while it starts: it becomes the fork server here, and its children go on.
 
 Python imports sitecustomize when all but the program itself is set up. This one is found only in a process that
 `elaunch.agent.forkserver.client` started with this folder first on PYTHONPATH.
@@ -12,7 +12,7 @@ try:
 
     pause(_loaded)
 except BaseException:
-    # Python would make one line of it, and go on to run the program in this process.
+    # Python would print one line for this error, and then run the program in this process.
     import os
     import traceback
 

@@ -1,1 +1,1 @@
-"""What each scheduler says in its variables: one module for each scheduler, and the registry of them all."""
+"""Reads each scheduler's environment variables: one module for each scheduler, and the registry of them all."""

@@ -1,7 +1,7 @@
 """Flux: the tasks of a job, as `flux run`, `flux submit` and `flux batch` start them.
 
-The variables are those of flux-environment(7). None of them names a host or counts the tasks of a node, so the first
-is asked of Flux (`flux job info JOBID R`, RFC 20), and the second is computed.
+The variables are those of flux-environment(7). None of them names a host or counts the tasks of a node. So the hosts
+are asked of Flux (`flux job info JOBID R`, RFC 20), and the number of tasks is computed.
 """
 
 from __future__ import annotations
@@ -13,12 +13,15 @@ from elaunch.launcher.cluster.cluster import Cluster, HeadQuery, number, port_of
 from elaunch.launcher.cluster.schedulers.hostlist import expand
 from elaunch.rendezvous.codec import parse_json
 
-# A job's number in F58, with the ƒ or f in front. A locale may spell the ƒ otherwise: never as a letter or a digit.
+# A job's number in F58, with ƒ or f in front. Some locales write other characters for ƒ, but no letters or digits.
 _F58 = re.compile("(?:f|[^0-9A-Za-z]+)?([1-9A-Za-z]+)")
 
 
 def detect(environ: Mapping[str, str], hostname: str, read: Callable[[str], str]) -> Cluster | None:
-    """What Flux says to one of a job's tasks; the script of `flux batch` is no task, and knows nothing."""
+    """The facts that Flux gives one of a job's tasks. None in the script of `flux batch`, which is not a task.
+
+    Raises ValueError if the nodes cannot all have the same number of tasks.
+    """
     job, rank = environ.get("FLUX_JOB_ID"), number(environ, "FLUX_TASK_RANK")
     if not job or rank is None:
         return None
@@ -34,7 +37,7 @@ def detect(environ: Mapping[str, str], hostname: str, read: Callable[[str], str]
     return Cluster(
         "Flux",
         nodes=(nodes, nodes),
-        # Of several tasks on a node it depends on how they were mapped (--taskmap); node 0 has rank 0.
+        # With several tasks on a node, the mapping (--taskmap) decides a task's node. Rank 0 is always on node 0.
         node_index=rank if tasks == 1 or rank == 0 else None,
         head_port=port_of_name(run_id),
         workers=tasks if tasks > 1 else None,
@@ -54,7 +57,7 @@ _UNANSWERED = (
 
 
 def _run_id(path: str) -> str:
-    """The job's number without its ƒ; in a Flux that is a job itself, with the numbers of the jobs around it."""
+    """The job's number without its ƒ. If Flux itself runs in a job, the numbers of the outer jobs come first."""
     found = [_F58.fullmatch(job) for job in path.strip("/").split("/")]
     if None in found:
         raise ValueError(f"FLUX_JOB_ID={path[:200]!r} is no number of a job")
@@ -62,7 +65,7 @@ def _run_id(path: str) -> str:
 
 
 def _first_host(said: str) -> str | None:
-    """The first host of a resource set, on which the job's first task runs; None for a text that is none."""
+    """The first host of a resource set, where the job's first task runs. None if the text is not a resource set."""
     try:
         match parse_json(said):
             case {"execution": {"nodelist": [str(hosts), *_]}}:

@@ -9,16 +9,16 @@ from collections.abc import Mapping
 
 from elaunch.records import dataclass
 
-# A list of ranges is written in a few characters and read as many names.
+# A few characters can stand for very many names.
 HOSTS_MAX = 100_000
 _DIGITS_MAX = 18
 _NAME_MAX = 255
 
 
 def expand(text: str) -> list[str]:
-    """The names in one of Slurm's lists, in its order: `n[001-003,7],m2-[1-2]`, several brackets in a name too.
+    """The names in a list in Slurm's form, in its order: `n[001-003,7],m2-[1-2]`. A name may have several brackets.
 
-    Raises ValueError for a text that is no such list, or that names more than `HOSTS_MAX` hosts.
+    Raises ValueError for a text that is not such a list, or that names more than `HOSTS_MAX` hosts.
     """
     hosts: list[str] = []
     for name in _split(text):
@@ -53,7 +53,7 @@ def of_slurm(environ: Mapping[str, str], *variables: str) -> list[str]:
 
 
 def _split(text: str) -> list[str]:
-    """The names, at the commas outside of brackets."""
+    """The names, split at the commas outside of brackets."""
     if not re.fullmatch(r"([^][,]|\[[^][]+\])+(,([^][,]|\[[^][]+\])+)*", text):
         raise ValueError("is no list of hosts")
     return re.findall(r"(?:[^][,]|\[[^][]+\])+", text)
@@ -87,7 +87,7 @@ def _ranges(text: str) -> list[_Range]:
 def of_lsf(environ: Mapping[str, str]) -> list[str]:
     """LSF's hosts, each once: `LSB_MCPU_HOSTS` is "host slots host slots …"; `LSB_HOSTS` has a word for each slot.
 
-    Under jsrun the first host, of one slot, is the one that the job's script runs on, and runs nothing else.
+    Under jsrun, a first host with one slot runs only the job's script, so it is left out.
     """
     words = environ.get("LSB_MCPU_HOSTS", "").split()
     slots = dict(zip(words[::2], words[1::2], strict=False))
@@ -97,12 +97,12 @@ def of_lsf(environ: Mapping[str, str]) -> list[str]:
 
 
 def of_lines(text: str) -> list[str]:
-    """The hosts of a file that has a line for each slot, as PBS_NODEFILE names one."""
+    """The hosts, each once, in a file with a line for each slot, like the file that PBS_NODEFILE names."""
     return list(dict.fromkeys(line.split()[0] for line in text.splitlines() if line.strip()))
 
 
 def place_of(hostname: str, hosts: list[str]) -> int | None:
-    """Where `hostname` stands among `hosts`; one of them may have its domain behind it. None where it does not."""
+    """The index of `hostname` in `hosts`, compared without domains if need be. None if it is missing or not unique."""
     short = [host.partition(".")[0] for host in hosts]
     if hostname in hosts:
         return hosts.index(hostname)

@@ -1,7 +1,7 @@
-"""Kubernetes: pods of an indexed Job (a JobSet's and Kubeflow's too), of a LeaderWorkerSet, of a StatefulSet.
+"""Kubernetes: pods of an indexed Job (also of a JobSet or Kubeflow), of a LeaderWorkerSet, or of a StatefulSet.
 
-None of them but a LeaderWorkerSet tells its pods how many they are: that is PET_NNODES, which Kubeflow sets too, or
---nnodes. An operator that names the head itself, as PyTorchJob's does, is believed, and not second-guessed.
+Only a LeaderWorkerSet tells its pods how many they are. For the others the number comes from --nnodes, or from
+PET_NNODES, which Kubeflow also sets. If an operator names the head itself, as PyTorchJob's does, its choice is used.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ HOSTS = "/etc/hosts"
 
 
 def detect(environ: Mapping[str, str], hostname: str, read: Callable[[str], str]) -> Cluster | None:
-    """What the pod's variables and names say; None outside of such a pod."""
+    """The facts in the pod's variables and name. None outside of such a pod."""
     if environ.get("LWS_LEADER_ADDRESS"):
         return _of_leader_worker_set(environ, hostname)
     index = number(environ, "JOB_COMPLETION_INDEX")
     if index is not None:
-        # A pod of an operator's own making may be called anything; its index is certain.
+        # An operator may give its pods any names. A name tells the head only if it ends in the index.
         is_numbered = hostname.endswith(f"-{index}")
         named = _by_name(_full_name(hostname, read), index) if is_numbered else (None, None)
         return _cluster("Kubernetes Job", index, named, used(environ, "JOB_COMPLETION_INDEX"))
@@ -31,7 +31,7 @@ def detect(environ: Mapping[str, str], hostname: str, read: Callable[[str], str]
         return _of_operator(environ)
     if environ.get("MASTER_ADDR"):
         return None
-    # What else ends in a number and has a service of its own is a StatefulSet's.
+    # Any other pod belongs to a StatefulSet if its name ends in a number and it has a service's domain.
     ordinal, name = re.search(r"-([0-9]{1,6})$", hostname), _full_name(hostname, read)
     if not ordinal or "." not in name:
         return None
@@ -45,7 +45,7 @@ def _cluster(kind: str, index: int, named: tuple[str | None, str | None], source
 
 
 def _of_operator(environ: Mapping[str, str]) -> Cluster:
-    """All that matters are options already (PET_); this is for the log, and for what is missing among them."""
+    """The operator's PET_ variables are read as options. These facts are for the log, and for options left unset."""
     nodes = environ.get("PET_NNODES")
     return Cluster(
         "Kubernetes operator",
@@ -64,7 +64,7 @@ def _nodes(text: str) -> tuple[int, int]:
 
 
 def _of_leader_worker_set(environ: Mapping[str, str], hostname: str) -> Cluster:
-    """The leader is node 0; it is called `set-2`, and the others of its group are `set-2-1`, `set-2-2`, …"""
+    """The leader is node 0 and is called `set-2`. The other pods of its group are `set-2-1`, `set-2-2`, …"""
     head = environ["LWS_LEADER_ADDRESS"]
     leader, _, domain = head.partition(".")
     nodes, index = number(environ, "LWS_GROUP_SIZE"), number(environ, "LWS_WORKER_INDEX")
@@ -85,9 +85,9 @@ def _of_leader_worker_set(environ: Mapping[str, str], hostname: str) -> Cluster:
 
 
 def _by_name(name: str, index: int) -> tuple[str | None, str]:
-    """The head and the job's name, of a pod's full name that has its index: `train-3.train.team.svc.cluster.local`.
+    """The head's and the job's name, from a pod's full name with its index: `train-3.train.team.svc.cluster.local`.
 
-    A pod without a service has no name that others could find the head by.
+    The head is None for a pod without a service: other pods cannot resolve its name.
     """
     pod, _, domain = name.partition(".")
     group = pod.removesuffix(f"-{index}")
@@ -95,13 +95,13 @@ def _by_name(name: str, index: int) -> tuple[str | None, str]:
 
 
 def _run_id(name: str, domain: str) -> str:
-    """With the namespace, for a store that several of them use: `domain` is `train.team.svc…`."""
+    """The job's name with its namespace, since several namespaces may use one store. `domain` is `train.team.svc…`."""
     labels = domain.split(".")
     return f"{labels[1]}-{name}" if len(labels) > 1 else name
 
 
 def _full_name(hostname: str, read: Callable[[str], str]) -> str:
-    """The pod's name with its service's domain, where it has one: the kubelet writes it into the pod's hosts file."""
+    """The pod's name with its service's domain, if it has one. The kubelet writes it into the pod's hosts file."""
     try:
         lines = read(HOSTS).splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""LSF: what `blaunch` starts on the hosts of a job, and `jsrun`'s processes."""
+"""LSF: processes that `blaunch` or `jsrun` starts on the hosts of a job."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from elaunch.launcher.cluster.schedulers.hostlist import of_lsf, place_of
 
 
 def detect(environ: Mapping[str, str], hostname: str, read: Callable[[str], str]) -> Cluster | None:
-    """LSF says nothing to a single process of `blaunch`: which node this is shows in its name."""
+    """The facts that LSF gives a process. `blaunch` sets no node index, so the host's name in the list gives it.
+
+    Raises ValueError if this host is not in the list.
+    """
     job = number(environ, "LSB_JOBID")
     if job is None:
         return None

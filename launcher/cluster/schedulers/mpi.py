@@ -1,4 +1,4 @@
-"""mpirun, mpiexec and prterun: Open MPI's processes, and those of Hydra (MPICH, Intel MPI) and PALS (Cray)."""
+"""MPI: processes that mpirun, mpiexec or prterun starts, of Open MPI, Hydra (MPICH, Intel MPI) or PALS (Cray)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from elaunch.records import dataclass
 
 @dataclass(frozen=True)
 class _Launcher:
-    """What one of them calls these four; they are set together."""
+    """One launcher's names for these four variables, which it always sets together."""
 
     name: str
     rank: str
@@ -32,7 +32,7 @@ _LAUNCHERS = (
 
 
 def detect(environ: Mapping[str, str], hostname: str, read: Callable[[str], str]) -> Cluster | None:
-    """What mpirun says to its processes: one on each node is the agent, its others there wait."""
+    """The facts that mpirun gives its processes. On each node one process is the agent, and the others wait for it."""
     for launcher in _LAUNCHERS:
         names = (launcher.rank, launcher.size, launcher.local_rank, launcher.local_size)
         found = [number(environ, name) for name in names]
@@ -43,7 +43,7 @@ def detect(environ: Mapping[str, str], hostname: str, read: Callable[[str], str]
 
 
 def _of_pmix(environ: Mapping[str, str]) -> Cluster | None:
-    """A launcher that sets PMIx's variables only, as `prun`. Slurm and Flux set their own beside these."""
+    """The facts of a launcher that sets only PMIx's variables, like `prun`. Slurm and Flux also set their own."""
     rank = number(environ, "PMIX_RANK")
     if rank is None or not environ.keys().isdisjoint(("SLURM_STEP_ID", "SLURM_STEPID", "FLUX_TASK_RANK")):
         return None
@@ -72,7 +72,7 @@ def _cluster(
     return Cluster(
         name,
         nodes=(nodes, nodes),
-        # Of several processes on a node it depends on how they were mapped, by slot or by node; node 0 has rank 0.
+        # With several processes on a node, the mapping (by slot or by node) decides the node. Rank 0 is on node 0.
         node_index=rank if tasks == 1 or rank == 0 else None,
         head=head,
         head_port=port_of_name(run_id) if run_id else None,
@@ -95,7 +95,7 @@ def _of_equal_nodes(name: str, size: int, tasks: int) -> int:
 
 
 def _head(environ: Mapping[str, str], read: Callable[[str], str]) -> str | None:
-    """Where rank 0 is: as its user says, as scripts for torch have it, else the first host of the allocation."""
+    """The host of rank 0: MASTER_ADDR if the user set it, as scripts for torch do, else the allocation's first host."""
     if address := environ.get("MASTER_ADDR"):
         return address
     if hosts := of_slurm(environ, "SLURM_JOB_NODELIST"):
@@ -106,7 +106,7 @@ def _head(environ: Mapping[str, str], read: Callable[[str], str]) -> str | None:
 
 
 def _run_id(environ: Mapping[str, str]) -> str | None:
-    """The allocation's number and what MPI calls the run in it."""
+    """The allocation's number, and MPI's name for this run in the allocation."""
     allocation = [environ[name] for name in used(environ, "SLURM_JOB_ID", "LSB_JOBID", "PBS_JOBID")]
     run = [environ[name] for name in used(environ, "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PALS_APID")]
     words = [*allocation[:1], *run[:1]]

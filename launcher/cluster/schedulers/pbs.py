@@ -1,4 +1,4 @@
-"""PBS Pro, OpenPBS and Torque: what `pbsdsh` starts on the nodes of a job, and the job's script."""
+"""PBS Pro, OpenPBS and Torque: processes that `pbsdsh` starts on the nodes of a job, and the job's script."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ from elaunch.launcher.cluster.schedulers.hostlist import of_lines, place_of
 
 
 def detect(environ: Mapping[str, str], hostname: str, read: Callable[[str], str]) -> Cluster | None:
-    """The nodes are those of PBS_NODEFILE, in its order; the job's script is task 1, and alone."""
+    """The nodes are those of PBS_NODEFILE, in its order. The job's script is task 1 and gets no nodes.
+
+    Raises ValueError if PBS_NODEFILE is missing in another task, or does not have this host.
+    """
     job = environ.get("PBS_JOBID")
     if not job:
         return None
     path = environ.get("PBS_NODEFILE")
     hosts = of_lines(read(path)) if path else []
-    # An array's is 12[3].server.
+    # In an array the id is 12[3].server.
     run_id = "pbs-" + job.replace("[", "_").replace("]", "")
     is_script = number(environ, "PBS_TASKNUM") in (None, 1)
     if not hosts and not is_script:

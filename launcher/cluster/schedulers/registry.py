@@ -1,4 +1,4 @@
-"""Which scheduler started this process, and what it says: pure, all that is read comes in as an argument."""
+"""Finds the scheduler that started this process, and its facts about the job. Pure: all inputs are arguments."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from elaunch.launcher.cluster.cluster import Cluster, Detect, check
 from elaunch.launcher.cluster.schedulers import flux, kubernetes, lsf, mpi, pbs, slurm
 from elaunch.launcher.errors import UsageError
 
-# The innermost first: mpirun runs inside of an allocation, Flux too, and a Slurm's nodes may be pods.
+# The innermost scheduler comes first: mpirun and Flux run inside of an allocation, and Slurm's nodes may be pods.
 SCHEDULERS: Mapping[str, Detect] = {
     "mpi": mpi.detect,
     "flux": flux.detect,
@@ -20,10 +20,10 @@ SCHEDULERS: Mapping[str, Detect] = {
 
 
 def detect(choice: str, environ: Mapping[str, str], hostname: str, read: Callable[[str], str]) -> Cluster | None:
-    """What the scheduler of that name says, or the first that says anything where `choice` is auto.
+    """The facts from the scheduler called `choice`. With "auto", from the first one that started this process, or None.
 
-    `read` gives the text of a small file, as PBS names one. Raises UsageError for variables that make no sense, and
-    where the chosen scheduler did not start this process.
+    `read` returns the text of a small file, like PBS's list of nodes. Raises UsageError for variables that make no
+    sense, and if the chosen scheduler did not start this process.
     """
     if choice == "none":
         return None

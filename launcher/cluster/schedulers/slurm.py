@@ -9,7 +9,7 @@ from dataclasses import replace
 from elaunch.launcher.cluster.cluster import Cluster, HeadQuery, number, port_of, used
 from elaunch.launcher.cluster.schedulers.hostlist import of_slurm
 
-# Larger numbers stand for a batch script or an interactive shell. These are no real steps.
+# Larger numbers stand for a batch script or an interactive shell, which are not real steps.
 _STEP_MAX = 0xFFFF_FFF0
 # Each step of a job gets a port of its own, and so does each of several consecutive jobs.
 _STEPS_APART = 7
@@ -61,13 +61,13 @@ def detect(environ: Mapping[str, str], hostname: str, read: Callable[[str], str]
 
 
 def _node_address(said: str) -> str | None:
-    """The address in what `scontrol show node` prints: a node's name in Slurm need be no host's."""
+    """The address in the output of `scontrol show node`. A node's name in Slurm need not be a host name."""
     found = re.search(r"\bNodeAddr=(\S+)", said)
     return found[1] if found else None
 
 
 def _job_name(environ: Mapping[str, str], job: int) -> str:
-    """As people call it: an array's job is 12_3. With the cluster's name, for a store that several clusters use."""
+    """The job's name as users know it (12_3 in an array), after the cluster's: several clusters may use one store."""
     array, index = (environ.get(f"SLURM_ARRAY_{word}_ID", "") for word in ("JOB", "TASK"))
     return f"{environ.get('SLURM_CLUSTER_NAME') or 'slurm'}-{f'{array}_{index}' if array and index else job}"
 
@@ -83,7 +83,10 @@ def _shell(environ: Mapping[str, str], job: int, name: str) -> Cluster:
 
 
 def _is_of_another_job(environ: Mapping[str, str]) -> bool:
-    """A script that was submitted from within a step inherits the variables of that step, save those of the job."""
+    """Whether the step's variables belong to another job.
+
+    A script that was submitted from within a step inherits the variables of that step, except those of its job.
+    """
     step, job = of_slurm(environ, "SLURM_STEP_NODELIST"), of_slurm(environ, "SLURM_JOB_NODELIST")
     return bool(job) and not set(step) <= set(job)
 
@@ -107,7 +110,7 @@ def gpus_here(environ: Mapping[str, str], nodes: int, tasks: int) -> int | None:
 
     Slurm's own count for the node comes first. Older versions of Slurm show only the job's request, in several forms.
     """
-    # None is an answer too: a step without GPUs in a job that has some.
+    # 0 is an answer too: a step may have no GPUs in a job that has some.
     if (on_node := number(environ, "SLURM_GPUS_ON_NODE")) is not None:
         return on_node
     if listed := _listed(environ, "SLURM_STEP_GPUS"):
@@ -122,7 +125,7 @@ def gpus_here(environ: Mapping[str, str], nodes: int, tasks: int) -> int | None:
 
 
 def _counted(text: str) -> int:
-    """`2`, `a100:2`, `gpu:a100:2`, `a100:2,v100:1`: the sum; a kind without a number is one."""
+    """The sum in `2`, `a100:2`, `gpu:a100:2` or `a100:2,v100:1`. A kind without a number counts as one."""
     if not text:
         return 0
     last = [word.rpartition(":")[2] for word in text.split(",")]
@@ -130,5 +133,5 @@ def _counted(text: str) -> int:
 
 
 def _listed(environ: Mapping[str, str], *variables: str) -> int | None:
-    """How many words the first of the variables has that is set."""
+    """The number of words, split at commas, in the first of the variables that is set. None if none is."""
     return next((len(environ[name].split(",")) for name in used(environ, *variables)), None)

@@ -1,8 +1,8 @@
 """A program that writes down what it finds, one JSON object per process.
 
-Copied beside itself as a script, module, package, directory or zip, and run both by elaunch and by a fresh interpreter.
-Each fact is a function; those that the kernel knows are in probe_process.py, which lies beside it. Imports are inside,
-since an import at the top would change what the others see.
+Tests copy it as a script, module, package, directory or zip, and run it both by elaunch and by a fresh interpreter.
+Each fact is a function. The kernel's facts are in probe_process.py, in the same folder. Imports are inside of the
+functions, since an import at the top would change what other facts see.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sys
 TASKS = os.listdir("/proc/self/task")
 FDS = sorted(int(name) for name in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{name}"))
 
-# By name, in the order of their definition: what has to be equal, and what no two processes may have in common.
+# Facts by name, in the order of their definition: facts that must be equal, and facts that must differ in each process.
 FACTS = {}
 UNLIKE = {}
 
@@ -116,7 +116,7 @@ def environ():
 
 @fact
 def environ_of_a_child():
-    """What C has, which is what a program that is started gets."""
+    """The environment as C code sees it, which a child process gets."""
     import subprocess
 
     said = subprocess.run(["env", "-0"], stdout=subprocess.PIPE, check=True).stdout.decode(errors="surrogateescape")
@@ -166,7 +166,7 @@ def stack():
 
 @fact
 def frames_of_all_threads():
-    """As faulthandler sees them, without the thread's address."""
+    """The frames as faulthandler prints them, without the thread's address."""
     import faulthandler
     import re
     import tempfile
@@ -199,7 +199,7 @@ def threads():
 
 @fact
 def open_files():
-    """But the link's, which is documented."""
+    """The open files without the link, which is documented."""
     link = int(os.environ.get("ELAUNCH_LINK", "-1"))
     return [fd for fd in FDS if fd != link]
 

@@ -1,4 +1,4 @@
-"""What the kernel knows about the process that imports this, and its standard streams; a part of probe.py."""
+"""The kernel's facts about the process that imports this, and its standard streams. A part of probe.py."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What a program finds after `import torch`, where that import cost nothing and where it was the real one.
+"""What a program finds after `import torch`, with torch preloaded and without.
 
-Takes the facts of probe.py, which lies beside it, again and adds torch's and numpy's own.
+Collects the facts of probe.py (in the same folder) again, and adds those of torch and numpy.
 """
 
 import atexit
@@ -9,7 +9,7 @@ import os
 import sys
 import time
 
-# What is known to differ before the import; docs/fidelity.md lists it.
+# Facts that are known to differ before the import. docs/fidelity.md lists them.
 DIFFERENCES = {
     "finders": any("site-packages/torch" in path for path in sys.path_importer_cache),
     "exit functions": atexit._ncallbacks(),
@@ -120,9 +120,9 @@ def blas_threads():
 
 
 def busy_threads(work, ticks_min=15):
-    """How many threads of this process worked, while `work` was called again and again; of one rank at a time.
+    """How many threads of this process work while `work` is called again and again. Only one rank measures.
 
-    By their own time, not the clock's: on a busy machine a process may wait for long.
+    The measure is the threads' own CPU time, not the clock: on a busy machine a process may wait for long.
     """
     if os.environ.get("RANK") == "1":
         return None
@@ -178,7 +178,7 @@ def seeded_numbers():
 
 @fact
 def torch_compiler_settings():
-    """After what `import torch` alone leaves: this import is another second for a fresh interpreter."""
+    """Comes after the facts of `import torch` alone. Importing the compiler takes a fresh interpreter a second."""
     if "--compiler" not in sys.argv:
         return None
     start_s = time.perf_counter()
@@ -228,5 +228,5 @@ def dropout():
 
 if __name__ == "__main__":
     assert "torch" in sys.modules
-    # What is drawn comes before what seeds.
+    # Draw random numbers before any fact sets a seed.
     probe.tell([*UNLIKE.values(), *probe_process.FACTS.values(), *probe.FACTS.values(), *FACTS.values(), differences])

@@ -1,4 +1,4 @@
-"""What a program starts itself: multiprocessing and data loaders of every kind, compilers, plain programs."""
+"""Processes that a program starts itself: multiprocessing and data loaders of every kind, compilers, programs."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ if __name__ == "__main__":
     print(json.dumps(found))
 """
 
-# One job for what needs torch: each rank is another program.
+# Programs that need torch share one job: each rank runs a different program.
 WITH_TORCH = """
 import json, os, sys
 import torch
@@ -134,7 +134,7 @@ print(json.dumps([y.item(), x.grad.tolist(), torch._dynamo.utils.counters["stats
 
 
 def both(folder: Path, how: tuple[str, ...], text: str, *args: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What the program says as a worker and as a fresh interpreter; both must end well and say nothing else."""
+    """The program's output as a worker and in a fresh interpreter. Both must succeed and print nothing else."""
     script(folder, text)
     args = args or ("train.py",)
     ends = worker(folder, how, *args), fresh(folder, *args, env={"OMP_NUM_THREADS": share(1)})
@@ -153,7 +153,7 @@ def test_pools_processes_and_queues_of_every_kind_work_and_see_the_same(
     for method in METHODS:
         inside = ours[f"{method} inside"]
         inside["environment"] = without_launchers(inside["environment"])
-    # One by one: what pytest shows of a long difference is short.
+    # Compare one by one, since pytest shortens a long difference.
     for method in METHODS:
         for name, value in theirs.pop(f"{method} inside").items():
             assert ours[f"{method} inside"][name] == value, (method, name)
@@ -163,7 +163,7 @@ def test_pools_processes_and_queues_of_every_kind_work_and_see_the_same(
 
 @pytest.fixture(scope="module")
 def with_torch(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """What each rank of WITH_TORCH said; nobody said anything else."""
+    """The output of each rank of WITH_TORCH. No rank may print anything else."""
     folder = tmp_path_factory.mktemp("torch")
     script(folder, WITH_TORCH)
     options = ("--nproc-per-node", "4", "--max-restarts", "0", "--log-dir", "logs", "-r", "3")

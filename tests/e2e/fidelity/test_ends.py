@@ -130,7 +130,7 @@ if sys.version_info >= (3, 11):
         "try:\n    outer()\nexcept ZeroDivisionError as error:\n"
         "    raise ExceptionGroup('several', [error, ValueError('other')])"
     )
-# With torch imported, by the fork server or by the script itself.
+# Programs that import torch. The fork server or the script itself imports it.
 TORCH_ENDS = {
     "in a thread of torch": "import torch\nx = torch.ones(2, requires_grad=True)\n"
     "x.register_hook(lambda g: 1 / 0)\nx.sum().backward()",
@@ -149,7 +149,7 @@ PROGRAMS = {
 _ADDRESS = re.compile(rb"(?<=0x)[0-9a-f]+")
 
 
-# Whose first line or compilation is the fact has a file of its own, and so has the first one, as a user types it.
+# Programs with a file of their own: those that are about the first line or compilation, and one plain script.
 WHOLE_FILES = (
     *("plain", "syntax", "indentation", "null byte", "bytes", "future import", "empty", "BOM", "CRLF"),
     "main's annotations",
@@ -163,7 +163,7 @@ EXECED_ENDS = ("chained", "exit text", "SIGTERM")
 
 
 class Ends:
-    """How each program ends both ways: in the turns of a few jobs, or in a job of its own."""
+    """How each program ends in both ways: as a turn of a shared job, or in a job of its own."""
 
     def __init__(self, base: Path) -> None:
         self._base = base

@@ -1,4 +1,4 @@
-"""What a program finds at its first line is what a fresh interpreter's finds, however it was named."""
+"""At its first line a program finds the same as in a fresh interpreter, in whichever way it was named."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ FORMS = {
     "folder": ("pack",),
     "zip": ("pack.zip",),
 }
-# Of the ways to name a program, those that go to the fork server with torch; the others have a light module.
+# One way to name a program is tested with torch preloaded. The other ways preload a light module.
 RUNS = {
     ("forked", "script"): FORKED,
     **{("light", form): LIGHT for form in FORMS if form != "script"},
     **{("execed", form): EXECED for form in ("script", "module")},
 }
 
-# What Python itself and its start-up files read, all at once.
+# The variables that Python itself and its start-up files read, all at once.
 PYTHONS_OWN = {
     "PYTHONWARNINGS": "error::UserWarning,ignore::ResourceWarning",
     "PYTHONIOENCODING": "latin-1:replace",
@@ -94,14 +94,14 @@ class Seen:
         variables = VARIANTS.get(variant, {})
         paths = {"PYTHONPATH": str(self.folder / "customized")} if "PYTHONPATH" in variables else {}
         if variables.get("PYTHONSAFEPATH"):
-            # The other half is then found by this.
+            # Without the script's folder on sys.path, the probe finds its other half by PYTHONPATH.
             paths = {"PYTHONPATH": str(self.folder)}
         return {**variables, **paths}
 
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
-    # Real paths: `sys.path[0]` and `__file__` differ in that.
+    # Use a real path: with a symlink, `sys.path[0]` and `__file__` would differ.
     return Seen(tmp_path_factory.mktemp("start").resolve())
 
 
@@ -113,12 +113,12 @@ def _params(where: str, *values: str) -> list[Any]:
 def _equal(name: str, worker: dict[str, Any], fresh: dict[str, Any]) -> None:
     ours, theirs = worker[name], fresh[name]
     if name.startswith("environ"):
-        # What was set for the fresh process in elaunch's place is in both.
+        # Drop the launcher's variables. Those that the test set for the fresh process too are in both.
         ours = without_launchers(ours)
     assert ours == theirs
 
 
-# What is known to differ, and what the worker then has: where it no longer does, its line in docs/fidelity.md goes too.
+# Known differences, with the worker's value. If one no longer exists, remove its line in docs/fidelity.md too.
 KNOWN = {("forked", "script", "import_hooks"): lambda hooks: [["Gate", *hooks[0]], hooks[1]]}
 
 

@@ -96,7 +96,7 @@ def test_the_libraries_have_as_many_threads_as_in_a_fresh_interpreter(seen: Seen
 @pytest.mark.parametrize("name", WORK)
 @each_threads
 def test_more_than_one_thread_works_where_it_does_in_a_fresh_interpreter(seen: Seen, threads: str, name: str) -> None:
-    # How many is settled by the libraries' own counts; here a pool of another one may still spin after its work.
+    # The libraries' own counts give the exact number. In this measure another library's pool may still spin.
     worker, _ = seen.worker(FORKED, threads)
     assert (worker[name] > 1) == (seen.fresh(threads)[name] > 1)
 
@@ -116,11 +116,11 @@ def test_what_is_drawn_without_a_seed_differs_between_ranks_and_jobs(seen: Seen,
     assert len({str(value) for value in drawn}) == len(drawn) == 5
 
 
-# --- What docs/fidelity.md says that differs is measured, so that a row that is no longer true is noticed.
+# --- The differences in docs/fidelity.md are measured, so that a row that is no longer true fails a test.
 
 
 def _differences(seen: Seen) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """What two forked workers found, and a fresh interpreter."""
+    """The differences that two forked workers found, and those of a fresh interpreter."""
     workers = seen.worker(FORKED, "by default")
     return [worker["differences"] for worker in workers], seen.fresh("by default")["differences"]
 

@@ -1,7 +1,7 @@
 """Runs many programs by two launches: a launch costs a hundred times what a fork does.
 
-The programs stand in one script, each below a condition of its own. Those that end well are the ranks of one job; those
-that fail are the generations of another one, of a lone worker. Each is held against a fresh interpreter of its own.
+The programs are in one script, each below a condition of its own. Programs that succeed are the ranks of one job.
+Programs that fail are the generations of another job, with one worker. Each is compared with a fresh interpreter.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from pathlib import Path
 from tests.e2e.fidelity.ways import End, fresh
 from tests.harness import Job, environment, script
 
-# Whose turn it is. A lone worker's rank is 0, and so is the only generation of many ranks.
-# A program that failed before it had made progress would not be tried again; one that execs has said so already.
+# Finds the program to run: a single worker has rank 0, and many ranks have only generation 0, so the sum is the index.
+# It reports progress, since a program that fails without progress is not started again. A program that execs itself has
+# done so before.
 WHOSE = """
 import os
 if "TURN" not in os.environ:
@@ -30,7 +31,7 @@ TURN = int(os.environ["TURN"])
 
 @dataclass(frozen=True)
 class Turns:
-    """What was seen of each program; `said` is what the two jobs said."""
+    """The ends of each program. `said` is the output of the two jobs."""
 
     fresh: Mapping[str, End]
     worker: Mapping[str, End]
@@ -54,7 +55,7 @@ def taken(
 ) -> Turns:
     """Run all programs with these arguments, as workers and as fresh interpreters.
 
-    The script is `folder`/train.py; with `by_stdin` nobody is told its name, but gets it from stdin.
+    The script is `folder`/train.py. With `by_stdin` the interpreters get it from stdin and do not know its name.
     """
     text = WHOSE + "".join(
         f"{'el' * (turn > 0)}if TURN == {turn}:  # {name}\n{textwrap.indent(program or 'pass', '    ')}\n"
@@ -62,7 +63,7 @@ def taken(
     )
     place = script(folder, text)
     program, stdin = ("-", place) if by_stdin else ("train.py", Path(os.devnull))
-    # Two threads, said for all: a launcher's own choice would be a difference that a fresh process must have.
+    # Set two threads for all: the number that the launcher chooses would differ from that of a fresh process.
     common = {"OMP_NUM_THREADS": "2", **(env or {})}
 
     with ThreadPoolExecutor(2) as pool:
@@ -93,7 +94,7 @@ def taken(
 
 
 def _ends(logs: Path, group: list[str]) -> dict[str, End]:
-    """How each worker of a job ended, by the log folder alone."""
+    """How each worker of a job ended, read only from the log folder."""
     (run,) = logs.iterdir()
     found = {}
     for line in (run / "timeline.jsonl").read_text().splitlines():

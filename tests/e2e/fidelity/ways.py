@@ -18,12 +18,12 @@ from tests.harness import DEADLINE_S, Job, environment
 HERE = Path(__file__).parent
 # By default torch is imported before the fork.
 FORKED: tuple[str, ...] = ()
-# The same way through the fork server, without the second that torch takes.
+# The fork server does the same with a light module, without the second of importing torch.
 LIGHT = ("--preload", "json")
 EXECED = ("--no-preload",)
 WAYS = {"forked": FORKED, "execed": EXECED}
 
-# The variables that a worker has and a fresh process has not; documented in docs/fidelity.md.
+# The variables that only a worker has, and not a fresh process. docs/fidelity.md lists them.
 LAUNCHERS = frozenset(
     (
         *("LOCAL_RANK", "RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "LOCAL_WORLD_SIZE", "WORLD_SIZE"),
@@ -74,7 +74,7 @@ def worker(folder: Path, how: tuple[str, ...], *args: str, env: Mapping[str, str
         code = job.wait()
         said = job.output
     (logs,) = (folder / "logs").glob("*/attempt_0/0")
-    # In the report, or in the one sentence for a module that is not there.
+    # The exit code is in the report, or in the one sentence about a module that is not there.
     own = re.search(r"(?:exitcode +:|; exit code) (-?\d+)", said)
     assert (code == 0) is (own is None), said
     return End(int(own[1]) if own else 0, (logs / "stdout.log").read_bytes(), (logs / "stderr.log").read_bytes(), said)

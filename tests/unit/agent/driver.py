@@ -59,9 +59,9 @@ _ROUNDS_MAX = 200
 class Driver:
     """One agent on a memory store of its own, or on one that it shares with others.
 
-    `acted` are the actions of the last event, `all_acted` of all. What the store answers waits in `answers` until
-    `settle` or `answer`.
-    A `remote` one looks as a session with a store elsewhere does: at the control keys only, until it leads.
+    `acted` are the actions of the last event, `all_acted` those of all events. The store's answers wait in `answers`
+    until `settle` or `answer`. A `remote` agent looks as a session with a store on another host does: only at the
+    control keys, until the agent leads.
     """
 
     def __init__(
@@ -88,12 +88,12 @@ class Driver:
 
     @property
     def snapshot(self) -> Snapshot:
-        """All that the store holds, whatever the agent looks at."""
+        """Everything in the store, whatever the agent looks at."""
         return SnapshotReader(KEYS).read(self.store.read(KEYS.root), whole=True)
 
     @property
     def looked(self) -> Looked:
-        """What the agent would see now."""
+        """The event with what the agent would see now."""
         return Looked(self._reader.read(self.store.read(self._scope), whole=self._scope == KEYS.root))
 
     @property
@@ -102,18 +102,18 @@ class Driver:
 
     @property
     def outcome(self) -> Outcome:
-        """The agent has exited, with this."""
+        """The outcome of the agent, which must have exited."""
         assert isinstance(self.agent.phase, Exited), self.agent.phase
         return self.agent.phase.outcome
 
     @property
     def said(self) -> str:
-        """By the last event."""
+        """The log lines of the last event."""
         return "\n".join(action.text for action in self.acted if isinstance(action, Say))
 
     @property
     def commits(self) -> list[Txn]:
-        """Of the last event."""
+        """The transactions of the last event."""
         return [action.txn for action in self.acted if isinstance(action, Commit)]
 
     def begin(self) -> Driver:
@@ -164,13 +164,13 @@ class Driver:
         return self.happen(LeaseLost(lost, TIMES.lease_ttl_s))
 
     def write(self, *ops: Op) -> None:
-        """Somebody else's doing, unguarded."""
+        """Write as another process, without guards."""
         self.store.commit(Txn((), ops))
 
     def open(
         self, number: int, kind: OpenKind = OpenKind.FAIL, cause: str = "rank 9 failed elsewhere", signum: int = 0
     ) -> None:
-        """Somebody else opens a generation."""
+        """Open a generation as another node."""
         self.write(Put(KEYS.generation, encode(Generation(number, kind, cause, signum=signum))))
 
     def _act(self, action: Action) -> None:
@@ -209,7 +209,7 @@ class Driver:
     def _renew(self) -> None:
         self.incarnations += 1
         host = self.agent.me.host
-        # Unlike those of all other drivers on the store, as a random one is.
+        # The lease differs from those of all other drivers on the store, as a random one does.
         self.lease = 1_000_000 * (1 + sum(host.encode())) + self.incarnations
         self.store.grant(self.lease, TIMES.lease_ttl_s)
         self.answers.append(Leased(self.lease, f"{host}-{self.incarnations:08x}"))
@@ -222,7 +222,7 @@ def exited(generation: int, local_rank: int, code: int, kind: FailureKind = Fail
 def failure(
     generation: int, rank: int, code: int | None, kind: FailureKind = FailureKind.EXIT_CODE, host: str = "node-a"
 ) -> Failure:
-    """One whose words differ from those of other generations, so that it is not the same failure twice."""
+    """A failure whose message differs in each generation, so that it does not count as the same failure twice."""
     said = "raised RuntimeError: no peer" if kind is FailureKind.PEER_LOST else f"exited with code {code}"
     message = f"{said} {'x' * generation}"
     node_id = f"{host}-00000001"
@@ -239,7 +239,7 @@ def cleared(generation: int, *, progressed: bool = True) -> Cleared:
 
 
 def settle(*drivers: Driver) -> None:
-    """All of them look until nothing changes any more."""
+    """Let all drivers look until nothing changes any more."""
     revision = -1
     while revision != drivers[0].store.read(KEYS.root).revision:
         revision = drivers[0].store.read(KEYS.root).revision
@@ -248,7 +248,7 @@ def settle(*drivers: Driver) -> None:
 
 
 def started(spec: JobSpec = SPEC) -> Driver:
-    """A node alone, whose workers run; it waited for more nodes for as long as `spec` asks."""
+    """A single node whose workers run. It has waited for more nodes as long as `spec` asks."""
     driver = Driver(spec).begin()
     driver.settle()
     if driver.agent.lead_at_s is not None:
@@ -283,5 +283,5 @@ def ends(driver: Driver, code: int = 0) -> None:
 
 
 def tags(driver: Driver) -> list[Tag | None]:
-    """Of the transactions whose answers are on their way."""
+    """The tags of the transactions whose answers are on their way."""
     return [event.tag for event in driver.answers if isinstance(event, Committed)]

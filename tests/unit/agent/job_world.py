@@ -1,4 +1,4 @@
-"""A job's keys on a memory store, nodes that do as they are told, and a leader whose clock only tests move."""
+"""A job's keys on a memory store, nodes that act when the test says so, and a leader whose clock only tests move."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ A, B, C, D = (node(letter, slots) for slots, letter in enumerate("abcd", start=1
 
 
 def begin_run_lease(store: MemoryStore, txn: Txn) -> None:
-    """What the store's client does for a transaction that starts a run."""
+    """Begin the run's lease, as the store's client does for a transaction that starts a run."""
     if lease := transactions.run_lease(KEYS, txn):
         store.grant(lease, TIMES.keys_ttl_s)
 
 
 class World:
-    """`A` starts the run and leads, until somebody else does (`leader`)."""
+    """A job in which node `A` starts the run and leads, until another node is elected."""
 
     def __init__(self, terms: Terms = TERMS, *, first: Node = A, times: Times = TIMES) -> None:
         self.store = MemoryStore()
@@ -63,14 +63,14 @@ class World:
 
     @property
     def number(self) -> int:
-        """The newest generation's."""
+        """The number of the newest generation."""
         generation = self.snapshot.generation
         assert generation
         return generation.number
 
     @property
     def ended(self) -> str:
-        """Why the job has ended; empty while it has not."""
+        """The reason of the job's end. Empty while the job goes on."""
         return self.snapshot.ended.reason if self.snapshot.ended else ""
 
     def lease(self, who: Node) -> int:
@@ -83,10 +83,10 @@ class World:
         return self.store.commit(txn).held
 
     def write(self, *ops: Op) -> None:
-        """Unguarded."""
+        """Write without guards."""
         self.store.commit(Txn((), ops))
 
-    # What nodes do.
+    # Actions of nodes.
 
     def start(self, who: Node) -> bool:
         txn = transactions.start_run(self.snapshot, self.terms, who, self.lease(who))
@@ -94,7 +94,7 @@ class World:
         return self.commit(txn)
 
     def join(self, *nodes: Node, progressed: bool = False) -> bool:
-        """Join the newest generation, as members or to become such; whether all could."""
+        """Have nodes join the newest generation, also nodes that are no members yet. Returns whether all could."""
         held = True
         for who in nodes:
             is_member = who.node_id in self.snapshot.members
@@ -103,7 +103,7 @@ class World:
         return held
 
     def fail(self, *kinds: FailureKind, progressed: bool = True, nodes: tuple[Node, ...] = (A, B, C)) -> None:
-        """A failure of each kind in the generation that runs, on one node after the other; the first one opens."""
+        """Write a failure of each kind in the running generation, on one node each. The first opens a generation."""
         g = self.table.generation
         for rank, (kind, who) in enumerate(zip(kinds, nodes, strict=False)):
             message = f"{kind.value} {'x' * g}"
@@ -111,7 +111,7 @@ class World:
             self.commit(transactions.fail(self.snapshot, who, failed))
 
     def leave(self, who: Node) -> None:
-        """As after SIGTERM."""
+        """Have a node leave, as after SIGTERM."""
         table = self.snapshot.current_table
         opens = table is not None and table.group_rank(who.node_id) is not None
         self.commit(transactions.leave(self.snapshot, who, opens=opens, why="SIGTERM was received"))
@@ -121,7 +121,7 @@ class World:
             self.commit(transactions.report_done(self.snapshot, who, self.number))
 
     def lose(self, *nodes: Node) -> None:
-        """Their leases end."""
+        """End the leases of these nodes."""
         for who in nodes:
             self.store.revoke(self._leases.pop(who.node_id))
 
@@ -129,7 +129,7 @@ class World:
         self.write(Delete(KEYS.member(who.node_id)))
 
     def elect(self, who: Node) -> bool:
-        """A new leader remembers nothing."""
+        """Have a node become leader. Returns whether it did. A new leader remembers nothing."""
         try:
             elected = self.commit(transactions.become_leader(self.snapshot, who, self.lease(who)))
         except LeaseGone:
@@ -138,10 +138,10 @@ class World:
             self.leader_state, self.table_seen = LeaderState(), (-1, 0.0)
         return elected
 
-    # What the leader does.
+    # Actions of the leader.
 
     def look(self) -> Lead:
-        """What it would do now."""
+        """The leader's decision now, which is not carried out."""
         snapshot = self.snapshot
         if snapshot.table and snapshot.table.generation != self.table_seen[0]:
             self.table_seen = (snapshot.table.generation, self.now_s)
@@ -151,19 +151,19 @@ class World:
         return led
 
     def lead(self) -> bool:
-        """Let it do that; whether it wrote something."""
+        """Let the leader act once. Returns whether it wrote something."""
         led = self.look()
         return led.txn is not None and self.commit(led.txn)
 
     def seal(self) -> str:
-        """The leader writes until it has nothing more to write; who has a seat then."""
+        """Let the leader write until it has nothing more to write. Returns the nodes that have a seat then."""
         while self.lead():
             pass
         current = self.snapshot.current_table
         return self.seated if current else ""
 
     def run(self, *nodes: Node, progressed: bool = True) -> None:
-        """They join, all waits are over, and the table is sealed; `progressed` is of the generation before."""
+        """These nodes join, all waits end, and the table is sealed. `progressed` is about the generation before."""
         self.join(*nodes, progressed=progressed)
         self.seal()
         led = self.look()
@@ -181,7 +181,7 @@ def running(*nodes: Node, terms: Terms = TERMS) -> World:
 
 
 def forming(*nodes: Node, terms: Terms = TERMS) -> World:
-    """The same, with a worker of the first one failed: generation 1 forms and nobody has joined it."""
+    """A job in which a worker of the first node has failed: generation 1 forms, and no node has joined it."""
     world = running(*nodes, terms=terms)
     world.fail(FailureKind.SIGNAL, nodes=nodes)
     return world

@@ -1,4 +1,4 @@
-"""cli: what is left of a run that ends by an exception."""
+"""launcher.cli: a run that ends by an exception leaves nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from elaunch.launcher import cli
 from tests.harness import free_ports
 
-# The agent's loop is where all that a run starts is there.
+# The agent's loop fails here, when everything that a run starts is there.
 BROKEN = """
 import json, sys
 import psutil

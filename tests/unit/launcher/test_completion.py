@@ -31,7 +31,7 @@ START = {
 
 
 def words(*typed: str) -> list[str]:
-    """What is proposed for the last of the words."""
+    """The proposals for the last of the words."""
     return [item.value for item in completions(typed[:-1], typed[-1])]
 
 

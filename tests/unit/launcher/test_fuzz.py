@@ -77,7 +77,7 @@ def no_file(path: str) -> JobFile:
 
 
 def planned(options: Options, environ: dict[str, str], cluster: Cluster | None = None) -> None:
-    """All that is decided of a command line before anything is started."""
+    """Everything that is decided from a command line before anything is started."""
     if cluster:
         cluster = concerning(options, cluster, environ)
         options = settle(options, cluster)

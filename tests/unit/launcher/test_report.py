@@ -1,4 +1,4 @@
-"""launcher.report: what the user reads at the end, and the error file that is handed on."""
+"""launcher.report: the report for the user at the end, and the error file that is passed on."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def test_amds_variables_narrow_one_after_the_other() -> None:
 def test_nvidia_gpus_are_counted_by_usable_device_nodes_and_described_by_the_driver(tmp_path: Path) -> None:
     for node in ("nvidia0", "nvidia1", "nvidia2", "nvidiactl", "nvidia-uvm"):
         write(tmp_path, f"dev/{node}")
-    # In the order of the bus, which is not that of the minors.
+    # The GPUs are in the order of their bus addresses, which is not that of the minor numbers.
     for address, minor, numa in (("0000:1B:00.0", 1, 1), ("0000:0a:00.0", 2, 0), ("0000:ff:00.0", 0, 1)):
         text = f"Model: \t\t H200\nGPU UUID: \t GPU-{minor}-abc\nDevice Minor: \t {minor}\n"
         write(tmp_path, f"proc/driver/nvidia/gpus/{address}/information", text)

@@ -1,4 +1,4 @@
-"""A store that answers when tests let it: a real one behind it, faults in between."""
+"""A real store in memory that fails as tests say."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Result = TypeVar("Result")
 
 
 class _FlakyWatch:
-    """It has begun when a read has been answered."""
+    """A watch that has begun once a read was answered."""
 
     def __init__(self, store: FlakyStore, watch: Watch) -> None:
         self._store = store
@@ -34,9 +34,9 @@ class _FlakyWatch:
 class FlakyStore:
     """A memory store that several threads may use, and that fails as it is told.
 
-    `errors[method]` are raised one by one, before the call does anything; `lost[method]` after it did its work, as
-    where an answer is lost on the way. `down` fails every call. `calls` counts them, `committed` are the transactions
-    that happened, in order. `between` is called after each read, before its answer goes out. `deaf` watches hear
+    `errors[method]` are raised one by one, before the call does anything. `lost[method]` are raised after the call did
+    its work, as if the answer were lost. `down` fails every call. `calls` counts the calls. `committed` are the
+    transactions that happened, in order. `between` is called after each read, before its answer. `deaf` watches report
     nothing any more.
     """
 
@@ -91,7 +91,7 @@ class FlakyStore:
     # For tests.
 
     def write(self, txn: Txn) -> Answer:
-        """Somebody else's transaction."""
+        """Commit a transaction of another client."""
         with self._lock:
             return self.memory.commit(txn)
 

@@ -1,7 +1,7 @@
-"""What every store must do, whoever keeps the keys: `class TestX(StoreContract)` with a few fixtures runs it all.
+"""The tests that every store must pass. `class TestX(StoreContract)` with a few fixtures runs them all.
 
-`store` is empty under ROOT, and nobody else writes to it. `compact` forgets the store's history before a revision.
-`elapse` makes time pass for leases. A watch may tell late where the store is elsewhere, and leases may end late.
+`store` is empty under ROOT, and no other client writes to it. `compact` forgets the store's history before a revision.
+`elapse` makes time pass for leases. A store in another process may report changes and end leases late.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def values(store: Store, *prefixes: str) -> dict[str, str]:
 
 
 class Told:
-    """What a watch told, in the order of telling."""
+    """The updates of a watch, in the order in which they came."""
 
     def __init__(self) -> None:
         self.updates: list[Update] = []
@@ -65,7 +65,7 @@ class Told:
         self.updates.append(update)
 
     def all_until(self, revision: int) -> list[Changes | View]:
-        """Everything told, once `revision` was told of. Waits for it."""
+        """All updates, once `revision` was reported. Waits for it."""
 
         def found() -> bool:
             return any(isinstance(update, (Changes, View)) and update.revision >= revision for update in self.updates)
@@ -83,7 +83,7 @@ class Told:
 
 
 def replayed(view: View, updates: list[Changes | View]) -> dict[str, KeyEntry]:
-    """What a view has become by what was told since, which must be in order."""
+    """The view after all later updates, which must be in order."""
     entries = dict(view.entries)
     revision = view.revision
     for update in updates:

@@ -1,4 +1,4 @@
-"""The worker's line to its agent never waits, never fails, never sends half a line."""
+"""The worker's end of the link never waits, never fails, and never sends half a line."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.harness import wait_for
 
 @contextlib.contextmanager
 def linked(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
-    """The agent's end; the other is in ELAUNCH_LINK, inheritable as after a spawn."""
+    """The agent's end of a link. The other end is in ELAUNCH_LINK, and can be inherited, as after a spawn."""
     ours, theirs = socket.socketpair()
     number = theirs.detach()
     os.set_inheritable(number, True)
@@ -106,7 +106,7 @@ def test_a_full_socket_drops_whole_lines_and_never_waits(agent: socket.socket) -
 
 def test_a_line_that_fitted_in_part_is_finished_before_the_next() -> None:
     class Narrow:
-        """Takes 10 bytes at a time, and nothing when blocked."""
+        """A socket that takes 10 bytes at a time, and nothing while it is blocked."""
 
         def __init__(self) -> None:
             self.taken, self.blocked = b"", False
@@ -279,7 +279,7 @@ def test_a_callback_that_fails_does_not_keep_the_next_from_being_called(
 
 
 def told_of_a_failure(agent: socket.socket) -> list[dict[str, object]]:
-    """What is said of it, once a listener that comes last has been called."""
+    """Tell the worker of a failure. Returns its messages up to the call of the last listener."""
     heard: queue.SimpleQueue[object] = queue.SimpleQueue()
     last = link.listen(on_stop=heard.put)
     tell(agent, event="peer_failed", generation=0)
@@ -308,7 +308,7 @@ def test_a_script_that_has_saved_waits_for_the_rescues_and_says_it_again_then(ag
 
     def rescue(generation: int) -> int:
         calls.append("rescue")
-        # From whichever thread of the script: it knows nothing of the others.
+        # The script may call this from any of its threads, which knows nothing of the other rescues.
         link.saved(1)
         return 7
 
@@ -338,7 +338,7 @@ def test_a_rescue_that_fails_keeps_neither_another_nor_the_agent_from_going_on(
     link.listen(rescue=fail)
     link.listen(rescue=rescue)
 
-    # And nobody waits for it: nothing of it will be kept.
+    # The agent does not wait for the failed rescue, which keeps nothing.
     assert told_of_a_failure(agent) == [{"event": "saved", "step": 0}]
     assert rescued == [0]
     assert "asked for by the test" in capsys.readouterr().err
@@ -353,7 +353,7 @@ def test_who_closes_is_called_no_more_and_the_agent_knows_what_is_left(agent: so
     stays.close()
     assert said(agent) == [{"event": "listens", "stop": False, "peer_failed": False}]
 
-    # Said before the agent knew.
+    # The worker reports this before the agent knows of a failure.
     link.report(9)
     assert told_of_a_failure(agent)[-1] == {"event": "saved", "step": 9}
 

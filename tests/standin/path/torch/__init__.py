@@ -1,4 +1,4 @@
-"""Of torch: a few integers in a row."""
+"""The part of torch that tests need: a tensor of a few integers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 class Tensor:
-    """Integers, or one of them; `values` is the row in both cases."""
+    """A row of integers, or a single one. `values` is the row in both cases."""
 
     def __init__(self, values: Sequence[int]) -> None:
         self.values = list(values)

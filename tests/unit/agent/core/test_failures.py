@@ -1,4 +1,4 @@
-"""agent.failures: from a worker's remains to a failure in words."""
+"""agent.core.failures: makes a failure in words from what a worker leaves."""
 
 from __future__ import annotations
 
@@ -490,7 +490,7 @@ def test_words_in_which_a_pattern_begins_at_every_place_do_not_hold_the_agent() 
     failure(1, record_of("RuntimeError", hostile, f"{FRAMES}RuntimeError: {hostile}"))
     failure(1, tail=hostile[: 64 << 10])
 
-    # Quadratic work would be hours.
+    # A quadratic algorithm would take hours.
     assert time.process_time() - began_s < 5.0
 
 

@@ -1,4 +1,4 @@
-"""agent.hang: when workers that have reported before report nothing any more."""
+"""agent.core.hang: when workers that have reported before report nothing any more."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def hanging(hang_timeout_s: float = 30.0) -> Driver:
 
 
 def looks(driver: Driver, reports: list[int], *, every_s: float = 1.0, reporting: frozenset[int] = ALL) -> list[object]:
-    """So many reports were there at each look; what was done."""
+    """Give the agent these numbers of reports, one at each look. Returns its actions."""
     done: list[object] = []
     for number in reports:
         driver.now_s += every_s
@@ -32,7 +32,7 @@ def looks(driver: Driver, reports: list[int], *, every_s: float = 1.0, reporting
 def test_workers_that_report_nothing_for_the_timeout_are_looked_into_once() -> None:
     driver = hanging()
     driver.happen(WorkerListens(0, 2, to_stop=True, to_failure=False))
-    # Who listened and does so no more still has the thread that shows its stacks.
+    # A worker that has stopped listening still has the thread that shows its stacks.
     for listens in (True, False):
         driver.happen(WorkerListens(0, 1, to_stop=listens, to_failure=listens))
 

@@ -1,4 +1,4 @@
-"""agent.membership: a node whose lease has ended, in each of its phases."""
+"""agent.core.membership: a node whose lease has ended, in each of its phases."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def test_a_leader_whose_lease_ended_leads_no_more_until_it_is_elected_again() ->
 
 
 def end_leases_early(driver: Driver, seconds: float, held_s: float = 1.6) -> tuple[list[Action], int]:
-    """For so long the store ends each lease so soon; what the agent does, and how many leases it has begun."""
+    """For `seconds` the store ends each lease after `held_s`. Returns the agent's actions and its number of leases."""
     actions: list[Action] = []
     end_s, leases, lease = driver.now_s + seconds, 0, 1000
     happened: Event | None = Leased(lease, f"a-{lease}")

@@ -1,4 +1,4 @@
-"""agent.membership: the agent's part in the job's rendezvous, on a memory store that agents may share."""
+"""agent.core.membership: the agent's part in the job's rendezvous, on a memory store that agents may share."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_who_could_not_start_the_run_joins_it_once_it_is_seen_whatever_else_was_
     late = second.looked
     first.look()
     narrow = second.looked
-    # Not among what the second one watches: it is told of no newer revision than that of the run.
+    # The second agent does not watch these keys, so it knows no newer revision than that of the run.
     first.write(Put(KEYS.member("node-c-00000001"), encode(replace(first.agent.me, node_id="node-c-00000001"))))
     second.happen(late)
     second.answer()
@@ -168,7 +168,7 @@ MENDED = replace(TWO, program=replace(TWO.program, args=("--lr", "2")))
 
 
 def killed_and_mended() -> tuple[Driver, Driver, Driver, Driver]:
-    """Both agents of a job were killed, and at once started again with another argument."""
+    """Both agents of a job were killed, and started again at once with a different argument."""
     dead = pair()
     again = [Driver(MENDED, host=host, store=dead[0].store, remote=True).begin() for host in ("node-c", "node-d")]
     settle(*again)
@@ -190,7 +190,7 @@ def test_a_job_that_was_killed_and_started_again_otherwise_begins_once_the_dead_
 
 
 def test_who_waits_for_a_dead_job_tries_now_and_then_and_in_the_end_is_refused() -> None:
-    """Its leader is gone, another member is not."""
+    """The job's leader is gone, but another member is not."""
     leader, _, one, other = killed_and_mended()
     leader.store.revoke(leader.lease)
     tried = 0

@@ -1,4 +1,4 @@
-"""agent.membership: who starts a run, on an id that is new, was used before, or is what is left of a job."""
+"""agent.core.membership: who starts a run, on an id that is new, was used before, or is what is left of a job."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def vacant() -> Driver:
     driver = Driver(remote=True)
     driver.write(Put(STRANGER, "{}"))
     driver.begin().settle()
-    # The claim of the start is refused, and then the start.
+    # First the claim of the start is refused, and then the start itself.
     at_next_deadline(driver)
     return driver
 
 
 def at_next_deadline(driver: Driver) -> None:
-    """What is due, and what is to be said until then."""
+    """Advance to the next deadline, and do what is due on the way."""
     due_s = driver.agent.lead_at_s
     assert due_s is not None
     while driver.now_s < due_s:
@@ -40,7 +40,7 @@ def at_next_deadline(driver: Driver) -> None:
 
 
 def test_a_run_on_an_old_id_does_not_end_with_the_last_one() -> None:
-    """The answer may arrive before the watch's word that the last run's end is gone."""
+    """The answer may arrive before the watch reports that the key of the last run's end is gone."""
     driver = Driver(remote=True)
     driver.write(Put(KEYS.generation, encode(Generation(3, OpenKind.FAIL, "a worker failed"))))
     driver.write(Put(KEYS.ended, encode(Outcome(OutcomeKind.SUCCEEDED, "every worker exited with 0", 3, 3, 3))))
@@ -77,7 +77,7 @@ def test_who_has_entered_a_run_by_any_way_outlasts_that_the_store_denies_it(
     enter: Callable[[], tuple[Driver, Tag]],
 ) -> None:
     driver, by = enter()
-    # Its own lease's answer, then a look at what there is.
+    # First comes the answer about its own lease, then a look at the keys.
     driver.answer()
     driver.look()
     if tags(driver) == [Tag.CLAIM]:
@@ -169,12 +169,12 @@ def test_a_run_whose_claimant_never_starts_it_is_started_by_another_node() -> No
     second.now_s = second.agent.membership.run_again_s
     second.happen(Tick())
 
-    # As one of several that try now: only a start that nobody else has made begins a lease.
+    # Several nodes may try now. A start begins a lease only if no other node has started the run.
     assert tags(second) == [Tag.RUN]
     second.settle()
     assert TIMES.lease_ttl_s / 2 <= second.now_s - START_S <= TIMES.lease_ttl_s
     assert second.node_id in second.snapshot.members
-    # The claimant was only slow: its start is refused, and it joins.
+    # The node with the claim was only slow: its start is refused, and it joins.
     first.settle()
     assert [first.node_id in first.snapshot.joined[0], first.snapshot.leader] == [True, second.node_id]
 
@@ -277,7 +277,7 @@ def test_who_may_not_start_a_run_tries_again_only_after_a_lease_time() -> None:
 
 
 def test_a_store_that_comes_and_goes_does_not_make_it_try_sooner() -> None:
-    """History (seed 4676): answers were lost, each return of the store was a try, and the last of them was an end."""
+    """History (seed 4676): answers were lost, each return of the store counted as a try, and the last try ended it."""
     driver = vacant()
 
     tried = False

@@ -1,4 +1,4 @@
-"""agent.membership: what an agent makes of a store that was away, and of what it finds on its return."""
+"""agent.core.membership: what an agent makes of a store that was away, and of what it finds on its return."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_newcomer_that_waited_for_the_store_starts_no_run_over_one_whose_membe
     newcomer.settle()
     before = newcomer.snapshot.generation
 
-    # One that ran it is back: its member key first, then it leads.
+    # A node that ran this generation is back: it writes its member key, and leads.
     member = KEYS.member("node-b-1")
     newcomer.write(Put(member, encode(Node("node-b-1", "node-b", "10.0.0.2", 1))), Put(KEYS.leader, "node-b-1"))
     newcomer.settle()

@@ -1,4 +1,4 @@
-"""agent.running: what an agent makes of the things that happen to its workers."""
+"""agent.core.running: how an agent reacts to events of its workers."""
 
 from __future__ import annotations
 
@@ -358,7 +358,7 @@ def test_what_a_peers_end_may_explain_opens_nothing_while_the_group_stops_to_sav
 
 
 def newcomer(*, progressed: bool = True) -> Driver:
-    """A node that came to a job whose earlier generations did, or did not, get past their start."""
+    """A node that comes to a job whose earlier generations did, or did not, get past their start."""
     driver = Driver().begin()
     for _ in range(2):
         driver.answer()

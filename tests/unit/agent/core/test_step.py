@@ -1,4 +1,4 @@
-"""agent.core: what an agent makes of the store's word. A memory store carries out its transactions."""
+"""agent.core.step: how an agent reacts to the store's answers. A memory store carries out its transactions."""
 
 from __future__ import annotations
 
@@ -261,7 +261,7 @@ def test_a_node_that_was_finished_already_runs_again_too() -> None:
 
 
 def other_table(generation: int, seats: int = 1) -> RankTable:
-    """One without this node."""
+    """A table without this node."""
     nodes = seats_of([(f"node-z-{n:08}", 1, "default") for n in range(seats)])
     return RankTable(generation, nodes, "10.0.0.9", 1, "the job starts")
 
@@ -300,7 +300,7 @@ def test_a_table_of_a_generation_that_the_node_has_not_joined_starts_nothing() -
     for rank in (1, 2):
         driver.exits(rank, -TERM)
     driver.happen(cleared(0))
-    # A table with its name that it cannot have been in: it has not joined this generation.
+    # The table has the node's name, but the node cannot be in it: it has not joined this generation.
     seats = seats_of([(driver.node_id, 3, "default")])
     driver.write(Put(KEYS.table(1), encode_table(RankTable(1, seats, "a", 1, "forged"))))
 

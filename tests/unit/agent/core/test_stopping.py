@@ -1,4 +1,4 @@
-"""agent.stopping: signals, deadlines, clearing up, and what comes after."""
+"""agent.core.stopping: signals, deadlines, clearing up, and what comes after."""
 
 from __future__ import annotations
 
@@ -291,7 +291,7 @@ def test_a_second_ctrl_c_does_not_wait_for_output_that_nobody_reads() -> None:
 
 
 def test_the_first_ctrl_c_kills_nobody_while_the_job_stops_for_that_of_another_node() -> None:
-    """srun, mpirun and a terminal give one to all of them, and the store may be faster."""
+    """srun, mpirun and a terminal send Ctrl-C to all nodes, and the store's news may come first."""
     driver = started()
     ended = Outcome(OutcomeKind.INTERRUPTED, "SIGINT was received by node-b", 0, 0, 3, signum=INT)
     driver.write(Put(KEYS.ended, encode(ended)))
@@ -360,7 +360,7 @@ def test_a_ctrl_c_after_sigterm_counts_where_all_workers_had_ended_well() -> Non
 
 
 def test_each_ctrl_c_counts_on_a_node_that_is_done() -> None:
-    """The first came while its output was awaited, and a node alone has ended well with that."""
+    """The first Ctrl-C came while the node waited for its output. A single node succeeds nevertheless."""
     driver = started()
     for local_rank in ALL:
         driver.exits(local_rank, 0)

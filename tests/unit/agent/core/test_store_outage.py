@@ -1,4 +1,4 @@
-"""agent.absence, agent.membership: what is said of a store that is away and of long waits, and when all is given up."""
+"""agent.core.store_outage: log lines about a store that is away and about long waits, and when the agent gives up."""
 
 from __future__ import annotations
 
@@ -300,7 +300,7 @@ def test_another_kind_of_trouble_is_said_too_but_not_at_each_try() -> None:
 
 
 def test_refusals_that_recur_for_moments_do_not_hide_a_lost_node() -> None:
-    """No lease can have ended in such a moment; each used to begin the time anew in which nobody is declared lost."""
+    """No lease can end in such a moment. Each refusal once restarted the time in which no node is declared lost."""
     first, second = pair()
     first.store.revoke(second.lease)
 
@@ -315,7 +315,7 @@ def test_refusals_that_recur_for_moments_do_not_hide_a_lost_node() -> None:
 
 
 def test_the_time_to_give_up_is_counted_from_when_the_workers_are_gone() -> None:
-    """The time counts from here: else a failure late in a long outage would end the job at once."""
+    """The time counts from the workers' end. Otherwise a failure late in a long outage would end the job at once."""
     driver = started()
     driver.happen(StoreBack())
     driver.happen(FULL)

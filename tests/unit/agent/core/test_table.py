@@ -45,7 +45,7 @@ from tests.unit.agent.driver import KEYS, TERM, TWO, Driver, cleared, exited, fa
 REPOSITORY = Path(__file__).parents[4]
 PHASES: tuple[type[Phase], ...] = get_args(Phase)
 EVENTS: tuple[type[Event], ...] = get_args(Event)
-# The longest that a reader takes in at a glance.
+# The longest text that a reader can take in at a glance.
 CHARACTERS_MAX = 120
 
 
@@ -74,7 +74,7 @@ def second_of_two(phase: type[Phase]) -> Driver:
 
 
 def event_of(kind: type[Event], driver: Driver) -> Event:
-    """One of that kind, about the generation that the node runs."""
+    """An event of that kind, about the generation that the node runs."""
     events: tuple[Event, ...] = (
         driver.looked,
         Committed(Tag.LEAD, True, driver.store.read(KEYS.root).revision),

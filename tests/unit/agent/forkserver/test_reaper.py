@@ -1,4 +1,4 @@
-"""agent.forkserver.reaper: when the end of which process is told, with real processes."""
+"""agent.forkserver.reaper: when the end of each process is reported, with real processes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import pytest
 from elaunch.agent.forkserver.reaper import Children
 from tests.harness import wait_for
 
-# A shell that ends at SIGTERM, and below it a program that saves: it ends when it is told so on its stdin.
+# A shell that ends at SIGTERM. The program that it starts saves, and ends when its stdin says so.
 SAVES = "(trap '' TERM; echo $$ ready; read end) & trap 'exit 0' TERM; wait"
 
 
 class Worker:
-    """A process group as a command's worker is one, below this process."""
+    """A child process with its own process group, like a worker that is a command."""
 
     def __init__(self, children: Children, local_rank: int) -> None:
         self.name = (0, local_rank)
@@ -63,12 +63,12 @@ def two(children: Children) -> Iterator[tuple[Worker, Worker]]:
 
 
 def told(children: Children) -> list[int | str]:
-    """The local ranks whose ends are told now."""
+    """The local ranks whose ends are reported now."""
     return [news["key"] for news in children.ended()]
 
 
 def asked_and_leaders_gone(children: Children, workers: tuple[Worker, ...]) -> None:
-    """Send SIGTERM to all groups. The shells end by it, and the processes below them go on."""
+    """Send SIGTERM to all groups. The shells end, and the programs that they started go on."""
     for worker in workers:
         children.signal(worker.name, signal.SIGTERM, group=True)
         os.waitid(os.P_PID, worker.process.pid, os.WEXITED | os.WNOWAIT)

@@ -1,4 +1,4 @@
-"""agent.guardian: who belongs to a job, and the sweep that ends them, with real processes."""
+"""agent.guardian: which processes belong to a job, and the sweep that ends them, with real processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.harness import wait_for
 
 SLEEP = "import time; time.sleep(600)"
 SETSID = f"import os; os.setsid(); print(os.getpid(), flush=True); {SLEEP}"
-# The parent and its child end at once; the grandchild is left to init.
+# The parent and its child end at once, and the grandchild becomes an orphan.
 DOUBLE_FORK = f"""
 import os
 if os.fork():
@@ -35,12 +35,12 @@ print(os.getpid(), flush=True)
 
 
 def kin_of(marker: str) -> Kin:
-    """The processes of an agent that would run here."""
+    """The kin of an agent that would run in this process."""
     return Kin.of_this_process(marker, os.environ)
 
 
 class Nursery:
-    """Starts processes with a marker, and ends what a test leaves."""
+    """Starts processes with a marker, and ends those that a test leaves."""
 
     def __init__(self) -> None:
         self.kin = kin_of(secrets.token_hex(8))
@@ -48,7 +48,7 @@ class Nursery:
         self._pids: list[int] = []
 
     def start(self, source: str, markers: str | None = None, **more: str) -> subprocess.Popen[str]:
-        """Start Python code that prints a line when it is ready; `more` are other variables of it."""
+        """Start Python code that prints a line when it is ready. `more` are further variables."""
         environ = {**os.environ, **more, VARIABLE: self.kin.marker if markers is None else markers}
         process = subprocess.Popen([sys.executable, "-S", "-c", source], env=environ, stdout=subprocess.PIPE, text=True)
         self._processes.append(process)
@@ -87,7 +87,7 @@ def is_running(pid: int) -> bool:
 
 
 def wait_until_gone(*pids: int) -> None:
-    """A killed process has lost its environment, by which the sweep knows it, a moment before it is a zombie."""
+    """Wait until the process is gone. The sweep may end a moment earlier, when the environment is already empty."""
     wait_for(lambda: not any(is_running(pid) for pid in pids), f"the end of {pids}", 5)
 
 
@@ -205,7 +205,7 @@ def test_who_is_born_after_the_look_is_ended_by_the_next(nursery: Nursery, monke
     wait_until_gone(born[0])
 
 
-# --- processes with the marker that somebody else runs
+# --- processes with the marker that belong to somebody else
 
 MARKER = "c0ffee00c0ffee00"
 NAMESPACE = "pid:[4026531836]"
@@ -268,7 +268,7 @@ SLURM_STEP = "/system.slice/slurmstepd.scope/job_12/step_0/user/task_0"
         ("/user.slice/session-3.scope", "/user.slice/run-u7.scope", {}, True),
         ("/user.slice/session-3.scope", "/system.slice/atd.service", {}, True),
         ("/user.slice/session-3.scope", "/", {}, True),
-        # What cannot be read tells nothing.
+        # A fact that cannot be read does not count.
         ("/user.slice/session-3.scope", "", {}, False),
         ("", "/system.slice/atd.service", {}, False),
         # Another step of the same job, of Slurm and of PBS; another job; a session that happens to have its number.

@@ -1,4 +1,4 @@
-"""agent.session.retry_queue: what is to be asked of the store keeps its order, and is tried until it is answered."""
+"""agent.session.retry_queue: requests to the store keep their order, and each is tried until it is answered."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ AWAY = Unavailable("no route")
 
 
 class Bench:
-    """A queue whose requests fail as they are told; `done` are those that did not."""
+    """A queue whose requests fail as the test says. `done` are the requests that succeeded."""
 
     def __init__(self) -> None:
         self.done: list[str] = []
@@ -35,7 +35,7 @@ class Bench:
         return run
 
     def run(self) -> list[float]:
-        """Do all that there is; the pauses."""
+        """Do all requests. Returns the pauses between tries."""
         pauses_s = [0.0]
         while self.requests.has_any:
             pauses_s.append(self.requests.do_next(pauses_s[-1]))
@@ -153,7 +153,7 @@ def test_what_is_refused_keeps_its_place_and_is_asked_again_without_haste() -> N
 
 
 def test_renewals_that_succeed_do_not_hide_a_request_that_never_does() -> None:
-    """Else nothing would be in the log: each renewal would restart the time after which the trouble is worth a line."""
+    """Otherwise the log would be silent: each renewal would restart the time after which the trouble gets a line."""
     bench = Bench()
     bench.requests.add(bench.request("first", *[Rejected("etcd is full")] * 3))
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""agent.session.session: what is ordered is done by a thread of its own, in order, until the store has done it."""
+"""agent.session.session: a thread of its own makes all requests in order, and repeats each until the store answers."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Bench:
 
     @property
     def numbers(self) -> list[int]:
-        """Of the writes that happened, in the store's order."""
+        """The numbers of the writes that happened, in the store's order."""
         entries = self.store.read(f"{KEYS.root}n/").entries
         by_age = sorted(entries, key=lambda key: entries[key].create_revision)
         return [int(key.rpartition("/")[2]) for key in by_age]
@@ -130,7 +130,7 @@ def test_a_store_elsewhere_is_asked_by_a_thread_of_the_sessions_own() -> None:
 
 
 class SlowStore(FlakyStore):
-    """Commits wait until they are let go."""
+    """A store whose commits wait until the test lets them go."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""agent.session.store_client: what an agent asks of its store, and which events the answers become."""
+"""agent.session.store_client: the requests of an agent to its store, and the events that the answers become."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ AWAY = Unavailable("10.0.0.9:2379 refuses connections")
 
 
 class Bench:
-    """A client with a store that fails as it is told; what came of it."""
+    """A client with a store that fails as the test says, and the client's events."""
 
     def __init__(self, *, remote: bool = True, times: Times = TIMES, seed: int = 1) -> None:
         self.store = FlakyStore()
@@ -68,7 +68,7 @@ class Bench:
 
     @property
     def snapshot(self) -> Snapshot:
-        """What the agent sees at its next look, that it was told to take."""
+        """What the agent sees at its next look, which the client must have asked for."""
         assert self.looks_due, "nobody was told to look"
         self.looks_due = 0
         looked = self.client.look()
@@ -80,14 +80,14 @@ class Bench:
         return [event for event in self.events if isinstance(event, Leased)]
 
     def write(self, *ops: Op) -> int:
-        """Somebody else's; its revision."""
+        """Write as another client. Returns the revision."""
         return self.store.write(Txn((), ops)).revision
 
     def open(self, number: int) -> int:
         return self.write(Put(KEYS.generation, encode(Generation(number, OpenKind.FAIL, "rank 9 failed"))))
 
     def put(self, key: str) -> Txn:
-        """With this node's lease."""
+        """A transaction that puts the key on this node's lease."""
         return Txn((), (Put(key, "mine", self.leased[-1].lease),))
 
     def _post(self, event: StoreEvent | LookAgain) -> None:
@@ -205,7 +205,7 @@ def member(host: str, process: str) -> Node:
 
 
 def with_last_life() -> Bench:
-    """An agent that was started again while its last life's keys stand."""
+    """An agent that was started again while the keys of its last life still exist."""
     bench = Bench().begun()
     bench.store.memory.grant(5, 3)
     old = member("node-a", "boot:1:17")
@@ -407,7 +407,7 @@ def test_a_look_at_everything_begins_with_what_is_there() -> None:
 
 
 def test_a_look_at_everything_does_not_wait_for_its_watch_to_begin() -> None:
-    """The same thread renews the lease."""
+    """The look must not block, since the same thread renews the lease."""
     bench = Bench().begun()
     begun = bench.store.calls["begun"]
 
@@ -446,7 +446,7 @@ def test_a_look_at_everything_that_broke_off_is_taken_again() -> None:
 def test_a_look_is_whole_only_when_everything_was_read() -> None:
     bench = Bench().begun()
     bench.write(Put(KEYS.member(NODE.node_id), encode(NODE)))
-    # The narrow view is as new as what it has not.
+    # The view of the control keys alone has the same revision, but not all keys.
     bench.view.read_again()
     narrow = bench.snapshot
     bench.store.deaf = True
@@ -559,7 +559,7 @@ def test_a_transaction_that_is_too_large_is_sent_again_with_shorter_texts(tag: T
 
 
 def test_an_opening_that_the_store_says_has_no_lease_is_told_and_kept() -> None:
-    """It has no tag: dropped, its node would wait for a generation that nobody opens."""
+    """An opening has no tag. If it were dropped, its node would wait for a generation that no node opens."""
     bench = Bench().begun()
     own = bench.leased[-1]
     run = start_run(bench.snapshot, Terms(), replace(NODE, node_id=own.node_id), own.lease)
@@ -851,7 +851,7 @@ def test_of_two_agents_that_start_a_run_at_once_one_lease_is_left(tag: Tag) -> N
         txns.append(start_run(bench.snapshot, Terms(), replace(NODE, node_id=own.node_id), own.lease))
     first, second = (run_lease(KEYS, txn) for txn in txns)
     memory = benches[0].store.memory
-    # The second one has found that its lease is missing, and has begun it, when the first one starts the run.
+    # The second client has found that its lease is missing, and has begun it. Then the first client starts the run.
     benches[1].store.lose("grant", AWAY)
     with pytest.raises(Unavailable):
         benches[1].client.commit(txns[1], tag)
@@ -893,7 +893,7 @@ def test_a_start_that_was_done_and_whose_answer_was_lost_keeps_its_lease(tag: Ta
 
 
 def live(bench: Bench, seconds: float) -> None:
-    """Time passes for the client and its store; what is due is done."""
+    """Let time pass for the client and its store. The client does what is due."""
     end_s = bench.now_s + seconds
     while bench.now_s < end_s:
         bench.now_s += TIMES.keepalive_s
@@ -966,7 +966,7 @@ def test_a_lease_that_the_store_wrongly_calls_ended_is_ended_before_this_node_en
     assert isinstance(lost, LeaseLost)
     assert (lost.lease, lost.held_s) == (first.lease, pytest.approx(held_s))
     bench.client.new_lease()
-    # It may still come back under the same name, on the new lease.
+    # The node may still come back under the same name, on the new lease.
     assert bench.store.memory.keep_alive(first.lease)
     bench.client.commit(bench.put(KEYS.member("node-a-00000002")), Tag.JOIN)
 

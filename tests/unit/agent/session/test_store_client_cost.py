@@ -1,4 +1,4 @@
-"""The store's client and its queue, with a store that is slow, away, or tells late: what it is asked, how often."""
+"""How many requests the store's client and its queue make, with a store that is slow, away, or reports late."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TIMES = Times()
 
 
 class FarStore(MemoryStore):
-    """A store in memory that counts what it is asked; its watches tell what happened when `deliver` is called."""
+    """A store in memory that counts requests. Its watches report changes only when `deliver` is called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class FarStore(MemoryStore):
     def watch(self, prefix: str, after: int | None, tell: Callable[[Update], None]) -> Watch:  # type: ignore[override]
         self._ask("watch")
         if after is None:
-            # The view comes at once, and what changes behind it later.
+            # The view comes at once. Later changes come with `deliver`.
             view = super().read(prefix)
             tell(view)
             after = view.revision
@@ -69,12 +69,12 @@ class FarStore(MemoryStore):
             tell()
 
     def lose(self) -> None:
-        """What was on its way never arrives."""
+        """Drop all updates that are on their way."""
         self._on_the_way.clear()
 
 
 class Agent:
-    """A client with a far store, and what became of it."""
+    """A client with a far store, and the client's events."""
 
     def __init__(self, store: FarStore) -> None:
         self.now_s = 100.0
@@ -92,14 +92,14 @@ class Agent:
             self.posted.append(event)
 
     def generation(self) -> int:
-        """The newest one that this agent knows of."""
+        """The newest generation that this agent knows."""
         looked = self.client.look()
         assert isinstance(looked, Looked)
         assert looked.snapshot.generation
         return looked.snapshot.generation.number
 
     def live(self, seconds: float) -> None:
-        """Time passes: what falls due is ordered and done."""
+        """Let time pass. The client does what falls due."""
         end_s = self.now_s + seconds
         while self.now_s < end_s:
             self.now_s += 0.1
@@ -138,7 +138,7 @@ def test_a_beginning_that_is_tried_again_goes_on_where_it_was(store: FarStore, f
     store.away = set()
     agent.client.begin()
 
-    # The one that fails is tried again when it is known that nothing else is wrong.
+    # The failing request is tried again once it is known that nothing else is wrong.
     assert store.asked["watch"] == (3 if fails_at == "watch" else 1)
     assert store.asked["check"] == (1 if fails_at == "watch" else 0)
     assert [event for event in agent.posted if isinstance(event, Leased)] == [Leased(4712, "host-00001267")]
@@ -209,7 +209,7 @@ def test_reads_do_not_pile_up_while_the_store_is_away(store: FarStore, agent: Ag
 
     agent.live(1.0)
 
-    # The one that was waiting, and the one that is due.
+    # At most the commit that was waiting, and the commit that is due.
     assert 1 <= store.asked["commit"] <= 2
 
 

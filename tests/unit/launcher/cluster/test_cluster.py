@@ -1,4 +1,4 @@
-"""launcher.cluster: what schedulers' variables say, and what becomes of it beside the command line."""
+"""launcher.cluster: the facts from schedulers' variables, and their use together with the command line."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from elaunch.launcher.store.plan import Planned, plan
 from elaunch.rendezvous.endpoint import Endpoint
 from tests.harness import REPOSITORY
 
-# What a task of `srun -N4 --ntasks-per-node=2` was seen to have (Slurm 22.05).
+# The variables of a task of `srun -N4 --ntasks-per-node=2`, as seen with Slurm 22.05.
 SLURM = {
     "SLURM_CLUSTER_NAME": "test",
     "SLURM_JOB_ID": "77",
@@ -33,7 +33,7 @@ SLURM = {
     "SLURM_STEP_NUM_NODES": "4",
     "SLURM_STEP_TASKS_PER_NODE": "2(x4)",
 }
-# What a task of `flux run -N4 --tasks-per-node=1` was seen to have (flux-core 0.88.0).
+# The variables of a task of `flux run -N4 --tasks-per-node=1`, as seen with flux-core 0.88.0.
 FLUX = {
     "FLUX_JOB_ID": "ƒEjrGHTb",
     "FLUX_JOB_ID_PATH": "/ƒEjrGHTb",

@@ -1,4 +1,4 @@
-"""launcher.cluster.kubernetes: what the pods of each kind of set know of their job."""
+"""launcher.cluster.schedulers.kubernetes: the facts that pods of each kind have about their job."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ LEADER_WORKER_SET = {"LWS_LEADER_ADDRESS": "lws-2.lws.team", "LWS_GROUP_SIZE": "
     ],
 )
 def test_pods_without_the_secret_are_told_how_to_make_it(hostname: str, environ: dict[str, str]) -> None:
-    """Else the first would wait, and the others be refused one after another."""
+    """Otherwise the first pod would wait, and the others would be refused one after another."""
     cluster = found(hostname, environ, "train.team.svc.cluster.local")
     assert cluster
 

@@ -47,7 +47,7 @@ def test_a_task_beside_the_agent_stays_until_that_has_ended_whatever_signal_come
     waiting = companion(run_id)
     assert waiting.stdout
     waiting.stdout.readline()
-    # Among MPI's processes only the agent may know its node's place.
+    # Of MPI's processes on a node, only the agent may know the node's index.
     agent = Cluster("Open MPI", node_index=0, run_id=run_id, tasks=2)
     with seen_by_others(agent, said):
         wait_for(lambda: "@" + _address(agent)[1:] in connected(), "the task is connected")
@@ -81,7 +81,7 @@ def test_a_second_agent_of_a_long_name_says_that_it_cannot_be_waited_for_and_goe
             with seen_by_others(cluster, sentences.append):
                 pass
 
-        # Its end is a reset where it was not let in yet.
+        # If the agent has not accepted the connection yet, the task sees the agent's end as a reset.
         with suppress(ConnectionError):
             assert other.recv(1) == b""
     assert sentences == [
@@ -97,8 +97,8 @@ def connected() -> list[str]:
     return [words[7] for words in lines if len(words) > 7 and words[5] in ("02", "03")]
 
 
-# Another user of the host: takes the names in argv, or connects to them, once or as often as it is let.
-# It says when it has.
+# Another user of the host, who takes the names in argv, or connects to them, once or as often as possible. It prints a
+# line when it has done so.
 STRANGER = """
 import os, socket, sys
 os.setgid(65534); os.setuid(65534)
@@ -138,7 +138,7 @@ def stranger(deed: str, *names: str) -> Iterator[None]:
 
 
 def guessed(job: str) -> str:
-    """The name that anybody could compute from public facts about a job."""
+    """The socket name that any user could compute from public facts about a job."""
     return f"elaunch-agent-{os.geteuid()}-{hashlib.sha256(job.encode()).hexdigest()[:32]}"
 
 
@@ -199,13 +199,13 @@ def test_a_stranger_who_knows_the_name_is_turned_away_and_taken_for_none_of_the_
         assert waiting.stdout
         waiting.stdout.readline()
 
-    # The agent has waited for this one.
+    # The agent has waited for this task.
     output, _ = waiting.communicate(timeout=10)
     assert (waiting.returncode, output) == (0, "")
 
 
 def accepted(pid: int) -> bool:
-    """Whether that process waits in recvfrom(), by its number on x86_64 or aarch64, and no longer in connect()."""
+    """Whether that process waits in recvfrom() and no longer in connect(), by the number on x86_64 or aarch64."""
     return Path(f"/proc/{pid}/syscall").read_text().split()[0] in ("45", "207")
 
 

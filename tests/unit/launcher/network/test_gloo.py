@@ -1,4 +1,4 @@
-"""interface: which network interface gloo is told of, and when."""
+"""launcher.network.gloo: which network interface gloo is told of, and when."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from elaunch.launcher.network.reach import NoAddress
 
 @pytest.fixture
 def own_addresses(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What this host's own name means here; with nothing in it, the name is unknown."""
+    """The addresses of this host's own name. If the list is empty, the name is unknown."""
     known: list[str] = []
 
     def told(host: str, wait_s: float) -> list[str]:

@@ -1,4 +1,4 @@
-"""reach: this host's address toward the others, and whether a name means this host."""
+"""launcher.network.reach: this host's address toward the others, and whether a name means this host."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from elaunch.rendezvous.http.resolve import HostAddress
 
 @pytest.fixture
 def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
-    """What the resolver knows: names that the test makes up."""
+    """The names that the resolver knows, made up by the test."""
     known: dict[str, list[str]] = {}
     resolve = reach.resolve
 
@@ -96,7 +96,7 @@ _IN_A_HOST = (
 
 
 def in_a_host(*addresses: str, code: str) -> str:
-    """What `code` prints in a network of its own, without a default route, that has `addresses`, one per interface."""
+    """Run `code` in a network of its own with `addresses`, one per interface, no default route. Returns its output."""
     if os.geteuid() != 0 or not shutil.which("ip") or not shutil.which("unshare"):
         pytest.skip("needs root, ip and unshare to make a network namespace")
     up = ["ip link set lo up"]
@@ -132,7 +132,7 @@ def test_without_a_default_route_the_only_interface_has_the_address() -> None:
 
     assert in_a_host("10.9.8.7/24", code=code) == "10.9.8.7 THIS_HOST"
     assert in_a_host("fd00:9::7/64", code=code) == "fd00:9::7 THIS_HOST"
-    # Nobody else can be there.
+    # No other host can have this address.
     assert in_a_host(code=code) == "127.0.1.1 THIS_HOST"
 
 

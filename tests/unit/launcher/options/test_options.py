@@ -121,7 +121,7 @@ def test_every_option_of_torchrun_is_accepted_with_its_own_value_and_default_or_
         value = getattr(theirs, name.replace("-", "_"))
         if value == getattr(ours, spec.dest) or spec.differs or spec.no_effect:
             continue
-        # The same meaning in another type: the text that torchrun keeps is what ours was made of.
+        # The meaning is the same in another type: elaunch's value was made from the text that torchrun keeps.
         default = spec.convert(value) if isinstance(value, str) else tuple(value)
         assert default == getattr(ours, spec.dest), name
 
@@ -530,7 +530,7 @@ def test_a_module_that_is_nowhere_is_a_sentence(tmp_path: Path, monkeypatch: pyt
         check_program(options_of("-m", "zzz"), {})
     for found in ("trainer_of_mine", "sys", "json.tool", "elaunch.trainer", "torch.nothing"):
         check_program(options_of("-m", found), {})
-    # Others that may find the module: another interpreter, and preloaded modules.
+    # Another interpreter, or a preloaded module, might find the module.
     check_program(options_of("-m", "zzz"), {"PYTHON_EXEC": sys.executable})
     check_program(options_of("--preload", "json", "-m", "zzz"), {})
 
@@ -582,7 +582,7 @@ def test_a_folder_that_may_not_be_entered_is_a_sentence() -> None:
 
 
 def said_as_nobody(check: Callable[[], None]) -> str:
-    """What `check` complains of in a process that is not root's, who may read everything."""
+    """The complaint of `check` in a process of a user other than root, since root may read everything."""
     ours, theirs = os.pipe()
     pid = os.fork()
     if pid == 0:

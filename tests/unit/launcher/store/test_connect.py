@@ -1,4 +1,4 @@
-"""stores: what is checked before a store is served."""
+"""launcher.store.connect: what is checked before a store is served."""
 
 from __future__ import annotations
 

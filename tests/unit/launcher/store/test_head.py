@@ -1,4 +1,4 @@
-"""head: the job's own store, with real server processes."""
+"""launcher.store.head: the job's own store, with real server processes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ KINDS = pytest.mark.parametrize(
     ],
 )
 CALL_S = 5.0
-# What another process of this host would do, then wait to be killed.
+# A process that does what another agent on this host would do, and then waits to be killed.
 SERVE = """
 import sys
 from elaunch.launcher.store.head import *
@@ -81,7 +81,7 @@ def client(endpoint: Endpoint, token: str) -> FoundStore:
 def running(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[StoreProcess, Endpoint]]:
-    """A store of each kind with a token from the shell, for those who only look."""
+    """A store of each kind with a token from the shell, for tests that only read."""
     endpoint = place()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
@@ -361,7 +361,7 @@ def test_an_etcd_without_the_token_is_spoken_to_unless_the_job_has_one(version: 
             assert store.read("/").entries == {}
             store.close()
 
-        # Whoever was faster at the port.
+        # The process that was faster to bind the port.
         only_ours = FoundStore(endpoint, "the token of the job", Access(), CALL_S, expects_ours=True)
         with pytest.raises(Denied, match=f"what listens at {endpoint} does not know the job's token"):
             only_ours.check()

@@ -1,4 +1,4 @@
-"""invitation: the line to type on the other hosts."""
+"""launcher.store.join_command: the line to type on the other hosts."""
 
 from __future__ import annotations
 

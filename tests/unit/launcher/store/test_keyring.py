@@ -1,4 +1,4 @@
-"""keyring: the tokens that this user's agents keep for one another."""
+"""launcher.store.keyring: the tokens that one user's agents keep for each other."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_kept_token_is_found_by_the_stores_certificate_and_nothing_is_left_of_
     assert Path(kept.path).parent.stat().st_mode & 0o777 == 0o700
     assert KeptTokens().token_for(DER) == TOKEN
     assert KeptTokens().place_of(PLACE) == f"~/.elaunch/stores/{fingerprint(DER)}"
-    # What the line for a node without this home says: --token-file with a copy of it.
+    # The option in the line for a node without this home: --token-file with a copy of the file.
     assert read_secret(kept.path) == TOKEN
 
     kept.remove()

@@ -1,4 +1,4 @@
-"""launcher.descriptors: a host whose limit of open files is too low says so before anything runs."""
+"""launcher.store.open_files: a host whose limit of open files is too low says so before anything runs."""
 
 from __future__ import annotations
 

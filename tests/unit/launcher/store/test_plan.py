@@ -1,4 +1,4 @@
-"""plan: what torchrun's spellings of a rendezvous mean here."""
+"""launcher.store.plan: what torchrun's spellings of a rendezvous mean here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""launcher.cluster: how a head's secret reaches its nodes."""
+"""launcher.store.token_handover: how a head's secret reaches its nodes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from elaunch.rendezvous.endpoint import Endpoint
 from tests.harness import free_ports
 
 TOKEN = "0123456789abcdef0123456789abcdef"
-# As munge and unmunge were seen to speak, with a cipher that keeps nothing secret; $MAKER is whose credential it is.
+# Stand-ins for munge and unmunge with their real output, and a cipher that hides nothing. $MAKER is the user of the
+# credential.
 MUNGE = '#!/bin/sh\nprintf MUNGE:; cat; printf ":$2"\n'
 UNMUNGE = """#!/bin/sh
 read -r text
@@ -80,7 +81,7 @@ def test_the_secret_comes_by_munge_to_its_own_user(
     tmp_path: Path, meeting: Meeting, offer: Offer, monkeypatch: pytest.MonkeyPatch, code: str
 ) -> None:
     with_munge(tmp_path)
-    # 17: somebody on this host has read the same credential.
+    # Error 17: another process on this host has read the same credential.
     monkeypatch.setenv("CODE", code)
 
     assert fetch(meeting, 5, said) == TOKEN
@@ -136,7 +137,7 @@ def test_the_head_of_another_job_is_not_waited_for(
 ) -> None:
     with_munge(tmp_path)
     other = replace(meeting, name="test-1.1.0 train 20000")
-    # In the seal: somebody passes on what the other's head has told him.
+    # The name is in the seal: an attacker passes on a message of another job's head.
     monkeypatch.setattr(token_handover, "seal", lambda _: munge.seal(json.dumps([other.name, TOKEN])))
     offer = Offer(other if is_told == "by the head" else meeting, TOKEN)
 
@@ -163,7 +164,7 @@ def test_an_offer_goes_on_after_a_moment_without_descriptors(meeting: Meeting) -
     with socket.socket() as first, socket.socket() as second:
         resource.setrlimit(resource.RLIMIT_NOFILE, (1, limits[1]))
         try:
-            # The first may be served: a thread that waits in accept() has its descriptor already.
+            # The first connection may still be served: a thread that waits in accept() already has its descriptor.
             for asking in (first, second):
                 asking.settimeout(0.3)
                 asking.connect((meeting.port.host, meeting.port.port))
@@ -216,7 +217,7 @@ def test_who_drips_words_holds_a_node_no_longer_than_one_exchange_may_take(
         asking.settimeout(0.05)
         while time.monotonic() < end_s:
             asking.sendall(b"x")
-            # It ends when the node does.
+            # Stop when the node has closed the connection.
             with suppress(TimeoutError):
                 if not asking.recv(1):
                     return
@@ -318,7 +319,7 @@ def test_an_etcd_at_the_endpoint_needs_no_secret(meeting: Meeting) -> None:
         answering = threading.Thread(target=answer)
         answering.start()
         assert fetch(meeting, 5, said) == ""
-        # Nobody typed the endpoint of a scheduler's head: what listens there is somebody else's.
+        # The endpoint comes from the scheduler, and the listener there belongs to somebody else.
         with pytest.raises(SiteError, match="Connection refused"):
             fetch(replace(meeting, may_be_etcd=False), 5, said)
         etcd.shutdown(socket.SHUT_RDWR)

@@ -37,7 +37,7 @@ PROGRAMS = st.builds(
 
 @pytest.fixture(scope="module")
 def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with commands that show what they were called with: srun its last words, elaunch all of them."""
+    """A folder with commands that show their arguments: srun its last ones, elaunch all of them."""
     folder = tmp_path_factory.mktemp("shelf")
     for name, text in {
         "srun": 'while [ "$1" != elaunch ]; do shift; done; exec "$@"',
@@ -49,7 +49,7 @@ def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def called_with(script: str, shelf: Path) -> list[str]:
-    """What the script's elaunch is called with, by a real bash."""
+    """The arguments with which a real bash calls the script's elaunch."""
     shown = shelf / "shown"
     env = {"PATH": f"{shelf}:/usr/bin:/bin", "SHOWN": str(shown), "SLURM_JOB_ID": "7", "HOME": str(shelf)}
     file = shelf / "batch.sh"

@@ -1,4 +1,4 @@
-"""elaunch submit k8s: what is typed, what is handed to kubectl, and what is said where that cannot be."""
+"""elaunch submit k8s: the command line, the calls of kubectl, and the messages if a call is not possible."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from elaunch.launcher.submit.manifests import companions, job
 from tests.manifests import Object, the
 
 IMAGE = ("--image", "you/train:1")
-# Stands for a cluster: it writes down what it is asked for, and gives the Job an id.
+# A kubectl in place of a cluster: it writes down its calls, and gives the Job an id.
 KUBECTL = """#!/bin/sh
 printf '%s\\n' "$*" >>"$CALLS/calls"
 call=$(wc -l <"$CALLS/calls")
@@ -69,7 +69,7 @@ def test_the_job_owns_what_goes_with_it_and_has_pods_when_all_is_there(
 
 
 def test_a_second_submission_of_a_name_has_nothing_in_common_with_the_first(cluster: Path) -> None:
-    """The first one's pods may have half a minute to live, and its Secret and its Service too."""
+    """The first submission's pods, Secret and Service may still exist for half a minute."""
     for _ in range(2):
         main([*IMAGE, "--nodes", "2:4", "train.py"], {})
 

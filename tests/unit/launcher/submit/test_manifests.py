@@ -21,13 +21,13 @@ from tests.manifests import K8S, Object, kubectl, rendered, text, the
 
 FOLDERS = ["base", "overlays/gpu", "overlays/elastic", "etcd"]
 ALL = [*FOLDERS, "jobset", "kubeflow"]
-# The oldest one that has all the fields, and the newest that the schemas are there for.
+# The oldest Kubernetes version that has all the fields, and the newest with published schemas.
 VERSIONS = ["1.31", "1.37"]
 IMAGE = ("--image", "example.com/you/train:1", "--name", "train", "--cpus", "2", "--memory", "4Gi")
 
 
 def pods(objects: list[Object]) -> Iterator[tuple[Object, Object]]:
-    """Every pod's specification, with what holds its template."""
+    """Every pod's specification, with the object that holds its template."""
     for each in objects:
         match each["kind"]:
             case "Job" | "StatefulSet":
@@ -46,7 +46,7 @@ def submitted(*words: str) -> list[Object]:
 
 
 def unknown(ours: Any, theirs: Any, path: str = "") -> Iterator[str]:
-    """What of `ours` a model did not take over."""
+    """The fields of `ours` that a model did not take over."""
     if isinstance(ours, dict):
         for name, value in ours.items():
             if name not in (theirs or {}):
@@ -175,7 +175,7 @@ def test_only_a_jobs_own_pods_connect_to_them_on_any_port(folder: str) -> None:
 
     assert spec["policyTypes"] == ["Ingress"]
     assert selects(spec["podSelector"], labels)
-    # Without ports it is all: MASTER_PORT and those of gloo and NCCL are others in each generation.
+    # The policy names no ports, so it allows all: MASTER_PORT and the ports of gloo and NCCL change in each generation.
     assert spec["ingress"] == [{"from": [{"podSelector": spec["podSelector"]}]}]
     another = {**labels, "app.kubernetes.io/instance": "another"}
     assert not selects(spec["podSelector"], another)

@@ -1,4 +1,4 @@
-"""launcher.submit: the batch script for Slurm, and what is wrong with a request."""
+"""launcher.submit.slurm: the batch script for Slurm, and what is wrong with a request."""
 
 from __future__ import annotations
 

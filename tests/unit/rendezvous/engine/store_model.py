@@ -1,4 +1,4 @@
-"""What a store does, in the plainest words: a dictionary, and a list of what each revision wrote."""
+"""The simplest model of a store: a dictionary, and a list of the writes of each revision."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Model:
         return Answer(held, self.revision)
 
     def changes(self, prefix: str, after: int) -> list[Changes]:
-        """What a watch of `prefix` has to tell after revision `after`."""
+        """The changes that a watch of `prefix` must report after revision `after`."""
         since = [
             Changes(changes.revision, {key: e for key, e in changes.entries.items() if key.startswith(prefix)})
             for changes in self._written

@@ -1,4 +1,4 @@
-"""The served store answers as a real etcd does, whatever it is asked: the same JSON is sent to both."""
+"""The served store gives the same answers as a real etcd. The tests send the same JSON to both."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ REFUSALS = {
     "etcdserver: too large lease TTL",
     "etcdserver: too many operations in txn request",
 }
-# Long enough to end in no test.
+# So long that no lease ends within a test.
 TTL_S = 3600
 
 
@@ -42,7 +42,7 @@ class Pair:
         self.revision = 1
 
     def call(self, path: str, body: Json) -> Json:
-        """Send to both; what both answered, without what may differ. Fails where they differ."""
+        """Send a request to both. Returns their answer without what may differ. Fails if the answers differ."""
         self.history.append(f"{path} {body}")
         theirs, ours = (_comparable(*gateway.call(path, body)) for gateway in self._both)
         assert ours == theirs, self.story("etcd answered", theirs, "the served store", ours)
@@ -84,7 +84,7 @@ def test_many_random_requests_are_answered_as_by_a_real_etcd(pair: Pair, seed: i
 
 
 class Player:
-    """Sends random requests, with watches open meanwhile; at the end each must have told the same."""
+    """Sends random requests while watches are open. At the end the watches of both must have reported the same."""
 
     def __init__(self, pair: Pair, rng: random.Random) -> None:
         self._pair = pair
@@ -174,7 +174,7 @@ class Player:
                 watch.close()
 
     def _compare_watch(self, create: Json, watches: tuple[WatchStream, WatchStream], revision: int) -> bool:
-        """Both have told the same up to `revision`; whether they go on."""
+        """Check that both watches have reported the same up to `revision`. Returns whether they go on."""
         theirs, ours = ([_headless(event) for event in watch.events_until(revision)] for watch in watches)
         assert ours == theirs, self._pair.story(create, "etcd told", theirs, "the served store", ours)
         return "canceled" not in ours[-1]

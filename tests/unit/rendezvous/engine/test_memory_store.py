@@ -1,4 +1,4 @@
-"""rendezvous.memory keeps the store's contract, and what else an agent alone on its node relies on."""
+"""rendezvous.engine.memory_store keeps the store's contract, and what else an agent alone on its node relies on."""
 
 from __future__ import annotations
 

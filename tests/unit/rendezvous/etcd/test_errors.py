@@ -1,4 +1,4 @@
-"""rendezvous.refusals: each answer by which an etcd refuses means wait, say, trim or end; every row of both tables."""
+"""rendezvous.etcd.errors: each refusal of an etcd means wait, say, trim or end. Tests every row of both tables."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.harness import REPOSITORY
 
 ETCD = Endpoint("etcd-a", 2379)
 USER = Access(login=Login("train", "secret"))
-# What etcd 3.4 to 3.6 and gRPC say, word for word, with gRPC's code, and which error that is for the caller.
+# The exact messages of etcd 3.4 to 3.6 and gRPC, with gRPC's code, and the caller's error for each.
 ANSWERS = [
     (8, "etcdserver: mvcc: database space exceeded", Rejected),
     (15, "etcdserver: corrupt cluster", Rejected),
@@ -74,7 +74,7 @@ ANSWERS = [
     (15, "lost", Rejected),
     (99, "a code that nobody knows", Rejected),
 ]
-# What an error is to the agent: see agent.errands and agent.absence.
+# The agent's reaction to an error: see agent.session.retry_queue and agent.core.store_outage.
 ACTIONS = {Unavailable: "wait", Rejected: "say", TooLarge: "trim", Denied: "end"}
 
 

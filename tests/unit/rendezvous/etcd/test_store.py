@@ -1,4 +1,4 @@
-"""rendezvous.etcd keeps the store's contract on real etcd, whatever its version, and on the served store."""
+"""rendezvous.etcd.store keeps the store's contract on real etcd, whatever its version, and on the served store."""
 
 from __future__ import annotations
 

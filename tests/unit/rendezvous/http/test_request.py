@@ -1,4 +1,4 @@
-"""rendezvous.httpserver: requests however they arrive, and what is none."""
+"""rendezvous.http.request: requests however they arrive, and what is none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""rendezvous.resolve keeps its deadline, whatever the system's resolver does."""
+"""rendezvous.http.resolve keeps its deadline, whatever the system's resolver does."""
 
 from __future__ import annotations
 

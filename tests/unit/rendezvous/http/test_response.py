@@ -1,4 +1,4 @@
-"""rendezvous.http1 takes answers apart wherever the network has cut them."""
+"""rendezvous.http.response takes answers apart wherever the network has cut them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""rendezvous.forming: what a leader writes, and what that stands on."""
+"""rendezvous.rules.forming: what a leader writes, and what that stands on."""
 
 from __future__ import annotations
 

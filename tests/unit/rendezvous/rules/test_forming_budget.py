@@ -1,4 +1,4 @@
-"""rendezvous.forming: whether the job goes on, and what is charged to its budget (rules 3, 4 and 9)."""
+"""rendezvous.rules.forming: whether the job goes on, and what is charged to its budget (rules 3, 4 and 9)."""
 
 from __future__ import annotations
 

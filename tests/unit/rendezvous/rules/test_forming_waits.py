@@ -1,4 +1,4 @@
-"""rendezvous.forming: who is waited for, and for how long (rules 1, 2, 6, 7 and 8 of docs/protocol.md)."""
+"""rendezvous.rules.forming: who is waited for, and for how long (rules 1, 2, 6, 7 and 8 of docs/protocol.md)."""
 
 from __future__ import annotations
 

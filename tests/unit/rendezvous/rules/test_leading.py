@@ -1,4 +1,4 @@
-"""rendezvous.leading: the leader's rules while a generation runs."""
+"""rendezvous.rules.leading: the leader's rules while a generation runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""rendezvous.snapshot: a job's keys, and what they say."""
+"""rendezvous.rules.snapshot: a job's keys, and what they say."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""rendezvous.tables: a rank table as compact text."""
+"""rendezvous.rules.table_codec: a rank table as compact text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""rendezvous.trimming: a transaction that a store finds too large becomes shorter until there is nothing to cut."""
+"""rendezvous.rules.trimming: a transaction that is too large for a store is shortened until nothing can be cut."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""rendezvous.verdict: why a generation failed, and whether another one is worth starting."""
+"""rendezvous.rules.verdict: why a generation failed, and whether another one is worth starting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""server.arrivals: whose handshake is next, and when a lag is said."""
+"""rendezvous.server.arrivals: which handshake is next, and when a lag is logged."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from elaunch.rendezvous.server.arrivals import LAG_S, LATE_S, Arrivals
 
 
 def arrived(*each: tuple[str, int], since_s: float = 0.0) -> Arrivals[str]:
-    """So many connections of each address, named by their address and number, in this order and at one time."""
+    """This number of connections from each address, in this order and at one time. Names are address and number."""
     made: Arrivals[str] = Arrivals()
     for address, count in each:
         for number in range(count):

@@ -1,4 +1,4 @@
-"""The served store's process and its server: who gets in, what is bounded, when it ends."""
+"""The served store's process and its server: access, bounds, and its end."""
 
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ def test_a_lease_ends_by_itself_and_a_watch_is_told(process: ServerProcess, secr
     revision = put(gateway, b"key", lease=7)
     watch = gateway.watch(EVERYTHING)
 
-    # Nobody asks anything meanwhile: only the server's own timer can end it.
+    # No request comes meanwhile, so only the server's own timer can end the lease.
     events = watch.events_until(revision + 1)
 
     assert [event.get("type") for event in events] == [None, "DELETE"]
@@ -383,7 +383,7 @@ def test_a_process_without_descriptors_serves_on_and_accepts_again_when_it_has_s
         crowd = [socket.create_connection((process.host, process.port)) for _ in range(spare + 4)]
         wait_for(lambda: server.num_fds() >= server.rlimit(psutil.RLIMIT_NOFILE)[0], "no descriptor left")
         assert keys(gateway) == 0
-        # The oldest of the crowd goes.
+        # The server closes the oldest connection of the crowd.
         assert keys(client(process, secret)) == 0
         for each in crowd:
             each.close()

@@ -1,4 +1,4 @@
-"""server.unauthenticated and server.connection_limits: which connection is closed first, and how many may be open."""
+"""rendezvous.server.unauthenticated, connection_limits: which connection is closed first, and how many may be open."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_the_first_to_go_is_the_oldest_of_the_address_that_has_the_most() -> Non
         gone.append(one)
         them.discard(one)
 
-    # Loud has as many as other after one, and each then loses in turn.
+    # When `loud` has lost one connection, it has as many as `other`. From then on both lose one in turn.
     assert gone[0] == "loud-0"
     assert sorted(gone) == ["loud-0", "loud-1", "loud-2", "other-0", "other-1"]
     assert them.crowds() == [(address, count) for address, count in them.crowds() if count == 2]

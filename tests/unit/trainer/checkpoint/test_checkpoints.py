@@ -167,7 +167,7 @@ def test_a_torn_newest_is_named_and_the_one_before_used(tmp_path: Path, file: st
     assert newest_step(tmp_path, said) == 1
     assert len(said) == 1
     assert f"skipping {torn}: it is torn or corrupt" in said[0]
-    # Out of the way: neither counted among the newest nor complained about again.
+    # The torn checkpoint was renamed: it does not count among the newest, and is not reported again.
     assert marks(tmp_path) == [Mark(0, 1)]
     assert torn.with_name(torn.name + ".corrupt").is_dir()
 
@@ -209,7 +209,7 @@ def test_a_checkpoint_cannot_run_code(tmp_path: Path, file: str) -> None:
         torch.save({"plain": Bomb(tmp_path / "ran")}, folder / file)
     else:
         (folder / file).write_bytes(content)
-    # Whoever plants it also makes the sums right.
+    # An attacker would also correct the checksums.
     seal_again(folder)
 
     with pytest.raises(Unreadable):
@@ -252,7 +252,7 @@ def test_no_other_attribute_is_read_from_a_checkpoint(owner: object, name: str) 
 
 
 def seal_again(folder: Path) -> None:
-    """Make the manifest that of what is in the folder now."""
+    """Write a manifest for the present contents of the folder."""
     held = LocalFolder(folder)
     manifest = catalog.read_manifest(held)
     files = {name: held.sums(name) for name in manifest.files}
@@ -260,7 +260,7 @@ def seal_again(folder: Path) -> None:
 
 
 def fails(monkeypatch: pytest.MonkeyPatch, error: Exception, *paths: Path) -> None:
-    """Have the reading of these folders fail."""
+    """Make reading these folders fail."""
     real = LocalFolder.sums
 
     def sums(self: LocalFolder, name: str) -> tuple[int, int]:
@@ -318,7 +318,7 @@ def test_metadata_of_another_torch_version_is_no_proof(tmp_path: Path) -> None:
 
 def test_a_device_that_fails_is_not_the_checkpoints_fault(tmp_path: Path) -> None:
     save(tmp_path, 0, 1)
-    # Whatever is copied into it raises a RuntimeError.
+    # Copying anything into this tensor raises a RuntimeError.
     state = {"model": {"w": torch.zeros(1).expand(50, 40)}}
 
     with pytest.raises(Unreadable, match="unsupported operation"):
@@ -340,7 +340,7 @@ def test_nothing_begins_anew_while_a_checkpoint_may_be_whole(tmp_path: Path, mon
 
 
 def test_newer_ones_that_could_not_be_read_do_not_cost_the_one_just_written(tmp_path: Path) -> None:
-    # Another process, which can read them, has gone on from an older one.
+    # Another process, which could read the newer checkpoints, has gone on from an older one.
     for step in (7, 8, 9):
         save(tmp_path, 0, step)
 
@@ -380,7 +380,7 @@ def test_a_checkpoint_that_cannot_be_replaced_keeps_its_name(tmp_path: Path) -> 
     with pytest.raises(FileNotFoundError):
         local.publish(local.hidden(tmp_path, Mark(0, 1), "ab"), Mark(0, 1))
 
-    # At once, not at the next start.
+    # The checkpoint has its name back at once, not only at the next start.
     assert marks(tmp_path) == [Mark(0, 1)]
     assert newest_step(tmp_path) == 1
 
@@ -554,7 +554,7 @@ def test_a_part_that_could_not_be_announced_stays_for_rank_0_may_have_seen_it(
     folder.mkdir()
     state = {"weight": torch.ones(2)}
     plan = dcp.plan(state, {"weight": ("weight",)}, None)
-    # As where a group has shared the writing out.
+    # Make the plan look as if several ranks of a group had written the files.
     plan = replace(plan, items=replace(plan.items, storage_data=type(plan.items.storage_data)("__1_")))
     staging = dcp.Staging()
     staging.copy(plan.items, state)

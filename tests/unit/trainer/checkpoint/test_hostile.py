@@ -1,4 +1,4 @@
-"""Checkpoints that a stranger has written: nothing of them runs, and nothing of them holds up or ends a trainer."""
+"""Checkpoints that an attacker has written: none of their code runs, and none of them stops or delays a trainer."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def newest_step(folder: Path, said: list[str]) -> int:
 
 
 def seal_again(folder: Path) -> None:
-    """Make the manifest that of what is in the folder now, as whoever plants something does."""
+    """Write a manifest for the present contents of the folder, as an attacker would."""
     held = LocalFolder(folder)
     manifest = catalog.read_manifest(held)
     files = {name: held.sums(name) for name in manifest.files}

@@ -35,7 +35,7 @@ def _s3() -> Iterator[S3]:
 
 @pytest.fixture(params=["memory", "file", "s3"])
 def url(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Url:
-    """A place of its own in each kind of store; `file` is fsspec's, which a path does not lead to."""
+    """A folder of its own in each kind of store. `file` goes through fsspec, not through a plain path."""
     name = secrets.token_hex(4)
     if request.param == "s3":
         for variable, value in request.getfixturevalue("s3").env.items():
@@ -49,7 +49,7 @@ def state_of(step: int) -> dict[str, Any]:
 
 
 def opened(url: Url, generation: int = 0, say: Callable[[str], None] = pytest.fail, **options: Any) -> Checkpoints:
-    """As the job's next start has it: nothing that this process has listed before is known to it."""
+    """Open the checkpoints as the job's next start does, without earlier listings of this process."""
     return Checkpoints(ObjectStorage(url), generation=generation, say=say, **options)
 
 
@@ -78,7 +78,7 @@ def marks_at(url: Url) -> list[Mark]:
 
 
 def folders(url: Url) -> list[str]:
-    """All that was begun, whole or not."""
+    """The folders of all checkpoints that were begun, whole or not."""
     return sorted(name for name in ObjectStorage(url).listed("") if name.startswith("generation-"))
 
 
@@ -100,7 +100,7 @@ def test_an_empty_place_has_no_checkpoint(url: Url) -> None:
 
 
 def test_only_as_many_as_wanted_stay_and_the_newest_wins(url: Url) -> None:
-    # One that is slow says so.
+    # A slow store is reported, so `say` must not fail.
     checkpoints = opened(url, say=print, keep=2)
     for step in (1, 2, 3, 4):
         checkpoints.save_async(step, state_of(step))
@@ -239,7 +239,7 @@ def test_what_others_write_and_delete_is_seen_in_spite_of_fsspecs_cache(
         s3.put(key.replace("step-00000001", "step-00000002"), s3.get(key))
 
     assert marks(storage) == [Mark(0, 1), Mark(0, 2)]
-    # Of other bytes than it says: another's mark.
+    # The checkpoint's content is not that of its name: another one's mark was copied into it.
     copied = storage.found()[-1][1]
     with pytest.raises(Corrupt, match="is that of"):
         read_manifest(copied)
@@ -288,7 +288,7 @@ def test_an_outage_at_the_start_begins_nothing_anew(monkeypatch: pytest.MonkeyPa
             checkpoints.load_newest({})
         checkpoints.save(2, state_of(2))
     assert said[-1].endswith(f"; {url} cannot be read: it has not answered yet")
-    # The generations that are there are asked for again.
+    # The present generations are listed again.
     checkpoints.save(2, state_of(2))
     assert marks_at(url) == [Mark(5, 1), Mark(5, 2)]
 

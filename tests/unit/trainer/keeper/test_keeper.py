@@ -37,7 +37,7 @@ from tests.harness import wait_for
 
 @pytest.fixture(autouse=True)
 def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The job's memory on this node; nobody is at the other end of the link."""
+    """The job's memory on this node. The training has no link."""
     folder = tmp_path / "memory"
     folder.mkdir()
     monkeypatch.setenv("ELAUNCH_MEMORY", str(folder))
@@ -68,7 +68,7 @@ class Job:
 
     def train(self, steps: int, at: dict[int, Callable[[], object]] | None = None) -> list[float]:
         with self.keeper:
-            # As a DataLoader's iterator does at every start.
+            # A DataLoader's iterator also draws from the global generator at every start.
             torch.empty((), dtype=torch.int64).random_()
             for step in self.keeper.steps(steps):
                 inputs = torch.randn(8, 4) + random.random() + float(np.random.rand())
@@ -141,7 +141,7 @@ def test_an_optimizer_step_that_fails_is_not_kept(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("ELAUNCH_GENERATION", "1")
     resumed = Job()
     with resumed.keeper:
-        # The copy before; what this worker has is neither step 3 nor step 4.
+        # The copy before is restored: the worker's own state was neither that of step 3 nor that of step 4.
         assert resumed.keeper.step == 1
         assert not torch.equal(resumed.model[0].weight, job.model[0].weight)
 
@@ -182,7 +182,7 @@ def test_survivors_that_differ_by_a_step_do_not_cost_the_hook_state(monkeypatch:
         job = Job(snapshot_every=6, hook_state=Feedback())
         with pytest.raises(RuntimeError, match="reset by peer"):
             job.train(10, {fails_in: fail})
-        # So do two others of this node, which have come further.
+        # Two other workers of this node, which have come further, also save.
         for step in (fails_in, fails_in + 1):
             job.keeper._copies.save_replicated(Version(generation, step))
 
@@ -318,7 +318,7 @@ def test_an_end_that_is_not_on_the_disk_is_no_success_and_the_next_start_tries_a
 def test_a_last_checkpoint_that_fails_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     blocking = tmp_path / "file"
     blocking.write_text("")
-    # One that is not the last fails as well, and is not tried again.
+    # A checkpoint that is not the last fails as well, but is not tried again.
     job = Job(checkpoints=blocking / "c", checkpoint_every=5)
     monkeypatch.setattr(link, "phase", lambda _: blocking.unlink(missing_ok=True))
 
@@ -513,7 +513,7 @@ def test_where_there_is_no_room_for_what_is_a_ranks_own_its_steps_are_counted_st
     job = Job(snapshot_every=4)
     with monkeypatch.context() as patch:
         patch.setattr(Records, "stage", no_room)
-        # Dead on the spot: nothing is rescued.
+        # The worker dies at once, so nothing is rescued.
         patch.setattr(Keeper, "_rescue", lambda _: None)
         with pytest.raises(RuntimeError):
             job.train(10, {8: fail})
@@ -536,13 +536,13 @@ def test_snapshots_stay_as_far_apart_as_they_cost(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(Copies, "snapshot", count)
     Job(snapshot_every=4).train(10)
 
-    # One after the first step, and one at the end.
+    # There is also a snapshot after the first step, and one at the end.
     assert taken == [1, 5, 9, 10]
 
 
 @pytest.fixture
 def small_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The job's memory is a file system with room for little."""
+    """The job's memory is a small file system."""
     folder = tmp_path / "shm"
     folder.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", folder], capture_output=True)
@@ -551,7 +551,7 @@ def small_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
     (folder / "memory").mkdir()
     monkeypatch.setenv("ELAUNCH_MEMORY", str(folder / "memory"))
     yield
-    # What was mapped there is let go of when nobody has it any more.
+    # Files may still be mapped. The lazy unmount completes when no process uses them any more.
     subprocess.run(["umount", "--lazy", folder], check=True)
 
 

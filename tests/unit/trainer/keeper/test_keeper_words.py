@@ -1,4 +1,4 @@
-"""What a keeper says to its agent, which is the test: who saves is given the time, and nobody waits for who cannot."""
+"""A keeper's messages to its agent, which the test plays: a saving worker gets time, one that cannot save gets none."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.unit.trainer.test_link import linked, said, tell
 
 @pytest.fixture
 def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
-    """Its end of the link."""
+    """The agent's end of the link."""
     monkeypatch.setenv("ELAUNCH_MEMORY", str(tmp_path))
     monkeypatch.setenv("ELAUNCH_GENERATION", "0")
     with linked(monkeypatch) as ours:
@@ -24,7 +24,7 @@ def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.so
 
 
 class Extra:
-    """A state that does something when it is copied."""
+    """A state that calls `copied` when it is copied."""
 
     def __init__(self) -> None:
         self.copied: Callable[[], object] = lambda: None
@@ -46,12 +46,12 @@ def fail() -> None:
 
 
 class Training:
-    """One of a process alone, and what it has said to its agent."""
+    """A training in this process alone, and its messages to its agent."""
 
     def __init__(self, agent: socket.socket) -> None:
         model = torch.nn.Linear(2, 1)
         self.extra, self.agent = Extra(), agent
-        # One after the first step.
+        # The only snapshot is that after the first step.
         self.keeper = Keeper(model, torch.optim.SGD(model.parameters()), extra=self.extra, snapshot_every=1_000_000)
         self._said: list[dict[str, object]] = []
 
@@ -61,7 +61,7 @@ class Training:
         completing: Callable[[], object] = nothing,
         done: Callable[[], object] = nothing,
     ) -> None:
-        """Until something ends it. The callbacks are called in the third step."""
+        """Train until something ends the training. The callbacks are called in the third step."""
         with self.keeper:
             for step in self.keeper.steps(1_000_000):
                 now = step == 3
@@ -76,7 +76,7 @@ class Training:
         return [row["event"] for row in self._said]
 
     def saved(self) -> object:
-        """The step that it calls saved, once it does."""
+        """Wait for the message `saved`. Returns its step."""
         wait_for(lambda: "saved" in self.words, "the answer", 5)
         return self._said[-1]["step"]
 
@@ -134,7 +134,7 @@ def test_a_state_that_cannot_be_saved_after_a_failure_keeps_nobody_waiting(
         steps.append(training.saved())
         fail()
 
-    # The error of the program is the one that counts.
+    # The program's own error must come out of the training.
     with pytest.raises(ValueError, match="asked for"):
         training.train(begun=lose_a_peer)
 
@@ -149,7 +149,7 @@ def test_who_fails_during_a_stop_does_not_ask_for_the_signal_that_would_hide_it(
 
     def fail_at_a_stop() -> None:
         tell(agent, event="stop_at_step_boundary", reason="join")
-        # It answers one after the other.
+        # The link's thread answers one message after the other, so the first is handled then.
         tell(agent, event="stacks")
         wait_for(lambda: "what this worker's threads" in capfd.readouterr().err, "the request is heard")
         fail()

@@ -1,4 +1,4 @@
-"""Snapshots as often as they cost no more than a hundredth of the time."""
+"""Snapshots are taken as often as possible while they cost at most a hundredth of the time."""
 
 from __future__ import annotations
 

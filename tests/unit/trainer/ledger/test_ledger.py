@@ -32,9 +32,9 @@ def work(
     order: Order = ORDER,
     killed: int | None = None,
 ) -> None:
-    """One generation, which begins after step `after` and ends with step `until`.
+    """Write the ledger of one generation, which begins after step `after` and ends with step `until`.
 
-    With `killed` that rank computes half of the step behind it, which the others compute to the end; nobody commits.
+    With `killed`, that rank computes only half of the next step. The others compute all of it, and no rank commits it.
     """
     for rank in range(world_size):
         with Ledger(folder, order, rank=rank, world_size=world_size, generation=generation, after=after) as ledger:
@@ -49,7 +49,7 @@ def work(
 
 
 def stormy(folder: Path) -> Files:
-    """Three generations of 4, 3 and 4 workers; the second began at once, the third lost steps 9 and 10."""
+    """Three generations of 4, 3 and 4 workers. The second repeats no step, the third repeats steps 9 and 10."""
     work(folder, 0, 4, 0, 5, killed=2)
     work(folder, 1, 3, 5, 10, killed=0)
     work(folder, 2, 4, 8, 14)
@@ -66,7 +66,7 @@ def judged(files: Files, **options: int) -> Verdict:
 
 
 def at(files: Files, generation: int, step: int, micro: int | None = None) -> tuple[list[Record], int]:
-    """The rows among which that line is, and its place; without `micro` the line that says that the step is done."""
+    """The rows that have that line, and its index. Without `micro`, the line that says that the step is done."""
     for (number, _), rows in files.items():
         for place, row in enumerate(rows):
             found = row.get("done") == step if micro is None else (row.get("step"), row.get("micro")) == (step, micro)
@@ -108,7 +108,7 @@ def test_any_honest_history_is_proved(tmp_path: Path, seed: int) -> None:
     lost = 0
     reached: list[int] = []
     for generation in range(dice.randint(1, 8)):
-        # Some restart where the last one stopped, some go back, some even further than the one before them had begun.
+        # Some generations go on where the last one stopped. Some go back, some of them to before its beginning.
         after = reached[-1] - dice.choice((0, 0, 1, 4)) if reached else 0
         after = max(after, 0)
         until = after + dice.randint(0, 6)
@@ -241,7 +241,7 @@ def test_a_planted_lie_is_found(tmp_path: Path, lie: Callable[[Files], None], se
 
 
 class Wrong(Order):
-    """An order that is no permutation; it claims to be what the ledger's header says."""
+    """An order that is not a permutation, but claims to be the one in the ledger's header."""
 
     def sample(self, position: int) -> int:
         return position % 49 if self.size == 50 else super().sample(position)

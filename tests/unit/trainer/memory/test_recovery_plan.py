@@ -1,4 +1,4 @@
-"""Which state a new group goes on from, decided from what the memories of its nodes hold."""
+"""The state from which a new group goes on, chosen from the contents of its nodes' memories."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ def test_every_rank_decides_the_same_whatever_is_there() -> None:
         assert decision.version == max(held)
         source = inventories[decision.source]
         checksum = next(h.checksum for h in source.holdings if h.version == decision.version)
-        # Who gets nothing has it, or shares the memory of one that has or gets it.
+        # A rank that gets nothing has the state already, or shares the memory of a rank that has or gets it.
         served = {inventories[rank].node for rank in decision.receivers}
         for inventory in inventories:
             has = any((h.version, h.checksum) == (decision.version, checksum) for h in inventory.holdings)

@@ -100,7 +100,7 @@ def test_a_corrupt_copy_is_named_and_the_one_before_it_counts(tmp_path: Path) ->
 
     assert [holding.version for holding in found] == [Version(0, 1)]
     assert said == [f"skipping the copy of step 2 in {slot.path}: its checksum is wrong"]
-    # It is not found again, and is the next to be overwritten.
+    # The damaged copy is not found again, and is overwritten next.
     assert versions(memory) == [Version(0, 1)]
     saved(memory, 0, 3)
     assert versions(memory) == [Version(0, 3), Version(0, 1)]
@@ -148,8 +148,8 @@ def test_the_second_copy_cannot_fail_for_lack_of_room_later(tmp_path: Path, monk
 
 
 class Writer:
-    """A worker that copies steps 1 and 2, says when half of step 3 is in the slot, and then waits to be killed, or to
-    be let go on. Use it as a context manager."""
+    """A worker that copies steps 1 and 2 and half of step 3. Then it says so, and waits until it is killed or may go
+    on. Use it as a context manager."""
 
     def __init__(self, folder: Path) -> None:
         said, saying = os.pipe()
@@ -158,7 +158,7 @@ class Writer:
         if not self.pid:
             try:
                 os.close(self._go)
-                # The parent's threads are not here.
+                # The forked child does not have its parent's threads.
                 torch.set_num_threads(1)
                 self._write(folder, saying, waiting)
             finally:
@@ -195,7 +195,7 @@ class Writer:
         self.pid = 0
 
     def go_on(self) -> None:
-        """Its end of input; other processes may have that pipe too."""
+        """Close the worker's input, on which it waits. Other processes may have that pipe open too."""
         if self._go >= 0:
             os.close(self._go)
         self._go = -1
@@ -204,7 +204,7 @@ class Writer:
 def test_a_writer_killed_in_the_middle_leaves_the_other_copy_and_no_lock(shm: Path) -> None:
     memory = ReplicatedMemory(shm, "m", LAYOUT)
     with Writer(shm) as writer:
-        # The fault struck: half of the slot that step 1 was in is step 3's.
+        # The fault has struck: half of the slot of step 1 already has the data of step 3.
         torn = next(slot for slot in memory.pair.slots if slot.header() is None)
         region = torn.region()
         raw = region[len(region) - 400_000 :].view(torch.float32)
@@ -212,7 +212,7 @@ def test_a_writer_killed_in_the_middle_leaves_the_other_copy_and_no_lock(shm: Pa
 
         writer.kill()
 
-    # This would wait for ever, had the dead one kept the lock.
+    # If the dead writer still had the lock, this would wait for ever.
     assert memory.save(Version(0, 2), lambda: pytest.fail("not to be copied")) == Version(0, 2)
     assert versions(memory) == [Version(0, 2)]
     assert contents(memory) == [2.0]
@@ -226,7 +226,7 @@ def test_a_writer_waits_for_another_one_and_then_has_nothing_to_do(shm: Path) ->
         reading, writing = os.pipe()
         child = os.fork()
         if child == 0:
-            # Or the writer's input never ends.
+            # Close this process's end too, or the writer's input never ends.
             writer.go_on()
             os.write(writing, b"w")
             found = memory.save(Version(0, 3), lambda: os._exit(2))
@@ -289,7 +289,7 @@ def test_given_up_steps_are_not_found_again(tmp_path: Path) -> None:
 
     assert versions(memory) == [Version(0, 50)]
     assert [header.version for header, _, _ in records.versions()] == [Version(0, 50)]
-    # The next failure overwrites what was given up, not what all have.
+    # The next failure overwrites the copy that was given up, not the one that all ranks have.
     saved(memory, 1, 53)
     assert versions(memory) == [Version(1, 53), Version(0, 50)]
 

@@ -1,4 +1,4 @@
-"""Which snapshot can be put together, and where second copies go."""
+"""The choice of a snapshot that can be put together, and of the nodes for second copies."""
 
 from __future__ import annotations
 

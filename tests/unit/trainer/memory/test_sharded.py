@@ -28,7 +28,7 @@ def test_a_snapshot_that_failed_is_written_over_and_the_one_before_stays(
         memory.save(2, state)
         memory.wait()
 
-    # As if it were killed before the next is whole.
+    # Simulate a kill before the next snapshot is whole.
     monkeypatch.setattr(PieceFile, "mark", lambda self: None)
     memory.save(3, state)
     memory.wait()

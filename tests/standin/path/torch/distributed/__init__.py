@@ -1,4 +1,4 @@
-"""Of torch.distributed: a store, and one group whose ranks reduce integers over sockets."""
+"""The part of torch.distributed that tests need: a store, and one group whose ranks reduce integers over sockets."""
 
 from torch.distributed.distributed_c10d import (
     ReduceOp,

@@ -14,7 +14,7 @@ from typing import IO
 from torch import Tensor
 from torch.distributed.tcp_store import Client, connected
 
-# Each is called with the row of one place; the words are torch's.
+# Each function gets the integers of all ranks at one place. The names are torch's.
 _REDUCERS: dict[str, Callable[[Iterable[int]], int]] = {"sum": sum, "max": max}
 
 
@@ -24,7 +24,7 @@ class ReduceOp(Enum):
 
 
 class _Peer:
-    """A connection to another rank. What it says comes in lines."""
+    """A connection to another rank, which sends lines."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -36,7 +36,7 @@ class _Peer:
         return self._connection.fileno()
 
     def hear(self) -> object:
-        """Raises as gloo does, where the other rank is gone."""
+        """The next line. Raises as gloo does if the other rank is gone."""
         try:
             line = self._stream.readline()
         except OSError as error:
@@ -57,12 +57,12 @@ class _Peer:
             self._connection.shutdown(socket.SHUT_RDWR)
 
 
-# The other ranks' connections at rank 0; rank 0's at the others.
+# At rank 0 the connections to all other ranks; at another rank the one to rank 0.
 _peers: list[_Peer] | None = None
 
 
 def init_process_group(backend: str) -> None:
-    """Returns when all ranks are here."""
+    """Make the group. Returns when all ranks have come."""
     global _peers
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     address = os.environ["MASTER_ADDR"]
@@ -83,7 +83,7 @@ def is_initialized() -> bool:
 
 
 def all_reduce(tensor: Tensor, op: ReduceOp = ReduceOp.SUM) -> None:
-    """In place."""
+    """Reduce the tensor over all ranks, in place."""
     assert _peers is not None
     if os.environ["RANK"] != "0":
         _peers[0].say(tensor.values)
@@ -96,7 +96,7 @@ def all_reduce(tensor: Tensor, op: ReduceOp = ReduceOp.SUM) -> None:
 
 
 def _heard(peers: list[_Peer]) -> list[list[int]]:
-    """A line of each. Whoever is gone is noticed at once, though another one is silent."""
+    """One line from each peer. A peer that is gone is noticed at once, even while another is silent."""
     rows = []
     with selectors.DefaultSelector() as selector:
         for peer in peers:
@@ -116,7 +116,7 @@ def destroy_process_group() -> None:
 
 
 def _listening() -> socket.socket:
-    """For connections to any address of this host: MASTER_ADDR may mean another one here than to the others."""
+    """A listener on all addresses of this host: MASTER_ADDR may mean another address here than on other nodes."""
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", 0), family=socket.AF_INET6, backlog=100, dualstack_ipv6=True)
     return socket.create_server(("", 0), backlog=100)

@@ -1,4 +1,4 @@
-"""Keys that ranks tell each other, kept by the process that has the listening socket."""
+"""A key-value store for the ranks, kept by the process that has the listening socket."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CONNECT_S = 60.0
 
 
 class TCPStore:
-    """The master's; it serves in threads of this process until that ends."""
+    """The master's store. It serves in threads of this process until the process ends."""
 
     def __init__(self, host: str, port: int, *, is_master: bool, wait_for_workers: bool, master_listen_fd: int) -> None:
         assert is_master
@@ -68,7 +68,7 @@ class Client:
 
 
 def connected(host: str, port: int) -> socket.socket:
-    """A connection, tried again for a while: a node may be late, or its link off."""
+    """A connection. Tries again for a while, since a node may be late or its link down."""
     until_s = time.monotonic() + CONNECT_S
     while True:
         try:
