@@ -1,7 +1,8 @@
 """`dataclass`, as the standard library's, for frozen records. It is quicker to define, so elaunch starts sooner.
 
 The standard library compiles six methods for each class. elaunch imports over a hundred records before it starts the
-first worker, and this was a third of that time. Here `__eq__`, `__hash__` and `__repr__` are closures: three fewer.
+first worker, and this was a third of that time. Here only `__init__` is compiled, when the first record is made, and
+most classes make none in a run. The other methods are closures, or the same function for all classes.
 """
 
 from __future__ import annotations
@@ -12,17 +13,24 @@ if TYPE_CHECKING:
     from dataclasses import dataclass as dataclass
 else:
     import dataclasses
+    from dataclasses import MISSING
     from operator import attrgetter
 
     def dataclass(*, frozen, **options):
-        """`dataclasses.dataclass(frozen=True)`. The records are equal, hashed and shown as theirs are."""
+        """`dataclasses.dataclass(frozen=True)`. The records are made, equal, hashed and shown as theirs are."""
         assert frozen
 
         def define(cls):
-            cls = dataclasses.dataclass(cls, frozen=True, eq=False, repr=False, **options)
+            # The standard library would write the signature of a class without one; it takes longer than all the rest.
+            cls.__doc__ = cls.__doc__ or f"{cls.__name__}(…)"
+            cls = dataclasses.dataclass(cls, init=False, eq=False, repr=False, **options)
             fields = dataclasses.fields(cls)
             compared = [field.name for field in fields if field.compare]
             values = attrgetter(*compared) if compared else lambda _: ()
+
+            def init(self, *args, **kwargs):
+                cls.__init__ = compiled = _init(cls, fields)
+                compiled(self, *args, **kwargs)
 
             def is_equal(self, other):
                 return values(self) == values(other) if other.__class__ is self.__class__ else NotImplemented
@@ -34,10 +42,41 @@ else:
                 shown = ", ".join(f"{field.name}={getattr(self, field.name)!r}" for field in fields if field.repr)
                 return f"{self.__class__.__qualname__}({shown})"
 
-            for name, method in (("__eq__", is_equal), ("__hash__", hashed), ("__repr__", shown)):
+            methods = {"__init__": init, "__eq__": is_equal, "__hash__": hashed, "__repr__": shown}
+            for name, method in methods.items():
                 # A method that the class defines itself stays. `__hash__` is None beside an `__eq__` of its own.
                 if cls.__dict__.get(name) is None:
                     setattr(cls, name, method)
+            cls.__setattr__, cls.__delattr__ = _refuse_assignment, _refuse_deletion
             return cls
 
         return define
+
+    def _refuse_assignment(self, name, value):
+        raise dataclasses.FrozenInstanceError(f"cannot assign to field {name!r}")
+
+    def _refuse_deletion(self, name):
+        raise dataclasses.FrozenInstanceError(f"cannot delete field {name!r}")
+
+    def _init(cls, fields):
+        """Compile `__init__`: what it assigns, it assigns past `__setattr__`."""
+        scope = {"assign": object.__setattr__, "MISSING": MISSING}
+        positional, named, body = ["self"], [], []
+        for field in fields:
+            assert field.init, f"{cls.__name__}.{field.name}"
+            name, parameter, value = field.name, field.name, field.name
+            if field.default is not MISSING:
+                scope[f"default_{name}"] = field.default
+                parameter = f"{name}=default_{name}"
+            elif field.default_factory is not MISSING:
+                scope[f"make_{name}"] = field.default_factory
+                parameter, value = f"{name}=MISSING", f"make_{name}() if {name} is MISSING else {name}"
+            (named if field.kw_only else positional).append(parameter)
+            body.append(f"assign(self, {name!r}, {value})")
+        if hasattr(cls, "__post_init__"):
+            body.append("self.__post_init__()")
+        parameters = ", ".join([*positional, "*", *named] if named else positional)
+        exec(f"def __init__({parameters}):\n " + "\n ".join(body or ["pass"]), scope)
+        made = scope["__init__"]
+        made.__qualname__ = f"{cls.__qualname__}.__init__"
+        return made
