@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import NoReturn
 
 from elaunch.agent.environment import arguments
-from elaunch.agent.forkserver.preload import restore_environment
 from elaunch.agent.forkserver.server import Child
 from elaunch.agent.linux import die_with_parent, set_command_line
 from elaunch.rendezvous.types import Program
@@ -32,6 +31,8 @@ def become(child: Child) -> None:
         # The store's signals stay blocked: it ends when the agent says so, or with its parent.
         worker_store.serve(child.order["host"], child.order["port"])
     if child.preloaded:
+        from elaunch.agent.forkserver.preload import restore_environment
+
         restore_environment(child.preloaded.restore)
     os.environ.update(child.order["env"])
     if child.order["cpus"]:

@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from elaunch.agent.forkserver import wire
 from elaunch.agent.forkserver.boot import Boot, bare_command
-from elaunch.agent.forkserver.preload import Preloaded, Unfaithful, preload
 from elaunch.agent.forkserver.reaper import Children
 from elaunch.agent.linux import die_with_parent, set_command_line
 from elaunch.records import dataclass
 
 if TYPE_CHECKING:
     from elaunch.agent.forkserver.hidden_modules import Gate
+    from elaunch.agent.forkserver.preload import Preloaded
 
 # An order from the agent, the descriptors that came with it, and the pid of the fork server.
 Asked = tuple[dict[str, Any], tuple[int, ...], int]
@@ -46,6 +46,9 @@ class Child:
 
 def main(boot: Boot, loaded_at_start: Collection[str], customise: Callable[[], None]) -> None:
     """Import and serve until the agent is gone. Returns only in a forked worker, so that Python runs its program."""
+    # A bare fork server is ready sooner without it.
+    from elaunch.agent.forkserver.preload import Unfaithful, preload
+
     environment = dict(os.environ)
     mask, control = _settle(boot)
     try:
