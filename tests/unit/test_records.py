@@ -64,3 +64,33 @@ def test_a_record_without_fields_and_one_with_a_method_of_its_own() -> None:
 
     assert (empty() == empty(), hash(empty()) == hash(())) == (True, True)
     assert (repr(own(1)), own(1) == own(2), hash(own(1)) == hash(own(1))) == ("own 1", True, True)
+
+
+def test_a_record_is_made_as_a_dataclass_is() -> None:
+    members = {
+        "types": {"left": int, "right": str, "more": list, "total": int},
+        "right": "r",
+        "more": dataclasses.field(default_factory=lambda: [1]),
+        "total": dataclasses.field(default=0, kw_only=True),
+        "__post_init__": lambda self: self.more.append(self.left),
+    }
+    theirs, ours = both(**members)
+
+    for args, named in (((1,), {}), ((1, "x", []), {"total": 3}), ((), {"left": 2, "more": [0]})):
+        assert vars(ours(*args, **named)) == vars(theirs(*args, **named))
+    assert ours(1).more is not ours(1).more
+    for args, named in (((), {}), ((1, "x", [], 3), {}), ((1,), {"other": 1}), ((1,), {"left": 1})):
+        for made in (theirs, ours):
+            with pytest.raises(TypeError):
+                made(*args, **named)
+
+
+def test_a_record_that_extends_a_record_is_made_by_its_own_fields() -> None:
+    first = both(types={"left": int})[1]
+    second = records.dataclass(frozen=True)(type("Second", (first,), {"__annotations__": {"right": str}}))
+
+    assert vars(second(1, "x")) == {"left": 1, "right": "x"}
+    assert vars(first(1)) == {"left": 1}
+    assert vars(type("Plain", (first,), {})(2)) == {"left": 2}
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        del first(1).left
