@@ -18,8 +18,8 @@ demo: $(VENV)/.installed  ## Train a small language model on this machine's own 
 	rm -rf runs/demo
 	$(BIN)/elaunch --nproc-per-node 2 -m elaunch.trainer --out runs/demo
 
-check: $(VENV)/.installed-dev lint  ## The inner loop: linters, types, import rules, the simulation, the unit tests without a server
-	$(call PYTEST,-q -n $$(nproc) -m "not slow and not servers" tests/sim tests/unit)
+check: $(VENV)/.installed-dev lint  ## The inner loop: linters, types, import rules, a part of the simulation, the unit tests without a server
+	$(call PYTEST,-q -n $$(nproc) -m "not slow and not servers and not thorough" tests/sim tests/unit)
 
 test: $(VENV)/.installed-dev tools lint  ## Everything but the slow tests
 	$(call PYTEST,-n $(JOBS))

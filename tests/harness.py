@@ -40,6 +40,11 @@ def slow(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
+def seeds(every: Sequence[int], check: int = 50) -> list[Any]:
+    """A random test's seeds. `make check` takes the first `check` of them."""
+    return [*every[:check], *(pytest.param(seed, marks=pytest.mark.thorough) for seed in every[check:])]
+
+
 def wait_for(fact: Callable[[], Fact], what: str, deadline_s: float = DEADLINE_S, *, every_s: float = 0.005) -> Fact:
     """The first true value of `fact()`, which is called every `every_s`. Fails with `what` after the deadline."""
     end_s = time.monotonic() + deadline_s

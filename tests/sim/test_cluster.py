@@ -16,6 +16,7 @@ from elaunch.agent.core.events import LeaseLost, Tag, WorkerSaved, WorkersHung, 
 from elaunch.agent.core.messages import StopAtStepBoundary, StopReason
 from elaunch.rendezvous.store import Delete
 from elaunch.rendezvous.types import OpenKind
+from tests.harness import seeds
 from tests.sim.agents import KEYS
 from tests.sim.cluster import simulate
 from tests.sim.plans import OTHER_TIMES, TIMES, Strike, draw
@@ -44,7 +45,7 @@ def life(seed: int) -> Counter[object]:
     return seen
 
 
-@pytest.mark.parametrize("seed", FAST_SEEDS)
+@pytest.mark.parametrize("seed", seeds(FAST_SEEDS))
 def test_a_cluster_survives_a_random_life(seed: int) -> None:
     life(seed)
 
@@ -55,6 +56,7 @@ def test_the_same_seed_is_the_same_life() -> None:
     assert one.story() == other.story()
 
 
+@pytest.mark.thorough
 def test_the_random_lives_hold_what_they_promise() -> None:
     """Every kind of fault happens in some seed, and every kind of end is reached."""
     seen: Counter[object] = Counter()

@@ -11,6 +11,7 @@ import heapq
 import random
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import cache
 from signal import SIGUSR1
 
 import pytest
@@ -59,6 +60,7 @@ from elaunch.rendezvous.types import (
     ProgramKind,
     RankTable,
 )
+from tests.harness import seeds
 from tests.unit.agent.job_world import begin_run_lease
 
 KEYS = Keys("job")
@@ -435,18 +437,24 @@ def simulate(seed: int) -> World:
     return world
 
 
-@pytest.mark.parametrize("seed", FAST_SEEDS)
+@cache
+def life(seed: int) -> World:
+    return simulate(seed)
+
+
+@pytest.mark.parametrize("seed", seeds(FAST_SEEDS))
 def test_one_node_survives_a_random_life(seed: int) -> None:
-    simulate(seed)
+    life(seed)
 
 
 def test_the_same_seed_is_the_same_life() -> None:
     assert simulate(7).history == simulate(7).history
 
 
+@pytest.mark.thorough
 def test_the_random_lives_hold_what_they_promise() -> None:
     """Every kind of fault happens in some seed, and every kind of end is reached."""
-    worlds = [simulate(seed) for seed in FAST_SEEDS]
+    worlds = [life(seed) for seed in FAST_SEEDS]
 
     said = "\n".join(line for world in worlds for line in world.history)
     outcomes = {world.agent.phase.outcome.kind for world in worlds if isinstance(world.agent.phase, Exited)}

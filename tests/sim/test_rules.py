@@ -305,6 +305,7 @@ def test_without_the_rule_the_simulator_finds_what_it_is_for(hunt: Hunt, monkeyp
     assert hunt.found in lives(hunt)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("hunt", HUNTS, ids=lambda hunt: hunt.switch.__name__)
 def test_with_the_rule_nothing_is_found_in_the_same_worlds(hunt: Hunt) -> None:
     found = [rule for rule, _ in zip(lives(hunt), range(25), strict=False) if rule]
