@@ -92,7 +92,10 @@ def restarted(failing_world: int, tmp_path_factory: pytest.TempPathFactory) -> J
     folder = tmp_path_factory.mktemp("restarted")
     script(folder, ALL_REDUCE)
 
-    return finished(folder, "--nproc-per-node", str(failing_world), "--max-restarts", "1", "train.py", "kill")
+    # The script has no optimizer. The job in which nothing fails has the default preload.
+    preload = ("--preload", "torch.distributed")
+    options = ("--nproc-per-node", str(failing_world), "--max-restarts", "1")
+    return finished(folder, *preload, *options, "train.py", "kill")
 
 
 @pytest.fixture(scope="module")
