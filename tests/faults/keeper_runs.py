@@ -13,6 +13,8 @@ from tests.harness import Job
 from tests.ranks import Nursery, Ranks
 
 KEPT = Path(__file__).with_name("kept.py")
+# With the keeper, which each worker of each generation would import else.
+PRELOAD = ("--preload", "torch,torch.distributed,torch._dynamo,elaunch.trainer.keeper.keeper")
 STEPS = 40
 RESTORED = r"restored step (\d+) from memory \(of generation (\d+)(.*?)\); (\d+) steps? (?:is|are) repeated"
 
@@ -75,8 +77,8 @@ class Run(Recorded):
         folder.mkdir()
         for ask in asks:
             (folder / ask).touch()
-        words = ["--nproc-per-node", str(workers), "--max-restarts", "30", *launch, str(KEPT), str(folder), str(steps)]
-        self.job = Job(folder, *words, *options, env={"OMP_NUM_THREADS": "1"})
+        words = [*PRELOAD, "--nproc-per-node", str(workers), "--max-restarts", "30", *launch]
+        self.job = Job(folder, *words, str(KEPT), str(folder), str(steps), *options, env={"OMP_NUM_THREADS": "1"})
 
     def __enter__(self) -> Run:
         return self

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from elaunch.trainer.checkpoint.catalog import marks
-from tests.faults.keeper_runs import KEPT, RESTORED, Calm, Run, assert_same
+from tests.faults.keeper_runs import KEPT, PRELOAD, RESTORED, Calm, Run, assert_same
 from tests.harness import Job, environment, free_ports, slow, wait_for
 
 SINGLE_THREAD = {"OMP_NUM_THREADS": "1"}
@@ -22,8 +22,8 @@ SINGLE = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "LOCAL_RAN
 
 def again(run: Run, workers: int, *options: str) -> Run:
     """Run the same command in the same folder once more."""
-    words = ["--nproc-per-node", str(workers), "--max-restarts", "30", str(KEPT), str(run.folder), "40", *options]
-    run.job = Job(run.folder, *words, env={"OMP_NUM_THREADS": "1"})
+    words = [*PRELOAD, "--nproc-per-node", str(workers), "--max-restarts", "30", str(KEPT), str(run.folder), "40"]
+    run.job = Job(run.folder, *words, *options, env={"OMP_NUM_THREADS": "1"})
     return run
 
 

@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
-from tests.faults.processes import LIGHT, SAY, Watched
+from tests.faults.processes import LIGHT, SAY, Light, Watched
 from tests.harness import finished, script, slow, wait_for
 from tests.nodes import needs_nodes
+from tests.standin import WITHOUT_TORCH
 
 TORCH = ("--preload", "torch")
 
@@ -166,7 +167,7 @@ def test_all_ranks_stop_after_the_same_step_and_get_no_signal(tmp_path: Path, si
 def test_a_signal_that_the_user_names_stops_who_listens_and_is_not_passed_on(tmp_path: Path) -> None:
     script(tmp_path, STEPS)
     named = ("--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1")
-    with Watched(tmp_path, *LIGHT, *named, "--nproc-per-node", "2", "train.py") as job:
+    with Light(tmp_path, *named, "--nproc-per-node", "2", "train.py") as job:
         wait_for(lambda: job.stdout.count("trains") == 2, "two ranks that train, each for itself")
 
         stops = stopped_after(job, signal.SIGUSR1)
@@ -178,7 +179,7 @@ def test_a_worker_that_comes_to_no_end_of_its_step_is_killed_after_the_stop_grac
     script(
         tmp_path, f"{SAY}\nfrom elaunch.trainer import link\nlink.listen(on_stop=print)\nprint('up')\ntime.sleep(600)"
     )
-    with Watched(tmp_path, *LIGHT, "--stop-grace", "1", "train.py") as job:
+    with Light(tmp_path, "--stop-grace", "1", "train.py") as job:
         job.wait_for_output("^up")
 
         job.signal(signal.SIGTERM)
@@ -220,7 +221,7 @@ def test_workers_that_hang_show_their_stacks_and_are_started_again(tmp_path: Pat
     options = ("--hang-timeout", "2", "--log-dir", "logs", "--nproc-per-node", "2")
     # Whether or not there is a py-spy on this machine, none is found.
     env = {"PATH": "/nowhere"}
-    with Watched(tmp_path, *LIGHT, *options, "train.py", env=env) as job:
+    with Light(tmp_path, *options, "train.py", env=env) as job:
         assert job.wait() == 0, job.output
 
     words = (
@@ -238,7 +239,7 @@ def test_workers_that_hang_show_their_stacks_and_are_started_again(tmp_path: Pat
 def test_that_nobody_reports_what_a_hang_is_seen_by_is_said_once(tmp_path: Path) -> None:
     script(tmp_path, f"{SAY}\nsay('worker', os.getpid())\nwhile True: signal.pause()")
 
-    with Watched(tmp_path, *LIGHT, "--nproc-per-node", "2", "--hang-timeout", "1", "train.py") as job:
+    with Light(tmp_path, "--nproc-per-node", "2", "--hang-timeout", "1", "train.py") as job:
         said = "elaunch: no worker has reported a step yet, and --hang-timeout sees only those that do"
         job.wait_for_output(said)
         for pid in job.pids("worker")[:1]:
@@ -263,7 +264,7 @@ for step in range(1 << 30):
     if os.path.exists("end"): break
 """,
     )
-    with Watched(tmp_path, *LIGHT, "--hang-timeout", "4", "train.py") as job:
+    with Light(tmp_path, "--hang-timeout", "4", "train.py") as job:
         job.wait_for_output("worker pid")
         worker = job.pids("worker")[0]
         os.kill(worker, signal.SIGSTOP)
@@ -319,7 +320,7 @@ def test_the_memory_is_private_and_each_agents_own_and_goes_with_an_agent_that_i
         home.mkdir()
         (home / "stay").touch()
         script(home, KEEPS)
-    with Watched(homes[0], *LIGHT, "train.py") as one, Watched(homes[1], *LIGHT, "train.py") as other:
+    with Light(homes[0], "train.py") as one, Light(homes[1], "train.py") as other:
         folders = [Path(job.wait_for_output(r"^memory (\S+)")[1]) for job in (one, other)]
         for job in (one, other):
             job.wait_for_output("found")
@@ -349,7 +350,7 @@ time.sleep(2)
     )
     prefix = ("unshare", "--mount", "sh", "-c", READ_ONLY, "sh")
 
-    job = finished(tmp_path, *LIGHT, "--nproc-per-node", "2", "train.py", prefix=prefix)
+    job = finished(tmp_path, *LIGHT, "--nproc-per-node", "2", "train.py", env=WITHOUT_TORCH, prefix=prefix)
 
     assert job.code == 0, job.output
     (memory,) = {Path(path) for path in re.findall(r"memory (\S+)", job.stdout)}

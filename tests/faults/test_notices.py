@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.cluster import Cluster
-from tests.faults.processes import LIGHT, SAY, Watched
+from tests.faults.cluster import LightCluster
+from tests.faults.processes import LIGHT, SAY, Light, Watched
 from tests.harness import script, slow, wait_for
 from tests.nodes import needs_nodes
 
@@ -40,7 +40,7 @@ while :; do sleep 0.05; done
 @pytest.mark.parametrize("to_all", [False, True], ids=["agent", "all"])
 def test_a_python_program_is_told_once_in_the_way_that_it_understands(tmp_path: Path, to_all: bool) -> None:
     script(tmp_path, ON_SIGNAL)
-    with Watched(tmp_path, *LIGHT, "--nproc-per-node", "2", "train.py", "SIGUSR1", "SIGTERM", env=SLURM) as job:
+    with Light(tmp_path, "--nproc-per-node", "2", "train.py", "SIGUSR1", "SIGTERM", env=SLURM) as job:
         wait_for(lambda: len(job.pids("worker")) == 2, "2 workers")
 
         for pid in (*job.pids("worker"), job.fork_server().pid) if to_all else ():
@@ -68,7 +68,7 @@ def test_a_shell_may_catch_it_and_one_that_does_not_gets_sigterm(tmp_path: Path)
 def test_who_names_the_signal_has_it_passed_on_as_it_is(tmp_path: Path) -> None:
     script(tmp_path, ON_SIGNAL)
     named = ("--signals-to-handle", "SIGUSR1,SIGTERM")
-    with Watched(tmp_path, *LIGHT, *named, "train.py", "SIGTERM", env=SLURM) as job:
+    with Light(tmp_path, *named, "train.py", "SIGTERM", env=SLURM) as job:
         wait_for(lambda: job.pids("worker"), "the worker")
 
         job.signal(signal.SIGUSR1)
@@ -87,10 +87,10 @@ def test_a_node_that_hears_of_it_from_another_first_tells_its_workers_the_same(
     """In a large job the slowest node gets the notice long after the first node has left."""
     program = tmp_path / "train.py"
     program.write_text(ON_SIGNAL)
-    with Cluster(tmp_path, 2) as cluster:
+    with LightCluster(tmp_path, 2) as cluster:
         meet = ("--nnodes", "2", "--rdzv-endpoint", cluster.endpoints, "--rdzv-id", "job")
         for node in range(2):
-            # cluster.start would preload torch, so type the command here.
+            # This program's arguments are its own, so type the command here.
             cluster.type(node, *meet, *LIGHT, "--max-restarts", max_restarts, str(program), name, env=SLURM)
         first, second = cluster.agents[0], cluster.agents[1]
         wait_for(lambda: first.pids("worker") and second.pids("worker"), "2 workers")

@@ -16,8 +16,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.faults.processes import LIGHT, SAY, TAG, Watched, is_alive, library
+from tests.faults.processes import LIGHT, SAY, TAG, Light, Watched, is_alive, library
 from tests.harness import COMMAND, environment, script, wait_for
+from tests.standin import WITHOUT_TORCH
 
 # A program that prints the signal that came, "saves", and exits with 0.
 SAVES = f"""{SAY}
@@ -69,7 +70,8 @@ def test_workers_get_the_signal_and_their_exit_0_does_not_hide_it(
 ) -> None:
     """Rank 0 has a handler. Rank 1 has none, and ends at once, however long the grace period is."""
     script(tmp_path, ONE_SAVES)
-    with Watched(tmp_path, *how, "--nproc-per-node", "2", "--stop-grace", "600", "train.py") as job:
+    how = (*how, "--nproc-per-node", "2", "--stop-grace", "600")
+    with Watched(tmp_path, *how, "train.py", env=WITHOUT_TORCH) as job:
         workers_up(job, 2)
 
         job.signal(signum)
@@ -81,7 +83,7 @@ def test_workers_get_the_signal_and_their_exit_0_does_not_hide_it(
 
 def test_a_worker_that_ignores_sigterm_is_killed_after_the_grace(tmp_path: Path) -> None:
     script(tmp_path, STUBBORN)
-    with Watched(tmp_path, *LIGHT, "--nproc-per-node", "2", "--stop-grace", "0.7", "train.py") as job:
+    with Light(tmp_path, "--nproc-per-node", "2", "--stop-grace", "0.7", "train.py") as job:
         workers_up(job, 2)
         sent_at_s = time.monotonic()
 
@@ -95,7 +97,7 @@ def test_a_worker_that_ignores_sigterm_is_killed_after_the_grace(tmp_path: Path)
 
 def test_a_second_sigint_kills_at_once_however_long_the_grace(tmp_path: Path) -> None:
     script(tmp_path, STUBBORN)
-    with Watched(tmp_path, *LIGHT, "--nproc-per-node", "2", "--stop-grace", "600", "train.py") as job:
+    with Light(tmp_path, "--nproc-per-node", "2", "--stop-grace", "600", "train.py") as job:
         pids = workers_up(job, 2)
         job.signal(signal.SIGINT)
         wait_for(lambda: len(job.pids("asked")) == 2, "both workers are asked")
@@ -126,7 +128,7 @@ def test_under_nohup_sighup_changes_nothing(tmp_path: Path) -> None:
 
 def test_a_signal_that_the_user_names_is_passed_on(tmp_path: Path) -> None:
     script(tmp_path, SAVES)
-    with Watched(tmp_path, *LIGHT, "--signals-to-handle", "SIGUSR1", "--nproc-per-node", "2", "train.py") as job:
+    with Light(tmp_path, "--signals-to-handle", "SIGUSR1", "--nproc-per-node", "2", "train.py") as job:
         workers_up(job, 2)
 
         job.signal(signal.SIGUSR1)
@@ -155,7 +157,7 @@ def test_sigterm_to_all_processes_at_once_is_a_stop_and_no_failure(tmp_path: Pat
 
 def test_workers_that_sigterm_ended_a_moment_before_the_agent_got_it_are_no_failure(tmp_path: Path) -> None:
     script(tmp_path, PAUSES)
-    with Watched(tmp_path, *LIGHT, "--nproc-per-node", "2", "train.py") as job:
+    with Light(tmp_path, "--nproc-per-node", "2", "train.py") as job:
         pids = workers_up(job, 2)
 
         for pid in pids:
@@ -170,7 +172,7 @@ def test_workers_that_sigterm_ended_a_moment_before_the_agent_got_it_are_no_fail
 
 def test_a_worker_that_alone_gets_sigterm_is_a_failure(tmp_path: Path) -> None:
     script(tmp_path, f"{SAY}\nsay('worker', os.getpid())\nwhile GENERATION == 0: signal.pause()")
-    with Watched(tmp_path, *LIGHT, "--nproc-per-node", "2", "train.py") as job:
+    with Light(tmp_path, "--nproc-per-node", "2", "train.py") as job:
         pid = workers_up(job, 2)[0]
 
         os.kill(pid, signal.SIGTERM)
@@ -231,7 +233,7 @@ while RANK == 1 or not os.path.exists("fail"):
 os.kill(os.getpid(), signal.SIGKILL)
 """,
     )
-    with Watched(tmp_path, *LIGHT, "--nproc-per-node", "2", "--failure-grace", "600", "train.py") as job:
+    with Light(tmp_path, "--nproc-per-node", "2", "--failure-grace", "600", "train.py") as job:
         workers_up(job, 2)
         (tmp_path / "fail").touch()
         job.wait_for_output("asked 1")
@@ -247,7 +249,7 @@ def test_a_signal_after_the_last_worker_ended_neither_hangs_nor_leaves_anything(
     script(tmp_path, f"{SAY}\nsay('worker', os.getpid())")
     codes = []
     for _ in range(4):
-        with Watched(tmp_path, *LIGHT, "--nproc-per-node", "1", "train.py") as job:
+        with Light(tmp_path, "--nproc-per-node", "1", "train.py") as job:
             pid = workers_up(job, 1)[0]
             wait_for(lambda pid=pid: not is_alive(pid), "the worker's end")
 
@@ -304,7 +306,7 @@ def test_a_program_below_a_shell_wrapper_gets_the_signal_and_the_time_to_save(tm
         SAVES.replace("    sys.exit(0)", "    time.sleep(0.5)\n    print('to the end', flush=True)\n    sys.exit(0)"),
     )
     script(tmp_path, f"{sys.executable} train.py\necho wrapper goes on\n", "wrapper.sh")
-    with Watched(tmp_path, "--no-python", "--nproc-per-node", "2", "bash", "wrapper.sh") as job:
+    with Watched(tmp_path, "--no-python", "--nproc-per-node", "2", "bash", "wrapper.sh", env=WITHOUT_TORCH) as job:
         workers_up(job, 2)
 
         job.signal(signal.SIGTERM)
@@ -318,7 +320,7 @@ def test_a_program_below_a_shell_wrapper_that_ignores_sigterm_is_killed_after_th
     script(tmp_path, STUBBORN)
     script(tmp_path, f"{sys.executable} train.py\necho wrapper goes on\n", "wrapper.sh")
     how = ("--no-python", "--stop-grace", "0.7", "--nproc-per-node", "2")
-    with Watched(tmp_path, *how, "bash", "wrapper.sh") as job:
+    with Watched(tmp_path, *how, "bash", "wrapper.sh", env=WITHOUT_TORCH) as job:
         workers_up(job, 2)
         sent_at_s = time.monotonic()
 

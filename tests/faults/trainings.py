@@ -17,6 +17,8 @@ from tests.ranks import Nursery, Ranks
 
 PROGRAM = Path(__file__).with_name("killing_trainer.py")
 STEPS, BATCH = 40, 12
+# With the trainer, which each worker of each generation would import else.
+PRELOAD = ("--preload", "torch,torch.distributed,torch._dynamo,elaunch.trainer.train")
 SHAPE = ["--steps", str(STEPS), "--global-batch", str(BATCH), "--micro-batch", "2", "--layers", "1", "--width", "16"]
 SHAPE += ["--heads", "2", "--context", "16", "--dropout", "0.1", "--seed", "5", "--checkpoint-every", "10", "--ledger"]
 # At the default learning rate training amplifies rounding differences, such as those of a resized run.
@@ -142,8 +144,8 @@ class OneNode(Training):
 
     def start(self, workers: int, *options: str, launch: str = "") -> None:
         """Type the command, for the first time or again; `launch` are options of elaunch."""
-        words = ["--nproc-per-node", str(workers), "--max-restarts", "30", *launch.split(), *self.words(*options)]
-        self.job = Watched(self.folder, *words, env={"OMP_NUM_THREADS": "1"})
+        words = [*PRELOAD, "--nproc-per-node", str(workers), "--max-restarts", "30", *launch.split()]
+        self.job = Watched(self.folder, *words, *self.words(*options), env={"OMP_NUM_THREADS": "1"})
 
     def __enter__(self) -> OneNode:
         return self
