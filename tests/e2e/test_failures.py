@@ -86,7 +86,7 @@ if os.environ["RANK"] == "1":
     signal.signal(signal.SIGTERM, really)
     Path(WAY).touch()
     while True:
-        signal.pause()
+        signal.sigtimedwait([], 0.1)  # not pause(): it would miss a signal that comes just before it
 while not Path(WAY).exists():
     time.sleep(0.01)
 if WAY == "output":

@@ -328,7 +328,8 @@ def test_a_handler_that_a_script_installs_gets_the_jobs_sigterm(tmp_path: Path) 
         tmp_path,
         "import signal, sys\n"
         "def save(signum, frame):\n    print('saved', flush=True); sys.exit(0)\n"
-        "signal.signal(signal.SIGTERM, save)\nprint('ready', flush=True)\nsignal.pause()\n",
+        "signal.signal(signal.SIGTERM, save)\nprint('ready', flush=True)\n"
+        "while True: signal.sigtimedwait([], 0.1)  # not pause(): it would miss a signal that comes just before it\n",
     )
 
     with Job(tmp_path, *LIGHT, "train.py") as job:

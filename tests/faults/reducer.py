@@ -68,8 +68,11 @@ def moment(name: str) -> None:
             raise RuntimeError(f"asked for by the test, in generation {GENERATION}")
         case ["hang"]:
             # SIGUSR1 lets it go on.
-            signal.signal(signal.SIGUSR1, lambda *_: None)
-            signal.pause()
+            let_go: list[int] = []
+            signal.signal(signal.SIGUSR1, lambda signum, _: let_go.append(signum))
+            while not let_go:
+                # Not pause(): it would miss a signal that comes just before it.
+                signal.sigtimedwait([], 0.1)
         case ["deaf"]:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             while True:

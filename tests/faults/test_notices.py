@@ -25,7 +25,7 @@ NAMES = sys.argv[1:]
 signal.signal(getattr(signal, NAMES[RANK % len(NAMES)]), told)
 say("worker", os.getpid())
 while not saving:
-    signal.pause()
+    signal.sigtimedwait([], 0.1)  # not pause(): it would miss a signal that comes just before it
 time.sleep(0.3)
 sys.exit(0)
 """

@@ -31,7 +31,7 @@ for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, sig
         signal.signal(signum, save)
 say("worker", os.getpid())
 while True:
-    signal.pause()
+    signal.sigtimedwait([], 0.1)  # not pause(): it would miss a signal that comes just before it
 """
 
 # Rank 1 has no handler.
@@ -44,7 +44,7 @@ signal.signal(signal.SIGTERM, lambda *_: say("asked", os.getpid()))
 signal.signal(signal.SIGINT, lambda *_: say("asked", os.getpid()))
 say("worker", os.getpid())
 while True:
-    signal.pause()
+    signal.sigtimedwait([], 0.1)  # not pause(): it would miss a signal that comes just before it
 """
 
 STOPS = [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129), (signal.SIGQUIT, 131)]
@@ -284,7 +284,7 @@ for process in batches._workers:
     say("loader", process.pid)
 say("worker", os.getpid())
 while True:
-    signal.pause()
+    signal.sigtimedwait([], 0.1)  # not pause(): it would miss a signal that comes just before it
 """,
     )
     with Watched(tmp_path, "--preload", "torch", "--nproc-per-node", "1", "train.py") as job:

@@ -37,7 +37,7 @@ def noticed(signum, frame):
 signal.signal(getattr(signal, sys.argv[1]), noticed)
 open(f"here.{os.environ['RANK']}", "w").close()
 while True:
-    signal.pause()
+    signal.sigtimedwait([], 0.1)  # not pause(): it would miss a signal that comes just before it
 """
 # A worker that submits a job, by sbatch or by elaunch, and waits. The job prints its environment.
 HANDS_IN = """\
