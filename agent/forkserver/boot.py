@@ -14,12 +14,6 @@ from elaunch.rendezvous.types import Program
 BOOT_VARIABLE = "ELAUNCH_BOOT"
 HOOK_DIR = str(Path(__file__).with_name("hook"))
 
-# Without site: .pth files and customisations may run any code, and a process that only execs does not need them.
-_BARE = (
-    "import sys; there = [p for p in sys.path if p]; sys.path = [*there, sys.argv[2]]; "
-    "from elaunch.agent.forkserver.server import bare; sys.path = there; bare(int(sys.argv[1]))"
-)
-
 
 @dataclass(frozen=True)
 class Boot:
@@ -54,9 +48,17 @@ class Boot:
             return decode(cls, file.read())
 
 
-def bare_command(boot_fd: int) -> list[str]:
-    """The command line of a fork server that execs every worker."""
-    return [sys.executable, "-S", "-c", _BARE, str(boot_fd), str(Path(__file__).parents[3])]
+def bare_command(module: str, call: str, *args: str) -> list[str]:
+    """The command line of a Python that calls `call` of a module beside this one with `args`.
+
+    It starts without site: .pth files and customisations may run any code, and a process that only execs does not need
+    them.
+    """
+    code = (
+        "import sys; there = [p for p in sys.path if p]; sys.path = [*there, sys.argv[1]]; "
+        f"from {__package__}.{module} import {call}; sys.path = there; {call}(*sys.argv[2:])"
+    )
+    return [sys.executable, "-S", "-c", code, str(Path(__file__).parents[3]), *args]
 
 
 def pausing(environment: Mapping[str, str], boot_fd: int) -> dict[str, str]:

@@ -29,7 +29,7 @@ def become(child: Child) -> None:
         from elaunch.agent.forkserver import worker_store
 
         # The store's signals stay blocked: it ends when the agent says so, or with its parent.
-        worker_store.serve(child.order["host"], child.order["port"])
+        worker_store.serve(child.order["host"], child.order["port"], whole=child.order["whole"])
     if child.preloaded:
         from elaunch.agent.forkserver.preload import restore_environment
 

@@ -48,6 +48,7 @@ class ForkServer:
         self._environment = environment
         self._ignored = ignored
         self.preload = preload
+        self._whole_store = False
         self._socket, self._process = self._start()
 
     def restart(self) -> None:
@@ -58,6 +59,10 @@ class ForkServer:
         """From the next `restart` on each worker is a fresh interpreter."""
         self.preload = None
 
+    def distrust_native_code(self) -> None:
+        """From now on a worker store imports the whole of torch, as programs do."""
+        self._whole_store = True
+
     def _start(self) -> tuple[socket.socket, subprocess.Popen[bytes]]:
         environment, preload = self._environment, self.preload
         ours, theirs = wire.pair()
@@ -65,7 +70,7 @@ class ForkServer:
         boot_fd = boot.memfd()
         try:
             process = subprocess.Popen(
-                bare_command(boot_fd) if preload is None else self._program.argv,
+                bare_command("server", "bare", str(boot_fd)) if preload is None else self._program.argv,
                 env=dict(environment) if preload is None else pausing(environment, boot_fd),
                 stdin=subprocess.DEVNULL,
                 # A sitecustomize or a preloaded module may print. On stderr no pipeline reads that as data.
@@ -92,7 +97,7 @@ class ForkServer:
 
     def spawn_store(self, home: Home, host: str, port: int, fds: Fds) -> None:
         """Order a worker store. `fds` become its fds 0 to 4: 3 is the listening socket, 4 its control socket."""
-        self._order("store", home, "store", {"host": host, "port": port}, fds)
+        self._order("store", home, "store", {"host": host, "port": port, "whole": self._whole_store}, fds)
 
     def _order(self, op: str, home: Home, key: int | str, details: dict[str, Any], fds: Fds) -> None:
         order = {"op": op, "generation": home.generation, "key": key, "cgroup": home.cgroup}

@@ -65,11 +65,11 @@ def main(boot: Boot, loaded_at_start: Collection[str], customise: Callable[[], N
     child.become(Child(boot, *_serve(boot, control), mask, preloaded, gate))
 
 
-def bare(boot_fd: int) -> None:
+def bare(boot_fd: str) -> None:
     """Serve without having imported anything: every worker execs a fresh interpreter. Does not return."""
     from elaunch.agent.forkserver import child
 
-    boot = Boot.read(boot_fd)
+    boot = Boot.read(int(boot_fd))
     mask, control = _settle(boot)
     child.become(Child(boot, *_serve(boot, control), mask))
 
@@ -92,7 +92,7 @@ def _settle(boot: Boot) -> tuple[frozenset[int], socket.socket]:
 def _start_anew(boot: Boot, environment: dict[str, str]) -> NoReturn:
     """Exec a bare fork server, in which nothing is imported. The signals stay blocked meanwhile."""
     os.set_inheritable(boot.control_fd, True)
-    command = bare_command(boot.memfd())
+    command = bare_command("server", "bare", str(boot.memfd()))
     os.execve(command[0], command, environment)
 
 

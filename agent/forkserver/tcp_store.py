@@ -1,8 +1,8 @@
-"""torch's TCPStore without the rest of torch: it costs a process 0.5 s of CPU, a whole `import torch` costs 2 s.
+"""torch's TCPStore without the rest of torch: it costs a process 0.3 s of CPU, a whole `import torch` costs 2 s.
 
-The class is in torch's native code, `torch._C`, and is set up by `torch._C._c10d_init()`. When torch is imported, both
-happen while its packages `torch` and `torch.distributed` have begun and have nothing in them yet. Empty packages do
-as well (torch/csrc/distributed/c10d/init.cpp).
+The class is in torch's native code, `torch._C`, and is set up by `torch._C._c10d_init()`. Both look their packages,
+`torch` and `torch.distributed`, up by name and use nothing of them, so empty ones do (torch/csrc/Module.cpp,
+torch/csrc/distributed/c10d/init.cpp; tried with torch 2.13).
 """
 
 from __future__ import annotations
@@ -17,37 +17,44 @@ from typing import Any
 
 
 class Unlike(Exception):
-    """This torch cannot be had in parts, and a part of it is in this process now; its text says what happened."""
+    """This torch cannot be imported in parts, and this process now has some of them; the text says what happened."""
 
 
 def tcp_store() -> Any:
-    """The class TCPStore: of a torch that was imported before, else from torch's native code alone.
+    """The class TCPStore: from a torch that was imported before, else from torch's native code alone.
 
-    Raises Unlike where only a whole torch has it: that needs a process that has not tried. Raises ImportError where
-    there is no torch.
+    Raises Unlike if the whole of torch is needed: only a process that has not tried can import it. Raises what
+    importing torch raises if there is no native code to take.
     """
-    spec = find_spec("torch")
-    # Preloaded torch has another loader; what has no native code is not torch, but stands in for it.
-    is_source = spec is not None and isinstance(spec.loader, SourceFileLoader)
-    if not spec or not is_source or "torch" in sys.modules or not _native_code(spec):
-        return importlib.import_module("torch.distributed").TCPStore
-    try:
-        return _alone(spec)
-    except Exception as error:
-        raise Unlike(f"{type(error).__name__}: {error}") from error
+    spec = None if "torch" in sys.modules else find_spec("torch")
+    # A preloaded torch has another loader. A torch without native code is a stand-in.
+    if spec and isinstance(spec.loader, SourceFileLoader) and _has_native_code(spec):
+        try:
+            return _alone(spec)
+        except Exception as error:
+            raise Unlike(f"{type(error).__name__}: {error}") from error
+    return whole_tcp_store()
 
 
-def _native_code(torch: ModuleSpec) -> bool:
+def whole_tcp_store() -> Any:
+    """The class TCPStore from an ordinary import of torch."""
+    return importlib.import_module("torch.distributed").TCPStore
+
+
+def _has_native_code(torch: ModuleSpec) -> bool:
     found = PathFinder.find_spec("torch._C", torch.submodule_search_locations)
     return found is not None and (found.origin or "").endswith(".so")
 
 
 def _alone(torch: ModuleSpec) -> Any:
-    sys.modules["torch"] = module_from_spec(torch)
+    modules: dict[str, Any] = sys.modules
+    # torch._C imports numpy if it is there. That takes a third of the time, and a store has no arrays.
+    modules.setdefault("numpy", None)
+    modules["torch"] = module_from_spec(torch)
     distributed = find_spec("torch.distributed")
     assert distributed
-    sys.modules["torch.distributed"] = module_from_spec(distributed)
-    # What torch/__init__.py begins with: torch's libraries are to find the symbols of these.
+    modules["torch.distributed"] = module_from_spec(distributed)
+    # torch/__init__.py loads this before its native code, which needs the symbols of these libraries.
     symbols = Path(torch.origin or "").with_name("lib") / "libtorch_global_deps.so"
     if symbols.exists():
         ctypes.CDLL(str(symbols), mode=ctypes.RTLD_GLOBAL)

@@ -6,31 +6,28 @@ store, so that no key of an older generation is read again.
 
 from __future__ import annotations
 
-import importlib
 import os
 import site
 import socket
 import sys
-from pathlib import Path
 from typing import Any, NoReturn
 
 from elaunch.agent.forkserver import wire
-from elaunch.agent.forkserver.tcp_store import Unlike, tcp_store
+from elaunch.agent.forkserver.boot import bare_command
+from elaunch.agent.forkserver.tcp_store import Unlike, tcp_store, whole_tcp_store
 from elaunch.agent.linux import set_command_line
 
 LISTEN_FD = 3
 CONTROL_FD = 4
 
-# Without site, as a bare fork server is started; `serve` looks for installed packages itself.
-_ANEW = (
-    "import sys; there = [p for p in sys.path if p]; sys.path = [*there, sys.argv[1]]; "
-    "from elaunch.agent.forkserver import worker_store; sys.path = there; "
-    "worker_store.serve(sys.argv[2], int(sys.argv[3]), whole=True)"
-)
+
+def serve_whole(host: str, port: str) -> NoReturn:
+    """`serve`, in a process that has just been started."""
+    serve(host, int(port), whole=True)
 
 
-def serve(host: str, port: int, *, whole: bool = False) -> NoReturn:
-    """Host the store until the agent asks for the number of its keys, or is gone; `whole` is by all of torch."""
+def serve(host: str, port: int, *, whole: bool) -> NoReturn:
+    """Host the store until the agent asks for the number of its keys, or is gone. `whole`: import all of torch."""
     set_command_line(("elaunch: worker store",), "elaunch-store")
     control = socket.socket(fileno=CONTROL_FD)
     try:
@@ -52,11 +49,11 @@ def serve(host: str, port: int, *, whole: bool = False) -> NoReturn:
 
 def _class(host: str, port: int, *, whole: bool) -> Any:
     if whole:
-        return importlib.import_module("torch.distributed").TCPStore
+        return whole_tcp_store()
     try:
         return tcp_store()
     except Unlike:
         for fd in (LISTEN_FD, CONTROL_FD):
             os.set_inheritable(fd, True)
-        root = str(Path(__file__).parents[3])
-        os.execv(sys.executable, [sys.executable, "-S", "-c", _ANEW, root, host, str(port)])
+        command = bare_command("worker_store", "serve_whole", host, str(port))
+        os.execv(command[0], command)

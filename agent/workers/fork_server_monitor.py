@@ -148,6 +148,9 @@ class ForkServerMonitor:
             self._reporter.post(self._exits.exited(group, int(news["key"]), pid, code))
         elif group.store:
             self.unwatch_store(group)
+            if code < 0:
+                # Native code that cannot do without the rest of torch may crash. Nothing else can tell that.
+                self._server.distrust_native_code()
             error, group.store = group.store.last_error(), None
             how = error or (f"was killed by {signal_name(code)}" if code < 0 else f"exited with code {code}")
             self._lost(group.generation, f"the worker store {how}", FailureKind.STORE_LOST)

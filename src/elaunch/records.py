@@ -1,8 +1,10 @@
 """`dataclass`, as the standard library's, for frozen records. It is quicker to define, so elaunch starts sooner.
 
 The standard library compiles six methods for each class. elaunch imports over a hundred records before it starts the
-first worker, and this was a third of that time. Here only `__init__` is compiled, when the first record is made, and
-most classes make none in a run. The other methods are closures, or the same function for all classes.
+first worker, and this was a third of that time. Here only `__init__` is compiled, and only when the first record of its
+class is made: in a short job that is every second class. The other methods are closures, or shared by all classes.
+
+It knows what elaunch's records use: fields with defaults, factories and `kw_only`. It refuses the other options.
 """
 
 from __future__ import annotations
@@ -16,15 +18,21 @@ else:
     from dataclasses import MISSING
     from operator import attrgetter
 
-    def dataclass(*, frozen, **options):
-        """`dataclasses.dataclass(frozen=True)`. The records are made, equal, hashed and shown as theirs are."""
+    def dataclass(*, frozen, kw_only=False):
+        """`dataclasses.dataclass(frozen=True)`. The records are made, equal, hashed and shown as theirs are.
+
+        A subclass that is no record cannot be changed either. The standard library sees no frozen class here.
+        """
         assert frozen
 
         def define(cls):
+            assert not {"__setattr__", "__delattr__", "__init__"} & set(vars(cls)), f"{cls.__name__} has its own"
             # The standard library would write the signature of a class without one; it takes longer than all the rest.
             cls.__doc__ = cls.__doc__ or f"{cls.__name__}(…)"
-            cls = dataclasses.dataclass(cls, init=False, eq=False, repr=False, **options)
+            cls = dataclasses.dataclass(cls, init=False, eq=False, repr=False, kw_only=kw_only)
             fields = dataclasses.fields(cls)
+            assert len(fields) == len(cls.__dataclass_fields__), f"{cls.__name__} has an InitVar or a ClassVar"
+            assert all(field.init for field in fields), f"{cls.__name__} has a field that is not given"
             compared = [field.name for field in fields if field.compare]
             values = attrgetter(*compared) if compared else lambda _: ()
 
@@ -60,19 +68,18 @@ else:
 
     def _init(cls, fields):
         """Compile `__init__`: what it assigns, it assigns past `__setattr__`."""
-        scope = {"assign": object.__setattr__, "MISSING": MISSING}
+        scope = {"__assign": object.__setattr__, "__missing": MISSING}
         positional, named, body = ["self"], [], []
         for field in fields:
-            assert field.init, f"{cls.__name__}.{field.name}"
             name, parameter, value = field.name, field.name, field.name
             if field.default is not MISSING:
-                scope[f"default_{name}"] = field.default
-                parameter = f"{name}=default_{name}"
+                scope[f"__default_{name}"] = field.default
+                parameter = f"{name}=__default_{name}"
             elif field.default_factory is not MISSING:
-                scope[f"make_{name}"] = field.default_factory
-                parameter, value = f"{name}=MISSING", f"make_{name}() if {name} is MISSING else {name}"
+                scope[f"__make_{name}"] = field.default_factory
+                parameter, value = f"{name}=__missing", f"__make_{name}() if {name} is __missing else {name}"
             (named if field.kw_only else positional).append(parameter)
-            body.append(f"assign(self, {name!r}, {value})")
+            body.append(f"__assign(self, {name!r}, {value})")
         if hasattr(cls, "__post_init__"):
             body.append("self.__post_init__()")
         parameters = ", ".join([*positional, "*", *named] if named else positional)

@@ -1,4 +1,4 @@
-"""The worker store's process serves ranks with no more of torch than it needs, and with all of it where it must."""
+"""The worker store's process imports only torch's native code; where that fails, it imports the whole of torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ print(store.get("word").decode())
 """
 # Notes in a file of the process's name what it imports of torch; may refuse torch's native code without the rest.
 CUSTOMISE = """
-import sys
+import os, sys
 from pathlib import Path
 
 class Finder:
@@ -29,31 +29,33 @@ class Finder:
             process = Path("/proc/self/comm").read_text().strip()
             with Path({folder!r}, process).open("a") as file:
                 file.write(name + " ")
-        if {refuses} and name == "torch._C" and not hasattr(sys.modules["torch"], "__version__"):
-            raise ImportError("this torch comes as a whole")
+        if name == "torch._C" and not hasattr(sys.modules["torch"], "__version__"):
+            {trouble}
 
 sys.meta_path.insert(0, Finder())
 """
 
 
 @pytest.mark.parametrize(
-    ("how", "refuses", "imported"),
+    ("how", "trouble", "imported", "generations"),
     [
-        (("--no-preload",), False, "torch._C "),
-        (("--preload", "json"), True, "torch._C torch._C torch.nn "),
+        (("--no-preload",), "pass", "torch._C ", 1),
+        (("--preload", "json"), "raise ImportError('it comes as a whole')", "torch._C torch._C torch.nn ", 1),
+        (("--no-preload",), "os.abort()", "torch._C torch._C torch.nn ", 2),
     ],
-    ids=["in part", "whole"],
+    ids=["in part", "refused", "crashed"],
 )
 def test_the_worker_store_imports_of_torch_what_it_needs(
-    tmp_path: Path, how: tuple[str, ...], refuses: bool, imported: str
+    tmp_path: Path, how: tuple[str, ...], trouble: str, imported: str, generations: int
 ) -> None:
     folder = tmp_path / "custom"
     folder.mkdir()
-    (folder / "sitecustomize.py").write_text(CUSTOMISE.format(folder=str(tmp_path), refuses=refuses))
+    (folder / "sitecustomize.py").write_text(CUSTOMISE.format(folder=str(tmp_path), trouble=trouble))
     env = {"PYTHONPATH": str(folder)}
 
     with Job(tmp_path, *how, "--nproc-per-node", "1", script(tmp_path, TRAIN), env=env) as job:
         assert job.wait() == 0, job.output
 
     assert job.stdout == "heard\n"
+    assert job.output.count("elaunch: generation") == generations, job.output
     assert (tmp_path / "elaunch-store").read_text() == imported

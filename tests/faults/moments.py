@@ -73,7 +73,7 @@ class Moments:
             time.sleep(WAIT_S)
         others = [int(path.read_text()) for path in pids if not path.name.endswith(f"-{RANK}")]
         # Whoever outlived the first by a millisecond would save its state. The others are stopped before one is killed,
-        # and this process runs no other thread.
+        # and no other thread of this process runs Python code.
         sys.setswitchinterval(1000)
         for number in (signal.SIGSTOP, signal.SIGKILL):
             for pid in others:
