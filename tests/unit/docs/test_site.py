@@ -25,6 +25,7 @@ def build(folder: Path, config: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=300)
 
 
+@pytest.mark.thorough
 def test_the_site_has_every_page_and_loads_nothing_from_another_host(tmp_path: Path) -> None:
     built = build(tmp_path, REPOSITORY / "mkdocs.yml")
     assert built.returncode == 0, built.stderr
@@ -46,6 +47,7 @@ def test_the_site_has_every_page_and_loads_nothing_from_another_host(tmp_path: P
         assert not re.search(r"url\([\"']?(?:https?:)?//", style.read_text()), style
 
 
+@pytest.mark.thorough
 def test_a_broken_link_ends_the_build(tmp_path: Path) -> None:
     shutil.copytree(DOCS, tmp_path / "docs")
     page = tmp_path / "docs" / "index.md"

@@ -74,6 +74,7 @@ def test_a_field_that_kubernetes_does_not_know_would_be_found() -> None:
         kubernetes_validate.validate(broken, VERSIONS[-1], strict=True)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("model", "made"),
     [

@@ -20,7 +20,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:User
 WORKERS = [
     pytest.param({"num_workers": 0}, id="none"),
     pytest.param({"num_workers": 2}, id="two"),
-    pytest.param({"num_workers": 4, "prefetch_factor": 4, "persistent_workers": True}, id="four"),
+    pytest.param(
+        {"num_workers": 4, "prefetch_factor": 4, "persistent_workers": True}, id="four", marks=pytest.mark.thorough
+    ),
 ]
 ORDER = Order(50, seed=7, global_batch=12, micro_batch=2)
 

@@ -119,6 +119,7 @@ def test_values_that_nest_too_deeply_are_refused(value: Any, why: str) -> None:
         require_shallow_value(value, 10_000)
 
 
+@pytest.mark.thorough
 def test_what_a_state_may_nest_is_read() -> None:
     state = {"a": in_lists(100), "b": in_tuples(100), "c": [{"d": [1.5] * 10_000}] * 50}
 
