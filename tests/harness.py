@@ -21,6 +21,7 @@ import psutil
 import pytest
 
 from elaunch.agent.guardian.guardian import VARIABLE
+from elaunch.launcher.agent_config import DEFAULT_PRELOAD
 
 Fact = TypeVar("Fact")
 # Generous: these machines are shared. A test that needs more has found a hang.
@@ -38,6 +39,11 @@ REPOSITORY = Path(__file__).parents[1]
 def slow(*values: Any) -> Any:
     """A set of a test's parameters that only the slow suite runs."""
     return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def preloading(module: str) -> tuple[str, str]:
+    """The option that preloads `module` beside the default, which each worker of each generation would import else."""
+    return ("--preload", ",".join((*DEFAULT_PRELOAD, module)))
 
 
 def seeds(every: Sequence[int], check: int = 50) -> list[Any]:

@@ -148,8 +148,8 @@ class ForkServerMonitor:
             self._reporter.post(self._exits.exited(group, int(news["key"]), pid, code))
         elif group.store:
             self.unwatch_store(group)
-            if code < 0:
-                # Native code that cannot do without the rest of torch may crash. Nothing else can tell that.
+            if code < 0 and not group.store.read():
+                # It crashed before it was up, perhaps since torch's native code needs the rest of torch.
                 self._server.distrust_native_code()
             error, group.store = group.store.last_error(), None
             how = error or (f"was killed by {signal_name(code)}" if code < 0 else f"exited with code {code}")

@@ -9,12 +9,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from tests.harness import Job
+from tests.harness import Job, preloading
 from tests.ranks import Nursery, Ranks
 
 KEPT = Path(__file__).with_name("kept.py")
-# With the keeper, which each worker of each generation would import else.
-PRELOAD = ("--preload", "torch,torch.distributed,torch._dynamo,elaunch.trainer.keeper.keeper")
+PRELOAD = preloading("elaunch.trainer.keeper.keeper")
 STEPS = 40
 RESTORED = r"restored step (\d+) from memory \(of generation (\d+)(.*?)\); (\d+) steps? (?:is|are) repeated"
 
@@ -77,8 +76,13 @@ class Run(Recorded):
         folder.mkdir()
         for ask in asks:
             (folder / ask).touch()
+        self.start(workers, *options, steps=steps, launch=launch)
+
+    def start(self, workers: int, *options: str, steps: int = STEPS, launch: Iterable[str] = ()) -> None:
+        """Type the command, for the first time or again. `launch` are options of elaunch."""
         words = [*PRELOAD, "--nproc-per-node", str(workers), "--max-restarts", "30", *launch]
-        self.job = Job(folder, *words, str(KEPT), str(folder), str(steps), *options, env={"OMP_NUM_THREADS": "1"})
+        program = (str(KEPT), str(self.folder), str(steps))
+        self.job = Job(self.folder, *words, *program, *options, env={"OMP_NUM_THREADS": "1"})
 
     def __enter__(self) -> Run:
         return self

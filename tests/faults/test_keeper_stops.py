@@ -13,18 +13,11 @@ from pathlib import Path
 import pytest
 
 from elaunch.trainer.checkpoint.catalog import marks
-from tests.faults.keeper_runs import KEPT, PRELOAD, RESTORED, Calm, Run, assert_same
-from tests.harness import Job, environment, free_ports, slow, wait_for
+from tests.faults.keeper_runs import KEPT, RESTORED, Calm, Run, assert_same
+from tests.harness import environment, free_ports, slow, wait_for
 
 SINGLE_THREAD = {"OMP_NUM_THREADS": "1"}
 SINGLE = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "LOCAL_RANK": "0", "ELAUNCH_GENERATION": "0"}
-
-
-def again(run: Run, workers: int, *options: str) -> Run:
-    """Run the same command in the same folder once more."""
-    words = [*PRELOAD, "--nproc-per-node", str(workers), "--max-restarts", "30", str(KEPT), str(run.folder), "40"]
-    run.job = Job(run.folder, *words, *options, env={"OMP_NUM_THREADS": "1"})
-    return run
 
 
 @dataclass(frozen=True)
@@ -55,7 +48,8 @@ def stopped_by(signum: signal.Signals, folder: Path) -> Stopped:
         code, output = run.job.wait(), run.job.output
     done, there = {r["rank"]: r["step"] for r in run.of("done")}, [mark.step for mark in marks(checkpoints)]
 
-    with again(run, 2, *options):
+    run.start(2, *options)
+    with run:
         run.ended()
 
     return Stopped(run, code, output, done, there, run.job.output, [mark.step for mark in marks(checkpoints)])
@@ -160,7 +154,8 @@ def test_state_in_parts_goes_on_from_a_checkpoint_on_another_number_of_workers(t
         (run.folder / "hold-0-20-1").unlink()
         assert run.job.wait() == 143, run.job.output
 
-    with again(run, 2, *options):
+    run.start(2, *options)
+    with run:
         run.ended()
 
     assert "restored step 20 from the checkpoint in" in run.job.output

@@ -12,13 +12,12 @@ from typing import Any
 from elaunch.trainer.ledger.ledger import audit_folder
 from tests.faults.processes import Watched
 from tests.harness import DEADLINE_S as WAIT_S
-from tests.harness import wait_for
+from tests.harness import preloading, wait_for
 from tests.ranks import Nursery, Ranks
 
 PROGRAM = Path(__file__).with_name("killing_trainer.py")
 STEPS, BATCH = 40, 12
-# With the trainer, which each worker of each generation would import else.
-PRELOAD = ("--preload", "torch,torch.distributed,torch._dynamo,elaunch.trainer.train")
+PRELOAD = preloading("elaunch.trainer.train")
 SHAPE = ["--steps", str(STEPS), "--global-batch", str(BATCH), "--micro-batch", "2", "--layers", "1", "--width", "16"]
 SHAPE += ["--heads", "2", "--context", "16", "--dropout", "0.1", "--seed", "5", "--checkpoint-every", "10", "--ledger"]
 # At the default learning rate training amplifies rounding differences, such as those of a resized run.
