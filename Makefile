@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 TORCH := torch==2.13.0
 
 # Tests at a time: most wait for leases to end and processes to start, so more than there are cores.
-JOBS ?= $(shell echo $$(($$(nproc) + 2)))
+JOBS ?= $(shell echo $$(($$(nproc) + 4)))
 # The folder has a short name: tests make sockets in it, and a socket's path has at most 107 characters. A file of tests
 # stays on one worker, since its tests share servers and recorded runs.
 PYTEST = folder=$$(mktemp -d /tmp/t.XXXX) && $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder \
@@ -14,9 +14,9 @@ PYTEST = folder=$$(mktemp -d /tmp/t.XXXX) && $(BIN)/python -m pytest --dist load
 
 .PHONY: demo check test test-slow control-plane tools bench docs lint clean
 
-demo: $(VENV)/.installed  ## Train a small language model on this machine's own Python sources, on 2 workers
+demo: $(VENV)/.installed  ## A training on 2 workers whose ranks are killed twice, the same one left alone, and the report
 	rm -rf runs/demo
-	$(BIN)/elaunch --nproc-per-node 2 -m elaunch.trainer --out runs/demo
+	$(BIN)/python -m bench.demo
 
 check: $(VENV)/.installed-dev lint  ## The inner loop: linters, types, import rules, a part of the simulation, the unit tests without a server
 	$(call PYTEST,-q -n $$(nproc) -m "not slow and not servers and not thorough" tests/sim tests/unit)

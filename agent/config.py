@@ -42,6 +42,22 @@ class NumaBinding(Enum):
     CORE_COMPLEX = "core-complex"
 
 
+class LogFormat(Enum):
+    """The values of --log-format: lines with a time where stderr is no terminal, lines without, JSON objects."""
+
+    TEXT = "text"
+    PLAIN = "plain"
+    JSON = "json"
+
+
+class OnHang(Enum):
+    """What follows when the whole job hangs: nothing, sentences in the log, or a failure like any other."""
+
+    OFF = "off"
+    WARN = "warn"
+    RESTART = "restart"
+
+
 @dataclass(frozen=True)
 class OutputPlan:
     """Where the workers' output goes.
@@ -49,6 +65,7 @@ class OutputPlan:
     Without `log_dir` nothing stays on disk. A redirected stream goes to its file only, and to the console where
     that takes no more; a teed one to file and console.
     `console_ranks` (global) and `console_local_ranks` limit the console, never the files; None is all.
+    `show_all_tracebacks` says that the console gets survivors' tracebacks too.
     `duplicate_*_filters`: lines of teed streams that contain one of the words are copied to one file per generation.
     """
 
@@ -60,6 +77,8 @@ class OutputPlan:
     duplicate_stdout_filters: tuple[str, ...] = ()
     duplicate_stderr_filters: tuple[str, ...] = ()
     prefix_template: str | None = None
+    log_format: LogFormat = LogFormat.TEXT
+    show_all_tracebacks: bool = False
 
 
 _TIMES = Times()
@@ -77,6 +96,7 @@ class AgentConfig:
     `notices` are those of `signals` by which a scheduler tells that a job's end is near: workers with a handler for
     them get them, others get SIGTERM. With `has_named_signals` the user has named them, and all workers get them.
     `ignored` are signals that the scheduler may send to workers too; workers ignore them from their start.
+    `on_event` is the command that is told what becomes of the job. `metrics` is the host and the port of the metrics.
     `notes` are sentences that the command line wants said once in the log.
     """
 
@@ -94,9 +114,12 @@ class AgentConfig:
     notices: tuple[int, ...] = ()
     has_named_signals: bool = False
     ignored: tuple[int, ...] = ()
+    on_hang: OnHang = OnHang.OFF
     preload: tuple[str, ...] | None = None
     master_addr: str = "127.0.0.1"
     master_ports: tuple[int, ...] = ()
     numa_binding: NumaBinding | None = None
     virtual_local_rank: bool = False
+    on_event: tuple[str, ...] = ()
+    metrics: tuple[str, int] | None = None
     notes: tuple[str, ...] = ()

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import os
 import selectors
+import signal
 import socket
 import time
 from collections.abc import Callable
 from dataclasses import replace
 
+from elaunch import __version__
+from elaunch.agent.answers.answers import Answers
+from elaunch.agent.answers.local_socket import LocalSocket
+from elaunch.agent.config import OnHang
 from elaunch.agent.core.actions import (
     Action,
+    Blame,
     Clear,
     Commit,
     Exit,
     Join,
+    KeepStacks,
+    LookAtStacks,
     Renew,
     ReplaceForkServer,
     Say,
@@ -24,12 +32,14 @@ from elaunch.agent.core.actions import (
     TellWorkers,
     Widen,
 )
-from elaunch.agent.core.events import Committed, Event, OwnStoreLost, Tag, Tick
+from elaunch.agent.core.announcements import Announcement, announcements
+from elaunch.agent.core.entries import NO_GENERATION, SCHEMA_VERSION, Entry, entries
+from elaunch.agent.core.events import Event, OwnStoreLost, Signalled, Tag, Tick
 from elaunch.agent.core.phases import Clearing, Exited, Running, Stopping
 from elaunch.agent.core.state import Agent
 from elaunch.agent.core.step import deadline_s, step
 from elaunch.agent.inbox import Inbox, LookAgain
-from elaunch.agent.output.timeline import NO_GENERATION, Timeline
+from elaunch.agent.output.timeline import Timeline
 from elaunch.agent.services import Services
 from elaunch.agent.session.job_store import JobStore, LocalHost
 from elaunch.agent.session.process_identity import this_process
@@ -53,17 +63,19 @@ _WAIT_MAX_S = 86_400.0
 class Loop:
     """One agent's life, from joining to its outcome.
 
-    `served_pid` is the process by which this agent serves the job's store, if it does.
+    `served_pid` is the process by which this agent serves the job's store, if it does. `way` as in `Answers`.
     """
 
-    def __init__(self, services: Services, job_store: JobStore, served_pid: int | None = None) -> None:
+    def __init__(self, services: Services, job_store: JobStore, served_pid: int | None = None, way: str = "") -> None:
         config, run_dir, pump = services.config, services.run_dir, services.pump
         self._config = config
         self._served_pid = served_pid
         self._guardian = services.guardian
         self._fork_server = services.fork_server
         self._pump = pump
+        self._hook = services.hook
         self._inbox = Inbox()
+        pump.when_stdout_closed(lambda: self._inbox.post(Signalled(signal.SIGPIPE, "SIGPIPE")))
         self._timeline = Timeline(run_dir.logs, run_dir.warn, pump.do)
         host = socket.gethostname()
         self._session = Session(job_store, LocalHost(host), config.times, self._inbox.post)
@@ -71,13 +83,35 @@ class Loop:
         node = Node("", host, config.master_addr, config.slots, this_process(), config.role, config.node_rank)
         me = replace(node, topology=config.topology)
         self._agent = Agent(me, config.spec, config.times, Snapshot(job_store.keys), config.notices)
+        self._agent = replace(self._agent, restarts_hung=config.on_hang is OnHang.RESTART)
         self._selector = selectors.DefaultSelector()
         reporter = Reporter(self._inbox.post, pump.say, self._timeline, self._node_failure)
         self._workers = Workers(services, reporter, self._selector)
+        self._answers = Answers(lambda: self._agent, self._workers.seen, self._session.offer, way)
+        self._run_dir = run_dir
+        if services.metrics:
+            self._serve_metrics(services.metrics)
+
+    def _serve_metrics(self, listener: socket.socket) -> None:
+        # Imported here: only a job with metrics pays for the library.
+        from elaunch.agent.metrics.collector import NodeState
+        from elaunch.agent.metrics.counters import RunCounters
+        from elaunch.agent.metrics.listener import url
+        from elaunch.agent.metrics.server import serve
+
+        counters, started_at = RunCounters(time.monotonic()), time.time()
+        self._timeline.count = counters.count
+
+        def read() -> NodeState:
+            counts, workers = counters.at(time.monotonic()), self._workers
+            return NodeState(self._agent, counts, workers.steps(), workers.steps_per_s, started_at)
+
+        serve(listener, read)
+        self._pump.say(f"metrics of this node: {url(listener)}")
 
     def run(self) -> Outcome:
         """Live until the outcome is known; all workers are gone then."""
-        self._timeline.stamp(NO_GENERATION, "started", pid=os.getpid(), workers=self._config.slots)
+        self._stamp_start()
         self._inbox.catch(self._config.signals)
         for fd in self._inbox.fds:
             self._selector.register(fd, selectors.EVENT_READ)
@@ -85,10 +119,12 @@ class Loop:
         if self._served_pid is not None:
             self._watch_store_process(self._served_pid)
         self._session.open()
+        door = LocalSocket(self._run_dir.socket_folders(), self._selector, self._answers.asked)
         try:
             outcome = self._live()
             self._take_leave(outcome)
         finally:
+            door.close()
             self._fork_server.stop()
             self._session.close(_FAREWELL_S, _OUTLAST_S if self._served_pid is not None else 0.0)
         self._inbox.release()
@@ -120,24 +156,56 @@ class Loop:
         return self._agent.phase.outcome
 
     def _take(self, event: Event) -> None:
-        known, (self._agent, actions) = self._agent.snapshot, step(self._agent, event, time.monotonic())
-        self._note(event, known)
+        before, (self._agent, actions) = self._agent, step(self._agent, event, time.monotonic())
+        for entry in entries(before, self._agent, event):
+            self._note(entry)
+        if self._hook:
+            for announcement in announcements(before, self._agent):
+                self._hook.tell(self._message(announcement))
+        self._answers.note(self._agent.snapshot.question)
         for action in actions:
             self._act(action)
 
-    def _note(self, event: Event, known: Snapshot) -> None:
-        """Stamp on the timeline that this node hears of a new generation, and that the store has its `joined` key."""
-        opened = self._agent.snapshot.generation
-        if opened is None:
-            return
-        if known.generation is None or opened.number > known.generation.number:
-            self._timeline.stamp(opened.number, "opened", kind=opened.kind.value)
-        if isinstance(event, Committed) and event.tag is Tag.JOIN and event.held:
-            self._timeline.stamp(opened.number, "joined")
+    def _note(self, entry: Entry) -> None:
+        if entry.event == "opened":
+            self._pump.lines.generation = entry.generation
+        self._timeline.stamp(entry.generation, entry.event, **entry.fields)
+
+    def _message(self, announcement: Announcement) -> dict[str, object]:
+        return {
+            "event": announcement.kind.value,
+            "schema": SCHEMA_VERSION,
+            "at": time.time(),
+            "run_id": self._config.spec.run_id,
+            "node": self._agent.me.host,
+            "generation": announcement.generation,
+            "text": announcement.text,
+            **announcement.fields,
+            **({"logs": str(self._run_dir.logs)} if self._run_dir.logs else {}),
+        }
+
+    def _stamp_start(self) -> None:
+        config, spec = self._config, self._config.spec
+        self._timeline.stamp(
+            NO_GENERATION,
+            "started",
+            schema=SCHEMA_VERSION,
+            version=__version__,
+            run_id=spec.run_id,
+            host=self._agent.me.host,
+            pid=os.getpid(),
+            workers=config.slots,
+            command=spec.terms.command,
+            cwd=_working_directory(),
+            nodes_min=spec.nodes_min,
+            nodes_max=spec.nodes_max,
+            max_restarts=spec.max_restarts,
+            utc_offset_s=time.localtime().tm_gmtoff,
+        )
 
     def _wait(self) -> None:
         due_s = deadline_s(self._agent)
-        timers_s = (due_s, self._workers.due_s, self._session.due_s)
+        timers_s = (due_s, self._workers.due_s, self._session.due_s, self._answers.due_s)
         wanted_s = [at_s for at_s in timers_s if at_s is not None]
         timeout_s = max(0.0, min(min(wanted_s) - time.monotonic(), _WAIT_MAX_S)) if wanted_s else None
         ready = self._selector.select(timeout_s)
@@ -146,6 +214,7 @@ class Loop:
                 key.data()
         now_s = time.monotonic()
         self._session.tick(now_s)
+        self._answers.tick(now_s)
         if due_s is not None and now_s >= due_s:
             self._inbox.post(Tick())
         self._workers.tick(now_s, is_quiet=not ready)
@@ -168,6 +237,12 @@ class Loop:
                 self._workers.tell(action)
             case TakeStacks():
                 self._workers.take_stacks(action)
+            case LookAtStacks():
+                self._workers.look_at_stacks(action)
+            case KeepStacks():
+                self._workers.keep_stacks(action)
+            case Blame():
+                self._workers.blame(action)
             case Clear(generation):
                 # Clearing may take seconds, and the lease must be renewed meanwhile: this loop lives.
                 self._workers.clear(generation, lambda: self._session.tick(time.monotonic()))
@@ -175,8 +250,9 @@ class Loop:
                 self._workers.replace_fork_server(generation)
             case Say(text):
                 self._pump.say(text)
-            case Exit(outcome):
-                self._timeline.stamp(outcome.generation, "ended", outcome=outcome.kind.value, code=outcome.exit_code)
+            case Exit():
+                # The phase says it: the loop ends.
+                pass
 
     def _join(self, order: Join) -> None:
         me = self._agent.me
@@ -222,6 +298,13 @@ class Loop:
             self._watch_guardian()
 
         self._at_end_of(self._guardian.pid, gone)
+
+
+def _working_directory() -> str:
+    try:
+        return os.getcwd()  # noqa: PTH109
+    except OSError:
+        return ""
 
 
 def _how_it_ended(pid: int) -> str:

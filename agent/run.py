@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -16,15 +16,18 @@ from typing import TYPE_CHECKING
 
 from elaunch.agent.forkserver.client import ForkServer
 from elaunch.agent.guardian.client import GuardianClient
-from elaunch.agent.output.run_dir import RunDir, memory_places, private_places
+from elaunch.agent.output.run_dir import RunDir, memory_places, private_places, socket_places
 
 if TYPE_CHECKING:
     from elaunch.agent.config import AgentConfig
+    from elaunch.agent.output.event_hook import EventHook
+    from elaunch.agent.output.pump import Pump
     from elaunch.agent.services import Services
     from elaunch.rendezvous.store import Store
     from elaunch.rendezvous.types import Outcome
 
 _LAST_WORDS_S = 2.0
+_UNREAD = "stopped; not all output was taken by the console or its reader"
 
 
 class CannotRun(Exception):
@@ -40,8 +43,10 @@ def begin(config: AgentConfig) -> Iterator[AgentRun]:
     # Before anything is made that somebody would have to remove.
     places = private_places()
     with ExitStack() as cleanup:
-        guardian = GuardianClient((*places, *memory_places(places)), config.environment)
+        folders = (*places, *memory_places(places), *socket_places(places))
+        guardian = GuardianClient(folders, config.environment)
         cleanup.callback(guardian.finish)
+        metrics = _metrics_listener(config)
         troubles: list[str] = []
         say = troubles.append
         # Folders are made until the end; from the pump's start on its console has the word.
@@ -53,12 +58,14 @@ def begin(config: AgentConfig) -> Iterator[AgentRun]:
 
         # From here on the fork server imports torch on another core.
         from elaunch.agent.output.pump import Pump
+        from elaunch.agent.own_lines import OwnLines
         from elaunch.agent.services import Services
 
-        pump = Pump()
+        pump = Pump(OwnLines.of_stderr(config.output.log_format))
         pump.start()
         say = pump.say
-        agent = AgentRun(Services(config, guardian, fork_server, pump, run_dir))
+        hook = _hook(config, guardian, pump)
+        agent = AgentRun(Services(config, guardian, fork_server, pump, run_dir, hook, metrics))
         try:
             for line in (*config.notes, *troubles):
                 say(line)
@@ -89,11 +96,14 @@ class AgentRun:
         """Write one line of elaunch's own to stderr."""
         self._services.pump.say(line)
 
-    def run(self, config: AgentConfig, store: Store, *, is_remote: bool, served_pid: int | None) -> Outcome:
+    def run(
+        self, config: AgentConfig, store: Store, *, is_remote: bool, served_pid: int | None, way: str = ""
+    ) -> Outcome:
         """Take part in the job until its outcome is known; all workers are gone then. Raises CannotRun.
 
         `config` is that of `begin`, now with this node's address and network. `is_remote` says that `store` is in
-        another process; `served_pid` is that process where this agent's launcher has started it.
+        another process; `served_pid` is that process where this agent's launcher has started it. `way` is JSON by
+        which another process of this user reaches that store, for `elaunch status`.
         """
         from elaunch.agent.loop import Loop
         from elaunch.agent.session.job_store import JobStore
@@ -102,22 +112,49 @@ class AgentRun:
 
         job_store = JobStore(store, Keys(config.spec.run_id, config.store_prefix), is_remote)
         try:
-            return Loop(replace(self._services, config=config), job_store, served_pid).run()
+            return Loop(replace(self._services, config=config), job_store, served_pid, way).run()
         except NoPort as error:
             raise CannotRun(str(error)) from error
 
-    def write_report(self, text: str) -> None:
-        """Write `text` to stderr as it is, after all that the workers wrote."""
-        self._services.pump.write_report(text)
+    def write_report(self, text: str, record: Mapping[str, object]) -> None:
+        """Write the report to stderr, as text or as a record, after all that the workers wrote."""
+        self._services.pump.write_report(text, record)
 
     def finish_output(self, outcome: Outcome) -> None:
-        """Wait until all output is written; after an interruption not for long, since the user wants the prompt."""
+        """Wait until all is told and written; after an interruption not for long, since the user wants the prompt."""
         from elaunch.rendezvous.types import OutcomeKind
 
+        if self._services.hook:
+            self._services.hook.close()
         if not self._services.pump.close(timeout_s=_LAST_WORDS_S if outcome.kind is OutcomeKind.INTERRUPTED else None):
             os.set_blocking(2, False)
             with suppress(OSError):
-                os.write(2, b"elaunch: stopped; not all output was taken by the console or its reader\n")
+                os.write(2, self._services.pump.lines.line(_UNREAD, "warning"))
+
+
+def _metrics_listener(config: AgentConfig) -> socket.socket | None:
+    if not config.metrics:
+        return None
+    from elaunch.agent.metrics.listener import listen
+
+    host, port = config.metrics
+    try:
+        return listen(host, port)
+    except OSError as error:
+        # A name that is not known has a number of its own, below 0.
+        why = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
+        raise CannotRun(
+            f"--metrics-port {port}: {host}:{port} cannot be served ({why}); choose another port, 0 for any"
+            " free one, or another --metrics-host"
+        ) from error
+
+
+def _hook(config: AgentConfig, guardian: GuardianClient, pump: Pump) -> EventHook | None:
+    if not config.on_event:
+        return None
+    from elaunch.agent.output.event_hook import EventHook
+
+    return EventHook(config.on_event, guardian.command_environment(config.environment), pump.say)
 
 
 def _run_dir(config: AgentConfig, warn: Callable[[str], None], places: tuple[str, ...]) -> RunDir:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from elaunch.agent.config import AgentConfig
 from elaunch.agent.forkserver.client import ForkServer
 from elaunch.agent.guardian.client import GuardianClient
@@ -9,13 +11,20 @@ from elaunch.agent.output.pump import Pump
 from elaunch.agent.output.run_dir import RunDir
 from elaunch.records import dataclass
 
+if TYPE_CHECKING:
+    from socket import socket
+
+    from elaunch.agent.output.event_hook import EventHook
+
 
 @dataclass(frozen=True)
 class Services:
-    """One agent's services; `run.begin` starts and ends them."""
+    """One agent's services; `run.begin` starts and ends them. `metrics` is where scrapers may connect."""
 
     config: AgentConfig
     guardian: GuardianClient
     fork_server: ForkServer
     pump: Pump
     run_dir: RunDir
+    hook: EventHook | None = None
+    metrics: socket | None = None

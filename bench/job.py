@@ -99,7 +99,7 @@ class Job:
 
     def timeline(self) -> list[Stamp]:
         """The stamps of elaunch's agent up to now. Other launchers have none."""
-        return [stamp for path in self.folder.glob("logs/*/timeline.jsonl") for stamp in parse(path.read_text())]
+        return [stamp for path in self.folder.glob("logs/*_*/timeline.jsonl") for stamp in parse(path.read_text())]
 
     def wait_for(self, fact: Callable[[], Fact | None], what: str, limit_s: float) -> Fact:
         """The first value of `fact()` that is not None. Raises Trouble if the job ends or the time is over."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from bench import chatty, ettr, launches, nodes, restarts, scale, statecost, staterestart, steady
+from bench import chatty, ettr, launches, nodes, restarts, scale, statecost, staterestart, steady, told, watching
 from bench.contenders import ELAUNCH
 from bench.manytables import idle, rendezvous
 from bench.samples import Results, failures, subset
@@ -13,18 +13,22 @@ from bench.statetables import copies, pairs, restarts_beside, windows
 from bench.stats import ratio, summarize
 from bench.tables import NOTHING, seconds, stages, table, timed, without_a_time
 from bench.targets import verdicts
+from bench.watchtables import cost_of_watching, told_beside
 
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 NODES_BEGIN, NODES_END = "<!-- bench:nodes:begin -->", "<!-- bench:nodes:end -->"
 STATE_BEGIN, STATE_END = "<!-- bench:state:begin -->", "<!-- bench:state:end -->"
-# The page has three parts: one node, several nodes, the training's state. A part is made anew if it has samples.
+WATCH_BEGIN, WATCH_END = "<!-- bench:watch:begin -->", "<!-- bench:watch:end -->"
+# The page has four parts: one node, several nodes, the training's state, what is told. One with samples is made anew.
 NODES_SECTIONS = (nodes.SECTION, nodes.LOSS_SECTION, scale.FIRST, scale.RESTART, scale.IDLE)
 STATE_SECTIONS = (staterestart.SECTION, statecost.SECTION, statecost.STEADY_SECTION, ettr.SECTION)
+WATCH_SECTIONS = (told.SECTION, watching.SECTION)
 # A new page, before its first tables.
 EMPTY = (
     f"# Performance\n\nMeasured by `make bench`.\n\n{BEGIN}\n{END}\n\n"
     f"## Several nodes\n\n{NODES_BEGIN}\n{NODES_END}\n\n"
-    f"## The training's state\n\n{STATE_BEGIN}\n{STATE_END}\n"
+    f"## The training's state\n\n{STATE_BEGIN}\n{STATE_END}\n\n"
+    f"## What you are told\n\n{WATCH_BEGIN}\n{WATCH_END}\n"
 )
 _MACHINE = ("CPUs", "memory", "kernel")
 _FIRST = (
@@ -65,11 +69,12 @@ class _Part:
 
 def _parted(results: Results) -> list[_Part]:
     """The parts that have samples."""
-    other = (*NODES_SECTIONS, *STATE_SECTIONS)
+    other = (*NODES_SECTIONS, *STATE_SECTIONS, *WATCH_SECTIONS)
     parts = (
         _Part(subset(results, lambda s: s not in other), _one_node, BEGIN, END),
         _Part(subset(results, lambda s: s in NODES_SECTIONS), _nodes, NODES_BEGIN, NODES_END),
         _Part(subset(results, lambda s: s in STATE_SECTIONS), _state, STATE_BEGIN, STATE_END),
+        _Part(subset(results, lambda s: s in WATCH_SECTIONS), _watch, WATCH_BEGIN, WATCH_END),
     )
     return [part for part in parts if part.results.samples]
 
@@ -134,6 +139,10 @@ def _nodes(results: Results) -> list[str]:
 
 def _state(results: Results) -> list[str]:
     return [*restarts_beside(results), *copies(results), *pairs(results), *windows(results)]
+
+
+def _watch(results: Results) -> list[str]:
+    return [*told_beside(results), *cost_of_watching(results)]
 
 
 def _about(results: Results) -> Iterator[str]:

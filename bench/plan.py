@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from bench import chatty, ettr, launches, nodes, restarts, scale, statecost, staterestart, steady
+from bench import chatty, ettr, launches, nodes, restarts, scale, statecost, staterestart, steady, told, watching
 from bench.contenders import ELAUNCH, LIMIT_PRELOAD, LIMIT_TORCH, TORCHRUN, TORCHRUN_FORK, Contender
 from bench.fleet import RANKS
 from bench.samples import Sample
@@ -15,8 +15,9 @@ from bench.sides import KEPT, SIDES, Side
 ONE_NODE_SECTIONS = ("start", "restart", "steady", "first-line", "lines")
 NODES_SECTIONS = ("nodes-restart", "nodes-loss", "scale")
 STATE_SECTIONS = ("state-restart", "state-cost", "state-ettr")
+WATCH_SECTIONS = ("told", "watching")
 # The parts of the page. Each part is made anew as a whole.
-PARTS = (ONE_NODE_SECTIONS, NODES_SECTIONS, STATE_SECTIONS)
+PARTS = (ONE_NODE_SECTIONS, NODES_SECTIONS, STATE_SECTIONS, WATCH_SECTIONS)
 SECTIONS = tuple(section for part in PARTS for section in part)
 # Restarts of one job before the next contender's turn. There are several, since a job's start costs more.
 RESTARTS_PER_JOB = 5
@@ -66,6 +67,8 @@ def plan(settings: Settings) -> list[Task]:
         "state-restart": _state_restarts,
         "state-cost": _state_costs,
         "state-ettr": _state_windows,
+        "told": _told,
+        "watching": _watching,
     }
     return [task for section in SECTIONS if section in settings.sections for task in makers[section](settings)]
 
@@ -272,6 +275,25 @@ def _state_windows(settings: Settings) -> Iterator[Task]:
 
                 label = f"state: failures, round {turn + 1} of {rounds}"
                 yield Task(label, f"one per {every_s} s, {side.name}", ettr.WINDOW_S + 6, run)
+
+
+def _told(settings: Settings) -> Iterator[Task]:
+    rng = random.Random(settings.seed)
+    for turn in range(settings.samples):
+        for how in told.HOWS:
+            for contender in _only(settings, ELAUNCH, TORCHRUN):
+
+                def run(contender: Contender = contender, how: str = how) -> Iterator[Sample]:
+                    return told.told(contender, how, settings.limit_s, rng)
+
+                guess_s = _slowness_s(contender, told.WORKERS) + 1
+                yield Task(f"told, round {turn + 1} of {settings.samples}", f"told, {contender.name}", guess_s, run)
+
+
+def _watching(settings: Settings) -> Iterator[Task]:
+    for turn in range(settings.samples if ELAUNCH in settings.contenders else 0):
+        label = f"watching, round {turn + 1} of {settings.samples}"
+        yield Task(label, "watching", 12.0, lambda turn=turn: watching.pair(turn))  # type: ignore[misc]
 
 
 def _only(settings: Settings, *wanted: Contender) -> tuple[Contender, ...]:

@@ -6,7 +6,7 @@ import signal
 from collections.abc import Mapping
 from dataclasses import replace
 
-from elaunch.agent.config import AgentConfig, OutputPlan, StreamChoice, Streams
+from elaunch.agent.config import AgentConfig, OnHang, OutputPlan, StreamChoice, Streams
 from elaunch.agent.environment import RANK_VARIABLES
 from elaunch.launcher.cluster.cluster import Cluster, line
 from elaunch.launcher.errors import UsageError
@@ -54,6 +54,7 @@ def agent_config(options: Options, planned: Planned, environ: Mapping[str, str],
             nodes_max=options.nnodes[1],
             max_restarts=options.max_restarts,
             restart_window_s=options.restart_window,
+            exclude_after=options.exclude_after,
         ),
         slots=slots,
         environment=environment,
@@ -69,14 +70,17 @@ def agent_config(options: Options, planned: Planned, environ: Mapping[str, str],
         ignored=() if has_named_signals else _ignored(options, cluster, notices),
         preload=_preload(options, interpreter, host),
         master_addr=planned.plan.own_addr or "127.0.0.1",
-        master_ports=_master_ports(options, planned),
+        master_ports=master_ports(options, planned),
+        on_hang=options.on_hang,
         numa_binding=options.numa_binding,
         virtual_local_rank=options.virtual_local_rank,
+        on_event=options.on_event or (),
+        metrics=None if options.metrics_port is None else (options.metrics_host, options.metrics_port),
         notes=(
             *_of_the_scheduler(options, cluster, slots, host),
             *_chosen_for_you(options, counted, threads),
             *planned.notes,
-            *_without_effect(options, planned.ignored),
+            *_without_effect(options, (*planned.ignored, *_lonely(options))),
             *_warnings(options, interpreter, host),
         ),
     )
@@ -198,15 +202,17 @@ def output_plan(options: Options, environ: Mapping[str, str]) -> OutputPlan:
         tee=tee,
         console_local_ranks=options.local_ranks_filter,
         console_ranks=options.ranks_filter,
+        show_all_tracebacks=options.show_all_tracebacks,
         duplicate_stdout_filters=options.duplicate_stdout_filters,
         duplicate_stderr_filters=options.duplicate_stderr_filters,
+        log_format=options.log_format,
         prefix_template=environ.get(
             "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", _TEE_PREFIX if "tee" in options.given else None
         ),
     )
 
 
-def _master_ports(options: Options, planned: Planned) -> tuple[int, ...]:
+def master_ports(options: Options, planned: Planned) -> tuple[int, ...]:
     """The ports that MASTER_PORT may be on this node. An empty tuple allows any port.
 
     In a static rendezvous only node rank 0 has the port: another node on the same host could not reserve it too.
@@ -265,6 +271,16 @@ def _without_effect(options: Options, ignored_here: tuple[tuple[str, str], ...])
         ignored.setdefault(why, []).append(name)
     parts = [f"{', '.join(names)} ({why})" for why, names in ignored.items()]
     return (f"without effect here: {'; '.join(parts)}",) if parts else ()
+
+
+def _lonely(options: Options) -> tuple[tuple[str, str], ...]:
+    """Options that were given without the one that they are about."""
+    lonely: list[tuple[str, str]] = []
+    if "metrics_host" in options.given and options.metrics_port is None:
+        lonely.append(("--metrics-host", "metrics are served with --metrics-port"))
+    if "hang_after" in options.given and options.on_hang is OnHang.OFF:
+        lonely.append(("--hang-after", "--on-hang is off"))
+    return tuple(lonely)
 
 
 def _warnings(options: Options, interpreter: str, host: HostResources) -> tuple[str, ...]:

@@ -9,16 +9,22 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
-    from elaunch.agent.config import AgentConfig
+    from elaunch.agent.config import AgentConfig, LogFormat
     from elaunch.agent.run import AgentRun
     from elaunch.launcher.cluster.cluster import Cluster
+    from elaunch.launcher.doctor.health import HealthCheck
     from elaunch.launcher.options.options import Options
     from elaunch.launcher.store.plan import Planned
     from elaunch.rendezvous.types import Outcome
+
+
+_NVIDIA = "/dev/nvidiactl"
 
 
 def main() -> NoReturn:
@@ -71,14 +77,36 @@ def _main() -> int:
             from elaunch.launcher.submit.command import main as submit
 
             return submit(sys.argv[2:], os.environ)
+        if sys.argv[1:2] == ["doctor"]:
+            return _doctor(sys.argv[2:])
+        if sys.argv[1:2] == ["report"]:
+            from elaunch.launcher.report_page.command import main as report
+
+            return report(sys.argv[2:], os.environ)
+        if sys.argv[1:2] in (["status"], ["top"], ["stacks"]):
+            from elaunch.launcher.watch.command import main as watch
+
+            return watch(sys.argv[1], sys.argv[2:], os.environ)
         asked = parse(sys.argv[1:], os.environ)
         if isinstance(asked, HelpRequested):
             print(asked.text)
             return 0
         return run(asked, as_started(os.environ))
     except (UsageError, SiteError) as error:
-        print(f"elaunch: {error}", file=sys.stderr)
+        _say_in(_asked_format(sys.argv[1:], os.environ), str(error), "error")
         return 2 if isinstance(error, UsageError) else 3
+
+
+def _doctor(argv: list[str]) -> int:
+    from elaunch.launcher.doctor import command
+    from elaunch.launcher.options.options import HelpRequested
+    from elaunch.launcher.resources import as_started
+
+    asked, environ = command.options_of(argv, os.environ), as_started(os.environ)
+    if isinstance(asked, HelpRequested):
+        print(asked.text)
+        return 0
+    return command.main(argv, environ, _cluster(asked, environ), asked)
 
 
 def run(options: Options, environ: Mapping[str, str]) -> int:
@@ -91,9 +119,10 @@ def run(options: Options, environ: Mapping[str, str]) -> int:
         return _run_agent(options, environ, cluster)
     from elaunch.launcher.cluster.other_tasks import seen_by_others, wait_for_agent
 
+    say = partial(_say_in, options.log_format)
     if cluster.task > 0:
-        return wait_for_agent(cluster, _say)
-    with seen_by_others(cluster, _say):
+        return wait_for_agent(cluster, say)
+    with seen_by_others(cluster, say):
         return _run_agent(options, environ, cluster)
 
 
@@ -103,18 +132,37 @@ def _run_agent(options: Options, environ: Mapping[str, str], cluster: Cluster | 
     from elaunch.agent.run import CannotRun, begin
     from elaunch.launcher.errors import UsageError
 
+    health = _health(options, environ, config)
     try:
         with begin(config) as agent:
+            if health:
+                health.done(agent.say)
             # From here on the fork server imports torch on another core.
-            from elaunch.launcher.report import report, write_error_file
+            from elaunch.launcher.report import record, report, write_error_file
 
             outcome = _outcome(options, planned, config, agent)
-            agent.write_report(report(outcome, config.spec, agent.logs, agent.is_log_incomplete))
+            text = report(outcome, config.spec, agent.logs, agent.is_log_incomplete)
+            agent.write_report(text, record(outcome, agent.logs))
             write_error_file(outcome, environ.get("TORCHELASTIC_ERROR_FILE"))
             agent.finish_output(outcome)
     except CannotRun as error:
         raise UsageError(str(error)) from error
+    finally:
+        if health:
+            health.close()
     return outcome.exit_code
+
+
+def _health(options: Options, environ: Mapping[str, str], config: AgentConfig) -> HealthCheck | None:
+    """The checks of this node, which run from now on."""
+    is_default = "health_check" not in options.given
+    has_gpu = os.path.exists(_NVIDIA)  # noqa: PTH110
+    if options.health_check == "off" or (is_default and config.spec.nodes_max == 1 and not has_gpu):
+        # A job of one node without a GPU fails at once, and says why, where the check would only warn.
+        return None
+    from elaunch.launcher.doctor.health import HealthCheck
+
+    return HealthCheck(config.slots, environ, is_strict=options.health_check == "strict")
 
 
 def _prepared(
@@ -125,11 +173,20 @@ def _prepared(
 
     from elaunch.launcher.agent_config import agent_config
     from elaunch.launcher.options.secret_file import read_secret
-    from elaunch.launcher.preflight import check_log_dir, check_open_files, check_program, take_program_from_stdin
+    from elaunch.launcher.preflight import (
+        check_hook,
+        check_log_dir,
+        check_metrics,
+        check_open_files,
+        check_program,
+        take_program_from_stdin,
+    )
     from elaunch.launcher.resources import detect
     from elaunch.launcher.store.plan import UNNAMED, plan
 
     check_program(options, environ)
+    check_hook(options)
+    check_metrics(options)
     check_log_dir(options)
     if cluster:
         from elaunch.launcher.cluster.fill_in import concerning, settle
@@ -158,8 +215,25 @@ def _cluster(options: Options, environ: Mapping[str, str]) -> Cluster | None:
     return reachable(found) if found else None
 
 
-def _say(line: str) -> None:
-    print(f"elaunch: {line}", file=sys.stderr)
+def _say_in(form: LogFormat, line: str, level: str = "info") -> None:
+    from contextlib import suppress
+
+    from elaunch.agent.own_lines import OwnLines
+
+    # Not `sys.stderr`: it is None where the command was started with stderr closed.
+    with suppress(OSError):
+        os.write(2, OwnLines.of_stderr(form).line(line, level))
+
+
+def _asked_format(argv: Sequence[str], environ: Mapping[str, str]) -> LogFormat:
+    """The form of lines that a command line asks for which may be wrong. Commands that end at once have no times."""
+    from elaunch.agent.config import LogFormat
+
+    words = [word for option in argv for word in option.split("=", 1)]
+    names = ("--log-format", "--log_format")
+    named = [after for word, after in pairwise(words) if word in names] or [environ.get("PET_LOG_FORMAT", "")]
+    known = {form.value: form for form in LogFormat}
+    return LogFormat.PLAIN if argv[:1] == ["submit"] else known.get(named[-1], LogFormat.TEXT)
 
 
 def _outcome(options: Options, planned: Planned, config: AgentConfig, agent: AgentRun) -> Outcome:
@@ -176,6 +250,7 @@ def _outcome(options: Options, planned: Planned, config: AgentConfig, agent: Age
             reached.store,
             is_remote=reached.is_remote,
             served_pid=reached.served.pid if reached.served else None,
+            way=reached.way,
         )
     finally:
         reached.close()

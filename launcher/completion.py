@@ -13,15 +13,21 @@ from pathlib import Path
 import click
 from click.shell_completion import BashComplete, CompletionItem, FishComplete, ShellComplete, ZshComplete
 
-from elaunch.launcher.options.table import TABLE
+from elaunch.launcher.options.table import TABLE, OptionSpec
 from elaunch.launcher.options.values import NUMA_MODES, OneOf
 from elaunch.launcher.submit import kubernetes, slurm
+from elaunch.launcher.watch.flags import STORE_OPTIONS, WATCHES
 from elaunch.records import dataclass
 
 COMMANDS = {
+    "doctor": "can this node train, with the options of a job?",
     "run": "start a job; may be left out",
     "store": "serve a store for jobs of several nodes",
     "submit": "hand a job to a scheduler",
+    "status": "show how a running job is doing",
+    "top": "show a running job, anew each second",
+    "stacks": "show where every rank of a running job is",
+    "report": "make a page that shows what happened in a run",
 }
 _SCHEDULERS = {"slurm": slurm.FLAGS, "k8s": kubernetes.FLAGS}
 # Options whose values are more than a few words: the words among them.
@@ -66,7 +72,7 @@ def completions(before: Sequence[str], incomplete: str) -> list[CompletionItem]:
     if words[:1] == ["submit"] and len(words) == 1:
         return _plain(_SCHEDULERS, incomplete)
     known = _options(words)
-    if words[:1] in (["run"], ["store"]):
+    if words and words[0] in ("run", "store", "doctor", "report", *WATCHES):
         words = words[1:]
     elif words[:1] == ["submit"]:
         words = words[2:]
@@ -91,18 +97,31 @@ def _options(words: Sequence[str]) -> list[_Known]:
             _Known(("--listen",), "HOST:PORT", "where; without a host on all addresses"),
             _Known(("--token-file",), "FILE", "holds the secret that every job must know"),
         ]
-    known = [
-        _Known(
-            (*(f"--{name}" for name in spec.names), *([f"-{spec.short}"] if spec.short else [])),
-            spec.metavar,
-            spec.help,
-            spec.convert.words if isinstance(spec.convert, OneOf) else _WORDS.get(spec.name, ()),
-        )
-        for spec in TABLE
-    ]
+    if words[:1] == ["report"]:
+        return [
+            _Known(("-o", "--output"), "FILE", "where the page goes"),
+            _Known(("--perfetto",), "FILE", "write a trace for ui.perfetto.dev"),
+            _Known(("--json",), "", "print the numbers as JSON"),
+            _Known(("--metrics",), "FILE", "lines of JSON with step, loss and seconds"),
+        ]
+    if words and words[0] in WATCHES:
+        flags = [_Known((name,), "", text) for name, text in WATCHES[words[0]]]
+        return [*flags, *(_known(spec) for spec in TABLE if spec.name in STORE_OPTIONS)]
+    known = [_known(spec) for spec in TABLE]
+    if words[:1] == ["doctor"]:
+        return [_Known(("--json",), "", "one JSON object, for machines"), *known]
     if words[:1] == ["submit"]:
         return [_Known((f"--{flag.name}",), flag.metavar, flag.help) for flag in _SCHEDULERS.get(words[1], ())] + known
     return known
+
+
+def _known(spec: OptionSpec) -> _Known:
+    return _Known(
+        (*(f"--{name}" for name in spec.names), *([f"-{spec.short}"] if spec.short else [])),
+        spec.metavar,
+        spec.help,
+        spec.convert.words if isinstance(spec.convert, OneOf) else _WORDS.get(spec.name, ()),
+    )
 
 
 def _read(words: Sequence[str], known: Sequence[_Known]) -> tuple[_Known | None, bool]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import resource
 import shutil
@@ -25,6 +26,28 @@ def check_program(options: Options, environ: Mapping[str, str]) -> None:
             _check_module(options.target)
     except OSError as error:
         raise UsageError(f"{error.filename}: {error.strerror}; change its permissions, or give another path") from error
+
+
+def check_metrics(options: Options) -> None:
+    """Raises UsageError if metrics are asked for, and the library for them is not installed."""
+    if options.metrics_port is not None and importlib.util.find_spec("prometheus_client") is None:
+        raise UsageError(
+            "--metrics-port needs the package prometheus-client; install it with pip install 'elaunch[metrics]', or"
+            " leave the option out"
+        )
+
+
+def check_hook(options: Options) -> None:
+    """Raises UsageError if the command of --on-event cannot be run: a failure at night is too late to learn it."""
+    if options.on_event and shutil.which(options.on_event[0]) is None:
+        name = options.on_event[0]
+        if Path(name).is_file():
+            way_out = f"chmod +x {name}" if not os.access(name, os.X_OK) else f"write ./{name}"
+        else:
+            near = nearest(name, (path.name for path in Path.cwd().iterdir() if os.access(path, os.X_OK)))
+            way_out = f"did you mean ./{near}?" if near else "give its path"
+        place = "" if os.sep in name else " on PATH"
+        raise UsageError(f"--on-event {name} is not an executable file{place}; {way_out}")
 
 
 def _check_program(options: Options) -> None:
@@ -112,7 +135,7 @@ def _check_log_dir(log_dir: Path) -> None:
 
 def check_open_files(workers: int) -> None:
     """Raises UsageError if the limit of open files is too low for that many workers: pipes, a link, log files each."""
-    needed = 5 * workers + 64
+    needed = 6 * workers + 64
     allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if allowed != resource.RLIM_INFINITY and allowed < needed:
         count = "1 worker needs" if workers == 1 else f"{workers} workers need"

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import time
 from contextlib import suppress
 from pathlib import Path
 
+from elaunch.agent.core.crash import CODES
+from elaunch.agent.core.entries import of_failure
 from elaunch.agent.core.failures import chain_start
 from elaunch.agent.workers.error_file import read_error_file
 from elaunch.rendezvous.codec import parse_json
@@ -27,7 +30,7 @@ def report(outcome: Outcome, spec: JobSpec, logs: Path | None, is_incomplete: bo
     `is_incomplete` says that part of the output is missing in `logs`.
     """
     lacks = ", incomplete: some of it could not be written" if is_incomplete else ""
-    where = f"elaunch: the workers' output is in {logs}{lacks}\n" if logs else ""
+    where = f"elaunch: the workers' output is in {logs}{lacks}\n{_as_page(logs)}" if logs else ""
     match outcome.kind:
         case OutcomeKind.SUCCEEDED:
             used = f"elaunch: succeeded, {_restarts(outcome)}\n" if outcome.restarts else ""
@@ -39,7 +42,27 @@ def report(outcome: Outcome, spec: JobSpec, logs: Path | None, is_incomplete: bo
         case OutcomeKind.UNKNOWN:
             return f"elaunch: {outcome.reason}; exit code {outcome.exit_code}\n{where}"
         case OutcomeKind.FAILED:
-            return _failed(outcome, spec, logs, lacks)
+            return _failed(outcome, spec, logs, lacks) + (_as_page(logs) if logs else "")
+
+
+def _as_page(logs: Path) -> str:
+    return f"elaunch: the run as a page: elaunch report {shlex.quote(str(logs))}\n"
+
+
+def record(outcome: Outcome, logs: Path | None) -> dict[str, object]:
+    """The report as one object, for `--log-format json`."""
+    known = {"logs": str(logs)} if logs else {}
+    failure = {"failure": of_failure(outcome.failure)} if outcome.failure else {}
+    return {
+        "outcome": outcome.kind.value,
+        "exit_code": outcome.exit_code,
+        "reason": outcome.reason,
+        "generation": outcome.generation,
+        "restarts": outcome.restarts,
+        "max_restarts": outcome.max_restarts,
+        **known,
+        **failure,
+    }
 
 
 def write_error_file(outcome: Outcome, path: str | None) -> None:
@@ -54,8 +77,8 @@ def write_error_file(outcome: Outcome, path: str | None) -> None:
     # The path comes from another agent: on this host it may be a pipe. JSON that was read may be nested too deeply
     # to be written.
     with suppress(OSError, ValueError, TypeError, RecursionError):
-        if failure.error_file and (record := read_error_file(failure.error_file)):
-            text = _record_with_code(dict(parse_json(record)), failure)
+        if failure.error_file and (kept := read_error_file(failure.error_file)):
+            text = _record_with_code(dict(parse_json(kept)), failure)
     text = text or _record_with_code({}, failure)
     target = Path(path)
     partial = target.with_name(f"{target.name}.{os.getpid()}")
@@ -67,12 +90,13 @@ def write_error_file(outcome: Outcome, path: str | None) -> None:
             partial.unlink()
 
 
-def _record_with_code(record: dict[str, object], failure: Failure) -> str:
-    message = record.get("message")
+def _record_with_code(kept: dict[str, object], failure: Failure) -> str:
+    message = kept.get("message")
     if not isinstance(message, dict):
         stack = {"py_callstack": failure.traceback, "timestamp": str(int(failure.failed_at))}
         message = {"message": failure.sentence, "extraInfo": stack}
-    return json.dumps({**record, "message": {**message, "errorCode": failure.code}})
+    advice = {"advice": failure.advice} if failure.advice else {}
+    return json.dumps({**kept, "message": {**message, "errorCode": failure.code, **advice}})
 
 
 def _failed(outcome: Outcome, spec: JobSpec, logs: Path | None, lacks: str) -> str:
@@ -90,6 +114,7 @@ def _failed(outcome: Outcome, spec: JobSpec, logs: Path | None, lacks: str) -> s
     lines += [
         f"{failure.sentence}.",
         f"Why it stopped: {outcome.reason}{'' if spec.max_restarts == 0 else f'; {_restarts(outcome)}'}.",
+        *([f"Next step: {failure.advice}."] if failure.advice else []),
         _LIGHT,
         "Root Cause (first observed failure):",
         "[0]:",
@@ -133,7 +158,7 @@ def _tail(failure: Failure) -> list[str]:
     if failure.traceback:
         # The lines before the traceback tell what happened before the failure.
         start = chain_start(text)
-        if start < 0:
+        if start < 0 or failure.code in CODES:
             start = text.rfind(failure.traceback)
         text = text[:start] if start >= 0 else text
     # Keep only the last state of a progress bar.

@@ -14,6 +14,8 @@ from elaunch.records import dataclass
 LEASE_TTL_MIN_S = 2
 # A lease may end this much late: etcd checks its leases twice a second.
 LEASE_SLACK_S = 0.5
+# Twice the time between two looks at a worker.
+HANG_CONFIRM_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +38,7 @@ class Times:
     stop_grace_s          from a signal to the job to SIGKILL, and from a failure for workers that are saving
     boundary_wait_s       the longest time that workers have to stop at a step boundary
     hang_timeout_s        workers hang that reported once and then were silent for this long; 0 switches this off
+    hang_after_s          all ranks must stand still for at least this long to hang; 0 switches this off
     keys_ttl_s            a job's keys stay in the store this long after its end, or after its last agent was killed
     """
 
@@ -55,6 +58,7 @@ class Times:
     stop_grace_s: float = 30.0
     boundary_wait_s: float = 10.0
     hang_timeout_s: float = 0.0
+    hang_after_s: float = 0.0
     keys_ttl_s: float = 7 * 24 * 3600.0
 
     @classmethod
@@ -101,6 +105,11 @@ class Times:
     def form_deadline_s(self) -> float:
         """A seated node that has neither joined nor left after this long is evicted."""
         return self.longest_stop_s + self.lease_ttl_s + 2.0
+
+    @property
+    def hang_confirm_s(self) -> float:
+        """The leader's verdict that the job hangs must hold for this long: a node may notice late that it goes on."""
+        return min(HANG_CONFIRM_S, self.hang_after_s / 3 or HANG_CONFIRM_S)
 
     @property
     def join_timeout_min_s(self) -> float:

@@ -87,7 +87,8 @@ class Terms(Bounded):
 
     `max_restarts` 0 is a plain launch. The budget belongs to the job, not to a node: `max_restarts` over the job's
     whole life or, with `restart_window_s`, within any window of that length (Erlang/OTP's intensity and period).
-    `command` is for people; two commands are the same if their `digest` is equal.
+    `command` is for people; two commands are the same if their `digest` is equal. A node is excluded after
+    `exclude_after` failures in a row that are alike; 0 means never.
     """
 
     nodes_min: int = 1
@@ -97,6 +98,7 @@ class Terms(Bounded):
     # Two commands usually differ near their beginning.
     command: Annotated[str, keep_head(300)] = ""
     digest: str = ""
+    exclude_after: int = 0
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,7 @@ class JobSpec:
     nodes_max: int = 1
     max_restarts: int = 3
     restart_window_s: float | None = None
+    exclude_after: int = 0
 
     @property
     def terms(self) -> Terms:
@@ -123,7 +126,15 @@ class JobSpec:
         command = shlex.join([*module, program.target, *program.args])
         # A lone surrogate (a byte of another encoding in argv) has no JSON text.
         shown = command.encode(errors="backslashreplace").decode()
-        return Terms(self.nodes_min, self.nodes_max, self.max_restarts, self.restart_window_s, shown, digest)
+        return Terms(
+            self.nodes_min,
+            self.nodes_max,
+            self.max_restarts,
+            self.restart_window_s,
+            shown,
+            digest,
+            self.exclude_after,
+        )
 
 
 @dataclass(frozen=True)
@@ -173,12 +184,34 @@ class Seat(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Streak(Bounded):
+    """Failures in a row that were all on one node, and alike.
+
+    `who` is the node's host, or its id if several nodes have that host; `way` is how they failed.
+    """
+
+    who: _NodeId
+    way: Annotated[str, keep_head(300)]
+    times: int
+
+
+@dataclass(frozen=True)
+class Exclusion(Bounded):
+    """A node that gets no seat while enough others are there. `who` and `way` are as in `Streak`."""
+
+    who: _NodeId
+    way: Annotated[str, keep_head(300)]
+    why: Annotated[str, keep_head(600)]
+
+
+@dataclass(frozen=True)
 class RankTable(Bounded):
     """The ranks of all nodes in one generation. The leader seals it, at most one per generation.
 
     `restarts` counts the restarts charged to the budget so far. If the budget has a window, `restart_ages_s` holds, for
     each restart still in the window, how long before the seal it was. `barren` counts the generations in a row, this
     one included, that began after one without progress. `progressed` says whether any earlier generation made progress.
+    `streak` and `excluded` are those after the last failure.
     """
 
     generation: int
@@ -190,6 +223,8 @@ class RankTable(Bounded):
     restart_ages_s: tuple[float, ...] = ()
     barren: int = 0
     progressed: bool = False
+    streak: Streak | None = None
+    excluded: tuple[Exclusion, ...] = ()
 
     @property
     def world_size(self) -> int:
@@ -238,6 +273,7 @@ class FailureKind(Enum):
     SIGNAL = "signal"
     OUT_OF_MEMORY = "out of memory"
     PEER_LOST = "peer lost"
+    ENDED_EARLY = "ended early"
     HANG = "hang"
     STARTUP = "start-up"
     DEBUGGER = "debugger"
@@ -248,7 +284,13 @@ class FailureKind(Enum):
     @property
     def counts_as_identical(self) -> bool:
         """Whether the same failure twice in a row can mean that a third try is pointless."""
-        return self in (FailureKind.EXCEPTION, FailureKind.EXIT_CODE, FailureKind.OUT_OF_MEMORY)
+        kinds = (FailureKind.EXCEPTION, FailureKind.EXIT_CODE, FailureKind.OUT_OF_MEMORY, FailureKind.ENDED_EARLY)
+        return self in kinds
+
+    @property
+    def is_secondary(self) -> bool:
+        """Whether any other kind of failure in the same generation explains this one."""
+        return self in (FailureKind.PEER_LOST, FailureKind.ENDED_EARLY)
 
 
 @dataclass(frozen=True)
@@ -257,9 +299,11 @@ class Failure(Bounded):
 
     `code` is the exit status as Python reports it: the exit code, or minus the signal's number; None if no worker
     exited. `rank` is -1 if no worker caused the failure. `exception`, `frame` and `message` describe the uncaught
-    exception (`frame` is its innermost frame in the user's code, `file:line in function`). `progressed` says whether
-    the rank had reported a step or created its process group; None if that is unknown. `is_cut` says that the message
-    or the traceback was too long; their full text is in `error_file` and `log_path`, on the worker's host.
+    exception (`frame` is its innermost frame in the user's code, `file:line in function`; `call` is the function of
+    torch in which it waited for other ranks, or empty). `advice` is what the user can do about it, empty if unknown.
+    `progressed` says whether the rank had reported a step or created its process group; None if that is unknown. `step`
+    is the newest step that the rank reported, -1 if none, and `lived_s` how long its worker ran. `is_cut` says that the
+    message or the traceback was too long; their full text is in `error_file` and `log_path`, on the worker's host.
 
     A full record is less than 64 kB of JSON.
     """
@@ -282,6 +326,10 @@ class Failure(Bounded):
     failed_at: float = 0.0
     progressed: bool | None = None
     is_cut: bool = False
+    call: Annotated[str, keep_head(256)] = ""
+    advice: Annotated[str, keep_head(1 << 10)] = ""
+    step: int = -1
+    lived_s: float = 0.0
 
     def __post_init__(self) -> None:
         said = self.message, self.traceback

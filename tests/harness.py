@@ -61,10 +61,14 @@ def wait_for(fact: Callable[[], Fact], what: str, deadline_s: float = DEADLINE_S
 
 
 def environment(env: Mapping[str, str] | None = None) -> dict[str, str]:
-    """This process's environment with `env`, but without the variables that a launcher sets for a job."""
+    """This process's environment with `env`, but without the variables that a launcher sets for a job.
+
+    elaunch's lines have no time, so that tests find them at a line's beginning.
+    """
     # Look up each name: pytest removes a variable and sets it again, while a test's threads may call this.
     found = {name: os.environ.get(name) for name in os.environ if not name.startswith(_NOT_FOR_JOBS)}
-    return {**{name: value for name, value in found.items() if value is not None}, **(env or {})}
+    kept = {name: value for name, value in found.items() if value is not None}
+    return {**kept, "PET_LOG_FORMAT": "plain", **(env or {})}
 
 
 class Job:

@@ -37,15 +37,15 @@ class Ended:
         return [json.loads(line) for line in self.out.splitlines()]
 
 
-class Nursery:
-    """One process that has imported torch and `modules`, and forks all ranks of a test module; see tests/nursery.py.
+class RankForker:
+    """One process that has imported torch and `modules`, and forks a test module's ranks. See tests/rank_forker.py.
 
     `env` are the variables that these modules need when they are imported.
     """
 
     def __init__(self, *modules: str, env: Mapping[str, str] | None = None) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.nursery", *modules],
+            [sys.executable, "-m", "tests.rank_forker", *modules],
             env=environment({"OMP_NUM_THREADS": "1", **(env or {})}),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -54,7 +54,7 @@ class Nursery:
         self._said: list[Any] = []
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
-        wait_for(lambda: self._said, "a nursery")
+        wait_for(lambda: self._said, "a forker")
 
     def begin(self, script: Path, args: Iterable[str], envs: list[dict[str, str]], folder: Path) -> list[int]:
         """Fork the ranks; their pids."""
@@ -88,8 +88,8 @@ class Nursery:
 
 
 @contextlib.contextmanager
-def nursery(*modules: str, env: Mapping[str, str] | None = None) -> Iterator[Nursery]:
-    held = Nursery(*modules, env=env)
+def forker(*modules: str, env: Mapping[str, str] | None = None) -> Iterator[RankForker]:
+    held = RankForker(*modules, env=env)
     try:
         yield held
     finally:
@@ -104,7 +104,7 @@ class Ranks:
 
     def __init__(
         self,
-        nursery: Nursery,
+        forker: RankForker,
         world_size: int,
         script: Path,
         *args: str,
@@ -114,9 +114,9 @@ class Ranks:
         port = str(free_ports(1)[0])
         common = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **(env or {})}
         own = [{"RANK": str(rank), "LOCAL_RANK": str(rank), **(envs or {}).get(rank, {})} for rank in range(world_size)]
-        self._nursery = nursery
+        self._forker = forker
         self._folder = tempfile.TemporaryDirectory()
-        self.pids = nursery.begin(script, args, [{**common, **each} for each in own], Path(self._folder.name))
+        self.pids = forker.begin(script, args, [{**common, **each} for each in own], Path(self._folder.name))
 
     def __enter__(self) -> Ranks:
         return self
@@ -124,12 +124,12 @@ class Ranks:
     def __exit__(self, *_: object) -> None:
         self.kill(range(len(self.pids)))
         for pid in self.pids:
-            wait_for(lambda pid=pid: self._nursery.code(pid) is not None, "a killed rank to be gone")  # type: ignore[misc]
+            wait_for(lambda pid=pid: self._forker.code(pid) is not None, "a killed rank to be gone")  # type: ignore[misc]
         self._folder.cleanup()
 
     def kill(self, ranks: Iterable[int]) -> None:
         for rank in ranks:
-            if self._nursery.code(self.pids[rank]) is None:
+            if self._forker.code(self.pids[rank]) is None:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(self.pids[rank], signal.SIGKILL)
 
@@ -137,10 +137,10 @@ class Ranks:
         """Wait for one rank's end, and tell how it ended. Fails if it does not end."""
         pid = self.pids[rank]
         try:
-            wait_for(lambda: self._nursery.code(pid) is not None, f"the end of rank {rank}", deadline_s)
+            wait_for(lambda: self._forker.code(pid) is not None, f"the end of rank {rank}", deadline_s)
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self._read('err', rank)}") from None
-        code = self._nursery.code(pid)
+        code = self._forker.code(pid)
         assert code is not None
         return Ended(code, self._read("out", rank), self._read("err", rank))
 

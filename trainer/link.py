@@ -7,6 +7,7 @@ imports torch, which its callers have imported already.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import faulthandler
 import functools
@@ -51,6 +52,14 @@ def phase(name: str) -> None:
     Never waits and never raises. Call it when the work changes, not in an inner loop.
     """
     _open_link().send(_line(event="phase", name=name[:_PHASE_CHARS_MAX]))
+
+
+def mark(name: str) -> None:
+    """Report that the start of this process has come to a point ("restoring", "restored"), for the run's timeline.
+
+    It is no sign of life: what comes next, as a compilation, may take long. Never waits and never raises.
+    """
+    _open_link().send(_line(event="mark", name=name[:_PHASE_CHARS_MAX], monotonic_s=round(time.monotonic(), 6)))
 
 
 def saving(step: int) -> None:
@@ -157,13 +166,21 @@ class _Link:
         self._lock = threading.Lock()
         self._rest = b""
         self._next_s = 0.0
+        self._sent_step = -1
         self._thread: threading.Thread | None = None
 
     def send_step(self, step: int, now_s: float) -> None:
         self.step = step
         if now_s >= self._next_s:
             self._next_s = now_s + _PAUSE_S
+            self._sent_step = step
             self.send(_line(event="progress", step=step))
+
+    def send_last_step(self) -> None:
+        """At the end of the program: a failure is told with the step after which it came."""
+        if self.step != self._sent_step:
+            self._sent_step = self.step
+            self.send(_line(event="progress", step=self.step))
 
     def send(self, line: bytes) -> None:
         """Send the line if the socket has room now, else drop it."""
@@ -349,6 +366,10 @@ def _open_link() -> _Link:
     # The variable is removed: in a program that this process starts, the number would mean nothing.
     link = _Link(_inherited(os.environ.pop("ELAUNCH_LINK", "")))
     os.register_at_fork(after_in_child=link.abandon)
+    # Before atexit's calls, as then the agent has been told that the program is over, and reads no more.
+    register: Any = getattr(threading, "_register_atexit", atexit.register)
+    with contextlib.suppress(RuntimeError):
+        register(link.send_last_step)
     return link
 
 

@@ -82,6 +82,31 @@ class TakeStacks:
 
 
 @dataclass(frozen=True)
+class LookAtStacks:
+    """Take the stacks of the workers of these local ranks; answered by `StacksTaken`."""
+
+    generation: int
+    local_ranks: frozenset[int]
+
+
+@dataclass(frozen=True)
+class KeepStacks:
+    """Write these stacks to the generation's folder, if the user keeps logs."""
+
+    generation: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Blame:
+    """Make a failure of this local rank's hang, or of this node's with -1; answered by `WorkersHung`."""
+
+    generation: int
+    local_rank: int
+    message: str
+
+
+@dataclass(frozen=True)
 class Clear:
     """End what is left of a generation on this node and collect its output; answered by `Cleared`."""
 
@@ -109,5 +134,5 @@ class Exit:
     outcome: Outcome
 
 
-ToWorkers = SignalWorkers | TellWorkers | TakeStacks
+ToWorkers = SignalWorkers | TellWorkers | TakeStacks | LookAtStacks | KeepStacks | Blame
 Action = Commit | Join | Renew | Widen | Spawn | ToWorkers | Clear | ReplaceForkServer | Say | Exit

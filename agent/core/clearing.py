@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from elaunch.agent.core.actions import Action, Commit, Say
+from elaunch.agent.core.early_ends import report_ends
 from elaunch.agent.core.events import Cleared, Looked, Signalled, StoreLost, Tick
 from elaunch.agent.core.failures import with_tail
 from elaunch.agent.core.leaving import end_of_own_run, interrupted, leave, say_goodbye, take_signal
@@ -46,8 +47,8 @@ def signalled(agent: Agent, clearing: Clearing, event: Signalled, now_s: float) 
             outcome = interrupted(agent, event)
             agent, actions = say_goodbye(agent, outcome)
             agent = replace(agent, phase=replace(clearing, then=outcome, until_s=until_s))
-        case Clearing(then=None, ended=WorkersDone(summons=summons)) if not summons or is_sigint:
-            agent = replace(agent, phase=replace(clearing, ended=WorkersDone(event), until_s=until_s))
+        case Clearing(then=None, ended=WorkersDone(summons=summons) as done) if not summons or is_sigint:
+            agent = replace(agent, phase=replace(clearing, ended=replace(done, summons=event), until_s=until_s))
         case Clearing(then=Outcome() as then) if is_sigint:
             agent, actions = end_of_own_run(agent, clearing.table.generation, interrupted(agent, event))
             agent, more = exit_with(agent, then)
@@ -99,26 +100,34 @@ def _go_on(agent: Agent, clearing: Clearing) -> Step:
     newest, number = agent.snapshot.generation, clearing.table.generation
     if isinstance(clearing.ended, WorkersDone) and newest and newest.number == number:
         done = Commit(transactions.report_done(agent.snapshot, agent.me, number))
-        return replace(agent, phase=Finished(clearing.table)), (done,)
-    return join_again(agent, number), ()
+        return replace(agent, phase=Finished(clearing.table, clearing.ended.ends)), (done,)
+    told = report_ends(agent, number, clearing.ended.ends) if isinstance(clearing.ended, WorkersDone) else ()
+    return join_again(agent, number), told
 
 
 def _complete(agent: Agent, clearing: Clearing, event: Cleared) -> tuple[Agent, tuple[Action, ...], Outcome | None]:
     """Whether an exit was only a word about a lost peer may show in the output, which is here now."""
-    then, failures = clearing.then, clearing.ended.failures if isinstance(clearing.ended, WorkersStopped) else ()
+    then, ended = clearing.then, clearing.ended
+    failures = ended.failures if isinstance(ended, WorkersStopped) else ()
 
     def whole_of(failure: Failure) -> Failure:
-        return with_tail(failure, event.tails.get(failure.local_rank, ""), event.reached_store)
+        # The rules of causes are a hundred patterns: no agent reads them before its first failure.
+        from elaunch.agent.core.explain import explained
+
+        whole = with_tail(failure, event.tails.get(failure.local_rank, ""), event.reached_store)
+        return explained(whole, event.facts.get(failure.local_rank))
 
     if not failures:
         # The outcome of a node that bows out alone.
         if then and then.failure and then.failure.node_id == agent.me.node_id:
             then = replace(then, failure=whole_of(then.failure))
-        return agent, (), then
+        told = report_ends(agent, clearing.table.generation, ended.ends) if isinstance(ended, WorkersStopped) else ()
+        return agent, told, then
     first = failures[0]
-    cause = decisive_failure([whole_of(failure) for failure in failures])
+    cause = decisive_failure([*map(whole_of, failures), *map(whole_of, ended.ends)])
     actions: tuple[Action, ...] = tuple(map(Commit, transactions.complete(agent.snapshot, agent.me, cause)))
     if cause.local_rank != first.local_rank:
         # A worker that dies while it writes to a disk is gone later than its peers notice and give up.
         actions = (*actions, Say(f"the cause: {cause.sentence}"))
+    agent = replace(agent, last_failure=cause)
     return agent, actions, replace(then, failure=cause) if then and then.failure == first else then

@@ -5,10 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import field
 from enum import Enum
+from typing import TYPE_CHECKING
 
+from elaunch.agent.core.stack_groups import Stack
+from elaunch.agent.core.standstill import Window
 from elaunch.records import dataclass
 from elaunch.rendezvous.rules.snapshot import Snapshot
 from elaunch.rendezvous.types import Failure
+
+if TYPE_CHECKING:
+    from elaunch.agent.core.causes.cause import Facts
 
 
 class Tag(Enum):
@@ -118,17 +124,30 @@ class OwnStoreLost:
 
 @dataclass(frozen=True)
 class WorkerExited:
-    """A worker is gone; `failure` is None where it exited with 0. `code` is as in `Failure`."""
+    """A worker is gone; `failure` is None where it exited with 0. `code` is as in `Failure`.
+
+    `end` is the record of a program that came to its end without an exception, of the kind ENDED_EARLY. It counts if
+    other ranks still wait for this one. A signal may have ended the process on its way out.
+    """
 
     generation: int
     local_rank: int
     code: int
     failure: Failure | None = None
+    end: Failure | None = None
 
 
 @dataclass(frozen=True)
 class WorkerRaised:
     """A worker's program ended by an exception; the process is on its way out, and may never arrive."""
+
+    generation: int
+    local_rank: int
+
+
+@dataclass(frozen=True)
+class WorkerReturned:
+    """A worker's program ended without an exception; the process is on its way out."""
 
     generation: int
     local_rank: int
@@ -181,11 +200,35 @@ class Reported:
 
 
 @dataclass(frozen=True)
+class Sampled:
+    """A look at the workers' processes: what each of them did since the last look, by local rank."""
+
+    generation: int
+    windows: Mapping[int, Window]
+
+
+@dataclass(frozen=True)
+class StacksTaken:
+    """The stacks of the workers that `LookAtStacks` named."""
+
+    generation: int
+    stacks: tuple[Stack, ...]
+
+
+@dataclass(frozen=True)
 class WorkersHung:
-    """The stacks of workers that report nothing any more were taken; `failure` says which."""
+    """The workers hang; `failure` says which of them is to be named."""
 
     generation: int
     failure: Failure
+
+
+@dataclass(frozen=True)
+class WorkersAtPrompt:
+    """Workers that a person has interrupted still wait for keys, as at a debugger's prompt."""
+
+    generation: int
+    local_ranks: frozenset[int]
 
 
 @dataclass(frozen=True)
@@ -210,13 +253,15 @@ class Cleared:
     """After `Clear`: no process of the generation is left, and all of its output has arrived.
 
     `tails` are the ends of the local ranks' stderr; `reached_store` says that a rank had used the worker store, None
-    where that was on another node; `progressed` that a worker of this node had made progress.
+    where that was on another node; `progressed` that a worker of this node had made progress. `facts` are what was
+    found out about the failures of local ranks.
     """
 
     generation: int
     tails: Mapping[int, str] = field(default_factory=dict)
     reached_store: bool | None = None
     progressed: bool = False
+    facts: Mapping[int, Facts] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -225,6 +270,8 @@ class Tick:
 
 
 StoreEvent = Looked | Leased | LeaseLost | Committed | StoreAway | StoreRefuses | WatchRefused | StoreBack | StoreLost
-LinkEvent = WorkerRaised | WorkerListens | WorkerSaving | WorkerSaved | WorkerStopped
-WorkerEvent = LinkEvent | WorkerExited | Reported | WorkersHung | ServiceLost | Cleared
+LinkEvent = WorkerRaised | WorkerReturned | WorkerListens | WorkerSaving | WorkerSaved | WorkerStopped
+WorkerEvent = (
+    LinkEvent | WorkerExited | Reported | Sampled | StacksTaken | WorkersHung | WorkersAtPrompt | ServiceLost | Cleared
+)
 Event = StoreEvent | OwnStoreLost | WorkerEvent | Signalled | Tick

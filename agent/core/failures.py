@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 
+from elaunch.agent.core import crash
 from elaunch.records import dataclass
 from elaunch.rendezvous.codec import parse_json, shown
 from elaunch.rendezvous.types import TAIL, TRACEBACK, Failure, FailureKind
 
 # Files that are not the user's: an error's place is looked for in the frames outside of them.
-_NOT_USER_CODE = re.compile(r"[/\\](site-packages|dist-packages)[/\\]|[/\\]lib[/\\]python3\.\d+[/\\]|^<frozen ")
+NOT_USER_CODE = re.compile(r"[/\\](site-packages|dist-packages)[/\\]|[/\\]lib[/\\]python3\.\d+[/\\]|^<frozen ")
 _FRAME = re.compile(r'^ *File "(?P<file>[^"]+)", line (?P<line>\d+)(?:, in (?P<function>.+))?$', re.MULTILINE)
 _TRACEBACK = "Traceback (most recent call last):"
 _CHAINED = (
@@ -50,6 +52,13 @@ _PYTHON_SOCKET_TYPES = {
     *("ConnectionError", "ConnectionResetError", "ConnectionRefusedError", "ConnectionAbortedError"),
     *("BrokenPipeError", "TimeoutError"),
 }
+# Where torch waits for other ranks. A backward pass waits there for the gradients' all-reduce.
+_COLLECTIVES = re.compile(r"[/\\]torch[/\\](?:distributed[/\\]|_tensor\.py$)")
+_WRAPPERS = {"wrapper", "inner", "<lambda>"}
+_EVEN_STEPS = (
+    "give every rank the same number of steps and collective calls: look for a `return`, `break` or `sys.exit` that"
+    " only this rank reaches, or for a data loader that is shorter on this rank (drop_last=True, or DDP's join())"
+)
 # What pdb ends a program by: q, or the end of its input.
 _DEBUGGER_LEFT = "BdbQuit"
 # Words are looked for in this much of a message.
@@ -80,22 +89,27 @@ class Remains:
 
     `code` is the exit code or minus the signal. `error_record` is the text of its TORCHELASTIC_ERROR_FILE, `tail` the
     end of its stderr; both may be empty or torn. `kernel` is the kernel's word on it, if there is one. `raised` says
-    that its program was over, by an exception, before a signal ended the process.
+    that its program was over, by an exception, before a signal ended the process. `crash` is what faulthandler wrote.
+    `step` and `lived_s` as in `Failure`.
     """
 
     code: int
     error_record: str = ""
     tail: str = ""
     kernel: str = ""
+    crash: str = ""
     progressed: bool | None = None
     raised: bool = False
+    step: int = -1
+    lived_s: float = 0.0
 
 
 @dataclass(frozen=True)
 class Raised:
     """An uncaught exception: its type, its text, the innermost frame in the user's code, the printed traceback.
 
-    `is_cut` says that the middle of the traceback was left out.
+    `is_cut` says that the middle of the traceback was left out. `call` is the function of torch in which the rank
+    waited for others, or empty.
     """
 
     exception: str
@@ -103,11 +117,14 @@ class Raised:
     frame: str
     traceback: str
     is_cut: bool = False
+    call: str = ""
 
 
 def failure_of(place: Place, remains: Remains, signal_name: str, failed_at: float) -> Failure:
     """How the worker failed. `signal_name` is the name of signal `-remains.code`, where that is one."""
     raised = parse_record(remains.error_record) or parse_traceback(remains.tail)
+    if remains.code < 0 and not remains.raised and (crashed := crash.parse(remains.crash, remains.code)):
+        raised = Raised("", "", crashed.frame, TRACEBACK.of(crashed.stack), not TRACEBACK.fits(crashed.stack))
     kind, message = _kind_and_message(remains, raised, signal_name)
     return Failure(
         kind,
@@ -126,6 +143,33 @@ def failure_of(place: Place, remains: Remains, signal_name: str, failed_at: floa
         failed_at=failed_at,
         progressed=remains.progressed,
         is_cut=raised is not None and raised.is_cut,
+        call=raised.call if raised else "",
+        step=remains.step,
+        lived_s=remains.lived_s,
+    )
+
+
+def end_of(place: Place, remains: Remains, clock: str, failed_at: float) -> Failure:
+    """The record of a program that ended without an exception, which is a failure only if other ranks still waited.
+
+    `clock` is the time in words. If `remains.code` is not 0, a signal ended the process on its way out.
+    """
+    how = "reached the end of its program" if remains.code else "ended with exit code 0"
+    return Failure(
+        FailureKind.ENDED_EARLY,
+        place.generation,
+        place.node_id,
+        place.host,
+        place.rank,
+        place.local_rank,
+        place.pid,
+        remains.code,
+        f"{how} at {clock}",
+        advice=_EVEN_STEPS,
+        failed_at=failed_at,
+        progressed=remains.progressed,
+        step=remains.step,
+        lived_s=remains.lived_s,
     )
 
 
@@ -140,13 +184,27 @@ def with_tail(failure: Failure, tail: str, reached_store: bool | None) -> Failur
     if failure.code == -_SIGABRT and _PEER_LOST.search(tail):
         # NCCL's watchdog ends a survivor so.
         return replace(failure, kind=FailureKind.PEER_LOST)
-    if failure.code is None or failure.code < 0 or not failure.message.startswith("exited with"):
-        # Nothing can be added to a signal, nor to what an error file said.
+    if failure.code is not None and failure.code < 0:
+        return _crashed(failure, tail)
+    if failure.code is None or not failure.message.startswith("exited with"):
+        # Nothing can be added to what an error file said.
         return failure
     place = Place(failure.generation, failure.node_id, failure.host, failure.rank, failure.local_rank, failure.pid)
-    remains = Remains(failure.code, tail=tail, progressed=failure.progressed)
+    remains = Remains(failure.code, tail=tail, progressed=progressed, step=failure.step, lived_s=failure.lived_s)
     whole = failure_of(place, remains, "", failure.failed_at)
     return replace(whole, log_path=failure.log_path, error_file=failure.error_file)
+
+
+def _crashed(failure: Failure, tail: str) -> Failure:
+    """The death by a signal with what the output says of it: a program's own faulthandler, or C++."""
+    assert failure.code is not None
+    if not failure.traceback and (found := crash.parse(tail, failure.code)):
+        failure = replace(failure, frame=found.frame, traceback=found.stack)
+    words = crash.last_words(tail) if failure.code == -_SIGABRT else ""
+    frame = failure.frame if crash.is_stack(failure.traceback) else ""
+    if failure.kind is not FailureKind.SIGNAL or not (words or frame):
+        return failure
+    return replace(failure, message=failure.message.partition(" (")[0] + crash.shown(frame, words))
 
 
 def parse_record(text: str) -> Raised | None:
@@ -170,6 +228,15 @@ def parse_record(text: str) -> Raised | None:
 
 def _word(value: object) -> str:
     return value if isinstance(value, str) else shown(value)
+
+
+def tells_of_lost_peer(text: str) -> bool | None:
+    """Whether all tracebacks in `text` only tell that another rank is gone; None while the last has no end yet."""
+    raised = parse_traceback(text)
+    if raised is None:
+        return None
+    earlier = (parse_traceback(_TRACEBACK + rest) for rest in text.split(_TRACEBACK)[1:-1])
+    return _is_lost_peer(raised) and all(each is None or _is_lost_peer(each) for each in earlier)
 
 
 def chain_start(text: str) -> int:
@@ -218,12 +285,18 @@ def _parse_plain(text: str) -> Raised | None:
     said = _EXCEPTION.match(rest[line.start() :].rstrip().partition("\n\n")[0])
     if said is None:
         return None
-    mine = [f for f in frames if not _NOT_USER_CODE.search(f["file"])] or frames
+    mine = [f for f in frames if not NOT_USER_CODE.search(f["file"])] or frames
     frame = _place(mine[-1]) if mine else ""
     whole = text[chain_start(text) :].rstrip()
     # Python 3.10 writes __main__.MyError, later ones MyError.
     exception = said["type"].removeprefix("__main__.")
-    return Raised(exception, (said["message"] or "").strip(), frame, whole)
+    return Raised(exception, (said["message"] or "").strip(), frame, whole, call=_call(frames))
+
+
+def _call(frames: Sequence[re.Match[str]]) -> str:
+    """The function of torch in which the rank waited for others: the last one of torch.distributed, or `backward`."""
+    calls = [f["function"] for f in frames if f["function"] and _COLLECTIVES.search(f["file"])]
+    return next((call for call in reversed(calls) if call not in _WRAPPERS), "")
 
 
 def _place(frame: re.Match[str]) -> str:
@@ -247,7 +320,7 @@ def _kind_and_message(remains: Remains, raised: Raised | None, signal_name: str)
         killed = f"was killed by {signal_name}"
         if remains.kernel:
             return FailureKind.OUT_OF_MEMORY, f"{killed} ({remains.kernel})"
-        return FailureKind.SIGNAL, killed
+        return FailureKind.SIGNAL, killed + crash.shown(raised.frame if raised and remains.crash else "")
     if raised is None:
         if code in _STARTUP_CODES and not remains.progressed:
             return FailureKind.STARTUP, f"exited with code {code} ({_STARTUP_CODES[code]})"
@@ -263,9 +336,14 @@ def _kind_and_message(remains: Remains, raised: Raised | None, signal_name: str)
         return FailureKind.STARTUP, message
     if _OUT_OF_MEMORY.search(f"{raised.exception}: {raised.message}"):
         return FailureKind.OUT_OF_MEMORY, message
-    if raised.exception not in _PYTHON_SOCKET_TYPES and _PEER_LOST.search(raised.message):
-        return FailureKind.PEER_LOST, f"lost a peer ({raised.exception}: {_essence(first)})"
+    if _is_lost_peer(raised):
+        where = f" in {raised.call}" if raised.call else ""
+        return FailureKind.PEER_LOST, f"lost a peer{where} ({raised.exception}: {_essence(first)})"
     return FailureKind.EXCEPTION, message
+
+
+def _is_lost_peer(raised: Raised) -> bool:
+    return raised.exception not in _PYTHON_SOCKET_TYPES and bool(_PEER_LOST.search(raised.message))
 
 
 def _essence(message: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from elaunch.agent.core.actions import Say
+from elaunch.agent.core.early_ends import report_ends
 from elaunch.agent.core.events import Looked, StoreLost
 from elaunch.agent.core.membership import belongs_to_run, join_again, loss_of_keys
 from elaunch.agent.core.phases import Finished
@@ -21,7 +22,8 @@ def looked(agent: Agent, finished: Finished, _event: Looked, _now_s: float) -> S
         return exit_with(agent, snapshot.ended)
     if generation.number <= finished.table.generation:
         return agent, ()
-    return join_again(agent, finished.table.generation), (Say(f"running again: {generation.cause}"),)
+    told = report_ends(agent, finished.table.generation, finished.ends)
+    return join_again(agent, finished.table.generation), (*told, Say(f"running again: {generation.cause}"))
 
 
 def store_lost(agent: Agent, _finished: Finished, event: StoreLost, _now_s: float) -> Step:

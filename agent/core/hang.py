@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from elaunch.agent.core.stack_groups import Stack
+from elaunch.agent.core.waits import Doing, does_where, doing
 from elaunch.records import dataclass
 
 # Links are looked at once a second. What passes beyond this between two looks has passed without this agent: it was
@@ -34,31 +36,38 @@ class Quiet:
 
 @dataclass(frozen=True)
 class Standing:
-    """What a worker reported last: a step (-1 for none) and what it was doing; and whether its process is stopped."""
+    """What a worker reported last: a step (-1 for none) and what it was doing."""
 
     step: int
     phase: str = ""
-    is_stopped: bool = False
 
 
-def who_hangs(standings: Mapping[int, Standing], quiet_s: float) -> tuple[int, str]:
-    """The local rank to name, of those that reported least, and what it did, as the middle of a sentence.
+def who_hangs(standings: Mapping[int, Standing], stacks: Mapping[int, Stack], quiet_s: float) -> tuple[int, str]:
+    """The local rank to name, and what it did, as the middle of a sentence.
 
-    `standings` has the workers that have reported and still run. The others wait for one whose process is stopped.
+    `standings` has the workers that have reported and still run, and `stacks` those whose stack was taken. Named is one
+    that a signal holds; else one that does not wait for other ranks while others do; else one that reported least.
     """
-    stopped = {rank: standing for rank, standing in standings.items() if standing.is_stopped}
-    if stopped and len(stopped) < len(standings):
-        return who_hangs(stopped, quiet_s)
-    least = min(standing.step for standing in standings.values())
-    behind = sorted(rank for rank, standing in standings.items() if standing.step == least)
-    phase = standings[behind[0]].phase
+    suspects = _suspects(standings, stacks)
+    least = min(standings[rank].step for rank in suspects)
+    behind = sorted(rank for rank in suspects if standings[rank].step == least)
+    named, phase = behind[0], standings[behind[0]].phase
     stands = (f" since step {least}" if least >= 0 else "") + (f", in its phase {phase!r}" if phase else "")
     others = ", ".join(str(rank) for rank in behind[1:])
     if others:
         stands += f", as did local rank {others}"
-    if len(behind) < len(standings):
-        most = max(standing.step for standing in standings.values())
+    most = max(standing.step for standing in standings.values())
+    if most > least:
         stands += f", while others had come to step {most}"
-    if stopped:
-        stands += ", as its process is stopped (by SIGSTOP or a debugger)"
-    return behind[0], f"hung: it reported nothing for {quiet_s:.0f} s{stands},"
+    is_seen = named in stacks and doing(stacks[named]) is not Doing.UNKNOWN
+    does = f"; it {does_where(stacks[named])}" if is_seen else ""
+    return named, f"hung: it reported nothing for {quiet_s:.0f} s{stands}{does},"
+
+
+def _suspects(standings: Mapping[int, Standing], stacks: Mapping[int, Stack]) -> frozenset[int]:
+    everybody = frozenset(standings)
+    known = {rank: doing(stack) for rank, stack in stacks.items() if rank in everybody}
+    held = frozenset(rank for rank, what in known.items() if what in (Doing.STOPPED, Doing.TRACED))
+    waiting = frozenset(rank for rank, what in known.items() if what.is_for_ranks)
+    elsewhere = frozenset(rank for rank, what in known.items() if what is not Doing.UNKNOWN) - waiting
+    return held or (elsewhere if waiting and elsewhere else everybody)

@@ -10,6 +10,7 @@ from elaunch.agent.core.membership import belongs_to_run, lease_lost, leased, lo
 from elaunch.agent.core.phases import Joining, Running
 from elaunch.agent.core.state import Agent, Step, exit_with
 from elaunch.agent.core.store_outage import store_failed
+from elaunch.rendezvous.rules.excluding import exclusion_of
 from elaunch.rendezvous.types import OutcomeKind, RankTable, host_of
 
 
@@ -78,6 +79,8 @@ def _crowded(host: str, table: RankTable) -> tuple[Say, ...]:
 
 
 def _why_seatless(agent: Agent, table: RankTable) -> str:
+    if exclusion := exclusion_of(agent.me.node_id, table.excluded):
+        return f"it is excluded (--exclude-after), since {exclusion.why}; waiting in case too few others are left"
     if len(table.seats) < agent.spec.nodes_max:
         # It came while that one was formed, or it was cut off: those that run make room at their next step boundary.
         again = agent.spec.max_restarts > 0

@@ -7,7 +7,7 @@ from dataclasses import replace
 from elaunch.agent.core.actions import Action, Commit, Say
 from elaunch.agent.core.events import Signalled
 from elaunch.agent.core.phases import Finished, Joining
-from elaunch.agent.core.signals import SIGINT
+from elaunch.agent.core.signals import ENDS_JOB, SIGINT, SIGPIPE
 from elaunch.agent.core.state import Agent, Step, exit_with
 from elaunch.rendezvous.rules import transactions
 from elaunch.rendezvous.types import Outcome, OutcomeKind
@@ -42,15 +42,18 @@ def leave(agent: Agent, event: Signalled) -> Step:
 
 def interrupted(agent: Agent, event: Signalled) -> Outcome:
     where = f" by {agent.me.host}" if agent.spec.nodes_max > 1 else ""
-    return agent.outcome(OutcomeKind.INTERRUPTED, f"{event.name} was received{where}", signum=event.signum)
+    reason = (
+        f"nobody reads its stdout any more{where}" if event.signum == SIGPIPE else f"{event.name} was received{where}"
+    )
+    return agent.outcome(OutcomeKind.INTERRUPTED, reason, signum=event.signum)
 
 
 def say_goodbye(agent: Agent, outcome: Outcome) -> Step:
-    """Tell the others before touching a worker: SIGINT is a person's and ends the job; else only this node goes."""
+    """Tell the others before touching a worker: what is a person's ends the job; else only this node goes."""
     snapshot = agent.snapshot
     if snapshot.generation is None or snapshot.ended:
         return agent, ()
-    if outcome.signum == SIGINT and agent.membership.belongs:
+    if outcome.signum in ENDS_JOB and agent.membership.belongs:
         return agent, (Commit(transactions.end_job(snapshot, outcome)),)
     table = snapshot.current_table
     is_seated = table is not None and table.group_rank(agent.me.node_id) is not None

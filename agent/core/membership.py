@@ -363,7 +363,7 @@ def _waiting_for(phase: Phase, formed: str) -> str:
     match phase:
         case Joining():
             return formed
-        case Finished(table) if len(table.seats) > 1:
+        case Finished(table=table) if len(table.seats) > 1:
             return "the workers of the other nodes; those of this node have all exited with 0"
     return ""
 
@@ -390,6 +390,8 @@ def _mismatch(agent: Agent, theirs: Terms | None) -> Outcome | None:
         differences.append(f"--max-restarts {theirs.max_restarts} there, {ours.max_restarts} here")
     if theirs.restart_window_s != ours.restart_window_s:
         differences.append(f"--restart-window {theirs.restart_window_s} there, {ours.restart_window_s} here")
+    if theirs.exclude_after != ours.exclude_after:
+        differences.append(f"--exclude-after {theirs.exclude_after} there, {ours.exclude_after} here")
     if theirs.digest != ours.digest:
         differences.append(f"the command `{theirs.command}` there, `{ours.command}` here")
     if not differences:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from elaunch.agent.core.events import Signalled
 from elaunch.agent.core.hang import Quiet
+from elaunch.agent.core.standstill import Standstill
 from elaunch.records import dataclass
 from elaunch.rendezvous.types import Failure, Outcome, RankTable
 
@@ -33,7 +34,8 @@ class LinkWords:
 
     Those in `to_stop` want to be told there when to stop, those in `to_failure` that a peer failed; those in `hearing`
     have listened to something, so that a thread of theirs hears what they are told. Those in `stopped` have come to the
-    step boundary at which all ranks stop, those in `saving` save after a failure.
+    step boundary at which all ranks stop, those in `saving` save after a failure. Those in `returned` were at the end
+    of their program before anybody asked them to end.
     """
 
     hearing: frozenset[int] = frozenset()
@@ -41,6 +43,7 @@ class LinkWords:
     to_failure: frozenset[int] = frozenset()
     stopped: frozenset[int] = frozenset()
     saving: frozenset[int] = frozenset()
+    returned: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,7 @@ class HeldEnd:
 
 SILENT = LinkWords()
 NOT_QUIET = Quiet()
+NOT_STILL = Standstill()
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,8 @@ class Running:
 
     Those of `live` do; `held` is the end of one that waits to be understood. `leaving_s` holds until when each worker
     whose program raised an exception may take its time to end. `is_first` says that this agent ran no generation
-    before. `quiet` is how long nothing was reported.
+    before. `quiet` is how long nothing was reported, `standstill` how the workers look from outside. `ends` are the
+    records of workers that exited with 0, in order.
     """
 
     table: RankTable
@@ -76,6 +81,8 @@ class Running:
     is_first: bool = True
     words: LinkWords = SILENT
     quiet: Quiet = NOT_QUIET
+    standstill: Standstill = NOT_STILL
+    ends: tuple[Failure, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -141,8 +148,8 @@ class Stopping:
 
     Those of `live` do, of which there is at least one; `mode` is how they were told. They have until `due_s`, `grace_s`
     after they were told: SIGKILL comes then, and later another fork server. `failures` are this node's of the
-    generation: the first one, then those that came while it was stopping and were not its doing. `then` is the outcome
-    that the agent exits with afterwards, None where it goes on.
+    generation: the first one, then those that came while it was stopping and were not its doing. `ends` as in
+    `Running`. `then` is the outcome that the agent exits with afterwards, None where it goes on.
     """
 
     table: RankTable
@@ -153,11 +160,12 @@ class Stopping:
     words: LinkWords = SILENT
     then: Outcome | None = None
     failures: tuple[Failure, ...] = ()
+    ends: tuple[Failure, ...] = ()
 
     @classmethod
     def of(cls, running: Running, now_s: float, grace_s: float) -> Stopping:
         """The stop of running workers, before any of them has been told."""
-        return cls(running.table, running.live, now_s + grace_s, grace_s, words=running.words)
+        return cls(running.table, running.live, now_s + grace_s, grace_s, words=running.words, ends=running.ends)
 
     @property
     def reached(self) -> frozenset[int]:
@@ -201,15 +209,20 @@ class Stopping:
 
 @dataclass(frozen=True)
 class WorkersStopped:
-    """The workers were stopped, or failed; `failures` as in `Stopping`."""
+    """The workers were stopped, or failed; `failures` and `ends` as in `Stopping`."""
 
     failures: tuple[Failure, ...] = ()
+    ends: tuple[Failure, ...] = ()
 
 
 @dataclass(frozen=True)
 class WorkersDone:
-    """All workers exited with 0. `summons` is a signal that came since: it is obeyed once that is recorded."""
+    """All workers exited with 0; `ends` as in `Running`.
 
+    `summons` is a signal that came since: it is obeyed once that is recorded.
+    """
+
+    ends: tuple[Failure, ...] = ()
     summons: Signalled | None = None
 
 
@@ -229,9 +242,10 @@ class Clearing:
 
 @dataclass(frozen=True)
 class Finished:
-    """All workers of this node exited with 0; the agent stays until the job has ended."""
+    """All workers of this node exited with 0; the agent stays until the job has ended. `ends` as in `Running`."""
 
     table: RankTable
+    ends: tuple[Failure, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -15,20 +15,33 @@ from elaunch.agent.core.events import (
     WorkerExited,
     WorkerListens,
     WorkerRaised,
+    WorkerReturned,
     WorkerSaving,
     WorkersHung,
     WorkerStopped,
 )
+from elaunch.agent.core.hang_watch import hear_of_hang
 from elaunch.agent.core.leaving import goodbye, interrupted, say_goodbye, take_signal
 from elaunch.agent.core.membership import loss_of_keys
 from elaunch.agent.core.messages import StopReason
 from elaunch.agent.core.phases import Clearing, HeldEnd, Running, Stopping, WorkersDone
-from elaunch.agent.core.signals import SIGHUP, SIGINT, SIGKILL, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2
+from elaunch.agent.core.signals import (
+    SIGHUP,
+    SIGINT,
+    SIGKILL,
+    SIGPIPE,
+    SIGQUIT,
+    SIGTERM,
+    SIGUSR1,
+    SIGUSR2,
+    for_workers,
+)
 from elaunch.agent.core.state import Agent, Step
 from elaunch.agent.core.stop_orders import NOTICE_S, clear_up, ranks, stop_at_boundary, stop_broken, wishes_of
 from elaunch.agent.core.stopping import STOPPED_CODES
 from elaunch.agent.core.store_outage import say_waits
 from elaunch.rendezvous.rules import transactions
+from elaunch.rendezvous.rules.verdict import awaited
 from elaunch.rendezvous.types import Failure, FailureKind, Generation, OpenKind, Outcome, OutcomeKind
 
 # Schedulers signal the agent and its workers together; a worker that died so is no failure if our signal comes too.
@@ -46,11 +59,14 @@ def looked(agent: Agent, running: Running, _event: Looked, now_s: float) -> Step
         return _end_with_store(agent, running, lost, now_s)
     if generation is None:
         return agent, ()
+    running, heard = hear_of_hang(agent, running)
+    agent = replace(agent, phase=running)
+    actions: tuple[Action, ...] = ()
     if ended:
-        return _stop_with_job(agent, running, ended, now_s)
-    if generation.number > running.table.generation:
-        return _make_way(agent, running, generation, now_s)
-    return agent, ()
+        agent, actions = _stop_with_job(agent, running, ended, now_s)
+    elif generation.number > running.table.generation:
+        agent, actions = _make_way(agent, running, generation, now_s)
+    return agent, (*heard, *actions)
 
 
 def store_lost(agent: Agent, running: Running, event: StoreLost, now_s: float) -> Step:
@@ -61,6 +77,8 @@ def store_lost(agent: Agent, running: Running, event: StoreLost, now_s: float) -
 def worker_exited(agent: Agent, running: Running, event: WorkerExited, now_s: float) -> Step:
     """After a failure stop the others and open the next generation; after the last exit with 0 clear up."""
     rest, failure = _without(running, event.local_rank), event.failure
+    if event.end and failure is None and event.local_rank not in running.words.stopped:
+        rest = replace(rest, ends=(*rest.ends, event.end))
     if event.local_rank in running.words.stopped and event.code in STOPPED_CODES:
         if failure is None and rest.live:
             return replace(agent, phase=rest), ()
@@ -69,7 +87,7 @@ def worker_exited(agent: Agent, running: Running, event: WorkerExited, now_s: fl
     if failure is None:
         if rest.live or running.held:
             return replace(agent, phase=rest), ()
-        return clear_up(agent, Clearing(running.table, now_s, WorkersDone()))
+        return clear_up(agent, Clearing(running.table, now_s, WorkersDone(rest.ends)))
     if -event.code in ASKING and not (running.held and running.held.is_stop):
         held = running.held or HeldEnd(failure, now_s + HOLD_S)
         return replace(agent, phase=replace(rest, held=held)), ()
@@ -82,6 +100,12 @@ def worker_raised(agent: Agent, running: Running, event: WorkerRaised, now_s: fl
         return agent, ()
     leaving = (event.local_rank, now_s + agent.times.stop_grace_s)
     return replace(agent, phase=replace(running, leaving_s=(*running.leaving_s, leaving))), ()
+
+
+def worker_returned(agent: Agent, running: Running, event: WorkerReturned, _now_s: float) -> Step:
+    """Note that it ends by itself: its peers may notice that before its process is gone."""
+    words = replace(running.words, returned=running.words.returned | {event.local_rank})
+    return replace(agent, phase=replace(running, words=words)), ()
 
 
 def worker_listens(agent: Agent, running: Running, event: WorkerListens, _now_s: float) -> Step:
@@ -129,9 +153,10 @@ def signalled(agent: Agent, running: Running, event: Signalled, now_s: float) ->
     agent, unheard = take_signal(agent, event)
     outcome = interrupted(agent, event)
     agent, farewell = say_goodbye(agent, outcome)
-    said = Say(_farewell_text(agent, event, len(running.live)))
+    # Whoever closes a pipe (`| head`) expects no more words.
+    said = () if event.signum == SIGPIPE else (Say(_farewell_text(agent, event, len(running.live))),)
     reason = StopReason.INTERRUPT if event.signum == SIGINT else StopReason.LEAVE
-    agent, actions = _stop_for(agent, running, outcome, reason, event.signum, now_s, *farewell, said)
+    agent, actions = _stop_for(agent, running, outcome, reason, for_workers(event.signum), now_s, *farewell, *said)
     return agent, (*actions, *unheard)
 
 
@@ -143,7 +168,7 @@ def tick(agent: Agent, running: Running, _event: Tick, now_s: float) -> Step:
         if held.failure:
             agent, actions = _fail(agent, running, held.failure, now_s)
         else:
-            agent, actions = clear_up(agent, Clearing(running.table, now_s, WorkersDone()))
+            agent, actions = clear_up(agent, Clearing(running.table, now_s, WorkersDone(running.ends)))
     else:
         agent, actions = _kill_late(agent, running, now_s)
     return agent, (*said, *actions)
@@ -234,10 +259,13 @@ def _fail(agent: Agent, running: Running, failure: Failure, now_s: float) -> Ste
     live = running.live
     if failure.kind is FailureKind.STARTUP and running.is_first and running.table.progressed:
         return _bow_out(agent, running, failure, now_s)
+    failures: tuple[Failure, ...] = (failure,)
+    if running.ends and failure.kind is FailureKind.PEER_LOST:
+        failure, failures = awaited(running.ends[0], failures), (running.ends[0], failure)
     which = "worker" if failure.local_rank in live else "other"
     stopped = f"; stopping {len(live)} {which}{'s' if len(live) > 1 else ''}" if live else ""
     actions = (Commit(transactions.fail(agent.snapshot, agent.me, failure)), Say(failure.sentence + stopped))
-    stopping = replace(Stopping.of(running, now_s, agent.times.failure_grace_s), failures=(failure,))
+    stopping = replace(Stopping.of(running, now_s, agent.times.failure_grace_s), failures=failures)
     return stop_broken(agent, stopping, actions)
 
 

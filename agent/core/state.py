@@ -129,8 +129,9 @@ class Agent:
     `table_seen` is the newest generation with a table, and when this agent saw that first; `progressed` says whether a
     worker of the last generation that ran here made progress; before `lossless_until_s` it declares nobody lost. At
     `lead_at_s` it looks again without being told of anything. `is_interrupted` says that a person's SIGINT has arrived
-    here. `store_gone` says how the store that this host served has ended, for good. All times are of this host's
-    monotonic clock.
+    here. `restarts_hung` says that a hang is a failure, as in `--on-hang restart`. `store_gone` says how the store that
+    this host served has ended, for good. By `last_failure` this node's last failed generation is judged; it has all of
+    its output. All times are of this host's monotonic clock.
     """
 
     me: Node
@@ -148,7 +149,9 @@ class Agent:
     table_seen: tuple[int, float] = (-1, 0.0)
     progressed: bool = False
     is_interrupted: bool = False
+    restarts_hung: bool = False
     store_gone: str = ""
+    last_failure: Failure | None = None
 
     @property
     def is_going(self) -> bool:

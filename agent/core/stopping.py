@@ -15,6 +15,7 @@ from elaunch.agent.core.events import (
     Tick,
     WorkerExited,
     WorkerListens,
+    WorkersAtPrompt,
     WorkerSaved,
     WorkerSaving,
     WorkerStopped,
@@ -22,7 +23,7 @@ from elaunch.agent.core.events import (
 from elaunch.agent.core.leaving import end_of_own_run, interrupted, say_goodbye, take_signal
 from elaunch.agent.core.messages import StopReason
 from elaunch.agent.core.phases import AtBoundary, Broken, Killing, Noticed, Stopping
-from elaunch.agent.core.signals import SHELL_BASE, SIGINT, SIGKILL, SIGTERM
+from elaunch.agent.core.signals import SHELL_BASE, SIGINT, SIGKILL, SIGTERM, for_workers
 from elaunch.agent.core.state import Agent, Step
 from elaunch.agent.core.stop_orders import (
     go_on_stopping,
@@ -72,6 +73,9 @@ def worker_exited(agent: Agent, stopping: Stopping, event: WorkerExited, now_s: 
     stopping = replace(stopping, live=stopping.live - {event.local_rank})
     if stopping.then and not stopping.live:
         stopping = replace(stopping, due_s=min(stopping.due_s, now_s + LAST_WORDS_S))
+    if event.end and event.local_rank in stopping.words.returned - stopping.words.stopped:
+        # It was on its way out when a peer noticed that it had gone.
+        stopping = replace(stopping, ends=(*stopping.ends, event.end))
     if not failure or _is_by_us(event, failure, stopping):
         return go_on_stopping(agent, stopping)
     if stopping.failures:
@@ -144,6 +148,15 @@ def worker_stopped(agent: Agent, stopping: Stopping, event: WorkerStopped, now_s
     return replace(agent, phase=stopping), ()
 
 
+def workers_at_prompt(agent: Agent, stopping: Stopping, event: WorkersAtPrompt, _: float) -> Step:
+    """Send them SIGTERM: a debugger takes SIGINT, and asks again."""
+    waiting = stopping.live & event.local_ranks
+    if not waiting or isinstance(stopping.mode, Killing):
+        return agent, ()
+    said = Say(f"local rank {ranks(waiting)} waits at a prompt; SIGTERM")
+    return agent, (said, SignalWorkers(event.generation, waiting, SIGTERM))
+
+
 def service_lost(agent: Agent, stopping: Stopping, event: ServiceLost, _: float) -> Step:
     """Clear up, if the workers went with it."""
     return go_on_stopping(agent, replace(stopping, live=frozenset())) if event.workers_too else (agent, ())
@@ -206,7 +219,7 @@ def _leave_after(agent: Agent, stopping: Stopping, event: Signalled, now_s: floa
         return replace(agent, phase=stopping), farewell
     reason = StopReason.INTERRUPT if event.signum == SIGINT else StopReason.LEAVE
     stopping = stopping.hurried(now_s, agent.times.stop_grace_s)
-    return stop_otherwise(agent, stopping, reason, event.signum, farewell)
+    return stop_otherwise(agent, stopping, reason, for_workers(event.signum), farewell)
 
 
 def _end_too(agent: Agent, stopping: Stopping, event: Signalled, now_s: float) -> Step:
@@ -242,4 +255,4 @@ def _is_by_us(event: WorkerExited, failure: Failure, stopping: Stopping) -> bool
 
 def _is_own_doing(failure: Failure) -> bool:
     """Whether no peer's end can be the cause. For a bare exit code this is unknown."""
-    return failure.kind not in (FailureKind.PEER_LOST, FailureKind.EXIT_CODE)
+    return not failure.kind.is_secondary and failure.kind is not FailureKind.EXIT_CODE

@@ -9,7 +9,17 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar, get_args
 
-from elaunch.agent.core import clearing, finished, joining, leaving, membership, own_store, running, stopping
+from elaunch.agent.core import (
+    clearing,
+    finished,
+    hang_watch,
+    joining,
+    leaving,
+    membership,
+    own_store,
+    running,
+    stopping,
+)
 from elaunch.agent.core import store_outage as outage
 from elaunch.agent.core.events import (
     Cleared,
@@ -20,8 +30,10 @@ from elaunch.agent.core.events import (
     Looked,
     OwnStoreLost,
     Reported,
+    Sampled,
     ServiceLost,
     Signalled,
+    StacksTaken,
     StoreAway,
     StoreBack,
     StoreEvent,
@@ -33,6 +45,8 @@ from elaunch.agent.core.events import (
     WorkerExited,
     WorkerListens,
     WorkerRaised,
+    WorkerReturned,
+    WorkersAtPrompt,
     WorkerSaved,
     WorkerSaving,
     WorkersHung,
@@ -61,8 +75,10 @@ NO_WORKERS = Ignored("no worker of this node runs")
 ALL_DONE = Ignored("all workers of this node have exited with 0")
 NONE_LEFT = Ignored("the last worker is gone")
 OVER = Ignored("this agent's work is done")
+ASKED_TO = Ignored("its signal may be the reason")
 UNBROKEN = Ignored("no peer has failed, so this worker is still needed")
 HAS_GRACE = Ignored("the stop's own deadline covers this worker")
+NOT_STOPPING = Ignored("nobody wants it to end")
 NOT_AWAITED = Ignored("workers that are to end need not report")
 KILLED_IN_TIME = Ignored("a worker that hangs gets SIGKILL at the stop's deadline")
 NOTHING_TO_CLEAR = Ignored("not possible: it answers `Clear`, and nothing is being cleared")
@@ -106,12 +122,16 @@ ROWS: tuple[Row[Any], ...] = (
         own_store.lost_with_workers, own_store.lost_without_workers),
     Row(WorkerExited, NO_WORKERS, running.worker_exited, stopping.worker_exited, NONE_LEFT, ALL_DONE),
     Row(WorkerRaised, NO_WORKERS, running.worker_raised, HAS_GRACE, NONE_LEFT, ALL_DONE),
+    Row(WorkerReturned, NO_WORKERS, running.worker_returned, ASKED_TO, NONE_LEFT, ALL_DONE),
     Row(WorkerListens, NO_WORKERS, running.worker_listens, stopping.worker_listens, NONE_LEFT, ALL_DONE),
     Row(WorkerSaving, NO_WORKERS, running.worker_saving, stopping.worker_saving, NONE_LEFT, ALL_DONE),
     Row(WorkerSaved, NO_WORKERS, UNBROKEN, stopping.worker_saved, NONE_LEFT, ALL_DONE),
     Row(WorkerStopped, NO_WORKERS, running.worker_stopped, stopping.worker_stopped, NONE_LEFT, ALL_DONE),
     Row(Reported, NO_WORKERS, running.reported, NOT_AWAITED, NONE_LEFT, ALL_DONE),
+    Row(Sampled, NO_WORKERS, hang_watch.sampled, NOT_AWAITED, NONE_LEFT, ALL_DONE),
+    Row(StacksTaken, NO_WORKERS, hang_watch.stacks_taken, NOT_AWAITED, NONE_LEFT, ALL_DONE),
     Row(WorkersHung, NO_WORKERS, running.workers_hung, KILLED_IN_TIME, NONE_LEFT, ALL_DONE),
+    Row(WorkersAtPrompt, NO_WORKERS, NOT_STOPPING, stopping.workers_at_prompt, NONE_LEFT, ALL_DONE),
     Row(ServiceLost, NO_WORKERS, running.service_lost, stopping.service_lost, NONE_LEFT, ALL_DONE),
     Row(Cleared, NOTHING_TO_CLEAR, STILL_LIVE, STILL_LIVE, clearing.cleared, NOTHING_TO_CLEAR),
     Row(Signalled,

@@ -12,6 +12,8 @@ from elaunch.rendezvous.codec import decode, encode
 from elaunch.rendezvous.types import Program
 
 BOOT_VARIABLE = "ELAUNCH_BOOT"
+# The first word of the variable in a fresh worker, which is not to pause.
+FRESH = "fresh"
 HOOK_DIR = str(Path(__file__).with_name("hook"))
 
 
@@ -46,6 +48,18 @@ class Boot:
         """Read the message from `fd`, and close `fd`."""
         with open(fd) as file:
             return decode(cls, file.read())
+
+
+def hooked(environment: Mapping[str, str], crash_fd: int, *, reports: bool) -> dict[str, str]:
+    """The variables by which a fresh worker's interpreter runs elaunch's sitecustomize (see fresh.py).
+
+    `reports` says that the worker is to tell its agent how its program ends.
+    """
+    path = environment.get("PYTHONPATH")
+    return {
+        "PYTHONPATH": f"{HOOK_DIR}{os.pathsep}{path}" if path else HOOK_DIR,
+        BOOT_VARIABLE: f"{FRESH} {crash_fd} {'unset' if path is None else 'set'} {int(reports)}",
+    }
 
 
 def bare_command(module: str, call: str, *args: str) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import resource
 import signal
 import sys
 from contextlib import suppress
@@ -12,18 +13,29 @@ from pathlib import Path
 from typing import NoReturn
 
 from elaunch.agent.environment import arguments
+from elaunch.agent.forkserver import crash_stack
+from elaunch.agent.forkserver.boot import hooked
+from elaunch.agent.forkserver.fresh import NEEDED
 from elaunch.agent.forkserver.server import Child
-from elaunch.agent.linux import die_with_parent, set_command_line
-from elaunch.rendezvous.types import Program
+from elaunch.agent.linux import allow_tracer, die_with_parent, set_command_line
+from elaunch.rendezvous.types import Program, ProgramKind
+
+# The number of the crash file among the descriptors that came with the order.
+_CRASH_FD = 4
+# A program that takes descriptors by number, or closes them in a loop, takes low ones.
+_HIGH_FD = 1023
 
 
 def become(child: Child) -> None:
     """Become the process that `child` describes. Returns only if Python itself is to start the program now."""
     die_with_parent(child.template_pid, signal.SIGKILL)
+    # Its py-spy is this process's cousin.
+    allow_tracer(child.boot.agent_pid)
     os.setsid()
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     _take_fds(child.fds)
+    crash_fd = _put_away(_CRASH_FD) if child.order["op"] == "worker" else -1
     _enter(child.order["cgroup"])
     if child.order["op"] == "store":
         from elaunch.agent.forkserver import worker_store
@@ -41,13 +53,14 @@ def become(child: Child) -> None:
     given = program.args
     program = replace(program, args=arguments(given, child.order["local_rank"]))
     if child.preloaded is None:
-        _exec(program, child)
+        _exec(program, child, crash_fd)
     set_command_line(program.argv, os.path.basename(program.argv[0]))  # noqa: PTH119
     if given:
         sys.argv[-len(given) :] = sys.orig_argv[-len(given) :] = program.args
     from elaunch.agent.forkserver import after_fork, exit_report
 
     after_fork.refresh(child.preloaded)
+    crash_stack.enable(crash_fd)
     link = exit_report.promise()
     if child.gate:
         child.gate.stand(link)
@@ -72,7 +85,27 @@ def _take_fds(fds: tuple[int, ...]) -> None:
     os.closerange(len(fds), max(int(name) for name in os.listdir("/proc/self/fd")) + 1)  # noqa: PTH208
 
 
-def _exec(program: Program, child: Child) -> NoReturn:
+def _put_away(fd: int) -> int:
+    """Move the descriptor to a high number, which is returned; -1 if that cannot be."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    high = _HIGH_FD if limit == resource.RLIM_INFINITY else min(_HIGH_FD, limit - 1)
+    moved = -1
+    with suppress(OSError):
+        moved = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, high)
+    os.close(fd)
+    return moved
+
+
+def _is_shadowed(program: Program) -> bool:
+    """Whether a file beside the program has the name of a module that `fresh` would import before it."""
+    place = os.getcwd() if program.kind is ProgramKind.MODULE else program.target  # noqa: PTH109
+    if not os.path.isdir(place):  # noqa: PTH112
+        place = os.path.dirname(os.path.realpath(place))  # noqa: PTH120
+    there = os.path.exists
+    return any(there(f"{place}/{name}.py") or there(f"{place}/{name}/__init__.py") for name in NEEDED)
+
+
+def _exec(program: Program, child: Child, crash_fd: int) -> NoReturn:
     # Python ignores these two signals from its start. A fresh program expects the defaults.
     for signum in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(signum, signal.SIG_DFL)
@@ -81,6 +114,11 @@ def _exec(program: Program, child: Child) -> NoReturn:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     if len(child.fds) > 3:
         os.set_inheritable(3, True)
+    if program.kind is not ProgramKind.COMMAND and program.interpreter == sys.executable:
+        # Another interpreter may not have elaunch, and a command may be anything.
+        os.environ.update(hooked(os.environ, crash_fd, reports=not _is_shadowed(program)))
+        if crash_fd >= 0:
+            os.set_inheritable(crash_fd, True)
     signal.pthread_sigmask(signal.SIG_SETMASK, child.restore_mask)
     try:
         os.execvpe(program.argv[0], program.argv, os.environ)

@@ -5,18 +5,17 @@ After Python prints the exception, it still joins threads, runs atexit calls and
 
 from __future__ import annotations
 
-import atexit
-import json
 import os
-import socket
 import sys
 import threading
-import time
-import traceback
-from contextlib import suppress
-from typing import Any
+
+# `typing` itself is not imported: a fresh worker imports this before its program.
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
 
 LINK_FD = 3
+_STANDARD = os.path.dirname(os.__file__)  # noqa: PTH120
 
 
 def promise() -> int:
@@ -27,32 +26,74 @@ def promise() -> int:
 
     def say() -> None:
         # A child that the program forked runs this too, but its end is not the worker's.
-        if os.getpid() != pid:
-            return
-        error = _fatal()
-        if error is not None:
-            _record(error)
-        tell(link, {"event": "ended", "raised": error is not None, "reached_store": _reached_store()}, last=True)
+        if os.getpid() == pid:
+            try:
+                _report(link)
+            except Exception:
+                # The program may have broken anything in this interpreter. Its end is still its own.
+                return
 
     # These calls run before Python joins its threads, atexit's only afterwards. concurrent.futures uses them too.
-    register: Any = getattr(threading, "_register_atexit", atexit.register)
+    register: Any = getattr(threading, "_register_atexit", None)
+    if register is None:
+        import atexit
+
+        register = atexit.register
     register(say)
     return link
 
 
-def tell(link: int, said: dict[str, Any], last: bool = False) -> None:
+def load() -> None:
+    """Import what a report of an exception needs, in the fork server: its workers then have it."""
+    import json  # noqa: F401
+    import time  # noqa: F401
+    import traceback  # noqa: F401
+
+
+def tell(link: int, said: dict[str, Any]) -> None:
     """Send a message on the link, the socket with that inode, if fd 3 is still that socket.
 
-    The agent reads the link from time to time. The `last` message wakes it.
+    The agent reads the link from time to time.
     """
-    with suppress(OSError):
-        if os.fstat(LINK_FD).st_ino == link:
-            with socket.socket(fileno=os.dup(LINK_FD)) as end:
-                # The program must not wait for an agent that does not read.
-                with suppress(BlockingIOError):
-                    end.send(b"\n" + json.dumps(said).encode() + b"\n", socket.MSG_DONTWAIT)
-                if last:
-                    end.shutdown(socket.SHUT_WR)
+    import json
+
+    _send(link, json.dumps(said))
+
+
+def _report(link: int) -> None:
+    path = sys.path
+    # A file beside the script may have the name of a module that is needed here.
+    sys.path = [_STANDARD, os.path.join(_STANDARD, "lib-dynload")]  # noqa: PTH118
+    try:
+        error = _fatal()
+        # An import may run code by eval, after which Python has forgotten that it is to die of SIGINT (exit_sigint).
+        if error is not None and ("traceback" in sys.modules or not isinstance(error, KeyboardInterrupt)):
+            _record(error)
+        raised, reached = ("true" if is_so else "false" for is_so in (error is not None, _reached_store()))
+        _send(link, f'{{"event": "ended", "raised": {raised}, "reached_store": {reached}}}', last=True)
+    finally:
+        sys.path = path
+
+
+def _send(link: int, line: str, *, last: bool = False) -> None:
+    """Send the line. The `last` one wakes the agent."""
+    import _socket
+
+    try:
+        if os.fstat(LINK_FD).st_ino != link:
+            return
+        end = _socket.socket(fileno=os.dup(LINK_FD))
+    except OSError:
+        return
+    try:
+        # The program must not wait for an agent that does not read.
+        end.send(f"\n{line}\n".encode(), _socket.MSG_DONTWAIT)
+    except OSError:
+        pass
+    finally:
+        if last:
+            end.shutdown(_socket.SHUT_WR)
+        end.close()
 
 
 def _fatal() -> BaseException | None:
@@ -76,13 +117,20 @@ def _record(error: BaseException) -> None:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
+    import json
+    import time
+    import traceback
+
     text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     said = {
         "message": f"{type(error).__name__}: {_message(error)}",
         "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))},
     }
-    with suppress(OSError), open(path, "x") as file:  # noqa: PTH123
-        json.dump({"message": said}, file)
+    try:
+        with open(path, "x") as file:  # noqa: PTH123
+            json.dump({"message": said}, file)
+    except OSError:
+        return
 
 
 def _message(error: BaseException) -> str:

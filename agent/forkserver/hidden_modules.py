@@ -73,12 +73,12 @@ class Gate(MetaPathFinder):
             if brought is None:
                 # Another thread has put it back.
                 return
-            back = self._let_in(name, brought)
+            back = self._put_back(name, brought)
         changed = {n for n in {*self._environment, *os.environ} if self._environment.get(n) != os.environ.get(n)}
         after_fork.set_threads(changed, back)
         self._tell(name, replay(changed, brought.readers, back))
 
-    def _let_in(self, name: str, brought: Brought) -> dict[str, ModuleType]:
+    def _put_back(self, name: str, brought: Brought) -> dict[str, ModuleType]:
         package = name.partition(".")[0]
         whole = package in self._named
         back = {

@@ -56,9 +56,10 @@ def main(boot: Boot, loaded_at_start: Collection[str], customise: Callable[[], N
     except Unfaithful as reason:
         _start_anew(replace(boot, preload=None, fallback=str(reason), mask=tuple(mask)), environment)
     # Before any fork: otherwise each worker would have to import and make the same itself.
-    from elaunch.agent.forkserver import child
+    from elaunch.agent.forkserver import child, exit_report
     from elaunch.agent.forkserver.hidden_modules import Gate
 
+    exit_report.load()
     gate = Gate(preloaded.brought)
     gc.freeze()
     gc.enable()

@@ -16,7 +16,7 @@ class JobCgroup:
     """The job's cgroup below this process's own. If none can be made, `path` is empty and the methods do nothing."""
 
     def __init__(self, name: str) -> None:
-        own = _own_cgroup()
+        own = own_cgroup()
         self.path = str(own / name) if own else ""
 
     def make(self) -> None:
@@ -47,7 +47,7 @@ class JobCgroup:
             kill_cgroup(str(Path(self.path, f"generation_{generation}")), meanwhile)
 
 
-def _own_cgroup() -> Path | None:
+def own_cgroup() -> Path | None:
     """This process's folder in the cgroup2 hierarchy, wherever that is mounted."""
     try:
         # Folder names in these files may be in any encoding.

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from elaunch.agent.guardian.cgroup import JobCgroup
-from elaunch.agent.guardian.guardian import VARIABLE, Kin, clean_up, sweep
+from elaunch.agent.guardian.guardian import VARIABLE, Kin, clean_up, marker_beside, sweep
 
 
 class GuardianClient:
@@ -70,8 +70,11 @@ class GuardianClient:
 
     def environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
         """`inherited` with this agent's marker after those of the agents above it."""
-        above = inherited.get(VARIABLE)
-        return {**inherited, VARIABLE: f"{above},{self.marker}" if above else self.marker}
+        return _marked(inherited, self.marker)
+
+    def command_environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
+        """`inherited` for a command that the agent runs: it ends with the agent, but not with a generation."""
+        return _marked(inherited, marker_beside(self.marker))
 
     def end_generation(self, generation: int, fork_server: int, meanwhile: Callable[[], None]) -> None:
         """End every process of a generation, whoever its parent is now, except the fork server (a pid).
@@ -86,3 +89,8 @@ class GuardianClient:
         os.close(self._fd)
         if self._process.wait() != 0:
             clean_up(self._kin, self.cgroup.path, self._run_dirs)
+
+
+def _marked(inherited: Mapping[str, str], marker: str) -> dict[str, str]:
+    above = inherited.get(VARIABLE)
+    return {**inherited, VARIABLE: f"{above},{marker}" if above else marker}

@@ -44,8 +44,10 @@ CLEANERS = (b"multiprocessing.resource_tracker", b"torch_shm_manager")
 CLEANERS_S = 0.5
 # A run directory, and the file in it that its agent keeps locked as long as it lives. The file holds the host's boot
 # id, since on a disk that hosts share one host may not see another host's locks.
-RUN_DIR = re.compile(r"elaunch_[0-9a-f]{16}(_memory)?")
+RUN_DIR = re.compile(r"elaunch_[0-9a-f]{16}(_memory|_socket)?")
 CLAIM = ".agent"
+# Where agents' sockets are: all processes of a host find these folders, whatever their TMPDIR is.
+SOCKET_FOLDERS = ("/tmp", "/dev/shm", "/var/tmp")
 
 
 class Kin:
@@ -57,6 +59,7 @@ class Kin:
 
     def __init__(self, marker: str, jobs: Mapping[str, str], cgroups: Mapping[str, str], namespace: str) -> None:
         self.marker = marker
+        self._needles = [marker.encode()]
         self._jobs = jobs
         self._cgroups = cgroups
         self._namespace = namespace
@@ -76,19 +79,25 @@ class Kin:
         """The kin as text that another process can `read` from an argument. ASCII, whatever the scheduler's ids are."""
         return json.dumps((self.marker, self._jobs, self._cgroups, self._namespace))
 
+    def with_commands(self) -> Kin:
+        """This kin together with the commands that the agent runs beside the workers, which have `marker_beside`."""
+        kin = Kin(self.marker, self._jobs, self._cgroups, self._namespace)
+        kin._needles = [self.marker.encode(), marker_beside(self.marker).encode()]
+        return kin
+
     def has(self, pid: int) -> bool:
         """Whether that process is one of the agent's."""
-        needle = self.marker.encode()
         try:
             # The environment of a zombie reads as empty.
             environment = Path(f"/proc/{pid}/environ").read_bytes()
         except OSError:
             return False
-        if needle not in environment:
+        if not any(needle in environment for needle in self._needles):
             return False
         # If a name is there twice, the first one counts.
         variables = dict(entry.partition(b"=")[::2] for entry in reversed(environment.split(b"\0")))
-        if needle not in variables.get(VARIABLE.encode(), b""):
+        mark = variables.get(VARIABLE.encode(), b"")
+        if not any(needle in mark for needle in self._needles):
             return False
         jobs = {name: _id(variables.get(name.encode(), b"")) for name in JOB_VARIABLES}
         return not self.is_elsewhere(jobs, _cgroups_of(pid), _namespace_of(pid))
@@ -113,6 +122,11 @@ class Kin:
         # The agent is in the root cgroup, so every cgroup of the host is below its own. A container has a cgroup and a
         # pid namespace of its own. A worker's child in a new pid namespace (bwrap, unshare) stays in its cgroup.
         return not is_own_namespace or cgroup.startswith("/../")
+
+
+def marker_beside(marker: str) -> str:
+    """The marker of commands that end with the agent, but not with a generation of workers."""
+    return marker[::-1]
 
 
 def _id(value: bytes) -> str:
@@ -158,7 +172,7 @@ def _namespace_of(pid: int | str) -> str:
 
 def clean_up(kin: Kin, cgroup: str, run_dirs: Iterable[str]) -> None:
     """End a job's processes, and remove its cgroup (a path, or empty) and those of its run directories that exist."""
-    sweep(kin)
+    sweep(kin.with_commands())
     if cgroup:
         kill_cgroup(cgroup)
     for run_dir in run_dirs:

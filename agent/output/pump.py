@@ -12,52 +12,76 @@ import selectors
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 
-from elaunch.agent.output.streams import Console, WorkerStream
+from elaunch.agent.output.streams import Console, WorkerStream, is_one_pipe, is_pipe
+from elaunch.agent.own_lines import OwnLines
 
 _READ_BYTES = 256 << 10
+
+# Gets, by local rank, the end of each stderr, and the number of its lines that were not shown (`TracebackFold`).
+Drained = Callable[[dict[int, str], dict[int, int]], None]
 
 
 class Pump:
     """Moves all streams of one agent, and the agent's own log lines, so that their order is kept.
 
-    `stdout` and `stderr` are shared with the streams. Call `start` once; `close` waits until everything is written.
+    `lines` is the form of the latter. `stdout` and `stderr` are shared with the streams. Call `start` once; `close`
+    waits until everything is written.
     """
 
-    def __init__(self) -> None:
-        self.stdout = Console(1, self.say)
-        self.stderr = Console(2, lambda _: None)
+    def __init__(self, lines: OwnLines) -> None:
+        self.lines = lines
+        self.stdout = Console(1, self._stdout_gone)
+        # The agent's own lines may go where stdout goes (2>&1).
+        self.stderr = Console(2, lambda error: self._stdout_gone(error) if is_one_pipe(1, 2) else None)
+        self._when_closed: Callable[[], None] = lambda: None
+        self._is_closed = threading.Event()
         self._todo: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._wake_r, self._wake_w = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._wake_r, selectors.EVENT_READ)
         self._streams: list[WorkerStream] = []
         self._tails: dict[int, dict[int, str]] = {}
+        self._folded: dict[int, dict[int, int]] = {}
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="elaunch-output", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
+    def when_stdout_closed(self, do: Callable[[], None]) -> None:
+        """Call `do` if stdout is a pipe and its reader is gone; at once, if that is so already. In any thread."""
+        self._when_closed = do
+        if self._is_closed.is_set():
+            do()
+
+    def _stdout_gone(self, error: OSError) -> None:
+        """A pipe that was closed on purpose (`| head`) ends the job. Another loss, as of a terminal, does not."""
+        if isinstance(error, BrokenPipeError) and is_pipe(1):
+            self._is_closed.set()
+            self._when_closed()
+        else:
+            self.say(f"the console's reader is gone ({error.strerror}); training goes on without it")
+
     def say(self, line: str) -> None:
         """Write one line of the agent's own to stderr."""
-        self.do(lambda: self.stderr.write(f"elaunch: {line}\n".encode(errors="backslashreplace"), None))
+        # Its time is now, however late it is written.
+        data = self.lines.line(line)
+        self.do(lambda: self.stderr.write(data, None))
 
-    def write_report(self, text: str) -> None:
-        """Write `text` to stderr as it is."""
-        self.do(lambda: self.stderr.write(text.encode(errors="backslashreplace"), None))
+    def write_report(self, text: str, record: Mapping[str, object]) -> None:
+        """Write the report to stderr; nothing if `text` is empty."""
+        data = self.lines.report(text, record) if text else b""
+        self.do(lambda: self.stderr.write(data, None))
 
     def add(self, stream: WorkerStream) -> None:
         """Move what comes through `stream` from now on."""
         self.do(lambda: self._add(stream))
 
-    def drain(self, generation: int, drained: Callable[[dict[int, str]], None]) -> None:
-        """Pass on all that is left in a generation's pipes and close them.
-
-        `drained` is called in the pump's thread with the end of each local rank's stderr.
-        """
+    def drain(self, generation: int, drained: Drained) -> None:
+        """Pass on all that is left in a generation's pipes and close them; `drained` is called in the pump's thread."""
         self.do(lambda: self._drain(generation, drained))
 
     def close(self, timeout_s: float | None = None) -> bool:
@@ -88,7 +112,7 @@ class Pump:
             now_s = time.monotonic()
             for stream in self._streams:
                 if stream.flush_at_s is not None and stream.flush_at_s <= now_s:
-                    stream.flush()
+                    stream.flush(now_s)
 
     def _work(self) -> None:
         with suppress(BlockingIOError):
@@ -126,8 +150,10 @@ class Pump:
         stream.close()
         if tail := stream.tail():
             self._tails.setdefault(stream.generation, {})[stream.local_rank] = tail
+        if stream.folded:
+            self._folded.setdefault(stream.generation, {})[stream.local_rank] = stream.folded
 
-    def _drain(self, generation: int, drained: Callable[[dict[int, str]], None]) -> None:
+    def _drain(self, generation: int, drained: Drained) -> None:
         try:
             for stream in [s for s in self._streams if s.generation == generation]:
                 # All writers are dead, so what is left fits in the pipe. If another process still writes, stop there.
@@ -137,4 +163,4 @@ class Pump:
                 if stream in self._streams:
                     self._finish(stream)
         finally:
-            drained(self._tails.pop(generation, {}))
+            drained(self._tails.pop(generation, {}), self._folded.pop(generation, {}))

@@ -6,15 +6,18 @@ import fcntl
 import os
 import secrets
 import shutil
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
-from elaunch.agent.guardian.guardian import CLAIM, boot_id
+from elaunch.agent.guardian.guardian import CLAIM, SOCKET_FOLDERS, boot_id
 
 SHARED_MEMORY = "/dev/shm"
+# The link to the newest run's folder in the user's log folder.
+LATEST = "latest"
 # The mode of a run's folder in the user's log folder, less what the umask takes away. It also protects the files that
 # workers write there with the user's umask.
 LOGS_MODE = 0o750
@@ -33,6 +36,12 @@ def memory_places(private: tuple[str, ...]) -> tuple[str, ...]:
     """Where the job's memory on this host may be made: in shared memory, else on a disk, beside a private folder."""
     name = Path(private[0]).name
     return (f"{SHARED_MEMORY}/{name}_memory", *(f"{place}_memory" for place in private if SHARED_MEMORY not in place))
+
+
+def socket_places(private: tuple[str, ...]) -> tuple[str, ...]:
+    """Where the folder of the agent's socket may be made: `elaunch status` looks there, whose TMPDIR may be another."""
+    name = f"{Path(private[0]).name}_socket"
+    return tuple(dict.fromkeys((*(f"{folder}/{name}" for folder in SOCKET_FOLDERS), *(f"{p}_socket" for p in private))))
 
 
 class MemoryFolder(NamedTuple):
@@ -62,10 +71,13 @@ class RunDir:
         self.logs: Path | None = None
         self.private: Path | None = None
         if log_dir:
-            logs = log_dir / f"{run_id.replace('/', '_')}_{secrets.token_hex(4)}"
+            # The runs of a folder sort by their start.
+            name = f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_{run_id.replace('/', '_')}_{secrets.token_hex(4)}"
+            logs = log_dir / name
             with suppress(FileExistsError):
                 log_dir.mkdir(parents=True)
             logs.mkdir(mode=LOGS_MODE)
+            _point_to(logs)
             self.logs = logs.absolute()
         else:
             self.private = self._private()
@@ -83,6 +95,12 @@ class RunDir:
     def memory(self) -> MemoryFolder:
         """The folder for what workers keep beyond their own lives; made when it is first asked for."""
         return _make_memory(memory_places(self._private_places))
+
+    def socket_folders(self) -> Iterator[Path]:
+        """Private folders for the agent's socket, each made when it is asked for; the first that works is kept."""
+        for place in socket_places(self._private_places):
+            with suppress(OSError):
+                yield _make_private(place)
 
     def generation(self, generation: int) -> Path | None:
         """The generation's folder."""
@@ -119,6 +137,21 @@ class RunDir:
                 return _make_private(place)
         self.warn("no temporary folder can be written; exceptions are read from the workers' output instead")
         return None
+
+
+def _point_to(logs: Path) -> None:
+    """Let the link `latest` beside a run's folder point to it. Of several starts at once one wins.
+
+    A disk without links goes without. What is called `latest` and is no link is the user's.
+    """
+    link, making = logs.with_name(LATEST), logs.with_name(f".{LATEST}_{secrets.token_hex(4)}")
+    with suppress(OSError):
+        if link.is_symlink() or not link.exists():
+            making.symlink_to(logs.name)
+            try:
+                making.replace(link)
+            except OSError:
+                making.unlink()
 
 
 def _make_private(place: str) -> Path:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import select
+import stat
 from collections import deque
 from collections.abc import Callable
 
+from elaunch.agent.output.folding import TracebackFold
 from elaunch.agent.output.lines import LineSplitter, prefixed
 from elaunch.records import dataclass
 
@@ -20,13 +22,13 @@ MODE = 0o640
 class Console:
     """One of this process's standard streams, shared by the ranks: no rank's line is cut by another's.
 
-    `warn` is called once if the reader is gone (`elaunch … | head`). Later output of that stream is dropped, so that
-    training goes on.
+    `gone` is called once if nothing can be written any more: its reader is gone, or the disk is full. Later output of
+    that stream is dropped.
     """
 
-    def __init__(self, fd: int, warn: Callable[[str], None]) -> None:
+    def __init__(self, fd: int, gone: Callable[[OSError], None]) -> None:
         self._fd = fd
-        self._warn = warn
+        self._gone = gone
         self._open_line_of: WorkerStream | None = None
 
     def write(self, data: bytes, writer: WorkerStream | None, prefix: bytes = b"") -> None:
@@ -43,7 +45,7 @@ class Console:
             write_all(self._fd, data)
         except OSError as error:
             self._fd = -1
-            self._warn(f"the console's reader is gone ({error.strerror}); training goes on without it")
+            self._gone(error)
 
 
 class LogFile:
@@ -83,7 +85,8 @@ class Route:
     """Where a worker's stream goes: all of it to `console`, each line with `prefix`, and to `file`.
 
     With `file_first` the console gets only what the file does not take. Lines with one of `needles` are also copied to
-    `needle_file`. With `whole_lines` partial lines are held back, since other workers write to the console too.
+    `needle_file`. With `whole_lines` partial lines are held back, since other workers write to the console too. `fold`
+    holds back tracebacks on the console, `frame` makes the console's form of lines.
     """
 
     console: Console | None
@@ -93,6 +96,8 @@ class Route:
     file_first: bool = False
     needles: tuple[bytes, ...] = ()
     needle_file: LogFile | None = None
+    fold: TracebackFold | None = None
+    frame: Callable[[bytes], bytes] | None = None
 
 
 class WorkerStream:
@@ -105,9 +110,10 @@ class WorkerStream:
         self.fd = fd
         self.generation = generation
         self.local_rank = local_rank
-        self.flush_at_s: float | None = None
+        self._partial_at_s: float | None = None
         self._route = route
-        self._whole_lines = route.whole_lines or bool(route.prefix or route.needles)
+        self._fold = route.fold
+        self._whole_lines = route.whole_lines or bool(route.prefix or route.needles or route.fold or route.frame)
         self._splitter = LineSplitter()
         self._keep_tail = keep_tail
         self._tail: deque[bytes] = deque()
@@ -115,6 +121,17 @@ class WorkerStream:
 
     def fileno(self) -> int:
         return self.fd
+
+    @property
+    def flush_at_s(self) -> float | None:
+        """When `flush` is due; None if nothing is held back."""
+        due_s = (self._partial_at_s, self._fold.due_s if self._fold else None)
+        return min((at_s for at_s in due_s if at_s is not None), default=None)
+
+    @property
+    def folded(self) -> int:
+        """Lines that the console does not get, since they only tell of a lost peer."""
+        return self._fold.folded if self._fold else 0
 
     def feed(self, data: bytes, now_s: float) -> None:
         """Pass `data` on: whole lines at once, a partial line when its end comes or `flush_at_s` has passed."""
@@ -126,42 +143,65 @@ class WorkerStream:
             if not data:
                 return
         if not self._whole_lines:
-            self._show(data)
+            self._pass(data, now_s)
             return
         whole = self._splitter.whole(data)
-        self._show(whole)
-        waits_s = None if whole else self.flush_at_s
-        self.flush_at_s = (waits_s or now_s + PARTIAL_LINE_WAIT_S) if self._splitter.pending else None
+        self._pass(whole, now_s)
+        waits_s = None if whole else self._partial_at_s
+        self._partial_at_s = (waits_s or now_s + PARTIAL_LINE_WAIT_S) if self._splitter.pending else None
 
-    def flush(self) -> None:
-        """Give out a partial line that has waited long enough."""
-        self.flush_at_s = None
-        self._show(self._splitter.rest())
+    def flush(self, now_s: float) -> None:
+        """Give out what has been held back long enough: a partial line, a traceback."""
+        if self._partial_at_s is not None and now_s >= self._partial_at_s:
+            self._partial_at_s = None
+            self._pass(self._splitter.rest(), now_s)
+        if self._fold and self._fold.due_s is not None and now_s >= self._fold.due_s:
+            self._show_on_console(self._fold.look(now_s))
 
     def tail(self) -> str:
         """The end of what was written, at most TAIL_BYTES_MAX."""
         return b"".join(self._tail)[-TAIL_BYTES_MAX:].decode(errors="replace")
 
     def close(self) -> None:
-        self.flush()
+        self._pass(self._splitter.rest(), 0.0)
+        if self._fold:
+            self._show_on_console(self._fold.end())
         os.close(self.fd)
         for file in (self._route.file, self._route.needle_file):
             if file:
                 file.close()
 
-    def _show(self, data: bytes) -> None:
+    def _pass(self, data: bytes, now_s: float) -> None:
+        """Copy `data` to its places; the console gets it later if it is held back."""
+        self._copy_needles(data)
+        self._show_on_console(self._fold.take(data, now_s) if self._fold else data)
+
+    def _copy_needles(self, data: bytes) -> None:
         route = self._route
         if route.needle_file and route.needles:
             lines = data.splitlines(keepends=True)
             route.needle_file.write(b"".join(line for line in lines if any(n in line for n in route.needles)))
-        if route.console:
-            route.console.write(data, self, route.prefix)
+
+    def _show_on_console(self, data: bytes) -> None:
+        route = self._route
+        if route.console and data:
+            route.console.write(route.frame(data) if route.frame else data, self, route.prefix)
 
     def _remember(self, data: bytes) -> None:
         self._tail.append(data[-TAIL_BYTES_MAX:])
         self._tail_bytes += len(self._tail[-1])
         while self._tail_bytes - len(self._tail[0]) >= TAIL_BYTES_MAX:
             self._tail_bytes -= len(self._tail.popleft())
+
+
+def is_pipe(fd: int) -> bool:
+    """Whether the descriptor is a pipe, and no terminal, file or socket."""
+    return stat.S_ISFIFO(os.fstat(fd).st_mode)
+
+
+def is_one_pipe(one: int, other: int) -> bool:
+    """Whether both descriptors are the same pipe."""
+    return is_pipe(one) and os.path.samestat(os.fstat(one), os.fstat(other))
 
 
 def write_all(fd: int, data: bytes) -> None:

@@ -52,6 +52,10 @@ class Session:
     def commit(self, txn: Txn, tag: Tag | None) -> None:
         self._do(lambda: self._client.commit(txn, tag))
 
+    def offer(self, txn: Txn) -> None:
+        """Commit what nothing depends on, once. Any thread may call it."""
+        self._do(lambda: self._client.offer(txn))
+
     def renew(self) -> None:
         """Let go of the lease and begin another, under a new name."""
         self._do(self._client.new_lease)

@@ -17,7 +17,7 @@ from elaunch.agent.session.store_view import StoreView
 from elaunch.rendezvous.codec import decode
 from elaunch.rendezvous.rules.transactions import run_lease
 from elaunch.rendezvous.rules.trimming import content_bytes, trimmed
-from elaunch.rendezvous.store import Answer, Empty, LeaseGone, Put, Rejected, TooLarge, Txn
+from elaunch.rendezvous.store import Answer, Empty, LeaseGone, Put, Rejected, StoreError, TooLarge, Txn
 from elaunch.rendezvous.times import Times
 from elaunch.rendezvous.types import Node
 
@@ -143,6 +143,11 @@ class StoreClient:
             # The watch may never tell why: it does not cover other nodes' keys. (It does cover a first run's.)
             self._view.refresh()
         self._post(Committed(tag, answer.held, answer.revision))
+
+    def offer(self, txn: Txn) -> None:
+        """Commit what nothing depends on, once: a store that is away or refuses it costs this node nothing more."""
+        with suppress(StoreError):
+            self._store.commit(txn)
 
     def widen(self) -> None:
         """Look at all of the job's keys from now on."""

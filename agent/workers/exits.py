@@ -6,41 +6,67 @@ import signal
 import time
 from dataclasses import replace
 
+from elaunch.agent.core.crash import CODES
 from elaunch.agent.core.events import WorkerExited
-from elaunch.agent.core.failures import Place, Remains, failure_of
+from elaunch.agent.core.failures import Place, Remains, end_of, failure_of
 from elaunch.agent.workers.error_file import read_error_file
 from elaunch.agent.workers.group import WorkerGroup
-from elaunch.agent.workers.oom import OutOfMemoryWatch
+from elaunch.agent.workers.oom import OutOfMemoryWatch, held_text, limit_text
 
 
 class ExitReader:
-    """Reads what workers on `host` leave. Make it before any worker starts, since it counts the kernel's kills."""
+    """Reads what workers on `host` leave."""
 
-    def __init__(self, host: str) -> None:
+    def __init__(self, host: str, oom: OutOfMemoryWatch) -> None:
         self._host = host
-        self._oom = OutOfMemoryWatch()
+        self._oom = oom
 
     def exited(self, group: WorkerGroup, local_rank: int, pid: int, code: int) -> WorkerExited:
         """The event of a worker's exit; `code` is as in `Failure`."""
         link = group.links.get(local_rank)
         if link:
             link.read()
+        now, step, lived_s = time.time(), link.step if link else -1, group.lived_s(local_rank)
+        place = Place(group.generation, group.node_id, self._host, group.rank(local_rank), local_rank, pid)
+        progressed = True if link and link.step >= 0 else link.reached_store if link else None
+        end = None
+        if code == 0 or (link and link.has_returned):
+            remains = Remains(code, progressed=progressed, step=step, lived_s=lived_s)
+            end = end_of(place, remains, time.strftime("%H:%M:%S", time.localtime(now)), now)
+            end = replace(end, log_path=group.log_files.get(local_rank, ""))
         if code == 0:
-            return WorkerExited(group.generation, local_rank, 0)
+            return WorkerExited(group.generation, local_rank, 0, end=end)
         error_file = group.error_files.get(local_rank)
         record = read_error_file(error_file) if error_file else None
-        kernel = self._oom.word_on(pid) if code == -signal.SIGKILL else ""
-        progressed = True if link and link.step >= 0 else link.reached_store if link else None
-        place = Place(group.generation, group.node_id, self._host, group.rank(local_rank), local_rank, pid)
-        raised = link is not None and link.raised
-        remains = Remains(code, record or "", kernel=kernel, progressed=progressed, raised=raised)
-        failure = failure_of(place, remains, signal_name(code), time.time())
+        kernel = self._word_of_kernel(group, pid) if code == -signal.SIGKILL else ""
+        stack = group.crash_files[local_rank].read() if code in CODES and local_rank in group.crash_files else ""
+        remains = Remains(
+            code,
+            record or "",
+            kernel=kernel,
+            crash=stack,
+            progressed=progressed,
+            raised=link is not None and link.raised,
+            step=step,
+            lived_s=lived_s,
+        )
+        failure = failure_of(place, remains, signal_name(code), now)
         failure = replace(
             failure,
             log_path=group.log_files.get(local_rank, ""),
             error_file="" if record is None else str(error_file),
         )
-        return WorkerExited(group.generation, local_rank, code, failure)
+        group.failures[local_rank] = failure
+        return WorkerExited(group.generation, local_rank, code, failure, end)
+
+    def _word_of_kernel(self, group: WorkerGroup, pid: int) -> str:
+        """What the kernel says about this SIGKILL, with the numbers as they are now; the siblings still live."""
+        word = self._oom.word_on(pid)
+        if not word:
+            return ""
+        others = {group.rank(local_rank): other for local_rank, other in group.pids.items() if other != pid}
+        limit, held = limit_text(), held_text(others) if others else ""
+        return "; ".join([word, *([f"its cgroup may hold {limit}"] if limit else []), *([held] if held else [])])
 
 
 def signal_name(code: int) -> str:

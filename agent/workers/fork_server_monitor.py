@@ -118,7 +118,8 @@ class ForkServerMonitor:
             case "forked" if group:
                 self._stamp_process(group, "forked", news)
                 if news["key"] != "store":
-                    group.pids[int(news["key"])] = int(news["pid"])
+                    local_rank = int(news["key"])
+                    group.pids[local_rank], group.forked_s[local_rank] = int(news["pid"]), time.monotonic()
             case "unstarted" if group:
                 self._unstarted(group, news["key"], news["why"])
             case "exited" if group:

@@ -6,11 +6,12 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from elaunch.agent.core.entries import NO_GENERATION
 from elaunch.agent.forkserver.client import Home
-from elaunch.agent.output.timeline import NO_GENERATION
+from elaunch.agent.workers.crash_file import CrashFile
 from elaunch.agent.workers.link import Link
 from elaunch.agent.workers.store_control import StoreControl
-from elaunch.rendezvous.types import RankTable
+from elaunch.rendezvous.types import Failure, RankTable
 
 # A program that ran this long counts as progress, even if it neither reports steps nor makes a process group.
 LASTING_S = 600.0
@@ -29,8 +30,11 @@ class WorkerGroup:
     cgroup: str = ""
     links: dict[int, Link] = field(default_factory=dict)
     pids: dict[int, int] = field(default_factory=dict)
+    forked_s: dict[int, float] = field(default_factory=dict)
     error_files: dict[int, Path] = field(default_factory=dict)
     log_files: dict[int, str] = field(default_factory=dict)
+    crash_files: dict[int, CrashFile] = field(default_factory=dict)
+    failures: dict[int, Failure] = field(default_factory=dict)
     store: StoreControl | None = None
     reached_store: bool | None = None
     started_s: float = field(default_factory=time.monotonic)
@@ -69,6 +73,14 @@ class WorkerGroup:
         """Workers of this node."""
         return self.table.seats[self.group_rank].slots
 
+    def close_crash_files(self) -> None:
+        while self.crash_files:
+            self.crash_files.popitem()[1].close()
+
+    def lived_s(self, local_rank: int) -> float:
+        """How long ago the worker was forked. Before that it waited for the fork server's imports."""
+        return time.monotonic() - self.forked_s.get(local_rank, self.started_s)
+
     def rank(self, local_rank: int) -> int:
         return self.table.seats[self.group_rank].first_rank + local_rank
 
@@ -81,6 +93,11 @@ class CurrentGroup:
 
     def begin(self, group: WorkerGroup) -> None:
         self._group = group
+
+    @property
+    def latest(self) -> WorkerGroup | None:
+        """The workers, None before the first `begin`."""
+        return self._group
 
     @property
     def group(self) -> WorkerGroup:

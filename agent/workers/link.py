@@ -13,9 +13,19 @@ import socket
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from elaunch.agent.core.events import LinkEvent, WorkerListens, WorkerRaised, WorkerSaved, WorkerSaving, WorkerStopped
+from elaunch.agent.core.events import (
+    LinkEvent,
+    WorkerListens,
+    WorkerRaised,
+    WorkerReturned,
+    WorkerSaved,
+    WorkerSaving,
+    WorkerStopped,
+)
 from elaunch.agent.core.messages import Message, PeerFailed, ShowStacks, StopAtStepBoundary
+from elaunch.agent.workers.step_times import StepTimes
 from elaunch.rendezvous.codec import parse_json
 
 _LOOK_S = 1.0
@@ -23,32 +33,51 @@ _LINK_BYTES_MAX = 1 << 16
 # The most characters of a note, which goes to the log, and of a phase's name, which goes into a failure's message.
 _TEXT_MAX = 2000
 _STEP_END = 1 << 63
+# Marks of one worker that go to the timeline. The Keeper makes two.
+_MARKS_MAX = 16
+
+
+class StartMark(NamedTuple):
+    """A point that a worker's start has come to, and when, on the host's monotonic clock."""
+
+    name: str
+    said_s: float
 
 
 @dataclass
 class Link:
     """The agent's end of one worker's link.
 
-    `step` is the newest step that the worker reported, and `phase` the newest phase. `reports` counts the reports of
-    both. `raised` says that its program ended by an exception. `reached_store` says whether its program had made its
-    process group; it is None until the program has ended. `notes` are sentences for the log. `news` are events for the
-    agent's core.
+    `step` is the newest step that the worker reported, `first_step` the first, and `phase` the newest phase. `reports`
+    counts the reports of both; `step_times` is what the agent's looks made of them. `raised` says that its program
+    ended by an exception. `reached_store` says whether its program had made its process group; it is None until the
+    program has ended. `notes` are sentences for the log, `marks` are for the timeline, of which `marks_left` are still
+    taken. `news` are events for the agent's core.
     """
 
     generation: int
     local_rank: int
     socket: socket.socket
     step: int = -1
+    first_step: int = -1
     phase: str = ""
     reports: int = 0
+    step_times: StepTimes = field(default_factory=StepTimes)
     raised: bool = False
     reached_store: bool | None = None
     notes: list[str] = field(default_factory=list)
+    marks: list[StartMark] = field(default_factory=list)
+    marks_left: int = _MARKS_MAX
     news: list[LinkEvent] = field(default_factory=list)
     rest: bytes = b""
 
     def fileno(self) -> int:
         return self.socket.fileno()
+
+    @property
+    def has_returned(self) -> bool:
+        """Whether the program has ended without an exception."""
+        return self.reached_store is not None and not self.raised
 
     def read(self) -> bool:
         """Read what has come, and drop lines that are no messages. Returns whether the worker is still there."""
@@ -75,6 +104,11 @@ class Link:
         notes, self.notes = self.notes, []
         return notes
 
+    def take_marks(self) -> list[StartMark]:
+        """The marks since the last call."""
+        marks, self.marks = self.marks, []
+        return marks
+
     def take_news(self) -> list[LinkEvent]:
         """The news since the last call."""
         news, self.news = self.news, []
@@ -87,8 +121,13 @@ class Link:
         match message:
             case {"event": "progress", "step": int(step)}:
                 self.step, self.reports = step, self.reports + 1
+                if self.first_step < 0:
+                    self.first_step = step
             case {"event": "phase", "name": str(name)}:
                 self.phase, self.reports = _plain(name), self.reports + 1
+            case {"event": "mark", "name": str(name), "monotonic_s": float(said_s)} if self.marks_left:
+                self.marks_left -= 1
+                self.marks.append(StartMark(_plain(name), min(said_s, time.monotonic())))
             case {"event": "listens", "stop": bool(stop), "peer_failed": bool(peer_failed)}:
                 self.news.append(WorkerListens(*where, to_stop=stop, to_failure=peer_failed))
             case {"event": "saving", "step": int(step)}:
@@ -100,8 +139,8 @@ class Link:
             case {"event": "note", "text": str(text)}:
                 self.notes.append(_plain(text))
             case {"event": "ended", "raised": bool(raised), "reached_store": bool(reached_store)}:
-                if raised and not self.raised:
-                    self.news.append(WorkerRaised(*where))
+                if self.reached_store is None:
+                    self.news.append(WorkerRaised(*where) if raised else WorkerReturned(*where))
                 self.raised, self.reached_store = raised, reached_store
 
 
@@ -147,7 +186,9 @@ class Links:
 
     def drop(self, link: Link) -> None:
         """Close a link."""
-        self._open.pop(link.fileno(), None)
+        if self._open.pop(link.fileno(), None):
+            # A process that another thread starts has a copy of the socket for a moment, which keeps it in the epoll.
+            self._epoll.unregister(link)
         link.socket.close()
 
     def tell(self, link: Link, message: Message) -> None:

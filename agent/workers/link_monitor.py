@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
+from typing import TYPE_CHECKING
 
 from elaunch.agent import linux
-from elaunch.agent.core import hang
-from elaunch.agent.core.actions import TakeStacks, TellWorkers
+from elaunch.agent.core.actions import TellWorkers
 from elaunch.agent.core.events import (
     LinkEvent,
     Reported,
     WorkerListens,
     WorkerSaved,
     WorkerSaving,
-    WorkersHung,
     WorkerStopped,
 )
-from elaunch.agent.core.messages import ShowStacks
 from elaunch.agent.output.run_dir import RunDir
-from elaunch.agent.workers import stacks
 from elaunch.agent.workers.group import CurrentGroup, WorkerGroup
 from elaunch.agent.workers.link import Link, Links
+from elaunch.agent.workers.progress import ProgressLog
 from elaunch.agent.workers.reporter import Reporter
-from elaunch.rendezvous.types import FailureKind
+
+if TYPE_CHECKING:
+    from elaunch.agent.core.node_report import WorkersSeen
 
 
 class LinkMonitor:
@@ -47,6 +47,7 @@ class LinkMonitor:
         self._current = current
         self._reporter = reporter
         self._timeline = reporter.timeline
+        self._progress = ProgressLog(reporter.timeline)
         self._run_dir = run_dir
         self._hang_timeout_s = hang_timeout_s
         self._on_hang_up = on_hang_up
@@ -64,14 +65,21 @@ class LinkMonitor:
         """When `tick` is due, on the monotonic clock."""
         return self._links.due_s
 
+    @property
+    def steps_per_s(self) -> float:
+        """How fast the workers were, over the last ten seconds or more."""
+        return self._progress.steps_per_s
+
     def begin(self, group: WorkerGroup) -> None:
         """Read these workers' links from now on."""
         self._begun_s = None
+        self._progress.begin()
         for link in group.links.values():
             self._links.add(link)
 
     def end(self, group: WorkerGroup) -> None:
         """Close these workers' links."""
+        self._progress.note(group, time.monotonic())
         for link in group.links.values():
             self._links.drop(link)
 
@@ -86,8 +94,10 @@ class LinkMonitor:
             return
         for link in due:
             self._news += self._read(link)
+            link.step_times.look(now_s, link.step, link.reports)
+        group = self._current.group
+        self._progress.look(group, now_s)
         if self._hang_timeout_s:
-            group = self._current.group
             links = group.links
             reporting = frozenset(rank for rank, link in links.items() if link.reports)
             self._news.append(Reported(group.generation, sum(link.reports for link in links.values()), reporting))
@@ -109,35 +119,35 @@ class LinkMonitor:
         while self._news:
             yield self._news.popleft()
 
+    def seen(self, now_s: float) -> WorkersSeen | None:
+        """The workers of the current generation, for whoever asks how they are; None before the first one."""
+        group = self._current.latest
+        if group is None:
+            return None
+        # Imported here: most jobs are never asked.
+        from elaunch.agent.core.node_report import WorkersSeen
+        from elaunch.rendezvous.rules.reports import RankReport
+
+        self.read_all()
+        ranks: list[RankReport] = []
+        for local_rank in range(group.slots):
+            link, pid = group.links.get(local_rank), group.pids.get(local_rank, -1)
+            state = "stopped" if linux.is_stopped(pid) else "running"
+            report = RankReport(group.rank(local_rank), local_rank, pid, state)
+            if link and link.reports:
+                times = link.step_times
+                times.look(now_s, link.step, link.reports)
+                ago_s = now_s - (times.reported_s or now_s)
+                report = replace(report, step=link.step, phase=link.phase, step_s=times.step_s, reported_ago_s=ago_s)
+            ranks.append(report)
+        return WorkersSeen(group.generation, now_s - group.started_s, tuple(ranks))
+
     def tell(self, order: TellWorkers) -> None:
         """Send the message to these workers. From now on their messages wake the agent at once."""
         word = type(order.message).__name__
         self._timeline.stamp(order.generation, "told", message=word, workers=len(order.local_ranks))
         for local_rank in order.local_ranks:
             self._links.tell(self._current.group.links[local_rank], order.message)
-
-    def take_stacks(self, order: TakeStacks) -> None:
-        """Have workers that listen write their stacks to the log. For the others a thread runs py-spy."""
-        group, generation = self._current.group, order.generation
-        self._timeline.stamp(generation, "hung", quiet_s=round(order.quiet_s))
-        self.tell(TellWorkers(generation, order.listening, ShowStacks()))
-        links = {rank: link for rank, link in group.links.items() if rank in order.local_ranks and link.reports}
-        standings = {
-            rank: hang.Standing(link.step, link.phase, linux.is_stopped(group.pids.get(rank, -1)))
-            for rank, link in links.items()
-        }
-        local_rank, message = hang.who_hangs(standings, order.quiet_s)
-        failure = replace(
-            self._reporter.node_failure(FailureKind.HANG, generation, message),
-            rank=group.rank(local_rank),
-            local_rank=local_rank,
-            pid=group.pids.get(local_rank, -1),
-            log_path=group.log_files.get(local_rank, ""),
-            progressed=True,
-        )
-        mute = order.local_ranks - order.listening
-        pids = {group.rank(rank): pid for rank, pid in group.pids.items() if rank in mute}
-        stacks.look_into(pids, self._reporter.say, partial(self._reporter.post, WorkersHung(generation, failure)))
 
     def _read(self, link: Link) -> list[LinkEvent]:
         """Read one link: the events for the agent's core. A note goes to the log at once."""
@@ -147,6 +157,9 @@ class LinkMonitor:
         rank = self._current.group.rank(link.local_rank)
         for text in link.take_notes():
             self._say_once(text, f"rank {rank}: {text}")
+        for name, said_s in link.take_marks():
+            where = {"rank": rank, "local_rank": link.local_rank}
+            self._timeline.stamp(link.generation, "marked", **where, name=name, said_s=said_s)
         news = link.take_news()
         for event in news:
             match event:

@@ -1,31 +1,42 @@
-"""Finds out whether the kernel killed a process for lack of memory."""
+"""Finds out whether the kernel killed a process for lack of memory, and who held how much."""
 
 from __future__ import annotations
 
-import os
 import re
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-_KILLED = re.compile(r"[Kk]illed process (\d+)")
+from elaunch.agent.core.sizes import bytes_text
+from elaunch.agent.workers.kernel_log import KernelLog
+
+_ANONYMOUS = re.compile(r"anon-rss:(\d+)kB")
+_SHARED = re.compile(r"shmem-rss:(\d+)kB")
+_V1_NAMES = ("memory.limit_in_bytes", "memory.max_usage_in_bytes")
+# A limit above this is none: v1 of cgroups writes the largest number of pages.
+_NO_LIMIT = 1 << 60
+# The most ranks whose memory is named: the largest ones.
+_NAMED_MAX = 4
 
 
 class OutOfMemoryWatch:
     """Finds out whether a SIGKILL came from the kernel's out-of-memory killer.
 
-    Reads the kernel log, if that is allowed, and the counters of this process's memory cgroup (v2 `memory.events`, v1
+    Asks the kernel log, if it can be read, and the counters of this process's memory cgroup (v2 `memory.events`, v1
     `memory.oom_control`). Kills from before this object was made do not count.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, log: KernelLog) -> None:
         self._counters = _counter_files()
         self._before = self._kills()
-        self._log = _open_log()
+        self._log = log
 
     def word_on(self, pid: int) -> str:
         """A few words if the kernel killed `pid` for lack of memory, or may have done so. Else the empty string."""
-        if any(int(m[1]) == pid for record in self._records() for m in [_KILLED.search(record)] if m):
-            return "out of memory, says the kernel log"
+        if record := self._log.kill_of(pid):
+            held = sum(int(m[1]) << 10 for pattern in (_ANONYMOUS, _SHARED) for m in [pattern.search(record)] if m)
+            self._before = self._kills()
+            return "out of memory, says the kernel log" + (f"; it held {bytes_text(held)}" if held else "")
         before, self._before = self._before, self._kills()
         if self._before > before:
             return "its memory cgroup counted an out-of-memory kill at that time"
@@ -39,27 +50,48 @@ class OutOfMemoryWatch:
                     total += int(found[1])
         return total
 
-    def _records(self) -> list[str]:
-        records: list[str] = []
-        if self._log is None:
-            return records
-        while True:
-            try:
-                records.append(os.read(self._log, 8192).decode(errors="replace"))
-            except BrokenPipeError:
-                # The kernel overwrote records before they were read. The next read begins at the oldest one left.
-                continue
-            except OSError:
-                return records
+
+def limit_text() -> str:
+    """The limit of this process's memory cgroup, and how much of it was used at most. Empty without a limit."""
+    for path in _counter_files():
+        names = ("memory.max", "memory.peak") if path.name == "memory.events" else _V1_NAMES
+        limit, peak = (_number(path.with_name(name)) for name in names)
+        if 0 < limit < _NO_LIMIT:
+            return bytes_text(limit) + (f", of which {bytes_text(peak)} were used" if peak else "")
+    return ""
 
 
-def _open_log() -> int | None:
+def held_text(pids: Mapping[int, int]) -> str:
+    """How much memory the workers that live hold now, with their child processes; `pids` is by rank.
+
+    Empty where psutil is missing, or none of them lives.
+    """
     try:
-        fd = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        os.lseek(fd, 0, os.SEEK_END)
-    except OSError:
-        return None
-    return fd
+        import psutil
+    except ImportError:
+        return ""
+    held: dict[int, int] = {}
+    ranks = {pid: rank for rank, pid in pids.items()}
+    parents: dict[int, int] = {}
+    sizes: dict[int, int] = {}
+    for process in psutil.process_iter(["ppid", "memory_info"]):
+        info = process.info["memory_info"]
+        if info is not None:
+            parents[process.pid], sizes[process.pid] = process.info["ppid"], info.rss
+    for pid, size in sizes.items():
+        above = pid
+        while above and above not in ranks:
+            above = parents.get(above, 0)
+        if above:
+            held[ranks[above]] = held.get(ranks[above], 0) + size
+    largest = sorted(held.items(), key=lambda item: -item[1])[:_NAMED_MAX]
+    return ", ".join(f"rank {rank} held {bytes_text(size)}" for rank, size in largest)
+
+
+def _number(path: Path) -> int:
+    with suppress(OSError, ValueError):
+        return int(path.read_text())
+    return 0
 
 
 def _counter_files() -> list[Path]:

@@ -15,6 +15,7 @@ from elaunch.agent.forkserver.client import ForkServer
 from elaunch.agent.linux import catches, is_pending
 from elaunch.agent.output.run_dir import RunDir
 from elaunch.agent.workers import numa
+from elaunch.agent.workers.crash_file import CrashFile
 from elaunch.agent.workers.group import WorkerGroup
 from elaunch.agent.workers.link import Link
 from elaunch.agent.workers.stdio import Stdio
@@ -83,6 +84,8 @@ class Spawner:
         group.links[local_rank] = Link(group.generation, local_rank, link)
         try:
             theirs += [*self._stdio.standard_fds(group, local_rank), link_end.detach()]
+            group.crash_files[local_rank] = CrashFile()
+            theirs.append(os.dup(group.crash_files[local_rank].fileno()))
             env = self._environment(group, local_rank)
             self._server.spawn(group.home, local_rank, env, self._cpus(local_rank), tuple(theirs))
         finally:

@@ -1,54 +1,214 @@
-"""Logs the stacks of hanging workers that do not listen on their link, with py-spy if it is installed."""
+"""Takes the stacks of processes with py-spy, at any time and from outside: they need not be prepared for it.
+
+py-spy reads the memory of a process without pausing it (`--nonblocking`), so a healthy training is not disturbed, and
+a process that a SIGSTOP holds can be read too. It takes 10 to 30 ms for each process.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import platform
 import shutil
 import subprocess
-import threading
-from collections.abc import Callable, Mapping
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
 
-_TOOL = "py-spy"
-_LOOK_S = 10.0
+from elaunch.agent import linux
+from elaunch.agent.core.stack_groups import Frame, Stack, ThreadStack
+from elaunch.rendezvous.codec import parse_json
+
+TOOL = "py-spy"
+NO_TOOL = f"{TOOL} is not installed; `pip install {TOOL}` has it"
+NO_RIGHT = (
+    "this process may not look into it; allow that with kernel.yama.ptrace_scope=0, or in a container with the"
+    " capability SYS_PTRACE"
+)
+_TAKE_S = 10.0
+# A process that is just changing its stack may be read wrongly; the next try is right.
+_TRIES = 3
+_AT_ONCE = 8
+_CHILDREN_MAX = 16
+_THREADS_MAX = 256
+_FRAMES_MAX = 200
+_TEXT_MAX = 300
+_OUTPUT_BYTES_MAX = 8 << 20
+
+# Calls in which a thread sleeps. The first of their arguments is a file descriptor where `_OF_A_FILE` has them.
+_CALLS = {
+    "x86_64": {
+        0: "read", 1: "write", 7: "poll", 17: "pread64", 18: "pwrite64", 19: "readv", 20: "writev", 23: "select",
+        35: "nanosleep", 42: "connect", 43: "accept", 44: "sendto", 45: "recvfrom", 46: "sendmsg", 47: "recvmsg",
+        61: "wait4", 72: "fcntl", 73: "flock", 74: "fsync", 75: "fdatasync", 202: "futex", 230: "clock_nanosleep",
+        232: "epoll_wait", 247: "waitid", 270: "pselect6", 271: "ppoll", 281: "epoll_pwait", 288: "accept4",
+    },
+    "aarch64": {
+        22: "epoll_pwait", 25: "fcntl", 32: "flock", 63: "read", 64: "write", 65: "readv", 66: "writev",
+        67: "pread64", 68: "pwrite64", 72: "pselect6", 73: "ppoll", 82: "fsync", 83: "fdatasync", 95: "waitid",
+        98: "futex", 101: "nanosleep", 115: "clock_nanosleep", 202: "accept", 203: "connect", 206: "sendto",
+        207: "recvfrom", 211: "sendmsg", 212: "recvmsg", 242: "accept4", 260: "wait4",
+    },
+}.get(platform.machine(), {})  # fmt: skip
+_OF_A_FILE = {
+    *("read", "write", "readv", "writev", "pread64", "pwrite64", "fsync", "fdatasync", "flock", "fcntl"),
+    *("connect", "accept", "accept4", "sendto", "recvfrom", "sendmsg", "recvmsg"),
+}
 
 
-def look_into(pids: Mapping[int, int], say: Callable[[str], None], done: Callable[[], None]) -> None:
-    """Write the stacks of these processes to the log, then call `done`, both in a new thread. `pids` is by rank."""
-    threading.Thread(target=_look, args=(pids, say, done), name="elaunch-stacks", daemon=True).start()
+def take(pids: Mapping[int, int], *, within_s: float = _TAKE_S) -> tuple[Stack, ...]:
+    """The stacks of these processes (by rank) and of their children, by rank, at the latest after `within_s`.
+
+    It never raises: a stack that cannot be taken has its `trouble`. It waits for py-spy, so it is called in a thread
+    where somebody must not wait.
+    """
+    if not pids:
+        return ()
+    tool, until_s = find_tool(), time.monotonic() + within_s
+    with ThreadPoolExecutor(_AT_ONCE, "elaunch-stacks") as pool:
+        looks = [pool.submit(_take_tree, tool, rank, pid, until_s) for rank, pid in sorted(pids.items())]
+        return tuple(look.result() for look in looks)
 
 
-def _look(pids: Mapping[int, int], say: Callable[[str], None], done: Callable[[], None]) -> None:
+def find_tool() -> str | None:
+    """Where py-spy is: beside this interpreter, since a virtual environment need not be on the PATH; or there."""
+    beside = Path(sys.executable).with_name(TOOL)
+    return str(beside) if beside.is_file() else shutil.which(TOOL)
+
+
+def _take_tree(tool: str | None, rank: int, pid: int, until_s: float) -> Stack:
+    stack = _take_one(tool, rank, pid, until_s)
+    children = []
+    for child in linux.children(pid)[:_CHILDREN_MAX]:
+        taken = _take_one(tool, rank, child, until_s)
+        # A shell or a compiler among the children has no Python stack to show.
+        if taken.threads:
+            children.append(taken)
+    return replace(stack, children=tuple(children))
+
+
+def _take_one(tool: str | None, rank: int, pid: int, until_s: float) -> Stack:
+    state = linux.state(pid)
+    if state in ("", "Z", "X"):
+        return Stack(rank, pid, state=state, trouble="the process is gone")
+    if tool is None:
+        return Stack(rank, pid, state=state, trouble=NO_TOOL)
+    for _ in range(_TRIES):
+        items, trouble = _dump(tool, pid, until_s)
+        if items or time.monotonic() >= until_s:
+            break
+    threads = tuple(_thread(pid, item) for item in items)
+    if any(thread.is_main and thread.is_active for thread in threads):
+        values = _values(pid, _dump(tool, pid, until_s, "--locals")[0])
+        threads = tuple(replace(thread, values=values) if thread.is_main else thread for thread in threads)
+    return Stack(rank, pid, threads, linux.state(pid), trouble)
+
+
+def _dump(tool: str, pid: int, until_s: float, *more: str) -> tuple[list[_Thread], str]:
+    """The process's threads, or the trouble."""
+    command = [tool, "dump", "--json", "--nonblocking", "--full-filenames", *more, "--pid", str(pid)]
+    # py-spy prints tens of frames of its own where this is set.
+    env = {"RUST_BACKTRACE": "0", "PATH": "/usr/bin:/bin"}
     try:
-        tool = shutil.which(_TOOL)
-        if pids and not tool:
-            ranks = ", ".join(str(rank) for rank in sorted(pids))
-            say(
-                f"what rank {ranks} is doing cannot be shown: install {_TOOL}, or have the program listen to its agent"
-                " (elaunch.trainer.link.listen)"
-            )
-        elif tool:
-            looks = {rank: _start(tool, pid) for rank, pid in pids.items()}
-            for rank, look in looks.items():
-                say(f"what rank {rank} is doing, by {_TOOL}:\n{_finish(look)}")
-    finally:
-        done()
-
-
-def _start(tool: str, pid: int) -> subprocess.Popen[str] | None:
-    command = [tool, "dump", "--pid", str(pid)]
-    with suppress(OSError):
-        return subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        left_s = max(until_s - time.monotonic(), 0.0)
+        ended = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=left_s, env=env, check=False
         )
-    return None
-
-
-def _finish(look: subprocess.Popen[str] | None) -> str:
-    if look is None:
-        return f"{_TOOL} cannot be started"
-    try:
-        return look.communicate(timeout=_LOOK_S)[0].rstrip()
     except subprocess.TimeoutExpired:
-        look.kill()
-        look.communicate()
-        return f"it did not come to an end within {_LOOK_S:g} s"
+        return [], f"{TOOL} did not come to an end in time"
+    except OSError as error:
+        return [], f"{TOOL} cannot be started ({error.strerror})"
+    if ended.returncode:
+        return [], _trouble(ended.stderr.decode(errors="replace"))
+    if len(ended.stdout) > _OUTPUT_BYTES_MAX:
+        return [], "its stacks are too long to show"
+    try:
+        return [_parsed(item) for item in parse_json(ended.stdout)[:_THREADS_MAX]], ""
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return [], f"{TOOL} wrote something that cannot be read"
+
+
+def _trouble(said: str) -> str:
+    """py-spy's last words as the end of a sentence."""
+    if "Permission" in said or "Operation not permitted" in said:
+        return NO_RIGHT
+    if "Failed to find python version" in said or "Failed to find a python interpreter" in said:
+        return "it runs no Python, or Python is only just starting"
+    if "Check that the process is running" in said or "No such process" in said:
+        return "the process is gone"
+    causes = [line.strip().removeprefix("Error: ") for line in said.splitlines() if line.strip()]
+    return f"{TOOL} could not read it ({causes[0][:_TEXT_MAX]})" if causes else f"{TOOL} could not read it"
+
+
+class _Thread(NamedTuple):
+    """One thread of py-spy's JSON. `locals` are the local variables of all its frames, as they came."""
+
+    tid: int
+    name: str
+    is_active: bool
+    owns_gil: bool
+    frames: tuple[Frame, ...]
+    locals: tuple[object, ...]
+
+
+def _parsed(item: dict[str, Any]) -> _Thread:
+    """Raises KeyError, TypeError and ValueError where it has another form."""
+    frames = item["frames"]
+    if not isinstance(frames, list):
+        raise TypeError("no frames")
+    frames = frames[:_FRAMES_MAX]
+    tid = int(item["os_thread_id"])
+    return _Thread(
+        tid,
+        _text(item.get("thread_name") or f"of id {tid}"),
+        bool(item["active"]),
+        bool(item["owns_gil"]),
+        tuple(Frame(_text(f["name"]), _text(f["filename"]), int(f["line"])) for f in frames),
+        tuple(frame.get("locals") for frame in frames),
+    )
+
+
+def _thread(pid: int, item: _Thread) -> ThreadStack:
+    call, target = ("", "") if item.is_active else _sleeps_in(pid, item.tid)
+    return ThreadStack(
+        item.name,
+        item.frames,
+        is_main=item.tid == pid,
+        is_active=item.is_active,
+        holds_gil=item.owns_gil,
+        syscall=call,
+        target=target,
+    )
+
+
+def _values(pid: int, items: list[_Thread]) -> str:
+    """The main thread's local variables as a hash: they may be secrets, and only a change of them is asked for."""
+    found = next((item.locals for item in items if item.tid == pid), None)
+    if found is None:
+        # What could not be read may have changed.
+        return f"unread at {time.monotonic()}"
+    return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()[:16] if any(found) else ""
+
+
+def _text(value: object) -> str:
+    """A text of the program for a log and for a terminal: cut, and without control characters."""
+    return "".join(letter if letter.isprintable() else "?" for letter in str(value)[:_TEXT_MAX])
+
+
+def _sleeps_in(pid: int, tid: int) -> tuple[str, str]:
+    """The system call in which a thread sleeps and the file of that call; both empty where they cannot be told."""
+    words: Sequence[str] = ()
+    with suppress(OSError):
+        words = Path(f"/proc/{pid}/task/{tid}/syscall").read_text().split()
+    # A thread that runs has the one word "running".
+    call = _CALLS.get(int(words[0]), "") if len(words) > 1 else ""
+    if call not in _OF_A_FILE:
+        return call, ""
+    with suppress(OSError, ValueError):
+        return call, _text(Path(f"/proc/{pid}/fd/{int(words[1], 16)}").readlink())
+    return call, ""

@@ -7,9 +7,11 @@ from contextlib import suppress
 from string import Template
 
 from elaunch.agent.config import AgentConfig, Streams
+from elaunch.agent.core.failures import tells_of_lost_peer
+from elaunch.agent.output.folding import TracebackFold
 from elaunch.agent.output.pump import Pump
 from elaunch.agent.output.run_dir import RunDir
-from elaunch.agent.output.streams import LogFile, Route, WorkerStream
+from elaunch.agent.output.streams import LogFile, Route, WorkerStream, is_pipe
 from elaunch.agent.workers.group import WorkerGroup
 
 
@@ -41,12 +43,14 @@ class Stdio:
 
     def _out_and_err(self, group: WorkerGroup, local_rank: int) -> tuple[int, int]:
         planned = self._plan.redirects.of(local_rank) | self._plan.tee.of(local_rank)
-        if group.table.world_size == 1 and not planned and self._on_console(group, local_rank):
-            if os.isatty(2):
+        is_alone = group.table.world_size == 1 and not self._pump.lines.is_json
+        if is_alone and not planned and self._on_console(group, local_rank):
+            is_one = os.path.samestat(os.fstat(1), os.fstat(2))
+            if os.isatty(2) or not is_one:
+                # A pipe goes through the pump: if its reader goes (`| head`), the worker must not see an error.
+                out = self._pipe(group, local_rank, Streams.OUT) if is_pipe(1) else os.dup(1)
                 # The only worker of a job keeps its terminal: progress bars and debuggers work as without elaunch.
-                return os.dup(1), os.dup(2)
-            if not os.path.samestat(os.fstat(1), os.fstat(2)):
-                return os.dup(1), self._pipe(group, local_rank, Streams.ERR)
+                return out, os.dup(2) if os.isatty(2) else self._pipe(group, local_rank, Streams.ERR)
             # One pipe for both streams keeps their order, as without elaunch.
             both = self._pipe(group, local_rank, Streams.ERR)
             return both, os.dup(both)
@@ -61,17 +65,20 @@ class Stdio:
         in_file_only = redirected and not teed
         if in_file_only and self._run_dir.logs is None:
             console = None
+        frame = self._pump.lines.frame(group.generation, group.rank(local_rank), "stdout" if out else "stderr")
         needles = plan.duplicate_stdout_filters if out else plan.duplicate_stderr_filters
         ours, theirs = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(ours, False)
         route = Route(
             console,
-            self._prefix(group, local_rank),
+            b"" if frame else self._prefix(group, local_rank),
             whole_lines=group.slots > 1,
             file=file,
             file_first=in_file_only,
             needles=tuple(needle.encode() for needle in needles) if needle_file and teed else (),
             needle_file=needle_file if teed else None,
+            frame=frame,
+            fold=None if out or not console or plan.show_all_tracebacks else _fold(group),
         )
         self._pump.add(WorkerStream(ours, group.generation, local_rank, route, keep_tail=not out))
         return theirs
@@ -99,3 +106,8 @@ class Stdio:
     def _on_console(self, group: WorkerGroup, local_rank: int) -> bool:
         local, ranks = self._plan.console_local_ranks, self._plan.console_ranks
         return (local is None or local_rank in local) and (ranks is None or group.rank(local_rank) in ranks)
+
+
+def _fold(group: WorkerGroup) -> TracebackFold | None:
+    """What holds back a survivor's traceback. A worker that is alone has no peer to lose."""
+    return TracebackFold(tells_of_lost_peer) if group.table.world_size > 1 else None

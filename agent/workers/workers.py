@@ -5,20 +5,36 @@ from __future__ import annotations
 import selectors
 import signal
 import socket
+from collections import deque
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
-from elaunch.agent.core.actions import SignalWorkers, TakeStacks, TellWorkers
-from elaunch.agent.core.events import Cleared, LinkEvent, Reported
+from elaunch.agent.core.actions import Blame, KeepStacks, LookAtStacks, SignalWorkers, TakeStacks, TellWorkers
+from elaunch.agent.core.entries import of_seats
+from elaunch.agent.core.events import Cleared, LinkEvent, Reported, Sampled
+from elaunch.agent.core.failures import with_tail
+from elaunch.agent.core.messages import ShowStacks, StopAtStepBoundary, StopReason
 from elaunch.agent.services import Services
 from elaunch.agent.workers.exits import ExitReader, signal_name
 from elaunch.agent.workers.fork_server_monitor import ForkServerMonitor
 from elaunch.agent.workers.group import CurrentGroup, WorkerGroup
+from elaunch.agent.workers.hang_monitor import HangMonitor
+from elaunch.agent.workers.investigator import Investigator
+from elaunch.agent.workers.kernel_log import KernelLog
 from elaunch.agent.workers.link_monitor import LinkMonitor
 from elaunch.agent.workers.master_port import MasterPort
+from elaunch.agent.workers.oom import OutOfMemoryWatch
+from elaunch.agent.workers.prompts import PromptWatch
 from elaunch.agent.workers.reporter import Reporter
+from elaunch.agent.workers.slow_monitor import SlowMonitor
 from elaunch.agent.workers.spawner import Spawner
 from elaunch.agent.workers.stdio import Stdio
 from elaunch.rendezvous.types import RankTable
+
+if TYPE_CHECKING:
+    from elaunch.agent.core.node_report import WorkersSeen
+
+_RANKS_SHOWN = 8
 
 
 class Workers:
@@ -38,30 +54,60 @@ class Workers:
         self._current = CurrentGroup()
         self._port = MasterPort(config)
         self._spawner = Spawner(config, run_dir, Stdio(config, services.pump, run_dir), fork_server)
-        exits = ExitReader(socket.gethostname())
+        # Before any worker starts: it reads what the kernel says from then on.
+        log = KernelLog()
+        self._investigator = Investigator(log)
+        exits = ExitReader(socket.gethostname(), OutOfMemoryWatch(log))
         self._monitor = ForkServerMonitor(fork_server, self._current, exits, reporter, selector)
+        self._prompts = PromptWatch(reporter)
         hang_timeout_s = config.times.hang_timeout_s
         self._links = LinkMonitor(self._current, reporter, run_dir, hang_timeout_s, self._monitor.check)
+        self._hangs = HangMonitor(self._current, reporter, run_dir, config.times.hang_after_s, services.pump.do)
+        self._slow = SlowMonitor(reporter)
+        self._samples: deque[Sampled] = deque()
         selector.register(self._links, selectors.EVENT_READ, self._links.read_ready)
 
     @property
     def due_s(self) -> float | None:
         """When `tick` is due, on the monotonic clock."""
-        timers_s = (self._links.due_s, self._monitor.due_s)
+        # A look at the processes waits for the look at the links, which is due once a second.
+        looks_s = self._hangs.due_s if self._links.due_s is None else self._links.due_s
+        timers_s = (looks_s, self._monitor.due_s, self._prompts.due_s)
         return min((at_s for at_s in timers_s if at_s is not None), default=None)
 
     def tick(self, now_s: float, *, is_quiet: bool) -> None:
         """Do what is due. `is_quiet` says that no descriptor of the selector had anything to read."""
         self._links.tick(now_s)
+        if sample := self._hangs.sample(now_s):
+            self._samples.append(sample)
+            self._slow.sampled(self._current.group, sample.windows)
         self._monitor.tick(now_s, is_quiet=is_quiet)
+        self._prompts.tick(now_s)
 
     def read_links(self) -> None:
         """Read all links now: how workers are stopped depends on their messages."""
         self._links.read_all()
 
-    def take_news(self) -> Iterator[LinkEvent | Reported]:
-        """The messages of workers since the last call, in the order in which each worker sent them."""
-        return self._links.take_news()
+    def take_news(self) -> Iterator[LinkEvent | Reported | Sampled]:
+        """The messages of workers since the last call, in the order in which each worker sent them; then samples."""
+        yield from self._links.take_news()
+        while self._samples:
+            yield self._samples.popleft()
+
+    def seen(self, now_s: float) -> WorkersSeen | None:
+        """How the workers of the last generation are; None before the first one."""
+        return self._links.seen(now_s)
+
+    def steps(self) -> dict[int, int]:
+        """The newest step of each rank that has reported one. Any thread may call it."""
+        group = self._current.latest
+        links = list(group.links.items()) if group else []
+        return {group.rank(local_rank): link.step for local_rank, link in links if group and link.step >= 0}
+
+    @property
+    def steps_per_s(self) -> float:
+        """How fast this node's workers were, over the last ten seconds or more."""
+        return self._links.steps_per_s
 
     def reserve_port(self) -> int:
         """The port of the next generation's worker store, if that is this node's. Raises NoPort."""
@@ -70,7 +116,17 @@ class Workers:
     def spawn(self, table: RankTable, group_rank: int) -> None:
         """Begin a generation: have the fork server start its workers, and its store if this node has rank 0."""
         generation = table.generation
-        self._timeline.stamp(generation, "sealed", world_size=table.world_size)
+        seat = table.seats[group_rank]
+        self._timeline.stamp(
+            generation,
+            "sealed",
+            world_size=table.world_size,
+            first_rank=seat.first_rank,
+            workers=seat.slots,
+            nodes=of_seats(table),
+            reason=table.reason,
+            restarts=table.restarts,
+        )
         group = WorkerGroup(table, group_rank, self._guardian.cgroup.generation(generation))
         self._current.begin(group)
         if group_rank != 0 or not self._spawner.has_store:
@@ -88,6 +144,7 @@ class Workers:
             self._port.release()
         self._timeline.stamp(generation, "ordered")
         self._links.begin(group)
+        self._hangs.begin()
         self._monitor.watch_store(group)
 
     def signal(self, order: SignalWorkers, *, is_ending: bool) -> None:
@@ -98,6 +155,8 @@ class Workers:
         if is_ending and not self._monitor.is_ready:
             self._monitor.abandon_import(order.generation)
             return
+        if order.signum == signal.SIGINT:
+            self._prompts.interrupt(self._current.group, order.local_ranks)
         for local_rank in order.local_ranks:
             try:
                 self._spawner.signal(self._current.group, local_rank, order.signum)
@@ -106,11 +165,26 @@ class Workers:
 
     def tell(self, order: TellWorkers) -> None:
         """Send workers a message on their links."""
+        if isinstance(order.message, StopAtStepBoundary) and order.message.reason is StopReason.INTERRUPT:
+            self._prompts.interrupt(self._current.group, order.local_ranks)
         self._links.tell(order)
 
     def take_stacks(self, order: TakeStacks) -> None:
         """Log what workers are doing. Posts `WorkersHung`."""
-        self._links.take_stacks(order)
+        self.tell(TellWorkers(order.generation, order.listening, ShowStacks()))
+        self._hangs.take_stacks(order)
+
+    def look_at_stacks(self, order: LookAtStacks) -> None:
+        """Take workers' stacks. Posts `StacksTaken`."""
+        self._hangs.look_at_stacks(order)
+
+    def keep_stacks(self, order: KeepStacks) -> None:
+        """Write stacks to a file, if the user keeps logs."""
+        self._hangs.keep_stacks(order)
+
+    def blame(self, order: Blame) -> None:
+        """Make a failure of a hang. Posts `WorkersHung`."""
+        self._hangs.blame(order)
 
     def replace_fork_server(self, generation: int) -> None:
         """End a fork server that does not answer, and start another; posts `ServiceLost`."""
@@ -127,11 +201,36 @@ class Workers:
         if group.store:
             group.reached_store, group.store = group.store.end(), None
         self._links.end(group)
+        self._hangs.end()
+        group.close_crash_files()
         self._guardian.end_generation(generation, self._fork_server.pid, meanwhile)
         reached, progressed = group.reached_store, group.progressed or group.lasted
 
-        def drained(tails: dict[int, str]) -> None:
+        def drained(tails: dict[int, str], folded: dict[int, int]) -> None:
             self._timeline.stamp(generation, "cleared")
-            self._reporter.post(Cleared(generation, tails, reached, progressed))
+            if folded:
+                self._reporter.say(_said_of_folded({group.rank(rank): lines for rank, lines in folded.items()}))
+            try:
+                failures = {rank: with_tail(f, tails.get(rank, ""), reached) for rank, f in group.failures.items()}
+                self._investigator.look_into(
+                    failures, lambda facts: self._reporter.post(Cleared(generation, tails, reached, progressed, facts))
+                )
+            except Exception:
+                # Without this event the agent would wait for ever. A program's odd output must not do that.
+                self._reporter.post(Cleared(generation, tails, reached, progressed))
+                raise
 
         self._pump.drain(generation, drained)
+
+
+def _said_of_folded(lines: dict[int, int]) -> str:
+    """What the log says of tracebacks that the console did not get. `lines` counts their lines by rank."""
+    ranks = [str(rank) for rank in sorted(lines)]
+    their, are = ("its traceback", "is") if len(ranks) == 1 else ("their tracebacks", "are")
+    if len(ranks) > _RANKS_SHOWN:
+        ranks = [*ranks[:_RANKS_SHOWN], f"{len(ranks) - _RANKS_SHOWN} more"]
+    who = f"{', '.join(ranks[:-1])} and {ranks[-1]}" if len(ranks) > 1 else ranks[0]
+    count = sum(lines.values())
+    return (
+        f"rank {who} lost a peer and ended; {their} ({count} lines) {are} not shown (--show-all-tracebacks shows all)"
+    )

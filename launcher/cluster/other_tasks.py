@@ -49,11 +49,11 @@ def seen_by_others(cluster: Cluster, say: Callable[[str], None]) -> Iterator[Non
             )
             yield
             return
-        door = _Door(listener, cluster.tasks - 1)
+        listening = _TaskListener(listener, cluster.tasks - 1)
         try:
             yield
         finally:
-            door.close(begun_s + _SEEN_S)
+            listening.close(begun_s + _SEEN_S)
 
 
 def wait_for_agent(cluster: Cluster, say: Callable[[str], None], appear_s: float = _APPEAR_S) -> int:
@@ -83,7 +83,7 @@ def wait_for_agent(cluster: Cluster, say: Callable[[str], None], appear_s: float
     return 0
 
 
-class _Door:
+class _TaskListener:
     """Accepts the other tasks as they come, and refuses other users. Closes all connections at the end."""
 
     def __init__(self, listener: socket.socket, others: int) -> None:
@@ -92,7 +92,7 @@ class _Door:
         self._inside: list[socket.socket] = []
         self._all_are_in = threading.Event()
         self._is_closed = threading.Event()
-        self._thread = threading.Thread(target=self._let_in, name="elaunch-companions", daemon=True)
+        self._thread = threading.Thread(target=self._accept, name="elaunch-companions", daemon=True)
         self._thread.start()
 
     def close(self, until_s: float) -> None:
@@ -105,7 +105,7 @@ class _Door:
         for stream in self._inside:
             stream.close()
 
-    def _let_in(self) -> None:
+    def _accept(self) -> None:
         while not self._is_closed.is_set():
             try:
                 stream, _ = self._listener.accept()

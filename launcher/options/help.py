@@ -14,6 +14,9 @@ Usage: elaunch [options] script.py args…
        elaunch [options] --no-python command args…
        elaunch store [--listen HOST:PORT] [--token-file FILE]
        elaunch submit slurm|k8s [--dry-run] … script.py args…
+       elaunch doctor [--json] [options]
+       elaunch status|top|stacks [JOB]
+       elaunch report [-o FILE] [--perfetto FILE] [--json] DIR
 
 Start a PyTorch training job, one worker per GPU, and restart it when a worker fails.
 
@@ -50,8 +53,11 @@ elaunch reads a script called `-` once from stdin, and gives it to every worker 
 interpreter's options `-W`, `-X`, `-O`, `-B` and `-b` (`python -X dev -m elaunch …`).
 
 `elaunch store` serves a store ([several nodes](operations.md)). `elaunch submit` submits a job to [Slurm](slurm.md) or
-[Kubernetes](kubernetes.md). `elaunch run train.py` is the same as `elaunch train.py`. Start a script with one of these
-names by its path: `elaunch ./store`. [A shell completes](shell.md) all of them.
+[Kubernetes](kubernetes.md). `elaunch status`, `top` and `stacks` show [a running job](observe.md#how-is-it-going),
+`elaunch report` [what happened in a run](observe.md#what-happened-the-report), and `elaunch doctor`
+[whether this node can train](operations.md#before-a-run-elaunch-doctor). `elaunch run train.py` is the same as
+`elaunch train.py`. Start a script with one of these names by its path: `elaunch ./store`.
+[A shell completes](shell.md) all of them.
 
 `python -m elaunch.launcher.options.help > docs/options.md` makes this page from `launcher/options/table.py`. A test
 checks that both are equal."""

@@ -18,6 +18,11 @@ _SYNOPSIS = (
     ("", "[options] --no-python command [args…]"),
     ("store", "[--listen HOST:PORT] [--token-file FILE]"),
     ("submit", "slurm|k8s [--dry-run] [options] script.py [args…]"),
+    ("doctor", "[--json] [options] [script.py args…]"),
+    ("status", "[JOB] [--json] [--ranks]"),
+    ("top", "[JOB] [--ranks]"),
+    ("stacks", "[JOB] [--json]"),
+    ("report", "[-o FILE] [--perfetto FILE] [--json] [--metrics FILE] DIR…"),
 )
 _DESCRIPTION = (
     "elaunch starts a PyTorch training job, one worker per GPU (one worker where there is none), with torchrun's"
@@ -25,6 +30,8 @@ _DESCRIPTION = (
     "An option can be written with _ for -, and shortened while it stays unambiguous. It can also be given as a"
     " variable, or in the job file of --config. The command line wins over variables, and variables over the file.",
     "A script called - is read from stdin.",
+    "elaunch status, top and stacks show a running job of this host: once, anew each second, and where each rank is."
+    " For a job of other hosts they take --rdzv-endpoint, --run-id, --token-file and --rdzv-conf as the job does.",
 )
 _VARIABLES = (
     ("PET_NAME", "The value of the option --name, as under torchrun: PET_MAX_RESTARTS=1."),
@@ -38,12 +45,14 @@ _VARIABLES = (
 _FILES = (
     ("~/.elaunch/stores/", "Tokens of the stores that this user's elaunch serves now."),
     ("~/.elaunch/key", "The key from which nodes that share a home derive a job's token under a scheduler."),
+    ("/tmp/elaunch_*_socket", "The socket of elaunch status; it is removed when the job ends."),
     ("/dev/shm/elaunch_*", "The state that outlives workers; it is removed when the job ends."),
 )
 _EXAMPLES = (
     ("One worker per GPU, up to 3 restarts:", "elaunch train.py --lr 0.1"),
     ("Four workers, with log files:", "elaunch --nproc-per-node 4 --log-dir logs train.py"),
     ("One of two nodes:", "elaunch --nnodes 2 --rdzv-endpoint node0:2379 train.py"),
+    ("How the job of this host is doing:", "elaunch status"),
     ("Four nodes of Slurm:", "srun --nodes=4 --ntasks-per-node=1 elaunch train.py"),
 )
 

@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from elaunch import __version__
-from elaunch.agent.config import NumaBinding, StreamChoice
+from elaunch.agent.config import LogFormat, NumaBinding, OnHang, StreamChoice
 from elaunch.launcher.errors import UsageError as UsageError
 from elaunch.launcher.options import argv as command_line
 from elaunch.launcher.options import job_file
@@ -59,15 +59,21 @@ class Options:
     nproc_per_node: int | str | None
     max_restarts: int
     restart_window: float | None
+    exclude_after: int
     stop_grace: float
     failure_grace: float
     hang_timeout: float
+    health_check: str
+    on_hang: OnHang
+    hang_after: float
     signals_to_handle: tuple[str, ...]
     log_dir: Path | None
     redirects: StreamChoice
     tee: StreamChoice
     local_ranks_filter: frozenset[int] | None
     ranks_filter: frozenset[int] | None
+    log_format: LogFormat
+    show_all_tracebacks: bool
     duplicate_stdout_filters: tuple[str, ...]
     duplicate_stderr_filters: tuple[str, ...]
     module: bool
@@ -90,6 +96,9 @@ class Options:
     master_port: int | None
     port_range: tuple[int, int] | None
     local_addr: str | None
+    on_event: tuple[str, ...] | None
+    metrics_port: int | None
+    metrics_host: str
     config: str | None
     run_path: bool
     monitor_interval: float | None

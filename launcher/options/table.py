@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import Enum
 
-from elaunch.agent.config import StreamChoice
+from elaunch.agent.config import LogFormat, OnHang, StreamChoice
 from elaunch.launcher.options import values
 from elaunch.launcher.options.endpoints import endpoints
 from elaunch.launcher.options.signal_names import signal_names
@@ -101,6 +101,10 @@ _RESTARTS = (
         values.positive_seconds, default_text="the job's whole life",
     ),
     OptionSpec(
+        "exclude-after", Group.RESTARTS, "N", "keep a node out after N like failures in a row; 0 never", values.whole,
+        default=3, default_text="3",
+    ),
+    OptionSpec(
         "stop-grace", Group.RESTARTS, "SECONDS", "from a stop signal (or failure, if saving) to SIGKILL",
         values.seconds, default=30.0, default_text="30", peer="shutdown-timeout",
         differs="whole seconds; not kept on restarts",
@@ -115,6 +119,19 @@ _RESTARTS = (
         values.seconds, default=0.0, default_text="0, never",
     ),
     OptionSpec(
+        "health-check", Group.RESTARTS, "HOW", "before it joins: off, warn, strict",
+        values.one_of("off", "warn", "strict"), default="warn",
+        default_text="warn",
+    ),
+    OptionSpec(
+        "on-hang", Group.RESTARTS, "ACTION", "if all ranks stand still: warn, restart, off", values.on_hang,
+        default=OnHang.WARN, default_text="warn",
+    ),
+    OptionSpec(
+        "hang-after", Group.RESTARTS, "SECONDS", "… and have done so for SECONDS (more if it may end)",
+        values.positive_seconds, default=60.0, default_text="60",
+    ),
+    OptionSpec(
         "signals-to-handle", Group.RESTARTS, "NAMES", "signals that stop the job", signal_names,
         default=("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT"), default_text="TERM, INT, HUP, QUIT",
         peer="signals-to-handle", differs="ignores unknown names",
@@ -125,7 +142,7 @@ _OUTPUT = (
     OptionSpec(
         "log-dir", Group.OUTPUT, "DIR", "keep the workers' output here", values.directory,
         default_text="nothing is kept", peer="log-dir",
-        differs="default a new directory in /tmp; writes files only with -r or -t",
+        differs="default a new directory in /tmp, whose folders have no date; writes files only with -r or -t",
     ),
     OptionSpec(
         "redirects", Group.OUTPUT, "STREAMS", "to files: 0 none 1 out 2 err 3 both, or RANK:V,…",
@@ -144,6 +161,11 @@ _OUTPUT = (
     OptionSpec(
         "ranks-filter", Group.OUTPUT, "RANKS", "global ranks on the console, as 0,8", values.ranks,
         default_text="all",
+    ),
+    _switch("show-all-tracebacks", Group.OUTPUT, "also those of ranks that only lost a peer"),
+    OptionSpec(
+        "log-format", Group.OUTPUT, "FORM", "text (with times in files), plain, json", values.log_format,
+        default=LogFormat.TEXT, default_text="text",
     ),
     OptionSpec(
         "duplicate-stdout-filters", Group.OUTPUT, "WORDS", "copy stdout lines with a word to one file",
@@ -233,6 +255,31 @@ _RENDEZVOUS = (
 )  # fmt: skip
 
 _OTHER = (
+    OptionSpec(
+        "on-event",
+        Group.OTHER,
+        "COMMAND",
+        "run for a failure, hang, restart, end; JSON on stdin",
+        values.command,
+        default_text="none",
+    ),
+    OptionSpec(
+        "metrics-port",
+        Group.OTHER,
+        "PORT",
+        "serve Prometheus metrics of this node; 0 is any free",
+        values.port,
+        default_text="none",
+    ),
+    OptionSpec(
+        "metrics-host",
+        Group.OTHER,
+        "HOST",
+        "where the metrics are served",
+        values.name(HOST_BYTES_MAX),
+        default="127.0.0.1",
+        default_text="127.0.0.1",
+    ),
     OptionSpec("config", Group.OTHER, "FILE", "YAML file of options, script or module, args", default_text="none"),
     _switch("help", Group.OTHER, "show this text", short="h", peer="help"),
     _switch("version", Group.OTHER, "show the version"),

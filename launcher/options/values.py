@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from elaunch.agent.config import NumaBinding, StreamChoice, Streams
+from elaunch.agent.config import LogFormat, NumaBinding, OnHang, StreamChoice, Streams
 from elaunch.rendezvous.rules.credible import SLOTS_MAX
 
 Raw = str | list[str] | dict[str, str]
@@ -160,11 +161,36 @@ def one_of(*words: str) -> OneOf:
     return OneOf(*words)
 
 
+ON_HANG = one_of(*(choice.value for choice in OnHang))
+
+
+def on_hang(raw: Raw) -> OnHang:
+    return OnHang(ON_HANG(raw))
+
+
 NUMA_MODES = one_of(*(mode.value for mode in NumaBinding))
 
 
 def numa_binding(raw: Raw) -> NumaBinding:
     return NumaBinding(NUMA_MODES(raw))
+
+
+LOG_FORMATS = one_of(*(form.value for form in LogFormat))
+
+
+def log_format(raw: Raw) -> LogFormat:
+    return LogFormat(LOG_FORMATS(raw))
+
+
+def command(raw: Raw) -> tuple[str, ...]:
+    """A command with its arguments, split as a shell does; nothing of it is run by a shell."""
+    try:
+        words = raw if isinstance(raw, list) else shlex.split(text(raw))
+    except ValueError as error:
+        raise ValueError(f"is not a command ({str(error).lower()}); close the quotes") from None
+    if not words or not words[0]:
+        raise ValueError("is empty; name a command")
+    return tuple(words)
 
 
 def directory(raw: Raw) -> Path | None:

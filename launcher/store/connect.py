@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from elaunch.launcher.errors import SiteError, UsageError
 from elaunch.launcher.store.rendezvous_plan import RendezvousPlan, Serving
+from elaunch.launcher.store.way import way_of
 from elaunch.records import dataclass
 from elaunch.rendezvous.endpoint import Access, Transport
 from elaunch.rendezvous.engine.memory_store import MemoryStore
@@ -34,7 +35,8 @@ class Reached:
 
     `is_remote` is true if the store is in another process. `address` is this node's address for the other nodes, and
     `network` holds variables that tell the workers so. `served` is the store's process if this agent started it.
-    `offer` sends the store's token to the nodes that the same scheduler started.
+    `offer` sends the store's token to the nodes that the same scheduler started. `way` is how another
+    process of this user reaches the store (`store.way`), empty for a store in this process.
     """
 
     store: Store
@@ -43,6 +45,7 @@ class Reached:
     network: Mapping[str, str] = field(default_factory=dict)
     served: StoreProcess | None = None
     offer: Offer | None = None
+    way: str = ""
 
     def close(self) -> None:
         """Stop what was started for the other nodes."""
@@ -81,6 +84,7 @@ def reach(options: Options, planned: Planned, say: Callable[[str], None]) -> Rea
             _gloo_variables(_numeric_address(address, planned, say), say),
             served,
             offer,
+            way_of(plan),
         )
     except BaseException:
         Reached(MemoryStore(), True, served=served, offer=offer).close()

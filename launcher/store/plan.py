@@ -11,7 +11,7 @@ from elaunch.launcher.options.endpoints import Address
 from elaunch.launcher.options.options import Options, Source
 from elaunch.launcher.options.rdzv_conf import Conf, understand
 from elaunch.launcher.store.login import check_login, plain_password_notes, read_login
-from elaunch.launcher.store.plan_times import make_times, raise_join_timeout, with_hang_timeout
+from elaunch.launcher.store.plan_times import make_times, raise_join_timeout, with_hang_times
 from elaunch.launcher.store.rendezvous_plan import RendezvousPlan, Serving
 from elaunch.launcher.store.store_address import (
     bare_host,
@@ -133,7 +133,7 @@ def _plan_for_one_node(options: Options) -> Planned:
     master = static_master(options) if options.rdzv_backend == "static" and not options.standalone else None
     return Planned(
         RendezvousPlan(
-            times=with_hang_timeout(
+            times=with_hang_times(
                 options, Times.for_lease(stop_grace_s=options.stop_grace, failure_grace_s=options.failure_grace)
             ),
             master_addr=master.host if master else bare_host(options.master_addr),

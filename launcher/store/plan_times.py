@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from elaunch.agent.config import OnHang
 from elaunch.launcher.cluster.cluster import Cluster
 from elaunch.launcher.errors import UsageError
 from elaunch.launcher.options.options import Options
@@ -30,11 +31,13 @@ def make_times(options: Options, conf: Conf, cluster: Cluster | None) -> Times:
         times.check()
     except ValueError as error:
         raise UsageError(str(error)) from None
-    return with_hang_timeout(options, times)
+    return with_hang_times(options, times)
 
 
-def with_hang_timeout(options: Options, times: Times) -> Times:
-    return replace(times, hang_timeout_s=options.hang_timeout)
+def with_hang_times(options: Options, times: Times) -> Times:
+    """With what the options say about hangs."""
+    after_s = 0.0 if options.on_hang is OnHang.OFF else options.hang_after
+    return replace(times, hang_timeout_s=options.hang_timeout, hang_after_s=after_s)
 
 
 def raise_join_timeout(options: Options, conf: Conf) -> tuple[Conf, tuple[str, ...]]:

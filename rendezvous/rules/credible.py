@@ -42,10 +42,12 @@ def check(record: Node | Joined | Failure | Terms | Generation | Outcome) -> Non
         case Failure():
             _in_range("generation", record.generation, -1, _GENERATION_END)
             _check_time("failed_at", record.failed_at)
+            _check_time("lived_s", record.lived_s)
         case Terms():
             _in_range("nodes_min", record.nodes_min, 1, _GENERATION_END)
             _in_range("nodes_max", record.nodes_max, record.nodes_min, _GENERATION_END)
             _in_range("max_restarts", record.max_restarts, 0, None)
+            _in_range("exclude_after", record.exclude_after, 0, None)
             if record.restart_window_s is not None:
                 _check_time("restart_window_s", record.restart_window_s)
         case Generation():
@@ -65,6 +67,11 @@ def check_table(table: RankTable) -> None:
     _in_range("master_port", table.master_port, 0, _PORT_MAX)
     _in_range("restarts", table.restarts, 0, None)
     _in_range("barren", table.barren, 0, None)
+    if table.streak:
+        _in_range("streak", table.streak.times, 0, None)
+        _check_node_id(table.streak.who)
+    for each in table.excluded:
+        _check_node_id(each.who)
     for age_s in table.restart_ages_s:
         _check_time("restart_ages_s", age_s)
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from elaunch.records import dataclass
 from elaunch.rendezvous.endpoint import PREFIX
+from elaunch.rendezvous.rules.excluding import Suspicion, is_excluded, stand
 from elaunch.rendezvous.rules.snapshot import Snapshot
 from elaunch.rendezvous.rules.table_codec import seats_of
 from elaunch.rendezvous.rules.transactions import end_unformed, evict, hosts, loss_of, open_loss, seal_table
@@ -95,9 +96,15 @@ def form(
     decision = _decide(snapshot, terms, generation, before, joined, table_age_s)
     if isinstance(decision, Outcome):
         return Formed(formation, end_unformed(snapshot, decision))
-    if waiting := _await_ready(snapshot, terms, before, joined, formation, times, now_s):
+    welcome = {n: j for n, j in joined.items() if not is_excluded(n, decision.blame.excluded)}
+    if waiting := _await_ready(snapshot, terms, before, welcome, formation, times, now_s, decision.blame):
         return waiting
-    return _seal_or_wait(snapshot, terms, generation, decision, joined, survivors, formation, times, now_s)
+    if len(welcome) < min(terms.nodes_min, len(joined)):
+        # Too few others: a node that may fail again is better than none.
+        decision, welcome = replace(decision, reason=decision.reason + _last_resort(decision, joined)), joined
+    elif fresh := decision.blame.fresh:
+        decision = replace(decision, reason=f"{decision.reason}; {fresh.who} is excluded: {fresh.why}")
+    return _seal_or_wait(snapshot, terms, generation, decision, welcome, survivors, formation, times, now_s)
 
 
 def _lost_since(snapshot: Snapshot, before: RankTable, generation: Generation) -> list[str]:
@@ -115,6 +122,9 @@ def counted_restarts(terms: Terms, table: RankTable, age_s: float) -> int:
     return sum(restart_age_s + age_s < terms.restart_window_s for restart_age_s in table.restart_ages_s)
 
 
+_NO_SUSPICION = Suspicion(None, ())
+
+
 @dataclass(frozen=True)
 class _GoOn:
     """The job goes on. The fields are what the next table takes over from the last one."""
@@ -124,6 +134,13 @@ class _GoOn:
     restart_ages_s: tuple[float, ...] = ()
     barren: int = 0
     progressed: bool = False
+    blame: Suspicion = _NO_SUSPICION
+
+
+def _last_resort(decision: _GoOn, joined: Mapping[str, Joined]) -> str:
+    """Words for the reason of a table that seats an excluded node."""
+    seated = [node_id for node_id in joined if is_excluded(node_id, decision.blame.excluded)]
+    return f"; {hosts(seated)} would be excluded (--exclude-after), but too few other nodes are here"
 
 
 def _await_survivors(
@@ -166,12 +183,18 @@ def _decide(
     is_counted = generation.kind is OpenKind.FAIL and not gone
     spent = counted_restarts(terms, before, table_age_s) if is_counted else None
     reason = loss_of(gone) if gone and generation.kind is OpenKind.FAIL else generation.cause
+    blame = stand(terms, before, failures if is_counted else (), snapshot.members, table_age_s)
     if failures:
-        decision = judge(terms, snapshot.failures, before.generation, spent, barren, progressed)
+        # Spares that are late by a moment are members, too.
+        others = sum(not is_excluded(node_id, blame.excluded) for node_id in snapshot.members)
+        is_elsewhere = blame.fresh is not None and others >= terms.nodes_min
+        decision = judge(
+            terms, snapshot.failures, before.generation, spent, barren, progressed, is_elsewhere=is_elsewhere
+        )
         if isinstance(decision, GiveUp):
             return _failed(before, terms, decision.reason, decisive_failure(failures))
         if is_counted:
-            reason = decision.reason
+            reason = decision.reason + _said_of_cause(generation, decisive_failure(failures))
     if terms.max_restarts == 0:
         return _failed(before, terms, f"{reason}, and max_restarts is 0, so that ends the job", None)
     if barren >= BARREN_MAX:
@@ -179,7 +202,12 @@ def _decide(
     ages_s = tuple(age_s + table_age_s for age_s in before.restart_ages_s)
     if terms.restart_window_s is not None:
         ages_s = tuple(age_s for age_s in (*ages_s, *([0.0] * is_counted)) if age_s < terms.restart_window_s)
-    return _GoOn(reason, before.restarts + is_counted, ages_s, barren, progressed)
+    return _GoOn(reason, before.restarts + is_counted, ages_s, barren, progressed, blame)
+
+
+def _said_of_cause(generation: Generation, cause: Failure) -> str:
+    """The cause in words if it is not the failure that opened the generation, which every node has told already."""
+    return "" if cause.node_id == generation.node_id else f"; the cause: {cause.sentence}"
 
 
 def _failed(before: RankTable, terms: Terms, reason: str, failure: Failure | None) -> Outcome:
@@ -194,6 +222,7 @@ def _await_ready(
     formation: Formation,
     times: Times,
     now_s: float,
+    blame: Suspicion,
 ) -> Formed | None:
     """Rule 2: with free seats, wait for nodes that were ready a generation ago: they will be ready again soon."""
     if before is None or len(joined) >= terms.nodes_max or formation.gathered_s is None:
@@ -203,7 +232,7 @@ def _await_ready(
         node_id
         for generation in range(before.generation, formation.generation)
         for node_id in snapshot.joined.get(generation, {})
-        if node_id in snapshot.members and node_id not in joined
+        if node_id in snapshot.members and node_id not in joined and not is_excluded(node_id, blame.excluded)
     ]
     return Formed(formation, wake_s=due_s, waiting=f"the spare {hosts(late)}") if late and now_s < due_s else None
 
@@ -219,8 +248,7 @@ def _seal_or_wait(
     times: Times,
     now_s: float,
 ) -> Formed:
-    """Rules 5, 6 and 7."""
-    # This includes the survivors.
+    """Rules 5, 6 and 7. `joined` are those that may get a seat."""
     here = min(len(joined), terms.nodes_max)
     if here < terms.nodes_min:
         return _await_min(snapshot, terms, generation, formation, times, now_s, here)
@@ -234,7 +262,7 @@ def _seal_or_wait(
         return Formed(formation, wake_s=due_s, waiting=waiting)
     seated = set(survivors)
     newcomers = sorted((snapshot.members[n] for n in joined if n not in seated), key=_place)
-    nodes = [*(snapshot.members[n] for n in survivors), *newcomers][: terms.nodes_max]
+    nodes = [*(snapshot.members[n] for n in survivors if n in joined), *newcomers][: terms.nodes_max]
     return Formed(formation, seal_table(snapshot, _table(generation, decision, nodes, joined)))
 
 
@@ -280,6 +308,8 @@ def _table(generation: Generation, decision: _GoOn, nodes: list[Node], joined: M
         restart_ages_s=decision.restart_ages_s,
         barren=decision.barren,
         progressed=decision.progressed,
+        streak=decision.blame.streak,
+        excluded=decision.blame.excluded,
     )
 
 

@@ -1,11 +1,13 @@
-"""The leader's rules while a generation runs: success, lost nodes, late joiners; and the leader's volatile state."""
+"""The leader's rules while a generation runs: success, lost nodes, hangs, late joiners; and its volatile state."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from elaunch.records import dataclass
+from elaunch.rendezvous.rules.excluding import is_excluded
 from elaunch.rendezvous.rules.forming import NO_FORMATION, Formation, form
+from elaunch.rendezvous.rules.hanging import declare_hang, end_hang, new_hang
 from elaunch.rendezvous.rules.snapshot import Snapshot
 from elaunch.rendezvous.rules.transactions import open_join, open_loss, succeed
 from elaunch.rendezvous.store import Txn
@@ -19,12 +21,14 @@ class LeaderState:
 
     `formation` belongs to the generation that forms. Nodes without a seat have been ready since `ready_since_s`. The
     last generation for such nodes was opened at `joined_at_s`; the next one may be opened `join_interval_s` later.
+    All nodes have said since `hang_since_s` that their ranks stand still.
     """
 
     formation: Formation = NO_FORMATION
     ready_since_s: float | None = None
     joined_at_s: float | None = None
     join_interval_s: float = 0.0
+    hang_since_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,7 @@ def lead(
             table_age_s,
             lossless_until_s,
         )
-        leader_state = replace(leader_state, formation=formed.formation, ready_since_s=None)
+        leader_state = replace(leader_state, formation=formed.formation, ready_since_s=None, hang_since_s=None)
         return Lead(leader_state, formed.txn, formed.wake_s, formed.waiting)
     done = snapshot.done.get(table.generation, frozenset())
     if all(seat.node_id in done for seat in table.seats):
@@ -74,7 +78,29 @@ def lead(
         if now_s < lossless_until_s:
             return Lead(leader_state, wake_s=lossless_until_s)
         return Lead(leader_state, open_loss(snapshot, lost))
-    return _admit(snapshot, snapshot.terms, table, done, leader_state, times, now_s)
+    hang = _watch_for_hang(snapshot, table, done, leader_state, times, now_s)
+    if hang.txn:
+        return hang
+    led = _admit(snapshot, snapshot.terms, table, done, hang.leader_state, times, now_s)
+    if led.txn or hang.wake_s is None:
+        return led
+    return replace(led, wake_s=min(hang.wake_s, led.wake_s or hang.wake_s))
+
+
+def _watch_for_hang(
+    snapshot: Snapshot, table: RankTable, done: frozenset[str], leader_state: LeaderState, times: Times, now_s: float
+) -> Lead:
+    """Declare that the job hangs, when that has held for a while; take it back when a node goes on."""
+    if over := end_hang(snapshot, table, done):
+        return Lead(leader_state, over)
+    hang = new_hang(snapshot, table, done)
+    if hang is None:
+        return Lead(replace(leader_state, hang_since_s=None))
+    since_s = now_s if leader_state.hang_since_s is None else leader_state.hang_since_s
+    confirmed_s = since_s + times.hang_confirm_s
+    if now_s >= confirmed_s:
+        return Lead(leader_state, declare_hang(snapshot, table, hang))
+    return Lead(replace(leader_state, hang_since_s=since_s), wake_s=confirmed_s)
 
 
 def _succeeded(table: RankTable, terms: Terms) -> Outcome:
@@ -98,7 +124,8 @@ def _admit(
 ) -> Lead:
     """Open a generation for nodes that wait for a free seat, but not once a node is done."""
     seated = {seat.node_id for seat in table.seats}
-    ready = [n for n in snapshot.joined.get(table.generation, {}) if n in snapshot.members and n not in seated]
+    waiting = (n for n in snapshot.joined.get(table.generation, {}) if n in snapshot.members and n not in seated)
+    ready = [node_id for node_id in waiting if not is_excluded(node_id, table.excluded)]
     free = terms.nodes_max - len(table.seats)
     if not ready or free <= 0 or done or terms.max_restarts == 0:
         return Lead(replace(leader_state, ready_since_s=None))

@@ -26,6 +26,8 @@ def outdated(snapshot: Snapshot, sealed: int) -> tuple[Op, ...]:
         Delete(keys.joined(0), keys.joined(sealed)),
         Delete(keys.done(0), keys.done(sealed)),
         Delete(keys.detailed(0), keys.detailed(sealed)),
+        Delete(keys.still(0), keys.still(sealed)),
+        Delete(keys.hang),
     ]
     recorded = sorted(number for number in snapshot.failures if number < sealed)
     if len(recorded) > FAILURES_KEPT + 1:
@@ -45,7 +47,8 @@ def ending(snapshot: Snapshot, outcome: Outcome) -> tuple[Op, ...]:
     keys = snapshot.keys
     ops: list[Op] = [
         snapshot.put(keys.ended, encode(outcome)),
-        *(Delete(f"{keys.root}{part}/", f"{keys.root}{part}0") for part in ("joined", "detailed", "done")),
+        *(Delete(f"{keys.root}{part}/", f"{keys.root}{part}0") for part in ("joined", "detailed", "done", "still")),
+        Delete(keys.hang),
     ]
     if snapshot.tables:
         ops.append(Delete(keys.table(0), keys.table(max(snapshot.tables))))

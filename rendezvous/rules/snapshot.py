@@ -15,11 +15,15 @@ from elaunch.records import dataclass
 from elaunch.rendezvous.codec import Decoded, decode
 from elaunch.rendezvous.endpoint import PREFIX
 from elaunch.rendezvous.rules.credible import check, check_generation_of_key
+from elaunch.rendezvous.rules.hang_records import Hang, StillNode, check_hang_record
+from elaunch.rendezvous.rules.questions import Question, read_question
 from elaunch.rendezvous.rules.table_codec import decode_table
 from elaunch.rendezvous.store import Absent, KeyEntry, Put, Unchanged, View
 from elaunch.rendezvous.types import Failure, Generation, Joined, Node, Outcome, RankTable, Terms
 
-Belonging = TypeVar("Belonging", Node, Joined)
+Belonging = TypeVar("Belonging", Node, Joined, StillNode)
+# Without such a record the job goes on: a sentence says that it cannot be read.
+_SPARED = ("failures", "still")
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,15 @@ class Keys:
     def ended(self) -> str:
         return f"{self.control}ended"
 
+    @property
+    def question(self) -> str:
+        """What somebody asks all nodes of the job (`questions`)."""
+        return f"{self.control}question"
+
+    def answers(self, identity: str, node_id: str = "") -> str:
+        """A node's answer to that question. It is no key of any job: a quoted run id has no question mark."""
+        return f"{self.prefix}?answers/{quote(self.run_id, safe='')}/{identity}/{node_id}"
+
     def member(self, node_id: str) -> str:
         return f"{self.members}{node_id}"
 
@@ -81,6 +94,15 @@ class Keys:
     def done(self, generation: int, node_id: str = "") -> str:
         return f"{self.root}done/{generation:010}/{node_id}"
 
+    def still(self, generation: int, node_id: str = "") -> str:
+        """The key by which this node says that all of its ranks stand still."""
+        return f"{self.root}still/{generation:010}/{node_id}"
+
+    @property
+    def hang(self) -> str:
+        """The leader's verdict that the job hangs."""
+        return f"{self.control}hang"
+
     def table(self, generation: int) -> str:
         return f"{self.control}table/{generation:010}"
 
@@ -90,8 +112,9 @@ class Snapshot:
     """The state on which decisions are based, as it was at `revision`.
 
     A follower's snapshot holds what is under `ctl/`. Only a `whole` snapshot has members, joined, failures (in the
-    order in which they were recorded) and done. `starter` has claimed the start of the first run. `unreadable`
-    holds sentences about records that could not be read.
+    order in which they were recorded), done and still. `starter` has claimed the start of the first run. `question` is
+    what somebody asks the nodes; nothing is decided from it. `unreadable` holds sentences about records that could not
+    be read.
     """
 
     keys: Keys
@@ -109,7 +132,10 @@ class Snapshot:
     joined: Mapping[int, Mapping[str, Joined]] = field(default_factory=dict)
     failures: Mapping[int, tuple[Failure, ...]] = field(default_factory=dict)
     done: Mapping[int, frozenset[str]] = field(default_factory=dict)
+    still: Mapping[int, Mapping[str, StillNode]] = field(default_factory=dict)
     tables: Mapping[int, RankTable] = field(default_factory=dict)
+    question: Question | None = None
+    hang: Hang | None = None
     unreadable: tuple[str, ...] = ()
 
     @property
@@ -165,6 +191,7 @@ class SnapshotReader:
         joined: dict[int, dict[str, Joined]] = {}
         failures: dict[int, list[tuple[int, Failure]]] = {}
         done: dict[int, set[str]] = {}
+        still: dict[int, dict[str, StillNode]] = {}
         tables: dict[int, RankTable] = {}
         for key, entry in view.entries.items():
             before = self._known.get(key)
@@ -185,6 +212,10 @@ class SnapshotReader:
                     failures.setdefault(int(generation), []).append((entry.create_revision, record))
                 case ["done", generation, node_id]:
                     done.setdefault(int(generation), set()).add(node_id)
+                case ["still", generation, node_id] if record is not None:
+                    still.setdefault(int(generation), {})[node_id] = record
+                case ["ctl", "hang"]:
+                    fields |= {"hang": record}
                 case ["ctl", "table", generation]:
                     tables[int(generation)] = record
                 case ["ctl", "spec"]:
@@ -197,6 +228,8 @@ class SnapshotReader:
                     fields |= {"leader": record, "leader_revision": entry.mod_revision}
                 case ["ctl", "ended"]:
                     fields |= {"ended": record}
+                case ["ctl", "question"]:
+                    fields |= {"question": record}
         self._known = known
         return Snapshot(
             keys=keys,
@@ -206,20 +239,21 @@ class SnapshotReader:
             joined=joined,
             failures={g: tuple(f for _, f in sorted(records, key=lambda r: r[0])) for g, records in failures.items()},
             done={g: frozenset(nodes) for g, nodes in done.items()},
+            still=still,
             tables=tables,
             unreadable=tuple(unreadable),
             **fields,
         )
 
     def _record(self, key: str, entry: KeyEntry, parts: list[str], unreadable: list[str]) -> Any:
-        """The record in an entry; None for an unreadable failure."""
+        """The record in an entry; None where an unreadable one can be done without."""
         known = self._known.get(key)
         try:
             _check_number(parts)
             return _decoder(parts)(entry.value)
         except ValueError as error:
             sentence = f"{key} in the store is {error}"
-            if known is None and parts[0] != "failures":
+            if known is None and parts[0] not in _SPARED and parts != ["ctl", "hang"]:
                 raise ValueError(sentence) from error
             unreadable.append(sentence)
             return known[1] if known else None
@@ -228,7 +262,7 @@ class SnapshotReader:
 def _check_number(parts: list[str]) -> None:
     """Raises ValueError if a key that must contain a generation does not."""
     match parts:
-        case ["joined" | "failures" | "detailed" | "done", number, _] | ["ctl", "table", number]:
+        case ["joined" | "failures" | "detailed" | "done" | "still", number, _] | ["ctl", "table", number]:
             check_generation_of_key(number)
 
 
@@ -248,6 +282,12 @@ def _decoder(parts: list[str]) -> Callable[[str], Any]:
             return lambda text: _credible(Generation, text)
         case ["ctl", "ended"]:
             return lambda text: _credible(Outcome, text)
+        case ["ctl", "question"]:
+            return read_question
+        case ["still", _, node_id]:
+            return lambda text: _of_node(node_id, _credible(StillNode, text))
+        case ["ctl", "hang"]:
+            return lambda text: _credible(Hang, text)
         case _:
             return lambda text: text
 
@@ -255,7 +295,10 @@ def _decoder(parts: list[str]) -> Callable[[str], Any]:
 def _credible(kind: type[Decoded], text: str) -> Decoded:
     record = decode(kind, text)
     try:
-        check(record)  # type: ignore[arg-type]
+        if isinstance(record, (StillNode, Hang)):
+            check_hang_record(record)
+        else:
+            check(record)  # type: ignore[arg-type]
     except ValueError as error:
         raise ValueError(f"not a {kind.__name__}: {text[:200]!r} ({error})") from None
     return record

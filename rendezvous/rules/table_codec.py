@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import zlib
 from base64 import b64decode, b64encode
+from dataclasses import asdict
 from functools import partial
 from itertools import accumulate, chain, groupby, repeat, starmap
 from typing import Any
 
 from elaunch.rendezvous.codec import decode_fields, parse_json
 from elaunch.rendezvous.rules.credible import check_seats, check_table
-from elaunch.rendezvous.types import RankTable, Seat
+from elaunch.rendezvous.types import Exclusion, RankTable, Seat, Streak
 
 # Above this size it takes longer to send a table to every node than to compress it once.
 _LARGE = 4000
@@ -38,6 +39,11 @@ def encode_table(table: RankTable) -> str:
         "barren": table.barren,
         "progressed": table.progressed,
     }
+    # Most tables have none.
+    if table.streak:
+        record["streak"] = asdict(table.streak)
+    if table.excluded:
+        record["excluded"] = [asdict(each) for each in table.excluded]
     text = json.dumps(record, separators=(",", ":"))
     return text if len(text) < _LARGE else _PACKED + b64encode(zlib.compress(text.encode())).decode()
 
@@ -72,6 +78,8 @@ def _table(record: Any) -> RankTable:
     numbers = {word: int(word) for word, _ in record["slots"]}
     check_seats(nodes, numbers.values())
     slots = [numbers[word] for word in _unrun(record["slots"], len(nodes))]
+    blame = {"streak": record.get("streak"), "excluded": record.get("excluded", [])}
+    plain |= decode_fields({"streak": Streak | None, "excluded": tuple[Exclusion, ...]}, blame)
     return RankTable(seats=_seats(nodes, slots, _unrun(record["roles"], len(nodes))), **plain)
 
 

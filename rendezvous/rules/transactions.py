@@ -15,7 +15,6 @@ from elaunch.rendezvous.rules.table_codec import encode_table
 from elaunch.rendezvous.store import Absent, Delete, Empty, NoneNewer, Op, Present, Put, Txn, TxnGuard
 from elaunch.rendezvous.types import (
     Failure,
-    FailureKind,
     Generation,
     Joined,
     Node,
@@ -26,7 +25,7 @@ from elaunch.rendezvous.types import (
     host_of,
 )
 
-_RUN_PARTS = ("joined", "failures", "detailed", "done")
+_RUN_PARTS = ("joined", "failures", "detailed", "done", "still")
 _NAMES_SHOWN = 3
 # Each lost node needs two guards; etcd takes 128 in one transaction.
 _LOST_GUARDED = 50
@@ -59,6 +58,7 @@ def start_run(snapshot: Snapshot, terms: Terms, me: Node, lease: int) -> Txn:
             Delete(keys.table(0), keys.table(number)),
             Delete(keys.ended),
             Delete(keys.starter),
+            Delete(keys.hang),
             Put(keys.spec, encode(terms), run),
             Put(keys.generation, encode(Generation(number, OpenKind.START, "the job starts")), run),
             Put(keys.leader, me.node_id, lease),
@@ -140,7 +140,7 @@ def fail(snapshot: Snapshot, me: Node, failure: Failure) -> Txn:
         number = newest.number + 1
     opened = snapshot.put(keys.generation, encode(Generation(number, OpenKind.FAIL, failure.sentence, me.node_id)))
     writes: list[Op] = [opened, record]
-    if number == failed_in + 1 and failure.kind is not FailureKind.PEER_LOST:
+    if number == failed_in + 1 and not failure.kind.is_secondary:
         writes.append(snapshot.put(keys.detailed(failed_in, me.node_id), ""))
     return Txn((snapshot.gen_guard, snapshot.live_guard), tuple(writes), (record,))
 
@@ -167,7 +167,7 @@ def complete(snapshot: Snapshot, me: Node, failure: Failure) -> tuple[Txn, ...]:
     keys, live, g = snapshot.keys, snapshot.live_guard, failure.generation
     key, mine = keys.failure(g, me.node_id), keys.detailed(g, me.node_id)
     brief = snapshot.put(key, encode(failure.brief))
-    if failure.kind is FailureKind.PEER_LOST:
+    if failure.kind.is_secondary:
         # At first the failure may not have looked like the death of a peer.
         return (Txn((live,), (brief, Delete(mine))),)
     full = snapshot.put(key, encode(failure))
@@ -250,14 +250,14 @@ def evict(snapshot: Snapshot, node_id: str) -> Txn:
     assert snapshot.generation
     keys = snapshot.keys
     not_joined = Absent(keys.joined(snapshot.generation.number, node_id))
-    return Txn((*_leader_guards(snapshot), not_joined), (Delete(keys.member(node_id)),))
+    return Txn((*leader_guards(snapshot), not_joined), (Delete(keys.member(node_id)),))
 
 
 def seal_table(snapshot: Snapshot, table: RankTable) -> Txn:
     """Write the forming generation's table. It fails if any node has joined since the snapshot."""
     keys = snapshot.keys
     guards = (
-        *_leader_guards(snapshot),
+        *leader_guards(snapshot),
         Absent(keys.table(table.generation)),
         NoneNewer(keys.joined(table.generation), snapshot.revision),
     )
@@ -270,7 +270,7 @@ def end_unformed(snapshot: Snapshot, outcome: Outcome) -> Txn:
     assert snapshot.generation
     keys = snapshot.keys
     guards = (
-        *_leader_guards(snapshot),
+        *leader_guards(snapshot),
         Absent(keys.table(snapshot.generation.number)),
         NoneNewer(keys.members, snapshot.revision),
     )
@@ -279,7 +279,7 @@ def end_unformed(snapshot: Snapshot, outcome: Outcome) -> Txn:
 
 def succeed(snapshot: Snapshot, outcome: Outcome) -> Txn:
     """End a job whose nodes are all done."""
-    return Txn(_leader_guards(snapshot), ending(snapshot, outcome))
+    return Txn(leader_guards(snapshot), ending(snapshot, outcome))
 
 
 def loss_of(lost: list[str]) -> str:
@@ -295,9 +295,9 @@ def hosts(node_ids: list[str]) -> str:
 
 
 def _open(snapshot: Snapshot, opened: Generation, guards: tuple[TxnGuard, ...]) -> Txn:
-    return Txn((*_leader_guards(snapshot), *guards), (snapshot.put(snapshot.keys.generation, encode(opened)),))
+    return Txn((*leader_guards(snapshot), *guards), (snapshot.put(snapshot.keys.generation, encode(opened)),))
 
 
-def _leader_guards(snapshot: Snapshot) -> tuple[TxnGuard, ...]:
+def leader_guards(snapshot: Snapshot) -> tuple[TxnGuard, ...]:
     """No newer generation, the job has not ended, and this node still leads."""
     return snapshot.gen_guard, snapshot.live_guard, snapshot.leader_guard

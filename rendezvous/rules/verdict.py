@@ -4,12 +4,32 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from elaunch.records import dataclass
 from elaunch.rendezvous.types import Failure, FailureKind, Terms
 
 # Generations in a row without progress that end a job whatever their kind (protocol, rule 9).
 BARREN_MAX = 10
+
+# What an error in the program raises, or bad data. Whatever else is raised may come from its surroundings: a device, a
+# network, a file system, a service.
+_BUGS = {
+    *("AssertionError", "AttributeError", "FloatingPointError", "ImportError", "IndexError", "KeyError", "LookupError"),
+    *("ModuleNotFoundError", "NameError", "NotImplementedError", "OverflowError", "RecursionError", "RuntimeError"),
+    *("TypeError", "UnboundLocalError", "UnicodeDecodeError", "UnicodeEncodeError", "ValueError", "ZeroDivisionError"),
+}
+# What torch raises as a RuntimeError, and what is none of the program's doing all the same.
+_OF_SURROUNDINGS = re.compile(
+    r"cuda|cudnn|cublas|nccl|hip error|gloo|dataloader worker|timed? ?out|connect|unavailable|temporar|reset"
+    r"|\b50[0234]\b",
+    re.IGNORECASE,
+)
+# Two workers that report no step have failed in the same step, for all that is known, if they ran equally long: within
+# so many seconds, or within this share of the longer one.
+_AS_LONG_S = 2.0
+_AS_LONG_SHARE = 0.1
+_AWAITED = ", while "
 
 
 @dataclass(frozen=True)
@@ -27,13 +47,33 @@ class GiveUp:
 
 
 def decisive_failure(failures: Sequence[Failure]) -> Failure:
-    """The failure by which a generation is judged: the first in the record that no peer's death explains."""
-    primary = (f for f in failures if f.kind is not FailureKind.PEER_LOST)
-    return next(primary, failures[0])
+    """The failure by which a generation is judged: the first in the record that no peer's end explains.
+
+    If all others only lost a peer, a rank that ended with exit code 0 before them is the peer that they lost.
+    """
+    if primary := next((f for f in failures if not f.kind.is_secondary), None):
+        return primary
+    early = next((f for f in failures if f.kind is FailureKind.ENDED_EARLY), None)
+    return awaited(early, failures) if early else failures[0]
+
+
+def awaited(early: Failure, failures: Sequence[Failure]) -> Failure:
+    """The record of a rank that ended early, with the ranks in `failures` that still waited for it."""
+    lost = [f for f in failures if f.kind is FailureKind.PEER_LOST and f.rank != early.rank]
+    if not lost:
+        return early
+    ranks = [str(rank) for rank in sorted({f.rank for f in lost})]
+    shown = ", ".join(ranks[:-1]) + f" and {ranks[-1]}" if len(ranks) > 1 else ranks[0]
+    calls = {f.call for f in lost if f.call}
+    where = f" in {calls.pop()}" if len(calls) == 1 else " for it"
+    said = early.message.partition(_AWAITED)[0]
+    return replace(early, message=f"{said}{_AWAITED}rank {shown} still waited{where},")
 
 
 def identical(one: Failure, other: Failure) -> bool:
     """Whether two failures are the same error in the same place; numbers and addresses may differ."""
+    if one.kind is FailureKind.ENDED_EARLY:
+        return other.kind is one.kind and other.rank == one.rank
     return (
         one.kind.counts_as_identical
         and one.kind is other.kind
@@ -43,6 +83,25 @@ def identical(one: Failure, other: Failure) -> bool:
     )
 
 
+def repeats(one: Failure, other: Failure) -> bool:
+    """Whether two failures are the same bug of the program in the same step, however far the job had come."""
+    if one.rank != other.rank or not identical(one, other) or not _is_bug(one):
+        return False
+    if one.step >= 0 or other.step >= 0:
+        return one.step == other.step
+    if one.kind is FailureKind.EXCEPTION and _without_addresses(one.message) != _without_addresses(other.message):
+        return False
+    longer_s = max(one.lived_s, other.lived_s)
+    return abs(one.lived_s - other.lived_s) <= max(_AS_LONG_S, _AS_LONG_SHARE * longer_s)
+
+
+def _is_bug(failure: Failure) -> bool:
+    if failure.kind is FailureKind.ENDED_EARLY:
+        return True
+    is_exception = failure.kind is FailureKind.EXCEPTION and failure.exception in _BUGS
+    return is_exception and not _OF_SURROUNDINGS.search(failure.message)
+
+
 def judge(
     terms: Terms,
     failures: Mapping[int, Sequence[Failure]],
@@ -50,11 +109,14 @@ def judge(
     spent: int | None,
     barren: int,
     progressed: bool,
+    *,
+    is_elsewhere: bool = False,
 ) -> Restart | GiveUp:
     """Whether the job goes on after `generation`, whose records are in `failures`.
 
     `spent` counts the restarts already charged to the budget; None if this one is not charged. `barren` counts the
     generations in a row without progress. `progressed` says whether any generation of the job ever made progress.
+    `is_elsewhere` says that the next try is without the node that failed.
     """
     failure = decisive_failure(failures[generation])
     before = failures.get(generation - 1)
@@ -70,8 +132,13 @@ def judge(
         return Restart("")
     # If it is unknown whether the rank made progress, its generation's progress decides.
     has_progressed = barren == 0 if failure.progressed is None else failure.progressed
-    if before and not has_progressed and identical(failure, decisive_failure(before)):
+    # On another node the same error need not come again.
+    earlier = decisive_failure(before) if before and not is_elsewhere else None
+    if earlier and not has_progressed and identical(failure, earlier):
         return GiveUp("it failed the same way twice in a row without progress, so another try would end the same way")
+    if earlier and repeats(failure, earlier):
+        where = f"in the same step, after step {failure.step}" if failure.step >= 0 else "after about the same time"
+        return GiveUp(f"it failed the same way twice in a row, {where}, so another try would end the same way")
     if spent >= terms.max_restarts:
         return GiveUp(_budget(terms))
     if barren >= BARREN_MAX:
@@ -90,3 +157,7 @@ def _budget(terms: Terms) -> str:
 
 def _without_numbers(message: str) -> str:
     return re.sub(r"0x[0-9a-fA-F]+|\d+", "#", message)
+
+
+def _without_addresses(message: str) -> str:
+    return re.sub(r"0x[0-9a-fA-F]+", "#", message)

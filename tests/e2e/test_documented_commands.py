@@ -34,11 +34,17 @@ HERE = {
     "elaunch --no-preload --nproc-per-node 2 train.py": "rank 1 of 2",
     "elaunch --max-restarts 0 --nproc-per-node 1 train.py": "rank 0 of 1",
     "elaunch --max-restarts 0 --nproc-per-node 2 train.py": "rank 1 of 2",
+    "elaunch --on-hang restart --log-dir logs --nproc-per-node 2 train.py": "rank 1 of 2",
     "elaunch --hang-timeout 120 --nproc-per-node 2 train.py": "rank 1 of 2",
     "elaunch --nproc-per-node 2 --log-dir logs train.py": "the workers' output is in",
-    "cat logs/*/timeline.jsonl": '"event": "sealed"',
+    "elaunch --log-format json --nproc-per-node 2 train.py": '"stream": "stdout", "text": "rank 1 of 2"',
+    "elaunch report logs": "succeeded after",
+    "elaunch report --json logs": '"outcome": "succeeded"',
+    "elaunch report --perfetto trace.json logs/latest": "trace.json",
+    "cat logs/latest/timeline.jsonl": '"event": "sealed"',
     "elaunch --nproc-per-node 1 --no-python env": "MASTER_ADDR=127.0.0.1",
     "elaunch --help": "Exit codes:",
+    "elaunch doctor": "can train",
     "(umask 077; openssl rand -hex 16 > ~/job.token)": "",
     "_ELAUNCH_COMPLETE=bash_source elaunch > ~/.elaunch-completion.bash": "",
 }
@@ -71,8 +77,19 @@ ETCD = {
 }
 # Commands that another test runs.
 ELSEWHERE = {
+    "elaunch --metrics-port 9400 --nproc-per-node 2 train.py": "test_a_failed_and_restarted_job_shows_both",
+    "elaunch --on-event ./notify.sh --nproc-per-node 2 train.py": (
+        "test_the_script_of_the_page_posts_what_happened_and_the_job_does_not_wait_for_it"
+    ),
     "elaunch --nproc-per-node 2 -m elaunch.trainer --out runs/s3 --checkpoints s3://bucket/first": (
         "test_the_command_for_an_object_store_works_and_goes_on_from_there"
+    ),
+    "elaunch status": "test_without_arguments_a_user_finds_the_own_jobs_and_nobody_elses",
+    "elaunch top": "test_top_draws_the_job_anew_each_second_until_q",
+    "elaunch stacks": "test_stacks_groups_ranks_by_where_they_are",
+    "elaunch status --json": "test_status_shows_ranks_steps_the_last_failure_and_what_is_left_of_the_budget",
+    "elaunch status night --rdzv-endpoint node0:2379 --token-file ~/job.token": (
+        "test_two_nodes_are_asked_from_a_third_place_with_the_token"
     ),
     "flux run -N 4 elaunch train.py": "test_flux_run_elaunch_needs_no_flag_and_ranks_follow_the_nodes",
     "pip install .": "test_every_module_is_in_the_wheel_and_can_be_imported_from_it",
@@ -100,6 +117,12 @@ ELSEWHERE = {
     "srun --nodes=4 --ntasks-per-node=1 elaunch train.py": (
         "test_srun_elaunch_needs_no_flag_and_ranks_follow_the_nodes"
     ),
+    "elaunch doctor --nnodes 2 --rdzv-endpoint node0:2379 --token-file ~/job.token --log-dir logs": (
+        "test_a_store_is_timed_and_refuses_a_wrong_token"
+    ),
+    'srun --ntasks-per-node=1 elaunch doctor | grep ": bad"': (
+        "test_each_node_of_a_slurm_job_is_examined_with_the_needs_of_that_job"
+    ),
     "srun --nodes=2 --ntasks-per-node=1 elaunch train.py": (
         "test_srun_elaunch_needs_no_flag_and_ranks_follow_the_nodes"
     ),
@@ -117,6 +140,7 @@ ELSEWHERE = {
     "make bench": "test_a_whole_run_prints_its_tables_and_makes_the_page",
     'make bench N=5 ARGS="--only restart --workers 2"': "test_a_part_prints_its_tables_and_leaves_the_page",
     'make bench N=8 ARGS="--only scale --agents 64,1024"': "test_what_agents_ask_is_what_etcd_has_seen",
+    'make bench ARGS="--only told,watching"': "test_a_run_of_what_is_told_and_what_watching_costs",
     'make bench ARGS="--only state-restart,state-cost,state-ettr"': (
         "test_a_restart_with_the_keeper_loses_nothing_and_has_all_stages"
     ),
@@ -127,7 +151,7 @@ NEEDS_DOCKER = "needs Docker; hadolint checks the Dockerfile"
 NEEDS_GPU = "needs a GPU"
 # Commands that no test runs, with the reason.
 NOBODY = {
-    "make demo": "makes a .venv from the package registry; its training is the one of docs/trainer.md",
+    "make demo": "makes a .venv; test_the_demo_kills_two_ranks_and_ends_equal_to_the_undisturbed_run runs its program",
     "make test": "is what runs this",
     'make bench ARGS="--only nodes-restart,nodes-loss,scale"': "takes an hour, as root",
     ".venv/bin/python -m bench --render runs/bench/A.json runs/bench/B.json": "needs the samples of two long runs",

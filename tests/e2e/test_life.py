@@ -125,7 +125,7 @@ class TestAllReduce:
         assert [worker["elastic"] for worker in records(reduced, "reduced")] == [True] * world
 
     def test_the_worker_stores_first_word_is_on_the_timeline(self, reduced: Job, reduced_in: Path) -> None:
-        (path,) = reduced_in.glob("logs/*/timeline.jsonl")
+        (path,) = reduced_in.glob("logs/*_*/timeline.jsonl")
         events = [json.loads(line)["event"] for line in path.read_text().splitlines()]
 
         assert events.count("store_ready") == 1, reduced.output
@@ -212,7 +212,12 @@ DEATHS = {
     "exception": ("raise OSError('no such shard')", "raised OSError: no such shard", "1", ""),
     "exit code": ("sys.exit(41)", "exited with code 41", "41", ""),
     "SIGKILL": ("os.kill(os.getpid(), signal.SIGKILL)", "was killed by SIGKILL", "-9", "  (SIGKILL)"),
-    "segfault": ("ctypes.string_at(0)", "was killed by SIGSEGV", "-11", "  (SIGSEGV)"),
+    "segfault": (
+        "ctypes.string_at(0)",
+        r"was killed by SIGSEGV \(crashed in \S+:7 in <module>\)",
+        "-11",
+        "  (SIGSEGV)",
+    ),
 }
 
 

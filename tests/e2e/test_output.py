@@ -21,7 +21,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.harness import COMMAND, DEADLINE_S, Job, environment, finished, script, wait_for
+from tests.harness import COMMAND, DEADLINE_S, Job, environment, finished, free_ports, script, wait_for
 
 # Preload a light module in place of torch: the fork server does the same, without the second of importing torch.
 LIGHT = ("--preload", "json")
@@ -139,6 +139,42 @@ class TestPrefix:
             code = terminal.process.wait(DEADLINE_S)
 
         assert code == 0, terminal.text
+
+    @pytest.mark.parametrize(("start", "workers"), [(LIGHT, "2"), (("--no-preload",), "1")], ids=["forked", "exec'd"])
+    def test_ctrl_c_at_a_debuggers_prompt_ends_the_job_at_once(
+        self, start: tuple[str, ...], workers: str, tmp_path: Path
+    ) -> None:
+        script(tmp_path, WAIT + f"if rank == {workers} - 1:\n    breakpoint()\nwait('never')\n")
+
+        with Terminal(tmp_path, *start, "--nproc-per-node", workers, "train.py") as terminal:
+            terminal.read_until("(Pdb) ")
+            began_s = time.monotonic()
+            terminal.type("\x03")
+            terminal.read_until("waits at a prompt; SIGTERM")
+            terminal.read_until("exit code 130")
+            took_s = time.monotonic() - began_s
+            code = terminal.process.wait(DEADLINE_S)
+
+        assert code == 130, terminal.text
+        # The stop's grace is 30 s.
+        assert took_s < 10.0, terminal.text
+
+    def test_a_question_that_comes_with_ctrl_c_may_be_answered(self, tmp_path: Path) -> None:
+        asks = "try:\n    wait('never')\nexcept KeyboardInterrupt:\n    print('kept', input('keep it? '))\n"
+        script(tmp_path, WAIT + "print('runs', flush=True)\n" + asks)
+
+        with Terminal(tmp_path, "--no-preload", "--nproc-per-node", "1", "train.py") as terminal:
+            terminal.read_until("runs")
+            terminal.type("\x03")
+            terminal.read_until("keep it? ")
+            # Longer than the agent looks.
+            with suppress(subprocess.TimeoutExpired):
+                terminal.process.wait(1.0)
+            terminal.type("yes\n")
+            terminal.read_until("kept yes")
+            terminal.process.wait(DEADLINE_S)
+
+        assert "waits at a prompt" not in terminal.text
 
     def test_a_debugger_that_is_quit_ends_the_job_with_a_word_on_what_to_do(self, tmp_path: Path) -> None:
         script(tmp_path, WAIT + "if rank == 1:\n    breakpoint()\nwait('never')\n")
@@ -321,7 +357,7 @@ else:
                 time.sleep(0.0001)
         code = process.wait()
 
-    (log,) = folder.glob("logs/*/attempt_0/0/stdout.log")
+    (log,) = folder.glob("logs/latest/attempt_0/0/stdout.log")
     kept, size = hashlib.sha256(), log.stat().st_size
     with log.open("rb") as file:
         while piece := file.read(1 << 20):
@@ -391,7 +427,7 @@ if generation != "2":
 
         job = finished(tmp_path, *LIGHT, "--nproc-per-node", "2", "--log-dir", "kept/here", "train.py")
 
-        (run,) = (tmp_path / "kept/here").iterdir()
+        run = (tmp_path / "kept/here/latest").resolve()
         assert job.code == 0, job.output
         assert _tree(run) == {
             f"attempt_{generation}/{rank}/{name}.log": f"{words}generation {generation} rank {rank}\n"
@@ -412,7 +448,7 @@ if generation != "2":
             *("-r", "11:1,2:3", "-t", "10:3", "train.py"),
         )
 
-        (run,) = (tmp_path / "logs").iterdir()
+        run = (tmp_path / "logs" / "latest").resolve()
         said = set(re.findall(r"(?:out|err) \d+", job.output))
         everything = {f"{name} {rank}" for name in ("out", "err") for rank in range(12)}
         assert job.code == 0, job.output
@@ -436,7 +472,7 @@ if generation != "2":
 
         job = finished(tmp_path, *LIGHT, "--nproc-per-node", "3", "--log-dir", "logs", option, ranks, "train.py")
 
-        (run,) = (tmp_path / "logs").iterdir()
+        run = (tmp_path / "logs" / "latest").resolve()
         shown = [f"[{rank}] out {rank}" for rank in ranks.split(",") if int(rank) < 3]
         assert sorted(job.stdout.splitlines()) == shown
         assert sorted(re.findall(r"^\[(\d)\] err", job.stderr, re.MULTILINE)) == [line[1] for line in shown]
@@ -460,7 +496,7 @@ print("loss of words", file=sys.stderr)
             *("--duplicate-stdout-filters", "loss,a,,b,grad 7", "--duplicate-stderr-filters", "warning:", "train.py"),
         )
 
-        (run,) = (tmp_path / "logs").iterdir()
+        run = (tmp_path / "logs" / "latest").resolve()
         files = _tree(run)
         wanted = [f"{words} rank {rank}" for words in ("a,b", "grad 7", "step 1 loss 3.5") for rank in range(2)]
         assert sorted(files["attempt_0/filtered_stdout.log"].splitlines()) == wanted
@@ -558,7 +594,7 @@ for stream in sys.stdout, sys.stderr:
         job = finished(tmp_path, *LIGHT, *options)
 
         assert job.code == 0, job.output
-        (run,) = (disk / "logs").iterdir()
+        run = (disk / "logs" / "latest").resolve()
         for rank in range(2):
             for name, shown in ("stdout", job.stdout), ("stderr", job.stderr):
                 log = run / f"attempt_0/{rank}/{name}.log"
@@ -566,9 +602,8 @@ for stream in sys.stdout, sys.stderr:
                 on_console = "".join(re.findall(rf"^\[{rank}\] (.*\n)", shown, re.MULTILINE))
                 assert kept + on_console == "".join(f"line {i} {'x' * 50}\n" for i in range(2000))
         assert "No space left on device" in job.stderr
-        assert job.stderr.endswith(
-            f"elaunch: the workers' output is in {run}, incomplete: some of it could not be written\n"
-        )
+        where = f"elaunch: the workers' output is in {run}, incomplete: some of it could not be written"
+        assert where in job.stderr.splitlines()
 
     def test_a_failure_is_reported_with_its_traceback_all_the_same(
         self, small_disk: Callable[[str], Path], tmp_path: Path
@@ -583,23 +618,67 @@ for stream in sys.stdout, sys.stderr:
         assert re.search(r"^rank 0 .* raised ValueError: the disk is full and more", job.stderr, re.MULTILINE)
 
 
+ENDLESS = """
+import os, signal, sys, time
+from pathlib import Path
+
+rank = os.environ["RANK"]
+
+
+def save(*_):
+    Path(f"saved {rank}").touch()
+    sys.exit(0)
+
+
+signal.signal(signal.SIGTERM, save)
+Path(f"ready {rank}").touch()
+while not all(Path(f"ready {other}").exists() for other in range(int(os.environ["WORLD_SIZE"]))):
+    time.sleep(0.005)
+while True:
+    print("line", flush=True)
+    time.sleep(0.001)
+"""
+
+
 class TestReaderGone:
-    def test_training_goes_on_when_the_consoles_reader_leaves(self, tmp_path: Path) -> None:
-        script(
-            tmp_path,
-            WAIT
-            + """
-write("first\\n")
-wait("reader gone")
-for i in range(20_000):
-    write(f"line {i}\\n")
-Path(f"trained {rank}").touch()
-""",
-        )
+    """`elaunch train.py | head`: decision 030."""
+
+    @pytest.mark.parametrize("workers", ["1", "2"])
+    @pytest.mark.parametrize("together", [False, True], ids=["stdout", "2>&1"])
+    def test_a_pipe_whose_reader_leaves_ends_the_job_quietly(
+        self, workers: str, together: bool, tmp_path: Path
+    ) -> None:
+        script(tmp_path, ENDLESS)
 
         with (
             subprocess.Popen(
-                [*COMMAND, *LIGHT, "--nproc-per-node", "2", "train.py"],
+                [*COMMAND, "--no-preload", "--nproc-per-node", workers, "train.py"],
+                cwd=tmp_path,
+                env=environment(),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT if together else subprocess.PIPE,
+            ) as process,
+            killed_at_deadline(process),
+        ):
+            assert process.stdout
+            while not process.stdout.readline().endswith(b"line\n"):
+                pass
+            process.stdout.close()
+            errors = process.stderr.read().decode() if process.stderr else ""
+            code = process.wait()
+
+        assert code == 141, errors
+        assert all((tmp_path / f"saved {rank}").exists() for rank in range(int(workers))), "they get SIGTERM"
+        if not together:
+            after = errors.partition("(the job starts)\n")[2]
+            assert after == "elaunch: stopped, since nobody reads its stdout any more; exit code 141\n"
+
+    def test_training_goes_on_when_the_reader_of_stderr_leaves(self, tmp_path: Path) -> None:
+        script(tmp_path, WAIT + "wait('gone')\nprint('x' * 100, file=sys.stderr)\nprint('trained')")
+
+        with (
+            subprocess.Popen(
+                [*COMMAND, "--no-preload", "--nproc-per-node", "2", "train.py"],
                 cwd=tmp_path,
                 env=environment(),
                 stdout=subprocess.PIPE,
@@ -609,16 +688,64 @@ Path(f"trained {rank}").touch()
         ):
             assert process.stdout
             assert process.stderr
-            first = process.stdout.readline()
-            process.stdout.close()
-            (tmp_path / "reader gone").touch()
+            process.stderr.close()
+            (tmp_path / "gone").touch()
+            said = process.stdout.read()
+            code = process.wait()
+
+        assert (code, said.count(b"trained")) == (0, 2)
+
+    def test_training_goes_on_when_its_terminal_is_gone(self, tmp_path: Path) -> None:
+        script(tmp_path, WAIT + "write('first\\n')\nwait('gone')\nwrite('more\\n')\nPath(f'trained {rank}').touch()")
+        leader, terminal = pty.openpty()
+
+        with (
+            subprocess.Popen(
+                [*COMMAND, "--no-preload", "--nproc-per-node", "2", "train.py"],
+                cwd=tmp_path,
+                env=environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=terminal,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+            ) as process,
+            killed_at_deadline(process),
+        ):
+            os.close(terminal)
+            assert b"first" in os.read(leader, 100)
+            os.close(leader)
+            (tmp_path / "gone").touch()
+            assert process.stderr
             errors = process.stderr.read().decode()
             code = process.wait()
 
-        assert first in (b"[0] first\n", b"[1] first\n")
         assert code == 0, errors
         assert all((tmp_path / f"trained {rank}").exists() for rank in range(2))
-        assert errors.count("reader is gone") == 1
+        assert errors.count("training goes on without it") == 1
+
+    def test_the_job_ends_on_all_nodes(self, tmp_path: Path) -> None:
+        script(tmp_path, ENDLESS)
+        options = ("--no-preload", "--nnodes", "2", "--nproc-per-node", "1", "--rdzv-endpoint")
+        command = [*COMMAND, *options, f"localhost:{free_ports(1)[0]}", "train.py"]
+
+        with (
+            Job(tmp_path, *command[len(COMMAND) :]) as other,
+            subprocess.Popen(
+                command, cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            ) as process,
+            killed_at_deadline(process),
+        ):
+            assert process.stdout
+            assert process.stderr
+            process.stdout.readline()
+            other.wait_for_output("line")
+            process.stdout.close()
+            process.stderr.read()
+
+            assert (process.wait(), other.wait()) == (141, 141), other.output
+
+        assert "nobody reads its stdout any more" in other.stderr
+        assert all((tmp_path / f"saved {rank}").exists() for rank in range(2))
 
 
 @contextmanager

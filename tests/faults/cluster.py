@@ -191,7 +191,7 @@ class Cluster:
 
     def assert_logs_of_all_generations(self) -> None:
         """The log folder has the output of every worker of every generation."""
-        texts = [path.read_text() for path in self.logs.glob("*/attempt_*/*/stdout.log")]
+        texts = [path.read_text() for path in self.logs.glob("*_*/attempt_*/*/stdout.log")]
         for each in self.records.of("started"):
             assert sum(json.dumps(each) in text for text in texts) == 1, f"not logged (once): {each}"
 

@@ -10,30 +10,30 @@ import pytest
 
 from tests.faults.keeper_runs import Calm
 from tests.faults.trainings import CalmTrainings
-from tests.ranks import Nursery, nursery
+from tests.ranks import RankForker, forker
 from tests.s3 import FSSPEC
 
 # The modules that their ranks import.
 _MODULES = ("keeper.keeper", "memory.sharded", "checkpoint.objects", "train")
 
 
-@pytest.fixture(scope="session", name="nursery")
-def _nursery() -> Iterator[Nursery]:
+@pytest.fixture(scope="session", name="forker")
+def _forker() -> Iterator[RankForker]:
     """The process that forks ranks for all files."""
-    with nursery(*(f"elaunch.trainer.{name}" for name in _MODULES), "s3fs", env=FSSPEC) as held:
+    with forker(*(f"elaunch.trainer.{name}" for name in _MODULES), "s3fs", env=FSSPEC) as held:
         yield held
 
 
 @pytest.fixture(scope="session")
-def calm(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Calm:
+def calm(forker: RankForker, tmp_path_factory: pytest.TempPathFactory) -> Calm:
     """The keeper's trainings without failures. A run of the tests makes each of them once."""
-    return Calm(nursery, shared(tmp_path_factory) / "calm-keepers")
+    return Calm(forker, shared(tmp_path_factory) / "calm-keepers")
 
 
 @pytest.fixture(scope="session")
-def calm_training(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> CalmTrainings:
+def calm_training(forker: RankForker, tmp_path_factory: pytest.TempPathFactory) -> CalmTrainings:
     """The trainings of the bundled trainer without failures."""
-    return CalmTrainings(nursery, shared(tmp_path_factory) / "calm-trainings")
+    return CalmTrainings(forker, shared(tmp_path_factory) / "calm-trainings")
 
 
 def shared(factory: pytest.TempPathFactory) -> Path:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.harness import Job, preloading
-from tests.ranks import Nursery, Ranks
+from tests.ranks import RankForker, Ranks
 
 KEPT = Path(__file__).with_name("kept.py")
 PRELOAD = preloading("elaunch.trainer.keeper.keeper")
@@ -101,8 +101,8 @@ class Calm:
     The runs have no agent and no memory: neither changes the result of a run.
     """
 
-    def __init__(self, nursery: Nursery, folder: Path) -> None:
-        self._nursery, self._folder = nursery, folder
+    def __init__(self, forker: RankForker, folder: Path) -> None:
+        self._forker, self._folder = forker, folder
         folder.mkdir(exist_ok=True)
 
     def __call__(self, workers: int, hook: str = "") -> Recorded:
@@ -115,7 +115,7 @@ class Calm:
                 partial.mkdir()
                 hooks = (f"hook={hook}",) if hook else ()
                 words = (str(partial), str(STEPS), *hooks)
-                with Ranks(self._nursery, workers, KEPT, *words, env={"ELAUNCH_GENERATION": "0"}) as ranks:
+                with Ranks(self._forker, workers, KEPT, *words, env={"ELAUNCH_GENERATION": "0"}) as ranks:
                     ended = ranks.end()
                 assert [rank.code for rank in ended] == [0] * workers, ended
                 partial.rename(self._folder / name)

@@ -14,7 +14,7 @@ import pytest
 from elaunch.trainer.checkpoint.catalog import Mark, marks
 from elaunch.trainer.checkpoint.checkpoints import Checkpoints
 from tests.harness import script, slow, wait_for
-from tests.ranks import Ended, Nursery, Ranks
+from tests.ranks import Ended, RankForker, Ranks
 from tests.s3 import S3, s3_server
 
 SCRIPT = Path(__file__).with_name("shards.py")
@@ -29,8 +29,8 @@ def _s3() -> Iterator[S3]:
 class Group:
     """Groups of ranks one after the other, on the checkpoints in one folder, or below one URL of `s3`."""
 
-    def __init__(self, nursery: Nursery, folder: Path, s3: S3 | None = None, place: str = "") -> None:
-        self.nursery, self.folder, self.s3, self.place = nursery, folder, s3, place
+    def __init__(self, forker: RankForker, folder: Path, s3: S3 | None = None, place: str = "") -> None:
+        self.forker, self.folder, self.s3, self.place = forker, folder, s3, place
         self.checkpoints = folder / "checkpoints" / place
         self.prefix = f"{folder.name}/{place}" if place else folder.name
         self.url = f"s3://bucket/{self.prefix}"
@@ -40,11 +40,11 @@ class Group:
 
     def within(self, place: str) -> Group:
         """The same group, with the checkpoints in that folder below the first one."""
-        return Group(self.nursery, self.folder, self.s3, place)
+        return Group(self.forker, self.folder, self.s3, place)
 
     def begin(self, world_size: int, kind: str, *actions: str, generation: int = 0, **options: Any) -> Ranks:
         env = {"FOLDER": str(self.folder), "ELAUNCH_GENERATION": str(generation), **self.env}
-        return Ranks(self.nursery, world_size, SCRIPT, kind, "disk", *actions, env=env, **options)
+        return Ranks(self.forker, world_size, SCRIPT, kind, "disk", *actions, env=env, **options)
 
     def run(self, world_size: int, kind: str, *actions: str, generation: int = 0) -> list[Any]:
         """Run a group. Returns the ranks' answers, which must have the same digests."""
@@ -75,22 +75,22 @@ class Group:
 
 
 @pytest.fixture
-def group(request: pytest.FixtureRequest, nursery: Nursery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Group:
+def group(request: pytest.FixtureRequest, forker: RankForker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Group:
     if getattr(request, "param", "folder") == "folder":
-        return Group(nursery, tmp_path)
+        return Group(forker, tmp_path)
     s3: S3 = request.getfixturevalue("s3")
     for name, value in s3.env.items():
         monkeypatch.setenv(name, value)
-    return Group(nursery, tmp_path, s3)
+    return Group(forker, tmp_path, s3)
 
 
 @pytest.fixture(scope="module")
-def saved(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Group, Any]]:
+def saved(forker: RankForker, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Group, Any]]:
     """The checkpoint and answers of four ranks of a kind after three steps. Saved once for all tests that load it."""
 
     @functools.cache
     def save(kind: str) -> tuple[Group, Any]:
-        group = Group(nursery, tmp_path_factory.mktemp(kind))
+        group = Group(forker, tmp_path_factory.mktemp(kind))
         return group, group.run(4, kind, "train", "3", "save")[0]
 
     return save
@@ -160,7 +160,7 @@ Deaths = dict[tuple[int, str], Death]
 
 @pytest.fixture(scope="module")
 def deaths(
-    request: pytest.FixtureRequest, nursery: Nursery, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, forker: RankForker, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Callable[[str, str], Deaths]]:
     """A rank is killed at each of these moments, each time with other checkpoints. One group loads them all later."""
     with pytest.MonkeyPatch.context() as patched:
@@ -170,7 +170,7 @@ def deaths(
             s3: S3 | None = request.getfixturevalue("s3") if store == "s3" else None
             for name, value in (s3.env if s3 else {}).items():
                 patched.setenv(name, value)
-            group = Group(nursery, tmp_path_factory.mktemp(f"{store}-{kind}"), s3)
+            group = Group(forker, tmp_path_factory.mktemp(f"{store}-{kind}"), s3)
             kind, planned = kind.removesuffix("-slow"), DEATHS[store, kind]
             # One rank less is a client of the object store less: DDP's second rank would only wait.
             size = 1 if (store, kind) == ("s3", "ddp") else 2
@@ -285,8 +285,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
-def test_a_full_disk_costs_a_checkpoint_and_a_sentence(nursery: Nursery, small_disk: Path, kind: str) -> None:
-    group = Group(nursery, small_disk)
+def test_a_full_disk_costs_a_checkpoint_and_a_sentence(forker: RankForker, small_disk: Path, kind: str) -> None:
+    group = Group(forker, small_disk)
     actions = ["train", "1", "save", "touch", "saved", "await", "full", "train", "1", "save", "touch", "failed"]
     with group.begin(2, kind, *actions, "await", "room", "train", "1", "save") as ranks:
         wait_for((small_disk / "saved").exists, "a checkpoint")
@@ -379,7 +379,7 @@ checkpoints.save(2, state(2))
 def test_a_writer_killed_in_the_middle_of_an_upload_leaves_the_newest_whole_one(group: Group) -> None:
     assert group.s3
     env = {"FOLDER": str(group.folder), **group.env}
-    with Ranks(group.nursery, 1, script(group.folder, UPLOADER), env=env) as ranks:
+    with Ranks(group.forker, 1, script(group.folder, UPLOADER), env=env) as ranks:
         wait_for((group.folder / "mostly").exists, "most of the second")
         assert group.s3.parts_uploaded(group.prefix) >= 2
         ranks.kill([0])

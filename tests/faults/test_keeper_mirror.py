@@ -12,7 +12,7 @@ import pytest
 
 from tests.faults.keeper_runs import KEPT, Recorded
 from tests.harness import slow, wait_for
-from tests.ranks import Nursery, Ranks
+from tests.ranks import RankForker, Ranks
 
 STEPS = 24
 
@@ -27,10 +27,10 @@ def memories() -> Iterator[list[Path]]:
 class Nodes(Recorded):
     """A training by `kept.py` on simulated nodes of this host, with a worker and a memory each."""
 
-    def __init__(self, folder: Path, nursery: Nursery, memories: list[Path], *options: str) -> None:
+    def __init__(self, folder: Path, forker: RankForker, memories: list[Path], *options: str) -> None:
         super().__init__(folder)
         folder.mkdir()
-        self.nursery, self.memories, self.options = nursery, memories, options
+        self.forker, self.memories, self.options = forker, memories, options
 
     def generation(self, number: int, asks: Iterable[str] = ()) -> list[int]:
         """Run a generation to its end. Returns the exit codes by rank."""
@@ -42,7 +42,7 @@ class Nodes(Recorded):
             (self.folder / ask).touch()
         env = {"ELAUNCH_GENERATION": str(number)}
         envs = {rank: {"ELAUNCH_MEMORY": str(path), "LOCAL_RANK": "0"} for rank, path in enumerate(self.memories)}
-        return Ranks(self.nursery, len(envs), KEPT, str(self.folder), str(STEPS), *self.options, env=env, envs=envs)
+        return Ranks(self.forker, len(envs), KEPT, str(self.folder), str(STEPS), *self.options, env=env, envs=envs)
 
     def ends_of(self, ranks: Ranks) -> list[int]:
         ended = ranks.end()
@@ -56,14 +56,14 @@ class Nodes(Recorded):
 
 
 @pytest.fixture(scope="module")
-def calm(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Nodes]:
+def calm(forker: RankForker, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Nodes]:
     """The same training with that option, without any failure."""
 
     @functools.cache
     def run(option: str) -> Nodes:
         with tempfile.TemporaryDirectory(dir="/dev/shm") as one, tempfile.TemporaryDirectory(dir="/dev/shm") as other:
             folder = tmp_path_factory.mktemp("calm") / "run"
-            calm = Nodes(folder, nursery, [Path(one), Path(other)], "snapshot_every=5", option)
+            calm = Nodes(folder, forker, [Path(one), Path(other)], "snapshot_every=5", option)
             assert calm.generation(0) == [0, 0], calm.said
             return calm
 
@@ -75,13 +75,13 @@ def calm(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Callable
 )
 def test_a_lost_nodes_own_state_is_that_of_the_last_snapshot_to_the_bit(
     tmp_path: Path,
-    nursery: Nursery,
+    forker: RankForker,
     memories: list[Path],
     calm: Callable[[str], Nodes],
     option: str,
     lost: int,
 ) -> None:
-    stormy = Nodes(tmp_path / "stormy", nursery, memories, "snapshot_every=5", option)
+    stormy = Nodes(tmp_path / "stormy", forker, memories, "snapshot_every=5", option)
     # Snapshots after step 1, 6, 11, 16; all die in step 20.
     assert stormy.generation(0, ["together-0-20-0", "together-0-20-1"]) == [-9, -9]
     stormy.lose(lost)
@@ -101,9 +101,9 @@ def test_a_lost_nodes_own_state_is_that_of_the_last_snapshot_to_the_bit(
 
 
 def test_a_node_lost_before_its_snapshot_has_arrived_goes_back_to_the_one_before(
-    tmp_path: Path, nursery: Nursery, memories: list[Path], calm: Callable[[str], Nodes]
+    tmp_path: Path, forker: RankForker, memories: list[Path], calm: Callable[[str], Nodes]
 ) -> None:
-    stormy = Nodes(tmp_path / "stormy", nursery, memories, "snapshot_every=5", "hook=powersgd")
+    stormy = Nodes(tmp_path / "stormy", forker, memories, "snapshot_every=5", "hook=powersgd")
     # Node 0 receives nothing of node 1's snapshot of step 11. It saves step 13 when node 1 is gone.
     deaf = [f"mirror-0-{step}-0" for step in range(11, 14)]
     assert stormy.generation(0, [*deaf, "forward-0-14-1"]) == [1, -9]
@@ -119,9 +119,9 @@ def test_a_node_lost_before_its_snapshot_has_arrived_goes_back_to_the_one_before
 
 
 def test_records_are_kept_as_long_as_the_parts_that_they_belong_to(
-    tmp_path: Path, nursery: Nursery, memories: list[Path]
+    tmp_path: Path, forker: RankForker, memories: list[Path]
 ) -> None:
-    stormy = Nodes(tmp_path / "stormy", nursery, memories, "snapshot_every=5", "shards=fsdp2")
+    stormy = Nodes(tmp_path / "stormy", forker, memories, "snapshot_every=5", "shards=fsdp2")
     # Neither node receives the other's part of the snapshots of steps 11 and 16.
     deaf = [f"mirror-0-{step}-{rank}" for step in range(11, 21) for rank in (0, 1)]
     assert stormy.generation(0, [*deaf, "together-0-20-0", "together-0-20-1"]) == [-9, -9]
@@ -134,9 +134,9 @@ def test_records_are_kept_as_long_as_the_parts_that_they_belong_to(
 
 
 def test_what_cannot_be_kept_for_another_node_keeps_nobody_waiting(
-    tmp_path: Path, nursery: Nursery, memories: list[Path]
+    tmp_path: Path, forker: RankForker, memories: list[Path]
 ) -> None:
-    run = Nodes(tmp_path / "run", nursery, memories, "snapshot_every=5")
+    run = Nodes(tmp_path / "run", forker, memories, "snapshot_every=5")
     with run.begun(0, ["hold-0-4-0"]) as ranks:
         wait_for(lambda: run.of("held"), "step 4")
         # A folder blocks the path to which rank 0's second snapshot would go.

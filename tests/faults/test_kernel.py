@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import signal
 from collections.abc import Iterator
@@ -13,10 +14,19 @@ import psutil
 import pytest
 
 from elaunch.agent.guardian.cgroup import JobCgroup
+from elaunch.agent.workers.kernel_log import KernelLog
 from elaunch.agent.workers.oom import OutOfMemoryWatch
 from tests.harness import Job, script, wait_for
 
-GREEDY = "x = bytearray(400 << 20)\nfor i in range(0, len(x), 4096): x[i] = 1\nprint('survived')\n"
+GREEDY = """
+import os, time
+if os.environ["RANK"] == "0":
+    time.sleep(1000)
+x = bytearray(1000 << 20)
+for i in range(0, len(x), 4096):
+    x[i] = 1
+print("survived")
+"""
 HIDING = """
 import os, subprocess, time
 child = subprocess.Popen(["setsid", "env", "-i", "sleep", "1000"])
@@ -30,13 +40,13 @@ time.sleep(1000)
 
 @pytest.fixture
 def tight_memory() -> Iterator[Path]:
-    """The folder of a memory cgroup with a limit of 150 MB."""
+    """The folder of a memory cgroup. Its limit is far above what the worker store needs: the worker is to be killed."""
     for root, limit in (("/sys/fs/cgroup/memory", "memory.limit_in_bytes"), ("/sys/fs/cgroup", "memory.max")):
         folder = Path(root, f"elaunch-test-{secrets.token_hex(4)}")
         with suppress(OSError):
             folder.mkdir()
             if (folder / limit).exists():
-                (folder / limit).write_text(str(150 << 20))
+                (folder / limit).write_text(str(500 << 20))
                 yield folder
                 wait_for(lambda: not (folder / "cgroup.procs").read_text(), "the memory cgroup to empty")  # noqa: B023
                 folder.rmdir()
@@ -51,15 +61,21 @@ def test_a_worker_killed_for_memory_is_told_from_one_killed_by_hand(tmp_path: Pa
 
     script(tmp_path, GREEDY)
 
-    with Job(tmp_path, "--preload", "json", "--max-restarts", "0", "train.py", preexec_fn=enter) as job:
+    options = ("--no-preload", "--nproc-per-node", "2", "--max-restarts", "0")
+    with Job(tmp_path, *options, "train.py", preexec_fn=enter) as job:
         assert job.wait() == 1
 
     assert "survived" not in job.output
-    assert "was killed by SIGKILL (out of memory, says the kernel log) in generation 0" in job.output
+    said = (
+        r"rank 1 .* was killed by SIGKILL \(out of memory, says the kernel log; it held \d+(\.\d)? MiB; its cgroup may"
+        r" hold 500 MiB, of which (4\d\d|500) MiB were used; rank 0 held \d+(\.\d)? MiB\)"
+    )
+    assert re.search(said, job.output), job.output
+    assert re.search(r"^Next step: give the job more memory \(its limit is 500 MiB\)", job.output, re.MULTILINE)
 
 
 def test_nobody_is_said_to_be_out_of_memory_who_was_killed_by_hand() -> None:
-    watch = OutOfMemoryWatch()
+    watch = OutOfMemoryWatch(KernelLog())
 
     assert watch.word_on(os.getpid()) == ""
 

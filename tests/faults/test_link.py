@@ -63,7 +63,7 @@ print("goes on", flush=True)
 
 
 def timeline(logs: Path) -> list[dict[str, Any]]:
-    (path,) = logs.glob("*/timeline.jsonl")
+    (path,) = logs.glob("*_*/timeline.jsonl")
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
@@ -219,21 +219,22 @@ def test_workers_that_hang_show_their_stacks_and_are_started_again(tmp_path: Pat
     listen = "link.listen(on_peer_failed=lambda _: link.saved(5))" if listens else ""
     script(tmp_path, HANGING.replace("LISTEN", listen))
     options = ("--hang-timeout", "2", "--log-dir", "logs", "--nproc-per-node", "2")
-    # Whether or not there is a py-spy on this machine, none is found.
-    env = {"PATH": "/nowhere"}
-    with Light(tmp_path, *options, "train.py", env=env) as job:
+    with Light(tmp_path, *options, "train.py") as job:
         assert job.wait() == 0, job.output
 
     words = (
         r"rank 1 \(local rank 1 on \S+, pid \d+\) hung: it reported nothing for \d s since step 5, in its phase"
-        r" 'between steps', while others had come to step 6, in generation 0; stopping 2 workers"
+        r" 'between steps', while others had come to step 6; it sleeps \(never_ends, train\.py:\d+\), in generation 0;"
+        r" stopping 2 workers"
     )
     assert re.search(words, job.stderr), job.stderr
     assert job.stdout.count("done") == 2
     assert "1 of 3 restarts used" in job.stderr
-    (log,) = (tmp_path / "logs").glob("*/attempt_0/1/stderr.log")
+    (log,) = (tmp_path / "logs").glob("*_*/attempt_0/1/stderr.log")
     assert ("never_ends" in log.read_text()) == listens
-    assert ("what rank 0, 1 is doing cannot be shown: install py-spy" in job.stderr) != listens
+    assert re.search(r"^elaunch: rank 1: never_ends \(train\.py:\d+\)$", job.stderr, re.MULTILINE)
+    (stacks,) = (tmp_path / "logs").glob("*_*/attempt_0/stacks.txt")
+    assert "in never_ends" in stacks.read_text()
 
 
 def test_that_nobody_reports_what_a_hang_is_seen_by_is_said_once(tmp_path: Path) -> None:

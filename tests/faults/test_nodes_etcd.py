@@ -49,7 +49,7 @@ def on_one_member(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
         yield shared
 
 
-class Ears:
+class LogsFromNow:
     """The output of a job's agents from now on."""
 
     def __init__(self, cluster: Cluster) -> None:
@@ -83,7 +83,7 @@ def test_training_goes_on_while_all_of_etcd_is_away_and_no_generation_opens_when
     on_three_members: Shared,
 ) -> None:
     cluster, meeting = on_three_members.job()
-    said = Ears(cluster)
+    said = LogsFromNow(cluster)
 
     for member in cluster.etcd.members:
         member.kill()

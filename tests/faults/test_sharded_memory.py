@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.harness import slow, wait_for
-from tests.ranks import Nursery, Ranks
+from tests.ranks import RankForker, Ranks
 
 SCRIPT = Path(__file__).with_name("shards.py")
 KINDS = ["fsdp2", "fsdp1", "zero"]
@@ -23,14 +23,14 @@ KINDS = ["fsdp2", "fsdp1", "zero"]
 class Nodes:
     """Groups of ranks one after the other, with one folder in shared memory per node."""
 
-    def __init__(self, nursery: Nursery, folder: Path, memories: list[Path]) -> None:
-        self.nursery, self.folder, self.memories = nursery, folder, memories
+    def __init__(self, forker: RankForker, folder: Path, memories: list[Path]) -> None:
+        self.forker, self.folder, self.memories = forker, folder, memories
 
     def begin(self, world_size: int, kind: str, *actions: str, generation: int = 0) -> Ranks:
         env = {"FOLDER": str(self.folder), "ELAUNCH_GENERATION": str(generation)}
         nodes = len(self.memories)
         envs = {rank: {"ELAUNCH_MEMORY": str(self.memories[rank * nodes // world_size])} for rank in range(world_size)}
-        return Ranks(self.nursery, world_size, SCRIPT, kind, "memory", *actions, env=env, envs=envs)
+        return Ranks(self.forker, world_size, SCRIPT, kind, "memory", *actions, env=env, envs=envs)
 
     def run(self, world_size: int, kind: str, *actions: str, generation: int = 0) -> list[Any]:
         """Run a group. Returns the ranks' answers, which must have the same digest."""
@@ -54,10 +54,10 @@ class Nodes:
 
 
 @pytest.fixture
-def nodes(nursery: Nursery, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Nodes]:
+def nodes(forker: RankForker, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Nodes]:
     """As many nodes as the test's parameter, else two."""
     folders = [tempfile.TemporaryDirectory(dir="/dev/shm") for _ in range(getattr(request, "param", 2))]
-    yield Nodes(nursery, tmp_path, [Path(folder.name) for folder in folders])
+    yield Nodes(forker, tmp_path, [Path(folder.name) for folder in folders])
     for folder in folders:
         folder.cleanup()
 
@@ -66,14 +66,14 @@ Saved = Callable[[str], tuple[Nodes, Any]]
 
 
 @pytest.fixture(scope="module")
-def saved(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Saved]:
+def saved(forker: RankForker, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Saved]:
     """Snapshots of step 3 and answers of four ranks of a kind on two nodes; a note is of step 1. Tests use copies."""
     with ExitStack() as stack:
 
         @functools.cache
         def save(kind: str) -> tuple[Nodes, Any]:
             memories = [Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm"))) for _ in range(2)]
-            nodes = Nodes(nursery, tmp_path_factory.mktemp(kind), memories)
+            nodes = Nodes(forker, tmp_path_factory.mktemp(kind), memories)
             return nodes, nodes.run(4, kind, "train", "1", "note", "train", "2", "save")[0]
 
         yield save
@@ -201,9 +201,9 @@ def small_memory(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_memory_that_does_not_suffice_is_a_sentence_and_training_goes_on(
-    nursery: Nursery, tmp_path: Path, small_memory: Path
+    forker: RankForker, tmp_path: Path, small_memory: Path
 ) -> None:
-    nodes = Nodes(nursery, tmp_path, [small_memory])
+    nodes = Nodes(forker, tmp_path, [small_memory])
 
     answers = nodes.run(3, "fsdp2", "train", "1", "save", "train", "1", "save", "train", "1")
 

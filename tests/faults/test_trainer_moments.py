@@ -9,7 +9,7 @@ import pytest
 
 from tests.faults.trainings import DEADLINE_S, RESTORED, CalmTrainings, OneNode
 
-HUNG = r"rank {} \(.*\) hung: .* as its process is stopped \(by SIGSTOP"
+HUNG = r"rank {} \(.*\) hung: .* it is stopped by a signal \(SIGSTOP\)"
 
 
 # The kills in each generation of one job of three workers. It takes no snapshot after step 1, so survivors must save.

@@ -59,8 +59,8 @@ class TestFacts:
                 assert facts["parent"] == job.fork_server().pid
                 assert facts["session"] == facts["group"] == facts["pid"]
                 assert facts["death_signal"] == 9
-                # Fds 0, 1 and 2, the link, and the fd that lists them.
-                assert sorted(facts["fds"]) == [0, 1, 2, 3, 4]
+                # Fds 0, 1 and 2, the link, the file for a crash, and the fd that lists them.
+                assert sorted(facts["fds"]) == [0, 1, 2, 3, 4, 1023]
 
     def test_random_numbers_differ_between_ranks_and_generations_and_nothing_of_torch_was_started(
         self, tmp_path: Path

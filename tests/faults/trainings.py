@@ -13,7 +13,7 @@ from elaunch.trainer.ledger.ledger import audit_folder
 from tests.faults.processes import Watched
 from tests.harness import DEADLINE_S as WAIT_S
 from tests.harness import preloading, wait_for
-from tests.ranks import Nursery, Ranks
+from tests.ranks import RankForker, Ranks
 
 PROGRAM = Path(__file__).with_name("killing_trainer.py")
 STEPS, BATCH = 40, 12
@@ -166,8 +166,8 @@ class CalmTrainings:
     The runs have no agent and no memory: neither changes the result of a run.
     """
 
-    def __init__(self, nursery: Nursery, folder: Path) -> None:
-        self._nursery, self._folder = nursery, folder
+    def __init__(self, forker: RankForker, folder: Path) -> None:
+        self._forker, self._folder = forker, folder
         folder.mkdir(exist_ok=True)
 
     def __call__(self, workers: int, *options: str) -> Trained:
@@ -179,7 +179,7 @@ class CalmTrainings:
                 shutil.rmtree(partial, ignore_errors=True)
                 run = Training(partial)
                 words = run.words(*options)[1:]
-                with Ranks(self._nursery, workers, PROGRAM, *words, env={"ELAUNCH_GENERATION": "0"}) as ranks:
+                with Ranks(self._forker, workers, PROGRAM, *words, env={"ELAUNCH_GENERATION": "0"}) as ranks:
                     ended = ranks.end()
                 assert [rank.code for rank in ended] == [0] * workers, ended
                 run.assert_complete()

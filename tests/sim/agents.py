@@ -12,10 +12,13 @@ from typing import TYPE_CHECKING
 
 from elaunch.agent.core.actions import (
     Action,
+    Blame,
     Clear,
     Commit,
     Exit,
     Join,
+    KeepStacks,
+    LookAtStacks,
     Renew,
     ReplaceForkServer,
     Say,
@@ -29,8 +32,10 @@ from elaunch.agent.core.events import (
     Cleared,
     Event,
     LinkEvent,
+    Sampled,
     ServiceLost,
     Signalled,
+    StacksTaken,
     Tag,
     Tick,
     WorkerExited,
@@ -38,6 +43,8 @@ from elaunch.agent.core.events import (
     WorkersHung,
 )
 from elaunch.agent.core.phases import Exited, Running
+from elaunch.agent.core.stack_groups import Frame, Stack, ThreadStack
+from elaunch.agent.core.standstill import Window
 from elaunch.agent.core.state import Agent
 from elaunch.agent.core.step import deadline_s, step
 from elaunch.agent.inbox import LookAgain
@@ -57,6 +64,9 @@ if TYPE_CHECKING:
 
 KEYS = Keys("job")
 FAREWELL_S = 2.0
+LOOK_S = 1.0
+IDLE = Window(LOOK_S, 0.0, 0.0, 0.0, 0, "S", is_whole=True)
+WORKS = Window(LOOK_S, 0.9, 0.9, 0.0, 1000, "R")
 LINK_LOOK_S = 1.0
 # Added to each timer: it must not fire early because of rounding between two clocks.
 LATE_S = 1e-6
@@ -73,6 +83,7 @@ class Host:
         self.is_storeless = False
         self.is_refused = False
         self.is_off = False
+        self.is_sick = False
         self.slow_clears: list[float] = []
         self.processes: list[AgentProcess] = []
 
@@ -93,6 +104,9 @@ class Host:
             self.processes.append(process)
             process.begin()
 
+    def recover(self) -> None:
+        self.is_sick = False
+
     def now_s(self) -> float:
         return self.plan.clock_s + self.world.now_s * self.plan.rate
 
@@ -102,6 +116,12 @@ class Host:
 
     def is_dead(self, process: str) -> bool:
         return any(p.name == process and not p.is_alive for p in self.processes)
+
+
+def waiting(rank: int) -> Stack:
+    """The stack of a rank that waits in an all-reduce."""
+    call = Frame("all_reduce", "/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", 1)
+    return Stack(rank, 4711, (ThreadStack("main", (call, Frame("step", "/train.py", 1)), is_main=True),), "S")
 
 
 class AgentProcess:
@@ -125,7 +145,7 @@ class AgentProcess:
         )
         self._requests = RetryQueue(self.client.renew, self.hear, times.backoff_max_s, self.rng.uniform)
         me = Node("", host.name, f"10.0.0.{number}", plan.slots, self.name, node_rank=plan.node_rank)
-        self.agent = Agent(me, self.spec, times, Snapshot(KEYS), (USR1,))
+        self.agent = Agent(me, self.spec, times, Snapshot(KEYS), (USR1,), restarts_hung=world.plan.watches)
         self.started_s = world.now_s
         self.is_alive = True
         self.is_stopped = False
@@ -316,7 +336,12 @@ class AgentProcess:
                 self.lose_service(generation, FailureKind.TEMPLATE_LOST)
             case Exit(outcome):
                 self._exit(outcome)
-            case Say() | TakeStacks():
+            case LookAtStacks(generation, local_ranks):
+                stacks = tuple(waiting(w.rank) for w in self._living_of(generation, local_ranks))
+                self.world.later(self.rng.uniform(0, 0.1), lambda: self.hear(StacksTaken(generation, stacks)))
+            case Blame(generation):
+                self.world.groups[generation].blame(self)
+            case Say() | TakeStacks() | KeepStacks():
                 pass
 
     # The agent's actions.
@@ -329,6 +354,18 @@ class AgentProcess:
         self.node_of[table.generation] = self.agent.me.node_id
         self.tails, self.workers = {}, []
         self.world.group_of(table).add(self, group_rank)
+        if self.world.plan.watches:
+            self.world.later(LOOK_S, lambda: self._look_at_workers(table.generation))
+
+    def _look_at_workers(self, generation: int) -> None:
+        """The agent's sampler looks at this node's workers, as long as it is there."""
+        mine = [worker for worker in self.living if worker.generation == generation]
+        if not self.is_alive or not mine:
+            return
+        self.world.later(LOOK_S, lambda: self._look_at_workers(generation))
+        if not (self.is_stopped or self.is_wedged):
+            group = self.world.groups[generation]
+            self.hear(Sampled(generation, {w.local_rank: WORKS if group.works(w) else IDLE for w in mine}))
 
     def lose_service(self, generation: int, kind: FailureKind, *, is_own: bool = False) -> None:
         """The worker store, or the fork server with all workers, is gone."""

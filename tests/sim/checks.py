@@ -10,6 +10,8 @@ from elaunch.agent.core.events import Cleared, Event, ServiceLost, WorkerExited,
 from elaunch.agent.core.phases import Clearing, Exited, Finished, Joining, Running, Stopping
 from elaunch.agent.core.state import Agent
 from elaunch.rendezvous.codec import decode
+from elaunch.rendezvous.rules.excluding import is_excluded, way_of
+from elaunch.rendezvous.rules.hang_records import Hang
 from elaunch.rendezvous.rules.table_codec import decode_table
 from elaunch.rendezvous.store import Changes, KeyEntry, NoneNewer, Put, Txn, Update
 from elaunch.rendezvous.types import (
@@ -22,6 +24,7 @@ from elaunch.rendezvous.types import (
     OutcomeKind,
     RankTable,
     Terms,
+    host_of,
 )
 from tests.sim.agents import KEYS, AgentProcess
 from tests.sim.groups import INT, KILL, Worker
@@ -65,6 +68,7 @@ class Checks:
         self.writer: tuple[AgentProcess, Txn] | None = None
         self.runs: list[Run] = []
         self.tables: dict[int, RankTable] = {}
+        self.hung: set[int] = set()
         self.opened: list[tuple[float, Generation]] = []
         self.is_garbled = False
         self._opened_calmly = 0
@@ -137,6 +141,20 @@ class Checks:
                 self.leader = entry.value
             case ["ctl", "ended"]:
                 self._end(decode(Outcome, entry.value))
+            case ["ctl", "hang"]:
+                self._hang(decode(Hang, entry.value))
+
+    def _hang(self, hang: Hang) -> None:
+        """The leader gives the verdict, once, on a job whose ranks all wait."""
+        world, table = self._world, self.run.table
+        world.log("store", f"{hang}")
+        self._by_leader(hang)
+        self._require(table and table.generation == hang.generation, "hang", f"{hang} while {table} runs")
+        group = world.groups[hang.generation]
+        is_whole = all(worker.is_alive for worker in group.workers.values())
+        self._require(group.is_hung or not is_whole, "hang", f"{hang}, but its ranks work")
+        self._require(hang.generation not in self.hung, "hang", f"{hang} comes twice")
+        self.hung.add(hang.generation)
 
     def _open(self, opened: Generation, update: Changes) -> None:
         world, now, kind = self._world, self.generation, opened.kind
@@ -208,11 +226,31 @@ class Checks:
         self._require_stopped(g)
         if before:
             kept = [n for n in (s.node_id for s in before.seats) if n in self.members or self._left.get(n, 0) > view]
-            self._require(nodes[: len(kept)] == kept[: len(nodes)], "order", f"{nodes} after {kept}")
+            stays = [n for n in kept if n in nodes or not is_excluded(n, table.excluded)]
+            self._require(nodes[: len(stays)] == stays[: len(nodes)], "order", f"{nodes} after {stays}")
+            self._exclude(table, before)
             self._charge(table, before, lost=[s.node_id for s in before.seats if s.node_id not in kept])
         else:
             self._require(table.restarts == 0, "budget", f"{table.restarts} restarts in the first table")
         run.table = self.tables[g] = self.standing[g] = table
+
+    def _exclude(self, table: RankTable, before: RankTable) -> None:
+        """An excluded node has failed often enough, stays out while others suffice, and is not forgotten."""
+        world, terms, g = self._world, self.run.terms, table.generation
+        out = [seat.node_id for seat in table.seats if is_excluded(seat.node_id, table.excluded)]
+        others = [n for n in self.joined.get(g, {}) if n in self.members and not is_excluded(n, table.excluded)]
+        self._require(not out or len(others) < terms.nodes_min, "excluded", f"{out} have seats, {others} are there")
+        failed = [failure for failures in self.failures.values() for failure in failures.values()]
+        for each in set(before.excluded) - set(table.excluded):
+            elsewhere = [f for f in failed if way_of(f) == each.way and host_of(f.node_id) != each.who]
+            self._require(elsewhere, "forgotten", f"{each} in table {g}")
+        for each in set(table.excluded) - set(before.excluded):
+            real = [
+                number
+                for number, workers in world.real_failures.items()
+                if any(worker.process.host.name == each.who for worker in workers)
+            ]
+            self._require(len(real) >= terms.exclude_after > 0, "blamed", f"{each}, which failed in {real}")
 
     def _require_stopped(self, g: int) -> None:
         """No member runs workers that are older than the table that is sealed."""

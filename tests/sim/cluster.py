@@ -124,7 +124,15 @@ class World:
     def spec(self, *, wrong: bool) -> JobSpec:
         plan = self.plan
         program = Program(ProgramKind.SCRIPT, "train.py")
-        spec = JobSpec(KEYS.run_id, program, plan.nodes_min, plan.nodes_max, plan.max_restarts, plan.restart_window_s)
+        spec = JobSpec(
+            KEYS.run_id,
+            program,
+            plan.nodes_min,
+            plan.nodes_max,
+            plan.max_restarts,
+            plan.restart_window_s,
+            plan.exclude_after,
+        )
         return replace(spec, program=replace(program, args=("--other",))) if wrong else spec
 
     @property
@@ -225,6 +233,11 @@ class World:
                 self._garble(fault)
             case Strike.POWER:
                 self._power_off(host, fault)
+            case Strike.SICK:
+                host.is_sick = True
+                self.later(fault.lasts_s, host.recover)
+                for worker in host.process.living if host.process else ():
+                    self.groups[worker.generation].sicken(worker)
             case Strike.SLOW_CLEAR:
                 host.slow_clears.append(fault.lasts_s)
             case Strike.CANCEL:
@@ -353,7 +366,7 @@ class World:
         self.is_rough = False
         self._leader_kills.clear()
         for host in self.hosts:
-            host.is_cut = host.is_storeless = False
+            host.is_cut = host.is_storeless = host.is_sick = False
             host.slow_clears.clear()
             self._power_on(host)
         self._bring_store_back()

@@ -17,10 +17,12 @@ if TYPE_CHECKING:
     from tests.sim.agents import AgentProcess
     from tests.sim.cluster import World
 
-INT, KILL, USR1, TERM = 2, 9, 10, 15
+INT, BUS, KILL, USR1, TERM = 2, 7, 9, 10, 15
 # A worker notices a reset connection after this time.
 PEER_LOST_S = (0.02, 0.2)
 PROGRESS_S = 0.5
+# A worker on a sick host fails so long after the group began to train; sometimes before there was progress.
+SICK_S = (0.4, 1.5)
 PEER_TAIL = "RuntimeError: Connection closed by peer [10.0.0.1]:4711\n"
 # Longer than the text that a brief record can hold.
 OWN_TAIL = "".join(f"step {number}\n" for number in range(300))
@@ -107,6 +109,8 @@ class Group:
                 world.later(max(0.0, world.plan.work_s - world.trained_s), lambda: self._finish(token))
             if world.plan.program is Program.ERRONEOUS:
                 world.later(0.2, lambda: self._err(token))
+            for worker in self.workers.values():
+                self.sicken(worker)
             if self.is_to_stop:
                 world.later(world.rng.uniform(0, 0.3), lambda: self._come_to_boundary(token))
         elif not runs and self.runs_since_s is not None:
@@ -140,11 +144,12 @@ class Group:
             return
         worker.is_alive, worker.code = False, code
         failure = self._failure(worker, code, kind) if code else None
+        end = None if code else self._failure(worker, 0, FailureKind.ENDED_EARLY)
         if code and is_own:
             self._world.note_failure(worker)
             worker.process.tails[worker.local_rank] = OWN_TAIL
         self.review()
-        worker.process.report(WorkerExited(worker.generation, worker.local_rank, code, failure))
+        worker.process.report(WorkerExited(worker.generation, worker.local_rank, code, failure, end))
         if not self.is_finished and self._world.plan.collective and not has_stopped:
             self.reset_peers(worker)
 
@@ -196,9 +201,22 @@ class Group:
             return
         self.is_hung = True
         self.review()
+        if self._world.plan.watches:
+            return
         for worker in list(self.workers.values()):
             if worker.is_alive and worker.local_rank == 0:
                 self._world.later(self._world.rng.uniform(3, 4), lambda w=worker: self._be_found_hung(w))
+
+    def works(self, worker: Worker) -> bool:
+        """Whether it uses its CPU. The others wait for rank 0: it evaluates, all the time."""
+        return not self.is_hung and (worker.rank == 0 or self.is_finished or not self._world.plan.collective)
+
+    def blame(self, process: AgentProcess) -> None:
+        """The verdict is that the job hangs, and that this node has the failure."""
+        for worker in self.workers.values():
+            if worker.process is process and worker.is_alive:
+                self._be_found_hung(worker)
+                return
 
     def _be_found_hung(self, worker: Worker) -> None:
         if worker.is_alive and worker.process.is_alive:
@@ -262,6 +280,17 @@ class Group:
         if token == self._token:
             worker = self._world.rng.choice(list(self.workers.values()))
             self.end(worker, 1, FailureKind.EXCEPTION, is_own=True)
+
+    def sicken(self, worker: Worker) -> None:
+        """If its host is sick, a worker of a group that trains fails soon. Its agent and the other nodes are well."""
+        world, token = self._world, self._token
+
+        def fail() -> None:
+            if token == self._token and worker.is_alive and worker.process.host.is_sick:
+                self.end(worker, -BUS, is_own=True)
+
+        if worker.process.host.is_sick and self.runs_since_s is not None:
+            world.later(world.rng.uniform(*SICK_S), fail)
 
     def _fail_to_start(self, worker: Worker) -> None:
         self.end(worker, 1, FailureKind.STARTUP, is_own=True)

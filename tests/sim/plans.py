@@ -52,13 +52,25 @@ class Strike(Enum):
     FORK_SERVER = "fork server lost"
     SLOW_CLEAR = "clearing up takes long"
     HANG = "workers hang"
+    SICK = "a host's workers fail soon, again and again"
     GARBAGE = "bad record"
     HISTORY = "history lost"
 
 
 FATAL = (Strike.GARBAGE, Strike.HISTORY)
+# Ranks that stand still hang after this time.
+HANG_AFTER_S = 6.0
 # Faults that last for a while. Their effects end when they end.
-LASTING = (Strike.STOP, Strike.WEDGE, Strike.CUT, Strike.STORELESS, Strike.AWAY, Strike.AWAY_ENDING, Strike.POWER)
+LASTING = (
+    Strike.SICK,
+    Strike.STOP,
+    Strike.WEDGE,
+    Strike.CUT,
+    Strike.STORELESS,
+    Strike.AWAY,
+    Strike.AWAY_ENDING,
+    Strike.POWER,
+)
 REFUSALS = (Strike.FULL, Strike.REFUSED)
 
 
@@ -110,7 +122,8 @@ class Plan:
     never come, `twice` the share of requests that arrive again later. `work_s` is the training time that the job needs.
     A `collective` program blocks if a rank is missing, and fails if one dies. `peers_blind` is the share of workers
     that do not notice a peer's death. `obedient` workers die of SIGTERM at once; others react in other ways. If the
-    program `listens`, agents tell its workers on their links when to stop, and of failures.
+    program `listens`, agents tell its workers on their links when to stop, and of failures. Agents that `watch` look at
+    their workers from outside, and find out together that the job hangs; else one of them is told.
     """
 
     seed: int
@@ -133,6 +146,8 @@ class Plan:
     lease_slack_s: float = 0.0
     again: bool = False
     listens: bool = False
+    exclude_after: int = 0
+    watches: bool = False
     faults: tuple[Fault, ...] = ()
     times: Times = TIMES
 
@@ -195,7 +210,19 @@ def draw(seed: int) -> Plan:
         Fault(rng.uniform(0, 15), rng.choice(REFUSALS), rng.randrange(nodes), rng.uniform(0.1, 20))
         for _ in range(rng.choice([0, 0, 0, 1, 3]))
     ]
-    return replace(plan, listens=listens, faults=(*plan.faults, *hangs, *refusals))
+    watches = rng.random() < 0.5
+    times = replace(plan.times, hang_after_s=HANG_AFTER_S) if watches else plan.times
+    # Drawn apart, so that the worlds of older seeds stay as they were.
+    apart = random.Random(f"sick {seed}")
+    sick = [Fault(apart.uniform(0, 8), Strike.SICK, apart.randrange(nodes), apart.uniform(5, 30))]
+    return replace(
+        plan,
+        listens=listens,
+        watches=watches,
+        times=times,
+        exclude_after=apart.choice([0, 1, 2, 3, 3]),
+        faults=(*plan.faults, *hangs, *refusals, *(sick if apart.random() < 0.15 else [])),
+    )
 
 
 def _hosts(rng: random.Random, nodes: int) -> tuple[HostPlan, ...]:

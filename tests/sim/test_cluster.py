@@ -11,7 +11,7 @@ from functools import cache
 
 import pytest
 
-from elaunch.agent.core.actions import Commit, ReplaceForkServer, TellWorkers, Widen
+from elaunch.agent.core.actions import Blame, Commit, ReplaceForkServer, TellWorkers, Widen
 from elaunch.agent.core.events import LeaseLost, Tag, WorkerSaved, WorkersHung, WorkerStopped
 from elaunch.agent.core.messages import StopAtStepBoundary, StopReason
 from elaunch.rendezvous.store import Delete
@@ -38,7 +38,9 @@ def life(seed: int) -> Counter[object]:
             case Commit(txn, tag):
                 seen[tag] += 1
                 seen["evicted"] += [Delete(KEYS.member(op.key.split("/")[-1])) for op in txn.then] == [*txn.then]
-            case LeaseLost() | ReplaceForkServer() | Widen() | WorkerSaved() | WorkerStopped() | WorkersHung():
+            case (
+                Blame() | LeaseLost() | ReplaceForkServer() | Widen() | WorkerSaved() | WorkerStopped() | WorkersHung()
+            ):
                 seen[type(what)] += 1
             case TellWorkers(_, _, message):
                 seen[message] += 1
@@ -69,7 +71,7 @@ def test_the_random_lives_hold_what_they_promise() -> None:
     # `Join` makes the transaction with this tag, and is counted itself.
     assert not set(Tag) - {Tag.JOIN} - set(seen)
     assert {f"exit {code}" for code in (0, 1, 2, 3, 130, 143)} <= set(seen)
-    assert {LeaseLost, ReplaceForkServer, Widen} <= set(seen)
+    assert {Blame, LeaseLost, ReplaceForkServer, Widen} <= set(seen)
     assert {WorkerSaved, WorkerStopped, WorkersHung} <= set(seen)
     assert {StopAtStepBoundary(reason) for reason in StopReason} <= set(seen)
     assert seen["evicted"] > 0

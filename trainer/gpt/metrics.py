@@ -43,9 +43,13 @@ class Metrics:
             with contextlib.suppress(OSError):
                 self.append(line)
 
-    def append(self, line: Line) -> None:
-        """Add one line. If it raises OSError, the file is as before: a full disk leaves no half line."""
-        content = json.dumps({**line, "steps_lost": self.steps_lost}).encode() + b"\n"
+    def append(self, line: Line, at: float | None = None) -> None:
+        """Add one line. If it raises OSError, the file is as before: a full disk leaves no half line.
+
+        `at` is the wall clock at the end of the step, None if it is not known.
+        """
+        when = {} if at is None else {"at": round(at, 6)}
+        content = json.dumps({**line, **when, "steps_lost": self.steps_lost}).encode() + b"\n"
         written = os.pwrite(self._descriptor, content, self._end)
         if written < len(content):
             os.ftruncate(self._descriptor, self._end)

@@ -116,7 +116,8 @@ class Recorder:
         line: Line = self.state["line"]
         self._progress.update(step, line["loss"], line["seconds"])
         try:
-            self._metrics.append(line)
+            # Not in the state: each rank's clock differs, and the state is the same on all.
+            self._metrics.append(line, at=time.time())
         except OSError as error:
             self._say_lines_lost(step, error)
         if step % self._config.checkpoint_every == 0:

@@ -132,6 +132,7 @@ class Keeper:
             self._boundary = Boundary(self._peers, stack.enter_context(StopRequest(signals=_free_signals())))
             self._listener = link.listen(self._boundary.tell, rescue=self._peer_failed)
             stack.push(self._listen_no_more)
+            link.mark("restoring")
             self._copies = Copies(
                 self._training,
                 self._peers,
@@ -148,6 +149,7 @@ class Keeper:
             self._pace = Pace(self._snapshot_every, self.step)
             with self._lock:
                 self._is_whole = True
+            link.mark("restored")
             hook = self._model.register_forward_hook(self._after_forward)
             stack.callback(hook.remove)
             stack.push(self._leave)

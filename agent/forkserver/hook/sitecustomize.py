@@ -1,19 +1,25 @@
 """Pauses the workers' interpreter while it starts: it becomes the fork server here, and its children go on.
 
-Python imports sitecustomize when all but the program itself is set up. This one is found only in a process that
-`elaunch.agent.forkserver.client` started with this folder first on PYTHONPATH.
+Python imports sitecustomize when all but the program itself is set up. This one is found only in a process that was
+started with this folder first on PYTHONPATH: the fork server (`elaunch.agent.forkserver.client`), or a worker that is
+a fresh interpreter, which does not pause.
 """
 
+import os
 import sys
 
 _loaded = frozenset(sys.modules)
 try:
-    from elaunch.agent.forkserver.pause import pause
+    if os.environ.get("ELAUNCH_BOOT", "").startswith("fresh "):
+        from elaunch.agent.forkserver.fresh import prepare
 
-    pause(_loaded)
+        prepare(_loaded)
+    else:
+        from elaunch.agent.forkserver.pause import pause
+
+        pause(_loaded)
 except BaseException:
     # Python would print one line for this error, and then run the program in this process.
-    import os
     import traceback
 
     traceback.print_exc()

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.fidelity import probe, probe_process
-from tests.e2e.fidelity.ways import EXECED, FORKED, HERE, LIGHT, look, looks, share, without_launchers
+from tests.e2e.fidelity.ways import EXECED, FORKED, HERE, LIGHT, look, looks, share, with_crash_stack, without_launchers
 from tests.harness import COMMAND, environment, script
 
 ARGS = ("--lr", "0.1", "two words", "", "ü")
@@ -111,7 +111,7 @@ def _params(where: str, *values: str) -> list[Any]:
 
 
 def _equal(name: str, worker: dict[str, Any], fresh: dict[str, Any]) -> None:
-    ours, theirs = worker[name], fresh[name]
+    ours, theirs = worker[name], with_crash_stack(name, fresh[name])
     if name.startswith("environ"):
         # Drop the launcher's variables. Those that the test set for the fresh process too are in both.
         ours = without_launchers(ours)

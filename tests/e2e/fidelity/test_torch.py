@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.fidelity import probe, probe_process
-from tests.e2e.fidelity.ways import FORKED, HERE, look, looks, without_launchers
+from tests.e2e.fidelity.ways import FORKED, HERE, look, looks, with_crash_stack, without_launchers
 from tests.harness import slow
 
 THREADS: dict[str, dict[str, str]] = {
@@ -69,7 +69,7 @@ def test_a_fact_is_as_in_a_fresh_interpreter(seen: Seen, name: str) -> None:
     for worker in seen.worker(FORKED, "by default"):
         ours = without_launchers(worker[name]) if name.startswith(("environ", "torch_var")) else worker[name]
 
-        assert ours == seen.fresh("by default")[name]
+        assert ours == with_crash_stack(name, seen.fresh("by default")[name])
 
 
 def test_the_gate_stays_as_long_as_something_is_hidden_behind_it(seen: Seen) -> None:

@@ -95,7 +95,7 @@ def taken(
 
 def _ends(logs: Path, group: list[str]) -> dict[str, End]:
     """How each worker of a job ended, read only from the log folder."""
-    (run,) = logs.iterdir()
+    run = logs / "latest"
     found = {}
     for line in (run / "timeline.jsonl").read_text().splitlines():
         event = json.loads(line)

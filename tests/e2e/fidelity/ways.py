@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -73,7 +74,7 @@ def worker(folder: Path, how: tuple[str, ...], *args: str, env: Mapping[str, str
     with Job(folder, *how, *options, *args, env=_environment(folder, env)) as job:
         code = job.wait()
         said = job.output
-    (logs,) = (folder / "logs").glob("*/attempt_0/0")
+    (logs,) = (folder / "logs").glob("*_*/attempt_0/0")
     # The exit code is in the report, or in the one sentence about a module that is not there.
     own = re.search(r"(?:exitcode +:|; exit code) (-?\d+)", said)
     assert (code == 0) is (own is None), said
@@ -98,6 +99,21 @@ def look(folder: Path, *args: str, env: Mapping[str, str] | None = None, name: s
     end = fresh(folder, *args, env={"OMP_NUM_THREADS": share(2), **(env or {})})
     assert end.code == 0, end.err.decode()
     return _record(folder / f"{name}.json")
+
+
+def with_crash_stack(name: str, fresh: Any) -> Any:
+    """A fresh interpreter's fact as it is with faulthandler, which every worker has (docs/fidelity.md)."""
+    if name == "faulthandler_state":
+        return True
+    if name == "signal_sets":
+        return {**fresh, "SigCgt": caught_too(fresh["SigCgt"])}
+    return fresh
+
+
+def caught_too(mask: str) -> str:
+    """A mask of /proc/PID/status with the signals of faulthandler."""
+    crashes = (signal.SIGILL, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGSEGV)
+    return f"{int(mask, 16) | sum(1 << (signum - 1) for signum in crashes):016x}"
 
 
 def without_launchers(environ: Mapping[str, str]) -> dict[str, str]:

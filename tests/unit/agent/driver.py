@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from elaunch.agent.core.actions import Action, Commit, Join, Renew, Say, Widen
+from elaunch.agent.core.announcements import Announcement, announcements
+from elaunch.agent.core.entries import Entry, entries
 from elaunch.agent.core.events import (
     Cleared,
     Committed,
@@ -59,9 +61,9 @@ _ROUNDS_MAX = 200
 class Driver:
     """One agent on a memory store of its own, or on one that it shares with others.
 
-    `acted` are the actions of the last event, `all_acted` those of all events. The store's answers wait in `answers`
-    until `settle` or `answer`. A `remote` agent looks as a session with a store on another host does: only at the
-    control keys, until the agent leads.
+    `acted` are the actions of the last event, `all_acted` those of all events; `entries` is its timeline. The store's
+    answers wait in `answers` until `settle` or `answer`. A `remote` agent looks as a session with a store on another
+    host does: only at the control keys, until the agent leads.
     """
 
     def __init__(
@@ -79,6 +81,8 @@ class Driver:
         self.now_s = START_S
         self.acted: list[Action] = []
         self.all_acted: list[Action] = []
+        self.entries: list[Entry] = []
+        self.announcements: list[Announcement] = []
         self.answers: deque[Event] = deque()
         self.lease = 0
         self.incarnations = 0
@@ -123,7 +127,10 @@ class Driver:
 
     def happen(self, event: Event) -> list[Action]:
         """One event; what was done, without words and transactions."""
-        self.agent, actions = step(self.agent, event, self.now_s)
+        before = self.agent
+        self.agent, actions = step(before, event, self.now_s)
+        self.entries += entries(before, self.agent, event)
+        self.announcements += announcements(before, self.agent)
         self.acted = list(actions)
         self.all_acted += actions
         for action in actions:
@@ -216,7 +223,15 @@ class Driver:
 
 
 def exited(generation: int, local_rank: int, code: int, kind: FailureKind = FailureKind.EXIT_CODE) -> WorkerExited:
-    return WorkerExited(generation, local_rank, code, failure(generation, local_rank, code, kind) if code else None)
+    if code == 0:
+        return WorkerExited(generation, local_rank, 0, end=ended(generation, local_rank))
+    return WorkerExited(generation, local_rank, code, failure(generation, local_rank, code, kind))
+
+
+def ended(generation: int, rank: int, host: str = "node-a") -> Failure:
+    """The record of an exit with 0."""
+    record = failure(generation, rank, 0, FailureKind.ENDED_EARLY, host)
+    return replace(record, message="ended with exit code 0 at 12:00:00")
 
 
 def failure(

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 
-from elaunch.agent.linux import catches, is_pending, is_stopped
+from elaunch.agent.linux import catches, children, is_pending, is_stopped, state
 from tests.harness import wait_for
 
 _WAITS = """
@@ -39,3 +39,25 @@ def test_who_has_a_handler_and_who_has_a_signal_waiting_shows() -> None:
         process.communicate()
     assert not catches(process.pid, signal.SIGUSR1)
     assert not is_stopped(process.pid)
+
+
+def test_the_children_of_every_thread_are_found() -> None:
+    program = """
+import subprocess, threading
+def begin(): subprocess.Popen(["sleep", "600"]).wait()
+thread = threading.Thread(target=begin, daemon=True)
+thread.start()
+thread.join()
+"""
+    with subprocess.Popen([sys.executable, "-c", program], process_group=0) as process:
+        (child,) = wait_for(lambda: children(process.pid), "the child of the thread")
+        assert state(child) in "SRD"
+        os.killpg(process.pid, signal.SIGKILL)
+    assert children(process.pid) == []
+    assert state(process.pid) == ""
+
+
+def test_a_process_may_name_its_tracer_whether_or_not_the_kernel_asks_for_that() -> None:
+    program = "import os; from elaunch.agent.linux import allow_tracer; allow_tracer(os.getppid())"
+
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

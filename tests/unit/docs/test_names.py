@@ -13,7 +13,16 @@ from tests.harness import REPOSITORY
 PAGES = sorted([REPOSITORY / "README.md", *(REPOSITORY / "docs").rglob("*.md")])
 FOLDERS = ("launcher", "agent", "rendezvous", "trainer", "bench", "tests", "deploy", "docs", "src")
 # Files of a user's, of torch's and of a run's own, as the pages call them.
-OTHERS = {"train.py", "script.py", "sitecustomize.py", "config.yaml", "job.yaml", "upload.sh", "kustomization.yaml"}
+OTHERS = {
+    "train.py",
+    "script.py",
+    "sitecustomize.py",
+    "config.yaml",
+    "job.yaml",
+    "upload.sh",
+    "notify.sh",
+    "kustomization.yaml",
+}
 
 
 def ids(path: Path) -> str:

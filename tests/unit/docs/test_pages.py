@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.event_schema import EVENTS
 from tests.harness import REPOSITORY
 
 DOCS = REPOSITORY / "docs"
@@ -45,17 +46,23 @@ def test_readme_is_short_and_its_figures_are_those_of_the_performance_page() -> 
     assert [figure for figure in figures if not re.search(rf"\| +{re.escape(figure)} \|", measured)] == []
 
 
-def test_the_table_of_the_timeline_has_each_event_that_the_agent_stamps() -> None:
-    stamped = {
-        event
-        for path in (REPOSITORY / "agent").rglob("*.py")
-        for event in re.findall(r"\.stamp\([^,\n]+, \"(\w+)\"", path.read_text())
-    }
-    rows = re.findall(r"^\| (`\w+`.*?) \|", (DOCS / "files.md").read_text(), re.MULTILINE)
-    listed = {event for row in rows for event in re.findall(r"`(\w+)`", row)}
+def test_the_schema_has_each_event_that_the_agent_stamps_and_no_other() -> None:
+    text = "\n".join(path.read_text() for path in (REPOSITORY / "agent").rglob("*.py"))
+    stamped = set(re.findall(r"(?:\.stamp\(|Entry\()[^,()\"]+,\s*\"(\w+)\"", text))
+    # A few names are chosen a line before; those of the worker store's process are put together.
+    named = {event for event in EVENTS if f'"{event.removeprefix("store_")}"' in text or f'"{event}"' in text}
 
-    assert len(stamped) >= 12
-    assert stamped <= listed
+    assert len(stamped) >= 25
+    assert stamped <= EVENTS
+    assert named == EVENTS
+
+
+def test_the_table_of_events_is_made_from_the_schema() -> None:
+    made = runpy.run_path(str(DOCS / "record" / "events.py"))
+    page = (DOCS / "files.md").read_text()
+
+    assert made["table"]() in page, "run: python docs/record/events.py"
+    assert made["failure_fields"]() in page
 
 
 def test_the_diagrams_are_what_the_script_draws() -> None:

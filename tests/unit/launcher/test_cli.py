@@ -16,13 +16,17 @@ from tests.harness import free_ports
 
 # The agent's loop fails here, when everything that a run starts is there.
 BROKEN = """
-import json, sys
+import contextlib, json, sys
 import psutil
 from elaunch.agent import loop
 
 def broken(*_, **__):
-    below = psutil.Process().children(recursive=True)
-    print(json.dumps([[child.pid, " ".join(child.cmdline())] for child in below]), flush=True)
+    below = []
+    for child in psutil.Process().children(recursive=True):
+        # The health check's process may end meanwhile.
+        with contextlib.suppress(psutil.NoSuchProcess):
+            below.append([child.pid, " ".join(child.cmdline())])
+    print(json.dumps(below), flush=True)
     raise FAULT
 
 loop.Loop = broken
@@ -84,3 +88,9 @@ def test_a_ctrl_c_while_a_class_is_made_is_one(monkeypatch: pytest.MonkeyPatch) 
 
     with pytest.raises(SystemExit, match="130"):
         cli.main()
+
+
+def test_a_wrong_command_line_has_exit_code_2_with_stderr_closed_too() -> None:
+    command = f"exec {sys.executable} -m elaunch --no-such-option 2>&-"
+
+    assert subprocess.run(["/bin/sh", "-c", command], stdout=subprocess.DEVNULL).returncode == 2

@@ -41,6 +41,16 @@ def test_every_option_of_the_table_is_proposed() -> None:
     assert {f"--{name}" for spec in TABLE for name in spec.names} == set(proposed)
     assert words("--max-re") == ["--max-restarts"]
     assert words("submit", "slurm", "--part") == ["--partition"]
+    assert words("status", "--j") == ["--json"]
+    assert sorted(words("top", "--r")) == [
+        "--ranks",
+        "--rdzv-backend",
+        "--rdzv-conf",
+        "--rdzv-endpoint",
+        "--rdzv-id",
+        "--run-id",
+    ]
+    assert "--nproc-per-node" not in words("stacks", "--")
     assert words("store", "--") == ["--listen", "--token-file"]
 
 

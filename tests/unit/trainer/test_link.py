@@ -55,6 +55,16 @@ def test_a_step_is_one_json_line(agent: socket.socket) -> None:
     assert received(agent) == b'{"event": "progress", "step": 7}\n'
 
 
+def test_the_last_step_is_said_at_the_programs_end_if_it_was_left_out(agent: socket.socket) -> None:
+    for step in (1, 2, 3):
+        link.report(step)
+
+    for _ in range(2):
+        link._open_link().send_last_step()
+
+    assert [json.loads(line)["step"] for line in received(agent).splitlines()] == [1, 3]
+
+
 def test_steps_that_follow_closely_are_left_out_and_later_ones_are_said(agent: socket.socket) -> None:
     line = link._open_link()
     for step in range(1000):
@@ -159,6 +169,15 @@ def test_the_socket_is_closed_on_exec_and_in_forked_children(agent: socket.socke
 
 def said(agent: socket.socket) -> list[dict[str, object]]:
     return [json.loads(row) for row in received(agent).splitlines()]
+
+
+def test_a_mark_says_when_on_the_clock_that_all_processes_of_a_host_share(agent: socket.socket) -> None:
+    before_s = time.monotonic()
+    link.mark("x" * 1000)
+
+    (message,) = said(agent)
+    assert (message["event"], message["name"]) == ("mark", "x" * 100)
+    assert before_s - 1e-3 <= message["monotonic_s"] <= time.monotonic() + 1e-3  # type: ignore[operator]
 
 
 def test_phases_and_ends_are_json_lines_too(agent: socket.socket) -> None:

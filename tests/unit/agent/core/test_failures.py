@@ -357,6 +357,30 @@ def test_a_survivors_complaint_is_known_as_a_lost_peer(message: str) -> None:
     assert by_record.kind is by_tail.kind is FailureKind.PEER_LOST
 
 
+IN_TORCH = '  File "/v/lib/python3.11/site-packages/torch/{}", line 83, in {}\n    work.wait()\n'
+
+
+@pytest.mark.parametrize(
+    ("frames", "call"),
+    [
+        ([("distributed/c10d_logger.py", "wrapper"), ("distributed/distributed_c10d.py", "all_reduce")], "all_reduce"),
+        ([("_tensor.py", "backward"), ("autograd/graph.py", "_engine_run_backward")], "backward"),
+        ([("nn/modules/module.py", "_call_impl")], ""),
+    ],
+)
+def test_a_lost_peer_is_told_with_the_call_that_waited_for_it(frames: list[tuple[str, str]], call: str) -> None:
+    stack = "".join(IN_TORCH.format(*frame) for frame in frames)
+    tail = (
+        'Traceback (most recent call last):\n  File "train.py", line 3, in step\n    f()\n'
+        f"{stack}RuntimeError: {GLOO}pair.cc:553] Connection closed by peer [127.0.0.1]:31937. This is\n"
+    )
+
+    lost = failure(1, tail=tail)
+
+    assert (lost.kind, lost.call, lost.frame) == (FailureKind.PEER_LOST, call, "train.py:3 in step")
+    assert lost.message.startswith(f"lost a peer in {call} (" if call else "lost a peer (RuntimeError")
+
+
 def test_a_survivor_that_nccls_watchdog_aborts_lost_a_peer() -> None:
     aborted = failure(-6)
     tail = (

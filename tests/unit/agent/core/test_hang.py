@@ -10,7 +10,9 @@ from elaunch.agent.core.actions import SignalWorkers, TakeStacks, TellWorkers
 from elaunch.agent.core.events import Reported, Signalled, WorkerListens, WorkersHung
 from elaunch.agent.core.hang import LOOK_S_MAX, Quiet, Standing, who_hangs
 from elaunch.agent.core.messages import PeerFailed
+from elaunch.agent.core.stack_groups import Frame, Stack
 from elaunch.rendezvous.types import FailureKind
+from tests.unit.agent.core.test_stack_groups import ALL_REDUCE, stack
 from tests.unit.agent.driver import ALL, TERM, TIMES, Driver, failure, started
 
 
@@ -116,33 +118,59 @@ def test_the_time_is_counted_anew_after_each_report() -> None:
     assert quiet.quiet_s == 1.0
 
 
+WAITS = stack(0, *ALL_REDUCE)
+BUSY = stack(1, Frame("spin", "/home/me/train.py", 12), active=True)
+HELD = replace(WAITS, state="T")
+
+
 @pytest.mark.parametrize(
-    ("standings", "rank", "words"),
+    ("standings", "stacks", "rank", "words"),
     [
-        ({0: Standing(7)}, 0, "hung: it reported nothing for 30 s since step 7,"),
+        ({0: Standing(7)}, {}, 0, "hung: it reported nothing for 30 s since step 7,"),
         (
             {0: Standing(7), 1: Standing(7), 2: Standing(7)},
+            {},
             0,
             "hung: it reported nothing for 30 s since step 7, as did local rank 1, 2,",
         ),
         (
             {0: Standing(8), 1: Standing(7, "evaluating"), 2: Standing(8)},
+            {},
             1,
             "hung: it reported nothing for 30 s since step 7, in its phase 'evaluating', while others had come to"
             " step 8,",
         ),
-        ({3: Standing(-1, "loading")}, 3, "hung: it reported nothing for 30 s, in its phase 'loading',"),
+        ({3: Standing(-1, "loading")}, {}, 3, "hung: it reported nothing for 30 s, in its phase 'loading',"),
+        # Ranks that wait are not named while one is elsewhere, whatever each reported last.
         (
-            {0: Standing(7, is_stopped=True)},
-            0,
-            "hung: it reported nothing for 30 s since step 7, as its process is stopped (by SIGSTOP or a debugger),",
+            {0: Standing(7), 1: Standing(7), 2: Standing(7)},
+            {0: WAITS, 1: BUSY, 2: WAITS},
+            1,
+            "hung: it reported nothing for 30 s since step 7; it runs in spin (train.py:12),",
         ),
         (
-            {0: Standing(7), 1: Standing(8, is_stopped=True), 2: Standing(7)},
+            {0: Standing(7), 1: Standing(8)},
+            {0: WAITS, 1: BUSY},
             1,
-            "hung: it reported nothing for 30 s since step 8, as its process is stopped (by SIGSTOP or a debugger),",
+            "hung: it reported nothing for 30 s since step 8; it runs in spin (train.py:12),",
+        ),
+        # One that has reported nothing is not judged, and says nothing of the others.
+        (
+            {0: Standing(7)},
+            {0: WAITS, 1: BUSY},
+            0,
+            "hung: it reported nothing for 30 s since step 7; it waits in all_reduce (train_step, train.py:41),",
+        ),
+        (
+            {0: Standing(7), 1: Standing(8), 2: Standing(7)},
+            {0: WAITS, 1: HELD, 2: BUSY},
+            1,
+            "hung: it reported nothing for 30 s since step 8; it is stopped by a signal (SIGSTOP)"
+            " (train_step, train.py:41),",
         ),
     ],
 )
-def test_who_reported_least_is_named(standings: dict[int, Standing], rank: int, words: str) -> None:
-    assert who_hangs(standings, 30.2) == (rank, words)
+def test_who_is_not_where_the_others_wait_is_named_or_who_reported_least(
+    standings: dict[int, Standing], stacks: dict[int, Stack], rank: int, words: str
+) -> None:
+    assert who_hangs(standings, stacks, 30.2) == (rank, words)

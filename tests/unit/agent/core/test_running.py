@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from elaunch.agent.core.actions import Clear, Commit, Exit, SignalWorkers
-from elaunch.agent.core.events import Cleared, Signalled, Tick, WorkerRaised
+from elaunch.agent.core.events import Cleared, Signalled, Tick, WorkerRaised, WorkerReturned
 from elaunch.agent.core.phases import Running, Stopping
 from elaunch.agent.core.running import HOLD_S
 from elaunch.agent.core.step import deadline_s
@@ -27,6 +27,7 @@ from tests.unit.agent.driver import (
     TERM,
     Driver,
     cleared,
+    ended,
     exited,
     failure,
     lost,
@@ -84,6 +85,77 @@ def test_a_worker_that_exits_with_nought_stops_nobody() -> None:
     assert driver.exits(0, 0) == []
     assert isinstance(driver.agent.phase, Running)
     assert driver.agent.phase.live == {1, 2}
+
+
+def test_a_worker_that_exited_with_nought_before_its_peers_is_what_they_lost() -> None:
+    driver = started(replace(SPEC, max_restarts=0))
+    driver.exits(1, 0)
+
+    driver.exits(0, 1, FailureKind.PEER_LOST)
+    said = driver.said
+    driver.exits(2, 1, FailureKind.PEER_LOST)
+    driver.happen(cleared(0))
+    driver.settle()
+
+    assert "rank 1 (local rank 1 on node-a, pid 101) ended with exit code 0" in said
+    assert "while rank 0 still waited for it, in generation 0; stopping 1 other" in said
+    assert driver.outcome.failure
+    assert (driver.outcome.failure.rank, driver.outcome.failure.kind) == (1, FailureKind.ENDED_EARLY)
+    assert "rank 0 and 2 still waited" in driver.outcome.failure.message
+
+
+@pytest.mark.parametrize("code", [0, -TERM])
+@pytest.mark.parametrize(("returned", "rank"), [(True, 1), (False, 0)])
+def test_a_worker_at_its_programs_end_counts_as_gone_before_its_process_is(
+    returned: bool, rank: int, code: int
+) -> None:
+    driver = started(replace(SPEC, max_restarts=0))
+    if returned:
+        driver.happen(WorkerReturned(0, 1))
+    driver.exits(0, 1, FailureKind.PEER_LOST)
+
+    # Without a word before, its own answer to SIGTERM may have ended it.
+    driver.happen(replace(exited(0, 1, code, FailureKind.SIGNAL), end=ended(0, 1)))
+    driver.exits(2, -TERM, FailureKind.SIGNAL)
+    driver.happen(cleared(0))
+    driver.settle()
+
+    assert driver.outcome.failure
+    assert driver.outcome.failure.rank == rank
+
+
+def test_a_worker_that_exited_with_nought_explains_no_failure_of_another_kind() -> None:
+    driver = started(replace(SPEC, max_restarts=0))
+    driver.exits(1, 0)
+
+    driver.exits(0, -KILL, FailureKind.OUT_OF_MEMORY)
+    driver.exits(2, 1, FailureKind.PEER_LOST)
+    driver.happen(cleared(0))
+    driver.settle()
+
+    assert driver.outcome.failure
+    assert (driver.outcome.failure.rank, driver.outcome.failure.kind) == (0, FailureKind.OUT_OF_MEMORY)
+
+
+@pytest.mark.parametrize("live", [0, 1, 3], ids=["finished", "one runs", "nobody has ended"])
+def test_a_node_tells_which_of_its_workers_had_ended_when_a_rank_of_another_node_failed(live: int) -> None:
+    driver = started()
+    for rank in range(3 - live):
+        driver.exits(rank, 0)
+    if not live:
+        driver.happen(cleared(0))
+
+    driver.open(1, OpenKind.FAIL, "rank 9 lost a peer")
+    driver.look()
+    for rank in range(3 - live, 3):
+        driver.exits(rank, -TERM, FailureKind.SIGNAL)
+    if live:
+        driver.happen(cleared(0))
+    driver.settle()
+
+    told = driver.snapshot.failures.get(0, ())
+    assert [(f.kind, f.rank) for f in told] == ([] if live == 3 else [(FailureKind.ENDED_EARLY, 0)])
+    assert not [key for key in driver.store.read(KEYS.root).entries if key.startswith(KEYS.detailed(0))]
 
 
 def test_the_loss_of_the_worker_store_is_a_failure_that_stops_all_workers() -> None:

@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from elaunch.agent.core.actions import Clear, Commit, Exit, Join, ReplaceForkServer, SignalWorkers, Spawn
+from elaunch.agent.core.actions import Clear, Commit, Exit, Join, ReplaceForkServer, Say, SignalWorkers, Spawn
 from elaunch.agent.core.clearing import LAST_WORDS_S
-from elaunch.agent.core.events import Cleared, Signalled, StoreAway, Tick
+from elaunch.agent.core.events import Cleared, Signalled, StoreAway, Tick, WorkersAtPrompt
 from elaunch.agent.core.phases import Finished
+from elaunch.agent.core.signals import SIGPIPE as PIPE
 from elaunch.agent.core.step import deadline_s
 from elaunch.agent.core.stopping import KILL_WAIT_S
 from elaunch.rendezvous.codec import encode
@@ -621,3 +622,36 @@ def test_a_signal_while_the_last_output_arrives_makes_a_node_of_several_leave_af
     assert driver.node_id not in driver.snapshot.members
     assert driver.snapshot.generation
     assert driver.snapshot.generation.number == 0
+
+
+def test_a_worker_that_stays_at_a_prompt_after_ctrl_c_gets_sigterm_and_the_others_keep_their_time() -> None:
+    driver = started()
+    driver.happen(Signalled(INT, "SIGINT"))
+
+    asked = driver.happen(WorkersAtPrompt(0, frozenset({1})))
+
+    assert SignalWorkers(0, frozenset({1}), TERM) in asked
+    assert len([action for action in asked if isinstance(action, SignalWorkers)]) == 1
+
+
+def test_a_worker_at_a_prompt_is_left_alone_while_the_job_runs_and_while_it_is_killed() -> None:
+    running, killing = started(), started()
+    killing.happen(Signalled(INT, "SIGINT"))
+    killing.happen(Signalled(INT, "SIGINT"))
+
+    for driver in (running, killing):
+        assert driver.happen(WorkersAtPrompt(0, ALL)) == []
+
+
+def test_a_pipe_without_a_reader_ends_the_job_by_sigterm_without_a_word_and_with_141() -> None:
+    driver = started()
+
+    done = driver.happen(Signalled(PIPE, "SIGPIPE"))
+    for rank in sorted(ALL):
+        driver.exits(rank, -TERM)
+    ended = driver.happen(cleared(0))
+
+    assert SignalWorkers(0, ALL, TERM) in done
+    assert not [action for action in done if isinstance(action, Say)]
+    assert [action.outcome.exit_code for action in ended if isinstance(action, Exit)] == [141]
+    assert driver.snapshot.ended, "the other nodes end, too"

@@ -17,8 +17,10 @@ from elaunch.agent.core.events import (
     LeaseLost,
     OwnStoreLost,
     Reported,
+    Sampled,
     ServiceLost,
     Signalled,
+    StacksTaken,
     StoreAway,
     StoreBack,
     StoreLost,
@@ -29,6 +31,8 @@ from elaunch.agent.core.events import (
     WorkerExited,
     WorkerListens,
     WorkerRaised,
+    WorkerReturned,
+    WorkersAtPrompt,
     WorkerSaved,
     WorkerSaving,
     WorkersHung,
@@ -36,6 +40,8 @@ from elaunch.agent.core.events import (
 )
 from elaunch.agent.core.phases import Clearing, Exited, Finished, Joining, Phase, Running, Stopping
 from elaunch.agent.core.signals import Signal
+from elaunch.agent.core.stack_groups import Stack
+from elaunch.agent.core.standstill import Window
 from elaunch.agent.core.state import Agent
 from elaunch.agent.core.step import step
 from elaunch.agent.core.table import ROWS, TABLE, Ignored, markdown, text_of
@@ -88,12 +94,16 @@ def event_of(kind: type[Event], driver: Driver) -> Event:
         OwnStoreLost("the store was killed by SIGKILL"),
         exited(0, 0, 1),
         WorkerRaised(0, 0),
+        WorkerReturned(0, 0),
         WorkerListens(0, 0, to_stop=True, to_failure=True),
         WorkerSaving(0, 0, 7),
         WorkerSaved(0, 0, 7),
         WorkerStopped(0, 0, 7),
         Reported(0, 3, frozenset({0})),
+        Sampled(0, {0: Window(5.0, 0.0, 0.0, 0.0, 0, "S")}),
+        StacksTaken(0, (Stack(0, 4711, trouble="it is gone"),)),
         WorkersHung(0, failure(0, 0, None, FailureKind.HANG)),
+        WorkersAtPrompt(0, frozenset({0})),
         lost(0, workers_too=True),
         cleared(0),
         Signalled(TERM, "SIGTERM"),

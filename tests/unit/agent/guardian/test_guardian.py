@@ -39,7 +39,7 @@ def kin_of(marker: str) -> Kin:
     return Kin.of_this_process(marker, os.environ)
 
 
-class Nursery:
+class Spawned:
     """Starts processes with a marker, and ends those that a test leaves."""
 
     def __init__(self) -> None:
@@ -72,10 +72,10 @@ class Nursery:
 
 
 @pytest.fixture
-def nursery() -> Iterator[Nursery]:
-    nursery = Nursery()
-    yield nursery
-    nursery.close()
+def spawned() -> Iterator[Spawned]:
+    spawned = Spawned()
+    yield spawned
+    spawned.close()
 
 
 def is_running(pid: int) -> bool:
@@ -95,86 +95,86 @@ READY = f"import os; print(os.getpid(), flush=True); {SLEEP}"
 
 
 @pytest.mark.parametrize("source", [READY, SETSID, DOUBLE_FORK], ids=["child", "own session", "double fork"])
-def test_a_process_of_the_job_is_found_and_ended_wherever_it_stands(nursery: Nursery, source: str) -> None:
-    pid = nursery.pid(source)
+def test_a_process_of_the_job_is_found_and_ended_wherever_it_stands(spawned: Spawned, source: str) -> None:
+    pid = spawned.pid(source)
 
-    wait_for(lambda: living(nursery.kin) == [pid], "it alone, its parents gone")
-    ended = sweep(nursery.kin)
+    wait_for(lambda: living(spawned.kin) == [pid], "it alone, its parents gone")
+    ended = sweep(spawned.kin)
 
     assert ended == 1
     wait_until_gone(pid)
 
 
-def test_all_of_a_job_are_ended_at_once(nursery: Nursery) -> None:
-    pids = [nursery.pid(source) for source in (READY, SETSID, DOUBLE_FORK, READY)]
+def test_all_of_a_job_are_ended_at_once(spawned: Spawned) -> None:
+    pids = [spawned.pid(source) for source in (READY, SETSID, DOUBLE_FORK, READY)]
 
-    ended = sweep(nursery.kin)
+    ended = sweep(spawned.kin)
 
     assert ended == 4
     wait_until_gone(*pids)
-    assert living(nursery.kin) == []
+    assert living(spawned.kin) == []
 
 
-def test_strangers_survive(nursery: Nursery) -> None:
-    other_job, no_job = nursery.pid(READY, secrets.token_hex(8)), nursery.pid(READY, "")
-    mine = nursery.pid(READY)
+def test_strangers_survive(spawned: Spawned) -> None:
+    other_job, no_job = spawned.pid(READY, secrets.token_hex(8)), spawned.pid(READY, "")
+    mine = spawned.pid(READY)
 
-    sweep(nursery.kin)
+    sweep(spawned.kin)
 
     wait_until_gone(mine)
     assert is_running(other_job)
     assert is_running(no_job)
 
 
-def test_a_marker_in_another_variable_makes_nobody_a_member(nursery: Nursery) -> None:
+def test_a_marker_in_another_variable_makes_nobody_a_member(spawned: Spawned) -> None:
     source = "import os, sys, time; os.execve(sys.executable, ['python', '-S', '-c', {!r}], {!r})"
-    marker = nursery.kin.marker
-    stranger = nursery.pid(source.format(READY, {"NOTE": marker, VARIABLE: "other", "AFTER": marker}))
+    marker = spawned.kin.marker
+    stranger = spawned.pid(source.format(READY, {"NOTE": marker, VARIABLE: "other", "AFTER": marker}))
 
-    assert living(nursery.kin) == []
-    assert sweep(nursery.kin) == 0
+    assert living(spawned.kin) == []
+    assert sweep(spawned.kin) == 0
     assert is_running(stranger)
 
 
-def test_a_nested_agents_workers_belong_to_the_outer_job_too(nursery: Nursery) -> None:
+def test_a_nested_agents_workers_belong_to_the_outer_job_too(spawned: Spawned) -> None:
     inner = secrets.token_hex(8)
-    outer_worker, inner_worker = nursery.pid(READY), nursery.pid(READY, f"{nursery.kin.marker},{inner}")
+    outer_worker, inner_worker = spawned.pid(READY), spawned.pid(READY, f"{spawned.kin.marker},{inner}")
 
-    inner_found, outer_found = living(kin_of(inner)), living(nursery.kin)
+    inner_found, outer_found = living(kin_of(inner)), living(spawned.kin)
 
     assert inner_found == [inner_worker]
     assert sorted(outer_found) == sorted([outer_worker, inner_worker])
 
 
-def test_who_is_spared_survives(nursery: Nursery) -> None:
-    spared, ended = nursery.pid(READY), nursery.pid(READY)
+def test_who_is_spared_survives(spawned: Spawned) -> None:
+    spared, ended = spawned.pid(READY), spawned.pid(READY)
 
-    count = sweep(nursery.kin, (spared,))
+    count = sweep(spawned.kin, (spared,))
 
     assert count == 1
     assert is_running(spared)
     wait_until_gone(ended)
 
 
-def test_zombies_do_not_count(nursery: Nursery) -> None:
-    zombie = nursery.start("import os; os._exit(0)")
+def test_zombies_do_not_count(spawned: Spawned) -> None:
+    zombie = spawned.start("import os; os._exit(0)")
     os.waitid(os.P_PID, zombie.pid, os.WEXITED | os.WNOWAIT)
 
-    found = living(nursery.kin)
-    ended = sweep(nursery.kin)
+    found = living(spawned.kin)
+    ended = sweep(spawned.kin)
 
     assert os.path.exists(f"/proc/{zombie.pid}")  # noqa: PTH110
     assert (found, ended) == ([], 0)
 
 
-def test_the_sweeper_spares_itself(nursery: Nursery) -> None:
+def test_the_sweeper_spares_itself(spawned: Spawned) -> None:
     source = (
         "import sys\n"
         "from elaunch.agent.guardian.guardian import Kin, living, sweep\n"
-        f"kin = Kin.read({nursery.kin.text()!r})\n"
+        f"kin = Kin.read({spawned.kin.text()!r})\n"
         "print(living(kin), sweep(kin))\n"
     )
-    environ = {**os.environ, VARIABLE: nursery.kin.marker}
+    environ = {**os.environ, VARIABLE: spawned.kin.marker}
 
     said = subprocess.run([sys.executable, "-c", source], env=environ, capture_output=True, text=True, check=True)
 
@@ -187,18 +187,18 @@ def test_a_job_without_processes_is_swept_at_once() -> None:
     assert (living(kin), sweep(kin)) == ([], 0)
 
 
-def test_who_is_born_after_the_look_is_ended_by_the_next(nursery: Nursery, monkeypatch: pytest.MonkeyPatch) -> None:
-    first, born = nursery.pid(READY), []
+def test_who_is_born_after_the_look_is_ended_by_the_next(spawned: Spawned, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, born = spawned.pid(READY), []
 
     def look(kin: Kin, spare: Collection[int]) -> list[int]:
         found = living(kin, spare)
         if not born:
-            born.append(nursery.pid(READY))
+            born.append(spawned.pid(READY))
         return found
 
     monkeypatch.setattr(guardian, "living", look)
 
-    ended = sweep(nursery.kin)
+    ended = sweep(spawned.kin)
 
     assert ended == 2
     wait_until_gone(first)
@@ -212,9 +212,9 @@ NAMESPACE = "pid:[4026531836]"
 
 
 @pytest.mark.parametrize("variable", JOB_VARIABLES)
-def test_a_process_of_another_job_of_the_scheduler_survives(nursery: Nursery, variable: str) -> None:
-    kin = Kin.of_this_process(nursery.kin.marker, {variable: "12"})
-    other, same, none = (nursery.pid(READY, **{variable: job}) for job in ("13", "12", ""))
+def test_a_process_of_another_job_of_the_scheduler_survives(spawned: Spawned, variable: str) -> None:
+    kin = Kin.of_this_process(spawned.kin.marker, {variable: "12"})
+    other, same, none = (spawned.pid(READY, **{variable: job}) for job in ("13", "12", ""))
 
     ended = sweep(kin)
 
@@ -224,10 +224,10 @@ def test_a_process_of_another_job_of_the_scheduler_survives(nursery: Nursery, va
 
 
 @pytest.mark.parametrize("job", ["1\n2", "a=1\n\nb", "\udcff", "9" * 100_000, '"]', "\x85\r"])
-def test_a_job_is_ended_by_its_guardian_whatever_the_schedulers_id_is(nursery: Nursery, job: str) -> None:
+def test_a_job_is_ended_by_its_guardian_whatever_the_schedulers_id_is(spawned: Spawned, job: str) -> None:
     guard = GuardianClient((), {"OAR_JOB_ID": job})
-    mine = nursery.pid(READY, markers=guard.marker, OAR_JOB_ID=job)
-    other = nursery.pid(READY, markers=guard.marker, OAR_JOB_ID="13")
+    mine = spawned.pid(READY, markers=guard.marker, OAR_JOB_ID=job)
+    other = spawned.pid(READY, markers=guard.marker, OAR_JOB_ID="13")
     os.close(guard._fd)
 
     assert guard._process.wait(10) == 0
@@ -246,9 +246,9 @@ def test_a_cgroup_of_any_name_is_read(name: str, monkeypatch: pytest.MonkeyPatch
     assert vars(Kin.read(kin.text())) == vars(kin)
 
 
-def test_a_job_that_was_handed_in_from_outside_of_any_survives(nursery: Nursery) -> None:
-    kin = Kin.of_this_process(nursery.kin.marker, {})
-    job, mine = nursery.pid(READY, SLURM_JOB_ID="13"), nursery.pid(DOUBLE_FORK)
+def test_a_job_that_was_handed_in_from_outside_of_any_survives(spawned: Spawned) -> None:
+    kin = Kin.of_this_process(spawned.kin.marker, {})
+    job, mine = spawned.pid(READY, SLURM_JOB_ID="13"), spawned.pid(DOUBLE_FORK)
 
     sweep(kin)
 

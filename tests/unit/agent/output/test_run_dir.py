@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import stat
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from elaunch.agent.guardian import guardian
 from elaunch.agent.guardian.guardian import CLAIM, remove_abandoned
-from elaunch.agent.output.run_dir import RunDir, memory_places, private_places
+from elaunch.agent.output.run_dir import LATEST, RunDir, memory_places, private_places
 from elaunch.agent.output.streams import LogFile
 
 
@@ -53,9 +56,69 @@ def test_a_log_folder_has_one_folder_per_run_so_that_none_deletes_anothers(
 
     names = [run.logs.name for run in runs if run.logs]
     assert len(set(names)) == 2
-    assert all(name.startswith("job_") for name in names)
+    assert all(re.fullmatch(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d_job_[0-9a-f]{8}", name) for name in names)
+    started = time.mktime(time.strptime(names[0][:19], "%Y-%m-%d_%H-%M-%S"))
+    assert abs(time.time() - started) < 60
     assert [run.private for run in runs] == [None, None]
     assert list(temporary.iterdir()) == []
+
+
+def test_latest_is_a_link_to_the_newest_run_that_moves_with_its_folder(tmp_path: Path, warnings: Warnings) -> None:
+    first, second = (RunDir(tmp_path / "logs", "job", warnings).logs for _ in range(2))
+    assert first
+    assert second
+
+    assert (tmp_path / "logs" / LATEST).readlink() == Path(second.name)
+    (tmp_path / "logs").rename(tmp_path / "kept")
+    assert (tmp_path / "kept" / LATEST / ".").samefile(tmp_path / "kept" / second.name)
+    assert sorted(path.name for path in (tmp_path / "kept").iterdir()) == sorted([first.name, second.name, LATEST])
+
+
+@pytest.mark.parametrize("own", ["folder", "file"])
+def test_what_the_user_has_called_latest_stays(tmp_path: Path, warnings: Warnings, own: str) -> None:
+    latest = tmp_path / LATEST
+    latest.mkdir() if own == "folder" else latest.write_text("mine")
+
+    run_dir = RunDir(tmp_path, "job", warnings)
+
+    assert run_dir.logs
+    assert not latest.is_symlink()
+    assert {path.name for path in tmp_path.iterdir()} == {run_dir.logs.name, LATEST}
+    assert not warnings
+
+
+def test_a_disk_without_links_costs_the_link_alone(
+    tmp_path: Path, warnings: Warnings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "symlink", refuse)
+
+    run_dir = RunDir(tmp_path, "job", warnings)
+
+    assert [path.name for path in tmp_path.iterdir()] == [run_dir.logs.name if run_dir.logs else ""]
+    assert not warnings
+
+
+def test_runs_that_start_at_once_leave_one_whole_link(tmp_path: Path, warnings: Warnings) -> None:
+    threads = [threading.Thread(target=RunDir, args=(tmp_path, f"job{i}", warnings)) for i in range(16)]
+    missing: list[str] = []
+    RunDir(tmp_path, "first", warnings)
+
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        try:
+            (tmp_path / LATEST).readlink()
+        except OSError as error:
+            missing.append(str(error))
+
+    names = {path.name for path in tmp_path.iterdir()}
+    assert missing == []
+    assert len(names) == 18
+    assert str((tmp_path / LATEST).readlink()) in names - {LATEST}
+    assert not warnings
 
 
 def test_each_generation_and_rank_has_a_folder_in_torchruns_tree(tmp_path: Path, warnings: Warnings) -> None:

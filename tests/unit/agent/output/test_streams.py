@@ -28,7 +28,7 @@ class Screen:
         self._read_fd, self._write_fd = os.pipe()
         os.set_blocking(self._read_fd, False)
         self.warnings: list[str] = []
-        self.console = Console(self._write_fd, self.warnings.append)
+        self.console = Console(self._write_fd, lambda error: self.warnings.append(str(error)))
 
     def shown(self) -> bytes:
         try:
@@ -94,7 +94,7 @@ def test_a_partial_line_is_shown_after_a_moment_and_goes_on_without_a_second_pre
     rank_0.feed(b"load", now_s=5.0)
 
     before, due_s = screen.shown(), rank_0.flush_at_s
-    rank_0.flush()
+    rank_0.flush(20.0)
     after = screen.shown()
     rank_0.feed(b"ing\n", now_s=6.0)
 
@@ -106,7 +106,7 @@ def test_a_partial_line_is_shown_after_a_moment_and_goes_on_without_a_second_pre
 def test_a_line_left_open_is_ended_before_another_rank_writes(screen: Screen) -> None:
     rank_0, rank_1 = stream(screen.console, b"[0] "), stream(screen.console, b"[1] ", local_rank=1)
     rank_0.feed(b"load", now_s=1.0)
-    rank_0.flush()
+    rank_0.flush(20.0)
 
     rank_1.feed(b"hi\n", now_s=1.0)
     rank_0.feed(b"ing\n", now_s=1.0)
@@ -154,7 +154,7 @@ def test_a_reader_that_went_away_costs_one_warning_and_nothing_else(screen: Scre
 def test_a_console_on_a_full_disk_costs_one_warning() -> None:
     warnings: list[str] = []
     fd = os.open("/dev/full", os.O_WRONLY)
-    console = Console(fd, warnings.append)
+    console = Console(fd, lambda error: warnings.append(str(error)))
 
     console.write(b"one\n", None)
     console.write(b"two\n", None)
@@ -369,5 +369,5 @@ def test_a_line_that_keeps_growing_is_not_held_back_for_ever(screen: Screen) -> 
     rank_0.feed(b".", 10.09)
 
     assert rank_0.flush_at_s == due_s
-    rank_0.flush()
+    rank_0.flush(20.0)
     assert screen.shown() == b"[0] .."

@@ -13,6 +13,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from elaunch.agent import linux
+from elaunch.agent.core import crash
+from elaunch.agent.core.causes.cause import Facts, Space
+from elaunch.agent.core.explain import explained, questions_about
 from elaunch.agent.core.failures import (
     Place,
     Remains,
@@ -79,7 +82,7 @@ def test_an_agent_goes_on_hearing_a_worker_whatever_that_said_before(said: list[
         with bounded():
             read_all(link, theirs, b"\n".join(said) + GOOD)
             standing = {1: Standing(link.step, link.phase)}
-            _, sentence = who_hangs(standing, 5.0)
+            _, sentence = who_hangs(standing, {}, 5.0)
         assert link.step == 41
         assert -1 <= link.step < 2**63
         # All of this goes to the log, the timeline and the store.
@@ -160,14 +163,20 @@ ERROR_RECORDS = (
     | TEXTS
 )
 FAILURE = Failure(FailureKind.EXCEPTION, 1, "a-1", "a", 0, 0, 17, 1, "raised X", failed_at=1e9)
+FACTS = Facts(
+    {"/dev/shm": Space("/dev/shm", 1, 0), ".": Space("/", 0, 0)}, gpu_errors=("Xid (0): 79",), oom_killed=True
+)
 PLACE = Place(1, "a-1", "a", 0, 0, 17)
+HEAD = 'Traceback (most recent call last):\n  File "a", line 1, in f\n'
 SPEC = JobSpec("job", Program(ProgramKind.SCRIPT, "train.py"))
 
 
 def told(record: str, tail: str, code: int) -> Failure:
     """The failure record of what a worker left behind, after every step that is done with it."""
-    failure = failure_of(PLACE, Remains(code, record, tail, raised=code < 0), "SIGKILL", 1e9)
-    failure = with_tail(failure, tail, True)
+    raised = code < 0 and code not in crash.CODES
+    failure = failure_of(PLACE, Remains(code, record, tail, crash=record, raised=raised), "SIGKILL", 1e9)
+    failure = explained(with_tail(failure, tail, True), FACTS)
+    assert questions_about(failure) is not None
     outcome = Outcome(OutcomeKind.FAILED, "it failed", 1, 0, 0, failure)
     assert report(outcome, SPEC, None).encode(errors="backslashreplace")
     return failure
@@ -189,6 +198,13 @@ def test_whatever_a_worker_leaves_is_a_failure_that_everybody_can_read(record: s
 @example(grown(CHAINED))
 @example(grown('  File "a", line 1\n'))
 @example(grown('  File "'))
+@example(
+    "Fatal Python error: Aborted\n\nCurrent thread 0x1 (most recent call first):\n" + grown('  File "a", line 1 in f\n')
+)
+@example("Fatal Python error: Aborted\n" + grown("Current thread 0x1"))
+@example(HEAD + "OSError: " + grown("[Errno 28] x: '"))
+@example(HEAD + "RuntimeError: " + grown("DataLoader worker (pid(s) 1, "))
+@example(grown("terminate called after throwing an instance of '"))
 @example(grown("    \n"))
 @example(grown("[rank"))
 @example("[" + grown(":1"))
@@ -196,7 +212,8 @@ def test_a_megabyte_of_output_is_read_in_a_moment(text: str) -> None:
     with bounded(cpu_s=5.0 if EXAMPLES else 1.0):
         parse_traceback(text)
         chain_start(text)
-        told("", text, 1)
+        told(json.dumps({"message": {"message": "", "extraInfo": {"py_callstack": text}}}), text, 1)
+        told(text, text, -6)
         parse_record(json.dumps({"message": {"message": text, "extraInfo": {"py_callstack": text}}}))
 
 

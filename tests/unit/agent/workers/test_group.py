@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from elaunch.agent.output.timeline import NO_GENERATION
+from elaunch.agent.core.entries import NO_GENERATION
 from elaunch.agent.workers.group import LASTING_S, CurrentGroup, WorkerGroup
 from elaunch.agent.workers.link import Link
 from elaunch.rendezvous.rules.table_codec import seats_of

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import select
 import socket
 import time
@@ -10,7 +11,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from elaunch.agent.core.events import WorkerListens, WorkerRaised, WorkerSaved, WorkerSaving, WorkerStopped
+from elaunch.agent.core.events import (
+    WorkerListens,
+    WorkerRaised,
+    WorkerReturned,
+    WorkerSaved,
+    WorkerSaving,
+    WorkerStopped,
+)
 from elaunch.agent.core.messages import PeerFailed, ShowStacks, StopAtStepBoundary, StopReason
 from elaunch.agent.workers.link import Link, Links
 
@@ -91,6 +99,23 @@ def test_a_dropped_link_is_closed_and_wanted_no_more(pair: tuple[Link, socket.so
     links.drop(link)
 
 
+def test_a_dropped_link_is_gone_even_if_another_process_has_a_copy(
+    pair: tuple[Link, socket.socket],
+) -> None:
+    """A thread that starts a process (a hook, py-spy) gives it a copy of each descriptor until its exec."""
+    link, theirs = pair
+    links = Links()
+    links.add(link)
+    copy = os.dup(link.fileno())
+
+    links.drop(link)
+    theirs.close()
+
+    assert not is_readable(links)
+    assert links.ready() == []
+    os.close(copy)
+
+
 def test_notes_are_taken_once(pair: tuple[Link, socket.socket]) -> None:
     link, worker = pair
 
@@ -134,6 +159,44 @@ def test_what_the_agent_is_to_know_is_taken_once_and_in_its_order(pair: tuple[Li
     ]
     assert link.take_news() == []
     assert (link.step, link.phase, link.reports) == (6, "evaluating", 2)
+
+
+def test_marks_of_a_start_are_taken_once_and_are_no_sign_of_life(pair: tuple[Link, socket.socket]) -> None:
+    link, worker = pair
+    ahead_s = time.monotonic() + 3600
+    says(worker, event="mark", name="restoring", monotonic_s=1.5)
+    says(worker, event="mark", name="restored", monotonic_s=ahead_s)
+    says(worker, event="mark", name="restored", monotonic_s="now")
+    link.read()
+
+    (first, second) = link.take_marks()
+    assert first == ("restoring", 1.5)
+    # Nobody can know a later time.
+    assert second.said_s < ahead_s
+    assert link.take_marks() == []
+    assert link.reports == 0
+
+
+def test_a_program_cannot_fill_the_timeline_with_marks(pair: tuple[Link, socket.socket]) -> None:
+    link, worker = pair
+    for number in range(100):
+        says(worker, event="mark", name=str(number), monotonic_s=1.0)
+    while link.rest or not link.take_marks():
+        link.read()
+
+    says(worker, event="mark", name="more", monotonic_s=1.0)
+    link.read()
+
+    assert link.take_marks() == []
+
+
+def test_that_a_program_ended_without_an_exception_is_news_once(pair: tuple[Link, socket.socket]) -> None:
+    link, worker = pair
+    says(worker, event="ended", raised=False, reached_store=False)
+    says(worker, event="ended", raised=False, reached_store=False)
+    link.read()
+
+    assert link.take_news() == [WorkerReturned(4, 0)]
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ GENERATION = 4
 
 
 @dataclass
-class Talk:
+class LinkedGroup:
     """A worker's end of its link and the agent's `LinkMonitor`; `posted` is what went into the agent's inbox."""
 
     monitor: LinkMonitor
@@ -34,7 +34,7 @@ class Talk:
 
 
 @pytest.fixture
-def talk() -> Iterator[Talk]:
+def linked() -> Iterator[LinkedGroup]:
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
     group: Any = SimpleNamespace(links={0: Link(GENERATION, 0, ours)}, generation=GENERATION, rank=lambda rank: rank)
@@ -47,25 +47,25 @@ def talk() -> Iterator[Talk]:
     monitor = LinkMonitor(current, reporter, run_dir, 0.0, lambda: None)
     monitor.begin(group)
     with ours, theirs:
-        yield Talk(monitor, theirs, posted)
+        yield LinkedGroup(monitor, theirs, posted)
 
 
-def test_what_the_look_of_each_second_reads_does_not_queue_behind_what_waits_in_the_inbox(talk: Talk) -> None:
+def test_what_the_look_of_each_second_reads_does_not_queue_behind_what_waits_in_the_inbox(linked: LinkedGroup) -> None:
     """Else the agent signals a worker that has asked to be told on its link."""
-    talk.says(event="listens", stop=True, peer_failed=False)
+    linked.says(event="listens", stop=True, peer_failed=False)
 
-    talk.monitor.tick(time.monotonic() + 2)
-    talk.monitor.read_all()
+    linked.monitor.tick(time.monotonic() + 2)
+    linked.monitor.read_all()
 
-    assert list(talk.monitor.take_news()) == [WorkerListens(GENERATION, 0, to_stop=True, to_failure=False)]
-    assert not talk.posted
+    assert list(linked.monitor.take_news()) == [WorkerListens(GENERATION, 0, to_stop=True, to_failure=False)]
+    assert not linked.posted
 
 
-def test_a_word_is_handed_out_once(talk: Talk) -> None:
-    talk.says(event="listens", stop=True, peer_failed=True)
-    talk.monitor.read_all()
-    assert len(list(talk.monitor.take_news())) == 1
+def test_a_word_is_handed_out_once(linked: LinkedGroup) -> None:
+    linked.says(event="listens", stop=True, peer_failed=True)
+    linked.monitor.read_all()
+    assert len(list(linked.monitor.take_news())) == 1
 
-    talk.monitor.read_all()
+    linked.monitor.read_all()
 
-    assert not list(talk.monitor.take_news())
+    assert not list(linked.monitor.take_news())

@@ -472,6 +472,15 @@ def test_options_without_effect_are_one_note() -> None:
     )
 
 
+def test_options_without_the_one_that_they_are_about_have_no_effect() -> None:
+    chosen = ("--nproc", "1", "--max-restarts", "0")
+    lonely = ("--metrics-host", "::1", "--on-hang", "off", "--hang-after", "5")
+
+    assert config_of(*chosen, *lonely, "t.py", OMP_NUM_THREADS="1").notes == (
+        "without effect here: --metrics-host (metrics are served with --metrics-port); --hang-after (--on-hang is off)",
+    )
+
+
 def test_output_that_is_kept_nowhere_is_said() -> None:
     notes = config_of("--nproc", "1", "--max-restarts", "0", "-r", "0:3", "t.py", OMP_NUM_THREADS="1").notes
 

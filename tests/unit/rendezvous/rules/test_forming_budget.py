@@ -24,6 +24,17 @@ def test_a_failure_counts_and_the_table_says_which_restart_it_is() -> None:
     assert (world.table.generation, world.table.restarts, world.table.reason) == (1, 1, "restart 1 of 3")
 
 
+def test_a_cause_on_another_node_than_the_one_that_failed_first_is_told_with_the_restart() -> None:
+    world = running(A, B)
+    world.fail(FailureKind.PEER_LOST, FailureKind.SIGNAL)
+    world.join(A, B)
+    cause = world.snapshot.failures[0][1].sentence
+
+    world.seal()
+
+    assert (cause.startswith("rank 1 "), world.table.reason) == (True, f"restart 1 of 3; the cause: {cause}")
+
+
 def test_a_failure_beside_a_lost_node_is_not_charged_and_the_lost_node_is_named() -> None:
     world = forming(A, B)
     world.lose(B)

@@ -26,6 +26,16 @@ RAISED = Failure(
     progressed=False,
 )
 KILLED = replace(RAISED, kind=FailureKind.SIGNAL, code=-9, message="was killed by SIGKILL", exception="", frame="")
+EARLY = replace(
+    RAISED,
+    kind=FailureKind.ENDED_EARLY,
+    rank=1,
+    code=0,
+    message="ended with exit code 0 at 12:00:00",
+    exception="",
+    frame="",
+    progressed=True,
+)
 PEER = replace(RAISED, kind=FailureKind.PEER_LOST, message="raised RuntimeError: Connection closed by peer", rank=3)
 
 
@@ -109,17 +119,94 @@ def test_the_same_error_twice_without_progress_is_not_tried_a_third_time() -> No
     assert "the same way twice" in decision.reason
 
 
-def test_the_same_error_after_progress_is_tried_again() -> None:
-    again = replace(RAISED, generation=2, progressed=True)
+STEP_7 = replace(RAISED, progressed=True, step=7, lived_s=90.0)
+NO_STEP = replace(RAISED, progressed=True, lived_s=100.0)
 
-    assert isinstance(decide({1: [RAISED], 2: [again]}), Restart)
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (STEP_7, replace(STEP_7, step=9)),
+        (STEP_7, replace(STEP_7, rank=1)),
+        (STEP_7, replace(STEP_7, step=-1)),
+        (NO_STEP, replace(NO_STEP, lived_s=115.0)),
+        (NO_STEP, replace(NO_STEP, message="raised ValueError: bad batch 18 at 0x7f00")),
+    ],
+    ids=["another step", "another rank", "unknown step", "much longer", "another number"],
+)
+def test_the_same_error_after_progress_is_tried_again(one: Failure, other: Failure) -> None:
+    assert identical(one, other)
+    assert isinstance(decide({1: [one], 2: [other]}), Restart)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "words"),
+    [
+        (STEP_7, replace(STEP_7, lived_s=4.0), "in the same step, after step 7"),
+        (STEP_7, replace(STEP_7, message="raised ValueError: bad batch 18 at 0x7fff"), "in the same step"),
+        (NO_STEP, replace(NO_STEP, lived_s=92.0), "after about the same time"),
+        (replace(NO_STEP, lived_s=0.5), replace(NO_STEP, lived_s=2.4), "after about the same time"),
+    ],
+    ids=["step", "step, other numbers", "time", "short time"],
+)
+def test_the_same_bug_in_the_same_step_is_not_tried_a_third_time(one: Failure, other: Failure, words: str) -> None:
+    decision = decide({1: [one], 2: [other]})
+
+    assert isinstance(decision, GiveUp)
+    assert words in decision.reason
+
+
+@pytest.mark.parametrize(
+    ("exception", "message"),
+    [
+        ("OSError", "[Errno 5] Input/output error"),
+        ("ConnectionResetError", "[Errno 104] Connection reset by peer"),
+        ("requests.exceptions.ConnectionError", "no route to host"),
+        ("RuntimeError", "CUDA error: an illegal memory access was encountered"),
+        ("RuntimeError", "DataLoader worker (pid 7) is killed by signal: Killed."),
+        ("torch.distributed.DistBackendError", "NCCL error in: x.cpp:94"),
+    ],
+)
+def test_what_its_surroundings_may_have_caused_is_tried_again_also_in_the_same_step(
+    exception: str, message: str
+) -> None:
+    failure = replace(STEP_7, exception=exception, message=f"raised {exception}: {message}")
+
+    assert isinstance(decide({1: [failure], 2: [failure]}), Restart)
+
+
+def test_a_rank_that_ended_before_the_others_is_the_peer_that_they_lost() -> None:
+    first, later = replace(PEER, call="all_reduce"), replace(PEER, rank=0, call="all_reduce")
+
+    cause = decisive_failure([first, EARLY, later])
+
+    assert cause.rank == EARLY.rank
+    assert cause.message == "ended with exit code 0 at 12:00:00, while rank 0 and 3 still waited in all_reduce,"
+    assert decisive_failure([cause, first, later]) == cause
+
+
+def test_where_the_others_waited_is_not_said_if_they_waited_in_different_calls() -> None:
+    cause = decisive_failure([replace(PEER, call="all_reduce"), replace(PEER, rank=0, call="barrier"), EARLY])
+
+    assert cause.message == "ended with exit code 0 at 12:00:00, while rank 0 and 3 still waited for it,"
+
+
+def test_a_rank_that_ended_well_explains_no_failure_of_its_own() -> None:
+    assert decisive_failure([EARLY, PEER, KILLED]) is KILLED
+
+
+def test_a_rank_that_ends_early_twice_is_not_waited_for_a_third_time() -> None:
+    late = replace(EARLY, lived_s=20.0)
+
+    assert isinstance(decide({1: [PEER, EARLY], 2: [replace(EARLY, lived_s=1.0), PEER]}), GiveUp)
+    assert isinstance(decide({1: [PEER, EARLY], 2: [PEER, late]}), Restart)
 
 
 @pytest.mark.parametrize(("barren", "kind"), [(0, Restart), (2, GiveUp)])
 def test_where_nobody_knows_of_the_ranks_own_progress_its_generation_tells(
     barren: int, kind: type[Restart] | type[GiveUp]
 ) -> None:
-    again = replace(RAISED, generation=2, progressed=None)
+    again = replace(RAISED, generation=2, progressed=None, lived_s=60.0)
 
     assert isinstance(decide({1: [RAISED], 2: [again]}, barren=barren), kind)
 

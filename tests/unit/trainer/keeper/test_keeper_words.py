@@ -95,7 +95,7 @@ def test_at_a_stop_it_says_that_it_saves_before_it_does(agent: socket.socket) ->
     with pytest.raises(SystemExit):
         training.train(begun=stop)
 
-    assert before[0] == ["listens", "stopped", "saving"]
+    assert before[0] == ["listens", "mark", "mark", "stopped", "saving"]
 
 
 def test_while_it_completes_a_step_after_a_failure_it_says_that_it_saves(agent: socket.socket) -> None:
@@ -115,7 +115,7 @@ def test_while_it_completes_a_step_after_a_failure_it_says_that_it_saves(agent: 
     with pytest.raises(ValueError, match="asked for"):
         training.train(completing=lose_a_peer, done=end)
 
-    assert words == [["listens", "saving"]]
+    assert words == [["listens", "mark", "mark", "saving"]]
     assert steps == [3]
 
 

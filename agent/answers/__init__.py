@@ -1,0 +1,1 @@
+"""Answers what `elaunch status`, `elaunch top` and `elaunch stacks` ask this node."""

@@ -1,0 +1,1 @@
+"""Recognises the usual causes of failures, and says what to do about each."""

@@ -1,0 +1,129 @@
+"""Causes: NCCL, gloo, the process group and its store."""
+
+from __future__ import annotations
+
+from elaunch.agent.core.causes.cause import CauseRule, Evidence, Values, regex
+
+_SIGABRT = -6
+
+
+def _watchdog(_evidence: Evidence, values: Values) -> Values:
+    return {"seconds": f"{int(values['ms']) / 1000:g}"}
+
+
+def _too_few(_evidence: Evidence, values: Values) -> Values | None:
+    return None if values["joined"] == values["wanted"] else {}
+
+
+def _no_store(evidence: Evidence, _values: Values) -> Values | None:
+    """A connection that is refused between workers is a lost peer; this is about where they meet."""
+    return None if regex(r"connectFullMesh").search(evidence.words) else {}
+
+
+RULES = (
+    CauseRule(
+        "NCCL watchdog: a collective timed out",
+        "one rank did not come to this collective: compare the operation and its number between the ranks' output, look"
+        " at the rank that reports none, and start with --hang-timeout, which shows the stacks",
+        pattern=regex(
+            r"Watchdog caught collective operation timeout: WorkNCCL\(SeqNum=(?P<number>\d+), OpType=(?P<operation>\w+)"
+            r"[^\n]*?Timeout\(ms\)=(?P<ms>\d{1,12})"
+        ),
+        detail="{operation}, number {number} on its process group, was not done after {seconds} s",
+        more=_watchdog,
+    ),
+    CauseRule(
+        "two ranks on one GPU",
+        "choose the GPU by LOCAL_RANK before init_process_group: torch.cuda.set_device(int(os.environ['LOCAL_RANK']))",
+        pattern=regex(r"Duplicate GPU detected ?: rank (?P<one>\d+) and rank (?P<other>\d+) both on CUDA device"),
+        detail="rank {one} and rank {other} use the same GPU",
+    ),
+    CauseRule(
+        "NCCL finds no network interface",
+        "set NCCL_SOCKET_IFNAME to an interface of every node (ip -br addr shows them), or unset it",
+        pattern=regex(r"no socket interface found|Bootstrap : no interface"),
+    ),
+    CauseRule(
+        "the nodes have different versions of NCCL",
+        "install the same torch, and so the same NCCL, on every node (torch.cuda.nccl.version())",
+        pattern=regex(r"mismatch\w* NCCL versions?|NCCL version mismatch"),
+    ),
+    CauseRule(
+        "NCCL: invalid usage",
+        "ranks use NCCL in different ways (another GPU, dtype, size or order of calls): NCCL_DEBUG=WARN names the call",
+        pattern=regex(r"ncclInvalidUsage|ncclInvalidArgument"),
+    ),
+    CauseRule(
+        "NCCL: a system call failed",
+        "NCCL_DEBUG=INFO names the call that failed: most often the network between the nodes (NCCL_SOCKET_IFNAME,"
+        " firewall), locked memory (ulimit -l) or /dev/shm",
+        pattern=regex(r"ncclSystemError|unhandled system error"),
+    ),
+    CauseRule(
+        "NCCL: a CUDA call failed",
+        "NCCL_DEBUG=INFO names the call that failed",
+        pattern=regex(r"ncclUnhandledCudaError|unhandled cuda error"),
+    ),
+    CauseRule(
+        "gloo finds no such network interface",
+        "set GLOO_SOCKET_IFNAME to an interface of this node (ip -br addr shows them), or unset it: elaunch finds one",
+        pattern=regex(r"Unable to find (?:address for|interface for|interface):? ?(?P<name>[^\s\"]*)"),
+    ),
+    CauseRule(
+        "the ranks cannot reach each other",
+        "gloo's workers could not connect to each other: open the ports between the nodes, and set GLOO_SOCKET_IFNAME"
+        " to the interface that connects them",
+        pattern=regex(r"connectFullMesh failed"),
+    ),
+    CauseRule(
+        "a collective of gloo timed out",
+        "one rank did not come to this collective: look at the rank whose output says nothing of it, and start with"
+        " --hang-timeout, which shows the stacks",
+        pattern=regex(r"Timed out waiting (?P<ms>\d+)ms for (?:recv|send) operation"),
+    ),
+    CauseRule(
+        "not all ranks came to the process group",
+        "only {joined} of {wanted} ranks came: leave rank= and world_size= out of init_process_group, since elaunch"
+        " sets RANK and WORLD_SIZE; or look for the rank that did not come",
+        pattern=regex(r"waiting for clients\. (?P<joined>\d+)/(?P<wanted>\d+) clients joined"),
+        more=_too_few,
+    ),
+    CauseRule(
+        "a rank did not come to the process group",
+        "not all ranks came to init_process_group: leave rank= and world_size= out of it, since elaunch sets RANK and"
+        " WORLD_SIZE; or look for the rank that did not come",
+        pattern=regex(r"wait timeout after \d+ms, keys: \S*default_pg\S*"),
+    ),
+    CauseRule(
+        "a name that cannot be resolved",
+        "the host name is not known here: check its spelling and DNS or /etc/hosts on this node, or give an address",
+        pattern=regex(
+            r"Name or service not known|Temporary failure in name resolution|No address associated with hostname"
+            r"|gai error: -[235]\b|nodename nor servname"
+        ),
+    ),
+    CauseRule(
+        "the process group's store cannot be reached",
+        "the workers meet at MASTER_ADDR:MASTER_PORT, which elaunch sets: do not set them in the script, and let no"
+        " firewall close that port between the nodes",
+        pattern=regex(r"client socket has (?:failed to connect|timed out)"),
+        more=_no_store,
+    ),
+    CauseRule(
+        "no process group yet",
+        "call torch.distributed.init_process_group() before the first collective, in every rank",
+        pattern=regex(r"Default process group has not been initialized"),
+    ),
+    CauseRule(
+        "the ranks disagree about the model (DDP)",
+        "the ranks' models differ, or their calls come in another order: build the same model in each rank",
+        pattern=regex(
+            r"DDP expects same model across all ranks|params? .{0,80} appears not to match (?:sizes|strides)"
+        ),
+    ),
+    CauseRule(
+        "parameters without gradients (DDP)",
+        "give DistributedDataParallel find_unused_parameters=True, or use all outputs of forward in the loss",
+        pattern=regex(r"Expected to have finished reduction in the prior iteration"),
+    ),
+)

@@ -1,0 +1,166 @@
+"""Causes: no memory, on the host, on a GPU or in /dev/shm."""
+
+from __future__ import annotations
+
+import re
+
+from elaunch.agent.core.causes.cause import (
+    SHARED_MEMORY,
+    CauseRule,
+    Evidence,
+    KernelKills,
+    MemoryLimits,
+    Question,
+    SpaceOf,
+    Values,
+    regex,
+)
+from elaunch.agent.core.sizes import bytes_text
+
+_SIGBUS, _SIGKILL = -7, -9
+# Docker's default is 64 MiB. Such a small one is the cause of a bus error, even if its files are gone by now.
+_SMALL_SHM = 256 << 20
+
+_NO_MEMORY = (
+    "the program asked for more memory than this host or its ulimit -v gives: use smaller batches or arrays, or give"
+    " the job more memory"
+)
+_LOADER = r"DataLoader worker \(pid(?P<pids>(?:\(s\))?[^)]*)\)"
+_SHM_ADVICE = (
+    "give the container more shared memory (docker run --shm-size=8g, or --ipc=host; in Kubernetes an emptyDir with"
+    " medium: Memory at /dev/shm), or use fewer DataLoader workers"
+)
+
+
+def _ask_shm(_evidence: Evidence, _values: Values) -> tuple[Question, ...]:
+    return (SpaceOf(SHARED_MEMORY),)
+
+
+def _ask_limits(_evidence: Evidence, _values: Values) -> tuple[Question, ...]:
+    return (MemoryLimits(),)
+
+
+def _small_shm(evidence: Evidence, _values: Values) -> Values | None:
+    """The rule is for a shared memory that is full, or so small that it must have been."""
+    space = evidence.facts.spaces.get(SHARED_MEMORY)
+    if space is None or (space.total > _SMALL_SHM and not space.is_full):
+        return None
+    return {"size": bytes_text(space.total), "free": bytes_text(space.free)}
+
+
+def _killed(evidence: Evidence, _values: Values) -> Values | None:
+    if not evidence.was_out_of_memory:
+        return None
+    limit = evidence.facts.memory_limit
+    return {"limit": f" (its limit is {limit})" if limit else ""}
+
+
+def _ask_kills(_evidence: Evidence, values: Values) -> tuple[Question, ...]:
+    pids = [int(pid) for pid in re.findall(r"\d{1,9}", values["pids"])]
+    return (KernelKills(tuple(pids[:64])),)
+
+
+def _loader_killed(evidence: Evidence, _values: Values) -> Values | None:
+    return {} if evidence.facts.oom_killed else None
+
+
+def _gpu(evidence: Evidence, values: Values) -> Values:
+    """Whose fault a full GPU is: another process's, fragmentation's, or the program's own."""
+    if other := regex(r"Process (\d+) has ([\d.]+ \wiB) memory in use").search(evidence.words):
+        advice = (
+            f"another process (pid {other[1]}) holds {other[2]} on that GPU: give each rank its own GPU"
+            " (torch.cuda.set_device(int(os.environ['LOCAL_RANK']))), or end that process (nvidia-smi)"
+        )
+    elif _is_fragmented(evidence.words):
+        advice = (
+            "most of the free memory is reserved by PyTorch in pieces that are too small: set"
+            " PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+        )
+    else:
+        advice = (
+            "use a smaller micro-batch with gradient accumulation, activation checkpointing, or shard the model (FSDP)"
+        )
+    return {**values, "who": advice}
+
+
+def _is_fragmented(words: str) -> bool:
+    asked = regex(r"Tried to allocate ([\d.]+) (\wiB)").search(words)
+    idle = regex(r"([\d.]+) (\wiB) is reserved by PyTorch but unallocated").search(words)
+    if not asked or not idle:
+        return False
+    scale = {"KiB": 1, "MiB": 1 << 10, "GiB": 1 << 20}
+    wanted, unused = (float(m[1]) * scale.get(m[2], 0) for m in (asked, idle))
+    return unused > wanted > 0
+
+
+RULES = (
+    CauseRule(
+        "killed by the kernel's out-of-memory killer",
+        "give the job more memory{limit}, or hold less in each rank: a smaller batch, fewer DataLoader workers, no copy"
+        " of the data set in each rank",
+        codes=frozenset({_SIGKILL}),
+        more=_killed,
+        asks=_ask_limits,
+    ),
+    CauseRule(
+        "a GPU is out of memory",
+        "{who}",
+        pattern=regex(r"(?:CUDA|HIP) out of memory"),
+        more=_gpu,
+        shown="by what the message says: give each rank its own GPU, or set"
+        " PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or use a smaller micro-batch, activation checkpointing or"
+        " FSDP",
+    ),
+    CauseRule(
+        "host memory cannot be allocated",
+        _NO_MEMORY,
+        pattern=regex(
+            r"DefaultCPUAllocator: (?:can't|not enough memory)|Unable to allocate [\d.]+ \wiB|std::bad_alloc"
+            r"|\[Errno 12\] Cannot allocate memory"
+        ),
+    ),
+    CauseRule(
+        "memory error of Python",
+        _NO_MEMORY,
+        exceptions=frozenset({"MemoryError"}),
+    ),
+    CauseRule(
+        "a DataLoader worker has too little shared memory",
+        _SHM_ADVICE,
+        pattern=regex(
+            rf"{_LOADER} is killed by signal: Bus error|out of shared memory"
+            r"|unable to (?:mmap|allocate|write|resize) [^\n]{0,200}(?:shared memory|</?torch_)"
+            r"|Error while creating shared memory segment"
+        ),
+        detail="/dev/shm has {size} in all, {free} free",
+        more=_small_shm,
+        asks=_ask_shm,
+    ),
+    CauseRule(
+        "a DataLoader worker was killed for lack of memory",
+        "use fewer DataLoader workers or a smaller batch, or give the job more memory",
+        pattern=regex(rf"{_LOADER} (?:is killed by signal: Killed|exited unexpectedly)"),
+        detail="the kernel has killed it for lack of memory",
+        more=_loader_killed,
+        asks=_ask_kills,
+    ),
+    CauseRule(
+        "a DataLoader worker was killed",
+        "somebody killed it, most often the kernel for lack of memory (dmesg says so): use fewer DataLoader workers or"
+        " a smaller batch, or give the job more memory",
+        pattern=regex(rf"{_LOADER} is killed by signal: Killed"),
+    ),
+    CauseRule(
+        "a DataLoader worker crashed",
+        "set num_workers=0 once: the data set's own code then runs in the rank, and shows where it crashes",
+        pattern=regex(rf"{_LOADER} (?:is killed by signal: (?!Killed)|exited unexpectedly)"),
+    ),
+    CauseRule(
+        "a bus error from a small /dev/shm",
+        _SHM_ADVICE,
+        codes=frozenset({_SIGBUS}),
+        detail="/dev/shm has {size} in all, {free} free",
+        more=_small_shm,
+        asks=_ask_shm,
+    ),
+)

@@ -1,0 +1,187 @@
+"""Causes: the program itself, its command line, its imports and its crashes."""
+
+from __future__ import annotations
+
+import re
+
+from elaunch.agent.core.causes.cause import CauseRule, Evidence, IsThere, Question, Values, regex
+
+_SIGILL, _SIGABRT, _SIGFPE, _SIGSEGV, _SIGXCPU = -4, -6, -8, -11, -24
+_LIBRARY = regex(r"[/\\](?:site|dist)-packages[/\\]|[/\\]lib[/\\]python3\.\d+[/\\]|^<")
+# The names of packages that differ from the names of their modules.
+_PACKAGES = {
+    "cv2": "opencv-python",
+    "yaml": "pyyaml",
+    "PIL": "pillow",
+    "sklearn": "scikit-learn",
+    "skimage": "scikit-image",
+    "bs4": "beautifulsoup4",
+    "dateutil": "python-dateutil",
+    "attr": "attrs",
+    "pynvml": "nvidia-ml-py",
+}
+# Modules of everybody's: a file of the same name beside the script hides one.
+_WELL_KNOWN = regex(
+    r"^(?:torch|numpy|random|types|json|queue|logging|tokenize|copy|email|string|select|socket|signal|time|test|"
+    r"datasets|transformers|wandb|tensorboard|accelerate|deepspeed|profile|platform|code|inspect|abc|enum|calendar|"
+    r"statistics|secrets|operator|math|pandas|scipy|PIL|yaml|tqdm|triton|torchvision|torchaudio)$"
+)
+_ENVIRON = regex(r'File "(?:<frozen os>|[^"]*/os\.py)", line \d+, in __getitem__')
+_NAMED_MODULE = (
+    r"module '(?P<module>\w+)(?:\.[\w.]+)?' has no attribute"
+    r"|cannot import name '[^']*' from (?:partially initialized module )?'(?P<from>\w+)(?:\.[\w.]+)?'"
+    r"|No module named '(?P<package>\w+)\.[\w.]+'; '(?P<outer>\w+)' is not a package"
+)
+
+
+def _hidden(values: Values) -> str:
+    return str(values["module"] or values["from"] or values["outer"])
+
+
+def _folders(evidence: Evidence) -> tuple[str, ...]:
+    """The folders of the user's own files in the traceback: Python looks there first for a module."""
+    own = [file.rpartition("/")[0] for file in evidence.files if "/" in file and not _LIBRARY.search(file)]
+    return tuple(dict.fromkeys(own))
+
+
+def _ask_shadow(evidence: Evidence, values: Values) -> tuple[Question, ...]:
+    name = _hidden(values)
+    if not _WELL_KNOWN.match(name):
+        return ()
+    return tuple(
+        IsThere(f"{folder}/{name}{end}") for folder in _folders(evidence)[:8] for end in (".py", "/__init__.py")
+    )
+
+
+def _shadow(evidence: Evidence, values: Values) -> Values | None:
+    name = _hidden(values)
+    ends = (f"/{name}.py", f"/{name}/__init__.py")
+    found = next((path for path in sorted(evidence.facts.there) if path.endswith(ends)), "")
+    return {"name": name, "file": found} if found else None
+
+
+def _missing(_evidence: Evidence, values: Values) -> Values:
+    top = values["missing"].partition(".")[0]
+    return {"package": _PACKAGES.get(top, top), "top": top}
+
+
+def _usage(evidence: Evidence, values: Values) -> Values:
+    if regex(r"--local[-_]rank").search(values["said"]):
+        return {
+            "step": "the script takes its local rank from an argument, as with torch.distributed.launch; elaunch sets"
+            " the variable LOCAL_RANK, as torchrun does: read os.environ['LOCAL_RANK'], or give the script"
+            " '--local-rank=${local_rank}'"
+        }
+    return {"step": f"correct the arguments behind the script; {values['program']} --help lists them"}
+
+
+def _crashed(evidence: Evidence, _values: Values) -> Values | None:
+    return {"crash": evidence.crash} if evidence.crash else None
+
+
+def _variable(evidence: Evidence, values: Values) -> Values | None:
+    return {} if _ENVIRON.search(evidence.traceback) else None
+
+
+RULES = (
+    CauseRule(
+        "wrong arguments of the script",
+        "{step}",
+        pattern=re.compile(r"^(?P<program>[^\s:]+): error: (?P<said>[^\n]+)\s*\Z", re.MULTILINE),
+        codes=frozenset({2}),
+        detail="{said}",
+        more=_usage,
+        shown="correct the arguments; a script that wants --local-rank reads LOCAL_RANK instead",
+    ),
+    CauseRule(
+        "a file hides a module",
+        "{file} hides the module {name}: give that file another name",
+        pattern=regex(_NAMED_MODULE),
+        exceptions=frozenset({"AttributeError", "ImportError", "ModuleNotFoundError"}),
+        more=_shadow,
+        asks=_ask_shadow,
+    ),
+    CauseRule(
+        "circular import",
+        "two files import each other: move one of the imports into the function that needs it",
+        pattern=regex(r"partially initialized module .*circular import"),
+        exceptions=frozenset({"AttributeError", "ImportError"}),
+    ),
+    CauseRule(
+        "a missing module",
+        "install {package} in the Python environment of every node (python -m pip install {package}), or put the folder"
+        " that has {top} on PYTHONPATH",
+        pattern=regex(r"No module named '?(?P<missing>[\w.]+)'?$"),
+        exceptions=frozenset({"ModuleNotFoundError"}),
+        more=_missing,
+    ),
+    CauseRule(
+        "a missing library",
+        "{library} is not on this node's library path: install it, or the build of the package that fits this node",
+        pattern=regex(r"(?P<library>lib[\w.+-]+\.so[\w.]*): cannot open shared object file"),
+        exceptions=frozenset({"ImportError", "OSError"}),
+    ),
+    CauseRule(
+        "an extension for another version",
+        "a compiled package was built for another version of torch or of a system library: install it again in this"
+        " environment",
+        pattern=regex(r"undefined symbol: |version [`']GLIBC(?:XX)?_[\d.]+' not found|DLL load failed"),
+        exceptions=frozenset({"ImportError", "OSError"}),
+    ),
+    CauseRule(
+        "a variable that is not set",
+        "{variable} is not set in the environment of this node's elaunch: set it there, or give the script a default",
+        pattern=regex(r"^'(?P<variable>[A-Z][A-Z0-9_]*)'$"),
+        exceptions=frozenset({"KeyError"}),
+        more=_variable,
+    ),
+    CauseRule(
+        "processes started without a main guard",
+        'put the code that starts processes behind if __name__ == "__main__":, since spawn imports the script again',
+        pattern=regex(r"current process has finished its bootstrapping phase|^context has already been set$"),
+        exceptions=frozenset({"RuntimeError"}),
+    ),
+    CauseRule(
+        "an object that cannot be sent to a child process",
+        "processes that are spawned get pickled objects: use a function or class at the top level of a module, no"
+        " lambda and no local function",
+        pattern=regex(r"Can't (?:pickle|get) local object|Can't pickle <function|cannot pickle '"),
+    ),
+    CauseRule(
+        "a command that cannot be executed",
+        "make the file executable (chmod +x) with a first line such as #!/bin/bash, or leave --no-python out for a"
+        " Python script",
+        codes=frozenset({126}),
+        pattern=regex(r"cannot be started: |Permission denied|cannot execute|Exec format error"),
+    ),
+    CauseRule(
+        "a command that is not found",
+        "check the spelling of the command, and PATH on this node",
+        codes=frozenset({127}),
+        pattern=regex(r"not found|cannot be started: No such file"),
+    ),
+    CauseRule(
+        "a crash in native code, with its Python stack",
+        "native code that is called there crashed: update or rebuild that package, and check the sizes and types that"
+        " it is given",
+        codes=frozenset({_SIGSEGV, _SIGFPE}),
+        more=_crashed,
+    ),
+    CauseRule(
+        "an instruction that this CPU does not have",
+        "a package was built for another CPU: install one that is built for this node's",
+        codes=frozenset({_SIGILL}),
+    ),
+    CauseRule(
+        "the heap is corrupted",
+        "native code has written outside of its memory: update or rebuild the compiled packages that the program uses",
+        codes=frozenset({_SIGABRT}),
+        pattern=regex(r"(?P<said>(?:malloc|free|realloc|munmap_chunk|corrupted|double free)[^\n]{0,100})\s*\Z"),
+        detail="{said}",
+    ),
+    CauseRule(
+        "the CPU time is spent",
+        "raise the limit of CPU time (ulimit -t)",
+        codes=frozenset({_SIGXCPU}),
+    ),
+)

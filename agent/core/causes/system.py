@@ -1,0 +1,139 @@
+"""Causes: files, disks, networks and limits of the host."""
+
+from __future__ import annotations
+
+import re
+
+from elaunch.agent.core.causes.cause import CauseRule, Evidence, FullDisks, Question, SpaceOf, Values, regex
+from elaunch.agent.core.sizes import bytes_text
+
+_QUOTED = regex(r"\[Errno \d+\][^\n]*?: (?P<quote>['\"])(?P<path>.*?)(?P=quote)")
+_WRITER = regex(r"(?:PytorchStreamWriter failed writing file|inline_container\.cc|iostream error)")
+
+
+def _path(evidence: Evidence) -> str:
+    found = _QUOTED.search(evidence.words)
+    return found["path"] if found else ""
+
+
+def _ask_space(evidence: Evidence, _values: Values) -> tuple[Question, ...]:
+    path = _path(evidence)
+    return (SpaceOf(path),) if path else (FullDisks(),)
+
+
+def _full(evidence: Evidence, _values: Values) -> Values | None:
+    """Which file system is full. It may have room again: another process may have removed its files by now."""
+    facts, path = evidence.facts, _path(evidence)
+    # Of several that are full, an error without a path may be about any.
+    spaces = (*facts.spaces.values(), *(facts.full if len(facts.full) == 1 else ()))
+    for space in spaces:
+        if space.is_without_files:
+            return {"where": f"no more files can be made on {space.mount}", "what": f"remove files on {space.mount}"}
+        if space.is_full:
+            text = f"{space.mount} has {bytes_text(space.free)} free of {bytes_text(space.total)}"
+            return {"where": text, "what": f"make room on {space.mount}"}
+    if "No space left" in evidence.words:
+        at = f" at {path}" if path else ""
+        return {"where": "", "what": f"make room on the file system that the program writes to{at}"}
+    return None
+
+
+def _relative(evidence: Evidence, values: Values) -> Values | None:
+    return None if values["path"].startswith("/") or "://" in values["path"] else {}
+
+
+def _absolute(evidence: Evidence, values: Values) -> Values | None:
+    return {} if values["path"].startswith("/") and values["path"].count("/") > 1 else None
+
+
+RULES = (
+    CauseRule(
+        "a disk is full",
+        "{what}, or write somewhere else",
+        pattern=regex(rf"No space left on device|{_WRITER.pattern}"),
+        detail="{where}",
+        more=_full,
+        asks=_ask_space,
+        shown="make room on the file system that is named, or write somewhere else",
+    ),
+    CauseRule(
+        "a disk quota is spent",
+        "remove files, or ask for more: the user's or the project's quota is spent (quota -s, lfs quota)",
+        pattern=regex(r"Disk quota exceeded"),
+    ),
+    CauseRule(
+        "a file is larger than allowed",
+        "a file would be larger than the limit of this user (ulimit -f)",
+        pattern=regex(r"\[Errno 27\] File too large"),
+    ),
+    CauseRule(
+        "a read-only file system",
+        "write to a folder that can be written: this file system is mounted read-only",
+        pattern=regex(r"\[Errno 30\] Read-only file system"),
+    ),
+    CauseRule(
+        "too many open files",
+        "raise the limit (ulimit -n, LimitNOFILE= of systemd), or close files; DataLoaders need fewer with"
+        " torch.multiprocessing.set_sharing_strategy('file_system')",
+        pattern=regex(r"\[Errno 24\] Too many open files|received 0 items of ancdata|Too many open files in system"),
+    ),
+    CauseRule(
+        "no more processes or threads",
+        "raise the limit of processes and threads (ulimit -u, pids.max of the container), or use fewer DataLoader"
+        " workers and threads",
+        pattern=regex(r"can't start new thread|\[Errno 11\] Resource temporarily unavailable|pthread_create failed"),
+    ),
+    CauseRule(
+        "a port is in use",
+        "another process listens on that port (ss -ltnp shows it): let the script take a free one (port 0), or the"
+        " MASTER_PORT of its environment",
+        pattern=regex(r"\[Errno 98\]|EADDRINUSE|address already in use"),
+    ),
+    CauseRule(
+        "an address of another host",
+        "no interface of this node has that address (ip -br addr shows them): listen on 0.0.0.0 or on an address of"
+        " this node",
+        pattern=regex(r"\[Errno 99\]|EADDRNOTAVAIL|Cannot assign requested address"),
+    ),
+    CauseRule(
+        "an address that cannot be reached",
+        "this node has no way to that host: check the address, the routes and the firewall",
+        pattern=regex(r"\[Errno 113\]|\[Errno 101\]|No route to host|Network is unreachable"),
+    ),
+    CauseRule(
+        "a connection is refused",
+        "nobody listens at that address and port: check both, and that the service runs",
+        pattern=regex(r"\[Errno 111\] Connection refused"),
+        exceptions=frozenset({"ConnectionRefusedError", "URLError", "OSError"}),
+    ),
+    CauseRule(
+        "a file is not there",
+        "the path is relative to the folder where elaunch was started: give an absolute path, or start it there",
+        pattern=regex(r"\[Errno 2\] No such file or directory: (?P<quote>['\"])(?P<path>.*?)(?P=quote)"),
+        exceptions=frozenset({"FileNotFoundError"}),
+        more=_relative,
+    ),
+    CauseRule(
+        "a file is not there on this node",
+        "check the spelling of the path, and that its file system is mounted on this node",
+        pattern=regex(r"\[Errno 2\] No such file or directory: (?P<quote>['\"])(?P<path>.*?)(?P=quote)"),
+        exceptions=frozenset({"FileNotFoundError"}),
+        more=_absolute,
+    ),
+    CauseRule(
+        "permission denied",
+        "this user may not open {path} in that way: ls -l shows its owner and mode",
+        pattern=re.compile(r"\[Errno 13\] Permission denied: (?P<quote>['\"])(?P<path>.*?)(?P=quote)"),
+        exceptions=frozenset({"PermissionError"}),
+    ),
+    CauseRule(
+        "the storage fails",
+        "the file system does not answer as it should: check its mount and its server on this node",
+        pattern=regex(r"\[Errno (?:5|116|107|121)\] (?:Input/output|Stale file handle|Transport endpoint|Remote I/O)"),
+    ),
+    CauseRule(
+        "a torn checkpoint",
+        "the file is incomplete, as after a full disk or a kill while it was written: load the one before it",
+        pattern=regex(r"PytorchStreamReader failed (?:reading zip archive|finding central directory|reading file)"),
+    ),
+)

@@ -1,0 +1,85 @@
+"""Adds to a failure what is known about its cause, and the next step."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from elaunch.agent.core import crash
+from elaunch.agent.core.causes.cause import NO_FACTS, Evidence, Facts, Question
+from elaunch.agent.core.causes.table import questions, recognise
+from elaunch.agent.core.failures import parse_traceback
+from elaunch.rendezvous.types import Failure, FailureKind
+
+_SIGABRT, _SIGKILL = -6, -9
+# Behind an exit code, only the very last lines are about it. An abort writes more: stacks of C++.
+_LAST_LINES, _ABORT_LINES = 3, 40
+_FILE = re.compile(r'^ *File "([^"]+)", line \d+', re.MULTILINE)
+# "raise X from error": the first error says more of the cause, and X of where it came up.
+_DIRECT_CAUSE = "\nThe above exception was the direct cause of the following exception:\n"
+_RAISED = re.compile(r"^raised (?P<type>[\w.]+)(?:: (?P<message>.*))?$", re.DOTALL)
+# Nothing about the user's program is to be found out: somebody has left it, or it hangs, or lives.
+_NOT_RECOGNISED = (FailureKind.DEBUGGER, FailureKind.HANG)
+
+
+def questions_about(failure: Failure) -> frozenset[Question]:
+    """What has to be found out on this host before the failure can be explained."""
+    return questions(_evidences(failure, NO_FACTS))
+
+
+def explained(failure: Failure, facts: Facts | None = None) -> Failure:
+    """The failure, its output complete, with the advice for its cause and with what its own message does not say."""
+    if failure.advice:
+        return failure
+    cause = recognise(_evidences(failure, facts or NO_FACTS))
+    if not cause.detail and not cause.advice:
+        return failure
+    message = failure.message
+    if cause.detail and cause.detail not in message:
+        # An exception's own text may end in a bracket.
+        is_open = not failure.exception and message.endswith(")")
+        message = f"{message[:-1]}; {cause.detail})" if is_open else f"{message} ({cause.detail})"
+    return replace(failure, message=message, advice=cause.advice)
+
+
+def _evidences(failure: Failure, facts: Facts) -> list[Evidence]:
+    """What rules look at. An exception and its direct causes are one each, the first cause first."""
+    if failure.kind in _NOT_RECOGNISED or failure.rank < 0 or failure.code is None:
+        return []
+    was_killed = failure.code < 0 and failure.message.startswith("was killed")
+    if failure.exception and not was_killed:
+        return _of_exceptions(failure, facts)
+    if failure.code < 0:
+        is_crash = failure.code in crash.CODES and crash.is_stack(failure.traceback)
+        return [
+            Evidence(
+                failure.code,
+                words=_last(failure.tail, _ABORT_LINES) if failure.code == _SIGABRT else "",
+                crash=failure.frame if is_crash else "",
+                was_out_of_memory=failure.kind is FailureKind.OUT_OF_MEMORY and failure.code == _SIGKILL,
+                facts=facts,
+            )
+        ]
+    return [Evidence(failure.code, words=_last(failure.tail, _LAST_LINES), facts=facts)]
+
+
+def _of_exceptions(failure: Failure, facts: Facts) -> list[Evidence]:
+    found: list[Evidence] = []
+    for text in failure.traceback.split(_DIRECT_CAUSE):
+        raised = parse_traceback(text)
+        if raised is None:
+            # The middle of a long traceback is left out.
+            continue
+        files = tuple(_FILE.findall(text))
+        name = raised.exception.rpartition(".")[2]
+        found.append(Evidence(failure.code, name, raised.message, files, text, facts=facts))
+    if found:
+        return found
+    said = _RAISED.match(failure.message)
+    words = (said["message"] or "") if said else failure.message
+    return [Evidence(failure.code, failure.exception.rpartition(".")[2], words, facts=facts)]
+
+
+def _last(tail: str, count: int) -> str:
+    lines = [line for line in tail.rstrip().splitlines() if line.strip()]
+    return "\n".join(lines[-count:])

@@ -1,0 +1,110 @@
+"""What a node does about a hang that its workers do not report: it looks, tells the leader, and hears the verdict."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from elaunch.agent.core import standstill
+from elaunch.agent.core.actions import Action, Blame, Commit, KeepStacks, LookAtStacks, Say, TellWorkers
+from elaunch.agent.core.events import Sampled, StacksTaken
+from elaunch.agent.core.messages import ShowStacks
+from elaunch.agent.core.phases import Running
+from elaunch.agent.core.stack_groups import full_text, group_words, grouped
+from elaunch.agent.core.standstill import Standstill
+from elaunch.agent.core.state import Agent, Step
+from elaunch.rendezvous.rules.hang_records import Hang, hang_words
+from elaunch.rendezvous.rules.hanging import tell_still
+from elaunch.rendezvous.types import Seat
+
+# Groups of equal stacks that the console shows; the others are in the file.
+_GROUPS_SHOWN = 8
+
+
+def sampled(agent: Agent, running: Running, event: Sampled, _now_s: float) -> Step:
+    """Count how long all workers have stood still; take their stacks now and then; tell the leader of a change."""
+    state, live = running.standstill, running.live
+    if not agent.times.hang_after_s or _is_watched_otherwise(agent, running):
+        return agent, ()
+    is_alone = len(running.table.seats) == 1
+    state = standstill.after_windows(state, live, event.windows, is_alone=is_alone)
+    looks: tuple[Action, ...] = ()
+    if standstill.wants_stacks(state, agent.times.hang_after_s):
+        state = replace(state, is_looking=True)
+        looks = (LookAtStacks(running.table.generation, live),)
+    return _tell(agent, replace(running, standstill=state), looks)
+
+
+def stacks_taken(agent: Agent, running: Running, event: StacksTaken, _now_s: float) -> Step:
+    """Compare the stacks with those of the last look; tell the leader of a change."""
+    state = standstill.after_stacks(running.standstill, event.stacks, _seat(agent, running).first_rank)
+    return _tell(agent, replace(running, standstill=state), ())
+
+
+def hear_of_hang(agent: Agent, running: Running) -> tuple[Running, tuple[Action, ...]]:
+    """Say the leader's verdict once, with the stacks of this node's ranks; say that the job goes on after all."""
+    state, hang, generation = running.standstill, agent.snapshot.hang, running.table.generation
+    if hang is not None and hang.generation == generation:
+        if hang.message == state.said:
+            return running, ()
+        said = replace(running, standstill=replace(state, said=hang.message))
+        return said, _verdict(agent, running, hang)
+    is_still_here = agent.snapshot.generation is not None and agent.snapshot.generation.number == generation
+    if not state.said or not is_still_here:
+        return running, ()
+    healed_s = max(state.healed_s, state.spell_s)
+    calm = replace(running, standstill=replace(state, said="", healed_s=healed_s))
+    return calm, (Say("the job goes on after all: a rank that stood still works again"),)
+
+
+def _is_watched_otherwise(agent: Agent, running: Running) -> bool:
+    """Whether --hang-timeout finds a hang by what the workers report, or an end of theirs is being understood."""
+    reports = agent.times.hang_timeout_s and running.quiet.reports
+    return bool(reports or running.held or running.leaving_s)
+
+
+def _seat(agent: Agent, running: Running) -> Seat:
+    """This node's seat. A node that comes back under another name has stopped its workers before."""
+    index = running.table.group_rank(agent.me.node_id)
+    assert index is not None
+    return running.table.seats[index]
+
+
+def _tell(agent: Agent, running: Running, actions: tuple[Action, ...]) -> Step:
+    seat, state = _seat(agent, running), running.standstill
+    exited = frozenset(range(seat.slots)) - running.live
+    record = standstill.record_of(state, seat.node_id, seat.first_rank, exited, agent.times.hang_after_s)
+    if standstill.is_news(state.told, record):
+        txn = tell_still(agent.snapshot, agent.me, running.table.generation, record)
+        running = replace(running, standstill=replace(state, told=record))
+        actions = (*actions, Commit(txn))
+    return replace(agent, phase=running), actions
+
+
+def _verdict(agent: Agent, running: Running, hang: Hang) -> tuple[Action, ...]:
+    generation, state, seat = running.table.generation, running.standstill, _seat(agent, running)
+    groups = grouped(state.stacks)
+    lines = [f"  {group_words(group)}" for group in groups[:_GROUPS_SHOWN]]
+    if len(groups) > _GROUPS_SHOWN:
+        lines.append(f"  and {len(groups) - _GROUPS_SHOWN} more groups")
+    if not agent.restarts_hung:
+        lines.append("to restart a job that hangs, start it with --on-hang restart (docs/observe.md)")
+    actions: list[Action] = [Say("\n".join([_headline(running, hang), *lines]))]
+    if state.stacks:
+        actions.append(KeepStacks(generation, full_text(state.stacks)))
+    if hearing := _blind(running, state):
+        actions.append(TellWorkers(generation, hearing, ShowStacks()))
+    if agent.restarts_hung and hang.node_id == seat.node_id:
+        local_rank = hang.rank - seat.first_rank if hang.rank >= 0 else -1
+        actions.append(Blame(generation, local_rank, hang.message))
+    return tuple(actions)
+
+
+def _headline(running: Running, hang: Hang) -> str:
+    seat = next((seat for seat in running.table.seats if seat.node_id == hang.node_id), None)
+    return f"the job seems to hang: {hang_words(hang, seat.host if seat and len(running.table.seats) > 1 else '')}"
+
+
+def _blind(running: Running, state: Standstill) -> frozenset[int]:
+    """Workers that can show their stacks themselves, where py-spy could not read all."""
+    is_unread = not state.stacks or any(stack.trouble for stack in state.stacks)
+    return running.live & running.words.hearing if is_unread else frozenset()

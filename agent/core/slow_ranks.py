@@ -1,0 +1,166 @@
+"""Which rank of a node the others wait for, again and again, and what is different about it; pure.
+
+Ranks of a job step together, so all of them take equally long for a step. A slow rank shows in how they spend that
+time: it works, and the others wait for it. This needs no word of the program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import field, replace
+
+from elaunch.agent.core.standstill import LOOK_S_MAX, Window
+from elaunch.records import dataclass
+
+# A rank is named that was the slow one in so many windows in a row: two minutes.
+WINDOW_S = 20.0
+WINDOWS = 6
+# The slow rank works for most of the time, and the others wait for at least this share of it.
+_BUSY_MIN = 0.5
+_WAIT_MIN = 0.10
+# Ranks that do nothing at all are not slowed down: they wait for an evaluation, a checkpoint or a compilation.
+_OTHERS_BUSY_MIN = 0.03
+
+
+@dataclass(frozen=True)
+class Slow:
+    """The other ranks of the node wait for `local_rank`, for `wait_share` of the time, and have done for `lasted_s`.
+
+    `busy_share` is the share of time in which the rank worked.
+    """
+
+    local_rank: int
+    wait_share: float
+    busy_share: float
+    lasted_s: float
+
+
+@dataclass(frozen=True)
+class SlowRanks:
+    """What is known of a generation's ranks.
+
+    The window has lasted for `seconds`, of which each rank has worked for those in `worked_s`. `suspect` was the slow
+    rank in each of the last windows, whose shares of waiting and working are in `shares`; -1 if there is none.
+    """
+
+    seconds: float = 0.0
+    worked_s: Mapping[int, float] = field(default_factory=dict)
+    suspect: int = -1
+    shares: tuple[tuple[float, float], ...] = ()
+
+    def after(self, looks: Mapping[int, Window]) -> tuple[SlowRanks, Slow | None]:
+        """The state after another look at the ranks, and the rank that is slow, at the end of each window."""
+        seconds = max((look.seconds for look in looks.values()), default=0.0)
+        if seconds > LOOK_S_MAX or (self.worked_s and looks.keys() != self.worked_s.keys()):
+            # A rank has come or gone, or this agent was stopped meanwhile.
+            return SlowRanks(), None
+        worked_s = {rank: self.worked_s.get(rank, 0.0) + _worked_s(look) for rank, look in looks.items()}
+        known = replace(self, seconds=self.seconds + seconds, worked_s=worked_s)
+        return known._judged() if known.seconds >= WINDOW_S else (known, None)
+
+    def _judged(self) -> tuple[SlowRanks, Slow | None]:
+        found = _slowest({rank: worked_s / self.seconds for rank, worked_s in self.worked_s.items()})
+        if found is None:
+            return SlowRanks(), None
+        rank, shares = found
+        all_shares = (*(self.shares if rank == self.suspect else ()), shares)[-WINDOWS:]
+        known = SlowRanks(suspect=rank, shares=all_shares)
+        if len(all_shares) < WINDOWS:
+            return known, None
+        wait, busy = (sum(share[i] for share in all_shares) / WINDOWS for i in (0, 1))
+        return known, Slow(rank, wait, busy, WINDOWS * WINDOW_S)
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What may make a rank slower than others of its node. Shares are of the time.
+
+    `cpus` is how many CPUs it may use, `nice` its nice value. Of the time in which it wanted a CPU it had none for
+    `delayed`. Its cgroup throttled it for `throttled`, and its children (data loaders) used `children` CPUs.
+    `major_faults` are pages read from a disk, per second. `clock_mhz` is its GPU's clock, 0 if unknown, and
+    `limited_by` are the driver's reasons for a low one.
+    """
+
+    cpus: int
+    nice: int
+    delayed: float
+    throttled: float
+    children: float
+    major_faults: float
+    clock_mhz: int = 0
+    limited_by: str = ""
+
+
+def slow_words(rank: int, slow: Slow, own: Traits | None, others: Sequence[Traits]) -> str:
+    """The sentence for the log."""
+    said = (
+        f"rank {rank} is slower than the other ranks of this node: they wait for {slow.wait_share:.0%} of the time, for"
+        f" the last {slow.lasted_s:.0f} s"
+    )
+    if own is None or not others:
+        return said
+    differences = _differences(own, others)
+    return f"{said}; {', and '.join(differences)}" if differences else f"{said}; {_NOTHING_DIFFERS}"
+
+
+_NOTHING_DIFFERS = (
+    "its CPUs, its GPU and its data loaders are like theirs, so it may have more work: longer samples, or a part of the"
+    " program that only this rank runs"
+)
+
+
+def _worked_s(look: Window) -> float:
+    """Seconds in which the main thread did not wait: on a CPU, in the queue for one, or for a disk."""
+    if look.state == "D":
+        return look.seconds
+    return min(look.main_cpu_s + look.main_delay_s, look.seconds)
+
+
+def _slowest(busy: Mapping[int, float]) -> tuple[int, tuple[float, float]] | None:
+    """The rank that the others wait for in this window, with the others' share of waiting and its own of working."""
+    if len(busy) < 2:
+        return None
+    rank = max(busy, key=lambda rank: (busy[rank], -rank))
+    others = [share for other, share in busy.items() if other != rank]
+    # Every other rank waits for the slow one. If one does not, it is as slow, or has work of its own.
+    is_alone = busy[rank] - max(others) >= _WAIT_MIN
+    if busy[rank] < _BUSY_MIN or not is_alone or _median(others) < _OTHERS_BUSY_MIN:
+        return None
+    return rank, (busy[rank] - _median(others), busy[rank])
+
+
+def _median(values: Iterable[float]) -> float:
+    # Imported here: it brings decimal and fractions, and the agent starts sooner without.
+    from statistics import median
+
+    return median(values)
+
+
+def _differences(own: Traits, others: Sequence[Traits]) -> list[str]:
+    def usual(value: Callable[[Traits], float]) -> float:
+        return _median(value(other) for other in others)
+
+    said = []
+    if own.cpus < usual(lambda t: t.cpus):
+        said.append(f"it may use {_cpus(own.cpus)}, and they {_cpus(round(usual(lambda t: t.cpus)))}")
+    if own.nice > usual(lambda t: t.nice):
+        said.append(f"its nice value is {own.nice}, and theirs {usual(lambda t: t.nice):.0f}")
+    if own.delayed >= 0.2 and own.delayed >= 1.5 * usual(lambda t: t.delayed):
+        said.append(
+            f"when it wants a CPU it has to wait for {own.delayed:.0%} of that time, and they for"
+            f" {usual(lambda t: t.delayed):.0%}: other processes use its CPUs"
+        )
+    if own.throttled >= 0.05:
+        said.append(f"its cgroup's limit (cpu.max) holds it back for {own.throttled:.0%} of the time")
+    if own.major_faults >= 10 and own.major_faults >= 3 * usual(lambda t: t.major_faults):
+        said.append(f"it reads {own.major_faults:.0f} pages a second from a disk (swap, or mapped files)")
+    if own.children >= 0.5 and own.children >= 1.5 * usual(lambda t: t.children):
+        said.append(f"its data loaders use {own.children:.1f} CPUs, and theirs {usual(lambda t: t.children):.1f}")
+    if own.clock_mhz and own.clock_mhz < 0.9 * usual(lambda t: t.clock_mhz):
+        why = f", limited by {own.limited_by}" if own.limited_by else ""
+        said.append(f"its GPU runs at {own.clock_mhz} MHz, and theirs at {usual(lambda t: t.clock_mhz):.0f} MHz{why}")
+    return said
+
+
+def _cpus(count: int) -> str:
+    return "1 CPU" if count == 1 else f"{count} CPUs"

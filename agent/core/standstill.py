@@ -1,0 +1,235 @@
+"""When all ranks of this node stand still, and what it tells the job's leader then; pure.
+
+A rank stands still while it uses no CPU, or while it uses one whole CPU for nothing else: no memory is touched for the
+first time, nothing is read or written. That alone proves nothing, so stacks are taken, again and again, and each rank
+must be at the same place in all of them. `rendezvous/rules/hanging.py` has the rule for the whole job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import field, replace
+from enum import Enum
+
+from elaunch.agent.core.stack_groups import Stack, place_words, ranks_words
+from elaunch.agent.core.waits import Doing, does_where, doing, helpers_work
+from elaunch.records import dataclass
+from elaunch.rendezvous.rules.hang_records import GROUPS_MAX, StillGroup, StillKind, StillNode
+
+# The sampler looks this often. A longer time between two looks has passed without this agent: it was stopped, and so
+# were its workers, perhaps.
+LOOK_EVERY_S = 5.0
+LOOK_S_MAX = 15.0
+# Per second, of a rank that stands still: threads that only wake up to look at a clock stay far below.
+_IDLE_CPU = 0.05
+_BUSY_CPU = 0.9
+_IO_BYTES = 4096
+_FAULTS_IDLE = 20
+_FAULTS_BUSY = 1
+_SWITCHES_BUSY = 2
+# Stacks are taken when this part of the limit is over, and then once in each limit's time.
+_LOOKS_AT = (0.5, 0.75, 1.0)
+# What may go on by itself gets this many times the limit: a slow disk, a download, a long computation in C.
+PATIENCE = 5
+# A standstill that ended by itself was healthy. The next one may be so many times longer.
+_HEALED_TIMES = 3
+_HEALED_S_MAX = 3600.0
+
+
+class Sort(Enum):
+    """How a rank stands still."""
+
+    IDLE = "it uses no CPU"
+    SPINS = "it uses one CPU, for nothing that is seen from outside"
+    STOPPED = "a signal or a debugger holds it"
+
+
+@dataclass(frozen=True)
+class Window:
+    """What a worker's process did between two looks, `seconds` apart.
+
+    `cpu_s` is the CPU time of all its threads, `main_cpu_s` its main thread's, and `main_delay_s` how long that one
+    waited for a CPU. `faults` are page faults. `state` is the letter in /proc/PID/stat. The rest is read only where
+    `may_stand_still`, and `is_whole` says that it was: bytes read and written, times at which the main thread slept,
+    and the children's CPU time.
+    """
+
+    seconds: float
+    cpu_s: float
+    main_cpu_s: float
+    main_delay_s: float
+    faults: int
+    state: str
+    is_whole: bool = False
+    io_bytes: int = 0
+    switches: int = 0
+    children_cpu_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Standstill:
+    """This generation's workers as their agent sees them from outside.
+
+    Those of `live` ran at the last look. `still` says how each rank stands still and for how many seconds; `spell_s` is
+    for how long all of them do. Stacks were taken in `looks` looks of this standstill; `stacks` are the last ones, and
+    ranks in `held_gil` held the GIL in all of them. `told` is this node's record in the store. `healed_s` is the
+    longest standstill that ended by itself. `said` is the verdict that the log has.
+    """
+
+    live: frozenset[int] = frozenset()
+    still: Mapping[int, tuple[Sort, float]] = field(default_factory=dict)
+    spell_s: float = 0.0
+    looks: int = 0
+    is_looking: bool = False
+    stacks: tuple[Stack, ...] = ()
+    held_gil: frozenset[int] = frozenset()
+    told: StillNode | None = None
+    healed_s: float = 0.0
+    said: str = ""
+
+
+def may_stand_still(window: Window) -> bool:
+    """Whether it is worth reading the rest of the window."""
+    return _sort(replace(window, is_whole=True)) is not None
+
+
+def after_windows(
+    before: Standstill, live: frozenset[int], windows: Mapping[int, Window], *, is_alone: bool
+) -> Standstill:
+    """The state after another look. `is_alone` says that the job has no other node."""
+    if before.live - live:
+        # One has exited: what the others do now begins now.
+        before = _afresh(replace(before, still={}, spell_s=0.0))
+    before = replace(before, live=live)
+    still: dict[int, tuple[Sort, float]] = {}
+    for rank in live:
+        window = windows.get(rank)
+        sort = _sort(window) if window else None
+        if window and sort and window.seconds <= LOOK_S_MAX:
+            known, for_s = before.still.get(rank, (sort, 0.0))
+            still[rank] = sort, window.seconds + (for_s if known is sort else 0.0)
+    spell_s = min((for_s for _, for_s in still.values()), default=0.0) if len(still) == len(live) else 0.0
+    if spell_s > before.spell_s or not before.looks:
+        return replace(before, still=still, spell_s=spell_s)
+    healed_s = max(before.healed_s, before.spell_s) if _counts_as_healed(before, is_alone) else before.healed_s
+    return _afresh(replace(before, still=still, spell_s=spell_s, healed_s=min(healed_s, _HEALED_S_MAX)))
+
+
+def wants_stacks(state: Standstill, limit_s: float) -> bool:
+    """Whether stacks are to be taken now."""
+    due = _LOOKS_AT[state.looks] if state.looks < len(_LOOKS_AT) else state.looks - len(_LOOKS_AT) + 2.0
+    return not state.is_looking and bool(state.still) and state.spell_s >= due * _limit_s(state, limit_s)
+
+
+def after_stacks(before: Standstill, stacks: tuple[Stack, ...], first_rank: int) -> Standstill:
+    """The state with the stacks of another look. A rank that is at another place now does not stand still."""
+    before = replace(before, is_looking=False)
+    if not before.spell_s:
+        return before
+    known = {stack.rank: _place(stack) for stack in before.stacks} if before.looks else {}
+    moved = {stack.rank - first_rank for stack in stacks if known.get(stack.rank, _place(stack)) != _place(stack)}
+    gil = frozenset(stack.rank for stack in stacks if stack.main and stack.main.holds_gil)
+    if moved:
+        still = {rank: (sort, 0.0 if rank in moved else for_s) for rank, (sort, for_s) in before.still.items()}
+        return _afresh(replace(before, still=still, spell_s=0.0))
+    held = gil & before.held_gil if before.looks else gil
+    return replace(before, looks=before.looks + 1, stacks=stacks, held_gil=held)
+
+
+def record_of(
+    state: Standstill, node_id: str, first_rank: int, exited: frozenset[int], limit_s: float
+) -> StillNode | None:
+    """What this node tells the leader; None while its ranks work, or a person is at work in one of them."""
+    limit_s = _limit_s(state, limit_s)
+    if state.looks < len(_LOOKS_AT) or state.spell_s < limit_s:
+        return None
+    found: dict[tuple[StillKind, str, str], list[int]] = {}
+    for stack in state.stacks:
+        if stack.rank - first_rank not in state.still:
+            # It has exited since.
+            continue
+        kind = _kind(state, stack, state.still[stack.rank - first_rank][0])
+        if kind is None:
+            return None
+        found.setdefault((kind, place_words(stack), _does(state, kind, stack)), []).append(stack.rank)
+    groups = tuple(
+        StillGroup(kind, ranks[0], len(ranks), ranks_words(ranks), where, does)
+        for (kind, where, does), ranks in list(found.items())[:GROUPS_MAX]
+    )
+    patient = any(group.kind in (StillKind.ELSEWHERE, StillKind.UNKNOWN) for group in groups)
+    is_ready = not patient or state.spell_s >= PATIENCE * limit_s
+    gone = sorted(first_rank + rank for rank in exited)
+    return StillNode(
+        node_id, round(state.spell_s, 1), is_ready, groups, ranks_words(gone) if gone else "", gone[0] if gone else -1
+    )
+
+
+def is_news(told: StillNode | None, record: StillNode | None) -> bool:
+    """Whether the store must learn of it. How long it lasts is no news."""
+    if told is None or record is None:
+        return told is not record
+    return (told.is_ready, told.groups, told.exited) != (record.is_ready, record.groups, record.exited)
+
+
+def _afresh(state: Standstill) -> Standstill:
+    return replace(state, looks=0, stacks=(), held_gil=frozenset(), is_looking=state.is_looking)
+
+
+def _counts_as_healed(state: Standstill, is_alone: bool) -> bool:
+    """Whether the standstill was this node's own: if all its ranks waited for others, another node may have worked."""
+    return is_alone or any(not doing(stack).is_for_ranks for stack in state.stacks)
+
+
+def _limit_s(state: Standstill, limit_s: float) -> float:
+    return max(limit_s, _HEALED_TIMES * state.healed_s)
+
+
+def _sort(window: Window) -> Sort | None:
+    seconds = window.seconds
+    if window.state in ("T", "t"):
+        return Sort.STOPPED
+    if not window.is_whole or window.io_bytes > _IO_BYTES * seconds:
+        return None
+    if window.cpu_s + window.children_cpu_s <= _IDLE_CPU * seconds:
+        return Sort.IDLE if window.faults <= _FAULTS_IDLE * seconds else None
+    is_busy = window.main_cpu_s + window.main_delay_s >= _BUSY_CPU * seconds
+    is_alike = window.faults <= _FAULTS_BUSY * seconds and window.switches <= _SWITCHES_BUSY * seconds
+    return Sort.SPINS if is_busy and is_alike else None
+
+
+def _place(stack: Stack) -> object:
+    """What must be equal in two looks. A thread that only polls may be anywhere inside of the call that polls.
+
+    A loop whose variables change comes to an end some day: an index, a sum.
+    """
+    main = stack.main
+    if main is None:
+        return None
+    if main.is_active:
+        return main.frames, main.values
+    return tuple(frame for frame in main.frames if frame.is_users), doing(stack)
+
+
+def _kind(state: Standstill, stack: Stack, sort: Sort) -> StillKind | None:
+    what = doing(stack)
+    if what in (Doing.PROMPT, Doing.TRACED):
+        return None
+    if what is Doing.STOPPED or sort is Sort.STOPPED:
+        return StillKind.STOPPED
+    if what is Doing.UNKNOWN:
+        return StillKind.UNKNOWN
+    if what.is_for_ranks:
+        return StillKind.WAITS
+    if sort is Sort.SPINS:
+        return StillKind.RUNS if stack.rank in state.held_gil else StillKind.ELSEWHERE
+    if what in (Doing.LOCK, Doing.LOADER) and not helpers_work(stack):
+        return StillKind.STUCK
+    return StillKind.ELSEWHERE
+
+
+def _does(state: Standstill, kind: StillKind, stack: Stack) -> str:
+    """The middle of a sentence: what it does, and where in the user's code."""
+    if kind is StillKind.UNKNOWN:
+        return f"uses no CPU ({stack.trouble or 'no Python frame'})"
+    looks = f", at the same line in {state.looks} looks" if doing(stack) is Doing.RUNS else ""
+    return f"{does_where(stack)}{looks}"

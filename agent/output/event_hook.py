@@ -1,0 +1,149 @@
+"""Runs the user's command for an event (`--on-event`), in a thread, one run at a time, each bounded in time."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import selectors
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from elaunch.agent.linux import start_thread
+
+RUN_S_MAX = 10.0
+# At the job's end all runs that are left have this time together.
+FAREWELL_S = 10.0
+QUEUED_MAX = 32
+# Of a run's output, so much goes to the log.
+OUTPUT_BYTES_MAX = 8 << 10
+
+
+class EventHook:
+    """Gives each event to `command` (without a shell) as one JSON object on stdin.
+
+    `tell` never waits. A run that takes longer than RUN_S_MAX is killed with its process group. Its output, and how it
+    failed, go to `say`. `environment` is what the command inherits. The thread starts with the first event.
+    """
+
+    def __init__(self, command: tuple[str, ...], environment: Mapping[str, str], say: Callable[[str], None]) -> None:
+        self._command = command
+        self._environment = environment
+        self._say = say
+        self._events: queue.Queue[Mapping[str, Any] | None] = queue.Queue(QUEUED_MAX)
+        self._until_s = float("inf")
+        self._thread: threading.Thread | None = None
+
+    def tell(self, event: Mapping[str, Any]) -> None:
+        """Have the command run for `event`, after the runs for earlier events."""
+        if self._thread is None:
+            self._thread = start_thread(self._work, "elaunch-hook")
+        if self._thread is None:
+            self._say(f"--on-event: no thread can be started, so {event['event']} is not told")
+            return
+        try:
+            self._events.put_nowait(event)
+        except queue.Full:
+            self._say(f"--on-event: {QUEUED_MAX} events wait for the command already; {event['event']} is not told")
+
+    def close(self, wait_s: float = FAREWELL_S) -> None:
+        """Let the runs that are left come to an end, `wait_s` at the longest."""
+        if self._thread is None:
+            return
+        self._until_s = time.monotonic() + wait_s
+        # If the queue is full, the thread finds out by the time.
+        with suppress(queue.Full):
+            self._events.put_nowait(None)
+        self._thread.join(wait_s + 1.0)
+
+    def _work(self) -> None:
+        while (event := self._events.get()) is not None:
+            left_s = self._until_s - time.monotonic()
+            if left_s <= 0:
+                self._say(f"--on-event: there is no time left to tell {event['event']}")
+                return
+            try:
+                trouble = self._run(event, min(RUN_S_MAX, left_s))
+            except OSError as error:
+                trouble = f"cannot be started ({error.strerror})"
+            if trouble:
+                self._say(f"--on-event: {self._command[0]} {trouble}; {event['event']} may not have been told")
+
+    def _run(self, event: Mapping[str, Any], limit_s: float) -> str:
+        """Run the command to its end; what went wrong. Raises OSError if it cannot be started."""
+        stdin = os.memfd_create("event", os.MFD_CLOEXEC)
+        reader, writer = os.pipe2(os.O_CLOEXEC)
+        try:
+            # A file, not a pipe: a command that does not read it must not hold this thread.
+            os.write(stdin, json.dumps(event).encode() + b"\n")
+            os.lseek(stdin, 0, os.SEEK_SET)
+            process = subprocess.Popen(
+                self._command,
+                env=dict(self._environment),
+                stdin=stdin,
+                stdout=writer,
+                stderr=writer,
+                start_new_session=True,
+            )
+            os.close(writer)
+            writer = -1
+            return self._watch(process, reader, limit_s)
+        finally:
+            for fd in (stdin, reader, writer):
+                if fd >= 0:
+                    os.close(fd)
+
+    def _watch(self, process: subprocess.Popen[bytes], reader: int, limit_s: float) -> str:
+        end_s, said, dropped = time.monotonic() + limit_s, b"", 0
+        ended = os.pidfd_open(process.pid)
+        os.set_blocking(reader, False)
+        selector = selectors.DefaultSelector()
+        selector.register(ended, selectors.EVENT_READ)
+        selector.register(reader, selectors.EVENT_READ)
+        is_late = False
+        try:
+            while True:
+                ready = {key.fd for key, _ in selector.select(max(0.0, end_s - time.monotonic()))}
+                is_late = time.monotonic() >= end_s
+                if is_late:
+                    with suppress(OSError):
+                        os.killpg(process.pid, signal.SIGKILL)
+                data = _read(reader)
+                if data == b"":
+                    with suppress(KeyError):
+                        selector.unregister(reader)
+                kept = (data or b"")[: OUTPUT_BYTES_MAX - len(said)]
+                said, dropped = said + kept, dropped + len(data or b"") - len(kept)
+                if is_late or ended in ready:
+                    break
+        finally:
+            selector.close()
+            os.close(ended)
+        code = process.wait()
+        self._say_output(said, dropped)
+        if is_late:
+            return f"did not end within {limit_s:.0f} s and was killed"
+        if code < 0:
+            return f"was killed by signal {-code}"
+        return f"exited with code {code}" if code else ""
+
+    def _say_output(self, said: bytes, dropped: int) -> None:
+        for line in said.decode(errors="replace").splitlines():
+            self._say(f"[on-event] {line}")
+        if dropped:
+            self._say(f"[on-event] … {dropped} bytes more …")
+
+
+def _read(fd: int) -> bytes | None:
+    """What waits in the pipe; None if nothing does, empty at its end."""
+    try:
+        return os.read(fd, 64 << 10)
+    except BlockingIOError:
+        return None
+    except OSError:
+        return b""

@@ -1,0 +1,65 @@
+"""Holds back tracebacks on the console that only tell of a lost peer: the cause is another rank's.
+
+When one rank of 64 fails, 63 others print a traceback each. The log files and the failure records keep all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+_BEGIN = b"Traceback (most recent call last):"
+# A traceback comes in one go. If its exception is no lost peer, it is shown after this time.
+_LOOK_S = 0.1
+# On a busy host the lines of one traceback may come this far apart.
+_WHOLE_S = 1.0
+# A rank that lost its peer ends within this time. If it does not, its program goes on, and so does its output.
+_END_S = 5.0
+_HELD_BYTES_MAX = 256 << 10
+
+
+class TracebackFold:
+    """One worker's stderr on its way to the console.
+
+    `judge(text)` says whether the tracebacks in `text` tell of a lost peer only; None while the last is not complete.
+    `due_s` is when `look` is due, on the clock of `now_s`; None if nothing is held. `folded` counts lines never shown.
+    """
+
+    def __init__(self, judge: Callable[[str], bool | None]) -> None:
+        self.due_s: float | None = None
+        self.folded = 0
+        self._judge = judge
+        self._held = b""
+        self._since_s = 0.0
+
+    def take(self, data: bytes, now_s: float) -> bytes:
+        """What of `data`, whole lines, can be shown now."""
+        shown = b""
+        if not self._held:
+            begin = data.find(_BEGIN)
+            if begin < 0:
+                return data
+            line = data.rfind(b"\n", 0, begin) + 1
+            shown, data = data[:line], data[line:]
+            self._since_s, self.due_s = now_s, now_s + _LOOK_S
+        self._held += data
+        return shown + self._release() if len(self._held) > _HELD_BYTES_MAX else shown
+
+    def look(self, now_s: float) -> bytes:
+        """What is shown now that `due_s` has passed."""
+        is_of_peer = self._judge(self._held.decode(errors="replace"))
+        wait_s = {None: _WHOLE_S, True: _END_S, False: 0.0}[is_of_peer]
+        if now_s >= self._since_s + wait_s:
+            return self._release()
+        self.due_s = self._since_s + wait_s if is_of_peer else now_s + _LOOK_S
+        return b""
+
+    def end(self) -> bytes:
+        """What is shown of the rest: the worker has ended."""
+        if self._held and self._judge(self._held.decode(errors="replace")):
+            self.folded += self._held.count(b"\n")
+            self._held = b""
+        return self._release()
+
+    def _release(self) -> bytes:
+        held, self._held, self.due_s = self._held, b"", None
+        return held

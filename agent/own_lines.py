@@ -1,0 +1,77 @@
+"""The form of what elaunch writes to the console: its own lines, the report, and in JSON the workers' lines too."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+
+from elaunch.agent.config import LogFormat
+
+# For a `\r` too, so that a progress bar is a line each time it moves.
+_LINE_ENDS = re.compile(rb"\r\n|\n|\r")
+
+
+class OwnLines:
+    """Makes lines in one form. `generation` is the newest that this node knows of; the agent's loop sets it."""
+
+    def __init__(self, form: LogFormat, *, has_terminal: bool) -> None:
+        self._form = form
+        self._has_time = form is LogFormat.TEXT and not has_terminal
+        self._host = socket.gethostname()
+        self.generation: int | None = None
+
+    @classmethod
+    def of_stderr(cls, form: LogFormat) -> OwnLines:
+        """Lines for this process's stderr: a person at a terminal sees when a line comes, a file's reader does not."""
+        return cls(form, has_terminal=os.isatty(2))
+
+    @property
+    def is_json(self) -> bool:
+        return self._form is LogFormat.JSON
+
+    def line(self, text: str, level: str = "info") -> bytes:
+        """One line of elaunch's own."""
+        if self.is_json:
+            return self._object(time.time(), level, text=text)
+        return f"{self._time()}elaunch: {text}\n".encode(errors="backslashreplace")
+
+    def report(self, text: str, record: Mapping[str, object]) -> bytes:
+        """The report: `text` as it is, with the time before elaunch's own lines in it; or `record` as an object."""
+        if self.is_json:
+            level = "info" if record["exit_code"] == 0 else "error"
+            return self._object(time.time(), level, text=text, report=record)
+        return re.sub(r"^elaunch: ", f"{self._time()}elaunch: ", text, flags=re.M).encode(errors="backslashreplace")
+
+    def frame(self, generation: int, rank: int, stream: str) -> Callable[[bytes], bytes] | None:
+        """What makes objects of a worker's lines; None where they stay as they are."""
+        return partial(self._objects, generation, rank, stream) if self.is_json else None
+
+    def _objects(self, generation: int, rank: int, stream: str, lines: bytes) -> bytes:
+        ended = _LINE_ENDS.split(lines)
+        if not ended[-1]:
+            ended.pop()
+        head = {"time": iso(time.time()), "node": self._host, "generation": generation, "rank": rank, "stream": stream}
+        # A chatty worker writes a hundred thousand lines a second: only the text is encoded for each.
+        before = json.dumps(head)[:-1] + ', "text": '
+        quoted = (json.encoder.encode_basestring(line.decode(errors="replace")) for line in ended)
+        return "".join([f"{before}{text}}}\n" for text in quoted]).encode()
+
+    def _time(self) -> str:
+        return time.strftime("%Y-%m-%d %H:%M:%S ") if self._has_time else ""
+
+    def _object(self, at_s: float, level: str, **fields: object) -> bytes:
+        known = {} if self.generation is None else {"generation": self.generation}
+        line = {"time": iso(at_s), "level": level, "node": self._host, **known, **fields}
+        return json.dumps(line).encode() + b"\n"
+
+
+def iso(at_s: float) -> str:
+    """ISO 8601, in local time with its offset, to the millisecond."""
+    local = time.localtime(at_s)
+    offset = time.strftime("%z", local)
+    return f"{time.strftime('%Y-%m-%dT%H:%M:%S', local)}.{int(at_s % 1 * 1000):03d}{offset[:3]}:{offset[3:]}"

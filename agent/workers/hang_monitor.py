@@ -1,0 +1,161 @@
+"""Looks at workers that may hang: at their processes in /proc, and at their stacks; and makes the failure of a hang."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+
+from elaunch.agent.core import hang
+from elaunch.agent.core.actions import Blame, KeepStacks, LookAtStacks, TakeStacks
+from elaunch.agent.core.events import Sampled, StacksTaken, WorkersHung
+from elaunch.agent.core.stack_groups import Stack, full_text, group_words, grouped
+from elaunch.agent.core.standstill import LOOK_EVERY_S
+from elaunch.agent.linux import start_thread
+from elaunch.agent.output.run_dir import RunDir
+from elaunch.agent.workers.group import CurrentGroup, WorkerGroup
+from elaunch.agent.workers.reporter import Reporter
+from elaunch.agent.workers.vitals import Vitals
+from elaunch.rendezvous.types import Failure, FailureKind
+
+# The longest look is a part of the time after which ranks that stand still hang.
+_LOOKS_PER_LIMIT = 6
+STACKS_FILE = "stacks.txt"
+_ADVICE = "see where each rank is: the log has it above, and stacks.txt in the folder of --log-dir has all threads"
+
+
+class HangMonitor:
+    """Samples the current generation's workers, if there is a `hang_after_s`, and takes their stacks when asked.
+
+    `later` runs the writing of files in another thread: the disk may be why the workers hang.
+    """
+
+    def __init__(
+        self,
+        current: CurrentGroup,
+        reporter: Reporter,
+        run_dir: RunDir,
+        hang_after_s: float,
+        later: Callable[[Callable[[], object]], None],
+    ) -> None:
+        self._current = current
+        self._reporter = reporter
+        self._run_dir = run_dir
+        self._later = later
+        self._is_on = hang_after_s > 0
+        self._is_running = False
+        self._vitals = Vitals(min(LOOK_EVERY_S, hang_after_s / _LOOKS_PER_LIMIT))
+
+    @property
+    def due_s(self) -> float | None:
+        """When the next look is due, on the monotonic clock; it waits for a wake-up that is due earlier."""
+        return self._vitals.due_s
+
+    def begin(self) -> None:
+        """Look at the current generation's workers from now on."""
+        self._vitals.forget()
+        self._is_running = self._is_on
+
+    def end(self) -> None:
+        """Look at them no more."""
+        self._vitals.forget()
+        self._is_running = False
+
+    def sample(self, now_s: float) -> Sampled | None:
+        """What the workers did since the last look, if another is due."""
+        if not self._is_running:
+            return None
+        group = self._current.group
+        windows = self._vitals.look(group.pids, now_s)
+        return Sampled(group.generation, windows) if windows else None
+
+    def look_at_stacks(self, order: LookAtStacks) -> None:
+        """Take stacks in a thread; posts `StacksTaken`."""
+        post = self._reporter.post
+        _take(self._pids(order.local_ranks), lambda taken: post(StacksTaken(order.generation, taken)))
+
+    def take_stacks(self, order: TakeStacks) -> None:
+        """Take the stacks of workers that have gone silent, and write them to the log; posts `WorkersHung`."""
+        group, generation = self._current.group, order.generation
+        self._reporter.timeline.stamp(generation, "hung", quiet_s=round(order.quiet_s))
+        standings = {
+            rank: hang.Standing(link.step, link.phase)
+            for rank, link in group.links.items()
+            if rank in order.local_ranks and link.reports
+        }
+
+        def taken(found: tuple[Stack, ...]) -> None:
+            for each in grouped(found):
+                self._reporter.say(group_words(each))
+            self.keep_stacks(KeepStacks(generation, full_text(found)))
+            by_rank = {stack.rank - group.rank(0): stack for stack in found}
+            local_rank, message = hang.who_hangs(standings, by_rank, order.quiet_s)
+            self._reporter.post(WorkersHung(generation, self._failure(group, local_rank, message)))
+
+        _take(self._pids(order.local_ranks), taken)
+
+    def keep_stacks(self, order: KeepStacks) -> None:
+        """Write stacks to the generation's folder, if the user keeps logs."""
+        if self._run_dir.logs:
+            self._later(lambda: self._write(order))
+
+    def _write(self, order: KeepStacks) -> None:
+        folder = self._run_dir.generation(order.generation)
+        if folder is None:
+            return
+        path = folder / STACKS_FILE
+        try:
+            # Another hang of this generation comes behind.
+            private = partial(os.open, mode=0o600)
+            with open(path, "a", encoding="utf-8", errors="backslashreplace", opener=private) as file:
+                file.write(order.text)
+        except OSError as error:
+            self._run_dir.warn(f"{path} cannot be written ({error.strerror})")
+            return
+        self._reporter.say(f"all stacks are in {path}")
+
+    def blame(self, order: Blame) -> None:
+        """Make a failure of a hang; posts `WorkersHung`."""
+        group, generation = self._current.group, order.generation
+        self._reporter.timeline.stamp(generation, "hung")
+        self._reporter.post(WorkersHung(generation, self._failure(group, order.local_rank, order.message)))
+
+    def _pids(self, local_ranks: frozenset[int]) -> dict[int, int]:
+        """By rank."""
+        group = self._current.group
+        return {group.rank(local): pid for local, pid in group.pids.items() if local in local_ranks}
+
+    def _failure(self, group: WorkerGroup, local_rank: int, message: str) -> Failure:
+        failure = self._reporter.node_failure(FailureKind.HANG, group.generation, message)
+        failure = replace(failure, progressed=True, advice=_ADVICE)
+        if local_rank < 0:
+            return failure
+        link = group.links.get(local_rank)
+        return replace(
+            failure,
+            step=link.step if link else -1,
+            lived_s=group.lived_s(local_rank),
+            rank=group.rank(local_rank),
+            local_rank=local_rank,
+            pid=group.pids.get(local_rank, -1),
+            log_path=group.log_files.get(local_rank, ""),
+        )
+
+
+def _take(pids: Mapping[int, int], use: Callable[[tuple[Stack, ...]], None]) -> None:
+    """Take stacks in a new thread, which calls `use` with them; with none if that is not to be done."""
+    if not start_thread(partial(_take_and_use, pids, use), "elaunch-stacks"):
+        use(())
+
+
+def _take_and_use(pids: Mapping[int, int], use: Callable[[tuple[Stack, ...]], None]) -> None:
+    # Imported here: a healthy job never needs it.
+    from elaunch.agent.workers import stacks
+
+    try:
+        found = stacks.take(pids)
+    except Exception:
+        # The core waits for an answer.
+        found = ()
+    use(found)

@@ -1,0 +1,60 @@
+"""The tables about what a user is told, and what it costs to be watched."""
+
+from __future__ import annotations
+
+from bench import told, watching
+from bench.samples import Results, failures
+from bench.stats import ratio, summarize
+from bench.tables import NOTHING, seconds, table, without_a_time
+
+_TOLD = f"""\
+{told.WORKERS} workers train, and a random rank fails at a random moment. The time is from the fault to the launcher's
+first line that names a rank. "Right" counts the lines that name the rank that failed. After `exit 0` the other ranks
+wait in an all-reduce. After an exception Python prints it and ends, which is most of the time."""
+_WATCHING = f"""\
+{watching.WORKERS} workers make {watching.STEPS} steps of a small model without a pause, and report each. The jobs take
+turns. "Everything on" has log files, metrics, a command for events, and JSON lines; "everything off" has none, and no
+detection of hangs. The cost is the ratio of the medians."""
+
+
+def told_beside(results: Results) -> list[str]:
+    """A table with a row per kind of failure and launcher."""
+    rows = []
+    contenders = results.contenders(told.SECTION)
+    for how in told.HOWS:
+        for contender in contenders:
+            taken = results.values(told.SECTION, contender, told.WORKERS, how)
+            right = results.values(told.SECTION, contender, told.WORKERS, f"{how}: {told.RIGHT}")
+            if found := summarize(taken):
+                p95 = seconds(found.p95)
+                rows.append(
+                    (how, contender, str(found.n), seconds(found.median), p95, f"{sum(right):.0f} of {len(right)}")
+                )
+    if not rows:
+        return []
+    notes = [
+        f"- {contender}: {failure}"
+        for contender in contenders
+        for failure in failures(results.of(told.SECTION, contender, told.WORKERS))
+    ]
+    heads = ("failure", "", "n", "median s", "p95 s", "right")
+    return [f"### How soon a failure is told\n\n{_TOLD}\n\n{table(heads, rows)}", *without_a_time(notes)]
+
+
+def cost_of_watching(results: Results) -> list[str]:
+    """A table with a row per kind of step time."""
+    section, names = watching.SECTION, (watching.WATCHED.name, watching.PLAIN.name)
+    if section not in results.runs:
+        return []
+    rows = []
+    for value in (watching.MEDIAN, watching.MEAN):
+        on, off = (summarize(results.values(section, name, watching.WORKERS, value)) for name in names)
+        times = ratio(on, off)
+        cost = NOTHING if times is None else f"{100 * (times - 1):+.2f} %"
+        cells = [f"{1000 * found.median:.3f}" if found else NOTHING for found in (on, off)]
+        rows.append((value, str(min(found.n if found else 0 for found in (on, off))), *cells, cost))
+    heads = ("", "n", "everything on: median ms", "everything off: median ms", "cost")
+    notes = [
+        f"- {name}: {failure}" for name in names for failure in failures(results.of(section, name, watching.WORKERS))
+    ]
+    return [f"### What watching costs\n\n{_WATCHING}\n\n{table(heads, rows)}", *without_a_time(notes)]

@@ -1,0 +1,1 @@
+"""Judges what was read from this node: facts in, findings out (pure)."""

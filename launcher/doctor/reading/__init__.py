@@ -1,0 +1,1 @@
+"""Reads facts from this node: its devices, limits, disks, network and programs."""

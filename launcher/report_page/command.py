@@ -1,0 +1,160 @@
+"""`elaunch report`: reads a run's folder and writes its page, its numbers, its trace."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import click
+
+from elaunch.launcher.errors import UsageError
+from elaunch.launcher.report_page import reading
+from elaunch.launcher.report_page.goodput import goodput
+from elaunch.launcher.report_page.history import History, history, started_event
+from elaunch.launcher.report_page.metrics import StepMetrics
+from elaunch.launcher.report_page.page import LogLink, Page, headline, link_to, make_page, shown_causes, summary
+from elaunch.launcher.report_page.render import render
+from elaunch.launcher.report_page.trace import trace
+from elaunch.launcher.report_page.wording import printable
+from elaunch.records import dataclass
+
+HELP = """\
+Usage: elaunch report [-o FILE] [--perfetto FILE] [--json] [--metrics FILE] DIR…
+
+Show what happened in a run: one HTML page from the folder that it left in --log-dir.
+
+  DIR              the run's folder, or the --log-dir itself for its newest run; folders of the job's
+                   other nodes are found beside it, or given too
+  -o FILE          write the page there [report.html in the run's folder]
+  --perfetto FILE  write a trace of the same events, for ui.perfetto.dev and chrome://tracing
+  --json           print the numbers as JSON, and write a page only with -o
+  --metrics FILE   lines of JSON with step, loss and seconds [those of elaunch.trainer's --out]
+
+The page needs no network and no other file. It shows what failed and why, each rank's timeline,
+where the time went (ETTR), curves of loss and step time, and links to the logs.
+Start a script called report with elaunch ./report.
+"""
+PAGE = "report.html"
+_STDOUT = Path("-")
+# Ranks of generations whose logs the page links to.
+_LOGS_MAX = 1000
+
+
+@dataclass(frozen=True)
+class ReportRequest:
+    """What `elaunch report` is to read and to write; `page` is None for the default place."""
+
+    folders: tuple[Path, ...]
+    page: Path | None
+    perfetto: Path | None
+    is_json: bool
+    metrics: Path | None
+
+
+def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Make the report. Returns the exit code. Raises UsageError."""
+    if any(word in ("-h", "--help") for word in argv):
+        print(HELP, end="")
+        return 0
+    request = parse(argv)
+    folders = tuple(dict.fromkeys(reading.find(folder) for folder in request.folders))
+    job = reading.read_job(folders)
+    metrics_path = request.metrics or next(
+        (path for folder in job if (path := reading.metrics_path(started_event(folder)))), None
+    )
+    metrics = reading.read_metrics(metrics_path) if metrics_path else None
+    if request.metrics and metrics is None:
+        raise UsageError(f"report: --metrics {request.metrics} has no line with a step; give lines of JSON")
+    past = history(job, metrics)
+    target = request.page or (None if request.is_json else folders[0] / PAGE)
+    page = _page(past, metrics, metrics_path, (target or folders[0] / PAGE).absolute().parent)
+    if request.perfetto:
+        _write(request.perfetto, json.dumps(trace(past, page.goodput), separators=(",", ":")), "--perfetto")
+    if target:
+        template = Path(__file__).with_name("page.html").read_text()
+        _write(target, render(page, template), "-o")
+    if request.is_json:
+        _print(json.dumps(summary(page), indent=1) + "\n")
+    elif _STDOUT not in (target, request.perfetto):
+        made = [str(path) for path in (target, request.perfetto) if path]
+        _print("\n".join([printable(headline(past, page.goodput)), *made, ""]))
+    return 0
+
+
+def parse(argv: Sequence[str]) -> ReportRequest:
+    """The request in `argv`. Raises UsageError."""
+    command = click.Command(
+        "elaunch report",
+        params=[
+            click.Option(["-o", "--output", "page"]),
+            click.Option(["--perfetto"]),
+            click.Option(["--json", "is_json"], is_flag=True),
+            click.Option(["--metrics"]),
+            click.Argument(["folders"], nargs=-1),
+        ],
+        add_help_option=False,
+    )
+    try:
+        given = command.make_context("elaunch report", list(argv)).params
+    except click.UsageError as error:
+        raise UsageError(f"report: {error.format_message().rstrip('.')}; see elaunch report --help") from None
+    if not given["folders"]:
+        raise UsageError("report: no folder is given; give a run's folder below --log-dir, or the --log-dir itself")
+    paths = {name: Path(given[name]) if given[name] else None for name in ("page", "perfetto", "metrics")}
+    if (paths["page"], paths["perfetto"]).count(_STDOUT) + given["is_json"] > 1:
+        raise UsageError("report: of -o -, --perfetto - and --json only one can have stdout; give the others files")
+    return ReportRequest(tuple(map(Path, given["folders"])), is_json=given["is_json"], **paths)
+
+
+def _page(past: History, metrics: StepMetrics | None, metrics_path: Path | None, beside: Path) -> Page:
+    """The page, with links that are right for a page in the folder `beside`."""
+    links: dict[tuple[str, int, int], tuple[LogLink, ...]] = {}
+    for node in past.nodes:
+        for files in reading.log_files(Path(node.folder), _LOGS_MAX // len(past.nodes)):
+            found = tuple(link_to(path, os.path.relpath(path, beside)) for path in files.paths)
+            links[node.folder, files.generation, files.rank] = found
+    tails = {}
+    for number in shown_causes(past):
+        fault = past.faults[number]
+        if fault.folder and fault.rank >= 0:
+            log = (f"attempt_{fault.generation}", str(fault.rank), "stderr.log")
+            if (tail := reading.tail(Path(fault.folder), log)) is not None:
+                tails[number] = tail
+    return make_page(past, goodput(past), metrics, links, tails, str(metrics_path or ""))
+
+
+def _print(text: str) -> None:
+    """Write to stdout; a reader that has closed it (`| head`) has seen what it wanted."""
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
+def _write(path: Path, text: str, option: str) -> None:
+    """Write a file as a whole, or not at all; `-` is stdout. Raises UsageError."""
+    if path == _STDOUT:
+        _print(text)
+        return
+    partial = path.parent / f".{path.name}.{secrets.token_hex(4)}"
+    try:
+        if not path.is_file() and path.exists():
+            # /dev/null or a pipe: root could replace it by a file.
+            path.write_text(text, encoding="utf-8")
+            return
+        # As log files, whose content it has: open to the user and the group at most. In a folder of another user
+        # nothing that is there already is written to.
+        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o640)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+        partial.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            partial.unlink()
+        raise UsageError(f"report: {path} cannot be written ({error.strerror}); give another with {option}") from None

@@ -1,0 +1,152 @@
+"""What one node's events say about each generation there (pure)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from elaunch.launcher.report_page.events import PastEvent, text
+from elaunch.records import dataclass
+
+# Events after which a worker's end is no news: the agent has asked for it.
+_ORDERS_TO_END = ("stopping", "killing", "told")
+
+_MARKS_MAX = 100
+# A worker's mark is older than this only by mistake.
+_LATE_S = 5.0
+
+
+@dataclass(frozen=True)
+class Worker:
+    """One worker's life. Times are seconds of the job; NaN where the log has none. `code` is None while it runs.
+
+    `was_asked` says that its agent had told the workers to end before it ended.
+    """
+
+    rank: int
+    local_rank: int
+    pid: int
+    forked_s: float
+    exited_s: float = math.nan
+    code: int | None = None
+    was_asked: bool = False
+
+
+@dataclass(frozen=True)
+class StepsSeen:
+    """The steps of a node's workers at a moment: the newest, and the first of the generation (-1 if not known)."""
+
+    at_s: float
+    step: int
+    first_step: int = -1
+    steps_per_s: float = math.nan
+
+
+@dataclass(frozen=True)
+class Visit:
+    """One generation on one node. `times` has the first time of each event, `marks` the last of each mark's name."""
+
+    generation: int
+    times: Mapping[str, float]
+    workers: tuple[Worker, ...]
+    progress: tuple[StepsSeen, ...]
+    marks: Mapping[str, float]
+    kind: str = ""
+    reason: str = ""
+    world_size: int = 0
+    quiet_s: float = math.nan
+    is_spare: bool = False
+
+    def at(self, event: str) -> float:
+        """When the event happened, NaN if it did not."""
+        return self.times.get(event, math.nan)
+
+
+@dataclass(frozen=True)
+class NodeLog:
+    """One agent's log: the folder, who it was, and all its generations. `events` have times in seconds of the job."""
+
+    folder: str
+    host: str
+    run_id: str
+    began_at: float
+    events: tuple[tuple[float, PastEvent], ...]
+    visits: tuple[Visit, ...]
+
+    @property
+    def end_s(self) -> float:
+        return max((at_s for at_s, _ in self.events), default=0.0)
+
+
+def node_log(
+    folder: str, host: str, run_id: str, events: Sequence[PastEvent], origin: float, shift_s: float
+) -> NodeLog:
+    """The log of `events`, with `origin` (wall clock) as the job's second 0, and this host's clock moved by `shift_s`.
+
+    Between events the monotonic clock counts, which nobody sets.
+    """
+    first = events[0]
+    began = first.at_s + shift_s - origin
+    timed = tuple((began + event.monotonic_s - first.monotonic_s, event) for event in events)
+    numbers = sorted({event.generation for _, event in timed if event.generation >= 0})
+    by_generation: dict[int, list[tuple[float, PastEvent]]] = {number: [] for number in numbers}
+    for at_s, event in timed:
+        if event.generation >= 0:
+            by_generation[event.generation].append((at_s, event))
+    visits = tuple(_visit(number, by_generation[number]) for number in numbers)
+    return NodeLog(folder, host, run_id, first.at_s + shift_s, timed, visits)
+
+
+def _visit(generation: int, events: Sequence[tuple[float, PastEvent]]) -> Visit:
+    times: dict[str, float] = {}
+    for at_s, event in events:
+        times.setdefault(event.event, at_s)
+    found = {event.event: event for _, event in reversed(events)}
+    opened, sealed, hung = found.get("opened"), found.get("sealed"), found.get("hung")
+    return Visit(
+        generation,
+        times,
+        _workers(events),
+        tuple(_progress(at_s, event) for at_s, event in events if event.event == "progress"),
+        _marks(events),
+        kind=opened.text("kind") if opened else "",
+        reason=(sealed.text("reason") if sealed else "") or (opened.text("cause") if opened else ""),
+        world_size=sealed.number("world_size", 0) if sealed else 0,
+        quiet_s=hung.real("quiet_s") if hung else math.nan,
+        is_spare="spare" in found and "sealed" not in found,
+    )
+
+
+def _marks(events: Sequence[tuple[float, PastEvent]]) -> dict[str, float]:
+    """When the last worker came to each point. The agent reads a mark up to a second later, so the worker says when."""
+    marks: dict[str, float] = {}
+    for at_s, event in events:
+        if event.event == "marked" and len(marks) < _MARKS_MAX:
+            late_s = event.monotonic_s - event.real("said_s", event.monotonic_s)
+            marks[event.text("name")] = max(marks.get(event.text("name"), 0.0), at_s - min(max(late_s, 0.0), _LATE_S))
+    return marks
+
+
+def _workers(events: Sequence[tuple[float, PastEvent]]) -> tuple[Worker, ...]:
+    """Workers in the order of their local ranks. A worker that never ended, as far as the log says, has no code."""
+    workers: dict[int, Worker] = {}
+    is_ending = False
+    for at_s, event in events:
+        local_rank = event.number("local_rank")
+        if event.event in _ORDERS_TO_END and text(event.fields.get("message")) != "ShowStacks":
+            is_ending = True
+        elif event.event == "forked" and local_rank >= 0:
+            workers[local_rank] = Worker(event.number("rank"), local_rank, event.number("pid"), at_s)
+        elif event.event == "exited" and local_rank in workers:
+            known = workers[local_rank]
+            code = event.number("code", 0)
+            workers[local_rank] = Worker(
+                known.rank, local_rank, known.pid, known.forked_s, at_s, code, was_asked=is_ending
+            )
+    return tuple(workers[local_rank] for local_rank in sorted(workers))
+
+
+def _progress(at_s: float, event: PastEvent) -> StepsSeen:
+    steps, first_steps = event.numbers("steps"), event.numbers("first_steps")
+    begun = [step for step in first_steps if step >= 0]
+    return StepsSeen(at_s, max(steps, default=-1), min(begun, default=-1), event.real("steps_per_s"))

@@ -1,0 +1,244 @@
+"""The page: what it says, from the history and its parts, and the template that makes HTML of it (pure)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import PurePath
+from urllib.parse import quote
+
+from elaunch.launcher.report_page.charts import Chart, chart
+from elaunch.launcher.report_page.faults import Fault
+from elaunch.launcher.report_page.goodput import Goodput, Stage, StagePart, recovery_s
+from elaunch.launcher.report_page.history import History, PastGeneration
+from elaunch.launcher.report_page.lanes import Lane, lanes_of
+from elaunch.launcher.report_page.metrics import StepMetrics
+from elaunch.launcher.report_page.wording import count, cut, duration
+from elaunch.records import dataclass
+
+# Causes that the page shows with all they have; of more the first and the last are shown.
+CAUSES_MAX = 60
+_SHOWN_ENDS = {
+    "succeeded": "succeeded",
+    "failed": "failed",
+    "interrupted": "was stopped",
+    "refused": "was refused",
+    "unknown": "ended, nobody knows how,",
+}
+
+
+@dataclass(frozen=True)
+class LogLink:
+    """A log file and its address relative to the page."""
+
+    name: str
+    href: str
+
+
+@dataclass(frozen=True)
+class ShownCause:
+    """A failure as the page shows it: the cause of a generation's end, and those that followed from it."""
+
+    number: int
+    fault: Fault
+    followers: tuple[Fault, ...]
+    cost: tuple[StagePart, ...]
+    steps_lost: int
+    tail: str
+    is_silent: bool
+    links: tuple[LogLink, ...]
+
+    @property
+    def cost_s(self) -> float:
+        return sum(part.length_s for part in self.cost)
+
+    @property
+    def recovery_s(self) -> float:
+        return recovery_s(self.cost)
+
+
+@dataclass(frozen=True)
+class Page:
+    """All that the template shows."""
+
+    history: History
+    goodput: Goodput
+    lanes: tuple[Lane, ...]
+    causes: tuple[ShownCause, ...]
+    causes_left_out: int
+    charts: tuple[Chart, ...]
+    logs: tuple[tuple[str, tuple[LogLink, ...]], ...]
+    metrics_path: str
+
+
+def headline(history: History, found: Goodput) -> str:
+    """The job in one sentence."""
+    end = history.end
+    name = f"Job {history.run_id}" if history.run_id else "The job"
+    length = duration(found.wall_s)
+    how = f"{_SHOWN_ENDS.get(end.outcome, _SHOWN_ENDS['unknown'])} after {length}"
+    if not end.outcome:
+        how = f"was running {length} after its start, when its log ends"
+    of = f" of {end.max_restarts} allowed" if end.outcome == "failed" and end.max_restarts >= 0 else ""
+    restarts = f"{count(end.restarts, 'restart')}{of}" if end.restarts else f"no restart{of}"
+    lost = "" if history.steps_lost < 0 else f", {count(history.steps_lost, 'step')} lost"
+    return f"{name} {how}: {restarts}{lost}."
+
+
+def subline(history: History) -> str:
+    """What comes right below: the reason of an end that is no success."""
+    end = history.end
+    cause = next((fault for fault in reversed(history.faults) if fault.is_cause), None)
+    if end.outcome == "failed" and cause:
+        reason = f" It was given up: {end.reason}." if end.reason and end.reason != cause.sentence else ""
+        return f"{_sentence(cut(cause.sentence, 400))}{reason}"
+    return f"{_sentence(end.reason)}" if end.outcome not in ("succeeded", "") and end.reason else ""
+
+
+def _sentence(text: str) -> str:
+    first = text.strip().splitlines()[0] if text.strip() else ""
+    return f"{first[:1].upper()}{first[1:]}{'' if first.endswith('.') else '.'}" if first else ""
+
+
+def make_page(
+    history: History,
+    found: Goodput,
+    metrics: StepMetrics | None,
+    links: Mapping[tuple[str, int, int], tuple[LogLink, ...]],
+    tails: Mapping[int, str],
+    metrics_path: str = "",
+) -> Page:
+    """The page's content. `links` are by folder, generation and rank; `tails` by the number of the failure."""
+    return Page(
+        history,
+        found,
+        lanes_of(history, found),
+        *_causes(history, found, links, tails),
+        charts=_charts(history, metrics),
+        logs=_logs(history, links),
+        metrics_path=metrics_path,
+    )
+
+
+def shown_causes(history: History) -> list[int]:
+    """The numbers of the failures that the page shows as causes: all, or the first and last of many."""
+    numbers = [number for number, fault in enumerate(history.faults) if fault.is_cause]
+    half = CAUSES_MAX // 2
+    return numbers if len(numbers) <= CAUSES_MAX else [*numbers[:half], *numbers[-half:]]
+
+
+def _causes(
+    history: History,
+    found: Goodput,
+    links: Mapping[tuple[str, int, int], tuple[LogLink, ...]],
+    tails: Mapping[int, str],
+) -> tuple[tuple[ShownCause, ...], int]:
+    generations = {generation.number: generation for generation in history.generations}
+    newest = history.last_that_ran
+    shown = shown_causes(history)
+    causes = []
+    for number in shown:
+        fault = history.faults[number]
+        others = [other for other in history.faults if other.generation == fault.generation and not other.is_cause]
+        generation = generations.get(fault.generation)
+        causes.append(
+            ShownCause(
+                number,
+                fault,
+                tuple(others),
+                () if fault.generation >= newest else found.cost(fault.generation),
+                generation.steps_lost if generation else 0,
+                tails.get(number, ""),
+                number in tails and not tails[number],
+                links.get((fault.folder, fault.generation, fault.rank), ()),
+            )
+        )
+    return tuple(causes), sum(fault.is_cause for fault in history.faults) - len(shown)
+
+
+def _charts(history: History, metrics: StepMetrics | None) -> tuple[Chart, ...]:
+    if metrics is None:
+        return ()
+    charts = (
+        chart("Loss", "", metrics.loss, history.generations, from_zero=False),
+        chart("Step time", "s", metrics.seconds, history.generations, from_zero=True),
+    )
+    return tuple(each for each in charts if each)
+
+
+def _logs(
+    history: History, links: Mapping[tuple[str, int, int], tuple[LogLink, ...]]
+) -> tuple[tuple[str, tuple[LogLink, ...]], ...]:
+    hosts = {node.folder: node.host for node in history.nodes}
+    many = len(history.nodes) > 1
+    return tuple(
+        (f"generation {generation}, rank {rank}{f' on {hosts.get(folder)}' if many else ''}", files)
+        for (folder, generation, rank), files in sorted(links.items(), key=lambda each: (each[0][1], each[0][2]))
+    )
+
+
+def link_to(path: str, relative: str) -> LogLink:
+    """A link to a file. Any byte may be in a path, so each that has a meaning in an address is quoted."""
+    return LogLink(PurePath(path).name, quote(relative, errors="surrogateescape"))
+
+
+def summary(page: Page) -> dict[str, object]:
+    """The numbers for programs (`--json`). What is not known is null."""
+    history, found = page.history, page.goodput
+    return {
+        "run_id": history.run_id,
+        "headline": headline(history, found),
+        "outcome": history.end.outcome or None,
+        "exit_code": history.end.code if history.end.outcome else None,
+        "reason": history.end.reason,
+        "command": history.command,
+        "began_at": history.began_at,
+        "wall_s": _number(found.wall_s),
+        "ettr": _number(found.ettr),
+        "recovery_s_median": _number(found.recovery_s),
+        "restarts": history.end.restarts,
+        "max_restarts": history.end.max_restarts if history.end.max_restarts >= 0 else None,
+        "steps_lost": history.steps_lost if history.steps_lost >= 0 else None,
+        "breakdown_s": {stage.value: _number(found.seconds(stage)) for stage in Stage},
+        "nodes": [{"host": node.host, "folder": node.folder} for node in history.nodes],
+        "generations": [_generation(generation) for generation in history.generations],
+        "failures": [_failure(fault, history, found) for fault in history.faults],
+        "remarks": list(history.remarks),
+    }
+
+
+def _generation(generation: PastGeneration) -> dict[str, object]:
+    return {
+        "generation": generation.number,
+        "kind": generation.kind,
+        "reason": generation.reason,
+        "world_size": generation.world_size,
+        "hosts": generation.hosts,
+        "first_step": generation.first_step if generation.first_step >= 0 else None,
+        "last_step": generation.last_step if generation.last_step >= 0 else None,
+        "steps_lost": generation.steps_lost,
+        "trains_s": _number(generation.trains_s),
+        "ends_s": _number(generation.ends_s),
+    }
+
+
+def _failure(fault: Fault, history: History, found: Goodput) -> dict[str, object]:
+    is_last = not history.generations or fault.generation == history.generations[-1].number
+    costs = found.cost(fault.generation) if fault.is_cause and not is_last else ()
+    return {
+        "generation": fault.generation,
+        "is_cause": fault.is_cause,
+        "at": round(history.began_at + fault.at_s, 3),
+        "at_s": _number(fault.at_s),
+        "host": fault.host,
+        "rank": fault.rank if fault.rank >= 0 else None,
+        "pid": fault.pid if fault.pid >= 0 else None,
+        "kind": fault.kind,
+        "sentence": fault.sentence,
+        "advice": fault.advice,
+        "recovery_s": _number(recovery_s(costs)) if costs else None,
+    }
+
+
+def _number(value: float) -> float | None:
+    return round(value, 4) if math.isfinite(value) else None

@@ -1,0 +1,1 @@
+"""`elaunch status`, `elaunch top` and `elaunch stacks`: how a running job is doing."""

@@ -1,0 +1,249 @@
+"""`elaunch status`, `elaunch top` and `elaunch stacks`: reads the command line, and finds the job that is meant."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+
+from elaunch.launcher.errors import SiteError, UsageError, nearest
+from elaunch.launcher.options import argv as command_line
+from elaunch.launcher.options.options import HelpRequested, Options, parse
+from elaunch.launcher.options.secret_file import read_secret
+from elaunch.launcher.options.table import OptionSpec
+from elaunch.launcher.store.plan import UNNAMED, plan
+from elaunch.launcher.store.rendezvous_plan import RendezvousPlan
+from elaunch.launcher.store.store_address import given_addresses
+from elaunch.launcher.watch.flags import STORE_OPTIONS, WATCHES
+from elaunch.launcher.watch.local import LocalAgent, local_agents
+from elaunch.launcher.watch.record import VERSION, status_record
+from elaunch.launcher.watch.source import JobSource, LocalSource, StoreSource
+from elaunch.launcher.watch.words import plain, span, text_of
+from elaunch.records import dataclass
+
+_WHERE = """\
+Without options it finds the jobs of this user on this host (as root: of all users). JOB is a run id,
+or how it begins. From another host, name the store as the job's nodes do; variables count too:
+
+  --rdzv-endpoint HOST:PORT  the job's store; ELAUNCH_ENDPOINT
+  --run-id ID                the job's name, instead of JOB
+  --token-file FILE          the job's token; ELAUNCH_TOKEN
+  --rdzv-conf K=V,…          as for the job: certificates, user, etcd_prefix
+  --rdzv-backend NAME        as for the job
+  --config FILE              a job file that has these options
+
+Exit codes: 0 it was shown, 2 the command line is wrong, 3 no such job runs, or its store is not there.
+Start a script called {name} with elaunch ./{name}.
+"""
+_HELP = {
+    "status": """\
+Usage: elaunch status [JOB] [--json] [--ranks]
+
+Show how a running job is doing: nodes, ranks, generation, step, step time, last failure, restarts left.
+""",
+    "top": """\
+Usage: elaunch top [JOB] [--ranks]
+
+Show how a running job is doing, anew each second. q or Ctrl-C ends it. The job does not notice.
+If stdout is no terminal, it prints one line each second, until the job ends.
+""",
+    "stacks": """\
+Usage: elaunch stacks [JOB] [--json]
+
+Show where every rank of a running job is: the stacks of all workers on all nodes, equal ones together.
+py-spy reads them from outside; the workers go on.
+""",
+}
+
+
+@dataclass(frozen=True)
+class LookRequest:
+    """One call: its switches, the job by name or part of it, and the options about the store, typed or not."""
+
+    name: str
+    switches: frozenset[str]
+    job: str
+    options: Options
+    has_typed_store: bool
+
+
+def main(name: str, argv: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Run the command `name`. Returns the exit code. Raises UsageError and SiteError."""
+    if any(word in ("-h", "--help") for word in argv):
+        print(help_of(name), end="")
+        return 0
+    request = read(name, argv, environ)
+    found = find(request, environ)
+    if isinstance(found, str):
+        print(found, end="")
+        return 0
+    try:
+        return _COMMANDS[name](request, found)
+    except KeyboardInterrupt:
+        return 130
+    finally:
+        found.close()
+
+
+def help_of(name: str) -> str:
+    """The text of `elaunch NAME --help`."""
+    switches = "".join(f"  {switch:8} {text}\n" for switch, text in WATCHES[name])
+    return f"{_HELP[name]}\n{switches}\n{_WHERE.format(name=name)}"
+
+
+def read(name: str, argv: Sequence[str], environ: Mapping[str, str]) -> LookRequest:
+    """The request in `argv`. Options about the store have the meaning that they have for a job. Raises UsageError."""
+    switches = frozenset(word for word in argv if word in dict(WATCHES[name]))
+    words = [word for word in argv if word not in switches]
+    options, jobs = _split(name, words)
+    if len(jobs) > 1:
+        raise UsageError(
+            f"{name} takes one job, and {' '.join(jobs)} are {len(jobs)} words; start a script called {name} with"
+            f" elaunch ./{name}"
+        )
+    typed = [f"--{spec.name}={value}" for spec, value in options]
+    # As a node of several: the job on one node has no store. The program is never run.
+    asked = parse([*typed, "--nnodes=2", "--", name], environ)
+    assert not isinstance(asked, HelpRequested)
+    job = jobs[0] if jobs else ""
+    if job and asked.run_id and "run_id" in asked.given and job != asked.run_id and _is_typed(options, "run-id"):
+        raise UsageError(f"{name} {job} contradicts --run-id {asked.run_id}; drop one of them")
+    return LookRequest(
+        name, switches, job or (asked.run_id or "" if _is_typed(options, "run-id") else ""), asked,
+        _is_typed(options, "rdzv-endpoint") or _is_typed(options, "master-addr"),
+    )  # fmt: skip
+
+
+def find(request: LookRequest, environ: Mapping[str, str]) -> JobSource | str:
+    """The job that is meant; or, if there are several, the text that lists them. Raises UsageError and SiteError."""
+    if request.has_typed_store:
+        return _by_store(request, environ)
+    agents, troubles = local_agents()
+    jobs = _jobs(agents)
+    if request.job:
+        exact = {key: group for key, group in jobs.items() if key[0] == request.job}
+        jobs = exact or {key: group for key, group in jobs.items() if key[0].startswith(request.job)}
+    if len(jobs) == 1:
+        return LocalSource(next(iter(jobs.values())))
+    if not jobs:
+        if _has_endpoint(request.options, environ):
+            return _by_store(request, environ)
+        raise SiteError(_nothing_found(request, agents, troubles))
+    if request.name != "status":
+        names = ", ".join(plain(run_id) for run_id, _ in jobs)
+        raise UsageError(f"several jobs run here: {names}; name one: elaunch {request.name} JOB")
+    return _list(jobs, troubles, is_json="--json" in request.switches)
+
+
+def _split(name: str, words: Sequence[str]) -> tuple[list[tuple[OptionSpec, str]], list[str]]:
+    """The options about the store, and the other words. Options may stand after the job. Raises UsageError."""
+    options: list[tuple[OptionSpec, str]] = []
+    others: list[str] = []
+    rest = list(words)
+    while rest:
+        try:
+            part = command_line.normalise(rest)
+        except UsageError as error:
+            near = nearest(rest[0], dict(WATCHES[name])) if " is no option " in str(error) else None
+            raise UsageError(f"{name}: {rest[0]}: did you mean {near}?" if near else f"{name}: {error}") from None
+        for spec, value in part.options:
+            if spec.name not in STORE_OPTIONS:
+                raise UsageError(f"{name} does not take --{spec.name}; see elaunch {name} --help")
+            options.append((spec, value))
+        rest = list(part.program)
+        others += rest[:1]
+        del rest[:1]
+    return options, others
+
+
+def _is_typed(options: Sequence[tuple[OptionSpec, str]], name: str) -> bool:
+    return any(spec.name == name for spec, _ in options)
+
+
+def _has_endpoint(options: Options, environ: Mapping[str, str]) -> bool:
+    return bool(given_addresses(options, environ, options.rdzv_backend if "rdzv_backend" in options.given else "")[0])
+
+
+def _by_store(request: LookRequest, environ: Mapping[str, str]) -> JobSource:
+    made = store_plan(request.options, environ)
+    return StoreSource(made, request.job or request.options.run_id or UNNAMED)
+
+
+def store_plan(options: Options, environ: Mapping[str, str]) -> RendezvousPlan:
+    """Where the job's store is, and what is shown to it. Raises UsageError."""
+    made = plan(options, environ, read_secret).plan
+    if made.is_alone:
+        raise UsageError("a job with --standalone has no store: ask on its own host, without PET_STANDALONE")
+    return made
+
+
+def _jobs(agents: Sequence[LocalAgent]) -> dict[tuple[str, str], list[LocalAgent]]:
+    """The agents by job. Two jobs may have one run id: their leaders differ."""
+    jobs: dict[tuple[str, str], list[LocalAgent]] = {}
+    for agent in agents:
+        jobs.setdefault((agent.job.run_id, agent.job.leader), []).append(agent)
+    return jobs
+
+
+def _nothing_found(request: LookRequest, agents: Sequence[LocalAgent], troubles: Sequence[str]) -> str:
+    which = f"no job {plain(request.job)}" if request.job else "no job of yours"
+    why = "".join(f"; {trouble}" for trouble in troubles)
+    if agents:
+        names = ", ".join(dict.fromkeys(plain(agent.job.run_id) for agent in agents))
+        return f"{which} runs on this host; there is {names}{why}"
+    return f"{which} runs on this host{why}; for a job of other hosts name its store: --rdzv-endpoint HOST:PORT"
+
+
+def _list(jobs: Mapping[tuple[str, str], Sequence[LocalAgent]], troubles: Sequence[str], *, is_json: bool) -> str:
+    rows = [
+        {
+            "run_id": run_id,
+            "state": agents[0].job.state.value,
+            "command": agents[0].job.terms.command if agents[0].job.terms else "",
+            "pids": [agent.pid for agent in agents],
+            "since_s": round(max(agent.node.age_s for agent in agents), 1),
+        }
+        for (run_id, _), agents in jobs.items()
+    ]
+    if is_json:
+        return json.dumps({"version": VERSION, "jobs": rows}) + "\n"
+    lines = [f"{len(rows)} jobs run here; elaunch status JOB shows one:"]
+    lines += [
+        plain(f"  {row['run_id']}  {row['state']} for {span(float(str(row['since_s'])))}  {row['command']}")
+        for row in rows
+    ]
+    return "\n".join([*lines, *troubles]) + "\n"
+
+
+def _status(request: LookRequest, source: JobSource) -> int:
+    record = status_record(source.take(), time.time())
+    if "--json" in request.switches:
+        print(json.dumps(record))
+    else:
+        sys.stdout.write(text_of(record, every_rank="--ranks" in request.switches))
+    return 0
+
+
+def _top(request: LookRequest, source: JobSource) -> int:
+    try:
+        from elaunch.launcher.watch.top import watch
+    except ModuleNotFoundError as error:
+        raise SiteError(
+            f"elaunch top needs {error.name}: pip install {error.name}; elaunch status needs it not"
+        ) from None
+    return watch(source, every_rank="--ranks" in request.switches)
+
+
+def _stacks(request: LookRequest, source: JobSource) -> int:
+    from elaunch.launcher.watch.stacks import stacks_record, stacks_text
+
+    taken = source.stacks()
+    if "--json" in request.switches:
+        print(json.dumps(stacks_record(taken)))
+    else:
+        sys.stdout.write(stacks_text(taken))
+    return 0
+
+
+_COMMANDS = {"status": _status, "top": _top, "stacks": _stacks}

@@ -1,0 +1,194 @@
+"""A status record in words: lines of facts, and one table of ranks or nodes. Pure; for `status` and for `top`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+# More ranks than this are shown by node, unless --ranks asks for them.
+RANKS_SHOWN = 32
+_HINT = "elaunch status --ranks shows each rank"
+
+Rows = list[tuple[str, ...]]
+
+
+def text_of(record: dict[str, Any], *, every_rank: bool = False) -> str:
+    """The record as `elaunch status` prints it."""
+    facts = facts_of(record)
+    width = max(len(label) for label, _ in facts)
+    lines = [headline(record), *(f"  {label:{width}}  {text}" for label, text in facts)]
+    if rows := rows_of(record, every_rank=every_rank):
+        lines += ["", *aligned(rows)]
+    lines += remarks(record)
+    return "\n".join(lines) + "\n"
+
+
+def headline(record: dict[str, Any]) -> str:
+    """The job in one line."""
+    generation, outcome = record["generation"], record["outcome"]
+    state = record["state"]
+    if outcome:
+        state = f"ended: {outcome['kind']}"
+    elif state == "gone":
+        state = "no node of it lives"
+    number = f", generation {generation['number']}" if generation else ""
+    since = f" for {span(record['since_s'])}" if record["since_s"] is not None and not outcome else ""
+    return plain(f"job {record['run_id']}: {state}{number}{since}")
+
+
+def facts_of(record: dict[str, Any]) -> list[tuple[str, str]]:
+    """What there is to say of the job as a whole: a word, and a text of one line."""
+    seated = [node for node in record["nodes"] if node["first_rank"] is not None]
+    size = f"{plural(len(seated), 'node')}, {plural(record['world_size'], 'rank')}"
+    if not seated:
+        size = f"{len(record['nodes'])} of {plural(record['nodes_min'] or 1, 'node')}"
+    elif record["spares"]:
+        size += f", {plural(record['spares'], 'spare')}"
+    facts = [("command", record["command"]), ("size", size)]
+    if step := record["step"]:
+        numbers = str(step["min"]) if step["min"] == step["max"] else f"{step['min']} to {step['max']}"
+        facts.append(("step", numbers + (f", {fine(record['step_s'])} per step" if record["step_s"] else "")))
+    facts.append(("restarts", _restarts(record["restarts"])))
+    generation, failure = record["generation"], record["last_failure"]
+    if failure:
+        ago = "" if failure["ago_s"] is None else f"{span(failure['ago_s'])} ago: "
+        facts.append(("failure", f"{ago}{failure['sentence']}"))
+        if failure["frame"]:
+            facts.append(("", f"at {failure['frame']}"))
+        facts.append(("", failure["advice"]))
+    facts.append(("hang", record["hang"] or ""))
+    # A failure that is known says more than the cause of the restart.
+    is_said = generation is None or (failure is not None and generation["kind"] == "fail")
+    if generation and generation["number"] and not is_said:
+        facts.append(("opened", f"since {generation['cause']}"))
+    if record["outcome"]:
+        facts.append(("outcome", f"{record['outcome']['reason']}; exit code {record['outcome']['exit_code']}"))
+    for node in record["nodes"]:
+        facts += [("waits", f"{node['host']} for {node['waiting']}")] if node["waiting"] else []
+        facts += [("trouble", f"{node['host']}: {node['trouble']}")] if node["trouble"] else []
+    return [(label, plain(text)) for label, text in facts if text]
+
+
+def rows_of(record: dict[str, Any], *, every_rank: bool = False) -> Rows:
+    """The table with its heading: of all ranks where they are few or asked for, else of all nodes."""
+    ranks = record["ranks"]
+    if record["outcome"] or not (ranks or record["nodes"]):
+        return []
+    by_rank = bool(ranks) and (every_rank or len(ranks) <= RANKS_SHOWN)
+    rows = _rank_rows(record) if by_rank else _node_rows(record)
+    return [tuple(plain(cell) for cell in row) for row in rows]
+
+
+def remarks(record: dict[str, Any]) -> list[str]:
+    """What the reader should know about this answer: who is missing in it, and what was left out."""
+    said = [f"{node['host']} {node['silent']}" for node in record["nodes"] if node["silent"]]
+    if len(record["ranks"]) > RANKS_SHOWN:
+        said.append(_HINT)
+    return [plain(line) for line in (*said, *record["notes"])]
+
+
+def one_line(record: dict[str, Any]) -> str:
+    """The record in one line, for a log."""
+    parts = [headline(record)]
+    if step := record["step"]:
+        parts.append(f"step {step['min']}" + (f", {fine(record['step_s'])} per step" if record["step_s"] else ""))
+    parts.append(_restarts(record["restarts"]))
+    silent = [node["host"] for node in record["nodes"] if node["silent"]]
+    if silent:
+        parts.append(f"no answer from {', '.join(silent[:3])}" + (" and more" if len(silent) > 3 else ""))
+    return plain("; ".join(parts))
+
+
+def aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """The rows in columns."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return ["  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def span(seconds: float) -> str:
+    """A duration in two units at most."""
+    whole = int(seconds)
+    for unit, size, smaller, part in (("d", 86400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1)):
+        if whole >= size:
+            return f"{whole // size} {unit} {whole % size // part} {smaller}"
+    return f"{whole} s"
+
+
+def fine(seconds: float) -> str:
+    """The time of a step, in three digits."""
+    if seconds >= 1:
+        return f"{seconds:.3g} s" if seconds < 1000 else span(seconds)
+    return f"{seconds * 1000:.3g} ms"
+
+
+def plain(text: str) -> str:
+    """The text without control characters: workers and other people's jobs may have put them there."""
+    return "".join(letter if letter.isprintable() else f"\\x{ord(letter):02x}" for letter in text)
+
+
+def plural(count: int, word: str) -> str:
+    return f"{count} {word}" if count == 1 else f"{count} {word}s"
+
+
+def _restarts(restarts: dict[str, Any]) -> str:
+    if restarts["max"] is None:
+        return ""
+    window = f" within {span(restarts['window_s'])}" if restarts["window_s"] else ""
+    return f"{restarts['left']} of {plural(restarts['max'], 'restart')} left{window}"
+
+
+def _rank_rows(record: dict[str, Any]) -> Rows:
+    rows: Rows = [("rank", "host", "pid", "state", "step", "step time", "last report", "phase")]
+    for rank in record["ranks"]:
+        rows.append(
+            (
+                str(rank["rank"]),
+                rank["host"],
+                str(rank["pid"]) if rank["pid"] > 0 else "–",
+                rank["state"],
+                "–" if rank["step"] is None else str(rank["step"]),
+                "–" if rank["step_s"] is None else fine(rank["step_s"]),
+                "–" if rank["reported_ago_s"] is None else f"{span(rank['reported_ago_s'])} ago",
+                rank["phase"],
+            )
+        )
+    if not any(row[-1] for row in rows[1:]):
+        rows = [row[:-1] for row in rows]
+    there = {rank["node_id"] for rank in record["ranks"]}
+    for node in record["nodes"]:
+        if node["node_id"] not in there:
+            row = (_seats(node), node["host"], "–", node["state"] or "no answer")
+            rows.append((*row, *[""] * (len(rows[0]) - len(row))))
+    return rows
+
+
+def _seats(node: dict[str, Any]) -> str:
+    first, slots = node["first_rank"], node["slots"]
+    if first is None:
+        return "spare" if node["is_spare"] else "–"
+    return str(first) if slots == 1 else f"{first}–{first + slots - 1}"
+
+
+def _node_rows(record: dict[str, Any]) -> Rows:
+    rows: Rows = [("host", "ranks", "state", "step", "step time", "last report")]
+    of_node: dict[str, list[dict[str, Any]]] = {}
+    for rank in record["ranks"]:
+        of_node.setdefault(rank["node_id"], []).append(rank)
+    for node in record["nodes"]:
+        ranks = of_node.get(node["node_id"], [])
+        steps = [rank["step"] for rank in ranks if rank["step"] is not None]
+        times = [rank["step_s"] for rank in ranks if rank["step_s"] is not None]
+        ages = [rank["reported_ago_s"] for rank in ranks if rank["reported_ago_s"] is not None]
+        low, high = (min(steps), max(steps)) if steps else (None, None)
+        rows.append(
+            (
+                node["host"],
+                _seats(node),
+                node["state"] or "no answer",
+                "–" if low is None else str(low) if low == high else f"{low}–{high}",
+                fine(median(times)) if times else "–",
+                f"{span(max(ages))} ago" if ages else "–",
+            )
+        )
+    return rows

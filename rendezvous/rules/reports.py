@@ -1,0 +1,179 @@
+"""How a job is doing, as records: what the store's keys say of it, and what a node says of itself. Pure.
+
+`elaunch status` puts both together. A node's report comes from its agent, by a socket or through the store; whoever
+reads it may show it to a person, and decides nothing by it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from enum import Enum
+from typing import Annotated
+
+from elaunch.records import dataclass
+from elaunch.rendezvous.codec import decode
+from elaunch.rendezvous.limits import Bounded, keep_head
+from elaunch.rendezvous.rules.hang_records import hang_words
+from elaunch.rendezvous.rules.snapshot import Snapshot
+from elaunch.rendezvous.rules.verdict import decisive_failure
+from elaunch.rendezvous.types import Failure, Generation, Outcome, Terms, host_of
+
+# More workers than any host has; a report of so many is less than an answer may be.
+RANKS_MAX = 1024
+# More than thirty years; no host runs so long.
+_TIME_END_S = 1e9
+_Name = Annotated[str, keep_head(512)]
+_Sentence = Annotated[str, keep_head(1 << 10)]
+
+
+class JobState(Enum):
+    """What the job as a whole does."""
+
+    FORMING = "forming"
+    RUNNING = "running"
+    ENDED = "ended"
+    GONE = "gone"  # Its keys are there, and no node of it lives.
+
+
+@dataclass(frozen=True)
+class RankReport(Bounded):
+    """One worker. `state` is running, stopped (by SIGSTOP or a debugger), exited or done.
+
+    `step` is -1 and `phase` empty where none was reported.
+
+    `step_s` is the time of a step over the last ones, `reported_ago_s` the time since the last report.
+    """
+
+    rank: int
+    local_rank: int
+    pid: int
+    state: str = "running"
+    step: int = -1
+    phase: Annotated[str, keep_head(128)] = ""
+    step_s: float | None = None
+    reported_ago_s: float | None = None
+
+
+@dataclass(frozen=True)
+class NodeReport(Bounded):
+    """One node, as its agent (`pid`, since `age_s`) sees it.
+
+    `state` is waiting, running, stopping, done or ended. `generation` is what its workers run, or ran last, -1 for
+    none; they were started `workers_age_s` ago. `waiting` says what the node waits for, `trouble` what is wrong with
+    the store.
+    """
+
+    node_id: _Name
+    host: _Name
+    pid: int
+    state: str
+    age_s: float
+    generation: int = -1
+    workers_age_s: float | None = None
+    waiting: _Sentence = ""
+    trouble: _Sentence = ""
+    ranks: tuple[RankReport, ...] = ()
+
+
+@dataclass(frozen=True)
+class SeatReport:
+    """One node's place in the newest table. `is_member` says that its lease holds, None where that is not known."""
+
+    node_id: str
+    host: str
+    first_rank: int
+    slots: int
+    is_member: bool | None = None
+
+
+@dataclass(frozen=True)
+class JobReport:
+    """A job as its keys in the store have it.
+
+    `generation` is the newest one, and `seats` are those of its table, or of the last one while it forms. `others` are
+    members without a seat. Without `is_whole` only the keys that all nodes watch were read: no members, no failures.
+    `failure` is the newest one, without traceback and output. `hang` says how the newest generation hangs, empty if it
+    does not.
+    """
+
+    run_id: str
+    state: JobState
+    is_whole: bool
+    terms: Terms | None = None
+    generation: Generation | None = None
+    seats: tuple[SeatReport, ...] = ()
+    others: tuple[str, ...] = ()
+    leader: str = ""
+    restarts: int = 0
+    restart_ages_s: tuple[float, ...] = ()
+    failure: Failure | None = None
+    hang: str = ""
+    ended: Outcome | None = None
+
+
+def job_report(snapshot: Snapshot) -> JobReport:
+    """What the snapshot says of the job."""
+    table, members = snapshot.table, snapshot.members
+    seats = tuple(
+        SeatReport(
+            seat.node_id,
+            seat.host,
+            seat.first_rank,
+            seat.slots,
+            seat.node_id in members if snapshot.whole else None,
+        )
+        for seat in (table.seats if table else ())
+    )
+    seated = {seat.node_id for seat in seats}
+    return JobReport(
+        snapshot.keys.run_id,
+        _state(snapshot),
+        snapshot.whole,
+        snapshot.terms,
+        snapshot.generation,
+        seats,
+        tuple(sorted(node_id for node_id in members if node_id not in seated)),
+        snapshot.leader,
+        table.restarts if table else 0,
+        table.restart_ages_s if table else (),
+        _newest_failure(snapshot),
+        _hang(snapshot),
+        replace(snapshot.ended, failure=None) if snapshot.ended else None,
+    )
+
+
+def read_node_report(text: str, node_id: str) -> NodeReport | None:
+    """That node's report; None if the text is none, or another node's."""
+    try:
+        report = decode(NodeReport, text)
+    except ValueError:
+        return None
+    return report if report.node_id == node_id and is_possible(report) else None
+
+
+def is_possible(report: NodeReport) -> bool:
+    """Whether its times and its number of ranks are possible. The text that it came in may be anybody's."""
+    times_s = [report.age_s, report.workers_age_s]
+    times_s += [seconds for rank in report.ranks for seconds in (rank.step_s, rank.reported_ago_s)]
+    return len(report.ranks) <= RANKS_MAX and all(at_s is None or 0 <= at_s < _TIME_END_S for at_s in times_s)
+
+
+def _state(snapshot: Snapshot) -> JobState:
+    if snapshot.ended:
+        return JobState.ENDED
+    if snapshot.whole and not snapshot.members:
+        return JobState.GONE
+    return JobState.RUNNING if snapshot.current_table else JobState.FORMING
+
+
+def _hang(snapshot: Snapshot) -> str:
+    hang, newest = snapshot.hang, snapshot.generation
+    return hang_words(hang, host_of(hang.node_id)) if hang and newest and hang.generation == newest.number else ""
+
+
+def _newest_failure(snapshot: Snapshot) -> Failure | None:
+    if snapshot.ended and snapshot.ended.failure:
+        return snapshot.ended.failure.opening
+    if not snapshot.failures:
+        return None
+    return decisive_failure(snapshot.failures[max(snapshot.failures)]).opening

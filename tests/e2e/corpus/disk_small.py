@@ -1,0 +1,11 @@
+# disk: 64k
+# headline: raised OSError: \[Errno 28\] No space left on device \(\S*/disk has 0 B free of 64\.0 KiB\)
+# next: make room on .*/disk, or write somewhere else
+# not: /dev/shm
+
+import os
+
+os.chdir("disk")
+with open("model.pt", "wb", 0) as file:
+    while True:
+        file.write(bytes(4096))

@@ -1,0 +1,5 @@
+# headline: exited with code 3
+# next: none
+# slow
+
+raise SystemExit(3)

@@ -1,0 +1,27 @@
+# Three ranks fail, one after the other. The first one is the cause.
+# workers: 3
+# headline: rank 2 .* raised ValueError: the first
+# next: none
+# not: ^rank [01] \(|the cause: rank [01]
+
+import os
+import signal
+import time
+from pathlib import Path
+
+rank = os.environ["RANK"]
+if rank != "2":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    Path(f"ready {rank}").touch()
+    while not Path("failed").exists():
+        time.sleep(0.01)
+    raise KeyError(f"{rank} has the data of rank 2 no more")
+while not (Path("ready 0").exists() and Path("ready 1").exists()):
+    time.sleep(0.01)
+try:
+    raise ValueError("the first")
+finally:
+    import atexit
+
+    # The others hear of it when this process is all but gone.
+    atexit.register(Path("failed").touch)

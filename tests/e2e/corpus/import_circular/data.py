@@ -1,0 +1,5 @@
+import model
+
+
+class Data:
+    pass

@@ -1,0 +1,4 @@
+# headline: was killed by SIGINT in generation
+# next: none
+
+raise KeyboardInterrupt

@@ -1,0 +1,16 @@
+# shm: 1m
+# headline: was killed by SIGBUS \(crashed in .*/train\.py:\d+ in fill; /dev/shm has 1\.0 MiB in all, \d
+# next: --shm-size
+# not: native code
+
+from multiprocessing import shared_memory
+
+block = shared_memory.SharedMemory(create=True, size=4 << 20)
+
+
+def fill():
+    for place in range(0, block.size, 4096):
+        block.buf[place] = 1
+
+
+fill()

@@ -1,0 +1,10 @@
+# headline: exited with code 1|raised RuntimeError
+# next: __main__
+# slow
+
+import multiprocessing
+
+process = multiprocessing.get_context("spawn").Process(target=print)
+process.start()
+process.join()
+raise SystemExit(process.exitcode)

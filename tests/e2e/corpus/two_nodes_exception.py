@@ -1,0 +1,11 @@
+# nodes: 2
+# headline: rank 1 .* raised ModuleNotFoundError: No module named 'yaml_of_node_1'
+# next: install yaml_of_node_1
+# not: rank 0 \(.* (?:raised|was killed|lost)
+
+import os
+import signal
+
+if os.environ["RANK"] == "1":
+    import yaml_of_node_1
+signal.pause()

@@ -1,0 +1,168 @@
+"""Jobs that hang, without a word in the script: which rank is named, and what follows. Real gloo, real py-spy."""
+
+from __future__ import annotations
+
+import re
+import stat
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.harness import Job, free_ports, script
+
+# A second is the shortest time between two looks at a worker.
+AFTER_S = "3"
+OPTIONS = ("--hang-after", AFTER_S, "--nproc-per-node", "3", "--log-dir", "logs")
+
+# In each generation rank ONE hangs in another way, and the others wait for it in a collective.
+PROGRAM = """
+import os, re, signal, sys, threading, time
+import torch, torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset
+GENERATION, RANK = int(os.environ["ELAUNCH_GENERATION"]), int(os.environ["RANK"])
+WORLD_SIZE = int(os.environ["WORLD_SIZE"])
+CASES = sys.argv[1].split(",")
+ONE = int(sys.argv[2]) if len(sys.argv) > 2 else 1
+CASE = CASES[GENERATION] if GENERATION < len(CASES) else "well"
+class Stuck(Dataset):
+    def __len__(self): return 4
+    def __getitem__(self, index):
+        lock = threading.Lock()
+        lock.acquire()
+        lock.acquire()
+def python_loop():
+    while True: pass
+def c_loop():
+    sum(range(10**14))
+def bad_pattern():
+    re.match(r"(a+)+$", "a" * 60 + "b")
+def stopped():
+    os.kill(os.getpid(), signal.SIGSTOP)
+def deadlock():
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire()
+def loader():
+    next(iter(DataLoader(Stuck(), num_workers=1)))
+def never_comes():
+    sys.exit(0)
+def other_collective():
+    dist.broadcast(torch.ones(4), 0)
+def train_step():
+    dist.all_reduce(torch.ones(4))
+if CASE == "never_comes" and RANK == ONE:
+    never_comes()
+dist.init_process_group("gloo", world_size=WORLD_SIZE + (CASE == "too_many"), rank=RANK)
+train_step()
+if CASE == "in_a_circle":
+    dist.recv(torch.ones(4), (RANK + 1) % WORLD_SIZE)
+elif CASE != "well" and RANK == ONE:
+    globals()[CASE]()
+train_step()
+print("done", CASE, flush=True)
+"""
+FOR_ALL = r"wait for the other ranks to make the process group \(<module>, train\.py:\d+\)"
+WAIT = r"ranks 0, 2 wait in all_reduce \(train_step, train\.py:\d+\)"
+# How the failure's sentence goes on after "rank 1 (…)".
+VERDICTS = {
+    "python_loop": rf"hung: it runs in python_loop \(train\.py:\d+\), at the same line in 3 looks, while {WAIT}",
+    "c_loop": rf"hung: it runs in c_loop \(train\.py:\d+\), at the same line in 3 looks, while {WAIT}",
+    "bad_pattern": rf"hung: it runs in bad_pattern \(train\.py:\d+\), at the same line in 3 looks, while {WAIT}",
+    "stopped": rf"hung: it is stopped by a signal \(SIGSTOP\) \(stopped, train\.py:\d+\), while {WAIT}",
+    "deadlock": rf"hung: it waits for a lock or for another thread \(deadlock, train\.py:\d+\), while {WAIT}",
+    "loader": r"hung: it waits for its data loader \(loader, train\.py:\d+\), whose process \d+ waits for a lock or for"
+    rf" another thread in Stuck\.__getitem__ \(train\.py:\d+\), while {WAIT}",
+    "never_comes": rf"exited with code 0, while ranks 0, 2 {FOR_ALL}",
+    "other_collective": r"hung: it waits in broadcast \(other_collective, train\.py:\d+\), while " + WAIT,
+}
+
+
+# All ranks are alike, so none is named.
+OF_ALL = {
+    "too_many": rf"hung: all 3 ranks {FOR_ALL} for \d+ s and no rank is anywhere else",
+    "in_a_circle": r"hung: all 3 ranks wait in recv \(<module>, train\.py:\d+\) for \d+ s and no rank is anywhere else",
+}
+
+
+def runs(folder: Path, *cases: str) -> Job:
+    """The program through these hangs, one in each generation, and then to its end."""
+    script(folder, PROGRAM)
+    restarts = ("--on-hang", "restart", "--max-restarts", str(len(cases)))
+    with Job(folder, *OPTIONS, *restarts, "train.py", ",".join(cases)) as job:
+        job.wait(60 + 15 * len(cases))
+    return job
+
+
+def assert_verdict(job: Job, generation: int, case: str) -> None:
+    who = r"^elaunch: rank 1 \(local rank 1 on \S+, pid \d+\) "
+    words = f"{who}{VERDICTS[case]}, for \\d+ s, in generation {generation}"
+    assert re.search(words, job.stderr, re.MULTILINE), f"{words}\n{job.stderr}"
+
+
+def test_a_rank_in_an_endless_loop_is_named_its_stacks_are_kept_and_the_job_starts_again(tmp_path: Path) -> None:
+    job = runs(tmp_path, "python_loop")
+
+    assert job.code == 0, job.output
+    assert_verdict(job, 0, "python_loop")
+    assert re.search(r"^  ranks 0, 2: all_reduce \(torch/distributed/\S+:\d+\) ← train_step", job.stderr, re.MULTILINE)
+    assert re.search(r"^  rank 1: python_loop \(train\.py:\d+\)$", job.stderr, re.MULTILINE)
+    (kept,) = (tmp_path / "logs").glob("*_*/attempt_0/stacks.txt")
+    assert "in python_loop" in kept.read_text()
+    assert stat.S_IMODE(kept.stat().st_mode) == 0o600
+    assert job.stdout.count("done well") == 3
+
+
+@pytest.mark.slow
+def test_each_way_to_hang_is_told_from_the_others(tmp_path: Path) -> None:
+    job = runs(tmp_path, *VERDICTS, *OF_ALL)
+
+    assert job.code == 0, job.output
+    for generation, case in enumerate(VERDICTS):
+        assert_verdict(job, generation, case)
+    for generation, (case, words) in enumerate(OF_ALL.items(), len(VERDICTS)):
+        assert re.search(rf"^elaunch: {words}.* in generation {generation};", job.stderr, re.MULTILINE), (
+            case,
+            job.stderr,
+        )
+    assert job.stdout.count("done well") == 3
+
+
+@pytest.mark.slow
+def test_on_two_nodes_the_rank_is_named_on_both_and_its_node_has_the_failure(tmp_path: Path) -> None:
+    (port,) = free_ports(1)
+    script(tmp_path, PROGRAM)
+    endpoint = ("--nnodes", "2", "--nproc-per-node", "2", "--rdzv-endpoint", f"127.0.0.1:{port}")
+    options = (*endpoint, "--hang-after", AFTER_S, "--on-hang", "restart", "--max-restarts", "1")
+    env = {"HOME": str(tmp_path), "ELAUNCH_TOKEN": "0123456789abcdef0123456789abcdef"}
+    # The first node's ranks only wait.
+    program = ("train.py", "python_loop", "3")
+    with Job(tmp_path, *options, *program, env=env) as one, Job(tmp_path, *options, *program, env=env) as other:
+        assert [job.wait() for job in (one, other)] == [0, 0], one.output + other.output
+
+    words = (
+        r"the job seems to hang: rank 3 on \S+ runs in python_loop \(train\.py:\d+\), at the same line in 3 looks,"
+        r" while ranks 0, 1, 2 wait in all_reduce"
+    )
+    for job in (one, other):
+        assert len(re.findall(words, job.stderr)) == 1, job.stderr
+    stacks = sorted(len(re.findall(r"^  rank 3: python_loop", job.stderr, re.MULTILINE)) for job in (one, other))
+    assert stacks == [0, 1]
+    failed = r"^elaunch: rank 3 \(local rank 1 on \S+, pid \d+\) hung: it runs in python_loop"
+    assert sorted(len(re.findall(failed, job.stderr, re.MULTILINE)) for job in (one, other)) == [0, 1]
+
+
+@pytest.mark.slow
+def test_a_job_that_only_warns_goes_on_and_says_so(tmp_path: Path) -> None:
+    # Rank 1 is looked into by nobody but this test: it stops itself, and is continued.
+    script(tmp_path, PROGRAM)
+    with Job(tmp_path, *OPTIONS, "--max-restarts", "0", "train.py", "stopped") as job:
+        job.wait_for_output(r"the job seems to hang: rank 1 is stopped by a signal \(SIGSTOP\)")
+        held = [process for process in job.processes() if process.status() == psutil.STATUS_STOPPED]
+        for process in held:
+            process.resume()
+        assert job.wait() == 0, job.output
+
+    assert len(held) == 1
+    assert job.stderr.count("the job seems to hang") == 1
+    assert job.stdout.count("done stopped") == 3

@@ -1,0 +1,182 @@
+"""--metrics-port in a real job: what is exposed, what the dashboard asks for, and a real Prometheus in between."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.harness import REPOSITORY, Job, finished, free_ports, script, wait_for
+
+DASHBOARD = json.loads((REPOSITORY / "deploy" / "grafana" / "elaunch.json").read_text())
+# Fails once, then trains until the file `enough` is there.
+TRAINS = """
+import os, time
+from elaunch.trainer import link
+
+generation = int(os.environ["ELAUNCH_GENERATION"])
+for step in range(10 * generation, 10_000):
+    link.report(step)
+    time.sleep(0.06)
+    if generation == 0 and step == 12 and os.environ["RANK"] == "1":
+        raise ValueError("the loss is NaN")
+    if os.path.exists("enough"):
+        break
+"""
+JOB = ("--no-preload", "--run-id", "night", "--nproc-per-node", "2", "--metrics-port", "0", "train.py")
+
+
+def get(place: str) -> str:
+    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(place, timeout=10) as answer:
+        return str(answer.read().decode())
+
+
+def expressions() -> list[str]:
+    """All of the dashboard's expressions, for the job `night`."""
+    panels = [target["expr"] for panel in DASHBOARD["panels"] for target in panel["targets"]]
+    notes = [note["expr"] for note in DASHBOARD["annotations"]["list"]]
+    return [expression.replace("$run_id", "night") for expression in (*panels, *notes)]
+
+
+@pytest.fixture(scope="module")
+def training(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Job, str]]:
+    """A job in its second generation, and where its metrics are."""
+    folder = tmp_path_factory.mktemp("training")
+    script(folder, TRAINS)
+    with Job(folder, *JOB) as job:
+        place = job.wait_for_output(r"^elaunch: metrics of this node: (http://127\.0\.0\.1:\d+/metrics)$")[1]
+        job.wait_for_output(r"^elaunch: generation 1:")
+        # The first look at the second generation's steps finds those that are repeated.
+        wait_for(lambda: re.search(r"elaunch_steps_repeated_total{.*} [1-9]", get(place)), "steps", every_s=0.05)
+        yield job, place
+        (folder / "enough").touch()
+        assert job.wait() == 0, job.output
+
+
+def test_a_failed_and_restarted_job_shows_both(training: tuple[Job, str]) -> None:
+    samples = dict(line.rsplit(" ", 1) for line in get(training[1]).splitlines() if not line.startswith("#"))
+
+    own = 'node="([^"]+)",run_id="night"'
+    values = {re.sub(own, "", name): float(value) for name, value in samples.items()}
+    assert values["elaunch_generation{}"] == 1
+    assert values["elaunch_restarts_total{}"] == 1
+    assert values['elaunch_failures_total{kind="exception",}'] == 1
+    assert values['elaunch_workers{,state="running"}'] == values["elaunch_world_size{}"] == 2
+    assert values["elaunch_node_up{}"] == values["elaunch_store_reachable{}"] == 1
+    assert values['elaunch_time_seconds_total{,use="productive"}'] > 0
+    assert values["elaunch_steps_repeated_total{}"] >= 2
+
+
+def test_the_dashboard_asks_only_for_metrics_that_a_real_run_has(training: tuple[Job, str]) -> None:
+    exposed = set(re.findall(r"^(elaunch_\w+)", get(training[1]), re.MULTILINE))
+    asked = {name for expression in expressions() for name in re.findall(r"elaunch_\w+", expression)}
+
+    assert len(asked) >= 15
+    assert asked <= exposed
+    variables = {variable["name"] for variable in DASHBOARD["templating"]["list"]}
+    assert set(re.findall(r"\$\{?(\w+)", json.dumps(DASHBOARD))) == variables
+
+
+def test_the_page_lists_the_metrics_of_a_real_run(training: tuple[Job, str]) -> None:
+    exposed = set(re.findall(r"^(elaunch_\w+)", get(training[1]), re.MULTILINE))
+    page = (REPOSITORY / "docs" / "observe.md").read_text()
+
+    assert exposed == set(re.findall(r"^\| `(elaunch_\w+)", page, re.MULTILINE))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed (Debian: prometheus)")
+def test_prometheus_own_linter_finds_nothing(training: tuple[Job, str]) -> None:
+    checked = subprocess.run(
+        ["promtool", "check", "metrics"], input=get(training[1]), capture_output=True, text=True, check=False
+    )
+
+    assert (checked.returncode, checked.stdout + checked.stderr) == (0, "")
+
+
+def test_a_port_that_is_taken_ends_the_command_at_once(training: tuple[Job, str], tmp_path: Path) -> None:
+    port = re.findall(r":(\d+)/", training[1])[0]
+    script(tmp_path, "print('started')")
+
+    job = finished(tmp_path, "--no-preload", "--metrics-port", port, "train.py")
+
+    assert job.code == 2
+    assert re.fullmatch(
+        rf"elaunch: --metrics-port {port}: 127\.0\.0\.1:{port} cannot be served \(Address already in use\); .*\n",
+        job.stderr,
+    )
+
+
+def test_without_the_library_the_command_says_how_to_get_it(tmp_path: Path) -> None:
+    script(tmp_path, "print('started')")
+    program = "import sys; sys.modules['prometheus_client'] = None; from elaunch.launcher.cli import main; main()"
+
+    ended = subprocess.run(
+        [sys.executable, "-c", program, "--metrics-port", "0", "train.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert ended.returncode == 2
+    assert "--metrics-port needs the package prometheus-client; install it with pip install 'elaunch[metrics]'" in (
+        ended.stderr
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("prometheus") is None, reason="Prometheus is not installed (Debian: prometheus)")
+def test_a_real_prometheus_scrapes_the_job_and_answers_every_expression_of_the_dashboard(
+    training: tuple[Job, str], tmp_path: Path
+) -> None:
+    (port,) = free_ports(1)
+    target = urllib.parse.urlsplit(training[1]).netloc
+    scrape = {"job_name": "elaunch", "scrape_interval": "1s", "static_configs": [{"targets": [target]}]}
+    (tmp_path / "prometheus.yml").write_text(json.dumps({"scrape_configs": [scrape]}))
+    log = (tmp_path / "prometheus.log").open("wb")
+    server = subprocess.Popen(
+        [
+            "prometheus",
+            f"--config.file={tmp_path}/prometheus.yml",
+            f"--storage.tsdb.path={tmp_path}/data",
+            f"--web.listen-address=127.0.0.1:{port}",
+        ],
+        stdout=log,
+        stderr=log,
+    )
+
+    def ask(expression: str) -> list[Any]:
+        query = urllib.parse.urlencode({"query": expression})
+        try:
+            answer = json.loads(get(f"http://127.0.0.1:{port}/api/v1/query?{query}"))
+        except (urllib.error.URLError, ConnectionError):
+            return []
+        assert answer["status"] == "success", (expression, answer)
+        return list(answer["data"]["result"])
+
+    try:
+        # Rates need two samples.
+        wait_for(lambda: ask('count_over_time(elaunch_generation{run_id="night"}[1m]) > 3'), "scrapes", every_s=0.2)
+        jobs = ask("elaunch_build_info")
+        empty = [expression for expression in expressions() if not ask(expression)]
+    finally:
+        server.terminate()
+        server.wait(30)
+        log.close()
+
+    assert [result["metric"]["run_id"] for result in jobs] == ["night"]
+    # A counter that began above 0 shows no increase; no generation has begun since the first scrape.
+    assert {re.findall(r"elaunch_\w+", expression)[0] for expression in empty} <= {
+        "elaunch_failures_total",
+        "elaunch_generation",
+    }, (tmp_path / "prometheus.log").read_text()

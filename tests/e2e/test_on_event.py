@@ -1,0 +1,112 @@
+"""--on-event in a real job: the script of the documentation, against a server that takes what it posts."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.harness import REPOSITORY, Job, finished, script, wait_for
+
+FAILS_ONCE = """
+import os, sys
+sys.exit(3 if os.environ["ELAUNCH_GENERATION"] == "0" else 0)
+"""
+LIGHT = ("--no-preload", "--nproc-per-node", "2")
+
+
+@pytest.fixture
+def chat() -> Iterator[HTTPServer]:
+    """A server that keeps what is posted to it in `posted`."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            server.posted.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))  # type: ignore[attr-defined]
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    server.posted = []  # type: ignore[attr-defined]
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield server
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_the_script_of_the_page_posts_what_happened_and_the_job_does_not_wait_for_it(
+    tmp_path: Path, chat: HTTPServer
+) -> None:
+    (notify,) = re.findall(r"```bash\n(.*?)```", (REPOSITORY / "docs" / "observe.md").read_text(), re.DOTALL)
+    (tmp_path / "notify.sh").write_text(notify)
+    (tmp_path / "notify.sh").chmod(0o755)
+    script(tmp_path, FAILS_ONCE)
+    env = {"CHAT_WEBHOOK": f"http://127.0.0.1:{chat.server_port}/", "no_proxy": "127.0.0.1"}
+
+    job = finished(tmp_path, "--on-event", "./notify.sh", "--run-id", "night", *LIGHT, "train.py", env=env)
+
+    assert job.code == 0, job.output
+    texts = [posted["text"] for posted in chat.posted]  # type: ignore[attr-defined]
+    assert [posted.keys() for posted in chat.posted] == [{"text"}] * 3  # type: ignore[attr-defined]
+    assert re.fullmatch(r"job night: rank [01] .* exited with code 3 in generation 0", texts[0])
+    assert texts[1:] == [
+        "job night goes on in generation 1: 2 workers (restart 1 of 3)",
+        "job night succeeded, 1 of 3 restarts used",
+    ]
+
+
+def test_the_command_has_no_secret_outlives_its_generation_and_ends_with_its_agent(tmp_path: Path) -> None:
+    script(tmp_path, "raise SystemExit(3)")
+    facts = """
+import os, subprocess, time
+from pathlib import Path
+child = subprocess.Popen(["sleep", "60"])
+has = sorted({"ELAUNCH_TOKEN", "ELAUNCH_LINK", "RANK"} & set(os.environ))
+Path("new").write_text(f"{os.getpid()},{child.pid} {has}")
+Path("new").rename("facts")
+time.sleep(60)
+"""
+    script(tmp_path, facts, "hook.py")
+    hook = f"{sys.executable} -S hook.py"
+
+    with Job(tmp_path, "--on-event", hook, "--no-preload", "train.py", env={"ELAUNCH_TOKEN": "0" * 16}) as job:
+        wait_for((tmp_path / "facts").exists, "the command")
+        pids, has = (tmp_path / "facts").read_text().split(" ", 1)
+        job.wait_for_output("^train.py FAILED$")
+        assert all(psutil.pid_exists(int(pid)) for pid in pids.split(","))
+        job.process.kill()
+
+        assert has == "[]"
+        wait_for(lambda: not any(psutil.pid_exists(int(pid)) for pid in pids.split(",")), "the command's end")
+
+
+@pytest.mark.parametrize(
+    ("hook", "said"),
+    [
+        ("./notify.hs", r"--on-event \./notify\.hs is not an executable file; did you mean \./notify\.sh\?"),
+        ("notify.sh", r"--on-event notify\.sh is not an executable file on PATH; write \./notify\.sh"),
+        ("./train.py", r"--on-event \./train\.py is not an executable file; chmod \+x \./train\.py"),
+        ("sh -c 'x", r"--on-event sh -c 'x is not a command \(no closing quotation\); close the quotes"),
+    ],
+)
+def test_a_command_that_cannot_run_is_refused_before_the_job_starts(tmp_path: Path, hook: str, said: str) -> None:
+    script(tmp_path, "print('started')")
+    (tmp_path / "notify.sh").write_text("#!/bin/sh\n")
+    (tmp_path / "notify.sh").chmod(0o755)
+
+    job = finished(tmp_path, "--on-event", hook, *LIGHT, "train.py")
+
+    assert job.code == 2
+    assert re.fullmatch(f"elaunch: {said}\n", job.stderr), job.stderr

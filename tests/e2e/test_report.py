@@ -1,0 +1,129 @@
+"""`elaunch report` on runs that really happened, and its page in a real browser."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.harness import COMMAND, REPOSITORY, environment, finished, script
+
+# Reports a step every 0.1 s. Rank 1 dies after step 6; generation 1 goes on after step 4, up to step 12.
+LOSES_TWO_STEPS = """
+import os, signal, sys, time
+from elaunch.trainer import link
+
+generation, rank = int(os.environ["ELAUNCH_GENERATION"]), int(os.environ["RANK"])
+print("rank", rank, "</script><script>document.title = 'taken over'</script>", file=sys.stderr)
+for step in range(5, 13) if generation else range(1, 7):
+    time.sleep(0.1)
+    link.report(step)
+    if (generation, rank, step) == (0, 1, 6):
+        sys.stderr.buffer.write(bytes(range(256)))
+        sys.stderr.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+if generation == 0:
+    # It makes no step that the other rank has not made.
+    time.sleep(60)
+"""
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+
+
+def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*COMMAND, *words], cwd=folder, env=environment(), capture_output=True, text=True)
+
+
+def test_a_job_that_lost_two_steps_says_so_in_its_report(tmp_path: Path) -> None:
+    script(tmp_path, LOSES_TWO_STEPS)
+    job = finished(tmp_path, "--no-preload", "--log-dir", "logs", "--nproc-per-node", "2", "train.py")
+    assert job.code == 0, job.output
+
+    done = run(tmp_path, "report", "logs", "--json", "-o", "page.html", "--perfetto", "trace.json")
+
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["outcome"], found["restarts"], found["steps_lost"]) == ("succeeded", 1, 2)
+    (failure,) = [failure for failure in found["failures"] if failure["is_cause"]]
+    assert (failure["rank"], failure["kind"], failure["generation"]) == (1, "signal", 0)
+    assert 0 < failure["recovery_s"] < found["wall_s"]
+    assert sum(found["breakdown_s"].values()) == pytest.approx(found["wall_s"], abs=0.01)
+    # Twelve steps of a tenth of a second count.
+    assert 1.0 < found["breakdown_s"]["training"] < found["wall_s"]
+    assert found["ettr"] == pytest.approx(found["breakdown_s"]["training"] / found["wall_s"], abs=0.001)
+    page = (tmp_path / "page.html").read_text()
+    assert "rank 1 (local rank 1 on" in page
+    links = re.findall(r'href="(logs/[^"]+)"', page)
+    assert links
+    assert all((tmp_path / link).is_file() for link in links)
+    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+
+
+def test_the_end_of_a_job_says_how_to_make_the_page_and_that_command_works(tmp_path: Path) -> None:
+    script(tmp_path, "raise ValueError('the loss is NaN')")
+    job = finished(tmp_path, "--no-preload", "--log-dir", "my logs", "train.py")
+
+    last = job.stderr.rstrip().splitlines()[-1]
+    line = re.fullmatch("elaunch: the run as a page: elaunch (report .*)", last)
+    assert line, job.output
+    done = run(tmp_path, *shlex.split(line[1]))
+
+    assert done.returncode == 0, done.stderr
+    headline, page = done.stdout.splitlines()
+    assert headline.startswith("Job ")
+    assert " failed after " in headline
+    assert "ValueError: the loss is NaN" in Path(page).read_text()
+
+
+@pytest.mark.slow
+def test_a_real_browser_shows_the_page_and_its_script_runs(tmp_path: Path) -> None:
+    browser = next((path for name in BROWSERS if (path := shutil.which(name))), "")
+    if not browser:
+        pytest.skip(f"none of {', '.join(BROWSERS)} is installed")
+    script(tmp_path, LOSES_TWO_STEPS)
+    finished(tmp_path, "--no-preload", "--log-dir", "logs", "--nproc-per-node", "2", "train.py")
+    rows = [{"step": step, "loss": 3 / step, "seconds": 0.1} for step in range(1, 13)]
+    (tmp_path / "m.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert run(tmp_path, "report", "logs", "-o", "page.html", "--metrics", "m.jsonl").returncode == 0
+    shown = (tmp_path / "page.html").as_uri()
+    common = [browser, "--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
+
+    dom = subprocess.run([*common, "--dump-dom", shown], capture_output=True, text=True, timeout=120).stdout
+    picture = tmp_path / "page.png"
+    size = ["--window-size=1400,2000", f"--screenshot={picture}"]
+    subprocess.run([*common, *size, shown], capture_output=True, timeout=120, check=True)
+
+    # The script sets these last: it ran to its end.
+    assert 'data-ready="true"' in dom
+    assert 'data-lanes="2"' in dom
+    assert dom.count('class="mean"') == 2
+    # What the job wrote is shown and not run.
+    assert "<title>Job " in dom
+    assert "&lt;script&gt;document.title" in dom
+    assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert struct.unpack(">II", picture.read_bytes()[16:24]) == (1400, 2000)
+    # A blank page of this size compresses to a few kB.
+    assert picture.stat().st_size > 50_000
+
+
+@pytest.mark.slow
+def test_the_demo_kills_two_ranks_and_ends_equal_to_the_undisturbed_run(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "bench.demo", "--steps", "36"]
+    env = environment({"PYTHONPATH": str(REPOSITORY)})
+
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(re.findall(r"^demo: kill -9 \d+ +# rank [01]$", done.stdout, re.MULTILINE)) == 2
+    assert "2 restarts, 0 steps lost." in done.stdout
+    assert len(re.findall(r"was killed by SIGKILL in generation [01]; trained again \d", done.stdout)) == 2
+    assert "equal to the undisturbed run, bit for bit" in done.stdout
+    page = re.search("the page: file://(.*)", done.stdout)
+    assert page
+    assert Path(page[1]).is_file()

@@ -1,0 +1,430 @@
+"""`elaunch status`, `top` and `stacks` beside real jobs: on their host, and from elsewhere through the store."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pyte
+import pytest
+
+from tests.etcd import Etcd
+from tests.harness import COMMAND, Job, environment, free_ports, script, wait_for
+
+TRAIN = """
+import os, pathlib, time
+from elaunch.trainer import link
+
+step = 0
+while pathlib.Path("hold").exists():
+    step += 1
+    if step == 3 and pathlib.Path("fail").exists() and os.environ["RANK"] == "1":
+        pathlib.Path("fail").unlink()
+        raise SystemExit(7)
+    link.report(step)
+    time.sleep(0.1)
+"""
+TOKEN = "a token for the tests of status"
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become other users")
+
+
+def as_user(uid: int) -> tuple[str, ...]:
+    """What makes a command another user's. The user may read what root has installed, and is root in nothing else."""
+    rights = ("--inh-caps", "+dac_read_search", "--ambient-caps", "+dac_read_search")
+    return ("setpriv", "--reuid", str(uid), "--regid", str(uid), "--clear-groups", *rights)
+
+
+def asked(
+    *words: str, env: Mapping[str, str] | None = None, prefix: Sequence[str] = (), **popen: Any
+) -> subprocess.CompletedProcess[str]:
+    """One call of the command, to its end."""
+    return subprocess.run(
+        [*prefix, *COMMAND, *words],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=environment(env),
+        check=False,
+        **popen,
+    )
+
+
+def status_of(run_id: str, **options: Any) -> dict[str, Any]:
+    """What `elaunch status --json` says of that job; empty as long as it says something else."""
+    ended = asked("status", run_id, "--json", **options)
+    return json.loads(ended.stdout) if ended.returncode == 0 else {}
+
+
+def name_of(tmp_path: Path) -> str:
+    """A run id that no other test on this machine has."""
+    return f"{tmp_path.name}-{os.getpid()}"
+
+
+@contextmanager
+def running(folder: Path, *words: str, ranks: int = 2, fails: bool = False, **options: Any) -> Iterator[Job]:
+    """A job that trains until `hold` is gone."""
+    script(folder, TRAIN)
+    (folder / "hold").touch()
+    if fails:
+        (folder / "fail").touch()
+    with Job(folder, "--no-preload", "--nproc-per-node", str(ranks), *words, "train.py", **options) as job:
+        yield job
+
+
+@contextmanager
+def two_nodes(folder: Path, run_id: str, ranks: int = 1) -> Iterator[tuple[Job, Job, str]]:
+    """Two agents of one job with the head's own store, and the store's address."""
+    (port,) = free_ports(1)
+    place = f"127.0.0.1:{port}"
+    words = ("--nnodes", "2", "--rdzv-endpoint", place, "--run-id", run_id, "--local-addr", "127.0.0.1")
+    env = {"ELAUNCH_TOKEN": TOKEN, "HOME": str(folder)}
+    with ExitStack() as stack:
+        one, two = (stack.enter_context(running(folder, *words, ranks=ranks, env=env)) for _ in range(2))
+        yield one, two, place
+
+
+def trains(run_id: str, ranks: int, **options: Any) -> dict[str, Any]:
+    """The status once all ranks have reported steps for long enough to have a step time."""
+
+    def found() -> dict[str, Any]:
+        status = status_of(run_id, **options)
+        return status if sum(rank["step_s"] is not None for rank in status.get("ranks", ())) == ranks else {}
+
+    return wait_for(found, f"{ranks} ranks of {run_id} with steps", every_s=0.2)
+
+
+def test_status_shows_ranks_steps_the_last_failure_and_what_is_left_of_the_budget(tmp_path: Path) -> None:
+    run_id = name_of(tmp_path)
+    with running(tmp_path, "--run-id", run_id, fails=True) as job:
+        job.wait_for_output("generation 1")
+        status = trains(run_id, 2)
+        text = asked("status", run_id[:-1]).stdout
+
+    assert (status["run_id"], status["state"], status["world_size"]) == (run_id, "running", 2)
+    assert status["generation"]["number"] == 1
+    assert status["restarts"] == {"used": 1, "max": 3, "left": 2, "window_s": None}
+    assert status["last_failure"]["rank"] == 1
+    assert status["last_failure"]["code"] == 7
+    assert 0 <= status["last_failure"]["ago_s"] < 60
+    assert [rank["rank"] for rank in status["ranks"]] == [0, 1]
+    assert all(0.08 < rank["step_s"] < 0.5 and rank["state"] == "running" for rank in status["ranks"])
+    assert text.startswith(f"job {run_id}: running, generation 1 for ")
+    for words in (
+        "1 node, 2 ranks",
+        "2 of 3 restarts left",
+        "rank 1 (local rank 1 on ",
+        "ms per step",
+        "in generation 0",
+    ):
+        assert words in text
+
+
+def test_two_nodes_are_asked_from_a_third_place_with_the_token(tmp_path: Path) -> None:
+    run_id, elsewhere = name_of(tmp_path), tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    with two_nodes(tmp_path, run_id) as (one, two, place):
+        there = ("--rdzv-endpoint", place)
+        with_token = {"ELAUNCH_TOKEN": TOKEN, "HOME": str(elsewhere)}
+        without = {"HOME": str(elsewhere)}
+        wait_for(
+            lambda: asked("status", *there, run_id, env=with_token).returncode == 0, "the job is there", every_s=0.2
+        )
+        # From the job's host nothing needs to be typed, not even the token.
+        near = trains(run_id, 2, env=without)
+
+        far = json.loads(asked("status", *there, "--run-id", run_id, "--json", env=with_token, cwd=elsewhere).stdout)
+        refused = asked("status", *there, run_id, env=without)
+        unknown = asked("status", *there, "another", env=with_token)
+        stacks = asked("stacks", *there, run_id, env=with_token)
+        # One question stands at a time; the others wait for their turn.
+        with ThreadPoolExecutor(2) as pool:
+            at_once = list(pool.map(lambda _: asked("status", *there, run_id, "--json", env=with_token), range(2)))
+        two.signal(signal.SIGSTOP)
+        began_s = time.monotonic()
+        partly = json.loads(asked("status", *there, run_id, "--json", env=with_token).stdout)
+        took_s = time.monotonic() - began_s
+        two.signal(signal.SIGCONT)
+
+        for status in (near, far):
+            assert [rank["rank"] for rank in status["ranks"]] == [0, 1]
+            assert {rank["pid"] for rank in status["ranks"]} == {rank["pid"] for rank in near["ranks"]}
+            assert {node["pid"] for node in status["nodes"]} == {one.process.pid, two.process.pid}
+            assert status["notes"] == []
+        for ended in at_once:
+            assert [rank["rank"] for rank in json.loads(ended.stdout)["ranks"]] == [0, 1], ended
+        assert (refused.returncode, unknown.returncode) == (3, 3)
+        assert "wants its token" in refused.stderr
+        assert "has no job 'another'" in unknown.stderr
+        assert TOKEN not in near.__repr__() + far.__repr__() + refused.stderr
+        assert stacks.stdout.startswith(f"job {run_id}: 2 ranks at the same place\n  ranks 0, 1: <module> (train.py:")
+        (silent,) = [node for node in partly["nodes"] if node["silent"]]
+        assert "did not answer within 3 s; its lease still holds" in silent["silent"]
+        assert [node["pid"] for node in partly["nodes"] if not node["silent"]] == [one.process.pid]
+        assert took_s < 10
+        # The questions left nothing in the store, and the job did not notice them.
+        assert asked("status", *there, run_id, env=with_token).returncode == 0
+        (tmp_path / "hold").unlink()
+        assert (one.wait(), two.wait()) == (0, 0)
+
+
+def test_an_etcd_with_a_prefix_is_asked_with_the_options_of_the_job(tmp_path: Path) -> None:
+    with Etcd(tmp_path / "etcd") as etcd:
+        words = ("--rdzv-endpoint", f"http://{etcd.endpoints}", "--rdzv-conf", "etcd_prefix=/teams/vision")
+        alone = ("--nnodes", "1:2", "--local-addr", "127.0.0.1", "--run-id", "night")
+        with running(tmp_path, *words, *alone, ranks=1) as job:
+            job.wait_for_output("generation 0: 1 worker")
+
+            status = json.loads(asked("status", *words, "night", "--json").stdout)
+            elsewhere = asked("status", *words[:2], "night")
+
+        assert [rank["rank"] for rank in status["ranks"]] == [0]
+        assert [node["silent"] for node in status["nodes"]] == [None]
+        assert elsewhere.returncode == 3
+        assert "under /elaunch/" in elsewhere.stderr
+
+
+@as_root
+def test_without_arguments_a_user_finds_the_own_jobs_and_nobody_elses(tmp_path: Path) -> None:
+    # pytest's folders are closed to other users.
+    folder = Path(tempfile.mkdtemp(dir="/tmp"))
+    folder.chmod(0o777)
+    (folder / "two").mkdir()
+    # Users that no other test and no other job on this machine has. They may read what root has installed.
+    one, other = (as_user(47110 + 2 * os.getpid() + number) for number in range(2))
+    env = {"HOME": str(folder), "TMPDIR": "/tmp"}
+    try:
+        nothing = asked("status", env=env, prefix=one)
+        with running(folder, env=env, prefix=one) as job:
+            job.wait_for_output("generation 0")
+            mine = wait_for(lambda: asked("status", env=env, prefix=one).stdout, "the user finds the job")
+            others = asked("status", env=env, prefix=other)
+            run_id = re.match(r"job (\w+): running", mine)[1]  # type: ignore[index]
+            roots = asked("status", run_id, env=env)
+            with running(folder / "two", "--run-id", "second", env=env, prefix=one) as second:
+                second.wait_for_output("generation 0")
+                both = json.loads(asked("status", "--json", env=env, prefix=one).stdout)
+                top = asked("top", env=env, prefix=one)
+                chosen = asked("status", "sec", env=env, prefix=one)
+    finally:
+        shutil.rmtree(folder)
+
+    assert nothing.returncode == others.returncode == 3
+    assert "no job of yours runs on this host" in nothing.stderr
+    assert "no job of yours runs on this host" in others.stderr
+    assert "cannot be asked" not in others.stderr, "it looks at its own only"
+    assert roots.returncode == 0
+    assert {job["run_id"] for job in both["jobs"]} == {run_id, "second"}
+    assert top.returncode == 2
+    assert "several jobs run here" in top.stderr
+    assert chosen.stdout.startswith("job second: ")
+
+
+@as_root
+def test_a_killed_agent_leaves_no_socket_and_one_killed_with_its_guardian_leaves_one_that_is_named() -> None:
+    folder = Path(tempfile.mkdtemp(dir="/tmp"))
+    folder.chmod(0o777)
+    # Another agent of the same user would remove what is left at once.
+    options: dict[str, Any] = {"env": {"HOME": str(folder)}, "prefix": as_user(147110 + os.getpid())}
+    private = folder
+    try:
+        with running(folder, **options) as job:
+            job.wait_for_output("generation 0")
+            (private,) = wait_for(lambda: sockets_of(job.process.pid), "the agent's socket")
+            job.signal(signal.SIGKILL)
+            job.wait()
+            wait_for(lambda: not private.exists(), "the guardian removes the folder")
+            assert "was killed" not in asked("status", **options).stderr
+
+        with running(folder, **options) as job:
+            job.wait_for_output("generation 0")
+            (private,) = wait_for(lambda: sockets_of(job.process.pid), "the agent's socket")
+            guardian = guardian_of(job)
+            os.kill(guardian, signal.SIGSTOP)
+            job.signal(signal.SIGKILL)
+            os.kill(guardian, signal.SIGKILL)
+            job.wait()
+            assert private.exists(), "nobody was to remove it yet"
+            after = asked("status", **options)
+        assert after.returncode == 3
+        assert f"an elaunch that was killed has left {private}; its user's next one removes it" in after.stderr
+
+        with running(folder, **options):
+            wait_for(lambda: not private.exists(), "the next agent's guardian removes it")
+    finally:
+        shutil.rmtree(folder)
+        shutil.rmtree(private, ignore_errors=True)
+
+
+def guardian_of(job: Job) -> int:
+    """The pid of the job's guardian."""
+    import psutil
+
+    for process in psutil.Process(job.process.pid).children():
+        if any(word.endswith("guardian.py") for word in process.cmdline()):
+            return process.pid
+    raise AssertionError("no guardian")
+
+
+def sockets_of(pid: int) -> list[Path]:
+    """The folders of the sockets that this agent has."""
+    import psutil
+
+    paths = (Path(connection.laddr) for connection in psutil.Process(pid).net_connections("unix") if connection.laddr)
+    return [path.parent for path in paths if path.name == "agent" and path.parent.name.endswith("_socket")]
+
+
+class Screen:
+    """A command at a terminal of its own."""
+
+    def __init__(self, *words: str, lines: int = 24, columns: int = 100) -> None:
+        self._screen = pyte.Screen(columns, lines)
+        self._stream = pyte.ByteStream(self._screen)
+        self._fd, theirs = pty.openpty()
+        self.process = subprocess.Popen(
+            [*COMMAND, *words],
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            start_new_session=True,
+            env=environment({"TERM": "xterm", "COLUMNS": str(columns), "LINES": str(lines)}),
+        )
+        os.close(theirs)
+        os.set_blocking(self._fd, False)
+
+    def text(self) -> str:
+        """What is on the screen now."""
+        while True:
+            try:
+                data = os.read(self._fd, 1 << 16)
+            except (BlockingIOError, OSError):
+                break
+            self._stream.feed(data)
+        return "\n".join(line.rstrip() for line in self._screen.display)
+
+    def type(self, keys: bytes) -> None:
+        os.write(self._fd, keys)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self._fd)
+
+
+def test_top_draws_the_job_anew_each_second_until_q(tmp_path: Path) -> None:
+    run_id = name_of(tmp_path)
+    with running(tmp_path, "--run-id", run_id):
+        trains(run_id, 2)
+        screen = Screen("top", run_id)
+        try:
+            first = wait_for(lambda: re.search(r"^step +(\d+)", screen.text(), re.MULTILINE), "a screen with steps")
+            step = int(first[1])
+            wait_for(
+                lambda: (
+                    (found := re.search(r"^step +(\d+)", screen.text(), re.MULTILINE)) and int(found[1]) >= step + 15
+                ),
+                "the steps go on",
+            )
+            text = screen.text()
+            screen.type(b"q")
+            assert screen.process.wait(10) == 0
+        finally:
+            screen.close()
+
+    assert text.startswith(f"job {run_id}: running, generation 0 for ")
+    assert "3 of 3 restarts left" in text
+    assert re.search(r"^ ?rank +host +pid +state +step +step time +last report", text, re.MULTILINE)
+    assert len(re.findall(r"^ ?[01] .* running ", text, re.MULTILINE)) == 2
+    assert "q ends this" in text
+
+
+def test_top_ends_with_the_job_and_says_one_line_a_second_where_nobody_looks_at_a_screen(tmp_path: Path) -> None:
+    run_id = name_of(tmp_path)
+    with running(tmp_path, "--run-id", run_id) as job:
+        trains(run_id, 2)
+        piped = subprocess.Popen([*COMMAND, "top", run_id], stdout=subprocess.PIPE, text=True, env=environment())
+        assert piped.stdout
+        try:
+            lines = [piped.stdout.readline() for _ in range(2)]
+            (tmp_path / "hold").unlink()
+            assert job.wait() == 0
+            rest = piped.communicate(timeout=30)[0]
+        finally:
+            piped.kill()
+
+    assert all(re.match(rf"job {run_id}: running, generation 0 for \d+ s; step \d+, ", line) for line in lines), lines
+    assert piped.returncode == 0
+    assert rest.endswith(f"job {run_id}: its elaunch on this host has ended\n")
+
+
+def test_a_reader_that_goes_ends_top_quietly(tmp_path: Path) -> None:
+    run_id = name_of(tmp_path)
+    with running(tmp_path, "--run-id", run_id):
+        trains(run_id, 2)
+        shell = f"{sys.executable} -m elaunch top {run_id} | head -n 1"
+
+        ended = subprocess.run(shell, shell=True, capture_output=True, text=True, timeout=30, env=environment())
+
+    assert ended.stdout.startswith(f"job {run_id}: running")
+    assert ended.stderr == ""
+
+
+def test_stacks_groups_ranks_by_where_they_are(tmp_path: Path) -> None:
+    run_id = name_of(tmp_path)
+    train = """
+import os, time
+
+def computes():
+    while True:
+        pass
+
+def waits():
+    time.sleep(1000)
+
+print("here", flush=True)
+computes() if os.environ["RANK"] == "1" else waits()
+"""
+    script(tmp_path, train)
+    with Job(tmp_path, "--no-preload", "--nproc-per-node", "3", "--run-id", run_id, "train.py") as job:
+        wait_for(lambda: job.stdout.count("here") == 3, "the ranks are there")
+
+        text = asked("stacks", run_id).stdout
+        found = json.loads(asked("stacks", run_id, "--json").stdout)
+
+    assert text.startswith(f"job {run_id}: 3 ranks at 2 places\n  ranks 0, 2: waits (train.py:9)")
+    assert "  rank 1: computes (train.py:" in text
+    assert [group["ranks"] for group in found["groups"]] == [[0, 2], [1]]
+    assert found["groups"][0]["stack"]["threads"][0]["frames"][0]["function"] == "waits"
+
+
+def test_a_wrong_command_line_is_one_sentence_and_exit_code_2(tmp_path: Path) -> None:
+    for words, sentence in (
+        (
+            ("status", "a", "b"),
+            "status takes one job, and a b are 2 words; start a script called status with elaunch ./status",
+        ),
+        (("top", "--nproc-per-node", "2"), "top does not take --nproc-per-node"),
+        (("status", "--jsno"), "did you mean --json?"),
+        (("stacks", "x", "--run-id", "y"), "stacks x contradicts --run-id y"),
+        (("status", "--token", "s"), "would show the job's token to everybody"),
+    ):
+        ended = asked(*words, cwd=tmp_path)
+
+        assert ended.returncode == 2, words
+        assert sentence in ended.stderr
+        assert ended.stderr.count("\n") == 1
+    absent = asked("status", name_of(tmp_path))
+    assert absent.returncode == 3
+    assert absent.stderr.count("\n") == 1

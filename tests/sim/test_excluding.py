@@ -1,0 +1,112 @@
+"""A sick host in whole clusters: with --exclude-after a spare takes its place, and the job ends well."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from elaunch.rendezvous.rules import forming
+from elaunch.rendezvous.rules.excluding import Suspicion
+from elaunch.rendezvous.types import RankTable
+from tests.sim.checks import Violation
+from tests.sim.cluster import World, simulate
+from tests.sim.plans import FOREVER_S, Fault, HostPlan, Plan, Strike
+
+SEEDS = range(25)
+
+
+def sick_host(seed: int, exclude_after: int = 3, *, spares: int = 1, kills: int = 0) -> Plan:
+    """Three seats and spares; one host's workers fail soon after each start, for ever. Leaders may be killed."""
+    rng = random.Random(seed)
+    count = 3 + spares
+    hosts = tuple(HostPlan(f"host-{index}", 1, again_s=0.5) for index in range(count))
+    sick = Fault(0.5, Strike.SICK, rng.randrange(3), FOREVER_S)
+    killed = [Fault(rng.uniform(2, 12), Strike.KILL_LEADER, number=rng.randint(1, 3)) for _ in range(kills)]
+    return Plan(
+        seed, hosts, 3, 3, max_restarts=8, exclude_after=exclude_after, work_s=40.0, listens=seed % 2 == 0,
+        faults=(sick, *killed),
+    )  # fmt: skip
+
+
+def name_of_sick(world: World) -> str:
+    (sick,) = [fault for fault in world.plan.faults if fault.what is Strike.SICK]
+    return world.hosts[sick.host].name
+
+
+def applied(world: World) -> list[RankTable]:
+    return [table for table in world.checks.tables.values() if table.excluded]
+
+
+def first_violation(kills: int = 0) -> str:
+    for seed in SEEDS:
+        try:
+            simulate(sick_host(seed, kills=kills))
+        except Violation as violation:
+            return violation.rule
+    return ""
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_sick_host_is_excluded_and_the_job_ends_well(seed: int) -> None:
+    world = simulate(sick_host(seed))
+
+    tables, sick = applied(world), name_of_sick(world)
+    if not any(seat.host == sick for seat in world.checks.tables[0].seats):
+        # It was the spare from the start.
+        assert not tables
+    else:
+        assert tables
+        assert all(each.who == sick for table in tables for each in table.excluded)
+        assert all(seat.host != sick for table in tables for seat in table.seats)
+        assert len([t for t in world.checks.tables.values() if any(s.host == sick for s in t.seats)]) == 3
+    assert {process.outcome.exit_code for host in world.hosts for process in host.processes if process.outcome} == {0}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("seed", SEEDS)
+def test_it_stays_excluded_when_leaders_are_killed(seed: int) -> None:
+    world = simulate(sick_host(seed, kills=2))
+
+    assert Strike.KILL_LEADER in world.struck
+    assert all(seat.host != name_of_sick(world) for table in applied(world) for seat in table.seats) or any(
+        "too few other nodes" in table.reason for table in applied(world)
+    )
+
+
+def test_without_the_rule_such_a_job_fails() -> None:
+    codes = [
+        process.outcome.exit_code
+        for seed in SEEDS
+        for host in simulate(sick_host(seed, exclude_after=0)).hosts
+        for process in host.processes
+        if process.outcome
+    ]
+
+    assert 1 in codes
+
+
+def test_if_exclusions_are_forgotten_the_simulator_finds_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forgetful(terms: object, before: RankTable, *rest: object) -> Suspicion:
+        standing = stand(terms, before, *rest)  # type: ignore[arg-type]
+        return standing if standing.fresh else Suspicion(standing.streak, ())
+
+    stand = forming.stand
+    monkeypatch.setattr(forming, "stand", forgetful)
+
+    assert first_violation(kills=2) == "forgotten"
+
+
+def test_if_a_node_is_excluded_too_early_the_simulator_finds_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hasty(terms: object, *rest: object) -> Suspicion:
+        return stand(Hasty(terms), *rest)  # type: ignore[arg-type]
+
+    class Hasty:
+        def __init__(self, terms: object) -> None:
+            self.nodes_max = terms.nodes_max  # type: ignore[attr-defined]
+            self.exclude_after = 1
+
+    stand = forming.stand
+    monkeypatch.setattr(forming, "stand", hasty)
+
+    assert first_violation() == "blamed"

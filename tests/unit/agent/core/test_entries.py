@@ -1,0 +1,171 @@
+"""agent.core.entries: what an agent learns and decides is on its timeline, in the documented form."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from elaunch.agent.core.entries import Entry
+from elaunch.agent.core.events import Signalled, StoreAway, StoreBack, Tick
+from elaunch.rendezvous.codec import encode
+from elaunch.rendezvous.rules.hang_records import Hang
+from elaunch.rendezvous.store import Delete, Put
+from elaunch.rendezvous.types import FailureKind
+from tests.event_schema import check_event
+from tests.unit.agent.driver import KEYS, SPEC, TERM, TWO, Driver, cleared, ends, exited, pair, settle, started
+
+
+def check(driver: Driver) -> None:
+    for entry in driver.entries:
+        check_event(
+            {"at": 0.0, "monotonic_s": 0.0, "generation": entry.generation, "event": entry.event} | entry.fields
+        )
+
+
+def named(driver: Driver, *events: str) -> list[Entry]:
+    return [entry for entry in driver.entries if entry.event in events]
+
+
+def test_a_failure_is_told_at_once_again_with_its_output_and_as_the_reason_of_the_restart() -> None:
+    driver = started()
+
+    driver.exits(1, -9, FailureKind.SIGNAL)
+    driver.settle()
+    ends(driver, -15)
+    driver.settle()
+
+    check(driver)
+    story = [(entry.generation, entry.event) for entry in driver.entries if entry.generation >= 0]
+    assert story == [
+        (0, "opened"),
+        (0, "joined"),
+        (0, "failed"),
+        (1, "opened"),
+        (0, "cause"),
+        (1, "joined"),
+        (1, "restarting"),
+    ]
+    (restarting,) = named(driver, "restarting")
+    assert restarting.fields["reason"] == "restart 1 of 3"
+    assert (restarting.fields["restarts"], restarting.fields["max_restarts"]) == (1, 3)
+    assert restarting.fields["failure"]["rank"] == 1
+    for entry in named(driver, "failed", "cause"):
+        assert (entry.fields["rank"], entry.fields["code"], entry.fields["kind"]) == (1, -9, "signal")
+    assert "traceback" not in named(driver, "failed")[0].fields
+
+
+def test_survivors_that_fail_of_it_are_told_too_and_the_cause_is_the_first() -> None:
+    driver = started()
+
+    driver.exits(1, 1, FailureKind.EXCEPTION)
+    driver.exits(0, 1, FailureKind.PEER_LOST)
+    driver.exits(2, -15, FailureKind.SIGNAL)
+    driver.happen(cleared(0))
+
+    assert [entry.fields["rank"] for entry in named(driver, "failed")] == [1, 0]
+    assert [entry.fields["rank"] for entry in named(driver, "cause")] == [1]
+
+
+def test_a_job_that_gives_up_says_so_before_its_end() -> None:
+    driver = started(replace(SPEC, max_restarts=0))
+
+    driver.happen(exited(0, 2, 1))
+    ends(driver, -15)
+    driver.settle()
+
+    check(driver)
+    gave_up, ended = driver.entries[-2:]
+    assert (gave_up.event, gave_up.fields["failure"]["rank"]) == ("gave_up", 2)
+    assert gave_up.fields["reason"] == "max_restarts is 0, so any failure ends the job"
+    assert (ended.event, ended.fields["outcome"], ended.fields["code"]) == ("ended", "failed", 1)
+
+
+def test_a_job_that_ends_well_gives_up_nothing() -> None:
+    driver = started()
+
+    ends(driver)
+    driver.settle()
+
+    check(driver)
+    assert not named(driver, "gave_up", "failed", "cause", "restarting")
+    assert driver.entries[-1].fields["outcome"] == "succeeded"
+
+
+def test_a_lost_node_and_the_one_that_takes_its_place_are_named_on_each_node() -> None:
+    first, second = pair()
+    spare = Driver(TWO, host="node-c", store=first.store, remote=True).begin()
+    settle(first, spare)
+    assert [(entry.generation, entry.event) for entry in spare.entries][-1] == (0, "spare")
+
+    second.lose_lease()
+    first.write(Delete(KEYS.member(second.node_id)))
+    first.settle()
+    ends(first, -15)
+    settle(first, spare)
+
+    for driver in (first, spare):
+        check(driver)
+        (lost,), (joined,) = named(driver, "node_lost"), named(driver, "node_joined")
+        assert (lost.fields["hosts"], joined.fields["hosts"]) == (["node-b"], ["node-c"])
+        (restarting,) = named(driver, "restarting")
+        assert restarting.fields["kind"] == "loss"
+        assert restarting.fields["reason"].startswith("node-b was lost")
+    assert len(named(spare, "spare")) == 1
+
+
+def test_a_node_that_leaves_is_not_lost() -> None:
+    first, second = pair(replace(TWO, nodes_min=1))
+
+    second.happen(Signalled(TERM, "SIGTERM"))
+    ends(second, -15)
+    settle(first)
+    ends(first, -15)
+    settle(first)
+
+    check(first)
+    check(second)
+    assert named(second, "signalled")[0].fields == {"signal": "SIGTERM"}
+    assert second.entries[-1].fields["outcome"] == "interrupted"
+    assert [entry.event for entry in named(first, "node_left", "node_lost")] == ["node_left"]
+
+
+def test_a_store_that_fails_is_told_when_the_log_says_so_and_once() -> None:
+    driver = started()
+
+    driver.happen(StoreAway("no route to host"))
+    assert not named(driver, "store_away")
+    driver.now_s += 3
+    driver.happen(Tick())
+    driver.now_s += 100
+    driver.happen(Tick())
+    driver.happen(StoreBack())
+    driver.happen(StoreBack())
+
+    check(driver)
+    away, back = named(driver, "store_away", "store_back")
+    assert (away.event, away.fields["why"], back.event) == ("store_away", "no route to host", "store_back")
+
+
+def test_a_job_that_seems_to_hang_and_goes_on_after_all_is_told_once_each() -> None:
+    driver = started()
+
+    driver.write(Put(KEYS.hang, encode(Hang(0, driver.node_id, 1, "hung: it sleeps, and the others wait,"))))
+    # The leader takes the verdict back: no node stands still.
+    driver.settle()
+
+    check(driver)
+    hung, on = named(driver, "seems_hung", "goes_on")
+    assert hung.fields == {"host": "node-a", "message": "it sleeps, and the others wait", "rank": 1}
+    assert (on.event, on.generation) == ("goes_on", 0)
+    (told,) = driver.announcements
+    assert told.text == "job job seems to hang: rank 1 on node-a sleeps, and the others wait"
+
+
+def test_a_verdict_of_a_hang_that_is_written_anew_is_told_no_second_time() -> None:
+    _, second = pair()
+
+    for message in ("hung: it sleeps,", "hung: it still sleeps,"):
+        second.write(Put(KEYS.hang, encode(Hang(0, second.node_id, -1, message))))
+        second.settle()
+
+    assert [entry.fields["message"] for entry in named(second, "seems_hung", "goes_on")] == ["it sleeps"]
+    assert second.announcements == []

@@ -1,0 +1,90 @@
+"""agent.own_lines: the form of elaunch's lines, and of workers' lines in JSON."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import time
+from datetime import datetime
+from typing import Any
+
+import pytest
+
+from elaunch.agent.config import LogFormat
+from elaunch.agent.own_lines import OwnLines, iso
+
+TIME = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d "
+
+
+def objects(data: bytes) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in data.decode().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("form", "has_terminal", "has_time"),
+    [(LogFormat.TEXT, False, True), (LogFormat.TEXT, True, False), (LogFormat.PLAIN, False, False)],
+)
+def test_only_a_text_that_nobody_watches_has_times(form: LogFormat, has_terminal: bool, has_time: bool) -> None:
+    line = OwnLines(form, has_terminal=has_terminal).line("the job starts").decode()
+
+    assert re.fullmatch(f"{TIME if has_time else ''}elaunch: the job starts\n", line)
+
+
+def test_in_a_report_elaunchs_own_lines_alone_get_the_time() -> None:
+    text = "=====\n    elaunch: a worker's line\nelaunch: the workers' output is in logs\n"
+
+    shown = OwnLines(LogFormat.TEXT, has_terminal=False).report(text, {}).decode()
+
+    assert re.fullmatch(f"=====\n    elaunch: a worker's line\n{TIME}elaunch: the workers' output is in logs\n", shown)
+
+
+def test_an_object_says_when_where_and_in_which_generation() -> None:
+    lines = OwnLines(LogFormat.JSON, has_terminal=True)
+
+    before, lines.generation = objects(lines.line("waiting")), 2
+    (line,) = objects(lines.line('a "quoted"\nsecond line, é \udc80', "error"))
+
+    assert "generation" not in before[0]
+    assert abs(datetime.fromisoformat(line.pop("time")).timestamp() - time.time()) < 60
+    assert line == {
+        "level": "error",
+        "node": socket.gethostname(),
+        "generation": 2,
+        "text": 'a "quoted"\nsecond line, é \udc80',
+    }
+
+
+@pytest.mark.parametrize(("exit_code", "level"), [(0, "info"), (1, "error")])
+def test_a_report_is_one_object_with_the_text_and_the_record(exit_code: int, level: str) -> None:
+    (line,) = objects(OwnLines(LogFormat.JSON, has_terminal=False).report("=\ntext\n", {"exit_code": exit_code}))
+
+    assert (line["text"], line["report"], line["level"]) == ("=\ntext\n", {"exit_code": exit_code}, level)
+
+
+def test_a_workers_lines_become_objects_one_each_and_any_byte_has_a_form() -> None:
+    frame = OwnLines(LogFormat.JSON, has_terminal=False).frame(3, 7, "stderr")
+    assert frame
+
+    found = objects(frame(b'a "b" \\ \xff\r\n\n10%\r20%\r\x00end without an end'))
+
+    assert len(objects(frame(b"a whole line\n"))) == 1
+    assert [line["text"] for line in found] == ['a "b" \\ �', "", "10%", "20%", "\x00end without an end"]
+    assert {(line["generation"], line["rank"], line["stream"]) for line in found} == {(3, 7, "stderr")}
+
+
+def test_in_text_a_workers_lines_stay_as_they_are() -> None:
+    assert OwnLines(LogFormat.TEXT, has_terminal=False).frame(0, 0, "stdout") is None
+
+
+def test_the_iso_time_has_the_offset_of_this_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TZ", "Asia/Kolkata")
+    time.tzset()
+    try:
+        text = iso(1795435392.5)
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+
+    assert text.endswith(".500+05:30")
+    assert datetime.fromisoformat(text).timestamp() == 1795435392.5

@@ -1,0 +1,99 @@
+"""agent.workers.investigator: answers about this host, with a limit of time."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from elaunch.agent.core.causes.cause import Facts
+from elaunch.agent.workers import investigator
+from elaunch.agent.workers.investigator import Investigator
+from elaunch.agent.workers.kernel_log import KernelLog
+from elaunch.rendezvous.types import Failure, FailureKind
+from tests.harness import REPOSITORY, wait_for
+
+NOW = Failure(FailureKind.EXCEPTION, 0, "a-1", "a", 0, 0, 17, 1, "raised ValueError: bad", exception="ValueError")
+
+
+def facts_about(failure: Failure) -> Facts:
+    found: list[dict[int, Facts]] = []
+    Investigator(KernelLog()).look_into({3: failure}, found.append)
+    return wait_for(lambda: found, "the facts")[0].get(3, Facts())
+
+
+def no_room(path: Path) -> Failure:
+    said = f"[Errno 28] No space left on device: '{path}'"
+    stack = f'Traceback (most recent call last):\n  File "/u/t.py", line 1, in f\nOSError: {said}'
+    return replace(NOW, exception="OSError", message=f"raised OSError: {said}", traceback=stack)
+
+
+def test_a_failure_that_asks_nothing_is_answered_at_once_and_without_a_thread() -> None:
+    found: list[dict[int, Facts]] = []
+    before = threading.active_count()
+
+    Investigator(KernelLog()).look_into({0: NOW}, found.append)
+    Investigator(KernelLog()).look_into({}, found.append)
+
+    assert found == [{}, {}]
+    assert threading.active_count() == before
+
+
+def test_the_space_of_a_path_that_is_not_there_is_that_of_the_folder_above(tmp_path: Path) -> None:
+    missing = tmp_path / "no" / "such" / "model.pt"
+
+    (space,) = facts_about(no_room(missing)).spaces.values()
+
+    said = os.statvfs(tmp_path)
+    assert space.total == said.f_blocks * said.f_frsize
+    assert os.path.ismount(space.mount)
+    assert tmp_path.is_relative_to(space.mount)
+
+
+def test_a_look_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hangs = threading.Event()
+    monkeypatch.setattr(investigator, "_LIMIT_S", 0.1)
+    monkeypatch.setattr(investigator, "_space", lambda path: hangs.wait(30))
+
+    began_s = time.monotonic()
+    facts = facts_about(no_room(tmp_path))
+    took_s = time.monotonic() - began_s
+    hangs.set()
+
+    assert facts.spaces == {}
+    assert took_s < 5.0
+
+
+def test_a_host_without_nvidias_driver_has_no_gpu_errors() -> None:
+    said = "CUDA error: unspecified launch failure"
+    stack = f'Traceback (most recent call last):\n  File "/u/t.py", line 1, in f\nRuntimeError: {said}'
+
+    facts = facts_about(replace(NOW, exception="RuntimeError", message=f"raised RuntimeError: {said}", traceback=stack))
+
+    assert facts.gpu_errors == ()
+
+
+def test_the_agent_reads_no_rule_of_causes_before_a_failure() -> None:
+    program = (
+        "import sys, elaunch.agent.loop; print([m for m in sys.modules if m.startswith('elaunch.agent.core.causes')])"
+    )
+
+    said = subprocess.run(
+        [sys.executable, "-c", program], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True, check=True
+    ).stdout
+
+    assert said == "[]\n"
+
+
+def test_the_agent_starts_without_the_library_for_medians() -> None:
+    program = "import sys, elaunch.agent.loop; print({'statistics', 'decimal'} & set(sys.modules))"
+
+    said = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
+
+    assert said.stdout == "set()\n"

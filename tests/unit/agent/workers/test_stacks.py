@@ -1,0 +1,176 @@
+"""agent.workers.stacks: the stacks of real processes, by py-spy."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from elaunch.agent import linux
+from elaunch.agent.core.stack_groups import Stack
+from elaunch.agent.core.waits import Doing, doing
+from elaunch.agent.workers import stacks
+from elaunch.agent.workers.stacks import NO_RIGHT, NO_TOOL, take
+from tests.harness import script, wait_for
+
+PROGRAM = """
+import os, sys, threading, time
+def locked():
+    lock = threading.Lock()
+    lock.acquire()
+    print("ready", flush=True)
+    lock.acquire()
+def busy():
+    print("ready", flush=True)
+    while True: pass
+def asleep():
+    print("ready", flush=True)
+    time.sleep(600)
+def reads_a_pipe():
+    pipe = os.pipe()
+    print("ready", flush=True)
+    os.read(pipe[0], 1)
+def a_thread_sleeps():
+    threading.Thread(target=time.sleep, args=(600,), daemon=True, name="helper").start()
+    locked()
+def a_child_sleeps():
+    if os.fork(): locked()
+    else: time.sleep(600)
+globals()[sys.argv[1]]()
+"""
+
+
+class Programs:
+    """Processes of the program above, which end with the test."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = script(folder, PROGRAM)
+        self._running: list[subprocess.Popen[str]] = []
+
+    def start(self, what: str) -> int:
+        command = [sys.executable, str(self._path), what]
+        program = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, process_group=0)
+        self._running.append(program)
+        assert program.stdout
+        assert program.stdout.readline() == "ready\n"
+        return program.pid
+
+    def end(self) -> None:
+        for program in self._running:
+            os.killpg(program.pid, signal.SIGKILL)
+            program.communicate()
+
+
+@pytest.fixture
+def programs(tmp_path: Path) -> Iterator[Programs]:
+    programs = Programs(tmp_path)
+    yield programs
+    programs.end()
+
+
+def settled(pid: int, *expected: Doing) -> Stack:
+    """The process's stack once it has come to where it stays."""
+
+    def found() -> Stack | None:
+        (stack,) = take({0: pid})
+        return stack if doing(stack) in expected else None
+
+    return wait_for(found, f"pid {pid} does {expected}", 10.0)
+
+
+def test_the_stack_says_where_a_process_is_and_what_it_waits_for(programs: Programs) -> None:
+    pids = {rank: programs.start(what) for rank, what in enumerate(("locked", "busy", "asleep", "reads_a_pipe"))}
+    for rank, what in enumerate((Doing.LOCK, Doing.RUNS, Doing.SLEEP, Doing.OTHER)):
+        settled(pids[rank], what)
+
+    taken = take(pids)
+
+    assert [(stack.rank, stack.pid) for stack in taken] == list(pids.items())
+    mains = [stack.main for stack in taken]
+    assert [main and main.frames[0].function for main in mains] == ["locked", "busy", "asleep", "reads_a_pipe"]
+    assert [main and main.is_active for main in mains] == [False, True, False, False]
+    assert [main and main.holds_gil for main in mains] == [False, True, False, False]
+    assert mains[3]
+    assert mains[3].target.startswith("pipe:")
+    assert all(main and main.frames[0].short_file == "train.py" for main in mains)
+
+
+def test_other_threads_and_children_are_there_too(programs: Programs) -> None:
+    with_thread = settled(programs.start("a_thread_sleeps"), Doing.LOCK)
+    with_child = settled(programs.start("a_child_sleeps"), Doing.LOCK)
+
+    (helper,) = (thread for thread in with_thread.threads if not thread.is_main)
+    (child,) = with_child.children
+    assert (helper.name, helper.syscall) == ("helper", "clock_nanosleep")
+    assert child.main
+    assert child.main.frames[0].function == "a_child_sleeps"
+
+
+def test_a_process_that_sigstop_holds_is_read_all_the_same(programs: Programs) -> None:
+    pid = programs.start("busy")
+    os.kill(pid, signal.SIGSTOP)
+
+    stack = settled(pid, Doing.STOPPED)
+
+    assert stack.main
+    assert stack.main.frames[0].function == "busy"
+
+
+def test_a_process_that_cannot_be_read_says_why() -> None:
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    with subprocess.Popen(["sleep", "600"]) as other:
+        wait_for(lambda: Path(f"/proc/{other.pid}/comm").read_text() == "sleep\n", "exec", 10.0)
+        troubles = [stack.trouble for stack in take({0: gone.pid, 1: other.pid})]
+        other.kill()
+
+    assert troubles == ["the process is gone", "it runs no Python, or Python is only just starting"]
+
+
+def test_words_of_py_spy_become_a_sentence() -> None:
+    denied = "Permission Denied: Try running again with elevated permissions by going 'sudo env \"PATH=$PATH\" !!'\n"
+
+    assert stacks._trouble(denied) == NO_RIGHT
+    assert stacks._trouble("Error: Failed to x\n\nCaused by:\n    0: y\n") == "py-spy could not read it (Failed to x)"
+
+
+def test_without_py_spy_that_is_the_trouble(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stacks, "find_tool", lambda: None)
+
+    (stack,) = take({5: os.getpid()})
+
+    assert (stack.rank, stack.trouble, linux.state(os.getpid())) == (5, NO_TOOL, "R")
+
+
+def test_a_py_spy_that_does_not_end_is_ended_in_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    slow = tmp_path / "py-spy"
+    slow.write_text("#!/bin/sh\nexec sleep 600\n")
+    slow.chmod(0o700)
+    monkeypatch.setattr(stacks, "find_tool", lambda: str(slow))
+    begun_s = time.monotonic()
+
+    (stack,) = take({0: os.getpid()}, within_s=0.2)
+
+    assert stack.trouble == "py-spy did not come to an end in time"
+    assert time.monotonic() - begun_s < 5
+
+
+@pytest.mark.parametrize("printed", ["", "{}", "[1]", '[{"frames": 1}]', "[" * 100_000])
+def test_output_that_is_none_of_py_spys_is_a_trouble(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, printed: str
+) -> None:
+    other = tmp_path / "py-spy"
+    (tmp_path / "printed").write_text(printed)
+    other.write_text(f"#!/bin/sh\ncat {tmp_path}/printed\n")
+    other.chmod(0o700)
+    monkeypatch.setattr(stacks, "find_tool", lambda: str(other))
+
+    (stack,) = take({0: os.getpid()})
+
+    assert stack.trouble == "py-spy wrote something that cannot be read"

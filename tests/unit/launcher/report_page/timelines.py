@@ -1,0 +1,108 @@
+"""Timelines of made-up jobs, with round times, as the agents of real jobs write them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from elaunch.launcher.report_page.events import read_lines
+from elaunch.launcher.report_page.history import NodeFolder
+
+# The wall clock, and the host's monotonic clock, at the start of a job.
+BEGAN_AT, BEGAN_MONOTONIC_S = 1_800_000_000.0, 500.0
+
+
+class Timeline:
+    """One node's timeline. `at` are seconds of the job; `ahead_s` is how far the host's wall clock is ahead."""
+
+    def __init__(
+        self,
+        host: str = "node-a",
+        first_rank: int = 0,
+        workers: int = 2,
+        *,
+        started_s: float = 0.0,
+        ahead_s: float = 0.0,
+        schema: int = 1,
+    ) -> None:
+        self.host, self.first_rank, self.workers = host, first_rank, workers
+        self.ahead_s = ahead_s
+        self.rows: list[dict[str, Any]] = []
+        run = {"run_id": "night", "host": host, "command": "train.py", "max_restarts": 3, "workers": workers}
+        self.add(started_s, -1, "started", **({"schema": schema, "version": "0.1.0", **run} if schema else {}))
+
+    def add(self, at: float, generation: int, event: str, **fields: Any) -> Timeline:
+        times = {"at": BEGAN_AT + at + self.ahead_s, "monotonic_s": BEGAN_MONOTONIC_S + at}
+        self.rows.append({"generation": generation, "event": event, **times, **fields})
+        return self
+
+    def opens(self, at: float, generation: int, kind: str = "start", world_size: int = 2) -> Timeline:
+        """Opened at `at`, sealed 0.5 s later, workers forked 1 s later."""
+        self.add(at, generation, "opened", kind=kind, cause="because")
+        self.add(
+            at + 0.5, generation, "sealed", world_size=world_size, reason=f"reason {generation}", restarts=generation
+        )
+        for local_rank in range(self.workers):
+            place = {"rank": self.first_rank + local_rank, "local_rank": local_rank}
+            self.add(at + 1, generation, "forked", pid=100 * generation + local_rank, **place)
+        return self
+
+    def restores(self, begin: float, end: float, generation: int) -> Timeline:
+        """The Keeper's marks, which the agent reads a little later."""
+        for local_rank in range(self.workers):
+            for name, said in (("restoring", begin), ("restored", end)):
+                said_s = BEGAN_MONOTONIC_S + said
+                place = {"rank": self.first_rank + local_rank, "local_rank": local_rank}
+                self.add(end + 0.3, generation, "marked", name=name, said_s=said_s, **place)
+        return self
+
+    def steps(self, at: float, generation: int, step: int, first: int | None = None, rate: float = 0.0) -> Timeline:
+        fields: dict[str, Any] = {"first_rank": self.first_rank, "steps": [step] * self.workers}
+        if first is not None:
+            fields["first_steps"] = [first] * self.workers
+        if rate:
+            fields["steps_per_s"] = rate
+        return self.add(at, generation, "progress", **fields)
+
+    def dies(self, at: float, generation: int, local_rank: int, code: int = -9, **failure: Any) -> Timeline:
+        """A worker dies, and the agent knows of it 0.25 s later."""
+        rank, pid = self.first_rank + local_rank, 100 * generation + local_rank
+        who = {"rank": rank, "local_rank": local_rank, "pid": pid}
+        self.add(at + 0.25, generation, "exited", code=code, **who)
+        said = {"kind": "signal", "sentence": f"rank {rank} died", "message": "died", "host": self.host, **who}
+        return self.add(at + 0.25, generation, "failed", **said, failed_at=BEGAN_AT + self.ahead_s + at, **failure)
+
+    def stops(self, at: float, generation: int, local_ranks: tuple[int, ...]) -> Timeline:
+        """The others are killed; all is cleared at `at`."""
+        self.add(at - 0.1, generation, "killing", signal="SIGKILL", workers=len(local_ranks))
+        for local_rank in local_ranks:
+            place = {"rank": self.first_rank + local_rank, "local_rank": local_rank}
+            self.add(at, generation, "exited", pid=100 * generation + local_rank, code=-9, **place)
+        return self.add(at, generation, "cleared")
+
+    def succeeds(self, at: float, generation: int, restarts: int = 1) -> Timeline:
+        for local_rank in range(self.workers):
+            place = {"rank": self.first_rank + local_rank, "local_rank": local_rank}
+            self.add(at - 1, generation, "exited", pid=100 * generation + local_rank, code=0, **place)
+        return self.add(
+            at, generation, "ended", outcome="succeeded", code=0, reason="", restarts=restarts, max_restarts=3
+        )
+
+    @property
+    def text(self) -> bytes:
+        return b"".join(json.dumps(row).encode() + b"\n" for row in self.rows)
+
+    def folder(self, path: str = "") -> NodeFolder:
+        lines = self.text.splitlines(keepends=True)
+        return NodeFolder(path or f"/logs/{self.host}", "this node", "night", read_lines(lines))
+
+
+def restarted() -> Timeline:
+    """One node, two workers: rank 1 dies at 20 s, after step 17; generation 1 goes on after step 14, and ends at 60 s.
+
+    Generation 0 makes a step a second from 3 s on, generation 1 from 25 s on, up to step 44 at 55 s.
+    """
+    job = Timeline().opens(0, 0).steps(4.5, 0, 1, first=1).steps(14, 0, 11, rate=1.0).steps(19.9, 0, 17, rate=1.0)
+    job.dies(20, 0, 1).stops(21, 0, (0,))
+    job.opens(21, 1, "fail").restores(24, 25, 1).steps(26.2, 1, 15, first=15).steps(50, 1, 39, rate=1.0)
+    return job.steps(58, 1, 44, rate=1.0).succeeds(60, 1)

@@ -1,0 +1,69 @@
+"""rendezvous.rules.reports, agent.core.node_report, agent.core.stack_answer: what nodes say, whoever wrote it."""
+
+from __future__ import annotations
+
+from elaunch.agent.core.node_report import WorkersSeen, node_report
+from elaunch.agent.core.stack_answer import read_stack_answer, stack_answer, stacks_in
+from elaunch.agent.core.stack_groups import Frame, Stack, ThreadStack
+from elaunch.rendezvous.codec import encode
+from elaunch.rendezvous.rules.questions import ANSWER_BYTES_MAX
+from elaunch.rendezvous.rules.reports import RANKS_MAX, JobState, RankReport, job_report, read_node_report
+from tests.unit.agent.driver import ALL, started
+
+RANKS = tuple(RankReport(local, local, 100 + local, step=5, step_s=0.5) for local in range(3))
+
+
+def test_a_running_node_says_how_its_workers_are() -> None:
+    agent = started().agent
+
+    report = node_report(agent, 77, 12.5, WorkersSeen(0, 3.0, RANKS))
+
+    assert (report.state, report.generation, report.pid, report.workers_age_s) == ("running", 0, 77, 3.0)
+    assert [rank.state for rank in report.ranks] == ["running"] * len(ALL)
+    assert read_node_report(encode(report), agent.me.node_id) == report
+    job = job_report(agent.snapshot)
+    assert (job.state, job.is_whole, len(job.seats)) == (JobState.RUNNING, True, 1)
+
+
+def test_a_report_that_is_none_or_anothers_is_left_out() -> None:
+    report = encode(node_report(started().agent, 77, 12.5, WorkersSeen(0, 3.0, RANKS)))
+
+    assert read_node_report(report, "stranger-00000001") is None
+    assert read_node_report("[" * 100_000, "x") is None
+    for impossible in (1e308, -1.0):
+        changed = report.replace('"age_s":12.5', f'"age_s":{impossible}')
+        assert changed != report
+        assert read_node_report(changed, started().agent.me.node_id) is None
+    assert read_node_report(report.replace('"pid":77', '"pid":"77"'), started().agent.me.node_id) is None
+
+
+def test_the_stacks_of_many_ranks_fit_into_an_answer() -> None:
+    frames = tuple(Frame(f"f{i}" * 20, "/lib/" + "x" * 250, i) for i in range(200))
+    threads = tuple(ThreadStack(f"t{i}", frames, is_main=i == 0) for i in range(50))
+    stacks = [
+        Stack(rank, 100 + rank, (ThreadStack("m", frames[rank:], is_main=True), *threads[1:])) for rank in range(8)
+    ]
+
+    text = stack_answer("node-a-1", 3, stacks)
+
+    answer = read_stack_answer(text, "node-a-1")
+    assert len(text) <= ANSWER_BYTES_MAX
+    assert answer is not None
+    shown = stacks_in([answer])
+    assert sorted(stack.rank for stack in shown) == list(range(8))
+    assert all(stack.trouble or stack.main for stack in shown)
+
+
+def test_equal_stacks_travel_once_and_come_back_for_each_rank() -> None:
+    main = ThreadStack("MainThread", (Frame("wait", "/a.py", 3),), is_main=True)
+    stacks = [Stack(rank, 100 + rank, (main,), "S") for rank in range(RANKS_MAX)]
+
+    text = stack_answer("node-a-1", 3, stacks)
+    answer = read_stack_answer(text, "node-a-1")
+
+    assert len(text) < 6000
+    assert answer is not None
+    assert len(answer.groups) == 1
+    assert len(stacks_in([answer])) == RANKS_MAX
+    too_many = text.replace('"ranks":[0,', '"ranks":[-1,0,')
+    assert read_stack_answer(too_many, "node-a-1") is None

@@ -1,0 +1,197 @@
+"""launcher.watch: what is known of a job as one object, and the object in words."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+
+from elaunch.launcher.watch.record import Gathered, status_record
+from elaunch.launcher.watch.words import RANKS_SHOWN, fine, one_line, plain, rows_of, span, text_of
+from elaunch.rendezvous.rules.reports import JobReport, JobState, NodeReport, RankReport, SeatReport
+from elaunch.rendezvous.types import Failure, FailureKind, Generation, OpenKind, Outcome, OutcomeKind, Terms
+from tests.harness import REPOSITORY
+
+NOW = 1_800_000_000.0
+FAILURE = Failure(
+    FailureKind.EXCEPTION, 0, "node-b-00000002", "node-b", 3, 1, 4711, 1, "raised ValueError: loss is nan",
+    "ValueError", "/home/me/train.py:41 in step", failed_at=NOW - 125, advice="lower the learning rate",
+)  # fmt: skip
+JOB = JobReport(
+    "night",
+    JobState.RUNNING,
+    True,
+    Terms(2, 2, 3, None, "train.py --lr 0.1"),
+    Generation(1, OpenKind.FAIL, FAILURE.sentence, "node-b-00000002"),
+    (SeatReport("node-a-00000001", "node-a", 0, 2, True), SeatReport("node-b-00000002", "node-b", 2, 2, True)),
+    ("node-c-00000003",),
+    "node-a-00000001",
+    1,
+    failure=FAILURE,
+)
+
+
+def node(number: int, host: str, ranks: range, step: int = 1200, **changes: object) -> NodeReport:
+    reports = tuple(
+        RankReport(rank, local, 100 + rank, "running", step + local, "", 0.21, 0.4) for local, rank in enumerate(ranks)
+    )
+    made = NodeReport(f"{host}-{number:08}", host, 99, "running", 300.0, 1, 123.0, ranks=reports)
+    return replace(made, **changes)  # type: ignore[arg-type]
+
+
+def known(**changes: object) -> Gathered:
+    """Two nodes and a spare, of which the second node does not answer."""
+    nodes = {"node-a-00000001": node(1, "node-a", range(2))}
+    spare = NodeReport("node-c-00000003", "node-c", 98, "waiting", 20.0)
+    silent = {"node-b-00000002": "did not answer within 3 s; its lease still holds"}
+    return replace(Gathered(JOB, {**nodes, "node-c-00000003": spare}, silent), **changes)  # type: ignore[arg-type]
+
+
+def test_the_words_have_the_job_its_ranks_its_failure_and_who_did_not_answer() -> None:
+    assert (
+        text_of(status_record(known(), NOW))
+        == """\
+job night: running, generation 1 for 2 min 3 s
+  command   train.py --lr 0.1
+  size      2 nodes, 4 ranks, 1 spare
+  step      1200 to 1201, 210 ms per step
+  restarts  2 of 3 restarts left
+  failure   2 min 5 s ago: rank 3 (local rank 1 on node-b, pid 4711) raised ValueError: loss is nan in generation 0
+            at /home/me/train.py:41 in step
+            lower the learning rate
+
+rank   host    pid  state      step  step time  last report
+0      node-a  100  running    1200  210 ms     0 s ago
+1      node-a  101  running    1201  210 ms     0 s ago
+2–3    node-b  –    no answer
+spare  node-c  –    waiting
+node-b did not answer within 3 s; its lease still holds
+"""
+    )
+
+
+def test_a_large_job_is_shown_by_node_unless_each_rank_is_asked_for() -> None:
+    seats = tuple(SeatReport(f"n{i}-{i:08}", f"n{i}", 8 * i, 8, True) for i in range(8))
+    nodes = {f"n{i}-{i:08}": node(i, f"n{i}", range(8 * i, 8 * i + 8), step=100 + i) for i in range(8)}
+    record = status_record(Gathered(replace(JOB, seats=seats, others=()), nodes, {}), NOW)
+
+    by_node, by_rank = rows_of(record), rows_of(record, every_rank=True)
+
+    assert len(record["ranks"]) > RANKS_SHOWN
+    assert by_node[0][0] == "host"
+    assert by_node[1:3] == [
+        ("n0", "0–7", "running", "100–107", "210 ms", "0 s ago"),
+        ("n1", "8–15", "running", "101–108", "210 ms", "0 s ago"),
+    ]
+    assert len(by_rank) == 65
+    assert "--ranks shows each rank" in text_of(record)
+
+
+def test_the_budget_of_a_window_counts_what_is_still_in_it() -> None:
+    job = replace(JOB, terms=Terms(2, 2, 3, 600.0, "train.py"), restarts=9, restart_ages_s=(0.0, 400.0, 550.0))
+
+    record = status_record(known(job=job), NOW)
+
+    # The table was sealed 123 s ago.
+    assert record["restarts"] == {"used": 2, "max": 3, "left": 1, "window_s": 600.0}
+    assert "1 of 3 restarts left within 10 min 0 s" in text_of(record)
+
+
+def test_ranks_of_an_older_generation_are_not_shown_as_those_of_the_newest() -> None:
+    late = {"node-a-00000001": node(1, "node-a", range(2), generation=0, state="stopping")}
+
+    record = status_record(known(nodes=late, silent={}), NOW)
+
+    assert record["ranks"] == []
+    assert record["step"] is None
+    assert ("node-a", "0–1", "stopping", "–", "–", "–") in rows_of(record)
+
+
+def test_a_job_that_ended_or_forms_says_so() -> None:
+    outcome = Outcome(OutcomeKind.FAILED, "the budget is spent", 1, 3, 3)
+    ended = status_record(Gathered(replace(JOB, state=JobState.ENDED, ended=outcome), {}, {}), NOW)
+    waits = NodeReport("node-a-00000001", "node-a", 9, "waiting", 4.0, waiting="nodes: 1 of 2 is here")
+    forms = replace(
+        JOB, state=JobState.FORMING, generation=Generation(0, OpenKind.START, "the job starts"), seats=(), failure=None,
+        others=("node-a-00000001",),
+    )  # fmt: skip
+    forming = status_record(Gathered(forms, {"node-a-00000001": waits}, {}), NOW)
+
+    assert text_of(ended).startswith("job night: ended: failed, generation 1\n")
+    assert "the budget is spent; exit code 1" in text_of(ended)
+    assert "job night: forming, generation 0\n" in text_of(forming)
+    assert "1 of 2 nodes" in text_of(forming)
+    assert "node-a for nodes: 1 of 2 is here" in text_of(forming)
+    assert "spare" not in text_of(forming)
+    assert forming["spares"] == 0
+
+
+def test_a_hang_is_said() -> None:
+    hangs = status_record(known(job=replace(JOB, hang="rank 1 is not where the others wait")), NOW)
+
+    assert "  hang      rank 1 is not where the others wait\n" in text_of(hangs)
+    assert status_record(known(), NOW)["hang"] is None
+
+
+def test_a_generation_that_no_failure_opened_says_why_it_was() -> None:
+    lost = replace(JOB, generation=Generation(2, OpenKind.LOSS, "node-d was lost"), failure=None)
+
+    assert "since node-d was lost" in text_of(status_record(known(job=lost), NOW))
+
+
+def test_control_characters_of_others_reach_no_terminal() -> None:
+    evil = replace(JOB, run_id="a\x1b]0;x\x07b", terms=Terms(2, 2, 3, None, "train.py\x1b[2J"))
+    ranks = (RankReport(0, 0, 1, "run\x1bning", 3, "\x1b[31mred\n"),)
+    nodes = {"node-a-00000001": replace(node(1, "node-a", range(0), waiting="\x9b31m"), ranks=ranks)}
+
+    record = status_record(known(job=evil, nodes=nodes, silent={"node-b-00000002": "\x1b"}), NOW)
+    shown = text_of(record, every_rank=True) + one_line(record)
+
+    assert all(letter.isprintable() or letter == "\n" for letter in shown)
+    assert "\\x1b" in shown
+    assert "\x1b" not in json.dumps(record)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(0.4, "0 s"), (59.9, "59 s"), (61, "1 min 1 s"), (3_725, "1 h 2 min"), (200_000, "2 d 7 h")],
+)
+def test_a_duration_has_two_units_at_most(seconds: float, words: str) -> None:
+    assert span(seconds) == words
+
+
+def test_a_steps_time_has_three_digits() -> None:
+    assert [fine(seconds) for seconds in (0.0123456, 0.21, 1.2345, 42.0, 4000.0)] == [
+        "12.3 ms",
+        "210 ms",
+        "1.23 s",
+        "42 s",
+        "1 h 6 min",
+    ]
+    assert plain("é–\t") == "é–\\x09"
+
+
+def test_the_page_has_each_field_of_the_object() -> None:
+    _, _, section = (REPOSITORY / "docs" / "observe.md").read_text().partition("### For scripts")
+    section = section.partition("\n## ")[0]
+    rows = re.findall(r"^\| (`.*?) \| (.*) \|$", section, re.MULTILINE)
+    meant = {field: text for names, text in rows for field in re.findall(r"`(\w+)`", names)}
+    outcome = Outcome(OutcomeKind.FAILED, "the budget is spent", 1, 3, 3)
+    record = status_record(known(job=replace(JOB, ended=outcome)), NOW)
+
+    assert meant.keys() == record.keys()
+    for field, value in record.items():
+        inner = value[0] if isinstance(value, list) and value else value
+        if isinstance(inner, dict):
+            assert [name for name in inner if f"`{name}`" not in meant[field]] == [], field
+
+
+def test_one_line_has_no_line_break_and_names_the_silent() -> None:
+    line = one_line(status_record(known(), NOW))
+
+    assert line == (
+        "job night: running, generation 1 for 2 min 3 s; step 1200, 210 ms per step; 2 of 3 restarts left;"
+        " no answer from node-b"
+    )

@@ -1,0 +1,269 @@
+"""rendezvous.rules.excluding: who is kept out, on which evidence, and who takes the place."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from elaunch.rendezvous.rules import transactions
+from elaunch.rendezvous.rules.excluding import STREAK_AGE_MAX_S, is_excluded
+from elaunch.rendezvous.rules.table_codec import decode_table, encode_table
+from elaunch.rendezvous.types import Exclusion, Failure, FailureKind, OutcomeKind, Streak, Terms
+from tests.unit.agent.job_world import TERMS, TIMES, A, B, C, World, node, running
+
+SIGNAL, EXCEPTION = FailureKind.SIGNAL, FailureKind.EXCEPTION
+# Two seats, a spare, and a budget that is larger than the evidence.
+TWO = replace(TERMS, nodes_min=2, nodes_max=2, max_restarts=9, exclude_after=3)
+
+
+def failing(world: World, who: object, kind: FailureKind = SIGNAL, times: int = 1, *rest: object) -> World:
+    """`who` fails in so many generations; all join each time."""
+    for _ in range(times):
+        world.fail(kind, nodes=(who,))  # type: ignore[arg-type]
+        world.run(A, B, C)
+    return world
+
+
+def three(terms: Terms = TWO) -> World:
+    """A job on A and B; C is a spare."""
+    world = running(A, B, terms=terms)
+    world.join(C)
+    return world
+
+
+def test_a_spare_takes_the_place_of_a_node_that_fails_the_same_way_again_and_again() -> None:
+    world = three()
+
+    seated = [failing(world, B).seated for _ in range(3)]
+
+    assert seated == ["ab", "ab", "ac"]
+    assert world.table.reason == (
+        "restart 3 of 9; host-b is excluded: the last 3 failures were all on host-b, and alike (signal)"
+    )
+    assert world.table.excluded == (
+        Exclusion("host-b", "signal", "the last 3 failures were all on host-b, and alike (signal)"),
+    )
+
+
+def test_an_excluded_node_stays_out_after_failures_of_others_and_under_a_new_leader() -> None:
+    world = failing(three(), B, times=3)
+    failing(world, A, EXCEPTION)
+    world.lose(A)
+    world.elect(C)
+    world.lead()
+
+    world.run(B, C)
+
+    # Only two are left for two seats.
+    assert world.seated == "cb"
+    assert "host-b would be excluded (--exclude-after), but too few other nodes are here" in world.table.reason
+    assert is_excluded(B.node_id, world.table.excluded)
+
+
+def test_an_excluded_node_that_is_ready_is_no_reason_to_open_a_generation() -> None:
+    world = failing(three(replace(TWO, nodes_min=1, nodes_max=3)), B, times=3)
+    assert world.seated == "ac"
+
+    world.look()
+    world.now_s += TIMES.join_backoff_max_s
+
+    assert not world.lead()
+
+
+def test_nobody_waits_for_an_excluded_node_that_is_late() -> None:
+    world = failing(three(replace(TWO, nodes_min=1, nodes_max=3)), B, times=3)
+    world.fail(EXCEPTION, nodes=(A,))
+    world.join(A, C)
+
+    assert world.seal() == "ac"
+
+
+def test_an_agent_that_is_started_again_on_the_host_is_excluded_too() -> None:
+    world = failing(three(replace(TWO, nodes_min=1)), B, times=3)
+    world.lose(B)
+    again = replace(node("b"), node_id="host-b-0000beef")
+    world.fail(SIGNAL, nodes=(A,))
+
+    world.run(A, C, again)
+
+    assert world.seated == "ac"
+
+
+def test_with_too_few_others_nobody_is_excluded_and_the_log_says_so() -> None:
+    world = running(A, B, terms=TWO)
+    for _ in range(3):
+        world.fail(SIGNAL, nodes=(B,))
+        world.run(A, B)
+
+    assert world.seated == "ab"
+    assert world.table.reason == (
+        "restart 3 of 9; host-b would be excluded (--exclude-after), but too few other nodes are here"
+    )
+
+
+def test_a_node_goes_when_a_spare_comes_later_and_the_group_starts_anyway() -> None:
+    world = running(A, B, terms=TWO)
+    for _ in range(3):
+        world.fail(SIGNAL, nodes=(B,))
+        world.run(A, B)
+    world.join(C)
+
+    failing(world, A, EXCEPTION)
+
+    assert world.seated == "ac"
+
+
+@pytest.mark.parametrize(
+    "history",
+    [
+        [(B, SIGNAL), (A, SIGNAL), (B, SIGNAL), (B, SIGNAL)],
+        [(B, SIGNAL), (B, EXCEPTION), (B, SIGNAL), (B, SIGNAL)],
+        [(B, SIGNAL), (B, SIGNAL), (B, FailureKind.PEER_LOST)],
+        [(B, FailureKind.PEER_LOST)] * 4,
+        [(B, FailureKind.ENDED_EARLY), (A, SIGNAL), (B, FailureKind.ENDED_EARLY)],
+    ],
+    ids=["another node", "another way", "two and a lost peer", "lost peers", "ended early"],
+)
+def test_what_is_no_streak_excludes_nobody(history: list[tuple[object, FailureKind]]) -> None:
+    world = three()
+
+    for who, kind in history:
+        failing(world, who, kind)
+
+    assert world.seated == "ab"
+    assert not world.table.excluded
+
+
+@pytest.mark.parametrize(("rank", "seated"), [(-1, "ab"), (1, "ac")])
+def test_a_hang_in_which_no_rank_differs_is_no_evidence_against_the_node_that_reports_it(
+    rank: int, seated: str
+) -> None:
+    world = three()
+
+    for _ in range(3):
+        hung = Failure(
+            FailureKind.HANG, world.table.generation, B.node_id, B.host, rank, 0, 1, None, "hung", progressed=True
+        )
+        world.commit(transactions.fail(world.snapshot, B, hung))
+        world.run(A, B, C)
+
+    assert world.seated == seated
+
+
+def test_a_lost_peer_between_two_failures_does_not_end_a_streak() -> None:
+    world = failing(three(), B, times=2)
+    failing(world, A, FailureKind.PEER_LOST)
+    failing(world, B)
+
+    assert world.seated == "ac"
+
+
+def test_a_lost_node_is_nobodys_failure() -> None:
+    world = failing(three(replace(TWO, nodes_min=1)), B, times=2)
+    world.fail(SIGNAL, nodes=(B,))
+    world.lose(A)
+    world.elect(C)
+
+    world.run(B, C)
+
+    assert world.seated == "bc"
+    assert world.table.streak == Streak("host-b", "signal", 2)
+
+
+def test_a_generation_that_ran_for_an_hour_begins_the_streak_anew() -> None:
+    world = failing(three(), B, times=2)
+    world.look()
+    world.now_s += STREAK_AGE_MAX_S
+
+    failing(world, B)
+
+    assert (world.seated, world.table.streak) == ("ab", Streak("host-b", "signal", 1))
+
+
+def test_the_same_failure_on_another_node_acquits() -> None:
+    world = failing(three(), B, times=3)
+
+    failing(world, C)
+
+    assert not world.table.excluded
+    assert world.table.streak == Streak("host-c", "signal", 1)
+
+
+def test_of_two_agents_on_one_host_only_the_failing_one_is_excluded() -> None:
+    b1, b2 = node("b", host="host-a"), node("c", host="host-a")
+    world = running(A, b1, terms=TWO)
+    world.join(b2)
+    for _ in range(3):
+        world.fail(SIGNAL, nodes=(b1,))
+        world.run(A, b1, b2)
+
+    assert world.seated == "ac"
+    assert world.table.excluded[0].who == b1.node_id
+
+
+@pytest.mark.parametrize("terms", [replace(TWO, exclude_after=0), replace(TERMS, nodes_max=1, exclude_after=1)])
+def test_without_the_option_and_on_one_node_nobody_is_excluded(terms: Terms) -> None:
+    world = running(A, B, terms=terms) if terms.nodes_max > 1 else running(A, terms=terms)
+    for _ in range(3):
+        world.fail(SIGNAL, nodes=(A,))
+        world.run(*((A, B, C) if terms.nodes_max > 1 else (A,)))
+
+    assert (world.table.streak, world.table.excluded) == (None, ())
+    assert world.table.reason == f"restart 3 of {terms.max_restarts}" + (", the last one" * (terms.max_restarts == 3))
+
+
+@pytest.mark.parametrize("exception", ["E", "ImportError"])
+@pytest.mark.parametrize(("exclude_after", "end"), [(0, "it failed the same way twice"), (2, "")])
+def test_a_node_that_fails_twice_without_progress_is_excluded_before_the_job_is_given_up(
+    exclude_after: int, end: str, exception: str
+) -> None:
+    world = three(replace(TWO, exclude_after=exclude_after))
+    for _ in range(2):
+        g = world.table.generation
+        failed = Failure(EXCEPTION, g, B.node_id, B.host, 1, 0, 1, 1, "raised E: no GPU", exception, progressed=False)
+        world.commit(transactions.fail(world.snapshot, B, failed))
+        world.join(A, B, C)
+        world.seal()
+
+    assert world.ended.startswith(end)
+    assert bool(world.ended) == bool(end)
+    assert world.seated == ("ab" if end else "ac")
+
+
+def test_the_budget_ends_the_job_all_the_same() -> None:
+    world = three(replace(TWO, max_restarts=2))
+    for _ in range(3):
+        world.fail(SIGNAL, nodes=(B,))
+        world.join(A, B, C)
+        world.seal()
+
+    ended = world.snapshot.ended
+    assert ended
+    assert (ended.kind, ended.reason) == (OutcomeKind.FAILED, "the budget of 2 restarts is spent")
+
+
+def test_a_table_keeps_its_streak_and_exclusions_as_text() -> None:
+    world = failing(three(), B, times=3)
+    table = replace(world.table, streak=Streak("host-a", "signal", 2))
+
+    assert decode_table(encode_table(table)) == table
+    assert "streak" not in encode_table(replace(table, streak=None, excluded=()))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '"streak":{"who":"a/b","way":"","times":1}',
+        '"streak":{"who":"a","way":"","times":-1}',
+        '"streak":[1]',
+        '"excluded":[{"who":"a b","way":"","why":""}]',
+        '"excluded":[["a"]]',
+        '"excluded":{"who":"a"}',
+    ],
+)
+def test_a_streak_or_exclusion_that_nobody_wrote_is_no_table(text: str) -> None:
+    plain = encode_table(replace(running(A).table, streak=None))
+
+    with pytest.raises(ValueError, match="not a rank table"):
+        decode_table(f"{plain[:-1]},{text}}}")
