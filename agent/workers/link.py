@@ -123,11 +123,12 @@ class Link:
                 self.step, self.reports = step, self.reports + 1
                 if self.first_step < 0:
                     self.first_step = step
+                    if isinstance(said_s := message.get("monotonic_s"), float):
+                        self._mark("stepped", said_s)
             case {"event": "phase", "name": str(name)}:
                 self.phase, self.reports = _plain(name), self.reports + 1
-            case {"event": "mark", "name": str(name), "monotonic_s": float(said_s)} if self.marks_left:
-                self.marks_left -= 1
-                self.marks.append(StartMark(_plain(name), min(said_s, time.monotonic())))
+            case {"event": "mark", "name": str(name), "monotonic_s": float(said_s)}:
+                self._mark(_plain(name), said_s)
             case {"event": "listens", "stop": bool(stop), "peer_failed": bool(peer_failed)}:
                 self.news.append(WorkerListens(*where, to_stop=stop, to_failure=peer_failed))
             case {"event": "saving", "step": int(step)}:
@@ -142,6 +143,11 @@ class Link:
                 if self.reached_store is None:
                     self.news.append(WorkerRaised(*where) if raised else WorkerReturned(*where))
                 self.raised, self.reached_store = raised, reached_store
+
+    def _mark(self, name: str, said_s: float) -> None:
+        if self.marks_left:
+            self.marks_left -= 1
+            self.marks.append(StartMark(name, min(said_s, time.monotonic())))
 
 
 def _is_step(value: object) -> bool:

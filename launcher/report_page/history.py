@@ -11,7 +11,7 @@ from statistics import median
 from elaunch.launcher.report_page.events import PastEvent, ReadLines
 from elaunch.launcher.report_page.faults import Fault, faults_of
 from elaunch.launcher.report_page.metrics import StepMetrics, Stretch
-from elaunch.launcher.report_page.node_log import NodeLog, Visit, node_log
+from elaunch.launcher.report_page.node_log import NodeLog, StepsSeen, Visit, node_log
 from elaunch.records import dataclass
 
 # Clocks of two hosts that differ by less are taken as they are: a table reaches all nodes within a second or so.
@@ -301,15 +301,7 @@ def _steps(
     progress = sorted((each for visit in visits for each in visit.progress), key=lambda each: each.at_s)
     first = min((each.first_step for each in progress if each.first_step >= 0), default=-1)
     last = max((each.step for each in progress), default=-1)
-    begun_s = math.nan
-    if progress:
-        # The agent looks once a second: how long ago the first step began, the rate tells.
-        rate = next((each.steps_per_s for each in progress if each.steps_per_s > 0), usual_rate)
-        seen = progress[0]
-        # If no rate is known, the job was so short that all steps came between two looks.
-        before_s = (seen.step - first + 1) / rate if first >= 0 and rate > 0 else math.inf
-        forked_s = _last(w.forked_s for visit in visits for w in visit.workers)
-        begun_s = max(seen.at_s - before_s, _or(forked_s, visits[0].at("sealed")), 0.0)
+    begun_s = _first_step_began_s(visits, progress, first, usual_rate) if progress else math.nan
     if progress or stretch:
         begun_s = _or(_last(visit.marks.get("restored", math.nan) for visit in visits), begun_s)
     if stretch is None:
@@ -318,6 +310,24 @@ def _steps(
     if math.isnan(begun_s):
         begun_s = ends_s - stretch.trained_s if math.isnan(stretch.begin_at) else stretch.begin_at - origin
     return begun_s, first, max(last, stretch.last_step), stretch.trained_s
+
+
+def _first_step_began_s(visits: Sequence[Visit], progress: Sequence[StepsSeen], first: int, usual_rate: float) -> float:
+    """When the first step began: one step before a worker said that it was complete.
+
+    Without that word the agent's looks, once a second, must do: how long ago the first step began, the rate tells. If
+    no rate is known, the job was so short that all steps came between two looks.
+    """
+    seen, newest = progress[0], max(progress, key=lambda each: each.step)
+    stepped_s = _first(visit.marks.get("stepped", math.nan) for visit in visits)
+    rate = next((each.steps_per_s for each in progress if each.steps_per_s > 0), usual_rate)
+    if not math.isnan(stepped_s):
+        steps, took_s = newest.step - first, newest.at_s - stepped_s
+        begun_s = stepped_s - (took_s / steps if steps > 0 and took_s > 0 else 1 / rate if rate > 0 else math.inf)
+    else:
+        begun_s = seen.at_s - ((seen.step - first + 1) / rate if first >= 0 and rate > 0 else math.inf)
+    forked_s = _last(worker.forked_s for visit in visits for worker in visit.workers)
+    return max(begun_s, _or(forked_s, visits[0].at("sealed")), 0.0)
 
 
 def _with_kept(drafts: Sequence[PastGeneration]) -> list[PastGeneration]:

@@ -49,10 +49,14 @@ def received(agent: socket.socket) -> bytes:
     return b"".join(parts)
 
 
-def test_a_step_is_one_json_line(agent: socket.socket) -> None:
-    link.report(7)
+def test_a_step_is_one_json_line_and_the_first_one_says_when_it_was_complete(agent: socket.socket) -> None:
+    line = link._open_link()
+    line.send_step(7, now_s=1.5)
+    line.send_step(8, now_s=2.5)
 
-    assert received(agent) == b'{"event": "progress", "step": 7}\n'
+    first, second = received(agent).splitlines(keepends=True)
+    assert first == b'{"event": "progress", "step": 7, "monotonic_s": 1.5}\n'
+    assert second == b'{"event": "progress", "step": 8}\n'
 
 
 def test_the_last_step_is_said_at_the_programs_end_if_it_was_left_out(agent: socket.socket) -> None:

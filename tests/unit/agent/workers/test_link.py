@@ -177,6 +177,16 @@ def test_marks_of_a_start_are_taken_once_and_are_no_sign_of_life(pair: tuple[Lin
     assert link.reports == 0
 
 
+def test_the_first_step_is_a_mark_if_the_worker_says_when_it_was_complete(pair: tuple[Link, socket.socket]) -> None:
+    link, worker = pair
+    says(worker, event="progress", step=3, monotonic_s=1.5)
+    says(worker, event="progress", step=4, monotonic_s=2.5)
+    link.read()
+
+    assert link.take_marks() == [("stepped", 1.5)]
+    assert (link.first_step, link.step, link.reports) == (3, 4, 2)
+
+
 def test_a_program_cannot_fill_the_timeline_with_marks(pair: tuple[Link, socket.socket]) -> None:
     link, worker = pair
     for number in range(100):

@@ -59,6 +59,15 @@ def test_a_job_shorter_than_two_looks_at_its_steps_trained_from_its_fork_on() ->
     assert history([job.folder()], None).generations[0].trains_s == 1
 
 
+def test_the_end_of_the_first_step_tells_when_it_began_however_late_the_agent_looked() -> None:
+    """Twelve steps of a second; a busy agent saw the first ten at once, and the last two a moment later."""
+    job = Timeline().opens(0, 0).says("stepped", 3, 0).steps(12, 0, 10, first=1).steps(14, 0, 12, rate=20.0)
+
+    (generation,) = history([job.succeeds(15, 0).folder()], None).generations
+
+    assert generation.trains_s == pytest.approx(2.0)
+
+
 def test_two_nodes_are_one_job_and_a_wrong_clock_is_corrected_and_told() -> None:
     near = Timeline("node-a").opens(0, 0, world_size=4).dies(10, 0, 1)
     far = Timeline("node-b", 2, started_s=0.1, ahead_s=3600).opens(0, 0, world_size=4)

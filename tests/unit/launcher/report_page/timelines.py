@@ -49,11 +49,13 @@ class Timeline:
 
     def restores(self, begin: float, end: float, generation: int) -> Timeline:
         """The Keeper's marks, which the agent reads a little later."""
+        return self.says("restoring", begin, generation).says("restored", end, generation)
+
+    def says(self, name: str, at: float, generation: int) -> Timeline:
+        """Each worker's mark of a moment, which the agent reads a little later."""
         for local_rank in range(self.workers):
-            for name, said in (("restoring", begin), ("restored", end)):
-                said_s = BEGAN_MONOTONIC_S + said
-                place = {"rank": self.first_rank + local_rank, "local_rank": local_rank}
-                self.add(end + 0.3, generation, "marked", name=name, said_s=said_s, **place)
+            place = {"rank": self.first_rank + local_rank, "local_rank": local_rank}
+            self.add(at + 0.3, generation, "marked", name=name, said_s=BEGAN_MONOTONIC_S + at, **place)
         return self
 
     def steps(self, at: float, generation: int, step: int, first: int | None = None, rate: float = 0.0) -> Timeline:
