@@ -11,7 +11,7 @@ from statistics import median
 from elaunch.launcher.report_page.events import PastEvent, ReadLines
 from elaunch.launcher.report_page.faults import Fault, faults_of
 from elaunch.launcher.report_page.metrics import StepMetrics, Stretch
-from elaunch.launcher.report_page.node_log import NodeLog, StepsSeen, Visit, node_log
+from elaunch.launcher.report_page.node_log import NodeLog, Visit, node_log
 from elaunch.records import dataclass
 
 # Clocks of two hosts that differ by less are taken as they are: a table reaches all nodes within a second or so.
@@ -298,10 +298,10 @@ def _steps(
     visits: Sequence[Visit], stretch: Stretch | None, origin: float, ends_s: float, usual_rate: float
 ) -> tuple[float, int, int, float]:
     """When the first step began, the first and last step, and the time in steps (NaN if only the agents know)."""
-    progress = sorted((each for visit in visits for each in visit.progress), key=lambda each: each.at_s)
+    progress = [each for visit in visits for each in visit.progress]
     first = min((each.first_step for each in progress if each.first_step >= 0), default=-1)
     last = max((each.step for each in progress), default=-1)
-    begun_s = _first_step_began_s(visits, progress, first, usual_rate) if progress else math.nan
+    begun_s = _first_step_began_s(visits, usual_rate) if progress else math.nan
     if progress or stretch:
         begun_s = _or(_last(visit.marks.get("restored", math.nan) for visit in visits), begun_s)
     if stretch is None:
@@ -312,22 +312,33 @@ def _steps(
     return begun_s, first, max(last, stretch.last_step), stretch.trained_s
 
 
-def _first_step_began_s(visits: Sequence[Visit], progress: Sequence[StepsSeen], first: int, usual_rate: float) -> float:
-    """When the first step began: one step before a worker said that it was complete.
+def _first_step_began_s(visits: Sequence[Visit], usual_rate: float) -> float:
+    """When the first step of the generation began: on the node that was the first to complete one.
+
+    If the others were so little later that their clocks explain it, the first of `visits` counts, as for all times.
+    """
+    done = {at: visit.stepped_s for at, visit in enumerate(visits) if not math.isnan(visit.stepped_s)}
+    done = done or {at: visit.progress[0].at_s for at, visit in enumerate(visits) if visit.progress}
+    earliest_s = min(done.values())
+    return _began_s(visits[next(at for at, done_s in done.items() if done_s <= earliest_s + _SKEW_S)], usual_rate)
+
+
+def _began_s(visit: Visit, usual_rate: float) -> float:
+    """When the first step of a node began: one step before a worker said that it was complete.
 
     Without that word the agent's looks, once a second, must do: how long ago the first step began, the rate tells. If
     no rate is known, the job was so short that all steps came between two looks.
     """
-    seen, newest = progress[0], max(progress, key=lambda each: each.step)
-    stepped_s = _first(visit.marks.get("stepped", math.nan) for visit in visits)
-    rate = next((each.steps_per_s for each in progress if each.steps_per_s > 0), usual_rate)
-    if not math.isnan(stepped_s):
-        steps, took_s = newest.step - first, newest.at_s - stepped_s
-        begun_s = stepped_s - (took_s / steps if steps > 0 and took_s > 0 else 1 / rate if rate > 0 else math.inf)
+    seen, newest = visit.progress[0], max(visit.progress, key=lambda each: each.step)
+    first = min((each.first_step for each in visit.progress if each.first_step >= 0), default=-1)
+    rate = next((each.steps_per_s for each in visit.progress if each.steps_per_s > 0), usual_rate)
+    if not math.isnan(visit.stepped_s):
+        steps, took_s = newest.step - first if first >= 0 else 0, newest.at_s - visit.stepped_s
+        begun_s = visit.stepped_s - (took_s / steps if steps > 0 and took_s > 0 else 1 / rate if rate > 0 else math.inf)
     else:
         begun_s = seen.at_s - ((seen.step - first + 1) / rate if first >= 0 and rate > 0 else math.inf)
-    forked_s = _last(worker.forked_s for visit in visits for worker in visit.workers)
-    return max(begun_s, _or(forked_s, visits[0].at("sealed")), 0.0)
+    forked_s = _last(worker.forked_s for worker in visit.workers)
+    return max(begun_s, _or(forked_s, visit.at("sealed")), 0.0)
 
 
 def _with_kept(drafts: Sequence[PastGeneration]) -> list[PastGeneration]:
