@@ -9,9 +9,9 @@ from urllib.parse import quote
 
 from elaunch.launcher.report_page.charts import Chart, chart
 from elaunch.launcher.report_page.faults import Fault
-from elaunch.launcher.report_page.goodput import Goodput, Stage, StagePart, recovery_s
+from elaunch.launcher.report_page.goodput import Goodput, Stage, StagePart, by_stage
 from elaunch.launcher.report_page.history import History, PastGeneration
-from elaunch.launcher.report_page.lanes import Lane, lanes_of
+from elaunch.launcher.report_page.lanes import Lanes, lanes_of
 from elaunch.launcher.report_page.metrics import StepMetrics
 from elaunch.launcher.report_page.wording import count, cut, duration
 from elaunch.records import dataclass
@@ -37,24 +37,21 @@ class LogLink:
 
 @dataclass(frozen=True)
 class ShownCause:
-    """A failure as the page shows it: the cause of a generation's end, and those that followed from it."""
+    """A failure as the page shows it: the cause of a generation's end, and those that followed from it.
+
+    `lost_s` is the work that was lost, `recovery_s` the time until the job went on: NaN if it did not.
+    """
 
     number: int
     fault: Fault
     followers: tuple[Fault, ...]
     cost: tuple[StagePart, ...]
+    lost_s: float
+    recovery_s: float
     steps_lost: int
     tail: str
     is_silent: bool
     links: tuple[LogLink, ...]
-
-    @property
-    def cost_s(self) -> float:
-        return sum(part.length_s for part in self.cost)
-
-    @property
-    def recovery_s(self) -> float:
-        return recovery_s(self.cost)
 
 
 @dataclass(frozen=True)
@@ -63,7 +60,7 @@ class Page:
 
     history: History
     goodput: Goodput
-    lanes: tuple[Lane, ...]
+    lanes: Lanes
     causes: tuple[ShownCause, ...]
     causes_left_out: int
     charts: tuple[Chart, ...]
@@ -134,19 +131,25 @@ def _causes(
     tails: Mapping[int, str],
 ) -> tuple[tuple[ShownCause, ...], int]:
     generations = {generation.number: generation for generation in history.generations}
-    newest = history.last_that_ran
+    followers: dict[int, list[Fault]] = {}
+    for fault in history.faults:
+        if not fault.is_cause:
+            followers.setdefault(fault.generation, []).append(fault)
     shown = shown_causes(history)
     causes = []
     for number in shown:
         fault = history.faults[number]
-        others = [other for other in history.faults if other.generation == fault.generation and not other.is_cause]
+        recovery_s = found.recoveries_s.get(fault.generation, math.nan)
+        cost = () if math.isnan(recovery_s) else found.cost(fault.generation)
         generation = generations.get(fault.generation)
         causes.append(
             ShownCause(
                 number,
                 fault,
-                tuple(others),
-                () if fault.generation >= newest else found.cost(fault.generation),
+                tuple(followers.get(fault.generation, ())),
+                cost,
+                sum(part.length_s for part in cost if part.stage is Stage.LOST),
+                recovery_s,
                 generation.steps_lost if generation else 0,
                 tails.get(number, ""),
                 number in tails and not tails[number],
@@ -185,6 +188,7 @@ def link_to(path: str, relative: str) -> LogLink:
 def summary(page: Page) -> dict[str, object]:
     """The numbers for programs (`--json`). What is not known is null."""
     history, found = page.history, page.goodput
+    lengths = dict.fromkeys(Stage, 0.0) | dict(by_stage(found.parts))
     return {
         "run_id": history.run_id,
         "headline": headline(history, found),
@@ -199,7 +203,7 @@ def summary(page: Page) -> dict[str, object]:
         "restarts": history.end.restarts,
         "max_restarts": history.end.max_restarts if history.end.max_restarts >= 0 else None,
         "steps_lost": history.steps_lost if history.steps_lost >= 0 else None,
-        "breakdown_s": {stage.value: _number(found.seconds(stage)) for stage in Stage},
+        "breakdown_s": {stage.value: _number(seconds) for stage, seconds in lengths.items()},
         "nodes": [{"host": node.host, "folder": node.folder} for node in history.nodes],
         "generations": [_generation(generation) for generation in history.generations],
         "failures": [_failure(fault, history, found) for fault in history.faults],
@@ -223,8 +227,6 @@ def _generation(generation: PastGeneration) -> dict[str, object]:
 
 
 def _failure(fault: Fault, history: History, found: Goodput) -> dict[str, object]:
-    is_last = not history.generations or fault.generation == history.generations[-1].number
-    costs = found.cost(fault.generation) if fault.is_cause and not is_last else ()
     return {
         "generation": fault.generation,
         "is_cause": fault.is_cause,
@@ -236,7 +238,7 @@ def _failure(fault: Fault, history: History, found: Goodput) -> dict[str, object
         "kind": fault.kind,
         "sentence": fault.sentence,
         "advice": fault.advice,
-        "recovery_s": _number(recovery_s(costs)) if costs else None,
+        "recovery_s": _number(found.recoveries_s.get(fault.generation, math.nan)) if fault.is_cause else None,
     }
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from elaunch.launcher.report_page.goodput import Goodput
 from elaunch.launcher.report_page.history import History
-from elaunch.launcher.report_page.lanes import every_lane
+from elaunch.launcher.report_page.lanes import every_lane, lane_facts
 from elaunch.launcher.report_page.node_log import NodeLog
 
 _AGENT = 0
@@ -24,11 +24,12 @@ _MOMENTS = (
 def trace(history: History, found: Goodput) -> dict[str, object]:
     """The trace, as the JSON object form of the format. Times are microseconds from the start of the job."""
     events: list[dict[str, object]] = []
+    facts = lane_facts(history, found)
     for pid, node in enumerate(history.nodes, 1):
         events += _named(pid, node)
         events += _moments(pid, node)
         events += _steps(pid, node)
-        for tid, lane in enumerate(every_lane(history, found, node), 1):
+        for tid, lane in enumerate(every_lane(facts, node), 1):
             events.append(_metadata("thread_name", pid, tid, lane.name))
             for bar in lane.bars:
                 args = {"generation": bar.generation, "note": bar.note}

@@ -69,7 +69,7 @@ def test_the_end_of_the_first_step_tells_when_it_began_however_late_the_agent_lo
 
 
 def test_ranks_that_begin_at_very_different_times_began_when_the_first_of_them_did() -> None:
-    """Rank 0 makes a step a second from 2 s on; rank 1 of the same node, and node-b, load their data for much longer."""
+    """Rank 0 makes a step a second from 2 s on; rank 1 of the same node, and node-b, load their data much longer."""
     near = Timeline("node-a").opens(0, 0, world_size=4).says("stepped", 3, 0, (0,)).says("stepped", 40, 0, (1,))
     far = Timeline("node-b", 2).opens(0, 0, world_size=4).says("stepped", 70, 0)
     near.steps(4, 0, 2, first=1).steps(80, 0, 78, rate=1.0).succeeds(90, 0)

@@ -127,7 +127,7 @@ def test_a_link_quotes_what_has_a_meaning_in_an_address() -> None:
 
 def test_a_rank_waits_starts_trains_loses_and_ends() -> None:
     found = past(restarted())
-    first, dead = lanes_of(found, goodput(found))
+    first, dead = lanes_of(found, goodput(found)).shown
 
     assert [bar.doing for bar in dead.bars if bar.generation == 0] == [
         LaneStage.WAITS,
@@ -148,7 +148,7 @@ def test_many_ranks_share_a_lane_and_those_that_failed_keep_their_own() -> None:
     jobs[1].dies(9, 0, 7).stops(10, 0, tuple(range(7)))
     found = past(*jobs)
 
-    lanes = lanes_of(found, goodput(found))
+    lanes = lanes_of(found, goodput(found)).shown
 
     assert [(lane.host, lane.name) for lane in lanes] == [
         ("node-0", "node-0 · 40 ranks"),
