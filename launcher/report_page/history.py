@@ -8,16 +8,14 @@ from dataclasses import replace
 from itertools import zip_longest
 from statistics import median
 
+from elaunch.launcher.report_page.ending import SKEW_S, End, Life, Look, end_of, seen
 from elaunch.launcher.report_page.events import PastEvent, ReadLines
 from elaunch.launcher.report_page.faults import Fault, faults_of
 from elaunch.launcher.report_page.metrics import StepMetrics, Stretch
 from elaunch.launcher.report_page.node_log import NodeLog, Visit, node_log
+from elaunch.launcher.report_page.warned import Warned, warned_of
+from elaunch.launcher.report_page.wording import duration
 from elaunch.records import dataclass
-
-# Clocks of two hosts that differ by less are taken as they are: a table reaches all nodes within a second or so.
-_SKEW_S = 2.0
-# The end that the most informed node tells.
-_OUTCOMES = ("failed", "interrupted", "succeeded", "refused", "unknown")
 
 
 @dataclass(frozen=True)
@@ -64,18 +62,6 @@ class PastGeneration:
 
 
 @dataclass(frozen=True)
-class End:
-    """How the job ended, as its nodes say; `outcome` is empty if none of them says so."""
-
-    outcome: str
-    code: int
-    reason: str
-    restarts: int
-    max_restarts: int
-    at_s: float
-
-
-@dataclass(frozen=True)
 class History:
     """The whole job. `began_at` is second 0 on the wall clock; `remarks` are what the reader must know of the data."""
 
@@ -87,6 +73,7 @@ class History:
     nodes: tuple[NodeLog, ...]
     generations: tuple[PastGeneration, ...]
     faults: tuple[Fault, ...]
+    warned: tuple[Warned, ...]
     end: End
     steps_lost: int
     remarks: tuple[str, ...]
@@ -107,7 +94,7 @@ class History:
         return max(ran, default=-1)
 
 
-def history(folders: Sequence[NodeFolder], metrics: StepMetrics | None) -> History:
+def history(folders: Sequence[NodeFolder], metrics: StepMetrics | None, look: Look | None = None) -> History:
     """The history that these folders of one job tell; at least one has an event."""
     folders = sorted((f for f in folders if f.lines.events), key=lambda f: (_first_rank(f), f.lines.events[0].at_s))
     shifts = [_shift(folders[0], folder) for folder in folders]
@@ -117,7 +104,9 @@ def history(folders: Sequence[NodeFolder], metrics: StepMetrics | None) -> Histo
         for f, shift in zip(folders, shifts, strict=True)
     )
     faults = faults_of(nodes)
-    end = _end(nodes)
+    end = end_of(nodes)
+    if look:
+        end = seen(end, nodes, [look.at + shift - origin for shift in shifts], look)
     started = started_event(folders[0])
     generations = _generations(nodes, faults, end, metrics, origin)
     counted = sum(generation.steps_lost for generation in generations)
@@ -132,6 +121,7 @@ def history(folders: Sequence[NodeFolder], metrics: StepMetrics | None) -> Histo
         nodes=nodes,
         generations=generations,
         faults=faults,
+        warned=warned_of(nodes, faults),
         end=end,
         steps_lost=max(counted if knows else -1, in_metrics),
         remarks=tuple(_remarks(folders, shifts, end)),
@@ -169,44 +159,7 @@ def _shift(reference: NodeFolder, folder: NodeFolder) -> float:
     ]
     apart = [sealed[0][number] - sealed[1][number] for number in sealed[0].keys() & sealed[1].keys()]
     shift = median(apart) if apart else 0.0
-    return shift if abs(shift) > _SKEW_S else 0.0
-
-
-def _end(nodes: Sequence[NodeLog]) -> End:
-    told = [(at_s, event) for node in nodes for at_s, event in node.events if event.event == "ended"]
-    last_s = max(node.end_s for node in nodes)
-    ranked = sorted(told, key=lambda each: _rank_of(each[1].text("outcome")))
-    if not ranked or (len(told) < len(nodes) and _rank_of(ranked[0][1].text("outcome")) == len(_OUTCOMES) - 1):
-        return End("", -1, "", _restarts(nodes, None), _max_restarts(nodes, None), last_s)
-    _, event = ranked[0]
-    return End(
-        event.text("outcome") or "unknown",
-        event.number("code"),
-        event.text("reason"),
-        _restarts(nodes, event),
-        _max_restarts(nodes, event),
-        last_s,
-    )
-
-
-def _rank_of(outcome: str) -> int:
-    return _OUTCOMES.index(outcome) if outcome in _OUTCOMES else len(_OUTCOMES) - 1
-
-
-def _restarts(nodes: Sequence[NodeLog], ended: PastEvent | None) -> int:
-    """Restarts after failures: as the end says, else as the newest table says, else the generations opened for one."""
-    known = [ended.number("restarts")] if ended else []
-    known += [event.number("restarts") for node in nodes for _, event in node.events if event.event == "sealed"]
-    if max(known, default=-1) >= 0:
-        return max(known)
-    opened = {visit.generation for node in nodes for visit in node.visits if visit.kind in ("fail", "loss")}
-    return len(opened)
-
-
-def _max_restarts(nodes: Sequence[NodeLog], ended: PastEvent | None) -> int:
-    known = [ended.number("max_restarts")] if ended else []
-    known += [event.number("max_restarts") for node in nodes for _, event in node.events if event.event == "started"]
-    return max(known, default=-1)
+    return shift if abs(shift) > SKEW_S else 0.0
 
 
 def _generations(
@@ -270,7 +223,10 @@ def _generation(
     ends_s = _first([noted_s, cause.at_s - cause.quiet_s if cause else math.nan])
     trains_s, first_step, last_step, trained_s = _steps(seated, stretch, origin, _or(ends_s, end.at_s), usual_rate)
     is_last = math.isnan(next_opened_s)
-    if stretch and not math.isnan(stretch.end_at) and (is_last or (cause and cause.kind in ("hang", ""))):
+    if is_last and end.life.goes_on:
+        # The next step is on its way.
+        trained_s = math.nan
+    elif stretch and not math.isnan(stretch.end_at) and (is_last or (cause and cause.kind in ("hang", ""))):
         # What comes after the last step is no training: an evaluation, or a hang.
         ends_s = _first([ends_s, stretch.end_at - origin])
     return PastGeneration(
@@ -320,7 +276,7 @@ def _first_step_began_s(visits: Sequence[Visit], usual_rate: float) -> float:
     done = {at: visit.stepped_s for at, visit in enumerate(visits) if not math.isnan(visit.stepped_s)}
     done = done or {at: visit.progress[0].at_s for at, visit in enumerate(visits) if visit.progress}
     earliest_s = min(done.values())
-    return _began_s(visits[next(at for at, done_s in done.items() if done_s <= earliest_s + _SKEW_S)], usual_rate)
+    return _began_s(visits[next(at for at, done_s in done.items() if done_s <= earliest_s + SKEW_S)], usual_rate)
 
 
 def _began_s(visit: Visit, usual_rate: float) -> float:
@@ -374,8 +330,16 @@ def _remarks(folders: Sequence[NodeFolder], shifts: Sequence[float], end: End) -
             yield f"{host}'s timeline is from an older elaunch: steps, causes and advice are missing in it"
         elif schema > 1:
             yield f"{host}'s timeline is from a newer elaunch (schema {schema}): this release may not show all of it"
-    if not end.outcome:
-        yield "no node says how the job ended: it runs, or elaunch itself was killed; all is shown up to the last event"
+    if end.life is Life.RUNS:
+        yield "the job runs: its agent answers; all is shown up to the time at which this was made"
+    elif end.life is Life.SEEMS_TO_RUN:
+        yield f"the job seems to run: its newest event was {duration(end.silent_s)} old when this was made"
+    elif end.life is Life.UNKNOWN:
+        age = "" if math.isnan(end.silent_s) else f"; its newest event was {duration(end.silent_s)} old"
+        yield (
+            f"no node says how the job ended{age}; elaunch status says whether it runs, or elaunch itself was killed;"
+            " all is shown up to the newest event"
+        )
 
 
 def _first(times: Iterable[float]) -> float:

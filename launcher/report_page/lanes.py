@@ -7,17 +7,19 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from enum import Enum
 
+from elaunch.launcher.report_page.faults import Fault
 from elaunch.launcher.report_page.goodput import Goodput, Stage
 from elaunch.launcher.report_page.history import History, PastGeneration
 from elaunch.launcher.report_page.node_log import NodeLog, Visit, Worker
+from elaunch.launcher.report_page.warned import Warned
 from elaunch.launcher.report_page.wording import count, duration, offset, signal_words
 from elaunch.records import dataclass
 
 # With more workers than this on the page, a node has one lane for all of its workers, and one for each that failed.
 _LANES_MAX = 24
-# The page shows so many nodes at most, so many lanes of failed ranks, and about so many bars: a browser must draw it.
+# The page shows so many nodes at most, so many lanes of ranks that failed or were warned of, and about so many bars.
 _NODES_MAX = 100
-_FAILED_MAX = 100
+_MARKED_MAX = 100
 _BARS_MAX = 5000
 _BARS_OF_GENERATION = 5
 _GENERATIONS_MIN = 5
@@ -62,13 +64,21 @@ class Bar:
     note: str
 
 
+class MarkKind(Enum):
+    """What a mark stands for. The value is the name of its look in the page."""
+
+    CAUSE = "cause"
+    FOLLOWER = "follower"
+    WARNING = "warning"
+
+
 @dataclass(frozen=True)
 class LaneMark:
-    """A failure on a lane; `fault` is its number on the page."""
+    """A failure or a warning on a lane; `number` is its number among all of the job."""
 
     at_s: float
-    fault: int
-    is_cause: bool
+    kind: MarkKind
+    number: int
     note: str
 
 
@@ -104,8 +114,8 @@ def lanes_of(history: History, found: Goodput) -> Lanes:
     ranks = {node.folder: _local_ranks(node) for node in history.nodes}
     is_by_rank = sum(map(len, ranks.values())) <= _LANES_MAX
     nodes = _shown_nodes(history, facts)
-    failed = _failed_ranks(history, {node.folder for node in nodes})
-    rows = sum(map(len, ranks.values())) if is_by_rank else len(nodes) + min(len(failed), _FAILED_MAX)
+    marked = _marked_ranks(history, {node.folder for node in nodes})
+    rows = sum(map(len, ranks.values())) if is_by_rank else len(nodes) + min(len(marked), _MARKED_MAX)
     generations = max(_BARS_MAX // (_BARS_OF_GENERATION * max(rows, 1)), _GENERATIONS_MIN)
     if len(history.generations) > generations:
         first = history.generations[-generations]
@@ -117,43 +127,46 @@ def lanes_of(history: History, found: Goodput) -> Lanes:
         else:
             name = f"{node.host} · {len(ranks[node.folder])} ranks"
             shown.append(replace(_lane(facts, node, None, name, ()), is_node=True))
-            mine = [rank for rank in ranks[node.folder] if (node.folder, rank) in failed[:_FAILED_MAX]]
+            mine = [rank for rank in ranks[node.folder] if (node.folder, rank) in marked[:_MARKED_MAX]]
             shown += _lanes_of_ranks(facts, node, mine)
     return Lanes(
         tuple(shown),
         facts.begin_s,
         min(generations, len(history.generations)),
         len(history.nodes) - len(nodes),
-        0 if is_by_rank else max(len(failed) - _FAILED_MAX, 0),
+        0 if is_by_rank else max(len(marked) - _MARKED_MAX, 0),
     )
 
 
 def _shown_nodes(history: History, facts: LaneFacts) -> list[NodeLog]:
-    """The nodes that the page shows, in their order: those with a failure rather than the others."""
+    """The nodes that the page shows, in their order: those with a failure or a warning rather than the others."""
     if len(history.nodes) <= _NODES_MAX:
         return [*history.nodes]
     order = sorted(range(len(history.nodes)), key=lambda at: (history.nodes[at].folder not in facts.marks, at))
     return [history.nodes[at] for at in sorted(order[:_NODES_MAX])]
 
 
-def _failed_ranks(history: History, folders: Set[str]) -> list[tuple[str, int]]:
-    """The failed ranks of these folders as (folder, local rank), the causes first."""
+def _marked_ranks(history: History, folders: Set[str]) -> list[tuple[str, int]]:
+    """The ranks of these folders that failed, or were warned of, as (folder, local rank); causes and warnings first."""
     faults = sorted(history.faults, key=lambda fault: not fault.is_cause)
-    return list(dict.fromkeys((fault.folder, max(fault.local_rank, 0)) for fault in faults if fault.folder in folders))
+    causes = sum(fault.is_cause for fault in faults)
+    found: list[Fault | Warned] = [*faults[:causes], *history.warned, *faults[causes:]]
+    return list(dict.fromkeys((each.folder, max(each.local_rank, 0)) for each in found if each.folder in folders))
 
 
 @dataclass(frozen=True)
 class LaneFacts:
     """What the lanes of all nodes need. The generations from `first` on are shown, from `begin_s` on.
 
-    `lost_from_s` is when the first step that a generation lost began. `marks` has the failures by folder and local
-    rank; -1 for those of no worker.
+    `lost_from_s` is when the first step that a generation lost began. `marks` has the failures and warnings by folder
+    and local rank; -1 for those of no worker. `running` is the generation that runs now, up to `wall_s`; -1 for none.
     """
 
     generations: Mapping[int, PastGeneration]
     lost_from_s: Mapping[int, float]
     marks: Mapping[str, Mapping[int, Sequence[LaneMark]]]
     wall_s: float
+    running: int
     first: int = 0
     begin_s: float = 0.0
 
@@ -163,12 +176,19 @@ def lane_facts(history: History, found: Goodput) -> LaneFacts:
     marks: dict[str, dict[int, list[LaneMark]]] = {}
     for number, fault in enumerate(history.faults):
         if fault.folder:
-            mark = LaneMark(fault.at_s, number, fault.is_cause, f"{offset(fault.at_s)}  {fault.sentence[:300]}")
+            kind = MarkKind.CAUSE if fault.is_cause else MarkKind.FOLLOWER
+            mark = LaneMark(fault.at_s, kind, number, f"{offset(fault.at_s)}  {fault.sentence[:300]}")
             marks.setdefault(fault.folder, {}).setdefault(fault.local_rank, []).append(mark)
+    for number, warned in enumerate(history.warned):
+        if warned.folder and not warned.is_failure:
+            note = f"{offset(warned.at_s)}  {warned.sentence[:300]}"
+            mark = LaneMark(warned.at_s, MarkKind.WARNING, number, note)
+            marks.setdefault(warned.folder, {}).setdefault(warned.local_rank, []).append(mark)
     generations = {generation.number: generation for generation in history.generations}
     losers = {generation.number for generation in history.generations if generation.steps_lost}
-    lost = [part for part in found.parts if part.stage is Stage.LOST and part.generation in losers]
-    return LaneFacts(generations, {part.generation: part.begin_s for part in lost}, marks, history.wall_s)
+    lost = {p.generation: p.begin_s for p in found.parts if p.stage is Stage.LOST and p.generation in losers}
+    running = history.last_that_ran if history.end.life.goes_on else -1
+    return LaneFacts(generations, lost, marks, history.wall_s, running)
 
 
 def every_lane(facts: LaneFacts, node: NodeLog) -> list[Lane]:
@@ -238,12 +258,13 @@ def _bars(facts: LaneFacts, node: NodeLog, visit: Visit, workers: Sequence[Worke
     generation, lost_s = facts.generations[number], facts.lost_from_s.get(number, math.inf)
     if not workers:
         if visit.is_spare:
-            until_s = _or(visit.at("cleared"), node.end_s)
+            until_s = _or(visit.at("cleared"), facts.wall_s if number == facts.running else node.end_s)
             yield Bar(LaneStage.SPARE, free_s, until_s, number, f"generation {number}: a spare node, without workers")
         return
     forked_s = min(worker.forked_s for worker in workers)
     exits = [worker.exited_s for worker in workers if not math.isnan(worker.exited_s)]
-    exited_s = max(exits) if len(exits) == len(workers) else node.end_s
+    open_s = facts.wall_s if number == facts.running else node.end_s
+    exited_s = max(exits) if len(exits) == len(workers) else open_s
     ends_s = min(_or(generation.ends_s, exited_s), exited_s)
     what = f"generation {number}, {_who(workers)}"
     yield Bar(LaneStage.WAITS, free_s, forked_s, number, f"{what}: waits for its start ({duration(forked_s - free_s)})")

@@ -68,7 +68,10 @@ class Visit:
 
 @dataclass(frozen=True)
 class NodeLog:
-    """One agent's log: the folder, who it was, and all its generations. `events` have times in seconds of the job."""
+    """One agent's log: the folder, who it was, and all its generations. Times are seconds of the job, but `began_at`.
+
+    `end_s` is the time of the newest event.
+    """
 
     folder: str
     host: str
@@ -76,10 +79,7 @@ class NodeLog:
     began_at: float
     events: tuple[tuple[float, PastEvent], ...]
     visits: tuple[Visit, ...]
-
-    @property
-    def end_s(self) -> float:
-        return max((at_s for at_s, _ in self.events), default=0.0)
+    end_s: float
 
 
 def node_log(
@@ -98,7 +98,7 @@ def node_log(
         if event.generation >= 0:
             by_generation[event.generation].append((at_s, event))
     visits = tuple(_visit(number, by_generation[number]) for number in numbers)
-    return NodeLog(folder, host, run_id, first.at_s + shift_s, timed, visits)
+    return NodeLog(folder, host, run_id, first.at_s + shift_s, timed, visits, max(at_s for at_s, _ in timed))
 
 
 def _visit(generation: int, events: Sequence[tuple[float, PastEvent]]) -> Visit:

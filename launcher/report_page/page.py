@@ -8,16 +8,21 @@ from pathlib import PurePath
 from urllib.parse import quote
 
 from elaunch.launcher.report_page.charts import Chart, chart
+from elaunch.launcher.report_page.ending import Life
 from elaunch.launcher.report_page.faults import Fault
 from elaunch.launcher.report_page.goodput import Goodput, Stage, StagePart, by_stage
 from elaunch.launcher.report_page.history import History, PastGeneration
 from elaunch.launcher.report_page.lanes import Lanes, lanes_of
 from elaunch.launcher.report_page.metrics import StepMetrics
-from elaunch.launcher.report_page.wording import count, cut, duration
+from elaunch.launcher.report_page.warned import Warned, WarnedKind
+from elaunch.launcher.report_page.wording import count, cut, duration, offset
 from elaunch.records import dataclass
 
 # Causes that the page shows with all they have; of more the first and the last are shown.
 CAUSES_MAX = 60
+# Warnings that the page shows, and that are printed.
+WARNINGS_MAX = 60
+PRINTED_MAX = 5
 _SHOWN_ENDS = {
     "succeeded": "succeeded",
     "failed": "failed",
@@ -52,6 +57,17 @@ class ShownCause:
     tail: str
     is_silent: bool
     links: tuple[LogLink, ...]
+    stacks: tuple[LogLink, ...]
+
+
+@dataclass(frozen=True)
+class ShownWarning:
+    """A warning as the page shows it; `number` is that among all of the job."""
+
+    number: int
+    warned: Warned
+    after: str
+    stacks: tuple[LogLink, ...]
 
 
 @dataclass(frozen=True)
@@ -63,6 +79,8 @@ class Page:
     lanes: Lanes
     causes: tuple[ShownCause, ...]
     causes_left_out: int
+    warnings: tuple[ShownWarning, ...]
+    warnings_left_out: int
     charts: tuple[Chart, ...]
     logs: tuple[tuple[str, tuple[LogLink, ...]], ...]
     metrics_path: str
@@ -73,9 +91,15 @@ def headline(history: History, found: Goodput) -> str:
     end = history.end
     name = f"Job {history.run_id}" if history.run_id else "The job"
     length = duration(found.wall_s)
-    how = f"{_SHOWN_ENDS.get(end.outcome, _SHOWN_ENDS['unknown'])} after {length}"
-    if not end.outcome:
-        how = f"was running {length} after its start, when its log ends"
+    match end.life:
+        case Life.RUNS:
+            how = f"has been running for {length}"
+        case Life.SEEMS_TO_RUN:
+            how = f"seems to be running, for {length} by now"
+        case Life.UNKNOWN:
+            how = f"has no end in its log, which stops {length} after the start"
+        case Life.ENDED:
+            how = f"{_SHOWN_ENDS.get(end.outcome, _SHOWN_ENDS['unknown'])} after {length}"
     of = f" of {end.max_restarts} allowed" if end.outcome == "failed" and end.max_restarts >= 0 else ""
     restarts = f"{count(end.restarts, 'restart')}{of}" if end.restarts else f"no restart{of}"
     lost = "" if history.steps_lost < 0 else f", {count(history.steps_lost, 'step')} lost"
@@ -104,17 +128,53 @@ def make_page(
     links: Mapping[tuple[str, int, int], tuple[LogLink, ...]],
     tails: Mapping[int, str],
     metrics_path: str = "",
+    stacks: Mapping[int, tuple[LogLink, ...]] | None = None,
 ) -> Page:
-    """The page's content. `links` are by folder, generation and rank; `tails` by the number of the failure."""
+    """The page's content.
+
+    `links` are by folder, generation and rank, `tails` by the number of the failure, `stacks` by generation.
+    """
+    stacks = stacks or {}
+    warnings, newest = open_warnings(history), history.last_that_ran
     return Page(
         history,
         found,
         lanes_of(history, found),
-        *_causes(history, found, links, tails),
+        *_causes(history, found, links, tails, stacks),
+        warnings=tuple(
+            ShownWarning(number, warned, _after(warned, history, newest), stacks.get(warned.generation, ()))
+            for number, warned in warnings[:WARNINGS_MAX]
+        ),
+        warnings_left_out=max(len(warnings) - WARNINGS_MAX, 0),
         charts=_charts(history, metrics),
         logs=_logs(history, links),
         metrics_path=metrics_path,
     )
+
+
+def open_warnings(history: History) -> list[tuple[int, Warned]]:
+    """The warnings that became no failure, with their numbers among all of the job."""
+    return [(number, warned) for number, warned in enumerate(history.warned) if not warned.is_failure]
+
+
+def _after(warned: Warned, history: History, newest: int) -> str:
+    """What came after a warning of a hang."""
+    if warned.kind is not WarnedKind.HANG:
+        return ""
+    if not math.isnan(warned.until_s):
+        return f"The job went on by itself {duration(warned.until_s - warned.at_s)} later."
+    if warned.generation == newest and history.end.life.goes_on:
+        return f"The job has not gone on since: {duration(history.wall_s - warned.at_s)}."
+    return f"The log does not say that generation {warned.generation} went on."
+
+
+def printed(page: Page) -> list[str]:
+    """What `elaunch report` prints about the job: its headline, then what was only warned of."""
+    warnings = open_warnings(page.history)
+    lines = [f"  {offset(warned.at_s)}  {_sentence(cut(warned.sentence, 400))}" for _, warned in warnings[:PRINTED_MAX]]
+    more = len(warnings) - PRINTED_MAX
+    lines += [f"  And {count(more, 'more warning', 'more warnings')}."] if more > 0 else []
+    return [headline(page.history, page.goodput), *lines]
 
 
 def shown_causes(history: History) -> list[int]:
@@ -129,6 +189,7 @@ def _causes(
     found: Goodput,
     links: Mapping[tuple[str, int, int], tuple[LogLink, ...]],
     tails: Mapping[int, str],
+    stacks: Mapping[int, tuple[LogLink, ...]],
 ) -> tuple[tuple[ShownCause, ...], int]:
     generations = {generation.number: generation for generation in history.generations}
     followers: dict[int, list[Fault]] = {}
@@ -154,6 +215,7 @@ def _causes(
                 tails.get(number, ""),
                 number in tails and not tails[number],
                 links.get((fault.folder, fault.generation, fault.rank), ()),
+                stacks.get(fault.generation, ()),
             )
         )
     return tuple(causes), sum(fault.is_cause for fault in history.faults) - len(shown)
@@ -192,6 +254,7 @@ def summary(page: Page) -> dict[str, object]:
     return {
         "run_id": history.run_id,
         "headline": headline(history, found),
+        "state": history.end.life.value,
         "outcome": history.end.outcome or None,
         "exit_code": history.end.code if history.end.outcome else None,
         "reason": history.end.reason,
@@ -207,6 +270,7 @@ def summary(page: Page) -> dict[str, object]:
         "nodes": [{"host": node.host, "folder": node.folder} for node in history.nodes],
         "generations": [_generation(generation) for generation in history.generations],
         "failures": [_failure(fault, history, found) for fault in history.faults],
+        "warnings": [_warning(warned, history) for warned in history.warned],
         "remarks": list(history.remarks),
     }
 
@@ -239,6 +303,21 @@ def _failure(fault: Fault, history: History, found: Goodput) -> dict[str, object
         "sentence": fault.sentence,
         "advice": fault.advice,
         "recovery_s": _number(found.recoveries_s.get(fault.generation, math.nan)) if fault.is_cause else None,
+    }
+
+
+def _warning(warned: Warned, history: History) -> dict[str, object]:
+    return {
+        "kind": warned.kind.value,
+        "generation": warned.generation,
+        "at": round(history.began_at + warned.at_s, 3),
+        "at_s": _number(warned.at_s),
+        "since_s": _number(warned.since_s),
+        "until_s": _number(warned.until_s),
+        "host": warned.host,
+        "rank": warned.rank if warned.rank >= 0 else None,
+        "sentence": warned.sentence,
+        "became_failure": warned.is_failure,
     }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import jinja2
@@ -11,7 +11,7 @@ import jinja2
 from elaunch.launcher.report_page import wording
 from elaunch.launcher.report_page.goodput import Stage, StagePart, by_stage
 from elaunch.launcher.report_page.history import PastGeneration
-from elaunch.launcher.report_page.lanes import LaneStage
+from elaunch.launcher.report_page.lanes import LaneMark, LaneStage, MarkKind
 from elaunch.launcher.report_page.page import Page, headline, subline
 from elaunch.launcher.report_page.wording import moment, offset
 
@@ -38,7 +38,7 @@ def render(page: Page, template: str) -> str:
         subline=subline(history),
         stages=by_stage(page.goodput.parts),
         by_stage=by_stage,
-        cards=_cards(page),
+        address=_address(page),
         drawn=_drawn,
         generations=_ends(history.generations, _GENERATIONS_MAX),
         Stage=Stage,
@@ -63,11 +63,17 @@ def _compiled(template: str) -> jinja2.Template:
     return environment.from_string(template)
 
 
-def _cards(page: Page) -> dict[int, int]:
-    """By the number of a failure, the number of the cause in whose card it is. Not all have one."""
-    cards = {cause.fault.generation: cause.number for cause in page.causes}
-    faults = enumerate(page.history.faults)
-    return {number: cards[fault.generation] for number, fault in faults if fault.generation in cards}
+def _address(page: Page) -> Callable[[LaneMark], str]:
+    """Where the page tells of a mark: its card, or that of its generation's cause. Empty for one that is left out."""
+    cards = {cause.fault.generation: f"#failure-{cause.number}" for cause in page.causes}
+    warnings = {shown.number: f"#warning-{shown.number}" for shown in page.warnings}
+
+    def address(mark: LaneMark) -> str:
+        if mark.kind is MarkKind.WARNING:
+            return warnings.get(mark.number, "")
+        return cards.get(page.history.faults[mark.number].generation, "")
+
+    return address
 
 
 def _drawn(parts: Sequence[StagePart], limit: int) -> Sequence[StagePart]:
