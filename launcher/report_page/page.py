@@ -171,7 +171,10 @@ def _after(warned: Warned, history: History, newest: int) -> str:
 def printed(page: Page) -> list[str]:
     """What `elaunch report` prints about the job: its headline, then what was only warned of."""
     warnings = open_warnings(page.history)
-    lines = [f"  {offset(warned.at_s)}  {_sentence(cut(warned.sentence, 400))}" for _, warned in warnings[:PRINTED_MAX]]
+    lines = [
+        f"  {offset(shown.warned.at_s)}  {_sentence(cut(shown.warned.sentence, 400))} {shown.after}".rstrip()
+        for shown in page.warnings[:PRINTED_MAX]
+    ]
     more = len(warnings) - PRINTED_MAX
     lines += [f"  And {count(more, 'more warning', 'more warnings')}."] if more > 0 else []
     return [headline(page.history, page.goodput), *lines]

@@ -102,6 +102,7 @@ def test_the_page_the_printed_lines_and_the_json_show_what_was_warned_of() -> No
     assert {"#warning-0", "#warning-1"} <= {attrs.get("href") for tag, attrs in shown.tags if tag == "a"}
     assert {"warning-0", "warning-1"} <= anchors
     assert lines[1].startswith("  +1:10  The job seemed to hang: rank 3 on node-b runs in wait")
+    assert lines[1].endswith("for 61 s. The job went on by itself 20.0 s later.")
     assert lines[2] == (
         "  +3:20  Rank 1 was slower than the other ranks of node-a: they waited for it 31 % of the time."
     )
