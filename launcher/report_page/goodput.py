@@ -44,13 +44,13 @@ class Stage(Enum):
 _WORDS = {
     Stage.START_UP: ("start-up", "from the command to the first step: imports, rendezvous, restoring"),
     Stage.TRAINING: ("training", "steps that count in the end"),
-    Stage.LOST: ("lost work", "steps that a failure undid, and the one that it interrupted"),
+    Stage.LOST: ("lost work", "steps that a failure undid, and the step that it interrupted"),
     Stage.RUNNING: ("workers ran", "the program reports no steps, so nobody knows how much of this was training"),
     Stage.DETECTION: ("detection", "from the failure until an agent knew of it"),
     Stage.STOP: ("stop", "saving the state and ending the other workers"),
     Stage.RENDEZVOUS: ("rendezvous", "until all nodes agreed on the new ranks"),
     Stage.SPAWN: ("spawn", "starting the workers: fork, imports, process group"),
-    Stage.RESTORE: ("restore", "from there to the first step: the state comes back"),
+    Stage.RESTORE: ("restore", "restoring the state, up to the first step"),
     Stage.END: ("end", "after the last step: evaluation, last checkpoint, exit"),
 }
 

@@ -319,9 +319,9 @@ def _remarks(folders: Sequence[NodeFolder], shifts: Sequence[float], end: End) -
             how = f"{abs(shift):.1f} s {'behind' if shift > 0 else 'ahead of'}"
             yield f"{host}'s clock was {how} {_host(folders[0])}'s; its times are corrected here"
         if lines.is_torn:
-            yield f"the last line of {host}'s timeline is cut: its agent still writes, was killed, or had no space"
+            yield f"The last line of {host}'s timeline is cut: its agent still writes, was killed, or had no disk space"
         if lines.is_cut:
-            yield f"{host}'s timeline is too long; only its beginning is shown"
+            yield f"{host}'s timeline is too long; only the beginning is shown"
         if lines.unreadable:
             yield f"{lines.unreadable} lines of {host}'s timeline cannot be read and are left out"
         started = started_event(folder)
@@ -331,14 +331,14 @@ def _remarks(folders: Sequence[NodeFolder], shifts: Sequence[float], end: End) -
         elif schema > 1:
             yield f"{host}'s timeline is from a newer elaunch (schema {schema}): this release may not show all of it"
     if end.life is Life.RUNS:
-        yield "the job runs: its agent answers; all is shown up to the time at which this was made"
+        yield "The job still runs: its agent answers. Everything is shown up to the time at which this report was made"
     elif end.life is Life.SEEMS_TO_RUN:
-        yield f"the job seems to run: its newest event was {duration(end.silent_s)} old when this was made"
+        yield f"The job seems to run: its newest event was {duration(end.silent_s)} old when this report was made"
     elif end.life is Life.UNKNOWN:
-        age = "" if math.isnan(end.silent_s) else f"; its newest event was {duration(end.silent_s)} old"
+        age = "" if math.isnan(end.silent_s) else f", which was {duration(end.silent_s)} old when this report was made"
         yield (
-            f"no node says how the job ended{age}; elaunch status says whether it runs, or elaunch itself was killed;"
-            " all is shown up to the newest event"
+            "No node says how the job ended: it still runs (see elaunch status), or elaunch itself was killed."
+            f" Everything is shown up to the newest event{age}"
         )
 
 

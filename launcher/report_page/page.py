@@ -28,7 +28,7 @@ _SHOWN_ENDS = {
     "failed": "failed",
     "interrupted": "was stopped",
     "refused": "was refused",
-    "unknown": "ended, nobody knows how,",
+    "unknown": "ended in an unknown way",
 }
 
 
@@ -100,8 +100,10 @@ def headline(history: History, found: Goodput) -> str:
             how = f"has no end in its log, which stops {length} after the start"
         case Life.ENDED:
             how = f"{_SHOWN_ENDS.get(end.outcome, _SHOWN_ENDS['unknown'])} after {length}"
-    of = f" of {end.max_restarts} allowed" if end.outcome == "failed" and end.max_restarts >= 0 else ""
-    restarts = f"{count(end.restarts, 'restart')}{of}" if end.restarts else f"no restart{of}"
+    if end.outcome == "failed" and end.max_restarts >= 0:
+        restarts = f"{end.restarts} of {count(end.max_restarts, 'restart')} used"
+    else:
+        restarts = count(end.restarts, "restart") if end.restarts else "no restart"
     lost = "" if history.steps_lost < 0 else f", {count(history.steps_lost, 'step')} lost"
     return f"{name} {how}: {restarts}{lost}."
 
@@ -111,7 +113,7 @@ def subline(history: History) -> str:
     end = history.end
     cause = next((fault for fault in reversed(history.faults) if fault.is_cause), None)
     if end.outcome == "failed" and cause:
-        reason = f" It was given up: {end.reason}." if end.reason and end.reason != cause.sentence else ""
+        reason = f" The job was given up: {end.reason}." if end.reason and end.reason != cause.sentence else ""
         return f"{_sentence(cut(cause.sentence, 400))}{reason}"
     return f"{_sentence(end.reason)}" if end.outcome not in ("succeeded", "") and end.reason else ""
 
@@ -165,7 +167,7 @@ def _after(warned: Warned, history: History, newest: int) -> str:
         return f"The job went on by itself {duration(warned.until_s - warned.at_s)} later."
     if warned.generation == newest and history.end.life.goes_on:
         return f"The job has not gone on since: {duration(history.wall_s - warned.at_s)}."
-    return f"The log does not say that generation {warned.generation} went on."
+    return f"No event says that generation {warned.generation} went on."
 
 
 def printed(page: Page) -> list[str]:

@@ -67,7 +67,7 @@ def test_a_job_with_an_old_event_may_run_or_not_and_is_shown_up_to_that_event() 
 
     assert (found.end.life, found.wall_s) == (Life.UNKNOWN, 20)
     assert said(found).startswith("Job night has no end in its log, which stops 20.0 s after the start")
-    assert any("its newest event was 8 min 00 s old" in remark for remark in found.remarks)
+    assert any("newest event, which was 8 min 00 s old" in remark for remark in found.remarks)
 
 
 def test_a_job_whose_agents_all_ran_here_and_do_not_answer_does_not_seem_to_run() -> None:

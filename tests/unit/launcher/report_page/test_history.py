@@ -121,7 +121,7 @@ def test_a_job_without_an_end_is_told_as_one_and_shown_up_to_its_last_event() ->
     past = history([Timeline().opens(0, 0).steps(33, 0, 5, first=1).folder()], None)
 
     assert (past.end.outcome, past.wall_s) == ("", 33)
-    assert any("no node says how the job ended" in remark for remark in past.remarks)
+    assert any("No node says how the job ended" in remark for remark in past.remarks)
 
 
 def test_the_node_that_knows_the_end_tells_it() -> None:
@@ -174,7 +174,7 @@ def test_a_torn_last_line_and_broken_lines_cost_only_themselves() -> None:
 
     assert past.end.outcome == "succeeded"
     assert any("2 lines of node-a's timeline" in remark for remark in past.remarks)
-    assert any("the last line of node-a's timeline is cut" in remark for remark in past.remarks)
+    assert any("The last line of node-a's timeline is cut" in remark for remark in past.remarks)
 
 
 def test_the_newest_words_about_a_failure_are_kept_and_the_verdict_names_the_cause() -> None:

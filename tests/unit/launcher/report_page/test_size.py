@@ -107,9 +107,9 @@ def test_the_page_of_a_large_job_is_bounded_and_says_what_it_leaves_out(
             assert "The timeline shows the newest 500 of 700 generations" in page
             assert page.count('class="cause"') == 60
         case "many_nodes":
-            assert "And 600 more nodes without a lane here" in page
+            assert "600 more nodes have no lane here" in page
         case "many_workers":
-            assert "And 600 more ranks that failed" in page
+            assert "600 more ranks that failed or were warned of: no lane here" in page
             assert "And 679 more; elaunch report --json has all" in page
     # The timeline's axis has room for what it shows: none of it is left of the axis.
     assert "left:-" not in page
@@ -121,4 +121,5 @@ def test_of_a_job_that_never_trained_again_nobody_says_that_it_did() -> None:
     assert goodput(past).recoveries_s == {}
     page, numbers, _ = report_of(crash_loop(5))
     assert "went on" not in page
+    assert "No later generation made a step." in page
     assert all(failure["recovery_s"] is None for failure in json.loads(numbers)["failures"])

@@ -96,7 +96,7 @@ def test_the_page_the_printed_lines_and_the_json_show_what_was_warned_of() -> No
     told = json.loads(json.dumps(summary(page), allow_nan=False))["warnings"]
 
     assert "The job went on by itself 20.0 s later." in shown.text
-    assert "It has been so since +1:20 at least." in shown.text
+    assert "The rank had been slow since +1:20 at least." in shown.text
     assert any(dict(attrs).get("href") == "logs/b/attempt_0/stacks.txt" for _, attrs in shown.tags)
     anchors = {attrs.get("id") for _, attrs in shown.tags}
     assert {"#warning-0", "#warning-1"} <= {attrs.get("href") for tag, attrs in shown.tags if tag == "a"}
