@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from enum import Enum
 
 from elaunch.agent.core.slow_ranks import WINDOW_S, WINDOWS
@@ -115,6 +115,7 @@ def _events(nodes: Sequence[NodeLog], name: str) -> list[tuple[float, PastEvent]
 
 def _local_rank(node: NodeLog, event: PastEvent) -> int:
     """The place of the event's rank on its node, -1 if it is not there."""
-    visit = next((visit for visit in node.visits if visit.generation == event.generation), None)
-    ranks: Mapping[int, int] = {worker.rank: worker.local_rank for worker in visit.workers} if visit else {}
-    return ranks.get(event.number("rank"), -1)
+    at = bisect_left(node.visits, event.generation, key=lambda visit: visit.generation)
+    is_there = at < len(node.visits) and node.visits[at].generation == event.generation
+    workers = node.visits[at].workers if is_there else ()
+    return next((worker.local_rank for worker in workers if worker.rank == event.number("rank")), -1)
