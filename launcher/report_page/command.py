@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import socket
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -14,13 +16,25 @@ import click
 
 from elaunch.launcher.errors import UsageError
 from elaunch.launcher.report_page import reading
+from elaunch.launcher.report_page.ending import Look
 from elaunch.launcher.report_page.goodput import goodput
-from elaunch.launcher.report_page.history import History, history, started_event
+from elaunch.launcher.report_page.history import History, NodeFolder, history, started_event
 from elaunch.launcher.report_page.metrics import StepMetrics
-from elaunch.launcher.report_page.page import LogLink, Page, headline, link_to, make_page, shown_causes, summary
+from elaunch.launcher.report_page.page import (
+    WARNINGS_MAX,
+    LogLink,
+    Page,
+    link_to,
+    make_page,
+    open_warnings,
+    printed,
+    shown_causes,
+    summary,
+)
 from elaunch.launcher.report_page.render import render
 from elaunch.launcher.report_page.trace import trace
 from elaunch.launcher.report_page.wording import printable
+from elaunch.launcher.watch.local import local_agents
 from elaunch.records import dataclass
 
 HELP = """\
@@ -43,6 +57,8 @@ PAGE = "report.html"
 _STDOUT = Path("-")
 # Ranks of generations whose logs the page links to.
 _LOGS_MAX = 1000
+# Links to the stacks of one generation.
+_STACKS_MAX = 8
 
 
 @dataclass(frozen=True)
@@ -70,7 +86,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     metrics = reading.read_metrics(metrics_path) if metrics_path else None
     if request.metrics and metrics is None:
         raise UsageError(f"report: --metrics {request.metrics} has no line with a step; give lines of JSON")
-    past = history(job, metrics)
+    past = history(job, metrics, _look(job))
     target = request.page or (None if request.is_json else folders[0] / PAGE)
     page = _page(past, metrics, metrics_path, (target or folders[0] / PAGE).absolute().parent)
     if request.perfetto:
@@ -82,7 +98,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
         _print(json.dumps(summary(page), indent=1) + "\n")
     elif _STDOUT not in (target, request.perfetto):
         made = [str(path) for path in (target, request.perfetto) if path]
-        _print("\n".join([printable(headline(past, page.goodput)), *made, ""]))
+        _print("\n".join([*map(printable, printed(page)), *made, ""]))
     return 0
 
 
@@ -111,6 +127,21 @@ def parse(argv: Sequence[str]) -> ReportRequest:
     return ReportRequest(tuple(map(Path, given["folders"])), is_json=given["is_json"], **paths)
 
 
+def _look(job: Sequence[NodeFolder]) -> Look:
+    """The time, and the agents of this host, which are asked only if one of the job may still run here."""
+    host = socket.gethostname()
+    open_here = [
+        Path(folder.path)
+        for folder in job
+        if (started := started_event(folder)) and started.text("host") == host and not reading.has_ended(folder)
+    ]
+    if not open_here:
+        return Look(time.time(), "", frozenset())
+    agents = frozenset((agent.job.run_id, agent.pid) for agent in local_agents()[0])
+    can_see = os.geteuid() == 0 or all(reading.owner(folder) == os.geteuid() for folder in open_here)
+    return Look(time.time(), host if can_see else "", agents)
+
+
 def _page(past: History, metrics: StepMetrics | None, metrics_path: Path | None, beside: Path) -> Page:
     """The page, with links that are right for a page in the folder `beside`."""
     links: dict[tuple[str, int, int], tuple[LogLink, ...]] = {}
@@ -122,10 +153,31 @@ def _page(past: History, metrics: StepMetrics | None, metrics_path: Path | None,
     for number in shown_causes(past):
         fault = past.faults[number]
         if fault.folder and fault.rank >= 0:
+            # Of a large job not all ranks are in the list above; those that failed are needed.
+            paths = reading.rank_files(Path(fault.folder), fault.generation, fault.rank)
+            failed = tuple(link_to(path, os.path.relpath(path, beside)) for path in paths)
+            links |= {(fault.folder, fault.generation, fault.rank): failed} if failed else {}
             log = (f"attempt_{fault.generation}", str(fault.rank), "stderr.log")
             if (tail := reading.tail(Path(fault.folder), log)) is not None:
                 tails[number] = tail
-    return make_page(past, goodput(past), metrics, links, tails, str(metrics_path or ""))
+    return make_page(past, goodput(past), metrics, links, tails, str(metrics_path or ""), _stacks(past, beside))
+
+
+def _stacks(past: History, beside: Path) -> dict[int, tuple[LogLink, ...]]:
+    """Links to the stacks that the nodes kept, of generations that failed or seemed to hang; the named rank's first."""
+    faults = [past.faults[number] for number in shown_causes(past)]
+    warnings = [warned for _, warned in open_warnings(past)[:WARNINGS_MAX]]
+    homes = {warned.generation: warned.folder for warned in warnings}
+    homes |= {fault.generation: fault.folder for fault in faults}
+    found: dict[int, tuple[LogLink, ...]] = {}
+    for generation, home in homes.items():
+        links: list[LogLink] = []
+        for node in sorted(past.nodes, key=lambda node: node.folder != home):
+            if len(links) < _STACKS_MAX and (path := reading.stacks_file(Path(node.folder), generation)):
+                name = f"{reading.STACKS} of {node.host}" if len(past.nodes) > 1 else reading.STACKS
+                links.append(LogLink(name, link_to(path, os.path.relpath(path, beside)).href))
+        found[generation] = tuple(links)
+    return found
 
 
 def _print(text: str) -> None:

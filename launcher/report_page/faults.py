@@ -79,14 +79,15 @@ def _joined(known: Fault, newer: Fault) -> Fault:
 
 def _said(nodes: Sequence[NodeLog]) -> Iterator[Fault]:
     numbers = sorted({visit.generation for node in nodes for visit in node.visits if visit.workers})
+    homes = {node.host: node for node in reversed(nodes)}
     for node in nodes:
         hang = {visit.generation: visit.quiet_s for visit in node.visits if visit.quiet_s == visit.quiet_s}
         for at_s, event in node.events:
             if event.event in ("failed", "cause"):
-                yield _fault(node, nodes, at_s, event, event.fields, event.generation, hang)
+                yield _fault(node, homes, at_s, event, event.fields, event.generation, hang)
             elif event.event in ("restarting", "gave_up") and (record := event.record("failure")):
                 generation = _generation_before(numbers, event)
-                yield replace(_fault(node, nodes, at_s, event, record, generation, hang), is_cause=True)
+                yield replace(_fault(node, homes, at_s, event, record, generation, hang), is_cause=True)
 
 
 def _generation_before(numbers: Sequence[int], event: PastEvent) -> int:
@@ -97,7 +98,7 @@ def _generation_before(numbers: Sequence[int], event: PastEvent) -> int:
 
 def _fault(
     node: NodeLog,
-    nodes: Sequence[NodeLog],
+    homes: Mapping[str, NodeLog],
     at_s: float,
     event: PastEvent,
     fields: Mapping[str, object],
@@ -106,7 +107,7 @@ def _fault(
 ) -> Fault:
     record = PastEvent(generation, event.event, event.at_s, event.monotonic_s, fields)
     host = record.text("host") or node.host
-    home = node if host == node.host else next((other for other in nodes if other.host == host), None)
+    home = node if host == node.host else homes.get(host)
     # `failed_at` is the wall clock of the failed worker's host; the event cannot be earlier than the failure.
     struck_s = real(fields.get("failed_at"), event.at_s) - event.at_s + at_s if home is node else at_s
     is_hang = record.text("kind") == "hang"

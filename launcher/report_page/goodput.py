@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
+from itertools import groupby, takewhile
 from statistics import median
 
 from elaunch.launcher.report_page.history import History, PastGeneration
@@ -43,19 +44,21 @@ class Stage(Enum):
 _WORDS = {
     Stage.START_UP: ("start-up", "from the command to the first step: imports, rendezvous, restoring"),
     Stage.TRAINING: ("training", "steps that count in the end"),
-    Stage.LOST: ("lost work", "steps that a failure undid, and the one that it interrupted"),
+    Stage.LOST: ("lost work", "steps that a failure undid, and the step that it interrupted"),
     Stage.RUNNING: ("workers ran", "the program reports no steps, so nobody knows how much of this was training"),
     Stage.DETECTION: ("detection", "from the failure until an agent knew of it"),
     Stage.STOP: ("stop", "saving the state and ending the other workers"),
     Stage.RENDEZVOUS: ("rendezvous", "until all nodes agreed on the new ranks"),
     Stage.SPAWN: ("spawn", "starting the workers: fork, imports, process group"),
-    Stage.RESTORE: ("restore", "from there to the first step: the state comes back"),
+    Stage.RESTORE: ("restore", "restoring the state, up to the first step"),
     Stage.END: ("end", "after the last step: evaluation, last checkpoint, exit"),
 }
 
 
 # What a generation's end costs while it is still that generation.
 _WASTED = (Stage.LOST, Stage.DETECTION, Stage.STOP)
+# With the first of these the next generation is at work. Its steps may be lost later.
+_AT_WORK = (Stage.TRAINING, Stage.LOST, Stage.RUNNING, Stage.END)
 
 
 @dataclass(frozen=True)
@@ -76,13 +79,19 @@ class StagePart:
 class Goodput:
     """The parts of the job's time, in order and without gaps. `ettr` is NaN if no step is known.
 
-    `recovery_s` is the median time from a failure, or another end of a generation, to the next step.
+    `recoveries_s` has the time from a failure, or another end of a generation, to the next step (or until workers ran),
+    by generation; without those after which nothing went on.
     """
 
     parts: tuple[StagePart, ...]
     wall_s: float
     ettr: float
-    recovery_s: float
+    recoveries_s: Mapping[int, float]
+
+    @property
+    def recovery_s(self) -> float:
+        """The median time until the job went on, NaN if there is none."""
+        return median(self.recoveries_s.values()) if self.recoveries_s else math.nan
 
     def seconds(self, stage: Stage) -> float:
         return sum(part.length_s for part in self.parts if part.stage is stage)
@@ -93,7 +102,7 @@ class Goodput:
         for part in self.parts[bisect_left(self.parts, generation, key=lambda part: part.generation) :]:
             if part.generation == generation and part.stage not in _WASTED:
                 continue
-            if part.generation > generation and part.stage in (Stage.TRAINING, Stage.RUNNING, Stage.END):
+            if part.generation > generation and part.stage in _AT_WORK:
                 return tuple(found)
             found.append(part)
         return tuple(found)
@@ -125,16 +134,26 @@ def goodput(history: History) -> Goodput:
         walk.to(Stage.END if has_trained else Stage.START_UP, history.wall_s, history.generations[-1])
     trained_s = sum(part.length_s for part in walk.parts if part.stage is Stage.TRAINING)
     ettr = trained_s / history.wall_s if history.knows_steps and history.wall_s > 0 else math.nan
-    found = Goodput(tuple(walk.parts), history.wall_s, ettr, math.nan)
+    return Goodput(tuple(walk.parts), history.wall_s, ettr, _recoveries_s(walk.parts, history))
+
+
+def _recoveries_s(parts: Sequence[StagePart], history: History) -> dict[int, float]:
+    """By generation, the time from its end until the next one was at work; from the last generation to the first."""
     newest = history.last_that_ran
-    ended = [g.number for g in history.generations if g.number < newest]
-    waits = [wait for number in ended if (wait := recovery_s(found.cost(number))) > 0]
-    return Goodput(found.parts, found.wall_s, ettr, median(waits) if waits else math.nan)
-
-
-def recovery_s(cost: Sequence[StagePart]) -> float:
-    """How long a failure kept the job from training: its cost without the work that was lost."""
-    return sum(part.length_s for part in cost if part.stage is not Stage.LOST)
+    # A job may succeed without another step. The end of any other is no work.
+    at_work = [stage for stage in _AT_WORK if stage is not Stage.END or history.end.outcome == "succeeded"]
+    found: dict[int, float] = {}
+    # From the beginning of the generation after, until the job was at work; NaN if it never was.
+    until_work_s = math.nan
+    for number, group in groupby(reversed(parts), key=lambda part: part.generation):
+        own = [*group][::-1]
+        lost_s = sum(part.length_s for part in own if part.stage in (Stage.DETECTION, Stage.STOP))
+        if number < newest and lost_s + until_work_s > 0:
+            found[number] = lost_s + until_work_s
+        before = [*takewhile(lambda part: part.stage not in at_work, own)]
+        is_at_work = len(before) < len(own)
+        until_work_s = sum(part.length_s for part in before) + (0.0 if is_at_work else until_work_s)
+    return dict(sorted(found.items()))
 
 
 class _Walk:
@@ -177,6 +196,9 @@ def _or(value: float, default: float) -> float:
     return default if math.isnan(value) else value
 
 
-def by_stage(found: Goodput) -> Sequence[tuple[Stage, float]]:
+def by_stage(parts: Iterable[StagePart]) -> Sequence[tuple[Stage, float]]:
     """Each stage that took time, in the order of `Stage`."""
-    return [(stage, found.seconds(stage)) for stage in Stage if found.seconds(stage) > 0]
+    seconds = dict.fromkeys(Stage, 0.0)
+    for part in parts:
+        seconds[part.stage] += part.length_s
+    return [(stage, length_s) for stage, length_s in seconds.items() if length_s > 0]

@@ -8,16 +8,14 @@ from dataclasses import replace
 from itertools import zip_longest
 from statistics import median
 
+from elaunch.launcher.report_page.ending import SKEW_S, End, Life, Look, end_of, seen
 from elaunch.launcher.report_page.events import PastEvent, ReadLines
 from elaunch.launcher.report_page.faults import Fault, faults_of
 from elaunch.launcher.report_page.metrics import StepMetrics, Stretch
-from elaunch.launcher.report_page.node_log import NodeLog, StepsSeen, Visit, node_log
+from elaunch.launcher.report_page.node_log import NodeLog, Visit, node_log
+from elaunch.launcher.report_page.warned import Warned, warned_of
+from elaunch.launcher.report_page.wording import duration
 from elaunch.records import dataclass
-
-# Clocks of two hosts that differ by less are taken as they are: a table reaches all nodes within a second or so.
-_SKEW_S = 2.0
-# The end that the most informed node tells.
-_OUTCOMES = ("failed", "interrupted", "succeeded", "refused", "unknown")
 
 
 @dataclass(frozen=True)
@@ -64,18 +62,6 @@ class PastGeneration:
 
 
 @dataclass(frozen=True)
-class End:
-    """How the job ended, as its nodes say; `outcome` is empty if none of them says so."""
-
-    outcome: str
-    code: int
-    reason: str
-    restarts: int
-    max_restarts: int
-    at_s: float
-
-
-@dataclass(frozen=True)
 class History:
     """The whole job. `began_at` is second 0 on the wall clock; `remarks` are what the reader must know of the data."""
 
@@ -87,6 +73,7 @@ class History:
     nodes: tuple[NodeLog, ...]
     generations: tuple[PastGeneration, ...]
     faults: tuple[Fault, ...]
+    warned: tuple[Warned, ...]
     end: End
     steps_lost: int
     remarks: tuple[str, ...]
@@ -107,7 +94,7 @@ class History:
         return max(ran, default=-1)
 
 
-def history(folders: Sequence[NodeFolder], metrics: StepMetrics | None) -> History:
+def history(folders: Sequence[NodeFolder], metrics: StepMetrics | None, look: Look | None = None) -> History:
     """The history that these folders of one job tell; at least one has an event."""
     folders = sorted((f for f in folders if f.lines.events), key=lambda f: (_first_rank(f), f.lines.events[0].at_s))
     shifts = [_shift(folders[0], folder) for folder in folders]
@@ -117,7 +104,9 @@ def history(folders: Sequence[NodeFolder], metrics: StepMetrics | None) -> Histo
         for f, shift in zip(folders, shifts, strict=True)
     )
     faults = faults_of(nodes)
-    end = _end(nodes)
+    end = end_of(nodes)
+    if look:
+        end = seen(end, nodes, [look.at + shift - origin for shift in shifts], look)
     started = started_event(folders[0])
     generations = _generations(nodes, faults, end, metrics, origin)
     counted = sum(generation.steps_lost for generation in generations)
@@ -132,6 +121,7 @@ def history(folders: Sequence[NodeFolder], metrics: StepMetrics | None) -> Histo
         nodes=nodes,
         generations=generations,
         faults=faults,
+        warned=warned_of(nodes, faults),
         end=end,
         steps_lost=max(counted if knows else -1, in_metrics),
         remarks=tuple(_remarks(folders, shifts, end)),
@@ -169,44 +159,7 @@ def _shift(reference: NodeFolder, folder: NodeFolder) -> float:
     ]
     apart = [sealed[0][number] - sealed[1][number] for number in sealed[0].keys() & sealed[1].keys()]
     shift = median(apart) if apart else 0.0
-    return shift if abs(shift) > _SKEW_S else 0.0
-
-
-def _end(nodes: Sequence[NodeLog]) -> End:
-    told = [(at_s, event) for node in nodes for at_s, event in node.events if event.event == "ended"]
-    last_s = max(node.end_s for node in nodes)
-    ranked = sorted(told, key=lambda each: _rank_of(each[1].text("outcome")))
-    if not ranked or (len(told) < len(nodes) and _rank_of(ranked[0][1].text("outcome")) == len(_OUTCOMES) - 1):
-        return End("", -1, "", _restarts(nodes, None), _max_restarts(nodes, None), last_s)
-    _, event = ranked[0]
-    return End(
-        event.text("outcome") or "unknown",
-        event.number("code"),
-        event.text("reason"),
-        _restarts(nodes, event),
-        _max_restarts(nodes, event),
-        last_s,
-    )
-
-
-def _rank_of(outcome: str) -> int:
-    return _OUTCOMES.index(outcome) if outcome in _OUTCOMES else len(_OUTCOMES) - 1
-
-
-def _restarts(nodes: Sequence[NodeLog], ended: PastEvent | None) -> int:
-    """Restarts after failures: as the end says, else as the newest table says, else the generations opened for one."""
-    known = [ended.number("restarts")] if ended else []
-    known += [event.number("restarts") for node in nodes for _, event in node.events if event.event == "sealed"]
-    if max(known, default=-1) >= 0:
-        return max(known)
-    opened = {visit.generation for node in nodes for visit in node.visits if visit.kind in ("fail", "loss")}
-    return len(opened)
-
-
-def _max_restarts(nodes: Sequence[NodeLog], ended: PastEvent | None) -> int:
-    known = [ended.number("max_restarts")] if ended else []
-    known += [event.number("max_restarts") for node in nodes for _, event in node.events if event.event == "started"]
-    return max(known, default=-1)
+    return shift if abs(shift) > SKEW_S else 0.0
 
 
 def _generations(
@@ -270,7 +223,10 @@ def _generation(
     ends_s = _first([noted_s, cause.at_s - cause.quiet_s if cause else math.nan])
     trains_s, first_step, last_step, trained_s = _steps(seated, stretch, origin, _or(ends_s, end.at_s), usual_rate)
     is_last = math.isnan(next_opened_s)
-    if stretch and not math.isnan(stretch.end_at) and (is_last or (cause and cause.kind in ("hang", ""))):
+    if is_last and end.life.goes_on:
+        # The next step is on its way.
+        trained_s = math.nan
+    elif stretch and not math.isnan(stretch.end_at) and (is_last or (cause and cause.kind in ("hang", ""))):
         # What comes after the last step is no training: an evaluation, or a hang.
         ends_s = _first([ends_s, stretch.end_at - origin])
     return PastGeneration(
@@ -298,10 +254,10 @@ def _steps(
     visits: Sequence[Visit], stretch: Stretch | None, origin: float, ends_s: float, usual_rate: float
 ) -> tuple[float, int, int, float]:
     """When the first step began, the first and last step, and the time in steps (NaN if only the agents know)."""
-    progress = sorted((each for visit in visits for each in visit.progress), key=lambda each: each.at_s)
+    progress = [each for visit in visits for each in visit.progress]
     first = min((each.first_step for each in progress if each.first_step >= 0), default=-1)
     last = max((each.step for each in progress), default=-1)
-    begun_s = _first_step_began_s(visits, progress, first, usual_rate) if progress else math.nan
+    begun_s = _first_step_began_s(visits, usual_rate) if progress else math.nan
     if progress or stretch:
         begun_s = _or(_last(visit.marks.get("restored", math.nan) for visit in visits), begun_s)
     if stretch is None:
@@ -312,22 +268,33 @@ def _steps(
     return begun_s, first, max(last, stretch.last_step), stretch.trained_s
 
 
-def _first_step_began_s(visits: Sequence[Visit], progress: Sequence[StepsSeen], first: int, usual_rate: float) -> float:
-    """When the first step began: one step before a worker said that it was complete.
+def _first_step_began_s(visits: Sequence[Visit], usual_rate: float) -> float:
+    """When the first step of the generation began: on the node that was the first to complete one.
+
+    If the others were so little later that their clocks explain it, the first of `visits` counts, as for all times.
+    """
+    done = {at: visit.stepped_s for at, visit in enumerate(visits) if not math.isnan(visit.stepped_s)}
+    done = done or {at: visit.progress[0].at_s for at, visit in enumerate(visits) if visit.progress}
+    earliest_s = min(done.values())
+    return _began_s(visits[next(at for at, done_s in done.items() if done_s <= earliest_s + SKEW_S)], usual_rate)
+
+
+def _began_s(visit: Visit, usual_rate: float) -> float:
+    """When the first step of a node began: one step before a worker said that it was complete.
 
     Without that word the agent's looks, once a second, must do: how long ago the first step began, the rate tells. If
     no rate is known, the job was so short that all steps came between two looks.
     """
-    seen, newest = progress[0], max(progress, key=lambda each: each.step)
-    stepped_s = _first(visit.marks.get("stepped", math.nan) for visit in visits)
-    rate = next((each.steps_per_s for each in progress if each.steps_per_s > 0), usual_rate)
-    if not math.isnan(stepped_s):
-        steps, took_s = newest.step - first, newest.at_s - stepped_s
-        begun_s = stepped_s - (took_s / steps if steps > 0 and took_s > 0 else 1 / rate if rate > 0 else math.inf)
+    seen, newest = visit.progress[0], max(visit.progress, key=lambda each: each.step)
+    first = min((each.first_step for each in visit.progress if each.first_step >= 0), default=-1)
+    rate = next((each.steps_per_s for each in visit.progress if each.steps_per_s > 0), usual_rate)
+    if not math.isnan(visit.stepped_s):
+        steps, took_s = newest.step - first if first >= 0 else 0, newest.at_s - visit.stepped_s
+        begun_s = visit.stepped_s - (took_s / steps if steps > 0 and took_s > 0 else 1 / rate if rate > 0 else math.inf)
     else:
         begun_s = seen.at_s - ((seen.step - first + 1) / rate if first >= 0 and rate > 0 else math.inf)
-    forked_s = _last(worker.forked_s for visit in visits for worker in visit.workers)
-    return max(begun_s, _or(forked_s, visits[0].at("sealed")), 0.0)
+    forked_s = _last(worker.forked_s for worker in visit.workers)
+    return max(begun_s, _or(forked_s, visit.at("sealed")), 0.0)
 
 
 def _with_kept(drafts: Sequence[PastGeneration]) -> list[PastGeneration]:
@@ -352,9 +319,9 @@ def _remarks(folders: Sequence[NodeFolder], shifts: Sequence[float], end: End) -
             how = f"{abs(shift):.1f} s {'behind' if shift > 0 else 'ahead of'}"
             yield f"{host}'s clock was {how} {_host(folders[0])}'s; its times are corrected here"
         if lines.is_torn:
-            yield f"the last line of {host}'s timeline is cut: its agent still writes, was killed, or had no space"
+            yield f"The last line of {host}'s timeline is cut: its agent still writes, was killed, or had no disk space"
         if lines.is_cut:
-            yield f"{host}'s timeline is too long; only its beginning is shown"
+            yield f"{host}'s timeline is too long; only the beginning is shown"
         if lines.unreadable:
             yield f"{lines.unreadable} lines of {host}'s timeline cannot be read and are left out"
         started = started_event(folder)
@@ -363,8 +330,16 @@ def _remarks(folders: Sequence[NodeFolder], shifts: Sequence[float], end: End) -
             yield f"{host}'s timeline is from an older elaunch: steps, causes and advice are missing in it"
         elif schema > 1:
             yield f"{host}'s timeline is from a newer elaunch (schema {schema}): this release may not show all of it"
-    if not end.outcome:
-        yield "no node says how the job ended: it runs, or elaunch itself was killed; all is shown up to the last event"
+    if end.life is Life.RUNS:
+        yield "The job still runs: its agent answers. Everything is shown up to the time at which this report was made"
+    elif end.life is Life.SEEMS_TO_RUN:
+        yield f"The job seems to run: its newest event was {duration(end.silent_s)} old when this report was made"
+    elif end.life is Life.UNKNOWN:
+        age = "" if math.isnan(end.silent_s) else f", which was {duration(end.silent_s)} old when this report was made"
+        yield (
+            "No node says how the job ended: it still runs (see elaunch status), or elaunch itself was killed."
+            f" Everything is shown up to the newest event{age}"
+        )
 
 
 def _first(times: Iterable[float]) -> float:

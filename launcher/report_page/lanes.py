@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from enum import Enum
 
@@ -11,13 +11,18 @@ from elaunch.launcher.report_page.faults import Fault
 from elaunch.launcher.report_page.goodput import Goodput, Stage
 from elaunch.launcher.report_page.history import History, PastGeneration
 from elaunch.launcher.report_page.node_log import NodeLog, Visit, Worker
+from elaunch.launcher.report_page.warned import Warned
 from elaunch.launcher.report_page.wording import count, duration, offset, signal_words
 from elaunch.records import dataclass
 
 # With more workers than this on the page, a node has one lane for all of its workers, and one for each that failed.
 _LANES_MAX = 24
-# A lane shows this many generations, the newest.
-_GENERATIONS_MAX = 1000
+# The page shows so many nodes at most, so many lanes of ranks that failed or were warned of, and about so many bars.
+_NODES_MAX = 100
+_MARKED_MAX = 100
+_BARS_MAX = 5000
+_BARS_OF_GENERATION = 5
+_GENERATIONS_MIN = 5
 
 
 class LaneStage(Enum):
@@ -59,13 +64,21 @@ class Bar:
     note: str
 
 
+class MarkKind(Enum):
+    """What a mark stands for. The value is the name of its look in the page."""
+
+    CAUSE = "cause"
+    FOLLOWER = "follower"
+    WARNING = "warning"
+
+
 @dataclass(frozen=True)
 class LaneMark:
-    """A failure on a lane; `fault` is its number on the page."""
+    """A failure or a warning on a lane; `number` is its number among all of the job."""
 
     at_s: float
-    fault: int
-    is_cause: bool
+    kind: MarkKind
+    number: int
     note: str
 
 
@@ -81,101 +94,177 @@ class Lane:
     is_node: bool = False
 
 
-def lanes_of(history: History, found: Goodput) -> tuple[Lane, ...]:
-    """The lanes in the order of the nodes and their local ranks."""
-    generations = {generation.number: generation for generation in history.generations}
-    places = sum(len(_local_ranks(node)) for node in history.nodes)
+@dataclass(frozen=True)
+class Lanes:
+    """The timeline of the page: the lanes in the order of the nodes and their local ranks, from `begin_s` on.
+
+    It shows the newest `generations`. `nodes_left_out` and `ranks_left_out` (of those that failed) have no lane.
+    """
+
+    shown: tuple[Lane, ...]
+    begin_s: float
+    generations: int
+    nodes_left_out: int
+    ranks_left_out: int
+
+
+def lanes_of(history: History, found: Goodput) -> Lanes:
+    """The lanes that a page has room for."""
+    facts = lane_facts(history, found)
+    ranks = {node.folder: _local_ranks(node) for node in history.nodes}
+    is_by_rank = sum(map(len, ranks.values())) <= _LANES_MAX
+    nodes = _shown_nodes(history, facts)
+    marked = _marked_ranks(history, {node.folder for node in nodes})
+    rows = sum(map(len, ranks.values())) if is_by_rank else len(nodes) + min(len(marked), _MARKED_MAX)
+    generations = max(_BARS_MAX // (_BARS_OF_GENERATION * max(rows, 1)), _GENERATIONS_MIN)
+    if len(history.generations) > generations:
+        first = history.generations[-generations]
+        facts = replace(facts, first=first.number, begin_s=_or(first.opened_s, 0.0))
     shown: list[Lane] = []
-    lost = _lost_from(history, found)
-    for node in history.nodes:
-        lanes = every_lane(history, found, node)
-        if places > _LANES_MAX and len(lanes) > 1:
-            failed = [lane for lane in lanes if lane.marks]
-            name = f"{node.host} · {len(lanes)} ranks"
-            whole = _lane(node, generations, lost, _local_ranks(node), name, ())
-            lanes = [replace(whole, is_node=True), *failed[:_LANES_MAX]]
-        shown += lanes
-    return tuple(shown)
+    for node in nodes:
+        if is_by_rank or len(ranks[node.folder]) < 2:
+            shown += every_lane(facts, node)
+        else:
+            name = f"{node.host} · {len(ranks[node.folder])} ranks"
+            shown.append(replace(_lane(facts, node, None, name, ()), is_node=True))
+            mine = [rank for rank in ranks[node.folder] if (node.folder, rank) in marked[:_MARKED_MAX]]
+            shown += _lanes_of_ranks(facts, node, mine)
+    return Lanes(
+        tuple(shown),
+        facts.begin_s,
+        min(generations, len(history.generations)),
+        len(history.nodes) - len(nodes),
+        0 if is_by_rank else max(len(marked) - _MARKED_MAX, 0),
+    )
 
 
-def every_lane(history: History, found: Goodput, node: NodeLog) -> list[Lane]:
-    """One lane for each local rank of a node, however many; for a node that never had a worker one without a rank."""
+def _shown_nodes(history: History, facts: LaneFacts) -> list[NodeLog]:
+    """The nodes that the page shows, in their order: those with a failure or a warning rather than the others."""
+    if len(history.nodes) <= _NODES_MAX:
+        return [*history.nodes]
+    order = sorted(range(len(history.nodes)), key=lambda at: (history.nodes[at].folder not in facts.marks, at))
+    return [history.nodes[at] for at in sorted(order[:_NODES_MAX])]
+
+
+def _marked_ranks(history: History, folders: Set[str]) -> list[tuple[str, int]]:
+    """The ranks of these folders that failed, or were warned of, as (folder, local rank); causes and warnings first."""
+    faults = sorted(history.faults, key=lambda fault: not fault.is_cause)
+    causes = sum(fault.is_cause for fault in faults)
+    found: list[Fault | Warned] = [*faults[:causes], *history.warned, *faults[causes:]]
+    return list(dict.fromkeys((each.folder, max(each.local_rank, 0)) for each in found if each.folder in folders))
+
+
+@dataclass(frozen=True)
+class LaneFacts:
+    """What the lanes of all nodes need. The generations from `first` on are shown, from `begin_s` on.
+
+    `lost_from_s` is when the first step that a generation lost began. `marks` has the failures and warnings by folder
+    and local rank; -1 for those of no worker. `running` is the generation that runs now, up to `wall_s`; -1 for none.
+    """
+
+    generations: Mapping[int, PastGeneration]
+    lost_from_s: Mapping[int, float]
+    marks: Mapping[str, Mapping[int, Sequence[LaneMark]]]
+    wall_s: float
+    running: int
+    first: int = 0
+    begin_s: float = 0.0
+
+
+def lane_facts(history: History, found: Goodput) -> LaneFacts:
+    """The facts for lanes of all generations."""
+    marks: dict[str, dict[int, list[LaneMark]]] = {}
+    for number, fault in enumerate(history.faults):
+        if fault.folder:
+            kind = MarkKind.CAUSE if fault.is_cause else MarkKind.FOLLOWER
+            mark = LaneMark(fault.at_s, kind, number, f"{offset(fault.at_s)}  {fault.sentence[:300]}")
+            marks.setdefault(fault.folder, {}).setdefault(fault.local_rank, []).append(mark)
+    for number, warned in enumerate(history.warned):
+        if warned.folder and not warned.is_failure:
+            note = f"{offset(warned.at_s)}  {warned.sentence[:300]}"
+            mark = LaneMark(warned.at_s, MarkKind.WARNING, number, note)
+            marks.setdefault(warned.folder, {}).setdefault(warned.local_rank, []).append(mark)
     generations = {generation.number: generation for generation in history.generations}
-    lost = _lost_from(history, found)
-    marks = _marks(node, history.faults)
+    losers = {generation.number for generation in history.generations if generation.steps_lost}
+    lost = {p.generation: p.begin_s for p in found.parts if p.stage is Stage.LOST and p.generation in losers}
+    running = history.last_that_ran if history.end.life.goes_on else -1
+    return LaneFacts(generations, lost, marks, history.wall_s, running)
+
+
+def every_lane(facts: LaneFacts, node: NodeLog) -> list[Lane]:
+    """One lane for each local rank of a node, however many; for a node that never had a worker one without a rank."""
     ranks = _local_ranks(node)
     if not ranks:
-        return [_lane(node, generations, lost, [], "no worker", marks.get(-1, ()))]
-    # What no worker caused is shown with the first.
-    marks[ranks[0]] = (*marks.get(-1, ()), *marks.get(ranks[0], ()))
-    return [_lane(node, generations, lost, [rank], _rank_name(node, rank), marks.get(rank, ())) for rank in ranks]
+        return [_lane(facts, node, [()] * len(node.visits), "no worker", facts.marks.get(node.folder, {}).get(-1, ()))]
+    return _lanes_of_ranks(facts, node, ranks)
 
 
-def _lost_from(history: History, found: Goodput) -> dict[int, float]:
-    """When the first step that a generation lost began, for those that lost whole steps."""
-    losers = {generation.number for generation in history.generations if generation.steps_lost}
-    parts = [part for part in found.parts if part.stage is Stage.LOST and part.generation in losers]
-    return {part.generation: part.begin_s for part in parts}
+def _lanes_of_ranks(facts: LaneFacts, node: NodeLog, local_ranks: Sequence[int]) -> list[Lane]:
+    marks = facts.marks.get(node.folder, {})
+    by_rank: dict[int, list[Worker]] = {}
+    for visit in node.visits:
+        for worker in visit.workers:
+            by_rank.setdefault(worker.local_rank, []).append(worker)
+    seats = [{worker.local_rank: worker for worker in visit.workers} for visit in node.visits]
+    first = min(by_rank)
+    lanes = []
+    for rank in local_ranks:
+        # What no worker caused is shown with the first.
+        mine = [*(marks.get(-1, ()) if rank == first else ()), *marks.get(rank, ())]
+        workers = [[seat[rank]] if rank in seat else [] for seat in seats]
+        lanes.append(_lane(facts, node, workers, _rank_name(rank, by_rank[rank]), mine))
+    return lanes
 
 
 def _local_ranks(node: NodeLog) -> list[int]:
     return sorted({worker.local_rank for visit in node.visits for worker in visit.workers})
 
 
-def _rank_name(node: NodeLog, local_rank: int) -> str:
-    ranks = {w.rank: None for visit in node.visits for w in visit.workers if w.local_rank == local_rank}
-    shown = [str(rank) for rank in ranks if rank >= 0]
+def _rank_name(local_rank: int, workers: Sequence[Worker]) -> str:
+    shown = list(dict.fromkeys(str(worker.rank) for worker in workers if worker.rank >= 0))
     if not shown:
         return f"local rank {local_rank}"
     return f"rank {shown[0]}" if len(shown) == 1 else f"ranks {', '.join(shown[:3])}{', …' * (len(shown) > 3)}"
 
 
-def _marks(node: NodeLog, faults: Sequence[Fault]) -> dict[int, tuple[LaneMark, ...]]:
-    """The node's failures by local rank; -1 for those of no worker."""
-    marks: dict[int, tuple[LaneMark, ...]] = {}
-    for number, fault in enumerate(faults):
-        if fault.folder == node.folder:
-            mark = LaneMark(fault.at_s, number, fault.is_cause, f"{offset(fault.at_s)}  {fault.sentence[:300]}")
-            marks[fault.local_rank] = (*marks.get(fault.local_rank, ()), mark)
-    return marks
-
-
 def _lane(
+    facts: LaneFacts,
     node: NodeLog,
-    generations: Mapping[int, PastGeneration],
-    lost: Mapping[int, float],
-    local_ranks: Sequence[int],
+    workers: Sequence[Sequence[Worker]] | None,
     name: str,
-    marks: tuple[LaneMark, ...],
+    marks: Sequence[LaneMark],
 ) -> Lane:
+    """The lane of these workers, one list for each visit; without them, of all the node's workers."""
     bars: list[Bar] = []
     free_s = 0.0 if node.visits and node.visits[0].generation == 0 else _begin_s(node)
-    for visit in node.visits[-_GENERATIONS_MAX:]:
-        generation = generations[visit.generation]
-        workers = [worker for worker in visit.workers if worker.local_rank in local_ranks]
-        for bar in _bars(node, visit, generation, workers, free_s, lost.get(visit.generation, math.inf)):
+    free_s = max(free_s, facts.begin_s)
+    for at, visit in enumerate(node.visits):
+        if visit.generation < facts.first:
+            continue
+        for bar in _bars(facts, node, visit, visit.workers if workers is None else workers[at], free_s):
             if bar.end_s > bar.begin_s:
                 bars.append(bar)
                 free_s = bar.end_s
-    return Lane(node.host, node.folder, name, tuple(bars), marks)
+    shown = tuple(mark for mark in marks if mark.at_s >= facts.begin_s)
+    return Lane(node.host, node.folder, name, tuple(bars), shown)
 
 
 def _begin_s(node: NodeLog) -> float:
     return node.events[0][0] if node.events else 0.0
 
 
-def _bars(
-    node: NodeLog, visit: Visit, generation: PastGeneration, workers: Sequence[Worker], free_s: float, lost_s: float
-) -> Iterator[Bar]:
+def _bars(facts: LaneFacts, node: NodeLog, visit: Visit, workers: Sequence[Worker], free_s: float) -> Iterator[Bar]:
     number = visit.generation
+    generation, lost_s = facts.generations[number], facts.lost_from_s.get(number, math.inf)
     if not workers:
         if visit.is_spare:
-            until_s = _or(visit.at("cleared"), node.end_s)
+            until_s = _or(visit.at("cleared"), facts.wall_s if number == facts.running else node.end_s)
             yield Bar(LaneStage.SPARE, free_s, until_s, number, f"generation {number}: a spare node, without workers")
         return
     forked_s = min(worker.forked_s for worker in workers)
     exits = [worker.exited_s for worker in workers if not math.isnan(worker.exited_s)]
-    exited_s = max(exits) if len(exits) == len(workers) else node.end_s
+    open_s = facts.wall_s if number == facts.running else node.end_s
+    exited_s = max(exits) if len(exits) == len(workers) else open_s
     ends_s = min(_or(generation.ends_s, exited_s), exited_s)
     what = f"generation {number}, {_who(workers)}"
     yield Bar(LaneStage.WAITS, free_s, forked_s, number, f"{what}: waits for its start ({duration(forked_s - free_s)})")

@@ -44,7 +44,10 @@ class StepsSeen:
 
 @dataclass(frozen=True)
 class Visit:
-    """One generation on one node. `times` has the first time of each event, `marks` the last of each mark's name."""
+    """One generation on one node. `times` has the first time of each event, `marks` the last of each mark's name.
+
+    `stepped_s` is when the first worker's first step was complete, NaN if none said so.
+    """
 
     generation: int
     times: Mapping[str, float]
@@ -55,6 +58,7 @@ class Visit:
     reason: str = ""
     world_size: int = 0
     quiet_s: float = math.nan
+    stepped_s: float = math.nan
     is_spare: bool = False
 
     def at(self, event: str) -> float:
@@ -64,7 +68,10 @@ class Visit:
 
 @dataclass(frozen=True)
 class NodeLog:
-    """One agent's log: the folder, who it was, and all its generations. `events` have times in seconds of the job."""
+    """One agent's log: the folder, who it was, and all its generations. Times are seconds of the job, but `began_at`.
+
+    `end_s` is the time of the newest event.
+    """
 
     folder: str
     host: str
@@ -72,10 +79,7 @@ class NodeLog:
     began_at: float
     events: tuple[tuple[float, PastEvent], ...]
     visits: tuple[Visit, ...]
-
-    @property
-    def end_s(self) -> float:
-        return max((at_s for at_s, _ in self.events), default=0.0)
+    end_s: float
 
 
 def node_log(
@@ -94,7 +98,7 @@ def node_log(
         if event.generation >= 0:
             by_generation[event.generation].append((at_s, event))
     visits = tuple(_visit(number, by_generation[number]) for number in numbers)
-    return NodeLog(folder, host, run_id, first.at_s + shift_s, timed, visits)
+    return NodeLog(folder, host, run_id, first.at_s + shift_s, timed, visits, max(at_s for at_s, _ in timed))
 
 
 def _visit(generation: int, events: Sequence[tuple[float, PastEvent]]) -> Visit:
@@ -103,27 +107,38 @@ def _visit(generation: int, events: Sequence[tuple[float, PastEvent]]) -> Visit:
         times.setdefault(event.event, at_s)
     found = {event.event: event for _, event in reversed(events)}
     opened, sealed, hung = found.get("opened"), found.get("sealed"), found.get("hung")
+    marked = _marked(events)
     return Visit(
         generation,
         times,
         _workers(events),
         tuple(_progress(at_s, event) for at_s, event in events if event.event == "progress"),
-        _marks(events),
+        _marks(marked),
         kind=opened.text("kind") if opened else "",
         reason=(sealed.text("reason") if sealed else "") or (opened.text("cause") if opened else ""),
         world_size=sealed.number("world_size", 0) if sealed else 0,
         quiet_s=hung.real("quiet_s") if hung else math.nan,
+        stepped_s=min((at_s for name, at_s in marked if name == "stepped"), default=math.nan),
         is_spare="spare" in found and "sealed" not in found,
     )
 
 
-def _marks(events: Sequence[tuple[float, PastEvent]]) -> dict[str, float]:
-    """When the last worker came to each point. The agent reads a mark up to a second later, so the worker says when."""
-    marks: dict[str, float] = {}
+def _marked(events: Sequence[tuple[float, PastEvent]]) -> list[tuple[str, float]]:
+    """The marks of the workers. The agent reads a mark up to a second later, so the worker says when."""
+    found: list[tuple[str, float]] = []
     for at_s, event in events:
-        if event.event == "marked" and len(marks) < _MARKS_MAX:
+        if event.event == "marked":
             late_s = event.monotonic_s - event.real("said_s", event.monotonic_s)
-            marks[event.text("name")] = max(marks.get(event.text("name"), 0.0), at_s - min(max(late_s, 0.0), _LATE_S))
+            found.append((event.text("name"), at_s - min(max(late_s, 0.0), _LATE_S)))
+    return found
+
+
+def _marks(marked: Sequence[tuple[str, float]]) -> dict[str, float]:
+    """When the last worker came to each point."""
+    marks: dict[str, float] = {}
+    for name, at_s in marked:
+        if name in marks or len(marks) < _MARKS_MAX:
+            marks[name] = max(marks.get(name, 0.0), at_s)
     return marks
 
 

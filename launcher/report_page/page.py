@@ -8,22 +8,27 @@ from pathlib import PurePath
 from urllib.parse import quote
 
 from elaunch.launcher.report_page.charts import Chart, chart
+from elaunch.launcher.report_page.ending import Life
 from elaunch.launcher.report_page.faults import Fault
-from elaunch.launcher.report_page.goodput import Goodput, Stage, StagePart, recovery_s
+from elaunch.launcher.report_page.goodput import Goodput, Stage, StagePart, by_stage
 from elaunch.launcher.report_page.history import History, PastGeneration
-from elaunch.launcher.report_page.lanes import Lane, lanes_of
+from elaunch.launcher.report_page.lanes import Lanes, lanes_of
 from elaunch.launcher.report_page.metrics import StepMetrics
-from elaunch.launcher.report_page.wording import count, cut, duration
+from elaunch.launcher.report_page.warned import Warned, WarnedKind
+from elaunch.launcher.report_page.wording import count, cut, duration, offset
 from elaunch.records import dataclass
 
 # Causes that the page shows with all they have; of more the first and the last are shown.
 CAUSES_MAX = 60
+# Warnings that the page shows, and that are printed.
+WARNINGS_MAX = 60
+PRINTED_MAX = 5
 _SHOWN_ENDS = {
     "succeeded": "succeeded",
     "failed": "failed",
     "interrupted": "was stopped",
     "refused": "was refused",
-    "unknown": "ended, nobody knows how,",
+    "unknown": "ended in an unknown way",
 }
 
 
@@ -37,24 +42,32 @@ class LogLink:
 
 @dataclass(frozen=True)
 class ShownCause:
-    """A failure as the page shows it: the cause of a generation's end, and those that followed from it."""
+    """A failure as the page shows it: the cause of a generation's end, and those that followed from it.
+
+    `lost_s` is the work that was lost, `recovery_s` the time until the job went on: NaN if it did not.
+    """
 
     number: int
     fault: Fault
     followers: tuple[Fault, ...]
     cost: tuple[StagePart, ...]
+    lost_s: float
+    recovery_s: float
     steps_lost: int
     tail: str
     is_silent: bool
     links: tuple[LogLink, ...]
+    stacks: tuple[LogLink, ...]
 
-    @property
-    def cost_s(self) -> float:
-        return sum(part.length_s for part in self.cost)
 
-    @property
-    def recovery_s(self) -> float:
-        return recovery_s(self.cost)
+@dataclass(frozen=True)
+class ShownWarning:
+    """A warning as the page shows it; `number` is that among all of the job."""
+
+    number: int
+    warned: Warned
+    after: str
+    stacks: tuple[LogLink, ...]
 
 
 @dataclass(frozen=True)
@@ -63,9 +76,11 @@ class Page:
 
     history: History
     goodput: Goodput
-    lanes: tuple[Lane, ...]
+    lanes: Lanes
     causes: tuple[ShownCause, ...]
     causes_left_out: int
+    warnings: tuple[ShownWarning, ...]
+    warnings_left_out: int
     charts: tuple[Chart, ...]
     logs: tuple[tuple[str, tuple[LogLink, ...]], ...]
     metrics_path: str
@@ -76,11 +91,19 @@ def headline(history: History, found: Goodput) -> str:
     end = history.end
     name = f"Job {history.run_id}" if history.run_id else "The job"
     length = duration(found.wall_s)
-    how = f"{_SHOWN_ENDS.get(end.outcome, _SHOWN_ENDS['unknown'])} after {length}"
-    if not end.outcome:
-        how = f"was running {length} after its start, when its log ends"
-    of = f" of {end.max_restarts} allowed" if end.outcome == "failed" and end.max_restarts >= 0 else ""
-    restarts = f"{count(end.restarts, 'restart')}{of}" if end.restarts else f"no restart{of}"
+    match end.life:
+        case Life.RUNS:
+            how = f"has been running for {length}"
+        case Life.SEEMS_TO_RUN:
+            how = f"seems to be running, for {length} by now"
+        case Life.UNKNOWN:
+            how = f"has no end in its log, which stops {length} after the start"
+        case Life.ENDED:
+            how = f"{_SHOWN_ENDS.get(end.outcome, _SHOWN_ENDS['unknown'])} after {length}"
+    if end.outcome == "failed" and end.max_restarts >= 0:
+        restarts = f"{end.restarts} of {count(end.max_restarts, 'restart')} used"
+    else:
+        restarts = count(end.restarts, "restart") if end.restarts else "no restart"
     lost = "" if history.steps_lost < 0 else f", {count(history.steps_lost, 'step')} lost"
     return f"{name} {how}: {restarts}{lost}."
 
@@ -90,7 +113,7 @@ def subline(history: History) -> str:
     end = history.end
     cause = next((fault for fault in reversed(history.faults) if fault.is_cause), None)
     if end.outcome == "failed" and cause:
-        reason = f" It was given up: {end.reason}." if end.reason and end.reason != cause.sentence else ""
+        reason = f" The job was given up: {end.reason}." if end.reason and end.reason != cause.sentence else ""
         return f"{_sentence(cut(cause.sentence, 400))}{reason}"
     return f"{_sentence(end.reason)}" if end.outcome not in ("succeeded", "") and end.reason else ""
 
@@ -107,17 +130,56 @@ def make_page(
     links: Mapping[tuple[str, int, int], tuple[LogLink, ...]],
     tails: Mapping[int, str],
     metrics_path: str = "",
+    stacks: Mapping[int, tuple[LogLink, ...]] | None = None,
 ) -> Page:
-    """The page's content. `links` are by folder, generation and rank; `tails` by the number of the failure."""
+    """The page's content.
+
+    `links` are by folder, generation and rank, `tails` by the number of the failure, `stacks` by generation.
+    """
+    stacks = stacks or {}
+    warnings, newest = open_warnings(history), history.last_that_ran
     return Page(
         history,
         found,
         lanes_of(history, found),
-        *_causes(history, found, links, tails),
+        *_causes(history, found, links, tails, stacks),
+        warnings=tuple(
+            ShownWarning(number, warned, _after(warned, history, newest), stacks.get(warned.generation, ()))
+            for number, warned in warnings[:WARNINGS_MAX]
+        ),
+        warnings_left_out=max(len(warnings) - WARNINGS_MAX, 0),
         charts=_charts(history, metrics),
         logs=_logs(history, links),
         metrics_path=metrics_path,
     )
+
+
+def open_warnings(history: History) -> list[tuple[int, Warned]]:
+    """The warnings that became no failure, with their numbers among all of the job."""
+    return [(number, warned) for number, warned in enumerate(history.warned) if not warned.is_failure]
+
+
+def _after(warned: Warned, history: History, newest: int) -> str:
+    """What came after a warning of a hang."""
+    if warned.kind is not WarnedKind.HANG:
+        return ""
+    if not math.isnan(warned.until_s):
+        return f"The job went on by itself {duration(warned.until_s - warned.at_s)} later."
+    if warned.generation == newest and history.end.life.goes_on:
+        return f"The job has not gone on since: {duration(history.wall_s - warned.at_s)}."
+    return f"No event says that generation {warned.generation} went on."
+
+
+def printed(page: Page) -> list[str]:
+    """What `elaunch report` prints about the job: its headline, then what was only warned of."""
+    warnings = open_warnings(page.history)
+    lines = [
+        f"  {offset(shown.warned.at_s)}  {_sentence(cut(shown.warned.sentence, 400))} {shown.after}".rstrip()
+        for shown in page.warnings[:PRINTED_MAX]
+    ]
+    more = len(warnings) - PRINTED_MAX
+    lines += [f"  And {count(more, 'more warning', 'more warnings')}."] if more > 0 else []
+    return [headline(page.history, page.goodput), *lines]
 
 
 def shown_causes(history: History) -> list[int]:
@@ -132,25 +194,33 @@ def _causes(
     found: Goodput,
     links: Mapping[tuple[str, int, int], tuple[LogLink, ...]],
     tails: Mapping[int, str],
+    stacks: Mapping[int, tuple[LogLink, ...]],
 ) -> tuple[tuple[ShownCause, ...], int]:
     generations = {generation.number: generation for generation in history.generations}
-    newest = history.last_that_ran
+    followers: dict[int, list[Fault]] = {}
+    for fault in history.faults:
+        if not fault.is_cause:
+            followers.setdefault(fault.generation, []).append(fault)
     shown = shown_causes(history)
     causes = []
     for number in shown:
         fault = history.faults[number]
-        others = [other for other in history.faults if other.generation == fault.generation and not other.is_cause]
+        recovery_s = found.recoveries_s.get(fault.generation, math.nan)
+        cost = () if math.isnan(recovery_s) else found.cost(fault.generation)
         generation = generations.get(fault.generation)
         causes.append(
             ShownCause(
                 number,
                 fault,
-                tuple(others),
-                () if fault.generation >= newest else found.cost(fault.generation),
+                tuple(followers.get(fault.generation, ())),
+                cost,
+                sum(part.length_s for part in cost if part.stage is Stage.LOST),
+                recovery_s,
                 generation.steps_lost if generation else 0,
                 tails.get(number, ""),
                 number in tails and not tails[number],
                 links.get((fault.folder, fault.generation, fault.rank), ()),
+                stacks.get(fault.generation, ()),
             )
         )
     return tuple(causes), sum(fault.is_cause for fault in history.faults) - len(shown)
@@ -185,9 +255,11 @@ def link_to(path: str, relative: str) -> LogLink:
 def summary(page: Page) -> dict[str, object]:
     """The numbers for programs (`--json`). What is not known is null."""
     history, found = page.history, page.goodput
+    lengths = dict.fromkeys(Stage, 0.0) | dict(by_stage(found.parts))
     return {
         "run_id": history.run_id,
         "headline": headline(history, found),
+        "state": history.end.life.value,
         "outcome": history.end.outcome or None,
         "exit_code": history.end.code if history.end.outcome else None,
         "reason": history.end.reason,
@@ -199,10 +271,11 @@ def summary(page: Page) -> dict[str, object]:
         "restarts": history.end.restarts,
         "max_restarts": history.end.max_restarts if history.end.max_restarts >= 0 else None,
         "steps_lost": history.steps_lost if history.steps_lost >= 0 else None,
-        "breakdown_s": {stage.value: _number(found.seconds(stage)) for stage in Stage},
+        "breakdown_s": {stage.value: _number(seconds) for stage, seconds in lengths.items()},
         "nodes": [{"host": node.host, "folder": node.folder} for node in history.nodes],
         "generations": [_generation(generation) for generation in history.generations],
         "failures": [_failure(fault, history, found) for fault in history.faults],
+        "warnings": [_warning(warned, history) for warned in history.warned],
         "remarks": list(history.remarks),
     }
 
@@ -223,8 +296,6 @@ def _generation(generation: PastGeneration) -> dict[str, object]:
 
 
 def _failure(fault: Fault, history: History, found: Goodput) -> dict[str, object]:
-    is_last = not history.generations or fault.generation == history.generations[-1].number
-    costs = found.cost(fault.generation) if fault.is_cause and not is_last else ()
     return {
         "generation": fault.generation,
         "is_cause": fault.is_cause,
@@ -236,7 +307,22 @@ def _failure(fault: Fault, history: History, found: Goodput) -> dict[str, object
         "kind": fault.kind,
         "sentence": fault.sentence,
         "advice": fault.advice,
-        "recovery_s": _number(recovery_s(costs)) if costs else None,
+        "recovery_s": _number(found.recoveries_s.get(fault.generation, math.nan)) if fault.is_cause else None,
+    }
+
+
+def _warning(warned: Warned, history: History) -> dict[str, object]:
+    return {
+        "kind": warned.kind.value,
+        "generation": warned.generation,
+        "at": round(history.began_at + warned.at_s, 3),
+        "at_s": _number(warned.at_s),
+        "since_s": _number(warned.since_s),
+        "until_s": _number(warned.until_s),
+        "host": warned.host,
+        "rank": warned.rank if warned.rank >= 0 else None,
+        "sentence": warned.sentence,
+        "became_failure": warned.is_failure,
     }
 
 

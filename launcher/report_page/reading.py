@@ -20,6 +20,7 @@ from elaunch.launcher.report_page.metrics import StepMetrics
 from elaunch.records import dataclass
 
 TIMELINE = "timeline.jsonl"
+STACKS = "stacks.txt"
 # A week of a node's events is some 10 MB. A timeline is kept in memory; of metrics only sums are.
 TIMELINE_BYTES_MAX = 64 << 20
 METRICS_BYTES_MAX = 4 << 30
@@ -163,14 +164,24 @@ def log_files(folder: Path, limit: int) -> list[LogFiles]:
     found: list[LogFiles] = []
     for attempt in sorted(_numbered(folder, "attempt_"), reverse=True):
         for rank in sorted(_numbered(folder / f"attempt_{attempt}", "")):
-            if len(found) == limit:
+            if len(found) >= limit:
                 return found[::-1]
-            place = folder / f"attempt_{attempt}" / str(rank)
-            names = ("stderr.log", "stdout.log", "error.json")
-            paths = tuple(str(place / name) for name in names if _has_content(place / name))
-            if paths:
+            if paths := rank_files(folder, attempt, rank):
                 found.append(LogFiles(attempt, rank, paths))
     return found[::-1]
+
+
+def rank_files(folder: Path, generation: int, rank: int) -> tuple[str, ...]:
+    """The files of one rank in one generation that are there and hold something."""
+    place = folder / f"attempt_{generation}" / str(rank)
+    names = ("stderr.log", "stdout.log", "error.json")
+    return tuple(str(place / name) for name in names if _has_content(place / name))
+
+
+def stacks_file(folder: Path, generation: int) -> str:
+    """The file with the stacks of a node's ranks in a hang of that generation; empty if there is none."""
+    path = folder / f"attempt_{generation}" / STACKS
+    return str(path) if _has_content(path) else ""
 
 
 def _numbered(folder: Path, prefix: str) -> list[int]:
@@ -218,8 +229,20 @@ def _is_one_job(one: NodeFolder, other: NodeFolder) -> bool:
 def _is_new_start(one: NodeFolder, other: NodeFolder) -> bool:
     """Whether one began after the other had ended for good: the same command, typed again."""
     first, second = sorted((one, other), key=lambda folder: folder.lines.events[0].at_s)
-    ended = any(event.event == "ended" for event in first.lines.events)
-    return ended and second.lines.events[0].at_s > _times(first)[1]
+    return has_ended(first) and second.lines.events[0].at_s > _times(first)[1]
+
+
+def has_ended(folder: NodeFolder) -> bool:
+    """Whether the node's agent said that the job ended there."""
+    return any(event.event == "ended" for event in folder.lines.events)
+
+
+def owner(folder: Path) -> int:
+    """The id of the user whose folder this is, -1 if it is gone."""
+    try:
+        return folder.stat().st_uid
+    except OSError:
+        return -1
 
 
 def _times(folder: NodeFolder) -> tuple[float, float]:

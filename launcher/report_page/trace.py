@@ -10,31 +10,34 @@ from collections.abc import Iterator
 
 from elaunch.launcher.report_page.goodput import Goodput
 from elaunch.launcher.report_page.history import History
-from elaunch.launcher.report_page.lanes import every_lane
+from elaunch.launcher.report_page.lanes import MarkKind, every_lane, lane_facts
 from elaunch.launcher.report_page.node_log import NodeLog
 
 _AGENT = 0
 # Events of an agent that are moments worth to see; stages of processes are slices already.
 _MOMENTS = (
     *("failed", "restarting", "gave_up", "hung", "stopping", "killing", "store_away", "store_back", "signalled"),
+    *("seems_hung", "goes_on", "slow"),
     *("node_lost", "node_left", "node_joined", "cleared", "sealed", "ended"),
 )
+_MARKS = {MarkKind.CAUSE: "failure", MarkKind.FOLLOWER: "failure", MarkKind.WARNING: "warning"}
 
 
 def trace(history: History, found: Goodput) -> dict[str, object]:
     """The trace, as the JSON object form of the format. Times are microseconds from the start of the job."""
     events: list[dict[str, object]] = []
+    facts = lane_facts(history, found)
     for pid, node in enumerate(history.nodes, 1):
         events += _named(pid, node)
         events += _moments(pid, node)
         events += _steps(pid, node)
-        for tid, lane in enumerate(every_lane(history, found, node), 1):
+        for tid, lane in enumerate(every_lane(facts, node), 1):
             events.append(_metadata("thread_name", pid, tid, lane.name))
             for bar in lane.bars:
                 args = {"generation": bar.generation, "note": bar.note}
                 events.append(_slice(bar.doing.value, pid, tid, bar.begin_s, bar.end_s, args))
             for mark in lane.marks:
-                events.append(_instant("failure", pid, tid, mark.at_s, {"what": mark.note}, scope="t"))
+                events.append(_instant(_MARKS[mark.kind], pid, tid, mark.at_s, {"what": mark.note}, scope="t"))
     for part in found.parts:
         events.append(_slice(part.stage.words, 1, _AGENT, part.begin_s, part.end_s, {"generation": part.generation}))
     other = {"run_id": history.run_id, "began_at": history.began_at, "command": history.command}
@@ -51,6 +54,7 @@ def _moments(pid: int, node: NodeLog) -> Iterator[dict[str, object]]:
     for at_s, event in node.events:
         if event.event in _MOMENTS:
             what = event.text("sentence") or event.text("reason") or event.text("cause") or event.text("signal")
+            what = what or event.text("message")
             args = {"generation": event.generation, "what": what[:500]}
             yield _instant(event.event, pid, _AGENT, at_s, args, scope="p")
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import shutil
+import signal
 import struct
 import subprocess
 import sys
@@ -13,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import COMMAND, REPOSITORY, environment, finished, script
+from tests.harness import COMMAND, REPOSITORY, Job, environment, finished, script
 
 # Reports a step every 0.1 s. Rank 1 dies after step 6; generation 1 goes on after step 4, up to step 12.
 LOSES_TWO_STEPS = """
@@ -63,6 +65,27 @@ def test_a_job_that_lost_two_steps_says_so_in_its_report(tmp_path: Path) -> None
     assert links
     assert all((tmp_path / link).is_file() for link in links)
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+
+
+def test_a_job_that_runs_is_told_from_one_whose_agent_was_killed(tmp_path: Path) -> None:
+    script(tmp_path, "print('ready', flush=True)\nimport time\ntime.sleep(600)")
+    with Job(tmp_path, "--no-preload", "--run-id", "night", "--log-dir", "logs", "train.py") as job:
+        job.wait_for_output("ready")
+        (timeline,) = (tmp_path / "logs").glob("*_night_*/timeline.jsonl")
+        events = [json.loads(line) for line in timeline.read_text().splitlines()]
+
+        runs = json.loads(run(tmp_path, "report", "logs", "--json").stdout)
+        os.kill(events[0]["pid"], signal.SIGKILL)
+        job.process.wait()
+        killed = json.loads(run(tmp_path, "report", "logs", "--json").stdout)
+
+    assert events[0]["event"] == "started"
+    assert runs["state"] == "running"
+    assert re.fullmatch(r"Job night has been running for [0-9.]+ m?s: no restart\.", runs["headline"])
+    # Up to now, and not to its newest event.
+    assert runs["wall_s"] > events[-1]["monotonic_s"] - events[0]["monotonic_s"]
+    assert killed["state"] == "unknown"
+    assert killed["headline"].startswith("Job night has no end in its log")
 
 
 def test_the_end_of_a_job_says_how_to_make_the_page_and_that_command_works(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import json
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from elaunch.launcher.report_page.ending import Look
 from elaunch.launcher.report_page.events import read_lines
 from elaunch.launcher.report_page.goodput import goodput
 from elaunch.launcher.report_page.history import NodeFolder, history
@@ -16,9 +17,14 @@ from elaunch.launcher.report_page.render import render
 from elaunch.launcher.report_page.trace import trace
 from tests.fuzzing import NESTED, VALUES, bounded, json_texts
 from tests.unit.launcher.report_page.test_page import TEMPLATE, Tags
-from tests.unit.launcher.report_page.timelines import Timeline, restarted
+from tests.unit.launcher.report_page.timelines import BEGAN_AT, Timeline, restarted
 
-ROWS = restarted().rows
+# A job that is warned of, and has no end.
+WARNED = restarted().add(61, 1, "seems_hung", host="node-a", rank=1, message="it runs").add(70, 1, "goes_on")
+ROWS = WARNED.add(80, 1, "slow", rank=1, wait_percent=20).rows
+ROWS[0]["pid"] = 7
+del ROWS[[row["event"] for row in ROWS].index("ended")]
+LOOK = Look(BEGAN_AT + 99, "node-a", frozenset({("night", 7)}))
 LINES = [json.dumps(row) for row in ROWS]
 METRIC = json.dumps({"step": 3, "loss": 1.0, "seconds": 0.1, "generation": 0, "at": 1.8e9, "steps_lost": 2})
 # The markup of pages is the template's: these tags are in it as often as it says, whatever the job wrote.
@@ -68,7 +74,7 @@ def _page(timeline: bytes, rows: list[bytes]) -> str:
     if not folder.lines.events:
         return ""
     metrics = StepMetrics().add_all(rows)
-    past = history([folder], metrics)
+    past = history([folder], metrics, LOOK)
     page = make_page(past, goodput(past), metrics, {}, {})
     json.dumps(summary(page), allow_nan=False)
     json.dumps(trace(past, page.goodput), allow_nan=False)

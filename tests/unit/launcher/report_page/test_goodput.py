@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from elaunch.launcher.report_page.goodput import Goodput, Stage, goodput, recovery_s
+from elaunch.launcher.report_page.goodput import Goodput, Stage, goodput
 from elaunch.launcher.report_page.history import history
 from elaunch.launcher.report_page.metrics import StepMetrics
 from tests.unit.launcher.report_page.timelines import BEGAN_AT, Timeline, restarted
@@ -61,7 +61,8 @@ def test_what_a_failure_cost_is_its_lost_work_and_the_time_until_the_next_step()
         Stage.RESTORE,
     ]
     # From the death at 20 s to the first step at 25 s.
-    assert recovery_s(cost) == found.recovery_s == pytest.approx(5)
+    assert found.recoveries_s == {0: pytest.approx(5)}
+    assert found.recovery_s == pytest.approx(5)
     # Nothing came after the last.
     assert found.cost(1) == ()
 

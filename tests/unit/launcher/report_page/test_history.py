@@ -68,6 +68,33 @@ def test_the_end_of_the_first_step_tells_when_it_began_however_late_the_agent_lo
     assert generation.trains_s == pytest.approx(2.0)
 
 
+def test_ranks_that_begin_at_very_different_times_began_when_the_first_of_them_did() -> None:
+    """Rank 0 makes a step a second from 2 s on; rank 1 of the same node, and node-b, load their data much longer."""
+    near = Timeline("node-a").opens(0, 0, world_size=4).says("stepped", 3, 0, (0,)).says("stepped", 40, 0, (1,))
+    far = Timeline("node-b", 2).opens(0, 0, world_size=4).says("stepped", 70, 0)
+    near.steps(4, 0, 2, first=1).steps(80, 0, 78, rate=1.0).succeeds(90, 0)
+    far.steps(71, 0, 1, first=1).steps(80, 0, 11, rate=1.0).succeeds(90, 0)
+
+    for folders in ([near.folder(), far.folder()], [far.folder(), near.folder()]):
+        assert history(folders, None).generations[0].trains_s == pytest.approx(2.0)
+    # The first node may be the late one.
+    late = Timeline("node-a").opens(0, 0, world_size=4).says("stepped", 70, 0).steps(71, 0, 1, first=1).succeeds(90, 0)
+    early = Timeline("node-b", 2).opens(0, 0, world_size=4).says("stepped", 3, 0).steps(80, 0, 78, first=1)
+    assert history([late.folder(), early.succeeds(90, 0).folder()], None).generations[0].trains_s == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize(("ahead_s", "began_s"), [(-3600.0, 4.0), (1.9, 4.0), (-1.9, 4.0 + 1.9), (3600.0, 4.0)])
+def test_a_second_nodes_clock_does_not_move_the_first_step(ahead_s: float, began_s: float) -> None:
+    """Times count from the first event: a clock that is a little behind has its first event before the job's."""
+    jobs = [Timeline("node-a"), Timeline("node-b", 2, ahead_s=ahead_s)]
+    for job in jobs:
+        job.opens(0, 0, world_size=4).says("stepped", 5, 0).steps(6, 0, 2, first=1).steps(16, 0, 12, rate=1.0)
+
+    (generation,) = history([job.succeeds(20, 0).folder() for job in jobs], None).generations
+
+    assert generation.trains_s == pytest.approx(began_s)
+
+
 def test_two_nodes_are_one_job_and_a_wrong_clock_is_corrected_and_told() -> None:
     near = Timeline("node-a").opens(0, 0, world_size=4).dies(10, 0, 1)
     far = Timeline("node-b", 2, started_s=0.1, ahead_s=3600).opens(0, 0, world_size=4)
@@ -94,7 +121,7 @@ def test_a_job_without_an_end_is_told_as_one_and_shown_up_to_its_last_event() ->
     past = history([Timeline().opens(0, 0).steps(33, 0, 5, first=1).folder()], None)
 
     assert (past.end.outcome, past.wall_s) == ("", 33)
-    assert any("no node says how the job ended" in remark for remark in past.remarks)
+    assert any("No node says how the job ended" in remark for remark in past.remarks)
 
 
 def test_the_node_that_knows_the_end_tells_it() -> None:
@@ -147,7 +174,7 @@ def test_a_torn_last_line_and_broken_lines_cost_only_themselves() -> None:
 
     assert past.end.outcome == "succeeded"
     assert any("2 lines of node-a's timeline" in remark for remark in past.remarks)
-    assert any("the last line of node-a's timeline is cut" in remark for remark in past.remarks)
+    assert any("The last line of node-a's timeline is cut" in remark for remark in past.remarks)
 
 
 def test_the_newest_words_about_a_failure_are_kept_and_the_verdict_names_the_cause() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from elaunch.launcher.errors import UsageError
-from elaunch.launcher.report_page import reading
+from elaunch.launcher.report_page import command, reading
 from elaunch.launcher.report_page.command import main
 from tests.fuzzing import bounded
 from tests.unit.launcher.report_page.timelines import Timeline, restarted
@@ -151,6 +152,40 @@ def test_logs_are_linked_relative_to_the_page_and_only_if_they_hold_something(tm
     assert 'href="logs/night_00000000/attempt_0/1/stderr.log"' in page
     assert "attempt_0/0/stderr.log" not in page
     assert "last words" in page
+
+
+def test_stacks_of_a_hang_are_linked_relative_to_the_page_those_of_the_named_ranks_node_first(tmp_path: Path) -> None:
+    hang = {"host": "node-b", "rank": 2, "message": "it runs"}
+    jobs = [Timeline("node-a").opens(0, 0).succeeds(99, 0), Timeline("node-b", 2).opens(0, 0).succeeds(99, 0)]
+    for job in jobs:
+        folder = put(tmp_path / "logs" / f"night_{job.host}_00000000", job.add(70, 0, "seems_hung", **hang))
+        (folder / "attempt_0").mkdir()
+        (folder / "attempt_0" / "stacks.txt").write_text(job.host)
+    # A link may lead to what the reader of the page must not see.
+    (folder / "attempt_1").mkdir()
+    (folder / "attempt_1" / "stacks.txt").symlink_to("/etc/passwd")
+
+    assert report(tmp_path / "logs" / "night_node-a_00000000", "-o", tmp_path / "page.html") == 0
+
+    links = re.findall(r'href="([^"#]+)">(stacks[^<]*)<', (tmp_path / "page.html").read_text())
+    assert [name for _, name in links] == ["stacks.txt of node-b", "stacks.txt of node-a"]
+    assert [(tmp_path / link).read_text() for link, _ in links] == ["node-b", "node-a"]
+    assert reading.stacks_file(folder, 1) == ""
+
+
+def test_a_failed_ranks_log_is_linked_however_many_newer_logs_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "_LOGS_MAX", 2)
+    folder = put(tmp_path / "night_00000000", restarted())
+    for generation, rank in ((0, 1), (1, 0), (1, 1)):
+        place = folder / f"attempt_{generation}" / str(rank)
+        place.mkdir(parents=True)
+        (place / "stderr.log").write_text("said")
+
+    assert report(folder) == 0
+
+    assert 'href="attempt_0/1/stderr.log"' in (folder / "report.html").read_text()
 
 
 def test_only_the_end_of_a_huge_log_is_read(tmp_path: Path) -> None:

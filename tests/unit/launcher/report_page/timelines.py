@@ -51,9 +51,9 @@ class Timeline:
         """The Keeper's marks, which the agent reads a little later."""
         return self.says("restoring", begin, generation).says("restored", end, generation)
 
-    def says(self, name: str, at: float, generation: int) -> Timeline:
-        """Each worker's mark of a moment, which the agent reads a little later."""
-        for local_rank in range(self.workers):
+    def says(self, name: str, at: float, generation: int, local_ranks: tuple[int, ...] = ()) -> Timeline:
+        """The mark of a moment by each worker, or by these, which the agent reads a little later."""
+        for local_rank in local_ranks or range(self.workers):
             place = {"rank": self.first_rank + local_rank, "local_rank": local_rank}
             self.add(at + 0.3, generation, "marked", name=name, said_s=BEGAN_MONOTONIC_S + at, **place)
         return self
