@@ -9,10 +9,11 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 from elaunch import __version__
-from elaunch.agent.answers.answers import Answers
-from elaunch.agent.answers.local_socket import LocalSocket
+from elaunch.agent.answers.local_socket import Asked, LocalSocket
 from elaunch.agent.config import OnHang
 from elaunch.agent.core.actions import (
     Action,
@@ -32,7 +33,6 @@ from elaunch.agent.core.actions import (
     TellWorkers,
     Widen,
 )
-from elaunch.agent.core.announcements import Announcement, announcements
 from elaunch.agent.core.entries import NO_GENERATION, SCHEMA_VERSION, Entry, entries
 from elaunch.agent.core.events import Event, OwnStoreLost, Signalled, Tag, Tick
 from elaunch.agent.core.phases import Clearing, Exited, Running, Stopping
@@ -50,6 +50,10 @@ from elaunch.agent.workers.workers import Workers
 from elaunch.rendezvous.rules.snapshot import Snapshot
 from elaunch.rendezvous.rules.transactions import end_job, join
 from elaunch.rendezvous.types import Failure, FailureKind, Joined, Node, Outcome, OutcomeKind
+
+if TYPE_CHECKING:
+    from elaunch.agent.answers.answers import Answers
+    from elaunch.agent.core.announcements import Announcement
 
 _GUARDIANS_MAX = 20
 # The store has this time to take the last writes; the user, who waits for the prompt, waits no longer.
@@ -87,10 +91,18 @@ class Loop:
         self._selector = selectors.DefaultSelector()
         reporter = Reporter(self._inbox.post, pump.say, self._timeline, self._node_failure)
         self._workers = Workers(services, reporter, self._selector)
-        self._answers = Answers(lambda: self._agent, self._workers.seen, self._session.offer, way)
+        self._way, self._begun_s = way, time.monotonic()
+        self._is_asked = False
         self._run_dir = run_dir
         if services.metrics:
             self._serve_metrics(services.metrics)
+
+    @cached_property
+    def _answers(self) -> Answers:
+        # Imported at the first question: see needed_later.py.
+        from elaunch.agent.answers.answers import Answers
+
+        return Answers(lambda: self._agent, self._workers.seen, self._session.offer, self._way, self._begun_s)
 
     def _serve_metrics(self, listener: socket.socket) -> None:
         # Imported here: only a job with metrics pays for the library.
@@ -119,7 +131,7 @@ class Loop:
         if self._served_pid is not None:
             self._watch_store_process(self._served_pid)
         self._session.open()
-        door = LocalSocket(self._run_dir.socket_folders(), self._selector, self._answers.asked)
+        door = LocalSocket(self._run_dir.socket_folders(), self._selector, self._asked)
         try:
             outcome = self._live()
             self._take_leave(outcome)
@@ -160,11 +172,24 @@ class Loop:
         for entry in entries(before, self._agent, event):
             self._note(entry)
         if self._hook:
+            # Imported here: only a job with --on-event needs it.
+            from elaunch.agent.core.announcements import announcements
+
             for announcement in announcements(before, self._agent):
                 self._hook.tell(self._message(announcement))
-        self._answers.note(self._agent.snapshot.question)
+        self._note_question()
         for action in actions:
             self._act(action)
+
+    def _asked(self, asked: Asked) -> None:
+        self._answers.asked(asked)
+
+    def _note_question(self) -> None:
+        """Hear what the store's key asks now, or that it asks nothing any more."""
+        question = self._agent.snapshot.question
+        self._is_asked = self._is_asked or question is not None
+        if self._is_asked:
+            self._answers.note(question)
 
     def _note(self, entry: Entry) -> None:
         if entry.event == "opened":
@@ -205,7 +230,8 @@ class Loop:
 
     def _wait(self) -> None:
         due_s = deadline_s(self._agent)
-        timers_s = (due_s, self._workers.due_s, self._session.due_s, self._answers.due_s)
+        answer_s = self._answers.due_s if self._is_asked else None
+        timers_s = (due_s, self._workers.due_s, self._session.due_s, answer_s)
         wanted_s = [at_s for at_s in timers_s if at_s is not None]
         timeout_s = max(0.0, min(min(wanted_s) - time.monotonic(), _WAIT_MAX_S)) if wanted_s else None
         ready = self._selector.select(timeout_s)
@@ -214,7 +240,8 @@ class Loop:
                 key.data()
         now_s = time.monotonic()
         self._session.tick(now_s)
-        self._answers.tick(now_s)
+        if self._is_asked:
+            self._answers.tick(now_s)
         if due_s is not None and now_s >= due_s:
             self._inbox.post(Tick())
         self._workers.tick(now_s, is_quiet=not ready)

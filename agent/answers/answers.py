@@ -34,7 +34,7 @@ class Answers:
 
     `agent` is the agent as it is now, `seen` its workers as they are now. `offer` writes to the store what nothing
     depends on. `way` is how another process of this user reaches the store (JSON), empty where the store is this
-    process.
+    process. `begun_s` is when the agent began, on the monotonic clock.
     """
 
     def __init__(
@@ -43,13 +43,14 @@ class Answers:
         seen: Callable[[float], WorkersSeen | None],
         offer: Callable[[Txn], None],
         way: str,
+        begun_s: float,
     ) -> None:
         self._agent = agent
         self._seen = seen
         self._offer = offer
         self._way = way
-        self._begun_s = time.monotonic()
-        self._allowance = Allowance(at_s=self._begun_s)
+        self._begun_s = begun_s
+        self._allowance = Allowance(at_s=time.monotonic())
         self._docket = Docket()
         self._is_idle = threading.Lock()
 

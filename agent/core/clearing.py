@@ -111,7 +111,7 @@ def _complete(agent: Agent, clearing: Clearing, event: Cleared) -> tuple[Agent, 
     failures = ended.failures if isinstance(ended, WorkersStopped) else ()
 
     def whole_of(failure: Failure) -> Failure:
-        # The rules of causes are a hundred patterns: no agent reads them before its first failure.
+        # The rules of causes are a hundred patterns: see needed_later.py.
         from elaunch.agent.core.explain import explained
 
         whole = with_tail(failure, event.tails.get(failure.local_rank, ""), event.reached_store)

@@ -7,14 +7,14 @@ from dataclasses import field
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from elaunch.agent.core.stack_groups import Stack
-from elaunch.agent.core.standstill import Window
 from elaunch.records import dataclass
 from elaunch.rendezvous.rules.snapshot import Snapshot
 from elaunch.rendezvous.types import Failure
 
 if TYPE_CHECKING:
     from elaunch.agent.core.causes.cause import Facts
+    from elaunch.agent.core.stack_groups import Stack
+    from elaunch.agent.core.standstill import Window
 
 
 class Tag(Enum):

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from elaunch.agent.core.stack_groups import Stack
-from elaunch.agent.core.waits import Doing, does_where, doing
 from elaunch.records import dataclass
+
+if TYPE_CHECKING:
+    from elaunch.agent.core.stack_groups import Stack
 
 # Links are looked at once a second. What passes beyond this between two looks has passed without this agent: it was
 # stopped, and so were its workers, perhaps.
@@ -48,6 +50,9 @@ def who_hangs(standings: Mapping[int, Standing], stacks: Mapping[int, Stack], qu
     `standings` has the workers that have reported and still run, and `stacks` those whose stack was taken. Named is one
     that a signal holds; else one that does not wait for other ranks while others do; else one that reported least.
     """
+    # What stacks say is read only when somebody hangs: see needed_later.py.
+    from elaunch.agent.core.waits import Doing, does_where, doing
+
     suspects = _suspects(standings, stacks)
     least = min(standings[rank].step for rank in suspects)
     behind = sorted(rank for rank in suspects if standings[rank].step == least)
@@ -65,6 +70,8 @@ def who_hangs(standings: Mapping[int, Standing], stacks: Mapping[int, Stack], qu
 
 
 def _suspects(standings: Mapping[int, Standing], stacks: Mapping[int, Stack]) -> frozenset[int]:
+    from elaunch.agent.core.waits import Doing, doing
+
     everybody = frozenset(standings)
     known = {rank: doing(stack) for rank, stack in stacks.items() if rank in everybody}
     held = frozenset(rank for rank, what in known.items() if what in (Doing.STOPPED, Doing.TRACED))

@@ -10,8 +10,8 @@ from elaunch.agent.core.events import Sampled, StacksTaken
 from elaunch.agent.core.messages import ShowStacks
 from elaunch.agent.core.phases import Running
 from elaunch.agent.core.stack_groups import full_text, group_words, grouped
-from elaunch.agent.core.standstill import Standstill
 from elaunch.agent.core.state import Agent, Step
+from elaunch.agent.core.still import Standstill
 from elaunch.rendezvous.rules.hang_records import Hang, hang_words
 from elaunch.rendezvous.rules.hanging import tell_still
 from elaunch.rendezvous.types import Seat

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from elaunch.agent.core.events import Signalled
 from elaunch.agent.core.hang import Quiet
-from elaunch.agent.core.standstill import Standstill
+from elaunch.agent.core.still import Standstill
 from elaunch.records import dataclass
 from elaunch.rendezvous.types import Failure, Outcome, RankTable
 

@@ -8,8 +8,10 @@ from elaunch.agent.core.actions import Action, Commit, Say, SignalWorkers, TakeS
 from elaunch.agent.core.events import (
     Looked,
     Reported,
+    Sampled,
     ServiceLost,
     Signalled,
+    StacksTaken,
     StoreLost,
     Tick,
     WorkerExited,
@@ -20,7 +22,6 @@ from elaunch.agent.core.events import (
     WorkersHung,
     WorkerStopped,
 )
-from elaunch.agent.core.hang_watch import hear_of_hang
 from elaunch.agent.core.leaving import goodbye, interrupted, say_goodbye, take_signal
 from elaunch.agent.core.membership import loss_of_keys
 from elaunch.agent.core.messages import StopReason
@@ -59,8 +60,10 @@ def looked(agent: Agent, running: Running, _event: Looked, now_s: float) -> Step
         return _end_with_store(agent, running, lost, now_s)
     if generation is None:
         return agent, ()
-    running, heard = hear_of_hang(agent, running)
-    agent = replace(agent, phase=running)
+    heard: tuple[Action, ...] = ()
+    if agent.snapshot.hang or running.standstill.said:
+        running, heard = _hear_of_hang(agent, running)
+        agent = replace(agent, phase=running)
     actions: tuple[Action, ...] = ()
     if ended:
         agent, actions = _stop_with_job(agent, running, ended, now_s)
@@ -135,6 +138,21 @@ def reported(agent: Agent, running: Running, event: Reported, now_s: float) -> S
     agent = replace(agent, phase=replace(running, quiet=replace(quiet, is_over=True)))
     hearing = running.live & running.words.hearing
     return agent, (TakeStacks(running.table.generation, running.live, hearing, quiet.quiet_s),)
+
+
+def sampled(agent: Agent, running: Running, event: Sampled, now_s: float) -> Step:
+    """Count how long all workers have stood still; take their stacks now and then; tell the leader of a change."""
+    # No agent reads the rules of hangs before its first look at its workers: see needed_later.py.
+    from elaunch.agent.core import hang_watch
+
+    return hang_watch.sampled(agent, running, event, now_s)
+
+
+def stacks_taken(agent: Agent, running: Running, event: StacksTaken, now_s: float) -> Step:
+    """Compare the stacks with those of the last look; tell the leader of a change."""
+    from elaunch.agent.core import hang_watch
+
+    return hang_watch.stacks_taken(agent, running, event, now_s)
 
 
 def workers_hung(agent: Agent, running: Running, event: WorkersHung, now_s: float) -> Step:
@@ -227,6 +245,12 @@ def _make_way(agent: Agent, running: Running, generation: Generation, now_s: flo
     stopping = Stopping.of(running, now_s, wait_s + times.stop_grace_s)
     signum, at_s = _signal_for(agent, generation, running, now_s)
     return stop_at_boundary(agent, stopping, reason, signum, said, until_s=now_s + wait_s, notice_at_s=at_s)
+
+
+def _hear_of_hang(agent: Agent, running: Running) -> tuple[Running, tuple[Action, ...]]:
+    from elaunch.agent.core.hang_watch import hear_of_hang
+
+    return hear_of_hang(agent, running)
 
 
 def _signal_for(

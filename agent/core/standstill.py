@@ -8,10 +8,11 @@ must be at the same place in all of them. `rendezvous/rules/hanging.py` has the 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import field, replace
+from dataclasses import replace
 from enum import Enum
 
 from elaunch.agent.core.stack_groups import Stack, place_words, ranks_words
+from elaunch.agent.core.still import Standstill
 from elaunch.agent.core.waits import Doing, does_where, doing, helpers_work
 from elaunch.records import dataclass
 from elaunch.rendezvous.rules.hang_records import GROUPS_MAX, StillGroup, StillKind, StillNode
@@ -64,28 +65,6 @@ class Window:
     io_bytes: int = 0
     switches: int = 0
     children_cpu_s: float = 0.0
-
-
-@dataclass(frozen=True)
-class Standstill:
-    """This generation's workers as their agent sees them from outside.
-
-    Those of `live` ran at the last look. `still` says how each rank stands still and for how many seconds; `spell_s` is
-    for how long all of them do. Stacks were taken in `looks` looks of this standstill; `stacks` are the last ones, and
-    ranks in `held_gil` held the GIL in all of them. `told` is this node's record in the store. `healed_s` is the
-    longest standstill that ended by itself. `said` is the verdict that the log has.
-    """
-
-    live: frozenset[int] = frozenset()
-    still: Mapping[int, tuple[Sort, float]] = field(default_factory=dict)
-    spell_s: float = 0.0
-    looks: int = 0
-    is_looking: bool = False
-    stacks: tuple[Stack, ...] = ()
-    held_gil: frozenset[int] = frozenset()
-    told: StillNode | None = None
-    healed_s: float = 0.0
-    said: str = ""
 
 
 def may_stand_still(window: Window) -> bool:

@@ -12,7 +12,6 @@ from typing import Any, Generic, TypeVar, get_args
 from elaunch.agent.core import (
     clearing,
     finished,
-    hang_watch,
     joining,
     leaving,
     membership,
@@ -128,8 +127,8 @@ ROWS: tuple[Row[Any], ...] = (
     Row(WorkerSaved, NO_WORKERS, UNBROKEN, stopping.worker_saved, NONE_LEFT, ALL_DONE),
     Row(WorkerStopped, NO_WORKERS, running.worker_stopped, stopping.worker_stopped, NONE_LEFT, ALL_DONE),
     Row(Reported, NO_WORKERS, running.reported, NOT_AWAITED, NONE_LEFT, ALL_DONE),
-    Row(Sampled, NO_WORKERS, hang_watch.sampled, NOT_AWAITED, NONE_LEFT, ALL_DONE),
-    Row(StacksTaken, NO_WORKERS, hang_watch.stacks_taken, NOT_AWAITED, NONE_LEFT, ALL_DONE),
+    Row(Sampled, NO_WORKERS, running.sampled, NOT_AWAITED, NONE_LEFT, ALL_DONE),
+    Row(StacksTaken, NO_WORKERS, running.stacks_taken, NOT_AWAITED, NONE_LEFT, ALL_DONE),
     Row(WorkersHung, NO_WORKERS, running.workers_hung, KILLED_IN_TIME, NONE_LEFT, ALL_DONE),
     Row(WorkersAtPrompt, NO_WORKERS, NOT_STOPPING, stopping.workers_at_prompt, NONE_LEFT, ALL_DONE),
     Row(ServiceLost, NO_WORKERS, running.service_lost, stopping.service_lost, NONE_LEFT, ALL_DONE),

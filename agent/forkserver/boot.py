@@ -14,6 +14,9 @@ from elaunch.rendezvous.types import Program
 BOOT_VARIABLE = "ELAUNCH_BOOT"
 # The first word of the variable in a fresh worker, which is not to pause.
 FRESH = "fresh"
+# The modules of the standard library that a report of the program's end needs, and that a bare Python has not loaded.
+# A program with a module of such a name beside it must get its own: it makes no report.
+NEEDED = ("threading", "functools", "collections", "types", "keyword", "operator", "reprlib", "_weakrefset")
 HOOK_DIR = str(Path(__file__).with_name("hook"))
 
 

@@ -13,9 +13,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from elaunch.agent.environment import arguments
-from elaunch.agent.forkserver import crash_stack
-from elaunch.agent.forkserver.boot import hooked
-from elaunch.agent.forkserver.fresh import NEEDED
+from elaunch.agent.forkserver.boot import NEEDED, hooked
 from elaunch.agent.forkserver.server import Child
 from elaunch.agent.linux import allow_tracer, die_with_parent, set_command_line
 from elaunch.rendezvous.types import Program, ProgramKind
@@ -57,7 +55,7 @@ def become(child: Child) -> None:
     set_command_line(program.argv, os.path.basename(program.argv[0]))  # noqa: PTH119
     if given:
         sys.argv[-len(given) :] = sys.orig_argv[-len(given) :] = program.args
-    from elaunch.agent.forkserver import after_fork, exit_report
+    from elaunch.agent.forkserver import after_fork, crash_stack, exit_report
 
     after_fork.refresh(child.preloaded)
     crash_stack.enable(crash_fd)

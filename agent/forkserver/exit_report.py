@@ -49,6 +49,8 @@ def load() -> None:
     import time  # noqa: F401
     import traceback  # noqa: F401
 
+    from elaunch.agent.forkserver import crash_stack  # noqa: F401
+
 
 def tell(link: int, said: dict[str, Any]) -> None:
     """Send a message on the link, the socket with that inode, if fd 3 is still that socket.

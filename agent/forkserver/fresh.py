@@ -16,9 +16,6 @@ if TYPE_CHECKING:
     from typing import Any
 
 _VARIABLE = "ELAUNCH_BOOT"
-# The modules of the standard library that a report of the program's end needs, and that a bare Python has not loaded.
-# A program with a module of such a name beside it must get its own: it makes no report.
-NEEDED = ("threading", "functools", "collections", "types", "keyword", "operator", "reprlib", "_weakrefset")
 
 
 def prepare(loaded_at_start: Collection[str]) -> None:

@@ -14,12 +14,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from elaunch.agent.core.causes.cause import (
+    NO_FACTS,
+    Facts,
+    FullDisks,
+    GpuErrors,
+    IsThere,
+    KernelKills,
+    MemoryLimits,
+    Question,
+    Space,
+    SpaceOf,
+)
+from elaunch.agent.core.explain import questions_about
 from elaunch.agent.linux import start_thread
 from elaunch.agent.workers.kernel_log import KernelLog
 from elaunch.agent.workers.oom import limit_text
 
 if TYPE_CHECKING:
-    from elaunch.agent.core.causes.cause import Facts, Question, Space
     from elaunch.rendezvous.types import Failure
 
 _LIMIT_S = 2.0
@@ -37,12 +49,6 @@ class Investigator:
 
     def look_into(self, failures: Mapping[int, Failure], found: Callable[[dict[int, Facts]], None]) -> None:
         """Call `found` with the facts about these failures, by local rank: now, or soon, in another thread."""
-        if not failures:
-            found({})
-            return
-        # Not before the first failure: see agent/core/clearing.py.
-        from elaunch.agent.core.explain import questions_about
-
         asked = {local_rank: questions_about(failure) for local_rank, failure in failures.items()}
         if any(asked.values()) and start_thread(lambda: self._wait(asked, found), "elaunch-facts"):
             return
@@ -55,8 +61,6 @@ class Investigator:
         found(dict(facts))
 
     def _look(self, asked: Mapping[int, frozenset[Question]], facts: dict[int, Facts]) -> None:
-        from elaunch.agent.core.causes.cause import NO_FACTS
-
         for local_rank, questions in asked.items():
             for question in sorted(questions, key=repr):
                 # What was answered before another question hangs is not lost.
@@ -64,8 +68,6 @@ class Investigator:
                     facts[local_rank] = self._answered(facts.get(local_rank, NO_FACTS), question)
 
     def _answered(self, facts: Facts, question: Question) -> Facts:
-        from elaunch.agent.core.causes.cause import FullDisks, GpuErrors, IsThere, KernelKills, MemoryLimits, SpaceOf
-
         match question:
             case SpaceOf(path):
                 return replace(facts, spaces={**facts.spaces, path: _space(path)})
@@ -83,8 +85,6 @@ class Investigator:
 
 def _space(path: str) -> Space:
     """The file system of `path`, or of the nearest folder above that is there."""
-    from elaunch.agent.core.causes.cause import Space
-
     where = os.path.abspath(path)  # noqa: PTH100
     while not os.path.lexists(where) and where != "/":
         where = os.path.dirname(where)  # noqa: PTH120

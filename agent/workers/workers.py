@@ -5,8 +5,7 @@ from __future__ import annotations
 import selectors
 import signal
 import socket
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from elaunch.agent.core.actions import Blame, KeepStacks, LookAtStacks, SignalWorkers, TakeStacks, TellWorkers
@@ -18,20 +17,19 @@ from elaunch.agent.services import Services
 from elaunch.agent.workers.exits import ExitReader, signal_name
 from elaunch.agent.workers.fork_server_monitor import ForkServerMonitor
 from elaunch.agent.workers.group import CurrentGroup, WorkerGroup
-from elaunch.agent.workers.hang_monitor import HangMonitor
-from elaunch.agent.workers.investigator import Investigator
 from elaunch.agent.workers.kernel_log import KernelLog
 from elaunch.agent.workers.link_monitor import LinkMonitor
 from elaunch.agent.workers.master_port import MasterPort
+from elaunch.agent.workers.observers import Observers
 from elaunch.agent.workers.oom import OutOfMemoryWatch
 from elaunch.agent.workers.prompts import PromptWatch
 from elaunch.agent.workers.reporter import Reporter
-from elaunch.agent.workers.slow_monitor import SlowMonitor
 from elaunch.agent.workers.spawner import Spawner
 from elaunch.agent.workers.stdio import Stdio
-from elaunch.rendezvous.types import RankTable
+from elaunch.rendezvous.types import Failure, RankTable
 
 if TYPE_CHECKING:
+    from elaunch.agent.core.causes.cause import Facts
     from elaunch.agent.core.node_report import WorkersSeen
 
 _RANKS_SHOWN = 8
@@ -56,31 +54,28 @@ class Workers:
         self._spawner = Spawner(config, run_dir, Stdio(config, services.pump, run_dir), fork_server)
         # Before any worker starts: it reads what the kernel says from then on.
         log = KernelLog()
-        self._investigator = Investigator(log)
+        self._log = log
         exits = ExitReader(socket.gethostname(), OutOfMemoryWatch(log))
         self._monitor = ForkServerMonitor(fork_server, self._current, exits, reporter, selector)
         self._prompts = PromptWatch(reporter)
         hang_timeout_s = config.times.hang_timeout_s
         self._links = LinkMonitor(self._current, reporter, run_dir, hang_timeout_s, self._monitor.check)
-        self._hangs = HangMonitor(self._current, reporter, run_dir, config.times.hang_after_s, services.pump.do)
-        self._slow = SlowMonitor(reporter)
-        self._samples: deque[Sampled] = deque()
+        hang_after_s = config.times.hang_after_s
+        self._observers = Observers(self._current, reporter, run_dir, hang_after_s, services.pump.do)
         selector.register(self._links, selectors.EVENT_READ, self._links.read_ready)
 
     @property
     def due_s(self) -> float | None:
         """When `tick` is due, on the monotonic clock."""
         # A look at the processes waits for the look at the links, which is due once a second.
-        looks_s = self._hangs.due_s if self._links.due_s is None else self._links.due_s
+        looks_s = self._observers.due_s if self._links.due_s is None else self._links.due_s
         timers_s = (looks_s, self._monitor.due_s, self._prompts.due_s)
         return min((at_s for at_s in timers_s if at_s is not None), default=None)
 
     def tick(self, now_s: float, *, is_quiet: bool) -> None:
         """Do what is due. `is_quiet` says that no descriptor of the selector had anything to read."""
         self._links.tick(now_s)
-        if sample := self._hangs.sample(now_s):
-            self._samples.append(sample)
-            self._slow.sampled(self._current.group, sample.windows)
+        self._observers.tick(now_s)
         self._monitor.tick(now_s, is_quiet=is_quiet)
         self._prompts.tick(now_s)
 
@@ -91,8 +86,7 @@ class Workers:
     def take_news(self) -> Iterator[LinkEvent | Reported | Sampled]:
         """The messages of workers since the last call, in the order in which each worker sent them; then samples."""
         yield from self._links.take_news()
-        while self._samples:
-            yield self._samples.popleft()
+        yield from self._observers.take_samples()
 
     def seen(self, now_s: float) -> WorkersSeen | None:
         """How the workers of the last generation are; None before the first one."""
@@ -144,7 +138,7 @@ class Workers:
             self._port.release()
         self._timeline.stamp(generation, "ordered")
         self._links.begin(group)
-        self._hangs.begin()
+        self._observers.begin()
         self._monitor.watch_store(group)
 
     def signal(self, order: SignalWorkers, *, is_ending: bool) -> None:
@@ -172,19 +166,19 @@ class Workers:
     def take_stacks(self, order: TakeStacks) -> None:
         """Log what workers are doing. Posts `WorkersHung`."""
         self.tell(TellWorkers(order.generation, order.listening, ShowStacks()))
-        self._hangs.take_stacks(order)
+        self._observers.hangs.take_stacks(order)
 
     def look_at_stacks(self, order: LookAtStacks) -> None:
         """Take workers' stacks. Posts `StacksTaken`."""
-        self._hangs.look_at_stacks(order)
+        self._observers.hangs.look_at_stacks(order)
 
     def keep_stacks(self, order: KeepStacks) -> None:
         """Write stacks to a file, if the user keeps logs."""
-        self._hangs.keep_stacks(order)
+        self._observers.hangs.keep_stacks(order)
 
     def blame(self, order: Blame) -> None:
         """Make a failure of a hang. Posts `WorkersHung`."""
-        self._hangs.blame(order)
+        self._observers.hangs.blame(order)
 
     def replace_fork_server(self, generation: int) -> None:
         """End a fork server that does not answer, and start another; posts `ServiceLost`."""
@@ -201,7 +195,7 @@ class Workers:
         if group.store:
             group.reached_store, group.store = group.store.end(), None
         self._links.end(group)
-        self._hangs.end()
+        self._observers.end()
         group.close_crash_files()
         self._guardian.end_generation(generation, self._fork_server.pid, meanwhile)
         reached, progressed = group.reached_store, group.progressed or group.lasted
@@ -212,7 +206,7 @@ class Workers:
                 self._reporter.say(_said_of_folded({group.rank(rank): lines for rank, lines in folded.items()}))
             try:
                 failures = {rank: with_tail(f, tails.get(rank, ""), reached) for rank, f in group.failures.items()}
-                self._investigator.look_into(
+                self._look_into(
                     failures, lambda facts: self._reporter.post(Cleared(generation, tails, reached, progressed, facts))
                 )
             except Exception:
@@ -221,6 +215,15 @@ class Workers:
                 raise
 
         self._pump.drain(generation, drained)
+
+    def _look_into(self, failures: Mapping[int, Failure], found: Callable[[dict[int, Facts]], None]) -> None:
+        if not failures:
+            found({})
+            return
+        # Not imported before the first failure: see needed_later.py.
+        from elaunch.agent.workers.investigator import Investigator
+
+        Investigator(self._log).look_into(failures, found)
 
 
 def _said_of_folded(lines: dict[int, int]) -> str:

@@ -7,7 +7,6 @@ from dataclasses import replace
 from elaunch.records import dataclass
 from elaunch.rendezvous.rules.excluding import is_excluded
 from elaunch.rendezvous.rules.forming import NO_FORMATION, Formation, form
-from elaunch.rendezvous.rules.hanging import declare_hang, end_hang, new_hang
 from elaunch.rendezvous.rules.snapshot import Snapshot
 from elaunch.rendezvous.rules.transactions import open_join, open_loss, succeed
 from elaunch.rendezvous.store import Txn
@@ -91,6 +90,11 @@ def _watch_for_hang(
     snapshot: Snapshot, table: RankTable, done: frozenset[str], leader_state: LeaderState, times: Times, now_s: float
 ) -> Lead:
     """Declare that the job hangs, when that has held for a while; take it back when a node goes on."""
+    if not snapshot.hang and not snapshot.still.get(table.generation):
+        return Lead(replace(leader_state, hang_since_s=None))
+    # No agent reads the rules of hangs before a node's ranks stand still.
+    from elaunch.rendezvous.rules.hanging import declare_hang, end_hang, new_hang
+
     if over := end_hang(snapshot, table, done):
         return Lead(leader_state, over)
     hang = new_hang(snapshot, table, done)

@@ -8,20 +8,22 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import field
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote
 
 from elaunch.records import dataclass
 from elaunch.rendezvous.codec import Decoded, decode
 from elaunch.rendezvous.endpoint import PREFIX
 from elaunch.rendezvous.rules.credible import check, check_generation_of_key
-from elaunch.rendezvous.rules.hang_records import Hang, StillNode, check_hang_record
-from elaunch.rendezvous.rules.questions import Question, read_question
 from elaunch.rendezvous.rules.table_codec import decode_table
 from elaunch.rendezvous.store import Absent, KeyEntry, Put, Unchanged, View
 from elaunch.rendezvous.types import Failure, Generation, Joined, Node, Outcome, RankTable, Terms
 
-Belonging = TypeVar("Belonging", Node, Joined, StillNode)
+if TYPE_CHECKING:
+    from elaunch.rendezvous.rules.hang_records import Hang, StillNode
+    from elaunch.rendezvous.rules.questions import Question
+
+Belonging = TypeVar("Belonging", "Node", "Joined", "StillNode")
 # Without such a record the job goes on: a sentence says that it cannot be read.
 _SPARED = ("failures", "still")
 
@@ -282,23 +284,27 @@ def _decoder(parts: list[str]) -> Callable[[str], Any]:
             return lambda text: _credible(Generation, text)
         case ["ctl", "ended"]:
             return lambda text: _credible(Outcome, text)
+        # Imported here: few jobs hang, or are asked.
         case ["ctl", "question"]:
+            from elaunch.rendezvous.rules.questions import read_question
+
             return read_question
         case ["still", _, node_id]:
-            return lambda text: _of_node(node_id, _credible(StillNode, text))
+            from elaunch.rendezvous.rules.hang_records import StillNode, check_hang_record
+
+            return lambda text: _of_node(node_id, _credible(StillNode, text, check_hang_record))
         case ["ctl", "hang"]:
-            return lambda text: _credible(Hang, text)
+            from elaunch.rendezvous.rules.hang_records import Hang, check_hang_record
+
+            return lambda text: _credible(Hang, text, check_hang_record)
         case _:
             return lambda text: text
 
 
-def _credible(kind: type[Decoded], text: str) -> Decoded:
+def _credible(kind: type[Decoded], text: str, check: Callable[[Any], None] = check) -> Decoded:
     record = decode(kind, text)
     try:
-        if isinstance(record, (StillNode, Hang)):
-            check_hang_record(record)
-        else:
-            check(record)  # type: ignore[arg-type]
+        check(record)
     except ValueError as error:
         raise ValueError(f"not a {kind.__name__}: {text[:200]!r} ({error})") from None
     return record

@@ -37,7 +37,7 @@ def asking(driver: Driver, question: Question = QUESTION) -> None:
 
 
 def answers_of(driver: Driver, offered: list[Txn], way: str = "") -> Answers:
-    return Answers(lambda: driver.agent, lambda now_s: SEEN, offered.append, way)
+    return Answers(lambda: driver.agent, lambda now_s: SEEN, offered.append, way, time.monotonic())
 
 
 def when_due(answers: Answers) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import threading
 import time
 from dataclasses import replace
@@ -17,7 +15,7 @@ from elaunch.agent.workers import investigator
 from elaunch.agent.workers.investigator import Investigator
 from elaunch.agent.workers.kernel_log import KernelLog
 from elaunch.rendezvous.types import Failure, FailureKind
-from tests.harness import REPOSITORY, wait_for
+from tests.harness import wait_for
 
 NOW = Failure(FailureKind.EXCEPTION, 0, "a-1", "a", 0, 0, 17, 1, "raised ValueError: bad", exception="ValueError")
 
@@ -77,23 +75,3 @@ def test_a_host_without_nvidias_driver_has_no_gpu_errors() -> None:
     facts = facts_about(replace(NOW, exception="RuntimeError", message=f"raised RuntimeError: {said}", traceback=stack))
 
     assert facts.gpu_errors == ()
-
-
-def test_the_agent_reads_no_rule_of_causes_before_a_failure() -> None:
-    program = (
-        "import sys, elaunch.agent.loop; print([m for m in sys.modules if m.startswith('elaunch.agent.core.causes')])"
-    )
-
-    said = subprocess.run(
-        [sys.executable, "-c", program], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True, check=True
-    ).stdout
-
-    assert said == "[]\n"
-
-
-def test_the_agent_starts_without_the_library_for_medians() -> None:
-    program = "import sys, elaunch.agent.loop; print({'statistics', 'decimal'} & set(sys.modules))"
-
-    said = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
-
-    assert said.stdout == "set()\n"

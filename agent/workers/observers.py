@@ -1,0 +1,93 @@
+"""Looks at the workers of the current generation from outside, for hangs and for slow ranks.
+
+What does so is imported at the first look: a short job ends before.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from elaunch.agent import needed_later
+from elaunch.agent.core.events import Sampled
+from elaunch.agent.linux import start_thread
+from elaunch.agent.output.run_dir import RunDir
+from elaunch.agent.workers.group import CurrentGroup
+from elaunch.agent.workers.reporter import Reporter
+
+if TYPE_CHECKING:
+    from elaunch.agent.workers.hang_monitor import HangMonitor
+    from elaunch.agent.workers.slow_monitor import SlowMonitor
+
+# After the start of the first workers.
+_FIRST_LOOK_S = 1.0
+
+
+class Observers:
+    """Arguments as for `HangMonitor`. The agent's loop calls all methods."""
+
+    def __init__(
+        self,
+        current: CurrentGroup,
+        reporter: Reporter,
+        run_dir: RunDir,
+        hang_after_s: float,
+        later: Callable[[Callable[[], object]], None],
+    ) -> None:
+        self._current = current
+        self._reporter = reporter
+        self._run_dir = run_dir
+        self._hang_after_s = hang_after_s
+        self._later = later
+        self._first_s: float | None = None
+        self._is_complete = False
+        self._samples: deque[Sampled] = deque()
+
+    @cached_property
+    def hangs(self) -> HangMonitor:
+        """What looks at workers that may hang."""
+        from elaunch.agent.workers.hang_monitor import HangMonitor
+
+        return HangMonitor(self._current, self._reporter, self._run_dir, self._hang_after_s, self._later)
+
+    @cached_property
+    def _slow(self) -> SlowMonitor:
+        from elaunch.agent.workers.slow_monitor import SlowMonitor
+
+        return SlowMonitor(self._reporter)
+
+    @property
+    def due_s(self) -> float | None:
+        """When the next look is due, on the monotonic clock; it waits for a wake-up that is due earlier."""
+        return self.hangs.due_s if self._is_complete else self._first_s
+
+    def begin(self) -> None:
+        """Look at the current generation's workers from now on."""
+        if self._is_complete:
+            self.hangs.begin()
+        else:
+            self._first_s = time.monotonic() + _FIRST_LOOK_S
+
+    def end(self) -> None:
+        """Look at them no more."""
+        self._first_s = None
+        if self._is_complete:
+            self.hangs.end()
+
+    def tick(self, now_s: float) -> None:
+        """Look, if that is due."""
+        if self._first_s is not None and now_s >= self._first_s:
+            self._first_s, self._is_complete = None, True
+            start_thread(needed_later.import_all, "elaunch-imports")
+            self.hangs.begin()
+        if self._is_complete and (sample := self.hangs.sample(now_s)):
+            self._samples.append(sample)
+            self._slow.sampled(self._current.group, sample.windows)
+
+    def take_samples(self) -> Iterator[Sampled]:
+        """What was seen since the last call."""
+        while self._samples:
+            yield self._samples.popleft()
