@@ -304,6 +304,7 @@ class Failure(Bounded):
     `progressed` says whether the rank had reported a step or created its process group; None if that is unknown. `step`
     is the newest step that the rank reported, -1 if none, and `lived_s` how long its worker ran. `is_cut` says that the
     message or the traceback was too long; their full text is in `error_file` and `log_path`, on the worker's host.
+    `is_blameless` says that nothing points at the node: one had to be named, or to write the record.
 
     A full record is less than 64 kB of JSON.
     """
@@ -330,6 +331,7 @@ class Failure(Bounded):
     advice: Annotated[str, keep_head(1 << 10)] = ""
     step: int = -1
     lived_s: float = 0.0
+    is_blameless: bool = False
 
     def __post_init__(self) -> None:
         said = self.message, self.traceback

@@ -99,11 +99,15 @@ class KeepStacks:
 
 @dataclass(frozen=True)
 class Blame:
-    """Make a failure of this local rank's hang, or of this node's with -1; answered by `WorkersHung`."""
+    """Make a failure of this local rank's hang, or of this node's with -1; answered by `WorkersHung`.
+
+    `is_blameless` as in `Failure`.
+    """
 
     generation: int
     local_rank: int
     message: str
+    is_blameless: bool = False
 
 
 @dataclass(frozen=True)

@@ -95,7 +95,7 @@ def _verdict(agent: Agent, running: Running, hang: Hang) -> tuple[Action, ...]:
         actions.append(TellWorkers(generation, hearing, ShowStacks()))
     if agent.restarts_hung and hang.node_id == seat.node_id:
         local_rank = hang.rank - seat.first_rank if hang.rank >= 0 else -1
-        actions.append(Blame(generation, local_rank, hang.message))
+        actions.append(Blame(generation, local_rank, hang.message, hang.is_blameless))
     return tuple(actions)
 
 

@@ -90,8 +90,9 @@ class HangMonitor:
                 self._reporter.say(group_words(each))
             self.keep_stacks(KeepStacks(generation, full_text(found)))
             by_rank = {stack.rank - group.rank(0): stack for stack in found}
-            local_rank, message = hang.who_hangs(standings, by_rank, order.quiet_s)
-            self._reporter.post(WorkersHung(generation, self._failure(group, local_rank, message)))
+            suspect = hang.who_hangs(standings, by_rank, order.quiet_s)
+            failure = self._failure(group, suspect.local_rank, suspect.message)
+            self._reporter.post(WorkersHung(generation, replace(failure, is_blameless=suspect.is_blameless)))
 
         _take(self._pids(order.local_ranks), taken)
 
@@ -119,7 +120,8 @@ class HangMonitor:
         """Make a failure of a hang; posts `WorkersHung`."""
         group, generation = self._current.group, order.generation
         self._reporter.timeline.stamp(generation, "hung")
-        self._reporter.post(WorkersHung(generation, self._failure(group, order.local_rank, order.message)))
+        failure = self._failure(group, order.local_rank, order.message)
+        self._reporter.post(WorkersHung(generation, replace(failure, is_blameless=order.is_blameless)))
 
     def _pids(self, local_ranks: frozenset[int]) -> dict[int, int]:
         """By rank."""

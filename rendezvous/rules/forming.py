@@ -185,9 +185,9 @@ def _decide(
     reason = loss_of(gone) if gone and generation.kind is OpenKind.FAIL else generation.cause
     blame = stand(terms, before, failures if is_counted else (), snapshot.members, table_age_s)
     if failures:
-        # Spares that are late by a moment are members, too.
-        others = sum(not is_excluded(node_id, blame.excluded) for node_id in snapshot.members)
-        is_elsewhere = blame.fresh is not None and others >= terms.nodes_min
+        # Spares that are late by a moment are members, too. Without enough of them the same node would run again.
+        has_others = len(blame.seatable(snapshot.members)) >= terms.nodes_min
+        is_elsewhere = has_others and bool(blame.fresh or blame.on_trial)
         decision = judge(
             terms, snapshot.failures, before.generation, spent, barren, progressed, is_elsewhere=is_elsewhere
         )
