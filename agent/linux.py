@@ -92,6 +92,17 @@ def children(pid: int) -> list[int]:
     return sorted(found)
 
 
+def descendants(pid: int, most: int = 64) -> list[int]:
+    """The children of this process, theirs, and so on, until `most` are found: data loaders, compilers."""
+    found: list[int] = []
+    waiting = [pid]
+    while waiting and len(found) < most:
+        begun = children(waiting.pop())
+        found += begun
+        waiting += begun
+    return found
+
+
 def _is_in(pid: int, field: str, signum: int) -> bool:
     return bool(int(_status(pid, field) or "0", 16) >> (signum - 1) & 1)
 

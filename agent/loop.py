@@ -284,6 +284,8 @@ class Loop:
         def ended() -> None:
             self._served_pid = None
             how = _how_it_ended(pid)
+            if how.endswith(signal.SIGKILL.name) and (word := self._workers.word_of_kernel(pid)):
+                how = f"{how} ({word})"
             self._inbox.post(OwnStoreLost(f"the job's store, which this host served (pid {pid}), {how}"))
 
         self._at_end_of(pid, ended)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from elaunch.agent.output.pump import Pump
     from elaunch.agent.services import Services
     from elaunch.rendezvous.store import Store
-    from elaunch.rendezvous.types import Outcome
+    from elaunch.rendezvous.types import Failure, Outcome
 
 _LAST_WORDS_S = 2.0
 _UNREAD = "stopped; not all output was taken by the console or its reader"
@@ -91,6 +91,10 @@ class AgentRun:
     def is_log_incomplete(self) -> bool:
         """Whether something could not be written that belongs into the run's folder."""
         return self._services.run_dir.is_incomplete
+
+    def error_file(self, failure: Failure) -> Path | None:
+        """The error file of the worker that failed, which is there if it ran on this host."""
+        return self._services.run_dir.error_file(failure.generation, failure.rank)
 
     def say(self, line: str) -> None:
         """Write one line of elaunch's own to stderr."""

@@ -143,7 +143,7 @@ def _run_agent(options: Options, environ: Mapping[str, str], cluster: Cluster | 
             outcome = _outcome(options, planned, config, agent)
             text = report(outcome, config.spec, agent.logs, agent.is_log_incomplete)
             agent.write_report(text, record(outcome, agent.logs))
-            write_error_file(outcome, environ.get("TORCHELASTIC_ERROR_FILE"))
+            write_error_file(outcome, environ.get("TORCHELASTIC_ERROR_FILE"), agent.error_file)
             agent.finish_output(outcome)
     except CannotRun as error:
         raise UsageError(str(error)) from error

@@ -57,6 +57,7 @@ def _evidences(failure: Failure, facts: Facts) -> list[Evidence]:
                 words=_last(failure.tail, _ABORT_LINES) if failure.code == _SIGABRT else "",
                 crash=failure.frame if is_crash else "",
                 was_out_of_memory=failure.kind is FailureKind.OUT_OF_MEMORY and failure.code == _SIGKILL,
+                has_no_sender=failure.kind is FailureKind.SIGNAL and was_killed,
                 facts=facts,
             )
         ]

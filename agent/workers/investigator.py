@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from elaunch.agent.linux import start_thread
 from elaunch.agent.workers.kernel_log import KernelLog
-from elaunch.agent.workers.oom import limit_text
+from elaunch.agent.workers.oom import are_counted, limit_text
 
 if TYPE_CHECKING:
     from elaunch.agent.core.causes.cause import Facts, Question, Space
@@ -30,10 +30,14 @@ _WRITTEN_KINDS = ("tmpfs", "overlay", "lustre", "gpfs", "beegfs", "zfs", "btrfs"
 
 
 class Investigator:
-    """Answers questions about failures on this host. `log` is the kernel's since before any worker started."""
+    """Answers questions about failures on this host.
 
-    def __init__(self, log: KernelLog) -> None:
+    `log` is the kernel's since before any worker started; `counters` are the files that count its kills.
+    """
+
+    def __init__(self, log: KernelLog, counters: Sequence[Path]) -> None:
         self._log = log
+        self._counters = counters
 
     def look_into(self, failures: Mapping[int, Failure], found: Callable[[dict[int, Facts]], None]) -> None:
         """Call `found` with the facts about these failures, by local rank: now, or soon, in another thread."""
@@ -64,7 +68,15 @@ class Investigator:
                     facts[local_rank] = self._answered(facts.get(local_rank, NO_FACTS), question)
 
     def _answered(self, facts: Facts, question: Question) -> Facts:
-        from elaunch.agent.core.causes.cause import FullDisks, GpuErrors, IsThere, KernelKills, MemoryLimits, SpaceOf
+        from elaunch.agent.core.causes.cause import (
+            FullDisks,
+            GpuErrors,
+            IsThere,
+            KernelKills,
+            KillCounters,
+            MemoryLimits,
+            SpaceOf,
+        )
 
         match question:
             case SpaceOf(path):
@@ -79,6 +91,8 @@ class Investigator:
                 return replace(facts, memory_limit=limit_text().partition(",")[0])
             case KernelKills(pids):
                 return replace(facts, oom_killed=any(self._log.kill_of(pid) for pid in pids))
+            case KillCounters():
+                return replace(facts, kills_are_counted=are_counted(self._counters))
 
 
 def _space(path: str) -> Space:

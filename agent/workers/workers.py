@@ -23,7 +23,7 @@ from elaunch.agent.workers.investigator import Investigator
 from elaunch.agent.workers.kernel_log import KernelLog
 from elaunch.agent.workers.link_monitor import LinkMonitor
 from elaunch.agent.workers.master_port import MasterPort
-from elaunch.agent.workers.oom import OutOfMemoryWatch
+from elaunch.agent.workers.oom import OutOfMemoryWatch, counter_files
 from elaunch.agent.workers.prompts import PromptWatch
 from elaunch.agent.workers.reporter import Reporter
 from elaunch.agent.workers.slow_monitor import SlowMonitor
@@ -55,10 +55,11 @@ class Workers:
         self._port = MasterPort(config)
         self._spawner = Spawner(config, run_dir, Stdio(config, services.pump, run_dir), fork_server)
         # Before any worker starts: it reads what the kernel says from then on.
-        log = KernelLog()
-        self._investigator = Investigator(log)
-        exits = ExitReader(socket.gethostname(), OutOfMemoryWatch(log))
-        self._monitor = ForkServerMonitor(fork_server, self._current, exits, reporter, selector)
+        log, counters = KernelLog(), counter_files()
+        self._investigator = Investigator(log, counters)
+        oom = OutOfMemoryWatch(log, counters)
+        self._exits = ExitReader(socket.gethostname(), oom, keeps_files=run_dir.logs is not None)
+        self._monitor = ForkServerMonitor(fork_server, self._current, self._exits, reporter, selector)
         self._prompts = PromptWatch(reporter)
         hang_timeout_s = config.times.hang_timeout_s
         self._links = LinkMonitor(self._current, reporter, run_dir, hang_timeout_s, self._monitor.check)
@@ -108,6 +109,10 @@ class Workers:
     def steps_per_s(self) -> float:
         """How fast this node's workers were, over the last ten seconds or more."""
         return self._links.steps_per_s
+
+    def word_of_kernel(self, pid: int) -> str:
+        """What the kernel says about the SIGKILL of another process of this job. Empty if it says nothing."""
+        return self._exits.word_of_kernel(pid, self._current.latest)
 
     def reserve_port(self) -> int:
         """The port of the next generation's worker store, if that is this node's. Raises NoPort."""
