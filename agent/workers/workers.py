@@ -6,9 +6,10 @@ import selectors
 import signal
 import socket
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
+from elaunch.agent import linux
 from elaunch.agent.core.actions import Blame, KeepStacks, LookAtStacks, SignalWorkers, TakeStacks, TellWorkers
 from elaunch.agent.core.entries import of_seats
 from elaunch.agent.core.events import Cleared, LinkEvent, Reported, Sampled
@@ -167,12 +168,29 @@ class Workers:
                 self._spawner.signal(self._current.group, local_rank, order.signum)
             except OSError:
                 return
+        if order.signum != signal.SIGKILL:
+            self._let_go_on(order.local_ranks)
 
     def tell(self, order: TellWorkers) -> None:
         """Send workers a message on their links."""
         if isinstance(order.message, StopAtStepBoundary) and order.message.reason is StopReason.INTERRUPT:
             self._prompts.interrupt(self._current.group, order.local_ranks)
         self._links.tell(order)
+        if not isinstance(order.message, ShowStacks):
+            self._let_go_on(order.local_ranks)
+
+    def _let_go_on(self, local_ranks: Iterable[int]) -> None:
+        """Continue workers that a SIGSTOP holds: they are to end, and can neither save nor take a signal before."""
+        group = self._current.group
+        stopped = sorted(rank for rank in local_ranks if linux.state(group.pids.get(rank, -1)) == "T")
+        for local_rank in stopped:
+            try:
+                self._spawner.signal(group, local_rank, signal.SIGCONT)
+            except OSError:
+                return
+        if stopped:
+            numbers = ", ".join(map(str, stopped))
+            self._reporter.say(f"local rank {numbers} was stopped by a signal (SIGSTOP) and is to end; SIGCONT")
 
     def take_stacks(self, order: TakeStacks) -> None:
         """Log what workers are doing. Posts `WorkersHung`."""

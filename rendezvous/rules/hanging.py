@@ -174,7 +174,8 @@ def _hang(table: RankTable, suspect: _Place, rest: Sequence[_Place], still_s: fl
 
 
 def _all_said(places: Sequence[_Place]) -> str:
-    more = f", and {len(places) - _SAID_MAX} groups more are elsewhere" if len(places) > _SAID_MAX else ""
+    left = len(places) - _SAID_MAX
+    more = f", and {left} more {'group is' if left == 1 else 'groups are'} elsewhere" if left > 0 else ""
     return ", ".join(place.said for place in places[:_SAID_MAX]) + more
 
 

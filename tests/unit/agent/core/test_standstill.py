@@ -222,6 +222,7 @@ def test_a_rank_that_sigstop_holds_is_named() -> None:
     samples(driver, 80, {**ALL_IDLE, 1: HELD}, (WAITING[0], held, WAITING[2]))
 
     assert "rank 1 is stopped by a signal (SIGSTOP) (train_step, train.py:41), while ranks 0, 2 wait" in said(driver)
+    assert "\nto let rank 1 go on: kill -CONT 4001\n" in said(driver)
 
 
 def test_a_rank_that_exited_while_the_others_wait_is_named() -> None:
