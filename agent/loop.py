@@ -248,8 +248,8 @@ class Loop:
                 self._workers.clear(generation, lambda: self._session.tick(time.monotonic()))
             case ReplaceForkServer(generation):
                 self._workers.replace_fork_server(generation)
-            case Say(text):
-                self._pump.say(text)
+            case Say(text, level):
+                self._pump.say(text, level)
             case Exit():
                 # The phase says it: the loop ends.
                 pass
@@ -293,9 +293,10 @@ class Loop:
     def _watch_guardian(self) -> None:
         def gone() -> None:
             if self._guardian.restarts == _GUARDIANS_MAX:
-                self._pump.say("the guardian keeps ending; going on without one: kill -9 may leave processes behind")
+                kept = "the guardian keeps ending; going on without one: kill -9 may leave processes behind"
+                self._pump.say(kept, "warning")
                 return
-            self._pump.say("the guardian was killed; starting another")
+            self._pump.say("the guardian was killed; starting another", "warning")
             self._guardian.restart()
             self._watch_guardian()
 

@@ -136,7 +136,7 @@ def _run_agent(options: Options, environ: Mapping[str, str], cluster: Cluster | 
     try:
         with begin(config) as agent:
             if health:
-                health.done(agent.say)
+                health.done(agent.warn)
             # From here on the fork server imports torch on another core.
             from elaunch.launcher.report import record, report, write_error_file
 

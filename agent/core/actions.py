@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from elaunch.agent.core.events import Tag
 from elaunch.agent.core.messages import Message
 from elaunch.records import dataclass
 from elaunch.rendezvous.store import Txn
 from elaunch.rendezvous.types import Outcome, RankTable
+
+Level = Literal["info", "warning", "error"]
 
 
 @dataclass(frozen=True)
@@ -126,9 +130,10 @@ class ReplaceForkServer:
 
 @dataclass(frozen=True)
 class Say:
-    """One sentence for the log."""
+    """One sentence for the log: a failure is an `error`; a `warning` is what may need a person and ends nothing."""
 
     text: str
+    level: Level = "info"
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,7 @@ def _verdict(agent: Agent, running: Running, hang: Hang) -> tuple[Action, ...]:
     if not agent.restarts_hung:
         lines += [f"to let rank {each.rank} go on: kill -CONT {each.pid}" for each in state.stacks if each.is_stopped]
         lines.append("to restart a job that hangs, start it with --on-hang restart (docs/observe.md)")
-    actions: list[Action] = [Say("\n".join([_headline(running, hang), *lines]))]
+    actions: list[Action] = [Say("\n".join([_headline(running, hang), *lines]), "warning")]
     if state.stacks:
         actions.append(KeepStacks(generation, full_text(state.stacks)))
     if hearing := _blind(running, state):

@@ -75,7 +75,11 @@ def _take_seat(agent: Agent, table: RankTable | None, joining: Joining) -> Step:
 def _crowded(host: str, table: RankTable) -> tuple[Say, ...]:
     """A word of several agents on one host, which is rarely meant: their workers share its accelerators."""
     agents = sum(host_of(seat.node_id) == host for seat in table.seats)
-    return (Say(f"{agents} agents of this job run on {host}; was one meant for another host?"),) if agents > 1 else ()
+    return (
+        (Say(f"{agents} agents of this job run on {host}; was one meant for another host?", "warning"),)
+        if agents > 1
+        else ()
+    )
 
 
 def _why_seatless(agent: Agent, table: RankTable) -> str:

@@ -106,7 +106,9 @@ class ForkServerMonitor:
             how, pid = self._server.lost(), self._server.pid
             word = self._exits.word_of_kernel(pid, self._current.latest) if how.endswith("SIGKILL") else ""
             if not self.is_ready and self._server.preload is not None:
-                self._reporter.say("the fork server ended while it imported; each worker starts as a fresh interpreter")
+                self._reporter.warn(
+                    "the fork server ended while it imported; each worker starts as a fresh interpreter"
+                )
                 self._server.preload_nothing()
             self._restart(self._current.generation, how, word)
             return
@@ -134,7 +136,7 @@ class ForkServerMonitor:
         self._timeline.stamp(self._current.generation, "fork_server_ready", pid=self._server.pid)
         if reason:
             self._server.preload_nothing()
-            self._reporter.say(f"each worker starts as a fresh interpreter, which is slower: {reason}")
+            self._reporter.warn(f"each worker starts as a fresh interpreter, which is slower: {reason}")
 
     def _stamp_process(self, group: WorkerGroup, event: str, news: dict[str, int | str]) -> None:
         """Stamp a stage of one process: `event` with the ranks of a worker, or `store_<event>`."""

@@ -190,7 +190,7 @@ class Workers:
                 return
         if stopped:
             numbers = ", ".join(map(str, stopped))
-            self._reporter.say(f"local rank {numbers} was stopped by a signal (SIGSTOP) and is to end; SIGCONT")
+            self._reporter.warn(f"local rank {numbers} was stopped by a signal (SIGSTOP) and is to end; SIGCONT")
 
     def take_stacks(self, order: TakeStacks) -> None:
         """Log what workers are doing. Posts `WorkersHung`."""

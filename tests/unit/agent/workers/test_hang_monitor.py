@@ -23,7 +23,9 @@ def test_the_loop_never_waits_for_the_disk_to_which_stacks_go(tmp_path: Path) ->
     said: list[str] = []
     works: list[Callable[[], object]] = []
     run_dir = RunDir(tmp_path, "job", said.append)
-    reporter = Reporter(lambda _: None, said.append, Timeline(None, said.append, works.append), no_failure)
+    reporter = Reporter(
+        lambda _: None, lambda text, _: said.append(text), Timeline(None, said.append, works.append), no_failure
+    )
     monitor = HangMonitor(CurrentGroup(), reporter, run_dir, 60.0, works.append)
 
     for text in ("one\n", "two\n"):
@@ -46,7 +48,7 @@ def test_a_hang_that_points_at_nobody_is_a_failure_that_accuses_nobody(tmp_path:
         return Failure(kind, generation, "node-a-00000001", "node-a", -1, -1, -1, None, message)
 
     works: list[Callable[[], object]] = []
-    reporter = Reporter(posted.append, lambda _: None, Timeline(None, lambda _: None, works.append), of_node)
+    reporter = Reporter(posted.append, lambda *_: None, Timeline(None, lambda _: None, works.append), of_node)
     current = CurrentGroup()
     current.begin(WorkerGroup(RankTable(3, (Seat("node-a-00000001", 2, 4),), "", 0, ""), 0))
     monitor = HangMonitor(current, reporter, RunDir(tmp_path, "job", lambda _: None), 60.0, works.append)
