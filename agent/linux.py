@@ -32,6 +32,14 @@ def allow_tracer(pid: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PTRACER, pid)
 
 
+def ptrace_scope() -> int | None:
+    """The kernel's setting of who may look into which process (Yama). None without it."""
+    try:
+        return int(Path("/proc/sys/kernel/yama/ptrace_scope").read_text())
+    except (OSError, ValueError):
+        return None
+
+
 def catches(pid: int, signum: int) -> bool:
     """Whether that process has a handler for the signal; not, where it is gone."""
     return _is_in(pid, "SigCgt", signum)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from elaunch.agent.core.tracing import tracing_advice
 from elaunch.launcher.doctor.facts import (
     NO_LIMIT,
     CgroupFacts,
@@ -211,11 +212,7 @@ def judge_stacks(facts: StackFacts, _needs: Needs) -> tuple[Finding, ...]:
     if not facts.error:
         return (ok(f"py-spy reads the stack of another process in {span(facts.seconds)}"),)
     why = f"py-spy cannot read another process's stack ({facts.error})"
-    if facts.ptrace_scope:
-        advice = "sysctl kernel.yama.ptrace_scope=0, or grant CAP_SYS_PTRACE"
-    else:
-        advice = "grant CAP_SYS_PTRACE (docker run --cap-add SYS_PTRACE; in a pod: securityContext.capabilities)"
-    return (warn(why, advice),)
+    return (warn(why, tracing_advice(facts.ptrace_scope)),)
 
 
 def judge_clock(facts: ClockFacts, needs: Needs) -> tuple[Finding, ...]:
