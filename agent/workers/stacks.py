@@ -24,6 +24,7 @@ from elaunch.agent import linux
 from elaunch.agent.core.stack_groups import Frame, Stack, ThreadStack
 from elaunch.agent.core.tracing import tracing_advice
 from elaunch.rendezvous.codec import parse_json
+from elaunch.rendezvous.texts import plain
 
 TOOL = "py-spy"
 NO_TOOL = f"{TOOL} is not installed; `pip install {TOOL}` has it"
@@ -194,7 +195,7 @@ def _values(pid: int, items: list[_Thread]) -> str:
 
 def _text(value: object) -> str:
     """A text of the program for a log and for a terminal: cut, and without control characters."""
-    return "".join(letter if letter.isprintable() else "?" for letter in str(value)[:_TEXT_MAX])
+    return plain(str(value)[:_TEXT_MAX])
 
 
 def _sleeps_in(pid: int, tid: int) -> tuple[str, str]:

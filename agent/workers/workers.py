@@ -248,12 +248,13 @@ class Workers:
 
 def _said_of_folded(lines: dict[int, int]) -> str:
     """What the log says of tracebacks that the console did not get. `lines` counts their lines by rank."""
+    # Imported here: a healthy job never needs it.
+    from elaunch.rendezvous.texts import listed
+
     ranks = [str(rank) for rank in sorted(lines)]
     their, are = ("its traceback", "is") if len(ranks) == 1 else ("their tracebacks", "are")
     if len(ranks) > _RANKS_SHOWN:
         ranks = [*ranks[:_RANKS_SHOWN], f"{len(ranks) - _RANKS_SHOWN} more"]
-    who = f"{', '.join(ranks[:-1])} and {ranks[-1]}" if len(ranks) > 1 else ranks[0]
     count = sum(lines.values())
-    return (
-        f"rank {who} lost a peer and ended; {their} ({count} lines) {are} not shown (--show-all-tracebacks shows all)"
-    )
+    hidden = f"{their} ({count} lines) {are} not shown (--show-all-tracebacks shows all)"
+    return f"rank {listed(ranks)} lost a peer and ended; {hidden}"

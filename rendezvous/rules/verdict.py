@@ -62,8 +62,10 @@ def awaited(early: Failure, failures: Sequence[Failure]) -> Failure:
     lost = [f for f in failures if f.kind is FailureKind.PEER_LOST and f.rank != early.rank]
     if not lost:
         return early
-    ranks = [str(rank) for rank in sorted({f.rank for f in lost})]
-    shown = ", ".join(ranks[:-1]) + f" and {ranks[-1]}" if len(ranks) > 1 else ranks[0]
+    # Imported here: a healthy job never needs it.
+    from elaunch.rendezvous.texts import listed
+
+    shown = listed([str(rank) for rank in sorted({f.rank for f in lost})])
     calls = {f.call for f in lost if f.call}
     where = f" in {calls.pop()}" if len(calls) == 1 else " for it"
     said = early.message.partition(_AWAITED)[0]

@@ -252,7 +252,7 @@ def test_a_bus_error_is_put_down_to_shared_memory_only_where_that_is_small_or_fu
     assert questions_about(bus) == questions_about(loader) == {SpaceOf("/dev/shm")}
     assert ("--shm-size" in advice(bus, facts)) is is_named
     assert ("--shm-size" in advice(loader, facts)) is is_named
-    assert ("/dev/shm has 64.0 MiB in all, 0 B free" in explained(bus, facts).message) is is_named
+    assert ("/dev/shm has 64 MiB in all, 0 B free" in explained(bus, facts).message) is is_named
     assert advice(bus) == ""
 
 
@@ -260,8 +260,8 @@ def test_a_kill_for_memory_names_the_limit() -> None:
     killed = exited(-9, kernel="out of memory, says the kernel log")
 
     assert questions_about(killed) == {MemoryLimits()}
-    assert advice(killed, Facts(memory_limit="16.0 GiB")).startswith(
-        "give the job more memory (its limit is 16.0 GiB), or"
+    assert advice(killed, Facts(memory_limit="16 GiB")).startswith(
+        "give the job more memory (its limit is 16 GiB), or"
     )
 
 
@@ -288,7 +288,7 @@ def test_the_file_system_that_is_full_is_named_with_its_numbers() -> None:
     no_files = Facts(spaces={"/data/m.pt": Space("/data", 2 << 40, 1 << 40, files_free=0)})
 
     assert questions_about(full) == {SpaceOf("/data/m.pt")}
-    assert explained(full, facts).message.endswith("(/data has 4.0 KiB free of 2.0 TiB)")
+    assert explained(full, facts).message.endswith("(/data has 4 KiB free of 2 TiB)")
     assert explained(full, facts).advice == "make room on /data, or write somewhere else"
     assert "no more files can be made on /data" in explained(full, no_files).message
 
