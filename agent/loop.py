@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cached_property
 
 from elaunch import __version__
 from elaunch.agent.answers.answers import Answers
@@ -256,9 +257,18 @@ class Loop:
 
     def _join(self, order: Join) -> None:
         me = self._agent.me
-        joined = Joined(me.node_id, self._workers.reserve_port(), order.progressed)
+        joined = Joined(me.node_id, self._workers.reserve_port(), order.progressed, self._software)
         txn = join(self._agent.snapshot, me, joined, order.lease, is_member=order.is_member)
         self._session.commit(txn, Tag.JOIN)
+
+    @cached_property
+    def _software(self) -> str:
+        if self._config.spec.nodes_max == 1:
+            return ""
+        # Imported here: a job of one node compares nothing.
+        from elaunch.agent.workers.software import software
+
+        return software(self._config.spec.program)
 
     @property
     def _is_ending(self) -> bool:

@@ -115,7 +115,7 @@ def _complete(agent: Agent, clearing: Clearing, event: Cleared) -> tuple[Agent, 
         from elaunch.agent.core.explain import explained
 
         whole = with_tail(failure, event.tails.get(failure.local_rank, ""), event.reached_store)
-        return explained(whole, event.facts.get(failure.local_rank))
+        return explained(whole, event.facts.get(failure.local_rank), clearing.table.mismatch)
 
     if not failures:
         # The outcome of a node that bows out alone.

@@ -27,11 +27,14 @@ def questions_about(failure: Failure) -> frozenset[Question]:
     return questions(_evidences(failure, NO_FACTS))
 
 
-def explained(failure: Failure, facts: Facts | None = None) -> Failure:
-    """The failure, its output complete, with the advice for its cause and with what its own message does not say."""
+def explained(failure: Failure, facts: Facts | None = None, mismatch: str = "") -> Failure:
+    """The failure, its output complete, with the advice for its cause and with what its own message does not say.
+
+    `mismatch` as in `RankTable`.
+    """
     if failure.advice:
         return failure
-    cause = recognise(_evidences(failure, facts or NO_FACTS))
+    cause = recognise(_evidences(failure, replace(facts or NO_FACTS, mismatch=mismatch)))
     if not cause.detail and not cause.advice:
         return failure
     message = failure.message

@@ -310,7 +310,19 @@ def _table(generation: Generation, decision: _GoOn, nodes: list[Node], joined: M
         progressed=decision.progressed,
         streak=decision.blame.streak,
         excluded=decision.blame.excluded,
+        mismatch=_mismatch(nodes, joined),
     )
+
+
+def _mismatch(nodes: list[Node], joined: Mapping[str, Joined]) -> str:
+    found = [(node.host, joined[node.node_id].software) for node in nodes]
+    # What is unknown differs from nothing.
+    if len({software for _, software in found if software}) < 2:
+        return ""
+    # Imported here: nodes rarely differ.
+    from elaunch.rendezvous.rules.software import mismatch_of
+
+    return mismatch_of(found)
 
 
 def _place(node: Node) -> tuple[int, int, str, list[str | int], str]:

@@ -90,7 +90,8 @@ class Space:
 class Facts:
     """The answers to the questions about one failure. What could not be found out is missing.
 
-    `spaces` is by the path that was asked for; `full` are the file systems that have no room.
+    `spaces` is by the path that was asked for; `full` are the file systems that have no room. `mismatch` is not asked
+    for: the rank table has it.
     """
 
     spaces: Mapping[str, Space] = field(default_factory=dict)
@@ -100,6 +101,7 @@ class Facts:
     memory_limit: str = ""
     oom_killed: bool = False
     kills_are_counted: bool = False
+    mismatch: str = ""
 
 
 NO_FACTS = Facts()

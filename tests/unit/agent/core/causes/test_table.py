@@ -260,9 +260,7 @@ def test_a_kill_for_memory_names_the_limit() -> None:
     killed = exited(-9, kernel="out of memory, says the kernel log")
 
     assert questions_about(killed) == {MemoryLimits()}
-    assert advice(killed, Facts(memory_limit="16 GiB")).startswith(
-        "give the job more memory (its limit is 16 GiB), or"
-    )
+    assert advice(killed, Facts(memory_limit="16 GiB")).startswith("give the job more memory (its limit is 16 GiB), or")
 
 
 def test_a_kill_of_an_unknown_sender_says_where_to_look_and_what_it_was_not() -> None:
