@@ -4,22 +4,27 @@ from __future__ import annotations
 
 from elaunch.agent.core.causes.cause import CauseRule, Evidence, Values, regex
 
-# What ranks say that do not understand each other.
-_BETWEEN_RANKS = regex(r"nccl|gloo|pickle|processgroup|process group|collective")
+_ADVICE = "{mismatch}: install the same on every node"
+_SHOWN = "install the same versions on every node; a warning names the versions and the nodes when the ranks start"
 
 
 def _differ(evidence: Evidence, _values: Values) -> Values | None:
-    is_between_ranks = "Unpickling" in evidence.exception or _BETWEEN_RANKS.search(evidence.words)
-    mismatch = evidence.facts.mismatch
-    return {"mismatch": mismatch} if mismatch and is_between_ranks else None
+    return {"mismatch": evidence.facts.mismatch} if evidence.facts.mismatch else None
 
 
 RULES = (
     CauseRule(
-        "the nodes have different versions of torch or Python",
-        "{mismatch}: install the same on every node",
+        "a failure between ranks, where the nodes have different versions of torch or Python",
+        _ADVICE,
+        pattern=regex(r"nccl|gloo|pickle|processgroup|process group|collective"),
         more=_differ,
-        shown="install the same versions on every node; the log names the versions and the nodes as a warning when the"
-        " ranks start",
+        shown=_SHOWN,
+    ),
+    CauseRule(
+        "a failure to unpickle, where the nodes have different versions of torch or Python",
+        _ADVICE,
+        exceptions=frozenset({"UnpicklingError"}),
+        more=_differ,
+        shown=_SHOWN,
     ),
 )
