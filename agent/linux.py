@@ -32,6 +32,14 @@ def allow_tracer(pid: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PTRACER, pid)
 
 
+def ptrace_scope() -> int | None:
+    """The kernel's setting of who may look into which process (Yama). None without it."""
+    try:
+        return int(Path("/proc/sys/kernel/yama/ptrace_scope").read_text())
+    except (OSError, ValueError):
+        return None
+
+
 def catches(pid: int, signum: int) -> bool:
     """Whether that process has a handler for the signal; not, where it is gone."""
     return _is_in(pid, "SigCgt", signum)
@@ -90,6 +98,17 @@ def children(pid: int) -> list[int]:
             with suppress(OSError), open(f"/proc/{pid}/task/{task}/children", "rb", 0) as file:  # noqa: PTH123
                 found += map(int, file.read().split())
     return sorted(found)
+
+
+def descendants(pid: int, most: int = 64) -> list[int]:
+    """The children of this process, theirs, and so on, until `most` are found: data loaders, compilers."""
+    found: list[int] = []
+    waiting = [pid]
+    while waiting and len(found) < most:
+        begun = children(waiting.pop())
+        found += begun
+        waiting += begun
+    return found
 
 
 def _is_in(pid: int, field: str, signum: int) -> bool:

@@ -275,17 +275,26 @@ class Loop:
                 self._workers.clear(generation, lambda: self._session.tick(time.monotonic()))
             case ReplaceForkServer(generation):
                 self._workers.replace_fork_server(generation)
-            case Say(text):
-                self._pump.say(text)
+            case Say(text, level):
+                self._pump.say(text, level)
             case Exit():
                 # The phase says it: the loop ends.
                 pass
 
     def _join(self, order: Join) -> None:
         me = self._agent.me
-        joined = Joined(me.node_id, self._workers.reserve_port(), order.progressed)
+        joined = Joined(me.node_id, self._workers.reserve_port(), order.progressed, self._software)
         txn = join(self._agent.snapshot, me, joined, order.lease, is_member=order.is_member)
         self._session.commit(txn, Tag.JOIN)
+
+    @cached_property
+    def _software(self) -> str:
+        if self._config.spec.nodes_max == 1:
+            return ""
+        # Imported here: a job of one node compares nothing.
+        from elaunch.agent.workers.software import software
+
+        return software(self._config.spec.program)
 
     @property
     def _is_ending(self) -> bool:
@@ -311,6 +320,8 @@ class Loop:
         def ended() -> None:
             self._served_pid = None
             how = _how_it_ended(pid)
+            if how.endswith(signal.SIGKILL.name) and (word := self._workers.word_of_kernel(pid)):
+                how = f"{how} ({word})"
             self._inbox.post(OwnStoreLost(f"the job's store, which this host served (pid {pid}), {how}"))
 
         self._at_end_of(pid, ended)
@@ -318,9 +329,10 @@ class Loop:
     def _watch_guardian(self) -> None:
         def gone() -> None:
             if self._guardian.restarts == _GUARDIANS_MAX:
-                self._pump.say("the guardian keeps ending; going on without one: kill -9 may leave processes behind")
+                kept = "the guardian keeps ending; going on without one: kill -9 may leave processes behind"
+                self._pump.say(kept, "warning")
                 return
-            self._pump.say("the guardian was killed; starting another")
+            self._pump.say("the guardian was killed; starting another", "warning")
             self._guardian.restart()
             self._watch_guardian()
 

@@ -11,6 +11,7 @@ import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from elaunch.agent.output.pump import Pump
     from elaunch.agent.services import Services
     from elaunch.rendezvous.store import Store
-    from elaunch.rendezvous.types import Outcome
+    from elaunch.rendezvous.types import Failure, Outcome
 
 _LAST_WORDS_S = 2.0
 _UNREAD = "stopped; not all output was taken by the console or its reader"
@@ -48,9 +49,9 @@ def begin(config: AgentConfig) -> Iterator[AgentRun]:
         cleanup.callback(guardian.finish)
         metrics = _metrics_listener(config)
         troubles: list[str] = []
-        say = troubles.append
+        warn = troubles.append
         # Folders are made until the end; from the pump's start on its console has the word.
-        run_dir = _run_dir(config, lambda trouble: say(trouble), places)
+        run_dir = _run_dir(config, lambda trouble: warn(trouble), places)
         environment = guardian.environment(config.environment)
         fork_server = ForkServer(config.spec.program, config.preload, environment, config.ignored)
         # Also after the loop, which stops it: that makes no difference then.
@@ -63,12 +64,14 @@ def begin(config: AgentConfig) -> Iterator[AgentRun]:
 
         pump = Pump(OwnLines.of_stderr(config.output.log_format))
         pump.start()
-        say = pump.say
+        warn = partial(pump.say, level="warning")
         hook = _hook(config, guardian, pump)
         agent = AgentRun(Services(config, guardian, fork_server, pump, run_dir, hook, metrics))
         try:
-            for line in (*config.notes, *troubles):
-                say(line)
+            for line in config.notes:
+                pump.say(line)
+            for trouble in troubles:
+                pump.say(trouble, "warning")
             yield agent
         except BaseException:
             # The pump's lines come before the error's text.
@@ -92,9 +95,17 @@ class AgentRun:
         """Whether something could not be written that belongs into the run's folder."""
         return self._services.run_dir.is_incomplete
 
+    def error_file(self, failure: Failure) -> Path | None:
+        """The error file of the worker that failed, which is there if it ran on this host."""
+        return self._services.run_dir.error_file(failure.generation, failure.rank)
+
     def say(self, line: str) -> None:
         """Write one line of elaunch's own to stderr."""
         self._services.pump.say(line)
+
+    def warn(self, line: str) -> None:
+        """The same for what may need a person."""
+        self._services.pump.say(line, "warning")
 
     def run(
         self, config: AgentConfig, store: Store, *, is_remote: bool, served_pid: int | None, way: str = ""

@@ -136,14 +136,14 @@ def _run_agent(options: Options, environ: Mapping[str, str], cluster: Cluster | 
     try:
         with begin(config) as agent:
             if health:
-                health.done(agent.say)
+                health.done(agent.warn)
             # From here on the fork server imports torch on another core.
             from elaunch.launcher.report import record, report, write_error_file
 
             outcome = _outcome(options, planned, config, agent)
             text = report(outcome, config.spec, agent.logs, agent.is_log_incomplete)
             agent.write_report(text, record(outcome, agent.logs))
-            write_error_file(outcome, environ.get("TORCHELASTIC_ERROR_FILE"))
+            write_error_file(outcome, environ.get("TORCHELASTIC_ERROR_FILE"), agent.error_file)
             agent.finish_output(outcome)
     except CannotRun as error:
         raise UsageError(str(error)) from error

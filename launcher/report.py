@@ -7,6 +7,7 @@ import os
 import shlex
 import signal
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -65,10 +66,13 @@ def record(outcome: Outcome, logs: Path | None) -> dict[str, object]:
     }
 
 
-def write_error_file(outcome: Outcome, path: str | None) -> None:
+def write_error_file(
+    outcome: Outcome, path: str | None, own: Callable[[Failure], Path | None] = lambda _failure: None
+) -> None:
     """Write the first failure to `path` for the program that started elaunch: the failure's record with `errorCode`.
 
-    The format is that of torch's `@record`.
+    The format is that of torch's `@record`. `own` tells where a rank of this host wrote its record, if that file is not
+    kept and so is not in the failure's.
     """
     failure = outcome.failure
     if not path or failure is None:
@@ -77,7 +81,8 @@ def write_error_file(outcome: Outcome, path: str | None) -> None:
     # The path comes from another agent: on this host it may be a pipe. JSON that was read may be nested too deeply
     # to be written.
     with suppress(OSError, ValueError, TypeError, RecursionError):
-        if failure.error_file and (kept := read_error_file(failure.error_file)):
+        theirs = failure.error_file or own(failure)
+        if theirs and (kept := read_error_file(theirs)):
             text = _record_with_code(dict(parse_json(kept)), failure)
     text = text or _record_with_code({}, failure)
     target = Path(path)

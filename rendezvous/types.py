@@ -162,11 +162,13 @@ class Joined(Bounded):
 
     `port` is a port that the node has reserved on its `address`: the worker store listens there if the node becomes the
     first in the table. `progressed` says that a worker of this node made progress in the generation that ran before.
+    `software` names the versions that must be equal on all nodes, empty if they are unknown.
     """
 
     node_id: _NodeId
     port: int
     progressed: bool = False
+    software: Annotated[str, keep_head(120)] = ""
 
 
 # A named tuple: every agent makes one for each node, and a data class takes three times as long.
@@ -211,7 +213,7 @@ class RankTable(Bounded):
     `restarts` counts the restarts charged to the budget so far. If the budget has a window, `restart_ages_s` holds, for
     each restart still in the window, how long before the seal it was. `barren` counts the generations in a row, this
     one included, that began after one without progress. `progressed` says whether any earlier generation made progress.
-    `streak` and `excluded` are those after the last failure.
+    `streak` and `excluded` are those after the last failure. `mismatch` is a sentence about nodes with other software.
     """
 
     generation: int
@@ -225,6 +227,7 @@ class RankTable(Bounded):
     progressed: bool = False
     streak: Streak | None = None
     excluded: tuple[Exclusion, ...] = ()
+    mismatch: Annotated[str, keep_head(600)] = ""
 
     @property
     def world_size(self) -> int:
@@ -304,6 +307,7 @@ class Failure(Bounded):
     `progressed` says whether the rank had reported a step or created its process group; None if that is unknown. `step`
     is the newest step that the rank reported, -1 if none, and `lived_s` how long its worker ran. `is_cut` says that the
     message or the traceback was too long; their full text is in `error_file` and `log_path`, on the worker's host.
+    `is_blameless` says that nothing points at the node: one had to be named, or to write the record.
 
     A full record is less than 64 kB of JSON.
     """
@@ -330,6 +334,7 @@ class Failure(Bounded):
     advice: Annotated[str, keep_head(1 << 10)] = ""
     step: int = -1
     lived_s: float = 0.0
+    is_blameless: bool = False
 
     def __post_init__(self) -> None:
         said = self.message, self.traceback

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from elaunch.agent.core.events import Tag
 from elaunch.agent.core.messages import Message
 from elaunch.records import dataclass
 from elaunch.rendezvous.store import Txn
 from elaunch.rendezvous.types import Outcome, RankTable
+
+Level = Literal["info", "warning", "error"]
 
 
 @dataclass(frozen=True)
@@ -99,11 +103,15 @@ class KeepStacks:
 
 @dataclass(frozen=True)
 class Blame:
-    """Make a failure of this local rank's hang, or of this node's with -1; answered by `WorkersHung`."""
+    """Make a failure of this local rank's hang, or of this node's with -1; answered by `WorkersHung`.
+
+    `is_blameless` as in `Failure`.
+    """
 
     generation: int
     local_rank: int
     message: str
+    is_blameless: bool = False
 
 
 @dataclass(frozen=True)
@@ -122,9 +130,10 @@ class ReplaceForkServer:
 
 @dataclass(frozen=True)
 class Say:
-    """One sentence for the log."""
+    """One sentence for the log: a failure is an `error`; a `warning` is what may need a person and ends nothing."""
 
     text: str
+    level: Level = "info"
 
 
 @dataclass(frozen=True)

@@ -115,7 +115,7 @@ def _complete(agent: Agent, clearing: Clearing, event: Cleared) -> tuple[Agent, 
         from elaunch.agent.core.explain import explained
 
         whole = with_tail(failure, event.tails.get(failure.local_rank, ""), event.reached_store)
-        return explained(whole, event.facts.get(failure.local_rank))
+        return explained(whole, event.facts.get(failure.local_rank), clearing.table.mismatch)
 
     if not failures:
         # The outcome of a node that bows out alone.
@@ -128,6 +128,6 @@ def _complete(agent: Agent, clearing: Clearing, event: Cleared) -> tuple[Agent, 
     actions: tuple[Action, ...] = tuple(map(Commit, transactions.complete(agent.snapshot, agent.me, cause)))
     if cause.local_rank != first.local_rank:
         # A worker that dies while it writes to a disk is gone later than its peers notice and give up.
-        actions = (*actions, Say(f"the cause: {cause.sentence}"))
+        actions = (*actions, Say(f"the cause: {cause.sentence}", "error"))
     agent = replace(agent, last_failure=cause)
     return agent, actions, replace(then, failure=cause) if then and then.failure == first else then

@@ -27,11 +27,14 @@ def questions_about(failure: Failure) -> frozenset[Question]:
     return questions(_evidences(failure, NO_FACTS))
 
 
-def explained(failure: Failure, facts: Facts | None = None) -> Failure:
-    """The failure, its output complete, with the advice for its cause and with what its own message does not say."""
+def explained(failure: Failure, facts: Facts | None = None, mismatch: str = "") -> Failure:
+    """The failure, its output complete, with the advice for its cause and with what its own message does not say.
+
+    `mismatch` as in `RankTable`.
+    """
     if failure.advice:
         return failure
-    cause = recognise(_evidences(failure, facts or NO_FACTS))
+    cause = recognise(_evidences(failure, replace(facts or NO_FACTS, mismatch=mismatch)))
     if not cause.detail and not cause.advice:
         return failure
     message = failure.message
@@ -57,6 +60,7 @@ def _evidences(failure: Failure, facts: Facts) -> list[Evidence]:
                 words=_last(failure.tail, _ABORT_LINES) if failure.code == _SIGABRT else "",
                 crash=failure.frame if is_crash else "",
                 was_out_of_memory=failure.kind is FailureKind.OUT_OF_MEMORY and failure.code == _SIGKILL,
+                has_no_sender=failure.kind is FailureKind.SIGNAL and was_killed,
                 facts=facts,
             )
         ]

@@ -67,7 +67,7 @@ _SAID_CHARACTERS_MAX = 64 << 10
 _ALIKE_CHARACTERS = 200
 _STARTUP_TYPES = {"ImportError", "ModuleNotFoundError", "SyntaxError", "IndentationError", "TabError"}
 # 126 and 127 are the shell's words for a command that cannot run or is not there.
-_SIGABRT = 6
+_SIGABRT, _SIGKILL = 6, 9
 _STARTUP_CODES = {2: "the exit code of a wrong command line", 126: "cannot be executed", 127: "not found"}
 
 
@@ -320,6 +320,9 @@ def _kind_and_message(remains: Remains, raised: Raised | None, signal_name: str)
         killed = f"was killed by {signal_name}"
         if remains.kernel:
             return FailureKind.OUT_OF_MEMORY, f"{killed} ({remains.kernel})"
+        if remains.raised and code == -_SIGKILL:
+            # By its agent, which had waited for the end of it.
+            return FailureKind.SIGNAL, f"raised an exception, did not end, and {killed}"
         return FailureKind.SIGNAL, killed + crash.shown(raised.frame if raised and remains.crash else "")
     if raised is None:
         if code in _STARTUP_CODES and not remains.progressed:

@@ -44,16 +44,26 @@ class Standing:
     phase: str = ""
 
 
-def who_hangs(standings: Mapping[int, Standing], stacks: Mapping[int, Stack], quiet_s: float) -> tuple[int, str]:
-    """The local rank to name, and what it did, as the middle of a sentence.
+@dataclass(frozen=True)
+class Suspect:
+    """The local rank to name, and what it did, as the middle of a sentence. `is_blameless` as in `Failure`."""
+
+    local_rank: int
+    message: str
+    is_blameless: bool
+
+
+def who_hangs(standings: Mapping[int, Standing], stacks: Mapping[int, Stack], quiet_s: float) -> Suspect:
+    """The worker to name.
 
     `standings` has the workers that have reported and still run, and `stacks` those whose stack was taken. Named is one
     that a signal holds; else one that does not wait for other ranks while others do; else one that reported least.
+    Only the first two point at this node: the ranks of other nodes are silent too, and one of those may be the cause.
     """
     # What stacks say is read only when somebody hangs: see needed_later.py.
     from elaunch.agent.core.waits import Doing, does_where, doing
 
-    suspects = _suspects(standings, stacks)
+    suspects, is_known = _suspects(standings, stacks)
     least = min(standings[rank].step for rank in suspects)
     behind = sorted(rank for rank in suspects if standings[rank].step == least)
     named, phase = behind[0], standings[behind[0]].phase
@@ -66,10 +76,12 @@ def who_hangs(standings: Mapping[int, Standing], stacks: Mapping[int, Stack], qu
         stands += f", while others had come to step {most}"
     is_seen = named in stacks and doing(stacks[named]) is not Doing.UNKNOWN
     does = f"; it {does_where(stacks[named])}" if is_seen else ""
-    return named, f"hung: it reported nothing for {quiet_s:.0f} s{stands}{does},"
+    message = f"hung: it reported nothing for {quiet_s:.0f} s{stands}{does},"
+    return Suspect(named, message, is_blameless=not is_known)
 
 
-def _suspects(standings: Mapping[int, Standing], stacks: Mapping[int, Stack]) -> frozenset[int]:
+def _suspects(standings: Mapping[int, Standing], stacks: Mapping[int, Stack]) -> tuple[frozenset[int], bool]:
+    """The workers that may be the cause, and whether their stacks say so."""
     from elaunch.agent.core.waits import Doing, doing
 
     everybody = frozenset(standings)
@@ -77,4 +89,6 @@ def _suspects(standings: Mapping[int, Standing], stacks: Mapping[int, Stack]) ->
     held = frozenset(rank for rank, what in known.items() if what in (Doing.STOPPED, Doing.TRACED))
     waiting = frozenset(rank for rank, what in known.items() if what.is_for_ranks)
     elsewhere = frozenset(rank for rank, what in known.items() if what is not Doing.UNKNOWN) - waiting
-    return held or (elsewhere if waiting and elsewhere else everybody)
+    if found := held or (elsewhere if waiting else frozenset()):
+        return found, True
+    return everybody, False

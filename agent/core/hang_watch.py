@@ -85,17 +85,19 @@ def _verdict(agent: Agent, running: Running, hang: Hang) -> tuple[Action, ...]:
     groups = grouped(state.stacks)
     lines = [f"  {group_words(group)}" for group in groups[:_GROUPS_SHOWN]]
     if len(groups) > _GROUPS_SHOWN:
-        lines.append(f"  and {len(groups) - _GROUPS_SHOWN} more groups")
+        more = len(groups) - _GROUPS_SHOWN
+        lines.append(f"  and {more} more {'group' if more == 1 else 'groups'}")
     if not agent.restarts_hung:
+        lines += [f"to let rank {each.rank} go on: kill -CONT {each.pid}" for each in state.stacks if each.is_stopped]
         lines.append("to restart a job that hangs, start it with --on-hang restart (docs/observe.md)")
-    actions: list[Action] = [Say("\n".join([_headline(running, hang), *lines]))]
+    actions: list[Action] = [Say("\n".join([_headline(running, hang), *lines]), "warning")]
     if state.stacks:
         actions.append(KeepStacks(generation, full_text(state.stacks)))
     if hearing := _blind(running, state):
         actions.append(TellWorkers(generation, hearing, ShowStacks()))
     if agent.restarts_hung and hang.node_id == seat.node_id:
         local_rank = hang.rank - seat.first_rank if hang.rank >= 0 else -1
-        actions.append(Blame(generation, local_rank, hang.message))
+        actions.append(Blame(generation, local_rank, hang.message, hang.is_blameless))
     return tuple(actions)
 
 

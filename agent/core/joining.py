@@ -69,13 +69,19 @@ def _take_seat(agent: Agent, table: RankTable | None, joining: Joining) -> Step:
     started = Say(f"generation {table.generation}: {workers}{nodes} ({table.reason})")
     running = Running(table, frozenset(range(table.seats[group_rank].slots)), is_first=joining.ran < 0)
     crowded = _crowded(agent.me.host, table) if running.is_first else ()
-    return replace(agent, phase=running), (started, *crowded, Spawn(table, group_rank))
+    differ = (Say(table.mismatch, "warning"),) if table.mismatch not in ("", agent.mismatch) else ()
+    agent = replace(agent, phase=running, mismatch=table.mismatch)
+    return agent, (started, *crowded, *differ, Spawn(table, group_rank))
 
 
 def _crowded(host: str, table: RankTable) -> tuple[Say, ...]:
     """A word of several agents on one host, which is rarely meant: their workers share its accelerators."""
     agents = sum(host_of(seat.node_id) == host for seat in table.seats)
-    return (Say(f"{agents} agents of this job run on {host}; was one meant for another host?"),) if agents > 1 else ()
+    return (
+        (Say(f"{agents} agents of this job run on {host}; was one meant for another host?", "warning"),)
+        if agents > 1
+        else ()
+    )
 
 
 def _why_seatless(agent: Agent, table: RankTable) -> str:

@@ -28,7 +28,7 @@ def take_signal(agent: Agent, event: Signalled) -> Step:
         return agent, ()
     is_away = agent.reach.failing_since_s is not None or agent.store_gone
     is_cut_off = is_away and agent.membership.belongs and not agent.snapshot.ended
-    said = Say(f"the store {agent.reach.trouble.value}, {_UNHEARD}")
+    said = Say(f"the store {agent.reach.trouble.value}, {_UNHEARD}", "warning")
     return replace(agent, is_interrupted=True), (said,) if is_cut_off and agent.spec.nodes_max > 1 else ()
 
 

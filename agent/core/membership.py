@@ -106,7 +106,7 @@ def _lease_ended_early(agent: Agent, held_s: float, now_s: float) -> Step:
     agent = replace(agent, lead_at_s=agent.membership.renew_at_s)
     if now_s - member.ends_early_said_s < ENDS_EARLY_AGAIN_S:
         return agent, ()
-    return agent.as_member(ends_early_said_s=now_s), (Say(f"{why}; beginning another lease"),)
+    return agent.as_member(ends_early_said_s=now_s), (Say(f"{why}; beginning another lease", "warning"),)
 
 
 def _renew_when_due(agent: Agent, now_s: float) -> Step:
@@ -319,7 +319,7 @@ def _refused(agent: Agent, now_s: float) -> Step:
 
 
 def _evicted(agent: Agent) -> Step:
-    said = Say("the others waited too long for this node, and it lost its seat; it comes back as a new one")
+    said = Say("the others waited too long for this node, and it lost its seat; it comes back as a new one", "warning")
     return agent.as_member(lease=0, is_member=False, evicted=False), (said, Renew())
 
 

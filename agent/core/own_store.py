@@ -18,7 +18,7 @@ from elaunch.rendezvous.types import OutcomeKind, RankTable
 
 def lost_with_workers(agent: Agent, _phase: Running | Stopping | Clearing, event: OwnStoreLost, _now_s: float) -> Step:
     """Go on: the workers need no store. This node's part of the job ends with them."""
-    said = Say(f"{event.why}; the workers go on, but none can be restarted, and no node can join")
+    said = Say(f"{event.why}; the workers go on, but none can be restarted, and no node can join", "error")
     return _without_store(agent, event), (said,)
 
 

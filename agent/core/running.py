@@ -206,7 +206,7 @@ def _kill_late(agent: Agent, running: Running, now_s: float) -> Step:
     rest = tuple((rank, until_s) for rank, until_s in running.leaving_s if rank not in late)
     grace_s = agent.times.stop_grace_s
     text = f"local rank {ranks(late)} raised an exception and did not end within {grace_s:g} s; SIGKILL"
-    actions = (Say(text), SignalWorkers(running.table.generation, late, SIGKILL))
+    actions = (Say(text, "warning"), SignalWorkers(running.table.generation, late, SIGKILL))
     return replace(agent, phase=replace(running, leaving_s=rest)), actions
 
 
@@ -219,7 +219,7 @@ def _stop_for(
 
 
 def _end_with_store(agent: Agent, running: Running, outcome: Outcome, now_s: float) -> Step:
-    said = Say(f"stopping: {outcome.reason}")
+    said = Say(f"stopping: {outcome.reason}", "error")
     return _stop_for(agent, running, outcome, StopReason.LEAVE, SIGTERM, now_s, said)
 
 
@@ -288,7 +288,7 @@ def _fail(agent: Agent, running: Running, failure: Failure, now_s: float) -> Ste
         failure, failures = awaited(running.ends[0], failures), (running.ends[0], failure)
     which = "worker" if failure.local_rank in live else "other"
     stopped = f"; stopping {len(live)} {which}{'s' if len(live) > 1 else ''}" if live else ""
-    actions = (Commit(transactions.fail(agent.snapshot, agent.me, failure)), Say(failure.sentence + stopped))
+    actions = (Commit(transactions.fail(agent.snapshot, agent.me, failure)), Say(failure.sentence + stopped, "error"))
     stopping = replace(Stopping.of(running, now_s, agent.times.failure_grace_s), failures=failures)
     return stop_broken(agent, stopping, actions)
 
@@ -299,7 +299,7 @@ def _bow_out(agent: Agent, running: Running, failure: Failure, now_s: float) -> 
     outcome = agent.outcome(OutcomeKind.FAILED, reason, failure=failure)
     farewell = goodbye(agent, opens=True, why="its workers could not start")
     stopping = replace(Stopping.of(running, now_s, agent.times.stop_grace_s), then=outcome)
-    agent, actions = stop_broken(agent, stopping, (Say(failure.sentence), *farewell))
+    agent, actions = stop_broken(agent, stopping, (Say(failure.sentence, "error"), *farewell))
     return agent.as_member(is_member=False), actions
 
 

@@ -130,7 +130,7 @@ def record_of(
         kind = _kind(state, stack, state.still[stack.rank - first_rank][0])
         if kind is None:
             return None
-        found.setdefault((kind, place_words(stack), _does(state, kind, stack)), []).append(stack.rank)
+        found.setdefault((kind, place_words(stack), _does(kind, stack)), []).append(stack.rank)
     groups = tuple(
         StillGroup(kind, ranks[0], len(ranks), ranks_words(ranks), where, does)
         for (kind, where, does), ranks in list(found.items())[:GROUPS_MAX]
@@ -206,9 +206,10 @@ def _kind(state: Standstill, stack: Stack, sort: Sort) -> StillKind | None:
     return StillKind.ELSEWHERE
 
 
-def _does(state: Standstill, kind: StillKind, stack: Stack) -> str:
+def _does(kind: StillKind, stack: Stack) -> str:
     """The middle of a sentence: what it does, and where in the user's code."""
     if kind is StillKind.UNKNOWN:
         return f"uses no CPU ({stack.trouble or 'no Python frame'})"
-    looks = f", at the same line in {state.looks} looks" if doing(stack) is Doing.RUNS else ""
+    # Without a number: each look would change the record, and the store would hear of it.
+    looks = ", at the same line in every look" if doing(stack) is Doing.RUNS else ""
     return f"{does_where(stack)}{looks}"

@@ -131,7 +131,7 @@ class Agent:
     `lead_at_s` it looks again without being told of anything. `is_interrupted` says that a person's SIGINT has arrived
     here. `restarts_hung` says that a hang is a failure, as in `--on-hang restart`. `store_gone` says how the store that
     this host served has ended, for good. By `last_failure` this node's last failed generation is judged; it has all of
-    its output. All times are of this host's monotonic clock.
+    its output. `mismatch` is the last table's, which the log has. All times are of this host's monotonic clock.
     """
 
     me: Node
@@ -152,6 +152,7 @@ class Agent:
     restarts_hung: bool = False
     store_gone: str = ""
     last_failure: Failure | None = None
+    mismatch: str = ""
 
     @property
     def is_going(self) -> bool:

@@ -24,7 +24,7 @@ def step(agent: Agent, event: Event, now_s: float) -> Step:
         return agent, ()
     if isinstance(event, Looked):
         agent, actions = _look(replace(agent, snapshot=event.snapshot), now_s)
-        unreadable = (Say(f"{sentence}; going on without it") for sentence in event.snapshot.unreadable)
+        unreadable = (Say(f"{sentence}; going on without it", "warning") for sentence in event.snapshot.unreadable)
         return agent, (*unreadable, *actions)
     agent, actions = TABLE[type(phase)][type(event)](agent, phase, event, now_s)
     if not _is_to_look(agent, phase, event, now_s):

@@ -93,7 +93,7 @@ def past_boundary(agent: Agent, stopping: Stopping, boundary: AtBoundary, now_s:
     if not late:
         return agent, ()
     text = f"local rank {ranks(late)} came to no step boundary within {agent.times.boundary_wait_s:g} s; SIGTERM"
-    return agent, (Say(text), SignalWorkers(stopping.table.generation, late, SIGTERM))
+    return agent, (Say(text, "warning"), SignalWorkers(stopping.table.generation, late, SIGTERM))
 
 
 def past_grace_of_failure(agent: Agent, stopping: Stopping, broken: Broken, until_s: float) -> Step:
@@ -105,7 +105,7 @@ def past_grace_of_failure(agent: Agent, stopping: Stopping, broken: Broken, unti
     if not late:
         return agent, ()
     text = f"local rank {ranks(late)} still ran after {stopping.grace_s:g} s; SIGKILL"
-    return agent, (Say(text), SignalWorkers(stopping.table.generation, late, SIGKILL))
+    return agent, (Say(text, "warning"), SignalWorkers(stopping.table.generation, late, SIGKILL))
 
 
 def go_on_stopping(agent: Agent, stopping: Stopping, actions: tuple[Action, ...] = ()) -> Step:

@@ -89,7 +89,7 @@ def worker_exited(agent: Agent, stopping: Stopping, event: WorkerExited, now_s: 
         return go_on_stopping(agent, stopping)
     stopping = replace(stopping, failures=(failure,))
     failed = Commit(transactions.fail(agent.snapshot, agent.me, failure))
-    actions: tuple[Action, ...] = (failed, Say(failure.sentence))
+    actions: tuple[Action, ...] = (failed, Say(failure.sentence, "error"))
     if is_killing or generation.kind.is_urgent:
         # The others have SIGKILL; or another node spoke first, and may have told of nothing but this end.
         return go_on_stopping(agent, stopping, actions)
@@ -199,15 +199,16 @@ def _hasten(agent: Agent, stopping: Stopping, now_s: float) -> Step:
         case Killing():
             text = f"local rank {live} did not end {KILL_WAIT_S:g} s after SIGKILL; replacing the fork server"
             agent = replace(agent, phase=replace(stopping, due_s=now_s + KILL_WAIT_S))
-            return agent, (Say(text), ReplaceForkServer(stopping.table.generation))
+            return agent, (Say(text, "warning"), ReplaceForkServer(stopping.table.generation))
         case Broken() if stopping.saving:
             until_s = stopping.due_s - stopping.grace_s + agent.times.stop_grace_s
             if now_s < until_s:
                 return past_grace_of_failure(agent, stopping, mode, until_s)
             saving = f"local rank {ranks(stopping.saving)} was still saving"
-            late = Say(f"{saving} {stopping.grace_s:g} s after the failure; SIGKILL")
+            late = Say(f"{saving} {stopping.grace_s:g} s after the failure; SIGKILL", "warning")
             return _kill(agent, stopping, now_s, late)
-    return _kill(agent, stopping, now_s, Say(f"local rank {live} still ran after {stopping.grace_s:g} s; SIGKILL"))
+    late = Say(f"local rank {live} still ran after {stopping.grace_s:g} s; SIGKILL", "warning")
+    return _kill(agent, stopping, now_s, late)
 
 
 def _leave_after(agent: Agent, stopping: Stopping, event: Signalled, now_s: float) -> Step:

@@ -40,7 +40,7 @@ def store_failed(agent: Agent, _phase: Phase, event: StoreAway | StoreRefuses, n
 def watch_refused(agent: Agent, _phase: Phase, event: WatchRefused, _now_s: float) -> Step:
     """Say that changes are found by reading."""
     every_s = f"{agent.times.lease_ttl_s:g} s"
-    return agent, (Say(f"the store refuses to tell of changes: {event.why}; they are read every {every_s}"),)
+    return agent, (Say(f"the store refuses to tell of changes: {event.why}; they are read every {every_s}", "warning"),)
 
 
 def store_back(agent: Agent, _phase: Phase, _event: StoreBack, now_s: float) -> Step:
@@ -90,7 +90,7 @@ def say_waits(agent: Agent, now_s: float) -> Step:
     agent, actions = say_wait(agent, now_s)
     reach = agent.reach
     if reach.unsaid_until_s is not None and now_s >= reach.unsaid_until_s:
-        actions = (*actions, Say(_words(agent, now_s)))
+        actions = (*actions, Say(_words(agent, now_s), "warning"))
         reach = replace(reach, unsaid_until_s=now_s + STILL_AWAY_S, is_said=True, said_s=now_s)
         agent = replace(agent, reach=reach)
     return agent, actions

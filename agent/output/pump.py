@@ -63,12 +63,12 @@ class Pump:
             self._is_closed.set()
             self._when_closed()
         else:
-            self.say(f"the console's reader is gone ({error.strerror}); training goes on without it")
+            self.say(f"the console's reader is gone ({error.strerror}); training goes on without it", "warning")
 
-    def say(self, line: str) -> None:
+    def say(self, line: str, level: str = "info") -> None:
         """Write one line of the agent's own to stderr."""
         # Its time is now, however late it is written.
-        data = self.lines.line(line)
+        data = self.lines.line(line, level)
         self.do(lambda: self.stderr.write(data, None))
 
     def write_report(self, text: str, record: Mapping[str, object]) -> None:

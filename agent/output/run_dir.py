@@ -110,6 +110,10 @@ class RunDir:
         """The folder of one rank in one generation."""
         return self._make(self.root / f"attempt_{generation}" / str(rank)) if self.root else None
 
+    def error_file(self, generation: int, rank: int) -> Path | None:
+        """Where that rank of this node writes its exception, or has written it."""
+        return self.root / f"attempt_{generation}" / str(rank) / "error.json" if self.root else None
+
     def forget_before(self, generation: int) -> None:
         """Remove the private folders of older generations; a log folder keeps all of its own."""
         if self.private:

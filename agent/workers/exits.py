@@ -15,11 +15,12 @@ from elaunch.agent.workers.oom import OutOfMemoryWatch, held_text, limit_text
 
 
 class ExitReader:
-    """Reads what workers on `host` leave."""
+    """Reads what workers on `host` leave. `keeps_files` says that their error files outlive the job."""
 
-    def __init__(self, host: str, oom: OutOfMemoryWatch) -> None:
+    def __init__(self, host: str, oom: OutOfMemoryWatch, *, keeps_files: bool) -> None:
         self._host = host
         self._oom = oom
+        self._keeps_files = keeps_files
 
     def exited(self, group: WorkerGroup, local_rank: int, pid: int, code: int) -> WorkerExited:
         """The event of a worker's exit; `code` is as in `Failure`."""
@@ -38,7 +39,7 @@ class ExitReader:
             return WorkerExited(group.generation, local_rank, 0, end=end)
         error_file = group.error_files.get(local_rank)
         record = read_error_file(error_file) if error_file else None
-        kernel = self._word_of_kernel(group, pid) if code == -signal.SIGKILL else ""
+        kernel = self.word_of_kernel(pid, group) if code == -signal.SIGKILL else ""
         stack = group.crash_files[local_rank].read() if code in CODES and local_rank in group.crash_files else ""
         remains = Remains(
             code,
@@ -54,17 +55,21 @@ class ExitReader:
         failure = replace(
             failure,
             log_path=group.log_files.get(local_rank, ""),
-            error_file="" if record is None else str(error_file),
+            error_file=str(error_file) if record is not None and self._keeps_files else "",
         )
         group.failures[local_rank] = failure
         return WorkerExited(group.generation, local_rank, code, failure, end)
 
-    def _word_of_kernel(self, group: WorkerGroup, pid: int) -> str:
-        """What the kernel says about this SIGKILL, with the numbers as they are now; the siblings still live."""
-        word = self._oom.word_on(pid)
+    def word_of_kernel(self, pid: int, group: WorkerGroup | None) -> str:
+        """What the kernel says about the SIGKILL of this process, with the numbers as they are now.
+
+        Empty if it was not for lack of memory, as far as is known. The other workers of `group` still live.
+        """
+        word = self._oom.word_on(pid, time.monotonic())
         if not word:
             return ""
-        others = {group.rank(local_rank): other for local_rank, other in group.pids.items() if other != pid}
+        pids = group.pids.items() if group else ()
+        others = {group.rank(local_rank): other for local_rank, other in pids if group and other != pid}
         limit, held = limit_text(), held_text(others) if others else ""
         return "; ".join([word, *([f"its cgroup may hold {limit}"] if limit else []), *([held] if held else [])])
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import selectors
+import signal
 import time
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 
 from elaunch.agent.core.events import ServiceLost, WorkerExited
@@ -101,11 +103,14 @@ class ForkServerMonitor:
             return
         if news is None:
             self._selector.unregister(self._server)
-            how = self._server.lost()
+            how, pid = self._server.lost(), self._server.pid
+            word = self._exits.word_of_kernel(pid, self._current.latest) if how.endswith("SIGKILL") else ""
             if not self.is_ready and self._server.preload is not None:
-                self._reporter.say("the fork server ended while it imported; each worker starts as a fresh interpreter")
+                self._reporter.warn(
+                    "the fork server ended while it imported; each worker starts as a fresh interpreter"
+                )
                 self._server.preload_nothing()
-            self._restart(self._current.generation, how)
+            self._restart(self._current.generation, how, word)
             return
         if self._answer_due_s is not None:
             self._answer_due_s = time.monotonic() + KILL_WAIT_S
@@ -131,7 +136,7 @@ class ForkServerMonitor:
         self._timeline.stamp(self._current.generation, "fork_server_ready", pid=self._server.pid)
         if reason:
             self._server.preload_nothing()
-            self._reporter.say(f"each worker starts as a fresh interpreter, which is slower: {reason}")
+            self._reporter.warn(f"each worker starts as a fresh interpreter, which is slower: {reason}")
 
     def _stamp_process(self, group: WorkerGroup, event: str, news: dict[str, int | str]) -> None:
         """Stamp a stage of one process: `event` with the ranks of a worker, or `store_<event>`."""
@@ -154,7 +159,8 @@ class ForkServerMonitor:
                 self._server.distrust_native_code()
             error, group.store = group.store.last_error(), None
             how = error or (f"was killed by {signal_name(code)}" if code < 0 else f"exited with code {code}")
-            self._lost(group.generation, f"the worker store {how}", FailureKind.STORE_LOST)
+            word = self._exits.word_of_kernel(pid, group) if code == -signal.SIGKILL else ""
+            self._lost(group.generation, f"the worker store {how}", FailureKind.STORE_LOST, word)
 
     def _unstarted(self, group: WorkerGroup, key: int | str, why: str) -> None:
         """The fork server could not fork: no memory, or too many processes."""
@@ -166,15 +172,23 @@ class ForkServerMonitor:
             failure = self._reporter.node_failure(FailureKind.SPAWN, group.generation, message)
             self._reporter.post(WorkerExited(group.generation, int(key), 1, failure))
 
-    def _restart(self, generation: int, how: str) -> None:
+    def _restart(self, generation: int, how: str, word: str = "") -> None:
         """Start another fork server for the next generation; the workers of this one died with theirs."""
         self.is_ready = False
         self._answer_due_s = None
         self._server.restart()
         self._selector.register(self._server, selectors.EVENT_READ, self._read)
-        self._lost(generation, f"the fork server {how}", FailureKind.TEMPLATE_LOST)
+        self._lost(generation, f"the fork server {how}", FailureKind.TEMPLATE_LOST, word)
 
-    def _lost(self, generation: int, message: str, kind: FailureKind) -> None:
-        """Post that the fork server and all workers are gone (TEMPLATE_LOST), or the worker store (other kinds)."""
-        failure = self._reporter.node_failure(kind, generation, message)
+    def _lost(self, generation: int, message: str, kind: FailureKind, word: str = "") -> None:
+        """Post that the fork server and all workers are gone (TEMPLATE_LOST), or the worker store (other kinds).
+
+        `word` is the kernel's, if it killed the process for lack of memory.
+        """
+        failure = self._reporter.node_failure(kind, generation, f"{message} ({word})" if word else message)
+        if word:
+            # Imported here: a healthy job never needs the rules.
+            from elaunch.agent.core.causes.memory import MORE_MEMORY
+
+            failure = replace(failure, advice=MORE_MEMORY.format(limit=""))
         self._reporter.post(ServiceLost(generation, failure, workers_too=kind is FailureKind.TEMPLATE_LOST))

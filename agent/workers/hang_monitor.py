@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 
+from elaunch.agent import linux
 from elaunch.agent.core import hang
 from elaunch.agent.core.actions import Blame, KeepStacks, LookAtStacks, TakeStacks
 from elaunch.agent.core.events import Sampled, StacksTaken, WorkersHung
@@ -22,6 +23,10 @@ from elaunch.rendezvous.types import Failure, FailureKind
 # The longest look is a part of the time after which ranks that stand still hang.
 _LOOKS_PER_LIMIT = 6
 STACKS_FILE = "stacks.txt"
+_STOPPED_ADVICE = (
+    "find out who sent it SIGSTOP (a person, a debugger, a scheduler that suspends jobs); kill -CONT PID lets a stopped"
+    " rank go on"
+)
 _ADVICE = "see where each rank is: the log has it above, and stacks.txt in the folder of --log-dir has all threads"
 
 
@@ -90,8 +95,9 @@ class HangMonitor:
                 self._reporter.say(group_words(each))
             self.keep_stacks(KeepStacks(generation, full_text(found)))
             by_rank = {stack.rank - group.rank(0): stack for stack in found}
-            local_rank, message = hang.who_hangs(standings, by_rank, order.quiet_s)
-            self._reporter.post(WorkersHung(generation, self._failure(group, local_rank, message)))
+            suspect = hang.who_hangs(standings, by_rank, order.quiet_s)
+            failure = self._failure(group, suspect.local_rank, suspect.message)
+            self._reporter.post(WorkersHung(generation, replace(failure, is_blameless=suspect.is_blameless)))
 
         _take(self._pids(order.local_ranks), taken)
 
@@ -119,7 +125,8 @@ class HangMonitor:
         """Make a failure of a hang; posts `WorkersHung`."""
         group, generation = self._current.group, order.generation
         self._reporter.timeline.stamp(generation, "hung")
-        self._reporter.post(WorkersHung(generation, self._failure(group, order.local_rank, order.message)))
+        failure = self._failure(group, order.local_rank, order.message)
+        self._reporter.post(WorkersHung(generation, replace(failure, is_blameless=order.is_blameless)))
 
     def _pids(self, local_ranks: frozenset[int]) -> dict[int, int]:
         """By rank."""
@@ -128,7 +135,8 @@ class HangMonitor:
 
     def _failure(self, group: WorkerGroup, local_rank: int, message: str) -> Failure:
         failure = self._reporter.node_failure(FailureKind.HANG, group.generation, message)
-        failure = replace(failure, progressed=True, advice=_ADVICE)
+        is_stopped = linux.state(group.pids.get(local_rank, -1)) == "T"
+        failure = replace(failure, progressed=True, advice=_STOPPED_ADVICE if is_stopped else _ADVICE)
         if local_rank < 0:
             return failure
         link = group.links.get(local_rank)

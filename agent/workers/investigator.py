@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +21,7 @@ from elaunch.agent.core.causes.cause import (
     GpuErrors,
     IsThere,
     KernelKills,
+    KillCounters,
     MemoryLimits,
     Question,
     Space,
@@ -29,7 +30,7 @@ from elaunch.agent.core.causes.cause import (
 from elaunch.agent.core.explain import questions_about
 from elaunch.agent.linux import start_thread
 from elaunch.agent.workers.kernel_log import KernelLog
-from elaunch.agent.workers.oom import limit_text
+from elaunch.agent.workers.oom import are_counted, limit_text
 
 if TYPE_CHECKING:
     from elaunch.rendezvous.types import Failure
@@ -42,10 +43,14 @@ _WRITTEN_KINDS = ("tmpfs", "overlay", "lustre", "gpfs", "beegfs", "zfs", "btrfs"
 
 
 class Investigator:
-    """Answers questions about failures on this host. `log` is the kernel's since before any worker started."""
+    """Answers questions about failures on this host.
 
-    def __init__(self, log: KernelLog) -> None:
+    `log` is the kernel's since before any worker started; `counters` are the files that count its kills.
+    """
+
+    def __init__(self, log: KernelLog, counters: Sequence[Path]) -> None:
         self._log = log
+        self._counters = counters
 
     def look_into(self, failures: Mapping[int, Failure], found: Callable[[dict[int, Facts]], None]) -> None:
         """Call `found` with the facts about these failures, by local rank: now, or soon, in another thread."""
@@ -81,6 +86,8 @@ class Investigator:
                 return replace(facts, memory_limit=limit_text().partition(",")[0])
             case KernelKills(pids):
                 return replace(facts, oom_killed=any(self._log.kill_of(pid) for pid in pids))
+            case KillCounters():
+                return replace(facts, kills_are_counted=are_counted(self._counters))
 
 
 def _space(path: str) -> Space:

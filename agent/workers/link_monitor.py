@@ -177,4 +177,4 @@ class LinkMonitor:
         """Log `text` once per `key` in the agent's life, even if many workers and generations cause it."""
         if key not in self._said:
             self._said.add(key)
-            self._reporter.say(text)
+            self._reporter.warn(text)

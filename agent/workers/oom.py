@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from elaunch.agent.core.sizes import bytes_text
+from elaunch.agent.linux import descendants
 from elaunch.agent.workers.kernel_log import KernelLog
 
 _ANONYMOUS = re.compile(r"anon-rss:(\d+)kB")
@@ -17,43 +20,67 @@ _V1_NAMES = ("memory.limit_in_bytes", "memory.max_usage_in_bytes")
 _NO_LIMIT = 1 << 60
 # The most ranks whose memory is named: the largest ones.
 _NAMED_MAX = 4
+# Of kills that the kernel counted at once, the exits come within this time.
+_CLAIM_S = 5.0
+# A look at the memory of all workers takes this long at most.
+_LOOK_S = 0.1
+_PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 class OutOfMemoryWatch:
     """Finds out whether a SIGKILL came from the kernel's out-of-memory killer.
 
-    Asks the kernel log, if it can be read, and the counters of this process's memory cgroup (v2 `memory.events`, v1
-    `memory.oom_control`). Kills from before this object was made do not count.
+    Asks the kernel log, if it can be read, and `counters`: the event files of this process's memory cgroup (v2
+    `memory.events`, v1 `memory.oom_control`). Kills from before this object was made do not count.
     """
 
-    def __init__(self, log: KernelLog) -> None:
-        self._counters = _counter_files()
-        self._before = self._kills()
+    def __init__(self, log: KernelLog, counters: Sequence[Path]) -> None:
         self._log = log
+        self._counters = counters
+        self._counted = _kills(counters)
+        self._unclaimed, self._claim_until_s = 0, 0.0
 
-    def word_on(self, pid: int) -> str:
+    def word_on(self, pid: int, now_s: float) -> str:
         """A few words if the kernel killed `pid` for lack of memory, or may have done so. Else the empty string."""
+        is_counted = self._claim(now_s)
         if record := self._log.kill_of(pid):
             held = sum(int(m[1]) << 10 for pattern in (_ANONYMOUS, _SHARED) for m in [pattern.search(record)] if m)
-            self._before = self._kills()
             return "out of memory, says the kernel log" + (f"; it held {bytes_text(held)}" if held else "")
-        before, self._before = self._before, self._kills()
-        if self._before > before:
-            return "its memory cgroup counted an out-of-memory kill at that time"
-        return ""
+        return "its memory cgroup counted an out-of-memory kill at that time" if is_counted else ""
 
-    def _kills(self) -> int:
-        total = 0
-        for path in self._counters:
-            with suppress(OSError):
-                if found := re.search(r"^oom_kill (\d+)", path.read_text(), re.MULTILINE):
-                    total += int(found[1])
-        return total
+    def _claim(self, now_s: float) -> bool:
+        """Take one kill that the cgroup has counted, if there is one for which no process was found yet."""
+        before, self._counted = self._counted, _kills(self._counters)
+        if now_s > self._claim_until_s:
+            self._unclaimed = 0
+        if self._counted > before:
+            # Several processes may have been killed at once, and each has its own exit.
+            self._unclaimed, self._claim_until_s = self._unclaimed + self._counted - before, now_s + _CLAIM_S
+        if not self._unclaimed:
+            return False
+        self._unclaimed -= 1
+        return True
+
+
+def are_counted(counters: Sequence[Path]) -> bool:
+    """Whether these files count kills, so that a count that has not grown says that there was none."""
+    return any(_count(path) is not None for path in counters)
+
+
+def _kills(counters: Sequence[Path]) -> int:
+    return sum(_count(path) or 0 for path in counters)
+
+
+def _count(path: Path) -> int | None:
+    with suppress(OSError):
+        if found := re.search(r"^oom_kill (\d+)", path.read_text(), re.MULTILINE):
+            return int(found[1])
+    return None
 
 
 def limit_text() -> str:
     """The limit of this process's memory cgroup, and how much of it was used at most. Empty without a limit."""
-    for path in _counter_files():
+    for path in counter_files():
         names = ("memory.max", "memory.peak") if path.name == "memory.events" else _V1_NAMES
         limit, peak = (_number(path.with_name(name)) for name in names)
         if 0 < limit < _NO_LIMIT:
@@ -64,28 +91,26 @@ def limit_text() -> str:
 def held_text(pids: Mapping[int, int]) -> str:
     """How much memory the workers that live hold now, with their child processes; `pids` is by rank.
 
-    Empty where psutil is missing, or none of them lives.
+    Empty if none of them lives. The agent's loop waits for this, so it looks at these processes only, and ends early
+    on a host that is too busy to tell soon.
     """
-    try:
-        import psutil
-    except ImportError:
-        return ""
-    held: dict[int, int] = {}
-    ranks = {pid: rank for rank, pid in pids.items()}
-    parents: dict[int, int] = {}
-    sizes: dict[int, int] = {}
-    for process in psutil.process_iter(["ppid", "memory_info"]):
-        info = process.info["memory_info"]
-        if info is not None:
-            parents[process.pid], sizes[process.pid] = process.info["ppid"], info.rss
-    for pid, size in sizes.items():
-        above = pid
-        while above and above not in ranks:
-            above = parents.get(above, 0)
-        if above:
-            held[ranks[above]] = held.get(ranks[above], 0) + size
+    until_s = time.monotonic() + _LOOK_S
+    held = {rank: size for rank, pid in pids.items() if (size := _resident(pid))}
+    for rank in sorted(held, key=lambda rank: -held[rank]):
+        if time.monotonic() > until_s:
+            break
+        held[rank] += sum(map(_resident, descendants(pids[rank])))
     largest = sorted(held.items(), key=lambda item: -item[1])[:_NAMED_MAX]
     return ", ".join(f"rank {rank} held {bytes_text(size)}" for rank, size in largest)
+
+
+def _resident(pid: int) -> int:
+    """Bytes of memory that this process holds; 0 where it is gone."""
+    try:
+        with open(f"/proc/{pid}/statm", "rb", 0) as file:  # noqa: PTH123
+            return int(file.read().split()[1]) * _PAGE
+    except (OSError, ValueError, IndexError):
+        return 0
 
 
 def _number(path: Path) -> int:
@@ -94,7 +119,7 @@ def _number(path: Path) -> int:
     return 0
 
 
-def _counter_files() -> list[Path]:
+def counter_files() -> list[Path]:
     """The event counters of this process's own memory cgroups."""
     mounts: dict[str, str] = {}
     with suppress(OSError):

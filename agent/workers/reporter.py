@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from elaunch.agent.core.actions import Level
 from elaunch.agent.core.events import Event
 from elaunch.agent.output.timeline import Timeline
 from elaunch.records import dataclass
@@ -12,12 +13,20 @@ from elaunch.rendezvous.types import Failure, FailureKind
 
 @dataclass(frozen=True)
 class Reporter:
-    """Events go to `post`, sentences for the log to `say`, stages of a generation to `timeline`.
+    """Events go to `post`, sentences for the log to `tell`, stages of a generation to `timeline`.
 
     `node_failure(kind, generation, message)` makes a failure of this node that no rank has caused.
     """
 
     post: Callable[[Event], None]
-    say: Callable[[str], None]
+    tell: Callable[[str, Level], None]
     timeline: Timeline
     node_failure: Callable[[FailureKind, int, str], Failure]
+
+    def say(self, text: str) -> None:
+        """Log a sentence."""
+        self.tell(text, "info")
+
+    def warn(self, text: str) -> None:
+        """Log what may need a person."""
+        self.tell(text, "warning")

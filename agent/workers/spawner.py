@@ -94,15 +94,17 @@ class Spawner:
 
     def _environment(self, group: WorkerGroup, local_rank: int) -> dict[str, str]:
         config = self._config
-        folder = self._run_dir.rank(group.generation, group.rank(local_rank))
-        if folder:
-            group.error_files[local_rank] = folder / "error.json"
+        rank = group.rank(local_rank)
+        has_folder = self._run_dir.rank(group.generation, rank) is not None
+        error_file = self._run_dir.error_file(group.generation, rank) if has_folder else None
+        if error_file:
+            group.error_files[local_rank] = error_file
         env = environment.rank_variables(
             group.table,
             group.group_rank,
             local_rank,
             agent_store=self.has_store,
-            error_file=str(folder / "error.json") if folder else "",
+            error_file=str(error_file or ""),
             memory=str(self._run_dir.memory.folder or ""),
         )
         if config.virtual_local_rank:

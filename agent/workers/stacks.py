@@ -22,14 +22,12 @@ from typing import Any, NamedTuple
 
 from elaunch.agent import linux
 from elaunch.agent.core.stack_groups import Frame, Stack, ThreadStack
+from elaunch.agent.core.tracing import tracing_advice
 from elaunch.rendezvous.codec import parse_json
+from elaunch.rendezvous.texts import plain
 
 TOOL = "py-spy"
 NO_TOOL = f"{TOOL} is not installed; `pip install {TOOL}` has it"
-NO_RIGHT = (
-    "this process may not look into it; allow that with kernel.yama.ptrace_scope=0, or in a container with the"
-    " capability SYS_PTRACE"
-)
 _TAKE_S = 10.0
 # A process that is just changing its stack may be read wrongly; the next try is right.
 _TRIES = 3
@@ -136,7 +134,7 @@ def _dump(tool: str, pid: int, until_s: float, *more: str) -> tuple[list[_Thread
 def _trouble(said: str) -> str:
     """py-spy's last words as the end of a sentence."""
     if "Permission" in said or "Operation not permitted" in said:
-        return NO_RIGHT
+        return f"this process may not look into it: {tracing_advice(linux.ptrace_scope())}"
     if "Failed to find python version" in said or "Failed to find a python interpreter" in said:
         return "it runs no Python, or Python is only just starting"
     if "Check that the process is running" in said or "No such process" in said:
@@ -197,7 +195,7 @@ def _values(pid: int, items: list[_Thread]) -> str:
 
 def _text(value: object) -> str:
     """A text of the program for a log and for a terminal: cut, and without control characters."""
-    return "".join(letter if letter.isprintable() else "?" for letter in str(value)[:_TEXT_MAX])
+    return plain(str(value)[:_TEXT_MAX])
 
 
 def _sleeps_in(pid: int, tid: int) -> tuple[str, str]:

@@ -16,8 +16,6 @@ from elaunch.records import dataclass
 _TICKS = os.sysconf("SC_CLK_TCK")
 _NS = 1e9
 _FILE_BYTES_MAX = 4096
-# A rank's data loaders, and the compilers of torch.compile.
-_DESCENDANTS_MAX = 64
 
 
 @dataclass(frozen=True)
@@ -160,7 +158,7 @@ def _more(pid: int, now: _Counts) -> _More:
     io = _numbers(f"/proc/{pid}/io", (b"rchar", b"wchar"))
     # Only of one that spins it matters how often it sleeps.
     switches = _numbers(f"/proc/{pid}/status", (b"voluntary_ctxt_switches",)) if now.state == "R" else []
-    children_s = sum(_cpu_s(child) for child in _descendants(pid))
+    children_s = sum(_cpu_s(child) for child in linux.descendants(pid))
     return _More(sum(io), sum(switches), children_s + now.reaped_cpu_s)
 
 
@@ -178,13 +176,3 @@ def _cpu_s(pid: int) -> float:
     with suppress(OSError, ValueError, IndexError):
         return sum(int(ticks) for ticks in linux.stat_fields(pid)[11:15]) / _TICKS
     return 0.0
-
-
-def _descendants(pid: int) -> list[int]:
-    found: list[int] = []
-    waiting = [pid]
-    while waiting and len(found) < _DESCENDANTS_MAX:
-        children = linux.children(waiting.pop())
-        found += children
-        waiting += children
-    return found

@@ -5,9 +5,10 @@ from __future__ import annotations
 import selectors
 import signal
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
+from elaunch.agent import linux
 from elaunch.agent.core.actions import Blame, KeepStacks, LookAtStacks, SignalWorkers, TakeStacks, TellWorkers
 from elaunch.agent.core.entries import of_seats
 from elaunch.agent.core.events import Cleared, LinkEvent, Reported, Sampled
@@ -21,7 +22,7 @@ from elaunch.agent.workers.kernel_log import KernelLog
 from elaunch.agent.workers.link_monitor import LinkMonitor
 from elaunch.agent.workers.master_port import MasterPort
 from elaunch.agent.workers.observers import Observers
-from elaunch.agent.workers.oom import OutOfMemoryWatch
+from elaunch.agent.workers.oom import OutOfMemoryWatch, counter_files
 from elaunch.agent.workers.prompts import PromptWatch
 from elaunch.agent.workers.reporter import Reporter
 from elaunch.agent.workers.spawner import Spawner
@@ -53,10 +54,10 @@ class Workers:
         self._port = MasterPort(config)
         self._spawner = Spawner(config, run_dir, Stdio(config, services.pump, run_dir), fork_server)
         # Before any worker starts: it reads what the kernel says from then on.
-        log = KernelLog()
-        self._log = log
-        exits = ExitReader(socket.gethostname(), OutOfMemoryWatch(log))
-        self._monitor = ForkServerMonitor(fork_server, self._current, exits, reporter, selector)
+        self._log, self._kill_counters = KernelLog(), counter_files()
+        oom = OutOfMemoryWatch(self._log, self._kill_counters)
+        self._exits = ExitReader(socket.gethostname(), oom, keeps_files=run_dir.logs is not None)
+        self._monitor = ForkServerMonitor(fork_server, self._current, self._exits, reporter, selector)
         self._prompts = PromptWatch(reporter)
         hang_timeout_s = config.times.hang_timeout_s
         self._links = LinkMonitor(self._current, reporter, run_dir, hang_timeout_s, self._monitor.check)
@@ -102,6 +103,10 @@ class Workers:
     def steps_per_s(self) -> float:
         """How fast this node's workers were, over the last ten seconds or more."""
         return self._links.steps_per_s
+
+    def word_of_kernel(self, pid: int) -> str:
+        """What the kernel says about the SIGKILL of another process of this job. Empty if it says nothing."""
+        return self._exits.word_of_kernel(pid, self._current.latest)
 
     def reserve_port(self) -> int:
         """The port of the next generation's worker store, if that is this node's. Raises NoPort."""
@@ -156,12 +161,29 @@ class Workers:
                 self._spawner.signal(self._current.group, local_rank, order.signum)
             except OSError:
                 return
+        if order.signum != signal.SIGKILL:
+            self._let_go_on(order.local_ranks)
 
     def tell(self, order: TellWorkers) -> None:
         """Send workers a message on their links."""
         if isinstance(order.message, StopAtStepBoundary) and order.message.reason is StopReason.INTERRUPT:
             self._prompts.interrupt(self._current.group, order.local_ranks)
         self._links.tell(order)
+        if not isinstance(order.message, ShowStacks):
+            self._let_go_on(order.local_ranks)
+
+    def _let_go_on(self, local_ranks: Iterable[int]) -> None:
+        """Continue workers that a SIGSTOP holds: they are to end, and can neither save nor take a signal before."""
+        group = self._current.group
+        stopped = sorted(rank for rank in local_ranks if linux.state(group.pids.get(rank, -1)) == "T")
+        for local_rank in stopped:
+            try:
+                self._spawner.signal(group, local_rank, signal.SIGCONT)
+            except OSError:
+                return
+        if stopped:
+            numbers = ", ".join(map(str, stopped))
+            self._reporter.warn(f"local rank {numbers} was stopped by a signal (SIGSTOP) and is to end; SIGCONT")
 
     def take_stacks(self, order: TakeStacks) -> None:
         """Log what workers are doing. Posts `WorkersHung`."""
@@ -223,17 +245,18 @@ class Workers:
         # Not imported before the first failure: see needed_later.py.
         from elaunch.agent.workers.investigator import Investigator
 
-        Investigator(self._log).look_into(failures, found)
+        Investigator(self._log, self._kill_counters).look_into(failures, found)
 
 
 def _said_of_folded(lines: dict[int, int]) -> str:
     """What the log says of tracebacks that the console did not get. `lines` counts their lines by rank."""
+    # Imported here: a healthy job never needs it.
+    from elaunch.rendezvous.texts import listed
+
     ranks = [str(rank) for rank in sorted(lines)]
     their, are = ("its traceback", "is") if len(ranks) == 1 else ("their tracebacks", "are")
     if len(ranks) > _RANKS_SHOWN:
         ranks = [*ranks[:_RANKS_SHOWN], f"{len(ranks) - _RANKS_SHOWN} more"]
-    who = f"{', '.join(ranks[:-1])} and {ranks[-1]}" if len(ranks) > 1 else ranks[0]
     count = sum(lines.values())
-    return (
-        f"rank {who} lost a peer and ended; {their} ({count} lines) {are} not shown (--show-all-tracebacks shows all)"
-    )
+    hidden = f"{their} ({count} lines) {are} not shown (--show-all-tracebacks shows all)"
+    return f"rank {listed(ranks)} lost a peer and ended; {hidden}"

@@ -45,15 +45,6 @@ def worst(grades: Iterable[Grade]) -> Grade:
     return max(grades, key=_ORDER.index, default=Grade.OK)
 
 
-def size(count: float) -> str:
-    """A number of bytes in words: `1.5 GiB`."""
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.3g} {unit}"
-        count /= 1024
-    return f"{count:.3g} TiB" if count < 1000 else f"{count:.0f} TiB"
-
-
 def span(seconds: float) -> str:
     """A length of time in words: `3 min`."""
     if seconds < 1:

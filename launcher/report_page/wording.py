@@ -7,6 +7,8 @@ import signal
 from contextlib import suppress
 from datetime import datetime, timedelta, timezone
 
+from elaunch.rendezvous.texts import plain
+
 
 def duration(seconds: float) -> str:
     """`16 ms`, `1.53 s`, `24.2 s`, `3 min 05 s`, `2 h 03 min` or `3 d 04 h`; `–` if it is not known."""
@@ -79,9 +81,4 @@ def cut(text: str, length: int) -> str:
 
 def printable(text: str) -> str:
     """The text with control characters spelled out: a log may hold anything, also what turns a line around."""
-    return "".join(c if c.isprintable() or c in "\n\t" else _named(c) for c in text)
-
-
-def _named(character: str) -> str:
-    code = ord(character)
-    return chr(0x2400 + code) if code < 0x20 else f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
+    return plain(text, keep="\n\t")

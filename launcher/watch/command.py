@@ -19,8 +19,9 @@ from elaunch.launcher.watch.flags import STORE_OPTIONS, WATCHES
 from elaunch.launcher.watch.local import LocalAgent, local_agents
 from elaunch.launcher.watch.record import VERSION, status_record
 from elaunch.launcher.watch.source import JobSource, LocalSource, StoreSource
-from elaunch.launcher.watch.words import plain, span, text_of
+from elaunch.launcher.watch.words import span, text_of
 from elaunch.records import dataclass
+from elaunch.rendezvous.texts import plain
 
 _WHERE = """\
 Without options it finds the jobs of this user on this host (as root: of all users). JOB is a run id,

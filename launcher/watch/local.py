@@ -16,10 +16,10 @@ from typing import Any
 from elaunch.agent.answers.local_socket import SOCKET_NAME, credentials
 from elaunch.agent.core.stack_answer import StackAnswer, read_stack_answer
 from elaunch.agent.guardian.guardian import SOCKET_FOLDERS
-from elaunch.launcher.watch.words import plain
 from elaunch.records import dataclass
 from elaunch.rendezvous.codec import decode_fields, parse_json
 from elaunch.rendezvous.rules.reports import JobReport, NodeReport, is_possible
+from elaunch.rendezvous.texts import plain
 
 # An agent that clears a generation away may be busy for a moment.
 ANSWER_S = 3.0

@@ -8,7 +8,8 @@ from typing import Any
 from elaunch.agent.core.stack_groups import full_text, group_words, grouped, place_words
 from elaunch.launcher.watch.record import VERSION
 from elaunch.launcher.watch.source import NodeStacks
-from elaunch.launcher.watch.words import plain, plural
+from elaunch.launcher.watch.words import plural
+from elaunch.rendezvous.texts import plain
 
 
 def stacks_text(taken: NodeStacks) -> str:

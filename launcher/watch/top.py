@@ -20,8 +20,9 @@ from rich.text import Text
 from elaunch.launcher.errors import SiteError
 from elaunch.launcher.watch.record import status_record
 from elaunch.launcher.watch.source import JobOver, JobSource
-from elaunch.launcher.watch.words import facts_of, headline, one_line, plain, remarks, rows_of
+from elaunch.launcher.watch.words import facts_of, headline, one_line, remarks, rows_of
 from elaunch.rendezvous.rules.questions import ANSWERS_PER_S
+from elaunch.rendezvous.texts import plain
 
 REFRESH_S = 1.0
 # Lines of the screen that are not the table's rows: head, blank lines, the last line.

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
+from elaunch.rendezvous.texts import plain
+
 # More ranks than this are shown by node, unless --ranks asks for them.
 RANKS_SHOWN = 32
 _HINT = "elaunch status --ranks shows each rank"
@@ -120,11 +122,6 @@ def fine(seconds: float) -> str:
     if seconds >= 1:
         return f"{seconds:.3g} s" if seconds < 1000 else span(seconds)
     return f"{seconds * 1000:.3g} ms"
-
-
-def plain(text: str) -> str:
-    """The text without control characters: workers and other people's jobs may have put them there."""
-    return "".join(letter if letter.isprintable() else f"\\x{ord(letter):02x}" for letter in text)
 
 
 def plural(count: int, word: str) -> str:

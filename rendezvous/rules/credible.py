@@ -39,6 +39,7 @@ def check(record: Node | Joined | Failure | Terms | Generation | Outcome) -> Non
         case Joined():
             _check_node_id(record.node_id)
             _in_range("port", record.port, 0, _PORT_MAX)
+            _check_text(record.software)
         case Failure():
             _in_range("generation", record.generation, -1, _GENERATION_END)
             _check_time("failed_at", record.failed_at)
@@ -70,6 +71,7 @@ def check_table(table: RankTable) -> None:
     if table.streak:
         _in_range("streak", table.streak.times, 0, None)
         _check_node_id(table.streak.who)
+    _check_text(table.mismatch)
     for each in table.excluded:
         _check_node_id(each.who)
     for age_s in table.restart_ages_s:
@@ -90,6 +92,12 @@ def _check_node_id(node_id: str) -> None:
     # A slash would name another key, and a blank separates names in a rank table. UTF-8 has no lone surrogates.
     if not node_id or not node_id.isprintable() or "/" in node_id or " " in node_id:
         raise ValueError(f"{node_id[:40]!r} is no name of a node")
+
+
+def _check_text(text: str) -> None:
+    """It goes to every node's terminal."""
+    if not text.isprintable():
+        raise ValueError(f"{text[:40]!r} is no text for people")
 
 
 def _check_time(name: str, seconds: float) -> None:

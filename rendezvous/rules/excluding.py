@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 
 from elaunch.records import dataclass
-from elaunch.rendezvous.rules.verdict import decisive_failure
+from elaunch.rendezvous.rules.verdict import decisive_failure, is_one_bug
 from elaunch.rendezvous.types import Exclusion, Failure, FailureKind, RankTable, Streak, Terms, host_of
 
 # After a generation that ran for so long, the streak begins anew: rare failures fall on one node by chance.
@@ -20,11 +20,23 @@ _BLAMELESS = (FailureKind.PEER_LOST, FailureKind.ENDED_EARLY, FailureKind.DEBUGG
 
 @dataclass(frozen=True)
 class Suspicion:
-    """Who is to blame after a failure. `fresh` is the exclusion that this failure brought, if it did."""
+    """Who is to blame after a failure. `fresh` is the exclusion that this failure brought, if it did.
+
+    `on_trial` is the node that will be excluded if it fails so again and again; empty if no node has failed so twice.
+    """
 
     streak: Streak | None
     excluded: tuple[Exclusion, ...]
     fresh: Exclusion | None = None
+    on_trial: str = ""
+
+    def seatable(self, members: Iterable[str]) -> list[str]:
+        """The members that are neither excluded nor on trial."""
+        return [node_id for node_id in members if not self._is_suspect(node_id)]
+
+    def _is_suspect(self, node_id: str) -> bool:
+        is_on_trial = bool(self.on_trial) and self.on_trial in (node_id, host_of(node_id))
+        return is_on_trial or is_excluded(node_id, self.excluded)
 
 
 def stand(
@@ -38,19 +50,20 @@ def stand(
     if not (terms.exclude_after and failures and terms.nodes_max > 1):
         return unchanged
     failure = decisive_failure(failures)
-    if failure.kind in _BLAMELESS or before.group_rank(failure.node_id) is None:
+    if failure.kind in _BLAMELESS or failure.is_blameless or before.group_rank(failure.node_id) is None:
         return unchanged
-    if failure.kind is FailureKind.HANG and failure.rank < 0:
-        # All ranks hang alike. One node had to write the record, and no evidence is against it.
-        return unchanged
+    if any(other.node_id != failure.node_id and is_one_bug(failure, other) for other in failures):
+        return Suspicion(None, before.excluded)
     who, way = _identity(failure.node_id, members), way_of(failure)
     # The same failure on another node acquits those that are excluded for it: then it is the program's.
     excluded = tuple(each for each in before.excluded if each.way != way or each.who == who)
+    has_acquitted = excluded != before.excluded
     streak = before.streak
     goes_on = streak is not None and (streak.who, streak.way) == (who, way) and table_age_s < STREAK_AGE_MAX_S
     times = streak.times + 1 if streak and goes_on else 1
-    if times < terms.exclude_after or is_excluded(failure.node_id, excluded):
-        return Suspicion(Streak(who, way, times), excluded)
+    if times < terms.exclude_after or has_acquitted or is_excluded(failure.node_id, excluded):
+        is_on_trial = 1 < times < terms.exclude_after and not has_acquitted
+        return Suspicion(Streak(who, way, times), excluded, on_trial=who if is_on_trial else "")
     why = f"the last {times} failures were all on {failure.host}, and alike" if times > 1 else f"{failure.host} failed"
     fresh = Exclusion(who, way, f"{why} ({way})")
     return Suspicion(None, (*excluded, fresh), fresh)

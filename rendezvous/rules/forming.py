@@ -185,9 +185,9 @@ def _decide(
     reason = loss_of(gone) if gone and generation.kind is OpenKind.FAIL else generation.cause
     blame = stand(terms, before, failures if is_counted else (), snapshot.members, table_age_s)
     if failures:
-        # Spares that are late by a moment are members, too.
-        others = sum(not is_excluded(node_id, blame.excluded) for node_id in snapshot.members)
-        is_elsewhere = blame.fresh is not None and others >= terms.nodes_min
+        # Spares that are late by a moment are members, too. Without enough of them the same node would run again.
+        has_others = len(blame.seatable(snapshot.members)) >= terms.nodes_min
+        is_elsewhere = has_others and bool(blame.fresh or blame.on_trial)
         decision = judge(
             terms, snapshot.failures, before.generation, spent, barren, progressed, is_elsewhere=is_elsewhere
         )
@@ -310,7 +310,19 @@ def _table(generation: Generation, decision: _GoOn, nodes: list[Node], joined: M
         progressed=decision.progressed,
         streak=decision.blame.streak,
         excluded=decision.blame.excluded,
+        mismatch=_mismatch(nodes, joined),
     )
+
+
+def _mismatch(nodes: list[Node], joined: Mapping[str, Joined]) -> str:
+    found = [(node.host, joined[node.node_id].software) for node in nodes]
+    # What is unknown differs from nothing.
+    if len({software for _, software in found if software}) < 2:
+        return ""
+    # Imported here: nodes rarely differ.
+    from elaunch.rendezvous.rules.software import mismatch_of
+
+    return mismatch_of(found)
 
 
 def _place(node: Node) -> tuple[int, int, str, list[str | int], str]:

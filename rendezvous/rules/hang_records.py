@@ -66,13 +66,14 @@ class Hang(Bounded):
     """The leader's verdict: the job hangs in `generation`.
 
     `rank` is the rank to name, -1 where none differs from the others; `node_id` is its node, else rank 0's. `message`
-    is the sentence about it, as in `Failure`.
+    is the sentence about it, as in `Failure`. `is_blameless` as in `Failure`, too: a rank is named by order alone.
     """
 
     generation: int
     node_id: _Id
     rank: int
     message: Annotated[str, keep_head(2 << 10)]
+    is_blameless: bool = False
 
     @property
     def said(self) -> str:

@@ -23,12 +23,13 @@ _SAID_MAX = 4
 
 @dataclass(frozen=True)
 class _Place:
-    """Ranks of any nodes at the same place; `seat` is the first one's."""
+    """Ranks of any nodes at the same place; `seat` is the first one's, `nodes` are all of them."""
 
     group: StillGroup
     seat: Seat
     count: int
     ranks: tuple[str, ...]
+    nodes: frozenset[str]
 
     @property
     def said(self) -> str:
@@ -86,23 +87,34 @@ def verdict_on(records: Mapping[str, StillNode], table: RankTable, done: frozens
     still_s = min(records[seat.node_id].still_s for seat in seats)
     if not waiting and _are_unreadable(places):
         all_ = f"hung: all {table.world_size} ranks {_plural(places[-1].group.does)}, for {still_s:.0f} s,"
-        return Hang(table.generation, seats[0].node_id, -1, all_)
+        return Hang(table.generation, seats[0].node_id, -1, all_, is_blameless=True)
     if others:
-        return _hang(table, others[0], [*waiting, *others[1:]], still_s)
+        is_blameless = not _points_at_node(others, waiting)
+        return _hang(table, others[0], [*waiting, *others[1:]], still_s, is_blameless=is_blameless)
     if exited := _exited(table, seats, records, done):
         seat, rank, who = exited
         message = f"{who}exited with code 0, while {_all_said(waiting)}, for {still_s:.0f} s,"
-        return Hang(table.generation, seat.node_id, rank, message)
+        return Hang(table.generation, seat.node_id, rank, message, is_blameless=True)
     if len(waiting) > 1:
         # The fewest are named. Of two alike, neither is right by number: the message has both.
-        return _hang(table, waiting[-1], waiting[:-1], still_s)
+        is_tie = waiting[-1].count == waiting[-2].count
+        is_blameless = is_tie or len(waiting[-1].nodes) > 1
+        return _hang(table, waiting[-1], waiting[:-1], still_s, is_blameless=is_blameless)
     (only,) = waiting
     everybody = only.said if only.count == 1 else f"all {only.count} ranks {_plural(only.group.does)}"
     message = (
         f"hung: {everybody} for {still_s:.0f} s and no rank is anywhere else (a rank may have called it once more or"
         " less than the others, or the network between them fails),"
     )
-    return Hang(table.generation, seats[0].node_id, -1, message)
+    return Hang(table.generation, seats[0].node_id, -1, message, is_blameless=True)
+
+
+def _points_at_node(others: Sequence[_Place], waiting: Sequence[_Place]) -> bool:
+    """Whether the first of `others` is named for what it does, and not because one had to be named."""
+    kind = others[0].group.kind
+    if kind is StillKind.UNKNOWN or not (waiting or kind is StillKind.STOPPED):
+        return False
+    return len(frozenset[str]().union(*(place.nodes for place in others if place.group.kind is kind))) == 1
 
 
 def _places(seats: Sequence[Seat], records: Mapping[str, StillNode]) -> list[_Place]:
@@ -111,8 +123,14 @@ def _places(seats: Sequence[Seat], records: Mapping[str, StillNode]) -> list[_Pl
     for seat in seats:
         for group in records[seat.node_id].groups:
             key = (group.kind, group.where, group.does)
-            known = found.get(key, _Place(group, seat, 0, ()))
-            found[key] = _Place(known.group, known.seat, known.count + group.count, (*known.ranks, group.ranks))
+            known = found.get(key, _Place(group, seat, 0, (), frozenset()))
+            found[key] = _Place(
+                known.group,
+                known.seat,
+                known.count + group.count,
+                (*known.ranks, group.ranks),
+                known.nodes | {seat.node_id},
+            )
     return list(found.values())
 
 
@@ -147,16 +165,17 @@ def _exited(
     return seats[0], -1, f"hung: {who} of {gone[0].host} "
 
 
-def _hang(table: RankTable, suspect: _Place, rest: Sequence[_Place], still_s: float) -> Hang:
+def _hang(table: RankTable, suspect: _Place, rest: Sequence[_Place], still_s: float, *, is_blameless: bool) -> Hang:
     """The sentence begins with the suspect's first rank."""
     also = f" (as {'does' if suspect.count == 2 else 'do'} {suspect.count - 1} more)" if suspect.count > 1 else ""
     others = f", while {_all_said(rest)}" if rest else ""
     message = f"hung: it {suspect.group.does}{also}{others}, for {still_s:.0f} s,"
-    return Hang(table.generation, suspect.seat.node_id, suspect.group.first_rank, message)
+    return Hang(table.generation, suspect.seat.node_id, suspect.group.first_rank, message, is_blameless)
 
 
 def _all_said(places: Sequence[_Place]) -> str:
-    more = f", and {len(places) - _SAID_MAX} groups more are elsewhere" if len(places) > _SAID_MAX else ""
+    left = len(places) - _SAID_MAX
+    more = f", and {left} more {'group is' if left == 1 else 'groups are'} elsewhere" if left > 0 else ""
     return ", ".join(place.said for place in places[:_SAID_MAX]) + more
 
 

@@ -44,6 +44,8 @@ def encode_table(table: RankTable) -> str:
         record["streak"] = asdict(table.streak)
     if table.excluded:
         record["excluded"] = [asdict(each) for each in table.excluded]
+    if table.mismatch:
+        record["mismatch"] = table.mismatch
     text = json.dumps(record, separators=(",", ":"))
     return text if len(text) < _LARGE else _PACKED + b64encode(zlib.compress(text.encode())).decode()
 
@@ -78,8 +80,8 @@ def _table(record: Any) -> RankTable:
     numbers = {word: int(word) for word, _ in record["slots"]}
     check_seats(nodes, numbers.values())
     slots = [numbers[word] for word in _unrun(record["slots"], len(nodes))]
-    blame = {"streak": record.get("streak"), "excluded": record.get("excluded", [])}
-    plain |= decode_fields({"streak": Streak | None, "excluded": tuple[Exclusion, ...]}, blame)
+    rare = {name: record.get(name, default) for name, default in (("streak", None), ("excluded", []), ("mismatch", ""))}
+    plain |= decode_fields({"streak": Streak | None, "excluded": tuple[Exclusion, ...], "mismatch": str}, rare)
     return RankTable(seats=_seats(nodes, slots, _unrun(record["roles"], len(nodes))), **plain)
 
 

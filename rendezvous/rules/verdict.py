@@ -62,8 +62,10 @@ def awaited(early: Failure, failures: Sequence[Failure]) -> Failure:
     lost = [f for f in failures if f.kind is FailureKind.PEER_LOST and f.rank != early.rank]
     if not lost:
         return early
-    ranks = [str(rank) for rank in sorted({f.rank for f in lost})]
-    shown = ", ".join(ranks[:-1]) + f" and {ranks[-1]}" if len(ranks) > 1 else ranks[0]
+    # Imported here: a healthy job never needs it.
+    from elaunch.rendezvous.texts import listed
+
+    shown = listed([str(rank) for rank in sorted({f.rank for f in lost})])
     calls = {f.call for f in lost if f.call}
     where = f" in {calls.pop()}" if len(calls) == 1 else " for it"
     said = early.message.partition(_AWAITED)[0]
@@ -95,6 +97,11 @@ def repeats(one: Failure, other: Failure) -> bool:
     return abs(one.lived_s - other.lived_s) <= max(_AS_LONG_S, _AS_LONG_SHARE * longer_s)
 
 
+def is_one_bug(one: Failure, other: Failure) -> bool:
+    """Whether two failures of one generation are the same bug of the program, whatever their nodes are."""
+    return _is_bug(one) and identical(one, other)
+
+
 def _is_bug(failure: Failure) -> bool:
     if failure.kind is FailureKind.ENDED_EARLY:
         return True
@@ -116,7 +123,7 @@ def judge(
 
     `spent` counts the restarts already charged to the budget; None if this one is not charged. `barren` counts the
     generations in a row without progress. `progressed` says whether any generation of the job ever made progress.
-    `is_elsewhere` says that the next try is without the node that failed.
+    `is_elsewhere` says that the next try is without the node that failed, or that one of the next tries will be.
     """
     failure = decisive_failure(failures[generation])
     before = failures.get(generation - 1)
@@ -125,7 +132,7 @@ def judge(
             "its debugger was quit, or its stdin was at an end, and another try would only stop there again;"
             " to debug any rank, start elaunch at a terminal with its stdin not redirected"
         )
-    if failure.kind is FailureKind.STARTUP and not progressed:
+    if failure.kind is FailureKind.STARTUP and not progressed and not is_elsewhere:
         return GiveUp("it never got past its start, so another try would end the same way")
     if spent is None:
         # Whenever a node is lost, its peers fail in the same way. That says nothing about the next try.

@@ -66,9 +66,9 @@ FOR_ALL = r"wait for the other ranks to make the process group \(<module>, train
 WAIT = r"ranks 0, 2 wait in all_reduce \(train_step, train\.py:\d+\)"
 # How the failure's sentence goes on after "rank 1 (…)".
 VERDICTS = {
-    "python_loop": rf"hung: it runs in python_loop \(train\.py:\d+\), at the same line in 3 looks, while {WAIT}",
-    "c_loop": rf"hung: it runs in c_loop \(train\.py:\d+\), at the same line in 3 looks, while {WAIT}",
-    "bad_pattern": rf"hung: it runs in bad_pattern \(train\.py:\d+\), at the same line in 3 looks, while {WAIT}",
+    "python_loop": rf"hung: it runs in python_loop \(train\.py:\d+\), at the same line in every look, while {WAIT}",
+    "c_loop": rf"hung: it runs in c_loop \(train\.py:\d+\), at the same line in every look, while {WAIT}",
+    "bad_pattern": rf"hung: it runs in bad_pattern \(train\.py:\d+\), at the same line in every look, while {WAIT}",
     "stopped": rf"hung: it is stopped by a signal \(SIGSTOP\) \(stopped, train\.py:\d+\), while {WAIT}",
     "deadlock": rf"hung: it waits for a lock or for another thread \(deadlock, train\.py:\d+\), while {WAIT}",
     "loader": r"hung: it waits for its data loader \(loader, train\.py:\d+\), whose process \d+ waits for a lock or for"
@@ -141,7 +141,7 @@ def test_on_two_nodes_the_rank_is_named_on_both_and_its_node_has_the_failure(tmp
         assert [job.wait() for job in (one, other)] == [0, 0], one.output + other.output
 
     words = (
-        r"the job seems to hang: rank 3 on \S+ runs in python_loop \(train\.py:\d+\), at the same line in 3 looks,"
+        r"the job seems to hang: rank 3 on \S+ runs in python_loop \(train\.py:\d+\), at the same line in every look,"
         r" while ranks 0, 1, 2 wait in all_reduce"
     )
     for job in (one, other):

@@ -48,6 +48,9 @@ def test_a_collector_gets_objects_only_and_the_files_stay_as_they_were(tmp_path:
     workers = [json.loads(line) for line in job.stdout.splitlines()] + [line for line in lines if "rank" in line]
     said = sorted((line["rank"], line["stream"], line["text"]) for line in workers)
     assert said == [(rank, f"std{way}", f"{way} {rank}") for rank in range(2) for way in ("err", "out")]
+    failed = [line for line in lines if line["text"].startswith("rank 1 (")]
+    assert [line["level"] for line in failed] == ["error"]
+    assert {line["level"] for line in lines if line["text"].startswith("generation 0")} == {"info"}
     report = lines[-1]["report"]
     assert (report["outcome"], report["exit_code"], report["failure"]["rank"]) == ("failed", 1, 1)
     assert "train.py FAILED" in lines[-1]["text"]

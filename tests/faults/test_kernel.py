@@ -6,6 +6,7 @@ import os
 import re
 import secrets
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 
 from elaunch.agent.guardian.cgroup import JobCgroup
 from elaunch.agent.workers.kernel_log import KernelLog
-from elaunch.agent.workers.oom import OutOfMemoryWatch
+from elaunch.agent.workers.oom import OutOfMemoryWatch, counter_files
 from tests.harness import Job, script, wait_for
 
 GREEDY = """
@@ -26,6 +27,17 @@ x = bytearray(1000 << 20)
 for i in range(0, len(x), 4096):
     x[i] = 1
 print("survived")
+"""
+# The kernel kills the worker store first, as the one with the highest score; then there is room again.
+CROWDING = """
+import os, time
+siblings = open(f"/proc/{os.getppid()}/task/{os.getppid()}/children").read().split()
+(store,) = [pid for pid in siblings if open(f"/proc/{pid}/comm").read() == "elaunch-store\\n"]
+open(f"/proc/{store}/oom_score_adj", "w").write("1000")
+held = []
+while os.path.exists(f"/proc/{store}"):
+    held.append(b"x" * (4 << 20))
+time.sleep(1000)
 """
 HIDING = """
 import os, subprocess, time
@@ -74,10 +86,24 @@ def test_a_worker_killed_for_memory_is_told_from_one_killed_by_hand(tmp_path: Pa
     assert re.search(r"^Next step: give the job more memory \(its limit is 500 MiB\)", job.output, re.MULTILINE)
 
 
-def test_nobody_is_said_to_be_out_of_memory_who_was_killed_by_hand() -> None:
-    watch = OutOfMemoryWatch(KernelLog())
+def test_a_worker_store_killed_for_memory_is_named_so(tmp_path: Path, tight_memory: Path) -> None:
+    def enter() -> None:
+        (tight_memory / "cgroup.procs").write_text(str(os.getpid()))
 
-    assert watch.word_on(os.getpid()) == ""
+    script(tmp_path, CROWDING)
+
+    with Job(tmp_path, "--no-preload", "--max-restarts", "0", "train.py", preexec_fn=enter) as job:
+        assert job.wait() == 1
+
+    said = r"the worker store was killed by SIGKILL \((?:out of memory, says|its memory cgroup counted).*rank 0 held \d"
+    assert re.search(said, job.output), job.output
+    assert re.search(r"^Next step: give the job more memory, or hold less", job.output, re.MULTILINE)
+
+
+def test_nobody_is_said_to_be_out_of_memory_who_was_killed_by_hand() -> None:
+    watch = OutOfMemoryWatch(KernelLog(), counter_files())
+
+    assert watch.word_on(os.getpid(), time.monotonic()) == ""
 
 
 def test_a_child_without_environment_or_session_ends_with_its_generation_and_with_the_agent(tmp_path: Path) -> None:

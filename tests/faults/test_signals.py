@@ -81,6 +81,49 @@ def test_workers_get_the_signal_and_their_exit_0_does_not_hide_it(
         assert job.stderr.count(f"{signum.name}: stopping 2 workers") == 1
 
 
+def test_workers_that_sigstop_holds_save_and_end_when_the_job_is_stopped(tmp_path: Path) -> None:
+    script(tmp_path, ONE_SAVES)
+    with Light(tmp_path, "--nproc-per-node", "2", "--stop-grace", "600", "train.py") as job:
+        stop_all(workers_up(job, 2))
+
+        job.signal(signal.SIGTERM)
+
+        assert_stopped(job, 143)
+        assert job.stdout.count("saved on SIGTERM") == 1
+        assert "local rank 0, 1 was stopped by a signal (SIGSTOP) and is to end; SIGCONT" in job.stderr
+
+
+def test_a_worker_that_sigstop_holds_hears_of_a_failure_and_saves(tmp_path: Path) -> None:
+    listens = f"""{SAY}
+from elaunch.trainer import link
+def save(generation):
+    print("saved after", generation, flush=True)
+    link.saved(41)
+if RANK == 0:
+    link.listen(on_peer_failed=save)
+say(f"rank{{RANK}}", os.getpid())
+while RANK == 0 or not os.path.exists("fail"):
+    time.sleep(0.01)
+sys.exit(3)
+"""
+    script(tmp_path, listens)
+    how = ("--nproc-per-node", "2", "--failure-grace", "600", "--stop-grace", "600", "--max-restarts", "0")
+    with Light(tmp_path, *how, "train.py") as job:
+        stop_all(wait_for(lambda: job.pids("rank0"), "rank 0"))
+
+        (tmp_path / "fail").touch()
+
+        assert job.wait(10) == 1
+        assert job.stdout.count("saved after 0") == 1
+        assert "local rank 0 was stopped by a signal" in job.stderr
+
+
+def stop_all(pids: list[int]) -> None:
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+        wait_for(lambda pid=pid: psutil.Process(pid).status() == psutil.STATUS_STOPPED, "the worker to stop")
+
+
 def test_a_worker_that_ignores_sigterm_is_killed_after_the_grace(tmp_path: Path) -> None:
     script(tmp_path, STUBBORN)
     with Light(tmp_path, "--nproc-per-node", "2", "--stop-grace", "0.7", "train.py") as job:

@@ -59,7 +59,12 @@ class KernelKills:
     pids: tuple[int, ...]
 
 
-Question = SpaceOf | FullDisks | IsThere | GpuErrors | MemoryLimits | KernelKills
+@dataclass(frozen=True)
+class KillCounters:
+    """Asks whether the kernel counts the processes of this cgroup that it kills for lack of memory."""
+
+
+Question = SpaceOf | FullDisks | IsThere | GpuErrors | MemoryLimits | KernelKills | KillCounters
 
 
 @dataclass(frozen=True)
@@ -85,7 +90,8 @@ class Space:
 class Facts:
     """The answers to the questions about one failure. What could not be found out is missing.
 
-    `spaces` is by the path that was asked for; `full` are the file systems that have no room.
+    `spaces` is by the path that was asked for; `full` are the file systems that have no room. `mismatch` is not asked
+    for: the rank table has it.
     """
 
     spaces: Mapping[str, Space] = field(default_factory=dict)
@@ -94,6 +100,8 @@ class Facts:
     gpu_errors: tuple[str, ...] = ()
     memory_limit: str = ""
     oom_killed: bool = False
+    kills_are_counted: bool = False
+    mismatch: str = ""
 
 
 NO_FACTS = Facts()
@@ -106,6 +114,7 @@ class Evidence:
     `code` is as in `Failure`. `exception` is the uncaught exception's type without its module. `words` is its whole
     text; without an exception it is the end of what the worker wrote to stderr. `files` are the files of the
     traceback's frames, outermost first. `crash` is the innermost frame of the user's code at a crash.
+    `has_no_sender` says that it is not known who sent the SIGKILL.
     """
 
     code: int | None
@@ -115,6 +124,7 @@ class Evidence:
     traceback: str = ""
     crash: str = ""
     was_out_of_memory: bool = False
+    has_no_sender: bool = False
     facts: Facts = NO_FACTS
 
 

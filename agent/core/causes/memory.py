@@ -9,6 +9,7 @@ from elaunch.agent.core.causes.cause import (
     CauseRule,
     Evidence,
     KernelKills,
+    KillCounters,
     MemoryLimits,
     Question,
     SpaceOf,
@@ -24,6 +25,15 @@ _SMALL_SHM = 256 << 20
 _NO_MEMORY = (
     "the program asked for more memory than this host or its ulimit -v gives: use smaller batches or arrays, or give"
     " the job more memory"
+)
+# Also said of the processes of elaunch.
+MORE_MEMORY = (
+    "give the job more memory{limit}, or hold less in each rank: a smaller batch, fewer DataLoader workers, no copy of"
+    " the data set in each rank"
+)
+_SENDERS = (
+    "the scheduler (a limit of memory or time: sacct -j JOB, kubectl describe pod POD), a watchdog of the host"
+    " (journalctl -u systemd-oomd), or a person (kill -9)"
 )
 _LOADER = r"DataLoader worker \(pid(?P<pids>(?:\(s\))?[^)]*)\)"
 _SHM_ADVICE = (
@@ -53,6 +63,20 @@ def _killed(evidence: Evidence, _values: Values) -> Values | None:
         return None
     limit = evidence.facts.memory_limit
     return {"limit": f" (its limit is {limit})" if limit else ""}
+
+
+def _ask_counters(evidence: Evidence, _values: Values) -> tuple[Question, ...]:
+    return (KillCounters(),) if evidence.has_no_sender else ()
+
+
+def _sender(evidence: Evidence, _values: Values) -> Values | None:
+    """Who may have sent it. Its own cgroup's counter would have said that it was the kernel."""
+    if not evidence.has_no_sender:
+        return None
+    if evidence.facts.kills_are_counted:
+        return {"who": f"the kernel's out-of-memory killer did not send it; look for another sender: {_SENDERS}"}
+    kernel = "the kernel for lack of memory (dmesg -T | grep -i 'killed process' on that host)"
+    return {"who": f"look for the sender: {kernel}, {_SENDERS}"}
 
 
 def _ask_kills(_evidence: Evidence, values: Values) -> tuple[Question, ...]:
@@ -96,11 +120,18 @@ def _is_fragmented(words: str) -> bool:
 RULES = (
     CauseRule(
         "killed by the kernel's out-of-memory killer",
-        "give the job more memory{limit}, or hold less in each rank: a smaller batch, fewer DataLoader workers, no copy"
-        " of the data set in each rank",
+        MORE_MEMORY,
         codes=frozenset({_SIGKILL}),
         more=_killed,
         asks=_ask_limits,
+    ),
+    CauseRule(
+        "killed by a SIGKILL of an unknown sender",
+        "{who}",
+        codes=frozenset({_SIGKILL}),
+        more=_sender,
+        asks=_ask_counters,
+        shown=f"by what the kernel counts: look for the sender, which may be the kernel for lack of memory, {_SENDERS}",
     ),
     CauseRule(
         "a GPU is out of memory",

@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from elaunch.agent.core.causes import collectives, gpu, memory, program, system
+from elaunch.agent.core.causes import collectives, gpu, memory, nodes, program, system
 from elaunch.agent.core.causes.cause import CauseRule, Evidence, KnownCause, Question
 
 # The first rule that applies has the word: a special cause stands before a general one.
 ROOMS: tuple[tuple[str, tuple[CauseRule, ...]], ...] = (
     ("Memory", memory.RULES),
     ("GPUs", gpu.RULES),
+    ("Nodes that differ", nodes.RULES),
     ("The script", program.RULES),
     ("Files, disks, networks and limits", system.RULES),
     ("Collectives", collectives.RULES),

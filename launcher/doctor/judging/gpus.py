@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from elaunch.agent.core.sizes import bytes_text
 from elaunch.launcher.doctor.facts import (
     NO_LIMIT,
     GpuFacts,
@@ -13,7 +14,7 @@ from elaunch.launcher.doctor.facts import (
     RdmaFacts,
     TorchFacts,
 )
-from elaunch.launcher.doctor.findings import Finding, bad, ok, size, span, warn
+from elaunch.launcher.doctor.findings import Finding, bad, ok, span, warn
 
 # Memory of a GPU that is in use though no process is seen: another container's, or a process that does not end.
 _MEMORY_USED_MAX = 1 << 30
@@ -108,7 +109,7 @@ def _gpu(gpu: GpuState) -> tuple[Finding, ...]:
     if gpu.processes:
         shown = ", ".join(
             f"{process.name or 'process'} (pid {process.pid}"
-            + (f", {size(process.memory)})" if process.memory is not None else ")")
+            + (f", {bytes_text(process.memory)})" if process.memory is not None else ")")
             for process in gpu.processes[:_SHOWN_MAX]
         )
         more = f" and {len(gpu.processes) - _SHOWN_MAX} more" if len(gpu.processes) > _SHOWN_MAX else ""
@@ -116,7 +117,8 @@ def _gpu(gpu: GpuState) -> tuple[Finding, ...]:
     elif gpu.memory_used is not None and gpu.memory_total and gpu.memory_used > _MEMORY_USED_MAX:
         found.append(
             warn(
-                f"{size(gpu.memory_used)} of {who}'s {size(gpu.memory_total)} are in use, by no process seen here",
+                f"{bytes_text(gpu.memory_used)} of {who}'s {bytes_text(gpu.memory_total)} are in use, by no process"
+                " seen here",
                 "look in other containers: fuser -v /dev/nvidia* on the host",
             )
         )
@@ -154,7 +156,7 @@ def judge_rdma(facts: RdmaFacts, _needs: Needs) -> tuple[Finding, ...]:
     if active and facts.memlock not in (NO_LIMIT,) and facts.memlock < _MEMLOCK_WANTED and not facts.may_lock:
         found.append(
             warn(
-                f"the limit of locked memory (ulimit -l) is {size(facts.memlock)}, and RDMA locks its buffers",
+                f"the limit of locked memory (ulimit -l) is {bytes_text(facts.memlock)}, and RDMA locks its buffers",
                 "ulimit -l unlimited, in limits.conf or the scheduler's unit; docker run --ulimit memlock=-1",
             )
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from elaunch.agent.core.sizes import bytes_text
+from elaunch.agent.core.tracing import tracing_advice
 from elaunch.launcher.doctor.facts import (
     NO_LIMIT,
     CgroupFacts,
@@ -15,7 +17,7 @@ from elaunch.launcher.doctor.facts import (
     StackFacts,
     SystemFacts,
 )
-from elaunch.launcher.doctor.findings import Finding, bad, ok, size, span, warn
+from elaunch.launcher.doctor.findings import Finding, bad, ok, span, warn
 
 _MIB, _GIB = 1 << 20, 1 << 30
 
@@ -93,26 +95,28 @@ def _processes(facts: LimitFacts, needs: Needs) -> tuple[Finding, ...]:
 def _stack(facts: LimitFacts) -> tuple[Finding, ...]:
     if facts.stack == NO_LIMIT or facts.stack >= _STACK_MIN:
         return ()
-    return (warn(f"the limit of a stack (ulimit -s) is {size(facts.stack)}: deep calls crash", "ulimit -s 8192"),)
+    return (warn(f"the limit of a stack (ulimit -s) is {bytes_text(facts.stack)}: deep calls crash", "ulimit -s 8192"),)
 
 
 def judge_memory(facts: MemoryFacts, needs: Needs) -> tuple[Finding, ...]:
-    free, of = facts.available, f"of {size(facts.total)}"
+    free, of = facts.available, f"of {bytes_text(facts.total)}"
     if facts.cgroup_free is not None and facts.cgroup_free < free:
         free, of = facts.cgroup_free, "below the cgroup's limit (memory.max)"
-    text = f"{size(free)} of memory are free, {of}"
+    text = f"{bytes_text(free)} of memory are free, {of}"
     found = ok(text)
     if free < _MEMORY_MIN * needs.workers:
         found = bad(
-            f"{text}, and {_need(needs)} {size(_MEMORY_MIN * needs.workers)} before the first tensor",
+            f"{text}, and {_need(needs)} {bytes_text(_MEMORY_MIN * needs.workers)} before the first tensor",
             "end what uses it (top -o %MEM), ask the scheduler for more, or start fewer workers",
         )
     elif free < _MEMORY_WANTED * needs.workers:
-        found = warn(text, f"a worker with a data loader often needs {size(_MEMORY_WANTED)}; ask for more memory")
+        found = warn(text, f"a worker with a data loader often needs {bytes_text(_MEMORY_WANTED)}; ask for more memory")
     more = []
     if facts.swap_used > _SWAP_USED_MAX:
         more.append(
-            warn(f"{size(facts.swap_used)} are swapped out: steps stall", "end what uses the memory, or swapoff -a")
+            warn(
+                f"{bytes_text(facts.swap_used)} are swapped out: steps stall", "end what uses the memory, or swapoff -a"
+            )
         )
     if facts.overcommit == 2:
         more.append(
@@ -151,12 +155,12 @@ def judge_shm(facts: DiskFacts, needs: Needs) -> tuple[Finding, ...]:
     grow = "mount -o remount,size=16G /dev/shm; docker run --shm-size 16g; in a pod an emptyDir with medium Memory"
     if place.error:
         return (bad(f"nothing can be written to {place.path}: {place.error}", f"make it writable; {grow}"),)
-    text = f"{size(place.free)} of {size(place.total)} are free in {place.path}"
+    text = f"{bytes_text(place.free)} of {bytes_text(place.total)} are free in {place.path}"
     least, wanted = _SHM_MIN * needs.workers, max(_SHM_WANTED * needs.workers, _SHM_NODE_WANTED)
     if place.free < least:
-        return (bad(f"{text}; {_need(needs)} {size(least)}, or a bus error (SIGBUS) ends the job", grow),)
+        return (bad(f"{text}; {_need(needs)} {bytes_text(least)}, or a bus error (SIGBUS) ends the job", grow),)
     if place.free < wanted:
-        return (warn(f"{text}; data loaders and NCCL may need {size(wanted)}", grow),)
+        return (warn(f"{text}; data loaders and NCCL may need {bytes_text(wanted)}", grow),)
     return (ok(text),)
 
 
@@ -176,7 +180,7 @@ def _place(place: PlaceFacts) -> tuple[Finding, ...]:
         return (bad(text, other),) if is_needed else (warn(text, other),)
     if place.files_free is not None and place.files_free < _FILES_FREE_MIN:
         return (bad(f"{where} has room for {place.files_free} more files (df -i)", other),)
-    text = f"{where}: {size(place.free)} free"
+    text = f"{where}: {bytes_text(place.free)} free"
     if place.free < _DISK_MIN and is_needed:
         return (bad(text, other),)
     if place.free < _DISK_WANTED:
@@ -211,11 +215,7 @@ def judge_stacks(facts: StackFacts, _needs: Needs) -> tuple[Finding, ...]:
     if not facts.error:
         return (ok(f"py-spy reads the stack of another process in {span(facts.seconds)}"),)
     why = f"py-spy cannot read another process's stack ({facts.error})"
-    if facts.ptrace_scope:
-        advice = "sysctl kernel.yama.ptrace_scope=0, or grant CAP_SYS_PTRACE"
-    else:
-        advice = "grant CAP_SYS_PTRACE (docker run --cap-add SYS_PTRACE; in a pod: securityContext.capabilities)"
-    return (warn(why, advice),)
+    return (warn(why, tracing_advice(facts.ptrace_scope)),)
 
 
 def judge_clock(facts: ClockFacts, needs: Needs) -> tuple[Finding, ...]:

@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from elaunch.agent.linux import die_with_parent
+from elaunch.agent.linux import allow_tracer, die_with_parent, ptrace_scope
 from elaunch.launcher.doctor.facts import StackFacts, TorchFacts
 from elaunch.rendezvous.codec import parse_json
 
@@ -87,13 +87,15 @@ def _ended(code: int) -> str:
 
 
 def read_stacks(limit_s: float) -> StackFacts:
-    """Whether py-spy reads the stack of a process that is its sibling, as workers are to it."""
+    """Whether py-spy reads the stack of a process that is its sibling, and that allows it as workers do."""
     tool = shutil.which("py-spy") or _beside_python()
     if not tool:
         return StackFacts()
-    scope = _ptrace_scope()
+    scope = ptrace_scope()
+    asks = os.getpid()
     pid = os.fork()
     if not pid:
+        allow_tracer(asks)
         _elaunch_doctor_waits(limit_s)
         os._exit(0)
     start_s = time.monotonic()
@@ -117,10 +119,3 @@ def _elaunch_doctor_waits(limit_s: float) -> None:
 def _beside_python() -> str:
     """The tool of this interpreter's environment, which need not be on the PATH."""
     return shutil.which("py-spy", path=str(Path(sys.executable).parent)) or ""
-
-
-def _ptrace_scope() -> int | None:
-    try:
-        return int(Path("/proc/sys/kernel/yama/ptrace_scope").read_text())
-    except (OSError, ValueError):
-        return None

@@ -1,5 +1,5 @@
 # disk: 64k
-# headline: raised OSError: \[Errno 28\] No space left on device \(\S*/disk has 0 B free of 64\.0 KiB\)
+# headline: raised OSError: \[Errno 28\] No space left on device \(\S*/disk has 0 B free of 64 KiB\)
 # next: make room on .*/disk, or write somewhere else
 # not: /dev/shm
 

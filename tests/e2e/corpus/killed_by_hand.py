@@ -1,6 +1,6 @@
 # headline: was killed by SIGKILL in generation
-# next: none
-# not: memory
+# next: look for .*sender: .*kill -9
+# not: out of memory|more memory
 
 import os
 import signal

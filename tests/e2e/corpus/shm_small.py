@@ -1,5 +1,5 @@
 # shm: 1m
-# headline: was killed by SIGBUS \(crashed in .*/train\.py:\d+ in fill; /dev/shm has 1\.0 MiB in all, \d
+# headline: was killed by SIGBUS \(crashed in .*/train\.py:\d+ in fill; /dev/shm has 1 MiB in all, \d
 # next: --shm-size
 # not: native code
 

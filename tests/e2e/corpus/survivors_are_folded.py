@@ -1,6 +1,6 @@
 # workers: 3
 # headline: rank 1 .* was killed by SIGKILL in generation 0
-# next: none
+# next: look for .*sender: .*kill -9
 # not: Connection closed by peer
 
 import os

@@ -1,8 +1,8 @@
 # options: --preload torch
 # workers: 2
 # headline: rank 1 .* was killed by SIGKILL in generation 0
-# next: none
-# not: ^rank 0 \(|memory
+# next: look for .*sender: .*kill -9
+# not: ^rank 0 \(|out of memory|more memory
 # slow
 
 import os

@@ -1,6 +1,6 @@
 # options: --preload torch
 # shm: 1m
-# headline: raised RuntimeError: (?:.*/dev/shm has 1\.0 MiB in all)
+# headline: raised RuntimeError: (?:.*/dev/shm has 1 MiB in all)
 # next: --shm-size
 # not: num_workers=0
 # slow

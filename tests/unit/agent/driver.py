@@ -75,8 +75,10 @@ class Driver:
         slots: int = 3,
         times: Times = TIMES,
         remote: bool = False,
+        software: str = "",
     ) -> None:
         self.store = store or MemoryStore()
+        self.software = software
         self.agent = Agent(Node("", host, f"10.0.0.{slots}", slots), spec, times, Snapshot(KEYS), NOTICES)
         self.now_s = START_S
         self.acted: list[Action] = []
@@ -186,7 +188,7 @@ class Driver:
                 self._commit(txn, tag)
             case Join(lease, is_member, progressed):
                 me = self.agent.me
-                joined = Joined(me.node_id, 29500, progressed)
+                joined = Joined(me.node_id, 29500, progressed, self.software)
                 self._commit(join(self.agent.snapshot, me, joined, lease, is_member=is_member), Tag.JOIN)
             case Renew():
                 if self.lease:

@@ -219,6 +219,15 @@ def test_the_first_failures_record_is_handed_on_with_its_exit_code(tmp_path: Pat
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ours.json", "theirs.json"]
 
 
+def test_a_record_in_a_folder_that_is_not_kept_is_handed_on_too(tmp_path: Path) -> None:
+    theirs, ours = tmp_path / "theirs.json", tmp_path / "ours.json"
+    theirs.write_text('{"message": {"message": "ValueError: bad", "extraInfo": {}}}')
+
+    write_error_file(FAILED, str(ours), lambda failure: theirs if failure == FAILED.failure else None)
+
+    assert json.loads(ours.read_text())["message"]["message"] == "ValueError: bad"
+
+
 @pytest.mark.parametrize("text", [None, "", '{"mess', '{"message": "short"}', "{}", "[1]"])
 def test_where_there_is_no_whole_record_ours_is_handed_on(tmp_path: Path, text: str | None) -> None:
     theirs, ours = tmp_path / "theirs.json", tmp_path / "ours.json"

@@ -173,4 +173,25 @@ HELD = replace(WAITS, state="T")
 def test_who_is_not_where_the_others_wait_is_named_or_who_reported_least(
     standings: dict[int, Standing], stacks: dict[int, Stack], rank: int, words: str
 ) -> None:
-    assert who_hangs(standings, stacks, 30.2) == (rank, words)
+    suspect = who_hangs(standings, stacks, 30.2)
+
+    assert (suspect.local_rank, suspect.message) == (rank, words)
+
+
+@pytest.mark.parametrize(
+    ("standings", "stacks", "is_blameless"),
+    [
+        # Named by order, or by a step that others report a moment earlier.
+        ({0: Standing(7), 1: Standing(7)}, {}, True),
+        ({0: Standing(8), 1: Standing(7)}, {0: WAITS, 1: WAITS}, True),
+        # The cause may be on another node, which is silent too.
+        ({1: Standing(7)}, {1: BUSY}, True),
+        ({0: Standing(7), 1: Standing(7)}, {0: BUSY, 1: BUSY}, True),
+        ({0: Standing(7), 1: Standing(7)}, {0: WAITS, 1: BUSY}, False),
+        ({0: Standing(7), 1: Standing(7)}, {0: WAITS, 1: HELD}, False),
+    ],
+)
+def test_only_a_stack_that_differs_points_at_the_node(
+    standings: dict[int, Standing], stacks: dict[int, Stack], is_blameless: bool
+) -> None:
+    assert who_hangs(standings, stacks, 30.2).is_blameless is is_blameless

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from elaunch.agent.core.actions import Clear, Commit, Exit, SignalWorkers
+from elaunch.agent.core.actions import Clear, Commit, Exit, Say, SignalWorkers
 from elaunch.agent.core.events import Cleared, Signalled, Tick, WorkerRaised, WorkerReturned
 from elaunch.agent.core.phases import Running, Stopping
 from elaunch.agent.core.running import HOLD_S
@@ -46,6 +46,7 @@ def test_a_failed_worker_stops_its_siblings_and_opens_the_next_generation() -> N
     assert (snapshot.generation.number, snapshot.generation.kind) == (1, OpenKind.FAIL)
     assert [f.local_rank for f in snapshot.failures[0]] == [1]
     assert "stopping 2 others" in driver.said
+    assert [action.level for action in driver.acted if isinstance(action, Say)] == ["error"]
 
 
 def test_the_failure_is_written_in_the_transaction_that_opens_the_generation() -> None:

@@ -71,8 +71,8 @@ def test_a_rank_in_a_loop_is_named_when_all_have_stood_still_for_the_limit_and_n
 
     assert "hang" not in early
     assert (
-        "the job seems to hang: rank 1 runs in spin (train.py:12), at the same line in 3 looks, while ranks 0, 2 wait"
-        " in all_reduce (train_step, train.py:41), for 60 s\n"
+        "the job seems to hang: rank 1 runs in spin (train.py:12), at the same line in every look, while ranks 0, 2"
+        " wait in all_reduce (train_step, train.py:41), for 60 s\n"
         "  ranks 0, 2: all_reduce (torch/distributed/distributed_c10d.py:2810) ← train_step (train.py:41)\n"
         "  rank 1: spin (train.py:12)" in said(driver)
     )
@@ -87,6 +87,25 @@ def test_it_is_said_once_and_a_failure_only_on_request() -> None:
     assert said(driver).count("the job seems to hang") == 1
     (blamed,) = (action for action in driver.all_acted if isinstance(action, Blame))
     assert (blamed.local_rank, blamed.message.partition(",")[0]) == (1, "hung: it runs in spin (train.py:12)")
+    assert not blamed.is_blameless
+
+
+def test_a_failure_for_which_no_rank_differs_says_that_it_is_no_evidence() -> None:
+    driver = watching(restarts=True)
+    samples(driver, 300, ALL_IDLE, WAITING)
+
+    (blamed,) = (action for action in driver.all_acted if isinstance(action, Blame))
+    assert (blamed.local_rank, blamed.is_blameless) == (-1, True)
+
+
+def test_another_look_at_the_same_places_is_no_news_for_the_store() -> None:
+    driver = watching()
+    samples(driver, 90, IDLE_AND_LOOP, ONE_LOOPS)
+    before = driver.store.read("").revision
+
+    samples(driver, 300, IDLE_AND_LOOP, ONE_LOOPS)
+
+    assert driver.store.read("").revision == before
 
 
 def test_a_job_that_works_costs_the_store_nothing_and_no_stack_is_taken() -> None:
@@ -203,6 +222,7 @@ def test_a_rank_that_sigstop_holds_is_named() -> None:
     samples(driver, 80, {**ALL_IDLE, 1: HELD}, (WAITING[0], held, WAITING[2]))
 
     assert "rank 1 is stopped by a signal (SIGSTOP) (train_step, train.py:41), while ranks 0, 2 wait" in said(driver)
+    assert "\nto let rank 1 go on: kill -CONT 4001\n" in said(driver)
 
 
 def test_a_rank_that_exited_while_the_others_wait_is_named() -> None:
@@ -335,7 +355,7 @@ def test_the_leader_names_a_rank_of_another_node_and_both_nodes_say_it() -> None
 
     both(one, other, 90, {0: IDLE, 1: IDLE}, {0: IDLE, 1: SPINS}, busy(3))
 
-    words = "the job seems to hang: rank 3 on node-b runs in spin (train.py:12), at the same line in 3 looks, while"
+    words = "the job seems to hang: rank 3 on node-b runs in spin (train.py:12), at the same line in every look, while"
     assert words in said(one)
     assert words in said(other)
     assert "ranks 0, 1, 2 wait in all_reduce" in said(one)

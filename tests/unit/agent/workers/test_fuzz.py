@@ -82,7 +82,7 @@ def test_an_agent_goes_on_hearing_a_worker_whatever_that_said_before(said: list[
         with bounded():
             read_all(link, theirs, b"\n".join(said) + GOOD)
             standing = {1: Standing(link.step, link.phase)}
-            _, sentence = who_hangs(standing, {}, 5.0)
+            sentence = who_hangs(standing, {}, 5.0).message
         assert link.step == 41
         assert -1 <= link.step < 2**63
         # All of this goes to the log, the timeline and the store.

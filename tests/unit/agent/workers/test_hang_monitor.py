@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from elaunch.agent.core.actions import KeepStacks
+from elaunch.agent.core.actions import Blame, KeepStacks
+from elaunch.agent.core.events import WorkersHung
 from elaunch.agent.output.run_dir import RunDir
 from elaunch.agent.output.timeline import Timeline
-from elaunch.agent.workers.group import CurrentGroup
+from elaunch.agent.workers.group import CurrentGroup, WorkerGroup
 from elaunch.agent.workers.hang_monitor import STACKS_FILE, HangMonitor
 from elaunch.agent.workers.reporter import Reporter
-from elaunch.rendezvous.types import Failure, FailureKind
+from elaunch.rendezvous.types import Failure, FailureKind, RankTable, Seat
 
 
 def no_failure(kind: FailureKind, generation: int, message: str) -> Failure:
@@ -22,7 +23,9 @@ def test_the_loop_never_waits_for_the_disk_to_which_stacks_go(tmp_path: Path) ->
     said: list[str] = []
     works: list[Callable[[], object]] = []
     run_dir = RunDir(tmp_path, "job", said.append)
-    reporter = Reporter(lambda _: None, said.append, Timeline(None, said.append, works.append), no_failure)
+    reporter = Reporter(
+        lambda _: None, lambda text, _: said.append(text), Timeline(None, said.append, works.append), no_failure
+    )
     monitor = HangMonitor(CurrentGroup(), reporter, run_dir, 60.0, works.append)
 
     for text in ("one\n", "two\n"):
@@ -36,3 +39,22 @@ def test_the_loop_never_waits_for_the_disk_to_which_stacks_go(tmp_path: Path) ->
     assert path.read_text() == "one\ntwo\n"
     assert path.stat().st_mode & 0o777 == 0o600
     assert said == [f"all stacks are in {path}"] * 2
+
+
+def test_a_hang_that_points_at_nobody_is_a_failure_that_accuses_nobody(tmp_path: Path) -> None:
+    posted: list[object] = []
+
+    def of_node(kind: FailureKind, generation: int, message: str) -> Failure:
+        return Failure(kind, generation, "node-a-00000001", "node-a", -1, -1, -1, None, message)
+
+    works: list[Callable[[], object]] = []
+    reporter = Reporter(posted.append, lambda *_: None, Timeline(None, lambda _: None, works.append), of_node)
+    current = CurrentGroup()
+    current.begin(WorkerGroup(RankTable(3, (Seat("node-a-00000001", 2, 4),), "", 0, ""), 0))
+    monitor = HangMonitor(current, reporter, RunDir(tmp_path, "job", lambda _: None), 60.0, works.append)
+
+    for is_blameless in (True, False):
+        monitor.blame(Blame(3, 1, "hung: it waits,", is_blameless))
+
+    failures = [event.failure for event in posted if isinstance(event, WorkersHung)]
+    assert [(failure.rank, failure.is_blameless) for failure in failures] == [(5, True), (5, False)]

@@ -22,7 +22,7 @@ NOW = Failure(FailureKind.EXCEPTION, 0, "a-1", "a", 0, 0, 17, 1, "raised ValueEr
 
 def facts_about(failure: Failure) -> Facts:
     found: list[dict[int, Facts]] = []
-    Investigator(KernelLog()).look_into({3: failure}, found.append)
+    Investigator(KernelLog(), []).look_into({3: failure}, found.append)
     return wait_for(lambda: found, "the facts")[0].get(3, Facts())
 
 
@@ -36,8 +36,8 @@ def test_a_failure_that_asks_nothing_is_answered_at_once_and_without_a_thread() 
     found: list[dict[int, Facts]] = []
     before = threading.active_count()
 
-    Investigator(KernelLog()).look_into({0: NOW}, found.append)
-    Investigator(KernelLog()).look_into({}, found.append)
+    Investigator(KernelLog(), []).look_into({0: NOW}, found.append)
+    Investigator(KernelLog(), []).look_into({}, found.append)
 
     assert found == [{}, {}]
     assert threading.active_count() == before

@@ -43,7 +43,7 @@ def linked() -> Iterator[LinkedGroup]:
     posted: list[Event] = []
     current = CurrentGroup()
     current.begin(group)
-    reporter = Reporter(posted.append, lambda _: None, others, others)
+    reporter = Reporter(posted.append, lambda *_: None, others, others)
     monitor = LinkMonitor(current, reporter, run_dir, 0.0, lambda: None)
     monitor.begin(group)
     with ours, theirs:

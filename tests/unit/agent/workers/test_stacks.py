@@ -16,7 +16,7 @@ from elaunch.agent import linux
 from elaunch.agent.core.stack_groups import Stack
 from elaunch.agent.core.waits import Doing, doing
 from elaunch.agent.workers import stacks
-from elaunch.agent.workers.stacks import NO_RIGHT, NO_TOOL, take
+from elaunch.agent.workers.stacks import NO_TOOL, take
 from tests.harness import script, wait_for
 
 PROGRAM = """
@@ -136,7 +136,7 @@ def test_a_process_that_cannot_be_read_says_why() -> None:
 def test_words_of_py_spy_become_a_sentence() -> None:
     denied = "Permission Denied: Try running again with elevated permissions by going 'sudo env \"PATH=$PATH\" !!'\n"
 
-    assert stacks._trouble(denied) == NO_RIGHT
+    assert stacks._trouble(denied).startswith("this process may not look into it: ")
     assert stacks._trouble("Error: Failed to x\n\nCaused by:\n    0: y\n") == "py-spy could not read it (Failed to x)"
 
 

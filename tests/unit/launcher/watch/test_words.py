@@ -9,8 +9,9 @@ from dataclasses import replace
 import pytest
 
 from elaunch.launcher.watch.record import Gathered, status_record
-from elaunch.launcher.watch.words import RANKS_SHOWN, fine, one_line, plain, rows_of, span, text_of
+from elaunch.launcher.watch.words import RANKS_SHOWN, fine, one_line, rows_of, span, text_of
 from elaunch.rendezvous.rules.reports import JobReport, JobState, NodeReport, RankReport, SeatReport
+from elaunch.rendezvous.texts import plain
 from elaunch.rendezvous.types import Failure, FailureKind, Generation, OpenKind, Outcome, OutcomeKind, Terms
 from tests.harness import REPOSITORY
 

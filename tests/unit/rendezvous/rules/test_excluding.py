@@ -9,7 +9,7 @@ import pytest
 from elaunch.rendezvous.rules import transactions
 from elaunch.rendezvous.rules.excluding import STREAK_AGE_MAX_S, is_excluded
 from elaunch.rendezvous.rules.table_codec import decode_table, encode_table
-from elaunch.rendezvous.types import Exclusion, Failure, FailureKind, OutcomeKind, Streak, Terms
+from elaunch.rendezvous.types import Exclusion, Failure, FailureKind, Node, OutcomeKind, Streak, Terms
 from tests.unit.agent.job_world import TERMS, TIMES, A, B, C, World, node, running
 
 SIGNAL, EXCEPTION = FailureKind.SIGNAL, FailureKind.EXCEPTION
@@ -135,16 +135,14 @@ def test_what_is_no_streak_excludes_nobody(history: list[tuple[object, FailureKi
     assert not world.table.excluded
 
 
-@pytest.mark.parametrize(("rank", "seated"), [(-1, "ab"), (1, "ac")])
-def test_a_hang_in_which_no_rank_differs_is_no_evidence_against_the_node_that_reports_it(
-    rank: int, seated: str
-) -> None:
+@pytest.mark.parametrize(("is_blameless", "seated"), [(True, "ab"), (False, "ac")])
+def test_a_hang_whose_rank_is_named_by_order_is_no_evidence_against_its_node(is_blameless: bool, seated: str) -> None:
     world = three()
 
     for _ in range(3):
-        hung = Failure(
-            FailureKind.HANG, world.table.generation, B.node_id, B.host, rank, 0, 1, None, "hung", progressed=True
-        )
+        number = world.table.generation
+        hung = Failure(FailureKind.HANG, number, B.node_id, B.host, 1, 0, 1, None, "hung", progressed=True)
+        hung = replace(hung, is_blameless=is_blameless)
         world.commit(transactions.fail(world.snapshot, B, hung))
         world.run(A, B, C)
 
@@ -213,22 +211,80 @@ def test_without_the_option_and_on_one_node_nobody_is_excluded(terms: Terms) -> 
     assert world.table.reason == f"restart 3 of {terms.max_restarts}" + (", the last one" * (terms.max_restarts == 3))
 
 
-@pytest.mark.parametrize("exception", ["E", "ImportError"])
-@pytest.mark.parametrize(("exclude_after", "end"), [(0, "it failed the same way twice"), (2, "")])
-def test_a_node_that_fails_twice_without_progress_is_excluded_before_the_job_is_given_up(
-    exclude_after: int, end: str, exception: str
+def crash(world: World, *nodes: Node, exception: str = "E", kind: FailureKind = EXCEPTION) -> None:
+    """The same error, before any progress, on each of these nodes; then all join."""
+    g = world.table.generation
+    for who in nodes:
+        message, rank = f"raised {exception}: no GPU", world.table.group_rank(who.node_id) or 0
+        failed = Failure(kind, g, who.node_id, who.host, rank, 0, 1, 1, message, exception, progressed=False)
+        world.commit(transactions.fail(world.snapshot, who, failed))
+    world.join(A, B, C)
+    world.seal()
+
+
+@pytest.mark.parametrize("exception", ["E", "ImportError", "ValueError"])
+@pytest.mark.parametrize("exclude_after", [2, 3])
+def test_a_node_that_fails_without_progress_is_excluded_before_the_job_is_given_up(
+    exclude_after: int, exception: str
 ) -> None:
     world = three(replace(TWO, exclude_after=exclude_after))
-    for _ in range(2):
-        g = world.table.generation
-        failed = Failure(EXCEPTION, g, B.node_id, B.host, 1, 0, 1, 1, "raised E: no GPU", exception, progressed=False)
-        world.commit(transactions.fail(world.snapshot, B, failed))
-        world.join(A, B, C)
-        world.seal()
 
-    assert world.ended.startswith(end)
-    assert bool(world.ended) == bool(end)
-    assert world.seated == ("ab" if end else "ac")
+    for _ in range(exclude_after):
+        assert world.seated == "ab"
+        crash(world, B, exception=exception)
+
+    assert not world.ended
+    assert world.seated == "ac"
+
+
+TWICE = "it failed the same way twice in a row without progress"
+
+
+def test_what_repeats_ends_the_job_without_the_option_and_with_too_few_others() -> None:
+    without = three(replace(TWO, exclude_after=0))
+    alone = running(A, B, C, terms=replace(TWO, nodes_min=3, nodes_max=3))
+
+    for world in (without, alone):
+        for _ in range(2):
+            crash(world, B)
+
+        assert world.ended.startswith(TWICE)
+
+
+def test_a_bug_that_moves_to_the_next_node_ends_the_job() -> None:
+    world = three()
+    for _ in range(3):
+        crash(world, B)
+    assert world.seated == "ac"
+
+    crash(world, C)
+
+    assert world.ended.startswith(TWICE)
+
+
+def test_a_bug_of_two_nodes_in_one_generation_is_no_evidence_against_one() -> None:
+    world = three()
+
+    crash(world, B, A, exception="ValueError")
+    assert world.table.streak is None
+    crash(world, B, A, exception="ValueError")
+
+    assert world.ended.startswith(TWICE)
+
+
+@pytest.mark.parametrize(("exclude_after", "goes_on"), [(1, True), (3, False)])
+def test_a_failure_before_the_start_ends_the_job_unless_the_node_is_excluded_for_it(
+    exclude_after: int, goes_on: bool
+) -> None:
+    world = three(replace(TWO, exclude_after=exclude_after))
+
+    crash(world, B, exception="ModuleNotFoundError", kind=FailureKind.STARTUP)
+    assert (not world.ended) is goes_on
+    if goes_on:
+        assert world.seated == "ac"
+        crash(world, C, exception="ModuleNotFoundError", kind=FailureKind.STARTUP)
+
+    assert world.ended.startswith("it never got past its start")
 
 
 def test_the_budget_ends_the_job_all_the_same() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from elaunch.rendezvous.codec import decode, encode
@@ -73,6 +75,63 @@ def test_of_two_collectives_the_one_with_fewer_ranks_is_named() -> None:
     hang = verdict(BOTH[0], other)
 
     assert hang == Hang(4, B, 2, "hung: it waits in broadcast, while ranks 0, 1, 3 wait in all_reduce, for 63 s,")
+
+
+LOCK = group(StillKind.STUCK, "rank 0", "waits for a lock", 0)
+BLIND = group(StillKind.UNKNOWN, "rank 3", "uses no CPU (no Python frame)", 3)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "is_blameless"),
+    [
+        # Two against two, and one against one: which is named is only their order.
+        ((BOTH[0], node(B, waits("ranks 2, 3", 2, 2, call="broadcast"))), True),
+        ((node(A, waits("rank 0", 0)), node(B, waits("rank 2", 2, call="broadcast"))), True),
+        # One of three, and a loop: these differ from all others.
+        ((BOTH[0], node(B, waits("rank 2", 2, call="broadcast"), waits("rank 3", 3))), False),
+        ((BOTH[0], node(B, waits("rank 2", 2), LOOP)), False),
+        # The same on both nodes, whether at one line or at two.
+        ((node(A, waits("rank 0", 0), LOOP), node(B, waits("rank 2", 2), LOOP)), True),
+        (
+            (
+                node(A, LOCK, waits("rank 1", 1)),
+                node(B, waits("rank 2", 2), replace(LOCK, where="other", first_rank=3)),
+            ),
+            True,
+        ),
+        (
+            (
+                node(A, waits("rank 0", 0, call="broadcast"), waits("rank 1", 1)),
+                node(B, waits("rank 2", 2, call="broadcast"), waits("rank 3", 3), waits("rank 4", 4)),
+            ),
+            True,
+        ),
+        # It may wait as the others do: only its stack cannot be read.
+        ((BOTH[0], node(B, waits("rank 2", 2), BLIND)), True),
+        # Nobody waits for it.
+        ((node(A, LOCK), node(B, group(StillKind.ELSEWHERE, "rank 2", "sleeps", 2))), True),
+        (BOTH, True),
+        ((node(A, waits("rank 0", 0), exited="rank 1", exited_rank=1), BOTH[1]), True),
+    ],
+)
+def test_only_a_rank_that_differs_from_the_others_is_evidence_against_its_node(
+    nodes: tuple[StillNode, ...], is_blameless: bool
+) -> None:
+    hang = verdict(*nodes)
+
+    assert hang
+    assert hang.is_blameless is is_blameless
+
+
+@pytest.mark.parametrize(
+    ("places", "words"), [(5, ", for 63 s"), (6, ", and 1 more group is elsewhere"), (7, ", and 2 more groups are")]
+)
+def test_of_many_places_the_first_are_said_and_the_others_counted(places: int, words: str) -> None:
+    each = [waits(f"rank {rank}", rank, call=f"call_{rank}") for rank in range(places)]
+    hang = verdict(node(A, *each), node(B, each[0]))
+
+    assert hang
+    assert words in hang.message
 
 
 def test_where_all_ranks_are_alike_none_is_named() -> None:

@@ -19,6 +19,7 @@ from elaunch.agent.core.causes.cause import (
     GpuErrors,
     IsThere,
     KernelKills,
+    KillCounters,
     MemoryLimits,
     Space,
     SpaceOf,
@@ -51,9 +52,9 @@ def raised(exception: str, message: str, frames: str = FRAME, before: str = "") 
     return failure_of(PLACE, Remains(1, record), "", 1.5)
 
 
-def exited(code: int, tail: str = "", kernel: str = "", crash: str = "") -> Failure:
+def exited(code: int, tail: str = "", kernel: str = "", crash: str = "", *, raised: bool = False) -> Failure:
     """A failure by an exit code or a signal, all output there."""
-    remains = Remains(code, kernel=kernel, crash=crash)
+    remains = Remains(code, kernel=kernel, crash=crash, raised=raised)
     return with_tail(failure_of(PLACE, remains, SIGNALS.get(code, ""), 1.5), tail, reached_store=None)
 
 
@@ -179,7 +180,8 @@ def test_an_earlier_message_in_the_output_is_not_the_cause_of_a_later_exception(
 def test_words_in_the_output_do_not_explain_an_end_that_they_are_far_from(code: int) -> None:
     tail = f"{OOM}\n" + "".join(f"step {number}\n" for number in range(10))
 
-    assert advice(exited(code, tail)) == ""
+    assert "make room" in advice(exited(1, OOM))
+    assert "make room" not in advice(exited(code, tail))
 
 
 def test_the_direct_cause_of_an_exception_is_recognised_and_a_handled_one_is_not() -> None:
@@ -250,7 +252,7 @@ def test_a_bus_error_is_put_down_to_shared_memory_only_where_that_is_small_or_fu
     assert questions_about(bus) == questions_about(loader) == {SpaceOf("/dev/shm")}
     assert ("--shm-size" in advice(bus, facts)) is is_named
     assert ("--shm-size" in advice(loader, facts)) is is_named
-    assert ("/dev/shm has 64.0 MiB in all, 0 B free" in explained(bus, facts).message) is is_named
+    assert ("/dev/shm has 64 MiB in all, 0 B free" in explained(bus, facts).message) is is_named
     assert advice(bus) == ""
 
 
@@ -258,10 +260,24 @@ def test_a_kill_for_memory_names_the_limit() -> None:
     killed = exited(-9, kernel="out of memory, says the kernel log")
 
     assert questions_about(killed) == {MemoryLimits()}
-    assert advice(killed, Facts(memory_limit="16.0 GiB")).startswith(
-        "give the job more memory (its limit is 16.0 GiB), or"
+    assert advice(killed, Facts(memory_limit="16 GiB")).startswith("give the job more memory (its limit is 16 GiB), or")
+
+
+def test_a_kill_of_an_unknown_sender_says_where_to_look_and_what_it_was_not() -> None:
+    killed = exited(-9)
+
+    assert KillCounters() in questions_about(killed)
+    assert advice(killed).startswith("look for the sender: the kernel for lack of memory (dmesg -T")
+    assert advice(killed, Facts(kills_are_counted=True)).startswith(
+        "the kernel's out-of-memory killer did not send it; look for another sender: the scheduler"
     )
-    assert advice(exited(-9)) == ""
+
+
+def test_a_kill_by_the_agent_itself_has_no_unknown_sender() -> None:
+    killed = exited(-9, raised=True)
+
+    assert killed.message == "raised an exception, did not end, and was killed by SIGKILL"
+    assert advice(killed, Facts(kills_are_counted=True)) == ""
 
 
 def test_the_file_system_that_is_full_is_named_with_its_numbers() -> None:
@@ -270,7 +286,7 @@ def test_the_file_system_that_is_full_is_named_with_its_numbers() -> None:
     no_files = Facts(spaces={"/data/m.pt": Space("/data", 2 << 40, 1 << 40, files_free=0)})
 
     assert questions_about(full) == {SpaceOf("/data/m.pt")}
-    assert explained(full, facts).message.endswith("(/data has 4.0 KiB free of 2.0 TiB)")
+    assert explained(full, facts).message.endswith("(/data has 4 KiB free of 2 TiB)")
     assert explained(full, facts).advice == "make room on /data, or write somewhere else"
     assert "no more files can be made on /data" in explained(full, no_files).message
 

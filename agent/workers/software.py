@@ -1,0 +1,34 @@
+"""Which torch and Python this node's workers have, without importing torch."""
+
+from __future__ import annotations
+
+import re
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+from elaunch.rendezvous.types import Program
+
+_VERSION = re.compile(r"^__version__ = ['\"]([^'\"]{1,80})['\"]", re.MULTILINE)
+
+
+def software(program: Program) -> str:
+    """The versions in words; empty if the workers run another interpreter than this, or one that is not known."""
+    if program.interpreter != sys.executable:
+        return ""
+    python = f"{sys.version_info[0]}.{sys.version_info[1]}"
+    torch = _torch()
+    return f"torch {torch}, Python {python}" if torch else f"Python {python}"
+
+
+def _torch() -> str:
+    spec = find_spec("torch")
+    for folder in (spec.submodule_search_locations if spec else None) or ():
+        try:
+            # pip's record of it is not read: its folder would have to be searched for.
+            found = _VERSION.search(Path(folder, "version.py").read_text())
+        except (OSError, ValueError):
+            continue
+        if found:
+            return found[1]
+    return ""

@@ -1,0 +1,22 @@
+"""Pieces of sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def listed(items: Sequence[str]) -> str:
+    """ "a", "a and b", "a, b and c"."""
+    return f"{', '.join(items[:-1])} and {items[-1]}" if len(items) > 1 else "".join(items)
+
+
+def plain(text: str, keep: str = "") -> str:
+    """The text for a terminal: control characters, and what turns a line around, as escapes, but those in `keep`."""
+    if text.isprintable():
+        return text
+    return "".join(letter if letter.isprintable() or letter in keep else _escaped(letter) for letter in text)
+
+
+def _escaped(letter: str) -> str:
+    code = ord(letter)
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"

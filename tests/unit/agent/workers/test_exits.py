@@ -1,0 +1,29 @@
+"""agent.workers.exits: what is made of a worker's exit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from elaunch.agent.workers.exits import ExitReader
+from elaunch.agent.workers.group import WorkerGroup
+from elaunch.agent.workers.kernel_log import KernelLog
+from elaunch.agent.workers.oom import OutOfMemoryWatch
+from elaunch.rendezvous.types import RankTable, Seat
+
+NODE = "node-a-00000001"
+
+
+@pytest.mark.parametrize("keeps_files", [True, False])
+def test_an_error_file_is_read_and_named_only_if_it_outlives_the_job(tmp_path: Path, keeps_files: bool) -> None:
+    path = tmp_path / "error.json"
+    path.write_text('{"message": "ValueError: bad"}')
+    group = WorkerGroup(RankTable(3, (Seat(NODE, 1, 4),), "", 0, ""), 0, error_files={0: path})
+    reader = ExitReader("node-a", OutOfMemoryWatch(KernelLog(), []), keeps_files=keeps_files)
+
+    failure = reader.exited(group, 0, 17, 1).failure
+
+    assert failure
+    assert failure.message == "raised an error: ValueError: bad"
+    assert failure.error_file == (str(path) if keeps_files else "")

@@ -1,0 +1,65 @@
+"""rendezvous.rules.software: nodes whose torch or Python differ, from their joining to the table."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from elaunch.rendezvous.codec import encode
+from elaunch.rendezvous.rules import transactions
+from elaunch.rendezvous.rules.credible import check
+from elaunch.rendezvous.rules.software import mismatch_of
+from elaunch.rendezvous.rules.table_codec import decode_table, encode_table
+from elaunch.rendezvous.types import Joined
+from tests.unit.agent.job_world import TERMS, A, B, World
+
+OLD, NEW = "torch 2.12.1+cpu, Python 3.11", "torch 2.13.0+cpu, Python 3.11"
+
+
+def formed(*software: str) -> str:
+    """What the table of a job says whose nodes joined with these words."""
+    world = World(TERMS)
+    for who, words in zip((A, B), software, strict=True):
+        joined = Joined(who.node_id, 1, software=words)
+        is_member = who.node_id in world.snapshot.members
+        world.commit(transactions.join(world.snapshot, who, joined, world.lease(who), is_member=is_member))
+    world.run()
+    assert world.seated == "ab"
+    return world.table.mismatch
+
+
+@pytest.mark.parametrize("software", [(NEW, NEW), (NEW, ""), ("", "")])
+def test_nodes_that_are_alike_or_unknown_are_not_worth_a_word(software: tuple[str, str]) -> None:
+    assert formed(*software) == ""
+
+
+def test_seated_nodes_that_differ_are_in_the_table() -> None:
+    assert formed(NEW, OLD) == f"the nodes have different software: {OLD} on host-b; {NEW} on host-a"
+
+
+def test_the_kinds_are_named_with_their_hosts_the_most_common_first() -> None:
+    many = [(f"host-{index}", NEW) for index in range(5)]
+
+    assert mismatch_of([("old", OLD), *many, ("?", "")]) == (
+        f"the nodes have different software: {NEW} on host-0, host-1, host-2 and 2 more; {OLD} on old"
+    )
+    assert mismatch_of([(f"host-{index}", f"torch {index}") for index in range(5)]).endswith("host-2; and others")
+
+
+def test_a_table_keeps_it_as_text_and_is_no_longer_without_it() -> None:
+    world = World(TERMS)
+    world.run(A)
+
+    assert "mismatch" not in json.loads(encode_table(world.table))
+    text = encode_table(world.table).replace('"barren"', '"mismatch":"they differ","barren"')
+    assert decode_table(text).mismatch == "they differ"
+    assert decode_table(encode_table(decode_table(text))).mismatch == "they differ"
+    with pytest.raises(ValueError, match="not a rank table"):
+        decode_table(text.replace("they differ", "\\u001b[2J"))
+
+
+def test_what_no_node_would_say_is_no_record() -> None:
+    with pytest.raises(ValueError, match="no text for people"):
+        check(Joined(A.node_id, 1, software="\x1b[2J"))
+    assert "software" in encode(Joined(A.node_id, 1, software=NEW))
