@@ -182,7 +182,8 @@ def _prepared(
         take_program_from_stdin,
     )
     from elaunch.launcher.resources import detect
-    from elaunch.launcher.store.plan import UNNAMED, plan
+    from elaunch.launcher.store.plan import plan
+    from elaunch.rendezvous.types import UNNAMED
 
     check_program(options, environ)
     check_hook(options)
