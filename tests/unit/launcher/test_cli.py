@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -69,6 +70,7 @@ def test_whatever_ends_a_run_its_processes_and_folders_are_gone_before_it(
     assert ended.returncode == code, ended.stderr
     started = " ".join(title for _, title in json.loads(ended.stdout))
     assert "guardian.py" in started
+    assert not re.search("elaunch_[0-9a-f]{16}", started), "others could make these folders first"
     assert "elaunch: job store" in started
     assert left == []
     assert list(temporary.iterdir()) == []
