@@ -124,18 +124,18 @@ def find(request: LookRequest, environ: Mapping[str, str]) -> JobSource | str:
     found = local_agents()
     jobs = _named(request.job, _jobs(found.agents)) if request.job else _jobs(found.agents)
     if len(jobs) == 1:
-        if not request.job:
-            _tell(found.troubles)
+        # Those that are silent may be of this job, too.
+        _tell(found.silent if request.job else (*found.silent, *found.troubles))
         return LocalSource(next(iter(jobs.values())))
     if not jobs:
         if _has_endpoint(request.options, environ):
-            _tell(found.troubles)
+            _tell((*found.silent, *found.troubles))
             return _by_store(request, environ)
         raise SiteError(_nothing_found(request, found))
     if request.name != "status":
         names = ", ".join(_call(run_id, group) for (run_id, _), group in jobs.items())
         raise UsageError(f"several jobs run here: {names}; name one: elaunch {request.name} JOB")
-    return _list(jobs, found.troubles, is_json="--json" in request.switches)
+    return _list(jobs, (*found.silent, *found.troubles), is_json="--json" in request.switches)
 
 
 _Jobs = Mapping[tuple[str, str], Sequence[LocalAgent]]
@@ -213,7 +213,7 @@ def _jobs(agents: Sequence[LocalAgent]) -> dict[tuple[str, str], list[LocalAgent
 
 def _nothing_found(request: LookRequest, found: Found) -> str:
     which = f"no job {plain(request.job)}" if request.job else "no job of yours"
-    why = "".join(f"; {plain(trouble)}" for trouble in found.troubles)
+    why = "".join(f"; {plain(trouble)}" for trouble in (*found.silent, *found.troubles))
     if found.others:
         users = [user_name(uid) for uid in found.others[:3]] + (["others"] if found.others[3:] else [])
         why += f"; jobs of {', '.join(users)} may run here, which only their users and root can see"

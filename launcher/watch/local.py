@@ -61,12 +61,14 @@ class LocalAgent:
 
 @dataclass(frozen=True)
 class Found:
-    """The agents of this host that answer, and a sentence for each thing that could not be looked at.
+    """The agents of this host that answer.
 
+    `silent` has a sentence for each one that lives and does not, `troubles` for all else that could not be looked at.
     `others` are the ids of users whose sockets this user may not look at.
     """
 
     agents: tuple[LocalAgent, ...]
+    silent: tuple[str, ...]
     troubles: tuple[str, ...]
     others: tuple[int, ...]
 
@@ -85,14 +87,15 @@ def local_agents() -> Found:
         if its[most:]:
             troubles.append(f"{len(its[most:])} more sockets of {user_name(owner)} were not asked: it takes too long")
     agents: list[LocalAgent] = []
+    silent: list[str] = []
     for path, said in zip(paths, ask_all([partial(status_of, path) for path in paths]), strict=True):
         if isinstance(said, LocalAgent):
             agents.append(said)
         elif path.exists():
             # One that has ended since it was listed is of no interest.
-            troubles.append(str(said))
+            (troubles if isinstance(said, AgentGone) else silent).append(str(said))
     agents.sort(key=lambda agent: (agent.job.run_id, agent.pid))
-    return Found(tuple(agents), tuple(dict.fromkeys(troubles)), others)
+    return Found(tuple(agents), tuple(dict.fromkeys(silent)), tuple(dict.fromkeys(troubles)), others)
 
 
 def ask_all(asks: Sequence[Callable[[], Answer]], patience_s: float = ANSWER_S) -> list[Answer | NoAnswer]:

@@ -157,6 +157,8 @@ def test_two_nodes_are_asked_from_a_third_place_with_the_token(tmp_path: Path) -
         began_s = time.monotonic()
         partly = json.loads(asked("status", *there, run_id, "--json", env=with_token).stdout)
         took_s = time.monotonic() - began_s
+        # Where its pid means something, the user hears what to do.
+        beside = asked("status", run_id, "--json", env=without)
         two.signal(signal.SIGCONT)
 
         for status in (near, far):
@@ -175,6 +177,7 @@ def test_two_nodes_are_asked_from_a_third_place_with_the_token(tmp_path: Path) -
         assert "did not answer within 3 s; its lease still holds" in silent["silent"]
         assert [node["pid"] for node in partly["nodes"] if not node["silent"]] == [one.process.pid]
         assert took_s < 10
+        assert f"the elaunch with pid {two.process.pid} is stopped, by SIGSTOP or a debugger" in beside.stderr
         # The questions left nothing in the store, and the job did not notice them.
         assert asked("status", *there, run_id, env=with_token).returncode == 0
         (tmp_path / "hold").unlink()

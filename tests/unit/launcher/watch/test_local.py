@@ -62,7 +62,7 @@ def test_sockets_that_are_silent_are_asked_at_the_same_time_and_of_another_user_
 
         assert time.monotonic() - begun_s < 2 * ANSWER_S
     assert f"2 more sockets of {user_name(NOBODY)} were not asked: it takes too long" in found.troubles
-    assert f"the elaunch with pid {os.getpid()} did not answer within 3 s" in found.troubles
+    assert f"the elaunch with pid {os.getpid()} did not answer within 3 s" in found.silent
 
 
 def test_a_user_hears_who_else_may_have_jobs_and_which_folders_cannot_be_looked_at(
@@ -100,6 +100,6 @@ def test_a_link_to_a_socket_that_root_has_opened_is_not_believed_to_be_roots_own
         # Programs of other users may answer a socket that root has opened for them.
         threading.Thread(target=take_one, args=(daemon,), daemon=True).start()
 
-        troubles = local_agents().troubles
+        silent = local_agents().silent
 
-    assert f"the socket {folder / 'agent'} is served by another user; it is not believed" in troubles
+    assert f"the socket {folder / 'agent'} is served by another user; it is not believed" in silent
