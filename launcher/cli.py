@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 
 _NVIDIA = "/dev/nvidiactl"
+# Commands that print an answer and end. Their reader may have read enough before (`| head`).
+_PRINTERS = ("doctor", "report", "stacks", "status", "top")
 
 
 def main() -> NoReturn:
@@ -51,6 +53,11 @@ def main() -> NoReturn:
             raise
         # Before the agent takes signals over there is nothing to stop but this process and what dies with it.
         code = 130
+    except BrokenPipeError:
+        if not sys.argv[1:] or sys.argv[1] not in _PRINTERS:
+            raise
+        # As below, for an answer that is longer than the buffer.
+        code = 0
     # BrokenPipeError at exit is the reader's business (`elaunch --help | head`).
     try:
         sys.stdout.flush()

@@ -53,6 +53,8 @@ def facts_of(record: dict[str, Any]) -> list[tuple[str, str]]:
         size = f"{known}{len(record['nodes'])} of {plural(record['nodes_min'] or 1, 'node')}"
     elif record["spares"]:
         size += f", {plural(record['spares'], 'spare')}"
+    if gone := sum(node["state"] in ("lost", "left") for node in seated):
+        size += f"; {plural(gone, 'node')} of it gone"
     facts = [("command", record["command"]), ("size", size)]
     if step := record["step"]:
         numbers = str(step["min"]) if step["min"] == step["max"] else f"{step['min']} to {step['max']}"

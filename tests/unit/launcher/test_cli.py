@@ -92,6 +92,21 @@ def test_a_ctrl_c_while_a_class_is_made_is_one(monkeypatch: pytest.MonkeyPatch) 
         cli.main()
 
 
+@pytest.mark.parametrize(("command", "ends"), [("doctor", SystemExit), ("train.py", BrokenPipeError)])
+def test_a_reader_that_has_read_enough_of_an_answer_is_no_error(
+    monkeypatch: pytest.MonkeyPatch, command: str, ends: type[BaseException]
+) -> None:
+    def prints() -> int:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(cli, "_main", prints)
+    monkeypatch.setattr(sys, "argv", ["elaunch", command])
+
+    with pytest.raises(ends) as ended:
+        cli.main()
+    assert not isinstance(ended.value, SystemExit) or ended.value.code == 0
+
+
 def test_a_wrong_command_line_has_exit_code_2_with_stderr_closed_too() -> None:
     command = f"exec {sys.executable} -m elaunch --no-such-option 2>&-"
 
