@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from elaunch.agent.forkserver.client import ForkServer
 from elaunch.agent.guardian.client import GuardianClient
-from elaunch.agent.output.run_dir import RunDir, memory_places, private_places, socket_places
+from elaunch.agent.output.run_dir import Places, RunDir, new_places
 
 if TYPE_CHECKING:
     from elaunch.agent.config import AgentConfig
@@ -42,10 +42,9 @@ def begin(config: AgentConfig) -> Iterator[AgentRun]:
     Whatever is raised, no process and no private folder of the agent is left.
     """
     # Before anything is made that somebody would have to remove.
-    places = private_places()
+    places = new_places()
     with ExitStack() as cleanup:
-        folders = (*places, *memory_places(places), *socket_places(places))
-        guardian = GuardianClient(folders, config.environment)
+        guardian = GuardianClient(places.all, config.environment)
         cleanup.callback(guardian.finish)
         metrics = _metrics_listener(config)
         troubles: list[str] = []
@@ -168,7 +167,7 @@ def _hook(config: AgentConfig, guardian: GuardianClient, pump: Pump) -> EventHoo
     return EventHook(config.on_event, guardian.command_environment(config.environment), pump.say)
 
 
-def _run_dir(config: AgentConfig, warn: Callable[[str], None], places: tuple[str, ...]) -> RunDir:
+def _run_dir(config: AgentConfig, warn: Callable[[str], None], places: Places) -> RunDir:
     # Nodes may share a disk: whose folder it is shows in its name.
     node = f"_{socket.gethostname()}" if config.spec.nodes_max > 1 else ""
     try:

@@ -12,12 +12,13 @@ import argparse
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,10 +27,19 @@ from typing import Any
 STEPS = 240
 _LOOK_S = 0.05
 _WORKERS = 2
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class DemoFailed(Exception):
     """Something went wrong that the demo cannot show: one sentence."""
+
+
+class Interrupted(BaseException):
+    """The user has enough: a signal came."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(signum)
+        self.signum = signum
 
 
 @dataclass(frozen=True)
@@ -41,20 +51,41 @@ class Kill:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Return the exit code: 0 if the killed training is equal to the other one; 130 after Ctrl-C."""
+    """Return the exit code: 0 if the killed training is equal to the other one; 128 + n after signal n."""
     parser = argparse.ArgumentParser(prog="python -m bench.demo", description=__doc__.partition("\n")[0])
     parser.add_argument(
         "--steps", type=int, default=STEPS, help="optimizer steps of each training (default: %(default)s)"
     )
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="a new folder (default: %(default)s)")
     options = parser.parse_args(argv)
+    for signum in _SIGNALS:
+        signal.signal(signum, _interrupt)
     try:
         return run(options.out, options.steps)
-    except DemoFailed as failed:
-        print(f"demo: {failed}", file=sys.stderr)
+    except (DemoFailed, OSError) as failed:
+        with suppress(BrokenPipeError):
+            print(f"demo: {failed}", file=sys.stderr)
+        _drop_unread_output()
         return 1
-    except KeyboardInterrupt:
-        return 130
+    except Interrupted as interrupted:
+        print(f"demo: interrupted; nothing of it runs any more, and {options.out} is removed", file=sys.stderr)
+        _drop_unread_output()
+        return 128 + interrupted.signum
+
+
+def _interrupt(signum: int, _frame: object) -> None:
+    for each in _SIGNALS:
+        # The end of the training is waited for.
+        signal.signal(each, signal.SIG_IGN)
+    raise Interrupted(signum)
+
+
+def _drop_unread_output() -> None:
+    """Let no flush at exit fail for a reader that is gone (`make demo | head`)."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def run(out: Path, steps: int) -> int:
@@ -63,6 +94,14 @@ def run(out: Path, steps: int) -> int:
         raise DemoFailed(f"--steps {steps} leaves no room for two kills; give at least 12")
     if out.exists():
         raise DemoFailed(f"{out} is there already; remove it or give another --out")
+    try:
+        return _run(out, steps)
+    except Interrupted:
+        shutil.rmtree(out, ignore_errors=True)
+        raise
+
+
+def _run(out: Path, steps: int) -> int:
     kills = [Kill(steps // 3, 1), Kill(2 * steps // 3, 0)]
     _say(
         f"1. A small language model trains on {_WORKERS} workers. This demo kills rank 1 after step {kills[0].step} and"
@@ -100,7 +139,7 @@ def train(
             _strike(job, kills, out, out.parent / "logs")
             code = job.wait()
         except BaseException:
-            # After a Ctrl-C the job, which got it too, ends by itself.
+            # A Ctrl-C at the terminal has reached the job, too. Another signal has not.
             job.send_signal(signal.SIGTERM)
             job.wait()
             raise
@@ -117,7 +156,13 @@ def _strike(job: subprocess.Popen[bytes], kills: Sequence[Kill], out: Path, logs
             time.sleep(_LOOK_S)
         pid = _pid_of(kill.rank, logs / "latest" / "timeline.jsonl")
         print(f"demo: kill -9 {pid}    # rank {kill.rank}", flush=True)
-        os.kill(pid, signal.SIGKILL)
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            raise DemoFailed(
+                f"rank {kill.rank} (pid {pid}) had ended before it could be killed; the training was too fast for that:"
+                " give more --steps"
+            ) from None
 
 
 def _newest_step(metrics: Path) -> int:
@@ -128,6 +173,8 @@ def _newest_step(metrics: Path) -> int:
 
 def _pid_of(rank: int, timeline: Path) -> int:
     """The pid of a rank's newest worker."""
+    if not timeline.exists():
+        raise DemoFailed(f"the training wrote no {timeline}")
     found = [event["pid"] for event in _lines(timeline) if event["event"] == "forked" and event["rank"] == rank]
     if not found:
         raise DemoFailed(f"{timeline} names no worker of rank {rank}")

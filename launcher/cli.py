@@ -10,6 +10,7 @@ import os
 import socket
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, NoReturn
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 
 _NVIDIA = "/dev/nvidiactl"
+# Commands that print an answer and end. Their reader may have read enough before (`| head`).
+_PRINTERS = ("doctor", "report", "stacks", "status", "top")
 
 
 def main() -> NoReturn:
@@ -50,6 +53,11 @@ def main() -> NoReturn:
             raise
         # Before the agent takes signals over there is nothing to stop but this process and what dies with it.
         code = 130
+    except BrokenPipeError:
+        if not sys.argv[1:] or sys.argv[1] not in _PRINTERS:
+            raise
+        # As below, for an answer that is longer than the buffer.
+        code = 0
     # BrokenPipeError at exit is the reader's business (`elaunch --help | head`).
     try:
         sys.stdout.flush()
@@ -182,7 +190,8 @@ def _prepared(
         take_program_from_stdin,
     )
     from elaunch.launcher.resources import detect
-    from elaunch.launcher.store.plan import UNNAMED, plan
+    from elaunch.launcher.store.plan import plan
+    from elaunch.rendezvous.types import UNNAMED
 
     check_program(options, environ)
     check_hook(options)
@@ -216,8 +225,6 @@ def _cluster(options: Options, environ: Mapping[str, str]) -> Cluster | None:
 
 
 def _say_in(form: LogFormat, line: str, level: str = "info") -> None:
-    from contextlib import suppress
-
     from elaunch.agent.own_lines import OwnLines
 
     # Not `sys.stderr`: it is None where the command was started with stderr closed.
@@ -228,8 +235,15 @@ def _say_in(form: LogFormat, line: str, level: str = "info") -> None:
 def _asked_format(argv: Sequence[str], environ: Mapping[str, str]) -> LogFormat:
     """The form of lines that a command line asks for which may be wrong. Commands that end at once have no times."""
     from elaunch.agent.config import LogFormat
+    from elaunch.launcher.errors import UsageError
+    from elaunch.launcher.options.argv import normalise
+    from elaunch.launcher.options.commands import COMMANDS
 
-    words = [word for option in argv for word in option.split("=", 1)]
+    own = argv[1:] if argv and argv[0] in COMMANDS else argv
+    with suppress(UsageError):
+        # What stands after the script is the script's.
+        own = own[: len(own) - len(normalise(own).program)]
+    words = [word for option in own for word in option.split("=", 1)]
     names = ("--log-format", "--log_format")
     named = [after for word, after in pairwise(words) if word in names] or [environ.get("PET_LOG_FORMAT", "")]
     known = {form.value: form for form in LogFormat}
@@ -243,7 +257,11 @@ def _outcome(options: Options, planned: Planned, config: AgentConfig, agent: Age
     from elaunch.launcher.agent_config import with_network
     from elaunch.launcher.store.connect import reach
 
-    reached = reach(options, planned, agent.say)
+    try:
+        reached = reach(options, planned, agent.say)
+    except KeyboardInterrupt:
+        agent.say("interrupted while it looked for the job's store; no worker was started")
+        raise
     try:
         return agent.run(
             with_network(replace(config, master_addr=reached.address), reached.network),

@@ -13,22 +13,13 @@ from pathlib import Path
 import click
 from click.shell_completion import BashComplete, CompletionItem, FishComplete, ShellComplete, ZshComplete
 
+from elaunch.launcher.options.commands import COMMANDS
 from elaunch.launcher.options.table import TABLE, OptionSpec
 from elaunch.launcher.options.values import NUMA_MODES, OneOf
 from elaunch.launcher.submit import kubernetes, slurm
 from elaunch.launcher.watch.flags import STORE_OPTIONS, WATCHES
 from elaunch.records import dataclass
 
-COMMANDS = {
-    "doctor": "can this node train, with the options of a job?",
-    "run": "start a job; may be left out",
-    "store": "serve a store for jobs of several nodes",
-    "submit": "hand a job to a scheduler",
-    "status": "show how a running job is doing",
-    "top": "show a running job, anew each second",
-    "stacks": "show where every rank of a running job is",
-    "report": "make a page that shows what happened in a run",
-}
 _SCHEDULERS = {"slurm": slurm.FLAGS, "k8s": kubernetes.FLAGS}
 # Options whose values are more than a few words: the words among them.
 _WORDS = {

@@ -156,7 +156,7 @@ def check_script(target: str) -> None:
             raise UsageError(f"{target} is a directory without __main__.py; name the script in it")
         return
     if not script.exists():
-        raise UsageError(f"{target} does not exist in {Path.cwd()}{_hint(script)}")
+        raise UsageError(f"{target} does not exist in {Path.cwd()}{_hint(target)}")
     if not script.is_file():
         raise UsageError(
             f"{target} is not a regular file, so a restart could not read it again; save the script, or use - for stdin"
@@ -165,10 +165,15 @@ def check_script(target: str) -> None:
         raise UsageError(f"{target} cannot be read by user {os.geteuid()}; change its permissions")
 
 
-def _hint(script: Path) -> str:
+def _hint(target: str) -> str:
+    script = Path(target)
     if not script.parent.is_dir():
         return f" (there is no directory {script.parent})"
     near = nearest(script.name, (entry.name for entry in script.parent.iterdir()))
-    if near is None:
-        return "; give the path of the script"
-    return f"; did you mean {script.parent / near}?"
+    meant = [str(script.parent / near)] if near else []
+    if script.name == target and not script.suffix:
+        from elaunch.launcher.options.commands import COMMANDS
+
+        command = nearest(script.name, COMMANDS)
+        meant = [*([f"elaunch {command}"] if command else []), *meant]
+    return f"; did you mean {' or '.join(meant)}?" if meant else "; give the path of the script"

@@ -53,7 +53,9 @@ def _as_page(logs: Path) -> str:
 def record(outcome: Outcome, logs: Path | None) -> dict[str, object]:
     """The report as one object, for `--log-format json`."""
     known = {"logs": str(logs)} if logs else {}
-    failure = {"failure": of_failure(outcome.failure)} if outcome.failure else {}
+    found = outcome.failure
+    # The newest generation may be a later one, which was opened to restart and did not run.
+    failure = {"failure": {"generation": found.generation, **of_failure(found)}} if found else {}
     return {
         "outcome": outcome.kind.value,
         "exit_code": outcome.exit_code,

@@ -34,6 +34,9 @@ _Path = Annotated[str, keep_head(4 << 10)]
 TRACEBACK, TAIL = keep_ends(32 << 10), keep_tail(8 << 10)
 _BRIEF_TRACEBACK, _BRIEF_TAIL = keep_ends(2 << 10), keep_tail(1 << 10)
 
+# torchrun's name for a job without --run-id. All nodes of the job must use the same name.
+UNNAMED = "none"
+
 
 def host_of(node_id: str) -> str:
     """The host's name in a node's id."""

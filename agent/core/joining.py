@@ -11,7 +11,7 @@ from elaunch.agent.core.phases import Joining, Running
 from elaunch.agent.core.state import Agent, Step, exit_with
 from elaunch.agent.core.store_outage import store_failed
 from elaunch.rendezvous.rules.excluding import exclusion_of
-from elaunch.rendezvous.types import OutcomeKind, RankTable, host_of
+from elaunch.rendezvous.types import UNNAMED, OutcomeKind, RankTable, host_of
 
 
 def looked(agent: Agent, joining: Joining, _event: Looked, _now_s: float) -> Step:
@@ -66,12 +66,19 @@ def _take_seat(agent: Agent, table: RankTable | None, joining: Joining) -> Step:
         return replace(agent, phase=replace(joining, spare_of=table.generation)), (said,)
     workers = "1 worker" if table.world_size == 1 else f"{table.world_size} workers"
     nodes = "" if len(table.seats) == 1 else f" on {len(table.seats)} nodes"
-    started = Say(f"generation {table.generation}: {workers}{nodes} ({table.reason})")
     running = Running(table, frozenset(range(table.seats[group_rank].slots)), is_first=joining.ran < 0)
+    name = _name_of_job(agent) if running.is_first else ""
+    started = Say(f"generation {table.generation}: {workers}{nodes} ({table.reason}{name})")
     crowded = _crowded(agent.me.host, table) if running.is_first else ()
     differ = (Say(table.mismatch, "warning"),) if table.mismatch not in ("", agent.mismatch) else ()
     agent = replace(agent, phase=running, mismatch=table.mismatch)
     return agent, (started, *crowded, *differ, Spawn(table, group_rank))
+
+
+def _name_of_job(agent: Agent) -> str:
+    """What `elaunch status` takes on another host; on the host of a job it needs no name."""
+    has_name = agent.spec.nodes_max > 1 and agent.spec.run_id != UNNAMED
+    return f"; job {agent.spec.run_id}" if has_name else ""
 
 
 def _crowded(host: str, table: RankTable) -> tuple[Say, ...]:

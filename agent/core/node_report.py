@@ -34,8 +34,14 @@ def node_report(agent: Agent, pid: int, age_s: float, seen: WorkersSeen | None) 
     if seen is None:
         return report
     gone = "done" if state == "done" else "exited"
-    ranks = (rank if rank.local_rank in live else replace(rank, state=gone) for rank in seen.ranks[:RANKS_MAX])
-    return replace(report, generation=seen.generation, workers_age_s=seen.age_s, ranks=tuple(ranks))
+    ranks = tuple(
+        replace(rank, state=gone) if rank.local_rank not in live
+        # The fork server still imports.
+        else replace(rank, state="starting") if rank.pid <= 0
+        else rank
+        for rank in seen.ranks[:RANKS_MAX]
+    )  # fmt: skip
+    return replace(report, generation=seen.generation, workers_age_s=seen.age_s, ranks=ranks)
 
 
 def _state(agent: Agent) -> tuple[str, frozenset[int]]:

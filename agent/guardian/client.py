@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import subprocess
@@ -10,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from elaunch.agent.guardian.cgroup import JobCgroup
-from elaunch.agent.guardian.guardian import VARIABLE, Kin, clean_up, marker_beside, sweep
+from elaunch.agent.guardian.guardian import RUN_DIRS, VARIABLE, Kin, clean_up, marker_beside, sweep
 
 
 class GuardianClient:
@@ -50,9 +51,9 @@ class GuardianClient:
                     self._kin.text(),
                     str(theirs),
                     self.cgroup.path,
-                    *self._run_dirs,
                 ],
-                env={"PATH": os.environ.get("PATH", os.defpath)},
+                # Every user sees the arguments of a process, and could make these folders first.
+                env={"PATH": os.environ.get("PATH", os.defpath), RUN_DIRS: json.dumps(self._run_dirs)},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,

@@ -5,7 +5,7 @@ agent's marker. Workers inherit both, so do their children, through setsid and d
 A process that a worker lets a service start may hold the marker too: `sbatch`, `at` and `systemd-run` copy the
 environment. Such a process is spared. It is in another job of the scheduler, or in a cgroup in which no worker starts.
 
-Run as `python -S guardian.py KIN FD CGROUP RUN_DIR…` this file is the guardian, a process that outlives the agent
+Run as `python -S guardian.py KIN FD CGROUP` this file is the guardian, a process that outlives the agent
 for a moment: when the pipe FD ends, because the agent closed it or died, it ends all these processes and removes the
 run directories. Before that, it removes the run directories of agents that were killed together with their guardians.
 This file imports only the standard library, so that the guardian is small and starts without the package.
@@ -28,6 +28,8 @@ from pathlib import Path
 
 # The variable's name is in every worker's environment; its value lists the markers of all agents above it.
 VARIABLE = "ELAUNCH_MARKER"
+# The variable in the guardian's own environment with the run directories that it removes, as JSON.
+RUN_DIRS = "ELAUNCH_RUN_DIRS"
 # Each scheduler's id of a job, in the environment of that job's processes.
 JOB_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID", "COBALT_JOBID", "OAR_JOB_ID", "PJM_JOBID")
 # Only this many bytes of an id are compared: an id of a megabyte does not fit into an argument of a program.
@@ -304,7 +306,8 @@ def _empty(folder: Path) -> None:
 
 def main() -> None:
     """Wait for the agent's end, then clean up."""
-    kin, fd, cgroup, run_dirs = Kin.read(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4:]
+    kin, fd, cgroup = Kin.read(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    run_dirs = json.loads(os.environ[RUN_DIRS])
     # A scheduler signals all of a job's processes. The guardian ends only when its work is done.
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(signum, signal.SIG_IGN)

@@ -7,7 +7,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -23,25 +23,40 @@ LATEST = "latest"
 LOGS_MODE = 0o750
 
 
-def private_places() -> tuple[str, ...]:
-    """Where a run's private folder may be made, the user's choice of a temporary folder first; nothing is made yet."""
-    name = f"elaunch_{secrets.token_hex(8)}"
-    chosen = (os.environ.get(variable) for variable in ("TMPDIR", "TEMP", "TMP"))
-    folders = (*chosen, "/tmp", "/var/tmp", SHARED_MEMORY)
+class Places(NamedTuple):
+    """Where a run's folders may be made, in this order: `private` files, the workers' `memory`, the agent's `socket`.
+
+    The names of each kind are its own. Who sees one folder cannot make the others before the run does.
+    """
+
+    private: tuple[str, ...]
+    memory: tuple[str, ...]
+    socket: tuple[str, ...]
+
+    @property
+    def all(self) -> tuple[str, ...]:
+        return (*self.private, *self.memory, *self.socket)
+
+
+def new_places() -> Places:
+    """Places with new names; nothing is made yet.
+
+    The private folder is where the user wants temporary files. The memory is in /dev/shm, else on a disk. The socket is
+    where `elaunch status` looks, whose TMPDIR may be another.
+    """
+    chosen = [folder for variable in ("TMPDIR", "TEMP", "TMP") if (folder := os.environ.get(variable))]
+    disks = [folder for folder in (*chosen, "/tmp", "/var/tmp") if SHARED_MEMORY not in folder]
+    return Places(
+        _named("", (*chosen, "/tmp", "/var/tmp", SHARED_MEMORY)),
+        _named("_memory", (SHARED_MEMORY, *disks)),
+        _named("_socket", (*SOCKET_FOLDERS, *chosen)),
+    )
+
+
+def _named(ending: str, folders: Iterable[str]) -> tuple[str, ...]:
+    name = f"elaunch_{secrets.token_hex(8)}{ending}"
     # The paths are absolute: the guardian, which removes the folders, has another working directory.
-    return tuple(str(Path(folder, name).absolute()) for folder in folders if folder)
-
-
-def memory_places(private: tuple[str, ...]) -> tuple[str, ...]:
-    """Where the job's memory on this host may be made: in shared memory, else on a disk, beside a private folder."""
-    name = Path(private[0]).name
-    return (f"{SHARED_MEMORY}/{name}_memory", *(f"{place}_memory" for place in private if SHARED_MEMORY not in place))
-
-
-def socket_places(private: tuple[str, ...]) -> tuple[str, ...]:
-    """Where the folder of the agent's socket may be made: `elaunch status` looks there, whose TMPDIR may be another."""
-    name = f"{Path(private[0]).name}_socket"
-    return tuple(dict.fromkeys((*(f"{folder}/{name}" for folder in SOCKET_FOLDERS), *(f"{p}_socket" for p in private))))
+    return tuple(dict.fromkeys(str(Path(folder, name).absolute()) for folder in folders))
 
 
 class MemoryFolder(NamedTuple):
@@ -59,14 +74,14 @@ class RunDir:
     """
 
     def __init__(
-        self, log_dir: Path | None, run_id: str, warn: Callable[[str], None], private: tuple[str, ...] = ()
+        self, log_dir: Path | None, run_id: str, warn: Callable[[str], None], places: Places | None = None
     ) -> None:
-        """`private` are places for a private folder: the first that works is used. Empty means `private_places()`.
+        """Of each kind of `places` (else of new ones) the first that works is used.
 
         Raises OSError if `log_dir` cannot be written: the user must not learn at the end that there are no log files.
         """
         self._warn = warn
-        self._private_places = private or private_places()
+        self._places = places or new_places()
         self._warned = False
         self.logs: Path | None = None
         self.private: Path | None = None
@@ -94,11 +109,11 @@ class RunDir:
     @cached_property
     def memory(self) -> MemoryFolder:
         """The folder for what workers keep beyond their own lives; made when it is first asked for."""
-        return _make_memory(memory_places(self._private_places))
+        return _make_memory(self._places.memory)
 
     def socket_folders(self) -> Iterator[Path]:
         """Private folders for the agent's socket, each made when it is asked for; the first that works is kept."""
-        for place in socket_places(self._private_places):
+        for place in self._places.socket:
             with suppress(OSError):
                 yield _make_private(place)
 
@@ -136,7 +151,7 @@ class RunDir:
         return path.absolute()
 
     def _private(self) -> Path | None:
-        for place in self._private_places:
+        for place in self._places.private:
             with suppress(OSError):
                 return _make_private(place)
         self.warn("no temporary folder can be written; exceptions are read from the workers' output instead")

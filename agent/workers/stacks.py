@@ -14,13 +14,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from elaunch.agent import linux
+from elaunch.agent.at_once import at_once
 from elaunch.agent.core.stack_groups import Frame, Stack, ThreadStack
 from elaunch.agent.core.tracing import tracing_advice
 from elaunch.rendezvous.codec import parse_json
@@ -28,7 +29,10 @@ from elaunch.rendezvous.texts import plain
 
 TOOL = "py-spy"
 NO_TOOL = f"{TOOL} is not installed; `pip install {TOOL}` has it"
+_LATE = f"{TOOL} did not come to an end in time"
 _TAKE_S = 10.0
+# A py-spy that is killed at the end of that time has this long to go.
+_KILL_S = 0.5
 # A process that is just changing its stack may be read wrongly; the next try is right.
 _TRIES = 3
 _AT_ONCE = 8
@@ -60,17 +64,21 @@ _OF_A_FILE = {
 
 
 def take(pids: Mapping[int, int], *, within_s: float = _TAKE_S) -> tuple[Stack, ...]:
-    """The stacks of these processes (by rank) and of their children, by rank, at the latest after `within_s`.
+    """The stacks of these processes (by rank) and of their children, by rank, at most half a second after `within_s`.
 
     It never raises: a stack that cannot be taken has its `trouble`. It waits for py-spy, so it is called in a thread
     where somebody must not wait.
     """
     if not pids:
         return ()
-    tool, until_s = find_tool(), time.monotonic() + within_s
-    with ThreadPoolExecutor(_AT_ONCE, "elaunch-stacks") as pool:
-        looks = [pool.submit(_take_tree, tool, rank, pid, until_s) for rank, pid in sorted(pids.items())]
-        return tuple(look.result() for look in looks)
+    tool, until_s, processes = find_tool(), time.monotonic() + within_s, sorted(pids.items())
+    looks = [partial(_take_tree, tool, rank, pid, until_s) for rank, pid in processes]
+    # A py-spy that waits for a process in an uninterruptible sleep does not even end by SIGKILL.
+    found = at_once(looks, within_s + _KILL_S, "elaunch-stacks", _AT_ONCE)
+    return tuple(
+        found.get(place) or Stack(rank, pid, state=linux.state(pid), trouble=_LATE)
+        for place, (rank, pid) in enumerate(processes)
+    )
 
 
 def find_tool() -> str | None:
@@ -118,7 +126,7 @@ def _dump(tool: str, pid: int, until_s: float, *more: str) -> tuple[list[_Thread
             command, stdin=subprocess.DEVNULL, capture_output=True, timeout=left_s, env=env, check=False
         )
     except subprocess.TimeoutExpired:
-        return [], f"{TOOL} did not come to an end in time"
+        return [], _LATE
     except OSError as error:
         return [], f"{TOOL} cannot be started ({error.strerror})"
     if ended.returncode:

@@ -17,6 +17,7 @@ from elaunch.launcher.doctor.checks import Checked, checks_for, examine
 from elaunch.launcher.doctor.facts import Needs
 from elaunch.launcher.doctor.findings import Grade, worst
 from elaunch.launcher.errors import UsageError
+from elaunch.launcher.options.argv import normalise
 from elaunch.launcher.options.options import HelpRequested, Options, parse
 from elaunch.launcher.options.secret_file import read_secret
 from elaunch.launcher.preflight import check_log_dir, check_program
@@ -53,18 +54,30 @@ def main(argv: Sequence[str], environ: Mapping[str, str], cluster: Cluster | Non
     trouble = "" if options.target == _NO_PROGRAM else program_trouble(options, environ)
     scheduler = line(cluster) if cluster else ""
     checked = examine(checks_for(needs, planned.plan, environ, scheduler, trouble), needs)
-    _print(checked, time.monotonic() - start_s, is_json="--json" in argv)
+    _print(checked, time.monotonic() - start_s, is_json=split(argv)[1])
     return 1 if worst(each.grade for each in checked) is Grade.BAD else 0
 
 
 def options_of(argv: Sequence[str], environ: Mapping[str, str]) -> Options | HelpRequested:
     """The options of a job in `argv`, which may lack a program. Raises UsageError."""
-    words = [word for word in argv if word != "--json"]
+    words, _ = split(argv)
     found = parse([*words, "--", _NO_PROGRAM], environ)
     if isinstance(found, HelpRequested):
         return found if "--version" in words else HelpRequested(HELP.rstrip("\n"))
     # Errors show what the user has typed.
     return replace(found, typed=tuple(words))
+
+
+def split(argv: Sequence[str]) -> tuple[list[str], bool]:
+    """The words without this command's own --json, and whether it is there. After the script it is the script's."""
+    words: list[str] = []
+    is_json = False
+    for word in argv:
+        if word == "--json" and "--" not in words and not normalise(words).program:
+            is_json = True
+        else:
+            words.append(word)
+    return words, is_json
 
 
 def needed(options: Options, environ: Mapping[str, str], cluster: Cluster | None) -> tuple[Needs, Planned]:

@@ -137,7 +137,7 @@ def _look(job: Sequence[NodeFolder]) -> Look:
     ]
     if not open_here:
         return Look(time.time(), "", frozenset())
-    agents = frozenset((agent.job.run_id, agent.pid) for agent in local_agents()[0])
+    agents = frozenset((agent.job.run_id, agent.pid) for agent in local_agents().agents)
     can_see = os.geteuid() == 0 or all(reading.owner(folder) == os.geteuid() for folder in open_here)
     return Look(time.time(), host if can_see else "", agents)
 

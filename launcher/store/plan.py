@@ -25,9 +25,7 @@ from elaunch.launcher.store.store_address import (
 from elaunch.records import dataclass
 from elaunch.rendezvous.endpoint import Tls, Transport
 from elaunch.rendezvous.times import Times
-
-# torchrun's name for a job without --run-id. All nodes of the job must use the same name.
-UNNAMED = "none"
+from elaunch.rendezvous.types import UNNAMED
 
 _ETCD = ("etcd", "etcd-v2")
 _ALONE = "one node needs no rendezvous"

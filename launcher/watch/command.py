@@ -12,20 +12,22 @@ from elaunch.launcher.options import argv as command_line
 from elaunch.launcher.options.options import HelpRequested, Options, parse
 from elaunch.launcher.options.secret_file import read_secret
 from elaunch.launcher.options.table import OptionSpec
-from elaunch.launcher.store.plan import UNNAMED, plan
+from elaunch.launcher.store.plan import plan
 from elaunch.launcher.store.rendezvous_plan import RendezvousPlan
 from elaunch.launcher.store.store_address import given_addresses
 from elaunch.launcher.watch.flags import STORE_OPTIONS, WATCHES
-from elaunch.launcher.watch.local import LocalAgent, local_agents
+from elaunch.launcher.watch.local import Found, LocalAgent, local_agents, user_name
 from elaunch.launcher.watch.record import VERSION, status_record
 from elaunch.launcher.watch.source import JobSource, LocalSource, StoreSource
 from elaunch.launcher.watch.words import span, text_of
 from elaunch.records import dataclass
 from elaunch.rendezvous.texts import plain
+from elaunch.rendezvous.types import UNNAMED
 
 _WHERE = """\
 Without options it finds the jobs of this user on this host (as root: of all users). JOB is a run id,
-or how it begins. From another host, name the store as the job's nodes do; variables count too:
+or how it begins, or the pid of the job's elaunch. From another host, name the store as the job's
+nodes do; variables count too:
 
   --rdzv-endpoint HOST:PORT  the job's store; ELAUNCH_ENDPOINT
   --run-id ID                the job's name, instead of JOB
@@ -120,21 +122,44 @@ def find(request: LookRequest, environ: Mapping[str, str]) -> JobSource | str:
     """The job that is meant; or, if there are several, the text that lists them. Raises UsageError and SiteError."""
     if request.has_typed_store:
         return _by_store(request, environ)
-    agents, troubles = local_agents()
-    jobs = _jobs(agents)
-    if request.job:
-        exact = {key: group for key, group in jobs.items() if key[0] == request.job}
-        jobs = exact or {key: group for key, group in jobs.items() if key[0].startswith(request.job)}
+    found = local_agents()
+    jobs = _named(request.job, _jobs(found.agents)) if request.job else _jobs(found.agents)
     if len(jobs) == 1:
+        # Those that are silent may be of this job, too.
+        _tell(found.silent if request.job else (*found.silent, *found.troubles))
         return LocalSource(next(iter(jobs.values())))
     if not jobs:
         if _has_endpoint(request.options, environ):
+            _tell((*found.silent, *found.troubles))
             return _by_store(request, environ)
-        raise SiteError(_nothing_found(request, agents, troubles))
+        raise SiteError(_nothing_found(request, found))
     if request.name != "status":
-        names = ", ".join(plain(run_id) for run_id, _ in jobs)
+        names = ", ".join(_call(run_id, group) for (run_id, _), group in jobs.items())
         raise UsageError(f"several jobs run here: {names}; name one: elaunch {request.name} JOB")
-    return _list(jobs, troubles, is_json="--json" in request.switches)
+    return _list(jobs, (*found.silent, *found.troubles), is_json="--json" in request.switches)
+
+
+_Jobs = Mapping[tuple[str, str], Sequence[LocalAgent]]
+
+
+def _named(name: str, jobs: _Jobs) -> _Jobs:
+    """The jobs with that run id; else those with an agent of that pid; else those whose run id begins so."""
+    return (
+        {key: group for key, group in jobs.items() if key[0] == name}
+        or {key: group for key, group in jobs.items() if name in (str(agent.pid) for agent in group)}
+        or {key: group for key, group in jobs.items() if key[0].startswith(name)}
+    )
+
+
+def _call(run_id: str, agents: Sequence[LocalAgent]) -> str:
+    """What a user types for that job; a job without a name is called by the pid of its elaunch."""
+    return str(agents[0].pid) if run_id == UNNAMED else plain(run_id)
+
+
+def _tell(troubles: Sequence[str]) -> None:
+    """Say what was found beside the answer. Not on stdout, which may be JSON."""
+    for trouble in troubles:
+        print(f"elaunch: {plain(trouble)}", file=sys.stderr)
 
 
 def _split(name: str, words: Sequence[str]) -> tuple[list[tuple[OptionSpec, str]], list[str]]:
@@ -187,16 +212,19 @@ def _jobs(agents: Sequence[LocalAgent]) -> dict[tuple[str, str], list[LocalAgent
     return jobs
 
 
-def _nothing_found(request: LookRequest, agents: Sequence[LocalAgent], troubles: Sequence[str]) -> str:
+def _nothing_found(request: LookRequest, found: Found) -> str:
     which = f"no job {plain(request.job)}" if request.job else "no job of yours"
-    why = "".join(f"; {trouble}" for trouble in troubles)
-    if agents:
-        names = ", ".join(dict.fromkeys(plain(agent.job.run_id) for agent in agents))
+    why = "".join(f"; {plain(trouble)}" for trouble in (*found.silent, *found.troubles))
+    if found.others:
+        users = [user_name(uid) for uid in found.others[:3]] + (["others"] if found.others[3:] else [])
+        why += f"; jobs of {', '.join(users)} may run here, which only their users and root can see"
+    if found.agents:
+        names = ", ".join(_call(run_id, group) for (run_id, _), group in _jobs(found.agents).items())
         return f"{which} runs on this host; there is {names}{why}"
     return f"{which} runs on this host{why}; for a job of other hosts name its store: --rdzv-endpoint HOST:PORT"
 
 
-def _list(jobs: Mapping[tuple[str, str], Sequence[LocalAgent]], troubles: Sequence[str], *, is_json: bool) -> str:
+def _list(jobs: _Jobs, troubles: Sequence[str], *, is_json: bool) -> str:
     rows = [
         {
             "run_id": run_id,
@@ -211,10 +239,10 @@ def _list(jobs: Mapping[tuple[str, str], Sequence[LocalAgent]], troubles: Sequen
         return json.dumps({"version": VERSION, "jobs": rows}) + "\n"
     lines = [f"{len(rows)} jobs run here; elaunch status JOB shows one:"]
     lines += [
-        plain(f"  {row['run_id']}  {row['state']} for {span(float(str(row['since_s'])))}  {row['command']}")
-        for row in rows
+        plain(f"  {_call(run_id, agents)}  {row['state']} for {span(float(str(row['since_s'])))}  {row['command']}")
+        for ((run_id, _), agents), row in zip(jobs.items(), rows, strict=True)
     ]
-    return "\n".join([*lines, *troubles]) + "\n"
+    return "\n".join([*lines, *map(plain, troubles)]) + "\n"
 
 
 def _status(request: LookRequest, source: JobSource) -> int:

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import pwd
 import re
 import socket
 import stat
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from elaunch.agent.answers.local_socket import SOCKET_NAME, credentials
+from elaunch.agent.at_once import at_once
 from elaunch.agent.core.stack_answer import StackAnswer, read_stack_answer
 from elaunch.agent.guardian.guardian import SOCKET_FOLDERS
+from elaunch.agent.linux import is_stopped
 from elaunch.records import dataclass
 from elaunch.rendezvous.codec import decode_fields, parse_json
 from elaunch.rendezvous.rules.reports import JobReport, NodeReport, is_possible
@@ -27,6 +31,12 @@ _AGAIN_S = 0.05
 _ANSWER_BYTES_MAX = 4 << 20
 _FOLDER = re.compile(r"elaunch_[0-9a-f]{16}_socket")
 _ROOT = 0
+# Sockets of one other user that root asks. Each takes a thread.
+_OF_ANOTHER_MAX = 64
+# An answer that is late has its own words, which name the agent.
+_SPARE_S = 0.5
+
+Answer = TypeVar("Answer")
 
 
 class NoAnswer(Exception):
@@ -49,25 +59,65 @@ class LocalAgent:
     node: NodeReport
 
 
-def local_agents() -> tuple[list[LocalAgent], list[str]]:
-    """The agents of this user (root's: of all users) that answer, and a sentence for each one that does not."""
-    found: list[LocalAgent] = []
-    troubles: list[str] = []
-    spent_s: defaultdict[int, float] = defaultdict(float)
-    for path, owner in _sockets():
-        # Another user's sockets may be many and silent: all of that user's together get the time of one answer.
-        if owner != os.geteuid() and spent_s[owner] >= ANSWER_S:
-            troubles.append(f"the other sockets of the user with id {owner} were not asked: it takes too long")
-            continue
-        begun_s = time.monotonic()
-        try:
-            found.append(status_of(path))
-        except NoAnswer as error:
+@dataclass(frozen=True)
+class Found:
+    """The agents of this host that answer.
+
+    `silent` has a sentence for each one that lives and does not, `troubles` for all else that could not be looked at.
+    `others` are the ids of users whose sockets this user may not look at.
+    """
+
+    agents: tuple[LocalAgent, ...]
+    silent: tuple[str, ...]
+    troubles: tuple[str, ...]
+    others: tuple[int, ...]
+
+
+def local_agents() -> Found:
+    """Ask the agents of this user (root's: of all users), all at the same time."""
+    sockets, troubles, others = _sockets()
+    of_user: defaultdict[int, list[Path]] = defaultdict(list)
+    for path, owner in sockets:
+        of_user[owner].append(path)
+    paths: list[Path] = []
+    for owner, its in of_user.items():
+        # Another user's sockets may be any number.
+        most = len(its) if owner == os.geteuid() else _OF_ANOTHER_MAX
+        paths += its[:most]
+        if its[most:]:
+            troubles.append(f"{len(its[most:])} more sockets of {user_name(owner)} were not asked: it takes too long")
+    agents: list[LocalAgent] = []
+    silent: list[str] = []
+    for path, said in zip(paths, ask_all([partial(status_of, path) for path in paths]), strict=True):
+        if isinstance(said, LocalAgent):
+            agents.append(said)
+        elif path.exists():
             # One that has ended since it was listed is of no interest.
-            if path.exists():
-                troubles.append(str(error))
-        spent_s[owner] += time.monotonic() - begun_s
-    return sorted(found, key=lambda agent: (agent.job.run_id, agent.pid)), list(dict.fromkeys(troubles))
+            (troubles if isinstance(said, AgentGone) else silent).append(str(said))
+    agents.sort(key=lambda agent: (agent.job.run_id, agent.pid))
+    return Found(tuple(agents), tuple(dict.fromkeys(silent)), tuple(dict.fromkeys(troubles)), others)
+
+
+def ask_all(asks: Sequence[Callable[[], Answer]], patience_s: float = ANSWER_S) -> list[Answer | NoAnswer]:
+    """The answers in order, each asked at the same time; NoAnswer for each agent that gives none by then."""
+
+    def tried(ask: Callable[[], Answer]) -> Answer | NoAnswer:
+        try:
+            return ask()
+        except NoAnswer as error:
+            return error
+
+    said = at_once([partial(tried, ask) for ask in asks], patience_s + _SPARE_S, "elaunch-ask", len(asks))
+    late = NoAnswer(f"an elaunch of this host did not answer within {patience_s:g} s")
+    return [said.get(place, late) for place in range(len(asks))]
+
+
+def user_name(uid: int) -> str:
+    """The user's name, or words with the id where the host has no name for it."""
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return f"the user with id {uid}"
 
 
 def status_of(path: Path) -> LocalAgent:
@@ -99,13 +149,22 @@ def stacks_of(agent: LocalAgent, wait_s: float) -> StackAnswer:
     return answer
 
 
-def _sockets() -> Iterator[tuple[Path, int]]:
-    """The sockets in folders that nobody but their owners can have made, and the owners' user ids."""
+def _sockets() -> tuple[list[tuple[Path, int]], list[str], tuple[int, ...]]:
+    """The sockets in folders that nobody but their owners can have made, with the owners' user ids.
+
+    Also a sentence for each folder that cannot be looked at, and the ids of users who do not let this one look.
+    """
+    found: list[tuple[Path, int]] = []
+    troubles: list[str] = []
+    others: set[int] = set()
     own = (os.environ.get(name) for name in ("TMPDIR", "TEMP", "TMP"))
     for parent in dict.fromkeys(folder for folder in (*SOCKET_FOLDERS, *own) if folder):
         try:
             names = sorted(name for name in os.listdir(parent) if _FOLDER.fullmatch(name))  # noqa: PTH208
-        except OSError:
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError as error:
+            troubles.append(f"the folder {parent}, where jobs may be, cannot be read: {error.strerror}")
             continue
         for name in names:
             folder = Path(parent, name)
@@ -113,18 +172,23 @@ def _sockets() -> Iterator[tuple[Path, int]]:
                 status = folder.lstat()
             except OSError:
                 continue
-            is_seen = os.geteuid() in (status.st_uid, _ROOT)
-            if stat.S_ISDIR(status.st_mode) and not status.st_mode & 0o077 and is_seen:
-                yield folder / SOCKET_NAME, status.st_uid
+            if os.geteuid() not in (status.st_uid, _ROOT):
+                others.add(status.st_uid)
+            elif stat.S_ISDIR(status.st_mode) and not status.st_mode & 0o077:
+                found.append((folder / SOCKET_NAME, status.st_uid))
+            elif status.st_uid == os.geteuid():
+                troubles.append(f"{folder} is open to other users, so its socket is not believed")
+    return found, troubles, tuple(sorted(others))
 
 
 def _ask(path: Path, topic: str, patience_s: float = ANSWER_S) -> tuple[dict[str, Any], int, int]:
     """The answer, and the pid and user id of the process that gave it."""
+    end_s = time.monotonic() + patience_s
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(patience_s)
         try:
             owner = path.parent.lstat().st_uid
-            _connect(connection, str(path), patience_s)
+            _connect(connection, str(path), end_s)
         except TimeoutError:
             raise NoAnswer(f"too many others ask the elaunch at {path}, or it does not go on") from None
         except FileNotFoundError:
@@ -142,7 +206,9 @@ def _ask(path: Path, topic: str, patience_s: float = ANSWER_S) -> tuple[dict[str
             raise NoAnswer(f"the socket {path} is served by another user; it is not believed")
         try:
             connection.sendall(f'{{"ask":"{topic}"}}\n'.encode())
-            answer = parse_json(_line(connection, patience_s))
+            if is_stopped(pid):
+                raise NoAnswer(f"the elaunch with pid {pid} is stopped, by SIGSTOP or a debugger (kill -CONT {pid})")
+            answer = parse_json(_line(connection, end_s))
         except TimeoutError:
             raise NoAnswer(f"the elaunch with pid {pid} did not answer within {patience_s:g} s") from None
         except (OSError, ValueError):
@@ -154,8 +220,7 @@ def _ask(path: Path, topic: str, patience_s: float = ANSWER_S) -> tuple[dict[str
     return answer, pid, uid
 
 
-def _connect(connection: socket.socket, path: str, patience_s: float) -> None:
-    end_s = time.monotonic() + patience_s
+def _connect(connection: socket.socket, path: str, end_s: float) -> None:
     while True:
         try:
             connection.connect(path)
@@ -167,8 +232,7 @@ def _connect(connection: socket.socket, path: str, patience_s: float) -> None:
         time.sleep(_AGAIN_S)
 
 
-def _line(connection: socket.socket, patience_s: float) -> bytes:
-    end_s = time.monotonic() + patience_s
+def _line(connection: socket.socket, end_s: float) -> bytes:
     data = bytearray()
     while not data.endswith(b"\n"):
         left_s = end_s - time.monotonic()

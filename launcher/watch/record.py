@@ -10,8 +10,8 @@ from typing import Any
 
 from elaunch.records import dataclass
 from elaunch.rendezvous.rules.forming import counted_restarts
-from elaunch.rendezvous.rules.reports import JobReport, NodeReport
-from elaunch.rendezvous.types import RankTable, host_of
+from elaunch.rendezvous.rules.reports import JobReport, JobState, NodeReport
+from elaunch.rendezvous.types import OpenKind, RankTable, host_of
 
 # Grows when a field changes its meaning or goes away. New fields may come without that.
 VERSION = 1
@@ -30,27 +30,30 @@ class Gathered:
 def status_record(known: Gathered, now: float) -> dict[str, Any]:
     """The object. `now` is the wall clock, for times that people read."""
     job, table_of = known.job, known.job.seats
-    generation = table_generation(known)
+    generation, state = table_generation(known), _state(known)
     ages_s = [report.workers_age_s for report in known.nodes.values() if report.generation == generation]
     age_s = max((age for age in ages_s if age is not None), default=None)
+    # While the next generation forms, the workers that were started last are gone, or still of another one.
+    since_s = age_s if state == "running" else None
     ranks = _ranks(known, generation)
     return {
         "version": VERSION,
         "run_id": job.run_id,
-        "state": job.state.value,
+        "state": state,
         "command": job.terms.command if job.terms else "",
         "nodes_min": job.terms.nodes_min if job.terms else None,
         "nodes_max": job.terms.nodes_max if job.terms else None,
         "generation": _generation(job),
-        "since": None if age_s is None else _time(now - age_s),
-        "since_s": None if age_s is None else round(age_s, 1),
+        "workers_generation": None if generation < 0 else generation,
+        "since": None if since_s is None else _time(now - since_s),
+        "since_s": None if since_s is None else round(since_s, 1),
         "world_size": sum(seat.slots for seat in table_of),
         **_steps(ranks),
         "restarts": _restarts(job, age_s or 0.0),
         "last_failure": _failure(job, now),
         "hang": job.hang or None,
         "outcome": _outcome(job),
-        "spares": len(job.others) if job.seats else 0,
+        "spares": _spares(job),
         "nodes": _nodes(known),
         "ranks": ranks,
         "notes": list(known.notes),
@@ -59,9 +62,32 @@ def status_record(known: Gathered, now: float) -> dict[str, Any]:
 
 def table_generation(known: Gathered) -> int:
     """The generation of the newest table: the newest one any of the nodes runs. -1 before the first."""
-    if known.job.state.value == "running" and known.job.generation:
+    if known.job.state is JobState.RUNNING and known.job.generation:
         return known.job.generation.number
     return max((report.generation for report in known.nodes.values()), default=-1)
+
+
+def _state(known: Gathered) -> str:
+    """The job's state; `stopping` as long as a node ends the workers of a generation that is over."""
+    state = known.job.state
+    is_live = state in (JobState.FORMING, JobState.RUNNING)
+    reported = [report.state for report in known.nodes.values()]
+    # One node may stop its workers a moment before the others hear that the generation is over.
+    is_over = state is JobState.FORMING or all(word in ("stopping", "ended") for word in reported)
+    return "stopping" if is_live and is_over and "stopping" in reported else state.value
+
+
+def _spares(job: JobReport) -> int | None:
+    """The members without a seat. Only the whole of the job's keys has them."""
+    if not job.is_whole:
+        return None
+    return len(job.others) if job.seats else 0
+
+
+def absence(job: JobReport, node_id: str) -> str:
+    """Whether a seated node without a lease left or was lost: one word."""
+    has_left = job.generation and job.generation.kind is OpenKind.LEAVE and job.generation.node_id == node_id
+    return "left" if has_left else "lost"
 
 
 def _time(seconds: float) -> str | None:
@@ -127,6 +153,8 @@ def _nodes(known: Gathered) -> list[dict[str, Any]]:
     others = [(node_id, host_of(node_id), None, 0) for node_id in known.job.others]
     rows = [*seats, *others]
     listed = {node_id for node_id, *_ in rows}
+    is_live = known.job.ended is None
+    absent = {seat.node_id for seat in known.job.seats if seat.is_member is False and is_live}
     rows += [(id_, report.host, None, 0) for id_, report in known.nodes.items() if id_ not in listed]
     found: list[dict[str, Any]] = []
     for node_id, host, first_rank, slots in rows:
@@ -138,7 +166,7 @@ def _nodes(known: Gathered) -> list[dict[str, Any]]:
                 "is_spare": first_rank is None and bool(known.job.seats),
                 "first_rank": first_rank,
                 "slots": slots,
-                "state": report.state if report else None,
+                "state": report.state if report else absence(known.job, node_id) if node_id in absent else None,
                 "pid": report.pid if report else None,
                 "since_s": round(report.age_s, 1) if report else None,
                 "waiting": report.waiting if report else "",

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
 from elaunch.agent.answers.answers import STACKS_S
@@ -15,8 +16,17 @@ from elaunch.launcher.store.connect import store_of
 from elaunch.launcher.store.rendezvous_plan import RendezvousPlan
 from elaunch.launcher.store.way import plan_by
 from elaunch.launcher.watch.asking import NobodyAsked, ask_nodes, patience_s, read_job
-from elaunch.launcher.watch.local import ANSWER_S, AgentGone, LocalAgent, NoAnswer, stacks_of, status_of, way_to_store
-from elaunch.launcher.watch.record import Gathered
+from elaunch.launcher.watch.local import (
+    ANSWER_S,
+    AgentGone,
+    LocalAgent,
+    NoAnswer,
+    ask_all,
+    stacks_of,
+    status_of,
+    way_to_store,
+)
+from elaunch.launcher.watch.record import Gathered, absence
 from elaunch.records import dataclass
 from elaunch.rendezvous.rules.questions import Topic
 from elaunch.rendezvous.rules.reports import JobReport, JobState, NodeReport, job_report, read_node_report
@@ -124,7 +134,8 @@ class StoreSource:
         job = job_report(snapshot)
         if job.state in _OF_NO_JOB:
             return {}, {}, []
-        missing = {seat.node_id: "left, or was lost: its lease has ended" for seat in job.seats if not seat.is_member}
+        said = {"left": "left the job", "lost": "was lost: its lease has ended"}
+        missing = {seat.node_id: said[absence(job, seat.node_id)] for seat in job.seats if not seat.is_member}
         wanted = snapshot.members.keys() - set(known)
         if not wanted:
             return {}, missing, []
@@ -152,24 +163,20 @@ class LocalSource:
         self._store: StoreSource | None = None
 
     def take(self) -> Gathered:
-        reports: dict[str, NodeReport] = {}
-        job: JobReport | None = None
-        trouble: NoAnswer | None = None
-        for agent in self._agents:
-            try:
-                now = status_of(agent.path)
-            except NoAnswer as error:
-                trouble = error
-                continue
-            reports[now.node.node_id] = now.node
-            job = now.job
-        if job is None:
+        said = ask_all([partial(status_of, agent.path) for agent in self._agents])
+        now = [answer for answer in said if isinstance(answer, LocalAgent)]
+        troubles = [error for error in said if isinstance(error, NoAnswer) and not isinstance(error, AgentGone)]
+        if not now:
             if self._store:
                 return self._store.take()
             over = f"job {self._agents[0].job.run_id}: its elaunch on this host has ended"
-            raise JobOver(over) if isinstance(trouble, AgentGone) else SiteError(str(trouble))
+            raise SiteError("; ".join(map(str, troubles))) if troubles else JobOver(over)
+        reports = {agent.node.node_id: agent.node for agent in now}
+        # Where the store is silent for one of them, another one may know more.
+        job = max((agent.job for agent in now), key=_how_new)
         is_alone = not any(agent.is_remote for agent in self._agents)
-        return Gathered(job, reports, {}) if is_alone else self._with_others(job, reports)
+        known = Gathered(job, reports, {}) if is_alone else self._with_others(job, reports)
+        return replace(known, notes=(*known.notes, *map(str, troubles)))
 
     def _with_others(self, job: JobReport, reports: dict[str, NodeReport]) -> Gathered:
         """With what the store says, and the nodes on other hosts."""
@@ -184,10 +191,10 @@ class LocalSource:
         return Gathered(job_report(snapshot), {**others, **reports}, silent, (*source.notes, *notes))
 
     def stacks(self) -> NodeStacks:
-        with ThreadPoolExecutor(len(self._agents), "elaunch-ask") as pool:
-            said = list(pool.map(_stacks_or_why, self._agents))
+        wait_s = ANSWER_S + STACKS_S
+        said = ask_all([partial(stacks_of, agent, wait_s) for agent in self._agents], wait_s)
         answers = [answer for answer in said if isinstance(answer, StackAnswer)]
-        silent = [why for why in said if isinstance(why, str)]
+        silent = [str(why) for why in said if isinstance(why, NoAnswer)]
         notes: tuple[str, ...] = ()
         if any(agent.is_remote for agent in self._agents):
             try:
@@ -218,8 +225,5 @@ class LocalSource:
                 self._store.close()
 
 
-def _stacks_or_why(agent: LocalAgent) -> StackAnswer | str:
-    try:
-        return stacks_of(agent, ANSWER_S + STACKS_S)
-    except NoAnswer as error:
-        return str(error)
+def _how_new(job: JobReport) -> tuple[bool, int, bool]:
+    return job.ended is not None, job.generation.number if job.generation else -1, job.is_whole

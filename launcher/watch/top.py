@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import sys
 import termios
 import time
 import tty
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -38,6 +39,7 @@ def watch(source: JobSource, *, every_rank: bool) -> int:
     console = Console(highlight=False, soft_wrap=False)
     trouble = over = ""
     with (
+        _signals_end_it(),
         _keys() as is_over,
         Live(console=console, screen=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False) as live,
     ):
@@ -120,6 +122,21 @@ def _lines(source: JobSource, record: dict[str, Any]) -> int:
 
 
 @contextmanager
+def _signals_end_it() -> Iterator[None]:
+    """End by SIGTERM and SIGHUP as by Ctrl-C, with the terminal as it was before."""
+
+    def end(signum: int, _frame: object) -> None:
+        raise SystemExit(128 + signum)
+
+    before = {signum: signal.signal(signum, end) for signum in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
+@contextmanager
 def _keys() -> Iterator[Any]:
     """A function that waits so many seconds, and says whether the user typed q meanwhile."""
     if not sys.stdin.isatty():
@@ -127,11 +144,21 @@ def _keys() -> Iterator[Any]:
         return
     fd = sys.stdin.fileno()
     before = termios.tcgetattr(fd)
-    tty.setcbreak(fd)
     try:
+        tty.setcbreak(fd)
+        _disable_suspend(fd)
         yield lambda seconds: _typed_q(fd, seconds)
     finally:
-        termios.tcsetattr(fd, termios.TCSADRAIN, before)
+        # After a SIGHUP the terminal may be gone.
+        with suppress(termios.error):
+            termios.tcsetattr(fd, termios.TCSADRAIN, before)
+
+
+def _disable_suspend(fd: int) -> None:
+    """Ctrl-Z would give the shell back with this screen on it."""
+    modes = termios.tcgetattr(fd)
+    modes[6][termios.VSUSP] = os.fpathconf(fd, "PC_VDISABLE").to_bytes(1, "little")
+    termios.tcsetattr(fd, termios.TCSADRAIN, modes)
 
 
 def _sleep(seconds: float) -> bool:

@@ -7,6 +7,7 @@ from statistics import median
 from typing import Any
 
 from elaunch.rendezvous.texts import plain
+from elaunch.rendezvous.types import UNNAMED
 
 # More ranks than this are shown by node, unless --ranks asks for them.
 RANKS_SHOWN = 32
@@ -30,13 +31,17 @@ def headline(record: dict[str, Any]) -> str:
     """The job in one line."""
     generation, outcome = record["generation"], record["outcome"]
     state = record["state"]
+    name = "unnamed job" if record["run_id"] == UNNAMED else f"job {record['run_id']}"
     if outcome:
         state = f"ended: {outcome['kind']}"
     elif state == "gone":
         state = "no node of it lives"
+    elif state == "stopping":
+        # The generation that comes next may never run.
+        return plain(f"{name}: stopping generation {record['workers_generation']}")
     number = f", generation {generation['number']}" if generation else ""
     since = f" for {span(record['since_s'])}" if record["since_s"] is not None and not outcome else ""
-    return plain(f"job {record['run_id']}: {state}{number}{since}")
+    return plain(f"{name}: {state}{number}{since}")
 
 
 def facts_of(record: dict[str, Any]) -> list[tuple[str, str]]:
@@ -44,9 +49,13 @@ def facts_of(record: dict[str, Any]) -> list[tuple[str, str]]:
     seated = [node for node in record["nodes"] if node["first_rank"] is not None]
     size = f"{plural(len(seated), 'node')}, {plural(record['world_size'], 'rank')}"
     if not seated:
-        size = f"{len(record['nodes'])} of {plural(record['nodes_min'] or 1, 'node')}"
+        # Whoever does not know of spares knows of no other member either.
+        known = "" if record["spares"] is not None else "at least "
+        size = f"{known}{len(record['nodes'])} of {plural(record['nodes_min'] or 1, 'node')}"
     elif record["spares"]:
         size += f", {plural(record['spares'], 'spare')}"
+    if gone := sum(node["state"] in ("lost", "left") for node in seated):
+        size += f"; {plural(gone, 'node')} of it gone"
     facts = [("command", record["command"]), ("size", size)]
     if step := record["step"]:
         numbers = str(step["min"]) if step["min"] == step["max"] else f"{step['min']} to {step['max']}"
@@ -69,7 +78,8 @@ def facts_of(record: dict[str, Any]) -> list[tuple[str, str]]:
     for node in record["nodes"]:
         facts += [("waits", f"{node['host']} for {node['waiting']}")] if node["waiting"] else []
         facts += [("trouble", f"{node['host']}: {node['trouble']}")] if node["trouble"] else []
-    return [(label, plain(text)) for label, text in facts if text]
+    # Two agents of one host have the same trouble.
+    return list(dict.fromkeys((label, plain(text)) for label, text in facts if text))
 
 
 def rows_of(record: dict[str, Any], *, every_rank: bool = False) -> Rows:

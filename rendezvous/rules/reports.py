@@ -37,8 +37,9 @@ class JobState(Enum):
 
 @dataclass(frozen=True)
 class RankReport(Bounded):
-    """One worker. `state` is running, stopped (by SIGSTOP or a debugger), exited or done.
+    """One worker.
 
+    `state` is starting (it has no process yet), running, stopped (by SIGSTOP or a debugger), exited or done.
     `step` is -1 and `phase` empty where none was reported.
 
     `step_s` is the time of a step over the last ones, `reported_ago_s` the time since the last report.

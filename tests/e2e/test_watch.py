@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import termios
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -156,6 +157,8 @@ def test_two_nodes_are_asked_from_a_third_place_with_the_token(tmp_path: Path) -
         began_s = time.monotonic()
         partly = json.loads(asked("status", *there, run_id, "--json", env=with_token).stdout)
         took_s = time.monotonic() - began_s
+        # Where its pid means something, the user hears what to do.
+        beside = asked("status", run_id, "--json", env=without)
         two.signal(signal.SIGCONT)
 
         for status in (near, far):
@@ -174,6 +177,7 @@ def test_two_nodes_are_asked_from_a_third_place_with_the_token(tmp_path: Path) -
         assert "did not answer within 3 s; its lease still holds" in silent["silent"]
         assert [node["pid"] for node in partly["nodes"] if not node["silent"]] == [one.process.pid]
         assert took_s < 10
+        assert f"the elaunch with pid {two.process.pid} is stopped, by SIGSTOP or a debugger" in beside.stderr
         # The questions left nothing in the store, and the job did not notice them.
         assert asked("status", *there, run_id, env=with_token).returncode == 0
         (tmp_path / "hold").unlink()
@@ -290,6 +294,7 @@ class Screen:
     """A command at a terminal of its own."""
 
     def __init__(self, *words: str, lines: int = 24, columns: int = 100) -> None:
+        self.raw = b""
         self._screen = pyte.Screen(columns, lines)
         self._stream = pyte.ByteStream(self._screen)
         self._fd, theirs = pty.openpty()
@@ -311,8 +316,18 @@ class Screen:
                 data = os.read(self._fd, 1 << 16)
             except (BlockingIOError, OSError):
                 break
+            self.raw += data
             self._stream.feed(data)
         return "\n".join(line.rstrip() for line in self._screen.display)
+
+    def is_as_before(self) -> bool:
+        """Whether the terminal shows the shell's screen and cursor, and echoes whole lines."""
+        self.text()
+        # A terminal has the same modes at both ends.
+        modes = termios.tcgetattr(self._fd)[3]
+        is_shell_s = self.raw.rfind(b"\x1b[?1049l") > self.raw.rfind(b"\x1b[?1049h") >= 0
+        has_cursor = self.raw.rfind(b"\x1b[?25h") > self.raw.rfind(b"\x1b[?25l")
+        return is_shell_s and has_cursor and bool(modes & termios.ICANON) and bool(modes & termios.ECHO)
 
     def type(self, keys: bytes) -> None:
         os.write(self._fd, keys)
@@ -323,7 +338,9 @@ class Screen:
         os.close(self._fd)
 
 
-def test_top_draws_the_job_anew_each_second_until_q(tmp_path: Path) -> None:
+def test_top_draws_the_job_anew_each_second_until_q_or_a_signal_and_leaves_the_terminal_as_it_was(
+    tmp_path: Path,
+) -> None:
     run_id = name_of(tmp_path)
     with running(tmp_path, "--run-id", run_id):
         trains(run_id, 2)
@@ -338,10 +355,23 @@ def test_top_draws_the_job_anew_each_second_until_q(tmp_path: Path) -> None:
                 "the steps go on",
             )
             text = screen.text()
-            screen.type(b"q")
+            # Ctrl-Z would leave this screen to the shell.
+            screen.type(b"\x1aq")
             assert screen.process.wait(10) == 0
+            assert screen.is_as_before()
         finally:
             screen.close()
+        for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+            screen = Screen("top", run_id)
+            try:
+                wait_for(lambda screen=screen: "q ends this" in screen.text(), "a screen")  # type: ignore[misc]
+                assert not screen.is_as_before()
+                screen.process.send_signal(signum)
+                assert screen.process.wait(10) == 128 + signum
+                assert screen.is_as_before(), signum
+                assert "Traceback" not in screen.text()
+            finally:
+                screen.close()
 
     assert text.startswith(f"job {run_id}: running, generation 0 for ")
     assert "3 of 3 restarts left" in text

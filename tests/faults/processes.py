@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import secrets
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import psutil
 
+from elaunch.agent.guardian.guardian import RUN_DIRS
 from tests.harness import Job, wait_for
 from tests.standin import WITHOUT_TORCH
 
@@ -134,8 +136,10 @@ class Watched(Job):
             return []
         found = [p for p in children if is_alive(p) and "guardian.py" in described(p)]
         # Folders outside of the test's own temporary folder are found by the names that the guardian has to remove.
-        words = (word for guardian in found for word in described(guardian).split())
-        self._memory_dirs |= {Path(word) for word in words if word.endswith("_memory")}
+        for guardian in found:
+            with suppress(psutil.Error):
+                folders = json.loads(guardian.environ().get(RUN_DIRS, "[]"))
+                self._memory_dirs |= {Path(folder) for folder in folders if folder.endswith("_memory")}
         return found
 
 

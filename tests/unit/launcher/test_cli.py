@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import psutil
 import pytest
 
 from elaunch.launcher import cli
-from tests.harness import free_ports
+from tests.harness import environment, free_ports
 
 # The agent's loop fails here, when everything that a run starts is there.
 BROKEN = """
@@ -69,6 +70,7 @@ def test_whatever_ends_a_run_its_processes_and_folders_are_gone_before_it(
     assert ended.returncode == code, ended.stderr
     started = " ".join(title for _, title in json.loads(ended.stdout))
     assert "guardian.py" in started
+    assert not re.search("elaunch_[0-9a-f]{16}", started), "others could make these folders first"
     assert "elaunch: job store" in started
     assert left == []
     assert list(temporary.iterdir()) == []
@@ -90,7 +92,64 @@ def test_a_ctrl_c_while_a_class_is_made_is_one(monkeypatch: pytest.MonkeyPatch) 
         cli.main()
 
 
+@pytest.mark.parametrize(("command", "ends"), [("doctor", SystemExit), ("train.py", BrokenPipeError)])
+def test_a_reader_that_has_read_enough_of_an_answer_is_no_error(
+    monkeypatch: pytest.MonkeyPatch, command: str, ends: type[BaseException]
+) -> None:
+    def prints() -> int:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(cli, "_main", prints)
+    monkeypatch.setattr(sys, "argv", ["elaunch", command])
+
+    with pytest.raises(ends) as ended:
+        cli.main()
+    assert not isinstance(ended.value, SystemExit) or ended.value.code == 0
+
+
 def test_a_wrong_command_line_has_exit_code_2_with_stderr_closed_too() -> None:
     command = f"exec {sys.executable} -m elaunch --no-such-option 2>&-"
 
     assert subprocess.run(["/bin/sh", "-c", command], stdout=subprocess.DEVNULL).returncode == 2
+
+
+def test_a_ctrl_c_while_the_stores_name_is_looked_up_says_that_nothing_was_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = """
+import signal, sys
+from elaunch.rendezvous.http import resolve
+def hangs(*_):
+    # As a resolver whose server is silent.
+    signal.raise_signal(signal.SIGINT)
+    signal.pause()
+resolve.resolve.__globals__["_Lookup"].join = hangs
+from elaunch.launcher.cli import main
+sys.argv = ["elaunch", "--no-preload", "--nnodes=2", "--rdzv-endpoint=no-such-name:2379", "train.py"]
+main()
+"""
+    (tmp_path / "train.py").touch()
+
+    ended = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=tmp_path,
+        env=environment({"ELAUNCH_TOKEN": "t" * 32, "HOME": str(tmp_path)}),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+    assert ended.returncode == 130, ended.stderr
+    assert ended.stderr.endswith("elaunch: interrupted while it looked for the job's store; no worker was started\n")
+    assert "Traceback" not in ended.stderr
+
+
+def test_the_scripts_own_log_format_does_not_change_the_form_of_an_error() -> None:
+    for words, form in (
+        (["t.py", "--log-format", "json"], "text"),
+        (["--log-format", "json", "t.py"], "json"),
+        (["status", "--log-format=json"], "json"),
+        (["--no-such-option", "--log-format", "json"], "json"),
+    ):
+        assert cli._asked_format(words, {}).value == form, words

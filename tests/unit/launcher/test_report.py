@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.launcher.report import report, write_error_file
+from elaunch.launcher.report import record, report, write_error_file
 from elaunch.rendezvous.types import Failure, FailureKind, JobSpec, Outcome, OutcomeKind, Program, ProgramKind
 
 SPEC = JobSpec("job", Program(ProgramKind.SCRIPT, "train.py", ("--lr", "1")), max_restarts=3)
@@ -314,3 +314,12 @@ def test_a_module_that_python_does_not_find_is_one_sentence() -> None:
     )
     assert TRACEBACK.splitlines()[-1] in report(replace(FAILED, failure=inside), spec, None)
     assert "Root Cause" in report(replace(FAILED, failure=missing), SPEC, None)
+
+
+def test_the_object_says_in_which_generation_the_failure_happened() -> None:
+    # A generation was opened to restart, and did not run.
+    fields = record(replace(FAILED, generation=4, failure=RAISED), None)
+
+    assert fields["generation"] == 4
+    assert isinstance(fields["failure"], dict)
+    assert (fields["failure"]["generation"], fields["failure"]["rank"]) == (3, 5)

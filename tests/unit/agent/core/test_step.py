@@ -46,15 +46,18 @@ def test_a_new_agent_starts_a_run_joins_and_starts_its_workers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("slots", "nodes", "words"),
+    ("slots", "nodes", "run_id", "words"),
     [
-        (1, 1, "generation 0: 1 worker (the job starts)"),
-        (3, 1, "generation 0: 3 workers (the job starts)"),
-        (3, 2, "generation 0: 6 workers on 2 nodes (the job starts)"),
+        (1, 1, "night", "generation 0: 1 worker (the job starts)"),
+        (3, 1, "night", "generation 0: 3 workers (the job starts)"),
+        (3, 2, "night", "generation 0: 6 workers on 2 nodes (the job starts; job night)"),
+        (3, 2, "none", "generation 0: 6 workers on 2 nodes (the job starts)"),
     ],
 )
-def test_a_start_is_said_with_its_size_and_its_reason(slots: int, nodes: int, words: str) -> None:
-    spec = replace(SPEC, nodes_min=nodes, nodes_max=nodes)
+def test_a_start_is_said_with_its_size_its_reason_and_the_name_for_other_hosts(
+    slots: int, nodes: int, run_id: str, words: str
+) -> None:
+    spec = replace(SPEC, nodes_min=nodes, nodes_max=nodes, run_id=run_id)
     driver = Driver(spec, slots=slots).begin()
     others = [Driver(spec, store=driver.store, host=f"node-{n}", slots=slots).begin() for n in range(1, nodes)]
     settle(driver, *others)

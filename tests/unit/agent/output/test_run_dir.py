@@ -16,7 +16,7 @@ import pytest
 
 from elaunch.agent.guardian import guardian
 from elaunch.agent.guardian.guardian import CLAIM, remove_abandoned
-from elaunch.agent.output.run_dir import LATEST, RunDir, memory_places, private_places
+from elaunch.agent.output.run_dir import LATEST, Places, RunDir, new_places
 from elaunch.agent.output.streams import LogFile
 
 
@@ -179,7 +179,7 @@ def test_a_rank_whose_folder_cannot_be_made_goes_without(tmp_path: Path, warning
 def test_where_nothing_can_be_written_the_run_goes_on_without_files(
     warnings: Warnings,
 ) -> None:
-    run_dir = RunDir(None, "job", warnings, ("/proc/nowhere/elaunch", "/proc/elaunch"))
+    run_dir = RunDir(None, "job", warnings, Places(*[("/proc/nowhere/elaunch", "/proc/elaunch")] * 3))
 
     assert (run_dir.root, run_dir.generation(0), run_dir.rank(0, 0)) == (None, None, None)
     assert len(warnings) == 1
@@ -189,10 +189,10 @@ def test_shared_memory_stands_in_for_a_temporary_folder_that_cannot_be_written(
     monkeypatch: pytest.MonkeyPatch, warnings: Warnings
 ) -> None:
     monkeypatch.setenv("TMPDIR", "/proc/nowhere")
-    places = private_places()
-    first, *_, last = places
+    places = new_places()
+    first, *_, last = places.private
 
-    run_dir = RunDir(None, "job", warnings, (first, last))
+    run_dir = RunDir(None, "job", warnings, places._replace(private=(first, last)))
 
     assert Path(first).parent == Path("/proc/nowhere")
     assert run_dir.private == Path(last)
@@ -214,7 +214,7 @@ def test_private_folders_of_older_generations_are_removed_and_log_folders_are_ke
 
 
 def test_what_workers_keep_lies_in_shared_memory_in_a_folder_that_is_nobody_elses(warnings: Warnings) -> None:
-    places = private_places()
+    places = new_places()
     run_dir = RunDir(None, "job", warnings, places)
 
     folder, trouble = run_dir.memory
@@ -222,7 +222,7 @@ def test_what_workers_keep_lies_in_shared_memory_in_a_folder_that_is_nobody_else
     assert folder
     assert folder.parent == Path("/dev/shm")
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    assert str(folder) in memory_places(places), "the guardian would not remove it"
+    assert str(folder) in places.memory, "the guardian would not remove it"
     assert trouble == ""
     assert run_dir.memory.folder == folder
     assert run_dir.private
@@ -230,12 +230,35 @@ def test_what_workers_keep_lies_in_shared_memory_in_a_folder_that_is_nobody_else
     shutil.rmtree(folder)
 
 
+def test_who_sees_one_folder_of_a_run_cannot_tell_the_names_of_the_others() -> None:
+    kinds = new_places()
+
+    names = [{re.search(r"elaunch_([0-9a-f]{16})", place)[1] for place in places} for places in kinds]  # type: ignore[index]
+
+    assert [len(each) for each in names] == [1, 1, 1]
+    assert len(set.union(*names)) == 3
+    assert set.union(*names).isdisjoint(re.findall(r"[0-9a-f]{16}", " ".join(new_places().all)))
+
+
+def test_a_folder_that_somebody_has_made_before_is_not_taken(
+    temporary: Path, warnings: Warnings, tmp_path: Path
+) -> None:
+    taken, free = str(temporary / "elaunch_taken"), str(temporary / "elaunch_free")
+    Path(taken).mkdir()
+    run_dir = RunDir(None, "job", warnings, Places((taken, free), (taken, f"{free}_memory"), (taken, f"{free}_socket")))
+
+    assert run_dir.private == Path(free)
+    assert run_dir.memory.folder == Path(f"{free}_memory")
+    assert "File exists" in run_dir.memory.trouble
+    assert list(run_dir.socket_folders()) == [Path(f"{free}_socket")]
+
+
 def test_it_is_made_only_when_it_is_asked_for(tmp_path: Path, warnings: Warnings) -> None:
-    places = private_places()
+    places = new_places()
 
     RunDir(tmp_path, "job", warnings, places)
 
-    assert not [place for place in memory_places(places) if Path(place).exists()]
+    assert not [place for place in places.memory if Path(place).exists()]
 
 
 @pytest.mark.parametrize("has_logs", [False, True])
@@ -243,14 +266,14 @@ def test_without_shared_memory_it_lies_with_the_temporary_files(
     tmp_path: Path, temporary: Path, warnings: Warnings, monkeypatch: pytest.MonkeyPatch, has_logs: bool
 ) -> None:
     monkeypatch.setattr("elaunch.agent.output.run_dir.SHARED_MEMORY", "/proc/nowhere")
-    places = private_places()
+    places = new_places()
     run_dir = RunDir(tmp_path / "logs" if has_logs else None, "job", warnings, places)
 
     folder, trouble = run_dir.memory
 
     assert folder
     assert folder.parent == temporary
-    assert str(folder) in memory_places(places)
+    assert str(folder) in places.memory
     assert trouble.startswith("there is no shared memory to be had (/proc/nowhere/elaunch_")
     assert trouble.endswith(f"No such file or directory); what workers keep for the next generation goes to {folder}")
 
@@ -258,7 +281,7 @@ def test_without_shared_memory_it_lies_with_the_temporary_files(
 def test_where_nothing_can_be_written_workers_keep_nothing(warnings: Warnings, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("elaunch.agent.output.run_dir.SHARED_MEMORY", "/proc/nowhere")
 
-    folder, trouble = RunDir(None, "job", warnings, ("/proc/nowhere/elaunch", "/proc/elaunch")).memory
+    folder, trouble = RunDir(None, "job", warnings, Places(*[("/proc/nowhere/elaunch", "/proc/elaunch")] * 3)).memory
 
     assert folder is None
     assert trouble.endswith("nor a temporary folder; workers keep nothing for the next generation")

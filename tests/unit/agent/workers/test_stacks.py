@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -174,3 +175,22 @@ def test_output_that_is_none_of_py_spys_is_a_trouble(
     (stack,) = take({0: os.getpid()})
 
     assert stack.trouble == "py-spy wrote something that cannot be read"
+
+
+def test_a_py_spy_that_does_not_even_end_when_it_is_killed_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    # As one that waits for a process in an uninterruptible sleep, which no test can make.
+    never = threading.Event()
+
+    def hangs(command: list[str], timeout: float, **_: object) -> None:
+        never.wait()
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    monkeypatch.setattr(stacks.subprocess, "run", hangs)
+    begun_s = time.monotonic()
+
+    (stack,) = take({3: os.getpid()}, within_s=0.2)
+
+    never.set()
+    assert time.monotonic() - begun_s < 10
+    assert (stack.rank, stack.pid, stack.threads) == (3, os.getpid(), ())
+    assert stack.trouble == "py-spy did not come to an end in time"

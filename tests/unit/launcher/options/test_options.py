@@ -504,6 +504,28 @@ def test_a_missing_script_is_named_with_its_directory_and_a_near_one(
         check_program(options_of("src/x.py"), {})
 
 
+@pytest.mark.parametrize(
+    ("typed", "hint"),
+    [
+        ("reprot", "did you mean elaunch report or report.py?"),
+        ("statsu", "did you mean elaunch status?"),
+        ("./statsu", "give the path of the script"),
+        ("statsu.py", "give the path of the script"),
+        ("qqq", "give the path of the script"),
+    ],
+)
+def test_a_word_that_is_nearly_a_command_is_said_to_be_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, typed: str, hint: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "report.py").touch()
+
+    with pytest.raises(UsageError) as caught:
+        check_program(options_of(typed), {})
+
+    assert str(caught.value) == f"{typed} does not exist in {tmp_path}; {hint}"
+
+
 def test_a_script_a_directory_with_main_and_a_command_on_path_can_start(tmp_path: Path) -> None:
     package = tmp_path / "app"
     package.mkdir()

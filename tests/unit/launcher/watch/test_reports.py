@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from elaunch.agent.core.node_report import WorkersSeen, node_report
 from elaunch.agent.core.stack_answer import read_stack_answer, stack_answer, stacks_in
 from elaunch.agent.core.stack_groups import Frame, Stack, ThreadStack
@@ -23,6 +25,14 @@ def test_a_running_node_says_how_its_workers_are() -> None:
     assert read_node_report(encode(report), agent.me.node_id) == report
     job = job_report(agent.snapshot)
     assert (job.state, job.is_whole, len(job.seats)) == (JobState.RUNNING, True, 1)
+
+
+def test_a_worker_without_a_process_is_only_starting() -> None:
+    ranks = (replace(RANKS[0], pid=-1), *RANKS[1:])
+
+    report = node_report(started().agent, 77, 12.5, WorkersSeen(0, 3.0, ranks))
+
+    assert [rank.state for rank in report.ranks] == ["starting", "running", "running"]
 
 
 def test_a_report_that_is_none_or_anothers_is_left_out() -> None:

@@ -12,7 +12,7 @@ from elaunch.launcher.watch.record import Gathered, status_record
 from elaunch.launcher.watch.words import RANKS_SHOWN, fine, one_line, rows_of, span, text_of
 from elaunch.rendezvous.rules.reports import JobReport, JobState, NodeReport, RankReport, SeatReport
 from elaunch.rendezvous.texts import plain
-from elaunch.rendezvous.types import Failure, FailureKind, Generation, OpenKind, Outcome, OutcomeKind, Terms
+from elaunch.rendezvous.types import UNNAMED, Failure, FailureKind, Generation, OpenKind, Outcome, OutcomeKind, Terms
 from tests.harness import REPOSITORY
 
 NOW = 1_800_000_000.0
@@ -32,6 +32,9 @@ JOB = JobReport(
     1,
     failure=FAILURE,
 )
+
+
+FIRST = Generation(0, OpenKind.START, "the job starts")
 
 
 def node(number: int, host: str, ranks: range, step: int = 1200, **changes: object) -> NodeReport:
@@ -127,6 +130,52 @@ def test_a_job_that_ended_or_forms_says_so() -> None:
     assert "node-a for nodes: 1 of 2 is here" in text_of(forming)
     assert "spare" not in text_of(forming)
     assert forming["spares"] == 0
+
+
+def test_a_generation_that_is_being_stopped_is_not_said_to_form_the_next_one() -> None:
+    forms = replace(JOB, state=JobState.FORMING)
+    stops = {"node-a-00000001": node(1, "node-a", range(2), generation=0, state="stopping")}
+
+    for job in (forms, replace(JOB, generation=replace(FIRST, number=0))):
+        record = status_record(Gathered(job, stops, {}), NOW)
+        assert (record["state"], record["workers_generation"], record["since_s"]) == ("stopping", 0, None)
+        assert text_of(record).startswith("job night: stopping generation 0\n")
+
+    runs = {**stops, "node-b-00000002": node(2, "node-b", range(2, 4))}
+    assert status_record(Gathered(JOB, runs, {}), NOW)["state"] == "running", "one node is only a moment ahead"
+    waits = {"node-a-00000001": node(1, "node-a", range(2), generation=0, state="waiting")}
+    record = status_record(Gathered(forms, waits, {}), NOW)
+    assert text_of(record).startswith("job night: forming, generation 1\n"), "it has not begun, so it has no age"
+
+
+def test_a_lost_node_is_lost_and_one_that_left_has_left() -> None:
+    left_a_seat = (JOB.seats[0], replace(JOB.seats[1], is_member=False))
+    for kind, state in ((OpenKind.LOSS, "lost"), (OpenKind.LEAVE, "left")):
+        opened = Generation(2, kind, "…", "node-b-00000002")
+        job = replace(JOB, state=JobState.FORMING, generation=opened, seats=left_a_seat)
+
+        record = status_record(known(job=job, silent={}), NOW)
+
+        assert [entry["state"] for entry in record["nodes"]] == ["running", state, "waiting"]
+        assert "  size      2 nodes, 4 ranks, 1 spare; 1 node of it gone\n" in text_of(record)
+        assert re.search(rf"^2–3    node-b  –    {state}$", text_of(record), re.MULTILINE)
+
+
+def test_where_the_store_is_silent_nothing_is_said_of_members_that_are_not_known() -> None:
+    forms = replace(
+        JOB, state=JobState.FORMING, generation=FIRST, seats=(), others=(), failure=None, is_whole=False
+    )  # fmt: skip
+    waits = NodeReport("node-a-00000001", "node-a", 9, "waiting", 4.0)
+
+    record = status_record(Gathered(forms, {"node-a-00000001": waits}, {}), NOW)
+
+    assert record["spares"] is None
+    assert "at least 1 of 2 nodes" in text_of(record)
+    assert status_record(known(job=replace(JOB, is_whole=False, others=())), NOW)["spares"] is None
+
+
+def test_a_job_without_a_name_is_not_called_none() -> None:
+    assert text_of(status_record(known(job=replace(JOB, run_id=UNNAMED)), NOW)).startswith("unnamed job: running, ")
 
 
 def test_a_hang_is_said() -> None:

@@ -1,0 +1,14 @@
+"""The words that are commands of elaunch where they come first, and what each does in a few words. Pure."""
+
+from __future__ import annotations
+
+COMMANDS = {
+    "doctor": "can this node train, with the options of a job?",
+    "run": "start a job; may be left out",
+    "store": "serve a store for jobs of several nodes",
+    "submit": "hand a job to a scheduler",
+    "status": "show how a running job is doing",
+    "top": "show a running job, anew each second",
+    "stacks": "show where every rank of a running job is",
+    "report": "make a page that shows what happened in a run",
+}

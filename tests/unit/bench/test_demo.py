@@ -1,0 +1,82 @@
+"""bench.demo: what the user gets where it cannot go on, or may not."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from bench import demo
+from tests.harness import REPOSITORY, environment
+
+# Stands for a training that is over before anybody could kill one of its ranks.
+FAST = """\
+import json, pathlib, signal, subprocess, sys
+ended = subprocess.Popen(["true"])
+ended.wait()
+out = pathlib.Path(sys.argv[sys.argv.index("--out") + 1])
+logs = pathlib.Path(sys.argv[sys.argv.index("--log-dir") + 1], "latest")
+logs.mkdir(parents=True)
+out.mkdir()
+forked = [{"event": "forked", "rank": rank, "pid": ended.pid} for rank in (0, 1)]
+(logs / "timeline.jsonl").write_text("".join(json.dumps(line) + "\\n" for line in forked))
+(out / "metrics.jsonl").write_text('{"step": 36}\\n')
+signal.pause()
+"""
+
+
+def test_a_rank_that_ended_before_its_kill_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (package := tmp_path / "elaunch").mkdir()
+    (package / "__init__.py").touch()
+    (package / "__main__.py").write_text(FAST)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+
+    try:
+        code = demo.main(["--steps", "36", "--out", str(tmp_path / "out")])
+    finally:
+        for signum, handler in handlers.items():
+            signal.signal(signum, handler)
+
+    assert code == 1
+    assert re.fullmatch(
+        r"demo: rank 1 \(pid \d+\) had ended before it could be killed; .*: give more --steps\n", capfd.readouterr().err
+    )
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_it_with_one_sentence_and_leaves_nothing(tmp_path: Path, signum: int) -> None:
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "bench.demo", "--steps", "36", "--out", str(out)]
+    with subprocess.Popen(
+        command,
+        cwd=REPOSITORY,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        assert process.stdout
+        said = ""
+        while "elaunch: generation 0" not in said:
+            said += process.stdout.readline()
+        below = psutil.Process(process.pid).children(recursive=True)
+
+        # Ctrl-C reaches the training, too, and `kill` does not.
+        os.killpg(process.pid, signum) if signum == signal.SIGINT else process.send_signal(signum)
+        said += process.stdout.read()
+
+    assert process.returncode == 128 + signum
+    assert said.endswith(f"\ndemo: interrupted; nothing of it runs any more, and {out} is removed\n")
+    assert "Traceback" not in said
+    assert [child for child in below if child.is_running() and child.status() != psutil.STATUS_ZOMBIE] == []
+    assert not out.exists()
