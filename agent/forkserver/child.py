@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from elaunch.agent.environment import arguments
-from elaunch.agent.forkserver import crash_stack
+from elaunch.agent.forkserver import collectives, crash_stack
 from elaunch.agent.forkserver.boot import hooked
 from elaunch.agent.forkserver.fresh import NEEDED
 from elaunch.agent.forkserver.server import Child
@@ -62,6 +62,7 @@ def become(child: Child) -> None:
     after_fork.refresh(child.preloaded)
     crash_stack.enable(crash_fd)
     link = exit_report.promise()
+    collectives.prepare(child.preloaded.module(collectives.C10D))
     if child.gate:
         child.gate.stand(link)
     if signal.SIGINT in signal.sigpending() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from elaunch.agent.core.node_report import WorkersSeen
 
 _RANKS_SHOWN = 8
+# Less than the second after which the links wake the loop.
+_COUNT_EVERY_S = 0.9
 
 
 class Workers:
@@ -65,6 +67,7 @@ class Workers:
         self._hangs = HangMonitor(self._current, reporter, run_dir, config.times.hang_after_s, services.pump.do)
         self._slow = SlowMonitor(reporter)
         self._samples: deque[Sampled] = deque()
+        self._count_at_s = 0.0
         selector.register(self._links, selectors.EVENT_READ, self._links.read_ready)
 
     @property
@@ -78,11 +81,24 @@ class Workers:
     def tick(self, now_s: float, *, is_quiet: bool) -> None:
         """Do what is due. `is_quiet` says that no descriptor of the selector had anything to read."""
         self._links.tick(now_s)
+        self._count_collectives(now_s)
         if sample := self._hangs.sample(now_s):
             self._samples.append(sample)
             self._slow.sampled(self._current.group, sample.windows)
         self._monitor.tick(now_s, is_quiet=is_quiet)
         self._prompts.tick(now_s)
+
+    def _count_collectives(self, now_s: float) -> None:
+        """Once a second, ask the workers how many collectives they have entered. They are not waited for."""
+        group = self._current.latest
+        if group is None or now_s < self._count_at_s or not self._hangs.is_on:
+            return
+        self._count_at_s = now_s + _COUNT_EVERY_S
+        counts = {rank: recorder.look(now_s) for rank, recorder in group.recorders.items()}
+        # One that has not answered yet may be anywhere: that look says nothing.
+        known = {rank: each for rank, each in counts.items() if each is not None}
+        if known and len(known) == len(counts):
+            self._slow.counted(group, known)
 
     def read_links(self) -> None:
         """Read all links now: how workers are stopped depends on their messages."""
