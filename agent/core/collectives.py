@@ -41,7 +41,7 @@ Counts = Mapping[tuple[int, int], Count]
 
 
 @dataclass(frozen=True)
-class Entry:
+class Collective:
     """A rank entered the collective `number` of `group` at `at_s`, on its host's clock."""
 
     group: str
@@ -57,7 +57,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Evidence:
+class LastEntered:
     """What the recorder says of a rank: `words` has the rank's last collective in the default group.
 
     `waits` says that a collective of any group has not ended, and `has_begun` that its GPU has begun it.
@@ -81,7 +81,7 @@ def read_counts(text: bytes) -> Counts:
     return dict(sorted(found.items()))
 
 
-def read_entries(text: bytes) -> tuple[Entry, ...]:
+def read_entries(text: bytes) -> tuple[Collective, ...]:
     """The entries in dumps, one dump in each line, oldest first. Messages between two ranks are left out."""
     counts, found = read_counts(text), []
     for recorder, dump in enumerate(_dumps(text)):
@@ -102,7 +102,7 @@ def is_stalled(before: Counts, now: Counts) -> bool:
     return before == now and any(count.is_outstanding for count in now.values())
 
 
-def evidence(entries: Mapping[int, Sequence[Entry]]) -> dict[int, Evidence]:
+def evidence(entries: Mapping[int, Sequence[Collective]]) -> dict[int, LastEntered]:
     """What each rank's entries say. Other groups than the default one are named where ranks differ in them."""
     newest = {rank: {entry.group: entry for entry in each} for rank, each in entries.items()}
     groups = list(dict.fromkeys(group for each in newest.values() for group in each))
@@ -113,23 +113,23 @@ def evidence(entries: Mapping[int, Sequence[Entry]]) -> dict[int, Evidence]:
         if not each:
             continue
         outstanding = [entry for entry in each.values() if entry.is_outstanding]
-        found[rank] = Evidence(
+        found[rank] = LastEntered(
             " and ".join(words[:2]), bool(outstanding), any(entry.has_begun for entry in outstanding)
         )
     return found
 
 
-def _said(entry: Entry) -> str:
+def _said(entry: Collective) -> str:
     return f"{'in' if entry.is_outstanding else 'after'} {entry.words}"
 
 
-def _differ(group: str, newest: Mapping[int, Mapping[str, Entry]]) -> bool:
+def _differ(group: str, newest: Mapping[int, Mapping[str, Collective]]) -> bool:
     return len({(each[group].number, each[group].name) for each in newest.values() if group in each}) > 1
 
 
-def _entry(entry: Mapping[str, Any], *, is_outstanding: bool) -> Entry:
+def _entry(entry: Mapping[str, Any], *, is_outstanding: bool) -> Collective:
     name, description = entry["process_group"]
-    return Entry(
+    return Collective(
         DEFAULT_GROUP if description == _DEFAULT else f"group {_plain(name)}",
         int(entry["collective_seq_id"]),
         _plain(entry["profiling_name"].rpartition(":")[2]),

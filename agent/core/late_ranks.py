@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import field, replace
 
-from elaunch.agent.core.collectives import DEFAULT_GROUP, Counts, Entry
+from elaunch.agent.core.collectives import DEFAULT_GROUP, Collective, Counts
 from elaunch.records import dataclass
 
 # There is a look each second. A rank is a suspect that was behind in so many windows in a row: two minutes.
@@ -82,7 +82,7 @@ class Late:
     collectives: int
 
 
-def late_rank(entries: Mapping[int, Sequence[Entry]]) -> Late | None:
+def late_rank(entries: Mapping[int, Sequence[Collective]]) -> Late | None:
     """The rank that enters the default group's collectives last all the time, if there is one."""
     times = {rank: {e.number: e.at_s for e in each if e.group == DEFAULT_GROUP} for rank, each in entries.items()}
     if len(times) < 2:

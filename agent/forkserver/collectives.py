@@ -14,6 +14,7 @@ import sys
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from importlib.machinery import ModuleSpec
     from types import ModuleType
     from typing import Any
 
@@ -28,28 +29,36 @@ _PACKET_BYTES_MAX = 64 << 10
 
 def prepare(c10d: ModuleType | None) -> None:
     """Have the thread run while this process has a default process group. `c10d` is torch's module if it is loaded."""
-    watch = _Watch()
+    thread = _AnsweringThread()
     if c10d is None:
-        sys.meta_path.insert(0, _Finder(watch.follow))
+        # Just before Python's own search of sys.path: a finder of the program's stays the first.
+        sys.meta_path.insert(-1, _Finder(thread.follow))
     else:
-        watch.follow(c10d)
+        thread.follow(c10d)
 
 
 class _Finder:
-    """Finds no module. It calls `found` with torch's module at the first import after that module's."""
+    """Calls `found` with torch's module at the first import after that module's, and goes. It finds nothing itself."""
 
     def __init__(self, found: Callable[[ModuleType], None]) -> None:
         self._found = found
 
-    def find_spec(self, _name: str, _path: object = None, _target: object = None) -> None:
+    def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
         c10d = sys.modules.get(C10D)
-        if c10d is not None and hasattr(c10d, "_update_default_pg"):
-            if self in sys.meta_path:
-                sys.meta_path.remove(self)
-            self._found(c10d)
+        if c10d is None or not hasattr(c10d, "_update_default_pg") or self not in sys.meta_path:
+            return None
+        place = sys.meta_path.index(self)
+        del sys.meta_path[place]
+        self._found(c10d)
+        # Python goes through the list by number: it would leave out the finder that has this place now.
+        for finder in sys.meta_path[place:]:
+            spec = finder.find_spec(name, path, target)
+            if spec is not None:
+                return spec
+        return None
 
 
-class _Watch:
+class _AnsweringThread:
     """Starts the thread when the default process group is made, and ends it when that group is destroyed.
 
     A thread that ran before would change the program: from Python 3.12 on, `os.fork` warns in a process with several

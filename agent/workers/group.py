@@ -15,7 +15,7 @@ from elaunch.agent.workers.store_control import StoreControl
 from elaunch.rendezvous.types import Failure, RankTable
 
 if TYPE_CHECKING:
-    from elaunch.agent.workers.recorder import Recorder
+    from elaunch.agent.workers.flight_recorder import FlightRecorder
 
 # A program that ran this long counts as progress, even if it neither reports steps nor makes a process group.
 LASTING_S = 600.0
@@ -44,7 +44,7 @@ class WorkerGroup:
     started_s: float = field(default_factory=time.monotonic)
 
     @property
-    def recorders(self) -> dict[int, Recorder]:
+    def recorders(self) -> dict[int, FlightRecorder]:
         """What answers for the collectives of each worker that has a process group, by local rank."""
         return {rank: link.recorder for rank, link in self.links.items() if link.recorder}
 

@@ -21,7 +21,7 @@ from elaunch.agent.workers.vitals import Vitals
 from elaunch.rendezvous.types import Failure, FailureKind
 
 if TYPE_CHECKING:
-    from elaunch.agent.workers.recorder import Recorder
+    from elaunch.agent.workers.flight_recorder import FlightRecorder
 
 # The longest look is a part of the time after which ranks that stand still hang.
 _LOOKS_PER_LIMIT = 6
@@ -161,13 +161,13 @@ class HangMonitor:
         )
 
 
-def _with_evidence(stacks: tuple[Stack, ...], recorders: Mapping[int, Recorder]) -> tuple[Stack, ...]:
+def _with_evidence(stacks: tuple[Stack, ...], recorders: Mapping[int, FlightRecorder]) -> tuple[Stack, ...]:
     """The stacks with what the recorders, by rank, say of their ranks."""
     if not recorders:
         return stacks
     # Imported here: a healthy job never needs it.
     from elaunch.agent.core.collectives import evidence
-    from elaunch.agent.workers.recorder import all_entries
+    from elaunch.agent.workers.flight_recorder import all_entries
 
     found = evidence(all_entries(recorders, _ENTRIES_MAX))
     return tuple(

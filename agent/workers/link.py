@@ -31,7 +31,7 @@ from elaunch.agent.workers.step_times import StepTimes
 from elaunch.rendezvous.codec import parse_json
 
 if TYPE_CHECKING:
-    from elaunch.agent.workers.recorder import Recorder
+    from elaunch.agent.workers.flight_recorder import FlightRecorder
 
 _LOOK_S = 1.0
 _LINK_BYTES_MAX = 1 << 16
@@ -77,7 +77,7 @@ class Link:
     marks_left: int = _MARKS_MAX
     news: list[LinkEvent] = field(default_factory=list)
     rest: bytes = b""
-    recorder: Recorder | None = None
+    recorder: FlightRecorder | None = None
 
     def fileno(self) -> int:
         return self.socket.fileno()
@@ -162,10 +162,10 @@ class Link:
         for fd in fds:
             self.forget_recorder()
             # Imported here: the agent starts sooner without.
-            from elaunch.agent.workers.recorder import Recorder
+            from elaunch.agent.workers.flight_recorder import FlightRecorder
 
             try:
-                self.recorder = Recorder(fd)
+                self.recorder = FlightRecorder(fd)
             except OSError:
                 os.close(fd)
 

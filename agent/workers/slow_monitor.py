@@ -19,7 +19,7 @@ from elaunch.agent.workers.reporter import Reporter
 if TYPE_CHECKING:
     from elaunch.agent.core.collectives import Counts
     from elaunch.agent.core.late_ranks import Behind
-    from elaunch.agent.workers.recorder import Recorder
+    from elaunch.agent.workers.flight_recorder import FlightRecorder
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 # Rates are measured over this time.
@@ -67,9 +67,9 @@ class SlowMonitor:
         self._told.add(rank)
         return is_new
 
-    def _look_into(self, group: WorkerGroup, local_rank: int, recorders: Mapping[int, Recorder]) -> None:
+    def _look_into(self, group: WorkerGroup, local_rank: int, recorders: Mapping[int, FlightRecorder]) -> None:
         from elaunch.agent.core.late_ranks import LOOKS, WINDOWS, late_rank
-        from elaunch.agent.workers.recorder import all_entries
+        from elaunch.agent.workers.flight_recorder import all_entries
 
         late = late_rank(all_entries(recorders, _ENTRIES_MAX))
         if late and late.rank == local_rank and self._is_new(group, local_rank):

@@ -10,8 +10,8 @@ import pytest
 
 from elaunch.agent.core.collectives import (
     DEFAULT_GROUP,
+    Collective,
     Count,
-    Entry,
     evidence,
     is_stalled,
     read_counts,
@@ -77,8 +77,8 @@ def test_entries_have_the_group_the_number_the_name_and_the_time_and_messages_ar
     text = dump([entry(7), entry(7, "send", is_p2p=True), entry(2, "barrier", group="1")], g0=(8, -1, 7), g1=(2, -1, 2))
 
     assert read_entries(text) == (
-        Entry(DEFAULT_GROUP, 7, "all_reduce", 7.0, has_begun=False, is_outstanding=True),
-        Entry("group 1", 2, "barrier", 2.0, has_begun=False, is_outstanding=False),
+        Collective(DEFAULT_GROUP, 7, "all_reduce", 7.0, has_begun=False, is_outstanding=True),
+        Collective("group 1", 2, "barrier", 2.0, has_begun=False, is_outstanding=False),
     )
 
 

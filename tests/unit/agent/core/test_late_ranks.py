@@ -7,17 +7,17 @@ from collections.abc import Callable, Mapping
 
 import pytest
 
-from elaunch.agent.core.collectives import DEFAULT_GROUP, Count, Entry
+from elaunch.agent.core.collectives import DEFAULT_GROUP, Collective, Count
 from elaunch.agent.core.late_ranks import LOOKS, WINDOWS, Behind, late_rank
 
 STEP_S = 0.1
 
 
-def entries(at_s: Callable[[int, int], float], *, ranks: int = 3, count: int = 200) -> dict[int, list[Entry]]:
+def entries(at_s: Callable[[int, int], float], *, ranks: int = 3, count: int = 200) -> dict[int, list[Collective]]:
     """Each rank's entries, where rank enters collective number at `at_s(rank, number)`."""
     return {
         rank: [
-            Entry(DEFAULT_GROUP, n, "all_reduce", at_s(rank, n), has_begun=False, is_outstanding=False)
+            Collective(DEFAULT_GROUP, n, "all_reduce", at_s(rank, n), has_begun=False, is_outstanding=False)
             for n in range(1, count + 1)
         ]
         for rank in range(ranks)

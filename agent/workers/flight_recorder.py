@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
-from elaunch.agent.core.collectives import Counts, Entry, is_stalled, read_counts, read_entries
+from elaunch.agent.core.collectives import Collective, Counts, is_stalled, read_counts, read_entries
 
 # A worker that has not answered for this long says nothing about what it does now. It is asked once a second.
 _FRESH_S = 2.5
@@ -24,7 +24,7 @@ _SILENT_S = 0.5
 _AT_ONCE = 8
 
 
-class Recorder:
+class FlightRecorder:
     """The agent's end of one worker's thread. Any thread may call `entries`; all else is the loop's.
 
     The worker owns what it answers: it may be anything, and any amount.
@@ -83,9 +83,10 @@ class Recorder:
         before, self._sampled = self._sampled, self.counts
         return now_s - self._answered_s < _FRESH_S and is_stalled(before, self.counts)
 
-    def entries(self, kept_max: int) -> tuple[Entry, ...]:
+    def entries(self, kept_max: int) -> tuple[Collective, ...]:
         """What the worker has entered, newest last, if its recorder keeps at most `kept_max`. Waits for the answer."""
-        with self._lock, suppress(OSError):
+        # The loop may close it meanwhile: it has no descriptor then.
+        with self._lock, suppress(OSError, ValueError):
             begun_s = time.monotonic()
             is_silent = self._asked_s is not None and begun_s - self._asked_s > _SILENT_S
             if is_silent and not self._is_readable(0.0):
@@ -125,7 +126,7 @@ class Recorder:
         return data, tuple(fds)
 
 
-def all_entries(recorders: Mapping[int, Recorder], kept_max: int) -> dict[int, tuple[Entry, ...]]:
+def all_entries(recorders: Mapping[int, FlightRecorder], kept_max: int) -> dict[int, tuple[Collective, ...]]:
     """What each of these workers has entered. It waits for all of them, so it is called where nobody must not wait."""
     with ThreadPoolExecutor(_AT_ONCE, "elaunch-recorder") as pool:
         asked = {rank: pool.submit(recorder.entries, kept_max) for rank, recorder in recorders.items()}
