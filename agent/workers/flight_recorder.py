@@ -45,6 +45,8 @@ class FlightRecorder:
         self._answered_s = 0.0
         self.counts: Counts = {}
         self._sampled: Counts = {}
+        # Questions since the last call of `take_asked`.
+        self._asked = 0
 
     def close(self) -> None:
         """The worker's thread ends."""
@@ -75,6 +77,7 @@ class FlightRecorder:
                     self.counts = read_counts(self._text)
         if answered or self._asked_s is None:
             self._asked_s = now_s
+            self._asked += 1
             self._end.send(b"n", socket.MSG_NOSIGNAL)
         return self.counts if answered else None
 
@@ -82,6 +85,11 @@ class FlightRecorder:
         """Whether since the last call a collective has not ended, and the worker has entered and ended none."""
         before, self._sampled = self._sampled, self.counts
         return now_s - self._answered_s < _FRESH_S and is_stalled(before, self.counts)
+
+    def take_asked(self) -> int:
+        """How often the worker was asked since the last call."""
+        asked, self._asked = self._asked, 0
+        return asked
 
     def entries(self, kept_max: int) -> tuple[Collective, ...]:
         """What the worker has entered, newest last, if its recorder keeps at most `kept_max`. Waits for the answer."""
@@ -91,6 +99,7 @@ class FlightRecorder:
             is_silent = self._asked_s is not None and begun_s - self._asked_s > _SILENT_S
             if is_silent and not self._is_readable(0.0):
                 return ()
+            self._asked += 1
             self._end.send(b"e%d" % kept_max, socket.MSG_NOSIGNAL)
             until_s = begun_s + _ANSWER_S
             while (left_s := until_s - time.monotonic()) > 0:

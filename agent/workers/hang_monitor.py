@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 _LOOKS_PER_LIMIT = 6
 # Workers that stand still may be asked for many entries: it takes a worker 30 µs for each.
 _ENTRIES_MAX = 50_000
+# To answer, the worker's thread takes the GIL from a main thread that runs Python, which then sleeps to get it back.
+_SWITCHES_PER_ANSWER = 8
 STACKS_FILE = "stacks.txt"
 _ADVICE = "see where each rank is: the log has it above, and stacks.txt in the folder of --log-dir has all threads"
 
@@ -74,10 +76,14 @@ class HangMonitor:
             return None
         group = self._current.group
         windows = self._vitals.look(group.pids, now_s)
+        if not windows:
+            return None
         for rank, recorder in group.recorders.items():
-            if windows and rank in windows and recorder.is_stalled(now_s):
-                windows[rank] = replace(windows[rank], is_outstanding=True)
-        return Sampled(group.generation, windows) if windows else None
+            asked, is_outstanding = recorder.take_asked(), recorder.is_stalled(now_s)
+            if window := windows.get(rank):
+                switches = max(window.switches - _SWITCHES_PER_ANSWER * asked, 0)
+                windows[rank] = replace(window, switches=switches, is_outstanding=is_outstanding)
+        return Sampled(group.generation, windows)
 
     def look_at_stacks(self, order: LookAtStacks) -> None:
         """Take stacks in a thread; posts `StacksTaken`."""

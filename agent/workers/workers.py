@@ -81,10 +81,11 @@ class Workers:
     def tick(self, now_s: float, *, is_quiet: bool) -> None:
         """Do what is due. `is_quiet` says that no descriptor of the selector had anything to read."""
         self._links.tick(now_s)
-        self._count_collectives(now_s)
         if sample := self._hangs.sample(now_s):
             self._samples.append(sample)
             self._slow.sampled(self._current.group, sample.windows)
+        # After the sample: what the answers do to a worker is in its next window.
+        self._count_collectives(now_s)
         self._monitor.tick(now_s, is_quiet=is_quiet)
         self._prompts.tick(now_s)
 
