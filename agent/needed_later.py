@@ -12,9 +12,12 @@ from importlib import import_module
 
 MODULES = (
     "elaunch.agent.answers.answers",
+    "elaunch.agent.core.collectives",
     "elaunch.agent.core.hang_watch",
+    "elaunch.agent.core.late_ranks",
     "elaunch.agent.core.node_report",
     "elaunch.agent.core.stack_answer",
+    "elaunch.agent.workers.flight_recorder",
     "elaunch.agent.workers.hang_monitor",
     "elaunch.agent.workers.investigator",
     "elaunch.agent.workers.nvml",

@@ -26,13 +26,13 @@ _OTHERS_BUSY_MIN = 0.03
 class Slow:
     """The other ranks of the node wait for `local_rank`, for `wait_share` of the time, and have done for `lasted_s`.
 
-    `busy_share` is the share of time in which the rank worked.
+    `seen` says how that was seen, as the end of a sentence, where it is not by the time for which each rank works.
     """
 
     local_rank: int
     wait_share: float
-    busy_share: float
     lasted_s: float
+    seen: str = ""
 
 
 @dataclass(frozen=True)
@@ -40,13 +40,13 @@ class SlowRanks:
     """What is known of a generation's ranks.
 
     The window has lasted for `seconds`, of which each rank has worked for those in `worked_s`. `suspect` was the slow
-    rank in each of the last windows, whose shares of waiting and working are in `shares`; -1 if there is none.
+    rank in each of the last windows, for whose `shares` the others waited; -1 if there is none.
     """
 
     seconds: float = 0.0
     worked_s: Mapping[int, float] = field(default_factory=dict)
     suspect: int = -1
-    shares: tuple[tuple[float, float], ...] = ()
+    shares: tuple[float, ...] = ()
 
     def after(self, looks: Mapping[int, Window]) -> tuple[SlowRanks, Slow | None]:
         """The state after another look at the ranks, and the rank that is slow, at the end of each window."""
@@ -62,13 +62,13 @@ class SlowRanks:
         found = _slowest({rank: worked_s / self.seconds for rank, worked_s in self.worked_s.items()})
         if found is None:
             return SlowRanks(), None
-        rank, shares = found
-        all_shares = (*(self.shares if rank == self.suspect else ()), shares)[-WINDOWS:]
+        rank, share = found
+        all_shares = (*(self.shares if rank == self.suspect else ()), share)[-WINDOWS:]
         known = SlowRanks(suspect=rank, shares=all_shares)
         if len(all_shares) < WINDOWS:
             return known, None
-        wait, busy = (sum(share[i] for share in all_shares) / WINDOWS for i in (0, 1))
-        return known, Slow(rank, wait, busy, WINDOWS * WINDOW_S)
+        wait = sum(all_shares) / WINDOWS
+        return known, Slow(rank, wait, WINDOWS * WINDOW_S)
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def slow_words(rank: int, slow: Slow, own: Traits | None, others: Sequence[Trait
     """The sentence for the log."""
     said = (
         f"rank {rank} is slower than the other ranks of this node: they wait for {slow.wait_share:.0%} of the time, for"
-        f" the last {slow.lasted_s:.0f} s"
+        f" the last {slow.lasted_s:.0f} s{slow.seen}"
     )
     if own is None or not others:
         return said
@@ -105,7 +105,7 @@ def slow_words(rank: int, slow: Slow, own: Traits | None, others: Sequence[Trait
 
 _NOTHING_DIFFERS = (
     "its CPUs, its GPU and its data loaders are like theirs, so it may have more work: longer samples, or a part of the"
-    " program that only this rank runs"
+    " program that only this rank runs or waits for"
 )
 
 
@@ -116,8 +116,8 @@ def _worked_s(look: Window) -> float:
     return min(look.main_cpu_s + look.main_delay_s, look.seconds)
 
 
-def _slowest(busy: Mapping[int, float]) -> tuple[int, tuple[float, float]] | None:
-    """The rank that the others wait for in this window, with the others' share of waiting and its own of working."""
+def _slowest(busy: Mapping[int, float]) -> tuple[int, float] | None:
+    """The rank that the others wait for in this window, and for which share of it they wait."""
     if len(busy) < 2:
         return None
     rank = max(busy, key=lambda rank: (busy[rank], -rank))
@@ -126,7 +126,7 @@ def _slowest(busy: Mapping[int, float]) -> tuple[int, tuple[float, float]] | Non
     is_alone = busy[rank] - max(others) >= _WAIT_MIN
     if busy[rank] < _BUSY_MIN or not is_alone or _median(others) < _OTHERS_BUSY_MIN:
         return None
-    return rank, (busy[rank] - _median(others), busy[rank])
+    return rank, busy[rank] - _median(others)
 
 
 def _median(values: Iterable[float]) -> float:

@@ -82,6 +82,9 @@ class Stack:
 
     `state` is the letter in /proc/PID/stat. `trouble` says why there are no threads, as the end of a sentence.
     `children` are the worker's own child processes that run Python.
+
+    What torch's flight recorder says: `entered` has the rank's last collective, empty if that is not known. `waits`
+    says that a collective has not ended, and `has_begun` that the rank's GPU has begun it.
     """
 
     rank: int
@@ -90,6 +93,9 @@ class Stack:
     state: str = ""
     trouble: str = ""
     children: tuple[Stack, ...] = ()
+    entered: str = ""
+    waits: bool = False
+    has_begun: bool = False
 
     @property
     def main(self) -> ThreadStack | None:

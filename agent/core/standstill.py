@@ -1,8 +1,10 @@
 """When all ranks of this node stand still, and what it tells the job's leader then; pure.
 
 A rank stands still while it uses no CPU, or while it uses one whole CPU for nothing else: no memory is touched for the
-first time, nothing is read or written. That alone proves nothing, so stacks are taken, again and again, and each rank
-must be at the same place in all of them. `rendezvous/rules/hanging.py` has the rule for the whole job.
+first time, nothing is read or written. It also stands still while torch's flight recorder says that a collective has
+not ended, and that the rank has entered no other: a rank that waits for its GPU spins. That alone proves nothing, so
+stacks are taken, again and again, and each rank must be at the same place in all of them, and in the same collective.
+`rendezvous/rules/hanging.py` has the rule for the whole job.
 """
 
 from __future__ import annotations
@@ -42,6 +44,7 @@ class Sort(Enum):
 
     IDLE = "it uses no CPU"
     SPINS = "it uses one CPU, for nothing that is seen from outside"
+    OUTSTANDS = "it uses a CPU, and a collective of it does not end"
     STOPPED = "a signal or a debugger holds it"
 
 
@@ -53,6 +56,8 @@ class Window:
     waited for a CPU. `faults` are page faults. `state` is the letter in /proc/PID/stat. The rest is read only where
     `may_stand_still`, and `is_whole` says that it was: bytes read and written, times at which the main thread slept,
     and the children's CPU time.
+
+    `is_outstanding` says that a collective has not ended, and that the worker has entered and ended none meanwhile.
     """
 
     seconds: float
@@ -65,6 +70,7 @@ class Window:
     io_bytes: int = 0
     switches: int = 0
     children_cpu_s: float = 0.0
+    is_outstanding: bool = False
 
 
 def may_stand_still(window: Window) -> bool:
@@ -86,7 +92,8 @@ def after_windows(
         sort = _sort(window) if window else None
         if window and sort and window.seconds <= LOOK_S_MAX:
             known, for_s = before.still.get(rank, (sort, 0.0))
-            still[rank] = sort, window.seconds + (for_s if known is sort else 0.0)
+            goes_on = known is sort or Sort.OUTSTANDS in (known, sort)
+            still[rank] = sort, window.seconds + (for_s if goes_on else 0.0)
     spell_s = min((for_s for _, for_s in still.values()), default=0.0) if len(still) == len(live) else 0.0
     if spell_s > before.spell_s or not before.looks:
         return replace(before, still=still, spell_s=spell_s)
@@ -105,8 +112,8 @@ def after_stacks(before: Standstill, stacks: tuple[Stack, ...], first_rank: int)
     before = replace(before, is_looking=False)
     if not before.spell_s:
         return before
-    known = {stack.rank: _place(stack) for stack in before.stacks} if before.looks else {}
-    moved = {stack.rank - first_rank for stack in stacks if known.get(stack.rank, _place(stack)) != _place(stack)}
+    known = {stack.rank: stack for stack in before.stacks} if before.looks else {}
+    moved = {stack.rank - first_rank for stack in stacks if _has_moved(known.get(stack.rank, stack), stack)}
     gil = frozenset(stack.rank for stack in stacks if stack.main and stack.main.holds_gil)
     if moved:
         still = {rank: (sort, 0.0 if rank in moved else for_s) for rank, (sort, for_s) in before.still.items()}
@@ -123,20 +130,23 @@ def record_of(
     if state.looks < len(_LOOKS_AT) or state.spell_s < limit_s:
         return None
     found: dict[tuple[StillKind, str, str], list[int]] = {}
+    is_patient = False
     for stack in state.stacks:
         if stack.rank - first_rank not in state.still:
             # It has exited since.
             continue
-        kind = _kind(state, stack, state.still[stack.rank - first_rank][0])
+        sort = state.still[stack.rank - first_rank][0]
+        kind = _kind(state, stack, sort)
         if kind is None:
             return None
+        is_patient = is_patient or (kind is StillKind.WAITS and _may_compute(stack, sort))
         found.setdefault((kind, place_words(stack), _does(kind, stack)), []).append(stack.rank)
     groups = tuple(
         StillGroup(kind, ranks[0], len(ranks), ranks_words(ranks), where, does)
         for (kind, where, does), ranks in list(found.items())[:GROUPS_MAX]
     )
-    patient = any(group.kind in (StillKind.ELSEWHERE, StillKind.UNKNOWN) for group in groups)
-    is_ready = not patient or state.spell_s >= PATIENCE * limit_s
+    is_patient = is_patient or any(group.kind in (StillKind.ELSEWHERE, StillKind.UNKNOWN) for group in groups)
+    is_ready = not is_patient or state.spell_s >= PATIENCE * limit_s
     gone = sorted(first_rank + rank for rank in exited)
     return StillNode(
         node_id, round(state.spell_s, 1), is_ready, groups, ranks_words(gone) if gone else "", gone[0] if gone else -1
@@ -156,7 +166,7 @@ def _afresh(state: Standstill) -> Standstill:
 
 def _counts_as_healed(state: Standstill, is_alone: bool) -> bool:
     """Whether the standstill was this node's own: if all its ranks waited for others, another node may have worked."""
-    return is_alone or any(not doing(stack).is_for_ranks for stack in state.stacks)
+    return is_alone or any(not (doing(stack).is_for_ranks or stack.waits) for stack in state.stacks)
 
 
 def _limit_s(state: Standstill, limit_s: float) -> float:
@@ -168,12 +178,20 @@ def _sort(window: Window) -> Sort | None:
     if window.state in ("T", "t"):
         return Sort.STOPPED
     if not window.is_whole or window.io_bytes > _IO_BYTES * seconds:
-        return None
+        return Sort.OUTSTANDS if window.is_outstanding else None
     if window.cpu_s + window.children_cpu_s <= _IDLE_CPU * seconds:
-        return Sort.IDLE if window.faults <= _FAULTS_IDLE * seconds else None
+        is_idle = window.faults <= _FAULTS_IDLE * seconds
+        return Sort.IDLE if is_idle else Sort.OUTSTANDS if window.is_outstanding else None
+    if window.is_outstanding:
+        return Sort.OUTSTANDS
     is_busy = window.main_cpu_s + window.main_delay_s >= _BUSY_CPU * seconds
     is_alike = window.faults <= _FAULTS_BUSY * seconds and window.switches <= _SWITCHES_BUSY * seconds
     return Sort.SPINS if is_busy and is_alike else None
+
+
+def _has_moved(before: Stack, now: Stack) -> bool:
+    is_elsewhere = bool(before.entered and now.entered) and before.entered != now.entered
+    return is_elsewhere or _place(before) != _place(now)
 
 
 def _place(stack: Stack) -> object:
@@ -196,9 +214,12 @@ def _kind(state: Standstill, stack: Stack, sort: Sort) -> StillKind | None:
     if what is Doing.STOPPED or sort is Sort.STOPPED:
         return StillKind.STOPPED
     if what is Doing.UNKNOWN:
-        return StillKind.UNKNOWN
+        return StillKind.WAITS if stack.waits else StillKind.UNKNOWN
     if what.is_for_ranks:
         return StillKind.WAITS
+    if sort is Sort.OUTSTANDS and what is Doing.RUNS:
+        # What lets no other thread run Python does something itself: a rank that waits for its GPU does not.
+        return None if stack.rank in state.held_gil or not stack.waits else StillKind.WAITS
     if sort is Sort.SPINS:
         return StillKind.RUNS if stack.rank in state.held_gil else StillKind.ELSEWHERE
     if what in (Doing.LOCK, Doing.LOADER) and not helpers_work(stack):
@@ -206,10 +227,19 @@ def _kind(state: Standstill, stack: Stack, sort: Sort) -> StillKind | None:
     return StillKind.ELSEWHERE
 
 
+def _may_compute(stack: Stack, sort: Sort) -> bool:
+    """Whether its GPU may still do what the program gave it before the collective that it waits for."""
+    return sort is Sort.OUTSTANDS and not doing(stack).is_for_ranks and not stack.has_begun
+
+
 def _does(kind: StillKind, stack: Stack) -> str:
-    """The middle of a sentence: what it does, and where in the user's code."""
+    """The middle of a sentence: what it does, where in the user's code, and the last collective that it entered."""
+    entered = f", {stack.entered}" if stack.entered else ""
     if kind is StillKind.UNKNOWN:
-        return f"uses no CPU ({stack.trouble or 'no Python frame'})"
+        return f"uses no CPU ({stack.trouble or 'no Python frame'}){entered}"
+    if kind is StillKind.WAITS and doing(stack) in (Doing.RUNS, Doing.UNKNOWN):
+        where = stack.main.innermost_user_frame if stack.main else None
+        return f"waits{f' in {where.words}' if where else ''}{entered}"
     # Without a number: each look would change the record, and the store would hear of it.
     looks = ", at the same line in every look" if doing(stack) is Doing.RUNS else ""
-    return f"{does_where(stack)}{looks}"
+    return f"{does_where(stack)}{looks}{entered}"

@@ -55,11 +55,12 @@ def become(child: Child) -> None:
     set_command_line(program.argv, os.path.basename(program.argv[0]))  # noqa: PTH119
     if given:
         sys.argv[-len(given) :] = sys.orig_argv[-len(given) :] = program.args
-    from elaunch.agent.forkserver import after_fork, crash_stack, exit_report
+    from elaunch.agent.forkserver import after_fork, collectives, crash_stack, exit_report
 
     after_fork.refresh(child.preloaded)
     crash_stack.enable(crash_fd)
     link = exit_report.promise()
+    collectives.prepare(child.preloaded.module(collectives.C10D))
     if child.gate:
         child.gate.stand(link)
     if signal.SIGINT in signal.sigpending() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:

@@ -30,7 +30,7 @@ def prepare(loaded_at_start: Collection[str]) -> None:
     else:
         os.environ["PYTHONPATH"] = rest
 
-    from elaunch.agent.forkserver import crash_stack
+    from elaunch.agent.forkserver import collectives, crash_stack
 
     try:
         crash_stack.enable(int(crash_fd))
@@ -38,6 +38,7 @@ def prepare(loaded_at_start: Collection[str]) -> None:
             from elaunch.agent.forkserver import exit_report
 
             exit_report.promise()
+        collectives.prepare(None)
     except Exception:
         # The program runs all the same; only the report of its end has less in it.
         pass

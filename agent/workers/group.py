@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from elaunch.agent.core.entries import NO_GENERATION
 from elaunch.agent.forkserver.client import Home
@@ -12,6 +13,9 @@ from elaunch.agent.workers.crash_file import CrashFile
 from elaunch.agent.workers.link import Link
 from elaunch.agent.workers.store_control import StoreControl
 from elaunch.rendezvous.types import Failure, RankTable
+
+if TYPE_CHECKING:
+    from elaunch.agent.workers.flight_recorder import FlightRecorder
 
 # A program that ran this long counts as progress, even if it neither reports steps nor makes a process group.
 LASTING_S = 600.0
@@ -38,6 +42,11 @@ class WorkerGroup:
     store: StoreControl | None = None
     reached_store: bool | None = None
     started_s: float = field(default_factory=time.monotonic)
+
+    @property
+    def recorders(self) -> dict[int, FlightRecorder]:
+        """What answers for the collectives of each worker that has a process group, by local rank."""
+        return {rank: link.recorder for rank, link in self.links.items() if link.recorder}
 
     @property
     def home(self) -> Home:

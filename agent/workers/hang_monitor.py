@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 from elaunch.agent import linux
 from elaunch.agent.core import hang
@@ -20,8 +21,15 @@ from elaunch.agent.workers.reporter import Reporter
 from elaunch.agent.workers.vitals import Vitals
 from elaunch.rendezvous.types import Failure, FailureKind
 
+if TYPE_CHECKING:
+    from elaunch.agent.workers.flight_recorder import FlightRecorder
+
 # The longest look is a part of the time after which ranks that stand still hang.
 _LOOKS_PER_LIMIT = 6
+# Workers that stand still may be asked for many entries: it takes a worker 30 µs for each.
+_ENTRIES_MAX = 50_000
+# To answer, the worker's thread takes the GIL from a main thread that runs Python, which then sleeps to get it back.
+_SWITCHES_PER_ANSWER = 8
 STACKS_FILE = "stacks.txt"
 _STOPPED_ADVICE = (
     "find out who sent it SIGSTOP (a person, a debugger, a scheduler that suspends jobs); kill -CONT PID lets a stopped"
@@ -48,7 +56,7 @@ class HangMonitor:
         self._reporter = reporter
         self._run_dir = run_dir
         self._later = later
-        self._is_on = hang_after_s > 0
+        self.is_on = hang_after_s > 0
         self._is_running = False
         self._vitals = Vitals(min(LOOK_EVERY_S, hang_after_s / _LOOKS_PER_LIMIT))
 
@@ -60,7 +68,7 @@ class HangMonitor:
     def begin(self) -> None:
         """Look at the current generation's workers from now on."""
         self._vitals.forget()
-        self._is_running = self._is_on
+        self._is_running = self.is_on
 
     def end(self) -> None:
         """Look at them no more."""
@@ -73,12 +81,28 @@ class HangMonitor:
             return None
         group = self._current.group
         windows = self._vitals.look(group.pids, now_s)
-        return Sampled(group.generation, windows) if windows else None
+        if not windows:
+            return None
+        for rank, recorder in group.recorders.items():
+            asked, is_outstanding = recorder.take_asked(), recorder.is_stalled(now_s)
+            if window := windows.get(rank):
+                switches = max(window.switches - _SWITCHES_PER_ANSWER * asked, 0)
+                windows[rank] = replace(window, switches=switches, is_outstanding=is_outstanding)
+        return Sampled(group.generation, windows)
 
     def look_at_stacks(self, order: LookAtStacks) -> None:
         """Take stacks in a thread; posts `StacksTaken`."""
-        post = self._reporter.post
-        _take(self._pids(order.local_ranks), lambda taken: post(StacksTaken(order.generation, taken)))
+        group, post = self._current.group, self._reporter.post
+        recorders = {group.rank(local): each for local, each in group.recorders.items() if local in order.local_ranks}
+
+        def taken(found: tuple[Stack, ...]) -> None:
+            try:
+                found = _with_evidence(found, recorders)
+            finally:
+                # The core waits for an answer.
+                post(StacksTaken(order.generation, found))
+
+        _take(self._pids(order.local_ranks), taken)
 
     def take_stacks(self, order: TakeStacks) -> None:
         """Take the stacks of workers that have gone silent, and write them to the log; posts `WorkersHung`."""
@@ -149,6 +173,23 @@ class HangMonitor:
             pid=group.pids.get(local_rank, -1),
             log_path=group.log_files.get(local_rank, ""),
         )
+
+
+def _with_evidence(stacks: tuple[Stack, ...], recorders: Mapping[int, FlightRecorder]) -> tuple[Stack, ...]:
+    """The stacks with what the recorders, by rank, say of their ranks."""
+    if not recorders:
+        return stacks
+    # Imported here: a healthy job never needs it.
+    from elaunch.agent.core.collectives import evidence
+    from elaunch.agent.workers.flight_recorder import all_entries
+
+    found = evidence(all_entries(recorders, _ENTRIES_MAX))
+    return tuple(
+        replace(stack, entered=said.words, waits=said.waits, has_begun=said.has_begun)
+        if (said := found.get(stack.rank))
+        else stack
+        for stack in stacks
+    )
 
 
 def _take(pids: Mapping[int, int], use: Callable[[tuple[Stack, ...]], None]) -> None:

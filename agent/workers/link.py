@@ -7,13 +7,15 @@ ends. The agent reads them once a second, and before each decision that may depe
 
 from __future__ import annotations
 
+import array
 import json
+import os
 import select
 import socket
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from elaunch.agent.core.events import (
     LinkEvent,
@@ -28,6 +30,9 @@ from elaunch.agent.core.messages import Message, PeerFailed, ShowStacks, StopAtS
 from elaunch.agent.workers.step_times import StepTimes
 from elaunch.rendezvous.codec import parse_json
 
+if TYPE_CHECKING:
+    from elaunch.agent.workers.flight_recorder import FlightRecorder
+
 _LOOK_S = 1.0
 _LINK_BYTES_MAX = 1 << 16
 # The most characters of a note, which goes to the log, and of a phase's name, which goes into a failure's message.
@@ -35,6 +40,7 @@ _TEXT_MAX = 2000
 _STEP_END = 1 << 63
 # Marks of one worker that go to the timeline. The Keeper makes two.
 _MARKS_MAX = 16
+_FDS_SPACE = socket.CMSG_SPACE(4 * array.array("i").itemsize)
 
 
 class StartMark(NamedTuple):
@@ -52,7 +58,8 @@ class Link:
     counts the reports of both; `step_times` is what the agent's looks made of them. `raised` says that its program
     ended by an exception. `reached_store` says whether its program had made its process group; it is None until the
     program has ended. `notes` are sentences for the log, `marks` are for the timeline, of which `marks_left` are still
-    taken. `news` are events for the agent's core.
+    taken. `news` are events for the agent's core. `recorder` asks the worker about its collectives, while it has a
+    process group.
     """
 
     generation: int
@@ -70,6 +77,7 @@ class Link:
     marks_left: int = _MARKS_MAX
     news: list[LinkEvent] = field(default_factory=list)
     rest: bytes = b""
+    recorder: FlightRecorder | None = None
 
     def fileno(self) -> int:
         return self.socket.fileno()
@@ -82,11 +90,12 @@ class Link:
     def read(self) -> bool:
         """Read what has come, and drop lines that are no messages. Returns whether the worker is still there."""
         try:
-            data = self.socket.recv(_LINK_BYTES_MAX)
+            data, ancillary, *_ = self.socket.recvmsg(_LINK_BYTES_MAX, _FDS_SPACE, socket.MSG_CMSG_CLOEXEC)
         except BlockingIOError:
             return True
         except OSError:
             return False
+        self._take_fds(ancillary)
         *lines, self.rest = (self.rest + data).split(b"\n")
         self.rest = self.rest[-_LINK_BYTES_MAX:]
         for line in lines:
@@ -144,6 +153,28 @@ class Link:
                     self.news.append(WorkerRaised(*where) if raised else WorkerReturned(*where))
                 self.raised, self.reached_store = raised, reached_store
 
+    def _take_fds(self, ancillary: list[tuple[int, int, bytes]]) -> None:
+        """Only elaunch's own code in the worker sends descriptors: the newest one is the other end of its recorder."""
+        fds = array.array("i")
+        for level, kind, payload in ancillary:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
+        for fd in fds:
+            self.forget_recorder()
+            # Imported here: the agent starts sooner without.
+            from elaunch.agent.workers.flight_recorder import FlightRecorder
+
+            try:
+                self.recorder = FlightRecorder(fd)
+            except OSError:
+                os.close(fd)
+
+    def forget_recorder(self) -> None:
+        """Close the recorder."""
+        if self.recorder:
+            self.recorder.close()
+            self.recorder = None
+
     def _mark(self, name: str, said_s: float) -> None:
         if self.marks_left:
             self.marks_left -= 1
@@ -195,6 +226,7 @@ class Links:
         if self._open.pop(link.fileno(), None):
             # A process that another thread starts has a copy of the socket for a moment, which keeps it in the epoll.
             self._epoll.unregister(link)
+        link.forget_recorder()
         link.socket.close()
 
     def tell(self, link: Link, message: Message) -> None:

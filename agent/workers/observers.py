@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 # After the start of the first workers.
 _FIRST_LOOK_S = 1.0
+# Less than the second after which the links wake the loop.
+_COUNT_EVERY_S = 0.9
 
 
 class Observers:
@@ -44,6 +46,7 @@ class Observers:
         self._later = later
         self._first_s: float | None = None
         self._is_complete = False
+        self._count_at_s = 0.0
         self._samples: deque[Sampled] = deque()
 
     @cached_property
@@ -86,6 +89,21 @@ class Observers:
         if self._is_complete and (sample := self.hangs.sample(now_s)):
             self._samples.append(sample)
             self._slow.sampled(self._current.group, sample.windows)
+        # After the sample: what the answers do to a worker is in its next window.
+        if self._is_complete:
+            self._count_collectives(now_s)
+
+    def _count_collectives(self, now_s: float) -> None:
+        """Once a second, ask the workers how many collectives they have entered. They are not waited for."""
+        group = self._current.latest
+        if group is None or now_s < self._count_at_s or not self.hangs.is_on:
+            return
+        self._count_at_s = now_s + _COUNT_EVERY_S
+        counts = {rank: recorder.look(now_s) for rank, recorder in group.recorders.items()}
+        # One that has not answered yet may be anywhere: that look says nothing.
+        known = {rank: each for rank, each in counts.items() if each is not None}
+        if known and len(known) == len(counts):
+            self._slow.counted(group, known)
 
     def take_samples(self) -> Iterator[Sampled]:
         """What was seen since the last call."""

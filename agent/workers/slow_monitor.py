@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from elaunch.agent import linux
 from elaunch.agent.core.slow_ranks import Slow, SlowRanks, Traits, slow_words
@@ -16,9 +16,16 @@ from elaunch.agent.linux import start_thread
 from elaunch.agent.workers.group import WorkerGroup
 from elaunch.agent.workers.reporter import Reporter
 
+if TYPE_CHECKING:
+    from elaunch.agent.core.collectives import Counts
+    from elaunch.agent.core.late_ranks import Behind
+    from elaunch.agent.workers.flight_recorder import FlightRecorder
+
 _TICKS = os.sysconf("SC_CLK_TCK")
 # Rates are measured over this time.
 _SPAN_S = 2.0
+# A recorder that keeps more entries is not read while the program works: it takes the worker 30 µs for each.
+_ENTRIES_MAX = 4000
 
 
 class SlowMonitor:
@@ -27,22 +34,50 @@ class SlowMonitor:
     def __init__(self, reporter: Reporter) -> None:
         self._reporter = reporter
         self._ranks = SlowRanks()
+        self._behind: Behind | None = None
         self._generation = -1
         self._told: set[int] = set()
 
     def sampled(self, group: WorkerGroup, looks: Mapping[int, Window]) -> None:
         """Take another look at this generation's workers into account."""
-        if group.generation != self._generation:
-            self._generation, self._ranks = group.generation, SlowRanks()
+        self._begin(group)
         self._ranks, slow = self._ranks.after(looks)
-        if slow is None or group.rank(slow.local_rank) in self._told:
-            return
-        self._told.add(group.rank(slow.local_rank))
-        pids = {rank: group.pids[rank] for rank in looks if rank in group.pids}
-        start_thread(lambda: self._tell(group, slow, pids), "elaunch-slow-rank")
+        if slow and self._is_new(group, slow.local_rank):
+            start_thread(lambda: self._tell(group, slow), "elaunch-slow-rank")
 
-    def _tell(self, group: WorkerGroup, slow: Slow, pids: Mapping[int, int]) -> None:
-        traits = read_traits(pids)
+    def counted(self, group: WorkerGroup, counts: Mapping[int, Counts]) -> None:
+        """Take another look at how many collectives the workers have entered into account."""
+        self._begin(group)
+        # Imported here: a program without a process group never needs it.
+        from elaunch.agent.core.late_ranks import Behind
+
+        self._behind, local_rank = (self._behind or Behind()).after(counts)
+        if local_rank is not None and group.rank(local_rank) not in self._told:
+            recorders = group.recorders
+            start_thread(lambda: self._look_into(group, local_rank, recorders), "elaunch-slow-rank")
+
+    def _begin(self, group: WorkerGroup) -> None:
+        if group.generation != self._generation:
+            self._generation, self._ranks, self._behind = group.generation, SlowRanks(), None
+
+    def _is_new(self, group: WorkerGroup, local_rank: int) -> bool:
+        """Whether it was not named yet. From now on it was."""
+        rank = group.rank(local_rank)
+        is_new = rank not in self._told
+        self._told.add(rank)
+        return is_new
+
+    def _look_into(self, group: WorkerGroup, local_rank: int, recorders: Mapping[int, FlightRecorder]) -> None:
+        from elaunch.agent.core.late_ranks import LOOKS, WINDOWS, late_rank
+        from elaunch.agent.workers.flight_recorder import all_entries
+
+        late = late_rank(all_entries(recorders, _ENTRIES_MAX))
+        if late and late.rank == local_rank and self._is_new(group, local_rank):
+            seen = f"; it enters a collective {late.late_s * 1e3:.0f} ms after all of them"
+            self._tell(group, Slow(local_rank, late.share, float(LOOKS * WINDOWS), seen))
+
+    def _tell(self, group: WorkerGroup, slow: Slow) -> None:
+        traits = read_traits({local_rank: pid for local_rank, pid in group.pids.items() if pid > 0})
         others = [found for local_rank, found in traits.items() if local_rank != slow.local_rank]
         rank = group.rank(slow.local_rank)
         self._reporter.timeline.stamp(group.generation, "slow", rank=rank, wait_percent=round(100 * slow.wait_share))

@@ -41,6 +41,7 @@ _THREADS_MAX = 256
 _FRAMES_MAX = 200
 _TEXT_MAX = 300
 _OUTPUT_BYTES_MAX = 8 << 20
+_OUR_THREAD = "/elaunch/agent/forkserver/collectives.py"
 
 # Calls in which a thread sleeps. The first of their arguments is a file descriptor where `_OF_A_FILE` has them.
 _CALLS = {
@@ -108,7 +109,7 @@ def _take_one(tool: str | None, rank: int, pid: int, until_s: float) -> Stack:
         items, trouble = _dump(tool, pid, until_s)
         if items or time.monotonic() >= until_s:
             break
-    threads = tuple(_thread(pid, item) for item in items)
+    threads = tuple(_thread(pid, item) for item in items if not _is_ours(item))
     if any(thread.is_main and thread.is_active for thread in threads):
         values = _values(pid, _dump(tool, pid, until_s, "--locals")[0])
         threads = tuple(replace(thread, values=values) if thread.is_main else thread for thread in threads)
@@ -177,6 +178,11 @@ def _parsed(item: dict[str, Any]) -> _Thread:
         tuple(Frame(_text(f["name"]), _text(f["filename"]), int(f["line"])) for f in frames),
         tuple(frame.get("locals") for frame in frames),
     )
+
+
+def _is_ours(item: _Thread) -> bool:
+    """Whether it is the worker's thread that answers the agent."""
+    return any(frame.file.endswith(_OUR_THREAD) for frame in item.frames)
 
 
 def _thread(pid: int, item: _Thread) -> ThreadStack:

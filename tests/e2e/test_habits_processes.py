@@ -93,6 +93,8 @@ def test_a_python_below_a_worker_sees_no_trace_of_us(tmp_path: Path, pythonpath:
 
         seen = [json.loads(line) for line in run.out.splitlines()]
         assert len(seen) == 3, str(run)
+        # The worker itself has a finder that waits for torch; it is documented.
+        seen[0]["meta_path"] = [name for name in seen[0]["meta_path"] if "forkserver.collectives" not in name]
         for place, (mine, theirs) in enumerate(zip(seen, expected, strict=True)):
             extra = mine["environment"].keys() - theirs["environment"].keys()
             assert [name for name in extra if not DOCUMENTED.fullmatch(name)] == [], str(run)

@@ -63,25 +63,30 @@ train_step()
 print("done", CASE, flush=True)
 """
 FOR_ALL = r"wait for the other ranks to make the process group \(<module>, train\.py:\d+\)"
-WAIT = r"ranks 0, 2 wait in all_reduce \(train_step, train\.py:\d+\)"
+SECOND = r"in collective 2 of the default group \(all_reduce\)"
+AFTER = r", after collective 1 of the default group \(all_reduce\)"
+WAIT = rf"ranks 0, 2 wait in all_reduce \(train_step, train\.py:\d+\), {SECOND}"
 # How the failure's sentence goes on after "rank 1 (…)".
 VERDICTS = {
-    "python_loop": rf"hung: it runs in python_loop \(train\.py:\d+\), at the same line in every look, while {WAIT}",
+    "python_loop": r"hung: it runs in python_loop \(train\.py:\d+\), at the same line in every look"
+    rf"{AFTER}, while {WAIT}",
     "c_loop": rf"hung: it runs in c_loop \(train\.py:\d+\), at the same line in every look, while {WAIT}",
     "bad_pattern": rf"hung: it runs in bad_pattern \(train\.py:\d+\), at the same line in every look, while {WAIT}",
     "stopped": rf"hung: it is stopped by a signal \(SIGSTOP\) \(stopped, train\.py:\d+\), while {WAIT}",
-    "deadlock": rf"hung: it waits for a lock or for another thread \(deadlock, train\.py:\d+\), while {WAIT}",
+    "deadlock": rf"hung: it waits for a lock or for another thread \(deadlock, train\.py:\d+\){AFTER}, while {WAIT}",
     "loader": r"hung: it waits for its data loader \(loader, train\.py:\d+\), whose process \d+ waits for a lock or for"
-    rf" another thread in Stuck\.__getitem__ \(train\.py:\d+\), while {WAIT}",
+    rf" another thread in Stuck\.__getitem__ \(train\.py:\d+\){AFTER}, while {WAIT}",
     "never_comes": rf"exited with code 0, while ranks 0, 2 {FOR_ALL}",
-    "other_collective": r"hung: it waits in broadcast \(other_collective, train\.py:\d+\), while " + WAIT,
+    "other_collective": r"hung: it waits in broadcast \(other_collective, train\.py:\d+\), in collective 2 of the"
+    rf" default group \(broadcast\), while {WAIT}",
 }
 
 
 # All ranks are alike, so none is named.
 OF_ALL = {
     "too_many": rf"hung: all 3 ranks {FOR_ALL} for \d+ s and no rank is anywhere else",
-    "in_a_circle": r"hung: all 3 ranks wait in recv \(<module>, train\.py:\d+\) for \d+ s and no rank is anywhere else",
+    "in_a_circle": rf"hung: all 3 ranks wait in recv \(<module>, train\.py:\d+\){AFTER} for \d+ s and no rank is"
+    " anywhere else",
 }
 
 

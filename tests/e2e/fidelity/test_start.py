@@ -115,6 +115,9 @@ def _equal(name: str, worker: dict[str, Any], fresh: dict[str, Any]) -> None:
     if name.startswith("environ"):
         # Drop the launcher's variables. Those that the test set for the fresh process too are in both.
         ours = without_launchers(ours)
+    if name == "import_hooks":
+        # One of elaunch's waits for torch, where that is not preloaded.
+        ours = [[hook for hook in ours[0] if hook != "_Finder"], ours[1]]
     assert ours == theirs
 
 

@@ -12,7 +12,7 @@ from elaunch.agent.core.standstill import Window
 
 LOOK_S = 5.0
 USUAL = Traits(cpus=8, nice=0, delayed=0.02, throttled=0.0, children=0.6, major_faults=0.0, clock_mhz=1980)
-SLOW = Slow(3, wait_share=0.3, busy_share=0.98, lasted_s=120.0)
+SLOW = Slow(3, wait_share=0.3, lasted_s=120.0)
 
 
 def look(busy: float, *, delayed: float = 0.0, state: str = "S", seconds: float = LOOK_S) -> Window:

@@ -258,6 +258,88 @@ def test_workers_that_report_to_a_hang_timeout_are_left_to_it() -> None:
     assert not any(isinstance(action, LookAtStacks) for action in driver.all_acted)
 
 
+# Ranks of a job on GPUs: the main thread spins in C, without the GIL, and its process does other things too.
+OUTSTANDS = replace(WORKS, is_outstanding=True)
+FIRST, OTHER = (
+    "in collective 38 of the default group (all_reduce)",
+    "after collective 37 of the default group (all_reduce)",
+)
+
+
+def on_gpu(rank: int, *, has_begun: bool = True, waits: bool = True, gil: bool = False) -> Stack:
+    return replace(busy(rank, gil=gil), entered=FIRST if waits else OTHER, waits=waits, has_begun=has_begun)
+
+
+def test_ranks_that_spin_in_a_collective_that_does_not_end_hang() -> None:
+    driver = watching()
+
+    samples(driver, 60, dict.fromkeys(ALL, OUTSTANDS), tuple(on_gpu(rank) for rank in ALL))
+    early = said(driver)
+    samples(driver, 15, dict.fromkeys(ALL, OUTSTANDS), tuple(on_gpu(rank) for rank in ALL))
+
+    assert "hang" not in early
+    assert f"all 3 ranks wait in spin (train.py:12), {FIRST} for 60 s" in said(driver)
+
+
+def test_where_the_gpu_may_still_compute_before_the_collective_it_gets_five_times_as_long() -> None:
+    driver = watching()
+    stacks = (on_gpu(0), on_gpu(1, has_begun=False), on_gpu(2))
+
+    samples(driver, 290, dict.fromkeys(ALL, OUTSTANDS), stacks)
+    early = said(driver)
+    samples(driver, 30, dict.fromkeys(ALL, OUTSTANDS), stacks)
+
+    assert "hang" not in early
+    assert "the job seems to hang" in said(driver)
+
+
+@pytest.mark.parametrize(
+    ("windows", "stacks"),
+    [
+        # One rank evaluates, or compiles: it has no collective that has not ended.
+        ({**dict.fromkeys(ALL, OUTSTANDS), 1: WORKS}, (on_gpu(0), on_gpu(1, waits=False), on_gpu(2))),
+        # It has begun one, and does something that holds the GIL before it waits.
+        (dict.fromkeys(ALL, OUTSTANDS), (on_gpu(0), on_gpu(1, gil=True), on_gpu(2))),
+    ],
+)
+def test_a_rank_that_works_beside_ranks_that_spin_is_waited_for(
+    windows: dict[int, Window], stacks: tuple[Stack, ...]
+) -> None:
+    driver = watching()
+    samples(driver, 900, windows, stacks)
+
+    assert "hang" not in said(driver)
+
+
+def test_ranks_that_enter_collectives_at_the_same_line_again_and_again_go_on() -> None:
+    driver = watching()
+    for number in range(20):
+        samples(driver, 30, ALL_IDLE, tuple(replace(each, entered=f"in collective {number}") for each in WAITING))
+
+    assert "hang" not in said(driver)
+
+
+def test_a_rank_that_is_behind_is_named_with_the_numbers() -> None:
+    driver = watching()
+    stacks = tuple(replace(each, entered=OTHER if each.rank == 1 else FIRST) for each in WAITING)
+    samples(driver, 80, ALL_IDLE, stacks)
+
+    assert (
+        f"rank 1 waits in all_reduce (train_step, train.py:41), {OTHER}, while ranks 0, 2 wait in all_reduce"
+        f" (train_step, train.py:41), {FIRST}, for 60 s" in said(driver)
+    )
+
+
+def test_a_standstill_of_which_a_look_has_no_numbers_goes_on() -> None:
+    driver = watching()
+    numbered = tuple(replace(each, entered=FIRST) for each in WAITING)
+    samples(driver, 40, ALL_IDLE, numbered)
+    samples(driver, 10, ALL_IDLE, WAITING)
+    samples(driver, 30, ALL_IDLE, numbered)
+
+    assert "the job seems to hang" in said(driver)
+
+
 def test_the_time_in_which_the_agent_was_stopped_is_not_counted() -> None:
     state = after_windows(Standstill(), ALL, ALL_IDLE, is_alone=True)
 
@@ -301,6 +383,8 @@ def test_the_verdict_is_given_when_it_has_held_for_a_while() -> None:
         (replace(SPINS, faults=50), False),
         (replace(SPINS, switches=100), False),
         (WORKS, False),
+        (OUTSTANDS, True),
+        (replace(OUTSTANDS, seconds=3600.0), False),
         (HELD, True),
     ],
 )

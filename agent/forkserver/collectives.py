@@ -1,0 +1,179 @@
+"""Answers the agent's questions about a worker's collectives, in a thread, from torch's flight recorder.
+
+The thread runs while the program has a default process group, and sleeps until the agent asks. It also answers while
+the main thread waits in a collective. A fresh worker imports this before its program, so it imports as little as it
+can, and nothing at all once the program runs: torch has imported what is needed.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+# `typing` itself is not imported: a fresh worker imports this before its program.
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+    from typing import Any
+
+LINK_FD = 3
+C10D = "torch.distributed.distributed_c10d"
+_NATIVE = "torch._C._distributed_c10d"
+# Collectives on a GPU have a recorder of their own.
+_DUMPS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
+_QUESTION_BYTES_MAX = 32
+_PACKET_BYTES_MAX = 64 << 10
+
+
+def prepare(c10d: ModuleType | None) -> None:
+    """Have the thread run while this process has a default process group. `c10d` is torch's module if it is loaded."""
+    thread = _AnsweringThread()
+    if c10d is None:
+        # Just before Python's own search of sys.path: a finder of the program's stays the first.
+        sys.meta_path.insert(-1, _Finder(thread.follow))
+    else:
+        thread.follow(c10d)
+
+
+class _Finder:
+    """Calls `found` with torch's module at the first import after that module's, and goes. It finds nothing itself."""
+
+    def __init__(self, found: Callable[[ModuleType], None]) -> None:
+        self._found = found
+
+    def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        c10d = sys.modules.get(C10D)
+        if c10d is None or not hasattr(c10d, "_update_default_pg") or self not in sys.meta_path:
+            return None
+        place = sys.meta_path.index(self)
+        del sys.meta_path[place]
+        self._found(c10d)
+        # Python goes through the list by number: it would leave out the finder that has this place now.
+        for finder in sys.meta_path[place:]:
+            spec = finder.find_spec(name, path, target)
+            if spec is not None:
+                return spec
+        return None
+
+
+class _AnsweringThread:
+    """Starts the thread when the default process group is made, and ends it when that group is destroyed.
+
+    A thread that ran before would change the program: from Python 3.12 on, `os.fork` warns in a process with several
+    threads, and the kernel allows `unshare` only to a process with one. Process groups bring threads of their own.
+    """
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+        # The program may reuse the fd for another file. The inode identifies the socket.
+        self._link = os.fstat(LINK_FD).st_ino
+        self._end: Any = None
+        self._closes_after_fork = False
+
+    def follow(self, c10d: ModuleType) -> None:
+        """Hear of every default process group from now on. torch has no public call for that."""
+        update: Any = getattr(c10d, "_update_default_pg", None)
+        if update is None:
+            return
+
+        def _update_default_pg(pg: object) -> None:
+            update(pg)
+            try:
+                self._change(pg)
+            except Exception:
+                # The program runs all the same; only the agent knows less.
+                return
+
+        vars(c10d)["_update_default_pg"] = _update_default_pg
+
+    def _change(self, pg: object) -> None:
+        # A process that the program forked has another one's link.
+        if os.getpid() != self._pid:
+            return
+        if self._end is not None:
+            self._end.shutdown(2)
+            self._end = None
+        # Without a thread of the process group's own, this one would be the only one beside the program's.
+        if pg is None or len(os.listdir("/proc/self/task")) == 1:  # noqa: PTH208
+            return
+        socket: Any = sys.modules.get("_socket")
+        native = sys.modules.get(_NATIVE)
+        dumps = [getattr(native, name) for name in _DUMPS if hasattr(native, name)]
+        if socket is None or not dumps or not self._is_link():
+            return
+        import _thread
+
+        end, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            self._send(socket, theirs.fileno())
+        finally:
+            theirs.close()
+        self._end = end
+        if not self._closes_after_fork:
+            self._closes_after_fork = True
+            os.register_at_fork(after_in_child=self._forked)
+        _thread.start_new_thread(_answer, (end, dumps))
+
+    def _is_link(self) -> bool:
+        try:
+            return os.fstat(LINK_FD).st_ino == self._link
+        except OSError:
+            return False
+
+    def _send(self, socket: Any, fd: int) -> None:
+        link = socket.socket(fileno=os.dup(LINK_FD))
+        try:
+            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fd.to_bytes(4, sys.byteorder))]
+            link.sendmsg([b'\n{"event": "recorder"}\n'], rights, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+        finally:
+            link.close()
+
+    def _forked(self) -> None:
+        if self._end is not None:
+            self._end.close()
+            self._end = None
+
+
+def _answer(end: Any, dumps: list[Any]) -> None:
+    """Answer until the agent, or the process group, is gone.
+
+    The question `n` is for the numbers of each group's last collectives. `eMAX` is for the recorder's entries, if it
+    keeps at most MAX: to write them takes 30 µs for each, in which no other thread runs Python.
+    """
+    import _signal  # type: ignore[import-not-found]
+
+    try:
+        # Signals are the program's.
+        _signal.pthread_sigmask(_signal.SIG_BLOCK, _signal.valid_signals())
+        while question := end.recv(_QUESTION_BYTES_MAX):
+            if question == b"n":
+                texts = b"\n".join(dump(False, False) for dump in dumps)
+                end.send(b"n" + (texts if len(texts) < _PACKET_BYTES_MAX else b""))
+            elif question[:1] == b"e":
+                _send_entries(end, dumps if _entries_kept() <= int(question[1:]) else [])
+    except Exception:
+        # The agent is gone, or this torch has other functions under these names.
+        return
+    finally:
+        end.close()
+
+
+def _entries_kept() -> int:
+    """As torch reads it (FlightRecorder.hpp)."""
+    return int(os.environ.get("TORCH_FR_BUFFER_SIZE") or os.environ.get("TORCH_NCCL_TRACE_BUFFER_SIZE") or 2000)
+
+
+def _send_entries(end: Any, dumps: list[Any]) -> None:
+    """Send a file in memory with the entries: a packet holds only the last hundreds of them."""
+    fd = os.memfd_create("elaunch-collectives", os.MFD_CLOEXEC)
+    try:
+        for dump in dumps:
+            text = memoryview(dump(True, False) + b"\n")
+            while text:
+                text = text[os.write(fd, text) :]
+        socket: Any = sys.modules["_socket"]
+        end.sendmsg([b"e"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fd.to_bytes(4, sys.byteorder))])
+    finally:
+        os.close(fd)
