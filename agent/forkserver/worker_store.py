@@ -22,7 +22,7 @@ LISTEN_FD = 3
 CONTROL_FD = 4
 # Torch's native code takes 0.3 s of CPU, and many programs never connect. Those that do first import torch themselves,
 # which takes longer than this.
-_IDLE_S = 0.6
+_IDLE_S = 0.8
 
 
 def serve_whole(host: str, port: str) -> NoReturn:
