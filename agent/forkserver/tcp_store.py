@@ -26,14 +26,21 @@ def tcp_store() -> Any:
     Raises Unlike if the whole of torch is needed: only a process that has not tried can import it. Raises what
     importing torch raises if there is no native code to take.
     """
-    spec = None if "torch" in sys.modules else find_spec("torch")
-    # A preloaded torch has another loader. A torch without native code is a stand-in.
-    if spec and isinstance(spec.loader, SourceFileLoader) and _has_native_code(spec):
+    spec = None if has_torch() else find_spec("torch")
+    # A torch without native code is a stand-in.
+    if spec and _has_native_code(spec):
         try:
             return _alone(spec)
         except Exception as error:
             raise Unlike(f"{type(error).__name__}: {error}") from error
     return whole_tcp_store()
+
+
+def has_torch() -> bool:
+    """Whether this process has torch already, or gets it without an import; or there is none to import."""
+    spec = None if "torch" in sys.modules else find_spec("torch")
+    # A preloaded torch has another loader.
+    return spec is None or not isinstance(spec.loader, SourceFileLoader)
 
 
 def whole_tcp_store() -> Any:

@@ -7,6 +7,7 @@ store, so that no key of an older generation is read again.
 from __future__ import annotations
 
 import os
+import select
 import site
 import socket
 import sys
@@ -14,11 +15,14 @@ from typing import Any, NoReturn
 
 from elaunch.agent.forkserver import wire
 from elaunch.agent.forkserver.boot import bare_command
-from elaunch.agent.forkserver.tcp_store import Unlike, tcp_store, whole_tcp_store
+from elaunch.agent.forkserver.tcp_store import Unlike, has_torch, tcp_store, whole_tcp_store
 from elaunch.agent.linux import set_command_line
 
 LISTEN_FD = 3
 CONTROL_FD = 4
+# Torch's native code takes 0.3 s of CPU, and many programs never connect. Those that do first import torch themselves,
+# which takes longer than this.
+_IDLE_S = 0.8
 
 
 def serve_whole(host: str, port: str) -> NoReturn:
@@ -31,8 +35,11 @@ def serve(host: str, port: int, *, whole: bool) -> NoReturn:
     set_command_line(("elaunch: worker store",), "elaunch-store")
     control = socket.socket(fileno=CONTROL_FD)
     try:
-        if sys.flags.no_site:
-            # A bare fork server has not looked for installed packages.
+        # A bare fork server has not looked for installed packages.
+        is_bare = sys.flags.no_site
+        if not whole and (is_bare or not has_torch()):
+            _wait_for_a_rank(control)
+        if is_bare:
             site.main()
         store = _class(host, port, whole=whole)(
             host, port, is_master=True, wait_for_workers=False, master_listen_fd=LISTEN_FD
@@ -45,6 +52,20 @@ def serve(host: str, port: int, *, whole: bool) -> NoReturn:
         wire.send(control, {"keys": store.num_keys()})
     # Python's and C++'s destructors have nothing left to do.
     os._exit(0)
+
+
+def _wait_for_a_rank(control: socket.socket) -> None:
+    """Stay idle until a rank connects, or for a while. Ends the process if the agent ends the store meanwhile."""
+    wire.send(control, {"idle": True})
+    doors = select.poll()
+    doors.register(LISTEN_FD, select.POLLIN)
+    doors.register(CONTROL_FD, select.POLLIN)
+    came = [fd for fd, _ in doors.poll(1000 * _IDLE_S)]
+    if came == [CONTROL_FD]:
+        if wire.receive(control):
+            wire.send(control, {"keys": 0})
+        os._exit(0)
+    wire.send(control, {"idle": False})
 
 
 def _class(host: str, port: int, *, whole: bool) -> Any:

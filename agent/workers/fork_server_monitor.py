@@ -91,10 +91,11 @@ class ForkServerMonitor:
                 self._selector.unregister(group.store)
 
     def _read_store(self, group: WorkerGroup) -> None:
-        """Read the one thing that the worker store says of itself; its exit is the fork server's to report."""
-        self.unwatch_store(group)
+        """Read what the worker store says of itself; its exit is the fork server's to report."""
         if group.store and group.store.read():
             self._timeline.stamp(group.generation, "store_ready")
+        if not group.store or group.store.is_settled:
+            self.unwatch_store(group)
 
     def _read(self) -> None:
         try:
@@ -154,7 +155,8 @@ class ForkServerMonitor:
             self._reporter.post(self._exits.exited(group, int(news["key"]), pid, code))
         elif group.store:
             self.unwatch_store(group)
-            if code < 0 and not group.store.read():
+            group.store.read()
+            if code < 0 and group.store.is_starting:
                 # It crashed before it was up, perhaps since torch's native code needs the rest of torch.
                 self._server.distrust_native_code()
             error, group.store = group.store.last_error(), None

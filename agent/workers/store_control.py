@@ -12,34 +12,54 @@ _ANSWER_S = 0.5
 
 
 class StoreControl:
-    """The worker store reports once that it is up, or why it is not. At its end it reports whether a rank used it."""
+    """The worker store reports whether it is idle, since no rank has connected yet; then that it is up, or why not.
+
+    At its end it reports whether a rank used it.
+    """
 
     def __init__(self, control: socket.socket) -> None:
         self._socket = control
+        self._is_idle = False
         self._is_up = False
+        self._is_gone = False
         self._error = ""
 
     def fileno(self) -> int:
         return self._socket.fileno()
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing more is to be read before the end: it is up, or it failed, or it is gone."""
+        return self._is_up or self._is_gone or bool(self._error)
+
+    @property
+    def is_starting(self) -> bool:
+        """Whether it has begun to import torch and is not up, as far as was read."""
+        return not self._is_idle and not self._is_up
+
     def read(self) -> bool:
-        """Read the store's report, if it has come. Returns whether the store is up."""
-        if not self._is_up and not self._error:
-            with suppress(OSError):
-                if news := wire.receive(self._socket):
-                    self._is_up = "up" in news[0]
-                    self._error = news[0].get("error", "")
+        """Read the store's reports that have come. Returns whether the store is up."""
+        with suppress(OSError):
+            while not self.is_settled:
+                news = wire.receive(self._socket)
+                said = news[0] if news else {}
+                self._is_gone = news is None
+                self._is_idle = said.get("idle", False) is True
+                self._is_up = "up" in said
+                self._error = said.get("error", "")
         return self._is_up
 
     def end(self) -> bool | None:
-        """End the store. Returns whether a rank has used it, or None if the store never reported that it was up."""
+        """End the store. Returns whether a rank has used it, or None if the store is neither idle nor up."""
         with self._socket, suppress(OSError):
-            if not self.read():
+            if not self.read() and not self._is_idle:
                 return None
             wire.send(self._socket, {"op": "end"})
             select.select([self._socket], [], [], _ANSWER_S)
             answer = wire.receive(self._socket)
-            return answer is not None and answer[0]["keys"] > 0
+            # A store that begins to import torch at this moment has no number.
+            keys = answer[0].get("keys") if answer else 0
+            return None if keys is None else keys > 0
         return None
 
     def last_error(self) -> str:

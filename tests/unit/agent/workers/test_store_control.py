@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -30,20 +31,33 @@ def test_a_store_is_up_when_it_has_said_so(store: tuple[StoreControl, socket.soc
     assert (before, control.read()) == (False, True)
 
 
-@pytest.mark.parametrize(("keys", "used"), [(0, False), (3, True)])
+@pytest.mark.parametrize(
+    ("reports", "answer", "used"),
+    [
+        ([{"up": True}], {"keys": 0}, False),
+        ([{"up": True}], {"keys": 3}, True),
+        ([{"idle": True}], {"keys": 0}, False),
+        ([{"idle": True}, {"idle": False}, {"up": True}], {"keys": 3}, True),
+        ([{"idle": True}], {"idle": False}, None),
+    ],
+)
 def test_at_its_end_a_store_says_whether_a_rank_had_used_it(
-    store: tuple[StoreControl, socket.socket], keys: int, used: bool
+    store: tuple[StoreControl, socket.socket],
+    reports: list[dict[str, Any]],
+    answer: dict[str, Any],
+    used: bool | None,
 ) -> None:
     control, process = store
-    wire.send(process, {"up": True})
+    for report in reports:
+        wire.send(process, report)
     orders: list[object] = []
 
-    def answer() -> None:
+    def reply() -> None:
         order = wire.receive(process)
         orders.append(order and order[0])
-        wire.send(process, {"keys": keys})
+        wire.send(process, answer)
 
-    thread = threading.Thread(target=answer)
+    thread = threading.Thread(target=reply)
     thread.start()
     said = control.end()
     thread.join()
@@ -51,12 +65,30 @@ def test_at_its_end_a_store_says_whether_a_rank_had_used_it(
     assert (said, orders) == (used, [{"op": "end"}])
 
 
-def test_a_store_that_never_said_that_it_is_up_is_not_waited_for(store: tuple[StoreControl, socket.socket]) -> None:
+@pytest.mark.parametrize("reports", [[], [{"idle": True}, {"idle": False}], [{"error": "no memory"}]])
+def test_a_store_that_is_neither_idle_nor_up_is_not_waited_for(
+    store: tuple[StoreControl, socket.socket], reports: list[dict[str, Any]]
+) -> None:
     control, process = store
+    for report in reports:
+        wire.send(process, report)
 
     assert control.end() is None
 
     assert wire.receive(process) is None, "the agent's end is closed, and nothing was ordered"
+
+
+def test_a_store_settles_once_it_is_up_and_starts_once_it_is_no_longer_idle(
+    store: tuple[StoreControl, socket.socket],
+) -> None:
+    control, process = store
+    stages = []
+
+    for report in ({"idle": True}, {"idle": False}, {"up": True}):
+        wire.send(process, report)
+        stages.append((control.read(), control.is_settled, control.is_starting))
+
+    assert stages == [(False, False, False), (False, False, True), (True, True, False)]
 
 
 def test_a_store_that_died_after_it_was_up_leaves_no_answer(store: tuple[StoreControl, socket.socket]) -> None:

@@ -1,0 +1,67 @@
+"""agent.forkserver.worker_store: a store to which no rank connects imports nothing of torch. Real processes."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from elaunch.agent.forkserver import wire
+
+REPOSITORY = Path(__file__).parents[4]
+# Idle until somebody does something. Who then imports torch ends with that code.
+PROGRAM = """
+import os, sys
+from elaunch.agent.forkserver import worker_store
+for fd, number in zip(map(int, sys.argv[1:]), (worker_store.LISTEN_FD, worker_store.CONTROL_FD)):
+    os.dup2(fd, number)
+worker_store._IDLE_S = 60.0
+worker_store._class = lambda *_, **__: os._exit(7)
+worker_store.serve("127.0.0.1", 0, whole=False)
+"""
+
+
+@pytest.fixture
+def store() -> Iterator[tuple[subprocess.Popen[bytes], socket.socket, socket.socket]]:
+    """A store that says that it is idle; the socket at which it listens, and the agent's end of its control socket."""
+    control, theirs = wire.pair()
+    with socket.create_server(("127.0.0.1", 0)) as listener, control, theirs:
+        # Above the numbers that they get.
+        fds = [fcntl.fcntl(end, fcntl.F_DUPFD, 20) for end in (listener, theirs)]
+        with subprocess.Popen([sys.executable, "-c", PROGRAM, *map(str, fds)], cwd=REPOSITORY, pass_fds=fds) as process:
+            for end in fds:
+                os.close(end)
+            theirs.close()
+            control.settimeout(60.0)
+            assert wire.receive(control) == ({"idle": True}, ())
+            yield process, listener, control
+            process.kill()
+
+
+def test_a_store_that_ends_before_a_rank_connects_has_no_keys_and_imports_nothing(
+    store: tuple[subprocess.Popen[bytes], socket.socket, socket.socket],
+) -> None:
+    process, _, control = store
+
+    wire.send(control, {"op": "end"})
+
+    assert wire.receive(control) == ({"keys": 0}, ())
+    assert process.wait(60) == 0
+
+
+def test_a_store_starts_when_a_rank_connects(
+    store: tuple[subprocess.Popen[bytes], socket.socket, socket.socket],
+) -> None:
+    process, listener, control = store
+
+    with socket.create_connection(listener.getsockname()):
+        said = wire.receive(control)
+
+        assert said == ({"idle": False}, ())
+        assert process.wait(60) == 7
