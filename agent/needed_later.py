@@ -22,8 +22,10 @@ MODULES = (
     "elaunch.agent.workers.investigator",
     "elaunch.agent.workers.nvml",
     "elaunch.agent.workers.slow_monitor",
+    "elaunch.agent.workers.software",
     "elaunch.agent.workers.stacks",
     "elaunch.rendezvous.rules.reports",
+    "elaunch.rendezvous.rules.software",
 )
 
 

@@ -84,7 +84,7 @@ def test_all_of_it_is_imported_a_second_after_the_start(monkeypatch: pytest.Monk
     imported = threading.Event()
     monkeypatch.setattr(needed_later, "import_all", imported.set)
     said: list[str] = []
-    reporter = Reporter(lambda _: None, said.append, Timeline(None, said.append, lambda _: None), no_failure)
+    reporter = Reporter(lambda _: None, lambda *_: None, Timeline(None, said.append, lambda _: None), no_failure)
     # Also where nothing looks for hangs.
     observers = Observers(CurrentGroup(), reporter, RunDir(None, "job", said.append), 0.0, lambda _: None)
 

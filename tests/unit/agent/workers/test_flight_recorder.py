@@ -128,9 +128,8 @@ def test_ranks_tell_their_collectives_while_they_run_and_hang_and_keep_nothing_o
     monkeypatch.setattr(slow_monitor, "_SPAN_S", 0.1)
     no_failure: Any = None
     group: Any = ranks
-    monitor = SlowMonitor(
-        Reporter(lambda _: None, ranks.said.append, Timeline(None, ranks.said.append, lambda _: None), no_failure)
-    )
+    timeline = Timeline(None, ranks.said.append, lambda _: None)
+    monitor = SlowMonitor(Reporter(lambda _: None, lambda text, _: ranks.said.append(text), timeline, no_failure))
     wait_for(ranks.read, "both process groups")
 
     # A look each few milliseconds, in place of one each second.
