@@ -280,8 +280,8 @@ def _state_windows(settings: Settings) -> Iterator[Task]:
 def _told(settings: Settings) -> Iterator[Task]:
     rng = random.Random(settings.seed)
     for turn in range(settings.samples):
-        for how in told.HOWS:
-            for contender in _only(settings, ELAUNCH, TORCHRUN):
+        for how in (*told.HOWS, told.HUNG):
+            for contender in _only(settings, ELAUNCH, *((TORCHRUN,) if how != told.HUNG else ())):
 
                 def run(contender: Contender = contender, how: str = how) -> Iterator[Sample]:
                     return told.told(contender, how, settings.limit_s, rng)

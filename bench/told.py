@@ -6,6 +6,7 @@ import random
 import re
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 from bench.contenders import Contender
 from bench.job import SCRIPTS, Job, Trouble
@@ -18,18 +19,25 @@ RIGHT = "names the right rank"
 # How a rank fails, as scripts/fault.py knows it.
 KILLED, EXCEPTION, SEGFAULT, EXIT_0 = "killed", "exception", "segfault", "exit 0"
 HOWS = (KILLED, EXCEPTION, SEGFAULT, EXIT_0)
+# A rank that does not fail but loops, where --hang-after is short. Only elaunch says so by itself.
+HANG_AFTER_S = 5
+HUNG = f"endless loop, --hang-after {HANG_AFTER_S}"
 _START_LIMIT_S = 120.0
 _LOOK_S = 0.002
 # What each launcher says of one failed rank, on its stderr.
-_OURS = re.compile(r"elaunch: (?:the cause: )?rank (?P<rank>\d+) \(.*$", re.MULTILINE)
+_OURS = re.compile(
+    r"elaunch: (?:the cause: |the job seems to hang: )?rank (?P<rank>\d+) (?:\(|on |runs ).*$", re.MULTILINE
+)
 _TORCHRUNS = re.compile(r"failed \(exitcode: .*\) local_rank: (?P<rank>\d+) ", re.MULTILINE)
 
 
 def told(contender: Contender, how: str, limit_s: float, rng: random.Random) -> Iterator[Sample]:
     """One job in which a random rank fails like that. Its sample has the time until the launcher's sentence."""
     rank = rng.randrange(WORKERS)
+    options = ("--hang-after", str(HANG_AFTER_S)) if how == HUNG else ()
+    job_of = replace(contender, options=(*contender.options, *options))
     try:
-        with Job(contender, WORKERS, (str(SCRIPTS / "fault.py"),), env={"BENCH_FAULT": "fault"}) as job:
+        with Job(job_of, WORKERS, (str(SCRIPTS / "fault.py"),), env={"BENCH_FAULT": "fault"}) as job:
             job.wait_for(lambda: all_at_s(job.stamps(), 0, "training", WORKERS), "all were training", _START_LIMIT_S)
             time.sleep(rng.uniform(0, 0.3))
             partial = job.folder / "fault.new"

@@ -10,7 +10,8 @@ from bench.tables import NOTHING, seconds, table, without_a_time
 _TOLD = f"""\
 {told.WORKERS} workers train, and a random rank fails at a random moment. The time is from the fault to the launcher's
 first line that names a rank. "Right" counts the lines that name the rank that failed. After `exit 0` the other ranks
-wait in an all-reduce. After an exception Python prints it and ends, which is most of the time."""
+wait in an all-reduce. After an exception Python prints it and ends, which is most of the time. In an endless loop
+nothing fails: elaunch sees that all ranks stand still (by default after 60 s), and torchrun says nothing."""
 _WATCHING = f"""\
 {watching.WORKERS} workers make {watching.STEPS} steps of a small model without a pause, and report each. The jobs take
 turns. "Everything on" has log files, metrics, a command for events, and JSON lines; "everything off" has none, and no
@@ -21,7 +22,7 @@ def told_beside(results: Results) -> list[str]:
     """A table with a row per kind of failure and launcher."""
     rows = []
     contenders = results.contenders(told.SECTION)
-    for how in told.HOWS:
+    for how in (*told.HOWS, told.HUNG):
         for contender in contenders:
             taken = results.values(told.SECTION, contender, told.WORKERS, how)
             right = results.values(told.SECTION, contender, told.WORKERS, f"{how}: {told.RIGHT}")

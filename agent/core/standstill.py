@@ -30,6 +30,8 @@ _IO_BYTES = 4096
 _FAULTS_IDLE = 20
 _FAULTS_BUSY = 1
 _SWITCHES_BUSY = 2
+# sys.getswitchinterval(), as Python sets it.
+_GIL_S = 0.005
 # Stacks are taken when this part of the limit is over, and then once in each limit's time.
 _LOOKS_AT = (0.5, 0.75, 1.0)
 # What may go on by itself gets this many times the limit: a slow disk, a download, a long computation in C.
@@ -58,6 +60,8 @@ class Window:
     and the children's CPU time.
 
     `is_outstanding` says that a collective has not ended, and that the worker has entered and ended none meanwhile.
+    `is_disturbed` says that the agent had the worker write down its collectives: what it did in that time says nothing.
+    `answers` counts the shorter questions, to which the worker's thread takes the GIL for a moment.
     """
 
     seconds: float
@@ -71,6 +75,8 @@ class Window:
     switches: int = 0
     children_cpu_s: float = 0.0
     is_outstanding: bool = False
+    is_disturbed: bool = False
+    answers: int = 0
 
 
 def may_stand_still(window: Window) -> bool:
@@ -90,12 +96,15 @@ def after_windows(
     for rank in live:
         window = windows.get(rank)
         sort = _sort(window) if window else None
-        if window and sort and window.seconds <= LOOK_S_MAX:
+        if window and window.is_disturbed and rank in before.still and window.seconds <= LOOK_S_MAX:
+            still[rank] = before.still[rank]
+        elif window and sort and window.seconds <= LOOK_S_MAX:
             known, for_s = before.still.get(rank, (sort, 0.0))
-            goes_on = known is sort or Sort.OUTSTANDS in (known, sort)
-            still[rank] = sort, window.seconds + (for_s if goes_on else 0.0)
+            is_same = known is sort or Sort.OUTSTANDS in (known, sort)
+            still[rank] = sort, window.seconds + (for_s if is_same else 0.0)
     spell_s = min((for_s for _, for_s in still.values()), default=0.0) if len(still) == len(live) else 0.0
-    if spell_s > before.spell_s or not before.looks:
+    # It is equal after a window that says nothing.
+    if spell_s >= before.spell_s > 0.0 or not before.looks:
         return replace(before, still=still, spell_s=spell_s)
     healed_s = max(before.healed_s, before.spell_s) if _counts_as_healed(before, is_alone) else before.healed_s
     return _afresh(replace(before, still=still, spell_s=spell_s, healed_s=min(healed_s, _HEALED_S_MAX)))
@@ -185,7 +194,10 @@ def _sort(window: Window) -> Sort | None:
     if window.is_outstanding:
         return Sort.OUTSTANDS
     is_busy = window.main_cpu_s + window.main_delay_s >= _BUSY_CPU * seconds
-    is_alike = window.faults <= _FAULTS_BUSY * seconds and window.switches <= _SWITCHES_BUSY * seconds
+    # While another thread of the process has the GIL, the main thread wakes up at each interval. How long it sleeps in
+    # all, `is_busy` bounds.
+    switches_max = max(_SWITCHES_BUSY, (1 - _BUSY_CPU) / _GIL_S if window.answers else 0) * seconds
+    is_alike = window.faults <= _FAULTS_BUSY * seconds and window.switches <= switches_max
     return Sort.SPINS if is_busy and is_alike else None
 
 

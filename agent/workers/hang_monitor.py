@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 _LOOKS_PER_LIMIT = 6
 # Workers that stand still may be asked for many entries: it takes a worker 30 µs for each.
 _ENTRIES_MAX = 50_000
-# To answer, the worker's thread takes the GIL from a main thread that runs Python, which then sleeps to get it back.
-_SWITCHES_PER_ANSWER = 8
 STACKS_FILE = "stacks.txt"
 _STOPPED_ADVICE = (
     "find out who sent it SIGSTOP (a person, a debugger, a scheduler that suspends jobs); kill -CONT PID lets a stopped"
@@ -80,15 +78,15 @@ class HangMonitor:
         if not self._is_running:
             return None
         group = self._current.group
-        windows = self._vitals.look(group.pids, now_s)
-        if not windows:
+        if not self._vitals.is_due(now_s):
             return None
+        disturbed = frozenset(rank for rank, recorder in group.recorders.items() if recorder.take_disturbed())
+        windows = self._vitals.look(group.pids, now_s, disturbed)
         for rank, recorder in group.recorders.items():
-            asked, is_outstanding = recorder.take_asked(), recorder.is_stalled(now_s)
+            answers, is_outstanding = recorder.take_asked(), recorder.is_stalled(now_s)
             if window := windows.get(rank):
-                switches = max(window.switches - _SWITCHES_PER_ANSWER * asked, 0)
-                windows[rank] = replace(window, switches=switches, is_outstanding=is_outstanding)
-        return Sampled(group.generation, windows)
+                windows[rank] = replace(window, answers=answers, is_outstanding=is_outstanding)
+        return Sampled(group.generation, windows) if windows else None
 
     def look_at_stacks(self, order: LookAtStacks) -> None:
         """Take stacks in a thread; posts `StacksTaken`."""

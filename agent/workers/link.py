@@ -89,19 +89,25 @@ class Link:
 
     def read(self) -> bool:
         """Read what has come, and drop lines that are no messages. Returns whether the worker is still there."""
-        try:
-            data, ancillary, *_ = self.socket.recvmsg(_LINK_BYTES_MAX, _FDS_SPACE, socket.MSG_CMSG_CLOEXEC)
-        except BlockingIOError:
-            return True
-        except OSError:
-            return False
-        self._take_fds(ancillary)
-        *lines, self.rest = (self.rest + data).split(b"\n")
-        self.rest = self.rest[-_LINK_BYTES_MAX:]
-        for line in lines:
-            with suppress(ValueError):
-                self._take(parse_json(line))
-        return bool(data)
+        left = _LINK_BYTES_MAX
+        while left > 0:
+            try:
+                # The kernel ends an answer where a descriptor comes: what was sent later needs another call.
+                data, ancillary, *_ = self.socket.recvmsg(left, _FDS_SPACE, socket.MSG_CMSG_CLOEXEC)
+            except BlockingIOError:
+                return True
+            except OSError:
+                return False
+            if not data:
+                return False
+            left -= len(data)
+            self._take_fds(ancillary)
+            *lines, self.rest = (self.rest + data).split(b"\n")
+            self.rest = self.rest[-_LINK_BYTES_MAX:]
+            for line in lines:
+                with suppress(ValueError):
+                    self._take(parse_json(line))
+        return True
 
     def tell(self, message: Message) -> None:
         """Send the message, if the worker is there and reads."""

@@ -6,8 +6,9 @@ A look costs two reads for each worker. What tells a standstill from slow work i
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 
 from elaunch.agent import linux
 from elaunch.agent.core.standstill import LOOK_EVERY_S, Window, may_stand_still
@@ -73,11 +74,15 @@ class Vitals:
         self._watched.clear()
         self._looked_s = None
 
-    def look(self, pids: Mapping[int, int], now_s: float) -> dict[int, Window] | None:
-        """What each worker did since the last look; None before the next look is due. A process that is gone has no
-        window, and neither has one at its first look."""
-        if self._looked_s is not None and now_s < self._looked_s + self.every_s:
-            return None
+    def is_due(self, now_s: float) -> bool:
+        """Whether it is time for the next look."""
+        return self._looked_s is None or now_s >= self._looked_s + self.every_s
+
+    def look(self, pids: Mapping[int, int], now_s: float, disturbed: Collection[int] = ()) -> dict[int, Window]:
+        """What each worker did since the last look. Those in `disturbed` did something for the agent.
+
+        A process that is gone has no window, and neither has one at its first look.
+        """
         seconds = now_s - (now_s if self._looked_s is None else self._looked_s)
         self._looked_s = now_s
         windows = {}
@@ -87,7 +92,7 @@ class Vitals:
             watched = self._watched.get(rank)
             if watched is None or watched.pid != pid:
                 watched = self._watched[rank] = _open(pid)
-            if (window := _window(watched, seconds)) is not None:
+            if (window := _window(watched, seconds, is_disturbed=rank in disturbed)) is not None:
                 windows[rank] = window
         return windows
 
@@ -104,7 +109,7 @@ def _open(pid: int) -> _Watched:
     return _Watched(pid, stat, schedstat)
 
 
-def _window(watched: _Watched, seconds: float) -> Window | None:
+def _window(watched: _Watched, seconds: float, *, is_disturbed: bool) -> Window | None:
     before, watched.counts = watched.counts, _counts(watched)
     now = watched.counts
     if before is None or now is None or seconds <= 0:
@@ -117,20 +122,16 @@ def _window(watched: _Watched, seconds: float) -> Window | None:
         now.main_delay_s - before.main_delay_s,
         now.faults - before.faults,
         now.state,
+        is_disturbed=is_disturbed,
     )
     known, watched.more = watched.more, None
-    if not may_stand_still(window):
+    if not is_disturbed and not may_stand_still(window):
         return window
     watched.more = more = _more(watched.pid, now)
     if known is None:
         return window
-    return Window(
-        window.seconds,
-        window.cpu_s,
-        window.main_cpu_s,
-        window.main_delay_s,
-        window.faults,
-        window.state,
+    return replace(
+        window,
         is_whole=True,
         io_bytes=more.io_bytes - known.io_bytes,
         switches=more.switches - known.switches,

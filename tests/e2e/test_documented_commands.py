@@ -85,7 +85,7 @@ ELSEWHERE = {
         "test_the_command_for_an_object_store_works_and_goes_on_from_there"
     ),
     "elaunch status": "test_without_arguments_a_user_finds_the_own_jobs_and_nobody_elses",
-    "elaunch top": "test_top_draws_the_job_anew_each_second_until_q",
+    "elaunch top": "test_top_draws_the_job_anew_each_second_until_q_or_a_signal_and_leaves_the_terminal_as_it_was",
     "elaunch stacks": "test_stacks_groups_ranks_by_where_they_are",
     "elaunch status --json": "test_status_shows_ranks_steps_the_last_failure_and_what_is_left_of_the_budget",
     "elaunch status night --rdzv-endpoint node0:2379 --token-file ~/job.token": (

@@ -80,6 +80,26 @@ def test_a_rank_in_a_loop_is_named_when_all_have_stood_still_for_the_limit_and_n
     assert not any(isinstance(action, Blame) for action in driver.all_acted)
 
 
+def test_a_look_at_the_collectives_of_a_rank_does_not_count_as_work_of_that_rank() -> None:
+    driver = watching()
+    written = Window(5.0, 4.9, 4.9, 0.1, 400, "R", is_whole=True, io_bytes=1 << 20, switches=300, is_disturbed=True)
+
+    for _ in range(10):
+        samples(driver, 25, IDLE_AND_LOOP, ONE_LOOPS)
+        samples(driver, 5, {**IDLE_AND_LOOP, 1: written}, ONE_LOOPS)
+
+    assert said(driver).count("the job seems to hang: rank 1 runs in spin") == 1
+
+
+def test_a_rank_that_loses_the_gil_to_the_answers_still_spins() -> None:
+    driver = watching()
+    asked = replace(SPINS, switches=90, answers=5)
+
+    samples(driver, 80, {**IDLE_AND_LOOP, 1: asked}, ONE_LOOPS)
+
+    assert "the job seems to hang: rank 1 runs in spin" in said(driver)
+
+
 def test_it_is_said_once_and_a_failure_only_on_request() -> None:
     driver = watching(restarts=True)
     samples(driver, 300, IDLE_AND_LOOP, ONE_LOOPS)

@@ -80,9 +80,8 @@ def test_an_end_wakes_and_the_words_before_it_are_there(pair: tuple[Link, socket
 
     assert is_readable(links)
     assert links.ready() == [link]
-    assert link.read()
-    assert (link.step, link.raised, link.reached_store) == (3, True, False)
     assert not link.read()
+    assert (link.step, link.raised, link.reached_store) == (3, True, False)
 
 
 def test_a_dropped_link_is_closed_and_wanted_no_more(pair: tuple[Link, socket.socket]) -> None:
@@ -185,6 +184,18 @@ def test_the_first_step_is_a_mark_if_the_worker_says_when_it_was_complete(pair: 
 
     assert link.take_marks() == [("stepped", 1.5)]
     assert (link.first_step, link.step, link.reports) == (3, 4, 2)
+
+
+def test_what_comes_behind_a_descriptor_is_read_at_once(pair: tuple[Link, socket.socket]) -> None:
+    link, worker = pair
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        socket.send_fds(worker, [b'{"event": "recorder"}\n'], [theirs.fileno()])
+        says(worker, event="listens", stop=True, peer_failed=True)
+        link.read()
+
+    assert link.take_news() == [WorkerListens(4, 0, to_stop=True, to_failure=True)]
+    link.forget_recorder()
 
 
 def test_a_program_cannot_fill_the_timeline_with_marks(pair: tuple[Link, socket.socket]) -> None:

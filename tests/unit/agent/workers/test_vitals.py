@@ -56,7 +56,9 @@ def test_a_process_that_does_nothing_is_told_from_one_that_works(running: dict[s
 
     def are_told() -> bool:
         # They share few CPUs, so a short look at one of them may be between two turns of its work.
-        windows = vitals.look(dict(enumerate(running.values())), time.monotonic()) or {}
+        if not vitals.is_due(time.monotonic()):
+            return False
+        windows = vitals.look(dict(enumerate(running.values())), time.monotonic())
         sorts = {names[rank]: sort_of(window) for rank, window in windows.items()}
         told.update(name for name, sort in sorts.items() if sort is EXPECTED.get(name))
         return told == set(names)
@@ -92,7 +94,7 @@ def test_a_look_comes_when_it_is_due() -> None:
 
     assert vitals.look({0: os.getpid()}, 1.0) == {}
     assert vitals.due_s == 6.0
-    assert vitals.look({0: os.getpid()}, 5.9) is None
+    assert (vitals.is_due(5.9), vitals.is_due(6.0)) == (False, True)
     found = vitals.look({0: os.getpid()}, 6.0)
     assert found
     assert found[0].seconds == 5.0
