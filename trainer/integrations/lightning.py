@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from elaunch.trainer.data.batches import skip_once
+from elaunch.trainer.data.batches import set_epoch, skip_once
 from elaunch.trainer.keeper.keeper import Keeper
 from elaunch.trainer.state.training_state import cloned
 
@@ -42,7 +42,7 @@ class ElaunchCallback(Callback):  # type: ignore[misc]
         )
         self._is_resumed = self._keeper.restore() > 0
         if self._is_resumed:
-            trainer.fit_loop.load_state_dict(self._state["loops"])
+            _load_loops(trainer.fit_loop, self._state["loops"])
             for callback in _others(trainer, self):
                 if callback.state_key in self._state["callbacks"]:
                     callback.load_state_dict(cloned(self._state["callbacks"][callback.state_key]))
@@ -52,9 +52,10 @@ class ElaunchCallback(Callback):  # type: ignore[misc]
         if not self._is_resumed:
             return
         loop = trainer.fit_loop
-        progress = loop.epoch_loop.batch_progress
-        done = 0 if progress.is_last_batch else progress.current.ready
+        done = loop.epoch_loop.batch_progress.current.ready
         for loader in loop._combined_loader.flattened:
+            # With workers, the order is drawn before Lightning sets the epoch.
+            set_epoch(loader, loop.epoch_progress.current.processed)
             skip_once(loader, done)
         if not done:
             # The epoch's order and the seeds of the loader's workers are drawn now.
@@ -88,6 +89,10 @@ class ElaunchCallback(Callback):  # type: ignore[misc]
         """Keep the last state, also on the disk if there are checkpoints."""
         self._kept.close()
 
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        """The same, if the restored training was over, and no loop has run."""
+        self._kept.close()
+
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Keep the last complete step."""
         if self._keeper is not None:
@@ -106,6 +111,23 @@ def _state_of(trainer: Any, own: Callback) -> dict[str, Any]:
     loops["state_dict"].pop("combined_loader", None)
     callbacks = {one.state_key: one.state_dict() for one in _others(trainer, own)}
     return {"loops": loops, "callbacks": cloned({key: state for key, state in callbacks.items() if state})}
+
+
+def _load_loops(loop: Any, state: dict[str, Any]) -> None:
+    """Let the loops go on after that state, which is of the end of a batch."""
+    state = cloned(state)
+    batches, epochs = state["epoch_loop.batch_progress"], state["epoch_progress"]
+    is_last = batches["is_last_batch"]
+    if is_last:
+        # The epoch is over. Lightning would see a validation that was interrupted, and count batches from it.
+        batches["is_last_batch"] = False
+        batches["total"]["completed"] = batches["total"]["ready"]
+        batches["current"] = dict.fromkeys(batches["current"], 0)
+        for counts in (epochs["total"], epochs["current"]):
+            counts["processed"] = counts["completed"] = counts["ready"]
+    loop.load_state_dict(state)
+    if is_last:
+        loop.epoch_loop.restarting = loop._restarting = False
 
 
 def _others(trainer: Any, own: Callback) -> list[Any]:
