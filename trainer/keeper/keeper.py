@@ -146,7 +146,9 @@ class Keeper:
             self._pace = Pace(self._snapshot_every, version.step)
             self._state.restored(self._copies, version)
             link.mark("restored")
-            if self._peers.leads and self._training.per_rank is None and (trap := sentence_about_loaders()):
+            # Once for the job: a restart has no time for it.
+            is_first = self._peers.leads and not self._place.generation
+            if is_first and self._training.per_rank is None and (trap := sentence_about_loaders()):
                 self._say(trap)
             hook = self._model.register_forward_hook(self._after_forward)
             stack.callback(hook.remove)
