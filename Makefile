@@ -12,7 +12,7 @@ JOBS ?= $(shell echo $$(($$(nproc) + 4)))
 PYTEST = folder=$$(mktemp -d /tmp/t.XXXX) && $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder \
 	--basetemp=$$folder/t $(1); code=$$?; rm -rf $$folder; exit $$code
 
-.PHONY: demo check test test-slow control-plane tools bench docs lint clean
+.PHONY: demo check test test-slow integrations control-plane tools bench docs lint clean
 
 demo: $(VENV)/.installed  ## A training on 2 workers whose ranks are killed twice, the same one left alone, and the report
 	rm -rf runs/demo
@@ -26,6 +26,10 @@ test: $(VENV)/.installed-dev tools lint  ## Everything but the slow tests
 
 test-slow: $(VENV)/.installed-dev tools  ## The slow tests: long simulations, many kills
 	$(BIN)/python -m pytest -m slow
+
+integrations: $(VENV)/.installed-dev  ## The Keeper in the loops of other libraries: installs them, and runs their slow tests
+	$(BIN)/pip install --quiet --editable '.[integrations]'
+	$(call PYTEST,-m slow tests/integrations)
 
 control-plane: $(VENV)/.installed-dev tools  ## A real Kubernetes control plane, built here once (minutes), and pods under it
 	tests/controlplane/build.sh "$${ELAUNCH_CONTROL_PLANE:-$$HOME/.cache/elaunch-control-plane}"

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from elaunch.trainer.checkpoint.checkpoints import Checkpoints as Checkpoints
     from elaunch.trainer.checkpoint.single_file import load_plain as load_plain
     from elaunch.trainer.data.accumulation import accumulate as accumulate
+    from elaunch.trainer.data.batches import Batches as Batches
     from elaunch.trainer.data.order import Micro as Micro
     from elaunch.trainer.data.order import Order as Order
     from elaunch.trainer.data.sampling import Seeded as Seeded
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 # Each is imported when it is first used: `elaunch.trainer.link` must not import torch.
 _HOMES = {
+    "Batches": "data.batches",
     "Checkpoints": "checkpoint.checkpoints",
     "Keeper": "keeper.keeper",
     "Ledger": "ledger.ledger",

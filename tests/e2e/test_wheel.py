@@ -16,7 +16,12 @@ sys.path[:0] = sys.argv[1:]
 import elaunch
 assert elaunch.__path__ == [f"{sys.argv[1]}/elaunch"], elaunch.__path__
 for module in pkgutil.walk_packages(elaunch.__path__, "elaunch."):
-    importlib.import_module(module.name)
+    try:
+        importlib.import_module(module.name)
+    except ModuleNotFoundError as error:
+        # The library of an integration is not installed.
+        if not module.name.startswith("elaunch.trainer.integrations.") or error.name.startswith("elaunch"):
+            raise
     print(module.name)
 """
 

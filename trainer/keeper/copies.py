@@ -21,6 +21,7 @@ from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.ranks.place import RankInfo
 from elaunch.trainer.state import rng_state
 from elaunch.trainer.state.packing import NotPlain
+from elaunch.trainer.state.per_rank import equal
 from elaunch.trainer.state.training_state import Training
 from elaunch.trainer.state.version import Version
 
@@ -76,7 +77,8 @@ class Copies:
             self._checkpoints = Checkpoints(storage, generation=place.generation, say=say, group=peers.group)
             if peers.leads and (why := storage.unwritable()):
                 say(f"checkpoints cannot be written to {storage}: {why}; until they can, there are none")
-        self._put: tuple[object, dict[str, Any]] = (None, {})
+        # What `put_down` stored last: of which version, of which buffers, and the rest.
+        self._put: tuple[Version | None, object, dict[str, Any]] = (None, None, {})
         # How many completed steps `restore` has lost.
         self.repeated = 0
 
@@ -88,6 +90,8 @@ class Copies:
     def restore(self) -> Version:
         """Load the newest state there is into the objects, and say so. Returns its version; step 0 if there is none."""
         fresh = Version(self._place.generation, 0)
+        if self._training.per_rank is not None:
+            self._training.per_rank.begin_anew()
         if self._training.is_in_parts:
             return self._restore_parts(fresh)
         decision, inventories = agree(self._node_memory, self._peers, large=self._training.has_large)
@@ -118,22 +122,53 @@ class Copies:
         if self._records is None or self._records.find(version) is None:
             # The copy that was just restored is not overwritten: it may be the only one.
             self.put_down(version)
+        self._tell_of_missed(version)
         return version
+
+    def _tell_of_missed(self, version: Version) -> None:
+        """Say whose `per_rank` objects were not restored."""
+        per_rank = self._training.per_rank
+        if per_rank is not None and version.step:
+            said = per_rank.missed_sentence(self._peers.from_all(per_rank.missed))
+            if said:
+                self._tell(said)
 
     def put_down(self, version: Version, *, unless_same: bool = False) -> None:
         """Store this rank's own state in memory as the state of `version`."""
+        own = self._training.own()
+        buffers = [(buffer.data_ptr(), buffer._version) for buffer in own.pop("buffers").values()]
+        if unless_same and (version, buffers) == self._put[:2] and equal(own, self._put[2]):
+            return
+        self._put = (version, buffers, own)
+        self._stage(version)
+
+    def redraw(self, version: Version) -> None:
+        """Random numbers may have been drawn since `put_down(version)`: store the generators' present states with it.
+
+        `per_rank` stays: its objects may have fetched the next step's batch already.
+        """
+        stored, buffers, own = self._put
+        random = rng_state.capture(self._training.device)
+        if stored == version and not equal(random, own["random"]):
+            self._put = (version, buffers, {**own, "random": random})
+            self._stage(version)
+
+    def _stage(self, version: Version) -> None:
         if self._records is None or self._parts is not None or not self._has_room_for_own:
             return
-        own = self._training.own()
-        stamp = (version, [(buffer.data_ptr(), buffer._version) for buffer in own["buffers"].values()])
-        if unless_same and stamp == self._put[0] and rng_state.same(own["random"], self._put[1]):
-            return
-        self._put = (stamp, own["random"])
         try:
-            self._records.stage(version, own)
+            self._records.stage(version, {"buffers": self._training.buffers(), **self._put[2]})
         except (OSError, NotPlain) as error:
             self._has_room_for_own = False
             self._say(f"rank {self._peers.rank} keeps no buffers and random states in memory: {_reason(error)}")
+
+    def _own(self, version: Version) -> dict[str, Any]:
+        """Random states and `per_rank` as of the end of that step: a loop may have drawn or fetched since."""
+        if self._put[0] == version:
+            return self._put[2]
+        own = self._training.own()
+        del own["buffers"]
+        return own
 
     def done(self, version: Version) -> None:
         """Record that this rank has completed the step of `version`."""
@@ -170,7 +205,7 @@ class Copies:
             self._newest = version
         if self._records is not None:
             try:
-                record = self._records.keep(version, self._training.own(large=True), spare)
+                record = self._records.keep(version, {**self._training.own(large=True), **self._own(version)}, spare)
             except (OSError, NotPlain) as error:
                 self._say_once(f"rank {self._peers.rank} keeps no snapshots of its own state: {_reason(error)}")
         self._is_kept = record is not None
@@ -210,10 +245,11 @@ class Copies:
         if self._checkpoints is None or version.step in (0, self._checkpointed):
             return
         self._checkpointed = version.step
-        random = self._peers.from_all(rng_state.capture(self._training.device))
+        own = self._peers.from_all(self._own(version))
         # At a stop this must be the last collective, see `Peers.part`.
         self._peers.largest([0])
-        self._checkpoints.save_async(version.step, self._training.whole(random))
+        random, per_rank = ([its[name] for its in own if name in its] for name in ("random", "per_rank"))
+        self._checkpoints.save_async(version.step, self._training.whole(random, per_rank))
 
     def look(self) -> None:
         """Report failures of background writes as soon as they are known. Local to a rank."""

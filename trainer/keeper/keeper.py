@@ -11,12 +11,11 @@ with Keeper(model, optimizer, scheduler=scheduler, warm_up=one_dummy_backward) a
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import re
-import signal
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -30,21 +29,18 @@ from elaunch.trainer import link
 from elaunch.trainer.checkpoint.storage import storage_at
 from elaunch.trainer.keeper.boundary import Boundary, Stopped, Wish
 from elaunch.trainer.keeper.copies import Copies
+from elaunch.trainer.keeper.data_warning import sentence_about_loaders
+from elaunch.trainer.keeper.guarded_state import GuardedState
+from elaunch.trainer.keeper.optimizer_hooks import OptimizerHooks
 from elaunch.trainer.keeper.pace import Pace
-from elaunch.trainer.keeper.stop import SIGNALS, StopRequest
+from elaunch.trainer.keeper.stop import StopRequest, free_signals
 from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.ranks.place import RankInfo
 from elaunch.trainer.state import rng_state
 from elaunch.trainer.state.training_state import Training, cloned
-from elaunch.trainer.state.version import Version
 
 # DDP regroups its buckets after the first backward pass, under `static_graph` after the second.
 _WARM_UPS = 2
-# The agent kills a worker as soon as all of it is saved, and that takes up to `--stop-grace`.
-_END_S = 30.0
-# If another worker has completed a step, this worker completes it within milliseconds or never.
-_ARRIVAL_S = 0.3
-_LOOK_S = 0.001
 # Seconds before each new try of a last checkpoint that failed.
 _AGAIN_S = (1, 2, 4, 8, *(5,) * 9)
 
@@ -59,7 +55,9 @@ class Keeper:
     `model` may be wrapped in DDP. `scheduler`, `scaler` and `extra` are kept too: objects with `state_dict` and
     `load_state_dict`, lists of them, or for `extra` a dictionary of tensors and plain values. They must be the same on
     every rank, and change only within `commit`. `hook_state` is the state of a communication hook (PowerSGD's), which
-    each rank has for itself. Of FSDP's and ZeRO-1's state each rank keeps its part.
+    each rank has for itself. `per_rank` is one object, or a list of them, with a state that each rank has for itself:
+    `Batches`, a StatefulDataLoader, a `torch.Generator`, anything with `state_dict` and `load_state_dict`. `()` says
+    that there is none, and that the data's order needs nothing. Of FSDP's and ZeRO-1's state each rank keeps its part.
 
     `checkpoints` is the directory, or URL, of durable checkpoints: one is written every `checkpoint_every` steps, at a
     stop and at the end. `snapshot_every` is the number of steps between copies in memory; None measures the cost of a
@@ -81,6 +79,7 @@ class Keeper:
         scaler: Any = None,
         extra: Any = None,
         hook_state: Any = None,
+        per_rank: Any = None,
         checkpoints: str | os.PathLike[str] | None = None,
         checkpoint_every: int = 1000,
         snapshot_every: int | None = None,
@@ -96,25 +95,22 @@ class Keeper:
         if not re.fullmatch(r"[\w-]+", name):
             raise ValueError(f"name is {name!r}; it is part of a file's name: letters, digits, _ and -")
         self._model = model
-        self._training = Training(model, optimizer, scheduler, scaler, extra, hook_state)
+        self._training = Training(model, optimizer, scheduler, scaler, extra, hook_state, per_rank)
         self._storage = None if checkpoints is None else storage_at(checkpoints)
         self._checkpoint_every, self._snapshot_every, self._stop_every = checkpoint_every, snapshot_every, stop_every
         self._warm_up, self._name, self._say = warm_up, name, say or _to_stderr
         self._place = RankInfo.from_environ(os.environ)
         self._pid = os.getpid()
-        # Held while the state changes or is copied.
-        self._lock = threading.Lock()
-        self._version = Version(self._place.generation, 0)
-        # Whether the state is exactly that of `_version`: neither half restored nor half changed.
-        self._is_whole = False
-        self._is_sealed = False
+        self._state = GuardedState(self._training, self._place.generation)
         self._has_stopped = False
+        self._is_entered = self._is_open = False
+        self._begun_step = -1
         self._random: dict[str, Any] = {}
 
     @property
     def step(self) -> int:
         """The last complete step, 0 before the first."""
-        return self._version.step
+        return self._state.version.step
 
     @property
     def snapshot_every(self) -> int:
@@ -129,8 +125,9 @@ class Keeper:
     def __enter__(self) -> Keeper:
         with ExitStack() as stack:
             self._peers = Peers()
-            self._boundary = Boundary(self._peers, stack.enter_context(StopRequest(signals=_free_signals())))
-            self._listener = link.listen(self._boundary.tell, rescue=self._peer_failed)
+            self._signals = stack.enter_context(StopRequest(signals=free_signals()))
+            self._boundary = Boundary(self._peers, self._signals)
+            self._listener = link.listen(self._boundary.tell, rescue=self._state.peer_failed)
             stack.push(self._listen_no_more)
             link.mark("restoring")
             self._copies = Copies(
@@ -143,23 +140,53 @@ class Keeper:
                 say=self._say,
             )
             self._warm()
-            self._version = self._copies.begin(self._copies.restore())
+            version = self._copies.begin(self._copies.restore())
             self._random = rng_state.capture(self._training.device)
-            self._restored_step = self.step
-            self._pace = Pace(self._snapshot_every, self.step)
-            with self._lock:
-                self._is_whole = True
+            self._restored_step = version.step
+            self._pace = Pace(self._snapshot_every, version.step)
+            self._state.restored(self._copies, version)
             link.mark("restored")
+            # Once for the job: a restart has no time for it.
+            is_first = self._peers.leads and not self._place.generation
+            if is_first and self._training.per_rank is None and (trap := sentence_about_loaders()):
+                self._say(trap)
             hook = self._model.register_forward_hook(self._after_forward)
             stack.callback(hook.remove)
             stack.push(self._leave)
             self._stack = stack.pop_all()
+        self._looked_at_s, self._looked_at_step = time.monotonic(), self.step
+        self._is_entered = True
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
+        self._is_entered = False
+        if self._state.is_changing:
+            # Hooks began the commit, and no pass has followed.
+            self._state.end(is_whole=error is None)
         self._stack.__exit__(kind, error, where)
+
+    def restore(self) -> int:
+        """Enter the keeper without a `with` block, for loops that belong to others. Returns the last complete step.
+
+        `close` leaves it. If the program ends without `close`, as by an exception that nobody could catch, the last
+        complete step is kept in memory then.
+        """
+        self.__enter__()
+        self._is_open = True
+        atexit.register(self._end_of_program)
+        return self.step
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Leave the keeper after `restore`; `error` ends the training. A second call does nothing."""
+        atexit.unregister(self._end_of_program)
+        if self._is_entered:
+            self.__exit__(type(error), error, None) if error is not None else self.__exit__(None, None, None)
+
+    def _end_of_program(self) -> None:
+        if os.getpid() == self._pid:
+            self.close(getattr(sys, "last_value", None) or SystemExit(1))
 
     def steps(self, total: int) -> Iterator[int]:
         """The remaining steps, up to `total`; each must be committed. Ends the process if a stop is requested.
@@ -168,11 +195,11 @@ class Keeper:
         drawn since the Keeper was entered (a DataLoader draws its seed) are drawn again.
         """
         if self.step == self._restored_step:
-            rng_state.apply(self._random, self._training.device)
-        self._looked_at_s, self._looked_at_step = time.monotonic(), self.step
+            self.restore_random()
+        self._looked_at_s, self._looked_at_step, self._begun_step = time.monotonic(), self.step, -1
         while self.step < total:
-            if self.step % self._stop_every == 0:
-                self._look_around()
+            self.redraw()
+            self.step_begin()
             step = self.step + 1
             yield step
             if self.step != step:
@@ -183,29 +210,83 @@ class Keeper:
         # A stop may have been requested during the last step.
         self._stop_if_asked(wants_snapshot=False)
 
+    def step_begin(self) -> None:
+        """The boundary between two steps: raises Stopped if a stop is requested, and makes the copies that are due.
+
+        All ranks call it between two commits, as `steps` does; further calls before the next commit do nothing. The
+        first call after a restore also calls `restore_random`, unless that was called before.
+        """
+        if self._random and self.step == self._restored_step:
+            self.restore_random()
+        if self.step == self._begun_step:
+            return
+        self._begun_step = self.step
+        if self._is_open:
+            self._signals.install()
+        if self.step % self._stop_every == 0:
+            try:
+                self._look_around()
+            except Stopped as stopped:
+                if self._is_open:
+                    self.close(stopped)
+                raise
+
+    def restore_random(self) -> None:
+        """Set the random states to those at the end of the restored step. A loop calls it before it draws again."""
+        if self._random:
+            rng_state.apply(self._random, self._training.device)
+            self._random = {}
+
+    def redraw(self) -> None:
+        """Keep the present random states with the last step: random numbers were drawn since (by an evaluation).
+
+        Call it where a run that goes on from that step would not draw them again. `steps` does so before each step.
+        """
+        if self.step > self._restored_step:
+            self._copies.redraw(self._state.version)
+
     @contextlib.contextmanager
     def commit(self) -> Iterator[None]:
         """Everything that changes the state at the end of a step goes into this block, but no collective of yours.
 
         On a GPU it first waits until the gradients are complete.
         """
-        self._copies.gpu.before_commit()
-        with self._lock:
-            if not self._is_sealed:
-                self._is_whole = False
-                yield
-                self._copies.gpu.after_commit()
-                version = Version(self._place.generation, self.step + 1)
-                # The forward pass has stored this already, unless random numbers were drawn since.
-                self._copies.put_down(version, unless_same=True)
-                self._version = version
-                self._is_whole = True
-                self._copies.done(version)
-                link.report(version.step)
-                return
-        # A peer has failed. The saved state does not include this step, and the agent will kill this process.
-        time.sleep(_END_S)
-        raise SystemExit(Wish.LEAVE.exit_code)
+        self.commit_begin()
+        try:
+            yield
+        except BaseException:
+            self._state.end(is_whole=False)
+            raise
+        self._state.end()
+
+    @property
+    def is_committing(self) -> bool:
+        """Whether `commit_begin` was called and `step_end` was not."""
+        return self._state.is_changing
+
+    def commit_begin(self) -> None:
+        """`commit` for loops that call back: all gradients are there, and the state changes until `step_end`."""
+        self._state.begin()
+
+    def step_end(self) -> bool:
+        """The step's changes are complete. Returns False if none had begun: gradients were only accumulated."""
+        if not self._state.is_changing:
+            return False
+        self._state.end()
+        return True
+
+    def commit_by_hooks(self, module: nn.Module | None = None, *, draws_again: bool = False) -> None:
+        """From now on `optimizer.step` commits by itself, and each training forward pass begins a step if one is due.
+
+        `module` is what the loop calls, if that is not `model`. With `draws_again` the loop draws an epoch's order
+        again before its first step, and the random states are restored after that. Raises ValueError if hooks cannot
+        be right.
+        """
+        module = self._model if module is None else module
+        hooks = OptimizerHooks(self, self._state, self._training, module, redraws=draws_again)
+        self._stack.callback(hooks.remove)
+        if not draws_again:
+            self.restore_random()
 
     def _warm(self) -> None:
         """Make DDP sum gradients in its final order. Everything else is restored."""
@@ -217,8 +298,8 @@ class Keeper:
 
     def _after_forward(self, module: nn.Module, inputs: object, outputs: object) -> None:
         """Store this rank's buffers and random states: they belong to the next step, if that step completes."""
-        if module.training and os.getpid() == self._pid:
-            self._copies.put_down(Version(self._place.generation, self.step + 1))
+        if self._training.model.training and os.getpid() == self._pid:
+            self._copies.put_down(self._state.next_version)
 
     def _look_around(self) -> None:
         """Between two steps: stop if a rank must stop, and make the copies that are due."""
@@ -228,11 +309,11 @@ class Keeper:
         wants_snapshot = not self._copies.paces or self._pace.is_due(self.step)
         if self._stop_if_asked(wants_snapshot=wants_snapshot) and self.step:
             begun_s = time.monotonic()
-            self._snapshot()
+            self._state.snapshot()
             self._pace.snapshot_took(self.step, time.monotonic() - begun_s)
         self._copies.look()
         if self.step // self._checkpoint_every > self._looked_at_step // self._checkpoint_every:
-            self._copies.checkpoint(self._version)
+            self._copies.checkpoint(self._state.version)
         self._looked_at_s, self._looked_at_step = time.monotonic(), self.step
 
     def _stop_if_asked(self, *, wants_snapshot: bool) -> bool:
@@ -242,28 +323,6 @@ class Keeper:
             self._stop(wish)
         return snapshot
 
-    def _snapshot(self) -> None:
-        """Take a snapshot between two steps. No other thread copies or changes the state meanwhile."""
-        if self._training.is_in_parts:
-            # This is a collective, so the lock must be free.
-            self._copies.snapshot(self._version)
-            return
-        # Outside the lock: this may wait for a dead node, and the thread that saves the state then needs the lock.
-        self._copies.before_snapshot()
-        with self._lock:
-            if self._is_whole and not self._is_sealed:
-                self._copies.snapshot(self._version)
-
-    def _put_away(self, *, durably: bool) -> None:
-        """At a stop or the end: a snapshot, and a checkpoint. No rank goes on before the snapshot is complete."""
-        self._snapshot()
-        with self._lock:
-            if self._is_whole and not self._training.is_in_parts:
-                self._copies.save_replicated(self._version)
-        if durably:
-            self._copies.checkpoint(self._version)
-        self._copies.wait()
-
     def _leave(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
@@ -272,22 +331,21 @@ class Keeper:
                 # NotDurable of another keeper: its training has ended, on all ranks at the same place.
                 case None | NotDurable():
                     # The training is over, but the program goes on. If it fails later, no step is repeated.
-                    self._put_away(durably=True)
+                    self._state.put_away(durably=True)
                     self._require_durable()
                 case Stopped():
                     if not self._has_stopped:
                         # Another keeper of this program has stopped, on all ranks at the same place.
-                        self._put_away(durably=error.wish is not Wish.JOIN)
+                        self._state.put_away(durably=error.wish is not Wish.JOIN)
                 case _:
                     try:
-                        self._rescue()
+                        self._state.rescue()
                     except Exception:
                         # The program's own error is being raised, and must not be replaced by this one.
                         traceback.print_exc()
         finally:
             self._peers.part()
-            with self._lock:
-                self._is_whole = False
+            self._state.give_up()
 
     def _require_durable(self) -> None:
         """Retry a failed last checkpoint for a while: a state that is only in memory ends with the job. Collective."""
@@ -300,7 +358,7 @@ class Keeper:
                 time.sleep(1)
                 link.phase("writing the last checkpoint")
                 self._stop_if_asked(wants_snapshot=False)
-            self._copies.checkpoint(self._version)
+            self._copies.checkpoint(self._state.version)
             self._copies.wait()
         if why := self._copies.failure():
             raise NotDurable(f"the end of the training is not on the disk: {why}")
@@ -313,59 +371,18 @@ class Keeper:
         else:
             self._listener.drop()
 
-    def _rescue(self) -> None:
-        """The group has failed: save the last complete step unless another worker of this node has, and seal the state.
-
-        If the state is in parts, the parts of other ranks are missing, and there is nothing to save.
-        """
-        if self._training.is_in_parts:
-            return
-        # Before the lock is taken: copying a large state takes long, and a step that is being completed is still kept.
-        link.saving(self.step)
-        with self._lock:
-            self._is_sealed = True
-            if self._is_whole:
-                self._copies.save_replicated(self._version)
-
-    def _peer_failed(self, generation: int) -> int:
-        """Save the state in the link's thread: the main thread may be stuck in a collective. Returns the saved step."""
-        self._catch_up()
-        self._rescue()
-        return self.step
-
-    def _catch_up(self) -> None:
-        """If another worker of this node has completed the next step, give this worker a moment to complete it too.
-
-        The other worker may be dead, and then its step would be lost.
-        """
-        end_s = time.monotonic() + _ARRIVAL_S
-        while self._is_behind() and time.monotonic() < end_s:
-            time.sleep(_LOOK_S)
-
-    def _is_behind(self) -> bool:
-        newest = self._copies.newest_done() if self._is_whole and not self._training.is_in_parts else None
-        return newest is not None and newest > max(self._version, Version(self._place.generation, 0))
-
     def _stop(self, wish: Wish) -> None:
         """Stop. All ranks call this after the same step."""
         link.stopped(self.step)
         if not self._training.is_in_parts:
             # This gives time to save even if a peer fails meanwhile. Parts would be useless without that peer's.
             link.saving(self.step)
-        self._put_away(durably=wish is not Wish.JOIN)
+        self._state.put_away(durably=wish is not Wish.JOIN)
         self._has_stopped = True
         if self._peers.leads:
             again = self._copies.where_to_go_on(self.step) if wish is not Wish.JOIN else ""
             self._say(f"stopped after step {self.step}, {wish.reason}{again}")
         raise Stopped(wish)
-
-
-def _free_signals() -> list[signal.Signals]:
-    """The signals that ask for a stop. SIGUSR1 is one, which schedulers send before they kill, if it has no handler."""
-    if threading.current_thread() is not threading.main_thread():
-        return []
-    free = signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
-    return [*SIGNALS, signal.SIGUSR1] if free else [*SIGNALS]
 
 
 def _to_stderr(text: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Sequence
 from types import FrameType, TracebackType
@@ -32,21 +33,28 @@ class StopRequest:
         self.signum = 0
         self._pid = os.getpid()
         self._signals = signals
-        self._before: list[tuple[signal.Signals, Any]] = []
+        self._before: dict[int, Any] = {}
         self._noted_s = 0.0
+        self._is_over = False
         self._clock_s = clock_s
         self._end = end or self._end_at_once
 
     def __enter__(self) -> StopRequest:
-        self._before = [(number, signal.signal(number, self._note)) for number in self._signals]
+        self._before = {number: signal.signal(number, self._note) for number in self._signals}
         return self
+
+    def install(self) -> None:
+        """Take the signals again, if a library has put its own handlers in place since the block was entered."""
+        for number in self._before:
+            if not isinstance(getattr(signal.getsignal(number), "__self__", None), StopRequest):
+                signal.signal(number, self._note)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
-        for number, handler in self._before:
-            # None: the handler was not installed by Python.
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self._is_over = True
+        for number in self._before:
+            self._give_back(number)
         if not self.signum or isinstance(error, SystemExit):
             return
         if error is None or callable(signal.getsignal(self.signum)):
@@ -57,13 +65,31 @@ class StopRequest:
             # A forked child has inherited this handler, and the signal asks the child to end.
             self._end_at_once(signum)
             return
+        if self._is_over:
+            # A library has put back what it found when it began.
+            self._give_back(signum)
+            signal.raise_signal(signum)
+            return
         now_s = self._clock_s()
         if not self.signum:
             self.signum, self._noted_s = signum, now_s
         elif now_s - self._noted_s > _SAME_WISH_S:
             self._end(signum)
 
+    def _give_back(self, signum: int) -> None:
+        # None: the handler was not installed by Python.
+        handler = self._before.get(signum)
+        signal.signal(signum, signal.SIG_DFL if handler is None else handler)
+
     def _end_at_once(self, signum: int) -> None:
         for number in self._signals:
             signal.signal(number, signal.SIG_DFL)
         signal.raise_signal(signum)
+
+
+def free_signals() -> list[signal.Signals]:
+    """The signals that ask for a stop. SIGUSR1 is one, which schedulers send before they kill, if it has no handler."""
+    if threading.current_thread() is not threading.main_thread():
+        return []
+    free = signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+    return [*SIGNALS, signal.SIGUSR1] if free else [*SIGNALS]

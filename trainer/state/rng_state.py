@@ -7,7 +7,6 @@ import sys
 from array import array
 
 import torch
-from torch import Tensor
 
 from elaunch.trainer.state.tree import State
 
@@ -38,11 +37,3 @@ def apply(state: State, device: torch.device) -> None:
 
         name, keys, *rest = state["numpy"]
         numpy.random.set_state((name, numpy.frombuffer(keys, dtype=numpy.uint32), *rest))
-
-
-def same(one: State, other: State) -> bool:
-    """Whether nothing was drawn between the two captures."""
-    return one.keys() == other.keys() and all(
-        torch.equal(value, other[name]) if isinstance(value, Tensor) else value == other[name]
-        for name, value in one.items()
-    )

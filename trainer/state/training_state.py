@@ -13,6 +13,7 @@ from elaunch.trainer.state import rng_state
 from elaunch.trainer.state.hook_state import HookState
 from elaunch.trainer.state.model_state import is_in_parts, restore, state_of, unwrap
 from elaunch.trainer.state.packing import NotPlain, pack
+from elaunch.trainer.state.per_rank import PerRank
 from elaunch.trainer.state.tree import State, flatten
 
 Found = TypeVar("Found")
@@ -22,7 +23,8 @@ class Training:
     """Model, optimizer and every other object with a state.
 
     *Replicated* state is the same on every rank. A rank's *own* state is its buffers (DDP broadcasts rank 0's at each
-    forward pass), the states of its random generators, and a large part: the state of a communication hook. With FSDP
+    forward pass), the states of its random generators and of its `per_rank` objects, and a large part: the state of a
+    communication hook. With FSDP
     and ZeRO-1 the state `is_in_parts`: no rank has all of it.
     """
 
@@ -34,12 +36,14 @@ class Training:
         scaler: Any = None,
         extra: Any = None,
         hook_state: Any = None,
+        per_rank: Any = None,
     ) -> None:
         self._wrapped = model
         self.model = unwrap(model)
         self._optimizers = _several(optimizer)
         self._rest = {"scheduler": scheduler, "scaler": scaler, "extra": extra, "optimizers": self._optimizers[1:]}
         self._hook = None if hook_state is None else HookState(hook_state)
+        self.per_rank = PerRank(_several(per_rank)) if per_rank is not None else None
         self.is_in_parts = any(is_in_parts(model, one) for one in self._optimizers)
         first = next((p for p in self.model.parameters()), None)
         self.device = torch.device("cpu") if first is None else first.device
@@ -55,6 +59,20 @@ class Training:
         """Whether a rank's own state has a large part."""
         return self._hook is not None
 
+    @property
+    def optimizers(self) -> Sequence[Any]:
+        """All optimizers."""
+        return self._optimizers
+
+    @property
+    def has_scaler(self) -> bool:
+        return self._rest["scaler"] is not None
+
+    @property
+    def has_scheduler_or_extra(self) -> bool:
+        """Whether more than the model and the optimizers changes in a step, and is the same on every rank."""
+        return any(self._rest[name] is not None for name in ("scheduler", "extra"))
+
     def layout(self) -> bytes:
         """A digest of the state's structure: names and shapes of the model, classes of the other parts."""
         digest = hashlib.sha256()
@@ -63,6 +81,8 @@ class Training:
             digest.update(repr((name, value.dtype, () if self.is_in_parts else tuple(value.shape))).encode())
         for name, part in [*self._rest.items(), ("optimizer", self._optimizers)]:
             digest.update(repr((name, [type(one).__qualname__ for one in _several(part)])).encode())
+        if self.per_rank is not None:
+            digest.update(repr(self.per_rank.kinds).encode())
         return digest.digest()[:16]
 
     def replicated(self) -> State:
@@ -78,6 +98,8 @@ class Training:
     def own(self, *, large: bool = False) -> State:
         """This rank's own present state. Its tensors are the live ones, except the random states."""
         state: State = {"buffers": self.buffers(), "random": rng_state.capture(self.device)}
+        if self.per_rank is not None:
+            state["per_rank"] = cloned(self.per_rank.state_dict())
         if large and self._hook is not None:
             state["hook"] = self._hook.state_dict()
         return state
@@ -87,14 +109,14 @@ class Training:
 
         With `durably` it must also fit into checkpoints.
         """
-        parts = self.rest() if self.is_in_parts else self.replicated()
-        for name, part in {**parts, **self.own(large=True)}.items():
+        parts, own = self.rest() if self.is_in_parts else self.replicated(), self.own(large=True)
+        for name, part in {**parts, **own}.items():
             try:
                 pack(part)
             except NotPlain as error:
                 raise TypeError(f"the state of {name} cannot be kept: {error}") from None
         if durably:
-            flatten(self.rest())
+            flatten({**self.rest(), "per_rank": own.get("per_rank")})
 
     def buffers(self) -> dict[str, Tensor]:
         """The buffers in the model's `state_dict`."""
@@ -117,14 +139,22 @@ class Training:
             rng_state.apply(state["random"], self.device)
             if self._hook is not None and "hook" in state:
                 self._hook.load_state_dict(cloned(state["hook"], self.device))
+            if self.per_rank is not None and "per_rank" in state:
+                self.per_rank.load_state_dict(cloned(state["per_rank"]))
 
     def load_random(self, state: State) -> None:
-        """Load only the random states."""
+        """Load only the random states, and those of the `per_rank` objects, from an earlier step."""
         rng_state.apply(state["random"], self.device)
+        if self.per_rank is not None and "per_rank" in state:
+            self.per_rank.load_state_dict(cloned(state["per_rank"]), is_older=True)
 
-    def whole(self, random: Sequence[State] = ()) -> State:
-        """The whole state for a checkpoint, with `random` of all ranks. If it is in parts, only this rank's part."""
-        return {**state_of(self._wrapped, self._optimizers[0]), **self.rest(), "random": list(random)}
+    def whole(self, random: Sequence[State] = (), per_rank: Sequence[State] = ()) -> State:
+        """The whole state for a checkpoint, with `random` and `per_rank` of all ranks.
+
+        If it is in parts, only this rank's part.
+        """
+        own = {"random": list(random), "per_rank": list(per_rank)}
+        return {**state_of(self._wrapped, self._optimizers[0]), **self.rest(), **own}
 
     def load_whole(self, load: Callable[[State], Found | None], rank: int, world_size: int) -> Found | None:
         """Let `load` fill the state that `whole` returns, and load it. Returns what `load` found."""
@@ -135,6 +165,10 @@ class Training:
             random = rest.get("random", ())
             if len(random) == world_size:
                 rng_state.apply(random[rank], self.device)
+            per_rank = rest.get("per_rank", ())
+            if self.per_rank is not None and per_rank:
+                # The number of ranks is in each of them.
+                self.per_rank.load_state_dict(per_rank[rank % len(per_rank)])
         return found
 
     def _load_rest(self, state: State) -> None:

@@ -42,7 +42,10 @@ def _is_there(name: str) -> bool:
     for count in range(len(parts), 0, -1):
         try:
             found = importlib.import_module(".".join(parts[:count]))
-        except ModuleNotFoundError:
+        except ModuleNotFoundError as error:
+            if not (error.name or "").startswith("elaunch"):
+                # A module for a library that is not installed here.
+                return count == len(parts)
             continue
         for attribute in parts[count:]:
             if not hasattr(found, attribute):

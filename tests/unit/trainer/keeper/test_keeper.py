@@ -29,6 +29,7 @@ from elaunch.trainer.checkpoint.checkpoints import Checkpoints
 from elaunch.trainer.checkpoint.local import LocalFolder
 from elaunch.trainer.keeper import keeper
 from elaunch.trainer.keeper.copies import Copies
+from elaunch.trainer.keeper.guarded_state import GuardedState
 from elaunch.trainer.keeper.keeper import Keeper, NotDurable
 from elaunch.trainer.memory.replicated import Records
 from elaunch.trainer.state.version import Version
@@ -514,7 +515,7 @@ def test_where_there_is_no_room_for_what_is_a_ranks_own_its_steps_are_counted_st
     with monkeypatch.context() as patch:
         patch.setattr(Records, "stage", no_room)
         # The worker dies at once, so nothing is rescued.
-        patch.setattr(Keeper, "_rescue", lambda _: None)
+        patch.setattr(GuardedState, "rescue", lambda _: None)
         with pytest.raises(RuntimeError):
             job.train(10, {8: fail})
 

@@ -1,0 +1,59 @@
+"""A LightningModule and its Trainer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from common import EPOCHS, FOLDER, OPTIONS, RANK, finish, loader, loss_of, losses, network, strike
+
+from elaunch.trainer.integrations.lightning import ElaunchCallback
+
+
+class Module(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = network()
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        step = self.trainer.global_step + 1
+        strike("forward", step)
+        loss = loss_of(self.net, batch[0])
+        losses[step] = loss.item()
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch: Any, index: int) -> None:
+        # Validations may draw random numbers.
+        self.log("validation", loss_of(self.net, batch[0]) + torch.rand(1), sync_dist=True)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        strike("commit", self.trainer.global_step + 1)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        strike("committed", self.trainer.global_step)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 30)
+        interval = "epoch" if OPTIONS["accumulate"] > 1 else "step"
+        return [optimizer], [{"scheduler": scheduler, "interval": interval}]
+
+
+module = Module()
+torch.manual_seed(5 + RANK)
+trainer = pl.Trainer(
+    max_epochs=EPOCHS,
+    accelerator="cpu",
+    devices=2,
+    strategy="ddp",
+    callbacks=[ElaunchCallback()],
+    logger=False,
+    default_root_dir=FOLDER,
+    enable_progress_bar=False,
+    accumulate_grad_batches=OPTIONS["accumulate"],
+)
+trainer.fit(module, loader(), loader(shuffle=False) if OPTIONS["evaluates"] else None)
+scheduler = trainer.lr_scheduler_configs[0].scheduler
+finish(trainer.global_step, module.state_dict(), trainer.optimizers[0].state_dict(), scheduler.state_dict())

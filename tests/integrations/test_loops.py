@@ -1,0 +1,74 @@
+"""The Keeper in loops of other libraries, with the real ones: killed, and compared bit by bit with a run left alone."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.harness import Job
+
+pytestmark = pytest.mark.slow
+PROGRAMS = Path(__file__).parent / "programs"
+RANKS = 2
+# In the middle of an epoch, in a commit at an epoch's end, and in a commit that a survivor completes.
+PLAIN: list[list[Any]] = [[1, 13, "forward"], [0, 20, "commit"], [1, 21, "forward"], [1, 25, "commit"]]
+# 10 batches make 4 steps of 3, or 5 of 2: the last may have one batch.
+THREES: list[list[Any]] = [[1, 6, "forward"], [0, 10, "commit"], [1, 11, "forward"]]
+TWOS: list[list[Any]] = [[1, 6, "forward"], [0, 9, "commit"], [1, 12, "forward"]]
+
+
+def ran(library: str, folder: Path, kills: list[list[Any]], options: dict[str, Any]) -> list[dict[str, Any]]:
+    """What each rank ended with."""
+    folder.mkdir()
+    program = PROGRAMS / f"with_{library}.py"
+    arguments = ["--nproc-per-node", str(RANKS), "--max-restarts", "9"]
+    arguments += [str(program), str(folder), json.dumps(kills), json.dumps(options)]
+    with Job(folder, *arguments, env={"OMP_NUM_THREADS": "1"}) as job:
+        assert job.wait(600) == 0, job.output
+    assert job.output.count("was killed by SIGKILL") == len(kills), job.output
+    assert job.output.count("0 steps are repeated") == len(kills), job.output
+    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(RANKS)]
+
+
+def require(package: str) -> None:
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed; `make integrations` installs it")
+
+
+def assert_kills_change_no_bit(library: str, folder: Path, kills: list[list[Any]], options: dict[str, Any]) -> None:
+    calm = ran(library, folder / "calm", [], options)
+    killed = ran(library, folder / "killed", kills, options)
+
+    for undisturbed, other in zip(calm, killed, strict=True):
+        assert other["step"] == undisturbed["step"]
+        assert other["losses"].items() <= undisturbed["losses"].items()
+        assert other["losses"]
+        assert other["digest"] == undisturbed["digest"]
+
+
+@pytest.mark.parametrize("library", ["lightning", "transformers", "accelerate", "fabric"])
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_kills_change_no_bit(tmp_path: Path, library: str, accumulates: bool) -> None:
+    require("lightning" if library == "fabric" else library)
+    options, kills = {}, PLAIN
+    if accumulates:
+        # transformers needs a number that divides the batches of an epoch.
+        each, kills = (2, TWOS) if library == "transformers" else (3, THREES)
+        if library == "lightning":
+            # Its loops are also restored between an evaluation at the end of an epoch and the next epoch.
+            kills = [*THREES[:1], [1, 9, "forward"], *THREES[1:]]
+        options = {"accumulate": each, "evaluates": True, "workers": 1}
+
+    assert_kills_change_no_bit(library, tmp_path, kills, options)
+
+
+@pytest.mark.parametrize("stateful", [True, False])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_loader_comes_back_at_the_right_sample(tmp_path: Path, stateful: bool, workers: int) -> None:
+    require("torchdata")
+
+    assert_kills_change_no_bit("torchdata", tmp_path, PLAIN, {"stateful": stateful, "workers": workers})

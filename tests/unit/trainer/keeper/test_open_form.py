@@ -1,0 +1,298 @@
+"""The Keeper in loops that it does not own: step by step, and by hooks on the optimizer."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from elaunch.trainer import link
+from elaunch.trainer.keeper.boundary import Stopped
+from elaunch.trainer.keeper.keeper import Keeper
+from tests.harness import environment
+
+
+@pytest.fixture(autouse=True)
+def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The job's memory on this node. The training has no link."""
+    folder = tmp_path / "memory"
+    folder.mkdir()
+    monkeypatch.setenv("ELAUNCH_MEMORY", str(folder))
+    monkeypatch.delenv("ELAUNCH_LINK", raising=False)
+    monkeypatch.setenv("ELAUNCH_GENERATION", "0")
+    link._open_link.cache_clear()
+    return folder
+
+
+class Loop:
+    """A training whose loop belongs to somebody else."""
+
+    def __init__(self, optimizers: int = 1, **options: Any) -> None:
+        torch.manual_seed(1)
+        self.model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+        halves = [self.model[0].parameters(), self.model[2].parameters()]
+        given = halves if optimizers == 2 else [self.model.parameters()]
+        self.optimizers = [torch.optim.AdamW(its, lr=0.1) for its in given]
+        self.scheduler = torch.optim.lr_scheduler.MultiStepLR(self.optimizers[0], [3, 6])
+        said: list[str] = []
+        self.said = said
+        defaults: dict[str, Any] = {"scheduler": self.scheduler, "snapshot_every": 1, "say": said.append}
+        self.keeper = Keeper(self.model, self.optimizers, **{**defaults, **options})
+        self.losses: dict[int, float] = {}
+
+    def backward(self) -> None:
+        loss = self.model(torch.randn(8, 4)).pow(2).mean()
+        loss.backward()
+        self.loss = loss.item()
+
+    def update(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+        self.scheduler.step()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+
+def fail() -> None:
+    raise RuntimeError("Connection reset by peer")
+
+
+def called_back(loop: Loop, steps: int, fails_in: int = 0, accumulate: int = 1) -> dict[int, float]:
+    """The loop of a library that calls back."""
+    for _ in range(loop.keeper.restore(), steps):
+        for micro in range(accumulate):
+            loop.keeper.step_begin()
+            loop.backward()
+            if loop.keeper.step + 1 == fails_in:
+                try:
+                    fail()
+                except RuntimeError as error:
+                    loop.keeper.close(error)
+                    raise
+            if micro == accumulate - 1:
+                loop.keeper.commit_begin()
+                loop.update()
+                loop.losses[loop.keeper.step + 1] = loop.loss
+            assert loop.keeper.step_end() == (micro == accumulate - 1)
+    loop.keeper.close()
+    return loop.losses
+
+
+def hooked(loop: Loop, steps: int, fails_in: int = 0, accumulate: int = 1) -> dict[int, float]:
+    """A loop that knows nothing of a keeper."""
+    with loop.keeper:
+        loop.keeper.commit_by_hooks()
+        for step in range(loop.keeper.step + 1, steps + 1):
+            for _ in range(accumulate):
+                loop.backward()
+            if step == fails_in:
+                fail()
+            loop.update()
+            loop.losses[step] = loop.loss
+    return loop.losses
+
+
+@pytest.mark.parametrize("run", [called_back, hooked])
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("optimizers", [1, 2])
+def test_a_failure_repeats_no_step_of_a_loop_that_belongs_to_others(
+    monkeypatch: pytest.MonkeyPatch,
+    memory: Path,
+    run: Callable[..., dict[int, float]],
+    accumulate: int,
+    optimizers: int,
+) -> None:
+    monkeypatch.delenv("ELAUNCH_MEMORY")
+    calm = Loop(optimizers)
+    undisturbed = run(calm, 10, accumulate=accumulate)
+    monkeypatch.setenv("ELAUNCH_MEMORY", str(memory))
+
+    before = Loop(optimizers, snapshot_every=4)
+    with pytest.raises(RuntimeError, match="reset by peer"):
+        run(before, 10, 7, accumulate=accumulate)
+    monkeypatch.setenv("ELAUNCH_GENERATION", "1")
+    torch.manual_seed(99)
+    resumed = Loop(optimizers)
+    after = run(resumed, 10, accumulate=accumulate)
+
+    assert {**before.losses, **after} == undisturbed
+    assert [*after] == [7, 8, 9, 10]
+    assert all(map(torch.equal, resumed.model.parameters(), calm.model.parameters()))
+    assert resumed.scheduler.state_dict() == calm.scheduler.state_dict()
+
+
+def test_a_signal_stops_it_at_the_boundary_and_the_keeper_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, before = Loop(), signal.getsignal(signal.SIGTERM)
+    loop.keeper.restore()
+    loop.keeper.step_begin()
+    loop.backward()
+    # A library puts its own handler in place meanwhile.
+    signal.signal(signal.SIGTERM, before)
+    loop.keeper.commit_begin()
+    loop.update()
+    loop.keeper.step_end()
+    loop.keeper.step_begin()
+    os.kill(os.getpid(), signal.SIGTERM)
+    loop.backward()
+    loop.keeper.commit_begin()
+    loop.update()
+    loop.keeper.step_end()
+
+    with pytest.raises(Stopped):
+        loop.keeper.step_begin()
+
+    assert loop.said == ["stopped after step 2, as it was told to leave"]
+    assert signal.getsignal(signal.SIGTERM) == before
+    # A second end changes nothing.
+    loop.keeper.close()
+    monkeypatch.setenv("ELAUNCH_GENERATION", "1")
+    resumed = Loop()
+    assert resumed.keeper.restore() == 2
+    resumed.keeper.close()
+
+
+def test_a_handler_of_a_left_keeper_that_a_library_puts_back_passes_the_signal_on() -> None:
+    heard: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
+    try:
+        loop = Loop()
+        loop.keeper.restore()
+        ours = signal.getsignal(signal.SIGTERM)
+        loop.keeper.close()
+        signal.signal(signal.SIGTERM, ours)
+
+        os.kill(os.getpid(), signal.SIGTERM)
+
+        assert heard == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+PROGRAM = """
+import torch
+from elaunch.trainer import Keeper
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+keeper = Keeper(model, optimizer, snapshot_every=1000)
+print("begins after", keeper.restore())
+for step in range(5):
+    keeper.step_begin()
+    model(torch.randn(2, 4)).sum().backward()
+    keeper.commit_begin()
+    optimizer.step()
+    keeper.step_end()
+raise RuntimeError("nobody closes the keeper")
+"""
+
+
+def test_a_program_that_ends_without_close_keeps_its_last_step(memory: Path) -> None:
+    ran = []
+    for generation in ("0", "1"):
+        env = environment({"ELAUNCH_MEMORY": str(memory), "ELAUNCH_GENERATION": generation})
+        ran.append(
+            subprocess.run([sys.executable, "-c", PROGRAM], env=env, capture_output=True, text=True, timeout=120)
+        )
+
+    assert all("RuntimeError: nobody closes the keeper" in one.stderr for one in ran), ran
+    assert [one.stdout for one in ran] == ["begins after 0\n", "begins after 5\n"]
+    assert "restored step 5 from memory (of generation 0); 0 steps are repeated" in ran[1].stderr
+
+
+def entered_with_hooks(loop: Loop, work: Callable[[Loop], object]) -> None:
+    with loop.keeper:
+        loop.keeper.commit_by_hooks()
+        work(loop)
+
+
+def test_a_failure_between_optimizer_and_scheduler_is_not_taken_for_a_whole_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def work(loop: Loop) -> None:
+        for _ in range(3):
+            loop.backward()
+            loop.update()
+        loop.backward()
+        loop.optimizers[0].step()
+        fail()
+
+    with pytest.raises(RuntimeError, match="reset by peer"):
+        entered_with_hooks(Loop(), work)
+    monkeypatch.setenv("ELAUNCH_GENERATION", "1")
+    resumed = Loop()
+
+    # Only the snapshot is whole, and it is of the step before.
+    assert resumed.keeper.restore() == 3
+    assert resumed.scheduler.last_epoch == 3
+    resumed.keeper.close()
+
+
+def in_turn(loop: Loop) -> None:
+    loop.backward()
+    loop.optimizers[0].step()
+    loop.backward()
+
+
+@pytest.mark.parametrize(
+    ("options", "work", "sentence"),
+    [
+        ({"scaler": torch.amp.GradScaler("cpu")}, fail, r"a GradScaler skips: put scaler\.step"),
+        ({"optimizers": 2}, in_turn, "of 2 optimizers number 1 did not step before the next pass"),
+        ({}, lambda loop: loop.optimizers[0].step(lambda: 0.0), r"AdamW\.step was called with a closure"),
+    ],
+)
+def test_hooks_refuse_what_they_cannot_see(
+    options: dict[str, Any], work: Callable[[Loop], object], sentence: str
+) -> None:
+    with pytest.raises((ValueError, RuntimeError), match=sentence):
+        entered_with_hooks(Loop(**options), work)
+
+
+def test_two_commits_of_one_step_are_refused() -> None:
+    def work(loop: Loop) -> None:
+        loop.keeper.commit_begin()
+        loop.keeper.commit_begin()
+
+    with pytest.raises(RuntimeError, match="the commit of step 1 has begun already"):
+        entered_with_hooks(Loop(), work)
+
+
+def test_an_evaluation_is_no_step_and_its_random_numbers_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(loop: Loop, until: int, fails: bool = False) -> list[float]:
+        drawn = []
+        with loop.keeper:
+            for step in loop.keeper.steps(until):
+                loop.backward()
+                drawn.append(loop.loss)
+                if fails and step == 5:
+                    fail()
+                with loop.keeper.commit():
+                    loop.update()
+                if step == 4:
+                    torch.rand(3)
+        return drawn
+
+    calm = run(Loop(name="calm"), 8)
+    with pytest.raises(RuntimeError, match="reset by peer"):
+        run(Loop(), 8, fails=True)
+    monkeypatch.setenv("ELAUNCH_GENERATION", "1")
+
+    # Step 4 is not made again, and so its evaluation is not.
+    assert run(Loop(), 8) == calm[4:]
+
+
+def test_the_page_of_the_open_form_names_what_exists() -> None:
+    page = (Path(__file__).parents[4] / "docs" / "trainer.md").read_text()
+    section = page.split("### Loops that are not yours\n", 1)[1].split("\n### ", 1)[0]
+    named = set(re.findall(r"keeper\.(\w+)\(", section))
+
+    assert {"restore", "step_begin", "commit_begin", "step_end", "close", "commit_by_hooks"} <= named
+    assert all(hasattr(Keeper, name) for name in named)

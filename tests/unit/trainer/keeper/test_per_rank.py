@@ -1,0 +1,164 @@
+"""State that each rank has for itself, and what the Keeper says where there is none."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from elaunch.trainer import Batches, Keeper, Order, link
+from elaunch.trainer.state.per_rank import PerRank
+
+
+@pytest.fixture(autouse=True)
+def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The job's memory on this node. The training has no link."""
+    folder = tmp_path / "memory"
+    folder.mkdir()
+    monkeypatch.setenv("ELAUNCH_MEMORY", str(folder))
+    monkeypatch.delenv("ELAUNCH_LINK", raising=False)
+    monkeypatch.setenv("ELAUNCH_GENERATION", "0")
+    link._open_link.cache_clear()
+    return folder
+
+
+class Packer:
+    """A packing buffer: samples that wait until they fill a batch."""
+
+    def __init__(self) -> None:
+        self.waiting: list[torch.Tensor] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        # The live list, as many programs return it.
+        return {"waiting": self.waiting}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.waiting = state["waiting"]
+
+
+class Job:
+    """A training on real data, with a generator and a packing buffer of its own."""
+
+    def __init__(self, **options: Any) -> None:
+        torch.manual_seed(1)
+        self.model = nn.Linear(1, 1)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
+        self.batches = Batches(DataLoader(TensorDataset(torch.arange(20.0)[:, None]), batch_size=3, shuffle=True))
+        self.generator, self.packer = torch.Generator().manual_seed(4), Packer()
+        self.said: list[str] = []
+        per_rank = [self.batches, self.generator, self.packer]
+        defaults: dict[str, Any] = {"snapshot_every": 1, "say": self.said.append, "per_rank": per_rank}
+        self.keeper = Keeper(self.model, self.optimizer, **{**defaults, **options})
+        self.seen: list[list[float]] = []
+
+    def train(self, steps: int, fails_in: int = 0) -> list[list[float]]:
+        with self.keeper:
+            for step in self.keeper.steps(steps):
+                (batch,) = next(self.batches)
+                self.packer.waiting.append(batch[0])
+                noise = torch.rand(1, generator=self.generator)
+                self.model(batch + noise).sum().backward()
+                if step == fails_in:
+                    raise RuntimeError("Connection reset by peer")
+                with self.keeper.commit():
+                    self.optimizer.step()
+                    self.optimizer.zero_grad()
+                    self.seen.append([*batch.reshape(-1).tolist(), noise.item(), float(len(self.packer.waiting))])
+        return self.seen
+
+
+@pytest.mark.parametrize("fails_in", [1, 3, 7, 8, 9])
+@pytest.mark.parametrize("snapshot_every", [1, 1000])
+def test_after_a_failure_every_rank_goes_on_at_its_own_sample(
+    monkeypatch: pytest.MonkeyPatch, memory: Path, fails_in: int, snapshot_every: int
+) -> None:
+    monkeypatch.delenv("ELAUNCH_MEMORY")
+    undisturbed = Job().train(12)
+    monkeypatch.setenv("ELAUNCH_MEMORY", str(memory))
+
+    failed = Job(snapshot_every=snapshot_every)
+    with pytest.raises(RuntimeError, match="reset by peer"):
+        failed.train(12, fails_in)
+    monkeypatch.setenv("ELAUNCH_GENERATION", "1")
+    resumed = Job()
+
+    assert failed.seen + resumed.train(12) == undisturbed
+
+
+def test_it_is_in_the_checkpoints_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("ELAUNCH_MEMORY")
+    undisturbed = Job().train(12)
+    folder = tmp_path / "checkpoints"
+
+    first = Job(checkpoints=folder).train(5)
+    resumed = Job(checkpoints=folder)
+
+    assert first + resumed.train(12) == undisturbed
+
+
+def test_at_another_world_size_it_begins_anew_and_the_keeper_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RuntimeError, match="reset by peer"):
+        Job().train(12, 4)
+    monkeypatch.setenv("ELAUNCH_GENERATION", "1")
+    resumed = Job()
+    monkeypatch.setattr("elaunch.trainer.state.per_rank._world_size", lambda: 2)
+
+    resumed.train(5)
+
+    assert resumed.said[1] == (
+        "the state per rank (per_rank: Batches, GeneratorState, Packer) of all ranks is that of 1 ranks, and does not "
+        "fit 2 ranks: it begins anew, and samples come twice or never"
+    )
+    assert resumed.seen[0][-1] == 1
+
+
+def test_a_state_of_an_earlier_step_and_a_lost_one_are_named_with_their_ranks() -> None:
+    per_rank = PerRank([Packer()])
+
+    assert per_rank.missed_sentence(["", "is that of an earlier step", "is lost", "is lost"]) == (
+        "the state per rank (per_rank: Packer) of rank 1 is that of an earlier step: some samples come twice; the "
+        "state per rank (per_rank: Packer) of rank 2, 3 is lost: it begins anew, and samples come twice or never"
+    )
+
+
+def test_an_object_without_a_state_is_refused_with_the_way_out() -> None:
+    with pytest.raises(TypeError, match=r"a DataLoader, which has no state_dict .*trainer\.Batches\(loader\)"):
+        Job(per_rank=DataLoader(TensorDataset(torch.zeros(3)), shuffle=True))
+
+
+def test_an_ordinary_data_loader_is_named_at_entry_once() -> None:
+    job = Job(per_rank=None)
+
+    with job.keeper:
+        pass
+
+    assert len(job.said) == 1
+    assert job.said[0].startswith("a DataLoader of this program shuffles, and its position is not kept: ")
+    assert "batches = elaunch.trainer.Batches(loader)" in job.said[0]
+
+
+@pytest.mark.parametrize("per_rank", [(), None])
+def test_a_loader_with_an_order_or_with_per_rank_needs_no_warning(per_rank: object) -> None:
+    job = Job(per_rank=per_rank)
+    if per_rank is None:
+        dataset = TensorDataset(torch.zeros(8))
+        sampler = Order(8, seed=0, global_batch=4, micro_batch=2).batches(0, 1)
+        job.batches = Batches(DataLoader(dataset, batch_sampler=sampler))
+        # The loaders of other tests, and the one before.
+        gc.collect()
+
+    with job.keeper:
+        pass
+
+    assert job.said == []
+
+
+def test_without_a_group_the_world_has_one_rank() -> None:
+    assert not dist.is_initialized()
+    assert PerRank([]).state_dict()["world_size"] == 1

@@ -1,0 +1,1 @@
+"""The Keeper in loops of other libraries: one line each. A module imports its library, and nothing else imports it."""

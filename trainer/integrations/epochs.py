@@ -1,0 +1,125 @@
+"""Epochs of a loop over a prepared DataLoader, each begun where an earlier process was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+from typing import Any
+
+from torch import nn
+
+from elaunch.trainer.data.batches import generator_states, set_generator_states, skip_once
+from elaunch.trainer.keeper.keeper import Keeper
+
+
+class EpochOrder:
+    """The generators from which a sampler draws, as they were when the epoch began. Stateful, for `per_rank`.
+
+    The loader's own generator is also kept as it is now: so it is when the next epoch begins.
+    """
+
+    def __init__(self) -> None:
+        self._loader: Any = None
+        self._began: dict[str, Any] = {}
+        self._now: Any = None
+
+    def begin(self, loader: Any) -> None:
+        """An epoch begins, and its order is drawn next."""
+        if self._now is not None:
+            # The epoch before was another process's.
+            set_generator_states(loader, {**generator_states(loader), "loader": self._now})
+        self._loader, self._began, self._now = loader, generator_states(loader), None
+
+    def begin_again(self, loader: Any) -> None:
+        """The epoch that another process began begins once more."""
+        if not self._began:
+            self.begin(loader)
+            return
+        set_generator_states(loader, self._began)
+        self._loader, self._now = loader, None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The states at the beginning of the epoch, and that of the loader's generator now."""
+        now = self._now if self._loader is None else generator_states(self._loader).get("loader")
+        return {"began": self._began, "now": now}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over another process's states."""
+        self._loader, self._began, self._now = None, state["began"], state["now"]
+
+
+class KeptEpochs:
+    """A Keeper around a loop over epochs and batches that stays as it is, with commits by hooks on the optimizers.
+
+    `loader` is what the loop iterates, `base` the DataLoader in it, and `outermost` the module that the loop calls.
+    A step has `accumulate` batches, the last of an epoch may have fewer. `set_epoch` tells the loader which epoch its
+    next iterator is for.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Any],
+        *,
+        outermost: nn.Module,
+        loader: Any,
+        base: Any,
+        accumulate: int,
+        set_epoch: Callable[[int], object],
+        per_rank: Any = (),
+        **options: Any,
+    ) -> None:
+        self._order = EpochOrder()
+        others = per_rank if isinstance(per_rank, list | tuple) else [per_rank]
+        self.keeper = Keeper(model, list(optimizers), per_rank=[self._order, *others], **options)
+        self._outermost, self._loader, self._base, self._accumulate = outermost, loader, base, accumulate
+        self._set_epoch = set_epoch
+        self._done = 0
+
+    def __enter__(self) -> KeptEpochs:
+        self.keeper.__enter__()
+        try:
+            self.keeper.commit_by_hooks(self._outermost, draws_again=True)
+        except ValueError as error:
+            self.keeper.__exit__(type(error), error, None)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self.keeper.__exit__(kind, error, where)
+
+    def step_end(self) -> None:
+        """The step's changes are complete: before a collective between the scheduler's step and the next pass."""
+        self.keeper.step_end()
+
+    @property
+    def done(self) -> int:
+        """How many batches of this epoch were done by earlier processes: the loader begins after them."""
+        return self._done
+
+    def epochs(self, total: int) -> Iterator[int]:
+        """The numbers of the remaining epochs up to `total`, from 0. The first one begins in its middle, if need be."""
+        batches = len(self._loader)
+        steps = -(-batches // self._accumulate)
+        resumed, done = divmod(self.keeper.step, steps)
+        for epoch in range(resumed, total):
+            self._set_epoch(epoch)
+            self._done = done * self._accumulate if epoch == resumed else 0
+            if epoch > resumed or not done:
+                self.keeper.redraw()
+                self.keeper.restore_random()
+                self._order.begin(self._loader)
+            else:
+                # The generators of the training are restored when the first step begins.
+                self._order.begin_again(self._loader)
+                skip_once(self._base, self._done)
+            yield epoch
+            self.keeper.step_end()
+            if self.keeper.step != (epoch + 1) * steps:
+                raise RuntimeError(
+                    f"after epoch {epoch} the optimizer has made {self.keeper.step} steps, and not "
+                    f"{(epoch + 1) * steps}: {batches} batches, {self._accumulate} for a step; a restart would not "
+                    "find the right batch"
+                )

@@ -1,0 +1,152 @@
+"""The Keeper in Lightning's Trainer: `Trainer(…, callbacks=[ElaunchCallback()])`."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+from elaunch.trainer.data.batches import set_epoch, skip_once
+from elaunch.trainer.keeper.keeper import Keeper
+from elaunch.trainer.state.training_state import cloned
+
+# The package has two names. The program's own `import` decides.
+if TYPE_CHECKING or "pytorch_lightning" not in sys.modules or "lightning.pytorch" in sys.modules:
+    from lightning.pytorch.callbacks import Callback
+else:
+    from pytorch_lightning.callbacks import Callback
+
+
+class ElaunchCallback(Callback):  # type: ignore[misc]
+    """Keeps model, optimizer, schedulers, loops and callbacks; `options` are the Keeper's (`checkpoints=…`).
+
+    After a restart the loops go on as from Lightning's own checkpoint, and the batches of the complete steps are passed
+    over without loading them.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self._options = {"per_rank": (), **options}
+        self._keeper: Keeper | None = None
+        self._state: dict[str, Any] = {}
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Restore the newest state."""
+        _require_possible(trainer)
+        self._state.update(_state_of(trainer, self))
+        self._keeper = Keeper(
+            trainer.strategy.model,
+            trainer.optimizers[0],
+            scheduler=[config.scheduler for config in trainer.lr_scheduler_configs],
+            scaler=getattr(trainer.precision_plugin, "scaler", None),
+            extra=self._state,
+            **self._options,
+        )
+        self._is_resumed = self._keeper.restore() > 0
+        if self._is_resumed:
+            _load_loops(trainer.fit_loop, self._state["loops"])
+            for callback in _others(trainer, self):
+                if callback.state_key in self._state["callbacks"]:
+                    callback.load_state_dict(cloned(self._state["callbacks"][callback.state_key]))
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Pass over the batches that are done. The loop has made its iterators already, and makes new ones."""
+        if not self._is_resumed:
+            return
+        loop = trainer.fit_loop
+        done = loop.epoch_loop.batch_progress.current.ready
+        for loader in loop._combined_loader.flattened:
+            # With workers, the order is drawn before Lightning sets the epoch.
+            set_epoch(loader, loop.epoch_progress.current.processed)
+            skip_once(loader, done)
+        if not done:
+            # The epoch's order and the seeds of the loader's workers are drawn now.
+            self._kept.restore_random()
+        iter(loop._data_fetcher)
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        """What was drawn at the end of an epoch is not drawn again after a restart."""
+        self._kept.redraw()
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Stop here if a stop is requested, and make the copies that are due."""
+        self._kept.step_begin()
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        """From here on optimizer, schedulers, scaler and loops change."""
+        self._kept.commit_begin()
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """All of them have changed, if gradients were not only accumulated."""
+        if self._kept.is_committing:
+            self._state.update(_state_of(trainer, self))
+            self._kept.step_end()
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """A validation draws random numbers, and is not made again after a restart."""
+        if self._keeper is not None:
+            self._keeper.redraw()
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Keep the last state, also on the disk if there are checkpoints."""
+        self._kept.close()
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        """The same, if the restored training was over, and no loop has run."""
+        self._kept.close()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Keep the last complete step."""
+        if self._keeper is not None:
+            self._keeper.close(exception)
+
+    @property
+    def _kept(self) -> Keeper:
+        assert self._keeper is not None
+        return self._keeper
+
+
+def _state_of(trainer: Any, own: Callback) -> dict[str, Any]:
+    """Where the loops are, and the states of the other callbacks."""
+    loops = trainer.fit_loop.state_dict()
+    # Each rank has another position there.
+    loops["state_dict"].pop("combined_loader", None)
+    callbacks = {one.state_key: one.state_dict() for one in _others(trainer, own)}
+    return {"loops": loops, "callbacks": cloned({key: state for key, state in callbacks.items() if state})}
+
+
+def _load_loops(loop: Any, state: dict[str, Any]) -> None:
+    """Let the loops go on after that state, which is of the end of a batch."""
+    state = cloned(state)
+    batches, epochs = state["epoch_loop.batch_progress"], state["epoch_progress"]
+    is_last = batches["is_last_batch"]
+    if is_last:
+        # The epoch is over. Lightning would see a validation that was interrupted, and count batches from it.
+        batches["is_last_batch"] = False
+        batches["total"]["completed"] = batches["total"]["ready"]
+        batches["current"] = dict.fromkeys(batches["current"], 0)
+        for counts in (epochs["total"], epochs["current"]):
+            counts["processed"] = counts["completed"] = counts["ready"]
+    loop.load_state_dict(state)
+    if is_last:
+        loop.epoch_loop.restarting = loop._restarting = False
+
+
+def _others(trainer: Any, own: Callback) -> list[Any]:
+    return [one for one in trainer.callbacks if one is not own]
+
+
+def _require_possible(trainer: Any) -> None:
+    if len(trainer.optimizers) != 1:
+        raise ValueError(
+            f"the module has {len(trainer.optimizers)} optimizers, and ElaunchCallback cannot tell where their common "
+            "step ends; use one optimizer, or a loop of your own with elaunch.trainer.Keeper"
+        )
+    if any(config.reduce_on_plateau for config in trainer.lr_scheduler_configs):
+        raise ValueError(
+            "ReduceLROnPlateau changes after a validation, not with a step, and would not be restored exactly; use "
+            "another scheduler"
+        )
+    if trainer.ckpt_path is not None:
+        raise ValueError(
+            f"fit(ckpt_path={trainer.ckpt_path!r}) restores another state after ElaunchCallback has; leave it out: "
+            "ElaunchCallback(checkpoints=…) restores from memory and from its own checkpoints"
+        )

@@ -1,0 +1,163 @@
+"""The Keeper in `transformers.Trainer`: `Trainer(…, callbacks=[ElaunchCallback()])`."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from transformers import TrainerCallback
+
+from elaunch.trainer.data.batches import skip_once
+from elaunch.trainer.integrations.epochs import EpochOrder
+from elaunch.trainer.keeper.keeper import Keeper
+
+# What a Trainer records of a run. The other fields come from its arguments.
+_RECORDED = (
+    "best_global_step",
+    "best_metric",
+    "best_model_checkpoint",
+    "epoch",
+    "global_step",
+    "log_history",
+    "num_input_tokens_seen",
+    "total_flos",
+)
+
+
+class ElaunchCallback(TrainerCallback):  # type: ignore[misc]
+    """Keeps model, optimizer, scheduler and the Trainer's record; `options` are the Keeper's (`checkpoints=…`).
+
+    After a restart the Trainer passes over the batches of the complete steps without loading them. The first loss that
+    it logs then is the mean since the restored step.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self._options, self._order = options, EpochOrder()
+        self._keeper: Keeper | None = None
+        self._epoch = -1
+        self._restored = 0
+
+    def on_train_begin(
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        *,
+        model: Any,
+        optimizer: Any,
+        lr_scheduler: Any,
+        train_dataloader: Any,
+        **_: Any,
+    ) -> None:
+        """Restore the newest state."""
+        batches, steps = _epoch_of(train_dataloader, args)
+        _require_possible(args, state, lr_scheduler, batches)
+        self._keeper = Keeper(
+            model,
+            getattr(optimizer, "optimizer", optimizer),
+            scheduler=lr_scheduler,
+            scaler=getattr(optimizer, "scaler", None),
+            extra=_Record(state),
+            **{"per_rank": self._order, **self._options},
+        )
+        self._epoch, self._restored = -1, self._keeper.restore()
+        self._resumed_epoch, self._done = divmod(self._restored, steps)
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, *, train_dataloader: Any, **_: Any) -> None:
+        """Pass over what is done."""
+        self._epoch += 1
+        batches, _steps = _epoch_of(train_dataloader, args)
+        base = getattr(train_dataloader, "base_dataloader", train_dataloader)
+        if self._epoch < self._resumed_epoch:
+            skip_once(base, batches)
+        elif self._epoch == self._resumed_epoch and self._done:
+            # The generators of the training are restored when the first step begins.
+            self._order.begin_again(train_dataloader)
+            skip_once(base, self._done * args.gradient_accumulation_steps)
+        else:
+            self._kept.redraw()
+            self._kept.restore_random()
+            self._order.begin(train_dataloader)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Stop here if a stop is requested, and make the copies that are due."""
+        self._kept.step_begin()
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """From here on optimizer, scheduler, scaler and record change."""
+        self._kept.commit_begin()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, *, train_dataloader: Any, **_: Any) -> None:
+        """All of them have changed."""
+        batches, steps = _epoch_of(train_dataloader, args)
+        in_epoch = state.global_step - self._epoch * steps
+        # The Trainer counts from the first batch that it gets.
+        state.epoch = self._epoch + min(in_epoch * args.gradient_accumulation_steps, batches) / batches
+        self._kept.step_end()
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """An evaluation draws random numbers, and is not made again after a restart."""
+        self._kept.redraw()
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """An epoch without a batch, since it was done before, is not the end of the training."""
+        if self._epoch < self._resumed_epoch:
+            control.should_training_stop = state.global_step >= state.max_steps
+            control.should_log = control.should_evaluate = control.should_save = False
+
+    def on_log(self, args: Any, state: Any, control: Any, *, logs: dict[str, Any], **_: Any) -> None:
+        """The Trainer divides its first loss by all steps, and has summed those since the restart."""
+        if self._restored and state.global_step > self._restored and ("loss" in logs or "train_loss" in logs):
+            name = "loss" if "loss" in logs else "train_loss"
+            logs[name] *= state.global_step / (state.global_step - self._restored)
+            state.log_history[-1][name] = logs[name]
+            self._restored = 0
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Keep the last state, also on the disk if there are checkpoints."""
+        self._kept.close()
+
+    @property
+    def _kept(self) -> Keeper:
+        assert self._keeper is not None
+        return self._keeper
+
+
+class _Record:
+    """The Trainer's record as JSON, which is how the Trainer itself saves it."""
+
+    def __init__(self, state: Any) -> None:
+        self._state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        recorded = {name: value for name, value in vars(self._state).items() if name in _RECORDED}
+        return {"json": json.dumps(recorded)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        vars(self._state).update(json.loads(state["json"]))
+
+
+def _epoch_of(loader: Any, args: Any) -> tuple[int, int]:
+    """How many batches and how many optimizer steps an epoch has."""
+    batches, each = len(loader), args.gradient_accumulation_steps
+    return batches, max(1, -(-batches // each))
+
+
+def _require_possible(args: Any, state: Any, scheduler: Any, batches: int) -> None:
+    each = args.gradient_accumulation_steps
+    if batches % each:
+        raise ValueError(
+            f"an epoch has {batches} batches, and gradient_accumulation_steps is {each}: the Trainer would leave out "
+            f"the last {batches % each} after a restart; choose dataset and batch size such that it divides"
+        )
+    if state.global_step:
+        raise ValueError(
+            f"the Trainer begins after step {state.global_step}, by resume_from_checkpoint; leave that out: "
+            "ElaunchCallback(checkpoints=…) restores from memory and from its own checkpoints"
+        )
+    if isinstance(scheduler, ReduceLROnPlateau):
+        raise ValueError(
+            "ReduceLROnPlateau changes after an evaluation, not with a step, and would not be restored exactly; use "
+            "another lr_scheduler_type"
+        )

@@ -1,0 +1,138 @@
+"""The state between two commits: which step it is of, who may change it now, and who may copy it."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from elaunch.trainer import link
+from elaunch.trainer.keeper.boundary import Wish
+from elaunch.trainer.keeper.copies import Copies
+from elaunch.trainer.state.training_state import Training
+from elaunch.trainer.state.version import Version
+
+# The agent kills a worker as soon as all of it is saved, and that takes up to `--stop-grace`.
+_END_S = 30.0
+# If another worker has completed a step, this worker completes it within milliseconds or never.
+_ARRIVAL_S = 0.3
+_LOOK_S = 0.001
+
+
+class GuardedState:
+    """The state of `training`, which the training's thread changes and two threads copy: that one and the link's."""
+
+    def __init__(self, training: Training, generation: int) -> None:
+        self._training, self._generation = training, generation
+        self.version = Version(generation, 0)
+        # Held while the state changes or is copied.
+        self._lock = threading.Lock()
+        # Whether the state is exactly that of `version`: neither half restored nor half changed.
+        self._is_whole = False
+        self._is_sealed = False
+        # Whether `begin` was called and `end` was not: the training's thread holds the lock.
+        self.is_changing = False
+        self._is_put_down = False
+
+    @property
+    def next_version(self) -> Version:
+        """The version that the next commit makes."""
+        return Version(self._generation, self.version.step + 1)
+
+    def restored(self, copies: Copies, version: Version) -> None:
+        """The state is that of `version` now, and `copies` keeps it."""
+        with self._lock:
+            self._copies, self.version, self._is_whole = copies, version, True
+
+    def begin(self) -> None:
+        """The gradients are complete, and the state changes until `end`. Does not return after a peer's failure."""
+        if self.is_changing:
+            raise RuntimeError(f"the commit of step {self.version.step + 1} has begun already; one step has one commit")
+        self._copies.gpu.before_commit()
+        self._lock.acquire()
+        if self._is_sealed:
+            # A peer has failed. The saved state does not include this step, and the agent will kill this process.
+            self._lock.release()
+            time.sleep(_END_S)
+            raise SystemExit(Wish.LEAVE.exit_code)
+        self.is_changing, self._is_whole = True, False
+
+    def put_down(self) -> None:
+        """Store this rank's own state as it will be at the end of this commit, of which the rest may take long."""
+        # The forward pass has stored this already, unless random numbers were drawn since.
+        self._copies.put_down(self.next_version, unless_same=True)
+        self._is_put_down = True
+
+    def end(self, *, is_whole: bool = True) -> None:
+        """The step is complete; without `is_whole` its changes have failed, and the state is of no step."""
+        try:
+            if is_whole:
+                self._copies.gpu.after_commit()
+                if not self._is_put_down:
+                    self.put_down()
+                self.version = self.next_version
+                self._is_whole = True
+                self._copies.done(self.version)
+                link.report(self.version.step)
+        finally:
+            self.is_changing = self._is_put_down = False
+            self._lock.release()
+
+    def snapshot(self) -> None:
+        """Take a snapshot between two steps. No other thread copies or changes the state meanwhile."""
+        if self._training.is_in_parts:
+            # This is a collective, so the lock must be free.
+            self._copies.snapshot(self.version)
+            return
+        # Outside the lock: this may wait for a dead node, and the thread that saves the state then needs the lock.
+        self._copies.before_snapshot()
+        with self._lock:
+            if self._is_whole and not self._is_sealed:
+                self._copies.snapshot(self.version)
+
+    def put_away(self, *, durably: bool) -> None:
+        """At a stop or the end: a snapshot, and a checkpoint. No rank goes on before the snapshot is complete."""
+        self.snapshot()
+        with self._lock:
+            if self._is_whole and not self._training.is_in_parts:
+                self._copies.save_replicated(self.version)
+        if durably:
+            self._copies.checkpoint(self.version)
+        self._copies.wait()
+
+    def give_up(self) -> None:
+        """The keeper is left: nothing is copied from now on."""
+        with self._lock:
+            self._is_whole = False
+
+    def rescue(self) -> None:
+        """The group has failed: save the last complete step unless another worker of this node has, and seal the state.
+
+        If the state is in parts, the parts of other ranks are missing, and there is nothing to save.
+        """
+        if self._training.is_in_parts:
+            return
+        # Before the lock is taken: copying a large state takes long, and a step that is being completed is still kept.
+        link.saving(self.version.step)
+        with self._lock:
+            self._is_sealed = True
+            if self._is_whole:
+                self._copies.save_replicated(self.version)
+
+    def peer_failed(self, generation: int) -> int:
+        """Save the state in the link's thread: the main thread may be stuck in a collective. Returns the saved step."""
+        self._catch_up()
+        self.rescue()
+        return self.version.step
+
+    def _catch_up(self) -> None:
+        """If another worker of this node has completed the next step, give this worker a moment to complete it too.
+
+        The other worker may be dead, and then its step would be lost.
+        """
+        end_s = time.monotonic() + _ARRIVAL_S
+        while self._is_behind() and time.monotonic() < end_s:
+            time.sleep(_LOOK_S)
+
+    def _is_behind(self) -> bool:
+        newest = self._copies.newest_done() if self._is_whole and not self._training.is_in_parts else None
+        return newest is not None and newest > max(self.version, Version(self._generation, 0))

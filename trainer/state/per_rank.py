@@ -1,0 +1,105 @@
+"""State that each rank has for itself: the position of its data loader, its generators, its packing buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from elaunch.trainer.state.tree import State
+
+
+class Stateful(Protocol):
+    """What torchdata, torch and Lightning call stateful."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> object: ...
+
+
+class GeneratorState:
+    """A `torch.Generator` as a Stateful object."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self._generator = generator
+
+    def state_dict(self) -> dict[str, Any]:
+        """The generator's present state."""
+        return {"state": self._generator.get_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Set the generator to that state."""
+        self._generator.set_state(state["state"].clone())
+
+
+class PerRank:
+    """The objects of this rank, whose states are kept together with the number of ranks.
+
+    At another number of ranks a rank's share of the data is another one. Then the states do not fit, and all of them
+    begin anew. `missed` says after a restore why this rank's objects were not restored; it is empty if they were.
+    """
+
+    def __init__(self, objects: Sequence[Any]) -> None:
+        self._objects: list[Stateful] = [_stateful(one) for one in objects]
+        self.kinds = [type(one).__qualname__ for one in self._objects]
+        self.missed = ""
+
+    def begin_anew(self) -> None:
+        """Until `load_state_dict`, the objects count as not restored."""
+        self.missed = "is lost" if self._objects else ""
+
+    def state_dict(self) -> State:
+        """The states of all objects."""
+        return {"world_size": _world_size(), "states": [one.state_dict() for one in self._objects]}
+
+    def load_state_dict(self, state: State, *, is_older: bool = False) -> None:
+        """Load them, if they were kept by as many ranks. The objects may keep the values: pass a copy."""
+        if state["world_size"] != _world_size():
+            self.missed = f"is that of {state['world_size']} ranks, and does not fit {_world_size()} ranks"
+            return
+        for one, its in zip(self._objects, state["states"], strict=True):
+            one.load_state_dict(its)
+        self.missed = "is that of an earlier step" if is_older else ""
+
+    def missed_sentence(self, missed: Sequence[str]) -> str:
+        """One sentence about all ranks, from `missed` of each; empty if all of them were restored."""
+        reasons = dict.fromkeys(why for why in missed if why)
+        told = []
+        for why in reasons:
+            ranks = [str(rank) for rank, its in enumerate(missed) if its == why]
+            whose = "all ranks" if len(ranks) == len(missed) else f"rank {', '.join(ranks)}"
+            then = "some samples come twice" if "earlier" in why else "it begins anew, and samples come twice or never"
+            told.append(f"the state per rank (per_rank: {', '.join(self.kinds)}) of {whose} {why}: {then}")
+        return "; ".join(told)
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Whether two nests of dictionaries, lists and tuples hold the same tensors and values."""
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal(value, other[key]) for key, value in one.items())
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(equal, one, other))
+    return bool(one == other)
+
+
+def _stateful(one: Any) -> Stateful:
+    if isinstance(one, torch.Generator):
+        return GeneratorState(one)
+    if not (hasattr(one, "state_dict") and hasattr(one, "load_state_dict")):
+        raise TypeError(
+            f"per_rank has a {type(one).__qualname__}, which has no state_dict and load_state_dict; a DataLoader gets "
+            "them by elaunch.trainer.Batches(loader), or as torchdata's StatefulDataLoader"
+        )
+    found: Stateful = one
+    return found
+
+
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
