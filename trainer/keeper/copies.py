@@ -53,7 +53,8 @@ class Copies:
         self._node_memory = None
         if folder:
             layout, speaks = training.layout(), place.local_rank == 0
-            self._node_memory = NodeMemory(ReplicatedMemory(Path(folder), name, layout), name, layout, speaks, say)
+            memory = ReplicatedMemory(Path(folder), name, layout, place.rank, place.world_size)
+            self._node_memory = NodeMemory(memory, name, layout, place.world_size, speaks, say)
         self._parts: ShardedMemory | None = None
         if training.is_in_parts and all(peers.from_all(bool(folder))):
             parts = Path(folder, f"{name}.parts")
@@ -179,7 +180,7 @@ class Copies:
         elif self.paces:
             self._is_kept &= self.save_replicated(version)
         if self._mirror is not None:
-            self._mirror.exchange(record, spare)
+            self._mirror.exchange(lambda: record, version, spare)
 
     def save_replicated(self, version: Version) -> bool:
         """Store the replicated state in this node's memory unless another worker has. Returns whether it is there.
@@ -254,13 +255,13 @@ class Copies:
         newest = None if self._parts is None else self._parts.newest()
         told: list[Version | None] = self._peers.from_all(self.newest_done())
         done = max((version.step for version in told if version is not None), default=0)
-        from_disk = self._restore_from_disk(newer_than=newest[1] if newest else -1, done=done)
+        from_disk = self._restore_from_disk(newer_than=newest.step if newest else -1, done=done)
         if from_disk is not None:
             return from_disk
         if newest is None or self._parts is None:
             self._say_nothing_is_there(done)
             return fresh
-        self._full = version = Version(*newest)
+        self._full = version = newest
         self._training.load_whole(self._parts.load, self._peers.rank, self._peers.world_size)
         assert self._node_memory is not None
         has_own = restore_own(version, self._node_memory, self._peers, self._training)
@@ -274,10 +275,10 @@ class Copies:
     def _mirrored(self) -> Mirror | None:
         """The mirror that sends records to a second node; None if there is no second node or no memory. Collective."""
         node_memory = self._node_memory
-        nodes = self._peers.from_all("" if node_memory is None else node_memory.memory.node)
+        nodes = self._peers.from_all("" if node_memory is None else node_memory.node)
         if node_memory is None or not all(nodes) or len(set(nodes)) == 1:
             return None
-        return Mirror(self._peers, nodes, node_memory.records, self._say_once)
+        return Mirror(self._peers, nodes, lambda rank: node_memory.records(rank).kept, self._say_once)
 
     def _restore_from_disk(self, *, newer_than: int, done: int) -> Version | None:
         if self._checkpoints is None or self._storage is None:

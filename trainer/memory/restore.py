@@ -9,17 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from elaunch.trainer.memory.records import Records, completed_in, records_in, verified_records_in
 from elaunch.trainer.memory.recovery_plan import Decision, Inventory, RecordSource, decide, sources
-from elaunch.trainer.memory.replicated import (
-    Records,
-    ReplicatedMemory,
-    Slot,
-    completed_in,
-    records_in,
-    verified_records_in,
-)
+from elaunch.trainer.memory.replicated import ReplicatedMemory
+from elaunch.trainer.memory.slots import Slot, Torn, node_of, received
 from elaunch.trainer.ranks.peers import Peers
-from elaunch.trainer.state.packing import Header, header_of, is_intact, unpack
+from elaunch.trainer.state.packing import unpack
+from elaunch.trainer.state.region import Header
 from elaunch.trainer.state.training_state import Training
 from elaunch.trainer.state.version import Version
 
@@ -30,7 +26,7 @@ class Incomplete(RuntimeError):
 
 @dataclass(frozen=True)
 class NodeMemory:
-    """This node's memory for one training.
+    """This node's memory for one training, in a group of `world_size` ranks.
 
     `speaks` is True for one rank of each node, which lists and fills the memory for all. `say` gets a sentence for each
     torn copy.
@@ -39,21 +35,24 @@ class NodeMemory:
     memory: ReplicatedMemory
     name: str
     layout: bytes
+    world_size: int
     speaks: bool
     say: Callable[[str], None]
 
+    @property
+    def node(self) -> str:
+        return node_of(self.memory.folder)
+
     def records(self, rank: int) -> Records:
-        return Records(self.memory.folder, self.name, self.layout, rank)
+        return Records(self.memory.folder, self.name, self.layout, rank, self.world_size)
 
     def inventory(self, rank: int, *, large: bool) -> Inventory:
         """The verified content of this memory. All ranks of the node call it."""
         if not self.speaks:
-            return Inventory(rank, self.memory.node, speaks=False)
+            return Inventory(rank, self.node, speaks=False)
         holdings = self.memory.verified(all_of_them=large, say=self.say)
         records = verified_records_in(self.memory.folder, self.name, self.layout)
-        return Inventory(
-            rank, self.memory.node, True, tuple(holdings), tuple(records), self.completed(), self.memory.free
-        )
+        return Inventory(rank, self.node, True, tuple(holdings), tuple(records), self.completed(), self.memory.free)
 
     def completed(self) -> Version | None:
         """The newest step that any worker of this node has completed, dead workers included."""
@@ -131,7 +130,7 @@ def _replicated_travels(
             peers.send(slot.raw(header.length), receiver)
         elif peers.rank == receiver:
             if node_memory is None or receiver in decision.private:
-                image = _receive(peers, decision.source)
+                image = _receive(peers, decision.source, decision.version)
             else:
                 _receive_into(node_memory.memory, decision, peers)
     if decision.receivers:
@@ -173,7 +172,7 @@ def _records_travel(
             else:
                 peers.send(found[0], rank)
         elif peers.rank == rank:
-            image = _receive(peers, source.holder)
+            image = _receive(peers, source.holder, source.version)
     return image
 
 
@@ -205,14 +204,16 @@ def _receive_into(memory: ReplicatedMemory, decision: Decision, peers: Peers) ->
         length = peers.length_from(decision.source)
         slot.grow(length)
         peers.receive(slot.raw(length), decision.source)
-        if slot.accept() is None:
-            raise Incomplete(f"the copy that rank {decision.source} sent does not have its checksum")
+        try:
+            slot.accept(decision.version)
+        except Torn as error:
+            raise Incomplete(f"the copy that rank {decision.source} sent is not whole: {error}") from error
 
 
-def _receive(peers: Peers, source: int) -> tuple[Tensor, Header]:
+def _receive(peers: Peers, source: int, expected: Version) -> tuple[Tensor, Header]:
     region: Any = torch.empty(peers.length_from(source), dtype=torch.uint8)
     peers.receive(region, source)
-    header = header_of(region, marked=False)
-    if header is None or not is_intact(region, header):
-        raise Incomplete(f"the copy that rank {source} sent does not have its checksum")
-    return region, header
+    try:
+        return region, received(region, expected)
+    except Torn as error:
+        raise Incomplete(f"the copy that rank {source} sent is not whole: {error}") from error

@@ -1,0 +1,63 @@
+"""What of a state goes into a rank's piece."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from elaunch.trainer.memory.shard_parts import Contents, Cutter
+from elaunch.trainer.state.region import PAGE
+from elaunch.trainer.state.tree import PerRank, flatten
+
+WHOLE = frozenset({"own-1", "own-2", "common-1"})
+
+
+def zero(rank: int) -> dict[str, Any]:
+    """A state of ZeRO-1: weights that all ranks have, and this rank's moments of some of them."""
+    moments = PerRank({f"w{rank}": {"exp_avg": torch.ones(1000)}})
+    return {"model": {"w0": torch.zeros(1000), "w1": torch.zeros(1000)}, "optimizer": {"state": moments}, "step": rank}
+
+
+def piece(rank: int, *, has_common: bool) -> tuple[Contents, int]:
+    """What is in that rank's piece, and how many bytes its tensors take."""
+    state = zero(rank)
+    cutter, tree = Cutter(has_common), flatten(state)
+    packed = cutter.pack(state, tree, cutter.parts(tree), WHOLE)
+    return Contents.read(packed.skeleton, packed.data_length), packed.data_length
+
+
+def test_what_all_ranks_have_is_in_the_piece_of_one_rank_of_each_node() -> None:
+    first, first_bytes = piece(0, has_common=True)
+    second, second_bytes = piece(1, has_common=False)
+
+    assert [name for name, tensor in first.tensors.items() if tensor.boxes] == [
+        "model.w0",
+        "model.w1",
+        "optimizer.state.w0.exp_avg",
+    ]
+    assert [name for name, tensor in second.tensors.items() if tensor.boxes] == ["optimizer.state.w1.exp_avg"]
+    assert (first_bytes, second_bytes) == (3 * PAGE, PAGE)
+    # Its plain values, and the names and shapes of all tensors, are in each piece.
+    assert second.tree.plain["step"] == 1
+    assert second.tensors["model.w0"].size == (1000,)
+
+
+def test_ranks_with_the_same_boxes_have_the_same_part_and_others_another() -> None:
+    def parts(rank: int, *, has_common: bool) -> frozenset[str]:
+        return Cutter(has_common).parts(flatten(zero(rank)))
+
+    common = parts(0, has_common=True) & parts(1, has_common=True)
+
+    assert [part.partition("-")[0] for part in common] == ["common"]
+    assert parts(0, has_common=False) == parts(0, has_common=True) - common
+    assert not parts(0, has_common=False) & parts(1, has_common=False)
+    assert piece(0, has_common=True)[0].parts == parts(0, has_common=True)
+    assert piece(0, has_common=True)[0].whole == WHOLE
+
+
+def test_a_state_that_differs_in_a_shape_has_other_parts() -> None:
+    one, other = zero(0), zero(0)
+    other["model"]["w1"] = torch.zeros(10, 100)
+
+    assert Cutter(True).parts(flatten(one)) != Cutter(True).parts(flatten(other))
