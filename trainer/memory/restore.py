@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from elaunch.trainer.memory.records import Records, completed_in, records_in, verified_records_in
-from elaunch.trainer.memory.recovery_plan import Decision, Inventory, RecordSource, decide, sources
+from elaunch.trainer.memory.recovery_plan import Decision, Inventory, RecordSource
 from elaunch.trainer.memory.replicated import ReplicatedMemory
+from elaunch.trainer.memory.shard_choice import Held
 from elaunch.trainer.memory.slots import Slot, Torn, node_of, received
 from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.state.packing import unpack
@@ -22,6 +23,13 @@ from elaunch.trainer.state.version import Version
 
 class Incomplete(RuntimeError):
     """A copy from another rank is missing or damaged: this start has failed, and the next may succeed."""
+
+
+def gather(node_memory: NodeMemory | None, peers: Peers, *, large: bool, pieces: Mapping[str, Held]) -> list[Inventory]:
+    """The inventories of all ranks, by rank; `pieces` are this rank's share of the node's. Collective."""
+    if node_memory is None:
+        return peers.from_all(Inventory(peers.rank, "", speaks=False))
+    return peers.from_all(node_memory.inventory(peers.rank, large=large, pieces=pieces))
 
 
 @dataclass(frozen=True)
@@ -46,37 +54,30 @@ class NodeMemory:
     def records(self, rank: int) -> Records:
         return Records(self.memory.folder, self.name, self.layout, rank, self.world_size)
 
-    def inventory(self, rank: int, *, large: bool) -> Inventory:
-        """The verified content of this memory. All ranks of the node call it."""
+    def inventory(self, rank: int, *, large: bool, pieces: Mapping[str, Held]) -> Inventory:
+        """The verified content of this memory. All ranks of the node call it, each with its share of the pieces."""
         if not self.speaks:
-            return Inventory(rank, self.node, speaks=False)
+            return Inventory(rank, self.node, speaks=False, pieces=pieces)
         holdings = self.memory.verified(all_of_them=large, say=self.say)
         records = verified_records_in(self.memory.folder, self.name, self.layout)
-        return Inventory(rank, self.node, True, tuple(holdings), tuple(records), self.completed(), self.memory.free)
+        return Inventory(
+            rank, self.node, True, tuple(holdings), tuple(records), self.completed(), self.memory.free, pieces
+        )
 
     def completed(self) -> Version | None:
         """The newest step that any worker of this node has completed, dead workers included."""
         return completed_in(self.memory.folder, self.name, self.layout)
 
 
-def agree(node_memory: NodeMemory | None, peers: Peers, *, large: bool) -> tuple[Decision | None, list[Inventory]]:
-    """The state from which all ranks continue; None if no memory has one. Collective."""
-    inventories = _inventories(node_memory, peers, large=large)
-    return decide(inventories, large=large), inventories
-
-
 def take_over(
     decision: Decision, inventories: list[Inventory], node_memory: NodeMemory | None, peers: Peers, training: Training
 ) -> None:
-    """Send the decided state to the ranks that lack it, and load it into the training's objects. Collective."""
-    received = _replicated_travels(decision, inventories, node_memory, peers)
-    if received is not None:
-        state = unpack(*received)
-    else:
-        assert node_memory is not None
-        header, slot = _found(node_memory, decision, inventories)
-        state = slot.read(header)
-    training.load_replicated(state)
+    """Load the decided state into the training's objects, each rank what it needs, wherever it is. Collective.
+
+    A sharded state is loaded already: here only what each rank has for itself.
+    """
+    if decision.choice is None:
+        _load_replicated(decision, inventories, node_memory, peers, training)
 
     own = _brought(decision.records, inventories, node_memory, peers)
     if own is not None:
@@ -87,15 +88,18 @@ def take_over(
     _drop_newer(decision.version, node_memory, peers)
 
 
-def restore_own(version: Version, node_memory: NodeMemory, peers: Peers, training: Training) -> bool:
-    """Load this rank's record of `version` from a node that has it. Returns whether one has. Collective."""
-    inventories = _inventories(node_memory, peers, large=False)
-    records = {rank: its for rank, its in sources(inventories, version).items() if its.of_rank == rank}
-    own = _brought(records, inventories, node_memory, peers)
-    if own is not None:
-        training.load_own(own)
-    _drop_newer(version, node_memory, peers)
-    return own is not None
+def _load_replicated(
+    decision: Decision, inventories: list[Inventory], node_memory: NodeMemory | None, peers: Peers, training: Training
+) -> None:
+    """Send the state to the ranks that lack it, and load it."""
+    received = _replicated_travels(decision, inventories, node_memory, peers)
+    if received is not None:
+        state = unpack(*received)
+    else:
+        assert node_memory is not None
+        header, slot = _found(node_memory, decision, inventories)
+        state = slot.read(header)
+    training.load_replicated(state)
 
 
 def _drop_newer(version: Version, node_memory: NodeMemory | None, peers: Peers) -> None:
@@ -106,16 +110,6 @@ def _drop_newer(version: Version, node_memory: NodeMemory | None, peers: Peers) 
         node_memory.memory.drop_newer(version)
     # Wait for all ranks before one of them stores a newer copy of this generation.
     peers.from_all(None)
-
-
-def _inventories(node_memory: NodeMemory | None, peers: Peers, *, large: bool) -> list[Inventory]:
-    """The inventories of all ranks, by rank."""
-    mine = (
-        Inventory(peers.rank, "", speaks=False)
-        if node_memory is None
-        else node_memory.inventory(peers.rank, large=large)
-    )
-    return peers.from_all(mine)
 
 
 def _replicated_travels(

@@ -1,12 +1,13 @@
 """Chooses the snapshot of a sharded state that the pieces on the living nodes cover. Pure.
 
 A state consists of *parts*: sets of boxes of its tensors. Ranks that hold the same boxes hold the same part, as the
-replicas of HSDP do. Each piece says which parts it holds, and which parts the whole state has. So the pieces of all
-ranks are not needed, but all parts are.
+replicas of HSDP do. Each piece says which parts it holds, and has the digest of all parts of the state. So the pieces
+of all ranks are not needed, but all parts are.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -17,11 +18,11 @@ Parts = frozenset[str]
 
 @dataclass(frozen=True)
 class Held:
-    """A whole, verified piece in a node's memory: the parts in it, and all parts of the state. A part is a digest."""
+    """A whole, verified piece in a node's memory: the parts in it, by their digests, and `digest_of` the state's."""
 
     piece: Piece
     parts: Parts
-    whole: Parts
+    whole: str
 
 
 @dataclass(frozen=True)
@@ -37,12 +38,17 @@ class Choice:
         return Piece(self.version, self.world_size, rank)
 
 
+def digest_of(parts: Iterable[str]) -> str:
+    """A digest of all parts of a state. Its length does not depend on the number of ranks."""
+    return hashlib.sha256(" ".join(sorted(parts)).encode()).hexdigest()[:16]
+
+
 def choose(inventories: Sequence[Iterable[Held]]) -> Choice | None:
     """The newest version that is whole, with as few pieces as cover it; None if there is none.
 
     `inventories` has, for each present rank, the pieces on that rank's node.
     """
-    snapshots: dict[tuple[Version, int, Parts], dict[int, tuple[Parts, list[int]]]] = {}
+    snapshots: dict[tuple[Version, int, str], dict[int, tuple[Parts, list[int]]]] = {}
     for holder, pieces in enumerate(inventories):
         for held in set(pieces):
             snapshot = snapshots.setdefault((held.piece.version, held.piece.world_size, held.whole), {})
@@ -57,7 +63,7 @@ def choose(inventories: Sequence[Iterable[Held]]) -> Choice | None:
     return max(found, key=lambda choice: choice.version, default=None)
 
 
-def _cover(parts: dict[int, Parts], whole: Parts) -> list[int] | None:
+def _cover(parts: dict[int, Parts], whole: str) -> list[int] | None:
     """The lowest rank, whose plain values count, and the next ranks that have parts which those before lack."""
     there: set[str] = set()
     cover: list[int] = []
@@ -65,4 +71,4 @@ def _cover(parts: dict[int, Parts], whole: Parts) -> list[int] | None:
         if not cover or not parts[rank] <= there:
             cover.append(rank)
             there |= parts[rank]
-    return cover if there >= whole else None
+    return cover if digest_of(there) == whole else None

@@ -29,10 +29,10 @@ class Cutter:
         self._has_common = has_common
         self._offsets: dict[object, list[Shape]] = {}
 
-    def pack(self, state: State, tree: Tree, parts: Parts, whole: Parts) -> Packed:
-        """The piece of `state`, whose tree is `tree`, with its parts and those of the whole state. Raises NotPlain."""
+    def pack(self, state: State, tree: Tree, parts: Parts, whole: str) -> Packed:
+        """The piece of `state`, whose tree is `tree`, with its parts and the digest of all. Raises NotPlain."""
         own = self._own(tree)
-        held = {"parts": sorted(parts), "whole": sorted(whole), "state": dict(state)}
+        held = {"parts": sorted(parts), "whole": whole, "state": dict(state)}
         return pack(held, lambda tensor: self._boxes(tensor, id(tensor) in own))
 
     def parts(self, tree: Tree) -> Parts:
@@ -73,10 +73,10 @@ class Cutter:
 
 @dataclass(frozen=True)
 class Contents:
-    """What a piece has: its parts, all parts of the state, and the state, with a Boxed for each tensor."""
+    """What a piece has: its parts, the digest of all parts, and the state, with a Boxed for each tensor."""
 
     parts: Parts
-    whole: Parts
+    whole: str
     tree: Tree
 
     @property
@@ -88,6 +88,6 @@ class Contents:
         """The contents that a piece's skeleton describes. Raises Torn if it is not one."""
         try:
             held = describe(skeleton, data_length)
-            return cls(frozenset(held["parts"]), frozenset(held["whole"]), flatten(held["state"], Boxed))
+            return cls(frozenset(map(str, held["parts"])), str(held["whole"]), flatten(held["state"], Boxed))
         except (pickle.UnpicklingError, AttributeError, KeyError, TypeError, ValueError) as error:
             raise Torn(f"its skeleton cannot be read ({str(error)[:200]})") from error

@@ -18,9 +18,10 @@ A node holds twice the pieces of its own ranks, and twice the pieces of the node
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch.distributed as dist
@@ -29,12 +30,12 @@ from torch import Tensor
 from elaunch.trainer.memory import shard_load
 from elaunch.trainer.memory.device_copy import copy_from_devices
 from elaunch.trainer.memory.mirror import Mirror
-from elaunch.trainer.memory.shard_choice import Choice, Held, Parts, choose
+from elaunch.trainer.memory.shard_choice import Choice, Held, Parts, choose, digest_of
 from elaunch.trainer.memory.shard_load import StoredPiece
 from elaunch.trainer.memory.shard_parts import Contents, Cutter
 from elaunch.trainer.memory.slots import Pair, Slot, Torn, node_of
 from elaunch.trainer.ranks.peers import Peers
-from elaunch.trainer.state.region import Packed
+from elaunch.trainer.state.region import Packed, skeleton_of
 from elaunch.trainer.state.tree import State, flatten
 from elaunch.trainer.state.version import Piece, Version
 
@@ -52,7 +53,7 @@ class ShardedMemory:
     def __init__(
         self,
         folder: str | Path,
-        group: dist.ProcessGroup | None = None,
+        group: dist.ProcessGroup | Peers | None = None,
         say: Callable[[str], None] = print,
         *,
         generation: int,
@@ -60,7 +61,7 @@ class ShardedMemory:
         self.folder = Path(folder)
         self.cost_s = 0.0
         self._say, self._generation = say, generation
-        self._peers = Peers(group)
+        self._peers = group if isinstance(group, Peers) else Peers(group)
         self._nodes = self._peers.from_all(node_of(self.folder))
         self._node = self._nodes[self._peers.rank]
         self._mates = [rank for rank, node in enumerate(self._nodes) if node == self._node]
@@ -69,9 +70,9 @@ class ShardedMemory:
         self._mirror = Mirror(self._peers, self._nodes, self._pair_of, say)
         self._cutter = Cutter(has_common=self._speaks)
         self._signature = ""
-        # What this rank's piece has, and what all ranks' pieces have together.
+        # What this rank's piece has, and the digest of what all ranks' pieces have together.
         self._parts: Parts = frozenset()
-        self._whole: Parts = frozenset()
+        self._whole = ""
         # Bytes of the file for each rank's piece, once they were agreed.
         self._lengths: list[int] = []
         # `_full` is the newest snapshot that is whole on both nodes; `_newest` the one after it, on its way.
@@ -82,7 +83,7 @@ class ShardedMemory:
         self._off = False
         self._choice: Choice | None = None
         self._has_looked = False
-        self._found: dict[Path, Held] = {}
+        self._found: Mapping[str, Held] = {}
 
     def newest(self) -> Version | None:
         """The newest snapshot that is complete on the living nodes; None if there is none.
@@ -90,15 +91,31 @@ class ShardedMemory:
         The ranks of a node share the work of reading and checking its pieces. Collective.
         """
         self.wait()
-        told = self._peers.from_all(self._whole_pieces())
-        on_node: dict[str, dict[Path, Held]] = {node: {} for node in self._nodes}
+        told = self._peers.from_all(self.share())
+        on_node: dict[str, dict[str, Held]] = {node: {} for node in self._nodes}
         for node, pieces in zip(self._nodes, told, strict=True):
             on_node[node] |= pieces
-        self._found = on_node[self._node]
-        self._choice = choose([list(on_node[node].values()) for node in self._nodes])
-        self._full = self._choice.version if self._choice else None
-        self._has_looked = True
+        self.adopt(choose([on_node[node].values() for node in self._nodes]), on_node[self._node])
         return self._full
+
+    def share(self) -> dict[str, Held]:
+        """The whole pieces in this rank's share of the node's files, by file name. They are read and checked here."""
+        whole = {}
+        names = sorted(path.name for path in self.folder.glob("piece-*"))
+        for name in names[self._mates.index(self._peers.rank) :: len(self._mates)]:
+            slot = Slot(self.folder / name, _LAYOUT)
+            header = slot.header()
+            if header is not None and slot.is_intact(header):
+                with contextlib.suppress(Torn):
+                    contents = Contents.read(skeleton_of(slot.region(), header), header.data_length)
+                    whole[name] = Held(header.piece, contents.parts, contents.whole)
+        return whole
+
+    def adopt(self, choice: Choice | None, found: Mapping[str, Held]) -> None:
+        """Take `choice` for the newest snapshot; `found` are all pieces on this node. The next `load` loads it."""
+        self._choice, self._found = choice, found
+        self._full = choice.version if choice else None
+        self._has_looked = True
 
     def load(self, state: State) -> Version | None:
         """Load the newest complete snapshot into `state`, as `Checkpoints.load_newest` does. Returns its version.
@@ -112,8 +129,8 @@ class ShardedMemory:
             shard_load.load(self._choice, self._opened(self._choice), state, self._peers)
         # Wait for all ranks: none may look for files while they are being deleted.
         self._peers.from_all(None)
-        chosen = {path for path, held in self._found.items() if self._is_chosen(held)}
-        self._delete(lambda path: path not in chosen)
+        chosen = {name for name, held in self._found.items() if self._is_chosen(held)}
+        self._delete(lambda name: name not in chosen)
         self._has_stale = bool(chosen)
         return found
 
@@ -139,7 +156,7 @@ class ShardedMemory:
         self._has_looked = False
         slot = self._pair.older(self._spare)
         if self._any(is_other or not self._fits(slot, packed)):
-            self._whole = frozenset().union(*self._peers.from_all(self._parts))
+            self._whole = digest_of(frozenset().union(*self._peers.from_all(self._parts)))
             packed = self._cutter.pack(state, tree, self._parts, self._whole)
             if not self._allocate(slot, packed.length):
                 return
@@ -168,8 +185,8 @@ class ShardedMemory:
         if self._has_stale:
             self._has_stale = False
             held = [rank for rank, target in enumerate(self._mirror.targets) if target in self._mates]
-            current = {slot.path for rank in (*self._mates, *held) for slot in self._pair_of(rank).slots}
-            self._delete(lambda path: path not in current)
+            current = {slot.path.name for rank in (*self._mates, *held) for slot in self._pair_of(rank).slots}
+            self._delete(lambda name: name not in current)
         return True
 
     @property
@@ -220,27 +237,11 @@ class ShardedMemory:
     def _pair_of(self, rank: int) -> Pair:
         return Pair(self.folder / f"piece-{rank}", _LAYOUT)
 
-    def _whole_pieces(self) -> dict[Path, Held]:
-        """The whole pieces in this rank's share of the node's files."""
-        whole = {}
-        share = sorted(self.folder.glob("piece-*"))[self._mates.index(self._peers.rank) :: len(self._mates)]
-        for path in share:
-            slot = Slot(path, _LAYOUT)
-            header = slot.header()
-            if header is not None and slot.is_intact(header):
-                piece = StoredPiece(slot, header)
-                try:
-                    contents = Contents.read(piece.skeleton, header.data_length)
-                except Torn:
-                    continue
-                whole[path] = Held(header.piece, contents.parts, contents.whole)
-        return whole
-
     def _opened(self, choice: Choice) -> dict[int, StoredPiece]:
         """The pieces of the chosen snapshot on this node, by rank."""
         opened = {}
-        for path, held in self._found.items():
-            slot = Slot(path, _LAYOUT)
+        for name, held in self._found.items():
+            slot = Slot(self.folder / name, _LAYOUT)
             header = slot.header()
             if self._is_chosen(held) and header is not None and header.piece == held.piece:
                 opened[held.piece.rank] = StoredPiece(slot, header)
@@ -249,9 +250,9 @@ class ShardedMemory:
     def _is_chosen(self, held: Held) -> bool:
         return self._choice is not None and held.piece == self._choice.piece(held.piece.rank)
 
-    def _delete(self, is_of_no_use: Callable[[Path], bool]) -> None:
+    def _delete(self, is_of_no_use: Callable[[str], bool]) -> None:
         """Delete files of this node; one rank does. No rank makes new ones before its next collective."""
         if self._speaks:
             for path in self.folder.glob("piece-*"):
-                if is_of_no_use(path):
+                if is_of_no_use(path.name):
                     path.unlink(missing_ok=True)

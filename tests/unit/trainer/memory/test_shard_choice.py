@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from elaunch.trainer.memory.shard_choice import Choice, Held, choose
+from elaunch.trainer.memory.shard_choice import Choice, Held, choose, digest_of
 from elaunch.trainer.state.version import Piece, Version
 
 
 def pieces(generation: int, step: int, parts: str, *ranks: int) -> list[Held]:
     """The pieces of those ranks; `parts` has one letter for each rank of the group: the part that it holds."""
     snapshot = Version(generation, step)
-    return [Held(Piece(snapshot, len(parts), rank), frozenset(parts[rank]), frozenset(parts)) for rank in ranks]
+    return [
+        Held(Piece(snapshot, len(parts), rank), frozenset(parts[rank]), digest_of(frozenset(parts))) for rank in ranks
+    ]
 
 
 def test_nothing_is_chosen_of_nothing() -> None:
@@ -51,7 +53,7 @@ def test_one_piece_of_a_state_that_all_ranks_have_is_whole() -> None:
 
 def test_a_part_that_all_ranks_have_is_in_one_piece_of_each_node() -> None:
     # ZeRO-1 on two nodes: rank 0 and 2 have the weights, each rank has its share of the moments.
-    whole = frozenset("w0123")
+    whole = digest_of("w0123")
 
     def held(rank: int, parts: str) -> Held:
         return Held(Piece(Version(0, 5), 4, rank), frozenset(parts), whole)
@@ -67,4 +69,6 @@ def test_a_part_that_all_ranks_have_is_in_one_piece_of_each_node() -> None:
 
 
 def test_a_state_without_tensors_is_its_plain_values() -> None:
-    assert choose([[Held(Piece(Version(0, 5), 1, 0), frozenset(), frozenset())]]) == Choice(Version(0, 5), 1, {0: (0,)})
+    assert choose([[Held(Piece(Version(0, 5), 1, 0), frozenset(), digest_of(()))]]) == Choice(
+        Version(0, 5), 1, {0: (0,)}
+    )

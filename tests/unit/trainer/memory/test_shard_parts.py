@@ -6,11 +6,12 @@ from typing import Any
 
 import torch
 
+from elaunch.trainer.memory.shard_choice import digest_of
 from elaunch.trainer.memory.shard_parts import Contents, Cutter
 from elaunch.trainer.state.region import PAGE
 from elaunch.trainer.state.tree import PerRank, flatten
 
-WHOLE = frozenset({"own-1", "own-2", "common-1"})
+WHOLE = digest_of({"own-1", "own-2", "common-1"})
 
 
 def zero(rank: int) -> dict[str, Any]:
