@@ -32,7 +32,7 @@ from elaunch.trainer.memory.device_copy import copy_from_devices
 from elaunch.trainer.memory.mirror import Mirror
 from elaunch.trainer.memory.shard_choice import Choice, Held, Parts, choose, digest_of
 from elaunch.trainer.memory.shard_load import StoredPiece
-from elaunch.trainer.memory.shard_parts import Contents, Cutter
+from elaunch.trainer.memory.shard_parts import Cutter, held_by
 from elaunch.trainer.memory.slots import Pair, Slot, Torn, node_of
 from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.state.region import Packed, skeleton_of
@@ -107,8 +107,7 @@ class ShardedMemory:
             header = slot.header()
             if header is not None and slot.is_intact(header):
                 with contextlib.suppress(Torn):
-                    contents = Contents.read(skeleton_of(slot.region(), header), header.data_length)
-                    whole[name] = Held(header.piece, contents.parts, contents.whole)
+                    whole[name] = held_by(header.piece, skeleton_of(slot.region(), header))
         return whole
 
     def adopt(self, choice: Choice | None, found: Mapping[str, Held]) -> None:

@@ -8,9 +8,10 @@ everything. Reading a skeleton runs no code.
 from __future__ import annotations
 
 import io
+import math
 import pickle
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,8 +35,8 @@ _PLAIN: dict[tuple[str, str], Any] = {
 _NOT_OURS = (AttributeError, EOFError, LookupError, MemoryError, OverflowError, RuntimeError, TypeError)
 
 Shape = tuple[int, ...]
-# The local parts of a tensor, each with its place in the whole tensor.
-Cut = Callable[[Tensor], Sequence[tuple[Tensor, Shape]]]
+# A tensor in a skeleton: its type, its shape, and for each box its offsets, its sizes and where its bytes begin.
+Reference = tuple[str, Shape, tuple[tuple[Shape, Shape, int], ...]]
 # What stands for a tensor of that type and shape, whose boxes are there.
 Place = Callable[[torch.dtype, Shape, Any], object]
 
@@ -66,15 +67,15 @@ class Boxed:
         return view(data, self.dtype, box.sizes, box.begin)
 
 
-def pack(state: object, cut: Cut | None = None) -> Packed:
+def pack(state: object, places: Places | None = None) -> Packed:
     """Disassemble `state`: dictionaries, lists and tuples of dense tensors and plain values. Raises NotPlain.
 
-    `cut` gives the parts of a tensor that go into the region; without it all of each tensor does.
+    `places` decides what of each tensor goes into the region: by default all.
     """
     content = io.BytesIO()
-    pickler = _Pickler(content, cut)
-    pickler.dump(state)
-    return Packed(content.getvalue(), pickler.tensors, pickler.offsets, up(pickler.end, PAGE))
+    places = places or Places()
+    _Pickler(content, places).dump(state)
+    return Packed(content.getvalue(), places.tensors, places.offsets, up(places.end, PAGE))
 
 
 def unpack(region: Tensor, header: Header) -> Any:
@@ -92,20 +93,23 @@ def unpack(region: Tensor, header: Header) -> Any:
 
 def describe(skeleton: bytes, data_length: int) -> Any:
     """The state with a Boxed in the place of each tensor. Raises UnpicklingError or ValueError if it is not valid."""
-    # On the device that has no memory: this only asks whether each box lies within the data.
-    data = torch.empty(data_length, dtype=torch.uint8, device="meta")
 
     def boxed(dtype: torch.dtype, size: Shape, boxes: Any) -> Boxed:
         dimensions = len(size)
         tensor = Boxed(dtype, _shape(size, dimensions), tuple(_box(box, dimensions) for box in boxes))
         for box in tensor.boxes:
-            ends = (offset + size for offset, size in zip(box.offsets, box.sizes, strict=True))
-            if any(end > whole for end, whole in zip(ends, tensor.size, strict=True)):
+            if any(at + size > whole for at, size, whole in zip(box.offsets, box.sizes, tensor.size, strict=True)):
                 raise ValueError(f"a box at {box.offsets} with {box.sizes} is no part of {tensor.size}")
-            tensor.view(box, data)
+            if box.begin % dtype.itemsize or box.begin + math.prod(box.sizes) * dtype.itemsize > data_length:
+                raise ValueError(f"a box of {box.sizes} at {box.begin} is not in {data_length} bytes")
         return tensor
 
     return _load(skeleton, boxed)
+
+
+def values(skeleton: bytes) -> Any:
+    """The state with None in the place of each tensor. Raises UnpicklingError or ValueError if it is not valid."""
+    return _load(skeleton, lambda *_: None)
 
 
 def _load(skeleton: bytes, place: Place) -> Any:
@@ -116,49 +120,60 @@ def _load(skeleton: bytes, place: Place) -> Any:
         raise pickle.UnpicklingError(f"the skeleton cannot be read ({why})") from error
 
 
-class _Pickler(pickle.Pickler):
-    """Pickles everything except tensors, whose boxes it places one after the other."""
+class Places:
+    """Places the tensors of a state in a region's data, one after the other."""
 
-    def __init__(self, file: io.BytesIO, cut: Cut | None) -> None:
-        super().__init__(file, protocol=5)
+    def __init__(self) -> None:
         self.tensors: list[Tensor] = []
         self.offsets: list[int] = []
         self.end = 0
-        self._cut = cut
         self._known: dict[tuple[object, ...], int] = {}
         self._same: dict[object, object] = {}
 
-    def persistent_id(self, value: Any) -> tuple[str, Shape, tuple[tuple[Shape, Shape, int], ...]] | None:
-        if not isinstance(value, Tensor):
-            return None
-        size = self._once(tuple(value.shape))
-        if self._cut is None:
-            boxes: Any = ((self._once((0,) * len(size)), size, self._placed(value)),)
-        else:
-            boxes = tuple(
-                (self._once(offsets), self._once(tuple(part.shape)), self._placed(part))
-                for part, offsets in self._cut(value)
-            )
-        return self._once(str(value.dtype).removeprefix("torch.")), size, boxes
+    def reference(self, tensor: Tensor) -> Reference:
+        """What the skeleton has for that tensor, all of which goes into the region. Raises NotPlain."""
+        _require_dense(tensor)
+        # Tied weights are one tensor under two names.
+        key = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        begin = self._known.get(key)
+        if begin is None:
+            begin = self._known[key] = self._put(tensor.detach())
+        size = self.once(tuple(tensor.shape))
+        return self.once(str(tensor.dtype).removeprefix("torch.")), size, ((self.once((0,) * len(size)), size, begin),)
 
-    def _once(self, value: Any) -> Any:
+    def put(self, part: Tensor) -> int:
+        """Place a part of a tensor. Returns where its bytes begin. Raises NotPlain."""
+        _require_dense(part)
+        return self._put(part)
+
+    def _put(self, part: Tensor) -> int:
+        begin = self.end
+        self.tensors.append(part)
+        self.offsets.append(begin)
+        self.end = up(begin + part.numel() * part.element_size(), _ALIGNMENT)
+        return begin
+
+    def once(self, value: Any) -> Any:
         """The same object for equal values: a pickle has it once."""
         return self._same.setdefault(value, value)
 
-    def _placed(self, part: Any) -> int:
-        if part.layout != torch.strided or part.is_quantized or hasattr(part, "__tensor_flatten__"):
-            raise NotPlain(
-                f"a tensor of {type(part).__name__} with layout {part.layout} cannot be kept; use dense ones"
-            )
-        # Tied weights are one tensor under two names.
-        key = (part.device, part.data_ptr(), part.dtype, part.shape, part.stride())
-        begin = self._known.get(key)
-        if begin is None:
-            begin = self._known[key] = self.end
-            self.tensors.append(part.detach())
-            self.offsets.append(begin)
-            self.end = up(begin + part.numel() * part.element_size(), _ALIGNMENT)
-        return begin
+
+def _require_dense(tensor: Any) -> None:
+    if tensor.layout != torch.strided or tensor.is_quantized or hasattr(tensor, "__tensor_flatten__"):
+        raise NotPlain(
+            f"a tensor of {type(tensor).__name__} with layout {tensor.layout} cannot be kept; use dense ones"
+        )
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles everything except tensors, for which it has references."""
+
+    def __init__(self, file: io.BytesIO, places: Places) -> None:
+        super().__init__(file, protocol=5)
+        self._places = places
+
+    def persistent_id(self, value: Any) -> Reference | None:
+        return self._places.reference(value) if isinstance(value, Tensor) else None
 
     def reducer_override(self, value: Any) -> Any:
         if type(value) is PerRank:
@@ -216,7 +231,7 @@ def _dtype(name: Any) -> torch.dtype:
 
 def _box(box: Any, dimensions: int) -> Box:
     offsets, sizes, begin = box
-    return Box(_shape(offsets, dimensions), _shape(sizes, dimensions), begin)
+    return Box(_shape(offsets, dimensions), _shape(sizes, dimensions), *_shape((begin,), 1))
 
 
 def _shape(numbers: Any, dimensions: int) -> Shape:
