@@ -1,7 +1,7 @@
 """The training for tests of checkpoints and sharded snapshots: a small network on random numbers (DDP, FSDP, ZeRO).
 
-Run as `shards.py KIND STORE ACTION…` by each rank. KIND is ddp, fsdp2, fsdp1 or zero. STORE is `disk` (checkpoints in
-FOLDER) or `memory` (snapshots in ELAUNCH_MEMORY). The actions are done in turn:
+Run as `shards.py KIND STORE ACTION…` by each rank. KIND is ddp, fsdp2, hsdp, fsdp1 or zero. STORE is `disk`
+(checkpoints in FOLDER) or `memory` (snapshots in ELAUNCH_MEMORY). The actions are done in turn:
 
     train N         N steps; the gradients depend only on the step, so every world size computes the same
     save            keep the state, and wait until it is kept
@@ -38,12 +38,13 @@ import torch.distributed as dist
 from torch import nn
 
 from elaunch.trainer.checkpoint import catalog, dcp, local
-from elaunch.trainer.checkpoint.checkpoints import Checkpoints, Mark
+from elaunch.trainer.checkpoint.checkpoints import Checkpoints
 from elaunch.trainer.checkpoint.local import LocalFolder, LocalStorage
 from elaunch.trainer.checkpoint.objects import ObjectFolder, ObjectStorage
-from elaunch.trainer.memory.shard_file import PieceFile
+from elaunch.trainer.memory.mirror import Mirror
 from elaunch.trainer.memory.sharded import ShardedMemory
-from elaunch.trainer.state import model_state
+from elaunch.trainer.memory.slots import Slot
+from elaunch.trainer.state import model_state, region
 from elaunch.trainer.state.tree import tensors_sha256
 
 KIND, STORE, *ACTIONS = sys.argv[1:]
@@ -56,12 +57,19 @@ def build() -> tuple[nn.Module, Any]:
     torch.manual_seed(17)
     # Shapes that no world size divides.
     model: nn.Module = nn.Sequential(nn.Linear(10, 21), nn.BatchNorm1d(21), nn.ReLU(), nn.Linear(21, 5))
-    if KIND == "fsdp2":
+    if KIND in ("fsdp2", "hsdp"):
+        from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
+        # The first half of the ranks and the second half are replicas of each other.
+        mesh = (
+            init_device_mesh("cpu", (2, WORLD_SIZE // 2), mesh_dim_names=("replicas", "shards"))
+            if KIND == "hsdp"
+            else init_device_mesh("cpu", (WORLD_SIZE,))
+        )
         for layer in model:
-            fully_shard(layer)
-        fully_shard(model)
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
     elif KIND == "fsdp1":
         from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -154,8 +162,9 @@ def at(moment: str, rank: int) -> None:
         remove(self, names)
         die()
 
-    def partly(self: Any, tensors: Any) -> None:
-        for view, tensor in zip(self._views[:3], tensors, strict=False):
+    def partly(self: Slot, packed: region.Packed, copy: Any) -> None:
+        region.tear(self.region())
+        for view, tensor in zip(region.views(self.region(), packed)[:3], packed.tensors, strict=False):
             view.copy_(tensor)
         die()
 
@@ -171,11 +180,11 @@ def at(moment: str, rank: int) -> None:
             local.publish = die  # type: ignore[assignment]
             ObjectFolder.write = unmarked  # type: ignore[method-assign]
         case "copy":
-            PieceFile.copy = partly  # type: ignore[method-assign]
+            Slot.begin = partly  # type: ignore[assignment, method-assign]
         case "unmarked":
-            PieceFile.mark = die  # type: ignore[assignment, method-assign]
+            region.mark = die
         case "unsent":
-            ShardedMemory._exchange = die  # type: ignore[assignment, method-assign]
+            Mirror._exchange = die  # type: ignore[assignment, method-assign]
         case "discard":
             local.shutil.rmtree = empty  # type: ignore[attr-defined, assignment]
             ObjectFolder.remove = and_die  # type: ignore[method-assign]
@@ -185,16 +194,18 @@ def garble() -> None:
     receive = dist.recv
 
     def once(tensor: torch.Tensor, *given: Any) -> Any:
-        dist.recv = receive
         source = receive(tensor, *given)
-        tensor[-1] ^= 1
+        # The number before it is the length.
+        if tensor.dtype == torch.uint8:
+            dist.recv = receive
+            tensor[-1] ^= 1
         return source
 
     dist.recv = once
 
 
 def hold() -> None:
-    write, exchange = dcp._Summing.write, ShardedMemory._exchange
+    write, exchange = dcp._Summing.write, Mirror._exchange
 
     def late(self: Any, content: Any) -> int:
         until((FOLDER / "held").exists)
@@ -205,7 +216,7 @@ def hold() -> None:
         exchange(self, *given)
 
     dcp._Summing.write = late  # type: ignore[method-assign]
-    ShardedMemory._exchange = later  # type: ignore[method-assign]
+    Mirror._exchange = later  # type: ignore[method-assign]
 
 
 def main() -> None:
@@ -246,7 +257,7 @@ def main() -> None:
                 store.save_async(done["step"], {**done, **model_state.state_of(model, optimizer)})
             case "load":
                 found = model_state.restore(load, model, optimizer, done)
-                loaded = [found.generation, found.step] if isinstance(found, Mark) else found
+                loaded = [found.generation, found.step] if found else None
             case "weights":
                 state = {"model": model_state.unwrap(model).state_dict()}
                 found = load(state)

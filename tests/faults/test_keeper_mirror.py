@@ -145,4 +145,4 @@ def test_what_cannot_be_kept_for_another_node_keeps_nobody_waiting(
 
         assert run.ends_of(ranks) == [0, 0], run.said
 
-    assert run.said.count("rank 0's own state cannot be kept on a second node: Is a directory") == 1
+    assert run.said.count("on its own node only: rank 1 cannot keep it: Is a directory") == 1

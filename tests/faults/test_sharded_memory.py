@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from elaunch.trainer.state.region import MARK
 from tests.harness import slow, wait_for
 from tests.ranks import RankForker, Ranks
 
@@ -48,6 +49,10 @@ class Nodes:
         """Copy the memories of those nodes into these."""
         for memory, source in zip(self.memories, other.memories, strict=True):
             shutil.copytree(source, memory, dirs_exist_ok=True)
+
+    def is_whole(self, node: int, name: str) -> bool:
+        path = self.memories[node] / name
+        return path.exists() and path.read_bytes()[: len(MARK)] == MARK
 
     def pieces(self, node: int) -> list[Path]:
         return sorted(self.memories[node].glob("piece-*"))
@@ -152,6 +157,20 @@ def test_two_lost_neighbours_are_too_many(nodes: Nodes, saved: Saved) -> None:
     assert (answer["loaded"], answer["step"], answer["digest"]) == (None, 1, fresh["digest"])
 
 
+@pytest.mark.parametrize("nodes", [4], indirect=True)
+def test_two_lost_neighbours_of_hsdp_are_made_up_for_by_their_replicas(nodes: Nodes) -> None:
+    # One rank on each node. The third and the fourth are replicas of the first and the second.
+    saved = nodes.run(4, "hsdp", "train", "2", "save", "note", "train", "1", "save")[0]
+    # Rank 0's part of the newest snapshot was on these two nodes only.
+    nodes.lose(0)
+    nodes.lose(1)
+
+    loaded = nodes.run(4, "hsdp", "load", generation=1)[0]
+
+    assert (loaded["loaded"], loaded["digest"]) == ([0, 3], saved["digest"])
+    assert loaded["digest"] != saved["notes"][0]["digest"]
+
+
 @one_node
 @pytest.mark.parametrize("moment", [slow("copy"), "unmarked"])
 def test_a_rank_killed_inside_a_snapshot_leaves_the_version_before(nodes: Nodes, moment: str) -> None:
@@ -171,9 +190,9 @@ def test_a_rank_killed_inside_a_snapshot_leaves_the_version_before(nodes: Nodes,
 @pytest.mark.parametrize("where", [slow("head"), "data"])
 def test_a_changed_byte_is_seen_and_the_version_before_is_used(nodes: Nodes, where: str) -> None:
     nodes.run(3, "fsdp2", "train", "1", "save", "train", "1", "save")
-    newest = [path for path in nodes.pieces(0) if path.name.endswith("-1-2")]
+    newest = [path for path in nodes.pieces(0) if path.name == "piece-2-1"]
     content = bytearray(newest[0].read_bytes())
-    content[200 if where == "head" else -64] ^= 1
+    content[32 if where == "head" else -64] ^= 1
     newest[0].write_bytes(content)
 
     assert nodes.run(3, "fsdp2", "load", generation=1)[0]["loaded"] == [0, 1]
@@ -252,7 +271,7 @@ def test_a_newer_snapshot_replaces_the_old_one_only_when_it_is_whole_on_both_nod
     actions = ["load", "train", "1", "die", "unsent", "1", "begin"]
     with nodes.begin(2, "fsdp2", *actions, generation=1) as ranks:
         assert ranks.end_of(1).code == -9
-        wait_for(lambda: any(path.name.startswith("piece-1-") for path in nodes.pieces(0)), "rank 0's part")
+        wait_for(lambda: nodes.is_whole(0, "piece-0-1"), "rank 0's part")
     nodes.lose(1)
 
     loaded = nodes.run(2, "fsdp2", "load", generation=2)[0]
@@ -275,7 +294,10 @@ def test_a_part_that_arrives_garbled_on_the_second_node_does_not_count_and_is_sa
     assert loaded["loaded"] == [0, 1]
     # The rank at which the part arrived has reported the damage.
     assert said[0] == []
-    assert "the part that rank 0 sent arrived damaged: its checksum is wrong" in said[1][0]
+    assert (
+        "rank 0's part of the snapshot is on its own node only: it arrived damaged at rank 1: its checksum is wrong"
+        in said[1][0]
+    )
 
 
 def test_a_part_that_a_node_lacks_and_that_arrives_garbled_is_not_loaded(nodes: Nodes) -> None:

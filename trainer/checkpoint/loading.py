@@ -216,7 +216,7 @@ def _sendable(tensor: Tensor) -> Tensor:
 def _read_share(opened: _Opened, state: State) -> None:
     """Put this rank's part of a verified checkpoint into its state."""
     contents = opened.contents
-    share = Share(state, opened.packed, contents.kinds, contents.paths, str(contents.folder))
+    share = Share(state, unpack(opened.packed), contents.kinds, contents.paths, str(contents.folder))
     contents.read(share.tensors)
     share.put()
 
@@ -224,13 +224,20 @@ def _read_share(opened: _Opened, state: State) -> None:
 class Share:
     """What this rank needs of a saved state: `tensors` are to be filled, by name, and then `put` changes the state.
 
-    `packed` are the saved plain values, `kinds` and `places` sizes, types and paths of all saved tensors, and `source`
-    is named in errors. Raises ValueError as `Checkpoints.load_newest` does.
+    `saved` is what `tree.unpack` returns, `kinds` and `places` are sizes, types and paths of all saved tensors, and
+    `source` is named in errors. Raises ValueError as `Checkpoints.load_newest` does.
     """
 
-    def __init__(self, state: State, packed: bytes, kinds: Kinds, places: Mapping[str, Place], source: str) -> None:
+    def __init__(
+        self,
+        state: State,
+        saved: tuple[Any, dict[str, Place], list[Place]],
+        kinds: Kinds,
+        places: Mapping[str, Place],
+        source: str,
+    ) -> None:
         self._state = state
-        self._plain, paths, roots = unpack(packed)
+        self._plain, paths, roots = saved
         target = flatten(state)
         _require(target, kinds, source)
         self.tensors = {name: target.tensors[name] for name in target.common()}

@@ -14,9 +14,9 @@ from elaunch.trainer.checkpoint.storage import Storage
 from elaunch.trainer.checkpoint.urls import StorageError
 from elaunch.trainer.memory.device_copy import GpuCopies, HostCopies
 from elaunch.trainer.memory.mirror import Mirror
-from elaunch.trainer.memory.recovery_plan import repeated, sentence
+from elaunch.trainer.memory.recovery_plan import decide, pieces_on_nodes, repeated, sentence
 from elaunch.trainer.memory.replicated import NoRoom, ReplicatedMemory
-from elaunch.trainer.memory.restore import NodeMemory, agree, restore_own, take_over
+from elaunch.trainer.memory.restore import NodeMemory, gather, take_over
 from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.ranks.place import RankInfo
 from elaunch.trainer.state import rng_state
@@ -54,14 +54,15 @@ class Copies:
         self._node_memory = None
         if folder:
             layout, speaks = training.layout(), place.local_rank == 0
-            self._node_memory = NodeMemory(ReplicatedMemory(Path(folder), name, layout), name, layout, speaks, say)
+            memory = ReplicatedMemory(Path(folder), name, layout, place.rank, place.world_size)
+            self._node_memory = NodeMemory(memory, name, layout, place.world_size, speaks, say)
         self._parts: ShardedMemory | None = None
         if training.is_in_parts and all(peers.from_all(bool(folder))):
             parts = Path(folder, f"{name}.parts")
             parts.mkdir(mode=0o700, exist_ok=True)
             from elaunch.trainer.memory.sharded import ShardedMemory
 
-            self._parts = ShardedMemory(parts, peers.group, say, generation=place.generation)
+            self._parts = ShardedMemory(parts, peers, say, generation=place.generation)
         self._records = None if self._node_memory is None else self._node_memory.records(peers.rank)
         # If there was no room once, it is not tried again.
         self._has_room, self._has_room_for_own = True, True
@@ -89,12 +90,14 @@ class Copies:
 
     def restore(self) -> Version:
         """Load the newest state there is into the objects, and say so. Returns its version; step 0 if there is none."""
-        fresh = Version(self._place.generation, 0)
         if self._training.per_rank is not None:
             self._training.per_rank.begin_anew()
-        if self._training.is_in_parts:
-            return self._restore_parts(fresh)
-        decision, inventories = agree(self._node_memory, self._peers, large=self._training.has_large)
+        large, pieces = self._training.has_large, {} if self._parts is None else self._parts.share()
+        inventories = gather(self._node_memory, self._peers, large=large, pieces=pieces)
+        decision = decide(inventories, large=large, sharded=self._training.is_in_parts)
+        if self._parts is not None:
+            found = pieces_on_nodes(inventories)[inventories[self._peers.rank].node]
+            self._parts.adopt(decision.choice if decision else None, found)
         completed = max((i.completed for i in inventories if i.completed is not None), default=None)
         done = 0 if completed is None else completed.step
         from_disk = self._restore_from_disk(newer_than=-1 if decision is None else decision.version.step, done=done)
@@ -102,9 +105,11 @@ class Copies:
             return from_disk
         if decision is None:
             self._say_nothing_is_there(done)
-            return fresh
+            return Version(self._place.generation, 0)
+        if self._parts is not None:
+            self._training.load_whole(self._parts.load, self._peers.rank, self._peers.world_size)
         take_over(decision, inventories, self._node_memory, self._peers, self._training)
-        if self._training.has_large and not decision.reset:
+        if self._parts is not None or (large and not decision.reset):
             self._full = decision.version
         self.repeated = decision.repeated
         self._tell(sentence(decision))
@@ -214,7 +219,7 @@ class Copies:
         elif self.paces:
             self._is_kept &= self.save_replicated(version)
         if self._mirror is not None:
-            self._mirror.exchange(record, spare)
+            self._mirror.exchange(lambda: record, version, spare)
 
     def save_replicated(self, version: Version) -> bool:
         """Store the replicated state in this node's memory unless another worker has. Returns whether it is there.
@@ -286,34 +291,13 @@ class Copies:
         if self._checkpoints is not None:
             self._checkpoints.wait()
 
-    def _restore_parts(self, fresh: Version) -> Version:
-        newest = None if self._parts is None else self._parts.newest()
-        told: list[Version | None] = self._peers.from_all(self.newest_done())
-        done = max((version.step for version in told if version is not None), default=0)
-        from_disk = self._restore_from_disk(newer_than=newest[1] if newest else -1, done=done)
-        if from_disk is not None:
-            return from_disk
-        if newest is None or self._parts is None:
-            self._say_nothing_is_there(done)
-            return fresh
-        self._full = version = Version(*newest)
-        self._training.load_whole(self._parts.load, self._peers.rank, self._peers.world_size)
-        assert self._node_memory is not None
-        has_own = restore_own(version, self._node_memory, self._peers, self._training)
-        without = [rank for rank, has in enumerate(self._peers.from_all(has_own)) if not has]
-        lost = f"; the random state of rank {', '.join(map(str, without))} is lost and new" if without else ""
-        said = f"restored step {version.step} from memory (of generation {version.generation}, in parts)"
-        self.repeated = max(0, done - version.step)
-        self._tell(f"{said}; {repeated(self.repeated)}{lost}")
-        return version
-
     def _mirrored(self) -> Mirror | None:
         """The mirror that sends records to a second node; None if there is no second node or no memory. Collective."""
         node_memory = self._node_memory
-        nodes = self._peers.from_all("" if node_memory is None else node_memory.memory.node)
+        nodes = self._peers.from_all("" if node_memory is None else node_memory.node)
         if node_memory is None or not all(nodes) or len(set(nodes)) == 1:
             return None
-        return Mirror(self._peers, nodes, node_memory.records, self._say_once)
+        return Mirror(self._peers, nodes, lambda rank: node_memory.records(rank).kept, self._say_once)
 
     def _restore_from_disk(self, *, newer_than: int, done: int) -> Version | None:
         if self._checkpoints is None or self._storage is None:

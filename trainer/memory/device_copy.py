@@ -7,7 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from elaunch.trainer.memory.replicated import copy_on_host
+from elaunch.trainer.memory.slots import copy_on_host
+
+
+def copy_from_devices(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copy each source into its target in host memory, in the order of the present streams."""
+    with torch.no_grad():
+        if targets:
+            torch._foreach_copy_(targets, sources, non_blocking=True)
+    for device in {tensor.device for tensor in sources if tensor.is_cuda}:
+        torch.cuda.current_stream(device).synchronize()
 
 
 class HostCopies:

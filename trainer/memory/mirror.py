@@ -1,4 +1,4 @@
-"""Copies each rank's own state to a second node, in a thread, while training goes on."""
+"""Copies each rank's piece of a snapshot to a second node, in a thread, while training goes on."""
 
 from __future__ import annotations
 
@@ -9,74 +9,134 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from elaunch.trainer.memory.replicated import Records
-from elaunch.trainer.memory.shard_choice import mirrors
+from elaunch.trainer.memory.slots import Pair, Torn
 from elaunch.trainer.ranks.peers import Peers
-from elaunch.trainer.state.version import Version
+from elaunch.trainer.state.version import Piece, Version
 
 
 class Mirror:
-    """Sends this rank's records to the next node's memory, and receives those of the node before.
+    """Sends this rank's pieces to the next node's memory, and receives those of the node before.
 
-    `nodes` names each rank's node; there is more than one. All ranks create it together, and then call `exchange` in
-    the same order. `records` returns a rank's records in this node's memory. `say` gets one sentence if there is no
-    room for a record.
+    `nodes` names each rank's node; with one node there is nobody to send to. All ranks create it together, and then
+    call `exchange` in the same order. `pair` returns the slots in this node's memory for a rank's pieces. `say` gets a
+    sentence for each piece that has no second copy.
     """
 
     def __init__(
-        self, peers: Peers, nodes: Sequence[str], records: Callable[[int], Records], say: Callable[[str], None]
+        self, peers: Peers, nodes: Sequence[str], pair: Callable[[int], Pair], say: Callable[[str], None]
     ) -> None:
-        found = mirrors(nodes)
-        self._mirror = found[peers.rank]
-        self._sources = {rank: records(rank) for rank, mirror in enumerate(found) if mirror == peers.rank}
+        self.targets = mirrors(nodes)
+        self._rank, self._world_size = peers.rank, peers.world_size
+        self._target = self.targets[peers.rank]
+        self._pairs = {rank: pair(rank) for rank, target in enumerate(self.targets) if target == peers.rank}
         # A separate group: messages of other threads must not mix with these.
-        self._peers = Peers(dist.new_group(backend="gloo"))
+        apart = peers.group is not None and len(set(nodes)) > 1
+        self._peers = Peers(dist.new_group(backend="gloo")) if apart else None
         self._say = say
         self._thread: threading.Thread | None = None
-        self._has_arrived = True
+        # A sentence for each piece that has no second copy; empty if another rank says why.
+        self._trouble: list[str] = []
 
-    def exchange(self, record: Tensor | None, spare: Collection[Version]) -> None:
-        """Begin to send `record` and to receive other ranks' records. The region must not change until the next call.
+    def has_room(self, lengths: Sequence[int], spare: Collection[Version]) -> bool:
+        """Whether the next slots for other ranks' pieces have these lengths, by rank."""
+        return all(pair.older(spare).size == lengths[rank] for rank, pair in self._pairs.items())
 
-        Pass None if there is no record. A received record of a version in `spare` is not overwritten.
+    def reserve(self, lengths: Sequence[int], spare: Collection[Version]) -> None:
+        """Give the next slots for other ranks' pieces these lengths, by rank. Raises OSError without room."""
+        for rank, pair in self._pairs.items():
+            pair.older(spare).fit(lengths[rank])
+
+    def delete(self) -> None:
+        """Delete the slots for other ranks' pieces."""
+        for pair in self._pairs.values():
+            pair.delete()
+
+    def exchange(self, finish: Callable[[], Tensor | None], version: Version, spare: Collection[Version]) -> None:
+        """Begin to send what `finish` returns, and to receive other ranks' pieces of `version`.
+
+        `finish` completes this rank's piece, in the thread; None says that there is none. The region must not change
+        until the next call. A received piece does not overwrite one of a version in `spare`.
         """
         self.wait()
-        self._has_arrived = False
         # A daemon thread: a process that ends does not wait for its peers.
-        self._thread = threading.Thread(target=self._run, args=(record, spare), name="mirror", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(finish, version, spare), name="mirror", daemon=True)
         self._thread.start()
 
     def wait(self) -> bool:
-        """Wait for the last exchange. Returns whether every record sent to this rank is in its node's memory."""
+        """Wait for the last exchange. Returns whether this rank's piece and those sent to it are whole and verified."""
         if self._thread is not None:
             self._thread.join()
-        return self._has_arrived
+        self._thread, trouble, self._trouble = None, self._trouble, []
+        for sentence in trouble:
+            if sentence:
+                self._say(sentence)
+        return not trouble
 
-    def _run(self, record: Tensor | None, spare: Collection[Version]) -> None:
+    def _run(self, finish: Callable[[], Tensor | None], version: Version, spare: Collection[Version]) -> None:
+        region = None
         try:
-            region = torch.empty(0, dtype=torch.uint8) if record is None else record
-            sending = [] if self._mirror is None else self._peers.begin_send(region, self._mirror)
-            received = [self._receive(rank, records, spare) for rank, records in self._sources.items()]
-            for work in sending:
-                work.wait()
-            self._has_arrived = all(received)
+            region = finish()
+        # The outermost frame of the thread. Other ranks wait for this rank's piece, so they get an empty one.
+        except Exception as error:
+            self._trouble.append(f"rank {self._rank}'s part of the snapshot is not whole: {_reason(error)}")
+        try:
+            if self._peers is not None:
+                self._exchange(self._peers, region, version, spare)
         except RuntimeError:
             # A peer has died. The group fails, and every rank will notice it.
-            return
+            self._trouble.append("")
+        except Exception as error:
+            self._trouble.append(self._lacks_copy(self._rank, _reason(error)))
 
-    def _receive(self, rank: int, records: Records, spare: Collection[Version]) -> bool:
-        length = self._peers.length_from(rank)
+    def _exchange(self, peers: Peers, region: Tensor | None, version: Version, spare: Collection[Version]) -> None:
+        image = torch.empty(0, dtype=torch.uint8) if region is None else region
+        sending = [] if self._target is None else peers.begin_send(image, self._target)
+        for rank, pair in self._pairs.items():
+            self._receive(peers, Piece(version, self._world_size, rank), pair, spare)
+        for work in sending:
+            work.wait()
+
+    def _receive(self, peers: Peers, piece: Piece, pair: Pair, spare: Collection[Version]) -> None:
+        length = peers.length_from(piece.rank)
         if not length:
-            return False
+            self._trouble.append("")
+            return
         try:
-            slot = records.kept.older(spare)
+            slot = pair.older(spare)
             slot.discard()
             slot.grow(length)
             region = slot.raw(length)
         except OSError as error:
-            self._say(f"rank {rank}'s own state cannot be kept on a second node: {error.strerror}")
-            # The sender waits until the record is received.
-            self._peers.receive(torch.empty(length, dtype=torch.uint8), rank)
-            return False
-        self._peers.receive(region, rank)
-        return slot.accept() is not None
+            # The sender waits until its piece is received.
+            peers.receive(torch.empty(length, dtype=torch.uint8), piece.rank)
+            self._trouble.append(self._lacks_copy(piece.rank, f"rank {self._rank} cannot keep it: {error.strerror}"))
+            return
+        peers.receive(region, piece.rank)
+        try:
+            slot.accept(piece)
+        except Torn as error:
+            self._trouble.append(self._lacks_copy(piece.rank, f"it arrived damaged at rank {self._rank}: {error}"))
+
+    @staticmethod
+    def _lacks_copy(rank: int, why: str) -> str:
+        return f"rank {rank}'s part of the snapshot is on its own node only: {why}"
+
+
+def mirrors(nodes: Sequence[str]) -> list[int | None]:
+    """For each rank the rank on the next node that keeps a second copy of its piece; None if there is only one node.
+
+    `nodes` names each rank's node. The nodes are a ring, in the order of their lowest ranks.
+    """
+    ring = list(dict.fromkeys(nodes))
+    if len(ring) == 1:
+        return [None] * len(nodes)
+    ranks_of = {node: [rank for rank, each in enumerate(nodes) if each == node] for node in ring}
+    found: list[int | None] = []
+    for rank, node in enumerate(nodes):
+        peers = ranks_of[ring[(ring.index(node) + 1) % len(ring)]]
+        found.append(peers[ranks_of[node].index(rank) % len(peers)])
+    return found
+
+
+def _reason(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+from elaunch.trainer.memory.shard_choice import Choice, Held, choose
 from elaunch.trainer.state.version import Version
 
 
@@ -35,6 +37,7 @@ class Inventory:
 
     `node` identifies the memory; it is empty without one. Only one rank of each node `speaks`: it lists the whole,
     verified copies and the free bytes. `completed` is the newest step that any worker of the node has completed.
+    Pieces of a sharded state are verified by all ranks of a node: `pieces` are this rank's share, by file name.
     """
 
     rank: int
@@ -44,23 +47,24 @@ class Inventory:
     records: tuple[Record, ...] = ()
     completed: Version | None = None
     free: int = 0
+    pieces: Mapping[str, Held] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Decision:
     """From which version the new group continues, and what must be sent for that.
 
-    Rank `source` has the state in its memory. Each rank of `receivers` gets it from there: into its node's memory, or
-    into its own if it is in `private`. `records` holds, for each new rank, the record that it continues, and the rank
-    that sends or has it: the record of the same rank in the older group or, if that is lost, of the lowest rank (then
-    only its buffers are used). `older` holds ranks whose own record exists only for an earlier step; its random state
-    is used. `without_random_state` are the ranks without either. `repeated` counts completed steps that are repeated.
-    `differing` are the ranks whose node holds another state under the same version. `reset` says that the large parts
-    of records begin anew.
+    Of a replicated state, rank `source` has it in its memory. Each rank of `receivers` gets it from there: into its
+    node's memory, or into its own if it is in `private`. Of a sharded state, `choice` has the pieces to load. `records`
+    holds, for each new rank, the record that it continues, and the rank that sends or has it: the record of the same
+    rank in the older group or, if that is lost, of the lowest rank (then only its buffers are used). `older` holds
+    ranks whose own record exists only for an earlier step; its random state is used. `without_random_state` are the
+    ranks without either. `repeated` counts completed steps that are repeated. `differing` are the ranks whose node
+    holds another state under the same version. `reset` says that the large parts of records begin anew.
     """
 
     version: Version
-    source: int
+    source: int = -1
     receivers: tuple[int, ...] = ()
     private: tuple[int, ...] = ()
     records: dict[int, RecordSource] = field(default_factory=dict)
@@ -69,6 +73,7 @@ class Decision:
     repeated: int = 0
     differing: tuple[int, ...] = ()
     reset: bool = False
+    choice: Choice | None = None
 
 
 @dataclass(frozen=True)
@@ -80,14 +85,18 @@ class RecordSource:
     version: Version
 
 
-def decide(inventories: Sequence[Inventory], *, large: bool = False) -> Decision | None:
+def decide(inventories: Sequence[Inventory], *, large: bool = False, sharded: bool = False) -> Decision | None:
     """The newest state that can be continued, or None if no memory holds one.
 
-    `inventories` has one entry for each rank of the new group. `large` says that records have a large part, without
-    which a rank cannot continue exactly. Then the newest step is taken for which every rank's full record exists. If no
-    such step is left, or the group has another size, the newest state is taken and the large parts begin anew
-    (`reset`).
+    `inventories` has one entry for each rank of the new group. Of a `sharded` state the nodes must have all parts.
+    `large` says that records have a large part, without which a rank cannot continue exactly. Then the newest step is
+    taken for which every rank's full record exists. If no such step is left, or the group has another size, the newest
+    state is taken and the large parts begin anew (`reset`).
     """
+    if sharded:
+        on_node = pieces_on_nodes(inventories)
+        choice = choose([on_node[inventory.node].values() for inventory in inventories])
+        return None if choice is None else _decision(inventories, choice.version, choice=choice)
     held: dict[Version, list[tuple[int, Holding]]] = {}
     for inventory in inventories:
         for holding in inventory.holdings:
@@ -103,33 +112,50 @@ def decide(inventories: Sequence[Inventory], *, large: bool = False) -> Decision
     roomy = {inventory.node for inventory in lacking if inventory.free >= copy.length}
     cramped = {inventory.node for inventory in lacking} - roomy
     private = tuple(i.rank for i in inventories if not i.node or i.node in cramped)
-    records = sources(inventories, version)
+    return _decision(
+        inventories,
+        version,
+        source=source,
+        receivers=tuple(sorted([*private, *(i.rank for i in lacking if i.node in roomy)])),
+        private=private,
+        differing=tuple(sorted({rank for rank, _ in held[version]} - equal)),
+        reset=large and not complete,
+    )
+
+
+def pieces_on_nodes(inventories: Sequence[Inventory]) -> dict[str, dict[str, Held]]:
+    """The pieces on each node, by file name: those of all its ranks' shares."""
+    on_node: dict[str, dict[str, Held]] = {}
+    for inventory in inventories:
+        on_node.setdefault(inventory.node, {}).update(inventory.pieces)
+    return on_node
+
+
+def _decision(inventories: Sequence[Inventory], version: Version, **state: Any) -> Decision:
+    """The decision for `version`, whose `state` is found as it says, with what each rank has for itself."""
+    records = _sources(inventories, version)
     without_own = [i.rank for i in inventories if i.rank not in records or records[i.rank].of_rank != i.rank]
     older = _older(inventories, version, without_own)
     return Decision(
         version=version,
-        source=source,
-        receivers=tuple(sorted([*private, *(i.rank for i in lacking if i.node in roomy)])),
-        private=private,
         records=records,
         older=older,
         without_random_state=tuple(rank for rank in without_own if rank not in older),
         repeated=_repeated(inventories, version),
-        differing=tuple(sorted({rank for rank, _ in held[version]} - equal)),
-        reset=large and not complete,
+        **state,
     )
 
 
 def sentence(decision: Decision) -> str:
     """One sentence: the restored state, its source, and how many steps are repeated."""
     version = decision.version
-    origin = f"of generation {version.generation}"
+    origin = f"of generation {version.generation}{', in parts' if decision.choice else ''}"
     if decision.receivers:
         origin += f"; sent to {_ranks(decision.receivers)} from rank {decision.source}"
     if decision.differing:
         origin += f"; {_ranks(decision.differing)} held a different state of that step"
     text = f"restored step {version.step} from memory ({origin}); {repeated(decision.repeated)}"
-    if not decision.records:
+    if not decision.records and not decision.choice:
         text += "; buffers are lost and new"
     if decision.older:
         steps = sorted({source.version.step for source in decision.older.values()})
@@ -160,7 +186,7 @@ def _all_full(inventories: Sequence[Inventory], version: Version, ranks: Sequenc
     return there == set(ranks)
 
 
-def sources(inventories: Sequence[Inventory], version: Version) -> dict[int, RecordSource]:
+def _sources(inventories: Sequence[Inventory], version: Version) -> dict[int, RecordSource]:
     """For each new rank a record of that version: its own, if possible from its own node; else the lowest rank's."""
     holders = _holders(inventories, version)
     if not holders:

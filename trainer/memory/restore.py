@@ -9,17 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from elaunch.trainer.memory.recovery_plan import Decision, Inventory, RecordSource, decide, sources
-from elaunch.trainer.memory.replicated import (
-    Records,
-    ReplicatedMemory,
-    Slot,
-    completed_in,
-    records_in,
-    verified_records_in,
-)
+from elaunch.trainer.memory.records import Records, completed_in, records_in, verified_records_in
+from elaunch.trainer.memory.recovery_plan import Decision, Inventory, RecordSource
+from elaunch.trainer.memory.replicated import ReplicatedMemory
+from elaunch.trainer.memory.shard_choice import Held
+from elaunch.trainer.memory.slots import Slot, Torn, node_of, received
 from elaunch.trainer.ranks.peers import Peers
-from elaunch.trainer.state.packing import Header, header_of, is_intact, unpack
+from elaunch.trainer.state.packing import unpack
+from elaunch.trainer.state.region import Header
 from elaunch.trainer.state.training_state import Training
 from elaunch.trainer.state.version import Version
 
@@ -28,9 +25,16 @@ class Incomplete(RuntimeError):
     """A copy from another rank is missing or damaged: this start has failed, and the next may succeed."""
 
 
+def gather(node_memory: NodeMemory | None, peers: Peers, *, large: bool, pieces: Mapping[str, Held]) -> list[Inventory]:
+    """The inventories of all ranks, by rank; `pieces` are this rank's share of the node's. Collective."""
+    if node_memory is None:
+        return peers.from_all(Inventory(peers.rank, "", speaks=False))
+    return peers.from_all(node_memory.inventory(peers.rank, large=large, pieces=pieces))
+
+
 @dataclass(frozen=True)
 class NodeMemory:
-    """This node's memory for one training.
+    """This node's memory for one training, in a group of `world_size` ranks.
 
     `speaks` is True for one rank of each node, which lists and fills the memory for all. `say` gets a sentence for each
     torn copy.
@@ -39,20 +43,25 @@ class NodeMemory:
     memory: ReplicatedMemory
     name: str
     layout: bytes
+    world_size: int
     speaks: bool
     say: Callable[[str], None]
 
-    def records(self, rank: int) -> Records:
-        return Records(self.memory.folder, self.name, self.layout, rank)
+    @property
+    def node(self) -> str:
+        return node_of(self.memory.folder)
 
-    def inventory(self, rank: int, *, large: bool) -> Inventory:
-        """The verified content of this memory. All ranks of the node call it."""
+    def records(self, rank: int) -> Records:
+        return Records(self.memory.folder, self.name, self.layout, rank, self.world_size)
+
+    def inventory(self, rank: int, *, large: bool, pieces: Mapping[str, Held]) -> Inventory:
+        """The verified content of this memory. All ranks of the node call it, each with its share of the pieces."""
         if not self.speaks:
-            return Inventory(rank, self.memory.node, speaks=False)
+            return Inventory(rank, self.node, speaks=False, pieces=pieces)
         holdings = self.memory.verified(all_of_them=large, say=self.say)
         records = verified_records_in(self.memory.folder, self.name, self.layout)
         return Inventory(
-            rank, self.memory.node, True, tuple(holdings), tuple(records), self.completed(), self.memory.free
+            rank, self.node, True, tuple(holdings), tuple(records), self.completed(), self.memory.free, pieces
         )
 
     def completed(self) -> Version | None:
@@ -60,24 +69,15 @@ class NodeMemory:
         return completed_in(self.memory.folder, self.name, self.layout)
 
 
-def agree(node_memory: NodeMemory | None, peers: Peers, *, large: bool) -> tuple[Decision | None, list[Inventory]]:
-    """The state from which all ranks continue; None if no memory has one. Collective."""
-    inventories = _inventories(node_memory, peers, large=large)
-    return decide(inventories, large=large), inventories
-
-
 def take_over(
     decision: Decision, inventories: list[Inventory], node_memory: NodeMemory | None, peers: Peers, training: Training
 ) -> None:
-    """Send the decided state to the ranks that lack it, and load it into the training's objects. Collective."""
-    received = _replicated_travels(decision, inventories, node_memory, peers)
-    if received is not None:
-        state = unpack(*received)
-    else:
-        assert node_memory is not None
-        header, slot = _found(node_memory, decision, inventories)
-        state = slot.read(header)
-    training.load_replicated(state)
+    """Load the decided state into the training's objects, each rank what it needs, wherever it is. Collective.
+
+    A sharded state is loaded already: here only what each rank has for itself.
+    """
+    if decision.choice is None:
+        _load_replicated(decision, inventories, node_memory, peers, training)
 
     own = _brought(decision.records, inventories, node_memory, peers)
     if own is not None:
@@ -88,15 +88,18 @@ def take_over(
     _drop_newer(decision.version, node_memory, peers)
 
 
-def restore_own(version: Version, node_memory: NodeMemory, peers: Peers, training: Training) -> bool:
-    """Load this rank's record of `version` from a node that has it. Returns whether one has. Collective."""
-    inventories = _inventories(node_memory, peers, large=False)
-    records = {rank: its for rank, its in sources(inventories, version).items() if its.of_rank == rank}
-    own = _brought(records, inventories, node_memory, peers)
-    if own is not None:
-        training.load_own(own)
-    _drop_newer(version, node_memory, peers)
-    return own is not None
+def _load_replicated(
+    decision: Decision, inventories: list[Inventory], node_memory: NodeMemory | None, peers: Peers, training: Training
+) -> None:
+    """Send the state to the ranks that lack it, and load it."""
+    received = _replicated_travels(decision, inventories, node_memory, peers)
+    if received is not None:
+        state = unpack(*received)
+    else:
+        assert node_memory is not None
+        header, slot = _found(node_memory, decision, inventories)
+        state = slot.read(header)
+    training.load_replicated(state)
 
 
 def _drop_newer(version: Version, node_memory: NodeMemory | None, peers: Peers) -> None:
@@ -107,16 +110,6 @@ def _drop_newer(version: Version, node_memory: NodeMemory | None, peers: Peers) 
         node_memory.memory.drop_newer(version)
     # Wait for all ranks before one of them stores a newer copy of this generation.
     peers.from_all(None)
-
-
-def _inventories(node_memory: NodeMemory | None, peers: Peers, *, large: bool) -> list[Inventory]:
-    """The inventories of all ranks, by rank."""
-    mine = (
-        Inventory(peers.rank, "", speaks=False)
-        if node_memory is None
-        else node_memory.inventory(peers.rank, large=large)
-    )
-    return peers.from_all(mine)
 
 
 def _replicated_travels(
@@ -131,7 +124,7 @@ def _replicated_travels(
             peers.send(slot.raw(header.length), receiver)
         elif peers.rank == receiver:
             if node_memory is None or receiver in decision.private:
-                image = _receive(peers, decision.source)
+                image = _receive(peers, decision.source, decision.version)
             else:
                 _receive_into(node_memory.memory, decision, peers)
     if decision.receivers:
@@ -173,7 +166,7 @@ def _records_travel(
             else:
                 peers.send(found[0], rank)
         elif peers.rank == rank:
-            image = _receive(peers, source.holder)
+            image = _receive(peers, source.holder, source.version)
     return image
 
 
@@ -205,14 +198,16 @@ def _receive_into(memory: ReplicatedMemory, decision: Decision, peers: Peers) ->
         length = peers.length_from(decision.source)
         slot.grow(length)
         peers.receive(slot.raw(length), decision.source)
-        if slot.accept() is None:
-            raise Incomplete(f"the copy that rank {decision.source} sent does not have its checksum")
+        try:
+            slot.accept(decision.version)
+        except Torn as error:
+            raise Incomplete(f"the copy that rank {decision.source} sent is not whole: {error}") from error
 
 
-def _receive(peers: Peers, source: int) -> tuple[Tensor, Header]:
+def _receive(peers: Peers, source: int, expected: Version) -> tuple[Tensor, Header]:
     region: Any = torch.empty(peers.length_from(source), dtype=torch.uint8)
     peers.receive(region, source)
-    header = header_of(region, marked=False)
-    if header is None or not is_intact(region, header):
-        raise Incomplete(f"the copy that rank {source} sent does not have its checksum")
-    return region, header
+    try:
+        return region, received(region, expected)
+    except Torn as error:
+        raise Incomplete(f"the copy that rank {source} sent is not whole: {error}") from error

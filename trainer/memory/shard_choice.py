@@ -1,59 +1,74 @@
-"""Chooses the snapshot of a sharded state that can be assembled from what the living nodes hold."""
+"""Chooses the snapshot of a sharded state that the pieces on the living nodes cover. Pure.
+
+A state consists of *parts*: sets of boxes of its tensors. Ranks that hold the same boxes hold the same part, as the
+replicas of HSDP do. Each piece says which parts it holds, and has the digest of all parts of the state. So the pieces
+of all ranks are not needed, but all parts are.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from elaunch.trainer.state.version import Piece, Version
 
-@dataclass(frozen=True, order=True)
-class Piece:
-    """One rank's part of the snapshot of (generation, step), when the job had `world_size` ranks."""
+Parts = frozenset[str]
 
-    generation: int
-    step: int
-    world_size: int
-    rank: int
+
+@dataclass(frozen=True)
+class Held:
+    """A whole, verified piece in a node's memory: the parts in it, by their digests, and `digest_of` the state's."""
+
+    piece: Piece
+    parts: Parts
+    whole: str
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The snapshot to load. `holders` has, for each piece by its rank, the present ranks whose node holds it."""
+    """The snapshot to load: pieces that cover it, by their rank, with the present ranks whose node holds each."""
 
-    generation: int
-    step: int
-    holders: tuple[tuple[int, ...], ...]
+    version: Version
+    world_size: int
+    holders: dict[int, tuple[int, ...]]
+
+    def piece(self, rank: int) -> Piece:
+        """The piece of that rank."""
+        return Piece(self.version, self.world_size, rank)
 
 
-def choose(inventories: Sequence[Sequence[Piece]]) -> Choice | None:
-    """The newest complete snapshot by (generation, step); None if there is none.
+def digest_of(parts: Iterable[str]) -> str:
+    """A digest of all parts of a state. Its length does not depend on the number of ranks."""
+    return hashlib.sha256(" ".join(sorted(parts)).encode()).hexdigest()[:16]
 
-    `inventories` has, for each present rank, the whole pieces on that rank's node.
+
+def choose(inventories: Sequence[Iterable[Held]]) -> Choice | None:
+    """The newest version that is whole, with as few pieces as cover it; None if there is none.
+
+    `inventories` has, for each present rank, the pieces on that rank's node.
     """
-    holders: dict[tuple[int, int, int], dict[int, list[int]]] = {}
+    snapshots: dict[tuple[Version, int, str], dict[int, tuple[Parts, list[int]]]] = {}
     for holder, pieces in enumerate(inventories):
-        for piece in sorted(set(pieces)):
-            version = (piece.generation, piece.step, piece.world_size)
-            holders.setdefault(version, {}).setdefault(piece.rank, []).append(holder)
-    complete = [version for version, held in holders.items() if set(held) >= set(range(version[2]))]
-    if not complete:
-        return None
-    newest = max(complete)
-    generation, step, world_size = newest
-    return Choice(generation, step, tuple(tuple(holders[newest][rank]) for rank in range(world_size)))
+        for held in set(pieces):
+            snapshot = snapshots.setdefault((held.piece.version, held.piece.world_size, held.whole), {})
+            parts, holders = snapshot.setdefault(held.piece.rank, (held.parts, []))
+            if parts == held.parts:
+                holders.append(holder)
+    found = []
+    for (version, world_size, whole), ranks in snapshots.items():
+        cover = _cover({rank: parts for rank, (parts, _) in ranks.items()}, whole)
+        if cover is not None:
+            found.append(Choice(version, world_size, {rank: tuple(ranks[rank][1]) for rank in cover}))
+    return max(found, key=lambda choice: choice.version, default=None)
 
 
-def mirrors(nodes: Sequence[str]) -> list[int | None]:
-    """For each rank the rank on the next node that keeps a second copy of its piece; None if there is only one node.
-
-    `nodes` names each rank's node. The nodes are a ring, in the order of their lowest ranks.
-    """
-    ring = list(dict.fromkeys(nodes))
-    if len(ring) == 1:
-        return [None] * len(nodes)
-    ranks_of = {node: [rank for rank, each in enumerate(nodes) if each == node] for node in ring}
-    found: list[int | None] = []
-    for rank, node in enumerate(nodes):
-        peers = ranks_of[ring[(ring.index(node) + 1) % len(ring)]]
-        found.append(peers[ranks_of[node].index(rank) % len(peers)])
-    return found
+def _cover(parts: dict[int, Parts], whole: str) -> list[int] | None:
+    """The lowest rank, whose plain values count, and the next ranks that have parts which those before lack."""
+    there: set[str] = set()
+    cover: list[int] = []
+    for rank in sorted(parts):
+        if not cover or not parts[rank] <= there:
+            cover.append(rank)
+            there |= parts[rank]
+    return cover if digest_of(there) == whole else None

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import metadata as records
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -13,62 +13,82 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from elaunch.trainer.checkpoint.loading import Share
 from elaunch.trainer.memory.shard_choice import Choice
-from elaunch.trainer.memory.shard_file import Chunk, Layout, StoredPiece, Torn, sum_of
-from elaunch.trainer.ranks.agreement import Ranks
+from elaunch.trainer.memory.shard_parts import Contents
+from elaunch.trainer.memory.slots import Slot, Torn, received
+from elaunch.trainer.ranks.peers import Peers
+from elaunch.trainer.state.packing import Box, Boxed, Shape
+from elaunch.trainer.state.region import Header, data_of, skeleton_of
 from elaunch.trainer.state.tree import State
 
-Box = tuple[str, tuple[int, ...]]
+# What to read from a piece: DCP's description, the tensor as that piece has it, and the box of it.
+Reads = list[tuple[ReadItem, Boxed, Box]]
 
 
-def load(choice: Choice, mine: Mapping[int, StoredPiece], state: State, ranks: Ranks) -> None:
+@dataclass(frozen=True)
+class StoredPiece:
+    """A verified piece in this node's memory."""
+
+    slot: Slot
+    header: Header
+
+    @property
+    def region(self) -> Tensor:
+        return self.slot.raw(self.header.length)
+
+    @property
+    def skeleton(self) -> bytes:
+        return skeleton_of(self.region, self.header)
+
+
+def load(choice: Choice, mine: Mapping[int, StoredPiece], state: State, peers: Peers) -> None:
     """Load the snapshot `choice` into every rank's state. `mine` are its pieces on this node, by their rank.
 
     Collective. A rank gets a piece that its node lacks from the lowest rank whose node has it.
     """
-    layouts, packed, sums = _layouts(choice, mine, ranks)
-    everything = [chunk for layout in layouts for chunk in layout.chunks]
+    contents = _contents(choice, mine, peers)
+    covering = [contents[rank] for rank in choice.holders]
     share = Share(
         state,
-        packed,
-        {chunk.name: (torch.Size(chunk.size), chunk.dtype) for chunk in everything},
-        {chunk.name: chunk.path for chunk in everything},
-        f"the snapshot of step {choice.step}",
+        (covering[0].tree.plain, covering[0].tree.common(), list(covering[0].tree.per_rank)),
+        {name: (torch.Size(held.size), held.dtype) for each in covering for name, held in each.tensors.items()},
+        {name: path for each in covering for name, path in each.tree.paths.items()},
+        f"the snapshot of step {choice.version.step}",
     )
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=True)
-    planner.set_up_planner(dict(share.tensors), _metadata(everything))
-    reads = planner.finish_plan(planner.create_local_plan()).items
-
-    wanted = _by_piece(reads, layouts, list(mine))
+    planner.set_up_planner(dict(share.tensors), _metadata(covering))
+    wanted = _by_piece(planner.finish_plan(planner.create_local_plan()).items, contents, mine)
     with torch.no_grad():
-        for piece in wanted:
-            if piece in mine:
-                _fill(planner, wanted[piece], layouts[piece], mine[piece].data)
-        _exchange(choice, wanted, layouts, sums, mine, ranks, planner)
+        for rank, reads in wanted.items():
+            if rank in mine:
+                _fill(planner, reads, data_of(mine[rank].region, mine[rank].header))
+        _exchange(choice, wanted, mine, peers, planner)
     share.put()
 
 
-def _layouts(choice: Choice, mine: Mapping[int, StoredPiece], ranks: Ranks) -> tuple[list[Layout], bytes, list[int]]:
-    """The layouts of all pieces by rank, the plain values (from rank 0's piece), and the sums of the tensors' bytes."""
-    own = {rank: h for rank, h in mine.items() if choice.holders[rank][0] == ranks.rank}
-    told = ranks.from_all({rank: (h.layout_json, h.plain if rank == 0 else b"", h.data_sum) for rank, h in own.items()})
+def _contents(choice: Choice, mine: Mapping[int, StoredPiece], peers: Peers) -> dict[int, Contents]:
+    """The contents of the chosen pieces, and of this node's other pieces of that snapshot, by rank."""
+    mine_to_tell = [rank for rank, holders in choice.holders.items() if holders[0] == peers.rank]
+    told = peers.from_all({rank: (mine[rank].skeleton, mine[rank].header.data_length) for rank in mine_to_tell})
     heads = {rank: head for each in told for rank, head in each.items()}
-    pieces = range(len(choice.holders))
-    return [Layout.loads(heads[rank][0]) for rank in pieces], heads[0][1], [heads[rank][2] for rank in pieces]
+    heads |= {rank: (piece.skeleton, piece.header.data_length) for rank, piece in mine.items() if rank not in heads}
+    return {rank: Contents.read(*head) for rank, head in heads.items()}
 
 
-def _metadata(chunks: Sequence[Chunk]) -> records.Metadata:
+def _metadata(contents: Iterable[Contents]) -> records.Metadata:
     """DCP's description of the tensors. A box that several pieces contain is listed once."""
-    boxes: dict[str, dict[tuple[int, ...], Chunk]] = {}
-    for chunk in chunks:
-        boxes.setdefault(chunk.name, {})[chunk.offsets] = chunk
+    kinds: dict[str, Boxed] = {}
+    boxes: dict[str, dict[Shape, Shape]] = {}
+    for name, tensor in (pair for each in contents for pair in each.tensors.items()):
+        kinds[name] = tensor
+        boxes.setdefault(name, {}).update({box.offsets: box.sizes for box in tensor.boxes})
     return records.Metadata(
         {
             name: records.TensorStorageMetadata(
-                properties=records.TensorProperties(dtype=next(iter(held.values())).dtype),
-                size=torch.Size(next(iter(held.values())).size),
+                properties=records.TensorProperties(dtype=kinds[name].dtype),
+                size=torch.Size(kinds[name].size),
                 chunks=[
-                    records.ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(chunk.sizes))
-                    for offsets, chunk in held.items()
+                    records.ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
+                    for offsets, sizes in held.items()
                 ],
             )
             for name, held in boxes.items()
@@ -76,53 +96,52 @@ def _metadata(chunks: Sequence[Chunk]) -> records.Metadata:
     )
 
 
-def _by_piece(
-    reads: Sequence[ReadItem], layouts: Sequence[Layout], near: Sequence[int]
-) -> dict[int, list[tuple[ReadItem, Chunk]]]:
+def _by_piece(reads: Sequence[ReadItem], contents: Mapping[int, Contents], near: Iterable[int]) -> dict[int, Reads]:
     """What to read from which piece. Pieces in `near`, which this node holds, come before others."""
-    where: dict[Box, tuple[int, Chunk]] = {}
-    for rank in [*(rank for rank in range(len(layouts)) if rank not in near), *near]:
-        for chunk in layouts[rank].chunks:
-            where[chunk.name, chunk.offsets] = rank, chunk
-    wanted: dict[int, list[tuple[ReadItem, Chunk]]] = {}
+    where: dict[tuple[str, Shape], tuple[int, Boxed, Box]] = {}
+    for rank in [*(rank for rank in contents if rank not in near), *near]:
+        for name, tensor in contents[rank].tensors.items():
+            where |= {(name, box.offsets): (rank, tensor, box) for box in tensor.boxes}
+    wanted: dict[int, Reads] = {}
     for read in reads:
         offsets = read.storage_index.offset
         assert offsets is not None
-        rank, chunk = where[read.storage_index.fqn, tuple(offsets)]
-        wanted.setdefault(rank, []).append((read, chunk))
+        rank, tensor, box = where[read.storage_index.fqn, tuple(offsets)]
+        wanted.setdefault(rank, []).append((read, tensor, box))
     return wanted
 
 
 def _exchange(
     choice: Choice,
-    wanted: Mapping[int, list[tuple[ReadItem, Chunk]]],
-    layouts: Sequence[Layout],
-    sums: Sequence[int],
+    wanted: Mapping[int, Reads],
     mine: Mapping[int, StoredPiece],
-    ranks: Ranks,
+    peers: Peers,
     planner: DefaultLoadPlanner,
 ) -> None:
     """Send and receive whole pieces one after the other, in the same order on all ranks.
 
     Raises Torn if a piece arrives changed. Then this start has failed, and the next one may succeed.
     """
-    needs = ranks.from_all(sorted(piece for piece in wanted if piece not in mine))
-    for piece in range(len(layouts)):
-        holder = choice.holders[piece][0]
-        for taker in (rank for rank, lacking in enumerate(needs) if piece in lacking):
-            if ranks.rank == holder and layouts[piece].length:
-                dist.send(mine[piece].data, dist.get_global_rank(ranks.group, taker), ranks.group)  # type: ignore[arg-type]
-            elif ranks.rank == taker:
-                data = torch.empty(layouts[piece].length, dtype=torch.uint8)
-                dist.recv(data, dist.get_global_rank(ranks.group, holder), ranks.group)  # type: ignore[arg-type]
-                if sum_of(data) != sums[piece]:
-                    raise Torn(f"rank {piece}'s part of the snapshot arrived damaged from rank {holder}")
-                _fill(planner, wanted[piece], layouts[piece], data)
+    needs = peers.from_all(sorted(rank for rank in wanted if rank not in mine))
+    for rank, holders in choice.holders.items():
+        for taker in (taker for taker, lacking in enumerate(needs) if rank in lacking):
+            if peers.rank == holders[0]:
+                peers.send(mine[rank].region, taker)
+            elif peers.rank == taker:
+                region = torch.empty(peers.length_from(holders[0]), dtype=torch.uint8)
+                peers.receive(region, holders[0])
+                try:
+                    header = received(region, choice.piece(rank))
+                except Torn as error:
+                    raise Torn(
+                        f"rank {rank}'s part of the snapshot arrived damaged from rank {holders[0]}: {error}"
+                    ) from error
+                _fill(planner, wanted[rank], data_of(region, header))
 
 
-def _fill(planner: DefaultLoadPlanner, reads: Sequence[tuple[ReadItem, Chunk]], layout: Layout, data: Tensor) -> None:
-    for read, chunk in reads:
-        source = chunk.view(data)
+def _fill(planner: DefaultLoadPlanner, reads: Reads, data: Tensor) -> None:
+    for read, tensor, box in reads:
+        source = tensor.view(box, data)
         for dimension, (offset, length) in enumerate(zip(read.storage_offsets, read.lengths, strict=True)):
             source = source.narrow(dimension, offset, length)
         planner.resolve_tensor(read).detach().copy_(source)

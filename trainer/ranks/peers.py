@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from elaunch.trainer.ranks.agreement import Ranks
-from elaunch.trainer.state.packing import MARK
+from elaunch.trainer.state.region import MARK
 
 _CHUNK_BYTES = 64 << 20
 # More than the number of gloo's threads, which is two.
@@ -51,25 +51,29 @@ class Peers(Ranks):
         self._newest.clear()
 
     def begin_send(self, region: Tensor, rank: int) -> list[dist.Work]:
-        """Begin to send a region of `packing` without its mark. It is sent when every returned operation is done."""
+        """Begin to send a region without its mark. It is sent when every returned operation is done."""
         parts = [torch.tensor([region.numel()]), *_chunks(region)]
-        return [work for part in parts if (work := dist.isend(part, rank, self.group)) is not None]
+        target = self._global(rank)
+        return [work for part in parts if (work := dist.isend(part, target, self.group)) is not None]
 
     def send(self, region: Tensor, rank: int) -> None:
-        """Send a region of `packing` without its mark, and wait until it is sent."""
+        """Send a region without its mark, and wait until it is sent."""
         for work in self.begin_send(region, rank):
             work.wait()
 
     def length_from(self, rank: int) -> int:
         """The number of bytes that `receive` will get."""
         length = torch.zeros(1, dtype=torch.int64)
-        dist.recv(length, rank, self.group)
+        dist.recv(length, self._global(rank), self.group)
         return int(length.item())
 
     def receive(self, region: Tensor, rank: int) -> None:
         """Receive everything but the mark into `region`, whose length is what `length_from` returned."""
         for chunk in _chunks(region):
-            dist.recv(chunk, rank, self.group)
+            dist.recv(chunk, self._global(rank), self.group)
+
+    def _global(self, rank: int) -> int:
+        return rank if self.group is None else dist.get_global_rank(self.group, rank)
 
 
 def _chunks(region: Tensor) -> Sequence[Tensor]:

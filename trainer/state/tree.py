@@ -85,8 +85,8 @@ def local_parts(tensor: Tensor) -> list[Tensor]:
     return [spread.to_local().detach()] if hasattr(spread, "to_local") else [s.tensor for s in spread.local_shards()]
 
 
-def flatten(state: Mapping[str, Any]) -> Tree:
-    """Disassemble `state`. The tensors are the same objects.
+def flatten(state: Mapping[str, Any], leaf: type = Tensor) -> Tree:
+    """Disassemble `state`. The tensors are the same objects; `leaf` is the type of what stands for them.
 
     Raises TypeError for a value that is neither a tensor nor plain, and for a value in a PerRank that is no tensor;
     ValueError for two tensors of one name.
@@ -94,11 +94,12 @@ def flatten(state: Mapping[str, Any]) -> Tree:
     tree = Tree({}, {}, None, {})
 
     def visit(value: Any, path: Path, inside: bool) -> Any:
-        if isinstance(value, Tensor):
+        if isinstance(value, leaf):
+            tensor: Any = value
             name = ".".join(map(str, path))
             if name in tree.tensors:
                 raise ValueError(f"two tensors of the state are called {name}; rename one")
-            tree.tensors[name], tree.paths[name] = value, path
+            tree.tensors[name], tree.paths[name] = tensor, path
             return None
         if isinstance(value, PerRank):
             tree.per_rank[path] = value

@@ -11,3 +11,12 @@ class Version:
 
     generation: int
     step: int
+
+
+@dataclass(frozen=True, order=True)
+class Piece:
+    """What rank `rank` of a group of `world_size` ranks wrote of the state of `version`: its part, or all of it."""
+
+    version: Version
+    world_size: int
+    rank: int

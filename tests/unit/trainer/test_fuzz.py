@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import pickle
 from collections.abc import Callable
@@ -24,10 +25,12 @@ from elaunch.trainer.gpt.metrics import Metrics
 from elaunch.trainer.gpt.run_directory import RunDirectory
 from elaunch.trainer.ledger.audit import Verdict, verdict
 from elaunch.trainer.ledger.ledger import FORMAT, Ledger
-from elaunch.trainer.memory.shard_file import Layout, StoredPiece, Torn
-from elaunch.trainer.state.packing import PAGE, Header, finish_region, header_of, is_intact, pack, unpack, views
-from elaunch.trainer.state.version import Version
-from tests.fuzzing import NESTED, NUMBERS, TEXTS, VALUES, bounded, json_texts
+from elaunch.trainer.memory.shard_parts import Contents
+from elaunch.trainer.memory.slots import Slot, Torn
+from elaunch.trainer.state.packing import describe, pack, unpack
+from elaunch.trainer.state.region import PAGE, Header, finish, header_of, is_intact, skeleton_of, views
+from elaunch.trainer.state.version import Piece, Version
+from tests.fuzzing import NESTED, NUMBERS, TEXTS, bounded, json_texts
 
 ORDER = Order(8, global_batch=4, micro_batch=2)
 HEADER = json.dumps(
@@ -96,24 +99,6 @@ def test_metrics_go_on_behind_the_last_line_that_is_one(
         Metrics(path, 3).close()
 
 
-LAYOUT = json.dumps({"length": 64, "chunks": [["w", ["w"], "float32", [4, 4], [0, 0], [4, 4], 0]]})
-ROW = st.tuples(TEXTS, VALUES, st.sampled_from(["float32", "nn", "Tensor", "int8"]) | TEXTS, *[VALUES] * 4).map(list)
-
-
-@given(json_texts(LAYOUT) | st.lists(ROW, max_size=2).map(lambda rows: json.dumps({"length": 64, "chunks": rows})))
-def test_a_layout_is_one_or_torn(text: str) -> None:
-    with bounded():
-        try:
-            layout = Layout.loads(text.encode(errors="surrogatepass"))
-        except Torn:
-            return
-        data = torch.zeros(min(layout.length, 1 << 20), dtype=torch.uint8)
-        for chunk in layout.chunks:
-            assert chunk.end <= layout.length
-            if layout.length <= data.numel() and chunk.begin % 64 == 0:
-                chunk.view(data)
-
-
 STATE = {"w": torch.arange(6.0).view(2, 3), "step": 3, "more": [1, ("a", None), {"b": 2.5}]}
 
 
@@ -123,7 +108,7 @@ def sealed() -> torch.Tensor:
     region = torch.zeros(packed.length, dtype=torch.uint8)
     for view, tensor in zip(views(region, packed), packed.tensors, strict=True):
         view.copy_(tensor)
-    finish_region(region, b"l" * 16, Version(1, 2), packed)
+    finish(region, b"l" * 16, Piece(Version(1, 2), 1, 0), packed)
     return region
 
 
@@ -141,6 +126,7 @@ def test_a_scribbled_skeleton_is_a_state_or_none_of_ours(changes: list[tuple[int
             unpack(region, header)
         except (pickle.UnpicklingError, ValueError):
             return
+        describe(skeleton_of(region, header), header.data_length)
 
 
 @given(st.binary(max_size=120), st.binary(max_size=120))
@@ -150,7 +136,7 @@ def test_any_bytes_as_a_skeleton_are_a_state_or_none_of_ours(first: bytes, secon
     region[PAGE : PAGE + len(skeleton)] = torch.frombuffer(bytearray(skeleton), dtype=torch.uint8)
     with bounded():
         try:
-            unpack(region, Header(b"l" * 16, Version(1, 2), len(skeleton), PAGE, PAGE, 0, 0))
+            unpack(region, Header(b"l" * 16, Piece(Version(1, 2), 1, 0), len(skeleton), PAGE, PAGE, 0, 0))
         except (pickle.UnpicklingError, ValueError):
             return
 
@@ -196,18 +182,26 @@ def test_metrics_that_count_no_number_are_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "row",
+    "reference",
     [
-        ["w", ["w"], "nn", [1], [0], [1], 0], ["w", ["w"], "float32", [1], [0], [2**62], 0],
-        ["w", ["w"], "float32", [1], [0]],
-        ["w", ["w"], "float32", [-1], [0], [-1], 0], ["w", ["w"], "float32", [True], [0], [1], 0], "w", [NESTED] * 7,
-        ["w", ["w"], "float32", [1, 1], [0], [1], 0],
+        ("nn", (1,), (((0,), (1,), 0),)), ("float32", (1,), (((0,), (2**62,), 0),)), ("float32", (1,)),
+        ("float32", (-1,), (((0,), (-1,), 0),)), ("float32", (True,), (((0,), (1,), 0),)), "w", (["float32"] * 3),
+        ("float32", (1, 1), (((0,), (1, 1), 0),)), ("float32", (4,), (((2,), (3,), 0),)),
+        ("float32", (4,), (((0,), (4,), 4096 - 12),)), ("float32", (4,), (((0,), (4,), 1),)),
+        ("float32", (4,), (((0,), (4,), "0"),)),
     ],
-    ids=lambda row: str(row)[:20],
+    ids=lambda row: str(row)[:40],
 )  # fmt: skip
-def test_a_layout_of_what_is_no_tensor_is_torn(row: Any) -> None:
-    with pytest.raises(Torn, match="its layout"):
-        Layout.loads(json.dumps({"length": 64, "chunks": [row]}).encode())
+def test_a_box_that_is_no_part_of_its_tensor_or_of_the_data_is_torn(reference: Any) -> None:
+    class Pickler(pickle.Pickler):
+        def persistent_id(self, value: object) -> Any:
+            return reference if value is STATE else None
+
+    content = io.BytesIO()
+    Pickler(content, protocol=5).dump({"parts": [], "whole": [], "state": {"w": STATE}})
+
+    with pytest.raises(Torn, match="its skeleton"):
+        Contents.read(content.getvalue(), PAGE)
 
 
 def test_a_skeleton_that_nests_for_ever_is_none_of_ours() -> None:
@@ -215,7 +209,7 @@ def test_a_skeleton_that_nests_for_ever_is_none_of_ours() -> None:
     region = torch.zeros(3 * PAGE, dtype=torch.uint8)
     region[PAGE : PAGE + len(skeleton)] = torch.frombuffer(bytearray(skeleton), dtype=torch.uint8)
 
-    assert unpack(region, Header(b"l" * 16, Version(1, 2), len(skeleton), PAGE, PAGE, 0, 0))
+    assert unpack(region, Header(b"l" * 16, Piece(Version(1, 2), 1, 0), len(skeleton), PAGE, PAGE, 0, 0))
 
 
 @pytest.mark.parametrize("content", ["[" * 2000, "a: 2024-99-99\n", "a: " + "9" * 5000, "\x00", "7"])
@@ -240,8 +234,7 @@ def test_a_manifest_of_another_shape_is_corrupt(tmp_path: Path, changed: dict[st
         read_manifest(LocalFolder(folder))
 
 
-def test_a_piece_of_any_bytes_is_torn(tmp_path: Path) -> None:
-    for content in (b"", b"elaunch1", b"elaunch1" + b"\xff" * 500, b"\0" * 500):
+def test_a_file_of_any_bytes_is_torn(tmp_path: Path) -> None:
+    for content in (b"", b"elaunch3", b"elaunch3" + b"\xff" * 5000, b"\0" * 5000):
         (tmp_path / "piece").write_bytes(content)
-        with pytest.raises(Torn):
-            StoredPiece(tmp_path / "piece")
+        assert Slot(tmp_path / "piece", bytes(16)).header() is None

@@ -31,7 +31,7 @@ from elaunch.trainer.keeper import keeper
 from elaunch.trainer.keeper.copies import Copies
 from elaunch.trainer.keeper.guarded_state import GuardedState
 from elaunch.trainer.keeper.keeper import Keeper, NotDurable
-from elaunch.trainer.memory.replicated import Records
+from elaunch.trainer.memory.records import Records
 from elaunch.trainer.state.version import Version
 from tests.harness import wait_for
 

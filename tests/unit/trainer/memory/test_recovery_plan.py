@@ -8,7 +8,8 @@ import random
 import pytest
 
 from elaunch.trainer.memory.recovery_plan import Decision, Holding, Inventory, Record, RecordSource, decide, sentence
-from elaunch.trainer.state.version import Version
+from elaunch.trainer.memory.shard_choice import Held, digest_of
+from elaunch.trainer.state.version import Piece, Version
 
 ROOM = 1 << 30
 
@@ -189,6 +190,105 @@ def test_a_large_part_that_is_lost_or_of_another_group_size_begins_anew(ranks: t
 
     assert (decision.version, decision.reset) == (Version(0, 57), True)
     assert "the communication hook starts with a new state" in sentence(decision)
+
+
+def with_pieces(*nodes: list[Inventory], pieces: dict[str, list[Held]]) -> list[Inventory]:
+    """The inventories with those pieces on the nodes, shared among the ranks of each."""
+    inventories = [inventory for its in nodes for inventory in its]
+    for name, held in pieces.items():
+        mates = [inventory.rank for inventory in inventories if inventory.node == name]
+        for number, piece in enumerate(held):
+            rank = mates[number % len(mates)]
+            named = {**inventories[rank].pieces, f"piece-{piece.piece.rank}-{piece.piece.version.step % 2}": piece}
+            inventories[rank] = dataclasses.replace(inventories[rank], pieces=named)
+    return inventories
+
+
+def pieces(step: int, parts: str, *ranks: int) -> list[Held]:
+    return [
+        Held(Piece(Version(0, step), len(parts), r), frozenset(parts[r]), digest_of(frozenset(parts))) for r in ranks
+    ]
+
+
+def test_a_sharded_state_goes_back_to_the_snapshot_that_the_nodes_have_all_of() -> None:
+    a = node("a", 0, 1, records=(*own(0, 1, step=5, full=True), *own(0, step=8, full=True)), completed=(0, 11))
+    b = node("b", 2, 3, records=own(2, 3, step=5, full=True))
+    held = {"a": [*pieces(5, "abcd", 0, 1), *pieces(8, "abcd", 0, 1, 2)], "b": pieces(5, "abcd", 2, 3)}
+
+    decision = decide(with_pieces(a, b, pieces=held), sharded=True)
+
+    assert decision is not None
+    assert (decision.version, decision.receivers) == (Version(0, 5), ())
+    assert decision.choice is not None
+    assert decision.choice.holders == {0: (0, 1), 1: (0, 1), 2: (2, 3), 3: (2, 3)}
+    assert {rank: its.of_rank for rank, its in decision.records.items()} == {0: 0, 1: 1, 2: 2, 3: 3}
+    assert sentence(decision) == "restored step 5 from memory (of generation 0, in parts); 6 steps are repeated"
+
+
+def test_a_lost_replica_of_a_sharded_state_costs_its_ranks_random_states_alone() -> None:
+    new, old = node("new", 0, 1), node("old", 2, 3, records=own(2, 3, step=5, full=True), completed=(0, 5))
+
+    decision = decide(with_pieces(new, old, pieces={"old": pieces(5, "abab", 2, 3)}), sharded=True)
+
+    assert decision is not None
+    assert decision.choice is not None
+    assert decision.choice.holders == {2: (2, 3), 3: (2, 3)}
+    assert sentence(decision) == (
+        "restored step 5 from memory (of generation 0, in parts); 0 steps are repeated; "
+        "the random state of ranks 0, 1 is lost and new"
+    )
+
+
+def test_a_sharded_state_of_which_a_part_is_lost_is_none() -> None:
+    inventories = with_pieces(node("a", 0), node("b", 1), pieces={"a": pieces(5, "ab", 0)})
+
+    assert decide(inventories, sharded=True) is None
+
+
+@pytest.mark.parametrize("lost", [1, 2])
+@pytest.mark.parametrize("layout", ["own", "replicas", "same"])
+def test_what_lost_nodes_had_is_found_if_any_living_node_has_it(layout: str, lost: int) -> None:
+    """Snapshots of steps 1 and 2, each piece also on the next node, and then nodes are lost at random."""
+    dice = random.Random(36)
+    for _ in range(300):
+        count, each = dice.randint(2, 6), dice.randint(1, 3)
+        ranks = count * each
+        parts = {"own": "abcdefghijklmnopqr", "replicas": "abc"[:each] * count, "same": "a" * ranks}[layout][:ranks]
+        gone = {dice.randrange(count) for _ in range(lost)}
+        # Of the newer snapshot some pieces were not complete.
+        unfinished = set(dice.sample(range(ranks), dice.randint(0, 1)))
+        held: dict[str, list[Held]] = {}
+        for place in range(count):
+            for rank in range(ranks):
+                if place not in gone and place in (rank // each, (rank // each + 1) % count):
+                    newer = [] if rank in unfinished else pieces(2, parts, rank)
+                    held.setdefault(str(place), []).extend([*pieces(1, parts, rank), *newer])
+        nodes = [node(str(place), *range(place * each, (place + 1) * each)) for place in range(count)]
+
+        decision = decide(with_pieces(*nodes, pieces=held), sharded=True)
+
+        def there(step: int, held: dict[str, list[Held]] = held) -> set[str]:
+            each = [piece for its in held.values() for piece in its if piece.piece.version.step == step]
+            return set().union(*(piece.parts for piece in each))
+
+        whole = [step for step in (1, 2) if there(step) >= set(parts)]
+        if not whole:
+            assert decision is None
+            # Two copies of each piece: only two lost neighbours have lost something.
+            assert len(gone) == 2
+            assert layout != "replicas" or count == 2
+            continue
+        assert decision is not None
+        assert decision.choice is not None
+        assert decision.version.step == max(whole)
+        alive = {
+            rank for place in range(count) if place not in gone for rank in range(place * each, (place + 1) * each)
+        }
+        for rank, holders in decision.choice.holders.items():
+            assert set(holders) <= alive
+            assert all(pieces(max(whole), parts, rank)[0] in held[str(holder // each)] for holder in holders)
+        covered = set().union(*(frozenset(parts[rank]) for rank in decision.choice.holders))
+        assert covered == set(parts)
 
 
 def test_every_rank_decides_the_same_whatever_is_there() -> None:

@@ -13,14 +13,9 @@ import pytest
 import torch
 
 from elaunch.trainer.memory import replicated
-from elaunch.trainer.memory.replicated import (
-    NoRoom,
-    Records,
-    ReplicatedMemory,
-    completed_in,
-    copy_on_host,
-    verified_records_in,
-)
+from elaunch.trainer.memory.records import Records, completed_in, verified_records_in
+from elaunch.trainer.memory.replicated import NoRoom, ReplicatedMemory
+from elaunch.trainer.memory.slots import copy_on_host, node_of
 from elaunch.trainer.state.version import Version
 from tests.harness import wait_for
 
@@ -339,7 +334,7 @@ def test_nodes_are_told_apart_by_their_memory(tmp_path: Path) -> None:
     (tmp_path / "b").mkdir()
     (tmp_path / "link").symlink_to("a")
 
-    nodes = [ReplicatedMemory(tmp_path / name, "m", LAYOUT).node for name in ("a", "link", "b")]
+    nodes = [node_of(tmp_path / name) for name in ("a", "link", "b")]
 
     assert nodes[0] == nodes[1] != nodes[2]
 
@@ -355,7 +350,7 @@ def test_copies_go_where_the_caller_says(tmp_path: Path) -> None:
 
     def copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         copied.append(len(sources))
-        replicated.copy_on_host(targets, sources)
+        copy_on_host(targets, sources)
 
     ReplicatedMemory(tmp_path, "m", LAYOUT).save(Version(0, 1), lambda: state_of(1), copy)
 

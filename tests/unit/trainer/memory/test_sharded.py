@@ -1,4 +1,4 @@
-"""Snapshots of a state in parts, of one process: which of two versions is written over, and what is read."""
+"""Snapshots of a sharded state, of one process: which of two versions is written over, and what is read."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from elaunch.trainer.memory import shard_file
-from elaunch.trainer.memory.shard_choice import Piece
-from elaunch.trainer.memory.shard_file import MARK, PieceFile, Received, StoredPiece, Torn
 from elaunch.trainer.memory.sharded import ShardedMemory
+from elaunch.trainer.memory.slots import Slot, Torn
+from elaunch.trainer.state import region
+from elaunch.trainer.state.region import MARK
+from elaunch.trainer.state.version import Piece, Version
+
+PIECE = Piece(Version(3, 1), world_size=1, rank=0)
 
 
 def test_a_snapshot_that_failed_is_written_over_and_the_one_before_stays(
@@ -22,33 +25,78 @@ def test_a_snapshot_that_failed_is_written_over_and_the_one_before_stays(
     said: list[str] = []
     memory, state = ShardedMemory(tmp_path, say=said.append, generation=0), {"w": torch.zeros(8)}
     memory.save(1, state)
-    memory.wait()
+    assert memory.wait()
     with monkeypatch.context() as patch:
-        patch.setattr(PieceFile, "complete", full)
+        patch.setattr(Slot, "finish", full)
         memory.save(2, state)
-        memory.wait()
+        assert not memory.wait()
 
     # Simulate a kill before the next snapshot is whole.
-    monkeypatch.setattr(PieceFile, "mark", lambda self: None)
+    monkeypatch.setattr(region, "mark", lambda region: None)
     memory.save(3, state)
     memory.wait()
 
-    assert said == ["rank 0: the snapshot is on its own node only: asked for by the test"]
-    assert ShardedMemory(tmp_path, generation=1).newest() == (0, 1)
+    assert said == ["rank 0's part of the snapshot is not whole: asked for by the test"]
+    assert ShardedMemory(tmp_path, generation=1).newest() == Version(0, 1)
 
 
 def test_who_asks_for_the_newest_and_loads_it_has_it_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = ShardedMemory(tmp_path, generation=0)
     first.save(1, {"w": torch.full((8,), 7.0)})
     first.wait()
-    real, read = shard_file.sum_of, []
-    monkeypatch.setattr(shard_file, "sum_of", lambda data: read.append(data.numel()) or real(data))
+    real, read = region.checksum, []
+    monkeypatch.setattr(region, "checksum", lambda data: read.append(data.numel()) or real(data))
     memory, state = ShardedMemory(tmp_path, generation=1), {"w": torch.zeros(8)}
 
-    assert memory.newest() == memory.load(state) == (0, 1)
+    assert memory.newest() == memory.load(state) == Version(0, 1)
 
     assert len(read) == 1
     assert state["w"].tolist() == [7.0] * 8
+
+
+def test_what_is_loaded_after_a_save_is_what_was_saved(tmp_path: Path) -> None:
+    memory, state = ShardedMemory(tmp_path, generation=0), {"w": torch.zeros(8)}
+    assert memory.load(state) is None
+    for step in (1, 2, 3):
+        state["w"].fill_(step)
+        memory.save(step, state)
+        memory.wait()
+        state["w"].zero_()
+
+        assert memory.load(state) == Version(0, step)
+        assert state["w"].tolist() == [step] * 8
+
+
+def test_a_start_that_loads_nothing_overwrites_the_newest_snapshot_last(tmp_path: Path) -> None:
+    first = ShardedMemory(tmp_path, generation=0)
+    for step in (1, 2):
+        first.save(step, {"w": torch.zeros(8)})
+    first.wait()
+
+    second = ShardedMemory(tmp_path, generation=1)
+    second.save(1, {"w": torch.zeros(9000)})
+    second.wait()
+    for path in tmp_path.glob("piece-*"):
+        if (header := Slot(path, bytes(16)).header()) and header.version == Version(1, 1):
+            flip(path, -8)
+
+    assert ShardedMemory(tmp_path, generation=2).newest() == Version(0, 2)
+
+
+def test_values_and_containers_come_back_as_they_were(tmp_path: Path) -> None:
+    state = {"w": torch.zeros(3, dtype=torch.bfloat16), "none": torch.empty(0, 4), "kind": torch.float16}
+    state |= {"device": torch.device("cpu"), "nest": [1, (2.5, {"x": torch.ones(2)})], 5: None}  # type: ignore[dict-item]
+    memory = ShardedMemory(tmp_path, generation=0)
+    memory.save(1, state)
+    memory.wait()
+
+    back = {"w": torch.ones(3, dtype=torch.bfloat16)}
+    ShardedMemory(tmp_path, generation=1).load(back)
+
+    assert back["w"].tolist() == [0, 0, 0]
+    assert back["none"].shape == (0, 4)
+    assert (back["kind"], back["device"], back[5]) == (torch.float16, torch.device("cpu"), None)  # type: ignore[index]
+    assert back["nest"][1][1]["x"].tolist() == [1, 1]
 
 
 def a_piece(folder: Path) -> Path:
@@ -57,7 +105,9 @@ def a_piece(folder: Path) -> Path:
     memory.save(1, {"w": torch.full((8,), 7.0), "n": 5})
     memory.wait()
     (path,) = folder.glob("piece-*")
-    assert StoredPiece(path).piece == Piece(3, 1, 1, 0)
+    header = Slot(path, bytes(16)).header()
+    assert header
+    assert header.piece == PIECE
     return path
 
 
@@ -67,49 +117,75 @@ def flip(path: Path, offset: int) -> None:
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("checked", [False, True])
-# The mark, and of the numbers generation, step, world size, rank, a length, the layout's CRC, their own.
-@pytest.mark.parametrize("offset", [0, 8, 16, 24, 28, 32, 64, 72, 80])
-def test_a_flipped_bit_in_what_a_piece_says_of_itself_is_seen(tmp_path: Path, offset: int, checked: bool) -> None:
+# The mark; layout, generation, step, world size, rank, three lengths, the skeleton's CRC, the data's, and their own.
+@pytest.mark.parametrize("offset", [0, 8, 24, 32, 40, 44, 48, 56, 64, 72, 76, 84])
+def test_a_flipped_bit_in_what_a_piece_says_of_itself_is_seen(tmp_path: Path, offset: int) -> None:
     path = a_piece(tmp_path)
     flip(path, offset)
 
-    with pytest.raises(Torn):
-        StoredPiece(path, checked=checked)
-
-
-def test_a_piece_of_an_older_release_is_refused_by_its_format(tmp_path: Path) -> None:
-    path = a_piece(tmp_path)
-    content = path.read_bytes()
-    path.write_bytes(b"elaunch1" + content[len(MARK) :])
-
-    with pytest.raises(Torn, match="format of an older release"):
-        StoredPiece(path)
+    assert Slot(path, bytes(16)).header() is None
     assert ShardedMemory(tmp_path, generation=4).newest() is None
 
 
-@pytest.mark.parametrize("offset", [8, 130, -1])
+@pytest.mark.parametrize("before", [b"elaunch1", b"elaunch2"])
+def test_a_piece_of_an_older_release_counts_as_torn(tmp_path: Path, before: bytes) -> None:
+    path = a_piece(tmp_path)
+    path.write_bytes(before + path.read_bytes()[len(MARK) :])
+
+    assert ShardedMemory(tmp_path, generation=4).newest() is None
+
+
+def sent(path: Path, folder: Path) -> Slot:
+    """A slot that has received the piece at `path`."""
+    content = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
+    slot = Slot(folder / "received", bytes(16))
+    slot.grow(content.numel())
+    slot.raw(content.numel())[len(MARK) :].copy_(content[len(MARK) :])
+    return slot
+
+
+@pytest.mark.parametrize("offset", [8, 24, 32, 40, 44, 4100, -1])
 def test_what_arrived_with_a_flipped_bit_is_never_marked(tmp_path: Path, offset: int) -> None:
     path = a_piece(tmp_path)
     flip(path, offset)
-    sent = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
-    received = Received(tmp_path / "received", sent.numel())
-    received.body().copy_(sent[len(MARK) :])
+    slot = sent(path, tmp_path)
 
     with pytest.raises(Torn):
-        received.accept(Piece(3, 1, 1, 0))
+        slot.accept(PIECE)
 
-    with pytest.raises(Torn, match="not finished"):
-        StoredPiece(tmp_path / "received")
+    assert slot.header() is None
 
 
-def test_what_arrived_is_taken_for_the_piece_that_was_to_come_and_no_other(tmp_path: Path) -> None:
-    sent = torch.frombuffer(bytearray(a_piece(tmp_path).read_bytes()), dtype=torch.uint8)
-    received = Received(tmp_path / "received", sent.numel())
-    received.body().copy_(sent[len(MARK) :])
+@pytest.mark.parametrize(
+    "other", [Piece(Version(3, 2), 1, 0), Piece(Version(3, 1), 1, 1), Piece(Version(3, 1), 2, 0), Version(2, 1)]
+)
+def test_what_arrived_is_taken_for_the_piece_that_was_to_come_and_no_other(
+    tmp_path: Path, other: Piece | Version
+) -> None:
+    slot = sent(a_piece(tmp_path), tmp_path)
 
     with pytest.raises(Torn, match="step=1"):
-        received.accept(Piece(3, 2, 1, 0))
-    received.accept(Piece(3, 1, 1, 0))
+        slot.accept(other)
+    assert slot.header() is None
+    slot.accept(PIECE)
 
-    assert StoredPiece(tmp_path / "received").piece == Piece(3, 1, 1, 0)
+    assert slot.header() is not None
+
+
+def test_what_arrived_of_another_state_is_not_taken(tmp_path: Path) -> None:
+    received = sent(a_piece(tmp_path), tmp_path)
+
+    with pytest.raises(Torn, match="another state"):
+        Slot(received.path, b"sixteen bytes ok").accept(PIECE)
+
+
+def test_a_file_that_was_replaced_is_mapped_anew(tmp_path: Path) -> None:
+    ours = Slot(tmp_path / "slot", bytes(16))
+    ours.fit(4096)
+    ours.region()[0] = 5
+    ours.path.unlink()
+
+    ours.grow(4096)
+
+    assert ours.region()[0] == 0
+    assert ours.path.stat().st_size == 4096

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from elaunch.trainer.state.nesting import DEPTH_MAX, require_shallow, require_shallow_value, scan
-from elaunch.trainer.state.packing import PAGE, Header, unpack
+from elaunch.trainer.state.packing import unpack
+from elaunch.trainer.state.region import PAGE, Header
 from elaunch.trainer.state.tree import flatten, pack
 from elaunch.trainer.state.tree import unpack as unpack_plain
-from elaunch.trainer.state.version import Version
+from elaunch.trainer.state.version import Piece, Version
 from tests.fuzzing import bounded
 
 VALUES: list[Any] = [
@@ -134,6 +135,6 @@ def test_a_skeleton_gives_no_type_a_state(name: tuple[str, str], state: bytes) -
     region[PAGE : PAGE + len(skeleton)] = torch.frombuffer(bytearray(skeleton), dtype=torch.uint8)
 
     with pytest.raises(pickle.UnpicklingError):
-        unpack(region, Header(b"l" * 16, Version(1, 2), len(skeleton), PAGE, PAGE, 0, 0))
+        unpack(region, Header(b"l" * 16, Piece(Version(1, 2), 1, 0), len(skeleton), PAGE, PAGE, 0, 0))
 
     assert not hasattr(Counter, "a")

@@ -12,21 +12,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from elaunch.trainer.state import packing
-from elaunch.trainer.state.packing import (
-    NotPlain,
+from elaunch.trainer.state.packing import NotPlain, pack, unpack
+from elaunch.trainer.state.region import (
+    MARK,
+    PAGE,
+    Packed,
     checksum,
-    finish_region,
+    finish,
     header_of,
     is_intact,
-    pack,
     tear,
-    unpack,
     views,
 )
-from elaunch.trainer.state.version import Version
+from elaunch.trainer.state.version import Piece, Version
 
 LAYOUT = b"sixteen bytes ok"
+PIECE = Piece(Version(2, 7), world_size=4, rank=3)
 
 
 def region_with(state: object) -> Tensor:
@@ -34,7 +35,7 @@ def region_with(state: object) -> Tensor:
     region = torch.zeros(packed.length, dtype=torch.uint8)
     if packed.tensors:
         torch._foreach_copy_(views(region, packed), packed.tensors)
-    finish_region(region, LAYOUT, Version(2, 7), packed)
+    finish(region, LAYOUT, PIECE, packed)
     return region
 
 
@@ -55,7 +56,7 @@ def test_what_went_in_comes_out_with_its_types() -> None:
     assert header is not None
     back = unpack(region, header)
 
-    assert header.version == Version(2, 7)
+    assert header.piece == PIECE
     assert is_intact(region, header)
     assert back["plain"] == state["plain"]
     assert type(back["model"]) is OrderedDict
@@ -99,14 +100,14 @@ def test_one_flipped_bit_is_seen(where: str) -> None:
     header = header_of(region)
     assert header is not None
 
-    region[packing.PAGE + (5 if where == "skeleton" else header.skeleton_room + 9000)] ^= 4
+    region[PAGE + (5 if where == "skeleton" else header.skeleton_room + 9000)] ^= 4
 
     assert header_of(region) == header
     assert not is_intact(region, header)
 
 
 def test_a_damaged_header_is_nothing() -> None:
-    for offset in range(len(packing.MARK), 80):
+    for offset in range(len(MARK), 88):
         region = region_with({"a": torch.ones(3)})
         region[offset] ^= 1
         assert header_of(region) is None, offset
@@ -115,7 +116,7 @@ def test_a_damaged_header_is_nothing() -> None:
 def test_a_region_that_was_cut_short_is_nothing() -> None:
     region = region_with({"a": torch.ones(5000)})
 
-    assert header_of(region[: packing.PAGE - 1]) is None
+    assert header_of(region[: PAGE - 1]) is None
     assert header_of(region[:-1]) is None
     assert header_of(torch.empty(0, dtype=torch.uint8)) is None
 
@@ -141,9 +142,9 @@ def test_reading_a_skeleton_runs_no_code(tmp_path: Path) -> None:
             return (Path.touch, (tmp_path / "ran",))
 
     for evil in (pickle.dumps(Bomb()), pickle.dumps(Bomb(), protocol=0)):
-        packed = packing.Packed(evil, [], [], 0)
+        packed = Packed(evil, [], [], 0)
         region = torch.zeros(packed.length, dtype=torch.uint8)
-        header = finish_region(region, LAYOUT, Version(0, 1), packed)
+        header = finish(region, LAYOUT, PIECE, packed)
         with pytest.raises(pickle.UnpicklingError, match="is not a plain value"):
             unpack(region, header)
     assert not (tmp_path / "ran").exists()

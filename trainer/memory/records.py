@@ -1,0 +1,108 @@
+"""The own state of each rank in the node's memory, and the newest step that it completed."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import struct
+import zlib
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from elaunch.trainer.memory.recovery_plan import Record
+from elaunch.trainer.memory.slots import Pair, Slot
+from elaunch.trainer.state.packing import pack
+from elaunch.trainer.state.region import Header
+from elaunch.trainer.state.version import Piece, Version
+
+_DONE = struct.Struct("<qq")
+_DONE_BYTES = _DONE.size + 4
+
+
+class Records:
+    """The own state of rank `rank`, and its newest completed step. That rank writes them; its successors read them.
+
+    `world_size` is the writer's.
+    """
+
+    def __init__(self, folder: Path, name: str, layout: bytes, rank: int, world_size: int = 1) -> None:
+        self.rank, self._world_size = rank, world_size
+        path = folder / f"{name}.rank-{rank}"
+        self._staged = Pair(path, layout)
+        self.kept = Pair(path, layout, (2, 3))
+        self._done = Slot(folder / f"{name}.done-{rank}", layout)
+
+    def stage(self, version: Version, state: object) -> None:
+        """Store the own state that belongs to `version` once its step completes. The one before stays."""
+        self._staged.slots[version.step % 2].write(self._piece(version), pack(state))
+
+    def keep(self, version: Version, state: object, spare: Collection[Version] = ()) -> Tensor:
+        """Store the own state of a snapshot; the last two and those in `spare` stay. Returns its region."""
+        slot = self.kept.older(spare)
+        return slot.raw(slot.write(self._piece(version), pack(state)).length)
+
+    def done(self, version: Version) -> None:
+        """Note that this rank has completed `version`."""
+        self._done.grow(_DONE_BYTES)
+        region = self._done.region()
+        content = _DONE.pack(version.generation, version.step)
+        content += zlib.crc32(content).to_bytes(4, "little")
+        region[:_DONE_BYTES].copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+
+    def completed(self) -> Version | None:
+        """The newest completed step; None if there is none, or if its checksum is wrong."""
+        region = self._done.region()
+        if region.numel() < _DONE_BYTES:
+            return None
+        content = bytes(region[:_DONE_BYTES].tolist())
+        numbers, crc = content[: _DONE.size], content[_DONE.size :]
+        return Version(*_DONE.unpack(numbers)) if zlib.crc32(numbers).to_bytes(4, "little") == crc else None
+
+    def versions(self) -> list[tuple[Header, Slot, bool]]:
+        """All records here, each with whether it has the large part. Not verified."""
+        staged = [(header, slot, False) for header, slot in self._staged.versions()]
+        return [(header, slot, True) for header, slot in self.kept.versions()] + staged
+
+    def find(self, version: Version) -> Any:
+        """This rank's own state of that version as views of the memory, if possible with the large part; else None."""
+        for header, slot, _ in self.versions():
+            if header.version == version and slot.is_intact(header):
+                with contextlib.suppress(pickle.UnpicklingError, ValueError):
+                    return slot.read(header)
+        return None
+
+    def drop_newer(self, version: Version) -> None:
+        """Declare records newer than `version` torn: those steps are given up."""
+        for header, slot, _ in self.versions():
+            if header.version > version:
+                slot.discard()
+
+    def _piece(self, version: Version) -> Piece:
+        return Piece(version, self._world_size, self.rank)
+
+
+def records_in(folder: Path, name: str, layout: bytes) -> list[Records]:
+    """The records of all ranks in a node's memory: its own ranks and those that it mirrors."""
+    kinds = (path.name.removeprefix(f"{name}.").split("-") for path in folder.glob(f"{name}.*-*"))
+    ranks = sorted({int(numbers[0]) for kind, *numbers in kinds if kind in ("rank", "done")})
+    return [Records(folder, name, layout, rank) for rank in ranks]
+
+
+def verified_records_in(folder: Path, name: str, layout: bytes) -> list[Record]:
+    """All whole records in a node's memory."""
+    return [
+        Record(records.rank, header.version, full)
+        for records in records_in(folder, name, layout)
+        for header, slot, full in records.versions()
+        if slot.is_intact(header)
+    ]
+
+
+def completed_in(folder: Path, name: str, layout: bytes) -> Version | None:
+    """The newest step that any rank of a node has completed."""
+    done = (records.completed() for records in records_in(folder, name, layout))
+    return max((version for version in done if version is not None), default=None)
