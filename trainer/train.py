@@ -19,7 +19,7 @@ from torch.optim import AdamW
 from elaunch.trainer import link
 from elaunch.trainer.checkpoint.checkpoints import tensors_sha256
 from elaunch.trainer.data.accumulation import accumulate
-from elaunch.trainer.gpt.batches import Batches
+from elaunch.trainer.gpt.batches import CorpusBatches
 from elaunch.trainer.gpt.config import ConfigError, TrainConfig
 from elaunch.trainer.gpt.corpus import Corpus
 from elaunch.trainer.gpt.model import GPT
@@ -61,7 +61,7 @@ def steps(config: TrainConfig, corpus: Corpus, place: RankInfo, run: RunDirector
         return
 
     gpt, model, optimizer = build(config, device)
-    batches = Batches(config, corpus, place, device)
+    batches = CorpusBatches(config, corpus, place, device)
     recorder = Recorder(config, place, run, progress, device)
     # Restores the newest state that is anywhere, and keeps it from now on.
     with Keeper(
@@ -138,7 +138,7 @@ def dummy_backward(model: DistributedDataParallel, config: TrainConfig, device: 
 
 
 @torch.no_grad()
-def held_out_loss(gpt: GPT, batches: Batches, device: torch.device) -> float:
+def held_out_loss(gpt: GPT, batches: CorpusBatches, device: torch.device) -> float:
     """Nats per byte on text that was never trained on; every rank computes its part and gets the mean of all."""
     gpt.eval()
     losses = [gpt(inputs, targets).item() for inputs, targets in batches.held_out()]

@@ -15,7 +15,7 @@ from elaunch.trainer.ranks.place import RankInfo
 HELD_OUT_WINDOWS_MAX = 96
 
 
-class Batches:
+class CorpusBatches:
     """Cuts the corpus into disjoint windows of `context + 1` bytes: `context` inputs, and targets one byte further.
 
     Inputs and targets are (windows, context) int64 on `device`, values 0..255. `order` says which windows come when.

@@ -1,4 +1,4 @@
-"""The Keeper in `transformers.Trainer`: `Trainer(…, callbacks=[ElaunchCallback()])`."""
+"""The Keeper in `transformers.Trainer`: `Trainer(…, callbacks=[ElaunchTrainerCallback()])`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _RECORDED = (
 )
 
 
-class ElaunchCallback(TrainerCallback):  # type: ignore[misc]
+class ElaunchTrainerCallback(TrainerCallback):  # type: ignore[misc]
     """Keeps model, optimizer, scheduler and the Trainer's record; `options` are the Keeper's (`checkpoints=…`).
 
     After a restart the Trainer passes over the batches of the complete steps without loading them. The first loss that
@@ -154,7 +154,7 @@ def _require_possible(args: Any, state: Any, scheduler: Any, batches: int) -> No
     if state.global_step:
         raise ValueError(
             f"the Trainer begins after step {state.global_step}, by resume_from_checkpoint; leave that out: "
-            "ElaunchCallback(checkpoints=…) restores from memory and from its own checkpoints"
+            "ElaunchTrainerCallback(checkpoints=…) restores from memory and from its own checkpoints"
         )
     if isinstance(scheduler, ReduceLROnPlateau):
         raise ValueError(

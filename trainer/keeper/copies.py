@@ -21,7 +21,7 @@ from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.ranks.place import RankInfo
 from elaunch.trainer.state import rng_state
 from elaunch.trainer.state.packing import NotPlain
-from elaunch.trainer.state.per_rank import equal
+from elaunch.trainer.state.rank_objects import equal
 from elaunch.trainer.state.training_state import Training
 from elaunch.trainer.state.version import Version
 

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from elaunch.trainer.checkpoint.loading import Share
 from elaunch.trainer.memory.shard_choice import Choice
-from elaunch.trainer.memory.shard_parts import Contents
+from elaunch.trainer.memory.shard_parts import PieceContents
 from elaunch.trainer.memory.slots import Slot, Torn, received
 from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.state.packing import Box, Boxed, Shape
@@ -65,16 +65,16 @@ def load(choice: Choice, mine: Mapping[int, StoredPiece], state: State, peers: P
     share.put()
 
 
-def _contents(choice: Choice, mine: Mapping[int, StoredPiece], peers: Peers) -> dict[int, Contents]:
+def _contents(choice: Choice, mine: Mapping[int, StoredPiece], peers: Peers) -> dict[int, PieceContents]:
     """The contents of the chosen pieces, and of this node's other pieces of that snapshot, by rank."""
     mine_to_tell = [rank for rank, holders in choice.holders.items() if holders[0] == peers.rank]
     told = peers.from_all({rank: (mine[rank].skeleton, mine[rank].header.data_length) for rank in mine_to_tell})
     heads = {rank: head for each in told for rank, head in each.items()}
     heads |= {rank: (piece.skeleton, piece.header.data_length) for rank, piece in mine.items() if rank not in heads}
-    return {rank: Contents.read(*head) for rank, head in heads.items()}
+    return {rank: PieceContents.read(*head) for rank, head in heads.items()}
 
 
-def _metadata(contents: Iterable[Contents]) -> records.Metadata:
+def _metadata(contents: Iterable[PieceContents]) -> records.Metadata:
     """DCP's description of the tensors. A box that several pieces contain is listed once."""
     kinds: dict[str, Boxed] = {}
     boxes: dict[str, dict[Shape, Shape]] = {}
@@ -96,7 +96,9 @@ def _metadata(contents: Iterable[Contents]) -> records.Metadata:
     )
 
 
-def _by_piece(reads: Sequence[ReadItem], contents: Mapping[int, Contents], near: Iterable[int]) -> dict[int, Reads]:
+def _by_piece(
+    reads: Sequence[ReadItem], contents: Mapping[int, PieceContents], near: Iterable[int]
+) -> dict[int, Reads]:
     """What to read from which piece. Pieces in `near`, which this node holds, come before others."""
     where: dict[tuple[str, Shape], tuple[int, Boxed, Box]] = {}
     for rank in [*(rank for rank in contents if rank not in near), *near]:

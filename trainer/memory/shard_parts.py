@@ -13,7 +13,7 @@ from torch import Tensor
 from elaunch.trainer.checkpoint import dcp
 from elaunch.trainer.memory.shard_choice import Held, Parts
 from elaunch.trainer.memory.slots import Torn
-from elaunch.trainer.state.packing import Boxed, Places, Reference, Shape, describe, pack, values
+from elaunch.trainer.state.packing import Boxed, Placer, Reference, Shape, describe, pack, values
 from elaunch.trainer.state.region import Packed
 from elaunch.trainer.state.tree import State, Tree, flatten, is_shard, local_parts
 from elaunch.trainer.state.version import Piece
@@ -79,7 +79,7 @@ class Cutter:
         return self._offsets[key]
 
 
-class _Plan(Places):
+class _Plan(Placer):
     """Places the boxes that `boxes` gives, and remembers the references."""
 
     def __init__(self, boxes: Callable[[Tensor], Boxes]) -> None:
@@ -94,7 +94,7 @@ class _Plan(Places):
         return found
 
 
-class _Planned(Places):
+class _Planned(Placer):
     """Places the tensors of a state with the same signature where a plan has placed them: several times as fast."""
 
     def __init__(self, plan: _Plan) -> None:
@@ -112,7 +112,7 @@ class _Planned(Places):
 
 
 @dataclass(frozen=True)
-class Contents:
+class PieceContents:
     """The state in a piece, with a Boxed for each tensor."""
 
     tree: Tree
@@ -122,7 +122,7 @@ class Contents:
         return cast(dict[str, Boxed], self.tree.tensors)
 
     @classmethod
-    def read(cls, skeleton: bytes, data_length: int) -> Contents:
+    def read(cls, skeleton: bytes, data_length: int) -> PieceContents:
         """The contents that a piece's skeleton describes. Raises Torn if it is not one."""
         try:
             return cls(flatten(describe(skeleton, data_length)["state"], Boxed))

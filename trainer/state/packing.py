@@ -67,13 +67,13 @@ class Boxed:
         return view(data, self.dtype, box.sizes, box.begin)
 
 
-def pack(state: object, places: Places | None = None) -> Packed:
+def pack(state: object, places: Placer | None = None) -> Packed:
     """Disassemble `state`: dictionaries, lists and tuples of dense tensors and plain values. Raises NotPlain.
 
     `places` decides what of each tensor goes into the region: by default all.
     """
     content = io.BytesIO()
-    places = places or Places()
+    places = places or Placer()
     _Pickler(content, places).dump(state)
     return Packed(content.getvalue(), places.tensors, places.offsets, up(places.end, PAGE))
 
@@ -120,7 +120,7 @@ def _load(skeleton: bytes, place: Place) -> Any:
         raise pickle.UnpicklingError(f"the skeleton cannot be read ({why})") from error
 
 
-class Places:
+class Placer:
     """Places the tensors of a state in a region's data, one after the other."""
 
     def __init__(self) -> None:
@@ -168,7 +168,7 @@ def _require_dense(tensor: Any) -> None:
 class _Pickler(pickle.Pickler):
     """Pickles everything except tensors, for which it has references."""
 
-    def __init__(self, file: io.BytesIO, places: Places) -> None:
+    def __init__(self, file: io.BytesIO, places: Placer) -> None:
         super().__init__(file, protocol=5)
         self._places = places
 

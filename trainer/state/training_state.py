@@ -13,7 +13,7 @@ from elaunch.trainer.state import rng_state
 from elaunch.trainer.state.hook_state import HookState
 from elaunch.trainer.state.model_state import is_in_parts, restore, state_of, unwrap
 from elaunch.trainer.state.packing import NotPlain, pack
-from elaunch.trainer.state.per_rank import PerRank
+from elaunch.trainer.state.rank_objects import RankObjects
 from elaunch.trainer.state.tree import State, flatten
 
 Found = TypeVar("Found")
@@ -43,7 +43,7 @@ class Training:
         self._optimizers = _several(optimizer)
         self._rest = {"scheduler": scheduler, "scaler": scaler, "extra": extra, "optimizers": self._optimizers[1:]}
         self._hook = None if hook_state is None else HookState(hook_state)
-        self.per_rank = PerRank(_several(per_rank)) if per_rank is not None else None
+        self.per_rank = RankObjects(_several(per_rank)) if per_rank is not None else None
         self.is_in_parts = any(is_in_parts(model, one) for one in self._optimizers)
         first = next((p for p in self.model.parameters()), None)
         self.device = torch.device("cpu") if first is None else first.device

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import Dataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from elaunch.trainer.integrations.transformers import ElaunchCallback
+from elaunch.trainer.integrations.transformers import ElaunchTrainerCallback
 
 step = 0
 
@@ -72,7 +72,7 @@ arguments = TrainingArguments(
     disable_tqdm=True,
 )
 trainer = Trainer(
-    Model(), arguments, train_dataset=Named(), eval_dataset=Named(), callbacks=[ElaunchCallback(), Striking()]
+    Model(), arguments, train_dataset=Named(), eval_dataset=Named(), callbacks=[ElaunchTrainerCallback(), Striking()]
 )
 trainer.train()
 assert trainer.state.epoch == EPOCHS

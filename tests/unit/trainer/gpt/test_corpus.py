@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from elaunch.trainer.gpt import corpus as module
-from elaunch.trainer.gpt.batches import Batches
+from elaunch.trainer.gpt.batches import CorpusBatches
 from elaunch.trainer.gpt.config import ConfigError, TrainConfig
 from elaunch.trainer.gpt.corpus import Corpus
 from elaunch.trainer.ranks.place import RankInfo
@@ -31,7 +31,7 @@ def config_for(folder: Path | None, context: int = 8, global_batch: int = 4) -> 
     return TrainConfig(data=folder, context=context, global_batch=global_batch, micro_batch=2)
 
 
-def read_step(batches: Batches, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+def read_step(batches: CorpusBatches, step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return batches.read(sample for micro in batches.order.microbatches(step) for sample in micro)
 
 
@@ -52,7 +52,7 @@ def test_a_file_far_larger_than_memory_is_no_burden(tmp_path: Path) -> None:
     with (tmp_path / "huge").open("wb") as file:
         file.truncate(1 << 40)
 
-    batches = Batches(config_for(tmp_path), Corpus.open(config_for(tmp_path)), RankInfo(), CPU)
+    batches = CorpusBatches(config_for(tmp_path), Corpus.open(config_for(tmp_path)), RankInfo(), CPU)
     inputs, targets = read_step(batches, 12345)
 
     assert batches.order.size is not None
@@ -85,7 +85,7 @@ def test_held_out_text_is_never_trained_on(tmp_path: Path, monkeypatch: pytest.M
     write_files(tmp_path, {"a": 3000, "b": 2000})
     config = config_for(tmp_path)
     corpus = Corpus.open(config)
-    batches = Batches(config, corpus, RankInfo(), CPU)
+    batches = CorpusBatches(config, corpus, RankInfo(), CPU)
     spans: list[tuple[int, int]] = []
     real_read = corpus.read
     monkeypatch.setattr(corpus, "read", lambda start, n: spans.append((start, start + n)) or real_read(start, n))
@@ -106,7 +106,7 @@ def test_targets_are_the_inputs_one_byte_on(tmp_path: Path) -> None:
     write_files(tmp_path, {"a": 3000})
     config = config_for(tmp_path)
 
-    inputs, targets = read_step(Batches(config, Corpus.open(config), RankInfo(), CPU), 1)
+    inputs, targets = read_step(CorpusBatches(config, Corpus.open(config), RankInfo(), CPU), 1)
 
     assert torch.equal(inputs[:, 1:], targets[:, :-1])
     assert inputs.dtype == torch.int64

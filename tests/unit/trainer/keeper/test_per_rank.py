@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from elaunch.trainer import Batches, Keeper, Order, link
-from elaunch.trainer.state.per_rank import PerRank
+from elaunch.trainer.state.rank_objects import PerRank
 
 
 @pytest.fixture(autouse=True)

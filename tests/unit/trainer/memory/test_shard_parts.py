@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from elaunch.trainer.memory.shard_choice import Held, digest_of
-from elaunch.trainer.memory.shard_parts import Contents, Cutter, held_by
+from elaunch.trainer.memory.shard_parts import Cutter, PieceContents, held_by
 from elaunch.trainer.state.region import PAGE, Packed
 from elaunch.trainer.state.tree import PerRank, flatten
 from elaunch.trainer.state.version import Piece, Version
@@ -22,12 +22,12 @@ def zero(rank: int) -> dict[str, Any]:
     return {"model": {"w0": torch.zeros(1000), "w1": torch.zeros(1000)}, "optimizer": {"state": moments}, "step": rank}
 
 
-def piece(rank: int, *, has_common: bool) -> tuple[Contents, Packed]:
+def piece(rank: int, *, has_common: bool) -> tuple[PieceContents, Packed]:
     """What is in that rank's piece, and the piece."""
     state = zero(rank)
     cutter, tree = Cutter(has_common), flatten(state)
     packed = cutter.pack(state, tree, cutter.parts(tree), WHOLE)
-    return Contents.read(packed.skeleton, packed.data_length), packed
+    return PieceContents.read(packed.skeleton, packed.data_length), packed
 
 
 def test_what_all_ranks_have_is_in_the_piece_of_one_rank_of_each_node() -> None:
@@ -69,7 +69,7 @@ def test_a_planned_piece_has_the_new_values_in_the_same_places() -> None:
 
     assert (second.offsets, second.data_length) == (first.offsets, first.data_length)
     assert [id(tensor) for tensor in second.tensors] == [id(t) for t in flatten(other).tensors.values()]
-    assert Contents.read(second.skeleton, second.data_length).tree.plain["step"] == 7
+    assert PieceContents.read(second.skeleton, second.data_length).tree.plain["step"] == 7
     # A state of another layout is planned anew.
     larger = {**zero(0), "more": torch.ones(5)}
     cutter.parts(flatten(larger))

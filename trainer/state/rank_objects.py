@@ -35,7 +35,7 @@ class GeneratorState:
         self._generator.set_state(state["state"].clone())
 
 
-class PerRank:
+class RankObjects:
     """The objects of this rank, whose states are kept together with the number of ranks.
 
     At another number of ranks a rank's share of the data is another one. Then the states do not fit, and all of them
