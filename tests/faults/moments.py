@@ -53,6 +53,8 @@ class Moments:
                 time.sleep(WAIT_S)
         elif what == "freeze":
             self.record("frozen", moment=name, step=step)
+            # Once: the agent lets it go on when it is to end, so that it can save.
+            path.unlink()
             os.kill(os.getpid(), signal.SIGSTOP)
         else:
             self.record("killed", moment=name, step=step)
