@@ -172,7 +172,8 @@ def test_a_process_that_nobody_launched_trains_alone_and_says_little(alone: Alon
     assert said[0].startswith(f"training for {alone.steps} steps")
     assert sum(line.startswith("step ") for line in said) == 11
     assert "held-out loss" in said[-1]
-    assert len(said) == 13, said
+    # A disk that is slow at that moment may cost one sentence more.
+    assert len([line for line in said if "checkpoint" not in line]) == 13, said
     answer = result(run)
     assert (answer["steps"], answer["restarts"], answer["world_size"]) == (alone.steps, 0, 1)
     assert answer["loss"] == lines(run)[-1]["loss"] < lines(run)[0]["loss"]
