@@ -91,6 +91,8 @@ def two_nodes(folder: Path, run_id: str, ranks: int = 1) -> Iterator[tuple[Job, 
     (port,) = free_ports(1)
     place = f"127.0.0.1:{port}"
     words = ("--nnodes", "2", "--rdzv-endpoint", place, "--run-id", run_id, "--local-addr", "127.0.0.1")
+    # A node that a test stops is not to be lost before it was asked for.
+    words = (*words, "--rdzv-conf", "lease_ttl=30")
     env = {"ELAUNCH_TOKEN": TOKEN, "HOME": str(folder)}
     with ExitStack() as stack:
         one, two = (stack.enter_context(running(folder, *words, ranks=ranks, env=env)) for _ in range(2))
@@ -122,7 +124,7 @@ def test_status_shows_ranks_steps_the_last_failure_and_what_is_left_of_the_budge
     assert status["last_failure"]["code"] == 7
     assert 0 <= status["last_failure"]["ago_s"] < 60
     assert [rank["rank"] for rank in status["ranks"]] == [0, 1]
-    assert all(0.08 < rank["step_s"] < 0.5 and rank["state"] == "running" for rank in status["ranks"])
+    assert all(0.08 < rank["step_s"] < 5 and rank["state"] == "running" for rank in status["ranks"])
     assert text.startswith(f"job {run_id}: running, generation 1 for ")
     for words in (
         "1 node, 2 ranks",

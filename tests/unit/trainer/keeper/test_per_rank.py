@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from elaunch.trainer import Batches, Keeper, Order, link
-from elaunch.trainer.state.rank_objects import PerRank
+from elaunch.trainer.state.rank_objects import RankObjects
 
 
 @pytest.fixture(autouse=True)
@@ -107,7 +107,7 @@ def test_at_another_world_size_it_begins_anew_and_the_keeper_says_so(monkeypatch
         Job().train(12, 4)
     monkeypatch.setenv("ELAUNCH_GENERATION", "1")
     resumed = Job()
-    monkeypatch.setattr("elaunch.trainer.state.per_rank._world_size", lambda: 2)
+    monkeypatch.setattr("elaunch.trainer.state.rank_objects._world_size", lambda: 2)
 
     resumed.train(5)
 
@@ -119,7 +119,7 @@ def test_at_another_world_size_it_begins_anew_and_the_keeper_says_so(monkeypatch
 
 
 def test_a_state_of_an_earlier_step_and_a_lost_one_are_named_with_their_ranks() -> None:
-    per_rank = PerRank([Packer()])
+    per_rank = RankObjects([Packer()])
 
     assert per_rank.missed_sentence(["", "is that of an earlier step", "is lost", "is lost"]) == (
         "the state per rank (per_rank: Packer) of rank 1 is that of an earlier step: some samples come twice; the "
@@ -161,4 +161,4 @@ def test_a_loader_with_an_order_or_with_per_rank_needs_no_warning(per_rank: obje
 
 def test_without_a_group_the_world_has_one_rank() -> None:
     assert not dist.is_initialized()
-    assert PerRank([]).state_dict()["world_size"] == 1
+    assert RankObjects([]).state_dict()["world_size"] == 1
