@@ -6,6 +6,7 @@ import array
 import json
 import os
 import socket
+from collections.abc import Iterable
 from typing import Any
 
 from elaunch.rendezvous.codec import parse_json
@@ -36,11 +37,7 @@ def receive(end: socket.socket) -> tuple[dict[str, Any], tuple[int, ...]] | None
         return None
     if not data:
         return None
-    fds = array.array("i")
-    for level, kind, payload in ancillary:
-        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-            fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
-    found = tuple(fds)
+    found = descriptors(ancillary)
     try:
         message = parse_json(data)
         if not isinstance(message, dict):
@@ -51,3 +48,12 @@ def receive(end: socket.socket) -> tuple[dict[str, Any], tuple[int, ...]] | None
             os.close(fd)
         return None
     return message, found
+
+
+def descriptors(ancillary: Iterable[tuple[int, int, bytes]]) -> tuple[int, ...]:
+    """The fds that came with a packet, from what `recvmsg` says of it. The caller has to close them."""
+    fds = array.array("i")
+    for level, kind, payload in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
+    return tuple(fds)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import array
 import os
 import select
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 
 from elaunch.agent.at_once import at_once
 from elaunch.agent.core.collectives import Collective, Counts, is_stalled, read_counts, read_entries
+from elaunch.agent.forkserver.wire import descriptors
 
 # A worker that has not answered for this long says nothing about what it does now. It is asked once a second.
 _FRESH_S = 2.5
@@ -71,8 +71,7 @@ class FlightRecorder:
         answered = False
         while (packet := self._receive()) is not None:
             kind, fds = packet
-            for fd in fds:
-                os.close(fd)
+            _close(fds)
             if kind[:1] == b"n":
                 answered, self._answered_s = True, now_s
                 if kind[1:] != self._text:
@@ -124,6 +123,8 @@ class FlightRecorder:
             kind, fds = packet
             if kind == b"e" and fds:
                 return read_entries(_read(fds[0]))
+            # A worker may send descriptors with anything.
+            _close(fds)
             if kind[:1] == b"n":
                 self._asked_s = None
         return ()
@@ -135,18 +136,15 @@ class FlightRecorder:
 
     def _receive(self) -> tuple[bytes, tuple[int, ...]] | None:
         """A packet and its descriptors; None if none is there. Raises OSError at the end."""
-        fds = array.array("i")
-        space = socket.CMSG_SPACE(fds.itemsize)
         try:
-            data, ancillary, *_ = self._end.recvmsg(_PACKET_BYTES_MAX, space, socket.MSG_CMSG_CLOEXEC)
+            data, ancillary, *_ = self._end.recvmsg(_PACKET_BYTES_MAX, socket.CMSG_SPACE(4), socket.MSG_CMSG_CLOEXEC)
         except BlockingIOError:
             return None
-        for level, kind, payload in ancillary:
-            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-                fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
+        fds = descriptors(ancillary)
         if not data:
+            _close(fds)
             raise ConnectionResetError
-        return data, tuple(fds)
+        return data, fds
 
 
 def all_entries(recorders: Mapping[int, FlightRecorder], kept_max: int) -> dict[int, tuple[Collective, ...]]:
@@ -156,6 +154,11 @@ def all_entries(recorders: Mapping[int, FlightRecorder], kept_max: int) -> dict[
     within_s = 2 * _ANSWER_S * -(-len(works) // _AT_ONCE)
     found = at_once(works, within_s, "elaunch-recorder", _AT_ONCE)
     return {rank: found.get(place, ()) for place, rank in enumerate(recorders)}
+
+
+def _close(fds: Iterable[int]) -> None:
+    for fd in fds:
+        os.close(fd)
 
 
 def _read(fd: int) -> bytes:

@@ -7,7 +7,6 @@ ends. The agent reads them once a second, and before each decision that may depe
 
 from __future__ import annotations
 
-import array
 import json
 import os
 import select
@@ -27,6 +26,7 @@ from elaunch.agent.core.events import (
     WorkerStopped,
 )
 from elaunch.agent.core.messages import Message, PeerFailed, ShowStacks, StopAtStepBoundary
+from elaunch.agent.forkserver.wire import descriptors
 from elaunch.agent.workers.step_times import StepTimes
 from elaunch.rendezvous.codec import parse_json
 
@@ -40,7 +40,7 @@ _TEXT_MAX = 2000
 _STEP_END = 1 << 63
 # Marks of one worker that go to the timeline. The Keeper makes two.
 _MARKS_MAX = 16
-_FDS_SPACE = socket.CMSG_SPACE(4 * array.array("i").itemsize)
+_FDS_SPACE = socket.CMSG_SPACE(4 * 4)
 
 
 class StartMark(NamedTuple):
@@ -161,11 +161,7 @@ class Link:
 
     def _take_fds(self, ancillary: list[tuple[int, int, bytes]]) -> None:
         """Only elaunch's own code in the worker sends descriptors: the newest one is the other end of its recorder."""
-        fds = array.array("i")
-        for level, kind, payload in ancillary:
-            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-                fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
-        for fd in fds:
+        for fd in descriptors(ancillary):
             self.forget_recorder()
             # Imported here: the agent starts sooner without.
             from elaunch.agent.workers.flight_recorder import FlightRecorder

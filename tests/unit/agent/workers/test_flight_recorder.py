@@ -243,3 +243,23 @@ def is_readable(end: socket.socket) -> bool:
         return bool(end.recv(1, socket.MSG_DONTWAIT | socket.MSG_PEEK))
     except BlockingIOError:
         return False
+
+
+def test_descriptors_that_nobody_asked_for_are_closed() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    recorder = FlightRecorder(ours.detach())
+    read, write = os.pipe()
+    os.close(read)
+    with theirs:
+        socket.send_fds(theirs, [b"n"], [write])
+        socket.send_fds(theirs, [b"?"], [write])
+        answer = os.memfd_create("answer")
+        socket.send_fds(theirs, [b"e"], [answer])
+        before = set(os.listdir("/proc/self/fd"))
+        recorder.entries(100)
+        after = set(os.listdir("/proc/self/fd"))
+
+        assert after <= before
+    recorder.close()
+    os.close(answer)
+    os.close(write)
