@@ -14,7 +14,7 @@ from enum import Enum
 from itertools import groupby, takewhile
 from statistics import median
 
-from elaunch.launcher.report_page.history import History, PastGeneration
+from elaunch.launcher.report_page.history import History, PastGeneration, known_or
 from elaunch.records import dataclass
 
 
@@ -122,7 +122,7 @@ def goodput(history: History) -> Goodput:
             begun_s = generation.forked_s if math.isnan(generation.trains_s) else generation.trains_s
             walk.to(Stage.START_UP, begun_s, generation)
         if not knows_steps:
-            walk.to(Stage.RUNNING, _or(generation.ends_s, history.wall_s), generation)
+            walk.to(Stage.RUNNING, known_or(generation.ends_s, history.wall_s), generation)
             has_trained = has_trained or not math.isnan(generation.forked_s)
         elif not math.isnan(generation.trains_s):
             walk.train(generation)
@@ -174,13 +174,13 @@ class _Walk:
     def start_again(self, generation: PastGeneration, knows_steps: bool) -> None:
         """The stages between two generations."""
         self.to(Stage.RENDEZVOUS, generation.sealed_s, generation)
-        self.to(Stage.SPAWN, _or(generation.ready_s, generation.forked_s), generation)
+        self.to(Stage.SPAWN, known_or(generation.ready_s, generation.forked_s), generation)
         if knows_steps:
-            self.to(Stage.RESTORE, _or(generation.trains_s, generation.ends_s), generation)
+            self.to(Stage.RESTORE, known_or(generation.trains_s, generation.ends_s), generation)
 
     def train(self, generation: PastGeneration) -> None:
         """The steps of a generation: first those that count, then those that were lost."""
-        ends_s = min(_or(generation.ends_s, self._wall_s), self._wall_s)
+        ends_s = min(known_or(generation.ends_s, self._wall_s), self._wall_s)
         window_s = max(ends_s - self._now_s, 0.0)
         done = generation.last_step - generation.first_step + 1
         kept = generation.kept_step - generation.first_step + 1
@@ -190,10 +190,6 @@ class _Walk:
             counted_s = window_s * kept / done if done > 0 else 0.0
         self.to(Stage.TRAINING, self._now_s + counted_s, generation)
         self.to(Stage.LOST, ends_s, generation)
-
-
-def _or(value: float, default: float) -> float:
-    return default if math.isnan(value) else value
 
 
 def by_stage(parts: Iterable[StagePart]) -> Sequence[tuple[Stage, float]]:

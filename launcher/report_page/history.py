@@ -221,7 +221,7 @@ def _generation(
     if math.isnan(noted_s):
         noted_s = _first([*(visit.at("signalled") for visit in seated), *exits])
     ends_s = _first([noted_s, cause.at_s - cause.quiet_s if cause else math.nan])
-    trains_s, first_step, last_step, trained_s = _steps(seated, stretch, origin, _or(ends_s, end.at_s), usual_rate)
+    trains_s, first_step, last_step, trained_s = _steps(seated, stretch, origin, known_or(ends_s, end.at_s), usual_rate)
     is_last = math.isnan(next_opened_s)
     if is_last and end.life.goes_on:
         # The next step is on its way.
@@ -259,7 +259,7 @@ def _steps(
     last = max((each.step for each in progress), default=-1)
     begun_s = _first_step_began_s(visits, usual_rate) if progress else math.nan
     if progress or stretch:
-        begun_s = _or(_last(visit.marks.get("restored", math.nan) for visit in visits), begun_s)
+        begun_s = known_or(_last(visit.marks.get("restored", math.nan) for visit in visits), begun_s)
     if stretch is None:
         return begun_s, first, last, math.nan
     first = stretch.first_step if first < 0 else min(first, stretch.first_step)
@@ -294,7 +294,7 @@ def _began_s(visit: Visit, usual_rate: float) -> float:
     else:
         begun_s = seen.at_s - ((seen.step - first + 1) / rate if first >= 0 and rate > 0 else math.inf)
     forked_s = _last(worker.forked_s for worker in visit.workers)
-    return max(begun_s, _or(forked_s, visit.at("sealed")), 0.0)
+    return max(begun_s, known_or(forked_s, visit.at("sealed")), 0.0)
 
 
 def _with_kept(drafts: Sequence[PastGeneration]) -> list[PastGeneration]:
@@ -350,5 +350,6 @@ def _last(times: Iterable[float]) -> float:
     return max((at_s for at_s in times if not math.isnan(at_s)), default=math.nan)
 
 
-def _or(value: float, default: float) -> float:
+def known_or(value: float, default: float) -> float:
+    """`value`, or `default` where it is not known (NaN)."""
     return default if math.isnan(value) else value

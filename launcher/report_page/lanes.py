@@ -9,7 +9,7 @@ from enum import Enum
 
 from elaunch.launcher.report_page.faults import Fault
 from elaunch.launcher.report_page.goodput import Goodput, Stage
-from elaunch.launcher.report_page.history import History, PastGeneration
+from elaunch.launcher.report_page.history import History, PastGeneration, known_or
 from elaunch.launcher.report_page.node_log import NodeLog, Visit, Worker
 from elaunch.launcher.report_page.warned import Warned
 from elaunch.launcher.report_page.wording import count, duration, offset, signal_words
@@ -119,7 +119,7 @@ def lanes_of(history: History, found: Goodput) -> Lanes:
     generations = max(_BARS_MAX // (_BARS_OF_GENERATION * max(rows, 1)), _GENERATIONS_MIN)
     if len(history.generations) > generations:
         first = history.generations[-generations]
-        facts = replace(facts, first=first.number, begin_s=_or(first.opened_s, 0.0))
+        facts = replace(facts, first=first.number, begin_s=known_or(first.opened_s, 0.0))
     shown: list[Lane] = []
     for node in nodes:
         if is_by_rank or len(ranks[node.folder]) < 2:
@@ -258,14 +258,14 @@ def _bars(facts: LaneFacts, node: NodeLog, visit: Visit, workers: Sequence[Worke
     generation, lost_s = facts.generations[number], facts.lost_from_s.get(number, math.inf)
     if not workers:
         if visit.is_spare:
-            until_s = _or(visit.at("cleared"), facts.wall_s if number == facts.running else node.end_s)
+            until_s = known_or(visit.at("cleared"), facts.wall_s if number == facts.running else node.end_s)
             yield Bar(LaneStage.SPARE, free_s, until_s, number, f"generation {number}: a spare node, without workers")
         return
     forked_s = min(worker.forked_s for worker in workers)
     exits = [worker.exited_s for worker in workers if not math.isnan(worker.exited_s)]
     open_s = facts.wall_s if number == facts.running else node.end_s
     exited_s = max(exits) if len(exits) == len(workers) else open_s
-    ends_s = min(_or(generation.ends_s, exited_s), exited_s)
+    ends_s = min(known_or(generation.ends_s, exited_s), exited_s)
     what = f"generation {number}, {_who(workers)}"
     yield Bar(LaneStage.WAITS, free_s, forked_s, number, f"{what}: waits for its start ({duration(forked_s - free_s)})")
     if math.isnan(generation.trains_s):
@@ -301,7 +301,3 @@ def _how(workers: Sequence[Worker]) -> str:
     if code is None:
         return "its end is not in the log"
     return f"ended by {signal_words(-code)}" if code < 0 else f"ends with exit code {code}"
-
-
-def _or(value: float, default: float) -> float:
-    return default if math.isnan(value) else value
