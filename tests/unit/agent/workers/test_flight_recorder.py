@@ -255,9 +255,9 @@ def test_descriptors_that_nobody_asked_for_are_closed() -> None:
         socket.send_fds(theirs, [b"?"], [write])
         answer = os.memfd_create("answer")
         socket.send_fds(theirs, [b"e"], [answer])
-        before = set(os.listdir("/proc/self/fd"))
+        before = set(Path("/proc/self/fd").iterdir())
         recorder.entries(100)
-        after = set(os.listdir("/proc/self/fd"))
+        after = set(Path("/proc/self/fd").iterdir())
 
         assert after <= before
     recorder.close()
