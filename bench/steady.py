@@ -53,7 +53,7 @@ def windows(contender: Contender, count: int, trainer: bool) -> Iterator[Sample]
     with Job(contender, WORKERS, program, env={"BENCH_STEPS": "0", "BENCH_STEP_S": "0.02"}) as job:
         try:
             job.wait_for(lambda: _trains(job, trainer), "all were training", _START_LIMIT_S)
-            family = _family(job.process.pid, contender.ours)
+            family = family_of(job.process.pid, contender.ours)
             for _ in range(count):
                 yield Sample(section, contender.name, WORKERS, _window(job.process.pid, family))
         except (Trouble, psutil.Error, OSError) as trouble:
@@ -68,7 +68,7 @@ def _trains(job: Job, trainer: bool) -> bool | None:
     return None
 
 
-def _family(agent: int, ours: bool) -> dict[str, list[int]]:
+def family_of(agent: int, ours: bool) -> dict[str, list[int]]:
     """The pids by kind of process. Raises Trouble if the number of workers is not the wanted one."""
     found: dict[str, list[int]] = {}
     for child in psutil.Process(agent).children(recursive=True):

@@ -15,7 +15,11 @@ nothing fails: elaunch sees that all ranks stand still (by default after 60 s), 
 _WATCHING = f"""\
 {watching.WORKERS} workers make {watching.STEPS} steps of a small model without a pause, and report each. The jobs take
 turns. "Everything on" has log files, metrics, a command for events, and JSON lines; "everything off" has none, and no
-detection of hangs. The cost is the ratio of the medians."""
+detection of hangs. The cost is the ratio of the medians.
+
+What else the machine does changes a step's time by more than elaunch does. So the CPU time of elaunch is counted as
+well, as the scheduler counts it, in % of the time of the {watching.WORKERS} workers: that of elaunch's processes, of
+its threads in a worker, and of `link.report`."""
 
 
 def told_beside(results: Results) -> list[str]:
@@ -54,8 +58,16 @@ def cost_of_watching(results: Results) -> list[str]:
         cost = NOTHING if times is None else f"{100 * (times - 1):+.2f} %"
         cells = [f"{1000 * found.median:.3f}" if found else NOTHING for found in (on, off)]
         rows.append((value, str(min(found.n if found else 0 for found in (on, off))), *cells, cost))
+    counted = []
+    for value in (watching.PROCESSES, watching.THREADS, watching.REPORTS, watching.IN_ALL):
+        on, off = (summarize(results.values(section, name, watching.WORKERS, value)) for name in names)
+        if on and off:
+            cells = [f"{share:.3f} %" for share in (on.median, on.p95, off.median, off.p95)]
+            counted.append((value, str(min(on.n, off.n)), *cells))
     heads = ("", "n", "everything on: median ms", "everything off: median ms", "cost")
+    kinds = ("share of the workers' time", "n", "on: median", "on: p95", "off: median", "off: p95")
     notes = [
         f"- {name}: {failure}" for name in names for failure in failures(results.of(section, name, watching.WORKERS))
     ]
-    return [f"### What watching costs\n\n{_WATCHING}\n\n{table(heads, rows)}", *without_a_time(notes)]
+    tables = [table(heads, rows), *([table(kinds, counted)] if counted else [])]
+    return [f"### What watching costs\n\n{_WATCHING}", *tables, *without_a_time(notes)]

@@ -98,7 +98,8 @@ def test_a_state_that_cannot_be_saved_is_waited_for_by_nobody(tmp_path: Path) ->
     assert re.findall(r"began (\d+) (\d+)", job.stdout)[2:] == [("5", "1")] * 2
 
 
-# Ranks 0 and 2 are on one node, rank 1 is on another. No packet gets between the two nodes. Rank 2 dies.
+# Ranks 0 and 2 are on one node, rank 1 is on another. No packet gets between the two nodes. Rank 2 dies when both
+# others wait: a rank that is still in the collective before would fail there, before it is told of the death.
 SILENT = f"""{SAY}{STILL}
 memory = os.environ["ELAUNCH_MEMORY"] + f"/{{RANK % 2}}"
 os.makedirs(memory, exist_ok=True)
@@ -112,12 +113,12 @@ from elaunch.trainer.memory.mirror import Mirror
 wait = Mirror.wait
 
 def mark_and_wait(self):
-    if GENERATION == 0 and RANK == 0 and self._thread is not None:
-        open("waits", "w").close()
+    if GENERATION == 0 and RANK < 2 and self._thread is not None:
+        open(f"waits{{RANK}}", "w").close()
     wait(self)
 
 def die():
-    while not os.path.exists("waits"):
+    while not (os.path.exists("waits0") and os.path.exists("waits1")):
         time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGKILL)
 

@@ -28,14 +28,21 @@ for i in range(0, len(x), 4096):
     x[i] = 1
 print("survived")
 """
-# The kernel kills the worker store first, as the one with the highest score; then there is room again.
+# The kernel kills the worker store first, as the one with the highest score; then there is room again. The worker must
+# see at once that this memory is free, or it is killed as well: the store's entry in /proc stays until it is reaped.
 CROWDING = """
 import os, time
 siblings = open(f"/proc/{os.getppid()}/task/{os.getppid()}/children").read().split()
 (store,) = [pid for pid in siblings if open(f"/proc/{pid}/comm").read() == "elaunch-store\\n"]
 open(f"/proc/{store}/oom_score_adj", "w").write("1000")
+def has_memory():
+    try:
+        return open(f"/proc/{store}/statm").read().split()[0] != "0"
+    except OSError:
+        return False
+
 held = []
-while os.path.exists(f"/proc/{store}"):
+while has_memory():
     held.append(b"x" * (4 << 20))
 time.sleep(1000)
 """

@@ -40,6 +40,17 @@ def test_the_cost_is_the_ratio_of_the_medians() -> None:
     assert row(text, watching.MEDIAN)[1:] == ["2", "15.025", "15.000", "+0.17 %"]
 
 
+def test_the_cost_is_also_counted_as_a_share_of_the_workers_time() -> None:
+    def counted(contender: str, share: float) -> Sample:
+        return Sample(watching.SECTION, contender, watching.WORKERS, {watching.IN_ALL: share})
+
+    on, off = watching.WATCHED.name, watching.PLAIN.name
+
+    text = render(results(*(counted(on, s) for s in (0.2, 0.3, 0.4)), counted(off, 0.1)))
+
+    assert row(text, watching.IN_ALL)[1:] == ["1", "0.300 %", "0.390 %", "0.100 %", "0.100 %"]
+
+
 def test_the_part_has_markers_of_its_own() -> None:
     page = f"above\n{WATCH_BEGIN}\nold\n{WATCH_END}\nbelow\n"
 
