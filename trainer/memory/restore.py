@@ -14,7 +14,7 @@ from elaunch.trainer.memory.recovery_plan import Decision, Inventory, RecordSour
 from elaunch.trainer.memory.replicated import ReplicatedMemory
 from elaunch.trainer.memory.shard_choice import Held
 from elaunch.trainer.memory.slots import Slot, Torn, node_of, received
-from elaunch.trainer.ranks.peers import Peers
+from elaunch.trainer.ranks.peers import Peers, neighbours
 from elaunch.trainer.state.packing import unpack
 from elaunch.trainer.state.region import Header
 from elaunch.trainer.state.training_state import Training
@@ -115,18 +115,22 @@ def _drop_newer(version: Version, node_memory: NodeMemory | None, peers: Peers) 
 def _replicated_travels(
     decision: Decision, inventories: list[Inventory], node_memory: NodeMemory | None, peers: Peers
 ) -> tuple[Tensor, Header] | None:
-    """Send the state to the ranks that lack it. Returns it if this rank got it into its own memory, not its node's."""
-    image = None
-    for receiver in decision.receivers:
-        if peers.rank == decision.source:
+    """Send the state to the ranks that lack it, from each to the next.
+
+    Returns it if this rank got it into its own memory, not its node's.
+    """
+    image, chain = None, (decision.source, *decision.receivers)
+    if decision.receivers and peers.rank in chain:
+        before, after = neighbours(chain, peers.rank)
+        if before is None:
             assert node_memory is not None
+            assert after is not None
             header, slot = _found(node_memory, decision, inventories)
-            peers.send(slot.raw(header.length), receiver)
-        elif peers.rank == receiver:
-            if node_memory is None or receiver in decision.private:
-                image = _receive(peers, decision.source, decision.version)
-            else:
-                _receive_into(node_memory.memory, decision, peers)
+            peers.send(slot.raw(header.length), after)
+        elif node_memory is None or peers.rank in decision.private:
+            image = _receive(peers, before, decision.version, pass_on=after)
+        else:
+            _receive_into(node_memory.memory, decision.version, peers, before, after)
     if decision.receivers:
         # Other ranks of a receiver's node must not look before the state is there.
         peers.from_all(None)
@@ -187,26 +191,26 @@ def _record(node_memory: NodeMemory, source: RecordSource) -> tuple[Tensor, Head
     raise Incomplete(f"rank {source.of_rank}'s own state of step {step} is gone from {folder}")
 
 
-def _receive_into(memory: ReplicatedMemory, decision: Decision, peers: Peers) -> None:
+def _receive_into(memory: ReplicatedMemory, version: Version, peers: Peers, source: int, pass_on: int | None) -> None:
     """Receive into a slot of this node. The slot is torn until all of it has arrived and is verified."""
     with memory.locked():
         for header, slot in memory.pair.versions():
-            if header.version == decision.version:
+            if header.version == version:
                 slot.discard()
         slot = memory.pair.older()
         slot.discard()
-        length = peers.length_from(decision.source)
+        length = peers.length_from(source)
         slot.grow(length)
-        peers.receive(slot.raw(length), decision.source)
+        peers.receive(slot.raw(length), source, pass_on=pass_on)
         try:
-            slot.accept(decision.version)
+            slot.accept(version)
         except Torn as error:
-            raise Incomplete(f"the copy that rank {decision.source} sent is not whole: {error}") from error
+            raise Incomplete(f"the copy that rank {source} sent is not whole: {error}") from error
 
 
-def _receive(peers: Peers, source: int, expected: Version) -> tuple[Tensor, Header]:
+def _receive(peers: Peers, source: int, expected: Version, *, pass_on: int | None = None) -> tuple[Tensor, Header]:
     region: Any = torch.empty(peers.length_from(source), dtype=torch.uint8)
-    peers.receive(region, source)
+    peers.receive(region, source, pass_on=pass_on)
     try:
         return region, received(region, expected)
     except Torn as error:

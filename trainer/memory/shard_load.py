@@ -15,7 +15,7 @@ from elaunch.trainer.checkpoint.loading import Share
 from elaunch.trainer.memory.shard_choice import Choice
 from elaunch.trainer.memory.shard_parts import PieceContents
 from elaunch.trainer.memory.slots import Slot, Torn, received
-from elaunch.trainer.ranks.peers import Peers
+from elaunch.trainer.ranks.peers import Peers, neighbours
 from elaunch.trainer.state.packing import Box, Boxed, Shape
 from elaunch.trainer.state.region import Header, data_of, skeleton_of
 from elaunch.trainer.state.tree import State
@@ -120,25 +120,27 @@ def _exchange(
     peers: Peers,
     planner: DefaultLoadPlanner,
 ) -> None:
-    """Send and receive whole pieces one after the other, in the same order on all ranks.
+    """Send whole pieces along the ranks that need them, one after the other, in the same order on all ranks.
 
     Raises Torn if a piece arrives changed. Then this start has failed, and the next one may succeed.
     """
     needs = peers.from_all(sorted(rank for rank in wanted if rank not in mine))
     for rank, holders in choice.holders.items():
-        for taker in (taker for taker, lacking in enumerate(needs) if rank in lacking):
-            if peers.rank == holders[0]:
-                peers.send(mine[rank].region, taker)
-            elif peers.rank == taker:
-                region = torch.empty(peers.length_from(holders[0]), dtype=torch.uint8)
-                peers.receive(region, holders[0])
-                try:
-                    header = received(region, choice.piece(rank))
-                except Torn as error:
-                    raise Torn(
-                        f"rank {rank}'s part of the snapshot arrived damaged from rank {holders[0]}: {error}"
-                    ) from error
-                _fill(planner, wanted[rank], data_of(region, header))
+        chain = (holders[0], *(taker for taker, lacking in enumerate(needs) if rank in lacking))
+        if peers.rank not in chain or len(chain) == 1:
+            continue
+        before, after = neighbours(chain, peers.rank)
+        if before is None:
+            assert after is not None
+            peers.send(mine[rank].region, after)
+            continue
+        region = torch.empty(peers.length_from(before), dtype=torch.uint8)
+        peers.receive(region, before, pass_on=after)
+        try:
+            header = received(region, choice.piece(rank))
+        except Torn as error:
+            raise Torn(f"rank {rank}'s part of the snapshot arrived damaged from rank {before}: {error}") from error
+        _fill(planner, wanted[rank], data_of(region, header))
 
 
 def _fill(planner: DefaultLoadPlanner, reads: Reads, data: Tensor) -> None:
