@@ -51,20 +51,26 @@ class Difference:
     words: str
 
 
-def slow_words(rank: int, slow: Slow, found: Sequence[Difference] | None) -> str:
-    """The sentence for the log, with what differs; None where that could not be read."""
+def slow_words(rank: int, slow: Slow, found: Sequence[Difference] | None, *, is_compared: bool = True) -> str:
+    """The sentence for the log, with what differs; None where that could not be read.
+
+    `is_compared` says that it was compared with the other ranks of its node.
+    """
     if slow.among_nodes:
         said = slow_node_words(slow.among_nodes)
         nothing = _NOTHING_ON_NODE
+        begin = "compared with the other ranks of its node, " if is_compared and found else ""
+        if slow.among_nodes.is_whole:
+            begin = f"as for rank {rank}, "
     else:
         said = (
             f"rank {rank} is slower than the other ranks of this node: they wait for {slow.wait_share:.0%} of the time,"
             f" for the last {slow.lasted_s:.0f} s{slow.seen}"
         )
-        nothing = _NOTHING_DIFFERS
+        nothing, begin = _NOTHING_DIFFERS, ""
     if found is None:
         return said
-    return f"{said}; {', and '.join(each.words for each in found) or nothing}"
+    return f"{said}; {begin}{', and '.join(each.words for each in found) or nothing}"
 
 
 _MORE_WORK = "it may have more work: longer samples, or a part of the program that only this rank runs or waits for"
@@ -109,8 +115,8 @@ def differences(own: Traits, others: Sequence[Traits], *, is_whole_node: bool = 
 
 
 _OF_HOST = (
-    "all of its ranks are slow, so the cause may be the host: the clocks of its CPUs or GPUs, its disks, other programs"
-    " that run there"
+    "all ranks of its node are slow, so the cause may be the host: the clocks of its CPUs or GPUs, its disks, other"
+    " programs that run there"
 )
 
 

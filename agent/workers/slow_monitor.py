@@ -107,7 +107,7 @@ class SlowMonitor:
             others, is_whole = [], True
         is_known = own is not None and (others or slow.among_nodes)
         found = differences(own, others, is_whole_node=is_whole) if own and is_known else None
-        text = slow_words(rank, slow, found)
+        text = slow_words(rank, slow, found, is_compared=bool(others))
         self._reporter.timeline.stamp(
             group.generation,
             "slow",

@@ -90,7 +90,8 @@ def lead(
     led = _admit(snapshot, snapshot.terms, table, done, slow.leader_state, times, now_s)
     if led.txn:
         return led
-    return replace(led, wake_s=min((at_s for at_s in (hang.wake_s, slow.wake_s, led.wake_s) if at_s), default=None))
+    wakes_s = (hang.wake_s, slow.wake_s, led.wake_s)
+    return replace(led, wake_s=min((at_s for at_s in wakes_s if at_s is not None), default=None))
 
 
 def _watch_for_hang(

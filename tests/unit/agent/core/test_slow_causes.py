@@ -81,10 +81,25 @@ def test_a_rank_alone_on_its_node_has_the_causes_that_need_no_comparison(own: di
     found = differences(replace(USUAL, **own), [])  # type: ignore[arg-type]
 
     nothing = "nothing is seen on its host that holds it back, so it may have more work"
-    assert slow_words(11, AMONG_NODES, found).startswith(ON_NODE_B + (words or nothing))
+    assert slow_words(11, AMONG_NODES, found, is_compared=False).startswith(ON_NODE_B + (words or nothing))
+
+
+def test_a_rank_that_is_slow_among_nodes_is_compared_with_those_of_its_own_node() -> None:
+    found = differences(replace(USUAL, cpus=1), [USUAL])
+
+    words = "compared with the other ranks of its node, it may use 1 CPU, and they 8 CPUs"
+    assert slow_words(11, AMONG_NODES, found) == ON_NODE_B + words
 
 
 def test_a_node_that_is_slow_as_a_whole_has_its_host_as_a_cause() -> None:
     found = differences(replace(USUAL, throttled=0.3), [], is_whole_node=True)
 
     assert [each.cause for each in found] == [Cause.CPU_LIMIT, Cause.HOST]
+    whole = replace(AMONG_NODES, among_nodes=SlowNode(0, "node-b-00000001", 11, True, 0.1, 0.5))
+    said = slow_words(11, whole, found, is_compared=False)
+    assert said.startswith(
+        "all ranks of node-b are slower than the ranks of the other nodes: those wait in collectives"
+    )
+    assert (
+        "; as for rank 11, its cgroup's limit (cpu.max) holds it back for 30% of the time, and all ranks of its" in said
+    )
