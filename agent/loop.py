@@ -24,6 +24,7 @@ from elaunch.agent.core.actions import (
     Join,
     KeepStacks,
     LookAtStacks,
+    NameSlow,
     Renew,
     ReplaceForkServer,
     Say,
@@ -270,6 +271,8 @@ class Loop:
                 self._workers.keep_stacks(action)
             case Blame():
                 self._workers.blame(action)
+            case NameSlow(slow):
+                self._workers.name_slow(slow)
             case Clear(generation):
                 # Clearing may take seconds, and the lease must be renewed meanwhile: this loop lives.
                 self._workers.clear(generation, lambda: self._session.tick(time.monotonic()))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import faulthandler
 import functools
 import json
 import os
@@ -23,6 +22,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from elaunch.threads import stacks_text
 from elaunch.trainer.files import parse_json
 
 Word = TypeVar("Word")
@@ -278,8 +278,8 @@ class _Link:
                 case {"event": "peer_failed", "generation": int(generation)}:
                     self._peer_failed(generation)
                 case {"event": "stacks"}:
-                    os.write(_STDERR, b"elaunch: what this worker's threads are doing\n")
-                    faulthandler.dump_traceback(file=_STDERR, all_threads=True)
+                    text = f"elaunch: what this worker's threads are doing\n{stacks_text()}"
+                    os.write(_STDERR, text.encode(errors="backslashreplace"))
 
     def _stop(self, reason: str) -> None:
         asked = [listener.on_stop for listener in [*self._listeners] if listener.on_stop]

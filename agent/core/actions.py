@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from elaunch.agent.core.events import Tag
 from elaunch.agent.core.messages import Message
 from elaunch.records import dataclass
 from elaunch.rendezvous.store import Txn
 from elaunch.rendezvous.types import Outcome, RankTable
+
+if TYPE_CHECKING:
+    from elaunch.rendezvous.rules.pace import SlowNode
 
 Level = Literal["info", "warning", "error"]
 
@@ -115,6 +118,13 @@ class Blame:
 
 
 @dataclass(frozen=True)
+class NameSlow:
+    """Say that ranks of this node are slower than those of all other nodes, and what may be the cause."""
+
+    slow: SlowNode
+
+
+@dataclass(frozen=True)
 class Clear:
     """End what is left of a generation on this node and collect its output; answered by `Cleared`."""
 
@@ -143,5 +153,5 @@ class Exit:
     outcome: Outcome
 
 
-ToWorkers = SignalWorkers | TellWorkers | TakeStacks | LookAtStacks | KeepStacks | Blame
+ToWorkers = SignalWorkers | TellWorkers | TakeStacks | LookAtStacks | KeepStacks | Blame | NameSlow
 Action = Commit | Join | Renew | Widen | Spawn | ToWorkers | Clear | ReplaceForkServer | Say | Exit

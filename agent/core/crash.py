@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from elaunch.records import dataclass
+from elaunch.threads import only_listens
 
 # faulthandler's names of the signals that it handles (CPython, Modules/faulthandler.c).
 _NAMES = {
@@ -42,13 +43,20 @@ def parse(text: str, code: int) -> Crash | None:
     end = next((i for i, line in enumerate(lines) if line.startswith("Extension modules:")), len(lines))
     stack = "\n".join(lines[: min(end, _STACK_LINES_MAX)]).rstrip()
     current = _CURRENT.search(stack)
+    text = "\n\n".join(block for block in stack.split("\n\n") if not _only_listens(block))
     if current is None:
-        return Crash("", stack)
+        return Crash("", text)
     own = stack[current.end() :].partition("\n\n")[0]
     frames = list(_FRAME.finditer(own))
     mine = [frame for frame in frames if not _LIBRARY.search(frame["file"])] or frames
     where = f"{mine[0]['file']}:{mine[0]['line']} in {mine[0]['function']}" if mine else ""
-    return Crash(where, stack)
+    return Crash(where, text)
+
+
+def _only_listens(block: str) -> bool:
+    """Whether it is the stack of a thread by which elaunch listens in the worker."""
+    files = [frame["file"] for frame in _FRAME.finditer(block)]
+    return block.startswith("Thread ") and bool(files) and only_listens(files)
 
 
 def is_stack(text: str) -> bool:

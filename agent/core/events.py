@@ -208,6 +208,14 @@ class Sampled:
 
 
 @dataclass(frozen=True)
+class Paced:
+    """For which share of the time each worker waited in collectives, by local rank, over some minutes."""
+
+    generation: int
+    shares: Mapping[int, float]
+
+
+@dataclass(frozen=True)
 class StacksTaken:
     """The stacks of the workers that `LookAtStacks` named."""
 
@@ -272,6 +280,15 @@ class Tick:
 StoreEvent = Looked | Leased | LeaseLost | Committed | StoreAway | StoreRefuses | WatchRefused | StoreBack | StoreLost
 LinkEvent = WorkerRaised | WorkerReturned | WorkerListens | WorkerSaving | WorkerSaved | WorkerStopped
 WorkerEvent = (
-    LinkEvent | WorkerExited | Reported | Sampled | StacksTaken | WorkersHung | WorkersAtPrompt | ServiceLost | Cleared
+    LinkEvent
+    | WorkerExited
+    | Reported
+    | Sampled
+    | Paced
+    | StacksTaken
+    | WorkersHung
+    | WorkersAtPrompt
+    | ServiceLost
+    | Cleared
 )
 Event = StoreEvent | OwnStoreLost | WorkerEvent | Signalled | Tick

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from elaunch.agent.core.events import Signalled
 from elaunch.agent.core.hang import Quiet
 from elaunch.agent.core.still import Standstill
 from elaunch.records import dataclass
 from elaunch.rendezvous.types import Failure, Outcome, RankTable
+
+if TYPE_CHECKING:
+    from elaunch.rendezvous.rules.pace import NodePace
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,8 @@ class Running:
     Those of `live` do; `held` is the end of one that waits to be understood. `leaving_s` holds until when each worker
     whose program raised an exception may take its time to end. `is_first` says that this agent ran no generation
     before. `quiet` is how long nothing was reported, `standstill` how the workers look from outside. `ends` are the
-    records of workers that exited with 0, in order.
+    records of workers that exited with 0, in order. `pace` is this node's newest record in the store. The log has the
+    verdict that `slow_node` is slow, empty for none.
     """
 
     table: RankTable
@@ -83,6 +88,8 @@ class Running:
     quiet: Quiet = NOT_QUIET
     standstill: Standstill = NOT_STILL
     ends: tuple[Failure, ...] = ()
+    pace: NodePace | None = None
+    slow_node: str = ""
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from elaunch.agent.core.actions import Action, Commit, Say, SignalWorkers, TakeStacks
 from elaunch.agent.core.events import (
     Looked,
+    Paced,
     Reported,
     Sampled,
     ServiceLost,
@@ -64,6 +65,9 @@ def looked(agent: Agent, running: Running, _event: Looked, now_s: float) -> Step
     if agent.snapshot.hang or running.standstill.said:
         running, heard = _hear_of_hang(agent, running)
         agent = replace(agent, phase=running)
+    if agent.snapshot.slow:
+        running, of_slow = _hear_of_slow(agent, running)
+        agent, heard = replace(agent, phase=running), (*heard, *of_slow)
     actions: tuple[Action, ...] = ()
     if ended:
         agent, actions = _stop_with_job(agent, running, ended, now_s)
@@ -146,6 +150,13 @@ def sampled(agent: Agent, running: Running, event: Sampled, now_s: float) -> Ste
     from elaunch.agent.core import hang_watch
 
     return hang_watch.sampled(agent, running, event, now_s)
+
+
+def paced(agent: Agent, running: Running, event: Paced, now_s: float) -> Step:
+    """Tell the leader for which share of the time each rank waits in collectives, if that has changed."""
+    from elaunch.agent.core import pace_watch
+
+    return pace_watch.paced(agent, running, event, now_s)
 
 
 def stacks_taken(agent: Agent, running: Running, event: StacksTaken, now_s: float) -> Step:
@@ -251,6 +262,12 @@ def _hear_of_hang(agent: Agent, running: Running) -> tuple[Running, tuple[Action
     from elaunch.agent.core.hang_watch import hear_of_hang
 
     return hear_of_hang(agent, running)
+
+
+def _hear_of_slow(agent: Agent, running: Running) -> tuple[Running, tuple[Action, ...]]:
+    from elaunch.agent.core.pace_watch import hear_of_slow
+
+    return hear_of_slow(agent, running)
 
 
 def _signal_for(

@@ -1,4 +1,4 @@
-"""Which rank of a node the others wait for, again and again, and what is different about it; pure.
+"""Which rank of a node the others wait for, again and again; pure.
 
 Ranks of a job step together, so all of them take equally long for a step. A slow rank shows in how they spend that
 time: it works, and the others wait for it. This needs no word of the program.
@@ -6,11 +6,15 @@ time: it works, and the others wait for it. This needs no word of the program.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import field, replace
+from typing import TYPE_CHECKING
 
 from elaunch.agent.core.standstill import LOOK_S_MAX, Window
 from elaunch.records import dataclass
+
+if TYPE_CHECKING:
+    from elaunch.rendezvous.rules.pace import SlowNode
 
 # A rank is named that was the slow one in so many windows in a row: two minutes.
 WINDOW_S = 20.0
@@ -27,12 +31,14 @@ class Slow:
     """The other ranks of the node wait for `local_rank`, for `wait_share` of the time, and have done for `lasted_s`.
 
     `seen` says how that was seen, as the end of a sentence, where it is not by the time for which each rank works.
+    `among_nodes` is the verdict of the leader where the ranks of the other nodes wait for it.
     """
 
     local_rank: int
     wait_share: float
     lasted_s: float
     seen: str = ""
+    among_nodes: SlowNode | None = None
 
 
 @dataclass(frozen=True)
@@ -71,44 +77,6 @@ class SlowRanks:
         return known, Slow(rank, wait, WINDOWS * WINDOW_S)
 
 
-@dataclass(frozen=True)
-class Traits:
-    """What may make a rank slower than others of its node. Shares are of the time.
-
-    `cpus` is how many CPUs it may use, `nice` its nice value. Of the time in which it wanted a CPU it had none for
-    `delayed`. Its cgroup throttled it for `throttled`, and its children (data loaders) used `children` CPUs.
-    `major_faults` are pages read from a disk, per second. `clock_mhz` is its GPU's clock, 0 if unknown, and
-    `limited_by` are the driver's reasons for a low one.
-    """
-
-    cpus: int
-    nice: int
-    delayed: float
-    throttled: float
-    children: float
-    major_faults: float
-    clock_mhz: int = 0
-    limited_by: str = ""
-
-
-def slow_words(rank: int, slow: Slow, own: Traits | None, others: Sequence[Traits]) -> str:
-    """The sentence for the log."""
-    said = (
-        f"rank {rank} is slower than the other ranks of this node: they wait for {slow.wait_share:.0%} of the time, for"
-        f" the last {slow.lasted_s:.0f} s{slow.seen}"
-    )
-    if own is None or not others:
-        return said
-    differences = _differences(own, others)
-    return f"{said}; {', and '.join(differences)}" if differences else f"{said}; {_NOTHING_DIFFERS}"
-
-
-_NOTHING_DIFFERS = (
-    "its CPUs, its GPU and its data loaders are like theirs, so it may have more work: longer samples, or a part of the"
-    " program that only this rank runs or waits for"
-)
-
-
 def _worked_s(look: Window) -> float:
     """Seconds in which the main thread did not wait: on a CPU, in the queue for one, or for a disk."""
     if look.state == "D":
@@ -124,43 +92,14 @@ def _slowest(busy: Mapping[int, float]) -> tuple[int, float] | None:
     others = [share for other, share in busy.items() if other != rank]
     # Every other rank waits for the slow one. If one does not, it is as slow, or has work of its own.
     is_alone = busy[rank] - max(others) >= _WAIT_MIN
-    if busy[rank] < _BUSY_MIN or not is_alone or _median(others) < _OTHERS_BUSY_MIN:
+    if busy[rank] < _BUSY_MIN or not is_alone or median(others) < _OTHERS_BUSY_MIN:
         return None
-    return rank, busy[rank] - _median(others)
+    return rank, busy[rank] - median(others)
 
 
-def _median(values: Iterable[float]) -> float:
+def median(values: Iterable[float]) -> float:
+    """Their median."""
     # Imported here: it brings decimal and fractions, and the agent starts sooner without.
-    from statistics import median
+    import statistics
 
-    return median(values)
-
-
-def _differences(own: Traits, others: Sequence[Traits]) -> list[str]:
-    def usual(value: Callable[[Traits], float]) -> float:
-        return _median(value(other) for other in others)
-
-    said = []
-    if own.cpus < usual(lambda t: t.cpus):
-        said.append(f"it may use {_cpus(own.cpus)}, and they {_cpus(round(usual(lambda t: t.cpus)))}")
-    if own.nice > usual(lambda t: t.nice):
-        said.append(f"its nice value is {own.nice}, and theirs {usual(lambda t: t.nice):.0f}")
-    if own.delayed >= 0.2 and own.delayed >= 1.5 * usual(lambda t: t.delayed):
-        said.append(
-            f"when it wants a CPU it has to wait for {own.delayed:.0%} of that time, and they for"
-            f" {usual(lambda t: t.delayed):.0%}: other processes use its CPUs"
-        )
-    if own.throttled >= 0.05:
-        said.append(f"its cgroup's limit (cpu.max) holds it back for {own.throttled:.0%} of the time")
-    if own.major_faults >= 10 and own.major_faults >= 3 * usual(lambda t: t.major_faults):
-        said.append(f"it reads {own.major_faults:.0f} pages a second from a disk (swap, or mapped files)")
-    if own.children >= 0.5 and own.children >= 1.5 * usual(lambda t: t.children):
-        said.append(f"its data loaders use {own.children:.1f} CPUs, and theirs {usual(lambda t: t.children):.1f}")
-    if own.clock_mhz and own.clock_mhz < 0.9 * usual(lambda t: t.clock_mhz):
-        why = f", limited by {own.limited_by}" if own.limited_by else ""
-        said.append(f"its GPU runs at {own.clock_mhz} MHz, and theirs at {usual(lambda t: t.clock_mhz):.0f} MHz{why}")
-    return said
-
-
-def _cpus(count: int) -> str:
-    return "1 CPU" if count == 1 else f"{count} CPUs"
+    return statistics.median(values)

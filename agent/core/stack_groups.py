@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from elaunch.agent.core.failures import NOT_USER_CODE
 from elaunch.records import dataclass
+from elaunch.threads import OWN
 
 # States in /proc/PID/stat: held by a signal, or by a debugger.
 _STOPPED, _TRACED = "T", "t"
@@ -49,12 +50,14 @@ class ThreadStack:
 
     `is_active` says that the thread was on a core, or wanted one. `syscall` is the system call that it sleeps in, empty
     if it runs or if that cannot be read; `target` is the file, pipe, terminal or socket of that call, if it has one.
-    `values` stands for the values of its local variables, if they were read: equal if none of them has changed.
+    `is_own` says that elaunch has started it, in the worker. `values` stands for the values of its local variables, if
+    they were read: equal if none of them has changed.
     """
 
     name: str
     frames: tuple[Frame, ...]
     is_main: bool = False
+    is_own: bool = False
     is_active: bool = False
     holds_gil: bool = False
     syscall: str = ""
@@ -193,8 +196,9 @@ def _process_text(stack: Stack, margin: str = "") -> str:
     held = "stopped by a signal" if stack.is_stopped else "held by a debugger" if stack.is_traced else ""
     lines = [f"{margin}{text}" for text in (held, stack.trouble) if text]
     # The main thread first: most readers need no other.
-    for thread in sorted(stack.threads, key=lambda thread: not thread.is_main):
-        lines.append(f"{margin}thread {thread.name}: {_thread_words(thread)}")
+    for thread in sorted(stack.threads, key=lambda thread: (thread.is_own, not thread.is_main)):
+        own = f" ({OWN})" if thread.is_own else ""
+        lines.append(f"{margin}thread {thread.name}{own}: {_thread_words(thread)}")
         lines += [f'{margin}  File "{frame.file}", line {frame.line}, in {frame.function}' for frame in thread.frames]
     for child in stack.children:
         lines += [f"{margin}child process, pid {child.pid}", _process_text(child, f"{margin}    ")]

@@ -19,6 +19,8 @@ from elaunch.agent.forkserver.wire import descriptors
 _FRESH_S = 2.5
 _PACKET_BYTES_MAX = 64 << 10
 _ENTRIES_BYTES_MAX = 32 << 20
+# A worker that answers what it is asked has sent two at most. More wait for the next look.
+_PACKETS_MAX = 16
 _ANSWER_S = 3.0
 # A thread that has not answered for this long does not come to run: somebody holds the GIL, or all threads.
 _SILENT_S = 0.5
@@ -68,20 +70,24 @@ class FlightRecorder:
             self._lock.release()
 
     def _look(self, now_s: float) -> Counts | None:
-        answered = False
-        while (packet := self._receive()) is not None:
+        newest = None
+        for _ in range(_PACKETS_MAX):
+            packet = self._receive()
+            if packet is None:
+                break
             kind, fds = packet
             _close(fds)
             if kind[:1] == b"n":
-                answered, self._answered_s = True, now_s
-                if kind[1:] != self._text:
-                    self._text = kind[1:]
-                    self.counts = read_counts(self._text)
-        if answered or self._asked_s is None:
+                newest = kind[1:]
+        if newest is not None:
+            self._answered_s = now_s
+            if newest != self._text:
+                self._text, self.counts = newest, read_counts(newest)
+        if newest is not None or self._asked_s is None:
             self._asked_s = now_s
             self._asked += 1
             self._end.send(b"n", socket.MSG_NOSIGNAL)
-        return self.counts if answered else None
+        return None if newest is None else self.counts
 
     def is_stalled(self, now_s: float) -> bool:
         """Whether since the last call a collective has not ended, and the worker has entered and ended none."""

@@ -33,6 +33,8 @@ from elaunch.rendezvous.codec import parse_json
 if TYPE_CHECKING:
     from elaunch.agent.workers.flight_recorder import FlightRecorder
 
+# The mean time between two looks, each of which is up to a quarter earlier or later. Looks in step with the program
+# would always find it in the same call.
 _LOOK_S = 1.0
 _LINK_BYTES_MAX = 1 << 16
 # The most characters of a note, which goes to the log, and of a phase's name, which goes into a failure's message.
@@ -205,6 +207,11 @@ def line_of(message: Message) -> bytes:
     return json.dumps(said).encode() + b"\n"
 
 
+def _next_look_s() -> float:
+    # The module random takes a start some milliseconds.
+    return _LOOK_S * (0.75 + os.urandom(1)[0] / 510)
+
+
 class Links:
     """The open links of a generation. `fileno` is readable when one of them must be read at once."""
 
@@ -219,7 +226,7 @@ class Links:
     def add(self, link: Link) -> None:
         """Watch a link from now on."""
         if not self._open:
-            self._look_at_s = time.monotonic() + _LOOK_S
+            self._look_at_s = time.monotonic() + _next_look_s()
         self._open[link.fileno()] = link
         self._epoll.register(link, select.EPOLLRDHUP)
 
@@ -254,5 +261,5 @@ class Links:
         """All open links when the next look is due, else none."""
         if not self._open or now_s < self._look_at_s:
             return []
-        self._look_at_s = now_s + _LOOK_S
+        self._look_at_s = now_s + _next_look_s()
         return self.open

@@ -21,11 +21,12 @@ from elaunch.agent.workers.reporter import Reporter
 if TYPE_CHECKING:
     from elaunch.agent.workers.hang_monitor import HangMonitor
     from elaunch.agent.workers.slow_monitor import SlowMonitor
+    from elaunch.rendezvous.rules.pace import SlowNode
 
 # After the start of the first workers.
 _FIRST_LOOK_S = 1.0
-# Less than the second after which the links wake the loop.
-_COUNT_EVERY_S = 0.9
+# Less than the shortest time after which the links wake the loop.
+_COUNT_EVERY_S = 0.7
 
 
 class Observers:
@@ -104,6 +105,10 @@ class Observers:
         known = {rank: each for rank, each in counts.items() if each is not None}
         if known and len(known) == len(counts):
             self._slow.counted(group, known)
+
+    def name_slow(self, slow: SlowNode) -> None:
+        """Name ranks of this node that are slower than those of all other nodes."""
+        self._slow.name(self._current.group, slow)
 
     def take_samples(self) -> Iterator[Sampled]:
         """What was seen since the last call."""

@@ -26,6 +26,7 @@ from elaunch.agent.core.stack_groups import Frame, Stack, ThreadStack
 from elaunch.agent.core.tracing import tracing_advice
 from elaunch.rendezvous.codec import parse_json
 from elaunch.rendezvous.texts import plain
+from elaunch.threads import is_own, only_listens
 
 TOOL = "py-spy"
 NO_TOOL = f"{TOOL} is not installed; `pip install {TOOL}` has it"
@@ -41,7 +42,6 @@ _THREADS_MAX = 256
 _FRAMES_MAX = 200
 _TEXT_MAX = 300
 _OUTPUT_BYTES_MAX = 8 << 20
-_OUR_THREAD = "/elaunch/agent/forkserver/collectives.py"
 
 # Calls in which a thread sleeps. The first of their arguments is a file descriptor where `_OF_A_FILE` has them.
 _CALLS = {
@@ -109,7 +109,7 @@ def _take_one(tool: str | None, rank: int, pid: int, until_s: float) -> Stack:
         items, trouble = _dump(tool, pid, until_s)
         if items or time.monotonic() >= until_s:
             break
-    threads = tuple(_thread(pid, item) for item in items if not _is_ours(item))
+    threads = tuple(_thread(pid, item) for item in items if item.tid == pid or not only_listens(item.files))
     if any(thread.is_main and thread.is_active for thread in threads):
         values = _values(pid, _dump(tool, pid, until_s, "--locals")[0])
         threads = tuple(replace(thread, values=values) if thread.is_main else thread for thread in threads)
@@ -162,6 +162,10 @@ class _Thread(NamedTuple):
     frames: tuple[Frame, ...]
     locals: tuple[object, ...]
 
+    @property
+    def files(self) -> list[str]:
+        return [frame.file for frame in self.frames]
+
 
 def _parsed(item: dict[str, Any]) -> _Thread:
     """Raises KeyError, TypeError and ValueError where it has another form."""
@@ -180,17 +184,13 @@ def _parsed(item: dict[str, Any]) -> _Thread:
     )
 
 
-def _is_ours(item: _Thread) -> bool:
-    """Whether it is the worker's thread that answers the agent."""
-    return any(frame.file.endswith(_OUR_THREAD) for frame in item.frames)
-
-
 def _thread(pid: int, item: _Thread) -> ThreadStack:
     call, target = ("", "") if item.is_active else _sleeps_in(pid, item.tid)
     return ThreadStack(
         item.name,
         item.frames,
         is_main=item.tid == pid,
+        is_own=item.tid != pid and is_own(item.files),
         is_active=item.is_active,
         holds_gil=item.owns_gil,
         syscall=call,

@@ -32,6 +32,7 @@ from elaunch.rendezvous.types import Failure, RankTable
 if TYPE_CHECKING:
     from elaunch.agent.core.causes.cause import Facts
     from elaunch.agent.core.node_report import WorkersSeen
+    from elaunch.rendezvous.rules.pace import SlowNode
 
 _RANKS_SHOWN = 8
 
@@ -201,6 +202,10 @@ class Workers:
     def blame(self, order: Blame) -> None:
         """Make a failure of a hang. Posts `WorkersHung`."""
         self._observers.hangs.blame(order)
+
+    def name_slow(self, slow: SlowNode) -> None:
+        """Say that ranks of this node are slower than those of all other nodes, and what may be the cause."""
+        self._observers.name_slow(slow)
 
     def replace_fork_server(self, generation: int) -> None:
         """End a fork server that does not answer, and start another; posts `ServiceLost`."""

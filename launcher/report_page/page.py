@@ -322,6 +322,7 @@ def _warning(warned: Warned, history: History) -> dict[str, object]:
         "host": warned.host,
         "rank": warned.rank if warned.rank >= 0 else None,
         "sentence": warned.sentence,
+        "causes": list(warned.causes),
         "became_failure": warned.is_failure,
     }
 

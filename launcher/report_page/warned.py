@@ -15,6 +15,7 @@ from elaunch.records import dataclass
 
 # All nodes tell of one hang within this time.
 _SAME_S = 10.0
+_CAUSES_MAX = 8
 
 
 class WarnedKind(Enum):
@@ -30,6 +31,7 @@ class Warned:
 
     `until_s` is when the job went on after a hang, NaN if no event says so. `rank` is -1 if the warning names none.
     `is_failure` says that the hang became a failure, which the page has among the failures. `folder` is of `host`.
+    `causes` name what may make a rank slow.
     """
 
     kind: WarnedKind
@@ -43,6 +45,7 @@ class Warned:
     folder: str
     until_s: float = math.nan
     is_failure: bool = False
+    causes: tuple[str, ...] = ()
 
 
 def warned_of(nodes: Sequence[NodeLog], faults: Sequence[Fault]) -> tuple[Warned, ...]:
@@ -93,19 +96,26 @@ def _hang_words(event: PastEvent) -> str:
 def _slow_ranks(nodes: Sequence[NodeLog]) -> Iterator[Warned]:
     for node in nodes:
         for at_s, event in _events([node], "slow"):
-            rank, percent = event.number("rank"), event.number("wait_percent")
-            waited = f"they waited for it {percent} % of the time" if percent >= 0 else "they waited for it"
+            rank = event.number("rank")
             yield Warned(
                 WarnedKind.SLOW,
                 event.generation,
                 at_s,
-                max(at_s - WINDOWS * WINDOW_S, 0.0),
+                max(at_s - event.number("lasted_s", int(WINDOWS * WINDOW_S)), 0.0),
                 node.host,
                 rank,
                 _local_rank(node, event),
-                f"rank {rank} was slower than the other ranks of {node.host}: {waited}",
+                event.text("text") or _slow_words(node, event),
                 node.folder,
+                causes=event.texts("causes")[:_CAUSES_MAX],
             )
+
+
+def _slow_words(node: NodeLog, event: PastEvent) -> str:
+    """The sentence for the event of an elaunch whose events have none."""
+    rank, percent = event.number("rank"), event.number("wait_percent")
+    waited = f"they waited for it {percent} % of the time" if percent >= 0 else "they waited for it"
+    return f"rank {rank} was slower than the other ranks of {node.host}: {waited}"
 
 
 def _events(nodes: Sequence[NodeLog], name: str) -> list[tuple[float, PastEvent]]:

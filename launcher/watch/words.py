@@ -72,7 +72,7 @@ def facts_of(record: dict[str, Any]) -> list[tuple[str, str]]:
     # A failure that is known says more than the cause of the restart.
     is_said = generation is None or (failure is not None and generation["kind"] == "fail")
     if generation and generation["number"] and not is_said:
-        facts.append(("opened", f"since {generation['cause']}"))
+        facts.append(("why", f"this generation began because {generation['cause']}"))
     if record["outcome"]:
         facts.append(("outcome", f"{record['outcome']['reason']}; exit code {record['outcome']['exit_code']}"))
     for node in record["nodes"]:

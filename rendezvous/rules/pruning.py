@@ -12,6 +12,7 @@ from elaunch.rendezvous.types import Outcome
 FAILURES_KEPT = 20
 # A transaction holds at most 128 operations, so one seal tidies up at most this many generations.
 _TIDIED_MAX = 40
+_ENDED_PARTS = ("joined", "detailed", "done", "still", "pace")
 
 
 def outdated(snapshot: Snapshot, sealed: int) -> tuple[Op, ...]:
@@ -27,7 +28,9 @@ def outdated(snapshot: Snapshot, sealed: int) -> tuple[Op, ...]:
         Delete(keys.done(0), keys.done(sealed)),
         Delete(keys.detailed(0), keys.detailed(sealed)),
         Delete(keys.still(0), keys.still(sealed)),
+        Delete(keys.pace(0), keys.pace(sealed)),
         Delete(keys.hang),
+        Delete(keys.slow),
     ]
     recorded = sorted(number for number in snapshot.failures if number < sealed)
     if len(recorded) > FAILURES_KEPT + 1:
@@ -47,8 +50,9 @@ def ending(snapshot: Snapshot, outcome: Outcome) -> tuple[Op, ...]:
     keys = snapshot.keys
     ops: list[Op] = [
         snapshot.put(keys.ended, encode(outcome)),
-        *(Delete(f"{keys.root}{part}/", f"{keys.root}{part}0") for part in ("joined", "detailed", "done", "still")),
+        *(Delete(f"{keys.root}{part}/", f"{keys.root}{part}0") for part in _ENDED_PARTS),
         Delete(keys.hang),
+        Delete(keys.slow),
     ]
     if snapshot.tables:
         ops.append(Delete(keys.table(0), keys.table(max(snapshot.tables))))

@@ -21,11 +21,12 @@ from elaunch.rendezvous.types import Failure, Generation, Joined, Node, Outcome,
 
 if TYPE_CHECKING:
     from elaunch.rendezvous.rules.hang_records import Hang, StillNode
+    from elaunch.rendezvous.rules.pace import NodePace, SlowNode
     from elaunch.rendezvous.rules.questions import Question
 
-Belonging = TypeVar("Belonging", "Node", "Joined", "StillNode")
+Belonging = TypeVar("Belonging", "Node", "Joined", "StillNode", "NodePace")
 # Without such a record the job goes on: a sentence says that it cannot be read.
-_SPARED = ("failures", "still")
+_SPARED = (["failures"], ["still"], ["pace"], ["ctl", "hang"], ["ctl", "slow"])
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,15 @@ class Keys:
         """The leader's verdict that the job hangs."""
         return f"{self.control}hang"
 
+    def pace(self, generation: int, node_id: str = "") -> str:
+        """The key by which this node says how long its ranks wait in collectives."""
+        return f"{self.root}pace/{generation:010}/{node_id}"
+
+    @property
+    def slow(self) -> str:
+        """The leader's verdict that all other nodes wait for one."""
+        return f"{self.control}slow"
+
     def table(self, generation: int) -> str:
         return f"{self.control}table/{generation:010}"
 
@@ -114,9 +124,9 @@ class Snapshot:
     """The state on which decisions are based, as it was at `revision`.
 
     A follower's snapshot holds what is under `ctl/`. Only a `whole` snapshot has members, joined, failures (in the
-    order in which they were recorded), done and still. `starter` has claimed the start of the first run. `question` is
-    what somebody asks the nodes; nothing is decided from it. `unreadable` holds sentences about records that could not
-    be read.
+    order in which they were recorded), done, still and pace. `starter` has claimed the start of the first run.
+    `question` is what somebody asks the nodes; nothing is decided from it. `unreadable` holds sentences about records
+    that could not be read.
     """
 
     keys: Keys
@@ -138,6 +148,8 @@ class Snapshot:
     tables: Mapping[int, RankTable] = field(default_factory=dict)
     question: Question | None = None
     hang: Hang | None = None
+    pace: Mapping[int, Mapping[str, NodePace]] = field(default_factory=dict)
+    slow: SlowNode | None = None
     unreadable: tuple[str, ...] = ()
 
     @property
@@ -194,6 +206,7 @@ class SnapshotReader:
         failures: dict[int, list[tuple[int, Failure]]] = {}
         done: dict[int, set[str]] = {}
         still: dict[int, dict[str, StillNode]] = {}
+        pace: dict[int, dict[str, NodePace]] = {}
         tables: dict[int, RankTable] = {}
         for key, entry in view.entries.items():
             before = self._known.get(key)
@@ -216,8 +229,12 @@ class SnapshotReader:
                     done.setdefault(int(generation), set()).add(node_id)
                 case ["still", generation, node_id] if record is not None:
                     still.setdefault(int(generation), {})[node_id] = record
+                case ["pace", generation, node_id] if record is not None:
+                    pace.setdefault(int(generation), {})[node_id] = record
                 case ["ctl", "hang"]:
                     fields |= {"hang": record}
+                case ["ctl", "slow"]:
+                    fields |= {"slow": record}
                 case ["ctl", "table", generation]:
                     tables[int(generation)] = record
                 case ["ctl", "spec"]:
@@ -242,6 +259,7 @@ class SnapshotReader:
             failures={g: tuple(f for _, f in sorted(records, key=lambda r: r[0])) for g, records in failures.items()},
             done={g: frozenset(nodes) for g, nodes in done.items()},
             still=still,
+            pace=pace,
             tables=tables,
             unreadable=tuple(unreadable),
             **fields,
@@ -255,7 +273,7 @@ class SnapshotReader:
             return _decoder(parts)(entry.value)
         except ValueError as error:
             sentence = f"{key} in the store is {error}"
-            if known is None and parts[0] not in _SPARED and parts != ["ctl", "hang"]:
+            if known is None and parts[:1] not in _SPARED and parts not in _SPARED:
                 raise ValueError(sentence) from error
             unreadable.append(sentence)
             return known[1] if known else None
@@ -264,7 +282,7 @@ class SnapshotReader:
 def _check_number(parts: list[str]) -> None:
     """Raises ValueError if a key that must contain a generation does not."""
     match parts:
-        case ["joined" | "failures" | "detailed" | "done" | "still", number, _] | ["ctl", "table", number]:
+        case ["joined" | "failures" | "detailed" | "done" | "still" | "pace", number, _] | ["ctl", "table", number]:
             check_generation_of_key(number)
 
 
@@ -293,6 +311,14 @@ def _decoder(parts: list[str]) -> Callable[[str], Any]:
             from elaunch.rendezvous.rules.hang_records import StillNode, check_hang_record
 
             return lambda text: _of_node(node_id, _credible(StillNode, text, check_hang_record))
+        case ["pace", _, node_id]:
+            from elaunch.rendezvous.rules.pace import NodePace, check_pace
+
+            return lambda text: _of_node(node_id, _credible(NodePace, text, check_pace))
+        case ["ctl", "slow"]:
+            from elaunch.rendezvous.rules.pace import SlowNode, check_pace
+
+            return lambda text: _credible(SlowNode, text, check_pace)
         case ["ctl", "hang"]:
             from elaunch.rendezvous.rules.hang_records import Hang, check_hang_record
 

@@ -25,7 +25,7 @@ from elaunch.rendezvous.types import (
     host_of,
 )
 
-_RUN_PARTS = ("joined", "failures", "detailed", "done", "still")
+_RUN_PARTS = ("joined", "failures", "detailed", "done", "still", "pace")
 _NAMES_SHOWN = 3
 # Each lost node needs two guards; etcd takes 128 in one transaction.
 _LOST_GUARDED = 50
@@ -59,6 +59,7 @@ def start_run(snapshot: Snapshot, terms: Terms, me: Node, lease: int) -> Txn:
             Delete(keys.ended),
             Delete(keys.starter),
             Delete(keys.hang),
+            Delete(keys.slow),
             Put(keys.spec, encode(terms), run),
             Put(keys.generation, encode(Generation(number, OpenKind.START, "the job starts")), run),
             Put(keys.leader, me.node_id, lease),

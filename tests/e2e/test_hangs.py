@@ -146,8 +146,8 @@ def test_on_two_nodes_the_rank_is_named_on_both_and_its_node_has_the_failure(tmp
         assert [job.wait() for job in (one, other)] == [0, 0], one.output + other.output
 
     words = (
-        r"the job seems to hang: rank 3 on \S+ runs in python_loop \(train\.py:\d+\), at the same line in every look,"
-        r" while ranks 0, 1, 2 wait in all_reduce"
+        r"the job seems to hang: rank 3 on \S+ runs in python_loop \(train\.py:\d+\), at the same line in every look"
+        rf"{AFTER}, while ranks 0, 1, 2 wait in all_reduce"
     )
     for job in (one, other):
         assert len(re.findall(words, job.stderr)) == 1, job.stderr

@@ -59,7 +59,12 @@ def judge_gpus(facts: GpuFacts, needs: Needs) -> tuple[Finding, ...]:
     kinds = ", ".join(f"{count} × {name}" for name, count in names.items())
     found = [ok(f"{kinds}, driver {facts.driver}, as {facts.source} says")]
     if len(names) > 1:
-        found.append(warn(f"the GPUs differ: {kinds}", "the slowest sets the pace; choose by CUDA_VISIBLE_DEVICES"))
+        found.append(
+            warn(
+                f"the GPUs differ: {kinds}",
+                "all ranks wait for the slowest GPU; choose equal ones with CUDA_VISIBLE_DEVICES",
+            )
+        )
     if len(facts.gpus) < facts.nodes:
         found.append(
             bad(
@@ -83,7 +88,7 @@ def _without_nvidia(facts: GpuFacts, needs: Needs) -> tuple[Finding, ...]:
     if needs.wants_gpus:
         return (
             bad(
-                "--nproc-per-node gpu, and there is no NVIDIA driver here",
+                "--nproc-per-node gpu needs an NVIDIA driver, and there is none here",
                 "ask the scheduler for GPUs; in a container use the NVIDIA runtime (docker run --gpus all)",
             ),
         )
@@ -95,17 +100,20 @@ def _gpu(gpu: GpuState) -> tuple[Finding, ...]:
     who, reset = f"GPU {gpu.index}", _RESET.format(gpu.index)
     found = []
     if gpu.remap_failed:
-        found.append(bad(f"{who} could not take a bad row of memory out of use", "replace it (RMA)"))
+        found.append(bad(f"{who} could not take a bad row of memory out of use", "have the vendor replace it (RMA)"))
     if gpu.uncorrected:
         found.append(bad(f"{who} had {gpu.uncorrected} uncorrectable memory errors since the driver was loaded", reset))
     if gpu.pending:
         found.append(bad(f"{who} waits for a reset to take bad memory out of use", reset))
     if gpu.temperature_c is not None and gpu.slows_at_c and gpu.temperature_c >= gpu.slows_at_c:
         found.append(
-            warn(f"{who} has {gpu.temperature_c} °C and slows down at {gpu.slows_at_c} °C", "look at fans and airflow")
+            warn(
+                f"{who} is at {gpu.temperature_c} °C, and slows down from {gpu.slows_at_c} °C on",
+                "check fans and airflow",
+            )
         )
     elif gpu.slowed_by:
-        found.append(warn(f"{who} is slowed down: {gpu.slowed_by}", "look at the node's cooling and power supplies"))
+        found.append(warn(f"{who} is slowed down: {gpu.slowed_by}", "check the node's cooling and power supplies"))
     if gpu.processes:
         shown = ", ".join(
             f"{process.name or 'process'} (pid {process.pid}"
@@ -113,13 +121,15 @@ def _gpu(gpu: GpuState) -> tuple[Finding, ...]:
             for process in gpu.processes[:_SHOWN_MAX]
         )
         more = f" and {len(gpu.processes) - _SHOWN_MAX} more" if len(gpu.processes) > _SHOWN_MAX else ""
-        found.append(warn(f"{who} is in use by {shown}{more}", "end them, or choose others by CUDA_VISIBLE_DEVICES"))
+        found.append(
+            warn(f"{who} is in use by {shown}{more}", "end them, or choose other GPUs with CUDA_VISIBLE_DEVICES")
+        )
     elif gpu.memory_used is not None and gpu.memory_total and gpu.memory_used > _MEMORY_USED_MAX:
         found.append(
             warn(
                 f"{bytes_text(gpu.memory_used)} of {who}'s {bytes_text(gpu.memory_total)} are in use, by no process"
                 " seen here",
-                "look in other containers: fuser -v /dev/nvidia* on the host",
+                "look for its process in other containers: fuser -v /dev/nvidia* on the host",
             )
         )
     return tuple(found)
@@ -152,7 +162,7 @@ def judge_rdma(facts: RdmaFacts, _needs: Needs) -> tuple[Finding, ...]:
     text = f"{len(active)} of {len(facts.ports)} InfiniBand or RoCE ports are active"
     found = [ok(text)]
     if not active:
-        found = [warn(f"{text}, so NCCL uses TCP", "look at cables, switch and subnet manager (ibstat)")]
+        found = [warn(f"{text}, so NCCL uses TCP", "check cables, switch and subnet manager (ibstat)")]
     if active and facts.memlock not in (NO_LIMIT,) and facts.memlock < _MEMLOCK_WANTED and not facts.may_lock:
         found.append(
             warn(
@@ -180,7 +190,7 @@ def judge_torch(facts: TorchFacts, needs: Needs, gpus: int = 0) -> tuple[Finding
     if facts.seconds > _SLOW_IMPORT_S:
         found = [
             warn(
-                f"to import torch {facts.version} took {span(facts.seconds)}, at every start of a fork server",
+                f"importing torch {facts.version} took {span(facts.seconds)}; each start of a job takes so long",
                 "put the environment on a local disk",
             )
         ]
@@ -192,12 +202,14 @@ def judge_torch(facts: TorchFacts, needs: Needs, gpus: int = 0) -> tuple[Finding
             )
         )
     if facts.cuda_error:
-        found.append(bad(f"CUDA does not start: {facts.cuda_error}", "look at nvidia-smi; the driver may be too old"))
+        found.append(
+            bad(f"CUDA does not start: {facts.cuda_error}", "run nvidia-smi; the driver may be too old for this torch")
+        )
     if 0 < facts.peerless < facts.pairs:
         found.append(
             warn(
                 f"of {facts.pairs} pairs of GPUs, {facts.peerless} cannot read each other's memory (P2P)",
-                "look at nvidia-smi topo -m; ACS or IOMMU may be on",
+                "run nvidia-smi topo -m; ACS or IOMMU may be on",
             )
         )
     elif facts.pairs:

@@ -95,7 +95,11 @@ def _processes(facts: LimitFacts, needs: Needs) -> tuple[Finding, ...]:
 def _stack(facts: LimitFacts) -> tuple[Finding, ...]:
     if facts.stack == NO_LIMIT or facts.stack >= _STACK_MIN:
         return ()
-    return (warn(f"the limit of a stack (ulimit -s) is {bytes_text(facts.stack)}: deep calls crash", "ulimit -s 8192"),)
+    return (
+        warn(
+            f"the limit of a stack (ulimit -s) is {bytes_text(facts.stack)}: a deep recursion crashes", "ulimit -s 8192"
+        ),
+    )
 
 
 def judge_memory(facts: MemoryFacts, needs: Needs) -> tuple[Finding, ...]:
@@ -186,9 +190,9 @@ def _place(place: PlaceFacts) -> tuple[Finding, ...]:
     if place.free < _DISK_WANTED:
         return (warn(text, other),)
     if place.write_s is not None and place.write_s > _SLOW_WRITE_S:
-        return (warn(f"{text}; to write 1 MiB took {span(place.write_s)}", "look at that disk or file server"),)
+        return (warn(f"{text}; writing 1 MiB took {span(place.write_s)}", "check that disk or file server"),)
     if place.is_noexec and place.name == "TMPDIR":
-        return (warn(f"{text}; it is mounted noexec, so torch.compile fails there", "set TMPDIR to another"),)
+        return (warn(f"{text}; it is mounted noexec, so torch.compile fails there", "set TMPDIR to another folder"),)
     return (ok(text),)
 
 
@@ -202,8 +206,9 @@ def judge_cgroup(facts: CgroupFacts, needs: Needs) -> tuple[Finding, ...]:
     if facts.error:
         found.append(
             warn(
-                f"no cgroup can be made here ({facts.error}): a process that hides from elaunch outlives the job",
-                "nothing is needed for most programs; else let systemd or the container delegate the cgroup",
+                f"no cgroup can be made here ({facts.error}): a process that removes elaunch's marker from its"
+                " environment outlives the job",
+                "most programs need nothing; for others, let systemd or the container delegate the cgroup",
             )
         )
     return tuple(found) or (ok(f"cgroups can be made below {facts.path}"),)
@@ -220,19 +225,19 @@ def judge_stacks(facts: StackFacts, _needs: Needs) -> tuple[Finding, ...]:
 
 def judge_clock(facts: ClockFacts, needs: Needs) -> tuple[Finding, ...]:
     if facts.is_synchronised is None:
-        return (ok("the kernel does not say whether something keeps its clock right"),)
+        return (ok("the kernel does not say whether this host's clock is synchronised"),)
     if needs.nodes_max == 1 and not facts.is_synchronised:
-        return (ok("nothing keeps this host's clock right; a job of one node does not mind"),)
+        return (ok("no service synchronises this host's clock; a job of one node does not need it"),)
     if not facts.is_synchronised:
         return (
             warn(
-                "nothing keeps this host's clock right: the nodes' log lines cannot be put in order",
+                "no service synchronises this host's clock: log lines of several nodes cannot be put in order",
                 "start chrony or systemd-timesyncd on the host",
             ),
         )
     if facts.error_s is not None and facts.error_s > _CLOCK_ERROR_MAX_S:
-        return (warn(f"this host's clock may be wrong by {span(facts.error_s)}", "look at chrony (chronyc tracking)"),)
-    return (ok(f"the clock is kept right, to {span(facts.error_s or 0.0)}"),)
+        return (warn(f"this host's clock may be wrong by {span(facts.error_s)}", "check chrony (chronyc tracking)"),)
+    return (ok(f"this host's clock is synchronised, to {span(facts.error_s or 0.0)}"),)
 
 
 def _limit(number: int) -> str:

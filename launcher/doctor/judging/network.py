@@ -31,7 +31,7 @@ def judge_names(facts: NamesFacts, needs: Needs) -> tuple[Finding, ...]:
 def _own_name(own: NameFacts, needs: Needs) -> Finding:
     if own.error and needs.nodes_max > 1:
         return warn(
-            f"this host's own name, {own.name}, has no address ({own.error}); elaunch tells gloo its interface",
+            f"this host's own name, {own.name}, has no address ({own.error}); gloo is told its interface",
             f"add {own.name} to /etc/hosts or the DNS",
         )
     if own.error:
@@ -43,7 +43,7 @@ def _own_name(own: NameFacts, needs: Needs) -> Finding:
 def _resolved(name: NameFacts) -> Finding:
     text = f"{name.name} is {', '.join(name.addresses[:3])}"
     if name.seconds > _SLOW_RESOLVER_S:
-        return warn(f"{text}; the resolver took {span(name.seconds)}", "look at /etc/resolv.conf: its first server?")
+        return warn(f"{text}; the resolver took {span(name.seconds)}", "check the first server in /etc/resolv.conf")
     return ok(text)
 
 
@@ -111,13 +111,13 @@ def _unreached(facts: StoreFacts) -> Finding:
         case "refused" if facts.is_head:
             return ok(f"{where} yet; this node would serve the job's store there")
         case "refused" if facts.is_served:
-            return warn(f"{where} yet", "right, if the head has not started; else correct --rdzv-endpoint")
+            return warn(f"{where} yet", "this is fine if the head has not started yet; else correct --rdzv-endpoint")
         case "refused":
             return bad(where, "start the etcd, or correct --rdzv-endpoint")
         case _:
             return bad(
                 f"{facts.endpoint} cannot be reached: {facts.why}",
-                "look at the firewall and the route; is --rdzv-endpoint right?",
+                "check the firewall, the route and --rdzv-endpoint",
             )
 
 

@@ -1,18 +1,15 @@
-"""agent.core.slow_ranks: which rank the others wait for, and what is different about it."""
+"""agent.core.slow_ranks: which rank the others wait for."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 import pytest
 
-from elaunch.agent.core.slow_ranks import WINDOW_S, WINDOWS, Slow, SlowRanks, Traits, slow_words
+from elaunch.agent.core.slow_ranks import WINDOW_S, WINDOWS, Slow, SlowRanks
 from elaunch.agent.core.standstill import Window
 
 LOOK_S = 5.0
-USUAL = Traits(cpus=8, nice=0, delayed=0.02, throttled=0.0, children=0.6, major_faults=0.0, clock_mhz=1980)
-SLOW = Slow(3, wait_share=0.3, lasted_s=120.0)
 
 
 def look(busy: float, *, delayed: float = 0.0, state: str = "S", seconds: float = LOOK_S) -> Window:
@@ -79,33 +76,3 @@ def test_a_rank_that_is_gone_and_a_stopped_agent_begin_it_afresh(other: Mapping[
     state, found = named(other, 1, state)
 
     assert found == named(SKEWED, 3, state)[1] == []
-
-
-@pytest.mark.parametrize(
-    ("own", "words"),
-    [
-        ({"cpus": 1}, "it may use 1 CPU, and they 8 CPUs"),
-        ({"nice": 10}, "its nice value is 10, and theirs 0"),
-        ({"delayed": 0.4}, "has to wait for 40% of that time, and they for 2%: other processes use its CPUs"),
-        ({"throttled": 0.3}, "its cgroup's limit (cpu.max) holds it back for 30% of the time"),
-        ({"major_faults": 120.0}, "it reads 120 pages a second from a disk (swap, or mapped files)"),
-        ({"children": 1.8}, "its data loaders use 1.8 CPUs, and theirs 0.6"),
-        (
-            {"clock_mhz": 1200, "limited_by": "its temperature"},
-            "its GPU runs at 1200 MHz, and theirs at 1980 MHz, limited by its temperature",
-        ),
-        ({}, "so it may have more work"),
-    ],
-)
-def test_what_is_different_about_a_slow_rank_is_said(own: dict[str, float], words: str) -> None:
-    said = slow_words(11, SLOW, replace(USUAL, **own), [USUAL, USUAL])  # type: ignore[arg-type]
-
-    assert said.startswith(
-        "rank 11 is slower than the other ranks of this node: they wait for 30% of the time, for the"
-    )
-    assert words in said
-    assert said.count(" and they") + said.count("its ") <= 4, "nothing else is said to differ"
-
-
-def test_without_the_facts_only_what_was_seen_is_said() -> None:
-    assert slow_words(11, SLOW, None, [USUAL]).endswith("for the last 120 s")

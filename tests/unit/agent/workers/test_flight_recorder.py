@@ -9,14 +9,17 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from elaunch.agent.core import wait_shares
 from elaunch.agent.core.collectives import evidence
+from elaunch.agent.core.events import Event, Paced
 from elaunch.agent.core.late_ranks import LOOKS, WINDOWS
 from elaunch.agent.output.timeline import Timeline
 from elaunch.agent.workers import slow_monitor, stacks
@@ -24,8 +27,11 @@ from elaunch.agent.workers.flight_recorder import FlightRecorder, all_entries
 from elaunch.agent.workers.link import Link
 from elaunch.agent.workers.reporter import Reporter
 from elaunch.agent.workers.slow_monitor import SlowMonitor
+from elaunch.rendezvous.rules.table_codec import seats_of
+from elaunch.rendezvous.types import RankTable
 from tests.harness import environment, free_ports, wait_for
 
+REST = b'"last_started_collective": -1, "last_completed_collective": 0}}}'
 # Rank 1 sleeps before each collective: it uses no CPU, so nothing but the numbers shows that the other waits for it.
 # At a line on stdin it enters none, and at the next one it goes on.
 PROGRAM = """
@@ -65,6 +71,9 @@ print(json.dumps(facts), flush=True)
 """
 
 
+TABLE = RankTable(0, seats_of([("a", 1, "default"), ("b", 1, "default")]), "127.0.0.1", 1, "")
+
+
 @dataclass
 class Ranks:
     """Two ranks, their agent's ends, and what it says."""
@@ -73,6 +82,7 @@ class Ranks:
     links: dict[int, Link]
     said: list[str] = field(default_factory=list)
     generation: int = 0
+    table: RankTable = TABLE
 
     @property
     def recorders(self) -> dict[int, FlightRecorder]:
@@ -129,7 +139,8 @@ def test_ranks_tell_their_collectives_while_they_run_and_hang_and_keep_nothing_o
     no_failure: Any = None
     group: Any = ranks
     timeline = Timeline(None, ranks.said.append, lambda _: None)
-    monitor = SlowMonitor(Reporter(lambda _: None, lambda text, _: ranks.said.append(text), timeline, no_failure))
+    posted: list[Event] = []
+    monitor = SlowMonitor(Reporter(posted.append, lambda text, _: ranks.said.append(text), timeline, no_failure))
     wait_for(ranks.read, "both process groups")
 
     # A look each few milliseconds, in place of one each second.
@@ -145,6 +156,13 @@ def test_ranks_tell_their_collectives_while_they_run_and_hang_and_keep_nothing_o
     assert said.startswith("rank 1 is slower than the other ranks of this node: they wait for ")
     assert " s; it enters a collective " in said
     assert " ms after all of them; " in said
+
+    def shares() -> Mapping[int, float] | None:
+        looks()
+        return posted[-1].shares if posted and isinstance(posted[-1], Paced) else None
+
+    found_shares = wait_for(shares, f"the shares of {wait_shares.LOOKS} looks")
+    assert found_shares[0] > 0.5 > found_shares[1], "rank 0 waits for rank 1"
 
     worker: Any = ranks.processes[1].stdin
     worker.write("stop\n")
@@ -263,3 +281,22 @@ def test_descriptors_that_nobody_asked_for_are_closed() -> None:
     recorder.close()
     os.close(answer)
     os.close(write)
+
+
+def test_a_worker_that_floods_its_agent_is_read_in_order_and_only_in_part_at_each_look() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    recorder = FlightRecorder(ours.detach())
+    theirs.setblocking(False)
+    sent, looked = 0, []
+    with theirs:
+        for now_s in range(4):
+            with suppress(BlockingIOError):
+                while True:
+                    theirs.send(b'n{"pg_status": {"0": {"last_enqueued_collective": %d,' % sent + REST)
+                    sent += 1
+            looked.append(recorder.look(float(now_s)))
+    recorder.close()
+
+    seen = [counts[0, 0].entered if counts else -1 for counts in looked]
+    assert sent > 32, "the flood is longer than what a look reads"
+    assert seen == [15, 31, 47, 63]

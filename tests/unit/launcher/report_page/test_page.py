@@ -13,7 +13,7 @@ import pytest
 from elaunch.launcher.report_page import command
 from elaunch.launcher.report_page.goodput import goodput
 from elaunch.launcher.report_page.history import History, history
-from elaunch.launcher.report_page.lanes import LaneStage, lanes_of
+from elaunch.launcher.report_page.lanes import LaneStage, MarkKind, lanes_of
 from elaunch.launcher.report_page.metrics import StepMetrics
 from elaunch.launcher.report_page.page import headline, link_to, make_page, summary
 from elaunch.launcher.report_page.render import render
@@ -100,6 +100,16 @@ def test_nothing_that_a_job_writes_becomes_markup() -> None:
     # Nor does it turn a line around, or speak to a terminal.
     assert not set("\u202e\x1b\x00") & set(shown.text)
     assert "\\u202e" in shown.text
+
+
+def test_no_rule_for_another_element_gives_a_mark_on_the_timeline_its_look() -> None:
+    style = TEMPLATE.partition("<style>")[2].partition("</style>")[0]
+    rules = re.findall(r"([^{}]+)\{", style)
+    kinds = "|".join(kind.value for kind in MarkKind)
+    assert [rule for rule in rules if ".mark." in rule], "marks have a look of their own"
+
+    # A selector without its element is for all that have the class.
+    assert [rule.strip() for rule in rules if re.search(rf"(^|[\s,])\.({kinds})\b", rule)] == []
 
 
 def test_a_page_loads_nothing_from_anywhere() -> None:

@@ -85,6 +85,20 @@ def test_a_slow_rank_is_told_with_its_host_since_when_and_how_much_the_others_wa
     assert slow.sentence == "rank 1 was slower than the other ranks of node-a: they waited for it 31 % of the time"
 
 
+def test_a_slow_rank_is_told_in_the_words_of_the_log_and_with_its_causes() -> None:
+    said = "rank 1 on node-a is slower than the ranks of the other nodes: those wait; its nice value is 10"
+    more = {"lasted_s": 150, "text": said, "causes": ["nice value", "host"]}
+    job = Timeline().opens(0, 0).add(200, 0, "slow", rank=1, wait_percent=31, **more).succeeds(300, 0, 0)
+
+    page = page_of(past([job]))
+
+    (slow,) = page.history.warned
+    assert (slow.since_s, slow.sentence, slow.causes) == (50, said, ("nice value", "host"))
+    assert "The cause may be: nice value, host." in Tags(render(page, TEMPLATE)).text
+    (told,) = summary(page)["warnings"]  # type: ignore[attr-defined]
+    assert told["causes"] == ["nice value", "host"]
+
+
 def test_the_page_the_printed_lines_and_the_json_show_what_was_warned_of() -> None:
     jobs = two_nodes()
     jobs[0].add(200, 0, "slow", rank=1, wait_percent=31)

@@ -188,7 +188,7 @@ def test_a_hang_is_said() -> None:
 def test_a_generation_that_no_failure_opened_says_why_it_was() -> None:
     lost = replace(JOB, generation=Generation(2, OpenKind.LOSS, "node-d was lost"), failure=None)
 
-    assert "since node-d was lost" in text_of(status_record(known(job=lost), NOW))
+    assert "  why       this generation began because node-d was lost\n" in text_of(status_record(known(job=lost), NOW))
 
 
 def test_control_characters_of_others_reach_no_terminal() -> None:

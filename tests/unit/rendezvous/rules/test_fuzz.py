@@ -15,7 +15,9 @@ from elaunch.agent.core.events import Looked, Tick
 from elaunch.agent.core.step import step
 from elaunch.rendezvous.codec import decode, encode, parse_json
 from elaunch.rendezvous.rules.credible import SLOTS_MAX
+from elaunch.rendezvous.rules.hang_records import Hang, StillGroup, StillKind, StillNode
 from elaunch.rendezvous.rules.leading import LeaderState, lead
+from elaunch.rendezvous.rules.pace import NodePace, SlowNode
 from elaunch.rendezvous.rules.snapshot import Keys, Snapshot, SnapshotReader
 from elaunch.rendezvous.rules.table_codec import UNPACKED_BYTES_MAX, decode_table, encode_table, seats_of
 from elaunch.rendezvous.store import KeyEntry, View
@@ -38,6 +40,7 @@ from tests.unit.agent.driver import Driver
 KEYS = Keys("job")
 FAILURE = Failure(FailureKind.EXCEPTION, 1, "a-1", "a", 0, 0, 17, 1, "raised ValueError: x", failed_at=1e9)
 TABLE = RankTable(1, seats_of([("a-1", 2, "default"), ("b-2", 2, "default")]), "10.0.0.1", 29500, "all are there")
+STILL = StillGroup(StillKind.WAITS, 0, 2, "ranks 0, 1", "all_reduce (a.py:1)", "waits in all_reduce")
 RECORDS = {
     KEYS.spec: encode(Terms(2, 4, 3, None, "train.py", "0123456789abcdef")),
     KEYS.generation: encode(Generation(1, OpenKind.FAIL, "rank 0 failed", "a-1")),
@@ -47,6 +50,12 @@ RECORDS = {
     KEYS.joined(1, "a-1"): encode(Joined("a-1", 29500)),
     KEYS.joined(1, "b-2"): encode(Joined("b-2", 29501)),
     KEYS.failure(1, "a-1"): encode(FAILURE),
+    KEYS.still(1, "a-1"): encode(StillNode("a-1", 61.0, True, (STILL,))),
+    KEYS.still(1, "b-2"): encode(StillNode("b-2", 61.0, True, (replace(STILL, first_rank=2),))),
+    KEYS.hang: encode(Hang(1, "a-1", 0, "hung: it waits,")),
+    KEYS.pace(1, "a-1"): encode(NodePace("a-1", 0, 0.5, 0.6)),
+    KEYS.pace(1, "b-2"): encode(NodePace("b-2", 2, 0.1, 0.2)),
+    KEYS.slow: encode(SlowNode(1, "b-2", 2, True, 0.1, 0.5)),
     KEYS.table(1): encode_table(TABLE),
     KEYS.table(0): encode_table(replace(TABLE, generation=0)),
 }
