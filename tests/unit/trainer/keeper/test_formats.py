@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,9 @@ from elaunch.trainer import link
 from elaunch.trainer.keeper.keeper import Keeper
 from elaunch.trainer.ranks.group_status import BrokenGroup, GroupStatus
 from elaunch.trainer.state import optimizer_state
+
+# tests/e2e/test_accelerator.py runs these tests on a GPU, if there is one.
+DEVICE = os.environ.get("ELAUNCH_TEST_DEVICE", "cpu")
 
 
 @pytest.fixture(autouse=True)
@@ -75,12 +79,12 @@ def test_a_state_of_every_type_comes_back_bit_for_bit(dtype: torch.dtype, monkey
     def made() -> tuple[nn.Linear, Momentum, dict[str, Any]]:
         torch.manual_seed(3)
         # The optimizer's values are of another type than the parameters, which torch changes when it loads them.
-        model = nn.Linear(5, 3)
+        model = nn.Linear(5, 3, device=DEVICE)
         return model, Momentum(model.parameters(), dtype), {}
 
     model, optimizer, extra = made()
     # All bytes there are, with those of NaNs.
-    extra["all"] = torch.arange(256, dtype=torch.uint8).repeat_interleave(dtype.itemsize).view(dtype)
+    extra["all"] = torch.arange(256, dtype=torch.uint8, device=DEVICE).repeat_interleave(dtype.itemsize).view(dtype)
     trained(model, optimizer, 2, extra=extra)
 
     monkeypatch.setenv("ELAUNCH_GENERATION", "1")
@@ -96,14 +100,17 @@ def test_a_state_of_every_type_comes_back_bit_for_bit(dtype: torch.dtype, monkey
         assert bits(mean) == bits(optimizer.state[one]["mean"])
 
 
-def test_channels_last_stays_in_model_and_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "options", [{}, {"fused": True}, *([{"capturable": True}] if DEVICE == "cuda" else [])], ids=str
+)
+def test_channels_last_stays_in_model_and_optimizer(options: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def made() -> tuple[nn.Module, Any]:
         torch.manual_seed(3)
-        layers = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 2, 1))
+        layers = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 2, 1)).to(DEVICE)
         model = layers.to(memory_format=torch.channels_last, dtype=torch.bfloat16)  # type: ignore[call-overload]
-        return model, torch.optim.AdamW(model.parameters())
+        return model, torch.optim.AdamW(model.parameters(), **options)
 
-    inputs = torch.ones(2, 3, 8, 8, dtype=torch.bfloat16).to(memory_format=torch.channels_last)
+    inputs = torch.ones(2, 3, 8, 8, dtype=torch.bfloat16, device=DEVICE).to(memory_format=torch.channels_last)
     model, optimizer = made()
     trained(model, optimizer, 2, lambda: model(inputs).sum())
     monkeypatch.setenv("ELAUNCH_GENERATION", "1")
@@ -123,9 +130,9 @@ def test_channels_last_stays_in_model_and_optimizer(monkeypatch: pytest.MonkeyPa
 
 
 def test_the_restored_optimizer_shares_no_memory_with_the_copy(monkeypatch: pytest.MonkeyPatch, memory: Path) -> None:
-    model = nn.Linear(5, 3)
+    model = nn.Linear(5, 3, device=DEVICE)
     optimizer = torch.optim.AdamW(model.parameters())
-    trained(model, optimizer, 1, lambda: model(torch.ones(1, 5)).sum())
+    trained(model, optimizer, 1, lambda: model(torch.ones(1, 5, device=DEVICE)).sum())
     kept = bits(optimizer.state[model.weight]["exp_avg"])
     monkeypatch.setenv("ELAUNCH_GENERATION", "1")
 
@@ -203,7 +210,7 @@ def test_a_graph_that_may_hold_the_optimizers_state_is_refused(monkeypatch: pyte
 
 def test_frozen_tensors_are_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
     copied: list[int] = []
-    model = nn.Sequential(nn.Linear(50, 50), nn.Linear(50, 2))
+    model = nn.Sequential(nn.Linear(50, 50), nn.Linear(50, 2)).to(DEVICE)
     model[0].requires_grad_(False)
     optimizer = torch.optim.SGD(model[1].parameters())
     keeper = Keeper(model, optimizer, snapshot_every=1, say=lambda _: None)
@@ -227,7 +234,7 @@ def test_frozen_tensors_are_copied_once(monkeypatch: pytest.MonkeyPatch) -> None
     # Both slots get it once, and once more after it has changed. The end adds no copy.
     assert copied == [large, large, small, small, small, large, large, small]
     monkeypatch.setenv("ELAUNCH_GENERATION", "1")
-    again = nn.Sequential(nn.Linear(50, 50), nn.Linear(50, 2))
+    again = nn.Sequential(nn.Linear(50, 50), nn.Linear(50, 2)).to(DEVICE)
     again[0].requires_grad_(False)
     trained(again, torch.optim.SGD(again[1].parameters()), 8)
     for one, other in zip(model.parameters(), again.parameters(), strict=True):
