@@ -33,8 +33,9 @@ class GroupStatus:
 
     def __init__(self, groups: Callable[[], Iterable[Any]] | None = None) -> None:
         self._groups = groups or _all_groups
-        # Backends that do not know a status, by name.
-        self._silent: set[str] = set()
+        # The names of all groups, and those with a status. A reference to another would keep gloo's threads alive.
+        self._names: tuple[str, ...] = ()
+        self._asked: list[tuple[str, Any]] = []
         self._world = _world()
 
     @property
@@ -62,21 +63,16 @@ class GroupStatus:
         return min((limit.total_seconds() for limit in limits if limit is not None), default=None)
 
     def _errors(self) -> Iterator[tuple[str, str]]:
-        for group, backend in self._backends():
-            kind = backend.name()
-            ask = None if kind in self._silent else getattr(backend, "get_error", None)
-            if ask is None:
-                continue
-            try:
-                error = ask()
-            except RuntimeError:
-                self._silent.add(kind)
-            else:
-                yield getattr(group, "group_name", "") or kind, error.name
+        names = tuple(group.group_name for group in self._groups())
+        if names != self._names:
+            found = [(group.group_name, backend) for group, backend in self._backends() if _has_status(backend)]
+            self._names, self._asked = names, found
+        for name, backend in self._asked:
+            yield name, backend.get_error().name
 
     def _backends(self) -> Iterator[tuple[Any, Any]]:
         for group in self._groups():
-            for device in getattr(group, "_device_types", ()):
+            for device in group._device_types:
                 yield group, group._get_backend(device)
 
 
@@ -111,6 +107,14 @@ def contradictions(environ: Mapping[str, str], *, has_nccl: bool, is_known: bool
             f"rank that hangs; use --hang-timeout below {timeout_s:g}, or init_process_group(timeout=…) above it"
         )
     return told
+
+
+def _has_status(backend: Any) -> bool:
+    try:
+        backend.get_error()
+    except (AttributeError, RuntimeError):
+        return False
+    return True
 
 
 def has_nccl() -> bool:

@@ -25,7 +25,7 @@ MARK = b"elaunch3"
 PAGE = 4096
 _FIELDS = struct.Struct("<16sqqIIQQQIQ")
 _CRC_BYTES = 4
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_WORD_BYTES = 8
 
 
 @dataclass(frozen=True)
@@ -124,15 +124,21 @@ def finish(region: Tensor, layout: bytes, piece: Piece, packed: Packed, fixed_ch
 
 
 def fingerprint(tensors: Sequence[Tensor]) -> list[int]:
-    """A number for each tensor, computed on its device, which is another one when its bytes have changed.
+    """Numbers of the tensors, computed on their devices, which are others when a byte has changed.
 
     A tensor's version would not do: changes through `.data` (as many moving averages do) leave it as it is.
     """
-    sums = [
-        tensor.reshape(-1).view(_WORDS.get(tensor.element_size(), torch.uint8)).sum(dtype=torch.int64)
-        for tensor in tensors
-    ]
+    sums = [part.sum(dtype=torch.int64) for tensor in tensors for part in _words(tensor)]
     return [int(each.item()) for each in sums]
+
+
+def _words(tensor: Tensor) -> list[Tensor]:
+    """The bytes of a tensor as numbers: eight at a time, which is many times as fast, and the rest."""
+    content = tensor.reshape(-1).view(torch.uint8)
+    if content.storage_offset() % _WORD_BYTES:
+        return [content]
+    whole = content.numel() // _WORD_BYTES * _WORD_BYTES
+    return [content[:whole].view(torch.int64), content[whole:]]
 
 
 def checksum_of_fixed(region: Tensor, packed: Packed) -> int:
