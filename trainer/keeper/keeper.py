@@ -30,6 +30,7 @@ from elaunch.trainer.checkpoint.storage import storage_at
 from elaunch.trainer.keeper.boundary import Boundary, Stopped, Wish
 from elaunch.trainer.keeper.copies import Copies
 from elaunch.trainer.keeper.data_warning import sentence_about_loaders
+from elaunch.trainer.keeper.group_watch import GroupWatch
 from elaunch.trainer.keeper.guarded_state import GuardedState
 from elaunch.trainer.keeper.optimizer_hooks import OptimizerHooks
 from elaunch.trainer.keeper.pace import Pace
@@ -37,7 +38,8 @@ from elaunch.trainer.keeper.stop import StopRequest, free_signals
 from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.ranks.place import RankInfo
 from elaunch.trainer.state import rng_state
-from elaunch.trainer.state.training_state import Training, cloned
+from elaunch.trainer.state.training_state import Training
+from elaunch.trainer.state.tree import cloned
 
 # DDP regroups its buckets after the first backward pass, under `static_graph` after the second.
 _WARM_UPS = 2
@@ -150,6 +152,7 @@ class Keeper:
             is_first = self._peers.leads and not self._place.generation
             if is_first and self._training.per_rank is None and (trap := sentence_about_loaders()):
                 self._say(trap)
+            stack.enter_context(GroupWatch(self._copies.groups, self._state.group_failed, self._say, tells=is_first))
             hook = self._model.register_forward_hook(self._after_forward)
             stack.callback(hook.remove)
             stack.push(self._leave)

@@ -16,12 +16,14 @@ import errno
 import fcntl
 import os
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
+
+from torch import Tensor
 
 from elaunch.trainer.memory.recovery_plan import Holding
 from elaunch.trainer.memory.slots import Copy, Pair, Slot, copy_on_host
-from elaunch.trainer.state.packing import pack
+from elaunch.trainer.state.packing import Placer, pack
 from elaunch.trainer.state.region import Header
 from elaunch.trainer.state.version import Piece, Version
 
@@ -70,8 +72,11 @@ class ReplicatedMemory:
         state: Callable[[], object],
         copy: Copy = copy_on_host,
         spare: Collection[Version] = (),
+        fixed: Iterable[Tensor] = (),
     ) -> Version:
         """Store `version` unless it or a newer one is in memory. Returns the newest one there.
+
+        `fixed` are the tensors of the state that training does not change: they are copied once.
 
         Waits while another worker of the node writes: it may be writing the same version. Copies in `spare` are never
         overwritten; if they leave no slot, nothing is written. Raises NoRoom, OSError, NotPlain.
@@ -81,7 +86,7 @@ class ReplicatedMemory:
             newest = next(iter(whole), None)
             if newest is not None and (newest >= version or (len(whole) > 1 and set(whole) <= set(spare))):
                 return newest
-            packed = pack(state())
+            packed = pack(state(), Placer(fixed))
             self._reserve(packed.length)
             piece = Piece(version, self._world_size, self._rank)
             return self.pair.older(spare).write(piece, packed, copy).version

@@ -15,7 +15,18 @@ import torch
 from torch import Tensor
 
 from elaunch.trainer.state.packing import unpack
-from elaunch.trainer.state.region import Header, Packed, finish, header_of, is_intact, mark, tear, views
+from elaunch.trainer.state.region import (
+    Header,
+    Packed,
+    checksum_of_fixed,
+    fingerprint,
+    finish,
+    header_of,
+    is_intact,
+    mark,
+    tear,
+    views,
+)
 from elaunch.trainer.state.version import Piece, Version
 
 Copy = Callable[[list[Tensor], list[Tensor]], None]
@@ -49,6 +60,8 @@ class Slot:
         self._views: list[Tensor] = []
         # Whether nothing has been written to the file since `fit` made it.
         self._is_blank = False
+        # What identifies the tensors here that do not change, and their checksum.
+        self._fixed: tuple[list[int], int] | None = None
 
     @property
     def size(self) -> int:
@@ -114,13 +127,35 @@ class Slot:
             # The checksum also covers the gaps between the tensors.
             if not self._is_blank:
                 region.zero_()
-            self._shape, self._views = shape, views(region, packed)
+            self._shape, self._views, self._fixed = shape, views(region, packed), None
         self._is_blank = False
-        copy(self._views, packed.tensors)
+        self._copy(packed, copy)
 
     def finish(self, piece: Piece, packed: Packed) -> Header:
         """Declare the slot whole, after `begin`."""
-        return finish(self.region(), self._layout, piece, packed)
+        return finish(self.region(), self._layout, piece, packed, self._fixed[1] if self._fixed is not None else None)
+
+    def _copy(self, packed: Packed, copy: Copy) -> None:
+        """Copy the tensors, except those that do not change and are here already."""
+        found = fingerprint(packed.tensors[: packed.fixed])
+        if self._fixed is not None and (self._fixed[0] != found or not self._is_alike(packed)):
+            self._fixed = None
+        first = packed.fixed if self._fixed is not None else 0
+        copy(self._views[first:], packed.tensors[first:])
+        if self._fixed is None and packed.fixed:
+            self._fixed = found, checksum_of_fixed(self.region(), packed)
+
+    def _is_alike(self, packed: Packed) -> bool:
+        """Whether the last whole content, perhaps of another worker, had everything where `packed` has it.
+
+        Who places something elsewhere first clears the file, with its header.
+        """
+        header = header_of(self.region(), marked=False)
+        return (
+            header is not None
+            and header.layout == self._layout
+            and (header.skeleton_room, header.data_length) == (packed.skeleton_room, packed.data_length)
+        )
 
     def is_intact(self, header: Header) -> bool:
         """Whether the content has not changed since `write`."""
