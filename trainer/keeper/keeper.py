@@ -83,12 +83,14 @@ class Keeper:
         checkpoints: str | os.PathLike[str] | None = None,
         checkpoint_every: int = 1000,
         snapshot_every: int | None = None,
+        copy_every: int | None = None,
         stop_every: int = 1,
         warm_up: Callable[[], object] | None = None,
         name: str = "training",
         say: Callable[[str], None] | None = None,
     ) -> None:
         counts = {"checkpoint_every": checkpoint_every, "snapshot_every": snapshot_every, "stop_every": stop_every}
+        counts["copy_every"] = self._copy_every = copy_every
         for option, count in counts.items():
             if count is not None and count < 1:
                 raise ValueError(f"{option} is {count}; it counts steps and is at least 1")
@@ -138,6 +140,7 @@ class Keeper:
                 storage=self._storage,
                 name=self._name,
                 say=self._say,
+                copy_every=self._copy_every,
             )
             self._warm()
             version = self._copies.begin(self._copies.restore())
@@ -305,12 +308,15 @@ class Keeper:
         """Between two steps: stop if a rank must stop, and make the copies that are due."""
         now_s = time.monotonic()
         if self.step > self._looked_at_step:
-            self._pace.step_took((now_s - self._looked_at_s) / (self.step - self._looked_at_step))
+            step_s = (now_s - self._looked_at_s) / (self.step - self._looked_at_step)
+            self._pace.step_took(step_s)
+            self._copies.steps.pace.step_took(step_s)
         wants_snapshot = not self._copies.paces or self._pace.is_due(self.step)
         if self._stop_if_asked(wants_snapshot=wants_snapshot) and self.step:
             begun_s = time.monotonic()
             self._state.snapshot()
             self._pace.snapshot_took(self.step, time.monotonic() - begun_s)
+            self._state.copies_next |= self._training.is_in_parts
         self._copies.look()
         if self.step // self._checkpoint_every > self._looked_at_step // self._checkpoint_every:
             self._copies.checkpoint(self._state.version)
@@ -318,7 +324,8 @@ class Keeper:
 
     def _stop_if_asked(self, *, wants_snapshot: bool) -> bool:
         """Collective: stop if any rank must stop; else return whether all ranks want a snapshot."""
-        wish, snapshot = self._boundary.agreed(wants_snapshot=wants_snapshot)
+        copy = self._copies.steps.wants(self.step + 1)
+        wish, snapshot, self._state.copies_next = self._boundary.agreed(wants_snapshot=wants_snapshot, wants_copy=copy)
         if wish:
             self._stop(wish)
         return snapshot
