@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     # This imports torch.distributed.checkpoint, which takes long. A replicated state does not need it.
     from elaunch.trainer.memory.sharded import ShardedMemory
 
+
 class Copies:
     """Keeps the state of `training`. `folder` is the node's memory; `storage`, if any, holds the checkpoints.
 
@@ -252,7 +253,7 @@ class Copies:
         if self._node_memory is None or self._training.is_in_parts or not self._has_room:
             return False
         try:
-            # If all ranks have their own state of this step, this copy of the rest is worth more than the last snapshot.
+            # If all ranks have their own state of this step, this copy is worth more than the last snapshot.
             spare = self._spare[:1] if version in self.steps.versions else self._spare
             found = self._node_memory.memory.save(version, self._training.replicated, self.gpu.copy, spare)
             return found >= version

@@ -93,6 +93,6 @@ class StepCopies:
             self._has_said_pace = True
             how = f"every {self.pace.every} steps" if self.every else "at snapshots only"
             self._say(
-                f"rank 0 copies what it alone has {how}, since a copy takes {1000 * took_s:.1f} ms and may cost 1 % of the "
-                "time; a failure goes back to the last copy (Keeper(…, copy_every=1) copies each step)"
+                f"a copy of what rank 0 alone has takes {1000 * took_s:.1f} ms, so it is made {how}: this costs 1 % of "
+                "the time, and a failure goes back to it; Keeper(…, copy_every=1) copies each step, and loses none"
             )

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from elaunch.trainer.memory.recovery_plan import Record
-from elaunch.trainer.memory.slots import Slots, Slot
+from elaunch.trainer.memory.slots import Slot, Slots
 from elaunch.trainer.state.packing import pack
 from elaunch.trainer.state.region import Header
 from elaunch.trainer.state.version import Piece, Version

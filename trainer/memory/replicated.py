@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 from elaunch.trainer.memory.recovery_plan import Holding
-from elaunch.trainer.memory.slots import Copy, Slots, Slot, copy_on_host
+from elaunch.trainer.memory.slots import Copy, Slot, Slots, copy_on_host
 from elaunch.trainer.state.packing import pack
 from elaunch.trainer.state.region import Header
 from elaunch.trainer.state.version import Piece, Version

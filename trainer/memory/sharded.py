@@ -40,7 +40,7 @@ from elaunch.trainer.memory.mirror import Mirror
 from elaunch.trainer.memory.shard_choice import Choice, Held, Parts, choose, digest_of
 from elaunch.trainer.memory.shard_load import StoredPiece
 from elaunch.trainer.memory.shard_parts import Cutter, held_by
-from elaunch.trainer.memory.slots import Slots, Slot, Torn, node_of
+from elaunch.trainer.memory.slots import Slot, Slots, Torn, node_of
 from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.state.packing import NotPlain, extended
 from elaunch.trainer.state.region import Packed, skeleton_of
@@ -55,7 +55,8 @@ class ShardedMemory:
     """The snapshots of one job in `folder`, a directory in shared memory that all ranks of a node use.
 
     `generation` is the job's. `group` must move host memory; the default is the job's own group or a new gloo group.
-    `say` gets sentences for people. `cost_s` is how long the last `save` stopped the training, `copy_s` the last `copy`.
+    `say` gets sentences for people. `cost_s` is how long the last `save` stopped the training, `copy_s` the last
+    `copy`.
     """
 
     def __init__(
@@ -152,9 +153,7 @@ class ShardedMemory:
         self._has_stale = bool(chosen)
         return found
 
-    def save(
-        self, step: int, state: State, rest: State | None = None, live: Sequence[Tensor] | None = None
-    ) -> None:
+    def save(self, step: int, state: State, rest: State | None = None, live: Sequence[Tensor] | None = None) -> None:
         """Copy this rank's part of the state after `step`. The state may change after this returns.
 
         First waits until every rank's part of the last snapshot is whole on both nodes. If the memory is too small, it
