@@ -60,7 +60,8 @@ class Keeper:
     that there is none, and that the data's order needs nothing. Of FSDP's and ZeRO-1's state each rank keeps its part.
 
     `checkpoints` is the directory, or URL, of durable checkpoints: one is written every `checkpoint_every` steps, at a
-    stop and at the end. `snapshot_every` is the number of steps between copies in memory; None measures the cost of a
+    stop and at the end. `snapshot_every` is the number of steps between copies in memory. `copy_every` is that of copies
+    of what a rank alone has (a part of the state, or `hook_state`), which stay on its node. None measures the cost of a
     copy and keeps it under 1 % of the time. Every `stop_every` steps all ranks check whether to stop. `warm_up` does
     one forward and backward pass on any data of the right shape; without it, a resumed run of three or more workers is
     not bit for bit equal to a run without failures. `name` tells several trainings of one program apart. `say` takes
@@ -308,9 +309,7 @@ class Keeper:
         """Between two steps: stop if a rank must stop, and make the copies that are due."""
         now_s = time.monotonic()
         if self.step > self._looked_at_step:
-            step_s = (now_s - self._looked_at_s) / (self.step - self._looked_at_step)
-            self._pace.step_took(step_s)
-            self._copies.steps.pace.step_took(step_s)
+            self._pace.step_took((now_s - self._looked_at_s) / (self.step - self._looked_at_step))
         wants_snapshot = not self._copies.paces or self._pace.is_due(self.step)
         if self._stop_if_asked(wants_snapshot=wants_snapshot) and self.step:
             begun_s = time.monotonic()

@@ -42,6 +42,7 @@ class StepCopies:
         self.pace = Pace(copy_every, 0, _FRESH)
         # The newest two. Of a communication hook's state all ranks have them.
         self.versions: list[Version] = []
+        self._copied_s = 0.0
         self._has_said_pace = False
 
     @property
@@ -87,6 +88,10 @@ class StepCopies:
             self._has_copied(version, took_s + self._parts.copy_s)
 
     def _has_copied(self, version: Version, took_s: float) -> None:
+        now_s = time.monotonic()
+        if self.versions:
+            self.pace.step_took((now_s - self._copied_s) / (version.step - self.versions[-1].step))
+        self._copied_s = now_s
         self.versions = [*self.versions[-1:], version]
         self.pace.snapshot_took(version.step, took_s)
         if self.pace.every > 1 and self._peers.leads and not self._has_said_pace:
