@@ -60,9 +60,9 @@ class Keeper:
     that there is none, and that the data's order needs nothing. Of FSDP's and ZeRO-1's state each rank keeps its part.
 
     `checkpoints` is the directory, or URL, of durable checkpoints: one is written every `checkpoint_every` steps, at a
-    stop and at the end. `snapshot_every` is the number of steps between copies in memory. `copy_every` is that of copies
-    of what a rank alone has (a part of the state, or `hook_state`), which stay on its node. None measures the cost of a
-    copy and keeps it under 1 % of the time. Every `stop_every` steps all ranks check whether to stop. `warm_up` does
+    stop and at the end. `snapshot_every` is the number of steps between copies in memory, `copy_every` that of
+    copies of what a rank alone has (a part of the state, or `hook_state`), which stay on its node. None measures the
+    cost and keeps it under 1 % of the time. Every `stop_every` steps all ranks check whether to stop. `warm_up` does
     one forward and backward pass on any data of the right shape; without it, a resumed run of three or more workers is
     not bit for bit equal to a run without failures. `name` tells several trainings of one program apart. `say` takes
     sentences for people.
