@@ -53,10 +53,14 @@ class Boundary:
         wish = {"join": Wish.JOIN, "interrupt": Wish.INTERRUPT}.get(reason, Wish.LEAVE)
         self._told = max(self._told, wish)
 
-    def agreed(self, *, wants_snapshot: bool) -> tuple[Wish, bool]:
-        """Why all ranks stop now, and whether all of them want a snapshot now. Collective: every rank gets the same."""
-        wish, refused = self._peers.largest([max(self._told, self._noted()), not wants_snapshot])
-        return Wish(wish), not refused
+    def agreed(self, *, wants_snapshot: bool, wants_copy: bool) -> tuple[Wish, bool, bool]:
+        """Why all ranks stop now; whether all want a snapshot now; whether all want a copy of the next step.
+
+        Collective: every rank gets the same.
+        """
+        wish = max(self._told, self._noted())
+        found, *refused = self._peers.largest([wish, not wants_snapshot, not wants_copy])
+        return Wish(found), not refused[0], not refused[1]
 
     def _noted(self) -> Wish:
         match self._signals.signum:

@@ -12,6 +12,7 @@ from elaunch.trainer.checkpoint.checkpoints import Checkpoints
 from elaunch.trainer.checkpoint.loading import Unreadable
 from elaunch.trainer.checkpoint.storage import Storage
 from elaunch.trainer.checkpoint.urls import StorageError
+from elaunch.trainer.keeper.step_copies import StepCopies
 from elaunch.trainer.memory.device_copy import GpuCopies, HostCopies
 from elaunch.trainer.memory.mirror import Mirror
 from elaunch.trainer.memory.recovery_plan import decide, pieces_on_nodes, repeated, sentence
@@ -28,6 +29,8 @@ from elaunch.trainer.state.training_state import Training
 from elaunch.trainer.state.version import Version
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     # This imports torch.distributed.checkpoint, which takes long. A replicated state does not need it.
     from elaunch.trainer.memory.sharded import ShardedMemory
 
@@ -36,7 +39,7 @@ class Copies:
     """Keeps the state of `training`. `folder` is the node's memory; `storage`, if any, holds the checkpoints.
 
     All ranks create it together. `save_replicated`, `put_down` and `done` are local to a rank; all other methods are
-    collective.
+    collective. `steps` has the copies of each step.
     """
 
     def __init__(
@@ -49,6 +52,7 @@ class Copies:
         storage: Storage | None,
         name: str,
         say: Callable[[str], None],
+        copy_every: int | None = None,
     ) -> None:
         training.require_plain(durably=storage is not None)
         self._training, self._peers, self._place, self._say = training, peers, place, say
@@ -77,6 +81,8 @@ class Copies:
         self._is_kept = True
         # Whether the state was looked at once more when an optimizer had one.
         self._is_checked = False
+        keep = None if self._records is None else lambda version: self._keep(version) is not None
+        self.steps = StepCopies(training, peers, self._parts, keep, copy_every=copy_every, say=self._say_once)
         self._said: set[str] = set()
         self._storage, self._checkpoints, self._checkpointed = storage, None, -1
         if storage is not None:
@@ -167,10 +173,12 @@ class Copies:
             self._stage(version)
 
     def _stage(self, version: Version) -> None:
-        if self._records is None or self._parts is not None or not self._has_room_for_own:
+        if self._records is None or not self._has_room_for_own:
             return
         try:
             self._records.stage(version, {"buffers": self._training.buffers(), **self._put[2]})
+            if version in self.steps.versions:
+                self._keep(version)
         except (OSError, NotPlain) as error:
             self._has_room_for_own = False
             self._say(f"rank {self._peers.rank} keeps no buffers and random states in memory: {_reason(error)}")
@@ -219,21 +227,37 @@ class Copies:
             self._training.require_plain(durably=self._storage is not None)
             self._is_checked = True
         self.before_snapshot()
-        spare, record = self._spare, None
+        if self._parts is not None and self._parts.has_copies(version.step):
+            self._full = version
+            return
+        spare = self._spare
+        record = self._keep(version)
         if self._parts is not None or self._training.has_large:
             self._newest = version
-        if self._records is not None:
-            try:
-                record = self._records.keep(version, {**self._training.own(large=True), **self._own(version)}, spare)
-            except (OSError, NotPlain) as error:
-                self._say_once(f"rank {self._peers.rank} keeps no snapshots of its own state: {_reason(error)}")
         self._is_kept = record is not None
         if self._parts is not None:
-            self._parts.save(version.step, self._training.whole())
+            live = self._training.live() if record is not None else None
+            self._parts.save(version.step, self._training.large(), self._training.small(), live)
+            if not self._parts.is_live:
+                self._say_once(
+                    "the state can be copied at snapshots only: its tensors are made anew for each, or other values "
+                    "change with them; a failure goes back to the last snapshot"
+                )
         elif self.paces:
             self._is_kept &= self.save_replicated(version)
         if self._mirror is not None:
             self._mirror.exchange(lambda: record, version, spare)
+
+    def _keep(self, version: Version) -> Tensor | None:
+        """Store this rank's own state with the large part; None if there is no room for it."""
+        if self._records is None:
+            return None
+        try:
+            own = {**self._training.own(large=True), **self._own(version)}
+            return self._records.keep(version, own, [*self._spare, *self.steps.versions[-1:]])
+        except (OSError, NotPlain) as error:
+            self._say_once(f"rank {self._peers.rank} keeps no snapshots of its own state: {_reason(error)}")
+            return None
 
     def save_replicated(self, version: Version) -> bool:
         """Store the replicated state in this node's memory unless another worker has. Returns whether it is there.
@@ -243,9 +267,11 @@ class Copies:
         if self._node_memory is None or self._training.is_in_parts or not self._has_room:
             return False
         try:
+            # If all ranks have their own state of this step, this copy is worth more than the last snapshot.
+            spare = self._spare[:1] if version in self.steps.versions else self._spare
             with self.gpu.reading():
                 memory, state = self._node_memory.memory, self._training.replicated
-                found = memory.save(version, state, self.gpu.copy, self._spare, self._training.frozen())
+                found = memory.save(version, state, self.gpu.copy, spare, self._training.frozen())
             return found >= version
         except NoRoom as error:
             self._has_room = False
@@ -313,7 +339,7 @@ class Copies:
         nodes = self._peers.from_all("" if node_memory is None else node_memory.node)
         if node_memory is None or not all(nodes) or len(set(nodes)) == 1:
             return None
-        return Mirror(self._peers, nodes, lambda rank: node_memory.records(rank).kept, self._say_once)
+        return Mirror(self._peers, nodes, lambda rank: node_memory.records(rank).mirrored, self._say_once)
 
     def _restore_from_disk(self, *, newer_than: int, done: int) -> Version | None:
         if self._checkpoints is None or self._storage is None:

@@ -62,8 +62,9 @@ class Keeper:
     that there is none, and that the data's order needs nothing. Of FSDP's and ZeRO-1's state each rank keeps its part.
 
     `checkpoints` is the directory, or URL, of durable checkpoints: one is written every `checkpoint_every` steps, at a
-    stop and at the end. `snapshot_every` is the number of steps between copies in memory; None measures the cost of a
-    copy and keeps it under 1 % of the time. Every `stop_every` steps all ranks check whether to stop. `warm_up` does
+    stop and at the end. `snapshot_every` is the number of steps between copies in memory, `copy_every` that of
+    copies of what a rank alone has (a part of the state, or `hook_state`), which stay on its node. None measures the
+    cost and keeps it under 1 % of the time. Every `stop_every` steps all ranks check whether to stop. `warm_up` does
     one forward and backward pass on any data of the right shape; without it, a resumed run of three or more workers is
     not bit for bit equal to a run without failures. `name` tells several trainings of one program apart. `say` takes
     sentences for people.
@@ -85,12 +86,14 @@ class Keeper:
         checkpoints: str | os.PathLike[str] | None = None,
         checkpoint_every: int = 1000,
         snapshot_every: int | None = None,
+        copy_every: int | None = None,
         stop_every: int = 1,
         warm_up: Callable[[], object] | None = None,
         name: str = "training",
         say: Callable[[str], None] | None = None,
     ) -> None:
         counts = {"checkpoint_every": checkpoint_every, "snapshot_every": snapshot_every, "stop_every": stop_every}
+        counts["copy_every"] = self._copy_every = copy_every
         for option, count in counts.items():
             if count is not None and count < 1:
                 raise ValueError(f"{option} is {count}; it counts steps and is at least 1")
@@ -140,6 +143,7 @@ class Keeper:
                 storage=self._storage,
                 name=self._name,
                 say=self._say,
+                copy_every=self._copy_every,
             )
             self._warm()
             version = self._copies.begin(self._copies.restore())
@@ -314,6 +318,7 @@ class Keeper:
             begun_s = time.monotonic()
             self._state.snapshot()
             self._pace.snapshot_took(self.step, time.monotonic() - begun_s)
+            self._state.copies_next |= self._training.is_in_parts
         self._copies.look()
         if self.step // self._checkpoint_every > self._looked_at_step // self._checkpoint_every:
             self._copies.checkpoint(self._state.version)
@@ -321,7 +326,8 @@ class Keeper:
 
     def _stop_if_asked(self, *, wants_snapshot: bool) -> bool:
         """Collective: stop if any rank must stop; else return whether all ranks want a snapshot."""
-        wish, snapshot = self._boundary.agreed(wants_snapshot=wants_snapshot)
+        copy = self._copies.steps.wants(self.step + 1)
+        wish, snapshot, self._state.copies_next = self._boundary.agreed(wants_snapshot=wants_snapshot, wants_copy=copy)
         if wish:
             self._stop(wish)
         return snapshot

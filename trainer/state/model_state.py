@@ -76,6 +76,12 @@ def unwrap(model: nn.Module) -> nn.Module:
         model = inner
 
 
+def moments_of(optimizer: Any) -> list[Any]:
+    """Every value that the optimizer keeps for a parameter on this rank, except None."""
+    inner = optimizer.optim if _is_zero(optimizer) else optimizer
+    return [value for held in inner.state.values() for value in held.values() if value is not None]
+
+
 def _put(model: nn.Module, optimizer: Optimizer, weights: Any, moments: Any) -> None:
     if _is_zero(optimizer):
         unwrap(model).load_state_dict(weights)

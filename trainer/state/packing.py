@@ -83,6 +83,19 @@ def pack(state: object, places: Placer | None = None) -> Packed:
     return Packed(content.getvalue(), places.tensors, places.offsets, length, places.fixed, places.fixed_length)
 
 
+def extended(packed: Packed, nest: object) -> Packed:
+    """`packed` with another nest behind it, which `describe` reads too. Raises NotPlain."""
+    content = io.BytesIO()
+    places = Placer(begin=packed.data_length)
+    _Pickler(content, places).dump(nest)
+    return Packed(
+        packed.skeleton + content.getvalue(),
+        [*packed.tensors, *places.tensors],
+        [*packed.offsets, *places.offsets],
+        up(places.end, PAGE),
+    )
+
+
 def unpack(region: Tensor, header: Header) -> Any:
     """The state, with tensors that are views of `region`. Raises UnpicklingError or ValueError if it is not valid."""
     data = data_of(region, header)
@@ -95,11 +108,11 @@ def unpack(region: Tensor, header: Header) -> Any:
                 return view(data, dtype, size, begin)
         raise ValueError(f"only a part of a tensor of shape {size!r:.80} is there")
 
-    return _load(skeleton_of(region, header), whole)
+    return _load(skeleton_of(region, header), whole)[0]
 
 
-def describe(skeleton: bytes, data_length: int) -> Any:
-    """The state with a Boxed in the place of each tensor. Raises UnpicklingError or ValueError if it is not valid."""
+def describe(skeleton: bytes, data_length: int) -> list[Any]:
+    """Each nest with a Boxed in the place of each tensor. Raises UnpicklingError or ValueError if it is not valid."""
 
     def boxed(dtype: torch.dtype, size: Shape, boxes: Any) -> Boxed:
         # Without strides: these are pieces of a sharded state.
@@ -116,13 +129,16 @@ def describe(skeleton: bytes, data_length: int) -> Any:
 
 
 def values(skeleton: bytes) -> Any:
-    """The state with None in the place of each tensor. Raises UnpicklingError or ValueError if it is not valid."""
-    return _load(skeleton, lambda *_: None)
+    """The first nest with None in the place of each tensor. Raises UnpicklingError or ValueError if it is not valid."""
+    return _load(skeleton, lambda *_: None)[0]
 
 
-def _load(skeleton: bytes, place: Place) -> Any:
+def _load(skeleton: bytes, place: Place) -> list[Any]:
+    file, nests = io.BytesIO(skeleton), list[Any]()
     try:
-        return _StateUnpickler(io.BytesIO(skeleton), place).load()
+        while not nests or file.tell() < len(skeleton):
+            nests.append(_StateUnpickler(file, place).load())
+        return nests
     except _NOT_OURS as error:
         why = f"{type(error).__name__}: {str(error)[:200]}"
         raise pickle.UnpicklingError(f"the skeleton cannot be read ({why})") from error
@@ -131,13 +147,14 @@ def _load(skeleton: bytes, place: Place) -> Any:
 class Placer:
     """Places the tensors of a state in a region's data, one after the other.
 
-    `fixed` are tensors of the state that training does not change. They come first, on pages of their own.
+    `fixed` are tensors of the state that training does not change. They come first, on pages of their own. `begin` is
+    where the first tensor lies.
     """
 
-    def __init__(self, fixed: Iterable[Tensor] = ()) -> None:
+    def __init__(self, fixed: Iterable[Tensor] = (), begin: int = 0) -> None:
         self.tensors: list[Tensor] = []
         self.offsets: list[int] = []
-        self.end = 0
+        self.end = begin
         self._known: dict[tuple[object, ...], int] = {}
         self._same: dict[object, object] = {}
         for tensor in fixed:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from elaunch.trainer.state import optimizer_state, rng_state
 from elaunch.trainer.state.hook_state import HookState
-from elaunch.trainer.state.model_state import is_in_parts, restore, state_of, unwrap
+from elaunch.trainer.state.model_state import is_in_parts, moments_of, restore, state_of, unwrap
 from elaunch.trainer.state.packing import NotPlain, pack, tensor_that_is_not_dense
 from elaunch.trainer.state.rank_objects import RankObjects
 from elaunch.trainer.state.tree import State, cloned, flatten
@@ -46,6 +46,9 @@ class Training:
         self.per_rank = RankObjects(_several(per_rank)) if per_rank is not None else None
         self.is_in_parts = any(is_in_parts(model, one) for one in self._optimizers)
         self.device = _device_of(self.model)
+        self._has_extra_state = any(
+            type(module).get_extra_state is not nn.Module.get_extra_state for module in self.model.modules()
+        )
         self._buffers = [
             (f"{prefix}.{short}".lstrip("."), owner, short)
             for prefix, owner in self.model.named_modules()
@@ -99,6 +102,22 @@ class Training:
     def rest(self) -> State:
         """The part of the state that is neither the model's nor the first optimizer's."""
         return {name: [_state_of(one) for one in _several(part)] for name, part in self._rest.items()}
+
+    def small(self) -> State:
+        """`rest` and the optimizer's hyperparameters: what of a state in parts changes other than in place."""
+        groups = [{k: v for k, v in group.items() if k != "params"} for group in self._optimizers[0].param_groups]
+        return {**self.rest(), "param_groups": groups}
+
+    def large(self) -> State:
+        """The rest of a state in parts: model and optimizer."""
+        return state_of(self._wrapped, self._optimizers[0])
+
+    def live(self) -> list[Tensor] | None:
+        """The tensors of `large`, which training changes in place. None if other values change with them."""
+        moments = moments_of(self._optimizers[0])
+        if self._has_extra_state or not all(isinstance(each, Tensor) for each in moments):
+            return None
+        return [*self.model.parameters(), *self.model.buffers(), *moments]
 
     def own(self, *, large: bool = False) -> State:
         """This rank's own present state. Its tensors are the live ones, except the random states."""
@@ -186,6 +205,9 @@ class Training:
             if name in state:
                 for one, its in zip(_several(part), state[name], strict=True):
                     _load(one, its)
+        if "param_groups" in state:
+            for group, its in zip(self._optimizers[0].param_groups, state["param_groups"], strict=True):
+                group.update(its)
 
 
 def _device_of(model: nn.Module) -> torch.device:
