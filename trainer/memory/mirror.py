@@ -37,6 +37,16 @@ class Mirror:
         # A sentence for each piece that has no second copy; empty if another rank says why.
         self._trouble: list[str] = []
 
+    @property
+    def is_on(self) -> bool:
+        """Whether pieces are sent to another node."""
+        return self._peers is not None
+
+    def give_up(self) -> None:
+        """Send and keep nothing from now on: there is no room. All ranks call it, and no exchange runs."""
+        self.delete()
+        self._target, self._pairs, self._peers = None, {}, None
+
     def has_room(self, lengths: Sequence[int], spare: Collection[Version]) -> bool:
         """Whether the next slots for other ranks' pieces have these lengths, by rank."""
         return all(pair.older(spare).size == lengths[rank] for rank, pair in self._pairs.items())

@@ -188,6 +188,14 @@ class ShardedMemory:
             self._delete(lambda name: name not in current)
         return True
 
+    def drop_newer(self, version: Version) -> None:
+        """Declare this node's pieces that are newer than `version` torn: those steps are given up."""
+        for path in self.folder.glob("piece-*") if self._speaks else ():
+            slot = Slot(path, _LAYOUT)
+            header = slot.header()
+            if header is not None and header.version > version:
+                slot.discard()
+
     @property
     def _spare(self) -> list[Version]:
         """The snapshots that must not be overwritten."""
@@ -208,10 +216,17 @@ class ShardedMemory:
 
         This is checked here and not when a mirror arrives: then its sender would have to wait.
         """
-        problem = self._try(lambda: slot.fit(length))
-        self._lengths = self._peers.from_all(slot.size)
-        if all(self._lengths):
-            problem = self._try(lambda: self._mirror.reserve(self._lengths, self._spare))
+        problem = self._reserve(slot, length)
+        if self._any(bool(problem)) and self._mirror.is_on:
+            # The second copies go first. Every rank tries again, since this may have freed the room on its node.
+            self._mirror.give_up()
+            if problem:
+                self._say(
+                    f"rank {self._peers.rank}: no room in {self.folder} for the second copies of other nodes' parts "
+                    f"({problem}); each part is on its own node only: killed workers cost no more than before, but a "
+                    "lost node goes back to the last checkpoint"
+                )
+            problem = self._reserve(slot, length)
         if not self._any(bool(problem)):
             return True
         self._off = True
@@ -223,6 +238,14 @@ class ShardedMemory:
                 f"({problem}); there are no snapshots of the sharded state, only its checkpoints"
             )
         return False
+
+    def _reserve(self, slot: Slot, length: int) -> str:
+        """Try to allocate. Returns why it fails; empty if it succeeds. Collective."""
+        problem = self._try(lambda: slot.fit(length))
+        self._lengths = self._peers.from_all(slot.size)
+        if all(self._lengths):
+            problem = self._try(lambda: self._mirror.reserve(self._lengths, self._spare))
+        return problem
 
     def _try(self, allocate: Callable[[], None]) -> str:
         """Why `allocate` fails; empty if it succeeds."""
