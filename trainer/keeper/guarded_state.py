@@ -38,7 +38,7 @@ class GuardedState:
         # Whether `begin` was called and `end` was not: the training's thread holds the lock.
         self.is_changing = False
         self._is_put_down = False
-        self._outside = OutsideChanges(training.live)
+        self._outside = OutsideChanges(training.live_tensors)
         self._begun_s = self._longest_s = 0.0
 
     @property

@@ -109,7 +109,7 @@ class Verification:
     def _tensors(self) -> dict[str, tuple[Tensor, Any]]:
         """This rank's tensors by name, each with the part of it that this rank has."""
         found: dict[str, tuple[Tensor, Any]] = {}
-        for name, tensor in self._training.live.named(optimizers=not self._training.has_zero):
+        for name, tensor in self._training.live_tensors.named(optimizers=not self._training.has_zero):
             mesh: Any = getattr(tensor, "device_mesh", None)
             if mesh is None:
                 found[name] = tensor, ()

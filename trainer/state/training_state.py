@@ -48,7 +48,7 @@ class Training:
         self.per_rank = RankObjects(_several(per_rank)) if per_rank is not None else None
         self.has_zero = any(is_zero(one) for one in self._optimizers)
         self.is_in_parts = any(is_in_parts(self._wrapped, one) for one in self._optimizers)
-        self.live = LiveTensors(self.model, self._optimizers, _several(extra))
+        self.live_tensors = LiveTensors(self.model, self._optimizers, _several(extra))
         if self.has_zero and len(self._optimizers) > 1:
             raise ValueError(
                 f"{len(self._optimizers)} optimizers, one of them a ZeroRedundancyOptimizer, cannot be kept together; "
