@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from elaunch.trainer.data.sampling import Seeded as Seeded
     from elaunch.trainer.data.sampling import Stream as Stream
     from elaunch.trainer.keeper.keeper import Keeper as Keeper
-    from elaunch.trainer.keeper.keeper import NotDurable as NotDurable
+    from elaunch.trainer.keeper.last_checkpoint import NotDurable as NotDurable
+    from elaunch.trainer.keeper.verification import Differs as Differs
     from elaunch.trainer.ledger.ledger import Ledger as Ledger
     from elaunch.trainer.memory.sharded import ShardedMemory as ShardedMemory
     from elaunch.trainer.state.model_state import restore as restore
@@ -25,10 +26,11 @@ if TYPE_CHECKING:
 _HOMES = {
     "Batches": "data.batches",
     "Checkpoints": "checkpoint.checkpoints",
+    "Differs": "keeper.verification",
     "Keeper": "keeper.keeper",
     "Ledger": "ledger.ledger",
     "Micro": "data.order",
-    "NotDurable": "keeper.keeper",
+    "NotDurable": "keeper.last_checkpoint",
     "Order": "data.order",
     "Seeded": "data.sampling",
     "ShardedMemory": "memory.sharded",

@@ -236,11 +236,10 @@ def test_memory_that_does_not_suffice_is_a_sentence_and_training_goes_on(
     assert nodes.pieces(0) == []
 
 
-def test_memory_that_does_not_suffice_for_the_other_nodes_part_ends_snapshots_everywhere(
+def test_memory_that_does_not_suffice_for_the_other_nodes_part_ends_second_copies_and_nothing_else(
     nodes: Nodes, small_memory: Path
 ) -> None:
-    # Room for one piece, not for two.
-    (small_memory / "filler").write_bytes(bytes(12 << 10))
+    # Room for two pieces, not for three: the second version of this node's own piece has none.
     nodes.memories[1] = small_memory
 
     answers = nodes.run(2, "fsdp2", "train", "1", "save", "train", "1", "save", "train", "1")
@@ -248,8 +247,13 @@ def test_memory_that_does_not_suffice_for_the_other_nodes_part_ends_snapshots_ev
     assert answers[0]["step"] == 3
     assert answers[0]["said"] == []
     assert len(answers[1]["said"]) == 1
-    assert f"rank 1: no room for a snapshot of 0.0 MB in {small_memory} (No space" in answers[1]["said"][0]
-    assert nodes.pieces(0) == nodes.pieces(1) == []
+    assert (
+        f"rank 1: no room in {small_memory} for the second copies of other nodes' parts (No space"
+        in (answers[1]["said"][0])
+    )
+    assert [path.name for path in nodes.pieces(0)] == ["piece-0-0", "piece-0-1"]
+    assert [path.name for path in nodes.pieces(1)] == ["piece-1-0", "piece-1-1"]
+    assert nodes.run(2, "fsdp2", "load", generation=1)[0]["loaded"] == [0, 2]
 
 
 def test_a_third_snapshot_waits_until_the_second_is_on_both_nodes(nodes: Nodes) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
 from enum import IntEnum
 
 from elaunch.trainer.keeper.stop import StopRequest
@@ -44,23 +45,34 @@ class Stopped(SystemExit):
 class Boundary:
     """Collects the requests to this rank, from signals and from its agent; `agreed` combines those of all ranks."""
 
-    def __init__(self, peers: Peers, signals: StopRequest) -> None:
-        self._peers, self._signals = peers, signals
+    def __init__(self, peers: Peers, signals: StopRequest, say: Callable[[str], None]) -> None:
+        self._peers, self._signals, self._say = peers, signals, say
         self._told = Wish.NONE
+        self._news = ""
 
     def tell(self, reason: str) -> None:
         """The agent asks for a stop ("join", "leave", "interrupt"). Call this from any thread."""
         wish = {"join": Wish.JOIN, "interrupt": Wish.INTERRUPT}.get(reason, Wish.LEAVE)
         self._told = max(self._told, wish)
 
+    def report(self, news: str) -> None:
+        """Say this at the next boundary. If all ranks have such a sentence there, only the lowest one says its own."""
+        self._news = self._news or news
+
     def agreed(self, *, wants_snapshot: bool, wants_copy: bool) -> tuple[Wish, bool, bool]:
         """Why all ranks stop now; whether all want a snapshot now; whether all want a copy of the next step.
 
         Collective: every rank gets the same.
         """
+        order = self._peers.world_size - self._peers.rank
         wish = max(self._told, self._noted())
-        found, *refused = self._peers.largest([wish, not wants_snapshot, not wants_copy])
-        return Wish(found), not refused[0], not refused[1]
+        found, no_snapshot, no_copy, speaker = self._peers.largest(
+            [wish, not wants_snapshot, not wants_copy, order if self._news else 0]
+        )
+        if speaker == order:
+            self._say(self._news)
+        self._news = ""
+        return Wish(found), not no_snapshot, not no_copy
 
     def _noted(self) -> Wish:
         match self._signals.signum:

@@ -17,7 +17,7 @@ from elaunch.trainer.memory.device_copy import GpuCopies, HostCopies
 from elaunch.trainer.memory.mirror import Mirror
 from elaunch.trainer.memory.recovery_plan import decide, pieces_on_nodes, repeated, sentence
 from elaunch.trainer.memory.replicated import NoRoom, ReplicatedMemory
-from elaunch.trainer.memory.restore import NodeMemory, gather, take_over
+from elaunch.trainer.memory.restore import NodeMemory, drop_newer, gather, take_over
 from elaunch.trainer.ranks.group_status import GroupStatus
 from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.ranks.place import RankInfo
@@ -93,6 +93,9 @@ class Copies:
         self._put: tuple[Version | None, object, dict[str, Any]] = (None, None, {})
         # How many completed steps `restore` has lost.
         self.repeated = 0
+        # The state that all ranks have compared, and the newest snapshot of such a state.
+        self.compared: Version | None = None
+        self.verified: Version | None = None
 
     @property
     def paces(self) -> bool:
@@ -247,6 +250,15 @@ class Copies:
             self._is_kept &= self.save_replicated(version)
         if self._mirror is not None:
             self._mirror.exchange(lambda: record, version, spare)
+        if version == self.compared:
+            self.verified = version
+
+    def drop_unverified(self) -> None:
+        """Delete all copies in memory that are newer than the newest compared one. Collective."""
+        self.before_snapshot()
+        if self._parts is not None:
+            self._parts.drop_newer(self.verified or Version(-1, 0))
+        drop_newer(self.verified or Version(-1, 0), self._node_memory, self._peers)
 
     def _keep(self, version: Version) -> Tensor | None:
         """Store this rank's own state with the large part; None if there is no room for it."""
@@ -285,7 +297,9 @@ class Copies:
     @property
     def _spare(self) -> list[Version]:
         """The snapshots that must not be overwritten."""
-        return [version for version in (self._full, self._newest) if version is not None]
+        needs_all = self._parts is not None or self._training.has_large
+        spared = (self._full, self._newest) if needs_all else (self.verified,)
+        return [version for version in spared if version is not None]
 
     def checkpoint(self, version: Version) -> None:
         """Begin to write a checkpoint of this state, unless there is one."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 
 from elaunch.trainer import link
 from elaunch.trainer.keeper.boundary import Wish
 from elaunch.trainer.keeper.copies import Copies
+from elaunch.trainer.keeper.outside_changes import OutsideChanges
 from elaunch.trainer.state.training_state import Training
 from elaunch.trainer.state.version import Version
 
@@ -16,8 +18,10 @@ _END_S = 30.0
 # If another worker has completed a step, this worker completes it within milliseconds or never.
 _ARRIVAL_S = 0.3
 _LOOK_S = 0.001
-# The agent kills a worker that does not say that it saves after `--failure-grace`, 2 s.
+# How long a rescue waits for a commit: so long, and so many times as long as the longest commit took. A commit that
+# takes longer waits for the failed peer, in a collective within `optimizer.step`.
 _COMMIT_S = 1.0
+_COMMITS = 3
 
 
 class GuardedState:
@@ -36,17 +40,41 @@ class GuardedState:
         self._is_put_down = False
         # Whether what this rank alone has of the next step is copied within its commit; all ranks have agreed on that.
         self.copies_next = False
+        self._outside = OutsideChanges(training.live_tensors)
+        self._begun_s = self._longest_s = 0.0
 
     @property
     def next_version(self) -> Version:
         """The version that the next commit makes."""
         return Version(self._generation, self.version.step + 1)
 
-    def restored(self, copies: Copies, version: Version) -> None:
-        """The state is that of `version` now, and `copies` keeps it."""
+    def restored(
+        self, copies: Copies, version: Version, report: Callable[[str], None], say: Callable[[str], None]
+    ) -> None:
+        """The state is that of `version` now, and `copies` keeps it.
+
+        A change outside of a commit goes to `report`, for the next boundary, or after a failure to `say`.
+        """
         with self._lock:
             self._copies, self.version, self._is_whole = copies, version, True
             copies.gpu.after_commit()
+            self._report, self._say = report, say
+            self._outside.note()
+
+    def may_be_copied(self) -> bool:
+        """Whether a snapshot may be taken at this boundary: nothing has changed the state since the commit.
+
+        The ranks of a node whose replicated state is not copied need not know.
+        """
+        if not (self._copies.paces or self._training.is_in_parts):
+            return True
+        may = self._outside.allow_copy(self.version.step)
+        self._tell_of_changes()
+        return may
+
+    def _tell_of_changes(self) -> None:
+        if news := self._outside.news(self.version.step):
+            self._report(news)
 
     def begin(self) -> None:
         """The gradients are complete, and the state changes until `end`. Does not return after a peer's failure.
@@ -65,7 +93,10 @@ class GuardedState:
             self._lock.release()
             time.sleep(_END_S)
             raise SystemExit(Wish.LEAVE.exit_code)
+        self._tell_of_changes()
+        self._outside.forget()
         self.is_changing, self._is_whole = True, False
+        self._begun_s = time.monotonic()
 
     def _require_clean(self, otherwise: str) -> None:
         """Wait until all that this rank has begun is done, and raise BrokenGroup if a collective has failed."""
@@ -88,6 +119,8 @@ class GuardedState:
                     self._copies.steps.after_commit(self.next_version)
                 self.version = self.next_version
                 self._is_whole = True
+                self._outside.note()
+                self._longest_s = max(self._longest_s, time.monotonic() - self._begun_s)
                 self._copies.done(self.version)
                 link.report(self.version.step)
         finally:
@@ -126,21 +159,36 @@ class GuardedState:
     def rescue(self) -> None:
         """The group has failed: save the last complete step unless another worker of this node has, and seal the state.
 
-        If the state is in parts, this rank's part of the step is in memory already. A commit that lasts may end: with
-        ZeRO-1 it may also wait for a dead rank.
+        If the state is in parts, this rank's part of the step is in memory already. Nothing is saved if the state has
+        changed outside of a commit, or if a commit does not end: it waits for a peer that has failed.
         """
         if self._training.is_in_parts:
             self._seal_parts()
             return
         # Before the lock is taken: copying a large state takes long, and a step that is being completed is still kept.
         link.saving(self.version.step)
-        with self._lock:
-            self._is_sealed = True
-            if self._is_whole:
+        has_lock = self._acquired()
+        self._is_sealed = True
+        if not has_lock:
+            return
+        try:
+            if self._is_whole and not self._outside.found(self.version.step):
                 self._copies.save_replicated(self.version)
+        finally:
+            self._lock.release()
+        if news := self._outside.news(self.version.step):
+            self._say(news)
+
+    def _acquired(self) -> bool:
+        """Wait for the lock, for a commit only as long as commits take. Returns whether this thread has it."""
+        end_s = time.monotonic() + _COMMIT_S + _COMMITS * self._longest_s
+        while not self._lock.acquire(timeout=_ARRIVAL_S):
+            if self.is_changing and time.monotonic() > end_s:
+                return False
+        return True
 
     def _seal_parts(self) -> None:
-        if self._lock.acquire(timeout=_COMMIT_S):
+        if self._acquired():
             self._is_sealed = True
             self._lock.release()
 

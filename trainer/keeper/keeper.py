@@ -18,7 +18,7 @@ import re
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
@@ -30,41 +30,41 @@ from elaunch.trainer.checkpoint.storage import storage_at
 from elaunch.trainer.keeper.boundary import Boundary, Stopped, Wish
 from elaunch.trainer.keeper.copies import Copies
 from elaunch.trainer.keeper.data_warning import sentence_about_loaders
+from elaunch.trainer.keeper.entered_names import entered
 from elaunch.trainer.keeper.group_watch import GroupWatch
 from elaunch.trainer.keeper.guarded_state import GuardedState
+from elaunch.trainer.keeper.last_checkpoint import NotDurable, require_durable
 from elaunch.trainer.keeper.optimizer_hooks import OptimizerHooks
 from elaunch.trainer.keeper.pace import Pace
 from elaunch.trainer.keeper.stop import StopRequest, free_signals
+from elaunch.trainer.keeper.verification import Verification
 from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.ranks.place import RankInfo
 from elaunch.trainer.state import rng_state
+from elaunch.trainer.state.model_state import hook_after_forward, unwrap
 from elaunch.trainer.state.training_state import Training
 from elaunch.trainer.state.tree import cloned
 
 # DDP regroups its buckets after the first backward pass, under `static_graph` after the second.
 _WARM_UPS = 2
-# Seconds before each new try of a last checkpoint that failed.
-_AGAIN_S = (1, 2, 4, 8, *(5,) * 9)
-
-
-class NotDurable(OSError):
-    """All steps are done, but every try to write the last checkpoint failed. Raised on all ranks."""
 
 
 class Keeper:
     """The state of one training: restored on entry, kept while `steps` runs, saved by the survivors of a failure.
 
-    `model` may be wrapped in DDP. `scheduler`, `scaler` and `extra` are kept too: objects with `state_dict` and
-    `load_state_dict`, lists of them, or for `extra` a dictionary of tensors and plain values. They must be the same on
-    every rank, and change only within `commit`. `hook_state` is the state of a communication hook (PowerSGD's), which
-    each rank has for itself. `per_rank` is one object, or a list of them, with a state that each rank has for itself:
-    `Batches`, a StatefulDataLoader, a `torch.Generator`, anything with `state_dict` and `load_state_dict`. `()` says
-    that there is none, and that the data's order needs nothing. Of FSDP's and ZeRO-1's state each rank keeps its part.
+    `model` may be wrapped in DDP, and compiled. Several models or optimizers are a list. `scheduler`, `scaler` and
+    `extra` are kept too: objects with `state_dict` and `load_state_dict`, lists of them, or for `extra` a dictionary of
+    tensors and plain values. They must be the same on every rank, and change only within `commit`. `hook_state` is the
+    state of a communication hook (PowerSGD's), which each rank has for itself. `per_rank` is one object, or a list of
+    them, with a state that each rank has for itself: `Batches`, a StatefulDataLoader, a `torch.Generator`, anything
+    with `state_dict` and `load_state_dict`. `()` says that there is none, and that the data's order needs nothing. Of
+    FSDP's and ZeRO-1's state each rank keeps its part.
 
     `checkpoints` is the directory, or URL, of durable checkpoints: one is written every `checkpoint_every` steps, at a
     stop and at the end. `snapshot_every` is the number of steps between copies in memory, `copy_every` that of
     copies of what a rank alone has (a part of the state, or `hook_state`), which stay on its node. None measures the
-    cost and keeps it under 1 % of the time. Every `stop_every` steps all ranks check whether to stop. `warm_up` does
+    cost and keeps it under 1 % of the time. Every `stop_every` steps all ranks check whether to stop. Every
+    `verify_every` steps the ranks compare what they have alike, and raise Differs if a copy is damaged. `warm_up` does
     one forward and backward pass on any data of the right shape; without it, a resumed run of three or more workers is
     not bit for bit equal to a run without failures. `name` tells several trainings of one program apart. `say` takes
     sentences for people.
@@ -75,7 +75,7 @@ class Keeper:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | Sequence[nn.Module],
         optimizer: Any,
         *,
         scheduler: Any = None,
@@ -88,21 +88,23 @@ class Keeper:
         snapshot_every: int | None = None,
         copy_every: int | None = None,
         stop_every: int = 1,
+        verify_every: int | None = None,
         warm_up: Callable[[], object] | None = None,
         name: str = "training",
         say: Callable[[str], None] | None = None,
     ) -> None:
         counts = {"checkpoint_every": checkpoint_every, "snapshot_every": snapshot_every, "stop_every": stop_every}
         counts["copy_every"] = self._copy_every = copy_every
+        counts["verify_every"] = verify_every
         for option, count in counts.items():
             if count is not None and count < 1:
                 raise ValueError(f"{option} is {count}; it counts steps and is at least 1")
         if not re.fullmatch(r"[\w-]+", name):
             raise ValueError(f"name is {name!r}; it is part of a file's name: letters, digits, _ and -")
-        self._model = model
         self._training = Training(model, optimizer, scheduler, scaler, extra, hook_state, per_rank)
         self._storage = None if checkpoints is None else storage_at(checkpoints)
         self._checkpoint_every, self._snapshot_every, self._stop_every = checkpoint_every, snapshot_every, stop_every
+        self._verify_every = verify_every
         self._warm_up, self._name, self._say = warm_up, name, say or _to_stderr
         self._place = RankInfo.from_environ(os.environ)
         self._pid = os.getpid()
@@ -129,9 +131,10 @@ class Keeper:
 
     def __enter__(self) -> Keeper:
         with ExitStack() as stack:
+            stack.enter_context(entered(self._name))
             self._peers = Peers()
             self._signals = stack.enter_context(StopRequest(signals=free_signals()))
-            self._boundary = Boundary(self._peers, self._signals)
+            self._boundary = Boundary(self._peers, self._signals, self._say)
             self._listener = link.listen(self._boundary.tell, rescue=self._state.peer_failed)
             stack.push(self._listen_no_more)
             link.mark("restoring")
@@ -150,15 +153,23 @@ class Keeper:
             self._random = rng_state.capture(self._training.device)
             self._restored_step = version.step
             self._pace = Pace(self._snapshot_every, version.step)
-            self._state.restored(self._copies, version)
+            self._state.restored(self._copies, version, self._boundary.report, self._say)
+            self._verification = Verification(
+                self._training,
+                self._peers,
+                self._copies,
+                version,
+                every=self._verify_every,
+                checkpoint_every=None if self._storage is None else self._checkpoint_every,
+            )
             link.mark("restored")
             # Once for the job: a restart has no time for it.
             is_first = self._peers.leads and not self._place.generation
             if is_first and self._training.per_rank is None and (trap := sentence_about_loaders()):
                 self._say(trap)
             stack.enter_context(GroupWatch(self._copies.groups, self._state.group_failed, self._say, tells=is_first))
-            hook = self._model.register_forward_hook(self._after_forward)
-            stack.callback(hook.remove)
+            for model in self._training.models:
+                stack.callback(hook_after_forward(model, self._after_forward).remove)
             stack.push(self._leave)
             self._stack = stack.pop_all()
         self._looked_at_s, self._looked_at_step = time.monotonic(), self.step
@@ -289,7 +300,8 @@ class Keeper:
         again before its first step, and the random states are restored after that. Raises ValueError if hooks cannot
         be right.
         """
-        module = self._model if module is None else module
+        if module is None:
+            module = self._training.only_model("commit_by_hooks(module), with the one whose forward pass begins a step")
         hooks = OptimizerHooks(self, self._state, self._training, module, redraws=draws_again)
         self._stack.callback(hooks.remove)
         if not draws_again:
@@ -300,12 +312,13 @@ class Keeper:
         before = cloned(self._training.own(large=True))
         for _ in range(_WARM_UPS if self._warm_up else 0):
             self._warm_up()  # type: ignore[misc]
-        self._model.zero_grad(set_to_none=True)
+        for model in self._training.models:
+            model.zero_grad(set_to_none=True)
         self._training.load_own(before)
 
     def _after_forward(self, module: nn.Module, inputs: object, outputs: object) -> None:
         """Store this rank's buffers and random states: they belong to the next step, if that step completes."""
-        if self._training.model.training and os.getpid() == self._pid:
+        if unwrap(module).training and os.getpid() == self._pid:
             self._copies.put_down(self._state.next_version)
 
     def _look_around(self) -> None:
@@ -313,7 +326,8 @@ class Keeper:
         now_s = time.monotonic()
         if self.step > self._looked_at_step:
             self._pace.step_took((now_s - self._looked_at_s) / (self.step - self._looked_at_step))
-        wants_snapshot = not self._copies.paces or self._pace.is_due(self.step)
+        is_due = not self._copies.paces or self._pace.is_due(self.step)
+        wants_snapshot = self._verification.wants_snapshot(self._state, wants=is_due) and self._state.may_be_copied()
         if self._stop_if_asked(wants_snapshot=wants_snapshot) and self.step:
             begun_s = time.monotonic()
             self._state.snapshot()
@@ -340,8 +354,14 @@ class Keeper:
                 # NotDurable of another keeper: its training has ended, on all ranks at the same place.
                 case None | NotDurable():
                     # The training is over, but the program goes on. If it fails later, no step is repeated.
+                    self._verification.compare(self._state)
                     self._state.put_away(durably=True)
-                    self._require_durable()
+                    require_durable(
+                        self._copies,
+                        self._state.version,
+                        self._say if self._peers.leads else None,
+                        lambda: self._stop_if_asked(wants_snapshot=False),
+                    )
                 case Stopped():
                     if not self._has_stopped:
                         # Another keeper of this program has stopped, on all ranks at the same place.
@@ -355,22 +375,6 @@ class Keeper:
         finally:
             self._peers.part()
             self._state.give_up()
-
-    def _require_durable(self) -> None:
-        """Retry a failed last checkpoint for a while: a state that is only in memory ends with the job. Collective."""
-        for again_s in _AGAIN_S:
-            if not self._copies.failure():
-                return
-            if again_s == _AGAIN_S[0] and self._peers.leads:
-                self._say(f"it is the last one: it is tried again for {sum(_AGAIN_S)} s")
-            for _ in range(again_s):
-                time.sleep(1)
-                link.phase("writing the last checkpoint")
-                self._stop_if_asked(wants_snapshot=False)
-            self._copies.checkpoint(self._state.version)
-            self._copies.wait()
-        if why := self._copies.failure():
-            raise NotDurable(f"the end of the training is not on the disk: {why}")
 
     def _listen_no_more(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
@@ -386,6 +390,7 @@ class Keeper:
         if not self._training.is_in_parts:
             # This gives time to save even if a peer fails meanwhile. Parts would be useless without that peer's.
             link.saving(self.step)
+        self._verification.compare(self._state)
         self._state.put_away(durably=wish is not Wish.JOIN)
         self._has_stopped = True
         if self._peers.leads:

@@ -48,6 +48,16 @@ class Mirror:
         """Whether this rank's last piece, and those sent to it, are on both nodes."""
         return not (self._thread and self._thread.is_alive()) and not self._trouble
 
+    @property
+    def is_on(self) -> bool:
+        """Whether pieces are sent to another node."""
+        return self._peers is not None
+
+    def give_up(self) -> None:
+        """Send and keep nothing from now on: there is no room. All ranks call it, and no exchange runs."""
+        self.delete()
+        self._target, self._pairs, self._peers = None, {}, None
+
     def has_room(self, lengths: Sequence[int], spare: Collection[Version]) -> bool:
         """Whether the next slots for other ranks' pieces have these lengths, by rank."""
         return all(pair.older(spare).size == lengths[rank] for rank, pair in self._pairs.items())

@@ -22,6 +22,7 @@ from pathlib import Path
 from torch import Tensor
 
 from elaunch.trainer.memory.recovery_plan import Holding
+from elaunch.trainer.memory.room import Room, room_in
 from elaunch.trainer.memory.slots import Copy, Slot, Slots, copy_on_host
 from elaunch.trainer.state.packing import Placer, pack
 from elaunch.trainer.state.region import Header
@@ -36,14 +37,18 @@ _LOCK_POLL_S = 0.001
 
 
 class NoRoom(Exception):
-    """The memory's file system is too small: this node's copies need `needed` bytes, and `free` bytes are there."""
+    """This node's copies need `needed` bytes, and there is less room: in the file system, or in a cgroup."""
 
-    def __init__(self, folder: Path, needed: int, free: int) -> None:
-        self.needed, self.free = needed, free
+    def __init__(self, folder: Path, needed: int, room: Room) -> None:
+        way_out = (
+            "give the job more memory: docker run --memory, the pod's limit, sbatch --mem"
+            if room.where
+            else "in a container, give /dev/shm more: docker run --shm-size, elaunch submit k8s --shm"
+        )
         super().__init__(
-            f"{folder.parent} has {free / 1e6:,.1f} MB free and this node's copies of the training state take "
-            f"{needed / 1e6:,.1f} MB; there are none, and a failure goes back to the last checkpoint (in a container, "
-            "give /dev/shm more: docker run --shm-size, elaunch submit k8s --shm)"
+            f"{room.where or folder.parent} has {room.free / 1e6:,.1f} MB free and this node's copies of the training "
+            f"state take {needed / 1e6:,.1f} MB; there are none, and a failure goes back to the last checkpoint "
+            f"({way_out})"
         )
 
 
@@ -63,8 +68,7 @@ class ReplicatedMemory:
     @property
     def free(self) -> int:
         """Bytes available for a copy: the free bytes, and those of the slot that is written next."""
-        found = os.statvfs(self.folder)
-        return found.f_bavail * found.f_frsize + self.pair.older().size
+        return room_in(self.folder).free + self.pair.older().size
 
     def save(
         self,
@@ -149,9 +153,8 @@ class ReplicatedMemory:
         needed = sum(max(0, length - slot.size) for slot in self.pair.slots)
         if not needed:
             return
-        found = os.statvfs(self.folder)
-        free = found.f_bavail * found.f_frsize
-        if needed > free:
-            raise NoRoom(self.folder, 2 * length, free)
+        room = room_in(self.folder)
+        if needed > room.free:
+            raise NoRoom(self.folder, 2 * length, room)
         for slot in self.pair.slots:
             slot.grow(length)

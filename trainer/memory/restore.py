@@ -85,7 +85,7 @@ def take_over(
     older = _brought(decision.older, inventories, node_memory, peers)
     if older is not None:
         training.load_random(older)
-    _drop_newer(decision.version, node_memory, peers)
+    drop_newer(decision.version, node_memory, peers)
 
 
 def _load_replicated(
@@ -102,7 +102,7 @@ def _load_replicated(
     training.load_replicated(state)
 
 
-def _drop_newer(version: Version, node_memory: NodeMemory | None, peers: Peers) -> None:
+def drop_newer(version: Version, node_memory: NodeMemory | None, peers: Peers) -> None:
     """Tear the copies and records of all ranks that are newer than `version`: no later start may find them."""
     if node_memory is not None and node_memory.speaks:
         for records in records_in(node_memory.memory.folder, node_memory.name, node_memory.layout):

@@ -277,6 +277,14 @@ class ShardedMemory:
     def _piece(self, version: Version) -> Piece:
         return Piece(version, self._peers.world_size, self._peers.rank)
 
+    def drop_newer(self, version: Version) -> None:
+        """Declare this node's pieces that are newer than `version` torn: those steps are given up."""
+        for path in self.folder.glob("piece-*") if self._speaks else ():
+            slot = Slot(path, _LAYOUT)
+            header = slot.header()
+            if header is not None and header.version > version:
+                slot.discard()
+
     @property
     def _spare(self) -> list[Version]:
         """The snapshots that must not be overwritten."""
@@ -299,10 +307,20 @@ class ShardedMemory:
         """
         problem = self._reserve(slot, length)
         if self._any(bool(problem)) and not self._is_alone and self._has_room_for_copies:
-            # Copies go first. Every rank tries again, since this may have freed the room on another rank's node.
+            # Copies of steps go first. Every rank tries again, since this may have freed room on another rank's node.
             self._has_room_for_copies = False
             if not self._restored_from_copy:
                 self._copy_slots.delete()
+            problem = self._reserve(slot, length)
+        if self._any(bool(problem)) and self._mirror.is_on:
+            # Then the second copies.
+            self._mirror.give_up()
+            if problem:
+                self._say(
+                    f"rank {self._peers.rank}: no room in {self.folder} for the second copies of other nodes' parts "
+                    f"({problem}); each part is on its own node only: killed workers cost no more than before, but a "
+                    "lost node goes back to the last checkpoint"
+                )
             problem = self._reserve(slot, length)
         if not self._any(bool(problem)):
             return True

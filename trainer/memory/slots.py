@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from elaunch.trainer.memory.room import allocate
 from elaunch.trainer.state.packing import unpack
 from elaunch.trainer.state.region import (
     Header,
@@ -92,7 +93,7 @@ class Slot:
         if there < size:
             descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
-                os.posix_fallocate(descriptor, 0, size)
+                allocate(descriptor, there, size)
             finally:
                 os.close(descriptor)
 

@@ -8,9 +8,10 @@ of the parameters that it updates: a PerRank, by parameter name. All of them can
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -19,35 +20,46 @@ from elaunch.trainer.state.tree import PerRank, State, is_shard
 Found = TypeVar("Found")
 
 
-def state_of(model: nn.Module, optimizer: Optimizer) -> State:
-    """`{"model": …, "optimizer": …}` after at least one step; the tensors are the live ones, not copies."""
-    if _is_zero(optimizer):
+class Models(nn.ModuleList):
+    """Several models of one training as one: the names of their parameters begin with their numbers."""
+
+
+def state_of(model: nn.Module, optimizer: Optimizer, *others: Optimizer) -> State:
+    """`{"model": …, "optimizer": …}` after at least one step; the tensors are the live ones, not copies.
+
+    `others` are further optimizers of a model with FSDP. Their states are in `optimizer` too.
+    """
+    if is_zero(optimizer):
         return {"model": unwrap(model).state_dict(), "optimizer": _zero_state(unwrap(model), optimizer)}
     if is_sharded(model):
         from torch.distributed.checkpoint.state_dict import get_state_dict
 
-        weights, moments = get_state_dict(model, optimizer)
+        weights, moments = get_state_dict(model, [optimizer, *others])
         return {"model": weights, "optimizer": moments}
     return {"model": unwrap(model).state_dict(), "optimizer": optimizer.state_dict()}
 
 
 def restore(
-    load: Callable[[State], Found | None], model: nn.Module, optimizer: Optimizer, rest: State | None = None
+    load: Callable[[State], Found | None],
+    model: nn.Module,
+    optimizer: Optimizer,
+    rest: State | None = None,
+    others: Sequence[Optimizer] = (),
 ) -> Found | None:
     """Load model and optimizer with `load` (for example `Checkpoints.load_newest`). Returns what `load` found.
 
     Everything else in the state goes into `rest`. All ranks call it before the first step. If `load` finds nothing
-    (None), nothing changes.
+    (None), nothing changes. `others` are those of `state_of`.
     """
-    was_fresh = not optimizer.state
+    fresh = [one for one in (optimizer, *others) if not one.state]
     # For a sharded model `state_of` creates an optimizer state to fill, by a step of length 0.
-    state = {**(rest or {}), **state_of(model, optimizer)}
+    state = {**(rest or {}), **state_of(model, optimizer, *others)}
     found = load(state)
     if found is None:
-        if was_fresh:
-            optimizer.state.clear()
+        for one in fresh:
+            one.state.clear()
         return None
-    _put(model, optimizer, state.pop("model"), state.pop("optimizer"))
+    _put(model, [optimizer, *others], state.pop("model"), state.pop("optimizer"))
     if rest is not None:
         rest.clear()
         rest.update(state)
@@ -56,46 +68,63 @@ def restore(
 
 def is_in_parts(model: nn.Module, optimizer: Any) -> bool:
     """Whether each rank has only a part of the state: of the model (FSDP) or of the optimizer (ZeRO-1)."""
-    return is_sharded(model) or _is_zero(optimizer)
+    return is_sharded(model) or is_zero(optimizer)
 
 
 def is_sharded(model: nn.Module) -> bool:
     """Whether each rank has only a part of the model."""
+    return is_fsdp1(model) or any(is_shard(parameter) for parameter in model.parameters())
+
+
+def is_fsdp1(model: nn.Module) -> bool:
+    """Whether a part of the model is in FullyShardedDataParallel, whose parameters are no DTensors."""
     fsdp1 = sys.modules.get("torch.distributed.fsdp")
-    wrapped = fsdp1 is not None and any(isinstance(m, fsdp1.FullyShardedDataParallel) for m in model.modules())
-    return wrapped or any(is_shard(parameter) for parameter in model.parameters())
+    return fsdp1 is not None and any(isinstance(m, fsdp1.FullyShardedDataParallel) for m in model.modules())
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The user's module, without the wrappers of DistributedDataParallel and torch.compile."""
+    """The user's module, or modules, without the wrappers of DistributedDataParallel and torch.compile."""
+    if isinstance(model, Models):
+        return Models(unwrap(one) for one in model)
     while True:
-        wraps = type(model).__name__ in ("DistributedDataParallel", "OptimizedModule")
-        inner = getattr(model, "module", getattr(model, "_orig_mod", None))
-        if not wraps or not isinstance(inner, nn.Module):
+        # A compiled module has the attributes of its module, which may have a `module` of its own.
+        wrapped = {"DistributedDataParallel": "module", "OptimizedModule": "_orig_mod"}.get(type(model).__name__, "")
+        inner = getattr(model, wrapped, None) if wrapped else None
+        if not isinstance(inner, nn.Module):
             return model
         model = inner
 
 
 def moments_of(optimizer: Any) -> list[Any]:
     """Every value that the optimizer keeps for a parameter on this rank, except None."""
-    inner = optimizer.optim if _is_zero(optimizer) else optimizer
+    inner = optimizer.optim if is_zero(optimizer) else optimizer
     return [value for held in inner.state.values() for value in held.values() if value is not None]
 
 
-def _put(model: nn.Module, optimizer: Optimizer, weights: Any, moments: Any) -> None:
-    if _is_zero(optimizer):
+def hook_after_forward(model: nn.Module, hook: Callable[[nn.Module, object, object], None]) -> Any:
+    """Let `hook` run after each forward pass of `model`. Returns a handle with `remove`."""
+    if getattr(model, "_compiled_call_impl", None) is not None:
+        # `model.compile()` traces hooks too. This ends its graph before the hook.
+        hook = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
+    return model.register_forward_hook(hook)
+
+
+def _put(model: nn.Module, optimizers: Sequence[Optimizer], weights: Any, moments: Any) -> None:
+    optimizer = optimizers[0]
+    if is_zero(optimizer):
         unwrap(model).load_state_dict(weights)
         _put_zero(unwrap(model), optimizer, moments)
     elif is_sharded(model):
         from torch.distributed.checkpoint.state_dict import set_state_dict
 
-        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
+        set_state_dict(model, optimizers, model_state_dict=weights, optim_state_dict=moments)
     else:
         unwrap(model).load_state_dict(weights)
         optimizer.load_state_dict(moments)
 
 
-def _is_zero(optimizer: Any) -> bool:
+def is_zero(optimizer: Any) -> bool:
+    """Whether it is a ZeroRedundancyOptimizer."""
     module = sys.modules.get("torch.distributed.optim")
     zero = getattr(module, "ZeroRedundancyOptimizer", None)
     return zero is not None and isinstance(optimizer, zero)

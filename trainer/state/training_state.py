@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from elaunch.trainer.state import optimizer_state, rng_state
 from elaunch.trainer.state.hook_state import HookState
-from elaunch.trainer.state.model_state import is_in_parts, moments_of, restore, state_of, unwrap
+from elaunch.trainer.state.live_tensors import LiveTensors
+from elaunch.trainer.state.model_state import Models, is_in_parts, is_zero, moments_of, restore, state_of, unwrap
 from elaunch.trainer.state.packing import NotPlain, pack, tensor_that_is_not_dense
 from elaunch.trainer.state.rank_objects import RankObjects
 from elaunch.trainer.state.tree import State, cloned, flatten
@@ -30,7 +31,7 @@ class Training:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | Sequence[nn.Module],
         optimizer: Any,
         scheduler: Any = None,
         scaler: Any = None,
@@ -38,13 +39,25 @@ class Training:
         hook_state: Any = None,
         per_rank: Any = None,
     ) -> None:
-        self._wrapped = model
-        self.model = unwrap(model)
+        # As the program calls them: wrapped in DDP or FSDP, compiled.
+        self.models: list[nn.Module] = list(_several(model))
+        self._wrapped = Models(self.models) if len(self.models) > 1 else self.models[0]
+        self.model = unwrap(self._wrapped)
         self._optimizers = _several(optimizer)
-        self._rest = {"scheduler": scheduler, "scaler": scaler, "extra": extra, "optimizers": self._optimizers[1:]}
         self._hook = None if hook_state is None else HookState(hook_state)
         self.per_rank = RankObjects(_several(per_rank)) if per_rank is not None else None
-        self.is_in_parts = any(is_in_parts(model, one) for one in self._optimizers)
+        self.has_zero = any(is_zero(one) for one in self._optimizers)
+        self.is_in_parts = any(is_in_parts(self._wrapped, one) for one in self._optimizers)
+        self.live_tensors = LiveTensors(self.model, self._optimizers, _several(extra))
+        if self.has_zero and len(self._optimizers) > 1:
+            raise ValueError(
+                f"{len(self._optimizers)} optimizers, one of them a ZeroRedundancyOptimizer, cannot be kept together; "
+                "give one ZeroRedundancyOptimizer all parameters, in groups, or use fully_shard"
+            )
+        # FSDP's optimizers have one state together, by the names of the parameters.
+        self._of_parts = self._optimizers if self.is_in_parts else self._optimizers[:1]
+        others = () if self.is_in_parts else self._optimizers[1:]
+        self._rest = {"scheduler": scheduler, "scaler": scaler, "extra": extra, "optimizers": others}
         self.device = _device_of(self.model)
         self._has_extra_state = any(
             type(module).get_extra_state is not nn.Module.get_extra_state for module in self.model.modules()
@@ -55,6 +68,13 @@ class Training:
             for short, buffer in owner._buffers.items()
             if buffer is not None and short not in owner._non_persistent_buffers_set
         ]
+
+    def only_model(self, otherwise: str) -> nn.Module:
+        """The model, if there is only one. Raises ValueError with the way out."""
+        if len(self.models) > 1:
+            raise ValueError(f"there are {len(self.models)} models; call {otherwise}")
+        (model,) = self.models
+        return model
 
     @property
     def has_large(self) -> bool:
@@ -105,16 +125,18 @@ class Training:
 
     def small(self) -> State:
         """`rest` and the optimizer's hyperparameters: what of a state in parts changes other than in place."""
-        groups = [{k: v for k, v in group.items() if k != "params"} for group in self._optimizers[0].param_groups]
+        groups = [
+            [{k: v for k, v in group.items() if k != "params"} for group in one.param_groups] for one in self._of_parts
+        ]
         return {**self.rest(), "param_groups": groups}
 
     def large(self) -> State:
         """The rest of a state in parts: model and optimizer."""
-        return state_of(self._wrapped, self._optimizers[0])
+        return state_of(self._wrapped, *self._of_parts)
 
     def live(self) -> list[Tensor] | None:
         """The tensors of `large`, which training changes in place. None if other values change with them."""
-        moments = moments_of(self._optimizers[0])
+        moments = [each for one in self._of_parts for each in moments_of(one)]
         if self._has_extra_state or not all(isinstance(each, Tensor) for each in moments):
             return None
         return [*self.model.parameters(), *self.model.buffers(), *moments]
@@ -182,12 +204,12 @@ class Training:
         If it is in parts, only this rank's part.
         """
         own = {"random": list(random), "per_rank": list(per_rank)}
-        return {**state_of(self._wrapped, self._optimizers[0]), **self.rest(), **own}
+        return {**state_of(self._wrapped, *self._of_parts), **self.rest(), **own}
 
     def load_whole(self, load: Callable[[State], Found | None], rank: int, world_size: int) -> Found | None:
         """Let `load` fill the state that `whole` returns, and load it. Returns what `load` found."""
         rest: State = {}
-        found = restore(load, self._wrapped, self._optimizers[0], rest)
+        found = restore(load, self._wrapped, self._optimizers[0], rest, self._of_parts[1:])
         if found is not None:
             self._load_rest(rest)
             random = rest.get("random", ())
@@ -206,8 +228,9 @@ class Training:
                 for one, its in zip(_several(part), state[name], strict=True):
                     _load(one, its)
         if "param_groups" in state:
-            for group, its in zip(self._optimizers[0].param_groups, state["param_groups"], strict=True):
-                group.update(its)
+            for one, groups in zip(self._of_parts, state["param_groups"], strict=True):
+                for group, its in zip(one.param_groups, groups, strict=True):
+                    group.update(its)
 
 
 def _device_of(model: nn.Module) -> torch.device:

@@ -27,10 +27,11 @@ from elaunch.trainer import link
 from elaunch.trainer.checkpoint import catalog
 from elaunch.trainer.checkpoint.checkpoints import Checkpoints
 from elaunch.trainer.checkpoint.local import LocalFolder
-from elaunch.trainer.keeper import keeper
+from elaunch.trainer.keeper import last_checkpoint
 from elaunch.trainer.keeper.copies import Copies
 from elaunch.trainer.keeper.guarded_state import GuardedState
-from elaunch.trainer.keeper.keeper import Keeper, NotDurable
+from elaunch.trainer.keeper.keeper import Keeper
+from elaunch.trainer.keeper.last_checkpoint import NotDurable
 from elaunch.trainer.memory.records import Records
 from elaunch.trainer.state.version import Version
 from tests.harness import wait_for
@@ -293,7 +294,7 @@ def test_an_unreadable_checkpoint_does_not_cost_what_is_in_memory(
 def test_an_end_that_is_not_on_the_disk_is_no_success_and_the_next_start_tries_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keeper, "_AGAIN_S", (1,))
+    monkeypatch.setattr(last_checkpoint, "_AGAIN_S", (1,))
     (tmp_path / "file").write_text("")
     directory = tmp_path / "file" / "c"
     job = Job(checkpoints=directory)
@@ -385,7 +386,7 @@ def test_a_stop_while_the_last_checkpoint_is_tried_again_is_a_stop(
 def test_a_keeper_whose_end_is_not_on_the_disk_does_not_keep_another_from_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keeper, "_AGAIN_S", ())
+    monkeypatch.setattr(last_checkpoint, "_AGAIN_S", ())
     (tmp_path / "file").write_text("")
     one, other = Job(name="one", checkpoints=tmp_path / "one"), Job(name="other", checkpoints=tmp_path / "file" / "c")
 

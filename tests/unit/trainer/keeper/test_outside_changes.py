@@ -1,0 +1,255 @@
+"""Changes of the state outside of a commit: which are found, what they are called, and what the Keeper does."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+from elaunch.trainer import link
+from elaunch.trainer.keeper.keeper import Keeper
+from elaunch.trainer.keeper.outside_changes import OutsideChanges
+from elaunch.trainer.state.live_tensors import LiveTensors
+
+
+@pytest.fixture(autouse=True)
+def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The job's memory on this node. The training has no link."""
+    folder = tmp_path / "memory"
+    folder.mkdir()
+    monkeypatch.setenv("ELAUNCH_MEMORY", str(folder))
+    monkeypatch.delenv("ELAUNCH_LINK", raising=False)
+    monkeypatch.setenv("ELAUNCH_GENERATION", "0")
+    link._open_link.cache_clear()
+    return folder
+
+
+class Parts:
+    """A model, an optimizer with a state, an average of the model, and other tensors."""
+
+    def __init__(self) -> None:
+        self.model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        self.average = AveragedModel(self.model)
+        self.extra: dict[str, Any] = {"queue": torch.zeros(4), "deep": [{"count": 5}, (torch.ones(2),)]}
+        self.backward()
+        self.step()
+        self.changes = OutsideChanges(LiveTensors(self.model, [self.optimizer], [self.average, self.extra]))
+        self.changes.note()
+
+    def backward(self) -> None:
+        self.model(torch.randn(8, 4)).sum().backward()
+
+    def step(self) -> None:
+        self.optimizer.step()
+        self.average.update_parameters(self.model)
+
+
+@torch.no_grad()
+def weight(parts: Parts) -> None:
+    parts.model[0].weight.mul_(2)
+
+
+def exchanged(parts: Parts) -> None:
+    parts.model[2].bias.data = torch.zeros(1)
+
+
+def moment(parts: Parts) -> None:
+    parts.optimizer.state[parts.model[0].weight]["exp_avg"].zero_()
+
+
+def replaced(parts: Parts) -> None:
+    parts.optimizer.state[parts.model[0].bias]["exp_avg_sq"] = torch.zeros(8)
+
+
+def averaged(parts: Parts) -> None:
+    parts.average.update_parameters(parts.model)
+
+
+def queue(parts: Parts) -> None:
+    parts.extra["queue"][0] = 1
+
+
+def deep(parts: Parts) -> None:
+    parts.extra["deep"][1][0].add_(1)
+
+
+def cleared(parts: Parts) -> None:
+    parts.optimizer.state.clear()
+
+
+def loaded(parts: Parts) -> None:
+    parts.model.load_state_dict({name: value + 1 for name, value in parts.model.state_dict().items()})
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (weight, "`0.weight` changed"),
+        (exchanged, "`2.bias` changed"),
+        (moment, "`0.weight: exp_avg of the optimizer` changed"),
+        (replaced, "`0.bias: exp_avg_sq of the optimizer` changed"),
+        (averaged, "`extra.0.module.0.weight` (and 5 more tensors) changed"),
+        (queue, "`extra.0.queue` changed"),
+        (deep, "`extra.0.deep.1.0` changed"),
+        (cleared, "the state of an optimizer, or the number of tensors in `extra`, changed"),
+        (loaded, "`0.weight` (and 5 more tensors) changed"),
+    ],
+)
+def test_a_change_is_found_and_named(change: Callable[[Parts], object], name: str) -> None:
+    parts = Parts()
+    assert not parts.changes.found(12)
+
+    change(parts)
+
+    assert parts.changes.found(12).startswith(f"{name} outside keeper.commit() after step 12. ")
+    parts.changes.forget()
+    parts.step()
+    parts.changes.note()
+    assert not parts.changes.found(13)
+
+
+def evaluated(parts: Parts) -> None:
+    parts.model.eval()
+    parts.model(torch.randn(8, 4))
+
+
+def saved(parts: Parts) -> None:
+    parts.model.state_dict()
+    parts.optimizer.state_dict()
+
+
+def clipped(parts: Parts) -> None:
+    parts.backward()
+    nn.utils.clip_grad_norm_(parts.model.parameters(), 0.1)
+    parts.optimizer.zero_grad()
+
+
+def scaled(parts: Parts) -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = parts.model(torch.randn(8, 4)).sum()
+    scaler.scale(loss).backward()
+    scaler.unscale_(parts.optimizer)
+
+
+def frozen(parts: Parts) -> None:
+    parts.model[0].requires_grad_(False)
+
+
+def compiled(parts: Parts) -> None:
+    torch.compile(parts.model, backend="eager")(torch.randn(8, 4)).sum().backward()
+
+
+@pytest.mark.parametrize("act", [Parts.backward, evaluated, saved, clipped, scaled, frozen, compiled])
+def test_what_a_loop_does_between_two_commits_is_no_change(act: Callable[[Parts], object]) -> None:
+    parts = Parts()
+
+    act(parts)
+
+    assert not parts.changes.found(12)
+
+
+def test_tensors_that_a_commit_replaces_are_not_kept_alive() -> None:
+    parts = Parts()
+    state = parts.optimizer.state[parts.model[0].weight]
+    died: list[int] = []
+    weakref.finalize(state["exp_avg"], died.append, 1)
+
+    parts.changes.forget()
+    state["exp_avg"] = torch.zeros(8, 4)
+
+    assert died
+
+
+class Job:
+    """A training that changes its weights at some moments outside of the commit."""
+
+    def __init__(self, **options: Any) -> None:
+        torch.manual_seed(1)
+        self.model = nn.Linear(4, 1)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.said: list[str] = []
+        self.keeper = Keeper(
+            self.model, self.optimizer, **{"snapshot_every": 1, "say": self.said.append, "per_rank": (), **options}
+        )
+
+    def train(self, steps: int, *, changes_after: tuple[int, ...] = (), fails_in: int = 0) -> None:
+        with self.keeper:
+            for step in self.keeper.steps(steps):
+                self.model(torch.ones(2, 4)).sum().backward()
+                if step == fails_in:
+                    raise RuntimeError("Connection reset by peer")
+                with self.keeper.commit():
+                    self.optimizer.step()
+                    self.optimizer.zero_grad()
+                if step in changes_after:
+                    with torch.no_grad():
+                        self.model.weight.add_(1)
+
+
+SENTENCE = (
+    "`weight` changed outside keeper.commit() after step 4. Until the next commit ends no copy in memory is made of "
+    "this state, and a failure goes back to the copy before. Move that change into the commit"
+)
+
+
+def test_a_state_that_changed_outside_is_not_kept_after_a_failure_and_it_is_said_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    job = Job()
+    with pytest.raises(RuntimeError, match="reset by peer"):
+        job.train(9, changes_after=(4,), fails_in=5)
+    monkeypatch.setenv("ELAUNCH_GENERATION", "1")
+
+    resumed = Job()
+    with resumed.keeper:
+        assert (resumed.keeper.step, resumed.keeper.repeated) == (3, 1)
+
+    assert job.said == [SENTENCE]
+
+
+def test_the_next_commit_makes_the_state_whole_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job()
+    with pytest.raises(RuntimeError, match="reset by peer"):
+        job.train(9, changes_after=(2, 4), fails_in=7)
+    monkeypatch.setenv("ELAUNCH_GENERATION", "1")
+
+    resumed = Job()
+    with resumed.keeper:
+        assert resumed.keeper.step == 6
+
+    assert len(job.said) == 1
+    assert "after step 2" in job.said[0]
+
+
+def test_a_program_that_changes_the_state_after_each_commit_is_told_before_it_loses_anything() -> None:
+    with pytest.raises(
+        RuntimeError, match=r"`weight` changed outside keeper\.commit\(\) after step 3.*never be a copy"
+    ):
+        Job().train(9, changes_after=tuple(range(9)))
+
+
+def test_a_change_that_is_seen_only_after_a_failure_is_said_too() -> None:
+    job = Job(snapshot_every=100)
+    with pytest.raises(RuntimeError, match="reset by peer"):
+        job.train(9, changes_after=(4,), fails_in=5)
+
+    assert job.said == [SENTENCE]
+
+
+def test_at_a_stop_the_state_is_kept_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(snapshot_every=100)
+    job.train(5, changes_after=(5,))
+    monkeypatch.setenv("ELAUNCH_GENERATION", "1")
+
+    resumed = Job()
+    with resumed.keeper:
+        assert resumed.keeper.step == 5
+        assert torch.equal(resumed.model.weight, job.model.weight)

@@ -1,0 +1,180 @@
+"""Several models, optimizers and Keepers in one program, compiled models, and a commit that does not end."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+from elaunch.trainer import link
+from elaunch.trainer.keeper.keeper import Keeper
+from elaunch.trainer.state.model_state import unwrap
+
+
+@pytest.fixture(autouse=True)
+def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The job's memory on this node. The training has no link."""
+    folder = tmp_path / "memory"
+    folder.mkdir()
+    monkeypatch.setenv("ELAUNCH_MEMORY", str(folder))
+    monkeypatch.delenv("ELAUNCH_LINK", raising=False)
+    monkeypatch.setenv("ELAUNCH_GENERATION", "0")
+    link._open_link.cache_clear()
+    return folder
+
+
+def keeper_of(model: Any, optimizer: Any = None, **options: Any) -> Keeper:
+    models = model if isinstance(model, list) else [model]
+    own = torch.optim.SGD([p for one in models for p in one.parameters()], lr=0.1, momentum=0.9)
+    return Keeper(model, optimizer or own, **{"snapshot_every": 1, "per_rank": (), "say": lambda _: None, **options})
+
+
+def test_a_second_keeper_of_a_name_that_is_entered_is_refused() -> None:
+    first, second, third = keeper_of(nn.Linear(2, 2)), keeper_of(nn.Linear(2, 2)), keeper_of(nn.Linear(2, 2), name="b")
+
+    with first, third, pytest.raises(ValueError, match=r"a Keeper named 'training' is entered already.*own name="):
+        second.__enter__()
+
+    with second:
+        assert second.step == 0
+
+
+def test_a_name_is_free_again_after_an_entry_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ZeroDivisionError):
+        keeper_of(nn.Linear(2, 2), warm_up=lambda: 1 / 0).__enter__()
+
+    with keeper_of(nn.Linear(2, 2)) as keeper:
+        assert keeper.step == 0
+
+
+def compiled(model: nn.Module) -> nn.Module:
+    found: Any = torch.compile(model, backend="eager")
+    return found  # type: ignore[no-any-return]
+
+
+def compiled_layers(model: nn.Module) -> nn.Module:
+    found: Any = nn.Sequential(*(torch.compile(layer, backend="eager") for layer in model.children()))
+    return found  # type: ignore[no-any-return]
+
+
+def compiled_in_place(model: nn.Module) -> nn.Module:
+    model.compile(backend="eager")
+    return model
+
+
+def run(form: Callable[[nn.Module], nn.Module], steps: int, fails_in: int = 0) -> tuple[int, list[torch.Tensor]]:
+    """Train with random numbers in the forward pass. Returns the first step's number and the state at the end."""
+    torch.manual_seed(2)
+    plain = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
+    model = form(plain)
+    keeper = keeper_of(model)
+    with keeper:
+        began = keeper.step
+        for step in keeper.steps(steps):
+            # The first call compiles.
+            model(torch.randn(8, 4)).square().sum().backward()
+            if step == fails_in:
+                raise RuntimeError("Connection reset by peer")
+            with keeper.commit():
+                for parameter in plain.parameters():
+                    parameter.data = parameter.data - 0.01 * parameter.grad  # type: ignore[operator]
+                    parameter.grad = None
+    return began, [value.clone() for value in (*plain.state_dict().values(), torch.get_rng_state())]
+
+
+@pytest.mark.filterwarnings("error:Dynamo does not know")
+@pytest.mark.parametrize("form", [compiled, compiled_layers, compiled_in_place])
+def test_a_compiled_model_goes_on_to_the_bit(
+    form: Callable[[nn.Module], nn.Module], monkeypatch: pytest.MonkeyPatch, memory: Path
+) -> None:
+    monkeypatch.delenv("ELAUNCH_MEMORY")
+    _, calm = run(form, 5)
+    monkeypatch.setenv("ELAUNCH_MEMORY", str(memory))
+
+    with pytest.raises(RuntimeError, match="reset by peer"):
+        run(form, 5, fails_in=4)
+    monkeypatch.setenv("ELAUNCH_GENERATION", "1")
+    began, resumed = run(form, 5)
+
+    assert began == 3
+    assert all(map(torch.equal, calm, resumed))
+
+
+def test_a_compiled_model_may_have_a_module_of_its_own() -> None:
+    model = nn.Sequential()
+    model.module = nn.Linear(2, 2)
+    model.head = nn.Linear(2, 2)
+
+    assert unwrap(compiled(model)) is model
+
+
+def test_hooks_need_to_know_which_of_several_models_begins_a_step() -> None:
+    models = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    with keeper_of(models) as keeper:
+        with pytest.raises(ValueError, match=r"there are 2 models; call commit_by_hooks\(module\)"):
+            keeper.commit_by_hooks()
+        keeper.commit_by_hooks(models[0])
+
+
+def test_zero_beside_another_optimizer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(2, 2)
+    zero = object.__new__(ZeroRedundancyOptimizer)
+
+    with pytest.raises(
+        ValueError, match="2 optimizers, one of them a ZeroRedundancyOptimizer, cannot be kept together"
+    ):
+        keeper_of(model, [torch.optim.SGD(model.parameters()), zero])
+
+
+def test_a_rescue_does_not_wait_for_a_commit_that_waits_for_a_dead_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(2, 2)
+    keeper = keeper_of(model)
+    took_s: list[float] = []
+
+    def rescue() -> None:
+        # As the link's thread does while the training's thread is in a collective.
+        begun_s = time.monotonic()
+        keeper._state.peer_failed(1)
+        took_s.append(time.monotonic() - begun_s)
+
+    with contextlib.suppress(ConnectionResetError), keeper:
+        for step in keeper.steps(9):
+            with keeper.commit():
+                if step == 3:
+                    thread = threading.Thread(target=rescue, daemon=True)
+                    thread.start()
+                    thread.join(20)
+                    raise ConnectionResetError
+
+    assert took_s
+    assert took_s[0] > 1
+
+    monkeypatch.setenv("ELAUNCH_GENERATION", "1")
+    with keeper_of(model) as resumed:
+        assert resumed.step == 2
+
+
+def test_a_rescue_waits_for_a_commit_that_is_only_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(2, 2)
+    keeper = keeper_of(model, snapshot_every=100)
+    saved: list[int] = []
+
+    with keeper:
+        for step in keeper.steps(3):
+            with keeper.commit():
+                if step == 3:
+                    thread = threading.Thread(target=lambda: saved.append(keeper._state.peer_failed(1)))
+                    thread.start()
+                    time.sleep(0.5)
+            if step == 3:
+                thread.join(20)
+
+    assert saved == [3]

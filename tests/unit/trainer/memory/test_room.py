@@ -1,0 +1,119 @@
+"""How much memory the cgroups leave for copies."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+
+from elaunch.trainer.memory.replicated import NoRoom, ReplicatedMemory
+from elaunch.trainer.memory.room import Room, cgroup_rooms
+from elaunch.trainer.memory.slots import Slot
+from elaunch.trainer.state.version import Version
+
+MB = 1_000_000
+
+
+def cgroup(folder: Path, limit: str, used: int, stat: str, *, v1: bool = False) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if v1 else ("memory.max", "memory.current")
+    for name, value in zip(names, (limit, used), strict=True):
+        (folder / name).write_text(f"{value}\n")
+    (folder / "memory.stat").write_text(stat)
+
+
+def free(rooms: list[Room]) -> list[int]:
+    return [room.free // MB for room in rooms]
+
+
+def test_each_cgroup_above_this_one_leaves_less_or_more_and_the_page_cache_counts_as_free(tmp_path: Path) -> None:
+    job, pod = tmp_path / "pod" / "job", tmp_path / "pod"
+    cgroup(job, str(1000 * MB), 500 * MB, f"anon 1\ninactive_file {100 * MB}\nactive_file {50 * MB}\nshmem {90 * MB}\n")
+    cgroup(pod, str(2000 * MB), 1900 * MB, "inactive_file 0\nactive_file 0\n")
+
+    rooms = cgroup_rooms("0::/pod/job\n", tmp_path)
+
+    # A twentieth of the limit stays free for the training itself.
+    assert free(rooms) == [1000 - 50 - 350, 0]
+    assert rooms[0].where == f"the cgroup {job} (memory.max 1,000.0 MB)"
+
+
+def test_the_first_version_of_cgroups_counts_too(tmp_path: Path) -> None:
+    cgroup(tmp_path / "job", str(1000 * MB), 500 * MB, f"total_inactive_file {100 * MB}\ninactive_file 7\n", v1=True)
+    # The root has no limit, which is this number.
+    cgroup(tmp_path, "9223372036854771712", 900 * MB, "", v1=True)
+
+    rooms = cgroup_rooms("5:cpu,cpuacct:/x\n4:memory:/job\n0::/\n", tmp_path / "none", tmp_path)
+
+    assert free(rooms)[0] == 1000 - 50 - 400
+    assert min(rooms, key=lambda room: room.free) is rooms[0]
+
+
+@pytest.mark.parametrize("own", ["0::/\n", "0::/kubepods/of-the-host\n", "0::/../elsewhere\n"])
+def test_in_a_container_the_root_is_its_own_cgroup(tmp_path: Path, own: str) -> None:
+    cgroup(tmp_path, str(100 * MB), 40 * MB, "inactive_file 0\n")
+
+    assert free(cgroup_rooms(own, tmp_path)) == [55]
+
+
+def test_without_a_limit_there_is_nothing_to_say(tmp_path: Path) -> None:
+    cgroup(tmp_path / "job", "max", 40 * MB, "")
+    cgroup(tmp_path, "garbage", 40 * MB, "more garbage\n")
+
+    assert cgroup_rooms("0::/job\nnonsense\n", tmp_path) == []
+
+
+@pytest.fixture
+def small_cgroup() -> Iterator[Path]:
+    """The folder of a memory cgroup that may hold 64 MB."""
+    for root, limit in (("/sys/fs/cgroup/memory", "memory.limit_in_bytes"), ("/sys/fs/cgroup", "memory.max")):
+        folder = Path(root, f"elaunch-test-{secrets.token_hex(4)}")
+        with suppress(OSError):
+            folder.mkdir()
+            try:
+                if (folder / limit).exists():
+                    (folder / limit).write_text(str(64 * MB))
+                    yield folder
+                    return
+            finally:
+                folder.rmdir()
+    pytest.skip("this user may make no memory cgroup")
+
+
+def in_child(cgroup: Path, act: Callable[[], object]) -> int:
+    """Run `act` in a forked process within the cgroup. Returns how it ended: 0, or 9 if the kernel killed it."""
+    pid = os.fork()
+    if not pid:
+        code = 1
+        try:
+            (cgroup / "cgroup.procs").write_text(str(os.getpid()))
+            act()
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    return os.waitpid(pid, 0)[1]
+
+
+def test_what_a_cgroup_does_not_hold_is_refused_in_words_and_nobody_is_killed(small_cgroup: Path) -> None:
+    def act() -> None:
+        with pytest.raises(OSError, match=rf"the cgroup .*{small_cgroup.name} \(.* 64\.0 MB\) leaves \d+\.\d MB"):
+            Slot(folder / "large", bytes(16)).grow(200 * MB)
+        (folder / "large").unlink()
+        Slot(folder / "small", bytes(16)).grow(20 * MB)
+        memory = ReplicatedMemory(folder, "m", bytes(16))
+        with pytest.raises(NoRoom, match=r"\d MB free and this node's copies .* take 48.0 MB; .*the job more memory"):
+            memory.save(Version(0, 1), lambda: {"w": torch.zeros(6 * MB)})
+
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
+        folder = Path(name)
+
+        assert in_child(small_cgroup, act) == 0

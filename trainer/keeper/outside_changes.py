@@ -1,0 +1,94 @@
+"""Finds tensors of the state that change between two commits, where nothing may change them."""
+
+from __future__ import annotations
+
+from operator import attrgetter, is_
+
+from torch import Tensor
+
+from elaunch.trainer.state.live_tensors import LiveTensors
+
+# torch counts the changes of a tensor. `tensor.data = other` counts nothing, and gives the tensor other memory. A
+# change through `tensor.data` (`tensor.data.clamp_(0)`) does neither: it cannot be seen here.
+_VERSION = attrgetter("_version")
+_MEMORY = Tensor.data_ptr
+
+# At so many boundaries in a row a copy is due and the state has changed outside: then there will never be one.
+_REFUSALS_MAX = 3
+
+
+class OutsideChanges:
+    """Compares the tensors of `live` with what they were at the end of the last commit, which `note` tells.
+
+    Until then nothing counts as changed. Of the optimizers' states some tensors are compared after each commit, all of
+    them in turn.
+    """
+
+    def __init__(self, live: LiveTensors) -> None:
+        self._live = live
+        self._turn = 0
+        self._noted: list[Tensor] | None = None
+        self._versions: list[int] = []
+        self._memory: list[int] = []
+        self._states: list[tuple[int, int]] = []
+        self._is_said = False
+        self._sentence = ""
+        self._refusals = 0
+
+    def note(self) -> None:
+        """A commit has ended, or a state was restored."""
+        self._turn += 1
+        self._noted = self._live.seen(self._turn)
+        self._versions = list(map(_VERSION, self._noted))
+        self._memory = list(map(_MEMORY, self._noted))
+        self._states = self._live.states()
+        self._sentence = ""
+
+    def forget(self) -> None:
+        """A commit begins. Tensors that it replaces must not be kept alive."""
+        self._noted = None
+
+    def found(self, step: int) -> str:
+        """What has changed since the commit of `step`, as a sentence; "" if nothing has."""
+        if self._noted is None or self._sentence:
+            return self._sentence
+        now = self._live.seen(self._turn)
+        if not self._is_same(self._noted, now):
+            self._sentence = (
+                f"{self._changed(self._noted, now)} changed outside keeper.commit() after step {step}. Until the next "
+                "commit ends no copy in memory is made of this state, and a failure goes back to the copy before. Move "
+                "that change into the commit"
+            )
+        return self._sentence
+
+    def news(self, step: int) -> str:
+        """The same, but only once in the life of this object."""
+        if self._is_said or not self.found(step):
+            return ""
+        self._is_said = True
+        return self._sentence
+
+    def allow_copy(self, step: int) -> bool:
+        """Whether a copy that is due may be made of this state. Raises RuntimeError if none ever may."""
+        self._refusals = self._refusals + 1 if self.found(step) else 0
+        if self._refusals == _REFUSALS_MAX:
+            raise RuntimeError(f"{self._sentence}: it comes after each step, so there would never be a copy")
+        return not self._refusals
+
+    def _is_same(self, before: list[Tensor], now: list[Tensor]) -> bool:
+        return (
+            self._states == self._live.states()
+            and len(before) == len(now)
+            and all(map(is_, before, now))
+            and self._versions == list(map(_VERSION, now))
+            and self._memory == list(map(_MEMORY, now))
+        )
+
+    def _changed(self, before: list[Tensor], now: list[Tensor]) -> str:
+        """The first tensor that differs, and the number of the others."""
+        known = {id(tensor): facts for tensor, *facts in zip(before, self._versions, self._memory, strict=True)}
+        changed = [tensor for tensor in now if known.get(id(tensor)) != [tensor._version, tensor.data_ptr()]]
+        if not changed:
+            return "the state of an optimizer, or the number of tensors in `extra`,"
+        more = f" (and {len(changed) - 1} more tensors)" if len(changed) > 1 else ""
+        return f"`{self._live.name_of(changed[0])}`{more}"

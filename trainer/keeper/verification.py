@@ -1,0 +1,159 @@
+"""Compares what several ranks have alike, now and then: a copy that differs from the others is damaged."""
+
+from __future__ import annotations
+
+import hashlib
+import socket
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from elaunch.trainer.keeper.copies import Copies
+from elaunch.trainer.keeper.guarded_state import GuardedState
+from elaunch.trainer.ranks.peers import Peers
+from elaunch.trainer.state.digests import digests, total
+from elaunch.trainer.state.model_state import is_fsdp1
+from elaunch.trainer.state.training_state import Training
+from elaunch.trainer.state.version import Version
+
+# The differing rank fails first: its failure is the one that is told, and that counts against its node.
+_FIRST_S = 5.0
+
+
+class Differs(RuntimeError):
+    """A rank's copy of a tensor is not that of the others. Raised on all ranks.
+
+    No state since the last comparison is kept in memory.
+    """
+
+
+@dataclass(frozen=True)
+class Told:
+    """What one rank says: its host, a digest of which tensors it has, and a digest of their values."""
+
+    host: str
+    holds: str
+    values: str
+
+
+class Verification:
+    """Compares the ranks' tensors every `every` steps, and before each checkpoint; with None never.
+
+    `version` was just restored. Ranks that hold the same tensors are compared: with DDP all, with HSDP the replicas of
+    a shard, with ZeRO-1 all, but only the weights.
+    """
+
+    def __init__(
+        self,
+        training: Training,
+        peers: Peers,
+        copies: Copies,
+        version: Version,
+        *,
+        every: int | None,
+        checkpoint_every: int | None,
+    ) -> None:
+        self._training, self._peers, self._copies = training, peers, copies
+        self._is_off = every is None
+        if every is not None and is_fsdp1(training.model):
+            raise ValueError(
+                f"verify_every is {every}, and FullyShardedDataParallel does not say which part of a parameter a rank "
+                "has; leave verify_every out, or use fully_shard"
+            )
+        self._every = [number for number in (every, checkpoint_every) if number is not None]
+        # These snapshots consist of what all ranks have at the same step, so a compared one cannot be kept apart.
+        self._is_strict = not self._is_off and (training.has_large or training.is_in_parts)
+        self._compared = version
+        if not self._is_off:
+            copies.verified = version if version.step else None
+
+    def wants_snapshot(self, state: GuardedState, *, wants: bool) -> bool:
+        """Compare if that is due, and then take a snapshot, to which a later failure goes back. Collective."""
+        step = state.version.step
+        if self._is_off or not any(step // every > self._compared.step // every for every in self._every):
+            return wants and not self._is_strict
+        self.compare(state)
+        return True
+
+    def compare(self, state: GuardedState) -> None:
+        """Compare now, unless this state was compared. Collective: all ranks call it after the same step.
+
+        Raises Differs on all ranks if a copy differs, and forgets all states since the last comparison: the wrong
+        copy's gradients have changed the others too.
+        """
+        version = state.version
+        if self._is_off or version == self._compared or self._peers.world_size == 1:
+            return
+        tensors = self._tensors()
+        found = digests({name: tensor for name, (tensor, _) in tensors.items()})
+        holds = [(name, str(tensor.dtype), tuple(tensor.shape), part) for name, (tensor, part) in tensors.items()]
+        # Of a replicated state all ranks have the same tensors, or something is wrong.
+        held = hashlib.sha256(repr(holds).encode()).hexdigest() if self._training.is_in_parts else ""
+        told = self._peers.from_all(Told(socket.gethostname(), held, total(found)))
+        wrong = differing(told)
+        if wrong:
+            # First: a rescue must not keep this state.
+            state.give_up()
+            all_found = self._peers.from_all(found)
+            self._copies.drop_unverified()
+            if self._peers.rank not in wrong:
+                time.sleep(_FIRST_S)
+            raise Differs(sentence(told, all_found, wrong, version.step, self._compared.step))
+        self._compared = version
+        self._copies.compared = version
+
+    def _tensors(self) -> dict[str, tuple[Tensor, Any]]:
+        """This rank's tensors by name, each with the part of it that this rank has."""
+        found: dict[str, tuple[Tensor, Any]] = {}
+        for name, tensor in self._training.live_tensors.named(optimizers=not self._training.has_zero):
+            mesh: Any = getattr(tensor, "device_mesh", None)
+            if mesh is None:
+                found[name] = tensor, ()
+                continue
+            spread: Any = tensor
+            at = zip(mesh.get_coordinate(), spread.placements, strict=True)
+            part = tuple(place for place, placement in at if not placement.is_replicate())
+            found[name] = spread.to_local(), part
+        return found
+
+
+def differing(told: Sequence[Told]) -> list[int]:
+    """The ranks whose values differ from those of most ranks with the same tensors; without a majority all of these."""
+    wrong = []
+    for holds in dict.fromkeys(one.holds for one in told):
+        ranks = [rank for rank, one in enumerate(told) if one.holds == holds]
+        values = Counter(told[rank].values for rank in ranks)
+        most, count = values.most_common(1)[0]
+        if len(values) > 1:
+            wrong += [rank for rank in ranks if told[rank].values != most or 2 * count <= len(ranks)]
+    return sorted(wrong)
+
+
+def sentence(
+    told: Sequence[Told], found: Sequence[Mapping[str, int]], wrong: Sequence[int], step: int, compared: int
+) -> str:
+    """One sentence: which ranks differ in which tensor, and what the training goes back to."""
+    rank = wrong[0]
+    alike = [other for other, one in enumerate(told) if one.holds == told[rank].holds]
+    right = [other for other in alike if other not in wrong]
+    other = next(other for other in right or alike if told[other].values != told[rank].values)
+    names = [name for name in found[rank] if found[rank][name] != found[other][name]]
+    what = f"`{names[0]}`" + (f" (and {len(names) - 1} more tensors)" if len(names) > 1 else "")
+    if right:
+        whom = f"the other {len(right)} ranks'" if len(right) > 1 else f"rank {right[0]}'s"
+        which = f"rank {rank}'s copy of {what} on {told[rank].host} differs from {whom}"
+        rest = [str(other) for other in wrong[1:]]
+        which += f", and so does rank {', '.join(rest)}" if rest else ""
+    else:
+        ranks = " and ".join(f"rank {each} on {told[each].host}" for each in wrong)
+        which = f"{ranks} have different copies of {what}, and nothing says which is right"
+    since = f"goes back to step {compared}, after which they were equal" if compared else "begins anew"
+    return (
+        f"{which} after step {step}: silent data corruption, or a change that not all ranks made. The training {since}"
+        ". If it happens again, test that host's memory and GPU; a program whose ranks differ on purpose leaves out "
+        "verify_every"
+    )

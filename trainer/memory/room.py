@@ -1,0 +1,82 @@
+"""How much memory copies may take: what the shared memory's file system has, and what the cgroups leave."""
+
+from __future__ import annotations
+
+import errno
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+# What a training needs later (a batch, a library's buffer) must find room: the kernel kills whoever passes the limit.
+_SPARE_SHARE = 0.05
+_PART_BYTES = 16 << 20
+_V2, _V1 = Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/memory")
+
+
+@dataclass(frozen=True)
+class Room:
+    """`free` bytes, and which cgroup limits them; "" if the file system does."""
+
+    free: int
+    where: str
+
+
+def room_in(folder: Path) -> Room:
+    """The room for more bytes in `folder`, which is in shared memory.
+
+    Shared memory counts to the cgroup of the process that writes it first. A file system without a limit of its own may
+    have more than that cgroup may take.
+    """
+    found = os.statvfs(folder)
+    rooms = [Room(found.f_bavail * found.f_frsize, ""), *cgroup_rooms()]
+    return min(rooms, key=lambda room: room.free)
+
+
+def allocate(descriptor: int, begin: int, end: int) -> None:
+    """Allocate these bytes of a file in shared memory. Raises OSError without room, in words if a cgroup limits it.
+
+    In parts, with a look before each: the ranks of a node allocate at the same time, and together must not pass it.
+    """
+    for at in range(begin, end, _PART_BYTES):
+        length = min(_PART_BYTES, end - at)
+        tightest = min(cgroup_rooms(), key=lambda room: room.free, default=None)
+        if tightest is not None and tightest.free < length:
+            raise OSError(errno.ENOMEM, f"{tightest.where} leaves {tightest.free / 1e6:,.1f} MB")
+        os.posix_fallocate(descriptor, at, length)
+
+
+def cgroup_rooms(own: str = "", root_v2: Path = _V2, root_v1: Path = _V1) -> list[Room]:
+    """What this process's cgroup, and each one above it, leaves of its limit; none if there are no limits.
+
+    `own` is the content of /proc/self/cgroup.
+    """
+    try:
+        lines = (own or Path("/proc/self/cgroup").read_text()).splitlines()
+    except OSError:
+        return []
+    rooms = []
+    for _, controllers, path in (line.split(":", 2) for line in lines if line.count(":") >= 2):
+        if not controllers:
+            rooms += _rooms(root_v2, path, "memory.max", "memory.current", "")
+        elif "memory" in controllers.split(","):
+            rooms += _rooms(root_v1, path, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+    return rooms
+
+
+def _rooms(root: Path, path: str, limit: str, usage: str, prefix: str) -> list[Room]:
+    own = root / path.lstrip("/")
+    # In a container the path may be the host's, and the root of what is mounted is the container's own cgroup.
+    folders = [folder for folder in (own, *own.parents) if folder == root or root in folder.parents]
+    found = []
+    for folder in folders:
+        try:
+            most, used = (folder / limit).read_text().strip(), int((folder / usage).read_text())
+            held = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        except (OSError, ValueError):
+            continue
+        if most.isdigit():
+            # The kernel drops these pages of files before it kills. Shared memory is not among them.
+            cache = sum(int(held.get(f"{prefix}{kind}", 0)) for kind in ("inactive_file", "active_file"))
+            room = int(int(most) * (1 - _SPARE_SHARE)) - max(0, used - cache)
+            found.append(Room(max(0, room), f"the cgroup {folder} ({limit} {int(most) / 1e6:,.1f} MB)"))
+    return found

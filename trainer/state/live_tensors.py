@@ -1,0 +1,94 @@
+"""The tensors of a training's state as they are now: quickly, or with their names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import chain, islice
+from typing import Any
+
+from torch import Tensor, nn
+
+from elaunch.trainer.state.region import up
+
+# Of so many parameters the optimizer's state is looked at in one turn.
+_PER_TURN = 32
+
+
+class LiveTensors:
+    """Parameters, and the tensors in the optimizers' states and in `extra`. Buffers are no part of it.
+
+    A distributed tensor stands for its part on this rank, which has the storage. Of a module in `extra` the parameters
+    count, of an object with another `state_dict` nothing.
+    """
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[Any], extra: Sequence[Any]) -> None:
+        self._modules = {"": model}
+        self._modules |= {f"extra.{n}.": one for n, one in enumerate(extra) if isinstance(one, nn.Module)}
+        self._parameters = [parameter for module in self._modules.values() for parameter in module.parameters()]
+        self._are_plain = all(type(parameter) is nn.Parameter for parameter in self._parameters)
+        # A ZeroRedundancyOptimizer has the state of this rank's parameters in another optimizer.
+        self._optimizers = [getattr(one, "optim", one) for one in optimizers]
+        self._nests = [one for one in extra if isinstance(one, dict | list | tuple)]
+
+    def seen(self, turn: int) -> list[Tensor]:
+        """What is looked at in that turn: all of them but the optimizers' states, and of these some in each turn.
+
+        For the same turn the tensors come in the same order. An optimizer has three tensors for each parameter, and the
+        time for all of them would be that of a small step.
+        """
+        found: list[Tensor] = (
+            [*self._parameters] if self._are_plain else [_local(parameter) for parameter in self._parameters]
+        )
+        for nest in self._nests:
+            found += [_local(value) for _, value in _nested("", nest)]
+        sizes = sum(len(one.state) for one in self._optimizers)
+        begin = turn * _PER_TURN % (up(sizes, _PER_TURN) or 1)
+        states = chain.from_iterable(one.state.values() for one in self._optimizers)
+        for its in islice(states, begin, begin + _PER_TURN):
+            if type(its) is dict:
+                found += [value if type(value) is Tensor else _local(value) for value in its.values() if _is(value)]
+        return found
+
+    def states(self) -> list[tuple[int, int]]:
+        """The identities and lengths of the optimizers' states: loading one replaces it."""
+        return [(id(one.state), len(one.state)) for one in self._optimizers]
+
+    def named(self, *, optimizers: bool = True) -> Iterator[tuple[str, Tensor]]:
+        """All of them with a name for people, which is the same on every rank. Distributed ones are not replaced."""
+        names: dict[int, str] = {}
+        for prefix, module in self._modules.items():
+            for name, parameter in module.named_parameters(prefix.rstrip(".")):
+                names.setdefault(id(parameter), name)
+                yield name, parameter
+        for number, one in enumerate(self._optimizers if optimizers else ()):
+            whose = "the optimizer" if len(self._optimizers) == 1 else f"optimizer {number}"
+            for parameter, its in one.state.items():
+                for key, value in its.items() if type(its) is dict else ():
+                    if isinstance(value, Tensor):
+                        yield f"{names.get(id(parameter), parameter)!s:.200}: {key} of {whose}", value
+        for number, nest in enumerate(self._nests):
+            yield from _nested(f"extra.{number}", nest)
+
+    def name_of(self, tensor: Tensor) -> str:
+        """The name of one of them; "" for a tensor that is not there any more."""
+        return next((name for name, value in self.named() if _local(value) is tensor), "")
+
+
+def _nested(path: str, value: object) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        yield path, value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _nested(f"{path}.{key}", item)
+    elif isinstance(value, list | tuple):
+        for number, item in enumerate(value):
+            yield from _nested(f"{path}.{number}", item)
+
+
+def _is(value: object) -> bool:
+    return isinstance(value, Tensor)
+
+
+def _local(tensor: Any) -> Tensor:
+    found: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return found
