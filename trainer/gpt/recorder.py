@@ -169,8 +169,9 @@ class Recorder:
 
     def _stacked(self, *values: Tensor | float) -> Tensor:
         """The values as one tensor on the device. It waits for none of them: a number is not copied but filled in."""
-        empty = {"dtype": torch.float64, "device": self._device}
-        return torch.stack([v.double() if isinstance(v, Tensor) else torch.full((), v, **empty) for v in values])  # type: ignore[call-overload]
+        device, kind = self._device, torch.float64
+        filled = (v if isinstance(v, Tensor) else torch.full((), v, dtype=kind, device=device) for v in values)
+        return torch.stack([value.to(kind) for value in filled])
 
     def _lines(self) -> Iterator[Line]:
         """The newest steps' lines. Waits for the device."""
@@ -211,6 +212,7 @@ class Recorder:
             if not self._lines_lost:
                 self._progress.say(f"{self._run.metrics} misses steps from {step} on: {error.strerror}")
             self._lines_lost = True
+            self._at.clear()
 
     def _show(self, line: Line) -> None:
         """Give the line to TensorBoard. The weights that a step began with are those of the step before."""
