@@ -1,38 +1,43 @@
-"""Train a small GPT on bytes with DDP, from the first rank's hello to the last file: read it from top to bottom.
+"""Train a small GPT on bytes of text: read it from top to bottom.
 
-`train` and `steps` are the whole story in the order in which it happens. What they call lies beside it, one idea per
-file: where we are (place), the text (corpus), which windows when (order, batches), the network (model), the group
-(group), who adds which gradients (accumulation), the state that no failure may cost (keeper), what is left behind
-(recorder, metrics, ledger, rundir), what people see (progress), and the agent's line (link).
+`train` is the story: data, model, optimizer, loop, evaluation. The functions that it calls follow in the same order.
+What is not about training lies beside it: the options (gpt/config), the network (gpt/model), the text (gpt/corpus), and
+all that a run writes and prints (gpt/recorder). Three things make the run survive its workers, and are elaunch's: the
+Keeper has the state, Order says which windows belong to which step, and `accumulate` divides them among the ranks.
 """
 
 from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Iterator, Sequence
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import AdamW
+from torch.optim import AdamW, Optimizer
 
 from elaunch.trainer import link
-from elaunch.trainer.checkpoint.checkpoints import tensors_sha256
 from elaunch.trainer.data.accumulation import accumulate
-from elaunch.trainer.gpt.batches import CorpusBatches
+from elaunch.trainer.data.order import Micro, Order
 from elaunch.trainer.gpt.config import ConfigError, TrainConfig
 from elaunch.trainer.gpt.corpus import Corpus
 from elaunch.trainer.gpt.model import GPT
-from elaunch.trainer.gpt.progress import Progress, printable
+from elaunch.trainer.gpt.progress import Progress, opening
 from elaunch.trainer.gpt.recorder import Recorder
 from elaunch.trainer.gpt.run_directory import RunDirectory
 from elaunch.trainer.keeper.keeper import Keeper
-from elaunch.trainer.ledger.ledger import audit_folder
 from elaunch.trainer.ranks import process_group
 from elaunch.trainer.ranks.place import RankInfo
 
-SAMPLE_BYTES = 240
+WEIGHT_DECAY = 0.1
+BETAS = (0.9, 0.95)
 GRADIENT_NORM_MAX = 1.0
+HELD_OUT_WINDOWS_MAX = 96
+SAMPLE_BYTES = 240
+# Dense bfloat16 of one device in TFLOPS, by a part of its name (the makers' data sheets). The first that fits counts.
+PEAK_TFLOPS = {"H100 NVL": 835, "H100 PCIe": 756, "H100": 989, "H200": 989, "B200": 2250, "A100": 312, "L40S": 362}
 
 
 def train(config: TrainConfig, corpus: Corpus, place: RankInfo, run: RunDirectory) -> int:
@@ -43,7 +48,7 @@ def train(config: TrainConfig, corpus: Corpus, place: RankInfo, run: RunDirector
     device = process_group.join(place)
     exit_code = 0
     try:
-        steps(config, corpus, place, run, device)
+        train_in_group(config, corpus, place, run, device)
     except SystemExit as stop:
         # The keeper's, on all ranks after the same step: nodes come or go, or somebody wants the job to end.
         exit_code = int(stop.code or 0)
@@ -51,64 +56,177 @@ def train(config: TrainConfig, corpus: Corpus, place: RankInfo, run: RunDirector
     return exit_code
 
 
-def steps(config: TrainConfig, corpus: Corpus, place: RankInfo, run: RunDirectory, device: torch.device) -> None:
+def train_in_group(
+    config: TrainConfig, corpus: Corpus, place: RankInfo, run: RunDirectory, device: torch.device
+) -> None:
     """All that happens between joining the group and leaving it."""
-    tokens = config.global_batch * config.context
-    progress = Progress(sys.stderr, steps=config.steps, tokens_per_step=tokens, speaks=place.leads)
-    require_same_text(corpus, place, device)
+    progress = Progress(sys.stderr, steps=config.steps, speaks=place.leads)
+    corpus.require_same(process_group.from_rank_0(corpus.summary.encode(), device).decode())
     if any(process_group.sum_over_ranks([place.leads and run.is_complete], device)):
         progress.say(f"{run.path} is complete: {config.steps} steps; remove it or give another --out to train again")
         return
 
+    windows = Windows(config, corpus, place, device)
     gpt, model, optimizer = build(config, device)
-    batches = CorpusBatches(config, corpus, place, device)
-    recorder = Recorder(config, place, run, progress, device)
+    parameters = sum(parameter.numel() for parameter in gpt.parameters())
+    costs = {"flops_per_token": flops_per_token(parameters, config), "peak_flops": peak_flops(config, device)}
+    recorder = Recorder(config, place, run, progress, device, **costs)
+    autocast = torch.autocast(device.type, dtype=torch.bfloat16, enabled=config.bf16)
+
+    def warm_up() -> None:
+        """DDP settles in which order it sums gradients before a state is restored; the compiler does its work."""
+        with autocast:
+            loss = model(*windows.dummy())
+        loss.backward()
+
     # Restores the newest state that is anywhere, and keeps it from now on.
-    with Keeper(
-        model,
-        optimizer,
-        extra=recorder.state,
-        checkpoints=run.checkpoints,
-        checkpoint_every=config.checkpoint_every,
-        snapshot_every=config.snapshot_every,
-        warm_up=lambda: dummy_backward(model, config, device),
-        say=progress.say if place.leads else None,
-    ) as keeper:
-        progress.say(opening(config, corpus, place, gpt, run, keeper.step))
-        with recorder.begin(keeper, batches.order):
-            for step in keeper.steps(config.steps):
-                share_loss = torch.zeros((), device=device)
-                # Seeds all that is random in a micro-batch: neither a restart nor another world size shifts it.
-                for micro in accumulate(model, batches.order, step, place.rank, place.world_size):
-                    recorder.computes(step, micro)
-                    inputs, targets = batches.read(micro.samples)
-                    with torch.autocast(device.type, dtype=torch.bfloat16, enabled=config.bf16):
-                        loss_part: Tensor = model(inputs, targets) * micro.weight
-                    loss_part.backward()  # type: ignore[no-untyped-call]
-                    share_loss += loss_part.detach()
-                torch.nn.utils.clip_grad_norm_(gpt.parameters(), GRADIENT_NORM_MAX)
-                loss = recorder.mean_loss(share_loss.item())
+    with (
+        Keeper(
+            model,
+            optimizer,
+            extra=recorder.state,
+            checkpoints=run.checkpoints,
+            checkpoint_every=config.checkpoint_every,
+            snapshot_every=config.snapshot_every,
+            warm_up=warm_up,
+            say=progress.say if place.leads else None,
+        ) as keeper,
+        recorder.begin(keeper, windows.order),
+    ):
+        progress.say(opening(config, corpus, place, run, parameters, keeper.step))
+        for step in keeper.steps(config.steps):
+            # At the beginning of the step: a restart, which does the step again, evaluates again.
+            is_due = config.eval_every is not None and (step - 1) % config.eval_every == 0
+            held_out = held_out_loss(gpt, windows, autocast) if is_due else None
+            rate = learning_rate(config, step)
 
-                with keeper.commit():
-                    optimizer.param_groups[0]["lr"] = learning_rate(config, step)
-                    optimizer.step()
-                    optimizer.zero_grad(set_to_none=True)
-                    recorder.keep(step, loss)
-                recorder.step_done(step)
+            loss = torch.zeros((), device=device)
+            # Seeds all that is random in a micro-batch: neither a restart nor another world size shifts it.
+            for micro in accumulate(model, windows.order, step, place.rank, place.world_size):
+                recorder.computes(step, micro)
+                inputs, targets = windows.of(step, micro)
+                with autocast:
+                    loss_part = model(inputs, targets) * micro.weight
+                loss_part.backward()
+                loss += loss_part.detach()
+            grad_norm = clip_gradients(gpt)
+            # The mean over all ranks. It stays on the device until the log reads it.
+            mean_loss = recorder.mean_loss(loss)
 
-    link.phase("evaluating")
-    held_out = held_out_loss(gpt, batches, device)
+            with keeper.commit():
+                for group in optimizer.param_groups:
+                    group["lr"] = rate
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+                recorder.keep(step, loss=mean_loss, grad_norm=grad_norm, learning_rate=rate, held_out=held_out)
+            recorder.step_done(step)
+
+    last_held_out = held_out_loss(gpt, windows, autocast)
+    weights = {name: whole(value) for name, value in gpt.state_dict().items()}
     if place.leads:
-        finish(run, config, place, gpt, recorder, held_out, progress)
+        final = new_gpt(config, device)
+        final.load_state_dict(weights)
+        recorder.finish(last_held_out.item(), weights, final.write(b"\n", SAMPLE_BYTES, seed=config.seed))
 
 
-def require_same_text(corpus: Corpus, place: RankInfo, device: torch.device) -> None:
-    """Raise ConfigError on a rank whose text is not rank 0's: the nodes may have different Pythons or disks."""
-    theirs = process_group.from_rank_0(corpus.summary.encode(), device).decode()
-    if corpus.summary != theirs:
-        raise ConfigError(
-            f"the text below {corpus.root} ({corpus.summary}) is not rank 0's ({theirs}); give all the same --data"
+class Windows:
+    """The text in disjoint windows of `context + 1` bytes: `context` inputs, and targets one byte further.
+
+    Inputs and targets are (windows, context) int64 on `device`, values 0..255. `order` says which windows come when:
+    each once per epoch, the same for any number of workers.
+    """
+
+    def __init__(self, config: TrainConfig, corpus: Corpus, place: RankInfo, device: torch.device) -> None:
+        self._config, self._corpus, self._place, self._device = config, corpus, place, device
+        self._length = config.context + 1
+        self.order = Order(
+            corpus.held_out_start // self._length,
+            seed=config.seed,
+            global_batch=config.global_batch,
+            micro_batch=config.micro_batch,
+            # A forward pass of FSDP is a collective: a rank with fewer micro-batches computes one that does not count.
+            even=config.parallel == "fsdp2",
         )
+
+    def of(self, step: int, micro: Micro) -> tuple[Tensor, Tensor]:
+        """Inputs and targets of a micro-batch."""
+        positions = self.order.loaded(step, micro.number)
+        return self._read([self.order.sample(position) * self._length for position in positions])
+
+    def dummy(self) -> tuple[Tensor, Tensor]:
+        """Inputs and targets of the right shape."""
+        return self._read([0] * self._config.micro_batch)
+
+    def held_out(self) -> Iterator[tuple[Tensor, Tensor, float]]:
+        """This rank's part of the held-out windows, which are the same for every run: inputs, targets, and a weight.
+
+        The weights of all ranks add up to 1. All ranks get the same number of batches; a surplus one has weight 0.
+        """
+        start, size, world_size = self._corpus.held_out_start, self._config.micro_batch, self._place.world_size
+        there = (self._corpus.size - start) // self._length
+        used = min(there, HELD_OUT_WINDOWS_MAX)
+        starts = [start + (number * there // used) * self._length for number in range(used)]
+        batches = [starts[first : first + size] for first in range(0, used, size)]
+        for number in range(self._place.rank, -(-len(batches) // world_size) * world_size, world_size):
+            batch = batches[number % len(batches)]
+            yield *self._read(batch), len(batch) / used if number < len(batches) else 0.0
+
+    def _read(self, starts: Sequence[int]) -> tuple[Tensor, Tensor]:
+        text = bytearray().join(self._corpus.read(start, self._length) for start in starts)
+        rows = torch.frombuffer(text, dtype=torch.uint8).view(len(starts), self._length)
+        if self._device.type == "cuda":
+            # From pinned memory the copy waits for nothing.
+            rows = rows.pin_memory()
+        rows = rows.to(self._device, non_blocking=True).long()
+        return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+
+
+def new_gpt(config: TrainConfig, device: torch.device) -> GPT:
+    """An untrained network, the same on every rank."""
+    torch.manual_seed(config.seed)
+    shape = {"layers": config.layers, "heads": config.heads, "width": config.width, "context": config.context}
+    return GPT(**shape, dropout=config.dropout).to(device)
+
+
+def build(config: TrainConfig, device: torch.device) -> tuple[GPT, nn.Module, Optimizer]:
+    """The network, the module whose backward sums gradients over the ranks, and the optimizer.
+
+    With fsdp2 the two modules are one: each rank holds its part of every parameter, and gathers a block's parameters
+    while it computes the block.
+    """
+    if config.bf16 and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        raise ConfigError(f"{torch.cuda.get_device_name(device)} has no bfloat16; leave --bf16 out")
+    gpt = new_gpt(config, device)
+    if config.compile:
+        for block in gpt.blocks:
+            # One after the other: alike blocks share one compilation.
+            block.compile()
+    if config.parallel == "fsdp2":
+        # Imported here, since the import takes long, and a restart waits for it.
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+        for block in gpt.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(gpt, mesh=mesh)
+        return gpt, gpt, AdamW(decay_groups(gpt), betas=BETAS, fused=True)
+    gpu_ids = [device.index] if device.type == "cuda" else None
+    model = DistributedDataParallel(gpt, device_ids=gpu_ids, gradient_as_bucket_view=True)
+    if config.parallel == "zero1":
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        return gpt, model, ZeroRedundancyOptimizer(decay_groups(gpt), AdamW, betas=BETAS, fused=True)
+    return gpt, model, AdamW(decay_groups(gpt), betas=BETAS, fused=True)
+
+
+def decay_groups(model: nn.Module) -> list[dict[str, object]]:
+    """Weight decay for matrices, and none for parameters of less than two dimensions: biases and the norms' weights."""
+    parameters = list(model.parameters())
+    return [
+        {"params": [each for each in parameters if each.ndim >= 2], "weight_decay": WEIGHT_DECAY},
+        {"params": [each for each in parameters if each.ndim < 2], "weight_decay": 0.0},
+    ]
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:
@@ -120,73 +238,40 @@ def learning_rate(config: TrainConfig, step: int) -> float:
     return config.learning_rate * (0.55 + 0.45 * math.cos(math.pi * done))
 
 
-def build(config: TrainConfig, device: torch.device) -> tuple[GPT, DistributedDataParallel, AdamW]:
-    """The model, the same on every rank; DDP around it; the optimizer."""
-    torch.manual_seed(config.seed)
-    gpt = GPT(
-        layers=config.layers, heads=config.heads, width=config.width, context=config.context, dropout=config.dropout
-    ).to(device)
-    gpu_ids = [device.index] if device.type == "cuda" else None
-    model = DistributedDataParallel(gpt, device_ids=gpu_ids, gradient_as_bucket_view=True)
-    return gpt, model, AdamW(gpt.parameters(), betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+def clip_gradients(model: nn.Module) -> Tensor:
+    """Scale the gradients so that their norm, over all parameters and ranks, is at most 1. Returns the norm before."""
+    return whole(nn.utils.clip_grad_norm_(model.parameters(), GRADIENT_NORM_MAX))
 
 
-def dummy_backward(model: DistributedDataParallel, config: TrainConfig, device: torch.device) -> None:
-    """Forward and backward of anything: DDP settles in which order it sums gradients, before a state is restored."""
-    dummy = torch.zeros((1, config.context), dtype=torch.int64, device=device)
-    model(dummy, dummy).backward()
+def whole(tensor: Tensor) -> Tensor:
+    """The tensor, put together from all ranks' parts where each has only a part. Collective."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 @torch.no_grad()
-def held_out_loss(gpt: GPT, batches: CorpusBatches, device: torch.device) -> float:
-    """Nats per byte on text that was never trained on; every rank computes its part and gets the mean of all."""
+def held_out_loss(gpt: GPT, windows: Windows, autocast: torch.autocast) -> Tensor:
+    """Nats per byte on text that is never trained on, the same number on every rank. Collective."""
+    link.phase("evaluating")
     gpt.eval()
-    losses = [gpt(inputs, targets).item() for inputs, targets in batches.held_out()]
-    total, count = process_group.sum_over_ranks([sum(losses), len(losses)], device)
-    return total / count
+    with autocast:
+        parts = [gpt(inputs, targets).double() * weight for inputs, targets, weight in windows.held_out()]
+    gpt.train()
+    loss = torch.stack(parts).sum()
+    dist.all_reduce(loss)
+    return loss
 
 
-def finish(
-    run: RunDirectory,
-    config: TrainConfig,
-    place: RankInfo,
-    gpt: GPT,
-    recorder: Recorder,
-    held_out: float,
-    progress: Progress,
-) -> None:
-    """Show what the model has learnt, and write `result.json`, whose presence makes the run complete."""
-    sample, loss = gpt.write(b"\n", SAMPLE_BYTES, seed=config.seed), recorder.loss
-    progress.say(f"done: {config.steps} steps, loss {loss:.3f}, held-out loss {held_out:.3f} nats per byte; {run.path}")
-    print(f"--- a sample of what it writes ---\n{printable(sample)}\n---", flush=True)
-    ledger = audit_folder(run.ledger, steps=config.steps).text if config.ledger else None
-    if ledger is not None:
-        progress.say(f"ledger: {ledger}")
-    run.write_result(
-        {
-            "steps": config.steps,
-            "loss": loss,
-            "params_sha256": tensors_sha256(gpt.state_dict().values()),
-            "restarts": place.restarts,
-            "world_size": place.world_size,
-            "held_out_loss": held_out,
-            "steps_lost": recorder.steps_lost,
-            # A run that has all its steps has computed each lost one again.
-            "steps_repeated": recorder.steps_lost,
-            "samples_seen": recorder.state["samples_seen"],
-            "ledger": ledger,
-        }
-    )
+def flops_per_token(parameters: int, config: TrainConfig) -> float:
+    """Floating-point operations of forward and backward for a byte (Chowdhery et al., "PaLM", 2022, appendix B).
+
+    Six for each weight that is multiplied: not for positions, which are only added. Attention's come on top.
+    """
+    weights = parameters - config.context * config.width
+    return 6 * weights + 12 * config.layers * config.width * config.context
 
 
-def opening(config: TrainConfig, corpus: Corpus, place: RankInfo, gpt: GPT, run: RunDirectory, step: int) -> str:
-    """What is about to happen, in one sentence."""
-    parameters = sum(parameter.numel() for parameter in gpt.parameters())
-    many = config.global_batch // config.micro_batch
-    files = f"the first {len(corpus.files):,}" if corpus.truncated else f"{len(corpus.files):,}"
-    resumed = f"resuming after step {step} of" if step else "training for"
-    return (
-        f"{resumed} {config.steps} steps: {parameters:,} parameters, {many} × {config.micro_batch} windows of "
-        f"{config.context} bytes on {place.world_size} worker{'s' * (place.world_size != 1)}, {files} files "
-        f"({corpus.size / 1e6:.1f} MB) below {corpus.root}; run in {run.path}"
-    )
+def peak_flops(config: TrainConfig, device: torch.device) -> float:
+    """What this device can compute in a second at most; 0 if it is not known, and then there is no MFU."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    known = next((tflops for part, tflops in PEAK_TFLOPS.items() if part in name), 0)
+    return (config.peak_tflops or known) * 1e12

@@ -177,7 +177,8 @@ def test_a_process_that_nobody_launched_trains_alone_and_says_little(alone: Alon
     answer = result(run)
     assert (answer["steps"], answer["restarts"], answer["world_size"]) == (alone.steps, 0, 1)
     assert answer["loss"] == lines(run)[-1]["loss"] < lines(run)[0]["loss"]
-    keys = {"step", "loss", "tokens", "seconds", "world_size", "generation", "at", "steps_lost"}
+    keys = {"step", "loss", "grad_norm", "learning_rate", "tokens", "tokens_per_s", "seconds", "world_size"}
+    keys |= {"generation", "at", "steps_lost"}
     assert set(lines(run)[0]) == keys
     assert lines(run)[0]["tokens"] == 6 * 16
     assert [mark.step for mark in marks(run / "checkpoints")] == [alone.steps - 2, alone.steps - 1, alone.steps]

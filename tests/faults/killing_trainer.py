@@ -31,6 +31,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from moments import Moments
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -131,13 +132,16 @@ def newest_published(folder: Path) -> int:
     return found[-1].step if found else -1
 
 
-def strike_in_forward(model: DistributedDataParallel) -> None:
+def strike_in_forward(model: torch.nn.Module) -> None:
     if model.training:
         MOMENTS.strike("forward", now())
         MOMENTS.strike_together(now())
 
 
-def plant_in_backward(model: DistributedDataParallel) -> None:
+def plant_in_backward(model: torch.nn.Module) -> None:
+    if not isinstance(model, DistributedDataParallel):
+        return
+
     def arrived(_: Tensor) -> None:
         if model.require_backward_grad_sync:
             MOMENTS.strike("backward", now())
@@ -149,9 +153,9 @@ def plant_in_backward(model: DistributedDataParallel) -> None:
 def plant_in_optimizer(optimizer: Any) -> None:
     step = optimizer.step
 
-    def half_stepped() -> None:
+    def half_stepped(closure: None = None) -> None:
         if MOMENTS.is_asked("optimizer", now()):
-            parameters = optimizer.param_groups[0]["params"]
+            parameters = [each for group in optimizer.param_groups for each in group["params"]]
             gradients = [parameter.grad for parameter in parameters]
             for parameter in parameters[::2]:
                 parameter.grad = None

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib.util
 import io
+import os
+import shutil
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import click
 
@@ -18,45 +21,85 @@ from elaunch.trainer.ranks.place import RankInfo
 
 Plain: TypeAlias = int | float | bool | str | None
 
+_COUNT = click.IntRange(min=1)
+_SEED = click.IntRange(0, 2**63 - 1)
+_POSITIVE = click.FloatRange(min=0, min_open=True)
+_SHARE = click.FloatRange(0, 1, max_open=True)
+_PATH = click.Path(path_type=Path)
+_MICRO_BATCH = """Windows per forward pass; a step has global batch / micro-batch of them, at least one per worker.
+  [default: the largest up to 3 that makes at least 8 of them, else 1]"""
+_SNAPSHOT_EVERY = """Steps between copies of the state in memory.
+  [default: as often as it costs less than 1 % of the time]"""
+_EVAL_EVERY = """Compute the loss on held-out text before step 1, and again each so many steps.
+  [default: only at the end]"""
+_LOG_EVERY = """Steps between two looks at the losses on the device; each step gets its line all the same.
+  [default: 1 on CPUs, 10 on GPUs]"""
+_OUT = """Run directory; the same command with the same DIR goes on where it was. On several nodes: a shared one.
+  [default: runs/<name made from the options>]"""
+_CHECKPOINTS = """Where the checkpoints go: a folder, or a URL that fsspec reaches, as s3://bucket/run.
+  [default: checkpoints in --out]"""
+_DATA = "Train on the files below DIR, of any kind.  [default: Python's own library, *.py]"
+_LEARNING_RATE = "Peak learning rate: warms up, then falls as a cosine to a tenth."
+_PARALLEL = (
+    "What a worker holds: ddp all of the state, zero1 its part of the optimizer's, fsdp2 its part of everything."
+)
+_PEAK_TFLOPS = """What one device computes at most; the log then has the share that the training uses (MFU).
+  [default: for known GPUs their dense bfloat16]"""
+_LEDGER = "Keep in DIR/ledger which worker trained on what, and prove that nothing came twice."
+# They may differ between two starts of one run.
+_FREE = {"out", "checkpoints", "checkpoint_every", "snapshot_every", "eval_every", "log_every"}
+_FREE |= {"compile", "tensorboard", "peak_tflops", "ledger"}
+
+_COMPILERS = ("cc", "gcc", "clang", "c++", "g++", "clang++")
+
 
 class ConfigError(Exception):
     """The user's request cannot be done as asked: one sentence with the values and the way out, exit code 2."""
+
+
+def _option(default: Any, kind: Any, metavar: str | None, text: str, **more: Any) -> Any:
+    """A field of TrainConfig and its option. `given` is click's default, and `name` the option's, if they differ."""
+    return field(default=default, metadata={"type": kind, "metavar": metavar, "help": text, **more})
 
 
 @dataclass(frozen=True)
 class TrainConfig:
     """What a run is made of.
 
-    `global_batch` counts windows of `context` bytes per optimizer step, over all workers, and `micro_batch` those of
-    one forward pass. `learning_rate` is the peak. `snapshot_every` is None where the measured cost decides, `out` and
-    `data` where the user left the choice to us (see `out_path` and `Corpus.open`). `checkpoints` is a folder or a URL,
-    None the run directory's own.
+    `snapshot_every` is None where the measured cost decides, `log_every` where the device does, `out` and `data` where
+    the user left the choice to us (see `out_path` and `Corpus.open`). `checkpoints` is None for the run directory's own
+    folder.
     """
 
-    steps: int = 400
-    seed: int = 0
-    global_batch: int = 24
-    micro_batch: int = 3
-    checkpoint_every: int = 50
-    snapshot_every: int | None = None
-    out: Path | None = None
-    data: Path | None = None
-    checkpoints: str | None = None
-    layers: int = 4
-    heads: int = 4
-    width: int = 128
-    context: int = 64
-    learning_rate: float = 3e-3
-    dropout: float = 0.0
-    bf16: bool = False
-    ledger: bool = False
+    steps: int = _option(400, _COUNT, "N", "Optimizer steps in all.")
+    seed: int = _option(0, _SEED, "N", "Start of all randomness: weights, data order, dropout.")
+    global_batch: int = _option(24, _COUNT, "WINDOWS", "Windows of text per step, however many workers there are.")
+    micro_batch: int = _option(3, _COUNT, "WINDOWS", _MICRO_BATCH, given=None)
+    checkpoint_every: int = _option(50, _COUNT, "STEPS", "Steps between checkpoints; there is always one at the end.")
+    snapshot_every: int | None = _option(None, _COUNT, "STEPS", _SNAPSHOT_EVERY)
+    eval_every: int | None = _option(None, _COUNT, "STEPS", _EVAL_EVERY)
+    log_every: int | None = _option(None, _COUNT, "STEPS", _LOG_EVERY)
+    out: Path | None = _option(None, _PATH, "DIR", _OUT)  # noqa: RUF009
+    checkpoints: str | None = _option(None, None, "DIR|URL", _CHECKPOINTS)
+    data: Path | None = _option(None, _PATH, "DIR", _DATA)  # noqa: RUF009
+    layers: int = _option(4, _COUNT, "N", "Transformer blocks.")
+    heads: int = _option(4, _COUNT, "N", "Attention heads; divide width.")
+    width: int = _option(128, _COUNT, "N", "Size of a token's vector.")
+    context: int = _option(64, _COUNT, "BYTES", "Bytes in a window: what the model sees at once.")
+    learning_rate: float = _option(3e-3, _POSITIVE, "RATE", _LEARNING_RATE, name="--lr")
+    dropout: float = _option(0.0, _SHARE, "SHARE", "Share of activations dropped while training.")
+    bf16: bool = _option(False, bool, None, "Compute in bfloat16 (autocast); weights stay float32.")
+    parallel: str = _option("ddp", click.Choice(["ddp", "zero1", "fsdp2"]), None, _PARALLEL)
+    compile: bool = _option(False, bool, None, "Compile the transformer blocks with torch.compile.")
+    tensorboard: bool = _option(False, bool, None, "Write the metrics for TensorBoard too, to DIR/tensorboard.")
+    peak_tflops: float | None = _option(None, _POSITIVE, "TFLOPS", _PEAK_TFLOPS)
+    ledger: bool = _option(False, bool, None, _LEDGER)
 
     @property
     def identity(self) -> dict[str, Plain]:
         """The options that change what is computed. A run directory holds one such set; the others may vary."""
-        free = ("out", "checkpoints", "checkpoint_every", "snapshot_every", "ledger")
-        plain = {**asdict(self), "data": None if self.data is None else str(self.data.absolute())}
-        return {key: value for key, value in plain.items() if key not in free}
+        plain = {option.name: getattr(self, option.name) for option in fields(self) if option.name not in _FREE}
+        return {**plain, "data": None if self.data is None else str(self.data.absolute())}
 
     @property
     def out_path(self) -> Path:
@@ -79,6 +122,13 @@ class TrainConfig:
                 storage_at(self.checkpoints)
             except ValueError as error:
                 raise ConfigError(f"--checkpoints: {error}") from error
+
+    def check_machine(self) -> None:
+        """Raise ConfigError where this machine lacks what an option needs."""
+        if self.tensorboard and importlib.util.find_spec("tensorboard") is None:
+            raise ConfigError("--tensorboard needs the package tensorboard: pip install tensorboard")
+        if self.compile and not (os.environ.get("CXX") or any(map(shutil.which, _COMPILERS))):
+            raise ConfigError("--compile needs a C++ compiler, and none is on the PATH; install g++ or leave it out")
 
     def _check_batch(self, world_size: int) -> None:
         batch, micro = self.global_batch, self.micro_batch
@@ -105,8 +155,10 @@ def parse(argv: Sequence[str], place: RankInfo) -> TrainConfig | None:
 
     Raises ConfigError with one sentence for anything that cannot be meant.
     """
+    # One help text is enough.
+    printing = contextlib.nullcontext() if place.leads else contextlib.redirect_stdout(io.StringIO())
     try:
-        with _printing(place.leads):
+        with printing:
             config = _command.main(list(argv), prog_name="elaunch -m elaunch.trainer", standalone_mode=False)
     except click.ClickException as error:
         sentence = error.format_message().rstrip(".")
@@ -114,12 +166,9 @@ def parse(argv: Sequence[str], place: RankInfo) -> TrainConfig | None:
     if not isinstance(config, TrainConfig):
         return None
     config.check(place.world_size)
+    if place.leads:
+        config.check_machine()
     return config
-
-
-def _printing(leads: bool) -> contextlib.AbstractContextManager[object]:
-    """Drop what click prints on all ranks but 0: one help text is enough."""
-    return contextlib.nullcontext() if leads else contextlib.redirect_stdout(io.StringIO())
 
 
 def _next_multiple(number: int, of: int) -> int:
@@ -131,110 +180,40 @@ def _micro_batch_for(global_batch: int) -> int:
 
     It does not depend on the number of workers, since a run must stay the same run with fewer or more of them.
     """
-    return fitting_micro_batch(global_batch, max(1, min(_DEFAULT.micro_batch, global_batch // _MICRO_BATCHES)))
+    usual = TrainConfig()
+    # The micro-batches of a step by default, and so the largest number of workers that can share a step.
+    many = usual.global_batch // usual.micro_batch
+    return fitting_micro_batch(global_batch, max(1, min(usual.micro_batch, global_batch // many)))
 
 
-_DEFAULT = TrainConfig()
-# Micro-batches of a step by default, and so the largest number of workers that can share a step.
-_MICRO_BATCHES = _DEFAULT.global_batch // _DEFAULT.micro_batch
-_COUNT = click.IntRange(min=1)
+def _made(global_batch: int, micro_batch: int | None, **options: Any) -> TrainConfig:
+    return TrainConfig(global_batch=global_batch, micro_batch=micro_batch or _micro_batch_for(global_batch), **options)
 
 
-@click.command(context_settings={"max_content_width": 110, "show_default": True, "help_option_names": ["-h", "--help"]})
-@click.option("--steps", type=_COUNT, default=_DEFAULT.steps, metavar="N", help="Optimizer steps in all.")
-@click.option(
-    "--seed",
-    type=click.IntRange(0, 2**63 - 1),
-    default=_DEFAULT.seed,
-    metavar="N",
-    help="Start of all randomness: weights, data order, dropout.",
-)
-@click.option(
-    "--global-batch",
-    type=_COUNT,
-    default=_DEFAULT.global_batch,
-    metavar="WINDOWS",
-    help="Windows of text per step over all workers, however many there are.",
-)
-@click.option(
-    "--micro-batch",
-    type=_COUNT,
-    metavar="WINDOWS",
-    help="Windows per forward pass; a step has global batch / micro-batch of them, at least one per worker.  "
-    f"[default: the largest up to {_DEFAULT.micro_batch} that makes at least {_MICRO_BATCHES} of them, else 1]",
-)
-@click.option(
-    "--checkpoint-every",
-    type=_COUNT,
-    default=_DEFAULT.checkpoint_every,
-    metavar="STEPS",
-    help="Steps between checkpoints; there is always one at the end.",
-)
-@click.option(
-    "--snapshot-every",
-    type=_COUNT,
-    metavar="STEPS",
-    help="Steps between copies of the state in memory.  [default: as often as it costs less than 1 % of the time]",
-)
-@click.option(
-    "--out",
-    type=click.Path(path_type=Path),
-    metavar="DIR",
-    help="Run directory; the same command with the same DIR goes on where it was. On several nodes: a "
-    "shared one.  [default: runs/<name made from the options>]",
-)
-@click.option(
-    "--checkpoints",
-    metavar="DIR|URL",
-    help="Where the checkpoints go: a folder, or a URL that fsspec reaches, as s3://bucket/run.  "
-    "[default: checkpoints in --out]",
-)
-@click.option(
-    "--data",
-    type=click.Path(path_type=Path),
-    metavar="DIR",
-    help="Train on the files below DIR, of any kind.  [default: Python's own library, *.py]",
-)
-@click.option("--layers", type=_COUNT, default=_DEFAULT.layers, metavar="N", help="Transformer blocks.")
-@click.option("--heads", type=_COUNT, default=_DEFAULT.heads, metavar="N", help="Attention heads; divide width.")
-@click.option("--width", type=_COUNT, default=_DEFAULT.width, metavar="N", help="Size of a token's vector.")
-@click.option(
-    "--context",
-    type=_COUNT,
-    default=_DEFAULT.context,
-    metavar="BYTES",
-    help="Bytes in a window: what the model sees at once.",
-)
-@click.option(
-    "--lr",
-    "learning_rate",
-    type=click.FloatRange(min=0, min_open=True),
-    default=_DEFAULT.learning_rate,
-    metavar="RATE",
-    help="Peak learning rate: warms up, then falls as a cosine to a tenth.",
-)
-@click.option(
-    "--dropout",
-    type=click.FloatRange(0, 1, max_open=True),
-    default=_DEFAULT.dropout,
-    metavar="SHARE",
-    help="Share of activations dropped while training.",
-)
-@click.option("--bf16", is_flag=True, help="Compute in bfloat16 (autocast); weights stay float32.")
-@click.option(
-    "--ledger", is_flag=True, help="Keep in DIR/ledger which worker trained on what, and prove that nothing came twice."
-)
-def _command(global_batch: int, micro_batch: int | None, **options: object) -> TrainConfig:
-    """Train a small GPT on bytes of text: the bundled example of a job that survives its workers.
+_command = click.Command(
+    "elaunch.trainer",
+    callback=_made,
+    context_settings={"max_content_width": 110, "show_default": True, "help_option_names": ["-h", "--help"]},
+    params=[
+        click.Option(
+            [option.metadata.get("name", f"--{option.name.replace('_', '-')}"), option.name],
+            type=option.metadata["type"],
+            is_flag=option.metadata["type"] is bool,
+            default=option.metadata.get("given", option.default),
+            metavar=option.metadata["metavar"],
+            help=option.metadata["help"],
+        )
+        for option in fields(TrainConfig)
+    ],
+    help="""Train a small GPT on bytes of text: the bundled example of a job that survives its workers.
 
     Start it with as many workers as you like:
 
     \b
       elaunch --nproc-per-node 2 -m elaunch.trainer --out runs/first
 
-    No step is lost while a worker lives, and where all die at once only those since the last copy in memory; the result
-    is, bit for bit on CPUs, the one without the failure. DIR then holds config.yaml, metrics.jsonl, checkpoints/ and
-    result.json.
-    """
-    micro_batch = micro_batch or _micro_batch_for(global_batch)
-    return TrainConfig(global_batch=global_batch, micro_batch=micro_batch, **options)  # type: ignore[arg-type]
+    With ddp no step is lost while a worker lives, and where all die at once only those since the last copy in memory;
+    the result is, bit for bit on CPUs, the one without the failure. DIR then holds config.yaml, metrics.jsonl,
+    checkpoints/ and result.json.
+    """,
+)

@@ -6,7 +6,6 @@ import hashlib
 import os
 import sysconfig
 from bisect import bisect_right
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate, islice
@@ -16,7 +15,6 @@ from elaunch.trainer.gpt.config import ConfigError, TrainConfig
 
 # A network file system needs up to half a millisecond for the size of a file, and every start asks for all sizes.
 FILES_MAX = 20_000
-OPEN_FILES_MAX = 32
 HELD_OUT_SHARE = 0.05
 
 # Not the standard library's own text: installed packages, and tests, which some distributions leave out.
@@ -43,7 +41,6 @@ class Corpus:
         self.files = sorted(files, key=lambda file: hashlib.sha256(os.fsencode(file.name)).digest())
         self.truncated = truncated
         self._ends = list(accumulate(file.size for file in self.files))
-        self._descriptors: OrderedDict[int, int] = OrderedDict()
 
     @classmethod
     def open(cls, config: TrainConfig) -> Corpus:
@@ -100,31 +97,24 @@ class Corpus:
             start, length, index = start + len(part), length - len(part), index + 1
         return b"".join(parts)
 
-    def close(self) -> None:
-        """Close all open files; a later read opens them again."""
-        while self._descriptors:
-            os.close(self._descriptors.popitem()[1])
+    def require_same(self, summary: str) -> None:
+        """Raise ConfigError if this rank's text is not rank 0's: nodes may have different disks, or Pythons."""
+        if self.summary != summary:
+            raise ConfigError(
+                f"the text below {self.root} ({self.summary}) is not rank 0's ({summary}); give all the same --data"
+            )
 
     def _read_file(self, index: int, offset: int, length: int) -> bytes:
-        path = self._path(index)
+        path = self.root / self.files[index].name
         try:
-            part = os.pread(self._descriptor(index), length, offset)
+            with path.open("rb", buffering=0) as file:
+                file.seek(offset)
+                part = file.read(length)
         except OSError as error:
             raise ConfigError(f"cannot read {path}: {error.strerror}; make it readable or leave it out") from error
         if len(part) < length:
             raise ConfigError(f"{path} has become shorter than the {self.files[index].size} bytes it had at the start")
         return part
-
-    def _descriptor(self, index: int) -> int:
-        if index not in self._descriptors:
-            if len(self._descriptors) >= OPEN_FILES_MAX:
-                os.close(self._descriptors.popitem(last=False)[1])
-            self._descriptors[index] = os.open(self._path(index), os.O_RDONLY | os.O_CLOEXEC)
-        self._descriptors.move_to_end(index)
-        return self._descriptors[index]
-
-    def _path(self, index: int) -> Path:
-        return self.root / self.files[index].name
 
 
 def _own_sources(root: Path) -> Iterator[File]:

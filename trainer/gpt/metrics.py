@@ -2,59 +2,48 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import os
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, TypeAlias
 
-
-class Line(TypedDict):
-    """`loss` is the mean over the global batch, in nats per byte; `tokens` counts this step only.
-
-    `seconds` is the time since the last step, as the mean over the ranks.
-    """
-
-    step: int
-    loss: float
-    tokens: int
-    seconds: float
-    world_size: int
-    generation: int
+# What is known of a step, by name; `step` is always there. docs/trainer.md lists the names.
+Line: TypeAlias = dict[str, float]
 
 
 class Metrics:
-    """The file, continued after the line of `restored_step`. `line` is that line, in case the file lacks it.
+    """The file, continued after the line of `restored_step`.
 
     Later lines belong to steps that were done and are lost: new lines overwrite them. `done` is the newest step that is
     known to be done, besides those in the file. `steps_lost` counts all lost steps since the run began; a step that is
-    lost twice counts twice. Every line contains the count, so that it survives the process.
+    lost twice counts twice. Every line contains the count, so that it survives the process. `newest` is the step of the
+    last line that counts.
     """
 
-    def __init__(self, path: Path, restored_step: int, *, line: Line | None = None, done: int = 0) -> None:
+    def __init__(self, path: Path, restored_step: int, *, done: int = 0) -> None:
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        rows = _Rows(path, restored_step)
-        self._end = rows.end
+        self._end = self.newest = self.steps_lost = 0
+        with path.open("rb") as file:
+            for row in file:
+                record = _record(row)
+                if record is None:
+                    break
+                step, self.steps_lost = int(record["step"]), int(record.get("steps_lost", 0))
+                done = max(done, step)
+                if step <= restored_step:
+                    self._end, self.newest = self._end + len(row), step
         # If this process ends before its first line, the next start counts these steps again.
-        self.steps_lost = rows.steps_lost + max(0, max(rows.newest, done) - restored_step)
-        if line is not None and rows.kept < restored_step == line["step"]:
-            # Rank 0 was killed before it could write this line.
-            with contextlib.suppress(OSError):
-                self.append(line)
+        self.steps_lost += max(0, done - restored_step)
 
-    def append(self, line: Line, at: float | None = None) -> None:
-        """Add one line. If it raises OSError, the file is as before: a full disk leaves no half line.
-
-        `at` is the wall clock at the end of the step, None if it is not known.
-        """
-        when = {} if at is None else {"at": round(at, 6)}
-        content = json.dumps({**line, **when, "steps_lost": self.steps_lost}).encode() + b"\n"
+    def append(self, line: Line) -> None:
+        """Add one line. If it raises OSError, the file is as before: a full disk leaves no half line."""
+        content = json.dumps({**line, "steps_lost": self.steps_lost}).encode() + b"\n"
         written = os.pwrite(self._descriptor, content, self._end)
         if written < len(content):
             os.ftruncate(self._descriptor, self._end)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        self._end += written
+        self._end, self.newest = self._end + written, int(line["step"])
         # After a restart there may be lost lines, or half a line of a killed writer.
         if os.fstat(self._descriptor).st_size > self._end:
             os.ftruncate(self._descriptor, self._end)
@@ -65,26 +54,6 @@ class Metrics:
 
     def close(self) -> None:
         os.close(self._descriptor)
-
-
-class _Rows:
-    """The content of a metrics file. `kept` is its last step up to `restored_step`, `end` the offset behind that line.
-
-    `newest` is the step of the last whole line, and `steps_lost` the count in that line.
-    """
-
-    def __init__(self, path: Path, restored_step: int) -> None:
-        self.end = self.kept = self.newest = self.steps_lost = 0
-        with path.open("rb") as file:
-            for row in file:
-                record = _record(row)
-                if record is None:
-                    break
-                self.newest = int(record["step"])
-                self.steps_lost = int(record.get("steps_lost", 0))
-                if self.newest <= restored_step:
-                    self.end += len(row)
-                    self.kept = self.newest
 
 
 def _record(row: bytes) -> dict[str, Any] | None:

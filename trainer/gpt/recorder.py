@@ -1,50 +1,73 @@
-"""Writes the records of a run during training: rank 0's line per step, and every rank's ledger."""
+"""Writes the records of a run during training: rank 0's line per step, every rank's ledger, and what people read."""
 
 from __future__ import annotations
 
 import math
 import sys
 import time
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
+from elaunch.trainer.checkpoint.checkpoints import tensors_sha256
 from elaunch.trainer.data.order import Micro, Order
 from elaunch.trainer.gpt.config import ConfigError, TrainConfig
 from elaunch.trainer.gpt.metrics import Line, Metrics
-from elaunch.trainer.gpt.progress import Progress
+from elaunch.trainer.gpt.progress import Progress, printable
 from elaunch.trainer.gpt.run_directory import RunDirectory
 from elaunch.trainer.keeper.keeper import Keeper
-from elaunch.trainer.ledger.ledger import Ledger, next_generation
+from elaunch.trainer.ledger.ledger import Ledger, audit_folder, next_generation
 from elaunch.trainer.ranks import process_group
 from elaunch.trainer.ranks.place import RankInfo
+
+# The figures of a step as they are kept on the device, one row per step. NaN stands for what is not known.
+FIGURES = ("step", "loss", "grad_norm", "learning_rate", "held_out_loss", "seconds", "world_size", "generation")
+_WHOLE_NUMBERS = ("step", "world_size", "generation")
+_CURVES = ("loss", "held_out_loss", "grad_norm", "learning_rate", "tokens_per_s", "mfu")
 
 
 class Recorder:
     """Writes this rank's records, so that the loop needs no condition. Without a ledger only rank 0 writes.
 
-    `state` is part of the training's state: the number of samples seen, and the newest step's line, so that the line is
-    not lost if rank 0 dies before it can write it. Use the recorder as a context manager once the state is restored;
-    call `begin` first. A full disk does not end the training: one sentence is printed for each incomplete file.
+    `flops_per_token` and `peak_flops`, of one device, make the MFU; 0 where the peak is not known. `state` is part of
+    the training's state: the number of samples seen, and the newest steps' figures, so that no line is lost if rank 0
+    dies before it can write it. The figures stay on the device until the log reads them. Use the recorder as a context
+    manager once the state is restored; call `begin` first. A full disk does not end the training: one sentence is
+    printed for each incomplete file.
     """
 
     def __init__(
-        self, config: TrainConfig, place: RankInfo, run: RunDirectory, progress: Progress, device: torch.device
+        self,
+        config: TrainConfig,
+        place: RankInfo,
+        run: RunDirectory,
+        progress: Progress,
+        device: torch.device,
+        *,
+        flops_per_token: float = 0.0,
+        peak_flops: float = 0.0,
     ) -> None:
         self._config, self._place, self._run, self._progress = config, place, run, progress
-        self._device = device
+        self._device, self._flops_per_token, self._peak_flops = device, flops_per_token, peak_flops
+        self._log_every = config.log_every or (1 if device.type == "cpu" else 10)
         self._metrics: Metrics | None = None
         self._ledger: Ledger | None = None
+        self._tensorboard: Any = None
         self._lines_lost = False
-        self._marked_s = self._seconds = 0.0
-        self.state: dict[str, Any] = {"samples_seen": 0, "line": None}
+        self._marked_s, self._seconds = 0.0, torch.zeros(())
+        # Rank 0's clock at the end of the steps that are not written yet.
+        self._at: dict[int, float] = {}
+        figures = torch.full((self._log_every, len(FIGURES)), math.nan, dtype=torch.float64, device=device)
+        self.state: dict[str, Any] = {"samples_seen": 0, "figures": figures}
 
     @property
     def loss(self) -> float:
         """The newest step's loss; NaN after a checkpoint that was made without it."""
-        line = self.state["line"]
-        return float(line["loss"]) if line else math.nan
+        return next((line["loss"] for line in reversed(list(self._lines()))), math.nan)
 
     @property
     def steps_lost(self) -> int:
@@ -54,10 +77,15 @@ class Recorder:
     def begin(self, keeper: Keeper, order: Order) -> Recorder:
         """Open the files and continue after the step that the keeper has restored. Collective."""
         if self._place.leads:
-            line: Line | None = self.state["line"]
             done = keeper.step + keeper.repeated
-            self._metrics = Metrics(self._run.metrics, keeper.step, line=line, done=done)
-        self._ledger = self._open_ledger(order, keeper.step)
+            self._metrics = Metrics(self._run.metrics, keeper.step, done=done)
+            if self._config.tensorboard:
+                from torch.utils.tensorboard import SummaryWriter
+
+                # Steps that are done again hide what they had shown.
+                self._tensorboard = SummaryWriter(str(self._run.tensorboard), purge_step=keeper.step + 1)
+            self._write_lines()
+        self._open_ledger(order, keeper.step)
         self._marked_s = time.monotonic()
         return self
 
@@ -70,95 +98,160 @@ class Recorder:
         if self._metrics is not None:
             # Not after a failure: the keeper must save a step first, and the page cache outlives this process.
             if kind is None or issubclass(kind, SystemExit):
-                self._sync()
+                self._write_lines(durably=True)
             self._metrics.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
         if self._ledger is not None:
             self._ledger.close()
 
     def computes(self, step: int, micro: Micro) -> None:
         """Note that this rank computes the gradient of `micro`. Call it before the gradients are summed."""
-        if self._ledger is None:
-            return
-        try:
-            self._ledger.record(step, micro)
-        except OSError as error:
-            self._give_up_ledger(step, error)
+        self._write_ledger(step, lambda ledger: ledger.record(step, micro))
 
-    def mean_loss(self, share_loss: float) -> float:
-        """The step's loss. Each rank passes its part: its losses times `Micro.weight`. Collective."""
+    def mean_loss(self, share_loss: Tensor) -> Tensor:
+        """The step's loss, on the device. Each rank passes its part: its losses times `Micro.weight`. Collective."""
         now_s = time.monotonic()
         passed_s, self._marked_s = now_s - self._marked_s, now_s
-        summed = process_group.sum_over_ranks([share_loss / self._place.world_size, passed_s], self._device)
-        self._seconds = round(summed[1] / self._place.world_size, 6)
-        return summed[0]
+        summed = self._stacked(share_loss, passed_s)
+        dist.all_reduce(summed)
+        loss, self._seconds = (summed / self._place.world_size).unbind()
+        return loss
 
-    def keep(self, step: int, loss: float) -> None:
-        """Store the step's line and the samples seen in `state`. Call it within the step's commit."""
-        self.state["samples_seen"] += self._config.global_batch
-        self.state["line"] = Line(
-            step=step,
-            loss=loss,
-            tokens=self._config.global_batch * self._config.context,
-            seconds=self._seconds,
-            world_size=self._place.world_size,
-            generation=self._place.generation,
+    def keep(
+        self, step: int, *, loss: Tensor, grad_norm: Tensor, learning_rate: float, held_out: Tensor | None
+    ) -> None:
+        """Store the step's figures and the samples seen in `state`. Call it within the step's commit."""
+        place, unknown = self._place, math.nan if held_out is None else held_out
+        row = self._stacked(
+            step, loss, grad_norm, learning_rate, unknown, self._seconds, place.world_size, place.generation
         )
+        rows = torch.cat([self.state["figures"].to(self._device), row[None]])
+        self.state["figures"] = rows[-self._log_every :]
+        self.state["samples_seen"] += self._config.global_batch
 
     def step_done(self, step: int) -> None:
-        """Write to all files that `step` is done."""
-        if self._ledger is not None:
-            try:
-                self._ledger.commit(step)
-            except OSError as error:
-                self._give_up_ledger(step, error)
+        """Write to all files that `step` is done. The lines wait until the log is due."""
+        self._write_ledger(step, lambda ledger: ledger.commit(step))
         if self._metrics is None:
             return
-        line: Line = self.state["line"]
-        self._progress.update(step, line["loss"], line["seconds"])
-        try:
-            # Not in the state: each rank's clock differs, and the state is the same on all.
-            self._metrics.append(line, at=time.time())
-        except OSError as error:
-            self._say_lines_lost(step, error)
-        if step % self._config.checkpoint_every == 0:
-            # The lines first: a restart from the checkpoint that follows never writes them again.
-            self._sync()
+        self._at[step] = time.time()
+        # The lines first: a restart from the checkpoint that follows never writes them again.
+        is_checkpoint = step % self._config.checkpoint_every == 0
+        if is_checkpoint or step % self._log_every == 0:
+            self._write_lines(durably=is_checkpoint)
 
-    def _sync(self) -> None:
+    def finish(self, held_out: float, weights: dict[str, Tensor], sample: bytes) -> None:
+        """Show what the model has learnt, and write `result.json`, whose presence makes the run complete."""
+        config, place, loss = self._config, self._place, self.loss
+        self._progress.say(
+            f"done: {config.steps} steps, loss {loss:.3f}, held-out loss {held_out:.3f} nats per byte; {self._run.path}"
+        )
+        print(f"--- a sample of what it writes ---\n{printable(sample)}\n---", flush=True)
+        ledger = audit_folder(self._run.ledger, steps=config.steps).text if config.ledger else None
+        if ledger is not None:
+            self._progress.say(f"ledger: {ledger}")
+        self._run.write_result(
+            {
+                "steps": config.steps,
+                "loss": loss,
+                "params_sha256": tensors_sha256(weights.values()),
+                "restarts": place.restarts,
+                "world_size": place.world_size,
+                "held_out_loss": held_out,
+                "steps_lost": self.steps_lost,
+                # A run that has all its steps has computed each lost one again.
+                "steps_repeated": self.steps_lost,
+                "samples_seen": self.state["samples_seen"],
+                "ledger": ledger,
+            }
+        )
+
+    def _stacked(self, *values: Tensor | float) -> Tensor:
+        """The values as one tensor on the device. It waits for none of them: a number is not copied but filled in."""
+        device, kind = self._device, torch.float64
+        filled = (v if isinstance(v, Tensor) else torch.full((), v, dtype=kind, device=device) for v in values)
+        return torch.stack([value.to(kind) for value in filled])
+
+    def _lines(self) -> Iterator[Line]:
+        """The newest steps' lines. Waits for the device."""
+        config = self._config
+        for row in self.state["figures"].tolist():
+            line = {name: value for name, value in zip(FIGURES, row, strict=True) if not math.isnan(value)}
+            if "step" not in line:
+                continue
+            line.update({name: int(line[name]) for name in _WHOLE_NUMBERS})
+            line.setdefault("loss", math.nan)
+            line["tokens"] = config.global_batch * config.context
+            line["tokens_per_s"] = round(line["tokens"] / line["seconds"], 1)
+            line["seconds"] = round(line["seconds"], 6)
+            if self._peak_flops:
+                peak = self._peak_flops * line["world_size"]
+                line["mfu"] = round(line["tokens_per_s"] * self._flops_per_token / peak, 6)
+            yield line
+
+    def _write_lines(self, *, durably: bool = False) -> None:
+        """Write the lines of all steps that the file lacks. Called before the log is due too: the end, a checkpoint."""
         assert self._metrics is not None
+        step = 1
         try:
-            self._metrics.sync()
+            for line in self._lines():
+                step = int(line["step"])
+                # The clock is not in the state, since each rank's differs.
+                at = self._at.pop(step, None)
+                if step <= self._metrics.newest:
+                    continue
+                if at is not None:
+                    self._progress.update(line)
+                    line["at"] = round(at, 6)
+                self._metrics.append(line)
+                self._show(line)
+            if durably:
+                self._metrics.sync()
         except OSError as error:
-            line = self.state["line"]
-            self._say_lines_lost(line["step"] if line else 1, error)
+            if not self._lines_lost:
+                self._progress.say(f"{self._run.metrics} misses steps from {step} on: {error.strerror}")
+            self._lines_lost = True
+            self._at.clear()
 
-    def _say_lines_lost(self, step: int, error: OSError) -> None:
-        if not self._lines_lost:
-            self._progress.say(f"{self._run.metrics} misses steps from {step} on: {error.strerror}")
-        self._lines_lost = True
+    def _show(self, line: Line) -> None:
+        """Give the line to TensorBoard. The weights that a step began with are those of the step before."""
+        if self._tensorboard is None:
+            return
+        try:
+            for name in _CURVES:
+                if name in line:
+                    step = int(line["step"]) - (name == "held_out_loss")
+                    self._tensorboard.add_scalar(name, line[name], step, line.get("at"))
+            self._tensorboard.flush()
+        except OSError as error:
+            self._progress.say(f"{self._run.tensorboard} ends before step {line['step']}: {error.strerror}")
+            self._tensorboard = None
 
-    def _open_ledger(self, order: Order, step: int) -> Ledger | None:
-        """This rank's file, under a generation that no earlier start has used; None without --ledger."""
+    def _open_ledger(self, order: Order, after: int) -> None:
+        """Open this rank's file with --ledger, under a generation that no earlier start has used."""
         if not self._config.ledger:
-            return None
+            return
         folder, place = self._run.ledger, self._place
         unused = next_generation(folder, place.generation) if place.leads else 0
         generation = int(sum(process_group.sum_over_ranks([unused], self._device)))
+        ranks = {"rank": place.rank, "world_size": place.world_size}
         try:
-            return Ledger(
-                folder, order, rank=place.rank, world_size=place.world_size, generation=generation, after=step
-            )
+            self._ledger = Ledger(folder, order, **ranks, generation=generation, after=after)
         except OSError as error:
-            if step == 0:
+            if after == 0:
                 raise ConfigError(f"--ledger cannot be kept in {folder}: {error.strerror}; leave it out") from error
-            self._say_ledger_ends(step + 1, error)
-            return None
+            self._say_ledger_ends(after + 1, error)
 
-    def _give_up_ledger(self, step: int, error: OSError) -> None:
-        assert self._ledger is not None
-        self._ledger.close()
-        self._ledger = None
-        self._say_ledger_ends(step, error)
+    def _write_ledger(self, step: int, write: Callable[[Ledger], None]) -> None:
+        if self._ledger is None:
+            return
+        try:
+            write(self._ledger)
+        except OSError as error:
+            self._ledger.close()
+            self._ledger = None
+            self._say_ledger_ends(step, error)
 
     def _say_ledger_ends(self, step: int, error: OSError) -> None:
         # The gap stays: the verdict can only be that steps are missing.

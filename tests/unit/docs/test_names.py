@@ -21,6 +21,9 @@ OTHERS = {
     "job.yaml",
     "upload.sh",
     "notify.sh",
+    # nanoGPT's.
+    "configurator.py",
+    "prepare.py",
     "kustomization.yaml",
 }
 

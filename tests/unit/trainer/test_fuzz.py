@@ -22,7 +22,7 @@ from elaunch.trainer.data.order import Order
 from elaunch.trainer.files import parse_json
 from elaunch.trainer.gpt.config import ConfigError
 from elaunch.trainer.gpt.metrics import Metrics
-from elaunch.trainer.gpt.run_directory import RunDirectory
+from elaunch.trainer.gpt.run_directory import require_ours
 from elaunch.trainer.ledger.audit import Verdict, verdict
 from elaunch.trainer.ledger.ledger import FORMAT, Ledger
 from elaunch.trainer.memory.shard_parts import PieceContents
@@ -213,11 +213,9 @@ def test_a_skeleton_that_nests_for_ever_is_none_of_ours() -> None:
 
 
 @pytest.mark.parametrize("content", ["[" * 2000, "a: 2024-99-99\n", "a: " + "9" * 5000, "\x00", "7"])
-def test_a_run_directory_with_a_broken_configuration_is_a_sentence(tmp_path: Path, content: str) -> None:
-    (tmp_path / "config.yaml").write_text(content)
-
+def test_a_run_directory_with_a_broken_configuration_is_a_sentence(content: str) -> None:
     with pytest.raises(ConfigError, match=r"config\.yaml"):
-        RunDirectory(tmp_path)._held(None)
+        require_ours("--out", "out", content.encode(), {}, has_checkpoints=False)
 
 
 @pytest.mark.parametrize(

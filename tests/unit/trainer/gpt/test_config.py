@@ -30,6 +30,9 @@ TWO = RankInfo(rank=0, world_size=2, launched=True)
         (["--steps", "many"], "'many'"),
         (["--stepz", "3"], "--stepz"),
         (["--dropout", "1"], "--dropout"),
+        (["--parallel", "zero2"], "'zero2' is not one of 'ddp', 'zero1', 'fsdp2'"),
+        (["--eval-every", "0"], "--eval-every"),
+        (["--peak-tflops", "0"], "--peak-tflops"),
         (["stray"], "stray"),
         (["--checkpoints", "s33://bucket/run"], "s33://bucket/run begins with s33://, which fsspec does not know"),
         (["--checkpoints", "gs://bucket/run"], "gs:// needs the package gcsfs: pip install gcsfs"),
@@ -43,13 +46,32 @@ def test_what_cannot_be_meant_is_one_sentence_with_its_values(argv: list[str], s
     assert "\n" not in str(caught.value)
 
 
-def test_options_become_the_configuration() -> None:
-    batch = ["--global-batch", "4", "--micro-batch", "2"]
-    config = parse(["--steps", "9", "--lr", "0.5", "--out", "there", "--bf16", "--ledger", *batch], TWO)
+@pytest.mark.parametrize(
+    ("option", "sentence"),
+    [
+        ("--tensorboard", "--tensorboard needs the package tensorboard: pip install tensorboard"),
+        ("--compile", "--compile needs a C++ compiler, and none is on the PATH; install g++ or leave it out"),
+    ],
+)
+def test_rank_0_refuses_what_this_machine_lacks(monkeypatch: pytest.MonkeyPatch, option: str, sentence: str) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.delenv("CXX", raising=False)
 
-    assert config == TrainConfig(
-        steps=9, learning_rate=0.5, out=Path("there"), bf16=True, ledger=True, global_batch=4, micro_batch=2
-    )
+    with pytest.raises(ConfigError) as caught:
+        parse([option], TWO)
+
+    assert str(caught.value) == sentence
+    # The others need no TensorBoard.
+    assert parse([option], replace(TWO, rank=1))
+
+
+def test_options_become_the_configuration() -> None:
+    batch, parallel = ["--global-batch", "4", "--micro-batch", "2"], ["--parallel", "zero1"]
+    config = parse(["--steps", "9", "--lr", "0.5", "--out", "there", "--bf16", "--ledger", *batch, *parallel], TWO)
+
+    usual = {"steps": 9, "out": Path("there"), "bf16": True, "ledger": True, "global_batch": 4, "micro_batch": 2}
+    assert config == TrainConfig(learning_rate=0.5, parallel="zero1", **usual)
 
 
 @pytest.mark.parametrize("batch", [2, 3, 7, 8, 9, 16, 21, 24, 25, 32, 100])
@@ -91,8 +113,10 @@ def test_checking_the_request_does_not_import_torch() -> None:
 
 
 def test_without_out_the_same_options_find_the_same_directory() -> None:
-    assert TrainConfig().out_path == TrainConfig(checkpoint_every=3, ledger=True).out_path
+    assert TrainConfig().out_path == TrainConfig(checkpoint_every=3, ledger=True, eval_every=9).out_path
     assert TrainConfig().out_path != TrainConfig(seed=1).out_path
+    # Their checkpoints are not of one kind.
+    assert TrainConfig().out_path != TrainConfig(parallel="fsdp2").out_path
     assert TrainConfig().out_path.parent == Path("runs")
 
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 import torch
 
 from elaunch.trainer.gpt import corpus as module
-from elaunch.trainer.gpt.batches import CorpusBatches
 from elaunch.trainer.gpt.config import ConfigError, TrainConfig
 from elaunch.trainer.gpt.corpus import Corpus
 from elaunch.trainer.ranks.place import RankInfo
+from elaunch.trainer.train import Windows
 
 CPU = torch.device("cpu")
 
@@ -31,15 +30,20 @@ def config_for(folder: Path | None, context: int = 8, global_batch: int = 4) -> 
     return TrainConfig(data=folder, context=context, global_batch=global_batch, micro_batch=2)
 
 
-def read_step(batches: CorpusBatches, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return batches.read(sample for micro in batches.order.microbatches(step) for sample in micro)
+def read_step(windows: Windows, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The micro-batches of a step, one after the other."""
+    read = [windows.of(step, micro) for micro in windows.order.parts(step, rank=0, world_size=1)]
+    inputs, targets = zip(*read, strict=True)
+    return torch.cat(inputs), torch.cat(targets)
 
 
 def test_opening_a_corpus_opens_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_files(tmp_path, {"a": 500, "sub/b": 500})
     opened: list[str] = []
-    real_open = os.open
-    monkeypatch.setattr(os, "open", lambda path, *rest: opened.append(str(path)) or real_open(path, *rest))
+    real_open = Path.open
+    monkeypatch.setattr(
+        Path, "open", lambda path, *how, **more: opened.append(str(path)) or real_open(path, *how, **more)
+    )
 
     corpus = Corpus.open(config_for(tmp_path))
 
@@ -52,11 +56,11 @@ def test_a_file_far_larger_than_memory_is_no_burden(tmp_path: Path) -> None:
     with (tmp_path / "huge").open("wb") as file:
         file.truncate(1 << 40)
 
-    batches = CorpusBatches(config_for(tmp_path), Corpus.open(config_for(tmp_path)), RankInfo(), CPU)
-    inputs, targets = read_step(batches, 12345)
+    windows = Windows(config_for(tmp_path), Corpus.open(config_for(tmp_path)), RankInfo(), CPU)
+    inputs, targets = read_step(windows, 12345)
 
-    assert batches.order.size is not None
-    assert batches.order.size > 1 << 36
+    assert windows.order.size is not None
+    assert windows.order.size > 1 << 36
     assert inputs.shape == targets.shape == (4, 8)
 
 
@@ -69,15 +73,13 @@ def test_a_read_across_files_is_a_slice_of_all_of_them(tmp_path: Path) -> None:
         assert corpus.read(start, length) == whole[start : start + length]
 
 
-def test_no_more_than_a_few_files_are_open_at_once(tmp_path: Path) -> None:
-    write_files(tmp_path, {f"f{number:03d}": 10 for number in range(100)})
-    before = open_files()
+def test_no_file_stays_open(tmp_path: Path) -> None:
+    write_files(tmp_path, {"a": 500, "b": 500})
     corpus = Corpus.open(config_for(tmp_path))
+    before = open_files()
 
     corpus.read(0, corpus.size)
 
-    assert open_files() - before == module.OPEN_FILES_MAX
-    corpus.close()
     assert open_files() == before
 
 
@@ -85,15 +87,15 @@ def test_held_out_text_is_never_trained_on(tmp_path: Path, monkeypatch: pytest.M
     write_files(tmp_path, {"a": 3000, "b": 2000})
     config = config_for(tmp_path)
     corpus = Corpus.open(config)
-    batches = CorpusBatches(config, corpus, RankInfo(), CPU)
+    windows = Windows(config, corpus, RankInfo(), CPU)
     spans: list[tuple[int, int]] = []
     real_read = corpus.read
     monkeypatch.setattr(corpus, "read", lambda start, n: spans.append((start, start + n)) or real_read(start, n))
 
-    epoch = [read_step(batches, step) for step in range(1, batches.order.steps(1) + 1)]
+    epoch = [read_step(windows, step) for step in range(1, windows.order.steps(1) + 1)]
     trained = {byte for start, end in spans for byte in range(start, end)}
     spans.clear()
-    held_out = batches.held_out()
+    held_out = list(windows.held_out())
     evaluated = {byte for start, end in spans for byte in range(start, end)}
 
     assert epoch
@@ -106,7 +108,7 @@ def test_targets_are_the_inputs_one_byte_on(tmp_path: Path) -> None:
     write_files(tmp_path, {"a": 3000})
     config = config_for(tmp_path)
 
-    inputs, targets = read_step(CorpusBatches(config, Corpus.open(config), RankInfo(), CPU), 1)
+    inputs, targets = read_step(Windows(config, Corpus.open(config), RankInfo(), CPU), 1)
 
     assert torch.equal(inputs[:, 1:], targets[:, :-1])
     assert inputs.dtype == torch.int64

@@ -75,24 +75,6 @@ def test_a_step_that_only_another_rank_had_done_is_lost_too(tmp_path: Path) -> N
     assert Metrics(tmp_path / "m", 8, done=8).steps_lost == 0
 
 
-def test_the_line_that_a_killed_rank_0_had_not_written_is_made_up_for(tmp_path: Path) -> None:
-    write(tmp_path / "m", range(1, 4))
-
-    Metrics(tmp_path / "m", 4, line=line(4), done=4).close()
-    # It is there now.
-    Metrics(tmp_path / "m", 4, line=line(4), done=4).close()
-
-    assert steps_in(tmp_path / "m") == [1, 2, 3, 4]
-
-
-def test_a_line_of_lost_steps_is_replaced_not_made_up_for(tmp_path: Path) -> None:
-    write(tmp_path / "m", range(1, 9))
-
-    Metrics(tmp_path / "m", 5, line=line(5), done=8).close()
-
-    assert steps_in(tmp_path / "m") == [1, 2, 3, 4, 5, 6, 7, 8]
-
-
 def test_a_fresh_start_empties_the_file(tmp_path: Path) -> None:
     write(tmp_path / "m", range(1, 4))
 
