@@ -67,6 +67,8 @@ class Verification:
         self._every = [number for number in (every, checkpoint_every) if number is not None]
         # These snapshots consist of what all ranks have at the same step, so a compared one cannot be kept apart.
         self._is_strict = not self._is_off and (training.has_large or training.is_in_parts)
+        if self._is_strict:
+            copies.steps.stop()
         self._compared = version
         if not self._is_off:
             copies.verified = version if version.step else None
