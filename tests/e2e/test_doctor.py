@@ -57,7 +57,8 @@ def test_this_node_can_train(tmp_path: Path) -> None:
 
     assert ended.returncode == 0, ended.stdout
     assert ended.stderr == ""
-    assert re.search(r": ok +torch +torch \S+ \(.*\), imported in ", ended.stdout)
+    # On a busy host the import may take so long that it is a warning.
+    assert re.search(r": (ok +torch +torch \S+ \(.*\), imported in |warn +torch +importing torch )", ended.stdout)
     assert re.search(r": ok +py-spy +py-spy reads the stack", ended.stdout)
     assert "one node needs no store" in ended.stdout
     assert "can train" in ended.stdout.splitlines()[-1]
