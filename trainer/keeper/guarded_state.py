@@ -16,8 +16,6 @@ _END_S = 30.0
 # If another worker has completed a step, this worker completes it within milliseconds or never.
 _ARRIVAL_S = 0.3
 _LOOK_S = 0.001
-# The agent kills a worker that does not say that it saves after `--failure-grace`, 2 s.
-_COMMIT_S = 1.0
 
 
 class GuardedState:
@@ -116,11 +114,9 @@ class GuardedState:
     def rescue(self) -> None:
         """The group has failed: save the last complete step unless another worker of this node has, and seal the state.
 
-        If the state is in parts, this rank's part of the step is in memory already. A commit that lasts may end: with
-        ZeRO-1 it may also wait for a dead rank.
+        If the state is in parts, this rank's part of the last complete step is in memory already.
         """
         if self._training.is_in_parts:
-            self._seal_parts()
             return
         # Before the lock is taken: copying a large state takes long, and a step that is being completed is still kept.
         link.saving(self.version.step)
@@ -128,11 +124,6 @@ class GuardedState:
             self._is_sealed = True
             if self._is_whole:
                 self._copies.save_replicated(self.version)
-
-    def _seal_parts(self) -> None:
-        if self._lock.acquire(timeout=_COMMIT_S):
-            self._is_sealed = True
-            self._lock.release()
 
     def peer_failed(self, generation: int) -> int:
         """Save the state in the link's thread: the main thread may be stuck in a collective. Returns the saved step."""
@@ -150,5 +141,5 @@ class GuardedState:
             time.sleep(_LOOK_S)
 
     def _is_behind(self) -> bool:
-        newest = self._copies.newest_done() if self._is_whole else None
+        newest = self._copies.newest_done() if self._is_whole and not self._training.is_in_parts else None
         return newest is not None and newest > max(self.version, Version(self._generation, 0))
