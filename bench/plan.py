@@ -261,6 +261,13 @@ def _state_costs(settings: Settings) -> Iterator[Task]:
             return statecost.copies(size_mb, count)
 
         yield Task("state: snapshots", f"state of {size_mb} MB", 10 + count * size_mb / 100, run)
+    for size_mb in statecost.PART_SIZES_MB:
+        for kind in statecost.KINDS:
+
+            def each(kind: str = kind, size_mb: int = size_mb) -> Iterator[Sample]:
+                return statecost.parts(kind, size_mb, settings.samples)
+
+            yield Task("state: each step", f"{kind}, {size_mb} MB", 10 + settings.samples * size_mb / 100, each)
     yield Task("state: steady cost", "state: pairs", 3.0 * settings.samples, lambda: statecost.pairs(settings.samples))
 
 

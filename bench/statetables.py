@@ -21,6 +21,10 @@ _COPIES = f"""\
 {statecost.WORKERS} workers train a stack of linear layers with AdamW. All copies go into shared memory. Host memory is
 the peak need of the node's ranks, an older copy included. k is the number of steps between two snapshots, as the Keeper
 chose it; the share is what the snapshots then cost."""
+_PARTS = f"""\
+{statecost.WORKERS} workers train a stack of linear layers with 64 samples each. After every step each rank copies what
+it alone has (`copy_every=1`), and all ranks agree that they have. MB is what rank 0 copies. The cost is the copy as a
+share of the step without it. By default the Keeper copies so seldom that the cost is 1 %."""
 _PAIRS = f"""\
 {statecost.WORKERS} workers train the bundled model, in turns with the Keeper and without it. Each n is a pair of turns.
 The cost includes snapshots, the records of each step, and the question whether to stop."""
@@ -81,6 +85,24 @@ def copies(results: Results) -> list[str]:
     if not rows and not notes:
         return []
     return [f"### Copies of the state\n\n{_COPIES}\n\n{table(heads, rows)}", *without_a_time(notes)]
+
+
+def parts(results: Results) -> list[str]:
+    """A table with a row per size and kind of state of which each rank has a part alone."""
+    section = statecost.PARTS_SECTION
+    heads = ("MB", "", "n", f"{statecost.HELD}: median s", "p95 s", "step s", f"{statecost.COST}: median %", "p95 %")
+    rows, notes = [], []
+    for size_mb in results.workers(section):
+        for kind in results.contenders(section):
+            taken = results.of(section, kind, size_mb)
+            notes += [f"- {size_mb} MB, {kind}: {failure}" for failure in failures(taken)]
+            if any(s.values for s in taken):
+                held, step, cost = (_summary(taken, name) for name in (statecost.HELD, statecost.STEP, statecost.COST))
+                shares = _two(cost, lambda value: f"{value:.1f}")
+                rows.append((str(size_mb), kind, _n(taken), *_two(held, seconds), _one(step, seconds), *shares))
+    if not rows and not notes:
+        return []
+    return [f"### A part that one rank alone has\n\n{_PARTS}\n\n{table(heads, rows)}", *without_a_time(notes)]
 
 
 def pairs(results: Results) -> list[str]:

@@ -105,16 +105,15 @@ class Calm:
         self._forker, self._folder = forker, folder
         folder.mkdir(exist_ok=True)
 
-    def __call__(self, workers: int, hook: str = "") -> Recorded:
-        name = f"{workers}-{hook or 'plain'}"
+    def __call__(self, workers: int, option: str = "") -> Recorded:
+        name = f"{workers}-{option or 'plain'}"
         with (self._folder / f"{name}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not (self._folder / name).exists():
                 partial = self._folder / f"{name}.part"
                 shutil.rmtree(partial, ignore_errors=True)
                 partial.mkdir()
-                hooks = (f"hook={hook}",) if hook else ()
-                words = (str(partial), str(STEPS), *hooks)
+                words = (str(partial), str(STEPS), *([option] if option else []))
                 with Ranks(self._forker, workers, KEPT, *words, env={"ELAUNCH_GENERATION": "0"}) as ranks:
                     ended = ranks.end()
                 assert [rank.code for rank in ended] == [0] * workers, ended

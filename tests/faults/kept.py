@@ -1,7 +1,8 @@
 """The training of the keeper's fault tests: a network with BatchNorm and dropout, killed where the test asks for it.
 
 Run as `kept.py FOLDER STEPS [OPTION=VALUE …]`, a folder that all workers see. Options are the Keeper's:
-`snapshot_every`, `checkpoints`, `checkpoint_every`; and `hook=powersgd`, `shards=fsdp2`, `shards=zero`. An empty file
+`snapshot_every`, `copy_every`, `checkpoints`, `checkpoint_every`; and `hook=powersgd`, `shards=fsdp2`, `shards=hsdp`,
+`shards=zero`. An empty file
 FOLDER/<moment>-<generation>-<step>-<rank> makes that rank kill itself with SIGKILL there. Moments:
 
     start, restore (with step 0), forward, committed
@@ -10,6 +11,7 @@ FOLDER/<moment>-<generation>-<step>-<rank> makes that rank kill itself with SIGK
     commit        all parameters are, the scheduler is not
     together      after the forward pass, at once with all others that have such a file
     copy          half of a copy of that step is in memory
+    piece         half of this rank's own part of that step is in memory (a state in parts, or with a hook)
     crash         not a kill: an exception before the forward pass
     hold          not a kill: wait there until the file is gone
     freeze        not a kill: stopped when half of a copy of that step is in memory
@@ -43,6 +45,7 @@ from torch.nn.parallel import DistributedDataParallel
 from elaunch.trainer.keeper.boundary import Boundary
 from elaunch.trainer.keeper.keeper import Keeper
 from elaunch.trainer.memory.device_copy import HostCopies
+from elaunch.trainer.memory.records import Records
 from elaunch.trainer.memory.slots import copy_on_host
 
 FOLDER, STEPS = Path(sys.argv[1]), int(sys.argv[2])
@@ -148,12 +151,16 @@ def main() -> None:
         checkpoints=OPTIONS.get("checkpoints"),
         checkpoint_every=int(OPTIONS.get("checkpoint_every", 1000)),
         snapshot_every=int(OPTIONS["snapshot_every"]) if "snapshot_every" in OPTIONS else None,
+        copy_every=int(OPTIONS["copy_every"]) if "copy_every" in OPTIONS else None,
         warm_up=lambda: model(torch.ones(4, 16)).sum().backward(),
     )
     record_what_is_told()
     plant_in_threads(keeper)
+    plant_in_copies(keeper)
+    # The last layer's gradients come first, so this rank dies before the others have come. FSDP2 has one bucket.
+    list(model.parameters())[-1].register_post_accumulate_grad_hook(lambda _: moment("backward", keeper.step + 1))
     if isinstance(optimizer, Interruptible):
-        plant(keeper, network, optimizer)
+        plant(keeper, optimizer)
     moment("start", 0)
 
     def digests() -> dict[str, str]:
@@ -180,11 +187,17 @@ def main() -> None:
 def spread(network: Network) -> tuple[Any, Any]:
     """The model and its optimizer: DDP's, or with `shards=fsdp2` or `shards=zero` in parts."""
     match OPTIONS.get("shards"):
-        case "fsdp2":
+        case "fsdp2" | "hsdp" as kind:
             from torch.distributed.device_mesh import init_device_mesh
             from torch.distributed.fsdp import fully_shard
 
-            model = fully_shard(network, mesh=init_device_mesh("cpu", (WORLD_SIZE,)))
+            # The first half of the ranks and the second half are replicas of each other.
+            mesh = (
+                init_device_mesh("cpu", (2, WORLD_SIZE // 2), mesh_dim_names=("replicas", "shards"))
+                if kind == "hsdp"
+                else init_device_mesh("cpu", (WORLD_SIZE,))
+            )
+            model = fully_shard(network, mesh=mesh)
             return model, torch.optim.AdamW(model.parameters(), lr=0.01)
         case "zero":
             from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -223,12 +236,9 @@ def train(step: int, keeper: Keeper, model: nn.Module, optimizer: Any, scheduler
     return loss.item()
 
 
-def plant(keeper: Keeper, network: Network, optimizer: Interruptible) -> None:
+def plant(keeper: Keeper, optimizer: Interruptible) -> None:
     """Install the moments that are inside of torch's or the keeper's code."""
     optimizer.step_now = lambda: keeper.step + 1
-    parameters = list(network.parameters())
-    # The last layer's gradients come first, so this rank dies before the others have come.
-    parameters[-1].register_post_accumulate_grad_hook(lambda _: moment("backward", keeper.step + 1))
 
     def copy(targets: list[Tensor], sources: list[Tensor]) -> None:
         if is_asked("copy", keeper.step):
@@ -264,6 +274,32 @@ def plant_in_threads(keeper: Keeper) -> None:
         return receive(*given, **named)
 
     dist.recv = recv
+
+
+def plant_in_copies(keeper: Keeper) -> None:
+    """Install the moment `piece`: in the middle of a copy of what this rank alone has."""
+
+    def halfway(targets: list[Tensor], sources: list[Tensor]) -> None:
+        step = keeper.step + keeper.is_committing
+        if is_asked("piece", step):
+            half = len(targets) // 2
+            copy_on_host(targets[:half], sources[:half])
+            moment("piece", step)
+        copy_on_host(targets, sources)
+
+    keep = Records.keep
+
+    def keep_half(self: Records, version: Any, state: Any, spare: Any = ()) -> Tensor:
+        if "hook" in state and is_asked("piece", version.step):
+            self._kept.older(spare).discard()
+            moment("piece", version.step)
+        return keep(self, version, state, spare)
+
+    if "shards" in OPTIONS:
+        from elaunch.trainer.memory import sharded
+
+        sharded.copy_from_devices = halfway
+    Records.keep = keep_half  # type: ignore[method-assign]
 
 
 def record_what_is_told() -> None:

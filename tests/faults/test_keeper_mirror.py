@@ -146,3 +146,20 @@ def test_what_cannot_be_kept_for_another_node_keeps_nobody_waiting(
         assert run.ends_of(ranks) == [0, 0], run.said
 
     assert run.said.count("on its own node only: rank 1 cannot keep it: Is a directory") == 1
+
+
+@pytest.mark.slow
+def test_pieces_of_each_step_stay_on_their_nodes_and_the_snapshot_counts_when_one_is_lost(
+    tmp_path: Path, forker: RankForker, memories: list[Path], calm: Callable[[str], Nodes]
+) -> None:
+    stormy = Nodes(tmp_path / "stormy", forker, memories, "snapshot_every=5", "copy_every=1", "shards=fsdp2")
+    # Both nodes have their pieces of step 19. The last snapshot is of step 16.
+    assert stormy.generation(0, ["together-0-20-0", "together-0-20-1"]) == [-9, -9]
+    # There is a snapshot at the start, and the next would be after step 24.
+    assert stormy.generation(1, ["together-1-24-0", "together-1-24-1"]) == [-9, -9]
+    stormy.lose(1)
+
+    assert stormy.generation(2) == [0, 0], stormy.said
+
+    assert [stormy.began(1), stormy.began(2)] == [19, 19]
+    assert stormy.ends == calm("shards=fsdp2").ends

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from elaunch.trainer.checkpoint.catalog import marks
-from tests.faults.keeper_runs import KEPT, RESTORED, Calm, Run, assert_same
-from tests.harness import environment, free_ports, slow, wait_for
+from tests.faults.keeper_runs import KEPT, Calm, Run, assert_same
+from tests.harness import environment, free_ports, wait_for
 
 SINGLE_THREAD = {"OMP_NUM_THREADS": "1"}
 SINGLE = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "LOCAL_RANK": "0", "ELAUNCH_GENERATION": "0"}
@@ -107,41 +107,6 @@ def test_the_newest_of_memory_and_disk_is_taken(tmp_path: Path, calm: Calm) -> N
     assert re.search(r"restored step 17 from memory \(of generation 0\); 2 steps are repeated", run.job.output)
     assert re.search(r"restored step 29 from memory .*; 0 steps are repeated", run.job.output)
     assert_same(run, calm(3))
-
-
-@pytest.mark.parametrize(("workers", "every", "began"), [(2, 1, 19), slow(3, 1, 19), slow(3, 6, 19)])
-def test_error_feedback_goes_back_to_where_every_piece_of_it_is(
-    tmp_path: Path, calm: Calm, workers: int, every: int, began: int
-) -> None:
-    options = (f"snapshot_every={every}", "hook=powersgd")
-    with Run(tmp_path / "run", workers, *options, asks=["backward-0-22-1" if every == 6 else "backward-0-20-1"]) as run:
-        run.ended()
-
-    # With `every` = 6 there are snapshots after steps 1, 7, 13 and 19. A failed backward pass has changed the error
-    # feedback.
-    assert run.began(1) == began
-    ((*_, repeated),) = re.findall(RESTORED, run.job.output)
-    assert int(repeated) == (2 if every == 6 else 0)
-    assert_same(run, calm(workers, hook="powersgd"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("shards", ["fsdp2", "zero"])
-def test_state_in_parts_goes_back_to_the_snapshot_and_ends_the_same(tmp_path: Path, shards: str) -> None:
-    options = ("snapshot_every=5", f"shards={shards}", f"checkpoints={tmp_path / 'checkpoints'}")
-    asks = ["forward-0-14-2", "together-1-25-0", "together-1-25-1", "together-1-25-2"]
-    with Run(tmp_path / "run", 3, *options, asks=asks) as run:
-        run.ended()
-
-    # Snapshots are after steps 1, 6 and 11; from there again after 16 and 21. A newer one counts only if all ranks have
-    # confirmed that it is whole.
-    assert (run.began(1), run.began(2)) == (11, 21)
-    assert re.findall(r"step (\d+) from memory \(of generation (\d), in parts\); (\d)", run.job.output) == [
-        ("11", "0", "2"),
-        ("21", "1", "3"),
-    ]
-    with Run(tmp_path / "calm", 3, *options[:2]) as calm:
-        assert_same(run, calm.ended())
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from pathlib import PurePath
 from typing import Any
 
 from elaunch.trainer.files import parse_json
+from elaunch.trainer.state.version import Version
 
 MANIFEST = "manifest.json"
 # The file that holds all of a state that is no tensor.
@@ -27,12 +28,8 @@ class Corrupt(ValueError):
     """The bytes of a checkpoint are not those that were written; nothing else proves that."""
 
 
-@dataclass(frozen=True, order=True)
-class Mark:
+class Mark(Version):
     """What names a checkpoint, and orders them."""
-
-    generation: int
-    step: int
 
     @property
     def folder_name(self) -> str:

@@ -59,16 +59,20 @@ class Boundary:
         """Say this at the next boundary. If all ranks have such a sentence there, only the lowest one says its own."""
         self._news = self._news or news
 
-    def agreed(self, *, wants_snapshot: bool) -> tuple[Wish, bool]:
-        """Why all ranks stop now, and whether all of them want a snapshot now. Collective: every rank gets the same."""
+    def agreed(self, *, wants_snapshot: bool, wants_copy: bool) -> tuple[Wish, bool, bool]:
+        """Why all ranks stop now; whether all want a snapshot now; whether all want a copy of the next step.
+
+        Collective: every rank gets the same.
+        """
         order = self._peers.world_size - self._peers.rank
-        wish, refused, speaker = self._peers.largest(
-            [max(self._told, self._noted()), not wants_snapshot, order if self._news else 0]
+        wish = max(self._told, self._noted())
+        found, *refused, speaker = self._peers.largest(
+            [wish, not wants_snapshot, not wants_copy, order if self._news else 0]
         )
         if speaker == order:
             self._say(self._news)
         self._news = ""
-        return Wish(wish), not refused
+        return Wish(found), not refused[0], not refused[1]
 
     def _noted(self) -> Wish:
         match self._signals.signum:

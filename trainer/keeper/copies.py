@@ -12,6 +12,7 @@ from elaunch.trainer.checkpoint.checkpoints import Checkpoints
 from elaunch.trainer.checkpoint.loading import Unreadable
 from elaunch.trainer.checkpoint.storage import Storage
 from elaunch.trainer.checkpoint.urls import StorageError
+from elaunch.trainer.keeper.step_copies import StepCopies
 from elaunch.trainer.memory.device_copy import GpuCopies, HostCopies
 from elaunch.trainer.memory.mirror import Mirror
 from elaunch.trainer.memory.recovery_plan import decide, pieces_on_nodes, repeated, sentence
@@ -26,6 +27,8 @@ from elaunch.trainer.state.training_state import Training
 from elaunch.trainer.state.version import Version
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     # This imports torch.distributed.checkpoint, which takes long. A replicated state does not need it.
     from elaunch.trainer.memory.sharded import ShardedMemory
 
@@ -34,7 +37,7 @@ class Copies:
     """Keeps the state of `training`. `folder` is the node's memory; `storage`, if any, holds the checkpoints.
 
     All ranks create it together. `save_replicated`, `put_down` and `done` are local to a rank; all other methods are
-    collective.
+    collective. `steps` has the copies of each step.
     """
 
     def __init__(
@@ -47,6 +50,7 @@ class Copies:
         storage: Storage | None,
         name: str,
         say: Callable[[str], None],
+        copy_every: int | None = None,
     ) -> None:
         training.require_plain(durably=storage is not None)
         self._training, self._peers, self._place, self._say = training, peers, place, say
@@ -72,6 +76,8 @@ class Copies:
         self._newest: Version | None = None
         self._full: Version | None = None
         self._is_kept = True
+        keep = None if self._records is None else lambda version: self._keep(version) is not None
+        self.steps = StepCopies(training, peers, self._parts, keep, copy_every=copy_every, say=self._say_once)
         self._said: set[str] = set()
         self._storage, self._checkpoints, self._checkpointed = storage, None, -1
         if storage is not None:
@@ -162,10 +168,12 @@ class Copies:
             self._stage(version)
 
     def _stage(self, version: Version) -> None:
-        if self._records is None or self._parts is not None or not self._has_room_for_own:
+        if self._records is None or not self._has_room_for_own:
             return
         try:
             self._records.stage(version, {"buffers": self._training.buffers(), **self._put[2]})
+            if version in self.steps.versions:
+                self._keep(version)
         except (OSError, NotPlain) as error:
             self._has_room_for_own = False
             self._say(f"rank {self._peers.rank} keeps no buffers and random states in memory: {_reason(error)}")
@@ -208,17 +216,22 @@ class Copies:
     def snapshot(self, version: Version) -> None:
         """Copy the state to this node's memory: each rank its own part, the node's first rank the replicated part."""
         self.before_snapshot()
-        spare, record = self._spare, None
+        if self._parts is not None and self._parts.has_copies(version.step):
+            self._full = version
+            return
+        spare = self._spare
+        record = self._keep(version)
         if self._parts is not None or self._training.has_large:
             self._newest = version
-        if self._records is not None:
-            try:
-                record = self._records.keep(version, {**self._training.own(large=True), **self._own(version)}, spare)
-            except (OSError, NotPlain) as error:
-                self._say_once(f"rank {self._peers.rank} keeps no snapshots of its own state: {_reason(error)}")
         self._is_kept = record is not None
         if self._parts is not None:
-            self._parts.save(version.step, self._training.whole())
+            live = self._training.live() if record is not None else None
+            self._parts.save(version.step, self._training.large(), self._training.small(), live)
+            if not self._parts.is_live:
+                self._say_once(
+                    "the state can be copied at snapshots only: its tensors are made anew for each, or other values "
+                    "change with them; a failure goes back to the last snapshot"
+                )
         elif self.paces:
             self._is_kept &= self.save_replicated(version)
         if self._mirror is not None:
@@ -233,6 +246,17 @@ class Copies:
             self._parts.drop_newer(self.verified or Version(-1, 0))
         drop_newer(self.verified or Version(-1, 0), self._node_memory, self._peers)
 
+    def _keep(self, version: Version) -> Tensor | None:
+        """Store this rank's own state with the large part; None if there is no room for it."""
+        if self._records is None:
+            return None
+        try:
+            own = {**self._training.own(large=True), **self._own(version)}
+            return self._records.keep(version, own, [*self._spare, *self.steps.versions[-1:]])
+        except (OSError, NotPlain) as error:
+            self._say_once(f"rank {self._peers.rank} keeps no snapshots of its own state: {_reason(error)}")
+            return None
+
     def save_replicated(self, version: Version) -> bool:
         """Store the replicated state in this node's memory unless another worker has. Returns whether it is there.
 
@@ -241,7 +265,9 @@ class Copies:
         if self._node_memory is None or self._training.is_in_parts or not self._has_room:
             return False
         try:
-            found = self._node_memory.memory.save(version, self._training.replicated, self.gpu.copy, self._spare)
+            # If all ranks have their own state of this step, this copy is worth more than the last snapshot.
+            spare = self._spare[:1] if version in self.steps.versions else self._spare
+            found = self._node_memory.memory.save(version, self._training.replicated, self.gpu.copy, spare)
             return found >= version
         except NoRoom as error:
             self._has_room = False
@@ -311,7 +337,7 @@ class Copies:
         nodes = self._peers.from_all("" if node_memory is None else node_memory.node)
         if node_memory is None or not all(nodes) or len(set(nodes)) == 1:
             return None
-        return Mirror(self._peers, nodes, lambda rank: node_memory.records(rank).kept, self._say_once)
+        return Mirror(self._peers, nodes, lambda rank: node_memory.records(rank).mirrored, self._say_once)
 
     def _restore_from_disk(self, *, newer_than: int, done: int) -> Version | None:
         if self._checkpoints is None or self._storage is None:

@@ -40,6 +40,8 @@ class GuardedState:
         self._is_put_down = False
         self._outside = OutsideChanges(training.live_tensors)
         self._begun_s = self._longest_s = 0.0
+        # Whether what this rank alone has of the next step is copied within its commit; all ranks have agreed on that.
+        self.copies_next = False
 
     @property
     def next_version(self) -> Version:
@@ -78,6 +80,9 @@ class GuardedState:
         if self.is_changing:
             raise RuntimeError(f"the commit of step {self.version.step + 1} has begun already; one step has one commit")
         self._copies.gpu.before_commit()
+        if self.copies_next:
+            # Outside the lock: this waits for all ranks, and one of them may be dead.
+            self._copies.steps.before_commit(self.next_version)
         self._lock.acquire()
         if self._is_sealed:
             # A peer has failed. The saved state does not include this step, and the agent will kill this process.
@@ -102,6 +107,8 @@ class GuardedState:
                 self._copies.gpu.after_commit()
                 if not self._is_put_down:
                     self.put_down()
+                if self.copies_next:
+                    self._copies.steps.after_commit(self.next_version)
                 self.version = self.next_version
                 self._is_whole = True
                 self._outside.note()
@@ -109,7 +116,7 @@ class GuardedState:
                 self._copies.done(self.version)
                 link.report(self.version.step)
         finally:
-            self.is_changing = self._is_put_down = False
+            self.is_changing = self._is_put_down = self.copies_next = False
             self._lock.release()
 
     def snapshot(self) -> None:
@@ -142,10 +149,11 @@ class GuardedState:
     def rescue(self) -> None:
         """The group has failed: save the last complete step unless another worker of this node has, and seal the state.
 
-        If the state is in parts, the parts of other ranks are missing, and there is nothing to save. The same holds if
-        it has changed outside of a commit, or if a commit does not end: it waits for a peer that has failed.
+        If the state is in parts, this rank's part of the step is in memory already. Nothing is saved if the state has
+        changed outside of a commit, or if a commit does not end: it waits for a peer that has failed.
         """
         if self._training.is_in_parts:
+            self._seal_parts()
             return
         # Before the lock is taken: copying a large state takes long, and a step that is being completed is still kept.
         link.saving(self.version.step)
@@ -169,6 +177,11 @@ class GuardedState:
                 return False
         return True
 
+    def _seal_parts(self) -> None:
+        if self._lock.acquire(timeout=_COMMIT_S):
+            self._is_sealed = True
+            self._lock.release()
+
     def peer_failed(self, generation: int) -> int:
         """Save the state in the link's thread: the main thread may be stuck in a collective. Returns the saved step."""
         self._catch_up()
@@ -185,5 +198,5 @@ class GuardedState:
             time.sleep(_LOOK_S)
 
     def _is_behind(self) -> bool:
-        newest = self._copies.newest_done() if self._is_whole and not self._training.is_in_parts else None
+        newest = self._copies.newest_done() if self._is_whole else None
         return newest is not None and newest > max(self.version, Version(self._generation, 0))

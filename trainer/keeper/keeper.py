@@ -59,8 +59,9 @@ class Keeper:
     FSDP's and ZeRO-1's state each rank keeps its part.
 
     `checkpoints` is the directory, or URL, of durable checkpoints: one is written every `checkpoint_every` steps, at a
-    stop and at the end. `snapshot_every` is the number of steps between copies in memory; None measures the cost of a
-    copy and keeps it under 1 % of the time. Every `stop_every` steps all ranks check whether to stop. Every
+    stop and at the end. `snapshot_every` is the number of steps between copies in memory, `copy_every` that of
+    copies of what a rank alone has (a part of the state, or `hook_state`), which stay on its node. None measures the
+    cost and keeps it under 1 % of the time. Every `stop_every` steps all ranks check whether to stop. Every
     `verify_every` steps the ranks compare what they have alike, and raise Differs if a copy is damaged. `warm_up` does
     one forward and backward pass on any data of the right shape; without it, a resumed run of three or more workers is
     not bit for bit equal to a run without failures. `name` tells several trainings of one program apart. `say` takes
@@ -83,6 +84,7 @@ class Keeper:
         checkpoints: str | os.PathLike[str] | None = None,
         checkpoint_every: int = 1000,
         snapshot_every: int | None = None,
+        copy_every: int | None = None,
         stop_every: int = 1,
         verify_every: int | None = None,
         warm_up: Callable[[], object] | None = None,
@@ -90,7 +92,7 @@ class Keeper:
         say: Callable[[str], None] | None = None,
     ) -> None:
         counts = {"checkpoint_every": checkpoint_every, "snapshot_every": snapshot_every, "stop_every": stop_every}
-        counts["verify_every"] = verify_every
+        counts |= {"copy_every": copy_every, "verify_every": verify_every}
         for option, count in counts.items():
             if count is not None and count < 1:
                 raise ValueError(f"{option} is {count}; it counts steps and is at least 1")
@@ -99,7 +101,7 @@ class Keeper:
         self._training = Training(model, optimizer, scheduler, scaler, extra, hook_state, per_rank)
         self._storage = None if checkpoints is None else storage_at(checkpoints)
         self._checkpoint_every, self._snapshot_every, self._stop_every = checkpoint_every, snapshot_every, stop_every
-        self._verify_every = verify_every
+        self._copy_every, self._verify_every = copy_every, verify_every
         self._warm_up, self._name, self._say = warm_up, name, say or _to_stderr
         self._place = RankInfo.from_environ(os.environ)
         self._pid = os.getpid()
@@ -141,6 +143,7 @@ class Keeper:
                 storage=self._storage,
                 name=self._name,
                 say=self._say,
+                copy_every=self._copy_every,
             )
             self._warm()
             version = self._copies.begin(self._copies.restore())
@@ -325,6 +328,7 @@ class Keeper:
             begun_s = time.monotonic()
             self._state.snapshot()
             self._pace.snapshot_took(self.step, time.monotonic() - begun_s)
+            self._state.copies_next |= self._training.is_in_parts and not self._verification.is_strict
         self._copies.look()
         if self.step // self._checkpoint_every > self._looked_at_step // self._checkpoint_every:
             self._copies.checkpoint(self._state.version)
@@ -332,7 +336,8 @@ class Keeper:
 
     def _stop_if_asked(self, *, wants_snapshot: bool) -> bool:
         """Collective: stop if any rank must stop; else return whether all ranks want a snapshot."""
-        wish, snapshot = self._boundary.agreed(wants_snapshot=wants_snapshot)
+        copy = self._copies.steps.wants(self.step + 1) and not self._verification.is_strict
+        wish, snapshot, self._state.copies_next = self._boundary.agreed(wants_snapshot=wants_snapshot, wants_copy=copy)
         if wish:
             self._stop(wish)
         return snapshot

@@ -12,12 +12,16 @@ _NEWEST = 0.2
 class Pace:
     """Decides after which steps this node wants a snapshot; `every` fixes their distance, None measures it."""
 
-    def __init__(self, every: int | None, step: int) -> None:
-        """Begin after `step`. If it is not 0, a copy of it exists already."""
+    def __init__(self, every: int | None, step: int, fresh: int = 0) -> None:
+        """Begin after `step`. If it is not 0, a copy of it exists already.
+
+        The first `fresh` copies are not measured, since they take the memory from the kernel.
+        """
         self._every = every
         self._last = step
         self._step_s = 0.0
         self._snapshot_s = 0.0
+        self._fresh = fresh
         # The first snapshot is always due: its cost is unknown until then, and without it a failure loses everything.
         self._none_yet = step == 0
 
@@ -43,6 +47,9 @@ class Pace:
     def snapshot_took(self, step: int, snapshot_s: float) -> None:
         """Record how long the snapshot of `step` stopped the training."""
         self._last = step
+        if self._fresh:
+            self._fresh, self._none_yet = self._fresh - 1, False
+            return
         # The first snapshot also allocates the memory; later ones do not.
         self._snapshot_s = snapshot_s if self._none_yet else _average(self._snapshot_s, snapshot_s)
         self._none_yet = False

@@ -65,8 +65,8 @@ class Verification:
                 "has; leave verify_every out, or use fully_shard"
             )
         self._every = [number for number in (every, checkpoint_every) if number is not None]
-        # These snapshots consist of what all ranks have at the same step, so a compared one cannot be kept apart.
-        self._is_strict = not self._is_off and (training.has_large or training.is_in_parts)
+        # Such a state has as many slots as two snapshots need, so all of them, and no copies of steps, are compared ones.
+        self.is_strict = not self._is_off and (training.has_large or training.is_in_parts)
         self._compared = version
         if not self._is_off:
             copies.verified = version if version.step else None
@@ -75,7 +75,7 @@ class Verification:
         """Compare if that is due, and then take a snapshot, to which a later failure goes back. Collective."""
         step = state.version.step
         if self._is_off or not any(step // every > self._compared.step // every for every in self._every):
-            return wants and not self._is_strict
+            return wants and not self.is_strict
         self.compare(state)
         return True
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from elaunch.trainer.memory.slots import Pair, Torn
+from elaunch.trainer.memory.slots import Slots, Torn
 from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.state.version import Piece, Version
 
@@ -23,7 +23,7 @@ class Mirror:
     """
 
     def __init__(
-        self, peers: Peers, nodes: Sequence[str], pair: Callable[[int], Pair], say: Callable[[str], None]
+        self, peers: Peers, nodes: Sequence[str], pair: Callable[[int], Slots], say: Callable[[str], None]
     ) -> None:
         self.targets = mirrors(nodes)
         self._rank, self._world_size = peers.rank, peers.world_size
@@ -34,6 +34,7 @@ class Mirror:
         self._peers = Peers(dist.new_group(backend="gloo")) if apart else None
         self._say = say
         self._thread: threading.Thread | None = None
+        self._is_finished = threading.Event()
         # A sentence for each piece that has no second copy; empty if another rank says why.
         self._trouble: list[str] = []
 
@@ -46,6 +47,16 @@ class Mirror:
         """Send and keep nothing from now on: there is no room. All ranks call it, and no exchange runs."""
         self.delete()
         self._target, self._pairs, self._peers = None, {}, None
+
+    @property
+    def has_finished(self) -> bool:
+        """Whether this rank's last piece is complete."""
+        return self._is_finished.is_set()
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether this rank's last piece, and those sent to it, are on both nodes."""
+        return not (self._thread and self._thread.is_alive()) and not self._trouble
 
     def has_room(self, lengths: Sequence[int], spare: Collection[Version]) -> bool:
         """Whether the next slots for other ranks' pieces have these lengths, by rank."""
@@ -68,6 +79,7 @@ class Mirror:
         until the next call. A received piece does not overwrite one of a version in `spare`.
         """
         self.wait()
+        self._is_finished.clear()
         # A daemon thread: a process that ends does not wait for its peers.
         self._thread = threading.Thread(target=self._run, args=(finish, version, spare), name="mirror", daemon=True)
         self._thread.start()
@@ -86,6 +98,7 @@ class Mirror:
         region = None
         try:
             region = finish()
+            self._is_finished.set()
         # The outermost frame of the thread. Other ranks wait for this rank's piece, so they get an empty one.
         except Exception as error:
             self._trouble.append(f"rank {self._rank}'s part of the snapshot is not whole: {_reason(error)}")
@@ -106,7 +119,7 @@ class Mirror:
         for work in sending:
             work.wait()
 
-    def _receive(self, peers: Peers, piece: Piece, pair: Pair, spare: Collection[Version]) -> None:
+    def _receive(self, peers: Peers, piece: Piece, pair: Slots, spare: Collection[Version]) -> None:
         length = peers.length_from(piece.rank)
         if not length:
             self._trouble.append("")

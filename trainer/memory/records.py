@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from elaunch.trainer.memory.recovery_plan import Record
-from elaunch.trainer.memory.slots import Pair, Slot
+from elaunch.trainer.memory.slots import Slot, Slots
 from elaunch.trainer.state.packing import pack
 from elaunch.trainer.state.region import Header
 from elaunch.trainer.state.version import Piece, Version
@@ -32,8 +32,11 @@ class Records:
     def __init__(self, folder: Path, name: str, layout: bytes, rank: int, world_size: int = 1) -> None:
         self.rank, self._world_size = rank, world_size
         path = folder / f"{name}.rank-{rank}"
-        self._staged = Pair(path, layout)
-        self.kept = Pair(path, layout, (2, 3))
+        self._staged = Slots(path, layout)
+        # Of two snapshots, and of two copies between them.
+        self._kept = Slots(path, layout, (2, 3, 4, 5))
+        # What another node sends has two: those of snapshots.
+        self.mirrored = Slots(path, layout, (2, 3))
         self._done = Slot(folder / f"{name}.done-{rank}", layout)
 
     def stage(self, version: Version, state: object) -> None:
@@ -41,8 +44,12 @@ class Records:
         self._staged.slots[version.step % 2].write(self._piece(version), pack(state))
 
     def keep(self, version: Version, state: object, spare: Collection[Version] = ()) -> Tensor:
-        """Store the own state of a snapshot; the last two and those in `spare` stay. Returns its region."""
-        slot = self.kept.older(spare)
+        """Store the own state of a snapshot or a copy; the newest ones and those in `spare` stay. Returns its region.
+
+        A state of that version that is there already is overwritten.
+        """
+        same = (slot for header, slot in self._kept.versions() if header.version == version)
+        slot = next(same, None) or self._kept.older(spare)
         return slot.raw(slot.write(self._piece(version), pack(state)).length)
 
     def done(self, version: Version) -> None:
@@ -65,7 +72,7 @@ class Records:
     def versions(self) -> list[tuple[Header, Slot, bool]]:
         """All records here, each with whether it has the large part. Not verified."""
         staged = [(header, slot, False) for header, slot in self._staged.versions()]
-        return [(header, slot, True) for header, slot in self.kept.versions()] + staged
+        return [(header, slot, True) for header, slot in self._kept.versions()] + staged
 
     def find(self, version: Version) -> Any:
         """This rank's own state of that version as views of the memory, if possible with the large part; else None."""

@@ -2,7 +2,7 @@
 
     NAME.state-0, NAME.state-1     the replicated state, twice per node: one is whole while the other is written
     NAME.rank-R-0, NAME.rank-R-1   rank R's own state (buffers, random states), after even and after odd steps
-    NAME.rank-R-2, NAME.rank-R-3   the same and R's large part, of the newest two snapshots
+    NAME.rank-R-2 … -5             the same and R's large part, of the newest snapshots and copies
     NAME.done-R                    the newest step that rank R completed
 
 All but the last have one format (`region`). A NAME contains no dot, so that the files of one training are never taken
@@ -21,7 +21,7 @@ from pathlib import Path
 
 from elaunch.trainer.memory.recovery_plan import Holding
 from elaunch.trainer.memory.room import Room, room_in
-from elaunch.trainer.memory.slots import Copy, Pair, Slot, copy_on_host
+from elaunch.trainer.memory.slots import Copy, Slot, Slots, copy_on_host
 from elaunch.trainer.state.packing import pack
 from elaunch.trainer.state.region import Header
 from elaunch.trainer.state.version import Piece, Version
@@ -61,7 +61,7 @@ class ReplicatedMemory:
         self.folder = folder
         self._rank, self._world_size = rank, world_size
         self._lock_path = folder / f"{name}.lock"
-        self.pair = Pair(folder / f"{name}.state", layout)
+        self.pair = Slots(folder / f"{name}.state", layout)
 
     @property
     def free(self) -> int:

@@ -125,7 +125,8 @@ class PieceContents:
     def read(cls, skeleton: bytes, data_length: int) -> PieceContents:
         """The contents that a piece's skeleton describes. Raises Torn if it is not one."""
         try:
-            return cls(flatten(describe(skeleton, data_length)["state"], Boxed))
+            held, *rest = describe(skeleton, data_length)
+            return cls(flatten({**held["state"], **dict(*rest)}, Boxed))
         except (pickle.UnpicklingError, AttributeError, KeyError, TypeError, ValueError) as error:
             raise Torn(f"its skeleton cannot be read ({str(error)[:200]})") from error
 

@@ -11,9 +11,15 @@ The older is overwritten only when all ranks agree that the newer is whole on bo
 number of lost workers loses a snapshot. At the next start the ranks assemble what the nodes hold, send each other what
 a node lacks, and cut it to the new world size.
 
-A node holds twice the pieces of its own ranks, and twice the pieces of the node before it:
+With `copy` each rank keeps its piece of a step on its own node only. This takes so little time that it can be done at
+each step. Then a dead worker's piece of the last step is still there. With one node
+copies and snapshots share the two slots; with several nodes copies have two of their own, since snapshots are sent.
+
+A node holds twice the pieces of its own ranks, with several nodes twice more for copies, and twice the pieces of the
+node before it:
 
     piece-R-0, piece-R-1   rank R's piece, of two versions
+    piece-R-2, piece-R-3   with several nodes: its copies, of two versions
 """
 
 from __future__ import annotations
@@ -21,7 +27,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch.distributed as dist
@@ -29,12 +35,14 @@ from torch import Tensor
 
 from elaunch.trainer.memory import shard_load
 from elaunch.trainer.memory.device_copy import copy_from_devices
+from elaunch.trainer.memory.live_piece import LivePiece
 from elaunch.trainer.memory.mirror import Mirror
 from elaunch.trainer.memory.shard_choice import Choice, Held, Parts, choose, digest_of
 from elaunch.trainer.memory.shard_load import StoredPiece
 from elaunch.trainer.memory.shard_parts import Cutter, held_by
-from elaunch.trainer.memory.slots import Pair, Slot, Torn, node_of
+from elaunch.trainer.memory.slots import Slot, Slots, Torn, node_of
 from elaunch.trainer.ranks.peers import Peers
+from elaunch.trainer.state.packing import NotPlain, extended
 from elaunch.trainer.state.region import Packed, skeleton_of
 from elaunch.trainer.state.tree import State, flatten
 from elaunch.trainer.state.version import Piece, Version
@@ -47,7 +55,8 @@ class ShardedMemory:
     """The snapshots of one job in `folder`, a directory in shared memory that all ranks of a node use.
 
     `generation` is the job's. `group` must move host memory; the default is the job's own group or a new gloo group.
-    `say` gets sentences for people. `cost_s` is how long the last `save` stopped the training.
+    `say` gets sentences for people. `cost_s` is how long the last `save` stopped the training, `copy_s` the last
+    `copy`.
     """
 
     def __init__(
@@ -59,15 +68,18 @@ class ShardedMemory:
         generation: int,
     ) -> None:
         self.folder = Path(folder)
-        self.cost_s = 0.0
+        self.cost_s = self.copy_s = 0.0
         self._say, self._generation = say, generation
         self._peers = group if isinstance(group, Peers) else Peers(group)
         self._nodes = self._peers.from_all(node_of(self.folder))
         self._node = self._nodes[self._peers.rank]
         self._mates = [rank for rank, node in enumerate(self._nodes) if node == self._node]
         self._speaks = self._mates[0] == self._peers.rank
-        self._pair = self._pair_of(self._peers.rank)
-        self._mirror = Mirror(self._peers, self._nodes, self._pair_of, say)
+        self._slots = self._slots_of(self._peers.rank)
+        # With one node copies and snapshots share the slots.
+        self._is_alone = len(set(self._nodes)) == 1
+        self._copy_slots = self._slots if self._is_alone else self._slots_of(self._peers.rank, (2, 3))
+        self._mirror = Mirror(self._peers, self._nodes, self._slots_of, say)
         self._cutter = Cutter(has_common=self._speaks)
         self._signature = ""
         # What this rank's piece has, and the digest of what all ranks' pieces have together.
@@ -81,6 +93,12 @@ class ShardedMemory:
         # Whether there may be pieces of ranks that are gone, or on other nodes now.
         self._has_stale = True
         self._off = False
+        # What `copy` copies, and the newest version that it has copied since the last snapshot.
+        self._live: LivePiece | None = None
+        self._copied: Version | None = None
+        # Whether the restored snapshot is in the slots for copies, and on no other node yet.
+        self._restored_from_copy = False
+        self._has_room_for_copies = True
         self._choice: Choice | None = None
         self._has_looked = False
         self._found: Mapping[str, Held] = {}
@@ -129,15 +147,19 @@ class ShardedMemory:
         # Wait for all ranks: none may look for files while they are being deleted.
         self._peers.from_all(None)
         chosen = {name for name, held in self._found.items() if self._is_chosen(held)}
+        if not self._is_alone:
+            self._restored_from_copy = any(slot.path.name in chosen for slot in self._copy_slots.slots)
         self._delete(lambda name: name not in chosen)
         self._has_stale = bool(chosen)
         return found
 
-    def save(self, step: int, state: State) -> None:
+    def save(self, step: int, state: State, rest: State | None = None, live: Sequence[Tensor] | None = None) -> None:
         """Copy this rank's part of the state after `step`. The state may change after this returns.
 
         First waits until every rank's part of the last snapshot is whole on both nodes. If the memory is too small, it
-        says so and makes no more snapshots. Raises TypeError for a value that a state cannot hold.
+        says so and makes no more snapshots. Raises TypeError for a value that a state cannot hold. `rest` is a part of
+        the state that is small, and the same on all ranks. `live` are the tensors that training changes in place:
+        if the state has no other tensors, `copy` can copy them later.
         """
         begun_s = time.monotonic()
         if self._off:
@@ -147,27 +169,77 @@ class ShardedMemory:
         is_other = signature != self._signature
         if is_other:
             self._signature, self._parts = signature, self._cutter.parts(tree)
-        packed = self._cutter.pack(state, tree, self._parts, self._whole)
+        piece = self._cutter.pack(state, tree, self._parts, self._whole)
+        packed = extended(piece, rest or {})
         if not self._lengths and not self._has_looked:
             # What an earlier generation has left is overwritten in the order of its age.
             self.newest()
         self.wait()
+        self._protect_copies()
         self._has_looked = False
-        slot = self._pair.older(self._spare)
+        slot = self._slots.older(self._spare)
         if self._any(is_other or not self._fits(slot, packed)):
             self._whole = digest_of(frozenset().union(*self._peers.from_all(self._parts)))
-            packed = self._cutter.pack(state, tree, self._parts, self._whole)
+            piece = self._cutter.pack(state, tree, self._parts, self._whole)
+            packed = extended(piece, rest or {})
             if not self._allocate(slot, packed.length):
                 return
         slot.begin(packed, copy_from_devices)
         self._newest = version = Version(self._generation, step)
-        piece = Piece(version, self._peers.world_size, self._peers.rank)
+        self._live = LivePiece.of(piece, live) if live is not None and self._has_room_for_copies else None
 
         def finish() -> Tensor:
-            return slot.raw(slot.finish(piece, packed).length)
+            return slot.raw(slot.finish(self._piece(version), packed).length)
 
         self._mirror.exchange(finish, version, self._spare)
+        if live is not None and self._is_alone:
+            # There is nobody to send it to, and the next copy may overwrite the version before.
+            self.wait()
         self.cost_s = time.monotonic() - begun_s
+
+    @property
+    def is_live(self) -> bool:
+        """Whether `copy` can copy the state that the last `save` was given."""
+        return self._live is not None
+
+    @property
+    def can_copy(self) -> bool:
+        """Whether this rank may call `copy` after the next step. All ranks must agree on it, at the end of a step.
+
+        Then every rank's piece of the step before is whole, and a copy overwrites an older one.
+        """
+        if self._live is None or not self._mirror.has_finished:
+            return False
+        if self._restored_from_copy and self._mirror.has_arrived:
+            self._restored_from_copy = False
+        return not self._restored_from_copy
+
+    def copy(self, step: int, rest: State, live: Sequence[Tensor] | None) -> bool:
+        """Copy the pieces of the state after `step`, as `save` with these arguments does, but to their own node alone.
+
+        Returns whether all ranks have copied. If a rank cannot (its tensors are other ones than at the last `save`, or
+        `live` is None, or there is no room), it makes no copy before the next `save`. `copy_s` is how long it took.
+        """
+        begun_s = time.monotonic()
+        version = Version(self._generation, step)
+        live_piece, self._live = self._live, None
+        if live is not None and live_piece is not None:
+            with contextlib.suppress(NotPlain):
+                self._live = live_piece if self._write_copy(version, live_piece.now(live, rest)) else None
+        self.copy_s = time.monotonic() - begun_s
+        if self._any(self._live is None):
+            return False
+        self._copied = version
+        return True
+
+    def _write_copy(self, version: Version, packed: Packed | None) -> bool:
+        whole = self._copy_slots.versions()
+        slot = self._copy_slots.older([header.version for header, _ in whole[:1]])
+        length = self._lengths[self._peers.rank]
+        if packed is None or packed.length > length or (slot.size != length and self._try(lambda: slot.fit(length))):
+            return False
+        slot.write(self._piece(version), packed, copy_from_devices)
+        return True
 
     def wait(self) -> bool:
         """Wait until the last snapshot is whole on every node. False if that failed; the snapshot before it stays.
@@ -184,7 +256,11 @@ class ShardedMemory:
         if self._has_stale:
             self._has_stale = False
             held = [rank for rank, target in enumerate(self._mirror.targets) if target in self._mates]
-            current = {slot.path.name for rank in (*self._mates, *held) for slot in self._pair_of(rank).slots}
+            current = {
+                slot.path.name
+                for rank in (*self._mates, *held)
+                for slot in self._slots_of(rank, range(4) if rank in self._mates else (0, 1)).slots
+            }
             self._delete(lambda name: name not in current)
         return True
 
@@ -195,6 +271,19 @@ class ShardedMemory:
             header = slot.header()
             if header is not None and header.version > version:
                 slot.discard()
+
+    def has_copies(self, step: int) -> bool:
+        """Whether the copies of that step are as good as a snapshot: there is no other node."""
+        return self._is_alone and self._copied == Version(self._generation, step)
+
+    def _protect_copies(self) -> None:
+        """Where snapshots overwrite copies, keep the newest copy that all ranks have."""
+        if self._is_alone and self._copied is not None:
+            self._full = self._copied
+        self._copied = None
+
+    def _piece(self, version: Version) -> Piece:
+        return Piece(version, self._peers.world_size, self._peers.rank)
 
     @property
     def _spare(self) -> list[Version]:
@@ -217,8 +306,14 @@ class ShardedMemory:
         This is checked here and not when a mirror arrives: then its sender would have to wait.
         """
         problem = self._reserve(slot, length)
+        if self._any(bool(problem)) and not self._is_alone and self._has_room_for_copies:
+            # Copies go first. Every rank tries again, since this may have freed the room on another rank's node.
+            self._has_room_for_copies = False
+            if not self._restored_from_copy:
+                self._copy_slots.delete()
+            problem = self._reserve(slot, length)
         if self._any(bool(problem)) and self._mirror.is_on:
-            # The second copies go first. Every rank tries again, since this may have freed the room on its node.
+            # Then second copies go.
             self._mirror.give_up()
             if problem:
                 self._say(
@@ -230,7 +325,7 @@ class ShardedMemory:
         if not self._any(bool(problem)):
             return True
         self._off = True
-        self._pair.delete()
+        self._slots.delete()
         self._mirror.delete()
         if problem:
             self._say(
@@ -256,8 +351,8 @@ class ShardedMemory:
             return f"{error.strerror}; {space.f_bavail * space.f_frsize / 1e6:,.1f} MB are free there"
         return ""
 
-    def _pair_of(self, rank: int) -> Pair:
-        return Pair(self.folder / f"piece-{rank}", _LAYOUT)
+    def _slots_of(self, rank: int, numbers: Sequence[int] = (0, 1)) -> Slots:
+        return Slots(self.folder / f"piece-{rank}", _LAYOUT, numbers)
 
     def _opened(self, choice: Choice) -> dict[int, StoredPiece]:
         """The pieces of the chosen snapshot on this node, by rank."""

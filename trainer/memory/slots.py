@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -150,10 +150,10 @@ class Slot:
         return header
 
 
-class Pair:
-    """Two slots: one is whole while the other is written."""
+class Slots:
+    """Two slots or more for one kind of state: some are whole while another is written."""
 
-    def __init__(self, path: Path, layout: bytes, numbers: tuple[int, int] = (0, 1)) -> None:
+    def __init__(self, path: Path, layout: bytes, numbers: Sequence[int] = (0, 1)) -> None:
         self.slots = tuple(Slot(path.with_name(f"{path.name}-{number}"), layout) for number in numbers)
 
     def versions(self) -> list[tuple[Header, Slot]]:
@@ -169,7 +169,7 @@ class Pair:
         return next(iter((*torn, *oldest_first, *self.slots)))
 
     def delete(self) -> None:
-        """Delete both files."""
+        """Delete all the files."""
         for slot in self.slots:
             slot.delete()
 

@@ -103,6 +103,12 @@ def hook_after_forward(model: nn.Module, hook: Callable[[nn.Module, object, obje
     return model.register_forward_hook(hook)
 
 
+def moments_of(optimizer: Any) -> list[Any]:
+    """Every value that the optimizer keeps for a parameter on this rank, except None."""
+    inner = optimizer.optim if is_zero(optimizer) else optimizer
+    return [value for held in inner.state.values() for value in held.values() if value is not None]
+
+
 def _put(model: nn.Module, optimizers: Sequence[Optimizer], weights: Any, moments: Any) -> None:
     optimizer = optimizers[0]
     if is_zero(optimizer):

@@ -78,6 +78,19 @@ def pack(state: object, places: Placer | None = None) -> Packed:
     return Packed(content.getvalue(), places.tensors, places.offsets, up(places.end, PAGE))
 
 
+def extended(packed: Packed, nest: object) -> Packed:
+    """`packed` with another nest behind it, which `describe` reads too. Raises NotPlain."""
+    content = io.BytesIO()
+    places = Placer(packed.data_length)
+    _Pickler(content, places).dump(nest)
+    return Packed(
+        packed.skeleton + content.getvalue(),
+        [*packed.tensors, *places.tensors],
+        [*packed.offsets, *places.offsets],
+        up(places.end, PAGE),
+    )
+
+
 def unpack(region: Tensor, header: Header) -> Any:
     """The state, with tensors that are views of `region`. Raises UnpicklingError or ValueError if it is not valid."""
     data = data_of(region, header)
@@ -88,11 +101,11 @@ def unpack(region: Tensor, header: Header) -> Any:
                 return view(data, dtype, size, begin)
         raise ValueError(f"only a part of a tensor of shape {size!r:.80} is there")
 
-    return _load(skeleton_of(region, header), whole)
+    return _load(skeleton_of(region, header), whole)[0]
 
 
-def describe(skeleton: bytes, data_length: int) -> Any:
-    """The state with a Boxed in the place of each tensor. Raises UnpicklingError or ValueError if it is not valid."""
+def describe(skeleton: bytes, data_length: int) -> list[Any]:
+    """Each nest with a Boxed in the place of each tensor. Raises UnpicklingError or ValueError if it is not valid."""
 
     def boxed(dtype: torch.dtype, size: Shape, boxes: Any) -> Boxed:
         dimensions = len(size)
@@ -108,13 +121,16 @@ def describe(skeleton: bytes, data_length: int) -> Any:
 
 
 def values(skeleton: bytes) -> Any:
-    """The state with None in the place of each tensor. Raises UnpicklingError or ValueError if it is not valid."""
-    return _load(skeleton, lambda *_: None)
+    """The first nest with None in the place of each tensor. Raises UnpicklingError or ValueError if it is not valid."""
+    return _load(skeleton, lambda *_: None)[0]
 
 
-def _load(skeleton: bytes, place: Place) -> Any:
+def _load(skeleton: bytes, place: Place) -> list[Any]:
+    file, nests = io.BytesIO(skeleton), list[Any]()
     try:
-        return _StateUnpickler(io.BytesIO(skeleton), place).load()
+        while not nests or file.tell() < len(skeleton):
+            nests.append(_StateUnpickler(file, place).load())
+        return nests
     except _NOT_OURS as error:
         why = f"{type(error).__name__}: {str(error)[:200]}"
         raise pickle.UnpicklingError(f"the skeleton cannot be read ({why})") from error
@@ -123,10 +139,10 @@ def _load(skeleton: bytes, place: Place) -> Any:
 class Placer:
     """Places the tensors of a state in a region's data, one after the other."""
 
-    def __init__(self) -> None:
+    def __init__(self, begin: int = 0) -> None:
         self.tensors: list[Tensor] = []
         self.offsets: list[int] = []
-        self.end = 0
+        self.end = begin
         self._known: dict[tuple[object, ...], int] = {}
         self._same: dict[object, object] = {}
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from elaunch.trainer.state import rng_state
 from elaunch.trainer.state.hook_state import HookState
 from elaunch.trainer.state.live_tensors import LiveTensors
-from elaunch.trainer.state.model_state import Models, is_in_parts, is_zero, restore, state_of, unwrap
+from elaunch.trainer.state.model_state import Models, is_in_parts, is_zero, moments_of, restore, state_of, unwrap
 from elaunch.trainer.state.packing import NotPlain, pack
 from elaunch.trainer.state.rank_objects import RankObjects
 from elaunch.trainer.state.tree import State, flatten
@@ -58,6 +58,9 @@ class Training:
         self._others = self._optimizers[1:] if self.is_in_parts else ()
         others = () if self.is_in_parts else self._optimizers[1:]
         self._rest = {"scheduler": scheduler, "scaler": scaler, "extra": extra, "optimizers": others}
+        self._has_extra_state = any(
+            type(module).get_extra_state is not nn.Module.get_extra_state for module in self.model.modules()
+        )
         first = next((p for p in self.model.parameters()), None)
         self.device = torch.device("cpu") if first is None else first.device
         self._buffers = [
@@ -114,6 +117,25 @@ class Training:
     def rest(self) -> State:
         """The part of the state that is neither the model's nor the first optimizer's."""
         return {name: [_state_of(one) for one in _several(part)] for name, part in self._rest.items()}
+
+    def small(self) -> State:
+        """`rest` and the optimizer's hyperparameters: what of a state in parts changes other than in place."""
+        groups = [{k: v for k, v in group.items() if k != "params"} for group in self._groups()]
+        return {**self.rest(), "param_groups": groups}
+
+    def _groups(self) -> list[Any]:
+        return [group for one in self._optimizers for group in one.param_groups]
+
+    def large(self) -> State:
+        """The rest of a state in parts: model and optimizer."""
+        return state_of(self._wrapped, self._optimizers[0], *self._others)
+
+    def live(self) -> list[Tensor] | None:
+        """The tensors of `large`, which training changes in place. None if other values change with them."""
+        moments = [value for one in self._optimizers for value in moments_of(one)]
+        if self._has_extra_state or not all(isinstance(each, Tensor) for each in moments):
+            return None
+        return [*self.model.parameters(), *self.model.buffers(), *moments]
 
     def own(self, *, large: bool = False) -> State:
         """This rank's own present state. Its tensors are the live ones, except the random states."""
@@ -197,6 +219,9 @@ class Training:
             if name in state:
                 for one, its in zip(_several(part), state[name], strict=True):
                     _load(one, its)
+        if "param_groups" in state:
+            for group, its in zip(self._groups(), state["param_groups"], strict=True):
+                group.update(its)
 
 
 def cloned(value: Any, device: torch.device | None = None) -> Any:

@@ -205,6 +205,19 @@ def test_what_a_copy_costs_is_related_to_the_steps_that_the_keeper_chose() -> No
     assert saved.values == {statecost.HELD: 0.02, statecost.MEMORY: 20.0, statecost.WHOLE: 0.02}
 
 
+def test_a_copy_of_each_step_is_related_to_the_step_without_it_and_has_a_row() -> None:
+    notes = statecost.read(
+        '{"way": "zero-1", "values": {"held_s": 0.002, "step_s": 0.05}}\n{"way": "end", "values": {}}\n'
+    )
+
+    (taken,) = statecost.part_samples("ZeRO-1", 10, notes)
+
+    assert taken.values[statecost.COST] == pytest.approx(4)
+    text = render(results(taken, Sample(statecost.PARTS_SECTION, "FSDP2", 10, why="hung")))
+    assert row(text, "10", "ZeRO-1")[2:] == ["1", "0.002", "0.002", "0.050", "4.0", "4.0"]
+    assert "- 10 MB, FSDP2: 1 × hung" in text
+
+
 def test_a_pair_says_how_much_longer_a_step_takes() -> None:
     notes = statecost.read('{"way": "pair", "values": {"plain": 0.04, "kept": 0.0402}}\n')
 

@@ -181,7 +181,7 @@ class Feedback:
 def test_survivors_that_differ_by_a_step_do_not_cost_the_hook_state(monkeypatch: pytest.MonkeyPatch) -> None:
     for generation, fails_in in enumerate((9, 8, 8)):
         monkeypatch.setenv("ELAUNCH_GENERATION", str(generation))
-        job = Job(snapshot_every=6, hook_state=Feedback())
+        job = Job(snapshot_every=6, copy_every=100, hook_state=Feedback())
         with pytest.raises(RuntimeError, match="reset by peer"):
             job.train(10, {fails_in: fail})
         # Two other workers of this node, which have come further, also save.

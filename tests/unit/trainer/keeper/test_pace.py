@@ -51,3 +51,16 @@ def test_the_distance_follows_what_steps_and_snapshots_take() -> None:
 
     assert slow_steps == 100
     assert pace.every == 1000
+
+
+def test_copies_that_take_new_memory_are_not_measured() -> None:
+    pace = Pace(None, 0, fresh=2)
+    pace.step_took(1.0)
+    for step in (1, 2):
+        assert pace.is_due(step)
+        pace.snapshot_took(step, 5.0)
+    assert pace.every == 1
+
+    pace.snapshot_took(3, 0.02)
+
+    assert pace.every == 2

@@ -189,3 +189,87 @@ def test_a_file_that_was_replaced_is_mapped_anew(tmp_path: Path) -> None:
 
     assert ours.region()[0] == 0
     assert ours.path.stat().st_size == 4096
+
+
+def copying(folder: Path) -> tuple[ShardedMemory, torch.Tensor]:
+    """A memory with a snapshot of step 1 in generation 0, and the tensor that the training changes."""
+    memory, weights = ShardedMemory(folder, generation=0), torch.full((8,), 1.0)
+    memory.save(1, {"w": weights}, {"rate": 0.1}, [weights])
+    assert memory.is_live
+    assert memory.can_copy
+    return memory, weights
+
+
+def test_a_copy_has_the_present_tensors_and_the_small_values_and_takes_turns_with_the_one_before(
+    tmp_path: Path,
+) -> None:
+    memory, weights = copying(tmp_path)
+    for step in (2, 3, 4):
+        weights.fill_(step)
+        assert memory.copy(step, {"rate": 0.1 * step}, [weights])
+
+    assert {header.version.step for header in map(header_of_file, tmp_path.glob("piece-*")) if header} == {3, 4}
+    back = {"w": torch.zeros(8)}
+    assert ShardedMemory(tmp_path, generation=1).load(back) == Version(0, 4)
+    assert back["w"].tolist() == [4] * 8
+    assert back["rate"] == 0.4
+
+
+def header_of_file(path: Path) -> region.Header | None:
+    return Slot(path, bytes(16)).header()
+
+
+def test_whoever_is_killed_in_a_copy_leaves_the_copy_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory, weights = copying(tmp_path)
+    for step in (2, 3):
+        assert memory.copy(step, {}, [weights])
+    monkeypatch.setattr(region, "mark", lambda region: None)
+    memory.copy(4, {}, [weights])
+    # A snapshot must not overwrite it either.
+    memory.save(5, {"w": weights})
+
+    assert ShardedMemory(tmp_path, generation=1).newest() == Version(0, 3)
+
+
+def test_a_tensor_that_was_replaced_is_never_copied_from_its_old_place(tmp_path: Path) -> None:
+    memory, weights = copying(tmp_path)
+    other = torch.full((8,), 7.0)
+
+    assert not memory.copy(2, {}, [other])
+    assert not memory.can_copy
+    assert not memory.copy(3, {}, [weights])
+    assert memory.newest() == Version(0, 1)
+    memory.save(4, {"w": other}, {}, [other])
+    other.fill_(8)
+    assert memory.copy(5, {}, [other])
+
+    back = {"w": torch.zeros(8)}
+    assert ShardedMemory(tmp_path, generation=1).load(back) == Version(0, 5)
+    assert back["w"].tolist() == [8] * 8
+
+
+def test_a_state_of_copies_of_the_tensors_is_not_copied_again(tmp_path: Path) -> None:
+    memory, weights = ShardedMemory(tmp_path, generation=0), torch.ones(8)
+
+    # FSDP1 makes the tensors of its state anew.
+    memory.save(1, {"w": weights.clone()}, {}, [weights])
+
+    assert not memory.is_live
+    assert not memory.can_copy
+
+
+def test_small_values_that_cannot_be_kept_or_have_no_room_cost_the_copy_alone(tmp_path: Path) -> None:
+    for step, rest in enumerate(({"bad": object()}, {"large": torch.zeros(100_000)}), 2):
+        memory, weights = copying(tmp_path)
+
+        assert not memory.copy(step, rest, [weights])
+
+        assert ShardedMemory(tmp_path, generation=1).newest() == Version(0, 1)
+
+
+def test_a_snapshot_of_a_step_that_is_copied_is_there_already_on_one_node(tmp_path: Path) -> None:
+    memory, weights = copying(tmp_path)
+    assert memory.copy(2, {}, [weights])
+
+    assert memory.has_copies(2)
+    assert not memory.has_copies(1)

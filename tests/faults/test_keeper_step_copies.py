@@ -1,0 +1,75 @@
+"""State of which each rank has a part alone: a worker killed at any moment costs no step, and the end is the same."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.faults.keeper_runs import RESTORED, Calm, Run, assert_same
+from tests.harness import slow
+
+# A kill in each generation: where, in which step, which rank, and the step that all ranks had completed then.
+FEW = [("forward", 3, 1, 2), ("backward", 8, 0, 7), ("piece", 12, 1, 11), ("committed", 16, 0, 16)]
+MANY = [*FEW, ("commit", 20, 1, 19), ("piece", 24, 0, 23), ("backward", 28, 1, 27), ("forward", 30, 0, 29)]
+# Error feedback is copied before the commit, so a survivor completes the step of a worker that dies in it.
+FEEDBACK = [
+    *(("forward", 6, 1, 5), ("backward", 10, 0, 9), ("piece", 14, 1, 13), ("optimizer", 18, 0, 18)),
+    *(("commit", 22, 1, 22), ("committed", 26, 0, 26), ("forward", 31, 1, 30)),
+]
+
+
+@pytest.mark.parametrize(
+    ("option", "workers", "kills"),
+    [
+        ("shards=fsdp2", 2, FEW),
+        slow("shards=fsdp2", 3, MANY),
+        slow("shards=zero", 2, MANY),
+        slow("shards=hsdp", 4, MANY),
+        slow("hook=powersgd", 2, FEEDBACK),
+    ],
+)
+def test_a_kill_at_any_moment_costs_no_step(
+    tmp_path: Path, calm: Calm, option: str, workers: int, kills: list[tuple[str, int, int, int]]
+) -> None:
+    asks = [f"{moment}-{generation}-{step}-{rank}" for generation, (moment, step, rank, _) in enumerate(kills)]
+
+    # After the first step there is no snapshot any more, except at a start on several nodes.
+    with Run(tmp_path / "run", workers, "snapshot_every=1000", "copy_every=1", option, asks=asks) as run:
+        run.ended()
+
+    struck = [(r["moment"], r["step"], r["rank"]) for r in run.of("killed")]
+    assert struck == [(moment, step, rank) for moment, step, rank, _ in kills]
+    assert [run.began(generation + 1) for generation in range(len(kills))] == [step for *_, step in kills]
+    assert {steps for *_, steps in re.findall(RESTORED, run.job.output)} == {"0"}
+    assert "random state" not in run.job.output
+    assert_same(run, calm(workers, option))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("option", ["shards=fsdp2", "shards=zero", "hook=powersgd"])
+def test_all_workers_killed_at_once_go_on_from_their_pieces_or_from_the_snapshot(
+    tmp_path: Path, calm: Calm, option: str
+) -> None:
+    asks = [f"together-0-20-{rank}" for rank in range(2)]
+
+    with Run(tmp_path / "run", 2, "snapshot_every=5", "copy_every=1", option, asks=asks) as run:
+        run.ended()
+
+    # Nobody is left who has the parameters that belong to the error feedback.
+    assert run.began(1) == (16 if option == "hook=powersgd" else 19)
+    assert_same(run, calm(2, option))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("option", ["shards=fsdp2", "hook=powersgd"])
+def test_without_copies_of_each_step_a_failure_goes_back_to_the_last_one(
+    tmp_path: Path, calm: Calm, option: str
+) -> None:
+    with Run(tmp_path / "run", 2, "snapshot_every=10", "copy_every=4", option, asks=["forward-0-20-1"]) as run:
+        run.ended()
+
+    # Snapshots after steps 1 and 11; copies of parts after steps 2, 6, 10, 12, 16.
+    assert run.began(1) == (11 if option == "hook=powersgd" else 16)
+    assert_same(run, calm(2, option))

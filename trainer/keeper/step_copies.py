@@ -1,0 +1,103 @@
+"""Copies that each rank makes of each step, of what it alone has: so a dead worker's part of the state outlives it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from elaunch.trainer.keeper.pace import Pace
+from elaunch.trainer.ranks.peers import Peers
+from elaunch.trainer.state.training_state import Training
+from elaunch.trainer.state.version import Version
+
+if TYPE_CHECKING:
+    # This imports torch.distributed.checkpoint, which takes long. A replicated state does not need it.
+    from elaunch.trainer.memory.sharded import ShardedMemory
+
+# The first copies take new memory from the kernel, which takes several times as long.
+_FRESH = 4
+
+
+class StepCopies:
+    """Copies of this rank's part of a state in parts, or of the state of its communication hook, in its node's memory.
+
+    `parts` holds the pieces of a state in parts. `keep` stores this rank's own state, and returns whether it is stored.
+    `copy_every` is the number of steps between two copies; None keeps their cost under 1 % of the time. All ranks copy
+    the same steps, and none is sent to another node: snapshots are.
+    """
+
+    def __init__(
+        self,
+        training: Training,
+        peers: Peers,
+        parts: ShardedMemory | None,
+        keep: Callable[[Version], bool] | None,
+        *,
+        copy_every: int | None,
+        say: Callable[[str], None],
+    ) -> None:
+        self._training, self._peers, self._parts, self._say = training, peers, parts, say
+        self._keep = keep if parts is not None or training.has_large else None
+        self.pace = Pace(copy_every, 0, _FRESH)
+        # The newest two. Of a communication hook's state all ranks have them.
+        self.versions: list[Version] = []
+        self._copied_s = 0.0
+        self._has_said_pace = False
+
+    @property
+    def every(self) -> int:
+        """Steps between two copies; 0 if there are none."""
+        if self._keep is None or (self._parts is None and self.pace.every > 1):
+            return 0
+        return self.pace.every
+
+    def wants(self, step: int) -> bool:
+        """Whether this rank is ready for a copy of `step`, and one is due."""
+        if self._parts is not None:
+            return self._parts.can_copy and self.pace.is_due(step)
+        # Survivors have the parameters of this step only, so copies of some steps would be useless.
+        return self.every == 1
+
+    def before_commit(self, version: Version) -> None:
+        """Copy the state of a communication hook. The backward pass of that step was the last to change it. Collective.
+
+        No rank changes the parameters before all ranks have this copy. So a survivor has the parameters that belong to
+        it, or to the copy before.
+        """
+        if self._keep is None or self._parts is not None:
+            return
+        begun_s = time.monotonic()
+        is_kept = self._keep(version)
+        took_s = time.monotonic() - begun_s
+        if self._peers.largest([int(not is_kept)]) == [0]:
+            self._has_copied(version, took_s)
+
+    def after_commit(self, version: Version) -> None:
+        """Copy this rank's part of a state in parts. Collective.
+
+        No rank has completed the step before all ranks have this copy. So no step is complete that a dead rank lacks.
+        """
+        if self._keep is None or self._parts is None:
+            return
+        begun_s = time.monotonic()
+        live = self._training.live() if self._keep(version) else None
+        small = self._training.small()
+        took_s = time.monotonic() - begun_s
+        if self._parts.copy(version.step, small, live):
+            self._has_copied(version, took_s + self._parts.copy_s)
+
+    def _has_copied(self, version: Version, took_s: float) -> None:
+        now_s = time.monotonic()
+        if self.versions:
+            self.pace.step_took((now_s - self._copied_s) / (version.step - self.versions[-1].step))
+        self._copied_s = now_s
+        self.versions = [*self.versions[-1:], version]
+        self.pace.snapshot_took(version.step, took_s)
+        if self.pace.every > 1 and self._peers.leads and not self._has_said_pace:
+            self._has_said_pace = True
+            how = f"every {self.pace.every} steps" if self.every else "at snapshots only"
+            self._say(
+                f"a copy of what rank 0 alone has takes {1000 * took_s:.1f} ms, so it is made {how}: this costs 1 % of "
+                "the time, and a failure goes back to it; Keeper(…, copy_every=1) copies each step, and loses none"
+            )
