@@ -65,7 +65,7 @@ class Verification:
                 "has; leave verify_every out, or use fully_shard"
             )
         self._every = [number for number in (every, checkpoint_every) if number is not None]
-        # Such a state has as many slots as two snapshots need, so all of them, and no copies of steps, are compared ones.
+        # Such a state has two slots, so both have compared snapshots, and no copies of other steps.
         self.is_strict = not self._is_off and (training.has_large or training.is_in_parts)
         self._compared = version
         if not self._is_off:
