@@ -27,7 +27,9 @@ class LiveTensors:
         self._parameters = [parameter for module in self._modules.values() for parameter in module.parameters()]
         self._are_plain = all(type(parameter) is nn.Parameter for parameter in self._parameters)
         # A ZeroRedundancyOptimizer has the state of this rank's parameters in another optimizer.
-        self._optimizers = [getattr(one, "optim", one) for one in optimizers]
+        inner = [getattr(one, "optim", one) for one in optimizers]
+        # Other optimizers need only a `state_dict`.
+        self._optimizers = [one for one in inner if isinstance(getattr(one, "state", None), dict)]
         self._nests = [one for one in extra if isinstance(one, dict | list | tuple)]
 
     def seen(self, turn: int) -> list[Tensor]:

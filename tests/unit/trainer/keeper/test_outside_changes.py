@@ -156,6 +156,20 @@ def test_what_a_loop_does_between_two_commits_is_no_change(act: Callable[[Parts]
     assert not parts.changes.found(12)
 
 
+def test_an_optimizer_needs_no_state_beside_its_state_dict() -> None:
+    class Own:
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+    parts = Parts()
+    changes = OutsideChanges(LiveTensors(parts.model, [Own()], []))
+    changes.note()
+
+    weight(parts)
+
+    assert "`0.weight`" in changes.found(1)
+
+
 def test_tensors_that_a_commit_replaces_are_not_kept_alive() -> None:
     parts = Parts()
     state = parts.optimizer.state[parts.model[0].weight]

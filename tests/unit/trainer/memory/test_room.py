@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import secrets
+import subprocess
+import sys
 import tempfile
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
-import torch
 
-from elaunch.trainer.memory.replicated import NoRoom, ReplicatedMemory
 from elaunch.trainer.memory.room import Room, cgroup_rooms
-from elaunch.trainer.memory.slots import Slot
-from elaunch.trainer.state.version import Version
 
 MB = 1_000_000
 
@@ -87,33 +83,31 @@ def small_cgroup() -> Iterator[Path]:
     pytest.skip("this user may make no memory cgroup")
 
 
-def in_child(cgroup: Path, act: Callable[[], object]) -> int:
-    """Run `act` in a forked process within the cgroup. Returns how it ended: 0, or 9 if the kernel killed it."""
-    pid = os.fork()
-    if not pid:
-        code = 1
-        try:
-            (cgroup / "cgroup.procs").write_text(str(os.getpid()))
-            act()
-            code = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(code)
-    return os.waitpid(pid, 0)[1]
+ALLOCATING = """
+import os, sys
+from pathlib import Path
+
+import pytest, torch
+
+from elaunch.trainer.memory.replicated import NoRoom, ReplicatedMemory
+from elaunch.trainer.memory.slots import Slot
+from elaunch.trainer.state.version import Version
+
+folder, cgroup = map(Path, sys.argv[1:])
+(cgroup / "cgroup.procs").write_text(str(os.getpid()))
+with pytest.raises(OSError, match=rf"the cgroup .*{cgroup.name} \\(.* 6\\d\\.\\d MB\\) leaves \\d+\\.\\d MB"):
+    Slot(folder / "large", bytes(16)).grow(200_000_000)
+(folder / "large").unlink()
+Slot(folder / "small", bytes(16)).grow(20_000_000)
+memory = ReplicatedMemory(folder, "m", bytes(16))
+with pytest.raises(NoRoom, match=r"\\d MB free and this node's copies .* take 48.0 MB; .*the job more memory"):
+    memory.save(Version(0, 1), lambda: {"w": torch.zeros(6_000_000)})
+"""
 
 
 def test_what_a_cgroup_does_not_hold_is_refused_in_words_and_nobody_is_killed(small_cgroup: Path) -> None:
-    def act() -> None:
-        with pytest.raises(OSError, match=rf"the cgroup .*{small_cgroup.name} \(.* 64\.0 MB\) leaves \d+\.\d MB"):
-            Slot(folder / "large", bytes(16)).grow(200 * MB)
-        (folder / "large").unlink()
-        Slot(folder / "small", bytes(16)).grow(20 * MB)
-        memory = ReplicatedMemory(folder, "m", bytes(16))
-        with pytest.raises(NoRoom, match=r"\d MB free and this node's copies .* take 48.0 MB; .*the job more memory"):
-            memory.save(Version(0, 1), lambda: {"w": torch.zeros(6 * MB)})
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        command = [sys.executable, "-c", ALLOCATING, folder, str(small_cgroup)]
+        ended = subprocess.run(command, capture_output=True, text=True)
 
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
-        folder = Path(name)
-
-        assert in_child(small_cgroup, act) == 0
+    assert ended.returncode == 0, ended.stderr
