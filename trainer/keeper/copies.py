@@ -97,6 +97,11 @@ class Copies:
         """Whether this rank decides when the snapshots of its node are due."""
         return self._node_memory is not None and self._node_memory.speaks
 
+    @property
+    def needs_snapshots(self) -> bool:
+        """Whether snapshots are needed between steps: not where copies of steps are enough. The same on all ranks."""
+        return self._parts is None or self._parts.needs_snapshots
+
     def restore(self) -> Version:
         """Load the newest state there is into the objects, and say so. Returns its version; step 0 if there is none."""
         if self._training.per_rank is not None:

@@ -322,7 +322,7 @@ class Keeper:
         now_s = time.monotonic()
         if self.step > self._looked_at_step:
             self._pace.step_took((now_s - self._looked_at_s) / (self.step - self._looked_at_step))
-        is_due = not self._copies.paces or self._pace.is_due(self.step)
+        is_due = self._copies.needs_snapshots and (not self._copies.paces or self._pace.is_due(self.step))
         wants_snapshot = self._verification.wants_snapshot(self._state, wants=is_due) and self._state.may_be_copied()
         if self._stop_if_asked(wants_snapshot=wants_snapshot) and self.step:
             begun_s = time.monotonic()

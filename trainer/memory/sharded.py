@@ -96,6 +96,8 @@ class ShardedMemory:
         # What `copy` copies, and the newest version that it has copied since the last snapshot.
         self._live: LivePiece | None = None
         self._copied: Version | None = None
+        # Whether all ranks could copy when they last tried.
+        self._copies_go_on = False
         # Whether the restored snapshot is in the slots for copies, and on no other node yet.
         self._restored_from_copy = False
         self._has_room_for_copies = True
@@ -227,10 +229,10 @@ class ShardedMemory:
             with contextlib.suppress(NotPlain):
                 self._live = live_piece if self._write_copy(version, live_piece.now(live, rest)) else None
         self.copy_s = time.monotonic() - begun_s
-        if self._any(self._live is None):
-            return False
-        self._copied = version
-        return True
+        self._copies_go_on = not self._any(self._live is None)
+        if self._copies_go_on:
+            self._copied = version
+        return self._copies_go_on
 
     def _write_copy(self, version: Version, packed: Packed | None) -> bool:
         whole = self._copy_slots.versions()
@@ -259,7 +261,9 @@ class ShardedMemory:
             current = {
                 slot.path.name
                 for rank in (*self._mates, *held)
-                for slot in self._slots_of(rank, range(4) if rank in self._mates else (0, 1)).slots
+                for slot in self._slots_of(
+                    rank, range(4) if rank in self._mates and not self._is_alone else (0, 1)
+                ).slots
             }
             self._delete(lambda name: name not in current)
         return True
@@ -272,6 +276,11 @@ class ShardedMemory:
             if header is not None and header.version > version:
                 slot.discard()
 
+    @property
+    def needs_snapshots(self) -> bool:
+        """Whether copies are not enough: they have stopped, or there is another node. The same on all ranks."""
+        return not (self._is_alone and self._copies_go_on)
+
     def has_copies(self, step: int) -> bool:
         """Whether the copies of that step are as good as a snapshot: there is no other node."""
         return self._is_alone and self._copied == Version(self._generation, step)
@@ -280,7 +289,7 @@ class ShardedMemory:
         """Where snapshots overwrite copies, keep the newest copy that all ranks have."""
         if self._is_alone and self._copied is not None:
             self._full = self._copied
-        self._copied = None
+        self._copied, self._copies_go_on = None, False
 
     def _piece(self, version: Version) -> Piece:
         return Piece(version, self._peers.world_size, self._peers.rank)
