@@ -58,7 +58,7 @@ class Verification:
         checkpoint_every: int | None,
     ) -> None:
         self._training, self._peers, self._copies = training, peers, copies
-        self._is_off = every is None
+        self._is_off = every is None or peers.world_size == 1
         if every is not None and is_fsdp1(training.model):
             raise ValueError(
                 f"verify_every is {every}, and FullyShardedDataParallel does not say which part of a parameter a rank "
@@ -86,7 +86,7 @@ class Verification:
         copy's gradients have changed the others too.
         """
         version = state.version
-        if self._is_off or version == self._compared or self._peers.world_size == 1:
+        if self._is_off or version == self._compared:
             return
         tensors = self._tensors()
         found = digests({name: tensor for name, (tensor, _) in tensors.items()})

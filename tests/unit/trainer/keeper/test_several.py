@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from elaunch.trainer import link
@@ -132,6 +134,23 @@ def test_zero_beside_another_optimizer_is_refused(monkeypatch: pytest.MonkeyPatc
         ValueError, match="2 optimizers, one of them a ZeroRedundancyOptimizer, cannot be kept together"
     ):
         keeper_of(model, [torch.optim.SGD(model.parameters()), zero])
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A process group of this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    yield
+    dist.destroy_process_group()
+
+
+def test_fsdp1_cannot_be_compared_and_is_refused(alone: None) -> None:
+    model = FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu"), use_orig_params=True)
+
+    with pytest.raises(ValueError, match="verify_every is 5, and FullyShardedDataParallel does not say which part"):
+        keeper_of(model, verify_every=5).__enter__()
+    with pytest.raises(ValueError, match="verify_every is 0; it counts steps and is at least 1"):
+        keeper_of(model, verify_every=0)
 
 
 def test_a_rescue_does_not_wait_for_a_commit_that_waits_for_a_dead_peer(monkeypatch: pytest.MonkeyPatch) -> None:
