@@ -39,7 +39,7 @@ def spread(network: nn.Module) -> tuple[nn.Module, Any, Any]:
         return network, AdamW(network.parameters(), lr=1e-6), None
     if KIND == "powersgd":
         # It reduces several buckets in any order, and gloo fails then.
-        dist._DEFAULT_FIRST_BUCKET_BYTES = 1 << 40
+        dist._DEFAULT_FIRST_BUCKET_BYTES = 1 << 40  # type: ignore[attr-defined]
     model = DistributedDataParallel(network, bucket_cap_mb=10_000 if KIND == "powersgd" else None)
     if KIND == "zero-1":
         from torch.distributed.optim import ZeroRedundancyOptimizer

@@ -53,7 +53,9 @@ def test_a_kill_at_any_moment_costs_no_step(
         assert completed <= run.began(generation) <= (step if "hsdp" in option else completed)
     assert {steps for *_, steps in re.findall(RESTORED, run.job.output)} == {"0"}
     assert "random state" not in run.job.output
-    assert_same(run, calm(workers, option))
+    # If a replica has completed a step that no rank's loop has seen complete, its loss is not recorded.
+    assert run.ends == calm(workers, option).ends
+    assert calm(workers, option).losses.items() >= run.losses.items()
 
 
 @pytest.mark.slow

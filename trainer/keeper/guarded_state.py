@@ -149,11 +149,10 @@ class GuardedState:
     def rescue(self) -> None:
         """The group has failed: save the last complete step unless another worker of this node has, and seal the state.
 
-        If the state is in parts, this rank's part of the step is in memory already. Nothing is saved if the state has
-        changed outside of a commit, or if a commit does not end: it waits for a peer that has failed.
+        If the state is in parts, this rank's part of the last complete step is in memory already. Nothing is saved if the
+        state has changed outside of a commit, or if a commit does not end: it waits for a peer that has failed.
         """
         if self._training.is_in_parts:
-            self._seal_parts()
             return
         # Before the lock is taken: copying a large state takes long, and a step that is being completed is still kept.
         link.saving(self.version.step)
@@ -177,11 +176,6 @@ class GuardedState:
                 return False
         return True
 
-    def _seal_parts(self) -> None:
-        if self._lock.acquire(timeout=_COMMIT_S):
-            self._is_sealed = True
-            self._lock.release()
-
     def peer_failed(self, generation: int) -> int:
         """Save the state in the link's thread: the main thread may be stuck in a collective. Returns the saved step."""
         self._catch_up()
@@ -198,5 +192,5 @@ class GuardedState:
             time.sleep(_LOOK_S)
 
     def _is_behind(self) -> bool:
-        newest = self._copies.newest_done() if self._is_whole else None
+        newest = self._copies.newest_done() if self._is_whole and not self._training.is_in_parts else None
         return newest is not None and newest > max(self.version, Version(self._generation, 0))

@@ -258,12 +258,11 @@ class ShardedMemory:
         if self._has_stale:
             self._has_stale = False
             held = [rank for rank, target in enumerate(self._mirror.targets) if target in self._mates]
+            own = range(2 if self._is_alone else 4)
             current = {
                 slot.path.name
                 for rank in (*self._mates, *held)
-                for slot in self._slots_of(
-                    rank, range(4) if rank in self._mates and not self._is_alone else (0, 1)
-                ).slots
+                for slot in self._slots_of(rank, own if rank in self._mates else (0, 1)).slots
             }
             self._delete(lambda name: name not in current)
         return True

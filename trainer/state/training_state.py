@@ -119,20 +119,20 @@ class Training:
         return {name: [_state_of(one) for one in _several(part)] for name, part in self._rest.items()}
 
     def small(self) -> State:
-        """`rest` and the optimizer's hyperparameters: what of a state in parts changes other than in place."""
-        groups = [{k: v for k, v in group.items() if k != "params"} for group in self._groups()]
-        return {**self.rest(), "param_groups": groups}
-
-    def _groups(self) -> list[Any]:
-        return [group for one in self._optimizers for group in one.param_groups]
+        """The part of a state in parts that is small, and the same on all ranks: what changes other than in place."""
+        groups = [
+            [{key: value for key, value in group.items() if key != "params"} for group in one.param_groups]
+            for one in self._optimizers
+        ]
+        return {**{name: its for name, its in self.rest().items() if name != "optimizers"}, "param_groups": groups}
 
     def large(self) -> State:
-        """The rest of a state in parts: model and optimizer."""
+        """The rest of a state in parts: the model and what the optimizers keep for its parameters."""
         return state_of(self._wrapped, self._optimizers[0], *self._others)
 
     def live(self) -> list[Tensor] | None:
         """The tensors of `large`, which training changes in place. None if other values change with them."""
-        moments = [value for one in self._optimizers for value in moments_of(one)]
+        moments = [each for one in self._optimizers for each in moments_of(one)]
         if self._has_extra_state or not all(isinstance(each, Tensor) for each in moments):
             return None
         return [*self.model.parameters(), *self.model.buffers(), *moments]
@@ -219,8 +219,8 @@ class Training:
             if name in state:
                 for one, its in zip(_several(part), state[name], strict=True):
                     _load(one, its)
-        if "param_groups" in state:
-            for group, its in zip(self._groups(), state["param_groups"], strict=True):
+        for one, groups in zip(self._optimizers, state.get("param_groups", ()), strict=False):
+            for group, its in zip(one.param_groups, groups, strict=True):
                 group.update(its)
 
 

@@ -1,0 +1,112 @@
+"""Copies of each step of a state in parts, in one process: what they contain, how often they are made, what is said."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from elaunch.trainer import link
+from elaunch.trainer.keeper.keeper import Keeper
+
+
+@pytest.fixture(autouse=True)
+def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The job's memory on this node, and a group of this process alone. The training has no link."""
+    monkeypatch.setenv("ELAUNCH_MEMORY", str(tmp_path))
+    monkeypatch.delenv("ELAUNCH_LINK", raising=False)
+    monkeypatch.setenv("ELAUNCH_GENERATION", "0")
+    link._open_link.cache_clear()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Counting(torch.optim.SGD):
+    """An optimizer that keeps a plain number for each parameter."""
+
+    def step(self, closure: Any = None) -> Any:
+        found = super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["steps"] = self.state[parameter].get("steps", 0) + 1
+        return found
+
+
+class Job:
+    """A training of FSDP2 that is made anew for each generation."""
+
+    def __init__(self, first: Callable[..., Any] = torch.optim.AdamW, **options: Any) -> None:
+        torch.manual_seed(1)
+        self.model = fully_shard(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1)), mesh=init_device_mesh("cpu", (1,)))
+        self.optimizer = first(self.model.parameters(), lr=0.1, weight_decay=0.1)
+        # Each rate follows from the one before.
+        self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
+        self.said: list[str] = []
+        options = {"snapshot_every": 1000, "copy_every": 1, "say": self.said.append, **options}
+        self.keeper = Keeper(self.model, self.optimizer, scheduler=self.scheduler, **options)
+
+    def train(self, steps: int, fails_in: int = 0) -> list[Any]:
+        """All that the state has in the end."""
+        with self.keeper:
+            for step in self.keeper.steps(steps):
+                self.model(torch.randn(8, 4)).pow(2).mean().backward()
+                if step == fails_in:
+                    raise RuntimeError("asked for by the test")
+                with self.keeper.commit():
+                    self.optimizer.step()
+                    self.scheduler.step()
+                    self.optimizer.zero_grad()
+        parameters = [parameter.to_local().tolist() for parameter in self.model.parameters()]  # type: ignore[operator]
+        return [parameters, self.optimizer.param_groups[0]["lr"]]
+
+
+def test_a_failed_step_goes_back_to_the_step_before_with_its_learning_rate(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.delenv("ELAUNCH_MEMORY")
+        calm = Job().train(10)
+    with pytest.raises(RuntimeError, match="asked for"):
+        Job().train(10, fails_in=7)
+    monkeypatch.setenv("ELAUNCH_GENERATION", "1")
+
+    resumed = Job()
+
+    assert resumed.train(10) == calm
+    assert resumed.said == ["restored step 6 from memory (of generation 0, in parts); 0 steps are repeated"]
+
+
+def test_a_state_with_numbers_that_change_with_its_tensors_has_snapshots_only_and_it_is_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    job = Job(Counting, snapshot_every=4)
+    with pytest.raises(RuntimeError, match="asked for"):
+        job.train(10, fails_in=7)
+    monkeypatch.setenv("ELAUNCH_GENERATION", "1")
+
+    resumed = Job(Counting)
+
+    assert job.said == [
+        "the state can be copied at snapshots only: its tensors are made anew for each, or other values change with "
+        "them; a failure goes back to the last snapshot"
+    ]
+    with resumed.keeper:
+        assert resumed.keeper.step == 5
+
+
+def test_copies_that_would_cost_more_than_1_percent_are_made_seldom_and_it_is_said_once() -> None:
+    job = Job(copy_every=None)
+
+    # A step takes less than a copy.
+    job.train(30)
+
+    (said,) = job.said
+    assert said.startswith("a copy of what rank 0 alone has takes ")
+    assert "Keeper(…, copy_every=1) copies each step" in said
