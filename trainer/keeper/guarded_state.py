@@ -149,8 +149,8 @@ class GuardedState:
     def rescue(self) -> None:
         """The group has failed: save the last complete step unless another worker of this node has, and seal the state.
 
-        If the state is in parts, this rank's part of the last complete step is in memory already. Nothing is saved if the
-        state has changed outside of a commit, or if a commit does not end: it waits for a peer that has failed.
+        If the state is in parts, this rank's part of the last step is in memory already. Nothing is saved if the state
+        has changed outside of a commit, or if a commit does not end: it waits for a peer that has failed.
         """
         if self._training.is_in_parts:
             return
