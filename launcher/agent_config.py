@@ -168,7 +168,8 @@ def worker_environment(environ: Mapping[str, str], slots: int, cores: int) -> tu
     torchrun gives each of several workers one thread; here they share the cores that this process may use.
     """
     environment = {name: value for name, value in environ.items() if name not in (*RANK_VARIABLES, *_SECRETS)}
-    environment.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    # torch's own default. With torchrun's 1 a failed collective is aborted, and looks finished to the GPU's stream.
+    environment.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
     if "OMP_NUM_THREADS" in environ:
         return environment, None
     threads = max(1, cores // slots)
@@ -182,6 +183,8 @@ def worker_env(options: Options, signals: tuple[int, ...]) -> dict[str, str]:
         "TORCHELASTIC_RUN_ID": options.run_id or "",
         "TORCHELASTIC_MAX_RESTARTS": str(options.max_restarts),
         "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(signal.Signals(number).name for number in signals),
+        # The Keeper compares it with the process groups' timeouts.
+        **({"ELAUNCH_HANG_TIMEOUT": f"{options.hang_timeout:g}"} if options.hang_timeout else {}),
     }
 
 

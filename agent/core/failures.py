@@ -43,7 +43,9 @@ _PEER_LOST = re.compile(
     r"connection (?:reset|closed|refused) by (?:remote )?peer|connection was likely closed|broken pipe"
     r"|socket timeout|failed to recv, got 0 bytes|ncclremoteerror|remote process exited|peer .{0,200} disconnected"
     r"|timed out waiting \d+ms for (?:recv|send) operation|so_error: connection refused|collective operation timeout"
-    r"|client socket has (?:failed to connect|timed out)|seconds waiting for clients",
+    r"|client socket has (?:failed to connect|timed out)|seconds waiting for clients"
+    # The Keeper's words for the status of a group.
+    r"|\((?:TIMEOUT|COMM_ERROR|REMOTE_ERROR), group \w",
     re.IGNORECASE,
 )
 _OUT_OF_MEMORY = re.compile(r"\bOutOfMemoryError\b|CUDA out of memory|DefaultCPUAllocator: can't allocate memory")

@@ -1,14 +1,20 @@
-"""A step, a kill and a restart on what this machine has: NCCL on a GPU where there is one, else gloo on CPUs."""
+"""A step, a kill and a restart on what this machine has: NCCL on a GPU where there is one, else gloo on CPUs.
+
+The other tests need GPUs. They run what the unit tests show with stand-ins for a GPU. See docs/gpu.md.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.harness import Job, script, slow
+from tests.harness import REPOSITORY, Job, environment, finished, script, slow
 
 TRAIN = """
 import os, signal
@@ -49,3 +55,183 @@ def test_a_killed_worker_trains_again_on_the_same_device(tmp_path: Path, how: tu
     print(second[2])
     assert second[2] == first[2]
     assert "fresh interpreter" not in job.output
+
+
+def need_gpus(count: int) -> None:
+    import torch
+
+    if torch.cuda.device_count() < count:
+        pytest.skip(f"{count} GPUs are needed, and there are {torch.cuda.device_count()}")
+
+
+def output_of(*command: str, **env: str) -> str:
+    """What a Python process prints that must succeed."""
+    done = subprocess.run(
+        [sys.executable, *command], cwd=REPOSITORY, env=environment(env), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+BESIDE = """
+import time, torch
+from elaunch.trainer.memory.device_copy import GpuCopies
+
+device = torch.device("cuda", 0)
+torch.cuda.set_device(device)
+state = torch.randn(64 << 20, device=device)
+scaler = torch.amp.GradScaler("cuda")
+scaler.scale(torch.ones(1, device=device))
+gpu = GpuCopies(device)
+gpu.after_commit()
+target = torch.zeros(state.shape)
+gpu.copy([target], [state])
+torch.cuda.synchronize()
+# About ten seconds on the training's stream, and a change behind them.
+torch.cuda._sleep(20_000_000_000)
+state.add_(1)
+begun_s = time.monotonic()
+with gpu.reading():
+    scale = scaler.state_dict()["scale"]
+gpu.copy([target], [state])
+took_s = time.monotonic() - begun_s
+assert not torch.cuda.current_stream(device).query(), f"the copy waited for the stream, for {took_s:.1f} s"
+torch.cuda.synchronize()
+assert scale == 65536
+assert torch.equal(target + 1, state.cpu())
+print(f"copied beside a stuck stream: {state.nbytes / took_s / 1e9:.1f} GB/s")
+"""
+
+
+def test_the_state_is_copied_beside_a_stuck_stream() -> None:
+    need_gpus(1)
+
+    print(output_of("-c", BESIDE))
+
+
+def test_types_and_memory_formats_are_kept_on_the_gpu() -> None:
+    need_gpus(1)
+
+    tests = "tests/unit/trainer/keeper/test_formats.py"
+    print(output_of("-m", "pytest", "-q", "-p", "no:cacheprovider", tests, ELAUNCH_TEST_DEVICE="cuda"))
+
+
+GRAPH = """
+import torch
+from elaunch.trainer import Keeper
+from elaunch.trainer.memory.device_copy import GpuCopies
+from elaunch.trainer.state.optimizer_state import has_cuda_graphs
+
+model = torch.nn.Linear(8, 8, device="cuda")
+optimizer = torch.optim.AdamW(model.parameters(), capturable=True)
+model(torch.ones(2, 8, device="cuda")).sum().backward()
+optimizer.step()
+assert not has_cuda_graphs()
+gpu = GpuCopies(torch.device("cuda", 0))
+graph = torch.cuda.CUDAGraph()
+try:
+    with torch.cuda.graph(graph):
+        optimizer.step()
+        gpu.before_commit(lambda: None)
+except RuntimeError as error:
+    assert "graph.replay()" in str(error), error
+else:
+    raise AssertionError("a commit within a capture was not refused")
+assert has_cuda_graphs()
+try:
+    Keeper(model, optimizer).restore()
+except ValueError as error:
+    print(error)
+else:
+    raise AssertionError("the graph was not refused")
+"""
+
+
+def test_a_cuda_graph_with_the_optimizer_is_refused() -> None:
+    need_gpus(1)
+
+    assert "enter the Keeper first" in output_of("-c", GRAPH)
+
+
+CONTEXT = """
+import threading, torch
+from elaunch.trainer.memory.device_copy import GpuCopies
+
+device = torch.device("cuda", 1)
+torch.cuda.set_device(device)
+state = torch.ones(1000, device=device)
+gpu = GpuCopies(device)
+gpu.after_commit()
+
+def rescue():
+    gpu.bind_thread()
+    with gpu.reading():
+        assert state.sum().item() == 1000
+    gpu.copy([torch.zeros(1000)], [state])
+
+thread = threading.Thread(target=rescue)
+thread.start()
+thread.join()
+assert torch._C._cuda_hasPrimaryContext(1)
+assert not torch._C._cuda_hasPrimaryContext(0), "the thread has started CUDA on GPU 0"
+"""
+
+
+def test_a_thread_that_saves_starts_no_cuda_on_gpu_0() -> None:
+    need_gpus(2)
+
+    output_of("-c", CONTEXT)
+
+
+KEPT = """
+import os, signal, sys, time
+from datetime import timedelta
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from elaunch.trainer import Keeper
+
+cuda = torch.cuda.is_available()
+rank, generation = int(os.environ["RANK"]), os.environ["ELAUNCH_GENERATION"]
+device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+if cuda:
+    torch.cuda.set_device(device)
+dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(seconds=20))
+torch.manual_seed(0)
+model = torch.nn.Linear(512, 512).to(device)
+ddp = DistributedDataParallel(model, device_ids=[device.index] if cuda else None)
+optimizer = torch.optim.AdamW(ddp.parameters())
+with Keeper(ddp, optimizer, snapshot_every=1000) as keeper:
+    for step in keeper.steps(8):
+        if (generation, step, rank) == ("0", 5, 1) and sys.argv[1] == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if (generation, step, rank) == ("0", 5, 1) and sys.argv[1] == "hang":
+            time.sleep(600)
+        ddp(torch.full((8, 512), step / 8, device=device)).square().mean().backward()
+        with keeper.commit():
+            optimizer.step()
+            optimizer.zero_grad()
+if rank == 0:
+    words = [int(p.detach().view(torch.int32).sum(dtype=torch.int64)) for p in model.parameters()]
+    print(f"trained to {words} on {dist.get_backend()}", flush=True)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("how", ["kill", "hang"])
+def test_neither_a_killed_peer_nor_an_aborted_collective_costs_a_step(tmp_path: Path, how: str) -> None:
+    need_gpus(int(os.environ.get("ELAUNCH_TEST_GPUS", "2")))
+    script(tmp_path, KEPT)
+    # The collective of the rank that waits is aborted, and the rank goes on.
+    aborts = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "100"}
+    args = ("--nproc-per-node", "2", "train.py")
+
+    calm, failed = (finished(tmp_path, *args, each, env=aborts if each == "hang" else {}) for each in ("calm", how))
+
+    assert (calm.code, failed.code) == (0, 0), calm.output + failed.output
+    end = re.search("trained to .*", calm.output)
+    assert end
+    assert end[0] in failed.output
+    assert "restored step 4 from memory (of generation 0); 0 steps are repeated" in failed.output
+    if how == "hang" and "nccl" in end[0]:
+        assert "BrokenGroup: step 5 is not committed" in failed.output

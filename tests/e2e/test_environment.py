@@ -44,6 +44,7 @@ DIFFERS = {
     "ELAUNCH_LINK": "ours",
     "ELAUNCH_MEMORY": "ours",
     "ELAUNCH_MARKER": "ours",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "torchrun's is 1; here it is torch's own default, which aborts no collective",
     "OMP_NUM_THREADS": "torchrun's is 1; here the workers share the cores",
     "_": "the shell's",
 }
@@ -115,7 +116,7 @@ def virtual(tmp_path_factory: pytest.TempPathFactory) -> Job:
     """A job of two workers with a GPU each, and with variables that the user chose."""
     folder = tmp_path_factory.mktemp("virtual")
     script(folder, SAY_ENVIRONMENT)
-    env = {"CUDA_VISIBLE_DEVICES": "3,5", "OMP_NUM_THREADS": "7", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"}
+    env = {"CUDA_VISIBLE_DEVICES": "3,5", "OMP_NUM_THREADS": "7", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
 
     return finished(folder, *LIGHT, "--virtual-local-rank", "--nproc-per-node", "2", "train.py", env=env)
 
@@ -159,8 +160,8 @@ def test_what_the_user_exported_is_inherited_and_a_launcher_above_does_not_shine
 
 
 def test_nccls_error_handling_is_on_unless_the_user_says_otherwise(five: Job, virtual: Job) -> None:
-    assert {worker["TORCH_NCCL_ASYNC_ERROR_HANDLING"] for worker in records(five, "found")} == {"1"}
-    assert {worker["TORCH_NCCL_ASYNC_ERROR_HANDLING"] for worker in records(virtual, "found")} == {"3"}
+    assert {worker["TORCH_NCCL_ASYNC_ERROR_HANDLING"] for worker in records(five, "found")} == {"3"}
+    assert {worker["TORCH_NCCL_ASYNC_ERROR_HANDLING"] for worker in records(virtual, "found")} == {"1"}
 
 
 class TestThreads:
@@ -274,7 +275,7 @@ def _expected(rank: int, world: int) -> dict[str, str]:
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "2",
         "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",
     }
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from elaunch.trainer.data.batches import set_epoch, skip_once
 from elaunch.trainer.keeper.keeper import Keeper
-from elaunch.trainer.state.training_state import cloned
+from elaunch.trainer.state.tree import cloned
 
 # The package has two names. The program's own `import` decides.
 if TYPE_CHECKING or "pytorch_lightning" not in sys.modules or "lightning.pytorch" in sys.modules:

@@ -18,11 +18,13 @@ from elaunch.trainer.memory.mirror import Mirror
 from elaunch.trainer.memory.recovery_plan import decide, pieces_on_nodes, repeated, sentence
 from elaunch.trainer.memory.replicated import NoRoom, ReplicatedMemory
 from elaunch.trainer.memory.restore import NodeMemory, drop_newer, gather, take_over
+from elaunch.trainer.ranks.group_status import GroupStatus
 from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.ranks.place import RankInfo
 from elaunch.trainer.state import rng_state
 from elaunch.trainer.state.packing import NotPlain
 from elaunch.trainer.state.rank_objects import equal
+from elaunch.trainer.state.region import fingerprint
 from elaunch.trainer.state.training_state import Training
 from elaunch.trainer.state.version import Version
 
@@ -55,6 +57,7 @@ class Copies:
         training.require_plain(durably=storage is not None)
         self._training, self._peers, self._place, self._say = training, peers, place, say
         self.gpu = GpuCopies(training.device) if training.device.type == "cuda" else HostCopies()
+        self.groups = GroupStatus()
         self._node_memory = None
         if folder:
             layout, speaks = training.layout(), place.local_rank == 0
@@ -78,6 +81,8 @@ class Copies:
         self._is_kept = True
         keep = None if self._records is None else lambda version: self._keep(version) is not None
         self.steps = StepCopies(training, peers, self._parts, keep, copy_every=copy_every, say=self._say_once)
+        # Whether the state was looked at once more when an optimizer had one.
+        self._is_checked = False
         self._said: set[str] = set()
         self._storage, self._checkpoints, self._checkpointed = storage, None, -1
         if storage is not None:
@@ -132,6 +137,9 @@ class Copies:
     def begin(self, version: Version) -> Version:
         """Make the restored state this generation's: record it, and take a snapshot if other nodes need a copy."""
         now = Version(self._place.generation, version.step)
+        with self.gpu.reading():
+            # Later, while a collective is stuck, there may be no room on the GPU for what this needs.
+            fingerprint(self._training.frozen() if self._training.device.type == "cuda" else ())
         if version.step and (self._parts is not None or self._mirror is not None):
             # A state that was restored from elsewhere lacks one copy until then.
             self.snapshot(now)
@@ -219,7 +227,13 @@ class Copies:
         self._newest = None
 
     def snapshot(self, version: Version) -> None:
-        """Copy the state to this node's memory: each rank its own part, the node's first rank the replicated part."""
+        """Copy the state to this node's memory: each rank its own part, the node's first rank the replicated part.
+
+        Raises TypeError with the first copy if the optimizer has made something since that cannot be kept.
+        """
+        if not self._is_checked:
+            self._training.require_plain(durably=self._storage is not None)
+            self._is_checked = True
         self.before_snapshot()
         if self._parts is not None and self._parts.has_copies(version.step):
             self._full = version
@@ -272,7 +286,9 @@ class Copies:
         try:
             # If all ranks have their own state of this step, this copy is worth more than the last snapshot.
             spare = self._spare[:1] if version in self.steps.versions else self._spare
-            found = self._node_memory.memory.save(version, self._training.replicated, self.gpu.copy, spare)
+            with self.gpu.reading():
+                memory, state = self._node_memory.memory, self._training.replicated
+                found = memory.save(version, state, self.gpu.copy, spare, self._training.frozen())
             return found >= version
         except NoRoom as error:
             self._has_room = False

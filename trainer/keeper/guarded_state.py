@@ -59,6 +59,7 @@ class GuardedState:
             self._copies, self.version, self._is_whole = copies, version, True
             self._report, self._say = report, say
             self._outside.note()
+            copies.gpu.after_commit()
 
     def may_be_copied(self) -> bool:
         """Whether a snapshot may be taken at this boundary: nothing has changed the state since the commit.
@@ -76,10 +77,13 @@ class GuardedState:
             self._report(news)
 
     def begin(self) -> None:
-        """The gradients are complete, and the state changes until `end`. Does not return after a peer's failure."""
+        """The gradients are complete, and the state changes until `end`. Does not return after a peer's failure.
+
+        Raises BrokenGroup if a collective of this step has failed: then the gradients are not whole.
+        """
         if self.is_changing:
             raise RuntimeError(f"the commit of step {self.version.step + 1} has begun already; one step has one commit")
-        self._copies.gpu.before_commit()
+        self._require_clean(f"step {self.next_version.step} is not committed, since its gradients may be incomplete")
         if self.copies_next:
             # Outside the lock: this waits for all ranks, and one of them may be dead.
             self._copies.steps.before_commit(self.next_version)
@@ -93,6 +97,10 @@ class GuardedState:
         self._outside.forget()
         self.is_changing, self._is_whole = True, False
         self._begun_s = time.monotonic()
+
+    def _require_clean(self, otherwise: str) -> None:
+        """Wait until all that this rank has begun is done, and raise BrokenGroup if a collective has failed."""
+        self._copies.gpu.before_commit(lambda: self._copies.groups.require_clean(otherwise))
 
     def put_down(self) -> None:
         """Store this rank's own state as it will be at the end of this commit, of which the rest may take long."""
@@ -122,6 +130,8 @@ class GuardedState:
     def snapshot(self) -> None:
         """Take a snapshot between two steps. No other thread copies or changes the state meanwhile."""
         if self._training.is_in_parts:
+            # ZeRO-1's step has collectives after the commit has begun.
+            self._require_clean(f"step {self.version.step} may be incomplete, and is not kept")
             # This is a collective, so the lock must be free.
             self._copies.snapshot(self.version)
             return
@@ -179,8 +189,14 @@ class GuardedState:
     def peer_failed(self, generation: int) -> int:
         """Save the state in the link's thread: the main thread may be stuck in a collective. Returns the saved step."""
         self._catch_up()
-        self.rescue()
+        self.group_failed()
         return self.version.step
+
+    def group_failed(self) -> None:
+        """`rescue` in a thread other than the training's."""
+        if self._is_whole:
+            self._copies.gpu.bind_thread()
+        self.rescue()
 
     def _catch_up(self) -> None:
         """If another worker of this node has completed the next step, give this worker a moment to complete it too.

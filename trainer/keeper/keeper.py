@@ -31,6 +31,7 @@ from elaunch.trainer.keeper.boundary import Boundary, Stopped, Wish
 from elaunch.trainer.keeper.copies import Copies
 from elaunch.trainer.keeper.data_warning import sentence_about_loaders
 from elaunch.trainer.keeper.entered_names import entered
+from elaunch.trainer.keeper.group_watch import GroupWatch
 from elaunch.trainer.keeper.guarded_state import GuardedState
 from elaunch.trainer.keeper.last_checkpoint import NotDurable, require_durable
 from elaunch.trainer.keeper.optimizer_hooks import OptimizerHooks
@@ -41,7 +42,8 @@ from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.ranks.place import RankInfo
 from elaunch.trainer.state import rng_state
 from elaunch.trainer.state.model_state import hook_after_forward, unwrap
-from elaunch.trainer.state.training_state import Training, cloned
+from elaunch.trainer.state.training_state import Training
+from elaunch.trainer.state.tree import cloned
 
 # DDP regroups its buckets after the first backward pass, under `static_graph` after the second.
 _WARM_UPS = 2
@@ -164,6 +166,7 @@ class Keeper:
             is_first = self._peers.leads and not self._place.generation
             if is_first and self._training.per_rank is None and (trap := sentence_about_loaders()):
                 self._say(trap)
+            stack.enter_context(GroupWatch(self._copies.groups, self._state.group_failed, self._say, tells=is_first))
             for model in self._training.models:
                 stack.callback(hook_after_forward(model, self._after_forward).remove)
             stack.push(self._leave)

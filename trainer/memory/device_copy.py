@@ -1,13 +1,28 @@
-"""Copies from the GPU, even while the training's own stream is stuck in a collective. Not run on a GPU yet."""
+"""Copies from the GPU, even while the training's own stream is stuck in a collective. Not run on a GPU yet.
+
+While a collective is stuck, nothing may wait for the training's stream, and nothing may allocate: the driver can make
+an allocation wait for all kernels. So everything runs on a stream of its own, through memory that was pinned before.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from elaunch.trainer.memory.slots import copy_on_host
+from elaunch.trainer.state.region import bytes_of
+
+Pairs = list[tuple[Tensor, Tensor]]
+
+_STAGING_BYTES = 32 << 20
+# Between two looks at the stream, and at the groups, while a commit waits for its gradients.
+_POLL_S, _LOOK_S = 0.0001, 0.2
 
 
 def copy_from_devices(targets: list[Tensor], sources: list[Tensor]) -> None:
@@ -22,40 +37,148 @@ def copy_from_devices(targets: list[Tensor], sources: list[Tensor]) -> None:
 class HostCopies:
     """State in host memory: it is always up to date."""
 
-    def before_commit(self) -> None:
-        """Nothing to wait for."""
+    def bind_thread(self) -> None:
+        """Nothing to choose."""
+
+    def before_commit(self, look: Callable[[], object]) -> None:
+        """There is nothing to wait for; `look` raises if a collective has failed."""
+        look()
 
     def after_commit(self) -> None:
         """Nothing to remember."""
+
+    def reading(self) -> contextlib.AbstractContextManager[None]:
+        """The state is read as it is."""
+        return contextlib.nullcontext()
 
     copy = staticmethod(copy_on_host)
 
 
 class GpuCopies:
-    """State on `device`, which executes asynchronously."""
+    """State on `device`, which executes asynchronously. `cuda` is `torch.cuda`."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    def __init__(self, device: torch.device, cuda: Any = torch.cuda, staging: Staging | None = None) -> None:
+        self._device, self._cuda = device, cuda
+        self._stream: Any = cuda.Stream(device)
+        self._staging = staging or Staging()
         self._committed: Any = None
 
-    def before_commit(self) -> None:
-        """Wait until the gradients are complete.
+    def bind_thread(self) -> None:
+        """Choose the device for the calling thread. Without it, the thread's first call would start CUDA on GPU 0."""
+        self._cuda.set_device(self._device)
+
+    def before_commit(self, look: Callable[[], object]) -> None:
+        """Wait until the gradients are complete. `look` raises if a collective has failed, and is called meanwhile.
 
         Otherwise, when a collective never ends, the state on the host (step counters, learning rate) would be ahead of
-        the state on the device.
+        the state on the device. An aborted collective ends, so `look` is called after the wait too.
         """
-        torch.cuda.current_stream(self._device).record_event().synchronize()
+        if self._cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "a commit was begun while a CUDA graph is captured: the steps that the graph makes later would not be "
+                "kept; capture first, and put graph.replay() into `with keeper.commit():`"
+            )
+        complete = self._cuda.current_stream(self._device).record_event()
+        look_s = time.monotonic() + _LOOK_S
+        while not complete.query():
+            time.sleep(_POLL_S)
+            if time.monotonic() > look_s:
+                look()
+                look_s = time.monotonic() + _LOOK_S
+        look()
 
     def after_commit(self) -> None:
         """Remember the point in the stream at which the new state is complete, before the next collective."""
-        self._committed = torch.cuda.current_stream(self._device).record_event()
+        self._committed = self._cuda.current_stream(self._device).record_event()
 
-    def copy(self, targets: list[Tensor], sources: list[Tensor]) -> None:
-        """Copy on a separate stream, which waits for the last commit but for no collective."""
-        with torch.cuda.stream(self._stream):
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """In this block the state is read on a separate stream, which waits for the last commit but for no collective.
+
+        Reading a number (`GradScaler.state_dict` does) waits for the present stream.
+        """
+        with self._cuda.stream(self._stream):
             if self._committed is not None:
                 self._stream.wait_event(self._committed)
-            if targets:
-                torch._foreach_copy_(targets, sources, non_blocking=True)
-        self._stream.synchronize()
+            yield
+
+    def copy(self, targets: list[Tensor], sources: list[Tensor]) -> None:
+        """Copy each source into its target in host memory, on the separate stream."""
+        pairs = list(zip(targets, sources, strict=True))
+        copy_on_host(*_unzipped([pair for pair in pairs if pair[1].is_cpu]))
+        with self.reading(), torch.no_grad():
+            self._staging.copy([pair for pair in pairs if not pair[1].is_cpu], self._stream)
+
+
+def pinned(size: int) -> Tensor:
+    """Bytes of host memory that the device can write while the host does something else."""
+    return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+
+
+def begin_copy(target: Tensor, source: Tensor) -> None:
+    """Add a copy to the present stream."""
+    target.copy_(source, non_blocking=True)
+
+
+class Staging:
+    """Two pinned buffers: while the device fills one, the host empties the other."""
+
+    def __init__(
+        self,
+        size: int = _STAGING_BYTES,
+        allocate: Callable[[int], Tensor] = pinned,
+        begin: Callable[[Tensor, Tensor], None] = begin_copy,
+    ) -> None:
+        self._buffers = [allocate(size), allocate(size)]
+        self._begin = begin
+
+    def copy(self, pairs: Pairs, stream: Any) -> None:
+        """Copy the second of each pair into the first, which is in host memory. `stream` is the present stream."""
+        parts: Pairs = []
+        for target, source in pairs:
+            if (flat := (bytes_of(target), bytes_of(source)))[0] is None or flat[1] is None:
+                # Its bytes are in another order there.
+                target.copy_(source)
+            else:
+                parts.append((flat[0], flat[1]))
+        # The batches on their way: an event after each, and where its parts go then.
+        on_the_way: deque[tuple[Any, Pairs]] = deque()
+        for number, batch in enumerate(_batches(parts, self._buffers[0].numel())):
+            if len(on_the_way) == len(self._buffers):
+                _land(*on_the_way.popleft())
+            buffer, end, staged = self._buffers[number % 2], 0, []
+            for target, source in batch:
+                room = buffer[end : end + source.numel()]
+                self._begin(room, source)
+                staged.append((target, room))
+                end += source.numel()
+            on_the_way.append((stream.record_event(), staged))
+        while on_the_way:
+            _land(*on_the_way.popleft())
+
+
+def _land(has_arrived: Any, staged: Pairs) -> None:
+    """Empty a buffer, once it is full."""
+    has_arrived.synchronize()
+    copy_on_host(*_unzipped(staged))
+
+
+def _batches(parts: Pairs, size: int) -> Iterator[Pairs]:
+    """The parts, cut and put together so that each batch fits into `size` bytes."""
+    batch: Pairs = []
+    room = size
+    for target, source in parts:
+        begin = 0
+        while begin < source.numel():
+            length = min(room, source.numel() - begin)
+            batch.append((target[begin : begin + length], source[begin : begin + length]))
+            begin, room = begin + length, room - length
+            if not room:
+                yield batch
+                batch, room = [], size
+    if batch:
+        yield batch
+
+
+def _unzipped(pairs: Pairs) -> tuple[list[Tensor], list[Tensor]]:
+    return [target for target, _ in pairs], [source for _, source in pairs]

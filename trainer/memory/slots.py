@@ -16,7 +16,18 @@ from torch import Tensor
 
 from elaunch.trainer.memory.room import allocate
 from elaunch.trainer.state.packing import unpack
-from elaunch.trainer.state.region import Header, Packed, finish, header_of, is_intact, mark, tear, views
+from elaunch.trainer.state.region import (
+    Header,
+    Packed,
+    checksum_of_fixed,
+    fingerprint,
+    finish,
+    header_of,
+    is_intact,
+    mark,
+    tear,
+    views,
+)
 from elaunch.trainer.state.version import Piece, Version
 
 Copy = Callable[[list[Tensor], list[Tensor]], None]
@@ -50,6 +61,10 @@ class Slot:
         self._views: list[Tensor] = []
         # Whether nothing has been written to the file since `fit` made it.
         self._is_blank = False
+        # What identifies the tensors here that do not change, and those that are being written; and their checksum.
+        self._fixed: list[int] = []
+        self._next_fixed: list[int] = []
+        self._fixed_checksum: int | None = None
 
     @property
     def size(self) -> int:
@@ -108,20 +123,59 @@ class Slot:
 
     def begin(self, packed: Packed, copy: Copy = copy_on_host) -> None:
         """Tear the slot and copy the tensors into it. They may change after this returns."""
+        first = packed.fixed if self.prepare(packed) else 0
+        copy(self.places(packed)[first:], packed.tensors[first:])
+
+    def prepare(self, packed: Packed) -> bool:
+        """Tear the slot before it is written. Returns whether the tensors that do not change are there already."""
         region = self.region()
         tear(region)
-        shape = (packed.skeleton_room, packed.offsets, [(tensor.dtype, tensor.shape) for tensor in packed.tensors])
-        if shape != self._shape:
-            # The checksum also covers the gaps between the tensors.
-            if not self._is_blank:
-                region.zero_()
-            self._shape, self._views = shape, views(region, packed)
+        # The checksum also covers the gaps between the tensors.
+        if self._shape_of(packed) != self._shape and not self._is_blank:
+            region.zero_()
         self._is_blank = False
-        copy(self._views, packed.tensors)
+        self.places(packed)
+        found = fingerprint(packed.tensors[: packed.fixed])
+        if not packed.fixed or (self._fixed == found and self._is_alike(packed)):
+            return bool(packed.fixed)
+        self._fixed, self._next_fixed, self._fixed_checksum = [], found, None
+        return False
+
+    def places(self, packed: Packed) -> list[Tensor]:
+        """Where each tensor belongs, as views of the memory."""
+        shape = self._shape_of(packed)
+        if shape != self._shape:
+            self._shape, self._views = shape, views(self.region(), packed)
+            self._fixed, self._next_fixed, self._fixed_checksum = [], [], None
+        return self._views
+
+    @staticmethod
+    def _shape_of(packed: Packed) -> tuple[object, ...]:
+        return packed.skeleton_room, packed.offsets, [(tensor.dtype, tensor.shape) for tensor in packed.tensors]
 
     def finish(self, piece: Piece, packed: Packed) -> Header:
         """Declare the slot whole, after `begin`."""
-        return finish(self.region(), self._layout, piece, packed)
+        if self._fixed_checksum is None:
+            self._fixed_checksum = checksum_of_fixed(self.region(), packed)
+        header = finish(self.region(), self._layout, piece, packed, self._fixed_checksum)
+        self.remember()
+        return header
+
+    def remember(self) -> None:
+        """The tensors that do not change are here: this worker, or another with which it wrote, has declared it."""
+        self._fixed = self._next_fixed
+
+    def _is_alike(self, packed: Packed) -> bool:
+        """Whether the last whole content, perhaps of another worker, had everything where `packed` has it.
+
+        Who places something elsewhere first clears the file, with its header.
+        """
+        header = header_of(self.region(), marked=False)
+        return (
+            header is not None
+            and header.layout == self._layout
+            and (header.skeleton_room, header.data_length) == (packed.skeleton_room, packed.data_length)
+        )
 
     def is_intact(self, header: Header) -> bool:
         """Whether the content has not changed since `write`."""

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import io
 import math
+import operator
 import pickle
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from elaunch.trainer.state.region import PAGE, Header, Packed, data_of, skeleton_of, up, view
 from elaunch.trainer.state.tree import PerRank
@@ -36,9 +39,10 @@ _NOT_OURS = (AttributeError, EOFError, LookupError, MemoryError, OverflowError, 
 
 Shape = tuple[int, ...]
 # A tensor in a skeleton: its type, its shape, and for each box its offsets, its sizes and where its bytes begin.
-Reference = tuple[str, Shape, tuple[tuple[Shape, Shape, int], ...]]
+# If its bytes are in another order than its indices (channels_last), its strides follow. It has one box then.
+Reference = tuple[Any, ...]
 # What stands for a tensor of that type and shape, whose boxes are there.
-Place = Callable[[torch.dtype, Shape, Any], object]
+Place = Callable[..., object]
 
 
 class NotPlain(TypeError):
@@ -75,13 +79,14 @@ def pack(state: object, places: Placer | None = None) -> Packed:
     content = io.BytesIO()
     places = places or Placer()
     _Pickler(content, places).dump(state)
-    return Packed(content.getvalue(), places.tensors, places.offsets, up(places.end, PAGE))
+    length = up(places.end, PAGE)
+    return Packed(content.getvalue(), places.tensors, places.offsets, length, places.fixed, places.fixed_length)
 
 
 def extended(packed: Packed, nest: object) -> Packed:
     """`packed` with another nest behind it, which `describe` reads too. Raises NotPlain."""
     content = io.BytesIO()
-    places = Placer(packed.data_length)
+    places = Placer(begin=packed.data_length)
     _Pickler(content, places).dump(nest)
     return Packed(
         packed.skeleton + content.getvalue(),
@@ -95,9 +100,11 @@ def unpack(region: Tensor, header: Header) -> Any:
     """The state, with tensors that are views of `region`. Raises UnpicklingError or ValueError if it is not valid."""
     data = data_of(region, header)
 
-    def whole(dtype: torch.dtype, size: Shape, boxes: Any) -> Tensor:
+    def whole(dtype: torch.dtype, size: Shape, boxes: Any, strides: Shape | None = None) -> Tensor:
         for offsets, sizes, begin in boxes:
             if sizes == size and offsets == (0,) * len(size):
+                if strides is not None:
+                    return _strided(data, dtype, size, begin, strides)
                 return view(data, dtype, size, begin)
         raise ValueError(f"only a part of a tensor of shape {size!r:.80} is there")
 
@@ -108,6 +115,7 @@ def describe(skeleton: bytes, data_length: int) -> list[Any]:
     """Each nest with a Boxed in the place of each tensor. Raises UnpicklingError or ValueError if it is not valid."""
 
     def boxed(dtype: torch.dtype, size: Shape, boxes: Any) -> Boxed:
+        # Without strides: these are pieces of a sharded state.
         dimensions = len(size)
         tensor = Boxed(dtype, _shape(size, dimensions), tuple(_box(box, dimensions) for box in boxes))
         for box in tensor.boxes:
@@ -137,29 +145,40 @@ def _load(skeleton: bytes, place: Place) -> list[Any]:
 
 
 class Placer:
-    """Places the tensors of a state in a region's data, one after the other."""
+    """Places the tensors of a state in a region's data, one after the other.
 
-    def __init__(self, begin: int = 0) -> None:
+    `fixed` are tensors of the state that training does not change. They come first, on pages of their own. The first
+    byte is at `begin`.
+    """
+
+    def __init__(self, fixed: Iterable[Tensor] = (), begin: int = 0) -> None:
         self.tensors: list[Tensor] = []
         self.offsets: list[int] = []
         self.end = begin
         self._known: dict[tuple[object, ...], int] = {}
         self._same: dict[object, object] = {}
+        for tensor in fixed:
+            self.reference(tensor)
+        self.fixed, self.fixed_length = len(self.tensors), up(self.end, PAGE)
+        self.end = self.fixed_length
 
     def reference(self, tensor: Tensor) -> Reference:
         """What the skeleton has for that tensor, all of which goes into the region. Raises NotPlain."""
-        _require_dense(tensor)
+        require_dense(tensor)
+        size, strides = self.once(tuple(tensor.shape)), self.once(tuple(tensor.stride()))
+        is_reordered = strides != _in_order(size) and _is_dense(size, strides)
         # Tied weights are one tensor under two names.
-        key = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        key = (tensor.device, tensor.data_ptr(), tensor.dtype, size, strides)
         begin = self._known.get(key)
         if begin is None:
-            begin = self._known[key] = self._put(tensor.detach())
-        size = self.once(tuple(tensor.shape))
-        return self.once(str(tensor.dtype).removeprefix("torch.")), size, ((self.once((0,) * len(size)), size, begin),)
+            part = tensor.detach()
+            begin = self._known[key] = self._put(part.as_strided((part.numel(),), (1,)) if is_reordered else part)
+        found = self.once(str(tensor.dtype).removeprefix("torch.")), size, ((self.once((0,) * len(size)), size, begin),)
+        return (*found, strides) if is_reordered else found
 
     def put(self, part: Tensor) -> int:
         """Place a part of a tensor. Returns where its bytes begin. Raises NotPlain."""
-        _require_dense(part)
+        require_dense(part)
         return self._put(part)
 
     def _put(self, part: Tensor) -> int:
@@ -174,11 +193,48 @@ class Placer:
         return self._same.setdefault(value, value)
 
 
-def _require_dense(tensor: Any) -> None:
-    if tensor.layout != torch.strided or tensor.is_quantized or hasattr(tensor, "__tensor_flatten__"):
+def require_dense(tensor: Any) -> None:
+    """Raise NotPlain for a tensor whose bytes are not all there is to it."""
+    kind = type(tensor)
+    if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
+        raise NotPlain("a lazy tensor cannot be kept, since it has no shape yet; run one forward pass first")
+    if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
         raise NotPlain(
-            f"a tensor of {type(tensor).__name__} with layout {tensor.layout} cannot be kept; use dense ones"
+            f"a {kind.__module__}.{kind.__qualname__} cannot be kept, since it is made of other tensors; train in a "
+            "plain type (float32, bfloat16, float8 and others are kept bit for bit), and convert after the training"
         )
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        raise NotPlain(f"a tensor of {kind.__name__} with layout {tensor.layout} cannot be kept; use dense ones")
+    if tensor.is_meta:
+        raise NotPlain("a tensor on the meta device cannot be kept, since it has no content; materialize it first")
+
+
+def tensor_that_is_not_dense(value: object, path: str = "") -> str:
+    """Where in nested dictionaries, lists and tuples the first tensor is that cannot be kept, as a name with dots."""
+    if isinstance(value, Tensor):
+        try:
+            require_dense(value)
+        except NotPlain:
+            return path
+        return ""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
+    named = (tensor_that_is_not_dense(item, f"{path}.{key}".lstrip(".")) for key, item in items)
+    return next(filter(None, named), "")
+
+
+def _in_order(size: Shape) -> Shape:
+    """The strides of a tensor whose bytes are in the order of its indices."""
+    return tuple(accumulate(reversed(size[1:]), operator.mul, initial=1))[::-1] if size else ()
+
+
+def _is_dense(size: Shape, strides: Shape) -> bool:
+    """Whether each of the tensor's bytes belongs to one index, and there are no others between them."""
+    expected = 1
+    for stride, length in sorted((stride, length) for stride, length in zip(strides, size, strict=True) if length > 1):
+        if stride != expected:
+            return False
+        expected *= length
+    return 0 not in size
 
 
 class _Pickler(pickle.Pickler):
@@ -212,8 +268,8 @@ class _StateUnpickler(pickle.Unpickler):
         self._place = place
 
     def persistent_load(self, reference: Any) -> object:
-        name, size, boxes = reference
-        return self._place(_dtype(name), size, boxes)
+        name, size, boxes, *strides = reference
+        return self._place(_dtype(name), size, boxes, *strides)
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _PLAIN:
@@ -236,6 +292,13 @@ class _Maker:
 
     def __setstate__(self, state: object) -> None:
         raise pickle.UnpicklingError("a type has no state")
+
+
+def _strided(data: Tensor, dtype: torch.dtype, size: Shape, begin: int, strides: Any) -> Tensor:
+    """A tensor whose bytes are in another order than its indices. Raises ValueError for one that is not there."""
+    if not _is_dense(size, _shape(strides, len(size))):
+        raise ValueError(f"{strides!r:.80} are no strides of a tensor of shape {size!r:.80}")
+    return view(data, dtype, (math.prod(size),), begin).as_strided(size, strides)
 
 
 def _dtype(name: Any) -> torch.dtype:

@@ -25,6 +25,7 @@ MARK = b"elaunch3"
 PAGE = 4096
 _FIELDS = struct.Struct("<16sqqIIQQQIQ")
 _CRC_BYTES = 4
+_WORD_BYTES = 8
 
 
 @dataclass(frozen=True)
@@ -55,12 +56,17 @@ class Header:
 
 @dataclass(frozen=True)
 class Packed:
-    """What goes into a region: `skeleton` refers to `tensors`, which belong at `offsets` in the region's data."""
+    """What goes into a region: `skeleton` refers to `tensors`, which belong at `offsets` in the region's data.
+
+    The first `fixed` tensors do not change while training goes on. They take the first `fixed_length` bytes.
+    """
 
     skeleton: bytes
     tensors: list[Tensor]
     offsets: list[int]
     data_length: int
+    fixed: int = 0
+    fixed_length: int = 0
 
     @property
     def length(self) -> int:
@@ -82,9 +88,14 @@ def views(region: Tensor, packed: Packed) -> list[Tensor]:
     ]
 
 
-def finish(region: Tensor, layout: bytes, piece: Piece, packed: Packed) -> Header:
-    """Write skeleton, header and at last the mark around the tensors' bytes, which are in the region already."""
-    start = PAGE + packed.skeleton_room
+def finish(region: Tensor, layout: bytes, piece: Piece, packed: Packed, fixed_checksum: int | None = None) -> Header:
+    """Write skeleton, header and at last the mark around the tensors' bytes, which are in the region already.
+
+    `fixed_checksum` is that of the bytes that do not change, if it is known.
+    """
+    start, end = PAGE + packed.skeleton_room + packed.fixed_length, PAGE + packed.skeleton_room + packed.data_length
+    if fixed_checksum is None:
+        fixed_checksum = checksum_of_fixed(region, packed)
     header = Header(
         layout=layout,
         piece=piece,
@@ -92,7 +103,7 @@ def finish(region: Tensor, layout: bytes, piece: Piece, packed: Packed) -> Heade
         skeleton_room=packed.skeleton_room,
         data_length=packed.data_length,
         skeleton_crc=zlib.crc32(packed.skeleton),
-        checksum=checksum(region[start : start + packed.data_length]),
+        checksum=checksum(region[start:end], fixed_checksum),
     )
     _put(region, PAGE, packed.skeleton)
     fields = _FIELDS.pack(
@@ -110,6 +121,30 @@ def finish(region: Tensor, layout: bytes, piece: Piece, packed: Packed) -> Heade
     _put(region, len(MARK), fields + zlib.crc32(fields).to_bytes(_CRC_BYTES, "little"))
     mark(region)
     return header
+
+
+def fingerprint(tensors: Sequence[Tensor]) -> list[int]:
+    """Numbers of the tensors, computed on their devices, which are others when a byte has changed.
+
+    A tensor's version would not do: changes through `.data` (as many moving averages do) leave it as it is.
+    """
+    sums = [part.sum(dtype=torch.int64) for tensor in tensors for part in _words(tensor)]
+    return [int(each.item()) for each in sums]
+
+
+def _words(tensor: Tensor) -> list[Tensor]:
+    """The bytes of a tensor as numbers: eight at a time, which is many times as fast, and the rest."""
+    content = tensor.reshape(-1).view(torch.uint8)
+    if content.storage_offset() % _WORD_BYTES:
+        return [content]
+    whole = content.numel() // _WORD_BYTES * _WORD_BYTES
+    return [content[:whole].view(torch.int64), content[whole:]]
+
+
+def checksum_of_fixed(region: Tensor, packed: Packed) -> int:
+    """The checksum of the bytes that do not change."""
+    start = PAGE + packed.skeleton_room
+    return checksum(region[start : start + packed.fixed_length])
 
 
 def mark(region: Tensor) -> None:
@@ -156,18 +191,18 @@ def data_of(region: Tensor, header: Header) -> Tensor:
     return region[start : start + header.data_length]
 
 
-def checksum(data: Tensor) -> int:
+def checksum(data: Tensor, before: int = 0) -> int:
     """A checksum of uint8 `data`, whose length is a multiple of 4096: CRC-32 over the sums of its pages.
 
-    It runs at about the speed of memory. It detects every page that is stale, missing or in another place, and every
-    changed word, but not two words of one page that changed places.
+    `before` is the checksum of the pages before them. It runs at about the speed of memory. It detects every page that
+    is stale, missing or in another place, and every changed word, but not two words of one page that changed places.
     """
     if not data.numel():
-        return 0
+        return before
     sums = data.view(torch.int64).view(-1, PAGE // 8).sum(1)
     content = bytearray(sums.numel() * 8)
     torch.frombuffer(content, dtype=torch.int64).copy_(sums)
-    return zlib.crc32(content)
+    return zlib.crc32(content, before)
 
 
 def view(data: Tensor, dtype: torch.dtype, shape: Sequence[int], begin: int) -> Tensor:
@@ -178,6 +213,13 @@ def view(data: Tensor, dtype: torch.dtype, shape: Sequence[int], begin: int) -> 
     if begin < 0 or begin + length > data.numel():
         raise ValueError(f"a tensor at {begin} + {length} lies outside of {data.numel()} bytes")
     return data[begin : begin + length].view(dtype).view(shape)
+
+
+def bytes_of(tensor: Tensor) -> Tensor | None:
+    """The bytes of a tensor, as a view; None if they are not in the order of its indices."""
+    if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        return None
+    return tensor.detach().view(-1).view(torch.uint8)
 
 
 def up(number: int, of: int) -> int:

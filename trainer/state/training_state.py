@@ -9,13 +9,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from elaunch.trainer.state import rng_state
+from elaunch.trainer.state import optimizer_state, rng_state
 from elaunch.trainer.state.hook_state import HookState
 from elaunch.trainer.state.live_tensors import LiveTensors
 from elaunch.trainer.state.model_state import Models, is_in_parts, is_zero, moments_of, restore, state_of, unwrap
-from elaunch.trainer.state.packing import NotPlain, pack
+from elaunch.trainer.state.packing import NotPlain, pack, tensor_that_is_not_dense
 from elaunch.trainer.state.rank_objects import RankObjects
-from elaunch.trainer.state.tree import State, flatten
+from elaunch.trainer.state.tree import State, cloned, flatten
 
 Found = TypeVar("Found")
 
@@ -61,8 +61,7 @@ class Training:
         self._has_extra_state = any(
             type(module).get_extra_state is not nn.Module.get_extra_state for module in self.model.modules()
         )
-        first = next((p for p in self.model.parameters()), None)
-        self.device = torch.device("cpu") if first is None else first.device
+        self.device = _device_of(self.model)
         self._buffers = [
             (f"{prefix}.{short}".lstrip("."), owner, short)
             for prefix, owner in self.model.named_modules()
@@ -95,6 +94,12 @@ class Training:
     def has_scheduler_or_extra(self) -> bool:
         """Whether more than the model and the optimizers changes in a step, and is the same on every rank."""
         return any(self._rest[name] is not None for name in ("scheduler", "extra"))
+
+    def frozen(self) -> list[Tensor]:
+        """The parameters that training does not change: without a gradient, and in no optimizer (LoRA's base)."""
+        groups = [group for one in self._optimizers for group in getattr(one, "param_groups", ())]
+        stepped = {id(parameter) for group in groups for parameter in group["params"]}
+        return [p.detach() for p in self.model.parameters() if not p.requires_grad and id(p) not in stepped]
 
     def layout(self) -> bytes:
         """A digest of the state's structure: names and shapes of the model, classes of the other parts."""
@@ -149,14 +154,18 @@ class Training:
     def require_plain(self, *, durably: bool) -> None:
         """Raise TypeError with the name of the part if some value of the state cannot be kept.
 
-        With `durably` it must also fit into checkpoints.
+        With `durably` it must also fit into checkpoints. Raises ValueError if a CUDA graph holds an optimizer's state.
         """
+        for one in self._optimizers:
+            optimizer_state.require_uncaptured(one)
         parts, own = self.rest() if self.is_in_parts else self.replicated(), self.own(large=True)
         for name, part in {**parts, **own}.items():
             try:
                 pack(part)
             except NotPlain as error:
-                raise TypeError(f"the state of {name} cannot be kept: {error}") from None
+                which = tensor_that_is_not_dense(part)
+                where = f"{which} in the state of {name}" if which else f"the state of {name}"
+                raise TypeError(f"{where} cannot be kept: {error}") from None
         if durably:
             flatten({**self.rest(), "per_rank": own.get("per_rank")})
 
@@ -167,9 +176,9 @@ class Training:
     def load_replicated(self, state: State) -> None:
         """Load a replicated state; it is copied."""
         self.model.load_state_dict({**state["model"], **self.buffers()})
-        for one, its in zip(self._optimizers[:1], state["optimizer"], strict=True):
-            one.load_state_dict(cloned(its))
-        self._load_rest(cloned({name: state[name] for name in self._rest}))
+        for one, its in zip(self._optimizers, [*state["optimizer"], *state["optimizers"]], strict=True):
+            optimizer_state.load(one, its)
+        self._load_rest(cloned({name: state[name] for name in self._rest if name != "optimizers"}))
 
     def load_own(self, state: State, *, only_buffers: bool = False) -> None:
         """Load a rank's own state; it is copied. Pass `only_buffers` if it was another rank's."""
@@ -224,18 +233,14 @@ class Training:
                 group.update(its)
 
 
-def cloned(value: Any, device: torch.device | None = None) -> Any:
-    """A copy of nested dictionaries, lists and tuples with their tensors, on `device` if it is given."""
-    if isinstance(value, Tensor):
-        return value.detach().to(device, copy=True)
-    if isinstance(value, dict):
-        copy = value.copy()
-        for key, item in value.items():
-            copy[key] = cloned(item, device)
-        return copy
-    if type(value) in (list, tuple):
-        return type(value)(cloned(item, device) for item in value)
-    return value
+def _device_of(model: nn.Module) -> torch.device:
+    """The GPU of the parameters, or the CPU if they are on none. Raises ValueError if they are on several GPUs."""
+    gpus = {str(parameter.device): parameter.device for parameter in model.parameters() if parameter.is_cuda}
+    if len(gpus) > 1:
+        raise ValueError(
+            f"the model's parameters are on {' and '.join(sorted(gpus))}; a Keeper copies from one GPU per process"
+        )
+    return next(iter(gpus.values()), torch.device("cpu"))
 
 
 def _several(part: Any) -> Sequence[Any]:

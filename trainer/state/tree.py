@@ -157,6 +157,20 @@ def unpack(content: bytes | bytearray) -> tuple[Any, dict[str, Path], list[Path]
     return held["plain"], held["tensors"], held["per_rank"]
 
 
+def cloned(value: Any, device: torch.device | None = None) -> Any:
+    """A copy of nested dictionaries, lists and tuples with their tensors, on `device` if it is given."""
+    if isinstance(value, Tensor):
+        return value.detach().to(device, copy=True)
+    if isinstance(value, dict):
+        copy = value.copy()
+        for key, item in value.items():
+            copy[key] = cloned(item, device)
+        return copy
+    if type(value) in (list, tuple):
+        return type(value)(cloned(item, device) for item in value)
+    return value
+
+
 def tensors_in(value: object) -> Iterator[Tensor]:
     """All tensors in nested dictionaries and lists, in their order."""
     if isinstance(value, Tensor):

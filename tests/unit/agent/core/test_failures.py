@@ -348,6 +348,8 @@ GLOO = "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/"
         "NCCL error in: x.cpp:94, remote process exited or there was a network error, NCCL version 2.21.5\n"
         "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.",
         "[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=5, OpType=ALLREDUCE) ran for 600000",
+        # The Keeper.
+        "step 7 is not committed, since its gradients may be incomplete: NCCL reported an error (COMM_ERROR, group 0)",
     ],
 )
 def test_a_survivors_complaint_is_known_as_a_lost_peer(message: str) -> None:

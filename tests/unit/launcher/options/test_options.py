@@ -311,9 +311,9 @@ def test_workers_inherit_the_environment_without_the_variables_of_an_outer_launc
 
     assert not RANK_VARIABLES & set(environment)
     assert (environment["A"], environment["CUDA_VISIBLE_DEVICES"]) == ("b", "3")
-    assert environment["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "1"
-    kept = config_of("t.py", TORCH_NCCL_ASYNC_ERROR_HANDLING="3").environment
-    assert kept["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "3"
+    assert environment["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "3"
+    kept = config_of("t.py", TORCH_NCCL_ASYNC_ERROR_HANDLING="1").environment
+    assert kept["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "1"
 
 
 def test_what_options_and_the_network_set_for_all_workers_is_one_map() -> None:
@@ -324,6 +324,7 @@ def test_what_options_and_the_network_set_for_all_workers_is_one_map() -> None:
         "TORCHELASTIC_MAX_RESTARTS": "5",
         "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
     }
+    assert config_of("--hang-timeout", "90", "t.py").worker_env["ELAUNCH_HANG_TIMEOUT"] == "90"
     found = with_network(config, {"GLOO_SOCKET_IFNAME": "eth0", "OTHER": "x"}).worker_env
     assert found == {**config.worker_env, "OTHER": "x"}
 

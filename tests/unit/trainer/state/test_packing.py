@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from elaunch.trainer.state.packing import NotPlain, pack, unpack
+from elaunch.trainer.state.packing import NotPlain, Placer, pack, unpack
 from elaunch.trainer.state.region import (
     MARK,
     PAGE,
@@ -83,6 +83,24 @@ def test_tied_weights_are_kept_once() -> None:
 def test_what_cannot_be_kept_is_refused_by_name(value: object) -> None:
     with pytest.raises(NotPlain, match="cannot be kept"):
         pack({"a": value})
+
+
+@pytest.mark.parametrize("strides", [(1, 2), (3, 1), (2, -1), (2,), (1, 1), (2, 1, 1), "ab"])
+def test_strides_come_back_and_those_that_do_not_fit_are_not_read(strides: object) -> None:
+    class Claims(Placer):
+        def reference(self, tensor: Tensor) -> tuple[object, ...]:
+            return (*super().reference(tensor)[:3], strides)
+
+    packed = pack({"a": torch.tensor([[1.0, 2.0], [3.0, 4.0]])}, Claims())
+    region = torch.zeros(packed.length, dtype=torch.uint8)
+    torch._foreach_copy_(views(region, packed), packed.tensors)
+    header = finish(region, LAYOUT, PIECE, packed)
+
+    if strides == (1, 2):
+        assert unpack(region, header)["a"].tolist() == [[1, 3], [2, 4]]
+    else:
+        with pytest.raises((ValueError, pickle.UnpicklingError)):
+            unpack(region, header)
 
 
 def test_a_region_without_its_mark_is_nothing() -> None:

@@ -1,0 +1,268 @@
+"""Types and memory formats of tensors: what is kept comes back bit for bit, and the rest is refused at the door."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
+
+from elaunch.trainer import link
+from elaunch.trainer.keeper.keeper import Keeper
+from elaunch.trainer.ranks.group_status import BrokenGroup, GroupStatus
+from elaunch.trainer.state import optimizer_state
+
+# tests/e2e/test_accelerator.py runs these tests on a GPU, if there is one.
+DEVICE = os.environ.get("ELAUNCH_TEST_DEVICE", "cpu")
+
+
+@pytest.fixture(autouse=True)
+def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The job's memory on this node. The training has no link."""
+    folder = tmp_path / "memory"
+    folder.mkdir()
+    monkeypatch.setenv("ELAUNCH_MEMORY", str(folder))
+    monkeypatch.delenv("ELAUNCH_LINK", raising=False)
+    monkeypatch.setenv("ELAUNCH_GENERATION", "0")
+    link._open_link.cache_clear()
+    return folder
+
+
+def bits(tensor: Tensor) -> bytes:
+    """The bytes in memory, in the order of the indices."""
+    return bytes(tensor.detach().contiguous().view(-1).view(torch.uint8).tolist())
+
+
+class Momentum(torch.optim.Optimizer):
+    """Keeps a value of type `dtype` per parameter, which need not be the parameter's type."""
+
+    def __init__(self, parameters: Any, dtype: torch.dtype | None = None) -> None:
+        super().__init__(parameters, {"dtype": dtype})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if not state:
+                    state["mean"] = torch.rand_like(parameter, dtype=torch.float32).to(group["dtype"])
+                    state["old"] = [state["mean"].float().sum()]
+                parameter.add_(state["mean"].to(parameter.dtype), alpha=0.5)
+
+
+def trained(
+    model: nn.Module, optimizer: Any, steps: int, loss: Callable[[], Tensor] | None = None, **options: Any
+) -> Keeper:
+    keeper = Keeper(model, optimizer, **{"snapshot_every": 1, "say": lambda _: None, **options})
+    with keeper:
+        for _ in keeper.steps(steps):
+            if loss is not None:
+                loss().backward()
+            with keeper.commit():
+                optimizer.step()
+    return keeper
+
+
+DTYPES = [
+    *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
+    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_state_of_every_type_comes_back_bit_for_bit(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    def made() -> tuple[nn.Linear, Momentum, dict[str, Any]]:
+        torch.manual_seed(3)
+        # The optimizer's values are of another type than the parameters, which torch changes when it loads them.
+        model = nn.Linear(5, 3, device=DEVICE)
+        return model, Momentum(model.parameters(), dtype), {}
+
+    model, optimizer, extra = made()
+    # All bytes there are, with those of NaNs.
+    extra["all"] = torch.arange(256, dtype=torch.uint8, device=DEVICE).repeat_interleave(dtype.itemsize).view(dtype)
+    trained(model, optimizer, 2, extra=extra)
+
+    monkeypatch.setenv("ELAUNCH_GENERATION", "1")
+    again, restored, kept = made()
+    trained(again, restored, 2, extra=kept)
+
+    assert kept["all"].dtype == dtype
+    assert bits(kept["all"]) == bits(extra["all"])
+    for one, other in zip(model.parameters(), again.parameters(), strict=True):
+        assert bits(one) == bits(other)
+        mean = restored.state[other]["mean"]
+        assert mean.dtype == dtype
+        assert bits(mean) == bits(optimizer.state[one]["mean"])
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"fused": True}, *([{"capturable": True}] if DEVICE == "cuda" else [])], ids=str
+)
+def test_channels_last_stays_in_model_and_optimizer(options: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def made() -> tuple[nn.Module, Any]:
+        torch.manual_seed(3)
+        layers = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 2, 1)).to(DEVICE)
+        model = layers.to(memory_format=torch.channels_last, dtype=torch.bfloat16)  # type: ignore[call-overload]
+        return model, torch.optim.AdamW(model.parameters(), **options)
+
+    inputs = torch.ones(2, 3, 8, 8, dtype=torch.bfloat16, device=DEVICE).to(memory_format=torch.channels_last)
+    model, optimizer = made()
+    trained(model, optimizer, 2, lambda: model(inputs).sum())
+    monkeypatch.setenv("ELAUNCH_GENERATION", "1")
+    again, restored = made()
+    with torch.no_grad():
+        for parameter in again.parameters():
+            parameter.zero_()
+    trained(again, restored, 2)
+
+    for one, other in zip(model.parameters(), again.parameters(), strict=True):
+        assert bits(one) == bits(other)
+        for name in ("exp_avg", "exp_avg_sq"):
+            there, here = optimizer.state[one][name], restored.state[other][name]
+            assert bits(there) == bits(here)
+            assert there.stride() == here.stride() == one.stride()
+    assert any(not parameter.is_contiguous() for parameter in again.parameters())
+
+
+def test_the_restored_optimizer_shares_no_memory_with_the_copy(monkeypatch: pytest.MonkeyPatch, memory: Path) -> None:
+    model = nn.Linear(5, 3, device=DEVICE)
+    optimizer = torch.optim.AdamW(model.parameters())
+    trained(model, optimizer, 1, lambda: model(torch.ones(1, 5, device=DEVICE)).sum())
+    kept = bits(optimizer.state[model.weight]["exp_avg"])
+    monkeypatch.setenv("ELAUNCH_GENERATION", "1")
+
+    keeper = Keeper(model, torch.optim.AdamW(model.parameters()), snapshot_every=1, say=lambda _: None)
+    with keeper:
+        restored = keeper._training.optimizers[0].state[model.weight]
+        for path in memory.glob("training.state-*"):
+            path.write_bytes(bytes(path.stat().st_size))
+
+        assert bits(restored["exp_avg"]) == kept
+        assert restored["step"].item() == 1
+
+
+class Torchao(nn.Module):
+    def __init__(self, **tensors: Tensor) -> None:
+        super().__init__()
+        for name, tensor in tensors.items():
+            self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+
+
+@pytest.mark.parametrize(
+    ("tensor", "why"),
+    [
+        (TwoTensor(torch.ones(2), torch.ones(2)), r"two_tensor\.TwoTensor cannot be kept, since it is made of other"),
+        (torch.ones(2, device="meta"), "materialize it first"),
+        (torch.ones(2).to_sparse(), "use dense ones"),
+    ],
+    ids=["subclass", "meta", "sparse"],
+)
+def test_what_cannot_be_kept_is_refused_by_name_at_the_door(tensor: Tensor, why: str) -> None:
+    model = Torchao(plain=torch.ones(2), odd=tensor)
+    keeper = Keeper(model, torch.optim.SGD([nn.Parameter(torch.ones(1))]))
+
+    with pytest.raises(TypeError, match=rf"^odd in the state of model cannot be kept: .*{why}"), keeper:
+        pytest.fail("it was entered")
+
+
+def test_a_lazy_parameter_is_refused_at_the_door() -> None:
+    model = nn.LazyLinear(3)
+    keeper = Keeper(model, torch.optim.SGD([nn.Parameter(torch.ones(1))]))
+
+    with pytest.raises(TypeError, match=r"weight in the state of model .*run one forward pass first"), keeper:
+        pytest.fail("it was entered")
+
+
+def test_an_optimizer_that_makes_such_tensors_is_refused_with_the_first_copy() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+
+    def step() -> None:
+        optimizer.state[model.weight]["odd"] = TwoTensor(torch.ones(2), torch.ones(2))
+
+    optimizer.step = step  # type: ignore[method-assign, assignment]
+
+    with pytest.raises(TypeError, match=r"^0\.state\.0\.odd in the state of optimizer cannot be kept"):
+        trained(model, optimizer, 3)
+
+
+def test_a_graph_that_may_hold_the_optimizers_state_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(2, 2)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer = torch.optim.AdamW(model.parameters())
+    assert not optimizer_state.has_cuda_graphs()
+    monkeypatch.setattr(optimizer_state, "has_cuda_graphs", lambda: True)
+    optimizer.param_groups[0]["capturable"] = True
+    optimizer_state.require_uncaptured(optimizer)
+    optimizer.param_groups[0]["capturable"] = False
+    optimizer.step()
+    optimizer_state.require_uncaptured(optimizer)
+    optimizer.param_groups[0]["capturable"] = True
+
+    with pytest.raises(ValueError, match=r"AdamW has capturable=True and a state, .*enter the Keeper first"):
+        trained(model, optimizer, 1)
+
+
+def test_frozen_tensors_are_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    copied: list[int] = []
+    model = nn.Sequential(nn.Linear(50, 50), nn.Linear(50, 2)).to(DEVICE)
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(model[1].parameters())
+    keeper = Keeper(model, optimizer, snapshot_every=1, say=lambda _: None)
+    with keeper:
+        real = keeper._copies.gpu.copy
+        monkeypatch.setattr(
+            type(keeper._copies.gpu),
+            "copy",
+            staticmethod(lambda t, s: (copied.append(sum(e.numel() for e in s)), real(t, s))),
+        )
+        for step in keeper.steps(8):
+            with keeper.commit():
+                optimizer.step()
+                with torch.no_grad():
+                    model[1].weight.fill_(step)
+                    if step == 6:
+                        # A moving average: the tensor's version does not say it.
+                        model[0].weight.data.fill_(step)
+
+    large, small = 50 * 50 + 50 + 102, 102
+    # Both slots get it once, and once more after it has changed. The end adds no copy.
+    assert copied == [large, large, small, small, small, large, large, small]
+    monkeypatch.setenv("ELAUNCH_GENERATION", "1")
+    again = nn.Sequential(nn.Linear(50, 50), nn.Linear(50, 2)).to(DEVICE)
+    again[0].requires_grad_(False)
+    trained(again, torch.optim.SGD(again[1].parameters()), 8)
+    for one, other in zip(model.parameters(), again.parameters(), strict=True):
+        assert bits(one) == bits(other)
+
+
+def test_a_step_whose_collective_has_failed_is_not_committed_and_the_one_before_is_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    steps: list[int] = []
+
+    def step() -> None:
+        steps.append(1)
+        with torch.no_grad():
+            model.weight.fill_(len(steps))
+
+    optimizer.step = step  # type: ignore[method-assign, assignment]
+    monkeypatch.setattr(GroupStatus, "error", lambda _: "NCCL reported an error" if len(steps) == 3 else "")
+    with pytest.raises(BrokenGroup, match=r"^step 4 is not committed, since its gradients may be incomplete: NCCL"):
+        trained(model, optimizer, 9, snapshot_every=1000)
+    assert len(steps) == 3
+
+    monkeypatch.setattr(GroupStatus, "error", lambda _: "")
+    monkeypatch.setenv("ELAUNCH_GENERATION", "1")
+    again = nn.Linear(2, 2)
+    keeper = trained(again, torch.optim.SGD(again.parameters()), 3)
+
+    assert keeper.repeated == 0
+    assert again.weight.unique().tolist() == [3]

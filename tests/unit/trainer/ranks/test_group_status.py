@@ -1,0 +1,144 @@
+"""What process groups say of their collectives, and which settings contradict each other."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from enum import Enum
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from elaunch.trainer.keeper.group_watch import GroupWatch
+from elaunch.trainer.ranks.group_status import HANG_TIMEOUT, BrokenGroup, GroupStatus, contradictions
+from tests.harness import wait_for
+
+HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+
+
+class ErrorType(Enum):
+    """torch's, which a build without NCCL has too; torch 2.6 has it not."""
+
+    SUCCESS = 0
+    TIMEOUT = 1
+    COMM_ERROR = 2
+
+
+class Nccl:
+    """A group with one backend that has a status, as ProcessGroupNCCL since torch 2.7."""
+
+    group_name = "default_pg"
+    _device_types = (torch.device("cuda"),)
+
+    def __init__(self) -> None:
+        self.status = ErrorType.SUCCESS
+        self.options = SimpleNamespace(_timeout=timedelta(minutes=10))
+
+    def _get_backend(self, device: torch.device) -> Nccl:
+        return self
+
+    def name(self) -> str:
+        return "nccl"
+
+    def get_error(self) -> ErrorType:
+        return self.status
+
+
+@pytest.fixture
+def gloo() -> Any:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    yield dist.group.WORLD
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def test_a_failed_collective_is_told_by_its_group_and_stops_a_commit() -> None:
+    first, second = Nccl(), Nccl()
+    second.group_name = "mesh_tp"
+    status = GroupStatus(lambda: [first, second])
+    status.require_clean("step 7 is not committed")
+
+    second.status = ErrorType.TIMEOUT
+
+    expected = r"step 7 is not committed: a collective took longer than .*\(TIMEOUT, group mesh_tp\)"
+    with pytest.raises(BrokenGroup, match=expected):
+        status.require_clean("step 7 is not committed")
+
+
+def test_gloo_has_no_status_and_is_taken_for_clean(gloo: Any) -> None:
+    status = GroupStatus()
+
+    assert not status.is_known
+    assert status.error() == ""
+    assert status.timeout_s() in (None, 1800)
+
+
+def test_a_group_that_was_destroyed_is_not_clean(gloo: Any) -> None:
+    status = GroupStatus()
+
+    dist.destroy_process_group()
+
+    assert status.error() == "the default process group was destroyed or aborted"
+
+
+def test_a_process_without_a_group_is_clean() -> None:
+    assert GroupStatus().error() == ""
+    assert not GroupStatus().is_known
+
+
+@pytest.mark.parametrize(
+    ("environ", "facts", "told"),
+    [
+        ({}, {}, ""),
+        ({HANDLING: "1"}, {}, ""),
+        ({HANDLING: "2"}, {}, ""),
+        ({HANDLING: "0"}, {}, "nothing ends a collective that has failed"),
+        ({HANDLING: "0"}, {"has_nccl": False}, ""),
+        ({HANDLING: "1"}, {"is_known": False}, "torch before 2.7"),
+        ({"TORCH_NCCL_BLOCKING_WAIT": "1"}, {}, "no watchdog"),
+        ({"TORCH_NCCL_BLOCKING_WAIT": "0"}, {}, ""),
+        ({HANG_TIMEOUT: "300"}, {}, ""),
+        ({HANG_TIMEOUT: "900"}, {}, r"after 600 s, before --hang-timeout \(900 s\)"),
+        ({HANG_TIMEOUT: "900"}, {"timeout_s": 1800.0}, ""),
+        ({HANG_TIMEOUT: "900"}, {"timeout_s": None}, ""),
+        ({HANG_TIMEOUT: "2000"}, {"has_nccl": False, "timeout_s": 1800.0}, "below 1800"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_told(environ: dict[str, str], facts: Any, told: str) -> None:
+    sentences = contradictions(environ, **{"has_nccl": True, "is_known": True, "timeout_s": 600.0, **facts})
+
+    assert len(sentences) == bool(told)
+    if told:
+        with pytest.raises(ValueError, match=told):
+            raise ValueError(sentences[0])
+
+
+def test_a_setting_under_which_half_reduced_gradients_would_be_committed_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"is 2, and torch before 2\.7 does not say"):
+        contradictions({HANDLING: "2"}, has_nccl=True, is_known=False, timeout_s=600.0)
+
+
+def _watch(group: Any, save: Callable[[], object], said: list[str]) -> GroupWatch:
+    return GroupWatch(GroupStatus(lambda: [group]), save, said.append, tells=False, look_s=0.01)
+
+
+def test_the_state_is_saved_when_a_group_fails_while_the_training_is_stuck() -> None:
+    group, saved, said = Nccl(), threading.Event(), list[str]()
+
+    with _watch(group, saved.set, said):
+        assert not saved.wait(0.05)
+        group.status = ErrorType.COMM_ERROR
+        wait_for(saved.is_set, "the state to be saved")
+
+    assert said == ["this rank saves its state: NCCL reported an error (COMM_ERROR, group default_pg)"]
+
+
+def test_nobody_watches_groups_without_a_status(gloo: Any) -> None:
+    before = threading.active_count()
+
+    with GroupWatch(GroupStatus(), pytest.fail, pytest.fail, tells=True):
+        assert threading.active_count() == before

@@ -1,0 +1,131 @@
+"""Whether the collectives of this process have succeeded, as its process groups say; and what settings mean for that.
+
+A collective of NCCL that was aborted looks finished to the GPU's stream. Only its group knows that it has failed. So
+after the wait for the gradients a commit asks the groups. See docs/decisions/038-a-commit-asks-the-group.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch.distributed as dist
+
+HANG_TIMEOUT = "ELAUNCH_HANG_TIMEOUT"
+_HANDLING, _BLOCKING = "TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_BLOCKING_WAIT"
+_TRUE = {"1", "y", "yes", "t", "true"}
+_REASONS = {
+    "TIMEOUT": "a collective took longer than the timeout of the group",
+    "COMM_ERROR": "NCCL reported an error",
+    "REMOTE_ERROR": "another rank reported an error",
+}
+
+
+class BrokenGroup(RuntimeError):
+    """A collective of this step has failed on this rank: what it has computed may be incomplete."""
+
+
+class GroupStatus:
+    """The status of all process groups of this process. `groups` lists them; the default are those of torch.
+
+    Gloo has no status: its collectives raise. torch before 2.7 has none for NCCL either.
+    """
+
+    def __init__(self, groups: Callable[[], Iterable[Any]] | None = None) -> None:
+        self._groups = groups or _all_groups
+        # The names of all groups, and those with a status. A reference to another would keep gloo's threads alive.
+        self._names: tuple[str, ...] = ()
+        self._asked: list[tuple[str, Any]] = []
+        self._world = _world()
+
+    @property
+    def is_known(self) -> bool:
+        """Whether some group has a status."""
+        return any(True for _ in self._errors())
+
+    def error(self) -> str:
+        """Why a collective of this process has failed, as a part of a sentence; empty if none is known to have."""
+        if self._world is not None and _world() is not self._world:
+            return "the default process group was destroyed or aborted"
+        for group, error in self._errors():
+            if error != "SUCCESS":
+                return f"{_REASONS.get(error, error)} ({error}, group {group})"
+        return ""
+
+    def require_clean(self, otherwise: str) -> None:
+        """Raise BrokenGroup, which begins with `otherwise`, if a collective has failed."""
+        if error := self.error():
+            raise BrokenGroup(f"{otherwise}: {error}")
+
+    def timeout_s(self) -> float | None:
+        """How long the shortest collective of these groups may take; None if no backend says it."""
+        limits = [getattr(getattr(backend, "options", None), "_timeout", None) for _, backend in self._backends()]
+        return min((limit.total_seconds() for limit in limits if limit is not None), default=None)
+
+    def _errors(self) -> Iterator[tuple[str, str]]:
+        names = tuple(group.group_name for group in self._groups())
+        if names != self._names:
+            found = [(group.group_name, backend) for group, backend in self._backends() if _has_status(backend)]
+            self._names, self._asked = names, found
+        for name, backend in self._asked:
+            yield name, backend.get_error().name
+
+    def _backends(self) -> Iterator[tuple[Any, Any]]:
+        for group in self._groups():
+            for device in group._device_types:
+                yield group, group._get_backend(device)
+
+
+def contradictions(environ: Mapping[str, str], *, has_nccl: bool, is_known: bool, timeout_s: float | None) -> list[str]:
+    """Sentences about settings that contradict each other or the Keeper. Raises ValueError if steps could be wrong.
+
+    `is_known` says that groups have a status, `timeout_s` is that of the groups.
+    """
+    told = []
+    handling = environ.get(_HANDLING, "3")
+    if has_nccl and environ.get(_BLOCKING, "").lower() in _TRUE:
+        told.append(
+            f"{_BLOCKING} is set, so torch has no watchdog for NCCL: a failed collective that nobody waits for on the "
+            "CPU goes unnoticed; unset it"
+        )
+    if has_nccl and handling == "0":
+        told.append(f"{_HANDLING} is 0, so nothing ends a collective that has failed; unset it, or use 3")
+    if has_nccl and not is_known and handling == "2":
+        raise ValueError(
+            f"{_HANDLING} is 2, and torch before 2.7 does not say that it has aborted a collective: steps with "
+            "incomplete gradients would be committed; unset it, or use torch 2.7 or later"
+        )
+    if has_nccl and not is_known and handling == "1":
+        told.append(
+            f"{_HANDLING} is 1, and torch before 2.7 does not say that it has aborted a collective: a step with "
+            "incomplete gradients may be committed just before torch ends the process; use 3, or torch 2.7 or later"
+        )
+    hang_s = float(environ.get(HANG_TIMEOUT) or 0)
+    if timeout_s is not None and hang_s >= timeout_s:
+        told.append(
+            f"a collective ends with an error after {timeout_s:g} s, before --hang-timeout ({hang_s:g} s) can name the "
+            f"rank that hangs; use --hang-timeout below {timeout_s:g}, or init_process_group(timeout=…) above it"
+        )
+    return told
+
+
+def _has_status(backend: Any) -> bool:
+    try:
+        backend.get_error()
+    except (AttributeError, RuntimeError):
+        return False
+    return True
+
+
+def has_nccl() -> bool:
+    """Whether a group of this process uses NCCL."""
+    return any("nccl" in dist.get_backend_config(group) for group in _all_groups())
+
+
+def _all_groups() -> list[Any]:
+    # torch has no public list of the groups; this one has been in every release since 2.0.
+    return [] if _world() is None else list(dist.distributed_c10d._world.pg_map)
+
+
+def _world() -> Any:
+    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
