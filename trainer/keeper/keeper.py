@@ -154,12 +154,7 @@ class Keeper:
             self._pace = Pace(self._snapshot_every, version.step)
             self._state.restored(self._copies, version, self._boundary.report, self._say)
             self._verification = Verification(
-                self._training,
-                self._peers,
-                self._copies,
-                version,
-                every=self._verify_every,
-                checkpoint_every=None if self._storage is None else self._checkpoint_every,
+                self._training, self._peers, self._copies, version, self._verify_every, self._checkpoint_every
             )
             link.mark("restored")
             # Once for the job: a restart has no time for it.

@@ -53,9 +53,8 @@ class Verification:
         peers: Peers,
         copies: Copies,
         version: Version,
-        *,
         every: int | None,
-        checkpoint_every: int | None,
+        checkpoint_every: int,
     ) -> None:
         self._training, self._peers, self._copies = training, peers, copies
         self._is_off = every is None or peers.world_size == 1
@@ -64,7 +63,7 @@ class Verification:
                 f"verify_every is {every}, and FullyShardedDataParallel does not say which part of a parameter a rank "
                 "has; leave verify_every out, or use fully_shard"
             )
-        self._every = [number for number in (every, checkpoint_every) if number is not None]
+        self._every = (every or 1, checkpoint_every)
         # Such a state has two slots, so both have compared snapshots, and no copies of other steps.
         self.is_strict = not self._is_off and (training.has_large or training.is_in_parts)
         self._compared = version
