@@ -4,9 +4,10 @@
     NAME.rank-R-0, NAME.rank-R-1   rank R's own state (buffers, random states), after even and after odd steps
     NAME.rank-R-2 … -5             the same and R's large part, of the newest snapshots and copies
     NAME.done-R                    the newest step that rank R completed
+    NAME.lock, NAME.stripes        who may begin a copy, and which parts of it are complete (`stripes`)
 
-All but the last have one format (`region`). A NAME contains no dot, so that the files of one training are never taken
-for another's.
+All but the last two lines have one format (`region`). A NAME contains no dot, so that the files of one training are
+never taken for another's.
 """
 
 from __future__ import annotations
@@ -106,6 +107,8 @@ class ReplicatedMemory:
                     chosen = self.pair.older(spare)
                     plan = Plan(digest, self.pair.slots.index(chosen), chosen.prepare(packed))
                     joint.begin(plan)
+                else:
+                    self.pair.slots[plan.slot].forget()
             slot, first = self.pair.slots[plan.slot], packed.fixed if plan.has_fixed else 0
             stripes = cut(slot.places(packed)[first:], packed.tensors[first:], packed.offsets[first:], _STRIPE_BYTES)
             for number in joint.stripes(len(stripes), self._rank % _WORKERS * len(stripes) // _WORKERS):

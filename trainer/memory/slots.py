@@ -146,12 +146,13 @@ class Slot:
         shape = self._shape_of(packed)
         if shape != self._shape:
             self._shape, self._views = shape, views(self.region(), packed)
-            self._fixed, self._next_fixed, self._fixed_checksum = [], [], None
+            self.forget()
         return self._views
 
     @staticmethod
     def _shape_of(packed: Packed) -> tuple[object, ...]:
-        return packed.skeleton_room, packed.offsets, [(tensor.dtype, tensor.shape) for tensor in packed.tensors]
+        kinds = [(tensor.dtype, tensor.shape) for tensor in packed.tensors]
+        return packed.skeleton_room, packed.offsets, packed.fixed, kinds
 
     def finish(self, piece: Piece, packed: Packed) -> Header:
         """Declare the slot whole, after `begin`."""
@@ -160,6 +161,10 @@ class Slot:
         header = finish(self.region(), self._layout, piece, packed, self._fixed_checksum)
         self.remember()
         return header
+
+    def forget(self) -> None:
+        """Another worker has prepared the slot: this one does not know which of the tensors are here already."""
+        self._fixed, self._next_fixed, self._fixed_checksum = [], [], None
 
     def remember(self) -> None:
         """The tensors that do not change are here: this worker, or another with which it wrote, has declared it."""

@@ -226,6 +226,8 @@ def test_a_writer_waits_for_another_one_and_then_has_nothing_to_do(shm: Path) ->
         if child == 0:
             # Close this process's end too, or the writer's input never ends.
             writer.go_on()
+            # The forked child does not have its parent's threads.
+            torch.set_num_threads(1)
             os.write(writing, b"w")
             found = memory.save(Version(0, 3), lambda: state_of(3, 100_000), lambda *_: os._exit(2))
             os._exit(0 if found == Version(0, 3) else 1)
@@ -289,6 +291,25 @@ def test_survivors_copy_together_and_take_over_what_a_killed_one_leaves(
     for name, tensor in slot.read(header).items():
         assert torch.equal(tensor, state[name])
     assert memory.save(Version(0, 6), lambda: state) == Version(0, 6)
+
+
+def test_fixed_tensors_that_another_worker_has_changed_get_their_checksum(tmp_path: Path) -> None:
+    """The last of those that write together declares the copy whole, perhaps not the one that began it."""
+    base = torch.ones(3000)
+    one, other = (ReplicatedMemory(tmp_path, "m", LAYOUT, rank) for rank in (0, 1))
+    for step in (1, 2):
+        other.save(Version(0, step), lambda: {"w": base}, fixed=[base])
+    base.data.fill_(5)
+
+    def leaves_it_to_the_other(targets: list[Tensor], sources: list[Tensor]) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        one.save(Version(0, 3), lambda: {"w": base}, leaves_it_to_the_other, fixed=[base])
+    other.save(Version(0, 3), lambda: {"w": base}, fixed=[base])
+
+    assert versions(one) == [Version(0, 3), Version(0, 2)]
+    assert contents(one) == [5.0, 1.0]
 
 
 def test_a_copy_of_another_step_waits_until_those_that_copy_together_are_done(shm: Path) -> None:
