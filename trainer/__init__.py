@@ -19,12 +19,14 @@ if TYPE_CHECKING:
     from elaunch.trainer.keeper.verification import Differs as Differs
     from elaunch.trainer.ledger.ledger import Ledger as Ledger
     from elaunch.trainer.memory.sharded import ShardedMemory as ShardedMemory
+    from elaunch.trainer.ranks.group_status import BrokenGroup as BrokenGroup
     from elaunch.trainer.state.model_state import restore as restore
     from elaunch.trainer.state.model_state import state_of as state_of
 
 # Each is imported when it is first used: `elaunch.trainer.link` must not import torch.
 _HOMES = {
     "Batches": "data.batches",
+    "BrokenGroup": "ranks.group_status",
     "Checkpoints": "checkpoint.checkpoints",
     "Differs": "keeper.verification",
     "Keeper": "keeper.keeper",

@@ -66,13 +66,13 @@ class Boundary:
         """
         order = self._peers.world_size - self._peers.rank
         wish = max(self._told, self._noted())
-        found, no_snapshot, no_copy, speaker = self._peers.largest(
+        found, *refused, speaker = self._peers.largest(
             [wish, not wants_snapshot, not wants_copy, order if self._news else 0]
         )
         if speaker == order:
             self._say(self._news)
         self._news = ""
-        return Wish(found), not no_snapshot, not no_copy
+        return Wish(found), not refused[0], not refused[1]
 
     def _noted(self) -> Wish:
         match self._signals.signum:

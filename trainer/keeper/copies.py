@@ -79,10 +79,10 @@ class Copies:
         self._newest: Version | None = None
         self._full: Version | None = None
         self._is_kept = True
-        # Whether the state was looked at once more when an optimizer had one.
-        self._is_checked = False
         keep = None if self._records is None else lambda version: self._keep(version) is not None
         self.steps = StepCopies(training, peers, self._parts, keep, copy_every=copy_every, say=self._say_once)
+        # Whether the state was looked at once more when an optimizer had one.
+        self._is_checked = False
         self._said: set[str] = set()
         self._storage, self._checkpoints, self._checkpointed = storage, None, -1
         if storage is not None:

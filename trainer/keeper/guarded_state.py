@@ -38,10 +38,10 @@ class GuardedState:
         # Whether `begin` was called and `end` was not: the training's thread holds the lock.
         self.is_changing = False
         self._is_put_down = False
-        # Whether what this rank alone has of the next step is copied within its commit; all ranks have agreed on that.
-        self.copies_next = False
         self._outside = OutsideChanges(training.live_tensors)
         self._begun_s = self._longest_s = 0.0
+        # Whether what this rank alone has of the next step is copied within its commit; all ranks have agreed on that.
+        self.copies_next = False
 
     @property
     def next_version(self) -> Version:
@@ -57,9 +57,9 @@ class GuardedState:
         """
         with self._lock:
             self._copies, self.version, self._is_whole = copies, version, True
-            copies.gpu.after_commit()
             self._report, self._say = report, say
             self._outside.note()
+            copies.gpu.after_commit()
 
     def may_be_copied(self) -> bool:
         """Whether a snapshot may be taken at this boundary: nothing has changed the state since the commit.
@@ -159,8 +159,8 @@ class GuardedState:
     def rescue(self) -> None:
         """The group has failed: save the last complete step unless another worker of this node has, and seal the state.
 
-        If the state is in parts, this rank's part of the last complete step is in memory already. Nothing is saved if
-        the state has changed outside of a commit, or if a commit does not end: it waits for a peer that has failed.
+        If the state is in parts, this rank's part of the last step is in memory already. Nothing is saved if the state
+        has changed outside of a commit, or if a commit does not end: it waits for a peer that has failed.
         """
         if self._training.is_in_parts:
             return

@@ -94,8 +94,7 @@ class Keeper:
         say: Callable[[str], None] | None = None,
     ) -> None:
         counts = {"checkpoint_every": checkpoint_every, "snapshot_every": snapshot_every, "stop_every": stop_every}
-        counts["copy_every"] = self._copy_every = copy_every
-        counts["verify_every"] = verify_every
+        counts |= {"copy_every": copy_every, "verify_every": verify_every}
         for option, count in counts.items():
             if count is not None and count < 1:
                 raise ValueError(f"{option} is {count}; it counts steps and is at least 1")
@@ -104,7 +103,7 @@ class Keeper:
         self._training = Training(model, optimizer, scheduler, scaler, extra, hook_state, per_rank)
         self._storage = None if checkpoints is None else storage_at(checkpoints)
         self._checkpoint_every, self._snapshot_every, self._stop_every = checkpoint_every, snapshot_every, stop_every
-        self._verify_every = verify_every
+        self._copy_every, self._verify_every = copy_every, verify_every
         self._warm_up, self._name, self._say = warm_up, name, say or _to_stderr
         self._place = RankInfo.from_environ(os.environ)
         self._pid = os.getpid()
@@ -327,7 +326,7 @@ class Keeper:
             begun_s = time.monotonic()
             self._state.snapshot()
             self._pace.snapshot_took(self.step, time.monotonic() - begun_s)
-            self._state.copies_next |= self._training.is_in_parts
+            self._state.copies_next |= self._training.is_in_parts and not self._verification.is_strict
         self._copies.look()
         if self.step // self._checkpoint_every > self._looked_at_step // self._checkpoint_every:
             self._copies.checkpoint(self._state.version)
@@ -335,7 +334,7 @@ class Keeper:
 
     def _stop_if_asked(self, *, wants_snapshot: bool) -> bool:
         """Collective: stop if any rank must stop; else return whether all ranks want a snapshot."""
-        copy = self._copies.steps.wants(self.step + 1)
+        copy = self._copies.steps.wants(self.step + 1) and not self._verification.is_strict
         wish, snapshot, self._state.copies_next = self._boundary.agreed(wants_snapshot=wants_snapshot, wants_copy=copy)
         if wish:
             self._stop(wish)

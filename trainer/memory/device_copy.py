@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from elaunch.trainer.memory.slots import copy_on_host
+from elaunch.trainer.state.region import bytes_of
 
 Pairs = list[tuple[Tensor, Tensor]]
 
@@ -135,7 +136,7 @@ class Staging:
         """Copy the second of each pair into the first, which is in host memory. `stream` is the present stream."""
         parts: Pairs = []
         for target, source in pairs:
-            if (flat := (_bytes_of(target), _bytes_of(source)))[0] is None or flat[1] is None:
+            if (flat := (bytes_of(target), bytes_of(source)))[0] is None or flat[1] is None:
                 # Its bytes are in another order there.
                 target.copy_(source)
             else:
@@ -177,13 +178,6 @@ def _batches(parts: Pairs, size: int) -> Iterator[Pairs]:
                 batch, room = [], size
     if batch:
         yield batch
-
-
-def _bytes_of(tensor: Tensor) -> Tensor | None:
-    """The bytes of a tensor, as a view; None if they are not in the order of its indices."""
-    if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
-        return None
-    return tensor.detach().view(-1).view(torch.uint8)
 
 
 def _unzipped(pairs: Pairs) -> tuple[list[Tensor], list[Tensor]]:

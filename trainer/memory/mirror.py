@@ -39,16 +39,6 @@ class Mirror:
         self._trouble: list[str] = []
 
     @property
-    def has_finished(self) -> bool:
-        """Whether this rank's last piece is complete."""
-        return self._is_finished.is_set()
-
-    @property
-    def has_arrived(self) -> bool:
-        """Whether this rank's last piece, and those sent to it, are on both nodes."""
-        return not (self._thread and self._thread.is_alive()) and not self._trouble
-
-    @property
     def is_on(self) -> bool:
         """Whether pieces are sent to another node."""
         return self._peers is not None
@@ -57,6 +47,16 @@ class Mirror:
         """Send and keep nothing from now on: there is no room. All ranks call it, and no exchange runs."""
         self.delete()
         self._target, self._pairs, self._peers = None, {}, None
+
+    @property
+    def has_finished(self) -> bool:
+        """Whether this rank's last piece is complete."""
+        return self._is_finished.is_set()
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether this rank's last piece, and those sent to it, are on both nodes."""
+        return not (self._thread and self._thread.is_alive()) and not self._trouble
 
     def has_room(self, lengths: Sequence[int], spare: Collection[Version]) -> bool:
         """Whether the next slots for other ranks' pieces have these lengths, by rank."""

@@ -4,9 +4,10 @@
     NAME.rank-R-0, NAME.rank-R-1   rank R's own state (buffers, random states), after even and after odd steps
     NAME.rank-R-2 … -5             the same and R's large part, of the newest snapshots and copies
     NAME.done-R                    the newest step that rank R completed
+    NAME.lock, NAME.stripes        who may begin a copy, and which parts of it are complete (`stripes`)
 
-All but the last have one format (`region`). A NAME contains no dot, so that the files of one training are never taken
-for another's.
+All but the last two lines have one format (`region`). A NAME contains no dot, so that the files of one training are
+never taken for another's.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import hashlib
 import os
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -24,8 +26,9 @@ from torch import Tensor
 from elaunch.trainer.memory.recovery_plan import Holding
 from elaunch.trainer.memory.room import Room, room_in
 from elaunch.trainer.memory.slots import Copy, Slot, Slots, copy_on_host
+from elaunch.trainer.memory.stripes import JointWrite, Plan, cut
 from elaunch.trainer.state.packing import Placer, pack
-from elaunch.trainer.state.region import Header
+from elaunch.trainer.state.region import Header, Packed
 from elaunch.trainer.state.version import Piece, Version
 
 # How long to wait for another worker of the node. After a failure the agent kills a stopped worker when --failure-grace
@@ -34,6 +37,9 @@ from elaunch.trainer.state.version import Piece, Version
 _LOCK_S = 20.0
 _LOCK_S_PER_BYTE = 4e-9
 _LOCK_POLL_S = 0.001
+# Workers that write together begin at different stripes. A node has so many GPUs as a rule.
+_WORKERS = 8
+_STRIPE_BYTES = 64 << 20
 
 
 class NoRoom(Exception):
@@ -62,7 +68,7 @@ class ReplicatedMemory:
     def __init__(self, folder: Path, name: str, layout: bytes, rank: int = 0, world_size: int = 1) -> None:
         self.folder = folder
         self._rank, self._world_size = rank, world_size
-        self._lock_path = folder / f"{name}.lock"
+        self._lock_path, self._stripes_path = folder / f"{name}.lock", folder / f"{name}.stripes"
         self.pair = Slots(folder / f"{name}.state", layout)
 
     @property
@@ -82,18 +88,41 @@ class ReplicatedMemory:
 
         `fixed` are the tensors of the state that training does not change: they are copied once.
 
-        Waits while another worker of the node writes: it may be writing the same version. Copies in `spare` are never
-        overwritten; if they leave no slot, nothing is written. Raises NoRoom, OSError, NotPlain.
+        Workers that store the same version at the same time share the work, and wait for those that store another.
+        Copies in `spare` are never overwritten; if they leave no slot, nothing is written. Raises NoRoom, OSError,
+        NotPlain.
         """
-        with self.locked():
-            whole = [header.version for header, _ in self.pair.versions()]
-            newest = next(iter(whole), None)
-            if newest is not None and (newest >= version or (len(whole) > 1 and set(whole) <= set(spare))):
-                return newest
-            packed = pack(state(), Placer(fixed))
-            self._reserve(packed.length)
-            piece = Piece(version, self._world_size, self._rank)
-            return self.pair.older(spare).write(piece, packed, copy).version
+        with JointWrite(self._stripes_path, self._limit_s()) as joint:
+            with self.locked():
+                if newest := self._better(version, spare):
+                    return newest
+                packed = pack(state(), Placer(fixed))
+                self._reserve(packed.length)
+                digest = _digest(version, packed)
+                plan = joint.join(digest)
+                if plan is None:
+                    joint.wait_until_alone()
+                    if newest := self._better(version, spare):
+                        return newest
+                    chosen = self.pair.older(spare)
+                    plan = Plan(digest, self.pair.slots.index(chosen), chosen.prepare(packed))
+                    joint.begin(plan)
+                else:
+                    self.pair.slots[plan.slot].forget()
+            slot, first = self.pair.slots[plan.slot], packed.fixed if plan.has_fixed else 0
+            stripes = cut(slot.places(packed)[first:], packed.tensors[first:], packed.offsets[first:], _STRIPE_BYTES)
+            for number in joint.stripes(len(stripes), self._rank % _WORKERS * len(stripes) // _WORKERS):
+                copy(*stripes[number])
+            joint.complete(lambda: slot.finish(Piece(version, self._world_size, self._rank), packed))
+            slot.remember()
+        return version
+
+    def _better(self, version: Version, spare: Collection[Version]) -> Version | None:
+        """The newest version in memory, if `version` is not to be stored beside it."""
+        whole = [header.version for header, _ in self.pair.versions()]
+        newest = next(iter(whole), None)
+        is_full = len(whole) > 1 and set(whole) <= set(spare)
+        return newest if newest is not None and (newest >= version or is_full) else None
 
     def verified(self, *, all_of_them: bool, say: Callable[[str], None]) -> list[Holding]:
         """The newest verified copy, or all of them. Damaged copies are reported by `say` and declared torn."""
@@ -116,7 +145,8 @@ class ReplicatedMemory:
 
     def drop_newer(self, version: Version) -> None:
         """Declare copies newer than `version` torn: those steps are given up, and must not be found again."""
-        with self.locked():
+        with JointWrite(self._stripes_path, self._limit_s()) as joint, self.locked():
+            joint.forget()
             for header, slot in self.pair.versions():
                 if header.version > version:
                     slot.discard()
@@ -134,6 +164,9 @@ class ReplicatedMemory:
         finally:
             os.close(descriptor)
 
+    def _limit_s(self) -> float:
+        return _LOCK_S + _LOCK_S_PER_BYTE * max(slot.size for slot in self.pair.slots)
+
     def _lock(self, descriptor: int) -> None:
         begun_s = time.monotonic()
         while True:
@@ -141,8 +174,8 @@ class ReplicatedMemory:
                 fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return
             except (BlockingIOError, PermissionError):
-                # Read the size each time: the writer of the first copy may not have set it yet.
-                limit_s = _LOCK_S + _LOCK_S_PER_BYTE * max(slot.size for slot in self.pair.slots)
+                # Asked each time: the writer of the first copy may not have set the size yet.
+                limit_s = self._limit_s()
                 if time.monotonic() - begun_s > limit_s:
                     reason = f"another worker of this node has held the lock for {limit_s:.1f} s; is it stopped?"
                     raise TimeoutError(errno.ETIMEDOUT, reason, self._lock_path) from None
@@ -158,3 +191,11 @@ class ReplicatedMemory:
             raise NoRoom(self.folder, 2 * length, room)
         for slot in self.pair.slots:
             slot.grow(length)
+
+
+def _digest(version: Version, packed: Packed) -> bytes:
+    """What workers that write together must have in common: the version, and where everything lies."""
+    kinds = [(tensor.dtype, tensor.shape) for tensor in packed.tensors]
+    found = hashlib.sha256(packed.skeleton)
+    found.update(repr((version, packed.data_length, packed.fixed, packed.offsets, kinds)).encode())
+    return found.digest()

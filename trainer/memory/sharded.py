@@ -267,6 +267,14 @@ class ShardedMemory:
             self._delete(lambda name: name not in current)
         return True
 
+    def drop_newer(self, version: Version) -> None:
+        """Declare this node's pieces that are newer than `version` torn: those steps are given up."""
+        for path in self.folder.glob("piece-*") if self._speaks else ():
+            slot = Slot(path, _LAYOUT)
+            header = slot.header()
+            if header is not None and header.version > version:
+                slot.discard()
+
     @property
     def needs_snapshots(self) -> bool:
         """Whether copies are not enough: they have stopped, or there is another node. The same on all ranks."""
@@ -284,14 +292,6 @@ class ShardedMemory:
 
     def _piece(self, version: Version) -> Piece:
         return Piece(version, self._peers.world_size, self._peers.rank)
-
-    def drop_newer(self, version: Version) -> None:
-        """Declare this node's pieces that are newer than `version` torn: those steps are given up."""
-        for path in self.folder.glob("piece-*") if self._speaks else ():
-            slot = Slot(path, _LAYOUT)
-            header = slot.header()
-            if header is not None and header.version > version:
-                slot.discard()
 
     @property
     def _spare(self) -> list[Version]:
@@ -315,13 +315,13 @@ class ShardedMemory:
         """
         problem = self._reserve(slot, length)
         if self._any(bool(problem)) and not self._is_alone and self._has_room_for_copies:
-            # Copies of steps go first. Every rank tries again, since this may have freed room on another rank's node.
+            # Copies go first. Every rank tries again, since this may have freed the room on another rank's node.
             self._has_room_for_copies = False
             if not self._restored_from_copy:
                 self._copy_slots.delete()
             problem = self._reserve(slot, length)
         if self._any(bool(problem)) and self._mirror.is_on:
-            # Then the second copies.
+            # Then second copies go.
             self._mirror.give_up()
             if problem:
                 self._say(

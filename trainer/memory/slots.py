@@ -61,8 +61,10 @@ class Slot:
         self._views: list[Tensor] = []
         # Whether nothing has been written to the file since `fit` made it.
         self._is_blank = False
-        # What identifies the tensors here that do not change, and their checksum.
-        self._fixed: tuple[list[int], int] | None = None
+        # What identifies the tensors here that do not change, and those that are being written; and their checksum.
+        self._fixed: list[int] = []
+        self._next_fixed: list[int] = []
+        self._fixed_checksum: int | None = None
 
     @property
     def size(self) -> int:
@@ -121,30 +123,52 @@ class Slot:
 
     def begin(self, packed: Packed, copy: Copy = copy_on_host) -> None:
         """Tear the slot and copy the tensors into it. They may change after this returns."""
+        first = packed.fixed if self.prepare(packed) else 0
+        copy(self.places(packed)[first:], packed.tensors[first:])
+
+    def prepare(self, packed: Packed) -> bool:
+        """Tear the slot before it is written. Returns whether the tensors that do not change are there already."""
         region = self.region()
         tear(region)
-        shape = (packed.skeleton_room, packed.offsets, [(tensor.dtype, tensor.shape) for tensor in packed.tensors])
-        if shape != self._shape:
-            # The checksum also covers the gaps between the tensors.
-            if not self._is_blank:
-                region.zero_()
-            self._shape, self._views, self._fixed = shape, views(region, packed), None
+        # The checksum also covers the gaps between the tensors.
+        if self._shape_of(packed) != self._shape and not self._is_blank:
+            region.zero_()
         self._is_blank = False
-        self._copy(packed, copy)
+        self.places(packed)
+        found = fingerprint(packed.tensors[: packed.fixed])
+        if not packed.fixed or (self._fixed == found and self._is_alike(packed)):
+            return bool(packed.fixed)
+        self._fixed, self._next_fixed, self._fixed_checksum = [], found, None
+        return False
+
+    def places(self, packed: Packed) -> list[Tensor]:
+        """Where each tensor belongs, as views of the memory."""
+        shape = self._shape_of(packed)
+        if shape != self._shape:
+            self._shape, self._views = shape, views(self.region(), packed)
+            self.forget()
+        return self._views
+
+    @staticmethod
+    def _shape_of(packed: Packed) -> tuple[object, ...]:
+        kinds = [(tensor.dtype, tensor.shape) for tensor in packed.tensors]
+        return packed.skeleton_room, packed.offsets, packed.fixed, kinds
 
     def finish(self, piece: Piece, packed: Packed) -> Header:
         """Declare the slot whole, after `begin`."""
-        return finish(self.region(), self._layout, piece, packed, self._fixed[1] if self._fixed is not None else None)
+        if self._fixed_checksum is None:
+            self._fixed_checksum = checksum_of_fixed(self.region(), packed)
+        header = finish(self.region(), self._layout, piece, packed, self._fixed_checksum)
+        self.remember()
+        return header
 
-    def _copy(self, packed: Packed, copy: Copy) -> None:
-        """Copy the tensors, except those that do not change and are here already."""
-        found = fingerprint(packed.tensors[: packed.fixed])
-        if self._fixed is not None and (self._fixed[0] != found or not self._is_alike(packed)):
-            self._fixed = None
-        first = packed.fixed if self._fixed is not None else 0
-        copy(self._views[first:], packed.tensors[first:])
-        if self._fixed is None and packed.fixed:
-            self._fixed = found, checksum_of_fixed(self.region(), packed)
+    def forget(self) -> None:
+        """Another worker has prepared the slot: this one does not know which of the tensors are here already."""
+        self._fixed, self._next_fixed, self._fixed_checksum = [], [], None
+
+    def remember(self) -> None:
+        """The tensors that do not change are here: this worker, or another with which it wrote, has declared it."""
+        self._fixed = self._next_fixed
 
     def _is_alike(self, packed: Packed) -> bool:
         """Whether the last whole content, perhaps of another worker, had everything where `packed` has it.

@@ -95,18 +95,18 @@ def unwrap(model: nn.Module) -> nn.Module:
         model = inner
 
 
-def moments_of(optimizer: Any) -> list[Any]:
-    """Every value that the optimizer keeps for a parameter on this rank, except None."""
-    inner = optimizer.optim if is_zero(optimizer) else optimizer
-    return [value for held in inner.state.values() for value in held.values() if value is not None]
-
-
 def hook_after_forward(model: nn.Module, hook: Callable[[nn.Module, object, object], None]) -> Any:
     """Let `hook` run after each forward pass of `model`. Returns a handle with `remove`."""
     if getattr(model, "_compiled_call_impl", None) is not None:
         # `model.compile()` traces hooks too. This ends its graph before the hook.
         hook = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
     return model.register_forward_hook(hook)
+
+
+def moments_of(optimizer: Any) -> list[Any]:
+    """Every value that the optimizer keeps for a parameter on this rank, except None."""
+    inner = optimizer.optim if is_zero(optimizer) else optimizer
+    return [value for held in inner.state.values() for value in held.values() if value is not None]
 
 
 def _put(model: nn.Module, optimizers: Sequence[Optimizer], weights: Any, moments: Any) -> None:

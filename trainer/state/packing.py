@@ -147,8 +147,8 @@ def _load(skeleton: bytes, place: Place) -> list[Any]:
 class Placer:
     """Places the tensors of a state in a region's data, one after the other.
 
-    `fixed` are tensors of the state that training does not change. They come first, on pages of their own. `begin` is
-    where the first tensor lies.
+    `fixed` are tensors of the state that training does not change. They come first, on pages of their own. The first
+    byte is at `begin`.
     """
 
     def __init__(self, fixed: Iterable[Tensor] = (), begin: int = 0) -> None:

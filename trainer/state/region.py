@@ -215,6 +215,13 @@ def view(data: Tensor, dtype: torch.dtype, shape: Sequence[int], begin: int) -> 
     return data[begin : begin + length].view(dtype).view(shape)
 
 
+def bytes_of(tensor: Tensor) -> Tensor | None:
+    """The bytes of a tensor, as a view; None if they are not in the order of its indices."""
+    if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        return None
+    return tensor.detach().view(-1).view(torch.uint8)
+
+
 def up(number: int, of: int) -> int:
     """The next multiple of `of`."""
     return -(-number // of) * of

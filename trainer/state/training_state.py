@@ -55,13 +55,13 @@ class Training:
                 "give one ZeroRedundancyOptimizer all parameters, in groups, or use fully_shard"
             )
         # FSDP's optimizers have one state together, by the names of the parameters.
-        self._of_parts = self._optimizers if self.is_in_parts else self._optimizers[:1]
+        self._others = self._optimizers[1:] if self.is_in_parts else ()
         others = () if self.is_in_parts else self._optimizers[1:]
         self._rest = {"scheduler": scheduler, "scaler": scaler, "extra": extra, "optimizers": others}
-        self.device = _device_of(self.model)
         self._has_extra_state = any(
             type(module).get_extra_state is not nn.Module.get_extra_state for module in self.model.modules()
         )
+        self.device = _device_of(self.model)
         self._buffers = [
             (f"{prefix}.{short}".lstrip("."), owner, short)
             for prefix, owner in self.model.named_modules()
@@ -124,19 +124,20 @@ class Training:
         return {name: [_state_of(one) for one in _several(part)] for name, part in self._rest.items()}
 
     def small(self) -> State:
-        """`rest` and the optimizer's hyperparameters: what of a state in parts changes other than in place."""
+        """The part of a state in parts that is small, and the same on all ranks: what changes other than in place."""
         groups = [
-            [{k: v for k, v in group.items() if k != "params"} for group in one.param_groups] for one in self._of_parts
+            [{key: value for key, value in group.items() if key != "params"} for group in one.param_groups]
+            for one in self._optimizers
         ]
-        return {**self.rest(), "param_groups": groups}
+        return {**{name: its for name, its in self.rest().items() if name != "optimizers"}, "param_groups": groups}
 
     def large(self) -> State:
-        """The rest of a state in parts: model and optimizer."""
-        return state_of(self._wrapped, *self._of_parts)
+        """The rest of a state in parts: the model and what the optimizers keep for its parameters."""
+        return state_of(self._wrapped, self._optimizers[0], *self._others)
 
     def live(self) -> list[Tensor] | None:
         """The tensors of `large`, which training changes in place. None if other values change with them."""
-        moments = [each for one in self._of_parts for each in moments_of(one)]
+        moments = [each for one in self._optimizers for each in moments_of(one)]
         if self._has_extra_state or not all(isinstance(each, Tensor) for each in moments):
             return None
         return [*self.model.parameters(), *self.model.buffers(), *moments]
@@ -204,12 +205,12 @@ class Training:
         If it is in parts, only this rank's part.
         """
         own = {"random": list(random), "per_rank": list(per_rank)}
-        return {**state_of(self._wrapped, *self._of_parts), **self.rest(), **own}
+        return {**state_of(self._wrapped, self._optimizers[0], *self._others), **self.rest(), **own}
 
     def load_whole(self, load: Callable[[State], Found | None], rank: int, world_size: int) -> Found | None:
         """Let `load` fill the state that `whole` returns, and load it. Returns what `load` found."""
         rest: State = {}
-        found = restore(load, self._wrapped, self._optimizers[0], rest, self._of_parts[1:])
+        found = restore(load, self._wrapped, self._optimizers[0], rest, self._others)
         if found is not None:
             self._load_rest(rest)
             random = rest.get("random", ())
@@ -227,10 +228,9 @@ class Training:
             if name in state:
                 for one, its in zip(_several(part), state[name], strict=True):
                     _load(one, its)
-        if "param_groups" in state:
-            for one, groups in zip(self._of_parts, state["param_groups"], strict=True):
-                for group, its in zip(one.param_groups, groups, strict=True):
-                    group.update(its)
+        for one, groups in zip(self._optimizers, state.get("param_groups", ()), strict=False):
+            for group, its in zip(one.param_groups, groups, strict=True):
+                group.update(its)
 
 
 def _device_of(model: nn.Module) -> torch.device:

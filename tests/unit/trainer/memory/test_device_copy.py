@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -218,7 +219,7 @@ def test_a_model_on_several_gpus_is_refused() -> None:
             return iter([_On("cuda:0"), _On("cuda:1")])
 
     with pytest.raises(ValueError, match="are on cuda:0 and cuda:1; a Keeper copies from one GPU"):
-        Training(Anywhere(2, 2), torch.optim.SGD([torch.zeros(1)]))
+        Training(Anywhere(2, 2), SimpleNamespace(param_groups=[], state={}))
 
 
 class _On:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import signal
 import struct
-from collections.abc import Iterator
+import threading
+import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from elaunch.trainer.memory import replicated
 from elaunch.trainer.memory.records import Records, completed_in, verified_records_in
@@ -223,12 +226,14 @@ def test_a_writer_waits_for_another_one_and_then_has_nothing_to_do(shm: Path) ->
         if child == 0:
             # Close this process's end too, or the writer's input never ends.
             writer.go_on()
+            # The forked child does not have its parent's threads.
+            torch.set_num_threads(1)
             os.write(writing, b"w")
-            found = memory.save(Version(0, 3), lambda: os._exit(2))
+            found = memory.save(Version(0, 3), lambda: state_of(3, 100_000), lambda *_: os._exit(2))
             os._exit(0 if found == Version(0, 3) else 1)
         assert os.read(reading, 1) == b"w"
         descriptors = Path(f"/proc/{child}/fd")
-        wait_for(lambda: any(os.readlink(fd) == f"{shm}/m.lock" for fd in descriptors.iterdir()), "that it waits")  # noqa: PTH115
+        wait_for(lambda: any(os.readlink(fd) == f"{shm}/m.stripes" for fd in descriptors.iterdir()), "that it waits")  # noqa: PTH115
 
         writer.go_on()
 
@@ -236,6 +241,88 @@ def test_a_writer_waits_for_another_one_and_then_has_nothing_to_do(shm: Path) ->
         os.close(reading)
         os.close(writing)
     assert versions(memory) == [Version(0, 3), Version(0, 2)]
+
+
+@pytest.mark.parametrize("killed", [None, 0, 2])
+def test_survivors_copy_together_and_take_over_what_a_killed_one_leaves(
+    shm: Path, monkeypatch: pytest.MonkeyPatch, killed: int | None
+) -> None:
+    # Tensors that lie within a stripe, over borders, and in another order.
+    monkeypatch.setattr(replicated, "_STRIPE_BYTES", 10_000)
+    state = {"small": torch.arange(700.0), "large": torch.arange(50_000.0), "sliced": torch.arange(9000.0)[::3]}
+    log = shm / "stripes"
+
+    def began() -> set[str]:
+        return set(log.read_text().split())
+
+    def copy_as(worker: int) -> Callable[[list[Tensor], list[Tensor]], None]:
+        def copy(targets: list[Tensor], sources: list[Tensor]) -> None:
+            with log.open("a") as file:
+                file.write(f"{worker}\n")
+            wait_for(lambda: len(began()) == 3, "all three to copy at the same time")
+            copy_on_host(targets[:1], sources[:1])
+            if worker == killed:
+                os.kill(os.getpid(), signal.SIGKILL)
+            copy_on_host(targets, sources)
+
+        return copy
+
+    log.touch()
+    children = []
+    for worker in range(3):
+        children.append(os.fork())
+        if not children[-1]:
+            try:
+                # The forked child does not have its parent's threads.
+                torch.set_num_threads(1)
+                memory = ReplicatedMemory(shm, "m", LAYOUT, rank=worker, world_size=3)
+                found = memory.save(Version(0, 5), lambda: state, copy_as(worker))
+                os._exit(0 if found == Version(0, 5) else 1)
+            finally:
+                traceback.print_exc()
+                os._exit(2)
+
+    ends = [os.waitpid(child, 0)[1] for child in children]
+
+    assert ends == [signal.SIGKILL if worker == killed else 0 for worker in range(3)]
+    memory = ReplicatedMemory(shm, "m", LAYOUT)
+    assert versions(memory) == [Version(0, 5)]
+    ((header, slot),) = memory.pair.versions()
+    for name, tensor in slot.read(header).items():
+        assert torch.equal(tensor, state[name])
+    assert memory.save(Version(0, 6), lambda: state) == Version(0, 6)
+
+
+def test_fixed_tensors_that_another_worker_has_changed_get_their_checksum(tmp_path: Path) -> None:
+    """The last of those that write together declares the copy whole, perhaps not the one that began it."""
+    base = torch.ones(3000)
+    one, other = (ReplicatedMemory(tmp_path, "m", LAYOUT, rank) for rank in (0, 1))
+    for step in (1, 2):
+        other.save(Version(0, step), lambda: {"w": base}, fixed=[base])
+    base.data.fill_(5)
+
+    def leaves_it_to_the_other(targets: list[Tensor], sources: list[Tensor]) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        one.save(Version(0, 3), lambda: {"w": base}, leaves_it_to_the_other, fixed=[base])
+    other.save(Version(0, 3), lambda: {"w": base}, fixed=[base])
+
+    assert versions(one) == [Version(0, 3), Version(0, 2)]
+    assert contents(one) == [5.0, 1.0]
+
+
+def test_a_copy_of_another_step_waits_until_those_that_copy_together_are_done(shm: Path) -> None:
+    found = ReplicatedMemory(shm, "m", LAYOUT)
+    with Writer(shm) as writer:
+        done: list[Version] = []
+        waits = threading.Thread(target=lambda: done.append(saved(found, 0, 9)))
+        waits.start()
+        assert not done
+        writer.go_on()
+        waits.join()
+
+    assert versions(found) == [Version(0, 9), Version(0, 3)]
 
 
 def test_a_stopped_writer_keeps_nobody_for_ever(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
