@@ -112,6 +112,9 @@ class GuardedState:
         """The step is complete; without `is_whole` its changes have failed, and the state is of no step."""
         try:
             if is_whole:
+                if self.copies_next and self._training.is_in_parts:
+                    # ZeRO-1's step has collectives, and this copy counts as whole.
+                    self._require_clean(f"step {self.next_version.step} may be incomplete, and is not kept")
                 self._copies.gpu.after_commit()
                 if not self._is_put_down:
                     self.put_down()
