@@ -14,7 +14,7 @@ import pytest
 
 from elaunch.trainer.checkpoint.catalog import marks
 from tests.faults.keeper_runs import KEPT, RESTORED, Calm, Run, assert_same
-from tests.harness import environment, free_ports, slow, wait_for
+from tests.harness import environment, free_ports, wait_for
 
 SINGLE_THREAD = {"OMP_NUM_THREADS": "1"}
 SINGLE = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "LOCAL_RANK": "0", "ELAUNCH_GENERATION": "0"}
@@ -109,7 +109,8 @@ def test_the_newest_of_memory_and_disk_is_taken(tmp_path: Path, calm: Calm) -> N
     assert_same(run, calm(3))
 
 
-@pytest.mark.parametrize(("workers", "every", "began"), [(2, 1, 19), slow(3, 1, 19), slow(3, 6, 19)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("workers", "every", "began"), [(2, 1, 19), (3, 1, 19), (3, 6, 19)])
 def test_error_feedback_goes_back_to_where_every_piece_of_it_is(
     tmp_path: Path, calm: Calm, workers: int, every: int, began: int
 ) -> None:

@@ -115,20 +115,20 @@ def test_a_newcomer_that_lacks_a_library_leaves_and_the_job_goes_on(tmp_path: Pa
 
 def test_a_job_of_which_nothing_fails_stays_in_its_first_generation(tmp_path: Path) -> None:
     # The shortest time to live for keys, so that the run's own lease is renewed several times, like the nodes' leases.
-    _is_left_alone(LightCluster(tmp_path, 3, members_on=(0, 1, 2)), 14, "--rdzv-conf", "keys_ttl=12")
+    _is_left_alone(LightCluster(tmp_path, 3, members_on=(0, 1, 2)), 14, 1, "--rdzv-conf", "keys_ttl=12")
 
 
 @pytest.mark.slow
 def test_a_job_of_which_nothing_fails_for_an_hour_stays_in_its_first_generation(tmp_path: Path) -> None:
-    _is_left_alone(Cluster(tmp_path, 3, members_on=(0, 1, 2)), 3600)
+    _is_left_alone(Cluster(tmp_path, 3, members_on=(0, 1, 2)), 3600, 2)
 
 
-def _is_left_alone(made: Cluster, duration_s: float, *options: str) -> None:
+def _is_left_alone(made: Cluster, duration_s: float, workers: int, *options: str) -> None:
     with made as cluster:
         # Slow steps leave the cores to the tests that run at the same time.
-        options = ("--nproc-per-node", "2", *options)
+        options = ("--nproc-per-node", str(workers), *options)
         cluster.start(0, 1, 2, nnodes="2:3", options=options, env={"STEP_S": "0.1"})
-        meeting = cluster.meeting(6)
+        meeting = cluster.meeting(3 * workers)
 
         cluster.trains_for(meeting, duration_s)
 

@@ -54,13 +54,13 @@ def connects(node: Node, address: str, port: int) -> bool:
 
 def test_a_jobs_pods_meet_without_a_flag_and_a_deleted_one_comes_back_with_another_address(tmp_path: Path) -> None:
     job = the("Job", rendered("base"))
-    program = (*PRELOAD, str(REDUCER), str(tmp_path))
+    program = (*LIGHT, str(REDUCER), str(tmp_path))
     with Pods(tmp_path, 3, TOKEN) as pods:
-        head, other = (pods.run(job, ordinal, *program) for ordinal in (0, 1))
+        head, other = (pods.run(job, ordinal, *program, env=WITHOUT_TORCH) for ordinal in (0, 1))
         first = pods.meeting(head, other)
 
         assert pods.delete(other) == 143
-        again = pods.run(job, 1, *program)
+        again = pods.run(job, 1, *program, env=WITHOUT_TORCH)
 
         assert again.node.ipv4 != other.node.ipv4
         second = pods.meeting(head, again, after=first)
@@ -157,6 +157,7 @@ def test_an_elastic_job_over_the_etcd_outlives_its_first_pod_and_a_member(tmp_pa
         pods.end(*others, again)
 
 
+@pytest.mark.slow
 def test_the_pods_of_a_cluster_with_ipv6_alone_meet_over_the_etcd_and_at_the_first_pods_store(tmp_path: Path) -> None:
     members = the("StatefulSet", rendered("etcd"))
     elastic, plain = (the("Job", rendered(folder)) for folder in ("overlays/elastic", "base"))
