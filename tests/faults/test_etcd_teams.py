@@ -16,7 +16,7 @@ from elaunch.rendezvous.store import Denied, Put, Txn
 from tests.certificates import Certificates
 from tests.etcd import Etcd
 from tests.faults.processes import Light, Watched
-from tests.harness import REPOSITORY, slow, wait_for
+from tests.harness import REPOSITORY, wait_for
 
 TEAMS = ("vision", "nlp")
 # The commands that an administrator types for each team, from docs/operations.md.
@@ -116,7 +116,8 @@ def test_jobs_of_one_name_under_two_prefixes_do_not_meet_and_neither_team_reads_
         assert (first.wait(), second.wait()) == (0, 0)
 
 
-@pytest.mark.parametrize("version", [slow("3.4"), "3.5"])
+@pytest.mark.slow
+@pytest.mark.parametrize("version", ["3.4", "3.5"])
 def test_a_role_for_the_prefix_is_enough_for_all_that_a_job_asks(tmp_path: Path, version: str) -> None:
     certificates = Certificates(tmp_path / "certificates")
     with Etcd(version, tls=certificates, client_certificates=True, users={"somebody": "x"}) as etcd:

@@ -12,7 +12,7 @@ import pytest
 
 from tests.faults.cluster import REDUCER, Cluster, LightCluster, Shared
 from tests.faults.processes import is_alive
-from tests.harness import slow, wait_for
+from tests.harness import wait_for
 from tests.nodes import needs_nodes
 
 pytestmark = needs_nodes
@@ -252,7 +252,8 @@ def test_a_killed_agents_node_is_given_up_and_the_others_go_on(tmp_path: Path, l
         cluster.end(*({0, 1, 2} - {index}))
 
 
-@pytest.mark.parametrize("leads", [slow(True), False])
+@pytest.mark.slow
+@pytest.mark.parametrize("leads", [True, False])
 def test_an_agent_that_stops_for_longer_than_its_lease_comes_back_as_a_new_node(tmp_path: Path, leads: bool) -> None:
     with LightCluster(tmp_path, 2) as cluster:
         cluster.start(0, 1, nnodes="1:2")
@@ -293,6 +294,7 @@ def test_an_agent_that_stops_for_less_than_its_lease_costs_nothing(tmp_path: Pat
         cluster.end()
 
 
+@pytest.mark.slow
 def test_a_node_that_is_killed_while_a_generation_forms_is_left_out(tmp_path: Path) -> None:
     with LightCluster(tmp_path, 3) as cluster:
         cluster.start(0, 1, 2, nnodes="2:3", options=("--failure-grace", "8"))
@@ -398,6 +400,7 @@ def test_a_ctrl_c_that_every_agent_gets_lets_all_workers_save(tmp_path: Path) ->
         assert "SIGINT: stopping already, SIGKILL in" in cluster.agents[0].stderr
 
 
+@pytest.mark.slow
 def test_a_job_whose_agents_were_killed_begins_anew_when_they_are_started_otherwise_at_once(tmp_path: Path) -> None:
     mended = tmp_path / "mended.py"
     mended.symlink_to(REDUCER)

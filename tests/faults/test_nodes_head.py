@@ -13,7 +13,6 @@ import pytest
 
 from tests.faults.cluster import LightCluster
 from tests.faults.processes import Watched, is_alive
-from tests.harness import slow
 from tests.nodes import needs_nodes
 
 pytestmark = needs_nodes
@@ -41,7 +40,8 @@ def test_a_new_user_types_one_line_here_and_the_line_that_it_prints_there(
         cluster.end()
 
 
-@pytest.mark.parametrize("store", ["memory", slow("etcd")])
+@pytest.mark.slow
+@pytest.mark.parametrize("store", ["memory", "etcd"])
 def test_workers_of_nodes_that_know_the_token_meet_and_restart(tmp_path: Path, store: str) -> None:
     with LightCluster(tmp_path, 2, head=True) as cluster:
         cluster.start(0, 1, nnodes="2", options=("--store", store), env=TOKEN)

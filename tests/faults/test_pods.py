@@ -15,7 +15,7 @@ import pytest
 from tests.faults.cluster import PRELOAD, REDUCER
 from tests.faults.processes import LIGHT
 from tests.faults.test_signals import STUBBORN
-from tests.harness import script, slow, wait_for
+from tests.harness import script, wait_for
 from tests.manifests import K8S, Object, rendered, the
 from tests.nodes import Node, needs_nodes
 from tests.pods import NAMESPACE, JobPod, Pods
@@ -105,7 +105,8 @@ def kubeflows(rank: int) -> dict[str, str]:
     return {**numbers, "PET_MASTER_ADDR": "train-node-0-0.train", "PET_MASTER_PORT": "29400"}
 
 
-@pytest.mark.parametrize("kind", ["kubeflow", slow("jobset")])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["kubeflow", "jobset"])
 def test_the_pods_of_a_jobset_and_of_kubeflow_meet_and_come_back(tmp_path: Path, kind: str) -> None:
     if kind == "kubeflow":
         jobset = the("ClusterTrainingRuntime", rendered(kind))["spec"]["template"] | {"metadata": {"name": "train"}}

@@ -146,6 +146,7 @@ def test_without_munge_the_secret_goes_through_a_shared_home_and_tasks_beside_th
     assert (slurm.home / ".elaunch").stat().st_mode & 0o777 == 0o700
 
 
+@pytest.mark.slow
 def test_two_jobs_of_an_array_share_a_head(slurm: Slurm) -> None:
     (slurm.home / "meet.sh").write_text(
         f"{PLACE}touch here.$SLURM_ARRAY_TASK_ID\nuntil [ -e here.0 ] && [ -e here.1 ]; do sleep 0.1; done\n"
