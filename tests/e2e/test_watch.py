@@ -126,7 +126,7 @@ def test_status_shows_ranks_steps_the_last_failure_and_what_is_left_of_the_budge
     assert status["last_failure"]["code"] == 7
     assert 0 <= status["last_failure"]["ago_s"] < 60
     assert [rank["rank"] for rank in status["ranks"]] == [0, 1]
-    assert all(0.08 < rank["step_s"] < 5 and rank["state"] == "running" for rank in status["ranks"])
+    assert all(0.08 < rank["step_s"] < 5 and rank["state"] == "running" for rank in status["ranks"]), status["ranks"]
     assert text.startswith(f"job {run_id}: running, generation 1 for ")
     for words in (
         "1 node, 2 ranks",
