@@ -1,8 +1,9 @@
 """Forks ranks from one process that has imported torch: a group starts in 0.1 s. tests/ranks.py runs this script.
 
-Its arguments name more modules to import. Each line of its input asks for one group: `{"script", "args", "envs",
-"folder"}`, with an environment per rank. It answers with the ranks' pids, and later with `{"pid", "code"}` for each
-rank that ends. Output goes to FOLDER/out.RANK and err.RANK.
+Its arguments are the path of its socket, and more modules to import. All test processes of a run share it. Each is a
+client with a connection, and each line from it asks for one group: `{"script", "args", "envs", "folder"}`, with an
+environment per rank. It answers with the ranks' pids, and later with `{"pid", "code"}` for each rank that ends. Output
+goes to FOLDER/out.RANK and err.RANK. A client that leaves takes its ranks along. The last one takes the forker along.
 """
 
 from __future__ import annotations
@@ -14,8 +15,11 @@ import os
 import runpy
 import selectors
 import signal
+import socket
 import sys
 import traceback
+from contextlib import suppress
+from dataclasses import dataclass, field
 
 import torch
 import torch._dynamo
@@ -51,49 +55,93 @@ def become(script: str, args: list[str], env: dict[str, str], folder: str, rank:
         os._exit(code)
 
 
-def tell(record: object) -> None:
-    print(json.dumps(record), flush=True)
+# A test process that has started the forker and was killed never connects.
+FIRST_CLIENT_S = 60.0
+
+
+@dataclass(eq=False)
+class Client:
+    """A test process, and its ranks that are alive."""
+
+    connection: socket.socket
+    pending: bytes = b""
+    alive: set[int] = field(default_factory=set)
+
+    def tell(self, record: object) -> None:
+        with suppress(ConnectionError):
+            self.connection.sendall(json.dumps(record).encode() + b"\n")
+
+    def hear(self) -> bool:
+        """Fork what it asks for. False if it has left."""
+        try:
+            content = self.connection.recv(65536)
+        except ConnectionError:
+            content = b""
+        *lines, self.pending = (self.pending + content).split(b"\n")
+        for line in lines:
+            order = json.loads(line)
+            pids = []
+            for rank, env in enumerate(order["envs"]):
+                pid = os.fork()
+                if not pid:
+                    become(order["script"], order["args"], env, order["folder"], rank)
+                pids.append(pid)
+            self.alive |= set(pids)
+            self.tell({"pids": pids})
+        return bool(content)
+
+    def close(self) -> None:
+        for pid in self.alive:
+            with suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+        self.connection.close()
 
 
 def main() -> None:
+    path, *modules = sys.argv[1:]
     torch.set_num_threads(1)
-    for name in sys.argv[1:]:
+    for name in modules:
         importlib.import_module(name)
     wake, woken = os.pipe()
     os.set_blocking(woken, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(woken)
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(path)
+    listener.listen()
     events = selectors.DefaultSelector()
-    events.register(0, selectors.EVENT_READ)
+    events.register(listener, selectors.EVENT_READ)
     events.register(wake, selectors.EVENT_READ)
-    alive: set[int] = set()
-    tell("ready")
-    pending = b""
-    while True:
-        for key, _ in events.select():
-            content = os.read(key.fd, 65536)
-            if key.fd == 0 and not content:
-                for pid in alive:
-                    os.killpg(pid, signal.SIGKILL)
-                return
-            if key.fd == 0:
-                *lines, pending = (pending + content).split(b"\n")
-                for line in lines:
-                    order = json.loads(line)
-                    pids = []
-                    for rank, env in enumerate(order["envs"]):
-                        pid = os.fork()
-                        if not pid:
-                            become(order["script"], order["args"], env, order["folder"], rank)
-                        pids.append(pid)
-                    alive |= set(pids)
-                    tell({"pids": pids})
-        while alive:
+    clients: set[Client] = set()
+    while ready := events.select(None if clients else FIRST_CLIENT_S):
+        for key, _ in ready:
+            if key.fileobj is listener:
+                client = Client(listener.accept()[0])
+                clients.add(client)
+                events.register(client.connection, selectors.EVENT_READ, client)
+                client.tell("ready")
+            elif key.fileobj == wake:
+                os.read(wake, 65536)
+            elif not key.data.hear():
+                events.unregister(key.fileobj)
+                clients.discard(key.data)
+                key.data.close()
+                if not clients:
+                    return
+        reap(clients)
+
+
+def reap(clients: set[Client]) -> None:
+    """Tell each client which of its ranks have ended."""
+    with suppress(ChildProcessError):
+        while True:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if not pid:
-                break
-            alive.discard(pid)
-            tell({"pid": pid, "code": os.waitstatus_to_exitcode(status)})
+                return
+            for client in clients:
+                if pid in client.alive:
+                    client.alive.discard(pid)
+                    client.tell({"pid": pid, "code": os.waitstatus_to_exitcode(status)})
 
 
 if __name__ == "__main__":

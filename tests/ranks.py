@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -38,30 +40,30 @@ class Ended:
 
 
 class RankForker:
-    """One process that has imported torch and `modules`, and forks a test module's ranks. See tests/rank_forker.py.
+    """A connection to the process that has imported torch and `modules`, and forks ranks. See tests/rank_forker.py.
 
+    All test processes of a run share that process: `place` is the path of its socket. The first of them starts it.
     `env` are the variables that these modules need when they are imported.
     """
 
-    def __init__(self, *modules: str, env: Mapping[str, str] | None = None) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.rank_forker", *modules],
-            env=environment({"OMP_NUM_THREADS": "1", **(env or {})}),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+    def __init__(self, place: Path, *modules: str, env: Mapping[str, str] | None = None) -> None:
         self._said: list[Any] = []
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-        wait_for(lambda: self._said, "a forker")
+        with place.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not self._connect(place):
+                place.unlink(missing_ok=True)
+                command = [sys.executable, "-m", "tests.rank_forker", str(place), *modules]
+                variables = environment({"OMP_NUM_THREADS": "1", **(env or {})})
+                self._process = subprocess.Popen(
+                    command, env=variables, stdin=subprocess.DEVNULL, start_new_session=True
+                )
+                wait_for(lambda: self._connect(place), "a forker")
 
     def begin(self, script: Path, args: Iterable[str], envs: list[dict[str, str]], folder: Path) -> list[int]:
         """Fork the ranks; their pids."""
         before = len(self._groups())
         order = {"script": str(script), "args": list(args), "envs": envs, "folder": str(folder)}
-        assert self._process.stdin is not None
-        print(json.dumps(order), file=self._process.stdin, flush=True)
+        self._connection.sendall(json.dumps(order).encode() + b"\n")
         pids: list[int] = wait_for(lambda: self._groups()[before:], "the ranks to be forked")[0]
         return pids
 
@@ -71,25 +73,37 @@ class RankForker:
         return ends[0] if ends else None
 
     def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(DEADLINE_S)
+        """Leave. The process ends when all have left."""
+        self._connection.shutdown(socket.SHUT_RDWR)
         self._reader.join(DEADLINE_S)
-        assert self._process.stdout is not None
-        self._process.stdout.close()
+        self._connection.close()
+
+    def _connect(self, place: Path) -> bool:
+        """Whether the process is there and takes this one as a client."""
+        self._connection = socket.socket(socket.AF_UNIX)
+        try:
+            self._connection.connect(str(place))
+        except OSError:
+            self._connection.close()
+            return False
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        # It says that it is ready, or ends, since all others have left.
+        wait_for(lambda: self._said or not self._reader.is_alive(), "the forker's first word")
+        return bool(self._said)
 
     def _groups(self) -> list[list[int]]:
         return [each["pids"] for each in list(self._said) if isinstance(each, dict) and "pids" in each]
 
     def _read(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            self._said.append(json.loads(line))
+        with contextlib.suppress(OSError), self._connection.makefile() as lines:
+            for line in lines:
+                self._said.append(json.loads(line))
 
 
 @contextlib.contextmanager
-def forker(*modules: str, env: Mapping[str, str] | None = None) -> Iterator[RankForker]:
-    held = RankForker(*modules, env=env)
+def forker(place: Path, *modules: str, env: Mapping[str, str] | None = None) -> Iterator[RankForker]:
+    held = RankForker(place, *modules, env=env)
     try:
         yield held
     finally:

@@ -34,6 +34,9 @@ from pathlib import Path
 import pytest
 
 from tests.harness import Job, free_ports
+from tests.standin import WITH_TORCH
+
+pytestmark = pytest.mark.usefixtures("without_torch")
 
 CORPUS = Path(__file__).with_name("corpus")
 KEYS = frozenset(
@@ -157,7 +160,8 @@ def run(entry: Path, says: Expected, folder: Path) -> list[str]:
     with ExitStack() as stack:
         prefix = within(place, values)
         command = [*words, *program, *shlex.split(values.get("script", ""))]
-        env = {"TMPDIR": str(folder)}
+        torch = WITH_TORCH if entry.stem.startswith("torch_") else {}
+        env = {"TMPDIR": str(folder), **torch}
         jobs = [stack.enter_context(Job(place, *command, env=env, prefix=prefix)) for _ in range(nodes)]
         codes = [job.wait() for job in jobs]
     assert codes == [1] * nodes, "\n".join(job.output for job in jobs)

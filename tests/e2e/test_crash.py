@@ -9,6 +9,8 @@ import pytest
 
 from tests.harness import Job, finished, script
 
+pytestmark = pytest.mark.usefixtures("without_torch")
+
 LIGHT = ("--preload", "json")
 EXEC = ("--no-preload",)
 BOTH = pytest.mark.parametrize("start", [LIGHT, EXEC], ids=["forked", "exec'd"])

@@ -17,6 +17,8 @@ from tests.documents import PAGES, PROGRAMS, blocks, fences
 from tests.etcd import Etcd, binary
 from tests.harness import REPOSITORY, Job, environment, script
 
+pytestmark = pytest.mark.usefixtures("without_torch")
+
 TRAIN = """
 import os, pathlib, sys, time
 print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], flush=True)
@@ -44,7 +46,6 @@ HERE = {
     "cat logs/latest/timeline.jsonl": '"event": "sealed"',
     "elaunch --nproc-per-node 1 --no-python env": "MASTER_ADDR=127.0.0.1",
     "elaunch --help": "Exit codes:",
-    "elaunch doctor": "can train",
     "(umask 077; openssl rand -hex 16 > ~/job.token)": "",
     "_ELAUNCH_COMPLETE=bash_source elaunch > ~/.elaunch-completion.bash": "",
 }
@@ -77,6 +78,7 @@ ETCD = {
 }
 # Commands that another test runs.
 ELSEWHERE = {
+    "elaunch doctor": "test_this_node_can_train",
     "elaunch --metrics-port 9400 --nproc-per-node 2 train.py": "test_a_failed_and_restarted_job_shows_both",
     "elaunch --on-event ./notify.sh --nproc-per-node 2 train.py": (
         "test_the_script_of_the_page_posts_what_happened_and_the_job_does_not_wait_for_it"

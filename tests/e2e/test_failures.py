@@ -11,11 +11,13 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from tests.harness import Job, finished, script, slow
+from tests.standin import WITH_TORCH
+
+pytestmark = pytest.mark.usefixtures("without_torch")
 
 # Preload a light module in place of torch: the fork server does the same, without the second of importing torch.
 LIGHT = ("--preload", "json")
 EXEC = ("--no-preload",)
-BOTH = pytest.mark.parametrize("start", [LIGHT, EXEC], ids=["forked", "exec'd"])
 
 # Rank 1 fails in each generation with a different error. Rank 0 dies of the agent's SIGTERM, and rank 2 raises at it.
 THREE_RANKS = """
@@ -238,8 +240,8 @@ class TestStartUp:
         [
             (LIGHT, "import torch_geometrics_x", "ModuleNotFoundError: No module named 'torch_geometrics_x'"),
             (LIGHT, "def train(:\n    pass", "SyntaxError: invalid syntax"),
-            (EXEC, "from os import no_such_name", "ImportError: cannot import name 'no_such_name'"),
-            (EXEC, "def train(:\n    pass", "SyntaxError: invalid syntax"),
+            slow(EXEC, "from os import no_such_name", "ImportError: cannot import name 'no_such_name'"),
+            slow(EXEC, "def train(:\n    pass", "SyntaxError: invalid syntax"),
         ],
         ids=["no module-forked", "syntax-forked", "no name-exec'd", "syntax-exec'd"],
     )
@@ -255,7 +257,7 @@ class TestStartUp:
         assert "generation 1" not in job.stderr
         assert "0 of 3 restarts used" in job.stderr
 
-    @BOTH
+    @pytest.mark.parametrize("start", [LIGHT, slow(EXEC)], ids=["forked", "exec'd"])
     def test_a_module_that_does_not_exist_is_not_restarted(self, start: tuple[str, ...], tmp_path: Path) -> None:
         nowhere = finished(tmp_path, *start, "--max-restarts", "3", "-m", "no_such_recipe")
         (tmp_path / "recipes").mkdir()
@@ -277,7 +279,9 @@ class TestStartUp:
         assert "generation 1" not in nowhere.stderr + below.stderr
         assert "=====" not in nowhere.stderr + below.stderr
 
-    @pytest.mark.parametrize(("start", "name"), [(LIGHT, "recipes"), (LIGHT, "recipes.first"), (EXEC, "recipes.first")])
+    @pytest.mark.parametrize(
+        ("start", "name"), [(LIGHT, "recipes"), slow(LIGHT, "recipes.first"), slow(EXEC, "recipes.first")]
+    )
     def test_an_import_that_fails_in_a_module_that_exists_keeps_its_traceback(
         self, start: tuple[str, ...], name: str, tmp_path: Path
     ) -> None:
@@ -313,7 +317,7 @@ raise ValueError(f"worker {os.getpid()} after the torn record at {id(os):#x}")
 """
 
 
-@pytest.fixture(scope="module", params=[LIGHT, EXEC], ids=["forked", "exec'd"])
+@pytest.fixture(scope="module", params=[LIGHT, slow(EXEC)], ids=["forked", "exec'd"])
 def torn(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Job, Path]:
     """A job whose worker is killed once and then fails until the job gives up; and its folder."""
     folder = tmp_path_factory.mktemp("torn")
@@ -351,7 +355,7 @@ class TestBudget:
         """Torch's own record of the error is read and kept, too."""
         script(tmp_path, RECORDS.replace("BEGIN", "dist.init_process_group('gloo')").replace("END", end))
 
-        job = finished(tmp_path, *start, "--max-restarts", "5", "--log-dir", "logs", "train.py")
+        job = finished(tmp_path, *start, "--max-restarts", "5", "--log-dir", "logs", "train.py", env=WITH_TORCH)
 
         assert job.code == 1, job.output
         assert "the same way twice in a row, after about the same time" in _report(job)
@@ -385,7 +389,7 @@ if os.environ["ELAUNCH_GENERATION"] != "3":
         assert "generation 4" not in killed.stderr
 
 
-@pytest.fixture(scope="module", params=[("forked", LIGHT), ("exec'd", EXEC)], ids=["forked", "exec'd"])
+@pytest.fixture(scope="module", params=[("forked", LIGHT), slow(("exec'd", EXEC))], ids=["forked", "exec'd"])
 def peers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[tuple[str, ...], Job]:
     """The ways in which a job fails, one in each generation, and the job."""
     folder = tmp_path_factory.mktemp("peers")
@@ -437,11 +441,12 @@ class TestFirstCause:
 
 
 class TestRecordDecorator:
+    @pytest.mark.slow
     def test_torchs_own_record_is_read_and_kept(self, tmp_path: Path) -> None:
         """This tests a fresh interpreter. The test in which one error uses the whole budget has a forked worker."""
         script(tmp_path, RECORDS.replace("BEGIN", "pass").replace("END", "pass"))
 
-        job = finished(tmp_path, *EXEC, "--max-restarts", "0", "--log-dir", "logs", "train.py")
+        job = finished(tmp_path, *EXEC, "--max-restarts", "0", "--log-dir", "logs", "train.py", env=WITH_TORCH)
 
         assert_record_was_read(job)
 

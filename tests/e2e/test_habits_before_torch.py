@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.habits import TORCH, Run, fresh, worker
-from tests.harness import script
+from tests.harness import script, slow
 
 PROGRAMS = """
 import json, os, sys
@@ -175,7 +175,9 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run, dict[str, 
     return (folder, *launched(folder, SETS, {}))
 
 
-@pytest.mark.parametrize("name", ["all of them", "OMP alone, numpy first", "MKL alone, by torch.nn", "too late"])
+@pytest.mark.parametrize(
+    "name", ["all of them", slow("OMP alone, numpy first"), "MKL alone, by torch.nn", slow("too late")]
+)
 def test_what_a_script_sets_before_import_torch_has_its_effect_or_is_told(
     job: tuple[Path, Run, dict[str, Any]], name: str
 ) -> None:
@@ -227,6 +229,7 @@ def shell_job(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run, dict
     return (folder, *launched(folder, UNSETS, SHELL, max_restarts=1))
 
 
+@pytest.mark.slow
 def test_what_a_script_removes_before_import_torch_is_gone_or_told(
     shell_job: tuple[Path, Run, dict[str, Any]],
 ) -> None:
@@ -235,6 +238,7 @@ def test_what_a_script_removes_before_import_torch_is_gone_or_told(
     assert_effect_or_word(found["gone again"], with_compiler(alone(folder, 0, SHELL), False), told(run, 0))
 
 
+@pytest.mark.slow
 def test_variables_are_followed_again_after_a_restart(shell_job: tuple[Path, Run, dict[str, Any]]) -> None:
     _, run, _ = shell_job
 
@@ -243,6 +247,7 @@ def test_variables_are_followed_again_after_a_restart(shell_job: tuple[Path, Run
     assert [json.loads(each) for each in found] == [["0", 2, "INFO"], ["1", 2, "INFO"]], str(run)
 
 
+@pytest.mark.slow
 def test_what_torch_would_say_at_the_end_is_not_said_for_a_program_that_never_used_it(
     shell_job: tuple[Path, Run, dict[str, Any]],
 ) -> None:

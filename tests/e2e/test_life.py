@@ -12,6 +12,9 @@ import pytest
 
 from elaunch import __version__
 from tests.harness import COMMAND, Job, environment, finished, records, script, slow
+from tests.standin import WITH_TORCH
+
+pytestmark = pytest.mark.usefixtures("without_torch")
 
 # Preload a light module in place of torch: the fork server does the same, without the second of importing torch.
 LIGHT = ("--preload", "json")
@@ -63,7 +66,7 @@ def world(request: pytest.FixtureRequest) -> int:
     return int(request.param)
 
 
-@pytest.fixture(scope="module", params=[slow(1), 4])
+@pytest.fixture(scope="module", params=[slow(1), 2, slow(4)])
 def failing_world(request: pytest.FixtureRequest) -> int:
     """The number of workers of a job in which one fails."""
     return int(request.param)
@@ -81,7 +84,7 @@ def reduced_in(world: int, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def reduced(world: int, reduced_in: Path) -> Job:
     """A job in which nothing fails."""
     script(reduced_in, ALL_REDUCE)
-    env = {"TMPDIR": str(reduced_in / "temporary")}
+    env = {"TMPDIR": str(reduced_in / "temporary"), **WITH_TORCH}
 
     return finished(reduced_in, "--nproc-per-node", str(world), "--log-dir", "logs", "train.py", env=env)
 
@@ -95,7 +98,7 @@ def restarted(failing_world: int, tmp_path_factory: pytest.TempPathFactory) -> J
     # The script has no optimizer. The job in which nothing fails has the default preload.
     preload = ("--preload", "torch.distributed")
     options = ("--nproc-per-node", str(failing_world), "--max-restarts", "1")
-    return finished(folder, *preload, *options, "train.py", "kill")
+    return finished(folder, *preload, *options, "train.py", "kill", env=WITH_TORCH)
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,8 @@ import pytest
 
 from tests.harness import finished, script
 
+pytestmark = pytest.mark.usefixtures("without_torch")
+
 SPEAKS = """
 import os, sys, time
 print("out", os.environ["RANK"])

@@ -17,6 +17,8 @@ import pytest
 
 from tests.harness import REPOSITORY, Job, finished, free_ports, script, wait_for
 
+pytestmark = pytest.mark.usefixtures("without_torch")
+
 DASHBOARD = json.loads((REPOSITORY / "deploy" / "grafana" / "elaunch.json").read_text())
 # Fails once, then trains until the file `enough` is there.
 TRAINS = """

@@ -16,6 +16,8 @@ import pytest
 
 from tests.harness import REPOSITORY, Job, finished, script, wait_for
 
+pytestmark = pytest.mark.usefixtures("without_torch")
+
 FAILS_ONCE = """
 import os, sys
 sys.exit(3 if os.environ["ELAUNCH_GENERATION"] == "0" else 0)

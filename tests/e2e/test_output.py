@@ -21,7 +21,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.harness import COMMAND, DEADLINE_S, Job, environment, finished, free_ports, script, wait_for
+from tests.harness import COMMAND, DEADLINE_S, Job, environment, finished, free_ports, script, slow, wait_for
+
+pytestmark = pytest.mark.usefixtures("without_torch")
 
 # Preload a light module in place of torch: the fork server does the same, without the second of importing torch.
 LIGHT = ("--preload", "json")
@@ -75,7 +77,7 @@ class TestLoneWorker:
 
         assert [line for line in output if not line.startswith("elaunch: ")] == [f"line {i}" for i in range(2000)]
 
-    @pytest.mark.parametrize("start", [LIGHT, ("--no-preload",)], ids=["forked", "exec'd"])
+    @pytest.mark.parametrize("start", [LIGHT, slow(("--no-preload",))], ids=["forked", "exec'd"])
     def test_it_keeps_its_terminal_and_can_ask_the_user(self, start: tuple[str, ...], tmp_path: Path) -> None:
         script(tmp_path, "import os; print('terminals', *map(os.isatty, range(3))); print('hello', input('name? '))")
 
@@ -126,7 +128,7 @@ class TestPrefix:
 
         assert sorted(job.stdout.splitlines()) == ["<actor 0/0> out 0", "<actor 1/1> out 1"]
 
-    @pytest.mark.parametrize("start", [LIGHT, ("--no-preload",)], ids=["forked", "exec'd"])
+    @pytest.mark.parametrize("start", [LIGHT, slow(("--no-preload",))], ids=["forked", "exec'd"])
     def test_at_a_terminal_a_debugger_works_in_any_rank(self, start: tuple[str, ...], tmp_path: Path) -> None:
         script(tmp_path, WAIT + "if rank == 1:\n    breakpoint()\n    print('went on')\n")
 
@@ -140,7 +142,9 @@ class TestPrefix:
 
         assert code == 0, terminal.text
 
-    @pytest.mark.parametrize(("start", "workers"), [(LIGHT, "2"), (("--no-preload",), "1")], ids=["forked", "exec'd"])
+    @pytest.mark.parametrize(
+        ("start", "workers"), [(LIGHT, "2"), slow(("--no-preload",), "1")], ids=["forked", "exec'd"]
+    )
     def test_ctrl_c_at_a_debuggers_prompt_ends_the_job_at_once(
         self, start: tuple[str, ...], workers: str, tmp_path: Path
     ) -> None:
@@ -643,8 +647,9 @@ while True:
 class TestReaderGone:
     """`elaunch train.py | head`: decision 030."""
 
-    @pytest.mark.parametrize("workers", ["1", "2"])
-    @pytest.mark.parametrize("together", [False, True], ids=["stdout", "2>&1"])
+    @pytest.mark.parametrize(
+        ("together", "workers"), [(False, "2"), (True, "1"), slow(False, "1"), slow(True, "2")], ids=str
+    )
     def test_a_pipe_whose_reader_leaves_ends_the_job_quietly(
         self, workers: str, together: bool, tmp_path: Path
     ) -> None:
@@ -723,6 +728,7 @@ class TestReaderGone:
         assert all((tmp_path / f"trained {rank}").exists() for rank in range(2))
         assert errors.count("training goes on without it") == 1
 
+    @pytest.mark.slow
     def test_the_job_ends_on_all_nodes(self, tmp_path: Path) -> None:
         script(tmp_path, ENDLESS)
         options = ("--no-preload", "--nnodes", "2", "--nproc-per-node", "1", "--rdzv-endpoint")

@@ -12,6 +12,9 @@ import psutil
 import pytest
 
 from tests.harness import COMMAND, Job, environment, finished, free_ports, script, wait_for
+from tests.standin import WITH_TORCH
+
+pytestmark = pytest.mark.usefixtures("without_torch")
 
 LIGHT = ("--preload", "json", "--max-restarts", "0")
 
@@ -98,7 +101,7 @@ def test_a_late_import_error_of_one_rank_is_a_start_up_failure_though_another_wa
         "import nosuchmodule\n",
     )
 
-    with Job(tmp_path, "--preload", "torch", "--nproc-per-node", "2", "train.py") as job:
+    with Job(tmp_path, "--preload", "torch", "--nproc-per-node", "2", "train.py", env=WITH_TORCH) as job:
         job.wait_for_output("at the store")
         # The group's leader has connected by the time that its socket is there.
         store = job.child("elaunch: worker store")

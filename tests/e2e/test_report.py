@@ -17,6 +17,8 @@ import pytest
 
 from tests.harness import COMMAND, REPOSITORY, Job, environment, finished, script
 
+pytestmark = pytest.mark.usefixtures("without_torch")
+
 # Reports a step every 0.1 s. Rank 1 dies after step 6; generation 1 goes on after step 4, up to step 12.
 LOSES_TWO_STEPS = """
 import os, signal, sys, time

@@ -7,9 +7,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from elaunch.agent.core.entries import SCHEMA_VERSION
 from tests.event_schema import check_event
 from tests.harness import finished, script
+
+pytestmark = pytest.mark.usefixtures("without_torch")
 
 # The survivor waits to be stopped.
 ONE_DIES_ONCE = """

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from elaunch.trainer.ledger.ledger import audit_folder
-from tests.harness import REPOSITORY, Job, environment, script
+from tests.harness import REPOSITORY, Job, environment, preloading, script
 from tests.s3 import s3_server
 
 PAGE = REPOSITORY / "docs" / "trainer.md"
@@ -31,7 +31,8 @@ def kept(folder: Path, heading: str = "Keeping the state", *, steps: int) -> Pat
 def test_a_killed_worker_costs_no_step(tmp_path: Path) -> None:
     path = kept(tmp_path, steps=300)
 
-    with Job(tmp_path, "--nproc-per-node", "2", str(path), env={"OMP_NUM_THREADS": "1"}) as job:
+    preload = preloading("elaunch.trainer.keeper.keeper")
+    with Job(tmp_path, *preload, "--nproc-per-node", "2", str(path), env={"OMP_NUM_THREADS": "1"}) as job:
         job.wait_for_output(r"step 50: loss")
         workers = [p for p in psutil.Process(job.process.pid).children(recursive=True) if str(path) in p.cmdline()]
         victim = next(p for p in workers if p.cmdline()[-1] == str(path) and p.num_threads() > 1)
@@ -45,6 +46,7 @@ def test_a_killed_worker_costs_no_step(tmp_path: Path) -> None:
     assert list((tmp_path / "checkpoints").glob("generation-0001-step-00000300"))
 
 
+@pytest.mark.slow
 def test_it_runs_under_torchrun(tmp_path: Path) -> None:
     program = str(kept(tmp_path, steps=50))
     # One worker shows it: each imports torch anew.
@@ -82,10 +84,12 @@ def killed(folder: Path, victim: int, *, workers: int = 3, steps: int = 300) -> 
     return job
 
 
+@pytest.mark.slow
 def test_the_whole_script_loses_no_sample_by_a_kill(tmp_path: Path) -> None:
     assert "[0] step 150: loss" in killed(tmp_path / "killed", 0, workers=2, steps=150).stdout
 
 
+@pytest.mark.slow
 def test_the_command_for_an_object_store_works_and_goes_on_from_there(tmp_path: Path) -> None:
     section = PAGE.read_text().split("### In an object store\n", 1)[1]
     words = section.split("```sh\n", 1)[1].splitlines()[0].split()

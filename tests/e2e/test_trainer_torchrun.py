@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from elaunch.trainer.checkpoint.checkpoints import marks
-from tests.harness import free_ports, slow, wait_for
+from tests.harness import free_ports, wait_for
 
 SHAPE = ["--steps", "40", "--global-batch", "6", "--checkpoint-every", "1", "--layers", "2", "--width", "32"]
 SHAPE += ["--heads", "2", "--context", "16", "--dropout", "0.1", "--seed", "5", "--micro-batch", "1"]
@@ -246,7 +246,8 @@ def test_of_several_workers_only_rank_0_refuses_and_exits_first(start: Start) ->
     assert finish(second) == (2, "", "")
 
 
-@pytest.mark.parametrize(("signum", "told"), [(signal.SIGTERM, 1), slow(signal.SIGINT, 0)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("signum", "told"), [(signal.SIGTERM, 1), (signal.SIGINT, 0)])
 def test_a_signal_to_one_worker_stops_all_at_the_same_step_with_a_checkpoint(
     start: Start, tmp_path: Path, signum: signal.Signals, told: int
 ) -> None:

@@ -25,6 +25,8 @@ import pytest
 from tests.etcd import Etcd
 from tests.harness import COMMAND, Job, environment, free_ports, script, wait_for
 
+pytestmark = pytest.mark.usefixtures("without_torch")
+
 TRAIN = """
 import os, pathlib, time
 from elaunch.trainer import link
@@ -124,7 +126,7 @@ def test_status_shows_ranks_steps_the_last_failure_and_what_is_left_of_the_budge
     assert status["last_failure"]["code"] == 7
     assert 0 <= status["last_failure"]["ago_s"] < 60
     assert [rank["rank"] for rank in status["ranks"]] == [0, 1]
-    assert all(0.08 < rank["step_s"] < 5 and rank["state"] == "running" for rank in status["ranks"])
+    assert all(0.08 < rank["step_s"] < 5 and rank["state"] == "running" for rank in status["ranks"]), status["ranks"]
     assert text.startswith(f"job {run_id}: running, generation 1 for ")
     for words in (
         "1 node, 2 ranks",
@@ -381,10 +383,14 @@ def test_top_draws_the_job_anew_each_second_until_q_or_a_signal_and_leaves_the_t
     assert "q ends this" in text
 
 
-def test_top_ends_with_the_job_and_says_one_line_a_second_where_nobody_looks_at_a_screen(tmp_path: Path) -> None:
+def test_top_says_one_line_a_second_where_nobody_looks_at_a_screen_and_ends_with_its_reader_and_with_the_job(
+    tmp_path: Path,
+) -> None:
     run_id = name_of(tmp_path)
+    shell = f"{sys.executable} -m elaunch top {run_id} | head -n 1"
     with running(tmp_path, "--run-id", run_id) as job:
         trains(run_id, 2)
+        read = subprocess.run(shell, shell=True, capture_output=True, text=True, timeout=30, env=environment())
         piped = subprocess.Popen([*COMMAND, "top", run_id], stdout=subprocess.PIPE, text=True, env=environment())
         assert piped.stdout
         try:
@@ -395,21 +401,11 @@ def test_top_ends_with_the_job_and_says_one_line_a_second_where_nobody_looks_at_
         finally:
             piped.kill()
 
+    assert read.stdout.startswith(f"job {run_id}: running")
+    assert read.stderr == ""
     assert all(re.match(rf"job {run_id}: running, generation 0 for \d+ s; step \d+, ", line) for line in lines), lines
     assert piped.returncode == 0
     assert rest.endswith(f"job {run_id}: its elaunch on this host has ended\n")
-
-
-def test_a_reader_that_goes_ends_top_quietly(tmp_path: Path) -> None:
-    run_id = name_of(tmp_path)
-    with running(tmp_path, "--run-id", run_id):
-        trains(run_id, 2)
-        shell = f"{sys.executable} -m elaunch top {run_id} | head -n 1"
-
-        ended = subprocess.run(shell, shell=True, capture_output=True, text=True, timeout=30, env=environment())
-
-    assert ended.stdout.startswith(f"job {run_id}: running")
-    assert ended.stderr == ""
 
 
 def test_stacks_groups_ranks_by_where_they_are(tmp_path: Path) -> None:

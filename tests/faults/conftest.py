@@ -18,9 +18,11 @@ _MODULES = ("keeper.keeper", "memory.sharded", "checkpoint.objects", "train")
 
 
 @pytest.fixture(scope="session", name="forker")
-def _forker() -> Iterator[RankForker]:
-    """The process that forks ranks for all files."""
-    with forker(*(f"elaunch.trainer.{name}" for name in _MODULES), "s3fs", env=FSSPEC) as held:
+def _forker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankForker]:
+    """The process that forks ranks for all files and all processes of a test run."""
+    with forker(
+        shared(tmp_path_factory) / "forker", *(f"elaunch.trainer.{name}" for name in _MODULES), "s3fs", env=FSSPEC
+    ) as held:
         yield held
 
 

@@ -167,8 +167,8 @@ def described(process: psutil.Process) -> str:
 
 
 def library(folder: Path, name: str, text: str) -> dict[str, str]:
-    """Install a module that can be preloaded. Returns the environment that finds it."""
+    """Install a module that can be preloaded. Returns the environment that finds it, and not torch."""
     place = folder / "lib"
     place.mkdir(exist_ok=True)
     (place / f"{name}.py").write_text(text)
-    return {"PYTHONPATH": os.fspath(place)}
+    return {"PYTHONPATH": os.pathsep.join((os.fspath(place), *WITHOUT_TORCH.values()))}

@@ -36,7 +36,8 @@ while GENERATION == 0:
 """
 
 
-@pytest.mark.parametrize("import_s", [slow(0.0), 0.2, slow(0.6)])
+@pytest.mark.slow
+@pytest.mark.parametrize("import_s", [0.0, 0.2, 0.6])
 def test_a_fork_server_killed_at_any_time_of_its_import_of_torch_costs_no_more_than_time(
     tmp_path: Path, import_s: float
 ) -> None:
@@ -59,7 +60,7 @@ def test_a_fork_server_killed_at_any_time_of_its_import_of_torch_costs_no_more_t
         job.assert_nothing_is_left()
 
 
-@pytest.mark.parametrize("born", [1, slow(8), 16])
+@pytest.mark.parametrize("born", [slow(1), slow(8), 16])
 def test_a_worker_killed_while_its_siblings_are_still_forked_is_a_restart_of_all(tmp_path: Path, born: int) -> None:
     workers = 48
     script(tmp_path, WAITS_IN_GENERATION_0)
@@ -79,7 +80,8 @@ def test_a_worker_killed_while_its_siblings_are_still_forked_is_a_restart_of_all
         job.assert_nothing_is_left(pids=forked)
 
 
-@pytest.mark.parametrize("start_s", [slow(0.0), 0.002, slow(0.01)])
+@pytest.mark.slow
+@pytest.mark.parametrize("start_s", [0.0, 0.002, 0.01])
 def test_a_worker_store_killed_while_it_starts_is_a_restart(tmp_path: Path, start_s: float) -> None:
     script(tmp_path, MEETS)
     with Watched(tmp_path, "--preload", "torch", "--nproc-per-node", "2", "train.py") as job:
@@ -220,7 +222,7 @@ def test_a_guardian_killed_while_the_agent_waits_for_its_sweep_is_made_up_for_by
         job.assert_nothing_is_left()
 
 
-@pytest.mark.parametrize("age_s", [0.0, 0.05, 0.2])
+@pytest.mark.parametrize("age_s", [slow(0.0), 0.05, slow(0.2)])
 def test_a_guardian_killed_while_it_and_the_job_start_is_replaced(tmp_path: Path, age_s: float) -> None:
     script(tmp_path, ENDS_ON_DEMAND)
     with Light(tmp_path, "--nproc-per-node", "1", "train.py") as job:

@@ -21,7 +21,7 @@ from elaunch.rendezvous.secret import Secret
 from elaunch.rendezvous.store import Denied
 from tests.certificates import Certificates
 from tests.faults.processes import LIGHT
-from tests.harness import Job, wait_for
+from tests.harness import Job, slow, wait_for
 
 PASSWORD = "the password of the team's etcd"
 TOKEN = "the token of this very job"
@@ -110,12 +110,12 @@ def given_away(listener: Eavesdropper) -> list[str]:
         ("--rdzv-endpoint {}", {"ETCDCTL_USER": f"me:{PASSWORD}"}),
         ("--rdzv-endpoint {}", LOGIN),
         ("--rdzv-endpoint {} --rdzv-conf user=me,password_file=pw", {}),
-        ("--rdzv-endpoint {},{}", LOGIN),
-        ("--rdzv-endpoint {} --rdzv-backend etcd", LOGIN),
+        slow("--rdzv-endpoint {},{}", LOGIN),
+        slow("--rdzv-endpoint {} --rdzv-backend etcd", LOGIN),
         ("--rdzv-endpoint {} --rdzv-conf transport=grpc", LOGIN),
         ("--config job.yaml", {}),
         ("", {**LOGIN, "ELAUNCH_ENDPOINT": "{}"}),
-        ("", {**LOGIN, "ETCDCTL_ENDPOINTS": "{},{}"}),
+        slow("", {**LOGIN, "ETCDCTL_ENDPOINTS": "{},{}"}),
         ("", {"PET_RDZV_ENDPOINT": "{}", "PET_RDZV_CONF": "user=me,password_file=pw"}),
         # Variables of a scheduler, under which the head hands a token over.
         ("--rdzv-endpoint {} --rdzv-conf is_host=0", {**LOGIN, **SLURM, "SLURM_NODEID": "1"}),
@@ -177,7 +177,7 @@ def test_a_server_that_the_authority_does_not_know_gets_no_password(tmp_path: Pa
     ("words", "env", "sentence"),
     [
         ("--rdzv-endpoint {}", {"ELAUNCH_TOKEN": TOKEN}, "does not know the job's token"),
-        ("--rdzv-endpoint {} --token-file token", {}, "does not know the job's token"),
+        slow("--rdzv-endpoint {} --token-file token", {}, "does not know the job's token"),
         ("--rdzv-endpoint {} --rdzv-backend c10d", {"ELAUNCH_TOKEN": TOKEN}, "does not know the job's token"),
     ],
 )

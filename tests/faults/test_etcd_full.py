@@ -87,6 +87,7 @@ def test_a_job_whose_workers_end_while_etcd_is_full_ends_well_when_it_is_mended(
     assert [agent.wait() for agent in fleet.agents] == [0, 0], fleet.story()
 
 
+@pytest.mark.slow
 def test_a_job_that_finds_a_full_etcd_says_so_and_starts_when_it_is_mended(tmp_path: Path) -> None:
     with Etcd("3.5", options=(f"--quota-backend-bytes={QUOTA_BYTES}",)) as etcd:
         fill(etcd)

@@ -116,6 +116,7 @@ def test_jobs_of_one_name_under_two_prefixes_do_not_meet_and_neither_team_reads_
         assert (first.wait(), second.wait()) == (0, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", ["3.4", "3.5"])
 def test_a_role_for_the_prefix_is_enough_for_all_that_a_job_asks(tmp_path: Path, version: str) -> None:
     certificates = Certificates(tmp_path / "certificates")

@@ -106,6 +106,7 @@ def nodes(tmp_path: Path) -> Iterator[Nodes]:
         yield found
 
 
+@pytest.mark.slow
 def test_a_node_that_joins_interrupts_no_step_and_one_that_leaves_neither(nodes: Nodes) -> None:
     for name in ("hold-0-20-0", "hold-1-30-0"):
         (nodes.folder / name).touch()

@@ -145,6 +145,7 @@ def test_a_job_that_has_ended_leaves_its_outcome_and_few_bytes_under_a_lease_of_
             assert (told["granted-ttl"], week_s - 60 < told["ttl"] <= week_s) == (week_s, True)
 
 
+@pytest.mark.slow
 def test_of_jobs_whose_agents_were_all_killed_nothing_stays(tmp_path: Path) -> None:
     with Etcd("3.5") as etcd, ExitStack() as stack:
         names = [f"killed-{number}" for number in range(2)]

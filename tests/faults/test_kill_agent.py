@@ -64,6 +64,7 @@ def test_a_command_and_what_it_started_die_with_the_agent(tmp_path: Path) -> Non
         job.assert_nothing_is_left(killed_at_s, pids)
 
 
+@pytest.mark.slow
 def test_data_loader_workers_die_with_the_agent(tmp_path: Path) -> None:
     script(
         tmp_path,

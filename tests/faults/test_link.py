@@ -130,7 +130,7 @@ if sys.argv[1:]:
 step = 0
 while True:
     if sys.argv[1:]:
-        dist.all_reduce(torch.ones(1))
+        dist.all_reduce(torch.tensor([1]))
     step += 1
     link.report(step)
     if link.should_stop(every=3):
@@ -155,7 +155,7 @@ def stopped_after(job: Watched, signum: signal.Signals) -> list[tuple[str, str]]
 @pytest.mark.parametrize("signum", [signal.SIGTERM, slow(signal.SIGINT)], ids=["TERM", "INT"])
 def test_all_ranks_stop_after_the_same_step_and_get_no_signal(tmp_path: Path, signum: signal.Signals) -> None:
     script(tmp_path, STEPS)
-    with Watched(tmp_path, *TORCH, "--nproc-per-node", "3", "train.py", "as one") as job:
+    with Light(tmp_path, "--nproc-per-node", "3", "train.py", "as one") as job:
         wait_for(lambda: job.stdout.count("trains") == 3, "three ranks that train")
 
         stops = stopped_after(job, signum)

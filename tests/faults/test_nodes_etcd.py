@@ -230,6 +230,7 @@ def test_an_etcd_that_has_lost_its_history_ends_the_job_with_a_sentence(tmp_path
             assert "history" in agent.stderr, agent.stderr
 
 
+@pytest.mark.slow
 def test_a_history_that_is_lost_is_told_also_where_one_node_ends_before_the_other_knows(tmp_path: Path) -> None:
     """The other node's workers fail with their peer. The store refuses their failures: the run's lease is gone."""
     with LightCluster(tmp_path, 2) as cluster:

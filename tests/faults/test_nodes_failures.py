@@ -12,16 +12,18 @@ import pytest
 
 from tests.faults.cluster import REDUCER, Cluster, LightCluster, Shared
 from tests.faults.processes import is_alive
-from tests.harness import slow, wait_for
+from tests.harness import wait_for
 from tests.nodes import needs_nodes
 
 pytestmark = needs_nodes
 
 
 def test_a_worker_killed_on_one_node_restarts_the_workers_of_all(tmp_path: Path) -> None:
-    with Cluster(tmp_path, 2) as cluster:
+    """With torch itself, and on hosts whose own names mean loopback to themselves, as Debian installs them."""
+    with Cluster(tmp_path, 2, own_name_is_loopback=True) as cluster:
         cluster.start(0, 1, nnodes="2", options=("--nproc-per-node", "2"))
         first = cluster.meeting(4)
+        assert first.master_addr == cluster.node(first.hosts[0]).ipv4
         victim = first.ranks_on(cluster.nodes[0])[1]
 
         os.kill(first.pid(victim), signal.SIGKILL)
@@ -39,11 +41,13 @@ def test_a_worker_killed_on_one_node_restarts_the_workers_of_all(tmp_path: Path)
         cluster.end()
 
 
+PAIR = ("--max-restarts", "100", "--master-port", "29511")
+
+
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
-    """A job of two nodes."""
-    options = ("--max-restarts", "100", "--master-port", "29511")
-    with Shared(tmp_path_factory, 2, nnodes="2", options=options) as shared:
+    """A job of two nodes, beside a third one."""
+    with Shared(tmp_path_factory, 2, nodes=3, nnodes="2", options=PAIR) as shared:
         yield shared
 
 
@@ -118,6 +122,21 @@ def test_a_killed_agent_takes_its_workers_along_and_its_successor_takes_its_plac
     cluster.goes_on(second)
 
 
+def test_a_node_with_another_command_is_refused_and_the_job_is_untouched(pair: Shared) -> None:
+    cluster, meeting = pair.job()
+    other = cluster.folder / "other.py"
+    other.write_text("print('hello')")
+
+    cluster.start(2, nnodes="2", options=PAIR, program=other)
+
+    assert cluster.agents[2].wait() == 2
+    cluster.assert_nothing_is_left(cluster.nodes[2])
+    said = cluster.agents.pop(2).stderr
+    assert "reducer.py" in said
+    assert "other.py" in said
+    cluster.goes_on(meeting)
+
+
 def test_a_job_that_has_recovered_ends_well_on_all_nodes_and_leaves_nothing(pair: Shared) -> None:
     cluster, _ = pair.job()
 
@@ -173,7 +192,8 @@ def test_a_failure_with_no_restart_left_ends_all_agents_with_the_same_first_fail
             assert "1 of 1 restarts used" in agent.stderr
 
 
-@pytest.mark.parametrize("how", [slow("exit 7"), "kill"])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["exit 7", "kill"])
 def test_with_max_restarts_0_any_failure_ends_the_job_on_all_nodes(tmp_path: Path, how: str) -> None:
     with LightCluster(tmp_path, 2) as cluster:
         cluster.start(0, 1, nnodes="2", options=("--max-restarts", "0"))
@@ -215,7 +235,8 @@ def test_a_library_that_one_node_lacks_ends_the_job_without_another_try(tmp_path
             assert "generation 1" not in agent.stderr
 
 
-@pytest.mark.parametrize("leads", [True, slow(False)])
+@pytest.mark.slow
+@pytest.mark.parametrize("leads", [True, False])
 def test_a_killed_agents_node_is_given_up_and_the_others_go_on(tmp_path: Path, leads: bool) -> None:
     with LightCluster(tmp_path, 3) as cluster:
         cluster.start(0, 1, 2, nnodes="2:3")
@@ -231,7 +252,8 @@ def test_a_killed_agents_node_is_given_up_and_the_others_go_on(tmp_path: Path, l
         cluster.end(*({0, 1, 2} - {index}))
 
 
-@pytest.mark.parametrize("leads", [slow(True), False])
+@pytest.mark.slow
+@pytest.mark.parametrize("leads", [True, False])
 def test_an_agent_that_stops_for_longer_than_its_lease_comes_back_as_a_new_node(tmp_path: Path, leads: bool) -> None:
     with LightCluster(tmp_path, 2) as cluster:
         cluster.start(0, 1, nnodes="1:2")
@@ -272,6 +294,7 @@ def test_an_agent_that_stops_for_less_than_its_lease_costs_nothing(tmp_path: Pat
         cluster.end()
 
 
+@pytest.mark.slow
 def test_a_node_that_is_killed_while_a_generation_forms_is_left_out(tmp_path: Path) -> None:
     with LightCluster(tmp_path, 3) as cluster:
         cluster.start(0, 1, 2, nnodes="2:3", options=("--failure-grace", "8"))
@@ -377,24 +400,7 @@ def test_a_ctrl_c_that_every_agent_gets_lets_all_workers_save(tmp_path: Path) ->
         assert "SIGINT: stopping already, SIGKILL in" in cluster.agents[0].stderr
 
 
-def test_a_node_with_another_command_is_refused_and_the_job_is_untouched(tmp_path: Path) -> None:
-    with LightCluster(tmp_path, 3) as cluster:
-        cluster.start(0, 1, nnodes="2:3")
-        meeting = cluster.meeting(2)
-        other = tmp_path / "other.py"
-        other.write_text("print('hello')")
-
-        cluster.start(2, nnodes="2:3", program=other)
-
-        assert cluster.agents[2].wait() == 2
-        said = cluster.agents[2].stderr
-        assert "reducer.py" in said
-        assert "other.py" in said
-        cluster.assert_nothing_is_left(cluster.nodes[2])
-        cluster.goes_on(meeting)
-        cluster.end(0, 1)
-
-
+@pytest.mark.slow
 def test_a_job_whose_agents_were_killed_begins_anew_when_they_are_started_otherwise_at_once(tmp_path: Path) -> None:
     mended = tmp_path / "mended.py"
     mended.symlink_to(REDUCER)
@@ -413,6 +419,7 @@ def test_a_job_whose_agents_were_killed_begins_anew_when_they_are_started_otherw
         cluster.end(0, 1)
 
 
+@pytest.mark.slow
 def test_two_jobs_on_one_etcd_do_not_notice_each_other(tmp_path: Path) -> None:
     # Each job has one node and may have two, so each needs the etcd.
     options = ("--nproc-per-node", "2", "--rdzv-conf", "last_call_timeout=0")

@@ -16,6 +16,7 @@ from tests.standin import WITHOUT_TORCH
 pytestmark = needs_nodes
 
 
+@pytest.mark.slow
 def test_a_node_that_comes_late_gets_a_seat_in_a_new_generation(tmp_path: Path) -> None:
     with LightCluster(tmp_path, 2) as cluster:
         cluster.start(0, nnodes="1:2")
@@ -66,6 +67,7 @@ def test_a_spare_takes_the_seat_of_a_lost_node(tmp_path: Path) -> None:
         cluster.end(*({0, 1, 2} - {lost.index}))
 
 
+@pytest.mark.slow
 def test_a_spare_that_was_not_needed_ends_well_with_the_job(tmp_path: Path) -> None:
     with LightCluster(tmp_path, 3) as cluster:
         cluster.start(0, 1, nnodes="2")
@@ -113,22 +115,23 @@ def test_a_newcomer_that_lacks_a_library_leaves_and_the_job_goes_on(tmp_path: Pa
         cluster.end(0)
 
 
+@pytest.mark.slow
 def test_a_job_of_which_nothing_fails_stays_in_its_first_generation(tmp_path: Path) -> None:
     # The shortest time to live for keys, so that the run's own lease is renewed several times, like the nodes' leases.
-    _is_left_alone(LightCluster(tmp_path, 3, members_on=(0, 1, 2)), 14, "--rdzv-conf", "keys_ttl=12")
+    _is_left_alone(LightCluster(tmp_path, 3, members_on=(0, 1, 2)), 14, 1, "--rdzv-conf", "keys_ttl=12")
 
 
 @pytest.mark.slow
 def test_a_job_of_which_nothing_fails_for_an_hour_stays_in_its_first_generation(tmp_path: Path) -> None:
-    _is_left_alone(Cluster(tmp_path, 3, members_on=(0, 1, 2)), 3600)
+    _is_left_alone(Cluster(tmp_path, 3, members_on=(0, 1, 2)), 3600, 2)
 
 
-def _is_left_alone(made: Cluster, duration_s: float, *options: str) -> None:
+def _is_left_alone(made: Cluster, duration_s: float, workers: int, *options: str) -> None:
     with made as cluster:
         # Slow steps leave the cores to the tests that run at the same time.
-        options = ("--nproc-per-node", "2", *options)
+        options = ("--nproc-per-node", str(workers), *options)
         cluster.start(0, 1, 2, nnodes="2:3", options=options, env={"STEP_S": "0.1"})
-        meeting = cluster.meeting(6)
+        meeting = cluster.meeting(3 * workers)
 
         cluster.trains_for(meeting, duration_s)
 

@@ -167,7 +167,7 @@ def test_a_node_that_shares_the_home_needs_no_token(two: Two) -> None:
     assert list((two.folder / "home-of-both").iterdir()) == []
 
 
-@pytest.mark.parametrize("store", [(), pytest.param(("--store", "etcd"), marks=needs_etcd)])
+@pytest.mark.parametrize("store", [(), pytest.param(("--store", "etcd"), marks=(needs_etcd, pytest.mark.slow))])
 def test_two_terminals_of_one_host_need_no_token(two: Two, store: tuple[str, ...]) -> None:
     command = ("--nnodes", "2", "--rdzv-endpoint", "localhost:2379", *store, *two.program)
     head = two.type(0, *command)
@@ -200,6 +200,7 @@ def test_the_store_ends_with_the_heads_agent_however_that_ends(killed: Two) -> N
     wait_for(lambda: not servers(killed.nodes[0]), "the end of the store")
 
 
+@pytest.mark.slow
 def test_the_other_node_may_come_first(two: Two) -> None:
     token = "a token known beforehand"
     other = two.type(1, *RECIPE, *two.program, token=token)

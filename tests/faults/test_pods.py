@@ -15,7 +15,7 @@ import pytest
 from tests.faults.cluster import PRELOAD, REDUCER
 from tests.faults.processes import LIGHT
 from tests.faults.test_signals import STUBBORN
-from tests.harness import script, slow, wait_for
+from tests.harness import script, wait_for
 from tests.manifests import K8S, Object, rendered, the
 from tests.nodes import Node, needs_nodes
 from tests.pods import NAMESPACE, JobPod, Pods
@@ -54,13 +54,13 @@ def connects(node: Node, address: str, port: int) -> bool:
 
 def test_a_jobs_pods_meet_without_a_flag_and_a_deleted_one_comes_back_with_another_address(tmp_path: Path) -> None:
     job = the("Job", rendered("base"))
-    program = (*PRELOAD, str(REDUCER), str(tmp_path))
+    program = (*LIGHT, str(REDUCER), str(tmp_path))
     with Pods(tmp_path, 3, TOKEN) as pods:
-        head, other = (pods.run(job, ordinal, *program) for ordinal in (0, 1))
+        head, other = (pods.run(job, ordinal, *program, env=WITHOUT_TORCH) for ordinal in (0, 1))
         first = pods.meeting(head, other)
 
         assert pods.delete(other) == 143
-        again = pods.run(job, 1, *program)
+        again = pods.run(job, 1, *program, env=WITHOUT_TORCH)
 
         assert again.node.ipv4 != other.node.ipv4
         second = pods.meeting(head, again, after=first)
@@ -105,7 +105,8 @@ def kubeflows(rank: int) -> dict[str, str]:
     return {**numbers, "PET_MASTER_ADDR": "train-node-0-0.train", "PET_MASTER_PORT": "29400"}
 
 
-@pytest.mark.parametrize("kind", ["kubeflow", slow("jobset")])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["kubeflow", "jobset"])
 def test_the_pods_of_a_jobset_and_of_kubeflow_meet_and_come_back(tmp_path: Path, kind: str) -> None:
     if kind == "kubeflow":
         jobset = the("ClusterTrainingRuntime", rendered(kind))["spec"]["template"] | {"metadata": {"name": "train"}}
@@ -157,6 +158,7 @@ def test_an_elastic_job_over_the_etcd_outlives_its_first_pod_and_a_member(tmp_pa
         pods.end(*others, again)
 
 
+@pytest.mark.slow
 def test_the_pods_of_a_cluster_with_ipv6_alone_meet_over_the_etcd_and_at_the_first_pods_store(tmp_path: Path) -> None:
     members = the("StatefulSet", rendered("etcd"))
     elastic, plain = (the("Job", rendered(folder)) for folder in ("overlays/elastic", "base"))

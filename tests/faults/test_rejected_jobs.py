@@ -136,9 +136,9 @@ def test_a_job_that_was_refused_now_and_then_ends_well(job: Job) -> None:
     ("rpc", "answer", "words"),
     [
         (Rpc.TXN, answers.PERMISSION_DENIED, "asks for a user and a password, and none is given"),
-        (Rpc.GRANT, answers.UNKNOWN_METHOD, "this etcd does not know the request"),
-        (Rpc.WATCH, answers.NOT_FOUND, "the JSON gateway"),
-        (Rpc.TXN, answers.TOO_MANY_OPERATIONS, "--max-txn-ops"),
+        slow(Rpc.GRANT, answers.UNKNOWN_METHOD, "this etcd does not know the request"),
+        slow(Rpc.WATCH, answers.NOT_FOUND, "the JSON gateway"),
+        slow(Rpc.TXN, answers.TOO_MANY_OPERATIONS, "--max-txn-ops"),
     ],
     ids=str,
 )

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from tests.faults.processes import CHILDREN, LIGHT, SAY, Watched, is_alive
-from tests.harness import script, wait_for
+from tests.harness import script, slow, wait_for
 
 RESTARTS = 10
 
@@ -32,7 +32,7 @@ def zombies_of(*parents: psutil.Process) -> list[int]:
     return [child.pid for child in children if child.is_running() and child.status() == psutil.STATUS_ZOMBIE]
 
 
-@pytest.mark.parametrize("how", [LIGHT, ("--no-preload",)], ids=["forked", "no-preload"])
+@pytest.mark.parametrize("how", [LIGHT, slow(("--no-preload",))], ids=["forked", "no-preload"])
 def test_ten_restarts_leave_no_process_no_descriptor_no_thread_no_file(tmp_path: Path, how: tuple[str, ...]) -> None:
     script(tmp_path, CRASHES_ON_DEMAND)
     shared_before = {path.name for path in Path("/dev/shm").iterdir()}

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from tests.faults.processes import LIGHT, SAY, TAG, Light, Watched, is_alive, library
-from tests.harness import COMMAND, environment, script, wait_for
+from tests.harness import COMMAND, environment, script, slow, wait_for
 from tests.standin import WITHOUT_TORCH
 
 # A program that prints the signal that came, "saves", and exits with 0.
@@ -47,6 +47,7 @@ while True:
     signal.sigtimedwait([], 0.1)  # not pause(): it would miss a signal that comes just before it
 """
 
+FRESH = ("--no-preload",)
 STOPS = [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129), (signal.SIGQUIT, 131)]
 
 
@@ -63,8 +64,14 @@ def assert_stopped(job: Watched, code: int, within_s: float = 10.0) -> None:
     job.assert_nothing_is_left()
 
 
-@pytest.mark.parametrize(("signum", "code"), STOPS, ids=[s.name for s, _ in STOPS])
-@pytest.mark.parametrize("how", [LIGHT, ("--no-preload",)], ids=["forked", "no-preload"])
+@pytest.mark.parametrize(
+    ("how", "signum", "code"),
+    [
+        *((LIGHT, *stop) for stop in STOPS),
+        (FRESH, *STOPS[0]),
+        *(slow(FRESH, *stop) for stop in STOPS[1:]),
+    ],
+)
 def test_workers_get_the_signal_and_their_exit_0_does_not_hide_it(
     tmp_path: Path, how: tuple[str, ...], signum: signal.Signals, code: int
 ) -> None:
@@ -291,7 +298,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_a_signal_after_the_last_worker_ended_neither_hangs_nor_leaves_anything(tmp_path: Path) -> None:
     script(tmp_path, f"{SAY}\nsay('worker', os.getpid())")
     codes = []
-    for _ in range(4):
+    for _ in range(2):
         with Light(tmp_path, "--nproc-per-node", "1", "train.py") as job:
             pid = workers_up(job, 1)[0]
             wait_for(lambda pid=pid: not is_alive(pid), "the worker's end")

@@ -17,6 +17,7 @@ from tests.faults.meetings import Meeting, Records
 from tests.faults.trainings import Training
 from tests.harness import COMMAND, REPOSITORY, slow, wait_for
 from tests.slurm import Batch, Slurm, needs_slurm
+from tests.standin import WITHOUT_TORCH
 
 pytestmark = needs_slurm
 
@@ -145,6 +146,7 @@ def test_without_munge_the_secret_goes_through_a_shared_home_and_tasks_beside_th
     assert (slurm.home / ".elaunch").stat().st_mode & 0o777 == 0o700
 
 
+@pytest.mark.slow
 def test_two_jobs_of_an_array_share_a_head(slurm: Slurm) -> None:
     (slurm.home / "meet.sh").write_text(
         f"{PLACE}touch here.$SLURM_ARRAY_TASK_ID\nuntil [ -e here.0 ] && [ -e here.1 ]; do sleep 0.1; done\n"
@@ -244,8 +246,8 @@ def test_a_killed_worker_is_replaced_on_both_nodes(slurm: Slurm, tmp_path: Path,
     records = Records(tmp_path / "records")
     with Etcd(hosts=[slurm.login.ipv4], ports=[2379, 2380], prefix=lambda _: slurm.login.prefix) as etcd:
         endpoint = {"ELAUNCH_ENDPOINT": etcd.endpoints} if store == "etcd" else {}
-        words = ("-N2", *COMMAND, "--preload", "torch", str(REDUCER), str(tmp_path))
-        with slurm.srun(*words, env=endpoint) as job:
+        words = ("-N2", *COMMAND, "--preload", "json", str(REDUCER), str(tmp_path))
+        with slurm.srun(*words, env={**WITHOUT_TORCH, **endpoint}) as job:
             first = met(records, 2)
             os.kill(first.pid(1), signal.SIGKILL)
             second = met(records, 2, first)
@@ -257,7 +259,8 @@ def test_a_killed_worker_is_replaced_on_both_nodes(slurm: Slurm, tmp_path: Path,
     assert ("this host serves the job's store" in output) == (store != "etcd")
 
 
-@pytest.mark.parametrize(("how", "signum"), [(("--signal=USR1",), signal.SIGUSR1), slow((), signal.SIGTERM)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("how", "signum"), [(("--signal=USR1",), signal.SIGUSR1), ((), signal.SIGTERM)])
 def test_a_job_that_is_told_of_its_end_saves_and_leaves(slurm: Slurm, how: tuple[str, ...], signum: int) -> None:
     run = Training(slurm.home / f"told-{signum}", asks=["hold:forward-0-3-0"])
     job = batch_of(slurm, "--output=told.out", *COMMAND, *run.words())

@@ -65,6 +65,7 @@ def full_twice(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OneNode]:
         yield run
 
 
+@pytest.mark.slow
 def test_a_full_disk_costs_lines_and_checkpoints_but_no_step_even_when_a_worker_is_killed(
     full_twice: OneNode, calm_training: CalmTrainings
 ) -> None:
@@ -87,6 +88,7 @@ def test_a_full_disk_costs_lines_and_checkpoints_but_no_step_even_when_a_worker_
     assert run.result["ledger"].startswith("not exactly once")
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_at_the_end_is_waited_for(full_twice: OneNode) -> None:
     run = full_twice
 

@@ -27,12 +27,14 @@ def storm(tmp_path_factory: pytest.TempPathFactory) -> OneNode:
     return run
 
 
+@pytest.mark.slow
 def test_a_frozen_worker_is_found_and_costs_no_step(storm: OneNode) -> None:
     assert storm.struck("frozen") == ["forward-0-7-2"]
     assert re.search(HUNG.format(2), storm.job.output)
     assert storm.began(1) == 6
 
 
+@pytest.mark.slow
 def test_a_kill_at_a_checkpoint_or_the_end_loses_no_step(storm: OneNode) -> None:
     assert storm.struck() == STORM[1:]
     restored = re.findall(RESTORED, storm.job.output)
@@ -40,6 +42,7 @@ def test_a_kill_at_a_checkpoint_or_the_end_loses_no_step(storm: OneNode) -> None
     assert {repeated for *_, repeated in restored} == {"0"}
 
 
+@pytest.mark.slow
 def test_after_all_of_these_the_run_is_complete_and_its_end_that_of_the_unfailed_one(
     storm: OneNode, calm_training: CalmTrainings
 ) -> None:

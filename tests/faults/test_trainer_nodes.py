@@ -11,7 +11,7 @@ import pytest
 
 from tests.faults.cluster import Cluster
 from tests.faults.trainings import GENTLE, RESTORED, CalmTrainings, OneNode, Trained, Training
-from tests.harness import slow, wait_for
+from tests.harness import wait_for
 from tests.nodes import needs_nodes
 
 pytestmark = needs_nodes
@@ -61,13 +61,14 @@ def calm(calm_training: CalmTrainings) -> Trained:
 
 # In the last two cases rank 0 has done step 12, and waits in the next step. A copy is made when its step is done, after
 # the ranks were asked whether one of them wants to stop.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("moment", "begins"),
     [
-        slow("forward", [11, 20, 30]),
+        ("forward", [11, 20, 30]),
         ("backward", [11, 20, 30]),
-        slow("optimizer", [12, 20, 30]),
-        slow("copy", [12, 21, 31]),
+        ("optimizer", [12, 20, 30]),
+        ("copy", [12, 21, 31]),
     ],
 )
 def test_a_node_is_lost_another_joins_and_is_preempted(

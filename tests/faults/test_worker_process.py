@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from tests.faults.processes import LIGHT, Watched, library
-from tests.harness import script
+from tests.harness import script, slow
+from tests.standin import WITHOUT_TORCH
 
 FRESH = ("--no-preload",)
 WAYS = pytest.mark.parametrize("how", [LIGHT, FRESH], ids=["forked", "no-preload"])
@@ -141,7 +142,7 @@ class TestFallback:
         assert len(told) == 1, job.output
         assert why in told[0]
 
-    @pytest.mark.parametrize("how", [(), LIGHT, ("--preload", "profile")], ids=["torch", "json", "profile"])
+    @pytest.mark.parametrize("how", [slow(()), LIGHT, ("--preload", "profile")], ids=["torch", "json", "profile"])
     def test_a_file_that_would_shadow_a_preloaded_module_is_imported_as_without_us(
         self, tmp_path: Path, how: tuple[str, ...]
     ) -> None:
@@ -218,7 +219,7 @@ class TestFallback:
     def test_a_module_that_is_not_there(self, tmp_path: Path) -> None:
         script(tmp_path, "print('the script ran')")
 
-        with Watched(tmp_path, "--preload", "nosuch", "--nproc-per-node", "2", "train.py") as job:
+        with Watched(tmp_path, "--preload", "nosuch", "--nproc-per-node", "2", "train.py", env=WITHOUT_TORCH) as job:
             self.assert_fresh(job, "importing nosuch failed: ModuleNotFoundError: No module named 'nosuch'")
 
         assert job.stdout.count("the script ran") == 2

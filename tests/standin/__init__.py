@@ -10,3 +10,5 @@ from pathlib import Path
 
 # The PYTHONPATH for elaunch's environment.
 WITHOUT_TORCH = {"PYTHONPATH": str(Path(__file__).with_name("path"))}
+# For a job with torch itself, in a module whose other jobs are without.
+WITH_TORCH = {"PYTHONPATH": ""}

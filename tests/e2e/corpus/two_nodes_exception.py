@@ -1,3 +1,4 @@
+# slow
 # nodes: 2
 # headline: rank 1 .* raised ModuleNotFoundError: No module named 'yaml_of_node_1'
 # next: install yaml_of_node_1

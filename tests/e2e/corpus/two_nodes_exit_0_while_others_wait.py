@@ -1,3 +1,4 @@
+# slow
 # nodes: 2
 # max-restarts: 1
 # headline: rank 1 .*exit code 0

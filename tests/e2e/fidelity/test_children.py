@@ -105,11 +105,11 @@ if __name__ == "__main__":
             found = {str(method): loaded(method) for method in (None, *sys.argv[1:])}
             found["persistent"] = loaded("fork", persistent_workers=True)
             print(json.dumps(found))
-        case "1":
+        case "2":
             shared = torch.zeros(2).share_memory_()
             mp.spawn(square, (shared,), nprocs=1)
             print(json.dumps(shared.tolist()))
-        case "2":
+        case "1":
             torch.ones(300, 300) @ torch.ones(300, 300)
             if not os.fork():
                 os._exit(int((torch.ones(2) * 2).sum().item()))
@@ -145,7 +145,7 @@ def both(folder: Path, how: tuple[str, ...], text: str, *args: str) -> tuple[dic
 
 
 @pytest.mark.parametrize("form", [("train.py",), slow(("-m", "train"))], ids="-".join)
-@pytest.mark.parametrize("how", [LIGHT, EXECED], ids=["forked", "execed"])
+@pytest.mark.parametrize("how", [LIGHT, slow(EXECED)], ids=["forked", "execed"])
 def test_pools_processes_and_queues_of_every_kind_work_and_see_the_same(
     tmp_path: Path, how: tuple[str, ...], form: tuple[str, ...]
 ) -> None:
@@ -167,18 +167,28 @@ def test_pools_processes_and_queues_of_every_kind_work_and_see_the_same(
 
 @pytest.fixture(scope="module")
 def with_torch(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """The output of the first two ranks of WITH_TORCH, which import torch only before they are forked."""
+    return outputs(tmp_path_factory.mktemp("torch"), 2, "fork")
+
+
+@pytest.fixture(scope="module")
+def with_torch_anew(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """The output of all ranks of WITH_TORCH. Three of their processes import torch anew."""
+    return outputs(tmp_path_factory.mktemp("anew"), 4, "fork", "spawn")
+
+
+def outputs(folder: Path, workers: int, *methods: str) -> list[Any]:
     """The output of each rank of WITH_TORCH. No rank may print anything else."""
-    folder = tmp_path_factory.mktemp("torch")
     script(folder, WITH_TORCH)
-    options = ("--nproc-per-node", "4", "--max-restarts", "0", "--log-dir", "logs", "-r", "3")
+    options = ("--nproc-per-node", str(workers), "--max-restarts", "0", "--log-dir", "logs", "-r", "3")
 
     # Each program's own process has two threads.
-    job = finished(folder, "--preload", "torch", *options, "train.py", "fork", "spawn", env={"OMP_NUM_THREADS": "2"})
+    job = finished(folder, "--preload", "torch", *options, "train.py", *methods, env={"OMP_NUM_THREADS": "2"})
 
     assert job.code == 0, job.output
     assert "fresh interpreter" not in job.output
-    ranks = [next(folder.glob(f"logs/*_*/attempt_0/{rank}")) for rank in range(4)]
-    assert [(rank / "stderr.log").read_bytes() for rank in ranks] == [b""] * 4
+    ranks = [next(folder.glob(f"logs/*_*/attempt_0/{rank}")) for rank in range(workers)]
+    assert [(rank / "stderr.log").read_bytes() for rank in ranks] == [b""] * workers
     return [json.loads((rank / "stdout.log").read_text()) for rank in ranks]
 
 
@@ -189,7 +199,12 @@ def assert_loaded_in_order_and_with_one_thread(found: dict[str, Any], *methods: 
 
 
 def test_data_loaders_load_what_a_loop_loads_in_order_and_with_one_thread(with_torch: list[Any]) -> None:
-    assert_loaded_in_order_and_with_one_thread(with_torch[0], "fork", "spawn")
+    assert_loaded_in_order_and_with_one_thread(with_torch[0], "fork")
+
+
+@pytest.mark.slow
+def test_data_loaders_that_spawn_do_so_too(with_torch_anew: list[Any]) -> None:
+    assert_loaded_in_order_and_with_one_thread(with_torch_anew[0], "fork", "spawn")
 
 
 @pytest.mark.slow
@@ -202,16 +217,18 @@ def test_data_loaders_of_a_fork_server_do_so_too(tmp_path: Path) -> None:
     assert_loaded_in_order_and_with_one_thread(json.loads(end.out), "forkserver")
 
 
-def test_torchs_own_spawn_shares_tensors(with_torch: list[Any]) -> None:
-    assert with_torch[1] == [7, 0]
-
-
 def test_a_script_that_has_used_torch_may_fork(with_torch: list[Any]) -> None:
-    assert with_torch[2] == 4
+    assert with_torch[1] == 4
 
 
-def test_a_script_that_has_imported_torch_may_exec_itself(with_torch: list[Any]) -> None:
-    assert with_torch[3] == 3.0
+@pytest.mark.slow
+def test_torchs_own_spawn_shares_tensors(with_torch_anew: list[Any]) -> None:
+    assert with_torch_anew[2] == [7, 0]
+
+
+@pytest.mark.slow
+def test_a_script_that_has_imported_torch_may_exec_itself(with_torch_anew: list[Any]) -> None:
+    assert with_torch_anew[3] == 3.0
 
 
 @pytest.mark.slow

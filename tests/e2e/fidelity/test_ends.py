@@ -11,7 +11,7 @@ import pytest
 
 from tests.e2e.fidelity.turns import Turns, taken
 from tests.e2e.fidelity.ways import EXECED, LIGHT, End, fresh, share, worker
-from tests.harness import script
+from tests.harness import script, slow
 
 HELPERS = {
     "helper.py": "def divide(x):\n    return 1 / x\n",
@@ -160,6 +160,12 @@ RUNS = {
     "named": lambda name: (LIGHT, PROGRAMS[name]),
 }
 EXECED_ENDS = ("chained", "exit text", "SIGTERM")
+# Each of these needs a job of its own, and is like another one.
+RARE = (
+    *("indentation", "future import", "empty", "CRLF", "main's annotations"),
+    *("module with a syntax error", "module of a package that is not there", "module of a module"),
+    *("package that fails", "package without a main"),
+)
 
 
 class Ends:
@@ -199,14 +205,15 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> Ends:
 
 
 PARAMS = [
-    *(("light" if name in WHOLE_FILES else "turn", name) for name in ENDS),
-    *(("torch", name) for name in TORCH_ENDS),
+    *(slow(("light", name)) if name in RARE else ("light", name) for name in WHOLE_FILES),
+    *(("turn", name) for name in ENDS if name not in WHOLE_FILES),
+    *(slow(("torch", name)) for name in TORCH_ENDS),
     *(("execed", name) for name in EXECED_ENDS),
-    *(("named", name) for name in PROGRAMS),
+    *(slow(("named", name)) if name in RARE else ("named", name) for name in PROGRAMS),
 ]
 
 
-@pytest.mark.parametrize("program", PARAMS, ids="-".join)
+@pytest.mark.parametrize("program", PARAMS, ids=lambda program: "-".join(program))
 def test_a_worker_ends_as_a_fresh_interpreter_does(ends: Ends, program: tuple[str, str]) -> None:
     worker, fresh = ends.both(*program)
 

@@ -18,6 +18,8 @@ class Tensor:
         (only,) = self.values
         return only
 
+    item = __int__
+
 
 def tensor(data: int | Sequence[int]) -> Tensor:
     return Tensor([data] if isinstance(data, int) else data)

@@ -17,6 +17,7 @@ from elaunch.rendezvous.etcd.transport import GatewayOff, Json, Rpc
 from elaunch.rendezvous.secret import Secret
 from elaunch.rendezvous.store import Delete, Denied, Put, Rejected, StoreError, TimedOut, Txn, Unavailable
 from tests.etcd import VERSIONS, Etcd, client
+from tests.harness import slow
 from tests.served import Gateway, ServerProcess
 from tests.unit.rendezvous.store_contract import ROOT, StoreContract
 
@@ -24,7 +25,7 @@ from tests.unit.rendezvous.store_contract import ROOT, StoreContract
 DEADLINE_S = 10.0
 
 
-@pytest.fixture(scope="module", params=VERSIONS)
+@pytest.fixture(scope="module", params=[VERSIONS[0], slow(VERSIONS[-1])])
 def etcd(request: pytest.FixtureRequest) -> Iterator[Etcd]:
     with Etcd(request.param) as server:
         yield server
@@ -61,9 +62,7 @@ class TestEtcdStore(StoreContract):
         return etcd.compact
 
 
-@pytest.mark.parametrize(
-    "etcd", [pytest.param(VERSIONS[0], marks=pytest.mark.slow), VERSIONS[-1]], indirect=True, scope="module"
-)
+@pytest.mark.parametrize("etcd", [slow(VERSIONS[0]), VERSIONS[-1]], indirect=True, scope="module")
 class TestEtcdStoreByGrpc(TestEtcdStore):
     transport = "grpc"
 

@@ -23,7 +23,7 @@ from elaunch.trainer.checkpoint.checkpoints import Checkpoints
 from elaunch.trainer.checkpoint.loading import Unreadable
 from elaunch.trainer.checkpoint.objects import ObjectFolder, ObjectStorage
 from elaunch.trainer.checkpoint.urls import StorageError, Url, parse, plain_errors
-from tests.harness import environment
+from tests.harness import environment, slow
 from tests.s3 import S3, s3_server
 
 
@@ -126,9 +126,17 @@ def test_one_without_its_manifest_is_never_loaded_and_is_swept_by_the_next_start
 
 
 TORN = [(file, how) for file in ("__0_0.distcp", ".metadata", "plain.pt", MANIFEST) for how in ("short", "flipped")]
+BROKEN = [*TORN, ("__0_0.distcp", "missing"), (".metadata", "missing")]
 
 
-@pytest.mark.parametrize(("file", "how"), [*TORN, ("__0_0.distcp", "missing"), (".metadata", "missing")])
+@pytest.mark.parametrize(
+    ("url", "file", "how"),
+    [
+        *((store, *each) for store in ("memory", "file") for each in BROKEN),
+        *(slow("s3", *each) if index % 3 else ("s3", *each) for index, each in enumerate(BROKEN)),
+    ],
+    indirect=["url"],
+)
 def test_a_torn_or_changed_part_is_named_and_the_one_before_loaded(url: Url, file: str, how: str) -> None:
     saved(url, 0, 1)
     path = f"{saved(url, 0, 2)}/{file}"

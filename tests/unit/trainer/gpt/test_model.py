@@ -15,7 +15,6 @@ import torch
 from elaunch.trainer.gpt.config import TrainConfig
 from elaunch.trainer.gpt.model import GPT
 from elaunch.trainer.keeper.stop import StopRequest
-from elaunch.trainer.train import learning_rate
 
 
 def tiny() -> GPT:
@@ -51,6 +50,13 @@ def test_writing_is_the_same_for_the_same_seed_and_longer_than_the_context() -> 
     assert len(text) == 30
     assert gpt.write(b"\n", 30, seed=1) == text
     assert gpt.write(b"\n", 30, seed=2) != text
+
+
+def learning_rate(config: TrainConfig, step: int) -> float:
+    """The trainer's. Its module imports torch's compiler, and each process of a test run imports this file."""
+    from elaunch.trainer import train
+
+    return train.learning_rate(config, step)
 
 
 def test_the_learning_rate_warms_up_and_falls_to_a_tenth() -> None:

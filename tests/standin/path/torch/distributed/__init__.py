@@ -4,8 +4,11 @@ from torch.distributed.distributed_c10d import (
     ReduceOp,
     all_reduce,
     destroy_process_group,
+    group,
     init_process_group,
+    is_available,
     is_initialized,
+    new_group,
 )
 from torch.distributed.tcp_store import TCPStore
 
@@ -14,6 +17,9 @@ __all__ = [
     "TCPStore",
     "all_reduce",
     "destroy_process_group",
+    "group",
     "init_process_group",
+    "is_available",
     "is_initialized",
+    "new_group",
 ]

@@ -23,6 +23,12 @@ class ReduceOp(Enum):
     MAX = "max"
 
 
+class group:
+    """Names the default group, as torch does."""
+
+    WORLD: object = None
+
+
 class _Peer:
     """A connection to another rank, which sends lines."""
 
@@ -64,6 +70,7 @@ _peers: list[_Peer] | None = None
 def init_process_group(backend: str) -> None:
     """Make the group. Returns when all ranks have come."""
     global _peers
+    group.WORLD = object()
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     address = os.environ["MASTER_ADDR"]
     store = Client(address, int(os.environ["MASTER_PORT"]))
@@ -78,11 +85,20 @@ def init_process_group(backend: str) -> None:
         peer.say("all are here")
 
 
+def is_available() -> bool:
+    return True
+
+
 def is_initialized() -> bool:
     return _peers is not None
 
 
-def all_reduce(tensor: Tensor, op: ReduceOp = ReduceOp.SUM) -> None:
+def new_group(backend: str) -> object:
+    """All ranks, over the default group's connections: all ranks use the groups in the same order."""
+    return group.WORLD
+
+
+def all_reduce(tensor: Tensor, op: ReduceOp = ReduceOp.SUM, among: object = None) -> None:
     """Reduce the tensor over all ranks, in place."""
     assert _peers is not None
     if os.environ["RANK"] != "0":

@@ -1,0 +1,21 @@
+"""Fixtures that the end-to-end tests of several files share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.standin import WITHOUT_TORCH
+
+
+@pytest.fixture(scope="module")
+def without_torch() -> Iterator[None]:
+    """Jobs of this module find a stand-in for torch. A worker store imports torch after a second, also for nobody.
+
+    A job that needs torch itself gets `WITH_TORCH` as its environment.
+    """
+    with pytest.MonkeyPatch.context() as patched:
+        for name, value in WITHOUT_TORCH.items():
+            patched.setenv(name, value)
+        yield
