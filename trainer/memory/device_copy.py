@@ -57,10 +57,10 @@ class HostCopies:
 class GpuCopies:
     """State on `device`, which executes asynchronously. `cuda` is `torch.cuda`."""
 
-    def __init__(self, device: torch.device, cuda: Any = torch.cuda, staging: Staging | None = None) -> None:
+    def __init__(self, device: torch.device, cuda: Any = torch.cuda, staging: PinnedBuffers | None = None) -> None:
         self._device, self._cuda = device, cuda
         self._stream: Any = cuda.Stream(device)
-        self._staging = staging or Staging()
+        self._staging = staging or PinnedBuffers()
         self._committed: Any = None
 
     def bind_thread(self) -> None:
@@ -120,7 +120,7 @@ def begin_copy(target: Tensor, source: Tensor) -> None:
     target.copy_(source, non_blocking=True)
 
 
-class Staging:
+class PinnedBuffers:
     """Two pinned buffers: while the device fills one, the host empties the other."""
 
     def __init__(

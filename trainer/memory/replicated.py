@@ -26,7 +26,7 @@ from torch import Tensor
 from elaunch.trainer.memory.recovery_plan import Holding
 from elaunch.trainer.memory.room import Room, room_in
 from elaunch.trainer.memory.slots import Copy, Slot, Slots, copy_on_host
-from elaunch.trainer.memory.stripes import JointWrite, Plan, cut
+from elaunch.trainer.memory.stripes import JointWrite, JointPlan, cut
 from elaunch.trainer.state.packing import Placer, pack
 from elaunch.trainer.state.region import Header, Packed
 from elaunch.trainer.state.version import Piece, Version
@@ -105,7 +105,7 @@ class ReplicatedMemory:
                     if newest := self._better(version, spare):
                         return newest
                     chosen = self.pair.older(spare)
-                    plan = Plan(digest, self.pair.slots.index(chosen), chosen.prepare(packed))
+                    plan = JointPlan(digest, self.pair.slots.index(chosen), chosen.prepare(packed))
                     joint.begin(plan)
                 else:
                     self.pair.slots[plan.slot].forget()

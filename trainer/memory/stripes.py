@@ -34,7 +34,7 @@ Pairs = tuple[list[Tensor], list[Tensor]]
 
 
 @dataclass(frozen=True)
-class Plan:
+class JointPlan:
     """What is being written: a digest of the version and of where everything lies, and the number of the slot.
 
     `has_fixed` says that the tensors that do not change are in the slot already.
@@ -61,7 +61,7 @@ class JointWrite:
     def __exit__(self, *_: object) -> None:
         os.close(self._file)
 
-    def join(self, digest: bytes) -> Plan | None:
+    def join(self, digest: bytes) -> JointPlan | None:
         """Take part in the write that is going on, if it is this one; else None."""
         found = os.pread(self._file, _PLAN.size, 0)
         if len(found) < _PLAN.size:
@@ -70,13 +70,13 @@ class JointWrite:
         if there != digest or is_over:
             return None
         fcntl.lockf(self._file, fcntl.LOCK_SH, 1, _TAKES_PART)
-        return Plan(there, slot, bool(has_fixed))
+        return JointPlan(there, slot, bool(has_fixed))
 
     def wait_until_alone(self) -> None:
         """Wait until nobody takes part in another write. Raises TimeoutError."""
         self._wait_for(lambda: self._is_mine(_TAKES_PART))
 
-    def begin(self, plan: Plan) -> None:
+    def begin(self, plan: JointPlan) -> None:
         """Begin a write, after `wait_until_alone`: others may join when the node's lock is free."""
         os.ftruncate(self._file, 0)
         os.pwrite(self._file, _PLAN.pack(plan.digest, plan.slot, plan.has_fixed, False), 0)

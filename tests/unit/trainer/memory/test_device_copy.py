@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from elaunch.trainer.memory.device_copy import GpuCopies, Staging
+from elaunch.trainer.memory.device_copy import GpuCopies, PinnedBuffers
 from elaunch.trainer.state.training_state import Training
 
 
@@ -91,7 +91,7 @@ def cuda() -> Cuda:
 
 
 def copies(cuda: Cuda) -> GpuCopies:
-    return GpuCopies(torch.device("cuda", 1), cuda, Staging(64, bytes_of, cuda.begin))
+    return GpuCopies(torch.device("cuda", 1), cuda, PinnedBuffers(64, bytes_of, cuda.begin))
 
 
 class TestStaging:
@@ -100,7 +100,7 @@ class TestStaging:
         sources = [torch.randint(0, 255, (size,), dtype=torch.uint8) for size in sizes] + [torch.tensor(2.5)]
         targets = [torch.zeros_like(source) for source in sources]
 
-        Staging(64, bytes_of, cuda.begin).copy(list(zip(targets, sources, strict=True)), cuda.main)
+        PinnedBuffers(64, bytes_of, cuda.begin).copy(list(zip(targets, sources, strict=True)), cuda.main)
 
         for target, source in zip(targets, sources, strict=True):
             assert torch.equal(target, source)
@@ -120,7 +120,7 @@ class TestStaging:
                 super().run(count)
 
         cuda.present = stream = Counting()
-        Staging(64, allocate, cuda.begin).copy([(torch.zeros(640, dtype=torch.uint8), bytes_of(640))], stream)
+        PinnedBuffers(64, allocate, cuda.begin).copy([(torch.zeros(640, dtype=torch.uint8), bytes_of(640))], stream)
 
         assert taken == [64, 64]
         assert begun_at_wait[0] == 2
@@ -129,7 +129,7 @@ class TestStaging:
     def test_what_lies_in_another_order_arrives_too(self, cuda: Cuda, source: Tensor) -> None:
         target = torch.zeros(source.shape, dtype=source.dtype)
 
-        Staging(64, bytes_of, cuda.begin).copy([(target, source)], cuda.main)
+        PinnedBuffers(64, bytes_of, cuda.begin).copy([(target, source)], cuda.main)
 
         assert torch.equal(target, source)
 
