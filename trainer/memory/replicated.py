@@ -26,7 +26,7 @@ from torch import Tensor
 from elaunch.trainer.memory.recovery_plan import Holding
 from elaunch.trainer.memory.room import Room, room_in
 from elaunch.trainer.memory.slots import Copy, Slot, Slots, copy_on_host
-from elaunch.trainer.memory.stripes import JointWrite, JointPlan, cut
+from elaunch.trainer.memory.stripes import JointPlan, JointWrite, cut
 from elaunch.trainer.state.packing import Placer, pack
 from elaunch.trainer.state.region import Header, Packed
 from elaunch.trainer.state.version import Piece, Version
