@@ -1,6 +1,7 @@
 """A step, a kill and a restart on what this machine has: NCCL on a GPU where there is one, else gloo on CPUs.
 
-The other tests need GPUs. They run what the unit tests show with stand-ins for a GPU. See docs/gpu.md.
+The other tests need GPUs, and are slow ones so that `make test` skips nothing. They run what the unit tests show with
+stand-ins for a GPU. See docs/gpu.md.
 """
 
 from __future__ import annotations
@@ -103,12 +104,14 @@ print(f"copied beside a stuck stream: {state.nbytes / took_s / 1e9:.1f} GB/s")
 """
 
 
+@pytest.mark.slow
 def test_the_state_is_copied_beside_a_stuck_stream() -> None:
     need_gpus(1)
 
     print(output_of("-c", BESIDE))
 
 
+@pytest.mark.slow
 def test_types_and_memory_formats_are_kept_on_the_gpu() -> None:
     need_gpus(1)
 
@@ -147,6 +150,7 @@ else:
 """
 
 
+@pytest.mark.slow
 def test_a_cuda_graph_with_the_optimizer_is_refused() -> None:
     need_gpus(1)
 
@@ -177,6 +181,7 @@ assert not torch._C._cuda_hasPrimaryContext(0), "the thread has started CUDA on 
 """
 
 
+@pytest.mark.slow
 def test_a_thread_that_saves_starts_no_cuda_on_gpu_0() -> None:
     need_gpus(2)
 
@@ -218,6 +223,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["kill", "hang"])
 def test_neither_a_killed_peer_nor_an_aborted_collective_costs_a_step(tmp_path: Path, how: str) -> None:
     need_gpus(int(os.environ.get("ELAUNCH_TEST_GPUS", "2")))

@@ -158,7 +158,7 @@ NOBODY = {
     'make bench ARGS="--only nodes-restart,nodes-loss,scale"': "takes an hour, as root",
     ".venv/bin/python -m bench --render runs/bench/A.json runs/bench/B.json": "needs the samples of two long runs",
     ".venv/bin/python -m bench --only start,restart --workers 1": NEEDS_GPU,
-    ".venv/bin/python -m pytest tests/e2e/test_accelerator.py -rP": NEEDS_GPU,
+    ".venv/bin/python -m pytest -m '' -rP tests/e2e/test_accelerator.py": NEEDS_GPU,
     "$EDITOR train.sbatch": "is for a person",
     "docker build -f deploy/docker/Dockerfile -t you/elaunch .": NEEDS_DOCKER,
     'docker run --rm --gpus all --shm-size 16g -v "$PWD":/workspace you/elaunch train.py': NEEDS_DOCKER,
