@@ -315,3 +315,8 @@ def test_a_part_that_a_node_lacks_and_that_arrives_garbled_is_not_loaded(nodes: 
 
     assert ended.code == 1
     assert "rank 1's part of the snapshot arrived damaged from rank 0" in ended.err
+
+
+def test_a_rank_without_room_for_its_record_keeps_step_with_the_others(tmp_path: Path, forker: RankForker) -> None:
+    with Ranks(forker, 2, Path(__file__).with_name("unlike.py"), str(tmp_path)) as ranks:
+        assert ranks.answers() == [[[0, 1], 1]] * 2

@@ -107,6 +107,11 @@ class Copies:
         """Whether snapshots are needed between steps: not where copies of steps are enough. The same on all ranks."""
         return self._parts is None or self._parts.needs_snapshots
 
+    @property
+    def copies_after_snapshot(self) -> bool:
+        """Whether the step after a snapshot is copied in any case. The same on all ranks."""
+        return self._parts is not None and self._parts.has_base
+
     def restore(self) -> Version:
         """Load the newest state there is into the objects, and say so. Returns its version; step 0 if there is none."""
         if self._training.per_rank is not None:
@@ -246,7 +251,7 @@ class Copies:
         if self._parts is not None:
             live = self._training.live() if record is not None else None
             self._parts.save(version.step, self._training.large(), self._training.small(), live)
-            if not self._parts.is_live:
+            if record is not None and (live is None or self._parts.is_refused):
                 self._say_once(
                     "the state can be copied at snapshots only: its tensors are made anew for each, or other values "
                     "change with them; a failure goes back to the last snapshot"
@@ -298,6 +303,11 @@ class Copies:
         except OSError as error:
             self._say(f"step {version.step} could not be copied to {self._node_memory.memory.folder}: {error}")
         return False
+
+    def discard_replicated(self, version: Version) -> None:
+        """Declare this node's copy of that version torn."""
+        if self._node_memory is not None:
+            self._node_memory.memory.discard(version)
 
     @property
     def _spare(self) -> list[Version]:

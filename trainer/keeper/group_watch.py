@@ -49,7 +49,7 @@ class GroupWatch:
     def _run(self) -> None:
         while not self._is_over.wait(self._look_s):
             if error := self._status.error():
-                self._say(f"this rank saves its state: {error}")
+                self._say(f"a collective has failed, and this rank keeps its last complete step: {error}")
                 try:
                     self._save()
                 except Exception:

@@ -34,6 +34,7 @@ class GuardedState:
         self._lock = threading.Lock()
         # Whether the state is exactly that of `version`: neither half restored nor half changed.
         self._is_whole = False
+        self._is_restored = False
         self._is_sealed = False
         # Whether `begin` was called and `end` was not: the training's thread holds the lock.
         self.is_changing = False
@@ -56,7 +57,7 @@ class GuardedState:
         A change outside of a commit goes to `report`, for the next boundary, or after a failure to `say`.
         """
         with self._lock:
-            self._copies, self.version, self._is_whole = copies, version, True
+            self._copies, self.version, self._is_whole, self._is_restored = copies, version, True, True
             self._report, self._say = report, say
             self._outside.note()
             copies.gpu.after_commit()
@@ -127,7 +128,9 @@ class GuardedState:
                 self._copies.done(self.version)
                 link.report(self.version.step)
         finally:
-            self.is_changing = self._is_put_down = self.copies_next = False
+            self.is_changing = self._is_put_down = False
+            # A hook's state is copied at each step or not at all, so this holds until the next boundary.
+            self.copies_next &= not self._training.is_in_parts
             self._lock.release()
 
     def snapshot(self) -> None:
@@ -176,6 +179,9 @@ class GuardedState:
         try:
             if self._is_whole and not self._outside.found(self.version.step):
                 self._copies.save_replicated(self.version)
+                if self._outside.found(self.version.step):
+                    # The training's thread has changed it meanwhile, without a lock.
+                    self._copies.discard_replicated(self.version)
         finally:
             self._lock.release()
         if news := self._outside.news(self.version.step):
@@ -197,7 +203,7 @@ class GuardedState:
 
     def group_failed(self) -> None:
         """`rescue` in a thread other than the training's."""
-        if self._is_whole:
+        if self._is_restored:
             self._copies.gpu.bind_thread()
         self.rescue()
 

@@ -176,7 +176,11 @@ class Keeper:
         self._is_entered = False
         if self._state.is_changing:
             # Hooks began the commit, and no pass has followed.
-            self._state.end(is_whole=error is None)
+            try:
+                self._state.end(is_whole=error is None)
+            except BaseException as failure:
+                self._stack.__exit__(type(failure), failure, failure.__traceback__)
+                raise
         self._stack.__exit__(kind, error, where)
 
     def restore(self) -> int:
@@ -326,7 +330,7 @@ class Keeper:
             begun_s = time.monotonic()
             self._state.snapshot()
             self._pace.snapshot_took(self.step, time.monotonic() - begun_s)
-            self._state.copies_next |= self._training.is_in_parts and not self._verification.is_strict
+            self._state.copies_next |= self._copies.copies_after_snapshot and not self._verification.is_strict
         self._copies.look()
         if self.step // self._checkpoint_every > self._looked_at_step // self._checkpoint_every:
             self._copies.checkpoint(self._state.version)

@@ -39,7 +39,7 @@ class StepCopies:
     ) -> None:
         self._training, self._peers, self._parts, self._say = training, peers, parts, say
         self._keep = keep if parts is not None or training.has_large else None
-        self.pace = Pace(copy_every, 0, _FRESH)
+        self.pace, self._measures = Pace(copy_every, 0, _FRESH), copy_every is None
         # The newest two. Of a communication hook's state all ranks have them.
         self.versions: list[Version] = []
         self._copied_s = 0.0
@@ -100,7 +100,7 @@ class StepCopies:
         self._copied_s = now_s
         self.versions = [*self.versions[-1:], version]
         self.pace.snapshot_took(version.step, took_s)
-        if self.pace.every > 1 and self._peers.leads and not self._has_said_pace:
+        if self._measures and self.pace.every > 1 and self._peers.leads and not self._has_said_pace:
             self._has_said_pace = True
             how = f"every {self.pace.every} steps" if self.every else "at snapshots only"
             self._say(

@@ -140,7 +140,8 @@ def sentence(
     alike = [other for other, one in enumerate(told) if one.holds == told[rank].holds]
     right = [other for other in alike if other not in wrong]
     other = next(other for other in right or alike if told[other].values != told[rank].values)
-    names = [name for name in found[rank] if found[rank][name] != found[other][name]]
+    # One of them may not even have a tensor of that name.
+    names = [name for name in {**found[rank], **found[other]} if found[rank].get(name) != found[other].get(name)]
     what = f"`{names[0]}`" + (f" (and {len(names) - 1} more tensors)" if len(names) > 1 else "")
     if right:
         whom = f"the other {len(right)} ranks'" if len(right) > 1 else f"rank {right[0]}'s"

@@ -104,6 +104,8 @@ class ReplicatedMemory:
                     joint.wait_until_alone()
                     if newest := self._better(version, spare):
                         return newest
+                    # Before the slot is cleared: who joined the older write would take its stripes for copied.
+                    joint.forget()
                     chosen = self.pair.older(spare)
                     plan = JointPlan(digest, self.pair.slots.index(chosen), chosen.prepare(packed))
                     joint.begin(plan)
@@ -142,6 +144,15 @@ class ReplicatedMemory:
         return next(
             ((h, slot) for h, slot in self.pair.versions() if (h.version, h.checksum) == (version, checksum)), None
         )
+
+    def discard(self, version: Version) -> None:
+        """Declare the copy of `version` torn, when nobody writes. Raises TimeoutError."""
+        with JointWrite(self._stripes_path, self._limit_s()) as joint, self.locked():
+            joint.wait_until_alone()
+            joint.forget()
+            for header, slot in self.pair.versions():
+                if header.version == version:
+                    slot.discard()
 
     def drop_newer(self, version: Version) -> None:
         """Declare copies newer than `version` torn: those steps are given up, and must not be found again."""

@@ -90,11 +90,15 @@ class ShardedMemory:
         # `_full` is the newest snapshot that is whole on both nodes; `_newest` the one after it, on its way.
         self._full: Version | None = None
         self._newest: Version | None = None
+        # Whether the last snapshot that was waited for is whole.
+        self._was_whole = True
         # Whether there may be pieces of ranks that are gone, or on other nodes now.
         self._has_stale = True
         self._off = False
         # What `copy` copies, and the newest version that it has copied since the last snapshot.
         self._live: LivePiece | None = None
+        # Whether the last `save` was given tensors that `copy` cannot copy.
+        self.is_refused = False
         self._copied: Version | None = None
         # Whether all ranks could copy when they last tried.
         self._copies_go_on = False
@@ -189,20 +193,22 @@ class ShardedMemory:
         slot.begin(packed, copy_from_devices)
         self._newest = version = Version(self._generation, step)
         self._live = LivePiece.of(piece, live) if live is not None and self._has_room_for_copies else None
+        self.is_refused = live is not None and self._has_room_for_copies and self._live is None
 
         def finish() -> Tensor:
             return slot.raw(slot.finish(self._piece(version), packed).length)
 
         self._mirror.exchange(finish, version, self._spare)
-        if live is not None and self._is_alone:
+        # A rank without room for its record has no `live`; the others must not wait for it in vain.
+        if self._is_alone and self._any(live is not None):
             # There is nobody to send it to, and the next copy may overwrite the version before.
             self.wait()
         self.cost_s = time.monotonic() - begun_s
 
     @property
-    def is_live(self) -> bool:
-        """Whether `copy` can copy the state that the last `save` was given."""
-        return self._live is not None
+    def has_base(self) -> bool:
+        """Whether the next copy may overwrite an older version. The same on all ranks."""
+        return not self._is_alone or self._was_whole
 
     @property
     def can_copy(self) -> bool:
@@ -250,9 +256,10 @@ class ShardedMemory:
         overwrites the failed one.
         """
         if self._newest is None:
-            return True
+            return self._was_whole
         version, self._newest = self._newest, None
-        if self._any(not self._mirror.wait()):
+        self._was_whole = not self._any(not self._mirror.wait())
+        if not self._was_whole:
             return False
         self._full = version
         if self._has_stale:

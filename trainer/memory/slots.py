@@ -96,6 +96,10 @@ class Slot:
             descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
                 allocate(descriptor, there, size)
+            except OSError:
+                # What it got of it is of no use, and the training may need the memory.
+                os.ftruncate(descriptor, there)
+                raise
             finally:
                 os.close(descriptor)
 

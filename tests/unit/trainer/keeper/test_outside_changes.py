@@ -13,9 +13,11 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from elaunch.trainer import link
+from elaunch.trainer.keeper.copies import Copies
 from elaunch.trainer.keeper.keeper import Keeper
 from elaunch.trainer.keeper.outside_changes import OutsideChanges
 from elaunch.trainer.state.live_tensors import LiveTensors
+from elaunch.trainer.state.version import Version
 
 
 @pytest.fixture(autouse=True)
@@ -254,6 +256,28 @@ def test_a_change_that_is_seen_only_after_a_failure_is_said_too() -> None:
     job = Job(snapshot_every=100)
     with pytest.raises(RuntimeError, match="reset by peer"):
         job.train(9, changes_after=(4,), fails_in=5)
+
+    assert job.said == [SENTENCE]
+
+
+def test_what_a_survivor_saves_does_not_count_if_the_state_changes_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    job, save = Job(snapshot_every=100), Copies.save_replicated
+
+    def changed_meanwhile(copies: Copies, version: Version) -> bool:
+        is_kept = save(copies, version)
+        if version.step == 4:
+            with torch.no_grad():
+                job.model.weight.add_(1)
+        return is_kept
+
+    monkeypatch.setattr(Copies, "save_replicated", changed_meanwhile)
+    with pytest.raises(RuntimeError, match="reset by peer"):
+        job.train(9, fails_in=5)
+    monkeypatch.setenv("ELAUNCH_GENERATION", "1")
+
+    resumed = Job()
+    with resumed.keeper:
+        assert resumed.keeper.step == 1
 
     assert job.said == [SENTENCE]
 

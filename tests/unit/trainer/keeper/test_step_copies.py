@@ -49,7 +49,8 @@ class Job:
         # Each rate follows from the one before.
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
         self.said: list[str] = []
-        options = {"snapshot_every": 1000, "copy_every": 1, "say": self.said.append, **options}
+        # The loaders of other tests may still be there.
+        options = {"snapshot_every": 1000, "copy_every": 1, "say": self.said.append, "per_rank": (), **options}
         self.keeper = Keeper(self.model, self.optimizer, scheduler=self.scheduler, **options)
 
     def train(self, steps: int, fails_in: int = 0) -> list[Any]:

@@ -53,6 +53,12 @@ def test_the_sentence_names_rank_host_tensor_and_the_step_to_which_it_goes_back(
     )
 
 
+def test_a_tensor_that_only_some_ranks_have_is_named() -> None:
+    found = [{"w": 1}, {"w": 1, "extra.best": 2}]
+
+    assert "different copies of `extra.best`" in sentence(told(*"ab"), found, [0, 1], 7, 0)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.bool, torch.complex64])
 @pytest.mark.parametrize("shape", [(3, 5), (7,), (), (0, 4), (4, 4)])
 def test_each_changed_bit_changes_the_digest(dtype: torch.dtype, shape: tuple[int, ...]) -> None:

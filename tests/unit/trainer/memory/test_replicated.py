@@ -7,7 +7,7 @@ import signal
 import struct
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,8 @@ from torch import Tensor
 from elaunch.trainer.memory import replicated
 from elaunch.trainer.memory.records import Records, completed_in, verified_records_in
 from elaunch.trainer.memory.replicated import NoRoom, ReplicatedMemory
-from elaunch.trainer.memory.slots import copy_on_host, node_of
+from elaunch.trainer.memory.slots import Slot, copy_on_host, node_of
+from elaunch.trainer.state.region import Packed
 from elaunch.trainer.state.version import Version
 from tests.harness import wait_for
 
@@ -291,6 +292,39 @@ def test_survivors_copy_together_and_take_over_what_a_killed_one_leaves(
     for name, tensor in slot.read(header).items():
         assert torch.equal(tensor, state[name])
     assert memory.save(Version(0, 6), lambda: state) == Version(0, 6)
+
+
+def test_a_slot_that_was_cleared_for_another_step_is_not_taken_for_half_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replicated, "_STRIPE_BYTES", 4096)
+    copied, prepare = [], Slot.prepare
+
+    def dies_in_the_third_stripe(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+        copied.append(len(targets))
+        if len(copied) == 3:
+            raise KeyboardInterrupt
+        copy_on_host(targets, sources)
+
+    def dies_after_clearing(slot: Slot, packed: Packed) -> bool:
+        prepare(slot, packed)
+        raise KeyboardInterrupt
+
+    for step in (1, 2):
+        saved(ReplicatedMemory(tmp_path, "m", LAYOUT), 0, step)
+    with pytest.raises(KeyboardInterrupt):
+        ReplicatedMemory(tmp_path, "m", LAYOUT).save(Version(0, 3), lambda: state_of(3), dies_in_the_third_stripe)
+    with monkeypatch.context() as patch:
+        patch.setattr(Slot, "prepare", dies_after_clearing)
+        with pytest.raises(KeyboardInterrupt):
+            saved(ReplicatedMemory(tmp_path, "m", LAYOUT), 0, 4)
+
+    memory = ReplicatedMemory(tmp_path, "m", LAYOUT)
+    assert saved(memory, 0, 3) == Version(0, 3)
+
+    header, slot = memory.pair.versions()[0]
+    assert header.version == Version(0, 3)
+    assert slot.read(header)["w"].unique().tolist() == [3.0]
 
 
 def test_fixed_tensors_that_another_worker_has_changed_get_their_checksum(tmp_path: Path) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
 import torch
 
+from elaunch.trainer.memory import slots
 from elaunch.trainer.memory.sharded import ShardedMemory
 from elaunch.trainer.memory.slots import Slot, Torn
 from elaunch.trainer.state import region
@@ -191,11 +194,26 @@ def test_a_file_that_was_replaced_is_mapped_anew(tmp_path: Path) -> None:
     assert ours.path.stat().st_size == 4096
 
 
+def test_a_file_that_cannot_grow_gives_back_what_it_got(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int, begin: int, end: int) -> None:
+        os.posix_fallocate(descriptor, begin, 4096)
+        raise OSError(errno.ENOMEM, "the cgroup leaves 0.0 MB")
+
+    slot = Slot(tmp_path / "slot", bytes(16))
+    slot.fit(4096)
+    monkeypatch.setattr(slots, "allocate", full)
+
+    with pytest.raises(OSError, match="the cgroup leaves"):
+        slot.grow(1 << 20)
+
+    assert slot.size == 4096
+
+
 def copying(folder: Path) -> tuple[ShardedMemory, torch.Tensor]:
     """A memory with a snapshot of step 1 in generation 0, and the tensor that the training changes."""
     memory, weights = ShardedMemory(folder, generation=0), torch.full((8,), 1.0)
     memory.save(1, {"w": weights}, {"rate": 0.1}, [weights])
-    assert memory.is_live
+    assert not memory.is_refused
     assert memory.can_copy
     return memory, weights
 
@@ -254,7 +272,7 @@ def test_a_state_of_copies_of_the_tensors_is_not_copied_again(tmp_path: Path) ->
     # FSDP1 makes the tensors of its state anew.
     memory.save(1, {"w": weights.clone()}, {}, [weights])
 
-    assert not memory.is_live
+    assert memory.is_refused
     assert not memory.can_copy
 
 

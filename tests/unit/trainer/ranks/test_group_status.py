@@ -134,7 +134,10 @@ def test_the_state_is_saved_when_a_group_fails_while_the_training_is_stuck() -> 
         group.status = ErrorType.COMM_ERROR
         wait_for(saved.is_set, "the state to be saved")
 
-    assert said == ["this rank saves its state: NCCL reported an error (COMM_ERROR, group default_pg)"]
+    assert said == [
+        "a collective has failed, and this rank keeps its last complete step: NCCL reported an error (COMM_ERROR, "
+        "group default_pg)"
+    ]
 
 
 def test_nobody_watches_groups_without_a_status(gloo: Any) -> None:
